@@ -1,0 +1,16 @@
+//! Chores of this repository, as a library so that its tests and its binary share them.
+//!
+//! ```text
+//!   tidy    rules about the sources that the compiler does not check
+//!   chain   makes qcow2 chains of any length, with data that proves where it came from
+//!   bench   runs QEMU, vmstrata and the floor over such chains in turn, and writes what it measured
+//!   guest   a small Linux that boots in stock QEMU in seconds
+//!   demo    500 snapshots, stock QEMU and vmstrata side by side
+//! ```
+//!
+//! Nothing here ships: the crates under `crates/` never depend on this one. The chain generator writes the
+//! format from its specification and not through `vmstrata-qcow2`, so that the generator and the reader are
+//! two independent readings of one text.
+
+pub mod chain;
+pub mod size;
