@@ -1,0 +1,272 @@
+//! The bytes of an empty image.
+//!
+//! Layout, in clusters: header, refcount table, refcount blocks, L1 table. Refcount blocks cover exactly what
+//! is there, themselves included; every cluster has refcount 1. Everything the image does not list as a part
+//! is zero, so the L1 table (up to 32 MiB) costs nothing but the file's length.
+
+use thiserror::Error;
+use vmstrata_types::{ClusterBits, HostOffset};
+
+use crate::extension::{Extension, Extensions, FeatureNames, MAX_BACKING_FORMAT_LEN};
+use crate::feature::{Autoclear, Compatible, CompressionType, Incompatible};
+use crate::geometry::{ENTRY_LEN, Geometry};
+use crate::header::{BackingName, EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
+use crate::refcount::{self, RefcountOrder};
+
+/// What a new image is to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CreateOptions {
+    /// 2 or 3.
+    pub version: u32,
+    /// Size of a cluster.
+    pub cluster_bits: ClusterBits,
+    /// Size of the disk in bytes.
+    pub size: u64,
+    /// Width of refcounts; version 2 has only 16 bits.
+    pub refcount_order: RefcountOrder,
+    /// The backing file, if any.
+    pub backing: Option<NewBacking>,
+    /// Allow refcount updates to be postponed; version 3 only.
+    pub lazy_refcounts: bool,
+    /// How compressed clusters will be compressed; version 2 has only zlib.
+    pub compression_type: CompressionType,
+    /// Name feature bits in the image for older tools, where version 3 and the cluster size leave room.
+    pub feature_names: bool,
+}
+
+impl CreateOptions {
+    /// An empty disk of `size` bytes as every tool makes it: version 3, 64 KiB clusters, 16-bit refcounts.
+    pub fn new(size: u64) -> Self {
+        Self {
+            version: 3,
+            cluster_bits: ClusterBits::DEFAULT,
+            size,
+            refcount_order: RefcountOrder::DEFAULT,
+            backing: None,
+            lazy_refcounts: false,
+            compression_type: CompressionType::Zlib,
+            feature_names: true,
+        }
+    }
+}
+
+/// A backing file for a new image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewBacking {
+    /// Name as it will be stored: absolute, or relative to the new image's directory.
+    pub name: Vec<u8>,
+    /// Format, so that no one has to guess it from the (guest-controlled) content.
+    pub format: Option<String>,
+}
+
+/// Why an image cannot be made as asked.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum CreateError {
+    /// Neither 2 nor 3.
+    #[error("there is no qcow2 version {0}")]
+    Version(u32),
+    /// Version 2 has no such feature.
+    #[error("version 2 images cannot have {feature}")]
+    NeedsVersion3 {
+        /// The feature, in words.
+        feature: &'static str,
+    },
+    /// The L1 table would be larger than anyone reads.
+    #[error("a disk of {size} bytes is too large for {cluster_size}-byte clusters, which reach {max} bytes")]
+    TooLarge {
+        /// Bytes asked for.
+        size: u64,
+        /// Bytes of a cluster.
+        cluster_size: u64,
+        /// The most bytes this cluster size reaches.
+        max: u64,
+    },
+    /// Stock tools refuse longer ones.
+    #[error("{0:?} is no backing format name: 1 to {MAX_BACKING_FORMAT_LEN} bytes, none of them zero")]
+    BackingFormat(String),
+    /// The header does not fit.
+    #[error(transparent)]
+    Header(#[from] EncodeError),
+}
+
+/// An empty image, ready to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewImage {
+    /// Its header.
+    pub header: Header,
+    /// Bytes to write and where, each starting on a cluster boundary: the header last, so that a file cut off
+    /// in the making is no qcow2 image. All other bytes of the file are zero.
+    pub parts: Vec<(HostOffset, Vec<u8>)>,
+    /// Length of the file in bytes.
+    pub file_len: u64,
+}
+
+/// Lays out an empty image.
+///
+/// # Errors
+/// Options that the format or QEMU's limits do not allow.
+pub fn new_image(options: &CreateOptions) -> Result<NewImage, CreateError> {
+    check(options)?;
+    let layout = Layout::of(options);
+    let mut header = header(options, &layout);
+    let first_cluster = encode_header(&mut header, options)?;
+    let (table, blocks) = layout.refcounts(options);
+    Ok(NewImage {
+        header,
+        parts: vec![
+            (layout.at(layout.table_at()), table),
+            (layout.at(layout.blocks_at()), blocks),
+            (HostOffset::ZERO, first_cluster),
+        ],
+        file_len: layout.at(layout.clusters()).get(),
+    })
+}
+
+fn check(options: &CreateOptions) -> Result<(), CreateError> {
+    if !(2..=3).contains(&options.version) {
+        return Err(CreateError::Version(options.version));
+    }
+    if options.version == 2 {
+        let feature = if options.refcount_order != RefcountOrder::DEFAULT {
+            Some("refcounts of other than 16 bits")
+        } else if options.lazy_refcounts {
+            Some("lazy refcounts")
+        } else if options.compression_type != CompressionType::Zlib {
+            Some("a compression type other than zlib")
+        } else {
+            None
+        };
+        if let Some(feature) = feature {
+            return Err(CreateError::NeedsVersion3 { feature });
+        }
+    }
+    let max = max_size(options.cluster_bits);
+    if options.size > max {
+        let (size, cluster_size) = (options.size, options.cluster_bits.size());
+        return Err(CreateError::TooLarge { size, cluster_size, max });
+    }
+    let format = options.backing.as_ref().and_then(|backing| backing.format.as_ref());
+    match format {
+        Some(name) if name.is_empty() || name.len() > MAX_BACKING_FORMAT_LEN || name.contains('\0') => {
+            Err(CreateError::BackingFormat(name.clone()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The largest disk, in bytes, that clusters of this size can map: 128 GiB for 512 B, 2 EiB for 2 MiB.
+pub const fn max_size(cluster_bits: ClusterBits) -> u64 {
+    Geometry::new(cluster_bits).l2_span() * MAX_L1_ENTRIES as u64
+}
+
+/// Clusters of each part of an empty image.
+struct Layout {
+    bits: ClusterBits,
+    table: u64,
+    blocks: u64,
+    l1: u64,
+}
+
+impl Layout {
+    /// Grows the refcount structures until they cover the image, themselves included.
+    fn of(options: &CreateOptions) -> Self {
+        let bits = options.cluster_bits;
+        let l1_entries = Geometry::new(bits).l1_entries(options.size);
+        let per_block = options.refcount_order.entries_per_block(bits) as u64;
+        let mut layout =
+            Self { bits, table: 1, blocks: 1, l1: (l1_entries * ENTRY_LEN).div_ceil(bits.size()) };
+        loop {
+            let blocks = layout.clusters().div_ceil(per_block);
+            let table = (blocks * ENTRY_LEN).div_ceil(bits.size());
+            if (table, blocks) == (layout.table, layout.blocks) {
+                return layout;
+            }
+            (layout.table, layout.blocks) = (table, blocks);
+        }
+    }
+
+    fn clusters(&self) -> u64 {
+        self.l1_at() + self.l1
+    }
+
+    fn table_at(&self) -> u64 {
+        1
+    }
+
+    fn blocks_at(&self) -> u64 {
+        self.table_at() + self.table
+    }
+
+    fn l1_at(&self) -> u64 {
+        self.blocks_at() + self.blocks
+    }
+
+    fn at(&self, cluster: u64) -> HostOffset {
+        HostOffset::new(cluster << self.bits.get())
+    }
+
+    /// The refcount table and all blocks.
+    fn refcounts(&self, options: &CreateOptions) -> (Vec<u8>, Vec<u8>) {
+        let mut table = Vec::with_capacity((self.table << self.bits.get()) as usize);
+        for block in 0..self.blocks {
+            let raw = refcount::encode_table_entry(Some(self.at(self.blocks_at() + block)), self.bits);
+            table.extend_from_slice(&raw.to_be_bytes());
+        }
+        table.resize((self.table << self.bits.get()) as usize, 0);
+        let mut blocks = vec![0; (self.blocks << self.bits.get()) as usize];
+        // Blocks are contiguous and full, so that together they are one long block.
+        for cluster in 0..self.clusters() {
+            let set = options.refcount_order.set(&mut blocks, cluster as usize, 1);
+            set.expect("every width holds 1");
+        }
+        (table, blocks)
+    }
+}
+
+fn header(options: &CreateOptions, layout: &Layout) -> Header {
+    let header_length = if options.version == 2 { V2_LEN } else { V3_LEN };
+    let zstd = options.compression_type != CompressionType::Zlib;
+    let l1_size = Geometry::new(options.cluster_bits).l1_entries(options.size) as u32;
+    Header {
+        version: options.version,
+        backing_file: None,
+        cluster_bits: options.cluster_bits,
+        size: options.size,
+        crypt_method: 0,
+        l1_size,
+        l1_table_offset: if l1_size == 0 { HostOffset::ZERO } else { layout.at(layout.l1_at()) },
+        refcount_table_offset: layout.at(layout.table_at()),
+        refcount_table_clusters: layout.table as u32,
+        snapshot_count: 0,
+        snapshots_offset: HostOffset::ZERO,
+        incompatible: if zstd { Incompatible::COMPRESSION_TYPE } else { Incompatible::empty() },
+        compatible: if options.lazy_refcounts { Compatible::LAZY_REFCOUNTS } else { Compatible::empty() },
+        autoclear: Autoclear::empty(),
+        refcount_order: options.refcount_order,
+        header_length,
+        compression_type: options.compression_type,
+        additional: vec![0; u64::from(header_length).saturating_sub(field::ADDITIONAL) as usize],
+    }
+}
+
+/// The header's bytes; enters the place of the backing file's name into the header too.
+fn encode_header(header: &mut Header, options: &CreateOptions) -> Result<Vec<u8>, CreateError> {
+    let mut extensions = Extensions::default();
+    let name = options.backing.as_ref().map(|backing| backing.name.as_slice());
+    if let Some(format) = options.backing.as_ref().and_then(|backing| backing.format.clone()) {
+        extensions.items.push(Extension::BackingFormat(format));
+    }
+    let mut with_names = extensions.clone();
+    with_names.items.push(Extension::FeatureNames(FeatureNames::known()));
+    // The names are a courtesy: where a small cluster has no room for them, they stay out.
+    let named = options.feature_names && options.version >= 3;
+    let bytes = match header.encode(&with_names, name) {
+        Ok(bytes) if named => bytes,
+        _ => header.encode(&extensions, name)?,
+    };
+    if let Some(name) = name {
+        let offset = HostOffset::new((bytes.len() - name.len()) as u64);
+        header.backing_file = Some(BackingName { offset, len: name.len() as u32 });
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,77 @@
+//! Which entry of which table maps a guest offset.
+//!
+//! The L1 table has one 8-byte entry per L2 table; an L2 table is one cluster of 8-byte entries, each mapping
+//! one guest cluster. Extended L2 entries would halve [`Geometry::l2_bits`], which is why it is a field.
+
+use vmstrata_types::{ClusterBits, GuestOffset};
+
+/// Bytes of an L1 entry, of a refcount table entry, and of a standard L2 entry.
+pub const ENTRY_LEN: u64 = 8;
+
+/// The shape of an image's mapping tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Geometry {
+    /// Size of a cluster.
+    pub cluster_bits: ClusterBits,
+    /// Base-2 logarithm of the number of entries in an L2 table.
+    pub l2_bits: u32,
+}
+
+impl Geometry {
+    /// The tables of an image with standard (8-byte) L2 entries.
+    pub const fn new(cluster_bits: ClusterBits) -> Self {
+        Self { cluster_bits, l2_bits: cluster_bits.get() - 3 }
+    }
+
+    /// Entries in an L2 table.
+    #[inline]
+    pub const fn l2_entries(self) -> usize {
+        1 << self.l2_bits
+    }
+
+    /// Base-2 logarithm of [`Geometry::l2_span`].
+    #[inline]
+    pub const fn l2_span_bits(self) -> u32 {
+        self.cluster_bits.get() + self.l2_bits
+    }
+
+    /// Guest bytes that one L2 table maps.
+    #[inline]
+    pub const fn l2_span(self) -> u64 {
+        1 << self.l2_span_bits()
+    }
+
+    /// The L1 entry that leads to `at`.
+    #[inline]
+    pub const fn l1_index(self, at: GuestOffset) -> usize {
+        (at.get() >> self.l2_span_bits()) as usize
+    }
+
+    /// The entry of its L2 table that maps `at`.
+    #[inline]
+    pub const fn l2_index(self, at: GuestOffset) -> usize {
+        (at.get() >> self.cluster_bits.get()) as usize & (self.l2_entries() - 1)
+    }
+
+    /// The first guest byte mapped by entry `l2_index` of the L2 table at `l1_index`.
+    ///
+    /// Both must be in range for a disk below 2^64 bytes.
+    #[inline]
+    pub const fn guest_offset(self, l1_index: usize, l2_index: usize) -> GuestOffset {
+        GuestOffset::new(
+            ((l1_index as u64) << self.l2_span_bits()) + ((l2_index as u64) << self.cluster_bits.get()),
+        )
+    }
+
+    /// L1 entries a disk of `size` bytes needs.
+    #[inline]
+    pub const fn l1_entries(self, size: u64) -> u64 {
+        size.div_ceil(self.l2_span())
+    }
+
+    /// Guest clusters of a disk of `size` bytes, the last one perhaps not whole.
+    #[inline]
+    pub const fn guest_clusters(self, size: u64) -> u64 {
+        size.div_ceil(self.cluster_bits.size())
+    }
+}
