@@ -12,5 +12,6 @@
 //! format from its specification and not through `vmstrata-qcow2`, so that the generator and the reader are
 //! two independent readings of one text.
 
+pub mod bench;
 pub mod chain;
 pub mod size;

@@ -4,6 +4,7 @@ use anyhow::Result;
 use clap::Parser;
 
 mod chain_command;
+mod load_command;
 
 /// Chores of this repository.
 #[derive(Parser)]
@@ -11,10 +12,13 @@ mod chain_command;
 enum Command {
     /// Make a qcow2 chain, or verify a disk against one.
     Chain(chain_command::Chain),
+    /// Run one load against a vhost-user-blk socket or a raw file.
+    Load(load_command::LoadCommand),
 }
 
 fn main() -> Result<()> {
     match Command::parse() {
         Command::Chain(chain) => chain.run(),
+        Command::Load(load) => load.run(),
     }
 }

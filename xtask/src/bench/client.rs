@@ -1,0 +1,340 @@
+//! The one client all servers are measured with: libblkio's drivers, without a guest.
+//!
+//! ```text
+//!   Load ──► Client ──► blkio virtio-blk-vhost-user ──► a socket: QEMU or vmstrata
+//!                  └──► blkio io_uring              ──► a raw file: the floor
+//! ```
+//!
+//! Same loop, same memory, same random positions for every target. Data is checked by [`Client::check`] and
+//! [`Client::verify`], never inside a timed run.
+//!
+//! This is the only module of the repository outside `store` and `export` with `unsafe`: blkio hands out raw
+//! memory and completions that it has filled in.
+
+#![allow(unsafe_code)]
+
+use std::mem::MaybeUninit;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
+
+use crate::chain::pattern::{self, Writer, mix};
+
+/// Longest silence of a server before a run is given up.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Completions taken at once.
+const BATCH: usize = 64;
+/// Request memory: enough for 1 MiB at queue depth 8.
+const MEMORY: usize = 8 << 20;
+
+/// What a client talks to.
+#[derive(Clone, Debug)]
+pub enum Target {
+    /// A vhost-user-blk socket.
+    VhostUser(PathBuf),
+    /// A raw file, through io_uring and the page cache.
+    RawFile(PathBuf),
+}
+
+/// What the requests of a run do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reads at random block positions.
+    RandomRead,
+    /// Reads from the start on, wrapping around at the end.
+    SequentialRead,
+    /// Writes at random block positions, as the given round of this client.
+    RandomWrite {
+        /// Told apart when the data is checked.
+        round: u16,
+    },
+}
+
+/// One timed run.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// What requests do.
+    pub access: Access,
+    /// Bytes of a request, a multiple of 512.
+    pub block: usize,
+    /// Requests in flight.
+    pub depth: usize,
+    /// How long new requests are started.
+    pub time: Duration,
+    /// Seed of the positions.
+    pub seed: u64,
+}
+
+/// What a run achieved.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Requests completed.
+    pub requests: u64,
+    /// From the first request's start to the last one's completion.
+    pub elapsed: Duration,
+    /// For writes: which blocks have been written, by block number.
+    pub written: Vec<bool>,
+}
+
+impl Outcome {
+    /// Requests per second.
+    pub fn iops(&self) -> f64 {
+        self.requests as f64 / self.elapsed.as_secs_f64()
+    }
+}
+
+/// A connection with one queue and its request memory.
+pub struct Client {
+    queue: Blkioq,
+    memory: MemoryRegion,
+    capacity: u64,
+    data_seed: u64,
+    // Dropped last: the queue and the memory belong to it.
+    _device: Blkio,
+}
+
+impl Client {
+    /// Connects to `target`; `data_seed` is the chain's seed, for written data and for checks.
+    ///
+    /// # Errors
+    /// When the target cannot be reached or offers no queue.
+    pub fn connect(target: &Target, data_seed: u64) -> Result<Self> {
+        let (driver, path) = match target {
+            Target::VhostUser(path) => ("virtio-blk-vhost-user", path),
+            Target::RawFile(path) => ("io_uring", path),
+        };
+        Self::open(driver, path, data_seed).with_context(|| format!("{driver} at {}", path.display()))
+    }
+
+    fn open(driver: &str, path: &Path, data_seed: u64) -> Result<Self> {
+        let mut device = Blkio::new(driver)?;
+        device.set_str("path", path.to_str().context("the path is not UTF-8")?)?;
+        device.connect()?;
+        let capacity = device.get_u64("capacity")?;
+        device.set_i32("num-queues", 1)?;
+        let queue = device.start()?.queues.pop().context("no queue")?;
+        let memory = device.alloc_mem_region(MEMORY)?;
+        device.map_mem_region(&memory)?;
+        Ok(Self { queue, memory, capacity, data_seed, _device: device })
+    }
+
+    /// Bytes of the disk.
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// The request memory of `slot`.
+    fn buffer(&self, slot: usize, block: usize) -> *mut u8 {
+        assert!(
+            (slot + 1) * block <= self.memory.len,
+            "{slot} slots of {block} bytes pass the request memory"
+        );
+        (self.memory.addr + slot * block) as *mut u8
+    }
+
+    fn bytes(&mut self, slot: usize, block: usize) -> &mut [u8] {
+        let start = self.buffer(slot, block);
+        // SAFETY: the region is mapped for as long as `self`, `buffer` has checked the bounds, and callers
+        // look only at slots without a request in flight, so no one else writes there.
+        unsafe { std::slice::from_raw_parts_mut(start, block) }
+    }
+
+    /// Runs `load` and counts what completed.
+    ///
+    /// # Errors
+    /// When a request fails or the server goes silent.
+    pub fn run(&mut self, load: &Load) -> Result<Outcome> {
+        let mut run = Run::new(load, self.capacity)?;
+        let mut completions = [const { MaybeUninit::<Completion>::uninit() }; BATCH];
+        let start = Instant::now();
+        for slot in 0..load.depth {
+            self.start(&mut run, slot);
+        }
+        let mut in_flight = load.depth;
+        while in_flight > 0 {
+            let mut patience = PATIENCE;
+            let done = self.queue.do_io(&mut completions, 1, Some(&mut patience), None)?;
+            let again = start.elapsed() < load.time;
+            for completion in &completions[..done] {
+                // SAFETY: `do_io` has filled in the first `done` completions.
+                let completion = unsafe { completion.assume_init_ref() };
+                ensure!(completion.ret == 0, "a request failed: errno {}", -completion.ret);
+                run.requests += 1;
+                if again {
+                    self.start(&mut run, completion.user_data);
+                } else {
+                    in_flight -= 1;
+                }
+            }
+        }
+        Ok(Outcome { requests: run.requests, elapsed: start.elapsed(), written: run.written })
+    }
+
+    fn start(&mut self, run: &mut Run<'_>, slot: usize) {
+        let block = run.load.block;
+        let at = run.next_position();
+        match run.load.access {
+            Access::RandomRead | Access::SequentialRead => {
+                self.queue.read(at, self.buffer(slot, block), block, slot, ReqFlags::empty());
+            }
+            Access::RandomWrite { round } => {
+                let seed = self.data_seed;
+                pattern::fill(self.bytes(slot, block), at, Writer::client(round), seed);
+                run.written[(at / block as u64) as usize] = true;
+                self.queue.write(at, self.buffer(slot, block), block, slot, ReqFlags::empty());
+            }
+        }
+    }
+
+    /// One request in flight at a time, finished before returning.
+    fn one(&mut self, submit: impl FnOnce(&mut Blkioq, *mut u8)) -> Result<()> {
+        let buffer = self.buffer(0, MEMORY);
+        submit(&mut self.queue, buffer);
+        let mut completion = [const { MaybeUninit::<Completion>::uninit() }; 1];
+        let mut patience = PATIENCE;
+        let done = self.queue.do_io(&mut completion, 1, Some(&mut patience), None)?;
+        ensure!(done == 1, "no completion");
+        // SAFETY: `do_io` has filled in one completion.
+        let ret = unsafe { completion[0].assume_init_ref() }.ret;
+        if ret != 0 { bail!("a request failed: errno {}", -ret) } else { Ok(()) }
+    }
+
+    /// Makes everything written so far stable.
+    ///
+    /// # Errors
+    /// When the flush fails.
+    pub fn flush(&mut self) -> Result<()> {
+        self.one(|queue, _| queue.flush(0, ReqFlags::empty()))
+    }
+
+    /// Reads `len` bytes at `at` and checks each sector against `expected`, which names its writer (`None`:
+    /// zeros) by guest offset.
+    ///
+    /// # Errors
+    /// When the read fails or a sector is wrong.
+    pub fn check(&mut self, at: u64, len: usize, expected: &dyn Fn(u64) -> Option<Writer>) -> Result<()> {
+        self.one(|queue, buffer| queue.read(at, buffer, len, 0, ReqFlags::empty()))?;
+        let seed = self.data_seed;
+        for (sector, bytes) in (0..).zip(self.bytes(0, len).chunks(pattern::SECTOR)) {
+            let at = at + sector * pattern::SECTOR as u64;
+            pattern::check(bytes, at, expected(at), seed)?;
+        }
+        Ok(())
+    }
+
+    /// Checks the disk from its start on, `step` bytes at a time, until its end or the time is up. Returns
+    /// the number of bytes checked; when time is short, positions are drawn from the whole disk instead.
+    ///
+    /// # Errors
+    /// As [`Client::check`].
+    pub fn verify(
+        &mut self,
+        time: Duration,
+        whole: bool,
+        expected: &dyn Fn(u64) -> Option<Writer>,
+    ) -> Result<u64> {
+        let step = if whole { 1 << 20 } else { 4096 };
+        let blocks = self.capacity.div_ceil(step);
+        let start = Instant::now();
+        for index in 0..blocks {
+            if !whole && start.elapsed() > time {
+                return Ok(index * step);
+            }
+            let block = if whole { index } else { mix(index ^ self.data_seed) % blocks };
+            let at = block * step;
+            self.check(at, step.min(self.capacity - at) as usize, expected)?;
+        }
+        Ok(self.capacity)
+    }
+}
+
+/// The state of one run.
+struct Run<'a> {
+    load: &'a Load,
+    blocks: u64,
+    issued: u64,
+    requests: u64,
+    written: Vec<bool>,
+}
+
+impl<'a> Run<'a> {
+    fn new(load: &'a Load, capacity: u64) -> Result<Self> {
+        let blocks = capacity / load.block as u64;
+        ensure!(blocks > 0, "the disk is smaller than a block");
+        let written = match load.access {
+            Access::RandomWrite { .. } => vec![false; blocks as usize],
+            Access::RandomRead | Access::SequentialRead => Vec::new(),
+        };
+        Ok(Self { load, blocks, issued: 0, requests: 0, written })
+    }
+
+    fn next_position(&mut self) -> u64 {
+        let block = match self.load.access {
+            Access::SequentialRead => self.issued % self.blocks,
+            Access::RandomRead | Access::RandomWrite { .. } => {
+                let random =
+                    mix(self.load.seed.wrapping_add(self.issued.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+                ((random as u128 * self.blocks as u128) >> 64) as u64
+            }
+        };
+        self.issued += 1;
+        block * self.load.block as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn raw_disk(dir: &Path) -> Target {
+        let path = dir.join("disk.raw");
+        let mut bytes = vec![0; 4 << 20];
+        pattern::fill(&mut bytes[..1 << 20], 0, Writer::layer(0), 5);
+        std::fs::write(&path, bytes).unwrap();
+        Target::RawFile(path)
+    }
+
+    fn base(at: u64) -> Option<Writer> {
+        (at < 1 << 20).then(|| Writer::layer(0))
+    }
+
+    #[test]
+    fn a_disk_is_verified_and_a_wrong_expectation_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut client = Client::connect(&raw_disk(dir.path()), 5).unwrap();
+        assert_eq!(client.verify(Duration::ZERO, true, &base).unwrap(), 4 << 20);
+        assert!(client.verify(Duration::ZERO, true, &|_| None).is_err());
+        assert!(client.check(0, 4096, &|_| Some(Writer::layer(1))).is_err());
+    }
+
+    #[test]
+    fn written_blocks_read_back_as_written_and_the_others_unchanged() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut client = Client::connect(&raw_disk(dir.path()), 5).unwrap();
+        let access = Access::RandomWrite { round: 2 };
+        let load = Load { access, block: 4096, depth: 8, time: Duration::from_millis(2), seed: 3 };
+        let outcome = client.run(&load).unwrap();
+        assert!(outcome.requests >= 8 && outcome.iops() > 0.0);
+        assert!(outcome.written.iter().any(|written| *written));
+        client.flush().unwrap();
+        let written = &outcome.written;
+        let expected =
+            |at: u64| if written[(at / 4096) as usize] { Some(Writer::client(2)) } else { base(at) };
+        client.verify(Duration::ZERO, true, &expected).unwrap();
+    }
+
+    #[test]
+    fn random_positions_are_blocks_of_the_disk_and_reach_all_of_it() {
+        let load = Load { access: Access::RandomRead, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
+        let mut run = Run::new(&load, 64 * 4096 + 512).unwrap();
+        let mut seen = [false; 64];
+        for _ in 0..2_000 {
+            let at = run.next_position();
+            assert!(at.is_multiple_of(4096));
+            seen[(at / 4096) as usize] = true;
+        }
+        assert!(seen.iter().all(|seen| *seen));
+    }
+}

@@ -1,0 +1,61 @@
+//! `cargo xtask load`: one timed run against any vhost-user-blk socket or raw file, for profiling.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+use xtask::bench::client::{Access, Client, Load, Target};
+use xtask::size::parse_size;
+
+/// Example: `cargo xtask load --vhost-user /run/web.sock --depth 1 --seconds 5`
+#[derive(Args)]
+pub(crate) struct LoadCommand {
+    /// A vhost-user-blk socket.
+    #[arg(long, required_unless_present = "raw", conflicts_with = "raw")]
+    vhost_user: Option<PathBuf>,
+    /// A raw file, read with io_uring.
+    #[arg(long)]
+    raw: Option<PathBuf>,
+    /// What requests do.
+    #[arg(long, value_enum, default_value_t = Kind::Read)]
+    kind: Kind,
+    /// Bytes of a request.
+    #[arg(long, value_parser = parse_size, default_value = "4K")]
+    block: u64,
+    /// Requests in flight.
+    #[arg(long, default_value_t = 32)]
+    depth: usize,
+    /// Length of the run.
+    #[arg(long, default_value_t = 3.0)]
+    seconds: f64,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Kind {
+    Read,
+    Sequential,
+    Write,
+}
+
+impl LoadCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let target = match (self.vhost_user, self.raw) {
+            (Some(path), _) => Target::VhostUser(path),
+            (None, Some(path)) => Target::RawFile(path),
+            (None, None) => unreachable!("clap asks for one of the two"),
+        };
+        let access = match self.kind {
+            Kind::Read => Access::RandomRead,
+            Kind::Sequential => Access::SequentialRead,
+            Kind::Write => Access::RandomWrite { round: 0 },
+        };
+        let mut client = Client::connect(&target, 1)?;
+        let time = Duration::from_secs_f64(self.seconds);
+        let load = Load { access, block: self.block as usize, depth: self.depth, time, seed: 1 };
+        let outcome = client.run(&load)?;
+        let rate = outcome.iops();
+        println!("{rate:.0} requests/s, {:.0} MiB/s", rate * self.block as f64 / (1 << 20) as f64);
+        Ok(())
+    }
+}
