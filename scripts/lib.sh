@@ -1,0 +1,87 @@
+# Common to the scripts here: finding and installing what they need. Sourced, never run.
+# shellcheck shell=bash
+
+export CARGO_TERM_COLOR=${CARGO_TERM_COLOR:-auto}
+
+say() { printf '\n== %s\n' "$*"; }
+
+die() {
+    printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+    exit 1
+}
+
+have() { command -v "$1" >/dev/null 2>&1; }
+
+# Runs a command as root: directly if we are, else by sudo.
+as_root() {
+    if [ "$(id -u)" -eq 0 ]; then
+        "$@"
+    elif have sudo; then
+        sudo "$@"
+    else
+        die "needs root to run '$*', and there is no sudo: run it by hand, then start again"
+    fi
+}
+
+# busybox must be static: it is the whole user space of the test guests.
+have_static_busybox() { have busybox && ! ldd "$(command -v busybox)" >/dev/null 2>&1; }
+
+# Prints the Debian packages whose commands are missing, of the `command:package` pairs given.
+missing_packages() {
+    local pair
+    for pair in "$@"; do
+        case $pair in
+            busybox:*) have_static_busybox || printf '%s\n' "${pair#*:}" ;;
+            *) have "${pair%%:*}" || printf '%s\n' "${pair#*:}" ;;
+        esac
+    done | sort -u
+}
+
+# Installs what is missing of the `command:package` pairs given; touches nothing when all is there.
+need_commands() {
+    local missing
+    mapfile -t missing < <(missing_packages "$@")
+    [ ${#missing[@]} -eq 0 ] && return
+    have apt-get || die "please install what Debian calls: ${missing[*]}"
+    say "installing ${missing[*]}"
+    as_root apt-get update -q
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"
+    mapfile -t missing < <(missing_packages "$@")
+    [ ${#missing[@]} -eq 0 ] || die "still missing after the installation: ${missing[*]}"
+}
+
+# Makes `cargo` run with the toolchain this repository pins.
+need_rust() {
+    have cargo || PATH=$HOME/.cargo/bin:$PATH
+    if ! have cargo; then
+        say "installing rustup"
+        need_commands curl:curl curl:ca-certificates
+        curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y --default-toolchain none --no-modify-path
+    fi
+    have cargo || die "no cargo after installing rustup; see https://rustup.rs"
+    cargo --version >/dev/null 2>&1 && return
+    have rustup || die "cargo does not run, and there is no rustup to mend it"
+    say "installing the toolchain named in rust-toolchain.toml"
+    # Without a name: the active toolchain, with its components (rustup 1.28 and later); else by name.
+    rustup toolchain install ||
+        rustup toolchain install "$(sed -n 's/^channel = "\(.*\)"/\1/p' rust-toolchain.toml)" \
+            --profile minimal --component rustfmt --component clippy
+    cargo --version >/dev/null || die "the toolchain of rust-toolchain.toml cannot be used"
+}
+
+# Makes the cargo subcommand `$1` available from the crate of the same name.
+need_cargo_tool() {
+    have "$1" && return
+    say "installing $1"
+    cargo install --locked "$1"
+}
+
+# What both the tests and the demonstration run: a C compiler for the build, QEMU, and a guest's user space.
+readonly BASE_COMMANDS=(
+    cc:build-essential
+    qemu-system-x86_64:qemu-system-x86
+    qemu-img:qemu-utils
+    qemu-storage-daemon:qemu-system-common
+    busybox:busybox-static
+    cpio:cpio
+)
