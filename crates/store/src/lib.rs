@@ -1,0 +1,135 @@
+//! Where bytes live: the [`Store`] trait, its homes, and the ring that feeds them asynchronously.
+//!
+//! ```text
+//!   disk ──► Store ──► FileStore    a local file or block device, with QEMU-compatible locks
+//!        │         ├─► MemoryStore  a byte vector, for tests
+//!        │         └─► FaultStore   any other store, with failures, delays and a record of every operation
+//!        └─► Ring  ──► the raw file below a FileStore, many operations at a time
+//! ```
+//!
+//! A store knows nothing of disks: it reads, writes, flushes, and gives space back. [`Store`] is the one seam
+//! where tests inject faults. [`Segment`] is memory the kernel fills or drains, which may belong to a guest
+//! that changes it at any time; no reference to it is ever made.
+//!
+//! `unsafe` lives here so that it need not live in the engine.
+
+mod direct;
+mod fault;
+mod file;
+mod gate;
+mod lock;
+mod memory;
+mod ring;
+mod segment;
+mod transfer;
+
+use std::fmt;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+pub use fault::{
+    Crash, CrashKind, Effect, Fault, FaultPlan, FaultStore, Moment, Operation, OperationKind, Record,
+    StoreId, Survivors, When,
+};
+pub use file::{CacheMode, FileError, FileId, FileIdentity, FileOptions, FileStore};
+pub use gate::{Access, Gate, GateError};
+pub use lock::{LockError, LockKind, Permission};
+pub use memory::MemoryStore;
+pub use ring::{Ring, RingCompletion};
+pub use segment::{
+    AlignedBuf, Segment, SegmentVec, copy_from_slice, copy_to_slice, fill_zero, slice, total_len,
+};
+use vmstrata_types::HostOffset;
+
+/// Random access to a growable run of bytes.
+///
+/// Every method may be called from any number of threads at once. A write that returns an error may have
+/// written any part of its range.
+pub trait Store: Send + Sync + fmt::Debug {
+    /// Reads at `at` into `segments`; returns the bytes read, fewer than asked for only at the end.
+    ///
+    /// # Errors
+    /// Whatever the home reports; the segments then hold unspecified bytes.
+    fn read_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<usize>;
+
+    /// Writes all of `segments` at `at`, growing the store when it ends earlier.
+    ///
+    /// # Errors
+    /// Whatever the home reports; any part may have been written.
+    fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()>;
+
+    /// Returns once everything written before the call is on stable storage.
+    ///
+    /// # Errors
+    /// After an error nothing is known of the writes since the last success: do not retry, stop writing.
+    fn flush(&self) -> io::Result<()>;
+
+    /// Makes a range read as zeros and gives its space back; a range past the end is cut there.
+    ///
+    /// # Errors
+    /// `Unsupported` where the home cannot; the bytes are then unchanged.
+    fn punch_hole(&self, at: HostOffset, len: u64) -> io::Result<()>;
+
+    /// Bytes up to the end.
+    ///
+    /// # Errors
+    /// Whatever the home reports.
+    fn len(&self) -> io::Result<u64>;
+
+    /// Cuts off, or extends with zeros, to `len` bytes.
+    ///
+    /// # Errors
+    /// Whatever the home reports.
+    fn set_len(&self, len: u64) -> io::Result<()>;
+
+    /// The end of the run of data, or of the hole, that `at` lies in: `(is_data, end)`.
+    ///
+    /// A home that does not know answers that all is data up to its end.
+    ///
+    /// # Errors
+    /// Whatever the home reports.
+    fn extent(&self, at: HostOffset) -> io::Result<(bool, HostOffset)> {
+        let end = self.len()?.max(at.get());
+        Ok((true, HostOffset::new(end)))
+    }
+
+    /// The descriptor below, when a [`Ring`] may read and write it directly with the same effect.
+    fn raw(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Alignment that offset, length and memory of [`Store::raw`] operations must have; 1 when any will do.
+    fn raw_alignment(&self) -> usize {
+        1
+    }
+
+    /// Reads exactly `buf.len()` bytes at `at`; what lies past the end reads as zeros.
+    ///
+    /// # Errors
+    /// Whatever the home reports.
+    fn read_padded(&self, buf: &mut [u8], at: HostOffset) -> io::Result<()> {
+        let len = buf.len();
+        let read = self.read_segments(&[Segment::from_mut(buf)], at)?;
+        assert!(read <= len, "a store reported more bytes than it was asked for");
+        buf[read..].fill(0);
+        Ok(())
+    }
+
+    /// Reads exactly `buf.len()` bytes at `at`.
+    ///
+    /// # Errors
+    /// `UnexpectedEof` when the store ends earlier; otherwise whatever the home reports.
+    fn read_exact(&self, buf: &mut [u8], at: HostOffset) -> io::Result<()> {
+        let len = buf.len();
+        let read = self.read_segments(&[Segment::from_mut(buf)], at)?;
+        if read == len { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    }
+
+    /// Writes all of `buf` at `at`.
+    ///
+    /// # Errors
+    /// Whatever the home reports; any part may have been written.
+    fn write_all(&self, buf: &[u8], at: HostOffset) -> io::Result<()> {
+        self.write_segments(&[Segment::from_ref(buf)], at)
+    }
+}

@@ -1,0 +1,207 @@
+//! Locks on image files that QEMU and its tools understand.
+//!
+//! QEMU guards every image with *open file description* locks on single bytes (its `file-posix.c`): a holder
+//! read-locks byte `100 + i` for each permission `i` it has, and byte `200 + i` for each permission it does
+//! not let others have. It then makes sure that nobody else has a lock on `200 + i` for a permission it has,
+//! nor on `100 + i` for one it does not share. Read locks never conflict with each other, so each side sees the
+//! other's claims, whoever comes first.
+//!
+//! Place in the data flow: [`crate::FileStore`] takes a lock when it is made. The lock belongs to the
+//! open file description and goes when the last descriptor to it is closed.
+//!
+//! Invariant: a lock that could not be had whole leaves no byte locked.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// First byte of the permissions a holder has (`RAW_LOCK_PERM_BASE`).
+const HELD_BASE: i64 = 100;
+/// First byte of the permissions a holder denies to others (`RAW_LOCK_SHARED_BASE`).
+const DENIED_BASE: i64 = 200;
+/// Between two attempts.
+const RETRY_EVERY: Duration = Duration::from_millis(50);
+
+/// What a holder of an image may do with it; discriminants are QEMU's `BLK_PERM_*` bit numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Permission {
+    /// Read data that stays consistent.
+    ConsistentRead = 0,
+    /// Write.
+    Write = 1,
+    /// Write what leaves the visible data unchanged.
+    WriteUnchanged = 2,
+    /// Change the length.
+    Resize = 3,
+}
+
+impl Permission {
+    const ALL: [Self; 4] = [Self::ConsistentRead, Self::Write, Self::WriteUnchanged, Self::Resize];
+}
+
+impl fmt::Display for Permission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::ConsistentRead => "consistent read",
+            Self::Write => "write",
+            Self::WriteUnchanged => "write unchanged",
+            Self::Resize => "resize",
+        })
+    }
+}
+
+/// How a file is used, and so what others may do with it meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LockKind {
+    /// The active layer of a disk: this process writes, nobody else may even open it for reading, as with QEMU.
+    Active,
+    /// A file only read here: others may read it too, nobody may write it. QEMU's lock on backing files.
+    Frozen,
+}
+
+impl LockKind {
+    fn holds(self, permission: Permission) -> bool {
+        match self {
+            Self::Active => true,
+            Self::Frozen => permission == Permission::ConsistentRead,
+        }
+    }
+
+    fn shares(self, permission: Permission) -> bool {
+        // QEMU's format drivers share exactly these, whether they write or not.
+        matches!(permission, Permission::ConsistentRead | Permission::WriteUnchanged)
+    }
+}
+
+/// Why a file could not be locked.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    /// Someone else uses the file in a way that excludes ours.
+    #[error(
+        "{} is in use by another process: {}; stop the QEMU, qemu-img or vmstrata that has it open (`lslocks` or `fuser {}` names it)",
+        path.display(), conflict(*permission, *held), path.display()
+    )]
+    Conflict {
+        /// The file.
+        path: PathBuf,
+        /// The permission in dispute.
+        permission: Permission,
+        /// True when the other side has the permission and we would deny it; false when the other side denies it
+        /// and we want it.
+        held: bool,
+    },
+    /// The file system does not lock.
+    #[error("cannot lock {}: {source}; the file system must support open file description locks", path.display())]
+    Unsupported {
+        /// The file.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+fn conflict(permission: Permission, held: bool) -> String {
+    if held {
+        format!("it holds the \"{permission}\" permission, which this use does not share")
+    } else {
+        format!("it does not share the \"{permission}\" permission, which this use needs")
+    }
+}
+
+/// Locks the file behind `fd`, trying again for up to `patience` while someone else has it.
+///
+/// Patience helps after a crash: a process killed in the middle of I/O keeps its files, and so its locks, until the
+/// kernel has finished that I/O, which can be a moment after its successor has started.
+pub(crate) fn lock(
+    fd: BorrowedFd<'_>,
+    path: &Path,
+    kind: LockKind,
+    patience: Duration,
+) -> Result<(), LockError> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match try_lock(fd, kind) {
+            Ok(()) => return Ok(()),
+            Err(Refusal::Conflict { permission, held }) if Instant::now() >= deadline => {
+                return Err(LockError::Conflict { path: path.to_owned(), permission, held });
+            }
+            Err(Refusal::Conflict { .. }) => thread::sleep(RETRY_EVERY),
+            Err(Refusal::Io(source)) => return Err(LockError::Unsupported { path: path.to_owned(), source }),
+        }
+    }
+}
+
+enum Refusal {
+    Conflict { permission: Permission, held: bool },
+    Io(io::Error),
+}
+
+/// One attempt: claim every byte, then look for contradicting claims; on refusal every claim is withdrawn.
+fn try_lock(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
+    let result = claim(fd, kind).and_then(|()| check(fd, kind));
+    if result.is_err() {
+        for permission in Permission::ALL {
+            for base in [HELD_BASE, DENIED_BASE] {
+                // Withdrawing fails only where locking does not work at all, which `result` reports.
+                let _ = control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, base + permission as i64);
+            }
+        }
+    }
+    result
+}
+
+fn claim(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
+    for permission in Permission::ALL {
+        let claims = [(HELD_BASE, kind.holds(permission)), (DENIED_BASE, !kind.shares(permission))];
+        for (base, _) in claims.into_iter().filter(|(_, wanted)| *wanted) {
+            match control(fd, libc::F_OFD_SETLK, libc::F_RDLCK, base + permission as i64) {
+                Ok(_) => {}
+                // Only a write lock, which QEMU never takes for good, stands against a read lock.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
+                    return Err(Refusal::Conflict { permission, held: base == DENIED_BASE });
+                }
+                Err(error) => return Err(Refusal::Io(error)),
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
+    for permission in Permission::ALL {
+        let against = [(DENIED_BASE, kind.holds(permission)), (HELD_BASE, !kind.shares(permission))];
+        for (base, _) in against.into_iter().filter(|(_, wanted)| *wanted) {
+            let found = control(fd, libc::F_OFD_GETLK, libc::F_WRLCK, base + permission as i64);
+            if found.map_err(Refusal::Io)? != libc::F_UNLCK {
+                return Err(Refusal::Conflict { permission, held: base == HELD_BASE });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One lock operation on one byte; returns the type of lock the kernel left in the request.
+fn control(fd: BorrowedFd<'_>, command: i32, lock_type: i32, byte: i64) -> io::Result<i32> {
+    let mut request = libc::flock {
+        l_type: lock_type as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: byte,
+        l_len: 1,
+        l_pid: 0,
+    };
+    loop {
+        // SAFETY: the lock commands read and write one `struct flock`, which `request` is.
+        let done = unsafe { libc::fcntl(fd.as_raw_fd(), command, &raw mut request) };
+        if done == 0 {
+            return Ok(i32::from(request.l_type));
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! Many reads and writes of raw files at a time, over one io_uring.
+//!
+//! Place in the data flow: every I/O thread of `disk` has one. It pushes requests for ranges of [`Store`]s that
+//! have a raw descriptor, hands them to the kernel in one call, and reaps completions. The same call that waits
+//! for completions also waits for the thread's other descriptors (kicks, sockets), through polls that
+//! stay armed from one wait to the next: in the steady state a wait is one system call.
+//!
+//! Invariants:
+//! - A request's segments and its store stay where they are until its completion has been taken
+//!   from the kernel; dropping the ring waits for all of them.
+//! - Every entry's `user_data` is a slot (request), a generation (poll), or [`IGNORED`]; a completion
+//!   of a generation that is not in the watch list is of a poll since removed, and is ignored.
+//! - On newer kernels the ring belongs to the thread that used it first. A ring made there
+//!   is not enabled before, so that it may be made on one thread and used on another.
+
+mod poll;
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::Arc;
+use std::thread::{self, ThreadId};
+use std::time::Duration;
+
+use io_uring::types::{Fd, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+use vmstrata_types::HostOffset;
+
+use crate::transfer::SEGMENTS_MAX;
+use crate::{Segment, SegmentVec, Store, total_len};
+use poll::{IGNORED, PollTag, Watches};
+
+/// A finished request.
+#[derive(Debug)]
+pub struct RingCompletion {
+    /// As given when pushed.
+    pub token: u64,
+    /// Bytes moved, which may be fewer than expected: at the end of the file, or for no reason at all.
+    pub result: io::Result<usize>,
+    /// Bytes asked for.
+    pub expected: usize,
+}
+
+/// A queue of reads and writes to raw files. Not for sharing; stays on the thread that first used it.
+pub struct Ring {
+    uring: IoUring,
+    /// Boxed: the kernel is given addresses inside.
+    #[expect(clippy::vec_box, reason = "slots must not move when the vector grows")]
+    slots: Vec<Box<Slot>>,
+    free: Vec<u32>,
+    in_flight: usize,
+    /// Taken from the kernel, not yet reaped.
+    ready: Vec<RingCompletion>,
+    watches: Watches,
+    owner: Option<ThreadId>,
+    /// Whether only one thread may enter, and must enable the ring first.
+    single_issuer: bool,
+}
+
+/// What the kernel may still use, of one request.
+#[derive(Default)]
+struct Slot {
+    store: Option<Arc<dyn Store>>,
+    segments: SegmentVec<'static>,
+    token: u64,
+    expected: usize,
+}
+
+#[derive(Clone, Copy)]
+enum Direction {
+    Read,
+    Write,
+}
+
+impl Ring {
+    /// A ring meant for up to `depth` requests at a time; more are allowed and cost memory.
+    ///
+    /// # Errors
+    /// Whatever `io_uring_setup` reports: `ENOSYS` or `EPERM` where io_uring is switched off.
+    pub fn new(depth: u32) -> io::Result<Self> {
+        let entries = depth.clamp(8, 4096);
+        let mut newest = IoUring::builder();
+        newest.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_r_disabled();
+        let mut newer = IoUring::builder();
+        newer.setup_coop_taskrun().setup_taskrun_flag();
+        let mut error = None;
+        for (mut builder, single_issuer) in [(newest, true), (newer, false), (IoUring::builder(), false)] {
+            match builder.setup_cqsize(entries * 4).dontfork().build(entries) {
+                Ok(uring) => return Ok(Self::over(uring, single_issuer)),
+                // EINVAL: the kernel does not know a flag.
+                Err(refusal) => error = Some(refusal),
+            }
+        }
+        Err(error.expect("at least one attempt"))
+    }
+
+    fn over(uring: IoUring, single_issuer: bool) -> Self {
+        let entries = uring.params().sq_entries();
+        Self {
+            uring,
+            slots: (0..entries).map(|_| Box::default()).collect(),
+            free: (0..entries).rev().collect(),
+            in_flight: 0,
+            ready: Vec::with_capacity(entries as usize),
+            watches: Watches::default(),
+            owner: None,
+            single_issuer,
+        }
+    }
+
+    /// Queues a read of `store` at `at` into `segments`.
+    ///
+    /// At most 1,024 segments are used; the completion is then short.
+    ///
+    /// # Panics
+    /// When the store has no raw descriptor.
+    pub fn push_read(
+        &mut self,
+        store: &Arc<dyn Store>,
+        segments: SegmentVec<'static>,
+        at: HostOffset,
+        token: u64,
+    ) {
+        self.push(Direction::Read, store, segments, at, token);
+    }
+
+    /// Queues a write of `segments` to `store` at `at`.
+    ///
+    /// At most 1,024 segments are used; the completion is then short.
+    ///
+    /// # Panics
+    /// When the store has no raw descriptor.
+    pub fn push_write(
+        &mut self,
+        store: &Arc<dyn Store>,
+        segments: SegmentVec<'static>,
+        at: HostOffset,
+        token: u64,
+    ) {
+        self.push(Direction::Write, store, segments, at, token);
+    }
+
+    fn push(
+        &mut self,
+        direction: Direction,
+        store: &Arc<dyn Store>,
+        segments: SegmentVec<'static>,
+        at: HostOffset,
+        token: u64,
+    ) {
+        let fd = Fd(store.raw().expect("a store that a ring can use").as_raw_fd());
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Box::default());
+            u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
+        });
+        let slot = &mut self.slots[index as usize];
+        slot.store = Some(Arc::clone(store));
+        slot.expected = total_len(&segments);
+        slot.segments = segments;
+        slot.token = token;
+        let entry = entry(direction, fd, &slot.segments, at).user_data(u64::from(index));
+        self.in_flight += 1;
+        self.enqueue(&entry);
+    }
+
+    /// Puts an entry in the submission queue, making room by submitting when it is full.
+    fn enqueue(&mut self, entry: &squeue::Entry) {
+        // SAFETY: the entry's descriptor and memory stay valid until its completion: requests keep their store
+        // and segments in a slot, polls have no memory.
+        while unsafe { self.uring.submission().push(entry) }.is_err() {
+            // What fails here fails again, and is reported, in `submit`; the queue empties all the same
+            // unless the kernel is out of memory for a while.
+            if self.submit().is_err() {
+                thread::yield_now();
+            }
+        }
+    }
+
+    /// Hands everything queued to the kernel.
+    ///
+    /// # Errors
+    /// What `io_uring_enter` reports and trying again does not cure; what is queued stays queued.
+    ///
+    /// # Panics
+    /// When another thread has used the ring before.
+    pub fn submit(&mut self) -> io::Result<()> {
+        self.claim()?;
+        while !self.uring.submission().is_empty() {
+            match self.uring.submitter().submit() {
+                Ok(_) => {}
+                Err(error) => self.recover(error)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the ring this thread's own.
+    fn claim(&mut self) -> io::Result<()> {
+        let this = thread::current().id();
+        match self.owner {
+            Some(owner) => assert!(owner == this || !self.single_issuer, "a ring used by two threads"),
+            None => {
+                if self.single_issuer {
+                    self.uring.submitter().register_enable_rings()?;
+                }
+                self.owner = Some(this);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a failed enter worth repeating, or gives its error back.
+    fn recover(&mut self, error: io::Error) -> io::Result<()> {
+        match error.raw_os_error() {
+            Some(libc::EINTR) => Ok(()),
+            // Completions are waiting for room (EBUSY), or the kernel for memory that they may hold (EAGAIN).
+            Some(libc::EBUSY | libc::EAGAIN) => {
+                self.drain();
+                thread::yield_now();
+                Ok(())
+            }
+            _ => Err(error),
+        }
+    }
+
+    /// Appends finished requests to `out`; never sleeps.
+    pub fn reap(&mut self, out: &mut Vec<RingCompletion>) {
+        self.run_deferred();
+        self.drain();
+        out.append(&mut self.ready);
+    }
+
+    /// Lets the kernel post the completions that it has put off until this thread enters it.
+    fn run_deferred(&mut self) {
+        let queue = self.uring.submission();
+        if queue.taskrun() || queue.cq_overflow() {
+            drop(queue);
+            // Fails only for a moment, or in a way that the next `submit` reports.
+            let _ = self.uring.submitter().submit();
+        }
+    }
+
+    /// Takes every completion the kernel has posted: requests into `ready`, polls into the watch list.
+    fn drain(&mut self) {
+        for completion in self.uring.completion() {
+            let data = completion.user_data();
+            if data == IGNORED {
+                continue;
+            }
+            if let Some(tag) = PollTag::from_user_data(data) {
+                self.watches.fired(tag);
+                continue;
+            }
+            let slot = &mut self.slots[data as usize];
+            assert!(slot.store.take().is_some(), "a completion for a request that is not in flight");
+            slot.segments = SegmentVec::new();
+            self.free.push(data as u32);
+            self.in_flight -= 1;
+            let moved = completion.result();
+            let result =
+                usize::try_from(moved).map_err(|_| io::Error::from_raw_os_error(moved.wrapping_neg()));
+            self.ready.push(RingCompletion { token: slot.token, result, expected: slot.expected });
+        }
+    }
+
+    /// Submits what is queued, then sleeps until a completion is there to reap, one of `watched` is readable (or
+    /// closed by its other end, or in error), or `timeout` has passed. May wake for no reason.
+    ///
+    /// Returns which of `watched` are readable, a bit for each position. Readiness may be out of date: use descriptors
+    /// that do not block.
+    ///
+    /// The ring holds on to what it watches until a `wait` is called without it, or [`Ring::unwatch`]. Before
+    /// a descriptor is closed one of the two must happen: the ring knows descriptors by number, and would not
+    /// see that the number means another file now.
+    ///
+    /// # Errors
+    /// What `io_uring_enter` reports and trying again does not cure.
+    ///
+    /// # Panics
+    /// When more than 64 descriptors are watched, or another thread has used the ring before.
+    pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64> {
+        self.claim()?;
+        self.run_deferred();
+        self.drain();
+        self.arm(watched);
+        if self.ready.is_empty() && !self.watches.any_fired() {
+            self.sleep(timeout)?;
+            self.drain();
+        }
+        Ok(self.watches.take_fired())
+    }
+
+    /// Stops watching `fd`; to be called before it is closed.
+    ///
+    /// # Errors
+    /// As [`Ring::submit`].
+    pub fn unwatch(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        for tag in self.watches.forget(fd.as_raw_fd()) {
+            self.remove_poll(tag);
+        }
+        self.submit()
+    }
+
+    /// Makes the watch list that of `watched`, with a poll armed for each that has not fired.
+    fn arm(&mut self, watched: &[BorrowedFd<'_>]) {
+        for tag in self.watches.replace(watched) {
+            self.remove_poll(tag);
+        }
+        while let Some((fd, tag)) = self.watches.arm_next() {
+            let entry = opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build();
+            self.enqueue(&entry.user_data(tag.user_data()));
+        }
+    }
+
+    fn remove_poll(&mut self, tag: PollTag) {
+        self.enqueue(&opcode::PollRemove::new(tag.user_data()).build().user_data(IGNORED));
+    }
+
+    /// One enter: submits, and waits for a completion of any kind.
+    fn sleep(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        let slept = match timeout {
+            None => self.uring.submitter().submit_and_wait(1),
+            Some(timeout) if self.uring.params().is_feature_ext_arg() => {
+                let timespec = Timespec::from(timeout);
+                self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timespec))
+            }
+            Some(timeout) => self.poll_ring(timeout),
+        };
+        match slept {
+            Ok(_) => Ok(()),
+            Err(error) if error.raw_os_error() == Some(libc::ETIME) => Ok(()),
+            Err(error) => self.recover(error),
+        }
+    }
+
+    /// Before Linux 5.11 an enter has no timeout, but the ring itself can be polled.
+    fn poll_ring(&mut self, timeout: Duration) -> io::Result<usize> {
+        let submitted = self.uring.submitter().submit()?;
+        // SAFETY: the ring, and so its descriptor, outlives this call.
+        let fd = unsafe { BorrowedFd::borrow_raw(self.uring.as_raw_fd()) };
+        let mut polled = [rustix::event::PollFd::from_borrowed_fd(fd, rustix::event::PollFlags::IN)];
+        let timespec = rustix::event::Timespec {
+            tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        rustix::event::poll(&mut polled, Some(&timespec))?;
+        Ok(submitted)
+    }
+
+    /// Requests pushed and not yet completed, whether submitted or not; reaping lags behind.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+}
+
+/// The kernel's form of a request.
+fn entry(direction: Direction, fd: Fd, segments: &[Segment<'static>], at: HostOffset) -> squeue::Entry {
+    let offset = at.get();
+    // One segment needs no vector: the kernel then has nothing to copy and check. A longer one than the field has
+    // room for completes short, which every completion may.
+    if let [segment] = segments {
+        let len = segment.len().min(i32::MAX as usize & !0xfff) as u32;
+        return match direction {
+            Direction::Read => opcode::Read::new(fd, segment.address(), len).offset(offset).build(),
+            Direction::Write => opcode::Write::new(fd, segment.address(), len).offset(offset).build(),
+        };
+    }
+    let (iovecs, count) = (Segment::as_iovecs(segments), segments.len().min(SEGMENTS_MAX) as u32);
+    match direction {
+        Direction::Read => opcode::Readv::new(fd, iovecs, count).offset(offset).build(),
+        Direction::Write => opcode::Writev::new(fd, iovecs, count).offset(offset).build(),
+    }
+}
+
+impl Drop for Ring {
+    /// Waits for everything in flight: the kernel is still using its memory.
+    fn drop(&mut self) {
+        while self.in_flight > 0 {
+            let entered = self.claim().and_then(|()| {
+                self.drain();
+                if self.in_flight == 0 {
+                    return Ok(());
+                }
+                match self.uring.submitter().submit_and_wait(1) {
+                    Ok(_) => Ok(()),
+                    Err(error) => self.recover(error),
+                }
+            });
+            self.drain();
+            if entered.is_err() {
+                // Returning would free, or let others free, memory that the kernel still writes to.
+                std::process::abort();
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ring")
+            .field("in_flight", &self.in_flight)
+            .field("ready", &self.ready.len())
+            .field("watches", &self.watches)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,140 @@
+//! The descriptors a ring watches, and the one-shot polls armed for them.
+//!
+//! Place in the data flow: bookkeeping of [`super::Ring::wait`]; makes no system call.
+//!
+//! Invariants: positions are those of the last `wait`; every armed poll has a tag never used before, so a
+//! completion that comes after its poll was removed finds no watch.
+
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+
+use smallvec::SmallVec;
+
+/// `user_data` of entries whose completion means nothing.
+pub(super) const IGNORED: u64 = u64::MAX;
+/// Marks `user_data` of polls.
+const POLL: u64 = 1 << 63;
+
+/// Names one armed poll.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PollTag(u64);
+
+impl PollTag {
+    /// The tag in `data`, if it is a poll's.
+    pub(super) fn from_user_data(data: u64) -> Option<Self> {
+        (data & POLL != 0 && data != IGNORED).then_some(Self(data & !POLL))
+    }
+
+    /// As the kernel is told.
+    pub(super) fn user_data(self) -> u64 {
+        self.0 | POLL
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// No poll is armed.
+    Idle,
+    Armed(PollTag),
+    /// The poll has completed, and its owner has not been told.
+    Fired,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Watch {
+    fd: RawFd,
+    state: State,
+}
+
+/// The watch list.
+#[derive(Debug, Default)]
+pub(super) struct Watches {
+    list: SmallVec<[Watch; 8]>,
+    /// Tags given out so far: 2^62 last for ever.
+    tags: u64,
+    fired: usize,
+    armed: usize,
+}
+
+impl Watches {
+    /// Makes the list that of `watched`, in its order; returns the polls to remove.
+    pub(super) fn replace(&mut self, watched: &[BorrowedFd<'_>]) -> SmallVec<[PollTag; 2]> {
+        assert!(watched.len() <= 64, "more descriptors than a mask has bits");
+        let same = self.list.len() == watched.len()
+            && self.list.iter().zip(watched).all(|(watch, fd)| watch.fd == fd.as_raw_fd());
+        if same {
+            return SmallVec::new();
+        }
+        let mut old = std::mem::take(&mut self.list);
+        for fd in watched.iter().map(AsRawFd::as_raw_fd) {
+            let kept = old.iter().position(|watch| watch.fd == fd).map(|position| old.swap_remove(position));
+            self.list.push(kept.unwrap_or(Watch { fd, state: State::Idle }));
+        }
+        self.dropped(&old)
+    }
+
+    /// Takes every watch of `fd` off the list; returns the polls to remove.
+    pub(super) fn forget(&mut self, fd: RawFd) -> SmallVec<[PollTag; 2]> {
+        let gone: SmallVec<[Watch; 8]> = self.list.iter().copied().filter(|watch| watch.fd == fd).collect();
+        self.list.retain(|watch| watch.fd != fd);
+        self.dropped(&gone)
+    }
+
+    fn dropped(&mut self, gone: &[Watch]) -> SmallVec<[PollTag; 2]> {
+        let mut tags = SmallVec::new();
+        for watch in gone {
+            match watch.state {
+                State::Idle => {}
+                State::Fired => self.fired -= 1,
+                State::Armed(tag) => {
+                    self.armed -= 1;
+                    tags.push(tag);
+                }
+            }
+        }
+        tags
+    }
+
+    /// The next descriptor that needs a poll, now marked as armed with the tag.
+    pub(super) fn arm_next(&mut self) -> Option<(RawFd, PollTag)> {
+        if self.armed + self.fired == self.list.len() {
+            return None;
+        }
+        let watch = self.list.iter_mut().find(|watch| matches!(watch.state, State::Idle))?;
+        let tag = PollTag(self.tags);
+        self.tags += 1;
+        self.armed += 1;
+        watch.state = State::Armed(tag);
+        Some((watch.fd, tag))
+    }
+
+    /// The poll with this tag has completed.
+    pub(super) fn fired(&mut self, tag: PollTag) {
+        let armed = |watch: &&mut Watch| matches!(watch.state, State::Armed(armed) if armed == tag);
+        if let Some(watch) = self.list.iter_mut().find(armed) {
+            watch.state = State::Fired;
+            self.armed -= 1;
+            self.fired += 1;
+        }
+    }
+
+    /// Whether there is anything for [`Watches::take_fired`] to report.
+    pub(super) fn any_fired(&self) -> bool {
+        self.fired > 0
+    }
+
+    /// The positions that have fired; they are idle again.
+    pub(super) fn take_fired(&mut self) -> u64 {
+        if self.fired == 0 {
+            return 0;
+        }
+        self.fired = 0;
+        let mut mask = 0;
+        for (position, watch) in self.list.iter_mut().enumerate() {
+            if matches!(watch.state, State::Fired) {
+                watch.state = State::Idle;
+                mask |= 1 << position;
+            }
+        }
+        mask
+    }
+}
