@@ -20,6 +20,13 @@ pub const MAX_DIRECTORY_LEN: u64 = 1024 * MAX_BITMAPS as u64;
 /// Most bytes of a bitmap's name, QEMU's limit.
 pub const MAX_NAME_LEN: u16 = 1023;
 
+/// Most bytes of a bitmap's clusters, QEMU's limit; bounds the bitmap table as well.
+pub const MAX_BITMAP_LEN: u64 = 512 << 20;
+/// The one type of bitmap there is.
+pub const DIRTY_TRACKING: u8 = 1;
+/// Granularities QEMU handles: 512 B to 2 GiB.
+pub const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
+
 const EXTENSION_LEN: usize = 24;
 const MIN_ENTRY_LEN: usize = 24;
 
@@ -56,7 +63,7 @@ pub struct Bitmap {
     pub table_size: u32,
     /// State.
     pub flags: BitmapFlags,
-    /// 1 for dirty tracking, the only one defined.
+    /// [`DIRTY_TRACKING`], the only one defined.
     pub kind: u8,
     /// Base-2 logarithm of the guest bytes one bit stands for.
     pub granularity_bits: u8,
@@ -100,8 +107,8 @@ impl BitmapsExtension {
     /// Parses the directory, whose `directory_len` bytes are `directory`.
     ///
     /// # Errors
-    /// An entry cut short, reserved flags, a name that is too long or missing, a table off a cluster boundary
-    /// or past the end of the file, bytes left over.
+    /// An entry cut short, reserved flags or types, a granularity, name or table size out of range, a table off
+    /// a cluster boundary or past the end of the file, bytes left over.
     pub fn parse_directory(
         &self,
         directory: &[u8],
@@ -112,7 +119,8 @@ impl BitmapsExtension {
         let mut at = 0;
         for _ in 0..self.count {
             let bytes = directory.get(at..).unwrap_or_default();
-            let (bitmap, len) = parse_entry(bytes, self.directory_offset + at as u64, header, file_len)?;
+            let entry = Entry { bytes, at: self.directory_offset + at as u64 };
+            let (bitmap, len) = entry.parse(header, file_len)?;
             bitmaps.push(bitmap);
             at += len;
         }
@@ -125,55 +133,80 @@ impl BitmapsExtension {
     }
 }
 
-/// One directory entry and the bytes it takes, padding included.
-fn parse_entry(
-    bytes: &[u8],
-    start: HostOffset,
-    header: &Header,
-    file_len: u64,
-) -> Result<(Bitmap, usize), ParseError> {
-    let fail = |field, within, kind| Err(ParseError::new(field, (start + within).get(), kind));
-    let have = bytes.len() as u64;
-    if bytes.len() < MIN_ENTRY_LEN {
-        let kind = ParseErrorKind::Truncated { needed: MIN_ENTRY_LEN as u64, have };
-        return fail("bitmap directory entry", 0, kind);
-    }
-    let (name_len, extra_len) = (be16(bytes, 18), be32(bytes, 20));
-    if name_len == 0 || name_len > MAX_NAME_LEN {
-        let kind = ParseErrorKind::OutOfRange { value: name_len.into(), min: 1, max: MAX_NAME_LEN.into() };
-        return fail("bitmap name_size", 18, kind);
-    }
-    let name_at = MIN_ENTRY_LEN + extra_len as usize;
-    let end = name_at + name_len as usize;
-    if bytes.len() < pad8(end) {
-        let kind = ParseErrorKind::Truncated { needed: pad8(end) as u64, have };
-        return fail("bitmap directory entry", 0, kind);
-    }
-    let Some(flags) = BitmapFlags::from_bits(be32(bytes, 12)) else {
-        let bits = be32(bytes, 12) & !BitmapFlags::all().bits();
-        return fail("bitmap flags", 12, ParseErrorKind::Reserved { bits: bits.into() });
-    };
-    let (table_offset, table_size) = (HostOffset::new(be64(bytes, 0)), be32(bytes, 8));
-    let table_len = u64::from(table_size) * ENTRY_LEN;
-    if let Some(kind) = misplaced(table_offset, table_len, header.cluster_bits, file_len) {
-        return fail("bitmap_table_offset", 0, kind);
-    }
-    let name = String::from_utf8_lossy(&bytes[name_at..end]).into_owned();
-    let bitmap =
-        Bitmap { table_offset, table_size, flags, kind: bytes[16], granularity_bits: bytes[17], name };
-    Ok((bitmap, pad8(end)))
+/// Bytes from the start of one directory entry on, and where that is in the file.
+struct Entry<'a> {
+    bytes: &'a [u8],
+    at: HostOffset,
 }
 
-/// What is wrong with `len` bytes at `offset`, if anything.
+impl Entry<'_> {
+    fn fail<T>(&self, field: &'static str, within: u64, kind: ParseErrorKind) -> Result<T, ParseError> {
+        Err(ParseError::new(field, (self.at + within).get(), kind))
+    }
+
+    fn need(&self, len: usize) -> Result<(), ParseError> {
+        let (needed, have) = (len as u64, self.bytes.len() as u64);
+        if have < needed {
+            return self.fail("bitmap directory entry", 0, ParseErrorKind::Truncated { needed, have });
+        }
+        Ok(())
+    }
+
+    fn in_range(
+        &self,
+        field: &'static str,
+        within: u64,
+        value: u64,
+        min: u64,
+        max: u64,
+    ) -> Result<(), ParseError> {
+        if value < min || value > max {
+            return self.fail(field, within, ParseErrorKind::OutOfRange { value, min, max });
+        }
+        Ok(())
+    }
+
+    /// The bitmap and the bytes its entry takes, padding included.
+    fn parse(&self, header: &Header, file_len: u64) -> Result<(Bitmap, usize), ParseError> {
+        self.need(MIN_ENTRY_LEN)?;
+        let bytes = self.bytes;
+        self.in_range("bitmap name_size", 18, be16(bytes, 18).into(), 1, MAX_NAME_LEN.into())?;
+        let name_at = MIN_ENTRY_LEN + be32(bytes, 20) as usize;
+        let end = name_at + be16(bytes, 18) as usize;
+        self.need(pad8(end))?;
+        let Some(flags) = BitmapFlags::from_bits(be32(bytes, 12)) else {
+            let bits = be32(bytes, 12) & !BitmapFlags::all().bits();
+            return self.fail("bitmap flags", 12, ParseErrorKind::Reserved { bits: bits.into() });
+        };
+        let (kind, granularity_bits) = (bytes[16], bytes[17]);
+        self.in_range("bitmap type", 16, kind.into(), DIRTY_TRACKING.into(), DIRTY_TRACKING.into())?;
+        let (min, max) = (*GRANULARITY_BITS.start(), *GRANULARITY_BITS.end());
+        self.in_range("bitmap granularity_bits", 17, granularity_bits.into(), min.into(), max.into())?;
+        let (table_offset, table_size) = self.table(header, file_len)?;
+        let name = String::from_utf8_lossy(&bytes[name_at..end]).into_owned();
+        Ok((Bitmap { table_offset, table_size, flags, kind, granularity_bits, name }, pad8(end)))
+    }
+
+    fn table(&self, header: &Header, file_len: u64) -> Result<(HostOffset, u32), ParseError> {
+        let (offset, size) = (HostOffset::new(be64(self.bytes, 0)), be32(self.bytes, 8));
+        self.in_range("bitmap_table_size", 8, size.into(), 1, MAX_BITMAP_LEN >> header.cluster_bits.get())?;
+        match misplaced(offset, u64::from(size) * ENTRY_LEN, header.cluster_bits, file_len) {
+            Some(kind) => self.fail("bitmap_table_offset", 0, kind),
+            None => Ok((offset, size)),
+        }
+    }
+}
+
+/// What is wrong with a structure of `len` bytes at `offset`, if anything.
 fn misplaced(offset: HostOffset, len: u64, bits: ClusterBits, file_len: u64) -> Option<ParseErrorKind> {
     if !offset.is_aligned(bits) {
         return Some(ParseErrorKind::Misaligned { value: offset.get(), alignment: bits.size() });
     }
-    if len > 0 && offset == HostOffset::ZERO {
+    if offset == HostOffset::ZERO {
         return Some(ParseErrorKind::Overlaps { other: "header" });
     }
     let end = offset.get().saturating_add(len);
-    if len > 0 && end > file_len {
+    if end > file_len {
         return Some(ParseErrorKind::PastEndOfFile { end, file_len });
     }
     None

@@ -258,8 +258,9 @@ fn encode_header(header: &mut Header, options: &CreateOptions) -> Result<Vec<u8>
     }
     let mut with_names = extensions.clone();
     with_names.items.push(Extension::FeatureNames(FeatureNames::known()));
-    // The names are a courtesy: where a small cluster has no room for them, they stay out.
-    let named = options.feature_names && options.version >= 3;
+    // The names are a courtesy: where a small cluster has no room for them, they stay out. In 512 bytes they
+    // would just fit and leave no room for an extension that is needed later.
+    let named = options.feature_names && options.version >= 3 && options.cluster_bits > ClusterBits::MIN;
     let bytes = match header.encode(&with_names, name) {
         Ok(bytes) if named => bytes,
         _ => header.encode(&extensions, name)?,
@@ -270,3 +271,6 @@ fn encode_header(header: &mut Header, options: &CreateOptions) -> Result<Vec<u8>
     }
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests;

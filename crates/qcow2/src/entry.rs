@@ -4,8 +4,8 @@
 //! mask worked out beforehand: a valid standard entry costs two tests and one mask. The reason why an entry is
 //! invalid is worked out on a cold path.
 //!
-//! Invariant: whatever [`EntryFormat::l2`] accepts, [`EntryFormat::encode_l2`] turns back into the same 64
-//! bits. The COPIED flag is passed on as found; only in the active tables does it mean "refcount is one".
+//! Invariants: whatever [`EntryFormat::l2`] accepts, [`EntryFormat::encode_l2`] turns back into the same 64
+//! bits; no host offset it returns lies in the first cluster, so 0 is free to mean something else. The COPIED flag is passed on as found; only in the active tables does it mean "refcount is one".
 //!
 //! Source: the specification, "Cluster mapping".
 
@@ -70,6 +70,14 @@ pub enum EntryError {
     /// A compressed cluster above 2^56, which small cluster sizes have bits to spell.
     #[error("entry {raw:#018x}: compressed cluster at {offset}, above the format's limit")]
     CompressedTooHigh {
+        /// The entry.
+        raw: u64,
+        /// The offset in it.
+        offset: HostOffset,
+    },
+    /// A compressed cluster in the first cluster, where the header is.
+    #[error("entry {raw:#018x}: compressed cluster at {offset}, over the header")]
+    CompressedOverHeader {
         /// The entry.
         raw: u64,
         /// The offset in it.
@@ -164,7 +172,7 @@ impl EntryFormat {
     ///
     /// # Errors
     /// Reserved bits, an offset off a cluster boundary, the zero flag in version 2, a copied flag on a
-    /// compressed cluster or without an offset, a compressed cluster above 2^56.
+    /// compressed cluster or without an offset, a compressed cluster above 2^56 or over the header.
     #[inline]
     pub const fn l2(&self, raw: u64) -> Result<L2Entry, EntryError> {
         if raw == 0 {
@@ -195,6 +203,9 @@ impl EntryFormat {
         }
         if offset >= HOST_OFFSET_LIMIT {
             return Err(EntryError::CompressedTooHigh { raw, offset: host });
+        }
+        if offset < self.cluster_bits.size() {
+            return Err(EntryError::CompressedOverHeader { raw, offset: host });
         }
         Ok(L2Entry::Compressed { host, len: sectors * SECTOR - offset % SECTOR })
     }
@@ -258,8 +269,8 @@ impl EntryFormat {
 
     const fn encode_compressed(&self, host: HostOffset, len: u64) -> u64 {
         let offset = host.get();
-        let limit = if self.sectors_shift < 56 { 1 << self.sectors_shift } else { HOST_OFFSET_LIMIT };
-        assert!(offset < limit, "compressed cluster too high in the file");
+        let in_file = offset >= self.cluster_bits.size() && offset < self.compressed_offset_limit().get();
+        assert!(in_file, "compressed cluster over the header or too high in the file");
         assert!(len > 0 && len <= self.max_compressed_len(host), "compressed cluster of impossible length");
         let more_sectors = (offset % SECTOR + len).div_ceil(SECTOR) - 1;
         COMPRESSED_FLAG | more_sectors << self.sectors_shift | offset
@@ -283,3 +294,6 @@ impl EntryFormat {
 const fn flag(copied: bool) -> u64 {
     if copied { COPIED } else { 0 }
 }
+
+#[cfg(test)]
+mod tests;

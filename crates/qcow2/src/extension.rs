@@ -257,3 +257,6 @@ impl FeatureNames {
         Some(if name.contains(char::is_control) { name.replace(char::is_control, "?").into() } else { name })
     }
 }
+
+#[cfg(test)]
+mod tests;

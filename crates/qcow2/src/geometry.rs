@@ -75,3 +75,6 @@ impl Geometry {
         size.div_ceil(self.cluster_bits.size())
     }
 }
+
+#[cfg(test)]
+mod tests;

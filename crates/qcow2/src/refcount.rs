@@ -160,3 +160,6 @@ pub const fn encode_table_entry(block: Option<HostOffset>, cluster_bits: Cluster
         None => 0,
     }
 }
+
+#[cfg(test)]
+mod tests;
