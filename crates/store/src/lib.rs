@@ -45,6 +45,7 @@ use vmstrata_types::HostOffset;
 ///
 /// Every method may be called from any number of threads at once. A write that returns an error may have
 /// written any part of its range.
+#[expect(clippy::len_without_is_empty, reason = "nobody asks whether a disk's file is empty")]
 pub trait Store: Send + Sync + fmt::Debug {
     /// Reads at `at` into `segments`; returns the bytes read, fewer than asked for only at the end.
     ///

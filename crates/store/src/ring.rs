@@ -10,8 +10,6 @@
 //!   from the kernel; dropping the ring waits for all of them.
 //! - Every entry's `user_data` is a slot (request), a generation (poll), or [`IGNORED`]; a completion
 //!   of a generation that is not in the watch list is of a poll since removed, and is ignored.
-//! - On newer kernels the ring belongs to the thread that used it first. A ring made there
-//!   is not enabled before, so that it may be made on one thread and used on another.
 
 mod poll;
 
@@ -19,7 +17,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
-use std::thread::{self, ThreadId};
+use std::thread;
 use std::time::Duration;
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
@@ -41,7 +39,7 @@ pub struct RingCompletion {
     pub expected: usize,
 }
 
-/// A queue of reads and writes to raw files. Not for sharing; stays on the thread that first used it.
+/// A queue of reads and writes to raw files, for one thread at a time.
 pub struct Ring {
     uring: IoUring,
     /// Boxed: the kernel is given addresses inside.
@@ -49,12 +47,11 @@ pub struct Ring {
     slots: Vec<Box<Slot>>,
     free: Vec<u32>,
     in_flight: usize,
+    /// Requests that the kernel may not have been handed yet.
+    queued: usize,
     /// Taken from the kernel, not yet reaped.
     ready: Vec<RingCompletion>,
     watches: Watches,
-    owner: Option<ThreadId>,
-    /// Whether only one thread may enter, and must enable the ring first.
-    single_issuer: bool,
 }
 
 /// What the kernel may still use, of one request.
@@ -79,32 +76,26 @@ impl Ring {
     /// Whatever `io_uring_setup` reports: `ENOSYS` or `EPERM` where io_uring is switched off.
     pub fn new(depth: u32) -> io::Result<Self> {
         let entries = depth.clamp(8, 4096);
-        let mut newest = IoUring::builder();
-        newest.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_r_disabled();
         let mut newer = IoUring::builder();
+        // Completions are posted when this thread enters the kernel anyway, without interrupting it. (Deferring them
+        // to its waits, as DEFER_TASKRUN does, measured the same, and would tie the ring to one thread.)
         newer.setup_coop_taskrun().setup_taskrun_flag();
-        let mut error = None;
-        for (mut builder, single_issuer) in [(newest, true), (newer, false), (IoUring::builder(), false)] {
-            match builder.setup_cqsize(entries * 4).dontfork().build(entries) {
-                Ok(uring) => return Ok(Self::over(uring, single_issuer)),
-                // EINVAL: the kernel does not know a flag.
-                Err(refusal) => error = Some(refusal),
-            }
-        }
-        Err(error.expect("at least one attempt"))
+        let build =
+            |mut builder: io_uring::Builder| builder.setup_cqsize(entries * 4).dontfork().build(entries);
+        // Before Linux 5.19 the kernel does not know these flags.
+        build(newer).or_else(|_| build(IoUring::builder())).map(Self::over)
     }
 
-    fn over(uring: IoUring, single_issuer: bool) -> Self {
+    fn over(uring: IoUring) -> Self {
         let entries = uring.params().sq_entries();
         Self {
             uring,
             slots: (0..entries).map(|_| Box::default()).collect(),
             free: (0..entries).rev().collect(),
             in_flight: 0,
+            queued: 0,
             ready: Vec::with_capacity(entries as usize),
             watches: Watches::default(),
-            owner: None,
-            single_issuer,
         }
     }
 
@@ -160,6 +151,7 @@ impl Ring {
         slot.token = token;
         let entry = entry(direction, fd, &slot.segments, at).user_data(u64::from(index));
         self.in_flight += 1;
+        self.queued += 1;
         self.enqueue(&entry);
     }
 
@@ -180,32 +172,14 @@ impl Ring {
     ///
     /// # Errors
     /// What `io_uring_enter` reports and trying again does not cure; what is queued stays queued.
-    ///
-    /// # Panics
-    /// When another thread has used the ring before.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.claim()?;
         while !self.uring.submission().is_empty() {
             match self.uring.submitter().submit() {
                 Ok(_) => {}
                 Err(error) => self.recover(error)?,
             }
         }
-        Ok(())
-    }
-
-    /// Makes the ring this thread's own.
-    fn claim(&mut self) -> io::Result<()> {
-        let this = thread::current().id();
-        match self.owner {
-            Some(owner) => assert!(owner == this || !self.single_issuer, "a ring used by two threads"),
-            None => {
-                if self.single_issuer {
-                    self.uring.submitter().register_enable_rings()?;
-                }
-                self.owner = Some(this);
-            }
-        }
+        self.queued = 0;
         Ok(())
     }
 
@@ -230,7 +204,7 @@ impl Ring {
         out.append(&mut self.ready);
     }
 
-    /// Lets the kernel post the completions that it has put off until this thread enters it.
+    /// Lets the kernel post the completions that it has put off until its thread enters it.
     fn run_deferred(&mut self) {
         let queue = self.uring.submission();
         if queue.taskrun() || queue.cq_overflow() {
@@ -277,15 +251,16 @@ impl Ring {
     /// What `io_uring_enter` reports and trying again does not cure.
     ///
     /// # Panics
-    /// When more than 64 descriptors are watched, or another thread has used the ring before.
+    /// When more than 64 descriptors are watched.
     pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64> {
-        self.claim()?;
         self.run_deferred();
         self.drain();
-        self.arm(watched);
+        self.arm(watched)?;
         if self.ready.is_empty() && !self.watches.any_fired() {
             self.sleep(timeout)?;
             self.drain();
+        } else if self.queued > 0 {
+            self.submit()?;
         }
         Ok(self.watches.take_fired())
     }
@@ -295,25 +270,33 @@ impl Ring {
     /// # Errors
     /// As [`Ring::submit`].
     pub fn unwatch(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        for tag in self.watches.forget(fd.as_raw_fd()) {
-            self.remove_poll(tag);
-        }
-        self.submit()
+        let stale = self.watches.forget(fd.as_raw_fd());
+        self.remove_polls(&stale)
     }
 
     /// Makes the watch list that of `watched`, with a poll armed for each that has not fired.
-    fn arm(&mut self, watched: &[BorrowedFd<'_>]) {
-        for tag in self.watches.replace(watched) {
-            self.remove_poll(tag);
-        }
+    fn arm(&mut self, watched: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let stale = self.watches.replace(watched);
+        self.remove_polls(&stale)?;
         while let Some((fd, tag)) = self.watches.arm_next() {
             let entry = opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build();
             self.enqueue(&entry.user_data(tag.user_data()));
         }
+        Ok(())
     }
 
-    fn remove_poll(&mut self, tag: PollTag) {
-        self.enqueue(&opcode::PollRemove::new(tag.user_data()).build().user_data(IGNORED));
+    /// Removes polls at once, so that the kernel lets go of their files.
+    fn remove_polls(&mut self, stale: &[PollTag]) -> io::Result<()> {
+        if stale.is_empty() {
+            return Ok(());
+        }
+        for tag in stale {
+            let entry = opcode::PollRemove::new(tag.user_data()).build();
+            self.enqueue(&entry.user_data(IGNORED));
+        }
+        self.submit()?;
+        self.run_deferred();
+        Ok(())
     }
 
     /// One enter: submits, and waits for a completion of any kind.
@@ -347,6 +330,16 @@ impl Ring {
         Ok(submitted)
     }
 
+    /// Submits everything, and waits for at least one completion.
+    fn finish_some(&mut self) -> io::Result<()> {
+        match self.uring.submitter().submit_and_wait(1) {
+            Ok(_) => {}
+            Err(error) => self.recover(error)?,
+        }
+        self.drain();
+        Ok(())
+    }
+
     /// Requests pushed and not yet completed, whether submitted or not; reaping lags behind.
     pub fn in_flight(&self) -> usize {
         self.in_flight
@@ -373,22 +366,13 @@ fn entry(direction: Direction, fd: Fd, segments: &[Segment<'static>], at: HostOf
 }
 
 impl Drop for Ring {
-    /// Waits for everything in flight: the kernel is still using its memory.
+    /// Waits for everything in flight: the kernel is still using its memory. Aborts the process if it cannot,
+    /// rather than let that memory be freed.
     fn drop(&mut self) {
+        self.drain();
         while self.in_flight > 0 {
-            let entered = self.claim().and_then(|()| {
-                self.drain();
-                if self.in_flight == 0 {
-                    return Ok(());
-                }
-                match self.uring.submitter().submit_and_wait(1) {
-                    Ok(_) => Ok(()),
-                    Err(error) => self.recover(error),
-                }
-            });
-            self.drain();
-            if entered.is_err() {
-                // Returning would free, or let others free, memory that the kernel still writes to.
+            if let Err(error) = self.finish_some() {
+                eprintln!("cannot wait for {} requests of a ring: {error}", self.in_flight);
                 std::process::abort();
             }
         }

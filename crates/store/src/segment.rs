@@ -213,6 +213,7 @@ mod tests {
         assert_eq!(&out, b"cdef");
         copy_from_slice(&part, b"WXYZ");
         fill_zero(&slice(&segments, 0, 1));
+        drop(part);
         assert_eq!(&bytes, b"\0bWXYZgh");
     }
 
