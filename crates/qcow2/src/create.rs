@@ -13,6 +13,9 @@ use crate::geometry::{ENTRY_LEN, Geometry};
 use crate::header::{BackingName, EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
 use crate::refcount::{self, RefcountOrder};
 
+/// The smallest clusters in which stock tools name features.
+const MIN_NAMED: ClusterBits = ClusterBits::from_size(8192).expect("a power of two");
+
 /// What a new image is to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CreateOptions {
@@ -30,7 +33,8 @@ pub struct CreateOptions {
     pub lazy_refcounts: bool,
     /// How compressed clusters will be compressed; version 2 has only zlib.
     pub compression_type: CompressionType,
-    /// Name feature bits in the image for older tools, where version 3 and the cluster size leave room.
+    /// Name feature bits in the image for older tools; only in version 3 and in clusters of 8 KiB or more,
+    /// which have room for it and for whatever else may come.
     pub feature_names: bool,
 }
 
@@ -256,15 +260,10 @@ fn encode_header(header: &mut Header, options: &CreateOptions) -> Result<Vec<u8>
     if let Some(format) = options.backing.as_ref().and_then(|backing| backing.format.clone()) {
         extensions.items.push(Extension::BackingFormat(format));
     }
-    let mut with_names = extensions.clone();
-    with_names.items.push(Extension::FeatureNames(FeatureNames::known()));
-    // The names are a courtesy: where a small cluster has no room for them, they stay out. In 512 bytes they
-    // would just fit and leave no room for an extension that is needed later.
-    let named = options.feature_names && options.version >= 3 && options.cluster_bits > ClusterBits::MIN;
-    let bytes = match header.encode(&with_names, name) {
-        Ok(bytes) if named => bytes,
-        _ => header.encode(&extensions, name)?,
-    };
+    if options.feature_names && options.version >= 3 && options.cluster_bits >= MIN_NAMED {
+        extensions.items.push(Extension::FeatureNames(FeatureNames::known()));
+    }
+    let bytes = header.encode(&extensions, name)?;
     if let Some(name) = name {
         let offset = HostOffset::new((bytes.len() - name.len()) as u64);
         header.backing_file = Some(BackingName { offset, len: name.len() as u32 });

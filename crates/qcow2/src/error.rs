@@ -95,7 +95,7 @@ pub enum ParseErrorKind {
         names: Vec<String>,
     },
     /// A feature we know and do not do.
-    #[error("{feature} is not supported")]
+    #[error("unsupported feature: {feature}")]
     Unsupported {
         /// The feature, in words.
         feature: &'static str,

@@ -45,23 +45,22 @@ fn what_is_written_parses_to_what_was_asked() {
 }
 
 #[test]
-fn feature_names_give_way_where_a_cluster_is_small() {
+fn features_are_named_where_there_is_room() {
     let mut options = CreateOptions::new(1 << 20);
-    options.cluster_bits = ClusterBits::MIN;
     let names = |options: &CreateOptions| {
         let image = new_image(options).unwrap();
         let mut cluster = image.parts[2].1.clone();
-        cluster.resize(1024, 0);
+        cluster.resize(options.cluster_bits.size() as usize, 0);
         image.header.extensions(&cluster).unwrap().feature_names().is_some()
     };
-    assert!(!names(&options));
-    options.cluster_bits = ClusterBits::new(10).unwrap();
     assert!(names(&options));
-    options.backing = Some(NewBacking { name: vec![b'n'; 600], format: None });
+    options.cluster_bits = ClusterBits::new(13).unwrap();
+    assert!(names(&options));
+    options.cluster_bits = ClusterBits::new(12).unwrap();
     assert!(!names(&options));
-    options.backing = None;
-    options.feature_names = false;
-    assert!(!names(&options));
+    let plain = CreateOptions::new(1 << 20);
+    assert!(!names(&CreateOptions { feature_names: false, ..plain.clone() }));
+    assert!(!names(&CreateOptions { version: 2, ..plain }));
 }
 
 #[test]

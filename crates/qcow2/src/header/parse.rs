@@ -164,7 +164,7 @@ impl Raw<'_> {
             return fail(ParseErrorKind::UnknownFeatures { bits, names: self.feature_names(bits) });
         };
         if features.contains(Incompatible::EXTERNAL_DATA) {
-            return fail(ParseErrorKind::Unsupported { feature: "an external data file" });
+            return fail(ParseErrorKind::Unsupported { feature: "external data file" });
         }
         if features.contains(Incompatible::EXTENDED_L2) {
             return fail(ParseErrorKind::Unsupported { feature: "extended L2 entries" });

@@ -3,7 +3,7 @@
 use vmstrata_qcow2::header::field;
 
 use crate::Stock::{Opens, Refuses};
-use crate::base::*;
+use crate::common::image::*;
 use crate::{Case, Stock};
 
 const fn case(
@@ -77,11 +77,11 @@ pub(crate) const CASES: &[Case] = &[
     case("unknown incompatible bit beside known ones", |f| f.u64(field::INCOMPATIBLE, 1 << 63 | 3), INCOMPATIBLE, "unknown incompatible feature bits 0x8000000000000000", Refuses),
     case("all incompatible bits", |f| f.u64(field::INCOMPATIBLE, u64::MAX), INCOMPATIBLE, "unknown incompatible feature bits 0xffffffffffffffe0 (time travel)", Refuses),
     case("unknown bit and broken names", |f| { f.u64(field::INCOMPATIBLE, 1 << 40); f.u32(NAMES + 4, u32::MAX) }, INCOMPATIBLE, "unknown incompatible feature bits 0x10000000000", Refuses),
-    case("external data file", |f| f.u64(field::INCOMPATIBLE, 4), INCOMPATIBLE, "an external data file is not supported", Opens),
-    case("extended L2 entries", |f| f.u64(field::INCOMPATIBLE, 16), INCOMPATIBLE, "extended L2 entries is not supported", Refuses),
+    case("external data file", |f| f.u64(field::INCOMPATIBLE, 4), INCOMPATIBLE, "unsupported feature: external data file", Opens),
+    case("extended L2 entries", |f| f.u64(field::INCOMPATIBLE, 16), INCOMPATIBLE, "unsupported feature: extended L2 entries", Refuses),
 
-    case("AES encryption", |f| f.u32(field::CRYPT_METHOD, 1), CRYPT, "AES encryption is not supported", Opens),
-    case("LUKS encryption", |f| f.u32(field::CRYPT_METHOD, 2), CRYPT, "LUKS encryption is not supported", Refuses),
+    case("AES encryption", |f| f.u32(field::CRYPT_METHOD, 1), CRYPT, "unsupported feature: AES encryption", Opens),
+    case("LUKS encryption", |f| f.u32(field::CRYPT_METHOD, 2), CRYPT, "unsupported feature: LUKS encryption", Refuses),
     case("encryption of an unknown kind", |f| f.u32(field::CRYPT_METHOD, 3), CRYPT, "3 is not in 0..=2", Refuses),
 
     case("refcounts of 128 bits", |f| f.u32(field::REFCOUNT_ORDER, 7), ORDER, "7 is not in 0..=6", Refuses),
@@ -144,6 +144,6 @@ pub(crate) const CASES: &[Case] = &[
 
     case_v2("version 2 cut short", |f| f.cut(70), HEADER, "cut short: 72 bytes needed, 70 there", Opens),
     case_v2("version 2 with a backing name over the header", |f| f.u64(field::BACKING_FILE_OFFSET, 64), NAME_OFFSET, "64 is not in 72..=4095", Opens),
-    case_v2("version 2 with encryption", |f| f.u32(field::CRYPT_METHOD, 1), CRYPT, "AES encryption is not supported", Opens),
+    case_v2("version 2 with encryption", |f| f.u32(field::CRYPT_METHOD, 1), CRYPT, "unsupported feature: AES encryption", Opens),
     case_v2("version 2 with an extension too long", |f| f.u32(76, 1 << 31), (EXTENSION_LENGTH, 76), "2147483648 is not in 0..=16", Refuses),
 ];

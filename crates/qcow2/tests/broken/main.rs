@@ -4,7 +4,6 @@
 //! The corpus is the tables in the modules below. `stock` records whether QEMU 7.2 opens the image: where it
 //! does and we do not, we are stricter on purpose, and the case's name says on what.
 
-mod base;
 mod headers;
 mod tables;
 
@@ -13,7 +12,7 @@ mod common;
 
 use std::collections::HashSet;
 
-use base::{File, parse, version_2, version_3};
+use common::image::{self, File, parse, version_2, version_3};
 use vmstrata_qcow2::ParseError;
 
 /// What `qemu-img info` does with the image.
@@ -60,7 +59,7 @@ fn the_images_are_sound_before_they_are_broken() {
     assert_eq!(v3.extensions.backing_format(), Some("qcow2"));
     assert_eq!(v3.extensions.items.len(), 4);
     assert_eq!((v3.snapshots[0].id.as_str(), v3.snapshots[0].name.as_str()), ("1", "before"));
-    assert_eq!((v3.snapshots[0].l1_size, v3.snapshots[0].disk_size), (2, base::SIZE));
+    assert_eq!((v3.snapshots[0].l1_size, v3.snapshots[0].disk_size), (2, image::SIZE));
     assert_eq!((v3.bitmaps[0].name.as_str(), v3.bitmaps[0].granularity_bits), ("backup", 16));
     let v2 = parse(&version_2()).unwrap();
     assert_eq!((v2.header.version, v2.header.header_length), (2, 72));

@@ -3,7 +3,7 @@
 use vmstrata_qcow2::header::field;
 
 use crate::Stock::{Opens, Refuses};
-use crate::base::*;
+use crate::common::image::*;
 use crate::{Case, Stock};
 
 const fn snapshot(

@@ -1,6 +1,8 @@
 //! What the tests against stock tools share.
 #![allow(dead_code)] // Each test binary uses its own part.
 
+pub(crate) mod image;
+
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
