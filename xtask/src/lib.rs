@@ -14,4 +14,5 @@
 
 pub mod bench;
 pub mod chain;
+pub mod guest;
 pub mod size;

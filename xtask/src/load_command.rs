@@ -17,6 +17,9 @@ pub(crate) struct LoadCommand {
     /// A raw file, read with io_uring.
     #[arg(long)]
     raw: Option<PathBuf>,
+    /// Watch the ring instead of sleeping until the server interrupts.
+    #[arg(long, requires = "vhost_user")]
+    poll: bool,
     /// What requests do.
     #[arg(long, value_enum, default_value_t = Kind::Read)]
     kind: Kind,
@@ -41,6 +44,7 @@ enum Kind {
 impl LoadCommand {
     pub(crate) fn run(self) -> Result<()> {
         let target = match (self.vhost_user, self.raw) {
+            (Some(path), _) if self.poll => Target::VhostUserPolled(path),
             (Some(path), _) => Target::VhostUser(path),
             (None, Some(path)) => Target::RawFile(path),
             (None, None) => unreachable!("clap asks for one of the two"),
@@ -50,7 +54,7 @@ impl LoadCommand {
             Kind::Sequential => Access::SequentialRead,
             Kind::Write => Access::RandomWrite { round: 0 },
         };
-        let mut client = Client::connect(&target, 1)?;
+        let mut client = Client::connect(&target, 1, access != Access::RandomWrite { round: 0 })?;
         let time = Duration::from_secs_f64(self.seconds);
         let load = Load { access, block: self.block as usize, depth: self.depth, time, seed: 1 };
         let outcome = client.run(&load)?;

@@ -14,7 +14,7 @@
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -32,8 +32,10 @@ const MEMORY: usize = 8 << 20;
 /// What a client talks to.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// A vhost-user-blk socket.
+    /// A vhost-user-blk socket; the client sleeps until the server interrupts it, as a guest does.
     VhostUser(PathBuf),
+    /// The same with a client that never sleeps but watches the ring: what the server alone can do.
+    VhostUserPolled(PathBuf),
     /// A raw file, through io_uring and the page cache.
     RawFile(PathBuf),
 }
@@ -50,7 +52,17 @@ pub enum Access {
         /// Told apart when the data is checked.
         round: u16,
     },
+    /// One write into each 64 KiB of the disk, in random order, until there is none left.
+    FirstWrite {
+        /// Told apart when the data is checked.
+        round: u16,
+    },
 }
+
+/// Unit of [`Access::FirstWrite`]: the default cluster size.
+const CLUSTER: u64 = 64 << 10;
+/// Steps through any smaller power of two and most other counts, visiting all; it is prime.
+const STRIDE: u64 = 2_654_435_761;
 
 /// One timed run.
 #[derive(Clone, Copy, Debug)]
@@ -96,25 +108,35 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to `target`; `data_seed` is the chain's seed, for written data and for checks.
+    /// Connects to `target`; `data_seed` is the chain's seed, for written data and for checks. A device that
+    /// is read-only takes only a client that is `read_only` too.
     ///
     /// # Errors
     /// When the target cannot be reached or offers no queue.
-    pub fn connect(target: &Target, data_seed: u64) -> Result<Self> {
-        let (driver, path) = match target {
-            Target::VhostUser(path) => ("virtio-blk-vhost-user", path),
-            Target::RawFile(path) => ("io_uring", path),
+    pub fn connect(target: &Target, data_seed: u64, read_only: bool) -> Result<Self> {
+        let (driver, path, poll) = match target {
+            Target::VhostUser(path) => ("virtio-blk-vhost-user", path, false),
+            Target::VhostUserPolled(path) => ("virtio-blk-vhost-user", path, true),
+            Target::RawFile(path) => ("io_uring", path, false),
         };
-        Self::open(driver, path, data_seed).with_context(|| format!("{driver} at {}", path.display()))
+        let device = || -> Result<Blkio> {
+            let mut device = Blkio::new(driver)?;
+            device.set_str("path", path.to_str().context("the path is not UTF-8")?)?;
+            device.set_bool("read-only", read_only)?;
+            device.connect()?;
+            Ok(device)
+        };
+        device()
+            .and_then(|device| Self::start_device(device, poll, data_seed))
+            .with_context(|| format!("{driver} at {}", path.display()))
     }
 
-    fn open(driver: &str, path: &Path, data_seed: u64) -> Result<Self> {
-        let mut device = Blkio::new(driver)?;
-        device.set_str("path", path.to_str().context("the path is not UTF-8")?)?;
-        device.connect()?;
+    fn start_device(mut device: Blkio, poll: bool, data_seed: u64) -> Result<Self> {
         let capacity = device.get_u64("capacity")?;
-        device.set_i32("num-queues", 1)?;
-        let queue = device.start()?.queues.pop().context("no queue")?;
+        device.set_i32("num-queues", i32::from(!poll))?;
+        device.set_i32("num-poll-queues", i32::from(poll))?;
+        let mut started = device.start()?;
+        let queue = started.queues.pop().or_else(|| started.poll_queues.pop()).context("no queue")?;
         let memory = device.alloc_mem_region(MEMORY)?;
         device.map_mem_region(&memory)?;
         Ok(Self { queue, memory, capacity, data_seed, _device: device })
@@ -149,10 +171,10 @@ impl Client {
         let mut run = Run::new(load, self.capacity)?;
         let mut completions = [const { MaybeUninit::<Completion>::uninit() }; BATCH];
         let start = Instant::now();
+        let mut in_flight = 0;
         for slot in 0..load.depth {
-            self.start(&mut run, slot);
+            in_flight += usize::from(self.start(&mut run, slot));
         }
-        let mut in_flight = load.depth;
         while in_flight > 0 {
             let mut patience = PATIENCE;
             let done = self.queue.do_io(&mut completions, 1, Some(&mut patience), None)?;
@@ -162,9 +184,7 @@ impl Client {
                 let completion = unsafe { completion.assume_init_ref() };
                 ensure!(completion.ret == 0, "a request failed: errno {}", -completion.ret);
                 run.requests += 1;
-                if again {
-                    self.start(&mut run, completion.user_data);
-                } else {
+                if !(again && self.start(&mut run, completion.user_data)) {
                     in_flight -= 1;
                 }
             }
@@ -172,20 +192,22 @@ impl Client {
         Ok(Outcome { requests: run.requests, elapsed: start.elapsed(), written: run.written })
     }
 
-    fn start(&mut self, run: &mut Run<'_>, slot: usize) {
+    /// Starts the next request of `run`; `false` when there is none.
+    fn start(&mut self, run: &mut Run<'_>, slot: usize) -> bool {
         let block = run.load.block;
-        let at = run.next_position();
+        let Some(at) = run.next_position() else { return false };
         match run.load.access {
             Access::RandomRead | Access::SequentialRead => {
                 self.queue.read(at, self.buffer(slot, block), block, slot, ReqFlags::empty());
             }
-            Access::RandomWrite { round } => {
+            Access::RandomWrite { round } | Access::FirstWrite { round } => {
                 let seed = self.data_seed;
                 pattern::fill(self.bytes(slot, block), at, Writer::client(round), seed);
                 run.written[(at / block as u64) as usize] = true;
                 self.queue.write(at, self.buffer(slot, block), block, slot, ReqFlags::empty());
             }
         }
+        true
     }
 
     /// One request in flight at a time, finished before returning.
@@ -264,28 +286,39 @@ impl<'a> Run<'a> {
         let blocks = capacity / load.block as u64;
         ensure!(blocks > 0, "the disk is smaller than a block");
         let written = match load.access {
-            Access::RandomWrite { .. } => vec![false; blocks as usize],
+            Access::RandomWrite { .. } | Access::FirstWrite { .. } => vec![false; blocks as usize],
             Access::RandomRead | Access::SequentialRead => Vec::new(),
         };
         Ok(Self { load, blocks, issued: 0, requests: 0, written })
     }
 
-    fn next_position(&mut self) -> u64 {
-        let block = match self.load.access {
-            Access::SequentialRead => self.issued % self.blocks,
-            Access::RandomRead | Access::RandomWrite { .. } => {
-                let random =
-                    mix(self.load.seed.wrapping_add(self.issued.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
-                ((random as u128 * self.blocks as u128) >> 64) as u64
-            }
-        };
+    fn next_position(&mut self) -> Option<u64> {
+        let issued = self.issued;
         self.issued += 1;
-        block * self.load.block as u64
+        let block = self.load.block as u64;
+        match self.load.access {
+            Access::SequentialRead => Some(issued % self.blocks * block),
+            Access::RandomRead | Access::RandomWrite { .. } => {
+                Some(self.random(issued) % self.blocks * block)
+            }
+            Access::FirstWrite { .. } => {
+                let clusters = self.blocks * block / CLUSTER;
+                let cluster = issued.wrapping_mul(STRIDE) % clusters.max(1);
+                let within = self.random(issued) % (CLUSTER / block) * block;
+                (issued < clusters).then_some(cluster * CLUSTER + within)
+            }
+        }
+    }
+
+    fn random(&self, index: u64) -> u64 {
+        mix(self.load.seed.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     fn raw_disk(dir: &Path) -> Target {
@@ -303,7 +336,7 @@ mod tests {
     #[test]
     fn a_disk_is_verified_and_a_wrong_expectation_is_not() {
         let dir = tempfile::tempdir().unwrap();
-        let mut client = Client::connect(&raw_disk(dir.path()), 5).unwrap();
+        let mut client = Client::connect(&raw_disk(dir.path()), 5, false).unwrap();
         assert_eq!(client.verify(Duration::ZERO, true, &base).unwrap(), 4 << 20);
         assert!(client.verify(Duration::ZERO, true, &|_| None).is_err());
         assert!(client.check(0, 4096, &|_| Some(Writer::layer(1))).is_err());
@@ -312,7 +345,7 @@ mod tests {
     #[test]
     fn written_blocks_read_back_as_written_and_the_others_unchanged() {
         let dir = tempfile::tempdir().unwrap();
-        let mut client = Client::connect(&raw_disk(dir.path()), 5).unwrap();
+        let mut client = Client::connect(&raw_disk(dir.path()), 5, false).unwrap();
         let access = Access::RandomWrite { round: 2 };
         let load = Load { access, block: 4096, depth: 8, time: Duration::from_millis(2), seed: 3 };
         let outcome = client.run(&load).unwrap();
@@ -331,10 +364,22 @@ mod tests {
         let mut run = Run::new(&load, 64 * 4096 + 512).unwrap();
         let mut seen = [false; 64];
         for _ in 0..2_000 {
-            let at = run.next_position();
+            let at = run.next_position().unwrap();
             assert!(at.is_multiple_of(4096));
             seen[(at / 4096) as usize] = true;
         }
         assert!(seen.iter().all(|seen| *seen));
+    }
+
+    #[test]
+    fn first_writes_touch_each_cluster_once() {
+        let access = Access::FirstWrite { round: 0 };
+        let load = Load { access, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
+        let mut run = Run::new(&load, 1000 * CLUSTER).unwrap();
+        let mut clusters: Vec<u64> =
+            std::iter::from_fn(|| run.next_position()).map(|at| at / CLUSTER).collect();
+        assert!(!clusters.is_sorted(), "the order is random");
+        clusters.sort_unstable();
+        assert_eq!(clusters, (0..1000).collect::<Vec<_>>());
     }
 }

@@ -1,3 +1,19 @@
 //! The benchmark: the same chains and the same client for stock QEMU, vmstrata, and the floor.
+//!
+//! ```text
+//!   run ──► session (one server, start to end) ──► server (child process) + client (libblkio), fio, nbdcopy
+//!    └────► results (samples, medians) ──► targets (paired ratios) ──► table (README) and plot (SVG)
+//! ```
+//!
+//! Sessions of the servers alternate within a round, and a ratio is taken from sessions of one round: slow
+//! drifts of a shared machine fall out of it.
 
 pub mod client;
+pub mod machine;
+pub mod plot;
+pub mod results;
+pub mod run;
+pub mod server;
+pub mod session;
+pub mod table;
+pub mod targets;

@@ -1,0 +1,70 @@
+//! What a measurement was taken on and with.
+
+use std::fs;
+use std::process::Command;
+
+use super::results::Machine;
+
+/// Describes this machine from `/proc`.
+pub fn machine() -> Machine {
+    let read = |path| fs::read_to_string(path).unwrap_or_default();
+    Machine {
+        cpu: field(&read("/proc/cpuinfo"), "model name").unwrap_or_else(|| std::env::consts::ARCH.into()),
+        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        memory_mib: field(&read("/proc/meminfo"), "MemTotal")
+            .and_then(|text| text.trim_end_matches(" kB").parse::<u64>().ok())
+            .map_or(0, |kib| kib / 1024),
+        // The version alone: what follows the first hyphen is the name of a build.
+        kernel: read("/proc/sys/kernel/osrelease").trim().split('-').next().unwrap_or_default().to_owned(),
+    }
+}
+
+fn field(text: &str, name: &str) -> Option<String> {
+    let line = text.lines().find(|line| line.starts_with(name))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+/// First line of `program --version`, or that it is missing.
+pub fn version(program: &str) -> String {
+    let output = Command::new(program).arg("--version").output();
+    let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    text.lines().next().unwrap_or("not installed").to_owned()
+}
+
+/// Today as `YYYY-MM-DD` in UTC.
+pub fn today() -> String {
+    let seconds =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    date(seconds / 86_400)
+}
+
+/// The civil date of a day number since 1970-01-01 (Howard Hinnant's `civil_from_days`).
+fn date(days: u64) -> String {
+    let shifted = days + 719_468;
+    let (era, of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (of_era - of_era / 1_460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates() {
+        assert_eq!(date(0), "1970-01-01");
+        assert_eq!(date(19_782), "2024-02-29");
+        assert_eq!(date(20_454), "2026-01-01");
+    }
+
+    #[test]
+    fn fields_of_proc_files() {
+        assert_eq!(field("a : 1\nmodel name\t: Some CPU\n", "model name").unwrap(), "Some CPU");
+        assert_eq!(field("a : 1\n", "b"), None);
+    }
+}

@@ -1,0 +1,211 @@
+//! What a benchmark run leaves behind: samples, their medians, and ratios beside their targets.
+//!
+//! `docs/measurements/chain.json` is this structure; table and plot are functions of it alone.
+
+use serde::{Deserialize, Serialize};
+
+use super::server::Kind;
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Figure {
+    /// vhost-user-blk, 4 KiB random reads, queue depth 32, one queue.
+    RandomRead32,
+    /// The same at queue depth 1.
+    RandomRead1,
+    /// vhost-user-blk, sequential 1 MiB reads, queue depth 4.
+    Sequential,
+    /// NBD over a unix socket, 4 KiB random reads, queue depth 16, one connection (fio).
+    NbdRandomRead16,
+    /// `nbdcopy` of the whole disk to nowhere.
+    NbdCopy,
+    /// vhost-user-blk, 4 KiB random writes, queue depth 32, to clusters the active layer owns.
+    Overwrite,
+    /// vhost-user-blk, 4 KiB writes, queue depth 32, each to a cluster only a backing file holds.
+    FirstWrite,
+    /// Resident memory after everything was read.
+    Memory,
+    /// From starting the server to its first read answered.
+    Open,
+    /// A guest from power-on to its own init.
+    Boot,
+}
+
+impl Figure {
+    /// The unit of its values.
+    pub const fn unit(self) -> &'static str {
+        match self {
+            Self::RandomRead32 | Self::RandomRead1 | Self::NbdRandomRead16 | Self::Overwrite => "IOPS",
+            Self::FirstWrite => "clusters/s",
+            Self::Sequential => "MiB/s",
+            Self::Memory => "MiB",
+            Self::NbdCopy | Self::Open | Self::Boot => "s",
+        }
+    }
+
+    /// What a table calls it.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::RandomRead32 => "vhost-user 4 KiB random read, QD32",
+            Self::RandomRead1 => "vhost-user 4 KiB random read, QD1",
+            Self::Sequential => "vhost-user sequential 1 MiB read, QD4",
+            Self::NbdRandomRead16 => "NBD 4 KiB random read, QD16",
+            Self::NbdCopy => "`nbdcopy` of the whole disk",
+            Self::Overwrite => "4 KiB random overwrite, QD32",
+            Self::FirstWrite => "first writes (copy-on-write), QD32",
+            Self::Memory => "resident memory, everything read",
+            Self::Open => "open: start to first read",
+            Self::Boot => "guest boot (software emulation)",
+        }
+    }
+}
+
+/// One measured value.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// What was measured.
+    pub figure: Figure,
+    /// Who served.
+    pub server: Kind,
+    /// Length of the chain; 0 for the floor.
+    pub layers: u32,
+    /// Samples of one group and round were taken one after the other: only these make pairs.
+    pub group: u32,
+    /// Position in time within the group.
+    pub round: u32,
+    /// The value in [`Figure::unit`].
+    pub value: f64,
+}
+
+/// All samples of one thing.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Cell {
+    /// What was measured.
+    pub figure: Figure,
+    /// Who served.
+    pub server: Kind,
+    /// Length of the chain; 0 for the floor.
+    pub layers: u32,
+    /// The unit of the values.
+    pub unit: String,
+    /// Number of samples.
+    pub samples: usize,
+    /// The middle one.
+    pub median: f64,
+    /// The smallest.
+    pub min: f64,
+    /// The largest.
+    pub max: f64,
+}
+
+/// A ratio (or a plain value) beside what it must be.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Ratio {
+    /// What is compared.
+    pub name: String,
+    /// The bound as text: `at least 4`, `at most 1 s`.
+    pub target: String,
+    /// The median over the pairs.
+    pub value: f64,
+    /// Smallest and largest over the pairs.
+    pub range: (f64, f64),
+    /// Whether the value keeps the bound.
+    pub met: bool,
+}
+
+/// The machine of the measurement.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Machine {
+    /// Model name of the processor.
+    pub cpu: String,
+    /// Number of processors.
+    pub cores: usize,
+    /// Memory in MiB.
+    pub memory_mib: u64,
+    /// Kernel release.
+    pub kernel: String,
+}
+
+/// The whole file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Results {
+    /// Day of the measurement, `YYYY-MM-DD`.
+    pub date: String,
+    /// Where.
+    pub machine: Machine,
+    /// Program and version of everything that took part.
+    pub versions: Vec<(String, String)>,
+    /// How each server was started and each figure taken.
+    pub commands: Vec<(String, String)>,
+    /// Disk size, fill, cluster size, rounds, seconds.
+    pub parameters: Vec<(String, String)>,
+    /// Medians, by figure, server, length.
+    pub cells: Vec<Cell>,
+    /// The targets.
+    pub ratios: Vec<Ratio>,
+    /// Every sample, in the order taken.
+    pub samples: Vec<Sample>,
+}
+
+/// The middle value; the mean of the two middle ones for an even number.
+///
+/// # Panics
+/// When `values` is empty or holds a NaN.
+pub fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(|a, b| a.partial_cmp(b).expect("no NaN among samples"));
+    let middle = sorted.len() / 2;
+    if sorted.len().is_multiple_of(2) { (sorted[middle - 1] + sorted[middle]) / 2.0 } else { sorted[middle] }
+}
+
+/// Smallest and largest.
+pub fn range(values: &[f64]) -> (f64, f64) {
+    values
+        .iter()
+        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(*value), high.max(*value)))
+}
+
+/// One cell per figure, server and chain length, sorted.
+pub fn cells(samples: &[Sample]) -> Vec<Cell> {
+    let mut keys: Vec<_> =
+        samples.iter().map(|sample| (sample.figure, sample.server, sample.layers)).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    let cell = |(figure, server, layers): (Figure, Kind, u32)| {
+        let same =
+            |sample: &&Sample| (sample.figure, sample.server, sample.layers) == (figure, server, layers);
+        let values: Vec<f64> = samples.iter().filter(same).map(|sample| sample.value).collect();
+        let (min, max) = range(&values);
+        let unit = figure.unit().to_owned();
+        Cell { figure, server, layers, unit, samples: values.len(), median: median(&values), min, max }
+    };
+    keys.into_iter().map(cell).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_of_odd_and_even_numbers() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+    }
+
+    #[test]
+    fn cells_gather_samples_of_all_groups() {
+        let sample = |layers, group, value| Sample {
+            figure: Figure::RandomRead32,
+            server: Kind::Vmstrata,
+            layers,
+            group,
+            round: 0,
+            value,
+        };
+        let cells = cells(&[sample(1, 1, 10.0), sample(50, 50, 30.0), sample(1, 50, 20.0)]);
+        assert_eq!(cells.len(), 2);
+        assert_eq!((cells[0].layers, cells[0].samples, cells[0].median), (1, 2, 15.0));
+        assert_eq!((cells[0].min, cells[0].max), (10.0, 20.0));
+    }
+}

@@ -1,0 +1,327 @@
+//! The whole benchmark: chains, groups, rounds, and the files it leaves.
+//!
+//! For each chain length there is a group of rounds. One round runs, in turn, QEMU on the chain, vmstrata on
+//! the chain, vmstrata on one layer (the reference of length ratios), and the floor. Files of a group are
+//! read once before, so that all of it is in the page cache: a 4 GiB disk needs about 12 GiB of free memory.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::client::Access;
+use super::results::{Figure, Results, Sample, cells};
+use super::server::{self, Disk, Kind};
+use super::session::{self, Chain, Timing, Values};
+use super::{machine, plot, table, targets};
+use crate::chain::{self, Backing, Base, Manifest, Plan, Shape, Spec, image};
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Chain lengths, ascending; 1 is always measured as the reference.
+    pub layers: Vec<u32>,
+    /// Rounds in each group.
+    pub rounds: u32,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Length of the parts.
+    pub timing: Timing,
+    /// Where chains are kept from run to run.
+    pub dir: PathBuf,
+    /// Root of the repository, to write results into; `None` prints only.
+    pub publish: Option<PathBuf>,
+    /// Servers that take part.
+    pub servers: Vec<Kind>,
+    /// Also boot a guest on the shortest and the longest chain.
+    pub boot: bool,
+}
+
+const SEED: u64 = 20_260_101;
+const FILL: f64 = 0.9;
+const CLUSTER: u64 = 64 << 10;
+/// QEMU on more layers than this opens in seconds and answers in milliseconds: two rounds tell all.
+const QEMU_SLOW_LAYERS: u32 = 100;
+const QEMU_SLOW_ROUNDS: u32 = 2;
+/// Size of the fully allocated image for overwrites.
+const OVERWRITE_SIZE: u64 = 1 << 30;
+
+const READ_FIGURES: [Figure; 7] = [
+    Figure::RandomRead32,
+    Figure::RandomRead1,
+    Figure::Sequential,
+    Figure::NbdRandomRead16,
+    Figure::NbdCopy,
+    Figure::Memory,
+    Figure::Open,
+];
+/// What the reference of one layer repeats in every group.
+const REFERENCE_FIGURES: [Figure; 3] = [Figure::RandomRead32, Figure::NbdRandomRead16, Figure::NbdCopy];
+const FLOOR_FIGURES: [Figure; 3] = [Figure::RandomRead32, Figure::RandomRead1, Figure::Sequential];
+
+/// A chain on disk with its owners at hand.
+struct Prepared {
+    dir: PathBuf,
+    manifest: Manifest,
+    owners: Vec<Option<u16>>,
+}
+
+impl Prepared {
+    fn chain(&self) -> Chain<'_> {
+        Chain { dir: &self.dir, manifest: &self.manifest, owners: &self.owners }
+    }
+}
+
+/// Everything of one run.
+struct Bench<'a> {
+    options: &'a Options,
+    samples: Vec<Sample>,
+}
+
+/// Runs the benchmark and, when asked to, writes its files.
+///
+/// # Errors
+/// When a server fails or serves a wrong byte, or files cannot be written.
+pub fn run(options: &Options) -> Result<Results> {
+    let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+    let limit = rustix::process::Rlimit { current: hard, maximum: hard };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, limit)?;
+    if options.servers.contains(&Kind::Vmstrata) {
+        ensure!(server::vmstrata().exists(), "build vmstrata first: cargo build --release");
+    }
+    fs::create_dir_all(&options.dir)?;
+
+    let mut bench = Bench { options, samples: Vec::new() };
+    let one = bench.prepare(1)?;
+    let raw = bench.raw_copy(&one)?;
+    for &layers in &options.layers {
+        let chain = if layers == 1 { None } else { Some(bench.prepare(layers)?) };
+        bench.group(layers, &one, chain.as_ref(), &raw)?;
+    }
+    if options.boot {
+        bench.boots()?;
+    }
+    let results = bench.results();
+    println!("{}", table::markdown(&results));
+    if let Some(root) = &options.publish {
+        publish(root, &results)?;
+    }
+    Ok(results)
+}
+
+impl Bench<'_> {
+    fn spec(&self, layers: u32) -> Spec {
+        let size = self.options.size;
+        let plan =
+            Plan { layers, size, cluster_size: CLUSTER, fill: FILL, overlap: 0.0, compress: 0.0, seed: SEED };
+        Spec { plan, base: Base::Qcow2, backing_format: true, from_raw: None }
+    }
+
+    /// The chain of `layers` layers, made unless it is there already.
+    fn prepare(&self, layers: u32) -> Result<Prepared> {
+        let spec = self.spec(layers);
+        let dir = self.options.dir.join(format!("bench-{layers}-{}", self.options.size));
+        let there = Manifest::load(&dir).ok().filter(|manifest| manifest.matches(&spec));
+        let manifest = match there {
+            Some(manifest) => manifest,
+            None => {
+                eprintln!("making a chain of {layers} layers");
+                chain::generate(&dir, &spec)?
+            }
+        };
+        let owners = manifest.owners().collect();
+        Ok(Prepared { dir, manifest, owners })
+    }
+
+    /// A raw file with the bytes of the disk, for the floor. All lengths own the same clusters, but their
+    /// data names its layer, so the floor's file is the one-layer chain's.
+    fn raw_copy(&self, one: &Prepared) -> Result<PathBuf> {
+        let raw = self.options.dir.join(format!("bench-floor-{}.raw", self.options.size));
+        if raw.metadata().is_ok_and(|meta| meta.len() == self.options.size) {
+            return Ok(raw);
+        }
+        eprintln!("making the raw file of the floor");
+        let partial = raw.with_extension("partial");
+        let convert = std::process::Command::new("qemu-img")
+            .args(["convert", "-O", "raw"])
+            .args([&one.manifest.top(&one.dir), &partial])
+            .status()?;
+        ensure!(convert.success(), "qemu-img convert failed");
+        fs::rename(&partial, &raw)?;
+        Ok(raw)
+    }
+
+    fn group(&mut self, layers: u32, one: &Prepared, long: Option<&Prepared>, raw: &Path) -> Result<()> {
+        let chain = long.unwrap_or(one);
+        rustix::fs::sync();
+        for prepared in [Some(one), long].into_iter().flatten() {
+            for file in &prepared.manifest.files {
+                warm(&prepared.dir.join(file))?;
+            }
+        }
+        warm(raw)?;
+        for round in 0..self.options.rounds {
+            let start = Instant::now();
+            for server in self.options.servers.clone() {
+                match server {
+                    Kind::Floor => {
+                        let values = session::floor(raw, &FLOOR_FIGURES, self.options.timing)?;
+                        self.take(Kind::Floor, 0, layers, round, values);
+                    }
+                    Kind::Qemu if layers > QEMU_SLOW_LAYERS && round >= QEMU_SLOW_ROUNDS => {}
+                    _ => self.server_round(server, chain, layers, round)?,
+                }
+            }
+            if long.is_some() && self.options.servers.contains(&Kind::Vmstrata) {
+                let timing = self.options.timing;
+                let values = session::read(Kind::Vmstrata, &one.chain(), &REFERENCE_FIGURES, timing)?;
+                self.take(Kind::Vmstrata, 1, layers, round, values);
+                let first = self.first_writes(Kind::Vmstrata, one, round)?;
+                self.take(Kind::Vmstrata, 1, layers, round, first);
+            }
+            eprintln!("{layers} layers, round {}: {:.0} s", round + 1, start.elapsed().as_secs_f64());
+        }
+        Ok(())
+    }
+
+    fn server_round(&mut self, server: Kind, chain: &Prepared, layers: u32, round: u32) -> Result<()> {
+        let values = session::read(server, &chain.chain(), &READ_FIGURES, self.options.timing)?;
+        self.take(server, layers, layers, round, values);
+        let values = self.first_writes(server, chain, round)?;
+        self.take(server, layers, layers, round, values);
+        if layers == 1 {
+            let values = self.overwrites(server, round)?;
+            self.take(server, layers, layers, round, values);
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, server: Kind, layers: u32, group: u32, round: u32, values: Values) {
+        for (figure, value) in values {
+            eprintln!("  {:9} {layers:5} layers  {:?} {value:.1} {}", server.label(), figure, figure.unit());
+            self.samples.push(Sample { figure, server, layers, group, round, value });
+        }
+    }
+
+    /// A fresh overlay on the chain: every write copies a cluster up.
+    fn first_writes(&self, server: Kind, chain: &Prepared, round: u32) -> Result<Values> {
+        let dir = tempfile::Builder::new().prefix("overlay-").tempdir_in(&self.options.dir)?;
+        let path = dir.path().join("overlay.qcow2");
+        let below = chain.manifest.top(&chain.dir).canonicalize()?;
+        let name = Path::new("..").join(below.strip_prefix(self.options.dir.canonicalize()?)?);
+        let backing = Backing { name: name.display().to_string(), format: Some("qcow2") };
+        let shape = Shape { size: self.options.size, cluster_size: CLUSTER, backing: Some(backing) };
+        image::write(&path, &shape, &[], &image::Empty)?;
+        let access = Access::FirstWrite { round: round as u16 };
+        let rate = session::write(
+            server,
+            &Disk { path, writable: true },
+            access,
+            &chain.chain(),
+            self.options.timing,
+        )?;
+        Ok(vec![(Figure::FirstWrite, rate)])
+    }
+
+    /// A fresh image whose clusters are all there already.
+    fn overwrites(&self, server: Kind, round: u32) -> Result<Values> {
+        let dir = tempfile::Builder::new().prefix("overwrite-").tempdir_in(&self.options.dir)?;
+        let mut spec = self.spec(1);
+        spec.plan = Plan { size: OVERWRITE_SIZE.min(self.options.size), fill: 1.0, ..spec.plan };
+        let manifest = chain::generate(dir.path(), &spec)?;
+        let path = manifest.top(dir.path());
+        File::open(&path)?.sync_all()?;
+        let owners: Vec<_> = manifest.owners().collect();
+        let chain = Chain { dir: dir.path(), manifest: &manifest, owners: &owners };
+        let access = Access::RandomWrite { round: round as u16 };
+        let rate =
+            session::write(server, &Disk { path, writable: true }, access, &chain, self.options.timing)?;
+        Ok(vec![(Figure::Overwrite, rate)])
+    }
+
+    fn boots(&mut self) -> Result<()> {
+        let longest = self.options.layers.iter().copied().max().unwrap_or(1);
+        let lengths: &[u32] = if longest > 1 { &[1, longest] } else { &[1] };
+        let disks = crate::guest::disks(&self.options.dir, lengths)?;
+        for round in 0..self.options.rounds {
+            for (layers, disk) in &disks {
+                let seconds = crate::guest::boot_through(Kind::Vmstrata, disk)?.as_secs_f64();
+                self.take(Kind::Vmstrata, *layers, 0, round, vec![(Figure::Boot, seconds)]);
+            }
+        }
+        Ok(())
+    }
+
+    fn results(self) -> Results {
+        let options = self.options;
+        let timing = options.timing;
+        let seconds = |time: Duration| format!("{} s", time.as_secs_f64());
+        let pair = |name: &str, value: String| (name.to_owned(), value);
+        let disk = Disk { path: "DISK".into(), writable: false };
+        let show = |kind| {
+            let command = server::command(kind, &disk, Path::new("DIR"));
+            let program = Path::new(command.get_program()).file_name().unwrap_or_default().to_owned();
+            let words: Vec<_> = std::iter::once(program.as_os_str())
+                .chain(command.get_args())
+                .map(|word| word.to_string_lossy().into_owned())
+                .collect();
+            words.join(" ")
+        };
+        Results {
+            date: machine::today(),
+            machine: machine::machine(),
+            versions: vec![
+                pair("qemu", machine::version("qemu-storage-daemon")),
+                pair("vmstrata", machine::version(&server::vmstrata().display().to_string())),
+                pair("fio", machine::version("fio")),
+                pair("libnbd", machine::version("nbdcopy")),
+            ],
+            commands: vec![
+                pair("qemu", show(Kind::Qemu)),
+                pair("vmstrata", show(Kind::Vmstrata)),
+                pair("vhost-user client", "libblkio virtio-blk-vhost-user, one queue, interrupts".into()),
+                pair("floor client", "libblkio io_uring on a raw file through the page cache".into()),
+                pair("nbd client", "fio --ioengine=nbd --rw=randread --bs=4k --iodepth=16".into()),
+                pair("copy", "nbdcopy URI null:".into()),
+                pair("all of it", "cargo xtask bench chain".into()),
+            ],
+            parameters: vec![
+                pair("disk", format!("{} MiB", options.size >> 20)),
+                pair("fill", FILL.to_string()),
+                pair("cluster", format!("{} KiB", CLUSTER >> 10)),
+                pair("rounds", options.rounds.to_string()),
+                pair("timed run", seconds(timing.run)),
+                pair("warm-up", seconds(timing.warm_up)),
+            ],
+            cells: cells(&self.samples),
+            ratios: targets::ratios(&self.samples),
+            samples: self.samples,
+        }
+    }
+}
+
+/// Reads a file once, so that it lies in the page cache.
+fn warm(path: &Path) -> Result<()> {
+    let mut file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+    io::copy(&mut io::BufReader::with_capacity(1 << 20, &mut file), &mut io::sink())?;
+    Ok(())
+}
+
+/// Writes `docs/measurements/chain.json`, the plot beside it, and the README's table.
+///
+/// # Errors
+/// When a file cannot be written or the README has no place for the table.
+pub fn publish(root: &Path, results: &Results) -> Result<()> {
+    let dir = root.join("docs/measurements");
+    fs::create_dir_all(&dir)?;
+    let mut json = serde_json::to_string_pretty(results)?;
+    json.push('\n');
+    fs::write(dir.join("chain.json"), json)?;
+    plot::draw(results, &dir.join("chain.svg"))?;
+    let readme = root.join("README.md");
+    let text = fs::read_to_string(&readme).context("README.md")?;
+    fs::write(&readme, table::insert(&text, &table::markdown(results))?)?;
+    Ok(())
+}

@@ -1,0 +1,275 @@
+//! The servers under test as child processes: start, wait until they answer, weigh, stop.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+use tempfile::TempDir;
+
+use super::client::{Client, Target};
+
+/// Stock QEMU needs 14 s for 1,000 layers on a fast machine; this is for a slow one.
+const OPEN_MAX: Duration = Duration::from_secs(120);
+const STOP_MAX: Duration = Duration::from_secs(30);
+
+/// Who serves the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// The distribution's `qemu-storage-daemon`.
+    Qemu,
+    /// This repository's `vmstrata serve`.
+    Vmstrata,
+    /// No server: the client reads a raw file of the same bytes through io_uring.
+    Floor,
+}
+
+impl Kind {
+    /// The name people read.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Qemu => "QEMU",
+            Self::Vmstrata => "vmstrata",
+            Self::Floor => "floor",
+        }
+    }
+}
+
+/// A disk to serve.
+#[derive(Clone, Debug)]
+pub struct Disk {
+    /// The active layer.
+    pub path: PathBuf,
+    /// Whether clients may write.
+    pub writable: bool,
+}
+
+/// A server that runs until it is stopped or dropped.
+#[derive(Debug)]
+pub struct Server {
+    child: Child,
+    kind: Kind,
+    dir: TempDir,
+}
+
+impl Server {
+    /// Starts `kind` on `disk`, with a vhost-user-blk and an NBD socket in a directory of its own.
+    ///
+    /// # Errors
+    /// When the program does not start.
+    ///
+    /// # Panics
+    /// For [`Kind::Floor`], which is no server.
+    pub fn start(kind: Kind, disk: &Disk) -> Result<Self> {
+        let dir = tempfile::Builder::new().prefix("vmstrata-bench-").tempdir()?;
+        let log = File::create(dir.path().join("log"))?;
+        let mut command = command(kind, disk, dir.path());
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .with_context(|| format!("cannot start {:?}", command.get_program()))?;
+        Ok(Self { child, kind, dir })
+    }
+
+    /// The vhost-user-blk socket.
+    pub fn vhost_user(&self) -> PathBuf {
+        self.dir.path().join("vhost.sock")
+    }
+
+    /// The NBD address.
+    pub fn nbd_uri(&self) -> String {
+        format!("nbd+unix:///disk?socket={}", self.dir.path().join("nbd.sock").display())
+    }
+
+    /// A vhost-user client, as soon as the server takes one.
+    ///
+    /// # Errors
+    /// When the server ends or stays silent, with what it said.
+    pub fn connect(&mut self, data_seed: u64, read_only: bool) -> Result<Client> {
+        let socket = self.vhost_user();
+        let target = Target::VhostUser(socket.clone());
+        self.until(|| {
+            ensure!(socket.exists(), "no socket yet");
+            Client::connect(&target, data_seed, read_only)
+        })
+    }
+
+    /// Waits until the NBD socket is there.
+    ///
+    /// # Errors
+    /// As [`Server::connect`].
+    pub fn wait_for_nbd(&mut self) -> Result<()> {
+        let socket = self.dir.path().join("nbd.sock");
+        self.until(|| Ok(ensure!(socket.exists(), "no NBD socket yet")))
+    }
+
+    fn until<T>(&mut self, mut ready: impl FnMut() -> Result<T>) -> Result<T> {
+        let start = Instant::now();
+        loop {
+            let error = match ready() {
+                Ok(value) => return Ok(value),
+                Err(error) => error,
+            };
+            if let Some(status) = self.child.try_wait()? {
+                bail!("{} ended with {status}: {}", self.kind.label(), self.log());
+            }
+            if start.elapsed() > OPEN_MAX {
+                return Err(error.context(format!("{} does not answer: {}", self.kind.label(), self.log())));
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    /// What the server printed so far.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
+    }
+
+    /// Resident memory in bytes without what it shares with clients.
+    ///
+    /// # Errors
+    /// When the process is gone.
+    pub fn resident_bytes(&self) -> Result<u64> {
+        resident_bytes(self.child.id())
+    }
+
+    /// Asks the server to end and waits for it.
+    ///
+    /// # Errors
+    /// When it does not end, or reports failure.
+    pub fn stop(mut self) -> Result<()> {
+        terminate(&self.child)?;
+        let start = Instant::now();
+        while start.elapsed() < STOP_MAX {
+            if let Some(status) = self.child.try_wait()? {
+                ensure!(status.success(), "{} ended with {status}: {}", self.kind.label(), self.log());
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        bail!("{} does not end: {}", self.kind.label(), self.log())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // A stopped child has been reaped; killing it again fails harmlessly.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Sends SIGTERM to a child.
+///
+/// # Errors
+/// When it is gone already.
+pub fn terminate(child: &Child) -> Result<()> {
+    let pid = rustix::process::Pid::from_child(child);
+    Ok(rustix::process::kill_process(pid, rustix::process::Signal::TERM)?)
+}
+
+/// Resident memory of a process in bytes, shared memory (a client's buffers, a guest's RAM) left out.
+///
+/// # Errors
+/// When the process is gone.
+pub fn resident_bytes(pid: u32) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    parse_resident(&status).context("no resident memory in /proc status")
+}
+
+fn parse_resident(status: &str) -> Option<u64> {
+    let field = |name: &str| -> Option<u64> {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.split_whitespace().next()?.parse().ok()
+    };
+    Some((field("RssAnon:")? + field("RssFile:")?) * 1024)
+}
+
+/// Where the vmstrata binary is: beside this one, which cargo built in the same directory.
+pub fn vmstrata() -> PathBuf {
+    let own = std::env::current_exe().unwrap_or_default();
+    let in_deps = own.parent().is_some_and(|dir| dir.ends_with("deps"));
+    let dir = own.ancestors().nth(if in_deps { 2 } else { 1 }).unwrap_or(Path::new("."));
+    dir.join("vmstrata")
+}
+
+/// The command line of a server whose sockets lie in `dir`.
+///
+/// # Panics
+/// For [`Kind::Floor`].
+pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
+    let (file, vhost, nbd) = (disk.path.display(), dir.join("vhost.sock"), dir.join("nbd.sock"));
+    let (vhost, nbd) = (vhost.display(), nbd.display());
+    match kind {
+        Kind::Qemu => {
+            let (read_only, writable) = if disk.writable { ("off", "on") } else { ("on", "off") };
+            let mut command = Command::new("qemu-storage-daemon");
+            command.arg("--blockdev").arg(format!(
+                "driver=qcow2,node-name=disk,read-only={read_only},discard=unmap,file.driver=file,file.filename={file}"
+            ));
+            command.arg("--nbd-server").arg(format!("addr.type=unix,addr.path={nbd}"));
+            command.arg("--export").arg(format!("nbd,id=nbd,node-name=disk,name=disk,writable={writable}"));
+            command.arg("--export").arg(format!(
+                "vhost-user-blk,id=blk,node-name=disk,addr.type=unix,addr.path={vhost},writable={writable}"
+            ));
+            command
+        }
+        Kind::Vmstrata => {
+            let read_only = if disk.writable { "" } else { ",read-only" };
+            let mut command = Command::new(vmstrata());
+            command.arg("serve").arg("--disk").arg(format!("path={file},name=disk,cache=host{read_only}"));
+            command.arg("--vhost-user").arg(format!("disk={vhost}")).arg("--nbd").arg(format!("unix:{nbd}"));
+            command
+        }
+        Kind::Floor => panic!("the floor has no server"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resident_memory_leaves_shared_memory_out() {
+        let status = "VmRSS:\t   900 kB\nRssAnon:\t     100 kB\nRssFile:\t  50 kB\nRssShmem:\t 750 kB\n";
+        assert_eq!(parse_resident(status), Some(150 * 1024));
+        assert_eq!(parse_resident("Name: x\n"), None);
+    }
+
+    #[test]
+    fn stock_qemu_serves_both_doors_and_stops() {
+        let dir = tempfile::tempdir().unwrap();
+        let plan = crate::chain::Plan {
+            layers: 2,
+            size: 8 << 20,
+            cluster_size: 65_536,
+            fill: 0.8,
+            overlap: 0.5,
+            compress: 0.0,
+            seed: 4,
+        };
+        let spec = crate::chain::Spec {
+            plan,
+            base: crate::chain::Base::Qcow2,
+            backing_format: true,
+            from_raw: None,
+        };
+        let manifest = crate::chain::generate(dir.path(), &spec).unwrap();
+        let disk = Disk { path: manifest.top(dir.path()), writable: false };
+        let mut server = Server::start(Kind::Qemu, &disk).unwrap();
+        let mut client = server.connect(4, true).unwrap();
+        let owners: Vec<_> = manifest.owners().collect();
+        let expected = |at: u64| owners[(at / 65_536) as usize].map(crate::chain::pattern::Writer::layer);
+        client.verify(Duration::ZERO, true, &expected).unwrap();
+        drop(client);
+        server.wait_for_nbd().unwrap();
+        crate::chain::verify::nbd(&manifest, &server.nbd_uri()).unwrap();
+        assert!(server.resident_bytes().unwrap() > 1 << 20);
+        server.stop().unwrap();
+    }
+}

@@ -1,0 +1,148 @@
+//! The Markdown table of a measurement, and its place in the README.
+//!
+//! The README's block is a function of `docs/measurements/chain.json`: `cargo xtask tidy` fails when it says
+//! anything else.
+
+use std::fmt::Write;
+
+use anyhow::{Context, Result};
+
+use super::results::{Cell, Figure, Ratio, Results};
+use super::server::Kind;
+
+/// Line before the block in the README.
+pub const BEGIN: &str = "<!-- bench:chain -->";
+/// Line after it.
+pub const END: &str = "<!-- /bench:chain -->";
+
+const FIGURES: [Figure; 10] = [
+    Figure::RandomRead32,
+    Figure::RandomRead1,
+    Figure::Sequential,
+    Figure::NbdRandomRead16,
+    Figure::NbdCopy,
+    Figure::Overwrite,
+    Figure::FirstWrite,
+    Figure::Memory,
+    Figure::Open,
+    Figure::Boot,
+];
+
+/// The block between the markers, markers not included.
+pub fn markdown(results: &Results) -> String {
+    let mut lengths: Vec<u32> =
+        results.cells.iter().map(|cell| cell.layers).filter(|layers| *layers > 0).collect();
+    lengths.sort_unstable();
+    lengths.dedup();
+    let mut text = String::from("\n| figure | server |");
+    lengths.iter().for_each(|layers| _ = write!(text, " {} |", plural(*layers)));
+    text.push_str("\n|---|---|");
+    lengths.iter().for_each(|_| text.push_str("--:|"));
+    text.push('\n');
+    for figure in FIGURES {
+        for server in [Kind::Qemu, Kind::Vmstrata, Kind::Floor] {
+            if let Some(row) = row(results, figure, server, &lengths) {
+                text.push_str(&row);
+            }
+        }
+    }
+    text.push_str("\n| what must hold | target | measured | |\n|---|---|--:|---|\n");
+    results.ratios.iter().for_each(|ratio| text.push_str(&ratio_row(ratio)));
+    let machine = &results.machine;
+    _ = write!(
+        text,
+        "\nMedians; {} cores ({}), {} GiB, Linux {}; {}; {}. Page cache warm.\n",
+        machine.cores,
+        machine.cpu,
+        machine.memory_mib.div_ceil(1024),
+        machine.kernel,
+        results.versions.first().map_or("", |(_, version)| version),
+        results.date
+    );
+    text
+}
+
+fn plural(layers: u32) -> String {
+    if layers == 1 { "1 layer".into() } else { format!("{} layers", thousands(f64::from(layers))) }
+}
+
+fn row(results: &Results, figure: Figure, server: Kind, lengths: &[u32]) -> Option<String> {
+    let of = |layers: u32| -> Option<&Cell> {
+        let same = |cell: &&Cell| (cell.figure, cell.server, cell.layers) == (figure, server, layers);
+        results.cells.iter().find(same)
+    };
+    let columns: Vec<u32> = if server == Kind::Floor { vec![0] } else { lengths.to_vec() };
+    if columns.iter().all(|layers| of(*layers).is_none()) {
+        return None;
+    }
+    let mut text = format!("| {}, {} | {} |", figure.label(), figure.unit(), server.label());
+    for layers in &columns {
+        _ = write!(text, " {} |", of(*layers).map_or("".into(), |cell| number(cell.median)));
+    }
+    (columns.len()..lengths.len()).for_each(|_| text.push_str(" |"));
+    text.push('\n');
+    Some(text)
+}
+
+fn ratio_row(ratio: &Ratio) -> String {
+    let unit = ratio.target.rsplit_once(' ').map_or("", |(_, unit)| match unit {
+        "KiB" | "MiB" | "s" => unit,
+        _ => "",
+    });
+    let verdict = if ratio.met { "holds" } else { "**missed**" };
+    let measured = format!("{} {unit}", number(ratio.value));
+    format!("| {} | {} | {} | {verdict} |\n", ratio.name, ratio.target, measured.trim_end())
+}
+
+/// Three significant digits, thousands separated.
+fn number(value: f64) -> String {
+    match value.abs() {
+        size if size >= 1000.0 => thousands((value / 100.0).round() * 100.0),
+        size if size >= 100.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        size if size >= 1.0 => format!("{value:.2}"),
+        _ => format!("{value:.3}"),
+    }
+}
+
+fn thousands(value: f64) -> String {
+    let digits = format!("{value:.0}");
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// The README with its block replaced.
+///
+/// # Errors
+/// When the markers are missing.
+pub fn insert(readme: &str, block: &str) -> Result<String> {
+    let (before, rest) = readme.split_once(BEGIN).with_context(|| format!("no line {BEGIN}"))?;
+    let (_, after) = rest.split_once(END).with_context(|| format!("no line {END} after {BEGIN}"))?;
+    Ok(format!("{before}{BEGIN}\n{}\n{END}{after}", block.trim_end()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_three_digits() {
+        let texts: Vec<_> = [0.0361, 0.95, 3.456, 34.56, 345.6, 34_567.0, 1_234_567.0].map(number).into();
+        assert_eq!(texts, ["0.036", "0.950", "3.46", "34.6", "346", "34,600", "1,234,600"]);
+    }
+
+    #[test]
+    fn inserting_twice_changes_nothing_more() {
+        let readme = format!("head\n{BEGIN}\nold\n{END}\ntail\n");
+        let once = insert(&readme, "| new |\n").unwrap();
+        assert_eq!(once, format!("head\n{BEGIN}\n| new |\n{END}\ntail\n"));
+        assert_eq!(insert(&once, "| new |\n").unwrap(), once);
+        assert!(insert("nothing", "x").is_err());
+    }
+}

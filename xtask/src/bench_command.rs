@@ -1,0 +1,108 @@
+//! `cargo xtask bench`: the benchmark's command line.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::{Args, Subcommand};
+use xtask::bench::run::{self, Options};
+use xtask::bench::server::Kind;
+use xtask::bench::session::Timing;
+use xtask::size::parse_size;
+
+/// Measure, and write the results into docs/measurements and the README.
+#[derive(Args)]
+pub(crate) struct Bench {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Stock QEMU, vmstrata and the floor over chains of several lengths.
+    Chain(ChainBench),
+    /// Draw plot and table again from docs/measurements/chain.json.
+    Render,
+}
+
+#[derive(Args)]
+struct ChainBench {
+    /// One round of half-second runs on a 1 GiB disk; prints, writes nothing.
+    #[arg(long)]
+    quick: bool,
+    /// Rounds for each chain length.
+    #[arg(long, default_value_t = 5)]
+    rounds: u32,
+    /// Chain lengths.
+    #[arg(long, value_delimiter = ',', default_value = "1,50,500,1000")]
+    layers: Vec<u32>,
+    /// Size of the disk.
+    #[arg(long, value_parser = parse_size, default_value = "4G")]
+    size: u64,
+    /// Seconds of a timed run.
+    #[arg(long, default_value_t = 2.0)]
+    seconds: f64,
+    /// Directory for the chains (about 15 GiB for the default lengths).
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Print only; leave docs/measurements and README.md alone.
+    #[arg(long)]
+    no_write: bool,
+    /// Leave out the guest boots.
+    #[arg(long)]
+    no_boot: bool,
+    /// Servers that take part.
+    #[arg(long, value_delimiter = ',', default_value = "qemu,vmstrata,floor")]
+    servers: Vec<Server>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Server {
+    Qemu,
+    Vmstrata,
+    Floor,
+}
+
+impl Bench {
+    pub(crate) fn run(self) -> Result<()> {
+        let root = super::root();
+        match self.what {
+            What::Chain(chain) => run::run(&chain.options(root)?).map(|_| ()),
+            What::Render => {
+                let json =
+                    std::fs::read(root.join("docs/measurements/chain.json")).context("no measurement yet")?;
+                run::publish(root, &serde_json::from_slice(&json)?)
+            }
+        }
+    }
+}
+
+impl ChainBench {
+    fn options(self, root: &Path) -> Result<Options> {
+        ensure!(
+            self.layers.iter().all(|layers| (1..=65_535).contains(layers)),
+            "a chain has 1 to 65,535 layers"
+        );
+        let kind = |server: &Server| match server {
+            Server::Qemu => Kind::Qemu,
+            Server::Vmstrata => Kind::Vmstrata,
+            Server::Floor => Kind::Floor,
+        };
+        let seconds = if self.quick { 0.5 } else { self.seconds };
+        let timing = Timing {
+            run: Duration::from_secs_f64(seconds),
+            warm_up: Duration::from_secs_f64(seconds / 5.0),
+            check: Duration::from_secs(2),
+        };
+        Ok(Options {
+            layers: self.layers,
+            rounds: if self.quick { 1 } else { self.rounds },
+            size: if self.quick { self.size.min(1 << 30) } else { self.size },
+            timing,
+            dir: self.dir.unwrap_or_else(|| root.join("target/chains")),
+            publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
+            servers: self.servers.iter().map(kind).collect(),
+            boot: !self.no_boot && !self.quick,
+        })
+    }
+}
