@@ -1,0 +1,13 @@
+//! The doors to a disk: vhost-user-blk for virtual machines, NBD for everything else.
+//!
+//! ```text
+//!   guest ──► virtqueues ──► vhost_user ──┐
+//!                                         ├──► vmstrata_disk::IoQueue, one per I/O thread
+//!   client ──► sockets ────► nbd ─────────┘
+//! ```
+//!
+//! A door turns what its clients ask into ranges of guest bytes and segments of memory, and nothing else:
+//! it holds no data of its own and decides nothing about layers. What comes in through a door is hostile
+//! until checked; no client can harm another one, or take more memory than its door's limits say.
+
+pub mod nbd;

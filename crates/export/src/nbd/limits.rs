@@ -1,0 +1,50 @@
+//! Every bound on what a client may take, in one place.
+
+use std::time::Duration;
+
+/// Longest run of bytes one piece of a large request covers: pieces keep memory small and caches warm.
+pub(crate) const PIECE: u64 = 512 << 10;
+/// Longest run that one command without payload (trim, zeroes, cache) hands to the engine at once.
+pub(crate) const SPAN: u64 = 1 << 30;
+/// Payload taken up in one round of the loop before replies are sent: what is done then reuses warm buffers.
+pub(crate) const ROUND_BYTES: usize = 1 << 20;
+/// Requests shorter than this are read as they are; longer ones first ask which parts are zeros.
+pub(crate) const SPARSE_READ_MIN: u64 = 64 << 10;
+/// Runs of zeros shorter than this are sent as data.
+pub(crate) const HOLE_MIN: u64 = 4 << 10;
+/// Messages waiting to be sent before no more requests are taken up.
+pub(crate) const MAX_OUTGOING: usize = 1024;
+/// Runs of one layer looked at for one block status request.
+pub(crate) const MAX_EXTENTS: usize = 8192;
+/// Clusters looked at for one block status request.
+pub(crate) const MAX_STATUS_CLUSTERS: u64 = 1 << 18;
+
+/// What one server grants its clients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Connections at one time; more are closed as soon as they are accepted.
+    pub connections: usize,
+    /// Pieces of requests one connection has in the engine at a time.
+    pub requests: u32,
+    /// Payload memory of one connection, in bytes; a single larger request is still served, alone.
+    pub payload_bytes: usize,
+    /// Time from connecting until an export is chosen.
+    pub handshake: Duration,
+    /// Options in one handshake.
+    pub options: u32,
+    /// Time that clients get to take their replies when the server stops.
+    pub shutdown: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections: 256,
+            requests: 128,
+            payload_bytes: 32 << 20,
+            handshake: Duration::from_secs(10),
+            options: 128,
+            shutdown: Duration::from_secs(5),
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! An NBD server: disks by name, over unix sockets and TCP, with or without TLS.
+//!
+//! ```text
+//!   Listener ──► accept thread ──► a thread for each connection
+//!                                    │ handshake   options ──► Export, Style, contexts
+//!                                    │ connection  the loop around the socket
+//!                                    │   session   requests ──► pieces ──► Engine (an IoQueue of its own)
+//!                                    └   outgoing  pieces done ──► replies, without copying payloads
+//! ```
+//!
+//! Speaks fixed newstyle with structured replies, extended headers, block status (`contexts`), FUA, trim,
+//! write zeroes, cache, multi-conn and TLS. Everything a client can make the server hold is bounded by
+//! [`Limits`]; a client that sends garbage, sends nothing, or does not read loses or blocks its own connection
+//! only. Errors of a disk are told to clients as a number and logged here in full.
+//!
+//! Lock order: the table of exports and the registry of connections are never held together.
+
+mod admission;
+mod block_status;
+mod buffers;
+mod connection;
+pub mod contexts;
+mod engine;
+mod error;
+mod exports;
+mod handshake;
+mod limits;
+mod listener;
+mod outgoing;
+pub mod protocol;
+mod receive;
+mod registry;
+mod session;
+mod slab;
+mod tls;
+mod transport;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::net::Shutdown;
+
+use self::error::End;
+pub use self::error::{CredentialFault, Error, ExportFault};
+pub use self::exports::{Export, Exports};
+pub use self::limits::Limits;
+pub use self::listener::{Address, DEFAULT_PORT, Listener};
+use self::registry::{Registry, Ticket};
+pub use self::tls::{TlsConfig, TlsMode};
+use self::transport::Transport;
+
+/// How long to wait when no more connections can be accepted for want of descriptors.
+const ACCEPT_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+
+/// A running NBD server. Dropping it stops it as [`Server::shutdown`] does.
+#[derive(Debug)]
+pub struct Server {
+    shared: Arc<Shared>,
+    acceptors: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    exports: Exports,
+    tls: TlsMode,
+    limits: Limits,
+    connections: Arc<Registry>,
+    stop: AtomicBool,
+    /// Readable once the server stops.
+    stop_event: OwnedFd,
+}
+
+impl Server {
+    /// A server that listens nowhere yet.
+    ///
+    /// # Errors
+    /// [`Error::Start`] when the process has no descriptor left.
+    pub fn new(exports: Exports, tls: TlsMode, limits: Limits) -> Result<Self, Error> {
+        let stop_event =
+            eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::Start { source: errno.into() })?;
+        let connections = Arc::default();
+        let stop = AtomicBool::new(false);
+        let shared = Arc::new(Shared { exports, tls, limits, connections, stop, stop_event });
+        Ok(Self { shared, acceptors: Vec::new() })
+    }
+
+    /// Accepts connections from `listener` until the server stops.
+    ///
+    /// # Errors
+    /// [`Error::Start`] when no thread can be started.
+    pub fn listen(&mut self, listener: Listener) -> Result<(), Error> {
+        let shared = self.shared.clone();
+        let acceptor = std::thread::Builder::new()
+            .name("nbd-accept".into())
+            .spawn(move || shared.accept_from(&listener))
+            .map_err(|source| Error::Start { source })?;
+        self.acceptors.push(acceptor);
+        Ok(())
+    }
+
+    /// The table of exports, which may be changed at any time.
+    pub fn exports(&self) -> &Exports {
+        &self.shared.exports
+    }
+
+    /// Connections open now.
+    pub fn connections(&self) -> usize {
+        self.shared.connections.len()
+    }
+
+    /// Stops: no more connections and requests; what is under way is finished and answered; then every
+    /// writable disk is flushed. Clients that do not take their replies in time are cut off.
+    ///
+    /// # Errors
+    /// The first disk's error whose flush failed; the others were flushed all the same.
+    pub fn shutdown(mut self) -> Result<(), vmstrata_disk::Error> {
+        self.stop();
+        let mut result = Ok(());
+        for export in self.shared.exports.list() {
+            if !export.is_read_only() {
+                result = result.and(export.disk().flush());
+            }
+        }
+        result
+    }
+
+    fn stop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        let _ = rustix::io::write(&self.shared.stop_event, &1u64.to_ne_bytes());
+        for acceptor in self.acceptors.drain(..) {
+            let _ = acceptor.join();
+        }
+        let connections = &self.shared.connections;
+        let patience = self.shared.limits.shutdown;
+        connections.shut_down(Shutdown::Read);
+        if !connections.wait_empty(patience) {
+            connections.shut_down(Shutdown::Both);
+            if !connections.wait_empty(patience) {
+                tracing::warn!(left = connections.len(), "connections still wait for their disk");
+            }
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    fn accept_from(self: &Arc<Self>, listener: &Listener) {
+        tracing::info!(address = %listener.address(), "NBD server listens");
+        loop {
+            let mut ready =
+                [PollFd::new(listener, PollFlags::IN), PollFd::new(&self.stop_event, PollFlags::IN)];
+            let _ = poll(&mut ready, None);
+            if self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            match listener.accept() {
+                Ok(Some(socket)) => self.admit(socket),
+                Ok(None) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a connection");
+                    let _ = poll(
+                        &mut [PollFd::new(&self.stop_event.as_fd(), PollFlags::IN)],
+                        Some(&ACCEPT_PAUSE),
+                    );
+                }
+            }
+        }
+    }
+
+    fn admit(self: &Arc<Self>, socket: OwnedFd) {
+        let socket = Arc::new(socket);
+        let Some(ticket) = self.connections.admit(socket.clone(), self.limits.connections) else {
+            tracing::warn!(limit = self.limits.connections, "too many connections: one more was refused");
+            return;
+        };
+        if let Err(error) = self.spawn(ticket, socket) {
+            tracing::warn!(%error, "cannot start a thread for a connection");
+        }
+    }
+
+    fn spawn(self: &Arc<Self>, ticket: Ticket, socket: Arc<OwnedFd>) -> io::Result<()> {
+        let shared = self.clone();
+        let thread = std::thread::Builder::new().name(format!("nbd-{}", ticket.id()));
+        thread.spawn(move || {
+            let connection = ticket.id();
+            match shared.serve(Transport::new(socket)) {
+                Ok(()) | Err(End::Gone) => tracing::debug!(connection, "NBD connection closed"),
+                Err(end @ End::Engine(_)) => tracing::error!(connection, %end, "NBD connection failed"),
+                Err(end) => tracing::info!(connection, %end, "NBD connection ended"),
+            }
+            drop(ticket);
+        })?;
+        Ok(())
+    }
+
+    fn serve(&self, mut transport: Transport) -> Result<(), End> {
+        let agreement = handshake::negotiate(&mut transport, &self.exports, &self.tls, &self.limits)?;
+        match agreement {
+            None => Ok(()),
+            Some(agreement) => {
+                tracing::debug!(export = agreement.export.name(), style = ?agreement.style, "export chosen");
+                connection::serve(transport, agreement, &self.limits, &self.stop)
+            }
+        }
+    }
+}
