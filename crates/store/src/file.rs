@@ -200,7 +200,7 @@ impl Store for FileStore {
     fn read_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<usize> {
         match &self.direct {
             None => transfer::read_at(self.file.as_fd(), segments, at),
-            Some(direct) => direct.read_at(&self.file, segments, at),
+            Some(direct) => direct.read_at(segments, at),
         }
     }
 

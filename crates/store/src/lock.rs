@@ -57,16 +57,18 @@ impl fmt::Display for Permission {
 /// How a file is used, and so what others may do with it meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {
-    /// The active layer of a disk: this process writes, nobody else may even open it for reading, as with QEMU.
+    /// The active layer of a disk: this process writes, nobody else may even open it for reading. QEMU's lock on
+    /// an image that it writes.
     Active,
-    /// A file only read here: others may read it too, nobody may write it. QEMU's lock on backing files.
+    /// A file only read here: others may read it too, nobody may write it. QEMU's lock on backing files and on
+    /// images opened read-only.
     Frozen,
 }
 
 impl LockKind {
     fn holds(self, permission: Permission) -> bool {
         match self {
-            Self::Active => true,
+            Self::Active => permission != Permission::WriteUnchanged,
             Self::Frozen => permission == Permission::ConsistentRead,
         }
     }
