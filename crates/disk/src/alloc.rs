@@ -1,0 +1,343 @@
+//! Which host clusters of the active layer are free: refcounts, read and written.
+//!
+//! Clusters are claimed in batches: the refcounts of a batch are raised in one write, and requests take clusters
+//! from it without touching the file. A refcount is raised before anything can refer to its cluster, and lowered
+//! only after nothing on stable storage does; [`crate::commit`] keeps that order. So a crash can leave clusters
+//! that no one uses (a leak), never a cluster in use that counts as free.
+//!
+//! Refcount blocks are written through: what is in memory is what was written. A new block is on stable storage
+//! before the refcount table points to it, and a new table before the header does.
+//!
+//! Lock order: the allocator's lock is a leaf; store operations happen under it.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use vmstrata_qcow2::header::{MAX_REFCOUNT_TABLE_BYTES, field};
+use vmstrata_qcow2::refcount::{decode_table_entry, encode_table_entry};
+use vmstrata_qcow2::{Header, RefcountOrder};
+use vmstrata_store::Store;
+use vmstrata_types::{ClusterBits, HostOffset};
+
+use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::layer::words;
+
+/// Bytes claimed at once, about: enough to make the refcount write of a claim cheap, little to leak in a crash.
+const CLAIM_BYTES: u64 = 4 << 20;
+/// Bytes of refcount blocks kept in memory.
+const KEPT_BLOCK_BYTES: u64 = 2 << 20;
+
+/// Clusters of one allocation, contiguous in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Allocated {
+    pub(crate) at: HostOffset,
+    pub(crate) clusters: u64,
+    /// Whether they read as zeros: nothing was ever written there.
+    pub(crate) zeroed: bool,
+}
+
+/// See the module documentation.
+#[derive(Debug)]
+pub(crate) struct Allocator {
+    store: Arc<dyn Store>,
+    bits: ClusterBits,
+    order: RefcountOrder,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    table_at: HostOffset,
+    /// Refcount table: where the block for each run of clusters lies.
+    table: Vec<Option<HostOffset>>,
+    /// Refcount blocks in memory, by their index in the table.
+    blocks: HashMap<usize, Box<[u8]>>,
+    /// Clusters claimed and not handed out yet: their refcount is 1.
+    claimed: Range<u64>,
+    /// No free cluster lies below this one.
+    hint: u64,
+    /// Clusters from here on were never part of the file: they read as zeros.
+    fresh_from: u64,
+}
+
+impl Allocator {
+    /// Reads the refcount table of the image whose header this is.
+    ///
+    /// # Errors
+    /// A table that cannot be read or breaks the format.
+    pub(crate) fn open(store: Arc<dyn Store>, header: &Header, file_len: u64) -> Result<Self> {
+        let bits = header.cluster_bits;
+        let table_at = header.refcount_table_offset;
+        let mut bytes = vec![0; header.refcount_table_entries() * 8];
+        store.read_exact(&mut bytes, table_at).while_trying("read the refcount table").map_err(|e| e.at(table_at))?;
+        let mut table = Vec::with_capacity(bytes.len() / 8);
+        for (index, raw) in words(&bytes).enumerate() {
+            let block = decode_table_entry(raw, bits)
+                .map_err(|entry| ErrorKind::Entry { table: "refcount table", entry })
+                .map_err(|kind| crate::Error::from(kind).at(table_at + index as u64 * 8))?;
+            table.push(block);
+        }
+        let state = State {
+            table_at,
+            table,
+            blocks: HashMap::new(),
+            claimed: 0..0,
+            hint: 0,
+            fresh_from: file_len.div_ceil(bits.size()),
+        };
+        Ok(Self { store, bits, order: header.refcount_order, state: Mutex::new(state) })
+    }
+
+    fn entries_per_block(&self) -> u64 {
+        self.order.entries_per_block(self.bits) as u64
+    }
+
+    fn cluster_at(&self, cluster: u64) -> HostOffset {
+        HostOffset::new(cluster << self.bits.get())
+    }
+
+    /// Hands out up to `clusters` contiguous clusters, at least one, each with refcount 1.
+    ///
+    /// # Errors
+    /// A host that is out of space or cannot write; a refcount structure that is damaged or full.
+    pub(crate) fn allocate(&self, clusters: u64) -> Result<Allocated> {
+        let mut state = self.state.lock();
+        if state.claimed.is_empty() {
+            let batch = clusters.max(CLAIM_BYTES >> self.bits.get()).max(1);
+            state.claimed = self.claim(&mut state, batch)?;
+        }
+        let first = state.claimed.start;
+        let count = clusters.min(state.claimed.end - first);
+        state.claimed.start += count;
+        let zeroed = first >= state.fresh_from;
+        state.fresh_from = state.fresh_from.max(first + count);
+        Ok(Allocated { at: self.cluster_at(first), clusters: count, zeroed })
+    }
+
+    /// Raises the refcounts of the first run of free clusters, at most `max` long.
+    fn claim(&self, state: &mut State, max: u64) -> Result<Range<u64>> {
+        let first = self.find_free(state)?;
+        let mut end = first + 1;
+        while end < first + max && self.refcount_of(state, end)? == Some(0) {
+            end += 1;
+        }
+        self.set_range(state, first..end, 1)?;
+        state.hint = end;
+        Ok(first..end)
+    }
+
+    /// The first free cluster at or above the hint, with a refcount block that covers it.
+    fn find_free(&self, state: &mut State) -> Result<u64> {
+        let mut cluster = state.hint;
+        loop {
+            match self.refcount_of(state, cluster)? {
+                Some(0) => return Ok(cluster),
+                Some(_) => cluster += 1,
+                None => {
+                    self.add_block(state, cluster / self.entries_per_block())?;
+                }
+            }
+        }
+    }
+
+    /// A cluster's refcount; `None` where no block says.
+    fn refcount_of(&self, state: &mut State, cluster: u64) -> Result<Option<u64>> {
+        let per_block = self.entries_per_block();
+        let (index, within) = ((cluster / per_block) as usize, (cluster % per_block) as usize);
+        let Some(block) = self.block(state, index)? else { return Ok(None) };
+        Ok(Some(self.order.get(block, within)))
+    }
+
+    fn block<'s>(&self, state: &'s mut State, index: usize) -> Result<Option<&'s mut Box<[u8]>>> {
+        let Some(at) = state.table.get(index).copied().flatten() else { return Ok(None) };
+        if !state.blocks.contains_key(&index) {
+            let kept = (KEPT_BLOCK_BYTES >> self.bits.get()).max(4) as usize;
+            if state.blocks.len() >= kept {
+                // Written through, so any may go: which one matters little at one read per 2 GiB of disk.
+                state.blocks.clear();
+            }
+            let mut bytes = vec![0; self.bits.size() as usize].into_boxed_slice();
+            self.store.read_exact(&mut bytes, at).while_trying("read a refcount block").map_err(|e| e.at(at))?;
+            state.blocks.insert(index, bytes);
+        }
+        Ok(state.blocks.get_mut(&index))
+    }
+
+    /// Sets the refcounts of `clusters`, all covered by blocks, in memory and in the file.
+    fn set_range(&self, state: &mut State, clusters: Range<u64>, value: u64) -> Result<()> {
+        let per_block = self.entries_per_block();
+        let mut first = clusters.start;
+        while first < clusters.end {
+            let index = (first / per_block) as usize;
+            let end = clusters.end.min((index as u64 + 1) * per_block);
+            let at = state.table[index].expect("refcounts are set only where a block is");
+            let width = u64::from(self.order.width_bits());
+            let (low, high) = (first % per_block, end - index as u64 * per_block);
+            let bytes = (low * width / 8) as usize..((high * width).div_ceil(8)) as usize;
+            let block = self.block(state, index)?.expect("looked up above");
+            for entry in low..high {
+                self.order.set(block, entry as usize, value).expect("refcounts only go down or to 1");
+            }
+            let written = self.store.write_all(&block[bytes.clone()], at + bytes.start as u64);
+            if written.is_err() {
+                // Memory must say what the file says, and that is not known any more: read it again when needed.
+                state.blocks.remove(&index);
+            }
+            written.while_trying("write refcounts").map_err(|e| e.at(at))?;
+            first = end;
+        }
+        Ok(())
+    }
+
+    /// Adds the refcount block with this index, in the first cluster that it counts itself.
+    fn add_block(&self, state: &mut State, index: u64) -> Result<()> {
+        if index >= state.table.len() as u64 {
+            return self.grow_table(state, index);
+        }
+        let first = index * self.entries_per_block();
+        let at = self.cluster_at(first);
+        let mut block = vec![0; self.bits.size() as usize];
+        self.order.set(&mut block, 0, 1).expect("every width can say 1");
+        self.store.write_all(&block, at).while_trying("write a refcount block").map_err(|e| e.at(at))?;
+        self.store.flush().while_trying("flush a refcount block")?;
+        let entry_at = state.table_at + index * 8;
+        let raw = encode_table_entry(Some(at), self.bits);
+        self.store
+            .write_all(&raw.to_be_bytes(), entry_at)
+            .while_trying("write the refcount table")
+            .map_err(|e| e.at(entry_at))?;
+        state.table[index as usize] = Some(at);
+        state.blocks.insert(index as usize, block.into_boxed_slice());
+        state.fresh_from = state.fresh_from.max(first + 1);
+        Ok(())
+    }
+
+    /// Moves the refcount table, half as large again, to the first clusters it does not count yet.
+    ///
+    /// ```text
+    ///   cluster `index * per_block`:  [ blocks that count these clusters ][ new table ]
+    /// ```
+    fn grow_table(&self, state: &mut State, index: u64) -> Result<()> {
+        let per_block = self.entries_per_block();
+        let per_cluster = self.bits.size() / 8;
+        let first = index * per_block;
+        let mut entries = (index + 1).max(state.table.len() as u64 * 3 / 2 + 1);
+        let (mut blocks, mut table_clusters);
+        loop {
+            table_clusters = entries.div_ceil(per_cluster);
+            blocks = (1..).find(|blocks| blocks + table_clusters <= blocks * per_block).expect("grows faster");
+            if index + blocks <= table_clusters * per_cluster {
+                break;
+            }
+            entries = index + blocks;
+        }
+        if table_clusters << self.bits.get() > MAX_REFCOUNT_TABLE_BYTES {
+            return Err(ErrorKind::Full { what: "the refcount table" }.into());
+        }
+        let mut table = state.table.clone();
+        table.resize((table_clusters * per_cluster) as usize, None);
+        for block in 0..blocks {
+            table[(index + block) as usize] = Some(self.cluster_at(first + block));
+        }
+        self.write_new_structures(first, blocks, table_clusters, &table)?;
+        let table_at = self.cluster_at(first + blocks);
+        self.point_header_to(table_at, table_clusters)?;
+        let old_first = state.table_at.get() >> self.bits.get();
+        let old_clusters = (state.table.len() as u64 * 8).div_ceil(self.bits.size());
+        state.table = table;
+        state.table_at = table_at;
+        state.fresh_from = state.fresh_from.max(first + blocks + table_clusters);
+        // Nothing refers to the old table any more.
+        self.set_range(state, old_first..old_first + old_clusters, 0)?;
+        state.hint = state.hint.min(old_first);
+        Ok(())
+    }
+
+    /// Writes blocks and table of [`Allocator::grow_table`] where nothing refers to them yet, and flushes.
+    fn write_new_structures(
+        &self,
+        first: u64,
+        blocks: u64,
+        table_clusters: u64,
+        table: &[Option<HostOffset>],
+    ) -> Result<()> {
+        let per_block = self.entries_per_block();
+        let mut bytes = vec![0; (blocks << self.bits.get()) as usize];
+        for cluster in 0..blocks + table_clusters {
+            let start = ((cluster / per_block) << self.bits.get()) as usize;
+            let block = &mut bytes[start..start + self.bits.size() as usize];
+            self.order.set(block, (cluster % per_block) as usize, 1).expect("every width can say 1");
+        }
+        bytes.extend(table.iter().flat_map(|&block| encode_table_entry(block, self.bits).to_be_bytes()));
+        let at = self.cluster_at(first);
+        self.store.write_all(&bytes, at).while_trying("write a larger refcount table").map_err(|e| e.at(at))?;
+        self.store.flush().while_trying("flush a larger refcount table")
+    }
+
+    /// Switches to another refcount table: one write inside one sector, then a flush.
+    fn point_header_to(&self, table_at: HostOffset, clusters: u64) -> Result<()> {
+        let mut bytes = [0; 12];
+        bytes[..8].copy_from_slice(&table_at.get().to_be_bytes());
+        bytes[8..].copy_from_slice(&u32::try_from(clusters).expect("at most 8 MiB").to_be_bytes());
+        let at = HostOffset::new(field::REFCOUNT_TABLE_OFFSET);
+        self.store.write_all(&bytes, at).while_trying("write the header").map_err(|e| e.at(at))?;
+        self.store.flush().while_trying("flush the header")
+    }
+
+    /// Counts one user less of every cluster that `len` bytes at `at` touch; gives back the space of those that
+    /// have none left.
+    ///
+    /// The caller knows that no entry on stable storage, and no request under way, refers to them.
+    ///
+    /// # Errors
+    /// A host that cannot write; a refcount that was 0 already.
+    pub(crate) fn free(&self, at: HostOffset, len: u64) -> Result<()> {
+        let mut state = self.state.lock();
+        let last = (at.get() + len - 1) >> self.bits.get();
+        let mut cluster = at.get() >> self.bits.get();
+        while cluster <= last {
+            let found = self.refcount_of(&mut state, cluster)?.unwrap_or(0);
+            if found == 0 {
+                let kind = ErrorKind::Refcount { found, needed: "at least 1" };
+                return Err(crate::Error::from(kind).at(self.cluster_at(cluster)));
+            }
+            let mut end = cluster + 1;
+            while end <= last && self.refcount_of(&mut state, end)? == Some(found) {
+                end += 1;
+            }
+            self.set_range(&mut state, cluster..end, found - 1)?;
+            if found == 1 {
+                state.hint = state.hint.min(cluster);
+                // Space is given back where the host can; the refcount alone makes the clusters free.
+                let _ = self.store.punch_hole(self.cluster_at(cluster), (end - cluster) << self.bits.get());
+            }
+            cluster = end;
+        }
+        Ok(())
+    }
+
+    /// A cluster's refcount; 0 where no block says.
+    ///
+    /// # Errors
+    /// A block that cannot be read.
+    pub(crate) fn refcount(&self, at: HostOffset) -> Result<u64> {
+        let mut state = self.state.lock();
+        Ok(self.refcount_of(&mut state, at.get() >> self.bits.get())?.unwrap_or(0))
+    }
+
+    /// Gives the clusters claimed and not handed out back, as a clean close does.
+    ///
+    /// # Errors
+    /// A host that cannot write.
+    pub(crate) fn release_claimed(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        let claimed = std::mem::replace(&mut state.claimed, 0..0);
+        if claimed.is_empty() {
+            return Ok(());
+        }
+        state.hint = state.hint.min(claimed.start);
+        self.set_range(&mut state, claimed, 0)
+    }
+}

@@ -1,0 +1,304 @@
+//! The metadata cache: pages of 512 words, shared by every disk of the process, in one fixed byte budget.
+//!
+//! ```text
+//!   key = owner | page ──hash──► set of 8 ways: tag, version, frame ──► frame: 512 words
+//! ```
+//!
+//! Two kinds of owner put pages here: a frozen map ([`crate::map`], words are [`crate::entry::MapEntry`]) and an
+//! active layer ([`crate::active`], words are its L2 entries). The cache knows neither; a miss only costs time.
+//!
+//! Lookups take no lock. Each way is a seqlock: its version is odd while its page is replaced, and a reader that
+//! saw the version change starts over. One word is updated in place with a plain atomic store, so a lookup sees
+//! the old or the new word. Fills and updates of one set exclude each other by the set's mutex (a leaf lock).
+//!
+//! Frames are handed out one after another, so a small working set stays small in memory; the budget is never
+//! passed, because there are no more frames than fit.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+
+use parking_lot::Mutex;
+
+/// Words in a page: 4 KiB of 8-byte entries.
+pub(crate) const PAGE_WORDS: usize = 512;
+/// log2 of [`PAGE_WORDS`].
+pub(crate) const PAGE_SHIFT: u32 = 9;
+/// Bytes of a page's words.
+pub(crate) const PAGE_BYTES: usize = PAGE_WORDS * 8;
+
+const WAYS: usize = 8;
+/// Words of a page, and what a way costs beside them.
+const FRAME_COST: u64 = PAGE_BYTES as u64 + 8 + 4 + 4 + 1;
+const MIN_SETS: usize = 4;
+/// 512 GiB of pages: frame numbers stay well inside 32 bits.
+const MAX_SETS: usize = 1 << 24;
+const PAGE_BITS: u32 = 44;
+
+/// Names a page: its owner and its number there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PageKey(u64);
+
+impl PageKey {
+    /// Owners that can exist in the life of a process (20 bits; 0 is not used, so that no key is 0).
+    pub(crate) const MAX_OWNER: u32 = (1 << (64 - PAGE_BITS)) - 1;
+    /// Pages that an owner can have.
+    pub(crate) const MAX_PAGES: u64 = 1 << PAGE_BITS;
+
+    /// # Panics
+    /// When owner or page is out of range: disks too large for the cache are refused when they are opened.
+    pub(crate) fn new(owner: u32, page: u64) -> Self {
+        assert!(owner != 0 && owner <= Self::MAX_OWNER && page < Self::MAX_PAGES, "page key out of range");
+        Self(u64::from(owner) << PAGE_BITS | page)
+    }
+
+    /// Fibonacci hashing, then a multiplication instead of a division to get below `sets`: neighbouring pages
+    /// of one owner land in different sets, and the number of sets need not be a power of two.
+    fn set(self, sets: usize) -> usize {
+        let hash = self.0.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        ((u128::from(hash) * sets as u128) >> 64) as usize
+    }
+}
+
+/// See the module documentation.
+pub(crate) struct PageCache {
+    /// Key of the page in each way; 0 when it holds none. `[set * WAYS + way]`
+    tags: Box<[AtomicU64]>,
+    /// Seqlock version of each way; odd while the page is replaced.
+    versions: Box<[AtomicU32]>,
+    /// Frame of each way, plus one; 0 until its first fill, then constant.
+    frames: Box<[AtomicU32]>,
+    /// Set by lookups, cleared by the clock hand: a page in use gets a second chance.
+    referenced: Box<[AtomicBool]>,
+    /// `[frame][word]`; untouched frames cost no memory.
+    words: Box<[AtomicU64]>,
+    /// Clock hand of each set; the lock orders fills and updates of the set.
+    hands: Box<[Mutex<u8>]>,
+    frames_used: AtomicU32,
+}
+
+impl std::fmt::Debug for PageCache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "PageCache({} of {} pages)", self.pages_used(), self.tags.len())
+    }
+}
+
+impl PageCache {
+    /// A cache that never holds more than `budget_bytes` (at least 32 pages, 128 KiB).
+    pub(crate) fn new(budget_bytes: u64) -> Self {
+        let ways = usize::try_from(budget_bytes / FRAME_COST).unwrap_or(usize::MAX);
+        let sets = (ways / WAYS).clamp(MIN_SETS, MAX_SETS);
+        let ways = sets * WAYS;
+        Self {
+            tags: bytemuck::zeroed_slice_box(ways),
+            versions: bytemuck::zeroed_slice_box(ways),
+            frames: bytemuck::zeroed_slice_box(ways),
+            referenced: (0..ways).map(|_| AtomicBool::new(false)).collect(),
+            words: bytemuck::zeroed_slice_box(ways * PAGE_WORDS),
+            hands: (0..sets).map(|_| Mutex::new(0)).collect(),
+            frames_used: AtomicU32::new(0),
+        }
+    }
+
+    /// Pages that fit.
+    pub(crate) fn capacity_pages(&self) -> u64 {
+        self.tags.len() as u64
+    }
+
+    /// Pages that have memory.
+    pub(crate) fn pages_used(&self) -> u64 {
+        u64::from(self.frames_used.load(Ordering::Relaxed))
+    }
+
+    fn ways(&self, key: PageKey) -> std::ops::Range<usize> {
+        let first = key.set(self.hands.len()) * WAYS;
+        first..first + WAYS
+    }
+
+    /// The word at `slot` of the page, or `None` when the page is not here (or is being replaced).
+    #[inline]
+    pub(crate) fn get(&self, key: PageKey, slot: usize) -> Option<u64> {
+        for way in self.ways(key) {
+            let version = self.versions[way].load(Ordering::Acquire);
+            if self.tags[way].load(Ordering::Relaxed) != key.0 {
+                continue;
+            }
+            let frame = self.frames[way].load(Ordering::Relaxed) as usize;
+            if version & 1 == 1 || frame == 0 {
+                return None;
+            }
+            // Acquire: whoever sees an updated L2 entry also sees what was done before it was published.
+            let word = self.words[(frame - 1) * PAGE_WORDS + (slot & (PAGE_WORDS - 1))].load(Ordering::Acquire);
+            fence(Ordering::Acquire);
+            if self.versions[way].load(Ordering::Relaxed) != version {
+                return None;
+            }
+            if !self.referenced[way].load(Ordering::Relaxed) {
+                self.referenced[way].store(true, Ordering::Relaxed);
+            }
+            return Some(word);
+        }
+        None
+    }
+
+    /// Whether the page is here now.
+    pub(crate) fn contains(&self, key: PageKey) -> bool {
+        self.get(key, 0).is_some()
+    }
+
+    /// Puts a page in, replacing the one of its set that was not looked up for longest.
+    ///
+    /// # Panics
+    /// When `words` is not a page.
+    pub(crate) fn fill(&self, key: PageKey, words: &[u64]) {
+        assert_eq!(words.len(), PAGE_WORDS, "a page has {PAGE_WORDS} words");
+        let ways = self.ways(key);
+        let mut hand = self.hands[ways.start / WAYS].lock();
+        let way = ways
+            .clone()
+            .find(|&way| self.tags[way].load(Ordering::Relaxed) == key.0)
+            .or_else(|| ways.clone().find(|&way| self.tags[way].load(Ordering::Relaxed) == 0))
+            .unwrap_or_else(|| self.victim(ways.start, &mut hand));
+        let version = self.versions[way].load(Ordering::Relaxed);
+        self.versions[way].store(version.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::Release);
+        let mut frame = self.frames[way].load(Ordering::Relaxed);
+        if frame == 0 {
+            frame = self.frames_used.fetch_add(1, Ordering::Relaxed) + 1;
+            self.frames[way].store(frame, Ordering::Relaxed);
+        }
+        let first = (frame as usize - 1) * PAGE_WORDS;
+        for (cell, &word) in self.words[first..first + PAGE_WORDS].iter().zip(words) {
+            cell.store(word, Ordering::Relaxed);
+        }
+        self.tags[way].store(key.0, Ordering::Relaxed);
+        self.referenced[way].store(true, Ordering::Relaxed);
+        self.versions[way].store(version.wrapping_add(2), Ordering::Release);
+    }
+
+    /// Second-chance replacement inside one set.
+    fn victim(&self, first: usize, hand: &mut u8) -> usize {
+        loop {
+            let way = first + usize::from(*hand);
+            *hand = (*hand + 1) % WAYS as u8;
+            if !self.referenced[way].swap(false, Ordering::Relaxed) {
+                return way;
+            }
+        }
+    }
+
+    /// Changes one word of the page if the page is here.
+    pub(crate) fn update(&self, key: PageKey, slot: usize, word: u64) {
+        let ways = self.ways(key);
+        let _hand = self.hands[ways.start / WAYS].lock();
+        for way in ways {
+            if self.tags[way].load(Ordering::Relaxed) == key.0 {
+                let frame = self.frames[way].load(Ordering::Relaxed) as usize;
+                self.words[(frame - 1) * PAGE_WORDS + slot].store(word, Ordering::Release);
+            }
+        }
+    }
+
+    /// Drops every page of an owner, which must not be used any more.
+    pub(crate) fn forget(&self, owner: u32) {
+        for (set, hand) in self.hands.iter().enumerate() {
+            let _hand = hand.lock();
+            for way in set * WAYS..(set + 1) * WAYS {
+                if self.tags[way].load(Ordering::Relaxed) >> PAGE_BITS == u64::from(owner) {
+                    let version = self.versions[way].load(Ordering::Relaxed);
+                    self.versions[way].store(version.wrapping_add(1), Ordering::Relaxed);
+                    fence(Ordering::Release);
+                    self.tags[way].store(0, Ordering::Relaxed);
+                    self.versions[way].store(version.wrapping_add(2), Ordering::Release);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+    use std::sync::Arc;
+
+    fn page(seed: u64) -> Vec<u64> {
+        (0..PAGE_WORDS as u64).map(|slot| seed << 16 | slot).collect()
+    }
+
+    #[test]
+    fn a_page_is_found_word_by_word_until_forgotten() {
+        let cache = PageCache::new(1 << 20);
+        let key = PageKey::new(1, 42);
+        assert_eq!(cache.get(key, 0), None);
+        cache.fill(key, &page(7));
+        assert_eq!(cache.get(key, 511), Some(7 << 16 | 511));
+        cache.update(key, 5, 99);
+        assert_eq!(cache.get(key, 5), Some(99));
+        cache.forget(1);
+        assert_eq!(cache.get(key, 5), None);
+    }
+
+    #[test]
+    fn the_budget_holds_however_many_pages_are_put_in() {
+        let cache = PageCache::new(1 << 20);
+        for number in 0..10_000 {
+            cache.fill(PageKey::new(1, number), &page(number));
+        }
+        assert!(cache.pages_used() * FRAME_COST <= 1 << 20);
+        assert!(cache.capacity_pages() * FRAME_COST > 1 << 19);
+    }
+
+    proptest! {
+        /// Whatever is found is what was put in last; what is not found was evicted, never wrong.
+        #[test]
+        fn never_a_wrong_word(operations in prop::collection::vec((1u32..4, 0u64..200, 0usize..512, any::<u64>(), any::<bool>()), 1..400)) {
+            let cache = PageCache::new(200 << 10);
+            let mut model: HashMap<(u32, u64), Vec<u64>> = HashMap::new();
+            for (owner, number, slot, word, is_fill) in operations {
+                let key = PageKey::new(owner, number);
+                if is_fill {
+                    let words: Vec<u64> = (0..PAGE_WORDS as u64).map(|at| word.wrapping_add(at)).collect();
+                    cache.fill(key, &words);
+                    model.insert((owner, number), words);
+                } else if let Some(words) = model.get_mut(&(owner, number)) {
+                    cache.update(key, slot, word);
+                    words[slot] = word;
+                }
+                for (&(owner, number), words) in &model {
+                    if let Some(found) = cache.get(PageKey::new(owner, number), slot) {
+                        prop_assert_eq!(found, words[slot]);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Readers race with fills that reuse the same few ways: a word must belong to the page it was asked of.
+    #[test]
+    fn racing_readers_never_see_another_pages_word() {
+        let cache = Arc::new(PageCache::new(0));
+        let stop = Arc::new(AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                let (cache, stop) = (cache.clone(), stop.clone());
+                scope.spawn(move || {
+                    let mut hits = 0u64;
+                    for number in (0..400).cycle() {
+                        if stop.load(Ordering::Relaxed) && hits > 0 {
+                            return;
+                        }
+                        if let Some(word) = cache.get(PageKey::new(1, number), 3) {
+                            assert_eq!(word, number << 16 | 3);
+                            hits += 1;
+                        }
+                    }
+                });
+            }
+            for round in 0..20_000u64 {
+                let number = round % 400;
+                cache.fill(PageKey::new(1, number), &page(number));
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+}

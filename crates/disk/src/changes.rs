@@ -1,0 +1,268 @@
+//! Changes of the active layer's tables on their way to the image, and the order in which they get there.
+//!
+//! ```text
+//!   write: data ──► note (journal, memory) ──► visible to lookups ──► request completes
+//!   commit:  flush ──► write L1 and L2 entries ──► flush ──► freed clusters may be reclaimed
+//!            data and refcounts                    tables
+//! ```
+//!
+//! The first flush puts everything that noted changes refer to on stable storage: data, copied-up bytes, new L2
+//! tables, raised refcounts. Only then is any entry written. So after a power failure the image shows, for each
+//! cluster, the old entry or the new one, and both lead to whole clusters that count as used. A guest's FLUSH is a
+//! commit. Until then changes live in memory and in the volatile journal, where a killed process leaves them.
+//!
+//! A cluster that an entry let go of stays as it is until the change is on stable storage and the requests that may
+//! still see it are done ([`Changes::take_reclaimable`]).
+//!
+//! Lock order: the commit lock, then the state's lock. The state's lock is never held during a flush.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use vmstrata_types::HostOffset;
+
+use crate::error::{IoContext as _, Result};
+use crate::journal::{Journal, Record, Slot};
+
+/// Changes noted before a writer must commit them itself: bounds memory and journal.
+const MAX_NOTED: usize = 32_768;
+
+/// A run of bytes of the image that an entry no longer refers to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Freed {
+    pub(crate) at: HostOffset,
+    pub(crate) len: u64,
+}
+
+/// See the module documentation.
+#[derive(Debug)]
+pub(crate) struct Changes {
+    state: Mutex<State>,
+    /// Serialises commits; holds how many of the requests counted below the last one covered.
+    committing: Mutex<u64>,
+    /// Commits asked for.
+    asked: AtomicU64,
+}
+
+#[derive(Debug)]
+struct State {
+    journal: Option<Journal>,
+    commit_each: bool,
+    /// Noted since the last commit began.
+    open: Batch,
+    /// Being written to the image by a commit.
+    closing: Batch,
+    /// On stable storage; their clusters wait for requests under way.
+    reclaimable: Vec<Freed>,
+    /// When the oldest change of `open` was noted.
+    since: Option<Instant>,
+}
+
+#[derive(Debug, Default)]
+struct Batch {
+    entries: BTreeMap<Slot, u64>,
+    freed: Vec<Freed>,
+}
+
+/// What noting a change asks of the one who made it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Noted {
+    /// The change is as durable as it must be before the next flush.
+    Safe,
+    /// It could not be journalled, or too much waits: commit before completing the request.
+    MustCommit,
+}
+
+/// How a commit reaches the image.
+pub(crate) trait CommitTarget {
+    /// Everything written so far goes to stable storage.
+    fn flush(&self) -> Result<()>;
+    /// Writes raw entries, given in ascending order.
+    fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()>;
+}
+
+impl Changes {
+    /// No changes, and no journal yet.
+    pub(crate) fn new() -> Self {
+        let state = State {
+            journal: None,
+            commit_each: false,
+            open: Batch::default(),
+            closing: Batch::default(),
+            reclaimable: Vec::new(),
+            since: None,
+        };
+        Self { state: Mutex::new(state), committing: Mutex::new(0), asked: AtomicU64::new(0) }
+    }
+
+    /// Notes changes in `journal` from now on.
+    pub(crate) fn use_journal(&self, journal: Option<Journal>) {
+        self.state.lock().journal = journal;
+    }
+
+    /// Whether every change must be committed before its request completes, for images whose header cannot vouch for
+    /// a journal.
+    pub(crate) fn commit_each_change(&self, each: bool) {
+        self.state.lock().commit_each = each;
+    }
+
+    /// Notes changes whose data is written, and the clusters they let go of.
+    pub(crate) fn note(&self, records: &[Record], freed: &[Freed]) -> Noted {
+        let mut state = self.state.lock();
+        let journalled = state.journal.as_mut().is_none_or(|journal| journal.append(records).is_ok());
+        state.open.entries.extend(records.iter().map(|record| (record.slot, record.new)));
+        for &run in freed {
+            merge(&mut state.open.freed, run);
+        }
+        state.since.get_or_insert_with(Instant::now);
+        let journalled = journalled && !state.commit_each;
+        if journalled && state.open.entries.len() < MAX_NOTED { Noted::Safe } else { Noted::MustCommit }
+    }
+
+    /// Puts noted entries for `clusters` over what the image says of them.
+    pub(crate) fn overlay(&self, clusters: std::ops::Range<u64>, mut put: impl FnMut(u64, u64)) {
+        let state = self.state.lock();
+        for batch in [&state.closing, &state.open] {
+            for (slot, &raw) in batch.entries.range(Slot::L2(clusters.start)..Slot::L2(clusters.end)) {
+                if let Slot::L2(cluster) = *slot {
+                    put(cluster, raw);
+                }
+            }
+        }
+    }
+
+    /// Brings every change noted before the call to stable storage, with all data written before it.
+    ///
+    /// Calls that wait for each other share one commit.
+    ///
+    /// # Errors
+    /// A flush or a table write that failed; the caller must latch the disk, because nothing more is known of what
+    /// is on stable storage.
+    pub(crate) fn commit(&self, target: &impl CommitTarget) -> Result<()> {
+        let mine = self.asked.fetch_add(1, Ordering::SeqCst) + 1;
+        let mut covered = self.committing.lock();
+        if *covered >= mine {
+            return Ok(());
+        }
+        let covers = self.asked.load(Ordering::SeqCst);
+        if self.begin()? {
+            target.flush()?;
+            // A copy: lookups that miss the cache must go on finding the entries until they are in the image.
+            let entries = self.state.lock().closing.entries.clone();
+            target.write_entries(&entries)?;
+            target.flush()?;
+            self.end();
+        } else {
+            target.flush()?;
+        }
+        *covered = covers;
+        Ok(())
+    }
+
+    /// Closes the open batch; false when there is nothing in it.
+    fn begin(&self) -> Result<bool> {
+        let mut state = self.state.lock();
+        if state.open.entries.is_empty() {
+            return Ok(false);
+        }
+        if let Some(journal) = &mut state.journal {
+            journal.turn().while_trying("begin a new half of the journal")?;
+        }
+        state.closing = std::mem::take(&mut state.open);
+        state.since = None;
+        Ok(true)
+    }
+
+    fn end(&self) {
+        let mut state = self.state.lock();
+        let closed = std::mem::take(&mut state.closing);
+        for run in closed.freed {
+            merge(&mut state.reclaimable, run);
+        }
+        if let Some(journal) = &mut state.journal {
+            // Stale notes are harmless: each says what the image already says.
+            let _ = journal.drop_older();
+        }
+    }
+
+    /// Whether a change has waited longer than `age`.
+    pub(crate) fn waited(&self, age: Duration) -> bool {
+        self.state.lock().since.is_some_and(|since| since.elapsed() >= age)
+    }
+
+    /// The freed clusters that nothing on stable storage refers to any more; requests that were under way when this
+    /// is called may still read or write them.
+    pub(crate) fn take_reclaimable(&self) -> Vec<Freed> {
+        std::mem::take(&mut self.state.lock().reclaimable)
+    }
+
+    /// Removes the journal of an image that was committed and will not be written again.
+    pub(crate) fn remove_journal(&self) {
+        if let Some(journal) = self.state.lock().journal.take() {
+            journal.remove();
+        }
+    }
+}
+
+/// Adds a run, joining it to the last one where it goes on from there.
+fn merge(runs: &mut Vec<Freed>, run: Freed) {
+    match runs.last_mut() {
+        Some(last) if last.at + last.len == run.at => last.len += run.len,
+        _ => runs.push(run),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+
+    #[derive(Default)]
+    struct Log(RefCell<Vec<String>>);
+
+    impl CommitTarget for Log {
+        fn flush(&self) -> Result<()> {
+            self.0.borrow_mut().push("flush".into());
+            Ok(())
+        }
+        fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()> {
+            self.0.borrow_mut().push(format!("{entries:?}"));
+            Ok(())
+        }
+    }
+
+    fn change(cluster: u64, new: u64) -> Record {
+        Record { slot: Slot::L2(cluster), old: 0, new }
+    }
+
+    #[test]
+    fn entries_are_written_between_two_flushes_and_clusters_freed_after() {
+        let changes = Changes::new();
+        let log = Log::default();
+        changes.commit(&log).unwrap();
+        assert_eq!(*log.0.borrow(), ["flush"]);
+        let freed = [Freed { at: HostOffset::new(0), len: 512 }, Freed { at: HostOffset::new(512), len: 512 }];
+        assert_eq!(changes.note(&[change(5, 1), change(5, 2)], &freed), Noted::Safe);
+        assert!(changes.take_reclaimable().is_empty() && changes.waited(Duration::ZERO));
+        changes.commit(&log).unwrap();
+        assert_eq!(log.0.borrow()[1..], ["flush", "{L2(5): 2}", "flush"]);
+        assert_eq!(changes.take_reclaimable(), [Freed { at: HostOffset::new(0), len: 1024 }]);
+        assert!(!changes.waited(Duration::ZERO));
+    }
+
+    #[test]
+    fn the_newest_note_of_a_cluster_is_what_lookups_see() {
+        let changes = Changes::new();
+        let _ = changes.note(&[change(1, 10), change(2, 20)], &[]);
+        assert!(changes.begin().unwrap());
+        let _ = changes.note(&[change(2, 21), change(9, 90)], &[]);
+        let mut seen = BTreeMap::new();
+        changes.overlay(0..9, |cluster, raw| {
+            seen.insert(cluster, raw);
+        });
+        assert_eq!(seen, BTreeMap::from([(1, 10), (2, 21)]));
+    }
+}

@@ -1,0 +1,146 @@
+//! Who is still using the mappings of a disk: a sleepable read-copy-update counter.
+//!
+//! A request enters before it looks anything up and leaves when its last byte has moved. A cluster that was taken
+//! out of the map may be given to someone else only after every request that could have seen it has left:
+//! [`Epochs::synchronize`] waits for that. Entering and leaving is one atomic addition each, on a cache line that
+//! requests of one thread share with few others.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+const SHARDS: usize = 16;
+
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Counter(AtomicU64);
+
+/// Counts the requests under way, in two phases that take turns.
+#[derive(Debug, Default)]
+pub(crate) struct Epochs {
+    phase: AtomicUsize,
+    counters: [[Counter; SHARDS]; 2],
+    flipping: Mutex<()>,
+}
+
+/// Proof of having entered; give it back with [`Epochs::leave`].
+#[derive(Debug)]
+#[must_use = "a ticket that is not given back holds freed clusters for ever"]
+pub(crate) struct Ticket {
+    phase: u8,
+    shard: u8,
+}
+
+/// Leaves when dropped; for synchronous requests.
+pub(crate) struct Guard<'epochs> {
+    epochs: &'epochs Epochs,
+    ticket: Option<Ticket>,
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket.take() {
+            self.epochs.leave(ticket);
+        }
+    }
+}
+
+impl Epochs {
+    /// Marks a request as under way; any `shard` will do, threads with different ones do not disturb each other.
+    #[inline]
+    pub(crate) fn enter(&self, shard: usize) -> Ticket {
+        let phase = self.phase.load(Ordering::Relaxed) & 1;
+        let shard = shard % SHARDS;
+        self.counters[phase][shard].0.fetch_add(1, Ordering::SeqCst);
+        // The lookups that follow must not be seen before the counter: see `synchronize`.
+        fence(Ordering::SeqCst);
+        Ticket { phase: phase as u8, shard: shard as u8 }
+    }
+
+    /// Ends what [`Epochs::enter`] began.
+    #[inline]
+    #[expect(clippy::needless_pass_by_value, reason = "a ticket is used once")]
+    pub(crate) fn leave(&self, ticket: Ticket) {
+        self.counters[usize::from(ticket.phase)][usize::from(ticket.shard)].0.fetch_sub(1, Ordering::Release);
+    }
+
+    /// Enters for the length of a scope.
+    pub(crate) fn guard(&self, shard: usize) -> Guard<'_> {
+        Guard { epochs: self, ticket: Some(self.enter(shard)) }
+    }
+
+    /// Returns once every request that entered before the call has left.
+    ///
+    /// Both phases are drained, because a request may have read the phase just before it turned and counted
+    /// itself just after.
+    pub(crate) fn synchronize(&self) {
+        let _one_at_a_time = self.flipping.lock();
+        for _ in 0..2 {
+            fence(Ordering::SeqCst);
+            let old = self.phase.fetch_add(1, Ordering::SeqCst) & 1;
+            let mut wait_us = 1;
+            while self.counters[old].iter().any(|counter| counter.0.load(Ordering::SeqCst) != 0) {
+                std::thread::sleep(Duration::from_micros(wait_us));
+                wait_us = (wait_us * 2).min(1_000);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn synchronize_waits_for_those_inside_and_not_for_later_ones() {
+        let epochs = Arc::new(Epochs::default());
+        let early = epochs.enter(3);
+        let done = Arc::new(AtomicBool::new(false));
+        let waiter = {
+            let (epochs, done) = (epochs.clone(), done.clone());
+            std::thread::spawn(move || {
+                epochs.synchronize();
+                done.store(true, Ordering::SeqCst);
+            })
+        };
+        std::thread::sleep(Duration::from_millis(30));
+        assert!(!done.load(Ordering::SeqCst), "did not wait for the early request");
+        epochs.leave(early);
+        waiter.join().unwrap();
+        epochs.synchronize();
+    }
+
+    /// A value is unpublished, synchronized, then poisoned: no reader that found it may see the poison.
+    #[test]
+    fn what_a_reader_found_stays_usable_until_it_leaves() {
+        let epochs = Epochs::default();
+        let published = AtomicUsize::new(0);
+        let slots: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(1)).collect();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for shard in 0..2 {
+                let (epochs, published, slots, stop) = (&epochs, &published, &slots, &stop);
+                scope.spawn(move || {
+                    while !stop.load(Ordering::Relaxed) {
+                        let _guard = epochs.guard(shard);
+                        let slot = published.load(Ordering::Acquire);
+                        for _ in 0..20 {
+                            assert_eq!(slots[slot].load(Ordering::Relaxed), 1, "reclaimed under a reader");
+                        }
+                    }
+                });
+            }
+            for round in 0..300usize {
+                let old = round % 64;
+                slots[(round + 1) % 64].store(1, Ordering::Relaxed);
+                published.store((round + 1) % 64, Ordering::SeqCst);
+                epochs.synchronize();
+                slots[old].store(0, Ordering::Relaxed);
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+}

@@ -1,0 +1,308 @@
+//! The one error of the engine: a kind, where it happened, and what caused it.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error as ThisError;
+use vmstrata_qcow2::{EntryError, ParseError};
+use vmstrata_store::{FileError, GateError};
+use vmstrata_types::{GuestRange, HostOffset, LayerIndex, MAX_LAYERS};
+
+/// Shorthand for results of the engine.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong.
+#[derive(Debug, ThisError)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The host could not read, write or flush a file.
+    #[error("cannot {action}: {source}")]
+    Io {
+        /// What was tried, as a verb with its object.
+        action: &'static str,
+        /// What the host said.
+        source: io::Error,
+    },
+    /// The image breaks the format, or uses a part of it that is refused.
+    #[error("{0}")]
+    Format(#[from] ParseError),
+    /// A table entry breaks the format.
+    #[error("damaged {table} {entry}")]
+    Entry {
+        /// Which table: "L1 table" or "L2 table".
+        table: &'static str,
+        /// What is wrong with the entry.
+        entry: EntryError,
+    },
+    /// A table entry points to bytes that the file does not have.
+    #[error("{what} lies at {at} but the file ends at {file_len:#x}: the file was cut short")]
+    Truncated {
+        /// What the entry points to.
+        what: &'static str,
+        /// Where it should be.
+        at: HostOffset,
+        /// Bytes in the file.
+        file_len: u64,
+    },
+    /// A compressed cluster that does not decompress to a whole cluster.
+    #[error("compressed cluster does not decompress: the image is damaged")]
+    Decompress,
+    /// A cluster's refcount contradicts its use.
+    #[error("refcount of the cluster is {found}, its use needs {needed}: run `vmstrata check --repair=all` on it")]
+    Refcount {
+        /// The refcount in the image.
+        found: u64,
+        /// What a consistent image would have.
+        needed: &'static str,
+    },
+    /// The image was marked corrupt by whoever wrote it last.
+    #[error("the image is marked corrupt: repair it with `vmstrata check --repair=all` before writing to it")]
+    MarkedCorrupt,
+    /// A backing file may not be opened.
+    #[error("{0}")]
+    Gate(#[from] GateError),
+    /// A file that cannot be used: another process holds it, for instance.
+    #[error("{0}")]
+    File(#[from] FileError),
+    /// A backing file name that is not the path of a local file.
+    #[error("backing file name {name:?} uses {feature}, which is not supported: rebase it onto a plain file name")]
+    BackingName {
+        /// The name in the image.
+        name: String,
+        /// What in it is not supported.
+        feature: &'static str,
+    },
+    /// A format that is neither qcow2 nor raw.
+    #[error("backing format {name:?} is not supported (qcow2 and raw are)")]
+    BackingFormat {
+        /// The format in the image.
+        name: String,
+    },
+    /// A chain that leads back into itself.
+    #[error("the backing chain loops: this file is already layer {earlier} from the top")]
+    Loop {
+        /// Distance from the active layer at which the file was met first.
+        earlier: usize,
+    },
+    /// More layers than can be numbered.
+    #[error("the backing chain is longer than {MAX_LAYERS} layers")]
+    TooLong,
+    /// A disk of more pages than the map can number.
+    #[error("the disk ({size} bytes in units of {unit} bytes) is too large for the map")]
+    TooLarge {
+        /// Virtual size.
+        size: u64,
+        /// Smallest cluster size of the chain.
+        unit: u64,
+    },
+    /// A file of more clusters than a check can number.
+    #[error("the file has {clusters} clusters, more than the {max} that can be checked: copy it with `qemu-img convert`")]
+    CheckTooLarge {
+        /// Clusters of the file.
+        clusters: u64,
+        /// The most that can be checked.
+        max: u64,
+    },
+    /// An image that references more than a check may count.
+    #[error("checking needs more than the {bytes_max} bytes of memory allowed")]
+    CheckMemory {
+        /// Bytes allowed.
+        bytes_max: u64,
+    },
+    /// A frozen layer was changed under an open disk.
+    #[error("the file was changed by someone else while the disk was open: close the disk and open it again")]
+    Changed,
+    /// A request that does not lie on the disk.
+    #[error("request {range} does not fit the disk of {size} bytes")]
+    OutOfRange {
+        /// The request.
+        range: GuestRange,
+        /// The disk's size.
+        size: u64,
+    },
+    /// A request whose buffers do not have the request's length.
+    #[error("request {range} came with buffers of {len} bytes")]
+    BufferLength {
+        /// The request.
+        range: GuestRange,
+        /// Bytes in its buffers.
+        len: usize,
+    },
+    /// A write to a disk that is open for reading.
+    #[error("the disk is open read-only")]
+    ReadOnly,
+    /// A write after a flush or a metadata write failed: nothing more is known of what is on stable storage.
+    #[error("an earlier flush or metadata write failed ({cause}); the disk takes no more writes: see to the store, then open it again")]
+    Latched {
+        /// The first failure.
+        cause: String,
+    },
+    /// A request after [`crate::Disk::close`].
+    #[error("the disk is closed")]
+    Closed,
+    /// The format has no room for more clusters.
+    #[error("the image cannot grow any more: {what} is at the format's limit")]
+    Full {
+        /// The structure that cannot grow.
+        what: &'static str,
+    },
+    /// An image that may not be written as it is.
+    #[error("{0}")]
+    Create(#[from] vmstrata_qcow2::CreateError),
+}
+
+/// An error of the engine, with the file, layer and offset it happened at.
+#[derive(Debug)]
+pub struct Error(Box<Context>);
+
+#[derive(Debug)]
+struct Context {
+    kind: ErrorKind,
+    path: Option<PathBuf>,
+    layer: Option<LayerIndex>,
+    at: Option<HostOffset>,
+}
+
+impl Error {
+    /// What went wrong.
+    pub fn kind(&self) -> &ErrorKind {
+        &self.0.kind
+    }
+
+    /// The file it happened in.
+    pub fn path(&self) -> Option<&Path> {
+        self.0.path.as_deref()
+    }
+
+    /// The layer it happened in, counted from the base.
+    pub fn layer(&self) -> Option<LayerIndex> {
+        self.0.layer
+    }
+
+    /// The offset in the file it happened at.
+    pub fn offset(&self) -> Option<HostOffset> {
+        self.0.at
+    }
+
+    pub(crate) fn io(action: &'static str, source: io::Error) -> Self {
+        ErrorKind::Io { action, source }.into()
+    }
+
+    /// Adds the file, unless a closer caller knew it already.
+    #[must_use]
+    pub(crate) fn in_file(mut self, path: &Path) -> Self {
+        self.0.path.get_or_insert_with(|| path.to_owned());
+        self
+    }
+
+    /// Adds the layer, unless known.
+    #[must_use]
+    pub(crate) fn in_layer(mut self, layer: LayerIndex) -> Self {
+        self.0.layer.get_or_insert(layer);
+        self
+    }
+
+    /// Adds the offset in the file, unless known.
+    #[must_use]
+    pub(crate) fn at(mut self, at: HostOffset) -> Self {
+        self.0.at.get_or_insert(at);
+        self
+    }
+
+    /// The `errno` that says the most of this to a guest or a network client.
+    pub fn errno(&self) -> i32 {
+        use rustix::io::Errno;
+        let errno = match &self.0.kind {
+            ErrorKind::Io { source, .. } => match source.raw_os_error() {
+                Some(raw) if raw == Errno::NOSPC.raw_os_error() || raw == Errno::DQUOT.raw_os_error() => Errno::NOSPC,
+                _ => Errno::IO,
+            },
+            ErrorKind::OutOfRange { .. } | ErrorKind::BufferLength { .. } => Errno::INVAL,
+            ErrorKind::ReadOnly => Errno::PERM,
+            ErrorKind::Full { .. } => Errno::NOSPC,
+            ErrorKind::Closed => Errno::SHUTDOWN,
+            _ => Errno::IO,
+        };
+        errno.raw_os_error()
+    }
+}
+
+impl From<ErrorKind> for Error {
+    fn from(kind: ErrorKind) -> Self {
+        Self(Box::new(Context { kind, path: None, layer: None, at: None }))
+    }
+}
+
+/// Lets `?` lift the errors that kinds are made from.
+macro_rules! lift {
+    ($($source:ty),*) => {$(
+        impl From<$source> for Error {
+            fn from(source: $source) -> Self {
+                ErrorKind::from(source).into()
+            }
+        }
+    )*};
+}
+
+lift!(ParseError, GateError, FileError, vmstrata_qcow2::CreateError);
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(path) = &self.0.path {
+            write!(f, "{}: ", path.display())?;
+        }
+        if let Some(layer) = self.0.layer {
+            write!(f, "layer {layer}: ")?;
+        }
+        if let Some(at) = self.0.at {
+            write!(f, "at byte {at}: ")?;
+        }
+        self.0.kind.fmt(f)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match &self.0.kind {
+            ErrorKind::Io { source, .. } => Some(source),
+            _ => None,
+        }
+    }
+}
+
+/// Gives host errors the action they interrupted.
+pub(crate) trait IoContext<T> {
+    fn while_trying(self, action: &'static str) -> Result<T>;
+}
+
+impl<T> IoContext<T> for io::Result<T> {
+    fn while_trying(self, action: &'static str) -> Result<T> {
+        self.map_err(|source| Error::io(action, source))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_names_file_layer_and_offset_once() {
+        let error = Error::from(ErrorKind::Decompress)
+            .at(HostOffset::new(0x50000))
+            .in_layer(LayerIndex::new(7))
+            .in_file(Path::new("/images/web.qcow2"))
+            .in_file(Path::new("/another"));
+        assert_eq!(
+            error.to_string(),
+            "/images/web.qcow2: layer 7: at byte 0x50000: compressed cluster does not decompress: the image is damaged"
+        );
+    }
+
+    #[test]
+    fn a_full_host_is_told_apart_from_a_broken_one() {
+        let full = Error::io("write", io::Error::from_raw_os_error(28));
+        let broken = Error::io("write", io::Error::from_raw_os_error(5));
+        assert_eq!((full.errno(), broken.errno()), (28, 5));
+    }
+}

@@ -1,0 +1,307 @@
+//! A frozen layer: a file that no one changes while a disk stands on it.
+//!
+//! A layer that no one reads costs its path and a few dozen bytes. Its file is opened on first use, and closed
+//! again when more files are open than the process allows itself ([`FileTable`]); when it is opened again it must
+//! still be the file it was. Layers are shared: every disk that stands on a file holds the same [`Layer`].
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+
+use arc_swap::ArcSwapOption;
+use parking_lot::Mutex;
+use vmstrata_qcow2::{CompressionType, EntryFormat, Geometry, Header};
+use vmstrata_store::{FileIdentity, Gate, Store};
+use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
+
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::opener::{Opened, Opener, Role};
+
+/// How a layer keeps its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// Guest offset and host offset are the same.
+    Raw,
+    /// Clusters found through L1 and L2 tables.
+    Qcow2,
+}
+
+impl std::fmt::Display for Format {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        })
+    }
+}
+
+/// What is needed to walk the tables of a qcow2 file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tables {
+    pub(crate) version: u32,
+    pub(crate) l1_at: HostOffset,
+    pub(crate) l1_entries: u32,
+    pub(crate) entries: EntryFormat,
+    pub(crate) geometry: Geometry,
+    pub(crate) compression: CompressionType,
+}
+
+impl Tables {
+    pub(crate) fn of(header: &Header) -> Self {
+        Self {
+            version: header.version,
+            l1_at: header.l1_table_offset,
+            l1_entries: header.l1_size,
+            entries: EntryFormat::new(header.version, header.cluster_bits),
+            geometry: Geometry::new(header.cluster_bits),
+            compression: header.compression_type,
+        }
+    }
+}
+
+/// See the module documentation.
+#[derive(Debug)]
+pub(crate) struct Layer {
+    pub(crate) path: Box<Path>,
+    pub(crate) identity: FileIdentity,
+    /// Virtual size in bytes.
+    pub(crate) size: u64,
+    /// `None` for a raw file.
+    pub(crate) tables: Option<Tables>,
+    file: ArcSwapOption<Arc<dyn Store>>,
+    /// Set on use, cleared by the table's clock hand.
+    used: AtomicBool,
+}
+
+/// L1 entries read in one go while scanning.
+const L1_BATCH: usize = 4096;
+
+impl Layer {
+    /// A layer whose file is not open yet.
+    pub(crate) fn new(path: PathBuf, identity: FileIdentity, size: u64, tables: Option<Tables>) -> Self {
+        let path = path.into_boxed_path();
+        Self { path, identity, size, tables, file: ArcSwapOption::empty(), used: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn format(&self) -> Format {
+        if self.tables.is_some() { Format::Qcow2 } else { Format::Raw }
+    }
+
+    /// Size of its clusters; a raw file has none.
+    pub(crate) fn cluster_bits(&self) -> Option<ClusterBits> {
+        self.tables.as_ref().map(|tables| tables.geometry.cluster_bits)
+    }
+
+    /// The open file, if it is open.
+    #[inline]
+    pub(crate) fn open_file(&self) -> Option<Arc<dyn Store>> {
+        let guard = self.file.load();
+        let store = guard.as_ref()?;
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::Relaxed);
+        }
+        Some(Arc::clone(store))
+    }
+
+    /// Calls `visit` with guest offset and raw L2 entry of every cluster in `range` that the layer's tables say
+    /// anything about.
+    ///
+    /// Reads only the tables that the range needs, in as few reads as they allow; `scratch` is reused.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or an L1 entry that breaks the format or points past the end of the file.
+    ///
+    /// # Panics
+    /// On a raw layer, which has no tables.
+    pub(crate) fn scan(
+        &self,
+        store: &dyn Store,
+        range: GuestRange,
+        scratch: &mut Scratch,
+        visit: &mut impl FnMut(GuestOffset, u64),
+    ) -> Result<()> {
+        let tables = self.tables.as_ref().expect("a raw layer has no tables");
+        let geometry = tables.geometry;
+        let end = range.end().get().min(self.size);
+        if range.start.get() >= end {
+            return Ok(());
+        }
+        let first = geometry.l1_index(range.start);
+        let last = geometry.l1_index(GuestOffset::new(end - 1)).min(tables.l1_entries as usize - 1);
+        let mut batch = first;
+        while batch <= last {
+            let count = (last - batch + 1).min(L1_BATCH);
+            let at = tables.l1_at + batch as u64 * 8;
+            scratch.l1.resize(count * 8, 0);
+            store.read_exact(&mut scratch.l1, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
+            for (number, raw) in words(&scratch.l1).enumerate().filter(|&(_, raw)| raw != 0) {
+                let l1_index = batch + number;
+                let table = table_of(tables, raw, self.identity.len).map_err(|e| e.at(at + number as u64 * 8))?;
+                let Some(table) = table else { continue };
+                self.scan_table(store, table, l1_index, range, &mut scratch.l2, visit)?;
+            }
+            batch += count;
+        }
+        Ok(())
+    }
+
+    fn scan_table(
+        &self,
+        store: &dyn Store,
+        table: HostOffset,
+        l1_index: usize,
+        range: GuestRange,
+        buf: &mut Vec<u8>,
+        visit: &mut impl FnMut(GuestOffset, u64),
+    ) -> Result<()> {
+        let geometry = self.tables.as_ref().expect("a raw layer has no tables").geometry;
+        let span_start = geometry.guest_offset(l1_index, 0);
+        let start = range.start.max(span_start);
+        let end = range.end().get().min(span_start.get() + geometry.l2_span()).min(self.size);
+        let first = geometry.l2_index(start);
+        let count = geometry.l2_index(GuestOffset::new(end - 1)) + 1 - first;
+        buf.resize(count * 8, 0);
+        let at = table + first as u64 * 8;
+        store.read_exact(buf, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
+        // Most of a long chain's entries are zero: skip them a cache line at a time.
+        for (line, bytes) in buf.chunks(64).enumerate() {
+            if bytes.iter().all(|&byte| byte == 0) {
+                continue;
+            }
+            for (number, raw) in words(bytes).enumerate().filter(|&(_, raw)| raw != 0) {
+                visit(geometry.guest_offset(l1_index, first + line * 8 + number), raw);
+            }
+        }
+        Ok(())
+    }
+
+    /// The raw L2 entry of the cluster that holds `at`; 0 where there is no table.
+    ///
+    /// # Errors
+    /// As [`Layer::scan`].
+    pub(crate) fn l2_entry(&self, store: &dyn Store, at: GuestOffset) -> Result<u64> {
+        let mut found = 0;
+        self.scan(store, GuestRange::new(at, 1), &mut Scratch::default(), &mut |_, raw| found = raw)?;
+        Ok(found)
+    }
+}
+
+/// Buffers that scans reuse.
+#[derive(Debug, Default)]
+pub(crate) struct Scratch {
+    l1: Vec<u8>,
+    l2: Vec<u8>,
+}
+
+/// Big-endian words, as every table of the format holds them.
+pub(crate) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word))
+}
+
+/// Decodes an L1 entry and makes sure that its table is in the file.
+pub(crate) fn table_of(tables: &Tables, raw: u64, file_len: u64) -> Result<Option<HostOffset>> {
+    let entry = tables.entries.l1(raw).map_err(|entry| ErrorKind::Entry { table: "L1 table", entry })?;
+    match entry.table {
+        Some(at) if at.get().saturating_add(tables.geometry.cluster_bits.size()) > file_len => {
+            Err(ErrorKind::Truncated { what: "an L2 table", at, file_len }.into())
+        }
+        table => Ok(table),
+    }
+}
+
+/// Whether a file is what it was, as far as a look at it tells. (The change time is no witness: it also moves when a
+/// file is linked or gets another owner.)
+fn same_state(now: &FileIdentity, then: &FileIdentity) -> bool {
+    (now.file, now.len, now.mtime_ns) == (then.file, then.len, then.mtime_ns)
+}
+
+/// The open files of frozen layers, bounded in number.
+#[derive(Debug)]
+pub(crate) struct FileTable {
+    opener: Arc<dyn Opener>,
+    max_open: usize,
+    open: Mutex<Clock>,
+}
+
+#[derive(Debug, Default)]
+struct Clock {
+    layers: Vec<Weak<Layer>>,
+    hand: usize,
+}
+
+impl FileTable {
+    pub(crate) fn new(opener: Arc<dyn Opener>, max_open: usize) -> Self {
+        Self { opener, max_open: max_open.max(1), open: Mutex::default() }
+    }
+
+    pub(crate) fn opener(&self) -> &Arc<dyn Opener> {
+        &self.opener
+    }
+
+    /// The layer's file, opened now if need be.
+    ///
+    /// # Errors
+    /// The file cannot be opened, or is not the file it was when the chain was read.
+    pub(crate) fn store(&self, layer: &Arc<Layer>) -> Result<Arc<dyn Store>> {
+        if let Some(store) = layer.open_file() {
+            return Ok(store);
+        }
+        let mut clock = self.open.lock();
+        if let Some(store) = layer.open_file() {
+            return Ok(store);
+        }
+        // The gate let the file through when the chain was read; it must still be the same file.
+        let opened = self.opener.open(&layer.path, Role::Frozen, &Gate::unrestricted())?;
+        if !same_state(&opened.identity, &layer.identity) {
+            return Err(Error::from(ErrorKind::Changed).in_file(&layer.path));
+        }
+        self.adopt_locked(&mut clock, layer, &opened);
+        Ok(opened.store)
+    }
+
+    /// Takes in a file that was opened to read the chain.
+    pub(crate) fn adopt(&self, layer: &Arc<Layer>, opened: &Opened) {
+        self.adopt_locked(&mut self.open.lock(), layer, opened);
+    }
+
+    fn adopt_locked(&self, clock: &mut Clock, layer: &Arc<Layer>, opened: &Opened) {
+        if layer.open_file().is_some() {
+            return;
+        }
+        while clock.layers.len() >= self.max_open {
+            clock.close_one();
+        }
+        layer.file.store(Some(Arc::new(Arc::clone(&opened.store))));
+        clock.layers.push(Arc::downgrade(layer));
+    }
+
+    /// Files open now.
+    pub(crate) fn open_count(&self) -> usize {
+        let mut clock = self.open.lock();
+        clock.layers.retain(|layer| layer.strong_count() > 0);
+        clock.layers.len()
+    }
+}
+
+impl Clock {
+    /// Closes the file that was not used for longest, about; requests under way keep theirs until they are done.
+    fn close_one(&mut self) {
+        for _ in 0..=2 * self.layers.len() {
+            self.hand %= self.layers.len();
+            let Some(layer) = self.layers[self.hand].upgrade() else {
+                self.layers.swap_remove(self.hand);
+                return;
+            };
+            if !layer.used.swap(false, Ordering::Relaxed) {
+                layer.file.store(None);
+                self.layers.swap_remove(self.hand);
+                return;
+            }
+            self.hand += 1;
+        }
+        let layer = self.layers.swap_remove(self.hand % self.layers.len());
+        if let Some(layer) = layer.upgrade() {
+            layer.file.store(None);
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! The engine: a chain of image files that reads and writes like one disk, at a cost that does not grow with its
+//! history.
+//!
+//! ```text
+//!   doors (vmstrata-export)
+//!      │ Request                         ▲ Completion
+//!      ▼                                 │
+//!   queue ── lookup ──► disk ──► active ─┴─ frozen map ──► metadata cache
+//!      │                  │        │             │
+//!      │ ring             │        │ changes,    │ scan
+//!      │                  ▼        ▼ journal     ▼
+//!      └──────────► read, write, zero ──► alloc ──► layers ──► vmstrata-store
+//! ```
+//!
+//! | module | what it knows |
+//! |---|---|
+//! | [`queue`](IoQueue), `request`, `workers` | requests of an I/O thread, and who carries them out |
+//! | [`disk`](Disk), `read`, `write`, `zero`, [`extents`](Extent) | where bytes are, and how they move |
+//! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
+//! | `active`, `alloc`, `changes`, `journal`, `epoch` | the layer that is written, and the order of its writes |
+//! | `chain`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
+//!
+//! Invariants: a read returns the newest completed write; what a flush acknowledged survives a power failure, and
+//! what completed survives a killed process; at every instant the files are a chain that stock tools read correctly
+//! and find free of corruption. Assumed of the host's storage: a flush that succeeds is true, a sector of 512 bytes is
+//! written whole or not at all, and bytes written before a flush began are on it when the flush ends.
+
+#![forbid(unsafe_code)]
+
+mod active;
+mod alloc;
+mod cache;
+mod chain;
+mod changes;
+mod compressed;
+mod disk;
+mod entry;
+mod epoch;
+mod error;
+mod extents;
+mod journal;
+mod layer;
+mod map;
+mod opener;
+mod queue;
+mod read;
+mod request;
+mod resources;
+mod upkeep;
+mod workers;
+mod write;
+mod zero;
+
+pub use chain::OpenOptions;
+pub use disk::{Disk, LayerInfo};
+pub use error::{Error, ErrorKind, Result};
+pub use extents::{Extent, ExtentKind};
+pub use layer::Format;
+pub use opener::{LocalFiles, Opened, Opener, Role};
+pub use queue::{IoQueue, WATCHED_MAX};
+pub use request::{Completion, Op, Request};
+pub use resources::{ResourceOptions, ResourceUse, Resources};

@@ -1,0 +1,66 @@
+//! Opening the files of a chain: the one place where the engine meets the file system.
+//!
+//! [`LocalFiles`] is what everyone uses. Tests put their own [`Opener`] in its place, to wrap every file of a
+//! chain in a store that fails, delays and records.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vmstrata_store::{CacheMode, FileIdentity, FileOptions, FileStore, Gate, Store};
+
+use crate::error::{IoContext as _, Result};
+
+/// What a file is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The layer that takes the guest's writes: opened for writing, with a writer's lock.
+    Active(CacheMode),
+    /// A layer that must not change: opened for reading, with a reader's lock that keeps writers out.
+    Frozen,
+    /// Tables of a file that is only looked at, by `info` for instance: no lock.
+    Inspected,
+}
+
+/// An open file of a chain.
+#[derive(Debug)]
+pub struct Opened {
+    /// Its bytes.
+    pub store: Arc<dyn Store>,
+    /// Which file it is, and in what state it was when it was opened.
+    pub identity: FileIdentity,
+}
+
+/// Opens the files of chains.
+pub trait Opener: Send + Sync + std::fmt::Debug {
+    /// Opens `path` for `role` if `gate` lets it through.
+    ///
+    /// # Errors
+    /// The gate's refusal, a conflicting lock, or whatever the host reports.
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened>;
+}
+
+/// Files and block devices of this host.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LocalFiles;
+
+impl Opener for LocalFiles {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened> {
+        let options = match role {
+            Role::Active(cache) => FileOptions { cache, ..FileOptions::ACTIVE },
+            Role::Frozen => FileOptions::FROZEN,
+            Role::Inspected => FileOptions { lock: None, ..FileOptions::FROZEN },
+        };
+        let file = gate.open(path, options.access)?;
+        let store = FileStore::new(file, path, &options)?;
+        let identity = store.identity().while_trying("read the file's identity").map_err(|e| e.in_file(path))?;
+        Ok(Opened { store: Arc::new(store), identity })
+    }
+}
+
+/// The directory that relative backing names in `path` are relative to.
+pub(crate) fn directory_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}

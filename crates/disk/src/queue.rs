@@ -1,0 +1,337 @@
+//! Many requests at a time from one I/O thread.
+//!
+//! ```text
+//!   push ──► map says: data in open files, zeros ──► ring ──► completion
+//!        │         or: write where the active layer owns the clusters ──┘    ▲
+//!        └───────► anything else: a worker carries it out, blocking ─────────┘
+//! ```
+//!
+//! The map decides, the ring moves bytes: nothing on the fast road blocks, locks or allocates (requests of more than
+//! four segments excepted). Whatever the ring cannot finish (a file's end inside a cluster, an error) is carried out
+//! again, whole, by a worker, which finds out what is wrong and says it well.
+
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use smallvec::SmallVec;
+use vmstrata_store::{Ring, RingCompletion, SegmentVec, Store, fill_zero, slice};
+use vmstrata_types::HostOffset;
+
+use crate::disk::{Disk, Top};
+use crate::epoch::Ticket;
+use crate::error::{IoContext as _, Result};
+use crate::map::Source;
+use crate::read::thread_shard;
+use crate::request::{Completion, Op, Request};
+use crate::workers::{Job, Mailbox};
+
+/// Descriptors a caller may watch in [`IoQueue::wait`].
+pub const WATCHED_MAX: usize = 62;
+/// Pieces a request may fall into on the fast road; those of more go to a worker.
+const PARTS_MAX: usize = 16;
+
+/// See the module documentation. Belongs to the thread that uses it first.
+#[derive(Debug)]
+pub struct IoQueue {
+    disk: Arc<Disk>,
+    ring: Ring,
+    mailbox: Arc<Mailbox>,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    in_flight: usize,
+    /// Finished without leaving this thread.
+    ready: Vec<Completion>,
+    /// Reused by `reap`.
+    moved: Vec<RingCompletion>,
+    replies: Vec<(u32, Result<()>)>,
+}
+
+/// A request under way.
+#[derive(Debug, Default)]
+struct Slot {
+    request: Option<Request>,
+    ticket: Option<Ticket>,
+    parts_left: u32,
+    failed: bool,
+}
+
+/// A piece of a request that lies in one file.
+struct Part {
+    store: Arc<dyn Store>,
+    at: HostOffset,
+    skip: usize,
+    len: usize,
+}
+
+type Parts = SmallVec<[Part; 2]>;
+
+impl IoQueue {
+    /// A queue for up to about `depth` requests at a time.
+    ///
+    /// # Errors
+    /// A host without io_uring, or out of descriptors.
+    pub fn new(disk: Arc<Disk>, depth: u32) -> Result<Self> {
+        Ok(Self {
+            disk,
+            ring: Ring::new(depth).while_trying("set up io_uring")?,
+            mailbox: Arc::new(Mailbox::new()?),
+            slots: Vec::new(),
+            free: Vec::new(),
+            in_flight: 0,
+            ready: Vec::new(),
+            moved: Vec::new(),
+            replies: Vec::new(),
+        })
+    }
+
+    /// The disk that requests go to.
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    /// Requests pushed and not reaped.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Starts a request; it completes with an error if it makes no sense for the disk.
+    pub fn push(&mut self, request: Request) {
+        self.in_flight += 1;
+        let ticket = self.disk.epochs.enter(thread_shard());
+        let planned = self.disk.check(&request).map(|()| self.disk.plan(&request));
+        match planned {
+            Err(error) => self.finish_now(request.token, Some(ticket), Err(error)),
+            Ok(Some(parts)) if parts.is_empty() => self.finish_now(request.token, Some(ticket), Ok(())),
+            Ok(Some(parts)) => self.start(request, ticket, &parts),
+            Ok(None) => {
+                self.disk.epochs.leave(ticket);
+                let slot = self.slot(request, None, 0);
+                self.send_to_worker(slot);
+            }
+        }
+    }
+
+    fn finish_now(&mut self, token: u64, ticket: Option<Ticket>, result: Result<()>) {
+        if let Some(ticket) = ticket {
+            self.disk.epochs.leave(ticket);
+        }
+        self.ready.push(Completion { token, result });
+    }
+
+    fn slot(&mut self, request: Request, ticket: Option<Ticket>, parts: usize) -> u32 {
+        let number = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot::default());
+            u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
+        });
+        let parts_left = u32::try_from(parts).expect("few parts");
+        self.slots[number as usize] = Slot { request: Some(request), ticket, parts_left, failed: false };
+        number
+    }
+
+    /// Hands the parts of a request to the ring.
+    fn start(&mut self, request: Request, ticket: Ticket, parts: &Parts) {
+        let is_read = request.op == Op::Read;
+        let segments = request.segments.clone();
+        let whole = request.range.len as usize;
+        let slot = self.slot(request, Some(ticket), parts.len());
+        for part in parts {
+            let of_part: SegmentVec<'static> = if part.len == whole {
+                segments.clone()
+            } else {
+                slice(&segments, part.skip, part.len)
+            };
+            if is_read {
+                self.ring.push_read(&part.store, of_part, part.at, u64::from(slot));
+            } else {
+                self.ring.push_write(&part.store, of_part, part.at, u64::from(slot));
+            }
+        }
+    }
+
+    fn send_to_worker(&mut self, slot: u32) {
+        let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
+        let job = Job {
+            disk: Arc::clone(&self.disk),
+            request,
+            slot,
+            reply_to: Arc::clone(&self.mailbox),
+        };
+        self.disk.resources.workers().send(job);
+    }
+
+    /// Hands everything pushed to the kernel, in one call if it takes any.
+    pub fn submit(&mut self) {
+        if let Err(error) = self.ring.submit() {
+            // Nothing is lost: entries stay queued, and the next call tries again.
+            tracing::warn!(%error, "io_uring takes no requests for the moment");
+        }
+    }
+
+    /// Appends finished requests to `out` and returns how many; never blocks.
+    pub fn reap(&mut self, out: &mut Vec<Completion>) -> usize {
+        let before = out.len();
+        self.ring.reap(&mut self.moved);
+        let mut moved = std::mem::take(&mut self.moved);
+        for completion in moved.drain(..) {
+            self.part_done(&completion, out);
+        }
+        self.moved = moved;
+        if self.mailbox.is_waiting() {
+            let mut replies = std::mem::take(&mut self.replies);
+            self.mailbox.take(&mut replies);
+            for (slot, result) in replies.drain(..) {
+                out.push(self.release(slot, result));
+            }
+            self.replies = replies;
+        }
+        out.append(&mut self.ready);
+        let count = out.len() - before;
+        self.in_flight -= count;
+        count
+    }
+
+    fn part_done(&mut self, completion: &RingCompletion, out: &mut Vec<Completion>) {
+        let number = u32::try_from(completion.token).expect("a token is a slot");
+        let slot = &mut self.slots[number as usize];
+        slot.failed |= !matches!(completion.result, Ok(moved) if moved == completion.expected);
+        slot.parts_left -= 1;
+        if slot.parts_left > 0 {
+            return;
+        }
+        if slot.failed {
+            if let Some(ticket) = slot.ticket.take() {
+                self.disk.epochs.leave(ticket);
+            }
+            self.send_to_worker(number);
+        } else {
+            out.push(self.release(number, Ok(())));
+        }
+    }
+
+    /// Frees a slot.
+    fn release(&mut self, number: u32, result: Result<()>) -> Completion {
+        let slot = &mut self.slots[number as usize];
+        let token = slot.request.take().expect("a slot in use has a request").token;
+        if let Some(ticket) = slot.ticket.take() {
+            self.disk.epochs.leave(ticket);
+        }
+        self.free.push(number);
+        Completion { token, result }
+    }
+
+    /// Sleeps until a request has finished, one of `watched` is readable, or `timeout` has passed. May wake for no
+    /// reason.
+    ///
+    /// Returns which of `watched` are readable, a bit for each position. Descriptors stay watched until the next
+    /// call without them: make that call before closing one.
+    ///
+    /// # Panics
+    /// When more than [`WATCHED_MAX`] descriptors are watched.
+    pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> u64 {
+        assert!(watched.len() <= WATCHED_MAX, "at most {WATCHED_MAX} descriptors can be watched");
+        let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() { timeout } else { Some(Duration::ZERO) };
+        let mailbox = Arc::clone(&self.mailbox);
+        let mut all: SmallVec<[BorrowedFd<'_>; 8]> = SmallVec::from_slice(watched);
+        all.push(mailbox.as_fd());
+        let readable = self.ring.wait(&all, timeout).unwrap_or_else(|error| {
+            tracing::error!(%error, "cannot wait for io_uring");
+            std::thread::sleep(Duration::from_millis(1));
+            0
+        });
+        if readable >> watched.len() & 1 == 1 {
+            self.mailbox.drain();
+        }
+        self.mailbox.awake();
+        readable & ((1 << watched.len()) - 1)
+    }
+}
+
+impl Drop for IoQueue {
+    /// Waits for the requests under way: their memory is in use until then.
+    fn drop(&mut self) {
+        let mut finished = Vec::new();
+        while self.in_flight > 0 {
+            self.submit();
+            self.reap(&mut finished);
+            if self.in_flight > 0 {
+                self.wait(&[], Some(Duration::from_millis(100)));
+            }
+        }
+    }
+}
+
+impl Disk {
+    /// The pieces a request falls into, if the ring can do all of it; `None` if a worker must. Ranges that read as
+    /// zeros are filled here.
+    #[inline]
+    fn plan(&self, request: &Request) -> Option<Parts> {
+        match request.op {
+            Op::Read => self.plan_read(request),
+            Op::Write { fua: false } => self.plan_write(request),
+            _ => None,
+        }
+    }
+
+    fn plan_read(&self, request: &Request) -> Option<Parts> {
+        let mut parts = Parts::new();
+        let len = request.range.len;
+        let mut done = 0;
+        while done < len {
+            let run = self.lookup(request.range.start + done, len - done)?;
+            match run.source {
+                Source::Hole | Source::Zero(_) => {
+                    fill_zero(&slice(&request.segments, done as usize, run.len as usize));
+                }
+                Source::Data(layer, at) => {
+                    let store = self.open_store_of(layer)?;
+                    parts.push(part(store, at, done, run.len, request)?);
+                }
+                Source::Compressed(_) | Source::Damaged(_) => return None,
+            }
+            done += run.len;
+            if parts.len() > PARTS_MAX {
+                return None;
+            }
+        }
+        Some(parts)
+    }
+
+    fn plan_write(&self, request: &Request) -> Option<Parts> {
+        let mut parts = Parts::new();
+        let len = request.range.len;
+        let mut done = 0;
+        while done < len {
+            let here = request.range.start + done;
+            let (store, at, found) = match &self.top {
+                Top::Qcow2(active) => {
+                    let (at, found) = self.lookup_in_place(active, here, len - done)?;
+                    (&active.store, at, found)
+                }
+                Top::Raw(raw) => (&raw.store, HostOffset::new(here.get()), len - done),
+                Top::Frozen => return None,
+            };
+            if found == 0 || parts.len() == PARTS_MAX {
+                return None;
+            }
+            parts.push(part(Arc::clone(store), at, done, found, request)?);
+            done += found;
+        }
+        Some(parts)
+    }
+}
+
+/// A piece for the ring; `None` when the file cannot be used so, or not with this alignment.
+#[inline]
+fn part(store: Arc<dyn Store>, at: HostOffset, skip: u64, len: u64, request: &Request) -> Option<Part> {
+    store.raw()?;
+    let alignment = store.raw_alignment();
+    if alignment > 1 {
+        let aligned = (at.get() | skip | len) & (alignment as u64 - 1) == 0;
+        if !aligned || !request.segments.iter().all(|segment| segment.is_aligned(alignment)) {
+            return None;
+        }
+    }
+    Some(Part { store, at, skip: skip as usize, len: len as usize })
+}
+

@@ -1,0 +1,52 @@
+//! The housekeeping thread: commits changes that no guest flushes, and gives back clusters that no one uses.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use crossbeam_channel::{RecvTimeoutError, Sender};
+use parking_lot::Mutex;
+
+use crate::disk::Disk;
+
+/// How often the thread looks at every disk.
+const PERIOD: Duration = Duration::from_secs(1);
+/// How long a change may wait for a guest's flush before it is committed without one: bounds what a power failure
+/// can undo for guests that never flush, as the kernel does for files.
+const COMMIT_AGE: Duration = Duration::from_secs(5);
+
+/// See the module documentation. The thread ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Upkeep {
+    disks: Arc<Mutex<Vec<Weak<Disk>>>>,
+    _end: Sender<()>,
+}
+
+impl Upkeep {
+    /// Starts the thread.
+    ///
+    /// # Panics
+    /// When the host cannot start a thread.
+    pub(crate) fn new() -> Self {
+        let (end, ended) = crossbeam_channel::bounded(0);
+        let disks: Arc<Mutex<Vec<Weak<Disk>>>> = Arc::default();
+        let watched = Arc::clone(&disks);
+        let look = move || {
+            while ended.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
+                let disks = {
+                    let mut watched = watched.lock();
+                    watched.retain(|disk| disk.strong_count() > 0);
+                    watched.clone()
+                };
+                for disk in disks.iter().filter_map(Weak::upgrade) {
+                    disk.tend(COMMIT_AGE);
+                }
+            }
+        };
+        std::thread::Builder::new().name("upkeep".into()).spawn(look).expect("the host can start threads");
+        Self { disks, _end: end }
+    }
+
+    pub(crate) fn watch(&self, disk: &Arc<Disk>) {
+        self.disks.lock().push(Arc::downgrade(disk));
+    }
+}

@@ -1,0 +1,137 @@
+//! Threads for requests that may block, and the mailboxes through which their results come back.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+
+use crossbeam_channel::{Receiver, Sender};
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::disk::Disk;
+use crate::error::{IoContext as _, Result};
+use crate::request::Request;
+
+/// A request on its way through a worker.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) request: Request,
+    /// Where the queue that sent it keeps its state.
+    pub(crate) slot: u32,
+    pub(crate) reply_to: Arc<Mailbox>,
+}
+
+/// The threads of a process. They end when this is dropped and the jobs are done.
+#[derive(Debug)]
+pub(crate) struct Workers {
+    jobs: Sender<Job>,
+}
+
+impl Workers {
+    /// Starts `count` threads, at least one.
+    ///
+    /// # Panics
+    /// When the host cannot start a thread.
+    pub(crate) fn new(count: usize) -> Self {
+        let (jobs, queue) = crossbeam_channel::unbounded::<Job>();
+        for number in 0..count.max(1) {
+            let queue = queue.clone();
+            std::thread::Builder::new()
+                .name(format!("worker-{number}"))
+                .spawn(move || work(&queue))
+                .expect("the host can start threads");
+        }
+        Self { jobs }
+    }
+
+    pub(crate) fn send(&self, job: Job) {
+        self.jobs.send(job).expect("workers live as long as their sender");
+    }
+}
+
+fn work(queue: &Receiver<Job>) {
+    for Job { disk, request, slot, reply_to } in queue {
+        let result = disk.run(&request);
+        // The disk goes first: whoever reads the reply may want to be its last user.
+        drop(disk);
+        reply_to.post(slot, result);
+    }
+}
+
+/// Results for one queue. Its descriptor is readable while results wait that were posted to a sleeping queue.
+#[derive(Debug)]
+pub(crate) struct Mailbox {
+    results: Mutex<Vec<(u32, Result<()>)>>,
+    waiting: AtomicBool,
+    /// Whether the owner sleeps, or is about to.
+    sleeping: AtomicBool,
+    wake: OwnedFd,
+}
+
+impl Mailbox {
+    pub(crate) fn new() -> Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(std::io::Error::from)
+            .while_trying("make an event descriptor")?;
+        Ok(Self {
+            results: Mutex::default(),
+            waiting: AtomicBool::new(false),
+            sleeping: AtomicBool::new(false),
+            wake,
+        })
+    }
+
+    fn post(&self, slot: u32, result: Result<()>) {
+        self.results.lock().push((slot, result));
+        self.waiting.store(true, Ordering::SeqCst);
+        // Pairs with the fence in `about_to_sleep`: one of the two sees what the other wrote.
+        fence(Ordering::SeqCst);
+        if self.sleeping.swap(false, Ordering::SeqCst) {
+            // The counter cannot overflow, and nothing else can fail.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Whether results wait.
+    #[inline]
+    pub(crate) fn is_waiting(&self) -> bool {
+        self.waiting.load(Ordering::Acquire)
+    }
+
+    /// Moves the results that wait to the end of `out`.
+    pub(crate) fn take(&self, out: &mut Vec<(u32, Result<()>)>) {
+        let mut results = self.results.lock();
+        self.waiting.store(false, Ordering::SeqCst);
+        out.append(&mut results);
+    }
+
+    /// Asks to be woken from now on; false when results wait already.
+    pub(crate) fn about_to_sleep(&self) -> bool {
+        self.sleeping.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if self.is_waiting() {
+            self.sleeping.store(false, Ordering::SeqCst);
+            return false;
+        }
+        true
+    }
+
+    /// The owner is awake.
+    pub(crate) fn awake(&self) {
+        self.sleeping.store(false, Ordering::SeqCst);
+    }
+
+    /// Makes the descriptor unreadable again.
+    pub(crate) fn drain(&self) {
+        let mut count = [0; 8];
+        // Empty unless someone wrote: both are fine.
+        let _ = rustix::io::read(&self.wake, &mut count);
+    }
+}
+
+impl AsFd for Mailbox {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+}

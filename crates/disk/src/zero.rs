@@ -1,0 +1,193 @@
+//! Writing zeros and discarding: whole clusters by changing their entries, the rest by writing zeros.
+//!
+//! A discarded range reads as zeros, never as what a layer below has there. The space of its clusters goes back to
+//! the host as soon as the change is on stable storage.
+
+use vmstrata_qcow2::L2Entry;
+use vmstrata_qcow2::entry::{COPIED, ZERO_FLAG};
+use vmstrata_store::{AlignedBuf, Segment};
+use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
+
+use crate::active::{Active, Change};
+use crate::disk::{Disk, Top};
+use crate::error::Result;
+use crate::map::Source;
+use crate::read::thread_shard;
+
+/// What to do with whole clusters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    /// They must read as zeros; keep their space.
+    Zero,
+    /// They must read as zeros; give their space back.
+    ZeroAndFree,
+    /// Give their space back; they read as zeros where the image can say so.
+    Discard,
+}
+
+/// Bytes of zeros written at once.
+const ZERO_CHUNK: usize = 256 << 10;
+
+impl Disk {
+    /// Makes a range read as zeros; with `unmap` its space is given back.
+    ///
+    /// # Errors
+    /// As [`Disk::write`].
+    pub fn write_zeroes(&self, range: GuestRange, unmap: bool) -> Result<()> {
+        self.clear(range, if unmap { Purpose::ZeroAndFree } else { Purpose::Zero })
+    }
+
+    /// Gives the space of a range back. Whole clusters read as zeros afterwards (except in version 2 images with a
+    /// backing file, which cannot say so: there they are left alone); parts of clusters are left alone.
+    ///
+    /// # Errors
+    /// As [`Disk::write`].
+    pub fn discard(&self, range: GuestRange) -> Result<()> {
+        self.clear(range, Purpose::Discard)
+    }
+
+    fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
+        let _guard = self.epochs.guard(thread_shard());
+        self.check_range(range)?;
+        self.check_writable()?;
+        if range.len == 0 {
+            return Ok(());
+        }
+        match &self.top {
+            Top::Qcow2(active) => self.clear_clusters(active, range, purpose),
+            Top::Raw(raw) => {
+                let at = HostOffset::new(range.start.get());
+                let punched = purpose != Purpose::Zero && raw.store.punch_hole(at, range.len).is_ok();
+                if punched || purpose == Purpose::Discard { Ok(()) } else { self.write_zero_bytes(range) }
+            }
+            Top::Frozen => unreachable!("checked to be writable"),
+        }
+    }
+
+    fn clear_clusters(&self, active: &Active, range: GuestRange, purpose: Purpose) -> Result<()> {
+        let bits = active.tables.geometry.cluster_bits;
+        // The disk's last cluster is whole when it is covered up to the end of the disk.
+        let end = range.end();
+        let whole_end = if end.get() == self.size() { end.align_up(bits) } else { end.align_down(bits) };
+        let whole_start = range.start.align_up(bits);
+        if whole_start >= whole_end {
+            return self.clear_part(range, purpose);
+        }
+        self.clear_part(GuestRange::new(range.start, whole_start - range.start), purpose)?;
+        let mut cluster = active.cluster_of(whole_start);
+        let last = whole_end.get() >> bits.get();
+        while cluster < last {
+            let count = active.run_limit(cluster).min(last - cluster);
+            self.clear_run(active, cluster, count, purpose)?;
+            cluster += count;
+        }
+        let rest = end.get().saturating_sub(whole_end.get());
+        self.clear_part(GuestRange::new(whole_end, rest), purpose)
+    }
+
+    fn clear_part(&self, part: GuestRange, purpose: Purpose) -> Result<()> {
+        if part.len == 0 || purpose == Purpose::Discard { Ok(()) } else { self.write_zero_bytes(part) }
+    }
+
+    /// Writes zeros where there are none yet.
+    fn write_zero_bytes(&self, range: GuestRange) -> Result<()> {
+        let mut zeros = AlignedBuf::zeroed(ZERO_CHUNK.min(range.len as usize));
+        let mut done = 0;
+        while done < range.len {
+            let at = range.start + done;
+            let run = self.locate(at, (range.len - done).min(zeros.len() as u64))?;
+            if !matches!(run.source, Source::Hole | Source::Zero(_)) {
+                self.write_entered(at, &[Segment::from_mut(&mut zeros[..run.len as usize])])?;
+            }
+            done += run.len;
+        }
+        Ok(())
+    }
+
+    /// Clears clusters whose entries lie in one page and one L2 table.
+    fn clear_run(&self, active: &Active, first: u64, count: u64, purpose: Purpose) -> Result<()> {
+        let page = active.lock_page(first);
+        let mut changed = Vec::new();
+        let mut freed = Vec::new();
+        let mut must_write = Vec::new();
+        for cluster in first..first + count {
+            let old = active.entry_locked(cluster, &page)?;
+            match self.cleared(active, cluster, old, purpose)? {
+                Cleared::Already => {}
+                Cleared::Must(new) => {
+                    changed.push(Change { cluster, old, new });
+                    let keeps = new & !(ZERO_FLAG | COPIED) != 0;
+                    if !keeps {
+                        freed.extend(active.clusters_of(old)?);
+                    }
+                }
+                Cleared::Write => must_write.push(cluster),
+            }
+        }
+        if !changed.is_empty() {
+            active.ensure_table(first).map_err(|error| error.in_file(&active.path))?;
+            active.publish(&changed, &freed, &page).map_err(|error| self.latch(error))?;
+        }
+        drop(page);
+        let bits = active.tables.geometry.cluster_bits;
+        for cluster in must_write {
+            let start = GuestOffset::new(cluster << bits.get());
+            let len = bits.size().min(self.size() - start.get());
+            self.write_zero_bytes(GuestRange::new(start, len))?;
+        }
+        Ok(())
+    }
+
+    /// The entry that makes a cluster read as zeros.
+    fn cleared(&self, active: &Active, cluster: u64, old: u64, purpose: Purpose) -> Result<Cleared> {
+        let bits = active.tables.geometry.cluster_bits;
+        let at = GuestOffset::new(cluster << bits.get());
+        let has_zero_flag = active.tables.version >= 3;
+        let entry = active.decode(old)?;
+        if let L2Entry::Unallocated = entry {
+            if self.was_zero(active, old, at, bits.size() as usize)? {
+                return Ok(Cleared::Already);
+            }
+        }
+        let nothing_below = self.was_zero(active, 0, at, bits.size() as usize)?;
+        Ok(match (entry, purpose) {
+            (L2Entry::Zero { host: None, .. }, _) => Cleared::Already,
+            (L2Entry::Zero { host: Some(_), .. }, Purpose::Zero) => Cleared::Already,
+            (L2Entry::Data { host, copied: true }, Purpose::Zero) if has_zero_flag => {
+                Cleared::Must(host.get() | COPIED | ZERO_FLAG)
+            }
+            // As if the layer had never had it.
+            (_, Purpose::ZeroAndFree | Purpose::Discard) if nothing_below => Cleared::Must(0),
+            _ if has_zero_flag => Cleared::Must(ZERO_FLAG),
+            (_, Purpose::Discard) => Cleared::Already,
+            _ => Cleared::Write,
+        })
+    }
+}
+
+/// How a cluster becomes zeros.
+enum Cleared {
+    /// It need not.
+    Already,
+    /// By this raw entry.
+    Must(u64),
+    /// By writing zeros: the image has no other way to say it.
+    Write,
+}
+
+impl Disk {
+    /// Reads a range into the host's page cache, as far as that is useful.
+    ///
+    /// # Errors
+    /// As [`Disk::read`].
+    pub fn prefetch(&self, range: GuestRange) -> Result<()> {
+        let mut buf = AlignedBuf::zeroed(ZERO_CHUNK.min(range.len as usize));
+        let mut done = 0;
+        while done < range.len {
+            let part = (range.len - done).min(buf.len() as u64);
+            self.read(range.start + done, &[Segment::from_mut(&mut buf[..part as usize])])?;
+            done += part;
+        }
+        Ok(())
+    }
+}
