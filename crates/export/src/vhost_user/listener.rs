@@ -1,0 +1,106 @@
+//! The socket a frontend connects to.
+
+use std::fs::{Permissions, metadata, remove_file, set_permissions};
+use std::io::ErrorKind;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use super::Error;
+
+/// Who may connect: the owner. Whoever connects can read and write the disk.
+const MODE: u32 = 0o600;
+
+/// A listening socket, removed when dropped.
+#[derive(Debug)]
+pub(super) struct SocketFile {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+impl SocketFile {
+    /// Listens at `path`, in place of a socket nobody listens on any more.
+    ///
+    /// # Errors
+    /// When somebody does listen there, when there is something else, or when the system refuses.
+    pub(super) fn bind(path: &Path) -> Result<Self, Error> {
+        remove_stale(path)?;
+        let failed = |source| Error::Listen { path: path.to_owned(), source };
+        let listener = UnixListener::bind(path).map_err(failed)?;
+        set_permissions(path, Permissions::from_mode(MODE)).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        Ok(Self { listener, path: path.to_owned() })
+    }
+
+    /// The next connection, if one waits.
+    pub(super) fn accept(&self) -> Option<UnixStream> {
+        match self.listener.accept() {
+            Ok((stream, _)) => Some(stream),
+            Err(error) => {
+                if error.kind() != ErrorKind::WouldBlock {
+                    tracing::warn!(path = %self.path.display(), %error, "cannot accept a connection");
+                }
+                None
+            }
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl AsFd for SocketFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = remove_file(&self.path);
+    }
+}
+
+/// Removes a socket that a killed server left behind.
+fn remove_stale(path: &Path) -> Result<(), Error> {
+    let Ok(found) = metadata(path) else { return Ok(()) };
+    if !found.file_type().is_socket() {
+        return Err(Error::NotASocket { path: path.to_owned() });
+    }
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            remove_file(path).map_err(|source| Error::Listen { path: path.to_owned(), source })
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        _ => Err(Error::InUse { path: path.to_owned() }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk.sock");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists(), "the standard listener leaves its file");
+        let first = SocketFile::bind(&path).unwrap();
+        assert_eq!(metadata(&path).unwrap().permissions().mode() & 0o777, MODE);
+        assert!(matches!(SocketFile::bind(&path), Err(Error::InUse { .. })));
+        drop(first);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_file_that_is_no_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("precious");
+        std::fs::write(&path, "data").unwrap();
+        assert!(matches!(SocketFile::bind(&path), Err(Error::NotASocket { .. })));
+        assert_eq!(std::fs::read(&path).unwrap(), b"data");
+    }
+}

@@ -1,0 +1,350 @@
+//! Guest memory: the regions a frontend shares, and translation of its addresses into ours.
+//!
+//! ```text
+//!   SET_MEM_TABLE / ADD_MEM_REG ──► GuestMemory (immutable, shared by Arc)
+//!                                      │ guest address ──► Segment   buffers, for the kernel to fill
+//!                                      └ user address  ──► pointer   rings, read and written by us
+//! ```
+//!
+//! A table never changes: a new one replaces it, and each ring keeps the one its requests point into until
+//! they have completed.
+//!
+//! The guest, and the frontend, write this memory whenever they like. So no Rust reference to it is ever
+//! made, every value is read once into a local before it is checked, and no address is used untranslated.
+//!
+//! **Assumption about the memory file**: it must be a memfd, a file on tmpfs or hugetlbfs, shared and large
+//! enough. Its size is checked when it arrives and sealed against shrinking where the file allows it; a
+//! frontend that truncates an unsealed file afterwards makes its own accesses fault.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::fs::{SealFlags, fcntl_add_seals, fstat};
+use vm_memory::{FileOffset, MmapRegion};
+use vmstrata_store::{Segment, SegmentVec};
+
+/// Most regions a frontend may share; what QEMU's memory hotplug can use.
+pub(super) const MAX_REGIONS: usize = 512;
+
+/// Why a memory region was refused, or an address lies nowhere.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum MemoryError {
+    #[error("memory region at guest address {guest:#x} (+{len:#x}) overlaps another or wraps around")]
+    Overlap { guest: u64, len: u64 },
+    #[error("the frontend shares more than {MAX_REGIONS} memory regions")]
+    TooManyRegions,
+    #[error("the file of the memory region at guest address {guest:#x} holds {file_len:#x} bytes, {needed:#x} are needed")]
+    FileTooSmall { guest: u64, file_len: u64, needed: u64 },
+    #[error("no memory region at guest address {guest:#x} (+{len:#x}) to remove")]
+    NoSuchRegion { guest: u64, len: u64 },
+    #[error("cannot map the memory region at guest address {guest:#x}: is it a memfd or a file on tmpfs or hugetlbfs, shared?")]
+    Map { guest: u64, source: std::io::Error },
+    #[error("{what} at frontend address {user:#x} (+{len:#x}) is not inside one shared memory region, or not aligned")]
+    RingAddress { what: &'static str, user: u64, len: u64 },
+}
+
+/// Where a frontend says a region lies: `len` bytes at guest physical address `guest`, which the frontend
+/// itself sees at `user` and which start `file_offset` bytes into the file that came along.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RegionInfo {
+    pub(super) guest: u64,
+    pub(super) len: u64,
+    pub(super) user: u64,
+    pub(super) file_offset: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Region {
+    info: RegionInfo,
+    /// Our address of the region's first byte, inside `mapping`.
+    host: NonNull<u8>,
+    mapping: Arc<MmapRegion<()>>,
+}
+
+/// One memory table. Regions are sorted by guest address and disjoint.
+#[derive(Debug, Default)]
+pub(super) struct GuestMemory {
+    regions: Vec<Region>,
+}
+
+// SAFETY: the pointers lead into mappings that the regions own; the memory is shared with another process
+// anyway, and every access goes through raw copies or atomics.
+unsafe impl Send for GuestMemory {}
+// SAFETY: as above; the table itself is immutable.
+unsafe impl Sync for GuestMemory {}
+
+impl GuestMemory {
+    /// This table with one more region.
+    ///
+    /// # Errors
+    /// When the region overlaps another, its file is too small, or it cannot be mapped.
+    pub(super) fn with_region(&self, info: RegionInfo, file: File) -> Result<Self, MemoryError> {
+        let (guest, len) = (info.guest, info.len);
+        if self.regions.len() >= MAX_REGIONS {
+            return Err(MemoryError::TooManyRegions);
+        }
+        let overlap = MemoryError::Overlap { guest, len };
+        if len == 0 || guest.checked_add(len).is_none() || info.user.checked_add(len).is_none() {
+            return Err(overlap);
+        }
+        let place = self.regions.partition_point(|region| region.info.guest < guest);
+        let meets_next = self.regions.get(place).is_some_and(|next| next.info.guest < guest + len);
+        let meets_previous = place > 0 && {
+            let previous = self.regions[place - 1].info;
+            previous.guest + previous.len > guest
+        };
+        if meets_next || meets_previous {
+            return Err(overlap);
+        }
+        let region = Region::map(info, file)?;
+        let mut regions = self.regions.clone();
+        regions.insert(place, region);
+        Ok(Self { regions })
+    }
+
+    /// This table without the region at this guest address, frontend address and length.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub(super) fn without_region(&self, info: RegionInfo) -> Result<Self, MemoryError> {
+        let same = |region: &Region| {
+            let here = region.info;
+            (here.guest, here.len, here.user) == (info.guest, info.len, info.user)
+        };
+        let place = self.regions.iter().position(same);
+        let place = place.ok_or(MemoryError::NoSuchRegion { guest: info.guest, len: info.len })?;
+        let mut regions = self.regions.clone();
+        regions.remove(place);
+        Ok(Self { regions })
+    }
+
+    /// Our address of `len` bytes at guest address `guest`, or as many of them as one region holds.
+    /// `None` when no region holds the first byte.
+    #[inline]
+    pub(super) fn translate(&self, guest: u64, len: u64) -> Option<(NonNull<u8>, u64)> {
+        let found = match &self.regions[..] {
+            [only] => only,
+            regions => {
+                let above = regions.partition_point(|region| region.info.guest <= guest);
+                regions.get(above.wrapping_sub(1))?
+            }
+        };
+        let offset = guest.checked_sub(found.info.guest)?;
+        let left = found.info.len.checked_sub(offset).filter(|&left| left > 0)?;
+        // SAFETY: `offset` is below the region's length, so the sum stays inside its mapping.
+        let host = unsafe { found.host.add(offset as usize) };
+        Some((host, left.min(len)))
+    }
+
+    /// Our address of a part of a ring, given in the frontend's own address space.
+    ///
+    /// # Errors
+    /// When the range is not inside one region, or the address is not a multiple of `align`.
+    pub(super) fn ring_part(
+        &self,
+        what: &'static str,
+        user: u64,
+        len: u64,
+        align: usize,
+    ) -> Result<NonNull<u8>, MemoryError> {
+        let error = MemoryError::RingAddress { what, user, len };
+        let holds = |region: &&Region| {
+            let offset = user.wrapping_sub(region.info.user);
+            user >= region.info.user && offset < region.info.len && region.info.len - offset >= len
+        };
+        let Some(region) = self.regions.iter().find(holds) else { return Err(error) };
+        // SAFETY: the range was found to lie inside the region, hence inside its mapping.
+        let host = unsafe { region.host.add((user - region.info.user) as usize) };
+        if host.addr().get() % align == 0 { Ok(host) } else { Err(error) }
+    }
+}
+
+impl Region {
+    fn map(info: RegionInfo, file: File) -> Result<Self, MemoryError> {
+        let guest = info.guest;
+        let failed = |source: std::io::Error| MemoryError::Map { guest, source };
+        let stat = fstat(&file).map_err(|errno| failed(errno.into()))?;
+        let needed = info.file_offset.checked_add(info.len);
+        let needed = needed.ok_or(MemoryError::Overlap { guest, len: info.len })?;
+        let file_len = u64::try_from(stat.st_size).unwrap_or(0);
+        if file_len < needed {
+            return Err(MemoryError::FileTooSmall { guest, file_len, needed });
+        }
+        refuse_shrinking(&file);
+        // Hugetlbfs maps whole huge pages only; its block size is the huge page size.
+        let page = u64::try_from(stat.st_blksize).unwrap_or(0).next_power_of_two().max(4096);
+        let start = info.file_offset & !(page - 1);
+        let lead = info.file_offset - start;
+        let size = usize::try_from(info.len + lead).map_err(|_| MemoryError::Overlap { guest, len: info.len })?;
+        let mapping = MmapRegion::from_file(FileOffset::new(file, start), size)
+            .map_err(|error| failed(std::io::Error::other(error)))?;
+        // SAFETY: `lead` is less than the size of the mapping just made.
+        let host = unsafe { NonNull::new_unchecked(mapping.as_ptr().add(lead as usize)) };
+        Ok(Self { info, host, mapping: Arc::new(mapping) })
+    }
+}
+
+/// Seals a memfd against shrinking, so that our accesses to its mapping cannot fault. Files that take no
+/// seals (tmpfs, hugetlbfs, a memfd made without them) are accepted as they are.
+pub(super) fn refuse_shrinking(file: impl AsFd) {
+    if let Err(errno) = fcntl_add_seals(file, SealFlags::SHRINK) {
+        tracing::trace!(%errno, "shared memory file takes no seal against shrinking");
+    }
+}
+
+/// Builds the segments of one direction of a request, joining neighbours.
+///
+/// The newest run is held back so that the next one can be joined to it, and so that the last byte can be
+/// taken off at the end.
+pub(super) struct SegmentBuilder {
+    segments: SegmentVec<'static>,
+    last: *mut u8,
+    last_len: usize,
+    total: u64,
+}
+
+impl SegmentBuilder {
+    pub(super) fn new() -> Self {
+        Self { segments: SegmentVec::new(), last: std::ptr::null_mut(), last_len: 0, total: 0 }
+    }
+
+    /// Bytes added so far.
+    pub(super) fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// Adds `len` bytes at `host`.
+    ///
+    /// # Safety
+    /// The memory must stay mapped until the request that will carry the segments has completed.
+    #[inline]
+    pub(super) unsafe fn push(&mut self, host: NonNull<u8>, len: usize) {
+        self.total += len as u64;
+        if self.last.wrapping_add(self.last_len) == host.as_ptr() {
+            self.last_len += len;
+            return;
+        }
+        self.settle();
+        (self.last, self.last_len) = (host.as_ptr(), len);
+    }
+
+    /// Takes the last byte off and returns where it is; `None` when there is none.
+    #[inline]
+    pub(super) fn split_last_byte(&mut self) -> Option<NonNull<u8>> {
+        self.last_len = self.last_len.checked_sub(1)?;
+        self.total -= 1;
+        NonNull::new(self.last.wrapping_add(self.last_len))
+    }
+
+    /// The finished segments.
+    #[inline]
+    pub(super) fn finish(mut self) -> SegmentVec<'static> {
+        self.settle();
+        self.segments
+    }
+
+    #[inline]
+    fn settle(&mut self) {
+        if self.last_len > 0 {
+            // SAFETY: whoever pushed the run promised that it stays mapped for the request's lifetime.
+            self.segments.push(unsafe { Segment::new(self.last, self.last_len) });
+            self.last_len = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    pub(in crate::vhost_user) fn memfd(len: u64) -> File {
+        let fd = memfd_create("vmstrata-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&fd, len).unwrap();
+        File::from(fd)
+    }
+
+    fn region(guest: u64, len: u64, file_offset: u64) -> RegionInfo {
+        RegionInfo { guest, len, user: guest + 0x7000_0000_0000, file_offset }
+    }
+
+    fn two_regions() -> GuestMemory {
+        let memory = GuestMemory::default().with_region(region(0x10_0000, 0x4000, 0x1000), memfd(0x5000)).unwrap();
+        memory.with_region(region(0, 0x2000, 0), memfd(0x2000)).unwrap()
+    }
+
+    #[test]
+    fn addresses_translate_inside_regions_only() {
+        let memory = two_regions();
+        let (_, len) = memory.translate(0x1f00, 0x1000).unwrap();
+        assert_eq!(len, 0x100, "cut at the end of the region");
+        assert!(memory.translate(0x2000, 1).is_none());
+        assert!(memory.translate(0xf_ffff, 1).is_none());
+        assert_eq!(memory.translate(0x10_3fff, 8).unwrap().1, 1);
+        assert!(memory.translate(0x10_4000, 1).is_none());
+        assert!(memory.translate(u64::MAX, 1).is_none());
+        assert!(GuestMemory::default().translate(0, 1).is_none());
+    }
+
+    #[test]
+    fn the_file_offset_is_where_the_region_starts() {
+        use std::os::unix::fs::FileExt;
+        let file = memfd(0x5000);
+        file.write_all_at(b"x", 0x1234).unwrap();
+        let memory = GuestMemory::default().with_region(region(0x8000, 0x1000, 0x1200), file).unwrap();
+        let (host, _) = memory.translate(0x8034, 1).unwrap();
+        // SAFETY: one byte inside the mapping that `memory` keeps.
+        assert_eq!(unsafe { host.read_volatile() }, b'x');
+    }
+
+    #[test]
+    fn ring_parts_lie_inside_one_region_and_are_aligned() {
+        let memory = two_regions();
+        let base = 0x7000_0000_0000;
+        assert!(memory.ring_part("used ring", base + 0x1ff0, 0x10, 4).is_ok());
+        assert!(memory.ring_part("used ring", base + 0x1ff0, 0x11, 4).is_err());
+        assert!(memory.ring_part("used ring", base + 0x1ff1, 0x4, 4).is_err());
+        assert!(memory.ring_part("used ring", u64::MAX - 1, 0x10, 1).is_err());
+        assert!(memory.ring_part("used ring", base - 4, 0x10, 4).is_err());
+    }
+
+    #[test]
+    fn overlapping_short_and_wrapping_regions_are_refused() {
+        let memory = two_regions();
+        let refused = |info, file| memory.with_region(info, file).unwrap_err();
+        assert!(matches!(refused(region(0x1fff, 0x10, 0), memfd(0x1000)), MemoryError::Overlap { .. }));
+        assert!(matches!(refused(region(0xf_f000, 0x1001, 0), memfd(0x2000)), MemoryError::Overlap { .. }));
+        assert!(matches!(refused(region(0x4000, 0, 0), memfd(0x1000)), MemoryError::Overlap { .. }));
+        assert!(matches!(refused(region(0x4000, 0x1000, 1), memfd(0x1000)), MemoryError::FileTooSmall { .. }));
+        assert!(matches!(refused(region(0x4000, 0x1000, u64::MAX), memfd(0x1000)), MemoryError::Overlap { .. }));
+        assert!(memory.without_region(region(0, 0x1000, 0)).is_err());
+        let fewer = memory.without_region(region(0, 0x2000, 0)).unwrap();
+        assert!(fewer.translate(0, 1).is_none() && memory.translate(0, 1).is_some());
+    }
+
+    #[test]
+    fn neighbours_are_joined_and_the_last_byte_taken_off() {
+        let memory = two_regions();
+        let mut builder = SegmentBuilder::new();
+        for at in [0u64, 0x100, 0x800, 0x8ff] {
+            let (host, len) = memory.translate(at, 0x100).unwrap();
+            // SAFETY: `memory` outlives the segments.
+            unsafe { builder.push(host, len as usize) };
+        }
+        assert_eq!(builder.total(), 0x400);
+        assert!(builder.split_last_byte().is_some());
+        assert_eq!(builder.total(), 0x3ff);
+        let lens: Vec<_> = builder.finish().iter().map(Segment::len).collect();
+        assert_eq!(lens, [0x200, 0x100, 0xff]);
+    }
+
+    #[test]
+    fn a_sealed_file_cannot_shrink() {
+        let file = memfd(0x2000);
+        let twin = file.try_clone().unwrap();
+        let _memory = GuestMemory::default().with_region(region(0, 0x2000, 0), file).unwrap();
+        assert!(ftruncate(&twin, 0).is_err());
+    }
+}
