@@ -96,6 +96,9 @@ pub enum ErrorKind {
         /// Smallest cluster size of the chain.
         unit: u64,
     },
+    /// A new image without a size, and without a backing file to take it from.
+    #[error("a new image needs a size, or a backing file to take it from")]
+    SizeMissing,
     /// A file of more clusters than a check can number.
     #[error("the file has {clusters} clusters, more than the {max} that can be checked: copy it with `qemu-img convert`")]
     CheckTooLarge {

@@ -19,6 +19,7 @@
 //! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
 //! | `active`, `alloc`, `changes`, `journal`, `epoch` | the layer that is written, and the order of its writes |
 //! | `chain`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
+//! | [`mod@create`], [`mod@check`] | new images, and whether an image is sound |
 //!
 //! Invariants: a read returns the newest completed write; what a flush acknowledged survives a power failure, and
 //! what completed survives a killed process; at every instant the files are a chain that stock tools read correctly
@@ -32,12 +33,15 @@ mod alloc;
 mod cache;
 mod chain;
 mod changes;
+pub mod check;
 mod compressed;
+pub mod create;
 mod disk;
 mod entry;
 mod epoch;
 mod error;
 mod extents;
+mod inspect;
 mod journal;
 mod layer;
 mod map;
@@ -52,9 +56,12 @@ mod write;
 mod zero;
 
 pub use chain::OpenOptions;
+pub use check::{CheckOptions, CheckReport, Repair, check};
+pub use create::{CreateOptions, create};
 pub use disk::{Disk, LayerInfo};
 pub use error::{Error, ErrorKind, Result};
 pub use extents::{Extent, ExtentKind};
+pub use inspect::{LayerHead, inspect};
 pub use layer::Format;
 pub use opener::{LocalFiles, Opened, Opener, Role};
 pub use queue::{IoQueue, WATCHED_MAX};

@@ -1,0 +1,145 @@
+//! One look at a whole image: every reference counted, and compared with the refcounts.
+
+use vmstrata_qcow2::Incompatible;
+use vmstrata_types::HostOffset;
+
+use super::compare::compare;
+use super::counts::{Counts, Use};
+use super::entries::{Stats, count_entries};
+use super::image::{Image, Region};
+use super::refcounts::{DiskRefcounts, block_of};
+use super::report::{CheckReport, FindingKind, Tally};
+use super::roots::{TableRef, count_roots};
+use crate::error::{ErrorKind, Result};
+
+/// What a scan found, and what a repair needs to know.
+#[derive(Debug)]
+pub(super) struct Scan {
+    pub(super) report: CheckReport,
+    pub(super) counts: Counts,
+    pub(super) disk: DiskRefcounts,
+    /// All L2 tables, sorted by offset.
+    pub(super) tables: Vec<TableRef>,
+    /// The refcount structures are damaged, shared, or lack a block: they must be written anew.
+    pub(super) must_rebuild: bool,
+    /// Something that holds clusters could not be followed: what seems leaked may be in use.
+    pub(super) references_unknown: bool,
+}
+
+/// Scans the image.
+///
+/// # Errors
+/// Whatever the store reports; an image that needs more memory than allowed.
+pub(super) fn scan(image: &Image<'_>) -> Result<Scan> {
+    let disk = DiskRefcounts::load(image)?;
+    let counts = image.new_counts();
+    let mut tally = image.new_tally();
+    let Some(Found { tables, stats }) = count_references(image, &counts, &disk, &mut tally)? else {
+        // Without all references every comparison would cry wolf.
+        let report = report(image, tally, Stats::default(), HostOffset::ZERO);
+        return Ok(Scan {
+            report,
+            counts,
+            disk,
+            tables: Vec::new(),
+            must_rebuild: false,
+            references_unknown: true,
+        });
+    };
+    let damaged = count_refcounts(image, &counts, &disk, &mut tally);
+    if counts.is_exhausted() {
+        return Err(out_of_memory(image));
+    }
+    let compared = compare(image, &counts, &disk)?;
+    tally.merge(compared.tally);
+    let end = HostOffset::new((compared.highest + 1) << image.bits().get());
+    let references_unknown = tally.unfollowed > 0;
+    let report = report(image, tally, stats, end);
+    let must_rebuild = damaged || compared.block_missing;
+    Ok(Scan { report, counts, disk, tables, must_rebuild, references_unknown })
+}
+
+/// What the references lead to.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) tables: Vec<TableRef>,
+    pub(super) stats: Stats,
+}
+
+/// Counts every reference but those of the refcount structures; `None` when some could not be found.
+///
+/// # Errors
+/// As [`scan`].
+pub(super) fn count_references(
+    image: &Image<'_>,
+    counts: &Counts,
+    disk: &DiskRefcounts,
+    tally: &mut Tally,
+) -> Result<Option<Found>> {
+    let Some(tables) = count_roots(image, counts, disk, tally)? else { return Ok(None) };
+    let stats = count_entries(image, counts, disk, &tables, tally)?;
+    if counts.is_exhausted() { Err(out_of_memory(image)) } else { Ok(Some(Found { tables, stats })) }
+}
+
+fn out_of_memory(image: &Image<'_>) -> crate::Error {
+    ErrorKind::CheckMemory { bytes_max: image.options.memory_bytes_max }.into()
+}
+
+/// Counts the refcount structures, last, so that whatever lies on a refcount block is known; tells whether they
+/// are of no use as they are.
+fn count_refcounts(image: &Image<'_>, counts: &Counts, disk: &DiskRefcounts, tally: &mut Tally) -> bool {
+    let (header, bits) = (&image.header, image.bits());
+    let start = header.refcount_table_offset;
+    let len = header.refcount_table_entries() as u64 * 8;
+    image.count_exclusive(counts, tally, Region { start, len }, "the refcount table");
+    let mut damaged = (start.get()..start.get() + len)
+        .step_by(bits.size() as usize)
+        .any(|at| at >= image.file_len || counts.get(at >> bits.get()).references != 1);
+    for (index, &raw) in disk.table.iter().enumerate() {
+        let at = start + index as u64 * 8;
+        if let Some(error) = disk.entry_error(index, bits) {
+            tally.add(at, FindingKind::RefcountTableEntry(error));
+            damaged = true;
+            continue;
+        }
+        let Some(block) = block_of(raw, bits) else { continue };
+        if block.get() >= image.file_len {
+            let (what, len) = ("a refcount block", bits.size());
+            tally.add(at, FindingKind::PastEnd { what, start: block, len });
+            damaged = true;
+            continue;
+        }
+        let cluster = block.get() >> bits.get();
+        counts.add(cluster, 1, Use::Exclusive);
+        let references = counts.get(cluster).references;
+        if references != 1 {
+            damaged = true;
+            if references.min(header.refcount_order.max()) != 1 {
+                tally.add(at, FindingKind::RefcountBlockShared { block, references });
+            }
+        }
+    }
+    damaged
+}
+
+fn report(image: &Image<'_>, tally: Tally, stats: Stats, image_end_offset: HostOffset) -> CheckReport {
+    const SECTOR: u64 = 512;
+    let header = &image.header;
+    CheckReport {
+        corruptions: tally.corruptions,
+        leaks: tally.leaks,
+        check_errors: tally.check_errors,
+        corruptions_fixed: 0,
+        leaks_fixed: 0,
+        image_end_offset,
+        // Stock tools count disks in sectors.
+        total_clusters: (header.size / SECTOR * SECTOR).div_ceil(image.bits().size()),
+        allocated_clusters: stats.allocated,
+        compressed_clusters: stats.compressed,
+        fragmented_clusters: stats.fragmented,
+        dirty: header.incompatible.contains(Incompatible::DIRTY),
+        marked_corrupt: header.incompatible.contains(Incompatible::CORRUPT),
+        findings_total: tally.total,
+        findings: tally.into_findings(),
+    }
+}

@@ -1,0 +1,242 @@
+//! Making new images.
+//!
+//! Place in the data flow: beside the engine; nothing here is used while a disk is served.
+//!
+//! Invariant: under the image's name there is either what was there before or a whole image, also after a crash
+//! or when the file system is full. The image is made under another name in the same directory, flushed, and
+//! renamed; the directory is flushed last.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use rustix::fs::{CWD, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+use vmstrata_qcow2::{CompressionType, NewBacking, NewImage, RefcountOrder, new_image};
+use vmstrata_store::{Access, FileId, FileOptions, FileStore, Gate};
+use vmstrata_types::{ClusterBits, MAX_LAYERS};
+
+use crate::chain::{Qcow2Head, plain_name, probe, read_head};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::layer::Format;
+use crate::opener::{LocalFiles, Opened, Opener, Role, directory_of};
+
+/// What a new image is to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CreateOptions {
+    /// Size of the disk in bytes; `None` takes the backing file's.
+    pub size: Option<u64>,
+    /// Size of a cluster.
+    pub cluster_bits: ClusterBits,
+    /// Width of refcounts; version 2 has 16 bits.
+    pub refcount_order: RefcountOrder,
+    /// 2 or 3.
+    pub version: u32,
+    /// Allow refcount updates to be postponed; version 3 only.
+    pub lazy_refcounts: bool,
+    /// How compressed clusters will be compressed; version 2 has only zlib.
+    pub compression: CompressionType,
+    /// The backing file and its format. The name is stored as it is; a relative one is relative to the directory of
+    /// the new image.
+    pub backing: Option<(PathBuf, Format)>,
+    /// Replace what is there already, unless someone is using it.
+    pub force: bool,
+}
+
+impl Default for CreateOptions {
+    /// What every tool makes: version 3, 64 KiB clusters, 16-bit refcounts.
+    fn default() -> Self {
+        Self {
+            size: None,
+            cluster_bits: ClusterBits::DEFAULT,
+            refcount_order: RefcountOrder::DEFAULT,
+            version: 3,
+            lazy_refcounts: false,
+            compression: CompressionType::Zlib,
+            backing: None,
+            force: false,
+        }
+    }
+}
+
+/// Makes a new qcow2 image at `path`.
+///
+/// With [`CreateOptions::force`] a symbolic link at `path` is itself replaced.
+///
+/// # Errors
+/// A file that is there already (without `force`), that is locked, or is not a regular file (with it); a backing
+/// file that cannot be read, is not of the format said, or stands on the very file that is to be replaced; no size;
+/// options that the format does not allow; whatever the host reports. `path` is then as it was.
+pub fn create(path: &Path, options: &CreateOptions) -> Result<()> {
+    make(path, options).map_err(|error| error.in_file(path))
+}
+
+fn make(path: &Path, options: &CreateOptions) -> Result<()> {
+    // Held until the new image has taken the old one's place.
+    let replaced = if options.force { lock_existing(path)? } else { refuse_existing(path)? };
+    let mut size = options.size;
+    let mut backing = None;
+    if let Some((name, format)) = &options.backing {
+        let size_below = check_backing(path, name, *format, replaced.as_ref().map(|(_, id)| *id))?;
+        size = size.or(Some(size_below));
+        let name = name.as_os_str().as_bytes().to_vec();
+        backing = Some(NewBacking { name, format: Some(format.to_string()) });
+    }
+    let image = new_image(&vmstrata_qcow2::CreateOptions {
+        version: options.version,
+        cluster_bits: options.cluster_bits,
+        size: size.ok_or(ErrorKind::SizeMissing)?,
+        refcount_order: options.refcount_order,
+        backing,
+        lazy_refcounts: options.lazy_refcounts,
+        compression_type: options.compression,
+        feature_names: true,
+    })?;
+    write_new(path, &image, options.force)
+}
+
+type Replaced = Option<(FileStore, FileId)>;
+
+fn refuse_existing(path: &Path) -> Result<Replaced> {
+    match path.symlink_metadata() {
+        Ok(_) => Err(Error::io("create the image", io::ErrorKind::AlreadyExists.into())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io("create the image", error)),
+    }
+}
+
+/// Makes sure that no one uses the file that is to be replaced.
+fn lock_existing(path: &Path) -> Result<Replaced> {
+    let kind = match path.symlink_metadata() {
+        Ok(metadata) => metadata.file_type(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io("examine the file to be replaced", error)),
+    };
+    if kind.is_symlink() {
+        return Ok(None);
+    }
+    if !kind.is_file() {
+        return Err(Error::io("replace what is not a regular file", io::ErrorKind::InvalidInput.into()));
+    }
+    let file = Gate::unrestricted().open(path, Access::ReadWrite)?;
+    let options = FileOptions { lock_patience: Duration::ZERO, ..FileOptions::ACTIVE };
+    let store = FileStore::new(file, path, &options).map_err(Error::from)?;
+    let identity = store.identity().while_trying("examine the file to be replaced")?;
+    Ok(Some((store, identity.file)))
+}
+
+/// Opens the backing file; returns its virtual size in bytes.
+fn check_backing(path: &Path, name: &Path, format: Format, replaced: Option<FileId>) -> Result<u64> {
+    let resolved = resolve(path, name)?;
+    let read = || -> Result<(Opened, u64, Option<Qcow2Head>)> {
+        let opened = LocalFiles.open(&resolved, Role::Inspected, &Gate::unrestricted())?;
+        let head = match format {
+            // Any bytes are a raw disk, also those of a qcow2 image.
+            Format::Raw => None,
+            Format::Qcow2 => Some(read_head(&*opened.store, opened.identity.len)?),
+        };
+        let size = head.as_ref().map_or(opened.identity.len.next_multiple_of(512), |head| head.header.size);
+        Ok((opened, size, head))
+    };
+    let (opened, size, head) = read().map_err(|error| error.in_file(&resolved))?;
+    if let Some(replaced) = replaced {
+        refuse_loop(resolved, &opened, head, replaced)?;
+    }
+    Ok(size)
+}
+
+fn resolve(path: &Path, name: &Path) -> Result<PathBuf> {
+    let name = name.to_str().ok_or(ErrorKind::BackingName {
+        name: name.to_string_lossy().into_owned(),
+        feature: "bytes that are not UTF-8",
+    })?;
+    Ok(directory_of(path).join(plain_name(name)?))
+}
+
+/// Walks down the backing chain for the file that is to be replaced, as far as it can be read.
+fn refuse_loop(
+    mut path: PathBuf,
+    opened: &Opened,
+    mut head: Option<Qcow2Head>,
+    replaced: FileId,
+) -> Result<()> {
+    let mut id = opened.identity.file;
+    for earlier in 1..=MAX_LAYERS {
+        if id == replaced {
+            return Err(Error::from(ErrorKind::Loop { earlier }).in_file(&path));
+        }
+        let Some(name) = head.take().and_then(|head| head.backing_name) else { return Ok(()) };
+        let Ok(name) = plain_name(&name) else { return Ok(()) };
+        path = directory_of(&path).join(name);
+        let Ok(opened) = LocalFiles.open(&path, Role::Inspected, &Gate::unrestricted()) else {
+            return Ok(());
+        };
+        id = opened.identity.file;
+        head = probe(&*opened.store, opened.identity.len).unwrap_or(None);
+    }
+    Err(ErrorKind::TooLong.into())
+}
+
+/// A file under a name of its own, removed unless it is given its final name.
+#[derive(Debug)]
+struct Temporary {
+    path: PathBuf,
+    file: File,
+}
+
+impl Temporary {
+    fn beside(path: &Path) -> Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let file_name = path.file_name().ok_or(Errno::ISDIR).map_err(io::Error::from);
+        let file_name = file_name.while_trying("create the image")?;
+        loop {
+            let mut name = OsString::from(".");
+            name.push(file_name);
+            name.push(format!(".{}-{}.new", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+            let temporary = directory_of(path).join(name);
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+            match rustix::fs::open(&temporary, flags, Mode::from_raw_mode(0o644)) {
+                Ok(file) => return Ok(Self { path: temporary, file: file.into() }),
+                // Left by a process of the same number.
+                Err(Errno::EXIST) => {}
+                Err(errno) => return Err(Error::io("create the image", errno.into())),
+            }
+        }
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // Fails after the rename, when the name is gone.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn write_new(path: &Path, image: &NewImage, replace: bool) -> Result<()> {
+    let temporary = Temporary::beside(path)?;
+    temporary.file.set_len(image.file_len).while_trying("extend the new image")?;
+    for (at, bytes) in &image.parts {
+        temporary.file.write_all_at(bytes, at.get()).while_trying("write the new image")?;
+    }
+    temporary.file.sync_all().while_trying("flush the new image")?;
+    give_name(&temporary.path, path, replace).map_err(io::Error::from).while_trying("name the new image")?;
+    let directory = File::open(directory_of(path)).while_trying("open the image's directory")?;
+    rustix::fs::fsync(directory.as_fd()).map_err(io::Error::from).while_trying("flush the image's directory")
+}
+
+fn give_name(from: &Path, to: &Path, replace: bool) -> rustix::io::Result<()> {
+    if replace {
+        return rustix::fs::rename(from, to);
+    }
+    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        // File systems without that flag have links, which never replace anything.
+        Err(Errno::INVAL | Errno::NOSYS) => rustix::fs::link(from, to),
+        done => done,
+    }
+}
