@@ -231,3 +231,6 @@ pub const fn decode_table_entry(
     }
     Ok(if offset.get() == 0 { None } else { Some(offset) })
 }
+
+#[cfg(test)]
+mod tests;

@@ -115,3 +115,6 @@ impl Header {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -126,3 +126,6 @@ impl Entry<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

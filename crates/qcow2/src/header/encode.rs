@@ -62,7 +62,7 @@ impl Header {
         Ok(out)
     }
 
-    fn encode_fields(&self, name_at: u64, name_len: u32) -> Vec<u8> {
+    pub(super) fn encode_fields(&self, name_at: u64, name_len: u32) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.cluster_bits.size().min(4096) as usize);
         out.extend_from_slice(&MAGIC.to_be_bytes());
         out.extend_from_slice(&self.version.to_be_bytes());
