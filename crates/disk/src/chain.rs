@@ -14,7 +14,7 @@ use vmstrata_types::{HostOffset, MAX_LAYERS};
 
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Layer, Tables};
-use crate::opener::{Opened, Role, directory_of};
+use crate::opener::{Opened, Opener, Role, directory_of};
 use crate::resources::Resources;
 
 /// How to open a disk.
@@ -74,11 +74,34 @@ const SECTOR: u64 = 512;
 /// Reads the headers of the chain whose active layer is `path`.
 ///
 /// # Errors
+/// As [`walk`].
+pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
+    let top = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
+    let roles = Roles { top, below: Role::Frozen };
+    let (top, below) = walk(path, options, roles, &**resources.files().opener(), |layer| freeze(layer, resources))?;
+    Ok(Chain { top, below })
+}
+
+/// What the files of a chain are opened for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Roles {
+    pub(crate) top: Role,
+    pub(crate) below: Role,
+}
+
+/// Follows the chain down from `path`; returns the top and what `keep` makes of each layer below it, base first.
+///
+/// # Errors
 /// Any file of the chain that cannot be opened, is not allowed, is locked by a writer, breaks the format, or was
 /// met before.
-pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
-    let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
-    let top = open_layer(path, role, options.format, &Gate::unrestricted(), resources)?;
+pub(crate) fn walk<T>(
+    path: &Path,
+    options: &OpenOptions,
+    roles: Roles,
+    opener: &dyn Opener,
+    mut keep: impl FnMut(Top) -> T,
+) -> Result<(Top, Vec<T>)> {
+    let top = open_layer(path, roles.top, options.format, &Gate::unrestricted(), opener)?;
     let mut allowed = options.allow_backing.clone();
     allowed.push(directory_of(path));
     let mut met = HashMap::from([(top.opened.identity.file, 0)]);
@@ -94,15 +117,15 @@ pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resourc
             gate = Some(Gate::new(&allowed)?);
         }
         let gate = gate.as_ref().expect("made above");
-        let layer = open_layer(&name, Role::Frozen, format, gate, resources)?;
+        let layer = open_layer(&name, roles.below, format, gate, opener)?;
         if let Some(earlier) = met.insert(layer.opened.identity.file, below.len() + 1) {
             return Err(Error::from(ErrorKind::Loop { earlier }).in_file(&name));
         }
         next = backing_of(&layer.path, layer.head.as_ref())?;
-        below.push(freeze(layer, resources));
+        below.push(keep(layer));
     }
     below.reverse();
-    Ok(Chain { top, below })
+    Ok((top, below))
 }
 
 /// Makes an open file a shared frozen layer.
@@ -113,8 +136,8 @@ pub(crate) fn freeze(file: Top, resources: &Resources) -> Arc<Layer> {
     layer
 }
 
-fn open_layer(path: &Path, role: Role, format: Option<Format>, gate: &Gate, resources: &Resources) -> Result<Top> {
-    let opened = resources.files().opener().open(path, role, gate)?;
+fn open_layer(path: &Path, role: Role, format: Option<Format>, gate: &Gate, opener: &dyn Opener) -> Result<Top> {
+    let opened = opener.open(path, role, gate)?;
     let read = || -> Result<(u64, Option<Qcow2Head>)> {
         let file_len = opened.identity.len;
         let head = match format {
@@ -170,7 +193,7 @@ fn read_start(store: &dyn Store, len: usize, file_len: u64) -> Result<Vec<u8>> {
 }
 
 /// Path and format of the file below, as the header names it.
-fn backing_of(path: &Path, head: Option<&Qcow2Head>) -> Result<Option<(PathBuf, Option<Format>)>> {
+pub(crate) fn backing_of(path: &Path, head: Option<&Qcow2Head>) -> Result<Option<(PathBuf, Option<Format>)>> {
     let Some(head) = head else { return Ok(None) };
     let Some(name) = &head.backing_name else { return Ok(None) };
     let parse = || -> Result<(PathBuf, Option<Format>)> {
@@ -211,7 +234,7 @@ mod tests {
         assert_eq!(plain_name("file:/x/base").unwrap(), "/x/base");
         for bad in ["json:{\"driver\":\"nbd\"}", "nbd://host/x", "ssh:host", "https://host/img"] {
             let error = plain_name(bad).unwrap_err().to_string();
-            assert!(error.contains(bad) && error.contains("not supported"), "{error}");
+            assert!(error.contains(&format!("{bad:?}")) && error.contains("not supported"), "{error}");
         }
     }
 }

@@ -454,9 +454,12 @@ fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
     if !head.header.incompatible.contains(Incompatible::DIRTY) {
         return Ok(head);
     }
-    // REPAIR
+    let report = crate::check::repair_dirty(store)?;
+    tracing::info!(?report, "repaired the refcounts of an image that was not closed");
     let len = store.len().while_trying("read the file's length")?;
-    read_head(&**store, len)
+    let head = read_head(&**store, len)?;
+    let sound = !head.header.incompatible.intersects(Incompatible::CORRUPT | Incompatible::DIRTY);
+    if sound { Ok(head) } else { Err(ErrorKind::MarkedCorrupt.into()) }
 }
 
 /// Writes the autoclear bits: ours, and none that stand for structures we do not keep up to date.
@@ -470,9 +473,4 @@ fn write_session(store: &dyn Store, session: u64) -> Result<()> {
 fn new_session() -> u64 {
     use std::hash::{BuildHasher as _, RandomState};
     (RandomState::new().hash_one(std::process::id()) & SESSION_MASK) | 1 << 63
-}
-
-/// Whether a header's image is being written, or was when its writer was killed.
-pub(crate) fn has_session(header: &Header) -> bool {
-    header.autoclear.bits() & SESSION_MASK != 0
 }
