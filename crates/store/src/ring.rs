@@ -12,6 +12,9 @@
 //!   of a generation that is not in the watch list is of a poll since removed, and is ignored.
 
 mod poll;
+mod slots;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::io;
@@ -24,9 +27,9 @@ use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use vmstrata_types::HostOffset;
 
-use crate::transfer::SEGMENTS_MAX;
-use crate::{Segment, SegmentVec, Store, total_len};
+use crate::{SegmentVec, Store};
 use poll::{IGNORED, PollTag, Watches};
+use slots::{Direction, Slots};
 
 /// A finished request.
 #[derive(Debug)]
@@ -42,31 +45,14 @@ pub struct RingCompletion {
 /// A queue of reads and writes to raw files, for one thread at a time.
 pub struct Ring {
     uring: IoUring,
-    /// Boxed: the kernel is given addresses inside.
-    #[expect(clippy::vec_box, reason = "slots must not move when the vector grows")]
-    slots: Vec<Box<Slot>>,
-    free: Vec<u32>,
-    in_flight: usize,
+    slots: Slots,
     /// Requests that the kernel may not have been handed yet.
     queued: usize,
     /// Taken from the kernel, not yet reaped.
     ready: Vec<RingCompletion>,
     watches: Watches,
-}
-
-/// What the kernel may still use, of one request.
-#[derive(Default)]
-struct Slot {
-    store: Option<Arc<dyn Store>>,
-    segments: SegmentVec<'static>,
-    token: u64,
-    expected: usize,
-}
-
-#[derive(Clone, Copy)]
-enum Direction {
-    Read,
-    Write,
+    /// Whether an enter can have a timeout (since Linux 5.11).
+    timed_enter: bool,
 }
 
 impl Ring {
@@ -89,10 +75,9 @@ impl Ring {
     fn over(uring: IoUring) -> Self {
         let entries = uring.params().sq_entries();
         Self {
+            timed_enter: uring.params().is_feature_ext_arg(),
             uring,
-            slots: (0..entries).map(|_| Box::default()).collect(),
-            free: (0..entries).rev().collect(),
-            in_flight: 0,
+            slots: Slots::new(entries),
             queued: 0,
             ready: Vec::with_capacity(entries as usize),
             watches: Watches::default(),
@@ -104,7 +89,7 @@ impl Ring {
     /// At most 1,024 segments are used; the completion is then short.
     ///
     /// # Panics
-    /// When the store has no raw descriptor.
+    /// When the store has no raw descriptor, or the queue is full and the kernel refuses to take it.
     pub fn push_read(
         &mut self,
         store: &Arc<dyn Store>,
@@ -120,7 +105,7 @@ impl Ring {
     /// At most 1,024 segments are used; the completion is then short.
     ///
     /// # Panics
-    /// When the store has no raw descriptor.
+    /// When the store has no raw descriptor, or the queue is full and the kernel refuses to take it.
     pub fn push_write(
         &mut self,
         store: &Arc<dyn Store>,
@@ -139,18 +124,7 @@ impl Ring {
         at: HostOffset,
         token: u64,
     ) {
-        let fd = Fd(store.raw().expect("a store that a ring can use").as_raw_fd());
-        let index = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(Box::default());
-            u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
-        });
-        let slot = &mut self.slots[index as usize];
-        slot.store = Some(Arc::clone(store));
-        slot.expected = total_len(&segments);
-        slot.segments = segments;
-        slot.token = token;
-        let entry = entry(direction, fd, &slot.segments, at).user_data(u64::from(index));
-        self.in_flight += 1;
+        let entry = self.slots.fill(direction, store, segments, at, token);
         self.queued += 1;
         self.enqueue(&entry);
     }
@@ -160,11 +134,7 @@ impl Ring {
         // SAFETY: the entry's descriptor and memory stay valid until its completion: requests keep their store
         // and segments in a slot, polls have no memory.
         while unsafe { self.uring.submission().push(entry) }.is_err() {
-            // What fails here fails again, and is reported, in `submit`; the queue empties all the same
-            // unless the kernel is out of memory for a while.
-            if self.submit().is_err() {
-                thread::yield_now();
-            }
+            self.submit().expect("the kernel takes requests from a ring that it made");
         }
     }
 
@@ -225,15 +195,11 @@ impl Ring {
                 self.watches.fired(tag);
                 continue;
             }
-            let slot = &mut self.slots[data as usize];
-            assert!(slot.store.take().is_some(), "a completion for a request that is not in flight");
-            slot.segments = SegmentVec::new();
-            self.free.push(data as u32);
-            self.in_flight -= 1;
+            let (token, expected) = self.slots.empty(data);
             let moved = completion.result();
             let result =
                 usize::try_from(moved).map_err(|_| io::Error::from_raw_os_error(moved.wrapping_neg()));
-            self.ready.push(RingCompletion { token: slot.token, result, expected: slot.expected });
+            self.ready.push(RingCompletion { token, result, expected });
         }
     }
 
@@ -303,7 +269,7 @@ impl Ring {
     fn sleep(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         let slept = match timeout {
             None => self.uring.submitter().submit_and_wait(1),
-            Some(timeout) if self.uring.params().is_feature_ext_arg() => {
+            Some(timeout) if self.timed_enter => {
                 let timespec = Timespec::from(timeout);
                 self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timespec))
             }
@@ -316,7 +282,7 @@ impl Ring {
         }
     }
 
-    /// Before Linux 5.11 an enter has no timeout, but the ring itself can be polled.
+    /// In place of an enter with a timeout: the ring itself can be polled.
     fn poll_ring(&mut self, timeout: Duration) -> io::Result<usize> {
         let submitted = self.uring.submitter().submit()?;
         // SAFETY: the ring, and so its descriptor, outlives this call.
@@ -342,26 +308,7 @@ impl Ring {
 
     /// Requests pushed and not yet completed, whether submitted or not; reaping lags behind.
     pub fn in_flight(&self) -> usize {
-        self.in_flight
-    }
-}
-
-/// The kernel's form of a request.
-fn entry(direction: Direction, fd: Fd, segments: &[Segment<'static>], at: HostOffset) -> squeue::Entry {
-    let offset = at.get();
-    // One segment needs no vector: the kernel then has nothing to copy and check. A longer one than the field has
-    // room for completes short, which every completion may.
-    if let [segment] = segments {
-        let len = segment.len().min(i32::MAX as usize & !0xfff) as u32;
-        return match direction {
-            Direction::Read => opcode::Read::new(fd, segment.address(), len).offset(offset).build(),
-            Direction::Write => opcode::Write::new(fd, segment.address(), len).offset(offset).build(),
-        };
-    }
-    let (iovecs, count) = (Segment::as_iovecs(segments), segments.len().min(SEGMENTS_MAX) as u32);
-    match direction {
-        Direction::Read => opcode::Readv::new(fd, iovecs, count).offset(offset).build(),
-        Direction::Write => opcode::Writev::new(fd, iovecs, count).offset(offset).build(),
+        self.slots.in_flight()
     }
 }
 
@@ -370,9 +317,9 @@ impl Drop for Ring {
     /// rather than let that memory be freed.
     fn drop(&mut self) {
         self.drain();
-        while self.in_flight > 0 {
+        while self.in_flight() > 0 {
             if let Err(error) = self.finish_some() {
-                eprintln!("cannot wait for {} requests of a ring: {error}", self.in_flight);
+                eprintln!("cannot wait for {} requests of a ring: {error}", self.in_flight());
                 std::process::abort();
             }
         }
@@ -382,7 +329,7 @@ impl Drop for Ring {
 impl fmt::Debug for Ring {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Ring")
-            .field("in_flight", &self.in_flight)
+            .field("in_flight", &self.in_flight())
             .field("ready", &self.ready.len())
             .field("watches", &self.watches)
             .finish_non_exhaustive()

@@ -50,7 +50,8 @@ fn every_operation_passes_the_trait_and_is_counted() {
 
 #[test]
 fn every_kind_of_operation_can_fail_without_effect() {
-    let calls: [(OperationKind, fn(&FaultStore) -> Option<i32>); 7] = [
+    type Call = fn(&FaultStore) -> Option<i32>;
+    let calls: [(OperationKind, Call); 7] = [
         (OperationKind::Read, |store| errno(store.read_padded(&mut [0; 4], at(0)))),
         (OperationKind::Write, |store| errno(store.write_all(b"new", at(0)))),
         (OperationKind::PunchHole, |store| errno(store.punch_hole(at(0), 4))),

@@ -138,3 +138,91 @@ impl Watches {
         mask
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn borrow(fd: RawFd) -> BorrowedFd<'static> {
+        // SAFETY: only its number is looked at.
+        unsafe { BorrowedFd::borrow_raw(fd) }
+    }
+
+    fn replace(watches: &mut Watches, fds: &[RawFd]) -> Vec<PollTag> {
+        let fds: Vec<_> = fds.iter().copied().map(borrow).collect();
+        watches.replace(&fds).into_vec()
+    }
+
+    /// Arms everything that is idle.
+    fn arm(watches: &mut Watches) -> Vec<(RawFd, PollTag)> {
+        std::iter::from_fn(|| watches.arm_next()).collect()
+    }
+
+    #[test]
+    fn tags_and_slots_and_ignored_entries_are_told_apart() {
+        assert_eq!(PollTag::from_user_data(PollTag(5).user_data()), Some(PollTag(5)));
+        assert_eq!(PollTag::from_user_data(5), None);
+        assert_eq!(PollTag::from_user_data(IGNORED), None);
+    }
+
+    #[test]
+    fn polls_stay_armed_until_they_fire() {
+        let mut watches = Watches::default();
+        assert!(replace(&mut watches, &[10, 11, 12]).is_empty());
+        let armed = arm(&mut watches);
+        assert_eq!(armed.iter().map(|(fd, _)| *fd).collect::<Vec<_>>(), [10, 11, 12]);
+        assert!(replace(&mut watches, &[10, 11, 12]).is_empty());
+        assert!(arm(&mut watches).is_empty());
+        watches.fired(armed[1].1);
+        assert!(watches.any_fired());
+        assert!(arm(&mut watches).is_empty(), "not before its owner was told");
+        assert_eq!(watches.take_fired(), 0b010);
+        assert_eq!(watches.take_fired(), 0);
+        let again = arm(&mut watches);
+        assert_eq!((again.len(), again[0].0), (1, 11));
+        assert_ne!(again[0].1, armed[1].1);
+    }
+
+    #[test]
+    fn a_changed_set_keeps_what_stays_and_removes_what_goes() {
+        let mut watches = Watches::default();
+        replace(&mut watches, &[10, 11, 12]);
+        let armed = arm(&mut watches);
+        watches.fired(armed[0].1);
+        watches.fired(armed[2].1);
+        assert_eq!(replace(&mut watches, &[12, 13]), [armed[1].1]);
+        watches.fired(armed[1].1);
+        assert_eq!(arm(&mut watches).len(), 1);
+        assert_eq!(watches.take_fired(), 0b01, "12 had fired, 10 is gone, 11 was removed");
+        assert!(replace(&mut watches, &[]).len() == 1 && !watches.any_fired());
+    }
+
+    #[test]
+    fn a_forgotten_descriptor_is_armed_anew() {
+        let mut watches = Watches::default();
+        replace(&mut watches, &[10, 11]);
+        let armed = arm(&mut watches);
+        assert_eq!(watches.forget(10).into_vec(), [armed[0].1]);
+        assert!(watches.forget(10).is_empty());
+        assert!(replace(&mut watches, &[10, 11]).is_empty());
+        watches.fired(armed[0].1);
+        assert!(!watches.any_fired(), "the removed poll is not the new one");
+        assert_eq!(arm(&mut watches).len(), 1);
+    }
+
+    #[test]
+    fn one_descriptor_may_be_watched_twice() {
+        let mut watches = Watches::default();
+        replace(&mut watches, &[10, 10]);
+        for (_, tag) in arm(&mut watches) {
+            watches.fired(tag);
+        }
+        assert_eq!(watches.take_fired(), 0b11);
+    }
+
+    #[test]
+    #[should_panic(expected = "more descriptors than a mask has bits")]
+    fn more_descriptors_than_bits_are_refused() {
+        replace(&mut Watches::default(), &[1; 65]);
+    }
+}

@@ -1,0 +1,138 @@
+//! The requests of a ring, where the kernel finds them.
+//!
+//! Place in the data flow: [`super::Ring`] fills a slot for each request, and empties it at its completion.
+//!
+//! Invariant: between the two, what the kernel may use stays alive and stays where it is: the store with its
+//! descriptor, and the segments.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use io_uring::types::Fd;
+use io_uring::{opcode, squeue};
+use vmstrata_types::HostOffset;
+
+use crate::transfer::SEGMENTS_MAX;
+use crate::{Segment, SegmentVec, Store, total_len};
+
+/// Most bytes the kernel moves in one request (`MAX_RW_COUNT`).
+const BYTES_MAX: usize = i32::MAX as usize & !0xfff;
+
+/// Which way the bytes go.
+#[derive(Clone, Copy)]
+pub(super) enum Direction {
+    /// From the store.
+    Read,
+    /// To the store.
+    Write,
+}
+
+/// Slots by index; used over and over, so that requests need no allocation.
+pub(super) struct Slots {
+    /// Boxed: the kernel is given addresses inside.
+    #[expect(clippy::vec_box, reason = "slots must not move when the vector grows")]
+    slots: Vec<Box<Slot>>,
+    free: Vec<u32>,
+}
+
+#[derive(Default)]
+struct Slot {
+    /// Present while the request is in flight.
+    store: Option<Arc<dyn Store>>,
+    segments: SegmentVec<'static>,
+    token: u64,
+    expected: usize,
+}
+
+impl Slots {
+    /// Room for `count` requests; more make more room.
+    pub(super) fn new(count: u32) -> Self {
+        Self { slots: (0..count).map(|_| Box::default()).collect(), free: (0..count).rev().collect() }
+    }
+
+    /// Takes a slot for a request; returns the entry for it, with its index as `user_data`.
+    ///
+    /// # Panics
+    /// When the store has no raw descriptor.
+    pub(super) fn fill(
+        &mut self,
+        direction: Direction,
+        store: &Arc<dyn Store>,
+        segments: SegmentVec<'static>,
+        at: HostOffset,
+        token: u64,
+    ) -> squeue::Entry {
+        let fd = Fd(store.raw().expect("a store that a ring can use").as_raw_fd());
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Box::default());
+            u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
+        });
+        let slot = &mut self.slots[index as usize];
+        slot.expected = total_len(&segments);
+        slot.store = Some(Arc::clone(store));
+        slot.segments = segments;
+        slot.token = token;
+        entry(direction, fd, &slot.segments, at).user_data(u64::from(index))
+    }
+
+    /// Gives a slot back at the completion of its request; returns the request's token and bytes.
+    ///
+    /// # Panics
+    /// When `data` is not the `user_data` of a request in flight.
+    pub(super) fn empty(&mut self, data: u64) -> (u64, usize) {
+        let slot = &mut self.slots[data as usize];
+        assert!(slot.store.take().is_some(), "a completion for a request that is not in flight");
+        slot.segments = SegmentVec::new();
+        self.free.push(data as u32);
+        (slot.token, slot.expected)
+    }
+
+    /// Slots in use.
+    pub(super) fn in_flight(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    #[cfg(test)]
+    pub(super) fn capacity(&self) -> usize {
+        self.slots.len()
+    }
+}
+
+/// The kernel's form of a request.
+fn entry(direction: Direction, fd: Fd, segments: &[Segment<'static>], at: HostOffset) -> squeue::Entry {
+    let offset = at.get();
+    // One segment needs no vector: the kernel then has nothing to copy and check. A longer one than the field has
+    // room for completes short, which every request may.
+    if let [segment] = segments {
+        let len = segment.len().min(BYTES_MAX) as u32;
+        return match direction {
+            Direction::Read => opcode::Read::new(fd, segment.address(), len).offset(offset).build(),
+            Direction::Write => opcode::Write::new(fd, segment.address(), len).offset(offset).build(),
+        };
+    }
+    let (iovecs, count) = (Segment::as_iovecs(segments), segments.len().min(SEGMENTS_MAX) as u32);
+    match direction {
+        Direction::Read => opcode::Readv::new(fd, iovecs, count).offset(offset).build(),
+        Direction::Write => opcode::Writev::new(fd, iovecs, count).offset(offset).build(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_segment_needs_no_vector() {
+        // SAFETY: never handed to the kernel.
+        let segment = unsafe { Segment::new(std::ptr::null_mut(), 5 << 30) };
+        for (direction, plain, vectored) in [
+            (Direction::Read, opcode::Read::CODE, opcode::Readv::CODE),
+            (Direction::Write, opcode::Write::CODE, opcode::Writev::CODE),
+        ] {
+            let code = |segments: &[_]| entry(direction, Fd(0), segments, HostOffset::ZERO).get_opcode();
+            assert_eq!(code(&[segment]), u32::from(plain));
+            assert_eq!(code(&[segment; 2]), u32::from(vectored));
+            assert_eq!(code(&[]), u32::from(vectored));
+        }
+    }
+}
