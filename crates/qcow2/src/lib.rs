@@ -18,6 +18,17 @@
 //! came from a file, and no value leaves a parser that QEMU's own limits would refuse. Versions 2 and 3 are
 //! understood; encryption, external data files and extended L2 entries are refused by name.
 //!
+//! ```
+//! use vmstrata_qcow2::{CreateOptions, Header, L2Entry, new_image};
+//!
+//! let image = new_image(&CreateOptions::new(1 << 30))?;
+//! let (_, first_cluster) = image.parts.last().expect("the header");
+//! let header = Header::parse(first_cluster, image.file_len)?;
+//! assert_eq!(header.size, 1 << 30);
+//! assert_eq!(header.entry_format().l2(0)?, L2Entry::Unallocated);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Source: `docs/interop/qcow2.txt` of QEMU (called *the specification* below); limits that it leaves to
 //! implementations follow QEMU 7.2.
 

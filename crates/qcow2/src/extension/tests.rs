@@ -54,6 +54,9 @@ fn what_follows_the_end_mark_is_not_read() {
 fn the_list_may_end_where_the_room_does() {
     let bytes = record(magic::BACKING_FORMAT, b"raw");
     assert_eq!(parse(&bytes).unwrap().backing_format(), Some("raw"));
+    // An empty record takes just its type and length.
+    let empty = parse(&[bytes.clone(), record(7, b"")].concat()).unwrap();
+    assert_eq!(empty.items[1], Extension::Unknown { magic: 7, data: Vec::new() });
     // Too little room for another record's type and length.
     let bytes = [bytes, vec![0xff; 7]].concat();
     assert_eq!(parse(&bytes).unwrap().items.len(), 1);
