@@ -99,6 +99,15 @@ impl Server {
         })
     }
 
+    /// Waits until the vhost-user-blk socket is there.
+    ///
+    /// # Errors
+    /// As [`Server::connect`].
+    pub fn wait_for_vhost_user(&mut self) -> Result<()> {
+        let socket = self.vhost_user();
+        self.until(|| Ok(ensure!(socket.exists(), "no socket yet")))
+    }
+
     /// Waits until the NBD socket is there.
     ///
     /// # Errors

@@ -1,0 +1,176 @@
+//! Debian packages the guest is made of: fetched by apt, unpacked by dpkg, never installed on the host.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+/// An unpacked kernel package.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// The bootable image.
+    pub image: PathBuf,
+    /// `lib/modules/VERSION`.
+    pub modules: PathBuf,
+}
+
+/// Programs of the guest; the libraries they need come with them.
+const PROGRAMS: [&str; 8] =
+    ["base-files", "bash", "coreutils", "e2fsprogs", "findutils", "grep", "mount", "sed"];
+
+/// Holds off other processes that would build the same guest; freed on drop.
+///
+/// # Errors
+/// When the directory cannot be made or locked.
+pub fn lock(dir: &Path) -> Result<File> {
+    fs::create_dir_all(dir)?;
+    let file = File::create(dir.join("lock"))?;
+    file.lock()?;
+    Ok(file)
+}
+
+/// Debian's current cloud kernel.
+///
+/// # Errors
+/// When it cannot be fetched.
+pub fn kernel(dir: &Path) -> Result<Kernel> {
+    let tree = dir.join("kernel");
+    once(&tree, |partial| {
+        let depends = apt_cache(&["depends", "linux-image-cloud-amd64"])?;
+        let package = depends.lines().find_map(|line| line.trim().strip_prefix("Depends: linux-image-"));
+        let package =
+            format!("linux-image-{}", package.context("linux-image-cloud-amd64 depends on no image")?);
+        unpack(&[package], partial)
+    })?;
+    let image = only_child(&tree.join("boot"), "vmlinuz-")?;
+    let modules = ["usr/lib/modules", "lib/modules"].map(|modules| tree.join(modules));
+    let modules = modules.iter().find(|path| path.is_dir()).context("the kernel package has no modules")?;
+    Ok(Kernel { image, modules: only_child(modules, "")? })
+}
+
+/// The bytes of a module named by its path below `kernel/drivers`; `None` when it is built in.
+///
+/// # Errors
+/// When it cannot be read or decompressed.
+pub fn module(kernel: &Kernel, name: &str) -> Result<Option<Vec<u8>>> {
+    let path = kernel.modules.join("kernel/drivers").join(name);
+    if path.is_file() {
+        return Ok(Some(fs::read(&path)?));
+    }
+    let compressed = path.with_extension("ko.xz");
+    if !compressed.is_file() {
+        return Ok(None);
+    }
+    let output = Command::new("xz").arg("-dc").arg(&compressed).output().context("xz (package xz-utils)")?;
+    ensure!(output.status.success(), "cannot decompress {}", compressed.display());
+    Ok(Some(output.stdout))
+}
+
+/// A statically linked busybox.
+///
+/// # Errors
+/// When it cannot be fetched.
+pub fn busybox(dir: &Path) -> Result<PathBuf> {
+    let tree = dir.join("busybox");
+    once(&tree, |partial| unpack(&["busybox-static".to_owned()], partial))?;
+    let places = ["usr/bin/busybox", "bin/busybox"].map(|place| tree.join(place));
+    places.into_iter().find(|path| path.is_file()).context("busybox-static holds no busybox")
+}
+
+/// A directory tree with Debian's shell and core utilities, everything under `usr`.
+///
+/// # Errors
+/// When packages cannot be fetched.
+pub fn userland(dir: &Path) -> Result<PathBuf> {
+    let tree = dir.join("root");
+    once(&tree, |partial| {
+        unpack(&with_libraries(&PROGRAMS)?, partial)?;
+        for top in ["bin", "sbin", "lib", "lib64"] {
+            merge_into_usr(partial, top)?;
+        }
+        for mount_point in ["dev", "proc", "sys", "tmp", "files", "work"] {
+            fs::create_dir_all(partial.join(mount_point))?;
+        }
+        Ok(())
+    })?;
+    Ok(tree)
+}
+
+/// Makes `tree` by `make` unless it is there; a half-made one is never taken for whole.
+fn once(tree: &Path, make: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    if tree.is_dir() {
+        return Ok(());
+    }
+    let partial = tree.with_extension("partial");
+    if partial.exists() {
+        fs::remove_dir_all(&partial)?;
+    }
+    fs::create_dir_all(&partial)?;
+    make(&partial)?;
+    Ok(fs::rename(&partial, tree)?)
+}
+
+/// The programs and every library they depend on.
+fn with_libraries(programs: &[&str]) -> Result<Vec<String>> {
+    let mut args = vec!["depends", "--recurse"];
+    args.extend(["--no-recommends", "--no-suggests", "--no-conflicts", "--no-breaks"]);
+    args.extend(["--no-replaces", "--no-enhances"]);
+    args.extend(programs);
+    let closure = apt_cache(&args)?;
+    // The closure also holds what only maintainer scripts need (perl, debconf): libraries are enough to run.
+    let wanted = |name: &&str| {
+        programs.contains(name)
+            || (name.starts_with("lib") && !name.contains("perl") && !name.ends_with("-dev"))
+    };
+    let real = |line: &&str| line.starts_with(|first: char| first.is_ascii_lowercase());
+    let mut packages: Vec<String> = closure.lines().filter(real).filter(wanted).map(str::to_owned).collect();
+    packages.sort();
+    packages.dedup();
+    Ok(packages)
+}
+
+fn apt_cache(args: &[&str]) -> Result<String> {
+    let output = Command::new("apt-cache").args(args).output().context("apt-cache")?;
+    ensure!(output.status.success(), "apt-cache {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+fn unpack(packages: &[String], into: &Path) -> Result<()> {
+    let debs = tempfile::tempdir_in(into.parent().context("a directory to fetch into")?)?;
+    let fetch = Command::new("apt-get").arg("download").args(packages).current_dir(debs.path()).output()?;
+    ensure!(
+        fetch.status.success(),
+        "apt-get download {packages:?} (apt-get update may help): {}",
+        String::from_utf8_lossy(&fetch.stderr)
+    );
+    for deb in fs::read_dir(debs.path())? {
+        let deb = deb?.path();
+        let unpack = Command::new("dpkg-deb").arg("-x").arg(&deb).arg(into).status().context("dpkg-deb")?;
+        ensure!(unpack.success(), "dpkg-deb -x {} failed", deb.display());
+    }
+    Ok(())
+}
+
+/// Debian has merged `/bin` into `/usr/bin` and so on; packages from before that are moved there.
+fn merge_into_usr(root: &Path, top: &str) -> Result<()> {
+    let (old, new) = (root.join(top), root.join("usr").join(top));
+    fs::create_dir_all(&new)?;
+    if old.is_symlink() {
+        return Ok(());
+    }
+    if old.is_dir() {
+        let copy = Command::new("cp").arg("-a").arg(old.join(".")).arg(&new).status()?;
+        ensure!(copy.success(), "cannot merge {} into {}", old.display(), new.display());
+        fs::remove_dir_all(&old)?;
+    }
+    Ok(std::os::unix::fs::symlink(Path::new("usr").join(top), &old)?)
+}
+
+fn only_child(dir: &Path, prefix: &str) -> Result<PathBuf> {
+    let children = fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))?;
+    let paths = children.filter_map(|child| Some(child.ok()?.path()));
+    let named =
+        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix));
+    paths.into_iter().find(named).with_context(|| format!("nothing named {prefix}* in {}", dir.display()))
+}

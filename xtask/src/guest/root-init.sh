@@ -1,0 +1,59 @@
+#!/bin/bash
+# Init of the test guest: does the one task named on the kernel command line, reports, and powers off.
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+echo "guest: up"
+
+off() {
+    sync
+    mount -o remount,ro / 2>/dev/null
+    echo o > /proc/sysrq-trigger
+    sleep 60
+}
+fail() {
+    echo "guest: failed: $*"
+    off
+}
+task=$(sed -n 's/.*task=\([a-z]*\).*/\1/p' /proc/cmdline)
+rounds=$(sed -n 's/.*rounds=\([0-9]*\).*/\1/p' /proc/cmdline)
+
+# Every file the disk was made with has the checksum it was made with.
+verify() {
+    (cd /files && sha256sum --quiet -c SHA256SUMS) || fail "a file differs from its checksum"
+    echo "guest: files verified"
+}
+
+# Writes a new tree each round, keeps the two newest, and checks all of them from disk, not from memory.
+workload() {
+    mkdir -p /work
+    for round in $(seq "${rounds:-4}"); do
+        tree=/work/$round
+        mkdir "$tree" || fail "mkdir $tree"
+        for file in 1 2 3 4 5 6 7 8; do
+            head -c $((65536 * file + 777 * round)) /dev/urandom > "$tree/$file" || fail "write $tree/$file"
+        done
+        cp "$tree/8" "$tree/8.copy" && truncate -s 100000 "$tree/8.copy" || fail "truncate"
+        printf 'patched' | dd of="$tree/4" bs=1 seek=70000 conv=notrunc status=none || fail "patch"
+        mv "$tree/1" "$tree/1.renamed"
+        (cd "$tree" && sha256sum -- * > ../$round.sums) || fail "sums"
+        sync || fail "sync"
+        rm -rf "/work/$((round - 2))" "/work/$((round - 2)).sums"
+        echo 3 > /proc/sys/vm/drop_caches
+        for sums in /work/*.sums; do
+            tree=${sums%.sums}
+            (cd "$tree" && sha256sum --quiet -c "$sums") || fail "$tree differs after round $round"
+        done
+        echo "guest: round $round verified"
+    done
+}
+
+case "$task" in
+    boot) ;;
+    verify) verify ;;
+    workload)
+        workload
+        verify
+        ;;
+    *) fail "no task $task" ;;
+esac
+echo "guest: done"
+off

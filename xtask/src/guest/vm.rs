@@ -1,0 +1,181 @@
+//! One run of stock QEMU with the guest, and what it says on its console.
+
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::Guest;
+
+/// How the guest's disk reaches it.
+#[derive(Clone, Debug)]
+pub enum Attach {
+    /// A vhost-user-blk socket that may go away and come back.
+    VhostUser(PathBuf),
+    /// QEMU's own qcow2 driver and virtio-blk, read-only.
+    Qcow2(PathBuf),
+}
+
+/// What init is told to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// Report, and power off. The disk is mounted read-only.
+    Boot,
+    /// Check every file the disk was made with. The disk is mounted read-only.
+    Verify,
+    /// So many rounds of writing, syncing, and checking files, then [`Task::Verify`].
+    Workload {
+        /// Number of rounds.
+        rounds: u32,
+    },
+}
+
+impl Task {
+    fn command_line(self) -> String {
+        match self {
+            Self::Boot => "task=boot rootflags=ro".into(),
+            Self::Verify => "task=verify rootflags=ro".into(),
+            Self::Workload { rounds } => format!("task=workload rounds={rounds}"),
+        }
+    }
+}
+
+/// Words of a kernel that lost data; none may ever be on a console.
+const KERNEL_COMPLAINTS: [&str; 6] =
+    ["I/O error", "EXT4-fs error", "EXT4-fs warning", "Kernel panic", "blocked for more than", "JBD2: "];
+
+/// A running guest; killed when dropped.
+#[derive(Debug)]
+pub struct Vm {
+    qemu: Child,
+    lines: Receiver<String>,
+    console: String,
+    start: Instant,
+}
+
+impl Vm {
+    /// Powers a guest on.
+    ///
+    /// # Errors
+    /// When QEMU does not start.
+    pub fn boot(guest: &Guest, attach: &Attach, task: Task) -> Result<Self> {
+        let mut command = Command::new("qemu-system-x86_64");
+        command.args(["-nodefaults", "-no-reboot", "-display", "none", "-serial", "stdio"]);
+        command.args(["-machine", "q35,memory-backend=ram", "-accel", "tcg", "-cpu", "max", "-smp", "1"]);
+        command.args(["-m", "256", "-object", "memory-backend-memfd,id=ram,size=256M,share=on"]);
+        command.arg("-kernel").arg(&guest.kernel).arg("-initrd").arg(&guest.initramfs);
+        let words = "console=ttyS0 quiet panic=-1 tsc=unstable random.trust_cpu=on";
+        command.arg("-append").arg(format!("{words} {}", task.command_line()));
+        match attach {
+            Attach::VhostUser(socket) => {
+                let path = socket.display();
+                command.arg("-chardev").arg(format!("socket,id=disk,path={path},reconnect=1"));
+                command.args(["-device", "vhost-user-blk-pci,chardev=disk,num-queues=1"]);
+            }
+            Attach::Qcow2(file) => {
+                let file = file.display();
+                command.arg("-blockdev").arg(format!(
+                    "driver=qcow2,node-name=disk,read-only=on,file.driver=file,file.filename={file}"
+                ));
+                command.args(["-device", "virtio-blk-pci,drive=disk"]);
+            }
+        }
+        let start = Instant::now();
+        let mut qemu = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .context("qemu-system-x86_64 (package qemu-system-x86)")?;
+        let lines = read_lines(qemu.stdout.take().expect("piped"));
+        Ok(Self { qemu, lines, console: String::new(), start })
+    }
+
+    /// Waits for a console line that holds `text`; returns the time since power-on.
+    ///
+    /// # Errors
+    /// When the guest fails, ends, complains of its disk, or the time is up first.
+    pub fn wait_for(&mut self, text: &str, time: Duration) -> Result<Duration> {
+        let deadline = Instant::now() + time;
+        loop {
+            let line = match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(line) => line,
+                Err(RecvTimeoutError::Timeout) => {
+                    bail!("no {text:?} within {time:?}; console:\n{}", self.console)
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    bail!("ended before {text:?}; console:\n{}", self.console)
+                }
+            };
+            self.take(&line)?;
+            if line.contains(text) {
+                return Ok(self.start.elapsed());
+            }
+        }
+    }
+
+    /// Waits until the guest has said that it is done and powered itself off.
+    ///
+    /// # Errors
+    /// As [`Vm::wait_for`], and when QEMU reports failure.
+    pub fn wait_for_end(&mut self, time: Duration) -> Result<()> {
+        if !self.console.contains("guest: done") {
+            self.wait_for("guest: done", time)?;
+        }
+        let deadline = Instant::now() + time;
+        loop {
+            match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(line) => self.take(&line)?,
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => bail!("the guest does not power off:\n{}", self.console),
+            }
+        }
+        let status = self.qemu.wait()?;
+        ensure!(status.success(), "QEMU ended with {status}; console:\n{}", self.console);
+        Ok(())
+    }
+
+    /// Process id of QEMU.
+    pub fn pid(&self) -> u32 {
+        self.qemu.id()
+    }
+
+    /// Everything the guest has printed so far.
+    pub fn console(&self) -> &str {
+        &self.console
+    }
+
+    fn take(&mut self, line: &str) -> Result<()> {
+        self.console.push_str(line);
+        self.console.push('\n');
+        let complains =
+            line.contains("guest: failed") || KERNEL_COMPLAINTS.iter().any(|words| line.contains(words));
+        ensure!(!complains, "the guest says {line:?}; console:\n{}", self.console);
+        Ok(())
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        // Killing a guest that has ended and been reaped fails harmlessly.
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+    }
+}
+
+fn read_lines(out: ChildStdout) -> Receiver<String> {
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        let mut lines = BufReader::new(out).split(b'\n');
+        while let Some(Ok(line)) = lines.next() {
+            let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+            if sender.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    receiver
+}
