@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use vmstrata_qcow2::header::field;
-use vmstrata_qcow2::{Header, Incompatible, L2Entry};
+use vmstrata_qcow2::{Incompatible, L2Entry};
 use vmstrata_store::Store;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset, LayerIndex};
 
@@ -288,6 +288,24 @@ impl Disk {
                 }
             }
         }
+    }
+
+    /// Whether the map answers for `len` bytes at `at` from memory. For measurements.
+    #[inline]
+    pub fn map_hit(&self, at: GuestOffset, len: u64) -> bool {
+        self.lookup(at, len).is_some()
+    }
+
+    /// Reads the tables that answer for the whole disk, as far as they fit the metadata cache.
+    ///
+    /// # Errors
+    /// Tables that cannot be read.
+    pub fn warm_map(&self) -> Result<()> {
+        let mut at = GuestOffset::ZERO;
+        while at.get() < self.size {
+            at = at + self.locate(at, self.size - at.get())?.len;
+        }
+        Ok(())
     }
 
     /// The file of a layer, opened now if need be.
