@@ -136,7 +136,7 @@ pub(crate) fn freeze(file: Top, resources: &Resources) -> Arc<Layer> {
     layer
 }
 
-fn open_layer(path: &Path, role: Role, format: Option<Format>, gate: &Gate, opener: &dyn Opener) -> Result<Top> {
+pub(crate) fn open_layer(path: &Path, role: Role, format: Option<Format>, gate: &Gate, opener: &dyn Opener) -> Result<Top> {
     let opened = opener.open(path, role, gate)?;
     let read = || -> Result<(u64, Option<Qcow2Head>)> {
         let file_len = opened.identity.len;

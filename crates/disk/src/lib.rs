@@ -61,7 +61,7 @@ pub use create::{CreateOptions, create};
 pub use disk::{Disk, LayerInfo};
 pub use error::{Error, ErrorKind, Result};
 pub use extents::{Extent, ExtentKind};
-pub use inspect::{LayerHead, inspect};
+pub use inspect::{LayerHead, inspect, inspect_layer, probe_backing};
 pub use layer::Format;
 pub use opener::{LocalFiles, Opened, Opener, Role};
 pub use queue::{IoQueue, WATCHED_MAX};

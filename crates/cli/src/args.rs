@@ -1,0 +1,360 @@
+//! The command line: what can be asked, and the help that shows how.
+//!
+//! Parsing ends here: every value reaches its command checked and in the command's own types. Exit codes are
+//! the same everywhere, and those of `check` are qemu-img's, so usage errors take sysexits' 64 instead of
+//! clap's 2.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use vmstrata_disk::Format;
+use vmstrata_export::nbd::Address;
+
+use crate::disk_spec::{DiskSpec, VhostUserSpec, format_parser};
+use crate::units::parse_size;
+
+/// EX_USAGE of sysexits.h; clap's own 2 would look like corruption to whoever calls `check`.
+pub const EXIT_USAGE: u8 = 64;
+
+/// Serves qcow2 chains of any length at the speed of one file.
+#[derive(Debug, Parser)]
+#[command(name = "vmstrata", version, about, after_help = HELP, disable_help_subcommand = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const HELP: &str = "\
+Examples:
+  vmstrata create web.qcow2 --backing golden.qcow2
+  vmstrata info web.qcow2
+  vmstrata serve --disk path=web.qcow2,name=web --vhost-user web=/run/web.sock
+
+Exit codes: 0 success, 1 failure (the reason is on stderr), 64 wrong usage; check adds 2 and 3, see there.
+RUST_LOG sets what is logged, for example RUST_LOG=debug.";
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Make a new, empty qcow2 image, alone or on top of another
+    Create(CreateArgs),
+    /// Show an image's header, features, snapshots and the layers below it
+    Info(InfoArgs),
+    /// Show which layer holds each part of a disk
+    Map(MapArgs),
+    /// Check an image's metadata, and repair it if asked
+    Check(CheckArgs),
+    /// Serve disks over vhost-user-blk and NBD until told to stop
+    Serve(Box<ServeArgs>),
+    /// Print the completion script of a shell
+    Completions(CompletionsArgs),
+}
+
+/// Which directories backing files may be in.
+#[derive(Debug, Args)]
+pub struct BackingArgs {
+    /// Open backing files in DIR and below too (repeatable); without it only in the directory of the image
+    #[arg(long, value_name = "DIR")]
+    pub allow_backing: Vec<PathBuf>,
+}
+
+/// `vmstrata create`
+#[derive(Debug, Args)]
+#[command(after_help = CREATE_HELP)]
+pub struct CreateArgs {
+    /// The file to make
+    pub file: PathBuf,
+    /// The disk's size, such as 20G; taken from the backing file if omitted
+    #[arg(value_parser = parse_size, required_unless_present = "backing")]
+    pub size: Option<u64>,
+    /// Lay the new image on top of FILE, which from then on must not change
+    #[arg(long, short, value_name = "FILE")]
+    pub backing: Option<PathBuf>,
+    /// What the backing file holds; looked up in the file if omitted
+    #[arg(long, short = 'F', value_name = "FORMAT", requires = "backing", value_parser = format_parser())]
+    pub backing_format: Option<Format>,
+    /// Bytes per cluster: a power of two from 512 to 2M
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "64K")]
+    pub cluster_size: u64,
+    /// Bits per reference count: 1, 2, 4, 8, 16, 32 or 64
+    #[arg(long, value_name = "BITS", default_value_t = 16)]
+    pub refcount_bits: u32,
+    /// The format's version: 2 (compat 0.10) for tools from before 2013, else 3 (compat 1.1)
+    #[arg(long = "format-version", value_name = "VERSION", default_value_t = 3, value_parser = clap::value_parser!(u32).range(2..=3))]
+    pub version: u32,
+    /// Put off refcount updates: faster first writes, a repair after a crash
+    #[arg(long)]
+    pub lazy_refcounts: bool,
+    /// How clusters written compressed are to be compressed
+    #[arg(long, value_name = "TYPE", default_value = "zlib")]
+    pub compression: Compression,
+    /// Replace FILE if it exists
+    #[arg(long)]
+    pub force: bool,
+    /// Print what was made as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const CREATE_HELP: &str = "\
+Examples:
+  vmstrata create data.qcow2 100G
+  vmstrata create web.qcow2 --backing golden.qcow2           as large as golden.qcow2
+  vmstrata create web.qcow2 40G -b golden.raw -F raw         larger than its base
+  vmstrata create old.qcow2 10G --format-version 2
+
+The backing file's name is stored as given; a relative one is looked up from the new file's directory.
+Exit codes: 0 made, 1 not made (FILE is left as it was), 64 wrong usage.";
+
+/// The compression types of the format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Compression {
+    /// Deflate, which every tool reads.
+    Zlib,
+    /// Zstandard, which QEMU 5.1 and later read.
+    Zstd,
+}
+
+/// `vmstrata info`
+#[derive(Debug, Args)]
+#[command(after_help = INFO_HELP)]
+pub struct InfoArgs {
+    /// The image
+    pub file: PathBuf,
+    /// List every layer of the chain, not only its ends
+    #[arg(long)]
+    pub chain: bool,
+    /// What the image holds; looked up in the file if omitted
+    #[arg(long, short = 'f', value_name = "FORMAT", value_parser = format_parser())]
+    pub format: Option<Format>,
+    /// Where backing files may be.
+    #[command(flatten)]
+    pub backing: BackingArgs,
+    /// Print JSON, with the fields of `qemu-img info --output=json` where they mean the same
+    #[arg(long)]
+    pub json: bool,
+}
+
+const INFO_HELP: &str = "\
+Examples:
+  vmstrata info web.qcow2
+  vmstrata info web.qcow2 --chain --allow-backing /srv/golden
+  vmstrata info web.qcow2 --chain --json | jq -r '.layers[].filename'
+
+Takes no lock: a disk in use can be looked at.
+Exit codes: 0 shown, 1 the image or a layer below it cannot be read, 64 wrong usage.";
+
+/// `vmstrata map`
+#[derive(Debug, Args)]
+#[command(after_help = MAP_HELP)]
+pub struct MapArgs {
+    /// The image
+    pub file: PathBuf,
+    /// First byte to show
+    #[arg(long, value_name = "OFFSET", value_parser = parse_size, default_value = "0")]
+    pub start_offset: u64,
+    /// How many bytes to show; up to the end if omitted
+    #[arg(long, value_name = "LENGTH", value_parser = parse_size)]
+    pub max_length: Option<u64>,
+    /// What the image holds; looked up in the file if omitted
+    #[arg(long, short = 'f', value_name = "FORMAT", value_parser = format_parser())]
+    pub format: Option<Format>,
+    /// Where backing files may be.
+    #[command(flatten)]
+    pub backing: BackingArgs,
+    /// Print JSON, with the fields of `qemu-img map --output=json` and the layer and file of each run
+    #[arg(long)]
+    pub json: bool,
+}
+
+const MAP_HELP: &str = "\
+Examples:
+  vmstrata map web.qcow2                                     runs of data, with layer and file
+  vmstrata map web.qcow2 --start-offset 1G --max-length 64M
+  vmstrata map web.qcow2 --json | jq '[.[] | select(.layer == 0) | .length] | add'
+
+Depth counts from the active layer down (0 is FILE), layer from the base up (0 is the base).
+Exit codes: 0 shown, 1 the chain cannot be read, 64 wrong usage.";
+
+/// `vmstrata check`
+#[derive(Debug, Args)]
+#[command(after_help = CHECK_HELP)]
+pub struct CheckArgs {
+    /// The image; the layers below it are not checked
+    pub file: PathBuf,
+    /// Repair what is found
+    #[arg(long, short, value_name = "WHAT")]
+    pub repair: Option<Repair>,
+    /// Check a disk while it is in use: what is found may be a change half made
+    #[arg(long, short = 'U', conflicts_with = "repair")]
+    pub force_share: bool,
+    /// Print the result as JSON, with the fields of `qemu-img check --output=json`
+    #[arg(long)]
+    pub json: bool,
+    /// Show no progress
+    #[arg(long, short)]
+    pub quiet: bool,
+}
+
+const CHECK_HELP: &str = "\
+Examples:
+  vmstrata check web.qcow2
+  vmstrata check web.qcow2 --repair leaks                    give lost space back, change nothing else
+  vmstrata check web.qcow2 --json | jq .corruptions
+  for f in *.qcow2; do vmstrata check \"$f\" -q || echo \"$f: $?\"; done
+
+Exit codes, as qemu-img check has them:
+  0   clean, or everything found was repaired
+  1   the check could not be made
+  2   the metadata is corrupt: do not write to the image; repair a copy with --repair all
+  3   clusters are leaked: data is safe, space is lost until --repair leaks
+  64  wrong usage";
+
+/// What `check` may change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Repair {
+    /// Only give leaked clusters back: safe
+    Leaks,
+    /// Everything: may lose what the corruption already made ambiguous
+    All,
+}
+
+/// `vmstrata serve`
+#[derive(Debug, Args)]
+#[command(after_help = SERVE_HELP)]
+pub struct ServeArgs {
+    /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw] (repeatable)
+    #[arg(long = "disk", value_name = "SPEC", required = true, value_parser = DiskSpec::parse)]
+    pub disks: Vec<DiskSpec>,
+    /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S] (repeatable)
+    #[arg(long, value_name = "SPEC", value_parser = VhostUserSpec::parse)]
+    pub vhost_user: Vec<VhostUserSpec>,
+    /// An address for NBD clients of all disks: unix:/path or tcp:host:port (repeatable)
+    #[arg(long, value_name = "ADDRESS")]
+    pub nbd: Vec<Address>,
+    /// Require TLS of NBD clients: the server's certificate chain (PEM)
+    #[arg(long, value_name = "FILE", requires_all = ["nbd_tls_key", "nbd"])]
+    pub nbd_tls_cert: Option<PathBuf>,
+    /// The certificate's private key (PEM)
+    #[arg(long, value_name = "FILE", requires = "nbd_tls_cert")]
+    pub nbd_tls_key: Option<PathBuf>,
+    /// Let in only NBD clients with a certificate signed by these (PEM)
+    #[arg(long, value_name = "FILE", requires = "nbd_tls_cert")]
+    pub nbd_tls_client_ca: Option<PathBuf>,
+    /// Where backing files may be.
+    #[command(flatten)]
+    pub backing: BackingArgs,
+    /// Resources all disks share.
+    #[command(flatten)]
+    pub resources: ResourceArgs,
+    /// Print the ready report as one JSON line
+    #[arg(long)]
+    pub json: bool,
+    /// Write READY=1 and a newline to file descriptor N (a pipe or file) when serving
+    #[arg(long, value_name = "N")]
+    pub ready_fd: Option<u32>,
+    /// How log lines on stderr look
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    pub log_format: LogFormat,
+}
+
+/// What all disks of one server share.
+#[derive(Debug, Args)]
+pub struct ResourceArgs {
+    /// Memory for the metadata of all disks together
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "64M")]
+    pub metadata_cache: u64,
+    /// Files of layers kept open at once; from the process's limit if omitted
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(16..))]
+    pub max_open_files: Option<u32>,
+    /// Threads for what cannot be done without waiting; the number of CPUs, at least 2, if omitted
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub workers: Option<u32>,
+    /// Where volatile journals go: memory-backed, kept over a restart of the server
+    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
+}
+
+const SERVE_HELP: &str = "\
+Examples:
+  vmstrata serve --disk path=web.qcow2,name=web --vhost-user web=/run/web.sock
+  vmstrata serve --disk path=web.qcow2 --vhost-user web=/run/web.sock,queues=4 --nbd unix:/run/nbd.sock
+  vmstrata serve --disk path=backup.qcow2,read-only --nbd tcp:0.0.0.0:10809 \\
+      --nbd-tls-cert cert.pem --nbd-tls-key key.pem --nbd-tls-client-ca ca.pem
+
+A comma inside a value is written twice: path=/a,,b.qcow2. When ready, the server prints how to attach each
+disk to QEMU, libvirt, cloud-hypervisor and NBD clients. Under systemd use Type=notify.
+
+SIGTERM and SIGINT end it: requests in flight finish, everything is flushed, images are closed clean.
+A second signal ends it at once, as a crash would: what was flushed is safe.
+Exit codes: 0 ended clean, 1 could not start, or a disk could not be closed clean, 64 wrong usage.";
+
+/// The look of log lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// `vmstrata completions`
+#[derive(Debug, Args)]
+#[command(after_help = COMPLETIONS_HELP)]
+pub struct CompletionsArgs {
+    /// The shell
+    pub shell: clap_complete::Shell,
+}
+
+const COMPLETIONS_HELP: &str = "\
+Examples:
+  vmstrata completions bash > /etc/bash_completion.d/vmstrata
+  vmstrata completions zsh > /usr/share/zsh/site-functions/_vmstrata
+  vmstrata completions fish > ~/.config/fish/completions/vmstrata.fish";
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definitions_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_example_of_the_help_parses() {
+        let line = "vmstrata serve --disk path=web.qcow2,name=web --vhost-user web=/run/web.sock,queues=4 \
+                    --nbd unix:/run/nbd.sock --metadata-cache 32M";
+        let Command::Serve(serve) = Cli::try_parse_from(line.split(' ')).unwrap().command else {
+            panic!("not serve");
+        };
+        assert_eq!(serve.disks[0].name, "web");
+        assert_eq!(serve.vhost_user[0].queues.map(u16::from), Some(4));
+        assert_eq!(serve.resources.metadata_cache, 32 << 20);
+    }
+
+    #[test]
+    fn create_needs_a_size_or_a_backing_file() {
+        assert!(Cli::try_parse_from(["vmstrata", "create", "a.qcow2"]).is_err());
+        assert!(Cli::try_parse_from(["vmstrata", "create", "a.qcow2", "1G"]).is_ok());
+        assert!(Cli::try_parse_from(["vmstrata", "create", "a.qcow2", "-b", "b"]).is_ok());
+        assert!(Cli::try_parse_from(["vmstrata", "create", "a.qcow2", "1G", "-F", "raw"]).is_err());
+    }
+
+    #[test]
+    fn tls_needs_certificate_key_and_nbd() {
+        let parse = |tail: &str| {
+            let line = format!("vmstrata serve --disk path=a {tail}");
+            Cli::try_parse_from(line.split_whitespace()).is_ok()
+        };
+        assert!(parse("--nbd unix:s --nbd-tls-cert c --nbd-tls-key k --nbd-tls-client-ca a"));
+        assert!(!parse("--nbd unix:s --nbd-tls-cert c"));
+        assert!(!parse("--nbd unix:s --nbd-tls-key k"));
+        assert!(!parse("--nbd-tls-cert c --nbd-tls-key k"));
+        assert!(!parse("--nbd unix:s --nbd-tls-client-ca a"));
+    }
+}

@@ -1,0 +1,300 @@
+//! How to plug a served disk into what the user runs: lines to copy, for QEMU, libvirt, cloud-hypervisor and NBD clients.
+//!
+//! Pure text: nothing here opens a socket. Every value that comes from the user passes the quoting of the
+//! place it ends up in (shell, QEMU option, XML, URI), so that a copied line means what it says.
+
+use std::path::Path;
+
+use serde::Serialize;
+use vmstrata_export::nbd::Address;
+
+use crate::disk_spec::VhostUserSpec;
+use crate::key_values::escape;
+
+/// How to attach one vhost-user socket.
+#[derive(Debug, Serialize)]
+pub struct VhostUserAttachment {
+    /// The socket's absolute path.
+    pub socket: String,
+    /// Arguments for a QEMU command line, two by two.
+    pub qemu: Vec<String>,
+    /// Elements for a libvirt domain.
+    pub libvirt: String,
+    /// Arguments for cloud-hypervisor, two by two.
+    pub cloud_hypervisor: Vec<String>,
+}
+
+/// How to attach one disk over one NBD address.
+#[derive(Debug, Serialize)]
+pub struct NbdAttachment {
+    /// What nbdinfo, nbdcopy, qemu-img and others take.
+    pub uri: String,
+    /// Arguments for a QEMU command line, two by two.
+    pub qemu: Vec<String>,
+}
+
+impl VhostUserAttachment {
+    /// The lines for `spec`.
+    pub fn new(spec: &VhostUserSpec) -> Self {
+        let socket = absolute(&spec.socket);
+        Self {
+            qemu: vhost_user_qemu(spec, &socket),
+            libvirt: vhost_user_libvirt(spec, &socket),
+            cloud_hypervisor: vhost_user_cloud_hypervisor(spec, &socket),
+            socket,
+        }
+    }
+
+    /// The lines as a person reads them.
+    pub fn to_text(&self, disk: &str) -> String {
+        format!(
+            "{disk}: vhost-user on {}\n  QEMU:\n{}\n  libvirt:\n{}\n  cloud-hypervisor:\n{}\n",
+            self.socket,
+            indent(&shell_lines(&self.qemu)),
+            indent(&self.libvirt),
+            indent(&shell_lines(&self.cloud_hypervisor)),
+        )
+    }
+}
+
+impl NbdAttachment {
+    /// The lines for export `disk` at `address`.
+    pub fn new(disk: &str, address: &Address, tls: bool) -> Self {
+        let scheme = if tls { "nbds" } else { "nbd" };
+        let export = percent_encode(disk);
+        let uri = match address {
+            Address::Unix(path) => {
+                format!("{scheme}+unix:///{export}?socket={}", percent_encode_path(&absolute(path)))
+            }
+            Address::Tcp { host, port } if host.contains(':') => {
+                format!("{scheme}://[{host}]:{port}/{export}")
+            }
+            Address::Tcp { host, port } => format!("{scheme}://{host}:{port}/{export}"),
+        };
+        Self { qemu: nbd_qemu(disk, address, tls), uri }
+    }
+
+    /// The lines as a person reads them.
+    pub fn to_text(&self, disk: &str) -> String {
+        format!("{disk}: NBD at {}\n  QEMU:\n{}\n", shell_quote(&self.uri), indent(&shell_lines(&self.qemu)))
+    }
+}
+
+/// vhost-user needs the guest's memory in a file both processes map, hence memfd and share=on.
+fn vhost_user_qemu(spec: &VhostUserSpec, socket: &str) -> Vec<String> {
+    let id = qemu_id(&spec.disk);
+    let arguments = [
+        "-object",
+        "memory-backend-memfd,id=mem,size=2G,share=on",
+        "-machine",
+        "q35,memory-backend=mem",
+        "-m",
+        "2G",
+        "-chardev",
+        &format!("socket,id=vhost-{id},path={},reconnect=1", escape(socket)),
+        "-device",
+        &format!("vhost-user-blk-pci,id={id},chardev=vhost-{id}{}", queues_option(spec, ",num-queues=")),
+    ];
+    arguments.map(str::to_owned).to_vec()
+}
+
+/// Left out, each of them takes what suits the guest's processors, or one: the server offers enough.
+fn queues_option(spec: &VhostUserSpec, prefix: &str) -> String {
+    spec.queues.map_or_else(String::new, |queues| format!("{prefix}{queues}"))
+}
+
+fn vhost_user_libvirt(spec: &VhostUserSpec, socket: &str) -> String {
+    format!(
+        "<memoryBacking>
+  <source type='memfd'/>
+  <access mode='shared'/>
+</memoryBacking>
+<!-- inside <devices>: -->
+<disk type='vhostuser' device='disk'>
+  <driver name='qemu' type='raw'{}/>
+  <source type='unix' path='{}'>
+    <reconnect enabled='yes' timeout='1'/>
+  </source>
+  <target dev='vda' bus='virtio'/>
+</disk>",
+        spec.queues.map_or_else(String::new, |queues| format!(" queues='{queues}'")),
+        xml_escape(socket)
+    )
+}
+
+fn vhost_user_cloud_hypervisor(spec: &VhostUserSpec, socket: &str) -> Vec<String> {
+    let queues = queues_option(spec, ",num_queues=");
+    let disk = format!("vhost_user=true,socket={socket}{queues}");
+    vec!["--memory".to_owned(), "size=2G,shared=on".to_owned(), "--disk".to_owned(), disk]
+}
+
+fn nbd_qemu(disk: &str, address: &Address, tls: bool) -> Vec<String> {
+    let id = qemu_id(disk);
+    let server = match address {
+        Address::Unix(path) => format!("server.type=unix,server.path={}", escape(&absolute(path))),
+        Address::Tcp { host, port } => {
+            format!("server.type=inet,server.host={},server.port={port}", escape(host))
+        }
+    };
+    let mut arguments = Vec::new();
+    let mut credentials = "";
+    if tls {
+        arguments.push("-object".to_owned());
+        arguments.push("tls-creds-x509,id=tls,endpoint=client,dir=/path/to/pki".to_owned());
+        credentials = ",tls-creds=tls";
+    }
+    arguments.push("-blockdev".to_owned());
+    let node =
+        format!("driver=nbd,node-name={id},{server},export={},reconnect-delay=60{credentials}", escape(disk));
+    arguments.push(node);
+    arguments.push("-device".to_owned());
+    arguments.push(format!("virtio-blk-pci,drive={id}"));
+    arguments
+}
+
+/// An absolute form of `path`, without asking the file system: sockets do not exist yet.
+fn absolute(path: &Path) -> String {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).to_string_lossy().into_owned()
+}
+
+/// `name` as QEMU allows it for ids and node names: a letter, then letters, digits, `-`, `.` and `_`, 31 at most.
+fn qemu_id(name: &str) -> String {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
+    let mut id: String = name.chars().map(|c| if fits(c) { c } else { '_' }).collect();
+    if !id.starts_with(|c: char| c.is_ascii_alphabetic()) {
+        id.insert_str(0, "disk-");
+    }
+    id.truncate(31);
+    id
+}
+
+/// Each option with its value on a line of its own, continued the way a shell reads it.
+fn shell_lines(arguments: &[String]) -> String {
+    let lines: Vec<String> = arguments
+        .chunks(2)
+        .map(|pair| pair.iter().map(|word| shell_quote(word)).collect::<Vec<_>>().join(" "))
+        .collect();
+    lines.join(" \\\n")
+}
+
+fn shell_quote(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=,./:+@%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+fn xml_escape(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('\'', "&apos;")
+        .replace('"', "&quot;")
+}
+
+/// RFC 3986: everything but the unreserved characters.
+fn percent_encode(text: &str) -> String {
+    percent_encode_except(text, b"")
+}
+
+/// As [`percent_encode`], but slashes stay, as every NBD tool writes socket paths.
+fn percent_encode_path(text: &str) -> String {
+    percent_encode_except(text, b"/")
+}
+
+fn percent_encode_except(text: &str, kept: &[u8]) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) || kept.contains(&byte) {
+            encoded.push(char::from(byte));
+        } else {
+            encoded.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    encoded
+}
+
+fn indent(text: &str) -> String {
+    text.lines().map(|line| format!("    {line}")).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(text: &str) -> VhostUserSpec {
+        VhostUserSpec::parse(text).unwrap()
+    }
+
+    #[test]
+    fn qemu_gets_shared_memory_a_reconnecting_socket_and_the_queues() {
+        let lines = VhostUserAttachment::new(&spec("web=/run/web.sock,queues=4"));
+        let joined = lines.qemu.join(" ");
+        assert_eq!(
+            joined,
+            "-object memory-backend-memfd,id=mem,size=2G,share=on -machine q35,memory-backend=mem -m 2G \
+             -chardev socket,id=vhost-web,path=/run/web.sock,reconnect=1 \
+             -device vhost-user-blk-pci,id=web,chardev=vhost-web,num-queues=4"
+        );
+        assert_eq!(lines.cloud_hypervisor[3], "vhost_user=true,socket=/run/web.sock,num_queues=4");
+    }
+
+    #[test]
+    fn without_a_number_the_queues_are_left_to_the_hypervisor() {
+        let lines = VhostUserAttachment::new(&spec("web=/run/web.sock"));
+        assert_eq!(lines.qemu[9], "vhost-user-blk-pci,id=web,chardev=vhost-web");
+        assert!(lines.libvirt.contains("<driver name='qemu' type='raw'/>"), "{}", lines.libvirt);
+        assert_eq!(lines.cloud_hypervisor[3], "vhost_user=true,socket=/run/web.sock");
+    }
+
+    #[test]
+    fn hostile_socket_names_are_quoted_for_where_they_go() {
+        let lines = VhostUserAttachment::new(&spec("web=/run/a,,b'<&>.sock"));
+        assert!(lines.qemu[7].contains("path=/run/a,,b'<&>.sock,reconnect"), "{}", lines.qemu[7]);
+        assert!(lines.libvirt.contains("path='/run/a,b&apos;&lt;&amp;&gt;.sock'"), "{}", lines.libvirt);
+        assert!(lines.to_text("web").contains(r"path=/run/a,,b'\''<&>.sock"), "{}", lines.to_text("web"));
+    }
+
+    #[test]
+    fn sockets_are_shown_absolute() {
+        let here = std::env::current_dir().unwrap();
+        let lines = VhostUserAttachment::new(&spec("web=web.sock"));
+        assert_eq!(Path::new(&lines.socket), here.join("web.sock"));
+    }
+
+    #[test]
+    fn ids_are_what_qemu_accepts() {
+        assert_eq!(qemu_id("web"), "web");
+        assert_eq!(qemu_id("0 web/ü"), "disk-0_web__");
+        assert_eq!(qemu_id(&"w".repeat(40)).len(), 31);
+    }
+
+    #[test]
+    fn nbd_uris_follow_the_uri_specification() {
+        let uri =
+            |disk: &str, address: &str, tls| NbdAttachment::new(disk, &address.parse().unwrap(), tls).uri;
+        assert_eq!(uri("web", "unix:/run/n b.sock", false), "nbd+unix:///web?socket=/run/n%20b.sock");
+        assert_eq!(uri("a b/c", "tcp:localhost", false), "nbd://localhost:10809/a%20b%2Fc");
+        assert_eq!(uri("web", "tcp:[::1]:7", true), "nbds://[::1]:7/web");
+        assert_eq!(uri("web", "unix:/s", true), "nbds+unix:///web?socket=/s");
+    }
+
+    #[test]
+    fn qemu_gets_a_reconnecting_nbd_node() {
+        let lines = NbdAttachment::new("a,b", &"unix:/run/x,y.sock".parse().unwrap(), true).qemu.join(" ");
+        assert_eq!(
+            lines,
+            "-object tls-creds-x509,id=tls,endpoint=client,dir=/path/to/pki \
+             -blockdev driver=nbd,node-name=a_b,server.type=unix,server.path=/run/x,,y.sock,export=a,,b,\
+             reconnect-delay=60,tls-creds=tls -device virtio-blk-pci,drive=a_b"
+        );
+    }
+
+    #[test]
+    fn shell_lines_can_be_pasted() {
+        let words: Vec<String> = ["-a", "b c", "-d", "it's"].map(str::to_owned).to_vec();
+        assert_eq!(shell_lines(&words), "-a 'b c' \\\n-d 'it'\\''s'");
+    }
+}

@@ -1,0 +1,230 @@
+//! `vmstrata check`: the engine's check of one image, with the counters and exit codes of qemu-img's.
+
+use std::fmt::{self, Write};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Result;
+use serde::Serialize;
+use vmstrata_disk::check::{self, CheckOptions, CheckReport, Finding, Phase, Severity};
+
+use crate::args::{CheckArgs, Repair};
+use crate::output::{Progress, counted, percent, print, print_json};
+
+/// Findings listed; the counters count all.
+const FINDINGS_MAX: usize = 1000;
+
+/// Exit codes, as qemu-img check has them.
+const EXIT_CANNOT_CHECK: u8 = 1;
+const EXIT_CORRUPT: u8 = 2;
+const EXIT_LEAKS: u8 = 3;
+
+/// The result as data: qemu-img's fields, then ours.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Report {
+    filename: String,
+    format: &'static str,
+    check_errors: u64,
+    corruptions: u64,
+    leaks: u64,
+    corruptions_fixed: u64,
+    leaks_fixed: u64,
+    image_end_offset: u64,
+    total_clusters: u64,
+    allocated_clusters: u64,
+    compressed_clusters: u64,
+    fragmented_clusters: u64,
+    dirty_flag: bool,
+    marked_corrupt: bool,
+    findings_total: u64,
+    findings: Vec<FindingReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct FindingReport {
+    severity: &'static str,
+    kind: &'static str,
+    offset: u64,
+    message: String,
+}
+
+impl FindingReport {
+    fn new(finding: &Finding) -> Self {
+        Self {
+            severity: match finding.kind.severity() {
+                Severity::Corruption => "corruption",
+                Severity::Leak => "leak",
+                Severity::CheckError => "check-error",
+            },
+            kind: finding.kind.name(),
+            offset: finding.at.get(),
+            message: finding.kind.to_string(),
+        }
+    }
+}
+
+impl Report {
+    fn new(args: &CheckArgs, found: &CheckReport) -> Self {
+        Self {
+            filename: args.file.display().to_string(),
+            format: "qcow2",
+            check_errors: found.check_errors,
+            corruptions: found.corruptions,
+            leaks: found.leaks,
+            corruptions_fixed: found.corruptions_fixed,
+            leaks_fixed: found.leaks_fixed,
+            image_end_offset: found.image_end_offset.get(),
+            total_clusters: found.total_clusters,
+            allocated_clusters: found.allocated_clusters,
+            compressed_clusters: found.compressed_clusters,
+            fragmented_clusters: found.fragmented_clusters,
+            dirty_flag: found.dirty,
+            marked_corrupt: found.marked_corrupt,
+            findings_total: found.findings_total,
+            findings: found.findings.iter().map(FindingReport::new).collect(),
+        }
+    }
+
+    fn exit_code(&self) -> u8 {
+        match self {
+            Self { check_errors: 1.., .. } => EXIT_CANNOT_CHECK,
+            Self { corruptions: 1.., .. } => EXIT_CORRUPT,
+            Self { leaks: 1.., .. } => EXIT_LEAKS,
+            _ => 0,
+        }
+    }
+
+    fn to_text(&self) -> String {
+        let mut text = String::new();
+        self.write_text(&mut text).expect("writing to a string");
+        text
+    }
+
+    fn write_text(&self, out: &mut String) -> fmt::Result {
+        for finding in &self.findings {
+            writeln!(out, "{}: byte {:#x}: {}", finding.severity, finding.offset, finding.message)?;
+        }
+        let unlisted = self.findings_total - self.findings.len() as u64;
+        if unlisted > 0 {
+            writeln!(out, "... and {unlisted} more")?;
+        }
+        if self.corruptions_fixed + self.leaks_fixed > 0 {
+            let (corruptions, leaks) = (self.corruptions_fixed, self.leaks_fixed);
+            writeln!(out, "repaired: {}, {}", counted(corruptions, "corruption"), counted(leaks, "leak"))?;
+        }
+        writeln!(out, "{}: {}", self.filename, self.verdict())?;
+        writeln!(
+            out,
+            "{} of {} clusters allocated ({:.1} %), {} compressed, {} fragmented; the image ends at {:#x}",
+            self.allocated_clusters,
+            self.total_clusters,
+            percent(self.allocated_clusters, self.total_clusters),
+            self.compressed_clusters,
+            self.fragmented_clusters,
+            self.image_end_offset
+        )
+    }
+
+    fn verdict(&self) -> String {
+        match self.exit_code() {
+            EXIT_CANNOT_CHECK => {
+                let parts = counted(self.check_errors, "part");
+                format!("{parts} could not be checked, so the numbers below say little")
+            }
+            EXIT_CORRUPT => format!(
+                "{}, {}; do not write to it: copy it, then --repair all on the copy",
+                counted(self.corruptions, "corruption"),
+                counted(self.leaks, "leak")
+            ),
+            EXIT_LEAKS => {
+                format!("{}; data is safe, --repair leaks gives the space back", counted(self.leaks, "leak"))
+            }
+            _ => "clean".to_owned(),
+        }
+    }
+}
+
+/// Checks, repairs if asked, and prints the result.
+///
+/// # Errors
+/// When the image cannot be opened, locked or read.
+pub fn run(args: &CheckArgs) -> Result<ExitCode> {
+    let found = check::check(&args.file, &options(args))?;
+    let report = Report::new(args, &found);
+    if args.json {
+        print_json(&report)?;
+    } else {
+        print(&report.to_text())?;
+    }
+    Ok(ExitCode::from(report.exit_code()))
+}
+
+fn options(args: &CheckArgs) -> CheckOptions {
+    let line = Progress::new(args.quiet);
+    CheckOptions {
+        repair: match args.repair {
+            None => check::Repair::None,
+            Some(Repair::Leaks) => check::Repair::Leaks,
+            Some(Repair::All) => check::Repair::All,
+        },
+        force_share: args.force_share,
+        findings_max: FINDINGS_MAX,
+        progress: Some(Arc::new(move |now| line.update(phase_name(now.phase), now.done, now.total))),
+        ..CheckOptions::default()
+    }
+}
+
+fn phase_name(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Refcounts => "reading refcounts",
+        Phase::Tables => "reading tables",
+        Phase::Repair => "repairing",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmstrata_disk::check::FindingKind;
+    use vmstrata_types::HostOffset;
+
+    use super::*;
+
+    fn report(found: &CheckReport) -> Report {
+        let args =
+            CheckArgs { file: "a.qcow2".into(), repair: None, force_share: false, json: false, quiet: true };
+        Report::new(&args, found)
+    }
+
+    #[test]
+    fn the_worst_finding_decides_the_exit_code() {
+        let code = |check_errors, corruptions, leaks| {
+            report(&CheckReport { check_errors, corruptions, leaks, ..CheckReport::default() }).exit_code()
+        };
+        assert_eq!(code(0, 0, 0), 0);
+        assert_eq!(code(0, 0, 7), 3);
+        assert_eq!(code(0, 1, 7), 2);
+        assert_eq!(code(1, 1, 7), 1);
+    }
+
+    #[test]
+    fn findings_name_their_offset_and_those_not_listed_are_counted() {
+        let kind = FindingKind::Leak { refcount: 1, references: 0 };
+        let finding = Finding { at: HostOffset::new(0x50000), kind };
+        let found =
+            CheckReport { leaks: 5, findings: vec![finding], findings_total: 5, ..CheckReport::default() };
+        let text = report(&found).to_text();
+        assert!(text.starts_with("leak: byte 0x50000: leaked: refcount is 1"), "{text}");
+        assert!(text.contains("... and 4 more\n"), "{text}");
+        assert!(text.contains("a.qcow2: 5 leaks; data is safe"), "{text}");
+    }
+
+    #[test]
+    fn a_clean_image_says_so_in_two_lines() {
+        let text =
+            report(&CheckReport { total_clusters: 10, allocated_clusters: 5, ..CheckReport::default() })
+                .to_text();
+        assert!(text.starts_with("a.qcow2: clean\n5 of 10 clusters allocated (50.0 %)"), "{text}");
+        assert_eq!(text.lines().count(), 2);
+    }
+}

@@ -1,0 +1,40 @@
+//! Ending on SIGTERM and SIGINT: the first asks, the second insists.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use signal_hook::consts::TERM_SIGNALS;
+use signal_hook::flag;
+use signal_hook::iterator::Signals;
+
+/// What a shell reports for a process that SIGTERM ended; used when the second signal cuts the ending short.
+const EXIT_INSISTED: i32 = 143;
+
+/// Waits for the first signal; from then on the next one ends the process at once.
+#[derive(Debug)]
+pub struct Shutdown {
+    signals: Signals,
+}
+
+impl Shutdown {
+    /// Takes over the terminating signals. Call before anything is opened, so that none of them finds half a server.
+    ///
+    /// # Errors
+    /// When the kernel refuses a handler.
+    pub fn new() -> io::Result<Self> {
+        let asked = Arc::new(AtomicBool::new(false));
+        for signal in TERM_SIGNALS {
+            // Order matters: the handler that exits must see the flag as it was before this signal.
+            flag::register_conditional_shutdown(*signal, EXIT_INSISTED, Arc::clone(&asked))?;
+            flag::register(*signal, Arc::clone(&asked))?;
+        }
+        Ok(Self { signals: Signals::new(TERM_SIGNALS)? })
+    }
+
+    /// Sleeps until the first signal and returns its name.
+    pub fn wait(&mut self) -> &'static str {
+        let signal = self.signals.forever().next();
+        signal.and_then(signal_hook::low_level::signal_name).unwrap_or("signal")
+    }
+}

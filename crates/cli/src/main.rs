@@ -1,0 +1,92 @@
+//! `vmstrata`: makes, shows, checks and serves qcow2 chains.
+//!
+//! ```text
+//!   args ──► commands/{create,info,map,check,serve,completions} ──► disk, export
+//!                 └──► output (stdout: results; stderr: logs, progress, errors)
+//! ```
+//!
+//! This crate only translates between a person or a script and the library crates: it holds no knowledge of
+//! the format. `anyhow` lives here and nowhere below.
+
+#![allow(
+    unreachable_pub,
+    reason = "nothing of a program is reachable from outside; pub says what a module offers"
+)]
+
+mod args;
+mod attach;
+mod commands;
+mod disk_spec;
+mod key_values;
+mod logging;
+mod output;
+mod units;
+
+use std::io;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Cli, Command, EXIT_USAGE, LogFormat};
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Nobody is left to be told when the terminal is gone.
+            let _ = error.print();
+            return if error.use_stderr() { ExitCode::from(EXIT_USAGE) } else { ExitCode::SUCCESS };
+        }
+    };
+    match run(cli.command) {
+        Ok(code) => code,
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("vmstrata: error: {}", one_line(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<ExitCode> {
+    match &command {
+        Command::Serve(serve) => logging::start(serve.log_format, "info"),
+        _ => logging::start(LogFormat::Text, "warn"),
+    }
+    match command {
+        Command::Create(args) => commands::create::run(&args),
+        Command::Info(args) => commands::info::run(&args),
+        Command::Map(args) => commands::map::run(&args),
+        Command::Check(args) => commands::check::run(&args),
+        Command::Serve(args) => commands::serve::run(&args),
+        Command::Completions(args) => commands::completions::run(&args),
+    }
+}
+
+/// The error and its causes, leaving out a cause whose words the error above it has already.
+fn one_line(error: &anyhow::Error) -> String {
+    let mut causes = error.chain().map(ToString::to_string);
+    let first = causes.next().unwrap_or_default();
+    causes.fold(first, |line, cause| if line.contains(&cause) { line } else { format!("{line}: {cause}") })
+}
+
+/// Whether the reader of stdout, such as `head`, had seen enough.
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause.downcast_ref::<io::Error>().is_some_and(|io| io.kind() == io::ErrorKind::BrokenPipe)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let cause = || io::Error::from(io::ErrorKind::NotFound);
+        let told = anyhow::Error::new(cause()).context(format!("cannot open a.qcow2: {}", cause()));
+        assert_eq!(one_line(&told), "cannot open a.qcow2: entity not found");
+        let untold = anyhow::Error::new(cause()).context("cannot open a.qcow2");
+        assert_eq!(one_line(&untold), "cannot open a.qcow2: entity not found");
+    }
+}

@@ -1,0 +1,111 @@
+//! What reaches the user: results on stdout, as text or JSON; progress on stderr, when someone watches.
+
+use std::io::{self, IsTerminal, Write};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+/// Writes `value` to stdout as indented JSON and a newline.
+///
+/// # Errors
+/// When stdout does not take it.
+pub fn print_json(value: &impl Serialize) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    serde_json::to_writer_pretty(&mut out, value)?;
+    out.write_all(b"\n")?;
+    out.flush()
+}
+
+/// Writes `value` to stdout as JSON on one line, for readers that wait for exactly one.
+///
+/// # Errors
+/// When stdout does not take it.
+pub fn print_json_line(value: &impl Serialize) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    serde_json::to_writer(&mut out, value)?;
+    out.write_all(b"\n")?;
+    out.flush()
+}
+
+/// Writes `text` to stdout as it is.
+///
+/// # Errors
+/// When stdout does not take it.
+pub fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
+/// `1 layer`, `2 layers`.
+pub fn counted(count: u64, noun: &str) -> String {
+    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
+}
+
+/// A line on a terminal that shows how far a long job is; silent elsewhere. May be updated from several threads.
+#[derive(Debug)]
+pub struct Progress {
+    enabled: bool,
+    shown: Mutex<Option<Instant>>,
+}
+
+impl Progress {
+    /// Often enough to look alive, seldom enough to cost nothing.
+    const INTERVAL: Duration = Duration::from_millis(100);
+
+    /// Shows something only if stderr is a terminal and `quiet` is not asked for.
+    pub fn new(quiet: bool) -> Self {
+        Self { enabled: !quiet && io::stderr().is_terminal(), shown: Mutex::new(None) }
+    }
+
+    /// Shows that `what` is at `done` of `total`, unless something was shown a moment ago.
+    pub fn update(&self, what: &str, done: u64, total: u64) {
+        // A thread that finds another one showing has nothing to add.
+        let (true, Ok(mut shown)) = (self.enabled, self.shown.try_lock()) else { return };
+        if shown.is_some_and(|last| last.elapsed() < Self::INTERVAL) {
+            return;
+        }
+        *shown = Some(Instant::now());
+        // A terminal that has gone away is no reason to stop the job.
+        let _ = write!(io::stderr(), "\r\x1b[K{what}: {:.1} %", percent(done, total));
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if self.shown.get_mut().is_ok_and(|shown| shown.is_some()) {
+            let _ = write!(io::stderr(), "\r\x1b[K");
+        }
+    }
+}
+
+/// `done` of `total` in percent; an empty job is done.
+pub fn percent(done: u64, total: u64) -> f64 {
+    if total == 0 { 100.0 } else { (done as f64 / total as f64 * 100.0).min(100.0) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_empty_job_is_done_and_no_job_passes_100_percent() {
+        assert_eq!(percent(0, 0), 100.0);
+        assert_eq!(percent(1, 4), 25.0);
+        assert_eq!(percent(9, 4), 100.0);
+    }
+
+    #[test]
+    fn one_of_a_thing_is_singular() {
+        assert_eq!(counted(1, "layer"), "1 layer");
+        assert_eq!(counted(0, "layer"), "0 layers");
+    }
+
+    #[test]
+    fn progress_is_silent_when_quiet() {
+        let progress = Progress::new(true);
+        progress.update("checking", 1, 2);
+        assert!(progress.shown.lock().unwrap().is_none());
+    }
+}

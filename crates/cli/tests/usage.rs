@@ -1,0 +1,100 @@
+//! The command line itself: help, usage errors, completions, a reader that goes away.
+
+mod support;
+
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+use support::{run, run_err, run_ok, vmstrata};
+
+const COMMANDS: [&str; 6] = ["create", "info", "map", "check", "serve", "completions"];
+
+#[test]
+fn every_command_has_help_with_examples() {
+    let help = run_ok(["--help"]);
+    for command in COMMANDS {
+        assert!(help.contains(&format!("  {command}  ")), "{command} is not listed:\n{help}");
+        let own = run_ok([command, "--help"]);
+        assert!(own.contains("Examples:\n"), "{command}:\n{own}");
+        assert!(own.contains(&format!("  vmstrata {command} ")), "{command}:\n{own}");
+    }
+}
+
+#[test]
+fn usage_errors_are_64_so_that_2_and_3_mean_what_check_found() {
+    for args in [
+        &[][..],
+        &["frobnicate"],
+        &["check"],
+        &["check", "a.qcow2", "--repair", "everything"],
+        &["create", "a.qcow2"],
+        &["create", "a.qcow2", "1.5G"],
+        &["serve"],
+        &["serve", "--disk", "path=a,readonly", "--nbd", "unix:s"],
+        &["serve", "--disk", "path=a", "--nbd", "/run/nbd.sock"],
+        &["completions", "tcsh"],
+    ] {
+        run_err(64, args);
+    }
+}
+
+#[test]
+fn disks_and_doors_that_do_not_fit_together_are_told_before_anything_is_opened() {
+    for (args, part) in [
+        (&["--disk", "path=absent.qcow2"][..], "nothing serves disk 'absent'"),
+        (
+            &["--disk", "path=a/x.qcow2", "--disk", "path=b/x.qcow2", "--nbd", "unix:s"],
+            "two disks are named 'x'",
+        ),
+        (&["--disk", "path=x.qcow2", "--vhost-user", "y=s"], "no disk has this name"),
+    ] {
+        let message = run_err(64, [&["serve"], args].concat());
+        assert!(message.contains(part), "{message}");
+    }
+}
+
+#[test]
+fn bash_completes_commands_and_options() {
+    let script = run_ok(["completions", "bash"]);
+    let probe = format!(
+        "{script}
+COMP_WORDS=(vmstrata ch); COMP_CWORD=1; _vmstrata vmstrata ch vmstrata; echo \"${{COMPREPLY[@]}}\"
+COMP_WORDS=(vmstrata serve --vho); COMP_CWORD=2; _vmstrata vmstrata --vho serve; echo \"${{COMPREPLY[@]}}\""
+    );
+    let mut bash = Command::new("bash").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    bash.stdin.take().unwrap().write_all(probe.as_bytes()).unwrap();
+    let output = bash.wait_with_output().unwrap();
+    assert!(output.status.success());
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "check\n--vhost-user\n");
+}
+
+#[test]
+fn completion_scripts_name_every_command_and_parse_where_the_shell_is_there() {
+    for shell in ["bash", "zsh", "fish"] {
+        let script = run_ok(["completions", shell]);
+        for command in COMMANDS {
+            assert!(script.contains(command), "{shell}: {command}");
+        }
+        let Ok(mut child) = Command::new(shell).args(["-n", "/dev/stdin"]).stdin(Stdio::piped()).spawn()
+        else {
+            continue;
+        };
+        child.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
+        assert!(child.wait().unwrap().success(), "{shell} does not parse its script");
+    }
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_no_error() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = vmstrata().args(["completions", "bash"]).stdout(writer).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(output.stderr.is_empty(), "{output:?}");
+}
+
+#[test]
+fn the_version_is_the_crates() {
+    let output = run(["--version"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), format!("vmstrata {}\n", env!("CARGO_PKG_VERSION")));
+}

@@ -1,0 +1,124 @@
+//! Looking at a chain without opening it as a disk: headers only, no locks, nothing kept open.
+//!
+//! Place in the data flow: beside the engine, for `vmstrata info` and for whoever plans a chain. It follows a
+//! chain by the same [`walk`] as [`crate::Disk::open`], so what it shows is what would be opened.
+//!
+//! A file that is being written may show a header that is about to change; every header is checked as usual.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use vmstrata_qcow2::snapshot::{MAX_TABLE_LEN, Snapshot, parse_table};
+use vmstrata_qcow2::{Header, ParseErrorKind};
+use vmstrata_store::Gate;
+
+use crate::chain::{OpenOptions, Roles, Top, backing_of, open_layer, plain_name, walk};
+use crate::error::{Error, IoContext as _, Result};
+use crate::layer::Format;
+use crate::opener::{LocalFiles, Role, directory_of};
+
+/// What the file of one layer says of itself.
+#[derive(Clone, Debug)]
+pub struct LayerHead {
+    /// The file, as the layer above (or the caller) names it.
+    pub path: PathBuf,
+    /// How it keeps its bytes.
+    pub format: Format,
+    /// Virtual size in bytes.
+    pub virtual_size: u64,
+    /// Bytes up to the end of the file.
+    pub file_len: u64,
+    /// Bytes of the host's storage that the file takes.
+    pub allocated_bytes: u64,
+    /// The header of a qcow2 file.
+    pub header: Option<Header>,
+    /// The backing file's name as stored.
+    pub backing_name: Option<String>,
+    /// The backing file's format as stored.
+    pub backing_format: Option<String>,
+    /// The path that the backing name leads to.
+    pub backing_path: Option<PathBuf>,
+    /// Internal snapshots; of the active layer only, as nobody can load those of another one.
+    pub snapshots: Vec<Snapshot>,
+}
+
+/// Reads the headers of the chain whose active layer is `path`: base first, never empty.
+///
+/// # Errors
+/// As [`crate::Disk::open`], but for locks.
+pub fn inspect(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>> {
+    let roles = Roles { top: Role::Inspected, below: Role::Inspected };
+    let (top, below) = walk(path, options, roles, &LocalFiles, head_of)?;
+    let snapshots = read_snapshots(&top).map_err(|error| error.in_file(path))?;
+    let mut heads = below.into_iter().collect::<Result<Vec<_>>>()?;
+    heads.push(LayerHead { snapshots, ..head_of(top)? });
+    Ok(heads)
+}
+
+/// Reads the header of the one file `path`, whatever lies below it.
+///
+/// # Errors
+/// A file that cannot be opened or breaks the format.
+pub fn inspect_layer(path: &Path, format: Option<Format>) -> Result<LayerHead> {
+    let file = open_layer(path, Role::Inspected, format, &Gate::unrestricted(), &LocalFiles)?;
+    let snapshots = read_snapshots(&file).map_err(|error| error.in_file(path))?;
+    Ok(LayerHead { snapshots, ..head_of(file)? })
+}
+
+/// The format of the backing file that an image at `image` would call `name`.
+///
+/// It is guessed from the file's first bytes: whoever can write those decides what it is.
+///
+/// # Errors
+/// A name that is not a plain file's; otherwise as [`inspect_layer`].
+pub fn probe_backing(image: &Path, name: &Path) -> Result<Format> {
+    let plain = plain_name(&name.to_string_lossy())?.to_owned();
+    Ok(inspect_layer(&directory_of(image).join(plain), None)?.format)
+}
+
+fn head_of(file: Top) -> Result<LayerHead> {
+    let metadata =
+        std::fs::metadata(&file.path).while_trying("examine").map_err(|e| e.in_file(&file.path))?;
+    let backing = backing_of(&file.path, file.head.as_ref())?;
+    let (header, backing_name, backing_format) = match file.head {
+        Some(head) => (Some(head.header), head.backing_name, head.backing_format),
+        None => (None, None, None),
+    };
+    Ok(LayerHead {
+        format: if header.is_some() { Format::Qcow2 } else { Format::Raw },
+        virtual_size: file.size,
+        file_len: file.opened.identity.len,
+        // st_blocks counts 512 bytes whatever the file system's block is.
+        allocated_bytes: metadata.blocks() * 512,
+        header,
+        backing_name,
+        backing_format,
+        backing_path: backing.map(|(path, _)| path),
+        snapshots: Vec::new(),
+        path: file.path,
+    })
+}
+
+/// Bytes of the snapshot table read at first: enough for hundreds of snapshots.
+const TABLE_PROBE: u64 = 64 << 10;
+
+fn read_snapshots(file: &Top) -> Result<Vec<Snapshot>> {
+    let Some(header) = file.head.as_ref().map(|head| &head.header).filter(|header| header.snapshot_count > 0)
+    else {
+        return Ok(Vec::new());
+    };
+    let file_len = file.opened.identity.len;
+    let len_max = file_len.saturating_sub(header.snapshots_offset.get()).min(MAX_TABLE_LEN);
+    let mut len = TABLE_PROBE.min(len_max);
+    loop {
+        let mut table = vec![0; usize::try_from(len).expect("bounded by MAX_TABLE_LEN")];
+        let read = file.opened.store.read_exact(&mut table, header.snapshots_offset);
+        read.while_trying("read the snapshot table").map_err(|error| error.at(header.snapshots_offset))?;
+        match parse_table(&table, header, file_len) {
+            Err(error) if matches!(error.kind, ParseErrorKind::Truncated { .. }) && len < len_max => {
+                len = len_max
+            }
+            parsed => return parsed.map_err(Error::from),
+        }
+    }
+}
