@@ -116,7 +116,11 @@ impl Backend {
         }
     }
 
-    fn assemble(&self, index: usize, addresses: RingAddresses) -> std::result::Result<QueueParts, StartError> {
+    fn assemble(
+        &self,
+        index: usize,
+        addresses: RingAddresses,
+    ) -> std::result::Result<QueueParts, StartError> {
         let vring = &self.vrings[index];
         let has = |bit: u32| self.features & (1 << bit) != 0;
         let layout = RingLayout {
@@ -419,7 +423,8 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
 impl Backend {
     fn check_inflight_shape(&self, queues: u16, queue_size: u16) -> Result<()> {
-        let fits = (1..=self.device.queues).contains(&queues) && (1..=self.queue_size_max).contains(&queue_size);
+        let fits =
+            (1..=self.device.queues).contains(&queues) && (1..=self.queue_size_max).contains(&queue_size);
         if fits { Ok(()) } else { Err(refused(InflightError::Shape { queues, queue_size })) }
     }
 }

@@ -59,7 +59,9 @@ const _: () = assert!(offset_of!(Entry, next) == 6 && offset_of!(Entry, counter)
 /// Why an inflight region was refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum InflightError {
-    #[error("an inflight region of {queues} queues of {queue_size} descriptors is outside what this server offers")]
+    #[error(
+        "an inflight region of {queues} queues of {queue_size} descriptors is outside what this server offers"
+    )]
     Shape { queues: u16, queue_size: u16 },
     #[error("the inflight region holds {len:#x} bytes, {needed:#x} are needed")]
     TooSmall { len: u64, needed: u64 },
@@ -323,7 +325,10 @@ mod tests {
             if !step() {
                 return used;
             }
-            queue.entry(head).next.store(queue.header().last_batch_head.load(Ordering::Relaxed), Ordering::Relaxed);
+            queue
+                .entry(head)
+                .next
+                .store(queue.header().last_batch_head.load(Ordering::Relaxed), Ordering::Relaxed);
             if !step() {
                 return used;
             }

@@ -35,13 +35,19 @@ pub(super) enum MemoryError {
     Overlap { guest: u64, len: u64 },
     #[error("the frontend shares more than {MAX_REGIONS} memory regions")]
     TooManyRegions,
-    #[error("the file of the memory region at guest address {guest:#x} holds {file_len:#x} bytes, {needed:#x} are needed")]
+    #[error(
+        "the file of the memory region at guest address {guest:#x} holds {file_len:#x} bytes, {needed:#x} are needed"
+    )]
     FileTooSmall { guest: u64, file_len: u64, needed: u64 },
     #[error("no memory region at guest address {guest:#x} (+{len:#x}) to remove")]
     NoSuchRegion { guest: u64, len: u64 },
-    #[error("cannot map the memory region at guest address {guest:#x}: is it a memfd or a file on tmpfs or hugetlbfs, shared?")]
+    #[error(
+        "cannot map the memory region at guest address {guest:#x}: is it a memfd or a file on tmpfs or hugetlbfs, shared?"
+    )]
     Map { guest: u64, source: std::io::Error },
-    #[error("{what} at frontend address {user:#x} (+{len:#x}) is not inside one shared memory region, or not aligned")]
+    #[error(
+        "{what} at frontend address {user:#x} (+{len:#x}) is not inside one shared memory region, or not aligned"
+    )]
     RingAddress { what: &'static str, user: u64, len: u64 },
 }
 
@@ -58,9 +64,10 @@ pub(super) struct RegionInfo {
 #[derive(Clone, Debug)]
 struct Region {
     info: RegionInfo,
-    /// Our address of the region's first byte, inside `mapping`.
+    /// Our address of the region's first byte.
     host: NonNull<u8>,
-    mapping: Arc<MmapRegion<()>>,
+    /// What `host` points into; shared by all tables that have the region.
+    _mapping: Arc<MmapRegion<()>>,
 }
 
 /// One memory table. Regions are sorted by guest address and disjoint.
@@ -177,12 +184,13 @@ impl Region {
         let page = u64::try_from(stat.st_blksize).unwrap_or(0).next_power_of_two().max(4096);
         let start = info.file_offset & !(page - 1);
         let lead = info.file_offset - start;
-        let size = usize::try_from(info.len + lead).map_err(|_| MemoryError::Overlap { guest, len: info.len })?;
+        let size =
+            usize::try_from(info.len + lead).map_err(|_| MemoryError::Overlap { guest, len: info.len })?;
         let mapping = MmapRegion::from_file(FileOffset::new(file, start), size)
             .map_err(|error| failed(std::io::Error::other(error)))?;
         // SAFETY: `lead` is less than the size of the mapping just made.
         let host = unsafe { NonNull::new_unchecked(mapping.as_ptr().add(lead as usize)) };
-        Ok(Self { info, host, mapping: Arc::new(mapping) })
+        Ok(Self { info, host, _mapping: Arc::new(mapping) })
     }
 }
 
@@ -271,7 +279,8 @@ pub(super) mod tests {
     }
 
     fn two_regions() -> GuestMemory {
-        let memory = GuestMemory::default().with_region(region(0x10_0000, 0x4000, 0x1000), memfd(0x5000)).unwrap();
+        let memory =
+            GuestMemory::default().with_region(region(0x10_0000, 0x4000, 0x1000), memfd(0x5000)).unwrap();
         memory.with_region(region(0, 0x2000, 0), memfd(0x2000)).unwrap()
     }
 
@@ -317,8 +326,14 @@ pub(super) mod tests {
         assert!(matches!(refused(region(0x1fff, 0x10, 0), memfd(0x1000)), MemoryError::Overlap { .. }));
         assert!(matches!(refused(region(0xf_f000, 0x1001, 0), memfd(0x2000)), MemoryError::Overlap { .. }));
         assert!(matches!(refused(region(0x4000, 0, 0), memfd(0x1000)), MemoryError::Overlap { .. }));
-        assert!(matches!(refused(region(0x4000, 0x1000, 1), memfd(0x1000)), MemoryError::FileTooSmall { .. }));
-        assert!(matches!(refused(region(0x4000, 0x1000, u64::MAX), memfd(0x1000)), MemoryError::Overlap { .. }));
+        assert!(matches!(
+            refused(region(0x4000, 0x1000, 1), memfd(0x1000)),
+            MemoryError::FileTooSmall { .. }
+        ));
+        assert!(matches!(
+            refused(region(0x4000, 0x1000, u64::MAX), memfd(0x1000)),
+            MemoryError::Overlap { .. }
+        ));
         assert!(memory.without_region(region(0, 0x1000, 0)).is_err());
         let fewer = memory.without_region(region(0, 0x2000, 0)).unwrap();
         assert!(fewer.translate(0, 1).is_none() && memory.translate(0, 1).is_some());

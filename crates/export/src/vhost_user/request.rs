@@ -87,7 +87,11 @@ pub(super) fn parse(header: &[u8; HEADER_LEN], shape: Shape, limits: &Limits) ->
 fn count_of(readable: u64) -> Result<usize, Status> {
     let whole = readable.is_multiple_of(RANGE_LEN as u64);
     let count = readable / RANGE_LEN as u64;
-    if whole && count >= 1 && count <= u64::from(MAX_RANGES) { Ok(count as usize) } else { Err(Status::IoError) }
+    if whole && count >= 1 && count <= u64::from(MAX_RANGES) {
+        Ok(count as usize)
+    } else {
+        Err(Status::IoError)
+    }
 }
 
 /// One entry of a write-zeroes request.

@@ -52,7 +52,9 @@ pub(super) enum RingError {
     DescriptorOutside { next: u16, len: u16 },
     #[error("a chain of descriptors is longer than {limit}, or loops")]
     ChainTooLong { limit: u16 },
-    #[error("an indirect descriptor is nested, chained on, not negotiated, or its table of {len:#x} bytes is malformed")]
+    #[error(
+        "an indirect descriptor is nested, chained on, not negotiated, or its table of {len:#x} bytes is malformed"
+    )]
     Indirect { len: u32 },
     #[error("a device-readable descriptor follows a device-writable one")]
     Order,

@@ -12,13 +12,13 @@ use rustix::event::{PollFd, PollFlags, poll};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 use vmstrata_disk::Disk;
 
+use super::Error;
 use super::backend::Backend;
 use super::config::{Device, DeviceParts};
 use super::listener::SocketFile;
 use super::notify;
 use super::stats::Stats;
 use super::worker::{Worker, WorkerOptions};
-use super::Error;
 
 /// Most queues of a device.
 const QUEUES_MAX: u16 = 256;

@@ -90,7 +90,11 @@ impl Worker {
     ///
     /// # Errors
     /// When the thread or its ring cannot be made.
-    pub(super) fn spawn(disk: Arc<Disk>, device: Arc<Device>, options: &WorkerOptions) -> Result<Self, Error> {
+    pub(super) fn spawn(
+        disk: Arc<Disk>,
+        device: Arc<Device>,
+        options: &WorkerOptions,
+    ) -> Result<Self, Error> {
         let wake = notify::event().map_err(Error::Thread)?;
         let mailbox = Mailbox { orders: Mutex::default(), pending: AtomicBool::new(false), wake };
         let (mailbox, counters) = (Arc::new(mailbox), Arc::new(Counters::default()));

@@ -53,14 +53,6 @@ impl Driver {
         driver
     }
 
-    /// Takes over a ring that exists, as a guest does whose device came back.
-    pub fn adopt(file: File, size: u16, origin: u64) -> Self {
-        let mut driver = Self { file, size, origin, next_available: 0, used_seen: 0 };
-        driver.next_available = driver.word(driver.available() + 2);
-        driver.used_seen = driver.used_index();
-        driver
-    }
-
     pub fn descriptors(&self) -> u64 {
         self.origin
     }

@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each test uses its own part")]
 
 pub mod driver;
+pub mod frontend;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -42,7 +43,8 @@ impl Served {
 
     fn over(dir: tempfile::TempDir, path: &Path, format: Format, options: Options) -> Self {
         let resources = Resources::new(ResourceOptions::default());
-        let open = OpenOptions { read_only: options.read_only, format: Some(format), ..OpenOptions::default() };
+        let open =
+            OpenOptions { read_only: options.read_only, format: Some(format), ..OpenOptions::default() };
         let disk = Disk::open(path, &open, &resources).unwrap();
         let mut served = Self { dir, disk, server: None, options };
         served.start();
