@@ -1,12 +1,15 @@
 //! Compares the references there are with the refcounts the image has.
 
+use std::collections::HashSet;
+
 use vmstrata_types::HostOffset;
 
 use super::counts::{Count, Counts, PAGE};
+use super::finding::FindingKind;
 use super::image::Image;
 use super::read::in_parallel;
 use super::refcounts::{DiskRefcounts, block_of};
-use super::report::{FindingKind, Tally};
+use super::report::Tally;
 use crate::error::{IoContext as _, Result};
 
 /// Blocks that one job of a worker covers at least.
@@ -22,11 +25,16 @@ pub(super) struct Compared {
     pub(super) block_missing: bool,
 }
 
-/// Compares every cluster of the file.
+/// Compares every cluster of the file; of clusters in `noted` it is known already that something overlaps there.
 ///
 /// # Errors
 /// Whatever the store reports.
-pub(super) fn compare(image: &Image<'_>, counts: &Counts, disk: &DiskRefcounts) -> Result<Compared> {
+pub(super) fn compare(
+    image: &Image<'_>,
+    counts: &Counts,
+    disk: &DiskRefcounts,
+    noted: &HashSet<u64>,
+) -> Result<Compared> {
     let clusters = image.clusters().max(highest_counted(image, counts));
     let per_job = CLUSTERS_PER_JOB.max(1 << disk.block_bits);
     let jobs = clusters.div_ceil(per_job) as usize;
@@ -35,6 +43,7 @@ pub(super) fn compare(image: &Image<'_>, counts: &Counts, disk: &DiskRefcounts) 
             image,
             counts,
             disk,
+            noted,
             block: Vec::new(),
             result: Compared { tally: image.new_tally(), highest: 0, block_missing: false },
         };
@@ -63,6 +72,7 @@ struct Part<'a> {
     image: &'a Image<'a>,
     counts: &'a Counts,
     disk: &'a DiskRefcounts,
+    noted: &'a HashSet<u64>,
     /// The block at hand; empty for one that does not exist or holds nothing but zeros.
     block: Vec<u8>,
     result: Compared,
@@ -122,7 +132,7 @@ impl Part<'_> {
             self.result.block_missing = true;
         }
         if refcount != count.references || count.overlaps() {
-            self.judge(HostOffset::new(cluster << self.image.bits().get()), refcount, count);
+            self.judge(cluster, refcount, count);
         }
     }
 
@@ -130,7 +140,8 @@ impl Part<'_> {
     ///
     /// An overlap that the refcount shows is one finding, as stock tools count it; one that it hides, because
     /// someone counted the references of a broken image right, is a finding of its own.
-    fn judge(&mut self, at: HostOffset, refcount: u64, count: Count) {
+    fn judge(&mut self, cluster: u64, refcount: u64, count: Count) {
+        let at = HostOffset::new(cluster << self.image.bits().get());
         let max = self.image.header.refcount_order.max();
         let references = count.references;
         let tally = &mut self.result.tally;
@@ -143,7 +154,7 @@ impl Part<'_> {
         } else if refcount > countable {
             tally.add(at, FindingKind::Leak { refcount, references });
         }
-        if count.overlaps() && references <= max && refcount >= references {
+        if count.overlaps() && (references..=max).contains(&refcount) && !self.noted.contains(&cluster) {
             tally.add(at, FindingKind::Overlap { references });
         }
     }

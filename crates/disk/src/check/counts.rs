@@ -54,11 +54,14 @@ impl Count {
     }
 }
 
+/// Counters of [`PAGE`] clusters, once one of them is referenced.
+type Page = OnceLock<Box<[AtomicU8]>>;
+
 /// Reference counts of all clusters of a file.
 #[derive(Debug)]
 pub(super) struct Counts {
     clusters: u64,
-    pages: Vec<OnceLock<Box<[AtomicU8]>>>,
+    pages: Vec<Page>,
     overflow: Mutex<HashMap<u64, u64>>,
     bytes: AtomicU64,
     bytes_max: u64,
@@ -89,7 +92,7 @@ impl Counts {
     /// When the cluster is out of range.
     pub(super) fn add(&self, cluster: u64, weight: u64, what: Use) {
         let page = &self.pages[(cluster / PAGE) as usize];
-        let Some(page) = page.get().or_else(|| self.make(page)) else { return };
+        let Some(page) = page.get().map(|page| &**page).or_else(|| self.make(page)) else { return };
         let counter = &page[(cluster % PAGE) as usize];
         let mut old = counter.load(Ordering::Relaxed);
         loop {
@@ -112,10 +115,10 @@ impl Counts {
     }
 
     #[cold]
-    fn make<'a>(&self, page: &'a OnceLock<Box<[AtomicU8]>>) -> Option<&'a Box<[AtomicU8]>> {
+    fn make<'a>(&self, page: &'a Page) -> Option<&'a [AtomicU8]> {
         if self.bytes.fetch_add(PAGE, Ordering::Relaxed) + PAGE > self.bytes_max {
             self.exhausted.store(true, Ordering::Relaxed);
-            return page.get();
+            return page.get().map(|page| &**page);
         }
         Some(page.get_or_init(|| (0..PAGE).map(|_| AtomicU8::new(0)).collect()))
     }

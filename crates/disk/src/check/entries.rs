@@ -8,10 +8,11 @@ use vmstrata_types::HostOffset;
 
 use super::Phase;
 use super::counts::{Counts, Use};
+use super::finding::FindingKind;
 use super::image::{Image, Region};
 use super::read::for_each_cluster;
 use super::refcounts::DiskRefcounts;
-use super::report::{FindingKind, Tally};
+use super::report::Tally;
 use super::roots::TableRef;
 use crate::error::Result;
 use crate::layer::words;

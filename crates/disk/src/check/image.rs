@@ -5,12 +5,13 @@
 
 use vmstrata_qcow2::bitmap::BitmapsExtension;
 use vmstrata_qcow2::entry::HOST_OFFSET_LIMIT;
-use vmstrata_qcow2::{Autoclear, Header, ParseErrorKind};
+use vmstrata_qcow2::{Autoclear, Header, ParseError, ParseErrorKind};
 use vmstrata_store::Store;
 use vmstrata_types::{ClusterBits, HostOffset};
 
 use super::counts::{Counts, Use};
-use super::report::{FindingKind, Tally};
+use super::finding::FindingKind;
+use super::report::Tally;
 use super::{CheckOptions, Phase, Progress};
 use crate::error::{ErrorKind, IoContext as _, Result};
 
@@ -26,7 +27,7 @@ pub(super) struct Image<'a> {
     pub(super) file_len: u64,
     pub(super) header: Header,
     /// `None` also where the image says that its bitmaps are out of date: they hold nothing then.
-    pub(super) bitmaps: Option<BitmapsExtension>,
+    pub(super) bitmaps: Option<Result<BitmapsExtension, ParseError>>,
 }
 
 impl<'a> Image<'a> {
@@ -45,8 +46,7 @@ impl<'a> Image<'a> {
         let bitmaps = extensions.bitmaps().filter(|_| header.autoclear.contains(Autoclear::BITMAPS));
         let lenient = file_len.saturating_add(header.cluster_bits.size() - 1);
         let bitmaps = bitmaps
-            .map(|data| BitmapsExtension::parse(data, u64::from(header.header_length), &header, lenient))
-            .transpose()?;
+            .map(|data| BitmapsExtension::parse(data, u64::from(header.header_length), &header, lenient));
         let clusters = file_len.div_ceil(header.cluster_bits.size());
         if clusters > CLUSTERS_MAX {
             return Err(ErrorKind::CheckTooLarge { clusters, max: CLUSTERS_MAX }.into());

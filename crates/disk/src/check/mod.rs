@@ -14,7 +14,9 @@
 //!   copied flag without an offset; a zero flag in a version 2 image. Stock tools call these clean, but the first
 //!   loses data on the next write and reading the last is an error everywhere.
 //! - **Not followed.** An L1 entry without an offset but with flags (stock reads the header as an L2 table); more
-//!   than 1,024 L2 tables off a cluster boundary; the rest of the image when bitmaps are not readable.
+//!   than 1,024 L2 tables off a cluster boundary.
+//! - **Further.** Where snapshots or bitmaps are not readable stock gives up; this check goes on with the rest, reports a
+//!   check error, and refuses to repair: what they hold seems leaked.
 //! - **Once.** A refcount block whose table entry is misaligned is one corruption; stock adds a check error for
 //!   each cluster it would cover.
 //!
@@ -28,6 +30,7 @@
 mod compare;
 mod counts;
 mod entries;
+mod finding;
 mod image;
 mod read;
 mod refcounts;
@@ -41,7 +44,8 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-pub use report::{CheckReport, Finding, FindingKind, Severity};
+pub use finding::{Finding, FindingKind, Severity};
+pub use report::CheckReport;
 use vmstrata_store::{CacheMode, Gate, Store};
 
 use crate::error::Result;

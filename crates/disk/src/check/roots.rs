@@ -6,13 +6,14 @@
 //! of bytes.
 
 use vmstrata_qcow2::entry::{COPIED, EntryError, L1_RESERVED, OFFSET_MASK};
-use vmstrata_qcow2::{bitmap, snapshot};
+use vmstrata_qcow2::{ParseError, bitmap};
 use vmstrata_types::HostOffset;
 
 use super::counts::{Counts, Use};
+use super::finding::{FindingKind, PAST_END_L2};
 use super::image::{Image, Region};
 use super::refcounts::DiskRefcounts;
-use super::report::{FindingKind, PAST_END_L2, Tally};
+use super::report::Tally;
 use super::snapshots::read_snapshots;
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::words;
@@ -83,8 +84,7 @@ enum Tree {
 
 /// Counts everything but L2 tables' entries and the refcount structures; returns the L2 tables, sorted.
 ///
-/// Returns `None` when references could not be found, because snapshots or bitmaps are not readable: the tally
-/// then says so, and refcounts cannot be judged.
+/// Where snapshots or bitmaps are not readable the tally says so, and what they hold will seem leaked.
 ///
 /// # Errors
 /// Whatever the store reports; more L2 tables than the memory limit allows.
@@ -93,29 +93,27 @@ pub(super) fn count_roots(
     counts: &Counts,
     disk: &DiskRefcounts,
     tally: &mut Tally,
-) -> Result<Option<Vec<TableRef>>> {
+) -> Result<Vec<TableRef>> {
     let header = &image.header;
     let cluster = Region { start: HostOffset::ZERO, len: image.bits().size() };
     image.count_exclusive(counts, tally, cluster, "the header");
-    let Some(snapshots) = read_snapshots(image, tally)? else { return Ok(None) };
+    let snapshots = read_snapshots(image, tally)?;
     let mut walk = Walk { image, counts, disk, tally, tables: TableRefs::default() };
     walk.l1_table(Tree::Active, header.l1_table_offset, header.l1_size)?;
     let table_bytes: u64 = snapshots.list.iter().map(|snapshot| u64::from(snapshot.l1_size) * 8).sum();
     if table_bytes > TABLE_BYTES_MAX {
         walk.tally.add(header.snapshots_offset, FindingKind::SnapshotsOverlap);
-        return Ok(None);
-    }
-    for snapshot::Snapshot { l1_table_offset, l1_size, .. } in &snapshots.list {
-        walk.l1_table(Tree::Snapshot, *l1_table_offset, *l1_size)?;
+    } else {
+        for snapshot in &snapshots.list {
+            walk.l1_table(Tree::Snapshot, snapshot.l1_table_offset, snapshot.l1_size)?;
+        }
     }
     let table = Region { start: header.snapshots_offset, len: snapshots.table_len };
     image.count_exclusive(counts, walk.tally, table, "the snapshot table");
-    if !walk.bitmaps()? {
-        return Ok(None);
-    }
+    walk.bitmaps()?;
     let mut tables = walk.tables;
     tables.merge();
-    Ok(Some(tables.refs))
+    Ok(tables.refs)
 }
 
 struct Walk<'a> {
@@ -190,30 +188,32 @@ impl Walk<'_> {
         }
     }
 
-    /// Counts the bitmap directory, bitmap tables and bitmaps; false when they are not readable.
-    fn bitmaps(&mut self) -> Result<bool> {
-        let Some(extension) = self.image.bitmaps else { return Ok(true) };
-        let region = Region { start: extension.directory_offset, len: extension.directory_len };
-        self.image.count_exclusive(self.counts, self.tally, region, "the bitmap directory");
-        let mut directory = vec![0; extension.directory_len as usize];
-        let read = self.image.store.read_padded(&mut directory, region.start);
-        read.while_trying("read the bitmap directory").map_err(|error| error.at(region.start))?;
-        let lenient = self.image.file_len.saturating_add(self.image.bits().size() - 1);
-        let bitmaps = match extension.parse_directory(&directory, &self.image.header, lenient) {
-            Ok(bitmaps) => bitmaps,
-            Err(error) => {
-                self.tally.add(HostOffset::new(error.offset), FindingKind::Bitmaps(error));
-                return Ok(false);
-            }
+    /// Counts the bitmap directory, bitmap tables and bitmaps.
+    fn bitmaps(&mut self) -> Result<()> {
+        let Some(extension) = self.image.bitmaps.clone() else { return Ok(()) };
+        let (image, note) = (self.image, |walk: &mut Self, error: ParseError| {
+            walk.tally.add(HostOffset::new(error.offset), FindingKind::Bitmaps(error));
+            Ok(())
+        });
+        let extension = match extension {
+            Ok(extension) => extension,
+            Err(error) => return note(self, error),
         };
-        let bytes = bitmaps.iter().map(|bitmap| u64::from(bitmap.table_size) * 8).sum::<u64>();
-        if bytes > TABLE_BYTES_MAX {
-            return Err(ErrorKind::CheckMemory { bytes_max: TABLE_BYTES_MAX }.into());
+        let region = Region { start: extension.directory_offset, len: extension.directory_len };
+        image.count_exclusive(self.counts, self.tally, region, "the bitmap directory");
+        let mut directory = vec![0; extension.directory_len as usize];
+        let read = image.store.read_padded(&mut directory, region.start);
+        read.while_trying("read the bitmap directory").map_err(|error| error.at(region.start))?;
+        let lenient = image.file_len.saturating_add(image.bits().size() - 1);
+        let bitmaps = match extension.parse_directory(&directory, &image.header, lenient) {
+            Ok(bitmaps) => bitmaps,
+            Err(error) => return note(self, error),
+        };
+        if bitmaps.iter().map(|bitmap| u64::from(bitmap.table_size) * 8).sum::<u64>() > TABLE_BYTES_MAX {
+            self.tally.add(region.start, FindingKind::BitmapsOverlap);
+            return Ok(());
         }
-        for bitmap in bitmaps {
-            self.bitmap(&bitmap)?;
-        }
-        Ok(true)
+        bitmaps.iter().try_for_each(|bitmap| self.bitmap(bitmap))
     }
 
     fn bitmap(&mut self, bitmap: &bitmap::Bitmap) -> Result<()> {

@@ -1,14 +1,17 @@
 //! One look at a whole image: every reference counted, and compared with the refcounts.
 
+use std::collections::HashSet;
+
 use vmstrata_qcow2::Incompatible;
 use vmstrata_types::HostOffset;
 
 use super::compare::compare;
 use super::counts::{Counts, Use};
 use super::entries::{Stats, count_entries};
+use super::finding::FindingKind;
 use super::image::{Image, Region};
 use super::refcounts::{DiskRefcounts, block_of};
-use super::report::{CheckReport, FindingKind, Tally};
+use super::report::{CheckReport, Tally};
 use super::roots::{TableRef, count_roots};
 use crate::error::{ErrorKind, Result};
 
@@ -34,28 +37,17 @@ pub(super) fn scan(image: &Image<'_>) -> Result<Scan> {
     let disk = DiskRefcounts::load(image)?;
     let counts = image.new_counts();
     let mut tally = image.new_tally();
-    let Some(Found { tables, stats }) = count_references(image, &counts, &disk, &mut tally)? else {
-        // Without all references every comparison would cry wolf.
-        let report = report(image, tally, Stats::default(), HostOffset::ZERO);
-        return Ok(Scan {
-            report,
-            counts,
-            disk,
-            tables: Vec::new(),
-            must_rebuild: false,
-            references_unknown: true,
-        });
-    };
-    let damaged = count_refcounts(image, &counts, &disk, &mut tally);
+    let Found { tables, stats } = count_references(image, &counts, &disk, &mut tally)?;
+    let structures = count_refcounts(image, &counts, &disk, &mut tally);
     if counts.is_exhausted() {
         return Err(out_of_memory(image));
     }
-    let compared = compare(image, &counts, &disk)?;
+    let compared = compare(image, &counts, &disk, &structures.shared_blocks)?;
     tally.merge(compared.tally);
     let end = HostOffset::new((compared.highest + 1) << image.bits().get());
     let references_unknown = tally.unfollowed > 0;
     let report = report(image, tally, stats, end);
-    let must_rebuild = damaged || compared.block_missing;
+    let must_rebuild = structures.damaged || compared.block_missing;
     Ok(Scan { report, counts, disk, tables, must_rebuild, references_unknown })
 }
 
@@ -66,7 +58,7 @@ pub(super) struct Found {
     pub(super) stats: Stats,
 }
 
-/// Counts every reference but those of the refcount structures; `None` when some could not be found.
+/// Counts every reference but those of the refcount structures.
 ///
 /// # Errors
 /// As [`scan`].
@@ -75,51 +67,66 @@ pub(super) fn count_references(
     counts: &Counts,
     disk: &DiskRefcounts,
     tally: &mut Tally,
-) -> Result<Option<Found>> {
-    let Some(tables) = count_roots(image, counts, disk, tally)? else { return Ok(None) };
+) -> Result<Found> {
+    let tables = count_roots(image, counts, disk, tally)?;
     let stats = count_entries(image, counts, disk, &tables, tally)?;
-    if counts.is_exhausted() { Err(out_of_memory(image)) } else { Ok(Some(Found { tables, stats })) }
+    if counts.is_exhausted() { Err(out_of_memory(image)) } else { Ok(Found { tables, stats }) }
 }
 
 fn out_of_memory(image: &Image<'_>) -> crate::Error {
     ErrorKind::CheckMemory { bytes_max: image.options.memory_bytes_max }.into()
 }
 
-/// Counts the refcount structures, last, so that whatever lies on a refcount block is known; tells whether they
-/// are of no use as they are.
-fn count_refcounts(image: &Image<'_>, counts: &Counts, disk: &DiskRefcounts, tally: &mut Tally) -> bool {
+/// The state of the refcount structures.
+#[derive(Debug)]
+struct Structures {
+    /// They are of no use as they are.
+    damaged: bool,
+    /// Clusters of blocks that something else lies on, as the tally says.
+    shared_blocks: HashSet<u64>,
+}
+
+/// Counts the refcount structures, last, so that whatever lies on a refcount block is known.
+fn count_refcounts(
+    image: &Image<'_>,
+    counts: &Counts,
+    disk: &DiskRefcounts,
+    tally: &mut Tally,
+) -> Structures {
     let (header, bits) = (&image.header, image.bits());
     let start = header.refcount_table_offset;
     let len = header.refcount_table_entries() as u64 * 8;
     image.count_exclusive(counts, tally, Region { start, len }, "the refcount table");
-    let mut damaged = (start.get()..start.get() + len)
+    let table_damaged = (start.get()..start.get() + len)
         .step_by(bits.size() as usize)
         .any(|at| at >= image.file_len || counts.get(at >> bits.get()).references != 1);
+    let mut found = Structures { damaged: table_damaged, shared_blocks: HashSet::new() };
     for (index, &raw) in disk.table.iter().enumerate() {
         let at = start + index as u64 * 8;
         if let Some(error) = disk.entry_error(index, bits) {
             tally.add(at, FindingKind::RefcountTableEntry(error));
-            damaged = true;
+            found.damaged = true;
             continue;
         }
         let Some(block) = block_of(raw, bits) else { continue };
         if block.get() >= image.file_len {
             let (what, len) = ("a refcount block", bits.size());
             tally.add(at, FindingKind::PastEnd { what, start: block, len });
-            damaged = true;
+            found.damaged = true;
             continue;
         }
         let cluster = block.get() >> bits.get();
         counts.add(cluster, 1, Use::Exclusive);
         let references = counts.get(cluster).references;
         if references != 1 {
-            damaged = true;
+            found.damaged = true;
             if references.min(header.refcount_order.max()) != 1 {
                 tally.add(at, FindingKind::RefcountBlockShared { block, references });
+                found.shared_blocks.insert(cluster);
             }
         }
     }
-    damaged
+    found
 }
 
 fn report(image: &Image<'_>, tally: Tally, stats: Stats, image_end_offset: HostOffset) -> CheckReport {

@@ -4,8 +4,9 @@ use vmstrata_qcow2::snapshot::{self, MAX_TABLE_LEN, Snapshot};
 use vmstrata_qcow2::{Header, ParseError, ParseErrorKind};
 use vmstrata_types::HostOffset;
 
+use super::finding::FindingKind;
 use super::image::Image;
-use super::report::{FindingKind, Tally};
+use super::report::Tally;
 use crate::error::{IoContext as _, Result};
 
 /// Bytes of the table read at first.
@@ -21,14 +22,14 @@ pub(super) struct Snapshots {
     pub(super) table_len: u64,
 }
 
-/// Reads the snapshot table; `None`, with a finding, when it is not readable.
+/// Reads the snapshot table; nothing but a finding comes of one that is not readable.
 ///
 /// # Errors
 /// Whatever the store reports.
-pub(super) fn read_snapshots(image: &Image<'_>, tally: &mut Tally) -> Result<Option<Snapshots>> {
+pub(super) fn read_snapshots(image: &Image<'_>, tally: &mut Tally) -> Result<Snapshots> {
     let header = &image.header;
     if header.snapshot_count == 0 {
-        return Ok(Some(Snapshots::default()));
+        return Ok(Snapshots::default());
     }
     let at = header.snapshots_offset;
     let len_max = MAX_TABLE_LEN.min(image.file_len.saturating_sub(at.get()));
@@ -47,11 +48,11 @@ pub(super) fn read_snapshots(image: &Image<'_>, tally: &mut Tally) -> Result<Opt
             }
             Err(error) => {
                 tally.add(HostOffset::new(error.offset), FindingKind::SnapshotTable(error));
-                return Ok(None);
+                return Ok(Snapshots::default());
             }
             Ok(snapshots) => {
                 tally.merge(found);
-                return Ok(Some(snapshots));
+                return Ok(snapshots);
             }
         }
     }

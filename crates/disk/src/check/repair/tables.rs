@@ -32,7 +32,7 @@ pub(super) fn mend(store: &dyn Store, options: &CheckOptions, scan: &Scan) -> Re
     let mut changed = mender.l2_tables(scan)?;
     changed += mender.l1_table(image.header.l1_table_offset, image.header.l1_size, true)?;
     if options.repair == Repair::All {
-        let snapshots = read_snapshots(&image, &mut image.new_tally())?.unwrap_or_default();
+        let snapshots = read_snapshots(&image, &mut image.new_tally())?;
         for snapshot in &snapshots.list {
             changed += mender.l1_table(snapshot.l1_table_offset, snapshot.l1_size, false)?;
         }
