@@ -13,6 +13,9 @@
 //! two independent readings of one text.
 
 pub mod bench;
+pub mod build;
 pub mod chain;
+pub mod demo;
 pub mod guest;
 pub mod size;
+pub mod tidy;

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
-use xtask::bench::client::{Access, Client, Load, Target};
+use xtask::bench::client::{Client, Target};
+use xtask::bench::load::{Access, Load};
 use xtask::size::parse_size;
 
 /// Example: `cargo xtask load --vhost-user /run/web.sock --depth 1 --seconds 5`

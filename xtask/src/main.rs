@@ -2,21 +2,30 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::Parser;
 
 mod bench_command;
 mod chain_command;
+mod demo_command;
 mod load_command;
 
 /// Chores of this repository.
 #[derive(Parser)]
 #[command(name = "cargo xtask", version)]
 enum Command {
+    /// Check the rules of the sources that the compiler does not.
+    Tidy {
+        /// Lower and remove entries of xtask/tidy.toml that allow.
+        #[arg(long)]
+        shrink: bool,
+    },
     /// Make a qcow2 chain, or verify a disk against one.
     Chain(chain_command::Chain),
     /// Measure against stock QEMU and the floor.
     Bench(bench_command::Bench),
+    /// A guest with 500 snapshots, in stock QEMU alone and through vmstrata, side by side.
+    Demo(demo_command::Demo),
     /// Run one load against a vhost-user-blk socket or a raw file.
     Load(load_command::LoadCommand),
 }
@@ -28,8 +37,20 @@ fn root() -> &'static Path {
 
 fn main() -> Result<()> {
     match Command::parse() {
+        Command::Tidy { shrink } => tidy(shrink),
         Command::Chain(chain) => chain.run(),
         Command::Bench(bench) => bench.run(),
+        Command::Demo(demo) => demo.run(),
         Command::Load(load) => load.run(),
     }
+}
+
+fn tidy(shrink: bool) -> Result<()> {
+    if shrink {
+        xtask::tidy::shrink(root())?;
+    }
+    let complaints = xtask::tidy::check(root())?;
+    complaints.iter().for_each(|complaint| println!("{complaint}"));
+    ensure!(complaints.is_empty(), "{} to mend", complaints.len());
+    Ok(())
 }

@@ -9,6 +9,8 @@
 //! drifts of a shared machine fall out of it.
 
 pub mod client;
+pub mod describe;
+pub mod load;
 pub mod machine;
 pub mod plot;
 pub mod results;

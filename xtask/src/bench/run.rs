@@ -7,15 +7,15 @@
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use super::client::Access;
-use super::results::{Figure, Results, Sample, cells};
+use super::load::Access;
+use super::results::{Figure, Results, Sample};
 use super::server::{self, Disk, Kind};
 use super::session::{self, Chain, Timing, Values};
-use super::{machine, plot, table, targets};
+use super::{describe, plot, table};
 use crate::chain::{self, Backing, Base, Manifest, Plan, Shape, Spec, image};
 
 /// What the command line asks for.
@@ -40,8 +40,8 @@ pub struct Options {
 }
 
 const SEED: u64 = 20_260_101;
-const FILL: f64 = 0.9;
-const CLUSTER: u64 = 64 << 10;
+pub(super) const FILL: f64 = 0.9;
+pub(super) const CLUSTER: u64 = 64 << 10;
 /// QEMU on more layers than this opens in seconds and answers in milliseconds: two rounds tell all.
 const QEMU_SLOW_LAYERS: u32 = 100;
 const QEMU_SLOW_ROUNDS: u32 = 2;
@@ -85,9 +85,7 @@ struct Bench<'a> {
 /// # Errors
 /// When a server fails or serves a wrong byte, or files cannot be written.
 pub fn run(options: &Options) -> Result<Results> {
-    let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
-    let limit = rustix::process::Rlimit { current: hard, maximum: hard };
-    rustix::process::setrlimit(rustix::process::Resource::Nofile, limit)?;
+    server::raise_file_limit()?;
     if options.servers.contains(&Kind::Vmstrata) {
         ensure!(server::vmstrata().exists(), "build vmstrata first: cargo build --release");
     }
@@ -103,7 +101,7 @@ pub fn run(options: &Options) -> Result<Results> {
     if options.boot {
         bench.boots()?;
     }
-    let results = bench.results();
+    let results = describe::results(options, bench.samples);
     println!("{}", table::markdown(&results));
     if let Some(root) = &options.publish {
         publish(root, &results)?;
@@ -215,13 +213,8 @@ impl Bench<'_> {
         let shape = Shape { size: self.options.size, cluster_size: CLUSTER, backing: Some(backing) };
         image::write(&path, &shape, &[], &image::Empty)?;
         let access = Access::FirstWrite { round: round as u16 };
-        let rate = session::write(
-            server,
-            &Disk { path, writable: true },
-            access,
-            &chain.chain(),
-            self.options.timing,
-        )?;
+        let disk = Disk { path, writable: true, backing: Some(chain.dir.clone()) };
+        let rate = session::write(server, &disk, access, &chain.chain(), self.options.timing)?;
         Ok(vec![(Figure::FirstWrite, rate)])
     }
 
@@ -236,8 +229,8 @@ impl Bench<'_> {
         let owners: Vec<_> = manifest.owners().collect();
         let chain = Chain { dir: dir.path(), manifest: &manifest, owners: &owners };
         let access = Access::RandomWrite { round: round as u16 };
-        let rate =
-            session::write(server, &Disk { path, writable: true }, access, &chain, self.options.timing)?;
+        let disk = Disk { path, writable: true, backing: None };
+        let rate = session::write(server, &disk, access, &chain, self.options.timing)?;
         Ok(vec![(Figure::Overwrite, rate)])
     }
 
@@ -252,53 +245,6 @@ impl Bench<'_> {
             }
         }
         Ok(())
-    }
-
-    fn results(self) -> Results {
-        let options = self.options;
-        let timing = options.timing;
-        let seconds = |time: Duration| format!("{} s", time.as_secs_f64());
-        let pair = |name: &str, value: String| (name.to_owned(), value);
-        let disk = Disk { path: "DISK".into(), writable: false };
-        let show = |kind| {
-            let command = server::command(kind, &disk, Path::new("DIR"));
-            let program = Path::new(command.get_program()).file_name().unwrap_or_default().to_owned();
-            let words: Vec<_> = std::iter::once(program.as_os_str())
-                .chain(command.get_args())
-                .map(|word| word.to_string_lossy().into_owned())
-                .collect();
-            words.join(" ")
-        };
-        Results {
-            date: machine::today(),
-            machine: machine::machine(),
-            versions: vec![
-                pair("qemu", machine::version("qemu-storage-daemon")),
-                pair("vmstrata", machine::version(&server::vmstrata().display().to_string())),
-                pair("fio", machine::version("fio")),
-                pair("libnbd", machine::version("nbdcopy")),
-            ],
-            commands: vec![
-                pair("qemu", show(Kind::Qemu)),
-                pair("vmstrata", show(Kind::Vmstrata)),
-                pair("vhost-user client", "libblkio virtio-blk-vhost-user, one queue, interrupts".into()),
-                pair("floor client", "libblkio io_uring on a raw file through the page cache".into()),
-                pair("nbd client", "fio --ioengine=nbd --rw=randread --bs=4k --iodepth=16".into()),
-                pair("copy", "nbdcopy URI null:".into()),
-                pair("all of it", "cargo xtask bench chain".into()),
-            ],
-            parameters: vec![
-                pair("disk", format!("{} MiB", options.size >> 20)),
-                pair("fill", FILL.to_string()),
-                pair("cluster", format!("{} KiB", CLUSTER >> 10)),
-                pair("rounds", options.rounds.to_string()),
-                pair("timed run", seconds(timing.run)),
-                pair("warm-up", seconds(timing.warm_up)),
-            ],
-            cells: cells(&self.samples),
-            ratios: targets::ratios(&self.samples),
-            samples: self.samples,
-        }
     }
 }
 

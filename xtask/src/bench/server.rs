@@ -45,6 +45,8 @@ pub struct Disk {
     pub path: PathBuf,
     /// Whether clients may write.
     pub writable: bool,
+    /// Directory of backing files outside the active layer's own.
+    pub backing: Option<PathBuf>,
 }
 
 /// A server that runs until it is stopped or dropped.
@@ -52,6 +54,7 @@ pub struct Disk {
 pub struct Server {
     child: Child,
     kind: Kind,
+    disk: Disk,
     dir: TempDir,
 }
 
@@ -65,15 +68,30 @@ impl Server {
     /// For [`Kind::Floor`], which is no server.
     pub fn start(kind: Kind, disk: &Disk) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("vmstrata-bench-").tempdir()?;
-        let log = File::create(dir.path().join("log"))?;
-        let mut command = command(kind, disk, dir.path());
-        let child = command
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()
-            .with_context(|| format!("cannot start {:?}", command.get_program()))?;
-        Ok(Self { child, kind, dir })
+        let child = spawn(kind, disk, dir.path())?;
+        Ok(Self { child, kind, disk: disk.clone(), dir })
+    }
+
+    /// Kills the server as kill -9 does: it has no moment to save anything.
+    ///
+    /// # Errors
+    /// When it has ended before by itself.
+    pub fn crash(&mut self) -> Result<()> {
+        if let Some(status) = self.child.try_wait()? {
+            bail!("{} ended by itself with {status}: {}", self.kind.label(), self.log());
+        }
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+
+    /// Starts the server again with the same disk and the same sockets.
+    ///
+    /// # Errors
+    /// As [`Server::start`].
+    pub fn restart(&mut self) -> Result<()> {
+        self.child = spawn(self.kind, &self.disk, self.dir.path())?;
+        Ok(())
     }
 
     /// The vhost-user-blk socket.
@@ -173,6 +191,14 @@ impl Drop for Server {
     }
 }
 
+/// Starts the program with its output appended to `dir/log`.
+fn spawn(kind: Kind, disk: &Disk, dir: &Path) -> Result<Child> {
+    let log = File::options().create(true).append(true).open(dir.join("log"))?;
+    let mut command = command(kind, disk, dir);
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    command.spawn().with_context(|| format!("cannot start {:?}", command.get_program()))
+}
+
 /// Sends SIGTERM to a child.
 ///
 /// # Errors
@@ -197,6 +223,16 @@ fn parse_resident(status: &str) -> Option<u64> {
         line.split_whitespace().next()?.parse().ok()
     };
     Some((field("RssAnon:")? + field("RssFile:")?) * 1024)
+}
+
+/// Lets this program's children hold as many files as the system allows: QEMU opens every layer at once.
+///
+/// # Errors
+/// When the limit cannot be set.
+pub fn raise_file_limit() -> Result<()> {
+    let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+    let limit = rustix::process::Rlimit { current: hard, maximum: hard };
+    Ok(rustix::process::setrlimit(rustix::process::Resource::Nofile, limit)?)
 }
 
 /// Where the vmstrata binary is: beside this one, which cargo built in the same directory.
@@ -233,6 +269,9 @@ pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
             let mut command = Command::new(vmstrata());
             command.arg("serve").arg("--disk").arg(format!("path={file},name=disk,cache=host{read_only}"));
             command.arg("--vhost-user").arg(format!("disk={vhost}")).arg("--nbd").arg(format!("unix:{nbd}"));
+            if let Some(backing) = &disk.backing {
+                command.arg("--allow-backing").arg(backing);
+            }
             command
         }
         Kind::Floor => panic!("the floor has no server"),
@@ -269,7 +308,7 @@ mod tests {
             from_raw: None,
         };
         let manifest = crate::chain::generate(dir.path(), &spec).unwrap();
-        let disk = Disk { path: manifest.top(dir.path()), writable: false };
+        let disk = Disk { path: manifest.top(dir.path()), writable: false, backing: None };
         let mut server = Server::start(Kind::Qemu, &disk).unwrap();
         let mut client = server.connect(4, true).unwrap();
         let owners: Vec<_> = manifest.owners().collect();

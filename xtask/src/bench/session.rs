@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::client::{Access, Client, Load, Outcome, Target};
+use super::client::{Client, Target};
+use super::load::{Access, Load, Outcome};
 use super::results::Figure;
 use super::server::{Disk, Kind, Server};
 use crate::chain::Manifest;
@@ -52,7 +53,7 @@ impl Chain<'_> {
 
     /// The disk as a read-only session opens it.
     pub fn read_only(&self) -> Disk {
-        Disk { path: self.manifest.top(self.dir), writable: false }
+        Disk { path: self.manifest.top(self.dir), writable: false, backing: None }
     }
 }
 
@@ -105,7 +106,11 @@ pub fn floor(raw: &Path, wanted: &[Figure], timing: Timing) -> Result<Values> {
     read_runs(&mut client, wanted, timing)
 }
 
-fn read_runs(client: &mut Client, wanted: &[Figure], timing: Timing) -> Result<Values> {
+/// The figures of `wanted` that a vhost-user client or the floor's file yields by reading.
+///
+/// # Errors
+/// When a request fails.
+pub fn read_runs(client: &mut Client, wanted: &[Figure], timing: Timing) -> Result<Values> {
     let mut values = Vec::new();
     for (figure, access, block, depth) in READS.into_iter().filter(|(figure, ..)| wanted.contains(figure)) {
         let load = Load { access, block, depth, time: timing.warm_up, seed: 1 };

@@ -95,7 +95,7 @@ fn ratio_row(ratio: &Ratio) -> String {
 }
 
 /// Three significant digits, thousands separated.
-fn number(value: f64) -> String {
+pub fn number(value: f64) -> String {
     match value.abs() {
         size if size >= 1000.0 => thousands((value / 100.0).round() * 100.0),
         size if size >= 100.0 => format!("{value:.0}"),

@@ -12,6 +12,8 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use flate2::{Compress, Compression, FlushCompress, Status};
 
+use super::batch::Batch;
+
 const MAGIC: &[u8; 4] = b"QFI\xfb";
 const HEADER_LEN: u32 = 104;
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
@@ -19,8 +21,6 @@ const REFCOUNT_ORDER_16: u32 = 4;
 /// QCOW_OFLAG_COPIED: the cluster's refcount is exactly one.
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
-/// Bytes gathered before they are written, so that small clusters do not cost a system call each.
-const BATCH: usize = 1 << 20;
 
 /// What a layer lies on.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -269,48 +269,6 @@ fn deflate(cluster: &[u8]) -> Option<Vec<u8>> {
             Some(out)
         }
         _ => None,
-    }
-}
-
-/// Consecutive bytes of a file, gathered into large writes.
-struct Batch {
-    file: File,
-    start: u64,
-    bytes: Vec<u8>,
-}
-
-impl Batch {
-    fn new(file: File, start: u64) -> Self {
-        Self { file, start, bytes: Vec::with_capacity(2 * BATCH) }
-    }
-
-    fn end(&self) -> u64 {
-        self.start + self.bytes.len() as u64
-    }
-
-    fn reserve(&mut self, len: usize) -> Result<&mut [u8]> {
-        if self.bytes.len() >= BATCH {
-            self.write()?;
-        }
-        let from = self.bytes.len();
-        self.bytes.resize(from + len, 0);
-        Ok(&mut self.bytes[from..])
-    }
-
-    fn take_back(&mut self, len: usize) {
-        self.bytes.truncate(self.bytes.len() - len);
-    }
-
-    fn write(&mut self) -> Result<()> {
-        self.file.write_all_at(&self.bytes, self.start)?;
-        self.start = self.end();
-        self.bytes.clear();
-        Ok(())
-    }
-
-    fn finish(mut self) -> Result<u64> {
-        self.write()?;
-        Ok(self.start)
     }
 }
 

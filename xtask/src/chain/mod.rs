@@ -10,6 +10,7 @@
 //! theirs. File names are `layer-0000.qcow2` (the base) upwards; each names the one below relatively, so a
 //! chain's directory can be moved.
 
+mod batch;
 pub mod image;
 pub mod manifest;
 pub mod pattern;

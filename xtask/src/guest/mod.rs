@@ -17,7 +17,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 pub use image::RootImage;
 pub use vm::{Attach, Task, Vm};
@@ -144,11 +144,8 @@ pub fn spread(raw: &Path, dir: &Path, layers: u32) -> Result<PathBuf> {
 /// When the server or the guest fails.
 pub fn boot_through(kind: Kind, disk: &Path) -> Result<Duration> {
     let guest = Guest::here()?;
-    let disk = Disk { path: disk.to_owned(), writable: false };
-    let mut server = match kind {
-        Kind::Floor => bail!("a guest needs a server"),
-        _ => Server::start(kind, &disk)?,
-    };
+    let disk = Disk { path: disk.to_owned(), writable: false, backing: None };
+    let mut server = Server::start(kind, &disk)?;
     server.wait_for_vhost_user()?;
     let mut vm = Vm::boot(&guest, &Attach::VhostUser(server.vhost_user()), Task::Boot)?;
     let up = vm.wait_for(UP, BOOT_MAX)?;

@@ -99,20 +99,27 @@ impl Vm {
     /// # Errors
     /// When the guest fails, ends, complains of its disk, or the time is up first.
     pub fn wait_for(&mut self, text: &str, time: Duration) -> Result<Duration> {
+        ensure!(self.saw(text, time)?, "no {text:?} within {time:?}; console:\n{}", self.console);
+        Ok(self.start.elapsed())
+    }
+
+    /// Whether a console line that holds `text` comes within `time`.
+    ///
+    /// # Errors
+    /// When the guest fails, ends, or complains of its disk first.
+    pub fn saw(&mut self, text: &str, time: Duration) -> Result<bool> {
         let deadline = Instant::now() + time;
         loop {
             let line = match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(line) => line,
-                Err(RecvTimeoutError::Timeout) => {
-                    bail!("no {text:?} within {time:?}; console:\n{}", self.console)
-                }
+                Err(RecvTimeoutError::Timeout) => return Ok(false),
                 Err(RecvTimeoutError::Disconnected) => {
                     bail!("ended before {text:?}; console:\n{}", self.console)
                 }
             };
             self.take(&line)?;
             if line.contains(text) {
-                return Ok(self.start.elapsed());
+                return Ok(true);
             }
         }
     }

@@ -1,0 +1,138 @@
+//! What a timed run does: kind of access, size, depth, time; and the positions that follow from it.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+
+use crate::chain::pattern::mix;
+
+/// What the requests of a run do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reads at random block positions.
+    RandomRead,
+    /// Reads from the start on, wrapping around at the end.
+    SequentialRead,
+    /// Writes at random block positions, as the given round of this client.
+    RandomWrite {
+        /// Told apart when the data is checked.
+        round: u16,
+    },
+    /// One write into each 64 KiB of the disk, in random order, until there is none left.
+    FirstWrite {
+        /// Told apart when the data is checked.
+        round: u16,
+    },
+}
+
+/// Unit of [`Access::FirstWrite`]: the default cluster size.
+const CLUSTER: u64 = 64 << 10;
+/// Steps through any smaller power of two and most other counts, visiting all; it is prime.
+const STRIDE: u64 = 2_654_435_761;
+
+/// One timed run.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// What requests do.
+    pub access: Access,
+    /// Bytes of a request, a multiple of 512.
+    pub block: usize,
+    /// Requests in flight.
+    pub depth: usize,
+    /// How long new requests are started.
+    pub time: Duration,
+    /// Seed of the positions.
+    pub seed: u64,
+}
+
+/// What a run achieved.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Requests completed.
+    pub requests: u64,
+    /// From the first request's start to the last one's completion.
+    pub elapsed: Duration,
+    /// For writes: which blocks have been written, by block number.
+    pub written: Vec<bool>,
+}
+
+impl Outcome {
+    /// Requests per second.
+    pub fn iops(&self) -> f64 {
+        self.requests as f64 / self.elapsed.as_secs_f64()
+    }
+}
+
+/// The state of one run.
+pub(super) struct Run<'a> {
+    pub(super) load: &'a Load,
+    blocks: u64,
+    issued: u64,
+    pub(super) requests: u64,
+    pub(super) written: Vec<bool>,
+}
+
+impl<'a> Run<'a> {
+    pub(super) fn new(load: &'a Load, capacity: u64) -> Result<Self> {
+        let blocks = capacity / load.block as u64;
+        ensure!(blocks > 0, "the disk is smaller than a block");
+        let written = match load.access {
+            Access::RandomWrite { .. } | Access::FirstWrite { .. } => vec![false; blocks as usize],
+            Access::RandomRead | Access::SequentialRead => Vec::new(),
+        };
+        Ok(Self { load, blocks, issued: 0, requests: 0, written })
+    }
+
+    /// Where the next request goes; `None` when there is none left.
+    pub(super) fn next_position(&mut self) -> Option<u64> {
+        let issued = self.issued;
+        self.issued += 1;
+        let block = self.load.block as u64;
+        match self.load.access {
+            Access::SequentialRead => Some(issued % self.blocks * block),
+            Access::RandomRead | Access::RandomWrite { .. } => {
+                Some(self.random(issued) % self.blocks * block)
+            }
+            Access::FirstWrite { .. } => {
+                let clusters = self.blocks * block / CLUSTER;
+                let cluster = issued.wrapping_mul(STRIDE) % clusters.max(1);
+                let within = self.random(issued) % (CLUSTER / block) * block;
+                (issued < clusters).then_some(cluster * CLUSTER + within)
+            }
+        }
+    }
+
+    fn random(&self, index: u64) -> u64 {
+        mix(self.load.seed.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_positions_are_blocks_of_the_disk_and_reach_all_of_it() {
+        let load = Load { access: Access::RandomRead, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
+        let mut run = Run::new(&load, 64 * 4096 + 512).unwrap();
+        let mut seen = [false; 64];
+        for _ in 0..2_000 {
+            let at = run.next_position().unwrap();
+            assert!(at.is_multiple_of(4096));
+            seen[(at / 4096) as usize] = true;
+        }
+        assert!(seen.iter().all(|seen| *seen));
+    }
+
+    #[test]
+    fn first_writes_touch_each_cluster_once() {
+        let access = Access::FirstWrite { round: 0 };
+        let load = Load { access, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
+        let mut run = Run::new(&load, 1000 * CLUSTER).unwrap();
+        let mut clusters: Vec<u64> =
+            std::iter::from_fn(|| run.next_position()).map(|at| at / CLUSTER).collect();
+        assert!(!clusters.is_sorted(), "the order is random");
+        clusters.sort_unstable();
+        assert_eq!(clusters, (0..1000).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,155 @@
+//! Rules about the sources that the compiler does not check.
+//!
+//! ```text
+//!   git's files ──► lexer (tokens without comments and strings) ──► sizes, unsafe, docs ──┐
+//!   cargo metadata ──► layers (who may depend on whom) ──────────────────────────────────┼──► complaints
+//!   docs/measurements/chain.json ──► README's table ─────────────────────────────────────┘
+//! ```
+//!
+//! A rule reports every offence it finds, each as one line with the place and what to do.
+
+pub mod exceptions;
+pub mod layers;
+pub mod lexer;
+pub mod sizes;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::bench::{results::Results, table};
+use exceptions::Exceptions;
+use lexer::{Token, tokens};
+
+/// One Rust source file.
+#[derive(Debug)]
+pub struct Source {
+    /// Path from the root of the repository.
+    pub path: String,
+    /// Its text.
+    pub text: String,
+    /// Its tokens.
+    pub tokens: Vec<Token>,
+}
+
+impl Source {
+    /// Reads a source from its text.
+    pub fn new(path: String, text: String) -> Self {
+        let tokens = tokens(&text);
+        Self { path, text, tokens }
+    }
+
+    /// Whether the whole file is tests (or benches, examples), and not shipped.
+    pub fn is_test(&self) -> bool {
+        ["tests/", "benches/", "examples/"].iter().any(|dir| self.path.contains(&format!("/{dir}")))
+            || self.path.ends_with("/tests.rs")
+    }
+}
+
+/// Where `unsafe` may stand: rings and aligned buffers, guest memory, and the benchmark's use of libblkio.
+const UNSAFE_ALLOWED: [&str; 3] = ["crates/store/", "crates/export/", "xtask/src/bench/client.rs"];
+
+/// Checks the repository at `root`; returns the complaints.
+///
+/// # Errors
+/// When files cannot be read or git and cargo do not run.
+pub fn check(root: &Path) -> Result<Vec<String>> {
+    let sources = sources(root)?;
+    let exceptions = root.join("xtask/tidy.toml");
+    let exceptions = Exceptions::parse(&fs::read_to_string(&exceptions).context("xtask/tidy.toml")?)?;
+    let mut complaints = layers::check(&layers::read(root)?);
+    complaints.extend(sources.iter().filter_map(missing_docs));
+    complaints.extend(sources.iter().filter_map(forbidden_unsafe));
+    complaints.extend(exceptions.judge(&sizes::measure(&sources)));
+    complaints.extend(readme_table(root)?);
+    Ok(complaints)
+}
+
+/// Rewrites `xtask/tidy.toml` with today's sizes: entries shrink or go, none is added and none grows.
+///
+/// # Errors
+/// As [`check`].
+pub fn shrink(root: &Path) -> Result<()> {
+    let path = root.join("xtask/tidy.toml");
+    let exceptions = Exceptions::parse(&fs::read_to_string(&path).context("xtask/tidy.toml")?)?;
+    let shrunk = exceptions.shrink(&sizes::measure(&sources(root)?));
+    Ok(fs::write(path, shrunk.to_text())?)
+}
+
+/// All Rust files git knows or would add, so that build output and other checkouts stay out.
+fn sources(root: &Path) -> Result<Vec<Source>> {
+    let list = Command::new("git")
+        .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "*.rs"])
+        .current_dir(root)
+        .output()
+        .context("git does not run")?;
+    ensure!(list.status.success(), "git ls-files: {}", String::from_utf8_lossy(&list.stderr));
+    let names = String::from_utf8(list.stdout)?;
+    let existing = names.split_terminator('\0').filter(|name| root.join(name).is_file());
+    let read = |name: &str| -> Result<Source> {
+        let text = fs::read_to_string(root.join(PathBuf::from(name))).with_context(|| name.to_owned())?;
+        Ok(Source::new(name.to_owned(), text))
+    };
+    existing.map(read).collect()
+}
+
+/// `tests.rs`, the unit tests of the module beside it, needs no words of its own.
+fn missing_docs(source: &Source) -> Option<String> {
+    if source.path.ends_with("/tests.rs") {
+        return None;
+    }
+    let documented = source.text.lines().find(|line| !line.trim().is_empty() && !line.starts_with("#!["));
+    let documented = documented.is_some_and(|line| line.starts_with("//!"));
+    (!documented).then(|| format!("{}:1: begin with `//!`: what the module is for", source.path))
+}
+
+/// Tests may hand buffers to asynchronous queues, which is unsafe; what ships may not.
+fn forbidden_unsafe(source: &Source) -> Option<String> {
+    if source.is_test() || UNSAFE_ALLOWED.iter().any(|allowed| source.path.starts_with(allowed)) {
+        return None;
+    }
+    let token = source.tokens.iter().find(|token| token.text == "unsafe")?;
+    Some(format!("{}:{}: `unsafe` belongs into the crates store and export", source.path, token.line))
+}
+
+fn readme_table(root: &Path) -> Result<Option<String>> {
+    let json = root.join("docs/measurements/chain.json");
+    if !json.is_file() {
+        return Ok(None);
+    }
+    let results: Results =
+        serde_json::from_slice(&fs::read(&json)?).context("docs/measurements/chain.json")?;
+    let readme = fs::read_to_string(root.join("README.md")).context("README.md")?;
+    let fresh = table::insert(&readme, &table::markdown(&results))?;
+    let stale = fresh != readme;
+    Ok(stale
+        .then(|| "README.md: the table is not docs/measurements/chain.json: cargo xtask bench render".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(path: &str, text: &str) -> Source {
+        Source::new(path.into(), text.into())
+    }
+
+    #[test]
+    fn unsafe_is_found_in_code_and_only_there() {
+        let plain = "//! x\n// unsafe\nconst A: &str = \"unsafe\";\n#![forbid(unsafe_code)]\n";
+        assert_eq!(forbidden_unsafe(&source("crates/disk/src/a.rs", plain)), None);
+        let code = source("crates/disk/src/a.rs", "//! x\nfn a() {\n    unsafe { b() }\n}\n");
+        assert!(forbidden_unsafe(&code).unwrap().starts_with("crates/disk/src/a.rs:3"));
+        assert_eq!(forbidden_unsafe(&source("crates/store/src/a.rs", &code.text)), None);
+    }
+
+    #[test]
+    fn a_module_begins_with_its_documentation() {
+        assert_eq!(missing_docs(&source("a.rs", "//! Does.\n")), None);
+        assert_eq!(missing_docs(&source("a.rs", "#![allow(x)]\n//! Does.\n")), None);
+        assert!(missing_docs(&source("a.rs", "// Does.\nuse a;\n")).is_some());
+        assert!(missing_docs(&source("a.rs", "")).is_some());
+    }
+}

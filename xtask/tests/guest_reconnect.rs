@@ -1,0 +1,81 @@
+//! A guest works on its file system while the server is killed and started again under it.
+//!
+//! The guest must go on without an I/O error, find every byte it wrote, and leave a chain that stock tools
+//! call clean and from which stock QEMU boots.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use xtask::bench::server::{Disk, Kind, Server};
+use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, spread};
+
+const LAYERS: u32 = 20;
+const ROUNDS: u32 = 8;
+const KILLS_MIN: u32 = 4;
+/// Long enough that requests are in flight at any moment of the workload, short enough for many kills.
+const BETWEEN_KILLS: Duration = Duration::from_millis(1_300);
+const WORKLOAD_MAX: Duration = Duration::from_secs(240);
+
+#[test]
+fn guest_survives_a_server_that_is_killed_again_and_again() {
+    xtask::build::vmstrata().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let guest = Guest::here().unwrap();
+    let raw = RootImage { size: 256 << 20, files: 4, file_size: 2 << 20 }.make(&guest, dir.path()).unwrap();
+    let top = spread(&raw, &dir.path().join("chain"), LAYERS).unwrap();
+    let below_before = frozen(&top);
+
+    let disk = Disk { path: top.clone(), writable: true, backing: None };
+    let mut server = Server::start(Kind::Vmstrata, &disk).unwrap();
+    server.wait_for_vhost_user().unwrap();
+    let attach = Attach::VhostUser(server.vhost_user());
+    let mut vm = Vm::boot(&guest, &attach, Task::Workload { rounds: ROUNDS }).unwrap();
+    vm.wait_for(UP, BOOT_MAX).unwrap();
+    let kills = kill_until_done(&mut server, &mut vm);
+    vm.wait_for_end(BOOT_MAX).unwrap_or_else(|error| panic!("{error:#}\nserver:\n{}", server.log()));
+    server.stop().unwrap();
+
+    assert!(kills >= KILLS_MIN, "only {kills} kills fell into the workload");
+    for round in 1..=ROUNDS {
+        assert!(vm.console().contains(&format!("guest: round {round} verified")), "{}", vm.console());
+    }
+    let check = Command::new("qemu-img").arg("check").arg(&top).output().unwrap();
+    assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stdout));
+    assert_eq!(frozen(&top), below_before, "frozen layers must not change");
+
+    let mut stock = Vm::boot(&guest, &Attach::Qcow2(top), Task::Verify).unwrap();
+    stock.wait_for_end(BOOT_MAX).unwrap();
+}
+
+/// Kills and restarts the server in intervals until the guest is done; returns how often.
+fn kill_until_done(server: &mut Server, vm: &mut Vm) -> u32 {
+    let start = Instant::now();
+    let mut kills = 0;
+    loop {
+        let done = vm.saw("guest: done", BETWEEN_KILLS);
+        if done.unwrap_or_else(|error| panic!("after {kills} kills: {error:#}\nserver:\n{}", server.log())) {
+            return kills;
+        }
+        assert!(start.elapsed() < WORKLOAD_MAX, "after {kills} kills:\n{}\n{}", vm.console(), server.log());
+        server.crash().unwrap();
+        server.restart().unwrap();
+        server.wait_for_vhost_user().unwrap();
+        kills += 1;
+    }
+}
+
+/// Name, size and modification time of every layer below the active one.
+fn frozen(top: &Path) -> Vec<(String, u64, std::time::SystemTime)> {
+    let layers = std::fs::read_dir(top.parent().unwrap()).unwrap().map(|entry| entry.unwrap());
+    let frozen =
+        layers.filter(|entry| entry.path() != top && entry.path().extension().is_some_and(|e| e == "qcow2"));
+    let mut facts: Vec<_> = frozen
+        .map(|entry| {
+            let meta = entry.metadata().unwrap();
+            (entry.file_name().to_string_lossy().into_owned(), meta.len(), meta.modified().unwrap())
+        })
+        .collect();
+    facts.sort();
+    facts
+}
