@@ -11,3 +11,4 @@
 //! until checked; no client can harm another one, or take more memory than its door's limits say.
 
 pub mod nbd;
+pub mod vhost_user;

@@ -50,7 +50,11 @@ fn finish(queue: &mut Blkioq, count: usize) -> Vec<(usize, i32)> {
     let done = queue.do_io(&mut completions[..count], count, Some(&mut timeout), None).unwrap();
     assert_eq!(done, count);
     // SAFETY: `do_io` returned how many it wrote, and it wrote all.
-    completions[..count].iter().map(|slot| unsafe { slot.assume_init_ref() }).map(|c| (c.user_data, c.ret)).collect()
+    completions[..count]
+        .iter()
+        .map(|slot| unsafe { slot.assume_init_ref() })
+        .map(|c| (c.user_data, c.ret))
+        .collect()
 }
 
 enum Expect {
@@ -135,11 +139,12 @@ impl Lane<'_> {
 fn against_a_flat_array(queues: usize, io_threads: usize, polled: bool, poll_us: u32) {
     const LANE: usize = 2 << 20;
     let size = (queues * LANE) as u64;
-    let served = Served::qcow2(size, vmstrata_export::vhost_user::Options {
-        poll_us,
-        ..options(queues as u16, io_threads)
-    });
-    let Client { queues: lanes, region, buffers, blkio } = connect(&served.socket(), queues as i32, polled, false);
+    let served = Served::qcow2(
+        size,
+        vmstrata_export::vhost_user::Options { poll_us, ..options(queues as u16, io_threads) },
+    );
+    let Client { queues: lanes, region, buffers, blkio } =
+        connect(&served.socket(), queues as i32, polled, false);
     assert_eq!(blkio.get_u64("capacity").unwrap(), size);
     let memory = ClientMemory { address: region.addr, buffers };
     std::thread::scope(|scope| {
@@ -172,7 +177,8 @@ fn three_polled_queues_on_one_thread() {
 #[test]
 fn a_read_only_disk_is_read_and_says_so() {
     let bytes: Vec<u8> = (0..10_000u32).flat_map(u32::to_le_bytes).collect();
-    let served = Served::raw(&bytes, vmstrata_export::vhost_user::Options { read_only: true, ..options(1, 1) });
+    let served =
+        Served::raw(&bytes, vmstrata_export::vhost_user::Options { read_only: true, ..options(1, 1) });
     let mut blkio = Blkio::new("virtio-blk-vhost-user").unwrap();
     blkio.set_str("path", served.socket().to_str().unwrap()).unwrap();
     blkio.connect().unwrap();

@@ -168,8 +168,9 @@ impl InflightQueue {
             return Err(InflightError::QueueOutside { index, size });
         }
         let offset = InflightRegion::stride(region.queue_size) * u64::from(index);
+        let start = NonNull::new(region.mapping.as_ptr()).expect("a mapping is nowhere at null");
         // SAFETY: `attach` mapped `stride` bytes for each of `queues` queues.
-        let base = unsafe { NonNull::new_unchecked(region.mapping.as_ptr().add(offset as usize)) };
+        let base = unsafe { start.add(offset as usize) };
         let header = base.cast::<QueueHeader>();
         // SAFETY: a queue's header is followed by its entries inside the same stride.
         let entries = unsafe { header.add(1).cast::<Entry>() };
@@ -187,9 +188,10 @@ impl InflightQueue {
 
     fn entry(&self, head: u16) -> &Entry {
         assert!(head < self.size, "head {head} outside the ring it came from");
-        // SAFETY: `head` is below the number of entries; alignment as for the header; all fields
-        // are atomic.
-        unsafe { self.entries.add(usize::from(head)).as_ref() }
+        // SAFETY: `head` is below the number of entries, all of which are mapped.
+        let entry = unsafe { self.entries.add(usize::from(head)) };
+        // SAFETY: aligned as the header is; all fields are atomic.
+        unsafe { entry.as_ref() }
     }
 
     /// Makes the memory consistent with a ring whose used index is `ring_used`, and tells what is unanswered.

@@ -188,8 +188,9 @@ impl Region {
             usize::try_from(info.len + lead).map_err(|_| MemoryError::Overlap { guest, len: info.len })?;
         let mapping = MmapRegion::from_file(FileOffset::new(file, start), size)
             .map_err(|error| failed(std::io::Error::other(error)))?;
+        let first = NonNull::new(mapping.as_ptr()).expect("a mapping is nowhere at null");
         // SAFETY: `lead` is less than the size of the mapping just made.
-        let host = unsafe { NonNull::new_unchecked(mapping.as_ptr().add(lead as usize)) };
+        let host = unsafe { first.add(lead as usize) };
         Ok(Self { info, host, _mapping: Arc::new(mapping) })
     }
 }

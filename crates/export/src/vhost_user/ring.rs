@@ -12,31 +12,24 @@
 //! Invariants:
 //! - at most one request per head descriptor is in flight, so a head identifies a request;
 //! - the memory table a request points into stays mapped until the request is answered;
-//! - whatever the driver writes, a walk ends within [`MAX_CHAIN`] descriptors and touches only guest memory.
+//! - whatever the driver writes, a walk ends within 1024 descriptors and touches only guest memory.
 //!   A ring that breaks the rules gives an error, after which nothing more is taken from it.
+
+mod chain;
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering, fence};
 
-use vmstrata_store::SegmentVec;
-
 use super::inflight::InflightQueue;
-use super::memory::{GuestMemory, MemoryError, SegmentBuilder};
+use super::memory::{GuestMemory, MemoryError};
+pub(super) use chain::{Chain, HEADER_LEN};
+use chain::{DESC_LEN, Table, walk};
 
-/// Most descriptors one request may consist of.
-pub(super) const MAX_CHAIN: u16 = 1024;
-/// Bytes at the start of every virtio-blk request: `struct virtio_blk_outhdr`.
-pub(super) const HEADER_LEN: usize = 16;
-
-const DESC_NEXT: u16 = 1;
-const DESC_WRITE: u16 = 2;
-const DESC_INDIRECT: u16 = 4;
 const NO_INTERRUPT: u16 = 1;
 const NO_NOTIFY: u16 = 1;
 
-const DESC_LEN: u64 = 16;
 const RING_HEADER: usize = 4;
 
 /// How a driver broke the rules of its ring.
@@ -73,37 +66,6 @@ pub(super) struct RingLayout {
     pub(super) used: u64,
     pub(super) event_idx: bool,
     pub(super) indirect: bool,
-}
-
-/// One request as it lies in guest memory.
-pub(super) struct Chain {
-    /// Identifies the request until it is answered.
-    pub(super) head: u16,
-    /// The first bytes the device may read, copied out once.
-    pub(super) header: [u8; HEADER_LEN],
-    /// What else the device may read.
-    pub(super) readable: SegmentVec<'static>,
-    pub(super) readable_len: u64,
-    /// What the device may write, except the status byte at the end.
-    pub(super) writable: SegmentVec<'static>,
-    pub(super) writable_len: u64,
-    /// Descriptors the request is made of.
-    pub(super) descriptors: u16,
-}
-
-/// A descriptor table: the ring's own, or an indirect one.
-#[derive(Clone, Copy)]
-struct Table {
-    base: NonNull<u8>,
-    len: u16,
-}
-
-#[derive(Clone, Copy)]
-struct Descriptor {
-    guest: u64,
-    len: u32,
-    flags: u16,
-    next: u16,
 }
 
 /// A running ring, owned by one I/O thread.
@@ -203,7 +165,7 @@ impl Ring {
         if slot.is_some() {
             return Err(RingError::HeadBusy { head });
         }
-        let (chain, status) = self.walk(head)?;
+        let (chain, status) = walk(&self.memory, self.table, head, self.layout.indirect)?;
         if again.is_none() {
             if let Some(inflight) = &mut self.inflight {
                 inflight.take(head);
@@ -317,38 +279,6 @@ impl Ring {
         }
     }
 
-    /// Collects the chain that starts at `head`, and where its status byte is.
-    fn walk(&self, head: u16) -> Result<(Chain, NonNull<u8>), RingError> {
-        let mut walk = Walk::new(&self.memory);
-        let mut table = self.table;
-        let mut next = head;
-        let mut steps = 0;
-        let mut nested = false;
-        loop {
-            if next >= table.len {
-                return Err(RingError::DescriptorOutside { next, len: table.len });
-            }
-            steps += 1;
-            if steps > table.len || walk.descriptors >= MAX_CHAIN {
-                return Err(RingError::ChainTooLong { limit: table.len.min(MAX_CHAIN) });
-            }
-            let descriptor = table.read(next);
-            if descriptor.flags & DESC_INDIRECT != 0 {
-                if nested || !self.layout.indirect || descriptor.flags & DESC_NEXT != 0 {
-                    return Err(RingError::Indirect { len: descriptor.len });
-                }
-                table = walk.indirect(descriptor)?;
-                (next, steps, nested) = (0, 0, true);
-                continue;
-            }
-            walk.add(descriptor)?;
-            if descriptor.flags & DESC_NEXT == 0 {
-                return walk.finish(head);
-            }
-            next = descriptor.next;
-        }
-    }
-
     fn available_word(&self, offset: usize) -> &AtomicU16 {
         // SAFETY: callers stay inside the part that `new` found mapped.
         let word = unsafe { self.available.add(offset) };
@@ -377,129 +307,6 @@ impl Drop for Ring {
             // Only a panic gets here. The kernel may still be writing: the mapping must outlive us.
             std::mem::forget(Arc::clone(&self.memory));
         }
-    }
-}
-
-impl Table {
-    fn read(self, index: u16) -> Descriptor {
-        // SAFETY: `index` was checked against the table's length, and the whole table is mapped.
-        let at = unsafe { self.base.add(16 * usize::from(index)) };
-        // SAFETY: the second half of the same descriptor.
-        let second = unsafe { at.add(8) };
-        let (guest, rest) = (u64::from_le(read_u64(at)), u64::from_le(read_u64(second)));
-        Descriptor { guest, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
-    }
-}
-
-/// Reads eight bytes of guest memory, which may change meanwhile, once.
-fn read_u64(at: NonNull<u8>) -> u64 {
-    let at = at.cast::<u64>();
-    if at.is_aligned() {
-        // SAFETY: callers pass mapped memory; aligned.
-        unsafe { at.read_volatile() }
-    } else {
-        // SAFETY: callers pass mapped memory; an array of bytes needs no alignment.
-        u64::from_ne_bytes(unsafe { at.cast::<[u8; 8]>().read_volatile() })
-    }
-}
-
-/// A chain being collected.
-struct Walk<'mem> {
-    memory: &'mem GuestMemory,
-    header: [u8; HEADER_LEN],
-    header_len: usize,
-    readable: SegmentBuilder,
-    writable: SegmentBuilder,
-    descriptors: u16,
-    writing: bool,
-}
-
-impl<'mem> Walk<'mem> {
-    fn new(memory: &'mem GuestMemory) -> Self {
-        Self {
-            memory,
-            header: [0; HEADER_LEN],
-            header_len: 0,
-            readable: SegmentBuilder::new(),
-            writable: SegmentBuilder::new(),
-            descriptors: 0,
-            writing: false,
-        }
-    }
-
-    /// The table an indirect descriptor points to.
-    fn indirect(&self, descriptor: Descriptor) -> Result<Table, RingError> {
-        let Descriptor { guest, len, .. } = descriptor;
-        let bad = RingError::Indirect { len };
-        if len == 0 || u64::from(len) % DESC_LEN != 0 || u64::from(len) / DESC_LEN > u64::from(MAX_CHAIN) {
-            return Err(bad);
-        }
-        let (base, here) = self.memory.translate(guest, len.into()).ok_or(RingError::Unmapped { guest })?;
-        if here < u64::from(len) {
-            return Err(RingError::Unmapped { guest: guest + here });
-        }
-        Ok(Table { base, len: (u64::from(len) / DESC_LEN) as u16 })
-    }
-
-    /// Adds one buffer; it may cross from one memory region into the next.
-    #[inline]
-    fn add(&mut self, descriptor: Descriptor) -> Result<(), RingError> {
-        self.descriptors += 1;
-        let writable = descriptor.flags & DESC_WRITE != 0;
-        if self.writing && !writable {
-            return Err(RingError::Order);
-        }
-        self.writing = writable;
-        let (mut guest, mut len) = (descriptor.guest, u64::from(descriptor.len));
-        while len > 0 {
-            let (host, here) = self.memory.translate(guest, len).ok_or(RingError::Unmapped { guest })?;
-            if writable {
-                // SAFETY: mapped by `memory`, which the ring keeps until the request is answered.
-                unsafe { self.writable.push(host, here as usize) };
-            } else {
-                self.add_readable(host, here as usize);
-            }
-            (guest, len) = (guest.wrapping_add(here), len - here);
-        }
-        Ok(())
-    }
-
-    #[inline]
-    fn add_readable(&mut self, host: NonNull<u8>, len: usize) {
-        let take = len.min(HEADER_LEN - self.header_len);
-        for byte in 0..take {
-            // SAFETY: below `len`, all of which is mapped.
-            let at = unsafe { host.add(byte) };
-            // SAFETY: mapped; read once, as the guest may change it.
-            self.header[self.header_len + byte] = unsafe { at.read_volatile() };
-        }
-        self.header_len += take;
-        if take < len {
-            // SAFETY: `take` is below `len`.
-            let rest = unsafe { host.add(take) };
-            // SAFETY: mapped by `memory`, which the ring keeps until the request is answered.
-            unsafe { self.readable.push(rest, len - take) };
-        }
-    }
-
-    #[inline]
-    fn finish(mut self, head: u16) -> Result<(Chain, NonNull<u8>), RingError> {
-        let (readable, writable) = (self.readable.total() + self.header_len as u64, self.writable.total());
-        let truncated = RingError::Truncated { readable, writable };
-        if self.header_len < HEADER_LEN {
-            return Err(truncated);
-        }
-        let status = self.writable.split_last_byte().ok_or(truncated)?;
-        let chain = Chain {
-            head,
-            header: self.header,
-            readable_len: self.readable.total(),
-            readable: self.readable.finish(),
-            writable_len: self.writable.total(),
-            writable: self.writable.finish(),
-            descriptors: self.descriptors,
-        };
-        Ok((chain, status))
     }
 }
 
