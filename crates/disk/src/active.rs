@@ -308,7 +308,9 @@ impl Active {
                 if old == new {
                     return Ok(());
                 }
-                let freed = self.clusters_of(old)?;
+                // A zero entry may keep the cluster that the data entry before it had, and the other way round.
+                let kept = self.clusters_of(new)?;
+                let freed = self.clusters_of(old)?.filter(|freed| Some(*freed) != kept);
                 self.publish(&[Change { cluster, old, new }], freed.as_slice(), &page)
             }
         }

@@ -1,0 +1,42 @@
+//! Files of a chain that fail and record as a plan says.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use vmstrata_disk::{LocalFiles, Opened, Opener, ResourceOptions, Resources, Role};
+use vmstrata_store::{FaultPlan, FaultStore, Gate, StoreId};
+
+/// Opens local files and puts a [`FaultStore`] around each.
+#[derive(Debug)]
+pub struct FaultyFiles {
+    pub plan: Arc<FaultPlan>,
+    ids: Mutex<HashMap<PathBuf, StoreId>>,
+}
+
+impl FaultyFiles {
+    pub fn new(plan: &Arc<FaultPlan>) -> Arc<Self> {
+        Arc::new(Self { plan: Arc::clone(plan), ids: Mutex::default() })
+    }
+
+    /// The name of a file in the plan; the same whenever it is opened.
+    pub fn id(&self, path: &Path) -> StoreId {
+        let mut ids = self.ids.lock().expect("no test panics here");
+        let next = StoreId(u32::try_from(ids.len()).expect("few files"));
+        *ids.entry(path.to_owned()).or_insert(next)
+    }
+
+    /// Resources of the least size over these files.
+    pub fn resources(self: &Arc<Self>) -> Arc<Resources> {
+        let options = ResourceOptions { metadata_cache_bytes: 0, max_open_files: 16, workers: 1, journal_dir: None };
+        Resources::with_opener(options, Arc::clone(self) as Arc<dyn Opener>)
+    }
+}
+
+impl Opener for FaultyFiles {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
+        let opened = LocalFiles.open(path, role, gate)?;
+        let store = FaultStore::new(opened.store, &self.plan, self.id(path));
+        Ok(Opened { store: Arc::new(store), identity: opened.identity })
+    }
+}

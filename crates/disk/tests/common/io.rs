@@ -1,0 +1,92 @@
+//! Requests through a queue, with memory that stays where it is.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use vmstrata_disk::{Completion, Disk, Error, IoQueue, Op, Request};
+use vmstrata_store::{AlignedBuf, Segment, SegmentVec};
+
+use super::flat::range;
+
+/// An [`IoQueue`] that owns the buffers of its requests.
+pub struct Client {
+    queue: IoQueue,
+    buffers: HashMap<u64, AlignedBuf>,
+    next: u64,
+}
+
+/// A request that has ended, with the bytes it read or wrote.
+pub struct Done {
+    pub token: u64,
+    pub result: Result<(), Error>,
+    pub bytes: AlignedBuf,
+}
+
+impl Client {
+    pub fn new(disk: &Arc<Disk>, depth: u32) -> Self {
+        let queue = IoQueue::new(Arc::clone(disk), depth).expect("the host has io_uring");
+        Self { queue, buffers: HashMap::new(), next: 0 }
+    }
+
+    /// Starts a request; for a write `bytes` are what to write, for a read they give the length.
+    pub fn push(&mut self, op: Op, at: u64, len: u64, bytes: Option<&[u8]>) -> u64 {
+        let token = self.next;
+        self.next += 1;
+        let moves = matches!(op, Op::Read | Op::Write { .. });
+        let mut buffer = AlignedBuf::zeroed(if moves { len as usize } else { 0 });
+        if let Some(bytes) = bytes {
+            buffer.copy_from_slice(bytes);
+        }
+        let segments = if moves { segments_of(&mut buffer) } else { SegmentVec::new() };
+        self.buffers.insert(token, buffer);
+        self.queue.push(Request { op, range: range(at, len), segments, token });
+        token
+    }
+
+    pub fn submit(&mut self) {
+        self.queue.submit();
+    }
+
+    pub fn in_flight(&self) -> usize {
+        self.queue.in_flight()
+    }
+
+    /// Waits until at least one request has ended, if any is under way.
+    pub fn wait(&mut self) -> Vec<Done> {
+        let mut ended: Vec<Completion> = Vec::new();
+        self.queue.submit();
+        while ended.is_empty() && self.queue.in_flight() > 0 {
+            self.queue.wait(&[], None);
+            self.queue.reap(&mut ended);
+        }
+        let with_bytes = |Completion { token, result }| {
+            let bytes = self.buffers.remove(&token).expect("every request ends once");
+            Done { token, result, bytes }
+        };
+        ended.into_iter().map(with_bytes).collect()
+    }
+
+    /// Waits for all requests.
+    pub fn drain(&mut self) -> Vec<Done> {
+        let mut all = Vec::new();
+        while self.queue.in_flight() > 0 {
+            all.extend(self.wait());
+        }
+        all
+    }
+}
+
+#[expect(unsafe_code, reason = "a queue's buffers are named by address")]
+fn segments_of(buffer: &mut AlignedBuf) -> SegmentVec<'static> {
+    let first = buffer.len() / 2 / 512 * 512;
+    let start = buffer.as_mut_ptr();
+    let mut segments = SegmentVec::new();
+    for (from, to) in [(0, first), (first, buffer.len())] {
+        if from < to {
+            // SAFETY: the buffer is kept in `Client::buffers`, on the heap, until its request has completed, and the queue
+            // is dropped first.
+            segments.push(unsafe { Segment::new(start.wrapping_add(from), to - from) });
+        }
+    }
+    segments
+}

@@ -1,0 +1,146 @@
+//! Stock tools as oracles.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// Runs `qemu-img`; panics unless it succeeds.
+pub fn qemu_img(args: &[&str]) -> String {
+    let mut output = run("qemu-img", args);
+    for _ in 0..100 {
+        if !text(&output).contains("Failed to get") {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        output = run("qemu-img", args);
+    }
+    assert!(output.status.success(), "qemu-img {args:?}: {}", text(&output));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Runs `qemu-io` commands on an image; panics unless all of them succeed.
+pub fn qemu_io(path: &Path, commands: &[String]) {
+    let output = try_qemu_io(path, &[], commands);
+    let said = text(&output);
+    let failed = said.contains("failed") || said.contains("error");
+    assert!(output.status.success() && !failed, "qemu-io {commands:?} {}: {said}", path.display());
+}
+
+/// Runs `qemu-io` whatever comes of it.
+pub fn try_qemu_io(path: &Path, options: &[&str], commands: &[String]) -> Output {
+    let mut args: Vec<&str> = options.to_vec();
+    for command in commands {
+        args.extend(["-c", command]);
+    }
+    args.push(path_str(path));
+    run("qemu-io", &args)
+}
+
+fn run(program: &str, args: &[&str]) -> Output {
+    Command::new(program).args(args).output().unwrap_or_else(|error| panic!("{program} does not run: {error}"))
+}
+
+/// What a tool said, on both streams.
+pub fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+pub fn path_str(path: &Path) -> &str {
+    path.to_str().expect("test paths are UTF-8")
+}
+
+/// What `qemu-img check` found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checked {
+    pub code: i32,
+    pub said: String,
+}
+
+impl Checked {
+    pub fn is_clean(&self) -> bool {
+        self.code == 0
+    }
+
+    /// Clean, or clusters that no one uses: what a crash may leave.
+    pub fn is_safe(&self) -> bool {
+        self.code == 0 || self.code == 3
+    }
+}
+
+/// Runs `qemu-img check` on a qcow2 file.
+pub fn check(path: &Path) -> Checked {
+    let mut patience = 100;
+    loop {
+        let output = run("qemu-img", &["check", "-f", "qcow2", path_str(path)]);
+        let checked = Checked { code: output.status.code().unwrap_or(-1), said: text(&output) };
+        // Between the fork and the exec of a tool, it holds the locks of every file open in this process.
+        if patience == 0 || !checked.said.contains("Failed to get shared") {
+            return checked;
+        }
+        patience -= 1;
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+}
+
+pub fn assert_clean(path: &Path) {
+    let checked = check(path);
+    assert!(checked.is_clean(), "{}: {}", path.display(), checked.said);
+}
+
+pub fn assert_safe(path: &Path) {
+    let checked = check(path);
+    assert!(checked.is_safe(), "{}: {}", path.display(), checked.said);
+}
+
+/// The content of an image as stock tools read it.
+pub fn content(path: &Path, format: &str) -> Vec<u8> {
+    convert(path, &["-f", format])
+}
+
+/// The content of an internal snapshot as stock tools read it.
+pub fn snapshot_content(path: &Path, name: &str) -> Vec<u8> {
+    convert(path, &["-f", "qcow2", "-l", &format!("snapshot.name={name}")])
+}
+
+fn convert(path: &Path, how: &[&str]) -> Vec<u8> {
+    let out = PathBuf::from(format!("{}.{:x}.raw", path.display(), std::process::id()));
+    let mut args = vec!["convert", "-O", "raw"];
+    args.extend(how);
+    args.extend([path_str(path), path_str(&out)]);
+    qemu_img(&args);
+    let bytes = std::fs::read(&out).expect("converted");
+    std::fs::remove_file(&out).expect("converted");
+    bytes
+}
+
+/// One line of `qemu-img map`.
+#[derive(Clone, Debug)]
+pub struct Mapped {
+    pub start: u64,
+    pub len: u64,
+    /// Distance from the active layer.
+    pub depth: u64,
+    pub present: bool,
+    pub zero: bool,
+    pub data: bool,
+    pub offset: Option<u64>,
+}
+
+/// `qemu-img map --output=json`.
+pub fn map(path: &Path, format: &str) -> Vec<Mapped> {
+    let json = qemu_img(&["map", "-f", format, "--output=json", path_str(path)]);
+    let value: serde_json::Value = serde_json::from_str(&json).expect("qemu-img prints JSON");
+    let number = |line: &serde_json::Value, key: &str| line[key].as_u64();
+    let flag = |line: &serde_json::Value, key: &str| line[key].as_bool().expect("a flag");
+    let lines = value.as_array().expect("a list of extents").iter();
+    lines
+        .map(|line| Mapped {
+            start: number(line, "start").expect("start"),
+            len: number(line, "length").expect("length"),
+            depth: number(line, "depth").expect("depth"),
+            present: flag(line, "present"),
+            zero: flag(line, "zero"),
+            data: flag(line, "data"),
+            offset: number(line, "offset"),
+        })
+        .collect()
+}
