@@ -21,6 +21,24 @@ fn the_default_image_has_one_cluster_of_each_kind() {
 }
 
 #[test]
+fn refcount_blocks_cover_just_what_is_there() {
+    // With 512 B clusters a block holds 64 refcounts of 64 bits: header, table, block and 61 clusters of L1
+    // table fill it; one more needs a second block, which is a cluster itself.
+    let l1_cluster = 64 * 64 * 512;
+    let blocks = |l1_clusters: u64| {
+        let (cluster_bits, refcount_order) = (ClusterBits::MIN, RefcountOrder::MAX);
+        let options =
+            CreateOptions { cluster_bits, refcount_order, ..CreateOptions::new(l1_clusters * l1_cluster) };
+        let image = new_image(&options).unwrap();
+        (image.parts[1].1.len() / 512, image.file_len / 512)
+    };
+    assert_eq!(blocks(61), (1, 64));
+    assert_eq!(blocks(62), (2, 66));
+    assert_eq!(blocks(124), (2, 128));
+    assert_eq!(blocks(125), (3, 130));
+}
+
+#[test]
 fn an_empty_disk_has_no_l1_table() {
     let image = new_image(&CreateOptions::new(0)).unwrap();
     assert_eq!((image.header.l1_size, image.header.l1_table_offset), (0, HostOffset::ZERO));
