@@ -124,16 +124,6 @@ impl VhostUserSpec {
 /// # Errors
 /// Names the disk or socket that does not fit.
 pub fn check_together(disks: &[DiskSpec], sockets: &[VhostUserSpec], nbd: &[Address]) -> Result<()> {
-    for (at, disk) in disks.iter().enumerate() {
-        let twice = disks[..at].iter().any(|earlier| earlier.name == disk.name);
-        ensure!(!twice, "two disks are named '{}': give one of them name=...", disk.name);
-        let has_door = !nbd.is_empty() || sockets.iter().any(|socket| socket.disk == disk.name);
-        ensure!(
-            has_door,
-            "nothing serves disk '{}': add --vhost-user {0}=/path.sock or --nbd unix:/path",
-            disk.name
-        );
-    }
     for (at, socket) in sockets.iter().enumerate() {
         let Some(disk) = disks.iter().find(|disk| disk.name == socket.disk) else {
             let names: Vec<_> = disks.iter().map(|disk| disk.name.as_str()).collect();
@@ -144,6 +134,16 @@ pub fn check_together(disks: &[DiskSpec], sockets: &[VhostUserSpec], nbd: &[Addr
             !shared || disk.read_only,
             "disk '{}' has two --vhost-user sockets: two guests writing one disk would corrupt it; \
              make it read-only or drop one",
+            disk.name
+        );
+    }
+    for (at, disk) in disks.iter().enumerate() {
+        let twice = disks[..at].iter().any(|earlier| earlier.name == disk.name);
+        ensure!(!twice, "two disks are named '{}': give one of them name=...", disk.name);
+        let has_door = !nbd.is_empty() || sockets.iter().any(|socket| socket.disk == disk.name);
+        ensure!(
+            has_door,
+            "nothing serves disk '{}': add --vhost-user {0}=/path.sock or --nbd unix:/path",
             disk.name
         );
     }

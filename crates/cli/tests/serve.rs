@@ -165,9 +165,11 @@ impl Client {
 
     fn write(&mut self, command: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{command}").unwrap();
-        let mut line = String::new();
-        self.said.read_line(&mut line).unwrap();
-        assert!(line.contains("wrote"), "{line}");
+        // Two lines: what was done, and how fast.
+        let mut said = String::new();
+        self.said.read_line(&mut said).unwrap();
+        self.said.read_line(&mut said).unwrap();
+        assert!(said.contains("wrote"), "{said}");
     }
 }
 
@@ -285,7 +287,7 @@ fn what_keeps_a_server_from_starting_is_said_and_nothing_is_left_locked() {
         (&["--disk", &good, "--nbd", "tcp:host.invalid:1"], "host.invalid"),
         (&["--disk", &good, "--nbd", &nbd, "--nbd-tls-cert", &pem, "--nbd-tls-key", &pem], "bad.pem"),
         (&["--disk", &good, "--nbd", &nbd, "--ready-fd", "987654"], "--ready-fd 987654"),
-        (&["--disk", &good, "--nbd", &nbd, "--allow-backing", "/absent/dir"], "/absent/dir"),
+        (&["--disk", &orphan, "--nbd", &nbd, "--allow-backing", "/absent/dir"], "/absent/dir"),
     ] {
         let mut command = vmstrata();
         command.args(["serve", "--runtime-dir", &runtime]).args(args).stdout(Stdio::null());

@@ -45,7 +45,8 @@ fn options(args: &CreateArgs) -> Result<CreateOptions> {
         }
     };
     Ok(CreateOptions {
-        size: args.size,
+        // As qemu-img does: a disk ends with a whole sector.
+        size: args.size.map(|size| size.next_multiple_of(512)),
         cluster_bits: ClusterBits::from_size(args.cluster_size).with_context(|| {
             format!(
                 "--cluster-size {}: a cluster is a power of two from 512 bytes to 2 MiB",

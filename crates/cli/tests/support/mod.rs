@@ -62,8 +62,9 @@ pub fn tool<S: AsRef<OsStr>>(name: &str, args: impl IntoIterator<Item = S>) -> O
 /// Runs a stock tool, which must succeed, and returns stdout.
 pub fn tool_ok<S: AsRef<OsStr>>(name: &str, args: impl IntoIterator<Item = S>) -> String {
     let output = tool(name, args);
-    assert!(output.status.success(), "{name}: {:?}: {}", output.status, stderr(&output));
-    String::from_utf8(output.stdout).expect("UTF-8")
+    let said = String::from_utf8(output.stdout.clone()).expect("UTF-8");
+    assert!(output.status.success(), "{name}: {:?}: {said}{}", output.status, stderr(&output));
+    said
 }
 
 /// Runs a stock tool, which must succeed, and reads stdout as JSON.
