@@ -154,10 +154,15 @@ impl Active {
         }
         let (key, slot) = self.key(cluster);
         let first = cluster - slot as u64;
+        // Changes are looked at before the image: one that a commit writes meanwhile, and then forgets, is seen in
+        // one of the two places. (No others can be noted: the caller holds the page's lock.)
+        let mut changed: Vec<(u64, u64)> = Vec::new();
+        self.changes.overlay(first..first + PAGE_WORDS as u64, |cluster, raw| changed.push((cluster, raw)));
         let mut page = [0; PAGE_WORDS];
         self.read_entries(first, &mut page).map_err(|e| e.in_layer(self.index).in_file(&self.path))?;
-        self.changes
-            .overlay(first..first + PAGE_WORDS as u64, |cluster, raw| page[(cluster - first) as usize] = raw);
+        for (cluster, raw) in changed {
+            page[(cluster - first) as usize] = raw;
+        }
         self.cache.fill(key, &page);
         Ok(page[slot])
     }

@@ -1,0 +1,133 @@
+//! Races of the engine, each brought about on purpose: files stop at the worst moment until the test lets them go on.
+
+mod common;
+
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use common::flat::{assert_same, read, write};
+use common::stock::{path_str, qemu_img};
+use common::{scratch, stock};
+use vmstrata_disk::{Disk, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role};
+use vmstrata_store::{Gate, Segment, Store, total_len};
+use vmstrata_types::HostOffset;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Holds the next read of a given length back after it has read, until it is let go.
+#[derive(Debug, Default)]
+struct Barrier {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Hold the next read of this many bytes.
+    wanted: Option<usize>,
+    holding: bool,
+    let_go: bool,
+}
+
+impl Barrier {
+    fn hold_next(&self, len: usize) {
+        *self.state.lock().unwrap() = State { wanted: Some(len), ..State::default() };
+    }
+
+    fn after_read(&self, len: usize) {
+        let mut state = self.state.lock().unwrap();
+        if state.wanted != Some(len) {
+            return;
+        }
+        state.wanted = None;
+        state.holding = true;
+        self.changed.notify_all();
+        let (mut state, waited) = self.changed.wait_timeout_while(state, PATIENCE, |state| !state.let_go).unwrap();
+        assert!(!waited.timed_out(), "nobody let the read go");
+        state.holding = false;
+    }
+
+    fn wait_until_held(&self) {
+        let state = self.state.lock().unwrap();
+        let (_state, waited) = self.changed.wait_timeout_while(state, PATIENCE, |state| !state.holding).unwrap();
+        assert!(!waited.timed_out(), "no read came");
+    }
+
+    fn let_go(&self) {
+        self.state.lock().unwrap().let_go = true;
+        self.changed.notify_all();
+    }
+}
+
+#[derive(Debug)]
+struct HeldStore {
+    inner: Arc<dyn Store>,
+    barrier: Arc<Barrier>,
+}
+
+impl Store for HeldStore {
+    fn read_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> std::io::Result<usize> {
+        let read = self.inner.read_segments(segments, at)?;
+        self.barrier.after_read(total_len(segments));
+        Ok(read)
+    }
+    fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> std::io::Result<()> {
+        self.inner.write_segments(segments, at)
+    }
+    fn flush(&self) -> std::io::Result<()> {
+        self.inner.flush()
+    }
+    fn punch_hole(&self, at: HostOffset, len: u64) -> std::io::Result<()> {
+        self.inner.punch_hole(at, len)
+    }
+    fn len(&self) -> std::io::Result<u64> {
+        self.inner.len()
+    }
+    fn set_len(&self, len: u64) -> std::io::Result<()> {
+        self.inner.set_len(len)
+    }
+}
+
+#[derive(Debug)]
+struct HeldFiles(Arc<Barrier>);
+
+impl Opener for HeldFiles {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
+        let opened = LocalFiles.open(path, role, gate)?;
+        let store = HeldStore { inner: opened.store, barrier: Arc::clone(&self.0) };
+        Ok(Opened { store: Arc::new(store), identity: opened.identity })
+    }
+}
+
+/// A page that is read from the image just before a commit writes it, and filled just after the commit has
+/// forgotten its changes, must show the changes.
+#[test]
+fn a_page_filled_while_its_changes_are_committed_is_not_stale() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", path_str(&path), "16M"]);
+    let barrier = Arc::new(Barrier::default());
+    let options = ResourceOptions { metadata_cache_bytes: 0, ..ResourceOptions::default() };
+    let resources = Resources::with_opener(options, Arc::new(HeldFiles(Arc::clone(&barrier))));
+    let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
+    // An L2 table of 512-byte clusters covers 32 KiB, and a page of the cache 256 KiB: 64 pages in a cache of 32.
+    write(&disk, 512, &[0x11; 512]).unwrap();
+    disk.flush().unwrap();
+    write(&disk, 0, &[0x22; 512]).unwrap();
+    for page in 1..64 {
+        read(&disk, page << 18, 512).unwrap();
+    }
+    barrier.hold_next(512);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| read(&disk, 0, 512).unwrap());
+        barrier.wait_until_held();
+        disk.flush().unwrap();
+        barrier.let_go();
+        assert_same(&reader.join().unwrap(), &[0x22; 512], 0, "the read that filled the page");
+    });
+    assert_same(&read(&disk, 0, 512).unwrap(), &[0x22; 512], 0, "a later read");
+    disk.close().unwrap();
+    drop(disk);
+    stock::assert_clean(&path);
+}
