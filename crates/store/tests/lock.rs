@@ -39,10 +39,29 @@ fn store(directory: &Path, name: &str, options: FileOptions) -> Result<FileStore
 
 const ACTIVE_AT_ONCE: FileOptions = FileOptions { lock_patience: Duration::ZERO, ..FileOptions::ACTIVE };
 
-/// A `qemu-io` that has an image open until it is dropped.
+/// A QEMU process that has an image open until it is dropped.
 struct Holder(Child);
 
 impl Holder {
+    /// A `qemu-storage-daemon` that exports `name` for writing.
+    fn daemon(directory: &Path, name: &str) -> Self {
+        let child = Command::new("qemu-storage-daemon")
+            .args(["--blockdev", &format!("driver=file,node-name=f,filename={name}")])
+            .args(["--blockdev", "driver=qcow2,node-name=q,file=f"])
+            .args(["--nbd-server", "addr.type=unix,addr.path=nbd.sock"])
+            .args(["--export", "type=nbd,id=e,node-name=q,writable=on", "--pidfile", "pid"])
+            .current_dir(directory)
+            .spawn()
+            .expect("qemu-storage-daemon is required by these tests");
+        let daemon = Self(child);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !directory.join("pid").exists() {
+            assert!(Instant::now() < deadline, "the daemon has not come up");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        daemon
+    }
+
     fn new(directory: &Path, arguments: &[&str]) -> Self {
         let mut child = Command::new("qemu-io")
             .args(arguments)
@@ -115,25 +134,11 @@ fn we_neither_write_nor_read_what_qemu_writes() {
 #[test]
 fn a_storage_daemon_that_exports_an_image_excludes_us() {
     let directory = images();
-    let mut daemon = Command::new("qemu-storage-daemon")
-        .args(["--blockdev", "driver=file,node-name=f,filename=top.qcow2"])
-        .args(["--blockdev", "driver=qcow2,node-name=q,file=f"])
-        .args(["--nbd-server", "addr.type=unix,addr.path=nbd.sock"])
-        .args(["--export", "type=nbd,id=e,node-name=q,writable=on", "--pidfile", "pid"])
-        .current_dir(directory.path())
-        .spawn()
-        .expect("qemu-storage-daemon is required by these tests");
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !directory.path().join("pid").exists() {
-        assert!(Instant::now() < deadline, "the daemon has not come up");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    let _daemon = Holder::daemon(directory.path(), "top.qcow2");
     conflict(store(directory.path(), "top.qcow2", ACTIVE_AT_ONCE));
     // Its backing file is open for reading: shared with readers, shut to writers.
     store(directory.path(), "base.qcow2", FileOptions::FROZEN).expect("two readers");
     conflict(store(directory.path(), "base.qcow2", ACTIVE_AT_ONCE));
-    daemon.kill().expect("kill");
-    daemon.wait().expect("wait");
 }
 
 #[test]
