@@ -2,6 +2,8 @@
 # shellcheck shell=bash
 
 export CARGO_TERM_COLOR=${CARGO_TERM_COLOR:-auto}
+# Where Debian keeps mkfs.ext4 and losetup, for users who are not root.
+export PATH=$PATH:/usr/sbin:/sbin
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -23,17 +25,11 @@ as_root() {
     fi
 }
 
-# busybox must be static: it is the whole user space of the test guests.
-have_static_busybox() { have busybox && ! ldd "$(command -v busybox)" >/dev/null 2>&1; }
-
 # Prints the Debian packages whose commands are missing, of the `command:package` pairs given.
 missing_packages() {
     local pair
     for pair in "$@"; do
-        case $pair in
-            busybox:*) have_static_busybox || printf '%s\n' "${pair#*:}" ;;
-            *) have "${pair%%:*}" || printf '%s\n' "${pair#*:}" ;;
-        esac
+        have "${pair%%:*}" || printf '%s\n' "${pair#*:}"
     done | sort -u
 }
 
@@ -55,7 +51,7 @@ need_rust() {
     have cargo || PATH=$HOME/.cargo/bin:$PATH
     if ! have cargo; then
         say "installing rustup"
-        need_commands curl:curl curl:ca-certificates
+        need_commands curl:curl update-ca-certificates:ca-certificates
         curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y --default-toolchain none --no-modify-path
     fi
     have cargo || die "no cargo after installing rustup; see https://rustup.rs"
@@ -76,12 +72,21 @@ need_cargo_tool() {
     cargo install --locked "$1"
 }
 
-# What both the tests and the demonstration run: a C compiler for the build, QEMU, and a guest's user space.
+# Makes apt know the packages that test guests are made of; they are unpacked, never installed.
+need_package_lists() {
+    apt-cache show linux-image-cloud-amd64 >/dev/null 2>&1 && return
+    have apt-get || die "test guests are made of Debian packages: run this on Debian"
+    say "reading Debian's package lists"
+    as_root apt-get update -q
+}
+
+# What both the tests and the demonstration run: a C compiler for the build, QEMU, and what unpacks a guest.
 readonly BASE_COMMANDS=(
     cc:build-essential
     qemu-system-x86_64:qemu-system-x86
     qemu-img:qemu-utils
     qemu-storage-daemon:qemu-system-common
-    busybox:busybox-static
-    cpio:cpio
+    nbdinfo:libnbd-bin
+    mkfs.ext4:e2fsprogs
+    xz:xz-utils
 )
