@@ -133,7 +133,7 @@ impl Gate {
         }
         if let Some(allowed) = &self.allowed {
             let resolved = location(&pinned).map_err(failed)?;
-            if !resolved.is_absolute() || !allowed.iter().any(|directory| resolved.starts_with(directory)) {
+            if !allowed.iter().any(|directory| resolved.starts_with(directory)) {
                 return Err(GateError::Outside { path: path.to_owned(), resolved, allowed: allowed.clone() });
             }
         }

@@ -260,9 +260,7 @@ impl Ring {
             let entry = opcode::PollRemove::new(tag.user_data()).build();
             self.enqueue(&entry.user_data(IGNORED));
         }
-        self.submit()?;
-        self.run_deferred();
-        Ok(())
+        self.submit()
     }
 
     /// One enter: submits, and waits for a completion of any kind.

@@ -359,3 +359,23 @@ fn a_ring_may_be_made_used_and_dropped_on_different_threads() {
         }
     }
 }
+
+#[test]
+fn a_wait_that_need_not_sleep_submits_too() {
+    let store = file_store(&pattern(4096), CacheMode::Host);
+    let mut ring = Ring::new(8).expect("ring");
+    let (fd, mut done) = (event(), Vec::new());
+    assert_eq!(ring.wait(&[fd.as_fd()], Some(Duration::ZERO)).expect("wait"), 0);
+    signal(&fd);
+    // The ring knows of the signal before the wait, which then returns at once.
+    ring.reap(&mut done);
+    let mut buf = vec![0; 4096];
+    ring.push_read(&store, segments(&mut buf, 1), HostOffset::ZERO, 0);
+    assert_eq!(ring.wait(&[fd.as_fd()], Some(PATIENCE)).expect("wait"), 1);
+    let deadline = Instant::now() + PATIENCE;
+    while done.is_empty() {
+        assert!(Instant::now() < deadline, "never submitted");
+        ring.reap(&mut done);
+    }
+    assert_eq!(buf, pattern(4096));
+}

@@ -71,11 +71,13 @@ impl Crash {
         let records: Vec<&Record> = log.iter().filter(|record| record.store == store).collect();
         let happened: Vec<&Record> =
             records.iter().copied().filter(|record| record.issued <= self.at).collect();
+        let flushes: Vec<&Record> =
+            records.iter().copied().filter(|record| record.operation == Operation::Flush).collect();
         let mut image = Image { bytes: base.to_vec(), len: base.len() as u64 };
         let mut histories: HashMap<Place, History> = HashMap::new();
         let top = happened.iter().map(|record| end(&record.operation)).fold(image.len, u64::max);
         for record in &happened {
-            let stable = self.is_stable(record, &records);
+            let stable = self.is_stable(record, &flushes);
             for place in places(&record.operation, top) {
                 let history = histories.entry(place).or_default();
                 history.changes += 1;
@@ -99,19 +101,16 @@ impl Crash {
         image.finish()
     }
 
-    /// Whether the effect of `change` is certain to have survived.
-    fn is_stable(&self, change: &Record, records: &[&Record]) -> bool {
+    /// Whether the effect of `change` is certain to have survived; `flushes` are in the order of their issue.
+    fn is_stable(&self, change: &Record, flushes: &[&Record]) -> bool {
         let Some(completed) = change.completed.filter(|completed| *completed <= self.at) else {
             return false;
         };
         if self.kind == CrashKind::Process {
             return true;
         }
-        records
-            .iter()
-            .find(|record| record.operation == Operation::Flush && record.issued > completed)
-            .and_then(|flush| flush.completed)
-            .is_some_and(|flushed| flushed <= self.at)
+        let first_after = flushes.partition_point(|flush| flush.issued <= completed);
+        flushes.get(first_after).and_then(|flush| flush.completed).is_some_and(|flushed| flushed <= self.at)
     }
 
     fn choose(&self, place: Place, store: StoreId, history: History) -> u32 {
