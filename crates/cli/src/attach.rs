@@ -45,10 +45,10 @@ impl VhostUserAttachment {
         }
     }
 
-    /// The lines as a person reads them.
-    pub fn to_text(&self, disk: &str) -> String {
+    /// The lines as a person reads them, below the line that names the disk.
+    pub fn to_text(&self) -> String {
         format!(
-            "{disk}: vhost-user on {}\n  QEMU:\n{}\n  libvirt:\n{}\n  cloud-hypervisor:\n{}\n",
+            "  vhost-user on {}\n    QEMU:\n{}\n    libvirt:\n{}\n    cloud-hypervisor:\n{}\n",
             self.socket,
             indent(&shell_lines(&self.qemu)),
             indent(&self.libvirt),
@@ -74,9 +74,10 @@ impl NbdAttachment {
         Self { qemu: nbd_qemu(disk, address, tls), uri }
     }
 
-    /// The lines as a person reads them.
-    pub fn to_text(&self, disk: &str) -> String {
-        format!("{disk}: NBD at {}\n  QEMU:\n{}\n", shell_quote(&self.uri), indent(&shell_lines(&self.qemu)))
+    /// The lines as a person reads them, below the line that names the disk.
+    pub fn to_text(&self) -> String {
+        let qemu = indent(&shell_lines(&self.qemu));
+        format!("  NBD at {}\n    QEMU:\n{qemu}\n", shell_quote(&self.uri))
     }
 }
 
@@ -217,7 +218,7 @@ fn percent_encode_except(text: &str, kept: &[u8]) -> String {
 }
 
 fn indent(text: &str) -> String {
-    text.lines().map(|line| format!("    {line}")).collect::<Vec<_>>().join("\n")
+    text.lines().map(|line| format!("      {line}")).collect::<Vec<_>>().join("\n")
 }
 
 #[cfg(test)]
@@ -254,7 +255,7 @@ mod tests {
         let lines = VhostUserAttachment::new(&spec("web=/run/a,,b'<&>.sock"));
         assert!(lines.qemu[7].contains("path=/run/a,,b'<&>.sock,reconnect"), "{}", lines.qemu[7]);
         assert!(lines.libvirt.contains("path='/run/a,b&apos;&lt;&amp;&gt;.sock'"), "{}", lines.libvirt);
-        assert!(lines.to_text("web").contains(r"path=/run/a,,b'\''<&>.sock"), "{}", lines.to_text("web"));
+        assert!(lines.to_text().contains(r"path=/run/a,,b'\''<&>.sock"), "{}", lines.to_text());
     }
 
     #[test]

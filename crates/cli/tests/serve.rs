@@ -204,6 +204,36 @@ fn writes_that_completed_survive_a_killed_server() {
 }
 
 #[test]
+fn a_server_told_to_end_in_the_middle_of_writes_ends_clean() {
+    let images = Images::new();
+    images.create("base.qcow2", &["256M"]);
+    images.write_layer("base.qcow2", &["write -P 1 0 64M"]);
+    let top = images.create("top.qcow2", &["-b", "base.qcow2", "-F", "qcow2"]);
+    let server = Server::start(&["--disk", &disk(&top, ""), "--nbd", &unix(&images)]);
+    let bench = ["bench", "-f", "raw", "-w", "-c", "1000000", "-d", "32", "-s", "4k", "-S", "68k"];
+    let mut writer = Command::new("qemu-img")
+        .args(bench)
+        .arg(server.uri("disk"))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let allocated = || std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&top).unwrap()) * 512;
+    let empty = allocated();
+    let start = std::time::Instant::now();
+    while allocated() < empty + (1 << 20) {
+        assert!(start.elapsed() < Duration::from_secs(30), "nothing is written");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let status = server.stop();
+    // The writer finds its server gone.
+    let _ = writer.kill();
+    writer.wait().unwrap();
+    assert!(status.success(), "{status:?}");
+    assert_clean(&top);
+}
+
+#[test]
 fn whoever_waits_is_told_when_it_is_ready_and_when_it_ends() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);

@@ -109,3 +109,51 @@ fn close_disks(disks: &[Served]) -> Result<()> {
     let failures: Vec<String> = failures.collect();
     if failures.is_empty() { Ok(()) } else { bail!(failures.join("; ")) }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use vmstrata_disk::{CreateOptions, LocalFiles, Opened, Opener, Role, create};
+    use vmstrata_store::{FaultPlan, FaultStore, Gate, OperationKind, StoreId};
+    use vmstrata_types::{GuestOffset, GuestRange};
+
+    use super::*;
+
+    /// Opens files whose operations may be made to fail.
+    #[derive(Debug)]
+    struct Faulty(Arc<FaultPlan>);
+
+    impl Opener for Faulty {
+        fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
+            let opened = LocalFiles.open(path, role, gate)?;
+            let store = Arc::new(FaultStore::new(opened.store, &self.0, StoreId::default()));
+            Ok(Opened { store, ..opened })
+        }
+    }
+
+    fn open(path: &Path, resources: &Arc<Resources>) -> Served {
+        let size = Some(1 << 20);
+        create(path, &CreateOptions { size, ..CreateOptions::default() }).unwrap();
+        let disk = Disk::open(path, &OpenOptions::default(), resources).unwrap();
+        disk.write_zeroes(GuestRange::new(GuestOffset::ZERO, 65536), false).unwrap();
+        let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
+        Served { name, disk }
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_closed_clean_is_an_error_and_the_others_are_closed_all_the_same() {
+        const EIO: i32 = 5;
+        let dir = tempfile::tempdir().unwrap();
+        let plan = FaultPlan::new();
+        let broken = Resources::with_opener(ResourceOptions::default(), Arc::new(Faulty(Arc::clone(&plan))));
+        let sound = Resources::new(ResourceOptions::default());
+        let disks =
+            [open(&dir.path().join("bad.qcow2"), &broken), open(&dir.path().join("good.qcow2"), &sound)];
+        plan.fail_from(Some(OperationKind::Flush), 0, EIO);
+        let error = close_disks(&disks).unwrap_err().to_string();
+        assert!(error.contains("disk 'bad' could not be closed clean"), "{error}");
+        assert!(!error.contains("good"), "{error}");
+        assert!(disks[1].disk.flush().is_err(), "the sound disk is still open");
+    }
+}

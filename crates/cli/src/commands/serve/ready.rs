@@ -65,8 +65,8 @@ impl DiskReport {
         let mode = if self.read_only { "read-only" } else { "writable" };
         let layers = counted(self.layers as u64, "layer");
         let mut text = format!("{}: {}, {layers}, {mode}, {}\n", self.name, short_size(self.size), self.path);
-        self.vhost_user.iter().for_each(|attachment| text.push_str(&attachment.to_text(&self.name)));
-        self.nbd.iter().for_each(|attachment| text.push_str(&attachment.to_text(&self.name)));
+        self.vhost_user.iter().for_each(|attachment| text.push_str(&attachment.to_text()));
+        self.nbd.iter().for_each(|attachment| text.push_str(&attachment.to_text()));
         text
     }
 }
