@@ -25,6 +25,8 @@ pub(super) struct Scan {
     pub(super) tables: Vec<TableRef>,
     /// The refcount structures are damaged, shared, or lack a block: they must be written anew.
     pub(super) must_rebuild: bool,
+    /// The first of the clusters at the end, within the file or past it, that have neither refcount nor reference.
+    pub(super) free_from: u64,
     /// Something that holds clusters could not be followed: what seems leaked may be in use.
     pub(super) references_unknown: bool,
 }
@@ -44,11 +46,12 @@ pub(super) fn scan(image: &Image<'_>) -> Result<Scan> {
     }
     let compared = compare(image, &counts, &disk, &structures.shared_blocks)?;
     tally.merge(compared.tally);
-    let end = HostOffset::new((compared.highest + 1) << image.bits().get());
+    let free_from = compared.highest + 1;
+    let end = HostOffset::new(free_from << image.bits().get());
     let references_unknown = tally.unfollowed > 0;
     let report = report(image, tally, stats, end);
     let must_rebuild = structures.damaged || compared.block_missing;
-    Ok(Scan { report, counts, disk, tables, must_rebuild, references_unknown })
+    Ok(Scan { report, counts, disk, tables, must_rebuild, free_from, references_unknown })
 }
 
 /// What the references lead to.

@@ -9,21 +9,21 @@ use std::process::{Command, Output};
 
 use vmstrata_disk::check::{CheckOptions, CheckReport, Repair, check};
 
-pub const COPIED: u64 = 1 << 63;
-pub const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+pub(crate) const COPIED: u64 = 1 << 63;
+pub(crate) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// Runs a stock tool.
-pub fn run(tool: &str, args: &[&str]) -> Output {
+pub(crate) fn run(tool: &str, args: &[&str]) -> Output {
     Command::new(tool).args(args).output().unwrap_or_else(|error| panic!("{tool}: {error}"))
 }
 
 /// Runs a stock tool that must succeed.
-pub fn must(tool: &str, args: &[&str]) {
+pub(crate) fn must(tool: &str, args: &[&str]) {
     let output = run(tool, args);
     assert!(output.status.success(), "{tool} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-pub fn qemu_io(path: &Path, commands: &[&str]) {
+pub(crate) fn qemu_io(path: &Path, commands: &[&str]) {
     let mut args = vec!["-f", "qcow2"];
     commands.iter().for_each(|command| args.extend(["-c", command]));
     args.push(path.to_str().unwrap());
@@ -34,20 +34,20 @@ pub fn qemu_io(path: &Path, commands: &[&str]) {
 
 /// What `qemu-img check` says of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Judgement {
-    pub corruptions: u64,
-    pub leaks: u64,
-    pub check_errors: u64,
-    pub image_end_offset: u64,
-    pub total_clusters: u64,
-    pub allocated_clusters: u64,
-    pub compressed_clusters: u64,
-    pub fragmented_clusters: u64,
+pub(crate) struct Judgement {
+    pub(crate) corruptions: u64,
+    pub(crate) leaks: u64,
+    pub(crate) check_errors: u64,
+    pub(crate) image_end_offset: u64,
+    pub(crate) total_clusters: u64,
+    pub(crate) allocated_clusters: u64,
+    pub(crate) compressed_clusters: u64,
+    pub(crate) fragmented_clusters: u64,
 }
 
 impl Judgement {
     /// `None` when stock tools do not even open the image, or give up.
-    pub fn by_stock(path: &Path) -> Option<Self> {
+    pub(crate) fn by_stock(path: &Path) -> Option<Self> {
         let output = run("qemu-img", &["check", "-f", "qcow2", "--output=json", path.to_str().unwrap()]);
         let json: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
         let number = |key: &str| json.get(key).and_then(serde_json::Value::as_u64).unwrap_or(0);
@@ -81,34 +81,34 @@ impl From<&CheckReport> for Judgement {
 }
 
 /// Our check, without repair.
-pub fn ours(path: &Path) -> CheckReport {
+pub(crate) fn ours(path: &Path) -> CheckReport {
     check(path, &CheckOptions::default()).unwrap_or_else(|error| panic!("{error}"))
 }
 
-pub fn repair(path: &Path, repair: Repair) -> CheckReport {
+pub(crate) fn repair(path: &Path, repair: Repair) -> CheckReport {
     let options = CheckOptions { repair, ..CheckOptions::default() };
     check(path, &options).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Checks with both and compares; returns ours.
-pub fn agree(path: &Path, name: &str) -> CheckReport {
+pub(crate) fn agree(path: &Path, name: &str) -> CheckReport {
     let report = ours(path);
     let stock = Judgement::by_stock(path).unwrap_or_else(|| panic!("{name}: stock gives up on it"));
     assert_eq!(Judgement::from(&report), stock, "{name}: ours, stock; {:#?}", report.findings);
     report
 }
 
-pub fn stock_rc(path: &Path) -> Option<i32> {
+pub(crate) fn stock_rc(path: &Path) -> Option<i32> {
     run("qemu-img", &["check", "-f", "qcow2", path.to_str().unwrap()]).status.code()
 }
 
 /// Whether stock tools can read all of a disk.
-pub fn is_readable(path: &Path) -> bool {
+pub(crate) fn is_readable(path: &Path) -> bool {
     same_contents(path, path)
 }
 
 /// Whether stock tools can read all of two disks, and find the same.
-pub fn same_contents(one: &Path, other: &Path) -> bool {
+pub(crate) fn same_contents(one: &Path, other: &Path) -> bool {
     let args =
         ["compare", "-U", "-f", "qcow2", "-F", "qcow2", one.to_str().unwrap(), other.to_str().unwrap()];
     run("qemu-img", &args).status.success()
@@ -116,93 +116,93 @@ pub fn same_contents(one: &Path, other: &Path) -> bool {
 
 /// Edits an image with 64 KiB clusters and 16-bit refcounts, unless said otherwise.
 #[derive(Debug)]
-pub struct Editor {
-    pub path: PathBuf,
+pub(crate) struct Editor {
+    pub(crate) path: PathBuf,
     file: File,
 }
 
 impl Editor {
-    pub fn open(path: &Path) -> Self {
+    pub(crate) fn open(path: &Path) -> Self {
         let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
         Self { path: path.to_owned(), file }
     }
 
-    pub fn u64_at(&self, at: u64) -> u64 {
+    pub(crate) fn u64_at(&self, at: u64) -> u64 {
         let mut bytes = [0; 8];
         self.file.read_exact_at(&mut bytes, at).unwrap();
         u64::from_be_bytes(bytes)
     }
 
-    pub fn u32_at(&self, at: u64) -> u32 {
+    pub(crate) fn u32_at(&self, at: u64) -> u32 {
         let mut bytes = [0; 4];
         self.file.read_exact_at(&mut bytes, at).unwrap();
         u32::from_be_bytes(bytes)
     }
 
-    pub fn put(&self, at: u64, bytes: &[u8]) {
+    pub(crate) fn put(&self, at: u64, bytes: &[u8]) {
         self.file.write_all_at(bytes, at).unwrap();
     }
 
-    pub fn put_u64(&self, at: u64, value: u64) {
+    pub(crate) fn put_u64(&self, at: u64, value: u64) {
         self.put(at, &value.to_be_bytes());
     }
 
-    pub fn put_u32(&self, at: u64, value: u32) {
+    pub(crate) fn put_u32(&self, at: u64, value: u32) {
         self.put(at, &value.to_be_bytes());
     }
 
     /// Changes the 64 bits at `at`.
-    pub fn map(&self, at: u64, change: impl Fn(u64) -> u64) {
+    pub(crate) fn map(&self, at: u64, change: impl Fn(u64) -> u64) {
         self.put_u64(at, change(self.u64_at(at)));
     }
 
-    pub fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         self.file.metadata().unwrap().len()
     }
 
-    pub fn set_len(&self, len: u64) {
+    pub(crate) fn set_len(&self, len: u64) {
         self.file.set_len(len).unwrap();
     }
 
-    pub fn cluster_bits(&self) -> u32 {
+    pub(crate) fn cluster_bits(&self) -> u32 {
         self.u32_at(20)
     }
 
-    pub fn cluster(&self) -> u64 {
+    pub(crate) fn cluster(&self) -> u64 {
         1 << self.cluster_bits()
     }
 
-    pub fn l1(&self) -> u64 {
+    pub(crate) fn l1(&self) -> u64 {
         self.u64_at(40)
     }
 
     /// Where the L1 entry is.
-    pub fn l1_entry(&self, index: u64) -> u64 {
+    pub(crate) fn l1_entry(&self, index: u64) -> u64 {
         self.l1() + index * 8
     }
 
     /// Where the L2 table lies.
-    pub fn l2(&self, index: u64) -> u64 {
+    pub(crate) fn l2(&self, index: u64) -> u64 {
         self.u64_at(self.l1_entry(index)) & OFFSET
     }
 
     /// Where the L2 entry of a guest cluster is.
-    pub fn l2_entry(&self, guest_cluster: u64) -> u64 {
+    pub(crate) fn l2_entry(&self, guest_cluster: u64) -> u64 {
         let per_table = self.cluster() / 8;
         self.l2(guest_cluster / per_table) + guest_cluster % per_table * 8
     }
 
     /// Where a guest cluster's data lies.
-    pub fn host(&self, guest_cluster: u64) -> u64 {
+    pub(crate) fn host(&self, guest_cluster: u64) -> u64 {
         self.u64_at(self.l2_entry(guest_cluster)) & OFFSET
     }
 
-    pub fn refcount_table(&self) -> u64 {
+    pub(crate) fn refcount_table(&self) -> u64 {
         self.u64_at(48)
     }
 
     /// Where a refcount block lies.
-    pub fn block(&self, index: u64) -> u64 {
+    pub(crate) fn block(&self, index: u64) -> u64 {
         self.u64_at(self.refcount_table() + index * 8) & OFFSET
     }
 
@@ -211,22 +211,22 @@ impl Editor {
         self.block(cluster / per_block) + cluster % per_block * 2
     }
 
-    pub fn refcount(&self, host: u64) -> u16 {
+    pub(crate) fn refcount(&self, host: u64) -> u16 {
         let mut bytes = [0; 2];
         self.file.read_exact_at(&mut bytes, self.refcount_at(host)).unwrap();
         u16::from_be_bytes(bytes)
     }
 
-    pub fn set_refcount(&self, host: u64, refcount: u16) {
+    pub(crate) fn set_refcount(&self, host: u64, refcount: u16) {
         self.put(self.refcount_at(host), &refcount.to_be_bytes());
     }
 
-    pub fn snapshots(&self) -> u64 {
+    pub(crate) fn snapshots(&self) -> u64 {
         self.u64_at(64)
     }
 
     /// Where the data of the bitmaps extension is.
-    pub fn bitmaps_extension(&self) -> u64 {
+    pub(crate) fn bitmaps_extension(&self) -> u64 {
         let mut at = u64::from(self.u32_at(100));
         while self.u32_at(at) != 0x2385_2875 {
             assert_ne!(self.u32_at(at), 0, "no bitmaps");
@@ -235,18 +235,18 @@ impl Editor {
         at + 8
     }
 
-    pub fn bitmap_directory(&self) -> u64 {
+    pub(crate) fn bitmap_directory(&self) -> u64 {
         self.u64_at(self.bitmaps_extension() + 16)
     }
 
     /// Where the first bitmap's table lies.
-    pub fn bitmap_table(&self) -> u64 {
+    pub(crate) fn bitmap_table(&self) -> u64 {
         self.u64_at(self.bitmap_directory())
     }
 }
 
 /// A disk of 1 GiB with a bit of everything: see [`guest`] for what lies where.
-pub fn make_rich(path: &Path) {
+pub(crate) fn make_rich(path: &Path) {
     let name = path.to_str().unwrap();
     must("qemu-img", &["create", "-q", "-f", "qcow2", name, "1G"]);
     qemu_io(
@@ -267,19 +267,19 @@ pub fn make_rich(path: &Path) {
 }
 
 /// Guest clusters of [`make_rich`]'s disk.
-pub mod guest {
+pub(crate) mod guest {
     /// Data of the active layer alone.
-    pub const OWN: u64 = 0;
+    pub(crate) const OWN: u64 = 0;
     /// Data that the snapshot has too.
-    pub const SHARED: u64 = 1;
+    pub(crate) const SHARED: u64 = 1;
     /// Compressed data, of which two share a host cluster.
-    pub const COMPRESSED: u64 = 32;
+    pub(crate) const COMPRESSED: u64 = 32;
     /// Zeros with a host cluster kept for them, which the snapshot has too.
-    pub const ZERO_ALLOCATED: u64 = 48;
+    pub(crate) const ZERO_ALLOCATED: u64 = 48;
     /// Zeros without.
-    pub const ZERO_PLAIN: u64 = 64;
+    pub(crate) const ZERO_PLAIN: u64 = 64;
     /// Data of the active layer alone.
-    pub const OWN_TOO: u64 = 80;
+    pub(crate) const OWN_TOO: u64 = 80;
     /// Nothing.
-    pub const NOTHING: u64 = 200;
+    pub(crate) const NOTHING: u64 = 200;
 }

@@ -1,7 +1,7 @@
 //! Moving mapping tables away from data that lies on the same clusters.
 //!
 //! A table that is guest data as well cannot be mended in place: every flag written would change what the guest
-//! reads. It is copied past the end of the file, under refcounts written before, and its pointer is switched; what
+//! reads. It is copied past all that is in use, under refcounts written before, and its pointer is switched; what
 //! it leaves behind is then plain data, and the next scan gives back what no one references.
 
 use vmstrata_qcow2::entry::{COPIED, L1_RESERVED, OFFSET_MASK};
@@ -48,14 +48,16 @@ pub(super) fn separate(image: &Image<'_>, scan: &Scan) -> Result<bool> {
     move_l2(image, scan, &tables).map(|()| true)
 }
 
-/// Makes room for `clusters` clusters at the end of the file, with refcounts of one; returns where.
+/// Makes room for `clusters` clusters past all that is in use, with refcounts of one; returns where.
 fn reserve(image: &Image<'_>, scan: &Scan, clusters: u64) -> Result<HostOffset> {
-    let first = image.clusters() + 1;
-    let len = (first + clusters) << image.bits().get();
-    image.store.set_len(len).while_trying("extend the file")?;
+    let reserved = scan.free_from..scan.free_from + clusters;
+    let len = reserved.end << image.bits().get();
+    if len > image.file_len {
+        image.store.set_len(len).while_trying("extend the file")?;
+    }
     let extended = Image::read(image.store, image.options)?;
-    super::refcounts::rebuild(&extended, &scan.disk, clusters)?;
-    Ok(HostOffset::new(first << image.bits().get()))
+    super::refcounts::rebuild(&extended, &scan.disk, reserved.clone())?;
+    Ok(HostOffset::new(reserved.start << image.bits().get()))
 }
 
 fn move_l1(image: &Image<'_>, scan: &Scan, from: HostOffset, len: u64) -> Result<()> {

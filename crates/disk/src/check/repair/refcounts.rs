@@ -1,6 +1,7 @@
 //! Writing right refcounts.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use vmstrata_qcow2::header::{MAX_REFCOUNT_TABLE_BYTES, field};
 use vmstrata_types::HostOffset;
@@ -93,20 +94,19 @@ impl Layout {
     }
 }
 
-/// Writes all refcounts anew, past the end of the file, and switches the header to them.
+/// Writes all refcounts anew, past all that is in use, and switches the header to them.
 ///
-/// The last `reserved` clusters of the file get one reference more than they have, for structures to come. The
-/// old structures are left as they are; nothing references them any more.
+/// The clusters in `reserved`, which nothing uses and behind which nothing is in use, get a refcount of one for
+/// structures to come; the new refcounts follow them. The old ones are left as they are, without references.
 ///
 /// # Errors
 /// Whatever the store reports; refcounts for more clusters than a refcount table can list.
-pub(super) fn rebuild(image: &Image<'_>, disk: &DiskRefcounts, reserved: u64) -> Result<()> {
+pub(super) fn rebuild(image: &Image<'_>, disk: &DiskRefcounts, reserved: Range<u64>) -> Result<()> {
     let counts = image.new_counts();
     // What is wrong was noted by the scan.
     count_references(image, &counts, disk, &mut image.new_tally())?;
-    let end = image.clusters();
-    (end - reserved..end).for_each(|cluster| counts.add(cluster, 1, Use::Exclusive));
-    let layout = Layout::new(image, used_blocks(&counts, disk.block_bits), end + 1, disk.block_bits);
+    reserved.clone().for_each(|cluster| counts.add(cluster, 1, Use::Exclusive));
+    let layout = Layout::new(image, used_blocks(&counts, disk.block_bits), reserved.end, disk.block_bits);
     let size = image.bits().size();
     if layout.table_clusters * size > MAX_REFCOUNT_TABLE_BYTES {
         return Err(ErrorKind::Full { what: "the refcount table" }.into());
