@@ -4,8 +4,10 @@ use std::time::Duration;
 
 /// Longest run of bytes one piece of a large request covers: pieces keep memory small and caches warm.
 pub(crate) const PIECE: u64 = 512 << 10;
-/// Longest run that one command without payload (trim, zeroes, cache) hands to the engine at once.
+/// Longest run that a trim or a zeroing hands to the engine at once.
 pub(crate) const SPAN: u64 = 1 << 30;
+/// Longest run that is read ahead at once.
+pub(crate) const PREFETCH: u64 = 4 << 20;
 /// Payload taken up in one round of the loop before replies are sent: what is done then reuses warm buffers.
 pub(crate) const ROUND_BYTES: usize = 1 << 20;
 /// Requests shorter than this are read as they are; longer ones first ask which parts are zeros.

@@ -26,32 +26,19 @@ pub(super) struct Reading {
     task: u32,
     next: GuestOffset,
     end: GuestOffset,
-    how: How,
-}
-
-/// How a read may be answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum How {
-    /// In a single piece.
-    Whole,
-    /// In pieces of data.
-    Pieces,
-    /// In pieces of data and of zeros.
-    Sparse,
+    /// Sent in pieces, with zeros left out; otherwise in a single piece.
+    is_sparse: bool,
 }
 
 impl Session {
     pub(super) fn begin_read(&mut self, range: GuestRange, to: ReplyTo, dont_fragment: bool) {
-        let is_single = dont_fragment || !self.terms.style.is_chunked();
-        let (how, kind) = match range.len {
-            _ if is_single => (How::Whole, TaskKind::WholeRead),
-            // What is short costs less to read than to look up.
-            ..SPARSE_READ_MIN => (How::Pieces, TaskKind::ChunkedRead),
-            _ => (How::Sparse, TaskKind::ChunkedRead),
-        };
+        let is_chunked = self.terms.style.is_chunked() && !dont_fragment;
+        let kind = if is_chunked { TaskKind::ChunkedRead } else { TaskKind::WholeRead };
+        // What is short costs less to read than to look up.
+        let is_sparse = is_chunked && range.len >= SPARSE_READ_MIN;
         let task = self.tasks.insert(Task::new(to, kind));
         self.runs.clear();
-        self.current = Current::Read(Reading { task, next: range.start, end: range.end(), how });
+        self.current = Current::Read(Reading { task, next: range.start, end: range.end(), is_sparse });
     }
 
     pub(super) fn read(&mut self, mut reading: Reading, round: &mut usize) -> Option<Pause> {
@@ -85,19 +72,23 @@ impl Session {
     /// Length and kind of what comes next in a read.
     fn next_run(&mut self, reading: &Reading) -> (u64, bool) {
         let left = reading.end - reading.next;
-        if reading.how == How::Whole {
+        if !reading.is_sparse {
             return (left, false);
         }
         while self.runs.front().is_some_and(|run| run.end <= reading.next) {
             self.runs.pop_front();
         }
-        if reading.how == How::Sparse && self.runs.is_empty() {
+        if self.runs.is_empty() {
             self.plan(GuestRange::new(reading.next, left.min(PLAN_WINDOW)));
         }
-        let run = self.runs.front().copied().unwrap_or(Run { end: reading.end, is_hole: false });
+        let run = self.runs.front().expect("a plan has runs");
         let len = run.end - reading.next;
-        // Pieces end at multiples of their size, so that they meet the boundaries of clusters.
-        (if run.is_hole { len } else { len.min(PIECE - reading.next.get() % PIECE) }, run.is_hole)
+        if run.is_hole || len <= PIECE {
+            (len, run.is_hole)
+        } else {
+            // Pieces end at multiples of their size, so that they meet the boundaries of clusters.
+            (PIECE - reading.next.get() % PIECE, false)
+        }
     }
 
     /// Finds the runs of zeros in the front of `range` that are worth leaving out.

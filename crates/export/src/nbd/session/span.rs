@@ -4,7 +4,7 @@ use vmstrata_disk::Op;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::{Current, Pause, Session, Task, TaskKind};
-use crate::nbd::limits::SPAN;
+use crate::nbd::limits::{PREFETCH, SPAN};
 use crate::nbd::protocol::reply::ReplyTo;
 
 /// Which command.
@@ -28,8 +28,8 @@ pub(super) struct Spanning {
 impl Session {
     pub(super) fn begin_span(&mut self, kind: SpanKind, range: GuestRange, to: ReplyTo, fua: bool) {
         // The engine makes one step of zeroes stable by itself; for anything else a flush follows.
-        let is_alone =
-            matches!(kind, SpanKind::Zero { .. }) && step_end(range.start, range.end()) == range.end();
+        let is_single = step_end(range.start, range.end(), SPAN) == range.end();
+        let is_alone = is_single && matches!(kind, SpanKind::Zero { .. });
         let mut task = Task::new(to, TaskKind::Plain);
         task.flush_after = fua && !is_alone;
         let task = self.tasks.insert(task);
@@ -39,11 +39,14 @@ impl Session {
 
     pub(super) fn span(&mut self, mut spanning: Spanning) -> Option<Pause> {
         while spanning.next < spanning.end {
-            if !self.engine.has_room() {
+            // Reading ahead holds a worker that all disks share: one step of it at a time.
+            let is_cache = spanning.kind == SpanKind::Cache;
+            let must_wait = is_cache && self.tasks.get_mut(spanning.task).outstanding > 0;
+            if must_wait || !self.engine.has_room() {
                 self.current = Current::Span(spanning);
                 return Some(Pause::Room);
             }
-            let end = step_end(spanning.next, spanning.end);
+            let end = step_end(spanning.next, spanning.end, if is_cache { PREFETCH } else { SPAN });
             let range = GuestRange::new(spanning.next, end - spanning.next);
             spanning.next = end;
             let op = match spanning.kind {
@@ -57,8 +60,9 @@ impl Session {
     }
 }
 
-fn step_end(next: GuestOffset, end: GuestOffset) -> GuestOffset {
-    let len = (end - next).min(SPAN - next.get() % SPAN);
+/// Where a step of at most `size` bytes ends: at a multiple of its size, or with the range.
+fn step_end(next: GuestOffset, end: GuestOffset, size: u64) -> GuestOffset {
+    let len = (end - next).min(size - next.get() % size);
     next + len
 }
 
@@ -68,7 +72,7 @@ mod tests {
 
     #[test]
     fn steps_end_at_multiples_of_their_size_and_never_overflow() {
-        let step = |next, end| step_end(GuestOffset::new(next), GuestOffset::new(end)).get();
+        let step = |next, end| step_end(GuestOffset::new(next), GuestOffset::new(end), SPAN).get();
         assert_eq!(step(0, 10), 10);
         assert_eq!(step(5, u64::MAX), SPAN);
         assert_eq!(step(SPAN, 3 * SPAN), 2 * SPAN);
