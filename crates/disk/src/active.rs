@@ -23,6 +23,7 @@ use crate::alloc::Allocator;
 use crate::cache::{PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
 use crate::changes::{Changes, CommitTarget, Freed, Noted};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::flusher::Flusher;
 use crate::journal::{Record, Slot};
 use crate::layer::{Tables, table_of, words};
 use crate::resources::Resources;
@@ -34,6 +35,7 @@ const PAGE_LOCKS: usize = 64;
 pub(crate) struct Active {
     pub(crate) path: PathBuf,
     pub(crate) store: Arc<dyn Store>,
+    pub(crate) flusher: Arc<Flusher>,
     pub(crate) identity: FileIdentity,
     pub(crate) index: LayerIndex,
     pub(crate) tables: Tables,
@@ -87,21 +89,28 @@ impl Active {
         for (index, raw) in words(&bytes).enumerate() {
             table_of(&tables, raw, identity.len).map_err(|error| error.at(l1_at + index as u64 * 8))?;
         }
+        let flusher = Arc::new(Flusher::new(Arc::clone(&store)));
         Ok(Self {
             path: path.to_owned(),
             identity,
             index,
             tables,
             size: header.size,
-            alloc: Allocator::open(Arc::clone(&store), header, identity.len)?,
+            alloc: Allocator::open(Arc::clone(&store), Arc::clone(&flusher), header, identity.len)?,
             changes: Changes::new(),
             owner: resources.new_owner()?,
             cache: Arc::clone(resources.cache()),
             l1: words(&bytes).map(AtomicU64::new).collect(),
             l1_lock: Mutex::new(()),
             page_locks: std::array::from_fn(|_| Mutex::new(())),
+            flusher,
             store,
         })
+    }
+
+    /// Whether a flush or a write of the tables failed: nothing more is known of what is on stable storage.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.flusher.has_failed() || self.changes.has_failed()
     }
 
     /// Number of the guest cluster that holds `at`.
@@ -223,10 +232,12 @@ impl Active {
             return Err(error.at(at));
         }
         let new = at.get() | COPIED;
-        cell.store(new, Ordering::Release);
         let freed = old.map(|at| Freed { at, len: bits.size() });
         let record = Record { slot: Slot::L1(index), old: raw, new };
-        self.settle(self.changes.note(&[record], freed.as_slice()))
+        let noted = self.changes.note(&[record], freed.as_slice());
+        // Only now: whoever sees the table notes entries in it, and a journal that has those must have this one.
+        cell.store(new, Ordering::Release);
+        self.settle(noted)
     }
 
     /// Publishes changes of entries that lie in one page and one L2 table. The data they lead to is written.
@@ -278,7 +289,7 @@ impl Active {
             let new = *history.last().expect("two values a record");
             let (now, sole_user) = match *slot {
                 Slot::L1(index) => (self.l1_entry(index), self.is_sole_table(new)?),
-                Slot::L2(cluster) if cluster << self.tables.geometry.cluster_bits.get() < self.size => {
+                Slot::L2(cluster) if self.is_in_own_table(cluster, &histories) => {
                     (Some(self.entry(cluster)?), self.is_sole_user(new)?)
                 }
                 Slot::L2(_) => (None, false),
@@ -321,6 +332,15 @@ impl Active {
         }
     }
 
+    /// Whether a cluster of the disk has its entry in a table of this image alone, once `histories` are taken up.
+    fn is_in_own_table(&self, cluster: u64, histories: &BTreeMap<Slot, Vec<u64>>) -> bool {
+        let geometry = self.tables.geometry;
+        let index = cluster >> geometry.l2_bits;
+        let table = histories.get(&Slot::L1(index)).and_then(|history| history.last().copied());
+        let table = table.or_else(|| self.l1_entry(index)).unwrap_or(0);
+        cluster < self.size.div_ceil(geometry.cluster_bits.size()) && table & COPIED != 0
+    }
+
     fn l1_entry(&self, index: u64) -> Option<u64> {
         Some(self.l1.get(index as usize)?.load(Ordering::Acquire))
     }
@@ -347,7 +367,7 @@ impl Active {
 
 impl CommitTarget for Active {
     fn flush(&self) -> Result<()> {
-        self.store.flush().while_trying("flush").map_err(|error| error.in_file(&self.path))
+        self.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&self.path))
     }
 
     fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()> {

@@ -22,6 +22,7 @@ use vmstrata_store::Store;
 use vmstrata_types::{ClusterBits, HostOffset};
 
 use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::flusher::Flusher;
 use crate::layer::words;
 
 /// Bytes claimed at once, about: enough to make the refcount write of a claim cheap, little to leak in a crash.
@@ -42,6 +43,7 @@ pub(crate) struct Allocated {
 #[derive(Debug)]
 pub(crate) struct Allocator {
     store: Arc<dyn Store>,
+    flusher: Arc<Flusher>,
     bits: ClusterBits,
     order: RefcountOrder,
     state: Mutex<State>,
@@ -67,7 +69,12 @@ impl Allocator {
     ///
     /// # Errors
     /// A table that cannot be read or breaks the format.
-    pub(crate) fn open(store: Arc<dyn Store>, header: &Header, file_len: u64) -> Result<Self> {
+    pub(crate) fn open(
+        store: Arc<dyn Store>,
+        flusher: Arc<Flusher>,
+        header: &Header,
+        file_len: u64,
+    ) -> Result<Self> {
         let bits = header.cluster_bits;
         let table_at = header.refcount_table_offset;
         let mut bytes = vec![0; header.refcount_table_entries() * 8];
@@ -87,7 +94,7 @@ impl Allocator {
             hint: 0,
             fresh_from: file_len.div_ceil(bits.size()),
         };
-        Ok(Self { store, bits, order: header.refcount_order, state: Mutex::new(state) })
+        Ok(Self { store, flusher, bits, order: header.refcount_order, state: Mutex::new(state) })
     }
 
     fn entries_per_block(&self) -> u64 {
@@ -201,7 +208,7 @@ impl Allocator {
         let mut block = vec![0; self.bits.size() as usize];
         self.order.set(&mut block, 0, 1).expect("every width can say 1");
         self.store.write_all(&block, at).while_trying("write a refcount block").map_err(|e| e.at(at))?;
-        self.store.flush().while_trying("flush a refcount block")?;
+        self.flusher.flush().while_trying("flush a refcount block")?;
         let entry_at = state.table_at + index * 8;
         let raw = encode_table_entry(Some(at), self.bits);
         self.store
@@ -273,7 +280,7 @@ impl Allocator {
         bytes.extend(table.iter().flat_map(|&block| encode_table_entry(block, self.bits).to_be_bytes()));
         let at = self.cluster_at(first);
         self.store.write_all(&bytes, at).while_trying("write a larger refcount table").map_err(|e| e.at(at))?;
-        self.store.flush().while_trying("flush a larger refcount table")
+        self.flusher.flush().while_trying("flush a larger refcount table")
     }
 
     /// Switches to another refcount table: one write inside one sector, then a flush.
@@ -282,8 +289,13 @@ impl Allocator {
         bytes[..8].copy_from_slice(&table_at.get().to_be_bytes());
         bytes[8..].copy_from_slice(&u32::try_from(clusters).expect("at most 8 MiB").to_be_bytes());
         let at = HostOffset::new(field::REFCOUNT_TABLE_OFFSET);
-        self.store.write_all(&bytes, at).while_trying("write the header").map_err(|e| e.at(at))?;
-        self.store.flush().while_trying("flush the header")
+        let written = self.store.write_all(&bytes, at);
+        if written.is_err() {
+            // Which of the two tables a crash would show is not known.
+            self.flusher.give_up();
+        }
+        written.while_trying("write the header").map_err(|e| e.at(at))?;
+        self.flusher.flush().while_trying("flush the header")
     }
 
     /// Counts one user less of every cluster that `len` bytes at `at` touch; gives back the space of those that

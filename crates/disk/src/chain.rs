@@ -67,6 +67,8 @@ pub(crate) struct Chain {
 
 /// Bytes read at first: enough for the header and extensions that tools write.
 const HEAD_PROBE: usize = 4096;
+/// The largest cluster.
+const HEADER_MAX: usize = 2 << 20;
 const MAGIC: &[u8; 4] = b"QFI\xfb";
 /// Raw files are counted in sectors: the last one reads as if padded with zeros.
 const SECTOR: u64 = 512;
@@ -162,7 +164,14 @@ pub(crate) fn probe(store: &dyn Store, file_len: u64) -> Result<Option<Qcow2Head
 /// Reads and checks header, extensions and backing name.
 pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
     let mut bytes = read_start(store, HEAD_PROBE, file_len)?;
-    let header = Header::parse(&bytes, file_len)?;
+    let header = match Header::parse(&bytes, file_len) {
+        Err(ParseError { kind: ParseErrorKind::Truncated { .. }, .. }) if bytes.len() == HEAD_PROBE => {
+            // A header longer than any tool writes; it ends with its cluster at the latest.
+            bytes = read_start(store, HEADER_MAX, file_len)?;
+            Header::parse(&bytes, file_len)?
+        }
+        parsed => parsed?,
+    };
     let name = header.backing_file.map(|name| {
         let start = usize::try_from(name.offset.get()).expect("within the first cluster");
         start..start + name.len as usize

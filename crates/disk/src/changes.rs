@@ -17,13 +17,13 @@
 //! Lock order: the commit lock, then the state's lock. The state's lock is never held during a flush.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use vmstrata_types::HostOffset;
 
-use crate::error::{IoContext as _, Result};
+use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::journal::{Journal, Record, Slot};
 
 /// Changes noted before a writer must commit them itself: bounds memory and journal.
@@ -44,6 +44,8 @@ pub(crate) struct Changes {
     committing: Mutex<u64>,
     /// Commits asked for.
     asked: AtomicU64,
+    /// A commit failed; there will be no others.
+    failed: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -95,7 +97,7 @@ impl Changes {
             reclaimable: Vec::new(),
             since: None,
         };
-        Self { state: Mutex::new(state), committing: Mutex::new(0), asked: AtomicU64::new(0) }
+        Self { state: Mutex::new(state), committing: Mutex::new(0), asked: AtomicU64::new(0), failed: AtomicBool::new(false) }
     }
 
     /// Notes changes in `journal` from now on.
@@ -139,15 +141,33 @@ impl Changes {
     /// Calls that wait for each other share one commit.
     ///
     /// # Errors
-    /// A flush or a table write that failed; the caller must latch the disk, because nothing more is known of what
-    /// is on stable storage.
+    /// A flush or a table write that failed, now or before; the caller must latch the disk, because nothing more is
+    /// known of what is on stable storage.
     pub(crate) fn commit(&self, target: &impl CommitTarget) -> Result<()> {
         let mine = self.asked.fetch_add(1, Ordering::SeqCst) + 1;
         let mut covered = self.committing.lock();
         if *covered >= mine {
             return Ok(());
         }
+        if self.has_failed() {
+            // Whoever waited for the commit that failed must not be told that all is well.
+            return Err(ErrorKind::Latched { cause: "the commit before this one failed".to_owned() }.into());
+        }
         let covers = self.asked.load(Ordering::SeqCst);
+        let done = self.commit_open(target);
+        self.failed.store(done.is_err(), Ordering::SeqCst);
+        if done.is_ok() {
+            *covered = covers;
+        }
+        done
+    }
+
+    /// Whether a commit has failed.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::SeqCst)
+    }
+
+    fn commit_open(&self, target: &impl CommitTarget) -> Result<()> {
         if self.begin()? {
             target.flush()?;
             // A copy: lookups that miss the cache must go on finding the entries until they are in the image.
@@ -158,7 +178,6 @@ impl Changes {
         } else {
             target.flush()?;
         }
-        *covered = covers;
         Ok(())
     }
 

@@ -24,6 +24,7 @@ use crate::active::Active;
 use crate::chain::{Chain, OpenOptions, Qcow2Head, Top as OpenTop, freeze, read_chain, read_head};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::flusher::Flusher;
 use crate::journal::Journal;
 use crate::layer::Format;
 use crate::map::{FrozenMap, Run, Source};
@@ -56,6 +57,7 @@ pub(crate) enum Top {
 pub(crate) struct RawTop {
     pub(crate) path: PathBuf,
     pub(crate) store: Arc<dyn Store>,
+    flusher: Flusher,
 }
 
 /// A layer of a disk.
@@ -213,6 +215,14 @@ impl Disk {
         error
     }
 
+    /// Latches the disk if the error is of the kind after which nothing is known of what is on stable storage.
+    pub(crate) fn latch_if_lost(&self, error: Error) -> Error {
+        match &self.top {
+            Top::Qcow2(active) if active.is_lost() && self.latch.get().is_none() => self.latch(error),
+            _ => error,
+        }
+    }
+
     /// The run at `at`, at most `len` bytes, from memory alone; `None` when tables must be read first.
     ///
     /// Within the disk and `len > 0`, a run has at least one byte.
@@ -353,7 +363,7 @@ impl Disk {
     fn commit(&self) -> Result<()> {
         match &self.top {
             Top::Frozen => Ok(()),
-            Top::Raw(raw) => raw.store.flush().while_trying("flush").map_err(|error| error.in_file(&raw.path)),
+            Top::Raw(raw) => raw.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&raw.path)),
             Top::Qcow2(active) => active.changes.commit(&**active),
         }
         .map_err(|error| self.latch(error))
@@ -406,10 +416,10 @@ impl Disk {
             active.alloc.release_claimed()?;
             if active.tables.version >= FEATURES_SINCE {
                 // Refcounts first: whoever finds no session in the header takes them to be right.
-                active.store.flush().while_trying("flush")?;
-                write_session(&*active.store, 0)?;
+                active.flusher.flush().while_trying("flush")?;
+                write_session(active, 0)?;
             }
-            active.store.flush().while_trying("flush")
+            active.flusher.flush().while_trying("flush")
         };
         finish().map_err(|error| self.latch(error.in_file(&active.path)))?;
         active.changes.remove_journal();
@@ -420,7 +430,10 @@ impl Disk {
 /// Makes the top file ready for writes.
 fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -> Result<Top> {
     let OpenTop { path, opened, head, .. } = top;
-    let Some(head) = head else { return Ok(Top::Raw(RawTop { path, store: opened.store })) };
+    let Some(head) = head else {
+        let flusher = Flusher::new(Arc::clone(&opened.store));
+        return Ok(Top::Raw(RawTop { path, store: opened.store, flusher }));
+    };
     let in_file = |error: Error| error.in_file(&path);
     let head = repaired(head, &opened.store).map_err(in_file)?;
     let header = &head.header;
@@ -445,7 +458,7 @@ fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -> Result<To
             Some(journal)
         }
     };
-    write_session(&*opened.store, new_session).map_err(in_file)?;
+    write_session(&active, new_session).map_err(in_file)?;
     active.changes.use_journal(journal);
     Ok(Top::Qcow2(Box::new(active)))
 }
@@ -481,10 +494,11 @@ fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
 }
 
 /// Writes the autoclear bits: ours, and none that stand for structures we do not keep up to date.
-fn write_session(store: &dyn Store, session: u64) -> Result<()> {
+fn write_session(active: &Active, session: u64) -> Result<()> {
     let at = HostOffset::new(field::AUTOCLEAR);
-    store.write_all(&session.to_be_bytes(), at).while_trying("write the header").map_err(|error| error.at(at))?;
-    store.flush().while_trying("flush the header")
+    let written = active.store.write_all(&session.to_be_bytes(), at);
+    written.while_trying("write the header").map_err(|error| error.at(at))?;
+    active.flusher.flush().while_trying("flush the header")
 }
 
 /// A number that no earlier process used for this image, in all likelihood; never 0.

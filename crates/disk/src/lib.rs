@@ -41,6 +41,7 @@ mod entry;
 mod epoch;
 mod error;
 mod extents;
+mod flusher;
 mod inspect;
 mod journal;
 mod layer;

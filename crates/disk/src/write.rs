@@ -45,7 +45,7 @@ impl Disk {
         let len = total_len(from);
         self.check_range(GuestRange::new(at, len as u64))?;
         self.check_writable()?;
-        self.write_entered(at, from)
+        self.write_entered(at, from).map_err(|error| self.latch_if_lost(error))
     }
 
     /// As [`Disk::write`], checked and entered.
@@ -165,7 +165,7 @@ impl Disk {
                 freed.extend(active.clusters_of(raw)?);
             }
         }
-        active.publish(&changed, &freed, &page).map_err(|error| self.latch(error))?;
+        active.publish(&changed, &freed, &page).map_err(|error| error.in_file(&active.path))?;
         Ok(bytes)
     }
 

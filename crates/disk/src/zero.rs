@@ -54,7 +54,9 @@ impl Disk {
             return Ok(());
         }
         match &self.top {
-            Top::Qcow2(active) => self.clear_clusters(active, range, purpose),
+            Top::Qcow2(active) => {
+                self.clear_clusters(active, range, purpose).map_err(|error| self.latch_if_lost(error))
+            }
             Top::Raw(raw) => {
                 let at = HostOffset::new(range.start.get());
                 let punched = purpose != Purpose::Zero && raw.store.punch_hole(at, range.len).is_ok();
@@ -126,7 +128,7 @@ impl Disk {
         }
         if !changed.is_empty() {
             active.ensure_table(first).map_err(|error| error.in_file(&active.path))?;
-            active.publish(&changed, &freed, &page).map_err(|error| self.latch(error))?;
+            active.publish(&changed, &freed, &page).map_err(|error| error.in_file(&active.path))?;
         }
         drop(page);
         let bits = active.tables.geometry.cluster_bits;

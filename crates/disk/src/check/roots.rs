@@ -24,8 +24,8 @@ const PIECE: u64 = 1 << 20;
 const TABLE_BYTES_MAX: u64 = 4 << 30;
 /// L2 tables met before duplicates are merged.
 const MERGE_AT: usize = 1 << 20;
-/// Most L2 tables off a cluster boundary that are walked; each is a corruption by itself.
-const MISALIGNED_MAX: usize = 1024;
+/// Most bytes of L2 tables off a cluster boundary, which may lie over each other, that are walked.
+const MISALIGNED_BYTES_MAX: u64 = 32 << 20;
 
 /// An L2 table and how many L1 entries lead to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,7 +50,7 @@ impl TableRef {
 struct TableRefs {
     refs: Vec<TableRef>,
     merged: usize,
-    misaligned: usize,
+    misaligned_bytes: u64,
 }
 
 impl TableRefs {
@@ -177,12 +177,12 @@ impl Walk<'_> {
         let aligned = offset.is_aligned(self.image.bits());
         if !aligned {
             self.tally.add(at, FindingKind::L1Entry(EntryError::Misaligned { raw, offset }));
-            self.tables.misaligned += 1;
+            self.tables.misaligned_bytes += self.image.bits().size();
         }
         let region = Region { start: offset, len: self.image.bits().size() };
         if !self.image.count(self.counts, region, 1, Use::Table) {
             self.tally.add(at, FindingKind::PastEnd { what: PAST_END_L2, start: offset, len: region.len });
-        } else if aligned || self.tables.misaligned <= MISALIGNED_MAX {
+        } else if aligned || self.tables.misaligned_bytes <= MISALIGNED_BYTES_MAX {
             let active = u32::from(tree == Tree::Active);
             self.tables.add(TableRef { offset: offset.get(), active, inactive: 1 - active });
         }

@@ -10,6 +10,7 @@
 pub mod faulty;
 pub mod flat;
 pub mod io;
+pub mod ledger;
 pub mod shape;
 pub mod stock;
 
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
-use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
+use vmstrata_disk::{Disk, ErrorKind, OpenOptions, ResourceOptions, Resources};
 
 /// A directory in memory where there is one: flushes are many, and what they cost is not what is tested.
 pub fn scratch() -> tempfile::TempDir {
@@ -84,7 +85,18 @@ pub fn open_with(path: &Path, options: &OpenOptions) -> Arc<Disk> {
     Disk::open(path, options, &Resources::new(ResourceOptions::default())).expect("the disk opens")
 }
 
-/// Opens a disk for reading with its own default resources.
+/// Opens a disk for reading with its own default resources. Tries again while the file is locked: between the fork
+/// and the exec of a tool, the tool holds the locks of every file that was open in this process.
 pub fn open_read_only(path: &Path) -> Arc<Disk> {
-    open_with(path, &OpenOptions { read_only: true, ..OpenOptions::default() })
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let deadline = Instant::now() + Duration::from_secs(5);
+    loop {
+        match Disk::open(path, &options, &Resources::new(ResourceOptions::default())) {
+            Ok(disk) => return disk,
+            Err(error) if matches!(error.kind(), ErrorKind::File(_)) && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(error) => panic!("the disk does not open: {error}"),
+        }
+    }
 }

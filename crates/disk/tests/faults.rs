@@ -1,0 +1,238 @@
+//! Every store operation fails in turn: nothing panics, no read lies, no acknowledged flush is lost, and what is left
+//! is an image that stock tools find free of corruption.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::faulty::FaultyFiles;
+use common::flat::{read, write};
+use common::ledger::{Ledger, Step, steps, take};
+use common::shape::{LayerShape, Made, make};
+use common::{for_seeds, open_read_only, random, scratch, stock};
+use vmstrata_disk::{CheckOptions, Disk, ErrorKind, OpenOptions, check};
+use vmstrata_store::{Effect, Fault, FaultPlan, OperationKind, When};
+
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+
+/// A chain to be used again and again from the state it was made in.
+struct Bench {
+    _dir: tempfile::TempDir,
+    made: Made,
+    saved: Vec<(PathBuf, Vec<u8>)>,
+    steps: Vec<Step>,
+}
+
+impl Bench {
+    fn new(layers: &[LayerShape], seed: u64, count: usize) -> Self {
+        let dir = scratch();
+        let mut random = random("faults", seed);
+        let made = make(dir.path(), layers, &mut random);
+        let saved = |number| {
+            let path = dir.path().join(format!("layer{number}"));
+            let bytes = std::fs::read(&path).expect("made");
+            (path, bytes)
+        };
+        let saved = (0..layers.len()).map(saved).collect();
+        let steps = steps(&mut random, count, made.model.len() as u64, made.cluster);
+        Self { _dir: dir, made, saved, steps }
+    }
+
+    fn restore(&self) {
+        for (path, bytes) in &self.saved {
+            std::fs::write(path, bytes).expect("restored");
+        }
+    }
+
+    /// Runs the workload with one fault; returns whether there was still such an operation to fail.
+    fn run(&self, fault: Fault, ask_stock: bool) -> bool {
+        self.restore();
+        let plan = FaultPlan::new();
+        plan.add(fault);
+        let files = FaultyFiles::new(&plan);
+        let mut outcome = Outcome::new(&self.made);
+        if let Ok(disk) = Disk::open(&self.made.top, &OpenOptions::default(), &files.resources()) {
+            for (number, step) in self.steps.iter().enumerate() {
+                outcome.step(&disk, number + 1, step, fault);
+            }
+            let _ = disk.close();
+        }
+        let When::Nth(nth) = fault.when else { panic!("one fault at a time") };
+        let befell = plan.count(fault.kind) > nth;
+        outcome.verify(&self.made.top, self.steps.len(), ask_stock, fault);
+        befell
+    }
+}
+
+struct Outcome {
+    ledger: Ledger,
+    flushed: usize,
+    /// A flush failed: the disk must take no more writes.
+    must_refuse: bool,
+}
+
+impl Outcome {
+    fn new(made: &Made) -> Self {
+        Self { ledger: Ledger::new(&made.model, made.cluster), flushed: 0, must_refuse: false }
+    }
+
+    fn step(&mut self, disk: &Disk, number: usize, step: &Step, fault: Fault) {
+        let result = take(disk, step);
+        self.ledger.enter(number, step, result.is_ok());
+        match result {
+            Ok(bytes) => {
+                let refused_kind = step.changes_disk() || matches!(step, Step::Flush);
+                assert!(!(self.must_refuse && refused_kind), "{fault:?}: {step:?} succeeded after a failed flush");
+                if let (Step::Read { at, .. }, Some(bytes)) = (step, bytes) {
+                    self.ledger.check(*at, &bytes, number, number).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+                }
+                if matches!(step, Step::Flush) {
+                    self.flushed = number;
+                }
+            }
+            Err(error) if self.must_refuse && !matches!(step, Step::Read { .. }) => {
+                let ErrorKind::Latched { cause } = error.kind() else { panic!("{fault:?}: {error}") };
+                assert!(!cause.is_empty() && error.errno() == EIO);
+            }
+            Err(_) => {
+                let was_flush = fault.kind == Some(OperationKind::Flush) || matches!(step, Step::Flush);
+                self.must_refuse |= was_flush;
+            }
+        }
+    }
+
+    /// What is left when the process has gone, as a successor and stock tools see it.
+    fn verify(&self, path: &Path, last: usize, ask_stock: bool, fault: Fault) {
+        let report = check(path, &CheckOptions { force_share: true, ..CheckOptions::default() }).expect("checks");
+        assert_eq!((report.corruptions, report.check_errors), (0, 0), "{fault:?}: {:?}", report.findings);
+        if ask_stock {
+            stock::assert_safe(path);
+        }
+        let disk = open_read_only(path);
+        let bytes = read(&disk, 0, disk.size() as usize).expect("reads");
+        self.ledger.check(0, &bytes, self.flushed, last).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+    }
+}
+
+/// Fails the first, second, ... operation of a kind, until there is no such operation any more.
+fn fail_each(bench: &Bench, kind: OperationKind, effect: Effect) -> u64 {
+    for nth in 0.. {
+        let fault = Fault { kind: Some(kind), store: None, when: When::Nth(nth), effect };
+        let ask_stock = nth % 16 == 3 || std::env::var_os("VMSTRATA_SOAK_SECONDS").is_some();
+        if !bench.run(fault, ask_stock) {
+            return nth;
+        }
+    }
+    unreachable!("workloads end")
+}
+
+/// Small clusters and wide refcounts: the refcount table grows, tables are copied, clusters are reused.
+fn small_clusters(seed: u64) -> Bench {
+    let base = LayerShape::qcow2(12, 300 << 10);
+    let active = LayerShape { refcount_bits: 64, operations: 4, ..LayerShape::qcow2(9, 400 << 10) };
+    Bench::new(&[base, active], seed, 90)
+}
+
+/// An internal snapshot above compressed clusters: everything is copied on write.
+fn snapshots(seed: u64) -> Bench {
+    let layer = LayerShape { snapshots: 1, compressed: Some("zlib"), ..LayerShape::qcow2(12, 256 << 10) };
+    Bench::new(&[layer], seed, 90)
+}
+
+#[test]
+fn any_failed_write_leaves_a_sound_image() {
+    for_seeds(1, |seed| {
+        for bench in [small_clusters(seed), snapshots(seed)] {
+            for effect in [Effect::Fail(EIO), Effect::Fail(ENOSPC), Effect::Tear { bytes: 512, errno: EIO }] {
+                assert!(fail_each(&bench, OperationKind::Write, effect) > 30, "the workload writes");
+            }
+        }
+    });
+}
+
+#[test]
+fn any_failed_or_short_read_is_an_error_or_harmless() {
+    for_seeds(1, |seed| {
+        for bench in [small_clusters(seed), snapshots(seed)] {
+            for effect in [Effect::Fail(EIO), Effect::Tear { bytes: 512, errno: EIO }] {
+                assert!(fail_each(&bench, OperationKind::Read, effect) > 10, "the workload reads");
+            }
+        }
+    });
+}
+
+#[test]
+fn any_failed_flush_refuses_all_later_writes() {
+    for_seeds(3, |seed| {
+        for bench in [small_clusters(seed), snapshots(seed)] {
+            assert!(fail_each(&bench, OperationKind::Flush, Effect::Fail(EIO)) > 5, "the workload flushes");
+        }
+    });
+}
+
+#[test]
+fn a_host_that_cannot_punch_holes_or_tell_lengths_is_survived() {
+    let bench = small_clusters(7);
+    for kind in [OperationKind::PunchHole, OperationKind::Len, OperationKind::Extent, OperationKind::SetLen] {
+        fail_each(&bench, kind, Effect::Fail(95));
+    }
+}
+
+/// A full host: writes fail with ENOSPC, and once there is space again everything goes on.
+#[test]
+fn a_full_host_is_an_error_until_there_is_space_again() {
+    let bench = small_clusters(3);
+    bench.restore();
+    let plan = FaultPlan::new();
+    let files = FaultyFiles::new(&plan);
+    let disk = Disk::open(&bench.made.top, &OpenOptions::default(), &files.resources()).expect("opens");
+    let mut model = bench.made.model.clone();
+    plan.fail_from(Some(OperationKind::Write), 0, ENOSPC);
+    for at in (0..model.len() as u64).step_by(4096) {
+        if let Err(error) = write(&disk, at, &[0x77; 512]) {
+            assert_eq!(error.errno(), ENOSPC, "{error}");
+        }
+    }
+    plan.clear();
+    for at in (0..model.len() as u64).step_by(4096) {
+        write(&disk, at, &[0x78; 512]).expect("there is space again");
+        model[at as usize..at as usize + 512].fill(0x78);
+    }
+    common::flat::assert_reads(&disk, &model, "after a full host");
+    disk.close().expect("closes");
+    drop(disk);
+    stock::assert_safe(&bench.made.top);
+}
+
+/// Two threads flush, and the host fails once: neither may be told that its data is safe when it is not, and the
+/// second flush must not succeed only because the kernel reports a failure once.
+#[test]
+fn a_failure_is_not_forgotten_by_the_flush_that_waited_for_it() {
+    for nth in 0..6 {
+        let dir = scratch();
+        let mut random = random("waiting", nth);
+        let made = make(dir.path(), &[LayerShape { operations: 0, ..LayerShape::qcow2(12, 1 << 20) }], &mut random);
+        let plan = FaultPlan::new();
+        let files = FaultyFiles::new(&plan);
+        let disk = Disk::open(&made.top, &OpenOptions::default(), &files.resources()).expect("opens");
+        write(&disk, 512 << 10, &[0x55; 4096]).expect("writes");
+        let fault = |effect| Fault { kind: Some(OperationKind::Write), store: None, when: When::Nth(0), effect };
+        // The commit stops before it writes the tables; meanwhile others come to wait behind it.
+        plan.add(fault(Effect::Hold));
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| disk.flush());
+            assert!(plan.wait_until_held(1, std::time::Duration::from_secs(20)));
+            plan.add(Fault { when: When::Nth(0), ..fault(Effect::Fail(EIO)) });
+            plan.add(Fault { kind: Some(OperationKind::Flush), ..fault(Effect::Fail(EIO)) });
+            let waiting: Vec<_> = (0..3).map(|_| scope.spawn(|| disk.flush())).collect();
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            plan.release();
+            assert!(first.join().unwrap().is_err());
+            for flush in waiting {
+                assert!(flush.join().unwrap().is_err(), "a flush behind a failed one succeeded");
+            }
+        });
+        assert!(write(&disk, 0, &[1; 512]).is_err() && disk.close().is_err());
+    }
+}
