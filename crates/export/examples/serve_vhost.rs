@@ -1,4 +1,5 @@
-//! Serves one disk to one virtual machine at a time: `serve_vhost DISK SOCKET [QUEUES [THREADS [POLL_US]]]`.
+//! Serves one disk: `serve_vhost DISK SOCKET[,SOCKET] [QUEUES [THREADS [POLL_US]]]`. Two sockets let a virtual machine
+//! move from one QEMU to another on the same host.
 //!
 //! Prints what was done when its input ends.
 
@@ -27,10 +28,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let journal_dir = Path::new(socket).parent().map(Path::to_owned);
     let resources = Resources::new(ResourceOptions { journal_dir, ..ResourceOptions::default() });
     let disk = Disk::open(Path::new(disk), &OpenOptions::default(), &resources)?;
-    let server = Server::bind(Path::new(socket), disk.clone(), options)?;
+    let bind = |socket| Server::bind(Path::new(socket), disk.clone(), options.clone());
+    let servers: Vec<Server> = socket.split(',').map(bind).collect::<Result<_, _>>()?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
-    println!("{:#?}", server.stats());
-    server.shutdown();
+    for server in servers {
+        println!("{}: {:#?}", server.path().display(), server.stats());
+        server.shutdown();
+    }
     disk.close()?;
     Ok(())
 }

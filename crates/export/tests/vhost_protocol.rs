@@ -2,16 +2,17 @@
 
 mod vhost_common;
 
+use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
-use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo, VringConfigData};
 use vhost_common::driver::{GUEST_BASE, USER_BASE};
 use vhost_common::frontend::{
-    Connection, DISCARD, FLUSH, GET_ID, Guest, IN, MEMORY_LEN, OUT, WRITE_ZEROES, event, signalled,
+    Connection, DISCARD, FLUSH, GET_ID, Guest, IN, MEMORY_LEN, OUT, WRITE_ZEROES, event, signalled, slot_at,
 };
 use vhost_common::{Served, options};
 
@@ -224,4 +225,48 @@ fn file_contents_are_those_of_the_disk() {
     let file = std::fs::File::open(served.dir.path().join("disk.raw")).unwrap();
     file.read_exact_at(&mut found, 5120).unwrap();
     assert_eq!(found, [9; 512]);
+}
+
+/// Takes the pages that are marked, as offsets in guest memory, and clears the marks.
+fn take_marks(log: &File) -> Vec<u64> {
+    // The answer may be seen an instant before the ring's page is marked.
+    std::thread::sleep(Duration::from_millis(20));
+    const FIRST: u64 = GUEST_BASE / 4096 / 8;
+    let mut bytes = vec![0; (MEMORY_LEN / 4096 / 8) as usize];
+    log.read_exact_at(&mut bytes, FIRST).unwrap();
+    log.write_all_at(&vec![0; bytes.len()], FIRST).unwrap();
+    let bits = bytes
+        .iter()
+        .enumerate()
+        .flat_map(|(at, byte)| (0..8).map(move |bit| (at * 8 + bit, byte >> bit & 1)));
+    bits.filter(|(_, bit)| *bit == 1).map(|(page, _)| page as u64 * 4096).collect()
+}
+
+#[test]
+fn pages_written_are_logged_while_the_frontend_asks_for_it() {
+    let served = served();
+    let (_guest, mut connection) = connected(&served);
+    let log = Guest::new(64).memory;
+    let region = VhostUserDirtyLogRegion { mmap_size: 1 << 16, mmap_offset: 0, mmap_handle: log.as_raw_fd() };
+    connection.frontend.set_log_base(0, Some(region)).unwrap();
+    assert_eq!(connection.write(0, &[7; 8192]), OK);
+    assert_eq!(take_marks(&log), [0; 0], "not yet asked for");
+    let features = connection.frontend.get_features().unwrap();
+    connection.frontend.set_features(features).unwrap();
+    let used = connection.driver.used();
+    let logged = VringConfigData { flags: 1, log_addr: Some(GUEST_BASE + used), ..connection.ring_config() };
+    connection.frontend.set_vring_addr(0, &logged).unwrap();
+    take_marks(&log);
+    let ring_page = used / 4096 * 4096;
+    assert_eq!(connection.read(0, 8192), [7; 8192]);
+    let data = Connection::data_at(0);
+    assert_eq!(take_marks(&log), [ring_page, slot_at(0), data, data + 4096]);
+    assert_eq!(connection.write(0, &[8; 8192]), OK);
+    assert_eq!(take_marks(&log), [ring_page, slot_at(0)], "a write to the disk changes only the status");
+    assert_eq!(connection.request(IN, DISK / 512, 8192), IO_ERROR);
+    assert_eq!(take_marks(&log), [ring_page, slot_at(0)], "nothing was read");
+    connection.frontend.set_features(features & !(1 << 26)).unwrap();
+    take_marks(&log);
+    assert_eq!(connection.read(0, 512), [8; 512]);
+    assert_eq!(take_marks(&log), [0; 0], "no longer asked for");
 }

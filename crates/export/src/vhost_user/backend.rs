@@ -8,8 +8,7 @@
 //! for what they have in flight; then it applies the change and starts again what is complete and enabled.
 //! So a change never meets a request, and a reply to GET_VRING_BASE means that all is answered.
 //!
-//! Not offered: dirty logging (`VHOST_F_LOG_ALL`), and with it live migration through this device alone;
-//! packed rings; postcopy; the device's own status.
+//! Not offered: packed rings, postcopy, and the device's own status.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -27,11 +26,12 @@ use vhost::vhost_user::{
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::config::Device;
+use super::dirty::DirtyLog;
 use super::inflight::{InflightError, InflightQueue, InflightRegion};
 use super::memory::{GuestMemory, MAX_REGIONS, MemoryError, RegionInfo};
 use super::notify;
 use super::queue::QueueParts;
-use super::ring::{Ring, RingLayout};
+use super::ring::{Logging, Ring, RingLayout};
 use super::vring::{Kick, RingAddresses, Vring};
 use super::worker::Worker;
 
@@ -43,6 +43,7 @@ pub(super) struct Backend {
     features: u64,
     memory: Arc<GuestMemory>,
     inflight: Option<Arc<InflightRegion>>,
+    dirty: Option<Arc<DirtyLog>>,
     vrings: Vec<Vring>,
 }
 
@@ -71,7 +72,7 @@ impl Backend {
         device.reset();
         let vrings = (0..device.queues).map(|_| Vring::default()).collect();
         let memory = Arc::new(GuestMemory::default());
-        Self { device, workers, queue_size_max, features: 0, memory, inflight: None, vrings }
+        Self { device, workers, queue_size_max, features: 0, memory, inflight: None, dirty: None, vrings }
     }
 
     /// Stops all queues, with everything in flight answered.
@@ -140,7 +141,10 @@ impl Backend {
         let region = self.inflight.clone();
         let inflight =
             region.map(|region| InflightQueue::new(region, index as u16, vring.size)).transpose()?;
-        let ring = Ring::new(layout, Arc::clone(&self.memory), inflight, vring.next_available)?;
+        let mut ring = Ring::new(layout, Arc::clone(&self.memory), inflight, vring.next_available)?;
+        if let Some(log) = self.dirty.as_ref().filter(|_| self.logs_everything()) {
+            ring.log_to(Logging::new(Arc::clone(log), addresses.used_logged_at));
+        }
         Ok(QueueParts {
             index: index as u16,
             ring,
@@ -174,7 +178,13 @@ impl Backend {
     }
 
     fn offered(&self) -> u64 {
-        self.device.features() | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+        let of_transport = VhostUserVirtioFeatures::PROTOCOL_FEATURES | VhostUserVirtioFeatures::LOG_ALL;
+        self.device.features() | of_transport.bits()
+    }
+
+    /// Whether the frontend wants to know what is written.
+    fn logs_everything(&self) -> bool {
+        self.features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0
     }
 
     fn forget_driver(&mut self) {
@@ -182,6 +192,7 @@ impl Backend {
         self.device.reset();
         self.features = 0;
         self.inflight = None;
+        self.dirty = None;
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
     }
 }
@@ -266,13 +277,11 @@ impl VhostUserBackendReqHandlerMut for Backend {
         descriptors: u64,
         used: u64,
         available: u64,
-        _log: u64,
+        log: u64,
     ) -> Result<()> {
         let index = self.index(index)?;
-        if flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG) {
-            return not_offered("dirty logging is not offered");
-        }
-        let addresses = RingAddresses { descriptors, available, used };
+        let used_logged_at = flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG).then_some(log);
+        let addresses = RingAddresses { descriptors, available, used, used_logged_at };
         self.change(index, |vring| vring.addresses = Some(addresses));
         Ok(())
     }
@@ -325,6 +334,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::LOG_SHMFD
             | VhostUserProtocolFeatures::RESET_DEVICE
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
     }
@@ -416,8 +426,10 @@ impl VhostUserBackendReqHandlerMut for Backend {
         not_offered("no shared memory regions")
     }
 
-    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
-        not_offered("dirty logging is not offered")
+    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
+        let dirty = DirtyLog::attach(file, log.mmap_offset, log.mmap_size).map_err(refused)?;
+        self.change_all(|this| this.dirty = Some(Arc::new(dirty)));
+        Ok(())
     }
 }
 

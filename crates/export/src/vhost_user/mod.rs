@@ -16,7 +16,7 @@
 //! | `worker`, `queue`, `poller` | an I/O thread: its queues, and when it looks and when it sleeps |
 //! | `ring` | the split virtqueue |
 //! | `request`, `config` | what requests mean, and what the device says about itself |
-//! | `memory`, `inflight` | the memory that the frontend shares |
+//! | `memory`, `inflight`, `dirty` | the memory that the frontend shares, and what is noted in it |
 //!
 //! One frontend at a time is served on a socket; when it goes, whatever it had in flight is finished and the
 //! socket is open for the next. A frontend may be hostile: it can stop its own queues, nothing else.
@@ -26,6 +26,7 @@
 
 mod backend;
 mod config;
+mod dirty;
 mod inflight;
 mod listener;
 mod memory;

@@ -23,7 +23,7 @@ use super::stats::Counters;
 
 /// Requests taken from one ring before the engine gets to work on them: enough to make one system call of
 /// many, few enough that the driver's processor and ours work at the same time.
-const TAKE_MAX: u32 = 16;
+const TAKE_MAX: u32 = 32;
 
 /// Bytes of the longest list of ranges.
 const ENTRIES_LEN: usize = MAX_RANGES as usize * RANGE_LEN;
@@ -183,7 +183,7 @@ impl Queue {
             }
             Err(status) => {
                 counters.errors.add(1);
-                self.parts.ring.answer(head, status as u8, 0);
+                self.parts.ring.refuse(head, status as u8);
             }
         }
     }
@@ -198,7 +198,7 @@ impl Queue {
         io: &mut IoQueue,
     ) {
         if range.len == 0 {
-            return self.parts.ring.answer(head, Status::Ok as u8, 0);
+            return self.parts.ring.refuse(head, Status::Ok as u8);
         }
         let written = if matches!(op, Op::Read) { u32::try_from(range.len).unwrap_or(u32::MAX) } else { 0 };
         self.pending[usize::from(head)] = Pending { parts: 1, status: Status::Ok, written };
@@ -207,7 +207,7 @@ impl Queue {
 
     fn flush(&mut self, head: u16, io: &mut IoQueue, counters: &Counters) {
         if self.device.limits.read_only {
-            return self.parts.ring.answer(head, Status::Ok as u8, 0);
+            return self.parts.ring.refuse(head, Status::Ok as u8);
         }
         let everything = GuestRange::new(GuestOffset::ZERO, 0);
         self.start(head, Ok(Parts::from_iter([(Op::Flush, everything)])), io, counters);
@@ -235,13 +235,13 @@ impl Queue {
             Ok(parts) => parts,
             Err(status) => {
                 counters.errors.add(1);
-                return self.parts.ring.answer(head, status as u8, 0);
+                return self.parts.ring.refuse(head, status as u8);
             }
         };
         let wanted = |&&(op, range): &&(Op, GuestRange)| matches!(op, Op::Flush) || range.len > 0;
         let count = parts.iter().filter(wanted).count();
         if count == 0 {
-            return self.parts.ring.answer(head, Status::Ok as u8, 0);
+            return self.parts.ring.refuse(head, Status::Ok as u8);
         }
         self.pending[usize::from(head)] = Pending { parts: count as u16, status: Status::Ok, written: 0 };
         for &(op, range) in parts.iter().filter(wanted) {

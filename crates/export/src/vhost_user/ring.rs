@@ -22,10 +22,11 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering, fence};
 
+use super::dirty::DirtyLog;
 use super::inflight::InflightQueue;
 use super::memory::{GuestMemory, MemoryError};
 pub(super) use chain::{Chain, HEADER_LEN};
-use chain::{DESC_LEN, Table, walk};
+use chain::{DESC_LEN, Rules, Table, Walked, Written, walk};
 
 const NO_INTERRUPT: u16 = 1;
 const NO_NOTIFY: u16 = 1;
@@ -68,6 +69,38 @@ pub(super) struct RingLayout {
     pub(super) indirect: bool,
 }
 
+/// Where to note what is written, for as long as the frontend copies the guest.
+pub(super) struct Logging {
+    pub(super) log: Arc<DirtyLog>,
+    /// Guest address of the used ring, if writes to it are to be noted too.
+    pub(super) used_ring: Option<u64>,
+    /// By head: what the request in flight may write.
+    written: Vec<Written>,
+}
+
+impl Logging {
+    /// For a ring of any size.
+    pub(super) fn new(log: Arc<DirtyLog>, used_ring: Option<u64>) -> Self {
+        Self { log, used_ring, written: Vec::new() }
+    }
+
+    /// Marks what request `head` may have written, or only its status byte.
+    fn mark_request(&mut self, head: u16, status_only: bool) {
+        let written = std::mem::take(&mut self.written[usize::from(head)]);
+        if !status_only {
+            written.iter().for_each(|&(guest, len)| self.log.mark(guest, len.into()));
+        } else if let Some(&(guest, len)) = written.iter().rfind(|(_, len)| *len > 0) {
+            self.log.mark(guest.wrapping_add(u64::from(len) - 1), 1);
+        }
+    }
+
+    fn mark_used_ring(&self, len: u64) {
+        if let Some(guest) = self.used_ring {
+            self.log.mark(guest, len);
+        }
+    }
+}
+
 /// A running ring, owned by one I/O thread.
 pub(super) struct Ring {
     layout: RingLayout,
@@ -87,6 +120,7 @@ pub(super) struct Ring {
     next_used: u16,
     published: u16,
     batch: Vec<u16>,
+    logging: Option<Logging>,
     /// Cleared by the first call: until then the driver may wait for one a predecessor did not make.
     call_owed: bool,
 }
@@ -130,10 +164,17 @@ impl Ring {
             next_used: 0,
             published: 0,
             batch: Vec::with_capacity(usize::from(layout.size)),
+            logging: None,
             call_owed: true,
         };
         ring.take_up();
         Ok(ring)
+    }
+
+    /// Notes from now on what is written.
+    pub(super) fn log_to(&mut self, mut logging: Logging) {
+        logging.written.resize(usize::from(self.layout.size), Written::new());
+        self.logging = Some(logging);
     }
 
     /// Finds where a predecessor, or an earlier life of this ring, left off.
@@ -165,7 +206,11 @@ impl Ring {
         if slot.is_some() {
             return Err(RingError::HeadBusy { head });
         }
-        let (chain, status) = walk(&self.memory, self.table, head, self.layout.indirect)?;
+        let rules = Rules { indirect: self.layout.indirect, logged: self.logging.is_some() };
+        let Walked { chain, status, written } = walk(&self.memory, self.table, head, rules)?;
+        if let Some(logging) = &mut self.logging {
+            logging.written[usize::from(head)] = written;
+        }
         if again.is_none() {
             if let Some(inflight) = &mut self.inflight {
                 inflight.take(head);
@@ -211,6 +256,15 @@ impl Ring {
         self.next_available
     }
 
+    /// Answers request `head` with `status` and no data; see [`Ring::answer`].
+    #[inline]
+    pub(super) fn refuse(&mut self, head: u16, status: u8) {
+        self.hand_back(head, status, 0);
+        if let Some(logging) = &mut self.logging {
+            logging.mark_request(head, true);
+        }
+    }
+
     /// Writes the status of request `head` and hands it back with `written` bytes of data before the status;
     /// the driver sees it after [`Ring::publish`].
     ///
@@ -218,6 +272,14 @@ impl Ring {
     /// When no such request is in flight.
     #[inline]
     pub(super) fn answer(&mut self, head: u16, status: u8, written: u32) {
+        self.hand_back(head, status, written);
+        if let Some(logging) = &mut self.logging {
+            logging.mark_request(head, false);
+        }
+    }
+
+    #[inline]
+    fn hand_back(&mut self, head: u16, status: u8, written: u32) {
         let place = self.status[usize::from(head)].take().expect("answer to a request in flight");
         // SAFETY: `walk` translated the address in `memory`, which this ring has kept since.
         unsafe { place.write_volatile(status) };
@@ -241,6 +303,9 @@ impl Ring {
         }
         let (old, new) = (self.published, self.next_used);
         self.used_word(2).store(new.to_le(), Ordering::Release);
+        if let Some(logging) = &self.logging {
+            logging.mark_used_ring(self.used_len());
+        }
         if let Some(inflight) = &self.inflight {
             inflight.answered(&self.batch, new);
         }
@@ -267,9 +332,16 @@ impl Ring {
         } else {
             self.used_word(0).store(0, Ordering::Relaxed);
         }
+        if let Some(logging) = &self.logging {
+            logging.mark_used_ring(self.used_len());
+        }
         // The driver writes its index, then reads whether to kick; we do it the other way round.
         fence(Ordering::SeqCst);
         self.has_work()
+    }
+
+    fn used_len(&self) -> u64 {
+        RING_HEADER as u64 + 8 * u64::from(self.layout.size) + 2
     }
 
     /// Tells the driver that kicks are not needed. With EVENT_IDX the stale event index does so by itself.

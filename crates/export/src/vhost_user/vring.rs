@@ -19,6 +19,8 @@ pub(super) struct RingAddresses {
     pub(super) descriptors: u64,
     pub(super) available: u64,
     pub(super) used: u64,
+    /// Guest address of the used ring, when writes to it are to be logged.
+    pub(super) used_logged_at: Option<u64>,
 }
 
 /// One queue as configured, by the control thread only.
@@ -53,7 +55,7 @@ mod tests {
     fn a_queue_runs_only_when_everything_is_said() {
         let mut vring = Vring { size: 8, enabled: true, kick: Kick::Polled, ..Vring::default() };
         assert_eq!(vring.ready(), None);
-        let addresses = RingAddresses { descriptors: 16, available: 2, used: 4 };
+        let addresses = RingAddresses { descriptors: 16, available: 2, used: 4, used_logged_at: None };
         vring.addresses = Some(addresses);
         assert_eq!(vring.ready(), Some(addresses));
         vring.kick = Kick::Unset;

@@ -106,7 +106,7 @@ pub fn negotiate(socket: &Path) -> (Frontend, UnixStream) {
     let protocol = frontend.get_protocol_features().unwrap();
     assert!(protocol.contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD));
     frontend.set_protocol_features(protocol).unwrap();
-    frontend.set_features(offered).unwrap();
+    frontend.set_features(offered & !VhostUserVirtioFeatures::LOG_ALL.bits()).unwrap();
     frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
     (frontend, twin)
 }
@@ -197,7 +197,8 @@ impl Connection {
     }
 }
 
-fn slot_at(slot: u16) -> u64 {
+/// Where the request in `slot` has its header and status.
+pub fn slot_at(slot: u16) -> u64 {
     SLOTS + u64::from(slot) * SLOT_LEN
 }
 

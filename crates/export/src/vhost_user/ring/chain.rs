@@ -34,6 +34,26 @@ pub(in crate::vhost_user) struct Chain {
     pub(in crate::vhost_user) descriptors: u16,
 }
 
+/// What a device may write of a request, as guest addresses and lengths; kept only for a dirty log.
+pub(super) type Written = Vec<(u64, u32)>;
+
+/// A chain with what only the ring needs to know of it.
+pub(super) struct Walked {
+    pub(super) chain: Chain,
+    /// Where the status byte is.
+    pub(super) status: NonNull<u8>,
+    pub(super) written: Written,
+}
+
+/// How chains are walked.
+#[derive(Clone, Copy)]
+pub(super) struct Rules {
+    /// Whether indirect descriptors were negotiated.
+    pub(super) indirect: bool,
+    /// Whether to note what the device may write.
+    pub(super) logged: bool,
+}
+
 /// A descriptor table: the ring's own, or an indirect one.
 #[derive(Clone, Copy)]
 pub(super) struct Table {
@@ -49,7 +69,7 @@ struct Descriptor {
     next: u16,
 }
 
-/// Collects the chain that starts at `head` of `table`, and where its status byte is.
+/// Collects the chain that starts at `head` of `table`.
 ///
 /// # Errors
 /// When the chain breaks the rules, or is outside guest memory.
@@ -58,9 +78,9 @@ pub(super) fn walk(
     memory: &GuestMemory,
     mut table: Table,
     head: u16,
-    indirect_allowed: bool,
-) -> Result<(Chain, NonNull<u8>), RingError> {
-    let mut walk = Walk::new(memory);
+    rules: Rules,
+) -> Result<Walked, RingError> {
+    let mut walk = Walk::new(memory, rules.logged);
     let (mut next, mut steps, mut nested) = (head, 0, false);
     loop {
         if next >= table.len {
@@ -72,7 +92,7 @@ pub(super) fn walk(
         }
         let descriptor = table.read(next);
         if descriptor.flags & DESC_INDIRECT != 0 {
-            if nested || !indirect_allowed || descriptor.flags & DESC_NEXT != 0 {
+            if nested || !rules.indirect || descriptor.flags & DESC_NEXT != 0 {
                 return Err(RingError::Indirect { len: descriptor.len });
             }
             table = walk.indirect(descriptor)?;
@@ -119,10 +139,12 @@ struct Walk<'mem> {
     writable: SegmentBuilder,
     descriptors: u16,
     writing: bool,
+    logged: bool,
+    written: Written,
 }
 
 impl<'mem> Walk<'mem> {
-    fn new(memory: &'mem GuestMemory) -> Self {
+    fn new(memory: &'mem GuestMemory, logged: bool) -> Self {
         Self {
             memory,
             header: [0; HEADER_LEN],
@@ -131,6 +153,8 @@ impl<'mem> Walk<'mem> {
             writable: SegmentBuilder::new(),
             descriptors: 0,
             writing: false,
+            logged,
+            written: Written::new(),
         }
     }
 
@@ -157,6 +181,9 @@ impl<'mem> Walk<'mem> {
             return Err(RingError::Order);
         }
         self.writing = writable;
+        if writable && self.logged {
+            self.written.push((descriptor.guest, descriptor.len));
+        }
         let (mut guest, mut len) = (descriptor.guest, u64::from(descriptor.len));
         while len > 0 {
             let (host, here) = self.memory.translate(guest, len).ok_or(RingError::Unmapped { guest })?;
@@ -190,7 +217,7 @@ impl<'mem> Walk<'mem> {
     }
 
     #[inline]
-    fn finish(mut self, head: u16) -> Result<(Chain, NonNull<u8>), RingError> {
+    fn finish(mut self, head: u16) -> Result<Walked, RingError> {
         let (readable, writable) = (self.readable.total() + self.header_len as u64, self.writable.total());
         let truncated = RingError::Truncated { readable, writable };
         if self.header_len < HEADER_LEN {
@@ -206,6 +233,6 @@ impl<'mem> Walk<'mem> {
             writable: self.writable.finish(),
             descriptors: self.descriptors,
         };
-        Ok((chain, status))
+        Ok(Walked { chain, status, written: self.written })
     }
 }
