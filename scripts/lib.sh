@@ -82,6 +82,7 @@ need_package_lists() {
 
 # What both the tests and the demonstration run: a C compiler for the build, QEMU, and what unpacks a guest.
 readonly BASE_COMMANDS=(
+    git:git
     cc:build-essential
     qemu-system-x86_64:qemu-system-x86
     qemu-img:qemu-utils
