@@ -97,7 +97,7 @@ impl Active {
             tables,
             size: header.size,
             alloc: Allocator::open(Arc::clone(&store), Arc::clone(&flusher), header, identity.len)?,
-            changes: Changes::new(),
+            changes: Changes::new(header.cluster_bits),
             owner: resources.new_owner()?,
             cache: Arc::clone(resources.cache()),
             l1: words(&bytes).map(AtomicU64::new).collect(),

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use vmstrata_types::HostOffset;
+use vmstrata_types::{ClusterBits, HostOffset};
 
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::journal::{Journal, Record, Slot};
@@ -39,6 +39,8 @@ pub(crate) struct Freed {
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Changes {
+    /// Size of the image's clusters.
+    bits: ClusterBits,
     state: Mutex<State>,
     /// Serialises commits; holds how many of the requests counted below the last one covered.
     committing: Mutex<u64>,
@@ -88,7 +90,7 @@ pub(crate) trait CommitTarget {
 
 impl Changes {
     /// No changes, and no journal yet.
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(bits: ClusterBits) -> Self {
         let state = State {
             journal: None,
             commit_each: false,
@@ -97,7 +99,7 @@ impl Changes {
             reclaimable: Vec::new(),
             since: None,
         };
-        Self { state: Mutex::new(state), committing: Mutex::new(0), asked: AtomicU64::new(0), failed: AtomicBool::new(false) }
+        Self { bits, state: Mutex::new(state), committing: Mutex::new(0), asked: AtomicU64::new(0), failed: AtomicBool::new(false) }
     }
 
     /// Notes changes in `journal` from now on.
@@ -117,7 +119,7 @@ impl Changes {
         let journalled = state.journal.as_mut().is_none_or(|journal| journal.append(records).is_ok());
         state.open.entries.extend(records.iter().map(|record| (record.slot, record.new)));
         for &run in freed {
-            merge(&mut state.open.freed, run);
+            merge(&mut state.open.freed, run, self.bits);
         }
         state.since.get_or_insert_with(Instant::now);
         let journalled = journalled && !state.commit_each;
@@ -199,7 +201,7 @@ impl Changes {
         let mut state = self.state.lock();
         let closed = std::mem::take(&mut state.closing);
         for run in closed.freed {
-            merge(&mut state.reclaimable, run);
+            merge(&mut state.reclaimable, run, self.bits);
         }
         if let Some(journal) = &mut state.journal {
             // Stale notes are harmless: each says what the image already says.
@@ -226,10 +228,11 @@ impl Changes {
     }
 }
 
-/// Adds a run, joining it to the last one where it goes on from there.
-fn merge(runs: &mut Vec<Freed>, run: Freed) {
+/// Adds a run, joining it to the last one where it goes on from there with a new cluster. (Two compressed clusters
+/// that meet inside a host cluster are two users of it, and must be counted as two.)
+fn merge(runs: &mut Vec<Freed>, run: Freed, bits: ClusterBits) {
     match runs.last_mut() {
-        Some(last) if last.at + last.len == run.at => last.len += run.len,
+        Some(last) if last.at + last.len == run.at && run.at.is_aligned(bits) => last.len += run.len,
         _ => runs.push(run),
     }
 }
@@ -259,7 +262,7 @@ mod tests {
 
     #[test]
     fn entries_are_written_between_two_flushes_and_clusters_freed_after() {
-        let changes = Changes::new();
+        let changes = Changes::new(ClusterBits::MIN);
         let log = Log::default();
         changes.commit(&log).unwrap();
         assert_eq!(*log.0.borrow(), ["flush"]);
@@ -273,8 +276,20 @@ mod tests {
     }
 
     #[test]
+    fn compressed_clusters_that_share_a_host_cluster_are_freed_one_by_one() {
+        let changes = Changes::new(ClusterBits::DEFAULT);
+        let at = |at| Freed { at: HostOffset::new(at), len: 512 };
+        let whole = |at| Freed { at: HostOffset::new(at), len: 65536 };
+        let freed = [at(0x5_0000), at(0x5_0200), whole(0x6_0000), whole(0x7_0000)];
+        let _ = changes.note(&[change(1, 0)], &freed);
+        changes.commit(&Log::default()).unwrap();
+        let last = Freed { at: HostOffset::new(0x6_0000), len: 2 * 65536 };
+        assert_eq!(changes.take_reclaimable(), [freed[0], freed[1], last]);
+    }
+
+    #[test]
     fn the_newest_note_of_a_cluster_is_what_lookups_see() {
-        let changes = Changes::new();
+        let changes = Changes::new(ClusterBits::MIN);
         let _ = changes.note(&[change(1, 10), change(2, 20)], &[]);
         assert!(changes.begin().unwrap());
         let _ = changes.note(&[change(2, 21), change(9, 90)], &[]);
