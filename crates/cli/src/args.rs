@@ -4,13 +4,15 @@
 //! the same everywhere, and those of `check` are qemu-img's, so usage errors take sysexits' 64 instead of
 //! clap's 2.
 
+mod serve;
+
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmstrata_disk::Format;
-use vmstrata_export::nbd::Address;
 
-use crate::disk_spec::{DiskSpec, VhostUserSpec, format_parser};
+pub use self::serve::{LogFormat, ResourceArgs, ServeArgs};
+use crate::disk_spec::format_parser;
 use crate::units::parse_size;
 
 /// EX_USAGE of sysexits.h; clap's own 2 would look like corruption to whoever calls `check`.
@@ -218,86 +220,6 @@ pub enum Repair {
     Leaks,
     /// Everything: may lose what the corruption already made ambiguous
     All,
-}
-
-/// `vmstrata serve`
-#[derive(Debug, Args)]
-#[command(after_help = SERVE_HELP)]
-pub struct ServeArgs {
-    /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw] (repeatable)
-    #[arg(long = "disk", value_name = "SPEC", required = true, value_parser = DiskSpec::parse)]
-    pub disks: Vec<DiskSpec>,
-    /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S] (repeatable)
-    #[arg(long, value_name = "SPEC", value_parser = VhostUserSpec::parse)]
-    pub vhost_user: Vec<VhostUserSpec>,
-    /// An address for NBD clients of all disks: unix:/path or tcp:host:port (repeatable)
-    #[arg(long, value_name = "ADDRESS")]
-    pub nbd: Vec<Address>,
-    /// Require TLS of NBD clients: the server's certificate chain (PEM)
-    #[arg(long, value_name = "FILE", requires_all = ["nbd_tls_key", "nbd"])]
-    pub nbd_tls_cert: Option<PathBuf>,
-    /// The certificate's private key (PEM)
-    #[arg(long, value_name = "FILE", requires = "nbd_tls_cert")]
-    pub nbd_tls_key: Option<PathBuf>,
-    /// Let in only NBD clients with a certificate signed by these (PEM)
-    #[arg(long, value_name = "FILE", requires = "nbd_tls_cert")]
-    pub nbd_tls_client_ca: Option<PathBuf>,
-    /// Where backing files may be.
-    #[command(flatten)]
-    pub backing: BackingArgs,
-    /// Resources all disks share.
-    #[command(flatten)]
-    pub resources: ResourceArgs,
-    /// Print the ready report as one JSON line
-    #[arg(long)]
-    pub json: bool,
-    /// Write READY=1 and a newline to file descriptor N (a pipe or file) when serving
-    #[arg(long, value_name = "N")]
-    pub ready_fd: Option<u32>,
-    /// How log lines on stderr look
-    #[arg(long, value_name = "FORMAT", default_value = "text")]
-    pub log_format: LogFormat,
-}
-
-/// What all disks of one server share.
-#[derive(Debug, Args)]
-pub struct ResourceArgs {
-    /// Memory for the metadata of all disks together
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "64M")]
-    pub metadata_cache: u64,
-    /// Files of layers kept open at once; from the process's limit if omitted
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(16..))]
-    pub max_open_files: Option<u32>,
-    /// Threads for what cannot be done without waiting; the number of CPUs, at least 2, if omitted
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub workers: Option<u32>,
-    /// Where volatile journals go: memory-backed, kept over a restart of the server
-    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
-}
-
-const SERVE_HELP: &str = "\
-Examples:
-  vmstrata serve --disk path=web.qcow2,name=web --vhost-user web=/run/web.sock
-  vmstrata serve --disk path=web.qcow2 --vhost-user web=/run/web.sock,queues=4 --nbd unix:/run/nbd.sock
-  vmstrata serve --disk path=backup.qcow2,read-only --nbd tcp:0.0.0.0:10809 \\
-      --nbd-tls-cert cert.pem --nbd-tls-key key.pem --nbd-tls-client-ca ca.pem
-
-A comma inside a value is written twice: path=/a,,b.qcow2. When ready, the server prints how to attach each
-disk to QEMU, libvirt, cloud-hypervisor and NBD clients. Under systemd use Type=notify.
-
-SIGTERM and SIGINT end it: requests in flight finish, everything is flushed, images are closed clean.
-A second signal ends it at once, as a crash would: what was flushed is safe.
-Exit codes: 0 ended clean, 1 could not start, or a disk could not be closed clean, 64 wrong usage.";
-
-/// The look of log lines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LogFormat {
-    /// For people.
-    Text,
-    /// One JSON object a line.
-    Json,
 }
 
 /// `vmstrata completions`
