@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use vmstrata_types::{ClusterBits, HostOffset};
 
-use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::error::{ErrorKind, Result};
 use crate::journal::{Journal, Record, Slot};
 
 /// Changes noted before a writer must commit them itself: bounds memory and journal.
@@ -68,6 +68,9 @@ struct State {
 struct Batch {
     entries: BTreeMap<Slot, u64>,
     freed: Vec<Freed>,
+    /// The journal lacks some of it. Later changes may build on that (entries in a table that is lacking), so they
+    /// are not safe either until this is in the image.
+    unjournalled: bool,
 }
 
 /// What noting a change asks of the one who made it.
@@ -117,6 +120,8 @@ impl Changes {
     pub(crate) fn note(&self, records: &[Record], freed: &[Freed]) -> Noted {
         let mut state = self.state.lock();
         let journalled = state.journal.as_mut().is_none_or(|journal| journal.append(records).is_ok());
+        state.open.unjournalled |= !journalled;
+        let journalled = !state.open.unjournalled && !state.closing.unjournalled;
         state.open.entries.extend(records.iter().map(|record| (record.slot, record.new)));
         for &run in freed {
             merge(&mut state.open.freed, run, self.bits);
@@ -170,7 +175,7 @@ impl Changes {
     }
 
     fn commit_open(&self, target: &impl CommitTarget) -> Result<()> {
-        if self.begin()? {
+        if self.begin() {
             target.flush()?;
             // A copy: lookups that miss the cache must go on finding the entries until they are in the image.
             let entries = self.state.lock().closing.entries.clone();
@@ -184,17 +189,18 @@ impl Changes {
     }
 
     /// Closes the open batch; false when there is nothing in it.
-    fn begin(&self) -> Result<bool> {
+    fn begin(&self) -> bool {
         let mut state = self.state.lock();
         if state.open.entries.is_empty() {
-            return Ok(false);
+            return false;
         }
         if let Some(journal) = &mut state.journal {
-            journal.turn().while_trying("begin a new half of the journal")?;
+            // If there is no room for the other half, this one goes on: longer, and as true.
+            let _ = journal.turn();
         }
         state.closing = std::mem::take(&mut state.open);
         state.since = None;
-        Ok(true)
+        true
     }
 
     fn end(&self) {
@@ -276,6 +282,25 @@ mod tests {
     }
 
     #[test]
+    fn what_builds_on_a_change_that_the_journal_lacks_must_be_committed_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = vmstrata_store::FileId { dev: 1, ino: 2 };
+        let (mut journal, _) = Journal::open(dir.path(), image, 0).unwrap();
+        journal.reset(7).unwrap();
+        journal.limit(64 + 32);
+        let changes = Changes::new(ClusterBits::DEFAULT);
+        changes.use_journal(Some(journal));
+        assert_eq!(changes.note(&[change(1, 1), change(2, 2)], &[]), Noted::MustCommit, "too long for the journal");
+        assert_eq!(changes.note(&[change(3, 3)], &[]), Noted::MustCommit, "fits, but what it builds on is lacking");
+        assert!(changes.begin());
+        assert_eq!(changes.note(&[change(4, 4)], &[]), Noted::MustCommit, "the commit is not done");
+        changes.end();
+        assert!(changes.begin());
+        changes.end();
+        assert_eq!(changes.note(&[change(5, 5)], &[]), Noted::Safe);
+    }
+
+    #[test]
     fn compressed_clusters_that_share_a_host_cluster_are_freed_one_by_one() {
         let changes = Changes::new(ClusterBits::DEFAULT);
         let at = |at| Freed { at: HostOffset::new(at), len: 512 };
@@ -291,7 +316,7 @@ mod tests {
     fn the_newest_note_of_a_cluster_is_what_lookups_see() {
         let changes = Changes::new(ClusterBits::MIN);
         let _ = changes.note(&[change(1, 10), change(2, 20)], &[]);
-        assert!(changes.begin().unwrap());
+        assert!(changes.begin());
         let _ = changes.note(&[change(2, 21), change(9, 90)], &[]);
         let mut seen = BTreeMap::new();
         changes.overlay(0..9, |cluster, raw| {

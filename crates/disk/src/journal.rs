@@ -86,6 +86,8 @@ pub(crate) struct Journal {
     image: FileId,
     session: u64,
     boot_id: [u8; 16],
+    /// Longest a half may grow; commits come long before.
+    len_max: u64,
 }
 
 #[derive(Debug)]
@@ -117,7 +119,7 @@ impl Journal {
             Ok(Half { path, file, len: 0 })
         };
         let mut journal =
-            Self { halves: [open(0)?, open(1)?], current: 0, turn: 0, image, session, boot_id };
+            Self { halves: [open(0)?, open(1)?], current: 0, turn: 0, image, session, boot_id, len_max: MAX_LEN };
         let mut found: Vec<(u64, Vec<Record>)> = Vec::new();
         for half in &journal.halves {
             found.extend(journal.read(half)?);
@@ -176,19 +178,25 @@ impl Journal {
     fn start(&mut self, number: usize) -> io::Result<()> {
         self.turn += 1;
         let header = self.header(self.turn);
-        self.current = number;
+        // Nothing old may follow the new notes.
+        self.clear(number)?;
         self.halves[number].file.write_all_at(&header, 0)?;
         self.halves[number].len = HEADER_LEN;
+        self.current = number;
         Ok(())
     }
 
     /// Notes changes; they are kept once this returns.
     ///
     /// # Errors
-    /// A journal directory that is full: the caller must commit instead.
+    /// A journal directory that is full, or a journal that is too long to be believed: the caller must commit
+    /// instead.
     pub(crate) fn append(&mut self, records: &[Record]) -> io::Result<()> {
         let bytes: smallvec::SmallVec<[u8; 4 * RECORD_LEN]> = records.iter().flat_map(Record::encode).collect();
         let half = &mut self.halves[self.current];
+        if half.len + bytes.len() as u64 > self.len_max {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
         half.file.write_all_at(&bytes, half.len)?;
         half.len += bytes.len() as u64;
         Ok(())
@@ -208,6 +216,12 @@ impl Journal {
     /// A file that cannot be written.
     pub(crate) fn drop_older(&mut self) -> io::Result<()> {
         self.clear(1 - self.current)
+    }
+
+    /// Lets halves grow to `len_max` bytes only.
+    #[cfg(test)]
+    pub(crate) fn limit(&mut self, len_max: u64) {
+        self.len_max = len_max;
     }
 
     /// Removes the files, when the image is closed cleanly.
@@ -266,6 +280,33 @@ mod tests {
         assert!(reopen(&dir, 8, 78).is_empty(), "notes about another image were believed");
         journal.remove();
         assert!(reopen(&dir, 7, 78).is_empty());
+    }
+
+    /// A half that could not be emptied must not show its old notes behind the new ones.
+    #[test]
+    fn a_half_that_is_begun_again_holds_nothing_old() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
+        journal.reset(77).unwrap();
+        journal.append(&[record(1), record(2), record(3)]).unwrap();
+        journal.turn().unwrap();
+        journal.append(&[record(4)]).unwrap();
+        journal.turn().unwrap();
+        journal.append(&[record(5)]).unwrap();
+        assert_eq!(reopen(&dir, 7, 77), [record(4), record(5)]);
+    }
+
+    #[test]
+    fn a_journal_grows_to_its_limit_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
+        journal.reset(77).unwrap();
+        journal.limit(HEADER_LEN + RECORD_LEN as u64);
+        journal.append(&[record(1)]).unwrap();
+        assert!(journal.append(&[record(2)]).is_err());
+        journal.turn().unwrap();
+        journal.append(&[record(3)]).unwrap();
+        assert_eq!(reopen(&dir, 7, 77), [record(1), record(3)]);
     }
 
     #[test]
