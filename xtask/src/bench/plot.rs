@@ -121,3 +121,28 @@ fn compact(value: f64) -> String {
         small => format!("{small:.0}"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plot_has_a_line_for_each_server_and_both_panels() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        draw(&crate::bench::results::example(), file.path()).unwrap();
+        let svg = std::fs::read_to_string(file.path()).unwrap();
+        for text in ["QEMU", "vmstrata", "floor", PANELS[0].title, PANELS[1].title] {
+            assert!(svg.contains(text), "{text} is missing");
+        }
+        let lines = svg.matches("<polyline").count();
+        assert!(lines >= 5, "{lines} lines for five series");
+    }
+
+    #[test]
+    fn nothing_measured_is_an_error_and_no_empty_plot() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut results = crate::bench::results::example();
+        results.cells.clear();
+        assert!(draw(&results, file.path()).is_err());
+    }
+}

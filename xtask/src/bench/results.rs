@@ -183,9 +183,39 @@ pub fn cells(samples: &[Sample]) -> Vec<Cell> {
     keys.into_iter().map(cell).collect()
 }
 
+/// A made-up measurement with every kind of server, for tests of what is drawn from it.
+#[cfg(test)]
+pub(crate) fn example() -> Results {
+    let reads = [(Kind::Qemu, 1, 168_000.0), (Kind::Qemu, 50, 26_000.0), (Kind::Qemu, 1000, 110.0)];
+    let reads = reads.into_iter().chain([1, 50, 1000].map(|layers| (Kind::Vmstrata, layers, 640_000.0)));
+    let reads = reads.chain([(Kind::Floor, 0, 720_000.0)]).map(|value| (Figure::RandomRead32, value));
+    let memory = [(Kind::Qemu, 1, 18.0), (Kind::Qemu, 50, 36.0), (Kind::Qemu, 1000, 700.0)];
+    let memory = memory.into_iter().chain([1, 50, 1000].map(|layers| (Kind::Vmstrata, layers, 8.5)));
+    let all = reads.chain(memory.map(|value| (Figure::Memory, value)));
+    let sample =
+        |(figure, (server, layers, value))| Sample { figure, server, layers, group: layers, round: 0, value };
+    let samples: Vec<_> = all.map(sample).collect();
+    Results {
+        date: "2026-01-01".into(),
+        machine: Machine { cpu: "a CPU".into(), cores: 2, memory_mib: 24_000, kernel: "6.1.0".into() },
+        versions: vec![("qemu".into(), "QEMU 7.2".into())],
+        commands: Vec::new(),
+        parameters: Vec::new(),
+        cells: cells(&samples),
+        ratios: super::targets::ratios(&samples),
+        samples,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn results_survive_their_file() {
+        let text = serde_json::to_string(&example()).unwrap();
+        assert_eq!(serde_json::from_str::<Results>(&text).unwrap(), example());
+    }
 
     #[test]
     fn medians_of_odd_and_even_numbers() {

@@ -164,35 +164,44 @@ impl Bench<'_> {
             let start = Instant::now();
             for server in self.options.servers.clone() {
                 match server {
-                    Kind::Floor => {
-                        let values = session::floor(raw, &FLOOR_FIGURES, self.options.timing)?;
-                        self.take(Kind::Floor, 0, layers, round, values);
-                    }
+                    Kind::Floor => self.floor_round(raw, layers, round)?,
                     Kind::Qemu if layers > QEMU_SLOW_LAYERS && round >= QEMU_SLOW_ROUNDS => {}
                     _ => self.server_round(server, chain, layers, round)?,
                 }
             }
             if long.is_some() && self.options.servers.contains(&Kind::Vmstrata) {
-                let timing = self.options.timing;
-                let values = session::read(Kind::Vmstrata, &one.chain(), &REFERENCE_FIGURES, timing)?;
-                self.take(Kind::Vmstrata, 1, layers, round, values);
-                let first = self.first_writes(Kind::Vmstrata, one, round)?;
-                self.take(Kind::Vmstrata, 1, layers, round, first);
+                self.reference_round(one, layers, round)?;
             }
             eprintln!("{layers} layers, round {}: {:.0} s", round + 1, start.elapsed().as_secs_f64());
         }
         Ok(())
     }
 
-    fn server_round(&mut self, server: Kind, chain: &Prepared, layers: u32, round: u32) -> Result<()> {
-        let values = session::read(server, &chain.chain(), &READ_FIGURES, self.options.timing)?;
-        self.take(server, layers, layers, round, values);
-        let values = self.first_writes(server, chain, round)?;
-        self.take(server, layers, layers, round, values);
-        if layers == 1 {
-            let values = self.overwrites(server, round)?;
-            self.take(server, layers, layers, round, values);
+    fn floor_round(&mut self, raw: &Path, group: u32, round: u32) -> Result<()> {
+        let mut values = session::floor(raw, &FLOOR_FIGURES, self.options.timing)?;
+        if group == 1 {
+            values.extend(self.overwrites(Kind::Floor, round)?);
         }
+        self.take(Kind::Floor, 0, group, round, values);
+        Ok(())
+    }
+
+    /// vmstrata on one layer, for the ratios of long chains to it.
+    fn reference_round(&mut self, one: &Prepared, group: u32, round: u32) -> Result<()> {
+        let timing = self.options.timing;
+        let mut values = session::read(Kind::Vmstrata, &one.chain(), &REFERENCE_FIGURES, timing)?;
+        values.extend(self.first_writes(Kind::Vmstrata, one, round)?);
+        self.take(Kind::Vmstrata, 1, group, round, values);
+        Ok(())
+    }
+
+    fn server_round(&mut self, server: Kind, chain: &Prepared, layers: u32, round: u32) -> Result<()> {
+        let mut values = session::read(server, &chain.chain(), &READ_FIGURES, self.options.timing)?;
+        values.extend(self.first_writes(server, chain, round)?);
+        if layers == 1 {
+            values.extend(self.overwrites(server, round)?);
+        }
+        self.take(server, layers, layers, round, values);
         Ok(())
     }
 
@@ -223,14 +232,21 @@ impl Bench<'_> {
         let dir = tempfile::Builder::new().prefix("overwrite-").tempdir_in(&self.options.dir)?;
         let mut spec = self.spec(1);
         spec.plan = Plan { size: OVERWRITE_SIZE.min(self.options.size), fill: 1.0, ..spec.plan };
+        if server == Kind::Floor {
+            spec.base = Base::Raw;
+        }
         let manifest = chain::generate(dir.path(), &spec)?;
         let path = manifest.top(dir.path());
         File::open(&path)?.sync_all()?;
         let owners: Vec<_> = manifest.owners().collect();
         let chain = Chain { dir: dir.path(), manifest: &manifest, owners: &owners };
         let access = Access::RandomWrite { round: round as u16 };
-        let disk = Disk { path, writable: true, backing: None };
-        let rate = session::write(server, &disk, access, &chain, self.options.timing)?;
+        let rate = if server == Kind::Floor {
+            session::floor_write(&path, access, &chain, self.options.timing)?
+        } else {
+            let disk = Disk { path, writable: true, backing: None };
+            session::write(server, &disk, access, &chain, self.options.timing)?
+        };
         Ok(vec![(Figure::Overwrite, rate)])
     }
 

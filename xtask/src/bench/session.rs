@@ -122,23 +122,16 @@ pub fn read_runs(client: &mut Client, wanted: &[Figure], timing: Timing) -> Resu
     Ok(values)
 }
 
-/// Writes to `disk`, which reads as `before` and belongs to this session alone, then checks every byte
+/// Writes to `disk`, which reads as `chain` and belongs to this session alone, then checks every byte
 /// through the same server, and the file with `qemu-img check` after the server has ended.
 ///
 /// # Errors
 /// When the server fails, a byte is wrong, or the file is left unclean.
 pub fn write(kind: Kind, disk: &Disk, access: Access, chain: &Chain<'_>, timing: Timing) -> Result<f64> {
     let slow = kind == Kind::Qemu && chain.manifest.plan.layers > 100;
-    let (Access::RandomWrite { round } | Access::FirstWrite { round }) = access else {
-        panic!("reads are measured by read()")
-    };
     let mut server = Server::start(kind, disk)?;
     let mut client = server.connect(chain.seed(), false)?;
-    let load = Load { access, block: 4 << 10, depth: 32, time: timing.run, seed: 3 };
-    let outcome = client.run(&load)?;
-    client.flush()?;
-    let expected = |at: u64| expected_after(&outcome, round, chain, at);
-    client.verify(timing.check, !slow, &expected).context("data read back after the writes")?;
+    let rate = write_run(&mut client, access, chain, timing, !slow)?;
     drop(client);
     server.stop()?;
     let check = Command::new("qemu-img").args(["check", "-q"]).arg(&disk.path).output()?;
@@ -148,6 +141,33 @@ pub fn write(kind: Kind, disk: &Disk, access: Access, chain: &Chain<'_>, timing:
         kind.label(),
         String::from_utf8_lossy(&check.stdout)
     );
+    Ok(rate)
+}
+
+/// The floor of writing: random overwrites of a raw file that holds `chain`'s data, checked afterwards.
+///
+/// # Errors
+/// When the file cannot be written or a byte is wrong.
+pub fn floor_write(raw: &Path, access: Access, chain: &Chain<'_>, timing: Timing) -> Result<f64> {
+    let mut client = Client::connect(&Target::RawFile(raw.to_owned()), chain.seed(), false)?;
+    write_run(&mut client, access, chain, timing, true)
+}
+
+fn write_run(
+    client: &mut Client,
+    access: Access,
+    chain: &Chain<'_>,
+    timing: Timing,
+    whole: bool,
+) -> Result<f64> {
+    let (Access::RandomWrite { round } | Access::FirstWrite { round }) = access else {
+        panic!("reads are measured by read()")
+    };
+    let load = Load { access, block: 4 << 10, depth: 32, time: timing.run, seed: 3 };
+    let outcome = client.run(&load)?;
+    client.flush()?;
+    let expected = |at: u64| expected_after(&outcome, round, chain, at);
+    client.verify(timing.check, whole, &expected).context("data read back after the writes")?;
     Ok(outcome.iops())
 }
 

@@ -105,7 +105,7 @@ pub fn number(value: f64) -> String {
     }
 }
 
-fn thousands(value: f64) -> String {
+pub(super) fn thousands(value: f64) -> String {
     let digits = format!("{value:.0}");
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {
@@ -135,6 +135,22 @@ mod tests {
     fn numbers_have_three_digits() {
         let texts: Vec<_> = [0.0361, 0.95, 3.456, 34.56, 345.6, 34_567.0, 1_234_567.0].map(number).into();
         assert_eq!(texts, ["0.036", "0.950", "3.46", "34.6", "346", "34,600", "1,234,600"]);
+    }
+
+    #[test]
+    fn a_row_for_each_server_and_a_column_for_each_length() {
+        let text = markdown(&crate::bench::results::example());
+        let line = |start: &str| {
+            text.lines().find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{text}"))
+        };
+        assert_eq!(line("| figure"), "| figure | server | 1 layer | 50 layers | 1,000 layers |");
+        let reads = "| vhost-user 4 KiB random read, QD32, IOPS |";
+        assert_eq!(line(&format!("{reads} QEMU")), format!("{reads} QEMU | 168,000 | 26,000 | 110 |"));
+        assert_eq!(line(&format!("{reads} floor")), format!("{reads} floor | 720,000 | | |"));
+        let missed = line("| vhost-user 4 KiB random read, QD32: vmstrata, 1 layer / QEMU");
+        assert!(missed.ends_with("| at least 4 | 3.81 | **missed** |"), "{missed}");
+        let memory = line("| resident memory, everything read: vmstrata, 1,000 layers");
+        assert!(memory.ends_with("| at most 32 MiB | 8.50 MiB | holds |"), "{memory}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::results::{Figure, Ratio, Sample, median, range};
 use super::server::Kind;
+use super::table::thousands;
 
 #[derive(Clone, Copy, Debug)]
 enum Bound {
@@ -119,13 +120,15 @@ impl Target {
         let side = |(server, layers): Side| match layers {
             0 => server.label().to_owned(),
             1 => format!("{}, 1 layer", server.label()),
-            many => format!("{}, {many} layers", server.label()),
+            many => format!("{}, {} layers", server.label(), thousands(f64::from(many))),
         };
         let what = self.figure.label();
         match self.measure {
             Measure::Over(above, below) => format!("{what}: {} / {}", side(above), side(below)),
             Measure::Plain(of) => format!("{what}: {}", side(of)),
-            Measure::PerLayerKib(layers) => format!("{what}: added by each of {layers} layers"),
+            Measure::PerLayerKib(layers) => {
+                format!("{what}: added by each of {} layers", thousands(f64::from(layers)))
+            }
         }
     }
 }
