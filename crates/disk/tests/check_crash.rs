@@ -13,11 +13,14 @@ use check_support::guest::*;
 use check_support::*;
 use vmstrata_disk::check::{CheckOptions, FindingKind, Repair, check_store};
 use vmstrata_store::{
-    Crash, CrashKind, FaultPlan, FaultStore, MemoryStore, Moment, Store, StoreId, Survivors,
+    Crash, CrashKind, FaultPlan, FaultStore, MemoryStore, Moment, OperationKind, Store, StoreId, Survivors,
 };
 
+/// A name and what it does to an image.
+type Damage = (&'static str, fn(&Editor));
+
 /// Damage that takes a repair through each of its ways.
-const DAMAGES: &[(&str, fn(&Editor))] = &[
+const DAMAGES: &[Damage] = &[
     ("refcounts in place", |image| {
         image.set_refcount(image.host(OWN), 0);
         image.set_refcount(image.host(SHARED), 1);
@@ -137,5 +140,30 @@ fn a_store_that_fails_at_any_operation_of_a_repair_loses_nothing() {
             }
         }
         assert!(!changed.is_empty(), "{name}: no failure came after a write");
+    }
+}
+
+#[test]
+fn a_device_that_cannot_grow_is_repaired_within_its_size() {
+    const EINVAL: i32 = 22;
+    let dir = tempfile::tempdir().unwrap();
+    let golden = dir.path().join("golden.qcow2");
+    make_rich(&golden);
+    let image = Editor::open(&golden);
+    image.set_len(image.len().next_multiple_of(65536) + 64 * 65536);
+    for (name, edit) in DAMAGES {
+        let (before, bytes) = damaged(dir.path(), &golden, *edit);
+        let plan = FaultPlan::new();
+        plan.fail_from(Some(OperationKind::SetLen), 0, EINVAL);
+        let inner = Arc::new(MemoryStore::from_vec(bytes.clone()));
+        let store = FaultStore::new(Arc::clone(&inner) as Arc<dyn Store>, &plan, StoreId(0));
+        let report = check_store(&store, &options(Repair::All)).unwrap();
+        assert!(report.is_clean(), "{name}: {report:#?}");
+        let after = inner.to_vec();
+        assert_eq!(after.len(), bytes.len(), "{name}");
+        let path = dir.path().join("after.qcow2");
+        std::fs::write(&path, after).unwrap();
+        assert_eq!(stock_rc(&path), Some(0), "{name}");
+        assert!(same_contents(&before, &path), "{name}");
     }
 }

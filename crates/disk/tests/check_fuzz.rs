@@ -94,7 +94,7 @@ fn guest(image: &[u8]) -> Vec<Option<Vec<u8>>> {
         if table == 0 {
             return Some(vec![]);
         }
-        let entry = word(table + number % (cluster / 8) * 8).filter(|_| table % cluster == 0)?;
+        let entry = word(table + number % (cluster / 8) * 8).filter(|_| table.is_multiple_of(cluster))?;
         let host = entry & OFFSET;
         if entry & 1 << 62 != 0 {
             // As good as decompressed: the bytes that would be.
@@ -107,7 +107,7 @@ fn guest(image: &[u8]) -> Vec<Option<Vec<u8>>> {
         match entry & 1 {
             1 => (version >= 3).then(|| vec![0; cluster as usize]),
             _ if host == 0 => Some(vec![]),
-            _ => bytes(host, cluster).filter(|_| host % cluster == 0),
+            _ => bytes(host, cluster).filter(|_| host.is_multiple_of(cluster)),
         }
     };
     (0..size.div_ceil(cluster).min(1 << 14)).map(read).collect()

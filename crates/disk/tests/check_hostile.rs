@@ -74,7 +74,7 @@ fn a_petabyte_of_holes() {
         .find(|&len| std::fs::OpenOptions::new().write(true).open(&image.path).unwrap().set_len(len).is_ok());
     let far = far.expect("a file of 8 TiB");
     image.put_u64(image.l2_entry(20), far - 65536);
-    image.put_u64(image.l1_entry(1), far / 2 | COPIED);
+    image.put_u64(image.l1_entry(1), (far / 2) | COPIED);
     let report = timed(&image.path, Repair::None).unwrap();
     assert_eq!(report.image_end_offset.get(), far);
     assert!(report.corruptions > 0);

@@ -33,7 +33,7 @@ const SHAPES: &[(&str, &str)] = &[
 fn make(path: &Path, shape: &str, size: &str, rng: &mut SmallRng) {
     let name = path.to_str().unwrap();
     must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", shape, name, size]);
-    let bytes = u64::from_str_radix(size.trim_end_matches(['k', 'M', 'G']), 10).unwrap()
+    let bytes = size.trim_end_matches(['k', 'M', 'G']).parse::<u64>().unwrap()
         << if size.ends_with('G') {
             30
         } else if size.ends_with('M') {
