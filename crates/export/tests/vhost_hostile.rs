@@ -195,6 +195,19 @@ fn a_kick_descriptor_that_is_no_event_breaks_its_queue_only() {
 }
 
 #[test]
+fn memory_taken_away_under_a_running_queue_ends_that_queue_only() {
+    let served = served();
+    let mut guest = Guest::in_memory(16, MemfdFlags::CLOEXEC);
+    let mut connection = guest.connect(&served.socket());
+    assert_eq!(connection.write(0, &[1; 512]), 0);
+    ftruncate(&guest.memory, 0).unwrap();
+    connection.kick();
+    connection.frontend.get_vring_base(0).unwrap();
+    drop(connection);
+    honest_frontend_is_served(&served);
+}
+
+#[test]
 fn half_messages_and_noise_end_the_connection() {
     let served = served();
     let mut half = UnixStream::connect(served.socket()).unwrap();

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use rustix::fs::fstat;
 use vm_memory::{FileOffset, MmapRegion};
 
+use super::fault::GuardedMapping;
 use super::memory::refuse_shrinking;
 
 /// Bytes of guest memory a bit stands for, whatever the guest's pages are (`VHOST_LOG_PAGE`).
@@ -25,6 +26,8 @@ const PAGE: u64 = 4096;
 pub(super) enum DirtyError {
     #[error("the dirty log of {len:#x} bytes at {offset:#x} does not fit its file of {file_len:#x} bytes")]
     TooSmall { offset: u64, len: u64, file_len: u64 },
+    #[error("too much memory is shared with this process: no room for a dirty log")]
+    TooMany,
     #[error("cannot map the dirty log")]
     Map(#[source] std::io::Error),
 }
@@ -34,7 +37,7 @@ pub(super) enum DirtyError {
 pub(super) struct DirtyLog {
     first: NonNull<u8>,
     len: u64,
-    _mapping: MmapRegion<()>,
+    _mapping: GuardedMapping,
 }
 
 // SAFETY: the pointer leads into the mapping; all access is atomic.
@@ -59,6 +62,7 @@ impl DirtyLog {
         let lead = (offset - start) as usize;
         let mapping = MmapRegion::from_file(FileOffset::new(file, start), lead + len as usize);
         let mapping = mapping.map_err(|error| DirtyError::Map(std::io::Error::other(error)))?;
+        let mapping = GuardedMapping::new(mapping).ok_or(DirtyError::TooMany)?;
         let base = NonNull::new(mapping.as_ptr()).expect("a mapping is nowhere at null");
         // SAFETY: `lead` is less than the size of the mapping.
         let first = unsafe { base.add(lead) };

@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use vm_memory::{FileOffset, MmapRegion};
 
+use super::fault::GuardedMapping;
 use super::memory::refuse_shrinking;
 
 /// The only version of the layout there is; zero marks a queue that was never used.
@@ -69,6 +70,8 @@ pub(super) enum InflightError {
     Offset { offset: u64 },
     #[error("cannot create or map the inflight region")]
     Map(#[source] std::io::Error),
+    #[error("too much memory is shared with this process: no room for one more inflight region")]
+    TooMany,
     #[error("queue {index} of {size} descriptors does not fit the inflight region")]
     QueueOutside { index: u16, size: u16 },
     #[error("the inflight region has layout version {version}, this server knows {VERSION}")]
@@ -78,7 +81,7 @@ pub(super) enum InflightError {
 /// The inflight memory of all queues of one device.
 #[derive(Debug)]
 pub(super) struct InflightRegion {
-    mapping: MmapRegion<()>,
+    mapping: GuardedMapping,
     queues: u16,
     queue_size: u16,
 }
@@ -132,6 +135,7 @@ impl InflightRegion {
         refuse_shrinking(&file);
         let mapping = MmapRegion::from_file(FileOffset::new(file, offset), needed as usize);
         let mapping = mapping.map_err(|error| InflightError::Map(std::io::Error::other(error)))?;
+        let mapping = GuardedMapping::new(mapping).ok_or(InflightError::TooMany)?;
         Ok(Self { mapping, queues, queue_size })
     }
 }

@@ -13,8 +13,8 @@
 //! made, every value is read once into a local before it is checked, and no address is used untranslated.
 //!
 //! **Assumption about the memory file**: it must be a memfd, a file on tmpfs or hugetlbfs, shared and large
-//! enough. Its size is checked when it arrives and sealed against shrinking where the file allows it; a
-//! frontend that truncates an unsealed file afterwards makes its own accesses fault.
+//! enough. Its size is checked when it arrives and sealed against shrinking where the file allows it; what
+//! happens when a frontend shrinks an unsealed file all the same is in `fault`.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -24,6 +24,8 @@ use std::sync::Arc;
 use rustix::fs::{SealFlags, fcntl_add_seals, fstat};
 use vm_memory::{FileOffset, MmapRegion};
 use vmstrata_store::{Segment, SegmentVec};
+
+use super::fault::GuardedMapping;
 
 /// Most regions a frontend may share; what QEMU's memory hotplug can use.
 pub(super) const MAX_REGIONS: usize = 512;
@@ -67,7 +69,7 @@ struct Region {
     /// Our address of the region's first byte.
     host: NonNull<u8>,
     /// What `host` points into; shared by all tables that have the region.
-    _mapping: Arc<MmapRegion<()>>,
+    _mapping: Arc<GuardedMapping>,
 }
 
 /// One memory table. Regions are sorted by guest address and disjoint.
@@ -186,8 +188,9 @@ impl Region {
         let lead = info.file_offset - start;
         let size =
             usize::try_from(info.len + lead).map_err(|_| MemoryError::Overlap { guest, len: info.len })?;
-        let mapping = MmapRegion::from_file(FileOffset::new(file, start), size)
+        let mapping = MmapRegion::<()>::from_file(FileOffset::new(file, start), size)
             .map_err(|error| failed(std::io::Error::other(error)))?;
+        let mapping = GuardedMapping::new(mapping).ok_or(MemoryError::TooManyRegions)?;
         let first = NonNull::new(mapping.as_ptr()).expect("a mapping is nowhere at null");
         // SAFETY: `lead` is less than the size of the mapping just made.
         let host = unsafe { first.add(lead as usize) };

@@ -17,6 +17,7 @@
 //! | `ring` | the split virtqueue |
 //! | `request`, `config` | what requests mean, and what the device says about itself |
 //! | `memory`, `inflight`, `dirty` | the memory that the frontend shares, and what is noted in it |
+//! | `fault` | what happens when the frontend takes that memory away |
 //!
 //! One frontend at a time is served on a socket; when it goes, whatever it had in flight is finished and the
 //! socket is open for the next. A frontend may be hostile: it can stop its own queues, nothing else.
@@ -27,6 +28,7 @@
 mod backend;
 mod config;
 mod dirty;
+mod fault;
 mod inflight;
 mod listener;
 mod memory;

@@ -49,7 +49,11 @@ pub struct Connection {
 
 impl Guest {
     pub fn new(size: u16) -> Self {
-        let memory = memfd_create("guest", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        Self::in_memory(size, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+    }
+
+    pub fn in_memory(size: u16, flags: MemfdFlags) -> Self {
+        let memory = memfd_create("guest", flags).unwrap();
         ftruncate(&memory, MEMORY_LEN).unwrap();
         let memory = File::from(memory);
         let driver = Some(Driver::new(memory.try_clone().unwrap(), size, 0, 0));
