@@ -231,6 +231,15 @@ fn length_and_holes_survive_like_data() {
     assert_eq!(image(&plan, &base, crash(CrashKind::Power, plan.now(), Survivors::All)), newest);
 }
 
+#[test]
+fn an_empty_write_past_the_end_leaves_the_end_where_it_is() {
+    let plan = FaultPlan::recording();
+    let (memory, store) = wrapped(&plan, DISK, vec![1; 10]);
+    store.write_all(&[], at(1501)).expect("write");
+    assert_eq!(memory.to_vec(), [1; 10]);
+    assert_eq!(image(&plan, &[1; 10], crash(CrashKind::Process, plan.now(), Survivors::All)), [1; 10]);
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Write { at: u64, len: usize, byte: u8 },
@@ -250,7 +259,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
     /// Against whole states: a sector holds what it held in one of the states since the last flush.
     #[test]
     fn every_sector_of_a_crash_image_is_from_a_state_since_the_last_flush(

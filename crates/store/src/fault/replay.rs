@@ -140,16 +140,17 @@ fn mix(value: u64) -> u64 {
 /// The last byte that an operation can give content to.
 fn end(operation: &Operation) -> u64 {
     match operation {
-        Operation::Write { at, bytes } => at.get() + bytes.len() as u64,
+        // An empty write past the end does not move it.
+        Operation::Write { at, bytes } if !bytes.is_empty() => at.get() + bytes.len() as u64,
         Operation::SetLen { len } => *len,
-        Operation::PunchHole { .. } | Operation::Flush => 0,
+        Operation::Write { .. } | Operation::PunchHole { .. } | Operation::Flush => 0,
     }
 }
 
 /// Everything that an operation changes, below `top`.
 fn places(operation: &Operation, top: u64) -> impl Iterator<Item = Place> {
     let (start, stop, length) = match operation {
-        Operation::Write { at, bytes } => (at.get(), at.get() + bytes.len() as u64, true),
+        Operation::Write { at, bytes } => (at.get(), at.get() + bytes.len() as u64, !bytes.is_empty()),
         Operation::PunchHole { at, len } => (at.get(), at.get().saturating_add(*len), false),
         Operation::SetLen { len } => (*len, u64::MAX, true),
         Operation::Flush => (0, 0, false),
