@@ -256,8 +256,12 @@ impl Allocator {
         state.table = table;
         state.table_at = table_at;
         state.fresh_from = state.fresh_from.max(first + blocks + table_clusters);
-        // Nothing refers to the old table any more.
-        self.set_range(state, old_first..old_first + old_clusters, 0)?;
+        // Nothing refers to the old table any more. A damaged image may count it wrongly: leave such clusters alone.
+        for cluster in old_first..old_first + old_clusters {
+            if self.refcount_of(state, cluster)? == Some(1) {
+                self.set_range(state, cluster..cluster + 1, 0)?;
+            }
+        }
         state.hint = state.hint.min(old_first);
         Ok(())
     }
