@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use vmstrata_qcow2::header::field;
 use vmstrata_qcow2::{Incompatible, L2Entry};
 use vmstrata_store::Store;
@@ -41,6 +42,8 @@ pub struct Disk {
     pub(crate) epochs: Epochs,
     latch: OnceLock<String>,
     closed: AtomicBool,
+    /// Held while the disk is tended, and while it is closed: nothing is written to a disk after its close.
+    tending: Mutex<()>,
 }
 
 /// What takes the writes.
@@ -109,6 +112,7 @@ impl Disk {
             epochs: Epochs::default(),
             latch: OnceLock::new(),
             closed: AtomicBool::new(false),
+            tending: Mutex::new(()),
         });
         resources.upkeep().watch(&disk);
         Ok(disk)
@@ -372,6 +376,7 @@ impl Disk {
     /// Commits changes that wait since `age` or longer, and gives back clusters that no one uses any more.
     pub(crate) fn tend(&self, age: Duration) {
         let Top::Qcow2(active) = &self.top else { return };
+        let _tending = self.tending.lock();
         if self.closed.load(Ordering::Acquire) || self.latch.get().is_some() {
             return;
         }
@@ -405,6 +410,7 @@ impl Disk {
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
+        let _tending = self.tending.lock();
         self.epochs.synchronize();
         if self.latch.get().is_some() {
             return self.check_writable();

@@ -6,11 +6,12 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use common::flat::{assert_same, read, write};
+use common::faulty::FaultyFiles;
+use common::flat::{assert_same, range, read, write};
 use common::stock::{path_str, qemu_img};
 use common::{scratch, stock};
 use vmstrata_disk::{Disk, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role};
-use vmstrata_store::{Gate, Segment, Store, total_len};
+use vmstrata_store::{Effect, Fault, FaultPlan, Gate, OperationKind, Segment, Store, When, total_len};
 use vmstrata_types::HostOffset;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -98,6 +99,38 @@ impl Opener for HeldFiles {
         let store = HeldStore { inner: opened.store, barrier: Arc::clone(&self.0) };
         Ok(Opened { store: Arc::new(store), identity: opened.identity })
     }
+}
+
+/// Housekeeping that was giving clusters back when the disk was closed must not go on after the close: the file may
+/// have another writer by then.
+#[test]
+fn nothing_is_written_after_a_close() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "16M"]);
+    let plan = FaultPlan::new();
+    let disk = Disk::open(&path, &OpenOptions::default(), &FaultyFiles::new(&plan).resources()).unwrap();
+    write(&disk, 0, &vec![0x11; 8 << 20]).unwrap();
+    disk.flush().unwrap();
+    for number in 0..64 {
+        disk.discard(range(number << 17, 65536)).unwrap();
+    }
+    disk.flush().unwrap();
+    let kind = Some(OperationKind::Write);
+    plan.add(Fault { kind, store: None, when: When::Nth(0), effect: Effect::Hold });
+    assert!(plan.wait_until_held(1, PATIENCE), "housekeeping gave nothing back");
+    std::thread::scope(|scope| {
+        let close = scope.spawn(|| disk.close());
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!close.is_finished(), "the close did not wait");
+        plan.release();
+        close.join().unwrap().unwrap();
+    });
+    let writes = plan.count(kind);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(plan.count(kind), writes, "written after the close");
+    drop(disk);
+    stock::assert_clean(&path);
 }
 
 /// A page that is read from the image just before a commit writes it, and filled just after the commit has
