@@ -1,0 +1,198 @@
+//! A real process is killed with SIGKILL while it writes: what it had completed is there for its successor, and stock
+//! tools find no corruption before or after.
+
+mod common;
+
+use std::fs::OpenOptions as FileOptions;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::flat::{assert_same, read, write};
+use common::ledger::{Ledger, Step, steps, take};
+use common::shape::{LayerShape, make};
+use common::{for_seeds, random, scratch, small_resources, stock};
+use rand::Rng as _;
+use vmstrata_disk::{Disk, OpenOptions};
+
+const STEPS: usize = 4000;
+/// What the child finds its orders in: seed, cluster size, "journal" or not, and the directory.
+const ORDERS: &str = "VMSTRATA_TEST_CHILD";
+
+fn open(top: &Path, journal: bool) -> Arc<Disk> {
+    let journals = top.parent().expect("in a directory").join("journals");
+    let resources = small_resources(journal.then_some(journals.as_path()));
+    Disk::open(top, &OpenOptions::default(), &resources).expect("the disk opens")
+}
+
+fn workload(seed: u64, size: u64, cluster: u64) -> Vec<Step> {
+    steps(&mut random("killed", seed), STEPS, size, cluster)
+}
+
+/// The child: works, and says after each step that it has completed.
+#[test]
+#[ignore = "the process that the other tests start and kill"]
+fn child_that_writes_until_it_is_killed() {
+    let Ok(orders) = std::env::var(ORDERS) else { return };
+    let orders: Vec<&str> = orders.splitn(4, ' ').collect();
+    let [seed, cluster, journal, top] = orders[..] else { panic!("four orders") };
+    let top = PathBuf::from(top);
+    let disk = open(&top, journal == "journal");
+    let mut reported = FileOptions::new().append(true).create(true).open(report_of(&top)).expect("opens");
+    let cluster = cluster.parse().expect("a number");
+    for step in workload(seed.parse().expect("a number"), disk.size(), cluster) {
+        take(&disk, &step).expect("no faults here");
+        reported.write_all(b".").expect("reports");
+    }
+    // Finished too soon: wait for the end without closing anything.
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+fn report_of(top: &Path) -> PathBuf {
+    top.with_file_name("reported")
+}
+
+struct Killed {
+    /// Steps that the child reported as completed.
+    completed: usize,
+}
+
+fn start(top: &Path, seed: u64, cluster: u64, journal: bool) -> Child {
+    let _ = std::fs::remove_file(report_of(top));
+    let journal = if journal { "journal" } else { "none" };
+    Command::new(std::env::current_exe().expect("the test binary"))
+        .args(["--exact", "child_that_writes_until_it_is_killed", "--ignored", "--nocapture"])
+        .env(ORDERS, format!("{seed} {cluster} {journal} {}", stock::path_str(top)))
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("the child starts")
+}
+
+fn reported(top: &Path) -> usize {
+    std::fs::metadata(report_of(top)).map_or(0, |metadata| metadata.len() as usize)
+}
+
+/// Starts a child, lets it complete at least `steps` steps and work for a moment more, and kills it.
+fn run_and_kill(top: &Path, seed: u64, cluster: u64, journal: bool, at_least: usize) -> Killed {
+    let mut child = start(top, seed, cluster, journal);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while reported(top) < at_least && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    std::thread::sleep(Duration::from_micros(random("moment", seed).random_range(0..3000)));
+    child.kill().expect("killed");
+    child.wait().expect("gone");
+    let completed = reported(top);
+    assert!(completed >= at_least.min(STEPS), "the child did not work");
+    Killed { completed }
+}
+
+/// Enters the steps that completed, and the one that may have been under way.
+fn ledger_after(content: &[u8], seed: u64, cluster: u64, killed: &Killed) -> (Ledger, usize) {
+    let mut ledger = Ledger::new(content, cluster);
+    let mut flushed = 0;
+    for (place, step) in workload(seed, content.len() as u64, cluster).iter().enumerate().take(killed.completed + 1) {
+        let completed = place < killed.completed;
+        ledger.enter(place + 1, step, completed);
+        if completed && matches!(step, Step::Flush) {
+            flushed = place + 1;
+        }
+    }
+    (ledger, flushed)
+}
+
+fn content(disk: &Disk) -> Vec<u8> {
+    read(disk, 0, disk.size() as usize).expect("reads")
+}
+
+#[test]
+fn every_completed_write_survives_a_killed_process() {
+    for_seeds(3, |seed| {
+        for bits in [9, 12, 16] {
+            let dir = scratch();
+            let mut random = random("kill", seed * 100 + u64::from(bits));
+            let base = LayerShape::qcow2(14, 1 << 20);
+            let active = LayerShape { snapshots: u32::from(seed == 1), ..LayerShape::qcow2(bits, 1 << 20) };
+            let made = make(dir.path(), &[base, active], &mut random);
+            let mut before = made.model;
+            for round in 0..4 {
+                let round_seed = seed * 1000 + u64::from(bits) * 10 + round;
+                let at_least = random.random_range(1..300);
+                let killed = run_and_kill(&made.top, round_seed, made.cluster, true, at_least);
+                stock::assert_safe(&made.top);
+                let (ledger, _) = ledger_after(&before, round_seed, made.cluster, &killed);
+                let disk = open(&made.top, true);
+                before = content(&disk);
+                let done = killed.completed;
+                ledger.check(0, &before, done, done + 1).unwrap_or_else(|error| {
+                    panic!("seed {seed}, round {round}, {done} steps done: {error}")
+                });
+                if round % 2 == 0 {
+                    disk.close().expect("closes");
+                    drop(disk);
+                    stock::assert_safe(&made.top);
+                    assert_same(&stock::content(&made.top, "qcow2"), &before, 0, "as qemu-img reads it");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn without_a_journal_what_was_flushed_survives_a_killed_process() {
+    for_seeds(3, |seed| {
+        let dir = scratch();
+        let made = make(dir.path(), &[LayerShape::qcow2(12, 1 << 20)], &mut random("kill", seed));
+        let killed = run_and_kill(&made.top, seed, made.cluster, false, 150);
+        stock::assert_safe(&made.top);
+        let (ledger, flushed) = ledger_after(&made.model, seed, made.cluster, &killed);
+        let bytes = content(&open(&made.top, false));
+        ledger.check(0, &bytes, flushed, killed.completed + 1).unwrap_or_else(|error| panic!("{error}"));
+    });
+}
+
+/// After a kill someone else writes to the image: the journal is about a state that is gone.
+#[test]
+fn a_journal_is_not_believed_once_stock_tools_wrote_to_the_image() {
+    for_seeds(3, |seed| {
+        let dir = scratch();
+        let layer = LayerShape { operations: 0, ..LayerShape::qcow2(12, 1 << 20) };
+        let made = make(dir.path(), &[layer], &mut random("kill", seed));
+        run_and_kill(&made.top, seed, made.cluster, true, 200);
+        let commands = ["write -q -P 0x41 0 8k", "discard -q 16k 64k", "write -q -P 0x42 500k 100k"];
+        stock::qemu_io(&made.top, &commands.map(str::to_owned));
+        let left = stock::content(&made.top, "qcow2");
+        let disk = open(&made.top, true);
+        assert_same(&content(&disk), &left, 0, "what stock tools left");
+        write(&disk, 0, &[0x43; 512]).expect("writes");
+        disk.close().expect("closes");
+        drop(disk);
+        stock::assert_safe(&made.top);
+    });
+}
+
+/// A journal without its first note, that of the table its entries are in, must be refused and not followed.
+#[test]
+fn a_journal_that_lacks_a_table_is_refused() {
+    let dir = scratch();
+    let layer = LayerShape { operations: 0, ..LayerShape::qcow2(16, 1 << 20) };
+    let made = make(dir.path(), &[layer], &mut random("kill", 0));
+    let disk = open(&made.top, true);
+    write(&disk, 0, &[0x11; 65536]).expect("writes");
+    drop(disk);
+    let journals = std::fs::read_dir(dir.path().join("journals")).expect("a directory");
+    let half = journals.map(|entry| entry.expect("listed").path()).find(|path| {
+        std::fs::metadata(path).expect("there").len() > 64
+    });
+    let half = half.expect("a half with notes");
+    let bytes = std::fs::read(&half).expect("reads");
+    assert_eq!(bytes.len(), 64 + 2 * 32, "a note of the table and one of the cluster");
+    std::fs::write(&half, [&bytes[..64], &bytes[96..]].concat()).expect("written");
+    let disk = open(&made.top, true);
+    assert_same(&read(&disk, 0, 65536).expect("reads"), &[0; 65536], 0, "after a journal that was refused");
+    disk.close().expect("closes");
+    drop(disk);
+    stock::assert_safe(&made.top);
+}
