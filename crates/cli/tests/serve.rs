@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use support::server::Server;
 use support::{Holder, Images, assert_clean, run_err, stderr, tool, tool_json, tool_ok, vmstrata};
 
@@ -231,6 +232,31 @@ fn a_server_told_to_end_in_the_middle_of_writes_ends_clean() {
     writer.wait().unwrap();
     assert!(status.success(), "{status:?}");
     assert_clean(&top);
+}
+
+#[test]
+fn a_second_signal_ends_a_server_whose_client_does_not_take_its_replies() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["64M"]);
+    images.write_layer("a.qcow2", &["write -P 1 0 64M"]);
+    let mut server = Server::start(&["--disk", &disk(&path, ""), "--nbd", &unix(&images)]);
+    let bench = ["bench", "-f", "raw", "-c", "1000000", "-d", "16", "-s", "1M"];
+    let mut reader =
+        Command::new("qemu-img").args(bench).arg(server.uri("disk")).stdout(Stdio::null()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    // Stopped with 16 MiB on their way to it, far more than a socket holds.
+    kill_process(Pid::from_child(&reader), Signal::STOP).unwrap();
+    std::thread::sleep(Duration::from_millis(200));
+    kill_process(server.pid(), Signal::TERM).unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(server.is_running(), "it did not wait for its client: {}", server.log());
+    let insisted = std::time::Instant::now();
+    kill_process(server.pid(), Signal::TERM).unwrap();
+    assert_eq!(server.wait().code(), Some(143));
+    assert!(insisted.elapsed() < Duration::from_secs(2), "{:?}", insisted.elapsed());
+    reader.kill().unwrap();
+    reader.wait().unwrap();
+    assert_clean(&path);
 }
 
 #[test]
