@@ -12,7 +12,7 @@ use super::refcounts::{DiskRefcounts, block_of};
 use super::report::Tally;
 use crate::error::{IoContext as _, Result};
 
-/// Blocks that one job of a worker covers at least.
+/// Clusters that one job of a worker covers at least.
 const CLUSTERS_PER_JOB: u64 = 1 << 15;
 
 /// What comparing found.

@@ -7,8 +7,8 @@
 //!  └───────────┴───────┴──────┴───────────┘
 //! ```
 //!
-//! Place in the data flow: [`super::walk`] adds, from several threads, every reference it meets; [`super::compare`]
-//! and [`super::repair`] read. Pages of counters come into being when something in them is referenced, so that a
+//! Place in the data flow: [`super::roots`] and [`super::entries`] add every reference they meet, from several threads;
+//! [`super::compare`] and [`super::repair`] read. Pages of counters come into being when something in them is referenced, so that a
 //! sparse or hostile file costs what it really references; past the memory limit counting stops and says so.
 //!
 //! Invariant: additions commute, so the result does not depend on the order of threads.

@@ -15,8 +15,8 @@
 //!   loses data on the next write and reading the last is an error everywhere.
 //! - **Not followed.** An L1 entry without an offset but with flags (stock reads the header as an L2 table); more
 //!   than 32 MiB of L2 tables off a cluster boundary.
-//! - **Further.** Where snapshots or bitmaps are not readable stock gives up; this check goes on with the rest, reports a
-//!   check error, and refuses to repair: what they hold seems leaked.
+//! - **Further.** Where snapshots or bitmaps are not readable stock gives up; this check goes on with the rest,
+//!   reports a check error, and refuses to repair: what they hold seems leaked.
 //! - **Once.** A refcount block whose table entry is misaligned is one corruption; stock adds a check error for
 //!   each cluster it would cover.
 //!
