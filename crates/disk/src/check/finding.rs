@@ -167,14 +167,8 @@ impl fmt::Display for FindingKind {
             }
             Self::L1Entry(error) => write!(f, "L1 {error}"),
             Self::L2Entry(error) => write!(f, "L2 {error}"),
-            Self::L1Copied { flag, table } => {
-                write!(f, "copied flag is {} but the refcount of the L2 table at {table} is ", on(*flag))?;
-                f.write_str(if *flag { "not one" } else { "one" })
-            }
-            Self::L2Copied { flag, host } => {
-                write!(f, "copied flag is {} but the refcount of the cluster at {host} is ", on(*flag))?;
-                f.write_str(if *flag { "not one" } else { "one" })
-            }
+            Self::L1Copied { flag, table } => copied(f, *flag, "L2 table", *table),
+            Self::L2Copied { flag, host } => copied(f, *flag, "cluster", *host),
             Self::PastEnd { what, start, len } => {
                 write!(f, "{what} at {start}, {len} bytes long, lies past the end of the file")
             }
@@ -195,8 +189,9 @@ impl fmt::Display for FindingKind {
     }
 }
 
-fn on(flag: bool) -> &'static str {
-    if flag { "set" } else { "clear" }
+fn copied(f: &mut fmt::Formatter<'_>, flag: bool, what: &str, at: HostOffset) -> fmt::Result {
+    let (flag, refcount) = if flag { ("set", "not one") } else { ("clear", "one") };
+    write!(f, "copied flag is {flag} but the refcount of the {what} at {at} is {refcount}")
 }
 
 /// Something wrong, and where.

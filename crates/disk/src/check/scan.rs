@@ -96,40 +96,48 @@ fn count_refcounts(
     disk: &DiskRefcounts,
     tally: &mut Tally,
 ) -> Structures {
-    let (header, bits) = (&image.header, image.bits());
-    let start = header.refcount_table_offset;
-    let len = header.refcount_table_entries() as u64 * 8;
+    let bits = image.bits();
+    let start = image.header.refcount_table_offset;
+    let len = image.header.refcount_table_entries() as u64 * 8;
     image.count_exclusive(counts, tally, Region { start, len }, "the refcount table");
-    let table_damaged = (start.get()..start.get() + len)
+    let damaged = (start.get()..start.get() + len)
         .step_by(bits.size() as usize)
         .any(|at| at >= image.file_len || counts.get(at >> bits.get()).references != 1);
-    let mut found = Structures { damaged: table_damaged, shared_blocks: HashSet::new() };
+    let mut found = Structures { damaged, shared_blocks: HashSet::new() };
     for (index, &raw) in disk.table.iter().enumerate() {
         let at = start + index as u64 * 8;
         if let Some(error) = disk.entry_error(index, bits) {
             tally.add(at, FindingKind::RefcountTableEntry(error));
             found.damaged = true;
-            continue;
-        }
-        let Some(block) = block_of(raw, bits) else { continue };
-        if block.get() >= image.file_len {
-            let (what, len) = ("a refcount block", bits.size());
-            tally.add(at, FindingKind::PastEnd { what, start: block, len });
-            found.damaged = true;
-            continue;
-        }
-        let cluster = block.get() >> bits.get();
-        counts.add(cluster, 1, Use::Exclusive);
-        let references = counts.get(cluster).references;
-        if references != 1 {
-            found.damaged = true;
-            if references.min(header.refcount_order.max()) != 1 {
-                tally.add(at, FindingKind::RefcountBlockShared { block, references });
-                found.shared_blocks.insert(cluster);
-            }
+        } else if let Some(block) = block_of(raw, bits) {
+            count_block(image, counts, Entry { at, block }, tally, &mut found);
         }
     }
     found
+}
+
+/// A refcount table entry, and the block it leads to.
+struct Entry {
+    at: HostOffset,
+    block: HostOffset,
+}
+
+fn count_block(image: &Image<'_>, counts: &Counts, entry: Entry, tally: &mut Tally, found: &mut Structures) {
+    let (Entry { at, block }, bits) = (entry, image.bits());
+    if block.get() >= image.file_len {
+        tally.add(at, FindingKind::PastEnd { what: "a refcount block", start: block, len: bits.size() });
+        found.damaged = true;
+        return;
+    }
+    let cluster = block.get() >> bits.get();
+    counts.add(cluster, 1, Use::Exclusive);
+    let references = counts.get(cluster).references;
+    found.damaged |= references != 1;
+    // Stock tools count references no further than refcounts of this width go.
+    if references.min(image.header.refcount_order.max()) != 1 {
+        tally.add(at, FindingKind::RefcountBlockShared { block, references });
+        found.shared_blocks.insert(cluster);
+    }
 }
 
 fn report(image: &Image<'_>, tally: Tally, stats: Stats, image_end_offset: HostOffset) -> CheckReport {
