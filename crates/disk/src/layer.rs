@@ -73,6 +73,8 @@ pub(crate) struct Layer {
     used: AtomicBool,
 }
 
+/// Bytes of a table looked at together while scanning: a cache line.
+const LINE: usize = 64;
 /// L1 entries read in one go while scanning.
 const L1_BATCH: usize = 4096;
 
@@ -163,13 +165,13 @@ impl Layer {
         buf.resize(count * 8, 0);
         let at = table + first as u64 * 8;
         store.read_exact(buf, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
-        // Most of a long chain's entries are zero: skip them a cache line at a time.
-        for (line, bytes) in buf.chunks(64).enumerate() {
-            if bytes.iter().all(|&byte| byte == 0) {
+        for (line, bytes) in buf.chunks(LINE).enumerate() {
+            // Most of a long chain's entries are zero: skip them a cache line at a time.
+            if words(bytes).fold(0, |any, raw| any | raw) == 0 {
                 continue;
             }
             for (number, raw) in words(bytes).enumerate().filter(|&(_, raw)| raw != 0) {
-                visit(geometry.guest_offset(l1_index, first + line * 8 + number), raw);
+                visit(geometry.guest_offset(l1_index, first + line * (LINE / 8) + number), raw);
             }
         }
         Ok(())
