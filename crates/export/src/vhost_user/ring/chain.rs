@@ -111,14 +111,25 @@ impl Table {
     fn read(self, index: u16) -> Descriptor {
         // SAFETY: `index` was checked against the table's length, and the whole table is mapped.
         let at = unsafe { self.base.add(16 * usize::from(index)) };
-        // SAFETY: the second half of the same descriptor.
-        let second = unsafe { at.add(8) };
-        let (guest, rest) = (u64::from_le(read_u64(at)), u64::from_le(read_u64(second)));
+        let whole = u128::from_le_bytes(read_16(at));
+        let (guest, rest) = (whole as u64, (whole >> 64) as u64);
         Descriptor { guest, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
     }
 }
 
+/// Reads sixteen bytes of guest memory, each of which may change meanwhile, once.
+#[inline]
+fn read_16(at: NonNull<u8>) -> [u8; 16] {
+    // SAFETY: callers pass sixteen mapped bytes.
+    let second = unsafe { at.add(8) };
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&read_u64(at).to_ne_bytes());
+    bytes[8..].copy_from_slice(&read_u64(second).to_ne_bytes());
+    bytes
+}
+
 /// Reads eight bytes of guest memory, which may change meanwhile, once.
+#[inline]
 fn read_u64(at: NonNull<u8>) -> u64 {
     let at = at.cast::<u64>();
     if at.is_aligned() {
@@ -201,11 +212,15 @@ impl<'mem> Walk<'mem> {
     #[inline]
     fn add_readable(&mut self, host: NonNull<u8>, len: usize) {
         let take = len.min(HEADER_LEN - self.header_len);
-        for byte in 0..take {
-            // SAFETY: below `len`, all of which is mapped.
-            let at = unsafe { host.add(byte) };
-            // SAFETY: mapped; read once, as the guest may change it.
-            self.header[self.header_len + byte] = unsafe { at.read_volatile() };
+        if take == HEADER_LEN {
+            self.header = read_16(host);
+        } else {
+            for byte in 0..take {
+                // SAFETY: below `len`, all of which is mapped.
+                let at = unsafe { host.add(byte) };
+                // SAFETY: mapped; read once, as the guest may change it.
+                self.header[self.header_len + byte] = unsafe { at.read_volatile() };
+            }
         }
         self.header_len += take;
         if take < len {
