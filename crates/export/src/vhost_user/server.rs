@@ -26,8 +26,8 @@ const QUEUES_MAX: u16 = 256;
 const QUEUE_SIZE_MAX: u16 = 4096;
 /// Queues of one I/O thread: it waits for their kicks in one call, which takes so many descriptors.
 const QUEUES_PER_THREAD_MAX: usize = 61;
-/// Requests one I/O thread hands to the kernel at once.
-const DEPTH_MAX: usize = 1024;
+/// Requests one I/O thread is prepared for; more wait a little, and cost memory.
+const DEPTH_MAX: usize = 256;
 
 /// How a disk is served.
 #[derive(Clone, Debug, PartialEq, Eq)]
