@@ -1,8 +1,8 @@
 //! The loop of one connection's thread: receive, take up, submit, reap, send, sleep.
 //!
 //! A round takes what one system call received, hands it to the kernel in one system call, and sends all that
-//! is done in one more. The thread sleeps only in [`Session::wait`], for whatever can make progress: input
-//! when more can be taken up, a writable socket while replies wait, a completion while pieces are under way.
+//! is done in one more. The thread sleeps in one place, for whatever can make progress: input when more can be
+//! taken up, a writable socket while replies wait, a completion while pieces are under way.
 
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd, OwnedFd};
@@ -132,6 +132,18 @@ impl Connection<'_> {
             wants_input || wants_output || self.session.in_flight() > 0,
             "a connection that waits for nothing"
         );
+        let may_read = if self.session.in_flight() == 0 {
+            self.transport.poll(wants_input, wants_output)?
+        } else {
+            self.wait_for_engine(wants_input, wants_output)
+        };
+        self.may_read |= wants_input && may_read;
+        self.transport.flush()?;
+        Ok(())
+    }
+
+    /// Sleeps for a piece or the socket; says whether the socket may be readable.
+    fn wait_for_engine(&mut self, wants_input: bool, wants_output: bool) -> bool {
         let mut watched = SmallVec::<[_; 2]>::new();
         if wants_input {
             watched.push(self.transport.socket());
@@ -140,9 +152,6 @@ impl Connection<'_> {
             watched.push(self.writable.as_fd());
         }
         let ready = self.session.wait(&watched);
-        drop(watched);
-        self.may_read |= wants_input && ready & 1 != 0;
-        self.transport.flush()?;
-        Ok(())
+        ready & 1 != 0
     }
 }

@@ -16,6 +16,11 @@ pub(crate) const SPARSE_READ_MIN: u64 = 64 << 10;
 pub(crate) const HOLE_MIN: u64 = 4 << 10;
 /// Messages waiting to be sent before no more requests are taken up.
 pub(crate) const MAX_OUTGOING: usize = 1024;
+/// Payload waiting to be sent before no more requests are taken up, in bytes: reading further ahead of a client
+/// would only push what it gets next out of the caches.
+pub(crate) const MAX_OUTGOING_BYTES: usize = 1 << 20;
+/// Bytes that a unix socket holds for a client. The system's default makes both sides sleep after each 150 KiB.
+pub(crate) const SOCKET_BUFFER: usize = 2 << 20;
 /// Runs of one layer looked at for one block status request.
 pub(crate) const MAX_EXTENTS: usize = 8192;
 /// Clusters looked at for one block status request.

@@ -12,6 +12,7 @@ use std::str::FromStr;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 
 use super::Error;
+use super::limits::SOCKET_BUFFER;
 
 /// The port IANA has reserved for NBD.
 pub const DEFAULT_PORT: u16 = 10809;
@@ -112,10 +113,13 @@ impl Listener {
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Ok(None),
             Err(errno) => return Err(errno.into()),
         };
-        if let Address::Tcp { .. } = self.address {
-            // Replies are complete messages already; a dead peer must not hold its connection for ever.
-            sockopt::set_tcp_nodelay(&socket, true)?;
-            sockopt::set_socket_keepalive(&socket, true)?;
+        match self.address {
+            Address::Tcp { .. } => {
+                // Replies are complete messages already; a dead peer must not hold its connection for ever.
+                sockopt::set_tcp_nodelay(&socket, true)?;
+                sockopt::set_socket_keepalive(&socket, true)?;
+            }
+            Address::Unix(_) => enlarge_buffer(&socket),
         }
         Ok(Some(socket))
     }
@@ -134,6 +138,15 @@ impl Drop for Listener {
         {
             let _ = std::fs::remove_file(path);
         }
+    }
+}
+
+/// Lets a socket take more at a time, as far as the system allows it.
+fn enlarge_buffer(socket: &OwnedFd) {
+    let forced = sockopt::set_socket_send_buffer_size_force(socket, SOCKET_BUFFER);
+    if forced.is_err() {
+        // Without the privilege, up to the system's limit; without that, slower.
+        let _ = sockopt::set_socket_send_buffer_size(socket, SOCKET_BUFFER);
     }
 }
 

@@ -7,14 +7,12 @@ use smallvec::SmallVec;
 
 use super::buffers::{Buffer, BufferPool};
 use super::error::End;
-use super::limits::MAX_OUTGOING;
+use super::limits::{MAX_OUTGOING, MAX_OUTGOING_BYTES};
 use super::protocol::reply::Head;
 use super::transport::Transport;
 
 /// Runs of memory handed to the socket at a time.
 const MAX_SLICES: usize = 128;
-/// Bytes of payloads outside the pool that may wait; they are extents of block status replies.
-const MAX_LOOSE_BYTES: usize = 4 << 20;
 
 /// What follows the head of a reply.
 #[derive(Debug)]
@@ -53,7 +51,8 @@ pub(crate) struct Outgoing {
     messages: VecDeque<Message>,
     /// Bytes of the first message that are gone already.
     sent: usize,
-    loose_bytes: usize,
+    /// Bytes of all payloads.
+    payload_bytes: usize,
 }
 
 impl Outgoing {
@@ -63,13 +62,11 @@ impl Outgoing {
 
     /// Whether the client must read before more requests are taken up.
     pub(crate) fn is_full(&self) -> bool {
-        self.messages.len() >= MAX_OUTGOING || self.loose_bytes >= MAX_LOOSE_BYTES
+        self.messages.len() >= MAX_OUTGOING || self.payload_bytes >= MAX_OUTGOING_BYTES
     }
 
     pub(crate) fn push(&mut self, head: Head, payload: Payload) {
-        if let Payload::Bytes(bytes) = &payload {
-            self.loose_bytes += bytes.len();
-        }
+        self.payload_bytes += payload.as_bytes().len();
         self.messages.push_back(Message { head, payload });
     }
 
@@ -115,10 +112,10 @@ impl Outgoing {
         self.sent += sent;
         while let Some(len) = self.messages.front().map(Message::len).filter(|len| *len <= self.sent) {
             self.sent -= len;
-            match self.messages.pop_front().map(|message| message.payload) {
-                Some(Payload::Buffer(buffer)) => pool.give(buffer),
-                Some(Payload::Bytes(bytes)) => self.loose_bytes -= bytes.len(),
-                _ => {}
+            let payload = self.messages.pop_front().map_or(Payload::None, |message| message.payload);
+            self.payload_bytes -= payload.as_bytes().len();
+            if let Payload::Buffer(buffer) = payload {
+                pool.give(buffer);
             }
         }
     }
@@ -196,13 +193,13 @@ mod tests {
     }
 
     #[test]
-    fn loose_payloads_are_bounded() {
+    fn waiting_payloads_are_bounded() {
         let (mut transport, mut client) = pair();
         let (mut out, mut pool) = (Outgoing::default(), BufferPool::default());
-        out.push(head(1), Payload::Bytes(vec![0; MAX_LOOSE_BYTES]));
+        out.push(head(1), Payload::Bytes(vec![0; MAX_OUTGOING_BYTES]));
         assert!(out.is_full());
         let reader = std::thread::spawn(move || {
-            let _ = client.read_exact(&mut vec![0; MAX_LOOSE_BYTES + 16]);
+            let _ = client.read_exact(&mut vec![0; MAX_OUTGOING_BYTES + 16]);
         });
         while !out.is_empty() {
             out.send(&mut transport, &mut pool).unwrap();

@@ -148,6 +148,23 @@ impl Transport {
         self.tls.as_ref().is_some_and(|tls| tls.is_pending())
     }
 
+    /// Sleeps until the socket is ready for what is wanted; says whether it may be readable.
+    ///
+    /// # Errors
+    /// Whatever keeps the system from waiting.
+    pub(crate) fn poll(&self, input: bool, output: bool) -> Result<bool, End> {
+        let mut wanted = PollFlags::empty();
+        wanted.set(PollFlags::IN, input);
+        wanted.set(PollFlags::OUT, output);
+        let mut polled = [PollFd::new(&*self.socket, wanted)];
+        match poll(&mut polled, None) {
+            // Errors and hang-ups show up in the next call for either direction.
+            Ok(_) => Ok(polled[0].revents().intersects(!PollFlags::OUT)),
+            Err(Errno::INTR) => Ok(false),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
     /// Says good-bye, then waits until the client has hung up too.
     ///
     /// Closing a socket with unread bytes in it would cost the client the replies it has not read yet.
