@@ -135,7 +135,12 @@ impl Resources {
         {
             return shared;
         }
-        layers.retain(|_, layer| layer.strong_count() > 0);
+        if layers.len() == layers.capacity() {
+            // Not for every layer: a chain of n layers would take n^2 steps.
+            layers.retain(|_, layer| layer.strong_count() > 0);
+            let live = layers.len();
+            layers.reserve(live + 1);
+        }
         let layer = Arc::new(layer);
         layers.insert(layer.identity, Arc::downgrade(&layer));
         layer
