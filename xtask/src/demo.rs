@@ -13,7 +13,7 @@ use crate::bench::server::{self, Disk, Kind, Server};
 use crate::bench::session::{self, Timing, Values};
 use crate::build;
 use crate::chain::{Manifest, verify};
-use crate::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, spread};
+use crate::guest::{self, Guest, RootImage, spread};
 
 /// What is shown.
 #[derive(Clone, Debug)]
@@ -52,9 +52,9 @@ pub fn run(options: &Options) -> Result<()> {
     let top = spread(&raw, &dir, options.layers)?;
 
     println!("Stock QEMU on the chain ...");
-    let qemu = side(Kind::Qemu, &guest, &top)?;
+    let qemu = side(Kind::Qemu, &top)?;
     println!("vmstrata on the same chain ...");
-    let vmstrata = side(Kind::Vmstrata, &guest, &top)?;
+    let vmstrata = side(Kind::Vmstrata, &top)?;
     println!("Comparing every byte that vmstrata serves with the original disk ...");
     let data = compare(&top, &dir)?;
     print(&qemu, &vmstrata, options.layers);
@@ -63,7 +63,7 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 /// One side's figures.
-fn side(kind: Kind, guest: &Guest, top: &Path) -> Result<Values> {
+fn side(kind: Kind, top: &Path) -> Result<Values> {
     let disk = Disk { path: top.to_owned(), writable: false, backing: None };
     let start = Instant::now();
     let mut server = Server::start(kind, &disk)?;
@@ -74,28 +74,8 @@ fn side(kind: Kind, guest: &Guest, top: &Path) -> Result<Values> {
     drop(client);
     values.push((Figure::Memory, server.resident_bytes()? as f64 / f64::from(1 << 20)));
     server.stop()?;
-    values.push((Figure::Boot, boot(kind, guest, &disk)?.as_secs_f64()));
+    values.push((Figure::Boot, guest::boot_through(kind, top)?.as_secs_f64()));
     Ok(values)
-}
-
-/// From nothing running to the guest's init: stock QEMU opens the chain itself, vmstrata's server is started
-/// within the time.
-fn boot(kind: Kind, guest: &Guest, disk: &Disk) -> Result<Duration> {
-    let start = Instant::now();
-    let (attach, server) = match kind {
-        Kind::Vmstrata => {
-            let mut server = Server::start(kind, disk)?;
-            server.wait_for_vhost_user()?;
-            (Attach::VhostUser(server.vhost_user()), Some(server))
-        }
-        _ => (Attach::Qcow2(disk.path.clone()), None),
-    };
-    let mut vm = Vm::boot(guest, &attach, Task::Boot)?;
-    vm.wait_for(UP, BOOT_MAX)?;
-    let up = start.elapsed();
-    vm.wait_for_end(BOOT_MAX)?;
-    server.map_or(Ok(()), Server::stop)?;
-    Ok(up)
 }
 
 /// Copies the disk out over NBD and compares it with the raw image; returns the clusters that held data.

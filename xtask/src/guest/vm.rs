@@ -1,9 +1,9 @@
 //! One run of stock QEMU with the guest, and what it says on its console.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -87,10 +87,12 @@ impl Vm {
         let mut qemu = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
+            .stderr(Stdio::piped())
             .spawn()
             .context("qemu-system-x86_64 (package qemu-system-x86)")?;
-        let lines = read_lines(qemu.stdout.take().expect("piped"));
+        let (sender, lines) = channel();
+        send_lines(qemu.stdout.take().expect("piped"), "", sender.clone());
+        send_lines(qemu.stderr.take().expect("piped"), "qemu: ", sender);
         Ok(Self { qemu, lines, console: String::new(), start })
     }
 
@@ -173,16 +175,15 @@ impl Drop for Vm {
     }
 }
 
-fn read_lines(out: ChildStdout) -> Receiver<String> {
-    let (sender, receiver) = channel();
+/// Sends each line of `out`, with `prefix` before it, until it ends or no one listens.
+fn send_lines(out: impl Read + Send + 'static, prefix: &'static str, sender: Sender<String>) {
     std::thread::spawn(move || {
         let mut lines = BufReader::new(out).split(b'\n');
         while let Some(Ok(line)) = lines.next() {
-            let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+            let line = format!("{prefix}{}", String::from_utf8_lossy(&line).trim_end());
             if sender.send(line).is_err() {
                 return;
             }
         }
     });
-    receiver
 }
