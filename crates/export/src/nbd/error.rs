@@ -55,9 +55,6 @@ pub enum ExportFault {
     /// The name or the description cannot be sent.
     #[error("name and description must be at most 4096 bytes without NUL")]
     NotAString,
-    /// The disk itself was opened read-only.
-    #[error("the disk is open read-only and cannot be exported writable")]
-    ReadOnlyDisk,
 }
 
 /// What is wrong with a file of [`TlsConfig::load`](super::TlsConfig::load).

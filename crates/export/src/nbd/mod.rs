@@ -69,6 +69,8 @@ struct Shared {
     tls: TlsMode,
     limits: Limits,
     connections: Arc<Registry>,
+    /// The last connection was refused for want of room.
+    is_full: AtomicBool,
     stop: AtomicBool,
     /// Readable once the server stops.
     stop_event: OwnedFd,
@@ -83,8 +85,8 @@ impl Server {
         let stop_event =
             eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::Start { source: errno.into() })?;
         let connections = Arc::default();
-        let stop = AtomicBool::new(false);
-        let shared = Arc::new(Shared { exports, tls, limits, connections, stop, stop_event });
+        let (is_full, stop) = (AtomicBool::new(false), AtomicBool::new(false));
+        let shared = Arc::new(Shared { exports, tls, limits, connections, is_full, stop, stop_event });
         Ok(Self { shared, acceptors: Vec::new() })
     }
 
@@ -179,9 +181,13 @@ impl Shared {
     fn admit(self: &Arc<Self>, socket: OwnedFd) {
         let socket = Arc::new(socket);
         let Some(ticket) = self.connections.admit(socket.clone(), self.limits.connections) else {
-            tracing::warn!(limit = self.limits.connections, "too many connections: one more was refused");
+            // A crowd at the door must not fill the log: once is said for each time the house fills up.
+            if !self.is_full.swap(true, Ordering::Relaxed) {
+                tracing::warn!(limit = self.limits.connections, "too many connections: more are refused");
+            }
             return;
         };
+        self.is_full.store(false, Ordering::Relaxed);
         if let Err(error) = self.spawn(ticket, socket) {
             tracing::warn!(%error, "cannot start a thread for a connection");
         }

@@ -14,6 +14,9 @@ use crate::nbd::protocol::reply::{Head, Style};
 /// What clients are told of an engine's error: its words name files of this host, which are not theirs to know.
 const FAILED: &str = "the disk could not carry out the request";
 
+/// Failures of one connection's requests that are logged.
+const MAX_REPORTED: u32 = 10;
+
 impl Session {
     /// Queues the replies of everything that is finished; returns how many pieces were.
     pub(crate) fn reap(&mut self) -> usize {
@@ -90,8 +93,21 @@ impl Session {
         }
     }
 
-    fn report(&self, piece: &Piece, error: &Error) -> Errno {
-        tracing::warn!(export = self.export.name(), range = %piece.range, %error, "request failed");
+    /// Logs a failure of the disk. A client can bring about any number of them: the first few are enough.
+    fn report(&mut self, piece: &Piece, error: &Error) -> Errno {
+        self.report_failure(piece.range, error);
         Errno::from_os(error.errno())
+    }
+
+    pub(super) fn report_failure(&mut self, range: GuestRange, error: &Error) {
+        self.reported = self.reported.saturating_add(1);
+        let export = self.export.name();
+        match self.reported {
+            ..MAX_REPORTED => tracing::warn!(export, %range, %error, "request failed"),
+            MAX_REPORTED => {
+                tracing::warn!(export, %range, %error, "request failed; more of this client's are not logged");
+            }
+            _ => {}
+        }
     }
 }

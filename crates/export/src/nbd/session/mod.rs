@@ -113,6 +113,8 @@ pub(crate) struct Session {
     export: Arc<Export>,
     terms: Terms,
     payload_bytes: usize,
+    /// Failures of the disk told to the log so far.
+    reported: u32,
     is_closing: bool,
 }
 
@@ -134,6 +136,7 @@ impl Session {
             terms: Terms::new(&export, style, contexts),
             export,
             payload_bytes: limits.payload_bytes,
+            reported: 0,
             is_closing: false,
         })
     }
@@ -224,16 +227,6 @@ impl Session {
             return Some(Pause::Input);
         }
         self.fail(to, refusal);
-        None
-    }
-
-    fn flush(&mut self, to: ReplyTo) -> Option<Pause> {
-        if !self.engine.has_room() {
-            self.current = Current::Flush(to);
-            return Some(Pause::Room);
-        }
-        let task = self.tasks.insert(Task::new(to, TaskKind::Plain));
-        self.push(task, Op::Flush, GuestRange::new(GuestOffset::ZERO, 0), None, true);
         None
     }
 

@@ -1,4 +1,4 @@
-//! Commands on a range without payload: trim, zeroes, cache.
+//! Commands without payload: trim, zeroes, cache, flush.
 
 use vmstrata_disk::Op;
 use vmstrata_types::{GuestOffset, GuestRange};
@@ -56,6 +56,16 @@ impl Session {
             };
             self.push(spanning.task, op, range, None, end == spanning.end);
         }
+        None
+    }
+
+    pub(super) fn flush(&mut self, to: ReplyTo) -> Option<Pause> {
+        if !self.engine.has_room() {
+            self.current = Current::Flush(to);
+            return Some(Pause::Room);
+        }
+        let task = self.tasks.insert(Task::new(to, TaskKind::Plain));
+        self.push(task, Op::Flush, GuestRange::new(GuestOffset::ZERO, 0), None, true);
         None
     }
 }

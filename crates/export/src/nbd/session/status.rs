@@ -63,7 +63,7 @@ impl Session {
         let runs = match block_status::look_up(self.engine.disk(), range) {
             Ok(runs) => runs,
             Err(error) => {
-                tracing::warn!(export = self.export.name(), %range, %error, "block status failed");
+                self.report_failure(range, &error);
                 let errno = Errno::from_os(error.errno());
                 return self.fail(to, Refusal { errno, message: "the layout cannot be read" });
             }

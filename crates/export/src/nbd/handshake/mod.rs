@@ -3,16 +3,18 @@
 //! Everything is read to the byte, nothing ahead, so that no plain text can slip in behind STARTTLS. The
 //! whole phase has one deadline and a bounded number of options.
 
+mod contexts;
+
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::contexts::{Context, ContextSet};
+use super::contexts::ContextSet;
 use super::error::End;
 use super::exports::{Export, Exports};
 use super::limits::Limits;
 use super::protocol::option::{
-    ContextQuery, INFO_BLOCK_SIZE, INFO_DESCRIPTION, INFO_EXPORT, INFO_NAME, InfoQuery, MAX_OPTION_DATA,
-    OptionHeader, OptionKind, ReplyKind, decode_export_name, encode_reply_header,
+    INFO_BLOCK_SIZE, INFO_DESCRIPTION, INFO_EXPORT, INFO_NAME, InfoQuery, MAX_OPTION_DATA, OptionHeader,
+    OptionKind, ReplyKind, decode_export_name, encode_reply_header,
 };
 use super::protocol::reply::Style;
 use super::protocol::{ClientFlags, HandshakeFlags, INIT_MAGIC, MAX_PAYLOAD, OPTION_MAGIC};
@@ -235,37 +237,6 @@ impl Handshake<'_> {
         }
     }
 
-    fn meta_context(&mut self, kind: OptionKind, data: &[u8]) {
-        let is_set = kind == OptionKind::SetMetaContext;
-        if is_set {
-            // A selection replaces the one before, even where it fails.
-            self.contexts = None;
-        }
-        if !self.style.is_chunked() {
-            return self.put(kind, ReplyKind::ErrInvalid, b"structured replies must come first");
-        }
-        let Ok(query) = ContextQuery::decode(data) else {
-            return self.put(kind, ReplyKind::ErrInvalid, b"malformed data");
-        };
-        let Some(export) = self.exports.resolve(query.export) else {
-            return self.put(kind, ReplyKind::ErrUnknown, b"no export has this name");
-        };
-        let mut contexts = ContextSet::EMPTY;
-        if query.count == 0 && !is_set {
-            contexts = ContextSet::ALL;
-        }
-        for name in query.queries() {
-            contexts.select(name, !is_set);
-        }
-        for context in contexts.iter() {
-            self.put_context(kind, context, if is_set { context.id() } else { 0 });
-        }
-        if is_set {
-            self.contexts = Some((export, contexts));
-        }
-        self.put(kind, ReplyKind::Ack, &[]);
-    }
-
     fn accepts_tls(&self, data: &[u8]) -> bool {
         data.is_empty() && !self.transport.is_tls() && self.tls.config().is_some()
     }
@@ -299,11 +270,5 @@ impl Handshake<'_> {
         self.reply.extend(encode_reply_header(option, ReplyKind::Info, 2 + data.len()));
         self.reply.extend(item.to_be_bytes());
         self.reply.extend(data);
-    }
-
-    fn put_context(&mut self, option: OptionKind, context: Context, id: u32) {
-        self.reply.extend(encode_reply_header(option, ReplyKind::MetaContext, 4 + context.name().len()));
-        self.reply.extend(id.to_be_bytes());
-        self.reply.extend(context.name().as_bytes());
     }
 }
