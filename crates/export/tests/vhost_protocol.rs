@@ -5,7 +5,7 @@ mod vhost_common;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
@@ -229,8 +229,6 @@ fn file_contents_are_those_of_the_disk() {
 
 /// Takes the pages that are marked, as offsets in guest memory, and clears the marks.
 fn take_marks(log: &File) -> Vec<u64> {
-    // The answer may be seen an instant before the ring's page is marked.
-    std::thread::sleep(Duration::from_millis(20));
     const FIRST: u64 = GUEST_BASE / 4096 / 8;
     let mut bytes = vec![0; (MEMORY_LEN / 4096 / 8) as usize];
     log.read_exact_at(&mut bytes, FIRST).unwrap();
@@ -240,6 +238,18 @@ fn take_marks(log: &File) -> Vec<u64> {
         .enumerate()
         .flat_map(|(at, byte)| (0..8).map(move |bit| (at * 8 + bit, byte >> bit & 1)));
     bits.filter(|(_, bit)| *bit == 1).map(|(page, _)| page as u64 * 4096).collect()
+}
+
+/// Takes the pages that are marked once `ring_page` is: an answer can be seen an instant before that.
+fn take_marks_with(log: &File, ring_page: u64) -> Vec<u64> {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let (at, bit) = (GUEST_BASE / 4096 / 8 + ring_page / 4096 / 8, ring_page / 4096 % 8);
+    let mut byte = [0];
+    while byte[0] >> bit & 1 == 0 {
+        assert!(Instant::now() < deadline, "the ring's page is not marked");
+        log.read_exact_at(&mut byte, at).unwrap();
+    }
+    take_marks(log)
 }
 
 #[test]
@@ -260,11 +270,15 @@ fn pages_written_are_logged_while_the_frontend_asks_for_it() {
     let ring_page = used / 4096 * 4096;
     assert_eq!(connection.read(0, 8192), [7; 8192]);
     let data = Connection::data_at(0);
-    assert_eq!(take_marks(&log), [ring_page, slot_at(0), data, data + 4096]);
+    assert_eq!(take_marks_with(&log, ring_page), [ring_page, slot_at(0), data, data + 4096]);
     assert_eq!(connection.write(0, &[8; 8192]), OK);
-    assert_eq!(take_marks(&log), [ring_page, slot_at(0)], "a write to the disk changes only the status");
+    assert_eq!(
+        take_marks_with(&log, ring_page),
+        [ring_page, slot_at(0)],
+        "a write to the disk changes only the status"
+    );
     assert_eq!(connection.request(IN, DISK / 512, 8192), IO_ERROR);
-    assert_eq!(take_marks(&log), [ring_page, slot_at(0)], "nothing was read");
+    assert_eq!(take_marks_with(&log, ring_page), [ring_page, slot_at(0)], "nothing was read");
     connection.frontend.set_features(features & !(1 << 26)).unwrap();
     take_marks(&log);
     assert_eq!(connection.read(0, 512), [8; 512]);
