@@ -2,13 +2,16 @@
 //!
 //! Clusters are claimed in batches: the refcounts of a batch are raised in one write, and requests take clusters
 //! from it without touching the file. A refcount is raised before anything can refer to its cluster, and lowered
-//! only after nothing on stable storage does; [`crate::commit`] keeps that order. So a crash can leave clusters
+//! only after nothing on stable storage does; [`crate::changes`] keeps that order. So a crash can leave clusters
 //! that no one uses (a leak), never a cluster in use that counts as free.
 //!
 //! Refcount blocks are written through: what is in memory is what was written. A new block is on stable storage
 //! before the refcount table points to it, and a new table before the header does.
 //!
 //! Lock order: the allocator's lock is a leaf; store operations happen under it.
+
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 use std::ops::Range;
