@@ -188,3 +188,20 @@ fn an_image_goes_back_and_forth_between_stock_tools_and_us() {
         }
     });
 }
+
+/// Persistent dirty bitmaps do not follow our writes: after one of our sessions stock tools must not believe them.
+#[test]
+fn persistent_bitmaps_are_not_believed_after_our_writes() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "4M"]);
+    qemu_img(&["bitmap", "--add", path_str(&path), "dirty"]);
+    assert!(qemu_img(&["info", path_str(&path)]).contains("bitmaps"));
+    let disk = open(&path);
+    write(&disk, 0, &[0x11; 65536]).expect("writes");
+    disk.close().expect("closes");
+    drop(disk);
+    let info = qemu_img(&["info", path_str(&path)]);
+    assert!(!info.contains("name: dirty") || info.contains("in-use"), "{info}");
+    stock::assert_safe(&path);
+}
