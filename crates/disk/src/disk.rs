@@ -22,6 +22,7 @@ use vmstrata_store::Store;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset, LayerIndex};
 
 use crate::active::Active;
+use crate::blocks::BlockOrder;
 use crate::chain::{Chain, OpenOptions, Qcow2Head, Top as OpenTop, freeze, read_chain, read_head};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
@@ -40,6 +41,8 @@ pub struct Disk {
     pub(crate) frozen: Option<Arc<FrozenMap>>,
     pub(crate) resources: Arc<Resources>,
     pub(crate) epochs: Epochs,
+    /// Present when the active layer's file is used around the page cache.
+    pub(crate) blocks: Option<BlockOrder>,
     latch: OnceLock<String>,
     closed: AtomicBool,
     /// Held while the disk is tended, and while it is closed: nothing is written to a disk after its close.
@@ -53,6 +56,17 @@ pub(crate) enum Top {
     Frozen,
     Qcow2(Box<Active>),
     Raw(RawTop),
+}
+
+impl Top {
+    /// Alignment of what the active layer's file takes without reading first.
+    fn alignment(&self) -> usize {
+        match self {
+            Self::Frozen => 1,
+            Self::Qcow2(active) => active.store.raw_alignment(),
+            Self::Raw(raw) => raw.store.raw_alignment(),
+        }
+    }
 }
 
 /// A raw file open for writing.
@@ -103,6 +117,7 @@ impl Disk {
             let index = LayerIndex::new(u16::try_from(depth).expect("chains are shorter than 65,536"));
             (open_top(top, index, resources)?, frozen)
         };
+        let blocks = (top.alignment() > 1).then(BlockOrder::default);
         let disk = Arc::new(Self {
             path: path.to_owned(),
             size,
@@ -110,6 +125,7 @@ impl Disk {
             frozen,
             resources: Arc::clone(resources),
             epochs: Epochs::default(),
+            blocks,
             latch: OnceLock::new(),
             closed: AtomicBool::new(false),
             tending: Mutex::new(()),
@@ -443,6 +459,10 @@ fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -> Result<To
     let in_file = |error: Error| error.in_file(&path);
     let head = repaired(head, &opened.store).map_err(in_file)?;
     let header = &head.header;
+    let (cluster, block) = (header.cluster_bits.size(), opened.store.raw_alignment());
+    if cluster < block as u64 {
+        return Err(in_file(ErrorKind::BlockTooLarge { cluster, block }.into()));
+    }
     let identity = opened.identity;
     let mut active = Active::open(&path, Arc::clone(&opened.store), identity, header, index, resources)
         .map_err(|error| in_file(error.in_layer(index)))?;

@@ -113,6 +113,14 @@ pub enum ErrorKind {
         /// Bytes allowed.
         bytes_max: u64,
     },
+    /// Direct I/O in blocks larger than the image's clusters.
+    #[error("direct I/O needs clusters of at least {block} bytes here, the image has {cluster}: use cache=host")]
+    BlockTooLarge {
+        /// The image's cluster size.
+        cluster: u64,
+        /// The file system's block size.
+        block: usize,
+    },
     /// A frozen layer was changed under an open disk.
     #[error("the file was changed by someone else while the disk was open: close the disk and open it again")]
     Changed,

@@ -17,7 +17,7 @@
 //! | [`queue`](IoQueue), `request`, `workers` | requests of an I/O thread, and who carries them out |
 //! | [`disk`](Disk), `read`, `write`, `zero`, [`extents`](Extent) | where bytes are, and how they move |
 //! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
-//! | `active`, `alloc`, `changes`, `journal`, `epoch` | the layer that is written, and the order of its writes |
+//! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
 //! | `chain`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
 //! | [`mod@create`], [`mod@check`] | new images, and whether an image is sound |
 //!
@@ -30,6 +30,7 @@
 
 mod active;
 mod alloc;
+mod blocks;
 mod cache;
 mod chain;
 mod changes;

@@ -18,6 +18,7 @@ use smallvec::SmallVec;
 use vmstrata_store::{Ring, RingCompletion, SegmentVec, Store, fill_zero, slice};
 use vmstrata_types::HostOffset;
 
+use crate::blocks::BlockOrder;
 use crate::disk::{Disk, Top};
 use crate::epoch::Ticket;
 use crate::error::{IoContext as _, Result};
@@ -54,6 +55,8 @@ struct Slot {
     ticket: Option<Ticket>,
     parts_left: u32,
     failed: bool,
+    /// Whether the request writes whole blocks around the page cache.
+    holds_blocks: bool,
 }
 
 /// A piece of a request that lies in one file.
@@ -125,7 +128,7 @@ impl IoQueue {
             u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
         });
         let parts_left = u32::try_from(parts).expect("few parts");
-        self.slots[number as usize] = Slot { request: Some(request), ticket, parts_left, failed: false };
+        self.slots[number as usize] = Slot { request: Some(request), ticket, parts_left, failed: false, holds_blocks: false };
         number
     }
 
@@ -134,7 +137,9 @@ impl IoQueue {
         let is_read = request.op == Op::Read;
         let segments = request.segments.clone();
         let whole = request.range.len as usize;
+        let holds_blocks = !is_read && self.disk.blocks.is_some();
         let slot = self.slot(request, Some(ticket), parts.len());
+        self.slots[slot as usize].holds_blocks = holds_blocks;
         for part in parts {
             let of_part: SegmentVec<'static> = if part.len == whole {
                 segments.clone()
@@ -198,6 +203,11 @@ impl IoQueue {
         slot.parts_left -= 1;
         if slot.parts_left > 0 {
             return;
+        }
+        if std::mem::take(&mut slot.holds_blocks)
+            && let Some(order) = &self.disk.blocks
+        {
+            order.leave();
         }
         if slot.failed {
             if let Some(ticket) = slot.ticket.take() {
@@ -317,7 +327,9 @@ impl Disk {
             parts.push(part(Arc::clone(store), at, done, found, request)?);
             done += found;
         }
-        Some(parts)
+        // Last, because the ring now will carry it out; a partial write under way sends it to a worker instead.
+        let may_start = parts.is_empty() || self.blocks.as_ref().is_none_or(BlockOrder::try_enter);
+        may_start.then_some(parts)
     }
 }
 

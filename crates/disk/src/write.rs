@@ -8,7 +8,7 @@ use std::cell::RefCell;
 
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::COPIED;
-use vmstrata_store::{AlignedBuf, Segment, SegmentVec, slice, total_len};
+use vmstrata_store::{AlignedBuf, Segment, SegmentVec, Store, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::{Active, Change};
@@ -54,7 +54,7 @@ impl Disk {
             Top::Qcow2(active) => active,
             Top::Raw(raw) => {
                 let host = HostOffset::new(at.get());
-                let written = raw.store.write_segments(from, host).while_trying("write");
+                let written = self.overwrite(&*raw.store, from, host).while_trying("write");
                 return written.map_err(|error| error.at(host).in_file(&raw.path));
             }
             Top::Frozen => unreachable!("checked to be writable"),
@@ -68,6 +68,19 @@ impl Disk {
             done += if wrote > 0 { wrote } else { self.write_allocating(active, here, &rest)? };
         }
         Ok(())
+    }
+
+    /// Writes bytes that other requests may be writing around: see [`crate::blocks`].
+    fn overwrite(&self, store: &dyn Store, from: &[Segment<'_>], host: HostOffset) -> std::io::Result<()> {
+        let write = || store.write_segments(from, host);
+        match &self.blocks {
+            None => write(),
+            Some(order) => {
+                let block = store.raw_alignment() as u64 - 1;
+                let is_whole = (host.get() | total_len(from) as u64) & block == 0;
+                if is_whole { order.whole(write) } else { order.partial(write) }
+            }
+        }
     }
 
     /// Where the bytes at `at` may be overwritten, and how many, from memory alone.
@@ -114,7 +127,7 @@ impl Disk {
         };
         if found > 0 {
             let part = slice(from, 0, found as usize);
-            let written = active.store.write_segments(&part, place).while_trying("write");
+            let written = self.overwrite(&*active.store, &part, place).while_trying("write");
             written.map_err(|error| error.at(place).in_file(&active.path))?;
         }
         Ok(found as usize)
