@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::flat::{assert_same, read, write};
+use common::flat::{assert_same, pattern, read, write};
 use common::ledger::{Ledger, Step, steps, take};
 use common::shape::{LayerShape, make};
 use common::{for_seeds, random, scratch, small_resources, stock};
@@ -18,7 +18,7 @@ use rand::Rng as _;
 use vmstrata_disk::{Disk, OpenOptions};
 
 const STEPS: usize = 4000;
-/// What the child finds its orders in: seed, cluster size, "journal" or not, and the directory.
+/// What the child finds its orders in: seed, cluster size, "journal", "none" or "threads", and the image.
 const ORDERS: &str = "VMSTRATA_TEST_CHILD";
 
 fn open(top: &Path, journal: bool) -> Arc<Disk> {
@@ -39,19 +39,51 @@ fn child_that_writes_until_it_is_killed() {
     let orders: Vec<&str> = orders.splitn(4, ' ').collect();
     let [seed, cluster, journal, top] = orders[..] else { panic!("four orders") };
     let top = PathBuf::from(top);
-    let disk = open(&top, journal == "journal");
-    let mut reported = FileOptions::new().append(true).create(true).open(report_of(&top)).expect("opens");
-    let cluster = cluster.parse().expect("a number");
-    for step in workload(seed.parse().expect("a number"), disk.size(), cluster) {
-        take(&disk, &step).expect("no faults here");
-        reported.write_all(b".").expect("reports");
+    let disk = open(&top, journal != "none");
+    let (seed, cluster) = (seed.parse().expect("a number"), cluster.parse().expect("a number"));
+    if journal == "threads" {
+        std::thread::scope(|scope| {
+            for me in 0..THREADS {
+                let (disk, top) = (&disk, &top);
+                scope.spawn(move || work(disk, &striped(seed, me, disk.size()), &report_of(top, me)));
+            }
+        });
+    } else {
+        work(&disk, &workload(seed, disk.size(), cluster), &report_of(&top, 0));
     }
     // Finished too soon: wait for the end without closing anything.
     std::thread::sleep(Duration::from_secs(60));
 }
 
-fn report_of(top: &Path) -> PathBuf {
-    top.with_file_name("reported")
+fn work(disk: &Disk, steps: &[Step], report: &Path) {
+    let mut reported = FileOptions::new().append(true).create(true).open(report).expect("opens");
+    for step in steps {
+        take(disk, step).expect("no faults here");
+        reported.write_all(b".").expect("reports");
+    }
+}
+
+fn report_of(top: &Path, thread: u64) -> PathBuf {
+    top.with_file_name(format!("reported{thread}"))
+}
+
+const THREADS: u64 = 3;
+/// The unit in which threads own the disk.
+const BLOCK: u64 = 4096;
+
+/// A workload on every `THREADS`-th block: threads meet in clusters and in tables, never in a sector.
+fn striped(seed: u64, me: u64, size: u64) -> Vec<Step> {
+    let mut random = random("striped", seed * 10 + me);
+    let step = |_| {
+        let block = random.random_range(0..size / BLOCK / THREADS) * THREADS + me;
+        let (at, len) = (block * BLOCK + random.random_range(0..4) * 512, random.random_range(1..=4) * 512);
+        match random.random_range(0..10) {
+            0 => Step::Flush,
+            1 => Step::Zeroes { at, len, unmap: random.random() },
+            _ => Step::Write { at, bytes: pattern(&mut random, len as usize) },
+        }
+    };
+    (0..STEPS).map(step).collect()
 }
 
 struct Killed {
@@ -59,32 +91,33 @@ struct Killed {
     completed: usize,
 }
 
-fn start(top: &Path, seed: u64, cluster: u64, journal: bool) -> Child {
-    let _ = std::fs::remove_file(report_of(top));
-    let journal = if journal { "journal" } else { "none" };
+fn start(top: &Path, seed: u64, cluster: u64, mode: &str) -> Child {
+    for thread in 0..THREADS {
+        let _ = std::fs::remove_file(report_of(top, thread));
+    }
     Command::new(std::env::current_exe().expect("the test binary"))
         .args(["--exact", "child_that_writes_until_it_is_killed", "--ignored", "--nocapture"])
-        .env(ORDERS, format!("{seed} {cluster} {journal} {}", stock::path_str(top)))
+        .env(ORDERS, format!("{seed} {cluster} {mode} {}", stock::path_str(top)))
         .stdout(Stdio::null())
         .spawn()
         .expect("the child starts")
 }
 
-fn reported(top: &Path) -> usize {
-    std::fs::metadata(report_of(top)).map_or(0, |metadata| metadata.len() as usize)
+fn reported(top: &Path, thread: u64) -> usize {
+    std::fs::metadata(report_of(top, thread)).map_or(0, |metadata| metadata.len() as usize)
 }
 
 /// Starts a child, lets it complete at least `steps` steps and work for a moment more, and kills it.
-fn run_and_kill(top: &Path, seed: u64, cluster: u64, journal: bool, at_least: usize) -> Killed {
-    let mut child = start(top, seed, cluster, journal);
+fn run_and_kill(top: &Path, seed: u64, cluster: u64, mode: &str, at_least: usize) -> Killed {
+    let mut child = start(top, seed, cluster, mode);
     let deadline = Instant::now() + Duration::from_secs(60);
-    while reported(top) < at_least && Instant::now() < deadline {
+    while reported(top, 0) < at_least && Instant::now() < deadline {
         std::thread::sleep(Duration::from_micros(200));
     }
     std::thread::sleep(Duration::from_micros(random("moment", seed).random_range(0..3000)));
     child.kill().expect("killed");
     child.wait().expect("gone");
-    let completed = reported(top);
+    let completed = reported(top, 0);
     assert!(completed >= at_least.min(STEPS), "the child did not work");
     Killed { completed }
 }
@@ -120,7 +153,7 @@ fn every_completed_write_survives_a_killed_process() {
             for round in 0..4 {
                 let round_seed = seed * 1000 + u64::from(bits) * 10 + round;
                 let at_least = random.random_range(1..300);
-                let killed = run_and_kill(&made.top, round_seed, made.cluster, true, at_least);
+                let killed = run_and_kill(&made.top, round_seed, made.cluster, "journal", at_least);
                 stock::assert_safe(&made.top);
                 let (ledger, _) = ledger_after(&before, round_seed, made.cluster, &killed);
                 let disk = open(&made.top, true);
@@ -140,12 +173,43 @@ fn every_completed_write_survives_a_killed_process() {
     });
 }
 
+/// The same with several threads, which share clusters, tables and the journal.
+#[test]
+fn every_completed_write_of_several_threads_survives_a_killed_process() {
+    for_seeds(6, |seed| {
+        let dir = scratch();
+        let bits = [9, 12, 16][seed as usize % 3];
+        let active = LayerShape { operations: 0, ..LayerShape::qcow2(bits, 3 << 20) };
+        let made = make(dir.path(), &[LayerShape::qcow2(14, 3 << 20), active], &mut random("kill", seed));
+        run_and_kill(&made.top, seed, made.cluster, "threads", 1 + seed as usize * 20);
+        stock::assert_safe(&made.top);
+        let disk = open(&made.top, true);
+        let bytes = content(&disk);
+        for me in 0..THREADS {
+            let done = reported(&made.top, me);
+            let mut ledger = Ledger::new(&made.model, made.cluster);
+            for (place, step) in striped(seed, me, bytes.len() as u64).iter().enumerate().take(done + 1) {
+                ledger.enter(place + 1, step, place < done);
+            }
+            for (number, block) in bytes.chunks(BLOCK as usize).enumerate() {
+                if number as u64 % THREADS == me {
+                    let checked = ledger.check(number as u64 * BLOCK, block, done, done + 1);
+                    checked.unwrap_or_else(|error| panic!("thread {me}, {done} steps done: {error}"));
+                }
+            }
+        }
+        disk.close().expect("closes");
+        drop(disk);
+        stock::assert_safe(&made.top);
+    });
+}
+
 #[test]
 fn without_a_journal_what_was_flushed_survives_a_killed_process() {
     for_seeds(3, |seed| {
         let dir = scratch();
         let made = make(dir.path(), &[LayerShape::qcow2(12, 1 << 20)], &mut random("kill", seed));
-        let killed = run_and_kill(&made.top, seed, made.cluster, false, 150);
+        let killed = run_and_kill(&made.top, seed, made.cluster, "none", 150);
         stock::assert_safe(&made.top);
         let (ledger, flushed) = ledger_after(&made.model, seed, made.cluster, &killed);
         let bytes = content(&open(&made.top, false));
@@ -160,7 +224,7 @@ fn a_journal_is_not_believed_once_stock_tools_wrote_to_the_image() {
         let dir = scratch();
         let layer = LayerShape { operations: 0, ..LayerShape::qcow2(12, 1 << 20) };
         let made = make(dir.path(), &[layer], &mut random("kill", seed));
-        run_and_kill(&made.top, seed, made.cluster, true, 200);
+        run_and_kill(&made.top, seed, made.cluster, "journal", 200);
         let commands = ["write -q -P 0x41 0 8k", "discard -q 16k 64k", "write -q -P 0x42 500k 100k"];
         stock::qemu_io(&made.top, &commands.map(str::to_owned));
         let left = stock::content(&made.top, "qcow2");
