@@ -21,9 +21,10 @@ use super::request::{Command, RANGE_LEN, Shape, Status, ZeroRange, discard_range
 use super::ring::{Chain, Ring, RingError};
 use super::stats::Counters;
 
-/// Requests taken from one ring before the engine gets to work on them: enough to make one system call of
-/// many, few enough that the driver's processor and ours work at the same time.
-const TAKE_MAX: u32 = 32;
+/// Requests taken from one ring before the engine gets to work on them. Many make one system call; but at a
+/// depth of 32, a usual one, the rest is what our processor works on while the driver's sees to the answers
+/// (measured from 4 to 32: 24 was best, 4 the worst by a third).
+const TAKE_MAX: u32 = 24;
 
 /// Bytes of the longest list of ranges.
 const ENTRIES_LEN: usize = MAX_RANGES as usize * RANGE_LEN;
