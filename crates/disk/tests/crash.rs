@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::faulty::FaultyFiles;
 use common::flat::{assert_same, pattern, read, write};
-use common::ledger::{Ledger, Step, steps, take};
+use common::ledger::{BLOCK, Ledger, Step, THREADS, steps, striped, take};
 use common::shape::{LayerShape, make};
 use common::{for_seeds, open, open_read_only, random, scratch, stock};
 use rand::Rng as _;
@@ -87,16 +87,8 @@ impl Recording {
     /// Lets the host die, and looks at what is left, in the recording's own directory.
     fn crash(&self, crash: Crash, ask_stock: bool, go_on: bool) {
         std::fs::write(&self.top, crash.image(&self.before, &self.log, self.store)).expect("written");
-        let options = CheckOptions { force_share: true, ..CheckOptions::default() };
-        let report = check(&self.top, &options).expect("checks");
-        assert_eq!((report.corruptions, report.check_errors), (0, 0), "{crash:?}: {:?}", report.findings);
-        if ask_stock {
-            stock::assert_safe(&self.top);
-        }
-        let bytes = {
-            let disk = open_read_only(&self.top);
-            read(&disk, 0, disk.size() as usize).expect("reads")
-        };
+        assert_sound(&self.top, ask_stock, &crash);
+        let bytes = content(&self.top);
         let (flushed, last) = self.steps_at(crash.at);
         let checked = self.ledger.check(0, &bytes, flushed, last);
         checked.unwrap_or_else(|error| panic!("{crash:?}, flushed {flushed}, last {last}: {error}"));
@@ -130,6 +122,21 @@ impl Recording {
             }
         }
     }
+}
+
+/// No corruption, by our own check and if need be by the stock one.
+fn assert_sound(path: &Path, ask_stock: bool, crash: &Crash) {
+    let options = CheckOptions { force_share: true, ..CheckOptions::default() };
+    let report = check(path, &options).expect("checks");
+    assert_eq!((report.corruptions, report.check_errors), (0, 0), "{crash:?}: {:?}", report.findings);
+    if ask_stock {
+        stock::assert_safe(path);
+    }
+}
+
+fn content(path: &Path) -> Vec<u8> {
+    let disk = open_read_only(path);
+    read(&disk, 0, disk.size() as usize).expect("reads")
 }
 
 /// How often one kind of operation is in the log.
@@ -196,6 +203,75 @@ fn reused_clusters_survive_power_failures() {
         assert!(freed > 3, "too little was freed");
         recording.cut(seed, 250);
     });
+}
+
+/// What a thread did, and when.
+type Taken = Vec<(Step, Moment, Moment)>;
+
+/// Several threads write and flush, and share commits: a flush covers what had completed, on any thread, before it
+/// began.
+#[test]
+fn flushes_of_several_threads_cover_each_other() {
+    for_seeds(2, |seed| {
+        let dir = scratch();
+        let size = 600 << 10;
+        let bits = [9, 12][seed as usize % 2];
+        let active = LayerShape { operations: 3, ..LayerShape::qcow2(bits, size) };
+        let made = make(dir.path(), &[LayerShape::qcow2(14, size), active], &mut random("threads", seed));
+        let before = std::fs::read(&made.top).expect("made");
+        let plan = FaultPlan::recording();
+        let files = FaultyFiles::new(&plan);
+        let disk = Disk::open(&made.top, &OpenOptions::default(), &files.resources()).expect("opens");
+        let opened = plan.now();
+        let work = |me| -> Taken {
+            let steps = striped(seed, me, 60, size).into_iter();
+            let one = |step: Step| {
+                let began = plan.now();
+                take(&disk, &step).expect("no faults here");
+                (step, began, plan.now())
+            };
+            steps.map(one).collect()
+        };
+        let threads: Vec<Taken> = std::thread::scope(|scope| {
+            let work = &work;
+            let threads: Vec<_> = (0..THREADS).map(|me| scope.spawn(move || work(me))).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no thread fails")).collect()
+        });
+        let log = plan.log();
+        disk.close().expect("closes");
+        drop(disk);
+        let store = files.id(&made.top);
+        let mut random = random("cuts", seed);
+        for number in 0..400 {
+            let at = Moment(random.random_range(opened.0..=log.last().expect("it wrote").issued.0));
+            let survivors = if number % 4 == 0 { Survivors::None } else { Survivors::Seeded(random.random()) };
+            let crash = Crash { kind: CrashKind::Power, at, survivors };
+            std::fs::write(&made.top, crash.image(&before, &log, store)).expect("written");
+            assert_sound(&made.top, number % 64 == 0, &crash);
+            let bytes = content(&made.top);
+            assert_striped(&bytes, &threads, &made.model, crash);
+        }
+    });
+}
+
+/// Checks the blocks of each thread by what it did, and by all flushes.
+fn assert_striped(bytes: &[u8], threads: &[Taken], before: &[u8], crash: Crash) {
+    let flushes = threads.iter().flatten().filter(|(step, _, ended)| matches!(step, Step::Flush) && *ended <= crash.at);
+    let covered = flushes.map(|(_, began, _)| *began).max().unwrap_or_default();
+    for (me, taken) in threads.iter().enumerate() {
+        let mut ledger = Ledger::new(before, BLOCK);
+        for (number, (step, ..)) in taken.iter().enumerate() {
+            ledger.enter(number + 1, step, true);
+        }
+        let flushed = taken.iter().take_while(|(_, _, ended)| *ended <= covered).count();
+        let last = taken.iter().take_while(|(_, began, _)| *began < crash.at).count();
+        for (number, block) in bytes.chunks(BLOCK as usize).enumerate() {
+            if number % THREADS as usize == me {
+                let checked = ledger.check(number as u64 * BLOCK, block, flushed, last);
+                checked.unwrap_or_else(|error| panic!("{crash:?}, thread {me}, {flushed} flushed: {error}"));
+            }
+        }
+    }
 }
 
 /// The recorder itself: what it calls the newest state is the file as it is.

@@ -10,8 +10,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::flat::{assert_same, pattern, read, write};
-use common::ledger::{Ledger, Step, steps, take};
+use common::flat::{assert_same, read, write};
+use common::ledger::{BLOCK, Ledger, Step, THREADS, steps, striped, take};
 use common::shape::{LayerShape, make};
 use common::{for_seeds, random, scratch, small_resources, stock};
 use rand::Rng as _;
@@ -45,7 +45,7 @@ fn child_that_writes_until_it_is_killed() {
         std::thread::scope(|scope| {
             for me in 0..THREADS {
                 let (disk, top) = (&disk, &top);
-                scope.spawn(move || work(disk, &striped(seed, me, disk.size()), &report_of(top, me)));
+                scope.spawn(move || work(disk, &striped(seed, me, STEPS, disk.size()), &report_of(top, me)));
             }
         });
     } else {
@@ -65,25 +65,6 @@ fn work(disk: &Disk, steps: &[Step], report: &Path) {
 
 fn report_of(top: &Path, thread: u64) -> PathBuf {
     top.with_file_name(format!("reported{thread}"))
-}
-
-const THREADS: u64 = 3;
-/// The unit in which threads own the disk.
-const BLOCK: u64 = 4096;
-
-/// A workload on every `THREADS`-th block: threads meet in clusters and in tables, never in a sector.
-fn striped(seed: u64, me: u64, size: u64) -> Vec<Step> {
-    let mut random = random("striped", seed * 10 + me);
-    let step = |_| {
-        let block = random.random_range(0..size / BLOCK / THREADS) * THREADS + me;
-        let (at, len) = (block * BLOCK + random.random_range(0..4) * 512, random.random_range(1..=4) * 512);
-        match random.random_range(0..10) {
-            0 => Step::Flush,
-            1 => Step::Zeroes { at, len, unmap: random.random() },
-            _ => Step::Write { at, bytes: pattern(&mut random, len as usize) },
-        }
-    };
-    (0..STEPS).map(step).collect()
 }
 
 struct Killed {
@@ -188,7 +169,7 @@ fn every_completed_write_of_several_threads_survives_a_killed_process() {
         for me in 0..THREADS {
             let done = reported(&made.top, me);
             let mut ledger = Ledger::new(&made.model, made.cluster);
-            for (place, step) in striped(seed, me, bytes.len() as u64).iter().enumerate().take(done + 1) {
+            for (place, step) in striped(seed, me, STEPS, bytes.len() as u64).iter().enumerate().take(done + 1) {
                 ledger.enter(place + 1, step, place < done);
             }
             for (number, block) in bytes.chunks(BLOCK as usize).enumerate() {

@@ -56,6 +56,26 @@ pub fn steps(random: &mut SmallRng, count: usize, size: u64, cluster: u64) -> Ve
     steps
 }
 
+/// Threads of a striped workload.
+pub const THREADS: u64 = 3;
+/// The unit in which those threads own the disk.
+pub const BLOCK: u64 = 4096;
+
+/// A workload on every `THREADS`-th block: threads meet in clusters and in tables, never in a sector.
+pub fn striped(seed: u64, me: u64, count: usize, size: u64) -> Vec<Step> {
+    let mut random = super::random("striped", seed * 10 + me);
+    let step = |_| {
+        let block = random.random_range(0..size / BLOCK / THREADS) * THREADS + me;
+        let (at, len) = (block * BLOCK + random.random_range(0..4) * 512, random.random_range(1..=4) * 512);
+        match random.random_range(0..10) {
+            0 => Step::Flush,
+            1 => Step::Zeroes { at, len, unmap: random.random() },
+            _ => Step::Write { at, bytes: pattern(&mut random, len as usize) },
+        }
+    };
+    (0..count).map(step).collect()
+}
+
 /// Does a step; a read is compared by the caller's ledger.
 pub fn take(disk: &Disk, step: &Step) -> Result<Option<Vec<u8>>, Error> {
     match step {
