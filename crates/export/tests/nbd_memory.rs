@@ -1,4 +1,5 @@
-//! Clients that never read cannot take more than their memory. Alone in its process, whose memory it measures.
+//! Clients that never read cannot take more than their memory, and no processor time. Alone in its process, which
+//! it measures.
 
 mod nbd_common;
 
@@ -16,8 +17,15 @@ fn resident() -> u64 {
     statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
 }
 
+/// Processor time of this process so far, in clock ticks of 10 ms.
+fn ticks() -> u64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let fields: Vec<_> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+}
+
 #[test]
-fn clients_that_never_read_take_no_more_than_their_limit() {
+fn clients_that_never_read_cost_their_limit_and_no_more() {
     let limits = Limits { payload_bytes: 4 << 20, ..Limits::default() };
     let fixture = Fixture::chain_with(Setup { limits: Some(limits), ..Setup::default() });
     let mut bytes = Vec::new();
@@ -46,5 +54,9 @@ fn clients_that_never_read_take_no_more_than_their_limit() {
     let grown = resident().saturating_sub(before);
     // Eight times 4 MiB and a receive buffer, and something for the threads.
     assert!(grown < 40 << 20, "grew by {} KiB", grown >> 10);
+    let before = ticks();
+    std::thread::sleep(Duration::from_millis(500));
+    let spent = ticks() - before;
+    assert!(spent <= 5, "{spent} ticks spent on clients that wait");
     assert_eq!(fixture.client(Style::Structured).read(0, 1).unwrap(), [0x11]);
 }

@@ -233,3 +233,18 @@ fn tcp_serves_like_a_unix_socket() {
     run("nbdcopy", &[text(&copy), &uri]);
     run("qemu-img", &["compare", "-q", "-f", "raw", "-F", "raw", &uri, text(&copy)]);
 }
+
+#[test]
+fn a_raw_disk_of_odd_size_is_padded_to_a_sector_as_by_qemu() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("odd.raw");
+    let mut content: Vec<u8> = (0..1_000_001u32).map(|at| (at / 4096) as u8).collect();
+    std::fs::write(&path, &content).unwrap();
+    let fixture = Fixture::serve(directory, &path, Setup { read_only: true, ..Setup::default() });
+    let info = json("nbdinfo", &["--json", &fixture.uri()]);
+    assert_eq!(info["exports"][0]["export-size"], 1_000_448);
+    content.resize(1_000_448, 0);
+    let copy = fixture.path("copy");
+    run("nbdcopy", &[&fixture.uri(), text(&copy)]);
+    assert!(std::fs::read(&copy).unwrap() == content);
+}

@@ -126,7 +126,7 @@ impl Session {
     pub(crate) fn new(agreement: Agreement, limits: &Limits) -> Result<Self, Error> {
         let Agreement { export, style, contexts } = agreement;
         Ok(Self {
-            engine: Engine::new(export.disk().clone(), limits.requests)?,
+            engine: Engine::new(export.disk().clone(), limits.requests.max(1))?,
             tasks: Slab::new(),
             current: Current::Idle,
             runs: Default::default(),
