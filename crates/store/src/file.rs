@@ -14,7 +14,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 use vmstrata_types::HostOffset;
 
 use crate::direct::Direct;
@@ -111,6 +111,14 @@ pub struct FileStore {
     direct: Option<Direct>,
 }
 
+/// Asks the kernel not to look after the file's access time with every read, which costs a few percent of a warm
+/// one. Only the file's owner may ask; for others nothing changes.
+fn spare_access_time(file: &File) {
+    if let Ok(flags) = rustix::fs::fcntl_getfl(file) {
+        let _ = rustix::fs::fcntl_setfl(file, flags | OFlags::NOATIME);
+    }
+}
+
 impl FileStore {
     /// Makes a store of `file`, which was opened from `path` with `options.access`.
     ///
@@ -123,6 +131,7 @@ impl FileStore {
         if let Some(kind) = options.lock {
             lock::lock(file.as_fd(), path, kind, options.lock_patience)?;
         }
+        spare_access_time(&file);
         let is_block_device = file.metadata().map_err(failed)?.file_type().is_block_device();
         let direct = match options.cache {
             CacheMode::Host => None,
