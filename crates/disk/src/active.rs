@@ -86,17 +86,21 @@ impl Active {
         let mut bytes = vec![0; header.l1_size as usize * 8];
         let l1_at = header.l1_table_offset;
         store.read_exact(&mut bytes, l1_at).while_trying("read the L1 table").map_err(|e| e.at(l1_at))?;
+        let mut l2_tables = Vec::new();
         for (index, raw) in words(&bytes).enumerate() {
-            table_of(&tables, raw, identity.len).map_err(|error| error.at(l1_at + index as u64 * 8))?;
+            let table = table_of(&tables, raw, identity.len).map_err(|error| error.at(l1_at + index as u64 * 8))?;
+            l2_tables.extend(table);
         }
         let flusher = Arc::new(Flusher::new(Arc::clone(&store)));
+        let (bytes_of, flushes) = (Arc::clone(&store), Arc::clone(&flusher));
+        let alloc = Allocator::open(bytes_of, flushes, header, l2_tables.into_iter(), identity.len)?;
         Ok(Self {
             path: path.to_owned(),
             identity,
             index,
             tables,
             size: header.size,
-            alloc: Allocator::open(Arc::clone(&store), Arc::clone(&flusher), header, identity.len)?,
+            alloc,
             changes: Changes::new(header.cluster_bits),
             owner: resources.new_owner()?,
             cache: Arc::clone(resources.cache()),

@@ -13,7 +13,7 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -65,10 +65,13 @@ struct State {
     hint: u64,
     /// Clusters from here on were never part of the file: they read as zeros.
     fresh_from: u64,
+    /// Clusters of the header and the tables that the image was opened with, but for those freed since. A refcount
+    /// that calls one of them free is wrong.
+    protected: BTreeSet<u64>,
 }
 
 impl Allocator {
-    /// Reads the refcount table of the image whose header this is.
+    /// Reads the refcount table of the image whose header this is, and whose L2 tables are these.
     ///
     /// # Errors
     /// A table that cannot be read or breaks the format.
@@ -76,6 +79,7 @@ impl Allocator {
         store: Arc<dyn Store>,
         flusher: Arc<Flusher>,
         header: &Header,
+        l2_tables: impl Iterator<Item = HostOffset>,
         file_len: u64,
     ) -> Result<Self> {
         let bits = header.cluster_bits;
@@ -89,9 +93,15 @@ impl Allocator {
                 .map_err(|kind| crate::Error::from(kind).at(table_at + index as u64 * 8))?;
             table.push(block);
         }
+        let clusters_of = |at: HostOffset, len: u64| at.get() >> bits.get()..(at.get() + len).div_ceil(bits.size());
+        let mut protected: BTreeSet<u64> = table.iter().flatten().copied().chain(l2_tables).map(|at| at.get() >> bits.get()).collect();
+        protected.extend(clusters_of(HostOffset::ZERO, 1));
+        protected.extend(clusters_of(table_at, bytes.len() as u64));
+        protected.extend(clusters_of(header.l1_table_offset, u64::from(header.l1_size) * 8));
         let state = State {
             table_at,
             table,
+            protected,
             blocks: HashMap::new(),
             claimed: 0..0,
             hint: 0,
@@ -132,6 +142,10 @@ impl Allocator {
         let mut end = first + 1;
         while end < first + max && self.refcount_of(state, end)? == Some(0) {
             end += 1;
+        }
+        if let Some(&taken) = state.protected.range(first..end).next() {
+            let kind = ErrorKind::Refcount { found: 0, needed: "at least 1, it holds a table" };
+            return Err(crate::Error::from(kind).at(self.cluster_at(taken)));
         }
         self.set_range(state, first..end, 1)?;
         state.hint = end;
@@ -263,6 +277,7 @@ impl Allocator {
         for cluster in old_first..old_first + old_clusters {
             if self.refcount_of(state, cluster)? == Some(1) {
                 self.set_range(state, cluster..cluster + 1, 0)?;
+                state.protected.remove(&cluster);
             }
         }
         state.hint = state.hint.min(old_first);
@@ -329,6 +344,9 @@ impl Allocator {
             self.set_range(&mut state, cluster..end, found - 1)?;
             if found == 1 {
                 state.hint = state.hint.min(cluster);
+                while let Some(&freed) = state.protected.range(cluster..end).next() {
+                    state.protected.remove(&freed);
+                }
                 // Space is given back where the host can; the refcount alone makes the clusters free.
                 let _ = self.store.punch_hole(self.cluster_at(cluster), (end - cluster) << self.bits.get());
             }

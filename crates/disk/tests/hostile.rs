@@ -4,7 +4,7 @@ mod common;
 
 use common::flat::{assert_same, read, write};
 use common::stock::{path_str, qemu_img};
-use common::{open, scratch};
+use common::{open, scratch, stock};
 
 /// Moves the refcount table of a new image to a cluster that no refcount block counts.
 #[test]
@@ -27,4 +27,35 @@ fn a_refcount_table_that_is_not_counted_can_still_be_moved() {
     disk.flush().unwrap();
     assert_same(&read(&disk, 0, content.len()).unwrap(), &content, 0, "after the table moved");
     disk.close().unwrap();
+}
+
+/// Refcounts that call the header, a table or everything free: nothing is written over, and the error says what to do.
+#[test]
+fn tables_that_count_as_free_are_not_written_over() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "64M"]);
+    stock::qemu_io(&path, &["write -q -P 0x21 0 1M".to_owned()]);
+    let good = std::fs::read(&path).unwrap();
+    let word = |at: usize| u64::from_be_bytes(good[at..at + 8].try_into().unwrap()) as usize;
+    let (l1, table) = (word(40), word(48));
+    let (l2, block) = (word(l1) & 0x00ff_ffff_ffff_fe00, word(table));
+    // Refcounts of 16 bits in clusters of 64 KiB: all of them, or of one cluster.
+    let wrong = [block..block + 65536, block..block + 2, block + l2 / 32768..block + l2 / 32768 + 2];
+    for wrong in wrong.into_iter().chain([l1, table, block].map(|at| block + at / 32768..block + at / 32768 + 2)) {
+        let mut bytes = good.clone();
+        bytes[wrong].fill(0);
+        std::fs::write(&path, bytes).unwrap();
+        let disk = open(&path);
+        let error = write(&disk, 32 << 20, &[0x42; 512]).unwrap_err().to_string();
+        assert!(error.contains("check --repair=all"), "{error}");
+        write(&disk, 0, &[0x43; 512]).expect("in place");
+        assert_same(&read(&disk, 512, 1 << 19).unwrap(), &[0x21; 1 << 19], 512, "what was there");
+        disk.close().unwrap();
+        drop(disk);
+        qemu_img(&["check", "-q", "-r", "all", path_str(&path)]);
+        let mut content = vec![0x21; 1 << 20];
+        content[..512].fill(0x43);
+        assert_same(&stock::content(&path, "qcow2")[..1 << 20], &content, 0, "after the repair");
+    }
 }

@@ -43,7 +43,7 @@ fn open(store: &Arc<MemoryStore>) -> (Header, Allocator) {
     let header = Header::parse(&bytes, bytes.len() as u64).unwrap();
     let store: Arc<dyn Store> = Arc::clone(store) as _;
     let flusher = Arc::new(Flusher::new(Arc::clone(&store)));
-    let alloc = Allocator::open(store, flusher, &header, bytes.len() as u64).unwrap();
+    let alloc = Allocator::open(store, flusher, &header, std::iter::empty(), bytes.len() as u64).unwrap();
     (header, alloc)
 }
 
