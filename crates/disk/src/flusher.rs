@@ -56,7 +56,8 @@ mod tests {
     fn a_flush_after_a_failed_one_does_not_succeed() {
         let plan = FaultPlan::new();
         plan.fail_nth(Some(OperationKind::Flush), 1, 5);
-        let flusher = Flusher::new(Arc::new(FaultStore::new(Arc::new(MemoryStore::new()), &plan, StoreId(0))));
+        let flusher =
+            Flusher::new(Arc::new(FaultStore::new(Arc::new(MemoryStore::new()), &plan, StoreId(0))));
         flusher.flush().unwrap();
         assert!(!flusher.has_failed());
         assert_eq!(flusher.flush().unwrap_err().raw_os_error(), Some(5));

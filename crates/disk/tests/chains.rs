@@ -11,7 +11,8 @@ use common::flat::{assert_same, range, read, write};
 use common::stock::{path_str, qemu_img, try_qemu_io};
 use common::{open, open_read_only, scratch, stock};
 use vmstrata_disk::{
-    CheckOptions, CreateOptions, Disk, Error, ErrorKind, Format, OpenOptions, ResourceOptions, Resources, create,
+    CheckOptions, CreateOptions, Disk, Error, ErrorKind, Format, OpenOptions, ResourceOptions, Resources,
+    create,
 };
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
@@ -57,7 +58,8 @@ impl Maker {
 
     /// What a chain of so many layers reads as.
     fn content(count: usize) -> Vec<u8> {
-        let newest = |cluster: usize| (1..=count).rev().find(|number| number % CLUSTERS == cluster).unwrap_or(0);
+        let newest =
+            |cluster: usize| (1..=count).rev().find(|number| number % CLUSTERS == cluster).unwrap_or(0);
         let words = |cluster| (newest(cluster) as u64).to_be_bytes().repeat(CLUSTER as usize / 8);
         (0..CLUSTERS).flat_map(words).collect()
     }
@@ -103,7 +105,8 @@ fn try_open(path: &Path, options: &OpenOptions) -> Result<Arc<Disk>, Error> {
 
 /// Opening for reading fails, with this in the message.
 fn assert_refused(path: &Path, wanted: &[&str]) -> Error {
-    let error = try_open(path, &OpenOptions { read_only: true, ..OpenOptions::default() }).expect_err("must be refused");
+    let error = try_open(path, &OpenOptions { read_only: true, ..OpenOptions::default() })
+        .expect_err("must be refused");
     let message = error.to_string();
     for wanted in wanted {
         assert!(message.contains(wanted), "{message:?} does not say {wanted:?}");
@@ -140,14 +143,19 @@ fn a_long_chain_reads_as_stock_tools_read_it() {
 /// Descriptors of this process that lead into a directory.
 fn descriptors_into(dir: &Path) -> usize {
     let entries = std::fs::read_dir("/proc/self/fd").unwrap();
-    entries.filter(|entry| std::fs::read_link(entry.as_ref().unwrap().path()).is_ok_and(|to| to.starts_with(dir))).count()
+    entries
+        .filter(|entry| {
+            std::fs::read_link(entry.as_ref().unwrap().path()).is_ok_and(|to| to.starts_with(dir))
+        })
+        .count()
 }
 
 #[test]
 fn open_files_and_metadata_stay_inside_their_limits() {
     let maker = Maker::new();
     let top = maker.layers(300);
-    let options = ResourceOptions { metadata_cache_bytes: 0, max_open_files: 16, ..ResourceOptions::default() };
+    let options =
+        ResourceOptions { metadata_cache_bytes: 0, max_open_files: 16, ..ResourceOptions::default() };
     let resources = Resources::new(options);
     let disk = Disk::open(&top, &OpenOptions::default(), &resources).unwrap();
     let content = Maker::content(300);

@@ -50,7 +50,8 @@ fn assert_maps_agree(disk: &Disk, path: &Path, format: &str, size: u64) {
     borders.dedup();
     for at in borders.into_iter().filter(|at| *at < size) {
         let find = |list: &[(u64, u64, Said)]| {
-            let (start, _, said) = *list.iter().find(|(start, len, _)| (*start..start + len).contains(&at)).expect("whole");
+            let (start, _, said) =
+                *list.iter().find(|(start, len, _)| (*start..start + len).contains(&at)).expect("whole");
             let data = said.data.map(|(depth, place)| (depth, place.map(|place| place + at - start)));
             Said { data, ..said }
         };
@@ -65,11 +66,14 @@ fn assert_maps_agree(disk: &Disk, path: &Path, format: &str, size: u64) {
 fn images_of_stock_tools_read_and_map_as_they_say() {
     for_seeds(1, |seed| {
         for bits in [9, 10, 12, 14, 16, 18, 21] {
-            for (version, compressed) in [(2, None), (2, Some("zlib")), (3, None), (3, Some("zlib")), (3, Some("zstd"))] {
+            for (version, compressed) in
+                [(2, None), (2, Some("zlib")), (3, None), (3, Some("zlib")), (3, Some("zstd"))]
+            {
                 for backing in ["none", "qcow2", "raw", "longer", "shorter"] {
                     let mut random = random(backing, seed * 100_000 + u64::from(bits * 100 + version));
                     let size = (8 << bits).clamp(96 << 10, 8 << 20) + 1024;
-                    let layer = LayerShape { version, compressed, operations: 9, ..LayerShape::qcow2(bits, size) };
+                    let layer =
+                        LayerShape { version, compressed, operations: 9, ..LayerShape::qcow2(bits, size) };
                     let below = match backing {
                         "none" => vec![],
                         "raw" => vec![LayerShape::raw(size - 700)],
@@ -91,7 +95,13 @@ fn images_of_stock_tools_read_and_map_as_they_say() {
 }
 
 /// An image made by us, with or without a backing file, used by us.
-fn ours(dir: &Path, bits: u32, version: u32, backing: Option<Format>, random: &mut SmallRng) -> (std::path::PathBuf, Vec<u8>) {
+fn ours(
+    dir: &Path,
+    bits: u32,
+    version: u32,
+    backing: Option<Format>,
+    random: &mut SmallRng,
+) -> (std::path::PathBuf, Vec<u8>) {
     let size = (8 << bits).clamp(96 << 10, 8 << 20) + 1024;
     let mut model = vec![0; size as usize];
     if let Some(format) = backing {
@@ -108,7 +118,8 @@ fn ours(dir: &Path, bits: u32, version: u32, backing: Option<Format>, random: &m
         size: Some(size),
         cluster_bits: ClusterBits::new(bits).expect("allowed"),
         version,
-        refcount_order: RefcountOrder::new(if version == 2 { 4 } else { random.random_range(0..=6) }).expect("allowed"),
+        refcount_order: RefcountOrder::new(if version == 2 { 4 } else { random.random_range(0..=6) })
+            .expect("allowed"),
         backing: backing.map(|format| ("layer0".into(), format)),
         ..CreateOptions::default()
     };
@@ -166,7 +177,11 @@ fn an_image_goes_back_and_forth_between_stock_tools_and_us() {
         let dir = scratch();
         let mut random = random("turns", seed);
         let bits = random.random_range(9..=16);
-        let made = make(dir.path(), &[LayerShape::qcow2(14, 1 << 20), LayerShape::qcow2(bits, 1 << 20)], &mut random);
+        let made = make(
+            dir.path(),
+            &[LayerShape::qcow2(14, 1 << 20), LayerShape::qcow2(bits, 1 << 20)],
+            &mut random,
+        );
         let mut model = made.model;
         for turn in 0..5u8 {
             let (at, len) = some_range(&mut random, model.len() as u64, made.cluster);

@@ -116,7 +116,12 @@ impl Recording {
         let soak = std::env::var_os("VMSTRATA_SOAK_SECONDS").is_some();
         for number in 0..count {
             let at = Moment(random.random_range(self.opened.0..=self.end().0));
-            for survivors in [Survivors::None, Survivors::All, Survivors::Seeded(random.random()), Survivors::Seeded(number)] {
+            for survivors in [
+                Survivors::None,
+                Survivors::All,
+                Survivors::Seeded(random.random()),
+                Survivors::Seeded(number),
+            ] {
                 let crash = Crash { kind: CrashKind::Power, at, survivors };
                 self.crash(crash, soak || number % 64 == 0, number % 64 == 1);
             }
@@ -162,11 +167,16 @@ fn growing_refcounts_survive_power_failures() {
         let recording = record(&[layer], "growth", seed, |random, _, _| {
             let mut step = |number: u64| {
                 let at = number * (128 << 10) + random.random_range(0..8) * 512;
-                if number % 4 == 3 { Step::Flush } else { Step::Write { at, bytes: pattern(random, 120 << 10) } }
+                if number % 4 == 3 {
+                    Step::Flush
+                } else {
+                    Step::Write { at, bytes: pattern(random, 120 << 10) }
+                }
             };
             (0..24).map(&mut step).collect()
         });
-        let header = |operation: &Operation| matches!(operation, Operation::Write { at, .. } if at.get() == 48);
+        let header =
+            |operation: &Operation| matches!(operation, Operation::Write { at, .. } if at.get() == 48);
         assert!(count(&recording.log, header) > 0, "the refcount table did not grow");
         recording.cut(seed, 60);
     });
@@ -176,8 +186,7 @@ fn growing_refcounts_survive_power_failures() {
 #[test]
 fn copied_tables_survive_power_failures() {
     for_seeds(2, |seed| {
-        let layer =
-            LayerShape { snapshots: 1, compressed: Some("zlib"), ..LayerShape::qcow2(10, 300 << 10) };
+        let layer = LayerShape { snapshots: 1, compressed: Some("zlib"), ..LayerShape::qcow2(10, 300 << 10) };
         let recording = record(&[layer], "tables", seed, some(120));
         recording.cut(seed, 250);
     });
@@ -244,7 +253,8 @@ fn flushes_of_several_threads_cover_each_other() {
         let mut random = random("cuts", seed);
         for number in 0..400 {
             let at = Moment(random.random_range(opened.0..=log.last().expect("it wrote").issued.0));
-            let survivors = if number % 4 == 0 { Survivors::None } else { Survivors::Seeded(random.random()) };
+            let survivors =
+                if number % 4 == 0 { Survivors::None } else { Survivors::Seeded(random.random()) };
             let crash = Crash { kind: CrashKind::Power, at, survivors };
             std::fs::write(&made.top, crash.image(&before, &log, store)).expect("written");
             assert_sound(&made.top, number % 64 == 0, &crash);
@@ -256,7 +266,8 @@ fn flushes_of_several_threads_cover_each_other() {
 
 /// Checks the blocks of each thread by what it did, and by all flushes.
 fn assert_striped(bytes: &[u8], threads: &[Taken], before: &[u8], crash: Crash) {
-    let flushes = threads.iter().flatten().filter(|(step, _, ended)| matches!(step, Step::Flush) && *ended <= crash.at);
+    let flushes =
+        threads.iter().flatten().filter(|(step, _, ended)| matches!(step, Step::Flush) && *ended <= crash.at);
     let covered = flushes.map(|(_, began, _)| *began).max().unwrap_or_default();
     for (me, taken) in threads.iter().enumerate() {
         let mut ledger = Ledger::new(before, BLOCK);

@@ -83,9 +83,14 @@ impl Outcome {
         match result {
             Ok(bytes) => {
                 let refused_kind = step.changes_disk() || matches!(step, Step::Flush);
-                assert!(!(self.must_refuse && refused_kind), "{fault:?}: {step:?} succeeded after a failed flush");
+                assert!(
+                    !(self.must_refuse && refused_kind),
+                    "{fault:?}: {step:?} succeeded after a failed flush"
+                );
                 if let (Step::Read { at, .. }, Some(bytes)) = (step, bytes) {
-                    self.ledger.check(*at, &bytes, number, number).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+                    self.ledger
+                        .check(*at, &bytes, number, number)
+                        .unwrap_or_else(|error| panic!("{fault:?}: {error}"));
                 }
                 if matches!(step, Step::Flush) {
                     self.flushed = number;
@@ -104,7 +109,8 @@ impl Outcome {
 
     /// What is left when the process has gone, as a successor and stock tools see it.
     fn verify(&self, path: &Path, last: usize, ask_stock: bool, fault: Fault) {
-        let report = check(path, &CheckOptions { force_share: true, ..CheckOptions::default() }).expect("checks");
+        let report =
+            check(path, &CheckOptions { force_share: true, ..CheckOptions::default() }).expect("checks");
         assert_eq!((report.corruptions, report.check_errors), (0, 0), "{fault:?}: {:?}", report.findings);
         if ask_stock {
             stock::assert_safe(path);
@@ -212,12 +218,14 @@ fn a_failure_is_not_forgotten_by_the_flush_that_waited_for_it() {
     for nth in 0..6 {
         let dir = scratch();
         let mut random = random("waiting", nth);
-        let made = make(dir.path(), &[LayerShape { operations: 0, ..LayerShape::qcow2(12, 1 << 20) }], &mut random);
+        let made =
+            make(dir.path(), &[LayerShape { operations: 0, ..LayerShape::qcow2(12, 1 << 20) }], &mut random);
         let plan = FaultPlan::new();
         let files = FaultyFiles::new(&plan);
         let disk = Disk::open(&made.top, &OpenOptions::default(), &files.resources()).expect("opens");
         write(&disk, 512 << 10, &[0x55; 4096]).expect("writes");
-        let fault = |effect| Fault { kind: Some(OperationKind::Write), store: None, when: When::Nth(0), effect };
+        let fault =
+            |effect| Fault { kind: Some(OperationKind::Write), store: None, when: When::Nth(0), effect };
         // The commit stops before it writes the tables; meanwhile others come to wait behind it.
         plan.add(fault(Effect::Hold));
         std::thread::scope(|scope| {

@@ -42,7 +42,9 @@ fn tables_that_count_as_free_are_not_written_over() {
     let (l2, block) = (word(l1) & 0x00ff_ffff_ffff_fe00, word(table));
     // Refcounts of 16 bits in clusters of 64 KiB: all of them, or of one cluster.
     let wrong = [block..block + 65536, block..block + 2, block + l2 / 32768..block + l2 / 32768 + 2];
-    for wrong in wrong.into_iter().chain([l1, table, block].map(|at| block + at / 32768..block + at / 32768 + 2)) {
+    for wrong in
+        wrong.into_iter().chain([l1, table, block].map(|at| block + at / 32768..block + at / 32768 + 2))
+    {
         let mut bytes = good.clone();
         bytes[wrong].fill(0);
         std::fs::write(&path, bytes).unwrap();

@@ -107,7 +107,9 @@ fn run_and_kill(top: &Path, seed: u64, cluster: u64, mode: &str, at_least: usize
 fn ledger_after(content: &[u8], seed: u64, cluster: u64, killed: &Killed) -> (Ledger, usize) {
     let mut ledger = Ledger::new(content, cluster);
     let mut flushed = 0;
-    for (place, step) in workload(seed, content.len() as u64, cluster).iter().enumerate().take(killed.completed + 1) {
+    for (place, step) in
+        workload(seed, content.len() as u64, cluster).iter().enumerate().take(killed.completed + 1)
+    {
         let completed = place < killed.completed;
         ledger.enter(place + 1, step, completed);
         if completed && matches!(step, Step::Flush) {
@@ -140,9 +142,9 @@ fn every_completed_write_survives_a_killed_process() {
                 let disk = open(&made.top, true);
                 before = content(&disk);
                 let done = killed.completed;
-                ledger.check(0, &before, done, done + 1).unwrap_or_else(|error| {
-                    panic!("seed {seed}, round {round}, {done} steps done: {error}")
-                });
+                ledger
+                    .check(0, &before, done, done + 1)
+                    .unwrap_or_else(|error| panic!("seed {seed}, round {round}, {done} steps done: {error}"));
                 if round % 2 == 0 {
                     disk.close().expect("closes");
                     drop(disk);
@@ -169,7 +171,9 @@ fn every_completed_write_of_several_threads_survives_a_killed_process() {
         for me in 0..THREADS {
             let done = reported(&made.top, me);
             let mut ledger = Ledger::new(&made.model, made.cluster);
-            for (place, step) in striped(seed, me, STEPS, bytes.len() as u64).iter().enumerate().take(done + 1) {
+            for (place, step) in
+                striped(seed, me, STEPS, bytes.len() as u64).iter().enumerate().take(done + 1)
+            {
                 ledger.enter(place + 1, step, place < done);
             }
             for (number, block) in bytes.chunks(BLOCK as usize).enumerate() {
@@ -228,9 +232,9 @@ fn a_journal_that_lacks_a_table_is_refused() {
     write(&disk, 0, &[0x11; 65536]).expect("writes");
     drop(disk);
     let journals = std::fs::read_dir(dir.path().join("journals")).expect("a directory");
-    let half = journals.map(|entry| entry.expect("listed").path()).find(|path| {
-        std::fs::metadata(path).expect("there").len() > 64
-    });
+    let half = journals
+        .map(|entry| entry.expect("listed").path())
+        .find(|path| std::fs::metadata(path).expect("there").len() > 64);
     let half = half.expect("a half with notes");
     let bytes = std::fs::read(&half).expect("reads");
     assert_eq!(bytes.len(), 64 + 2 * 32, "a note of the table and one of the cluster");

@@ -134,7 +134,11 @@ fn check(depth: usize, bits: std::ops::RangeInclusive<u32>, metadata_cache_bytes
     let made = make(dir.path(), &shapes, &mut random);
     let read = |number: usize| Walked::read(&dir.path().join(format!("layer{number}")), shapes[number].raw);
     let resources = || {
-        Resources::new(ResourceOptions { metadata_cache_bytes, max_open_files: 3, ..ResourceOptions::default() })
+        Resources::new(ResourceOptions {
+            metadata_cache_bytes,
+            max_open_files: 3,
+            ..ResourceOptions::default()
+        })
     };
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
     let disk = Disk::open(&made.top, &options, &resources()).expect("opens");

@@ -99,7 +99,10 @@ impl Run {
         if self.made.version == 2 && self.made.has_backing {
             let found = read(self.disk(), whole.start, (whole.end - whole.start) as usize).expect("reads");
             let old = &mut self.made.model[whole.start as usize..whole.end as usize];
-            assert!(found.iter().zip(&*old).all(|(found, old)| found == old || *found == 0), "a discard made things up");
+            assert!(
+                found.iter().zip(&*old).all(|(found, old)| found == old || *found == 0),
+                "a discard made things up"
+            );
             old.copy_from_slice(&found);
             return;
         }
@@ -119,7 +122,10 @@ impl Run {
             assert!(extent.range.len > 0);
             next += extent.range.len;
             let bytes = &self.made.model[extent.range.start.get() as usize..next as usize];
-            assert!(!extent.kind.reads_zero() || bytes.iter().all(|&byte| byte == 0), "{extent:?} is not zeros");
+            assert!(
+                !extent.kind.reads_zero() || bytes.iter().all(|&byte| byte == 0),
+                "{extent:?} is not zeros"
+            );
         }
         assert!(next == at + len || extents.len() == limit, "extents end early");
     }
@@ -253,7 +259,11 @@ fn compressed_clusters_read_and_are_replaced() {
                 for active in [false, true] {
                     let mut random = random("compressed", seed * 100 + u64::from(bits));
                     let size = some_size(&mut random, bits.max(14));
-                    let layer = LayerShape { compressed: Some(kind), operations: 40, ..LayerShape::qcow2(bits, size) };
+                    let layer = LayerShape {
+                        compressed: Some(kind),
+                        operations: 40,
+                        ..LayerShape::qcow2(bits, size)
+                    };
                     let above = LayerShape::qcow2(random.random_range(9..=16), size);
                     let layers = if active { vec![layer] } else { vec![layer, above] };
                     run(&layers, Use::default(), random);
@@ -319,7 +329,8 @@ fn what_completed_is_there_after_a_kill() {
         let depth = random.random_range(1..=3);
         let mut layers = some_chain(&mut random, depth, seed % 3 == 2);
         if depth == 1 {
-            layers = vec![LayerShape { snapshots: 1, ..LayerShape::qcow2(random.random_range(9..=16), 3 << 20) }];
+            layers =
+                vec![LayerShape { snapshots: 1, ..LayerShape::qcow2(random.random_range(9..=16), 3 << 20) }];
         }
         run(&layers, Use { kills: true, operations: 150, ..Use::default() }, random);
     });

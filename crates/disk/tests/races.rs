@@ -44,14 +44,16 @@ impl Barrier {
         state.wanted = None;
         state.holding = true;
         self.changed.notify_all();
-        let (mut state, waited) = self.changed.wait_timeout_while(state, PATIENCE, |state| !state.let_go).unwrap();
+        let (mut state, waited) =
+            self.changed.wait_timeout_while(state, PATIENCE, |state| !state.let_go).unwrap();
         assert!(!waited.timed_out(), "nobody let the read go");
         state.holding = false;
     }
 
     fn wait_until_held(&self) {
         let state = self.state.lock().unwrap();
-        let (_state, waited) = self.changed.wait_timeout_while(state, PATIENCE, |state| !state.holding).unwrap();
+        let (_state, waited) =
+            self.changed.wait_timeout_while(state, PATIENCE, |state| !state.holding).unwrap();
         assert!(!waited.timed_out(), "no read came");
     }
 

@@ -28,7 +28,8 @@ impl FaultyFiles {
 
     /// Resources of the least size over these files.
     pub fn resources(self: &Arc<Self>) -> Arc<Resources> {
-        let options = ResourceOptions { metadata_cache_bytes: 0, max_open_files: 16, workers: 1, journal_dir: None };
+        let options =
+            ResourceOptions { metadata_cache_bytes: 0, max_open_files: 16, workers: 1, journal_dir: None };
         Resources::with_opener(options, Arc::clone(self) as Arc<dyn Opener>)
     }
 }

@@ -48,7 +48,10 @@ pub fn steps(random: &mut SmallRng, count: usize, size: u64, cluster: u64) -> Ve
         steps.push(match random.random_range(0..20) {
             0..9 => Step::Write { at, bytes: pattern(random, len as usize) },
             9..11 => Step::Zeroes { at, len, unmap: random.random() },
-            11..14 => Step::Discard { at: at / cluster * cluster, len: len.next_multiple_of(cluster).min(size - at / cluster * cluster) },
+            11..14 => Step::Discard {
+                at: at / cluster * cluster,
+                len: len.next_multiple_of(cluster).min(size - at / cluster * cluster),
+            },
             14..16 => Step::Read { at, len },
             _ => Step::Flush,
         });
@@ -126,7 +129,8 @@ impl Ledger {
             Step::Zeroes { at, len, .. } => self.put(number, *at, &vec![0; *len as usize], succeeded),
             Step::Discard { at, len } => {
                 let start = at.next_multiple_of(self.cluster);
-                let end = if at + len == self.size() { at + len } else { (at + len) / self.cluster * self.cluster };
+                let end =
+                    if at + len == self.size() { at + len } else { (at + len) / self.cluster * self.cluster };
                 if start < end {
                     self.put(number, start, &vec![0; (end - start) as usize], succeeded);
                 }

@@ -25,12 +25,15 @@ use vmstrata_disk::{Disk, ErrorKind, OpenOptions, ResourceOptions, Resources};
 /// A directory in memory where there is one: flushes are many, and what they cost is not what is tested.
 pub fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
-    if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.expect("a directory for the test")
+    if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }
+        .expect("a directory for the test")
 }
 
 /// A number from the environment.
 fn knob(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text}")))
+    std::env::var(name)
+        .ok()
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text}")))
 }
 
 /// Runs `case` for `count` seeds, and for new ones until the soak time is over. Says which seed failed.
@@ -59,9 +62,9 @@ impl Drop for SayOnPanic {
 
 /// The random numbers of a seed, different for each test.
 pub fn random(test: &str, seed: u64) -> SmallRng {
-    let name = test.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
+    let name = test
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     SmallRng::seed_from_u64(name ^ seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 

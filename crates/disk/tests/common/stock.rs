@@ -36,7 +36,10 @@ pub fn try_qemu_io(path: &Path, options: &[&str], commands: &[String]) -> Output
 }
 
 fn run(program: &str, args: &[&str]) -> Output {
-    Command::new(program).args(args).output().unwrap_or_else(|error| panic!("{program} does not run: {error}"))
+    Command::new(program)
+        .args(args)
+        .output()
+        .unwrap_or_else(|error| panic!("{program} does not run: {error}"))
 }
 
 /// What a tool said, on both streams.
