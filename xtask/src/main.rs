@@ -8,6 +8,7 @@ use clap::Parser;
 mod bench_command;
 mod chain_command;
 mod demo_command;
+mod fuzz_command;
 mod load_command;
 
 /// Chores of this repository.
@@ -26,6 +27,8 @@ enum Command {
     Bench(bench_command::Bench),
     /// A guest with 500 snapshots, in stock QEMU alone and through vmstrata, side by side.
     Demo(demo_command::Demo),
+    /// Feed hostile bytes to parsers and servers, with cargo-fuzz.
+    Fuzz(fuzz_command::Fuzz),
     /// Run one load against a vhost-user-blk socket or a raw file.
     Load(load_command::LoadCommand),
 }
@@ -41,6 +44,7 @@ fn main() -> Result<()> {
         Command::Chain(chain) => chain.run(),
         Command::Bench(bench) => bench.run(),
         Command::Demo(demo) => demo.run(),
+        Command::Fuzz(fuzz) => fuzz.run(),
         Command::Load(load) => load.run(),
     }
 }

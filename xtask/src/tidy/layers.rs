@@ -15,7 +15,7 @@ pub struct Package {
 }
 
 /// Which crates of the workspace each one may stand on.
-const BELOW: [(&str, &[&str]); 7] = [
+const BELOW: [(&str, &[&str]); 8] = [
     ("vmstrata-types", &[]),
     ("vmstrata-qcow2", &["vmstrata-types"]),
     ("vmstrata-store", &["vmstrata-types"]),
@@ -23,6 +23,10 @@ const BELOW: [(&str, &[&str]); 7] = [
     ("vmstrata-export", &["vmstrata-types", "vmstrata-store", "vmstrata-disk"]),
     (
         "vmstrata-cli",
+        &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk", "vmstrata-export"],
+    ),
+    (
+        "vmstrata-fuzz-bodies",
         &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk", "vmstrata-export"],
     ),
     ("xtask", &[]),

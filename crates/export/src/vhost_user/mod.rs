@@ -29,6 +29,8 @@ mod backend;
 mod config;
 mod dirty;
 mod fault;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod inflight;
 mod listener;
 mod memory;

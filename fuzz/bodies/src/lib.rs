@@ -1,0 +1,54 @@
+//! What hostile bytes are fed to, and what must hold whatever they are.
+//!
+//! ```text
+//!   seeds, mutated ──► tests/bodies.rs (stable) ──┐
+//!                                                 ├──► a body ──► qcow2, disk, export
+//!   libFuzzer ──► fuzz/targets (nightly) ─────────┘
+//! ```
+//!
+//! | body | its bytes are | they reach |
+//! |---|---|---|
+//! | [`qcow2_header`] | the first cluster of an image | header, extensions, backing file name |
+//! | [`qcow2_tables`] | entries of tables | L1, L2, refcounts, snapshots, bitmaps |
+//! | [`image_open`] | a whole image | the engine and the check |
+//! | [`journal`] | what a killed process left beside an image | the journal's recovery |
+//! | [`nbd_decode`] | one message | the decoders of the NBD server |
+//! | [`nbd_client`] | all that a client says | an NBD server on a disk |
+//! | [`vhost_request`] | guest memory, and what is written to it meanwhile | a vhost-user queue on a disk |
+//!
+//! Invariants: a body panics only when what it feeds is wrong, needs at most some tens of MiB and, on an idle machine,
+//! some tens of milliseconds, and leaves nothing behind that changes what it does next time.
+
+#![forbid(unsafe_code)]
+
+mod header;
+mod image;
+mod journal;
+mod memory_file;
+mod nbd_client;
+mod nbd_decode;
+mod scratch;
+mod tables;
+mod vhost;
+
+pub use header::qcow2_header;
+pub use image::image_open;
+pub use journal::journal;
+pub use nbd_client::nbd_client;
+pub use nbd_decode::nbd_decode;
+pub use tables::qcow2_tables;
+pub use vhost::vhost_request;
+
+/// A body with its name, which is also that of its target and of its directory of seeds.
+pub type Body = (&'static str, fn(&[u8]));
+
+/// All of them.
+pub const BODIES: [Body; 7] = [
+    ("qcow2_header", qcow2_header),
+    ("qcow2_tables", qcow2_tables),
+    ("image_open", image_open),
+    ("journal", journal),
+    ("nbd_decode", nbd_decode),
+    ("nbd_client", nbd_client),
+    ("vhost_request", vhost_request),
+];

@@ -1,0 +1,234 @@
+//! Makes the seeds anew, with stock tools: `cargo test -p vmstrata-fuzz-bodies --test make_seeds -- --ignored`.
+//! What broke something once (`found-*`) stays.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+
+use support::seeds::directory;
+
+fn must(program: &str, arguments: &[&str]) {
+    let output = Command::new("timeout").args(["60", program]).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {output:?}");
+}
+
+fn put(body: &str, name: &str, bytes: &[u8]) {
+    std::fs::create_dir_all(directory(body)).unwrap();
+    std::fs::write(directory(body).join(name), bytes).unwrap();
+}
+
+#[test]
+#[ignore = "writes to the source tree"]
+fn images() {
+    let dir = tempfile::tempdir().unwrap();
+    let shapes = [
+        ("v3", "cluster_size=512"),
+        ("v2", "cluster_size=512,compat=0.10"),
+        ("wide", "cluster_size=512,refcount_bits=64"),
+        ("narrow", "cluster_size=512,refcount_bits=1"),
+        ("lazy", "cluster_size=1k,lazy_refcounts=on"),
+        ("zstd", "cluster_size=1k,compression_type=zstd"),
+        ("backed", "cluster_size=512,backing_file=base,backing_fmt=raw"),
+    ];
+    std::fs::write(dir.path().join("base"), vec![0xba; 64 << 10]).unwrap();
+    for (name, shape) in shapes {
+        let path = dir.path().join(name);
+        let text = path.to_str().unwrap();
+        must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", shape, text, "64k"]);
+        let io = |writes: &[&str]| {
+            let commands: Vec<_> = writes.iter().flat_map(|write| ["-c", write]).collect();
+            must("qemu-io", &[&["-f", "qcow2", text], &commands[..]].concat());
+        };
+        io(&["write -q -P 1 0 1k", "write -q -z 16k 4k", "write -q -P 2 40k 512"]);
+        if name != "lazy" {
+            io(&["write -q -c -P 3 32k 4k"]);
+        }
+        if !["v2", "narrow"].contains(&name) {
+            must("qemu-img", &["bitmap", "-f", "qcow2", "--add", text, "b"]);
+        }
+        if name != "narrow" {
+            must("qemu-img", &["snapshot", "-c", "s", text]);
+            io(&["write -q -P 4 0 512"]);
+        }
+        let image = std::fs::read(&path).unwrap();
+        put("image_open", name, &image);
+        let cluster = 1usize << image[23];
+        put("qcow2_header", name, &image[..cluster]);
+        tables(name, &image, cluster);
+    }
+}
+
+/// The image's tables, each behind the four bytes that say how to read it.
+fn tables(name: &str, image: &[u8], cluster: usize) {
+    let word = |at: usize| u64::from_be_bytes(*image[at..].first_chunk().unwrap()) as usize;
+    let prefix = [image[7] - 2, image[23] - 9, if image[7] == 3 { image[99] } else { 4 }, image[63]];
+    let mut roots = vec![("l1", word(40)), ("refcounts", word(48))];
+    roots.push(("block", word(word(48))));
+    roots.push(("l2", word(word(40)) & 0xff_ffff));
+    if image[63] > 0 {
+        roots.push(("snapshots", word(64)));
+    }
+    for (table, at) in roots {
+        let end = (at + cluster.min(1024)).min(image.len());
+        put("qcow2_tables", &format!("{name}-{table}"), &[&prefix[..], &image[at..end]].concat());
+    }
+}
+
+/// What stock clients say to our own server, byte for byte.
+#[test]
+#[ignore = "writes to the source tree"]
+fn nbd_clients() {
+    use vmstrata_export::nbd::{Address, Export, Exports, Limits, Listener, Server, TlsMode};
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("image");
+    must("qemu-img", &["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "1M"]);
+    let resources = vmstrata_disk::Resources::new(vmstrata_disk::ResourceOptions::default());
+    let disk = vmstrata_disk::Disk::open(&image, &vmstrata_disk::OpenOptions::default(), &resources).unwrap();
+    let exports = Exports::new();
+    exports.add(Export::new("disk", disk)).unwrap();
+    let mut server = Server::new(exports, TlsMode::default(), Limits::default()).unwrap();
+    let socket = dir.path().join("server");
+    server.listen(Listener::bind(&Address::Unix(socket.clone())).unwrap()).unwrap();
+    let relay = dir.path().join("relay");
+    let uri = format!("nbd+unix:///disk?socket={}", relay.display());
+    let list = format!("nbd+unix://?socket={}", relay.display());
+    let clients: [(&str, &[&str]); 5] = [
+        ("info", &["nbdinfo", &uri]),
+        ("list", &["nbdinfo", "--list", &list]),
+        ("map", &["nbdinfo", "--map", &uri]),
+        ("read", &["qemu-io", "-r", "-f", "raw", "-c", "read 0 4k", "-c", "read 1020k 4k", &uri]),
+        (
+            "write",
+            &[
+                "qemu-io",
+                "-f",
+                "raw",
+                "-c",
+                "write -P 7 4k 512",
+                "-c",
+                "write -z 64k 8k",
+                "-c",
+                "discard 0 8k",
+                "-c",
+                "write -f -P 9 300k 512",
+                "-c",
+                "flush",
+                &uri,
+            ],
+        ),
+    ];
+    for (name, command) in clients {
+        for (number, talk) in record(&relay, &socket, command).iter().enumerate() {
+            assert!(talk.len() < 16 << 10, "{name} says too much for a seed");
+            put("nbd_client", &format!("{name}-{number}"), talk);
+            messages(&format!("{name}-{number}"), talk);
+        }
+    }
+    server.shutdown().unwrap();
+}
+
+/// Runs a client against a relay; what it said on each of its connections.
+fn record(relay: &Path, server: &Path, command: &[&str]) -> Vec<Vec<u8>> {
+    let _ = std::fs::remove_file(relay);
+    let listener = UnixListener::bind(relay).unwrap();
+    let talks: Arc<Mutex<Vec<Vec<u8>>>> = Arc::default();
+    let (server, all) = (server.to_owned(), Arc::clone(&talks));
+    std::thread::spawn(move || {
+        for (number, client) in listener.incoming().enumerate() {
+            all.lock().unwrap().push(Vec::new());
+            let (client, upstream) = (client.unwrap(), UnixStream::connect(&server).unwrap());
+            let (mut down, mut back) = (client.try_clone().unwrap(), upstream.try_clone().unwrap());
+            std::thread::spawn(move || std::io::copy(&mut back, &mut down));
+            let all = Arc::clone(&all);
+            std::thread::spawn(move || {
+                forward(client, upstream, |bytes| all.lock().unwrap()[number].extend(bytes))
+            });
+        }
+    });
+    must(command[0], &command[1..]);
+    std::mem::take(&mut *talks.lock().unwrap()).into_iter().filter(|talk| !talk.is_empty()).collect()
+}
+
+fn forward(mut from: UnixStream, mut to: UnixStream, heard: impl Fn(&[u8])) {
+    let mut buffer = [0; 4096];
+    while let Ok(len @ 1..) = from.read(&mut buffer) {
+        heard(&buffer[..len]);
+        if to.write_all(&buffer[..len]).is_err() {
+            return;
+        }
+    }
+    let _ = to.shutdown(std::net::Shutdown::Write);
+}
+
+/// The options and requests in a talk, and their data, each by itself.
+fn messages(name: &str, talk: &[u8]) {
+    let mut rest = &talk[4..];
+    let mut number = 0;
+    while rest.starts_with(b"IHAVEOPT") {
+        let len = u32::from_be_bytes(*rest[12..].first_chunk().unwrap()) as usize;
+        put("nbd_decode", &format!("{name}-option-{number}"), &rest[..16]);
+        if len > 0 {
+            put("nbd_decode", &format!("{name}-option-{number}-data"), &rest[16..16 + len]);
+        }
+        rest = &rest[16 + len..];
+        number += 1;
+    }
+    if let Some(request) = rest.first_chunk::<28>() {
+        put("nbd_decode", &format!("{name}-request"), request);
+    }
+}
+
+/// Requests as a decent driver lays them out: descriptors at 0, the available ring at 256, the used one at 512.
+#[test]
+#[ignore = "writes to the source tree"]
+fn guests() {
+    const WRITE: u16 = 2;
+    const NEXT: u16 = 1;
+    let kinds =
+        [("read", 0u32, 512u32, true), ("write", 1, 512, false), ("flush", 4, 0, false), ("id", 8, 20, true)];
+    let ranges = [("discard", 11, 32, false), ("zeroes", 13, 16, false)];
+    for (number, (name, kind, len, writable)) in kinds.into_iter().chain(ranges).enumerate() {
+        let mut memory = vec![0u8; 2048];
+        let mut descriptor = |index: usize, guest: u64, len: u32, flags: u16, next: u16| {
+            let bytes =
+                [&guest.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()];
+            memory[16 * index..][..16].copy_from_slice(&bytes.concat());
+        };
+        descriptor(0, 1024, 16, NEXT, 1);
+        descriptor(1, 1280, len, NEXT | if writable { WRITE } else { 0 }, 2);
+        descriptor(2, 1056, 1, WRITE, 0);
+        memory[258] = 1;
+        memory[1024] = kind as u8;
+        memory[1024 + 8] = 8;
+        memory[1280 + 8] = 4;
+        for (flags, suffix) in
+            [(1 | 2, ""), (1 | 2 | 16 | 32, "-logged"), (8 | 4 * (number as u8 & 1), "-plain")]
+        {
+            let mut input = vec![flags, 4, 0, 0];
+            input.extend([0u16, 256, 512, 64].iter().flat_map(|word| word.to_le_bytes()));
+            input.extend([0; 64]);
+            input.extend((memory.len() as u16).to_le_bytes());
+            input.extend(&memory);
+            // A second request meanwhile, at the same head.
+            input.extend([2, 1, 2, 2, 0]);
+            put("vhost_request", &format!("{name}{suffix}"), &input);
+        }
+    }
+}
+
+#[test]
+#[ignore = "writes to the source tree"]
+fn journals() {
+    put("journal", "whole", &[0]);
+    let mut torn = vec![0; 1 + 64 + 40];
+    torn.push(1);
+    put("journal", "torn", &torn);
+    let record = |index: u64, old: u64, new: u64| [index, old, new].map(u64::to_le_bytes).concat();
+    let data = |cluster: u64| 1 << 63 | cluster << 12;
+    let made = [record(1, 0, data(9)), record(2, data(10), data(11)), record(1 << 63, 0, data(5))];
+    put("journal", "made-up", &[&[1][..], &made.concat()].concat());
+}
