@@ -146,10 +146,8 @@ impl Disk {
         let at = GuestOffset::new(cluster << bits.get());
         let has_zero_flag = active.tables.version >= 3;
         let entry = active.decode(old)?;
-        if let L2Entry::Unallocated = entry {
-            if self.was_zero(active, old, at, bits.size() as usize)? {
-                return Ok(Cleared::Already);
-            }
+        if entry == L2Entry::Unallocated && self.was_zero(active, old, at, bits.size() as usize)? {
+            return Ok(Cleared::Already);
         }
         let nothing_below = self.was_zero(active, 0, at, bits.size() as usize)?;
         Ok(match (entry, purpose) {

@@ -5,6 +5,7 @@ mod common;
 use common::flat::{assert_same, read, write};
 use common::stock::{path_str, qemu_img};
 use common::{open, scratch, stock};
+use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 
 /// Moves the refcount table of a new image to a cluster that no refcount block counts.
 #[test]
@@ -27,6 +28,26 @@ fn a_refcount_table_that_is_not_counted_can_still_be_moved() {
     disk.flush().unwrap();
     assert_same(&read(&disk, 0, content.len()).unwrap(), &content, 0, "after the table moved");
     disk.close().unwrap();
+}
+
+/// An L1 table that is too short for the disk: an error when it is opened, not a panic when it is used.
+#[test]
+fn an_l1_table_that_is_too_short_is_refused() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "2G"]);
+    let good = std::fs::read(&path).unwrap();
+    for entries in [0u32, 1, 3] {
+        let mut bytes = good.clone();
+        bytes[36..40].copy_from_slice(&entries.to_be_bytes());
+        std::fs::write(&path, bytes).unwrap();
+        for read_only in [false, true] {
+            let options = OpenOptions { read_only, ..OpenOptions::default() };
+            let opened = Disk::open(&path, &options, &Resources::new(ResourceOptions::default()));
+            let error = opened.expect_err("too short").to_string();
+            assert!(error.contains("l1_size") && error.contains("whole disk"), "{error}");
+        }
+    }
 }
 
 /// Refcounts that call the header, a table or everything free: nothing is written over, and the error says what to do.

@@ -8,10 +8,16 @@ use std::time::Duration;
 
 use common::faulty::FaultyFiles;
 use common::flat::{assert_same, range, read, write};
+use common::io::Client;
 use common::stock::{path_str, qemu_img};
-use common::{scratch, stock};
-use vmstrata_disk::{Disk, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role};
-use vmstrata_store::{Effect, Fault, FaultPlan, Gate, OperationKind, Segment, Store, When, total_len};
+use common::{open_read_only, scratch, stock};
+use vmstrata_disk::{
+    Disk, ErrorKind, LocalFiles, Op, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,
+};
+use vmstrata_store::{
+    Crash, CrashKind, Effect, Fault, FaultPlan, Gate, OperationKind, Segment, Store, Survivors, When,
+    total_len,
+};
 use vmstrata_types::HostOffset;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -133,6 +139,57 @@ fn nothing_is_written_after_a_close() {
     assert_eq!(plan.count(kind), writes, "written after the close");
     drop(disk);
     stock::assert_clean(&path);
+}
+
+/// A guest that never flushes loses a few seconds of work to a power failure, not all of it.
+#[test]
+fn changes_that_no_one_flushes_are_committed_after_a_while() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "1M"]);
+    let before = std::fs::read(&path).unwrap();
+    let plan = FaultPlan::recording();
+    let files = FaultyFiles::new(&plan);
+    let disk = Disk::open(&path, &OpenOptions::default(), &files.resources()).unwrap();
+    write(&disk, 0, &[0x11; 65536]).unwrap();
+    let after_power_failure = || {
+        let crash = Crash { kind: CrashKind::Power, at: plan.now(), survivors: Survivors::None };
+        let copy = dir.path().join("copy");
+        std::fs::write(&copy, crash.image(&before, &plan.log(), files.id(&path))).unwrap();
+        read(&open_read_only(&copy), 0, 65536).unwrap()
+    };
+    assert_same(&after_power_failure(), &[0; 65536], 0, "at once");
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while after_power_failure() != [0x11; 65536] {
+        assert!(std::time::Instant::now() < deadline, "never committed");
+        std::thread::sleep(Duration::from_millis(300));
+    }
+    disk.close().unwrap();
+}
+
+#[test]
+fn a_closed_disk_refuses_everything_and_closes_twice() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "1M"]);
+    let disk = common::open(&path);
+    disk.close().unwrap();
+    let results = [
+        read(&disk, 0, 512).map(drop),
+        write(&disk, 0, &[1; 512]),
+        disk.flush(),
+        disk.discard(range(0, 65536)),
+        disk.write_zeroes(range(0, 512), true),
+        disk.extents(range(0, 512), 1).map(drop),
+    ];
+    for result in results {
+        assert!(matches!(result.unwrap_err().kind(), ErrorKind::Closed));
+    }
+    let mut client = Client::new(&disk, 8);
+    client.push(Op::Read, 0, 512, None);
+    client.push(Op::Flush, 0, 0, None);
+    assert!(client.drain().iter().all(|done| done.result.is_err()));
+    disk.close().unwrap();
 }
 
 /// A page that is read from the image just before a commit writes it, and filled just after the commit has

@@ -65,7 +65,7 @@ pub fn repeat(unit: &[u8], len: usize) -> Vec<u8> {
 
 /// A run of sectors of a disk: short, up to a few clusters, at cluster borders more often than elsewhere.
 pub fn some_range(random: &mut SmallRng, size: u64, cluster: u64) -> (u64, u64) {
-    assert!(size >= SECTOR && size % SECTOR == 0, "a disk of whole sectors");
+    assert!(size >= SECTOR && size.is_multiple_of(SECTOR), "a disk of whole sectors");
     let mut at = random.random_range(0..size);
     if random.random_ratio(1, 3) {
         at -= at % cluster;
