@@ -89,12 +89,14 @@ pub struct VhostUserSpec {
     pub poll_us: Option<u32>,
     /// What the guest reads as the disk's serial number.
     pub serial: Option<String>,
+    /// Whether other sockets may serve the same writable disk: the user sees to it that one guest runs at a time.
+    pub share: bool,
 }
 
 impl VhostUserSpec {
-    const KEYS: [&str; 4] = ["queues", "threads", "poll-us", "serial"];
+    const KEYS: [&str; 5] = ["queues", "threads", "poll-us", "serial", "share"];
 
-    /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S]`.
+    /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share]`.
     ///
     /// # Errors
     /// Names the part that is missing, unknown, repeated or malformed.
@@ -114,8 +116,9 @@ impl VhostUserSpec {
                 serial.len()
             );
         }
+        let share = list.take_flag("share")?;
         list.finish(&Self::KEYS)?;
-        Ok(Self { disk, socket: socket.into(), queues, threads, poll_us, serial })
+        Ok(Self { disk, socket: socket.into(), queues, threads, poll_us, serial, share })
     }
 }
 
@@ -129,11 +132,12 @@ pub fn check_together(disks: &[DiskSpec], sockets: &[VhostUserSpec], nbd: &[Addr
             let names: Vec<_> = disks.iter().map(|disk| disk.name.as_str()).collect();
             bail!("--vhost-user {}: no disk has this name (there are: {})", socket.disk, names.join(", "));
         };
-        let shared = sockets[..at].iter().any(|earlier| earlier.disk == socket.disk);
+        let alone =
+            sockets[..at].iter().all(|earlier| earlier.disk != socket.disk || earlier.share && socket.share);
         ensure!(
-            !shared || disk.read_only,
-            "disk '{}' has two --vhost-user sockets: two guests writing one disk would corrupt it; \
-             make it read-only or drop one",
+            alone || disk.read_only,
+            "disk '{}' has two --vhost-user sockets: two guests writing one disk would corrupt it; make it read-only, \
+             or say share on both if only one guest runs at a time, as in a migration",
             disk.name
         );
     }
@@ -254,14 +258,17 @@ mod tests {
     #[test]
     fn every_key_of_a_vhost_user_socket_is_read() {
         let socket =
-            VhostUserSpec::parse("web=/run/a=b.sock,queues=4,threads=2,poll-us=50,serial=WEB-1").unwrap();
+            VhostUserSpec::parse("web=/run/a=b.sock,queues=4,threads=2,poll-us=50,serial=WEB-1,share")
+                .unwrap();
         assert_eq!(socket.disk, "web");
         assert_eq!(socket.socket, Path::new("/run/a=b.sock"));
         assert_eq!(socket.queues, NonZeroU16::new(4));
         assert_eq!(socket.threads, NonZeroU16::new(2));
         assert_eq!(socket.poll_us, Some(50));
         assert_eq!(socket.serial.as_deref(), Some("WEB-1"));
-        assert_eq!(VhostUserSpec::parse("web=s").unwrap().queues, None);
+        assert!(socket.share);
+        let plain = VhostUserSpec::parse("web=s").unwrap();
+        assert!(plain.queues.is_none() && !plain.share);
     }
 
     #[test]
@@ -292,6 +299,8 @@ mod tests {
         let shared = disk("path=web.qcow2,read-only");
         check_together(std::slice::from_ref(&web), &[socket("web=a")], &[nbd("unix:b")]).unwrap();
         check_together(std::slice::from_ref(&shared), &[socket("web=a"), socket("web=b")], &[]).unwrap();
+        check_together(std::slice::from_ref(&web), &[socket("web=a,share"), socket("web=b,share")], &[])
+            .unwrap();
         for (disks, sockets, doors, part) in [
             (vec![web.clone(), web.clone()], vec![], vec![nbd("unix:b")], "two disks are named 'web'"),
             (vec![web.clone()], vec![], vec![], "nothing serves disk 'web'"),
@@ -302,6 +311,7 @@ mod tests {
                 "no disk has this name (there are: web)",
             ),
             (vec![web.clone()], vec![socket("web=a"), socket("web=b")], vec![], "two guests"),
+            (vec![web.clone()], vec![socket("web=a,share"), socket("web=b")], vec![], "two guests"),
             (vec![web.clone()], vec![socket("web=a")], vec![nbd("unix:a")], "socket a is given twice"),
         ] {
             let error = error_of(check_together(&disks, &sockets, &doors));

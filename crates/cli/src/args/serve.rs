@@ -16,7 +16,7 @@ pub struct ServeArgs {
     /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw] (repeatable)
     #[arg(long = "disk", value_name = "SPEC", required = true, value_parser = DiskSpec::parse)]
     pub disks: Vec<DiskSpec>,
-    /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S] (repeatable)
+    /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share] (repeatable)
     #[arg(long, value_name = "SPEC", value_parser = VhostUserSpec::parse)]
     pub vhost_user: Vec<VhostUserSpec>,
     /// An address for NBD clients of all disks: unix:/path or tcp:host:port (repeatable)
