@@ -69,6 +69,9 @@ pub(crate) struct Chain {
 const HEAD_PROBE: usize = 4096;
 /// The largest cluster.
 const HEADER_MAX: usize = 2 << 20;
+/// Autoclear bits that name the process that writes an image: bit 63 set, bits 32 to 62 drawn anew for each. Any
+/// stock writer clears them, so a journal that does not name the same number is not about this state of the image.
+pub(crate) const SESSION_MASK: u64 = 0xFFFF_FFFF_0000_0000;
 const MAGIC: &[u8; 4] = b"QFI\xfb";
 /// Raw files are counted in sectors: the last one reads as if padded with zeros.
 const SECTOR: u64 = 512;
@@ -132,6 +135,12 @@ pub(crate) fn walk<T>(
 
 /// Makes an open file a shared frozen layer.
 pub(crate) fn freeze(file: Top, resources: &Resources) -> Arc<Layer> {
+    if file.head.as_ref().is_some_and(|head| head.header.autoclear.bits() & SESSION_MASK != 0) {
+        tracing::warn!(
+            file = %file.path.display(),
+            "the process that wrote this file did not close it: what it had not flushed is in its journal, if anywhere; to take that up, open the file itself for writing once, with the same journal directory"
+        );
+    }
     let tables = file.head.as_ref().map(|head| Tables::of(&head.header));
     let layer = resources.share_layer(Layer::new(file.path, file.opened.identity, file.size, tables));
     resources.files().adopt(&layer, &file.opened);

@@ -23,7 +23,7 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset, LayerInde
 
 use crate::active::Active;
 use crate::blocks::BlockOrder;
-use crate::chain::{Chain, OpenOptions, Qcow2Head, Top as OpenTop, freeze, read_chain, read_head};
+use crate::chain::{Chain, OpenOptions, Qcow2Head, SESSION_MASK, Top as OpenTop, freeze, read_chain, read_head};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
@@ -94,9 +94,6 @@ pub struct LayerInfo {
     pub file_len: u64,
 }
 
-/// Autoclear bits that name the process that writes the image: bit 63 set, bits 32 to 62 drawn anew for each. Any
-/// stock writer clears them, so a journal that does not name the same number is not about this state of the image.
-const SESSION_MASK: u64 = 0xFFFF_FFFF_0000_0000;
 /// Version 2 headers have no feature bits.
 const FEATURES_SINCE: u32 = 3;
 
