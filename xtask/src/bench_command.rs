@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Subcommand};
+use xtask::bench::publish;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
@@ -71,7 +72,7 @@ impl Bench {
             What::Render => {
                 let json =
                     std::fs::read(root.join("docs/measurements/chain.json")).context("no measurement yet")?;
-                run::publish(root, &serde_json::from_slice(&json)?)
+                publish::write(root, &serde_json::from_slice(&json)?)
             }
         }
     }

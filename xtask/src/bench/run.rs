@@ -16,7 +16,7 @@ use super::load::Access;
 use super::results::{Figure, Results, Sample};
 use super::server::{self, Disk, Kind};
 use super::session::{self, Chain, Timing, Values};
-use super::{describe, plot, table};
+use super::{describe, publish, table};
 use crate::chain::{self, Backing, Base, Manifest, Plan, Shape, Spec, image};
 
 /// What the command line asks for.
@@ -108,7 +108,7 @@ pub fn run(options: &Options) -> Result<Results> {
     let results = describe::results(options, bench.samples);
     println!("{}", table::markdown(&results));
     if let Some(root) = &options.publish {
-        publish(root, &results)?;
+        publish::write(root, &results)?;
     }
     Ok(results)
 }
@@ -297,22 +297,5 @@ fn warm(path: &Path) -> Result<()> {
     rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
     rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Sequential)?;
     io::copy(&mut io::BufReader::with_capacity(1 << 20, &mut file), &mut io::sink())?;
-    Ok(())
-}
-
-/// Writes `docs/measurements/chain.json`, the plot beside it, and the README's table.
-///
-/// # Errors
-/// When a file cannot be written or the README has no place for the table.
-pub fn publish(root: &Path, results: &Results) -> Result<()> {
-    let dir = root.join("docs/measurements");
-    fs::create_dir_all(&dir)?;
-    let mut json = serde_json::to_string_pretty(results)?;
-    json.push('\n');
-    fs::write(dir.join("chain.json"), json)?;
-    plot::draw(results, &dir.join("chain.svg"))?;
-    let readme = root.join("README.md");
-    let text = fs::read_to_string(&readme).context("README.md")?;
-    fs::write(&readme, table::insert(&text, &table::markdown(results))?)?;
     Ok(())
 }

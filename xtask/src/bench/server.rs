@@ -123,7 +123,10 @@ impl Server {
     /// As [`Server::connect`].
     pub fn wait_for_vhost_user(&mut self) -> Result<()> {
         let socket = self.vhost_user();
-        self.until(|| Ok(ensure!(socket.exists(), "no socket yet")))
+        self.until(|| {
+            ensure!(socket.exists(), "no socket yet");
+            Ok(())
+        })
     }
 
     /// Waits until the NBD socket is there.
@@ -132,7 +135,10 @@ impl Server {
     /// As [`Server::connect`].
     pub fn wait_for_nbd(&mut self) -> Result<()> {
         let socket = self.dir.path().join("nbd.sock");
-        self.until(|| Ok(ensure!(socket.exists(), "no NBD socket yet")))
+        self.until(|| {
+            ensure!(socket.exists(), "no NBD socket yet");
+            Ok(())
+        })
     }
 
     fn until<T>(&mut self, mut ready: impl FnMut() -> Result<T>) -> Result<T> {
