@@ -21,11 +21,7 @@ impl Fuzz {
     pub(crate) fn run(self) -> Result<()> {
         let fuzz = crate::root().join("fuzz");
         ensure!(
-            cargo(&fuzz, &["fuzz", "--version"])
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .status()?
-                .success(),
+            is_installed(&fuzz),
             "fuzzing needs nightly Rust and cargo-fuzz: `rustup toolchain install nightly`, `cargo install cargo-fuzz`; \
              without them `VMSTRATA_FUZZ_SECONDS=60 cargo test -p vmstrata-fuzz-bodies` does nearly the same"
         );
@@ -39,6 +35,11 @@ impl Fuzz {
         }
         Ok(())
     }
+}
+
+fn is_installed(fuzz: &Path) -> bool {
+    let mut version = cargo(fuzz, &["fuzz", "--version"]);
+    version.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
 /// A cargo of the nightly toolchain, whatever toolchain runs us.

@@ -103,7 +103,7 @@ pub(crate) fn write(disk: &Arc<Disk>, sound: bool) -> Vec<(u64, u8)> {
     let size = disk.size();
     let Some(last) = size.checked_sub(WRITE as u64) else { return Vec::new() };
     let mut kept: Vec<(u64, u8)> = Vec::new();
-    for (number, at) in [0, last / 3 + 77, last / 2 & !511, last].into_iter().enumerate() {
+    for (number, at) in [0, last / 3 + 77, (last / 2) & !511, last].into_iter().enumerate() {
         let byte = 0x40 + number as u8;
         let written = disk.write(GuestOffset::new(at), &[Segment::from_mut(&mut [byte; WRITE])]);
         let apart = kept.iter().all(|(other, _)| other.abs_diff(at) >= WRITE as u64);

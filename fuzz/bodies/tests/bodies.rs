@@ -37,3 +37,14 @@ fn no_bytes_break_a_body() {
         assert!(rounds > 0);
     }
 }
+
+#[test]
+fn every_body_has_a_target() {
+    let targets = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../targets")).unwrap();
+    let stem = |path: std::path::PathBuf| path.file_stem().unwrap().to_str().unwrap().to_owned();
+    let mut targets: Vec<_> = targets.map(|target| stem(target.unwrap().path())).collect();
+    let mut bodies: Vec<_> = BODIES.iter().map(|(name, _)| name.to_string()).collect();
+    targets.sort();
+    bodies.sort();
+    assert_eq!(targets, bodies);
+}

@@ -206,7 +206,7 @@ fn guests() {
         memory[1024 + 8] = 8;
         memory[1280 + 8] = 4;
         for (flags, suffix) in
-            [(1 | 2, ""), (1 | 2 | 16 | 32, "-logged"), (8 | 4 * (number as u8 & 1), "-plain")]
+            [(1 | 2, ""), (1 | 2 | 16 | 32, "-logged"), (8 | (4 * (number as u8 & 1)), "-plain")]
         {
             let mut input = vec![flags, 4, 0, 0];
             input.extend([0u16, 256, 512, 64].iter().flat_map(|word| word.to_le_bytes()));
