@@ -93,7 +93,8 @@ impl ChainBench {
         let timing = Timing {
             run: Duration::from_secs_f64(seconds),
             warm_up: Duration::from_secs_f64(seconds / 5.0),
-            check: Duration::from_secs(2),
+            check: Duration::from_secs(1),
+            whole: true,
         };
         Ok(Options {
             layers: self.layers,

@@ -30,6 +30,7 @@ const TIMING: Timing = Timing {
     run: Duration::from_secs(2),
     warm_up: Duration::from_millis(300),
     check: Duration::from_secs(1),
+    whole: false,
 };
 const FILE_SIZE: u64 = 16 << 20;
 

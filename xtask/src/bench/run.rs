@@ -185,8 +185,13 @@ impl Bench<'_> {
         if self.warm.insert(path.to_owned()) { warm(path) } else { Ok(()) }
     }
 
+    /// Data is checked whole in the first round of a group only: it costs more time than the runs.
+    fn timing(&self, round: u32) -> Timing {
+        Timing { whole: self.options.timing.whole && round == 0, ..self.options.timing }
+    }
+
     fn floor_round(&mut self, raw: &Path, group: u32, round: u32) -> Result<()> {
-        let mut values = session::floor(raw, &FLOOR_FIGURES, self.options.timing)?;
+        let mut values = session::floor(raw, &FLOOR_FIGURES, self.timing(round))?;
         if group == 1 {
             values.extend(self.overwrites(Kind::Floor, round)?);
         }
@@ -196,7 +201,7 @@ impl Bench<'_> {
 
     /// vmstrata on one layer, for the ratios of long chains to it.
     fn reference_round(&mut self, one: &Prepared, group: u32, round: u32) -> Result<()> {
-        let timing = self.options.timing;
+        let timing = self.timing(round);
         let mut values = session::read(Kind::Vmstrata, &one.chain(), &REFERENCE_FIGURES, timing)?;
         values.extend(self.first_writes(Kind::Vmstrata, one, round)?);
         self.take(Kind::Vmstrata, 1, group, round, values);
@@ -204,7 +209,7 @@ impl Bench<'_> {
     }
 
     fn server_round(&mut self, server: Kind, chain: &Prepared, layers: u32, round: u32) -> Result<()> {
-        let mut values = session::read(server, &chain.chain(), &READ_FIGURES, self.options.timing)?;
+        let mut values = session::read(server, &chain.chain(), &READ_FIGURES, self.timing(round))?;
         if server != Kind::Qemu || layers <= QEMU_SLOW_LAYERS || round == 0 {
             values.extend(self.first_writes(server, chain, round)?);
         }
@@ -233,7 +238,7 @@ impl Bench<'_> {
         image::write(&path, &shape, &[], &image::Empty)?;
         let access = Access::FirstWrite { round: round as u16 };
         let disk = Disk { path, writable: true, backing: Some(chain.dir.clone()) };
-        let rate = session::write(server, &disk, access, &chain.chain(), self.options.timing)?;
+        let rate = session::write(server, &disk, access, &chain.chain(), self.timing(round))?;
         Ok(vec![(Figure::FirstWrite, rate)])
     }
 
@@ -252,10 +257,10 @@ impl Bench<'_> {
         let chain = Chain { dir: dir.path(), manifest: &manifest, owners: &owners };
         let access = Access::RandomWrite { round: round as u16 };
         let rate = if server == Kind::Floor {
-            session::floor_write(&path, access, &chain, self.options.timing)?
+            session::floor_write(&path, access, &chain, self.timing(round))?
         } else {
             let disk = Disk { path, writable: true, backing: None };
-            session::write(server, &disk, access, &chain, self.options.timing)?
+            session::write(server, &disk, access, &chain, self.timing(round))?
         };
         Ok(vec![(Figure::Overwrite, rate)])
     }

@@ -1,8 +1,8 @@
 //! One server, from start to end, with everything that is measured on it.
 //!
-//! Order inside a session: open, then vhost-user runs, then a pass over the whole disk that checks its data,
-//! then NBD, then memory. Nothing is checked inside a timed run. QEMU on a long chain is too slow for a whole
-//! pass; there positions are drawn at random until the time box ends.
+//! Order inside a session: open, then vhost-user runs, then a check of the data, then NBD (`nbdcopy` reads
+//! everything), then memory. Nothing is checked inside a timed run. The first round checks the whole disk; later
+//! ones, and QEMU on a long chain, draw positions at random until the time box ends.
 
 use std::path::Path;
 use std::process::Command;
@@ -29,6 +29,8 @@ pub struct Timing {
     pub warm_up: Duration,
     /// Checking data where the whole disk would take too long.
     pub check: Duration,
+    /// Whether to check the whole disk, where that does not take too long.
+    pub whole: bool,
 }
 
 /// A chain and what its clusters hold.
@@ -68,7 +70,7 @@ const READS: [(Figure, Access, usize, usize); 3] = [
 /// # Errors
 /// When the server fails, or serves a wrong byte.
 pub fn read(kind: Kind, chain: &Chain<'_>, wanted: &[Figure], timing: Timing) -> Result<Values> {
-    let slow = kind == Kind::Qemu && chain.manifest.plan.layers > 100;
+    let slow = is_slow(kind, chain);
     let wants = |figure| wanted.contains(&figure);
     let start = Instant::now();
     let mut server = Server::start(kind, &chain.read_only())?;
@@ -77,7 +79,9 @@ pub fn read(kind: Kind, chain: &Chain<'_>, wanted: &[Figure], timing: Timing) ->
     let mut values = vec![(Figure::Open, start.elapsed().as_secs_f64())];
     values.extend(read_runs(&mut client, wanted, timing)?);
     if wants(Figure::Memory) {
-        client.verify(timing.check, !slow, &|at| chain.writer(at)).context("data read through vhost-user")?;
+        client
+            .verify(timing.check, timing.whole && !slow, &|at| chain.writer(at))
+            .context("data read through vhost-user")?;
     }
     drop(client);
     if wants(Figure::NbdRandomRead16) || wants(Figure::NbdCopy) {
@@ -95,6 +99,11 @@ pub fn read(kind: Kind, chain: &Chain<'_>, wanted: &[Figure], timing: Timing) ->
     server.stop()?;
     values.retain(|(figure, _)| wants(*figure));
     Ok(values)
+}
+
+/// Whether a pass over the whole disk would take minutes.
+fn is_slow(kind: Kind, chain: &Chain<'_>) -> bool {
+    kind == Kind::Qemu && chain.manifest.plan.layers > 100
 }
 
 /// The floor: the same reads of a raw file without any server.
@@ -128,10 +137,9 @@ pub fn read_runs(client: &mut Client, wanted: &[Figure], timing: Timing) -> Resu
 /// # Errors
 /// When the server fails, a byte is wrong, or the file is left unclean.
 pub fn write(kind: Kind, disk: &Disk, access: Access, chain: &Chain<'_>, timing: Timing) -> Result<f64> {
-    let slow = kind == Kind::Qemu && chain.manifest.plan.layers > 100;
     let mut server = Server::start(kind, disk)?;
     let mut client = server.connect(chain.seed(), false)?;
-    let rate = write_run(&mut client, access, chain, timing, !slow)?;
+    let rate = write_run(&mut client, access, chain, timing, timing.whole && !is_slow(kind, chain))?;
     drop(client);
     server.stop()?;
     let check = Command::new("qemu-img").args(["check", "-q"]).arg(&disk.path).output()?;
@@ -150,7 +158,7 @@ pub fn write(kind: Kind, disk: &Disk, access: Access, chain: &Chain<'_>, timing:
 /// When the file cannot be written or a byte is wrong.
 pub fn floor_write(raw: &Path, access: Access, chain: &Chain<'_>, timing: Timing) -> Result<f64> {
     let mut client = Client::connect(&Target::RawFile(raw.to_owned()), chain.seed(), false)?;
-    write_run(&mut client, access, chain, timing, true)
+    write_run(&mut client, access, chain, timing, timing.whole)
 }
 
 fn write_run(
