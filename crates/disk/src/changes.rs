@@ -226,7 +226,8 @@ impl Changes {
         std::mem::take(&mut self.state.lock().reclaimable)
     }
 
-    /// Removes the journal of an image that was committed and will not be written again.
+    /// Removes the journal of an image that will not be written again: all is committed, or what is not cannot be
+    /// trusted.
     pub(crate) fn remove_journal(&self) {
         if let Some(journal) = self.state.lock().journal.take() {
             journal.remove();

@@ -229,6 +229,12 @@ impl Disk {
         if first {
             tracing::error!(disk = %self.path.display(), %error, "disk takes no more writes");
         }
+        if let Top::Qcow2(active) = &self.top
+            && active.flusher.has_failed()
+        {
+            // What the journal leads to may never have reached the disk, copied-up bytes among it.
+            active.changes.remove_journal();
+        }
         error
     }
 

@@ -244,3 +244,28 @@ fn a_failure_is_not_forgotten_by_the_flush_that_waited_for_it() {
         assert!(write(&disk, 0, &[1; 512]).is_err() && disk.close().is_err());
     }
 }
+
+/// After a failed flush nobody knows whether the clusters that the journal leads to reached the disk, with the bytes
+/// that were copied up into them: a successor must not believe it.
+#[test]
+fn a_journal_is_not_taken_up_after_a_failed_flush() {
+    let dir = scratch();
+    let layers =
+        [LayerShape::qcow2(16, 1 << 20), LayerShape { operations: 0, ..LayerShape::qcow2(16, 1 << 20) }];
+    let made = make(dir.path(), &layers, &mut random("journal", 0));
+    let journals = dir.path().join("journals");
+    let plan = FaultPlan::new();
+    let resources = FaultyFiles::new(&plan).resources_with(Some(journals.clone()));
+    let disk = Disk::open(&made.top, &OpenOptions::default(), &resources).expect("opens");
+    write(&disk, 4096, &[0x66; 512]).expect("writes");
+    plan.fail_nth(Some(OperationKind::Flush), 0, EIO);
+    assert!(disk.flush().is_err() && disk.close().is_err());
+    drop((disk, resources));
+    let files = FaultyFiles::new(&FaultPlan::new());
+    let disk =
+        Disk::open(&made.top, &OpenOptions::default(), &files.resources_with(Some(journals))).expect("opens");
+    common::flat::assert_reads(&disk, &made.model, "after a failed flush");
+    disk.close().expect("closes");
+    drop(disk);
+    stock::assert_safe(&made.top);
+}

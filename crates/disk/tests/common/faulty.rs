@@ -28,8 +28,13 @@ impl FaultyFiles {
 
     /// Resources of the least size over these files.
     pub fn resources(self: &Arc<Self>) -> Arc<Resources> {
+        self.resources_with(None)
+    }
+
+    /// The same, with journals in a directory.
+    pub fn resources_with(self: &Arc<Self>, journal_dir: Option<PathBuf>) -> Arc<Resources> {
         let options =
-            ResourceOptions { metadata_cache_bytes: 0, max_open_files: 16, workers: 1, journal_dir: None };
+            ResourceOptions { metadata_cache_bytes: 0, max_open_files: 16, workers: 1, journal_dir };
         Resources::with_opener(options, Arc::clone(self) as Arc<dyn Opener>)
     }
 }
