@@ -88,7 +88,8 @@ impl Active {
         store.read_exact(&mut bytes, l1_at).while_trying("read the L1 table").map_err(|e| e.at(l1_at))?;
         let mut l2_tables = Vec::new();
         for (index, raw) in words(&bytes).enumerate() {
-            let table = table_of(&tables, raw, identity.len).map_err(|error| error.at(l1_at + index as u64 * 8))?;
+            let table =
+                table_of(&tables, raw, identity.len).map_err(|error| error.at(l1_at + index as u64 * 8))?;
             l2_tables.extend(table);
         }
         let flusher = Arc::new(Flusher::new(Arc::clone(&store)));
@@ -139,7 +140,9 @@ impl Active {
     /// An entry that breaks the format.
     pub(crate) fn decode(&self, raw: u64) -> Result<L2Entry> {
         self.tables.entries.l2(raw).map_err(|entry| {
-            Error::from(ErrorKind::Entry { table: "L2 table", entry }).in_layer(self.index).in_file(&self.path)
+            Error::from(ErrorKind::Entry { table: "L2 table", entry })
+                .in_layer(self.index)
+                .in_file(&self.path)
         })
     }
 
@@ -248,7 +251,12 @@ impl Active {
     ///
     /// # Errors
     /// A commit that failed where the changes could not be journalled.
-    pub(crate) fn publish(&self, changed: &[Change], freed: &[Freed], _page: &MutexGuard<'_, ()>) -> Result<()> {
+    pub(crate) fn publish(
+        &self,
+        changed: &[Change],
+        freed: &[Freed],
+        _page: &MutexGuard<'_, ()>,
+    ) -> Result<()> {
         let records: smallvec::SmallVec<[Record; 4]> = changed
             .iter()
             .map(|change| Record { slot: Slot::L2(change.cluster), old: change.old, new: change.new })

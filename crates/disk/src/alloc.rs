@@ -85,7 +85,10 @@ impl Allocator {
         let bits = header.cluster_bits;
         let table_at = header.refcount_table_offset;
         let mut bytes = vec![0; header.refcount_table_entries() * 8];
-        store.read_exact(&mut bytes, table_at).while_trying("read the refcount table").map_err(|e| e.at(table_at))?;
+        store
+            .read_exact(&mut bytes, table_at)
+            .while_trying("read the refcount table")
+            .map_err(|e| e.at(table_at))?;
         let mut table = Vec::with_capacity(bytes.len() / 8);
         for (index, raw) in words(&bytes).enumerate() {
             let block = decode_table_entry(raw, bits)
@@ -93,8 +96,10 @@ impl Allocator {
                 .map_err(|kind| crate::Error::from(kind).at(table_at + index as u64 * 8))?;
             table.push(block);
         }
-        let clusters_of = |at: HostOffset, len: u64| at.get() >> bits.get()..(at.get() + len).div_ceil(bits.size());
-        let mut protected: BTreeSet<u64> = table.iter().flatten().copied().chain(l2_tables).map(|at| at.get() >> bits.get()).collect();
+        let clusters_of =
+            |at: HostOffset, len: u64| at.get() >> bits.get()..(at.get() + len).div_ceil(bits.size());
+        let mut protected: BTreeSet<u64> =
+            table.iter().flatten().copied().chain(l2_tables).map(|at| at.get() >> bits.get()).collect();
         protected.extend(clusters_of(HostOffset::ZERO, 1));
         protected.extend(clusters_of(table_at, bytes.len() as u64));
         protected.extend(clusters_of(header.l1_table_offset, u64::from(header.l1_size) * 8));
@@ -183,7 +188,10 @@ impl Allocator {
                 state.blocks.clear();
             }
             let mut bytes = vec![0; self.bits.size() as usize].into_boxed_slice();
-            self.store.read_exact(&mut bytes, at).while_trying("read a refcount block").map_err(|e| e.at(at))?;
+            self.store
+                .read_exact(&mut bytes, at)
+                .while_trying("read a refcount block")
+                .map_err(|e| e.at(at))?;
             state.blocks.insert(index, bytes);
         }
         Ok(state.blocks.get_mut(&index))
@@ -251,7 +259,8 @@ impl Allocator {
         let (mut blocks, mut table_clusters);
         loop {
             table_clusters = entries.div_ceil(per_cluster);
-            blocks = (1..).find(|blocks| blocks + table_clusters <= blocks * per_block).expect("grows faster");
+            blocks =
+                (1..).find(|blocks| blocks + table_clusters <= blocks * per_block).expect("grows faster");
             if index + blocks <= table_clusters * per_cluster {
                 break;
             }
@@ -301,7 +310,10 @@ impl Allocator {
         }
         bytes.extend(table.iter().flat_map(|&block| encode_table_entry(block, self.bits).to_be_bytes()));
         let at = self.cluster_at(first);
-        self.store.write_all(&bytes, at).while_trying("write a larger refcount table").map_err(|e| e.at(at))?;
+        self.store
+            .write_all(&bytes, at)
+            .while_trying("write a larger refcount table")
+            .map_err(|e| e.at(at))?;
         self.flusher.flush().while_trying("flush a larger refcount table")
     }
 

@@ -126,7 +126,8 @@ impl PageCache {
                 return None;
             }
             // Acquire: whoever sees an updated L2 entry also sees what was done before it was published.
-            let word = self.words[(frame - 1) * PAGE_WORDS + (slot & (PAGE_WORDS - 1))].load(Ordering::Acquire);
+            let word =
+                self.words[(frame - 1) * PAGE_WORDS + (slot & (PAGE_WORDS - 1))].load(Ordering::Acquire);
             fence(Ordering::Acquire);
             if self.versions[way].load(Ordering::Relaxed) != version {
                 return None;

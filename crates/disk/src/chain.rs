@@ -83,7 +83,8 @@ const SECTOR: u64 = 512;
 pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
     let top = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
     let roles = Roles { top, below: Role::Frozen };
-    let (top, below) = walk(path, options, roles, &**resources.files().opener(), |layer| freeze(layer, resources))?;
+    let (top, below) =
+        walk(path, options, roles, &**resources.files().opener(), |layer| freeze(layer, resources))?;
     Ok(Chain { top, below })
 }
 
@@ -147,7 +148,13 @@ pub(crate) fn freeze(file: Top, resources: &Resources) -> Arc<Layer> {
     layer
 }
 
-pub(crate) fn open_layer(path: &Path, role: Role, format: Option<Format>, gate: &Gate, opener: &dyn Opener) -> Result<Top> {
+pub(crate) fn open_layer(
+    path: &Path,
+    role: Role,
+    format: Option<Format>,
+    gate: &Gate,
+    opener: &dyn Opener,
+) -> Result<Top> {
     let opened = opener.open(path, role, gate)?;
     let read = || -> Result<(u64, Option<Qcow2Head>)> {
         let file_len = opened.identity.len;

@@ -102,7 +102,13 @@ impl Changes {
             reclaimable: Vec::new(),
             since: None,
         };
-        Self { bits, state: Mutex::new(state), committing: Mutex::new(0), asked: AtomicU64::new(0), failed: AtomicBool::new(false) }
+        Self {
+            bits,
+            state: Mutex::new(state),
+            committing: Mutex::new(0),
+            asked: AtomicU64::new(0),
+            failed: AtomicBool::new(false),
+        }
     }
 
     /// Notes changes in `journal` from now on.
@@ -273,7 +279,8 @@ mod tests {
         let log = Log::default();
         changes.commit(&log).unwrap();
         assert_eq!(*log.0.borrow(), ["flush"]);
-        let freed = [Freed { at: HostOffset::new(0), len: 512 }, Freed { at: HostOffset::new(512), len: 512 }];
+        let freed =
+            [Freed { at: HostOffset::new(0), len: 512 }, Freed { at: HostOffset::new(512), len: 512 }];
         assert_eq!(changes.note(&[change(5, 1), change(5, 2)], &freed), Noted::Safe);
         assert!(changes.take_reclaimable().is_empty() && changes.waited(Duration::ZERO));
         changes.commit(&log).unwrap();
@@ -291,8 +298,16 @@ mod tests {
         journal.limit(64 + 32);
         let changes = Changes::new(ClusterBits::DEFAULT);
         changes.use_journal(Some(journal));
-        assert_eq!(changes.note(&[change(1, 1), change(2, 2)], &[]), Noted::MustCommit, "too long for the journal");
-        assert_eq!(changes.note(&[change(3, 3)], &[]), Noted::MustCommit, "fits, but what it builds on is lacking");
+        assert_eq!(
+            changes.note(&[change(1, 1), change(2, 2)], &[]),
+            Noted::MustCommit,
+            "too long for the journal"
+        );
+        assert_eq!(
+            changes.note(&[change(3, 3)], &[]),
+            Noted::MustCommit,
+            "fits, but what it builds on is lacking"
+        );
         assert!(changes.begin());
         assert_eq!(changes.note(&[change(4, 4)], &[]), Noted::MustCommit, "the commit is not done");
         changes.end();

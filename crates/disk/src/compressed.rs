@@ -100,7 +100,9 @@ fn unpack_zstd(packed: &[u8], cluster: &mut [u8]) -> bool {
     let Ok(mut decoder) = Decoder::new() else { return false };
     let (mut read, mut written) = (0, 0);
     while written < cluster.len() && read < packed.len() {
-        let Ok(status) = decoder.run_on_buffers(&packed[read..], &mut cluster[written..]) else { return false };
+        let Ok(status) = decoder.run_on_buffers(&packed[read..], &mut cluster[written..]) else {
+            return false;
+        };
         if status.bytes_read == 0 && status.bytes_written == 0 {
             return false;
         }

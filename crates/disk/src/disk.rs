@@ -23,7 +23,9 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset, LayerInde
 
 use crate::active::Active;
 use crate::blocks::BlockOrder;
-use crate::chain::{Chain, OpenOptions, Qcow2Head, SESSION_MASK, Top as OpenTop, freeze, read_chain, read_head};
+use crate::chain::{
+    Chain, OpenOptions, Qcow2Head, SESSION_MASK, Top as OpenTop, freeze, read_chain, read_head,
+};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
@@ -253,7 +255,9 @@ impl Disk {
     pub(crate) fn lookup(&self, at: GuestOffset, len: u64) -> Option<Run> {
         match &self.top {
             Top::Qcow2(active) => self.lookup_over(active, at, len),
-            Top::Raw(_) => Some(Run { source: Source::Data(LayerIndex::BASE, HostOffset::new(at.get())), len }),
+            Top::Raw(_) => {
+                Some(Run { source: Source::Data(LayerIndex::BASE, HostOffset::new(at.get())), len })
+            }
             Top::Frozen => self.frozen.as_ref().expect("a disk has a layer").lookup(at, len),
         }
     }
@@ -386,7 +390,9 @@ impl Disk {
     fn commit(&self) -> Result<()> {
         match &self.top {
             Top::Frozen => Ok(()),
-            Top::Raw(raw) => raw.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&raw.path)),
+            Top::Raw(raw) => {
+                raw.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&raw.path))
+            }
             Top::Qcow2(active) => active.changes.commit(&**active),
         }
         .map_err(|error| self.latch(error))
@@ -483,7 +489,10 @@ fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -> Result<To
                 .while_trying("open the volatile journal")
                 .map_err(|error| error.in_file(dir))?;
             recover(&mut active, session, &found).map_err(in_file)?;
-            journal.reset(new_session).while_trying("write the volatile journal").map_err(|e| e.in_file(dir))?;
+            journal
+                .reset(new_session)
+                .while_trying("write the volatile journal")
+                .map_err(|e| e.in_file(dir))?;
             Some(journal)
         }
     };

@@ -114,6 +114,9 @@ mod tests {
     fn an_offset_no_file_can_have_is_damage() {
         let host = HostOffset::new((HOST_MASK + 1) << 9);
         let layer = LayerIndex::new(3);
-        assert_eq!(MapEntry::data(layer, host, ClusterBits::MIN).mapping(ClusterBits::MIN), Mapping::Damaged(layer));
+        assert_eq!(
+            MapEntry::data(layer, host, ClusterBits::MIN).mapping(ClusterBits::MIN),
+            Mapping::Damaged(layer)
+        );
     }
 }

@@ -49,7 +49,9 @@ pub enum ErrorKind {
     #[error("compressed cluster does not decompress: the image is damaged")]
     Decompress,
     /// A cluster's refcount contradicts its use.
-    #[error("refcount of the cluster is {found}, its use needs {needed}: run `vmstrata check --repair=all` on it")]
+    #[error(
+        "refcount of the cluster is {found}, its use needs {needed}: run `vmstrata check --repair=all` on it"
+    )]
     Refcount {
         /// The refcount in the image.
         found: u64,
@@ -66,7 +68,9 @@ pub enum ErrorKind {
     #[error("{0}")]
     File(#[from] FileError),
     /// A backing file name that is not the path of a local file.
-    #[error("backing file name {name:?} uses {feature}, which is not supported: rebase it onto a plain file name")]
+    #[error(
+        "backing file name {name:?} uses {feature}, which is not supported: rebase it onto a plain file name"
+    )]
     BackingName {
         /// The name in the image.
         name: String,
@@ -100,7 +104,9 @@ pub enum ErrorKind {
     #[error("a new image needs a size, or a backing file to take it from")]
     SizeMissing,
     /// A file of more clusters than a check can number.
-    #[error("the file has {clusters} clusters, more than the {max} that can be checked: copy it with `qemu-img convert`")]
+    #[error(
+        "the file has {clusters} clusters, more than the {max} that can be checked: copy it with `qemu-img convert`"
+    )]
     CheckTooLarge {
         /// Clusters of the file.
         clusters: u64,
@@ -114,7 +120,9 @@ pub enum ErrorKind {
         bytes_max: u64,
     },
     /// Direct I/O in blocks larger than the image's clusters.
-    #[error("direct I/O needs clusters of at least {block} bytes here, the image has {cluster}: use cache=host")]
+    #[error(
+        "direct I/O needs clusters of at least {block} bytes here, the image has {cluster}: use cache=host"
+    )]
     BlockTooLarge {
         /// The image's cluster size.
         cluster: u64,
@@ -144,7 +152,9 @@ pub enum ErrorKind {
     #[error("the disk is open read-only")]
     ReadOnly,
     /// A write after a flush or a metadata write failed: nothing more is known of what is on stable storage.
-    #[error("an earlier flush or metadata write failed ({cause}); the disk takes no more writes: see to the store, then open it again")]
+    #[error(
+        "an earlier flush or metadata write failed ({cause}); the disk takes no more writes: see to the store, then open it again"
+    )]
     Latched {
         /// The first failure.
         cause: String,
@@ -226,7 +236,9 @@ impl Error {
         use rustix::io::Errno;
         let errno = match &self.0.kind {
             ErrorKind::Io { source, .. } => match source.raw_os_error() {
-                Some(raw) if raw == Errno::NOSPC.raw_os_error() || raw == Errno::DQUOT.raw_os_error() => Errno::NOSPC,
+                Some(raw) if raw == Errno::NOSPC.raw_os_error() || raw == Errno::DQUOT.raw_os_error() => {
+                    Errno::NOSPC
+                }
                 _ => Errno::IO,
             },
             ErrorKind::OutOfRange { .. } | ErrorKind::BufferLength { .. } => Errno::INVAL,

@@ -118,8 +118,15 @@ impl Journal {
                 .open(&path)?;
             Ok(Half { path, file, len: 0 })
         };
-        let mut journal =
-            Self { halves: [open(0)?, open(1)?], current: 0, turn: 0, image, session, boot_id, len_max: MAX_LEN };
+        let mut journal = Self {
+            halves: [open(0)?, open(1)?],
+            current: 0,
+            turn: 0,
+            image,
+            session,
+            boot_id,
+            len_max: MAX_LEN,
+        };
         let mut found: Vec<(u64, Vec<Record>)> = Vec::new();
         for half in &journal.halves {
             found.extend(journal.read(half)?);
@@ -192,7 +199,8 @@ impl Journal {
     /// A journal directory that is full, or a journal that is too long to be believed: the caller must commit
     /// instead.
     pub(crate) fn append(&mut self, records: &[Record]) -> io::Result<()> {
-        let bytes: smallvec::SmallVec<[u8; 4 * RECORD_LEN]> = records.iter().flat_map(Record::encode).collect();
+        let bytes: smallvec::SmallVec<[u8; 4 * RECORD_LEN]> =
+            records.iter().flat_map(Record::encode).collect();
         let half = &mut self.halves[self.current];
         if half.len + bytes.len() as u64 > self.len_max {
             return Err(io::ErrorKind::FileTooLarge.into());

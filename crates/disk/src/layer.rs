@@ -138,7 +138,8 @@ impl Layer {
             store.read_exact(&mut scratch.l1, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
             for (number, raw) in words(&scratch.l1).enumerate().filter(|&(_, raw)| raw != 0) {
                 let l1_index = batch + number;
-                let table = table_of(tables, raw, self.identity.len).map_err(|e| e.at(at + number as u64 * 8))?;
+                let table =
+                    table_of(tables, raw, self.identity.len).map_err(|e| e.at(at + number as u64 * 8))?;
                 let Some(table) = table else { continue };
                 self.scan_table(store, table, l1_index, range, &mut scratch.l2, visit)?;
             }

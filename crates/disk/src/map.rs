@@ -170,7 +170,9 @@ impl FrozenMap {
         let within = at.within(self.unit);
         let len = len.min(self.unit.size() - within).min(self.size - at.get());
         let (layer, source) = match entry.mapping(self.unit) {
-            Mapping::Hole if self.base_is_raw() => (0, Source::Data(LayerIndex::BASE, HostOffset::new(at.get()))),
+            Mapping::Hole if self.base_is_raw() => {
+                (0, Source::Data(LayerIndex::BASE, HostOffset::new(at.get())))
+            }
             Mapping::Hole => return Some(Run { source: Source::Hole, len }),
             Mapping::Zero(layer) => return Some(Run { source: Source::Zero(layer), len }),
             Mapping::Damaged(layer) => (layer.index(), Source::Damaged(layer)),
@@ -318,7 +320,11 @@ impl Merge {
         };
         let is_data = matches!(first.mapping(self.unit), Mapping::Data(..));
         let first_unit = cluster.get() >> self.unit.get();
-        ClusterEntries { first, step: u64::from(is_data), units: first_unit..first_unit + self.units_per_cluster }
+        ClusterEntries {
+            first,
+            step: u64::from(is_data),
+            units: first_unit..first_unit + self.units_per_cluster,
+        }
     }
 }
 

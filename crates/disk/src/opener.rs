@@ -52,7 +52,8 @@ impl Opener for LocalFiles {
         };
         let file = gate.open(path, options.access)?;
         let store = FileStore::new(file, path, &options)?;
-        let identity = store.identity().while_trying("read the file's identity").map_err(|e| e.in_file(path))?;
+        let identity =
+            store.identity().while_trying("read the file's identity").map_err(|e| e.in_file(path))?;
         Ok(Opened { store: Arc::new(store), identity })
     }
 }

@@ -128,7 +128,8 @@ impl IoQueue {
             u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
         });
         let parts_left = u32::try_from(parts).expect("few parts");
-        self.slots[number as usize] = Slot { request: Some(request), ticket, parts_left, failed: false, holds_blocks: false };
+        self.slots[number as usize] =
+            Slot { request: Some(request), ticket, parts_left, failed: false, holds_blocks: false };
         number
     }
 
@@ -141,11 +142,8 @@ impl IoQueue {
         let slot = self.slot(request, Some(ticket), parts.len());
         self.slots[slot as usize].holds_blocks = holds_blocks;
         for part in parts {
-            let of_part: SegmentVec<'static> = if part.len == whole {
-                segments.clone()
-            } else {
-                slice(&segments, part.skip, part.len)
-            };
+            let of_part: SegmentVec<'static> =
+                if part.len == whole { segments.clone() } else { slice(&segments, part.skip, part.len) };
             if is_read {
                 self.ring.push_read(&part.store, of_part, part.at, u64::from(slot));
             } else {
@@ -156,12 +154,7 @@ impl IoQueue {
 
     fn send_to_worker(&mut self, slot: u32) {
         let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
-        let job = Job {
-            disk: Arc::clone(&self.disk),
-            request,
-            slot,
-            reply_to: Arc::clone(&self.mailbox),
-        };
+        let job = Job { disk: Arc::clone(&self.disk), request, slot, reply_to: Arc::clone(&self.mailbox) };
         self.disk.resources.workers().send(job);
     }
 
@@ -240,7 +233,11 @@ impl IoQueue {
     /// When more than [`WATCHED_MAX`] descriptors are watched.
     pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> u64 {
         assert!(watched.len() <= WATCHED_MAX, "at most {WATCHED_MAX} descriptors can be watched");
-        let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() { timeout } else { Some(Duration::ZERO) };
+        let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() {
+            timeout
+        } else {
+            Some(Duration::ZERO)
+        };
         let mailbox = Arc::clone(&self.mailbox);
         let mut all: SmallVec<[BorrowedFd<'_>; 8]> = SmallVec::from_slice(watched);
         all.push(mailbox.as_fd());
@@ -346,4 +343,3 @@ fn part(store: Arc<dyn Store>, at: HostOffset, skip: u64, len: u64, request: &Re
     }
     Some(Part { store, at, skip: skip as usize, len: len as usize })
 }
-

@@ -131,9 +131,12 @@ impl Disk {
         match self.tables_of(layer).entries.l2(raw) {
             Err(entry) => ErrorKind::Entry { table: "L2 table", entry }.into(),
             Ok(vmstrata_qcow2::L2Entry::Data { host, .. }) => {
-                let file_len = self.store_of(layer).and_then(|store| store.len().while_trying("read the file's length"));
+                let file_len =
+                    self.store_of(layer).and_then(|store| store.len().while_trying("read the file's length"));
                 match file_len {
-                    Ok(file_len) => ErrorKind::Truncated { what: "a data cluster", at: host, file_len }.into(),
+                    Ok(file_len) => {
+                        ErrorKind::Truncated { what: "a data cluster", at: host, file_len }.into()
+                    }
                     Err(error) => error,
                 }
             }
@@ -144,7 +147,13 @@ impl Disk {
 
     /// Fills `into` with what the cluster held before, given its raw entry in the active layer. For copy-on-write,
     /// under the page's lock.
-    pub(crate) fn read_old(&self, active: &Active, raw: u64, at: GuestOffset, into: &[Segment<'_>]) -> Result<()> {
+    pub(crate) fn read_old(
+        &self,
+        active: &Active,
+        raw: u64,
+        at: GuestOffset,
+        into: &[Segment<'_>],
+    ) -> Result<()> {
         use vmstrata_qcow2::L2Entry;
         match active.decode(raw)? {
             L2Entry::Unallocated => self.read_runs(at, into, |at, len| self.locate_below(at, len)),

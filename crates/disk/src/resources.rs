@@ -159,7 +159,8 @@ impl Resources {
         {
             return Ok(map);
         }
-        let map = FrozenMap::new(self.new_owner()?, layers, Arc::clone(&self.cache), Arc::clone(&self.files))?;
+        let map =
+            FrozenMap::new(self.new_owner()?, layers, Arc::clone(&self.cache), Arc::clone(&self.files))?;
         map.build()?;
         let map = Arc::new(map);
         let mut maps = self.maps.lock();

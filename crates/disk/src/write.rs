@@ -87,7 +87,12 @@ impl Disk {
     ///
     /// `None` when the page is not in memory; a length of 0 when a cluster must be allocated first.
     #[inline]
-    pub(crate) fn lookup_in_place(&self, active: &Active, at: GuestOffset, len: u64) -> Option<(HostOffset, u64)> {
+    pub(crate) fn lookup_in_place(
+        &self,
+        active: &Active,
+        at: GuestOffset,
+        len: u64,
+    ) -> Option<(HostOffset, u64)> {
         let bits = active.tables.geometry.cluster_bits;
         let mut place = HostOffset::ZERO;
         let mut found = 0;
@@ -117,7 +122,8 @@ impl Disk {
                 None => {
                     // Some page of the range is missing: fill the first, then go on with what is there.
                     active.entry(active.cluster_of(at))?;
-                    let first = active.run_limit(active.cluster_of(at)) << active.tables.geometry.cluster_bits.get();
+                    let first =
+                        active.run_limit(active.cluster_of(at)) << active.tables.geometry.cluster_bits.get();
                     let first = first - at.within(active.tables.geometry.cluster_bits);
                     if let Some(found) = self.lookup_in_place(active, at, len.min(first)) {
                         break found;
@@ -185,7 +191,9 @@ impl Disk {
     /// A cluster that a zero entry keeps for just this.
     fn kept_cluster(&self, active: &Active, raw: u64) -> Result<Option<Allocated>> {
         Ok(match active.decode(raw)? {
-            L2Entry::Zero { host: Some(at), copied: true } => Some(Allocated { at, clusters: 1, zeroed: false }),
+            L2Entry::Zero { host: Some(at), copied: true } => {
+                Some(Allocated { at, clusters: 1, zeroed: false })
+            }
             _ => None,
         })
     }

@@ -44,7 +44,17 @@ fn a_chain_is_read_written_and_left_clean() {
     drop(disk);
     qemu_img(&["check", top.to_str().unwrap()]);
     let out = Command::new("qemu-io")
-        .args(["-r", "-c", "read -P 0x11 0 1020k", "-c", "read -P 0x33 1020k 8k", "-c", "read -P 0 1028k 31M", "-c", "read -P 0 33M 64k"])
+        .args([
+            "-r",
+            "-c",
+            "read -P 0x11 0 1020k",
+            "-c",
+            "read -P 0x33 1020k 8k",
+            "-c",
+            "read -P 0 1028k 31M",
+            "-c",
+            "read -P 0 33M 64k",
+        ])
         .arg(&top)
         .output()
         .unwrap();
@@ -61,13 +71,23 @@ fn a_queue_reads_and_writes() {
     let mut queue = IoQueue::new(disk.clone(), 32).unwrap();
     let buffers: Vec<AlignedBuf> = (0..32).map(|_| AlignedBuf::zeroed(4096)).collect();
     let mut done = Vec::new();
-    for (op, fill) in [(Op::Write { fua: false }, true), (Op::Read, false), (Op::Write { fua: false }, true), (Op::Write { fua: true }, true)] {
+    for (op, fill) in [
+        (Op::Write { fua: false }, true),
+        (Op::Read, false),
+        (Op::Write { fua: false }, true),
+        (Op::Write { fua: true }, true),
+    ] {
         for (number, buffer) in buffers.iter().enumerate() {
             let _ = fill;
             // Written through a raw pointer elsewhere; here the contents stay zero or whatever was read.
             let segment = segment_of(buffer);
             let range = GuestRange::new(GuestOffset::new(number as u64 * 70_000 / 512 * 512), 4096);
-            queue.push(Request { op, range, segments: [segment].into_iter().collect(), token: number as u64 });
+            queue.push(Request {
+                op,
+                range,
+                segments: [segment].into_iter().collect(),
+                token: number as u64,
+            });
         }
         queue.submit();
         while queue.in_flight() > 0 {

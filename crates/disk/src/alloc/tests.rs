@@ -64,7 +64,8 @@ impl Bench {
         // The refcount structures are the allocator's own business: it moves its table.
         let own = Self::own(&alloc);
         let clusters = image.file_len >> bits;
-        let used = (0..clusters).filter(|cluster| !own.contains(cluster)).map(|cluster| (cluster, 1)).collect();
+        let used =
+            (0..clusters).filter(|cluster| !own.contains(cluster)).map(|cluster| (cluster, 1)).collect();
         Self { store, header, alloc, held: Vec::new(), used }
     }
 
