@@ -13,6 +13,7 @@ pub mod describe;
 pub mod load;
 pub mod machine;
 pub mod plot;
+mod prepared;
 pub mod publish;
 pub mod results;
 pub mod run;

@@ -6,13 +6,13 @@
 
 use std::collections::HashSet;
 use std::fs::{self, File};
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 
 use super::load::Access;
+use super::prepared::{self, Prepared};
 use super::results::{Figure, Results, Sample};
 use super::server::{self, Disk, Kind};
 use super::session::{self, Chain, Timing, Values};
@@ -62,19 +62,6 @@ const READ_FIGURES: [Figure; 7] = [
 /// What the reference of one layer repeats in every group.
 const REFERENCE_FIGURES: [Figure; 3] = [Figure::RandomRead32, Figure::NbdRandomRead16, Figure::NbdCopy];
 const FLOOR_FIGURES: [Figure; 3] = [Figure::RandomRead32, Figure::RandomRead1, Figure::Sequential];
-
-/// A chain on disk with its owners at hand.
-struct Prepared {
-    dir: PathBuf,
-    manifest: Manifest,
-    owners: Vec<Option<u16>>,
-}
-
-impl Prepared {
-    fn chain(&self) -> Chain<'_> {
-        Chain { dir: &self.dir, manifest: &self.manifest, owners: &self.owners }
-    }
-}
 
 /// Everything of one run.
 struct Bench<'a> {
@@ -182,7 +169,7 @@ impl Bench<'_> {
     }
 
     fn warm(&mut self, path: &Path) -> Result<()> {
-        if self.warm.insert(path.to_owned()) { warm(path) } else { Ok(()) }
+        if self.warm.insert(path.to_owned()) { prepared::warm(path) } else { Ok(()) }
     }
 
     /// Data is checked whole in the first round of a group only: it costs more time than the runs.
@@ -291,16 +278,4 @@ const fn qemu_rounds(layers: u32) -> u32 {
         101..=500 => 2,
         _ => 1,
     }
-}
-
-/// Reads a file from the disk once, so that it lies in the page cache, and lies there as reading puts it.
-///
-/// What writing left in the cache goes first: the kernel keeps large writes in large pieces, and reads of those are half
-/// as fast again, so a file would be quicker than another only for the way it was made.
-fn warm(path: &Path) -> Result<()> {
-    let mut file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
-    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
-    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Sequential)?;
-    io::copy(&mut io::BufReader::with_capacity(1 << 20, &mut file), &mut io::sink())?;
-    Ok(())
 }
