@@ -8,7 +8,9 @@
 //!
 //! Lock order: page lock, then L1 lock, then the allocator's or the changes' lock.
 
-use std::collections::BTreeMap;
+mod commit;
+mod recover;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +23,7 @@ use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
 use crate::alloc::Allocator;
 use crate::cache::{PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
-use crate::changes::{Changes, CommitTarget, Freed, Noted};
+use crate::changes::{Changes, Freed, Noted};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Record, Slot};
@@ -83,15 +85,7 @@ impl Active {
             let kind = ErrorKind::TooLarge { size: header.size, unit: header.cluster_bits.size() };
             return Err(kind.into());
         }
-        let mut bytes = vec![0; header.l1_size as usize * 8];
-        let l1_at = header.l1_table_offset;
-        store.read_exact(&mut bytes, l1_at).while_trying("read the L1 table").map_err(|e| e.at(l1_at))?;
-        let mut l2_tables = Vec::new();
-        for (index, raw) in words(&bytes).enumerate() {
-            let table =
-                table_of(&tables, raw, identity.len).map_err(|error| error.at(l1_at + index as u64 * 8))?;
-            l2_tables.extend(table);
-        }
+        let (l1, l2_tables) = read_l1(&*store, header, &tables, identity.len)?;
         let flusher = Arc::new(Flusher::new(Arc::clone(&store)));
         let (bytes_of, flushes) = (Arc::clone(&store), Arc::clone(&flusher));
         let alloc = Allocator::open(bytes_of, flushes, header, l2_tables.into_iter(), identity.len)?;
@@ -105,7 +99,7 @@ impl Active {
             changes: Changes::new(header.cluster_bits),
             owner: resources.new_owner()?,
             cache: Arc::clone(resources.cache()),
-            l1: words(&bytes).map(AtomicU64::new).collect(),
+            l1,
             l1_lock: Mutex::new(()),
             page_locks: std::array::from_fn(|_| Mutex::new(())),
             flusher,
@@ -285,138 +279,22 @@ impl Active {
             L2Entry::Unallocated | L2Entry::Zero { host: None, .. } => None,
         })
     }
-
-    /// Takes up what a killed process left in its journal, if the image is still what it was then.
-    ///
-    /// Returns false, having changed nothing, when it is not.
-    ///
-    /// # Errors
-    /// Tables or refcounts that cannot be read.
-    pub(crate) fn take_up(&self, found: &[Record]) -> Result<bool> {
-        let mut histories: BTreeMap<Slot, Vec<u64>> = BTreeMap::new();
-        for record in found {
-            histories.entry(record.slot).or_default().extend([record.old, record.new]);
-        }
-        for (slot, history) in &histories {
-            let new = *history.last().expect("two values a record");
-            let (now, sole_user) = match *slot {
-                Slot::L1(index) => (self.l1_entry(index), self.is_sole_table(new)?),
-                Slot::L2(cluster) if self.is_in_own_table(cluster, &histories) => {
-                    (Some(self.entry(cluster)?), self.is_sole_user(new)?)
-                }
-                Slot::L2(_) => (None, false),
-            };
-            if !sole_user || now.is_none_or(|now| !history.contains(&now)) {
-                return Ok(false);
-            }
-        }
-        // Pages were filled through the old tables.
-        self.cache.forget(self.owner);
-        // Slots are in order, L1 first: L2 entries may be in tables that they lead to.
-        for (&slot, history) in &histories {
-            self.take_up_one(slot, *history.last().expect("two values a record"))?;
-        }
-        Ok(true)
-    }
-
-    fn take_up_one(&self, slot: Slot, new: u64) -> Result<()> {
-        match slot {
-            Slot::L1(index) => {
-                let old = self.l1[index as usize].swap(new, Ordering::AcqRel);
-                if old != new {
-                    let len = self.tables.geometry.cluster_bits.size();
-                    let freed = table_of(&self.tables, old, u64::MAX)?.map(|at| Freed { at, len });
-                    self.settle(self.changes.note(&[Record { slot, old, new }], freed.as_slice()))?;
-                }
-                Ok(())
-            }
-            Slot::L2(cluster) => {
-                let page = self.lock_page(cluster);
-                let old = self.entry_locked(cluster, &page)?;
-                if old == new {
-                    return Ok(());
-                }
-                // A zero entry may keep the cluster that the data entry before it had, and the other way round.
-                let kept = self.clusters_of(new)?;
-                let freed = self.clusters_of(old)?.filter(|freed| Some(*freed) != kept);
-                self.publish(&[Change { cluster, old, new }], freed.as_slice(), &page)
-            }
-        }
-    }
-
-    /// Whether a cluster of the disk has its entry in a table of this image alone, once `histories` are taken up.
-    fn is_in_own_table(&self, cluster: u64, histories: &BTreeMap<Slot, Vec<u64>>) -> bool {
-        let geometry = self.tables.geometry;
-        let index = cluster >> geometry.l2_bits;
-        let table = histories.get(&Slot::L1(index)).and_then(|history| history.last().copied());
-        let table = table.or_else(|| self.l1_entry(index)).unwrap_or(0);
-        cluster < self.size.div_ceil(geometry.cluster_bits.size()) && table & COPIED != 0
-    }
-
-    fn l1_entry(&self, index: u64) -> Option<u64> {
-        Some(self.l1.get(index as usize)?.load(Ordering::Acquire))
-    }
-
-    fn is_sole_table(&self, raw: u64) -> Result<bool> {
-        match self.tables.entries.l1(raw) {
-            Ok(entry) => entry.table.map_or(Ok(false), |table| Ok(self.alloc.refcount(table)? == 1)),
-            Err(_) => Ok(false),
-        }
-    }
-
-    /// Whether the cluster that an entry of ours leads to, if any, is counted exactly once.
-    fn is_sole_user(&self, raw: u64) -> Result<bool> {
-        match self.tables.entries.l2(raw) {
-            Ok(L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. }) => {
-                Ok(self.alloc.refcount(host)? == 1)
-            }
-            Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) => Ok(true),
-            // Never written by us.
-            Ok(L2Entry::Compressed { .. }) | Err(_) => Ok(false),
-        }
-    }
 }
 
-impl CommitTarget for Active {
-    fn flush(&self) -> Result<()> {
-        self.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&self.path))
+/// The raw entries of the L1 table, and where the L2 tables lie that they lead to.
+fn read_l1(
+    store: &dyn Store,
+    header: &Header,
+    tables: &Tables,
+    file_len: u64,
+) -> Result<(Box<[AtomicU64]>, Vec<HostOffset>)> {
+    let mut bytes = vec![0; header.l1_size as usize * 8];
+    let at = header.l1_table_offset;
+    store.read_exact(&mut bytes, at).while_trying("read the L1 table").map_err(|error| error.at(at))?;
+    let mut l2_tables = Vec::new();
+    for (index, raw) in words(&bytes).enumerate() {
+        let table = table_of(tables, raw, file_len).map_err(|error| error.at(at + index as u64 * 8))?;
+        l2_tables.extend(table);
     }
-
-    fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()> {
-        let mut run: Vec<u8> = Vec::new();
-        let mut run_at = HostOffset::ZERO;
-        let write = |run: &mut Vec<u8>, at: HostOffset| -> Result<()> {
-            if !run.is_empty() {
-                let written = self.store.write_all(run, at).while_trying("write table entries");
-                written.map_err(|error| error.at(at).in_file(&self.path))?;
-                run.clear();
-            }
-            Ok(())
-        };
-        for (&slot, raw) in entries {
-            let at = self.place_of(slot)?;
-            if run_at + run.len() as u64 != at {
-                write(&mut run, run_at)?;
-                run_at = at;
-            }
-            run.extend_from_slice(&raw.to_be_bytes());
-        }
-        write(&mut run, run_at)
-    }
-}
-
-impl Active {
-    /// Where an entry lies in the image.
-    fn place_of(&self, slot: Slot) -> Result<HostOffset> {
-        match slot {
-            Slot::L1(index) => Ok(self.tables.l1_at + index * 8),
-            Slot::L2(cluster) => {
-                let l2_bits = self.tables.geometry.l2_bits;
-                let raw = self.l1[(cluster >> l2_bits) as usize].load(Ordering::Acquire);
-                let table = table_of(&self.tables, raw, u64::MAX)?;
-                let table = table.expect("a change was published only after its table existed");
-                Ok(table + (cluster & ((1 << l2_bits) - 1)) * 8)
-            }
-        }
-    }
+    Ok((words(&bytes).map(AtomicU64::new).collect(), l2_tables))
 }

@@ -1,177 +1,19 @@
 //! The one error of the engine: a kind, where it happened, and what caused it.
 
+mod kind;
+
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use thiserror::Error as ThisError;
-use vmstrata_qcow2::{EntryError, ParseError};
+use vmstrata_qcow2::ParseError;
 use vmstrata_store::{FileError, GateError};
-use vmstrata_types::{GuestRange, HostOffset, LayerIndex, MAX_LAYERS};
+use vmstrata_types::{HostOffset, LayerIndex};
+
+pub use kind::ErrorKind;
 
 /// Shorthand for results of the engine.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// What went wrong.
-#[derive(Debug, ThisError)]
-#[non_exhaustive]
-pub enum ErrorKind {
-    /// The host could not read, write or flush a file.
-    #[error("cannot {action}: {source}")]
-    Io {
-        /// What was tried, as a verb with its object.
-        action: &'static str,
-        /// What the host said.
-        source: io::Error,
-    },
-    /// The image breaks the format, or uses a part of it that is refused.
-    #[error("{0}")]
-    Format(#[from] ParseError),
-    /// A table entry breaks the format.
-    #[error("damaged {table} {entry}")]
-    Entry {
-        /// Which table: "L1 table" or "L2 table".
-        table: &'static str,
-        /// What is wrong with the entry.
-        entry: EntryError,
-    },
-    /// A table entry points to bytes that the file does not have.
-    #[error("{what} lies at {at} but the file ends at {file_len:#x}: the file was cut short")]
-    Truncated {
-        /// What the entry points to.
-        what: &'static str,
-        /// Where it should be.
-        at: HostOffset,
-        /// Bytes in the file.
-        file_len: u64,
-    },
-    /// A compressed cluster that does not decompress to a whole cluster.
-    #[error("compressed cluster does not decompress: the image is damaged")]
-    Decompress,
-    /// A cluster's refcount contradicts its use.
-    #[error(
-        "refcount of the cluster is {found}, its use needs {needed}: run `vmstrata check --repair=all` on it"
-    )]
-    Refcount {
-        /// The refcount in the image.
-        found: u64,
-        /// What a consistent image would have.
-        needed: &'static str,
-    },
-    /// The image was marked corrupt by whoever wrote it last.
-    #[error("the image is marked corrupt: repair it with `vmstrata check --repair=all` before writing to it")]
-    MarkedCorrupt,
-    /// A backing file may not be opened.
-    #[error("{0}")]
-    Gate(#[from] GateError),
-    /// A file that cannot be used: another process holds it, for instance.
-    #[error("{0}")]
-    File(#[from] FileError),
-    /// A backing file name that is not the path of a local file.
-    #[error(
-        "backing file name {name:?} uses {feature}, which is not supported: rebase it onto a plain file name"
-    )]
-    BackingName {
-        /// The name in the image.
-        name: String,
-        /// What in it is not supported.
-        feature: &'static str,
-    },
-    /// A format that is neither qcow2 nor raw.
-    #[error("backing format {name:?} is not supported (qcow2 and raw are)")]
-    BackingFormat {
-        /// The format in the image.
-        name: String,
-    },
-    /// A chain that leads back into itself.
-    #[error("the backing chain loops: this file is already layer {earlier} from the top")]
-    Loop {
-        /// Distance from the active layer at which the file was met first.
-        earlier: usize,
-    },
-    /// More layers than can be numbered.
-    #[error("the backing chain is longer than {MAX_LAYERS} layers")]
-    TooLong,
-    /// A disk of more pages than the map can number.
-    #[error("the disk ({size} bytes in units of {unit} bytes) is too large for the map")]
-    TooLarge {
-        /// Virtual size.
-        size: u64,
-        /// Smallest cluster size of the chain.
-        unit: u64,
-    },
-    /// A new image without a size, and without a backing file to take it from.
-    #[error("a new image needs a size, or a backing file to take it from")]
-    SizeMissing,
-    /// A file of more clusters than a check can number.
-    #[error(
-        "the file has {clusters} clusters, more than the {max} that can be checked: copy it with `qemu-img convert`"
-    )]
-    CheckTooLarge {
-        /// Clusters of the file.
-        clusters: u64,
-        /// The most that can be checked.
-        max: u64,
-    },
-    /// An image that references more than a check may count.
-    #[error("checking needs more than the {bytes_max} bytes of memory allowed")]
-    CheckMemory {
-        /// Bytes allowed.
-        bytes_max: u64,
-    },
-    /// Direct I/O in blocks larger than the image's clusters.
-    #[error(
-        "direct I/O needs clusters of at least {block} bytes here, the image has {cluster}: use cache=host"
-    )]
-    BlockTooLarge {
-        /// The image's cluster size.
-        cluster: u64,
-        /// The file system's block size.
-        block: usize,
-    },
-    /// A frozen layer was changed under an open disk.
-    #[error("the file was changed by someone else while the disk was open: close the disk and open it again")]
-    Changed,
-    /// A request that does not lie on the disk.
-    #[error("request {range} does not fit the disk of {size} bytes")]
-    OutOfRange {
-        /// The request.
-        range: GuestRange,
-        /// The disk's size.
-        size: u64,
-    },
-    /// A request whose buffers do not have the request's length.
-    #[error("request {range} came with buffers of {len} bytes")]
-    BufferLength {
-        /// The request.
-        range: GuestRange,
-        /// Bytes in its buffers.
-        len: usize,
-    },
-    /// A write to a disk that is open for reading.
-    #[error("the disk is open read-only")]
-    ReadOnly,
-    /// A write after a flush or a metadata write failed: nothing more is known of what is on stable storage.
-    #[error(
-        "an earlier flush or metadata write failed ({cause}); the disk takes no more writes: see to the store, then open it again"
-    )]
-    Latched {
-        /// The first failure.
-        cause: String,
-    },
-    /// A request after [`crate::Disk::close`].
-    #[error("the disk is closed")]
-    Closed,
-    /// The format has no room for more clusters.
-    #[error("the image cannot grow any more: {what} is at the format's limit")]
-    Full {
-        /// The structure that cannot grow.
-        what: &'static str,
-    },
-    /// An image that may not be written as it is.
-    #[error("{0}")]
-    Create(#[from] vmstrata_qcow2::CreateError),
-}
 
 /// An error of the engine, with the file, layer and offset it happened at.
 #[derive(Debug)]

@@ -42,6 +42,7 @@ mod entry;
 mod epoch;
 mod error;
 mod extents;
+mod files;
 mod flusher;
 mod inspect;
 mod journal;

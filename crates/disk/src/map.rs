@@ -16,18 +16,20 @@
 //! **Size rule.** A layer shorter than one above it reads as zeros past its end, and hides what lies below it there.
 //! So what layer *k* says counts up to the shortest layer at or above it, its *visible end*.
 
-use std::ops::Range;
+mod merge;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use vmstrata_qcow2::L2Entry;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset, LayerIndex};
 
 use crate::cache::{PAGE_BYTES, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
 use crate::entry::{MapEntry, Mapping};
 use crate::error::{Error, ErrorKind, Result};
-use crate::layer::{FileTable, Layer, Scratch};
+use crate::files::FileTable;
+use crate::layer::{Layer, Scratch};
+use merge::Merge;
 
 /// Where the bytes of a run come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -283,66 +285,5 @@ impl FrozenMap {
                 }
             })
             .map_err(|error| error.in_layer(merge.index).in_file(&visible.layer.path))
-    }
-}
-
-/// Turns L2 entries of one layer into map entries.
-struct Merge {
-    index: LayerIndex,
-    format: vmstrata_qcow2::EntryFormat,
-    unit: ClusterBits,
-    units_per_cluster: u64,
-    file_len: u64,
-}
-
-impl Merge {
-    /// `None` for a raw layer, which the map leaves to [`Mapping::Hole`].
-    fn new(visible: &Visible, index: usize, unit: ClusterBits) -> Option<Self> {
-        let tables = visible.layer.tables.as_ref()?;
-        let units_per_cluster = tables.geometry.cluster_bits.size() >> unit.get();
-        let index = LayerIndex::new(u16::try_from(index).expect("chains are shorter than 65,536"));
-        let file_len = visible.layer.identity.len;
-        Some(Self { index, format: tables.entries, unit, units_per_cluster, file_len })
-    }
-
-    /// The map entries of one cluster.
-    #[inline]
-    fn entries(&self, cluster: GuestOffset, raw: u64) -> ClusterEntries {
-        let first = match self.format.l2(raw) {
-            Ok(L2Entry::Unallocated) => MapEntry::HOLE,
-            Ok(L2Entry::Zero { .. }) => MapEntry::zero(self.index),
-            Ok(L2Entry::Compressed { .. }) => MapEntry::compressed(self.index),
-            Ok(L2Entry::Data { host, .. }) if host.get() < self.file_len => {
-                MapEntry::data(self.index, host, self.unit)
-            }
-            // The file was cut short, or the entry breaks the format: an error for whoever reads it.
-            Ok(L2Entry::Data { .. }) | Err(_) => MapEntry::damaged(self.index),
-        };
-        let is_data = matches!(first.mapping(self.unit), Mapping::Data(..));
-        let first_unit = cluster.get() >> self.unit.get();
-        ClusterEntries {
-            first,
-            step: u64::from(is_data),
-            units: first_unit..first_unit + self.units_per_cluster,
-        }
-    }
-}
-
-/// The map entries of one cluster, unit by unit: data moves along with the units, other kinds repeat.
-struct ClusterEntries {
-    first: MapEntry,
-    step: u64,
-    units: Range<u64>,
-}
-
-impl ClusterEntries {
-    /// Those whose units lie in `range`.
-    #[inline]
-    fn clip(self, range: Range<u64>) -> impl Iterator<Item = (u64, MapEntry)> {
-        let units = self.units.start.max(range.start)..self.units.end.min(range.end);
-        units.map(move |unit| {
-            let word = self.first.word() + (unit - self.units.start) * self.step;
-            (unit, MapEntry::from_word(word))
-        })
     }
 }

@@ -6,6 +6,7 @@
 
 use std::cell::RefCell;
 
+use parking_lot::MutexGuard;
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::COPIED;
 use vmstrata_store::{AlignedBuf, Segment, SegmentVec, Store, slice, total_len};
@@ -147,14 +148,7 @@ impl Disk {
         let page = active.lock_page(first);
         let len = (total_len(from) as u64).min(RUN_BYTES);
         let wanted = (at.within(bits) + len).div_ceil(bits.size()).min(active.run_limit(first));
-        let mut old: SmallRaws = SmallRaws::new();
-        for cluster in first..first + wanted {
-            let raw = active.entry_locked(cluster, &page)?;
-            if matches!(active.decode(raw)?, L2Entry::Data { copied: true, .. }) {
-                break;
-            }
-            old.push(raw);
-        }
+        let mut old = entries_to_allocate(active, first, wanted, &page)?;
         if old.is_empty() {
             return Ok(0);
         }
@@ -175,16 +169,8 @@ impl Disk {
                 return Err(error);
             }
         };
-        let mut changed: smallvec::SmallVec<[Change; 4]> = smallvec::SmallVec::new();
-        let mut freed: Vec<Freed> = Vec::new();
-        for (number, &raw) in old.iter().enumerate() {
-            let host = space.at + ((number as u64) << bits.get());
-            changed.push(Change { cluster: first + number as u64, old: raw, new: host.get() | COPIED });
-            if kept.is_none() {
-                freed.extend(active.clusters_of(raw)?);
-            }
-        }
-        active.publish(&changed, &freed, &page).map_err(|error| error.in_file(&active.path))?;
+        publish_new(active, first, space.at, &old, kept.is_none(), &page)
+            .map_err(|error| error.in_file(&active.path))?;
         Ok(bytes)
     }
 
@@ -294,3 +280,42 @@ impl Disk {
 
 /// Raw entries of the clusters of a run.
 type SmallRaws = smallvec::SmallVec<[u64; 32]>;
+
+/// The raw entries of clusters from `first` on, up to the first that may be overwritten in place.
+fn entries_to_allocate(
+    active: &Active,
+    first: u64,
+    count: u64,
+    page: &MutexGuard<'_, ()>,
+) -> Result<SmallRaws> {
+    let mut old = SmallRaws::new();
+    for cluster in first..first + count {
+        let raw = active.entry_locked(cluster, page)?;
+        if matches!(active.decode(raw)?, L2Entry::Data { copied: true, .. }) {
+            break;
+        }
+        old.push(raw);
+    }
+    Ok(old)
+}
+
+/// Publishes new clusters from `host` on in place of what the `old` entries lead to.
+fn publish_new(
+    active: &Active,
+    first: u64,
+    host: HostOffset,
+    old: &[u64],
+    frees_old: bool,
+    page: &MutexGuard<'_, ()>,
+) -> Result<()> {
+    let mut changed: smallvec::SmallVec<[Change; 4]> = smallvec::SmallVec::new();
+    let mut freed: Vec<Freed> = Vec::new();
+    for (number, &raw) in old.iter().enumerate() {
+        let host = host + ((number as u64) << active.tables.geometry.cluster_bits.get());
+        changed.push(Change { cluster: first + number as u64, old: raw, new: host.get() | COPIED });
+        if frees_old {
+            freed.extend(active.clusters_of(raw)?);
+        }
+    }
+    active.publish(&changed, &freed, page)
+}

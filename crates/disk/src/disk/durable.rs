@@ -1,0 +1,96 @@
+//! Bringing a disk to stable storage: flush, housekeeping, and a close that leaves a clean image.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use vmstrata_types::{GuestOffset, GuestRange};
+
+use super::open::{FEATURES_SINCE, write_session};
+use super::{Disk, Top};
+use crate::active::Active;
+use crate::error::{IoContext as _, Result};
+
+impl Disk {
+    /// Brings everything written before the call to stable storage, with the tables that lead to it.
+    ///
+    /// # Errors
+    /// A host that cannot flush or write: the disk then takes no more writes.
+    pub fn flush(&self) -> Result<()> {
+        self.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
+        if self.is_read_only() {
+            return Ok(());
+        }
+        self.check_writable()?;
+        self.commit()
+    }
+
+    fn commit(&self) -> Result<()> {
+        match &self.top {
+            Top::Frozen => Ok(()),
+            Top::Raw(raw) => {
+                raw.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&raw.path))
+            }
+            Top::Qcow2(active) => active.changes.commit(&**active),
+        }
+        .map_err(|error| self.latch(error))
+    }
+
+    /// Commits changes that wait since `age` or longer, and gives back clusters that no one uses any more.
+    pub(crate) fn tend(&self, age: Duration) {
+        let Top::Qcow2(active) = &self.top else { return };
+        let _tending = self.tending.lock();
+        if self.closed.load(Ordering::Acquire) || self.latch.get().is_some() {
+            return;
+        }
+        if active.changes.waited(age) && self.commit().is_err() {
+            return;
+        }
+        if let Err(error) = self.reclaim(active) {
+            tracing::warn!(disk = %self.path.display(), %error, "cannot free clusters: they are leaked until `vmstrata check --repair=leaks`");
+        }
+    }
+
+    fn reclaim(&self, active: &Active) -> Result<()> {
+        let freed = active.changes.take_reclaimable();
+        if freed.is_empty() {
+            return Ok(());
+        }
+        self.epochs.synchronize();
+        for run in freed {
+            active.alloc.free(run.at, run.len).map_err(|error| error.in_file(&active.path))?;
+        }
+        Ok(())
+    }
+
+    /// Ends the disk: waits for requests under way, flushes, and leaves an image that stock tools find clean.
+    ///
+    /// Later requests fail; a second call does nothing.
+    ///
+    /// # Errors
+    /// What could not be flushed or written; the image is then as after a crash.
+    pub fn close(&self) -> Result<()> {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let _tending = self.tending.lock();
+        self.epochs.synchronize();
+        if self.latch.get().is_some() {
+            return self.check_writable();
+        }
+        self.commit()?;
+        let Top::Qcow2(active) = &self.top else { return Ok(()) };
+        let finish = || -> Result<()> {
+            self.reclaim(active)?;
+            active.alloc.release_claimed()?;
+            if active.tables.version >= FEATURES_SINCE {
+                // Refcounts first: whoever finds no session in the header takes them to be right.
+                active.flusher.flush().while_trying("flush")?;
+                write_session(active, 0)?;
+            }
+            active.flusher.flush().while_trying("flush")
+        };
+        finish().map_err(|error| self.latch(error.in_file(&active.path)))?;
+        active.changes.remove_journal();
+        Ok(())
+    }
+}

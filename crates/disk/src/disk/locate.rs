@@ -1,0 +1,141 @@
+//! Where the bytes of a disk are: the active layer first, then the map of those below.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use vmstrata_qcow2::L2Entry;
+use vmstrata_store::Store;
+use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
+
+use super::{Disk, Top};
+use crate::active::Active;
+use crate::error::Result;
+use crate::map::{Run, Source};
+
+impl Disk {
+    /// The run at `at`, at most `len` bytes, from memory alone; `None` when tables must be read first.
+    ///
+    /// Within the disk and `len > 0`, a run has at least one byte.
+    #[inline]
+    pub(crate) fn lookup(&self, at: GuestOffset, len: u64) -> Option<Run> {
+        match &self.top {
+            Top::Qcow2(active) => self.lookup_over(active, at, len),
+            Top::Raw(_) => {
+                Some(Run { source: Source::Data(LayerIndex::BASE, HostOffset::new(at.get())), len })
+            }
+            Top::Frozen => self.frozen.as_ref().expect("a disk has a layer").lookup(at, len),
+        }
+    }
+
+    #[inline]
+    fn lookup_over(&self, active: &Active, at: GuestOffset, len: u64) -> Option<Run> {
+        let mut run = self.step_over(active, at, len)?;
+        while run.len < len {
+            let Some(next) = self.step_over(active, at + run.len, len - run.len) else { break };
+            if next.source != run.source.advanced(run.len) {
+                break;
+            }
+            run.len += next.len;
+        }
+        Some(run)
+    }
+
+    /// The part of a run that one cluster of the active layer answers for.
+    #[inline]
+    fn step_over(&self, active: &Active, at: GuestOffset, len: u64) -> Option<Run> {
+        let bits = active.tables.geometry.cluster_bits;
+        let within = at.within(bits);
+        let len = len.min(bits.size() - within);
+        let source = match active.tables.entries.l2(active.lookup(active.cluster_of(at))?) {
+            Ok(L2Entry::Data { host, .. }) => Source::Data(active.index, host + within),
+            Ok(L2Entry::Unallocated) => return self.below(at, len),
+            Ok(L2Entry::Zero { .. }) => Source::Zero(active.index),
+            Ok(L2Entry::Compressed { .. }) => Source::Compressed(active.index),
+            Err(_) => Source::Damaged(active.index),
+        };
+        Some(Run { source, len })
+    }
+
+    /// What the frozen layers have.
+    #[inline]
+    pub(crate) fn below(&self, at: GuestOffset, len: u64) -> Option<Run> {
+        match &self.frozen {
+            Some(map) => map.lookup(at, len),
+            None => Some(Run { source: Source::Hole, len }),
+        }
+    }
+
+    /// As [`Disk::below`], reading tables where need be.
+    pub(crate) fn locate_below(&self, at: GuestOffset, len: u64) -> Result<Run> {
+        match &self.frozen {
+            Some(map) => map.locate(at, len),
+            None => Ok(Run { source: Source::Hole, len }),
+        }
+    }
+
+    /// As [`Disk::lookup`], reading tables where need be.
+    pub(crate) fn locate(&self, at: GuestOffset, len: u64) -> Result<Run> {
+        loop {
+            if let Some(run) = self.lookup(at, len) {
+                return Ok(run);
+            }
+            match &self.top {
+                Top::Qcow2(active) => {
+                    if active.entry(active.cluster_of(at))? == 0 {
+                        self.locate_below(at, 1)?;
+                    }
+                }
+                _ => {
+                    self.locate_below(at, 1)?;
+                }
+            }
+        }
+    }
+
+    /// Whether the map answers for `len` bytes at `at` from memory. For measurements.
+    #[inline]
+    pub fn map_hit(&self, at: GuestOffset, len: u64) -> bool {
+        self.lookup(at, len).is_some()
+    }
+
+    /// Reads the tables that answer for the whole disk, as far as they fit the metadata cache.
+    ///
+    /// # Errors
+    /// Tables that cannot be read.
+    pub fn warm_map(&self) -> Result<()> {
+        let mut at = GuestOffset::ZERO;
+        while at.get() < self.size {
+            at = at + self.locate(at, self.size - at.get())?.len;
+        }
+        Ok(())
+    }
+
+    /// The file of a layer, opened now if need be.
+    pub(crate) fn store_of(&self, layer: LayerIndex) -> Result<Arc<dyn Store>> {
+        match self.open_store_of(layer) {
+            Some(store) => Ok(store),
+            None => {
+                let map = self.frozen.as_ref().expect("only frozen layers are ever closed");
+                self.resources.files().store(map.layer(layer)).map_err(|error| error.in_layer(layer))
+            }
+        }
+    }
+
+    /// The file of a layer if it is open.
+    #[inline]
+    pub(crate) fn open_store_of(&self, layer: LayerIndex) -> Option<Arc<dyn Store>> {
+        match &self.top {
+            Top::Qcow2(active) if layer == active.index => Some(Arc::clone(&active.store)),
+            Top::Raw(raw) => Some(Arc::clone(&raw.store)),
+            _ => self.frozen.as_ref()?.layer(layer).open_file(),
+        }
+    }
+
+    pub(crate) fn path_of(&self, layer: LayerIndex) -> &Path {
+        match (&self.top, &self.frozen) {
+            (Top::Qcow2(active), _) if layer == active.index => &active.path,
+            (Top::Qcow2(_) | Top::Frozen, Some(map)) => &map.layer(layer).path,
+            _ => &self.path,
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Making the file on top of a chain ready for writes: repair, session, and the journal of a killed process.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use vmstrata_qcow2::Incompatible;
+use vmstrata_qcow2::header::field;
+use vmstrata_store::Store;
+use vmstrata_types::{HostOffset, LayerIndex};
+
+use super::{RawTop, Top};
+use crate::active::Active;
+use crate::chain::{Qcow2Head, SESSION_MASK, Top as OpenTop, read_head};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::flusher::Flusher;
+use crate::journal::Journal;
+use crate::resources::Resources;
+
+/// Version 2 headers have no feature bits.
+pub(super) const FEATURES_SINCE: u32 = 3;
+
+/// Makes the top file ready for writes.
+pub(super) fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -> Result<Top> {
+    let OpenTop { path, opened, head, .. } = top;
+    let Some(head) = head else {
+        let flusher = Flusher::new(Arc::clone(&opened.store));
+        return Ok(Top::Raw(RawTop { path, store: opened.store, flusher }));
+    };
+    let in_file = |error: Error| error.in_file(&path);
+    let head = repaired(head, &opened.store).map_err(in_file)?;
+    let header = &head.header;
+    let (cluster, block) = (header.cluster_bits.size(), opened.store.raw_alignment());
+    if cluster < block as u64 {
+        return Err(in_file(ErrorKind::BlockTooLarge { cluster, block }.into()));
+    }
+    let identity = opened.identity;
+    let mut active = Active::open(&path, Arc::clone(&opened.store), identity, header, index, resources)
+        .map_err(|error| in_file(error.in_layer(index)))?;
+    if header.version < FEATURES_SINCE {
+        // No bit would say whether a journal is about this state of the image.
+        active.changes.commit_each_change(resources.journal_dir().is_some());
+        return Ok(Top::Qcow2(Box::new(active)));
+    }
+    let (old, new) = (header.autoclear.bits() & SESSION_MASK, new_session());
+    let journal = match resources.journal_dir() {
+        None => None,
+        Some(dir) => Some(take_over(&mut active, dir, old, new)?),
+    };
+    write_session(&active, new).map_err(in_file)?;
+    active.changes.use_journal(journal);
+    Ok(Top::Qcow2(Box::new(active)))
+}
+
+/// Opens the image's journal, takes up what the process of session `old` left in it, and begins session `new`.
+fn take_over(active: &mut Active, dir: &Path, old: u64, new: u64) -> Result<Journal> {
+    let in_dir = |error: Error| error.in_file(dir);
+    let opened = Journal::open(dir, active.identity.file, old).while_trying("open the volatile journal");
+    let (mut journal, found) = opened.map_err(in_dir)?;
+    recover(active, old, &found).map_err(|error| error.in_file(&active.path))?;
+    journal.reset(new).while_trying("write the volatile journal").map_err(in_dir)?;
+    Ok(journal)
+}
+
+/// Takes up the journal of a killed process, if there is one.
+fn recover(active: &mut Active, session: u64, found: &[crate::journal::Record]) -> Result<()> {
+    if session == 0 || found.is_empty() {
+        return Ok(());
+    }
+    if active.take_up(found)? {
+        active.changes.commit(active)?;
+        tracing::info!(disk = %active.path.display(), changes = found.len(), "took up the writes of a killed process");
+    } else {
+        tracing::warn!(disk = %active.path.display(), "the image was changed since a process writing it was killed: its unflushed writes are dropped");
+    }
+    Ok(())
+}
+
+/// Refuses an image marked corrupt; repairs one whose refcounts were left behind.
+fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
+    if head.header.incompatible.contains(Incompatible::CORRUPT) {
+        return Err(ErrorKind::MarkedCorrupt.into());
+    }
+    if !head.header.incompatible.contains(Incompatible::DIRTY) {
+        return Ok(head);
+    }
+    let report = crate::check::repair_dirty(store)?;
+    tracing::info!(?report, "repaired the refcounts of an image that was not closed");
+    let len = store.len().while_trying("read the file's length")?;
+    let head = read_head(&**store, len)?;
+    let sound = !head.header.incompatible.intersects(Incompatible::CORRUPT | Incompatible::DIRTY);
+    if sound { Ok(head) } else { Err(ErrorKind::MarkedCorrupt.into()) }
+}
+
+/// Writes the autoclear bits: ours, and none that stand for structures we do not keep up to date.
+pub(super) fn write_session(active: &Active, session: u64) -> Result<()> {
+    let at = HostOffset::new(field::AUTOCLEAR);
+    let written = active.store.write_all(&session.to_be_bytes(), at);
+    written.while_trying("write the header").map_err(|error| error.at(at))?;
+    active.flusher.flush().while_trying("flush the header")
+}
+
+/// A number that no earlier process used for this image, in all likelihood; never 0.
+fn new_session() -> u64 {
+    use std::hash::{BuildHasher as _, RandomState};
+    (RandomState::new().hash_one(std::process::id()) & SESSION_MASK) | 1 << 63
+}

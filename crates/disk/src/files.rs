@@ -1,0 +1,110 @@
+//! The open files of frozen layers, bounded in number.
+//!
+//! A file is opened on first use and stays open while there is room. Beyond that, the one that was not used for
+//! longest, about, is closed; requests under way keep theirs until they are done.
+
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+use vmstrata_store::{FileIdentity, Gate, Store};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::layer::Layer;
+use crate::opener::{Opened, Opener, Role};
+
+/// Whether a file is what it was, as far as a look at it tells. (The change time is no witness: it also moves when a
+/// file is linked or gets another owner.)
+fn same_state(now: &FileIdentity, then: &FileIdentity) -> bool {
+    (now.file, now.len, now.mtime_ns) == (then.file, then.len, then.mtime_ns)
+}
+
+/// The open files of frozen layers, bounded in number.
+#[derive(Debug)]
+pub(crate) struct FileTable {
+    opener: Arc<dyn Opener>,
+    max_open: usize,
+    open: Mutex<Clock>,
+}
+
+#[derive(Debug, Default)]
+struct Clock {
+    layers: Vec<Weak<Layer>>,
+    hand: usize,
+}
+
+impl FileTable {
+    pub(crate) fn new(opener: Arc<dyn Opener>, max_open: usize) -> Self {
+        Self { opener, max_open: max_open.max(1), open: Mutex::default() }
+    }
+
+    pub(crate) fn opener(&self) -> &Arc<dyn Opener> {
+        &self.opener
+    }
+
+    /// The layer's file, opened now if need be.
+    ///
+    /// # Errors
+    /// The file cannot be opened, or is not the file it was when the chain was read.
+    pub(crate) fn store(&self, layer: &Arc<Layer>) -> Result<Arc<dyn Store>> {
+        if let Some(store) = layer.open_file() {
+            return Ok(store);
+        }
+        let mut clock = self.open.lock();
+        if let Some(store) = layer.open_file() {
+            return Ok(store);
+        }
+        // The gate let the file through when the chain was read; it must still be the same file.
+        let opened = self.opener.open(&layer.path, Role::Frozen, &Gate::unrestricted())?;
+        if !same_state(&opened.identity, &layer.identity) {
+            return Err(Error::from(ErrorKind::Changed).in_file(&layer.path));
+        }
+        self.adopt_locked(&mut clock, layer, &opened);
+        Ok(opened.store)
+    }
+
+    /// Takes in a file that was opened to read the chain.
+    pub(crate) fn adopt(&self, layer: &Arc<Layer>, opened: &Opened) {
+        self.adopt_locked(&mut self.open.lock(), layer, opened);
+    }
+
+    fn adopt_locked(&self, clock: &mut Clock, layer: &Arc<Layer>, opened: &Opened) {
+        if layer.open_file().is_some() {
+            return;
+        }
+        while clock.layers.len() >= self.max_open {
+            clock.close_one();
+        }
+        layer.put_file(Some(Arc::clone(&opened.store)));
+        clock.layers.push(Arc::downgrade(layer));
+    }
+
+    /// Files open now.
+    pub(crate) fn open_count(&self) -> usize {
+        let mut clock = self.open.lock();
+        clock.layers.retain(|layer| layer.strong_count() > 0);
+        clock.layers.len()
+    }
+}
+
+impl Clock {
+    /// Closes the file that was not used for longest, about; requests under way keep theirs until they are done.
+    fn close_one(&mut self) {
+        for _ in 0..=2 * self.layers.len() {
+            self.hand %= self.layers.len();
+            let Some(layer) = self.layers[self.hand].upgrade() else {
+                self.layers.swap_remove(self.hand);
+                return;
+            };
+            if !layer.take_used() {
+                layer.put_file(None);
+                self.layers.swap_remove(self.hand);
+                return;
+            }
+            self.hand += 1;
+        }
+        let layer = self.layers.swap_remove(self.hand % self.layers.len());
+        if let Some(layer) = layer.upgrade() {
+            layer.put_file(None);
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Turning the L2 entries of one layer into entries of the map.
+
+use std::ops::Range;
+
+use vmstrata_qcow2::L2Entry;
+use vmstrata_types::{ClusterBits, GuestOffset, LayerIndex};
+
+use super::Visible;
+use crate::entry::{MapEntry, Mapping};
+
+/// Turns L2 entries of one layer into map entries.
+pub(super) struct Merge {
+    pub(super) index: LayerIndex,
+    format: vmstrata_qcow2::EntryFormat,
+    unit: ClusterBits,
+    units_per_cluster: u64,
+    file_len: u64,
+}
+
+impl Merge {
+    /// `None` for a raw layer, which the map leaves to [`Mapping::Hole`].
+    pub(super) fn new(visible: &Visible, index: usize, unit: ClusterBits) -> Option<Self> {
+        let tables = visible.layer.tables.as_ref()?;
+        let units_per_cluster = tables.geometry.cluster_bits.size() >> unit.get();
+        let index = LayerIndex::new(u16::try_from(index).expect("chains are shorter than 65,536"));
+        let file_len = visible.layer.identity.len;
+        Some(Self { index, format: tables.entries, unit, units_per_cluster, file_len })
+    }
+
+    /// The map entries of one cluster.
+    #[inline]
+    pub(super) fn entries(&self, cluster: GuestOffset, raw: u64) -> ClusterEntries {
+        let first = match self.format.l2(raw) {
+            Ok(L2Entry::Unallocated) => MapEntry::HOLE,
+            Ok(L2Entry::Zero { .. }) => MapEntry::zero(self.index),
+            Ok(L2Entry::Compressed { .. }) => MapEntry::compressed(self.index),
+            Ok(L2Entry::Data { host, .. }) if host.get() < self.file_len => {
+                MapEntry::data(self.index, host, self.unit)
+            }
+            // The file was cut short, or the entry breaks the format: an error for whoever reads it.
+            Ok(L2Entry::Data { .. }) | Err(_) => MapEntry::damaged(self.index),
+        };
+        let is_data = matches!(first.mapping(self.unit), Mapping::Data(..));
+        let first_unit = cluster.get() >> self.unit.get();
+        ClusterEntries {
+            first,
+            step: u64::from(is_data),
+            units: first_unit..first_unit + self.units_per_cluster,
+        }
+    }
+}
+
+/// The map entries of one cluster, unit by unit: data moves along with the units, other kinds repeat.
+pub(super) struct ClusterEntries {
+    first: MapEntry,
+    step: u64,
+    units: Range<u64>,
+}
+
+impl ClusterEntries {
+    /// Those whose units lie in `range`.
+    #[inline]
+    pub(super) fn clip(self, range: Range<u64>) -> impl Iterator<Item = (u64, MapEntry)> {
+        let units = self.units.start.max(range.start)..self.units.end.min(range.end);
+        units.map(move |unit| {
+            let word = self.first.word() + (unit - self.units.start) * self.step;
+            (unit, MapEntry::from_word(word))
+        })
+    }
+}

@@ -1,0 +1,101 @@
+//! Deciding whether the ring can carry a request out, and in which pieces.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+use vmstrata_store::{Store, fill_zero, slice};
+use vmstrata_types::HostOffset;
+
+use crate::blocks::BlockOrder;
+use crate::disk::{Disk, Top};
+use crate::map::Source;
+use crate::request::{Op, Request};
+
+/// Pieces a request may fall into on the fast road; those of more go to a worker.
+const PARTS_MAX: usize = 16;
+
+/// A piece of a request that lies in one file.
+pub(super) struct Part {
+    pub(super) store: Arc<dyn Store>,
+    pub(super) at: HostOffset,
+    pub(super) skip: usize,
+    pub(super) len: usize,
+}
+
+pub(super) type Parts = SmallVec<[Part; 2]>;
+
+impl Disk {
+    /// The pieces a request falls into, if the ring can do all of it; `None` if a worker must. Ranges that read as
+    /// zeros are filled here.
+    #[inline]
+    pub(super) fn plan(&self, request: &Request) -> Option<Parts> {
+        match request.op {
+            Op::Read => self.plan_read(request),
+            Op::Write { fua: false } => self.plan_write(request),
+            _ => None,
+        }
+    }
+
+    fn plan_read(&self, request: &Request) -> Option<Parts> {
+        let mut parts = Parts::new();
+        let len = request.range.len;
+        let mut done = 0;
+        while done < len {
+            let run = self.lookup(request.range.start + done, len - done)?;
+            match run.source {
+                Source::Hole | Source::Zero(_) => {
+                    fill_zero(&slice(&request.segments, done as usize, run.len as usize));
+                }
+                Source::Data(layer, at) => {
+                    let store = self.open_store_of(layer)?;
+                    parts.push(part(store, at, done, run.len, request)?);
+                }
+                Source::Compressed(_) | Source::Damaged(_) => return None,
+            }
+            done += run.len;
+            if parts.len() > PARTS_MAX {
+                return None;
+            }
+        }
+        Some(parts)
+    }
+
+    fn plan_write(&self, request: &Request) -> Option<Parts> {
+        let mut parts = Parts::new();
+        let len = request.range.len;
+        let mut done = 0;
+        while done < len {
+            let here = request.range.start + done;
+            let (store, at, found) = match &self.top {
+                Top::Qcow2(active) => {
+                    let (at, found) = self.lookup_in_place(active, here, len - done)?;
+                    (&active.store, at, found)
+                }
+                Top::Raw(raw) => (&raw.store, HostOffset::new(here.get()), len - done),
+                Top::Frozen => return None,
+            };
+            if found == 0 || parts.len() == PARTS_MAX {
+                return None;
+            }
+            parts.push(part(Arc::clone(store), at, done, found, request)?);
+            done += found;
+        }
+        // Last, because the ring now will carry it out; a partial write under way sends it to a worker instead.
+        let may_start = parts.is_empty() || self.blocks.as_ref().is_none_or(BlockOrder::try_enter);
+        may_start.then_some(parts)
+    }
+}
+
+/// A piece for the ring; `None` when the file cannot be used so, or not with this alignment.
+#[inline]
+fn part(store: Arc<dyn Store>, at: HostOffset, skip: u64, len: u64, request: &Request) -> Option<Part> {
+    store.raw()?;
+    let alignment = store.raw_alignment();
+    if alignment > 1 {
+        let aligned = (at.get() | skip | len) & (alignment as u64 - 1) == 0;
+        if !aligned || !request.segments.iter().all(|segment| segment.is_aligned(alignment)) {
+            return None;
+        }
+    }
+    Some(Part { store, at, skip: skip as usize, len: len as usize })
+}
