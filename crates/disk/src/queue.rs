@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   push ──► map says: data in open files, zeros ──► ring ──► completion
-//!        │         or: write where the active layer owns the clusters ──┘    ▲
+//!        │   write where the active layer owns the clusters: page cache ─────▲
 //!        └───────► anything else: a worker carries it out, blocking ─────────┘
 //! ```
 //!
@@ -14,7 +14,7 @@ mod plan;
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 use vmstrata_store::{Ring, RingCompletion, SegmentVec, slice};
@@ -29,6 +29,10 @@ use plan::Parts;
 
 /// Descriptors a caller may watch in [`IoQueue::wait`].
 pub const WATCHED_MAX: usize = 62;
+/// A write into the page cache that takes longer was held back by the host.
+const WRITE_PATIENCE: Duration = Duration::from_millis(2);
+/// For how long writes go to workers then.
+const HOLD_BACK: Duration = Duration::from_millis(50);
 
 /// See the module documentation. Belongs to the thread that uses it first.
 #[derive(Debug)]
@@ -41,6 +45,8 @@ pub struct IoQueue {
     in_flight: usize,
     /// Finished without leaving this thread.
     ready: Vec<Completion>,
+    /// Until when writes go to workers because the host holds writers back.
+    writes_wait_until: Option<Instant>,
     /// Reused by `reap`.
     moved: Vec<RingCompletion>,
     replies: Vec<(u32, Result<()>)>,
@@ -71,6 +77,7 @@ impl IoQueue {
             free: Vec::new(),
             in_flight: 0,
             ready: Vec::new(),
+            writes_wait_until: None,
             moved: Vec::new(),
             replies: Vec::new(),
         })
@@ -94,12 +101,39 @@ impl IoQueue {
         match planned {
             Err(error) => self.finish_now(request.token, Some(ticket), Err(error)),
             Ok(Some(parts)) if parts.is_empty() => self.finish_now(request.token, Some(ticket), Ok(())),
+            Ok(Some(parts)) if request.op != Op::Read && self.disk.blocks.is_none() => {
+                self.write_now(request, ticket, &parts);
+            }
             Ok(Some(parts)) => self.start(request, ticket, &parts),
             Ok(None) => {
                 self.disk.epochs.leave(ticket);
                 let slot = self.slot(request, None, 0);
                 self.send_to_worker(slot);
             }
+        }
+    }
+
+    /// Writes into the page cache here and now.
+    ///
+    /// The ring would not do better: file systems that cannot promise not to block (ext4, for buffered writes) make the
+    /// kernel hand every write to a thread of its own, which costs several times the copy. When the host holds
+    /// writers back because too many pages are dirty, workers take over for a while, so that reads go on.
+    fn write_now(&mut self, request: Request, ticket: Ticket, parts: &Parts) {
+        let begun = Instant::now();
+        let held_back = self.writes_wait_until.is_some_and(|until| begun < until);
+        let written = !held_back
+            && parts.iter().all(|part| {
+                let segments = slice(&request.segments, part.skip, part.len);
+                part.store.write_segments(&segments, part.at).is_ok()
+            });
+        if written {
+            self.writes_wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);
+            self.finish_now(request.token, Some(ticket), Ok(()));
+        } else {
+            // A worker writes it again, whole, and finds out what is wrong.
+            self.disk.epochs.leave(ticket);
+            let slot = self.slot(request, None, 0);
+            self.send_to_worker(slot);
         }
     }
 
