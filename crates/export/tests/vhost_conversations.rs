@@ -149,7 +149,7 @@ impl Talker {
 fn converse(served: &Served, seed: u64) {
     let mut guest = Guest::new(SIZE);
     let rng = SmallRng::seed_from_u64(seed);
-    let mut talker = if seed % 2 == 0 {
+    let mut talker = if seed.is_multiple_of(2) {
         let Connection { driver, kick, call, socket, .. } = guest.connect(&served.socket());
         Talker { rng, socket, guest, driver, events: [kick, call] }
     } else {
