@@ -1,7 +1,7 @@
 //! The messages of the vhost-user protocol: what the frontend says, turned into queues that run.
 //!
 //! ```text
-//!   socket ─► vhost::BackendReqHandler ─► Backend (this file) ─► Worker::start / stop / set_call
+//!   socket ─► vhost::BackendReqHandler ─► Backend (`messages`) ─► Worker::start / stop / set_call
 //! ```
 //!
 //! Every message that changes a ring, the memory or the features stops the queues it concerns, which waits
@@ -10,25 +10,18 @@
 //!
 //! Not offered: packed rings, postcopy, and the device's own status.
 
-use std::fs::File;
+mod messages;
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use vhost::vhost_user::message::{
-    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
-    VhostUserLog, VhostUserMemoryRegion, VhostUserShMemConfig, VhostUserSharedMsg,
-    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
-};
-use vhost::vhost_user::{
-    Error as MessageError, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
-    VhostUserVirtioFeatures,
-};
+use vhost::vhost_user::VhostUserVirtioFeatures;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::config::Device;
 use super::dirty::DirtyLog;
 use super::inflight::{InflightError, InflightQueue, InflightRegion};
-use super::memory::{GuestMemory, MAX_REGIONS, MemoryError, RegionInfo};
+use super::memory::{GuestMemory, MemoryError};
 use super::notify;
 use super::queue::QueueParts;
 use super::ring::{Logging, Ring, RingLayout};
@@ -56,14 +49,6 @@ enum StartError {
     Inflight(#[from] InflightError),
     #[error("cannot duplicate a descriptor: {0}")]
     Descriptor(#[from] std::io::Error),
-}
-
-fn refused(error: impl std::error::Error + Send + Sync + 'static) -> MessageError {
-    MessageError::ReqHandlerError(std::io::Error::other(error))
-}
-
-fn not_offered<T>(what: &'static str) -> Result<T> {
-    Err(MessageError::InvalidOperation(what))
 }
 
 impl Backend {
@@ -117,11 +102,7 @@ impl Backend {
         }
     }
 
-    fn assemble(
-        &self,
-        index: usize,
-        addresses: RingAddresses,
-    ) -> std::result::Result<QueueParts, StartError> {
+    fn assemble(&self, index: usize, addresses: RingAddresses) -> Result<QueueParts, StartError> {
         let vring = &self.vrings[index];
         let has = |bit: u32| self.features & (1 << bit) != 0;
         let layout = RingLayout {
@@ -172,16 +153,6 @@ impl Backend {
         }
     }
 
-    fn index(&self, index: u32) -> Result<usize> {
-        let index = index as usize;
-        if index < self.vrings.len() { Ok(index) } else { Err(MessageError::InvalidParam) }
-    }
-
-    fn offered(&self) -> u64 {
-        let of_transport = VhostUserVirtioFeatures::PROTOCOL_FEATURES | VhostUserVirtioFeatures::LOG_ALL;
-        self.device.features() | of_transport.bits()
-    }
-
     /// Whether the frontend wants to know what is written.
     fn logs_everything(&self) -> bool {
         self.features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0
@@ -194,250 +165,6 @@ impl Backend {
         self.inflight = None;
         self.dirty = None;
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
-    }
-}
-
-fn region_info(region: &VhostUserMemoryRegion) -> RegionInfo {
-    RegionInfo {
-        guest: region.guest_phys_addr,
-        len: region.memory_size,
-        user: region.user_addr,
-        file_offset: region.mmap_offset,
-    }
-}
-
-fn adopt(file: Option<File>) -> Result<Option<OwnedFd>> {
-    file.map(|file| notify::adopt(file.into())).transpose().map_err(MessageError::ReqHandlerError)
-}
-
-impl VhostUserBackendReqHandlerMut for Backend {
-    fn set_owner(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    fn reset_owner(&mut self) -> Result<()> {
-        self.forget_driver();
-        Ok(())
-    }
-
-    /// The memory table stays: frontends that add regions one by one do not send them again.
-    fn reset_device(&mut self) -> Result<()> {
-        self.forget_driver();
-        Ok(())
-    }
-
-    fn get_features(&mut self) -> Result<u64> {
-        Ok(self.offered())
-    }
-
-    fn set_features(&mut self, features: u64) -> Result<()> {
-        if features & !self.offered() != 0 {
-            return Err(MessageError::FeatureMismatch);
-        }
-        if features == self.features {
-            return Ok(());
-        }
-        // Without protocol features there is no SET_VRING_ENABLE: rings are enabled from the start.
-        let always_enabled = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;
-        self.change_all(|this| {
-            this.features = features;
-            this.vrings.iter_mut().for_each(|vring| vring.enabled |= always_enabled);
-        });
-        Ok(())
-    }
-
-    fn set_mem_table(
-        &mut self,
-        regions: &[VhostUserMemoryRegion],
-        files: Vec<File>,
-        _postcopy: Option<bool>,
-    ) -> Result<Option<Vec<u64>>> {
-        let mut memory = GuestMemory::default();
-        for (region, file) in regions.iter().zip(files) {
-            memory = memory.with_region(region_info(region), file).map_err(refused)?;
-        }
-        self.change_all(|this| this.memory = Arc::new(memory));
-        Ok(None)
-    }
-
-    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
-        let index = self.index(index)?;
-        let size = u16::try_from(num).map_err(|_| MessageError::InvalidParam)?;
-        if !size.is_power_of_two() || size > self.queue_size_max {
-            return Err(MessageError::InvalidParam);
-        }
-        self.change(index, |vring| vring.size = size);
-        Ok(())
-    }
-
-    fn set_vring_addr(
-        &mut self,
-        index: u32,
-        flags: VhostUserVringAddrFlags,
-        descriptors: u64,
-        used: u64,
-        available: u64,
-        log: u64,
-    ) -> Result<()> {
-        let index = self.index(index)?;
-        let used_logged_at = flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG).then_some(log);
-        let addresses = RingAddresses { descriptors, available, used, used_logged_at };
-        self.change(index, |vring| vring.addresses = Some(addresses));
-        Ok(())
-    }
-
-    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        let index = self.index(index)?;
-        let base = u16::try_from(base).map_err(|_| MessageError::InvalidParam)?;
-        self.change(index, |vring| vring.next_available = base);
-        Ok(())
-    }
-
-    /// The queue is stopped until the next SET_VRING_KICK.
-    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
-        let place = self.index(index)?;
-        self.stop(place);
-        let vring = &mut self.vrings[place];
-        vring.kick = Kick::Unset;
-        vring.call = None;
-        Ok(VhostUserVringState::new(index, vring.next_available.into()))
-    }
-
-    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let index = self.index(index.into())?;
-        let kick = adopt(fd)?.map_or(Kick::Polled, Kick::Event);
-        self.change(index, |vring| vring.kick = kick);
-        Ok(())
-    }
-
-    /// Frontends change this often while a guest masks and unmasks its interrupts: nothing is stopped.
-    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let index = self.index(index.into())?;
-        let call = adopt(fd)?;
-        if self.vrings[index].running {
-            let twin = call.as_ref().map(OwnedFd::try_clone).transpose();
-            self.worker(index).set_call(index as u16, twin.map_err(MessageError::ReqHandlerError)?);
-        }
-        self.vrings[index].call = call;
-        Ok(())
-    }
-
-    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let index = self.index(index.into())?;
-        let err = adopt(fd)?;
-        self.change(index, |vring| vring.err = err);
-        Ok(())
-    }
-
-    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
-        Ok(VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
-            | VhostUserProtocolFeatures::LOG_SHMFD
-            | VhostUserProtocolFeatures::RESET_DEVICE
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
-    }
-
-    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
-        let offered = self.get_protocol_features()?.bits();
-        if features & !offered == 0 { Ok(()) } else { Err(MessageError::FeatureMismatch) }
-    }
-
-    fn get_queue_num(&mut self) -> Result<u64> {
-        Ok(self.device.queues.into())
-    }
-
-    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        let index = self.index(index)?;
-        if self.vrings[index].enabled != enable {
-            self.change(index, |vring| vring.enabled = enable);
-        }
-        Ok(())
-    }
-
-    fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        Ok(self.device.read(offset as usize, size as usize))
-    }
-
-    fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
-        if self.device.write(offset as usize, bytes) { Ok(()) } else { Err(MessageError::InvalidParam) }
-    }
-
-    fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        let (queues, size) = (wanted.num_queues, wanted.queue_size);
-        self.check_inflight_shape(queues, size)?;
-        let file = InflightRegion::create_file(queues, size).map_err(refused)?;
-        Ok((VhostUserInflight::new(InflightRegion::size(queues, size), 0, queues, size), file))
-    }
-
-    fn set_inflight_fd(&mut self, inflight: &VhostUserInflight, file: File) -> Result<()> {
-        let (queues, size) = (inflight.num_queues, inflight.queue_size);
-        self.check_inflight_shape(queues, size)?;
-        let range = (inflight.mmap_offset, inflight.mmap_size);
-        let region = InflightRegion::attach(file, range, queues, size).map_err(refused)?;
-        self.change_all(|this| this.inflight = Some(Arc::new(region)));
-        Ok(())
-    }
-
-    fn get_max_mem_slots(&mut self) -> Result<u64> {
-        Ok(MAX_REGIONS as u64)
-    }
-
-    fn add_mem_region(
-        &mut self,
-        region: &VhostUserSingleMemoryRegion,
-        file: File,
-        _postcopy: Option<bool>,
-    ) -> Result<Option<u64>> {
-        let memory = self.memory.with_region(region_info(region), file).map_err(refused)?;
-        self.change_all(|this| this.memory = Arc::new(memory));
-        Ok(None)
-    }
-
-    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
-        let memory = self.memory.without_region(region_info(region)).map_err(refused)?;
-        self.change_all(|this| this.memory = Arc::new(memory));
-        Ok(())
-    }
-
-    fn set_gpu_socket(&mut self, _gpu: GpuBackend) -> Result<()> {
-        not_offered("not a GPU")
-    }
-
-    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
-        not_offered("no shared objects")
-    }
-
-    fn set_device_state_fd(
-        &mut self,
-        _direction: VhostTransferStateDirection,
-        _phase: VhostTransferStatePhase,
-        _file: File,
-    ) -> Result<Option<File>> {
-        not_offered("no device state to transfer")
-    }
-
-    fn check_device_state(&mut self) -> Result<()> {
-        not_offered("no device state to transfer")
-    }
-
-    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
-        not_offered("no shared memory regions")
-    }
-
-    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
-        let dirty = DirtyLog::attach(file, log.mmap_offset, log.mmap_size).map_err(refused)?;
-        self.change_all(|this| this.dirty = Some(Arc::new(dirty)));
-        Ok(())
-    }
-}
-
-impl Backend {
-    fn check_inflight_shape(&self, queues: u16, queue_size: u16) -> Result<()> {
-        let fits =
-            (1..=self.device.queues).contains(&queues) && (1..=self.queue_size_max).contains(&queue_size);
-        if fits { Ok(()) } else { Err(refused(InflightError::Shape { queues, queue_size })) }
     }
 }
 
