@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 use vmstrata_qcow2::entry::COPIED;
 use vmstrata_qcow2::{Header, L2Entry};
-use vmstrata_store::{FileIdentity, Store};
+use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
 use crate::alloc::Allocator;
@@ -37,6 +37,8 @@ const PAGE_LOCKS: usize = 64;
 pub(crate) struct Active {
     pub(crate) path: PathBuf,
     pub(crate) store: Arc<dyn Store>,
+    /// The same store, for rings.
+    pub(crate) file: Arc<OpenStore>,
     pub(crate) flusher: Arc<Flusher>,
     pub(crate) identity: FileIdentity,
     pub(crate) index: LayerIndex,
@@ -103,6 +105,7 @@ impl Active {
             l1_lock: Mutex::new(()),
             page_locks: std::array::from_fn(|_| Mutex::new(())),
             flusher,
+            file: OpenStore::new(Arc::clone(&store)),
             store,
         })
     }

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use vmstrata_store::Store;
+use vmstrata_store::{OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestRange, LayerIndex};
 
 use crate::active::Active;
@@ -74,6 +74,8 @@ impl Top {
 pub(crate) struct RawTop {
     pub(crate) path: PathBuf,
     pub(crate) store: Arc<dyn Store>,
+    /// The same store, for rings.
+    pub(crate) file: Arc<OpenStore>,
     flusher: Flusher,
 }
 

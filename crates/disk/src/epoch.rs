@@ -46,11 +46,58 @@ impl Drop for Guard<'_> {
     }
 }
 
+/// The requests of one thread, which enter together: only the first inside and the last to leave touch the counter.
+#[derive(Debug)]
+pub(crate) struct Member {
+    shard: usize,
+    /// Requests inside, by phase.
+    inside: [u32; 2],
+    tickets: [Option<Ticket>; 2],
+}
+
+/// The phase a member's request entered in; give it back with [`Member::leave`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Phase(u8);
+
+impl Member {
+    pub(crate) fn new(shard: usize) -> Self {
+        Self { shard, inside: [0; 2], tickets: [None, None] }
+    }
+
+    /// As [`Epochs::enter`].
+    #[inline]
+    pub(crate) fn enter(&mut self, epochs: &Epochs) -> Phase {
+        // Acquire: a request counted in the new phase sees what was unpublished before the turn. One counted in the
+        // old phase holds up whoever waits for that, first of its phase or not.
+        let phase = epochs.phase.load(Ordering::Acquire) & 1;
+        if self.inside[phase] == 0 {
+            self.tickets[phase] = Some(epochs.enter_phase(phase, self.shard));
+        }
+        self.inside[phase] += 1;
+        Phase(phase as u8)
+    }
+
+    /// Ends what [`Member::enter`] began.
+    #[inline]
+    pub(crate) fn leave(&mut self, epochs: &Epochs, phase: Phase) {
+        let phase = usize::from(phase.0);
+        self.inside[phase] -= 1;
+        if self.inside[phase] == 0
+            && let Some(ticket) = self.tickets[phase].take()
+        {
+            epochs.leave(ticket);
+        }
+    }
+}
+
 impl Epochs {
     /// Marks a request as under way; any `shard` will do, threads with different ones do not disturb each other.
     #[inline]
     pub(crate) fn enter(&self, shard: usize) -> Ticket {
-        let phase = self.phase.load(Ordering::Relaxed) & 1;
+        self.enter_phase(self.phase.load(Ordering::Relaxed) & 1, shard)
+    }
+
+    fn enter_phase(&self, phase: usize, shard: usize) -> Ticket {
         let shard = shard % SHARDS;
         self.counters[phase][shard].0.fetch_add(1, Ordering::SeqCst);
         // The lookups that follow must not be seen before the counter: see `synchronize`.
@@ -88,6 +135,18 @@ impl Epochs {
     }
 }
 
+/// A number that spreads users over the shards of the counters.
+pub(crate) fn next_shard() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// The calling thread's shard.
+pub(crate) fn thread_shard() -> usize {
+    thread_local!(static SHARD: usize = next_shard());
+    SHARD.with(|shard| *shard)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,6 +170,30 @@ mod tests {
         epochs.leave(early);
         waiter.join().unwrap();
         epochs.synchronize();
+    }
+
+    #[test]
+    fn synchronize_waits_for_the_last_of_a_members_requests() {
+        let epochs = Arc::new(Epochs::default());
+        let mut member = Member::new(0);
+        let (first, second) = (member.enter(&epochs), member.enter(&epochs));
+        let done = Arc::new(AtomicBool::new(false));
+        let waiter = {
+            let (epochs, done) = (epochs.clone(), done.clone());
+            std::thread::spawn(move || {
+                epochs.synchronize();
+                done.store(true, Ordering::SeqCst);
+            })
+        };
+        std::thread::sleep(Duration::from_millis(20));
+        let later = member.enter(&epochs);
+        assert_ne!(first, later, "the phase has turned");
+        member.leave(&epochs, first);
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(!done.load(Ordering::SeqCst), "did not wait for the second request");
+        member.leave(&epochs, second);
+        member.leave(&epochs, later);
+        waiter.join().unwrap();
     }
 
     /// A value is unpublished, synchronized, then poisoned: no reader that found it may see the poison.

@@ -3,10 +3,10 @@
 use vmstrata_types::{GuestRange, HostOffset, LayerIndex};
 
 use crate::disk::Disk;
+use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
 use crate::map::{Run, Source};
-use crate::read::thread_shard;
 
 /// A run of guest bytes that come from one layer in one way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

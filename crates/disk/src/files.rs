@@ -6,7 +6,7 @@
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use vmstrata_store::{FileIdentity, Gate, Store};
+use vmstrata_store::{FileIdentity, Gate, OpenStore};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Layer;
@@ -45,7 +45,7 @@ impl FileTable {
     ///
     /// # Errors
     /// The file cannot be opened, or is not the file it was when the chain was read.
-    pub(crate) fn store(&self, layer: &Arc<Layer>) -> Result<Arc<dyn Store>> {
+    pub(crate) fn store(&self, layer: &Arc<Layer>) -> Result<Arc<OpenStore>> {
         if let Some(store) = layer.open_file() {
             return Ok(store);
         }
@@ -58,23 +58,24 @@ impl FileTable {
         if !same_state(&opened.identity, &layer.identity) {
             return Err(Error::from(ErrorKind::Changed).in_file(&layer.path));
         }
-        self.adopt_locked(&mut clock, layer, &opened);
-        Ok(opened.store)
+        let file = OpenStore::new(opened.store);
+        self.put(&mut clock, layer, &file);
+        Ok(file)
     }
 
     /// Takes in a file that was opened to read the chain.
     pub(crate) fn adopt(&self, layer: &Arc<Layer>, opened: &Opened) {
-        self.adopt_locked(&mut self.open.lock(), layer, opened);
+        let mut clock = self.open.lock();
+        if layer.open_file().is_none() {
+            self.put(&mut clock, layer, &OpenStore::new(Arc::clone(&opened.store)));
+        }
     }
 
-    fn adopt_locked(&self, clock: &mut Clock, layer: &Arc<Layer>, opened: &Opened) {
-        if layer.open_file().is_some() {
-            return;
-        }
+    fn put(&self, clock: &mut Clock, layer: &Arc<Layer>, file: &Arc<OpenStore>) {
         while clock.layers.len() >= self.max_open {
             clock.close_one();
         }
-        layer.put_file(Some(Arc::clone(&opened.store)));
+        layer.put_file(Some(Arc::clone(file)));
         clock.layers.push(Arc::downgrade(layer));
     }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use arc_swap::ArcSwapOption;
 use vmstrata_qcow2::{CompressionType, EntryFormat, Geometry, Header};
-use vmstrata_store::{FileIdentity, Store};
+use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 
 use crate::error::{ErrorKind, IoContext as _, Result};
@@ -66,7 +66,7 @@ pub(crate) struct Layer {
     pub(crate) size: u64,
     /// `None` for a raw file.
     pub(crate) tables: Option<Tables>,
-    file: ArcSwapOption<Arc<dyn Store>>,
+    file: ArcSwapOption<OpenStore>,
     /// Set on use, cleared by the table's clock hand.
     used: AtomicBool,
 }
@@ -94,18 +94,17 @@ impl Layer {
 
     /// The open file, if it is open.
     #[inline]
-    pub(crate) fn open_file(&self) -> Option<Arc<dyn Store>> {
-        let guard = self.file.load();
-        let store = guard.as_ref()?;
+    pub(crate) fn open_file(&self) -> Option<Arc<OpenStore>> {
+        let store = self.file.load_full()?;
         if !self.used.load(Ordering::Relaxed) {
             self.used.store(true, Ordering::Relaxed);
         }
-        Some(Arc::clone(store))
+        Some(store)
     }
 
     /// Puts the open file in, or takes it out; requests under way keep theirs.
-    pub(crate) fn put_file(&self, store: Option<Arc<dyn Store>>) {
-        self.file.store(store.map(Arc::new));
+    pub(crate) fn put_file(&self, file: Option<Arc<OpenStore>>) {
+        self.file.store(file);
     }
 
     /// Whether the file was used since the last call.

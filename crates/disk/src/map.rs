@@ -216,7 +216,7 @@ impl FrozenMap {
         for (index, visible) in self.layers.iter().enumerate().rev() {
             let Some(merge) = Merge::new(visible, index, self.unit) else { continue };
             let store = self.files.store(&visible.layer)?;
-            let scanned = visible.layer.scan(&*store, range, &mut scratch, &mut |cluster, raw| {
+            let scanned = visible.layer.scan(&**store, range, &mut scratch, &mut |cluster, raw| {
                 let entries = merge.entries(cluster, raw);
                 for (unit, entry) in entries.clip(first_unit..first_unit + PAGE_WORDS as u64) {
                     let word = &mut words[(unit - first_unit) as usize];
@@ -279,7 +279,7 @@ impl FrozenMap {
         let whole = GuestRange::new(GuestOffset::ZERO, visible.end);
         visible
             .layer
-            .scan(&*store, whole, scratch, &mut |cluster, raw| {
+            .scan(&**store, whole, scratch, &mut |cluster, raw| {
                 for (unit, entry) in merge.entries(cluster, raw).clip(0..words.len() as u64) {
                     words[unit as usize].fetch_max(entry.word(), Ordering::Relaxed);
                 }

@@ -20,9 +20,8 @@ use smallvec::SmallVec;
 use vmstrata_store::{Ring, RingCompletion, SegmentVec, slice};
 
 use crate::disk::Disk;
-use crate::epoch::Ticket;
+use crate::epoch::{Member, Phase, next_shard};
 use crate::error::{IoContext as _, Result};
-use crate::read::thread_shard;
 use crate::request::{Completion, Op, Request};
 use crate::workers::{Job, Mailbox};
 use plan::Parts;
@@ -39,6 +38,8 @@ const HOLD_BACK: Duration = Duration::from_millis(50);
 pub struct IoQueue {
     disk: Arc<Disk>,
     ring: Ring,
+    /// What this queue's requests may still see.
+    member: Member,
     mailbox: Arc<Mailbox>,
     slots: Vec<Slot>,
     free: Vec<u32>,
@@ -56,7 +57,7 @@ pub struct IoQueue {
 #[derive(Debug, Default)]
 struct Slot {
     request: Option<Request>,
-    ticket: Option<Ticket>,
+    phase: Option<Phase>,
     parts_left: u32,
     failed: bool,
     /// Whether the request writes whole blocks around the page cache.
@@ -72,6 +73,7 @@ impl IoQueue {
         Ok(Self {
             disk,
             ring: Ring::new(depth).while_trying("set up io_uring")?,
+            member: Member::new(next_shard()),
             mailbox: Arc::new(Mailbox::new()?),
             slots: Vec::new(),
             free: Vec::new(),
@@ -96,17 +98,17 @@ impl IoQueue {
     /// Starts a request; it completes with an error if it makes no sense for the disk.
     pub fn push(&mut self, request: Request) {
         self.in_flight += 1;
-        let ticket = self.disk.epochs.enter(thread_shard());
+        let phase = self.member.enter(&self.disk.epochs);
         let planned = self.disk.check(&request).map(|()| self.disk.plan(&request));
         match planned {
-            Err(error) => self.finish_now(request.token, Some(ticket), Err(error)),
-            Ok(Some(parts)) if parts.is_empty() => self.finish_now(request.token, Some(ticket), Ok(())),
+            Err(error) => self.finish_now(request.token, phase, Err(error)),
+            Ok(Some(parts)) if parts.is_empty() => self.finish_now(request.token, phase, Ok(())),
             Ok(Some(parts)) if request.op != Op::Read && self.disk.blocks.is_none() => {
-                self.write_now(request, ticket, &parts);
+                self.write_now(request, phase, &parts);
             }
-            Ok(Some(parts)) => self.start(request, ticket, &parts),
+            Ok(Some(parts)) => self.start(request, phase, parts),
             Ok(None) => {
-                self.disk.epochs.leave(ticket);
+                self.member.leave(&self.disk.epochs, phase);
                 let slot = self.slot(request, None, 0);
                 self.send_to_worker(slot);
             }
@@ -118,7 +120,7 @@ impl IoQueue {
     /// The ring would not do better: file systems that cannot promise not to block (ext4, for buffered writes) make the
     /// kernel hand every write to a thread of its own, which costs several times the copy. When the host holds
     /// writers back because too many pages are dirty, workers take over for a while, so that reads go on.
-    fn write_now(&mut self, request: Request, ticket: Ticket, parts: &Parts) {
+    fn write_now(&mut self, request: Request, phase: Phase, parts: &Parts) {
         let begun = Instant::now();
         let held_back = self.writes_wait_until.is_some_and(|until| begun < until);
         let written = !held_back
@@ -128,48 +130,46 @@ impl IoQueue {
             });
         if written {
             self.writes_wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);
-            self.finish_now(request.token, Some(ticket), Ok(()));
+            self.finish_now(request.token, phase, Ok(()));
         } else {
             // A worker writes it again, whole, and finds out what is wrong.
-            self.disk.epochs.leave(ticket);
+            self.member.leave(&self.disk.epochs, phase);
             let slot = self.slot(request, None, 0);
             self.send_to_worker(slot);
         }
     }
 
-    fn finish_now(&mut self, token: u64, ticket: Option<Ticket>, result: Result<()>) {
-        if let Some(ticket) = ticket {
-            self.disk.epochs.leave(ticket);
-        }
+    fn finish_now(&mut self, token: u64, phase: Phase, result: Result<()>) {
+        self.member.leave(&self.disk.epochs, phase);
         self.ready.push(Completion { token, result });
     }
 
-    fn slot(&mut self, request: Request, ticket: Option<Ticket>, parts: usize) -> u32 {
+    fn slot(&mut self, request: Request, phase: Option<Phase>, parts: usize) -> u32 {
         let number = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
             u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
         });
         let parts_left = u32::try_from(parts).expect("few parts");
         self.slots[number as usize] =
-            Slot { request: Some(request), ticket, parts_left, failed: false, holds_blocks: false };
+            Slot { request: Some(request), phase, parts_left, failed: false, holds_blocks: false };
         number
     }
 
     /// Hands the parts of a request to the ring.
-    fn start(&mut self, request: Request, ticket: Ticket, parts: &Parts) {
+    fn start(&mut self, request: Request, phase: Phase, parts: Parts) {
         let is_read = request.op == Op::Read;
         let segments = request.segments.clone();
         let whole = request.range.len as usize;
         let holds_blocks = !is_read && self.disk.blocks.is_some();
-        let slot = self.slot(request, Some(ticket), parts.len());
+        let slot = self.slot(request, Some(phase), parts.len());
         self.slots[slot as usize].holds_blocks = holds_blocks;
         for part in parts {
             let of_part: SegmentVec<'static> =
                 if part.len == whole { segments.clone() } else { slice(&segments, part.skip, part.len) };
             if is_read {
-                self.ring.push_read(&part.store, of_part, part.at, u64::from(slot));
+                self.ring.push_read(part.store, of_part, part.at, u64::from(slot));
             } else {
-                self.ring.push_write(&part.store, of_part, part.at, u64::from(slot));
+                self.ring.push_write(part.store, of_part, part.at, u64::from(slot));
             }
         }
     }
@@ -225,8 +225,8 @@ impl IoQueue {
             order.leave();
         }
         if slot.failed {
-            if let Some(ticket) = slot.ticket.take() {
-                self.disk.epochs.leave(ticket);
+            if let Some(phase) = slot.phase.take() {
+                self.member.leave(&self.disk.epochs, phase);
             }
             self.send_to_worker(number);
         } else {
@@ -238,8 +238,8 @@ impl IoQueue {
     fn release(&mut self, number: u32, result: Result<()>) -> Completion {
         let slot = &mut self.slots[number as usize];
         let token = slot.request.take().expect("a slot in use has a request").token;
-        if let Some(ticket) = slot.ticket.take() {
-            self.disk.epochs.leave(ticket);
+        if let Some(phase) = slot.phase.take() {
+            self.member.leave(&self.disk.epochs, phase);
         }
         self.free.push(number);
         Completion { token, result }

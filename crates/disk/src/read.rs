@@ -6,6 +6,7 @@ use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 use crate::active::Active;
 use crate::compressed::Key;
 use crate::disk::{Disk, Top};
+use crate::epoch::thread_shard;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Tables;
 use crate::map::{Run, Source};
@@ -81,7 +82,7 @@ impl Disk {
     fn raw_entry(&self, layer: LayerIndex, at: GuestOffset) -> Result<u64> {
         match (&self.top, &self.frozen) {
             (Top::Qcow2(active), _) if layer == active.index => active.entry(active.cluster_of(at)),
-            (_, Some(map)) => map.layer(layer).l2_entry(&*self.store_of(layer)?, at),
+            (_, Some(map)) => map.layer(layer).l2_entry(&**self.store_of(layer)?, at),
             _ => unreachable!("a layer above the frozen ones is the active one"),
         }
     }
@@ -113,7 +114,7 @@ impl Disk {
             let from = at + done as u64;
             let raw = if done == 0 { raw } else { self.raw_entry(layer, from)? };
             let key = Key { file, guest: from.align_down(bits), raw };
-            let cluster = self.resources.clusters().read(key, &*store, tables)?;
+            let cluster = self.resources.clusters().read(key, &**store, tables)?;
             let within = from.within(bits) as usize;
             let part = (cluster.len() - within).min(len - done);
             copy_from_slice(&slice(into, done, part), &cluster[within..within + part]);
@@ -170,12 +171,4 @@ impl Disk {
                 .map_err(|error| error.in_layer(active.index).in_file(&active.path)),
         }
     }
-}
-
-/// A number that spreads threads over the shards of a counter.
-pub(crate) fn thread_shard() -> usize {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    thread_local!(static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed));
-    SHARD.with(|shard| *shard)
 }

@@ -16,9 +16,9 @@ use crate::active::{Active, Change};
 use crate::alloc::Allocated;
 use crate::changes::Freed;
 use crate::disk::{Disk, Top};
+use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::map::Source;
-use crate::read::thread_shard;
 
 /// Most bytes allocated, written and published at once.
 const RUN_BYTES: u64 = 2 << 20;

@@ -10,9 +10,9 @@ use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::{Active, Change};
 use crate::disk::{Disk, Top};
+use crate::epoch::thread_shard;
 use crate::error::Result;
 use crate::map::Source;
-use crate::read::thread_shard;
 
 /// What to do with whole clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,6 +19,7 @@ mod file;
 mod gate;
 mod lock;
 mod memory;
+mod open_store;
 mod ring;
 mod segment;
 mod transfer;
@@ -35,6 +36,7 @@ pub use file::{CacheMode, FileError, FileId, FileIdentity, FileOptions, FileStor
 pub use gate::{Access, Gate, GateError};
 pub use lock::{LockError, LockKind, Permission};
 pub use memory::MemoryStore;
+pub use open_store::OpenStore;
 pub use ring::{Ring, RingCompletion};
 pub use segment::{
     AlignedBuf, Segment, SegmentVec, copy_from_slice, copy_to_slice, fill_zero, slice, total_len,

@@ -1,6 +1,6 @@
 //! Many reads and writes of raw files at a time, over one io_uring.
 //!
-//! Place in the data flow: every I/O thread of `disk` has one. It pushes requests for ranges of [`Store`]s that
+//! Place in the data flow: every I/O thread of `disk` has one. It pushes requests for ranges of [`crate::Store`]s that
 //! have a raw descriptor, hands them to the kernel in one call, and reaps completions. The same call that waits
 //! for completions also waits for the thread's other descriptors (kicks, sockets), through polls that
 //! stay armed from one wait to the next: in the steady state a wait is one system call.
@@ -25,7 +25,7 @@ use std::thread;
 use io_uring::{IoUring, squeue};
 use vmstrata_types::HostOffset;
 
-use crate::{SegmentVec, Store};
+use crate::{OpenStore, SegmentVec};
 use poll::{IGNORED, PollTag, Watches};
 use slots::{Direction, Slots};
 
@@ -90,7 +90,7 @@ impl Ring {
     /// When the store has no raw descriptor, or the queue is full and the kernel refuses to take it.
     pub fn push_read(
         &mut self,
-        store: &Arc<dyn Store>,
+        store: Arc<OpenStore>,
         segments: SegmentVec<'static>,
         at: HostOffset,
         token: u64,
@@ -106,7 +106,7 @@ impl Ring {
     /// When the store has no raw descriptor, or the queue is full and the kernel refuses to take it.
     pub fn push_write(
         &mut self,
-        store: &Arc<dyn Store>,
+        store: Arc<OpenStore>,
         segments: SegmentVec<'static>,
         at: HostOffset,
         token: u64,
@@ -117,7 +117,7 @@ impl Ring {
     fn push(
         &mut self,
         direction: Direction,
-        store: &Arc<dyn Store>,
+        store: Arc<OpenStore>,
         segments: SegmentVec<'static>,
         at: HostOffset,
         token: u64,

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use vmstrata_store::{
-    AlignedBuf, CacheMode, FaultPlan, FaultStore, FileOptions, FileStore, MemoryStore, Ring, RingCompletion,
-    Segment, SegmentVec, Store, StoreId,
+    AlignedBuf, CacheMode, FaultPlan, FaultStore, FileOptions, FileStore, MemoryStore, OpenStore, Ring,
+    RingCompletion, Segment, SegmentVec, Store, StoreId,
 };
 use vmstrata_types::HostOffset;
 
@@ -66,14 +66,19 @@ fn reads_and_writes_arrive_whole() {
     let mut ring = Ring::new(8).expect("ring");
     for pieces in [1, 3, 4, 9] {
         let mut buf = vec![0; 10_000];
-        ring.push_read(&store, segments(&mut buf, pieces), HostOffset::new(777), 5);
+        ring.push_read(OpenStore::new(store.clone()), segments(&mut buf, pieces), HostOffset::new(777), 5);
         let done = complete(&mut ring, 1);
         assert_eq!((done[0].token, done[0].expected), (5, 10_000));
         assert_eq!(*done[0].result.as_ref().expect("read"), 10_000);
         assert_eq!(buf, pattern(65536)[777..10_777]);
 
         let mut out = vec![pieces as u8; 5000];
-        ring.push_write(&store, segments(&mut out, pieces), HostOffset::new(100_000), 6);
+        ring.push_write(
+            OpenStore::new(store.clone()),
+            segments(&mut out, pieces),
+            HostOffset::new(100_000),
+            6,
+        );
         assert_eq!(*complete(&mut ring, 1)[0].result.as_ref().expect("write"), 5000);
         let mut back = vec![0; 5000];
         store.read_exact(&mut back, HostOffset::new(100_000)).expect("read back");
@@ -87,8 +92,8 @@ fn the_end_of_the_file_cuts_reads_short() {
     let store = file_store(&pattern(1000), CacheMode::Host);
     let mut ring = Ring::new(8).expect("ring");
     let (mut tail, mut beyond) = (vec![0; 512], vec![0; 512]);
-    ring.push_read(&store, segments(&mut tail, 1), HostOffset::new(900), 0);
-    ring.push_read(&store, segments(&mut beyond, 2), HostOffset::new(5000), 1);
+    ring.push_read(OpenStore::new(store.clone()), segments(&mut tail, 1), HostOffset::new(900), 0);
+    ring.push_read(OpenStore::new(store.clone()), segments(&mut beyond, 2), HostOffset::new(5000), 1);
     let mut done = complete(&mut ring, 2);
     done.sort_by_key(|completion| completion.token);
     assert_eq!(*done[0].result.as_ref().expect("tail"), 100);
@@ -104,7 +109,7 @@ fn errors_carry_their_errno() {
     let store: Arc<dyn Store> = Arc::new(FileStore::new(read_only, file.path(), &options).expect("store"));
     let mut ring = Ring::new(8).expect("ring");
     let mut buf = vec![0; 512];
-    ring.push_write(&store, segments(&mut buf, 1), HostOffset::ZERO, 1);
+    ring.push_write(OpenStore::new(store.clone()), segments(&mut buf, 1), HostOffset::ZERO, 1);
     let done = complete(&mut ring, 1);
     assert_eq!(done[0].result.as_ref().unwrap_err().raw_os_error(), Some(libc::EBADF));
 }
@@ -119,7 +124,12 @@ fn far_more_requests_than_the_ring_is_deep() {
         for round in 0..3 {
             for (i, buf) in bufs.iter_mut().enumerate() {
                 buf.fill(0);
-                ring.push_read(&store, segments(buf, 1 + i % 2), offset_of(i), i as u64);
+                ring.push_read(
+                    OpenStore::new(store.clone()),
+                    segments(buf, 1 + i % 2),
+                    offset_of(i),
+                    i as u64,
+                );
             }
             assert!(ring.in_flight() <= 2000);
             let mut done = complete(&mut ring, 2000);
@@ -143,7 +153,7 @@ fn more_segments_than_the_kernel_takes_complete_short() {
     let store = file_store(&pattern(8192), CacheMode::Host);
     let mut ring = Ring::new(8).expect("ring");
     let mut buf = vec![0; 3000];
-    ring.push_read(&store, segments(&mut buf, 1500), HostOffset::ZERO, 1);
+    ring.push_read(OpenStore::new(store.clone()), segments(&mut buf, 1500), HostOffset::ZERO, 1);
     let done = complete(&mut ring, 1);
     assert_eq!((*done[0].result.as_ref().expect("read"), done[0].expected), (2048, 3000));
     assert_eq!(buf[..2048], pattern(8192)[..2048]);
@@ -154,7 +164,12 @@ fn more_segments_than_the_kernel_takes_complete_short() {
 fn stores_without_a_descriptor_are_refused() {
     let store: Arc<dyn Store> =
         Arc::new(FaultStore::new(Arc::new(MemoryStore::new()), &FaultPlan::new(), StoreId(0)));
-    Ring::new(8).expect("ring").push_read(&store, SegmentVec::new(), HostOffset::ZERO, 0);
+    Ring::new(8).expect("ring").push_read(
+        OpenStore::new(store.clone()),
+        SegmentVec::new(),
+        HostOffset::ZERO,
+        0,
+    );
 }
 
 #[test]
@@ -278,7 +293,7 @@ fn completions_and_signals_come_through_one_wait() {
     let (mut signals, mut done) = (0, Vec::new());
     for round in 0..200 {
         for (i, buf) in bufs.iter_mut().enumerate() {
-            ring.push_read(&store, segments(buf, 1), offset_of(i + round), i as u64);
+            ring.push_read(OpenStore::new(store.clone()), segments(buf, 1), offset_of(i + round), i as u64);
         }
         signal(&fd);
         ring.submit().expect("submit");
@@ -310,7 +325,12 @@ fn dropping_a_ring_waits_for_what_is_in_flight() {
         let mut bufs: Vec<AlignedBuf> = (0..64).map(|_| AlignedBuf::zeroed(65536)).collect();
         let mut ring = Ring::new(64).expect("ring");
         for (i, buf) in bufs.iter_mut().enumerate() {
-            ring.push_read(&store, segments(buf, 1), HostOffset::new(i as u64 * 65536), 0);
+            ring.push_read(
+                OpenStore::new(store.clone()),
+                segments(buf, 1),
+                HostOffset::new(i as u64 * 65536),
+                0,
+            );
         }
         if submitted {
             ring.submit().expect("submit");
@@ -336,7 +356,12 @@ fn a_ring_may_be_made_used_and_dropped_on_different_threads() {
             let (store, bufs) = (&store, &mut bufs);
             let user = scope.spawn(move || {
                 for (i, buf) in bufs.iter_mut().enumerate() {
-                    ring.push_read(store, segments(buf, 1), HostOffset::new(i as u64 * 65536), i as u64);
+                    ring.push_read(
+                        OpenStore::new(store.clone()),
+                        segments(buf, 1),
+                        HostOffset::new(i as u64 * 65536),
+                        i as u64,
+                    );
                 }
                 ring.submit().expect("submit");
                 give.send(ring).expect("give");
@@ -370,7 +395,7 @@ fn a_wait_that_need_not_sleep_submits_too() {
     // The ring knows of the signal before the wait, which then returns at once.
     ring.reap(&mut done);
     let mut buf = vec![0; 4096];
-    ring.push_read(&store, segments(&mut buf, 1), HostOffset::ZERO, 0);
+    ring.push_read(OpenStore::new(store.clone()), segments(&mut buf, 1), HostOffset::ZERO, 0);
     assert_eq!(ring.wait(&[fd.as_fd()], Some(PATIENCE)).expect("wait"), 1);
     let deadline = Instant::now() + PATIENCE;
     while done.is_empty() {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_qcow2::L2Entry;
-use vmstrata_store::Store;
+use vmstrata_store::OpenStore;
 use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
 use super::{Disk, Top};
@@ -111,7 +111,7 @@ impl Disk {
     }
 
     /// The file of a layer, opened now if need be.
-    pub(crate) fn store_of(&self, layer: LayerIndex) -> Result<Arc<dyn Store>> {
+    pub(crate) fn store_of(&self, layer: LayerIndex) -> Result<Arc<OpenStore>> {
         match self.open_store_of(layer) {
             Some(store) => Ok(store),
             None => {
@@ -123,10 +123,10 @@ impl Disk {
 
     /// The file of a layer if it is open.
     #[inline]
-    pub(crate) fn open_store_of(&self, layer: LayerIndex) -> Option<Arc<dyn Store>> {
+    pub(crate) fn open_store_of(&self, layer: LayerIndex) -> Option<Arc<OpenStore>> {
         match &self.top {
-            Top::Qcow2(active) if layer == active.index => Some(Arc::clone(&active.store)),
-            Top::Raw(raw) => Some(Arc::clone(&raw.store)),
+            Top::Qcow2(active) if layer == active.index => Some(Arc::clone(&active.file)),
+            Top::Raw(raw) => Some(Arc::clone(&raw.file)),
             _ => self.frozen.as_ref()?.layer(layer).open_file(),
         }
     }

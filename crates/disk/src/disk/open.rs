@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vmstrata_qcow2::Incompatible;
 use vmstrata_qcow2::header::field;
-use vmstrata_store::Store;
+use vmstrata_store::{OpenStore, Store};
 use vmstrata_types::{HostOffset, LayerIndex};
 
 use super::{RawTop, Top};
@@ -24,7 +24,8 @@ pub(super) fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -
     let OpenTop { path, opened, head, .. } = top;
     let Some(head) = head else {
         let flusher = Flusher::new(Arc::clone(&opened.store));
-        return Ok(Top::Raw(RawTop { path, store: opened.store, flusher }));
+        let file = OpenStore::new(Arc::clone(&opened.store));
+        return Ok(Top::Raw(RawTop { path, store: opened.store, file, flusher }));
     };
     let in_file = |error: Error| error.in_file(&path);
     let head = repaired(head, &opened.store).map_err(in_file)?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use smallvec::SmallVec;
-use vmstrata_store::{Store, fill_zero, slice};
+use vmstrata_store::{OpenStore, fill_zero, slice};
 use vmstrata_types::HostOffset;
 
 use crate::blocks::BlockOrder;
@@ -16,7 +16,7 @@ const PARTS_MAX: usize = 16;
 
 /// A piece of a request that lies in one file.
 pub(super) struct Part {
-    pub(super) store: Arc<dyn Store>,
+    pub(super) store: Arc<OpenStore>,
     pub(super) at: HostOffset,
     pub(super) skip: usize,
     pub(super) len: usize,
@@ -69,9 +69,9 @@ impl Disk {
             let (store, at, found) = match &self.top {
                 Top::Qcow2(active) => {
                     let (at, found) = self.lookup_in_place(active, here, len - done)?;
-                    (&active.store, at, found)
+                    (&active.file, at, found)
                 }
-                Top::Raw(raw) => (&raw.store, HostOffset::new(here.get()), len - done),
+                Top::Raw(raw) => (&raw.file, HostOffset::new(here.get()), len - done),
                 Top::Frozen => return None,
             };
             if found == 0 || parts.len() == PARTS_MAX {
@@ -88,9 +88,8 @@ impl Disk {
 
 /// A piece for the ring; `None` when the file cannot be used so, or not with this alignment.
 #[inline]
-fn part(store: Arc<dyn Store>, at: HostOffset, skip: u64, len: u64, request: &Request) -> Option<Part> {
-    store.raw()?;
-    let alignment = store.raw_alignment();
+fn part(store: Arc<OpenStore>, at: HostOffset, skip: u64, len: u64, request: &Request) -> Option<Part> {
+    let alignment = store.ring_alignment()?;
     if alignment > 1 {
         let aligned = (at.get() | skip | len) & (alignment as u64 - 1) == 0;
         if !aligned || !request.segments.iter().all(|segment| segment.is_aligned(alignment)) {

@@ -5,7 +5,6 @@
 //! Invariant: between the two, what the kernel may use stays alive and stays where it is: the store with its
 //! descriptor, and the segments.
 
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use io_uring::types::Fd;
@@ -13,7 +12,7 @@ use io_uring::{opcode, squeue};
 use vmstrata_types::HostOffset;
 
 use crate::transfer::SEGMENTS_MAX;
-use crate::{Segment, SegmentVec, Store, total_len};
+use crate::{OpenStore, Segment, SegmentVec, total_len};
 
 /// Most bytes the kernel moves in one request (`MAX_RW_COUNT`).
 const BYTES_MAX: usize = i32::MAX as usize & !0xfff;
@@ -38,7 +37,7 @@ pub(super) struct Slots {
 #[derive(Default)]
 struct Slot {
     /// Present while the request is in flight.
-    store: Option<Arc<dyn Store>>,
+    store: Option<Arc<OpenStore>>,
     segments: SegmentVec<'static>,
     token: u64,
     expected: usize,
@@ -57,19 +56,19 @@ impl Slots {
     pub(super) fn fill(
         &mut self,
         direction: Direction,
-        store: &Arc<dyn Store>,
+        store: Arc<OpenStore>,
         segments: SegmentVec<'static>,
         at: HostOffset,
         token: u64,
     ) -> squeue::Entry {
-        let fd = Fd(store.raw().expect("a store that a ring can use").as_raw_fd());
+        let fd = Fd(store.ring_fd());
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Box::default());
             u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
         });
         let slot = &mut self.slots[index as usize];
         slot.expected = total_len(&segments);
-        slot.store = Some(Arc::clone(store));
+        slot.store = Some(store);
         slot.segments = segments;
         slot.token = token;
         entry(direction, fd, &slot.segments, at).user_data(u64::from(index))
