@@ -47,6 +47,8 @@ pub(crate) struct Active {
     pub(crate) size: u64,
     pub(crate) alloc: Allocator,
     pub(crate) changes: Changes,
+    /// Autoclear bits that stay set: of structures that are right although we write.
+    pub(crate) autoclear: u64,
     owner: u32,
     cache: Arc<PageCache>,
     /// Raw entries.
@@ -99,6 +101,7 @@ impl Active {
             size: header.size,
             alloc,
             changes: Changes::new(header.cluster_bits),
+            autoclear: 0,
             owner: resources.new_owner()?,
             cache: Arc::clone(resources.cache()),
             l1,

@@ -44,6 +44,8 @@ pub(crate) struct Qcow2Head {
     pub(crate) header: Header,
     pub(crate) backing_name: Option<String>,
     pub(crate) backing_format: Option<String>,
+    /// The bitmaps extension.
+    pub(crate) bitmaps: Option<Vec<u8>>,
 }
 
 /// The open file on top of a chain.
@@ -200,7 +202,8 @@ pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
     let extensions = Extensions::parse(&bytes, header.header_length as usize, extensions_end)?;
     let backing_name = name.map(|name| backing_name(&bytes, name)).transpose()?;
     let backing_format = extensions.backing_format().map(str::to_owned);
-    Ok(Qcow2Head { header, backing_name, backing_format })
+    let bitmaps = extensions.bitmaps().map(<[u8]>::to_vec);
+    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps })
 }
 
 fn backing_name(bytes: &[u8], place: std::ops::Range<usize>) -> Result<String, ParseError> {

@@ -131,6 +131,21 @@ impl BitmapsExtension {
         }
         Ok(bitmaps)
     }
+
+    /// Says of every bitmap that its content is not to be trusted, as one must who writes to the disk and does not
+    /// keep them.
+    ///
+    /// # Panics
+    /// When `directory` is not one that [`BitmapsExtension::parse_directory`] accepted.
+    pub fn mark_in_use(&self, directory: &mut [u8]) {
+        let mut at = 0;
+        for _ in 0..self.count {
+            let flags = be32(directory, at + 12) | BitmapFlags::IN_USE.bits();
+            directory[at + 12..at + 16].copy_from_slice(&flags.to_be_bytes());
+            let name_at = MIN_ENTRY_LEN + be32(directory, at + 20) as usize;
+            at += pad8(name_at + be16(directory, at + 18) as usize);
+        }
+    }
 }
 
 /// Bytes from the start of one directory entry on, and where that is in the file.

@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_qcow2::Incompatible;
+use vmstrata_qcow2::bitmap::BitmapsExtension;
 use vmstrata_qcow2::header::field;
+use vmstrata_qcow2::{Autoclear, Incompatible};
 use vmstrata_store::{OpenStore, Store};
 use vmstrata_types::{HostOffset, LayerIndex};
 
@@ -42,6 +43,7 @@ pub(super) fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -
         active.changes.commit_each_change(resources.journal_dir().is_some());
         return Ok(Top::Qcow2(Box::new(active)));
     }
+    active.autoclear = distrust_bitmaps(&active, &head, identity.len).map_err(in_file)?;
     let (old, new) = (header.autoclear.bits() & SESSION_MASK, new_session());
     let journal = match resources.journal_dir() {
         None => None,
@@ -95,7 +97,8 @@ fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
 /// Writes the autoclear bits: ours, and none that stand for structures we do not keep up to date.
 pub(super) fn write_session(active: &Active, session: u64) -> Result<()> {
     let at = HostOffset::new(field::AUTOCLEAR);
-    let written = active.store.write_all(&session.to_be_bytes(), at);
+    let bits = session | active.autoclear;
+    let written = active.store.write_all(&bits.to_be_bytes(), at);
     written.while_trying("write the header").map_err(|error| error.at(at))?;
     active.flusher.flush().while_trying("flush the header")
 }
@@ -104,4 +107,30 @@ pub(super) fn write_session(active: &Active, session: u64) -> Result<()> {
 fn new_session() -> u64 {
     use std::hash::{BuildHasher as _, RandomState};
     (RandomState::new().hash_one(std::process::id()) & SESSION_MASK) | 1 << 63
+}
+
+/// Marks the image's persistent bitmaps as not to be trusted: they do not follow our writes. Returns the autoclear bit
+/// that then says the truth of them, or 0 when there are none, or none that can be read.
+///
+/// Dropping the bit instead would be as true, but leave the bitmaps' clusters without an owner.
+fn distrust_bitmaps(active: &Active, head: &Qcow2Head, file_len: u64) -> Result<u64> {
+    let header = &head.header;
+    let Some(data) = head.bitmaps.as_ref().filter(|_| header.autoclear.contains(Autoclear::BITMAPS)) else {
+        return Ok(0);
+    };
+    let Ok(extension) = BitmapsExtension::parse(data, u64::from(header.header_length), header, file_len)
+    else {
+        return Ok(0);
+    };
+    let at = extension.directory_offset;
+    let mut directory = vec![0; usize::try_from(extension.directory_len).expect("at most 64 MiB")];
+    active.store.read_exact(&mut directory, at).while_trying("read the bitmaps").map_err(|e| e.at(at))?;
+    if extension.parse_directory(&directory, header, file_len).is_err() {
+        return Ok(0);
+    }
+    extension.mark_in_use(&mut directory);
+    active.store.write_all(&directory, at).while_trying("mark the bitmaps").map_err(|e| e.at(at))?;
+    active.flusher.flush().while_trying("flush the bitmaps")?;
+    tracing::info!(disk = %active.path.display(), "persistent bitmaps are marked as in use: the next backup by them is a full one");
+    Ok(Autoclear::BITMAPS.bits())
 }
