@@ -44,6 +44,7 @@ pub struct IoQueue {
     slots: Vec<Slot>,
     free: Vec<u32>,
     in_flight: usize,
+    at_workers: usize,
     /// Finished without leaving this thread.
     ready: Vec<Completion>,
     /// Until when writes go to workers because the host holds writers back.
@@ -78,6 +79,7 @@ impl IoQueue {
             slots: Vec::new(),
             free: Vec::new(),
             in_flight: 0,
+            at_workers: 0,
             ready: Vec::new(),
             writes_wait_until: None,
             moved: Vec::new(),
@@ -93,6 +95,11 @@ impl IoQueue {
     /// Requests pushed and not reaped.
     pub fn in_flight(&self) -> usize {
         self.in_flight
+    }
+
+    /// Requests that workers carry out: nothing is gained by watching for their end, and their processor may be lost.
+    pub fn at_workers(&self) -> usize {
+        self.at_workers
     }
 
     /// Starts a request; it completes with an error if it makes no sense for the disk.
@@ -175,6 +182,7 @@ impl IoQueue {
     }
 
     fn send_to_worker(&mut self, slot: u32) {
+        self.at_workers += 1;
         let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
         let job = Job { disk: Arc::clone(&self.disk), request, slot, reply_to: Arc::clone(&self.mailbox) };
         self.disk.resources.workers().send(job);
@@ -200,6 +208,7 @@ impl IoQueue {
         if self.mailbox.is_waiting() {
             let mut replies = std::mem::take(&mut self.replies);
             self.mailbox.take(&mut replies);
+            self.at_workers -= replies.len();
             for (slot, result) in replies.drain(..) {
                 out.push(self.release(slot, result));
             }
