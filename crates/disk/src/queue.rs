@@ -28,6 +28,8 @@ use plan::Parts;
 
 /// Descriptors a caller may watch in [`IoQueue::wait`].
 pub const WATCHED_MAX: usize = 62;
+/// Pieces of this many bytes are read by threads of the kernel.
+const APART_FROM: usize = 256 << 10;
 /// A write into the page cache that takes longer was held back by the host.
 const WRITE_PATIENCE: Duration = Duration::from_millis(2);
 /// For how long writes go to workers then.
@@ -173,7 +175,9 @@ impl IoQueue {
         for part in parts {
             let of_part: SegmentVec<'static> =
                 if part.len == whole { segments.clone() } else { slice(&segments, part.skip, part.len) };
-            if is_read {
+            if is_read && part.len >= APART_FROM {
+                self.ring.push_read_apart(part.store, of_part, part.at, u64::from(slot));
+            } else if is_read {
                 self.ring.push_read(part.store, of_part, part.at, u64::from(slot));
             } else {
                 self.ring.push_write(part.store, of_part, part.at, u64::from(slot));

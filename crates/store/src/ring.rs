@@ -98,6 +98,23 @@ impl Ring {
         self.push(Direction::Read, store, segments, at, token);
     }
 
+    /// As [`Ring::push_read`], carried out by a thread of the kernel: for pieces of large requests. Copying those out of
+    /// the page cache takes longer than handing them over, and one thread does not use all of the memory's bandwidth.
+    ///
+    /// # Panics
+    /// As [`Ring::push_read`].
+    pub fn push_read_apart(
+        &mut self,
+        store: Arc<OpenStore>,
+        segments: SegmentVec<'static>,
+        at: HostOffset,
+        token: u64,
+    ) {
+        let entry = self.slots.fill(Direction::Read, store, segments, at, token);
+        self.queued += 1;
+        self.enqueue(&entry.flags(squeue::Flags::ASYNC));
+    }
+
     /// Queues a write of `segments` to `store` at `at`.
     ///
     /// At most 1,024 segments are used; the completion is then short.

@@ -404,3 +404,22 @@ fn a_wait_that_need_not_sleep_submits_too() {
     }
     assert_eq!(buf, pattern(4096));
 }
+
+#[test]
+fn reads_apart_fill_their_segments_like_others() {
+    let content: Vec<u8> = (0..1 << 20).map(|at: u32| (at / 7) as u8).collect();
+    let store = file_store(&content, CacheMode::Host);
+    let mut ring = Ring::new(8).expect("ring");
+    let mut buf = vec![0; content.len()];
+    for (number, part) in buf.chunks_mut(1 << 18).enumerate() {
+        let at = HostOffset::new((number as u64) << 18);
+        ring.push_read_apart(OpenStore::new(store.clone()), segments(part, 1), at, number as u64);
+    }
+    let mut done = Vec::new();
+    while done.len() < 4 {
+        ring.wait(&[], None).expect("waits");
+        ring.reap(&mut done);
+    }
+    assert!(done.iter().all(|part| part.result.as_ref().is_ok_and(|&moved| moved == 1 << 18)));
+    assert_eq!(buf, content);
+}
