@@ -9,6 +9,7 @@
 //! Lock order: page lock, then L1 lock, then the allocator's or the changes' lock.
 
 mod commit;
+mod l1;
 mod recover;
 
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use parking_lot::{Mutex, MutexGuard};
 use vmstrata_qcow2::entry::COPIED;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
-use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
+use vmstrata_types::{GuestOffset, LayerIndex};
 
 use crate::alloc::Allocator;
 use crate::cache::{PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
@@ -89,7 +90,7 @@ impl Active {
             let kind = ErrorKind::TooLarge { size: header.size, unit: header.cluster_bits.size() };
             return Err(kind.into());
         }
-        let (l1, l2_tables) = read_l1(&*store, header, &tables, identity.len)?;
+        let (l1, l2_tables) = l1::read(&*store, header, &tables, identity.len)?;
         let flusher = Arc::new(Flusher::new(Arc::clone(&store)));
         let (bytes_of, flushes) = (Arc::clone(&store), Arc::clone(&flusher));
         let alloc = Allocator::open(bytes_of, flushes, header, l2_tables.into_iter(), identity.len)?;
@@ -285,22 +286,4 @@ impl Active {
             L2Entry::Unallocated | L2Entry::Zero { host: None, .. } => None,
         })
     }
-}
-
-/// The raw entries of the L1 table, and where the L2 tables lie that they lead to.
-fn read_l1(
-    store: &dyn Store,
-    header: &Header,
-    tables: &Tables,
-    file_len: u64,
-) -> Result<(Box<[AtomicU64]>, Vec<HostOffset>)> {
-    let mut bytes = vec![0; header.l1_size as usize * 8];
-    let at = header.l1_table_offset;
-    store.read_exact(&mut bytes, at).while_trying("read the L1 table").map_err(|error| error.at(at))?;
-    let mut l2_tables = Vec::new();
-    for (index, raw) in words(&bytes).enumerate() {
-        let table = table_of(tables, raw, file_len).map_err(|error| error.at(at + index as u64 * 8))?;
-        l2_tables.extend(table);
-    }
-    Ok((words(&bytes).map(AtomicU64::new).collect(), l2_tables))
 }

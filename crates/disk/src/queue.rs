@@ -11,6 +11,7 @@
 //! again, whole, by a worker, which finds out what is wrong and says it well.
 
 mod plan;
+mod write;
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
@@ -30,10 +31,6 @@ use plan::Parts;
 pub const WATCHED_MAX: usize = 62;
 /// Pieces of this many bytes are read by threads of the kernel.
 const APART_FROM: usize = 256 << 10;
-/// A write into the page cache that takes longer was held back by the host.
-const WRITE_PATIENCE: Duration = Duration::from_millis(2);
-/// For how long writes go to workers then.
-const HOLD_BACK: Duration = Duration::from_millis(50);
 
 /// See the module documentation. Belongs to the thread that uses it first.
 #[derive(Debug)]
@@ -121,30 +118,6 @@ impl IoQueue {
                 let slot = self.slot(request, None, 0);
                 self.send_to_worker(slot);
             }
-        }
-    }
-
-    /// Writes into the page cache here and now.
-    ///
-    /// The ring would not do better: file systems that cannot promise not to block (ext4, for buffered writes) make the
-    /// kernel hand every write to a thread of its own, which costs several times the copy. When the host holds
-    /// writers back because too many pages are dirty, workers take over for a while, so that reads go on.
-    fn write_now(&mut self, request: Request, phase: Phase, parts: &Parts) {
-        let begun = Instant::now();
-        let held_back = self.writes_wait_until.is_some_and(|until| begun < until);
-        let written = !held_back
-            && parts.iter().all(|part| {
-                let segments = slice(&request.segments, part.skip, part.len);
-                part.store.write_segments(&segments, part.at).is_ok()
-            });
-        if written {
-            self.writes_wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);
-            self.finish_now(request.token, phase, Ok(()));
-        } else {
-            // A worker writes it again, whole, and finds out what is wrong.
-            self.member.leave(&self.disk.epochs, phase);
-            let slot = self.slot(request, None, 0);
-            self.send_to_worker(slot);
         }
     }
 

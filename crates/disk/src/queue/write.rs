@@ -1,0 +1,41 @@
+//! Writes that a queue's thread makes itself.
+
+use std::time::{Duration, Instant};
+
+use vmstrata_store::slice;
+
+use super::IoQueue;
+use super::plan::Parts;
+use crate::epoch::Phase;
+use crate::request::Request;
+
+/// A write into the page cache that takes longer was held back by the host.
+const WRITE_PATIENCE: Duration = Duration::from_millis(2);
+/// For how long writes go to workers then.
+const HOLD_BACK: Duration = Duration::from_millis(50);
+
+impl IoQueue {
+    /// Writes into the page cache here and now.
+    ///
+    /// The ring would not do better: file systems that cannot promise not to block (ext4, for buffered writes) make the
+    /// kernel hand every write to a thread of its own, which costs several times the copy. When the host holds
+    /// writers back because too many pages are dirty, workers take over for a while, so that reads go on.
+    pub(super) fn write_now(&mut self, request: Request, phase: Phase, parts: &Parts) {
+        let begun = Instant::now();
+        let held_back = self.writes_wait_until.is_some_and(|until| begun < until);
+        let written = !held_back
+            && parts.iter().all(|part| {
+                let segments = slice(&request.segments, part.skip, part.len);
+                part.store.write_segments(&segments, part.at).is_ok()
+            });
+        if written {
+            self.writes_wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);
+            self.finish_now(request.token, phase, Ok(()));
+        } else {
+            // A worker writes it again, whole, and finds out what is wrong.
+            self.member.leave(&self.disk.epochs, phase);
+            let slot = self.slot(request, None, 0);
+            self.send_to_worker(slot);
+        }
+    }
+}
