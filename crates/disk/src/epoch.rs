@@ -153,18 +153,22 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
 
+    /// Synchronizes on a thread of its own; the flag says when it is done.
+    fn synchronize_elsewhere(epochs: &Arc<Epochs>) -> (std::thread::JoinHandle<()>, Arc<AtomicBool>) {
+        let done = Arc::new(AtomicBool::new(false));
+        let (epochs, set) = (Arc::clone(epochs), Arc::clone(&done));
+        let waiter = std::thread::spawn(move || {
+            epochs.synchronize();
+            set.store(true, Ordering::SeqCst);
+        });
+        (waiter, done)
+    }
+
     #[test]
     fn synchronize_waits_for_those_inside_and_not_for_later_ones() {
         let epochs = Arc::new(Epochs::default());
         let early = epochs.enter(3);
-        let done = Arc::new(AtomicBool::new(false));
-        let waiter = {
-            let (epochs, done) = (epochs.clone(), done.clone());
-            std::thread::spawn(move || {
-                epochs.synchronize();
-                done.store(true, Ordering::SeqCst);
-            })
-        };
+        let (waiter, done) = synchronize_elsewhere(&epochs);
         std::thread::sleep(Duration::from_millis(30));
         assert!(!done.load(Ordering::SeqCst), "did not wait for the early request");
         epochs.leave(early);
@@ -177,14 +181,7 @@ mod tests {
         let epochs = Arc::new(Epochs::default());
         let mut member = Member::new(0);
         let (first, second) = (member.enter(&epochs), member.enter(&epochs));
-        let done = Arc::new(AtomicBool::new(false));
-        let waiter = {
-            let (epochs, done) = (epochs.clone(), done.clone());
-            std::thread::spawn(move || {
-                epochs.synchronize();
-                done.store(true, Ordering::SeqCst);
-            })
-        };
+        let (waiter, done) = synchronize_elsewhere(&epochs);
         std::thread::sleep(Duration::from_millis(20));
         let later = member.enter(&epochs);
         assert_ne!(first, later, "the phase has turned");
