@@ -5,9 +5,9 @@ mod nbd_common;
 use std::time::{Duration, Instant};
 
 use nbd_common::{Client, Fixture, SIZE, Setup, Style, run, text};
-use vmstrata_export::nbd::Limits;
 use vmstrata_export::nbd::protocol::CommandFlags as F;
 use vmstrata_export::nbd::protocol::request::Command;
+use vmstrata_export::nbd::{Export, Limits};
 
 #[test]
 fn stopping_answers_what_is_under_way_and_flushes() {
@@ -24,6 +24,25 @@ fn stopping_answers_what_is_under_way_and_flushes() {
     run("qemu-img", &["check", "-q", text(&active)]);
     run("qemu-io", &["-f", "qcow2", "-c", "read -P 0x99 1M 100000", text(&active)]);
     assert!(!directory.path().join("nbd.sock").exists(), "the socket's file is gone");
+}
+
+#[test]
+fn a_withdrawn_export_lets_its_clients_go_and_leaves_the_others_alone() {
+    let fixture = Fixture::chain();
+    let (exports, disk) = (fixture.server().exports(), fixture.server().exports().list()[0].disk().clone());
+    exports.add(Export::new("twin", disk)).unwrap();
+    let mut busy = fixture.client(Style::Structured);
+    busy.write(1 << 20, &[0x77; 100_000]).unwrap();
+    let mut twin = Client::open(&fixture.socket(), "twin", Style::Structured);
+    let started = Instant::now();
+    assert_eq!(fixture.server().withdraw("disk"), 0);
+    assert!(started.elapsed() < Duration::from_secs(4), "idle clients do not hold it up");
+    assert!(busy.is_hung_up());
+    assert_eq!(fixture.server().connections(), 1);
+    assert_eq!(twin.read(1 << 20, 100_000).unwrap(), [0x77; 100_000]);
+    assert!(fixture.server().exports().resolve("disk").is_none());
+    fixture.stop();
+    assert!(twin.is_hung_up());
 }
 
 #[test]

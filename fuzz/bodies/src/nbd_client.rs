@@ -23,7 +23,7 @@ pub fn nbd_client(data: &[u8]) {
     let exports = Exports::new();
     exports.add(Export::new("disk", disk.clone()).with_description("a disk")).expect("the first export");
     let limits = Limits { payload_bytes: 4 << 20, requests: 16, shutdown: PATIENCE, ..Limits::default() };
-    let mut server = Server::new(exports, TlsMode::default(), limits).expect("a server");
+    let server = Server::new(exports, TlsMode::default(), limits).expect("a server");
     let address = Address::Unix(scratch::directory().join("nbd.sock"));
     server.listen(Listener::bind(&address).expect("a socket")).expect("a thread");
     talk(&data[..data.len().min(TALK_MAX)]);

@@ -15,15 +15,35 @@ pub struct Package {
 }
 
 /// Which crates of the workspace each one may stand on.
-const BELOW: [(&str, &[&str]); 8] = [
+const BELOW: &[(&str, &[&str])] = &[
     ("vmstrata-types", &[]),
     ("vmstrata-qcow2", &["vmstrata-types"]),
     ("vmstrata-store", &["vmstrata-types"]),
     ("vmstrata-disk", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
     ("vmstrata-export", &["vmstrata-types", "vmstrata-store", "vmstrata-disk"]),
+    ("vmstrata-api", &["vmstrata-types"]),
+    (
+        "vmstrata-server",
+        &[
+            "vmstrata-types",
+            "vmstrata-qcow2",
+            "vmstrata-store",
+            "vmstrata-disk",
+            "vmstrata-export",
+            "vmstrata-api",
+        ],
+    ),
     (
         "vmstrata-cli",
-        &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk", "vmstrata-export"],
+        &[
+            "vmstrata-types",
+            "vmstrata-qcow2",
+            "vmstrata-store",
+            "vmstrata-disk",
+            "vmstrata-export",
+            "vmstrata-api",
+            "vmstrata-server",
+        ],
     ),
     (
         "vmstrata-fuzz-bodies",

@@ -115,6 +115,11 @@ impl Exports {
         self.0.write().by_name.remove(name)
     }
 
+    /// Whether this very export is in the table.
+    pub(crate) fn has(&self, export: &Arc<Export>) -> bool {
+        self.0.read().by_name.get(&export.name).is_some_and(|found| Arc::ptr_eq(found, export))
+    }
+
     /// Names the export that clients get which ask for none.
     ///
     /// Without this, they get the export with the empty name, or else the only one.

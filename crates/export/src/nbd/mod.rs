@@ -13,7 +13,9 @@
 //! [`Limits`]; a client that sends garbage, sends nothing, or does not read loses or blocks its own connection
 //! only. Errors of a disk are told to clients as a number and logged here in full.
 //!
-//! Lock order: the table of exports and the registry of connections are never held together.
+//! Lock order: the table of exports and the registry of connections are never held together. A connection registers
+//! its export and then looks whether the table still has it; [`Server::withdraw`] does the two the other way round, so
+//! that one of them sees the other.
 
 mod admission;
 mod block_status;
@@ -41,6 +43,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::Shutdown;
 
@@ -60,7 +63,7 @@ const ACCEPT_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 #[derive(Debug)]
 pub struct Server {
     shared: Arc<Shared>,
-    acceptors: Vec<JoinHandle<()>>,
+    acceptors: Mutex<Vec<JoinHandle<()>>>,
 }
 
 #[derive(Debug)]
@@ -87,20 +90,20 @@ impl Server {
         let connections = Arc::default();
         let (is_full, stop) = (AtomicBool::new(false), AtomicBool::new(false));
         let shared = Arc::new(Shared { exports, tls, limits, connections, is_full, stop, stop_event });
-        Ok(Self { shared, acceptors: Vec::new() })
+        Ok(Self { shared, acceptors: Mutex::default() })
     }
 
     /// Accepts connections from `listener` until the server stops.
     ///
     /// # Errors
     /// [`Error::Start`] when no thread can be started.
-    pub fn listen(&mut self, listener: Listener) -> Result<(), Error> {
+    pub fn listen(&self, listener: Listener) -> Result<(), Error> {
         let shared = self.shared.clone();
         let acceptor = std::thread::Builder::new()
             .name("nbd-accept".into())
             .spawn(move || shared.accept_from(&listener))
             .map_err(|source| Error::Start { source })?;
-        self.acceptors.push(acceptor);
+        self.acceptors.lock().push(acceptor);
         Ok(())
     }
 
@@ -114,12 +117,21 @@ impl Server {
         self.shared.connections.len()
     }
 
+    /// Takes an export out of the table and ends the connections to it: what is under way is finished and answered.
+    /// Clients that do not take their replies in time are cut off.
+    ///
+    /// Nobody uses the disk through this server any more when this returns, unless it says how many still wait for it.
+    pub fn withdraw(&self, name: &str) -> usize {
+        self.shared.exports.remove(name);
+        self.shared.end_connections(Some(name))
+    }
+
     /// Stops: no more connections and requests; what is under way is finished and answered; then every
     /// writable disk is flushed. Clients that do not take their replies in time are cut off.
     ///
     /// # Errors
     /// The first disk's error whose flush failed; the others were flushed all the same.
-    pub fn shutdown(mut self) -> Result<(), vmstrata_disk::Error> {
+    pub fn shutdown(&self) -> Result<(), vmstrata_disk::Error> {
         self.stop();
         let mut result = Ok(());
         for export in self.shared.exports.list() {
@@ -130,21 +142,13 @@ impl Server {
         result
     }
 
-    fn stop(&mut self) {
+    fn stop(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         let _ = rustix::io::write(&self.shared.stop_event, &1u64.to_ne_bytes());
-        for acceptor in self.acceptors.drain(..) {
+        for acceptor in self.acceptors.lock().drain(..) {
             let _ = acceptor.join();
         }
-        let connections = &self.shared.connections;
-        let patience = self.shared.limits.shutdown;
-        connections.shut_down(Shutdown::Read);
-        if !connections.wait_empty(patience) {
-            connections.shut_down(Shutdown::Both);
-            if !connections.wait_empty(patience) {
-                tracing::warn!(left = connections.len(), "connections still wait for their disk");
-            }
-        }
+        self.shared.end_connections(None);
     }
 }
 
@@ -198,7 +202,7 @@ impl Shared {
         let thread = std::thread::Builder::new().name(format!("nbd-{}", ticket.id()));
         thread.spawn(move || {
             let connection = ticket.id();
-            match shared.serve(Transport::new(socket)) {
+            match shared.serve(&ticket, Transport::new(socket)) {
                 Ok(()) | Err(End::Gone) => tracing::debug!(connection, "NBD connection closed"),
                 Err(end @ End::Engine(_)) => tracing::error!(connection, %end, "NBD connection failed"),
                 Err(end) => tracing::info!(connection, %end, "NBD connection ended"),
@@ -208,11 +212,31 @@ impl Shared {
         Ok(())
     }
 
-    fn serve(&self, mut transport: Transport) -> Result<(), End> {
+    /// Ends the connections to one export, or all: first gently, then not; how many are left.
+    fn end_connections(&self, name: Option<&str>) -> usize {
+        let patience = self.limits.shutdown;
+        let mut left = 0;
+        for how in [Shutdown::Read, Shutdown::Both] {
+            self.connections.shut_down(name, how);
+            left = self.connections.wait_empty(name, patience);
+            if left == 0 {
+                return 0;
+            }
+        }
+        tracing::warn!(left, "connections still wait for their disk");
+        left
+    }
+
+    fn serve(&self, ticket: &Ticket, mut transport: Transport) -> Result<(), End> {
         let agreement = handshake::negotiate(&mut transport, &self.exports, &self.tls, &self.limits)?;
         match agreement {
             None => Ok(()),
             Some(agreement) => {
+                ticket.choose(&agreement.export);
+                // Withdrawn while it was being chosen: whoever did that may not have seen this connection.
+                if !self.exports.has(&agreement.export) {
+                    return Ok(());
+                }
                 tracing::debug!(export = agreement.export.name(), style = ?agreement.style, "export chosen");
                 connection::serve(transport, agreement, &self.limits, &self.stop)
             }

@@ -61,7 +61,7 @@ impl Fixture {
         let exports = Exports::new();
         exports.add(Export::new("disk", disk.clone()).with_description("a chain of layers")).unwrap();
         let limits = setup.limits.unwrap_or_default();
-        let mut server = Server::new(exports, setup.tls, limits).unwrap();
+        let server = Server::new(exports, setup.tls, limits).unwrap();
         let address = Address::Unix(directory.path().join("nbd.sock"));
         server.listen(Listener::bind(&address).unwrap()).unwrap();
         Self { directory, disk, server: Some(server) }

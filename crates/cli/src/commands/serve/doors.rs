@@ -80,7 +80,7 @@ fn open_nbd(args: &ServeArgs, disks: &[Served]) -> Result<(Option<nbd::Server>, 
     for Served { name, disk } in disks {
         exports.add(Export::new(name.as_str(), Arc::clone(disk)))?;
     }
-    let mut server = nbd::Server::new(exports, tls_mode(args)?, Limits::default())?;
+    let server = nbd::Server::new(exports, tls_mode(args)?, Limits::default())?;
     let mut addresses = Vec::new();
     for address in &args.nbd {
         let listener = Listener::bind(address)?;

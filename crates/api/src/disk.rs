@@ -1,0 +1,131 @@
+//! Disks: what is asked for, and what is served.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::is_default;
+
+/// A disk to open: what `--disk` says on the command line.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSpec {
+    /// The active layer's file, absolute or seen from where the server was started.
+    pub path: String,
+    /// What sockets and clients call the disk; the file's name without its last suffix if omitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Refuse writes; the file is then locked for reading only.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub read_only: bool,
+    /// How the active layer's data passes the host's page cache.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub cache: CacheMode,
+    /// What the file holds; looked up in the file if omitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<Format>,
+}
+
+/// How data passes the host's page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum CacheMode {
+    /// Through it.
+    #[default]
+    Host,
+    /// Around it.
+    Direct,
+}
+
+/// How a file keeps a disk's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Format {
+    /// qcow2, versions 2 and 3.
+    Qcow2,
+    /// The bytes of the disk, nothing else.
+    Raw,
+}
+
+/// Where a disk is between being asked for and being gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskState {
+    /// Its files are being opened.
+    Opening,
+    /// It is served.
+    Serving,
+    /// Its doors are drained and its image is closed clean.
+    Closing,
+}
+
+/// A disk of the server.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DiskStatus {
+    /// What sockets and clients call it.
+    pub name: String,
+    /// The active layer's file.
+    pub path: String,
+    /// Where it is between being asked for and being gone; what follows is known while it is served.
+    pub state: DiskState,
+    /// Virtual size.
+    pub size_bytes: u64,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Layers of the chain, the active one included.
+    pub layers: u64,
+}
+
+/// All disks, in the order in which they were added.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DiskList {
+    /// The disks.
+    pub disks: Vec<DiskStatus>,
+}
+
+/// A disk with its chain and its doors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DiskDetail {
+    /// What the list of disks says of it.
+    #[serde(flatten)]
+    pub disk: DiskStatus,
+    /// The layers of its chain, base first.
+    pub chain: Vec<LayerStatus>,
+    /// The doors that lead to it.
+    pub doors: Vec<crate::DoorStatus>,
+}
+
+/// A layer of a chain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LayerStatus {
+    /// Its place, counted from the base (0).
+    pub index: u16,
+    /// Its file.
+    pub path: String,
+    /// How it keeps its bytes.
+    pub format: Format,
+    /// Virtual size.
+    pub size_bytes: u64,
+    /// Size of its clusters, if it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster_size_bytes: Option<u64>,
+    /// Length of its file when it was opened.
+    pub file_bytes: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_misspelt_field_does_not_open_a_disk_for_writing() {
+        let error = serde_json::from_str::<DiskSpec>(r#"{"path":"a","readonly":true}"#).unwrap_err();
+        assert!(error.to_string().contains("unknown field `readonly`"), "{error}");
+    }
+
+    #[test]
+    fn what_is_not_said_is_not_written() {
+        let spec: DiskSpec = serde_json::from_str(r#"{"path":"a.qcow2"}"#).unwrap();
+        assert_eq!((spec.read_only, spec.cache, spec.format), (false, CacheMode::Host, None));
+        assert_eq!(serde_json::to_string(&spec).unwrap(), r#"{"path":"a.qcow2"}"#);
+    }
+}

@@ -1,0 +1,119 @@
+//! Doors: where guests and clients come in.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::is_default;
+
+/// A door to open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum DoorSpec {
+    /// A vhost-user-blk socket: one disk, for one guest.
+    VhostUser(VhostUserSpec),
+    /// An NBD address: all disks, by name.
+    Nbd(NbdSpec),
+}
+
+/// A vhost-user-blk socket: what `--vhost-user` says on the command line.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct VhostUserSpec {
+    /// The name of the disk it serves.
+    pub disk: String,
+    /// The socket to listen on.
+    pub socket: String,
+    /// How many virtqueues are offered; as many as are likely to be asked for if omitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1, maximum = 256)]
+    pub queues: Option<u16>,
+    /// How many threads serve them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1)]
+    pub threads: Option<u16>,
+    /// How many microseconds a thread looks for work before it sleeps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(maximum = 10000)]
+    pub poll_us: Option<u32>,
+    /// What the guest reads as the disk's serial number, at most 20 bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+    /// Other sockets may serve the same writable disk: the user sees to it that one guest runs at a time.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub share: bool,
+}
+
+/// An address for NBD clients of all disks: what `--nbd` says on the command line.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NbdSpec {
+    /// `unix:/path` or `tcp:host:port`; port 0 takes any free one.
+    #[schema(example = "unix:/run/nbd.sock")]
+    pub address: String,
+}
+
+/// An open door.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DoorStatus {
+    /// Its number, never used again while the server runs.
+    pub id: u64,
+    /// What was asked for, with a port of 0 replaced by the one that was taken.
+    pub door: DoorSpec,
+    /// Connections now; for vhost-user not counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connections: Option<u64>,
+    /// Whether clients must use TLS.
+    pub tls: bool,
+    /// What went through it, where the door counts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub counters: Option<DoorCounters>,
+}
+
+/// All doors, in the order in which they were added.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DoorList {
+    /// The doors.
+    pub doors: Vec<DoorStatus>,
+}
+
+/// What went through a vhost-user door since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct DoorCounters {
+    /// Requests taken from rings, of all kinds.
+    pub requests: u64,
+    /// Requests answered with an error.
+    pub errors: u64,
+    /// Bytes asked for by read requests.
+    pub read_bytes: u64,
+    /// Bytes brought by write requests.
+    pub written_bytes: u64,
+    /// Notifications from drivers.
+    pub kicks: u64,
+    /// Notifications to drivers.
+    pub calls: u64,
+    /// Times a thread found work by looking, without being notified.
+    pub polls: u64,
+    /// Times a thread went to sleep.
+    pub sleeps: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kind_says_which_fields_there_are() {
+        let door: DoorSpec =
+            serde_json::from_str(r#"{"kind":"vhost_user","disk":"web","socket":"/run/web.sock"}"#).unwrap();
+        assert!(matches!(door, DoorSpec::VhostUser(VhostUserSpec { share: false, queues: None, .. })));
+        let door: DoorSpec = serde_json::from_str(r#"{"kind":"nbd","address":"tcp:localhost"}"#).unwrap();
+        assert_eq!(door, DoorSpec::Nbd(NbdSpec { address: "tcp:localhost".to_owned() }));
+        for wrong in [
+            r#"{"kind":"nbd","address":"unix:s","disk":"web"}"#,
+            r#"{"kind":"fuse","path":"/mnt"}"#,
+            r#"{"address":"unix:s"}"#,
+        ] {
+            assert!(serde_json::from_str::<DoorSpec>(wrong).is_err(), "{wrong}");
+        }
+    }
+}

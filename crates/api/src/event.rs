@@ -1,0 +1,70 @@
+//! What happens in a server, as it happens.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// One message of `GET /v1/events`: its `event` field is also the type of the server-sent event.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// A disk is served from now on.
+    DiskAdded {
+        /// Its name.
+        disk: String,
+    },
+    /// A disk was closed and is served no more.
+    DiskRemoved {
+        /// Its name.
+        disk: String,
+        /// Why its image could not be closed clean; absent when it was.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        error: Option<String>,
+    },
+    /// A door is open from now on.
+    DoorAdded {
+        /// Its number.
+        id: u64,
+    },
+    /// A door was closed.
+    DoorRemoved {
+        /// Its number.
+        id: u64,
+    },
+    /// The reader was too slow, and this many events were dropped for it: ask for the whole state again.
+    Missed {
+        /// How many.
+        count: u64,
+    },
+}
+
+impl Event {
+    /// The type of the server-sent event.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::DiskAdded { .. } => "disk_added",
+            Self::DiskRemoved { .. } => "disk_removed",
+            Self::DoorAdded { .. } => "door_added",
+            Self::DoorRemoved { .. } => "door_removed",
+            Self::Missed { .. } => "missed",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_is_what_the_message_says() {
+        for event in [
+            Event::DiskAdded { disk: "a".to_owned() },
+            Event::DiskRemoved { disk: "a".to_owned(), error: None },
+            Event::DoorAdded { id: 1 },
+            Event::DoorRemoved { id: 1 },
+            Event::Missed { count: 1 },
+        ] {
+            let json = serde_json::to_value(&event).unwrap();
+            assert_eq!(json["event"], event.name());
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! The control API, version 1: what `vmstrata serve` and those who control it say to each other.
+//!
+//! ```text
+//!   vmstrata status, disk, door ─┐   JSON over HTTP/1.1    ┌─► server: handlers ──► disks, doors
+//!   dashboards, orchestrators  ──┼──── on a unix socket ───┤
+//!   curl                       ──┘                         └─► GET /v1/openapi.json: this crate as OpenAPI
+//! ```
+//!
+//! Types only: no I/O, no knowledge of the engine. Their doc comments are the descriptions of the OpenAPI document,
+//! which is committed as `docs/openapi.json`; a test compares the two.
+//!
+//! Rules of version 1, for whoever changes it:
+//! - names are `snake_case`, sizes are bytes and end in `_bytes`, times end in their unit;
+//! - what a server answers may gain fields, and enums of answers may gain values: clients pass over what they do not
+//!   know. What a client sends is checked strictly: a field that the server does not know is an error, because a
+//!   misspelt `read_only` must not open a disk for writing;
+//! - anything else needs a `/v2`, beside this one.
+
+#![forbid(unsafe_code)]
+
+mod disk;
+mod door;
+mod event;
+mod problem;
+mod status;
+
+pub use disk::{CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, Format, LayerStatus};
+pub use door::{DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
+pub use event::Event;
+pub use problem::{PROBLEM_TYPE, Problem};
+pub use status::{ResourceStatus, ServerStatus};
+
+/// Where a server listens unless told otherwise, below its runtime directory.
+pub const CONTROL_SOCKET: &str = "control.sock";
+
+/// Whether a field has its default value and need not be written.
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}

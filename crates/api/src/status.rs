@@ -1,0 +1,37 @@
+//! The server as a whole.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::{DiskStatus, DoorStatus};
+
+/// The server, its disks and its doors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ServerStatus {
+    /// The program's version.
+    #[schema(example = "0.1.0")]
+    pub version: String,
+    /// The server's process.
+    pub pid: u32,
+    /// Seconds since it began to serve.
+    pub uptime_seconds: u64,
+    /// What its disks share.
+    pub resources: ResourceStatus,
+    /// The disks, in the order in which they were added.
+    pub disks: Vec<DiskStatus>,
+    /// The doors, in the order in which they were added.
+    pub doors: Vec<DoorStatus>,
+}
+
+/// How full the structures are that all disks of a server share.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ResourceStatus {
+    /// Bytes of metadata pages in memory.
+    pub metadata_cache_bytes: u64,
+    /// The most there may be.
+    pub metadata_cache_max_bytes: u64,
+    /// Files of frozen layers open now.
+    pub open_files: u64,
+    /// The most there may be.
+    pub open_files_max: u64,
+}
