@@ -97,6 +97,7 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
         lazy_refcounts: options.lazy_refcounts,
         compression_type: options.compression,
         feature_names: true,
+        index_room: true,
     })?;
     write_new(path, &image, options.force)
 }

@@ -7,10 +7,11 @@
 use thiserror::Error;
 use vmstrata_types::{ClusterBits, HostOffset};
 
-use crate::extension::{Extension, Extensions, FeatureNames, MAX_BACKING_FORMAT_LEN};
+use crate::extension::{Extension, Extensions, FeatureNames, MAX_BACKING_FORMAT_LEN, magic};
 use crate::feature::{Autoclear, Compatible, CompressionType, Incompatible};
 use crate::geometry::{ENTRY_LEN, Geometry};
 use crate::header::{BackingName, EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
+use crate::index::IndexLink;
 use crate::refcount::{self, RefcountOrder};
 
 /// The smallest clusters in which stock tools name features.
@@ -36,6 +37,9 @@ pub struct CreateOptions {
     /// Name feature bits in the image for older tools; only in version 3 and in clusters of 8 KiB or more,
     /// which have room for it and for whatever else may come.
     pub feature_names: bool,
+    /// Leave room in the header for a link to an index ([`crate::index::IndexLink`]), so that one can be added by
+    /// writing a single sector; only in version 3, and where header and name leave that much of the first cluster.
+    pub index_room: bool,
 }
 
 impl CreateOptions {
@@ -50,6 +54,7 @@ impl CreateOptions {
             lazy_refcounts: false,
             compression_type: CompressionType::Zlib,
             feature_names: true,
+            index_room: false,
         }
     }
 }
@@ -263,12 +268,24 @@ fn encode_header(header: &mut Header, options: &CreateOptions) -> Result<Vec<u8>
     if options.feature_names && options.version >= 3 && options.cluster_bits >= MIN_NAMED {
         extensions.items.push(Extension::FeatureNames(FeatureNames::known()));
     }
-    let bytes = header.encode(&extensions, name)?;
+    let bytes =
+        with_index_room(header, &extensions, options).map_or_else(|| header.encode(&extensions, name), Ok)?;
     if let Some(name) = name {
         let offset = HostOffset::new((bytes.len() - name.len()) as u64);
         header.backing_file = Some(BackingName { offset, len: name.len() as u32 });
     }
     Ok(bytes)
+}
+
+/// The header's bytes with room for a link right after the backing format, so within the first sector.
+fn with_index_room(header: &Header, extensions: &Extensions, options: &CreateOptions) -> Option<Vec<u8>> {
+    if !options.index_room || options.version < 3 {
+        return None;
+    }
+    let mut extensions = extensions.clone();
+    let room = Extension::Unknown { magic: magic::INDEX, data: IndexLink::encode(None).to_vec() };
+    extensions.items.insert(usize::from(extensions.backing_format().is_some()), room);
+    header.encode(&extensions, options.backing.as_ref().map(|backing| backing.name.as_slice())).ok()
 }
 
 #[cfg(test)]

@@ -25,6 +25,8 @@ pub mod magic {
     pub const ENCRYPTION_HEADER: u32 = 0x0537_be77;
     /// Name of the external data file.
     pub const EXTERNAL_DATA_NAME: u32 = 0x4441_5441;
+    /// Where the index of the chain lies: `VMSX`, ours ([`crate::index::IndexLink`]).
+    pub const INDEX: u32 = 0x564d_5358;
 }
 
 /// Longest backing format name that QEMU accepts.

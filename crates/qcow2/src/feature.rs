@@ -41,6 +41,8 @@ bitflags! {
         const BITMAPS = 1 << 0;
         /// The external data file reads as a raw image of the disk.
         const RAW_EXTERNAL = 1 << 1;
+        /// The index extension leads to an index ([`crate::index`]); ours.
+        const INDEX = 1 << 31;
         // Bits others may have set are kept.
         const _ = !0;
     }

@@ -12,6 +12,7 @@
 //! | [`refcount`] | the refcount table and its blocks |
 //! | [`geometry`] | which table entry maps a guest offset |
 //! | [`snapshot`], [`bitmap`] | the tables through which internal snapshots and bitmaps hold clusters |
+//! | [`index`] | vmstrata's own map of a whole chain, outside the tables |
 //! | [`create`] | the bytes of an empty image |
 //!
 //! Invariants: nothing here allocates more than the bytes it was given allow, nothing panics on any input that
@@ -44,6 +45,7 @@ pub mod entry;
 pub mod extension;
 pub mod geometry;
 pub mod header;
+pub mod index;
 pub mod refcount;
 pub mod snapshot;
 

@@ -1,0 +1,160 @@
+//! The root: the page where an index starts.
+
+use std::ops::Range;
+
+use vmstrata_types::{ClusterBits, HostOffset, LayerIndex, MAX_LAYERS};
+
+use super::{ChainId, IndexError, LEAF_WORDS, MAX_LEAVES, PAGE_LEN, Page, PagePointer, VERSION, le, wrong};
+
+const MAGIC: &[u8; 8] = b"VMSINDEX";
+
+/// Where each field lies in the page. What follows is zero.
+mod field {
+    pub(super) const VERSION: usize = 8;
+    pub(super) const CRC: usize = 12;
+    pub(super) const CHAIN: usize = 16;
+    pub(super) const GENERATION: usize = 32;
+    pub(super) const LAYERS: usize = 40;
+    pub(super) const UNIT: usize = 44;
+    pub(super) const SIZE: usize = 48;
+    pub(super) const AT: usize = 56;
+    pub(super) const AREA_START: usize = 64;
+    pub(super) const AREA_END: usize = 72;
+    pub(super) const LEN_BEFORE: usize = 80;
+    pub(super) const TABLE_PAGES: usize = 88;
+    pub(super) const MAP: usize = 96;
+    pub(super) const TABLE: usize = 112;
+}
+
+/// The root of an index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Root {
+    /// The chain it belongs to.
+    pub chain: ChainId,
+    /// Higher than that of any index it took pages from.
+    pub generation: u64,
+    /// The layer it belongs to: it answers for this one and all below.
+    pub layer: LayerIndex,
+    /// Bytes that one map word speaks for: the smallest cluster of those layers.
+    pub unit: ClusterBits,
+    /// Virtual size of the layer in bytes.
+    pub size: u64,
+    /// Where this page lies.
+    pub at: HostOffset,
+    /// All pages this index wrote, this one included.
+    pub area: Range<HostOffset>,
+    /// Bytes of the file before the area was added.
+    pub len_before: u64,
+    /// Pages of the layer table, 1 and more.
+    pub table_pages: u32,
+    /// Top of the map tree.
+    pub map: PagePointer,
+    /// Top of the layer table.
+    pub table: PagePointer,
+}
+
+impl Root {
+    /// Leaves that the map of a disk needs.
+    pub const fn leaves_of(size: u64, unit: ClusterBits) -> u64 {
+        size.div_ceil(unit.size()).div_ceil(LEAF_WORDS as u64)
+    }
+
+    /// Leaves of the map.
+    pub const fn leaves(&self) -> u64 {
+        Self::leaves_of(self.size, self.unit)
+    }
+
+    /// The page's bytes, and their checksum for the [`super::IndexLink`].
+    pub fn encode(&self) -> (Box<Page>, u32) {
+        let mut page = Box::new([0; PAGE_LEN]);
+        let mut put = |at: usize, bytes: &[u8]| page[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, MAGIC);
+        put(field::VERSION, &VERSION.to_le_bytes());
+        put(field::CHAIN, &self.chain.0);
+        put(field::GENERATION, &self.generation.to_le_bytes());
+        put(field::LAYERS, &(u32::from(self.layer.get()) + 1).to_le_bytes());
+        put(field::UNIT, &self.unit.get().to_le_bytes());
+        put(field::SIZE, &self.size.to_le_bytes());
+        put(field::AT, &self.at.get().to_le_bytes());
+        put(field::AREA_START, &self.area.start.get().to_le_bytes());
+        put(field::AREA_END, &self.area.end.get().to_le_bytes());
+        put(field::LEN_BEFORE, &self.len_before.to_le_bytes());
+        put(field::TABLE_PAGES, &self.table_pages.to_le_bytes());
+        put(field::MAP, &self.map.to_bytes());
+        put(field::TABLE, &self.table.to_bytes());
+        let crc = crc32c::crc32c(&page[..]);
+        page[field::CRC..field::CRC + 4].copy_from_slice(&crc.to_le_bytes());
+        (page, crc)
+    }
+
+    /// Reads and checks the page at `at`; returns its checksum too.
+    ///
+    /// # Errors
+    /// No index, a later version, a checksum that does not match, another place than the one it was made for, or a
+    /// number that cannot be.
+    pub fn parse(page: &Page, at: HostOffset) -> Result<(Self, u32), IndexError> {
+        if &page[..8] != MAGIC {
+            return Err(IndexError::Missing);
+        }
+        let version = le::u32(page, field::VERSION);
+        if version != VERSION {
+            return Err(IndexError::Version { found: version });
+        }
+        let crc = le::u32(page, field::CRC);
+        let before = crc32c::crc32c(&page[..field::CRC]);
+        let zeroed = crc32c::crc32c_append(before, &[0; 4]);
+        if crc32c::crc32c_append(zeroed, &page[field::CRC + 4..]) != crc {
+            return Err(IndexError::Checksum { what: "root" });
+        }
+        let number = |at| le::u64(page, at);
+        let root = Self {
+            chain: ChainId(le::chunk(page, field::CHAIN)),
+            generation: number(field::GENERATION),
+            layer: layer(le::u32(page, field::LAYERS))?,
+            unit: unit(le::u32(page, field::UNIT))?,
+            size: number(field::SIZE),
+            at: HostOffset::new(number(field::AT)),
+            area: HostOffset::new(number(field::AREA_START))..HostOffset::new(number(field::AREA_END)),
+            len_before: number(field::LEN_BEFORE),
+            table_pages: le::u32(page, field::TABLE_PAGES),
+            map: PagePointer::from_bytes(&page[field::MAP..])?,
+            table: PagePointer::from_bytes(&page[field::TABLE..])?,
+        };
+        root.check(at)?;
+        Ok((root, crc))
+    }
+
+    fn check(&self, at: HostOffset) -> Result<(), IndexError> {
+        if self.at != at {
+            return wrong("place of the root", self.at.get());
+        }
+        if self.leaves() > MAX_LEAVES {
+            return wrong("disk size", self.size);
+        }
+        let area = &self.area;
+        let page = PAGE_LEN as u64;
+        let aligned = area.start.get().is_multiple_of(page) && area.end.get().is_multiple_of(page);
+        if !aligned || area.end <= area.start || at < area.start || at >= area.end {
+            return wrong("area", area.start.get());
+        }
+        if self.len_before > area.start.get() {
+            return wrong("length before", self.len_before);
+        }
+        if self.table_pages == 0 || self.table_pages > u32::from(self.layer.get()) + 1 || self.table.is_hole()
+        {
+            return wrong("layer table pages", self.table_pages);
+        }
+        Ok(())
+    }
+}
+
+fn layer(count: u32) -> Result<LayerIndex, IndexError> {
+    match u16::try_from(count.wrapping_sub(1)) {
+        Ok(index) if usize::from(index) < MAX_LAYERS => Ok(LayerIndex::new(index)),
+        _ => wrong("layers", count),
+    }
+}
+
+fn unit(bits: u32) -> Result<ClusterBits, IndexError> {
+    ClusterBits::new(bits).map_or_else(|| wrong("map unit", bits), Ok)
+}
