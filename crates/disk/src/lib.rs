@@ -19,6 +19,7 @@
 //! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
 //! | `chain`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
+//! | [`diff`](Diff) | what changed between two states of a chain |
 //! | [`mod@create`], [`mod@check`] | new images, and whether an image is sound |
 //!
 //! Invariants: a read returns the newest completed write; what a flush acknowledged survives a power failure, and
@@ -37,6 +38,7 @@ mod changes;
 pub mod check;
 mod compressed;
 pub mod create;
+mod diff;
 mod disk;
 mod entry;
 mod epoch;
@@ -61,6 +63,7 @@ mod zero;
 pub use chain::OpenOptions;
 pub use check::{CheckOptions, CheckReport, Repair, check};
 pub use create::{CreateOptions, create};
+pub use diff::{ChangedBytes, Diff, DiffExtent, DiffExtents, DiffKind, DiffOptions};
 pub use disk::{Disk, LayerInfo};
 pub use error::{Error, ErrorKind, Result};
 pub use extents::{Extent, ExtentKind};

@@ -84,6 +84,12 @@ pub enum ErrorKind {
         /// Distance from the active layer at which the file was met first.
         earlier: usize,
     },
+    /// Two states of which nothing is the same file.
+    #[error("has no layer in common with {}: only states of one disk, or of disks on one base, can be compared", other.display())]
+    NothingInCommon {
+        /// The other state's newest layer.
+        other: std::path::PathBuf,
+    },
     /// More layers than can be numbered.
     #[error("the backing chain is longer than {MAX_LAYERS} layers")]
     TooLong,
