@@ -16,7 +16,7 @@
 //! **Size rule.** A layer shorter than one above it reads as zeros past its end, and hides what lies below it there.
 //! So what layer *k* says counts up to the shortest layer at or above it, its *visible end*.
 
-mod merge;
+pub(crate) mod merge;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

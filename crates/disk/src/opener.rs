@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_store::{CacheMode, FileIdentity, FileOptions, FileStore, Gate, Store};
+use vmstrata_store::{Access, CacheMode, FileIdentity, FileOptions, FileStore, Gate, Store};
 
 use crate::error::{IoContext as _, Result};
 
@@ -19,6 +19,9 @@ pub enum Role {
     Frozen,
     /// Tables of a file that is only looked at, by `info` for instance: no lock.
     Inspected,
+    /// A frozen layer that takes an index past its allocated end: what it says does not change, so it is opened for
+    /// writing with a reader's lock.
+    Indexed,
 }
 
 /// An open file of a chain.
@@ -37,6 +40,14 @@ pub trait Opener: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// The gate's refusal, a conflicting lock, or whatever the host reports.
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened>;
+
+    /// Which file `path` is, and in what state, if `gate` lets it through.
+    ///
+    /// # Errors
+    /// As [`Opener::open`].
+    fn identity(&self, path: &Path, gate: &Gate) -> Result<FileIdentity> {
+        Ok(self.open(path, Role::Inspected, gate)?.identity)
+    }
 }
 
 /// Files and block devices of this host.
@@ -49,6 +60,7 @@ impl Opener for LocalFiles {
             Role::Active(cache) => FileOptions { cache, ..FileOptions::ACTIVE },
             Role::Frozen => FileOptions::FROZEN,
             Role::Inspected => FileOptions { lock: None, ..FileOptions::FROZEN },
+            Role::Indexed => FileOptions { access: Access::ReadWrite, ..FileOptions::FROZEN },
         };
         let file = gate.open(path, options.access)?;
         let store = FileStore::new(file, path, &options)?;

@@ -7,10 +7,11 @@ use vmstrata_types::{ClusterBits, GuestOffset, LayerIndex};
 
 use super::Visible;
 use crate::entry::{MapEntry, Mapping};
+use crate::layer::Layer;
 
 /// Turns L2 entries of one layer into map entries.
-pub(super) struct Merge {
-    pub(super) index: LayerIndex,
+pub(crate) struct Merge {
+    pub(crate) index: LayerIndex,
     format: vmstrata_qcow2::EntryFormat,
     unit: ClusterBits,
     units_per_cluster: u64,
@@ -20,16 +21,21 @@ pub(super) struct Merge {
 impl Merge {
     /// `None` for a raw layer, which the map leaves to [`Mapping::Hole`].
     pub(super) fn new(visible: &Visible, index: usize, unit: ClusterBits) -> Option<Self> {
-        let tables = visible.layer.tables.as_ref()?;
-        let units_per_cluster = tables.geometry.cluster_bits.size() >> unit.get();
         let index = LayerIndex::new(u16::try_from(index).expect("chains are shorter than 65,536"));
-        let file_len = visible.layer.identity.len;
+        Self::of(&visible.layer, index, unit)
+    }
+
+    /// For a layer at `index` of its chain; `None` for a raw one.
+    pub(crate) fn of(layer: &Layer, index: LayerIndex, unit: ClusterBits) -> Option<Self> {
+        let tables = layer.tables.as_ref()?;
+        let units_per_cluster = tables.geometry.cluster_bits.size() >> unit.get();
+        let file_len = layer.identity.len;
         Some(Self { index, format: tables.entries, unit, units_per_cluster, file_len })
     }
 
     /// The map entries of one cluster.
     #[inline]
-    pub(super) fn entries(&self, cluster: GuestOffset, raw: u64) -> ClusterEntries {
+    pub(crate) fn entries(&self, cluster: GuestOffset, raw: u64) -> ClusterEntries {
         let first = match self.format.l2(raw) {
             Ok(L2Entry::Unallocated) => MapEntry::HOLE,
             Ok(L2Entry::Zero { .. }) => MapEntry::zero(self.index),
@@ -51,7 +57,7 @@ impl Merge {
 }
 
 /// The map entries of one cluster, unit by unit: data moves along with the units, other kinds repeat.
-pub(super) struct ClusterEntries {
+pub(crate) struct ClusterEntries {
     first: MapEntry,
     step: u64,
     units: Range<u64>,
@@ -60,7 +66,7 @@ pub(super) struct ClusterEntries {
 impl ClusterEntries {
     /// Those whose units lie in `range`.
     #[inline]
-    pub(super) fn clip(self, range: Range<u64>) -> impl Iterator<Item = (u64, MapEntry)> {
+    pub(crate) fn clip(self, range: Range<u64>) -> impl Iterator<Item = (u64, MapEntry)> {
         let units = self.units.start.max(range.start)..self.units.end.min(range.end);
         units.map(move |unit| {
             let word = self.first.word() + (unit - self.units.start) * self.step;
