@@ -34,7 +34,7 @@ pub use fault::{
 };
 pub use file::{CacheMode, FileError, FileId, FileIdentity, FileOptions, FileStore};
 pub use gate::{Access, Gate, GateError};
-pub use lock::{LockError, LockKind, Permission};
+pub use lock::{LockError, LockKind, Permission, is_held};
 pub use memory::MemoryStore;
 pub use open_store::OpenStore;
 pub use ring::{Ring, RingCompletion};

@@ -186,6 +186,17 @@ fn check(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// Whether someone else has claimed `permission` for the file behind `fd`, which need not be locked itself.
+///
+/// Takes no lock, so it is in nobody's way; the answer is as old as it is.
+///
+/// # Errors
+/// Whatever the kernel reports, such as a file system that does not lock.
+pub fn is_held(fd: BorrowedFd<'_>, permission: Permission) -> io::Result<bool> {
+    let found = control(fd, libc::F_OFD_GETLK, libc::F_WRLCK, HELD_BASE + permission as i64)?;
+    Ok(found != libc::F_UNLCK)
+}
+
 /// One lock operation on one byte; returns the type of lock the kernel left in the request.
 fn control(fd: BorrowedFd<'_>, command: i32, lock_type: i32, byte: i64) -> io::Result<i32> {
     let mut request = libc::flock {

@@ -1,0 +1,104 @@
+//! Looking at one file of a tree of images: what it is, what its header says, where it says its backing file is.
+//!
+//! Place in the data flow: beside the engine, for `vmstrata survey`, which looks at every file of a host once and puts
+//! the chains together by itself. Like [`crate::inspect`] it reads headers only and takes no lock; unlike it, a header
+//! that cannot be used is a finding about the file, not the end.
+//!
+//! Bounded for hostile files: one header cluster is read, and nothing is opened that the gate does not let through.
+
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, StatxFlags};
+use vmstrata_qcow2::{Autoclear, Header};
+use vmstrata_store::{FileIdentity, Gate, Permission, Store, is_held};
+
+use crate::chain::{Qcow2Head, SESSION_MASK, backing_of, probe};
+use crate::error::{Error, Result};
+use crate::layer::Format;
+use crate::opener::{LocalFiles, Opened, Opener as _, Role};
+
+/// A file as it was found.
+#[derive(Debug)]
+pub struct Examined {
+    /// Which file it is, and what tells whether it has changed.
+    pub identity: FileIdentity,
+    /// Bytes of the host's storage that it takes.
+    pub allocated_bytes: u64,
+    /// When the file was made on this file system, in ns since 1970, where that is known.
+    pub born_ns: Option<i64>,
+    /// Whether a process has it open for writing, as far as it says so by QEMU's locks.
+    pub writer: bool,
+    /// Its header; `None` where it does not start like qcow2, the reason where it cannot be used.
+    pub head: Result<Option<ImageHead>>,
+}
+
+/// A usable header.
+#[derive(Debug)]
+pub struct ImageHead {
+    /// The header.
+    pub header: Header,
+    /// The backing file, if there is one.
+    pub backing: Option<BackingPlace>,
+}
+
+/// A backing file as an image names it.
+#[derive(Debug)]
+pub struct BackingPlace {
+    /// The name as stored.
+    pub name: String,
+    /// Where that leads, in which format; the reason where it is not a local file's name.
+    pub place: Result<(PathBuf, Option<Format>)>,
+}
+
+impl ImageHead {
+    /// Whether the process that writes the image, or wrote it last, has not closed it.
+    ///
+    /// Only vmstrata leaves this mark; an image that QEMU did not close has none unless its refcounts are lazy.
+    pub fn is_in_session(&self) -> bool {
+        self.header.autoclear.intersects(Autoclear::from_bits_retain(SESSION_MASK))
+    }
+}
+
+/// Looks at the file `path` if `gate` lets it through.
+///
+/// # Errors
+/// A file that cannot be opened; what is wrong with a file that can is in [`Examined::head`].
+pub fn examine(path: &Path, gate: &Gate) -> Result<Examined> {
+    let opened = LocalFiles.open(path, Role::Inspected, gate)?;
+    let (allocated_bytes, born_ns) = extent_and_birth(&opened).map_err(|error| error.in_file(path))?;
+    let head = probe(&*opened.store, opened.identity.len)
+        .map(|head| head.map(|head| image_head(path, head)))
+        .map_err(|error| error.in_file(path));
+    Ok(Examined {
+        identity: opened.identity,
+        allocated_bytes,
+        born_ns,
+        writer: has_writer(&*opened.store),
+        head,
+    })
+}
+
+fn image_head(path: &Path, head: Qcow2Head) -> ImageHead {
+    let place = backing_of(path, Some(&head)).transpose();
+    let backing = head.backing_name.zip(place).map(|(name, place)| BackingPlace { name, place });
+    ImageHead { header: head.header, backing }
+}
+
+/// Where nothing can be locked nothing can be known: no writer is then reported.
+fn has_writer(store: &dyn Store) -> bool {
+    store.raw().is_some_and(|fd| is_held(fd, Permission::Write).unwrap_or(false))
+}
+
+fn extent_and_birth(opened: &Opened) -> Result<(u64, Option<i64>)> {
+    let fd = opened.store.raw().expect("a local file has a descriptor");
+    let wanted = StatxFlags::BTIME | StatxFlags::BLOCKS | StatxFlags::TYPE;
+    let stat = rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, wanted)
+        .map_err(|errno| Error::io("examine", errno.into()))?;
+    let born_ns = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME).then(|| {
+        let (seconds, ns) = (stat.stx_btime.tv_sec, i64::from(stat.stx_btime.tv_nsec));
+        seconds.saturating_mul(1_000_000_000).saturating_add(ns)
+    });
+    let is_file = rustix::fs::FileType::from_raw_mode(stat.stx_mode.into()).is_file();
+    // stx_blocks counts 512 bytes whatever the file system's block is; a device has all its bytes.
+    Ok((if is_file { stat.stx_blocks * 512 } else { opened.identity.len }, born_ns))
+}

@@ -1,0 +1,105 @@
+//! Looking at single files: what they say, who writes them, and what is never opened.
+
+mod common;
+
+use std::io::Read as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use common::scratch;
+use common::stock::{path_str, qemu_img};
+use vmstrata_disk::{Disk, ErrorKind, Format, OpenOptions, ResourceOptions, Resources, examine};
+use vmstrata_store::Gate;
+
+fn create(path: &Path, args: &[&str]) {
+    qemu_img(&[&["create", "-q", "-f", "qcow2", path_str(path)], args].concat());
+}
+
+#[test]
+fn a_file_says_what_it_is_and_when_it_was_made() {
+    let dir = scratch();
+    let (base, top, raw) = (dir.path().join("base"), dir.path().join("top"), dir.path().join("raw"));
+    create(&base, &["16M"]);
+    create(&top, &["-b", "base", "-F", "qcow2"]);
+    std::fs::write(&raw, "not an image").unwrap();
+    let found = examine(&top, &Gate::unrestricted()).unwrap();
+    let metadata = std::fs::metadata(&top).unwrap();
+    assert_eq!(found.identity.file.ino, metadata.ino());
+    assert_eq!(found.allocated_bytes, metadata.blocks() * 512);
+    // Not every file system knows.
+    if let (Some(born), Ok(created)) = (found.born_ns, metadata.created()) {
+        let since = created.duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos();
+        assert_eq!(u128::try_from(born).unwrap(), since);
+    }
+    let head = found.head.unwrap().expect("qcow2");
+    assert_eq!(head.header.size, 16 << 20);
+    let backing = head.backing.expect("named");
+    assert_eq!((backing.name.as_str(), backing.place.unwrap()), ("base", (base, Some(Format::Qcow2))));
+    assert!(examine(&raw, &Gate::unrestricted()).unwrap().head.unwrap().is_none());
+}
+
+#[test]
+fn a_bad_header_and_a_bad_name_are_findings() {
+    let dir = scratch();
+    let (cut, net) = (dir.path().join("cut"), dir.path().join("net"));
+    create(&cut, &["16M"]);
+    std::fs::File::options().write(true).open(&cut).unwrap().set_len(60).unwrap();
+    create(&net, &["-u", "-b", "nbd://host/x", "-F", "raw", "16M"]);
+    let error = examine(&cut, &Gate::unrestricted()).unwrap().head.unwrap_err();
+    assert!(matches!(error.kind(), ErrorKind::Format(_)) && error.path() == Some(&cut), "{error}");
+    let backing = examine(&net, &Gate::unrestricted()).unwrap().head.unwrap().unwrap().backing.unwrap();
+    assert_eq!(backing.name, "nbd://host/x");
+    assert!(matches!(backing.place.unwrap_err().kind(), ErrorKind::BackingName { .. }));
+}
+
+#[test]
+fn a_writer_is_seen_and_not_disturbed() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    create(&path, &["16M"]);
+    let writer = || examine(&path, &Gate::unrestricted()).unwrap().writer;
+    assert!(!writer());
+    let mut child = Command::new("qemu-io")
+        .arg(&path)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("qemu-io is required by these tests");
+    let mut prompt = [0; 9];
+    child.stdout.as_mut().unwrap().read_exact(&mut prompt).unwrap();
+    let seen = writer();
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success());
+    assert!(seen && !writer());
+}
+
+#[test]
+fn our_own_session_shows_while_it_lasts() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    create(&path, &["16M"]);
+    let options = ResourceOptions { journal_dir: Some(dir.path().to_owned()), ..ResourceOptions::default() };
+    let disk = Disk::open(&path, &OpenOptions::default(), &Resources::new(options)).unwrap();
+    let look = || {
+        let found = examine(&path, &Gate::unrestricted()).unwrap();
+        (found.writer, found.head.unwrap().unwrap().is_in_session())
+    };
+    assert_eq!(look(), (true, true));
+    disk.close().unwrap();
+    drop(disk);
+    assert_eq!(look(), (false, false));
+}
+
+#[test]
+fn what_the_gate_keeps_out_is_not_looked_at() {
+    let (dir, other) = (scratch(), scratch());
+    let (inside, outside) = (dir.path().join("link"), other.path().join("disk"));
+    create(&outside, &["16M"]);
+    std::os::unix::fs::symlink(&outside, &inside).unwrap();
+    let gate = Gate::new([dir.path()]).unwrap();
+    assert!(matches!(examine(&inside, &gate).unwrap_err().kind(), ErrorKind::Gate(_)));
+    let fifo = dir.path().join("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    assert!(matches!(examine(&fifo, &gate).unwrap_err().kind(), ErrorKind::Gate(_)));
+}
