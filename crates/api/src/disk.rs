@@ -65,14 +65,16 @@ pub struct DiskStatus {
     pub name: String,
     /// The active layer's file.
     pub path: String,
-    /// Where it is between being asked for and being gone; what follows is known while it is served.
+    /// Where it is between being asked for and being gone.
     pub state: DiskState,
-    /// Virtual size.
-    pub size_bytes: u64,
     /// Whether writes are refused.
     pub read_only: bool,
-    /// Layers of the chain, the active one included.
-    pub layers: u64,
+    /// Virtual size; absent unless the disk is served.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size_bytes: Option<u64>,
+    /// Layers of the chain, the active one included; absent unless the disk is served.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<u64>,
 }
 
 /// All disks, in the order in which they were added.

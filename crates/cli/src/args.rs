@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmstrata_disk::Format;
 
-pub use self::serve::{LogFormat, ResourceArgs, ServeArgs};
+pub use self::serve::{LogFormat, ServeArgs};
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;
 

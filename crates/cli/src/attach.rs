@@ -6,9 +6,9 @@
 use std::path::Path;
 
 use serde::Serialize;
+use vmstrata_api::VhostUserSpec;
 use vmstrata_export::nbd::Address;
 
-use crate::disk_spec::VhostUserSpec;
 use crate::key_values::escape;
 
 /// How to attach one vhost-user socket.
@@ -36,7 +36,7 @@ pub struct NbdAttachment {
 impl VhostUserAttachment {
     /// The lines for `spec`.
     pub fn new(spec: &VhostUserSpec) -> Self {
-        let socket = absolute(&spec.socket);
+        let socket = absolute(Path::new(&spec.socket));
         Self {
             qemu: vhost_user_qemu(spec, &socket),
             libvirt: vhost_user_libvirt(spec, &socket),
@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     fn spec(text: &str) -> VhostUserSpec {
-        VhostUserSpec::parse(text).unwrap()
+        (&crate::disk_spec::parse_vhost_user(text).unwrap()).into()
     }
 
     #[test]

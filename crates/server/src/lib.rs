@@ -1,3 +1,34 @@
-//! The disks and doors of a host, and the socket that controls them.
+//! The disks and doors of a host, and the socket that controls them: what `vmstrata serve` runs.
+//!
+//! ```text
+//!   Options ──► run ─┬─ Host: disks, doors (their threads move the data) ◄───┐
+//!                    ├─ control: one thread, HTTP on a unix socket ──────────┘ add, remove, ask
+//!                    └─ signals ──► doors drained ──► disks closed clean
+//! ```
+//!
+//! | module | what it knows |
+//! |---|---|
+//! | [`spec`], `options` | what is asked for, checked before any file is touched |
+//! | [`host`] | which disks and doors there are, and how they come and go |
+//! | `run`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
+//!
+//! The control thread is never on the road of data: a request of a guest or an NBD client neither passes it nor
+//! waits for it.
 
 #![forbid(unsafe_code)]
+
+mod error;
+pub mod host;
+mod limits;
+mod notify;
+mod options;
+mod run;
+mod runtime_dir;
+mod shutdown;
+pub mod spec;
+
+pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
+pub use host::Host;
+pub use options::{ControlPlace, Limits, Options, TlsFiles};
+pub use run::run;
+pub use runtime_dir::default_dir;

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use vmstrata_export::nbd::Address;
+use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
 
 use super::BackingArgs;
-use crate::disk_spec::{DiskSpec, VhostUserSpec};
+use crate::disk_spec::{parse_disk, parse_vhost_user};
 use crate::units::parse_size;
 
 /// `vmstrata serve`
@@ -14,10 +15,10 @@ use crate::units::parse_size;
 #[command(after_help = SERVE_HELP)]
 pub struct ServeArgs {
     /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw] (repeatable)
-    #[arg(long = "disk", value_name = "SPEC", required = true, value_parser = DiskSpec::parse)]
+    #[arg(long = "disk", value_name = "SPEC", required = true, value_parser = parse_disk)]
     pub disks: Vec<DiskSpec>,
     /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share] (repeatable)
-    #[arg(long, value_name = "SPEC", value_parser = VhostUserSpec::parse)]
+    #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
     pub vhost_user: Vec<VhostUserSpec>,
     /// An address for NBD clients of all disks: unix:/path or tcp:host:port (repeatable)
     #[arg(long, value_name = "ADDRESS")]

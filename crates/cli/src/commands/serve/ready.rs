@@ -3,10 +3,8 @@
 use std::io;
 
 use serde::Serialize;
+use vmstrata_api::{DoorSpec, DoorStatus, ServerStatus};
 
-use super::Served;
-use super::doors::Doors;
-use crate::args::ServeArgs;
 use crate::attach::{NbdAttachment, VhostUserAttachment};
 use crate::output::{counted, print, print_json_line};
 use crate::units::short_size;
@@ -25,27 +23,21 @@ struct DiskReport {
     path: String,
     size: u64,
     read_only: bool,
-    layers: usize,
+    layers: u64,
     vhost_user: Vec<VhostUserAttachment>,
     nbd: Vec<NbdAttachment>,
 }
 
 impl Report {
-    pub fn new(args: &ServeArgs, disks: &[Served], doors: &Doors) -> Self {
-        let tls = args.nbd_tls_cert.is_some();
-        let disks = disks.iter().map(|Served { name, disk }| DiskReport {
-            name: name.clone(),
-            path: disk.path().display().to_string(),
-            size: disk.size(),
-            read_only: disk.is_read_only(),
-            layers: disk.layers().len(),
-            vhost_user: args
-                .vhost_user
-                .iter()
-                .filter(|spec| spec.disk == *name)
-                .map(VhostUserAttachment::new)
-                .collect(),
-            nbd: doors.nbd_addresses().iter().map(|address| NbdAttachment::new(name, address, tls)).collect(),
+    pub fn new(status: &ServerStatus) -> Self {
+        let disks = status.disks.iter().map(|disk| DiskReport {
+            name: disk.name.clone(),
+            path: disk.path.clone(),
+            size: disk.size_bytes.unwrap_or_default(),
+            read_only: disk.read_only,
+            layers: disk.layers.unwrap_or_default(),
+            vhost_user: status.doors.iter().filter_map(|door| vhost_user(door, &disk.name)).collect(),
+            nbd: status.doors.iter().filter_map(|door| nbd(door, &disk.name)).collect(),
         });
         Self { event: "ready", disks: disks.collect() }
     }
@@ -63,10 +55,26 @@ impl Report {
 impl DiskReport {
     fn to_text(&self) -> String {
         let mode = if self.read_only { "read-only" } else { "writable" };
-        let layers = counted(self.layers as u64, "layer");
+        let layers = counted(self.layers, "layer");
         let mut text = format!("{}: {}, {layers}, {mode}, {}\n", self.name, short_size(self.size), self.path);
         self.vhost_user.iter().for_each(|attachment| text.push_str(&attachment.to_text()));
         self.nbd.iter().for_each(|attachment| text.push_str(&attachment.to_text()));
         text
+    }
+}
+
+/// How to attach the disk through this door, if it is a vhost-user socket that leads to it.
+fn vhost_user(door: &DoorStatus, disk: &str) -> Option<VhostUserAttachment> {
+    match &door.door {
+        DoorSpec::VhostUser(spec) if spec.disk == disk => Some(VhostUserAttachment::new(spec)),
+        _ => None,
+    }
+}
+
+/// How to attach the disk through this door, if it is an NBD address.
+fn nbd(door: &DoorStatus, disk: &str) -> Option<NbdAttachment> {
+    match &door.door {
+        DoorSpec::Nbd(spec) => Some(NbdAttachment::new(disk, &spec.address.parse().ok()?, door.tls)),
+        DoorSpec::VhostUser(_) => None,
     }
 }

@@ -12,7 +12,7 @@ const LAYER_FILES_MAX: u64 = 4096;
 const LAYER_FILES_MIN: u64 = 16;
 
 /// Raises the soft limit on open files to the hard one and returns it.
-pub fn raise_open_files() -> u64 {
+pub(crate) fn raise_open_files() -> u64 {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     match setrlimit(Resource::Nofile, raised) {
@@ -25,7 +25,7 @@ pub fn raise_open_files() -> u64 {
 }
 
 /// How many layer files may be open at once under a limit of `open_files`.
-pub fn layer_files(open_files: u64) -> usize {
+pub(crate) fn layer_files(open_files: u64) -> usize {
     let share = open_files.saturating_sub(RESERVED_FILES) / 2;
     let bounded = share.clamp(LAYER_FILES_MIN, LAYER_FILES_MAX);
     usize::try_from(bounded).expect("bounded by LAYER_FILES_MAX")

@@ -4,46 +4,47 @@
 
 use std::ffi::OsStr;
 use std::fs::OpenOptions;
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-use anyhow::{Context, Result};
+use crate::error::Error;
 
 /// Says on `ready_fd`, when given, and to the service manager, when there is one, that the server is ready.
 ///
 /// # Errors
 /// When a place that was asked for cannot be written: whoever waits there would wait forever.
-pub fn ready(ready_fd: Option<u32>, status: &str) -> Result<()> {
+pub(crate) fn ready(ready_fd: Option<u32>, status: &str) -> Result<(), Error> {
     if let Some(fd) = ready_fd {
-        write_ready(fd).with_context(|| format!("--ready-fd {fd}: cannot tell that the server is ready"))?;
+        write_ready(fd).map_err(|source| Error::ReadyFd { fd, source })?;
     }
     tell_manager(&format!("READY=1\nSTATUS={status}"))
 }
 
 /// Says to the service manager, when there is one, that the server has begun to end.
-pub fn stopping() {
+pub(crate) fn stopping() {
     if let Err(error) = tell_manager("STOPPING=1") {
-        tracing::warn!("{error:#}");
+        tracing::warn!("{error}");
     }
 }
 
 /// Opening the descriptor's entry under /proc reaches the same pipe without adopting a number as an owned descriptor.
-fn write_ready(fd: u32) -> Result<()> {
+fn write_ready(fd: u32) -> io::Result<()> {
     let mut pipe = OpenOptions::new().append(true).open(format!("/proc/self/fd/{fd}"))?;
-    Ok(pipe.write_all(b"READY=1\n")?)
+    pipe.write_all(b"READY=1\n")
 }
 
-fn tell_manager(message: &str) -> Result<()> {
+fn tell_manager(message: &str) -> Result<(), Error> {
     match std::env::var_os("NOTIFY_SOCKET") {
-        Some(socket) if !socket.is_empty() => send(&socket, message)
-            .with_context(|| format!("NOTIFY_SOCKET {}: cannot notify", socket.display())),
+        Some(socket) if !socket.is_empty() => {
+            send(&socket, message).map_err(|source| Error::Notify { socket: socket.into(), source })
+        }
         _ => Ok(()),
     }
 }
 
-fn send(socket: &OsStr, message: &str) -> Result<()> {
+fn send(socket: &OsStr, message: &str) -> io::Result<()> {
     let address = match socket.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddr::from_abstract_name(name)?,
         None => SocketAddr::from_pathname(socket)?,

@@ -13,7 +13,7 @@ const EXIT_INSISTED: i32 = 143;
 
 /// Waits for the first signal; from then on the next one ends the process at once.
 #[derive(Debug)]
-pub struct Shutdown {
+pub(crate) struct Shutdown {
     signals: Signals,
 }
 
@@ -22,7 +22,7 @@ impl Shutdown {
     ///
     /// # Errors
     /// When the kernel refuses a handler.
-    pub fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         let asked = Arc::new(AtomicBool::new(false));
         for signal in TERM_SIGNALS {
             // Order matters: the handler that exits must see the flag as it was before this signal.
@@ -33,7 +33,7 @@ impl Shutdown {
     }
 
     /// Sleeps until the first signal and returns its name.
-    pub fn wait(&mut self) -> &'static str {
+    pub(crate) fn wait(&mut self) -> &'static str {
         let signal = self.signals.forever().next();
         signal.and_then(signal_hook::low_level::signal_name).unwrap_or("signal")
     }

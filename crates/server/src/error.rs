@@ -1,0 +1,154 @@
+//! Why a server does not start, does not end clean, or does not do what it is asked.
+
+use std::io;
+use std::path::PathBuf;
+
+use vmstrata_export::{nbd, vhost_user};
+
+use crate::spec::SpecError;
+
+/// See the module documentation.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// What was asked for makes no sense.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// The engine refused or failed.
+    #[error(transparent)]
+    Disk(#[from] vmstrata_disk::Error),
+    /// An NBD door cannot be opened.
+    #[error(transparent)]
+    Nbd(#[from] nbd::Error),
+    /// A vhost-user door cannot be opened.
+    #[error("vhost-user socket of '{disk}'")]
+    VhostUser {
+        /// The disk it is for.
+        disk: String,
+        /// Why.
+        source: vhost_user::Error,
+    },
+    /// No disk has this name.
+    #[error("no disk is named '{name}'")]
+    NoSuchDisk {
+        /// The name.
+        name: String,
+    },
+    /// No door has this number.
+    #[error("no door has the number {id}")]
+    NoSuchDoor {
+        /// The number.
+        id: u64,
+    },
+    /// A disk that is not served yet, or no longer.
+    #[error("disk '{name}' is {doing}: try again when that is done")]
+    Busy {
+        /// Its name.
+        name: String,
+        /// What is happening to it.
+        doing: &'static str,
+    },
+    /// The server takes no more changes.
+    #[error("the server is ending")]
+    Ending,
+    /// Disks whose images are as after a crash.
+    #[error("{}", failures.iter().map(NotClean::to_string).collect::<Vec<_>>().join("; "))]
+    NotClean {
+        /// The disks.
+        failures: Vec<NotClean>,
+    },
+    /// What NBD clients wrote is not known to be on stable storage.
+    #[error("cannot flush what NBD clients wrote")]
+    NbdFlush(#[source] vmstrata_disk::Error),
+    /// The directory for journals and the control socket cannot be used.
+    #[error("runtime directory {path}: {fault}; choose one with --runtime-dir")]
+    RuntimeDir {
+        /// The directory.
+        path: PathBuf,
+        /// What is wrong with it.
+        fault: RuntimeDirFault,
+    },
+    /// Whoever waits at a descriptor cannot be told.
+    #[error("--ready-fd {fd}: cannot tell that the server is ready")]
+    ReadyFd {
+        /// Its number.
+        fd: u32,
+        /// Why.
+        source: io::Error,
+    },
+    /// The service manager cannot be told.
+    #[error("NOTIFY_SOCKET {}: cannot notify", socket.display())]
+    Notify {
+        /// The manager's socket.
+        socket: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The kernel refuses what a server needs.
+    #[error("cannot {action}")]
+    System {
+        /// What was tried, as a verb with its object.
+        action: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The control socket cannot be had.
+    #[error("control socket {path}: {fault}")]
+    Control {
+        /// The socket.
+        path: PathBuf,
+        /// What is wrong.
+        fault: SocketFault,
+    },
+    /// The address for metrics cannot be had.
+    #[error("cannot serve metrics on {address}")]
+    Metrics {
+        /// The address.
+        address: std::net::SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// A disk that could not be closed clean.
+#[derive(Debug, thiserror::Error)]
+#[error("disk '{name}' could not be closed clean: {source}")]
+pub struct NotClean {
+    /// Its name.
+    pub name: String,
+    /// Why.
+    pub source: vmstrata_disk::Error,
+}
+
+/// What is wrong with a runtime directory.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RuntimeDirFault {
+    /// It does not exist and cannot be made, or cannot be looked at.
+    #[error("cannot be made: {0}")]
+    Make(io::Error),
+    /// Someone else could remove what lies in it.
+    #[error("belongs to another user")]
+    Foreign,
+    /// Someone else could put a journal into it.
+    #[error("others may write to it (chmod go-w)")]
+    OpenToOthers,
+}
+
+/// What is wrong with a place for a control socket.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SocketFault {
+    /// Another server answers there.
+    #[error("another server listens there")]
+    InUse,
+    /// Something else has the name.
+    #[error("it exists and is not a socket: remove it or choose another path")]
+    NotASocket,
+    /// A path that the kernel does not take.
+    #[error("the path is longer than Linux allows for sockets")]
+    TooLong,
+    /// The system refuses.
+    #[error("cannot listen: {0}")]
+    Listen(io::Error),
+}

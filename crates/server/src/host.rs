@@ -1,0 +1,188 @@
+//! The registry: which disks and doors there are, and how they come and go while others are served.
+//!
+//! ```text
+//!   add_disk ──► Opening ──► Serving ──► Closing ──► gone        remove_disk: doors first, then the disk
+//!                   │           │ add_door, remove_door
+//!                   └─ failed   ▼
+//!                            doors: vhost-user (one disk), NBD (all disks)
+//! ```
+//!
+//! Invariants: a disk that was opened is closed, whatever fails after it; only a crash leaves one open, and then its
+//! journal replays. No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
+//! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
+
+mod disks;
+mod doors;
+mod report;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use tokio::sync::broadcast;
+use vmstrata_api::Event;
+use vmstrata_disk::{Disk, ResourceOptions, Resources};
+use vmstrata_export::nbd::{self, TlsMode};
+
+use self::doors::Door;
+use crate::error::{Error, NotClean};
+use crate::options::Options;
+use crate::spec::DiskSpec;
+
+/// Events kept for a reader that is slow to take them.
+const EVENTS_KEPT: usize = 256;
+
+/// See the module documentation.
+#[derive(Debug)]
+pub struct Host {
+    resources: Arc<Resources>,
+    limits: ResourceOptions,
+    allow_backing: Vec<PathBuf>,
+    tls: TlsMode,
+    table: Mutex<Table>,
+    /// Signalled when a change ends.
+    settled: Condvar,
+    events: broadcast::Sender<Event>,
+    started: Instant,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    /// In the order in which they were added.
+    disks: Vec<Entry>,
+    doors: Vec<(u64, Door)>,
+    next_door: u64,
+    /// Changes under way.
+    changes: usize,
+    is_ending: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    spec: DiskSpec,
+    phase: Phase,
+}
+
+/// A disk being closed is in the hands of whoever closes it: its files are unlocked when that is done.
+#[derive(Clone, Debug)]
+enum Phase {
+    Opening,
+    Serving(Arc<Disk>),
+    Closing,
+}
+
+impl Table {
+    fn entry(&self, name: &str) -> Option<&Entry> {
+        self.disks.iter().find(|entry| entry.spec.name == name)
+    }
+
+    /// The disk of this name, if it is served.
+    fn serving(&self, name: &str) -> Result<(&DiskSpec, &Arc<Disk>), Error> {
+        let entry = self.entry(name).ok_or_else(|| Error::NoSuchDisk { name: name.to_owned() })?;
+        let busy = |doing| Err(Error::Busy { name: name.to_owned(), doing });
+        match &entry.phase {
+            Phase::Serving(disk) => Ok((&entry.spec, disk)),
+            Phase::Opening => busy("being opened"),
+            Phase::Closing => busy("being closed"),
+        }
+    }
+
+    fn set_phase(&mut self, name: &str, phase: Phase) {
+        if let Some(entry) = self.disks.iter_mut().find(|entry| entry.spec.name == name) {
+            entry.phase = phase;
+        }
+    }
+
+    /// The NBD servers, which all disks go through.
+    fn nbd(&self) -> Vec<Arc<nbd::Server>> {
+        self.doors.iter().filter_map(|(_, door)| door.nbd()).collect()
+    }
+
+    fn forget(&mut self, name: &str) {
+        self.disks.retain(|entry| entry.spec.name != name);
+    }
+}
+
+/// A change under way: the server does not end in the middle of it.
+struct Change<'a>(&'a Host);
+
+impl Drop for Change<'_> {
+    fn drop(&mut self) {
+        self.0.table.lock().changes -= 1;
+        self.0.settled.notify_all();
+    }
+}
+
+impl Host {
+    /// A host without disks and doors.
+    ///
+    /// # Errors
+    /// A runtime directory or a certificate that cannot be used.
+    pub fn new(options: &Options) -> Result<Arc<Self>, Error> {
+        let (resources, limits) = options.resources(options.runtime_dir()?);
+        Ok(Arc::new(Self {
+            resources,
+            limits,
+            allow_backing: options.allow_backing.clone(),
+            tls: options.tls_mode()?,
+            table: Mutex::default(),
+            settled: Condvar::new(),
+            events: broadcast::Sender::new(EVENTS_KEPT),
+            started: Instant::now(),
+        }))
+    }
+
+    /// What happens from now on.
+    pub fn events(&self) -> broadcast::Receiver<Event> {
+        self.events.subscribe()
+    }
+
+    /// Tells whoever listens.
+    pub(crate) fn tell(&self, event: Event) {
+        // Nobody listening is no failure.
+        let _ = self.events.send(event);
+    }
+
+    fn begin_change(&self) -> Result<(Change<'_>, MutexGuard<'_, Table>), Error> {
+        let mut table = self.table.lock();
+        if table.is_ending {
+            return Err(Error::Ending);
+        }
+        table.changes += 1;
+        Ok((Change(self), table))
+    }
+
+    /// Ends everything: no more changes, every door drained and closed, every disk closed clean.
+    ///
+    /// # Errors
+    /// What could not be flushed or closed clean; the others were all the same.
+    pub fn close(&self) -> Result<(), Error> {
+        let doors = {
+            let mut table = self.table.lock();
+            table.is_ending = true;
+            while table.changes > 0 {
+                self.settled.wait(&mut table);
+            }
+            std::mem::take(&mut table.doors)
+        };
+        let drained = doors.into_iter().map(|(_, door)| door.close()).fold(Ok(()), Result::and);
+        drained.and(self.close_disks())
+    }
+
+    fn close_disks(&self) -> Result<(), Error> {
+        let disks: Vec<(String, Arc<Disk>)> = {
+            let mut table = self.table.lock();
+            let mut closing = Vec::new();
+            for entry in &mut table.disks {
+                if let Phase::Serving(disk) = std::mem::replace(&mut entry.phase, Phase::Closing) {
+                    closing.push((entry.spec.name.clone(), disk));
+                }
+            }
+            closing
+        };
+        let failures = disks.into_iter().filter_map(|(name, disk)| disks::close(name, &disk).err());
+        let failures: Vec<NotClean> = failures.collect();
+        if failures.is_empty() { Ok(()) } else { Err(Error::NotClean { failures }) }
+    }
+}

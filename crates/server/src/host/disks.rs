@@ -1,0 +1,188 @@
+//! Disks come and go.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmstrata_api::Event;
+use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_export::nbd::{self, Export};
+
+use super::doors::Door;
+use super::{Entry, Host, Phase};
+use crate::error::{Error, NotClean};
+use crate::spec::{DiskSpec, SpecError};
+
+/// How long to wait for housekeeping that looks at a disk for the last time.
+const LAST_LOOK: Duration = Duration::from_secs(5);
+
+impl Host {
+    /// Opens a disk and exports it through every NBD door.
+    ///
+    /// # Errors
+    /// A name that is taken, a chain that cannot be opened, a server that is ending.
+    pub fn add_disk(&self, spec: DiskSpec) -> Result<(), Error> {
+        let (_change, mut table) = self.begin_change()?;
+        if table.entry(&spec.name).is_some() {
+            return Err(SpecError::NameTaken { name: spec.name }.into());
+        }
+        table.disks.push(Entry { spec: spec.clone(), phase: Phase::Opening });
+        drop(table);
+        let opened = self.open_disk(&spec).and_then(|disk| self.let_in(&spec, disk));
+        if opened.is_err() {
+            self.table.lock().forget(&spec.name);
+        } else {
+            self.tell(Event::DiskAdded { disk: spec.name });
+        }
+        opened
+    }
+
+    fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
+        let options = OpenOptions {
+            read_only: spec.read_only,
+            cache: spec.cache,
+            allow_backing: self.allow_backing.clone(),
+            format: spec.format,
+        };
+        let disk = Disk::open(&spec.path, &options, &self.resources)?;
+        let layers = disk.layers().len();
+        let noun = if layers == 1 { "layer" } else { "layers" };
+        tracing::info!(disk = spec.name, path = %spec.path.display(), bytes = disk.size(), "opened: {layers} {noun}");
+        Ok(disk)
+    }
+
+    /// Shows an open disk to NBD clients, and to whoever opens a door.
+    fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<(), Error> {
+        let mut table = self.table.lock();
+        let doors = table.nbd();
+        let show = |door: &Arc<nbd::Server>| door.exports().add(Export::new(&spec.name, Arc::clone(&disk)));
+        match doors.iter().try_for_each(show) {
+            Ok(()) => {
+                table.set_phase(&spec.name, Phase::Serving(disk));
+                Ok(())
+            }
+            Err(error) => {
+                drop(table);
+                withdraw(&spec.name, &doors);
+                close(spec.name.clone(), &disk)
+                    .map_err(|failure| Error::NotClean { failures: vec![failure] })?;
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Closes a disk: its doors are drained, its image is left clean, its files are unlocked.
+    ///
+    /// # Errors
+    /// No such disk; one that is not served; an image that could not be closed clean (the disk is gone all the same).
+    pub fn remove_disk(&self, name: &str) -> Result<(), Error> {
+        let (_change, mut table) = self.begin_change()?;
+        let disk = Arc::clone(table.serving(name)?.1);
+        table.set_phase(name, Phase::Closing);
+        let own: Vec<(u64, Door)> = table.doors.extract_if(.., |(_, door)| door.is_only_for(name)).collect();
+        let shared = table.nbd();
+        drop(table);
+        for (id, door) in own {
+            // Nothing is flushed by a vhost-user door; closing the disk does that.
+            let _ = door.close();
+            self.tell(Event::DoorRemoved { id });
+        }
+        withdraw(name, &shared);
+        let closed = close(name.to_owned(), &disk);
+        release(name, disk);
+        self.table.lock().forget(name);
+        let error = closed.as_ref().err().map(|failure| failure.source.to_string());
+        self.tell(Event::DiskRemoved { disk: name.to_owned(), error });
+        closed.map_err(|failure| Error::NotClean { failures: vec![failure] })
+    }
+}
+
+/// Lets the NBD clients of a disk go.
+fn withdraw(name: &str, doors: &[Arc<nbd::Server>]) {
+    for door in doors {
+        // Clients that still wait find the disk closed.
+        door.withdraw(name);
+    }
+}
+
+/// Closes a disk that no door leads to any more.
+pub(super) fn close(name: String, disk: &Disk) -> Result<(), NotClean> {
+    disk.close().map_err(|source| {
+        tracing::error!(disk = name, "cannot be closed clean: {source}");
+        NotClean { name, source }
+    })
+}
+
+/// Lets go of the last reference, and with it of the files' locks.
+fn release(name: &str, mut disk: Arc<Disk>) {
+    let deadline = Instant::now() + LAST_LOOK;
+    loop {
+        match Arc::try_unwrap(disk) {
+            Ok(_closed) => return,
+            Err(shared) => disk = shared,
+        }
+        if Instant::now() > deadline {
+            tracing::warn!(
+                disk = name,
+                "is closed, but someone still has it: its files stay locked until then"
+            );
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use vmstrata_disk::{
+        CreateOptions, LocalFiles, Opened, Opener, ResourceOptions, Resources, Role, create,
+    };
+    use vmstrata_store::{FaultPlan, FaultStore, Gate, OperationKind, StoreId};
+    use vmstrata_types::{GuestOffset, GuestRange};
+
+    use super::*;
+    use crate::options::Options;
+
+    /// Opens files whose operations may be made to fail.
+    #[derive(Debug)]
+    struct Faulty(Arc<FaultPlan>);
+
+    impl Opener for Faulty {
+        fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
+            let opened = LocalFiles.open(path, role, gate)?;
+            let store = Arc::new(FaultStore::new(opened.store, &self.0, StoreId::default()));
+            Ok(Opened { store, ..opened })
+        }
+    }
+
+    fn open(path: &Path, resources: &Arc<Resources>) -> Entry {
+        let size = Some(1 << 20);
+        create(path, &CreateOptions { size, ..CreateOptions::default() }).unwrap();
+        let disk = Disk::open(path, &OpenOptions::default(), resources).unwrap();
+        disk.write_zeroes(GuestRange::new(GuestOffset::ZERO, 65536), false).unwrap();
+        let spec = vmstrata_api::DiskSpec { path: path.to_str().unwrap().to_owned(), ..Default::default() };
+        Entry { spec: spec.try_into().unwrap(), phase: Phase::Serving(disk) }
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_closed_clean_is_an_error_and_the_others_are_closed_all_the_same() {
+        const EIO: i32 = 5;
+        let dir = tempfile::tempdir().unwrap();
+        let plan = FaultPlan::new();
+        let broken = Resources::with_opener(ResourceOptions::default(), Arc::new(Faulty(Arc::clone(&plan))));
+        let options = Options { runtime_dir: Some(dir.path().join("run")), ..Options::default() };
+        let host = Host::new(&options).unwrap();
+        let bad = open(&dir.path().join("bad.qcow2"), &broken);
+        let good = open(&dir.path().join("good.qcow2"), &host.resources);
+        let Phase::Serving(sound) = good.phase.clone() else { unreachable!("just opened") };
+        host.table.lock().disks.extend([bad, good]);
+        plan.fail_from(Some(OperationKind::Flush), 0, EIO);
+        let error = host.close().unwrap_err().to_string();
+        assert!(error.contains("disk 'bad' could not be closed clean"), "{error}");
+        assert!(!error.contains("good"), "{error}");
+        assert!(sound.flush().is_err(), "the sound disk is still open");
+        let late = vmstrata_api::DiskSpec { path: "late.qcow2".to_owned(), ..Default::default() };
+        assert!(matches!(host.add_disk(late.try_into().unwrap()), Err(Error::Ending)));
+    }
+}

@@ -1,0 +1,164 @@
+//! Doors come and go.
+
+use std::sync::Arc;
+
+use vmstrata_api::{self as api, Event};
+use vmstrata_export::nbd::{self, Address, Export, Exports, Limits, Listener};
+use vmstrata_export::vhost_user;
+
+use super::{Host, Phase};
+use crate::error::Error;
+use crate::spec::{VhostUserSpec, check_guests};
+
+/// What lets clients in.
+#[derive(Debug)]
+pub(super) enum Door {
+    /// One disk, for one guest.
+    VhostUser { spec: VhostUserSpec, server: vhost_user::Server },
+    /// All disks. A server for each address, so that each can go alone.
+    Nbd { address: Address, server: Arc<nbd::Server> },
+}
+
+impl Door {
+    pub(super) fn nbd(&self) -> Option<Arc<nbd::Server>> {
+        match self {
+            Self::VhostUser { .. } => None,
+            Self::Nbd { server, .. } => Some(Arc::clone(server)),
+        }
+    }
+
+    /// Whether it goes when the disk goes.
+    pub(super) fn is_only_for(&self, disk: &str) -> bool {
+        matches!(self, Self::VhostUser { spec, .. } if spec.disk == disk)
+    }
+
+    /// Lets nobody in any more and finishes what is in flight.
+    pub(super) fn close(self) -> Result<(), Error> {
+        match self {
+            Self::VhostUser { server, .. } => {
+                server.shutdown();
+                Ok(())
+            }
+            Self::Nbd { server, .. } => server.shutdown().map_err(Error::NbdFlush),
+        }
+    }
+
+    pub(super) fn status(&self, id: u64, tls: bool) -> api::DoorStatus {
+        match self {
+            Self::VhostUser { spec, server } => api::DoorStatus {
+                id,
+                door: api::DoorSpec::VhostUser(spec.into()),
+                connections: None,
+                tls: false,
+                counters: Some(counters(&server.stats())),
+            },
+            Self::Nbd { address, server } => api::DoorStatus {
+                id,
+                door: api::DoorSpec::Nbd(api::NbdSpec { address: address.to_string() }),
+                connections: Some(server.connections() as u64),
+                tls,
+                counters: None,
+            },
+        }
+    }
+}
+
+fn counters(stats: &vhost_user::Stats) -> api::DoorCounters {
+    api::DoorCounters {
+        requests: stats.requests,
+        errors: stats.errors,
+        read_bytes: stats.read_bytes,
+        written_bytes: stats.written_bytes,
+        kicks: stats.kicks,
+        calls: stats.calls,
+        polls: stats.polls,
+        sleeps: stats.sleeps,
+    }
+}
+
+impl Host {
+    /// Opens a vhost-user socket for a disk that is served. Returns its number.
+    ///
+    /// # Errors
+    /// No such disk; a second guest for a writable disk; a socket that cannot be had.
+    pub fn add_vhost_user(&self, spec: VhostUserSpec) -> Result<u64, Error> {
+        let (_change, mut table) = self.begin_change()?;
+        let (disk_spec, disk) = table.serving(&spec.disk)?;
+        let others = table.doors.iter().filter_map(|(_, door)| match door {
+            Door::VhostUser { spec, .. } => Some(spec),
+            Door::Nbd { .. } => None,
+        });
+        check_guests(&spec, disk_spec.read_only, others)?;
+        let bound = vhost_user::Server::bind(&spec.socket, Arc::clone(disk), vhost_user_options(&spec));
+        let server = bound.map_err(|source| Error::VhostUser { disk: spec.disk.clone(), source })?;
+        let id = table.add_door(Door::VhostUser { spec, server });
+        drop(table);
+        self.tell(Event::DoorAdded { id });
+        Ok(id)
+    }
+
+    /// Opens an address for NBD clients of all disks. Returns its number.
+    ///
+    /// # Errors
+    /// An address that cannot be had.
+    pub fn add_nbd(&self, address: &Address) -> Result<u64, Error> {
+        let (_change, table) = self.begin_change()?;
+        // Names may have to be resolved for this, which takes as long as it takes.
+        drop(table);
+        let listener = Listener::bind(address)?;
+        let address = listener.address().clone();
+        let mut table = self.table.lock();
+        let exports = Exports::new();
+        for entry in &table.disks {
+            if let Phase::Serving(disk) = &entry.phase {
+                exports.add(Export::new(&entry.spec.name, Arc::clone(disk)))?;
+            }
+        }
+        let server = nbd::Server::new(exports, self.tls.clone(), Limits::default())?;
+        server.listen(listener)?;
+        let id = table.add_door(Door::Nbd { address, server: Arc::new(server) });
+        drop(table);
+        self.tell(Event::DoorAdded { id });
+        Ok(id)
+    }
+
+    /// Closes a door: requests in flight are finished, its clients are let go, its disks stay.
+    ///
+    /// # Errors
+    /// No such door; what NBD clients wrote cannot be flushed (the door is gone all the same).
+    pub fn remove_door(&self, id: u64) -> Result<(), Error> {
+        let (_change, mut table) = self.begin_change()?;
+        let at = table.doors.iter().position(|(number, _)| *number == id);
+        let (_, door) = table.doors.remove(at.ok_or(Error::NoSuchDoor { id })?);
+        drop(table);
+        let closed = door.close();
+        self.tell(Event::DoorRemoved { id });
+        closed
+    }
+}
+
+impl super::Table {
+    fn add_door(&mut self, door: Door) -> u64 {
+        self.next_door += 1;
+        self.doors.push((self.next_door, door));
+        self.next_door
+    }
+}
+
+fn vhost_user_options(spec: &VhostUserSpec) -> vhost_user::Options {
+    let mut options = vhost_user::Options::default();
+    if let Some(queues) = spec.queues {
+        options.queues = queues.get();
+        options.io_threads = options.io_threads.min(queues.get().into());
+    }
+    if let Some(threads) = spec.threads {
+        options.io_threads = threads.get().into();
+    }
+    if let Some(poll_us) = spec.poll_us {
+        options.poll_us = poll_us;
+    }
+    if let Some(serial) = &spec.serial {
+        options.serial.clone_from(serial);
+    }
+    options
+}

@@ -1,0 +1,103 @@
+//! What the host says of itself.
+
+use vmstrata_api as api;
+use vmstrata_disk::{Disk, Format, LayerInfo};
+use vmstrata_export::nbd::TlsMode;
+
+use super::{Entry, Host, Phase};
+use crate::error::Error;
+
+impl Host {
+    /// The server, its disks and its doors.
+    pub fn status(&self) -> api::ServerStatus {
+        api::ServerStatus {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            uptime_seconds: self.started.elapsed().as_secs(),
+            resources: self.resource_status(),
+            disks: self.disks(),
+            doors: self.doors(),
+        }
+    }
+
+    fn resource_status(&self) -> api::ResourceStatus {
+        let used = self.resources.usage();
+        api::ResourceStatus {
+            metadata_cache_bytes: used.metadata_cache_bytes,
+            metadata_cache_max_bytes: self.limits.metadata_cache_bytes,
+            open_files: used.open_files as u64,
+            open_files_max: self.limits.max_open_files as u64,
+        }
+    }
+
+    /// All disks, in the order in which they were added.
+    pub fn disks(&self) -> Vec<api::DiskStatus> {
+        let entries = self.entries();
+        entries.iter().map(disk_status).collect()
+    }
+
+    /// All doors, in the order in which they were added.
+    pub fn doors(&self) -> Vec<api::DoorStatus> {
+        let tls = !matches!(self.tls, TlsMode::Off);
+        self.table.lock().doors.iter().map(|(id, door)| door.status(*id, tls)).collect()
+    }
+
+    /// One disk, with its chain and its doors.
+    ///
+    /// # Errors
+    /// No such disk.
+    pub fn disk(&self, name: &str) -> Result<api::DiskDetail, Error> {
+        let entries = self.entries();
+        let entry = entries.iter().find(|entry| entry.spec.name == name);
+        let entry = entry.ok_or_else(|| Error::NoSuchDisk { name: name.to_owned() })?;
+        let chain = match &entry.phase {
+            Phase::Serving(disk) => disk.layers().iter().map(layer_status).collect(),
+            _ => Vec::new(),
+        };
+        let leads_here = |door: &api::DoorStatus| match &door.door {
+            api::DoorSpec::VhostUser(spec) => spec.disk == name,
+            api::DoorSpec::Nbd(_) => true,
+        };
+        let doors = self.doors().into_iter().filter(leads_here).collect();
+        Ok(api::DiskDetail { disk: disk_status(entry), chain, doors })
+    }
+
+    /// The table as it is now: what takes longer than copying it is done without its lock.
+    fn entries(&self) -> Vec<Entry> {
+        self.table.lock().disks.clone()
+    }
+}
+
+fn disk_status(entry: &Entry) -> api::DiskStatus {
+    let (state, disk) = match &entry.phase {
+        Phase::Opening => (api::DiskState::Opening, None),
+        Phase::Serving(disk) => (api::DiskState::Serving, Some(disk)),
+        Phase::Closing => (api::DiskState::Closing, None),
+    };
+    api::DiskStatus {
+        name: entry.spec.name.clone(),
+        path: entry.spec.path.display().to_string(),
+        state,
+        read_only: entry.spec.read_only,
+        size_bytes: disk.map(|disk| disk.size()),
+        layers: disk.map(|disk| layers(disk)),
+    }
+}
+
+fn layers(disk: &Disk) -> u64 {
+    disk.layers().len() as u64
+}
+
+fn layer_status(layer: &LayerInfo) -> api::LayerStatus {
+    api::LayerStatus {
+        index: layer.index.get(),
+        path: layer.path.display().to_string(),
+        format: match layer.format {
+            Format::Qcow2 => api::Format::Qcow2,
+            Format::Raw => api::Format::Raw,
+        },
+        size_bytes: layer.size,
+        cluster_size_bytes: layer.cluster_bits.map(|bits| bits.size()),
+        file_bytes: layer.file_len,
+    }
+}

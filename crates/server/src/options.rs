@@ -1,0 +1,118 @@
+//! What a server is started with.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use vmstrata_disk::{ResourceOptions, Resources};
+use vmstrata_export::nbd::{Address, TlsConfig, TlsMode};
+
+use crate::error::Error;
+use crate::limits;
+use crate::runtime_dir;
+use crate::spec::{DiskSpec, SpecError, VhostUserSpec, check_together};
+
+/// Fewer workers than this and one slow flush would hold up everything that may block.
+const WORKERS_MIN: usize = 2;
+
+/// What a server is started with: the flags of `vmstrata serve`, or its configuration file, or both merged.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The disks.
+    pub disks: Vec<DiskSpec>,
+    /// Sockets for guests.
+    pub vhost_user: Vec<VhostUserSpec>,
+    /// Addresses for NBD clients of all disks.
+    pub nbd: Vec<Address>,
+    /// Require TLS of NBD clients.
+    pub nbd_tls: Option<TlsFiles>,
+    /// Directories in which backing files are opened, beside that of the disk itself.
+    pub allow_backing: Vec<PathBuf>,
+    /// Limits of what all disks share.
+    pub limits: Limits,
+    /// Where volatile journals go; `None` for the user's default.
+    pub runtime_dir: Option<PathBuf>,
+    /// A descriptor to write `READY=1` to.
+    pub ready_fd: Option<u32>,
+    /// Where the server is controlled.
+    pub control: ControlPlace,
+    /// Where Prometheus may fetch metrics over TCP.
+    pub metrics: Option<SocketAddr>,
+}
+
+/// Files for NBD over TLS.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The server's certificate chain (PEM).
+    pub certificate: PathBuf,
+    /// Its private key (PEM).
+    pub key: PathBuf,
+    /// Let in only clients with a certificate signed by these (PEM).
+    pub client_ca: Option<PathBuf>,
+}
+
+/// Limits of what all disks share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of metadata pages in memory.
+    pub metadata_cache_bytes: u64,
+    /// Files of layers kept open at once; `None` derives it from the process's limit.
+    pub max_open_files: Option<usize>,
+    /// Threads for what may block; `None` for the number of processors.
+    pub workers: Option<usize>,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { metadata_cache_bytes: 64 << 20, max_open_files: None, workers: None }
+    }
+}
+
+/// Where a server listens for those who control it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ControlPlace {
+    /// At [`vmstrata_api::CONTROL_SOCKET`] in the runtime directory, unless another server has that already.
+    #[default]
+    IfFree,
+    /// Here, or not at all.
+    At(PathBuf),
+    /// Nowhere.
+    Off,
+}
+
+impl Options {
+    /// Whether the parts fit together; touches no file.
+    ///
+    /// # Errors
+    /// Names the disk or socket that does not fit.
+    pub fn check(&self) -> Result<(), SpecError> {
+        check_together(&self.disks, &self.vhost_user, &self.nbd)
+    }
+
+    /// Makes what the disks will share. Returns it with the limits that it keeps to.
+    pub(crate) fn resources(&self, runtime_dir: PathBuf) -> (Arc<Resources>, ResourceOptions) {
+        let open_files = limits::raise_open_files();
+        let processors = std::thread::available_parallelism().map_or(WORKERS_MIN, usize::from);
+        let options = ResourceOptions {
+            metadata_cache_bytes: self.limits.metadata_cache_bytes,
+            max_open_files: self.limits.max_open_files.unwrap_or_else(|| limits::layer_files(open_files)),
+            workers: self.limits.workers.unwrap_or_else(|| processors.max(WORKERS_MIN)),
+            journal_dir: Some(runtime_dir),
+        };
+        (Resources::new(options.clone()), options)
+    }
+
+    pub(crate) fn runtime_dir(&self) -> Result<PathBuf, Error> {
+        runtime_dir::prepare(self.runtime_dir.as_deref())
+    }
+
+    /// A certificate means that TLS is wanted, so nothing is served without it.
+    pub(crate) fn tls_mode(&self) -> Result<TlsMode, Error> {
+        match &self.nbd_tls {
+            Some(TlsFiles { certificate, key, client_ca }) => {
+                Ok(TlsMode::Require(TlsConfig::load(certificate, key, client_ca.as_deref())?))
+            }
+            None => Ok(TlsMode::Off),
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! One server from start to end.
+
+use std::sync::Arc;
+
+use vmstrata_api::ServerStatus;
+
+use crate::error::Error;
+use crate::host::Host;
+use crate::notify;
+use crate::options::Options;
+use crate::shutdown::Shutdown;
+
+/// Serves until a signal.
+///
+/// `on_ready` is called once, when every disk and door is open, before whoever waits for that is told.
+///
+/// # Errors
+/// When a disk or door cannot be opened, or a disk cannot be closed clean.
+pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<(), Error> {
+    let mut shutdown =
+        Shutdown::new().map_err(|source| Error::System { action: "take over the signals", source })?;
+    let host = Host::new(options)?;
+    let served = open_all(options, &host).and_then(|()| serve(options, &host, &mut shutdown, on_ready));
+    served.and(host.close())?;
+    tracing::info!("ended clean");
+    Ok(())
+}
+
+fn open_all(options: &Options, host: &Host) -> Result<(), Error> {
+    options.disks.iter().try_for_each(|disk| host.add_disk(disk.clone()))?;
+    options.nbd.iter().try_for_each(|address| host.add_nbd(address).map(drop))?;
+    options.vhost_user.iter().try_for_each(|socket| host.add_vhost_user(socket.clone()).map(drop))
+}
+
+fn serve(
+    options: &Options,
+    host: &Arc<Host>,
+    shutdown: &mut Shutdown,
+    on_ready: impl FnOnce(&ServerStatus),
+) -> Result<(), Error> {
+    let status = host.status();
+    on_ready(&status);
+    let count = status.disks.len();
+    let noun = if count == 1 { "disk" } else { "disks" };
+    notify::ready(options.ready_fd, &format!("{count} {noun}"))?;
+    let signal = shutdown.wait();
+    tracing::info!("{signal}: finishing what is in flight; a second signal ends at once");
+    notify::stopping();
+    Ok(())
+}

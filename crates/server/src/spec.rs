@@ -1,0 +1,272 @@
+//! What a server is asked to serve, checked before any file is touched.
+//!
+//! ```text
+//!   --disk, --vhost-user ─┐
+//!   configuration file   ─┼─► api::DiskSpec, api::VhostUserSpec ──► DiskSpec, VhostUserSpec ──► Host
+//!   POST /v1/disks, doors ┘             as written                       checked
+//! ```
+//!
+//! Names tie disks and doors together: a disk has one, a vhost-user socket serves the disk of that name, and NBD
+//! clients ask for it as export name.
+
+mod together;
+
+use std::num::NonZeroU16;
+use std::path::{Path, PathBuf};
+
+use vmstrata_api as api;
+use vmstrata_disk::Format;
+use vmstrata_store::CacheMode;
+
+pub(crate) use self::together::check_guests;
+pub use self::together::check_together;
+
+/// The longest disk name, well under NBD's limit of 4096 for export names.
+const NAME_BYTES_MAX: usize = 255;
+
+/// The longest serial number virtio-blk can carry (VIRTIO_BLK_ID_BYTES).
+const SERIAL_BYTES_MAX: usize = 20;
+
+/// The longest path a unix socket address can carry on Linux, without its final zero.
+pub(crate) const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// What is wrong with what was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SpecError {
+    /// A disk without a name.
+    #[error("a disk's name is not empty")]
+    NameEmpty,
+    /// A name that does not fit.
+    #[error("a disk's name has at most {NAME_BYTES_MAX} bytes")]
+    NameTooLong,
+    /// A name that could not be said on a command line or shown on a terminal.
+    #[error("a disk's name has no '=' and no control characters: {name:?}; give name=...")]
+    NameCharacter {
+        /// The name.
+        name: String,
+    },
+    /// A path that names no file, hence no disk.
+    #[error("'{path}' is not a file; give name=...")]
+    NoStem {
+        /// The path.
+        path: String,
+    },
+    /// A socket without a path.
+    #[error("a socket needs a path")]
+    SocketEmpty,
+    /// A path that the kernel does not take.
+    #[error("the socket path has {len} bytes, Linux allows {SOCKET_PATH_BYTES_MAX}: {path}")]
+    SocketTooLong {
+        /// Its length.
+        len: usize,
+        /// The path.
+        path: String,
+    },
+    /// A serial number that does not fit.
+    #[error("'serial' has {len} bytes, virtio-blk carries {SERIAL_BYTES_MAX}")]
+    SerialTooLong {
+        /// Its length.
+        len: usize,
+    },
+    /// A number that must not be 0.
+    #[error("'{what}' is at least 1")]
+    Zero {
+        /// The number's name.
+        what: &'static str,
+    },
+    /// A socket for a disk that is not there.
+    #[error("vhost-user socket of '{disk}': no disk has this name (there are: {})", there.join(", "))]
+    NoSuchDisk {
+        /// The name.
+        disk: String,
+        /// The disks that are there.
+        there: Vec<String>,
+    },
+    /// Two sockets for one writable disk.
+    #[error(
+        "disk '{disk}' has two vhost-user sockets: two guests writing one disk would corrupt it; make it read-only, \
+         or say share on both if only one guest runs at a time, as in a migration"
+    )]
+    TwoGuests {
+        /// The disk.
+        disk: String,
+    },
+    /// Two disks of one name.
+    #[error("two disks are named '{name}': give one of them name=...")]
+    NameTaken {
+        /// The name.
+        name: String,
+    },
+    /// A disk that nobody could reach.
+    #[error("nothing serves disk '{disk}': add --vhost-user {disk}=/path.sock or --nbd unix:/path")]
+    NoDoor {
+        /// The disk.
+        disk: String,
+    },
+    /// Two doors at one path.
+    #[error("socket {} is given twice", path.display())]
+    SocketTwice {
+        /// The path.
+        path: PathBuf,
+    },
+}
+
+/// A disk to open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskSpec {
+    /// The active layer's file.
+    pub path: PathBuf,
+    /// What sockets and clients call it; the file's stem unless given.
+    pub name: String,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// How the active layer's data passes the host's page cache.
+    pub cache: CacheMode,
+    /// `None` looks at the file.
+    pub format: Option<Format>,
+}
+
+impl TryFrom<api::DiskSpec> for DiskSpec {
+    type Error = SpecError;
+
+    fn try_from(asked: api::DiskSpec) -> Result<Self, SpecError> {
+        let name = match asked.name {
+            Some(name) => name,
+            None => stem(&asked.path)?,
+        };
+        check_name(&name)?;
+        let cache = match asked.cache {
+            api::CacheMode::Host => CacheMode::Host,
+            api::CacheMode::Direct => CacheMode::Direct,
+        };
+        let format = asked.format.map(|format| match format {
+            api::Format::Qcow2 => Format::Qcow2,
+            api::Format::Raw => Format::Raw,
+        });
+        Ok(Self { path: asked.path.into(), name, read_only: asked.read_only, cache, format })
+    }
+}
+
+/// A vhost-user socket to open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VhostUserSpec {
+    /// The name of the disk it serves.
+    pub disk: String,
+    /// The socket to listen on.
+    pub socket: PathBuf,
+    /// How many virtqueues are offered; `None` leaves it to the door.
+    pub queues: Option<NonZeroU16>,
+    /// How many threads serve them; `None` leaves it to the door.
+    pub threads: Option<NonZeroU16>,
+    /// How long a queue thread polls before it sleeps; `None` leaves it to the door.
+    pub poll_us: Option<u32>,
+    /// What the guest reads as the disk's serial number.
+    pub serial: Option<String>,
+    /// Whether other sockets may serve the same writable disk: the user sees to it that one guest runs at a time.
+    pub share: bool,
+}
+
+impl TryFrom<api::VhostUserSpec> for VhostUserSpec {
+    type Error = SpecError;
+
+    fn try_from(asked: api::VhostUserSpec) -> Result<Self, SpecError> {
+        check_name(&asked.disk)?;
+        check_socket(&asked.socket)?;
+        if let Some(len) = asked.serial.as_ref().map(String::len).filter(|len| *len > SERIAL_BYTES_MAX) {
+            return Err(SpecError::SerialTooLong { len });
+        }
+        let at_least_1 = |number: Option<u16>, what| match number.map(NonZeroU16::new) {
+            Some(None) => Err(SpecError::Zero { what }),
+            number => Ok(number.flatten()),
+        };
+        Ok(Self {
+            queues: at_least_1(asked.queues, "queues")?,
+            threads: at_least_1(asked.threads, "threads")?,
+            disk: asked.disk,
+            socket: asked.socket.into(),
+            poll_us: asked.poll_us,
+            serial: asked.serial,
+            share: asked.share,
+        })
+    }
+}
+
+impl From<&VhostUserSpec> for api::VhostUserSpec {
+    fn from(spec: &VhostUserSpec) -> Self {
+        Self {
+            disk: spec.disk.clone(),
+            socket: spec.socket.display().to_string(),
+            queues: spec.queues.map(u16::from),
+            threads: spec.threads.map(u16::from),
+            poll_us: spec.poll_us,
+            serial: spec.serial.clone(),
+            share: spec.share,
+        }
+    }
+}
+
+fn stem(path: &str) -> Result<String, SpecError> {
+    let stem = Path::new(path).file_stem().ok_or_else(|| SpecError::NoStem { path: path.to_owned() })?;
+    Ok(stem.to_string_lossy().into_owned())
+}
+
+fn check_name(name: &str) -> Result<(), SpecError> {
+    if name.is_empty() {
+        Err(SpecError::NameEmpty)
+    } else if name.len() > NAME_BYTES_MAX {
+        Err(SpecError::NameTooLong)
+    } else if name.chars().any(|c| c.is_control() || c == '=') {
+        Err(SpecError::NameCharacter { name: name.to_owned() })
+    } else {
+        Ok(())
+    }
+}
+
+fn check_socket(path: &str) -> Result<(), SpecError> {
+    match path.len() {
+        0 => Err(SpecError::SocketEmpty),
+        len if len > SOCKET_PATH_BYTES_MAX => Err(SpecError::SocketTooLong { len, path: path.to_owned() }),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(path: &str, name: Option<&str>) -> Result<DiskSpec, SpecError> {
+        api::DiskSpec { path: path.to_owned(), name: name.map(str::to_owned), ..Default::default() }
+            .try_into()
+    }
+
+    #[test]
+    fn a_disk_is_named_after_its_file() {
+        let disk = disk("/vms/web.v2.qcow2", None).unwrap();
+        assert_eq!((disk.name.as_str(), disk.path), ("web.v2", PathBuf::from("/vms/web.v2.qcow2")));
+    }
+
+    #[test]
+    fn names_are_checked_at_their_edges() {
+        assert!(disk("a", Some(&"n".repeat(NAME_BYTES_MAX))).is_ok());
+        assert_eq!(disk("a", Some(&"n".repeat(NAME_BYTES_MAX + 1))), Err(SpecError::NameTooLong));
+        assert_eq!(disk("a", Some("")), Err(SpecError::NameEmpty));
+        assert!(matches!(disk("a", Some("b=c")), Err(SpecError::NameCharacter { .. })));
+        assert!(matches!(disk("a", Some("b\n")), Err(SpecError::NameCharacter { .. })));
+        assert!(matches!(disk("/", None), Err(SpecError::NoStem { .. })));
+    }
+
+    #[test]
+    fn sockets_are_checked_at_their_edges_and_shown_as_they_were_asked_for() {
+        let asked = |socket: String| api::VhostUserSpec { disk: "web".into(), socket, ..Default::default() };
+        let longest = asked("s".repeat(SOCKET_PATH_BYTES_MAX));
+        assert_eq!(api::VhostUserSpec::from(&VhostUserSpec::try_from(longest.clone()).unwrap()), longest);
+        let socket = |asked| VhostUserSpec::try_from(asked).unwrap_err();
+        assert!(matches!(socket(asked("s".repeat(108))), SpecError::SocketTooLong { len: 108, .. }));
+        assert_eq!(socket(asked(String::new())), SpecError::SocketEmpty);
+        let zero = api::VhostUserSpec { queues: Some(0), ..asked("s".into()) };
+        assert_eq!(socket(zero), SpecError::Zero { what: "queues" });
+        let serial = api::VhostUserSpec { serial: Some("s".repeat(21)), ..asked("s".into()) };
+        assert_eq!(socket(serial), SpecError::SerialTooLong { len: 21 });
+    }
+}
