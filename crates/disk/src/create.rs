@@ -186,13 +186,27 @@ fn refuse_loop(
 
 /// A file under a name of its own, removed unless it is given its final name.
 #[derive(Debug)]
-struct Temporary {
+pub(crate) struct Temporary {
     path: PathBuf,
-    file: File,
+    pub(crate) file: File,
+}
+
+/// Makes sure that a file may be made at `path`, or replaced, and makes a temporary one beside it. The lock on what is
+/// to be replaced must be held until that is done.
+///
+/// # Errors
+/// A file that is there already (without `replace`), that someone uses, or is not a regular file (with it).
+pub(crate) fn reserve(path: &Path, replace: bool) -> Result<(Option<FileStore>, Temporary)> {
+    let replaced = if replace { lock_existing(path)? } else { refuse_existing(path)? };
+    Ok((replaced.map(|(store, _)| store), Temporary::beside(path)?))
 }
 
 impl Temporary {
-    fn beside(path: &Path) -> Result<Self> {
+    /// A new, empty file in the directory of `path`.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(crate) fn beside(path: &Path) -> Result<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let file_name = path.file_name().ok_or(Errno::ISDIR).map_err(io::Error::from);
         let file_name = file_name.while_trying("create the image")?;
@@ -212,6 +226,21 @@ impl Temporary {
     }
 }
 
+impl Temporary {
+    /// Brings the file to stable storage and gives it its final name.
+    ///
+    /// # Errors
+    /// A file of that name, unless it may be replaced; whatever the host reports.
+    pub(crate) fn publish(self, path: &Path, replace: bool) -> Result<()> {
+        self.file.sync_all().while_trying("flush the new image")?;
+        give_name(&self.path, path, replace).map_err(io::Error::from).while_trying("name the new image")?;
+        let directory = File::open(directory_of(path)).while_trying("open the image's directory")?;
+        rustix::fs::fsync(directory.as_fd())
+            .map_err(io::Error::from)
+            .while_trying("flush the image's directory")
+    }
+}
+
 impl Drop for Temporary {
     fn drop(&mut self) {
         // Fails after the rename, when the name is gone.
@@ -225,10 +254,7 @@ fn write_new(path: &Path, image: &NewImage, replace: bool) -> Result<()> {
     for (at, bytes) in &image.parts {
         temporary.file.write_all_at(bytes, at.get()).while_trying("write the new image")?;
     }
-    temporary.file.sync_all().while_trying("flush the new image")?;
-    give_name(&temporary.path, path, replace).map_err(io::Error::from).while_trying("name the new image")?;
-    let directory = File::open(directory_of(path)).while_trying("open the image's directory")?;
-    rustix::fs::fsync(directory.as_fd()).map_err(io::Error::from).while_trying("flush the image's directory")
+    temporary.publish(path, replace)
 }
 
 fn give_name(from: &Path, to: &Path, replace: bool) -> rustix::io::Result<()> {

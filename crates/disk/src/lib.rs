@@ -19,7 +19,7 @@
 //! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
 //! | `chain`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
-//! | [`diff`](Diff) | what changed between two states of a chain |
+//! | [`diff`](Diff), [`mod@backup`] | what changed between two states of a chain, and copies of a state |
 //! | [`mod@create`], [`mod@check`] | new images, and whether an image is sound |
 //!
 //! Invariants: a read returns the newest completed write; what a flush acknowledged survives a power failure, and
@@ -31,6 +31,7 @@
 
 mod active;
 mod alloc;
+pub mod backup;
 mod blocks;
 mod cache;
 mod chain;

@@ -68,7 +68,7 @@ impl<'a> Reader<'a> {
         resources: &Resources,
     ) -> Result<&[Said]> {
         let first = range.start.get() >> unit.get();
-        let units = (range.end().get() - 1 >> unit.get()) + 1 - first;
+        let units = ((range.end().get() - 1) >> unit.get()) + 1 - first;
         self.said.clear();
         self.said.resize(usize::try_from(units).expect("a region is small"), Said::Nothing);
         for (visible, cursor) in self.side.layers.iter().zip(&mut self.cursors) {

@@ -169,6 +169,9 @@ pub enum ErrorKind {
         /// The structure that cannot grow.
         what: &'static str,
     },
+    /// A backup that is damaged, or that cannot be made or restored as asked.
+    #[error("{0}")]
+    Backup(#[from] crate::backup::BackupFault),
     /// An image that may not be written as it is.
     #[error("{0}")]
     Create(#[from] vmstrata_qcow2::CreateError),

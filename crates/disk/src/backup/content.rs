@@ -1,0 +1,144 @@
+//! What one file of a backup stores, whatever lies below it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use vmstrata_qcow2::L2Entry;
+use vmstrata_store::Gate;
+use vmstrata_types::{GuestOffset, GuestRange};
+
+use super::fault::BackupFault;
+use super::manifest::Manifest;
+use super::plan::{Plan, Planned};
+use super::region::{REGION_BYTES, Region};
+use crate::chain::{freeze, open_layer};
+use crate::compressed::Key;
+use crate::diff::DiffKind;
+use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::layer::{Format, Layer, Scratch, Tables};
+use crate::opener::Role;
+use crate::resources::Resources;
+
+/// The file of a backup, open, with its manifest.
+#[derive(Debug)]
+pub(super) struct Content {
+    layer: Arc<Layer>,
+    resources: Arc<Resources>,
+    pub(super) plan: Plan,
+    pub(super) manifest: Manifest,
+}
+
+impl Content {
+    /// Opens the file, held against writers, and reads its tables.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or is not what the manifest describes.
+    pub(super) fn open(path: &Path, manifest: Manifest, resources: &Arc<Resources>) -> Result<Self> {
+        let opener = &**resources.files().opener();
+        let opened = open_layer(path, Role::Frozen, Some(Format::Qcow2), &Gate::unrestricted(), opener)?;
+        let layer = freeze(opened, resources);
+        let bits = layer.cluster_bits().expect("opened as qcow2");
+        let differs = |what| Err(crate::Error::from(BackupFault::Header { what }).in_file(path));
+        if layer.size != manifest.disk_bytes {
+            return differs("disk size");
+        }
+        if bits.size() != manifest.cluster_bytes {
+            return differs("cluster size");
+        }
+        let whole = GuestRange::new(GuestOffset::ZERO, layer.size);
+        let mut plan = Plan::new(bits, layer.size);
+        let nothing = Plan::new(bits, layer.size);
+        let mut content = Self { layer, resources: Arc::clone(resources), plan: nothing, manifest };
+        content.scan(whole, |at, entry| {
+            let kind = if matches!(entry, L2Entry::Zero { .. }) { DiffKind::Zero } else { DiffKind::Data };
+            plan.mark(GuestRange::new(at, bits.size()), kind);
+        })?;
+        content.plan = plan;
+        Ok(content)
+    }
+
+    /// The file's path.
+    pub(super) fn path(&self) -> &Path {
+        &self.layer.path
+    }
+
+    /// Virtual size of the disk at that time.
+    pub(super) fn size(&self) -> u64 {
+        self.layer.size
+    }
+
+    fn tables(&self) -> &Tables {
+        self.layer.tables.as_ref().expect("opened as qcow2")
+    }
+
+    /// Calls `visit` for each cluster in `range` that the file has, in order.
+    fn scan(&self, range: GuestRange, mut visit: impl FnMut(GuestOffset, L2Entry)) -> Result<()> {
+        let mut scan = || -> Result<()> {
+            let store = self.resources.files().store(&self.layer)?;
+            let mut damaged = None;
+            self.layer.scan(&**store, range, &mut Scratch::default(), &mut |at, raw| match self
+                .tables()
+                .entries
+                .l2(raw)
+            {
+                Ok(L2Entry::Unallocated) => {}
+                Ok(entry) => visit(at, entry),
+                Err(entry) => damaged = Some(ErrorKind::Entry { table: "L2 table", entry }),
+            })?;
+            damaged.map_or(Ok(()), |kind| Err(kind.into()))
+        };
+        scan().map_err(|error| error.in_file(&self.layer.path))
+    }
+
+    /// What the file stores in the region at `start`, compared with the manifest.
+    ///
+    /// # Errors
+    /// What cannot be read, or is not what was stored.
+    pub(super) fn region(&self, start: GuestOffset) -> Result<Region> {
+        let bits = self.plan.bits();
+        let len = REGION_BYTES.min(self.size().saturating_sub(start.get()));
+        let mut clusters = Vec::new();
+        let mut data = Vec::new();
+        let mut entries = Vec::new();
+        self.scan(GuestRange::new(start, len), |at, entry| entries.push((at, entry)))?;
+        for (at, entry) in entries {
+            let kind = if matches!(entry, L2Entry::Zero { .. }) { DiffKind::Zero } else { DiffKind::Data };
+            clusters.push(Planned { at, kind });
+            if kind == DiffKind::Data {
+                self.append(at, entry, &mut data).map_err(|error| error.in_file(self.path()))?;
+            }
+        }
+        let region = Region::new(clusters, data, bits);
+        if region.sum().map(|sum| sum.sha256) != self.manifest.region(start.get()) {
+            return Err(crate::Error::from(BackupFault::RegionSum { start }).in_file(self.path()));
+        }
+        Ok(region)
+    }
+
+    fn append(&self, at: GuestOffset, entry: L2Entry, data: &mut Vec<u8>) -> Result<()> {
+        let store = self.resources.files().store(&self.layer)?;
+        match entry {
+            L2Entry::Data { host, .. } => {
+                let from = data.len();
+                data.resize(from + self.plan.bits().size() as usize, 0);
+                store.read_exact(&mut data[from..], host).while_trying("read").map_err(|error| error.at(host))
+            }
+            compressed => {
+                let raw = self.tables().entries.encode_l2(compressed);
+                let key = Key { file: self.layer.identity, guest: at, raw };
+                data.extend_from_slice(&self.resources.clusters().read(key, &**store, self.tables())?);
+                Ok(())
+            }
+        }
+    }
+
+    /// The regions that the file or its manifest names, sorted.
+    pub(super) fn regions(&self) -> Vec<u64> {
+        let planned = self.plan.regions().map(|region| region[0].at.get() / REGION_BYTES * REGION_BYTES);
+        let mut starts: Vec<u64> =
+            planned.chain(self.manifest.regions.iter().map(|region| region.start)).collect();
+        starts.sort_unstable();
+        starts.dedup();
+        starts
+    }
+}

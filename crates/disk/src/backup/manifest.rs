@@ -1,0 +1,297 @@
+//! The manifest of a backup: what it is, what it builds upon, and the checksums of all of it.
+//!
+//! JSON, so that anyone can read it; its own checksum is over the compact form of itself with a checksum of zeros.
+//! A region's checksum covers, for each cluster that the backup stores in it, in order: the guest offset (8 bytes,
+//! little-endian), one byte (1 data, 0 zeros), and the bytes of a data cluster, padded with zeros past the disk's end.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use sha2::{Digest as _, Sha256};
+
+use super::fault::BackupFault;
+use super::region::REGION_BYTES;
+use crate::create::Temporary;
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
+
+/// What the manifest of `FILE` is called: `FILE` with this at its end.
+pub const MANIFEST_SUFFIX: &str = ".manifest.json";
+/// The version that is written and read.
+const VERSION: u32 = 1;
+/// Manifests of larger disks are refused: 64 TiB, full.
+const BYTES_MAX: u64 = 4 << 30;
+
+/// A SHA-256.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Digest(pub [u8; 32]);
+
+impl Digest {
+    pub(crate) fn of(hash: Sha256) -> Self {
+        Self(hash.finalize().into())
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl Serialize for Digest {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Digest {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let bytes = text.as_bytes();
+        let is_hex = bytes.len() == 64 && bytes.iter().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        let fail = || serde::de::Error::custom("not a SHA-256 in lower-case hexadecimal");
+        if !is_hex {
+            return Err(fail());
+        }
+        let mut digest = Self::default();
+        for (byte, pair) in digest.0.iter_mut().zip(bytes.chunks(2)) {
+            let pair = std::str::from_utf8(pair).map_err(|_| fail())?;
+            *byte = u8::from_str_radix(pair, 16).map_err(|_| fail())?;
+        }
+        Ok(digest)
+    }
+}
+
+/// A state of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    /// File name of its newest layer.
+    pub file: String,
+    /// Its name, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
+    /// When it was taken, in seconds since 1970, if known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub taken_at: Option<u64>,
+}
+
+/// What an incremental backup builds upon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Link {
+    /// The backing file's name, as the backup stores it.
+    pub file: String,
+    /// File name of the state since which changes are stored.
+    pub since: String,
+    /// The checksum of that backup's manifest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub manifest_sha256: Option<Digest>,
+}
+
+/// The backup's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileSum {
+    /// Its length.
+    pub bytes: u64,
+    /// Of all its bytes, as `sha256sum` prints it.
+    pub sha256: Digest,
+}
+
+/// What a backup stores of a part of the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RegionSum {
+    /// Guest offset at which the region begins, a multiple of [`Manifest::region_bytes`].
+    pub start: u64,
+    /// See the module documentation.
+    pub sha256: Digest,
+}
+
+/// See the module documentation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// The manifest's version.
+    pub vmstrata_backup: u32,
+    /// What it is a backup of.
+    pub state: State,
+    /// What it builds upon; absent in a full backup.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub builds_on: Option<Link>,
+    /// When it was made, in seconds since 1970.
+    pub made_at: u64,
+    /// Virtual size of the disk.
+    pub disk_bytes: u64,
+    /// Size of the backup's clusters.
+    pub cluster_bytes: u64,
+    /// The file.
+    pub file: FileSum,
+    /// Size of a region.
+    pub region_bytes: u64,
+    /// The regions in which the backup stores anything, sorted.
+    pub regions: Vec<RegionSum>,
+    /// Of the manifest itself.
+    pub sha256: Digest,
+}
+
+/// The path of the manifest of the backup at `file`.
+pub fn manifest_path(file: &Path) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(MANIFEST_SUFFIX);
+    name.into()
+}
+
+impl Manifest {
+    pub(crate) const VERSION: u32 = VERSION;
+
+    /// Reads and checks a manifest.
+    ///
+    /// # Errors
+    /// A file that cannot be read, is no manifest of a known version, or does not match its own checksum.
+    pub fn read(path: &Path) -> Result<Self> {
+        let read = || -> Result<Self> {
+            let file = File::open(path).while_trying("open the backup's manifest")?;
+            let mut bytes = Vec::new();
+            file.take(BYTES_MAX).read_to_end(&mut bytes).while_trying("read the backup's manifest")?;
+            Self::parse(&bytes)
+        };
+        read().map_err(|error| error.in_file(path))
+    }
+
+    /// Reads and checks the bytes of a manifest.
+    ///
+    /// # Errors
+    /// Bytes that are no manifest of a known version, or do not match their own checksum.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        #[derive(Deserialize)]
+        struct Version {
+            vmstrata_backup: u32,
+        }
+        let not = |error: serde_json::Error| BackupFault::NotAManifest { reason: error.to_string() };
+        let Version { vmstrata_backup: version } = serde_json::from_slice(bytes).map_err(not)?;
+        if version != VERSION {
+            return Err(BackupFault::Version { version, known: VERSION }.into());
+        }
+        let manifest: Self = serde_json::from_slice(bytes).map_err(not)?;
+        let sorted = manifest.regions.windows(2).all(|pair| pair[0].start < pair[1].start);
+        if manifest.sha256 != manifest.own_sum() || manifest.region_bytes != REGION_BYTES || !sorted {
+            return Err(BackupFault::ManifestDamaged.into());
+        }
+        Ok(manifest)
+    }
+
+    /// Enters its own checksum.
+    pub(crate) fn seal(mut self) -> Self {
+        self.sha256 = self.own_sum();
+        self
+    }
+
+    fn own_sum(&self) -> Digest {
+        struct Hashing(Sha256);
+        impl std::io::Write for Hashing {
+            fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+                self.0.update(bytes);
+                Ok(bytes.len())
+            }
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let mut hash = Hashing(Sha256::new());
+        let blank = Self { sha256: Digest::default(), ..self.clone() };
+        serde_json::to_writer(&mut hash, &blank).expect("a manifest is plain data");
+        Digest::of(hash.0)
+    }
+
+    /// What the region at `start` must have; `None` when the backup stores nothing there.
+    pub(crate) fn region(&self, start: u64) -> Option<Digest> {
+        let found = self.regions.binary_search_by_key(&start, |region| region.start).ok()?;
+        Some(self.regions[found].sha256)
+    }
+
+    /// Writes the manifest under `path`, whole or not at all.
+    ///
+    /// # Errors
+    /// A file that is there already, unless `replace`; whatever the host reports.
+    pub fn write(&self, path: &Path, replace: bool) -> Result<()> {
+        let write = || -> Result<()> {
+            let temporary = Temporary::beside(path)?;
+            let mut out = std::io::BufWriter::new(&temporary.file);
+            let written = serde_json::to_writer_pretty(&mut out, self).map_err(std::io::Error::from);
+            written.and_then(|()| out.write_all(b"\n")).while_trying("write the backup's manifest")?;
+            out.flush().while_trying("write the backup's manifest")?;
+            drop(out);
+            temporary.publish(path, replace)
+        };
+        write().map_err(|error: Error| error.in_file(path))
+    }
+}
+
+impl From<BackupFault> for Error {
+    fn from(fault: BackupFault) -> Self {
+        ErrorKind::from(fault).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn manifest() -> Manifest {
+        Manifest {
+            vmstrata_backup: VERSION,
+            state: State { file: "web.mon.qcow2".into(), snapshot: Some("mon".into()), taken_at: Some(5) },
+            builds_on: Some(Link {
+                file: "full.qcow2".into(),
+                since: "web.sun.qcow2".into(),
+                manifest_sha256: Some(Digest([7; 32])),
+            }),
+            made_at: 9,
+            disk_bytes: 1 << 30,
+            cluster_bytes: 1 << 16,
+            file: FileSum { bytes: 12, sha256: Digest([3; 32]) },
+            region_bytes: REGION_BYTES,
+            regions: vec![RegionSum { start: 0, sha256: Digest([1; 32]) }],
+            sha256: Digest::default(),
+        }
+        .seal()
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let text = serde_json::to_vec_pretty(&manifest()).unwrap();
+        assert_eq!(Manifest::parse(&text).unwrap(), manifest());
+    }
+
+    #[test]
+    fn a_change_of_any_byte_is_noticed_or_means_nothing() {
+        let text = serde_json::to_vec(&manifest()).unwrap();
+        for at in 0..text.len() {
+            for bit in 0..8 {
+                let mut damaged = text.clone();
+                damaged[at] ^= 1 << bit;
+                if let Ok(read) = Manifest::parse(&damaged) {
+                    assert_eq!(read, manifest(), "byte {at}, bit {bit}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn other_versions_are_named() {
+        let text = String::from_utf8(serde_json::to_vec(&manifest()).unwrap()).unwrap();
+        let text = text.replace("\"vmstrata_backup\":1", "\"vmstrata_backup\":2");
+        let error = Manifest::parse(text.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("version 2"), "{error}");
+    }
+}

@@ -1,0 +1,156 @@
+//! Making a disk from a full backup and the incremental ones on top of it.
+//!
+//! Nothing is taken on trust: each file is compared with its manifest as a whole, each manifest with the one before
+//! it, and each region of each file once more while it is laid over what the older files had there. The disk gets its
+//! name when all of that was right.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use vmstrata_qcow2::CompressionType;
+use vmstrata_types::{ClusterBits, GuestOffset};
+
+use super::content::Content;
+use super::fault::BackupFault;
+use super::head::Shape;
+use super::manifest::{Manifest, manifest_path};
+use super::packed::{PackedFile, PackedRegion};
+use super::pipeline::{Pace, in_order, threads};
+use super::plan::Planned;
+use super::region::{REGION_BYTES, Region, is_zero};
+use super::verify::check_file;
+use super::{BackupReport, Watch};
+use crate::create::reserve;
+use crate::diff::DiffKind;
+use crate::error::{Error, Result};
+use crate::resources::Resources;
+
+/// How to restore.
+#[derive(Clone, Debug, Default)]
+pub struct RestoreOptions {
+    /// Replace what is at the target.
+    pub replace: bool,
+    /// Compress the disk's clusters.
+    pub compression: Option<CompressionType>,
+    /// Bytes of the disk laid out per second at most.
+    pub bytes_per_second: Option<u64>,
+    /// Threads; 0 for as many as suit the host.
+    pub threads: usize,
+}
+
+/// Makes `target` from backups: `files` are a full one and the incremental ones on top of it, oldest first.
+///
+/// # Errors
+/// A file that is damaged, or does not build upon the one before it; a target that is there already (unless it is to
+/// be replaced) or cannot be written. The target is then as it was.
+pub fn restore(
+    files: &[PathBuf],
+    target: &Path,
+    options: &RestoreOptions,
+    resources: &Arc<Resources>,
+    watch: Watch<'_>,
+) -> Result<BackupReport> {
+    let started = Instant::now();
+    let manifests = read_chain(files)?;
+    let mut done = 0;
+    let file_bytes: u64 = manifests.iter().map(|manifest| manifest.file.bytes).sum();
+    for (path, manifest) in files.iter().zip(&manifests) {
+        check_file(path, manifest, &mut |read| watch(done + read, file_bytes * 2))?;
+        done += manifest.file.bytes;
+    }
+    let open = |(path, manifest): (&PathBuf, Manifest)| Content::open(path, manifest, resources);
+    let layers = files.iter().zip(manifests).map(open).collect::<Result<Vec<Content>>>()?;
+    let newest = layers.last().ok_or(BackupFault::Nothing)?;
+    let shape = Shape {
+        bits: newest.plan.bits(),
+        size: newest.size(),
+        backing_name: None,
+        compression: options.compression,
+    };
+    let mut starts: Vec<u64> = layers.iter().flat_map(Content::regions).collect();
+    starts.sort_unstable();
+    starts.dedup();
+    let written = write_disk(&layers, &shape, &starts, target, options, watch);
+    let stored_bytes = written.map_err(|error| error.in_file(target))?;
+    Ok(BackupReport { manifest: newest.manifest.clone(), stored_bytes, took: started.elapsed() })
+}
+
+/// Reads the manifests and makes sure that each backup builds upon the one before it.
+fn read_chain(files: &[PathBuf]) -> Result<Vec<Manifest>> {
+    let read = files.iter().map(|path| Manifest::read(&manifest_path(path)));
+    let manifests = read.collect::<Result<Vec<_>>>()?;
+    for (number, (path, manifest)) in files.iter().zip(&manifests).enumerate() {
+        let fault = match (&manifest.builds_on, number.checked_sub(1)) {
+            (None, None) => continue,
+            (None, Some(_)) => BackupFault::NotIncremental,
+            (Some(link), None) => BackupFault::NotFull { file: PathBuf::from(&link.file) },
+            (Some(link), Some(below)) => match link.manifest_sha256 {
+                Some(sum) if sum == manifests[below].sha256 => continue,
+                Some(_) => BackupFault::OtherChain { other: files[below].clone() },
+                None => BackupFault::Unlinked,
+            },
+        };
+        return Err(Error::from(fault).in_file(path));
+    }
+    Ok(manifests)
+}
+
+/// Lays all regions over each other and writes the disk; the bytes stored in it.
+fn write_disk(
+    layers: &[Content],
+    shape: &Shape,
+    starts: &[u64],
+    target: &Path,
+    options: &RestoreOptions,
+    watch: &mut dyn FnMut(u64, u64) -> bool,
+) -> Result<u64> {
+    let (_replaced, temporary) = reserve(target, options.replace)?;
+    let mut file = PackedFile::new(&temporary.file, shape);
+    let mut pace = Pace::new(options.bytes_per_second);
+    let (mut stored, mut laid, all) = (0, 0, starts.len() as u64);
+    let jobs = starts.iter().map(|&start| {
+        pace.wait(REGION_BYTES);
+        Ok(GuestOffset::new(start))
+    });
+    let lay = |start| Ok(PackedRegion::new(lay_over(layers, start, shape.size, shape.bits)?, shape));
+    in_order(threads(options.threads), jobs, lay, |region| {
+        file.put(&region)?;
+        stored += region.data_bytes();
+        laid += 1;
+        // The first half was reading the files as a whole.
+        if watch(all + laid, all * 2) { Ok(()) } else { Err(BackupFault::Stopped.into()) }
+    })?;
+    file.finish()?;
+    temporary.publish(target, options.replace)?;
+    Ok(stored)
+}
+
+/// What the disk has in a region: the newest version of each byte, and zeros past the end of a layer that was shorter.
+fn lay_over(layers: &[Content], start: GuestOffset, size: u64, bits: ClusterBits) -> Result<Region> {
+    let mut bytes = vec![0; REGION_BYTES as usize];
+    for layer in layers {
+        let end = layer.size().saturating_sub(start.get()).min(REGION_BYTES) as usize;
+        bytes[end..].fill(0);
+        let region = layer.region(start)?;
+        for (at, data) in region.stored() {
+            let from = (at - start) as usize;
+            let to = (from + layer.plan.bits().size() as usize).min(end);
+            match data {
+                Some(data) => bytes[from..to].copy_from_slice(&data[..to - from]),
+                None => bytes[from..to].fill(0),
+            }
+        }
+    }
+    let end = size.saturating_sub(start.get()).min(REGION_BYTES) as usize;
+    let mut clusters = Vec::new();
+    let mut data = Vec::new();
+    for (number, cluster) in bytes.chunks(bits.size() as usize).enumerate() {
+        let at = start + ((number as u64) << bits.get());
+        if number << bits.get() < end && !is_zero(cluster) {
+            clusters.push(Planned { at, kind: DiffKind::Data });
+            data.extend_from_slice(cluster);
+        }
+    }
+    Ok(Region::new(clusters, data, bits))
+}

@@ -1,0 +1,221 @@
+//! Making a backup.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use vmstrata_types::{GuestOffset, GuestRange};
+
+use super::fault::BackupFault;
+use super::head::{Shape, cluster_bits};
+use super::manifest::{FileSum, Link, Manifest, RegionSum, State, manifest_path};
+use super::packed::{PackedFile, PackedRegion};
+use super::pipeline::{Pace, in_order, threads};
+use super::plain::write_tables;
+use super::plan::{Plan, Planned};
+use super::region::{REGION_BYTES, Region};
+use super::target::{Output, sum_of};
+use super::{BackupOptions, BackupReport, BackupTarget, Watch};
+use crate::chain::OpenOptions;
+use crate::create::{Temporary, reserve};
+use crate::diff::{Diff, DiffKind, DiffOptions};
+use crate::disk::Disk;
+use crate::error::Result;
+use crate::resources::Resources;
+
+/// Runs of allocation asked for at a time.
+const BATCH: usize = 4096;
+
+/// Backs up the state whose newest layer is `state`.
+///
+/// # Errors
+/// Options that do not go together; a state that cannot be read or is being written; a target that is there already
+/// (unless it is to be replaced) or cannot be written. A file target is then as it was.
+pub fn backup(
+    state: &Path,
+    target: BackupTarget<'_>,
+    options: &BackupOptions,
+    resources: &Arc<Resources>,
+    watch: Watch<'_>,
+) -> Result<BackupReport> {
+    let started = Instant::now();
+    let link = link(options)?;
+    let to_stream = matches!(target, BackupTarget::Stream(_));
+    if to_stream && options.compression.is_some() {
+        return Err(BackupFault::CompressedStream.into());
+    }
+    let open = OpenOptions {
+        read_only: true,
+        allow_backing: options.allow_backing.clone(),
+        ..OpenOptions::default()
+    };
+    let disk = Disk::open(state, &open, resources)?;
+    let plan = match &options.since {
+        None => plan_all(&disk)?,
+        Some(since) => plan_changes(since, state, &disk, options, resources)?,
+    };
+    let shape = Shape {
+        bits: plan.bits(),
+        size: plan.size(),
+        backing_name: link.as_ref().map(|link| link.file.clone()),
+        compression: options.compression,
+    };
+    let mut job =
+        Job { disk: &disk, plan: &plan, shape: &shape, options, watch, done: 0, regions: Vec::new() };
+    let describe = |file: FileSum, regions: Vec<RegionSum>| Manifest {
+        vmstrata_backup: Manifest::VERSION,
+        state: state_of(state, options),
+        builds_on: link.clone(),
+        made_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        disk_bytes: plan.size(),
+        cluster_bytes: plan.bits().size(),
+        file,
+        region_bytes: REGION_BYTES,
+        regions,
+        sha256: super::Digest::default(),
+    };
+    let manifest = match target {
+        BackupTarget::Stream(stream) => {
+            let file = job.write_plain(Output::stream(stream))?;
+            describe(file, std::mem::take(&mut job.regions)).seal()
+        }
+        BackupTarget::File { path, replace } => {
+            let mut write = || -> Result<Manifest> {
+                let (_replaced, temporary) = reserve(&path, replace)?;
+                let file = match options.compression {
+                    None => job.write_plain(Output::file(&temporary.file))?,
+                    Some(_) => job.write_packed(&temporary)?,
+                };
+                let manifest = describe(file, std::mem::take(&mut job.regions)).seal();
+                manifest.write(&manifest_path(&path), replace)?;
+                temporary.publish(&path, replace)?;
+                Ok(manifest)
+            };
+            write().map_err(|error| error.in_file(&path))?
+        }
+    };
+    Ok(BackupReport { manifest, stored_bytes: job.done, took: started.elapsed() })
+}
+
+/// What an incremental backup builds upon.
+fn link(options: &BackupOptions) -> Result<Option<Link>> {
+    let Some(since) = &options.since else {
+        if options.backing_name.is_some() || options.previous.is_some() {
+            return Err(BackupFault::FullWithBacking.into());
+        }
+        return Ok(None);
+    };
+    let since = file_name(since);
+    if let Some(previous) = &options.previous
+        && previous.state.file != since
+    {
+        let found = previous.state.file.clone();
+        return Err(BackupFault::OtherState { found, expected: since }.into());
+    }
+    let file = options.backing_name.clone().ok_or(BackupFault::NoBackingName)?;
+    let manifest_sha256 = options.previous.as_ref().map(|previous| previous.sha256);
+    Ok(Some(Link { file, since, manifest_sha256 }))
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}
+
+fn state_of(state: &Path, options: &BackupOptions) -> State {
+    State { file: file_name(state), snapshot: options.snapshot.clone(), taken_at: options.taken_at }
+}
+
+/// Every cluster that does not read as zeros without being read.
+fn plan_all(disk: &Disk) -> Result<Plan> {
+    let mut plan = Plan::new(cluster_bits(disk.cluster_bits(), disk.size()), disk.size());
+    let mut rest = GuestRange::new(GuestOffset::ZERO, disk.size());
+    while rest.len > 0 {
+        let extents = disk.extents(rest, BATCH)?;
+        for extent in extents.iter().filter(|extent| !extent.kind.reads_zero()) {
+            plan.mark(extent.range, DiffKind::Data);
+        }
+        let next = extents.last().expect("a range that is not empty has an extent").range.end();
+        rest = GuestRange::new(next, disk.size() - next.get());
+    }
+    Ok(plan)
+}
+
+fn plan_changes(
+    since: &Path,
+    state: &Path,
+    disk: &Disk,
+    options: &BackupOptions,
+    resources: &Arc<Resources>,
+) -> Result<Plan> {
+    let diff_options = DiffOptions { allow_backing: options.allow_backing.clone(), allocation: false };
+    let diff = Diff::open(since, state, &diff_options, resources)?;
+    let mut plan = Plan::new(cluster_bits(disk.cluster_bits(), disk.size()), disk.size());
+    for extent in diff.extents() {
+        let extent = extent?;
+        plan.mark(extent.range, extent.kind);
+    }
+    Ok(plan)
+}
+
+/// A backup under way.
+struct Job<'a> {
+    disk: &'a Disk,
+    plan: &'a Plan,
+    shape: &'a Shape,
+    options: &'a BackupOptions,
+    watch: Watch<'a>,
+    /// Bytes of the disk written.
+    done: u64,
+    regions: Vec<RegionSum>,
+}
+
+impl Job<'_> {
+    fn write_plain(&mut self, mut out: Output<'_>) -> Result<FileSum> {
+        write_tables(self.plan, self.shape, &mut out)?;
+        let (disk, bits) = (self.disk, self.shape.bits);
+        let read = |clusters| {
+            let region = Region::read(disk, clusters, bits)?;
+            let sum = region.sum();
+            Ok((region, sum))
+        };
+        self.run(read, |(region, sum)| {
+            out.put(&region.data)?;
+            Ok((region.data.len() as u64, sum))
+        })?;
+        out.finish()
+    }
+
+    fn write_packed(&mut self, temporary: &Temporary) -> Result<FileSum> {
+        let (disk, shape) = (self.disk, self.shape);
+        let mut file = PackedFile::new(&temporary.file, shape);
+        let read = |clusters| Ok(PackedRegion::new(Region::read(disk, clusters, shape.bits)?, shape));
+        self.run(read, |region| {
+            file.put(&region)?;
+            Ok((region.data_bytes(), region.sum))
+        })?;
+        file.finish()?;
+        sum_of(&temporary.file, |_| Ok(()))
+    }
+
+    /// Carries out all regions, in order.
+    fn run<R: Send>(
+        &mut self,
+        read: impl Fn(Vec<Planned>) -> Result<R> + Sync,
+        mut put: impl FnMut(R) -> Result<(u64, Option<RegionSum>)>,
+    ) -> Result<()> {
+        let (plan, cluster) = (self.plan, self.plan.bits().size());
+        let mut pace = Pace::new(self.options.bytes_per_second);
+        let jobs = plan.regions().map(move |clusters| {
+            let data = clusters.iter().filter(|cluster| cluster.kind == DiffKind::Data).count();
+            pace.wait(data as u64 * cluster);
+            Ok(clusters)
+        });
+        let total = plan.data_clusters() * cluster;
+        in_order(threads(self.options.threads), jobs, read, |region| {
+            let (bytes, sum) = put(region)?;
+            self.done += bytes;
+            self.regions.extend(sum);
+            if (self.watch)(self.done.min(total), total) { Ok(()) } else { Err(BackupFault::Stopped.into()) }
+        })
+    }
+}
