@@ -187,7 +187,7 @@ fn refuse_loop(
 /// A file under a name of its own, removed unless it is given its final name.
 #[derive(Debug)]
 pub(crate) struct Temporary {
-    path: PathBuf,
+    pub(crate) path: PathBuf,
     pub(crate) file: File,
 }
 

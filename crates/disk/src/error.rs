@@ -110,7 +110,7 @@ macro_rules! lift {
     )*};
 }
 
-lift!(ParseError, GateError, FileError, vmstrata_qcow2::CreateError);
+lift!(ParseError, GateError, FileError, vmstrata_qcow2::CreateError, vmstrata_qcow2::index::IndexError);
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

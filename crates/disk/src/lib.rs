@@ -48,6 +48,7 @@ mod examine;
 mod extents;
 mod files;
 mod flusher;
+pub mod index;
 mod inspect;
 mod journal;
 mod layer;

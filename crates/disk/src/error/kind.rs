@@ -130,6 +130,15 @@ pub enum ErrorKind {
         /// The file system's block size.
         block: usize,
     },
+    /// A page of an index that is not what it should be: the layers' tables answer instead.
+    #[error("index: {0}")]
+    Index(#[from] vmstrata_qcow2::index::IndexError),
+    /// A layer that cannot have an index.
+    #[error("cannot have an index: {reason}")]
+    NotIndexable {
+        /// Why not.
+        reason: &'static str,
+    },
     /// A frozen layer was changed under an open disk.
     #[error("the file was changed by someone else while the disk was open: close the disk and open it again")]
     Changed,

@@ -74,6 +74,8 @@ pub struct RecordBacking {
     pub name: String,
     /// The format, if the header gives one.
     pub format: Option<BackingFormat>,
+    /// Where the layer below keeps its own index: what must be known to go on reading there.
+    pub home: Home,
 }
 
 /// What the table says of a layer.
@@ -89,8 +91,6 @@ pub struct LayerRecord {
     pub stamp: Stamp,
     /// SHA-256 of what the layer's header and tables say, as `docs/format.md` defines it.
     pub digest: [u8; 32],
-    /// Where its own index is.
-    pub home: Home,
 }
 
 impl LayerRecord {
@@ -108,7 +108,7 @@ impl LayerRecord {
             put(field::L1_AT, &tables.l1_at.get().to_le_bytes());
             put(field::L1_ENTRIES, &tables.l1_entries.to_le_bytes());
         }
-        put(field::HOME, &[self.home as u8]);
+        put(field::HOME, &[self.backing.as_ref().map_or(Home::None, |backing| backing.home) as u8]);
         put(field::MTIME_KNOWN, &[u8::from(self.stamp.mtime_ns.is_some())]);
         put(field::SIZE, &self.size.to_le_bytes());
         put(
@@ -151,12 +151,6 @@ impl LayerRecord {
                 mtime_ns: (bytes[field::MTIME_KNOWN] == 1).then_some(mtime),
             },
             digest: le::chunk(bytes, field::DIGEST),
-            home: match bytes[field::HOME] {
-                0 => Home::None,
-                1 => Home::File,
-                2 => Home::Sidecar,
-                other => return wrong("home", other),
-            },
         };
         Ok((record, len))
     }
@@ -195,9 +189,15 @@ fn backing(bytes: &[u8], name_len: usize) -> Result<Option<RecordBacking>, Index
         2 => Some(BackingFormat::Qcow2),
         other => return wrong("backing format", other),
     };
+    let home = match bytes[field::HOME] {
+        0 => Home::None,
+        1 => Home::File,
+        2 => Home::Sidecar,
+        other => return wrong("home", other),
+    };
     match std::str::from_utf8(&bytes[field::NAME..field::NAME + name_len]) {
         Ok("") => Ok(None),
-        Ok(name) if !name.contains('\0') => Ok(Some(RecordBacking { name: name.to_owned(), format })),
+        Ok(name) if !name.contains('\0') => Ok(Some(RecordBacking { name: name.to_owned(), format, home })),
         _ => wrong("backing name", name_len as u64),
     }
 }

@@ -36,10 +36,13 @@ fn record(name: &str) -> LayerRecord {
             l1_at: HostOffset::new(0x3_0000),
             l1_entries: 2,
         }),
-        backing: Some(RecordBacking { name: name.to_owned(), format: Some(BackingFormat::Qcow2) }),
+        backing: Some(RecordBacking {
+            name: name.to_owned(),
+            format: Some(BackingFormat::Qcow2),
+            home: Home::Sidecar,
+        }),
         stamp: Stamp { len: 12345, mtime_ns: Some(-5) },
         digest: [3; 32],
-        home: Home::Sidecar,
     }
 }
 

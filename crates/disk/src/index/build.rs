@@ -1,0 +1,210 @@
+//! `vmstrata index build`: indices for all frozen layers of a chain, base first.
+//!
+//! A layer keeps the index it has when all of it holds and every file is as the index remembers it. From the first layer
+//! on that lacks one, all are made anew, as each leads into the ones below it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vmstrata_qcow2::index::Home;
+use vmstrata_store::Gate;
+
+use super::load::{Found, Looks, load};
+use super::write::{describe, extend};
+use super::{Index, IndexLayer};
+use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
+use crate::error::{Error, ErrorKind, Result};
+use crate::layer::Format;
+use crate::opener::{LocalFiles, Opener, Role, directory_of};
+
+/// What to do with the indices of a chain.
+#[derive(Clone, Default)]
+pub struct IndexOptions {
+    /// Directories, beside the disk's own, in which backing files may lie.
+    pub allow_backing: Vec<PathBuf>,
+    /// The disk's format; `None` looks at its first bytes.
+    pub format: Option<Format>,
+    /// Take the disk's own file for a frozen layer too; it must not be written meanwhile.
+    pub include_top: bool,
+    /// Told how many layers are done, of how many.
+    pub progress: Option<Arc<dyn Fn(u64, u64) + Send + Sync>>,
+}
+
+impl std::fmt::Debug for IndexOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { allow_backing, format, include_top, progress: _ } = self;
+        f.debug_struct("IndexOptions")
+            .field("allow_backing", allow_backing)
+            .field("format", format)
+            .field("include_top", include_top)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What became of a layer.
+#[derive(Debug)]
+pub enum IndexOutcome {
+    /// It had an index that holds.
+    Kept,
+    /// It has a new one, of this many bytes.
+    Built {
+        /// Bytes added.
+        bytes: u64,
+        /// Whether they are in a sidecar file rather than in the layer's own.
+        sidecar: bool,
+    },
+    /// It needs none: a raw file has no tables.
+    NotNeeded,
+    /// It has none.
+    Failed(Error),
+}
+
+/// A layer of the chain, and what became of it.
+#[derive(Debug)]
+pub struct IndexedFile {
+    /// The layer's file.
+    pub path: PathBuf,
+    /// What became of it.
+    pub outcome: IndexOutcome,
+}
+
+/// What [`build`] did, base first.
+#[derive(Debug, Default)]
+pub struct IndexBuild {
+    /// The layers.
+    pub layers: Vec<IndexedFile>,
+}
+
+/// A layer of a chain that is to be looked at.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) path: PathBuf,
+    pub(super) format: Format,
+}
+
+/// A chain, read from its headers.
+#[derive(Debug)]
+pub(super) struct Links {
+    /// Base first.
+    pub(super) links: Vec<Link>,
+    pub(super) gate: Gate,
+    pub(super) opener: Arc<dyn Opener>,
+}
+
+impl Links {
+    /// The frozen layers of the disk at `path`, with the disk's own file if asked for.
+    pub(super) fn read(path: &Path, options: &IndexOptions) -> Result<Self> {
+        let opener: Arc<dyn Opener> = Arc::new(LocalFiles);
+        let open = OpenOptions {
+            allow_backing: options.allow_backing.clone(),
+            format: options.format,
+            ..OpenOptions::default()
+        };
+        let roles = Roles { top: Role::Inspected, below: Role::Inspected };
+        let link = |top: Top| Link {
+            format: if top.head.is_some() { Format::Qcow2 } else { Format::Raw },
+            path: top.path,
+        };
+        let (top, mut links) = walk(path, &open, roles, &*opener, link)?;
+        if options.include_top {
+            links.push(link(top));
+        }
+        let mut allowed = options.allow_backing.clone();
+        allowed.push(directory_of(path));
+        let gate = if links.is_empty() { Gate::unrestricted() } else { Gate::new(&allowed)? };
+        Ok(Self { links, gate, opener })
+    }
+
+    pub(super) fn open(&self, link: &Link, role: Role) -> Result<Top> {
+        open_layer(&link.path, role, Some(link.format), &self.gate, &*self.opener)
+    }
+}
+
+impl IndexOptions {
+    pub(super) fn tell(&self, done: usize, total: usize) {
+        if let Some(progress) = &self.progress {
+            progress(done as u64, total as u64);
+        }
+    }
+}
+
+/// Makes the indices that the chain of the disk at `path` lacks.
+///
+/// Layers may be in use as long as no one writes them. A layer that cannot have an index is told and passed over.
+///
+/// # Errors
+/// A chain that cannot be read.
+pub fn build(path: &Path, options: &IndexOptions) -> Result<IndexBuild> {
+    let chain = Links::read(path, options)?;
+    let mut builder =
+        Builder { chain: &chain, looks: Looks::default(), below: Some(Vec::new()), nearest: None };
+    let mut done = IndexBuild::default();
+    for (number, link) in chain.links.iter().enumerate() {
+        let outcome = builder.step(link).unwrap_or_else(IndexOutcome::Failed);
+        done.layers.push(IndexedFile { path: link.path.clone(), outcome });
+        options.tell(number + 1, chain.links.len());
+    }
+    Ok(done)
+}
+
+struct Builder<'a> {
+    chain: &'a Links,
+    looks: Looks,
+    /// What is known of the layers so far; `None` above one of which nothing is known.
+    below: Option<Vec<IndexLayer>>,
+    nearest: Option<Index>,
+}
+
+impl Builder<'_> {
+    fn step(&mut self, link: &Link) -> Result<IndexOutcome> {
+        let Some(below) = self.below.take() else {
+            return Err(ErrorKind::NotIndexable { reason: "a layer below cannot be read" }.into());
+        };
+        let top = self.chain.open(link, Role::Frozen)?;
+        if let Some(index) = self.kept(&top, &below) {
+            self.below = Some(index.layers().to_vec());
+            self.nearest = Some(index);
+            return Ok(IndexOutcome::Kept);
+        }
+        if top.head.is_none() {
+            let (layer, _) = describe(&top, Home::None, below.last())?;
+            self.below = Some(vec![layer]);
+            return Ok(IndexOutcome::NotNeeded);
+        }
+        let (gate, opener) = (&self.chain.gate, &self.chain.opener);
+        match extend(&link.path, link.format, &below, self.nearest.as_ref(), gate, opener) {
+            Ok((index, bytes)) => {
+                let newest = index.layers().last().expect("the layer itself").clone();
+                self.looks.learn(&newest);
+                let sidecar = newest.home == Home::Sidecar;
+                self.below = Some(index.layers().to_vec());
+                self.nearest = Some(index);
+                Ok(IndexOutcome::Built { bytes, sidecar })
+            }
+            Err(error) => {
+                let (layer, _) = describe(&top, Home::None, below.last())?;
+                self.below = Some(below.into_iter().chain([layer]).collect());
+                Err(error)
+            }
+        }
+    }
+
+    /// The index that the layer has, if it stands on the same layers with the same indices, and remembers every file as
+    /// it is now.
+    fn kept(&mut self, top: &Top, below: &[IndexLayer]) -> Option<Index> {
+        let Found::Whole(index) = load(top, &self.chain.gate, &self.chain.opener, &mut self.looks) else {
+            return None;
+        };
+        let (_, known) = index.layers().split_last()?;
+        let same = known.len() == below.len()
+            && known
+                .iter()
+                .zip(below)
+                .all(|(one, other)| one.record == other.record && one.home == other.home)
+            && index.layers().iter().all(|layer| {
+                let stamp = layer.record.stamp;
+                stamp.len == layer.identity.len && stamp.mtime_ns == Some(layer.identity.mtime_ns)
+            });
+        same.then_some(*index)
+    }
+}

@@ -1,0 +1,145 @@
+//! What a layer says, in 32 bytes; and when it was last changed, as far as that can be relied on.
+//!
+//! The digest covers what the map and the serving of a layer depend on: the header's fields that say where tables are
+//! and how to read them, the backing file's name, the L1 table and all L2 tables. It leaves out what may change without
+//! a difference: refcounts, internal snapshots, bitmaps, autoclear bits, the index itself, and the bytes of clusters.
+
+use std::time::{Duration, SystemTime};
+
+use sha2::{Digest as _, Sha256};
+use vmstrata_qcow2::L2Entry;
+use vmstrata_store::Store;
+
+use crate::chain::{Qcow2Head, SESSION_MASK};
+use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::layer::{Tables, table_of, words};
+
+/// Starts every digest, so that a later definition cannot be taken for this one.
+const DOMAIN: &[u8; 16] = b"vmstrata layer 1";
+/// L1 entries read at once.
+const L1_BATCH: usize = 4096;
+
+/// What a look at all tables of a layer finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Content {
+    pub(super) digest: [u8; 32],
+    /// Whether everything that the tables name begins within the file. If not, the file was cut short, and must not
+    /// grow: reading what was cut off is an error, and has to stay one.
+    pub(super) whole: bool,
+}
+
+/// Digests a file of `file_len` bytes; `head` is `None` for a raw one.
+///
+/// # Errors
+/// Tables that cannot be read, that break the format, or that a process was writing when it was last seen.
+pub(super) fn digest(store: &dyn Store, head: Option<&Qcow2Head>, file_len: u64) -> Result<Content> {
+    let mut hash = Sha256::new_with_prefix(DOMAIN);
+    let Some(head) = head else {
+        hash.update([0]);
+        hash.update(file_len.to_le_bytes());
+        return Ok(Content { digest: hash.finalize().into(), whole: true });
+    };
+    if head.header.autoclear.bits() & SESSION_MASK != 0 {
+        return Err(
+            ErrorKind::NotIndexable { reason: "a process writes it, or was killed while it did" }.into()
+        );
+    }
+    let tables = Tables::of(&head.header);
+    hash.update([1]);
+    update_header(&mut hash, head, &tables);
+    let highest = update_tables(&mut hash, store, &tables, file_len)?;
+    let whole = highest < file_len;
+    // A file that is whole may grow, by an index for instance.
+    hash.update(if whole { u64::MAX } else { file_len }.to_le_bytes());
+    Ok(Content { digest: hash.finalize().into(), whole })
+}
+
+fn update_header(hash: &mut Sha256, head: &Qcow2Head, tables: &Tables) {
+    hash.update(tables.version.to_le_bytes());
+    hash.update(tables.geometry.cluster_bits.get().to_le_bytes());
+    hash.update([tables.compression.to_byte()]);
+    hash.update(head.header.size.to_le_bytes());
+    hash.update(tables.l1_at.get().to_le_bytes());
+    hash.update(tables.l1_entries.to_le_bytes());
+    for text in [&head.backing_name, &head.backing_format] {
+        hash.update(text.as_ref().map_or(u32::MAX, |text| text.len() as u32).to_le_bytes());
+        hash.update(text.as_deref().unwrap_or("").as_bytes());
+    }
+}
+
+/// Adds the L1 table and every L2 table; returns the highest offset that an L2 entry names.
+fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len: u64) -> Result<u64> {
+    let cluster = usize::try_from(tables.geometry.cluster_bits.size()).expect("at most 2 MiB");
+    let (mut l1, mut l2) = (Vec::new(), vec![0; cluster]);
+    let mut highest = 0;
+    let entries = tables.l1_entries as usize;
+    for batch in (0..entries).step_by(L1_BATCH) {
+        let at = tables.l1_at + batch as u64 * 8;
+        l1.resize((entries - batch).min(L1_BATCH) * 8, 0);
+        store.read_exact(&mut l1, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
+        hash.update(&l1);
+        for (number, raw) in words(&l1).enumerate().filter(|&(_, raw)| raw != 0) {
+            let table = table_of(tables, raw, file_len).map_err(|e| e.at(at + number as u64 * 8))?;
+            let Some(table) = table else { continue };
+            store.read_exact(&mut l2, table).while_trying("read an L2 table").map_err(|e| e.at(table))?;
+            hash.update(&l2);
+            highest = highest.max(highest_of(tables, &l2));
+        }
+    }
+    Ok(highest)
+}
+
+fn highest_of(tables: &Tables, l2: &[u8]) -> u64 {
+    let host = |raw| match tables.entries.l2(raw) {
+        Ok(L2Entry::Data { host, .. } | L2Entry::Compressed { host, .. }) => host.get(),
+        // What breaks the format is an error wherever the file ends.
+        _ => 0,
+    };
+    words(l2).filter(|&raw| raw != 0).map(host).max().unwrap_or(0)
+}
+
+/// For how long a change may get the same time as one before it: the kernel's tick, with room to spare.
+const TICK: Duration = Duration::from_millis(20);
+/// The same where the file system seems to keep whole seconds.
+const COARSE_TICK: Duration = Duration::from_secs(2);
+
+/// The time of a file's last change as something that tells it from later changes: waits for the moment when a later
+/// one must get another time. `None` when that is not soon, as on file systems that keep whole seconds.
+pub(super) fn settled(mtime_ns: i64) -> Option<i64> {
+    let tick = if mtime_ns % 1_000_000_000 == 0 { COARSE_TICK } else { TICK };
+    let changed = SystemTime::UNIX_EPOCH + Duration::from_nanos(u64::try_from(mtime_ns).ok()?);
+    let age = changed.elapsed().ok()?;
+    let wait = tick.saturating_sub(age);
+    if wait > TICK {
+        return None;
+    }
+    std::thread::sleep(wait);
+    Some(mtime_ns)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn now_ns() -> i64 {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("after 1970");
+        i64::try_from(now.as_nanos()).expect("before 2262")
+    }
+
+    #[test]
+    fn a_time_is_settled_when_a_later_change_must_get_another() {
+        let old = now_ns() - 5_000_000_000;
+        assert_eq!(settled(old), Some(old));
+        let young = now_ns() / 10 * 10 + 1;
+        assert_eq!(settled(young), Some(young));
+        assert!(now_ns() - young >= 20_000_000, "it waited");
+    }
+
+    #[test]
+    fn times_that_tell_nothing_are_not_waited_for() {
+        let whole_second = now_ns() / 1_000_000_000 * 1_000_000_000;
+        assert_eq!(settled(whole_second), None);
+        assert_eq!(settled(now_ns() + 60_000_000_001), None, "a clock that went back");
+        assert_eq!(settled(-1), None);
+    }
+}

@@ -1,0 +1,87 @@
+//! Where an index lies: in the layer's own file, or in a sidecar beside it.
+//!
+//! In the file, the header's link leads to the root, if the autoclear bit stands and no one is writing the image; neither
+//! is believed further than to look there. A sidecar has its root at its start.
+
+use std::path::{Path, PathBuf};
+
+use vmstrata_qcow2::index::{IndexLink, PAGE_LEN, Page, Root, link_place};
+use vmstrata_qcow2::{Autoclear, Header};
+use vmstrata_store::{Gate, Store};
+use vmstrata_types::HostOffset;
+
+use crate::chain::{Qcow2Head, SESSION_MASK};
+use crate::error::{IoContext as _, Result};
+use crate::opener::{Opened, Opener, Role};
+
+/// A header's extensions are looked for this far; images that vmstrata makes have theirs in the first sector.
+const LINK_PROBE: usize = 4096;
+
+/// The path of the sidecar of the layer at `path`.
+pub(crate) fn sidecar_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".vmsx");
+    name.into()
+}
+
+/// The link in a header, and where it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LinkFound {
+    pub(super) at: HostOffset,
+    pub(super) link: Option<IndexLink>,
+}
+
+/// Looks for the link, or the room for one, in the header of the file in `store`.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(super) fn find_link(store: &dyn Store, header: &Header) -> Result<Option<LinkFound>> {
+    let mut bytes = vec![0; header.extensions_end().min(LINK_PROBE)];
+    store.read_padded(&mut bytes, HostOffset::ZERO).while_trying("read the header")?;
+    let Some(at) = link_place(&bytes, header) else { return Ok(None) };
+    let start = usize::try_from(at.get()).expect("within the header");
+    // The last extension may end with what was read.
+    let Some(data) = bytes.get(start..start + IndexLink::LEN) else { return Ok(None) };
+    Ok(Some(LinkFound { at, link: IndexLink::parse(data) }))
+}
+
+/// Whether the header says that its link is kept up to date.
+pub(super) fn link_stands(header: &Header) -> bool {
+    header.autoclear.contains(Autoclear::INDEX) && header.autoclear.bits() & SESSION_MASK == 0
+}
+
+/// The root that the header's link leads to.
+///
+/// # Errors
+/// No index, a file that cannot be read, or a root that is not the one that was linked.
+pub(super) fn root_in_file(store: &dyn Store, head: &Qcow2Head) -> Result<Option<Root>> {
+    let Some(link) = find_link(store, &head.header)?.and_then(|found| found.link) else { return Ok(None) };
+    let mut page: Box<Page> = Box::new([0; PAGE_LEN]);
+    store.read_exact(&mut page[..], link.root).while_trying("read the index").map_err(|e| e.at(link.root))?;
+    let (root, crc) = Root::parse(&page, link.root)?;
+    let linked = crc == link.root_crc && root.generation == link.generation;
+    Ok(linked.then_some(root))
+}
+
+/// Opens the sidecar of the layer at `path` and reads its root; `None` when there is none.
+///
+/// # Errors
+/// A sidecar that cannot be read, or that does not start with a root.
+pub(super) fn root_in_sidecar(
+    path: &Path,
+    gate: &Gate,
+    opener: &dyn Opener,
+) -> Result<Option<(Root, Opened)>> {
+    let path = sidecar_of(path);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let read = || {
+        let opened = opener.open(&path, Role::Inspected, gate)?;
+        let mut page: Box<Page> = Box::new([0; PAGE_LEN]);
+        opened.store.read_exact(&mut page[..], HostOffset::ZERO).while_trying("read the index")?;
+        let (root, _) = Root::parse(&page, HostOffset::ZERO)?;
+        Ok((root, opened))
+    };
+    read().map(Some).map_err(|error: crate::Error| error.in_file(&path))
+}

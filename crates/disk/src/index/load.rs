@@ -1,0 +1,284 @@
+//! Finding an index, and finding out how far it can be believed.
+//!
+//! The layer table is read from its last page to its first, as every page lies with a layer whose name the pages read
+//! before it have told. Then every layer's file is looked at, and those that look different are digested, base first,
+//! until one turns out changed.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vmstrata_qcow2::index::{
+    BackingFormat, Home, IndexError, LayerRecord, PAGE_LEN, Page, PagePointer, Root, TablePage,
+};
+use vmstrata_store::{FileIdentity, Gate, Store};
+use vmstrata_types::LayerIndex;
+
+use super::digest::digest;
+use super::home::{link_stands, root_in_file, root_in_sidecar, sidecar_of};
+use super::tree::Tree;
+use super::{Index, IndexLayer};
+use crate::chain::{Top, open_layer, plain_name};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::layer::Format;
+use crate::opener::{Opener, Role, directory_of};
+
+/// What a layer's index turned out to be worth.
+#[derive(Debug)]
+pub(crate) enum Found {
+    /// All of it holds.
+    Whole(Box<Index>),
+    /// This layer was changed since: indices of layers below it may hold, none of it or of those above does.
+    ChangedFrom(LayerIndex),
+    /// There is none, or none that can be read.
+    Nothing,
+}
+
+/// What was learnt of files on the way, so that several indices of one chain can be loaded at the cost of one.
+#[derive(Debug, Default)]
+pub(crate) struct Looks {
+    identities: HashMap<PathBuf, FileIdentity>,
+    digests: HashMap<PathBuf, Option<[u8; 32]>>,
+}
+
+impl Looks {
+    /// Takes in what a layer is like now.
+    pub(super) fn learn(&mut self, layer: &IndexLayer) {
+        self.identities.insert(layer.path.clone(), layer.identity);
+        self.digests.insert(layer.path.clone(), Some(layer.record.digest));
+    }
+}
+
+/// Files open at once while pages are read.
+const OPEN_MAX: usize = 16;
+
+/// Loads the index of the layer in `top`, wherever it is.
+///
+/// Nothing here is an error: what cannot be used is told in the log and costs time.
+pub(crate) fn load(top: &Top, gate: &Gate, opener: &Arc<dyn Opener>, looks: &mut Looks) -> Found {
+    let mut found = Found::Nothing;
+    for home in [Home::File, Home::Sidecar] {
+        match load_from(top, home, gate, opener, looks) {
+            Ok(Found::Whole(index)) => return Found::Whole(index),
+            Ok(Found::Nothing) => {}
+            Ok(changed) => found = changed,
+            Err(error) => {
+                tracing::debug!(file = %top.path.display(), %error, "the index cannot be used");
+            }
+        }
+    }
+    found
+}
+
+fn load_from(
+    top: &Top,
+    home: Home,
+    gate: &Gate,
+    opener: &Arc<dyn Opener>,
+    looks: &mut Looks,
+) -> Result<Found> {
+    let head = top.head.as_ref().filter(|head| link_stands(&head.header));
+    let (root, store) = match (home, head) {
+        (Home::File, Some(head)) => match root_in_file(&*top.opened.store, head)? {
+            Some(root) => (root, Arc::clone(&top.opened.store)),
+            None => return Ok(Found::Nothing),
+        },
+        (Home::Sidecar, _) => match root_in_sidecar(&top.path, gate, &**opener)? {
+            Some((root, opened)) => (root, opened.store),
+            None => return Ok(Found::Nothing),
+        },
+        _ => return Ok(Found::Nothing),
+    };
+    looks.identities.insert(top.path.clone(), top.opened.identity);
+    let mut pages =
+        Pages { root: &root, gate, opener: &**opener, places: HashMap::new(), open: HashMap::new() };
+    pages.places.insert(root.layer, (top.path.clone(), home));
+    pages.open.insert(root.layer, store);
+    let table = pages.tree(root.table, root.table_pages.into())?;
+    let records = pages.records(&table)?;
+    let layers = look_at(&root, records, &pages.places, gate, &**opener, looks)?;
+    check(&root, &layers, top)?;
+    if let Some(changed) = lowest_changed(&layers, gate, &**opener, looks) {
+        tracing::info!(file = %top.path.display(), changed = %layers[changed.index()].path.display(), "a layer was changed since the index was made");
+        return Ok(Found::ChangedFrom(changed));
+    }
+    let map = pages.tree(root.map, root.leaves())?;
+    drop(pages);
+    Ok(Found::Whole(Box::new(Index {
+        root,
+        layers,
+        map,
+        table,
+        opener: Arc::clone(opener),
+        gate: gate.clone(),
+        sidecars: parking_lot::Mutex::default(),
+    })))
+}
+
+/// Reads pages of layers, as far as their places are known.
+struct Pages<'a> {
+    root: &'a Root,
+    gate: &'a Gate,
+    opener: &'a dyn Opener,
+    /// Path of each layer's file, and where its index is.
+    places: HashMap<LayerIndex, (PathBuf, Home)>,
+    open: HashMap<LayerIndex, Arc<dyn Store>>,
+}
+
+impl Pages<'_> {
+    fn read(&mut self, pointer: PagePointer, what: &'static str) -> Result<Box<Page>> {
+        let mut page: Box<Page> = Box::new([0; PAGE_LEN]);
+        let at = pointer.at();
+        let store = self.store(pointer.layer())?;
+        store.read_exact(&mut page[..], at).while_trying("read the index").map_err(|error| error.at(at))?;
+        pointer.check(&self.root.chain, &page, what)?;
+        Ok(page)
+    }
+
+    fn store(&mut self, layer: LayerIndex) -> Result<Arc<dyn Store>> {
+        if let Some(store) = self.open.get(&layer) {
+            return Ok(Arc::clone(store));
+        }
+        let Some((path, home)) = self.places.get(&layer) else {
+            return Err(IndexError::Layer { layer }.into());
+        };
+        let opened = match home {
+            Home::Sidecar => self.opener.open(&sidecar_of(path), Role::Inspected, self.gate)?,
+            Home::File | Home::None => self.opener.open(path, Role::Inspected, self.gate)?,
+        };
+        if self.open.len() >= OPEN_MAX {
+            self.open.clear();
+        }
+        self.open.insert(layer, Arc::clone(&opened.store));
+        Ok(opened.store)
+    }
+
+    fn tree(&mut self, top: PagePointer, leaves: u64) -> Result<Tree> {
+        let highest = self.root.layer;
+        Tree::load(top, leaves, highest, &mut |pointer| self.read(pointer, "inner page"))
+    }
+
+    /// The records of all layers, base first.
+    fn records(&mut self, table: &Tree) -> Result<Vec<LayerRecord>> {
+        let mut next = self.root.layer.index() + 1;
+        let mut newest_first = Vec::with_capacity(next);
+        for number in (0..table.leaves()).rev() {
+            let pointer = table.get(number);
+            if pointer.is_hole() {
+                return Err(IndexError::Missing.into());
+            }
+            let page = TablePage::parse(&*self.read(pointer, "layer table")?)?;
+            if page.first.index() + page.records.len() != next {
+                return Err(IndexError::Field { field: "first layer", value: page.first.get().into() }.into());
+            }
+            next = page.first.index();
+            for (offset, record) in page.records.into_iter().enumerate().rev() {
+                self.place_below(next + offset, &record)?;
+                newest_first.push(record);
+            }
+        }
+        if next != 0 {
+            return Err(IndexError::Field { field: "first layer", value: next as u64 }.into());
+        }
+        newest_first.reverse();
+        Ok(newest_first)
+    }
+
+    /// Notes where the layer below the one at `index` is.
+    fn place_below(&mut self, index: usize, record: &LayerRecord) -> Result<()> {
+        let odd = IndexError::Field { field: "backing name of layer", value: index as u64 };
+        let (Some(backing), Some(below)) = (&record.backing, index.checked_sub(1)) else {
+            return if index == 0 && record.backing.is_none() { Ok(()) } else { Err(odd.into()) };
+        };
+        let layer =
+            |index: usize| LayerIndex::new(u16::try_from(index).expect("a root names at most 65,535"));
+        let (path, _) = &self.places[&layer(index)];
+        let path = directory_of(path).join(plain_name(&backing.name)?);
+        self.places.insert(layer(below), (path, backing.home));
+        Ok(())
+    }
+}
+
+fn look_at(
+    root: &Root,
+    records: Vec<LayerRecord>,
+    places: &HashMap<LayerIndex, (PathBuf, Home)>,
+    gate: &Gate,
+    opener: &dyn Opener,
+    looks: &mut Looks,
+) -> Result<Vec<IndexLayer>> {
+    let mut layers = Vec::with_capacity(records.len());
+    for (index, record) in (0..=root.layer.get()).zip(records) {
+        let (path, home) = places[&LayerIndex::new(index)].clone();
+        let identity = match looks.identities.get(&path) {
+            Some(identity) => *identity,
+            None => {
+                let identity = opener.identity(&path, gate)?;
+                looks.identities.insert(path.clone(), identity);
+                identity
+            }
+        };
+        layers.push(IndexLayer { path, identity, record, home });
+    }
+    Ok(layers)
+}
+
+/// What must be so in any index that was made for these layers.
+fn check(root: &Root, layers: &[IndexLayer], top: &Top) -> Result<(), IndexError> {
+    let unit = super::leaves::unit_of(layers);
+    let newest = layers.last().expect("a table has a record");
+    if unit != root.unit {
+        return Err(IndexError::Field { field: "map unit", value: root.unit.get().into() });
+    }
+    if newest.record.size != root.size || root.size != top.size {
+        return Err(IndexError::Field { field: "disk size", value: root.size });
+    }
+    Ok(())
+}
+
+/// The lowest layer that is not what it was.
+fn lowest_changed(
+    layers: &[IndexLayer],
+    gate: &Gate,
+    opener: &dyn Opener,
+    looks: &mut Looks,
+) -> Option<LayerIndex> {
+    let mut above = layers.iter().skip(1).map(Some).chain([None]);
+    let changed = layers.iter().position(|layer| {
+        let named = above.next().flatten();
+        let stamp = layer.record.stamp;
+        if stamp.len == layer.identity.len && stamp.mtime_ns == Some(layer.identity.mtime_ns) {
+            return false;
+        }
+        let now = looks.digests.entry(layer.path.clone()).or_insert_with(|| {
+            let found = digest_file(&layer.path, named, layer, gate, opener);
+            found.inspect_err(|error| tracing::debug!(%error, "a layer cannot be digested")).ok()
+        });
+        *now != Some(layer.record.digest)
+    });
+    changed.map(|index| LayerIndex::new(u16::try_from(index).expect("a root names at most 65,535")))
+}
+
+/// Digests a file as it would be opened from above: `above` is the layer whose header names it.
+fn digest_file(
+    path: &Path,
+    above: Option<&IndexLayer>,
+    layer: &IndexLayer,
+    gate: &Gate,
+    opener: &dyn Opener,
+) -> Result<[u8; 32]> {
+    let format = match above {
+        Some(above) => {
+            above.record.backing.as_ref().and_then(|backing| backing.format).map(|format| match format {
+                BackingFormat::Raw => Format::Raw,
+                BackingFormat::Qcow2 => Format::Qcow2,
+            })
+        }
+        None => Some(layer.layer().format()),
+    };
+    let top = open_layer(path, Role::Inspected, format, gate, opener)?;
+    if top.opened.identity != layer.identity {
+        return Err(Error::from(ErrorKind::Changed).in_file(path));
+    }
+    Ok(digest(&*top.opened.store, top.head.as_ref(), top.opened.identity.len)?.digest)
+}

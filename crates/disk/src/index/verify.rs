@@ -1,0 +1,259 @@
+//! `vmstrata index verify`: every index of a chain, word by word, against the layers' tables.
+//!
+//! Layers are taken from the base up, so that each is read once: the words so far are the truth for its index, and of
+//! that only the pages need be read that the index below does not share.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use vmstrata_qcow2::index::{Home, LEAF_WORDS, LayerRecord, Root, Stamp};
+use vmstrata_types::ClusterBits;
+
+use super::build::{IndexOptions, Links};
+use super::leaves::{Merger, Words, unit_of};
+use super::load::{Found, Looks, load};
+use super::{Index, IndexLayer};
+use crate::chain::Top;
+use crate::entry::{MapEntry, Mapping};
+use crate::error::{Error, IoContext as _, Result};
+use crate::opener::Role;
+
+/// Leaves whose words are kept at once: 64 MiB at most.
+const WINDOW: u64 = 16_384;
+
+/// What an index is worth.
+#[derive(Debug)]
+pub enum IndexVerdict {
+    /// It says what the tables say.
+    Good,
+    /// The layer needs none.
+    NotNeeded,
+    /// There is none, or none that can be read.
+    Missing,
+    /// A layer below, or the layer itself, was changed since.
+    Stale {
+        /// The lowest changed layer's file.
+        changed: PathBuf,
+    },
+    /// Pages that are not what they should be: noticed when they are read, and made again from tables.
+    Damaged {
+        /// How many.
+        pages: u64,
+        /// What is wrong with the first.
+        first: Error,
+    },
+    /// Pages that look right and say something else than the tables: whatever made them, drop the index.
+    Wrong {
+        /// How many.
+        pages: u64,
+        /// Guest offset that the first differing word speaks for.
+        at: u64,
+    },
+}
+
+/// A layer and its index.
+#[derive(Debug)]
+pub struct VerifiedFile {
+    /// The layer's file.
+    pub path: PathBuf,
+    /// Its index.
+    pub verdict: IndexVerdict,
+}
+
+/// Compares every index of the chain of the disk at `path` with the tables.
+///
+/// # Errors
+/// A chain that cannot be read, tables included.
+pub fn verify(path: &Path, options: &IndexOptions) -> Result<Vec<VerifiedFile>> {
+    let chain = Links::read(path, options)?;
+    let tops = chain.links.iter().map(|link| Ok(bare(&chain.open(link, Role::Inspected)?)));
+    let layers = tops.collect::<Result<Vec<IndexLayer>>>()?;
+    let mut run = Verifier { chain: &chain, layers: &layers, looks: Looks::default(), found: Vec::new() };
+    run.found.extend(layers.iter().map(|_| Counts::default()));
+    let leaves = layers.iter().map(|layer| Root::leaves_of(layer.record.size, ClusterBits::MIN)).max();
+    let windows = leaves.unwrap_or(0).div_ceil(WINDOW).max(1);
+    for number in 0..windows {
+        let more = run.window(number * WINDOW..(number + 1) * WINDOW, number == 0, options)?;
+        if !more {
+            break;
+        }
+    }
+    let verdict = |(layer, counts): (&IndexLayer, Counts)| VerifiedFile {
+        path: layer.path.clone(),
+        verdict: counts.verdict(),
+    };
+    Ok(layers.iter().zip(run.found).map(verdict).collect())
+}
+
+/// A layer as its header describes it; nobody asks for its digest.
+fn bare(top: &Top) -> IndexLayer {
+    let tables =
+        top.head.as_ref().map(|head| super::write::record_tables(&crate::layer::Tables::of(&head.header)));
+    let stamp = Stamp { len: top.opened.identity.len, mtime_ns: None };
+    let record = LayerRecord { size: top.size, tables, backing: None, stamp, digest: [0; 32] };
+    IndexLayer { path: top.path.clone(), identity: top.opened.identity, record, home: Home::None }
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    /// What the first window found out.
+    whole: Option<IndexVerdict>,
+    damaged: u64,
+    first: Option<Error>,
+    wrong: u64,
+    at: u64,
+}
+
+impl Counts {
+    fn verdict(self) -> IndexVerdict {
+        match (self.whole, self.first) {
+            _ if self.wrong > 0 => IndexVerdict::Wrong { pages: self.wrong, at: self.at },
+            (_, Some(first)) => IndexVerdict::Damaged { pages: self.damaged, first },
+            (whole, None) => whole.unwrap_or(IndexVerdict::Missing),
+        }
+    }
+}
+
+struct Verifier<'a> {
+    chain: &'a Links,
+    layers: &'a [IndexLayer],
+    looks: Looks,
+    found: Vec<Counts>,
+}
+
+impl Verifier<'_> {
+    /// Verifies the leaves in `window` of every index; says whether any has more.
+    fn window(&mut self, window: Range<u64>, first: bool, options: &IndexOptions) -> Result<bool> {
+        let mut truth: BTreeMap<u64, Words> = BTreeMap::new();
+        let mut unit = None;
+        let mut previous: Option<Index> = None;
+        let mut more = false;
+        for (number, link) in self.chain.links.iter().enumerate() {
+            let below = &self.layers[..=number];
+            let now = unit_of(below);
+            let from = if unit == Some(now) { number } else { 0 };
+            if from == 0 {
+                (truth, previous) = (BTreeMap::new(), None);
+            }
+            unit = Some(now);
+            more |= Root::leaves_of(self.layers[number].record.size, now) > window.end;
+            let merger =
+                Merger { layers: below, unit: now, gate: &self.chain.gate, opener: &*self.chain.opener };
+            let changed = merger.merge(from, window.clone())?;
+            let touched: BTreeSet<u64> = changed.keys().copied().collect();
+            for (leaf, words) in changed {
+                let old = truth.entry(leaf).or_insert_with(|| Box::new([0; LEAF_WORDS]));
+                old.iter_mut().zip(words.iter()).for_each(|(old, new)| *old = (*old).max(*new));
+            }
+            let top = self.chain.open(link, Role::Inspected)?;
+            previous = match load(&top, &self.chain.gate, &self.chain.opener, &mut self.looks) {
+                Found::Whole(index) => {
+                    let leaves = to_compare(&index, previous.as_ref(), &window, &touched);
+                    self.compare(number, &index, leaves, &truth);
+                    Some(*index)
+                }
+                found => {
+                    if first {
+                        self.found[number].whole = Some(self.unusable(found, &top));
+                    }
+                    None
+                }
+            };
+            options.tell(number + 1, self.layers.len());
+        }
+        Ok(more)
+    }
+
+    fn unusable(&self, found: Found, top: &Top) -> IndexVerdict {
+        match found {
+            Found::ChangedFrom(layer) => {
+                IndexVerdict::Stale { changed: self.layers[layer.index()].path.clone() }
+            }
+            _ if top.head.is_none() => IndexVerdict::NotNeeded,
+            _ => IndexVerdict::Missing,
+        }
+    }
+
+    fn compare(&mut self, number: usize, index: &Index, leaves: Vec<u64>, truth: &BTreeMap<u64, Words>) {
+        let visible = Visible::of(&self.layers[..=number], index.unit());
+        let nothing: Words = Box::new([0; LEAF_WORDS]);
+        let counts = &mut self.found[number];
+        counts.whole.get_or_insert(IndexVerdict::Good);
+        let mut words: Words = Box::new([0; LEAF_WORDS]);
+        for leaf in leaves {
+            let read = index.read_leaf(leaf, &mut words, |layer, at, page| {
+                let link = &self.chain.links[layer.index()];
+                let top = self.chain.open(link, Role::Inspected)?;
+                top.opened.store.read_exact(&mut page[..], at).while_trying("read the index")
+            });
+            if let Err(error) = read {
+                counts.damaged += 1;
+                counts.first.get_or_insert(error);
+                continue;
+            }
+            let expected = truth.get(&leaf).unwrap_or(&nothing);
+            if let Some(at) = visible.difference(leaf, &words, expected) {
+                counts.at = if counts.wrong == 0 { at } else { counts.at };
+                counts.wrong += 1;
+            }
+        }
+    }
+}
+
+/// The leaves of `index` in `window` that the verified index below does not vouch for.
+fn to_compare(
+    index: &Index,
+    previous: Option<&Index>,
+    window: &Range<u64>,
+    touched: &BTreeSet<u64>,
+) -> Vec<u64> {
+    let end = window.end.min(index.leaves());
+    let Some(previous) = previous else { return (window.start..end).collect() };
+    let mut leaves: BTreeSet<u64> = previous.differing(index).collect();
+    leaves.extend(touched);
+    // Past the end of the one below, there is nothing that it vouches for.
+    leaves.extend(previous.leaves().saturating_sub(1)..end);
+    leaves.into_iter().filter(|leaf| (window.start..end).contains(leaf)).collect()
+}
+
+/// Up to where each layer can be seen from the newest: the size rule of [`crate::map`].
+struct Visible {
+    ends: Vec<u64>,
+    unit: ClusterBits,
+}
+
+impl Visible {
+    fn of(layers: &[IndexLayer], unit: ClusterBits) -> Self {
+        let mut end = u64::MAX;
+        let mut ends: Vec<u64> = Vec::with_capacity(layers.len());
+        for layer in layers.iter().rev() {
+            end = end.min(layer.record.size);
+            ends.push(end);
+        }
+        ends.reverse();
+        Self { ends, unit }
+    }
+
+    /// The guest offset of the first word that matters and is not the same.
+    fn difference(&self, leaf: u64, one: &Words, other: &Words) -> Option<u64> {
+        let first = (leaf * LEAF_WORDS as u64) << self.unit.get();
+        let offset = |number: usize| first + ((number as u64) << self.unit.get());
+        let pairs = one.iter().zip(other.iter()).enumerate();
+        pairs
+            .map(|(number, (one, other))| (offset(number), *one, *other))
+            .find_map(|(at, one, other)| (self.seen(at, one) != self.seen(at, other)).then_some(at))
+    }
+
+    /// The word as whoever reads through it sees it: 0 where its layer is hidden.
+    fn seen(&self, at: u64, word: u64) -> u64 {
+        let layer = match MapEntry::from_word(word).mapping(self.unit) {
+            Mapping::Hole => return 0,
+            Mapping::Damaged(layer)
+            | Mapping::Data(layer, _)
+            | Mapping::Zero(layer)
+            | Mapping::Compressed(layer) => layer,
+        };
+        if self.ends.get(layer.index()).is_some_and(|&end| at < end) { word } else { 0 }
+    }
+}

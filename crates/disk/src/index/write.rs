@@ -1,0 +1,270 @@
+//! Writing the index of one layer: what the layer changed, the path to it, and pointers to the rest.
+
+use std::hash::{BuildHasher as _, RandomState};
+use std::path::Path;
+use std::sync::Arc;
+
+use vmstrata_qcow2::index::{
+    BackingFormat, ChainId, Home, LEAF_WORDS, LayerRecord, MAX_LEAVES, PAGE_LEN, Page, RecordBacking,
+    RecordTables, Root, Stamp, pack,
+};
+use vmstrata_store::Gate;
+use vmstrata_types::{HostOffset, LayerIndex};
+
+use super::digest::{Content, digest, settled};
+use super::leaves::{Merger, WINDOW, Words, unit_of, windows};
+use super::place::Place;
+use super::tree::Tree;
+use super::{Index, IndexLayer};
+use crate::chain::{Qcow2Head, Top, open_layer};
+use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::layer::{Format, Tables};
+use crate::opener::{Opener, Role};
+
+/// What of a layer's file goes into the layer table, and how the index of the layer above will call it.
+///
+/// The file must be locked against writers, or whoever calls must know that there is none. Waits up to 20 ms if the file
+/// was changed just now.
+///
+/// # Errors
+/// Tables that cannot be read, or a file that a process was writing when it was last seen.
+pub(super) fn describe(top: &Top, home: Home, below: Option<&IndexLayer>) -> Result<(IndexLayer, Content)> {
+    let identity = top.opened.identity;
+    let describe = || -> Result<_> {
+        let content = digest(&*top.opened.store, top.head.as_ref(), identity.len)?;
+        let stamp = Stamp { len: identity.len, mtime_ns: settled(identity.mtime_ns) };
+        let record = LayerRecord {
+            size: top.size,
+            tables: top.head.as_ref().map(|head| record_tables(&Tables::of(&head.header))),
+            backing: top.head.as_ref().and_then(|head| record_backing(head, below)),
+            stamp,
+            digest: content.digest,
+        };
+        Ok((IndexLayer { path: top.path.clone(), identity, record, home }, content))
+    };
+    describe().map_err(|error| error.in_file(&top.path))
+}
+
+pub(super) fn record_tables(tables: &Tables) -> RecordTables {
+    RecordTables {
+        version: tables.version,
+        cluster_bits: tables.geometry.cluster_bits,
+        compression: tables.compression,
+        l1_at: tables.l1_at,
+        l1_entries: tables.l1_entries,
+    }
+}
+
+fn record_backing(head: &Qcow2Head, below: Option<&IndexLayer>) -> Option<RecordBacking> {
+    let format = head.backing_format.as_deref().map(|name| match name {
+        "qcow2" => BackingFormat::Qcow2,
+        // Other formats do not get past the opening of a chain.
+        _ => BackingFormat::Raw,
+    });
+    let home = below.map_or(Home::None, |below| below.home);
+    head.backing_name.as_ref().map(|name| RecordBacking { name: name.clone(), format, home })
+}
+
+/// Makes the index of the frozen layer at `path` (of the given format), which stands on `below` (base first).
+///
+/// `nearest` is the index of the highest layer of `below` that has one: its pages are shared, and only the tables of
+/// layers above it are read. Nothing of it need be read again if it belongs to the layer right below. Returns the index
+/// and the bytes it added.
+///
+/// # Errors
+/// [`ErrorKind::NotIndexable`] and whatever keeps the layer's tables from being read or the index from being written.
+pub(crate) fn extend(
+    path: &Path,
+    format: Format,
+    below: &[IndexLayer],
+    nearest: Option<&Index>,
+    gate: &Gate,
+    opener: &Arc<dyn Opener>,
+) -> Result<(Index, u64)> {
+    let top = open_layer(path, Role::Frozen, Some(format), gate, &**opener)?;
+    let write = || -> Result<(Index, u64)> {
+        let (this, content) = describe(&top, Home::None, below.last())?;
+        let place = Place::choose(&top, content.whole, gate, &**opener)?;
+        let mut layers = below.to_vec();
+        layers.push(IndexLayer { home: place.home(), ..this });
+        let writer = Writer::new(layers, nearest, place, gate, opener)?;
+        writer.write(&top)
+    };
+    write().map_err(|error| error.in_file(path))
+}
+
+struct Writer<'a> {
+    layers: Vec<IndexLayer>,
+    /// Without it all layers are merged.
+    nearest: Option<&'a Index>,
+    place: Place,
+    root: Root,
+    map: Tree,
+    gate: &'a Gate,
+    opener: &'a Arc<dyn Opener>,
+}
+
+impl<'a> Writer<'a> {
+    fn new(
+        layers: Vec<IndexLayer>,
+        nearest: Option<&'a Index>,
+        place: Place,
+        gate: &'a Gate,
+        opener: &'a Arc<dyn Opener>,
+    ) -> Result<Self> {
+        let unit = unit_of(&layers);
+        let size = layers.last().expect("the layer itself").record.size;
+        let leaves = Root::leaves_of(size, unit);
+        if leaves > MAX_LEAVES {
+            return Err(ErrorKind::NotIndexable { reason: "its disk has too many clusters" }.into());
+        }
+        // Words of another unit cannot be shared.
+        let shared = nearest.filter(|index| index.unit() == unit);
+        let mut map = shared.map_or_else(|| Tree::new(leaves), |index| index.map.clone());
+        map.resize(leaves);
+        let layer = LayerIndex::new(u16::try_from(layers.len() - 1).expect("chains are shorter than 65,536"));
+        let root = Root {
+            chain: nearest.map_or_else(new_chain, |index| index.root.chain),
+            generation: nearest.map_or(0, |index| index.root.generation).max(place.replaces) + 1,
+            layer,
+            unit,
+            size,
+            at: HostOffset::ZERO,
+            area: HostOffset::ZERO..HostOffset::ZERO,
+            len_before: 0,
+            table_pages: 0,
+            map: map.top(),
+            table: map.top(),
+        };
+        Ok(Self { layers, nearest: shared, place, root, map, gate, opener })
+    }
+
+    fn write(mut self, top: &Top) -> Result<(Index, u64)> {
+        let windows = windows(self.root.leaves());
+        for window in windows {
+            for (number, words) in self.changed(window)? {
+                let page = bytes_of(&words);
+                let pointer = self.put(&page)?;
+                self.map.set(number, pointer);
+            }
+        }
+        let mut map = std::mem::take(&mut self.map);
+        map.seal(&mut |page| self.put(page))?;
+        self.root.map = map.top();
+        let mtime_ns = top.opened.identity.mtime_ns;
+        let table = self.write_table(top)?;
+        let (root, bytes) = self.place.finish(top, self.root, mtime_ns)?;
+        let newest = self.layers.last_mut().expect("the layer itself");
+        newest.identity = self.opener.identity(&newest.path, self.gate)?;
+        let index = Index {
+            root,
+            layers: self.layers,
+            map,
+            table,
+            opener: Arc::clone(self.opener),
+            gate: self.gate.clone(),
+            sidecars: parking_lot::Mutex::default(),
+        };
+        Ok((index, bytes))
+    }
+
+    fn put(&mut self, page: &Page) -> Result<vmstrata_qcow2::index::PagePointer> {
+        self.place.put(&self.root.chain, self.root.layer, self.root.generation, page)
+    }
+
+    /// The leaves of `window` that are not as the nearest index has them.
+    fn changed(&self, window: std::ops::Range<u64>) -> Result<Vec<(u64, Words)>> {
+        let merger =
+            Merger { layers: &self.layers, unit: self.root.unit, gate: self.gate, opener: &**self.opener };
+        let from = self.nearest.map_or(0, |index| index.layer().index() + 1);
+        let mut changed = Vec::new();
+        for (number, mut words) in merger.merge(from, window)? {
+            let mut old: Words = Box::new([0; LEAF_WORDS]);
+            match self.nearest.map(|index| self.read_old(index, number, &mut old)) {
+                None => {}
+                Some(Ok(())) => {
+                    words.iter_mut().zip(old.iter()).for_each(|(word, old)| *word = (*word).max(*old));
+                    if words == old {
+                        continue;
+                    }
+                }
+                Some(Err(error)) => {
+                    tracing::debug!(%error, leaf = number, "made again from all layers' tables");
+                    let mut whole = merger.merge(0, number..number + 1)?;
+                    words = whole.remove(&number).unwrap_or(words);
+                }
+            }
+            changed.push((number, words));
+        }
+        debug_assert!(changed.len() as u64 <= WINDOW);
+        Ok(changed)
+    }
+
+    fn read_old(&self, index: &Index, number: u64, words: &mut [u64; LEAF_WORDS]) -> Result<()> {
+        index.read_leaf(number, words, |layer, at, page| {
+            let path = &self.layers[layer.index()].path;
+            let opened = self.opener.open(path, Role::Inspected, self.gate)?;
+            opened.store.read_exact(&mut page[..], at).while_trying("read the index")
+        })
+    }
+
+    /// Writes the pages of the layer table that the nearest index does not have, and all inner pages: they lead to pages
+    /// in files whose names are known only to who reads the table, so they must not lie there too.
+    fn write_table(&mut self, top: &Top) -> Result<Tree> {
+        let old = self.nearest.map(|index| {
+            let records: Vec<LayerRecord> = index.layers.iter().map(|layer| layer.record.clone()).collect();
+            (pack(&records), &index.table)
+        });
+        let keeps_time = self.place.keeps_time();
+        let newest = &mut self.layers.last_mut().expect("the layer itself").record;
+        if !keeps_time {
+            newest.stamp.mtime_ns = None;
+        }
+        // The last record names the length that the file will have when all pages are written, the table's included.
+        let same = |number: usize, page: &Page| {
+            old.as_ref().is_some_and(|(pages, _)| pages.get(number).is_some_and(|(_, old)| **old == *page))
+        };
+        let packed = pack(&self.records());
+        let last = packed.len() - 1;
+        let fresh = (0..last).filter(|&number| !same(number, &packed[number].1)).count() + 1;
+        let pages = fresh as u64 + Tree::inner_pages(packed.len() as u64);
+        let len = self.place.len_after(top.opened.identity.len, pages);
+        self.layers.last_mut().expect("the layer itself").record.stamp.len = len;
+        let packed = pack(&self.records());
+        let mut table = Tree::new(packed.len() as u64);
+        for (number, (_, page)) in packed.iter().enumerate() {
+            let pointer = match &old {
+                Some((_, tree)) if number < last && same(number, page) => tree.get(number as u64),
+                _ => self.put(page)?,
+            };
+            table.set(number as u64, pointer);
+        }
+        table.touch();
+        table.seal(&mut |page| self.put(page))?;
+        self.root.table_pages = u32::try_from(packed.len()).expect("fewer than layers");
+        self.root.table = table.top();
+        assert_eq!(self.place.len_after(top.opened.identity.len, 0), len, "pages were counted right");
+        Ok(table)
+    }
+
+    fn records(&self) -> Vec<LayerRecord> {
+        self.layers.iter().map(|layer| layer.record.clone()).collect()
+    }
+}
+
+fn bytes_of(words: &[u64; LEAF_WORDS]) -> Box<Page> {
+    let mut page = Box::new([0; PAGE_LEN]);
+    for (bytes, word) in page.chunks_exact_mut(8).zip(words) {
+        bytes.copy_from_slice(&word.to_le_bytes());
+    }
+    page
+}
+
+/// A name for a chain that no other has, in all likelihood.
+fn new_chain() -> ChainId {
+    let random = || RandomState::new().hash_one(std::time::Instant::now()).to_le_bytes();
+    let mut id = [0; 16];
+    id[..8].copy_from_slice(&random());
+    id[8..].copy_from_slice(&random());
+    ChainId(id)
+}

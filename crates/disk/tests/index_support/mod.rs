@@ -1,0 +1,182 @@
+//! Chains to make indices of: files of vmstrata's making (which have room for a link) and stock ones, written by stock
+//! tools, with mixed sizes, cluster sizes and versions.
+
+#![allow(dead_code, reason = "each test binary uses its own part of this")]
+#![allow(unreachable_pub, missing_docs, reason = "shared by test binaries only")]
+
+use std::path::{Path, PathBuf};
+
+use rand::Rng as _;
+use rand::rngs::SmallRng;
+use tempfile::TempDir;
+use vmstrata_disk::index::{IndexOptions, IndexOutcome, IndexVerdict, build, remove, verify};
+use vmstrata_disk::{CreateOptions, Format, create};
+use vmstrata_types::ClusterBits;
+
+use crate::common::scratch;
+use crate::common::stock::{assert_clean, path_str, qemu_img, qemu_io};
+
+/// A chain on disk: `base`, `1`, `2`, ...; the last is the active layer.
+pub struct Chain {
+    pub dir: TempDir,
+    pub files: Vec<PathBuf>,
+    formats: Vec<Format>,
+}
+
+/// How a layer's file is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Maker {
+    Ours,
+    Stock,
+    /// By stock tools, version 2.
+    Old,
+    Raw,
+}
+
+impl Chain {
+    pub fn new() -> Self {
+        Self { dir: scratch(), files: Vec::new(), formats: Vec::new() }
+    }
+
+    /// `count` layers of our making, each with one write of 64 KiB at its own place and one at a common place.
+    pub fn ours(count: usize) -> Self {
+        let mut chain = Self::new();
+        for number in 0..count {
+            chain.add(Maker::Ours, 64 << 20, ClusterBits::DEFAULT);
+            chain.write(
+                number,
+                &[&format!("write -P {} {}k 64k", number + 1, number * 64), "write -P 7 32M 64k"],
+            );
+        }
+        chain
+    }
+
+    pub fn add(&mut self, maker: Maker, size: u64, bits: ClusterBits) -> PathBuf {
+        let path = self.dir.path().join(self.files.len().to_string());
+        let below = self.files.last().map(|below| below.file_name().expect("a name").to_owned());
+        match maker {
+            Maker::Ours => {
+                let format = *self.formats.last().unwrap_or(&Format::Qcow2);
+                let backing = below.map(|below| (PathBuf::from(below), format));
+                let options = CreateOptions {
+                    size: Some(size),
+                    cluster_bits: bits,
+                    backing,
+                    ..CreateOptions::default()
+                };
+                create(&path, &options).expect("creates");
+            }
+            Maker::Stock | Maker::Old => {
+                let compat = if maker == Maker::Old { "0.10" } else { "1.1" };
+                let options = format!("cluster_size={},compat={compat}", bits.size());
+                let (size, below) =
+                    (size.to_string(), below.map(|below| below.into_string().expect("UTF-8")));
+                let mut args = vec!["create", "-q", "-f", "qcow2", "-o", &options];
+                let format = self.formats.last().unwrap_or(&Format::Qcow2).to_string();
+                if let Some(below) = &below {
+                    args.extend(["-b", below, "-F", &format]);
+                }
+                args.extend([path_str(&path), &size]);
+                qemu_img(&args);
+            }
+            Maker::Raw => std::fs::write(&path, vec![0x5a; size as usize]).expect("written"),
+        }
+        self.formats.push(if maker == Maker::Raw { Format::Raw } else { Format::Qcow2 });
+        self.files.push(path.clone());
+        path
+    }
+
+    pub fn write(&self, number: usize, commands: &[&str]) {
+        let commands: Vec<String> = commands.iter().map(|&command| command.to_owned()).collect();
+        qemu_io(&self.files[number], &commands);
+    }
+
+    pub fn top(&self) -> &Path {
+        self.files.last().expect("a layer")
+    }
+
+    pub fn sidecar(&self, number: usize) -> PathBuf {
+        PathBuf::from(format!("{}.vmsx", self.files[number].display()))
+    }
+
+    /// Builds what is missing; every layer must then have an index or need none.
+    pub fn build(&self) -> Vec<&'static str> {
+        let built = build(self.top(), &IndexOptions::default()).expect("builds");
+        built
+            .layers
+            .iter()
+            .map(|layer| match &layer.outcome {
+                IndexOutcome::Kept => "kept",
+                IndexOutcome::Built { sidecar: false, .. } => "file",
+                IndexOutcome::Built { sidecar: true, .. } => "sidecar",
+                IndexOutcome::NotNeeded => "none",
+                IndexOutcome::Failed(error) => panic!("{}: {error}", layer.path.display()),
+            })
+            .collect()
+    }
+
+    pub fn verify(&self) -> Vec<&'static str> {
+        let verified = verify(self.top(), &IndexOptions::default()).expect("verifies");
+        verified.iter().map(|file| name_of(&file.verdict)).collect()
+    }
+
+    pub fn remove(&self) {
+        for dropped in remove(self.top(), &IndexOptions::default()).expect("removes") {
+            dropped.in_file.expect("removed");
+            dropped.sidecar.expect("removed");
+        }
+    }
+
+    /// Every qcow2 file is clean for stock tools.
+    pub fn assert_clean(&self) {
+        for (file, format) in self.files.iter().zip(&self.formats) {
+            if *format == Format::Qcow2 {
+                assert_clean(file);
+            }
+        }
+    }
+}
+
+pub fn name_of(verdict: &IndexVerdict) -> &'static str {
+    match verdict {
+        IndexVerdict::Good => "good",
+        IndexVerdict::NotNeeded => "none",
+        IndexVerdict::Missing => "missing",
+        IndexVerdict::Stale { .. } => "stale",
+        IndexVerdict::Damaged { .. } => "damaged",
+        IndexVerdict::Wrong { at, .. } => panic!("an index says something wrong at {at:#x}"),
+    }
+}
+
+/// A chain of random makers, sizes and cluster sizes, each layer with random writes.
+pub fn random_chain(random: &mut SmallRng, layers: usize) -> Chain {
+    let mut chain = Chain::new();
+    for number in 0..layers {
+        let maker = match random.random_range(0..6) {
+            0 if number == 0 => Maker::Raw,
+            0 | 1 => Maker::Stock,
+            2 => Maker::Old,
+            _ => Maker::Ours,
+        };
+        let bits = ClusterBits::new(random.random_range(9..=17)).expect("in range");
+        let size = random.random_range(200..40_000) * 512;
+        chain.add(maker, size, bits);
+        if maker == Maker::Raw {
+            continue;
+        }
+        let commands: Vec<String> =
+            (0..random.random_range(0..6)).map(|_| some_write(random, size)).collect();
+        qemu_io(&chain.files[number], &commands);
+    }
+    chain
+}
+
+fn some_write(random: &mut SmallRng, size: u64) -> String {
+    let start = random.random_range(0..size / 512) * 512;
+    let len = (random.random_range(1..200) * 512).min(size - start);
+    match random.random_range(0..4) {
+        0 => format!("write -q -z {start} {len}"),
+        1 => format!("discard -q {start} {len}"),
+        _ => format!("write -q -P {} {start} {len}", random.random_range(1..255)),
+    }
+}
