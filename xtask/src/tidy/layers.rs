@@ -21,6 +21,7 @@ const BELOW: &[(&str, &[&str])] = &[
     ("vmstrata-store", &["vmstrata-types"]),
     ("vmstrata-disk", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
     ("vmstrata-export", &["vmstrata-types", "vmstrata-store", "vmstrata-disk"]),
+    ("vmstrata-survey", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-api", &["vmstrata-types"]),
     (
         "vmstrata-server",
@@ -41,6 +42,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-store",
             "vmstrata-disk",
             "vmstrata-export",
+            "vmstrata-survey",
             "vmstrata-api",
             "vmstrata-server",
         ],

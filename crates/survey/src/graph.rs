@@ -1,0 +1,280 @@
+//! Chains out of files: who stands on whom, and what each layer gathers from those below it.
+//!
+//! Every image has at most one layer below it, so all of this is linear: what a layer gathers is computed once, from
+//! what the layer below it has gathered, however many disks share it. Loops are found first and kept apart.
+
+mod cycle;
+
+use std::collections::BTreeMap;
+
+use vmstrata_disk::Format;
+use vmstrata_types::MAX_LAYERS;
+
+use crate::crawl::Found;
+use crate::image::{Below, Fault, Image};
+use crate::model::{self, Footprint};
+use crate::risk::{RiskKind, RiskSet};
+use crate::times;
+
+/// A risk, at the layer it comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Risk {
+    /// The image it is a risk of.
+    pub(crate) image: usize,
+    pub(crate) fault: Fault,
+}
+
+/// What a layer and all below it sum up to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stack {
+    /// Layers, this one included.
+    pub(crate) layers: u32,
+    /// Bytes that their files take on the host.
+    pub(crate) allocated: u64,
+    /// Layers that more than one chain uses.
+    pub(crate) shared: u32,
+    pub(crate) footprint: Footprint,
+    pub(crate) risks: RiskSet,
+}
+
+/// The images and how they stand on each other; every vector is indexed like `images`.
+#[derive(Debug)]
+pub(crate) struct Graph<'a> {
+    pub(crate) images: &'a [Image],
+    /// The layer below.
+    pub(crate) below: Vec<Option<usize>>,
+    /// Layers that stand directly on it.
+    pub(crate) users: Vec<u32>,
+    /// Chains that it is a layer of.
+    pub(crate) chains: Vec<u32>,
+    pub(crate) stacks: Vec<Stack>,
+    /// The images that nothing stands on, and one of every loop that nothing leads into.
+    pub(crate) tops: Vec<usize>,
+    /// All risks, those of one image together.
+    pub(crate) risks: Vec<Risk>,
+}
+
+impl<'a> Graph<'a> {
+    /// The chains that the images form; more than `long_chain` layers are a risk.
+    pub(crate) fn new(found: &'a Found, long_chain: usize) -> Self {
+        let images = &found.images[..];
+        let mut links = Links::new(found);
+        let order = cycle::bottom_up(&links.below);
+        for &at in &order.on_cycles {
+            let message = format!("{}: the backing chain leads back to this file", images[at].path.display());
+            links.fault(at, RiskKind::Loop, message);
+        }
+        let tops = tops(&links, &order);
+        let mut graph = Self {
+            images,
+            chains: chains(&links.below, &order, &tops),
+            stacks: vec![Stack::default(); images.len()],
+            below: links.below,
+            users: links.users,
+            tops,
+            risks: Vec::new(),
+        };
+        graph.judge_layers(&mut links.faults);
+        let own: Vec<RiskSet> = set_of_each(images.len(), &links.faults);
+        graph.gather(&order, &own);
+        graph.judge_lengths(&mut links.faults, long_chain);
+        links.faults.sort_by_key(|(at, fault)| (*at, fault.kind));
+        graph.risks = links.faults.into_iter().map(|(image, fault)| Risk { image, fault }).collect();
+        graph
+    }
+
+    /// Risks that show in a layer or between it and its overlay.
+    fn judge_layers(&self, faults: &mut Vec<(usize, Fault)>) {
+        for (at, image) in self.images.iter().enumerate() {
+            let name = image.path.display();
+            let mut add = |kind, message| faults.push((at, Fault { kind, message }));
+            if let Some(facts) = &image.qcow2 {
+                if facts.marked_corrupt {
+                    add(
+                        RiskKind::MarkedCorrupt,
+                        format!("{name}: marked corrupt; `vmstrata check` tells what is wrong"),
+                    );
+                }
+                if (facts.marked_dirty || facts.in_session) && !image.writer {
+                    add(
+                        RiskKind::Unclean,
+                        format!("{name}: its last writer did not close it, and none has it open now"),
+                    );
+                }
+            }
+            if image.writer && self.users[at] > 0 {
+                let overlays = self.users[at];
+                add(RiskKind::Written, format!("{name}: open for writing, with {overlays} overlay(s) on it"));
+            }
+        }
+        self.judge_changes(faults);
+    }
+
+    /// Layers that changed under their overlays: one risk a layer, however many overlays it has.
+    fn judge_changes(&self, faults: &mut Vec<(usize, Fault)>) {
+        let mut changed: BTreeMap<usize, (String, u32)> = BTreeMap::new();
+        for (at, image) in self.images.iter().enumerate() {
+            let Some(below) = self.below[at] else { continue };
+            if let Some(message) = times::changed_since(&self.images[below], image) {
+                changed.entry(below).or_insert((message, 0)).1 += 1;
+            }
+        }
+        faults.extend(changed.into_iter().map(|(at, (message, overlays))| {
+            let others = if overlays > 1 { format!(", and {} more", overlays - 1) } else { String::new() };
+            (at, Fault { kind: RiskKind::Changed, message: message + &others })
+        }));
+    }
+
+    /// Fills `stacks`, from the bottom up.
+    fn gather(&mut self, order: &cycle::Order, own: &[RiskSet]) {
+        for &at in &order.on_cycles {
+            let lap = order.lap(&self.below, at);
+            self.stacks[at] = lap.iter().fold(Stack::default(), |sum, &at| self.put_on(sum, at, own[at]));
+        }
+        for &at in &order.acyclic {
+            let beneath = self.below[at].map_or_else(Stack::default, |below| self.stacks[below]);
+            self.stacks[at] = self.put_on(beneath, at, own[at]);
+        }
+    }
+
+    fn put_on(&self, beneath: Stack, at: usize, risks: RiskSet) -> Stack {
+        let image = &self.images[at];
+        Stack {
+            layers: beneath.layers + 1,
+            allocated: beneath.allocated.saturating_add(image.allocated),
+            shared: beneath.shared + u32::from(self.chains[at] > 1),
+            footprint: beneath.footprint.with(model::layer(image)),
+            risks: beneath.risks.union(risks),
+        }
+    }
+
+    /// Risks of a chain as a whole, put on its top.
+    fn judge_lengths(&mut self, faults: &mut Vec<(usize, Fault)>, long_chain: usize) {
+        for &top in &self.tops {
+            let layers = self.stacks[top].layers as usize;
+            let name = self.images[top].path.display();
+            let (kind, message) = if layers > MAX_LAYERS {
+                (RiskKind::TooLong, format!("{name}: a chain of {layers} layers, more than {MAX_LAYERS}"))
+            } else if layers > long_chain {
+                (RiskKind::Long, format!("{name}: a chain of {layers} layers, more than {long_chain}"))
+            } else {
+                continue;
+            };
+            self.stacks[top].risks.add(kind);
+            faults.push((top, Fault { kind, message }));
+        }
+    }
+}
+
+fn set_of_each(images: usize, faults: &[(usize, Fault)]) -> Vec<RiskSet> {
+    let mut sets = vec![RiskSet::default(); images];
+    faults.iter().for_each(|(at, fault)| sets[*at].add(fault.kind));
+    sets
+}
+
+/// The links between images, as the overlays name them, and what is wrong with them.
+struct Links {
+    below: Vec<Option<usize>>,
+    users: Vec<u32>,
+    faults: Vec<(usize, Fault)>,
+}
+
+impl Links {
+    fn new(found: &Found) -> Self {
+        let images = &found.images[..];
+        let as_raw = only_raw(found);
+        let mut links =
+            Self { below: vec![None; images.len()], users: vec![0; images.len()], faults: Vec::new() };
+        for (at, image) in images.iter().enumerate() {
+            links.faults.extend(image.fault.clone().map(|fault| (at, fault)));
+            // A file that is only ever used as raw has no header, whatever its guest wrote there.
+            let Some(facts) = image.qcow2.as_ref().filter(|_| !as_raw[at]) else { continue };
+            match &facts.below {
+                None => {}
+                Some(Below::Broken(fault)) => links.faults.push((at, fault.clone())),
+                Some(Below::File(id, format)) => match found.position(*id) {
+                    Some(below) => links.join(images, at, below, *format),
+                    None => links.fault(at, RiskKind::Unreadable, not_examined(image)),
+                },
+            }
+        }
+        links
+    }
+
+    fn join(&mut self, images: &[Image], at: usize, below: usize, format: Option<Format>) {
+        self.below[at] = Some(below);
+        self.users[below] += 1;
+        let base = &images[below];
+        if format == Some(Format::Qcow2) && base.qcow2.is_none() && base.fault.is_none() {
+            let (name, base) = (images[at].path.display(), base.path.display());
+            self.fault(
+                at,
+                RiskKind::Corrupt,
+                format!("{name}: its backing file {base} should be qcow2 and is not"),
+            );
+        }
+    }
+
+    fn fault(&mut self, at: usize, kind: RiskKind, message: String) {
+        self.faults.push((at, Fault { kind, message }));
+    }
+}
+
+fn not_examined(image: &Image) -> String {
+    let backing = image.qcow2.as_ref().and_then(|facts| facts.backing_name.as_deref()).unwrap_or_default();
+    format!("{}: its backing file {backing} was not looked at", image.path.display())
+}
+
+/// For each image, whether there are overlays on it and all of them read it as raw.
+fn only_raw(found: &Found) -> Vec<bool> {
+    let mut uses = vec![(0u32, 0u32); found.images.len()];
+    for facts in found.images.iter().filter_map(|image| image.qcow2.as_ref()) {
+        let Some(Below::File(id, format)) = &facts.below else { continue };
+        let Some(at) = found.position(*id) else { continue };
+        uses[at].0 += 1;
+        uses[at].1 += u32::from(*format == Some(Format::Raw));
+    }
+    uses.into_iter().map(|(all, raw)| all > 0 && all == raw).collect()
+}
+
+/// The images that nothing stands on, and the first of every loop that nothing leads into.
+fn tops(links: &Links, order: &cycle::Order) -> Vec<usize> {
+    let mut tops: Vec<usize> = (0..links.users.len()).filter(|&at| links.users[at] == 0).collect();
+    let mut seen = vec![false; links.below.len()];
+    for &at in &order.on_cycles {
+        if seen[at] {
+            continue;
+        }
+        let lap = order.lap(&links.below, at);
+        lap.iter().for_each(|&at| seen[at] = true);
+        if lap.iter().all(|&at| links.users[at] == 1) {
+            tops.push(at);
+        }
+    }
+    tops.sort_unstable();
+    tops
+}
+
+/// How many chains each image is a layer of; from the tops down, each link once.
+fn chains(below: &[Option<usize>], order: &cycle::Order, tops: &[usize]) -> Vec<u32> {
+    let mut chains = vec![0u32; below.len()];
+    tops.iter().for_each(|&top| chains[top] = 1);
+    for &at in order.acyclic.iter().rev() {
+        if let Some(below) = below[at] {
+            chains[below] += chains[at];
+        }
+    }
+    // All of a loop belongs to whatever leads into any part of it.
+    let mut seen = vec![false; below.len()];
+    for &at in &order.on_cycles {
+        if !seen[at] {
+            let lap = order.lap(below, at);
+            let sum = lap.iter().map(|&at| chains[at]).sum();
+            lap.iter().for_each(|&at| (chains[at], seen[at]) = (sum, true));
+        }
+    }
+    chains
+}
+
+#[cfg(test)]
+mod tests;

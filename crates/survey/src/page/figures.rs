@@ -1,0 +1,216 @@
+//! The plots: those of section 3 of the sQemu paper, and what vmstrata would change.
+
+use super::axis::Axis;
+use super::cdf::{self, Quantity, Series};
+use super::plot::{Ink, Plot};
+use super::scatter::{self, Point};
+use crate::human::{bytes, count};
+use crate::report::{Chain, Report};
+use crate::times::WINDOWS;
+
+/// All of them, in sections.
+pub(super) fn all(report: &Report) -> String {
+    let sections = [
+        ("Sizes", vec![disk_sizes(report), host_sizes(report)]),
+        ("Chains", vec![chain_lengths(report), length_and_size(report)]),
+        ("Sharing", vec![sharing(report), chains_of_layers(report)]),
+        ("Snapshots", vec![snapshots(report)]),
+        ("What vmstrata would change", vec![memory(report), reads(report)]),
+    ];
+    let section = |(title, figures): (&str, Vec<String>)| {
+        format!(
+            "<section>\n<h2>{title}</h2>\n<div class=\"plots\">\n{}</div>\n</section>\n",
+            figures.concat()
+        )
+    };
+    sections.map(section).concat()
+}
+
+fn bytes_axis(values: &[f64]) -> Axis {
+    Axis::bytes("bytes (log)", values.iter().copied())
+}
+
+fn known(report: &Report) -> impl Iterator<Item = &Chain> {
+    report.chains.iter().filter(|chain| chain.known)
+}
+
+fn series(ink: Ink, name: &'static str, values: impl Iterator<Item = f64>) -> Series {
+    Series { ink, name, values: values.collect() }
+}
+
+fn disk_sizes(report: &Report) -> String {
+    let quantity = Quantity {
+        title: "Disk sizes.",
+        axis: bytes_axis,
+        show: bytes,
+        note: "What guests see, of disks and of the backing files below them (the paper's Figure 4).",
+    };
+    let backing = report.layers.iter().filter(|layer| layer.overlays > 0 && layer.format != "unknown");
+    let disks = known(report).map(|chain| chain.virtual_size as f64);
+    cdf::figure(
+        &quantity,
+        vec![
+            series(Ink::First, "disks", disks),
+            series(Ink::Second, "backing files", backing.map(|layer| layer.virtual_size as f64)),
+        ],
+    )
+}
+
+fn host_sizes(report: &Report) -> String {
+    let quantity = Quantity {
+        title: "Bytes on the host.",
+        axis: bytes_axis,
+        show: bytes,
+        note: "What files take: all of a chain's, those it shares included, and each file by itself.",
+    };
+    cdf::figure(
+        &quantity,
+        vec![
+            series(Ink::First, "chains", report.chains.iter().map(|chain| chain.allocated as f64)),
+            series(Ink::Second, "files", report.layers.iter().map(|layer| layer.allocated as f64)),
+        ],
+    )
+}
+
+fn chain_lengths(report: &Report) -> String {
+    let quantity = Quantity {
+        title: "Chain lengths.",
+        axis: |values| Axis::counts("layers in the chain (log)", values.iter().copied()),
+        show: |layers| format!("{} layers", count(layers)),
+        note: "Of chains, and of files by the longest chain they belong to (the paper's Figure 6).",
+    };
+    cdf::figure(
+        &quantity,
+        vec![
+            series(Ink::First, "chains", report.chains.iter().map(|chain| f64::from(chain.layers))),
+            series(Ink::Second, "files", report.layers.iter().map(|layer| f64::from(layer.longest_chain))),
+        ],
+    )
+}
+
+fn points(chains: &[Chain], figures: impl Fn(&Chain) -> (f64, f64)) -> impl Iterator<Item = Point<'_>> {
+    chains.iter().map(move |chain| {
+        let (x, y) = figures(chain);
+        Point { x, y, count: 1, name: &chain.path }
+    })
+}
+
+fn length_axis(report: &Report) -> Axis {
+    Axis::counts("layers in the chain (log)", report.chains.iter().map(|chain| f64::from(chain.layers)))
+}
+
+fn length_and_size(report: &Report) -> String {
+    let sizes = Axis::bytes("disk size (log)", known(report).map(|chain| chain.virtual_size as f64));
+    let told = format!("{} chains by length and disk size.", count(known(report).count() as f64));
+    let mut plot = Plot::scatter("Chain length and disk size.", told, length_axis(report), sizes);
+    let points = known(report).map(|chain| Point {
+        x: f64::from(chain.layers),
+        y: chain.virtual_size as f64,
+        count: 1,
+        name: &chain.path,
+    });
+    scatter::draw(&mut plot, "a", "chain", points, |x, y, _| format!("{} layers, {}", count(x), bytes(y)));
+    plot.figure("Each disc is a disk, or as many as it is large.")
+}
+
+fn sharing(report: &Report) -> String {
+    let lengths = report.chains.iter().map(|chain| f64::from(chain.layers));
+    let shared = report.chains.iter().map(|chain| f64::from(chain.shared)).chain([0.0]);
+    let x = Axis::counts("layers in the chain (log)", lengths);
+    let y = Axis::counts("of them shared with another chain (log)", shared);
+    let told = format!("A chain shares {} backing files at most.", count(report.summary.chain_shared.max));
+    let mut plot = Plot::scatter("Chain sharing.", told, x, y);
+    let (low, high) = (plot.axes().0.min().max(1.0), plot.axes().0.max().min(plot.axes().1.max() + 1.0));
+    let most: Vec<_> = (0..=60)
+        .map(|step| low * (high / low).max(1.0).powf(f64::from(step) / 60.0))
+        .map(|layers| (layers, layers - 1.0))
+        .collect();
+    plot.line("guide", &most);
+    let points = points(&report.chains, |chain| (f64::from(chain.layers), f64::from(chain.shared)));
+    scatter::draw(&mut plot, "a", "chain", points, |x, y, _| {
+        format!("{} layers, {} shared", count(x), count(y))
+    });
+    plot.figure("Backing files that more than one disk stands on (the paper's Figure 8); the line is all but the active layer.")
+}
+
+fn chains_of_layers(report: &Report) -> String {
+    let depths = report.layers.iter().map(|layer| f64::from(layer.depth));
+    let x = Axis::counts("place in the chain, 0 is the base (log)", depths.chain([0.0]));
+    let y = Axis::counts(
+        "chains the layer belongs to (log)",
+        report.layers.iter().map(|layer| f64::from(layer.chains)),
+    );
+    let told = format!("A layer belongs to {} chains at most.", count(report.summary.layer_chains.max));
+    let mut plot = Plot::scatter("Chains of a layer.", told, x, y);
+    let points = report.layers.iter().map(|layer| Point {
+        x: f64::from(layer.depth),
+        y: f64::from(layer.chains),
+        count: 1,
+        name: &layer.path,
+    });
+    scatter::draw(&mut plot, "b", "layer", points, |x, y, _| {
+        format!("at place {}, in {} chains", count(x), count(y))
+    });
+    plot.figure("Base images stand at the left and high: every disk made from one adds a chain.")
+}
+
+fn snapshots(report: &Report) -> String {
+    let snapshots = &report.snapshots;
+    let positions = snapshots.points.iter().map(|point| f64::from(point.position));
+    let x = Axis::counts("backing files once the snapshot was taken (log)", positions);
+    let y = Axis::steps("time since the link before", WINDOWS.iter().map(|(_, name)| *name));
+    let told = format!("{} snapshots with their time since the link before.", count(snapshots.dated as f64));
+    let mut plot = Plot::scatter("Snapshot frequency.", told, x, y).alone();
+    let total = snapshots.dated.max(1) as f64;
+    let points = snapshots.points.iter().map(|point| Point {
+        x: f64::from(point.position),
+        y: point.window as f64,
+        count: point.count,
+        name: "",
+    });
+    scatter::draw(&mut plot, "a", "snapshot", points, |x, y, here| {
+        let share = here as f64 * 100.0 / total;
+        format!("place {}, {} ({share:.2} % of all)", count(x), WINDOWS[y as usize].1)
+    });
+    plot.figure(
+        "Snapshots by their place in the chain and the time since the link before (the paper's Figure 9).",
+    )
+}
+
+fn memory(report: &Report) -> String {
+    let quantity = Quantity {
+        title: "Memory of a disk.",
+        axis: bytes_axis,
+        show: bytes,
+        note: "At most, as modelled: stock QEMU with full caches; vmstrata's map of the disk with its layers' records.",
+    };
+    let ours =
+        |chain: &Chain| chain.cost.map_memory_max + u64::from(chain.layers) * crate::model::OURS_LAYER_BYTES;
+    cdf::figure(
+        &quantity,
+        vec![
+            series(
+                Ink::Second,
+                "stock QEMU",
+                report.chains.iter().map(|chain| chain.cost.stock_memory_max as f64),
+            ),
+            series(Ink::First, "vmstrata", report.chains.iter().map(|chain| ours(chain) as f64)),
+        ],
+    )
+}
+
+fn reads(report: &Report) -> String {
+    let quantity = Quantity {
+        title: "Reads per second of a disk.",
+        axis: |values| Axis::counts("random reads of 4 KiB per second, QD 32 (log)", values.iter().copied()),
+        show: |reads| format!("{} reads/s", count(reads)),
+        note: "Expected from what was measured for chains of the same length: further to the right is faster.",
+    };
+    cdf::figure(
+        &quantity,
+        vec![
+            series(Ink::Second, "stock QEMU", report.chains.iter().map(|chain| chain.cost.stock_reads_per_s)),
+            series(Ink::First, "vmstrata", report.chains.iter().map(|chain| chain.cost.reads_per_s)),
+        ],
+    )
+}

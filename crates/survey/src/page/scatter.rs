@@ -1,0 +1,66 @@
+//! Scatter plots: things by two figures; what would lie on one spot is one disc, as large as it counts.
+
+use std::collections::BTreeMap;
+
+use super::plot::Plot;
+use crate::human::count;
+
+/// Points closer than this on the drawing are drawn as one; it bounds the page whatever is surveyed.
+const SPOT: f64 = 5.0;
+const RADIUS_MIN: f64 = 3.0;
+const RADIUS_MAX: f64 = 16.0;
+
+/// A thing to be drawn.
+pub(super) struct Point<'a> {
+    pub(super) x: f64,
+    pub(super) y: f64,
+    /// How many it stands for.
+    pub(super) count: u64,
+    /// One of them, by name; empty where they have none.
+    pub(super) name: &'a str,
+}
+
+struct Spot<'a> {
+    x: f64,
+    y: f64,
+    count: u64,
+    name: &'a str,
+}
+
+/// Draws the points; `says` tells of a spot's figures, to which its count and an example are added.
+pub(super) fn draw<'a>(
+    plot: &mut Plot,
+    class: &str,
+    noun: &str,
+    points: impl Iterator<Item = Point<'a>>,
+    says: impl Fn(f64, f64, u64) -> String,
+) {
+    let mut spots: BTreeMap<(i64, i64), Spot<'a>> = BTreeMap::new();
+    for point in points {
+        let (x, y) = plot.place(point.x, point.y);
+        let spot = spots.entry(((x / SPOT) as i64, (y / SPOT) as i64)).or_insert(Spot {
+            x: point.x,
+            y: point.y,
+            count: 0,
+            name: point.name,
+        });
+        spot.count += point.count;
+    }
+    let most = spots.values().map(|spot| spot.count).max().unwrap_or(1) as f64;
+    // Large ones first, so that small ones lie on top and can be pointed at.
+    let mut spots: Vec<Spot<'a>> = spots.into_values().collect();
+    spots.sort_by_key(|spot| std::cmp::Reverse(spot.count));
+    for spot in spots {
+        let share = (spot.count as f64 / most).sqrt();
+        // A plot of single things has no large discs.
+        let radius =
+            if most < 2.0 { RADIUS_MIN + 1.0 } else { RADIUS_MIN + (RADIUS_MAX - RADIUS_MIN) * share };
+        let plural = if spot.count == 1 { "" } else { "s" };
+        let mut text =
+            format!("{} {noun}{plural}: {}", count(spot.count as f64), says(spot.x, spot.y, spot.count));
+        if !spot.name.is_empty() {
+            text = format!("{text}\n{}{}", if spot.count == 1 { "" } else { "such as " }, spot.name);
+        }
+        plot.disc(&format!("dot {class}"), plot.place(spot.x, spot.y), radius, &text);
+    }
+}

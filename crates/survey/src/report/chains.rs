@@ -1,0 +1,127 @@
+//! Chains and layers, as the report has them.
+
+use serde::Serialize;
+
+use crate::graph::Graph;
+use crate::model::{self, Cost};
+use crate::risk::{RiskKind, Severity};
+
+/// A disk: its active layer and all below it.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Chain {
+    /// The active layer's file.
+    pub path: String,
+    /// Where the active layer is in the report's `layers`.
+    pub top: usize,
+    /// Whether the active layer's header could be read.
+    pub known: bool,
+    /// Bytes the guest sees.
+    pub virtual_size: u64,
+    /// Layers, as far down as the chain can be followed.
+    pub layers: u32,
+    /// Those of them, the active layer excepted, that another chain uses too.
+    pub shared: u32,
+    /// Bytes that its files take on the host, those it shares included.
+    pub allocated: u64,
+    /// Internal snapshots of the active layer.
+    pub internal_snapshots: u32,
+    /// Whether someone has the active layer open for writing.
+    pub in_use: bool,
+    /// The worst of its risks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub severity: Option<Severity>,
+    /// The kinds of its risks, its own and those of the layers below, worst first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub risks: Vec<RiskKind>,
+    /// What it costs stock QEMU and vmstrata.
+    #[serde(flatten)]
+    pub cost: Cost,
+}
+
+/// A layer's file.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Layer {
+    /// The file.
+    pub path: String,
+    /// `qcow2`, `raw`, or `unknown` where the header cannot be used.
+    pub format: &'static str,
+    /// Bytes the guest would see.
+    pub virtual_size: u64,
+    /// Bytes the file takes on the host.
+    pub allocated: u64,
+    /// Its backing file's name as stored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing_filename: Option<String>,
+    /// Where the layer below is in this list.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub below: Option<usize>,
+    /// Its place in its chains, counted from the base, which is 0.
+    pub depth: u32,
+    /// Layers that stand directly on it.
+    pub overlays: u32,
+    /// Chains that it belongs to.
+    pub chains: u32,
+    /// Layers of the longest of them.
+    pub longest_chain: u32,
+}
+
+pub(super) fn chains(graph: &Graph<'_>) -> Vec<Chain> {
+    graph.tops.iter().map(|&top| chain(graph, top)).collect()
+}
+
+fn chain(graph: &Graph<'_>, top: usize) -> Chain {
+    let (image, stack) = (&graph.images[top], &graph.stacks[top]);
+    Chain {
+        path: image.path.display().to_string(),
+        top,
+        known: image.fault.is_none(),
+        virtual_size: image.virtual_size,
+        layers: stack.layers,
+        shared: stack.shared,
+        allocated: stack.allocated,
+        internal_snapshots: image.qcow2.as_ref().map_or(0, |facts| facts.internal_snapshots),
+        in_use: image.writer,
+        severity: stack.risks.severity(),
+        risks: stack.risks.kinds().collect(),
+        cost: model::cost(stack.layers, image.virtual_size, stack.footprint),
+    }
+}
+
+pub(super) fn layers(graph: &Graph<'_>) -> Vec<Layer> {
+    let longest = longest_chains(graph);
+    let layers = graph.images.iter().enumerate().map(|(at, image)| Layer {
+        path: image.path.display().to_string(),
+        format: match (&image.qcow2, &image.fault) {
+            (Some(_), _) => "qcow2",
+            (None, None) => "raw",
+            (None, Some(_)) => "unknown",
+        },
+        virtual_size: image.virtual_size,
+        allocated: image.allocated,
+        backing_filename: image.qcow2.as_ref().and_then(|facts| facts.backing_name.clone()),
+        below: graph.below[at],
+        depth: graph.stacks[at].layers - 1,
+        overlays: graph.users[at],
+        chains: graph.chains[at],
+        longest_chain: longest[at],
+    });
+    layers.collect()
+}
+
+/// For each layer the length of the longest chain it belongs to: handed down from the tops, longest first, so that
+/// every layer is visited once.
+fn longest_chains(graph: &Graph<'_>) -> Vec<u32> {
+    let mut longest = vec![0; graph.images.len()];
+    let mut tops = graph.tops.clone();
+    tops.sort_by_key(|&top| std::cmp::Reverse(graph.stacks[top].layers));
+    for top in tops {
+        let mut next = Some(top);
+        while let Some(at) = next.filter(|&at| longest[at] == 0) {
+            longest[at] = graph.stacks[top].layers;
+            next = graph.below[at];
+        }
+    }
+    longest
+}
