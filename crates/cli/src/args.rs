@@ -4,6 +4,7 @@
 //! the same everywhere, and those of `check` are qemu-img's, so usage errors take sysexits' 64 instead of
 //! clap's 2.
 
+mod backup;
 mod serve;
 
 use std::path::PathBuf;
@@ -11,6 +12,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmstrata_disk::Format;
 
+pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
 pub use self::serve::{LogFormat, ServeArgs};
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;
@@ -47,6 +49,12 @@ pub enum Command {
     Map(MapArgs),
     /// Check an image's metadata, and repair it if asked
     Check(CheckArgs),
+    /// Show what changed between two states of a disk
+    Diff(DiffArgs),
+    /// Copy a state of a disk, whole or what changed, with checksums; or verify a copy
+    Backup(Box<BackupArgs>),
+    /// Make a disk from its backups
+    Restore(RestoreArgs),
     /// Serve disks over vhost-user-blk and NBD until told to stop
     Serve(Box<ServeArgs>),
     /// Print the completion script of a shell

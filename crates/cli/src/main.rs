@@ -58,6 +58,9 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Info(args) => commands::info::run(&args),
         Command::Map(args) => commands::map::run(&args),
         Command::Check(args) => commands::check::run(&args),
+        Command::Diff(args) => commands::diff::run(&args),
+        Command::Backup(args) => commands::backup::run(&args),
+        Command::Restore(args) => commands::restore::run(&args),
         Command::Serve(args) => commands::serve::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
     }

@@ -1,8 +1,12 @@
 //! One module per command; each has `run(&Args) -> Result<ExitCode>`.
 
+pub mod backup;
 pub mod check;
 pub mod completions;
 pub mod create;
+pub mod diff;
 pub mod info;
 pub mod map;
+pub mod restore;
 pub mod serve;
+pub mod states;

@@ -1,0 +1,196 @@
+//! `vmstrata backup`: a frozen state of a disk copied, whole or as what changed, and copies verified.
+
+use std::ffi::OsStr;
+use std::io::{self, IsTerminal};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use serde::Serialize;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use vmstrata_disk::backup::{
+    BackupOptions, BackupReport, BackupTarget, MANIFEST_SUFFIX, Manifest, backup, manifest_path, verify,
+};
+use vmstrata_disk::{ResourceOptions, Resources};
+
+use super::states::{explain, resolve};
+use crate::args::BackupArgs;
+use crate::output::{Progress, print, print_json};
+use crate::units::short_size;
+
+/// The result as data.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Report<'a> {
+    file: &'a str,
+    incremental: bool,
+    /// Length of the backup's file.
+    bytes: u64,
+    /// Bytes of the disk that were stored.
+    stored_bytes: u64,
+    disk_bytes: u64,
+    seconds: f64,
+    sha256: String,
+    manifest_sha256: String,
+}
+
+impl<'a> Report<'a> {
+    /// What a job reported of `file`.
+    pub fn new(file: &'a str, report: &BackupReport) -> Self {
+        let manifest = &report.manifest;
+        Self {
+            file,
+            incremental: manifest.builds_on.is_some(),
+            bytes: manifest.file.bytes,
+            stored_bytes: report.stored_bytes,
+            disk_bytes: manifest.disk_bytes,
+            seconds: report.took.as_secs_f64(),
+            sha256: manifest.file.sha256.to_string(),
+            manifest_sha256: manifest.sha256.to_string(),
+        }
+    }
+
+    fn line(&self, done: &str) -> String {
+        let kind = if self.incremental { "incremental" } else { "full" };
+        let (bytes, disk) = (short_size(self.bytes), short_size(self.disk_bytes));
+        format!("{}: {done}, {kind}, {bytes} for a disk of {disk}\n", self.file)
+    }
+}
+
+/// Makes or verifies a backup.
+///
+/// # Errors
+/// When it cannot be made, or is damaged.
+pub fn run(args: &BackupArgs) -> Result<ExitCode> {
+    match (&args.verify, &args.output, &args.state) {
+        (Some(file), ..) => check(args, file),
+        (None, Some(output), Some(state)) if output == OsStr::new("-") => to_stdout(args, state),
+        (None, Some(output), Some(state)) => to_file(args, state, output),
+        _ => unreachable!("clap asks for one of them"),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn check(args: &BackupArgs, file: &Path) -> Result<()> {
+    let resources = Resources::new(ResourceOptions::default());
+    let report = watched("verifying", args.quiet, |watch| {
+        verify(file, &resources, watch).map_err(|error| explain(&error))
+    })?;
+    say(args, &file.display().to_string(), &report, "sound")
+}
+
+fn to_file(args: &BackupArgs, state: &Path, output: &Path) -> Result<()> {
+    ensure!(args.manifest.is_none(), "--manifest is for -o -; a file's manifest lies beside it");
+    for path in [output.to_owned(), manifest_path(output)] {
+        let exists = path.symlink_metadata().is_ok();
+        ensure!(args.force || !exists, "{}: exists already; --force replaces it", path.display());
+    }
+    let target = BackupTarget::File { path: output.to_owned(), replace: args.force };
+    let report = make(args, state, target, Some(output))?;
+    say(args, &output.display().to_string(), &report, "backed up")
+}
+
+fn to_stdout(args: &BackupArgs, state: &Path) -> Result<()> {
+    let manifest = args.manifest.as_ref().context(
+        "-o - needs --manifest FILE: without its manifest a backup can be neither verified nor restored",
+    )?;
+    let mut stdout = io::stdout().lock();
+    ensure!(!stdout.is_terminal(), "standard output is a terminal: name a file, or a command after |");
+    let report = make(args, state, BackupTarget::Stream(&mut stdout), None)?;
+    report.manifest.write(manifest, args.force).map_err(|error| explain(&error))?;
+    say(args, "-", &report, "backed up")
+}
+
+fn make(
+    args: &BackupArgs,
+    state: &Path,
+    target: BackupTarget<'_>,
+    output: Option<&Path>,
+) -> Result<BackupReport> {
+    let state = resolve(state)?;
+    let since = args.since.as_deref().map(resolve).transpose()?;
+    let previous = args.previous.as_deref().map(|file| Previous::find(file, output)).transpose()?;
+    let (previous, name) = previous.map_or((None, None), |found| (Some(found.manifest), Some(found.name)));
+    let options = BackupOptions {
+        since: since.map(|since| since.path),
+        backing_name: args.backing_name.clone().or(name),
+        previous,
+        compression: args.compress.compression(),
+        snapshot: state.snapshot,
+        taken_at: state.taken_at,
+        allow_backing: args.backing.allow_backing.clone(),
+        bytes_per_second: args.speed.limit,
+        threads: args.speed.threads,
+    };
+    let resources = Resources::new(ResourceOptions::default());
+    watched("backing up", args.quiet, |watch| {
+        backup(&state.path, target, &options, &resources, watch).map_err(|error| explain(&error))
+    })
+}
+
+/// The backup that an incremental one builds upon.
+struct Previous {
+    manifest: Manifest,
+    /// What to call it as a backing file.
+    name: String,
+}
+
+impl Previous {
+    /// By its own name, or its manifest's.
+    fn find(file: &Path, output: Option<&Path>) -> Result<Self> {
+        let text = file.to_str().with_context(|| format!("{}: not UTF-8", file.display()))?;
+        let (image, manifest) = match text.strip_suffix(MANIFEST_SUFFIX) {
+            Some(image) => (PathBuf::from(image), file.to_owned()),
+            None => (file.to_owned(), manifest_path(file)),
+        };
+        let manifest = Manifest::read(&manifest).map_err(|error| explain(&error))?;
+        if let Some(output) = output {
+            let same =
+                output.canonicalize().ok().is_some_and(|output| image.canonicalize().ok() == Some(output));
+            ensure!(!same, "{}: a backup cannot replace the one it builds upon", output.display());
+        }
+        Ok(Self { manifest, name: backing_name(&image, output)? })
+    }
+}
+
+/// Beside the new backup the file's name alone, so that the two can be moved together; elsewhere its path.
+fn backing_name(image: &Path, output: Option<&Path>) -> Result<String> {
+    let directory = |path: &Path| match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.canonicalize(),
+        _ => Path::new(".").canonicalize(),
+    };
+    let name = image.file_name().with_context(|| format!("{}: not a file", image.display()))?;
+    let is_beside = output.is_none_or(|output| directory(output).ok() == directory(image).ok());
+    let path = if is_beside { PathBuf::from(name) } else { image.canonicalize()? };
+    path.into_os_string().into_string().map_err(|name| anyhow!("{}: not UTF-8", name.display()))
+}
+
+fn say(args: &BackupArgs, file: &str, report: &BackupReport, done: &str) -> Result<()> {
+    let report = Report::new(file, report);
+    match (args.json, file) {
+        (true, "-") => eprintln!("{}", serde_json::to_string_pretty(&report)?),
+        (false, "-") => eprint!("{}", report.line(done)),
+        (true, _) => print_json(&report)?,
+        (false, _) => print(&report.line(done))?,
+    }
+    Ok(())
+}
+
+/// Runs a job with progress on stderr; it is stopped, and cleans up, when the process is told to end.
+pub fn watched<T>(
+    what: &str,
+    quiet: bool,
+    job: impl FnOnce(&mut dyn FnMut(u64, u64) -> bool) -> Result<T>,
+) -> Result<T> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&stop))?;
+    }
+    let progress = Progress::new(quiet);
+    job(&mut |done, total| {
+        progress.update(what, done, total);
+        !stop.load(Ordering::Relaxed)
+    })
+}

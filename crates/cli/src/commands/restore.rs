@@ -1,0 +1,65 @@
+//! `vmstrata restore`: a disk from its backups.
+
+use std::process::ExitCode;
+
+use anyhow::{Result, ensure};
+use serde::Serialize;
+use vmstrata_disk::backup::{RestoreOptions, restore};
+use vmstrata_disk::{ResourceOptions, Resources};
+
+use super::backup::watched;
+use super::states::explain;
+use crate::args::RestoreArgs;
+use crate::output::{counted, print, print_json};
+use crate::units::short_size;
+
+/// The result as data.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Report {
+    file: String,
+    backups: usize,
+    /// The file of the state that the disk is in, as it was called when it was backed up.
+    state: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot: Option<String>,
+    stored_bytes: u64,
+    disk_bytes: u64,
+    seconds: f64,
+}
+
+/// Makes the disk.
+///
+/// # Errors
+/// When a backup is damaged or missing, or the disk cannot be written.
+pub fn run(args: &RestoreArgs) -> Result<ExitCode> {
+    let exists = args.output.symlink_metadata().is_ok();
+    ensure!(args.force || !exists, "{}: exists already; --force replaces it", args.output.display());
+    let options = RestoreOptions {
+        replace: args.force,
+        compression: args.compress.compression(),
+        bytes_per_second: args.speed.limit,
+        threads: args.speed.threads,
+    };
+    let resources = Resources::new(ResourceOptions::default());
+    let done = watched("restoring", args.quiet, |watch| {
+        restore(&args.files, &args.output, &options, &resources, watch).map_err(|error| explain(&error))
+    })?;
+    let report = Report {
+        file: args.output.display().to_string(),
+        backups: args.files.len(),
+        state: done.manifest.state.file.clone(),
+        snapshot: done.manifest.state.snapshot.clone(),
+        stored_bytes: done.stored_bytes,
+        disk_bytes: done.manifest.disk_bytes,
+        seconds: done.took.as_secs_f64(),
+    };
+    if args.json {
+        print_json(&report)?;
+    } else {
+        let state = report.snapshot.as_ref().unwrap_or(&report.state);
+        let (size, backups) = (short_size(report.disk_bytes), counted(report.backups as u64, "backup"));
+        print(&format!("{}: restored {state} from {backups}, {size}\n", report.file))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}

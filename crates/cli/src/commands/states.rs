@@ -1,0 +1,39 @@
+//! States of disks as people name them, and what to say when one is still being written.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, anyhow};
+use vmstrata_disk::{Error, ErrorKind};
+use vmstrata_store::FileError;
+
+/// A state found by its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Named {
+    /// Its newest layer.
+    pub path: PathBuf,
+    /// Its name, if it has one.
+    pub snapshot: Option<String>,
+    /// When it was taken, in seconds since 1970, if known.
+    pub taken_at: Option<u64>,
+}
+
+/// The state that `name` means: the file of a frozen layer.
+///
+/// # Errors
+/// None today; a name that means nothing.
+pub fn resolve(name: &Path) -> Result<Named> {
+    Ok(Named { path: name.to_owned(), snapshot: None, taken_at: None })
+}
+
+/// An engine's error for people: says what to do about a state that is still being written.
+///
+/// Leaves the host's error out of the chain: a pipe that breaks under a backup is a failure, not a reader that has
+/// seen enough.
+pub fn explain(error: &Error) -> anyhow::Error {
+    match error.kind() {
+        ErrorKind::File(FileError::Lock(_)) => {
+            anyhow!("{error}. If it is the active layer of a running disk, take a snapshot and use that")
+        }
+        _ => anyhow!("{error}"),
+    }
+}
