@@ -6,6 +6,7 @@
 
 mod backup;
 mod serve;
+mod survey;
 
 use std::path::PathBuf;
 
@@ -14,6 +15,7 @@ use vmstrata_disk::Format;
 
 pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
 pub use self::serve::{LogFormat, ServeArgs};
+pub use self::survey::SurveyArgs;
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;
 
@@ -35,7 +37,8 @@ Examples:
   vmstrata info web.qcow2
   vmstrata serve --disk path=web.qcow2,name=web --vhost-user web=/run/web.sock
 
-Exit codes: 0 success, 1 failure (the reason is on stderr), 64 wrong usage; check adds 2 and 3, see there.
+Exit codes: 0 success, 1 failure (the reason is on stderr), 64 wrong usage; check and survey add 2 and 3,
+see there.
 RUST_LOG sets what is logged, for example RUST_LOG=debug.";
 
 /// The commands.
@@ -55,6 +58,8 @@ pub enum Command {
     Backup(Box<BackupArgs>),
     /// Make a disk from its backups
     Restore(RestoreArgs),
+    /// Look at all images of a host: sizes, chains, sharing, snapshots, risks
+    Survey(SurveyArgs),
     /// Serve disks over vhost-user-blk and NBD until told to stop
     Serve(Box<ServeArgs>),
     /// Print the completion script of a shell

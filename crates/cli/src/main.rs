@@ -1,7 +1,7 @@
 //! `vmstrata`: makes, shows, checks and serves qcow2 chains.
 //!
 //! ```text
-//!   args ──► commands/{create,info,map,check,serve,completions} ──► disk, export
+//!   args ──► commands/{create,info,map,check,survey,serve,completions} ──► disk, export
 //!                 └──► output (stdout: results; stderr: logs, progress, errors)
 //! ```
 //!
@@ -61,6 +61,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),
         Command::Restore(args) => commands::restore::run(&args),
+        Command::Survey(args) => commands::survey::run(&args),
         Command::Serve(args) => commands::serve::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
     }

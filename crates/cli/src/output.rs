@@ -61,6 +61,11 @@ impl Progress {
 
     /// Shows that `what` is at `done` of `total`, unless something was shown a moment ago.
     pub fn update(&self, what: &str, done: u64, total: u64) {
+        self.show(|| format!("{what}: {:.1} %", percent(done, total)));
+    }
+
+    /// Shows `line`, unless something was shown a moment ago: for jobs whose end is not known.
+    pub fn show(&self, line: impl FnOnce() -> String) {
         // A thread that finds another one showing has nothing to add.
         let (true, Ok(mut shown)) = (self.enabled, self.shown.try_lock()) else { return };
         if shown.is_some_and(|last| last.elapsed() < Self::INTERVAL) {
@@ -68,7 +73,7 @@ impl Progress {
         }
         *shown = Some(Instant::now());
         // A terminal that has gone away is no reason to stop the job.
-        let _ = write!(io::stderr(), "\r\x1b[K{what}: {:.1} %", percent(done, total));
+        let _ = write!(io::stderr(), "\r\x1b[K{}", line());
     }
 }
 

@@ -9,4 +9,5 @@ pub mod info;
 pub mod map;
 pub mod restore;
 pub mod serve;
+pub mod survey;
 pub mod states;
