@@ -1,0 +1,284 @@
+//! `vmstrata backup` and `restore`, from whole processes: files, pipes, interruptions, full disks.
+
+mod support;
+
+use std::io::Read as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use support::{
+    Holder, Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool, tool_ok, vmstrata,
+};
+
+/// A chain of three states, each with its own data.
+fn states(images: &Images) -> [String; 3] {
+    images.create("0.qcow2", &["32M"]);
+    images.write_layer("0.qcow2", &["write -P 1 0 4M", "write -P 2 16M 1M"]);
+    images.create("1.qcow2", &["-b", "0.qcow2", "-F", "qcow2"]);
+    images.write_layer("1.qcow2", &["write -P 3 1M 128k", "write -z 16M 64k"]);
+    images.create("2.qcow2", &["-b", "1.qcow2", "-F", "qcow2", "40M"]);
+    images.write_layer("2.qcow2", &["write -P 4 39M 1M", "write -P 5 1M 64k"]);
+    ["0.qcow2", "1.qcow2", "2.qcow2"].map(|name| images.name(name))
+}
+
+fn assert_same(one: &str, other: &str) {
+    tool_ok("qemu-img", ["compare", "-q", one, other]);
+}
+
+/// Names in the directory that begin with `prefix` or are temporary.
+fn files(images: &Images, prefix: &str) -> Vec<String> {
+    let names = std::fs::read_dir(images.path("")).unwrap().map(|entry| entry.unwrap().file_name());
+    let names = names.map(|name| name.into_string().unwrap());
+    names.filter(|name| name.starts_with(prefix) || name.ends_with(".new")).collect()
+}
+
+#[test]
+fn a_chain_of_backups_is_read_by_stock_tools_and_restored() {
+    let images = Images::new();
+    let states = states(&images);
+    let backups = ["full.qcow2", "inc1.qcow2", "inc2.qcow2"].map(|name| images.name(name));
+    run_ok(["backup", &states[0], "-o", &backups[0], "--compress", "zlib"]);
+    let made = run_json([
+        "backup",
+        &states[1],
+        "--since",
+        &states[0],
+        "--previous",
+        &backups[0],
+        "-o",
+        &backups[1],
+        "--json",
+    ]);
+    assert_eq!((&made["incremental"], &made["stored-bytes"]), (&true.into(), &(128 << 10).into()));
+    let manifest = format!("{}.manifest.json", backups[1]);
+    let command = ["backup", &states[2], "--since", &states[1], "--previous", &manifest];
+    run_ok([&command[..], &["--compress", "zstd", "-o", &backups[2]]].concat());
+    for (state, backup) in states.iter().zip(&backups) {
+        assert_same(state, backup);
+        assert_clean(Path::new(backup));
+        assert!(run_ok(["backup", "--verify", backup]).contains("sound"));
+    }
+    let sum = tool_ok("sha256sum", [&backups[1]]);
+    assert_eq!(sum.split_whitespace().next(), made["sha256"].as_str(), "anyone can check it");
+    for count in 1..=3 {
+        let restored = images.name("restored.qcow2");
+        let files: Vec<&str> = backups[..count].iter().map(String::as_str).collect();
+        run_ok([&["restore"], &files[..], &["-o", &restored, "--force"]].concat());
+        assert_same(&states[count - 1], &restored);
+        assert_clean(Path::new(&restored));
+    }
+}
+
+#[test]
+fn a_pipe_carries_the_bytes_of_the_file() {
+    let images = Images::new();
+    let states = states(&images);
+    let (file, manifest) = (images.name("full.qcow2"), images.name("piped.manifest.json"));
+    run_ok(["backup", &states[0], "-o", &file]);
+    let piped = run(["backup", &states[0], "-o", "-", "--manifest", &manifest, "--json"]);
+    assert!(piped.status.success(), "{}", stderr(&piped));
+    assert!(piped.stdout == std::fs::read(&file).unwrap());
+    let result: Value = serde_json::from_str(&stderr(&piped)).expect("JSON on stderr");
+    assert_eq!(result["bytes"], piped.stdout.len());
+    std::fs::write(images.path("piped"), &piped.stdout).unwrap();
+    run_ok(["backup", "--verify", &images.name("piped")]);
+}
+
+#[test]
+fn a_backup_elsewhere_names_the_previous_one_by_its_path() {
+    let images = Images::new();
+    let states = states(&images);
+    std::fs::create_dir(images.path("sub")).unwrap();
+    let (full, inc) = (images.name("full.qcow2"), images.name("sub/inc.qcow2"));
+    run_ok(["backup", &states[0], "-o", &full]);
+    run_ok(["backup", &states[1], "--since", &states[0], "--previous", &full, "-o", &inc]);
+    assert_same(&states[1], &inc);
+    let named = images.name("named.qcow2");
+    let command = ["backup", &states[1], "--since", &states[0], "--backing-name", "full.qcow2"];
+    run_ok([&command[..], &["-o", &named]].concat());
+    assert_same(&states[1], &named);
+}
+
+#[test]
+fn damage_is_reported_by_name() {
+    let images = Images::new();
+    let states = states(&images);
+    let full = images.name("full.qcow2");
+    run_ok(["backup", &states[0], "-o", &full]);
+    let mut bytes = std::fs::read(&full).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&full, bytes).unwrap();
+    for command in [&["backup", "--verify", &full][..], &["restore", &full, "-o", &images.name("restored")]] {
+        let message = run_err(1, command);
+        assert!(message.contains("full.qcow2") && message.contains("damaged"), "{message}");
+    }
+    assert_eq!(files(&images, "restored"), Vec::<String>::new());
+}
+
+#[test]
+fn what_exists_is_kept_unless_forced() {
+    let images = Images::new();
+    let states = states(&images);
+    let full = images.name("full.qcow2");
+    run_ok(["backup", &states[0], "-o", &full]);
+    for command in [&["backup", &states[1], "-o", &full][..], &["restore", &full, "-o", &states[0]]] {
+        assert!(run_err(1, command).contains("--force"));
+    }
+    run_ok(["backup", &states[1], "-o", &full, "--force"]);
+    assert_same(&states[1], &full);
+    let message = run_err(
+        1,
+        ["backup", &states[2], "--since", &states[1], "--previous", &full, "-o", &full, "--force"],
+    );
+    assert!(message.contains("cannot replace the one it builds upon"), "{message}");
+}
+
+#[test]
+fn a_disk_in_use_is_refused_with_advice_and_its_frozen_layer_is_not() {
+    let images = Images::new();
+    let states = states(&images);
+    let holder = Holder::open(Path::new(&states[2]), false);
+    let message = run_err(1, ["backup", &states[2], "-o", &images.name("full.qcow2")]);
+    assert!(message.contains("in use") && message.contains("take a snapshot"), "{message}");
+    assert_eq!(files(&images, "full"), Vec::<String>::new());
+    run_ok(["backup", &states[1], "-o", &images.name("full.qcow2")]);
+    holder.close();
+}
+
+#[test]
+fn wrong_usage_is_told_before_anything_is_read() {
+    for args in [
+        &["backup", "a"][..],
+        &["backup", "-o", "b"],
+        &["backup", "a", "-o", "b", "--verify", "c"],
+        &["backup", "a", "-o", "b", "--previous", "c"],
+        &["backup", "a", "-o", "b", "--backing-name", "c"],
+        &["restore", "-o", "b"],
+        &["restore", "a"],
+    ] {
+        assert_eq!(run(args).status.code(), Some(64), "{args:?}");
+    }
+    let images = Images::new();
+    let [state, ..] = states(&images);
+    assert!(run_err(1, ["backup", &state, "-o", "-"]).contains("--manifest"));
+    let manifest = images.name("m");
+    let packed = ["backup", &state, "-o", "-", "--manifest", &manifest, "--compress", "zstd"];
+    assert!(run_err(1, packed).contains("to a pipe"));
+}
+
+/// A reader that goes away is not a backup that was made.
+#[test]
+fn a_broken_pipe_is_a_failure() {
+    let images = Images::new();
+    let [state, ..] = states(&images);
+    let manifest = images.path("m");
+    let mut command = vmstrata();
+    command.args(["backup", &state, "-o", "-", "--manifest"]).arg(&manifest);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    child.stdout.take().unwrap().read_exact(&mut [0; 100]).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("write the backup"), "{}", stderr(&output));
+    assert!(!manifest.exists());
+}
+
+/// Starts a slow backup and waits until it has begun to write.
+fn slow(images: &Images, state: &str) -> std::process::Child {
+    let full = images.name("full.qcow2");
+    let mut command = vmstrata();
+    command.args(["backup", state, "-o", &full, "--limit", "1M", "--threads", "1"]);
+    let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let begun = Instant::now();
+    while files(images, ".full").is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "the backup begins");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    child
+}
+
+#[test]
+fn a_killed_backup_leaves_nothing_under_its_name() {
+    let images = Images::new();
+    let [_, _, state] = states(&images);
+    let mut child = slow(&images, &state);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(files(&images, "full"), files(&images, ".full"), "a temporary file at most");
+    run_ok(["backup", &state, "-o", &images.name("full.qcow2")]);
+    assert_same(&state, &images.name("full.qcow2"));
+}
+
+#[test]
+fn an_interrupted_backup_removes_what_it_wrote() {
+    let images = Images::new();
+    let [_, _, state] = states(&images);
+    let mut child = slow(&images, &state);
+    tool_ok("kill", ["-INT", &child.id().to_string()]);
+    assert_eq!(child.wait().unwrap().code(), Some(1));
+    assert_eq!(files(&images, "full"), Vec::<String>::new());
+}
+
+/// In a mount namespace of its own, with a file system of 2 MiB.
+#[test]
+fn a_full_disk_is_told_and_left_as_it_was() {
+    let images = Images::new();
+    std::fs::create_dir(images.path("small")).unwrap();
+    let script =
+        "mount -t tmpfs -o size=2m tmpfs \"$1\" || exit 99; shift; \"$@\"; code=$?; ls -A \"$0\"; exit $code";
+    let small = images.name("small");
+    for packing in ["none", "zstd"] {
+        let target = format!("{small}/full.qcow2");
+        // Zeros are no data, and one byte over and over is none to speak of: noise fills a disk.
+        let noise = noise(&images, 4 << 20);
+        let mut command = Command::new("unshare");
+        command.args(["-rm", "sh", "-c", script, &small, &small, env!("CARGO_BIN_EXE_vmstrata")]);
+        let output = command.args(["backup", &noise, "-o", &target, "--compress", packing]).output().unwrap();
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("No space left on device") && said.contains("full.qcow2"), "{said}");
+        assert!(output.stdout.is_empty(), "left: {}", String::from_utf8_lossy(&output.stdout));
+    }
+}
+
+/// A qcow2 image of incompressible bytes.
+fn noise(images: &Images, len: usize) -> String {
+    let raw = images.path("noise.raw");
+    let mut state = 1_u64;
+    let bytes: Vec<u8> = std::iter::repeat_with(|| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 56) as u8
+    })
+    .take(len)
+    .collect();
+    std::fs::write(&raw, bytes).unwrap();
+    let image = images.name("noise.qcow2");
+    tool_ok("qemu-img", ["convert", "-f", "raw", "-O", "qcow2", raw.to_str().unwrap(), &image]);
+    image
+}
+
+#[test]
+fn a_device_that_is_full_is_told_when_it_is_the_pipe() {
+    let images = Images::new();
+    let [state, ..] = states(&images);
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let manifest = images.path("m");
+    let mut command = vmstrata();
+    command.args(["backup", &state, "-o", "-", "--manifest"]).arg(&manifest);
+    let output = command.stdout(Stdio::from(full)).stderr(Stdio::piped()).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("No space left on device"), "{}", stderr(&output));
+    assert!(!manifest.exists());
+}
+
+#[test]
+fn a_limit_is_kept() {
+    let images = Images::new();
+    let [_, state, _] = states(&images);
+    let begun = Instant::now();
+    run_ok(["backup", &state, "-o", &images.name("full.qcow2"), "--limit", "4M"]);
+    assert!(begun.elapsed() > Duration::from_millis(900), "5 MiB at 4 MiB a second: {:?}", begun.elapsed());
+    assert!(tool("qemu-img", ["check", "-q", &images.name("full.qcow2")]).status.success());
+}
