@@ -22,12 +22,14 @@ mod disk;
 mod door;
 mod event;
 mod problem;
+mod segment;
 mod status;
 
 pub use disk::{CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, Format, LayerStatus};
 pub use door::{DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
 pub use event::Event;
 pub use problem::{PROBLEM_TYPE, Problem};
+pub use segment::encode_segment;
 pub use status::{ResourceStatus, ServerStatus};
 
 /// Where a server listens unless told otherwise, below its runtime directory.

@@ -5,6 +5,7 @@
 //! clap's 2.
 
 mod backup;
+mod control;
 mod serve;
 mod survey;
 
@@ -14,6 +15,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmstrata_disk::Format;
 
 pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
+pub use self::control::{ControlArgs, DiskArgs, DiskCommand, DoorArgs, DoorCommand, NewDoor, StatusArgs};
 pub use self::serve::{LogFormat, ServeArgs};
 pub use self::survey::SurveyArgs;
 use crate::disk_spec::format_parser;
@@ -62,6 +64,12 @@ pub enum Command {
     Survey(SurveyArgs),
     /// Serve disks over vhost-user-blk and NBD until told to stop
     Serve(Box<ServeArgs>),
+    /// Show what a running server serves
+    Status(StatusArgs),
+    /// Add a disk to a running server, or remove one
+    Disk(DiskArgs),
+    /// Add a door to a running server, or remove one
+    Door(DoorArgs),
     /// Print the completion script of a shell
     Completions(CompletionsArgs),
 }

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use serde::Serialize;
-use vmstrata_api::VhostUserSpec;
+use vmstrata_api::{VhostUserSpec, encode_segment};
 use vmstrata_export::nbd::Address;
 
 use crate::key_values::escape;
@@ -61,7 +61,7 @@ impl NbdAttachment {
     /// The lines for export `disk` at `address`.
     pub fn new(disk: &str, address: &Address, tls: bool) -> Self {
         let scheme = if tls { "nbds" } else { "nbd" };
-        let export = percent_encode(disk);
+        let export = encode_segment(disk);
         let uri = match address {
             Address::Unix(path) => {
                 format!("{scheme}+unix:///{export}?socket={}", percent_encode_path(&absolute(path)))
@@ -154,7 +154,7 @@ fn nbd_qemu(disk: &str, address: &Address, tls: bool) -> Vec<String> {
 }
 
 /// An absolute form of `path`, without asking the file system: sockets do not exist yet.
-fn absolute(path: &Path) -> String {
+pub fn absolute(path: &Path) -> String {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).to_string_lossy().into_owned()
 }
 
@@ -195,26 +195,9 @@ fn xml_escape(text: &str) -> String {
         .replace('"', "&quot;")
 }
 
-/// RFC 3986: everything but the unreserved characters.
-fn percent_encode(text: &str) -> String {
-    percent_encode_except(text, b"")
-}
-
-/// As [`percent_encode`], but slashes stay, as every NBD tool writes socket paths.
+/// A path inside a URI, with its slashes, as every NBD tool writes socket paths.
 fn percent_encode_path(text: &str) -> String {
-    percent_encode_except(text, b"/")
-}
-
-fn percent_encode_except(text: &str, kept: &[u8]) -> String {
-    let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) || kept.contains(&byte) {
-            encoded.push(char::from(byte));
-        } else {
-            encoded.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    encoded
+    text.split('/').map(encode_segment).collect::<Vec<_>>().join("/")
 }
 
 fn indent(text: &str) -> String {

@@ -1,7 +1,8 @@
 //! `vmstrata`: makes, shows, checks and serves qcow2 chains.
 //!
 //! ```text
-//!   args ──► commands/{create,info,map,check,survey,serve,completions} ──► disk, export
+//!   args ──► commands/{create,info,map,check,survey,serve,completions} ──► disk, survey, server
+//!        └─► commands/{status,disk,door} ──► client ──► a running server's control socket
 //!                 └──► output (stdout: results; stderr: logs, progress, errors)
 //! ```
 //!
@@ -15,6 +16,7 @@
 
 mod args;
 mod attach;
+mod client;
 mod commands;
 mod disk_spec;
 mod key_values;
@@ -63,6 +65,9 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Restore(args) => commands::restore::run(&args),
         Command::Survey(args) => commands::survey::run(&args),
         Command::Serve(args) => commands::serve::run(&args),
+        Command::Status(args) => commands::status::run(&args),
+        Command::Disk(args) => commands::disk::run(&args),
+        Command::Door(args) => commands::door::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
     }
 }

@@ -1,5 +1,6 @@
 //! What reaches the user: results on stdout, as text or JSON; progress on stderr, when someone watches.
 
+use std::fmt;
 use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -41,6 +42,37 @@ pub fn print(text: &str) -> io::Result<()> {
 /// `1 layer`, `2 layers`.
 pub fn counted(count: u64, noun: &str) -> String {
     if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
+}
+
+/// Rows of text under a headline, each column as wide as its widest cell.
+#[derive(Debug)]
+pub struct Table<const COLUMNS: usize> {
+    rows: Vec<[String; COLUMNS]>,
+}
+
+impl<const COLUMNS: usize> Table<COLUMNS> {
+    /// A table that is only a headline.
+    pub fn new(headline: [&str; COLUMNS]) -> Self {
+        Self { rows: vec![headline.map(str::to_owned)] }
+    }
+
+    /// Adds a row.
+    pub fn row(&mut self, cells: [String; COLUMNS]) {
+        self.rows.push(cells);
+    }
+}
+
+impl<const COLUMNS: usize> fmt::Display for Table<COLUMNS> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width =
+            |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        let widths: [usize; COLUMNS] = std::array::from_fn(width);
+        for row in &self.rows {
+            let padded = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
+            writeln!(f, "{}", padded.collect::<Vec<_>>().join("  ").trim_end())?;
+        }
+        Ok(())
+    }
 }
 
 /// A line on a terminal that shows how far a long job is; silent elsewhere. May be updated from several threads.
@@ -105,6 +137,14 @@ mod tests {
     fn one_of_a_thing_is_singular() {
         assert_eq!(counted(1, "layer"), "1 layer");
         assert_eq!(counted(0, "layer"), "0 layers");
+    }
+
+    #[test]
+    fn columns_are_as_wide_as_their_widest_cell() {
+        let mut table = Table::new(["DISK", "SIZE"]);
+        table.row(["ü".to_owned(), "1 GiB".to_owned()]);
+        table.row(["a long name".to_owned(), String::new()]);
+        assert_eq!(table.to_string(), "DISK         SIZE\nü            1 GiB\na long name\n");
     }
 
     #[test]

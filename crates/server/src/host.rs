@@ -118,9 +118,9 @@ impl Host {
     /// A host without disks and doors.
     ///
     /// # Errors
-    /// A runtime directory or a certificate that cannot be used.
-    pub fn new(options: &Options) -> Result<Arc<Self>, Error> {
-        let (resources, limits) = options.resources(options.runtime_dir()?);
+    /// A certificate that cannot be used.
+    pub(crate) fn new(options: &Options, runtime_dir: PathBuf) -> Result<Arc<Self>, Error> {
+        let (resources, limits) = options.resources(runtime_dir);
         Ok(Arc::new(Self {
             resources,
             limits,

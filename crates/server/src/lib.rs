@@ -10,6 +10,7 @@
 //! |---|---|
 //! | [`spec`], `options` | what is asked for, checked before any file is touched |
 //! | [`host`] | which disks and doors there are, and how they come and go |
+//! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
 //! | `run`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
 //!
 //! The control thread is never on the road of data: a request of a guest or an NBD client neither passes it nor
@@ -17,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod control;
 mod error;
 pub mod host;
 mod limits;
@@ -27,6 +29,7 @@ mod runtime_dir;
 mod shutdown;
 pub mod spec;
 
+pub use control::openapi;
 pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
 pub use host::Host;
 pub use options::{ControlPlace, Limits, Options, TlsFiles};

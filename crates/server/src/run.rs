@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use vmstrata_api::ServerStatus;
 
+use crate::control::{Control, Places};
 use crate::error::Error;
 use crate::host::Host;
 use crate::notify;
@@ -19,9 +20,18 @@ use crate::shutdown::Shutdown;
 pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<(), Error> {
     let mut shutdown =
         Shutdown::new().map_err(|source| Error::System { action: "take over the signals", source })?;
-    let host = Host::new(options)?;
-    let served = open_all(options, &host).and_then(|()| serve(options, &host, &mut shutdown, on_ready));
-    served.and(host.close())?;
+    let runtime_dir = options.runtime_dir()?;
+    let places = Places::take(&options.control, &runtime_dir, options.metrics)?;
+    let host = Host::new(options, runtime_dir)?;
+    let control = Control::start(&host, places);
+    let served = control.and_then(|control| {
+        let served = open_all(options, &host).and_then(|()| serve(options, &host, &mut shutdown, on_ready));
+        // Answered to the last, so that whoever asks is told that the server is ending and what is still open.
+        let closed = host.close();
+        drop(control);
+        served.and(closed)
+    });
+    served?;
     tracing::info!("ended clean");
     Ok(())
 }

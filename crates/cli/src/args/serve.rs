@@ -1,7 +1,9 @@
 //! The command line of `vmstrata serve`.
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
+use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use vmstrata_export::nbd::Address;
 use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
@@ -38,6 +40,16 @@ pub struct ServeArgs {
     /// Resources all disks share.
     #[command(flatten)]
     pub resources: ResourceArgs,
+    /// Listen here for `vmstrata status`, `disk`, `door` and others; fail if another server does
+    /// [default: control.sock in the runtime directory, unless another server has it]
+    #[arg(long, value_name = "PATH", conflicts_with = "no_control")]
+    pub control: Option<PathBuf>,
+    /// Listen for no commands
+    #[arg(long)]
+    pub no_control: bool,
+    /// Serve metrics for Prometheus at http://ADDRESS:PORT/metrics; a port alone is on the loopback address
+    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = parse_metrics)]
+    pub metrics: Option<SocketAddr>,
     /// Print the ready report as one JSON line
     #[arg(long)]
     pub json: bool,
@@ -80,6 +92,16 @@ disk to QEMU, libvirt, cloud-hypervisor and NBD clients. Under systemd use Type=
 SIGTERM and SIGINT end it: requests in flight finish, everything is flushed, images are closed clean.
 A second signal ends it at once, as a crash would: what was flushed is safe.
 Exit codes: 0 ended clean, 1 could not start, or a disk could not be closed clean, 64 wrong usage.";
+
+/// A port, or an address with a port: metrics are for this host alone unless an address says otherwise.
+fn parse_metrics(text: &str) -> Result<SocketAddr> {
+    match text.parse::<u16>() {
+        Ok(port) => Ok((Ipv4Addr::LOCALHOST, port).into()),
+        Err(_) => {
+            text.parse().context("a port, or an address and a port, as in 9100, 192.0.2.1:9100 or [::]:9100")
+        }
+    }
+}
 
 /// The look of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

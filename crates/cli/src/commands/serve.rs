@@ -2,10 +2,12 @@
 
 mod ready;
 
+pub use self::ready::attachments;
+
 use std::process::ExitCode;
 
 use anyhow::Result;
-use vmstrata_server::{Limits, Options, TlsFiles};
+use vmstrata_server::{ControlPlace, Limits, Options, TlsFiles};
 
 use crate::args::{EXIT_USAGE, ServeArgs};
 
@@ -47,6 +49,11 @@ fn options(args: &ServeArgs) -> Options {
         },
         runtime_dir: args.resources.runtime_dir.clone(),
         ready_fd: args.ready_fd,
-        ..Options::default()
+        control: match &args.control {
+            _ if args.no_control => ControlPlace::Off,
+            Some(path) => ControlPlace::At(path.clone()),
+            None => ControlPlace::IfFree,
+        },
+        metrics: args.metrics,
     }
 }

@@ -171,8 +171,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let plan = FaultPlan::new();
         let broken = Resources::with_opener(ResourceOptions::default(), Arc::new(Faulty(Arc::clone(&plan))));
-        let options = Options { runtime_dir: Some(dir.path().join("run")), ..Options::default() };
-        let host = Host::new(&options).unwrap();
+        let host = Host::new(&Options::default(), dir.path().to_owned()).unwrap();
         let bad = open(&dir.path().join("bad.qcow2"), &broken);
         let good = open(&dir.path().join("good.qcow2"), &host.resources);
         let Phase::Serving(sound) = good.phase.clone() else { unreachable!("just opened") };

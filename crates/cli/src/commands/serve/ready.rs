@@ -63,6 +63,12 @@ impl DiskReport {
     }
 }
 
+/// How to attach the disk through these doors, as a person reads it.
+pub fn attachments(disk: &str, doors: &[DoorStatus]) -> String {
+    let guests = doors.iter().filter_map(|door| vhost_user(door, disk)).map(|guest| guest.to_text());
+    guests.chain(doors.iter().filter_map(|door| nbd(door, disk)).map(|client| client.to_text())).collect()
+}
+
 /// How to attach the disk through this door, if it is a vhost-user socket that leads to it.
 fn vhost_user(door: &DoorStatus, disk: &str) -> Option<VhostUserAttachment> {
     match &door.door {

@@ -1,0 +1,134 @@
+//! The command lines of the commands that speak to a running server.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use vmstrata_api as api;
+use vmstrata_export::nbd::Address;
+use vmstrata_server::spec::VhostUserSpec;
+
+use crate::disk_spec::{parse_api_disk, parse_vhost_user};
+
+/// Which server is meant.
+#[derive(Clone, Debug, Args)]
+pub struct ControlArgs {
+    /// The server's control socket [default: control.sock in /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "PATH", env = "VMSTRATA_CONTROL")]
+    pub control: Option<PathBuf>,
+}
+
+/// `vmstrata status`
+#[derive(Debug, Args)]
+#[command(after_help = STATUS_HELP)]
+pub struct StatusArgs {
+    /// Which server.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Print JSON, as `GET /v1/status` answers
+    #[arg(long)]
+    pub json: bool,
+}
+
+const STATUS_HELP: &str = "\
+Examples:
+  vmstrata status
+  vmstrata status --json | jq -r '.disks[] | select(.layers > 500) | .name'
+  vmstrata status --control /run/vms/control.sock
+
+Exit codes: 0 shown, 1 no server answers, 64 wrong usage.";
+
+/// `vmstrata disk`
+#[derive(Debug, Args)]
+#[command(after_help = DISK_HELP)]
+pub struct DiskArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: DiskCommand,
+}
+
+/// What can be done to the disks of a running server.
+#[derive(Debug, Subcommand)]
+pub enum DiskCommand {
+    /// Open a disk; every NBD door serves it from then on
+    Add {
+        /// path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw], as for `serve --disk`
+        #[arg(value_name = "SPEC", value_parser = parse_api_disk)]
+        spec: api::DiskSpec,
+        /// Which server.
+        #[command(flatten)]
+        server: ControlArgs,
+        /// Print what was added as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Close a disk: its doors are drained, its image is left clean, its files are unlocked
+    Remove {
+        /// The disk's name
+        name: String,
+        /// Which server.
+        #[command(flatten)]
+        server: ControlArgs,
+    },
+}
+
+const DISK_HELP: &str = "\
+Examples:
+  vmstrata disk add path=web.qcow2,name=web
+  vmstrata disk add path=backup.qcow2,read-only --json
+  vmstrata disk remove web
+
+Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
+
+/// `vmstrata door`
+#[derive(Debug, Args)]
+#[command(after_help = DOOR_HELP)]
+pub struct DoorArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: DoorCommand,
+}
+
+/// What can be done to the doors of a running server.
+#[derive(Debug, Subcommand)]
+pub enum DoorCommand {
+    /// Open a door to a disk, or to all
+    Add {
+        /// What to open.
+        #[command(flatten)]
+        door: NewDoor,
+        /// Which server.
+        #[command(flatten)]
+        server: ControlArgs,
+        /// Print what was added as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Close a door: requests in flight are finished, its clients are let go, its disks stay
+    Remove {
+        /// The door's number, socket or address, as `vmstrata status` shows it
+        door: String,
+        /// Which server.
+        #[command(flatten)]
+        server: ControlArgs,
+    },
+}
+
+/// One door.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct NewDoor {
+    /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share]
+    #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
+    pub vhost_user: Option<VhostUserSpec>,
+    /// An address for NBD clients of all disks: unix:/path or tcp:host:port
+    #[arg(long, value_name = "ADDRESS")]
+    pub nbd: Option<Address>,
+}
+
+const DOOR_HELP: &str = "\
+Examples:
+  vmstrata door add --vhost-user web=/run/web.sock,queues=4
+  vmstrata door add --nbd unix:/run/nbd.sock
+  vmstrata door remove /run/web.sock
+
+Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";

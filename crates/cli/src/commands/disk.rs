@@ -1,0 +1,50 @@
+//! `vmstrata disk`: disks of a running server come and go.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use vmstrata_api::{DiskDetail, DiskSpec, encode_segment};
+
+use crate::args::{DiskArgs, DiskCommand};
+use crate::attach::absolute;
+use crate::client::Client;
+use crate::commands::serve::attachments;
+use crate::output::{counted, print, print_json};
+use crate::units::short_size;
+
+/// Adds or removes a disk.
+///
+/// # Errors
+/// When no server answers, or it refuses.
+pub fn run(args: &DiskArgs) -> Result<ExitCode> {
+    match &args.command {
+        DiskCommand::Add { spec, server, json } => {
+            let added = add(&Client::new(server)?, spec)?;
+            if *json { print_json(&added)? } else { print(&to_text(&added))? }
+        }
+        DiskCommand::Remove { name, server } => {
+            Client::new(server)?.delete(&format!("/v1/disks/{}", encode_segment(name)))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The server may have been started elsewhere: what is relative here must not be relative there.
+fn add(client: &Client, spec: &DiskSpec) -> Result<DiskDetail> {
+    let spec = DiskSpec { path: absolute(Path::new(&spec.path)), ..spec.clone() };
+    client.post("/v1/disks", &spec)
+}
+
+fn to_text(added: &DiskDetail) -> String {
+    let disk = &added.disk;
+    let layers = counted(disk.layers.unwrap_or_default(), "layer");
+    let size = short_size(disk.size_bytes.unwrap_or_default());
+    let attach = attachments(&disk.name, &added.doors);
+    let hint = if added.doors.is_empty() {
+        format!("  no door leads to it: vmstrata door add --vhost-user {}=/path.sock\n", disk.name)
+    } else {
+        String::new()
+    };
+    format!("{}: {size}, {layers}, {}\n{attach}{hint}", disk.name, disk.path)
+}

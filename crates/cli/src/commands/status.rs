@@ -1,0 +1,109 @@
+//! `vmstrata status`: what a running server serves.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use vmstrata_api::{DiskState, DiskStatus, DoorSpec, DoorStatus, ServerStatus};
+
+use crate::args::StatusArgs;
+use crate::client::Client;
+use crate::output::{Table, counted, print, print_json};
+use crate::units::short_size;
+
+/// Shows the server's disks and doors.
+///
+/// # Errors
+/// When no server answers.
+pub fn run(args: &StatusArgs) -> Result<ExitCode> {
+    let status: ServerStatus = Client::new(&args.server)?.get("/v1/status")?;
+    if args.json {
+        print_json(&status)?;
+    } else {
+        print(&to_text(&status))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn to_text(status: &ServerStatus) -> String {
+    let mut disks = Table::new(["DISK", "STATE", "MODE", "SIZE", "LAYERS", "FILE"]);
+    status.disks.iter().for_each(|disk| disks.row(disk_row(disk)));
+    let mut doors = Table::new(["DOOR", "KIND", "DISK", "AT", "USE"]);
+    status.doors.iter().for_each(|door| doors.row(door_row(door)));
+    format!("{}\n\n{disks}\n{doors}", headline(status))
+}
+
+/// The line that says which server this is and how full it is.
+pub fn headline(status: &ServerStatus) -> String {
+    let used = &status.resources;
+    format!(
+        "vmstrata {}, process {}, up {}; metadata {} of {}, layer files {} of {}",
+        status.version,
+        status.pid,
+        duration(status.uptime_seconds),
+        short_size(used.metadata_cache_bytes),
+        short_size(used.metadata_cache_max_bytes),
+        used.open_files,
+        used.open_files_max,
+    )
+}
+
+fn disk_row(disk: &DiskStatus) -> [String; 6] {
+    let state = match disk.state {
+        DiskState::Opening => "opening",
+        DiskState::Serving => "serving",
+        DiskState::Closing => "closing",
+    };
+    let mode = if disk.read_only { "read-only" } else { "writable" };
+    let shown = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
+    [
+        disk.name.clone(),
+        state.to_owned(),
+        mode.to_owned(),
+        shown(disk.size_bytes.map(short_size)),
+        shown(disk.layers.map(|layers| layers.to_string())),
+        disk.path.clone(),
+    ]
+}
+
+fn door_row(door: &DoorStatus) -> [String; 5] {
+    let (kind, disk, at) = match &door.door {
+        DoorSpec::VhostUser(spec) => ("vhost-user", spec.disk.as_str(), &spec.socket),
+        DoorSpec::Nbd(spec) => ("nbd", "(all)", &spec.address),
+    };
+    let connections = door.connections.map(|connections| counted(connections, "connection"));
+    let requests = door.counters.map(|counters| counted(counters.requests, "request"));
+    let used = connections.or(requests).unwrap_or_default();
+    [door.id.to_string(), kind.to_owned(), disk.to_owned(), at.clone(), used]
+}
+
+/// `3 s`, `5 min 3 s`, `2 h 5 min`, `4 d 2 h`: the two largest units that say something.
+fn duration(seconds: u64) -> String {
+    let units = [
+        ("d", seconds / 86_400),
+        ("h", seconds / 3600 % 24),
+        ("min", seconds / 60 % 60),
+        ("s", seconds % 60),
+    ];
+    let from = units.iter().position(|(_, count)| *count > 0).unwrap_or(units.len() - 1);
+    let shown = units[from..].iter().take(2).filter(|(_, count)| *count > 0 || seconds == 0);
+    shown.map(|(unit, count)| format!("{count} {unit}")).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_their_two_largest_units() {
+        for (seconds, shown) in [
+            (0, "0 s"),
+            (3, "3 s"),
+            (303, "5 min 3 s"),
+            (7500, "2 h 5 min"),
+            (86_400, "1 d"),
+            (352_800, "4 d 2 h"),
+        ] {
+            assert_eq!(duration(seconds), shown);
+        }
+    }
+}

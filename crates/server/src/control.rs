@@ -1,0 +1,140 @@
+//! The control thread: HTTP on a unix socket, beside the data path and never on it.
+//!
+//! ```text
+//!   socket ──► listen: connections, bounded ──► router ──► routes ──► Host
+//!                                                 │          └─ what may wait runs on threads of its own
+//!                                                 └─ problem: every error as RFC 9457 has it
+//! ```
+//!
+//! **Adding a route**: write its types into `vmstrata-api`, its handler with `#[utoipa::path]` into a module of
+//! `routes`, and name it in `router`. The OpenAPI document follows by itself; `VMSTRATA_BLESS=1 cargo test -p
+//! vmstrata-server openapi` writes the committed copy anew.
+//!
+//! Who may connect is a matter of the socket's permissions (0600): whoever can control the server can read and write
+//! its disks. Still, what is sent is bounded: connections, time for a header, bytes and time for a body.
+
+mod body;
+mod listen;
+mod problem;
+mod router;
+mod routes;
+mod socket;
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+pub use self::router::openapi;
+use self::socket::ControlSocket;
+use crate::error::{Error, SocketFault};
+use crate::host::Host;
+use crate::options::ControlPlace;
+
+/// Threads for changes under way: opening and closing disks. More wait.
+const CHANGES_MAX: usize = 32;
+/// How long requests under way may take when the server ends.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// The running control thread. Dropping it ends it, and removes its socket.
+#[derive(Debug)]
+pub(crate) struct Control {
+    stop: watch::Sender<bool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Where the control thread listens.
+#[derive(Debug)]
+pub(crate) struct Places {
+    socket: Option<ControlSocket>,
+    metrics: Option<TcpListener>,
+}
+
+impl Places {
+    /// Takes the control socket and the port for metrics, before any disk is opened: a second server on the same
+    /// socket must fail before it touches anything.
+    ///
+    /// # Errors
+    /// A place that was asked for by name cannot be had.
+    pub(crate) fn take(
+        place: &ControlPlace,
+        runtime_dir: &Path,
+        metrics: Option<SocketAddr>,
+    ) -> Result<Self, Error> {
+        let bind = |address| {
+            let bound = TcpListener::bind(address);
+            let ready = bound.and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
+            ready.map_err(|source| Error::Metrics { address, source })
+        };
+        Ok(Self { socket: take_socket(place, runtime_dir)?, metrics: metrics.map(bind).transpose()? })
+    }
+}
+
+fn take_socket(place: &ControlPlace, runtime_dir: &Path) -> Result<Option<ControlSocket>, Error> {
+    if *place == ControlPlace::Off {
+        return Ok(None);
+    }
+    if let Some(activated) = ControlSocket::from_manager() {
+        return Ok(Some(activated));
+    }
+    match place {
+        ControlPlace::Off => Ok(None),
+        ControlPlace::At(path) => ControlSocket::bind(path).map(Some),
+        ControlPlace::IfFree => match ControlSocket::bind(&runtime_dir.join(vmstrata_api::CONTROL_SOCKET)) {
+            Ok(socket) => Ok(Some(socket)),
+            Err(Error::Control { path, fault: fault @ (SocketFault::InUse | SocketFault::TooLong) }) => {
+                tracing::warn!(path = %path.display(), "no control socket: {fault}; choose one with --control");
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        },
+    }
+}
+
+impl Control {
+    /// Answers for `host` from now on; `None` when there is nowhere to listen.
+    ///
+    /// # Errors
+    /// A host that is out of threads or descriptors.
+    pub(crate) fn start(host: &Arc<Host>, places: Places) -> Result<Option<Self>, Error> {
+        if places.socket.is_none() && places.metrics.is_none() {
+            return Ok(None);
+        }
+        let failed = |source| Error::System { action: "start the control thread", source };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(CHANGES_MAX)
+            .thread_name("control-change")
+            .build()
+            .map_err(failed)?;
+        let (stop, stopped) = watch::channel(false);
+        let host = Arc::clone(host);
+        let serve = move || {
+            let served = runtime.block_on(listen::serve(host, places, stopped));
+            if let Err(error) = served {
+                tracing::error!("the control socket is lost: {error}");
+            }
+            runtime.shutdown_timeout(LAST_WORDS);
+        };
+        let thread = std::thread::Builder::new().name("control".into()).spawn(serve).map_err(failed)?;
+        Ok(Some(Self { stop, thread: Some(thread) }))
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        let _ = self.stop.send(true);
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the control thread panicked");
+        }
+    }
+}
+
+/// The runtime's form of what was bound before it ran.
+fn adopt(socket: std::os::unix::net::UnixListener) -> io::Result<tokio::net::UnixListener> {
+    tokio::net::UnixListener::from_std(socket)
+}

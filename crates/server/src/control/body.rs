@@ -1,0 +1,43 @@
+//! What a request brings: JSON, bounded in bytes and time, checked strictly.
+
+use std::time::Duration;
+
+use axum::body::to_bytes;
+use axum::extract::{FromRequest, Request};
+use serde::de::DeserializeOwned;
+use serde_json::error::Category;
+
+use super::problem::Failure;
+
+/// Bytes of a body: every request's is far shorter.
+const BODY_BYTES_MAX: usize = 64 << 10;
+/// Time to send it.
+const BODY_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A request's body as a `T`.
+pub(super) struct Body<T>(pub(super) T);
+
+impl<S: Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+    type Rejection = Failure;
+
+    async fn from_request(request: Request, _state: &S) -> Result<Self, Failure> {
+        let received = to_bytes(request.into_body(), BODY_BYTES_MAX);
+        let bytes = match tokio::time::timeout(BODY_PATIENCE, received).await {
+            Ok(Ok(bytes)) => bytes,
+            Ok(Err(error)) if is_too_long(&error) => {
+                let limit = format!("a request has at most {BODY_BYTES_MAX} bytes");
+                return Err(Failure::new(413, "too-large", limit));
+            }
+            Ok(Err(error)) => return Err(Failure::new(400, "bad-request", error.to_string())),
+            Err(_) => return Err(Failure::new(408, "too-slow", "the request's body did not arrive in time")),
+        };
+        serde_json::from_slice(&bytes).map(Self).map_err(|error| match error.classify() {
+            Category::Data => Failure::new(422, "invalid", error.to_string()),
+            _ => Failure::new(400, "bad-json", error.to_string()),
+        })
+    }
+}
+
+fn is_too_long(error: &axum::Error) -> bool {
+    std::error::Error::source(error).is_some_and(|cause| cause.is::<http_body_util::LengthLimitError>())
+}

@@ -1,0 +1,133 @@
+//! Errors as their senders see them: one form, a kind for programs, and a sentence for people.
+
+use std::error::Error as _;
+
+use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
+use axum::response::{IntoResponse, Response};
+use vmstrata_api::{PROBLEM_TYPE, Problem};
+use vmstrata_disk::ErrorKind;
+use vmstrata_export::{nbd, vhost_user};
+use vmstrata_store::FileError;
+
+use crate::error::Error;
+use crate::spec::SpecError;
+
+/// A request that was not carried out.
+#[derive(Debug)]
+pub(super) struct Failure(Box<Problem>);
+
+impl Failure {
+    pub(super) fn new(status: u16, kind: &str, detail: impl Into<String>) -> Self {
+        Self(Box::new(Problem::new(status, kind, detail)))
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let mut response = (status, axum::Json(*self.0)).into_response();
+        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(PROBLEM_TYPE));
+        response
+    }
+}
+
+/// A path that nothing is at.
+pub(super) async fn no_such_path(uri: Uri) -> Failure {
+    Failure::new(
+        404,
+        "no-such-path",
+        format!("nothing is at {}; GET /v1/openapi.json says what is", uri.path()),
+    )
+}
+
+/// A path that knows other methods.
+pub(super) async fn no_such_method(method: Method, uri: Uri) -> Failure {
+    Failure::new(405, "no-such-method", format!("{} cannot be used with {method}", uri.path()))
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let (status, kind) = classify(&error);
+        let mut problem = Problem::new(status, kind, told(&error));
+        let engine = match &error {
+            Error::Disk(engine) | Error::NbdFlush(engine) => Some(engine),
+            Error::NotClean { failures } => failures.first().map(|failure| &failure.source),
+            _ => None,
+        };
+        if let Some(engine) = engine {
+            problem.file = engine.path().map(|path| path.display().to_string());
+            problem.layer = engine.layer().map(|layer| layer.get());
+            problem.offset = engine.offset().map(|offset| offset.get());
+        }
+        Self(Box::new(problem))
+    }
+}
+
+/// The error and its causes, leaving out a cause whose words the error above it has already.
+fn told(error: &Error) -> String {
+    let mut told = error.to_string();
+    let mut cause = error.source();
+    while let Some(next) = cause {
+        let words = next.to_string();
+        if !told.contains(&words) {
+            told = format!("{told}: {words}");
+        }
+        cause = next.source();
+    }
+    told
+}
+
+/// The HTTP status and the kind: 404 not there, 409 in the way of something that is, 422 not to be had as asked for.
+fn classify(error: &Error) -> (u16, &'static str) {
+    match error {
+        Error::Spec(SpecError::NameTaken { .. }) => (409, "name-taken"),
+        Error::Spec(SpecError::TwoGuests { .. }) => (409, "two-guests"),
+        Error::Spec(_) => (422, "invalid"),
+        Error::NoSuchDisk { .. } => (404, "no-such-disk"),
+        Error::NoSuchDoor { .. } => (404, "no-such-door"),
+        Error::Busy { .. } => (409, "busy"),
+        Error::Ending => (503, "ending"),
+        Error::NotClean { .. } => (500, "not-clean"),
+        Error::NbdFlush(_) => (500, "not-flushed"),
+        Error::Disk(engine) => classify_engine(engine.kind()),
+        Error::VhostUser { source, .. } => classify_vhost_user(source),
+        Error::Nbd(nbd::Error::Bind { .. }) => (409, "cannot-listen"),
+        Error::Nbd(nbd::Error::Start { .. }) => (500, "system"),
+        Error::Nbd(_) => (422, "invalid"),
+        _ => (500, "system"),
+    }
+}
+
+fn classify_vhost_user(error: &vhost_user::Error) -> (u16, &'static str) {
+    match error {
+        vhost_user::Error::InUse { .. } => (409, "socket-in-use"),
+        vhost_user::Error::NotASocket { .. } => (409, "not-a-socket"),
+        vhost_user::Error::Listen { .. } => (409, "cannot-listen"),
+        vhost_user::Error::Option { .. } => (422, "invalid"),
+        vhost_user::Error::Disk(engine) => classify_engine(engine.kind()),
+        _ => (500, "system"),
+    }
+}
+
+fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
+    match kind {
+        ErrorKind::File(FileError::Lock(_)) => (409, "file-in-use"),
+        ErrorKind::File(_) => (422, "file"),
+        ErrorKind::Gate(_) => (422, "file-not-allowed"),
+        ErrorKind::Io { .. } => (500, "io"),
+        ErrorKind::Format(_) | ErrorKind::BackingFormat { .. } | ErrorKind::BackingName { .. } => {
+            (422, "not-supported")
+        }
+        ErrorKind::Entry { .. }
+        | ErrorKind::Truncated { .. }
+        | ErrorKind::Decompress
+        | ErrorKind::Refcount { .. }
+        | ErrorKind::MarkedCorrupt
+        | ErrorKind::Changed => (422, "damaged"),
+        ErrorKind::Loop { .. } | ErrorKind::TooLong | ErrorKind::TooLarge { .. } => (422, "chain"),
+        ErrorKind::ReadOnly => (409, "read-only"),
+        ErrorKind::Latched { .. } => (500, "latched"),
+        ErrorKind::Closed => (409, "busy"),
+        _ => (422, "engine"),
+    }
+}

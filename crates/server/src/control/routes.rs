@@ -1,0 +1,26 @@
+//! The handlers, a module for each noun of the paths.
+
+pub(super) mod disks;
+pub(super) mod doors;
+pub(super) mod events;
+pub(super) mod metrics;
+pub(super) mod status;
+
+use std::sync::Arc;
+
+use super::problem::Failure;
+use crate::error::Error;
+use crate::host::Host;
+
+/// Does what may wait on a thread of its own. It goes on to its end when whoever asked goes away.
+async fn apart<T: Send + 'static>(
+    host: Arc<Host>,
+    work: impl FnOnce(&Host) -> Result<T, Error> + Send + 'static,
+) -> Result<T, Failure> {
+    match tokio::task::spawn_blocking(move || work(&host)).await {
+        Ok(result) => result.map_err(Failure::from),
+        Err(error) => {
+            Err(Failure::new(500, "internal", format!("the server failed in carrying this out: {error}")))
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! `/v1/disks`.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use vmstrata_api::{DiskDetail, DiskList, DiskSpec};
+
+use super::apart;
+use crate::control::body::Body;
+use crate::control::problem::Failure;
+use crate::error::Error;
+use crate::host::Host;
+use crate::spec;
+
+/// All disks
+#[utoipa::path(get, path = "/v1/disks", tag = "disks", responses((status = OK, description = "In the order in which they were added", body = DiskList)))]
+pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Result<Json<DiskList>, Failure> {
+    apart(host, |host| Ok(DiskList { disks: host.disks() })).await.map(Json)
+}
+
+/// One disk, with its chain and its doors
+#[utoipa::path(
+    get, path = "/v1/disks/{name}", tag = "disks",
+    params(("name" = String, Path, description = "The disk")),
+    responses((status = OK, description = "The disk", body = DiskDetail))
+)]
+pub(in crate::control) async fn show(
+    State(host): State<Arc<Host>>,
+    Path(name): Path<String>,
+) -> Result<Json<DiskDetail>, Failure> {
+    apart(host, move |host| host.disk(&name)).await.map(Json)
+}
+
+/// Open a disk; every NBD door serves it from then on
+#[utoipa::path(
+    post, path = "/v1/disks", tag = "disks",
+    request_body = DiskSpec,
+    responses((status = CREATED, description = "It is served", body = DiskDetail))
+)]
+pub(in crate::control) async fn add(
+    State(host): State<Arc<Host>>,
+    Body(asked): Body<DiskSpec>,
+) -> Result<impl IntoResponse, Failure> {
+    let asked = spec::DiskSpec::try_from(asked).map_err(Error::from)?;
+    let add = move |host: &Host| {
+        let name = asked.name.clone();
+        host.add_disk(asked)?;
+        host.disk(&name)
+    };
+    let added = apart(host, add).await?;
+    let location = format!("/v1/disks/{}", vmstrata_api::encode_segment(&added.disk.name));
+    Ok((StatusCode::CREATED, [(header::LOCATION, location)], Json(added)))
+}
+
+/// Close a disk: its doors are drained, its image is left clean, its files are unlocked
+#[utoipa::path(
+    delete, path = "/v1/disks/{name}", tag = "disks",
+    params(("name" = String, Path, description = "The disk")),
+    responses((status = NO_CONTENT, description = "It is gone"))
+)]
+pub(in crate::control) async fn remove(
+    State(host): State<Arc<Host>>,
+    Path(name): Path<String>,
+) -> Result<StatusCode, Failure> {
+    apart(host, move |host| host.remove_disk(&name)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,63 @@
+//! `/v1/doors`.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use vmstrata_api::{DoorList, DoorSpec, DoorStatus};
+
+use super::apart;
+use crate::control::body::Body;
+use crate::control::problem::Failure;
+use crate::error::Error;
+use crate::host::Host;
+use crate::spec::VhostUserSpec;
+
+/// All doors
+#[utoipa::path(get, path = "/v1/doors", tag = "doors", responses((status = OK, description = "In the order in which they were added", body = DoorList)))]
+pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Json<DoorList> {
+    Json(DoorList { doors: host.doors() })
+}
+
+/// Open a door
+#[utoipa::path(
+    post, path = "/v1/doors", tag = "doors",
+    request_body = DoorSpec,
+    responses((status = CREATED, description = "It is open", body = DoorStatus))
+)]
+pub(in crate::control) async fn add(
+    State(host): State<Arc<Host>>,
+    Body(asked): Body<DoorSpec>,
+) -> Result<impl IntoResponse, Failure> {
+    let added = apart(host, move |host| add_door(host, asked)).await?;
+    let location = format!("/v1/doors/{}", added.id);
+    Ok((StatusCode::CREATED, [(header::LOCATION, location)], Json(added)))
+}
+
+fn add_door(host: &Host, asked: DoorSpec) -> Result<DoorStatus, Error> {
+    let id = match asked {
+        DoorSpec::VhostUser(asked) => host.add_vhost_user(VhostUserSpec::try_from(asked)?)?,
+        DoorSpec::Nbd(asked) => host.add_nbd(&asked.address.parse()?)?,
+    };
+    let opened = host.doors().into_iter().find(|door| door.id == id);
+    // Someone may have closed it again already.
+    opened.ok_or(Error::NoSuchDoor { id })
+}
+
+/// Close a door: requests in flight are finished, its clients are let go, its disks stay
+#[utoipa::path(
+    delete, path = "/v1/doors/{id}", tag = "doors",
+    params(("id" = u64, Path, description = "The door's number")),
+    responses((status = NO_CONTENT, description = "It is gone"))
+)]
+pub(in crate::control) async fn remove(
+    State(host): State<Arc<Host>>,
+    Path(id): Path<String>,
+) -> Result<StatusCode, Failure> {
+    let number = id.parse();
+    let id = number.map_err(|_| Failure::new(404, "no-such-door", format!("'{id}' is no door's number")))?;
+    apart(host, move |host| host.remove_door(id)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,167 @@
+//! `/v1/metrics`: the server's numbers as Prometheus and OpenMetrics read them, taken when they are asked for.
+
+use std::fmt;
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::http::header;
+use axum::response::IntoResponse;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
+use vmstrata_api::{DiskState, DoorCounters, DoorSpec, DoorStatus, ServerStatus};
+
+use super::apart;
+use crate::control::problem::Failure;
+use crate::host::Host;
+
+/// What a scraper is told the text is.
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The server's numbers for Prometheus
+#[utoipa::path(get, path = "/v1/metrics", tag = "server", responses((status = OK, description = "OpenMetrics text", body = String, content_type = "application/openmetrics-text")))]
+pub(in crate::control) async fn metrics(State(host): State<Arc<Host>>) -> Result<impl IntoResponse, Failure> {
+    let text = apart(host, |host| Ok(encode(host.status()))).await?;
+    Ok(([(header::CONTENT_TYPE, OPEN_METRICS)], text))
+}
+
+fn encode(status: ServerStatus) -> String {
+    let mut registry = Registry::with_prefix("vmstrata");
+    registry.register_collector(Box::new(Numbers(status)));
+    let mut text = String::new();
+    text::encode(&mut text, &registry).expect("a string takes any text");
+    text
+}
+
+/// One scrape's numbers.
+#[derive(Debug)]
+struct Numbers(ServerStatus);
+
+impl Collector for Numbers {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
+        self.server(&mut encoder)?;
+        self.disks(&mut encoder)?;
+        self.doors(&mut encoder)
+    }
+}
+
+impl Numbers {
+    fn server(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
+        let server = &self.0;
+        let build = encoder.encode_descriptor("build", "The program's version", None, MetricType::Info);
+        build?.encode_info(&[("version", server.version.as_str())])?;
+        let used = &server.resources;
+        for (name, help, value) in [
+            ("uptime_seconds", "Seconds since the server began to serve", server.uptime_seconds),
+            ("metadata_cache_bytes", "Metadata pages in memory", used.metadata_cache_bytes),
+            ("metadata_cache_max_bytes", "The most there may be", used.metadata_cache_max_bytes),
+            ("layer_files_open", "Files of frozen layers open now", used.open_files),
+            ("layer_files_open_max", "The most there may be", used.open_files_max),
+        ] {
+            encoder.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&value)?;
+        }
+        Ok(())
+    }
+
+    fn disks(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
+        let of_disks = |value: fn(&vmstrata_api::DiskStatus) -> u64| {
+            self.0.disks.iter().map(move |disk| ([("disk", disk.name.as_str())], value(disk)))
+        };
+        let serving = of_disks(|disk| u64::from(disk.state == DiskState::Serving));
+        gauges(encoder, "disk_serving", "1 while the disk is served, 0 while it opens or closes", serving)?;
+        let sizes = of_disks(|disk| disk.size_bytes.unwrap_or_default());
+        gauges(encoder, "disk_size_bytes", "Virtual size", sizes)?;
+        let layers = of_disks(|disk| disk.layers.unwrap_or_default());
+        gauges(encoder, "disk_layers", "Layers of the chain", layers)
+    }
+
+    fn doors(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
+        let connections = self.0.doors.iter().filter_map(|door| match &door.door {
+            DoorSpec::Nbd(spec) => Some(([("address", spec.address.as_str())], door.connections?)),
+            DoorSpec::VhostUser(_) => None,
+        });
+        gauges(encoder, "nbd_connections", "Connections of NBD clients now", connections)?;
+        let counters: [(&str, &str, Count); 8] = [
+            ("vhost_user_requests", "Requests taken from rings", |counted| counted.requests),
+            ("vhost_user_errors", "Requests answered with an error", |counted| counted.errors),
+            ("vhost_user_read_bytes", "Bytes asked for by reads", |counted| counted.read_bytes),
+            ("vhost_user_written_bytes", "Bytes brought by writes", |counted| counted.written_bytes),
+            ("vhost_user_kicks", "Notifications from drivers", |counted| counted.kicks),
+            ("vhost_user_calls", "Notifications to drivers", |counted| counted.calls),
+            ("vhost_user_polls", "Times a thread found work by looking", |counted| counted.polls),
+            ("vhost_user_sleeps", "Times a thread went to sleep", |counted| counted.sleeps),
+        ];
+        for (name, help, value) in counters {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            for (labels, counted) in self.0.doors.iter().filter_map(vhost_user) {
+                family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&value(counted), None)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Which of a door's numbers.
+type Count = fn(&DoorCounters) -> u64;
+
+/// Counters have no exemplars, whose labels these would be.
+type NoLabels = [(&'static str, &'static str); 0];
+
+fn vhost_user(door: &DoorStatus) -> Option<([(&str, &str); 2], &DoorCounters)> {
+    match &door.door {
+        DoorSpec::VhostUser(spec) => {
+            Some(([("disk", spec.disk.as_str()), ("socket", spec.socket.as_str())], door.counters.as_ref()?))
+        }
+        DoorSpec::Nbd(_) => None,
+    }
+}
+
+fn gauges<L: EncodeLabelSet>(
+    encoder: &mut DescriptorEncoder,
+    name: &str,
+    help: &str,
+    values: impl Iterator<Item = (L, u64)>,
+) -> fmt::Result {
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    for (labels, value) in values {
+        family.encode_family(&labels)?.encode_gauge(&value)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use vmstrata_api::{DiskStatus, ResourceStatus};
+
+    use super::*;
+
+    #[test]
+    fn names_are_labels_and_hostile_ones_are_escaped() {
+        let disk = DiskStatus {
+            name: "we\"b\\".to_owned(),
+            path: "web.qcow2".to_owned(),
+            state: DiskState::Serving,
+            read_only: false,
+            size_bytes: Some(1 << 30),
+            layers: Some(300),
+        };
+        let text = encode(ServerStatus {
+            version: "1.2.3".to_owned(),
+            pid: 1,
+            uptime_seconds: 7,
+            resources: ResourceStatus::default(),
+            disks: vec![disk],
+            doors: Vec::new(),
+        });
+        for line in [
+            r#"vmstrata_build_info{version="1.2.3"} 1"#,
+            r#"vmstrata_uptime_seconds 7"#,
+            r#"vmstrata_disk_size_bytes{disk="we\"b\\"} 1073741824"#,
+            r#"vmstrata_disk_layers{disk="we\"b\\"} 300"#,
+            "# EOF",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+}

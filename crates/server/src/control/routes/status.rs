@@ -1,0 +1,23 @@
+//! `/v1/status` and `/v1/openapi.json`.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use vmstrata_api::ServerStatus;
+
+use super::apart;
+use crate::control::problem::Failure;
+use crate::host::Host;
+
+/// The server, its disks and its doors
+#[utoipa::path(get, path = "/v1/status", tag = "server", responses((status = OK, description = "All of it", body = ServerStatus)))]
+pub(in crate::control) async fn status(State(host): State<Arc<Host>>) -> Result<Json<ServerStatus>, Failure> {
+    apart(host, |host| Ok(host.status())).await.map(Json)
+}
+
+/// This document
+#[utoipa::path(get, path = "/v1/openapi.json", tag = "server", responses((status = OK, description = "OpenAPI 3.1", body = Object)))]
+pub(in crate::control) async fn document() -> Json<utoipa::openapi::OpenApi> {
+    Json(crate::control::openapi())
+}
