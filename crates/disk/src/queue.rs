@@ -10,7 +10,9 @@
 //! four segments excepted). Whatever the ring cannot finish (a file's end inside a cluster, an error) is carried out
 //! again, whole, by a worker, which finds out what is wrong and says it well.
 
+mod pins;
 mod plan;
+mod read;
 mod write;
 
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -25,18 +27,18 @@ use crate::epoch::{Member, Phase, next_shard};
 use crate::error::{IoContext as _, Result};
 use crate::request::{Completion, Op, Request};
 use crate::workers::{Job, Mailbox};
-use plan::Parts;
+use pins::Pins;
+use plan::Part;
 
 /// Descriptors a caller may watch in [`IoQueue::wait`].
 pub const WATCHED_MAX: usize = 62;
-/// Pieces of this many bytes are read by threads of the kernel.
-const APART_FROM: usize = 256 << 10;
 
 /// See the module documentation. Belongs to the thread that uses it first.
 #[derive(Debug)]
 pub struct IoQueue {
     disk: Arc<Disk>,
     ring: Ring,
+    pins: Pins,
     /// What this queue's requests may still see.
     member: Member,
     mailbox: Arc<Mailbox>,
@@ -73,6 +75,7 @@ impl IoQueue {
         Ok(Self {
             disk,
             ring: Ring::new(depth).while_trying("set up io_uring")?,
+            pins: Pins::default(),
             member: Member::new(next_shard()),
             mailbox: Arc::new(Mailbox::new()?),
             slots: Vec::new(),
@@ -105,15 +108,20 @@ impl IoQueue {
     pub fn push(&mut self, request: Request) {
         self.in_flight += 1;
         let phase = self.member.enter(&self.disk.epochs);
-        let planned = self.disk.check(&request).map(|()| self.disk.plan(&request));
+        if let Err(error) = self.disk.check(&request) {
+            return self.finish_now(request.token, phase, Err(error));
+        }
+        let planned = match request.op {
+            Op::Read => self.disk.plan_read(&request, &self.pins),
+            Op::Write { fua: false } => self.disk.plan_write(&request),
+            _ => None,
+        };
         match planned {
-            Err(error) => self.finish_now(request.token, phase, Err(error)),
-            Ok(Some(parts)) if parts.is_empty() => self.finish_now(request.token, phase, Ok(())),
-            Ok(Some(parts)) if request.op != Op::Read && self.disk.blocks.is_none() => {
-                self.write_now(request, phase, &parts);
-            }
-            Ok(Some(parts)) => self.start(request, phase, parts),
-            Ok(None) => {
+            Some(parts) if parts.is_empty() => self.finish_now(request.token, phase, Ok(())),
+            Some(parts) if request.op == Op::Read => self.start_read(request, phase, parts),
+            Some(parts) if self.disk.blocks.is_none() => self.write_now(request, phase, &parts),
+            Some(parts) => self.start_write(request, phase, parts),
+            None => {
                 self.member.leave(&self.disk.epochs, phase);
                 let slot = self.slot(request, None, 0);
                 self.send_to_worker(slot);
@@ -137,30 +145,14 @@ impl IoQueue {
         number
     }
 
-    /// Hands the parts of a request to the ring.
-    fn start(&mut self, request: Request, phase: Phase, parts: Parts) {
-        let is_read = request.op == Op::Read;
-        let segments = request.segments.clone();
-        let whole = request.range.len as usize;
-        let holds_blocks = !is_read && self.disk.blocks.is_some();
-        let slot = self.slot(request, Some(phase), parts.len());
-        self.slots[slot as usize].holds_blocks = holds_blocks;
-        for part in parts {
-            let of_part: SegmentVec<'static> =
-                if part.len == whole { segments.clone() } else { slice(&segments, part.skip, part.len) };
-            if is_read && part.len >= APART_FROM {
-                self.ring.push_read_apart(part.store, of_part, part.at, u64::from(slot));
-            } else if is_read {
-                self.ring.push_read(part.store, of_part, part.at, u64::from(slot));
-            } else {
-                self.ring.push_write(part.store, of_part, part.at, u64::from(slot));
-            }
-        }
+    fn send_to_worker(&mut self, slot: u32) {
+        let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
+        self.to_workers(slot, request);
     }
 
-    fn send_to_worker(&mut self, slot: u32) {
+    /// Has a worker carry `request` out: all of what the slot is about, or a part of it.
+    fn to_workers(&mut self, slot: u32, request: Request) {
         self.at_workers += 1;
-        let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
         let job = Job { disk: Arc::clone(&self.disk), request, slot, reply_to: Arc::clone(&self.mailbox) };
         self.disk.resources.workers().send(job);
     }
@@ -179,7 +171,9 @@ impl IoQueue {
         self.ring.reap(&mut self.moved);
         let mut moved = std::mem::take(&mut self.moved);
         for completion in moved.drain(..) {
-            self.part_done(&completion, out);
+            let number = u32::try_from(completion.token).expect("a token is a slot");
+            let is_whole = matches!(completion.result, Ok(moved) if moved == completion.expected);
+            self.part_done(number, is_whole, out);
         }
         self.moved = moved;
         if self.mailbox.is_waiting() {
@@ -187,7 +181,11 @@ impl IoQueue {
             self.mailbox.take(&mut replies);
             self.at_workers -= replies.len();
             for (slot, result) in replies.drain(..) {
-                out.push(self.release(slot, result));
+                if self.slots[slot as usize].parts_left > 0 {
+                    self.part_done(slot, result.is_ok(), out);
+                } else {
+                    out.push(self.release(slot, result));
+                }
             }
             self.replies = replies;
         }
@@ -197,10 +195,10 @@ impl IoQueue {
         count
     }
 
-    fn part_done(&mut self, completion: &RingCompletion, out: &mut Vec<Completion>) {
-        let number = u32::try_from(completion.token).expect("a token is a slot");
+    /// A part has ended; the last one ends the request, or has a worker do all of it again.
+    fn part_done(&mut self, number: u32, is_whole: bool, out: &mut Vec<Completion>) {
         let slot = &mut self.slots[number as usize];
-        slot.failed |= !matches!(completion.result, Ok(moved) if moved == completion.expected);
+        slot.failed |= !is_whole;
         slot.parts_left -= 1;
         if slot.parts_left > 0 {
             return;
@@ -260,6 +258,14 @@ impl IoQueue {
         self.mailbox.awake();
         readable & ((1 << watched.len()) - 1)
     }
+}
+
+/// The memory for a part of a request.
+fn of_part(segments: &SegmentVec<'static>, part: &Part) -> SegmentVec<'static> {
+    if let [only] = &segments[..] && part.len == only.len() {
+        return segments.clone();
+    }
+    slice(segments, part.skip, part.len)
 }
 
 impl Drop for IoQueue {

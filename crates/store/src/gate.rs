@@ -18,7 +18,9 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags, Stat};
+
+use crate::{FileId, FileIdentity};
 
 /// What a file is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -124,6 +126,32 @@ impl Gate {
     /// # Errors
     /// [`GateError`]: not there, not permitted, outside, or not a file.
     pub fn open(&self, path: &Path, access: Access) -> Result<File, GateError> {
+        let (pinned, _) = self.pin(path)?;
+        let failed = |source: io::Error| GateError::Open { path: path.to_owned(), source };
+        reopen(&pinned, access, OFlags::empty()).map_err(failed)
+    }
+
+    /// Which file `path` is, and in what state, without opening it; `None` for a block device, whose length only its
+    /// opener can tell.
+    ///
+    /// # Errors
+    /// As [`Gate::open`], but for permission to read it.
+    pub fn look(&self, path: &Path) -> Result<Option<FileIdentity>, GateError> {
+        let (_, stat) = self.pin(path)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Ok(None);
+        }
+        let ns = |seconds: i64, ns: u64| seconds.saturating_mul(1_000_000_000).saturating_add_unsigned(ns);
+        Ok(Some(FileIdentity {
+            file: FileId { dev: stat.st_dev, ino: stat.st_ino },
+            len: u64::try_from(stat.st_size).unwrap_or(0),
+            mtime_ns: ns(stat.st_mtime, stat.st_mtime_nsec),
+            ctime_ns: ns(stat.st_ctime, stat.st_ctime_nsec),
+        }))
+    }
+
+    /// Pins the file at `path`, if it is one and may be opened.
+    fn pin(&self, path: &Path) -> Result<(OwnedFd, Stat), GateError> {
         let failed = |source: io::Error| GateError::Open { path: path.to_owned(), source };
         let pinned = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
             .map_err(|errno| failed(errno.into()))?;
@@ -137,7 +165,7 @@ impl Gate {
                 return Err(GateError::Outside { path: path.to_owned(), resolved, allowed: allowed.clone() });
             }
         }
-        reopen(&pinned, access, OFlags::empty()).map_err(failed)
+        Ok((pinned, stat))
     }
 }
 

@@ -37,7 +37,7 @@ pub use gate::{Access, Gate, GateError};
 pub use lock::{LockError, LockKind, Permission, is_held};
 pub use memory::MemoryStore;
 pub use open_store::OpenStore;
-pub use ring::{Ring, RingCompletion};
+pub use ring::{PinnedFile, Ring, RingCompletion, RingFile};
 pub use segment::{
     AlignedBuf, Segment, SegmentVec, copy_from_slice, copy_to_slice, fill_zero, slice, total_len,
 };

@@ -11,6 +11,7 @@
 //! - Every entry's `user_data` is a slot (request), a generation (poll), or [`IGNORED`]; a completion
 //!   of a generation that is not in the watch list is of a poll since removed, and is ignored.
 
+mod pinned;
 mod poll;
 mod slots;
 #[cfg(test)]
@@ -19,13 +20,14 @@ mod wait;
 
 use std::fmt;
 use std::io;
-use std::sync::Arc;
 use std::thread;
 
 use io_uring::{IoUring, squeue};
 use vmstrata_types::HostOffset;
 
 use crate::{OpenStore, SegmentVec};
+use pinned::Pins;
+pub use pinned::{PinnedFile, RingFile};
 use poll::{IGNORED, PollTag, Watches};
 use slots::{Direction, Slots};
 
@@ -49,6 +51,7 @@ pub struct Ring {
     /// Taken from the kernel, not yet reaped.
     ready: Vec<RingCompletion>,
     watches: Watches,
+    pins: Pins,
     /// Whether an enter can have a timeout (since Linux 5.11).
     timed_enter: bool,
 }
@@ -79,10 +82,11 @@ impl Ring {
             queued: 0,
             ready: Vec::with_capacity(entries as usize),
             watches: Watches::default(),
+            pins: Pins::default(),
         }
     }
 
-    /// Queues a read of `store` at `at` into `segments`.
+    /// Queues a read of `file` at `at` into `segments`.
     ///
     /// At most 1,024 segments are used; the completion is then short.
     ///
@@ -90,12 +94,13 @@ impl Ring {
     /// When the store has no raw descriptor, or the queue is full and the kernel refuses to take it.
     pub fn push_read(
         &mut self,
-        store: Arc<OpenStore>,
+        file: impl Into<RingFile>,
         segments: SegmentVec<'static>,
         at: HostOffset,
         token: u64,
     ) {
-        self.push(Direction::Read, store, segments, at, token);
+        let entry = self.slots.fill(Direction::Read, file.into(), segments, at, token);
+        self.request(&entry);
     }
 
     /// As [`Ring::push_read`], carried out by a thread of the kernel: for pieces of large requests. Copying those out of
@@ -105,17 +110,16 @@ impl Ring {
     /// As [`Ring::push_read`].
     pub fn push_read_apart(
         &mut self,
-        store: Arc<OpenStore>,
+        file: impl Into<RingFile>,
         segments: SegmentVec<'static>,
         at: HostOffset,
         token: u64,
     ) {
-        let entry = self.slots.fill(Direction::Read, store, segments, at, token);
-        self.queued += 1;
-        self.enqueue(&entry.flags(squeue::Flags::ASYNC));
+        let entry = self.slots.fill(Direction::Read, file.into(), segments, at, token);
+        self.request(&entry.flags(squeue::Flags::ASYNC));
     }
 
-    /// Queues a write of `segments` to `store` at `at`.
+    /// Queues a write of `segments` to `file` at `at`.
     ///
     /// At most 1,024 segments are used; the completion is then short.
     ///
@@ -123,25 +127,34 @@ impl Ring {
     /// When the store has no raw descriptor, or the queue is full and the kernel refuses to take it.
     pub fn push_write(
         &mut self,
-        store: Arc<OpenStore>,
+        file: impl Into<RingFile>,
         segments: SegmentVec<'static>,
         at: HostOffset,
         token: u64,
     ) {
-        self.push(Direction::Write, store, segments, at, token);
+        let entry = self.slots.fill(Direction::Write, file.into(), segments, at, token);
+        self.request(&entry);
     }
 
-    fn push(
-        &mut self,
-        direction: Direction,
-        store: Arc<OpenStore>,
-        segments: SegmentVec<'static>,
-        at: HostOffset,
-        token: u64,
-    ) {
-        let entry = self.slots.fill(direction, store, segments, at, token);
+    /// Holds on to the store's file until [`Ring::unpin_all`], whoever else closes it; `None` when it cannot.
+    pub fn pin(&mut self, store: &OpenStore) -> Option<PinnedFile> {
+        self.pins.add(&self.uring.submitter(), store)
+    }
+
+    /// Lets go of every pinned file.
+    ///
+    /// # Errors
+    /// As [`Ring::submit`]: the files stay pinned.
+    pub fn unpin_all(&mut self) -> io::Result<()> {
+        // What is queued names files by their index.
+        self.submit()?;
+        self.pins.clear(&self.uring.submitter());
+        Ok(())
+    }
+
+    fn request(&mut self, entry: &squeue::Entry) {
         self.queued += 1;
-        self.enqueue(&entry);
+        self.enqueue(entry);
     }
 
     /// Puts an entry in the submission queue, making room by submitting when it is full.

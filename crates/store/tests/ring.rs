@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use vmstrata_store::{
     AlignedBuf, CacheMode, FaultPlan, FaultStore, FileOptions, FileStore, MemoryStore, OpenStore, Ring,
-    RingCompletion, Segment, SegmentVec, Store, StoreId,
+    RingCompletion, RingFile, Segment, SegmentVec, Store, StoreId,
 };
 use vmstrata_types::HostOffset;
 
@@ -422,4 +422,52 @@ fn reads_apart_fill_their_segments_like_others() {
     }
     assert!(done.iter().all(|part| part.result.as_ref().is_ok_and(|&moved| moved == 1 << 18)));
     assert_eq!(buf, content);
+}
+
+#[test]
+fn pinned_files_are_read_whoever_else_closes_them() {
+    let content = [pattern(8192), pattern(8192).into_iter().rev().collect()];
+    let mut ring = Ring::new(8).expect("ring");
+    let pinned = content.each_ref().map(|content| {
+        let store = OpenStore::new(file_store(content, CacheMode::Host));
+        ring.pin(&store).expect("this kernel has a table of files")
+    });
+    let mut bufs = [vec![0; 4096], vec![0; 4096]];
+    for (buf, file) in bufs.iter_mut().zip(pinned) {
+        ring.push_read(RingFile::Pinned(file), segments(buf, 2), HostOffset::new(1024), 0);
+    }
+    for done in complete(&mut ring, 2) {
+        assert_eq!(done.result.expect("read"), 4096);
+    }
+    for (buf, content) in bufs.iter().zip(&content) {
+        assert_eq!(buf[..], content[1024..1024 + 4096]);
+    }
+}
+
+#[test]
+fn what_is_queued_when_files_are_unpinned_still_reads_the_old_ones() {
+    let mut ring = Ring::new(8).expect("ring");
+    let store = |byte| OpenStore::new(file_store(&[byte; 512], CacheMode::Host));
+    let mut bufs = vec![vec![0; 512]; 20];
+    for (round, buf) in (0..).zip(&mut bufs) {
+        let file = ring.pin(&store(round)).expect("room again after each round");
+        ring.push_read(RingFile::Pinned(file), segments(buf, 1), HostOffset::ZERO, 0);
+        ring.unpin_all().expect("unpin");
+    }
+    complete(&mut ring, 20);
+    for (round, buf) in (0..).zip(&bufs) {
+        assert!(buf.iter().all(|&byte| byte == round), "round {round}");
+    }
+}
+
+#[test]
+fn a_ring_pins_thousands_of_files_and_no_more_than_its_table_holds() {
+    let mut ring = Ring::new(8).expect("ring");
+    let store = OpenStore::new(file_store(b"x", CacheMode::Host));
+    let pinned = (0..10_000).map_while(|_| ring.pin(&store)).count();
+    assert!((1000..5000).contains(&pinned), "{pinned}");
+    let memory: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    ring.unpin_all().expect("unpin");
+    assert_eq!(ring.pin(&OpenStore::new(memory)), None, "a store without a descriptor");
+    assert!(ring.pin(&store).is_some());
 }

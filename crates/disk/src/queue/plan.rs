@@ -3,20 +3,22 @@
 use std::sync::Arc;
 
 use smallvec::SmallVec;
-use vmstrata_store::{OpenStore, fill_zero, slice};
-use vmstrata_types::HostOffset;
+use vmstrata_store::{OpenStore, RingFile, fill_zero, slice};
+use vmstrata_types::{HostOffset, LayerIndex};
 
+use super::pins::Pins;
 use crate::blocks::BlockOrder;
 use crate::disk::{Disk, Top};
 use crate::map::Source;
-use crate::request::{Op, Request};
+use crate::request::Request;
 
 /// Pieces a request may fall into on the fast road; those of more go to a worker.
 const PARTS_MAX: usize = 16;
 
 /// A piece of a request that lies in one file.
 pub(super) struct Part {
-    pub(super) store: Arc<OpenStore>,
+    pub(super) layer: LayerIndex,
+    pub(super) file: RingFile,
     pub(super) at: HostOffset,
     pub(super) skip: usize,
     pub(super) len: usize,
@@ -25,18 +27,10 @@ pub(super) struct Part {
 pub(super) type Parts = SmallVec<[Part; 2]>;
 
 impl Disk {
-    /// The pieces a request falls into, if the ring can do all of it; `None` if a worker must. Ranges that read as
-    /// zeros are filled here.
+    /// The pieces a read falls into, if the ring can do all of it; `None` if a worker must. Ranges that read as zeros
+    /// are filled here.
     #[inline]
-    pub(super) fn plan(&self, request: &Request) -> Option<Parts> {
-        match request.op {
-            Op::Read => self.plan_read(request),
-            Op::Write { fua: false } => self.plan_write(request),
-            _ => None,
-        }
-    }
-
-    fn plan_read(&self, request: &Request) -> Option<Parts> {
+    pub(super) fn plan_read(&self, request: &Request, pins: &Pins) -> Option<Parts> {
         let mut parts = Parts::new();
         let len = request.range.len;
         let mut done = 0;
@@ -47,8 +41,11 @@ impl Disk {
                     fill_zero(&slice(&request.segments, done as usize, run.len as usize));
                 }
                 Source::Data(layer, at) => {
-                    let store = self.open_store_of(layer)?;
-                    parts.push(part(store, at, done, run.len, request)?);
+                    let file = match pins.get(layer) {
+                        Some(file) => RingFile::Pinned(file),
+                        None => open_part(self.open_store_of(layer)?, at, done, run.len, request)?,
+                    };
+                    parts.push(Part { layer, file, at, skip: done as usize, len: run.len as usize });
                 }
                 Source::Compressed(_) | Source::Damaged(_) => return None,
             }
@@ -60,24 +57,26 @@ impl Disk {
         Some(parts)
     }
 
-    fn plan_write(&self, request: &Request) -> Option<Parts> {
+    /// The pieces a write falls into, if the active layer's file can simply be overwritten; `None` if a worker must do it.
+    pub(super) fn plan_write(&self, request: &Request) -> Option<Parts> {
         let mut parts = Parts::new();
         let len = request.range.len;
         let mut done = 0;
         while done < len {
             let here = request.range.start + done;
-            let (store, at, found) = match &self.top {
+            let (layer, store, at, found) = match &self.top {
                 Top::Qcow2(active) => {
                     let (at, found) = self.lookup_in_place(active, here, len - done)?;
-                    (&active.file, at, found)
+                    (active.index, &active.file, at, found)
                 }
-                Top::Raw(raw) => (&raw.file, HostOffset::new(here.get()), len - done),
+                Top::Raw(raw) => (LayerIndex::BASE, &raw.file, HostOffset::new(here.get()), len - done),
                 Top::Frozen => return None,
             };
             if found == 0 || parts.len() == PARTS_MAX {
                 return None;
             }
-            parts.push(part(Arc::clone(store), at, done, found, request)?);
+            let file = open_part(Arc::clone(store), at, done, found, request)?;
+            parts.push(Part { layer, file, at, skip: done as usize, len: found as usize });
             done += found;
         }
         // Last, because the ring now will carry it out; a partial write under way sends it to a worker instead.
@@ -86,9 +85,15 @@ impl Disk {
     }
 }
 
-/// A piece for the ring; `None` when the file cannot be used so, or not with this alignment.
+/// A file for the ring; `None` when it cannot be used so, or not with this alignment.
 #[inline]
-fn part(store: Arc<OpenStore>, at: HostOffset, skip: u64, len: u64, request: &Request) -> Option<Part> {
+fn open_part(
+    store: Arc<OpenStore>,
+    at: HostOffset,
+    skip: u64,
+    len: u64,
+    request: &Request,
+) -> Option<RingFile> {
     let alignment = store.ring_alignment()?;
     if alignment > 1 {
         let aligned = (at.get() | skip | len) & (alignment as u64 - 1) == 0;
@@ -96,5 +101,5 @@ fn part(store: Arc<OpenStore>, at: HostOffset, skip: u64, len: u64, request: &Re
             return None;
         }
     }
-    Some(Part { store, at, skip: skip as usize, len: len as usize })
+    Some(RingFile::Open(store))
 }

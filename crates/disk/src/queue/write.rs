@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use vmstrata_store::slice;
+use vmstrata_store::{RingFile, slice};
 
-use super::IoQueue;
+use super::{IoQueue, of_part};
 use super::plan::Parts;
 use crate::epoch::Phase;
 use crate::request::Request;
@@ -15,6 +15,17 @@ const WRITE_PATIENCE: Duration = Duration::from_millis(2);
 const HOLD_BACK: Duration = Duration::from_millis(50);
 
 impl IoQueue {
+    /// Hands the pieces of a write around the page cache to the ring.
+    pub(super) fn start_write(&mut self, request: Request, phase: Phase, parts: Parts) {
+        let segments = request.segments.clone();
+        let slot = self.slot(request, Some(phase), parts.len());
+        self.slots[slot as usize].holds_blocks = true;
+        for part in parts {
+            let of_part = of_part(&segments, &part);
+            self.ring.push_write(part.file, of_part, part.at, u64::from(slot));
+        }
+    }
+
     /// Writes into the page cache here and now.
     ///
     /// The ring would not do better: file systems that cannot promise not to block (ext4, for buffered writes) make the
@@ -26,7 +37,7 @@ impl IoQueue {
         let written = !held_back
             && parts.iter().all(|part| {
                 let segments = slice(&request.segments, part.skip, part.len);
-                part.store.write_segments(&segments, part.at).is_ok()
+                matches!(&part.file, RingFile::Open(store) if store.write_segments(&segments, part.at).is_ok())
             });
         if written {
             self.writes_wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);

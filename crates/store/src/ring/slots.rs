@@ -5,14 +5,13 @@
 //! Invariant: between the two, what the kernel may use stays alive and stays where it is: the store with its
 //! descriptor, and the segments.
 
-use std::sync::Arc;
-
 use io_uring::types::Fd;
 use io_uring::{opcode, squeue};
 use vmstrata_types::HostOffset;
 
+use super::pinned::{PinnedFile, RingFile};
 use crate::transfer::SEGMENTS_MAX;
-use crate::{OpenStore, Segment, SegmentVec, total_len};
+use crate::{Segment, SegmentVec, total_len};
 
 /// Most bytes the kernel moves in one request (`MAX_RW_COUNT`).
 const BYTES_MAX: usize = i32::MAX as usize & !0xfff;
@@ -37,7 +36,7 @@ pub(super) struct Slots {
 #[derive(Default)]
 struct Slot {
     /// Present while the request is in flight.
-    store: Option<Arc<OpenStore>>,
+    file: Option<RingFile>,
     segments: SegmentVec<'static>,
     token: u64,
     expected: usize,
@@ -56,22 +55,28 @@ impl Slots {
     pub(super) fn fill(
         &mut self,
         direction: Direction,
-        store: Arc<OpenStore>,
+        file: RingFile,
         segments: SegmentVec<'static>,
         at: HostOffset,
         token: u64,
     ) -> squeue::Entry {
-        let fd = Fd(store.ring_fd());
+        // Before a slot is taken: a store without a descriptor panics, and the ring's end waits for every slot.
+        let (fd, flags) = match &file {
+            RingFile::Open(store) => (Fd(store.ring_fd()), squeue::Flags::empty()),
+            RingFile::Pinned(PinnedFile(place)) => {
+                (Fd(i32::try_from(place.get()).expect("few files are pinned")), squeue::Flags::FIXED_FILE)
+            }
+        };
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Box::default());
             u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
         });
         let slot = &mut self.slots[index as usize];
         slot.expected = total_len(&segments);
-        slot.store = Some(store);
+        slot.file = Some(file);
         slot.segments = segments;
         slot.token = token;
-        entry(direction, fd, &slot.segments, at).user_data(u64::from(index))
+        entry(direction, fd, &slot.segments, at).flags(flags).user_data(u64::from(index))
     }
 
     /// Gives a slot back at the completion of its request; returns the request's token and bytes.
@@ -80,7 +85,7 @@ impl Slots {
     /// When `data` is not the `user_data` of a request in flight.
     pub(super) fn empty(&mut self, data: u64) -> (u64, usize) {
         let slot = &mut self.slots[data as usize];
-        assert!(slot.store.take().is_some(), "a completion for a request that is not in flight");
+        assert!(slot.file.take().is_some(), "a completion for a request that is not in flight");
         slot.segments = SegmentVec::new();
         self.free.push(data as u32);
         (slot.token, slot.expected)

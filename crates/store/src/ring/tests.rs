@@ -1,6 +1,7 @@
 //! What needs a look inside the ring.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};

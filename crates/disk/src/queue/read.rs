@@ -1,0 +1,62 @@
+//! Reads that a queue hands to its ring, and to workers where that is faster.
+
+use vmstrata_store::{RingFile, slice};
+use vmstrata_types::GuestRange;
+
+use super::plan::Parts;
+use super::{IoQueue, of_part};
+use crate::epoch::Phase;
+use crate::request::{Op, Request};
+
+/// Pieces of this many bytes are read by threads of the kernel.
+const APART_FROM: usize = 256 << 10;
+/// Of requests of this many bytes that fall into small pieces, a worker reads the second half: each piece alone is not
+/// worth handing over, and copying all of them takes this thread longer than the other half takes to be handed over.
+const HALVED_FROM: u64 = 512 << 10;
+
+impl IoQueue {
+    /// Hands the pieces of a read to the ring.
+    pub(super) fn start_read(&mut self, request: Request, phase: Phase, mut parts: Parts) {
+        let split = split_of(&request, &parts);
+        let apart = parts.drain(split..).count();
+        let second_half = (apart > 0).then(|| half(&request, &parts));
+        let segments = request.segments.clone();
+        let slot = self.slot(request, Some(phase), parts.len() + usize::from(apart > 0));
+        if let Some(request) = second_half {
+            self.to_workers(slot, request);
+        }
+        for part in parts {
+            let of_part = of_part(&segments, &part);
+            if let RingFile::Open(store) = &part.file {
+                self.pins.add(&mut self.ring, part.layer, store);
+            }
+            if part.len >= APART_FROM {
+                self.ring.push_read_apart(part.file, of_part, part.at, u64::from(slot));
+            } else {
+                self.ring.push_read(part.file, of_part, part.at, u64::from(slot));
+            }
+        }
+    }
+}
+
+/// From which piece on a worker reads the request.
+fn split_of(request: &Request, parts: &Parts) -> usize {
+    let is_scattered = parts.len() > 1 && parts.iter().all(|part| part.len < APART_FROM);
+    if request.range.len < HALVED_FROM || !is_scattered {
+        return parts.len();
+    }
+    let middle = request.range.len as usize / 2;
+    parts.iter().position(|part| part.skip >= middle).unwrap_or(parts.len())
+}
+
+/// What of a request comes after its first `parts`.
+fn half(request: &Request, parts: &Parts) -> Request {
+    let last = parts.last().expect("the first piece starts before the middle");
+    let (skip, whole) = (last.skip + last.len, request.range.len as usize);
+    Request {
+        op: Op::Read,
+        range: GuestRange::new(request.range.start + skip as u64, (whole - skip) as u64),
+        segments: slice(&request.segments, skip, whole - skip),
+        token: request.token,
+    }
+}

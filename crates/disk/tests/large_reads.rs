@@ -1,0 +1,65 @@
+//! Large reads that fall into pieces in many files: the queue's ring reads some of them, a worker the others.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::flat::{assert_same, write};
+use common::io::Client;
+use common::stock::{path_str, qemu_img};
+use common::{open, open_read_only, scratch};
+use vmstrata_disk::Op;
+
+const CLUSTER: u64 = 64 << 10;
+const SIZE: u64 = 4 << 20;
+
+/// A chain in which each cluster comes from another layer than the one before it, and what it reads as.
+fn scattered(dir: &Path, layers: u64) -> (PathBuf, Vec<u8>) {
+    let mut content = vec![0; SIZE as usize];
+    let mut below: Option<PathBuf> = None;
+    for layer in 0..layers {
+        let path = dir.join(format!("{layer}.qcow2"));
+        let size = SIZE.to_string();
+        match &below {
+            None => qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), &size]),
+            Some(below) => {
+                let backing = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", path_str(below)];
+                qemu_img(&[&backing[..], &[path_str(&path)]].concat())
+            }
+        };
+        let disk = open(&path);
+        for cluster in (layer..SIZE / CLUSTER).step_by(layers as usize) {
+            let bytes: Vec<u8> = (0..CLUSTER).map(|i| (i / 7 + cluster * 13 + layer) as u8).collect();
+            let at = (cluster * CLUSTER) as usize;
+            content[at..at + CLUSTER as usize].copy_from_slice(&bytes);
+            write(&disk, cluster * CLUSTER, &bytes).unwrap();
+        }
+        disk.close().unwrap();
+        below = Some(path);
+    }
+    (below.unwrap(), content)
+}
+
+#[test]
+fn reads_over_many_layers_arrive_whole_at_any_length() {
+    let dir = scratch();
+    let (top, content) = scattered(dir.path(), 5);
+    let disk = open_read_only(&top);
+    let mut client = Client::new(&disk, 8);
+    let lengths = [4 << 10, 512 << 10, (512 << 10) + 512, 1 << 20, (1 << 20) - 512, 2 << 20];
+    for (step, len) in (0..60u64).zip(lengths.into_iter().cycle()) {
+        let at = (step * 37 * 4096 + step % 3 * 512) % (SIZE - len);
+        let token = client.push(Op::Read, at, len, None);
+        assert_eq!(token, step);
+        if step % 4 == 3 {
+            client.submit();
+        }
+        for done in if step % 7 == 6 { client.drain() } else { Vec::new() } {
+            done.result.unwrap();
+            let len = done.bytes.len();
+            let at = (done.token * 37 * 4096 + done.token % 3 * 512) as usize % (SIZE as usize - len);
+            assert_same(&done.bytes, &content[at..at + len], at as u64, "large read");
+        }
+    }
+    assert!(client.drain().iter().all(|done| done.result.is_ok()));
+}
