@@ -68,6 +68,13 @@ impl Opener for LocalFiles {
             store.identity().while_trying("read the file's identity").map_err(|e| e.in_file(path))?;
         Ok(Opened { store: Arc::new(store), identity })
     }
+
+    fn identity(&self, path: &Path, gate: &Gate) -> Result<FileIdentity> {
+        match gate.look(path)? {
+            Some(identity) => Ok(identity),
+            None => Ok(self.open(path, Role::Inspected, gate)?.identity),
+        }
+    }
 }
 
 /// The directory that relative backing names in `path` are relative to.

@@ -161,3 +161,17 @@ fn a_link_that_changes_meanwhile_never_leads_outside() {
         stop.store(true, Ordering::Relaxed);
     });
 }
+
+#[test]
+fn a_look_tells_the_state_of_what_would_be_opened() {
+    let root = tree();
+    let gate = gate(&root);
+    let path = root.path().join("allowed/disk");
+    let looked = gate.look(&path).expect("inside").expect("a regular file");
+    let file = gate.open(&path, Access::ReadOnly).expect("inside");
+    let store =
+        vmstrata_store::FileStore::new(file, &path, &vmstrata_store::FileOptions::FROZEN).expect("opens");
+    assert_eq!(looked, store.identity().expect("known"));
+    assert!(matches!(gate.look(&root.path().join("secret/key")), Err(GateError::Outside { .. })));
+    assert!(matches!(gate.look(&root.path().join("allowed")), Err(GateError::NotAFile { .. })));
+}
