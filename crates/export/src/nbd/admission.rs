@@ -136,7 +136,7 @@ mod tests {
         size: 1 << 40,
         read_only: false,
         style: Style::Extended,
-        contexts: ContextSet::ALL,
+        contexts: ContextSet::FIXED,
         cluster_size: 65536,
     };
 

@@ -7,6 +7,7 @@ use vmstrata_disk::{Disk, Error, Extent, ExtentKind};
 use vmstrata_types::GuestRange;
 
 use super::contexts::{Context, STATE_HOLE, STATE_ZERO};
+use super::diff_base::Base;
 use super::limits::{MAX_EXTENTS, MAX_STATUS_CLUSTERS};
 use super::protocol::reply::Style;
 
@@ -19,17 +20,29 @@ pub(crate) fn look_up(disk: &Disk, range: GuestRange) -> Result<Vec<Extent>, Err
     disk.extents(GuestRange::new(range.start, range.len.min(limit)), MAX_EXTENTS)
 }
 
+/// A context, with what it needs to know of the disk.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum View {
+    /// `base:allocation`.
+    Allocation,
+    /// `vmstrata:layer`.
+    Layer,
+    /// `vmstrata:diff:`, since this layer.
+    Since(Base),
+}
+
 /// The status of a run in a context.
-pub(crate) fn status(extent: &Extent, context: Context) -> u32 {
-    match context {
-        Context::Allocation => match extent.kind {
+pub(crate) fn status(extent: &Extent, view: View) -> u32 {
+    match view {
+        View::Allocation => match extent.kind {
             ExtentKind::Data | ExtentKind::Compressed => 0,
             ExtentKind::Zero | ExtentKind::Hole => STATE_HOLE | STATE_ZERO,
         },
-        Context::Layer => match (extent.kind, extent.layer) {
+        View::Layer => match (extent.kind, extent.layer) {
             (ExtentKind::Hole, _) | (_, None) => 0,
             (_, Some(layer)) => u32::from(layer.get()) + 1,
         },
+        View::Since(base) => base.status(extent),
     }
 }
 
@@ -37,11 +50,17 @@ pub(crate) fn status(extent: &Extent, context: Context) -> u32 {
 ///
 /// # Panics
 /// Without runs.
-pub(crate) fn encode(runs: &[Extent], context: Context, style: Style, only_first: bool) -> Vec<u8> {
+pub(crate) fn encode(
+    runs: &[Extent],
+    context: Context,
+    view: View,
+    style: Style,
+    only_first: bool,
+) -> Vec<u8> {
     assert!(!runs.is_empty(), "a reply has at least one extent");
     let mut extents: Vec<(u64, u32)> = Vec::new();
     for run in runs {
-        let status = status(run, context);
+        let status = status(run, view);
         match extents.last_mut() {
             Some((len, last)) if *last == status => *len += run.range.len,
             Some(_) if only_first => break,
@@ -86,25 +105,26 @@ mod tests {
         ]
     }
 
-    fn compact(context: Context, only_first: bool) -> Vec<u32> {
-        let payload = encode(&runs(), context, Style::Structured, only_first);
+    fn compact(view: View, only_first: bool) -> Vec<u32> {
+        let context = if matches!(view, View::Layer) { Context::Layer } else { Context::Allocation };
+        let payload = encode(&runs(), context, view, Style::Structured, only_first);
         payload.as_chunks().0.iter().map(|word| u32::from_be_bytes(*word)).collect()
     }
 
     #[test]
     fn allocation_merges_across_layers() {
-        assert_eq!(compact(Context::Allocation, false), [1, 30, 0, 45, 3]);
+        assert_eq!(compact(View::Allocation, false), [1, 30, 0, 45, 3]);
     }
 
     #[test]
     fn layers_are_counted_from_one_at_the_base() {
-        assert_eq!(compact(Context::Layer, false), [2, 10, 1, 60, 4, 5, 0]);
+        assert_eq!(compact(View::Layer, false), [2, 10, 1, 60, 4, 5, 0]);
     }
 
     #[test]
     fn one_extent_is_as_long_as_its_context_allows() {
-        assert_eq!(compact(Context::Allocation, true), [1, 30, 0]);
-        assert_eq!(compact(Context::Layer, true), [2, 10, 1]);
+        assert_eq!(compact(View::Allocation, true), [1, 30, 0]);
+        assert_eq!(compact(View::Layer, true), [2, 10, 1]);
     }
 
     #[test]
@@ -112,7 +132,7 @@ mod tests {
         let mut long = runs();
         long.truncate(1);
         long[0].range.len = 1 << 40;
-        let payload = encode(&long, Context::Layer, Style::Extended, false);
+        let payload = encode(&long, Context::Layer, View::Layer, Style::Extended, false);
         let expected = [&2u32.to_be_bytes()[..], &1u32.to_be_bytes(), &(1u64 << 40).to_be_bytes()].concat();
         assert_eq!(payload[..16], expected);
         assert_eq!(payload[16..], 1u64.to_be_bytes());

@@ -4,11 +4,22 @@
 //! |---|---|
 //! | `base:allocation` | bit 0: a hole, bit 1: reads as zeros; as stock QEMU reports them, explicit zeros are both |
 //! | `vmstrata:layer` | index of the layer the extent comes from, plus one, counted from the base; 0 where no layer has it |
+//! | `vmstrata:diff:NAME` | what changed since the layer in the file NAME, below the active one, was newest: 0 nothing, 1 data, 2 it reads as zeros now (and may have before) |
+//!
+//! The first two are the same for every export; which layers a difference can be asked for depends on the disk
+//! ([`crate::nbd::diff_base`]), so those have a [`DiffSlot`] in place of a fixed name.
 
 /// `NBD_STATE_HOLE`.
 pub const STATE_HOLE: u32 = 1 << 0;
 /// `NBD_STATE_ZERO`.
 pub const STATE_ZERO: u32 = 1 << 1;
+
+/// Differences that one client can ask for at a time.
+pub const DIFFS_MAX: usize = 8;
+/// What the names of differences begin with.
+pub const DIFF_PREFIX: &str = "vmstrata:diff:";
+/// Number of the first difference.
+const FIRST_DIFF: u32 = 3;
 
 /// One metadata context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,43 +28,61 @@ pub enum Context {
     Allocation,
     /// `vmstrata:layer`.
     Layer,
+    /// `vmstrata:diff:NAME`, with the name that has this place in the client's selection.
+    Diff(DiffSlot),
+}
+
+/// A place in a client's selection of differences, below [`DIFFS_MAX`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiffSlot(u8);
+
+impl DiffSlot {
+    /// The place with this number; `None` from [`DIFFS_MAX`] on.
+    pub fn new(number: usize) -> Option<Self> {
+        if number < DIFFS_MAX { u8::try_from(number).ok().map(Self) } else { None }
+    }
+
+    /// The number.
+    pub const fn get(self) -> usize {
+        self.0 as usize
+    }
 }
 
 impl Context {
-    /// All of them.
-    pub const ALL: [Self; 2] = [Self::Allocation, Self::Layer];
-
-    /// The name clients ask for.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Allocation => "base:allocation",
-            Self::Layer => "vmstrata:layer",
-        }
-    }
+    /// Those that every export has, with their names.
+    pub const FIXED: [(Self, &'static str); 2] =
+        [(Self::Allocation, "base:allocation"), (Self::Layer, "vmstrata:layer")];
 
     /// The number that stands for the context once it is selected.
     pub const fn id(self) -> u32 {
         match self {
             Self::Allocation => 1,
             Self::Layer => 2,
+            Self::Diff(slot) => FIRST_DIFF + slot.0 as u32,
         }
     }
 
     /// The context with this number.
     pub fn from_id(id: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|context| context.id() == id)
+        match id {
+            1 => Some(Self::Allocation),
+            2 => Some(Self::Layer),
+            _ => DiffSlot::new(id.checked_sub(FIRST_DIFF)? as usize).map(Self::Diff),
+        }
     }
 }
 
 /// Some of the contexts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ContextSet(u8);
+pub struct ContextSet(u16);
 
 impl ContextSet {
     /// None of them.
     pub const EMPTY: Self = Self(0);
-    /// Each of them.
-    pub const ALL: Self = Self(0b11);
+    /// Each of those that every export has.
+    pub const FIXED: Self = Self(0b11);
+    /// The most contexts that a client can select.
+    pub const LEN_MAX: usize = Context::FIXED.len() + DIFFS_MAX;
 
     /// Adds a context; `false` if it was there.
     pub fn insert(&mut self, context: Context) -> bool {
@@ -75,14 +104,14 @@ impl ContextSet {
 
     /// The contexts by number.
     pub fn iter(self) -> impl DoubleEndedIterator<Item = Context> {
-        Context::ALL.into_iter().filter(move |context| self.contains(*context))
+        let ids = 1..=u32::try_from(Self::LEN_MAX).expect("few");
+        ids.filter_map(Context::from_id).filter(move |context| self.contains(*context))
     }
 
-    /// Adds what one query selects: a context by its name or, where `wildcards` are allowed, all of a
-    /// namespace by `namespace:`. Anything else selects nothing, as the protocol demands.
+    /// Adds what one query selects of the contexts that every export has: one by its name or, where `wildcards` are
+    /// allowed, all of a namespace by `namespace:`. Anything else selects nothing, as the protocol demands.
     pub fn select(&mut self, query: &str, wildcards: bool) {
-        for context in Context::ALL {
-            let name = context.name();
+        for (context, name) in Context::FIXED {
             let is_namespace = query.ends_with(':') && name.starts_with(query);
             if name == query || (wildcards && is_namespace) {
                 self.insert(context);
@@ -100,10 +129,10 @@ mod tests {
         let select = |query, wildcards| {
             let mut set = ContextSet::EMPTY;
             set.select(query, wildcards);
-            set.iter().map(Context::name).collect::<Vec<_>>()
+            set.iter().map(Context::id).collect::<Vec<_>>()
         };
-        assert_eq!(select("base:allocation", false), ["base:allocation"]);
-        assert_eq!(select("vmstrata:", true), ["vmstrata:layer"]);
+        assert_eq!(select("base:allocation", false), [1]);
+        assert_eq!(select("vmstrata:", true), [2]);
         assert!(select("vmstrata:", false).is_empty(), "wildcards only list");
         for query in ["", ":", "base", "base:alloc", "qemu:dirty-bitmap:b0", "vmstrata:layer2"] {
             assert!(select(query, true).is_empty(), "{query}");
@@ -116,8 +145,18 @@ mod tests {
         assert!(set.insert(Context::Layer));
         assert!(!set.insert(Context::Layer));
         assert!(set.contains(Context::Layer) && !set.contains(Context::Allocation));
-        assert_eq!(ContextSet::ALL.iter().map(Context::id).collect::<Vec<_>>(), [1, 2]);
-        assert_eq!(Context::from_id(2), Some(Context::Layer));
-        assert_eq!(Context::from_id(0), None);
+        assert_eq!(ContextSet::FIXED.iter().map(Context::id).collect::<Vec<_>>(), [1, 2]);
+    }
+
+    #[test]
+    fn numbers_and_contexts_are_one_to_one() {
+        for id in 1..=10 {
+            assert_eq!(Context::from_id(id).map(Context::id), Some(id));
+        }
+        assert_eq!((Context::from_id(0), Context::from_id(11), DiffSlot::new(DIFFS_MAX)), (None, None, None));
+        let last = Context::Diff(DiffSlot::new(DIFFS_MAX - 1).unwrap());
+        let mut set = ContextSet::EMPTY;
+        assert!(set.insert(last) && set.contains(last));
+        assert_eq!(set.iter().collect::<Vec<_>>(), [last]);
     }
 }

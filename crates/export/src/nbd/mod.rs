@@ -22,6 +22,7 @@ mod block_status;
 mod buffers;
 mod connection;
 pub mod contexts;
+mod diff_base;
 mod engine;
 mod error;
 mod exports;

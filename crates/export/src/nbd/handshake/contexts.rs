@@ -1,7 +1,9 @@
 //! The options that list and select metadata contexts.
 
 use super::Handshake;
-use crate::nbd::contexts::{Context, ContextSet};
+use crate::nbd::contexts::{Context, ContextSet, DIFF_PREFIX};
+use crate::nbd::diff_base::{self, Selection};
+use crate::nbd::exports::Export;
 use crate::nbd::protocol::option::{ContextQuery, OptionKind, ReplyKind, encode_reply_header};
 
 impl Handshake<'_> {
@@ -20,25 +22,41 @@ impl Handshake<'_> {
         let Some(export) = self.exports.resolve(query.export) else {
             return self.put(kind, ReplyKind::ErrUnknown, b"no export has this name");
         };
-        let mut contexts = ContextSet::EMPTY;
-        if query.count == 0 && !is_set {
-            contexts = ContextSet::ALL;
-        }
-        for name in query.queries() {
-            contexts.select(name, !is_set);
-        }
-        for context in contexts.iter() {
-            self.put_context(kind, context, if is_set { context.id() } else { 0 });
-        }
         if is_set {
-            self.contexts = Some((export, contexts));
+            let selection = Selection::of(query.queries(), export.disk());
+            for (context, name) in selection.names() {
+                self.put_context(kind, &name, context.id());
+            }
+            self.contexts = Some((export, selection));
+        } else {
+            self.list_contexts(&query, &export);
         }
         self.put(kind, ReplyKind::Ack, &[]);
     }
 
-    fn put_context(&mut self, option: OptionKind, context: Context, id: u32) {
-        self.reply.extend(encode_reply_header(option, ReplyKind::MetaContext, 4 + context.name().len()));
+    /// Names what the queries are about; the layers of a long chain only to those who ask for them.
+    fn list_contexts(&mut self, query: &ContextQuery<'_>, export: &Export) {
+        let option = OptionKind::ListMetaContext;
+        let mut fixed = if query.count == 0 { ContextSet::FIXED } else { ContextSet::EMPTY };
+        query.queries().for_each(|name| fixed.select(name, true));
+        for (_, name) in Context::FIXED.into_iter().filter(|(context, _)| fixed.contains(*context)) {
+            self.put_context(option, name, 0);
+        }
+        if query.queries().any(|name| name == DIFF_PREFIX) {
+            for name in diff_base::list(export.disk()) {
+                self.put_context(option, &name, 0);
+            }
+            return;
+        }
+        let named = query.queries().filter(|name| name.starts_with(DIFF_PREFIX));
+        for (_, name) in Selection::of(named, export.disk()).names() {
+            self.put_context(option, &name, 0);
+        }
+    }
+
+    fn put_context(&mut self, option: OptionKind, name: &str, id: u32) {
+        self.reply.extend(encode_reply_header(option, ReplyKind::MetaContext, 4 + name.len()));
         self.reply.extend(id.to_be_bytes());
-        self.reply.extend(context.name().as_bytes());
+        self.reply.extend(name.as_bytes());
     }
 }

@@ -8,7 +8,7 @@ mod contexts;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::contexts::ContextSet;
+use super::diff_base::Selection;
 use super::error::End;
 use super::exports::{Export, Exports};
 use super::limits::Limits;
@@ -31,7 +31,7 @@ const MAX_SKIPPED: u32 = 1 << 20;
 pub(crate) struct Agreement {
     pub(crate) export: Arc<Export>,
     pub(crate) style: Style,
-    pub(crate) contexts: ContextSet,
+    pub(crate) contexts: Selection,
 }
 
 /// Negotiates with a new client.
@@ -80,7 +80,7 @@ struct Handshake<'a> {
     client: ClientFlags,
     style: Style,
     /// The last selection of contexts, and the export it was made for.
-    contexts: Option<(Arc<Export>, ContextSet)>,
+    contexts: Option<(Arc<Export>, Selection)>,
     /// Data of the current option.
     data: Vec<u8>,
     /// Replies to the current option, sent in one go.
@@ -169,7 +169,7 @@ impl Handshake<'_> {
         };
         let agreement = self.agree(export);
         self.reply.extend(agreement.export.disk().size().to_be_bytes());
-        let flags = agreement.export.flags(agreement.style, !agreement.contexts.is_empty());
+        let flags = agreement.export.flags(agreement.style, !agreement.contexts.set.is_empty());
         self.reply.extend(flags.bits().to_be_bytes());
         if !self.client.contains(ClientFlags::NO_ZEROES) {
             self.reply.extend([0; 124]);
@@ -180,8 +180,8 @@ impl Handshake<'_> {
     fn agree(&self, export: Arc<Export>) -> Agreement {
         // Contexts count only for the export they were selected for.
         let contexts = match &self.contexts {
-            Some((selected, contexts)) if Arc::ptr_eq(selected, &export) => *contexts,
-            _ => ContextSet::EMPTY,
+            Some((selected, contexts)) if Arc::ptr_eq(selected, &export) => contexts.clone(),
+            _ => Selection::default(),
         };
         Agreement { export, style: self.style, contexts }
     }
@@ -208,7 +208,7 @@ impl Handshake<'_> {
             return Step::Next;
         };
         let agreement = self.agree(export.clone());
-        let flags = export.flags(agreement.style, !agreement.contexts.is_empty());
+        let flags = export.flags(agreement.style, !agreement.contexts.set.is_empty());
         let size = export.disk().size().to_be_bytes();
         self.put_info(kind, INFO_EXPORT, &[&size[..], &flags.bits().to_be_bytes()].concat());
         if query.wants_name {

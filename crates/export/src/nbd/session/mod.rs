@@ -32,6 +32,7 @@ use self::status::Filtering;
 use self::write::Writing;
 use super::admission::{self, Refusal, Terms};
 use super::buffers::{Buffer, BufferPool};
+use super::diff_base::Selection;
 use super::engine::{Engine, Piece};
 use super::error::End;
 use super::exports::Export;
@@ -112,6 +113,8 @@ pub(crate) struct Session {
     finished: Vec<(Piece, Result<(), Error>)>,
     export: Arc<Export>,
     terms: Terms,
+    /// The contexts in the terms, with the layers that they name.
+    contexts: Selection,
     payload_bytes: usize,
     /// Failures of the disk told to the log so far.
     reported: u32,
@@ -133,7 +136,8 @@ impl Session {
             pool: BufferPool::default(),
             out: Outgoing::default(),
             finished: Vec::new(),
-            terms: Terms::new(&export, style, contexts),
+            terms: Terms::new(&export, style, contexts.set),
+            contexts,
             export,
             payload_bytes: limits.payload_bytes,
             reported: 0,

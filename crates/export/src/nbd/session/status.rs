@@ -4,7 +4,7 @@ use vmstrata_types::GuestRange;
 
 use super::{Current, Pause, Session};
 use crate::nbd::admission::{Refusal, Terms};
-use crate::nbd::block_status;
+use crate::nbd::block_status::{self, View};
 use crate::nbd::contexts::{Context, ContextSet};
 use crate::nbd::outgoing::Payload;
 use crate::nbd::protocol::reply::{Head, ReplyTo};
@@ -13,10 +13,13 @@ use crate::nbd::protocol::{CommandFlags, Errno};
 use crate::nbd::receive::ReceiveBuffer;
 
 /// The longest list of contexts that names none twice, in bytes.
-const MAX_FILTER: usize = 8 + 4 * Context::ALL.len();
+const MAX_FILTER: usize = 8 + 4 * ContextSet::LEN_MAX;
 
 const BAD_FILTER: Refusal =
     Refusal { errno: Errno::Inval, message: "the payload names unknown contexts, or a range past the end" };
+
+const BASE_LEFT: Refusal =
+    Refusal { errno: Errno::Inval, message: "the layer to compare with is no longer part of the disk" };
 
 /// A block status whose list of contexts is being received.
 #[derive(Debug)]
@@ -68,12 +71,28 @@ impl Session {
                 return self.fail(to, Refusal { errno, message: "the layout cannot be read" });
             }
         };
-        let mut contexts = contexts.iter().peekable();
-        while let Some(context) = contexts.next() {
-            let payload = block_status::encode(&runs, context, style, only_first);
+        // Looked up before the first chunk leaves, and after the runs: a layer that left the chain in between is missed.
+        let Some(views) = contexts.iter().map(|context| self.view(context)).collect::<Option<Vec<_>>>()
+        else {
+            return self.fail(to, BASE_LEFT);
+        };
+        let mut contexts = contexts.iter().zip(views).peekable();
+        while let Some((context, view)) = contexts.next() {
+            let payload = block_status::encode(&runs, context, view, style, only_first);
             let is_done = contexts.peek().is_none();
             self.out.push(Head::block_status(style, to, payload.len(), is_done), Payload::Bytes(payload));
         }
+    }
+}
+
+impl Session {
+    /// What a context needs to know; `None` when the layer it is about has left the chain.
+    fn view(&self, context: Context) -> Option<View> {
+        Some(match context {
+            Context::Allocation => View::Allocation,
+            Context::Layer => View::Layer,
+            Context::Diff(slot) => View::Since(self.contexts.base(slot, self.engine.disk())?),
+        })
     }
 }
 

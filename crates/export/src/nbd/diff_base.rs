@@ -1,0 +1,134 @@
+//! The layers that a client can ask for the difference to, by their names.
+//!
+//! Names are only ever compared with those of the disk's own layers: nothing is opened because a client names it.
+//! Where the layer is in the chain is looked up anew for each request, because it may change while the disk runs.
+
+use vmstrata_disk::{Disk, Extent, ExtentKind, LayerInfo};
+use vmstrata_types::LayerIndex;
+
+use super::contexts::{Context, ContextSet, DIFF_PREFIX, DIFFS_MAX, DiffSlot};
+
+/// Names of layers listed at most: the newest ones.
+pub(crate) const LISTED_MAX: usize = 256;
+
+/// The contexts that a client has selected.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Selection {
+    pub(crate) set: ContextSet,
+    /// The layers' names, by [`DiffSlot`].
+    names: Vec<String>,
+}
+
+impl Selection {
+    /// What the queries select of a disk: what they do not name exactly, or name past [`DIFFS_MAX`], is left out.
+    pub(crate) fn of<'a>(queries: impl Iterator<Item = &'a str>, disk: &Disk) -> Self {
+        let layers = disk.layers();
+        let mut selection = Self::default();
+        queries.for_each(|query| selection.select(query, &layers));
+        selection
+    }
+
+    fn select(&mut self, query: &str, layers: &[LayerInfo]) {
+        self.set.select(query, false);
+        let Some(name) = query.strip_prefix(DIFF_PREFIX) else { return };
+        let is_full = self.names.len() == DIFFS_MAX;
+        if is_full || self.names.iter().any(|known| known == name) || Base::find(layers, name).is_none() {
+            return;
+        }
+        if let Some(slot) = DiffSlot::new(self.names.len()) {
+            self.set.insert(Context::Diff(slot));
+            self.names.push(name.to_owned());
+        }
+    }
+
+    /// The contexts with their names.
+    pub(crate) fn names(&self) -> impl Iterator<Item = (Context, String)> {
+        let fixed = Context::FIXED.into_iter().filter(|(context, _)| self.set.contains(*context));
+        let diffs = self.names.iter().enumerate().map(|(number, name)| {
+            let slot = DiffSlot::new(number).expect("no more were added");
+            (Context::Diff(slot), format!("{DIFF_PREFIX}{name}"))
+        });
+        fixed.map(|(context, name)| (context, name.to_owned())).chain(diffs)
+    }
+
+    /// The selected layer in this place, where it is now; `None` when it has left the chain.
+    ///
+    /// # Panics
+    /// When nothing was selected in this place.
+    pub(crate) fn base(&self, slot: DiffSlot, disk: &Disk) -> Option<Base> {
+        Base::find(&disk.layers(), &self.names[slot.get()])
+    }
+}
+
+/// The names of all contexts that tell the difference to a layer, newest first, within limits.
+pub(crate) fn list(disk: &Disk) -> Vec<String> {
+    let layers = disk.layers();
+    let below = layers.iter().rev().skip(1);
+    below.filter_map(name_of).take(LISTED_MAX).map(|name| format!("{DIFF_PREFIX}{name}")).collect()
+}
+
+fn name_of(layer: &LayerInfo) -> Option<&str> {
+    layer.path.file_name()?.to_str()
+}
+
+/// A layer below the active one, and what the layers above it do to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Base {
+    layer: LayerIndex,
+    size: u64,
+    /// Guest offset from which on a shorter layer above hides it.
+    hidden_from: u64,
+}
+
+impl Base {
+    /// The layer in the file called `name`; `None` when there is none below the active one, or more than one.
+    fn find(layers: &[LayerInfo], name: &str) -> Option<Self> {
+        let (_, below) = layers.split_last()?;
+        let mut named = below.iter().filter(|layer| name_of(layer) == Some(name));
+        let (Some(found), None) = (named.next(), named.next()) else { return None };
+        let above = layers[found.index.index() + 1..].iter().map(|layer| layer.size);
+        let hidden_from = above.min().expect("the active layer is above");
+        Some(Self { layer: found.index, size: found.size, hidden_from })
+    }
+
+    /// What changed in an extent of the disk since this layer was its newest.
+    pub(crate) fn status(&self, extent: &Extent) -> u32 {
+        match (extent.kind, extent.layer) {
+            (ExtentKind::Hole, _) | (_, None) => {
+                let hides =
+                    extent.range.end().get() > self.hidden_from && extent.range.start.get() < self.size;
+                if hides { 2 } else { 0 }
+            }
+            (_, Some(layer)) if layer <= self.layer => 0,
+            (ExtentKind::Zero, _) => 2,
+            (ExtentKind::Data | ExtentKind::Compressed, _) => 1,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmstrata_types::{GuestOffset, GuestRange};
+
+    fn extent(start: u64, len: u64, kind: ExtentKind, layer: Option<u16>) -> Extent {
+        let range = GuestRange::new(GuestOffset::new(start), len);
+        Extent { range, kind, layer: layer.map(LayerIndex::new), host: None }
+    }
+
+    #[test]
+    fn only_layers_above_the_base_change_anything() {
+        let base = Base { layer: LayerIndex::new(4), size: 100, hidden_from: 1000 };
+        let status = |kind, layer| base.status(&extent(0, 10, kind, layer));
+        assert_eq!((status(ExtentKind::Data, Some(4)), status(ExtentKind::Zero, Some(0))), (0, 0));
+        assert_eq!((status(ExtentKind::Data, Some(5)), status(ExtentKind::Compressed, Some(9))), (1, 1));
+        assert_eq!((status(ExtentKind::Zero, Some(5)), status(ExtentKind::Hole, None)), (2, 0));
+    }
+
+    #[test]
+    fn what_a_shorter_layer_hides_reads_as_zeros_now() {
+        let base = Base { layer: LayerIndex::BASE, size: 100, hidden_from: 50 };
+        let hole = |start, len| base.status(&extent(start, len, ExtentKind::Hole, None));
+        assert_eq!((hole(0, 50), hole(40, 20), hole(60, 10), hole(100, 50)), (0, 2, 2, 0));
+    }
+}

@@ -1,0 +1,165 @@
+//! `vmstrata:diff:NAME`: what changed since a layer, for stock clients and for hostile ones.
+
+mod nbd_common;
+
+use nbd_common::client::{ACK, Client, context_query, extents};
+use nbd_common::{Fixture, SIZE, Setup, Style, run, text};
+use serde_json::Value;
+use vmstrata_disk::{Diff, DiffKind, DiffOptions, ResourceOptions, Resources};
+use vmstrata_export::nbd::protocol::CommandFlags;
+use vmstrata_export::nbd::protocol::request::Command;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const LIST: u32 = 9;
+const SET: u32 = 10;
+
+/// What `nbdinfo` shows of a context: offset, length, type.
+fn map(fixture: &Fixture, context: &str) -> Vec<(u64, u64, u64)> {
+    let output = run("nbdinfo", &["--json", &format!("--map={context}"), &fixture.uri()]);
+    let map: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let number = |value: &Value| value.as_u64().unwrap();
+    let extent = |item: &Value| (number(&item["offset"]), number(&item["length"]), number(&item["type"]));
+    map.as_array().unwrap().iter().map(extent).collect()
+}
+
+#[test]
+fn nbdinfo_maps_what_changed_since_each_layer() {
+    let fixture = Fixture::chain();
+    assert_eq!(
+        map(&fixture, "vmstrata:diff:middle"),
+        [
+            (0, 2 * MIB, 0),
+            (2 * MIB, 512 * KIB, 1),
+            (2560 * KIB, 256 * KIB, 2),
+            (2816 * KIB, 256 * KIB, 1),
+            (3 * MIB, 5 * MIB, 0)
+        ]
+    );
+    assert_eq!(map(&fixture, "vmstrata:diff:base")[..2], [(0, MIB, 0), (MIB, 1536 * KIB, 1)]);
+}
+
+/// What is listed as changed is what a diff of the files finds.
+#[test]
+fn the_map_is_that_of_a_diff_of_the_files() {
+    let fixture = Fixture::chain_with(Setup { read_only: true, ..Setup::default() });
+    let resources = Resources::new(ResourceOptions::default());
+    for base in ["base", "middle"] {
+        let options = DiffOptions { allocation: true, ..DiffOptions::default() };
+        let diff = Diff::open(&fixture.path(base), &fixture.path("active"), &options, &resources).unwrap();
+        let by_files: Vec<_> = diff
+            .extents()
+            .map(|extent| extent.unwrap())
+            .map(|extent| {
+                let kind = if extent.kind == DiffKind::Data { 1 } else { 2 };
+                (extent.range.start.get(), extent.range.len, kind)
+            })
+            .collect();
+        let mut by_nbd = map(&fixture, &format!("vmstrata:diff:{base}"));
+        by_nbd.retain(|extent| extent.2 != 0);
+        assert_eq!(by_nbd, by_files, "{base}");
+    }
+}
+
+#[test]
+fn a_write_shows_at_once() {
+    let fixture = Fixture::chain();
+    run("qemu-io", &["-f", "raw", "-c", "write 5M 64k", "-c", "write -z 0 64k", &fixture.uri()]);
+    let changed = map(&fixture, "vmstrata:diff:middle");
+    assert_eq!(changed[0], (0, 64 * KIB, 2));
+    assert!(changed.contains(&(5 * MIB, 64 * KIB, 1)), "{changed:?}");
+}
+
+fn names(client: &mut Client, option: u32, queries: &[&str]) -> Vec<(u32, String)> {
+    let replies = client.option(option, &context_query("disk", queries));
+    assert_eq!(replies.last(), Some(&(ACK, vec![])));
+    let contexts = replies.iter().filter(|(kind, _)| *kind == 4);
+    let context = |data: &[u8]| {
+        let id = u32::from_be_bytes(data[..4].try_into().unwrap());
+        (id, String::from_utf8(data[4..].to_vec()).unwrap())
+    };
+    contexts.map(|(_, data)| context(data)).collect()
+}
+
+fn connect(fixture: &Fixture) -> Client {
+    let mut client = Client::connect(&fixture.socket());
+    client.set_style(Style::Extended);
+    client
+}
+
+#[test]
+fn layers_are_listed_to_those_who_ask_for_them() {
+    let fixture = Fixture::chain();
+    let mut client = connect(&fixture);
+    let mut list = |queries: &[&str]| -> Vec<String> {
+        names(&mut client, LIST, queries).into_iter().map(|(_, name)| name).collect()
+    };
+    assert_eq!(list(&["vmstrata:"]), ["vmstrata:layer"], "a long chain would be a long list");
+    assert_eq!(list(&["vmstrata:diff:"]), ["vmstrata:diff:middle", "vmstrata:diff:base"], "newest first");
+    assert_eq!(list(&["vmstrata:diff:base"]), ["vmstrata:diff:base"]);
+    assert_eq!(list(&[]), ["base:allocation", "vmstrata:layer"]);
+}
+
+#[test]
+fn a_long_chain_is_listed_within_limits() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |number: usize| directory.path().join(format!("layer{number}"));
+    for number in 0..300 {
+        let backing =
+            (number > 0).then(|| (format!("layer{}", number - 1).into(), vmstrata_disk::Format::Qcow2));
+        let options = vmstrata_disk::CreateOptions { size: Some(SIZE), backing, ..Default::default() };
+        vmstrata_disk::create(&file(number), &options).unwrap();
+    }
+    let top = file(299);
+    let fixture = Fixture::serve(directory, &top, Setup::default());
+    let mut client = connect(&fixture);
+    let listed = names(&mut client, LIST, &["vmstrata:diff:"]);
+    assert_eq!(listed.len(), 256);
+    assert_eq!(listed[0].1, "vmstrata:diff:layer298");
+    assert_eq!(names(&mut client, SET, &["vmstrata:diff:layer0"]), [(3, "vmstrata:diff:layer0".to_owned())]);
+    client.go("disk");
+}
+
+#[test]
+fn names_that_are_no_layer_select_nothing() {
+    let fixture = Fixture::chain();
+    std::fs::write(fixture.path("outside"), [0; 512]).unwrap();
+    let mut client = connect(&fixture);
+    let base = text(&fixture.path("base")).to_owned();
+    let long = "x".repeat(4000);
+    for name in ["", "active", "outside", "../base", "./base", "base/", "BASE", "base\n", "*", &base, &long] {
+        let query = format!("vmstrata:diff:{name}");
+        for option in [LIST, SET] {
+            if name.is_empty() && option == LIST {
+                continue;
+            }
+            assert_eq!(names(&mut client, option, &[&query]), [], "{query:?}");
+        }
+    }
+    let nul = client.option(SET, &context_query("disk", &["vmstrata:diff:base\0"]));
+    assert_ne!(nul[0].0, ACK, "no string at all");
+    let many: Vec<String> = (0..2000).map(|number| format!("vmstrata:diff:{number}")).collect();
+    let many: Vec<&str> = many.iter().map(String::as_str).collect();
+    assert_eq!(names(&mut client, SET, &many), []);
+}
+
+#[test]
+fn differences_can_be_selected_together_and_asked_for_apart() {
+    let fixture = Fixture::chain();
+    let mut client = connect(&fixture);
+    let queries = ["vmstrata:diff:base", "base:allocation", "vmstrata:diff:middle", "vmstrata:diff:base"];
+    let selected = names(&mut client, SET, &queries);
+    let name = |id: u32, name: &str| (id, name.to_owned());
+    let expected =
+        [name(1, "base:allocation"), name(3, "vmstrata:diff:base"), name(4, "vmstrata:diff:middle")];
+    assert_eq!(selected, expected, "each once, by number");
+    client.go("disk");
+    let chunks = client.call(Command::BlockStatus, CommandFlags::empty(), 0, SIZE).unwrap();
+    let first: Vec<_> = chunks.iter().map(extents).map(|(id, items)| (id, items[0])).collect();
+    assert_eq!(first, [(1, (2560 * KIB, 0)), (3, (MIB, 0)), (4, (2 * MIB, 0))]);
+    let payload = [SIZE.to_be_bytes().to_vec(), 4u32.to_be_bytes().to_vec()].concat();
+    let cookie =
+        client.send_with(Command::BlockStatus, CommandFlags::PAYLOAD_LEN, 0, payload.len() as u64, &payload);
+    let only: Vec<_> = client.reply(cookie).unwrap().iter().map(|chunk| extents(chunk).0).collect();
+    assert_eq!(only, [4]);
+}
