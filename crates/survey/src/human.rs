@@ -45,6 +45,11 @@ pub(crate) fn count(value: f64) -> String {
     grouped
 }
 
+/// `1 layer`, `2,000 layers`.
+pub(crate) fn counted(number: f64, noun: &str) -> String {
+    format!("{} {noun}{}", count(number), if number == 1.0 { "" } else { "s" })
+}
+
 /// `3.4`, `34`, `340`: a decimal only where it says something.
 fn digits(value: f64) -> String {
     if value >= 99.95 || (value - value.round()).abs() < 0.05 {
@@ -68,6 +73,10 @@ mod tests {
         assert_eq!(count(0.0), "0");
         assert_eq!(count(999.0), "999");
         assert_eq!(count(1234567.4), "1,234,567");
+        assert_eq!(
+            (counted(1.0, "layer"), counted(2000.0, "layer")),
+            ("1 layer".to_owned(), "2,000 layers".to_owned())
+        );
         assert_eq!(duration(0.0), "0 s");
         assert_eq!(duration(0.0123), "12.3 ms");
         assert_eq!(duration(7200.0), "2.0 h");

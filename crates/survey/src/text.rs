@@ -2,7 +2,7 @@
 
 use std::fmt::{Result, Write};
 
-use crate::human::{bytes, count, duration};
+use crate::human::{bytes, count, counted, duration};
 use crate::report::{Chain, Report, Risk, Summary};
 use crate::risk::Severity;
 
@@ -33,10 +33,10 @@ fn write_head(out: &mut String, report: &Report) -> Result {
         out,
         "{}: {} in {}, {} on the host ({} looked at)",
         report.roots.join(", "),
-        counted(totals.chains, "disk"),
-        counted(totals.layers, "layer file"),
+        counted(totals.chains as f64, "disk"),
+        counted(totals.layers as f64, "layer file"),
         bytes(totals.allocated_bytes as f64),
-        counted(report.scanned.files, "file"),
+        counted(report.scanned.files as f64, "file"),
     )
 }
 
@@ -127,7 +127,7 @@ fn write_risks(out: &mut String, report: &Report) -> Result {
     writeln!(
         out,
         "\nAt risk: {} broken, {} to be looked into",
-        counted(broken, "chain"),
+        counted(broken as f64, "chain"),
         count(suspect as f64)
     )?;
     writeln!(out, "  {:<15}{:>7}  where and what", "risk", "chains")?;
@@ -157,10 +157,6 @@ fn write_left_out(out: &mut String, report: &Report) -> Result {
         writeln!(out, "Left out: {} {what}, such as {first}", count(omitted.count as f64))?;
     }
     Ok(())
-}
-
-fn counted(number: u64, noun: &str) -> String {
-    format!("{} {noun}{}", count(number as f64), if number == 1 { "" } else { "s" })
 }
 
 /// A name from a disk of someone else's, made safe for a terminal.

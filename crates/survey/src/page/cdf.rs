@@ -62,7 +62,7 @@ fn draw(plot: &mut Plot, quantity: &Quantity, series: &Series) {
     let every = steps.len().div_ceil(TOLD_MAX).max(1);
     for (value, reached) in steps.iter().step_by(every).chain(steps.last()) {
         let says = format!("{}: {reached:.1} % up to {}", series.name, (quantity.show)(*value));
-        plot.disc(&format!("hit {}", series.ink.class()), plot.place(*value, *reached), 7.0, &says);
+        plot.disc(&format!("hit {}", series.ink.class()), plot.place(*value, *reached), 7.0, &[&says]);
     }
 }
 

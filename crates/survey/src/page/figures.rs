@@ -4,7 +4,7 @@ use super::axis::Axis;
 use super::cdf::{self, Quantity, Series};
 use super::plot::{Ink, Plot};
 use super::scatter::{self, Point};
-use crate::human::{bytes, count};
+use crate::human::{bytes, count, counted};
 use crate::report::{Chain, Report};
 use crate::times::WINDOWS;
 
@@ -76,7 +76,7 @@ fn chain_lengths(report: &Report) -> String {
     let quantity = Quantity {
         title: "Chain lengths.",
         axis: |values| Axis::counts("layers in the chain (log)", values.iter().copied()),
-        show: |layers| format!("{} layers", count(layers)),
+        show: |layers| counted(layers, "layer"),
         note: "Of chains, and of files by the longest chain they belong to (the paper's Figure 6).",
     };
     cdf::figure(
@@ -109,7 +109,9 @@ fn length_and_size(report: &Report) -> String {
         count: 1,
         name: &chain.path,
     });
-    scatter::draw(&mut plot, "a", "chain", points, |x, y, _| format!("{} layers, {}", count(x), bytes(y)));
+    scatter::draw(&mut plot, "a", "chain", points, |x, y, _| {
+        format!("{}, {}", counted(x, "layer"), bytes(y))
+    });
     plot.figure("Each disc is a disk, or as many as it is large.")
 }
 
@@ -128,7 +130,7 @@ fn sharing(report: &Report) -> String {
     plot.line("guide", &most);
     let points = points(&report.chains, |chain| (f64::from(chain.layers), f64::from(chain.shared)));
     scatter::draw(&mut plot, "a", "chain", points, |x, y, _| {
-        format!("{} layers, {} shared", count(x), count(y))
+        format!("{}, {} shared", counted(x, "layer"), count(y))
     });
     plot.figure("Backing files that more than one disk stands on (the paper's Figure 8); the line is all but the active layer.")
 }
@@ -149,7 +151,7 @@ fn chains_of_layers(report: &Report) -> String {
         name: &layer.path,
     });
     scatter::draw(&mut plot, "b", "layer", points, |x, y, _| {
-        format!("at place {}, in {} chains", count(x), count(y))
+        format!("at place {}, in {}", count(x), counted(y, "chain"))
     });
     plot.figure("Base images stand at the left and high: every disk made from one adds a chain.")
 }

@@ -89,9 +89,9 @@ impl Plot {
         let _ = writeln!(self.marks, "<path class=\"line {class}\" d=\"{path}\"/>");
     }
 
-    /// Draws a disc at a place on the drawing, with what it says under the pointer.
-    pub(super) fn disc(&mut self, class: &str, (x, y): (f64, f64), radius: f64, says: &str) {
-        let says = escape(says);
+    /// Draws a disc at a place on the drawing, with the lines it says under the pointer.
+    pub(super) fn disc(&mut self, class: &str, (x, y): (f64, f64), radius: f64, says: &[&str]) {
+        let says = says.iter().map(|line| escape(line)).collect::<Vec<_>>().join("\n");
         let _ = writeln!(
             self.marks,
             "<circle class=\"{class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{radius:.1}\"><title>{says}</title></circle>"

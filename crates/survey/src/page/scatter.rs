@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::plot::Plot;
-use crate::human::count;
+use crate::human::counted;
 
 /// Points closer than this on the drawing are drawn as one; it bounds the page whatever is surveyed.
 const SPOT: f64 = 5.0;
@@ -55,12 +55,10 @@ pub(super) fn draw<'a>(
         // A plot of single things has no large discs.
         let radius =
             if most < 2.0 { RADIUS_MIN + 1.0 } else { RADIUS_MIN + (RADIUS_MAX - RADIUS_MIN) * share };
-        let plural = if spot.count == 1 { "" } else { "s" };
-        let mut text =
-            format!("{} {noun}{plural}: {}", count(spot.count as f64), says(spot.x, spot.y, spot.count));
-        if !spot.name.is_empty() {
-            text = format!("{text}\n{}{}", if spot.count == 1 { "" } else { "such as " }, spot.name);
-        }
-        plot.disc(&format!("dot {class}"), plot.place(spot.x, spot.y), radius, &text);
+        let text = format!("{}: {}", counted(spot.count as f64, noun), says(spot.x, spot.y, spot.count));
+        let name = if spot.count == 1 { spot.name.to_owned() } else { format!("such as {}", spot.name) };
+        let lines = [text.as_str(), name.as_str()];
+        let lines = if spot.name.is_empty() { &lines[..1] } else { &lines[..] };
+        plot.disc(&format!("dot {class}"), plot.place(spot.x, spot.y), radius, lines);
     }
 }
