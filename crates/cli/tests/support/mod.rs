@@ -5,6 +5,7 @@
 // Each test binary compiles this module for itself and uses a part of it.
 #![allow(dead_code, unreachable_pub)]
 
+pub mod http;
 pub mod server;
 
 use std::ffi::OsStr;
@@ -18,7 +19,7 @@ use tempfile::TempDir;
 /// The command under test, with nothing of the caller's environment that changes what it prints.
 pub fn vmstrata() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vmstrata"));
-    command.env_remove("RUST_LOG").env_remove("NOTIFY_SOCKET");
+    command.env_remove("RUST_LOG").env_remove("NOTIFY_SOCKET").env_remove("VMSTRATA_CONTROL");
     command
 }
 

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Child, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus, Output, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -58,6 +58,32 @@ impl Server {
         let disks = self.ready["disks"].as_array().expect("a list of disks");
         let disk = disks.iter().find(|disk| disk["name"] == name).expect("a disk of this name");
         disk["nbd"][0]["uri"].as_str().expect("an NBD URI").to_owned()
+    }
+
+    /// Its control socket, where it is unless told otherwise.
+    pub fn control(&self) -> PathBuf {
+        self.runtime.path().join("control.sock")
+    }
+
+    /// Runs `vmstrata` against it.
+    pub fn ask<'a>(&self, args: impl IntoIterator<Item = &'a str>) -> Output {
+        let mut command = super::vmstrata();
+        command.args(args).env("VMSTRATA_CONTROL", self.control());
+        command.output().expect("vmstrata starts")
+    }
+
+    /// Runs `vmstrata` against it, which must succeed, and returns stdout.
+    pub fn ask_ok<'a>(&self, args: impl IntoIterator<Item = &'a str>) -> String {
+        let output = self.ask(args);
+        assert!(output.status.success(), "{:?}: {}", output.status, super::stderr(&output));
+        String::from_utf8(output.stdout).expect("UTF-8")
+    }
+
+    /// Runs `vmstrata` against it, which must fail with exit code 1, and returns what it says.
+    pub fn ask_err<'a>(&self, args: impl IntoIterator<Item = &'a str>) -> String {
+        let output = self.ask(args);
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        super::stderr(&output)
     }
 
     /// The process.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use axum::body::to_bytes;
 use axum::extract::{FromRequest, Request};
+use hyper::body::Body as _;
 use serde::de::DeserializeOwned;
 use serde_json::error::Category;
 
@@ -21,13 +22,15 @@ impl<S: Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     type Rejection = Failure;
 
     async fn from_request(request: Request, _state: &S) -> Result<Self, Failure> {
-        let received = to_bytes(request.into_body(), BODY_BYTES_MAX);
+        let body = request.into_body();
+        // One that is announced to be too long is not waited for.
+        if body.size_hint().lower() > BODY_BYTES_MAX as u64 {
+            return Err(too_long());
+        }
+        let received = to_bytes(body, BODY_BYTES_MAX);
         let bytes = match tokio::time::timeout(BODY_PATIENCE, received).await {
             Ok(Ok(bytes)) => bytes,
-            Ok(Err(error)) if is_too_long(&error) => {
-                let limit = format!("a request has at most {BODY_BYTES_MAX} bytes");
-                return Err(Failure::new(413, "too-large", limit));
-            }
+            Ok(Err(error)) if is_too_long(&error) => return Err(too_long()),
             Ok(Err(error)) => return Err(Failure::new(400, "bad-request", error.to_string())),
             Err(_) => return Err(Failure::new(408, "too-slow", "the request's body did not arrive in time")),
         };
@@ -36,6 +39,10 @@ impl<S: Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
             _ => Failure::new(400, "bad-json", error.to_string()),
         })
     }
+}
+
+fn too_long() -> Failure {
+    Failure::new(413, "too-large", format!("a request has at most {BODY_BYTES_MAX} bytes"))
 }
 
 fn is_too_long(error: &axum::Error) -> bool {

@@ -1,0 +1,283 @@
+//! A running server under control: disks and doors come and go, and what was not asked about does not notice.
+
+mod support;
+
+use std::io::Read;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use support::http::{ask, connect};
+use support::server::Server;
+use support::{Images, assert_clean, run_err, stderr, tool, tool_ok, vmstrata};
+
+fn disk(path: &Path, name: &str) -> String {
+    format!("path={},name={name}", path.display())
+}
+
+fn unix(images: &Images) -> String {
+    format!("unix:{}", images.name("nbd.sock"))
+}
+
+fn uri(images: &Images, name: &str) -> String {
+    format!("nbd+unix:///{name}?socket={}", images.name("nbd.sock"))
+}
+
+fn nbd_io(uri: &str, command: &str) {
+    let said = tool_ok("qemu-io", ["-f", "raw", "-c", command, uri]);
+    assert!(!said.contains("failed"), "{command}: {said}");
+}
+
+/// A client that writes as fast as it can, `count` requests or until it is stopped.
+fn load(uri: &str, count: u32) -> Child {
+    let count = count.to_string();
+    let bench = ["bench", "-f", "raw", "-w", "-c", &count, "-d", "16", "-s", "4k", "-S", "68k", uri];
+    Command::new("qemu-img").args(bench).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+#[test]
+fn disks_come_and_go_while_another_one_is_written() {
+    let images = Images::new();
+    let (busy, guest) = (images.create("busy.qcow2", &["256M"]), images.create("guest.qcow2", &["16M"]));
+    let server = Server::start(&["--disk", &disk(&busy, "busy"), "--nbd", &unix(&images)]);
+    let mut writer = load(&uri(&images, "busy"), 60_000);
+    let spec = disk(&guest, "guest");
+    for round in 1..=8 {
+        server.ask_ok(["disk", "add", &spec]);
+        let at = uri(&images, "guest");
+        assert_eq!(tool_ok("nbdinfo", ["--size", &at]).trim(), (16 << 20).to_string());
+        nbd_io(&at, &format!("write -P {round} 0 1M"));
+        server.ask_ok(["disk", "remove", "guest"]);
+        // The very next moment its files are anybody's.
+        tool_ok("qemu-io", ["-c", &format!("read -P {round} 0 1M"), guest.to_str().unwrap()]);
+        assert_clean(&guest);
+        assert!(!tool("nbdinfo", ["--size", &at]).status.success(), "it is still exported");
+    }
+    let mut said = String::new();
+    let status = writer.wait().unwrap();
+    writer.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(status.success(), "the writer noticed: {said}");
+    assert!(server.stop().success());
+    assert_clean(&busy);
+}
+
+#[test]
+fn a_disk_removed_in_the_middle_of_writes_is_left_clean_and_the_server_goes_on() {
+    let images = Images::new();
+    let (gone, stays) = (images.create("gone.qcow2", &["64G"]), images.create("stays.qcow2", &["16M"]));
+    let args = ["--disk", &disk(&gone, "gone"), "--disk", &disk(&stays, "stays"), "--nbd", &unix(&images)];
+    let server = Server::start(&args);
+    nbd_io(&uri(&images, "gone"), "write -P 9 60G 1M");
+    let mut writer = load(&uri(&images, "gone"), 10_000_000);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(writer.try_wait().unwrap().is_none(), "the load runs");
+    let start = Instant::now();
+    server.ask_ok(["disk", "remove", "gone"]);
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert_clean(&gone);
+    tool_ok("qemu-io", ["-c", "read -P 9 60G 1M", gone.to_str().unwrap()]);
+    nbd_io(&uri(&images, "stays"), "write -P 1 0 64k");
+    let _ = writer.kill();
+    writer.wait().unwrap();
+    assert!(server.stop().success());
+}
+
+#[test]
+fn doors_come_and_go_and_say_how_to_attach() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let server = Server::start(&["--disk", &disk(&path, "web"), "--nbd", &unix(&images)]);
+    let guest = images.name("web.sock");
+    let said = server.ask_ok(["door", "add", "--vhost-user", &format!("web={guest},queues=2")]);
+    assert!(said.contains("vhost-user-blk-pci") && said.contains(&guest), "{said}");
+    let second = format!("web={}", images.name("second.sock"));
+    assert!(server.ask_err(["door", "add", "--vhost-user", &second]).contains("two guests"));
+    assert!(!images.path("second.sock").exists());
+    let tcp: Value =
+        serde_json::from_str(&server.ask_ok(["door", "add", "--nbd", "tcp:127.0.0.1:0", "--json"])).unwrap();
+    let address = tcp["door"]["address"].as_str().unwrap();
+    let port = address.rsplit(':').next().unwrap();
+    nbd_io(&format!("nbd://127.0.0.1:{port}/web"), "write -P 5 0 64k");
+    server.ask_ok(["door", "remove", address]);
+    assert!(!tool("nbdinfo", ["--size", &format!("nbd://127.0.0.1:{port}/web")]).status.success());
+    nbd_io(&uri(&images, "web"), "read -P 5 0 64k");
+    server.ask_ok(["door", "remove", &guest]);
+    assert!(!Path::new(&guest).exists(), "the socket was left behind");
+    assert!(server.ask_err(["door", "remove", &guest]).contains("vmstrata status"));
+    server.ask_ok(["disk", "remove", "web"]);
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_disk_takes_its_own_sockets_with_it() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let guest = images.name("a.sock");
+    let server = Server::start(&["--disk", &disk(&path, "a"), "--vhost-user", &format!("a={guest}")]);
+    server.ask_ok(["disk", "remove", "a"]);
+    assert!(!Path::new(&guest).exists());
+    let status: Value = serde_json::from_str(&server.ask_ok(["status", "--json"])).unwrap();
+    assert_eq!((&status["disks"], &status["doors"]), (&Value::Array(vec![]), &Value::Array(vec![])));
+    server.ask_ok(["disk", "add", &disk(&path, "a")]);
+    assert!(server.stop().success());
+    assert_clean(&path);
+}
+
+#[test]
+fn status_shows_what_is_served() {
+    let images = Images::new();
+    let path = images.long_chain(12);
+    let server = Server::start(&["--disk", &disk(&path, "long"), "--nbd", &unix(&images)]);
+    let text = server.ask_ok(["status"]);
+    assert!(text.contains("long  serving  writable") && text.contains(&unix(&images)), "{text}");
+    let status = ask(&server.control(), "GET", "/v1/status", "").json();
+    assert_eq!(status["disks"][0]["layers"], 12);
+    assert_eq!(status["pid"], server.pid().as_raw_pid());
+    let detail = ask(&server.control(), "GET", "/v1/disks/long", "").json();
+    let chain = detail["chain"].as_array().unwrap();
+    assert_eq!(chain.len(), 12);
+    assert_eq!(
+        (&chain[0]["index"], chain[0]["path"].as_str().unwrap()),
+        (&0.into(), &*images.name("0.qcow2"))
+    );
+    assert_eq!(detail["doors"][0]["door"]["kind"], "nbd");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn without_a_server_the_commands_say_what_to_do() {
+    let images = Images::new();
+    let socket = images.name("control.sock");
+    for args in [&["status"][..], &["disk", "remove", "a"], &["door", "add", "--nbd", "unix:s"]] {
+        let message = run_err(1, [args, &["--control", &socket]].concat());
+        assert!(message.contains("no server listens at") && message.contains("vmstrata serve"), "{message}");
+    }
+}
+
+#[test]
+fn a_control_socket_belongs_to_one_server_and_is_taken_over_from_a_dead_one() {
+    let images = Images::new();
+    let (one, two) = (images.create("one.qcow2", &["16M"]), images.create("two.qcow2", &["16M"]));
+    let first = Server::start(&["--disk", &disk(&one, "one"), "--nbd", &unix(&images)]);
+    let control = first.control();
+    let asked = [
+        "serve",
+        "--disk",
+        &disk(&two, "two"),
+        "--nbd",
+        &format!("unix:{}", images.name("two.sock")),
+        "--runtime-dir",
+        &images.name("run"),
+        "--control",
+        control.to_str().unwrap(),
+    ]
+    .map(str::to_owned);
+    let output = vmstrata().args(&asked).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("another server listens there"), "{}", stderr(&output));
+    assert!(!images.path("two.sock").exists(), "it opened doors before it found out");
+    assert_eq!(ask(&control, "GET", "/v1/disks", "").json()["disks"][0]["name"], "one");
+    let runtime = first.crash();
+    assert!(control.exists(), "a crash leaves the socket");
+    let again = Server::start_in(runtime, &["--disk", &disk(&two, "two"), "--nbd", &unix(&images)]);
+    assert_eq!(ask(&control, "GET", "/v1/disks", "").json()["disks"][0]["name"], "two");
+    assert!(again.stop().success());
+    assert!(!control.exists(), "the socket was left behind");
+}
+
+#[test]
+fn a_second_server_in_the_same_runtime_directory_serves_without_a_control_socket() {
+    let images = Images::new();
+    let (one, two) = (images.create("one.qcow2", &["16M"]), images.create("two.qcow2", &["16M"]));
+    let first = Server::start(&["--disk", &disk(&one, "one"), "--nbd", &unix(&images)]);
+    let shared = first.control().parent().unwrap().to_str().unwrap().to_owned();
+    let nbd = format!("unix:{}", images.name("two.sock"));
+    // The last --runtime-dir would be an error beside the one of `start`: hence by hand.
+    let mut second = vmstrata()
+        .args(["serve", "--disk", &disk(&two, "two"), "--nbd", &nbd, "--runtime-dir", &shared])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    while !images.path("two.sock").exists() {
+        assert!(start.elapsed() < Duration::from_secs(30), "the second server does not start");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(ask(&first.control(), "GET", "/v1/disks", "").json()["disks"].as_array().unwrap().len(), 1);
+    kill_process(Pid::from_child(&second), Signal::TERM).unwrap();
+    assert!(second.wait().unwrap().success());
+    let mut log = String::new();
+    second.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+    assert!(log.contains("no control socket: another server listens there"), "{log}");
+    assert!(first.control().exists(), "the second server took the first one's socket with it");
+    assert!(first.stop().success());
+}
+
+#[test]
+fn metrics_are_served_on_the_loopback_address_and_nothing_else_is() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let (text, nbd) = (port.to_string(), unix(&images));
+    let server = Server::start(&["--disk", &disk(&path, "a"), "--nbd", &nbd, "--metrics", &text]);
+    let fetch =
+        |path: &str| tool("curl", ["-s", "-i", "-m", "10", &format!("http://127.0.0.1:{port}{path}")]);
+    let metrics = String::from_utf8(fetch("/metrics").stdout).unwrap();
+    assert!(metrics.starts_with("HTTP/1.1 200") && metrics.contains("openmetrics-text"), "{metrics}");
+    assert!(metrics.contains("vmstrata_disk_layers{disk=\"a\"} 1\n"), "{metrics}");
+    for path in ["/v1/status", "/v1/disks", "/"] {
+        assert!(String::from_utf8(fetch(path).stdout).unwrap().starts_with("HTTP/1.1 404"), "{path}");
+    }
+    assert!(server.stop().success());
+}
+
+#[test]
+fn events_tell_what_happens_as_it_happens() {
+    let images = Images::new();
+    let (a, b) = (images.create("a.qcow2", &["16M"]), images.create("b.qcow2", &["16M"]));
+    let server = Server::start(&["--disk", &disk(&a, "a"), "--nbd", &unix(&images)]);
+    let mut stream = connect(&server.control());
+    std::io::Write::write_all(&mut stream, b"GET /v1/events HTTP/1.1\r\nHost: test\r\n\r\n").unwrap();
+    let mut said = String::new();
+    let mut wait_for = |part: &str| {
+        let mut buffer = [0; 4096];
+        while !said.contains(part) {
+            let len = stream.read(&mut buffer).unwrap();
+            assert!(len > 0, "the stream ended: {said}");
+            said.push_str(std::str::from_utf8(&buffer[..len]).unwrap());
+        }
+    };
+    wait_for("text/event-stream");
+    server.ask_ok(["disk", "add", &disk(&b, "b")]);
+    wait_for("event: disk_added\ndata: {\"event\":\"disk_added\",\"disk\":\"b\"}\n\n");
+    server.ask_ok(["disk", "remove", "b"]);
+    wait_for("event: disk_removed");
+    // A listener does not keep the server from ending.
+    let start = Instant::now();
+    assert!(server.stop().success());
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_server_without_control_has_no_socket() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let server = Server::start(&["--disk", &disk(&path, "a"), "--nbd", &unix(&images), "--no-control"]);
+    assert!(!server.control().exists());
+    assert!(server.stop().success());
+}
+
+#[test]
+fn the_openapi_document_is_served() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let server = Server::start(&["--disk", &disk(&path, "a"), "--nbd", &unix(&images)]);
+    let served = ask(&server.control(), "GET", "/v1/openapi.json", "").json();
+    let committed = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/openapi.json");
+    let committed: Value = serde_json::from_str(&std::fs::read_to_string(committed).unwrap()).unwrap();
+    assert_eq!(served, committed);
+    assert!(server.stop().success());
+}

@@ -1,0 +1,236 @@
+//! The control socket against clients that are wrong, slow, many or malicious.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use support::http::{ask, ask_raw, connect, read_answer};
+use support::server::Server;
+use support::{Images, tool_ok};
+
+fn start(images: &Images) -> Server {
+    let path = images.create("a.qcow2", &["16M"]);
+    let (disk, nbd) =
+        (format!("path={},name=a", path.display()), format!("unix:{}", images.name("nbd.sock")));
+    Server::start(&["--disk", &disk, "--nbd", &nbd])
+}
+
+fn still_serves(server: &Server) {
+    assert_eq!(ask(&server.control(), "GET", "/v1/status", "").status, 200);
+    tool_ok("qemu-io", ["-f", "raw", "-c", "read 0 64k", &server.uri("a")]);
+}
+
+#[test]
+fn every_refusal_is_a_problem_with_its_kind_and_its_file() {
+    let images = Images::new();
+    let server = start(&images);
+    let control = server.control();
+    images.create("damaged.qcow2", &["16M"]);
+    let damaged = images.path("damaged.qcow2");
+    let mut bytes = std::fs::read(&damaged).unwrap();
+    bytes[20..24].copy_from_slice(&99_u32.to_be_bytes());
+    std::fs::write(&damaged, bytes).unwrap();
+    images.create("orphan.qcow2", &["-u", "-b", "/absent/base.qcow2", "-F", "qcow2", "16M"]);
+    let add = |name: &str| format!(r#"{{"path":{:?}}}"#, images.name(name));
+    let (vhost_user, on_file) = (r#""kind":"vhost_user""#, images.name("damaged.qcow2"));
+    for (method, path, body, status, kind, file) in [
+        ("GET", "/v1/disks/none", String::new(), 404, "no-such-disk", None),
+        ("DELETE", "/v1/disks/none", String::new(), 404, "no-such-disk", None),
+        ("DELETE", "/v1/doors/99", String::new(), 404, "no-such-door", None),
+        ("DELETE", "/v1/doors/x", String::new(), 404, "no-such-door", None),
+        ("GET", "/v2/status", String::new(), 404, "no-such-path", None),
+        ("PUT", "/v1/disks", String::new(), 405, "no-such-method", None),
+        ("POST", "/v1/disks", "{".to_owned(), 400, "bad-json", None),
+        ("POST", "/v1/disks", String::new(), 400, "bad-json", None),
+        ("POST", "/v1/disks", r#"{"path":"a","readonly":true}"#.to_owned(), 422, "invalid", None),
+        ("POST", "/v1/disks", r#"{"path":"a","name":"b=c"}"#.to_owned(), 422, "invalid", None),
+        ("POST", "/v1/disks", r#"{"path":"x","name":"a"}"#.to_owned(), 409, "name-taken", None),
+        (
+            "POST",
+            "/v1/disks",
+            format!(r#"{{"path":{:?},"name":"b"}}"#, images.name("a.qcow2")),
+            409,
+            "file-in-use",
+            None,
+        ),
+        ("POST", "/v1/disks", add("absent.qcow2"), 422, "file-not-allowed", None),
+        ("POST", "/v1/disks", add("damaged.qcow2"), 422, "not-supported", Some("damaged.qcow2")),
+        ("POST", "/v1/disks", add("orphan.qcow2"), 422, "file-not-allowed", None),
+        ("POST", "/v1/doors", r#"{"kind":"fuse"}"#.to_owned(), 422, "invalid", None),
+        ("POST", "/v1/doors", r#"{"kind":"nbd","address":"/run/x"}"#.to_owned(), 422, "invalid", None),
+        (
+            "POST",
+            "/v1/doors",
+            format!(r#"{{{vhost_user},"disk":"x","socket":"s"}}"#),
+            404,
+            "no-such-disk",
+            None,
+        ),
+        (
+            "POST",
+            "/v1/doors",
+            format!(r#"{{{vhost_user},"disk":"a","socket":{on_file:?}}}"#),
+            409,
+            "not-a-socket",
+            None,
+        ),
+        (
+            "POST",
+            "/v1/doors",
+            format!(r#"{{{vhost_user},"disk":"a","socket":"s","queues":999}}"#),
+            422,
+            "invalid",
+            None,
+        ),
+    ] {
+        let answer = ask(&control, method, path, &body);
+        let problem = answer.json();
+        assert_eq!((answer.status, problem["kind"].as_str().unwrap()), (status, kind), "{body}: {problem}");
+        assert!(answer.header.contains("application/problem+json"), "{}", answer.header);
+        assert_eq!(
+            (&problem["status"], &problem["type"]),
+            (&status.into(), &format!("vmstrata:{kind}").into())
+        );
+        if let Some(file) = file {
+            assert_eq!(problem["file"].as_str().unwrap(), images.name(file), "{problem}");
+        }
+    }
+    still_serves(&server);
+    let status = ask(&control, "GET", "/v1/status", "").json();
+    assert_eq!(
+        (status["disks"].as_array().unwrap().len(), status["doors"].as_array().unwrap().len()),
+        (1, 1)
+    );
+    assert!(server.stop().success());
+}
+
+#[test]
+fn bodies_and_headers_are_bounded() {
+    let images = Images::new();
+    let server = start(&images);
+    let control = server.control();
+    let huge = format!(r#"{{"path":"{}"}}"#, "a".repeat(70_000));
+    assert_eq!(ask(&control, "POST", "/v1/disks", &huge).status, 413);
+    // Said to be huge, and endless without a length.
+    let announced = b"POST /v1/disks HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n";
+    assert_eq!(ask_raw(&control, announced).unwrap().status, 413);
+    let mut endless = b"POST /v1/disks HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();
+    for _ in 0..40 {
+        endless.extend(b"1000\r\n");
+        endless.extend([b' '; 4096]);
+        endless.extend(b"\r\n");
+    }
+    assert_eq!(ask_raw(&control, &endless).unwrap().status, 413);
+    let header = format!("GET /v1/status HTTP/1.1\r\nX: {}\r\n\r\n", "x".repeat(1 << 20));
+    assert_eq!(ask_raw(&control, header.as_bytes()).unwrap().status, 431);
+    for garbage in
+        [&b"\x00\x01\x02\x03\r\n\r\n"[..], b"NBDMAGIC", b"GET / HTTP/9\r\n\r\n", b"\r\n\r\n\r\n\r\nx y"]
+    {
+        let mut stream = connect(&control);
+        let _ = stream.write_all(garbage);
+        let _ = stream.shutdown(std::net::Shutdown::Write);
+        if let Some(answer) = read_answer(&mut stream) {
+            assert!((400..600).contains(&answer.status), "{garbage:?}: {answer:?}");
+        }
+    }
+    still_serves(&server);
+    assert!(server.stop().success());
+}
+
+#[test]
+fn slow_clients_are_cut_off_and_hold_up_nobody() {
+    let images = Images::new();
+    let server = start(&images);
+    let control = server.control();
+    let mut slow_header = connect(&control);
+    slow_header.write_all(b"GET /v1/status HTT").unwrap();
+    let mut slow_body = connect(&control);
+    slow_body.write_all(b"POST /v1/disks HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{").unwrap();
+    let start = Instant::now();
+    still_serves(&server);
+    assert!(start.elapsed() < Duration::from_secs(5), "others wait for slow ones");
+    let timed_out = read_answer(&mut slow_body).unwrap();
+    assert_eq!(timed_out.json()["kind"], "too-slow");
+    let mut rest = Vec::new();
+    let _ = slow_header.read_to_end(&mut rest);
+    assert!(start.elapsed() < Duration::from_secs(25), "{:?}", start.elapsed());
+    still_serves(&server);
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_crowd_finds_the_door_shut_and_the_server_unmoved() {
+    let images = Images::new();
+    let server = start(&images);
+    let control = server.control();
+    let crowd: Vec<_> = (0..64).map(|_| connect(&control)).collect();
+    let mut late = connect(&control);
+    let _ = late.write_all(b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n");
+    assert!(read_answer(&mut late).is_none(), "the 65th connection is closed");
+    tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 1 0 64k", &server.uri("a")]);
+    drop(crowd);
+    let start = Instant::now();
+    loop {
+        let mut stream = connect(&control);
+        let _ = stream.write_all(b"GET /v1/status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        if read_answer(&mut stream).is_some_and(|answer| answer.status == 200) {
+            break;
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "the places are not given back");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_client_that_leaves_does_not_stop_what_it_asked_for() {
+    let images = Images::new();
+    let server = start(&images);
+    let path = images.create("b.qcow2", &["16M"]);
+    let body = format!(r#"{{"path":{:?}}}"#, path.to_str().unwrap());
+    for _ in 0..20 {
+        let mut stream = connect(&server.control());
+        let request =
+            format!("POST /v1/disks HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        stream.write_all(request.as_bytes()).unwrap();
+        drop(stream);
+        let wait_for = |state: Option<&str>| {
+            let start = Instant::now();
+            loop {
+                let answer = ask(&server.control(), "GET", "/v1/disks/b", "");
+                let found =
+                    (answer.status == 200).then(|| answer.json()["state"].as_str().unwrap().to_owned());
+                if found.as_deref() == state {
+                    return;
+                }
+                assert!(start.elapsed() < Duration::from_secs(10), "{found:?} instead of {state:?}");
+            }
+        };
+        // Sent whole, so carried out, unless the server saw the end of the connection first.
+        let start = Instant::now();
+        while ask(&server.control(), "GET", "/v1/disks/b", "").status == 404 {
+            if start.elapsed() > Duration::from_millis(200) {
+                break;
+            }
+        }
+        if ask(&server.control(), "GET", "/v1/disks/b", "").status == 200 {
+            wait_for(Some("serving"));
+            assert_eq!(ask(&server.control(), "DELETE", "/v1/disks/b", "").status, 204);
+        }
+        wait_for(None);
+    }
+    still_serves(&server);
+    assert!(server.stop().success());
+}
+
+#[test]
+fn only_the_owner_may_connect() {
+    let images = Images::new();
+    let server = start(&images);
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&server.control()), 0o600);
+    assert!(server.stop().success());
+}
