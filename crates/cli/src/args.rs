@@ -6,6 +6,7 @@
 
 mod backup;
 mod control;
+mod index;
 mod serve;
 mod survey;
 
@@ -16,6 +17,9 @@ use vmstrata_disk::Format;
 
 pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
 pub use self::control::{ControlArgs, DiskArgs, DiskCommand, DoorArgs, DoorCommand, NewDoor, StatusArgs};
+pub use self::index::{
+    IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
+};
 pub use self::serve::{LogFormat, ServeArgs};
 pub use self::survey::SurveyArgs;
 use crate::disk_spec::format_parser;
@@ -54,6 +58,8 @@ pub enum Command {
     Map(MapArgs),
     /// Check an image's metadata, and repair it if asked
     Check(CheckArgs),
+    /// Build, verify or drop what lets a long chain open at once
+    Index(IndexArgs),
     /// Show what changed between two states of a disk
     Diff(DiffArgs),
     /// Copy a state of a disk, whole or what changed, with checksums; or verify a copy
@@ -277,7 +283,7 @@ mod tests {
         };
         assert_eq!(serve.disks[0].name, "web");
         assert_eq!(serve.vhost_user[0].queues.map(u16::from), Some(4));
-        assert_eq!(serve.resources.metadata_cache, 32 << 20);
+        assert_eq!(serve.resources.metadata_cache, Some(32 << 20));
     }
 
     #[test]

@@ -60,6 +60,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Info(args) => commands::info::run(&args),
         Command::Map(args) => commands::map::run(&args),
         Command::Check(args) => commands::check::run(&args),
+        Command::Index(args) => commands::index::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),
         Command::Restore(args) => commands::restore::run(&args),

@@ -282,3 +282,6 @@ fn digest_file(
     }
     Ok(digest(&*top.opened.store, top.head.as_ref(), top.opened.identity.len)?.digest)
 }
+
+#[cfg(test)]
+mod tests;
