@@ -4,6 +4,7 @@
 //! longest, about, is closed; requests under way keep theirs until they are done.
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use vmstrata_store::{FileIdentity, Gate, OpenStore};
@@ -13,10 +14,14 @@ use crate::layer::Layer;
 use crate::opener::{Opened, Opener, Role};
 
 /// Whether a file is what it was, as far as a look at it tells. (The change time is no witness: it also moves when a
-/// file is linked or gets another owner.)
+/// file is linked or gets another owner. Nor is the length: an index makes a file longer and puts its time back.)
 fn same_state(now: &FileIdentity, then: &FileIdentity) -> bool {
-    (now.file, now.len, now.mtime_ns) == (then.file, then.len, then.mtime_ns)
+    (now.file, now.mtime_ns) == (then.file, then.mtime_ns)
 }
+
+/// For how long to wait, and how often to look, while a file's time is not what it was: someone may be writing an index
+/// into it, which takes about as long as two flushes.
+const INDEXING: (Duration, u32) = (Duration::from_millis(20), 25);
 
 /// The open files of frozen layers, bounded in number.
 #[derive(Debug)]
@@ -54,10 +59,18 @@ impl FileTable {
             return Ok(store);
         }
         // The gate let the file through when the chain was read; it must still be the same file.
-        let opened = self.opener.open(&layer.path, Role::Frozen, &Gate::unrestricted())?;
-        if !same_state(&opened.identity, &layer.identity) {
-            return Err(Error::from(ErrorKind::Changed).in_file(&layer.path));
-        }
+        let (pause, mut looks) = INDEXING;
+        let opened = loop {
+            let opened = self.opener.open(&layer.path, Role::Frozen, &Gate::unrestricted())?;
+            if same_state(&opened.identity, &layer.identity) {
+                break opened;
+            }
+            if looks == 0 || opened.identity.file != layer.identity.file {
+                return Err(Error::from(ErrorKind::Changed).in_file(&layer.path));
+            }
+            looks -= 1;
+            std::thread::sleep(pause);
+        };
         let file = OpenStore::new(opened.store);
         self.put(&mut clock, layer, &file);
         Ok(file)
