@@ -26,13 +26,15 @@ pub struct IndexOptions {
     pub format: Option<Format>,
     /// Take the disk's own file for a frozen layer too; it must not be written meanwhile.
     pub include_top: bool,
+    /// What opens the files; `None` opens those of this host.
+    pub opener: Option<Arc<dyn Opener>>,
     /// Told how many layers are done, of how many.
     pub progress: Option<Arc<dyn Fn(u64, u64) + Send + Sync>>,
 }
 
 impl std::fmt::Debug for IndexOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { allow_backing, format, include_top, progress: _ } = self;
+        let Self { allow_backing, format, include_top, opener: _, progress: _ } = self;
         f.debug_struct("IndexOptions")
             .field("allow_backing", allow_backing)
             .field("format", format)
@@ -94,7 +96,7 @@ pub(super) struct Links {
 impl Links {
     /// The frozen layers of the disk at `path`, with the disk's own file if asked for.
     pub(super) fn read(path: &Path, options: &IndexOptions) -> Result<Self> {
-        let opener: Arc<dyn Opener> = Arc::new(LocalFiles);
+        let opener = options.opener.clone().unwrap_or_else(|| Arc::new(LocalFiles));
         let open = OpenOptions {
             allow_backing: options.allow_backing.clone(),
             format: options.format,

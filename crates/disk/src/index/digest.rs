@@ -72,6 +72,8 @@ fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len
     let cluster = usize::try_from(tables.geometry.cluster_bits.size()).expect("at most 2 MiB");
     let (mut l1, mut l2) = (Vec::new(), vec![0; cluster]);
     let mut highest = 0;
+    // A sound file has room for every table that is named: one named over and over would be read for ever.
+    let mut room = file_len;
     let entries = tables.l1_entries as usize;
     for batch in (0..entries).step_by(L1_BATCH) {
         let at = tables.l1_at + batch as u64 * 8;
@@ -81,6 +83,8 @@ fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len
         for (number, raw) in words(&l1).enumerate().filter(|&(_, raw)| raw != 0) {
             let table = table_of(tables, raw, file_len).map_err(|e| e.at(at + number as u64 * 8))?;
             let Some(table) = table else { continue };
+            let left = room.checked_sub(cluster as u64);
+            room = left.ok_or(ErrorKind::NotIndexable { reason: "several L1 entries name one L2 table" })?;
             store.read_exact(&mut l2, table).while_trying("read an L2 table").map_err(|e| e.at(table))?;
             hash.update(&l2);
             highest = highest.max(highest_of(tables, &l2));

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use vmstrata_qcow2::index::{Home, LEAF_WORDS, LayerRecord, Root, Stamp};
+use vmstrata_qcow2::index::{Home, LEAF_WORDS, LayerRecord, MAX_LEAVES, Root, Stamp};
 use vmstrata_types::ClusterBits;
 
 use super::build::{IndexOptions, Links};
@@ -71,9 +71,7 @@ pub fn verify(path: &Path, options: &IndexOptions) -> Result<Vec<VerifiedFile>> 
     let layers = tops.collect::<Result<Vec<IndexLayer>>>()?;
     let mut run = Verifier { chain: &chain, layers: &layers, looks: Looks::default(), found: Vec::new() };
     run.found.extend(layers.iter().map(|_| Counts::default()));
-    let leaves = layers.iter().map(|layer| Root::leaves_of(layer.record.size, ClusterBits::MIN)).max();
-    let windows = leaves.unwrap_or(0).div_ceil(WINDOW).max(1);
-    for number in 0..windows {
+    for number in 0..MAX_LEAVES.div_ceil(WINDOW) {
         let more = run.window(number * WINDOW..(number + 1) * WINDOW, number == 0, options)?;
         if !more {
             break;
