@@ -98,6 +98,7 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
         compression_type: options.compression,
         feature_names: true,
         index_room: true,
+        snapshot: None,
     })?;
     write_new(path, &image, options.force)
 }
@@ -207,13 +208,22 @@ impl Temporary {
     /// # Errors
     /// Whatever the host reports.
     pub(crate) fn beside(path: &Path) -> Result<Self> {
+        Self::named(path, "new")
+    }
+
+    /// A new, empty file `.NAME.PID-NUMBER.purpose` in the directory of `path`, which has that NAME.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(crate) fn named(path: &Path, purpose: &str) -> Result<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let file_name = path.file_name().ok_or(Errno::ISDIR).map_err(io::Error::from);
         let file_name = file_name.while_trying("create the image")?;
         loop {
             let mut name = OsString::from(".");
             name.push(file_name);
-            name.push(format!(".{}-{}.new", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            name.push(format!(".{}-{number}.{purpose}", std::process::id()));
             let temporary = directory_of(path).join(name);
             let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
             match rustix::fs::open(&temporary, flags, Mode::from_raw_mode(0o644)) {
@@ -227,6 +237,18 @@ impl Temporary {
 }
 
 impl Temporary {
+    /// Writes the image.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(crate) fn fill(&self, image: &NewImage) -> Result<()> {
+        self.file.set_len(image.file_len).while_trying("extend the new image")?;
+        for (at, bytes) in &image.parts {
+            self.file.write_all_at(bytes, at.get()).while_trying("write the new image")?;
+        }
+        Ok(())
+    }
+
     /// Brings the file to stable storage and gives it its final name.
     ///
     /// # Errors
@@ -234,11 +256,17 @@ impl Temporary {
     pub(crate) fn publish(self, path: &Path, replace: bool) -> Result<()> {
         self.file.sync_all().while_trying("flush the new image")?;
         give_name(&self.path, path, replace).map_err(io::Error::from).while_trying("name the new image")?;
-        let directory = File::open(directory_of(path)).while_trying("open the image's directory")?;
-        rustix::fs::fsync(directory.as_fd())
-            .map_err(io::Error::from)
-            .while_trying("flush the image's directory")
+        flush_directory(path)
     }
+}
+
+/// Brings the names in the directory of `path` to stable storage.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(crate) fn flush_directory(path: &Path) -> Result<()> {
+    let directory = File::open(directory_of(path)).while_trying("open the image's directory")?;
+    rustix::fs::fsync(directory.as_fd()).map_err(io::Error::from).while_trying("flush the image's directory")
 }
 
 impl Drop for Temporary {
@@ -250,10 +278,7 @@ impl Drop for Temporary {
 
 fn write_new(path: &Path, image: &NewImage, replace: bool) -> Result<()> {
     let temporary = Temporary::beside(path)?;
-    temporary.file.set_len(image.file_len).while_trying("extend the new image")?;
-    for (at, bytes) in &image.parts {
-        temporary.file.write_all_at(bytes, at.get()).while_trying("write the new image")?;
-    }
+    temporary.fill(image)?;
     temporary.publish(path, replace)
 }
 

@@ -13,6 +13,7 @@ use crate::geometry::{ENTRY_LEN, Geometry};
 use crate::header::{BackingName, EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
 use crate::index::IndexLink;
 use crate::refcount::{self, RefcountOrder};
+use crate::snapshot_info::{SnapshotInfo, SnapshotInfoError};
 
 /// The smallest clusters in which stock tools name features.
 const MIN_NAMED: ClusterBits = ClusterBits::from_size(8192).expect("a power of two");
@@ -40,6 +41,8 @@ pub struct CreateOptions {
     /// Leave room in the header for a link to an index ([`crate::index::IndexLink`]), so that one can be added by
     /// writing a single sector; only in version 3, and where header and name leave that much of the first cluster.
     pub index_room: bool,
+    /// What to say of the backing file as a snapshot.
+    pub snapshot: Option<SnapshotInfo>,
 }
 
 impl CreateOptions {
@@ -55,6 +58,7 @@ impl CreateOptions {
             compression_type: CompressionType::Zlib,
             feature_names: true,
             index_room: false,
+            snapshot: None,
         }
     }
 }
@@ -93,6 +97,9 @@ pub enum CreateError {
     /// Stock tools refuse longer ones.
     #[error("{0:?} is no backing format name: 1 to {MAX_BACKING_FORMAT_LEN} bytes, none of them zero")]
     BackingFormat(String),
+    /// A part of a snapshot's record that cannot be stored.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotInfoError),
     /// The header does not fit.
     #[error(transparent)]
     Header(#[from] EncodeError),
@@ -155,12 +162,9 @@ fn check(options: &CreateOptions) -> Result<(), CreateError> {
         return Err(CreateError::TooLarge { size, cluster_size, max });
     }
     let format = options.backing.as_ref().and_then(|backing| backing.format.as_ref());
-    match format {
-        Some(name) if name.is_empty() || name.len() > MAX_BACKING_FORMAT_LEN || name.contains('\0') => {
-            Err(CreateError::BackingFormat(name.clone()))
-        }
-        _ => Ok(()),
-    }
+    let unusable =
+        |name: &&String| !(1..=MAX_BACKING_FORMAT_LEN).contains(&name.len()) || name.contains('\0');
+    format.filter(unusable).map_or(Ok(()), |name| Err(CreateError::BackingFormat(name.clone())))
 }
 
 /// The largest disk, in bytes, that clusters of this size can map: 128 GiB for 512 B, 2 EiB for 2 MiB.
@@ -264,6 +268,9 @@ fn encode_header(header: &mut Header, options: &CreateOptions) -> Result<Vec<u8>
     let name = options.backing.as_ref().map(|backing| backing.name.as_slice());
     if let Some(format) = options.backing.as_ref().and_then(|backing| backing.format.clone()) {
         extensions.items.push(Extension::BackingFormat(format));
+    }
+    if let Some(snapshot) = &options.snapshot {
+        extensions.items.push(Extension::Unknown { magic: magic::SNAPSHOT, data: snapshot.encode()? });
     }
     if options.feature_names && options.version >= 3 && options.cluster_bits >= MIN_NAMED {
         extensions.items.push(Extension::FeatureNames(FeatureNames::known()));

@@ -27,6 +27,8 @@ pub mod magic {
     pub const EXTERNAL_DATA_NAME: u32 = 0x4441_5441;
     /// Where the index of the chain lies: `VMSX`, ours ([`crate::index::IndexLink`]).
     pub const INDEX: u32 = 0x564d_5358;
+    /// What is known of the snapshot below: `VMSN`, ours ([`crate::snapshot_info::SnapshotInfo`]).
+    pub const SNAPSHOT: u32 = 0x564d_534e;
 }
 
 /// Longest backing format name that QEMU accepts.

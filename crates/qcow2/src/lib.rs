@@ -12,6 +12,7 @@
 //! | [`refcount`] | the refcount table and its blocks |
 //! | [`geometry`] | which table entry maps a guest offset |
 //! | [`snapshot`], [`bitmap`] | the tables through which internal snapshots and bitmaps hold clusters |
+//! | [`snapshot_info`] | what an overlay says of the snapshot below it |
 //! | [`index`] | vmstrata's own map of a whole chain, outside the tables |
 //! | [`create`] | the bytes of an empty image |
 //!
@@ -48,6 +49,7 @@ pub mod header;
 pub mod index;
 pub mod refcount;
 pub mod snapshot;
+pub mod snapshot_info;
 
 pub use create::{CreateError, CreateOptions, NewBacking, NewImage, new_image};
 pub use entry::{EntryError, EntryFormat, L1Entry, L2Entry};
@@ -57,3 +59,4 @@ pub use feature::{Autoclear, Compatible, CompressionType, Incompatible};
 pub use geometry::Geometry;
 pub use header::{BackingName, EncodeError, Header};
 pub use refcount::RefcountOrder;
+pub use snapshot_info::{SnapshotInfo, SnapshotInfoError};
