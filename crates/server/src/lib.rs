@@ -8,7 +8,7 @@
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`spec`], `options` | what is asked for, checked before any file is touched |
+//! | [`spec`], [`config`], `options` | what is asked for, checked before any file is touched |
 //! | [`host`] | which disks and doors there are, and how they come and go |
 //! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
 //! | `run`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod config;
 mod control;
 mod error;
 pub mod host;
@@ -27,6 +28,7 @@ mod options;
 mod run;
 mod runtime_dir;
 mod shutdown;
+pub mod size;
 pub mod spec;
 
 pub use control::openapi;

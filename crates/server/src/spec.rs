@@ -11,6 +11,7 @@
 
 mod together;
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 
@@ -203,6 +204,22 @@ impl From<&VhostUserSpec> for api::VhostUserSpec {
             serial: spec.serial.clone(),
             share: spec.share,
         }
+    }
+}
+
+/// A text that is no place for metrics.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("metrics are served on a port, or an address and a port, as in 9100, 192.0.2.1:9100 or [::]:9100")]
+pub struct MetricsError;
+
+/// Reads a port, or an address with a port: metrics are for this host alone unless an address says otherwise.
+///
+/// # Errors
+/// When it is neither.
+pub fn parse_metrics(text: &str) -> Result<SocketAddr, MetricsError> {
+    match text.parse::<u16>() {
+        Ok(port) => Ok((Ipv4Addr::LOCALHOST, port).into()),
+        Err(_) => text.parse().map_err(|_| MetricsError),
     }
 }
 

@@ -1,12 +1,13 @@
 //! The command line of `vmstrata serve`.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use vmstrata_export::nbd::Address;
-use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
+use vmstrata_server::config::Settings;
+use vmstrata_server::spec::{DiskSpec, VhostUserSpec, parse_metrics};
+use vmstrata_server::{ControlPlace, TlsFiles};
 
 use super::BackingArgs;
 use crate::disk_spec::{parse_disk, parse_vhost_user};
@@ -16,8 +17,16 @@ use crate::units::parse_size;
 #[derive(Debug, Args)]
 #[command(after_help = SERVE_HELP)]
 pub struct ServeArgs {
+    /// Read settings from this TOML file; flags that are given win over it
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
     /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw] (repeatable)
-    #[arg(long = "disk", value_name = "SPEC", required = true, value_parser = parse_disk)]
+    #[arg(
+        long = "disk",
+        value_name = "SPEC",
+        required_unless_present_any = ["config", "control"],
+        value_parser = parse_disk
+    )]
     pub disks: Vec<DiskSpec>,
     /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share] (repeatable)
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
@@ -64,9 +73,9 @@ pub struct ServeArgs {
 /// What all disks of one server share.
 #[derive(Debug, Args)]
 pub struct ResourceArgs {
-    /// Memory for the metadata of all disks together
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "64M")]
-    pub metadata_cache: u64,
+    /// Memory for the metadata of all disks together [default: 64M]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub metadata_cache: Option<u64>,
     /// Files of layers kept open at once; from the process's limit if omitted
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(16..))]
     pub max_open_files: Option<u32>,
@@ -86,6 +95,12 @@ Examples:
   vmstrata serve --disk path=backup.qcow2,read-only --nbd tcp:0.0.0.0:10809 \\
       --nbd-tls-cert cert.pem --nbd-tls-key key.pem --nbd-tls-client-ca ca.pem
 
+  vmstrata serve --config /etc/vmstrata.toml
+
+The file has the flags' names as keys, without the dashes: nbd = [\"unix:/run/nbd.sock\"], metadata-cache = \"1G\";
+each disk is a table [[disk]] with path, name and so on, each guest's socket a table [[vhost-user]] with disk,
+socket and so on. Paths in it are seen from its directory. A flag replaces the file's value, lists as a whole.
+
 A comma inside a value is written twice: path=/a,,b.qcow2. When ready, the server prints how to attach each
 disk to QEMU, libvirt, cloud-hypervisor and NBD clients. Under systemd use Type=notify.
 
@@ -93,12 +108,32 @@ SIGTERM and SIGINT end it: requests in flight finish, everything is flushed, ima
 A second signal ends it at once, as a crash would: what was flushed is safe.
 Exit codes: 0 ended clean, 1 could not start, or a disk could not be closed clean, 64 wrong usage.";
 
-/// A port, or an address with a port: metrics are for this host alone unless an address says otherwise.
-fn parse_metrics(text: &str) -> Result<SocketAddr> {
-    match text.parse::<u16>() {
-        Ok(port) => Ok((Ipv4Addr::LOCALHOST, port).into()),
-        Err(_) => {
-            text.parse().context("a port, or an address and a port, as in 9100, 192.0.2.1:9100 or [::]:9100")
+impl ServeArgs {
+    /// What the flags say, in the words of a configuration file.
+    pub fn settings(&self) -> Settings {
+        let keys = self.nbd_tls_cert.clone().zip(self.nbd_tls_key.clone());
+        let nbd_tls = keys.map(|(certificate, key)| TlsFiles {
+            certificate,
+            key,
+            client_ca: self.nbd_tls_client_ca.clone(),
+        });
+        let control = if self.no_control {
+            Some(ControlPlace::Off)
+        } else {
+            self.control.clone().map(ControlPlace::At)
+        };
+        Settings {
+            disks: self.disks.clone(),
+            vhost_user: self.vhost_user.clone(),
+            nbd: self.nbd.clone(),
+            nbd_tls,
+            allow_backing: self.backing.allow_backing.clone(),
+            metadata_cache_bytes: self.resources.metadata_cache,
+            max_open_files: self.resources.max_open_files.map(|files| files as usize),
+            workers: self.resources.workers.map(|workers| workers as usize),
+            runtime_dir: self.resources.runtime_dir.clone(),
+            control,
+            metrics: self.metrics,
         }
     }
 }

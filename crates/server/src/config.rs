@@ -1,0 +1,173 @@
+//! The configuration file of `vmstrata serve`: TOML with the vocabulary of the flags.
+//!
+//! ```text
+//!   file ──► file::File: keys and types, unknown keys refused ──► Settings ◄── flags (they win)
+//!                                                                    └──► Options
+//! ```
+//!
+//! A key has the name of its flag without the dashes; `[[disk]]` and `[[vhost-user]]` are tables with the keys of the
+//! flags' lists. Relative paths are seen from the file's directory, so that a service finds them wherever it starts.
+//! What belongs to one start and not to a server (`--json`, `--ready-fd`, `--log-format`) is a flag only.
+//!
+//! ```toml
+//! nbd = ["unix:/run/vmstrata/nbd.sock"]
+//! metadata-cache = "256M"
+//! allow-backing = ["/srv/golden"]
+//!
+//! [[disk]]
+//! path = "/srv/vms/web.qcow2"
+//!
+//! [[vhost-user]]
+//! disk = "web"
+//! socket = "/run/vmstrata/web.sock"
+//! queues = 4
+//! ```
+
+mod file;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use vmstrata_export::nbd::{self, Address};
+
+use crate::options::{ControlPlace, Limits, Options, TlsFiles};
+use crate::size::SizeError;
+use crate::spec::{DiskSpec, MetricsError, SpecError, VhostUserSpec};
+
+/// A configuration file that cannot be used, and where in it the reason is.
+#[derive(Debug, thiserror::Error)]
+#[error("{}:{line}: {fault}", path.display())]
+pub struct ConfigError {
+    /// The file.
+    pub path: PathBuf,
+    /// The line, counted from 1.
+    pub line: usize,
+    /// What is wrong there.
+    pub fault: ConfigFault,
+}
+
+/// What is wrong with a configuration file.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigFault {
+    /// It cannot be read.
+    #[error("cannot read the file: {0}")]
+    Read(std::io::Error),
+    /// It is no TOML, has a key that nobody knows, or a value of the wrong type.
+    #[error("{}", .0.message().replace('\n', " "))]
+    Toml(Box<toml::de::Error>),
+    /// A disk or socket that makes no sense.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// An address that is none.
+    #[error(transparent)]
+    Address(#[from] nbd::Error),
+    /// A size that is none.
+    #[error(transparent)]
+    Size(#[from] SizeError),
+    /// A place for metrics that is none.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    /// A number outside its range.
+    #[error("{key} is {allowed}, not {value}")]
+    Range {
+        /// The key.
+        key: &'static str,
+        /// What it may be.
+        allowed: &'static str,
+        /// What it is.
+        value: u32,
+    },
+    /// A certificate without its key, or the other way round.
+    #[error("nbd-tls-cert and nbd-tls-key go together, and nbd-tls-client-ca only with them")]
+    HalfTls,
+    /// A place to be controlled at, and none.
+    #[error("either control or no-control")]
+    ControlTwice,
+}
+
+/// What flags or a configuration file say; what is absent is left to the other, or to the defaults.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// The disks.
+    pub disks: Vec<DiskSpec>,
+    /// Sockets for guests.
+    pub vhost_user: Vec<VhostUserSpec>,
+    /// Addresses for NBD clients of all disks.
+    pub nbd: Vec<Address>,
+    /// Require TLS of NBD clients.
+    pub nbd_tls: Option<TlsFiles>,
+    /// Directories in which backing files are opened.
+    pub allow_backing: Vec<PathBuf>,
+    /// Bytes of metadata pages in memory.
+    pub metadata_cache_bytes: Option<u64>,
+    /// Files of layers kept open at once.
+    pub max_open_files: Option<usize>,
+    /// Threads for what may block.
+    pub workers: Option<usize>,
+    /// Where volatile journals go.
+    pub runtime_dir: Option<PathBuf>,
+    /// Where the server is controlled.
+    pub control: Option<ControlPlace>,
+    /// Where Prometheus may fetch metrics over TCP.
+    pub metrics: Option<SocketAddr>,
+}
+
+impl Settings {
+    /// Reads a configuration file.
+    ///
+    /// # Errors
+    /// [`ConfigError`], naming file and line.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let fault = |line, fault| ConfigError { path: path.to_owned(), line, fault };
+        let text = std::fs::read_to_string(path).map_err(|error| fault(1, ConfigFault::Read(error)))?;
+        let directory = path.parent().unwrap_or(Path::new(""));
+        file::parse(&text, directory)
+            .map_err(|(offset, what)| fault(text[..offset].matches('\n').count() + 1, what))
+    }
+
+    /// These settings, and `others` where these say nothing. A list that says something replaces the whole other list.
+    #[must_use]
+    pub fn over(self, others: Self) -> Self {
+        fn first<T>(list: Vec<T>, other: Vec<T>) -> Vec<T> {
+            if list.is_empty() { other } else { list }
+        }
+        Self {
+            disks: first(self.disks, others.disks),
+            vhost_user: first(self.vhost_user, others.vhost_user),
+            nbd: first(self.nbd, others.nbd),
+            nbd_tls: self.nbd_tls.or(others.nbd_tls),
+            allow_backing: first(self.allow_backing, others.allow_backing),
+            metadata_cache_bytes: self.metadata_cache_bytes.or(others.metadata_cache_bytes),
+            max_open_files: self.max_open_files.or(others.max_open_files),
+            workers: self.workers.or(others.workers),
+            runtime_dir: self.runtime_dir.or(others.runtime_dir),
+            control: self.control.or(others.control),
+            metrics: self.metrics.or(others.metrics),
+        }
+    }
+
+    /// What a server is started with: these settings, and the defaults where they say nothing.
+    pub fn into_options(self) -> Options {
+        let limits = Limits::default();
+        Options {
+            disks: self.disks,
+            vhost_user: self.vhost_user,
+            nbd: self.nbd,
+            nbd_tls: self.nbd_tls,
+            allow_backing: self.allow_backing,
+            limits: Limits {
+                metadata_cache_bytes: self.metadata_cache_bytes.unwrap_or(limits.metadata_cache_bytes),
+                max_open_files: self.max_open_files,
+                workers: self.workers,
+            },
+            runtime_dir: self.runtime_dir,
+            ready_fd: None,
+            control: self.control.unwrap_or_default(),
+            metrics: self.metrics,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

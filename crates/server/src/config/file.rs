@@ -1,0 +1,186 @@
+//! The file as it is written: keys, types, and the line each value stands on.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use toml::Spanned;
+use vmstrata_api as api;
+use vmstrata_export::nbd::Address;
+
+use super::{ConfigFault, Settings};
+use crate::options::{ControlPlace, TlsFiles};
+use crate::size::parse_size;
+use crate::spec::{DiskSpec, VhostUserSpec, parse_metrics};
+
+/// What is wrong, and the byte at which.
+type At = (usize, ConfigFault);
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct File {
+    disk: Vec<Spanned<Disk>>,
+    vhost_user: Vec<Spanned<VhostUser>>,
+    nbd: Vec<Spanned<String>>,
+    nbd_tls_cert: Option<Spanned<PathBuf>>,
+    nbd_tls_key: Option<Spanned<PathBuf>>,
+    nbd_tls_client_ca: Option<Spanned<PathBuf>>,
+    allow_backing: Vec<PathBuf>,
+    metadata_cache: Option<Spanned<Text>>,
+    max_open_files: Option<Spanned<u32>>,
+    workers: Option<Spanned<u32>>,
+    runtime_dir: Option<PathBuf>,
+    control: Option<Spanned<PathBuf>>,
+    no_control: bool,
+    metrics: Option<Spanned<Text>>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Disk {
+    path: String,
+    name: Option<String>,
+    #[serde(default)]
+    read_only: bool,
+    #[serde(default)]
+    cache: api::CacheMode,
+    format: Option<api::Format>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct VhostUser {
+    disk: String,
+    socket: String,
+    queues: Option<u16>,
+    threads: Option<u16>,
+    poll_us: Option<u32>,
+    serial: Option<String>,
+    #[serde(default)]
+    share: bool,
+}
+
+/// A size or a place: a number needs no quotes.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+enum Text {
+    Number(u64),
+    Text(String),
+}
+
+impl Text {
+    fn into_string(self) -> String {
+        match self {
+            Self::Number(number) => number.to_string(),
+            Self::Text(text) => text,
+        }
+    }
+}
+
+/// Reads a file that lies in `directory`.
+///
+/// # Errors
+/// The first thing that is wrong, and the byte at which.
+pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
+    let parsed: Result<File, toml::de::Error> = toml::from_str(text);
+    let file = parsed.map_err(|error| {
+        let at = error.span().map_or(0, |span| span.start);
+        (at.min(text.len()), ConfigFault::Toml(Box::new(error)))
+    })?;
+    let here = |path: PathBuf| directory.join(path);
+    let nbd_tls = file.tls(directory)?;
+    let control = file.control(directory)?;
+    Ok(Settings {
+        disks: each(file.disk, |disk| disk_spec(disk, directory))?,
+        vhost_user: each(file.vhost_user, |socket| vhost_user_spec(socket, directory))?,
+        nbd: each(file.nbd, |address| nbd_address(&address, directory))?,
+        nbd_tls,
+        allow_backing: file.allow_backing.into_iter().map(here).collect(),
+        metadata_cache_bytes: one(file.metadata_cache, |size| Ok(parse_size(&size.into_string())?))?,
+        max_open_files: one(file.max_open_files, |files| {
+            in_range("max-open-files", files, 16..u32::MAX, "at least 16")
+        })?,
+        workers: one(file.workers, |workers| in_range("workers", workers, 1..1025, "1 to 1024"))?,
+        runtime_dir: file.runtime_dir.map(here),
+        control,
+        metrics: one(file.metrics, |place| Ok(parse_metrics(&place.into_string())?))?,
+    })
+}
+
+impl File {
+    fn tls(&self, directory: &Path) -> Result<Option<TlsFiles>, At> {
+        let path = |file: &Spanned<PathBuf>| directory.join(file.get_ref());
+        match (&self.nbd_tls_cert, &self.nbd_tls_key, &self.nbd_tls_client_ca) {
+            (Some(certificate), Some(key), client_ca) => Ok(Some(TlsFiles {
+                certificate: path(certificate),
+                key: path(key),
+                client_ca: client_ca.as_ref().map(path),
+            })),
+            (None, None, None) => Ok(None),
+            (certificate, key, client_ca) => {
+                let odd = certificate.as_ref().or(key.as_ref()).or(client_ca.as_ref());
+                Err((odd.map_or(0, |file| file.span().start), ConfigFault::HalfTls))
+            }
+        }
+    }
+
+    fn control(&self, directory: &Path) -> Result<Option<ControlPlace>, At> {
+        match (&self.control, self.no_control) {
+            (Some(path), true) => Err((path.span().start, ConfigFault::ControlTwice)),
+            (Some(path), false) => Ok(Some(ControlPlace::At(directory.join(path.get_ref())))),
+            (None, true) => Ok(Some(ControlPlace::Off)),
+            (None, false) => Ok(None),
+        }
+    }
+}
+
+/// Converts a value that knows where it stands.
+fn one<T, U>(
+    value: Option<Spanned<T>>,
+    convert: impl FnOnce(T) -> Result<U, ConfigFault>,
+) -> Result<Option<U>, At> {
+    let Some(value) = value else { return Ok(None) };
+    let at = value.span().start;
+    convert(value.into_inner()).map(Some).map_err(|fault| (at, fault))
+}
+
+fn each<T, U>(
+    values: Vec<Spanned<T>>,
+    mut convert: impl FnMut(T) -> Result<U, ConfigFault>,
+) -> Result<Vec<U>, At> {
+    let converted = values.into_iter().map(|value| {
+        let at = value.span().start;
+        convert(value.into_inner()).map_err(|fault| (at, fault))
+    });
+    converted.collect()
+}
+
+fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
+    let Disk { path, name, read_only, cache, format } = disk;
+    let mut spec = DiskSpec::try_from(api::DiskSpec { path, name, read_only, cache, format })?;
+    spec.path = directory.join(spec.path);
+    Ok(spec)
+}
+
+fn vhost_user_spec(socket: VhostUser, directory: &Path) -> Result<VhostUserSpec, ConfigFault> {
+    let VhostUser { disk, socket, queues, threads, poll_us, serial, share } = socket;
+    let socket = directory.join(socket).display().to_string();
+    let asked = api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share };
+    Ok(VhostUserSpec::try_from(asked)?)
+}
+
+fn nbd_address(text: &str, directory: &Path) -> Result<Address, ConfigFault> {
+    Ok(match text.parse()? {
+        Address::Unix(path) => Address::Unix(directory.join(path)),
+        tcp @ Address::Tcp { .. } => tcp,
+    })
+}
+
+fn in_range(
+    key: &'static str,
+    value: u32,
+    range: Range<u32>,
+    allowed: &'static str,
+) -> Result<usize, ConfigFault> {
+    if range.contains(&value) { Ok(value as usize) } else { Err(ConfigFault::Range { key, allowed, value }) }
+}

@@ -1,0 +1,130 @@
+use std::num::NonZeroU16;
+
+use vmstrata_disk::Format;
+use vmstrata_store::CacheMode;
+
+use super::*;
+
+fn parse(text: &str) -> Result<Settings, ConfigError> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vmstrata.toml");
+    std::fs::write(&path, text).unwrap();
+    Settings::read(&path).map(|mut settings| {
+        // What was relative is seen from the file's directory.
+        settings.disks.iter_mut().for_each(|disk| {
+            disk.path = disk.path.strip_prefix(dir.path()).unwrap_or(&disk.path).to_owned();
+        });
+        settings
+    })
+}
+
+#[test]
+fn every_key_is_read() {
+    let settings = parse(
+        r#"
+        nbd = ["unix:/run/nbd.sock", "tcp:[::1]:7"]
+        nbd-tls-cert = "/pki/cert.pem"
+        nbd-tls-key = "/pki/key.pem"
+        nbd-tls-client-ca = "/pki/ca.pem"
+        allow-backing = ["/srv/golden"]
+        metadata-cache = "256M"
+        max-open-files = 100
+        workers = 3
+        runtime-dir = "/run/vms"
+        control = "/run/vms/c.sock"
+        metrics = 9100
+
+        [[disk]]
+        path = "web.qcow2"
+
+        [[disk]]
+        path = "/abs/db.img"
+        name = "db"
+        read-only = true
+        cache = "direct"
+        format = "raw"
+
+        [[vhost-user]]
+        disk = "web"
+        socket = "/run/web.sock"
+        queues = 4
+        threads = 2
+        poll-us = 50
+        serial = "WEB-1"
+        share = true
+        "#,
+    )
+    .unwrap();
+    let [web, db] = &settings.disks[..] else { panic!("{settings:?}") };
+    assert_eq!((web.name.as_str(), web.path.as_path()), ("web", Path::new("web.qcow2")));
+    assert_eq!((db.name.as_str(), db.path.as_path(), db.read_only), ("db", Path::new("/abs/db.img"), true));
+    assert_eq!((db.cache, db.format), (CacheMode::Direct, Some(Format::Raw)));
+    let socket = &settings.vhost_user[0];
+    assert_eq!((socket.queues, socket.poll_us, socket.share), (NonZeroU16::new(4), Some(50), true));
+    assert_eq!(settings.nbd[1], "tcp:[::1]:7".parse().unwrap());
+    assert_eq!(settings.nbd_tls.as_ref().unwrap().client_ca.as_deref(), Some(Path::new("/pki/ca.pem")));
+    assert_eq!(settings.control, Some(ControlPlace::At("/run/vms/c.sock".into())));
+    assert_eq!(settings.metrics, Some("127.0.0.1:9100".parse().unwrap()));
+    let options = settings.into_options();
+    assert_eq!(options.limits.metadata_cache_bytes, 256 << 20);
+    assert_eq!((options.limits.max_open_files, options.limits.workers), (Some(100), Some(3)));
+    assert_eq!(options.allow_backing, [Path::new("/srv/golden")]);
+}
+
+#[test]
+fn an_empty_file_leaves_everything_to_the_defaults() {
+    assert_eq!(parse("").unwrap(), Settings::default());
+    let options = parse("# nothing\n").unwrap().into_options();
+    assert_eq!(options.limits, Limits::default());
+    assert_eq!(options.control, ControlPlace::IfFree);
+}
+
+#[test]
+fn what_is_wrong_is_said_with_its_line() {
+    for (text, line, part) in [
+        ("nbd = [\n\"unix:a\",\n\"/b\"\n]", 3, "'/b' is no NBD address"),
+        ("\nworkers = 0", 2, "workers is 1 to 1024, not 0"),
+        ("max-open-files = 15", 1, "at least 16, not 15"),
+        ("\n\nreadonly = true", 3, "unknown field `readonly`"),
+        ("[[disk]]\npath = \"a\"\nreadonly = true", 3, "unknown field `readonly`"),
+        ("\n[[disk]]\nname = \"a\"", 2, "missing field `path`"),
+        ("\n[[disk]]\npath = \"a\"\nname = \"b=c\"", 2, "no '='"),
+        ("[[disk]]\npath = \"a\"\ncache = \"none\"", 3, "unknown variant `none`"),
+        ("\n[[vhost-user]]\ndisk = \"a\"\nsocket = \"s\"\nqueues = 0", 2, "'queues' is at least 1"),
+        ("metadata-cache = \"1.5G\"", 1, "1536M"),
+        ("metrics = \"localhost\"", 1, "as in 9100"),
+        ("\nnbd-tls-cert = \"c\"", 2, "go together"),
+        ("nbd-tls-client-ca = \"c\"", 1, "go together"),
+        ("no-control = true\ncontrol = \"c\"", 2, "either control or no-control"),
+        ("a = ", 1, ""),
+        ("workers = \"many\"", 1, "invalid type"),
+        ("disk = 3", 1, "invalid type"),
+    ] {
+        let error = parse(text).unwrap_err();
+        assert_eq!(error.line, line, "{text:?}: {error}");
+        let said = error.to_string();
+        assert!(said.contains(part) && said.contains(&format!("vmstrata.toml:{line}: ")), "{text:?}: {said}");
+        assert!(!said.contains('\n'), "{said}");
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_named() {
+    let error = Settings::read(Path::new("/absent/vmstrata.toml")).unwrap_err().to_string();
+    assert!(error.contains("/absent/vmstrata.toml") && error.contains("No such file"), "{error}");
+}
+
+#[test]
+fn flags_win_and_a_list_replaces_a_list() {
+    let file = parse("workers = 3\nmetadata-cache = \"1M\"\nnbd = [\"unix:/a\", \"unix:/b\"]").unwrap();
+    let flags = Settings {
+        workers: Some(5),
+        nbd: vec!["unix:/c".parse().unwrap()],
+        control: Some(ControlPlace::Off),
+        ..Settings::default()
+    };
+    let both = flags.over(file);
+    assert_eq!((both.workers, both.metadata_cache_bytes), (Some(5), Some(1 << 20)));
+    assert_eq!(both.nbd, ["unix:/c".parse().unwrap()]);
+    assert_eq!(both.control, Some(ControlPlace::Off));
+}
