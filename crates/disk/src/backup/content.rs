@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_qcow2::L2Entry;
+use vmstrata_qcow2::{Geometry, L2Entry};
 use vmstrata_store::Gate;
 use vmstrata_types::{GuestOffset, GuestRange};
 
@@ -18,6 +18,14 @@ use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Layer, Scratch, Tables};
 use crate::opener::Role;
 use crate::resources::Resources;
+
+/// L2 tables looked at before it is checked how many there are.
+const TABLES_AT_ONCE: u64 = 64;
+
+/// How the file has a cluster.
+fn kind_of(entry: L2Entry) -> DiffKind {
+    if matches!(entry, L2Entry::Zero { .. }) { DiffKind::Zero } else { DiffKind::Data }
+}
 
 /// The file of a backup, open, with its manifest.
 #[derive(Debug)]
@@ -45,16 +53,36 @@ impl Content {
         if bits.size() != manifest.cluster_bytes {
             return differs("cluster size");
         }
-        let whole = GuestRange::new(GuestOffset::ZERO, layer.size);
-        let mut plan = Plan::new(bits, layer.size);
-        let nothing = Plan::new(bits, layer.size);
-        let mut content = Self { layer, resources: Arc::clone(resources), plan: nothing, manifest };
-        content.scan(whole, |at, entry| {
-            let kind = if matches!(entry, L2Entry::Zero { .. }) { DiffKind::Zero } else { DiffKind::Data };
-            plan.mark(GuestRange::new(at, bits.size()), kind);
-        })?;
-        content.plan = plan;
+        let plan = Plan::new(bits, layer.size);
+        let mut content = Self { layer, resources: Arc::clone(resources), plan, manifest };
+        content.read_plan().map_err(|error| error.in_file(path))?;
         Ok(content)
+    }
+
+    /// Notes which clusters the file has.
+    fn read_plan(&mut self) -> Result<()> {
+        let (bits, size) = (self.plan.bits(), self.size());
+        let tables_max = self.layer.identity.len >> bits.get();
+        let span = Geometry::new(bits).l2_span() * TABLES_AT_ONCE;
+        let mut plan = Plan::new(bits, size);
+        let mut at = 0;
+        while at < size {
+            let len = span.min(size - at);
+            let mut marked = Ok(());
+            self.scan(GuestRange::new(GuestOffset::new(at), len), |at, entry| {
+                if marked.is_ok() {
+                    marked = plan.mark(GuestRange::new(at, bits.size()), kind_of(entry));
+                }
+            })?;
+            marked?;
+            // Entries that share a table would make it as large as they like.
+            if plan.table_count() as u64 > tables_max {
+                return Err(BackupFault::Tables.into());
+            }
+            at += len;
+        }
+        self.plan = plan;
+        Ok(())
     }
 
     /// The file's path.
@@ -102,7 +130,7 @@ impl Content {
         let mut entries = Vec::new();
         self.scan(GuestRange::new(start, len), |at, entry| entries.push((at, entry)))?;
         for (at, entry) in entries {
-            let kind = if matches!(entry, L2Entry::Zero { .. }) { DiffKind::Zero } else { DiffKind::Data };
+            let kind = kind_of(entry);
             clusters.push(Planned { at, kind });
             if kind == DiffKind::Data {
                 self.append(at, entry, &mut data).map_err(|error| error.in_file(self.path()))?;

@@ -92,6 +92,15 @@ pub enum BackupFault {
         "a compressed backup cannot be written to a pipe, as its header is known last: write it to a file, or uncompressed, and compress the stream"
     )]
     CompressedStream,
+    /// A disk of which more clusters are stored than a plan can hold.
+    #[error("the disk ({size} bytes) has more clusters to store than a backup can hold")]
+    TooLarge {
+        /// Its virtual size.
+        size: u64,
+    },
+    /// A file with more tables than it has room for: several entries lead to one.
+    #[error("the backup is damaged: it has more tables than fit its file")]
+    Tables,
     /// Nothing to restore from.
     #[error("no backup to restore from")]
     Nothing,

@@ -21,8 +21,8 @@ use crate::error::{Error, ErrorKind, IoContext as _, Result};
 pub const MANIFEST_SUFFIX: &str = ".manifest.json";
 /// The version that is written and read.
 const VERSION: u32 = 1;
-/// Manifests of larger disks are refused: 64 TiB, full.
-const BYTES_MAX: u64 = 4 << 30;
+/// Longer manifests are refused: this is one of a full disk of 30 TiB.
+const BYTES_MAX: u64 = 1 << 30;
 
 /// A SHA-256.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]

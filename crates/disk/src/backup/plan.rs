@@ -5,9 +5,12 @@ use std::collections::BTreeMap;
 use vmstrata_qcow2::Geometry;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 
+use super::fault::BackupFault;
 use super::region::REGION_BYTES;
 use crate::diff::DiffKind;
 
+/// Memory that a plan may take: enough for 256 TiB of 64 KiB clusters.
+const BYTES_MAX: usize = 1 << 30;
 const ABSENT: u8 = 0;
 const ZERO: u8 = 1;
 const DATA: u8 = 2;
@@ -57,19 +60,26 @@ impl Plan {
     }
 
     /// Adds every cluster that `range` touches. A cluster that is zeros in part only is stored as data.
-    pub(super) fn mark(&mut self, range: GuestRange, kind: DiffKind) {
+    ///
+    /// # Errors
+    /// [`BackupFault::TooLarge`] when the plan would take too much memory.
+    pub(super) fn mark(&mut self, range: GuestRange, kind: DiffKind) -> Result<(), BackupFault> {
         let (bits, end) = (self.bits(), range.end().get().min(self.size));
         let mut at = range.start.align_down(bits);
         while at.get() < end {
             let next = at.get() + bits.size();
             let whole = at >= range.start && next.min(self.size) <= end;
-            self.mark_one(at, if kind == DiffKind::Zero && whole { ZERO } else { DATA });
+            self.mark_one(at, if kind == DiffKind::Zero && whole { ZERO } else { DATA })?;
             at = GuestOffset::new(next);
         }
+        Ok(())
     }
 
-    fn mark_one(&mut self, at: GuestOffset, mark: u8) {
+    fn mark_one(&mut self, at: GuestOffset, mark: u8) -> Result<(), BackupFault> {
         let entries = self.geometry.l2_entries();
+        if self.tables.len() * (entries / PER_BYTE) > BYTES_MAX {
+            return Err(BackupFault::TooLarge { size: self.size });
+        }
         let table = self
             .tables
             .entry(self.geometry.l1_index(at))
@@ -80,6 +90,7 @@ impl Plan {
             table[byte] = table[byte] & !(3 << shift) | mark << shift;
             self.data += u64::from(mark == DATA);
         }
+        Ok(())
     }
 
     /// The tables in order, each with its L1 index and its planned clusters.
@@ -134,19 +145,19 @@ mod tests {
     #[test]
     fn zeros_of_a_part_of_a_cluster_are_stored_as_data() {
         let mut plan = Plan::new(ClusterBits::DEFAULT, 0x4_8000);
-        plan.mark(range(0x8000, 0x1_8000), DiffKind::Zero);
+        plan.mark(range(0x8000, 0x1_8000), DiffKind::Zero).unwrap();
         assert_eq!(planned(&plan), [(0, DiffKind::Data), (0x1_0000, DiffKind::Zero)]);
-        plan.mark(range(0x4_0000, 0x8000), DiffKind::Zero);
+        plan.mark(range(0x4_0000, 0x8000), DiffKind::Zero).unwrap();
         assert_eq!(planned(&plan)[2], (0x4_0000, DiffKind::Zero), "the disk's last cluster is not whole");
     }
 
     #[test]
     fn data_wins_and_is_counted_once() {
         let mut plan = Plan::new(ClusterBits::MIN, 1 << 20);
-        plan.mark(range(512, 512), DiffKind::Zero);
-        plan.mark(range(1000, 1), DiffKind::Data);
-        plan.mark(range(1000, 1), DiffKind::Data);
-        plan.mark(range(512, 512), DiffKind::Zero);
+        plan.mark(range(512, 512), DiffKind::Zero).unwrap();
+        plan.mark(range(1000, 1), DiffKind::Data).unwrap();
+        plan.mark(range(1000, 1), DiffKind::Data).unwrap();
+        plan.mark(range(512, 512), DiffKind::Zero).unwrap();
         assert_eq!(planned(&plan), [(512, DiffKind::Data)]);
         assert_eq!((plan.data_clusters(), plan.table_count()), (1, 1));
     }
@@ -154,7 +165,7 @@ mod tests {
     #[test]
     fn regions_are_cut_at_their_borders() {
         let mut plan = Plan::new(ClusterBits::MAX, 64 << 20);
-        plan.mark(range(2 << 20, 8 << 20), DiffKind::Data);
+        plan.mark(range(2 << 20, 8 << 20), DiffKind::Data).unwrap();
         let lens: Vec<usize> = plan.regions().map(|region| region.len()).collect();
         assert_eq!(lens, [1, 2, 1]);
     }

@@ -60,38 +60,16 @@ pub fn backup(
         backing_name: link.as_ref().map(|link| link.file.clone()),
         compression: options.compression,
     };
+    let state = state_of(state, options);
     let mut job =
         Job { disk: &disk, plan: &plan, shape: &shape, options, watch, done: 0, regions: Vec::new() };
-    let describe = |file: FileSum, regions: Vec<RegionSum>| Manifest {
-        vmstrata_backup: Manifest::VERSION,
-        state: state_of(state, options),
-        builds_on: link.clone(),
-        made_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
-        disk_bytes: plan.size(),
-        cluster_bytes: plan.bits().size(),
-        file,
-        region_bytes: REGION_BYTES,
-        regions,
-        sha256: super::Digest::default(),
-    };
     let manifest = match target {
         BackupTarget::Stream(stream) => {
             let file = job.write_plain(Output::stream(stream))?;
-            describe(file, std::mem::take(&mut job.regions)).seal()
+            job.describe(state, link, file)
         }
         BackupTarget::File { path, replace } => {
-            let mut write = || -> Result<Manifest> {
-                let (_replaced, temporary) = reserve(&path, replace)?;
-                let file = match options.compression {
-                    None => job.write_plain(Output::file(&temporary.file))?,
-                    Some(_) => job.write_packed(&temporary)?,
-                };
-                let manifest = describe(file, std::mem::take(&mut job.regions)).seal();
-                manifest.write(&manifest_path(&path), replace)?;
-                temporary.publish(&path, replace)?;
-                Ok(manifest)
-            };
-            write().map_err(|error| error.in_file(&path))?
+            job.write_file(state, link, &path, replace).map_err(|error| error.in_file(&path))?
         }
     };
     Ok(BackupReport { manifest, stored_bytes: job.done, took: started.elapsed() })
@@ -132,7 +110,7 @@ fn plan_all(disk: &Disk) -> Result<Plan> {
     while rest.len > 0 {
         let extents = disk.extents(rest, BATCH)?;
         for extent in extents.iter().filter(|extent| !extent.kind.reads_zero()) {
-            plan.mark(extent.range, DiffKind::Data);
+            plan.mark(extent.range, DiffKind::Data)?;
         }
         let next = extents.last().expect("a range that is not empty has an extent").range.end();
         rest = GuestRange::new(next, disk.size() - next.get());
@@ -152,7 +130,7 @@ fn plan_changes(
     let mut plan = Plan::new(cluster_bits(disk.cluster_bits(), disk.size()), disk.size());
     for extent in diff.extents() {
         let extent = extent?;
-        plan.mark(extent.range, extent.kind);
+        plan.mark(extent.range, extent.kind)?;
     }
     Ok(plan)
 }
@@ -170,6 +148,41 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
+    /// Makes the file and its manifest, and names both when they are whole.
+    fn write_file(
+        &mut self,
+        state: State,
+        link: Option<Link>,
+        path: &Path,
+        replace: bool,
+    ) -> Result<Manifest> {
+        let (_replaced, temporary) = reserve(path, replace)?;
+        let file = match self.options.compression {
+            None => self.write_plain(Output::file(&temporary.file))?,
+            Some(_) => self.write_packed(&temporary)?,
+        };
+        let manifest = self.describe(state, link, file);
+        manifest.write(&manifest_path(path), replace)?;
+        temporary.publish(path, replace)?;
+        Ok(manifest)
+    }
+
+    fn describe(&mut self, state: State, builds_on: Option<Link>, file: FileSum) -> Manifest {
+        let manifest = Manifest {
+            vmstrata_backup: Manifest::VERSION,
+            state,
+            builds_on,
+            made_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            disk_bytes: self.plan.size(),
+            cluster_bytes: self.plan.bits().size(),
+            file,
+            region_bytes: REGION_BYTES,
+            regions: std::mem::take(&mut self.regions),
+            sha256: super::Digest::default(),
+        };
+        manifest.seal()
+    }
+
     fn write_plain(&mut self, mut out: Output<'_>) -> Result<FileSum> {
         write_tables(self.plan, self.shape, &mut out)?;
         let (disk, bits) = (self.disk, self.shape.bits);

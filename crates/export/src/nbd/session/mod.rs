@@ -113,7 +113,6 @@ pub(crate) struct Session {
     finished: Vec<(Piece, Result<(), Error>)>,
     export: Arc<Export>,
     terms: Terms,
-    /// The contexts in the terms, with the layers that they name.
     contexts: Selection,
     payload_bytes: usize,
     /// Failures of the disk told to the log so far.
