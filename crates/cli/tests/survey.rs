@@ -88,12 +88,17 @@ fn what_cannot_be_surveyed_is_1_and_wrong_usage_64() {
     run_err(64, ["survey", "/", "--long-chain", "0"]);
 }
 
-/// Scripts stand on these: a key that goes or changes its meaning needs a new schema number.
-#[test]
-fn the_keys_of_the_json_stay() {
+fn with_an_orphan(args: &[&str]) -> Value {
     let images = fleet();
     images.create("orphan.qcow2", &["-u", "-b", "gone.qcow2", "-F", "qcow2", "1G"]);
-    let report: Value = serde_json::from_slice(&survey(&images, &["--json"]).stdout).expect("JSON");
+    let output = survey(&images, &[&["--json"], args].concat());
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// Scripts stand on these: a key that goes or changes its meaning needs a new schema number.
+#[test]
+fn the_keys_of_chains_and_layers_stay() {
+    let report = with_an_orphan(&[]);
     assert_eq!(report["schema"], 1);
     assert_eq!(
         keys(&report),
@@ -152,6 +157,11 @@ fn the_keys_of_the_json_stay() {
             "virtual-size"
         ]
     );
+}
+
+#[test]
+fn the_keys_of_everything_else_stay() {
+    let report = with_an_orphan(&["--deep"]);
     assert_eq!(keys(&report["risks"][0]), ["chains", "kind", "message", "path", "severity"]);
     assert_eq!(
         keys(&report["scanned"]),
@@ -165,6 +175,10 @@ fn the_keys_of_the_json_stay() {
         keys(&report["summary"]["chain-length"]),
         ["count", "max", "min", "p50", "p90", "p99", "total"]
     );
+    assert_eq!(keys(&report["deep"]), ["hidden-bytes", "layers-failed", "layers-read", "mapped-bytes"]);
+    for layer in report["layers"].as_array().unwrap() {
+        assert!(layer["mapped"].is_u64() && layer["hidden"].is_u64(), "{layer}");
+    }
 }
 
 #[test]

@@ -6,12 +6,15 @@
 //!
 //! Bounded for hostile files: one header cluster is read, and nothing is opened that the gate does not let through.
 
+mod clusters;
+
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, StatxFlags};
 use vmstrata_qcow2::{Autoclear, Header};
 use vmstrata_store::{FileIdentity, Gate, Permission, Store, is_held};
 
+pub use self::clusters::{OwnCluster, own_clusters};
 use crate::chain::{Qcow2Head, SESSION_MASK, backing_of, probe};
 use crate::error::{Error, Result};
 use crate::layer::Format;

@@ -69,7 +69,7 @@ pub use create::{CreateOptions, create};
 pub use diff::{ChangedBytes, Diff, DiffExtent, DiffExtents, DiffKind, DiffOptions};
 pub use disk::{Disk, LayerInfo};
 pub use error::{Error, ErrorKind, Result};
-pub use examine::{BackingPlace, Examined, ImageHead, examine};
+pub use examine::{BackingPlace, Examined, ImageHead, OwnCluster, examine, own_clusters};
 pub use extents::{Extent, ExtentKind};
 pub use inspect::{LayerHead, inspect, inspect_layer, probe_backing};
 pub use layer::Format;

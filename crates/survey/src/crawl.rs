@@ -53,11 +53,11 @@ struct Crawl<'a> {
     changed: Condvar,
 }
 
-/// Looks at everything below the roots.
+/// Looks at everything below the roots; returns what was found, and the gate that it was opened through.
 ///
 /// # Errors
 /// A root or an allowed directory that does not resolve.
-pub(crate) fn crawl(options: &SurveyOptions) -> Result<Found, SurveyError> {
+pub(crate) fn crawl(options: &SurveyOptions) -> Result<(Found, Gate), SurveyError> {
     let mut allowed = options.allow_backing.clone();
     let mut tasks = Vec::new();
     for root in &options.roots {
@@ -85,7 +85,7 @@ pub(crate) fn crawl(options: &SurveyOptions) -> Result<Found, SurveyError> {
     });
     let mut found = crawl.state.into_inner().found;
     found.put_in_order();
-    Ok(found)
+    Ok((found, crawl.gate))
 }
 
 impl Crawl<'_> {

@@ -50,6 +50,10 @@ pub(crate) struct Graph<'a> {
     pub(crate) stacks: Vec<Stack>,
     /// The images that nothing stands on, and one of every loop that nothing leads into.
     pub(crate) tops: Vec<usize>,
+    /// Images that an overlay reads as raw, whatever they look like.
+    pub(crate) used_as_raw: Vec<bool>,
+    /// The images that are on no loop, each after the layer below it.
+    pub(crate) bottom_up: Vec<usize>,
     /// All risks, those of one image together.
     pub(crate) risks: Vec<Risk>,
 }
@@ -72,12 +76,15 @@ impl<'a> Graph<'a> {
             below: links.below,
             users: links.users,
             tops,
+            used_as_raw: links.used_as_raw,
+            bottom_up: Vec::new(),
             risks: Vec::new(),
         };
         graph.judge_layers(&mut links.faults);
         let own: Vec<RiskSet> = set_of_each(images.len(), &links.faults);
         graph.gather(&order, &own);
         graph.judge_lengths(&mut links.faults, long_chain);
+        graph.bottom_up = order.acyclic;
         links.faults.sort_by_key(|(at, fault)| (*at, fault.kind));
         graph.risks = links.faults.into_iter().map(|(image, fault)| Risk { image, fault }).collect();
         graph
@@ -176,19 +183,25 @@ fn set_of_each(images: usize, faults: &[(usize, Fault)]) -> Vec<RiskSet> {
 struct Links {
     below: Vec<Option<usize>>,
     users: Vec<u32>,
+    used_as_raw: Vec<bool>,
     faults: Vec<(usize, Fault)>,
 }
 
 impl Links {
     fn new(found: &Found) -> Self {
         let images = &found.images[..];
-        let as_raw = only_raw(found);
-        let mut links =
-            Self { below: vec![None; images.len()], users: vec![0; images.len()], faults: Vec::new() };
+        let uses = uses(found);
+        let mut links = Self {
+            below: vec![None; images.len()],
+            users: vec![0; images.len()],
+            used_as_raw: uses.iter().map(|(_, raw)| *raw > 0).collect(),
+            faults: Vec::new(),
+        };
         for (at, image) in images.iter().enumerate() {
             links.faults.extend(image.fault.clone().map(|fault| (at, fault)));
             // A file that is only ever used as raw has no header, whatever its guest wrote there.
-            let Some(facts) = image.qcow2.as_ref().filter(|_| !as_raw[at]) else { continue };
+            let (all, raw) = uses[at];
+            let Some(facts) = image.qcow2.as_ref().filter(|_| raw == 0 || raw < all) else { continue };
             match &facts.below {
                 None => {}
                 Some(Below::Broken(fault)) => links.faults.push((at, fault.clone())),
@@ -225,8 +238,8 @@ fn not_examined(image: &Image) -> String {
     format!("{}: its backing file {backing} was not looked at", image.path.display())
 }
 
-/// For each image, whether there are overlays on it and all of them read it as raw.
-fn only_raw(found: &Found) -> Vec<bool> {
+/// For each image, how many overlays name it, and how many of them as raw.
+fn uses(found: &Found) -> Vec<(u32, u32)> {
     let mut uses = vec![(0u32, 0u32); found.images.len()];
     for facts in found.images.iter().filter_map(|image| image.qcow2.as_ref()) {
         let Some(Below::File(id, format)) = &facts.below else { continue };
@@ -234,7 +247,7 @@ fn only_raw(found: &Found) -> Vec<bool> {
         uses[at].0 += 1;
         uses[at].1 += u32::from(*format == Some(Format::Raw));
     }
-    uses.into_iter().map(|(all, raw)| all > 0 && all == raw).collect()
+    uses
 }
 
 /// The images that nothing stands on, and the first of every loop that nothing leads into.

@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod crawl;
+mod deep;
 mod graph;
 mod human;
 mod image;
@@ -63,6 +64,8 @@ pub struct SurveyOptions {
     pub threads: usize,
     /// Chains of more layers than this are called long.
     pub long_chain: usize,
+    /// Read L2 tables too, to find what no disk can see any more: takes time in proportion to the tables.
+    pub deep: bool,
     /// Called now and then, from several threads.
     pub progress: Option<Arc<dyn Fn(Progress) + Send + Sync>>,
 }
@@ -70,7 +73,14 @@ pub struct SurveyOptions {
 impl Default for SurveyOptions {
     fn default() -> Self {
         // libvirt refuses longer chains.
-        Self { roots: Vec::new(), allow_backing: Vec::new(), threads: 2, long_chain: 200, progress: None }
+        Self {
+            roots: Vec::new(),
+            allow_backing: Vec::new(),
+            threads: 2,
+            long_chain: 200,
+            deep: false,
+            progress: None,
+        }
     }
 }
 
@@ -98,7 +108,8 @@ pub enum SurveyError {
 /// A root or an allowed directory that cannot be resolved; everything below them that cannot be read is part of the
 /// report.
 pub fn survey(options: &SurveyOptions) -> Result<Report, SurveyError> {
-    let found = crawl::crawl(options)?;
+    let (found, gate) = crawl::crawl(options)?;
     let graph = graph::Graph::new(&found, options.long_chain);
-    Ok(report::build(options, &found, &graph))
+    let deep = options.deep.then(|| deep::read(&graph, &gate, options.threads));
+    Ok(report::build(options, &found, &graph, deep.as_deref()))
 }

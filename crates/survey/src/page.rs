@@ -14,10 +14,11 @@ mod figures;
 mod plot;
 mod scatter;
 mod tables;
+mod tiles;
 
 use std::fmt::Write;
 
-use crate::human::{bytes, count, duration};
+use crate::human::{bytes, count};
 use crate::report::Report;
 
 const STYLE: &str = include_str!("page/style.css");
@@ -36,7 +37,7 @@ pub fn render(report: &Report) -> String {
          <header>\n<h1>Disks of {roots}</h1>\n<p>{}</p>\n</header>\n<main>\n",
         subtitle(report)
     );
-    page.push_str(&tiles(report));
+    page.push_str(&tiles::all(report));
     if report.chains.is_empty() {
         page.push_str("<p class=\"empty\">No image was found: there is nothing to plot.</p>\n");
     } else {
@@ -76,54 +77,6 @@ fn utc(seconds: u64) -> String {
     format!("{year:04}-{number:02}-{date:02} {:02}:{:02} UTC", rest / 3600, rest / 60 % 60)
 }
 
-fn tiles(report: &Report) -> String {
-    let (totals, savings) = (&report.summary, &report.savings);
-    let at_risk = totals.chains_broken + totals.chains_suspect;
-    let size = |bytes_: u64| bytes(bytes_ as f64);
-    let tiles = [
-        (
-            "disks",
-            count(totals.chains as f64),
-            format!("{} as guests see them", bytes(totals.virtual_size.total)),
-            "",
-        ),
-        (
-            "layer files",
-            count(totals.layers as f64),
-            format!("{} on the host", size(totals.allocated_bytes)),
-            "",
-        ),
-        (
-            "longest chain",
-            count(totals.chain_length.max),
-            format!("half have {} or fewer", count(totals.chain_length.p50)),
-            "",
-        ),
-        (
-            "chains at risk",
-            count(at_risk as f64),
-            format!("{} of them cannot be opened", count(totals.chains_broken as f64)),
-            if totals.chains_broken > 0 { " bad" } else { "" },
-        ),
-        (
-            "memory saved",
-            size(savings.stock_memory_max.saturating_sub(savings.memory_max)),
-            format!("at most: {} becomes {}", size(savings.stock_memory_max), size(savings.memory_max)),
-            "",
-        ),
-        (
-            "opening all disks",
-            duration(savings.open_s),
-            format!("stock QEMU: {}", duration(savings.stock_open_s)),
-            "",
-        ),
-    ];
-    let tiles = tiles.map(|(name, figure, note, class)| {
-        format!("<li class=\"tile{class}\"><span>{name}</span><strong>{figure}</strong><small>{note}</small></li>\n")
-    });
-    format!("<ul class=\"tiles\">\n{}</ul>\n", tiles.concat())
-}
-
 fn model(report: &Report) -> String {
     let savings = &report.savings;
     let beyond = match savings.beyond_measured {
@@ -141,11 +94,25 @@ fn model(report: &Report) -> String {
         "<section>\n<h2>How it was reckoned</h2>\n<p>Memory: {}</p>\n\
          <p>Opening and reads: measured for chains of 1 to 1,000 layers on {} (one disk of 4 GiB, page cache warm), and \
          interpolated between.{beyond} Another machine has other figures; their ratio is what to look at.</p>\n\
-         <p>Times between snapshots are those of the files: {} of {} could be dated.</p>\n</section>\n",
+         <p>Times between snapshots are those of the files: {} of {} could be dated.</p>\n{}</section>\n",
         escape(savings.model),
         escape(&savings.measured),
         count(report.snapshots.dated as f64),
-        count(report.snapshots.taken as f64)
+        count(report.snapshots.taken as f64),
+        deep(report)
+    )
+}
+
+fn deep(report: &Report) -> String {
+    let Some(deep) = &report.deep else { return String::new() };
+    format!(
+        "<p>Hidden clusters: of {} in clusters, {} are seen by no disk surveyed, because every disk on their layer has \
+         something newer there. Merging gives them back if no snapshot is to be kept. Tables of {} of {} layers were \
+         read; what could not be read counts as seen.</p>\n",
+        bytes(deep.mapped_bytes as f64),
+        bytes(deep.hidden_bytes as f64),
+        count(deep.layers_read as f64),
+        count(report.layers.len() as f64)
     )
 }
 

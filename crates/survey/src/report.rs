@@ -14,6 +14,8 @@ pub use self::snapshots::{SnapshotPoint, Snapshots};
 use crate::SurveyOptions;
 pub use crate::crawl::Omitted;
 use crate::crawl::{Found, LeftOut};
+pub use crate::deep::Deep;
+use crate::deep::{self, LayerUse};
 use crate::graph::Graph;
 pub use crate::model::Cost;
 use crate::model::{self, Curves};
@@ -44,6 +46,9 @@ pub struct Report {
     pub snapshots: Snapshots,
     /// What all chains cost, and the model behind it.
     pub savings: Savings,
+    /// What the L2 tables say, where they were read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub deep: Option<Deep>,
     /// Risks, worst first, each at the layer it comes from.
     pub risks: Vec<Risk>,
     /// Every chain, in order of its top's path.
@@ -153,10 +158,15 @@ const MODEL: &str = "stock QEMU, a disk: 138 KiB a layer, and at most an L2 cach
                      server: 7 MiB, 512 bytes a layer file, and at most 8 bytes a cluster of each disk, 64 MiB for all \
                      disks together.";
 
-/// Puts the report together.
-pub(crate) fn build(options: &SurveyOptions, found: &Found, graph: &Graph<'_>) -> Report {
+/// Puts the report together; `deep` is what the tables of each layer say, where they were read.
+pub(crate) fn build(
+    options: &SurveyOptions,
+    found: &Found,
+    graph: &Graph<'_>,
+    deep: Option<&[Option<LayerUse>]>,
+) -> Report {
     let chains = chains::chains(graph);
-    let layers = chains::layers(graph);
+    let layers = chains::layers(graph, deep);
     Report {
         schema: SCHEMA,
         made_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
@@ -166,6 +176,7 @@ pub(crate) fn build(options: &SurveyOptions, found: &Found, graph: &Graph<'_>) -
         summary: totals(&chains, &layers),
         snapshots: snapshots::snapshots(graph),
         savings: savings(&chains, layers.len()),
+        deep: deep.map(deep::sum),
         risks: risks(graph),
         chains,
         layers,

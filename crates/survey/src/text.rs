@@ -20,6 +20,7 @@ pub fn render(report: &Report) -> String {
     write_head(&mut text, report)
         .and_then(|()| write_figures(&mut text, report))
         .and_then(|()| write_savings(&mut text, report))
+        .and_then(|()| write_deep(&mut text, report))
         .and_then(|()| write_longest(&mut text, &report.chains))
         .and_then(|()| write_risks(&mut text, report))
         .and_then(|()| write_left_out(&mut text, report))
@@ -96,6 +97,23 @@ fn write_savings(out: &mut String, report: &Report) -> Result {
         duration(savings.open_s)
     )?;
     writeln!(out, "  measured {}; `vmstrata survey --help` has the model", savings.measured)
+}
+
+fn write_deep(out: &mut String, report: &Report) -> Result {
+    let Some(deep) = &report.deep else { return Ok(()) };
+    let (mapped, hidden) = (deep.mapped_bytes as f64, deep.hidden_bytes as f64);
+    writeln!(
+        out,
+        "  merging  {} of {} in clusters are seen by no disk: given back if no snapshot is to be kept",
+        bytes(hidden),
+        bytes(mapped)
+    )?;
+    match deep.layers_failed {
+        0 => Ok(()),
+        failed => {
+            writeln!(out, "           the tables of {} could not be read", counted(failed as f64, "layer"))
+        }
+    }
 }
 
 fn write_longest(out: &mut String, chains: &[Chain]) -> Result {

@@ -17,6 +17,9 @@ pub struct SurveyArgs {
     /// Call chains of more than N layers long (libvirt refuses more than 200)
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = value_parser!(u32).range(1..))]
     pub long_chain: u32,
+    /// Read L2 tables too, and tell how many bytes no disk can see any more (merging gives them back); slower
+    #[arg(long)]
+    pub deep: bool,
     /// Threads that look at files; as many as there are processors, but 8 at most, if omitted
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=64))]
     pub threads: Option<u16>,
@@ -37,10 +40,11 @@ Examples:
   vmstrata survey /srv/vm --allow-backing /srv/golden --html fleet.html
   vmstrata survey /srv/vm --json | jq -r '.risks[] | [.kind, .chains, .path] | @tsv'
   vmstrata survey /srv/vm --json | jq '[.chains[].layers] | max'
+  vmstrata survey /srv/vm --deep --json | jq '.deep'
 
-Only headers are read, and no lock is taken: disks in use can be looked at. A file counts as an image if it starts
-like qcow2, if its name ends in .qcow2, .qcow, .raw or .img, or if an image names it as its backing file. Symbolic
-links and special files are not opened. A disk is a layer that no other layer stands on.
+Only headers are read (with --deep, L2 tables too), and no lock is taken: disks in use can be looked at. A file counts
+as an image if it starts like qcow2, if its name ends in .qcow2, .qcow, .raw or .img, or if an image names it as its
+backing file. Symbolic links and special files are not opened. A disk is a layer that no other layer stands on.
 
 The model: stock QEMU keeps 138 KiB a layer, and for each layer an L2 cache of 32 MiB at most (less where the layer's
 tables, or its file, are smaller). A vmstrata server keeps 7 MiB, 512 bytes a layer file, and 8 bytes a cluster of

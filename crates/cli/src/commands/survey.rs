@@ -43,6 +43,7 @@ fn options(args: &SurveyArgs) -> SurveyOptions {
         allow_backing: args.allow_backing.clone(),
         threads: args.threads.map_or(processors.clamp(2, THREADS_USUAL_MAX), usize::from),
         long_chain: args.long_chain as usize,
+        deep: args.deep,
         progress: Some(Arc::new(move |now| {
             line.show(|| format!("looking: {} files, {} images", now.files, now.images));
         })),

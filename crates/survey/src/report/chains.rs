@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use crate::deep::LayerUse;
 use crate::graph::Graph;
 use crate::model::{self, Cost};
 use crate::risk::{RiskKind, Severity};
@@ -65,6 +66,12 @@ pub struct Layer {
     pub chains: u32,
     /// Layers of the longest of them.
     pub longest_chain: u32,
+    /// Bytes of its clusters in use, where its tables were read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mapped: Option<u64>,
+    /// Those of them that no disk surveyed can see.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hidden: Option<u64>,
 }
 
 pub(super) fn chains(graph: &Graph<'_>) -> Vec<Chain> {
@@ -89,7 +96,8 @@ fn chain(graph: &Graph<'_>, top: usize) -> Chain {
     }
 }
 
-pub(super) fn layers(graph: &Graph<'_>) -> Vec<Layer> {
+pub(super) fn layers(graph: &Graph<'_>, deep: Option<&[Option<LayerUse>]>) -> Vec<Layer> {
+    let read = |at: usize| deep.and_then(|layers| layers[at]).filter(|layer| !layer.failed);
     let longest = longest_chains(graph);
     let layers = graph.images.iter().enumerate().map(|(at, image)| Layer {
         path: image.path.display().to_string(),
@@ -106,6 +114,8 @@ pub(super) fn layers(graph: &Graph<'_>) -> Vec<Layer> {
         overlays: graph.users[at],
         chains: graph.chains[at],
         longest_chain: longest[at],
+        mapped: read(at).map(|layer| layer.mapped),
+        hidden: read(at).map(|layer| layer.hidden),
     });
     layers.collect()
 }
