@@ -43,10 +43,9 @@ use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 pub use build::{IndexBuild, IndexOptions, IndexOutcome, IndexedFile, build};
 pub use drop::{IndexDropped, remove};
 pub(crate) use home::sidecar_of;
-#[expect(unused_imports, reason = "the map reads indices from here on")]
 pub(crate) use load::{Found, Looks, load};
 pub use verify::{IndexVerdict, VerifiedFile, verify};
-#[expect(unused_imports, reason = "live snapshots freeze layers with it")]
+#[cfg_attr(not(test), expect(unused_imports, reason = "live snapshots freeze layers with it"))]
 pub(crate) use write::extend;
 
 use crate::entry::{MapEntry, Mapping};
@@ -125,7 +124,7 @@ impl Index {
     }
 
     /// Whether no layer says anything about what leaf `number` speaks for.
-    #[expect(dead_code, reason = "the map reads indices from here on")]
+    #[cfg_attr(not(test), expect(dead_code, reason = "the map reads indices from here on"))]
     pub(crate) fn is_hole(&self, number: u64) -> bool {
         self.map.get(number).is_hole()
     }
@@ -158,6 +157,42 @@ impl Index {
             Home::File | Home::None => read(layer, pointer.at(), &mut page)?,
         }
         self.decode(pointer, &page, words).map_err(|error| crate::Error::from(error).in_layer(layer))
+    }
+
+    /// Reads page `number` of a map whose unit is `unit`: as [`Index::read_leaf`], or, where layers above the index have
+    /// smaller clusters, its words for the parts of its own units.
+    ///
+    /// # Errors
+    /// As [`Index::read_leaf`].
+    ///
+    /// # Panics
+    /// When `unit` is larger than the index's.
+    #[cfg_attr(not(test), expect(dead_code, reason = "the map reads indices from here on"))]
+    pub(crate) fn read_page(
+        &self,
+        number: u64,
+        unit: ClusterBits,
+        words: &mut [u64; LEAF_WORDS],
+        read: impl FnOnce(LayerIndex, HostOffset, &mut Page) -> Result<()>,
+    ) -> Result<()> {
+        if unit == self.root.unit {
+            return self.read_leaf(number, words, read);
+        }
+        let split_bits =
+            self.root.unit.get().checked_sub(unit.get()).expect("a map's unit is its smallest cluster");
+        let first = number * LEAF_WORDS as u64;
+        let mut whole = [0; LEAF_WORDS];
+        // Either a page is a part of a leaf, or a part of one word of it.
+        self.read_leaf((first >> split_bits) / LEAF_WORDS as u64, &mut whole, read)?;
+        for (part, word) in (first..).zip(words.iter_mut()) {
+            let from = whole[(part >> split_bits) as usize % LEAF_WORDS];
+            let within = (part & ((1 << split_bits) - 1)) << unit.get();
+            *word = match MapEntry::from_word(from).mapping(self.root.unit) {
+                Mapping::Data(layer, host) => MapEntry::data(layer, host + within, unit).word(),
+                _ => from,
+            };
+        }
+        Ok(())
     }
 
     fn decode(
@@ -216,3 +251,6 @@ impl Index {
         self.map.differing(&other.map, same)
     }
 }
+
+#[cfg(test)]
+mod tests;
