@@ -1,0 +1,156 @@
+use std::path::Path;
+
+use vmstrata_store::Segment;
+use vmstrata_types::GuestOffset;
+
+use super::leaves::Merger;
+use super::*;
+use crate::chain::open_layer;
+use crate::create::{CreateOptions, create};
+use crate::layer::Format;
+use crate::opener::LocalFiles;
+use crate::{Disk, OpenOptions, ResourceOptions, Resources};
+
+fn scratch() -> tempfile::TempDir {
+    let memory = Path::new("/dev/shm");
+    if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
+}
+
+/// Makes `name` on top of `below`, with a cluster of bytes at each of `writes`, and zeros in the cluster after it.
+fn layer(dir: &Path, name: &str, below: Option<&str>, bits: u32, writes: &[u64]) -> PathBuf {
+    let path = dir.join(name);
+    let options = CreateOptions {
+        size: Some(40 << 20),
+        cluster_bits: ClusterBits::new(bits).unwrap(),
+        backing: below.map(|below| (PathBuf::from(below), Format::Qcow2)),
+        ..CreateOptions::default()
+    };
+    create(&path, &options).unwrap();
+    let disk =
+        Disk::open(&path, &OpenOptions::default(), &Resources::new(ResourceOptions::default())).unwrap();
+    for &at in writes {
+        let mut bytes = vec![1; 1 << bits];
+        disk.write(GuestOffset::new(at), &[Segment::from_mut(&mut bytes)]).unwrap();
+        let after = vmstrata_types::GuestRange::new(GuestOffset::new(at + (1 << bits)), 1 << bits);
+        disk.write_zeroes(after, false).unwrap();
+    }
+    disk.close().unwrap();
+    path
+}
+
+struct Kit {
+    dir: tempfile::TempDir,
+    gate: Gate,
+    opener: Arc<dyn Opener>,
+}
+
+impl Kit {
+    fn new() -> Self {
+        let dir = scratch();
+        let gate = Gate::new([dir.path()]).unwrap();
+        Self { dir, gate, opener: Arc::new(LocalFiles) }
+    }
+
+    fn extend(&self, path: &Path, nearest: Option<&Index>) -> Index {
+        let below = nearest.map_or(&[][..], |index| index.layers());
+        extend(path, Format::Qcow2, below, nearest, &self.gate, &self.opener).unwrap().0
+    }
+
+    fn load(&self, path: &Path) -> Found {
+        let top = open_layer(path, Role::Frozen, None, &self.gate, &*self.opener).unwrap();
+        load(&top, &self.gate, &self.opener, &mut Looks::default())
+    }
+
+    fn page(&self, index: &Index, number: u64, unit: ClusterBits) -> [u64; LEAF_WORDS] {
+        let mut words = [!0; LEAF_WORDS];
+        let read = |layer: LayerIndex, at: HostOffset, page: &mut Page| {
+            let path = &index.layers()[layer.index()].path;
+            let opened = self.opener.open(path, Role::Inspected, &self.gate)?;
+            opened.store.read_exact(&mut page[..], at).while_trying("read")
+        };
+        index.read_page(number, unit, &mut words, read).unwrap();
+        words
+    }
+
+    /// The same from the tables.
+    fn merged(&self, index: &Index, unit: ClusterBits, pages: u64) -> Vec<[u64; LEAF_WORDS]> {
+        let merger = Merger { layers: index.layers(), unit, gate: &self.gate, opener: &*self.opener };
+        let mut merged = merger.merge(0, 0..pages).unwrap();
+        (0..pages).map(|number| merged.remove(&number).map_or([0; LEAF_WORDS], |words| *words)).collect()
+    }
+}
+
+#[test]
+fn an_index_that_was_written_loads_as_it_was_returned() {
+    let kit = Kit::new();
+    let base = layer(kit.dir.path(), "base", None, 16, &[0, 5 << 20, 33 << 20]);
+    let first = kit.extend(&base, None);
+    let top = layer(kit.dir.path(), "top", Some("base"), 16, &[1 << 20, 33 << 20]);
+    let second = kit.extend(&top, Some(&first));
+    let Found::Whole(loaded) = kit.load(&top) else { panic!("not found") };
+    assert_eq!((loaded.layer().get(), loaded.unit(), loaded.leaves()), (1, ClusterBits::DEFAULT, 2));
+    for (one, other) in loaded.layers().iter().zip(second.layers()) {
+        assert_eq!(
+            (&one.path, one.identity, &one.record, one.home),
+            (&other.path, other.identity, &other.record, other.home)
+        );
+    }
+    let merged = kit.merged(&loaded, loaded.unit(), loaded.leaves());
+    for (number, expected) in (0..).zip(&merged) {
+        assert_eq!(kit.page(&loaded, number, loaded.unit()), *expected);
+        assert_eq!(kit.page(&second, number, second.unit()), *expected);
+    }
+    assert!(merged[0].iter().any(|&word| word >> 48 == 1) && merged[0].iter().any(|&word| word != 0));
+    // The write at 33 MiB lies in the second leaf, that at 1 MiB in the first: both differ from the base's index.
+    assert_eq!(first.differing(&loaded).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(loaded.differing(&second).count(), 0);
+}
+
+/// Layers above may have smaller clusters, even so small that a page is a part of a single word.
+#[test]
+fn a_page_in_a_smaller_unit_is_made_of_parts() {
+    for bits in [16, 21] {
+        let kit = Kit::new();
+        let path = layer(kit.dir.path(), "base", None, bits, &[0, 6 << 20, 12 << 20]);
+        let index = kit.extend(&path, None);
+        for unit in (9..bits).filter_map(ClusterBits::new) {
+            let pages = Root::leaves_of(40 << 20, unit);
+            for (number, expected) in (0..).zip(kit.merged(&index, unit, pages)) {
+                assert_eq!(kit.page(&index, number, unit), expected, "{bits} {unit:?} {number}");
+            }
+        }
+    }
+}
+
+#[test]
+fn pages_past_the_end_are_holes() {
+    let kit = Kit::new();
+    let index = kit.extend(&layer(kit.dir.path(), "base", None, 16, &[0]), None);
+    assert!(!index.is_hole(0) && index.is_hole(1) && index.is_hole(1 << 40));
+    assert_eq!(kit.page(&index, 1 << 40, index.unit()), [0; LEAF_WORDS]);
+}
+
+/// A disk opened for writing again, then frozen again: its old index is gone and the new one is right.
+#[test]
+fn a_layer_that_was_written_again_gets_another_index() {
+    let kit = Kit::new();
+    let path = layer(kit.dir.path(), "base", None, 16, &[0]);
+    kit.extend(&path, None);
+    let disk =
+        Disk::open(&path, &OpenOptions::default(), &Resources::new(ResourceOptions::default())).unwrap();
+    assert!(matches!(kit_load_unlocked(&kit, &path), Found::Nothing), "a session stands in the header");
+    let mut bytes = [2; 4096];
+    disk.write(GuestOffset::new(9 << 20), &[Segment::from_mut(&mut bytes)]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    assert!(matches!(kit.load(&path), Found::Nothing), "our own writer clears the bit");
+    let index = kit.extend(&path, None);
+    let merged = kit.merged(&index, index.unit(), 1);
+    assert_eq!(kit.page(&index, 0, index.unit()), merged[0]);
+    assert_ne!(merged[0][9 << 4], 0);
+}
+
+fn kit_load_unlocked(kit: &Kit, path: &Path) -> Found {
+    let top = open_layer(path, Role::Inspected, None, &kit.gate, &*kit.opener).unwrap();
+    load(&top, &kit.gate, &kit.opener, &mut Looks::default())
+}
