@@ -1,0 +1,184 @@
+//! The service as systemd runs it: its socket passed on, its units in order, its sandbox wide enough.
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use support::http::{ask, connect};
+use support::{Images, assert_clean, stderr, tool, tool_ok};
+
+fn unit(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd").join(name)
+}
+
+/// A process that ends with the test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < Duration::from_secs(60), "{what}: not in time");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn the_first_command_starts_the_server_on_a_socket_that_was_there_before_it() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let socket = images.path("control.sock");
+    let serve = Command::new("systemd-socket-activate")
+        .args(["--fdname=control", "-l", socket.to_str().unwrap(), env!("CARGO_BIN_EXE_vmstrata"), "serve"])
+        .args([
+            "--disk",
+            &format!("path={}", path.display()),
+            "--nbd",
+            &format!("unix:{}", images.name("nbd.sock")),
+        ])
+        .args(["--runtime-dir", &images.name("run")])
+        .env_clear()
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut serve = Running(serve);
+    wait_until("the socket", || socket.exists());
+    assert!(!images.path("nbd.sock").exists(), "nobody has asked yet");
+    // Waits in the socket until the server that it starts takes it.
+    let status = ask(&socket, "GET", "/v1/status", "").json();
+    assert_eq!(status["pid"], serve.0.id());
+    wait_until("the disk", || ask(&socket, "GET", "/v1/disks", "").json()["disks"][0]["state"] == "serving");
+    assert!(!images.path("run/control.sock").exists(), "one control socket is enough");
+    kill_process(Pid::from_child(&serve.0), Signal::TERM).unwrap();
+    assert!(serve.0.wait().unwrap().success());
+    assert!(socket.exists(), "the socket is the service manager's");
+    assert_clean(&path);
+}
+
+#[test]
+fn the_units_are_understood_and_leave_little_exposed() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = fs::read_to_string(unit("vmstrata.service")).unwrap();
+    let here = text.replace("/usr/bin/vmstrata", env!("CARGO_BIN_EXE_vmstrata"));
+    assert_ne!(here, text, "the unit starts another program");
+    let service = dir.path().join("vmstrata.service");
+    fs::write(&service, here).unwrap();
+    fs::copy(unit("vmstrata-control.socket"), dir.path().join("vmstrata-control.socket")).unwrap();
+    let verified = tool("systemd-analyze", ["verify", "--man=no", service.to_str().unwrap()]);
+    assert!(verified.status.success() && stderr(&verified).is_empty(), "{}", stderr(&verified));
+    let security = ["security", "--offline=true", "--threshold=20", service.to_str().unwrap()];
+    assert!(tool("systemd-analyze", security).status.success(), "more is exposed than a level of 2.0");
+}
+
+/// The system calls that a list of names and @sets stands for.
+fn expand(list: &str) -> BTreeSet<String> {
+    let mut calls = BTreeSet::new();
+    for word in list.split_whitespace() {
+        if word.starts_with('@') {
+            let text = tool_ok("systemd-analyze", ["syscall-filter", word]);
+            let members = text.lines().skip(1).map(str::trim).filter(|line| !line.starts_with('#'));
+            calls.extend(expand(&members.collect::<Vec<_>>().join(" ")));
+        } else {
+            calls.insert(word.to_owned());
+        }
+    }
+    calls
+}
+
+fn allowed() -> BTreeSet<String> {
+    let text = fs::read_to_string(unit("vmstrata.service")).unwrap();
+    let mut calls = BTreeSet::new();
+    for list in text.lines().filter_map(|line| line.strip_prefix("SystemCallFilter=")) {
+        match list.strip_prefix('~') {
+            Some(denied) => calls = &calls - &expand(denied),
+            None => calls.extend(expand(list)),
+        }
+    }
+    calls
+}
+
+/// `12345 name(...` and `12345 <... name resumed>...`.
+fn traced(log: &str) -> BTreeSet<String> {
+    let name = |line: &str| {
+        let call = line.split_once(' ')?.1.trim_start();
+        let call = call.strip_prefix("<... ").unwrap_or(call);
+        let name = call.split(['(', ' ']).next()?;
+        name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_').then(|| name.to_owned())
+    };
+    log.lines().filter_map(name).collect()
+}
+
+#[test]
+fn every_system_call_of_a_busy_server_passes_the_filter_of_the_unit() {
+    let images = Images::new();
+    images.create("base.qcow2", &["64M"]);
+    images.write_layer("base.qcow2", &["write -P 1 0 8M"]);
+    let top = images.create("top.qcow2", &["-b", "base.qcow2", "-F", "qcow2"]);
+    let extra = images.create("extra.qcow2", &["16M"]);
+    let (trace, guest, nbd) = (images.name("trace"), images.name("guest.sock"), images.name("nbd.sock"));
+    let child = Command::new("strace")
+        .args([
+            "-f",
+            "-qq",
+            "-o",
+            &trace,
+            env!("CARGO_BIN_EXE_vmstrata"),
+            "serve",
+            "--metrics",
+            "127.0.0.1:0",
+        ])
+        .args([
+            "--disk",
+            &format!("path={},name=top", top.display()),
+            "--vhost-user",
+            &format!("top={guest}"),
+        ])
+        .args([
+            "--nbd",
+            &format!("unix:{nbd}"),
+            "--nbd",
+            "tcp:localhost:0",
+            "--runtime-dir",
+            &images.name("run"),
+        ])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut server = Running(child);
+    let control = images.path("run/control.sock");
+    wait_until("the server", || Path::new(&guest).exists());
+    let uri = format!("nbd+unix:///top?socket={nbd}");
+    let work =
+        ["write -P 2 0 3M", "read 0 8M", "write -f -P 3 5M 4k", "discard 1M 64k", "write -z 2M 64k", "flush"];
+    let work: Vec<&str> = work.iter().flat_map(|command| ["-c", command]).collect();
+    tool_ok("qemu-io", [&["-f", "raw"], &work[..], &[&uri]].concat());
+    tool_ok("qemu-img", ["bench", "-f", "raw", "-w", "-c", "300", "-d", "16", "-s", "4k", "-S", "68k", &uri]);
+    let body = format!(r#"{{"path":{:?}}}"#, extra.to_str().unwrap());
+    assert_eq!(ask(&control, "POST", "/v1/disks", &body).status, 201);
+    assert_eq!(ask(&control, "DELETE", "/v1/disks/extra", "").status, 204);
+    assert_eq!(ask(&control, "GET", "/v1/metrics", "").status, 200);
+    let pid = ask(&control, "GET", "/v1/status", "").json()["pid"].as_i64().unwrap();
+    drop(connect(Path::new(&guest)));
+    kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::TERM).unwrap();
+    assert!(server.0.wait().unwrap().success());
+    let used = traced(&fs::read_to_string(&trace).unwrap());
+    for needed in ["io_uring_setup", "io_uring_enter", "fdatasync", "accept4", "flock"] {
+        // The filter would mean little if the trace had not seen these.
+        assert!(used.contains(needed), "{needed} was not traced: {used:?}");
+    }
+    let refused: Vec<_> = used.difference(&allowed()).cloned().collect();
+    assert!(refused.is_empty(), "the unit's SystemCallFilter refuses {refused:?}");
+}
