@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_qcow2::{Extensions, Header, ParseError, ParseErrorKind};
+use vmstrata_qcow2::{Extensions, Header, ParseError, ParseErrorKind, SnapshotInfo};
 use vmstrata_store::{CacheMode, Gate, Store};
 use vmstrata_types::{HostOffset, MAX_LAYERS};
 
@@ -46,6 +46,8 @@ pub(crate) struct Qcow2Head {
     pub(crate) backing_format: Option<String>,
     /// The bitmaps extension.
     pub(crate) bitmaps: Option<Vec<u8>>,
+    /// What it says of the layer below as a snapshot.
+    pub(crate) snapshot: Option<Vec<u8>>,
 }
 
 /// The open file on top of a chain.
@@ -203,7 +205,8 @@ pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
     let backing_name = name.map(|name| backing_name(&bytes, name)).transpose()?;
     let backing_format = extensions.backing_format().map(str::to_owned);
     let bitmaps = extensions.bitmaps().map(<[u8]>::to_vec);
-    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps })
+    let snapshot = SnapshotInfo::find(&extensions).map(<[u8]>::to_vec);
+    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot })
 }
 
 fn backing_name(bytes: &[u8], place: std::ops::Range<usize>) -> Result<String, ParseError> {

@@ -105,7 +105,7 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
 
 type Replaced = Option<(FileStore, FileId)>;
 
-fn refuse_existing(path: &Path) -> Result<Replaced> {
+pub(crate) fn refuse_existing(path: &Path) -> Result<Replaced> {
     match path.symlink_metadata() {
         Ok(_) => Err(Error::io("create the image", io::ErrorKind::AlreadyExists.into())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

@@ -111,6 +111,7 @@ macro_rules! lift {
 }
 
 lift!(ParseError, GateError, FileError, vmstrata_qcow2::CreateError, vmstrata_qcow2::index::IndexError);
+lift!(crate::snapshot::SnapshotFault);
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

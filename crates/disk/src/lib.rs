@@ -20,6 +20,7 @@
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
 //! | `chain`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
 //! | [`diff`](Diff), [`mod@backup`] | what changed between two states of a chain, and copies of a state |
+//! | [`snapshot`] | taking, finding and going back to states of a disk, as files |
 //! | [`mod@create`], [`mod@check`] | new images, and whether an image is sound |
 //!
 //! Invariants: a read returns the newest completed write; what a flush acknowledged survives a power failure, and
@@ -58,6 +59,7 @@ mod queue;
 mod read;
 mod request;
 mod resources;
+pub mod snapshot;
 mod upkeep;
 mod workers;
 mod write;

@@ -181,6 +181,9 @@ pub enum ErrorKind {
     /// A backup that is damaged, or that cannot be made or restored as asked.
     #[error("{0}")]
     Backup(#[from] crate::backup::BackupFault),
+    /// A snapshot that cannot be taken, found or used as asked.
+    #[error("{0}")]
+    Snapshot(#[from] crate::snapshot::SnapshotFault),
     /// An image that may not be written as it is.
     #[error("{0}")]
     Create(#[from] vmstrata_qcow2::CreateError),

@@ -1,0 +1,39 @@
+//! Snapshots as files: a layer gets a name, and a new, empty overlay takes its place.
+//!
+//! ```text
+//!            before        prepare()                        publish()
+//!   web.qcow2 ─► A      web.qcow2 ──────► A               web.qcow2 ─► B ─► web.mon.qcow2
+//!                       web.mon.qcow2 ──► A               web.mon.qcow2 ─► A
+//!                       .web.qcow2.N-N.snapshot ─► B
+//! ```
+//!
+//! Place in the data flow: beside the engine. A live disk calls [`prepare`], opens [`Prepared::overlay`] for writing,
+//! moves its guest over to it, and calls [`Prepared::publish`]; the offline operations [`create`], [`revert`] and [`clone()`]
+//! do the same to files that nobody serves. [`list`] and [`resolve`] read what was left in the headers.
+//!
+//! Invariants:
+//! - At every instant the disk's path leads to a sound chain: to the old file until the rename, to the overlay after it.
+//! - Whoever prepares holds the writer's lock of the active file, so there is one preparation of a disk at a time and
+//!   what an earlier one left is nobody's.
+//! - What a killed process left is known by the temporary overlay: it is made before the second name of the active file
+//!   and removed after it. Nothing else is ever removed.
+//! - A frozen file is not written for the sake of its name: name, time and labels are in the overlay's header
+//!   ([`SnapshotInfo`]).
+
+mod fault;
+mod holder;
+mod leftovers;
+mod list;
+mod names;
+mod offline;
+mod overlay;
+mod prepare;
+
+pub use vmstrata_qcow2::{SnapshotInfo, SnapshotInfoError};
+
+pub use fault::SnapshotFault;
+pub use holder::{Holder, HolderKind, holders};
+pub use list::{Snapshot, State, find, list, resolve};
+pub use names::frozen_path;
+pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
+pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};

@@ -1,0 +1,86 @@
+//! What can be wrong with a snapshot, beside what can go wrong with any file.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use super::holder::Holder;
+
+/// Why a snapshot cannot be taken, found or used as asked.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SnapshotFault {
+    /// A path that ends in a symbolic link.
+    #[error(
+        "it is a symbolic link: name the file it leads to, because tools look for the layers below beside the name they are given"
+    )]
+    SymbolicLink,
+    /// Neither a file nor a link.
+    #[error("it is not a regular file: only files can get a second name, which is what a snapshot is")]
+    NotAFile,
+    /// A file name that cannot be stored as a backing file's name.
+    #[error("its name is not UTF-8, so no image can have it as its backing file: rename it")]
+    NotUtf8,
+    /// The name of the snapshot's file is taken.
+    #[error("a snapshot's file {} exists already: choose another name", path.display())]
+    Exists {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The disk has a snapshot of that name, under whatever file name.
+    #[error("the disk has a snapshot {name:?} already, its file is {}: choose another name", layer.display())]
+    NameTaken {
+        /// The name.
+        name: String,
+        /// The layer that has it.
+        layer: PathBuf,
+    },
+    /// The file system refuses a second name for the file.
+    #[error("cannot give the file the second name {}: {source}; a snapshot needs a file system with hard links (ext4, xfs, btrfs and NFS have them, FAT and some FUSE file systems do not) and a file that is not immutable", path.display())]
+    NoLinks {
+        /// The second name.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The path leads to another file than it did.
+    #[error("the file was replaced by another one meanwhile: nothing was changed")]
+    Replaced,
+    /// Someone writes the disk.
+    #[error("{}", holder.advice())]
+    InUse {
+        /// Who.
+        holder: Holder,
+    },
+    /// No snapshot of that name.
+    #[error("it has no snapshot {name:?}{}", known(have))]
+    NoSuchSnapshot {
+        /// The name.
+        name: String,
+        /// The names there are, newest first.
+        have: Vec<String>,
+    },
+    /// A file outside the directory in which its backing file's relative name holds.
+    #[error(
+        "the file to keep must be in the disk's own directory, where the names of the layers below it hold"
+    )]
+    KeptElsewhere,
+    /// A second disk of a group could not be changed after the first was.
+    #[error("{source}; of the group, these have their snapshot already: {}", done.join(", "))]
+    GroupBroken {
+        /// Disks that were changed.
+        done: Vec<String>,
+        /// What went wrong with the next one.
+        source: Box<crate::Error>,
+    },
+}
+
+fn known(have: &[String]) -> String {
+    const SHOWN: usize = 5;
+    match have {
+        [] => ": none of the layers below it is named".to_owned(),
+        [names @ ..] if names.len() <= SHOWN => format!(", it has {}", names.join(", ")),
+        names => format!(", it has {} and {} more", names[..SHOWN].join(", "), names.len() - SHOWN),
+    }
+}

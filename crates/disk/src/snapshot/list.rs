@@ -1,0 +1,160 @@
+//! Finding snapshots: what the headers of a chain say of the layers below them.
+
+use std::path::{Path, PathBuf};
+
+use vmstrata_qcow2::{SnapshotInfo, snapshot_info::is_snapshot_name};
+
+use super::fault::SnapshotFault;
+use crate::chain::{OpenOptions, Roles, Top, walk};
+use crate::error::{IoContext as _, Result};
+use crate::layer::Format;
+use crate::opener::{LocalFiles, Role};
+
+/// A layer below the active one: a state of the disk that can be gone back to.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// What is known of it; `None` for a layer that nobody named.
+    pub info: Option<SnapshotInfo>,
+    /// Why what was recorded of it cannot be used, if so.
+    pub damage: Option<String>,
+    /// The file that was frozen.
+    pub layer: PathBuf,
+    /// How it keeps its bytes.
+    pub format: Format,
+    /// Layers above it.
+    pub depth: usize,
+    /// Virtual size in bytes.
+    pub virtual_size: u64,
+    /// Bytes of the host's storage that its own file takes.
+    pub allocated_bytes: u64,
+}
+
+impl Snapshot {
+    /// Its name, if it has one.
+    pub fn name(&self) -> Option<&str> {
+        self.info.as_ref().map(|info| info.name.as_str())
+    }
+}
+
+/// The snapshots of the disk at `path`, newest first. Reads headers only and takes no lock.
+///
+/// # Errors
+/// As [`crate::inspect`].
+pub fn list(path: &Path, options: &OpenOptions) -> Result<Vec<Snapshot>> {
+    let roles = Roles { top: Role::Inspected, below: Role::Inspected };
+    let (top, mut layers) = walk(path, options, roles, &LocalFiles, Seen::of)?;
+    layers.push(Seen::of(top));
+    layers.reverse();
+    let pairs = layers.windows(2).enumerate();
+    pairs.map(|(above, pair)| snapshot(above + 1, pair[0].record.as_deref(), &pair[1])).collect()
+}
+
+/// A layer, as far as it matters here: headers of long chains are not to be kept.
+struct Seen {
+    path: PathBuf,
+    format: Format,
+    size: u64,
+    /// What it says of the layer below.
+    record: Option<Vec<u8>>,
+}
+
+impl Seen {
+    fn of(file: Top) -> Self {
+        let format = if file.head.is_some() { Format::Qcow2 } else { Format::Raw };
+        let record = file.head.and_then(|head| head.snapshot);
+        Self { path: file.path, format, size: file.size, record }
+    }
+}
+
+fn snapshot(depth: usize, record: Option<&[u8]>, seen: &Seen) -> Result<Snapshot> {
+    use std::os::unix::fs::MetadataExt;
+    let metadata = seen.path.metadata().while_trying("examine").map_err(|e| e.in_file(&seen.path))?;
+    let (info, damage) = match record.map(SnapshotInfo::parse) {
+        None => (None, None),
+        Some(Ok(info)) => (Some(info), None),
+        Some(Err(error)) => (None, Some(error.to_string())),
+    };
+    Ok(Snapshot {
+        info,
+        damage,
+        layer: seen.path.clone(),
+        format: seen.format,
+        depth,
+        virtual_size: seen.size,
+        // st_blocks counts 512 bytes whatever the file system's block is.
+        allocated_bytes: metadata.blocks() * 512,
+    })
+}
+
+/// The newest snapshot `name` of the disk at `path`: with clones in the chain a name may be there more than once.
+///
+/// # Errors
+/// No such snapshot; otherwise as [`list`].
+pub fn find(path: &Path, name: &str, options: &OpenOptions) -> Result<Snapshot> {
+    let snapshots = list(path, options)?;
+    pick(snapshots, name).map_err(|error| error.in_file(path))
+}
+
+fn pick(snapshots: Vec<Snapshot>, name: &str) -> Result<Snapshot> {
+    let at = snapshots.iter().position(|snapshot| snapshot.name() == Some(name));
+    match at {
+        Some(at) => Ok(snapshots.into_iter().nth(at).expect("found there")),
+        None => {
+            let have = snapshots.iter().filter_map(|snapshot| snapshot.name().map(str::to_owned)).collect();
+            Err(SnapshotFault::NoSuchSnapshot { name: name.to_owned(), have }.into())
+        }
+    }
+}
+
+/// A state of a disk as people name it.
+#[derive(Clone, Debug)]
+pub struct State {
+    /// Its newest layer: a chain of its own.
+    pub path: PathBuf,
+    /// That layer's format, where it is known from the layer above.
+    pub format: Option<Format>,
+    /// What is known of it, when it was named as a snapshot.
+    pub info: Option<SnapshotInfo>,
+}
+
+/// The state that `text` names: `DISK@NAME` is the snapshot NAME of DISK, all else is a file.
+///
+/// A file that is there is meant, whatever its name looks like.
+///
+/// # Errors
+/// As [`find`], when `text` is no file and what precedes its last `@` is one.
+pub fn resolve(text: &Path, options: &OpenOptions) -> Result<State> {
+    let file = || State { path: text.to_owned(), format: options.format, info: None };
+    let Some((disk, name)) = split(text) else { return Ok(file()) };
+    if text.symlink_metadata().is_ok() || disk.symlink_metadata().is_err() {
+        return Ok(file());
+    }
+    let found = find(&disk, name, options)?;
+    Ok(State { path: found.layer, format: Some(found.format), info: found.info })
+}
+
+/// `DISK` and `NAME` of `DISK@NAME`.
+fn split(text: &Path) -> Option<(PathBuf, &str)> {
+    let (disk, name) = text.to_str()?.rsplit_once('@')?;
+    (!disk.is_empty() && is_snapshot_name(name)).then(|| (PathBuf::from(disk), name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_could_be_a_snapshot_is_taken_for_one() {
+        assert_eq!(split(Path::new("/a/web.qcow2@mon")), Some((PathBuf::from("/a/web.qcow2"), "mon")));
+        assert_eq!(split(Path::new("a@b@c")), Some((PathBuf::from("a@b"), "c")));
+        for file in ["web.qcow2", "web@", "@mon", "user@host/web.qcow2", "web@a b"] {
+            assert_eq!(split(Path::new(file)), None, "{file}");
+        }
+    }
+
+    #[test]
+    fn a_missing_name_is_answered_with_those_there_are() {
+        let error = pick(Vec::new(), "mon").unwrap_err().to_string();
+        assert_eq!(error, "it has no snapshot \"mon\": none of the layers below it is named");
+    }
+}

@@ -1,0 +1,53 @@
+//! File names of snapshots.
+//!
+//! The snapshot NAME of `web.qcow2` is `web.NAME.qcow2` in the same directory, or `web.NAME.raw` when the file is raw.
+//! Two disks whose names differ in a known ending only share such names; the second one to use a name is refused.
+
+use std::path::{Path, PathBuf};
+
+use crate::layer::Format;
+use crate::opener::directory_of;
+
+/// Endings that name a format and so do not belong to the disk's own name.
+const ENDINGS: [&str; 5] = [".qcow2", ".qcow", ".raw", ".img", ".disk"];
+
+/// Where the file of the snapshot `name` of the disk at `disk` lies; `None` when the disk's file name is not UTF-8.
+pub fn frozen_path(disk: &Path, name: &str, format: Format) -> Option<PathBuf> {
+    let stem = stem(disk.file_name()?.to_str()?);
+    Some(directory_of(disk).join(format!("{stem}.{name}.{format}")))
+}
+
+/// A disk's file name without its ending.
+fn stem(file_name: &str) -> &str {
+    let stems = ENDINGS.iter().filter_map(|ending| file_name.strip_suffix(ending));
+    stems.filter(|stem| !stem.is_empty()).min_by_key(|stem| stem.len()).unwrap_or(file_name)
+}
+
+/// How an image in the same directory names the file `file_name` as its backing file: a colon must not look like the
+/// end of a protocol's name.
+pub(super) fn sibling(file_name: &str) -> String {
+    if file_name.contains(':') { format!("./{file_name}") } else { file_name.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_snapshot_lies_beside_its_disk() {
+        let path = |disk: &str, format| frozen_path(Path::new(disk), "mon", format).unwrap();
+        assert_eq!(path("/a/web.qcow2", Format::Qcow2), Path::new("/a/web.mon.qcow2"));
+        assert_eq!(path("web.img", Format::Raw), Path::new("./web.mon.raw"));
+        assert_eq!(path("/a/web", Format::Qcow2), Path::new("/a/web.mon.qcow2"));
+        assert_eq!(path("/a/web.v2", Format::Qcow2), Path::new("/a/web.v2.mon.qcow2"));
+        assert_eq!(path("/a/.qcow2", Format::Qcow2), Path::new("/a/.qcow2.mon.qcow2"));
+        assert_eq!(frozen_path(Path::new("/"), "mon", Format::Raw), None);
+    }
+
+    #[test]
+    fn a_colon_does_not_make_a_protocol_of_a_file() {
+        assert_eq!(sibling("nbd:x.mon.qcow2"), "./nbd:x.mon.qcow2");
+        assert_eq!(sibling("web.mon.qcow2"), "web.mon.qcow2");
+        assert_eq!(crate::chain::plain_name(&sibling("nbd:x")).unwrap(), "./nbd:x");
+    }
+}

@@ -1,0 +1,252 @@
+//! Snapshots of disks that nobody serves.
+//!
+//! Each operation takes the writer's lock of the disk's file first, so that a running machine or server is met with a
+//! refusal, and holds it until the path leads to the new overlay.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmstrata_qcow2::SnapshotInfo;
+use vmstrata_store::{Access, FileError, FileOptions, FileStore, Gate, LockError};
+
+use super::fault::SnapshotFault;
+use super::holder::{Holder, holders};
+use super::list::{Snapshot, list};
+use super::overlay::Below;
+use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
+use super::{find, names};
+use crate::chain::{OpenOptions, SESSION_MASK};
+use crate::create::{Temporary, refuse_existing};
+use crate::disk::Disk;
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
+use crate::resources::Resources;
+
+/// For how long to try again while someone has the disk: a moment, as killed processes keep theirs.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// A snapshot that was taken.
+#[derive(Clone, Debug)]
+pub struct Created {
+    /// The disk.
+    pub disk: PathBuf,
+    /// The file that holds its state of now.
+    pub layer: PathBuf,
+}
+
+/// Takes the snapshot `info` of every one of `disks`: all are made ready before the first is changed.
+///
+/// A disk that was not closed is opened and closed first, with `resources`, so that the journal of a killed server is
+/// taken up before its file is frozen.
+///
+/// # Errors
+/// A disk that is in use, that has a snapshot of that name, or as [`prepare`]: nothing has then changed. If the host fails
+/// in the middle of several disks, [`SnapshotFault::GroupBroken`] names those that have the snapshot.
+pub fn create(
+    disks: &[PathBuf],
+    info: &SnapshotInfo,
+    open: &OpenOptions,
+    options: &PrepareOptions,
+    resources: &Arc<Resources>,
+) -> Result<Vec<Created>> {
+    let mut ready = Vec::with_capacity(disks.len());
+    for disk in disks {
+        let held = ready_one(disk, info, open, options, resources).map_err(|error| error.in_file(disk))?;
+        ready.push(held);
+    }
+    let mut created = Vec::with_capacity(disks.len());
+    for (disk, (lock, prepared)) in disks.iter().zip(ready) {
+        let layer = prepared.frozen_path().to_owned();
+        prepared.publish().map_err(|error| broken(&created, error))?;
+        drop(lock);
+        created.push(Created { disk: disk.clone(), layer });
+    }
+    Ok(created)
+}
+
+/// What went wrong with one disk of a group, with those that were changed before.
+fn broken(created: &[Created], error: Error) -> Error {
+    if created.is_empty() {
+        return error;
+    }
+    let done = created.iter().map(|created| created.disk.display().to_string()).collect();
+    SnapshotFault::GroupBroken { done, source: Box::new(error) }.into()
+}
+
+fn ready_one(
+    disk: &Path,
+    info: &SnapshotInfo,
+    open: &OpenOptions,
+    options: &PrepareOptions,
+    resources: &Arc<Resources>,
+) -> Result<(FileStore, Prepared)> {
+    let lock = lock_settled(disk, open, resources)?;
+    if let Some(taken) = list(disk, open)?.into_iter().find(|other| other.name() == Some(&info.name)) {
+        return Err(SnapshotFault::NameTaken { name: info.name.clone(), layer: taken.layer }.into());
+    }
+    Ok((lock, prepare(disk, info, options)?))
+}
+
+/// Locks a disk that was closed, closing it if its last writer did not.
+fn lock_settled(disk: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<FileStore> {
+    let lock = lock(disk)?;
+    let below = Below::read(disk, open.format)?;
+    if below.autoclear & SESSION_MASK == 0 && !below.dirty {
+        return Ok(lock);
+    }
+    // Opening takes the lock itself.
+    drop(lock);
+    Disk::open(disk, &OpenOptions { read_only: false, ..open.clone() }, resources)?.close()?;
+    self::lock(disk)
+}
+
+/// Locks the file that `disk` leads to against all others.
+fn lock(disk: &Path) -> Result<FileStore> {
+    check_path(disk)?;
+    loop {
+        let file = Gate::unrestricted().open(disk, Access::ReadWrite)?;
+        let options = FileOptions { lock_patience: PATIENCE, ..FileOptions::ACTIVE };
+        let store = match FileStore::new(file, disk, &options) {
+            Ok(store) => store,
+            Err(FileError::Lock(LockError::Conflict { .. })) => return Err(in_use(disk)),
+            Err(error) => return Err(error.into()),
+        };
+        // A snapshot that was taken while we waited has put another file here.
+        if store.identity().while_trying("examine the disk")?.file == file_at(disk)? {
+            return Ok(store);
+        }
+    }
+}
+
+fn in_use(disk: &Path) -> Error {
+    let holder = holders(disk).into_iter().next().unwrap_or_else(Holder::unseen);
+    SnapshotFault::InUse { holder }.into()
+}
+
+/// How to go back to a snapshot.
+#[derive(Clone, Debug, Default)]
+pub struct RevertOptions {
+    /// Another name for what is active now; `None` lets it go.
+    pub keep: Option<PathBuf>,
+    /// How the disk is to be looked at.
+    pub open: OpenOptions,
+    /// As for [`prepare`].
+    pub prepare: PrepareOptions,
+}
+
+/// What going back has done.
+#[derive(Clone, Debug)]
+pub struct Reverted {
+    /// The file the disk stands on now.
+    pub layer: PathBuf,
+    /// The layers above it, newest first, that the disk does not stand on any more. Their files are still there.
+    pub dropped: Vec<Snapshot>,
+}
+
+/// Makes the disk what it was at its snapshot `name`: a new, empty overlay takes the place of the active file.
+///
+/// # Errors
+/// A disk in use, no such snapshot, a file to be kept that exists or lies elsewhere; whatever the host reports. Nothing
+/// has then changed.
+pub fn revert(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
+    back(disk, name, options).map_err(|error| error.in_file(disk))
+}
+
+fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
+    let lock = lock(disk)?;
+    let identity = lock.identity().while_trying("examine the disk")?.file;
+    let mut snapshots = list(disk, &options.open)?;
+    let found = find(disk, name, &options.open)?;
+    let info = found.info.clone().expect("found by its name");
+    if let Some(keep) = &options.keep {
+        check_keep(disk, keep)?;
+    }
+    let stood_on = LocalFiles.open(&found.layer, Role::Frozen, &Gate::unrestricted())?;
+    let below = Below::read(&found.layer, Some(found.format))?;
+    let image = below.overlay(name_from(disk, &found.layer)?, &info)?;
+    let mut prepared = Prepared::make(disk, identity, &image, disk, options.prepare.on_step)?;
+    if let Some(keep) = options.keep.as_ref().filter(|keep| file_at(keep).ok() != Some(identity)) {
+        prepared.link(keep.clone())?;
+    }
+    prepared.publish()?;
+    drop((lock, stood_on));
+    snapshots.truncate(found.depth - 1);
+    Ok(Reverted { layer: found.layer, dropped: snapshots })
+}
+
+fn check_keep(disk: &Path, keep: &Path) -> Result<()> {
+    let directory =
+        |path: &Path| directory_of(path).canonicalize().while_trying("find the directory to keep it in");
+    let is_name = keep.file_name().is_some_and(|name| Some(name) != disk.file_name());
+    if is_name && directory(disk)? == directory(keep)? {
+        Ok(())
+    } else {
+        Err(SnapshotFault::KeptElsewhere.into())
+    }
+}
+
+/// Makes `output`, a disk of its own that starts as the disk at `disk` was at its snapshot `name`; returns the layer it
+/// stands on.
+///
+/// # Errors
+/// No such snapshot, a file at `output`, a layer that someone writes; whatever the host reports. Nothing is then left.
+pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> Result<PathBuf> {
+    let found = find(disk, name, options)?;
+    let make = || -> Result<()> {
+        refuse_existing(output)?;
+        let _stood_on = LocalFiles.open(&found.layer, Role::Frozen, &Gate::unrestricted())?;
+        let below = Below::read(&found.layer, Some(found.format))?;
+        let info = SnapshotInfo { origin: origin(disk), ..found.info.clone().expect("found by its name") };
+        let image = below.overlay(name_from(output, &found.layer)?, &info)?;
+        let temporary = Temporary::beside(output)?;
+        temporary.fill(&image)?;
+        temporary.publish(output, false)
+    };
+    make().map_err(|error| error.in_file(output))?;
+    Ok(found.layer)
+}
+
+/// The disk's file name, as far as it can be recorded.
+fn origin(disk: &Path) -> Option<String> {
+    let name = disk.file_name()?.to_string_lossy();
+    Some(name.chars().filter(|c| !c.is_control()).collect()).filter(|name: &String| !name.is_empty())
+}
+
+/// How the image at `image` names the layer at `layer`: by a relative name where one is below the other, so that a tree
+/// can be moved; by an absolute one elsewhere.
+fn name_from(image: &Path, layer: &Path) -> Result<String> {
+    let resolve =
+        |path: &Path| directory_of(path).canonicalize().while_trying("find the directory of an image");
+    let (from, to) = (resolve(image)?, resolve(layer)?);
+    let file = layer.file_name().ok_or(SnapshotFault::NotAFile)?;
+    let path = if let Ok(below) = to.strip_prefix(&from) {
+        below.join(file)
+    } else if let Ok(above) = from.strip_prefix(&to) {
+        above.components().map(|_| "..").collect::<PathBuf>().join(file)
+    } else {
+        to.join(file)
+    };
+    let name = path.to_str().ok_or(ErrorKind::from(SnapshotFault::NotUtf8))?;
+    Ok(if path.is_absolute() { name.to_owned() } else { names::sibling(name) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layer_is_named_relative_within_a_tree_and_absolute_outside() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().canonicalize().unwrap();
+        for sub in ["a/b", "c"] {
+            std::fs::create_dir_all(dir.join(sub)).unwrap();
+        }
+        let name = |image: &str, layer: &str| name_from(&dir.join(image), &dir.join(layer)).unwrap();
+        assert_eq!(name("a/clone", "a/web.mon.qcow2"), "web.mon.qcow2");
+        assert_eq!(name("clone", "a/b/web.mon.qcow2"), "a/b/web.mon.qcow2");
+        assert_eq!(name("a/b/clone", "web.mon.qcow2"), "../../web.mon.qcow2");
+        assert_eq!(name("a/clone", "a/nbd:x"), "./nbd:x");
+        assert_eq!(name("a/clone", "c/x"), dir.join("c/x").to_str().unwrap());
+    }
+}

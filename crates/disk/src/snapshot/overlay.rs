@@ -1,0 +1,105 @@
+//! The new overlay: shaped like the layer it will stand on, complete and on stable storage under a temporary name.
+
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use rustix::fs::{Gid, Mode, Uid};
+use vmstrata_qcow2::{
+    Compatible, CompressionType, CreateOptions, Header, Incompatible, NewBacking, NewImage, RefcountOrder,
+    SnapshotInfo, new_image,
+};
+use vmstrata_store::{FileIdentity, Gate};
+use vmstrata_types::ClusterBits;
+
+use super::leftovers::PURPOSE;
+use crate::chain::{Top, open_layer};
+use crate::create::Temporary;
+use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::layer::Format;
+use crate::opener::{LocalFiles, Role};
+
+/// What a new overlay takes over from the layer it stands on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Below {
+    pub(super) identity: FileIdentity,
+    pub(super) format: Format,
+    /// Autoclear bits, 0 for a raw file.
+    pub(super) autoclear: u64,
+    pub(super) dirty: bool,
+    size: u64,
+    version: u32,
+    cluster_bits: ClusterBits,
+    refcount_order: RefcountOrder,
+    compression_type: CompressionType,
+    lazy_refcounts: bool,
+}
+
+impl Below {
+    /// Reads the header of the file at `path`, without a lock.
+    ///
+    /// # Errors
+    /// A file that cannot be read or breaks the format, or that is marked corrupt.
+    pub(super) fn read(path: &Path, format: Option<Format>) -> Result<Self> {
+        let file = open_layer(path, Role::Inspected, format, &Gate::unrestricted(), &LocalFiles)?;
+        Self::of(&file).map_err(|error| error.in_file(path))
+    }
+
+    fn of(file: &Top) -> Result<Self> {
+        let header: Option<&Header> = file.head.as_ref().map(|head| &head.header);
+        let like = CreateOptions::new(file.size);
+        let has = |bit| header.is_some_and(|header| header.incompatible.contains(bit));
+        if has(Incompatible::CORRUPT) {
+            return Err(ErrorKind::MarkedCorrupt.into());
+        }
+        Ok(Self {
+            identity: file.opened.identity,
+            format: if header.is_some() { Format::Qcow2 } else { Format::Raw },
+            autoclear: header.map_or(0, |header| header.autoclear.bits()),
+            dirty: has(Incompatible::DIRTY),
+            size: file.size,
+            version: header.map_or(like.version, |header| header.version),
+            cluster_bits: header.map_or(like.cluster_bits, |header| header.cluster_bits),
+            refcount_order: header.map_or(like.refcount_order, |header| header.refcount_order),
+            compression_type: header.map_or(like.compression_type, |header| header.compression_type),
+            lazy_refcounts: header
+                .is_some_and(|header| header.compatible.contains(Compatible::LAZY_REFCOUNTS)),
+        })
+    }
+
+    /// An empty image on this layer, which it will know as `name`.
+    ///
+    /// # Errors
+    /// A record or a name for which the header has no room, or that cannot be stored.
+    pub(super) fn overlay(&self, name: String, info: &SnapshotInfo) -> Result<NewImage> {
+        let backing = NewBacking { name: name.into_bytes(), format: Some(self.format.to_string()) };
+        Ok(new_image(&CreateOptions {
+            version: self.version,
+            cluster_bits: self.cluster_bits,
+            refcount_order: self.refcount_order,
+            backing: Some(backing),
+            lazy_refcounts: self.lazy_refcounts,
+            compression_type: self.compression_type,
+            feature_names: true,
+            index_room: true,
+            snapshot: Some(info.clone()),
+            ..CreateOptions::new(self.size)
+        })?)
+    }
+}
+
+/// Makes the image under a temporary name beside `place`, to be used by the users of the file at `like`.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(super) fn make(place: &Path, image: &NewImage, like: &Path) -> Result<Temporary> {
+    let temporary = Temporary::named(place, PURPOSE)?;
+    let owner = like.metadata().while_trying("examine the layer below")?;
+    let file = temporary.file.as_fd();
+    // Only root can give a file away. Another user's overlay stays that user's, as with every tool.
+    let _ = rustix::fs::fchown(file, Some(Uid::from_raw(owner.uid())), Some(Gid::from_raw(owner.gid())));
+    let mode = rustix::fs::fchmod(file, Mode::from_raw_mode(owner.mode() & 0o777));
+    mode.map_err(std::io::Error::from).while_trying("set the overlay's permissions")?;
+    temporary.fill(image)?;
+    Ok(temporary)
+}

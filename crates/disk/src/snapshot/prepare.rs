@@ -1,0 +1,244 @@
+//! The change itself, in two halves: everything that can fail or take time, and one rename.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use vmstrata_qcow2::SnapshotInfo;
+use vmstrata_store::FileId;
+
+use super::fault::SnapshotFault;
+use super::overlay::{self, Below};
+use super::{leftovers, names};
+use crate::create::{Temporary, flush_directory};
+use crate::error::{Error, IoContext as _, Result};
+use crate::layer::Format;
+
+/// How to prepare a snapshot.
+#[derive(Clone, Copy, Debug)]
+pub struct PrepareOptions {
+    /// What the active file holds; `None` looks at its first bytes.
+    pub format: Option<Format>,
+    /// Called before each change of the file system: where tests of crashes stop.
+    pub on_step: fn(Step),
+}
+
+impl Default for PrepareOptions {
+    fn default() -> Self {
+        Self { format: None, on_step: |_| {} }
+    }
+}
+
+/// What is about to be done to the file system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Remove what a killed process left.
+    Sweep,
+    /// Make the overlay under its temporary name.
+    Make,
+    /// Bring the overlay and its temporary name to stable storage.
+    Flush,
+    /// Give the active file its second name.
+    Link,
+    /// Rename the overlay to the disk's path.
+    Rename,
+    /// Bring the names to stable storage.
+    FlushNames,
+    /// Take the active file's second name back.
+    Unlink,
+    /// Remove the temporary overlay.
+    Remove,
+}
+
+/// A snapshot that is ready: only the disk's path does not lead to it yet.
+///
+/// Dropped unpublished it is undone.
+#[derive(Debug)]
+pub struct Prepared {
+    overlay: Temporary,
+    active: PathBuf,
+    identity: FileId,
+    /// The active file's second name.
+    second: Option<SecondName>,
+    on_step: fn(Step),
+}
+
+/// A name that a file got from us, taken back unless it is to stay.
+#[derive(Debug)]
+struct SecondName {
+    path: PathBuf,
+    on_step: fn(Step),
+    is_ours: bool,
+}
+
+/// A snapshot that the disk's path leads to, but of which a power failure may still lose every trace.
+#[derive(Debug)]
+#[must_use = "until the names are flushed, nothing written to the overlay is safe"]
+pub struct Published {
+    active: PathBuf,
+    on_step: fn(Step),
+}
+
+/// Makes everything ready for the snapshot `info` of the disk whose active file is `active`.
+///
+/// The caller holds the writer's lock of that file, and has flushed to it what its headers say. The file may go on being
+/// written until the caller moves its guest to [`Prepared::overlay`].
+///
+/// # Errors
+/// A file that cannot get a second name; a snapshot of that name; names or labels that the header has no room for; an
+/// image that cannot be read or is marked corrupt; whatever the host reports. Nothing has then changed.
+pub fn prepare(active: &Path, info: &SnapshotInfo, options: &PrepareOptions) -> Result<Prepared> {
+    prepare_below(active, info, options).map_err(|error| error.in_file(active))
+}
+
+fn prepare_below(active: &Path, info: &SnapshotInfo, options: &PrepareOptions) -> Result<Prepared> {
+    check_path(active)?;
+    info.check().map_err(vmstrata_qcow2::CreateError::from)?;
+    let below = Below::read(active, options.format)?;
+    let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
+    let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
+    let image = below.overlay(names::sibling(name), info)?;
+    let mut prepared = Prepared::make(active, below.identity.file, &image, active, options.on_step)?;
+    prepared.link(frozen)?;
+    Ok(prepared)
+}
+
+/// Refuses a path that cannot stay while what it leads to changes.
+///
+/// # Errors
+/// A symbolic link, or what is no regular file.
+pub(super) fn check_path(active: &Path) -> Result<()> {
+    let kind = active.symlink_metadata().while_trying("examine the disk")?.file_type();
+    match (kind.is_symlink(), kind.is_file()) {
+        (true, _) => Err(SnapshotFault::SymbolicLink.into()),
+        (_, true) => Ok(()),
+        _ => Err(SnapshotFault::NotAFile.into()),
+    }
+}
+
+impl Prepared {
+    /// An overlay ready to take the place of `active`, which is the file `identity`; its owner is that of `like`.
+    ///
+    /// # Errors
+    /// Whatever the host reports. Nothing has then changed.
+    pub(super) fn make(
+        active: &Path,
+        identity: FileId,
+        image: &vmstrata_qcow2::NewImage,
+        like: &Path,
+        on_step: fn(Step),
+    ) -> Result<Self> {
+        on_step(Step::Sweep);
+        leftovers::sweep(active, identity)?;
+        on_step(Step::Make);
+        let overlay = overlay::make(active, image, like)?;
+        let active = active.to_owned();
+        let prepared = Self { overlay, active, identity, second: None, on_step };
+        on_step(Step::Flush);
+        prepared.overlay.file.sync_all().while_trying("flush the overlay")?;
+        // The second name must not outlive the temporary one, by which it is recognised.
+        flush_directory(&prepared.active)?;
+        Ok(prepared)
+    }
+
+    /// Gives the active file the second name `path`.
+    ///
+    /// # Errors
+    /// A name that is taken, or a file system without second names.
+    pub(super) fn link(&mut self, path: PathBuf) -> Result<()> {
+        (self.on_step)(Step::Link);
+        match rustix::fs::link(&self.active, &path) {
+            Ok(()) => {}
+            Err(Errno::EXIST) => return Err(SnapshotFault::Exists { path }.into()),
+            Err(errno @ (Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS | Errno::MLINK | Errno::XDEV)) => {
+                return Err(SnapshotFault::NoLinks { path, source: errno.into() }.into());
+            }
+            Err(errno) => return Err(Error::io("give the file its second name", errno.into())),
+        }
+        let second = SecondName { path, on_step: self.on_step, is_ours: true };
+        if file_at(&second.path)? != self.identity {
+            return Err(SnapshotFault::Replaced.into());
+        }
+        self.second = Some(second);
+        Ok(())
+    }
+
+    /// The overlay, under its temporary name: complete, empty, and standing on [`Prepared::frozen_path`].
+    ///
+    /// Nothing that a guest was promised may be in it alone before [`Published::flush`] is done.
+    pub fn overlay(&self) -> &Path {
+        &self.overlay.path
+    }
+
+    /// The second name of the file that is active now.
+    ///
+    /// # Panics
+    /// Never for what [`prepare`] returned.
+    pub fn frozen_path(&self) -> &Path {
+        &self.second.as_ref().expect("prepare() gives the file a second name").path
+    }
+
+    /// Lets the disk's path lead to the overlay, and brings that to stable storage.
+    ///
+    /// # Errors
+    /// As [`Prepared::rename`] and [`Published::flush`], which tell apart whether anything has changed.
+    pub fn publish(self) -> Result<()> {
+        self.rename()?.flush()
+    }
+
+    /// Lets the disk's path lead to the overlay: one system call.
+    ///
+    /// # Errors
+    /// A path that leads to another file meanwhile; whatever the host reports. Nothing has then changed, and what was
+    /// prepared is undone.
+    pub fn rename(mut self) -> Result<Published> {
+        (self.on_step)(Step::Rename);
+        let rename = || -> Result<()> {
+            if file_at(&self.active)? != self.identity {
+                return Err(SnapshotFault::Replaced.into());
+            }
+            let renamed = rustix::fs::rename(&self.overlay.path, &self.active);
+            renamed.map_err(io::Error::from).while_trying("rename the overlay")
+        };
+        rename().map_err(|error| error.in_file(&self.active))?;
+        if let Some(second) = &mut self.second {
+            second.is_ours = false;
+        }
+        Ok(Published { active: self.active.clone(), on_step: self.on_step })
+    }
+}
+
+impl Published {
+    /// Brings the names to stable storage.
+    ///
+    /// # Errors
+    /// Whatever the host reports: the snapshot is there, but a power failure may undo it and what was written since.
+    pub fn flush(self) -> Result<()> {
+        (self.on_step)(Step::FlushNames);
+        flush_directory(&self.active).map_err(|error| error.in_file(&self.active))
+    }
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        // In this order: a second name without the temporary one would not be recognised.
+        self.second = None;
+        (self.on_step)(Step::Remove);
+    }
+}
+
+impl Drop for SecondName {
+    fn drop(&mut self) {
+        if self.is_ours {
+            (self.on_step)(Step::Unlink);
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Which file `path` names, itself and not what a link leads to.
+pub(super) fn file_at(path: &Path) -> Result<FileId> {
+    use std::os::unix::fs::MetadataExt;
+    let found = path.symlink_metadata().while_trying("examine").map_err(|error| error.in_file(path))?;
+    Ok(FileId { dev: found.dev(), ino: found.ino() })
+}
