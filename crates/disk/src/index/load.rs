@@ -77,18 +77,7 @@ fn load_from(
     opener: &Arc<dyn Opener>,
     looks: &mut Looks,
 ) -> Result<Found> {
-    let head = top.head.as_ref().filter(|head| link_stands(&head.header));
-    let (root, store) = match (home, head) {
-        (Home::File, Some(head)) => match root_in_file(&*top.opened.store, head)? {
-            Some(root) => (root, Arc::clone(&top.opened.store)),
-            None => return Ok(Found::Nothing),
-        },
-        (Home::Sidecar, _) => match root_in_sidecar(&top.path, gate, &**opener)? {
-            Some((root, opened)) => (root, opened.store),
-            None => return Ok(Found::Nothing),
-        },
-        _ => return Ok(Found::Nothing),
-    };
+    let Some((root, store)) = root_at(top, home, gate, &**opener)? else { return Ok(Found::Nothing) };
     looks.identities.insert(top.path.clone(), top.opened.identity);
     let mut pages =
         Pages { root: &root, gate, opener: &**opener, places: HashMap::new(), open: HashMap::new() };
@@ -113,6 +102,27 @@ fn load_from(
         gate: gate.clone(),
         sidecars: parking_lot::Mutex::default(),
     })))
+}
+
+/// The root of the layer's index in this home, and the file it lies in.
+fn root_at(
+    top: &Top,
+    home: Home,
+    gate: &Gate,
+    opener: &dyn Opener,
+) -> Result<Option<(Root, Arc<dyn Store>)>> {
+    let head = top.head.as_ref().filter(|head| link_stands(&head.header));
+    match (home, head) {
+        (Home::File, Some(head)) => {
+            let root = root_in_file(&*top.opened.store, head)?;
+            Ok(root.map(|root| (root, Arc::clone(&top.opened.store))))
+        }
+        (Home::Sidecar, _) => {
+            let found = root_in_sidecar(&top.path, gate, opener)?;
+            Ok(found.map(|(root, opened)| (root, opened.store)))
+        }
+        _ => Ok(None),
+    }
 }
 
 /// Reads pages of layers, as far as their places are known.
