@@ -165,7 +165,17 @@ fn the_keys_of_everything_else_stay() {
     assert_eq!(keys(&report["risks"][0]), ["chains", "kind", "message", "path", "severity"]);
     assert_eq!(
         keys(&report["scanned"]),
-        ["directories", "files", "images", "links", "special", "too-deep", "too-many", "unreadable"]
+        [
+            "directories",
+            "files",
+            "images",
+            "links",
+            "special",
+            "too-deep",
+            "too-many",
+            "unfinished",
+            "unreadable"
+        ]
     );
     assert_eq!(
         keys(&report["snapshots"]),

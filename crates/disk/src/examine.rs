@@ -11,8 +11,9 @@ mod clusters;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, StatxFlags};
-use vmstrata_qcow2::{Autoclear, Header};
+use vmstrata_qcow2::{Autoclear, Extensions, Header, SnapshotInfo};
 use vmstrata_store::{FileIdentity, Gate, Permission, Store, is_held};
+use vmstrata_types::HostOffset;
 
 pub use self::clusters::{OwnCluster, own_clusters};
 use crate::chain::{Qcow2Head, SESSION_MASK, backing_of, probe};
@@ -42,6 +43,8 @@ pub struct ImageHead {
     pub header: Header,
     /// The backing file, if there is one.
     pub backing: Option<BackingPlace>,
+    /// What the image says of the snapshot that its backing file is; `None` too where that cannot be read.
+    pub snapshot: Option<SnapshotInfo>,
 }
 
 /// A backing file as an image names it.
@@ -70,7 +73,7 @@ pub fn examine(path: &Path, gate: &Gate) -> Result<Examined> {
     let opened = LocalFiles.open(path, Role::Inspected, gate)?;
     let (allocated_bytes, born_ns) = extent_and_birth(&opened).map_err(|error| error.in_file(path))?;
     let head = probe(&*opened.store, opened.identity.len)
-        .map(|head| head.map(|head| image_head(path, head)))
+        .map(|head| head.map(|head| image_head(path, head, &*opened.store)))
         .map_err(|error| error.in_file(path));
     Ok(Examined {
         identity: opened.identity,
@@ -81,10 +84,23 @@ pub fn examine(path: &Path, gate: &Gate) -> Result<Examined> {
     })
 }
 
-fn image_head(path: &Path, head: Qcow2Head) -> ImageHead {
+fn image_head(path: &Path, head: Qcow2Head, store: &dyn Store) -> ImageHead {
     let place = backing_of(path, Some(&head)).transpose();
     let backing = head.backing_name.zip(place).map(|(name, place)| BackingPlace { name, place });
-    ImageHead { header: head.header, backing }
+    let snapshot = if backing.is_some() { snapshot_info(&head.header, store) } else { None };
+    ImageHead { header: head.header, backing, snapshot }
+}
+
+/// Bytes in which vmstrata keeps all extensions that it writes.
+const EXTENSIONS_PROBE: usize = 4096;
+
+/// A record that cannot be read is as good as none: it is there for people, and nothing depends on it.
+fn snapshot_info(header: &Header, store: &dyn Store) -> Option<SnapshotInfo> {
+    let end = header.extensions_end().min(EXTENSIONS_PROBE);
+    let mut bytes = vec![0; end];
+    store.read_padded(&mut bytes, HostOffset::ZERO).ok()?;
+    let extensions = Extensions::parse(&bytes, header.header_length as usize, end).ok()?;
+    SnapshotInfo::parse(SnapshotInfo::find(&extensions)?).ok()
 }
 
 /// Where nothing can be locked nothing can be known: no writer is then reported.

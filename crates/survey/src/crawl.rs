@@ -174,6 +174,7 @@ impl Crawl<'_> {
     fn meet(&self, path: &Path) {
         self.count_file();
         match fs::symlink_metadata(path) {
+            Ok(_) if entry::is_in_the_making(path) => self.leave_out(LeftOut::Unfinished, path),
             Ok(metadata) if self.state.lock().found.merge_name(entry::file_id(&metadata), path) => {}
             Ok(_) => self.look_at(path, false),
             Err(_) => self.leave_out(LeftOut::Unreadable, path),

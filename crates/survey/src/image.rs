@@ -37,6 +37,8 @@ pub(crate) struct Qcow2Facts {
     /// Name of the backing file as stored.
     pub(crate) backing_name: Option<String>,
     pub(crate) below: Option<Below>,
+    /// The snapshot that the layer below is: its name, and when it was taken, in ns since 1970.
+    pub(crate) snapshot: Option<(String, i64)>,
 }
 
 /// A file that is an image, or was meant to be.
@@ -101,6 +103,10 @@ impl Qcow2Facts {
             in_session: head.is_in_session(),
             backing_name: head.backing.as_ref().map(|backing| backing.name.clone()),
             below,
+            snapshot: head.snapshot.as_ref().and_then(|snapshot| {
+                // A time past 2262 is none.
+                Some((snapshot.name.clone(), i64::try_from(snapshot.taken_ns).ok()?))
+            }),
         }
     }
 }
@@ -161,6 +167,7 @@ pub(crate) mod tests {
             in_session: false,
             backing_name: below.map(str::to_owned),
             below: below.map(on),
+            snapshot: None,
         };
         Image { qcow2: Some(facts), ..raw_image(name) }
     }

@@ -122,6 +122,7 @@ fn left_out(report: &Report) -> String {
         (&scanned.unreadable, "files or directories that could not be read"),
         (&scanned.links, "symbolic links, which are not followed"),
         (&scanned.special, "special files, which are not opened"),
+        (&scanned.unfinished, "overlays of unfinished snapshots"),
         (&scanned.too_deep, "directories too deep to enter"),
         (&scanned.too_many, "images beyond the limit of a survey"),
     ];

@@ -73,6 +73,8 @@ pub struct Scanned {
     pub links: Omitted,
     /// FIFOs, sockets, devices, directories of the kernel's.
     pub special: Omitted,
+    /// Overlays of snapshots under way, or left by one that was killed.
+    pub unfinished: Omitted,
     /// Directories deeper than is looked.
     pub too_deep: Omitted,
     /// Images beyond the most that are taken in.
@@ -191,6 +193,7 @@ fn scanned(found: &Found) -> Scanned {
         unreadable: found.omitted(LeftOut::Unreadable),
         links: found.omitted(LeftOut::Link),
         special: found.omitted(LeftOut::Special),
+        unfinished: found.omitted(LeftOut::Unfinished),
         too_deep: found.omitted(LeftOut::TooDeep),
         too_many: found.omitted(LeftOut::TooMany),
     }

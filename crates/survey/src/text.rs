@@ -167,6 +167,7 @@ fn write_left_out(out: &mut String, report: &Report) -> Result {
         (&scanned.unreadable, "could not be read"),
         (&scanned.links, "symbolic links not followed"),
         (&scanned.special, "special files not opened"),
+        (&scanned.unfinished, "overlays of unfinished snapshots"),
         (&scanned.too_deep, "directories too deep to enter"),
         (&scanned.too_many, "images beyond the limit"),
     ];

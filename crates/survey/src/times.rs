@@ -2,6 +2,7 @@
 //!
 //! | source | tells | goes wrong when |
 //! |---|---|---|
+//! | the overlay's own record of the snapshot | when the overlay was made | vmstrata did not take it, or clocks were wrong |
 //! | birth of the file, where it is not later than its last change | when the overlay was made | never, on the file system where it was made |
 //! | last change of the layer below | when that layer was written last, so not after the snapshot | the layer was written to later, or copied without its times |
 //!
@@ -23,6 +24,8 @@ const GRACE: Duration = Duration::from_secs(60);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TimeSource {
+    /// Written into the overlay when the snapshot was taken.
+    Metadata,
     /// The file system's birth time of the overlay.
     Birth,
     /// The last change of the layer below.
@@ -32,15 +35,26 @@ pub enum TimeSource {
 /// When `image` was made, on `below` if it stands on anything.
 pub(crate) fn made(image: &Image, below: Option<&Image>) -> Option<(i64, TimeSource)> {
     let born = image.born_ns.filter(|born| *born <= image.mtime_ns);
-    born.map(|born| (born, TimeSource::Birth))
+    taken(image)
+        .map(|taken| (taken, TimeSource::Metadata))
+        .or_else(|| born.map(|born| (born, TimeSource::Birth)))
         .or_else(|| below.map(|below| (below.mtime_ns, TimeSource::Change)))
+}
+
+/// When the snapshot was taken that made `image`, if it says so.
+fn taken(image: &Image) -> Option<i64> {
+    image.qcow2.as_ref()?.snapshot.as_ref().map(|(_, taken)| *taken)
 }
 
 /// Says so if `layer` was changed after `overlay` was made on it.
 ///
-/// An overlay whose making is not known was at least there when it was changed last.
+/// An overlay whose making is not known was at least there when it was changed last. Its own record is asked only where
+/// the file was copied with its times: copied without, every layer would seem changed.
 pub(crate) fn changed_since(layer: &Image, overlay: &Image) -> Option<String> {
-    let made = overlay.born_ns.map_or(overlay.mtime_ns, |born| born.min(overlay.mtime_ns));
+    let made = match overlay.born_ns {
+        Some(born) if born <= overlay.mtime_ns => born,
+        _ => taken(overlay).map_or(overlay.mtime_ns, |taken| taken.min(overlay.mtime_ns)),
+    };
     let late_ns = layer.mtime_ns.checked_sub(made).and_then(|late| u64::try_from(late).ok())?;
     let late = Duration::from_nanos(late_ns);
     (late > GRACE).then(|| {
@@ -113,6 +127,18 @@ mod tests {
         let overlay = image("top", Some(100 * HOUR), 9 * HOUR);
         assert_eq!(changed_since(&image("base", Some(99 * HOUR), 8 * HOUR), &overlay), None);
         assert!(changed_since(&image("base", Some(99 * HOUR), 11 * HOUR), &overlay).is_some());
+    }
+
+    #[test]
+    fn the_images_own_record_is_believed_first() {
+        let mut overlay = crate::image::tests::qcow2_image("top", Some("base"));
+        overlay.qcow2.as_mut().unwrap().snapshot = Some(("monday".into(), 4 * HOUR));
+        (overlay.born_ns, overlay.mtime_ns) = (Some(6 * HOUR), 9 * HOUR);
+        let below = image("base", None, 5 * HOUR);
+        assert_eq!(made(&overlay, Some(&below)), Some((4 * HOUR, TimeSource::Metadata)));
+        assert_eq!(changed_since(&below, &overlay), None, "born here: the file system knows better");
+        overlay.born_ns = Some(10 * HOUR);
+        assert!(changed_since(&below, &overlay).is_some(), "copied with its times");
     }
 
     #[test]

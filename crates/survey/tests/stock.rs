@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use common::{Tree, chain, set_mtime, stock_chain, tool};
 use serde_json::Value;
+use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_survey::{Report, SurveyOptions, survey};
 
 /// A small fleet: a base image of three steps, disks on it and on each other, disks alone, raw ones.
@@ -197,4 +198,35 @@ fn times_between_snapshots_come_from_the_files() {
     assert_eq!((snapshots.interval_s.min, snapshots.interval_s.max), (DAY as f64, 5.0 * DAY as f64));
     let positions: Vec<_> = snapshots.points.iter().map(|point| (point.position, point.count)).collect();
     assert_eq!(positions, [(2, 1), (3, 1), (4, 1)]);
+}
+
+#[test]
+fn times_and_names_of_snapshots_come_from_the_images_where_they_are_there() {
+    const HOUR: u64 = 3600;
+    let tree = Tree::new();
+    tree.quick("web.start.qcow2", None);
+    let layers =
+        [("web.monday.qcow2", "start", 0), ("web.tuesday.qcow2", "monday", 24), ("web.qcow2", "tuesday", 72)];
+    let mut below = "web.start.qcow2";
+    for (file, name, hours) in layers {
+        let taken_ns = (1_700_000_000 + hours * HOUR) * 1_000_000_000;
+        let info = SnapshotInfo { name: name.to_owned(), taken_ns, ..SnapshotInfo::default() };
+        tree.quick_snapshot(file, Some(below), Some(info));
+        below = file;
+    }
+    // What taking a snapshot leaves when it is killed.
+    tree.quick(".web.qcow2.71-0.snapshot", Some("web.qcow2"));
+    let report = tree.survey();
+    let snapshots = &report.snapshots;
+    assert_eq!((snapshots.taken, snapshots.sources.get("metadata")), (3, Some(&2)));
+    assert_eq!(
+        (snapshots.interval_s.min, snapshots.interval_s.max),
+        ((24 * HOUR) as f64, (48 * HOUR) as f64)
+    );
+    // The base was made now, after the first snapshot was taken, as its file says.
+    assert_eq!(snapshots.out_of_order, 1);
+    let names: Vec<_> = report.layers.iter().map(|layer| layer.snapshot.as_deref()).collect();
+    // In order of the files: web.monday, web, web.start, web.tuesday.
+    assert_eq!(names, [Some("monday"), None, Some("start"), Some("tuesday")]);
+    assert_eq!((report.chains.len(), report.scanned.unfinished.count), (1, 1));
 }

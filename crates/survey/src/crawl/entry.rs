@@ -23,6 +23,20 @@ pub(super) fn expected(path: &Path) -> Option<Format> {
     }
 }
 
+/// Whether the name is one that taking a snapshot uses until its overlay has its own: `.NAME.N-N.snapshot`. What has
+/// such a name is no disk yet, or was left by a process that was killed.
+pub(super) fn is_in_the_making(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let Some(rest) = name.strip_prefix('.').and_then(|rest| rest.strip_suffix(".snapshot")) else {
+        return false;
+    };
+    let Some((process, number)) = rest.rsplit_once('.').and_then(|(_, numbers)| numbers.split_once('-'))
+    else {
+        return false;
+    };
+    [process, number].iter().all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 /// Which file it is, as [`vmstrata_store::FileStore::identity`] says it.
 pub(super) fn file_id(metadata: &Metadata) -> FileId {
     if metadata.file_type().is_block_device() {
@@ -86,6 +100,20 @@ mod tests {
         assert_eq!(expected(Path::new("b.img")), Some(Format::Raw));
         assert_eq!(expected(Path::new("b.log")), None);
         assert_eq!(expected(Path::new("qcow2")), None);
+    }
+
+    #[test]
+    fn a_snapshot_in_the_making_is_known_by_its_name() {
+        assert!(is_in_the_making(Path::new("/a/.web.qcow2.123-0.snapshot")));
+        for other in [
+            "web.qcow2.123-0.snapshot",
+            ".web.qcow2.12a-0.snapshot",
+            ".web.qcow2..snapshot",
+            ".snapshot",
+            "web.qcow2",
+        ] {
+            assert!(!is_in_the_making(Path::new(other)), "{other}");
+        }
     }
 
     #[test]

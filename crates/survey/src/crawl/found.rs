@@ -20,6 +20,8 @@ pub(crate) enum LeftOut {
     Special,
     /// A directory below [`limits::DEPTH_MAX`] others.
     TooDeep,
+    /// An overlay that a snapshot under way has not put in its place yet, or one that was killed never did.
+    Unfinished,
     /// An image beyond [`limits::IMAGES_MAX`].
     TooMany,
 }
@@ -42,7 +44,7 @@ pub(crate) struct Found {
     pub(crate) images: Vec<Image>,
     by_id: HashMap<FileId, usize>,
     entered: HashSet<FileId>,
-    left_out: [(u64, BTreeSet<PathBuf>); 5],
+    left_out: [(u64, BTreeSet<PathBuf>); 6],
 }
 
 impl Found {

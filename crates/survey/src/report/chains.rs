@@ -52,6 +52,9 @@ pub struct Layer {
     pub virtual_size: u64,
     /// Bytes the file takes on the host.
     pub allocated: u64,
+    /// The snapshot that it is, as an overlay of it says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
     /// Its backing file's name as stored.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_filename: Option<String>,
@@ -99,6 +102,7 @@ fn chain(graph: &Graph<'_>, top: usize) -> Chain {
 pub(super) fn layers(graph: &Graph<'_>, deep: Option<&[Option<LayerUse>]>) -> Vec<Layer> {
     let read = |at: usize| deep.and_then(|layers| layers[at]).filter(|layer| !layer.failed);
     let longest = longest_chains(graph);
+    let mut names = snapshot_names(graph);
     let layers = graph.images.iter().enumerate().map(|(at, image)| Layer {
         path: image.path.display().to_string(),
         format: match (&image.qcow2, &image.fault) {
@@ -108,6 +112,7 @@ pub(super) fn layers(graph: &Graph<'_>, deep: Option<&[Option<LayerUse>]>) -> Ve
         },
         virtual_size: image.virtual_size,
         allocated: image.allocated,
+        snapshot: names[at].take(),
         backing_filename: image.qcow2.as_ref().and_then(|facts| facts.backing_name.clone()),
         below: graph.below[at],
         depth: graph.stacks[at].layers - 1,
@@ -118,6 +123,18 @@ pub(super) fn layers(graph: &Graph<'_>, deep: Option<&[Option<LayerUse>]>) -> Ve
         hidden: read(at).map(|layer| layer.hidden),
     });
     layers.collect()
+}
+
+/// For each layer the name that the first of its overlays gives it.
+fn snapshot_names(graph: &Graph<'_>) -> Vec<Option<String>> {
+    let mut names: Vec<Option<String>> = vec![None; graph.images.len()];
+    for (image, below) in graph.images.iter().zip(&graph.below) {
+        let snapshot = image.qcow2.as_ref().and_then(|facts| facts.snapshot.as_ref());
+        if let (Some(below), Some((name, _))) = (below, snapshot) {
+            names[*below].get_or_insert_with(|| name.clone());
+        }
+    }
+    names
 }
 
 /// For each layer the length of the longest chain it belongs to: handed down from the tops, longest first, so that

@@ -80,6 +80,7 @@ fn made(graph: &Graph<'_>, at: usize) -> Option<(i64, TimeSource)> {
 
 fn name(source: TimeSource) -> &'static str {
     match source {
+        TimeSource::Metadata => "metadata",
         TimeSource::Birth => "birth",
         TimeSource::Change => "change",
     }

@@ -10,7 +10,7 @@ use std::process::Command;
 
 use serde_json::Value;
 use tempfile::TempDir;
-use vmstrata_qcow2::{CreateOptions, NewBacking, new_image};
+use vmstrata_qcow2::{CreateOptions, NewBacking, SnapshotInfo, new_image};
 use vmstrata_survey::report::Chain;
 use vmstrata_survey::{Report, RiskKind, SurveyOptions, survey};
 
@@ -63,8 +63,14 @@ impl Tree {
 
     /// An image of one sector more than its metadata, written without a process for each: for trees of thousands.
     pub fn quick(&self, name: &str, backing: Option<&str>) {
+        self.quick_snapshot(name, backing, None);
+    }
+
+    /// The same, with a record of the snapshot that its backing file is.
+    pub fn quick_snapshot(&self, name: &str, backing: Option<&str>, snapshot: Option<SnapshotInfo>) {
         let backing = backing.map(|name| NewBacking { name: name.into(), format: Some("qcow2".to_owned()) });
-        let image = new_image(&CreateOptions { backing, ..CreateOptions::new(16 << 20) }).expect("fits");
+        let options = CreateOptions { backing, snapshot, ..CreateOptions::new(16 << 20) };
+        let image = new_image(&options).expect("fits");
         let mut bytes = vec![0; usize::try_from(image.file_len).expect("small")];
         for (at, part) in &image.parts {
             let at = usize::try_from(at.get()).expect("small");
