@@ -11,6 +11,7 @@
 //! | [`qcow2_header`] | the first cluster of an image | header, extensions, backing file name |
 //! | [`qcow2_tables`] | entries of tables | L1, L2, refcounts, snapshots, bitmaps |
 //! | [`image_open`] | a whole image | the engine and the check |
+//! | [`index`](fn@index) | changes to an index on disk | its reader, and the map that it makes |
 //! | [`journal`] | what a killed process left beside an image | the journal's recovery |
 //! | [`nbd_decode`] | one message | the decoders of the NBD server |
 //! | [`nbd_client`] | all that a client says | an NBD server on a disk |
@@ -23,6 +24,7 @@
 
 mod header;
 mod image;
+mod index;
 mod journal;
 mod memory_file;
 mod nbd_client;
@@ -33,6 +35,7 @@ mod vhost;
 
 pub use header::qcow2_header;
 pub use image::image_open;
+pub use index::index;
 pub use journal::journal;
 pub use nbd_client::nbd_client;
 pub use nbd_decode::nbd_decode;
@@ -43,10 +46,11 @@ pub use vhost::vhost_request;
 pub type Body = (&'static str, fn(&[u8]));
 
 /// All of them.
-pub const BODIES: [Body; 7] = [
+pub const BODIES: [Body; 8] = [
     ("qcow2_header", qcow2_header),
     ("qcow2_tables", qcow2_tables),
     ("image_open", image_open),
+    ("index", index),
     ("journal", journal),
     ("nbd_decode", nbd_decode),
     ("nbd_client", nbd_client),

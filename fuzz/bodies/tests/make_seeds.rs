@@ -222,6 +222,25 @@ fn guests() {
 
 #[test]
 #[ignore = "writes to the source tree"]
+fn indices() {
+    let edits = |mode: u8, xor: u8, places: &[u32]| {
+        let edit = |place: &u32| [&[xor][..], &place.to_le_bytes()[..3]].concat();
+        [vec![mode], places.iter().flat_map(edit).collect()].concat()
+    };
+    let every = |pages: &[u32], offsets: &[u32]| -> Vec<u32> {
+        pages.iter().flat_map(|page| offsets.iter().map(move |offset| page * 4096 + offset)).collect()
+    };
+    put("index", "whole", &[0]);
+    put("index", "sealed", &[1]);
+    put("index", "damage", &edits(0, 0x80, &every(&[1, 2, 3, 4], &[17])));
+    // Layers, unit, size, place, area, pages of the table, pointers.
+    put("index", "root", &edits(1, 1, &[40, 44, 49, 57, 64, 72, 88, 96, 112]));
+    put("index", "pointers", &edits(1, 3, &every(&[1, 2, 3, 4], &[0, 6, 9, 16, 22, 25])));
+    put("index", "words", &edits(1, 0x41, &every(&[1], &[1, 5, 6, 7, 8, 13, 14, 15, 56, 61, 62, 63])));
+}
+
+#[test]
+#[ignore = "writes to the source tree"]
 fn journals() {
     put("journal", "whole", &[0]);
     let mut torn = vec![0; 1 + 64 + 40];
