@@ -64,6 +64,7 @@ fn broken_chains_are_2_and_doubtful_ones_3() {
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("At risk: 2 chains broken"), "{text}");
     assert!(text.contains("! missing ") && text.contains("base.qcow2: No such file"), "{text}");
+    assert!(text.contains("db.qcow2: cannot open"), "the layer that names it: {text}");
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Invariants: the page is well-formed XML as well as HTML; every name that comes from a file or an image passes
-//! [`escape`]; its size is bounded, as points that would lie on each other are drawn once and tables have a limit.
+//! `escape`; its size is bounded, as points that would lie on each other are drawn once and tables have a limit.
 
 mod axis;
 mod cdf;

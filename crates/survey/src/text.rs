@@ -158,7 +158,10 @@ fn write_risks(out: &mut String, report: &Report) -> Result {
 
 fn write_risk(out: &mut String, risk: &Risk) -> Result {
     let mark = if risk.severity == Severity::Broken { '!' } else { ' ' };
-    writeln!(out, "{mark} {:<15}{:>7}  {}", risk.kind.name(), risk.chains, printable(&risk.message))
+    // What is wrong with a backing file names that file, not the layer that names it.
+    let of = if risk.message.contains(&risk.path) { String::new() } else { format!("{}: ", risk.path) };
+    let what = printable(&(of + &risk.message));
+    writeln!(out, "{mark} {:<15}{:>7}  {what}", risk.kind.name(), risk.chains)
 }
 
 fn write_left_out(out: &mut String, report: &Report) -> Result {
