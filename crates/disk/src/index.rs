@@ -40,7 +40,7 @@ use vmstrata_qcow2::index::{Home, IndexError, LEAF_WORDS, LayerRecord, PAGE_LEN,
 use vmstrata_store::{FileIdentity, Gate, Store};
 use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 
-pub use build::{IndexBuild, IndexOptions, IndexOutcome, IndexedFile, build};
+pub use build::{IndexBuild, IndexBuilder, IndexOptions, IndexOutcome, IndexedFile, build};
 pub use drop::{IndexDropped, remove};
 pub(crate) use home::sidecar_of;
 pub(crate) use load::{Found, Looks, load};

@@ -78,7 +78,7 @@ pub struct IndexBuild {
 }
 
 /// A layer of a chain that is to be looked at.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Link {
     pub(super) path: PathBuf,
     pub(super) format: Format,
@@ -137,28 +137,50 @@ impl IndexOptions {
 /// # Errors
 /// A chain that cannot be read.
 pub fn build(path: &Path, options: &IndexOptions) -> Result<IndexBuild> {
-    let chain = Links::read(path, options)?;
-    let mut builder =
-        Builder { chain: &chain, looks: Looks::default(), below: Some(Vec::new()), nearest: None };
+    let mut builder = IndexBuilder::new(path, options)?;
     let mut done = IndexBuild::default();
-    for (number, link) in chain.links.iter().enumerate() {
-        let outcome = builder.step(link).unwrap_or_else(IndexOutcome::Failed);
-        done.layers.push(IndexedFile { path: link.path.clone(), outcome });
-        options.tell(number + 1, chain.links.len());
+    while let Some(file) = builder.step() {
+        done.layers.push(file);
+        options.tell(done.layers.len(), builder.layers());
     }
     Ok(done)
 }
 
-struct Builder<'a> {
-    chain: &'a Links,
+/// As [`build`], one layer at a time, for whoever pauses in between or stops before the end: what is done by then holds.
+#[derive(Debug)]
+pub struct IndexBuilder {
+    chain: Links,
+    next: usize,
     looks: Looks,
     /// What is known of the layers so far; `None` above one of which nothing is known.
     below: Option<Vec<IndexLayer>>,
     nearest: Option<Index>,
 }
 
-impl Builder<'_> {
-    fn step(&mut self, link: &Link) -> Result<IndexOutcome> {
+impl IndexBuilder {
+    /// Reads the chain of the disk at `path`.
+    ///
+    /// # Errors
+    /// A chain that cannot be read.
+    pub fn new(path: &Path, options: &IndexOptions) -> Result<Self> {
+        let chain = Links::read(path, options)?;
+        Ok(Self { chain, next: 0, looks: Looks::default(), below: Some(Vec::new()), nearest: None })
+    }
+
+    /// How many layers there are.
+    pub fn layers(&self) -> usize {
+        self.chain.links.len()
+    }
+
+    /// Makes the index of the next layer from the base up, if it lacks one; `None` when all are done.
+    pub fn step(&mut self) -> Option<IndexedFile> {
+        let link = self.chain.links.get(self.next)?.clone();
+        self.next += 1;
+        let outcome = self.index(&link).unwrap_or_else(IndexOutcome::Failed);
+        Some(IndexedFile { path: link.path, outcome })
+    }
+
+    fn index(&mut self, link: &Link) -> Result<IndexOutcome> {
         let Some(below) = self.below.take() else {
             return Err(ErrorKind::NotIndexable { reason: "a layer below cannot be read" }.into());
         };
