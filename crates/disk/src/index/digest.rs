@@ -26,6 +26,8 @@ pub(super) struct Content {
     /// Whether everything that the tables name begins within the file. If not, the file was cut short, and must not
     /// grow: reading what was cut off is an error, and has to stay one.
     pub(super) whole: bool,
+    /// Where the last table or cluster that is named begins. From there on, refcounts alone do not make a file free.
+    pub(super) highest: u64,
 }
 
 /// Digests a file of `file_len` bytes; `head` is `None` for a raw one.
@@ -37,7 +39,7 @@ pub(super) fn digest(store: &dyn Store, head: Option<&Qcow2Head>, file_len: u64)
     let Some(head) = head else {
         hash.update([0]);
         hash.update(file_len.to_le_bytes());
-        return Ok(Content { digest: hash.finalize().into(), whole: true });
+        return Ok(Content { digest: hash.finalize().into(), whole: true, highest: file_len });
     };
     if head.header.autoclear.bits() & SESSION_MASK != 0 {
         return Err(
@@ -51,7 +53,7 @@ pub(super) fn digest(store: &dyn Store, head: Option<&Qcow2Head>, file_len: u64)
     let whole = highest < file_len;
     // A file that is whole may grow, by an index for instance.
     hash.update(if whole { u64::MAX } else { file_len }.to_le_bytes());
-    Ok(Content { digest: hash.finalize().into(), whole })
+    Ok(Content { digest: hash.finalize().into(), whole, highest })
 }
 
 fn update_header(hash: &mut Sha256, head: &Qcow2Head, tables: &Tables) {
@@ -67,11 +69,11 @@ fn update_header(hash: &mut Sha256, head: &Qcow2Head, tables: &Tables) {
     }
 }
 
-/// Adds the L1 table and every L2 table; returns the highest offset that an L2 entry names.
+/// Adds the L1 table and every L2 table; returns the highest offset that is named.
 fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len: u64) -> Result<u64> {
     let cluster = usize::try_from(tables.geometry.cluster_bits.size()).expect("at most 2 MiB");
     let (mut l1, mut l2) = (Vec::new(), vec![0; cluster]);
-    let mut highest = 0;
+    let mut highest = tables.l1_at.get();
     // A sound file has room for every table that is named: one named over and over would be read for ever.
     let mut room = file_len;
     let entries = tables.l1_entries as usize;
@@ -87,7 +89,7 @@ fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len
             room = left.ok_or(ErrorKind::NotIndexable { reason: "several L1 entries name one L2 table" })?;
             store.read_exact(&mut l2, table).while_trying("read an L2 table").map_err(|e| e.at(table))?;
             hash.update(&l2);
-            highest = highest.max(highest_of(tables, &l2));
+            highest = highest.max(table.get()).max(highest_of(tables, &l2));
         }
     }
     Ok(highest)

@@ -6,8 +6,9 @@ use vmstrata_qcow2::index::IndexError;
 use vmstrata_qcow2::{Autoclear, Incompatible};
 
 use super::build::{IndexOptions, Link, Links};
+use super::digest::digest;
 use super::home::{find_link, root_in_file, root_in_sidecar, sidecar_of};
-use super::place::{free_from, put_back_time, write_link};
+use super::place::{is_free, put_back_time, write_link};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::opener::Role;
 
@@ -53,13 +54,16 @@ fn remove_from_file(chain: &Links, link: &Link) -> Result<Option<u64>> {
     let top = chain.open(link, Role::Indexed)?;
     let head = top.head.as_ref().ok_or(ErrorKind::Changed)?;
     let store = &*top.opened.store;
+    // Before anything is changed: only the file's owner may.
+    put_back_time(store, top.opened.identity.mtime_ns)?;
     let root = root_in_file(store, head).ok().flatten();
+    let content = digest(store, top.head.as_ref(), top.opened.identity.len).ok();
     write_link(store, &head.header, found.at, None)?;
     let mut freed = 0;
     if let Some(root) = root.filter(|root| root.area.end.get() == top.opened.identity.len)
         && !head.header.incompatible.intersects(Incompatible::DIRTY | Incompatible::CORRUPT)
-        && root.area.start.get() >= root.len_before
-        && free_from(store, &head.header, root.area.start)?
+        && root.len_before > content.map_or(u64::MAX, |content| content.highest)
+        && is_free(store, &head.header, root.area.start, root.len_before - 1)?
     {
         freed = top.opened.identity.len - root.len_before;
         store.set_len(root.len_before).while_trying("cut off the index")?;

@@ -17,6 +17,7 @@ use vmstrata_qcow2::{Autoclear, Header, Incompatible};
 use vmstrata_store::{CacheMode, FileIdentity, FileOptions, FileStore, Gate, Store};
 use vmstrata_types::{HostOffset, LayerIndex};
 
+use super::digest::Content;
 use super::home::{LinkFound, find_link, root_in_file, root_in_sidecar, sidecar_of};
 use crate::chain::{SESSION_MASK, Top};
 use crate::create::Temporary;
@@ -48,17 +49,19 @@ impl Place {
     ///
     /// # Errors
     /// Neither can be written.
-    pub(super) fn choose(top: &Top, whole: bool, gate: &Gate, opener: &dyn Opener) -> Result<Self> {
+    pub(super) fn choose(top: &Top, content: &Content, gate: &Gate, opener: &dyn Opener) -> Result<Self> {
         if top.opened.identity.file.ino == 0 {
             return Err(ErrorKind::NotIndexable { reason: "a block device has no end to add it at" }.into());
         }
-        if whole && let Some(place) = Self::in_file(top, gate, opener)? {
+        if content.whole
+            && let Some(place) = Self::in_file(top, content.highest, gate, opener)?
+        {
             return Ok(place);
         }
         Self::in_sidecar(top, gate, opener)
     }
 
-    fn in_file(top: &Top, gate: &Gate, opener: &dyn Opener) -> Result<Option<Self>> {
+    fn in_file(top: &Top, highest: u64, gate: &Gate, opener: &dyn Opener) -> Result<Option<Self>> {
         let Some(head) = &top.head else { return Ok(None) };
         if head.header.incompatible.intersects(Incompatible::DIRTY | Incompatible::CORRUPT) {
             // Refcounts that may be too low do not say what is free.
@@ -74,6 +77,10 @@ impl Place {
         if state(identity) != state(top.opened.identity) {
             return Err(ErrorKind::Changed.into());
         }
+        if put_back_time(&*store, identity.mtime_ns).is_err() {
+            // Only a file's owner may do that; others must leave the file as it is.
+            return Ok(None);
+        }
         let old = root_in_file(&*store, head).ok().flatten();
         let replaces = old.as_ref().map_or(0, |root| root.generation);
         let boundary = head.header.cluster_bits.size().max(PAGE_LEN as u64);
@@ -82,7 +89,7 @@ impl Place {
             old.filter(|root| root.area.end.get() == identity.len && root.area.start > HostOffset::ZERO);
         let candidates = [reuse.map(|root| (root.area.start, root.len_before)), Some((append, identity.len))];
         for (start, len_before) in candidates.into_iter().flatten() {
-            if start.is_aligned(head.header.cluster_bits) && free_from(&*store, &head.header, start)? {
+            if is_free(&*store, &head.header, start, highest)? {
                 return Ok(Some(Self {
                     home: Home::File,
                     link_at: Some(link_at),
@@ -261,11 +268,16 @@ pub(super) fn put_back_time(store: &dyn Store, mtime_ns: i64) -> Result<()> {
     rustix::fs::futimens(fd, &times).map_err(std::io::Error::from).while_trying("put back the time of change")
 }
 
-/// Whether every cluster from `at` on has refcount 0.
+/// Whether the file can be written from `at` on: a cluster boundary above all that is named, and refcounts of 0.
 ///
 /// # Errors
 /// Refcounts that cannot be read or break the format.
-pub(super) fn free_from(store: &dyn Store, header: &Header, at: HostOffset) -> Result<bool> {
+pub(super) fn is_free(store: &dyn Store, header: &Header, at: HostOffset, highest: u64) -> Result<bool> {
+    Ok(at.is_aligned(header.cluster_bits) && at.get() > highest && free_from(store, header, at)?)
+}
+
+/// Whether every cluster from `at` on has refcount 0.
+fn free_from(store: &dyn Store, header: &Header, at: HostOffset) -> Result<bool> {
     let bits = header.cluster_bits;
     let per_block = header.refcount_order.entries_per_block(bits) as u64;
     let first = at.get() >> bits.get();

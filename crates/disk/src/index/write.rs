@@ -84,7 +84,7 @@ pub(crate) fn extend(
     let top = open_layer(path, Role::Frozen, Some(format), gate, &**opener)?;
     let write = || -> Result<(Index, u64)> {
         let (this, content) = describe(&top, Home::None, below.last())?;
-        let place = Place::choose(&top, content.whole, gate, &**opener)?;
+        let place = Place::choose(&top, &content, gate, &**opener)?;
         let mut layers = below.to_vec();
         layers.push(IndexLayer { home: place.home(), ..this });
         let writer = Writer::new(layers, nearest, place, gate, opener)?;
