@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use support::server::Server;
 use support::{
     Holder, Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool, tool_ok, vmstrata,
 };
@@ -281,4 +282,61 @@ fn a_limit_is_kept() {
     run_ok(["backup", &state, "-o", &images.name("full.qcow2"), "--limit", "4M"]);
     assert!(begun.elapsed() > Duration::from_millis(900), "5 MiB at 4 MiB a second: {:?}", begun.elapsed());
     assert!(tool("qemu-img", ["check", "-q", &images.name("full.qcow2")]).status.success());
+}
+
+/// A snapshot by stock means: the active layer is moved away and a new one put on top of it.
+fn move_away(images: &Images, name: &str) {
+    std::fs::rename(images.path("web.qcow2"), images.path(name)).unwrap();
+    images.create("web.qcow2", &["-b", name, "-F", "qcow2"]);
+}
+
+#[test]
+fn the_frozen_layers_of_a_served_disk_are_compared_and_backed_up_while_it_is_written() {
+    let images = Images::new();
+    images.create("web.qcow2", &["16M"]);
+    images.write_layer("web.qcow2", &["write -P 1 0 1M"]);
+    move_away(&images, "monday.qcow2");
+    images.write_layer("web.qcow2", &["write -P 2 64k 64k"]);
+    move_away(&images, "tuesday.qcow2");
+    let [web, monday, tuesday] =
+        ["web", "monday", "tuesday"].map(|name| images.name(&format!("{name}.qcow2")));
+    let (disk, nbd) = (format!("path={web},name=web"), format!("unix:{}", images.name("nbd.sock")));
+    let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
+    let uri = server.uri("web");
+    tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 3 8M 64k", &uri]);
+    let found = run_json(["diff", "--json", &monday, &tuesday]);
+    assert_eq!(found["data-bytes"], 64 << 10);
+    let (full, inc) = (images.name("full.qcow2"), images.name("inc.qcow2"));
+    run_ok(["backup", &monday, "-o", &full]);
+    run_ok(["backup", &tuesday, "--since", &monday, "--previous", &full, "-o", &inc]);
+    assert!(run_err(1, ["backup", &web, "-o", &images.name("web.bak")]).contains("take a snapshot"));
+    let changed = tool_ok("nbdinfo", ["--map=vmstrata:diff:tuesday.qcow2", &uri]);
+    let changed: Vec<Vec<&str>> = changed.lines().map(|line| line.split_whitespace().collect()).collect();
+    let starts: Vec<&str> = changed.iter().filter(|line| line[2] == "1").map(|line| line[0]).collect();
+    assert_eq!(starts, [(8 << 20).to_string()]);
+    assert!(server.stop().success());
+    assert_same(&tuesday, &inc);
+}
+
+/// The guest of a raw disk can write what looks like a header that names another file.
+#[test]
+fn a_raw_state_is_not_taken_for_what_its_guest_wrote() {
+    let images = Images::new();
+    images.create("secret.qcow2", &["1M"]);
+    images.write_layer("secret.qcow2", &["write -P 7 0 1M"]);
+    let disguised = images.create("disguised", &["-b", "secret.qcow2", "-F", "qcow2"]);
+    let (raw, out) = (disguised.to_str().unwrap(), images.name("out.qcow2"));
+    run_ok(["backup", raw, "-f", "raw", "-o", &out]);
+    tool_ok("qemu-img", ["compare", "-q", "-f", "raw", "-F", "qcow2", raw, &out]);
+}
+
+#[test]
+fn a_manifest_that_is_there_stops_a_pipe_before_it_begins() {
+    let images = Images::new();
+    let [state, ..] = states(&images);
+    let manifest = images.name("m");
+    std::fs::write(&manifest, "mine").unwrap();
+    let message = run_err(1, ["backup", &state, "-o", "-", "--manifest", &manifest]);
+    assert!(message.contains("--force"), "{message}");
+    assert_eq!(std::fs::read(&manifest).unwrap(), b"mine");
 }

@@ -50,6 +50,8 @@ pub use run::backup;
 pub use verify::verify;
 use vmstrata_qcow2::CompressionType;
 
+use crate::layer::Format;
+
 /// What is told while a job runs: bytes done and bytes to do. The job stops when it answers false.
 pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
@@ -68,6 +70,8 @@ pub struct BackupOptions {
     pub snapshot: Option<String>,
     /// When the state was taken, in seconds since 1970.
     pub taken_at: Option<u64>,
+    /// The state's format; `None` looks at its first bytes, which the guest of a raw disk could write.
+    pub format: Option<Format>,
     /// Directories, beside that of the state, in which backing files may lie.
     pub allow_backing: Vec<PathBuf>,
     /// Bytes read per second at most.

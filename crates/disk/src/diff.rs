@@ -36,6 +36,7 @@ use states::States;
 use crate::chain::OpenOptions;
 use crate::disk::Disk;
 use crate::error::Result;
+use crate::layer::{Format, Layer};
 use crate::opener::directory_of;
 use crate::resources::Resources;
 
@@ -46,6 +47,8 @@ pub struct DiffOptions {
     pub allow_backing: Vec<PathBuf>,
     /// Count clusters that read as zeros in both states as changed, too, where they come from different places.
     pub allocation: bool,
+    /// The newer state's format; `None` looks at its first bytes, which the guest of a raw disk could write.
+    pub format: Option<Format>,
 }
 
 /// How the newer state has what changed.
@@ -83,7 +86,7 @@ impl Diff {
     /// # Errors
     /// A file that cannot be opened, is not allowed, or is being written; states that have no layer in common.
     pub fn open(old: &Path, new: &Path, options: &DiffOptions, resources: &Arc<Resources>) -> Result<Self> {
-        let states = States::open(old, new, &options.allow_backing, resources)?;
+        let states = States::open(old, new, options, resources)?;
         Ok(Self { states, options: options.clone(), resources: Arc::clone(resources) })
     }
 
@@ -121,12 +124,13 @@ impl Diff {
         ChangedBytes::new(self)
     }
 
-    /// The disk as it is in the state whose newest layer is `path`.
-    fn disk(&self, path: &Path) -> Result<Arc<Disk>> {
+    /// The disk whose newest layer is `layer`.
+    fn disk(&self, layer: &Layer) -> Result<Arc<Disk>> {
         let mut allow_backing = self.options.allow_backing.clone();
         allow_backing.extend([&self.states.old, &self.states.new].map(|side| directory_of(&side.path)));
-        let options = OpenOptions { read_only: true, allow_backing, ..OpenOptions::default() };
-        Disk::open(path, &options, &self.resources)
+        let format = Some(layer.format());
+        let options = OpenOptions { read_only: true, allow_backing, format, ..OpenOptions::default() };
+        Disk::open(&layer.path, &options, &self.resources)
     }
 }
 

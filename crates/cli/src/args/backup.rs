@@ -3,9 +3,11 @@
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueEnum};
+use vmstrata_disk::Format;
 use vmstrata_qcow2::CompressionType;
 
 use super::BackingArgs;
+use crate::disk_spec::format_parser;
 use crate::units::parse_size;
 
 /// `vmstrata diff`
@@ -22,6 +24,9 @@ pub struct DiffArgs {
     /// Show zeros in place of other zeros too, where they come from another place
     #[arg(long, conflicts_with = "bytes")]
     pub allocation: bool,
+    /// What NEW holds; looked up in the file if omitted
+    #[arg(long, short = 'f', value_name = "FORMAT", value_parser = format_parser())]
+    pub format: Option<Format>,
     /// Where backing files may be.
     #[command(flatten)]
     pub backing: BackingArgs,
@@ -69,6 +74,9 @@ pub struct BackupArgs {
     /// How to compress clusters
     #[arg(long, value_name = "TYPE", default_value = "none")]
     pub compress: Packing,
+    /// What STATE holds; looked up in the file if omitted
+    #[arg(long, short = 'f', value_name = "FORMAT", value_parser = format_parser())]
+    pub format: Option<Format>,
     /// Where the manifest goes when the backup goes to standard output; else beside the backup
     #[arg(long, value_name = "FILE")]
     pub manifest: Option<PathBuf>,

@@ -96,6 +96,8 @@ fn to_stdout(args: &BackupArgs, state: &Path) -> Result<()> {
     let manifest = args.manifest.as_ref().context(
         "-o - needs --manifest FILE: without its manifest a backup can be neither verified nor restored",
     )?;
+    let exists = manifest.symlink_metadata().is_ok();
+    ensure!(args.force || !exists, "{}: exists already; --force replaces it", manifest.display());
     let mut stdout = io::stdout().lock();
     ensure!(!stdout.is_terminal(), "standard output is a terminal: name a file, or a command after |");
     let report = make(args, state, BackupTarget::Stream(&mut stdout), None)?;
@@ -109,8 +111,8 @@ fn make(
     target: BackupTarget<'_>,
     output: Option<&Path>,
 ) -> Result<BackupReport> {
-    let state = resolve(state)?;
-    let since = args.since.as_deref().map(resolve).transpose()?;
+    let state = resolve(state, &args.backing)?;
+    let since = args.since.as_deref().map(|since| resolve(since, &args.backing)).transpose()?;
     let previous = args.previous.as_deref().map(|file| Previous::find(file, output)).transpose()?;
     let (previous, name) = previous.map_or((None, None), |found| (Some(found.manifest), Some(found.name)));
     let options = BackupOptions {
@@ -120,6 +122,7 @@ fn make(
         compression: args.compress.compression(),
         snapshot: state.snapshot,
         taken_at: state.taken_at,
+        format: args.format,
         allow_backing: args.backing.allow_backing.clone(),
         bytes_per_second: args.speed.limit,
         threads: args.speed.threads,

@@ -67,9 +67,12 @@ pub fn run(args: &DiffArgs) -> Result<ExitCode> {
 
 fn compare(args: &DiffArgs) -> Result<Total> {
     let resources = Resources::new(ResourceOptions::default());
-    let options =
-        DiffOptions { allow_backing: args.backing.allow_backing.clone(), allocation: args.allocation };
-    let (old, new) = (resolve(&args.old)?, resolve(&args.new)?);
+    let options = DiffOptions {
+        allow_backing: args.backing.allow_backing.clone(),
+        allocation: args.allocation,
+        format: args.format,
+    };
+    let (old, new) = (resolve(&args.old, &args.backing)?, resolve(&args.new, &args.backing)?);
     let diff = Diff::open(&old.path, &new.path, &options, &resources).map_err(|error| explain(&error))?;
     let mut out = BufWriter::new(io::stdout().lock());
     let total = if args.bytes {

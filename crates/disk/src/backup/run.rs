@@ -47,6 +47,7 @@ pub fn backup(
     let open = OpenOptions {
         read_only: true,
         allow_backing: options.allow_backing.clone(),
+        format: options.format,
         ..OpenOptions::default()
     };
     let disk = Disk::open(state, &open, resources)?;
@@ -125,7 +126,11 @@ fn plan_changes(
     options: &BackupOptions,
     resources: &Arc<Resources>,
 ) -> Result<Plan> {
-    let diff_options = DiffOptions { allow_backing: options.allow_backing.clone(), allocation: false };
+    let diff_options = DiffOptions {
+        allow_backing: options.allow_backing.clone(),
+        allocation: false,
+        format: options.format,
+    };
     let diff = Diff::open(since, state, &diff_options, resources)?;
     let mut plan = Plan::new(cluster_bits(disk.cluster_bits(), disk.size()), disk.size());
     for extent in diff.extents() {

@@ -30,8 +30,8 @@ impl<'a> ChangedBytes<'a> {
     pub(super) fn new(diff: &'a Diff) -> Result<Self> {
         Ok(Self {
             extents: diff.extents(),
-            old: diff.disk(&diff.states.old.path)?,
-            new: diff.disk(&diff.states.new.path)?,
+            old: diff.disk(diff.states.top(&diff.states.old))?,
+            new: diff.disk(diff.states.top(&diff.states.new))?,
             unit: usize::try_from(diff.unit().size()).expect("at most 2 MiB"),
             rest: None,
             found: VecDeque::new(),

@@ -133,7 +133,7 @@ impl<'a> DiffExtents<'a> {
     fn by_common(&mut self, range: GuestRange, decide: impl Fn(bool) -> Option<DiffKind>) -> Result<()> {
         let below = match &self.below {
             Some(below) => Arc::clone(below),
-            None => Arc::clone(self.below.insert(self.diff.disk(&self.diff.states.common.path)?)),
+            None => Arc::clone(self.below.insert(self.diff.disk(&self.diff.states.common)?)),
         };
         let mut rest = range;
         while rest.len > 0 {

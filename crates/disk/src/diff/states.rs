@@ -7,6 +7,7 @@ use std::sync::Arc;
 use vmstrata_store::{FileId, Gate};
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
+use super::DiffOptions;
 use crate::chain::{backing_of, freeze, open_layer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::{Format, Layer};
@@ -22,6 +23,13 @@ pub(super) struct States {
     pub(super) common: Arc<Layer>,
     /// Smallest cluster size above it.
     pub(super) unit: ClusterBits,
+}
+
+impl States {
+    /// The newest layer of a state.
+    pub(super) fn top<'a>(&'a self, side: &'a Side) -> &'a Layer {
+        side.layers.first().map_or(&self.common, |visible| &visible.layer)
+    }
 }
 
 /// What only one of the states has.
@@ -48,8 +56,9 @@ impl States {
     ///
     /// # Errors
     /// As [`super::Diff::open`].
-    pub(super) fn open(old: &Path, new: &Path, allow: &[PathBuf], resources: &Resources) -> Result<Self> {
-        let mut walks = [Walk::new(new, allow), Walk::new(old, allow)];
+    pub(super) fn open(old: &Path, new: &Path, options: &DiffOptions, resources: &Resources) -> Result<Self> {
+        let allow = &options.allow_backing;
+        let mut walks = [Walk::new(new, options.format, allow), Walk::new(old, None, allow)];
         let depths = loop {
             let mut met = None;
             let mut moved = false;
@@ -93,10 +102,10 @@ struct Walk {
 }
 
 impl Walk {
-    fn new(path: &Path, allow: &[PathBuf]) -> Self {
+    fn new(path: &Path, format: Option<Format>, allow: &[PathBuf]) -> Self {
         let mut allowed = allow.to_vec();
         allowed.push(directory_of(path));
-        let next = Some((path.to_owned(), None));
+        let next = Some((path.to_owned(), format));
         Self { path: path.to_owned(), allowed, gate: None, next, layers: Vec::new(), met: HashMap::new() }
     }
 
