@@ -8,6 +8,7 @@ mod backup;
 mod control;
 mod index;
 mod serve;
+mod snapshot;
 mod survey;
 
 use std::path::PathBuf;
@@ -21,6 +22,10 @@ pub use self::index::{
     IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
 };
 pub use self::serve::{LogFormat, ServeArgs};
+pub use self::snapshot::{
+    SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs, SnapshotListArgs,
+    SnapshotRevertArgs, SnapshotShowArgs,
+};
 pub use self::survey::SurveyArgs;
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;
@@ -60,6 +65,8 @@ pub enum Command {
     Check(CheckArgs),
     /// Build, verify or drop what lets a long chain open at once
     Index(IndexArgs),
+    /// Take snapshots of a disk, list them, go back to one, or make a new disk of one
+    Snapshot(Box<SnapshotArgs>),
     /// Show what changed between two states of a disk
     Diff(DiffArgs),
     /// Copy a state of a disk, whole or what changed, with checksums; or verify a copy
@@ -149,7 +156,7 @@ pub enum Compression {
 #[derive(Debug, Args)]
 #[command(after_help = INFO_HELP)]
 pub struct InfoArgs {
-    /// The image
+    /// The image, or DISK@SNAPSHOT
     pub file: PathBuf,
     /// List every layer of the chain, not only its ends
     #[arg(long)]
@@ -178,7 +185,7 @@ Exit codes: 0 shown, 1 the image or a layer below it cannot be read, 64 wrong us
 #[derive(Debug, Args)]
 #[command(after_help = MAP_HELP)]
 pub struct MapArgs {
-    /// The image
+    /// The image, or DISK@SNAPSHOT
     pub file: PathBuf,
     /// First byte to show
     #[arg(long, value_name = "OFFSET", value_parser = parse_size, default_value = "0")]
@@ -210,7 +217,7 @@ Exit codes: 0 shown, 1 the chain cannot be read, 64 wrong usage.";
 #[derive(Debug, Args)]
 #[command(after_help = CHECK_HELP)]
 pub struct CheckArgs {
-    /// The image; the layers below it are not checked
+    /// The image, or DISK@SNAPSHOT; the layers below it are not checked
     pub file: PathBuf,
     /// Repair what is found
     #[arg(long, short, value_name = "WHAT")]

@@ -61,6 +61,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Map(args) => commands::map::run(&args),
         Command::Check(args) => commands::check::run(&args),
         Command::Index(args) => commands::index::run(&args),
+        Command::Snapshot(args) => commands::snapshot::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),
         Command::Restore(args) => commands::restore::run(&args),

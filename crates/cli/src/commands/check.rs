@@ -7,6 +7,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use serde::Serialize;
 use vmstrata_disk::check::{self, CheckOptions, CheckReport, Finding, Phase, Severity};
+use vmstrata_disk::{OpenOptions, snapshot};
 
 use crate::args::{CheckArgs, Repair};
 use crate::output::{Progress, counted, percent, print, print_json};
@@ -150,7 +151,8 @@ impl Report {
 /// # Errors
 /// When the image cannot be opened, locked or read.
 pub fn run(args: &CheckArgs) -> Result<ExitCode> {
-    let found = check::check(&args.file, &options(args))?;
+    let state = snapshot::resolve(&args.file, &OpenOptions::default())?;
+    let found = check::check(&state.path, &options(args))?;
     let report = Report::new(args, &found);
     if args.json {
         print_json(&report)?;

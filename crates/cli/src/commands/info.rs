@@ -8,7 +8,7 @@ mod text;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use vmstrata_disk::{OpenOptions, inspect};
+use vmstrata_disk::{OpenOptions, inspect, snapshot};
 
 pub use self::report::Layer;
 
@@ -26,7 +26,8 @@ pub fn run(args: &InfoArgs) -> Result<ExitCode> {
         format: args.format,
         ..OpenOptions::default()
     };
-    let chain = inspect(&args.file, &options)?;
+    let state = snapshot::resolve(&args.file, &options)?;
+    let chain = inspect(&state.path, &OpenOptions { format: state.format, ..options })?;
     let report = report::Report::new(&chain, args.chain);
     if args.json {
         print_json(&report)?;

@@ -8,7 +8,9 @@ use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
-use vmstrata_disk::{Disk, Extent, ExtentKind, LayerInfo, OpenOptions, ResourceOptions, Resources};
+use vmstrata_disk::{
+    Disk, Extent, ExtentKind, LayerInfo, OpenOptions, ResourceOptions, Resources, snapshot,
+};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use crate::args::MapArgs;
@@ -88,7 +90,8 @@ pub fn run(args: &MapArgs) -> Result<ExitCode> {
         format: args.format,
         ..OpenOptions::default()
     };
-    let disk = Disk::open(&args.file, &options, &resources)?;
+    let state = snapshot::resolve(&args.file, &options)?;
+    let disk = Disk::open(&state.path, &OpenOptions { format: state.format, ..options }, &resources)?;
     let size = disk.size();
     ensure!(
         args.start_offset <= size,

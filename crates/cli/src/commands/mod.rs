@@ -12,6 +12,7 @@ pub mod info;
 pub mod map;
 pub mod restore;
 pub mod serve;
+pub mod snapshot;
 pub mod states;
 pub mod status;
 pub mod survey;

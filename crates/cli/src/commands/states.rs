@@ -3,8 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow};
-use vmstrata_disk::{Error, ErrorKind};
+use vmstrata_disk::{Error, ErrorKind, OpenOptions, snapshot};
 use vmstrata_store::FileError;
+
+use crate::args::BackingArgs;
 
 /// A state found by its name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,10 +21,15 @@ pub struct Named {
 
 /// The state that `name` means: the file of a frozen layer.
 ///
+/// `DISK@NAME` is the snapshot NAME of DISK; all else is a file.
+///
 /// # Errors
-/// None today; a name that means nothing.
-pub fn resolve(name: &Path) -> Result<Named> {
-    Ok(Named { path: name.to_owned(), snapshot: None, taken_at: None })
+/// A disk that has no such snapshot, or whose chain cannot be read.
+pub fn resolve(name: &Path, backing: &BackingArgs) -> Result<Named> {
+    let options = OpenOptions { allow_backing: backing.allow_backing.clone(), ..OpenOptions::default() };
+    let state = snapshot::resolve(name, &options).map_err(|error| explain(&error))?;
+    let taken_at = state.info.as_ref().map(|info| info.taken_ns / 1_000_000_000);
+    Ok(Named { path: state.path, snapshot: state.info.map(|info| info.name), taken_at })
 }
 
 /// An engine's error for people: says what to do about a state that is still being written.

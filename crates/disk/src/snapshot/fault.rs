@@ -80,7 +80,7 @@ fn known(have: &[String]) -> String {
     const SHOWN: usize = 5;
     match have {
         [] => ": none of the layers below it is named".to_owned(),
-        [names @ ..] if names.len() <= SHOWN => format!(", it has {}", names.join(", ")),
+        names if names.len() <= SHOWN => format!(", it has {}", names.join(", ")),
         names => format!(", it has {} and {} more", names[..SHOWN].join(", "), names.len() - SHOWN),
     }
 }

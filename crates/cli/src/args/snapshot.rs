@@ -1,0 +1,202 @@
+//! `vmstrata snapshot` on the command line.
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::{Args, Subcommand};
+use vmstrata_disk::{Format, OpenOptions};
+
+use super::BackingArgs;
+use crate::disk_spec::format_parser;
+
+/// `vmstrata snapshot`
+#[derive(Debug, Args)]
+#[command(after_help = HELP)]
+pub struct SnapshotArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: SnapshotCommand,
+}
+
+const HELP: &str = "\
+Examples:
+  vmstrata snapshot create web.qcow2 --name before-upgrade
+  vmstrata snapshot list web.qcow2
+  vmstrata snapshot revert web.qcow2 before-upgrade --yes
+  vmstrata snapshot clone web.qcow2 before-upgrade -o test.qcow2
+
+A snapshot is a layer: what was web.qcow2 is web.NAME.qcow2 from then on, and a new, empty web.qcow2 stands on it.
+Every command that takes an image takes web.qcow2@NAME too. Stock tools read and check all of these files.";
+
+/// The commands of `vmstrata snapshot`.
+#[derive(Debug, Subcommand)]
+pub enum SnapshotCommand {
+    /// Take a snapshot of a disk, or of several at one instant
+    Create(SnapshotCreateArgs),
+    /// List a disk's snapshots, newest first
+    List(SnapshotListArgs),
+    /// Show one snapshot
+    Show(SnapshotShowArgs),
+    /// Make a disk what it was at a snapshot
+    Revert(SnapshotRevertArgs),
+    /// Make a new disk that starts as a snapshot
+    Clone(SnapshotCloneArgs),
+}
+
+/// How the disk is to be looked at.
+#[derive(Debug, Args)]
+pub struct SnapshotCommonArgs {
+    /// What DISK holds; looked up in the file if omitted
+    #[arg(long, short = 'f', value_name = "FORMAT", value_parser = format_parser())]
+    pub format: Option<Format>,
+    /// Where backing files may be.
+    #[command(flatten)]
+    pub backing: BackingArgs,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl SnapshotCommonArgs {
+    /// The engine's options.
+    pub fn open(&self) -> OpenOptions {
+        OpenOptions {
+            read_only: true,
+            allow_backing: self.backing.allow_backing.clone(),
+            format: self.format,
+            ..OpenOptions::default()
+        }
+    }
+}
+
+/// `vmstrata snapshot create`
+#[derive(Debug, Args)]
+#[command(after_help = CREATE_HELP)]
+pub struct SnapshotCreateArgs {
+    /// The disks; each must be in use by nobody
+    #[arg(value_name = "DISK", required = true)]
+    pub disks: Vec<PathBuf>,
+    /// What to call it: up to 100 of A-Z a-z 0-9 . _ - [default: the time in UTC]
+    #[arg(long, short, value_name = "NAME")]
+    pub name: Option<String>,
+    /// A label, such as job=nightly (repeatable)
+    #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse_label)]
+    pub label: Vec<(String, String)>,
+    /// What the snapshots of several disks have in common [default: the time, for more than one disk]
+    #[arg(long, value_name = "ID")]
+    pub group: Option<String>,
+    /// Where the journals of killed servers are
+    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+const CREATE_HELP: &str = "\
+Examples:
+  vmstrata snapshot create web.qcow2
+  vmstrata snapshot create web.qcow2 --name mon --label job=nightly --label by=cron
+  vmstrata snapshot create root.qcow2 data.qcow2 --name v2 --group guest7      both or neither
+  vmstrata snapshot create web.qcow2 --json | jq -r '.snapshots[].layer'
+
+What was written stays where it is, under a second name: it takes no time and no space but for an empty image.
+Exit codes: 0 taken, 1 not taken (every disk is as it was), 64 wrong usage.";
+
+/// `vmstrata snapshot list`
+#[derive(Debug, Args)]
+#[command(after_help = LIST_HELP)]
+pub struct SnapshotListArgs {
+    /// The disk, which may be in use
+    pub disk: PathBuf,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+const LIST_HELP: &str = "\
+Examples:
+  vmstrata snapshot list web.qcow2
+  vmstrata snapshot list web.qcow2 --json | jq -r '.snapshots[] | select(.labels.job == \"nightly\") | .name'
+
+Layers that nobody named are listed as '-': backing files that other tools made are states of the disk too.
+Exit codes: 0 listed, 1 the chain cannot be read, 64 wrong usage.";
+
+/// `vmstrata snapshot show`
+#[derive(Debug, Args)]
+#[command(after_help = SHOW_HELP)]
+pub struct SnapshotShowArgs {
+    /// The disk, which may be in use
+    pub disk: PathBuf,
+    /// The snapshot
+    pub name: String,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+const SHOW_HELP: &str = "\
+Examples:
+  vmstrata snapshot show web.qcow2 mon
+  vmstrata snapshot show web.qcow2 mon --json | jq -r .layer
+
+Exit codes: 0 shown, 1 no such snapshot or the chain cannot be read, 64 wrong usage.";
+
+/// `vmstrata snapshot revert`
+#[derive(Debug, Args)]
+#[command(after_help = REVERT_HELP)]
+pub struct SnapshotRevertArgs {
+    /// The disk, in use by nobody
+    pub disk: PathBuf,
+    /// The snapshot to go back to
+    pub name: String,
+    /// Keep what is active now as FILE, a disk of its own, in the same directory
+    #[arg(long, value_name = "FILE")]
+    pub keep: Option<PathBuf>,
+    /// Let go of what was written since the newest snapshot
+    #[arg(long, short)]
+    pub yes: bool,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+const REVERT_HELP: &str = "\
+Examples:
+  vmstrata snapshot revert web.qcow2 mon                     says what would be lost, and does nothing
+  vmstrata snapshot revert web.qcow2 mon --yes
+  vmstrata snapshot revert web.qcow2 mon --keep web-broken.qcow2
+
+Snapshots newer than NAME are not removed: their files stay, and a disk kept with --keep still stands on them.
+Exit codes: 0 reverted, 1 not (the disk is as it was), 64 wrong usage.";
+
+/// `vmstrata snapshot clone`
+#[derive(Debug, Args)]
+#[command(after_help = CLONE_HELP)]
+pub struct SnapshotCloneArgs {
+    /// The disk, which may be in use
+    pub disk: PathBuf,
+    /// The snapshot to start from
+    pub name: String,
+    /// The new disk
+    #[arg(long, short, value_name = "FILE")]
+    pub output: PathBuf,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+const CLONE_HELP: &str = "\
+Examples:
+  vmstrata snapshot clone web.qcow2 mon -o test.qcow2
+  vmstrata snapshot clone golden.qcow2 v7 -o /vms/ci-42.qcow2
+
+The clone shares the snapshot's layers, which must stay where they are. In another directory than theirs, serve it with
+--allow-backing.
+Exit codes: 0 made, 1 not made, 64 wrong usage.";
+
+fn parse_label(text: &str) -> anyhow::Result<(String, String)> {
+    let (key, value) = text.split_once('=').context("a label is KEY=VALUE, as in job=nightly")?;
+    Ok((key.to_owned(), value.to_owned()))
+}

@@ -1,0 +1,147 @@
+//! `vmstrata snapshot`: takes, lists, goes back to and clones states of disks that nobody serves.
+
+mod report;
+mod time;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::{Result, anyhow, bail};
+use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, Snapshot, SnapshotInfo, find, list};
+use vmstrata_disk::{ErrorKind, ResourceOptions, Resources};
+
+use crate::args::{
+    SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs, SnapshotListArgs,
+    SnapshotRevertArgs, SnapshotShowArgs,
+};
+use crate::output::{counted, print, print_json};
+use crate::units::short_size;
+use report::{Cloned, Listed, Reverted, Row, Taken, TakenOne};
+
+/// Runs one of the commands.
+///
+/// # Errors
+/// What could not be done; the disks are then as they were.
+pub fn run(args: &SnapshotArgs) -> Result<ExitCode> {
+    match &args.command {
+        SnapshotCommand::Create(args) => run_create(args),
+        SnapshotCommand::List(args) => run_list(args),
+        SnapshotCommand::Show(args) => run_show(args),
+        SnapshotCommand::Revert(args) => run_revert(args),
+        SnapshotCommand::Clone(args) => run_clone(args),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
+    let info = described(args, time::now_ns());
+    let runtime = args.runtime_dir.clone().unwrap_or_else(vmstrata_server::default_dir);
+    let resources = Resources::new(ResourceOptions {
+        // Where there is no directory there is no journal.
+        journal_dir: Some(runtime).filter(|dir| dir.is_dir()),
+        ..ResourceOptions::default()
+    });
+    let prepare = PrepareOptions { format: args.common.format, ..PrepareOptions::default() };
+    let created = snapshot::create(&args.disks, &info, &args.common.open(), &prepare, &resources)?;
+    if args.common.json {
+        let taken = created.iter().map(TakenOne::new).collect();
+        print_json(&Taken::new(&info, taken))?;
+        return Ok(());
+    }
+    let line = |created: &snapshot::Created| {
+        format!("{}: snapshot {} taken: {}\n", created.disk.display(), info.name, created.layer.display())
+    };
+    Ok(print(&created.iter().map(line).collect::<String>())?)
+}
+
+fn described(args: &SnapshotCreateArgs, taken_ns: u64) -> SnapshotInfo {
+    let now = time::compact(taken_ns);
+    let is_group = args.group.is_some() || args.disks.len() > 1;
+    SnapshotInfo {
+        name: args.name.clone().unwrap_or_else(|| now.clone()),
+        taken_ns,
+        labels: args.label.clone(),
+        group: is_group.then(|| args.group.clone().unwrap_or(now)),
+        origin: None,
+    }
+}
+
+fn run_list(args: &SnapshotListArgs) -> Result<()> {
+    let snapshots = list(&args.disk, &args.common.open())?;
+    if args.common.json {
+        print_json(&Listed::new(&args.disk, &snapshots))?;
+        return Ok(());
+    }
+    for snapshot in &snapshots {
+        warn(snapshot);
+    }
+    Ok(print(&report::table(&args.disk, &snapshots))?)
+}
+
+fn warn(snapshot: &Snapshot) {
+    if let Some(damage) = &snapshot.damage {
+        eprintln!("vmstrata: warning: {}: its name cannot be read: {damage}", snapshot.layer.display());
+    }
+}
+
+fn run_show(args: &SnapshotShowArgs) -> Result<()> {
+    let found = find(&args.disk, &args.name, &args.common.open())?;
+    if args.common.json {
+        print_json(&Row::new(&found))?;
+        return Ok(());
+    }
+    Ok(print(&report::show(&found))?)
+}
+
+fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
+    if args.keep.is_none() && !args.yes {
+        return refuse_to_lose(args);
+    }
+    let options = RevertOptions {
+        keep: args.keep.clone(),
+        open: args.common.open(),
+        prepare: PrepareOptions { format: args.common.format, ..PrepareOptions::default() },
+    };
+    let reverted = snapshot::revert(&args.disk, &args.name, &options)?;
+    let report = Reverted::new(args, &reverted);
+    if args.common.json { Ok(print_json(&report)?) } else { Ok(print(&report.text())?) }
+}
+
+/// Says what going back would cost.
+fn refuse_to_lose(args: &SnapshotRevertArgs) -> Result<()> {
+    let snapshots = list(&args.disk, &args.common.open())?;
+    let found = find(&args.disk, &args.name, &args.common.open())?;
+    let newest = snapshots.first().and_then(Snapshot::name).unwrap_or("its newest layer");
+    let own = std::os::unix::fs::MetadataExt::blocks(&args.disk.metadata()?) * 512;
+    let newer = found.depth as u64 - 1;
+    let also = if newer == 0 {
+        String::new()
+    } else {
+        format!("; the disk would no longer stand on {}, whose files stay", counted(newer, "newer snapshot"))
+    };
+    bail!(
+        "{}: going back to {} loses what was written since {newest}, up to {}{also}: --yes lets it go, --keep FILE keeps it as a disk of its own",
+        args.disk.display(),
+        args.name,
+        short_size(own)
+    )
+}
+
+fn run_clone(args: &SnapshotCloneArgs) -> Result<()> {
+    let layer =
+        snapshot::clone(&args.disk, &args.name, &args.output, &args.common.open()).map_err(|error| {
+            match error.kind() {
+                ErrorKind::Io { source, .. } if source.kind() == std::io::ErrorKind::AlreadyExists => {
+                    anyhow!("{}: exists already", args.output.display())
+                }
+                _ => error.into(),
+            }
+        })?;
+    let report = Cloned::new(args, &layer);
+    if args.common.json { Ok(print_json(&report)?) } else { Ok(print(&report.text())?) }
+}
+
+/// A path as text for reports.
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}

@@ -1,0 +1,201 @@
+//! What the commands print: as data for scripts, as text for people.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Serialize;
+use vmstrata_disk::snapshot::{self, Created, Snapshot, SnapshotInfo};
+
+use super::{text, time};
+use crate::args::{SnapshotCloneArgs, SnapshotRevertArgs};
+use crate::output::{Table, counted};
+use crate::units::{exact_size, short_size};
+
+/// A snapshot that was taken of one or more disks.
+#[derive(Debug, Serialize)]
+pub struct Taken {
+    name: String,
+    time: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    group: Option<String>,
+    snapshots: Vec<TakenOne>,
+}
+
+/// What became of one disk.
+#[derive(Debug, Serialize)]
+pub struct TakenOne {
+    disk: String,
+    layer: String,
+}
+
+impl TakenOne {
+    /// From the engine's answer.
+    pub fn new(created: &Created) -> Self {
+        Self { disk: text(&created.disk), layer: text(&created.layer) }
+    }
+}
+
+impl Taken {
+    /// What was taken of `snapshots`.
+    pub fn new(info: &SnapshotInfo, snapshots: Vec<TakenOne>) -> Self {
+        let (name, time) = (info.name.clone(), time::rfc3339(info.taken_ns));
+        Self { name, time, group: info.group.clone(), snapshots }
+    }
+}
+
+/// A disk's snapshots.
+#[derive(Debug, Serialize)]
+pub struct Listed<'a> {
+    disk: String,
+    snapshots: Vec<Row<'a>>,
+}
+
+impl<'a> Listed<'a> {
+    /// Those of `disk`.
+    pub fn new(disk: &Path, snapshots: &'a [Snapshot]) -> Self {
+        Self { disk: text(disk), snapshots: snapshots.iter().map(Row::new).collect() }
+    }
+}
+
+/// One snapshot as data.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Row<'a> {
+    name: Option<&'a str>,
+    time: Option<String>,
+    time_ns: Option<u64>,
+    labels: BTreeMap<&'a str, &'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    group: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cloned_from: Option<&'a str>,
+    layer: String,
+    format: String,
+    depth: usize,
+    virtual_size: u64,
+    actual_size: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    damage: Option<&'a str>,
+}
+
+impl<'a> Row<'a> {
+    /// As the engine found it.
+    pub fn new(snapshot: &'a Snapshot) -> Self {
+        let info = snapshot.info.as_ref();
+        let labels = info.map_or(&[][..], |info| &info.labels);
+        Self {
+            name: snapshot.name(),
+            time: info.map(|info| time::rfc3339(info.taken_ns)),
+            time_ns: info.map(|info| info.taken_ns),
+            labels: labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect(),
+            group: info.and_then(|info| info.group.as_deref()),
+            cloned_from: info.and_then(|info| info.origin.as_deref()),
+            layer: text(&snapshot.layer),
+            format: snapshot.format.to_string(),
+            depth: snapshot.depth,
+            virtual_size: snapshot.virtual_size,
+            actual_size: snapshot.allocated_bytes,
+            damage: snapshot.damage.as_deref(),
+        }
+    }
+
+    fn labels(&self) -> String {
+        let mut labels: Vec<String> =
+            self.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        labels.extend(self.group.map(|group| format!("(group {group})")));
+        labels.extend(self.cloned_from.map(|disk| format!("(cloned from {disk})")));
+        labels.join(" ")
+    }
+}
+
+/// The list as a table.
+pub fn table(disk: &Path, snapshots: &[Snapshot]) -> String {
+    if snapshots.is_empty() {
+        return format!("{}: no snapshots\n", disk.display());
+    }
+    let mut table = Table::new(["NAME", "TAKEN", "SIZE ON DISK", "FILE", "LABELS"]);
+    for snapshot in snapshots {
+        let row = Row::new(snapshot);
+        let (name, size) = (row.name.unwrap_or("-").to_owned(), short_size(row.actual_size));
+        let file = snapshot.layer.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        table.row([name, row.time.clone().unwrap_or_else(|| "-".to_owned()), size, file, row.labels()]);
+    }
+    table.to_string()
+}
+
+/// One snapshot as lines.
+pub fn show(snapshot: &Snapshot) -> String {
+    let row = Row::new(snapshot);
+    let mut lines = vec![
+        ("name", row.name.unwrap_or("-").to_owned()),
+        ("taken", row.time.clone().unwrap_or_else(|| "-".to_owned())),
+    ];
+    lines.extend(row.group.map(|group| ("group", group.to_owned())));
+    lines.extend(row.cloned_from.map(|disk| ("cloned from", disk.to_owned())));
+    lines.extend(row.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
+    lines.push(("layer", format!("{} ({})", row.layer, row.format)));
+    lines.push(("newer", counted(row.depth as u64 - 1, "layer") + " between it and the active one"));
+    lines.push(("disk size", exact_size(row.virtual_size)));
+    lines.push(("size on disk", exact_size(row.actual_size)));
+    lines.iter().map(|(what, value)| format!("{what:<13} {value}\n")).collect()
+}
+
+/// A disk that went back.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Reverted {
+    disk: String,
+    snapshot: String,
+    layer: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kept: Option<String>,
+    /// Newest first.
+    dropped_layers: Vec<String>,
+}
+
+impl Reverted {
+    /// What was asked, and what was done.
+    pub fn new(args: &SnapshotRevertArgs, done: &snapshot::Reverted) -> Self {
+        Self {
+            disk: text(&args.disk),
+            snapshot: args.name.clone(),
+            layer: text(&done.layer),
+            kept: args.keep.as_deref().map(text),
+            dropped_layers: done.dropped.iter().map(|snapshot| text(&snapshot.layer)).collect(),
+        }
+    }
+
+    /// The same in words.
+    pub fn text(&self) -> String {
+        let mut lines = format!("{}: is as at {} again\n", self.disk, self.snapshot);
+        if let Some(kept) = &self.kept {
+            lines += &format!("{kept}: what it was until now\n");
+        }
+        for layer in &self.dropped_layers {
+            lines += &format!("{layer}: no longer below {}\n", self.disk);
+        }
+        lines
+    }
+}
+
+/// A new disk.
+#[derive(Debug, Serialize)]
+pub struct Cloned {
+    disk: String,
+    snapshot: String,
+    clone: String,
+    layer: String,
+}
+
+impl Cloned {
+    /// What was asked, and where it stands.
+    pub fn new(args: &SnapshotCloneArgs, layer: &Path) -> Self {
+        let (disk, clone) = (text(&args.disk), text(&args.output));
+        Self { disk, snapshot: args.name.clone(), clone, layer: text(layer) }
+    }
+
+    /// The same in words.
+    pub fn text(&self) -> String {
+        format!("{}: made, as {} was at {} ({})\n", self.clone, self.disk, self.snapshot, self.layer)
+    }
+}
