@@ -75,15 +75,23 @@ fn root_of(path: &Path) -> (Root, HostOffset) {
     (Root::parse(page, link.root).expect("a root").0, place)
 }
 
+fn every_byte_is_guarded(layer: usize) {
+    let chain = small_chain([Maker::Ours, Maker::Ours]);
+    let (root, _) = root_of(&chain.files[layer]);
+    let area = root.area.start.get()..root.area.end.get();
+    let bytes = (area.end - area.start) as usize;
+    assert_eq!(Flipper::new(&chain.files[layer], true).each(&chain, area), bytes);
+}
+
 #[test]
 fn every_byte_of_an_index_in_a_file_is_guarded() {
-    let chain = small_chain([Maker::Ours, Maker::Ours]);
-    for file in &chain.files[..2] {
-        let (root, _) = root_of(file);
-        let area = root.area.start.get()..root.area.end.get();
-        let bytes = (area.end - area.start) as usize;
-        assert_eq!(Flipper::new(file, true).each(&chain, area), bytes);
-    }
+    every_byte_is_guarded(1);
+}
+
+/// What it shares with the one above, and what only its own layer needs.
+#[test]
+fn every_byte_of_an_index_that_another_stands_on_is_guarded() {
+    every_byte_is_guarded(0);
 }
 
 #[test]
