@@ -30,6 +30,11 @@ pub enum Event {
         /// Its number.
         id: u64,
     },
+    /// A job began, ended, or is at another step; not every step is told.
+    Job {
+        /// The job as it is now.
+        job: crate::JobStatus,
+    },
     /// The reader was too slow, and this many events were dropped for it: ask for the whole state again.
     Missed {
         /// How many.
@@ -45,6 +50,7 @@ impl Event {
             Self::DiskRemoved { .. } => "disk_removed",
             Self::DoorAdded { .. } => "door_added",
             Self::DoorRemoved { .. } => "door_removed",
+            Self::Job { .. } => "job",
             Self::Missed { .. } => "missed",
         }
     }

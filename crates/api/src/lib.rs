@@ -21,6 +21,7 @@
 mod disk;
 mod door;
 mod event;
+mod job;
 mod problem;
 mod segment;
 mod status;
@@ -28,6 +29,7 @@ mod status;
 pub use disk::{CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, Format, LayerStatus};
 pub use door::{DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
 pub use event::Event;
+pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use segment::encode_segment;
 pub use status::{ResourceStatus, ServerStatus};

@@ -7,6 +7,7 @@
 mod backup;
 mod control;
 mod index;
+mod job;
 mod serve;
 mod snapshot;
 mod survey;
@@ -21,6 +22,7 @@ pub use self::control::{ControlArgs, DiskArgs, DiskCommand, DoorArgs, DoorComman
 pub use self::index::{
     IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
 };
+pub use self::job::{JobArgs, JobCommand};
 pub use self::serve::{LogFormat, ServeArgs};
 pub use self::snapshot::{
     SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs, SnapshotListArgs,
@@ -83,6 +85,8 @@ pub enum Command {
     Disk(DiskArgs),
     /// Add a door to a running server, or remove one
     Door(DoorArgs),
+    /// Begin, watch and change the long work of a running server
+    Job(JobArgs),
     /// Print the completion script of a shell
     Completions(CompletionsArgs),
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   args ──► commands/{create,info,map,check,survey,serve,completions} ──► disk, survey, server
-//!        └─► commands/{status,disk,door} ──► client ──► a running server's control socket
+//!        └─► commands/{status,disk,door,job} ──► client ──► a running server's control socket
 //!                 └──► output (stdout: results; stderr: logs, progress, errors)
 //! ```
 //!
@@ -70,6 +70,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Status(args) => commands::status::run(&args),
         Command::Disk(args) => commands::disk::run(&args),
         Command::Door(args) => commands::door::run(&args),
+        Command::Job(args) => commands::job::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
     }
 }

@@ -40,6 +40,26 @@ pub enum Error {
         /// The number.
         id: u64,
     },
+    /// No job has this number.
+    #[error("no job has the number {id}")]
+    NoSuchJob {
+        /// The number.
+        id: u64,
+    },
+    /// The same work on the same disk is under way.
+    #[error("a job '{kind}' is under way on disk '{disk}' already")]
+    JobExists {
+        /// What it does.
+        kind: &'static str,
+        /// The disk.
+        disk: String,
+    },
+    /// As many jobs are under way as may be.
+    #[error("{max} jobs are under way, as many as may be")]
+    TooManyJobs {
+        /// The most there may be.
+        max: usize,
+    },
     /// A disk that is not served yet, or no longer.
     #[error("disk '{name}' is {doing}: try again when that is done")]
     Busy {

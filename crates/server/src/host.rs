@@ -13,6 +13,7 @@
 
 mod disks;
 mod doors;
+mod jobs;
 mod report;
 
 use std::path::PathBuf;
@@ -27,6 +28,7 @@ use vmstrata_export::nbd::{self, TlsMode};
 
 use self::doors::Door;
 use crate::error::{Error, NotClean};
+use crate::jobs::Jobs;
 use crate::options::Options;
 use crate::spec::DiskSpec;
 
@@ -44,6 +46,7 @@ pub struct Host {
     /// Signalled when a change ends.
     settled: Condvar,
     events: broadcast::Sender<Event>,
+    jobs: Arc<Jobs>,
     started: Instant,
 }
 
@@ -121,6 +124,7 @@ impl Host {
     /// A certificate that cannot be used.
     pub(crate) fn new(options: &Options, runtime_dir: PathBuf) -> Result<Arc<Self>, Error> {
         let (resources, limits) = options.resources(runtime_dir);
+        let events = broadcast::Sender::new(EVENTS_KEPT);
         Ok(Arc::new(Self {
             resources,
             limits,
@@ -128,7 +132,8 @@ impl Host {
             tls: options.tls_mode()?,
             table: Mutex::default(),
             settled: Condvar::new(),
-            events: broadcast::Sender::new(EVENTS_KEPT),
+            jobs: Arc::new(Jobs::new(events.clone())),
+            events,
             started: Instant::now(),
         }))
     }
@@ -153,7 +158,7 @@ impl Host {
         Ok((Change(self), table))
     }
 
-    /// Ends everything: no more changes, every door drained and closed, every disk closed clean.
+    /// Ends everything: no more changes, every job ended, every door drained and closed, every disk closed clean.
     ///
     /// # Errors
     /// What could not be flushed or closed clean; the others were all the same.
@@ -166,6 +171,7 @@ impl Host {
             }
             std::mem::take(&mut table.doors)
         };
+        self.jobs.end(None);
         let drained = doors.into_iter().map(|(_, door)| door.close()).fold(Ok(()), Result::and);
         drained.and(self.close_disks())
     }

@@ -10,6 +10,7 @@
 //! |---|---|
 //! | [`spec`], [`config`], `options` | what is asked for, checked before any file is touched |
 //! | [`host`] | which disks and doors there are, and how they come and go |
+//! | `jobs` | long work in steps: progress, speed limit, pause, cancel |
 //! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
 //! | `run`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
 //!
@@ -22,6 +23,7 @@ pub mod config;
 mod control;
 mod error;
 pub mod host;
+mod jobs;
 mod limits;
 mod notify;
 mod options;

@@ -8,9 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
-use vmstrata_disk::{
-    Disk, Extent, ExtentKind, LayerInfo, OpenOptions, ResourceOptions, Resources, snapshot,
-};
+use vmstrata_disk::{Disk, Extent, ExtentKind, LayerInfo, OpenOptions, ResourceOptions, Resources, snapshot};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use crate::args::MapArgs;

@@ -9,6 +9,7 @@ pub mod disk;
 pub mod door;
 pub mod index;
 pub mod info;
+pub mod job;
 pub mod map;
 pub mod restore;
 pub mod serve;

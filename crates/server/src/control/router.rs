@@ -9,7 +9,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::problem::{no_such_method, no_such_path};
-use super::routes::{disks, doors, events, metrics, status};
+use super::routes::{disks, doors, events, jobs, metrics, status};
 use crate::host::Host;
 
 #[derive(utoipa::OpenApi)]
@@ -24,7 +24,8 @@ use crate::host::Host;
     tags(
         (name = "server", description = "The server as a whole"),
         (name = "disks", description = "Disks come and go while others are served"),
-        (name = "doors", description = "Where guests and NBD clients come in")
+        (name = "doors", description = "Where guests and NBD clients come in"),
+        (name = "jobs", description = "Long work beside the guests")
     )
 )]
 struct Document;
@@ -40,6 +41,8 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(disks::show, disks::remove))
         .routes(routes!(doors::list, doors::add))
         .routes(routes!(doors::remove))
+        .routes(routes!(jobs::list, jobs::start))
+        .routes(routes!(jobs::show, jobs::change))
 }
 
 /// The router of the control socket.

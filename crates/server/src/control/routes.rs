@@ -3,6 +3,7 @@
 pub(super) mod disks;
 pub(super) mod doors;
 pub(super) mod events;
+pub(super) mod jobs;
 pub(super) mod metrics;
 pub(super) mod status;
 
@@ -23,4 +24,9 @@ async fn apart<T: Send + 'static>(
             Err(Failure::new(500, "internal", format!("the server failed in carrying this out: {error}")))
         }
     }
+}
+
+/// A number in a path; what is none names nothing.
+fn number(text: &str, kind: &str) -> Result<u64, Failure> {
+    text.parse().map_err(|_| Failure::new(404, kind, format!("'{text}' is no number")))
 }

@@ -81,6 +81,7 @@ impl Host {
         let own: Vec<(u64, Door)> = table.doors.extract_if(.., |(_, door)| door.is_only_for(name)).collect();
         let shared = table.nbd();
         drop(table);
+        self.jobs.end(Some(name));
         for (id, door) in own {
             // Nothing is flushed by a vhost-user door; closing the disk does that.
             let _ = door.close();

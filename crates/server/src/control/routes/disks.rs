@@ -16,14 +16,14 @@ use crate::host::Host;
 use crate::spec;
 
 /// All disks
-#[utoipa::path(get, path = "/v1/disks", tag = "disks", responses((status = OK, description = "In the order in which they were added", body = DiskList)))]
+#[utoipa::path(get, path = "/v1/disks", tag = "disks", operation_id = "list_disks", responses((status = OK, description = "In the order in which they were added", body = DiskList)))]
 pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Result<Json<DiskList>, Failure> {
     apart(host, |host| Ok(DiskList { disks: host.disks() })).await.map(Json)
 }
 
 /// One disk, with its chain and its doors
 #[utoipa::path(
-    get, path = "/v1/disks/{name}", tag = "disks",
+    get, path = "/v1/disks/{name}", tag = "disks", operation_id = "show_disk",
     params(("name" = String, Path, description = "The disk")),
     responses((status = OK, description = "The disk", body = DiskDetail))
 )]
@@ -36,7 +36,7 @@ pub(in crate::control) async fn show(
 
 /// Open a disk; every NBD door serves it from then on
 #[utoipa::path(
-    post, path = "/v1/disks", tag = "disks",
+    post, path = "/v1/disks", tag = "disks", operation_id = "add_disk",
     request_body = DiskSpec,
     responses((status = CREATED, description = "It is served", body = DiskDetail))
 )]
@@ -57,7 +57,7 @@ pub(in crate::control) async fn add(
 
 /// Close a disk: its doors are drained, its image is left clean, its files are unlocked
 #[utoipa::path(
-    delete, path = "/v1/disks/{name}", tag = "disks",
+    delete, path = "/v1/disks/{name}", tag = "disks", operation_id = "remove_disk",
     params(("name" = String, Path, description = "The disk")),
     responses((status = NO_CONTENT, description = "It is gone"))
 )]

@@ -8,7 +8,7 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use vmstrata_api::{DoorList, DoorSpec, DoorStatus};
 
-use super::apart;
+use super::{apart, number};
 use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::error::Error;
@@ -16,14 +16,14 @@ use crate::host::Host;
 use crate::spec::VhostUserSpec;
 
 /// All doors
-#[utoipa::path(get, path = "/v1/doors", tag = "doors", responses((status = OK, description = "In the order in which they were added", body = DoorList)))]
+#[utoipa::path(get, path = "/v1/doors", tag = "doors", operation_id = "list_doors", responses((status = OK, description = "In the order in which they were added", body = DoorList)))]
 pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Json<DoorList> {
     Json(DoorList { doors: host.doors() })
 }
 
 /// Open a door
 #[utoipa::path(
-    post, path = "/v1/doors", tag = "doors",
+    post, path = "/v1/doors", tag = "doors", operation_id = "add_door",
     request_body = DoorSpec,
     responses((status = CREATED, description = "It is open", body = DoorStatus))
 )]
@@ -48,7 +48,7 @@ fn add_door(host: &Host, asked: DoorSpec) -> Result<DoorStatus, Error> {
 
 /// Close a door: requests in flight are finished, its clients are let go, its disks stay
 #[utoipa::path(
-    delete, path = "/v1/doors/{id}", tag = "doors",
+    delete, path = "/v1/doors/{id}", tag = "doors", operation_id = "remove_door",
     params(("id" = u64, Path, description = "The door's number")),
     responses((status = NO_CONTENT, description = "It is gone"))
 )]
@@ -56,8 +56,7 @@ pub(in crate::control) async fn remove(
     State(host): State<Arc<Host>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode, Failure> {
-    let number = id.parse();
-    let id = number.map_err(|_| Failure::new(404, "no-such-door", format!("'{id}' is no door's number")))?;
+    let id = number(&id, "no-such-door")?;
     apart(host, move |host| host.remove_door(id)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

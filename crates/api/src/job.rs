@@ -1,0 +1,118 @@
+//! Long work, done in steps beside the guests.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Work to begin.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum JobSpec {
+    /// Give every frozen layer of a disk's chain an index that lacks one, so that the disk opens at once next time.
+    IndexBuild {
+        /// The disk.
+        disk: String,
+        /// Bytes a second that the job may write; no limit if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+    },
+}
+
+/// What can be done to a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "action", rename_all = "snake_case", deny_unknown_fields)]
+pub enum JobChange {
+    /// Stop after the step that is under way, until resumed.
+    Pause,
+    /// Go on.
+    Resume,
+    /// End after the step that is under way. What is done stays done.
+    Cancel,
+    /// Change how fast it may go.
+    Limit {
+        /// Bytes a second; null for no limit.
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+    },
+}
+
+/// Where a job is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum JobState {
+    /// Under way.
+    Running,
+    /// Waits to be resumed.
+    Paused,
+    /// Ends after the step that is under way.
+    Cancelling,
+    /// Ended: all is done.
+    Done,
+    /// Ended before all was done, because someone asked for it.
+    Cancelled,
+    /// Ended before all was done, because of an error.
+    Failed,
+}
+
+impl JobState {
+    /// Whether nothing more will happen.
+    pub fn is_ended(self) -> bool {
+        matches!(self, Self::Done | Self::Cancelled | Self::Failed)
+    }
+}
+
+/// A job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct JobStatus {
+    /// Its number, never used again while the server runs.
+    pub id: u64,
+    /// What it does, as in the request that began it.
+    #[schema(example = "index_build")]
+    pub kind: String,
+    /// The disk it is about.
+    pub disk: String,
+    /// Where it is.
+    pub state: JobState,
+    /// Steps done.
+    pub done: u64,
+    /// Steps there are.
+    pub total: u64,
+    /// What a step is.
+    #[schema(example = "layers")]
+    pub unit: String,
+    /// Bytes written so far.
+    pub bytes: u64,
+    /// Bytes a second that it may write; absent when there is no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+    /// Seconds since it began, until it ended.
+    pub seconds: u64,
+    /// Steps that were passed over because of an error.
+    pub failures: u64,
+    /// Why it failed, or the first of the errors that were passed over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Jobs under way, and the last ones that ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct JobList {
+    /// The jobs, in the order in which they began.
+    pub jobs: Vec<JobStatus>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_is_said_or_taken_away_and_never_forgotten() {
+        let change = |text| serde_json::from_str::<JobChange>(text);
+        let limit = change(r#"{"action":"limit","bytes_per_second":5}"#).unwrap();
+        assert_eq!(limit, JobChange::Limit { bytes_per_second: Some(5) });
+        let none = change(r#"{"action":"limit","bytes_per_second":null}"#).unwrap();
+        assert_eq!(none, JobChange::Limit { bytes_per_second: None });
+        assert!(change(r#"{"action":"limit","bytes_per_sec":5}"#).is_err());
+        assert!(change(r#"{"action":"stop"}"#).is_err());
+    }
+}

@@ -1,0 +1,74 @@
+//! The command line of `vmstrata job`.
+
+use clap::{Args, Subcommand};
+
+use super::ControlArgs;
+use crate::units::parse_size;
+
+/// `vmstrata job`
+#[derive(Debug, Args)]
+#[command(after_help = HELP)]
+pub struct JobArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: JobCommand,
+    /// Which server.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Print JSON
+    #[arg(long, global = true)]
+    pub json: bool,
+}
+
+/// What can be done with the jobs of a running server.
+#[derive(Debug, Subcommand)]
+pub enum JobCommand {
+    /// Show the jobs under way, and the last ones that ended
+    List,
+    /// Build the indices that a served disk's chain lacks
+    IndexBuild {
+        /// The disk's name
+        disk: String,
+        /// Bytes a second that the job may write, such as 10M
+        #[arg(long, value_name = "SIZE", value_parser = limit)]
+        limit: Option<u64>,
+    },
+    /// Stop a job after the step that is under way, until it is resumed
+    Pause {
+        /// The job's number
+        id: u64,
+    },
+    /// Let a paused job go on
+    Resume {
+        /// The job's number
+        id: u64,
+    },
+    /// End a job after the step that is under way; what is done stays done
+    Cancel {
+        /// The job's number
+        id: u64,
+    },
+    /// Change how fast a job may go
+    Limit {
+        /// The job's number
+        id: u64,
+        /// Bytes a second that the job may write, such as 10M; no limit if omitted
+        #[arg(value_name = "SIZE", value_parser = limit)]
+        limit: Option<u64>,
+    },
+}
+
+const HELP: &str = "\
+Examples:
+  vmstrata job index-build web --limit 20M
+  vmstrata job list
+  vmstrata job limit 3 5M
+  vmstrata job cancel 3
+
+Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
+
+fn limit(text: &str) -> anyhow::Result<u64> {
+    let limit = parse_size(text)?;
+    anyhow::ensure!(limit > 0, "a limit of 0 would stop the job: pause it instead");
+    Ok(limit)
+}

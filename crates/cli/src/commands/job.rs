@@ -1,0 +1,80 @@
+//! `vmstrata job`: long work of a running server.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use vmstrata_api::{JobChange, JobList, JobSpec, JobState, JobStatus};
+
+use crate::args::{JobArgs, JobCommand};
+use crate::client::Client;
+use crate::output::{Table, percent, print, print_json};
+use crate::units::short_size;
+
+/// Lists jobs, begins one or changes one.
+///
+/// # Errors
+/// When no server answers, or it refuses.
+pub fn run(args: &JobArgs) -> Result<ExitCode> {
+    let client = Client::new(&args.server)?;
+    let change = |id: u64, change| client.post::<JobStatus>(&format!("/v1/jobs/{id}"), &change);
+    let job = match &args.command {
+        JobCommand::List => {
+            let list: JobList = client.get("/v1/jobs")?;
+            if args.json {
+                print_json(&list)?
+            } else {
+                print(&to_text(&list.jobs))?
+            }
+            return Ok(ExitCode::SUCCESS);
+        }
+        JobCommand::IndexBuild { disk, limit } => {
+            let asked = JobSpec::IndexBuild { disk: disk.clone(), bytes_per_second: *limit };
+            client.post("/v1/jobs", &asked)?
+        }
+        JobCommand::Pause { id } => change(*id, JobChange::Pause)?,
+        JobCommand::Resume { id } => change(*id, JobChange::Resume)?,
+        JobCommand::Cancel { id } => change(*id, JobChange::Cancel)?,
+        JobCommand::Limit { id, limit } => change(*id, JobChange::Limit { bytes_per_second: *limit })?,
+    };
+    if args.json {
+        print_json(&job)?
+    } else {
+        print(&to_text(&[job]))?
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn to_text(jobs: &[JobStatus]) -> String {
+    let mut table = Table::new(["JOB", "KIND", "DISK", "STATE", "DONE", "WRITTEN", "LIMIT", "ERROR"]);
+    jobs.iter().for_each(|job| table.row(row(job)));
+    table.to_string()
+}
+
+fn row(job: &JobStatus) -> [String; 8] {
+    let limit = job.bytes_per_second.map(|limit| format!("{}/s", short_size(limit)));
+    let errors = match (&job.error, job.failures) {
+        (Some(error), more @ 2..) => format!("{error} (and {} more)", more - 1),
+        (error, _) => error.clone().unwrap_or_default(),
+    };
+    [
+        job.id.to_string(),
+        job.kind.replace('_', "-"),
+        job.disk.clone(),
+        state(job.state).to_owned(),
+        format!("{} of {} {} ({:.0} %)", job.done, job.total, job.unit, percent(job.done, job.total)),
+        short_size(job.bytes),
+        limit.unwrap_or_else(|| "-".to_owned()),
+        errors,
+    ]
+}
+
+fn state(state: JobState) -> &'static str {
+    match state {
+        JobState::Running => "running",
+        JobState::Paused => "paused",
+        JobState::Cancelling => "cancelling",
+        JobState::Done => "done",
+        JobState::Cancelled => "cancelled",
+        JobState::Failed => "failed",
+    }
+}

@@ -1,0 +1,65 @@
+//! `/v1/jobs`.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use vmstrata_api::{JobChange, JobList, JobSpec, JobStatus};
+
+use super::{apart, number};
+use crate::control::body::Body;
+use crate::control::problem::Failure;
+use crate::host::Host;
+
+/// Jobs under way, and the last ones that ended
+#[utoipa::path(get, path = "/v1/jobs", tag = "jobs", operation_id = "list_jobs", responses((status = OK, description = "In the order in which they began", body = JobList)))]
+pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Json<JobList> {
+    Json(JobList { jobs: host.jobs() })
+}
+
+/// Begin a job
+#[utoipa::path(
+    post, path = "/v1/jobs", tag = "jobs", operation_id = "start_job",
+    request_body = JobSpec,
+    responses((status = CREATED, description = "It is under way", body = JobStatus))
+)]
+pub(in crate::control) async fn start(
+    State(host): State<Arc<Host>>,
+    Body(asked): Body<JobSpec>,
+) -> Result<impl IntoResponse, Failure> {
+    let begun = apart(host, move |host| host.start_job(asked)).await?;
+    let location = format!("/v1/jobs/{}", begun.id);
+    Ok((StatusCode::CREATED, [(header::LOCATION, location)], Json(begun)))
+}
+
+/// One job
+#[utoipa::path(
+    get, path = "/v1/jobs/{id}", tag = "jobs", operation_id = "show_job",
+    params(("id" = u64, Path, description = "The job's number")),
+    responses((status = OK, description = "The job", body = JobStatus))
+)]
+pub(in crate::control) async fn show(
+    State(host): State<Arc<Host>>,
+    Path(id): Path<String>,
+) -> Result<Json<JobStatus>, Failure> {
+    let id = number(&id, "no-such-job")?;
+    Ok(Json(host.job(id)?))
+}
+
+/// Pause, resume, cancel or slow a job; one that has ended stays as it is
+#[utoipa::path(
+    post, path = "/v1/jobs/{id}", tag = "jobs", operation_id = "change_job",
+    params(("id" = u64, Path, description = "The job's number")),
+    request_body = JobChange,
+    responses((status = OK, description = "The job as it is now", body = JobStatus))
+)]
+pub(in crate::control) async fn change(
+    State(host): State<Arc<Host>>,
+    Path(id): Path<String>,
+    Body(change): Body<JobChange>,
+) -> Result<Json<JobStatus>, Failure> {
+    let id = number(&id, "no-such-job")?;
+    Ok(Json(host.change_job(id, change)?))
+}

@@ -1,0 +1,206 @@
+//! Long work beside the guests: a loop of `select -> Action -> apply` that can be watched, slowed, paused and ended.
+//!
+//! ```text
+//!   POST /v1/jobs ──► Jobs::start ──► thread: ┌─► wait: paused? over the limit? ──► select ──► apply ─┐
+//!   GET, POST /v1/jobs/{id} ◄──► Control ◄────┘◄──────────── progress, events ◄────────────────────────┘
+//! ```
+//!
+//! **Adding a kind of job**: implement [`Work`], give it a variant in `api::JobSpec`, and begin it in
+//! `host::jobs`. Each step must leave everything as sound as it was: between two steps a job may be paused for ever,
+//! and a job that was cancelled is not undone.
+//!
+//! Invariant: a job's thread ends before its disk is closed.
+
+mod bucket;
+mod control;
+mod index_build;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::broadcast;
+use vmstrata_api::{Event, JobChange, JobStatus};
+
+use self::control::Control;
+pub(crate) use self::index_build::IndexBuild;
+use crate::error::Error;
+
+/// Jobs under way at one time.
+const JOBS_MAX: usize = 64;
+/// Jobs that ended and are still listed.
+const ENDED_KEPT: usize = 100;
+/// Progress is told no more often than this.
+const TELL_EVERY: Duration = Duration::from_millis(500);
+
+/// Something to be done in steps.
+pub(crate) trait Work: Send + 'static {
+    /// What `select` decides and `apply` carries out.
+    type Action;
+    /// The kind's name in the API.
+    const KIND: &'static str;
+    /// What a step is, in the plural.
+    const UNIT: &'static str;
+
+    /// Steps there are.
+    fn total(&self) -> u64;
+
+    /// Decides what comes next; `None` when all is done.
+    ///
+    /// # Errors
+    /// What makes going on pointless.
+    fn select(&mut self) -> Result<Option<Self::Action>, Error>;
+
+    /// Carries it out.
+    ///
+    /// # Errors
+    /// What makes going on pointless; for a step that can be passed over see [`Step::failure`].
+    fn apply(&mut self, action: Self::Action) -> Result<Step, Error>;
+}
+
+/// What a step did.
+#[derive(Debug, Default)]
+pub(crate) struct Step {
+    /// Bytes written, which the speed limit is about.
+    pub(crate) bytes: u64,
+    /// Why the step was passed over, if it was.
+    pub(crate) failure: Option<String>,
+}
+
+/// All jobs of a server.
+#[derive(Debug)]
+pub(crate) struct Jobs {
+    table: Mutex<Table>,
+    /// Signalled when a job ends.
+    ended: Condvar,
+    events: broadcast::Sender<Event>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    jobs: Vec<Arc<Control>>,
+    next: u64,
+}
+
+impl Jobs {
+    pub(crate) fn new(events: broadcast::Sender<Event>) -> Self {
+        Self { table: Mutex::default(), ended: Condvar::new(), events }
+    }
+
+    /// Begins work on a disk, on a thread of its own.
+    ///
+    /// # Errors
+    /// Too many jobs; the same work on the same disk under way already.
+    pub(crate) fn start<W: Work>(
+        self: &Arc<Self>,
+        disk: &str,
+        limit: Option<u64>,
+        work: W,
+    ) -> Result<JobStatus, Error> {
+        let mut table = self.table.lock();
+        let live = table.jobs.iter().filter(|job| !job.is_ended());
+        if live.clone().any(|job| job.is_about(W::KIND, disk)) {
+            return Err(Error::JobExists { kind: W::KIND, disk: disk.to_owned() });
+        }
+        if live.count() >= JOBS_MAX {
+            return Err(Error::TooManyJobs { max: JOBS_MAX });
+        }
+        table.next += 1;
+        let control = Arc::new(Control::new::<W>(table.next, disk, work.total(), limit));
+        let (jobs, shared) = (Arc::clone(self), Arc::clone(&control));
+        let thread = std::thread::Builder::new().name(format!("job-{}", table.next));
+        let spawned = thread.spawn(move || jobs.run(&shared, work));
+        spawned.map_err(|source| Error::System { action: "start a thread for a job", source })?;
+        table.jobs.push(Arc::clone(&control));
+        table.forget_oldest();
+        let _ = self.events.send(Event::Job { job: control.status() });
+        Ok(control.status())
+    }
+
+    /// Jobs under way, and the last ones that ended.
+    pub(crate) fn list(&self) -> Vec<JobStatus> {
+        self.table.lock().jobs.iter().map(|job| job.status()).collect()
+    }
+
+    fn find(&self, id: u64) -> Result<Arc<Control>, Error> {
+        let table = self.table.lock();
+        let found = table.jobs.iter().find(|job| job.id() == id);
+        found.cloned().ok_or(Error::NoSuchJob { id })
+    }
+
+    /// A job by its number.
+    ///
+    /// # Errors
+    /// No such job.
+    pub(crate) fn status(&self, id: u64) -> Result<JobStatus, Error> {
+        Ok(self.find(id)?.status())
+    }
+
+    /// Pauses, resumes, cancels or slows a job. A job that has ended stays as it is.
+    ///
+    /// # Errors
+    /// No such job.
+    pub(crate) fn change(&self, id: u64, change: JobChange) -> Result<JobStatus, Error> {
+        let job = self.find(id)?;
+        job.change(change);
+        let status = job.status();
+        let _ = self.events.send(Event::Job { job: status.clone() });
+        Ok(status)
+    }
+
+    /// Cancels the jobs of a disk, or all, and waits until their threads have ended.
+    pub(crate) fn end(&self, disk: Option<&str>) {
+        let mut table = self.table.lock();
+        loop {
+            let meant = |job: &&Arc<Control>| disk.is_none_or(|disk| job.disk() == disk) && !job.is_ended();
+            let live: Vec<_> = table.jobs.iter().filter(meant).cloned().collect();
+            if live.is_empty() {
+                return;
+            }
+            live.iter().for_each(|job| job.change(JobChange::Cancel));
+            self.ended.wait(&mut table);
+        }
+    }
+
+    fn run<W: Work>(&self, job: &Control, mut work: W) {
+        let mut told = Instant::now();
+        let result = loop {
+            if !job.may_go_on() {
+                break Ok(());
+            }
+            let step = work.select().and_then(|action| action.map(|action| work.apply(action)).transpose());
+            match step {
+                Ok(Some(step)) => job.stepped(step),
+                Ok(None) => break Ok(()),
+                Err(error) => break Err(error),
+            }
+            if told.elapsed() >= TELL_EVERY {
+                told = Instant::now();
+                let _ = self.events.send(Event::Job { job: job.status() });
+            }
+        };
+        // What the work holds open is let go before anyone is told that it has ended.
+        drop(work);
+        let _table = self.table.lock();
+        job.end(result);
+        let status = job.status();
+        tracing::info!(job = status.id, kind = status.kind, disk = status.disk, state = ?status.state, "job ended");
+        let _ = self.events.send(Event::Job { job: status });
+        self.ended.notify_all();
+    }
+}
+
+impl Table {
+    fn forget_oldest(&mut self) {
+        let ended = self.jobs.iter().filter(|job| job.is_ended()).count();
+        let mut surplus = ended.saturating_sub(ENDED_KEPT);
+        self.jobs.retain(|job| {
+            let goes = surplus > 0 && job.is_ended();
+            surplus -= usize::from(goes);
+            !goes
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,156 @@
+//! One job as its thread and those who control it share it.
+
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex};
+use vmstrata_api::{JobChange, JobState, JobStatus};
+
+use super::bucket::Bucket;
+use super::{Step, Work};
+use crate::error::Error;
+
+/// See the module documentation.
+#[derive(Debug)]
+pub(super) struct Control {
+    id: u64,
+    kind: &'static str,
+    disk: String,
+    unit: &'static str,
+    total: u64,
+    began: Instant,
+    progress: Mutex<Progress>,
+    /// Signalled when someone changes something.
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Progress {
+    state: JobState,
+    done: u64,
+    bytes: u64,
+    failures: u64,
+    error: Option<String>,
+    bucket: Bucket,
+    ended: Option<Instant>,
+}
+
+impl Control {
+    pub(super) fn new<W: Work>(id: u64, disk: &str, total: u64, limit: Option<u64>) -> Self {
+        let began = Instant::now();
+        let progress = Progress {
+            state: JobState::Running,
+            done: 0,
+            bytes: 0,
+            failures: 0,
+            error: None,
+            bucket: Bucket::new(limit, began),
+            ended: None,
+        };
+        Self {
+            id,
+            kind: W::KIND,
+            disk: disk.to_owned(),
+            unit: W::UNIT,
+            total,
+            began,
+            progress: Mutex::new(progress),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(super) fn disk(&self) -> &str {
+        &self.disk
+    }
+
+    pub(super) fn is_about(&self, kind: &str, disk: &str) -> bool {
+        self.kind == kind && self.disk == disk
+    }
+
+    pub(super) fn is_ended(&self) -> bool {
+        self.progress.lock().state.is_ended()
+    }
+
+    pub(super) fn status(&self) -> JobStatus {
+        let progress = self.progress.lock();
+        let until = progress.ended.unwrap_or_else(Instant::now);
+        JobStatus {
+            id: self.id,
+            kind: self.kind.to_owned(),
+            disk: self.disk.clone(),
+            state: progress.state,
+            done: progress.done,
+            total: self.total,
+            unit: self.unit.to_owned(),
+            bytes: progress.bytes,
+            bytes_per_second: progress.bucket.limit(),
+            seconds: until.duration_since(self.began).as_secs(),
+            failures: progress.failures,
+            error: progress.error.clone(),
+        }
+    }
+
+    /// Does what someone asked for, as far as the job's state allows it.
+    pub(super) fn change(&self, change: JobChange) {
+        let mut progress = self.progress.lock();
+        progress.state = match (change, progress.state) {
+            (JobChange::Pause, JobState::Running) => JobState::Paused,
+            (JobChange::Resume, JobState::Paused) => JobState::Running,
+            (JobChange::Cancel, JobState::Running | JobState::Paused) => JobState::Cancelling,
+            (JobChange::Limit { bytes_per_second }, state) => {
+                progress.bucket.set_limit(bytes_per_second, Instant::now());
+                state
+            }
+            (_, state) => state,
+        };
+        self.changed.notify_all();
+    }
+
+    /// Waits until the next step may begin; `false` when there is to be none.
+    pub(super) fn may_go_on(&self) -> bool {
+        let mut progress = self.progress.lock();
+        loop {
+            match progress.state {
+                JobState::Running => {
+                    let now = Instant::now();
+                    let wait = progress.bucket.wait(now);
+                    if wait.is_zero() {
+                        return true;
+                    }
+                    self.changed.wait_until(&mut progress, now + wait);
+                }
+                JobState::Paused => self.changed.wait(&mut progress),
+                _ => return false,
+            }
+        }
+    }
+
+    /// Notes what a step did.
+    pub(super) fn stepped(&self, step: Step) {
+        let mut progress = self.progress.lock();
+        progress.done += 1;
+        progress.bytes += step.bytes;
+        progress.bucket.take(step.bytes, Instant::now());
+        if let Some(failure) = step.failure {
+            progress.failures += 1;
+            progress.error.get_or_insert(failure);
+        }
+    }
+
+    /// Notes the end.
+    pub(super) fn end(&self, result: Result<(), Error>) {
+        let mut progress = self.progress.lock();
+        progress.ended = Some(Instant::now());
+        progress.state = match (result, progress.state) {
+            (Err(error), _) => {
+                progress.error = Some(error.to_string());
+                JobState::Failed
+            }
+            (Ok(()), JobState::Cancelling) if progress.done < self.total => JobState::Cancelled,
+            (Ok(()), _) => JobState::Done,
+        };
+    }
+}
