@@ -190,8 +190,79 @@ fn tables_that_are_shared_do_not_take_memory() {
     assert!(started.elapsed().as_secs() < 20, "{:?}", started.elapsed());
 }
 
+/// A backup of a small state, to be turned against whoever reads it.
+fn small_backup(dir: &Path) -> PathBuf {
+    let [_, state] = states(dir);
+    let file = dir.join("backup");
+    let resources = Resources::new(ResourceOptions::default());
+    let target = BackupTarget::File { path: file.clone(), replace: false };
+    backup(&state, target, &BackupOptions::default(), &resources, &mut |_, _| true).unwrap();
+    file
+}
+
+/// Damages the file and signs it again: verifying and restoring must fail, and leave nothing.
+fn assert_refused(file: &Path, change: impl Fn(&mut Vec<u8>)) {
+    let saved = (std::fs::read(file).unwrap(), std::fs::read(manifest_path(file)).unwrap());
+    let mut bytes = saved.0.clone();
+    change(&mut bytes);
+    std::fs::write(file, &bytes).unwrap();
+    sign_again(file);
+    let target = file.with_extension("restored");
+    let resources = Resources::new(ResourceOptions::default());
+    assert!(verify(file, &resources, &mut |_, _| true).is_err());
+    let files = [file.to_owned()];
+    assert!(restore(&files, &target, &RestoreOptions::default(), &resources, &mut |_, _| true).is_err());
+    assert!(!target.exists());
+    std::fs::write(file, saved.0).unwrap();
+    std::fs::write(manifest_path(file), saved.1).unwrap();
+}
+
+/// What a file stores is compared by region, so a damage that the sum of the file does not tell is told by those.
+#[test]
+fn a_file_that_was_changed_and_signed_again_is_refused() {
+    let dir = scratch();
+    let file = small_backup(dir.path());
+    let word = |bytes: &[u8], at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let l2 = |bytes: &[u8]| (word(bytes, word(bytes, 40) as usize) & 0x00ff_ffff_ffff_fe00) as usize;
+    let enter = |bytes: &mut Vec<u8>, index: usize, entry: u64| {
+        let at = l2(bytes) + index * 8;
+        bytes[at..at + 8].copy_from_slice(&entry.to_be_bytes());
+    };
+    assert_refused(&file, |bytes| *bytes.last_mut().unwrap() ^= 1);
+    assert_refused(&file, |bytes| enter(bytes, 0, 0));
+    assert_refused(&file, |bytes| enter(bytes, 0, 1));
+    assert_refused(&file, |bytes| enter(bytes, 100, 1));
+    assert_refused(&file, |bytes| enter(bytes, 0, 1 << 63 | 1 << 40));
+    assert_refused(&file, |bytes| enter(bytes, 0, 0x3f00_0000_0000_01fe));
+    assert_refused(&file, |bytes| enter(bytes, 0, 1 << 62 | 0x3fff << 46 | 0x2_0001));
+    // Another size of disk or of clusters.
+    assert_refused(&file, |bytes| bytes[30] ^= 0x10);
+    assert_refused(&file, |bytes| bytes[23] = 12);
+}
+
+#[test]
+fn manifests_with_regions_off_the_disk_are_refused() {
+    let dir = scratch();
+    let file = small_backup(dir.path());
+    let path = manifest_path(&file);
+    let text = std::fs::read_to_string(&path).unwrap();
+    for start in [u64::MAX - (u64::MAX % (4 << 20)), 4 << 40, 4096, 8 << 20] {
+        let changed = text.replace("\"start\": 4194304", &format!("\"start\": {start}"));
+        assert_ne!(changed, text);
+        std::fs::write(&path, changed).unwrap();
+        sign(&file);
+        let error = Manifest::read(&path).unwrap_err().to_string();
+        assert!(error.contains("damaged"), "{start:#x}: {error}");
+    }
+}
+
 /// Makes the manifest match a file that was changed, as only an attacker would.
 fn sign_again(file: &Path) {
+    sign(file);
+    Manifest::read(&manifest_path(file)).expect("signed well");
+}
+
+fn sign(file: &Path) {
     use sha2::{Digest as _, Sha256};
     let path = manifest_path(file);
     let mut manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -231,5 +302,4 @@ fn sign_again(file: &Path) {
     let own = hex(format!("{{{}}}", blank.join(",")).as_bytes());
     manifest["sha256"] = own.into();
     std::fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
-    Manifest::read(&path).expect("signed well");
 }

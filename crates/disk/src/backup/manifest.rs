@@ -183,11 +183,17 @@ impl Manifest {
             return Err(BackupFault::Version { version, known: VERSION }.into());
         }
         let manifest: Self = serde_json::from_slice(bytes).map_err(not)?;
-        let sorted = manifest.regions.windows(2).all(|pair| pair[0].start < pair[1].start);
-        if manifest.sha256 != manifest.own_sum() || manifest.region_bytes != REGION_BYTES || !sorted {
+        if manifest.sha256 != manifest.own_sum() || !manifest.has_sound_regions() {
             return Err(BackupFault::ManifestDamaged.into());
         }
         Ok(manifest)
+    }
+
+    fn has_sound_regions(&self) -> bool {
+        let starts = || self.regions.iter().map(|region| region.start);
+        self.region_bytes == REGION_BYTES
+            && starts().all(|start| start.is_multiple_of(REGION_BYTES) && start < self.disk_bytes)
+            && starts().is_sorted_by(|one, next| one < next)
     }
 
     /// Enters its own checksum.

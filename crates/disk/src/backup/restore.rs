@@ -54,9 +54,10 @@ pub fn restore(
     let started = Instant::now();
     let manifests = read_chain(files)?;
     let mut done = 0;
-    let file_bytes: u64 = manifests.iter().map(|manifest| manifest.file.bytes).sum();
+    // Half of the work: the regions are the other half.
+    let file_bytes = manifests.iter().fold(0, |sum: u64, manifest| sum.saturating_add(manifest.file.bytes));
     for (path, manifest) in files.iter().zip(&manifests) {
-        check_file(path, manifest, &mut |read| watch(done + read, file_bytes * 2))?;
+        check_file(path, manifest, &mut |read| watch(done + read, file_bytes.saturating_mul(2)))?;
         done += manifest.file.bytes;
     }
     let open = |(path, manifest): (&PathBuf, Manifest)| Content::open(path, manifest, resources);

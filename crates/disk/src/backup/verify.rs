@@ -26,7 +26,8 @@ use crate::resources::Resources;
 pub fn verify(path: &Path, resources: &Arc<Resources>, watch: Watch<'_>) -> Result<BackupReport> {
     let started = Instant::now();
     let manifest = Manifest::read(&manifest_path(path))?;
-    let total = manifest.file.bytes + manifest.regions.len() as u64 * REGION_BYTES;
+    let regions = manifest.regions.len() as u64;
+    let total = manifest.file.bytes.saturating_add(regions * REGION_BYTES);
     check_file(path, &manifest, &mut |done| watch(done, total))?;
     let file_bytes = manifest.file.bytes;
     let content = Content::open(path, manifest, resources)?;
