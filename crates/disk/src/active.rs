@@ -23,7 +23,7 @@ use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{GuestOffset, LayerIndex};
 
 use crate::alloc::Allocator;
-use crate::cache::{PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
+use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
 use crate::changes::{Changes, Freed, Noted};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
@@ -50,18 +50,12 @@ pub(crate) struct Active {
     pub(crate) changes: Changes,
     /// Autoclear bits that stay set: of structures that are right although we write.
     pub(crate) autoclear: u64,
-    owner: u32,
+    owner: Owner,
     cache: Arc<PageCache>,
     /// Raw entries.
     l1: Box<[AtomicU64]>,
     l1_lock: Mutex<()>,
     page_locks: [Mutex<()>; PAGE_LOCKS],
-}
-
-impl Drop for Active {
-    fn drop(&mut self) {
-        self.cache.forget(self.owner);
-    }
 }
 
 /// A cluster's entry and what it was before.
@@ -125,7 +119,7 @@ impl Active {
     }
 
     fn key(&self, cluster: u64) -> (PageKey, usize) {
-        (PageKey::new(self.owner, cluster >> PAGE_SHIFT), cluster as usize & (PAGE_WORDS - 1))
+        (self.owner.key(cluster >> PAGE_SHIFT), cluster as usize & (PAGE_WORDS - 1))
     }
 
     /// A cluster's raw entry; `None` when its page must be filled first ([`Active::fill`]).
@@ -275,6 +269,22 @@ impl Active {
             Noted::Safe => Ok(()),
             Noted::MustCommit => self.changes.commit(self),
         }
+    }
+
+    /// Gives back clusters that nothing leads to any more; `wait` returns once no request can still see them.
+    ///
+    /// # Errors
+    /// Refcounts that cannot be read or written: what was not given back is leaked.
+    pub(crate) fn reclaim(&self, wait: impl FnOnce()) -> Result<()> {
+        let freed = self.changes.take_reclaimable();
+        if freed.is_empty() {
+            return Ok(());
+        }
+        wait();
+        freed
+            .into_iter()
+            .try_for_each(|run| self.alloc.free(run.at, run.len))
+            .map_err(|error| error.in_file(&self.path))
     }
 
     /// The clusters that an entry refers to, to be freed when it is replaced.

@@ -14,6 +14,8 @@
 //! Frames are handed out one after another, so a small working set stays small in memory; the budget is never
 //! passed, because there are no more frames than fit.
 
+mod owner;
+
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 
 use parking_lot::Mutex;
@@ -57,6 +59,8 @@ impl PageKey {
         ((u128::from(hash) * sets as u128) >> 64) as usize
     }
 }
+
+pub(crate) use owner::{Owner, Owners};
 
 /// See the module documentation.
 pub(crate) struct PageCache {
@@ -184,6 +188,11 @@ impl PageCache {
                 return way;
             }
         }
+    }
+
+    /// Copies the page's words; false when it is not here (or is replaced meanwhile).
+    pub(crate) fn copy(&self, key: PageKey, words: &mut [u64; PAGE_WORDS]) -> bool {
+        (0..PAGE_WORDS).all(|slot| self.get(key, slot).map(|word| words[slot] = word).is_some())
     }
 
     /// Changes one word of the page if the page is here.

@@ -1,82 +1,53 @@
 //! A disk: a chain of layers that reads and writes like one flat run of bytes.
 //!
-//! ```text
-//!                   ┌── active layer's entry ──► data in the active file
-//!   guest offset ──►┤        │ says nothing
-//!                   │        ▼
-//!                   └── frozen map ──► data in a frozen file, compressed cluster, zeros
-//! ```
-//!
-//! This module opens and closes disks and answers *where* bytes are; [`crate::read`], [`crate::write`] and
-//! [`crate::zero`] move them, [`crate::queue`] does so asynchronously.
+//! This module opens and closes disks. [`crate::layers`] answers *where* bytes are; [`crate::read`], [`crate::write`]
+//! and [`crate::zero`] move them, [`crate::queue`] does so asynchronously.
 
 mod durable;
-mod locate;
+mod index;
+mod killed;
 mod open;
+mod snapshot;
+mod switch;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use arc_swap::ArcSwap;
 use parking_lot::Mutex;
-use vmstrata_store::{OpenStore, Store};
-use vmstrata_types::{ClusterBits, GuestRange, LayerIndex};
+use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 
-use crate::active::Active;
-use crate::blocks::BlockOrder;
 use crate::chain::{Chain, OpenOptions, freeze, read_chain};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, Result};
-use crate::flusher::Flusher;
 use crate::layer::Format;
-use crate::map::FrozenMap;
+use crate::layers::{Layers, Top, index_of};
 use crate::resources::Resources;
+use crate::stats::{DiskStats, StatsSet};
+use crate::turnstile::Turnstile;
+
+pub use snapshot::Taken;
 
 /// See the module documentation.
 #[derive(Debug)]
 pub struct Disk {
     path: PathBuf,
     size: u64,
-    pub(crate) top: Top,
-    pub(crate) frozen: Option<Arc<FrozenMap>>,
+    options: OpenOptions,
+    layers: ArcSwap<Layers>,
+    /// As in `layers`; queues look at it before every request.
+    generation: AtomicU64,
+    pub(crate) writers: Turnstile,
     pub(crate) resources: Arc<Resources>,
     pub(crate) epochs: Epochs,
-    /// Present when the active layer's file is used around the page cache.
-    pub(crate) blocks: Option<BlockOrder>,
+    pub(crate) stats: Arc<StatsSet>,
     latch: OnceLock<String>,
     closed: AtomicBool,
     /// Held while the disk is tended, and while it is closed: nothing is written to a disk after its close.
     tending: Mutex<()>,
-}
-
-/// What takes the writes.
-#[derive(Debug)]
-pub(crate) enum Top {
-    /// Nothing: the disk is read-only and every layer is frozen.
-    Frozen,
-    Qcow2(Box<Active>),
-    Raw(RawTop),
-}
-
-impl Top {
-    /// Alignment of what the active layer's file takes without reading first.
-    fn alignment(&self) -> usize {
-        match self {
-            Self::Frozen => 1,
-            Self::Qcow2(active) => active.store.raw_alignment(),
-            Self::Raw(raw) => raw.store.raw_alignment(),
-        }
-    }
-}
-
-/// A raw file open for writing.
-#[derive(Debug)]
-pub(crate) struct RawTop {
-    pub(crate) path: PathBuf,
-    pub(crate) store: Arc<dyn Store>,
-    /// The same store, for rings.
-    pub(crate) file: Arc<OpenStore>,
-    flusher: Flusher,
+    /// Held while the layers change, and while the disk is closed. Taken before `tending`.
+    changing: Mutex<()>,
 }
 
 /// A layer of a disk.
@@ -102,29 +73,35 @@ impl Disk {
     /// # Errors
     /// Anything wrong with any file of the chain, with the file's name, layer and offset.
     pub fn open(path: &Path, options: &OpenOptions, resources: &Arc<Resources>) -> Result<Arc<Self>> {
-        let Chain { top, mut below } = read_chain(path, options, resources)?;
+        let mut chain = read_chain(path, options, resources)?;
+        if chain.unfinished && !options.read_only {
+            killed::finish_snapshot(chain, options.cache, resources)?;
+            chain = read_chain(path, options, resources)?;
+        }
+        let Chain { top, mut below, index, .. } = chain;
         let size = top.size;
         let (top, frozen) = if options.read_only {
             below.push(freeze(top, resources));
-            (Top::Frozen, Some(resources.share_map(below)?))
+            (Top::Frozen, Some(resources.share_map(below, index)?))
         } else {
-            let frozen = if below.is_empty() { None } else { Some(resources.share_map(below)?) };
+            let frozen = if below.is_empty() { None } else { Some(resources.share_map(below, index)?) };
             let depth = frozen.as_ref().map_or(0, |map| map.layers().len());
-            let index = LayerIndex::new(u16::try_from(depth).expect("chains are shorter than 65,536"));
-            (open::open_top(top, index, resources)?, frozen)
+            (open::open_top(top, index_of(depth), resources)?, frozen)
         };
-        let blocks = (top.alignment() > 1).then(BlockOrder::default);
         let disk = Arc::new(Self {
             path: path.to_owned(),
             size,
-            top,
-            frozen,
+            options: options.clone(),
+            layers: ArcSwap::from_pointee(Layers::new(size, top, frozen, resources)),
+            generation: AtomicU64::new(0),
+            writers: Turnstile::default(),
             resources: Arc::clone(resources),
             epochs: Epochs::default(),
-            blocks,
+            stats: Arc::default(),
             latch: OnceLock::new(),
             closed: AtomicBool::new(false),
             tending: Mutex::new(()),
+            changing: Mutex::new(()),
         });
         resources.upkeep().watch(&disk);
         Ok(disk)
@@ -142,53 +119,66 @@ impl Disk {
 
     /// Whether writes are refused because the disk was opened so.
     pub fn is_read_only(&self) -> bool {
-        matches!(self.top, Top::Frozen)
+        self.options.read_only
+    }
+
+    /// What queues did to the disk since it was opened.
+    pub fn stats(&self) -> DiskStats {
+        self.stats.sum()
+    }
+
+    /// How many layers the chain has: as many as [`Disk::layers`], without describing them.
+    pub fn layer_count(&self) -> usize {
+        self.layers_now().top_index().index() + 1
+    }
+
+    /// The layers that a request that begins now is about.
+    #[inline]
+    pub(crate) fn layers_now(&self) -> arc_swap::Guard<Arc<Layers>> {
+        self.layers.load()
+    }
+
+    /// How often the layers have changed.
+    #[inline]
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// Gives requests that begin from now on other layers. No writer is inside, unless both have the same active layer.
+    fn put_layers(&self, mut layers: Layers) -> Arc<Layers> {
+        layers.generation = self.generation() + 1;
+        let layers = Arc::new(layers);
+        self.layers.store(Arc::clone(&layers));
+        self.generation.store(layers.generation, Ordering::Release);
+        layers
     }
 
     /// Size of the active layer's clusters; 64 KiB, the unit others use, for a raw file.
     pub fn cluster_bits(&self) -> ClusterBits {
-        match &self.top {
-            Top::Qcow2(active) => Some(active.tables.geometry.cluster_bits),
-            Top::Raw(_) => None,
-            Top::Frozen => self.frozen.as_ref().and_then(|map| map.layers().last()?.cluster_bits()),
-        }
-        .unwrap_or(ClusterBits::DEFAULT)
+        self.layers_now().cluster_bits()
     }
 
     /// The layers of the chain, base first.
     pub fn layers(&self) -> Vec<LayerInfo> {
-        let frozen = self.frozen.iter().flat_map(|map| map.layers()).map(|layer| LayerInfo {
-            index: LayerIndex::BASE,
-            path: layer.path.to_path_buf(),
-            format: layer.format(),
-            size: layer.size,
-            cluster_bits: layer.cluster_bits(),
-            file_len: layer.identity.len,
-        });
-        let top = match &self.top {
-            Top::Frozen => None,
-            Top::Qcow2(active) => Some(LayerInfo {
-                index: active.index,
-                path: active.path.clone(),
-                format: Format::Qcow2,
-                size: self.size,
-                cluster_bits: Some(active.tables.geometry.cluster_bits),
-                file_len: active.identity.len,
-            }),
-            Top::Raw(raw) => Some(LayerInfo {
-                index: LayerIndex::BASE,
-                path: raw.path.clone(),
-                format: Format::Raw,
-                size: self.size,
-                cluster_bits: None,
-                file_len: self.size,
-            }),
-        };
-        let mut layers: Vec<LayerInfo> = frozen.chain(top).collect();
-        for (depth, layer) in layers.iter_mut().enumerate() {
-            layer.index = LayerIndex::new(u16::try_from(depth).expect("chains are shorter than 65,536"));
+        self.layers_now().describe()
+    }
+
+    /// Whether the map answers for `len` bytes at `at` from memory. For measurements.
+    #[inline]
+    pub fn map_hit(&self, at: GuestOffset, len: u64) -> bool {
+        self.layers_now().lookup(at, len).is_some()
+    }
+
+    /// Reads the tables that answer for the whole disk, as far as they fit the metadata cache.
+    ///
+    /// # Errors
+    /// Tables that cannot be read.
+    pub fn warm_map(&self) -> Result<()> {
+        let mut at = GuestOffset::ZERO;
+        while at.get() < self.size {
+            at = at + self.layers_now().locate(at, self.size - at.get())?.len;
         }
-        layers
+        Ok(())
     }
 
     /// Refuses what does not lie on the disk, and everything once the disk is closed.
@@ -228,20 +218,13 @@ impl Disk {
         if first {
             tracing::error!(disk = %self.path.display(), %error, "disk takes no more writes");
         }
-        if let Top::Qcow2(active) = &self.top
-            && active.flusher.has_failed()
-        {
-            // What the journal leads to may never have reached the disk, copied-up bytes among it.
-            active.changes.remove_journal();
-        }
+        // What their journals lead to may never have reached the disk, copied-up bytes among it.
+        self.layers_now().remove_lost_journals();
         error
     }
 
     /// Latches the disk if the error is of the kind after which nothing is known of what is on stable storage.
     pub(crate) fn latch_if_lost(&self, error: Error) -> Error {
-        match &self.top {
-            Top::Qcow2(active) if active.is_lost() && self.latch.get().is_none() => self.latch(error),
-            _ => error,
-        }
+        if self.latch.get().is_none() && self.layers_now().is_lost() { self.latch(error) } else { error }
     }
 }

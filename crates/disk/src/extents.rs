@@ -6,6 +6,7 @@ use crate::disk::Disk;
 use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
+use crate::layers::{Layers, Top};
 use crate::map::{Run, Source};
 
 /// A run of guest bytes that come from one layer in one way.
@@ -76,9 +77,10 @@ impl Disk {
         let mut extents: Vec<Extent> = Vec::new();
         let mut at = range.start;
         let end = range.end();
+        let layers = self.layers_now();
         while at < end {
-            let run = self.locate(at, end - at)?;
-            let extent = self.extent_of(GuestRange::new(at, run.len), run)?;
+            let run = layers.locate(at, end - at)?;
+            let extent = layers.extent_of(GuestRange::new(at, run.len), run)?;
             at = at + extent.range.len;
             let full = extents.len() == limit;
             match extents.last_mut() {
@@ -89,7 +91,9 @@ impl Disk {
         }
         Ok(extents)
     }
+}
 
+impl Layers {
     fn extent_of(&self, range: GuestRange, run: Run) -> Result<Extent> {
         let (kind, layer, host) = match run.source {
             Source::Hole => (ExtentKind::Hole, None, None),
@@ -120,7 +124,6 @@ impl Disk {
     }
 
     fn format_of(&self, layer: LayerIndex) -> Format {
-        use crate::disk::Top;
         match (&self.top, &self.frozen) {
             (Top::Qcow2(active), _) if layer == active.index => Format::Qcow2,
             (Top::Raw(_), _) => Format::Raw,

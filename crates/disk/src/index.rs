@@ -45,7 +45,6 @@ pub use drop::{IndexDropped, remove};
 pub(crate) use home::sidecar_of;
 pub(crate) use load::{Found, Looks, load};
 pub use verify::{IndexVerdict, VerifiedFile, verify};
-#[cfg_attr(not(test), expect(unused_imports, reason = "live snapshots freeze layers with it"))]
 pub(crate) use write::extend;
 
 use crate::entry::{MapEntry, Mapping};

@@ -3,7 +3,7 @@
 //! ```text
 //!   guest offset ──► unit ──► page of 512 units ──► metadata cache ──► MapEntry ──► Source
 //!                                   │ miss
-//!                                   └──► L1 and L2 tables of the layers, newest first ──► fill
+//!                                   └──► index on disk, or L1 and L2 tables of the layers ──► fill
 //! ```
 //!
 //! One lookup answers for the whole chain, however many layers there are (sQemu §5.1, principle 1), and the pages
@@ -16,19 +16,22 @@
 //! **Size rule.** A layer shorter than one above it reads as zeros past its end, and hides what lies below it there.
 //! So what layer *k* says counts up to the shortest layer at or above it, its *visible end*.
 
+mod build;
+mod fresh;
 pub(crate) mod merge;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset, LayerIndex};
 
-use crate::cache::{PAGE_BYTES, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
+use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
 use crate::entry::{MapEntry, Mapping};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::files::FileTable;
+use crate::index::Index;
 use crate::layer::{Layer, Scratch};
+use fresh::Fresh;
 use merge::Merge;
 
 /// Where the bytes of a run come from.
@@ -73,7 +76,7 @@ struct Visible {
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct FrozenMap {
-    owner: u32,
+    owner: Arc<Owner>,
     unit: ClusterBits,
     /// Virtual size of the newest frozen layer.
     size: u64,
@@ -83,16 +86,11 @@ pub(crate) struct FrozenMap {
     files: Arc<FileTable>,
     /// One fill at a time: a second thread that misses the same page finds it filled.
     filling: Mutex<Scratch>,
+    /// Present while the newest layer's tables are not all in its file.
+    fresh: Option<Fresh>,
+    /// The same words on disk.
+    index: Option<Arc<Index>>,
 }
-
-impl Drop for FrozenMap {
-    fn drop(&mut self) {
-        self.cache.forget(self.owner);
-    }
-}
-
-/// Shorter chains are not read ahead: filling one of their pages costs a few reads.
-const BUILD_FROM_LAYERS: usize = 16;
 
 impl FrozenMap {
     /// An empty map over `layers` (base first, at least one).
@@ -100,7 +98,7 @@ impl FrozenMap {
     /// # Errors
     /// [`ErrorKind::TooLarge`] when the pages cannot be numbered.
     pub(crate) fn new(
-        owner: u32,
+        owner: Owner,
         layers: Vec<Arc<Layer>>,
         cache: Arc<PageCache>,
         files: Arc<FileTable>,
@@ -122,7 +120,52 @@ impl FrozenMap {
             .collect();
         visible.reverse();
         let layers = visible.into_boxed_slice();
-        Ok(Self { owner, unit, size, layers, cache, files, filling: Mutex::default() })
+        let owner = Arc::new(owner);
+        Ok(Self {
+            owner,
+            unit,
+            size,
+            layers,
+            cache,
+            files,
+            filling: Mutex::default(),
+            fresh: None,
+            index: None,
+        })
+    }
+
+    /// The same map, reading pages from `index` rather than from the layers' tables.
+    pub(crate) fn with_index(self, index: Arc<Index>) -> Self {
+        let fits = index.unit() == self.unit && index.layers().len() == self.layers.len();
+        Self { index: fits.then_some(index), ..self }
+    }
+
+    /// As [`FrozenMap::with_index`], for a map that is in use; both have the same pages in memory.
+    pub(crate) fn indexed(&self, index: Arc<Index>) -> Self {
+        let layers = self.layers.iter().map(|visible| Arc::clone(&visible.layer)).collect();
+        self.over_layers(layers).with_index(index)
+    }
+
+    /// The same map with other objects for the same layers.
+    fn over_layers(&self, layers: Vec<Arc<Layer>>) -> Self {
+        let ends = self.layers.iter().map(|visible| visible.end);
+        let layers = layers.into_iter().zip(ends).map(|(layer, end)| Visible { layer, end });
+        Self {
+            owner: Arc::clone(&self.owner),
+            unit: self.unit,
+            size: self.size,
+            layers: layers.collect(),
+            cache: Arc::clone(&self.cache),
+            files: Arc::clone(&self.files),
+            filling: Mutex::default(),
+            fresh: None,
+            index: None,
+        }
+    }
+
+    /// The same map on disk, if there is one.
+    pub(crate) fn index(&self) -> Option<&Arc<Index>> {
+        self.index.as_ref()
     }
 
     pub(crate) fn layers(&self) -> impl ExactSizeIterator<Item = &Arc<Layer>> {
@@ -143,7 +186,7 @@ impl FrozenMap {
 
     fn key(&self, at: GuestOffset) -> (PageKey, usize) {
         let unit = at.get() >> self.unit.get();
-        (PageKey::new(self.owner, unit >> PAGE_SHIFT), unit as usize & (PAGE_WORDS - 1))
+        (self.owner.key(unit >> PAGE_SHIFT), unit as usize & (PAGE_WORDS - 1))
     }
 
     /// The run at `at`, at most `len` bytes; `None` when its page must be filled first ([`FrozenMap::fill`]).
@@ -202,88 +245,60 @@ impl FrozenMap {
         }
     }
 
-    /// Makes the page that holds `at` from the layers' tables, newest layer first.
+    /// Makes the page that holds `at`.
     fn fill(&self, at: GuestOffset) -> Result<()> {
         let (key, slot) = self.key(at);
         let mut scratch = self.filling.lock();
         if self.cache.contains(key) {
             return Ok(());
         }
-        let page_bits = self.unit.get() + PAGE_SHIFT;
         let first_unit = (at.get() >> self.unit.get()) - slot as u64;
+        let words = match (&self.fresh, &self.index) {
+            (Some(fresh), _) => self.fresh_page(fresh, first_unit, &mut scratch)?,
+            (None, Some(index)) => self.indexed_page(index, first_unit, &mut scratch)?,
+            (None, None) => self.scan_page(self.layers.len(), first_unit, &mut scratch)?,
+        };
+        self.cache.fill(key, &words);
+        Ok(())
+    }
+
+    /// A page of the index on disk; where that does not hold, what the tables say.
+    fn indexed_page(
+        &self,
+        index: &Index,
+        first_unit: u64,
+        scratch: &mut Scratch,
+    ) -> Result<[u64; PAGE_WORDS]> {
+        let mut words = [0; PAGE_WORDS];
+        let read = index.read_leaf(first_unit >> PAGE_SHIFT, &mut words, |layer, at, page| {
+            let store = self.files.store(self.layer(layer))?;
+            store.read_exact(page, at).while_trying("read the index").map_err(|error| error.at(at))
+        });
+        match read {
+            Ok(()) => Ok(words),
+            Err(error) => {
+                tracing::warn!(%error, "a page of the index on disk is not used");
+                self.scan_page(self.layers.len(), first_unit, scratch)
+            }
+        }
+    }
+
+    /// What the tables of the first `count` layers say of a page's units, newest layer first.
+    fn scan_page(&self, count: usize, first_unit: u64, scratch: &mut Scratch) -> Result<[u64; PAGE_WORDS]> {
+        let page_bits = self.unit.get() + PAGE_SHIFT;
         let range = GuestRange::new(GuestOffset::new(first_unit << self.unit.get()), 1 << page_bits);
         let mut words = [0u64; PAGE_WORDS];
-        for (index, visible) in self.layers.iter().enumerate().rev() {
+        for (index, visible) in self.layers[..count].iter().enumerate().rev() {
             let Some(merge) = Merge::new(visible, index, self.unit) else { continue };
             let store = self.files.store(&visible.layer)?;
-            let scanned = visible.layer.scan(&**store, range, &mut scratch, &mut |cluster, raw| {
-                let entries = merge.entries(cluster, raw);
-                for (unit, entry) in entries.clip(first_unit..first_unit + PAGE_WORDS as u64) {
-                    let word = &mut words[(unit - first_unit) as usize];
-                    *word = (*word).max(entry.word());
-                }
+            let scanned = visible.layer.scan(&**store, range, scratch, &mut |cluster, raw| {
+                merge.put(cluster, raw, first_unit, &mut words);
             });
             scanned.map_err(|error| error.in_layer(merge.index).in_file(&visible.layer.path))?;
             if words.iter().all(|&word| word != 0) {
                 break;
             }
         }
-        self.cache.fill(key, &words);
-        Ok(())
-    }
-
-    /// Reads all tables of a long chain at once, by all processors, if the whole map fits half of the cache.
-    ///
-    /// # Errors
-    /// The first table, in any order, that cannot be read.
-    pub(crate) fn build(&self) -> Result<()> {
-        let units = self.size.div_ceil(self.unit.size());
-        let pages = units.div_ceil(PAGE_WORDS as u64);
-        if self.layers.len() < BUILD_FROM_LAYERS || pages > self.cache.capacity_pages() / 2 {
-            return Ok(());
-        }
-        let words: Box<[AtomicU64]> = bytemuck::zeroed_slice_box(pages as usize * PAGE_WORDS);
-        let next = AtomicUsize::new(0);
-        let failed = Mutex::new(None);
-        std::thread::scope(|scope| {
-            for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(8) {
-                scope.spawn(|| {
-                    let mut scratch = Scratch::default();
-                    while let index = next.fetch_add(1, Ordering::Relaxed)
-                        && index < self.layers.len()
-                    {
-                        if let Err(error) = self.merge_layer(index, &words, &mut scratch) {
-                            failed.lock().get_or_insert(error);
-                            next.store(self.layers.len(), Ordering::Relaxed);
-                        }
-                    }
-                });
-            }
-        });
-        if let Some(error) = failed.into_inner() {
-            return Err(error);
-        }
-        let mut page = [0; PAGE_WORDS];
-        for (number, words) in words.chunks(PAGE_WORDS).enumerate() {
-            page.iter_mut().zip(words).for_each(|(word, merged)| *word = merged.load(Ordering::Relaxed));
-            self.cache.fill(PageKey::new(self.owner, number as u64), &page);
-        }
-        tracing::debug!(layers = self.layers.len(), bytes = pages as usize * PAGE_BYTES, "map built");
-        Ok(())
-    }
-
-    fn merge_layer(&self, index: usize, words: &[AtomicU64], scratch: &mut Scratch) -> Result<()> {
-        let visible = &self.layers[index];
-        let Some(merge) = Merge::new(visible, index, self.unit) else { return Ok(()) };
-        let store = self.files.store(&visible.layer)?;
-        let whole = GuestRange::new(GuestOffset::ZERO, visible.end);
-        visible
-            .layer
-            .scan(&**store, whole, scratch, &mut |cluster, raw| {
-                for (unit, entry) in merge.entries(cluster, raw).clip(0..words.len() as u64) {
-                    words[unit as usize].fetch_max(entry.word(), Ordering::Relaxed);
-                }
-            })
-            .map_err(|error| error.in_layer(merge.index).in_file(&visible.layer.path))
+        Ok(words)
     }
 }

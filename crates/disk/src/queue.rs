@@ -13,34 +13,38 @@
 mod pins;
 mod plan;
 mod read;
+mod wait;
 mod write;
 
-use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
 use vmstrata_store::{Ring, RingCompletion, SegmentVec, slice};
 
 use crate::disk::Disk;
 use crate::epoch::{Member, Phase, next_shard};
 use crate::error::{IoContext as _, Result};
+use crate::layers::Layers;
 use crate::request::{Completion, Op, Request};
+use crate::stats::{Begun, QueueStats};
 use crate::workers::{Job, Mailbox};
 use pins::Pins;
 use plan::Part;
 
-/// Descriptors a caller may watch in [`IoQueue::wait`].
-pub const WATCHED_MAX: usize = 62;
+pub use wait::WATCHED_MAX;
 
 /// See the module documentation. Belongs to the thread that uses it first.
 #[derive(Debug)]
 pub struct IoQueue {
     disk: Arc<Disk>,
+    /// As of the disk's generation when they were last looked at.
+    layers: Arc<Layers>,
     ring: Ring,
     pins: Pins,
     /// What this queue's requests may still see.
     member: Member,
+    /// This queue's writes under way.
+    writer: Member,
     mailbox: Arc<Mailbox>,
     slots: Vec<Slot>,
     free: Vec<u32>,
@@ -53,6 +57,9 @@ pub struct IoQueue {
     /// Reused by `reap`.
     moved: Vec<RingCompletion>,
     replies: Vec<(u32, Result<()>)>,
+    stats: QueueStats,
+    /// The request that is being pushed.
+    begun: Begun,
 }
 
 /// A request under way.
@@ -60,10 +67,11 @@ pub struct IoQueue {
 struct Slot {
     request: Option<Request>,
     phase: Option<Phase>,
+    begun: Begun,
     parts_left: u32,
     failed: bool,
-    /// Whether the request writes whole blocks around the page cache.
-    holds_blocks: bool,
+    /// Present while the request writes whole blocks around the page cache.
+    writing: Option<Phase>,
 }
 
 impl IoQueue {
@@ -73,10 +81,14 @@ impl IoQueue {
     /// A host without io_uring, or out of descriptors.
     pub fn new(disk: Arc<Disk>, depth: u32) -> Result<Self> {
         Ok(Self {
+            layers: arc_swap::Guard::into_inner(disk.layers_now()),
+            stats: disk.stats.join(),
+            begun: Begun::default(),
             disk,
             ring: Ring::new(depth).while_trying("set up io_uring")?,
             pins: Pins::default(),
             member: Member::new(next_shard()),
+            writer: Member::new(next_shard()),
             mailbox: Arc::new(Mailbox::new()?),
             slots: Vec::new(),
             free: Vec::new(),
@@ -107,30 +119,52 @@ impl IoQueue {
     /// Starts a request; it completes with an error if it makes no sense for the disk.
     pub fn push(&mut self, request: Request) {
         self.in_flight += 1;
+        self.begun = self.stats.begin(request.op, request.range.len);
         let phase = self.member.enter(&self.disk.epochs);
         if let Err(error) = self.disk.check(&request) {
             return self.finish_now(request.token, phase, Err(error));
         }
-        let planned = match request.op {
-            Op::Read => self.disk.plan_read(&request, &self.pins),
-            Op::Write { fua: false } => self.disk.plan_write(&request),
-            _ => None,
-        };
-        match planned {
-            Some(parts) if parts.is_empty() => self.finish_now(request.token, phase, Ok(())),
-            Some(parts) if request.op == Op::Read => self.start_read(request, phase, parts),
-            Some(parts) if self.disk.blocks.is_none() => self.write_now(request, phase, &parts),
-            Some(parts) => self.start_write(request, phase, parts),
-            None => {
-                self.member.leave(&self.disk.epochs, phase);
-                let slot = self.slot(request, None, 0);
-                self.send_to_worker(slot);
+        match request.op {
+            Op::Read => {
+                self.refresh();
+                match self.layers.plan_read(&request, &self.pins) {
+                    Some(parts) => self.start_read(request, phase, parts),
+                    None => self.leave_to_worker(request, phase),
+                }
             }
+            Op::Write { fua: false } => self.push_write(request, phase),
+            _ => self.leave_to_worker(request, phase),
         }
+    }
+
+    /// Looks at the disk's layers if they have changed.
+    #[inline]
+    fn refresh(&mut self) {
+        if self.disk.generation() != self.layers.generation {
+            self.take_new_layers();
+        }
+    }
+
+    #[cold]
+    fn take_new_layers(&mut self) {
+        if let Err(error) = self.ring.unpin_all() {
+            // The old layers are still what their indices say; only writes must not go there.
+            tracing::warn!(%error, "io_uring does not let go of files for the moment");
+            return;
+        }
+        self.pins = Pins::default();
+        self.layers = arc_swap::Guard::into_inner(self.disk.layers_now());
+    }
+
+    fn leave_to_worker(&mut self, request: Request, phase: Phase) {
+        self.member.leave(&self.disk.epochs, phase);
+        let slot = self.slot(request, None, 0);
+        self.send_to_worker(slot);
     }
 
     fn finish_now(&mut self, token: u64, phase: Phase, result: Result<()>) {
         self.member.leave(&self.disk.epochs, phase);
+        self.stats.end(self.begun, result.is_ok());
         self.ready.push(Completion { token, result });
     }
 
@@ -141,12 +175,13 @@ impl IoQueue {
         });
         let parts_left = u32::try_from(parts).expect("few parts");
         self.slots[number as usize] =
-            Slot { request: Some(request), phase, parts_left, failed: false, holds_blocks: false };
+            Slot { request: Some(request), phase, begun: self.begun, parts_left, failed: false, writing: None };
         number
     }
 
     fn send_to_worker(&mut self, slot: u32) {
         let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
+        self.stats.counters().sent_to_worker(request.op);
         self.to_workers(slot, request);
     }
 
@@ -203,10 +238,10 @@ impl IoQueue {
         if slot.parts_left > 0 {
             return;
         }
-        if std::mem::take(&mut slot.holds_blocks)
-            && let Some(order) = &self.disk.blocks
-        {
-            order.leave();
+        if let Some(writing) = slot.writing.take() {
+            // The layers are those that the write began on: they do not change while a writer is inside.
+            self.layers.blocks.iter().for_each(|order| order.leave());
+            self.disk.writers.leave(&mut self.writer, writing);
         }
         if slot.failed {
             if let Some(phase) = slot.phase.take() {
@@ -225,44 +260,17 @@ impl IoQueue {
         if let Some(phase) = slot.phase.take() {
             self.member.leave(&self.disk.epochs, phase);
         }
+        self.stats.end(slot.begun, result.is_ok());
         self.free.push(number);
         Completion { token, result }
-    }
-
-    /// Sleeps until a request has finished, one of `watched` is readable, or `timeout` has passed. May wake for no
-    /// reason.
-    ///
-    /// Returns which of `watched` are readable, a bit for each position. Descriptors stay watched until the next
-    /// call without them: make that call before closing one.
-    ///
-    /// # Panics
-    /// When more than [`WATCHED_MAX`] descriptors are watched.
-    pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> u64 {
-        assert!(watched.len() <= WATCHED_MAX, "at most {WATCHED_MAX} descriptors can be watched");
-        let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() {
-            timeout
-        } else {
-            Some(Duration::ZERO)
-        };
-        let mailbox = Arc::clone(&self.mailbox);
-        let mut all: SmallVec<[BorrowedFd<'_>; 8]> = SmallVec::from_slice(watched);
-        all.push(mailbox.as_fd());
-        let readable = self.ring.wait(&all, timeout).unwrap_or_else(|error| {
-            tracing::error!(%error, "cannot wait for io_uring");
-            std::thread::sleep(Duration::from_millis(1));
-            0
-        });
-        if readable >> watched.len() & 1 == 1 {
-            self.mailbox.drain();
-        }
-        self.mailbox.awake();
-        readable & ((1 << watched.len()) - 1)
     }
 }
 
 /// The memory for a part of a request.
 fn of_part(segments: &SegmentVec<'static>, part: &Part) -> SegmentVec<'static> {
-    if let [only] = &segments[..] && part.len == only.len() {
+    if let [only] = &segments[..]
+        && part.len == only.len()
+    {
         return segments.clone();
     }
     slice(segments, part.skip, part.len)
@@ -278,6 +286,10 @@ impl Drop for IoQueue {
             if self.in_flight > 0 {
                 self.wait(&[], Some(Duration::from_millis(100)));
             }
+        }
+        // At once, with their locks: the kernel takes its time over a ring that is closed.
+        if let Err(error) = self.ring.unpin_all() {
+            tracing::warn!(%error, "files stay locked for a moment more");
         }
     }
 }

@@ -5,10 +5,11 @@ use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 
 use crate::active::Active;
 use crate::compressed::Key;
-use crate::disk::{Disk, Top};
+use crate::disk::Disk;
 use crate::epoch::thread_shard;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Tables;
+use crate::layers::{Layers, Top};
 use crate::map::{Run, Source};
 
 impl Disk {
@@ -19,9 +20,12 @@ impl Disk {
     pub fn read(&self, at: GuestOffset, into: &[Segment<'_>]) -> Result<()> {
         let _guard = self.epochs.guard(thread_shard());
         self.check_range(GuestRange::new(at, total_len(into) as u64))?;
-        self.read_runs(at, into, |at, len| self.locate(at, len))
+        let layers = self.layers_now();
+        layers.read_runs(at, into, |at, len| layers.locate(at, len))
     }
+}
 
+impl Layers {
     /// Fills `into` from runs that `locate` gives.
     pub(crate) fn read_runs(
         &self,

@@ -3,16 +3,16 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use vmstrata_store::FileIdentity;
 
-use crate::cache::{PAGE_BYTES, PageCache, PageKey};
+use crate::cache::{Owner, Owners, PAGE_BYTES, PageCache};
 use crate::compressed::ClusterCache;
-use crate::error::{ErrorKind, Result};
+use crate::error::Result;
 use crate::files::FileTable;
+use crate::index::Index;
 use crate::layer::Layer;
 use crate::map::FrozenMap;
 use crate::opener::{LocalFiles, Opener};
@@ -42,7 +42,7 @@ impl Default for ResourceOptions {
 /// See the module documentation.
 #[derive(Debug)]
 pub struct Resources {
-    cache: Arc<PageCache>,
+    owners: Arc<Owners>,
     files: Arc<FileTable>,
     clusters: ClusterCache,
     workers: Workers,
@@ -50,7 +50,6 @@ pub struct Resources {
     journal_dir: Option<PathBuf>,
     layers: Mutex<HashMap<FileIdentity, Weak<Layer>>>,
     maps: Mutex<HashMap<FileIdentity, Weak<FrozenMap>>>,
-    next_owner: AtomicU32,
 }
 
 /// How full the shared structures are.
@@ -71,7 +70,7 @@ impl Resources {
     /// Resources whose files are opened by `opener`.
     pub fn with_opener(options: ResourceOptions, opener: Arc<dyn Opener>) -> Arc<Self> {
         Arc::new(Self {
-            cache: Arc::new(PageCache::new(options.metadata_cache_bytes)),
+            owners: Owners::new(Arc::new(PageCache::new(options.metadata_cache_bytes))),
             files: Arc::new(FileTable::new(opener, options.max_open_files)),
             clusters: ClusterCache::default(),
             workers: Workers::new(options.workers),
@@ -79,20 +78,19 @@ impl Resources {
             journal_dir: options.journal_dir,
             layers: Mutex::default(),
             maps: Mutex::default(),
-            next_owner: AtomicU32::new(1),
         })
     }
 
     /// How full the shared structures are now.
     pub fn usage(&self) -> ResourceUse {
         ResourceUse {
-            metadata_cache_bytes: self.cache.pages_used() * PAGE_BYTES as u64,
+            metadata_cache_bytes: self.cache().pages_used() * PAGE_BYTES as u64,
             open_files: self.files.open_count(),
         }
     }
 
     pub(crate) fn cache(&self) -> &Arc<PageCache> {
-        &self.cache
+        &self.owners.cache
     }
 
     pub(crate) fn files(&self) -> &Arc<FileTable> {
@@ -115,16 +113,12 @@ impl Resources {
         self.journal_dir.as_ref()
     }
 
-    /// A name for someone's pages in the cache, never used before.
+    /// A name for someone's pages in the cache.
     ///
     /// # Errors
-    /// After a million disks the process must be started again.
-    pub(crate) fn new_owner(&self) -> Result<u32> {
-        let owner = self.next_owner.fetch_add(1, Ordering::Relaxed);
-        if owner > PageKey::MAX_OWNER {
-            return Err(ErrorKind::Full { what: "the process's table of disks" }.into());
-        }
-        Ok(owner)
+    /// When a million are in use.
+    pub(crate) fn new_owner(&self) -> Result<Owner> {
+        self.owners.take()
     }
 
     /// The layer of this very file in this very state that others already hold, or else this one.
@@ -147,11 +141,15 @@ impl Resources {
         layer
     }
 
-    /// The map of these layers (base first): one that another disk already holds, or a new one.
+    /// The map of these layers (base first), which `index` knows: one that another disk already holds, or a new one.
     ///
     /// # Errors
     /// As [`FrozenMap::new`] and [`FrozenMap::build`].
-    pub(crate) fn share_map(&self, layers: Vec<Arc<Layer>>) -> Result<Arc<FrozenMap>> {
+    pub(crate) fn share_map(
+        &self,
+        layers: Vec<Arc<Layer>>,
+        index: Option<Arc<Index>>,
+    ) -> Result<Arc<FrozenMap>> {
         let top = layers.last().expect("a frozen chain has a layer").identity;
         let found = self.maps.lock().get(&top).and_then(Weak::upgrade);
         if let Some(map) = found
@@ -161,12 +159,24 @@ impl Resources {
             return Ok(map);
         }
         let map =
-            FrozenMap::new(self.new_owner()?, layers, Arc::clone(&self.cache), Arc::clone(&self.files))?;
-        map.build()?;
+            FrozenMap::new(self.new_owner()?, layers, Arc::clone(self.cache()), Arc::clone(&self.files))?;
+        let map = match index {
+            Some(index) => map.with_index(index),
+            None => {
+                map.build()?;
+                map
+            }
+        };
         let map = Arc::new(map);
+        self.offer_map(&map);
+        Ok(map)
+    }
+
+    /// Lets disks that stand on the same layers use this map too.
+    pub(crate) fn offer_map(&self, map: &Arc<FrozenMap>) {
+        let top = map.layers().last().expect("a frozen chain has a layer").identity;
         let mut maps = self.maps.lock();
         maps.retain(|_, map| map.strong_count() > 0);
-        maps.insert(top, Arc::downgrade(&map));
-        Ok(map)
+        maps.insert(top, Arc::downgrade(map));
     }
 }

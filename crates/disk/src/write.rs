@@ -15,9 +15,10 @@ use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 use crate::active::{Active, Change};
 use crate::alloc::Allocated;
 use crate::changes::Freed;
-use crate::disk::{Disk, Top};
+use crate::disk::Disk;
 use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
+use crate::layers::{Layers, Top};
 use crate::map::Source;
 
 /// Most bytes allocated, written and published at once.
@@ -43,14 +44,17 @@ impl Disk {
     /// of the range may then have been written.
     pub fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
         let _guard = self.epochs.guard(thread_shard());
+        let _inside = self.writers.pass();
         let len = total_len(from);
         self.check_range(GuestRange::new(at, len as u64))?;
         self.check_writable()?;
-        self.write_entered(at, from).map_err(|error| self.latch_if_lost(error))
+        self.layers_now().write(at, from).map_err(|error| self.latch_if_lost(error))
     }
+}
 
+impl Layers {
     /// As [`Disk::write`], checked and entered.
-    pub(crate) fn write_entered(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
+    pub(crate) fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
         let active = match &self.top {
             Top::Qcow2(active) => active,
             Top::Raw(raw) => {

@@ -9,9 +9,10 @@ use vmstrata_store::{AlignedBuf, Segment};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::{Active, Change};
-use crate::disk::{Disk, Top};
+use crate::disk::Disk;
 use crate::epoch::thread_shard;
 use crate::error::Result;
+use crate::layers::{Layers, Top};
 use crate::map::Source;
 
 /// What to do with whole clusters.
@@ -48,15 +49,20 @@ impl Disk {
 
     fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
         let _guard = self.epochs.guard(thread_shard());
+        let _inside = self.writers.pass();
         self.check_range(range)?;
         self.check_writable()?;
         if range.len == 0 {
             return Ok(());
         }
+        self.layers_now().clear(range, purpose).map_err(|error| self.latch_if_lost(error))
+    }
+}
+
+impl Layers {
+    fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
         match &self.top {
-            Top::Qcow2(active) => {
-                self.clear_clusters(active, range, purpose).map_err(|error| self.latch_if_lost(error))
-            }
+            Top::Qcow2(active) => self.clear_clusters(active, range, purpose),
             Top::Raw(raw) => {
                 let at = HostOffset::new(range.start.get());
                 let punched = purpose != Purpose::Zero && raw.store.punch_hole(at, range.len).is_ok();
@@ -70,7 +76,7 @@ impl Disk {
         let bits = active.tables.geometry.cluster_bits;
         // The disk's last cluster is whole when it is covered up to the end of the disk.
         let end = range.end();
-        let whole_end = if end.get() == self.size() { end.align_up(bits) } else { end.align_down(bits) };
+        let whole_end = if end.get() == self.size { end.align_up(bits) } else { end.align_down(bits) };
         let whole_start = range.start.align_up(bits);
         if whole_start >= whole_end {
             return self.clear_part(range, purpose);
@@ -99,7 +105,7 @@ impl Disk {
             let at = range.start + done;
             let run = self.locate(at, (range.len - done).min(zeros.len() as u64))?;
             if !matches!(run.source, Source::Hole | Source::Zero(_)) {
-                self.write_entered(at, &[Segment::from_mut(&mut zeros[..run.len as usize])])?;
+                self.write(at, &[Segment::from_mut(&mut zeros[..run.len as usize])])?;
             }
             done += run.len;
         }
@@ -134,7 +140,7 @@ impl Disk {
         let bits = active.tables.geometry.cluster_bits;
         for cluster in must_write {
             let start = GuestOffset::new(cluster << bits.get());
-            let len = bits.size().min(self.size() - start.get());
+            let len = bits.size().min(self.size - start.get());
             self.write_zero_bytes(GuestRange::new(start, len))?;
         }
         Ok(())

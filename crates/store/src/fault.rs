@@ -150,6 +150,10 @@ impl Store for FaultStore {
         self.look(OperationKind::Len, || self.inner.len())
     }
 
+    fn give_up_writing(&self) -> io::Result<()> {
+        self.inner.give_up_writing()
+    }
+
     fn set_len(&self, len: u64) -> io::Result<()> {
         self.change(Operation::SetLen { len }, || self.inner.set_len(len))
     }

@@ -106,6 +106,8 @@ pub enum FileError {
 pub struct FileStore {
     file: File,
     path: PathBuf,
+    /// As taken when this was made.
+    lock: Option<LockKind>,
     is_block_device: bool,
     /// Present when direct I/O was asked for and works.
     direct: Option<Direct>,
@@ -137,7 +139,7 @@ impl FileStore {
             CacheMode::Host => None,
             CacheMode::Direct => Direct::open(&file, options.access).map_err(failed)?,
         };
-        Ok(Self { file, path: path.to_owned(), is_block_device, direct })
+        Ok(Self { file, path: path.to_owned(), lock: options.lock, is_block_device, direct })
     }
 
     /// The path the file was opened from.
@@ -272,6 +274,10 @@ impl Store for FileStore {
 
     fn raw(&self) -> Option<BorrowedFd<'_>> {
         Some(self.direct.as_ref().map_or_else(|| self.file.as_fd(), Direct::fd))
+    }
+
+    fn give_up_writing(&self) -> io::Result<()> {
+        if self.lock == Some(LockKind::Active) { lock::downgrade(self.file.as_fd()) } else { Ok(()) }
     }
 
     fn raw_alignment(&self) -> usize {

@@ -106,6 +106,15 @@ pub trait Store: Send + Sync + fmt::Debug {
         1
     }
 
+    /// Gives up the right to write, once the caller has written its last: others may open the bytes for reading, as this
+    /// store goes on doing.
+    ///
+    /// # Errors
+    /// Whatever the home reports.
+    fn give_up_writing(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Reads exactly `buf.len()` bytes at `at`; what lies past the end reads as zeros.
     ///
     /// # Errors

@@ -156,6 +156,19 @@ fn try_lock(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
     result
 }
 
+/// Turns the lock of a writer into that of a reader, without a moment in between.
+///
+/// # Errors
+/// Whatever the kernel reports.
+pub(crate) fn downgrade(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let given_up =
+        |permission: &Permission| LockKind::Active.holds(*permission) && !LockKind::Frozen.holds(*permission);
+    for permission in Permission::ALL.into_iter().filter(given_up) {
+        control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, HELD_BASE + permission as i64)?;
+    }
+    Ok(())
+}
+
 fn claim(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
     for permission in Permission::ALL {
         let claims = [(HELD_BASE, kind.holds(permission)), (DENIED_BASE, !kind.shares(permission))];

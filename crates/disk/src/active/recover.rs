@@ -38,7 +38,7 @@ impl Active {
             }
         }
         // Pages were filled through the old tables.
-        self.cache.forget(self.owner);
+        self.owner.forget_pages();
         // Slots are in order, L1 first: L2 entries may be in tables that they lead to.
         for (&slot, history) in &histories {
             self.take_up_one(slot, *history.last().expect("two values a record"))?;

@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use vmstrata_types::{GuestOffset, GuestRange};
 
+use super::Disk;
 use super::open::{FEATURES_SINCE, write_session};
-use super::{Disk, Top};
 use crate::active::Active;
 use crate::error::{IoContext as _, Result};
+use crate::layers::Top;
 
 impl Disk {
     /// Brings everything written before the call to stable storage, with the tables that lead to it.
@@ -25,20 +26,14 @@ impl Disk {
     }
 
     fn commit(&self) -> Result<()> {
-        match &self.top {
-            Top::Frozen => Ok(()),
-            Top::Raw(raw) => {
-                raw.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&raw.path))
-            }
-            Top::Qcow2(active) => active.changes.commit(&**active),
-        }
-        .map_err(|error| self.latch(error))
+        self.layers_now().commit().map_err(|error| self.latch(error))
     }
 
     /// Commits changes that wait since `age` or longer, and gives back clusters that no one uses any more.
     pub(crate) fn tend(&self, age: Duration) {
-        let Top::Qcow2(active) = &self.top else { return };
         let _tending = self.tending.lock();
+        let layers = self.layers_now();
+        let Top::Qcow2(active) = &layers.top else { return };
         if self.closed.load(Ordering::Acquire) || self.latch.get().is_some() {
             return;
         }
@@ -50,16 +45,9 @@ impl Disk {
         }
     }
 
-    fn reclaim(&self, active: &Active) -> Result<()> {
-        let freed = active.changes.take_reclaimable();
-        if freed.is_empty() {
-            return Ok(());
-        }
-        self.epochs.synchronize();
-        for run in freed {
-            active.alloc.free(run.at, run.len).map_err(|error| error.in_file(&active.path))?;
-        }
-        Ok(())
+    /// Gives back clusters that nothing leads to any more, once no request can still see them.
+    pub(super) fn reclaim(&self, active: &Active) -> Result<()> {
+        active.reclaim(|| self.epochs.synchronize())
     }
 
     /// Ends the disk: waits for requests under way, flushes, and leaves an image that stock tools find clean.
@@ -69,6 +57,7 @@ impl Disk {
     /// # Errors
     /// What could not be flushed or written; the image is then as after a crash.
     pub fn close(&self) -> Result<()> {
+        let _changing = self.changing.lock();
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -78,19 +67,28 @@ impl Disk {
             return self.check_writable();
         }
         self.commit()?;
-        let Top::Qcow2(active) = &self.top else { return Ok(()) };
-        let finish = || -> Result<()> {
-            self.reclaim(active)?;
-            active.alloc.release_claimed()?;
-            if active.tables.version >= FEATURES_SINCE {
-                // Refcounts first: whoever finds no session in the header takes them to be right.
-                active.flusher.flush().while_trying("flush")?;
-                write_session(active, 0)?;
-            }
-            active.flusher.flush().while_trying("flush")
-        };
-        finish().map_err(|error| self.latch(error.in_file(&active.path)))?;
-        active.changes.remove_journal();
-        Ok(())
+        let layers = self.layers_now();
+        let Top::Qcow2(active) = &layers.top else { return Ok(()) };
+        let left = self.reclaim(active).and_then(|()| leave_clean(active));
+        left.map_err(|error| self.latch(error))
     }
+}
+
+/// Ends the session on a file whose changes are all committed: stock tools find it as they leave theirs.
+///
+/// # Errors
+/// What could not be flushed or written; the file is then as after a crash.
+pub(crate) fn leave_clean(active: &Active) -> Result<()> {
+    let leave = || -> Result<()> {
+        active.alloc.release_claimed()?;
+        if active.tables.version >= FEATURES_SINCE {
+            // Refcounts first: whoever finds no session in the header takes them to be right.
+            active.flusher.flush().while_trying("flush")?;
+            write_session(active, 0)?;
+        }
+        active.flusher.flush().while_trying("flush")
+    };
+    leave().map_err(|error| error.in_file(&active.path))?;
+    active.changes.remove_journal();
+    Ok(())
 }

@@ -9,12 +9,12 @@ use vmstrata_qcow2::{Autoclear, Incompatible};
 use vmstrata_store::{OpenStore, Store};
 use vmstrata_types::{HostOffset, LayerIndex};
 
-use super::{RawTop, Top};
 use crate::active::Active;
 use crate::chain::{Qcow2Head, SESSION_MASK, Top as OpenTop, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::Journal;
+use crate::layers::{RawTop, Top};
 use crate::resources::Resources;
 
 /// Version 2 headers have no feature bits.
@@ -26,7 +26,7 @@ pub(super) fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -
     let Some(head) = head else {
         let flusher = Flusher::new(Arc::clone(&opened.store));
         let file = OpenStore::new(Arc::clone(&opened.store));
-        return Ok(Top::Raw(RawTop { path, store: opened.store, file, flusher }));
+        return Ok(Top::Raw(RawTop { path, store: opened.store, identity: opened.identity, file, flusher }));
     };
     let in_file = |error: Error| error.in_file(&path);
     let head = repaired(head, &opened.store).map_err(in_file)?;
@@ -41,7 +41,7 @@ pub(super) fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -
     if header.version < FEATURES_SINCE {
         // No bit would say whether a journal is about this state of the image.
         active.changes.commit_each_change(resources.journal_dir().is_some());
-        return Ok(Top::Qcow2(Box::new(active)));
+        return Ok(Top::Qcow2(Arc::new(active)));
     }
     active.autoclear = distrust_bitmaps(&active, &head, identity.len).map_err(in_file)?;
     let (old, new) = (header.autoclear.bits() & SESSION_MASK, new_session());
@@ -51,7 +51,7 @@ pub(super) fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -
     };
     write_session(&active, new).map_err(in_file)?;
     active.changes.use_journal(journal);
-    Ok(Top::Qcow2(Box::new(active)))
+    Ok(Top::Qcow2(Arc::new(active)))
 }
 
 /// Opens the image's journal, takes up what the process of session `old` left in it, and begins session `new`.

@@ -93,6 +93,14 @@ pub enum ErrorKind {
     /// More layers than can be numbered.
     #[error("the backing chain is longer than {MAX_LAYERS} layers")]
     TooLong,
+    /// An overlay that is to take a disk's writes.
+    #[error("the overlay has {overlay} bytes and the disk {disk}: they must be of one size")]
+    OverlaySize {
+        /// Virtual size of the overlay.
+        overlay: u64,
+        /// Virtual size of the disk.
+        disk: u64,
+    },
     /// A disk of more pages than the map can number.
     #[error("the disk ({size} bytes in units of {unit} bytes) is too large for the map")]
     TooLarge {

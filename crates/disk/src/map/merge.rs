@@ -6,6 +6,7 @@ use vmstrata_qcow2::L2Entry;
 use vmstrata_types::{ClusterBits, GuestOffset, LayerIndex};
 
 use super::Visible;
+use crate::cache::PAGE_WORDS;
 use crate::entry::{MapEntry, Mapping};
 use crate::layer::Layer;
 
@@ -31,6 +32,16 @@ impl Merge {
         let units_per_cluster = tables.geometry.cluster_bits.size() >> unit.get();
         let file_len = layer.identity.len;
         Some(Self { index, format: tables.entries, unit, units_per_cluster, file_len })
+    }
+
+    /// Puts one cluster's entries over those of a page that starts at `first_unit`.
+    #[inline]
+    pub(super) fn put(&self, cluster: GuestOffset, raw: u64, first_unit: u64, words: &mut [u64; PAGE_WORDS]) {
+        let page = first_unit..first_unit + PAGE_WORDS as u64;
+        for (unit, entry) in self.entries(cluster, raw).clip(page) {
+            let word = &mut words[(unit - first_unit) as usize];
+            *word = (*word).max(entry.word());
+        }
     }
 
     /// The map entries of one cluster.

@@ -2,6 +2,9 @@
 //!
 //! With a thousand layers almost every request meets another file. This table is all that the fast road looks at to get
 //! from a layer to its file: four bytes a layer, and neither the layer nor its store is touched.
+//!
+//! Only frozen layers are pinned. The kernel takes a killed process's ring apart when it gets round to it, and until then
+//! a pinned file keeps its lock: a writer's would stand in the way of whoever looks at the disk next.
 
 use vmstrata_store::{OpenStore, PinnedFile, Ring};
 use vmstrata_types::LayerIndex;
@@ -20,7 +23,7 @@ impl Pins {
         self.by_layer.get(layer.index()).copied().flatten()
     }
 
-    /// Pins a layer's file, which is not pinned yet, for the requests that follow.
+    /// Pins a frozen layer's file, which is not pinned yet, for the requests that follow.
     pub(super) fn add(&mut self, ring: &mut Ring, layer: LayerIndex, store: &OpenStore) {
         // Requests for files that ask for an alignment must be looked at one by one.
         if self.full || store.ring_alignment() != Some(1) {

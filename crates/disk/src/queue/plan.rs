@@ -7,8 +7,7 @@ use vmstrata_store::{OpenStore, RingFile, fill_zero, slice};
 use vmstrata_types::{HostOffset, LayerIndex};
 
 use super::pins::Pins;
-use crate::blocks::BlockOrder;
-use crate::disk::{Disk, Top};
+use crate::layers::{Layers, Top};
 use crate::map::Source;
 use crate::request::Request;
 
@@ -26,7 +25,7 @@ pub(super) struct Part {
 
 pub(super) type Parts = SmallVec<[Part; 2]>;
 
-impl Disk {
+impl Layers {
     /// The pieces a read falls into, if the ring can do all of it; `None` if a worker must. Ranges that read as zeros
     /// are filled here.
     #[inline]
@@ -80,7 +79,7 @@ impl Disk {
             done += found;
         }
         // Last, because the ring now will carry it out; a partial write under way sends it to a worker instead.
-        let may_start = parts.is_empty() || self.blocks.as_ref().is_none_or(BlockOrder::try_enter);
+        let may_start = parts.is_empty() || self.blocks.as_ref().is_none_or(|order| order.try_enter());
         may_start.then_some(parts)
     }
 }

@@ -15,8 +15,24 @@ const APART_FROM: usize = 256 << 10;
 const HALVED_FROM: u64 = 512 << 10;
 
 impl IoQueue {
-    /// Hands the pieces of a read to the ring.
+    /// Notes which layers a read takes how much from.
+    #[inline]
+    fn count_parts(&self, request: &Request, parts: &Parts) {
+        let (counters, top) = (self.stats.counters(), self.layers.top_index().get());
+        let mut found = 0;
+        for part in parts {
+            counters.read_from(top.saturating_sub(part.layer.get()), part.len as u64);
+            found += part.len as u64;
+        }
+        counters.read_zeros(request.range.len - found);
+    }
+
+    /// Hands the pieces of a read to the ring; without any, it is done: all of it was zeros.
     pub(super) fn start_read(&mut self, request: Request, phase: Phase, mut parts: Parts) {
+        self.count_parts(&request, &parts);
+        if parts.is_empty() {
+            return self.finish_now(request.token, phase, Ok(()));
+        }
         let split = split_of(&request, &parts);
         let apart = parts.drain(split..).count();
         let second_half = (apart > 0).then(|| half(&request, &parts));
@@ -27,7 +43,9 @@ impl IoQueue {
         }
         for part in parts {
             let of_part = of_part(&segments, &part);
-            if let RingFile::Open(store) = &part.file {
+            if let RingFile::Open(store) = &part.file
+                && self.layers.is_frozen(part.layer)
+            {
                 self.pins.add(&mut self.ring, part.layer, store);
             }
             if part.len >= APART_FROM {

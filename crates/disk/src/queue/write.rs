@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use vmstrata_store::{RingFile, slice};
 
-use super::{IoQueue, of_part};
 use super::plan::Parts;
+use super::{IoQueue, of_part};
 use crate::epoch::Phase;
 use crate::request::Request;
 
@@ -15,11 +15,30 @@ const WRITE_PATIENCE: Duration = Duration::from_millis(2);
 const HOLD_BACK: Duration = Duration::from_millis(50);
 
 impl IoQueue {
+    /// Starts a write; a worker makes those that must allocate, and all while the layers change.
+    pub(super) fn push_write(&mut self, request: Request, phase: Phase) {
+        let Some(writing) = self.disk.writers.try_pass(&mut self.writer) else {
+            return self.leave_to_worker(request, phase);
+        };
+        // Only now: layers change only while no writer is inside.
+        self.refresh();
+        let is_current = self.disk.generation() == self.layers.generation;
+        match is_current.then(|| self.layers.plan_write(&request)).flatten() {
+            Some(parts) if parts.is_empty() => self.finish_now(request.token, phase, Ok(())),
+            Some(parts) if self.layers.blocks.is_some() => {
+                return self.start_write(request, phase, writing, parts);
+            }
+            Some(parts) => self.write_now(request, phase, &parts),
+            None => self.leave_to_worker(request, phase),
+        }
+        self.disk.writers.leave(&mut self.writer, writing);
+    }
+
     /// Hands the pieces of a write around the page cache to the ring.
-    pub(super) fn start_write(&mut self, request: Request, phase: Phase, parts: Parts) {
+    fn start_write(&mut self, request: Request, phase: Phase, writing: Phase, parts: Parts) {
         let segments = request.segments.clone();
         let slot = self.slot(request, Some(phase), parts.len());
-        self.slots[slot as usize].holds_blocks = true;
+        self.slots[slot as usize].writing = Some(writing);
         for part in parts {
             let of_part = of_part(&segments, &part);
             self.ring.push_write(part.file, of_part, part.at, u64::from(slot));
@@ -31,22 +50,19 @@ impl IoQueue {
     /// The ring would not do better: file systems that cannot promise not to block (ext4, for buffered writes) make the
     /// kernel hand every write to a thread of its own, which costs several times the copy. When the host holds
     /// writers back because too many pages are dirty, workers take over for a while, so that reads go on.
-    pub(super) fn write_now(&mut self, request: Request, phase: Phase, parts: &Parts) {
+    fn write_now(&mut self, request: Request, phase: Phase, parts: &Parts) {
         let begun = Instant::now();
         let held_back = self.writes_wait_until.is_some_and(|until| begun < until);
-        let written = !held_back
-            && parts.iter().all(|part| {
-                let segments = slice(&request.segments, part.skip, part.len);
-                matches!(&part.file, RingFile::Open(store) if store.write_segments(&segments, part.at).is_ok())
-            });
+        let written = !held_back && parts.iter().all(|part| {
+            let segments = slice(&request.segments, part.skip, part.len);
+            matches!(&part.file, RingFile::Open(store) if store.write_segments(&segments, part.at).is_ok())
+        });
         if written {
             self.writes_wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);
             self.finish_now(request.token, phase, Ok(()));
         } else {
             // A worker writes it again, whole, and finds out what is wrong.
-            self.member.leave(&self.disk.epochs, phase);
-            let slot = self.slot(request, None, 0);
-            self.send_to_worker(slot);
+            self.leave_to_worker(request, phase);
         }
     }
 }

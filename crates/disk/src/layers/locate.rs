@@ -7,12 +7,12 @@ use vmstrata_qcow2::L2Entry;
 use vmstrata_store::OpenStore;
 use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
-use super::{Disk, Top};
+use super::{Layers, Top};
 use crate::active::Active;
 use crate::error::Result;
 use crate::map::{Run, Source};
 
-impl Disk {
+impl Layers {
     /// The run at `at`, at most `len` bytes, from memory alone; `None` when tables must be read first.
     ///
     /// Within the disk and `len > 0`, a run has at least one byte.
@@ -92,24 +92,6 @@ impl Disk {
         }
     }
 
-    /// Whether the map answers for `len` bytes at `at` from memory. For measurements.
-    #[inline]
-    pub fn map_hit(&self, at: GuestOffset, len: u64) -> bool {
-        self.lookup(at, len).is_some()
-    }
-
-    /// Reads the tables that answer for the whole disk, as far as they fit the metadata cache.
-    ///
-    /// # Errors
-    /// Tables that cannot be read.
-    pub fn warm_map(&self) -> Result<()> {
-        let mut at = GuestOffset::ZERO;
-        while at.get() < self.size {
-            at = at + self.locate(at, self.size - at.get())?.len;
-        }
-        Ok(())
-    }
-
     /// The file of a layer, opened now if need be.
     pub(crate) fn store_of(&self, layer: LayerIndex) -> Result<Arc<OpenStore>> {
         match self.open_store_of(layer) {
@@ -119,6 +101,11 @@ impl Disk {
                 self.resources.files().store(map.layer(layer)).map_err(|error| error.in_layer(layer))
             }
         }
+    }
+
+    /// Whether a layer takes no writes.
+    pub(crate) fn is_frozen(&self, layer: LayerIndex) -> bool {
+        self.frozen.as_ref().is_some_and(|map| layer.index() < map.layers().len())
     }
 
     /// The file of a layer if it is open.
@@ -131,11 +118,13 @@ impl Disk {
         }
     }
 
+    /// The file of a layer, for messages.
     pub(crate) fn path_of(&self, layer: LayerIndex) -> &Path {
         match (&self.top, &self.frozen) {
             (Top::Qcow2(active), _) if layer == active.index => &active.path,
-            (Top::Qcow2(_) | Top::Frozen, Some(map)) => &map.layer(layer).path,
-            _ => &self.path,
+            (Top::Raw(raw), _) => &raw.path,
+            (_, Some(map)) => &map.layer(layer).path,
+            _ => unreachable!("a layer above the frozen ones is the active one"),
         }
     }
 }

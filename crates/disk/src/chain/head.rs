@@ -1,0 +1,125 @@
+//! The header of one file of a chain, and the name in it of the file below.
+
+use std::path::{Path, PathBuf};
+
+use vmstrata_qcow2::{Extensions, Header, ParseError, ParseErrorKind, SnapshotInfo};
+use vmstrata_store::Store;
+use vmstrata_types::HostOffset;
+
+use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::layer::Format;
+use crate::opener::directory_of;
+
+/// The header of a qcow2 file with what follows it.
+#[derive(Debug)]
+pub(crate) struct Qcow2Head {
+    pub(crate) header: Header,
+    pub(crate) backing_name: Option<String>,
+    pub(crate) backing_format: Option<String>,
+    /// The bitmaps extension.
+    pub(crate) bitmaps: Option<Vec<u8>>,
+    /// What it says of the layer below as a snapshot.
+    pub(crate) snapshot: Option<Vec<u8>>,
+}
+
+/// Bytes read at first: enough for the header and extensions that tools write.
+const HEAD_PROBE: usize = 4096;
+/// The largest cluster.
+const HEADER_MAX: usize = 2 << 20;
+const MAGIC: &[u8; 4] = b"QFI\xfb";
+
+/// The header if the file starts like a qcow2 image; `None` for a raw file.
+pub(crate) fn probe(store: &dyn Store, file_len: u64) -> Result<Option<Qcow2Head>> {
+    let mut magic = [0; 4];
+    store.read_padded(&mut magic, HostOffset::ZERO).while_trying("read the first bytes")?;
+    if &magic == MAGIC { read_head(store, file_len).map(Some) } else { Ok(None) }
+}
+
+/// Reads and checks header, extensions and backing name.
+pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
+    let mut bytes = read_start(store, HEAD_PROBE, file_len)?;
+    let header = match Header::parse(&bytes, file_len) {
+        Err(ParseError { kind: ParseErrorKind::Truncated { .. }, .. }) if bytes.len() == HEAD_PROBE => {
+            // A header longer than any tool writes; it ends with its cluster at the latest.
+            bytes = read_start(store, HEADER_MAX, file_len)?;
+            Header::parse(&bytes, file_len)?
+        }
+        parsed => parsed?,
+    };
+    let name = header.backing_file.map(|name| {
+        let start = usize::try_from(name.offset.get()).expect("within the first cluster");
+        start..start + name.len as usize
+    });
+    let end = name.as_ref().map_or(header.extensions_end(), |name| name.end);
+    if end > bytes.len() {
+        bytes = read_start(store, end, file_len)?;
+    }
+    let extensions_end = header.extensions_end().min(bytes.len());
+    let extensions = Extensions::parse(&bytes, header.header_length as usize, extensions_end)?;
+    let backing_name = name.map(|name| backing_name(&bytes, name)).transpose()?;
+    let backing_format = extensions.backing_format().map(str::to_owned);
+    let bitmaps = extensions.bitmaps().map(<[u8]>::to_vec);
+    let snapshot = SnapshotInfo::find(&extensions).map(<[u8]>::to_vec);
+    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot })
+}
+
+fn backing_name(bytes: &[u8], place: std::ops::Range<usize>) -> Result<String, ParseError> {
+    let fail = |kind| ParseError { field: "backing file name", offset: place.start as u64, kind };
+    let (needed, have) = (place.end as u64, bytes.len() as u64);
+    let name = bytes.get(place.clone()).ok_or_else(|| fail(ParseErrorKind::Truncated { needed, have }))?;
+    let name = std::str::from_utf8(name).map_err(|_| fail(ParseErrorKind::NotUtf8))?;
+    if name.contains('\0') { Err(fail(ParseErrorKind::ContainsNul)) } else { Ok(name.to_owned()) }
+}
+
+fn read_start(store: &dyn Store, len: usize, file_len: u64) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; len.min(usize::try_from(file_len).unwrap_or(usize::MAX))];
+    store.read_exact(&mut bytes, HostOffset::ZERO).while_trying("read the header")?;
+    Ok(bytes)
+}
+
+/// Path and format of the file below, as the header names it.
+pub(crate) fn backing_of(path: &Path, head: Option<&Qcow2Head>) -> Result<Option<(PathBuf, Option<Format>)>> {
+    let Some(head) = head else { return Ok(None) };
+    let Some(name) = &head.backing_name else { return Ok(None) };
+    let parse = || -> Result<(PathBuf, Option<Format>)> {
+        let plain = plain_name(name)?;
+        let format = match head.backing_format.as_deref() {
+            None => None,
+            Some("qcow2") => Some(Format::Qcow2),
+            Some("raw" | "file" | "host_device") => Some(Format::Raw),
+            Some(other) => return Err(ErrorKind::BackingFormat { name: other.to_owned() }.into()),
+        };
+        Ok((directory_of(path).join(plain), format))
+    };
+    parse().map(Some).map_err(|error| error.in_file(path))
+}
+
+/// The file name in a backing name, which QEMU also lets be a URL or a JSON object.
+pub(crate) fn plain_name(name: &str) -> Result<&str> {
+    if let Some(plain) = name.strip_prefix("file:") {
+        return Ok(plain);
+    }
+    let refuse = |feature| Err(ErrorKind::BackingName { name: name.to_owned(), feature }.into());
+    if name.starts_with("json:") {
+        return refuse("a json: description");
+    }
+    // As in QEMU, a colon before the first slash ends the name of a protocol.
+    let first_part = name.split('/').next().unwrap_or(name);
+    if first_part.contains(':') { refuse("a protocol other than file:") } else { Ok(name) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plain_file_names_pass() {
+        assert_eq!(plain_name("base.qcow2").unwrap(), "base.qcow2");
+        assert_eq!(plain_name("dir/a:b").unwrap(), "dir/a:b");
+        assert_eq!(plain_name("file:/x/base").unwrap(), "/x/base");
+        for bad in ["json:{\"driver\":\"nbd\"}", "nbd://host/x", "ssh:host", "https://host/img"] {
+            let error = plain_name(bad).unwrap_err().to_string();
+            assert!(error.contains(&format!("{bad:?}")) && error.contains("not supported"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! The layers of a disk, as a request sees them from its beginning to its end.
+//!
+//! ```text
+//!                   ┌── active layer's entry ──► data in the active file
+//!   guest offset ──►┤        │ says nothing
+//!                   │        ▼
+//!                   └── frozen map ──► data in a frozen file, compressed cluster, zeros
+//! ```
+//!
+//! A disk's layers change when a snapshot is taken: then the disk has new [`Layers`], and those of before stay as
+//! they are for the requests that began on them. What was active in those takes no more writes.
+
+mod locate;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vmstrata_store::{FileIdentity, OpenStore, Store};
+use vmstrata_types::{ClusterBits, LayerIndex};
+
+use crate::active::Active;
+use crate::blocks::BlockOrder;
+use crate::disk::LayerInfo;
+use crate::error::{IoContext as _, Result};
+use crate::flusher::Flusher;
+use crate::layer::Format;
+use crate::map::FrozenMap;
+use crate::resources::Resources;
+
+/// See the module documentation.
+#[derive(Debug)]
+pub(crate) struct Layers {
+    /// Counts the disk's changes of layers.
+    pub(crate) generation: u64,
+    /// Virtual size in bytes.
+    pub(crate) size: u64,
+    pub(crate) top: Top,
+    pub(crate) frozen: Option<Arc<FrozenMap>>,
+    pub(crate) resources: Arc<Resources>,
+    /// Present when the active layer's file is used around the page cache.
+    pub(crate) blocks: Option<Arc<BlockOrder>>,
+    /// The layers of before the last snapshot, until what was active in them is on stable storage: a flush has to
+    /// bring it there first.
+    pub(crate) before: Option<Arc<Layers>>,
+}
+
+/// What takes the writes.
+#[derive(Debug)]
+pub(crate) enum Top {
+    /// Nothing: the disk is read-only and every layer is frozen.
+    Frozen,
+    Qcow2(Arc<Active>),
+    Raw(RawTop),
+}
+
+impl Top {
+    /// Alignment of what the active layer's file takes without reading first.
+    fn alignment(&self) -> usize {
+        match self {
+            Self::Frozen => 1,
+            Self::Qcow2(active) => active.store.raw_alignment(),
+            Self::Raw(raw) => raw.store.raw_alignment(),
+        }
+    }
+}
+
+/// A raw file open for writing.
+#[derive(Debug)]
+pub(crate) struct RawTop {
+    pub(crate) path: PathBuf,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) identity: FileIdentity,
+    /// The same store, for rings.
+    pub(crate) file: Arc<OpenStore>,
+    pub(crate) flusher: Flusher,
+}
+
+impl Layers {
+    /// The layers of a disk that is opened.
+    pub(crate) fn new(
+        size: u64,
+        top: Top,
+        frozen: Option<Arc<FrozenMap>>,
+        resources: &Arc<Resources>,
+    ) -> Self {
+        let blocks = (top.alignment() > 1).then(Arc::default);
+        let resources = Arc::clone(resources);
+        Self { generation: 0, size, top, frozen, resources, blocks, before: None }
+    }
+
+    /// The same active layer over `map`, with nothing left to settle.
+    pub(crate) fn settled(&self, map: Arc<FrozenMap>) -> Self {
+        let Top::Qcow2(active) = &self.top else { unreachable!("an overlay is qcow2") };
+        Self {
+            generation: 0,
+            size: self.size,
+            top: Top::Qcow2(Arc::clone(active)),
+            frozen: Some(map),
+            resources: Arc::clone(&self.resources),
+            blocks: self.blocks.clone(),
+            before: None,
+        }
+    }
+
+    /// The layer on top: the active one, or the newest frozen one of a disk that is only read.
+    #[inline]
+    pub(crate) fn top_index(&self) -> LayerIndex {
+        let frozen = self.frozen.as_ref().map_or(0, |map| map.layers().len());
+        index_of(if matches!(self.top, Top::Frozen) { frozen.saturating_sub(1) } else { frozen })
+    }
+
+    /// Brings the active layer, and what was active before it, to stable storage.
+    ///
+    /// # Errors
+    /// A host that cannot flush or write: nothing more is known of what is on stable storage.
+    pub(crate) fn commit(&self) -> Result<()> {
+        if let Some(before) = &self.before {
+            // Base first: no entry of this layer may be durable before what it was written over.
+            before.commit()?;
+        }
+        match &self.top {
+            Top::Frozen => Ok(()),
+            Top::Raw(raw) => {
+                raw.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&raw.path))
+            }
+            Top::Qcow2(active) => active.changes.commit(&**active),
+        }
+    }
+
+    /// Whether a flush or a write of the active layer's tables failed.
+    pub(crate) fn is_lost(&self) -> bool {
+        let own = matches!(&self.top, Top::Qcow2(active) if active.is_lost());
+        own || self.before.as_ref().is_some_and(|before| before.is_lost())
+    }
+
+    /// Removes the journals of files whose flushes fail.
+    pub(crate) fn remove_lost_journals(&self) {
+        if let Top::Qcow2(active) = &self.top
+            && active.flusher.has_failed()
+        {
+            active.changes.remove_journal();
+        }
+        self.before.iter().for_each(|before| before.remove_lost_journals());
+    }
+
+    /// Size of the active layer's clusters; 64 KiB, the unit others use, for a raw file.
+    pub(crate) fn cluster_bits(&self) -> ClusterBits {
+        match &self.top {
+            Top::Qcow2(active) => Some(active.tables.geometry.cluster_bits),
+            Top::Raw(_) => None,
+            Top::Frozen => self.frozen.as_ref().and_then(|map| map.layers().last()?.cluster_bits()),
+        }
+        .unwrap_or(ClusterBits::DEFAULT)
+    }
+
+    /// What is known of each layer, base first.
+    pub(crate) fn describe(&self) -> Vec<LayerInfo> {
+        let frozen = self.frozen.iter().flat_map(|map| map.layers()).map(|layer| LayerInfo {
+            index: vmstrata_types::LayerIndex::BASE,
+            path: layer.path.to_path_buf(),
+            format: layer.format(),
+            size: layer.size,
+            cluster_bits: layer.cluster_bits(),
+            file_len: layer.identity.len,
+        });
+        let mut layers: Vec<LayerInfo> = frozen.chain(self.describe_top()).collect();
+        for (depth, layer) in layers.iter_mut().enumerate() {
+            layer.index = index_of(depth);
+        }
+        layers
+    }
+
+    fn describe_top(&self) -> Option<LayerInfo> {
+        let info = |path: &Path, format, cluster_bits, file_len| LayerInfo {
+            index: vmstrata_types::LayerIndex::BASE,
+            path: path.to_owned(),
+            format,
+            size: self.size,
+            cluster_bits,
+            file_len,
+        };
+        match &self.top {
+            Top::Frozen => None,
+            Top::Qcow2(active) => {
+                let bits = active.tables.geometry.cluster_bits;
+                Some(info(&active.path, Format::Qcow2, Some(bits), active.identity.len))
+            }
+            Top::Raw(raw) => Some(info(&raw.path, Format::Raw, None, self.size)),
+        }
+    }
+}
+
+/// The place of the layer with `depth` others below it.
+pub(crate) fn index_of(depth: usize) -> vmstrata_types::LayerIndex {
+    vmstrata_types::LayerIndex::new(u16::try_from(depth).expect("chains are shorter than 65,536"))
+}

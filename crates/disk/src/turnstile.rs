@@ -1,0 +1,129 @@
+//! Holding writers back while a disk's layers change.
+//!
+//! A writer passes before it looks anything up and leaves when its change is published. [`Turnstile::closed`] lets no
+//! one pass, waits until those inside have left, runs what must not meet a writer, and lets everyone pass again. Readers
+//! do not come through here: what they found stays readable.
+//!
+//! Invariant: a writer that passed sees the layers as the last closed run left them. It looks at them only after it has
+//! passed; either the closing run waited for it, or it saw the turnstile closed.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::epoch::{Epochs, Guard, Member, Phase, thread_shard};
+
+/// See the module documentation.
+#[derive(Debug, Default)]
+pub(crate) struct Turnstile {
+    inside: Epochs,
+    closed: AtomicBool,
+    /// Held by who closes it.
+    closing: Mutex<()>,
+    waiting: Mutex<()>,
+    opened: Condvar,
+}
+
+impl Turnstile {
+    /// Passes, waiting while it is closed; the guard leaves.
+    pub(crate) fn pass(&self) -> Guard<'_> {
+        loop {
+            let guard = self.inside.guard(thread_shard());
+            if !self.closed.load(Ordering::SeqCst) {
+                return guard;
+            }
+            drop(guard);
+            let mut waiting = self.waiting.lock();
+            while self.closed.load(Ordering::SeqCst) {
+                self.opened.wait(&mut waiting);
+            }
+        }
+    }
+
+    /// Passes as one of a thread's writers; `None` while it is closed.
+    #[inline]
+    pub(crate) fn try_pass(&self, member: &mut Member) -> Option<Phase> {
+        let phase = member.enter(&self.inside);
+        if self.closed.load(Ordering::SeqCst) {
+            member.leave(&self.inside, phase);
+            return None;
+        }
+        Some(phase)
+    }
+
+    /// Ends what [`Turnstile::try_pass`] began.
+    #[inline]
+    pub(crate) fn leave(&self, member: &mut Member, phase: Phase) {
+        member.leave(&self.inside, phase);
+    }
+
+    /// Runs `change` while no writer is inside.
+    pub(crate) fn closed<T>(&self, change: impl FnOnce() -> T) -> T {
+        let _one_at_a_time = self.closing.lock();
+        let reopen = Reopen(self);
+        self.closed.store(true, Ordering::SeqCst);
+        self.inside.synchronize();
+        let changed = change();
+        drop(reopen);
+        changed
+    }
+}
+
+/// Opens the turnstile again, whatever happens meanwhile.
+struct Reopen<'a>(&'a Turnstile);
+
+impl Drop for Reopen<'_> {
+    fn drop(&mut self) {
+        let _waiting = self.0.waiting.lock();
+        self.0.closed.store(false, Ordering::SeqCst);
+        self.0.opened.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+
+    /// Writers of both kinds change two numbers that are equal whenever the turnstile is closed.
+    #[test]
+    fn a_closed_run_never_meets_a_writer() {
+        let turnstile = Turnstile::default();
+        let numbers = [AtomicU64::new(0), AtomicU64::new(0)];
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    let _inside = turnstile.pass();
+                    numbers.each_ref().map(|number| number.fetch_add(1, Ordering::Relaxed));
+                }
+            });
+            scope.spawn(|| {
+                let mut member = Member::new(1);
+                while !stop.load(Ordering::Relaxed) {
+                    let Some(phase) = turnstile.try_pass(&mut member) else { continue };
+                    numbers.each_ref().map(|number| number.fetch_add(1, Ordering::Relaxed));
+                    turnstile.leave(&mut member, phase);
+                }
+            });
+            let mut last = 0;
+            for _ in 0..200 {
+                let [one, other] =
+                    turnstile.closed(|| numbers.each_ref().map(|number| number.load(Ordering::SeqCst)));
+                assert_eq!(one, other, "a writer was inside");
+                last = last.max(one);
+                std::thread::yield_now();
+            }
+            assert!(last > 0, "writers got through");
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+
+    #[test]
+    fn it_opens_again_when_the_closed_run_panics() {
+        let turnstile = Turnstile::default();
+        let run = || turnstile.closed(|| panic!("on purpose"));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err());
+        drop(turnstile.pass());
+    }
+}
