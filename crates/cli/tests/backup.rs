@@ -340,3 +340,27 @@ fn a_manifest_that_is_there_stops_a_pipe_before_it_begins() {
     assert!(message.contains("--force"), "{message}");
     assert_eq!(std::fs::read(&manifest).unwrap(), b"mine");
 }
+
+#[test]
+fn snapshots_are_compared_and_backed_up_by_name() {
+    let images = Images::new();
+    let disk = images.create("web.qcow2", &["16M"]).to_str().unwrap().to_owned();
+    for (name, write) in [("mon", "write -P 1 0 1M"), ("tue", "write -P 2 64k 64k")] {
+        images.write_layer("web.qcow2", &[write]);
+        run_ok(["snapshot", "create", &disk, "--name", name]);
+    }
+    let [mon, tue] = ["mon", "tue"].map(|name| format!("{disk}@{name}"));
+    let found = run_json(["diff", "--json", &mon, &tue]);
+    assert_eq!((&found["data-bytes"], &found["zero-bytes"]), (&(64 << 10).into(), &0.into()));
+    let (full, inc) = (images.name("full.qcow2"), images.name("inc.qcow2"));
+    run_ok(["backup", &mon, "-o", &full]);
+    run_ok(["backup", &tue, "--since", &mon, "--previous", &full, "-o", &inc]);
+    assert_same(&images.name("web.tue.qcow2"), &inc);
+    let manifest: Value =
+        serde_json::from_slice(&std::fs::read(format!("{inc}.manifest.json")).unwrap()).unwrap();
+    assert_eq!(manifest["state"]["snapshot"], "tue");
+    assert!(manifest["state"]["taken_at"].as_u64().unwrap() > 1_700_000_000);
+    let restored = images.name("restored.qcow2");
+    assert!(run_ok(["restore", &full, &inc, "-o", &restored]).contains("restored tue from 2 backups"));
+    assert!(run_err(1, ["backup", &format!("{disk}@wed"), "-o", &images.name("x")]).contains("wed"));
+}

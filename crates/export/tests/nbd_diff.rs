@@ -163,3 +163,21 @@ fn differences_can_be_selected_together_and_asked_for_apart() {
     let only: Vec<_> = client.reply(cookie).unwrap().iter().map(|chunk| extents(chunk).0).collect();
     assert_eq!(only, [4]);
 }
+
+#[test]
+fn a_snapshot_is_known_by_its_name_too() {
+    let directory = tempfile::tempdir().unwrap();
+    let [mon, web] = ["web.mon.qcow2", "web.qcow2"].map(|name| directory.path().join(name));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", text(&mon), "1M"]);
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", "web.mon.qcow2", "-F", "qcow2", text(&web)]);
+    run("qemu-io", &["-c", "write -q 64k 64k", text(&web)]);
+    let fixture = Fixture::serve(directory, &web, Setup::default());
+    let expected = [(0, 64 * KIB, 0), (64 * KIB, 64 * KIB, 1), (128 * KIB, 896 * KIB, 0)];
+    for name in ["mon", "web.mon.qcow2"] {
+        assert_eq!(map(&fixture, &format!("vmstrata:diff:{name}")), expected, "{name}");
+    }
+    let mut client = connect(&fixture);
+    for name in ["tue", "x/mon", "mon.qcow2"] {
+        assert_eq!(names(&mut client, SET, &[&format!("vmstrata:diff:{name}")]), [], "{name}");
+    }
+}

@@ -14,7 +14,7 @@ use crate::units::parse_size;
 #[derive(Debug, Args)]
 #[command(after_help = DIFF_HELP)]
 pub struct DiffArgs {
-    /// The state to compare with: the file of a frozen layer
+    /// The state to compare with: DISK@SNAPSHOT, or the file of a frozen layer
     pub old: PathBuf,
     /// The state whose changes are shown
     pub new: PathBuf,
@@ -40,8 +40,8 @@ pub struct DiffArgs {
 
 const DIFF_HELP: &str = "\
 Examples:
-  vmstrata diff web.monday.qcow2 web.tuesday.qcow2
-  vmstrata diff web.monday.qcow2 web.tuesday.qcow2 --json | jq '[.extents[].length] | add'
+  vmstrata diff web.qcow2@monday web.qcow2@tuesday
+  vmstrata diff web.qcow2@monday web.qcow2@tuesday --json | jq '[.extents[].length] | add'
   vmstrata diff old.qcow2 new.qcow2 --bytes --exit-code && echo the same
 
 Both states must be frozen and have a layer in common; which is older does not matter. Only the tables of the
@@ -53,7 +53,7 @@ Exit codes: 0 shown, 1 the states cannot be compared, 64 wrong usage; with --exi
 #[derive(Debug, Args)]
 #[command(after_help = BACKUP_HELP, group = ArgGroup::new("job").required(true).args(["output", "verify"]))]
 pub struct BackupArgs {
-    /// The state to back up: the file of a frozen layer
+    /// The state to back up: DISK@SNAPSHOT, or the file of a frozen layer
     #[arg(required_unless_present = "verify")]
     pub state: Option<PathBuf>,
     /// Where the backup goes; - for standard output
@@ -99,9 +99,9 @@ pub struct BackupArgs {
 
 const BACKUP_HELP: &str = "\
 Examples:
-  vmstrata backup web.monday.qcow2 -o monday.qcow2 --compress zstd
-  vmstrata backup web.tuesday.qcow2 --since web.monday.qcow2 --previous monday.qcow2 -o tuesday.qcow2
-  vmstrata backup web.monday.qcow2 -o - --manifest monday.qcow2.manifest.json | ssh vault 'cat > monday.qcow2'
+  vmstrata backup web.qcow2@monday -o monday.qcow2 --compress zstd
+  vmstrata backup web.qcow2@tuesday --since web.qcow2@monday --previous monday.qcow2 -o tuesday.qcow2
+  vmstrata backup web.qcow2@monday -o - --manifest monday.qcow2.manifest.json | ssh vault 'cat > monday.qcow2'
   vmstrata backup --verify tuesday.qcow2
 
 A backup is an ordinary qcow2 file; an incremental one has the previous one as its backing file. Beside it lies

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `base:allocation` | bit 0: a hole, bit 1: reads as zeros; as stock QEMU reports them, explicit zeros are both |
 //! | `vmstrata:layer` | index of the layer the extent comes from, plus one, counted from the base; 0 where no layer has it |
-//! | `vmstrata:diff:NAME` | what changed since the layer in the file NAME, below the active one, was newest: 0 nothing, 1 data, 2 it reads as zeros now (and may have before) |
+//! | `vmstrata:diff:NAME` | what changed since the layer in the file NAME, or the snapshot NAME, was the newest: 0 nothing, 1 data, 2 it reads as zeros now (and may have before) |
 //!
 //! The first two are the same for every export; which layers a difference can be asked for depends on the disk
 //! ([`crate::nbd::diff_base`]), so those have a [`DiffSlot`] in place of a fixed name.

@@ -1,9 +1,10 @@
-//! The layers that a client can ask for the difference to, by their names.
+//! The layers that a client can ask for the difference to, by the names of their files or snapshots.
 //!
 //! Names are only ever compared with those of the disk's own layers: nothing is opened because a client names it.
 //! Where the layer is in the chain is looked up anew for each request, because it may change while the disk runs.
 
-use vmstrata_disk::{Disk, Extent, ExtentKind, LayerInfo};
+use vmstrata_disk::snapshot::frozen_path;
+use vmstrata_disk::{Disk, Extent, ExtentKind, Format, LayerInfo};
 use vmstrata_types::LayerIndex;
 
 use super::contexts::{Context, ContextSet, DIFF_PREFIX, DIFFS_MAX, DiffSlot};
@@ -24,15 +25,16 @@ impl Selection {
     pub(crate) fn of<'a>(queries: impl Iterator<Item = &'a str>, disk: &Disk) -> Self {
         let layers = disk.layers();
         let mut selection = Self::default();
-        queries.for_each(|query| selection.select(query, &layers));
+        queries.for_each(|query| selection.select(query, disk, &layers));
         selection
     }
 
-    fn select(&mut self, query: &str, layers: &[LayerInfo]) {
+    fn select(&mut self, query: &str, disk: &Disk, layers: &[LayerInfo]) {
         self.set.select(query, false);
         let Some(name) = query.strip_prefix(DIFF_PREFIX) else { return };
         let is_full = self.names.len() == DIFFS_MAX;
-        if is_full || self.names.iter().any(|known| known == name) || Base::find(layers, name).is_none() {
+        if is_full || self.names.iter().any(|known| known == name) || Base::find(disk, layers, name).is_none()
+        {
             return;
         }
         if let Some(slot) = DiffSlot::new(self.names.len()) {
@@ -56,7 +58,7 @@ impl Selection {
     /// # Panics
     /// When nothing was selected in this place.
     pub(crate) fn base(&self, slot: DiffSlot, disk: &Disk) -> Option<Base> {
-        Base::find(&disk.layers(), &self.names[slot.get()])
+        Base::find(disk, &disk.layers(), &self.names[slot.get()])
     }
 }
 
@@ -81,8 +83,19 @@ pub(crate) struct Base {
 }
 
 impl Base {
-    /// The layer in the file called `name`; `None` when there is none below the active one, or more than one.
-    fn find(layers: &[LayerInfo], name: &str) -> Option<Self> {
+    /// The layer in the file called `name`, or else the snapshot of that name; `None` when there is none below the
+    /// active one, or more than one.
+    fn find(disk: &Disk, layers: &[LayerInfo], name: &str) -> Option<Self> {
+        if name.contains('/') {
+            return None;
+        }
+        let of_snapshot =
+            |format| frozen_path(disk.path(), name, format)?.file_name()?.to_str().map(str::to_owned);
+        let files = [Format::Qcow2, Format::Raw].into_iter().filter_map(of_snapshot);
+        std::iter::once(name.to_owned()).chain(files).find_map(|file| Self::in_file(layers, &file))
+    }
+
+    fn in_file(layers: &[LayerInfo], name: &str) -> Option<Self> {
         let (_, below) = layers.split_last()?;
         let mut named = below.iter().filter(|layer| name_of(layer) == Some(name));
         let (Some(found), None) = (named.next(), named.next()) else { return None };
