@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use vmstrata_store::{FileId, Gate};
 
-use super::prepare::file_at;
+use super::prepare::{Step, file_at};
 use crate::chain::{backing_of, open_layer};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
@@ -21,7 +21,7 @@ pub(super) const PURPOSE: &str = "snapshot";
 ///
 /// # Errors
 /// Whatever the host reports.
-pub(super) fn sweep(active: &Path, identity: FileId) -> Result<()> {
+pub(super) fn sweep(active: &Path, identity: FileId, on_step: fn(Step)) -> Result<()> {
     let Some(file_name) = active.file_name().and_then(|name| name.to_str()) else { return Ok(()) };
     let directory = directory_of(active);
     for entry in std::fs::read_dir(&directory).while_trying("read the disk's directory")? {
@@ -30,8 +30,10 @@ pub(super) fn sweep(active: &Path, identity: FileId) -> Result<()> {
         if is_left && entry.file_type().is_ok_and(|kind| kind.is_file()) {
             let left = entry.path();
             if let Some(second) = second_name(&left, active, identity) {
+                on_step(Step::Unlink);
                 remove(&second)?;
             }
+            on_step(Step::Remove);
             remove(&left)?;
         }
     }

@@ -60,6 +60,7 @@ pub struct Prepared {
     identity: FileId,
     /// The active file's second name.
     second: Option<SecondName>,
+    is_published: bool,
     on_step: fn(Step),
 }
 
@@ -129,11 +130,11 @@ impl Prepared {
         on_step: fn(Step),
     ) -> Result<Self> {
         on_step(Step::Sweep);
-        leftovers::sweep(active, identity)?;
+        leftovers::sweep(active, identity, on_step)?;
         on_step(Step::Make);
         let overlay = overlay::make(active, image, like)?;
         let active = active.to_owned();
-        let prepared = Self { overlay, active, identity, second: None, on_step };
+        let prepared = Self { overlay, active, identity, second: None, is_published: false, on_step };
         on_step(Step::Flush);
         prepared.overlay.file.sync_all().while_trying("flush the overlay")?;
         // The second name must not outlive the temporary one, by which it is recognised.
@@ -201,6 +202,7 @@ impl Prepared {
             renamed.map_err(io::Error::from).while_trying("rename the overlay")
         };
         rename().map_err(|error| error.in_file(&self.active))?;
+        self.is_published = true;
         if let Some(second) = &mut self.second {
             second.is_ours = false;
         }
@@ -223,7 +225,9 @@ impl Drop for Prepared {
     fn drop(&mut self) {
         // In this order: a second name without the temporary one would not be recognised.
         self.second = None;
-        (self.on_step)(Step::Remove);
+        if !self.is_published {
+            (self.on_step)(Step::Remove);
+        }
     }
 }
 
