@@ -168,3 +168,28 @@ fn empty_layers_cost_a_few_pages() {
     let IndexOutcome::Built { bytes, .. } = built.layers[4].outcome else { panic!("{built:?}") };
     assert_eq!(bytes, 3 * 4096, "table page, its inner page, root");
 }
+
+#[test]
+fn a_disk_without_bytes_has_an_index_without_leaves() {
+    let mut chain = Chain::new();
+    (0..3).for_each(|_| drop(chain.add(Maker::Ours, 0, ClusterBits::DEFAULT)));
+    assert_eq!(chain.build(), ["file"; 2]);
+    assert_eq!(chain.verify(), ["good"; 2]);
+    assert_eq!(chain.build(), ["kept"; 2]);
+}
+
+#[test]
+fn a_disk_of_too_many_clusters_is_told_and_served_without() {
+    let mut chain = Chain::new();
+    // 2^22 leaves of 512 clusters of 64 KiB are 128 TiB.
+    for size in [128u64 << 40, (128 << 40) + (32 << 20)] {
+        chain.add(Maker::Ours, size, ClusterBits::DEFAULT);
+        chain.write(chain.files.len() - 1, &[&format!("write -q {} 64k", size - 65536)]);
+    }
+    chain.add(Maker::Ours, 1 << 20, ClusterBits::DEFAULT);
+    let built = build(chain.top(), &IndexOptions::default()).expect("builds");
+    assert!(matches!(built.layers[0].outcome, IndexOutcome::Built { .. }), "{built:?}");
+    let IndexOutcome::Failed(error) = &built.layers[1].outcome else { panic!("{built:?}") };
+    assert!(error.to_string().contains("too many clusters"), "{error}");
+    assert_eq!(chain.verify(), ["good", "missing"]);
+}
