@@ -189,7 +189,7 @@ fn a_broken_pipe_is_a_failure() {
 fn slow(images: &Images, state: &str) -> std::process::Child {
     let full = images.name("full.qcow2");
     let mut command = vmstrata();
-    command.args(["backup", state, "-o", &full, "--limit", "1M", "--threads", "1"]);
+    command.args(["backup", state, "-o", &full, "--limit", "100K", "--threads", "1"]);
     let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let begun = Instant::now();
     while files(images, ".full").is_empty() {
@@ -217,8 +217,11 @@ fn an_interrupted_backup_removes_what_it_wrote() {
     let images = Images::new();
     let [_, _, state] = states(&images);
     let mut child = slow(&images, &state);
+    let told = Instant::now();
     tool_ok("kill", ["-INT", &child.id().to_string()]);
     assert_eq!(child.wait().unwrap().code(), Some(1));
+    // At this limit it waits for longer between two reads.
+    assert!(told.elapsed() < Duration::from_secs(10), "{:?}", told.elapsed());
     assert_eq!(files(&images, "full"), Vec::<String>::new());
 }
 

@@ -1,36 +1,78 @@
 //! Work by several threads, with results in the order of the jobs, and a bound on what is under way.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use parking_lot::Mutex;
 
 use crate::error::Result;
 
 /// Jobs under way or done and not taken, for each thread.
 const AHEAD: usize = 2;
+/// How long a wait lasts before someone is asked whether to go on.
+const TICK: Duration = Duration::from_millis(50);
 
-/// How many threads to use when `asked` (0 for no wish): enough to keep a cold disk busy, and all processors.
-pub(super) fn threads(asked: usize) -> usize {
-    match asked {
-        0 => std::thread::available_parallelism().map_or(4, usize::from).clamp(4, 16),
-        asked => asked.min(64),
+/// Who works, and how fast.
+#[derive(Debug)]
+pub(super) struct Crew {
+    threads: usize,
+    pace: Mutex<Pace>,
+    stopped: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Pace {
+    started: Instant,
+    bytes: u64,
+    per_second: Option<u64>,
+}
+
+impl Crew {
+    /// `threads` threads, or for 0 enough to keep a cold disk busy, and all processors; together no faster than
+    /// `per_second` bytes a second.
+    pub(super) fn new(threads: usize, per_second: Option<u64>) -> Self {
+        let threads = match threads {
+            0 => std::thread::available_parallelism().map_or(4, usize::from).clamp(4, 16),
+            asked => asked.min(64),
+        };
+        let per_second = per_second.filter(|rate| *rate > 0);
+        let pace = Mutex::new(Pace { started: Instant::now(), bytes: 0, per_second });
+        Self { threads, pace, stopped: AtomicBool::new(false) }
+    }
+
+    /// Waits until `bytes` more may be read, or nobody wants them any more.
+    pub(super) fn wait(&self, bytes: u64) {
+        let due = {
+            let mut pace = self.pace.lock();
+            let Some(rate) = pace.per_second else { return };
+            let due = pace.started + Duration::from_secs_f64(pace.bytes as f64 / rate as f64);
+            pace.bytes += bytes;
+            due
+        };
+        while !self.stopped.load(Ordering::Relaxed)
+            && let Some(left) = due.checked_duration_since(Instant::now())
+        {
+            std::thread::sleep(left.min(TICK));
+        }
     }
 }
 
-/// Runs `work` on each job by `threads` threads, and `take` on each result, in the order of the jobs, on this one.
+/// Runs `work` on each job by the crew, and `take` on each result, in the order of the jobs, on this thread; `take` gets
+/// nothing, and may end it all, when a result is long in coming.
 ///
 /// # Errors
 /// The first error of either; jobs under way are finished first.
 pub(super) fn in_order<J: Send, R: Send>(
-    threads: usize,
-    mut jobs: impl Iterator<Item = Result<J>>,
+    crew: &Crew,
+    mut jobs: impl Iterator<Item = J>,
     work: impl Fn(J) -> Result<R> + Sync,
-    mut take: impl FnMut(R) -> Result<()>,
+    mut take: impl FnMut(Option<R>) -> Result<()>,
 ) -> Result<()> {
-    let (send, receive) = bounded::<(J, Sender<Result<R>>)>(threads * AHEAD);
+    let (send, receive) = bounded::<(J, Sender<Result<R>>)>(crew.threads * AHEAD);
     std::thread::scope(|scope| {
-        for _ in 0..threads {
+        for _ in 0..crew.threads {
             let (receive, work) = (receive.clone(), &work);
             scope.spawn(move || {
                 for (job, reply) in receive {
@@ -40,40 +82,36 @@ pub(super) fn in_order<J: Send, R: Send>(
             });
         }
         drop(receive);
+        // Dropped at the end of this closure, which ends the threads.
         let send = send;
         let mut waiting: VecDeque<Receiver<Result<R>>> = VecDeque::new();
-        loop {
-            while waiting.len() < threads * AHEAD {
-                let Some(job) = jobs.next().transpose()? else { break };
-                let (reply, result) = bounded(1);
-                send.send((job, reply)).expect("the threads live as long as this sender");
-                waiting.push_back(result);
+        let mut run = || -> Result<()> {
+            loop {
+                while waiting.len() < crew.threads * AHEAD {
+                    let Some(job) = jobs.next() else { break };
+                    let (reply, result) = bounded(1);
+                    send.send((job, reply)).expect("the threads live as long as this sender");
+                    waiting.push_back(result);
+                }
+                let Some(result) = waiting.pop_front() else { return Ok(()) };
+                let result = receive_one(&result, || take(None))?;
+                take(Some(result))?;
             }
-            let Some(result) = waiting.pop_front() else { return Ok(()) };
-            take(result.recv().expect("every job is answered")?)?;
-        }
+        };
+        let done = run();
+        crew.stopped.store(done.is_err(), Ordering::Relaxed);
+        done
     })
 }
 
-/// Holds a job to a rate.
-#[derive(Debug)]
-pub(super) struct Pace {
-    started: Instant,
-    bytes: u64,
-    per_second: Option<u64>,
-}
-
-impl Pace {
-    pub(super) fn new(per_second: Option<u64>) -> Self {
-        Self { started: Instant::now(), bytes: 0, per_second }
-    }
-
-    /// Waits until `bytes` more may be read.
-    pub(super) fn wait(&mut self, bytes: u64) {
-        let Some(rate) = self.per_second.filter(|rate| *rate > 0) else { return };
-        let due = Duration::from_secs_f64(self.bytes as f64 / rate as f64);
-        std::thread::sleep(due.saturating_sub(self.started.elapsed()));
-        self.bytes += bytes;
+/// Waits for a result, asking now and then whether to go on.
+fn receive_one<R>(result: &Receiver<Result<R>>, mut idle: impl FnMut() -> Result<()>) -> Result<R> {
+    loop {
+        match result.recv_timeout(TICK) {
+            Ok(result) => return result,
+            Err(RecvTimeoutError::Timeout) => idle()?,
+            Err(RecvTimeoutError::Disconnected) => unreachable!("every job is answered"),
+        }
     }
 }
 
@@ -89,9 +127,8 @@ mod tests {
             std::thread::sleep(Duration::from_micros(job * 7919 % 500));
             Ok(job * 2)
         };
-        let jobs = (0..200).map(Ok);
-        in_order(3, jobs, work, |result| {
-            taken.push(result);
+        in_order(&Crew::new(3, None), 0..200, work, |result| {
+            taken.extend(result);
             Ok(())
         })
         .unwrap();
@@ -99,20 +136,38 @@ mod tests {
     }
 
     #[test]
-    fn an_error_anywhere_ends_it() {
+    fn an_error_on_either_side_ends_it() {
+        let crew = Crew::new(2, None);
         let fail = |at: u64| move |job: u64| if job == at { Err(ErrorKind::Closed.into()) } else { Ok(job) };
-        assert!(in_order(2, (0..50).map(Ok), fail(20), |_| Ok(())).is_err());
-        assert!(in_order(2, (0..50).map(Ok), Ok, |job| fail(20)(job).map(drop)).is_err());
-        assert!(in_order(2, (0..50).map(fail(20)), Ok, |_: u64| Ok(())).is_err());
-        assert!(in_order(2, (0..50).map(Ok), fail(99), |_| Ok(())).is_ok());
+        assert!(in_order(&crew, 0..50, fail(20), |_| Ok(())).is_err());
+        assert!(in_order(&crew, 0..50, Ok, |job| job.map_or(Ok(()), |job| fail(20)(job).map(drop))).is_err());
+        assert!(in_order(&crew, 0..50, fail(99), |_| Ok(())).is_ok());
     }
 
     #[test]
-    fn a_rate_is_kept() {
-        let mut pace = Pace::new(Some(100_000));
-        for _ in 0..5 {
-            pace.wait(1000);
-        }
-        assert!(pace.started.elapsed() >= Duration::from_millis(40));
+    fn a_rate_is_kept_by_all_threads_together() {
+        let crew = Crew::new(4, Some(100_000));
+        let started = Instant::now();
+        let work = |_| {
+            crew.wait(1000);
+            Ok(())
+        };
+        in_order(&crew, 0..6, work, |_| Ok(())).unwrap();
+        assert!(started.elapsed() >= Duration::from_millis(50), "{:?}", started.elapsed());
+    }
+
+    #[test]
+    fn a_slow_job_can_be_stopped_at_once() {
+        let crew = Crew::new(2, Some(1));
+        let started = Instant::now();
+        let work = |_| {
+            crew.wait(1000);
+            Ok(())
+        };
+        let stopped = in_order(&crew, 0..6, work, |result: Option<()>| match result {
+            Some(()) => Ok(()),
+            None => Err(ErrorKind::Closed.into()),
+        });
+        assert!(stopped.is_err() && started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
     }
 }

@@ -16,7 +16,7 @@ use super::fault::BackupFault;
 use super::head::Shape;
 use super::manifest::{Manifest, manifest_path};
 use super::packed::{PackedFile, PackedRegion};
-use super::pipeline::{Pace, in_order, threads};
+use super::pipeline::{Crew, in_order};
 use super::plan::Planned;
 use super::region::{REGION_BYTES, Region, is_zero};
 use super::verify::check_file;
@@ -108,17 +108,19 @@ fn write_disk(
 ) -> Result<u64> {
     let (_replaced, temporary) = reserve(target, options.replace)?;
     let mut file = PackedFile::new(&temporary.file, shape);
-    let mut pace = Pace::new(options.bytes_per_second);
+    let crew = Crew::new(options.threads, options.bytes_per_second);
     let (mut stored, mut laid, all) = (0, 0, starts.len() as u64);
-    let jobs = starts.iter().map(|&start| {
-        pace.wait(REGION_BYTES);
-        Ok(GuestOffset::new(start))
-    });
-    let lay = |start| Ok(PackedRegion::new(lay_over(layers, start, shape.size, shape.bits)?, shape));
-    in_order(threads(options.threads), jobs, lay, |region| {
-        file.put(&region)?;
-        stored += region.data_bytes();
-        laid += 1;
+    let jobs = starts.iter().copied().map(GuestOffset::new);
+    let lay = |start| {
+        crew.wait(REGION_BYTES);
+        Ok(PackedRegion::new(lay_over(layers, start, shape.size, shape.bits)?, shape))
+    };
+    in_order(&crew, jobs, lay, |region| {
+        if let Some(region) = region {
+            file.put(&region)?;
+            stored += region.data_bytes();
+            laid += 1;
+        }
         // The first half was reading the files as a whole.
         if watch(all + laid, all * 2) { Ok(()) } else { Err(BackupFault::Stopped.into()) }
     })?;

@@ -10,7 +10,7 @@ use super::fault::BackupFault;
 use super::head::{Shape, cluster_bits};
 use super::manifest::{FileSum, Link, Manifest, RegionSum, State, manifest_path};
 use super::packed::{PackedFile, PackedRegion};
-use super::pipeline::{Pace, in_order, threads};
+use super::pipeline::{Crew, in_order};
 use super::plain::write_tables;
 use super::plan::{Plan, Planned};
 use super::region::{REGION_BYTES, Region};
@@ -222,17 +222,19 @@ impl Job<'_> {
         mut put: impl FnMut(R) -> Result<(u64, Option<RegionSum>)>,
     ) -> Result<()> {
         let (plan, cluster) = (self.plan, self.plan.bits().size());
-        let mut pace = Pace::new(self.options.bytes_per_second);
-        let jobs = plan.regions().map(move |clusters| {
+        let crew = Crew::new(self.options.threads, self.options.bytes_per_second);
+        let read = |clusters: Vec<Planned>| {
             let data = clusters.iter().filter(|cluster| cluster.kind == DiffKind::Data).count();
-            pace.wait(data as u64 * cluster);
-            Ok(clusters)
-        });
+            crew.wait(data as u64 * cluster);
+            read(clusters)
+        };
         let total = plan.data_clusters() * cluster;
-        in_order(threads(self.options.threads), jobs, read, |region| {
-            let (bytes, sum) = put(region)?;
-            self.done += bytes;
-            self.regions.extend(sum);
+        in_order(&crew, plan.regions(), read, |region| {
+            if let Some(region) = region {
+                let (bytes, sum) = put(region)?;
+                self.done += bytes;
+                self.regions.extend(sum);
+            }
             if (self.watch)(self.done.min(total), total) { Ok(()) } else { Err(BackupFault::Stopped.into()) }
         })
     }

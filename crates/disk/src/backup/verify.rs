@@ -10,7 +10,7 @@ use vmstrata_types::GuestOffset;
 use super::content::Content;
 use super::fault::BackupFault;
 use super::manifest::{Manifest, manifest_path};
-use super::pipeline::{in_order, threads};
+use super::pipeline::{Crew, in_order};
 use super::region::REGION_BYTES;
 use super::target::sum_of;
 use super::{BackupReport, Watch};
@@ -33,14 +33,16 @@ pub fn verify(path: &Path, resources: &Arc<Resources>, watch: Watch<'_>) -> Resu
     let content = Content::open(path, manifest, resources)?;
     let mut stored_bytes = 0;
     let mut done = file_bytes;
-    let regions = content.regions().into_iter().map(|start| Ok(GuestOffset::new(start)));
+    let regions = content.regions().into_iter().map(GuestOffset::new);
     in_order(
-        threads(0),
+        &Crew::new(0, None),
         regions,
         |start| content.region(start),
         |region| {
-            stored_bytes += region.data.len() as u64;
-            done += REGION_BYTES;
+            if let Some(region) = region {
+                stored_bytes += region.data.len() as u64;
+                done += REGION_BYTES;
+            }
             if watch(done, total) { Ok(()) } else { Err(BackupFault::Stopped.into()) }
         },
     )?;
