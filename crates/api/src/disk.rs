@@ -94,6 +94,9 @@ pub struct DiskDetail {
     pub chain: Vec<LayerStatus>,
     /// The doors that lead to it.
     pub doors: Vec<crate::DoorStatus>,
+    /// What was done to it; absent unless it is served.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stats: Option<crate::DiskStats>,
 }
 
 /// A layer of a chain.

@@ -24,6 +24,7 @@ mod event;
 mod job;
 mod problem;
 mod segment;
+mod stats;
 mod status;
 
 pub use disk::{CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, Format, LayerStatus};
@@ -32,6 +33,7 @@ pub use event::Event;
 pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use segment::encode_segment;
+pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedStats, StatsList};
 pub use status::{ResourceStatus, ServerStatus};
 
 /// Where a server listens unless told otherwise, below its runtime directory.

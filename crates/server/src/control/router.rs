@@ -34,6 +34,7 @@ struct Document;
 fn routes() -> OpenApiRouter<Arc<Host>> {
     OpenApiRouter::with_openapi(Document::openapi())
         .routes(routes!(status::status))
+        .routes(routes!(status::stats))
         .routes(routes!(status::document))
         .routes(routes!(metrics::metrics))
         .routes(routes!(events::events))

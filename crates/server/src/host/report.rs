@@ -4,6 +4,7 @@ use vmstrata_api as api;
 use vmstrata_disk::{Disk, Format, LayerInfo};
 use vmstrata_export::nbd::TlsMode;
 
+use super::stats::translate;
 use super::{Entry, Host, Phase};
 use crate::error::Error;
 
@@ -20,7 +21,7 @@ impl Host {
         }
     }
 
-    fn resource_status(&self) -> api::ResourceStatus {
+    pub(super) fn resource_status(&self) -> api::ResourceStatus {
         let used = self.resources.usage();
         api::ResourceStatus {
             metadata_cache_bytes: used.metadata_cache_bytes,
@@ -54,38 +55,49 @@ impl Host {
             Phase::Serving(disk) => disk.layers().iter().map(layer_status).collect(),
             _ => Vec::new(),
         };
+        let stats = match &entry.phase {
+            Phase::Serving(disk) => Some(translate(&disk.stats())),
+            _ => None,
+        };
         let leads_here = |door: &api::DoorStatus| match &door.door {
             api::DoorSpec::VhostUser(spec) => spec.disk == name,
             api::DoorSpec::Nbd(_) => true,
         };
         let doors = self.doors().into_iter().filter(leads_here).collect();
-        Ok(api::DiskDetail { disk: disk_status(entry), chain, doors })
+        Ok(api::DiskDetail { disk: disk_status(entry), chain, doors, stats })
     }
 
     /// The table as it is now: what takes longer than copying it is done without its lock.
-    fn entries(&self) -> Vec<Entry> {
+    pub(super) fn entries(&self) -> Vec<Entry> {
         self.table.lock().disks.clone()
     }
 }
 
+pub(super) fn state(phase: &Phase) -> api::DiskState {
+    match phase {
+        Phase::Opening => api::DiskState::Opening,
+        Phase::Serving(_) => api::DiskState::Serving,
+        Phase::Closing => api::DiskState::Closing,
+    }
+}
+
 fn disk_status(entry: &Entry) -> api::DiskStatus {
-    let (state, disk) = match &entry.phase {
-        Phase::Opening => (api::DiskState::Opening, None),
-        Phase::Serving(disk) => (api::DiskState::Serving, Some(disk)),
-        Phase::Closing => (api::DiskState::Closing, None),
+    let disk = match &entry.phase {
+        Phase::Serving(disk) => Some(disk),
+        _ => None,
     };
     api::DiskStatus {
         name: entry.spec.name.clone(),
         path: entry.spec.path.display().to_string(),
-        state,
+        state: state(&entry.phase),
         read_only: entry.spec.read_only,
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),
     }
 }
 
-fn layers(disk: &Disk) -> u64 {
-    disk.layers().len() as u64
+pub(super) fn layers(disk: &Disk) -> u64 {
+    disk.layer_count() as u64
 }
 
 fn layer_status(layer: &LayerInfo) -> api::LayerStatus {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use vmstrata_api::ServerStatus;
+use vmstrata_api::{ServerStatus, StatsList};
 
 use super::apart;
 use crate::control::problem::Failure;
@@ -14,6 +14,12 @@ use crate::host::Host;
 #[utoipa::path(get, path = "/v1/status", tag = "server", responses((status = OK, description = "All of it", body = ServerStatus)))]
 pub(in crate::control) async fn status(State(host): State<Arc<Host>>) -> Result<Json<ServerStatus>, Failure> {
     apart(host, |host| Ok(host.status())).await.map(Json)
+}
+
+/// What was done to every disk
+#[utoipa::path(get, path = "/v1/stats", tag = "server", operation_id = "stats", responses((status = OK, description = "Numbers that only grow", body = StatsList)))]
+pub(in crate::control) async fn stats(State(host): State<Arc<Host>>) -> Result<Json<StatsList>, Failure> {
+    apart(host, |host| Ok(host.stats())).await.map(Json)
 }
 
 /// This document
