@@ -27,7 +27,7 @@ use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
 use crate::turnstile::Turnstile;
 
-pub use snapshot::Taken;
+pub use snapshot::{Taken, snapshot_together};
 
 /// See the module documentation.
 #[derive(Debug)]

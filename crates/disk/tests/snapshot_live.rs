@@ -13,7 +13,7 @@ use common::stock::{assert_clean, content, path_str, qemu_img};
 use common::{for_seeds, open, open_read_only, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::{SnapshotInfo, list};
-use vmstrata_disk::{Disk, Op, OpenOptions, ResourceOptions, Resources};
+use vmstrata_disk::{Disk, Op, OpenOptions, ResourceOptions, Resources, snapshot_together};
 
 const SIZE: u64 = 8 << 20;
 
@@ -189,6 +189,46 @@ fn writers_are_cut_between_two_of_their_writes() {
         assert_clean(&layer);
     }
     assert_clean(&path);
+}
+
+/// Each number is written to one disk, and to the other when that has completed.
+#[test]
+fn disks_of_a_group_are_cut_at_one_instant() {
+    let dir = scratch();
+    let disks = ["one", "other"].map(|name| {
+        let dir = dir.path().join(name);
+        std::fs::create_dir(&dir).unwrap();
+        open(&disk_in(&dir, "qcow2", &[]))
+    });
+    let stop = AtomicBool::new(false);
+    let mut layers = Vec::new();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut number = 1u64;
+            while !stop.load(Ordering::Relaxed) {
+                for disk in &disks {
+                    write(disk, number % 5 * 65536, &number.to_le_bytes().repeat(64)).unwrap();
+                    write(disk, 1 << 20, &number.to_le_bytes().repeat(64)).unwrap();
+                }
+                number += 1;
+            }
+        });
+        for step in 0..25 {
+            let order = if step % 2 == 0 { [&*disks[0], &*disks[1]] } else { [&*disks[1], &*disks[0]] };
+            let taken = snapshot_together(&order, &named(step)).unwrap();
+            let first = step % 2;
+            layers.push([taken[first].layer.clone(), taken[1 - first].layer.clone()]);
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    for pair in layers {
+        let [one, other] = pair.each_ref().map(|layer| {
+            let bytes = read(&open_read_only(layer), 1 << 20, 8).unwrap();
+            u64::from_le_bytes(bytes.try_into().unwrap())
+        });
+        assert!(one == other || one == other + 1, "{one} and {other}");
+    }
 }
 
 fn put(disk: &Arc<Disk>, client: Option<&mut Client>, at: u64, bytes: &[u8]) {

@@ -9,7 +9,7 @@
 //! asked for its entries ([`crate::map::FrozenMap::over`]) until they are in its file. A flush of the guest meanwhile
 //! brings both to stable storage, the older one first.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -29,44 +29,92 @@ use crate::opener::Role;
 
 /// The new files of a snapshot.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct NewNames<'a> {
+pub(super) struct NewNames<'a> {
     /// The overlay, under whatever name it has before it is published.
-    pub(crate) overlay: &'a Path,
+    pub(super) overlay: &'a Path,
     /// What the file that is active now will be called.
-    pub(crate) frozen: &'a Path,
+    pub(super) frozen: &'a Path,
+}
+
+/// A change of a disk's active layer that is ready to be made.
+#[derive(Debug)]
+pub(super) struct Switch<'disk> {
+    disk: &'disk Disk,
+    frozen: PathBuf,
+    before: Arc<Layers>,
+    after: Option<Layers>,
+}
+
+/// A change that was made: what was active is on its way to stable storage.
+#[derive(Debug)]
+pub(super) struct Unsettled<'disk> {
+    disk: &'disk Disk,
+    frozen: PathBuf,
+    before: Arc<Layers>,
+    after: Arc<Layers>,
+}
+
+impl<'disk> Switch<'disk> {
+    /// Makes ready for an empty overlay to become the active layer of `disk`, and what is active now a frozen one. The
+    /// caller holds the disk's `changing`.
+    ///
+    /// # Errors
+    /// A read-only or closed disk, or an overlay that cannot be opened or is of another size: nothing has changed.
+    pub(super) fn prepare(disk: &'disk Disk, names: NewNames<'_>) -> Result<Self> {
+        if disk.closed.load(Ordering::Acquire) {
+            return Err(Error::from(ErrorKind::Closed).in_file(&disk.path));
+        }
+        disk.check_writable()?;
+        let before = arc_swap::Guard::into_inner(disk.layers_now());
+        let after = Some(disk.layers_over(&before, names)?);
+        Ok(Self { disk, frozen: names.frozen.to_owned(), before, after })
+    }
+
+    /// The disk whose layers change.
+    pub(super) fn disk(&self) -> &'disk Disk {
+        self.disk
+    }
+
+    /// Makes the changes at one instant: writers of all these disks are held meanwhile. The overlays have the disks' names,
+    /// durably. Returns for how long writers were held.
+    pub(super) fn make(mut switches: Vec<Self>) -> (Vec<Unsettled<'disk>>, Duration) {
+        let disks: Vec<&Disk> = switches.iter().map(|switch| switch.disk).collect();
+        let began = Instant::now();
+        let made = with_all_closed(&disks, &mut || {
+            let put = |switch: &mut Self| {
+                switch.disk.put_layers(switch.after.take().expect("a change is made once"))
+            };
+            switches.iter_mut().map(put).collect::<Vec<_>>()
+        });
+        let pause = began.elapsed();
+        let unsettled = switches.into_iter().zip(made).map(|(switch, after)| {
+            let Self { disk, frozen, before, .. } = switch;
+            Unsettled { disk, frozen, before, after }
+        });
+        (unsettled.collect(), pause)
+    }
+}
+
+fn with_all_closed<T>(disks: &[&Disk], change: &mut dyn FnMut() -> T) -> T {
+    match disks {
+        [] => change(),
+        [disk, others @ ..] => disk.writers.closed(|| with_all_closed(others, change)),
+    }
+}
+
+impl Unsettled<'_> {
+    /// Brings what was active to stable storage and ends the session on it; the disk then stands on a plain file.
+    ///
+    /// # Errors
+    /// A host that cannot flush or write: the disk takes no more writes.
+    pub(super) fn settle(self) -> Result<()> {
+        self.disk.settle(&self.before, &self.after, &self.frozen)
+    }
 }
 
 impl Disk {
-    /// Makes an empty overlay the active layer, and what is active now a frozen one, while the disk is in use. Returns for
-    /// how long writers were held.
-    ///
-    /// The caller holds `changing`. `publish` gives the overlay the disk's name, durably; it is called when nothing but a failing host can go wrong any
-    /// more, and before the first write to the overlay. Everything that completed before the call is in the frozen layer.
-    ///
-    /// # Errors
-    /// A read-only or closed disk, an overlay that cannot be opened or is of another size, the error of `publish`: nothing
-    /// has changed. Or a host that cannot flush or write what was active: the disk takes no more writes.
-    pub(crate) fn switch_to(
-        &self,
-        names: NewNames<'_>,
-        publish: impl FnOnce() -> Result<()>,
-    ) -> Result<Duration> {
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::from(ErrorKind::Closed).in_file(&self.path));
-        }
-        self.check_writable()?;
-        let before = arc_swap::Guard::into_inner(self.layers_now());
-        let after = self.prepare(&before, names)?;
-        publish()?;
-        let began = Instant::now();
-        let unsettled = self.writers.closed(|| self.put_layers(after));
-        let pause = began.elapsed();
-        self.settle(&before, &unsettled, names.frozen)?;
-        Ok(pause)
-    }
-
     /// The layers after the change, ready for use.
-    fn prepare(&self, before: &Arc<Layers>, names: NewNames<'_>) -> Result<Layers> {
+    fn layers_over(&self, before: &Arc<Layers>, names: NewNames<'_>) -> Result<Layers> {
         let depth = before.frozen.as_ref().map_or(0, |map| map.layers().len()) + 1;
         if depth >= MAX_LAYERS {
             return Err(Error::from(ErrorKind::TooLong).in_file(&self.path));
@@ -88,7 +136,6 @@ impl Disk {
         Ok(after)
     }
 
-    /// Brings what was active to stable storage and ends the session on it; the disk then stands on a plain file.
     fn settle(&self, before: &Layers, unsettled: &Layers, path: &Path) -> Result<()> {
         let finish = || -> Result<(FileIdentity, Option<Tables>)> {
             before.commit()?;
