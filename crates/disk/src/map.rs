@@ -219,7 +219,7 @@ impl FrozenMap {
                 (0, Source::Data(LayerIndex::BASE, HostOffset::new(at.get())))
             }
             Mapping::Hole => return Some(Run { source: Source::Hole, len }),
-            Mapping::Zero(layer) => return Some(Run { source: Source::Zero(layer), len }),
+            Mapping::Zero(layer) => (layer.index(), Source::Zero(layer)),
             Mapping::Damaged(layer) => (layer.index(), Source::Damaged(layer)),
             Mapping::Data(layer, host) => (layer.index(), Source::Data(layer, host + within)),
             Mapping::Compressed(layer) => (layer.index(), Source::Compressed(layer)),
