@@ -44,17 +44,7 @@ pub fn backup(
     if to_stream && options.compression.is_some() {
         return Err(BackupFault::CompressedStream.into());
     }
-    let open = OpenOptions {
-        read_only: true,
-        allow_backing: options.allow_backing.clone(),
-        format: options.format,
-        ..OpenOptions::default()
-    };
-    let disk = Disk::open(state, &open, resources)?;
-    let plan = match &options.since {
-        None => plan_all(&disk)?,
-        Some(since) => plan_changes(since, state, &disk, options, resources)?,
-    };
+    let (disk, plan) = open(state, options, resources)?;
     let shape = Shape {
         bits: plan.bits(),
         size: plan.size(),
@@ -74,6 +64,22 @@ pub fn backup(
         }
     };
     Ok(BackupReport { manifest, stored_bytes: job.done, took: started.elapsed() })
+}
+
+/// The disk in that state, and what of it to store.
+fn open(state: &Path, options: &BackupOptions, resources: &Arc<Resources>) -> Result<(Arc<Disk>, Plan)> {
+    let open = OpenOptions {
+        read_only: true,
+        allow_backing: options.allow_backing.clone(),
+        format: options.format,
+        ..OpenOptions::default()
+    };
+    let disk = Disk::open(state, &open, resources)?;
+    let plan = match &options.since {
+        None => plan_all(&disk)?,
+        Some(since) => plan_changes(since, state, &disk, options, resources)?,
+    };
+    Ok((disk, plan))
 }
 
 /// What an incremental backup builds upon.
