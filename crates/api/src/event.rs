@@ -30,6 +30,13 @@ pub enum Event {
         /// Its number.
         id: u64,
     },
+    /// A snapshot of a disk was taken.
+    SnapshotTaken {
+        /// The disk.
+        disk: String,
+        /// What the snapshot is called.
+        snapshot: String,
+    },
     /// A job began, ended, or is at another step; not every step is told.
     Job {
         /// The job as it is now.
@@ -50,6 +57,7 @@ impl Event {
             Self::DiskRemoved { .. } => "disk_removed",
             Self::DoorAdded { .. } => "door_added",
             Self::DoorRemoved { .. } => "door_removed",
+            Self::SnapshotTaken { .. } => "snapshot_taken",
             Self::Job { .. } => "job",
             Self::Missed { .. } => "missed",
         }

@@ -24,6 +24,7 @@ mod event;
 mod job;
 mod problem;
 mod segment;
+mod snapshot;
 mod stats;
 mod status;
 
@@ -33,6 +34,7 @@ pub use event::Event;
 pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use segment::encode_segment;
+pub use snapshot::{SnapshotLayer, SnapshotSpec, SnapshotTaken};
 pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedStats, StatsList};
 pub use status::{ResourceStatus, ServerStatus};
 

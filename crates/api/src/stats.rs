@@ -50,6 +50,8 @@ pub struct KindStats {
 /// A histogram of times.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Latency {
+    /// Nanoseconds of all that was timed together.
+    pub sum_ns: u64,
     /// The buckets, shortest first, each with what took less than its bound and not less than the one before; empty
     /// ones are left out.
     pub buckets: Vec<LatencyBucket>,
@@ -145,7 +147,8 @@ impl Latency {
             count: bucket.count.saturating_sub(before(bucket.below_ns).map_or(0, |before| before.count)),
             ..*bucket
         });
-        Self { buckets: left.filter(|bucket| bucket.count > 0).collect() }
+        let sum_ns = self.sum_ns.saturating_sub(earlier.sum_ns);
+        Self { sum_ns, buckets: left.filter(|bucket| bucket.count > 0).collect() }
     }
 
     /// The time that a share of the requests (0 to 1) did not pass, as the bound of its bucket: up to twice what it
@@ -168,7 +171,7 @@ mod tests {
 
     fn latency(buckets: &[(u64, u64)]) -> Latency {
         let bucket = |&(below, count)| LatencyBucket { below_ns: (below > 0).then_some(below), count };
-        Latency { buckets: buckets.iter().map(bucket).collect() }
+        Latency { sum_ns: 0, buckets: buckets.iter().map(bucket).collect() }
     }
 
     #[test]

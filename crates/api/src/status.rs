@@ -30,6 +30,8 @@ pub struct ResourceStatus {
     pub metadata_cache_bytes: u64,
     /// The most there may be.
     pub metadata_cache_max_bytes: u64,
+    /// Pages put into memory so far: each was missed by a request, or read when its disk was opened.
+    pub metadata_cache_fills: u64,
     /// Files of frozen layers open now.
     pub open_files: u64,
     /// The most there may be.

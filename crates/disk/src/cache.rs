@@ -77,6 +77,8 @@ pub(crate) struct PageCache {
     /// Clock hand of each set; the lock orders fills and updates of the set.
     hands: Box<[Mutex<u8>]>,
     frames_used: AtomicU32,
+    /// Pages put in: each was missed by someone, or read ahead.
+    fills: AtomicU64,
 }
 
 impl std::fmt::Debug for PageCache {
@@ -99,12 +101,18 @@ impl PageCache {
             words: bytemuck::zeroed_slice_box(ways * PAGE_WORDS),
             hands: (0..sets).map(|_| Mutex::new(0)).collect(),
             frames_used: AtomicU32::new(0),
+            fills: AtomicU64::new(0),
         }
     }
 
     /// Pages that fit.
     pub(crate) fn capacity_pages(&self) -> u64 {
         self.tags.len() as u64
+    }
+
+    /// Pages put in so far.
+    pub(crate) fn fills(&self) -> u64 {
+        self.fills.load(Ordering::Relaxed)
     }
 
     /// Pages that have memory.
@@ -155,6 +163,7 @@ impl PageCache {
     /// When `words` is not a page.
     pub(crate) fn fill(&self, key: PageKey, words: &[u64]) {
         assert_eq!(words.len(), PAGE_WORDS, "a page has {PAGE_WORDS} words");
+        self.fills.fetch_add(1, Ordering::Relaxed);
         let ways = self.ways(key);
         let mut hand = self.hands[ways.start / WAYS].lock();
         let way = ways
@@ -225,90 +234,4 @@ impl PageCache {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use std::collections::HashMap;
-    use std::sync::Arc;
-
-    fn page(seed: u64) -> Vec<u64> {
-        (0..PAGE_WORDS as u64).map(|slot| seed << 16 | slot).collect()
-    }
-
-    #[test]
-    fn a_page_is_found_word_by_word_until_forgotten() {
-        let cache = PageCache::new(1 << 20);
-        let key = PageKey::new(1, 42);
-        assert_eq!(cache.get(key, 0), None);
-        cache.fill(key, &page(7));
-        assert_eq!(cache.get(key, 511), Some(7 << 16 | 511));
-        cache.update(key, 5, 99);
-        assert_eq!(cache.get(key, 5), Some(99));
-        cache.forget(1);
-        assert_eq!(cache.get(key, 5), None);
-    }
-
-    #[test]
-    fn the_budget_holds_however_many_pages_are_put_in() {
-        let cache = PageCache::new(1 << 20);
-        for number in 0..10_000 {
-            cache.fill(PageKey::new(1, number), &page(number));
-        }
-        assert!(cache.pages_used() * FRAME_COST <= 1 << 20);
-        assert!(cache.capacity_pages() * FRAME_COST > 1 << 19);
-    }
-
-    proptest! {
-        /// Whatever is found is what was put in last; what is not found was evicted, never wrong.
-        #[test]
-        fn never_a_wrong_word(operations in prop::collection::vec((1u32..4, 0u64..200, 0usize..512, any::<u64>(), any::<bool>()), 1..400)) {
-            let cache = PageCache::new(200 << 10);
-            let mut model: HashMap<(u32, u64), Vec<u64>> = HashMap::new();
-            for (owner, number, slot, word, is_fill) in operations {
-                let key = PageKey::new(owner, number);
-                if is_fill {
-                    let words: Vec<u64> = (0..PAGE_WORDS as u64).map(|at| word.wrapping_add(at)).collect();
-                    cache.fill(key, &words);
-                    model.insert((owner, number), words);
-                } else if let Some(words) = model.get_mut(&(owner, number)) {
-                    cache.update(key, slot, word);
-                    words[slot] = word;
-                }
-                for (&(owner, number), words) in &model {
-                    if let Some(found) = cache.get(PageKey::new(owner, number), slot) {
-                        prop_assert_eq!(found, words[slot]);
-                    }
-                }
-            }
-        }
-    }
-
-    /// Readers race with fills that reuse the same few ways: a word must belong to the page it was asked of.
-    #[test]
-    fn racing_readers_never_see_another_pages_word() {
-        let cache = Arc::new(PageCache::new(0));
-        let stop = Arc::new(AtomicBool::new(false));
-        std::thread::scope(|scope| {
-            for _ in 0..2 {
-                let (cache, stop) = (cache.clone(), stop.clone());
-                scope.spawn(move || {
-                    let mut hits = 0u64;
-                    for number in (0..400).cycle() {
-                        if stop.load(Ordering::Relaxed) && hits > 0 {
-                            return;
-                        }
-                        if let Some(word) = cache.get(PageKey::new(1, number), 3) {
-                            assert_eq!(word, number << 16 | 3);
-                            hits += 1;
-                        }
-                    }
-                });
-            }
-            for round in 0..20_000u64 {
-                let number = round % 400;
-                cache.fill(PageKey::new(1, number), &page(number));
-            }
-            stop.store(true, Ordering::Relaxed);
-        });
-    }
-}
+mod tests;

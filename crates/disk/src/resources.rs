@@ -57,6 +57,8 @@ pub struct Resources {
 pub struct ResourceUse {
     /// Bytes of metadata pages in memory.
     pub metadata_cache_bytes: u64,
+    /// Pages put into memory so far: each was missed by a request, or read when its disk was opened.
+    pub metadata_cache_fills: u64,
     /// Files of frozen layers open now.
     pub open_files: usize,
 }
@@ -85,6 +87,7 @@ impl Resources {
     pub fn usage(&self) -> ResourceUse {
         ResourceUse {
             metadata_cache_bytes: self.cache().pages_used() * PAGE_BYTES as u64,
+            metadata_cache_fills: self.cache().fills(),
             open_files: self.files.open_count(),
         }
     }

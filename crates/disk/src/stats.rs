@@ -129,6 +129,8 @@ counters! {
     write_latency: [LATENCY_BUCKETS],
     /// The same of all else, not sampled.
     other_latency: [LATENCY_BUCKETS],
+    /// Nanoseconds in each of the three histograms together, in their order.
+    latency_ns: [3],
     /// Bytes that reads took from files, by how far below the active layer; see [`DEPTH_BUCKETS`]. Reads that workers
     /// carried out are not in it.
     read_depth: [DEPTH_BUCKETS],
@@ -168,12 +170,13 @@ impl Counters {
     }
 
     fn took(&self, kind: Kind, time: Duration) {
-        let histogram = match kind {
-            Kind::Read => &self.read_latency,
-            Kind::Write => &self.write_latency,
-            _ => &self.other_latency,
+        let (sum, histogram) = match kind {
+            Kind::Read => (&self.latency_ns[0], &self.read_latency),
+            Kind::Write => (&self.latency_ns[1], &self.write_latency),
+            _ => (&self.latency_ns[2], &self.other_latency),
         };
         histogram[latency_bucket(time)].add(1);
+        sum.add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
     /// A read took `len` bytes from the layer `depth` below the active one.

@@ -15,6 +15,7 @@ mod disks;
 mod doors;
 mod jobs;
 mod report;
+mod snapshots;
 mod stats;
 
 use std::path::PathBuf;

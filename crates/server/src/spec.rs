@@ -93,6 +93,12 @@ pub enum SpecError {
         /// The disk.
         disk: String,
     },
+    /// A disk that is to be snapshotted twice at one instant.
+    #[error("disk '{name}' is named twice: name each once")]
+    DiskTwice {
+        /// The disk.
+        name: String,
+    },
     /// Two disks of one name.
     #[error("two disks are named '{name}': give one of them name=...")]
     NameTaken {

@@ -6,6 +6,7 @@ use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use vmstrata_api::{PROBLEM_TYPE, Problem};
 use vmstrata_disk::ErrorKind;
+use vmstrata_disk::snapshot::SnapshotFault;
 use vmstrata_export::{nbd, vhost_user};
 use vmstrata_store::FileError;
 
@@ -128,6 +129,7 @@ fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
         | ErrorKind::MarkedCorrupt
         | ErrorKind::Changed => (422, "damaged"),
         ErrorKind::Loop { .. } | ErrorKind::TooLong | ErrorKind::TooLarge { .. } => (422, "chain"),
+        ErrorKind::Snapshot(SnapshotFault::Exists { .. }) => (409, "name-taken"),
         ErrorKind::ReadOnly => (409, "read-only"),
         ErrorKind::Latched { .. } => (500, "latched"),
         ErrorKind::Closed => (409, "busy"),

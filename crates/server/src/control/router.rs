@@ -9,7 +9,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::problem::{no_such_method, no_such_path};
-use super::routes::{disks, doors, events, jobs, metrics, status};
+use super::routes::{disks, doors, events, jobs, metrics, snapshots, status};
 use crate::host::Host;
 
 #[derive(utoipa::OpenApi)]
@@ -42,6 +42,7 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(disks::show, disks::remove))
         .routes(routes!(doors::list, doors::add))
         .routes(routes!(doors::remove))
+        .routes(routes!(snapshots::take))
         .routes(routes!(jobs::list, jobs::start))
         .routes(routes!(jobs::show, jobs::change))
 }

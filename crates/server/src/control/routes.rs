@@ -5,6 +5,7 @@ pub(super) mod doors;
 pub(super) mod events;
 pub(super) mod jobs;
 pub(super) mod metrics;
+pub(super) mod snapshots;
 pub(super) mod status;
 
 use std::sync::Arc;

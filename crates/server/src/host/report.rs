@@ -26,6 +26,7 @@ impl Host {
         api::ResourceStatus {
             metadata_cache_bytes: used.metadata_cache_bytes,
             metadata_cache_max_bytes: self.limits.metadata_cache_bytes,
+            metadata_cache_fills: used.metadata_cache_fills,
             open_files: used.open_files as u64,
             open_files_max: self.limits.max_open_files as u64,
         }

@@ -44,20 +44,20 @@ pub(super) fn translate(stats: &DiskStats) -> api::DiskStats {
         discard: kind(Kind::Discard),
         write_zeroes: kind(Kind::WriteZeroes),
         prefetch: kind(Kind::Prefetch),
-        read_latency: latency(&stats.read_latency),
-        write_latency: latency(&stats.write_latency),
-        other_latency: latency(&stats.other_latency),
+        read_latency: latency(stats.latency_ns[0], &stats.read_latency),
+        write_latency: latency(stats.latency_ns[1], &stats.write_latency),
+        other_latency: latency(stats.latency_ns[2], &stats.other_latency),
         read_depths: depths(&stats.read_depth),
         read_zero_bytes: stats.zero_bytes[0],
     }
 }
 
-fn latency(counts: &[u64]) -> api::Latency {
+fn latency(sum_ns: u64, counts: &[u64]) -> api::Latency {
     let buckets = counts.iter().enumerate().filter(|(_, count)| **count > 0).map(|(at, &count)| {
         let bound = DiskStats::latency_bound(at).map(|bound| bound.as_nanos());
         api::LatencyBucket { below_ns: bound.and_then(|bound| u64::try_from(bound).ok()), count }
     });
-    api::Latency { buckets: buckets.collect() }
+    api::Latency { sum_ns, buckets: buckets.collect() }
 }
 
 fn depths(bytes: &[u64; DEPTH_BUCKETS]) -> Vec<api::DepthStats> {
@@ -88,7 +88,7 @@ mod tests {
     fn empty_buckets_are_left_out() {
         let mut counts = [0; vmstrata_disk::stats::LATENCY_BUCKETS];
         (counts[0], counts[3], counts[24]) = (5, 6, 7);
-        let buckets = latency(&counts).buckets;
+        let buckets = latency(0, &counts).buckets;
         let found: Vec<_> = buckets.iter().map(|bucket| (bucket.below_ns, bucket.count)).collect();
         assert_eq!(found, [(Some(1024), 5), (Some(8192), 6), (None, 7)]);
     }

@@ -1,5 +1,7 @@
 //! `/v1/metrics`: the server's numbers as Prometheus and OpenMetrics read them, taken when they are asked for.
 
+mod disks;
+
 use std::fmt;
 use std::sync::Arc;
 
@@ -10,7 +12,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
-use vmstrata_api::{DiskState, DoorCounters, DoorSpec, DoorStatus, ServerStatus};
+use vmstrata_api::{DiskState, DoorCounters, DoorSpec, DoorStatus, NamedStats, ServerStatus};
 
 use super::apart;
 use crate::control::problem::Failure;
@@ -22,13 +24,13 @@ const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset
 /// The server's numbers for Prometheus
 #[utoipa::path(get, path = "/v1/metrics", tag = "server", responses((status = OK, description = "OpenMetrics text", body = String, content_type = "application/openmetrics-text")))]
 pub(in crate::control) async fn metrics(State(host): State<Arc<Host>>) -> Result<impl IntoResponse, Failure> {
-    let text = apart(host, |host| Ok(encode(host.status()))).await?;
+    let text = apart(host, |host| Ok(encode(host.status(), host.stats().disks))).await?;
     Ok(([(header::CONTENT_TYPE, OPEN_METRICS)], text))
 }
 
-fn encode(status: ServerStatus) -> String {
+fn encode(status: ServerStatus, stats: Vec<NamedStats>) -> String {
     let mut registry = Registry::with_prefix("vmstrata");
-    registry.register_collector(Box::new(Numbers(status)));
+    registry.register_collector(Box::new(Numbers(status, stats)));
     let mut text = String::new();
     text::encode(&mut text, &registry).expect("a string takes any text");
     text
@@ -36,12 +38,13 @@ fn encode(status: ServerStatus) -> String {
 
 /// One scrape's numbers.
 #[derive(Debug)]
-struct Numbers(ServerStatus);
+struct Numbers(ServerStatus, Vec<NamedStats>);
 
 impl Collector for Numbers {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         self.server(&mut encoder)?;
         self.disks(&mut encoder)?;
+        disks::encode(&self.1, &mut encoder)?;
         self.doors(&mut encoder)
     }
 }
@@ -61,7 +64,9 @@ impl Numbers {
         ] {
             encoder.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&value)?;
         }
-        Ok(())
+        let help = "Metadata pages put into memory: missed by requests, or read when disks were opened";
+        let mut fills = encoder.encode_descriptor("metadata_cache_fills", help, None, MetricType::Counter)?;
+        fills.encode_counter::<NoLabels, _, u64>(&used.metadata_cache_fills, None)
     }
 
     fn disks(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
@@ -146,14 +151,15 @@ mod tests {
             size_bytes: Some(1 << 30),
             layers: Some(300),
         };
-        let text = encode(ServerStatus {
+        let status = ServerStatus {
             version: "1.2.3".to_owned(),
             pid: 1,
             uptime_seconds: 7,
             resources: ResourceStatus::default(),
             disks: vec![disk],
             doors: Vec::new(),
-        });
+        };
+        let text = encode(status, Vec::new());
         for line in [
             r#"vmstrata_build_info{version="1.2.3"} 1"#,
             r#"vmstrata_uptime_seconds 7"#,

@@ -1,0 +1,60 @@
+//! Snapshots of served disks.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::is_default;
+
+/// A snapshot to take of one disk, or of several at one instant.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotSpec {
+    /// The disks, by what the server calls them; each once.
+    #[schema(min_items = 1)]
+    pub disks: Vec<String>,
+    /// What to call it: up to 100 of `A-Z a-z 0-9 . _ -`.
+    pub name: String,
+    /// When it is taken, in ns since 1970, as the caller's clock says.
+    pub taken_ns: u64,
+    /// Free-form labels.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub labels: BTreeMap<String, String>,
+    /// What snapshots of several disks at one instant have in common.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+}
+
+/// A snapshot that was taken.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SnapshotTaken {
+    /// What it is called.
+    pub name: String,
+    /// For how long writes were held; reads were not.
+    pub pause_us: u64,
+    /// Each disk's layer, in the order asked for.
+    pub disks: Vec<SnapshotLayer>,
+}
+
+/// The layer that holds a disk as it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SnapshotLayer {
+    /// The disk.
+    pub disk: String,
+    /// The layer's file.
+    pub layer: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_said_is_not_written() {
+        let text = r#"{"disks":["web"],"name":"mon","taken_ns":5}"#;
+        let spec: SnapshotSpec = serde_json::from_str(text).unwrap();
+        assert_eq!(serde_json::to_string(&spec).unwrap(), text);
+        serde_json::from_str::<SnapshotSpec>(r#"{"disk":"web","name":"mon","taken_ns":5}"#).unwrap_err();
+    }
+}

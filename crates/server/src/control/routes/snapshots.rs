@@ -1,0 +1,27 @@
+//! `/v1/snapshots`.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use vmstrata_api::{SnapshotSpec, SnapshotTaken};
+
+use super::apart;
+use crate::control::body::Body;
+use crate::control::problem::Failure;
+use crate::host::Host;
+
+/// Take a snapshot of one disk, or of several at one instant
+#[utoipa::path(
+    post, path = "/v1/snapshots", tag = "disks", operation_id = "take_snapshot",
+    request_body = SnapshotSpec,
+    responses((status = CREATED, description = "It is taken, and on stable storage", body = SnapshotTaken))
+)]
+pub(in crate::control) async fn take(
+    State(host): State<Arc<Host>>,
+    Body(asked): Body<SnapshotSpec>,
+) -> Result<(StatusCode, Json<SnapshotTaken>), Failure> {
+    let taken = apart(host, move |host| host.snapshot(asked)).await?;
+    Ok((StatusCode::CREATED, Json(taken)))
+}
