@@ -42,6 +42,11 @@ impl Client {
         Ok(Self { path: args.control.clone().unwrap_or_else(default), runtime })
     }
 
+    /// The socket.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// `GET path`.
     ///
     /// # Errors

@@ -73,7 +73,7 @@ impl SnapshotCommonArgs {
 #[derive(Debug, Args)]
 #[command(after_help = CREATE_HELP)]
 pub struct SnapshotCreateArgs {
-    /// The disks; each must be in use by nobody
+    /// The disks: all served by one running server, or none in use
     #[arg(value_name = "DISK", required = true)]
     pub disks: Vec<PathBuf>,
     /// What to call it: up to 100 of A-Z a-z 0-9 . _ - [default: the time in UTC]
@@ -89,6 +89,9 @@ pub struct SnapshotCreateArgs {
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
     pub runtime_dir: Option<PathBuf>,
+    /// The server that may be serving them.
+    #[command(flatten)]
+    pub server: super::ControlArgs,
     /// Common options.
     #[command(flatten)]
     pub common: SnapshotCommonArgs,
@@ -101,6 +104,7 @@ Examples:
   vmstrata snapshot create root.qcow2 data.qcow2 --name v2 --group guest7      both or neither
   vmstrata snapshot create web.qcow2 --json | jq -r '.snapshots[].layer'
 
+A disk that a server serves goes on being written meanwhile; writes are held for about a millisecond.
 What was written stays where it is, under a second name: it takes no time and no space but for an empty image.
 Exit codes: 0 taken, 1 not taken (every disk is as it was), 64 wrong usage.";
 

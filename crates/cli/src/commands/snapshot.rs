@@ -1,5 +1,6 @@
-//! `vmstrata snapshot`: takes, lists, goes back to and clones states of disks that nobody serves.
+//! `vmstrata snapshot`: takes, lists, goes back to and clones states of disks, by itself or through the server that serves them.
 
+mod live;
 mod report;
 mod time;
 
@@ -35,6 +36,9 @@ pub fn run(args: &SnapshotArgs) -> Result<ExitCode> {
 
 fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
     let info = described(args, time::now_ns());
+    if let Some(live) = live::Live::find(&args.disks, &args.server)? {
+        return live.create(&info, args.common.json);
+    }
     let runtime = args.runtime_dir.clone().unwrap_or_else(vmstrata_server::default_dir);
     let resources = Resources::new(ResourceOptions {
         // Where there is no directory there is no journal.

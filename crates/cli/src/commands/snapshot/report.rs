@@ -18,6 +18,9 @@ pub struct Taken {
     time: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     group: Option<String>,
+    /// For how long a server held writes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pause_us: Option<u64>,
     snapshots: Vec<TakenOne>,
 }
 
@@ -31,7 +34,12 @@ pub struct TakenOne {
 impl TakenOne {
     /// From the engine's answer.
     pub fn new(created: &Created) -> Self {
-        Self { disk: text(&created.disk), layer: text(&created.layer) }
+        Self::named(text(&created.disk), text(&created.layer))
+    }
+
+    /// From what a server says.
+    pub fn named(disk: String, layer: String) -> Self {
+        Self { disk, layer }
     }
 }
 
@@ -39,7 +47,12 @@ impl Taken {
     /// What was taken of `snapshots`.
     pub fn new(info: &SnapshotInfo, snapshots: Vec<TakenOne>) -> Self {
         let (name, time) = (info.name.clone(), time::rfc3339(info.taken_ns));
-        Self { name, time, group: info.group.clone(), snapshots }
+        Self { name, time, group: info.group.clone(), pause_us: None, snapshots }
+    }
+
+    /// With how long writes were held.
+    pub fn held(self, pause_us: u64) -> Self {
+        Self { pause_us: Some(pause_us), ..self }
     }
 }
 

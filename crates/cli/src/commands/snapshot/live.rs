@@ -1,0 +1,92 @@
+//! Snapshots of disks that a server serves: the server takes them.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+use vmstrata_api::{DiskList, SnapshotSpec, SnapshotTaken};
+use vmstrata_disk::snapshot::SnapshotInfo;
+
+use super::report::{Taken, TakenOne};
+use super::text;
+use crate::args::ControlArgs;
+use crate::client::Client;
+use crate::output::{print, print_json};
+
+/// Disks that a server serves, and what it calls them.
+pub struct Live {
+    client: Client,
+    disks: Vec<(PathBuf, String)>,
+}
+
+impl Live {
+    /// Asks the server whether it serves `disks`; `None` when there is no server, or it serves none of them.
+    ///
+    /// # Errors
+    /// A server that was named and does not answer, or that serves some of the disks and not the others.
+    pub fn find(disks: &[PathBuf], server: &ControlArgs) -> Result<Option<Self>> {
+        let client = Client::new(server)?;
+        if server.control.is_none() && !client.path().exists() {
+            return Ok(None);
+        }
+        let served: DiskList = match client.get("/v1/disks") {
+            Ok(served) => served,
+            // The socket of a server that is gone.
+            Err(_) if server.control.is_none() => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let name_of = |disk: &Path| {
+            let same = |served: &&vmstrata_api::DiskStatus| is_same_file(Path::new(&served.path), disk);
+            served.disks.iter().find(same).map(|served| served.name.clone())
+        };
+        let found: Vec<(PathBuf, String)> =
+            disks.iter().filter_map(|disk| Some((disk.clone(), name_of(disk)?))).collect();
+        if found.is_empty() {
+            return Ok(None);
+        }
+        if let Some(other) = disks.iter().find(|disk| found.iter().all(|(known, _)| known != *disk)) {
+            bail!(
+                "{}: is not served by {}, which serves {}: one snapshot is of disks of one server, or of files that nobody has open",
+                other.display(),
+                client.path().display(),
+                found[0].0.display()
+            );
+        }
+        Ok(Some(Self { client, disks: found }))
+    }
+
+    /// Has the server take the snapshot.
+    ///
+    /// # Errors
+    /// What the server says.
+    pub fn create(&self, info: &SnapshotInfo, json: bool) -> Result<()> {
+        let spec = SnapshotSpec {
+            disks: self.disks.iter().map(|(_, name)| name.clone()).collect(),
+            name: info.name.clone(),
+            taken_ns: info.taken_ns,
+            labels: info.labels.iter().cloned().collect(),
+            group: info.group.clone(),
+        };
+        let taken: SnapshotTaken = self.client.post("/v1/snapshots", &spec)?;
+        let layers = self.disks.iter().zip(&taken.disks);
+        if json {
+            let one = |((disk, _), layer): (&(PathBuf, String), &vmstrata_api::SnapshotLayer)| {
+                TakenOne::named(text(disk), layer.layer.clone())
+            };
+            let snapshots = layers.map(one).collect();
+            return Ok(print_json(&Taken::new(info, snapshots).held(taken.pause_us))?);
+        }
+        let line = |((disk, _), layer): (&(PathBuf, String), &vmstrata_api::SnapshotLayer)| {
+            let (disk, layer) = (disk.display(), &layer.layer);
+            let held_ms = taken.pause_us as f64 / 1000.0;
+            format!("{disk}: snapshot {} taken: {layer} (writes held for {held_ms:.1} ms)\n", info.name)
+        };
+        Ok(print(&layers.map(line).collect::<String>())?)
+    }
+}
+
+/// Whether two paths lead to one file. What a server serves may be in its own directory, which relative paths do not say.
+fn is_same_file(one: &Path, other: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    let file = |path: &Path| path.metadata().map(|metadata| (metadata.dev(), metadata.ino())).ok();
+    file(one).is_some_and(|one| file(other) == Some(one))
+}

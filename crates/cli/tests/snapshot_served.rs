@@ -1,0 +1,106 @@
+//! `vmstrata snapshot create` of disks that a server serves, under load from stock tools.
+
+mod support;
+
+use std::path::Path;
+use std::process::{Child, Stdio};
+
+use serde_json::{Value, json};
+use support::server::Server;
+use support::{Images, assert_clean, run_err, run_json, stderr, tool_json, tool_ok};
+
+/// A server with these disks of `images`, each behind one NBD socket.
+fn serve(images: &Images, disks: &[&str]) -> Server {
+    let socket = format!("unix:{}", images.name("nbd.sock"));
+    let specs: Vec<String> = disks.iter().map(|disk| format!("path={}", images.name(disk))).collect();
+    let mut args: Vec<&str> = specs.iter().flat_map(|spec| ["--disk", spec.as_str()]).collect();
+    args.extend(["--nbd", &socket]);
+    Server::start(&args)
+}
+
+fn qemu_io(uri: &str, command: &str) {
+    let said = tool_ok("qemu-io", ["-f", "raw", "-c", command, uri]);
+    assert!(!said.contains("failed"), "{command}: {said}");
+}
+
+fn reads(path: &str, pattern: u8, at: &str) {
+    let said = tool_ok("qemu-io", ["-r", "-c", &format!("read -P {pattern} {at}"), path]);
+    assert!(!said.contains("failed"), "{path}: {said}");
+}
+
+/// fio, writing and checking what it wrote, until it is waited for.
+fn load(uri: &str, seconds: u32) -> Child {
+    std::process::Command::new("fio")
+        .args(["--name=load", "--ioengine=nbd", "--rw=randwrite", "--bs=4k", "--iodepth=8", "--size=32m"])
+        .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--time_based=0", "--loops=4"])
+        .args([format!("--uri={uri}"), format!("--runtime={seconds}")])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("fio starts")
+}
+
+#[test]
+fn a_served_disk_takes_snapshots_while_it_is_written() {
+    let images = Images::new();
+    images.create("web.qcow2", &["64M"]);
+    let server = serve(&images, &["web.qcow2"]);
+    let (uri, disk) = (server.uri("web"), images.name("web.qcow2"));
+    qemu_io(&uri, "write -P 1 40M 1M");
+    let fio = load(&uri, 20);
+    for number in 0..20 {
+        let name = format!("s{number}");
+        let said = server.ask_ok(["snapshot", "create", &disk, "--name", &name, "--label", "a=b"]);
+        assert!(said.contains("writes held for") && said.contains(&format!("web.{name}.qcow2")), "{said}");
+        qemu_io(&uri, &format!("write -P {} 41M 64k", number + 2));
+    }
+    let fio = fio.wait_with_output().expect("fio ends");
+    assert!(fio.status.success(), "{}", stderr(&fio));
+    let taken: Value =
+        serde_json::from_str(&server.ask_ok(["snapshot", "create", &disk, "--name", "end", "--json"]))
+            .unwrap();
+    assert!(taken["pause_us"].as_u64().is_some(), "{taken}");
+    assert_eq!(taken["snapshots"][0], json!({"disk": disk, "layer": images.name("web.end.qcow2")}));
+    let shown: Value = serde_json::from_str(&server.ask_ok(["status", "--json"])).unwrap();
+    assert!(shown.to_string().contains("\"layers\":22"), "{shown}");
+    assert!(server.stop().success());
+    for number in 0..20u8 {
+        let layer = images.name(&format!("web.s{number}.qcow2"));
+        reads(&layer, 1, "40M 1M");
+        reads(&layer, if number == 0 { 0 } else { number + 1 }, "41M 64k");
+        assert_clean(Path::new(&layer));
+    }
+    assert_clean(Path::new(&disk));
+    let listed = run_json(["snapshot", "list", &disk, "--json"]);
+    let rows = listed["snapshots"].as_array().unwrap();
+    assert_eq!((rows.len(), &rows[20]["labels"]), (21, &json!({"a": "b"})));
+}
+
+#[test]
+fn disks_of_one_guest_are_taken_together_and_refusals_change_nothing() {
+    let images = Images::new();
+    for name in ["root.qcow2", "data.qcow2", "other.qcow2"] {
+        images.create(name, &["4M"]);
+    }
+    let server = serve(&images, &["root.qcow2", "data.qcow2"]);
+    let [root, data, other] = ["root.qcow2", "data.qcow2", "other.qcow2"].map(|name| images.name(name));
+    server.ask_ok(["snapshot", "create", &root, &data, "--name", "v1", "--group", "guest7"]);
+    let taken = server.ask_err(["snapshot", "create", &data, &root, "--name", "v1"]);
+    assert!(taken.contains("data.v1.qcow2"), "{taken}");
+    let mixed = server.ask_err(["snapshot", "create", &root, &other, "--name", "v2"]);
+    assert!(mixed.contains("other.qcow2") && mixed.contains("not served"), "{mixed}");
+    let twice = server.ask_err(["snapshot", "create", &root, &root, "--name", "v2"]);
+    assert!(twice.contains("twice"), "{twice}");
+    // Without the server the files are in use; one that it does not serve is nobody's.
+    let held = run_err(1, ["snapshot", "create", &root, "--name", "v2"]);
+    assert!(held.contains("in use"), "{held}");
+    server.ask_ok(["snapshot", "create", &other, "--name", "v2"]);
+    assert!(server.stop().success());
+    for disk in [&root, &data] {
+        let chain = tool_json("qemu-img", ["info", "--backing-chain", "--output=json", disk]);
+        assert_eq!(chain.as_array().unwrap().len(), 2);
+        let listed = run_json(["snapshot", "list", disk, "--json"]);
+        assert_eq!(listed["snapshots"][0]["group"], "guest7");
+        assert_clean(Path::new(disk));
+    }
+}
