@@ -18,7 +18,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmstrata_disk::Format;
 
 pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
-pub use self::control::{ControlArgs, DiskArgs, DiskCommand, DoorArgs, DoorCommand, NewDoor, StatusArgs};
+pub use self::control::{
+    ControlArgs, DiskArgs, DiskCommand, DoorArgs, DoorCommand, NewDoor, StatusArgs, TopArgs,
+};
 pub use self::index::{
     IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
 };
@@ -81,6 +83,8 @@ pub enum Command {
     Serve(Box<ServeArgs>),
     /// Show what a running server serves
     Status(StatusArgs),
+    /// Watch what the disks of a running server are doing
+    Top(TopArgs),
     /// Add a disk to a running server, or remove one
     Disk(DiskArgs),
     /// Add a door to a running server, or remove one

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   args ──► commands/{create,info,map,check,survey,serve,completions} ──► disk, survey, server
-//!        └─► commands/{status,disk,door,job} ──► client ──► a running server's control socket
+//!        └─► commands/{status,top,disk,door,job} ──► client ──► a running server's control socket
 //!                 └──► output (stdout: results; stderr: logs, progress, errors)
 //! ```
 //!
@@ -68,6 +68,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Survey(args) => commands::survey::run(&args),
         Command::Serve(args) => commands::serve::run(&args),
         Command::Status(args) => commands::status::run(&args),
+        Command::Top(args) => commands::top::run(&args),
         Command::Disk(args) => commands::disk::run(&args),
         Command::Door(args) => commands::door::run(&args),
         Command::Job(args) => commands::job::run(&args),

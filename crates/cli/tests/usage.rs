@@ -7,8 +7,20 @@ use std::process::{Command, Stdio};
 
 use support::{run, run_err, run_ok, vmstrata};
 
-const COMMANDS: [&str; 11] =
-    ["create", "info", "map", "check", "survey", "serve", "status", "disk", "door", "job", "completions"];
+const COMMANDS: [&str; 12] = [
+    "create",
+    "info",
+    "map",
+    "check",
+    "survey",
+    "serve",
+    "status",
+    "top",
+    "disk",
+    "door",
+    "job",
+    "completions",
+];
 
 #[test]
 fn every_command_has_help_with_examples() {

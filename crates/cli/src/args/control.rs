@@ -37,6 +37,40 @@ Examples:
 
 Exit codes: 0 shown, 1 no server answers, 64 wrong usage.";
 
+/// `vmstrata top`
+#[derive(Debug, Args)]
+#[command(after_help = TOP_HELP)]
+pub struct TopArgs {
+    /// Which server.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Seconds from one look to the next
+    #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = interval)]
+    pub interval: f64,
+    /// Print what happened in one interval, and end
+    #[arg(long)]
+    pub once: bool,
+    /// Print JSON, a list of disks for each interval
+    #[arg(long)]
+    pub json: bool,
+}
+
+const TOP_HELP: &str = "\
+Examples:
+  vmstrata top
+  vmstrata top --interval 5
+  vmstrata top --once --json | jq '.[] | {name, reads_per_second}'
+
+Times are bounds: <16 µs is from 8 to 16. SLOW is the share of reads and writes that the metadata in memory did not
+answer, or that had to allocate. Without a terminal, each look is printed below the one before.
+Exit codes: 0 shown, 1 no server answers, or it ended, 64 wrong usage.";
+
+fn interval(text: &str) -> anyhow::Result<f64> {
+    let seconds: f64 = text.parse()?;
+    anyhow::ensure!((0.1..=3600.0).contains(&seconds), "an interval is from 0.1 to 3600 seconds");
+    Ok(seconds)
+}
+
 /// `vmstrata disk`
 #[derive(Debug, Args)]
 #[command(after_help = DISK_HELP)]

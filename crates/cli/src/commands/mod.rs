@@ -17,3 +17,4 @@ pub mod snapshot;
 pub mod states;
 pub mod status;
 pub mod survey;
+pub mod top;

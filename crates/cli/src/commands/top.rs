@@ -1,0 +1,132 @@
+//! `vmstrata top`: what a running server's disks are doing, again and again.
+//!
+//! ```text
+//!   GET /v1/stats ──► sample ──┐
+//!                              ├─► difference ──► rows ──► screen, or stdout with --once
+//!   the sample before ─────────┘
+//! ```
+//!
+//! The screen is redrawn in place with the escape sequences every terminal knows; the terminal keeps its mode, so
+//! Ctrl-C ends it as it ends any program.
+
+mod rates;
+
+use std::io::{IsTerminal, Write, stdout};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Result;
+use vmstrata_api::{JobList, ServerStatus, StatsList};
+
+use self::rates::{DiskRates, rates};
+use super::status::headline;
+use crate::args::TopArgs;
+use crate::client::Client;
+use crate::output::{Table, percent, print, print_json};
+use crate::units::short_size;
+
+/// Redraws until interrupted; with `--once`, prints one interval.
+///
+/// # Errors
+/// When no server answers, or it ends.
+pub fn run(args: &TopArgs) -> Result<ExitCode> {
+    let client = Client::new(&args.server)?;
+    let interval = Duration::from_secs_f64(args.interval);
+    let mut before: StatsList = client.get("/v1/stats")?;
+    let live = !args.once && stdout().is_terminal();
+    loop {
+        std::thread::sleep(interval);
+        let now: StatsList = client.get("/v1/stats")?;
+        let disks = rates(&before, &now);
+        if args.json {
+            print_json(&disks)?;
+        } else {
+            show(&screen(&client, &now, &disks)?, live)?;
+        }
+        if args.once {
+            return Ok(ExitCode::SUCCESS);
+        }
+        before = now;
+    }
+}
+
+/// Home, each line erased to its end as it is written, and whatever was below erased at last: no flicker.
+fn show(text: &str, live: bool) -> Result<()> {
+    if !live {
+        return Ok(print(&format!("{text}\n"))?);
+    }
+    let mut out = stdout().lock();
+    write!(out, "\x1b[H{}\x1b[J", text.replace('\n', "\x1b[K\n"))?;
+    Ok(out.flush()?)
+}
+
+fn screen(client: &Client, now: &StatsList, disks: &[DiskRates]) -> Result<String> {
+    let status: ServerStatus = client.get("/v1/status")?;
+    let jobs: JobList = client.get("/v1/jobs")?;
+    let headline = headline(&ServerStatus { resources: now.resources, ..status });
+    let running = jobs.jobs.iter().filter(|job| !job.state.is_ended()).map(|job| {
+        let share = percent(job.done, job.total);
+        format!("job {} on {}: {share:.0} % of {} {}\n", job.id, job.disk, job.total, job.unit)
+    });
+    Ok(format!("{headline}\n\n{}{}", table(disks), running.collect::<String>()))
+}
+
+fn table(disks: &[DiskRates]) -> Table<12> {
+    let mut table = Table::new([
+        "DISK", "LAYERS", "READ/s", "READ", "WRITE/s", "WRITE", "FLUSH/s", "R p50", "R p99", "W p99", "SLOW",
+        "ERRORS",
+    ]);
+    for disk in disks {
+        let speed = |bytes: f64| format!("{}/s", short_size(bytes as u64));
+        table.row([
+            disk.name.clone(),
+            disk.layers.to_string(),
+            count(disk.reads_per_second),
+            speed(disk.read_bytes_per_second),
+            count(disk.writes_per_second),
+            speed(disk.write_bytes_per_second),
+            count(disk.flushes_per_second),
+            time(disk.read_p50_us),
+            time(disk.read_p99_us),
+            time(disk.write_p99_us),
+            format!("{:.0} %", disk.at_workers_percent),
+            disk.errors.to_string(),
+        ]);
+    }
+    table
+}
+
+fn count(per_second: f64) -> String {
+    if per_second > 0.0 && per_second < 10.0 {
+        format!("{per_second:.1}")
+    } else {
+        format!("{per_second:.0}")
+    }
+}
+
+/// `<8 µs`: buckets are bounds.
+fn time(bound_us: Option<f64>) -> String {
+    match bound_us {
+        None => "-".to_owned(),
+        Some(us) if us < 1000.0 => format!("<{us:.0} µs"),
+        Some(us) if us < 1e6 => format!("<{:.0} ms", us / 1e3),
+        Some(us) => format!("<{:.0} s", us / 1e6),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short() {
+        for (number, shown) in [(0.0, "0"), (0.04, "0.0"), (3.25, "3.2"), (9.94, "9.9"), (12345.6, "12346")] {
+            assert_eq!(count(number), shown);
+        }
+        for (us, shown) in
+            [(1.024, "<1 µs"), (524.288, "<524 µs"), (2097.152, "<2 ms"), (8_589_934.6, "<9 s")]
+        {
+            assert_eq!(time(Some(us)), shown);
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! What a server counts, against what its clients did.
+
+mod support;
+
+use serde_json::Value;
+use support::http::ask;
+use support::server::Server;
+use support::{Images, tool_ok};
+
+/// A chain of three layers, 16 clusters each: 0..16 from the base, 16..32 from the middle, 32..48 from the active layer.
+fn start(images: &Images) -> Server {
+    images.create("base.qcow2", &["64M"]);
+    images.write_layer("base.qcow2", &["write -P 1 0 1M"]);
+    images.create("middle.qcow2", &["-b", "base.qcow2", "-F", "qcow2"]);
+    images.write_layer("middle.qcow2", &["write -P 2 1M 1M"]);
+    let top = images.create("top.qcow2", &["-b", "middle.qcow2", "-F", "qcow2"]);
+    images.write_layer("top.qcow2", &["write -P 3 2M 1M"]);
+    let disk = format!("path={},name=web", top.display());
+    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    Server::start(&["--disk", &disk, "--nbd", &nbd])
+}
+
+fn stats(server: &Server) -> Value {
+    ask(&server.control(), "GET", "/v1/disks/web", "").json()["stats"].clone()
+}
+
+fn io(server: &Server, commands: &[&str]) {
+    let commands = commands.iter().flat_map(|command| ["-c", command]);
+    tool_ok("qemu-io", ["-f", "raw"].into_iter().chain(commands).chain([server.uri("web").as_str()]));
+}
+
+#[test]
+fn requests_and_bytes_are_those_of_the_clients() {
+    let images = Images::new();
+    let server = start(&images);
+    let before = stats(&server);
+    io(
+        &server,
+        &["read 0 64k", "read 64k 64k", "write 2M 4k", "flush", "write -z 2560k 64k", "discard 2624k 64k"],
+    );
+    let after = stats(&server);
+    let grew = |path: [&str; 2]| {
+        after[path[0]][path[1]].as_u64().unwrap() - before[path[0]][path[1]].as_u64().unwrap()
+    };
+    // A client looks at the disk's first bytes too, and flushes when it goes.
+    assert!(grew(["read", "bytes"]) >= 2 << 16 && grew(["read", "requests"]) >= 2, "{after}");
+    assert_eq!((grew(["write", "requests"]), grew(["write", "bytes"])), (1, 4096));
+    assert_eq!((grew(["write_zeroes", "requests"]), grew(["write_zeroes", "bytes"])), (1, 65536));
+    assert_eq!((grew(["discard", "requests"]), grew(["discard", "bytes"])), (1, 65536));
+    assert!(grew(["flush", "requests"]) >= 1);
+    for kind in ["read", "write", "flush", "discard", "write_zeroes", "prefetch"] {
+        assert_eq!(grew([kind, "errors"]), 0, "{kind}");
+    }
+    let timed: u64 = after["other_latency"]["buckets"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|bucket| bucket["count"].as_u64().unwrap())
+        .sum();
+    let others = ["flush", "discard", "write_zeroes", "prefetch"]
+        .map(|kind| after[kind]["requests"].as_u64().unwrap());
+    assert_eq!(timed, others.iter().sum::<u64>(), "all of them are timed");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn bytes_are_counted_by_how_deep_they_were_read() {
+    let images = Images::new();
+    let server = start(&images);
+    // Into memory first: what workers read is not counted by depth.
+    io(&server, &["read 0 4M"]);
+    let depth = |stats: &Value, from: u64| {
+        let found = stats["read_depths"].as_array().unwrap().iter().find(|depth| depth["from"] == from);
+        found.map_or(0, |depth| depth["bytes"].as_u64().unwrap())
+    };
+    let before = stats(&server);
+    io(&server, &["read 64k 64k", "read 1M 128k", "read 2M 256k", "read 3M 32k"]);
+    let after = stats(&server);
+    let grew = |from| depth(&after, from) - depth(&before, from);
+    // A client looks at the disk's first sector too, which is in the base.
+    assert!((65536..65536 + 65536).contains(&grew(2)), "{after}");
+    assert_eq!((grew(1), grew(0)), (128 << 10, 256 << 10));
+    let zeros = |stats: &Value| stats["read_zero_bytes"].as_u64().unwrap();
+    assert_eq!(zeros(&after) - zeros(&before), 32 << 10, "longer ones are not read, but told as holes");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn top_shows_a_disk_at_work() {
+    let images = Images::new();
+    let server = start(&images);
+    let uri = server.uri("web");
+    let bench = ["bench", "-f", "raw", "-c", "10000000", "-d", "8", "-s", "4k", "-S", "4k", &uri];
+    let mut reader = std::process::Command::new("qemu-img")
+        .args(bench)
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let said = server.ask(["top", "--once", "--json", "--interval", "0.5"]);
+    let text = server.ask_ok(["top", "--once", "--interval", "0.1"]);
+    let _ = reader.kill();
+    reader.wait().unwrap();
+    let disks: Value = serde_json::from_slice(&said.stdout).unwrap();
+    assert!(disks[0]["reads_per_second"].as_f64().unwrap() > 100.0, "{disks}");
+    assert!(disks[0]["read_p50_us"].as_f64().unwrap() > 0.0, "{disks}");
+    assert_eq!((&disks[0]["name"], &disks[0]["layers"]), (&"web".into(), &3.into()));
+    assert!(text.contains("DISK  LAYERS  READ/s") && text.contains("web   3"), "{text}");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn metrics_have_histograms_that_add_up() {
+    let images = Images::new();
+    let server = start(&images);
+    io(&server, &["read 0 4M", "flush", "flush"]);
+    let metrics = ask(&server.control(), "GET", "/v1/metrics", "").body;
+    let value = |name: &str| {
+        let line = metrics
+            .lines()
+            .find(|line| line.starts_with(name))
+            .unwrap_or_else(|| panic!("{name}\n{metrics}"));
+        line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    let bucket = r#"vmstrata_disk_latency_seconds_bucket{le="+Inf",disk="web",kind="other"}"#;
+    let count = r#"vmstrata_disk_latency_seconds_count{disk="web",kind="other"}"#;
+    assert_eq!(value(bucket), value(count));
+    assert!(
+        value(count) >= 2.0 && value(r#"vmstrata_disk_latency_seconds_sum{disk="web",kind="other"}"#) > 0.0
+    );
+    assert!(value(r#"vmstrata_disk_request_bytes_total{disk="web",kind="read"}"#) >= f64::from(3 << 20));
+    assert!(server.stop().success());
+}
