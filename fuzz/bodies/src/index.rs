@@ -11,7 +11,7 @@ use std::sync::LazyLock;
 use tempfile::TempDir;
 use vmstrata_disk::index::{IndexOptions, IndexVerdict, build, verify};
 use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, ResourceOptions, Resources, create};
-use vmstrata_qcow2::index::{PAGE_LEN, PagePointer, Root};
+use vmstrata_qcow2::index::{ChainId, PAGE_LEN, PagePointer};
 use vmstrata_store::Segment;
 use vmstrata_types::{ClusterBits, GuestOffset};
 
@@ -79,7 +79,7 @@ pub fn index(data: &[u8]) {
 /// first page last.
 fn seal(bytes: &mut [u8]) {
     let root = &mut bytes[..PAGE_LEN];
-    let chain = vmstrata_qcow2::index::ChainId(root[16..32].try_into().expect("sixteen bytes"));
+    let chain = ChainId(root[16..32].try_into().expect("sixteen bytes"));
     for page in (1..bytes.len() / PAGE_LEN).chain([0]) {
         // The root's pointers are its bytes 96 to 127; any other page may be an inner page.
         let slots = if page == 0 { 6..8 } else { 0..PAGE_LEN / PagePointer::LEN };
@@ -93,7 +93,7 @@ fn seal(bytes: &mut [u8]) {
 }
 
 /// Seals what may be a pointer to a page of this very index.
-fn seal_pointer(bytes: &mut [u8], chain: &vmstrata_qcow2::index::ChainId, at: usize) {
+fn seal_pointer(bytes: &mut [u8], chain: &ChainId, at: usize) {
     let pointer = &bytes[at..at + PagePointer::LEN];
     let number = u64::from_le_bytes(pointer[..8].try_into().expect("eight bytes"));
     let (layer, page) = (number >> 48, (number & 0xffff_ffff_ffff) as usize);
@@ -106,13 +106,20 @@ fn seal_pointer(bytes: &mut [u8], chain: &vmstrata_qcow2::index::ChainId, at: us
     bytes[at + 12..at + 16].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// That making checksums right leaves an untouched index as it is.
 #[cfg(test)]
-#[test]
-fn an_index_that_is_sound_is_sealed_already() {
-    let mut bytes = CHAIN.index.clone();
-    seal(&mut bytes);
-    assert!(bytes == CHAIN.index);
-    let page = bytes[..PAGE_LEN].try_into().expect("a page");
-    assert!(Root::parse(page, vmstrata_types::HostOffset::ZERO).is_ok());
+mod tests {
+    use vmstrata_qcow2::index::Root;
+    use vmstrata_types::HostOffset;
+
+    use super::*;
+
+    /// Otherwise what is made up would be no more than damaged.
+    #[test]
+    fn making_checksums_right_leaves_a_sound_index_as_it_is() {
+        let mut bytes = CHAIN.index.clone();
+        seal(&mut bytes);
+        assert!(bytes == CHAIN.index);
+        let page = bytes[..PAGE_LEN].try_into().expect("a page");
+        assert!(Root::parse(page, HostOffset::ZERO).is_ok());
+    }
 }
