@@ -367,3 +367,30 @@ fn snapshots_are_compared_and_backed_up_by_name() {
     assert!(run_ok(["restore", &full, &inc, "-o", &restored]).contains("restored tue from 2 backups"));
     assert!(run_err(1, ["backup", &format!("{disk}@wed"), "-o", &images.name("x")]).contains("wed"));
 }
+
+#[test]
+fn a_running_disk_is_backed_up_by_its_snapshots() {
+    let images = Images::new();
+    let web = images.create("web.qcow2", &["16M"]).to_str().unwrap().to_owned();
+    let (disk, nbd) = (format!("path={web},name=web"), format!("unix:{}", images.name("nbd.sock")));
+    let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
+    let uri = server.uri("web");
+    for (name, write) in
+        [("mon", "write -P 1 0 1M"), ("tue", "write -P 2 64k 64k"), ("", "write -P 3 8M 64k")]
+    {
+        tool_ok("qemu-io", ["-f", "raw", "-c", write, &uri]);
+        if !name.is_empty() {
+            server.ask_ok(["snapshot", "create", &web, "--name", name]);
+        }
+    }
+    let changed = tool_ok("nbdinfo", ["--map=vmstrata:diff:mon", &uri]);
+    let kinds = changed.lines().map(|line| line.split_whitespace().nth(2).unwrap());
+    assert_eq!(kinds.collect::<Vec<_>>(), ["0", "1", "0", "1", "0"], "{changed}");
+    let (full, inc, restored) = (images.name("full"), images.name("inc"), images.name("restored"));
+    let [mon, tue] = ["mon", "tue"].map(|name| format!("{web}@{name}"));
+    run_ok(["backup", &mon, "-o", &full]);
+    run_ok(["backup", &tue, "--since", &mon, "--previous", &full, "-o", &inc]);
+    run_ok(["restore", &full, &inc, "-o", &restored]);
+    assert!(server.stop().success());
+    assert_same(&images.name("web.tue.qcow2"), &restored);
+}
