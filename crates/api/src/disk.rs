@@ -23,6 +23,12 @@ pub struct DiskSpec {
     /// What the file holds; looked up in the file if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
+    /// Serve the disk as it was at this snapshot; read-only, unless as a clone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub at: Option<String>,
+    /// Serve a clone of that snapshot: this file, made unless it is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clone: Option<String>,
 }
 
 /// How data passes the host's page cache.

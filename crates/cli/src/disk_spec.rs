@@ -10,7 +10,7 @@ use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
 
 use crate::key_values::KeyValues;
 
-const DISK_KEYS: [&str; 5] = ["path", "name", "read-only", "cache", "format"];
+const DISK_KEYS: [&str; 7] = ["path", "name", "read-only", "cache", "format", "at", "clone"];
 const VHOST_USER_KEYS: [&str; 5] = ["queues", "threads", "poll-us", "serial", "share"];
 
 /// Reads `--format` and its like: the formats a layer can have, by the names qemu-img knows.
@@ -37,7 +37,7 @@ fn parse_cache(text: &str) -> Result<api::CacheMode> {
     }
 }
 
-/// Reads `path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw]`.
+/// Reads `path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -56,8 +56,9 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     let read_only = list.take_flag("read-only")?;
     let cache = list.take("cache")?.map_or(Ok(api::CacheMode::Host), |value| parse_cache(&value))?;
     let format = list.take("format")?.map(|value| parse_format(&value)).transpose()?;
+    let (at, clone) = (list.take("at")?, list.take("clone")?);
     list.finish(&DISK_KEYS)?;
-    Ok(api::DiskSpec { path, name, read_only, cache, format })
+    Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone })
 }
 
 /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share]`.
@@ -98,7 +99,8 @@ mod tests {
                 name: "web.v2".into(),
                 read_only: false,
                 cache: CacheMode::Host,
-                format: None
+                format: None,
+                clone_of: None
             }
         );
     }
@@ -124,6 +126,8 @@ mod tests {
             ("path=a,cache=none", "cache is host or direct"),
             ("path=a,format=vmdk", "format is qcow2 or raw"),
             ("path=/", "is not a file"),
+            ("path=a,clone=b", "a clone is made of a snapshot"),
+            ("path=a,at=b/c", "is no snapshot's name"),
             ("path=a,name=b=c", "no '='"),
             ("path=a,name=b\n", "no control characters"),
         ] {

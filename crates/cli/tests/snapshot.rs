@@ -255,3 +255,49 @@ fn every_command_has_help_with_examples_and_is_completed() {
         "completions"
     );
 }
+
+/// What stock tools read through an NBD door.
+fn asks(uri: &str, commands: &[&str]) -> String {
+    let read_only = (!commands.iter().any(|command| command.starts_with("write"))).then_some("-r");
+    let commands = commands.iter().flat_map(|command| ["-c", command]);
+    let said = tool("qemu-io", ["-f", "raw"].into_iter().chain(read_only).chain(commands).chain([uri]));
+    String::from_utf8_lossy(&said.stdout).into_owned() + &stderr(&said)
+}
+
+#[test]
+fn a_snapshot_is_served_as_it_was_and_written_only_as_a_clone() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let (clone, door) = (images.name("ci.qcow2"), format!("unix:{}", images.name("nbd.sock")));
+    let specs = [
+        format!("path={disk}"),
+        format!("path={disk},at=mon"),
+        format!("path={disk},at=tue,clone={clone},name=ci"),
+    ];
+    let args = ["--disk", &specs[0], "--disk", &specs[1], "--disk", &specs[2], "--nbd", &door];
+    let server = Server::start(&args);
+    let said = asks(&server.uri("web@mon"), &["read -P 1 0 1M"]);
+    assert!(said.contains("read 1048576") && !said.contains("failed"), "{said}");
+    let refused = asks(&server.uri("web@mon"), &["write -P 9 0 64k"]);
+    assert!(refused.contains("read-only") || refused.contains("Permission denied"), "{refused}");
+    let said = asks(&server.uri("ci"), &["read -P 2 0 1M", "write -P 5 0 64k", "flush", "read -P 5 0 64k"]);
+    assert!(!said.contains("failed"), "{said}");
+    server.stop();
+    // Started again, the server goes on with the clone that is there.
+    let server = Server::start(&args);
+    let said = asks(&server.uri("ci"), &["read -P 5 0 64k", "read -P 2 64k 64k"]);
+    assert!(!said.contains("failed"), "{said}");
+    server.stop();
+    reads(&images, "web.qcow2", 3, "0 1M");
+    for name in ["ci.qcow2", "web.qcow2", "web.tue.qcow2", "web.mon.qcow2"] {
+        assert_clean(&images.path(name));
+    }
+    for (spec, part) in [
+        (format!("path={disk}@mon"), "is a snapshot, which does not change"),
+        (format!("path={disk},at=wed"), "it has tue, mon"),
+        (format!("path={disk},at=mon,clone={clone}"), "is no clone of"),
+    ] {
+        let error = run_err(1, ["serve", "--disk", &spec, "--nbd", &door]);
+        assert!(error.contains(part), "{error}");
+    }
+}

@@ -29,6 +29,7 @@ mod offline;
 mod overlay;
 mod prepare;
 
+pub use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 pub use vmstrata_qcow2::{SnapshotInfo, SnapshotInfoError};
 
 pub use fault::SnapshotFault;

@@ -16,6 +16,7 @@ mod doors;
 mod jobs;
 mod report;
 mod snapshots;
+mod states;
 mod stats;
 
 use std::path::PathBuf;

@@ -9,6 +9,7 @@
 //! Names tie disks and doors together: a disk has one, a vhost-user socket serves the disk of that name, and NBD
 //! clients ask for it as export name.
 
+mod disk;
 mod together;
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -16,9 +17,8 @@ use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 
 use vmstrata_api as api;
-use vmstrata_disk::Format;
-use vmstrata_store::CacheMode;
 
+pub use self::disk::{CloneOf, DiskSpec, StateError};
 pub(crate) use self::together::check_guests;
 pub use self::together::check_together;
 
@@ -111,48 +111,15 @@ pub enum SpecError {
         /// The disk.
         disk: String,
     },
+    /// A state of a disk that cannot be served as asked.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// Two doors at one path.
     #[error("socket {} is given twice", path.display())]
     SocketTwice {
         /// The path.
         path: PathBuf,
     },
-}
-
-/// A disk to open.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DiskSpec {
-    /// The active layer's file.
-    pub path: PathBuf,
-    /// What sockets and clients call it; the file's stem unless given.
-    pub name: String,
-    /// Whether writes are refused.
-    pub read_only: bool,
-    /// How the active layer's data passes the host's page cache.
-    pub cache: CacheMode,
-    /// `None` looks at the file.
-    pub format: Option<Format>,
-}
-
-impl TryFrom<api::DiskSpec> for DiskSpec {
-    type Error = SpecError;
-
-    fn try_from(asked: api::DiskSpec) -> Result<Self, SpecError> {
-        let name = match asked.name {
-            Some(name) => name,
-            None => stem(&asked.path)?,
-        };
-        check_name(&name)?;
-        let cache = match asked.cache {
-            api::CacheMode::Host => CacheMode::Host,
-            api::CacheMode::Direct => CacheMode::Direct,
-        };
-        let format = asked.format.map(|format| match format {
-            api::Format::Qcow2 => Format::Qcow2,
-            api::Format::Raw => Format::Raw,
-        });
-        Ok(Self { path: asked.path.into(), name, read_only: asked.read_only, cache, format })
-    }
 }
 
 /// A vhost-user socket to open.

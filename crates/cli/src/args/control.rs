@@ -85,7 +85,8 @@ pub struct DiskArgs {
 pub enum DiskCommand {
     /// Open a disk; every NBD door serves it from then on
     Add {
-        /// path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw], as for `serve --disk`
+        /// path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]],
+        /// as for `serve --disk`
         #[arg(value_name = "SPEC", value_parser = parse_api_disk)]
         spec: api::DiskSpec,
         /// Which server.

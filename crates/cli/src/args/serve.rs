@@ -20,7 +20,8 @@ pub struct ServeArgs {
     /// Read settings from this TOML file; flags that are given win over it
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw] (repeatable)
+    /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
+    /// (repeatable)
     #[arg(
         long = "disk",
         value_name = "SPEC",

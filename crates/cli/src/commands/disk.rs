@@ -32,7 +32,8 @@ pub fn run(args: &DiskArgs) -> Result<ExitCode> {
 
 /// The server may have been started elsewhere: what is relative here must not be relative there.
 fn add(client: &Client, spec: &DiskSpec) -> Result<DiskDetail> {
-    let spec = DiskSpec { path: absolute(Path::new(&spec.path)), ..spec.clone() };
+    let here = |path: &String| absolute(Path::new(path));
+    let spec = DiskSpec { path: here(&spec.path), clone: spec.clone.as_ref().map(here), ..spec.clone() };
     client.post("/v1/disks", &spec)
 }
 

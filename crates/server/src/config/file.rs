@@ -45,6 +45,8 @@ struct Disk {
     #[serde(default)]
     cache: api::CacheMode,
     format: Option<api::Format>,
+    at: Option<String>,
+    clone: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -156,10 +158,9 @@ fn each<T, U>(
 }
 
 fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
-    let Disk { path, name, read_only, cache, format } = disk;
-    let mut spec = DiskSpec::try_from(api::DiskSpec { path, name, read_only, cache, format })?;
-    spec.path = directory.join(spec.path);
-    Ok(spec)
+    let Disk { path, name, read_only, cache, format, at, clone } = disk;
+    let asked = api::DiskSpec { path, name, read_only, cache, format, at, clone };
+    Ok(DiskSpec::try_from(asked)?.seen_from(directory))
 }
 
 fn vhost_user_spec(socket: VhostUser, directory: &Path) -> Result<VhostUserSpec, ConfigFault> {

@@ -8,7 +8,7 @@ use vmstrata_disk::{Disk, OpenOptions};
 use vmstrata_export::nbd::{self, Export};
 
 use super::doors::Door;
-use super::{Entry, Host, Phase};
+use super::{Entry, Host, Phase, states};
 use crate::error::{Error, NotClean};
 use crate::spec::{DiskSpec, SpecError};
 
@@ -43,7 +43,8 @@ impl Host {
             allow_backing: self.allow_backing.clone(),
             format: spec.format,
         };
-        let disk = Disk::open(&spec.path, &options, &self.resources)?;
+        let (path, options) = states::find(spec, options)?;
+        let disk = Disk::open(&path, &options, &self.resources)?;
         let layers = disk.layers().len();
         let noun = if layers == 1 { "layer" } else { "layers" };
         tracing::info!(disk = spec.name, path = %spec.path.display(), bytes = disk.size(), "opened: {layers} {noun}");

@@ -1,0 +1,45 @@
+//! Which file a disk's state is: the active one, a snapshot's layer, or a clone that may have to be made.
+
+use std::path::PathBuf;
+
+use vmstrata_disk::OpenOptions;
+use vmstrata_disk::snapshot;
+
+use crate::error::Error;
+use crate::spec::{CloneOf, DiskSpec, SpecError, StateError};
+
+/// The file to open for `spec`, and how.
+///
+/// A clone that is there is opened as it is, so that a server that is started again goes on with it.
+///
+/// # Errors
+/// No such snapshot, one that is to be written, another file in the clone's place; whatever the host reports.
+pub(super) fn find(spec: &DiskSpec, options: OpenOptions) -> Result<(PathBuf, OpenOptions), Error> {
+    if let Some(clone_of) = &spec.clone_of {
+        let options = OpenOptions { format: None, ..options.clone() };
+        if spec.path.symlink_metadata().is_ok() {
+            check_clone(spec, clone_of, &options)?;
+        } else {
+            let layer = snapshot::clone(&clone_of.disk, &clone_of.snapshot, &spec.path, &options)?;
+            tracing::info!(clone = %spec.path.display(), layer = %layer.display(), "made a clone");
+        }
+    }
+    let state = snapshot::resolve(&spec.path, &options)?;
+    if state.info.is_some() && !spec.read_only {
+        return Err(SpecError::from(StateError::Written { path: spec.path.clone() }).into());
+    }
+    Ok((state.path, OpenOptions { format: state.format, ..options }))
+}
+
+fn check_clone(spec: &DiskSpec, clone_of: &CloneOf, options: &OpenOptions) -> Result<(), Error> {
+    let origin = clone_of.disk.file_name().unwrap_or_default().to_string_lossy();
+    let is_it = snapshot::list(&spec.path, options)?.iter().any(|below| {
+        let info = below.info.as_ref();
+        info.is_some_and(|info| info.name == clone_of.snapshot && info.origin.as_deref() == Some(&*origin))
+    });
+    if is_it {
+        return Ok(());
+    }
+    let (path, CloneOf { disk, snapshot }) = (spec.path.clone(), clone_of.clone());
+    Err(SpecError::from(StateError::NotTheClone { path, disk, snapshot }).into())
+}

@@ -1,0 +1,141 @@
+//! A disk to open, and which of its states.
+
+use std::path::{Path, PathBuf};
+
+use vmstrata_api as api;
+use vmstrata_disk::Format;
+use vmstrata_disk::snapshot::is_snapshot_name;
+use vmstrata_store::CacheMode;
+
+use super::{SpecError, check_name, stem};
+
+/// A disk to open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskSpec {
+    /// The active layer's file, or `DISK@SNAPSHOT`.
+    pub path: PathBuf,
+    /// What sockets and clients call it; the file's stem unless given.
+    pub name: String,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// How the active layer's data passes the host's page cache.
+    pub cache: CacheMode,
+    /// `None` looks at the file.
+    pub format: Option<Format>,
+    /// What `path` is to be a clone of, and is made as unless it is there.
+    pub clone_of: Option<CloneOf>,
+}
+
+/// The snapshot that a clone starts from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CloneOf {
+    /// The disk it is a snapshot of.
+    pub disk: PathBuf,
+    /// Its name.
+    pub snapshot: String,
+}
+
+/// Why a state of a disk cannot be served as asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StateError {
+    /// A clone of no snapshot.
+    #[error("a clone is made of a snapshot: say which, at=SNAPSHOT")]
+    CloneOfNothing,
+    /// A name that no snapshot can have.
+    #[error("{0:?} is no snapshot's name")]
+    Name(String),
+    /// A snapshot to be written.
+    #[error("{} is a snapshot, which does not change: serve it read-only, or as a clone (at=SNAPSHOT,clone=FILE)", path.display())]
+    Written {
+        /// What was asked for.
+        path: PathBuf,
+    },
+    /// A file in the place of a clone.
+    #[error("{} exists, and is no clone of {} at {snapshot:?}: name another file", path.display(), disk.display())]
+    NotTheClone {
+        /// The file.
+        path: PathBuf,
+        /// The disk it should be a clone of.
+        disk: PathBuf,
+        /// The snapshot it should be a clone of.
+        snapshot: String,
+    },
+}
+
+impl TryFrom<api::DiskSpec> for DiskSpec {
+    type Error = SpecError;
+
+    fn try_from(asked: api::DiskSpec) -> Result<Self, SpecError> {
+        if let Some(at) = asked.at.as_ref().filter(|at| !is_snapshot_name(at)) {
+            return Err(StateError::Name(at.clone()).into());
+        }
+        let read_only = asked.read_only || asked.at.is_some() && asked.clone.is_none();
+        let (path, called, clone_of) = match (asked.at, asked.clone) {
+            (None, Some(_)) => return Err(StateError::CloneOfNothing.into()),
+            (None, None) => (asked.path.clone(), stem(&asked.path), None),
+            (Some(at), None) => {
+                (format!("{}@{at}", asked.path), stem(&asked.path).map(|stem| format!("{stem}@{at}")), None)
+            }
+            (Some(snapshot), Some(clone)) => {
+                let called = stem(&clone);
+                (clone, called, Some(CloneOf { disk: asked.path.into(), snapshot }))
+            }
+        };
+        let name = asked.name.map_or(called, Ok)?;
+        check_name(&name)?;
+        let cache = match asked.cache {
+            api::CacheMode::Host => CacheMode::Host,
+            api::CacheMode::Direct => CacheMode::Direct,
+        };
+        let format = asked.format.map(|format| match format {
+            api::Format::Qcow2 => Format::Qcow2,
+            api::Format::Raw => Format::Raw,
+        });
+        Ok(Self { path: path.into(), name, read_only, cache, format, clone_of })
+    }
+}
+
+impl DiskSpec {
+    /// The same where relative paths are seen from `directory`.
+    #[must_use]
+    pub(crate) fn seen_from(mut self, directory: &Path) -> Self {
+        self.path = directory.join(self.path);
+        if let Some(clone_of) = &mut self.clone_of {
+            clone_of.disk = directory.join(&clone_of.disk);
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(at: Option<&str>, clone: Option<&str>) -> Result<DiskSpec, SpecError> {
+        let text = |text: &str| Some(text.to_owned());
+        let (at, clone) = (at.and_then(text), clone.and_then(text));
+        api::DiskSpec { path: "/vms/web.qcow2".to_owned(), at, clone, ..Default::default() }.try_into()
+    }
+
+    #[test]
+    fn a_snapshot_is_served_read_only_under_a_name_of_its_own() {
+        let spec = spec(Some("mon"), None).unwrap();
+        assert_eq!((spec.path, spec.read_only), (PathBuf::from("/vms/web.qcow2@mon"), true));
+        assert_eq!((spec.name.as_str(), spec.clone_of), ("web@mon", None));
+    }
+
+    #[test]
+    fn a_clone_is_a_disk_of_its_own() {
+        let spec = spec(Some("mon"), Some("ci/42.qcow2")).unwrap().seen_from(Path::new("/etc"));
+        assert_eq!((spec.path, spec.read_only), (PathBuf::from("/etc/ci/42.qcow2"), false));
+        let clone_of = CloneOf { disk: "/vms/web.qcow2".into(), snapshot: "mon".to_owned() };
+        assert_eq!((spec.name.as_str(), spec.clone_of), ("42", Some(clone_of)));
+    }
+
+    #[test]
+    fn what_names_no_snapshot_is_refused() {
+        assert_eq!(spec(None, Some("x")), Err(StateError::CloneOfNothing.into()));
+        assert_eq!(spec(Some("../x"), None), Err(StateError::Name("../x".to_owned()).into()));
+    }
+}
