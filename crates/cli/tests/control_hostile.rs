@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use support::http::{ask, ask_raw, connect, read_answer};
 use support::server::Server;
 use support::{Images, tool_ok};
@@ -23,87 +24,84 @@ fn still_serves(server: &Server) {
     tool_ok("qemu-io", ["-f", "raw", "-c", "read 0 64k", &server.uri("a")]);
 }
 
+/// Asks for what cannot be had, and looks at the problem that comes back.
+fn refused(server: &Server, method: &str, path: &str, body: &str, status: u16, kind: &str) -> Value {
+    let answer = ask(&server.control(), method, path, body);
+    let problem = answer.json();
+    assert_eq!((answer.status, problem["kind"].as_str().unwrap()), (status, kind), "{body}: {problem}");
+    assert!(answer.header.contains("application/problem+json"), "{}", answer.header);
+    assert_eq!((&problem["status"], &problem["type"]), (&status.into(), &format!("vmstrata:{kind}").into()));
+    problem
+}
+
 #[test]
-fn every_refusal_is_a_problem_with_its_kind_and_its_file() {
+fn what_is_not_there_and_what_makes_no_sense_is_a_problem_with_its_kind() {
     let images = Images::new();
     let server = start(&images);
-    let control = server.control();
-    images.create("damaged.qcow2", &["16M"]);
-    let damaged = images.path("damaged.qcow2");
-    let mut bytes = std::fs::read(&damaged).unwrap();
-    bytes[20..24].copy_from_slice(&99_u32.to_be_bytes());
-    std::fs::write(&damaged, bytes).unwrap();
-    images.create("orphan.qcow2", &["-u", "-b", "/absent/base.qcow2", "-F", "qcow2", "16M"]);
-    let add = |name: &str| format!(r#"{{"path":{:?}}}"#, images.name(name));
-    let (vhost_user, on_file) = (r#""kind":"vhost_user""#, images.name("damaged.qcow2"));
-    for (method, path, body, status, kind, file) in [
-        ("GET", "/v1/disks/none", String::new(), 404, "no-such-disk", None),
-        ("DELETE", "/v1/disks/none", String::new(), 404, "no-such-disk", None),
-        ("DELETE", "/v1/doors/99", String::new(), 404, "no-such-door", None),
-        ("DELETE", "/v1/doors/x", String::new(), 404, "no-such-door", None),
-        ("GET", "/v2/status", String::new(), 404, "no-such-path", None),
-        ("PUT", "/v1/disks", String::new(), 405, "no-such-method", None),
-        ("POST", "/v1/disks", "{".to_owned(), 400, "bad-json", None),
-        ("POST", "/v1/disks", String::new(), 400, "bad-json", None),
-        ("POST", "/v1/disks", r#"{"path":"a","readonly":true}"#.to_owned(), 422, "invalid", None),
-        ("POST", "/v1/disks", r#"{"path":"a","name":"b=c"}"#.to_owned(), 422, "invalid", None),
-        ("POST", "/v1/disks", r#"{"path":"x","name":"a"}"#.to_owned(), 409, "name-taken", None),
-        (
-            "POST",
-            "/v1/disks",
-            format!(r#"{{"path":{:?},"name":"b"}}"#, images.name("a.qcow2")),
-            409,
-            "file-in-use",
-            None,
-        ),
-        ("POST", "/v1/disks", add("absent.qcow2"), 422, "file-not-allowed", None),
-        ("POST", "/v1/disks", add("damaged.qcow2"), 422, "not-supported", Some("damaged.qcow2")),
-        ("POST", "/v1/disks", add("orphan.qcow2"), 422, "file-not-allowed", None),
-        ("POST", "/v1/doors", r#"{"kind":"fuse"}"#.to_owned(), 422, "invalid", None),
-        ("POST", "/v1/doors", r#"{"kind":"nbd","address":"/run/x"}"#.to_owned(), 422, "invalid", None),
+    for (method, path, body, status, kind) in [
+        ("GET", "/v1/disks/none", "", 404, "no-such-disk"),
+        ("DELETE", "/v1/disks/none", "", 404, "no-such-disk"),
+        ("DELETE", "/v1/doors/99", "", 404, "no-such-door"),
+        ("DELETE", "/v1/doors/x", "", 404, "no-such-door"),
+        ("GET", "/v1/jobs/99", "", 404, "no-such-job"),
+        ("POST", "/v1/jobs/1", r#"{"action":"cancel"}"#, 404, "no-such-job"),
+        ("POST", "/v1/jobs", r#"{"kind":"index_build","disk":"none"}"#, 404, "no-such-disk"),
+        ("GET", "/v2/status", "", 404, "no-such-path"),
+        ("PUT", "/v1/disks", "", 405, "no-such-method"),
+        ("POST", "/v1/disks", "{", 400, "bad-json"),
+        ("POST", "/v1/disks", "", 400, "bad-json"),
+        ("POST", "/v1/disks", r#"{"path":"a","readonly":true}"#, 422, "invalid"),
+        ("POST", "/v1/disks", r#"{"path":"a","name":"b=c"}"#, 422, "invalid"),
+        ("POST", "/v1/disks", r#"{"path":"x","name":"a"}"#, 409, "name-taken"),
+        ("POST", "/v1/doors", r#"{"kind":"fuse"}"#, 422, "invalid"),
+        ("POST", "/v1/doors", r#"{"kind":"nbd","address":"/run/x"}"#, 422, "invalid"),
+        ("POST", "/v1/doors", r#"{"kind":"vhost_user","disk":"x","socket":"s"}"#, 404, "no-such-disk"),
         (
             "POST",
             "/v1/doors",
-            format!(r#"{{{vhost_user},"disk":"x","socket":"s"}}"#),
-            404,
-            "no-such-disk",
-            None,
-        ),
-        (
-            "POST",
-            "/v1/doors",
-            format!(r#"{{{vhost_user},"disk":"a","socket":{on_file:?}}}"#),
-            409,
-            "not-a-socket",
-            None,
-        ),
-        (
-            "POST",
-            "/v1/doors",
-            format!(r#"{{{vhost_user},"disk":"a","socket":"s","queues":999}}"#),
+            r#"{"kind":"vhost_user","disk":"a","socket":"s","queues":999}"#,
             422,
             "invalid",
-            None,
         ),
     ] {
-        let answer = ask(&control, method, path, &body);
-        let problem = answer.json();
-        assert_eq!((answer.status, problem["kind"].as_str().unwrap()), (status, kind), "{body}: {problem}");
-        assert!(answer.header.contains("application/problem+json"), "{}", answer.header);
-        assert_eq!(
-            (&problem["status"], &problem["type"]),
-            (&status.into(), &format!("vmstrata:{kind}").into())
-        );
-        if let Some(file) = file {
-            assert_eq!(problem["file"].as_str().unwrap(), images.name(file), "{problem}");
-        }
+        refused(&server, method, path, body, status, kind);
     }
     still_serves(&server);
-    let status = ask(&control, "GET", "/v1/status", "").json();
+    let status = ask(&server.control(), "GET", "/v1/status", "").json();
     assert_eq!(
         (status["disks"].as_array().unwrap().len(), status["doors"].as_array().unwrap().len()),
         (1, 1)
     );
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_file_that_cannot_be_served_is_named_in_the_problem() {
+    let images = Images::new();
+    let server = start(&images);
+    let version = images.create("version.qcow2", &["16M"]);
+    let mut bytes = std::fs::read(&version).unwrap();
+    bytes[4..8].copy_from_slice(&99_u32.to_be_bytes());
+    std::fs::write(&version, bytes).unwrap();
+    images.create("orphan.qcow2", &["-u", "-b", "/absent/base.qcow2", "-F", "qcow2", "16M"]);
+    for (name, status, kind) in [
+        ("a.qcow2", 409, "file-in-use"),
+        ("absent.qcow2", 422, "file-not-allowed"),
+        ("orphan.qcow2", 422, "file-not-allowed"),
+        ("version.qcow2", 422, "not-supported"),
+    ] {
+        let body = format!(r#"{{"path":{:?},"name":"new"}}"#, images.name(name));
+        let problem = refused(&server, "POST", "/v1/disks", &body, status, kind);
+        let said = problem.to_string();
+        assert!(said.contains(name) || said.contains("/absent/base.qcow2"), "{said}");
+    }
+    let body = format!(r#"{{"path":{:?}}}"#, images.name("version.qcow2"));
+    let problem = refused(&server, "POST", "/v1/disks", &body, 422, "not-supported");
+    assert_eq!(problem["file"].as_str().unwrap(), images.name("version.qcow2"), "{problem}");
+    let on_file = images.name("version.qcow2");
+    let door = format!(r#"{{"kind":"vhost_user","disk":"a","socket":{on_file:?}}}"#);
+    refused(&server, "POST", "/v1/doors", &door, 409, "not-a-socket");
+    still_serves(&server);
     assert!(server.stop().success());
 }
 
