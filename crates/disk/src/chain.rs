@@ -127,8 +127,8 @@ fn find_index(top: &Top, options: &OpenOptions, resources: &Resources) -> Result
     }
     match index::load(newest, &gate, opener, &mut index::Looks::default()) {
         Found::Whole(index) if index.layers().len() < MAX_LAYERS => Ok(Some(Arc::from(index))),
-        Found::ChangedFrom(layer) => {
-            tracing::warn!(disk = %top.path.display(), layer = layer.get(), "the index on disk is not used: this layer was changed since; `vmstrata index build` makes it anew");
+        Found::ChangedFrom(changed) => {
+            tracing::warn!(disk = %top.path.display(), changed = %changed.display(), "the index on disk is not used: this layer was changed since; `vmstrata index build` makes it anew");
             Ok(None)
         }
         _ => Ok(None),

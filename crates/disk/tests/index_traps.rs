@@ -9,6 +9,8 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
+use common::flat::assert_reads;
+use common::open_read_only;
 use common::stock::{content, path_str, qemu_img};
 use index_support::{Chain, Maker};
 use vmstrata_disk::index::{IndexOptions, verify};
@@ -32,10 +34,12 @@ fn indexed(layers: usize) -> Chain {
     chain
 }
 
-/// After whatever happened, indices can be made again, and the disk reads as stock tools read it.
+/// After whatever happened, the disk reads as stock tools read it, and indices can be made again.
 fn recovers(chain: &Chain) {
     let before = content(chain.top(), "qcow2");
+    assert_reads(&open_read_only(chain.top()), &before, "beside what is left of the indices");
     chain.build();
+    assert_reads(&open_read_only(chain.top()), &before, "with new indices");
     assert!(chain.verify().iter().all(|&verdict| verdict == "good" || verdict == "none"));
     chain.assert_clean();
     assert!(content(chain.top(), "qcow2") == before);
@@ -248,5 +252,27 @@ fn a_raw_base_that_grew_is_noticed_and_one_that_was_written_is_not_in_the_way() 
     assert_eq!(chain.verify(), ["none", "good", "good"]);
     writable(&chain.files[0]).set_len(3 << 20).expect("grows");
     assert_eq!(chain.verify(), ["none", "stale", "stale"]);
+    recovers(&chain);
+}
+
+/// Stock chains have no bit that anyone could clear: times and digests are all there is.
+#[test]
+fn changes_of_layers_beside_their_sidecars_are_noticed() {
+    let mut chain = Chain::new();
+    for number in 0..5 {
+        chain.add(if number % 2 == 0 { Maker::Stock } else { Maker::Old }, 8 << 20, ClusterBits::DEFAULT);
+        chain.write(number, &[&format!("write -P {} {number}M 64k", number + 1)]);
+    }
+    assert_eq!(chain.build(), ["sidecar"; 4]);
+    qemu_img(&["commit", "-q", "-d", "-f", "qcow2", "-b", path_str(&chain.files[1]), path_str(&chain.files[2])]);
+    assert_eq!(chain.verify(), ["good", "stale", "stale", "stale"]);
+    recovers(&chain);
+    // A sidecar of another layer, under this layer's name.
+    std::fs::copy(chain.sidecar(1), chain.sidecar(3)).expect("copies");
+    assert_eq!(chain.verify(), ["good", "good", "good", "stale"]);
+    recovers(&chain);
+    // Without its sidecar, a layer takes away the pages that others share.
+    std::fs::remove_file(chain.sidecar(0)).expect("removed");
+    assert_eq!(chain.verify()[0], "missing");
     recovers(&chain);
 }

@@ -28,8 +28,8 @@ use crate::opener::{Opener, Role, directory_of};
 pub(crate) enum Found {
     /// All of it holds.
     Whole(Box<Index>),
-    /// This layer was changed since: indices of layers below it may hold, none of it or of those above does.
-    ChangedFrom(LayerIndex),
+    /// This layer's file was changed since: indices of layers below it may hold, none of it or of those above does.
+    ChangedFrom(PathBuf),
     /// There is none, or none that can be read.
     Nothing,
 }
@@ -89,7 +89,7 @@ fn load_from(
     check(&root, &layers, top)?;
     if let Some(changed) = lowest_changed(&layers, gate, &**opener, looks) {
         tracing::info!(file = %top.path.display(), changed = %layers[changed.index()].path.display(), "a layer was changed since the index was made");
-        return Ok(Found::ChangedFrom(changed));
+        return Ok(Found::ChangedFrom(layers[changed.index()].path.clone()));
     }
     let map = pages.tree(root.map, root.leaves())?;
     drop(pages);

@@ -146,14 +146,15 @@ impl Verifier<'_> {
             }
             let top = self.chain.open(link, Role::Inspected)?;
             previous = match load(&top, &self.chain.gate, &self.chain.opener, &mut self.looks) {
-                Found::Whole(index) => {
+                // One of another chain could be whole, too, if a file was replaced meanwhile.
+                Found::Whole(index) if index.layer().index() == number => {
                     let leaves = to_compare(&index, previous.as_ref(), &window, &touched);
                     self.compare(number, &index, leaves, &truth);
                     Some(*index)
                 }
                 found => {
                     if first {
-                        self.found[number].whole = Some(self.unusable(found, &top));
+                        self.found[number].whole = Some(unusable(found, &top));
                     }
                     None
                 }
@@ -161,16 +162,6 @@ impl Verifier<'_> {
             options.tell(number + 1, self.layers.len());
         }
         Ok(more)
-    }
-
-    fn unusable(&self, found: Found, top: &Top) -> IndexVerdict {
-        match found {
-            Found::ChangedFrom(layer) => {
-                IndexVerdict::Stale { changed: self.layers[layer.index()].path.clone() }
-            }
-            _ if top.head.is_none() => IndexVerdict::NotNeeded,
-            _ => IndexVerdict::Missing,
-        }
     }
 
     fn compare(&mut self, number: usize, index: &Index, leaves: Vec<u64>, truth: &BTreeMap<u64, Words>) {
@@ -199,6 +190,14 @@ impl Verifier<'_> {
                 counts.wrong += 1;
             }
         }
+    }
+}
+
+fn unusable(found: Found, top: &Top) -> IndexVerdict {
+    match found {
+        Found::ChangedFrom(changed) => IndexVerdict::Stale { changed },
+        _ if top.head.is_none() => IndexVerdict::NotNeeded,
+        _ => IndexVerdict::Missing,
     }
 }
 
