@@ -74,6 +74,19 @@ impl Client {
         self.runtime.block_on(self.ask(Method::DELETE, path, Bytes::new())).map(drop)
     }
 
+    /// `POST path` without a body and without an answer but that it is accepted.
+    ///
+    /// # Errors
+    /// When no server answers, or it answers with a problem.
+    pub fn tell(&self, path: &str) -> Result<()> {
+        self.runtime.block_on(self.ask(Method::POST, path, Bytes::new())).map(drop)
+    }
+
+    /// Whether a server listens.
+    pub fn is_answered(&self) -> bool {
+        std::os::unix::net::UnixStream::connect(&self.path).is_ok()
+    }
+
     fn read<T: DeserializeOwned>(&self, answer: &[u8]) -> Result<T> {
         let read = serde_json::from_slice(answer);
         read.with_context(|| format!("{}: the server speaks another version", self.path.display()))

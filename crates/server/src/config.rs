@@ -27,6 +27,7 @@ mod file;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use vmstrata_export::nbd::{self, Address};
 
@@ -164,6 +165,7 @@ impl Settings {
             runtime_dir: self.runtime_dir,
             ready_fd: None,
             control: self.control.unwrap_or_default(),
+            control_patience: Duration::ZERO,
             metrics: self.metrics,
         }
     }

@@ -21,11 +21,11 @@ mod routes;
 mod socket;
 
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
@@ -33,7 +33,7 @@ pub use self::router::openapi;
 use self::socket::ControlSocket;
 use crate::error::{Error, SocketFault};
 use crate::host::Host;
-use crate::options::ControlPlace;
+use crate::options::{ControlPlace, Options};
 
 /// Threads for changes under way: opening and closing disks. More wait.
 const CHANGES_MAX: usize = 32;
@@ -60,21 +60,22 @@ impl Places {
     ///
     /// # Errors
     /// A place that was asked for by name cannot be had.
-    pub(crate) fn take(
-        place: &ControlPlace,
-        runtime_dir: &Path,
-        metrics: Option<SocketAddr>,
-    ) -> Result<Self, Error> {
+    pub(crate) fn take(options: &Options, runtime_dir: &Path) -> Result<Self, Error> {
         let bind = |address| {
             let bound = TcpListener::bind(address);
             let ready = bound.and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
             ready.map_err(|source| Error::Metrics { address, source })
         };
-        Ok(Self { socket: take_socket(place, runtime_dir)?, metrics: metrics.map(bind).transpose()? })
+        let socket = take_socket(&options.control, runtime_dir, options.control_patience)?;
+        Ok(Self { socket, metrics: options.metrics.map(bind).transpose()? })
     }
 }
 
-fn take_socket(place: &ControlPlace, runtime_dir: &Path) -> Result<Option<ControlSocket>, Error> {
+fn take_socket(
+    place: &ControlPlace,
+    runtime_dir: &Path,
+    patience: Duration,
+) -> Result<Option<ControlSocket>, Error> {
     if *place == ControlPlace::Off {
         return Ok(None);
     }
@@ -83,15 +84,30 @@ fn take_socket(place: &ControlPlace, runtime_dir: &Path) -> Result<Option<Contro
     }
     match place {
         ControlPlace::Off => Ok(None),
-        ControlPlace::At(path) => ControlSocket::bind(path).map(Some),
-        ControlPlace::IfFree => match ControlSocket::bind(&runtime_dir.join(vmstrata_api::CONTROL_SOCKET)) {
-            Ok(socket) => Ok(Some(socket)),
-            Err(Error::Control { path, fault: fault @ (SocketFault::InUse | SocketFault::TooLong) }) => {
-                tracing::warn!(path = %path.display(), "no control socket: {fault}; choose one with --control");
-                Ok(None)
+        ControlPlace::At(path) => bind_within(path, patience).map(Some),
+        ControlPlace::IfFree => {
+            match bind_within(&runtime_dir.join(vmstrata_api::CONTROL_SOCKET), patience) {
+                Ok(socket) => Ok(Some(socket)),
+                Err(Error::Control { path, fault: fault @ (SocketFault::InUse | SocketFault::TooLong) }) => {
+                    tracing::warn!(path = %path.display(), "no control socket: {fault}; choose one with --control");
+                    Ok(None)
+                }
+                Err(error) => Err(error),
             }
-            Err(error) => Err(error),
-        },
+        }
+    }
+}
+
+/// Waits for a server that is ending.
+fn bind_within(path: &Path, patience: Duration) -> Result<ControlSocket, Error> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match ControlSocket::bind(path) {
+            Err(Error::Control { fault: SocketFault::InUse, .. }) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            result => return result,
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmstrata_disk::{ResourceOptions, Resources};
 use vmstrata_export::nbd::{Address, TlsConfig, TlsMode};
@@ -36,6 +37,8 @@ pub struct Options {
     pub ready_fd: Option<u32>,
     /// Where the server is controlled.
     pub control: ControlPlace,
+    /// How long to wait for a control socket that another server has: one that was asked to end.
+    pub control_patience: Duration,
     /// Where Prometheus may fetch metrics over TCP.
     pub metrics: Option<SocketAddr>,
 }

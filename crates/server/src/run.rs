@@ -21,7 +21,7 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
     let mut shutdown =
         Shutdown::new().map_err(|source| Error::System { action: "take over the signals", source })?;
     let runtime_dir = options.runtime_dir()?;
-    let places = Places::take(&options.control, &runtime_dir, options.metrics)?;
+    let places = Places::take(options, &runtime_dir)?;
     let host = Host::new(options, runtime_dir)?;
     let control = Control::start(&host, places);
     let served = control.and_then(|control| {

@@ -4,12 +4,24 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use rustix::process::{Signal, getpid, kill_process};
 use signal_hook::consts::TERM_SIGNALS;
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
+use crate::error::Error;
+
 /// What a shell reports for a process that SIGTERM ended; used when the second signal cuts the ending short.
 const EXIT_INSISTED: i32 = 143;
+
+/// Ends this process as a signal from outside does; a second signal then still insists.
+///
+/// # Errors
+/// When the kernel refuses.
+pub(crate) fn ask() -> Result<(), Error> {
+    kill_process(getpid(), Signal::TERM)
+        .map_err(|errno| Error::System { action: "end the server", source: errno.into() })
+}
 
 /// Waits for the first signal; from then on the next one ends the process at once.
 #[derive(Debug)]

@@ -54,6 +54,9 @@ pub struct ServeArgs {
     /// [default: control.sock in the runtime directory, unless another server has it]
     #[arg(long, value_name = "PATH", conflicts_with = "no_control")]
     pub control: Option<PathBuf>,
+    /// Take over from the server that has the control socket: ask it to drain, close and end, then open the same disks
+    #[arg(long, conflicts_with = "no_control")]
+    pub replace: bool,
     /// Listen for no commands
     #[arg(long)]
     pub no_control: bool,
@@ -104,6 +107,9 @@ socket and so on. Paths in it are seen from its directory. A flag replaces the f
 
 A comma inside a value is written twice: path=/a,,b.qcow2. When ready, the server prints how to attach each
 disk to QEMU, libvirt, cloud-hypervisor and NBD clients. Under systemd use Type=notify.
+
+An upgrade under running guests: vmstrata serve --replace with the arguments of the server that runs. Guests with
+reconnect=1 and NBD clients with reconnect-delay wait for a moment and notice nothing else.
 
 SIGTERM and SIGINT end it: requests in flight finish, everything is flushed, images are closed clean.
 A second signal ends it at once, as a crash would: what was flushed is safe.

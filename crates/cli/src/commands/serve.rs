@@ -5,12 +5,17 @@ mod ready;
 pub use self::ready::attachments;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Result;
-use vmstrata_server::Options;
 use vmstrata_server::config::Settings;
+use vmstrata_server::{ControlPlace, Options};
 
-use crate::args::{EXIT_USAGE, ServeArgs};
+use crate::args::{ControlArgs, EXIT_USAGE, ServeArgs};
+use crate::client::Client;
+
+/// How long a server that is replaced may take to drain its doors and close its disks.
+const REPLACE_PATIENCE: Duration = Duration::from_secs(300);
 
 /// Serves until a signal.
 ///
@@ -18,10 +23,13 @@ use crate::args::{EXIT_USAGE, ServeArgs};
 /// When the configuration, a disk or a door cannot be used, or a disk cannot be closed clean.
 pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let file = args.config.as_deref().map(Settings::read).transpose()?.unwrap_or_default();
-    let options = Options { ready_fd: args.ready_fd, ..args.settings().over(file).into_options() };
+    let mut options = Options { ready_fd: args.ready_fd, ..args.settings().over(file).into_options() };
     if let Err(error) = options.check() {
         eprintln!("vmstrata: error: {error:#}\n\nFor more information, try 'vmstrata serve --help'.");
         return Ok(ExitCode::from(EXIT_USAGE));
+    }
+    if args.replace {
+        ask_to_end(&mut options)?;
     }
     vmstrata_server::run(&options, |status| {
         if let Err(error) = ready::Report::new(status).print(args.json) {
@@ -30,4 +38,23 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
         }
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Asks the server that has the control socket to end; where there is none, this one is the first.
+fn ask_to_end(options: &mut Options) -> Result<()> {
+    let path = match &options.control {
+        ControlPlace::At(path) => path.clone(),
+        _ => {
+            let dir = options.runtime_dir.clone().unwrap_or_else(vmstrata_server::default_dir);
+            dir.join(vmstrata_api::CONTROL_SOCKET)
+        }
+    };
+    // From now on a socket that is in use is waited for, and not done without.
+    options.control = ControlPlace::At(path.clone());
+    let client = Client::new(&ControlArgs { control: Some(path) })?;
+    if client.is_answered() {
+        client.tell("/v1/shutdown")?;
+        options.control_patience = REPLACE_PATIENCE;
+    }
+    Ok(())
 }

@@ -35,6 +35,7 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
     OpenApiRouter::with_openapi(Document::openapi())
         .routes(routes!(status::status))
         .routes(routes!(status::stats))
+        .routes(routes!(status::shutdown))
         .routes(routes!(status::document))
         .routes(routes!(metrics::metrics))
         .routes(routes!(events::events))

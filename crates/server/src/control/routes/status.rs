@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
+use axum::http::StatusCode;
 use vmstrata_api::{ServerStatus, StatsList};
 
 use super::apart;
@@ -20,6 +21,13 @@ pub(in crate::control) async fn status(State(host): State<Arc<Host>>) -> Result<
 #[utoipa::path(get, path = "/v1/stats", tag = "server", operation_id = "stats", responses((status = OK, description = "Numbers that only grow", body = StatsList)))]
 pub(in crate::control) async fn stats(State(host): State<Arc<Host>>) -> Result<Json<StatsList>, Failure> {
     apart(host, |host| Ok(host.stats())).await.map(Json)
+}
+
+/// End the server as SIGTERM does: doors are drained, images closed clean
+#[utoipa::path(post, path = "/v1/shutdown", tag = "server", operation_id = "shutdown", responses((status = ACCEPTED, description = "It is ending; its control socket goes last")))]
+pub(in crate::control) async fn shutdown() -> Result<StatusCode, Failure> {
+    crate::shutdown::ask().map_err(Failure::from)?;
+    Ok(StatusCode::ACCEPTED)
 }
 
 /// This document

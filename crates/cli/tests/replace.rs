@@ -1,0 +1,115 @@
+//! One server takes over from another under clients that do not notice.
+
+mod support;
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use support::http::ask;
+use support::server::Server;
+use support::{Images, assert_clean, tool_ok, vmstrata};
+
+/// What a client needs that waits for its server.
+fn reconnecting(images: &Images) -> String {
+    format!(
+        "driver=nbd,server.type=unix,server.path={},export=web,reconnect-delay=60",
+        images.name("nbd.sock")
+    )
+}
+
+/// `vmstrata serve --replace` in the runtime directory of the server before.
+fn replace(server: &Server, args: &[&str], log: &std::path::Path) -> Child {
+    let mut child = vmstrata()
+        .args(["serve", "--json", "--replace", "--runtime-dir"])
+        .arg(server.control().parent().unwrap())
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(File::create(log).unwrap())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let ready: Result<Value, _> = serde_json::from_str(&line);
+    assert!(ready.is_ok(), "not ready: {line}{}", std::fs::read_to_string(log).unwrap());
+    child
+}
+
+fn tell(stdin: &mut ChildStdin, command: &str) {
+    writeln!(stdin, "{command}").unwrap();
+}
+
+#[test]
+fn clients_of_a_replaced_server_see_no_error_and_nothing_is_lost() {
+    let images = Images::new();
+    let path = images.create("web.qcow2", &["8G"]);
+    let args = [
+        "--disk",
+        &format!("path={},name=web", path.display()),
+        "--nbd",
+        &format!("unix:{}", images.name("nbd.sock")),
+    ];
+    let mut server = Server::start(&args);
+    let first = server.pid();
+    // One that is busy all the time, and one that wrote before and reads after.
+    let bench = ["bench", "--image-opts", "-w", "-c", "150000", "-d", "16", "-s", "4k", "-S", "20k"];
+    let mut busy = Command::new("qemu-img")
+        .args(bench)
+        .arg(reconnecting(&images))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut calm = Command::new("qemu-io")
+        .args(["--image-opts", &reconnecting(&images)])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = calm.stdin.take().unwrap();
+    tell(&mut stdin, "write -P 7 7G 1M");
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(busy.try_wait().unwrap().is_none(), "the load is over before it begins");
+    let start = Instant::now();
+    let mut second = replace(&server, &args, &images.path("second.log"));
+    let pause = start.elapsed();
+    assert!(server.wait().success(), "the first server did not end clean");
+    assert!(pause < Duration::from_secs(10), "{pause:?}");
+    tell(&mut stdin, "read -P 7 7G 1M");
+    tell(&mut stdin, "write -P 8 7G 4k");
+    tell(&mut stdin, "quit");
+    drop(stdin);
+    let said = calm.wait_with_output().unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&said.stdout), String::from_utf8_lossy(&said.stderr));
+    assert!(said.status.success() && !text.contains("ailed") && !text.contains("rror"), "{text}");
+    let status = busy.wait().unwrap();
+    let mut noticed = String::new();
+    busy.stderr.take().unwrap().read_to_string(&mut noticed).unwrap();
+    assert!(status.success(), "the busy client noticed: {noticed}");
+    let now = ask(&server.control(), "GET", "/v1/status", "").json();
+    assert_eq!(now["pid"], second.id());
+    assert_ne!(now["pid"], first.as_raw_pid());
+    kill_process(Pid::from_child(&second), Signal::TERM).unwrap();
+    assert!(second.wait().unwrap().success());
+    assert_clean(&path);
+    tool_ok("qemu-io", ["-c", "read -P 8 7G 4k", "-c", "read -P 7 7516196864 1020k", path.to_str().unwrap()]);
+}
+
+#[test]
+fn where_there_is_none_to_replace_a_server_is_the_first() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let disk = format!("path={},name=a", path.display());
+    let server =
+        Server::start(&["--replace", "--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    assert!(server.control().exists());
+    assert_eq!(ask(&server.control(), "POST", "/v1/shutdown", "").status, 202);
+    let mut server = server;
+    assert!(server.wait().success(), "asked to end, it ends as by a signal");
+    assert_clean(&path);
+}
