@@ -27,6 +27,8 @@ use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
 use crate::turnstile::Turnstile;
 
+pub(crate) use durable::leave_clean;
+pub(crate) use open::write_session;
 pub use snapshot::{Taken, snapshot_together};
 
 /// See the module documentation.

@@ -20,6 +20,7 @@
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
 //! | `chain`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
 //! | [`diff`](Diff), [`mod@backup`] | what changed between two states of a chain, and copies of a state |
+//! | [`mod@merge`] | dropping layers from a chain |
 //! | [`snapshot`] | taking, finding and going back to states of a disk, as files |
 //! | [`mod@create`], [`mod@check`] | new images, and whether an image is sound |
 //!
@@ -55,6 +56,7 @@ mod journal;
 mod layer;
 mod layers;
 mod map;
+pub mod merge;
 mod opener;
 mod queue;
 mod read;

@@ -36,5 +36,6 @@ pub use fault::SnapshotFault;
 pub use holder::{Holder, HolderKind, holders};
 pub use list::{Snapshot, State, find, list, resolve};
 pub use names::frozen_path;
+pub(crate) use offline::{lock_settled, name_from};
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
 pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};

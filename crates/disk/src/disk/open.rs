@@ -95,7 +95,7 @@ fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
 }
 
 /// Writes the autoclear bits: ours, and none that stand for structures we do not keep up to date.
-pub(super) fn write_session(active: &Active, session: u64) -> Result<()> {
+pub(crate) fn write_session(active: &Active, session: u64) -> Result<()> {
     let at = HostOffset::new(field::AUTOCLEAR);
     let bits = session | active.autoclear;
     let written = active.store.write_all(&bits.to_be_bytes(), at);

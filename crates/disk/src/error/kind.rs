@@ -192,6 +192,9 @@ pub enum ErrorKind {
     /// A snapshot that cannot be taken, found or used as asked.
     #[error("{0}")]
     Snapshot(#[from] crate::snapshot::SnapshotFault),
+    /// Layers that cannot be dropped as asked.
+    #[error("{0}")]
+    Merge(#[from] crate::merge::MergeFault),
     /// An image that may not be written as it is.
     #[error("{0}")]
     Create(#[from] vmstrata_qcow2::CreateError),

@@ -89,7 +89,7 @@ fn ready_one(
 }
 
 /// Locks a disk that was closed, closing it if its last writer did not.
-fn lock_settled(disk: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<FileStore> {
+pub(crate) fn lock_settled(disk: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<FileStore> {
     let lock = lock(disk)?;
     let below = Below::read(disk, open.format)?;
     if below.autoclear & SESSION_MASK == 0 && !below.dirty {
@@ -215,7 +215,7 @@ fn origin(disk: &Path) -> Option<String> {
 
 /// How the image at `image` names the layer at `layer`: by a relative name where one is below the other, so that a tree
 /// can be moved; by an absolute one elsewhere.
-fn name_from(image: &Path, layer: &Path) -> Result<String> {
+pub(crate) fn name_from(image: &Path, layer: &Path) -> Result<String> {
     let resolve =
         |path: &Path| directory_of(path).canonicalize().while_trying("find the directory of an image");
     let (from, to) = (resolve(image)?, resolve(layer)?);

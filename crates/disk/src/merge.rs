@@ -1,0 +1,64 @@
+//! Merging: dropping frozen layers from a chain, whose other states stay what they are.
+//!
+//! ```text
+//!   before   base ◄── 1 ◄── 2 ◄── 3 ◄── disk          drop 1 and 2
+//!   copy     base ◄── 1 ◄── 2 ◄── 3'◄── disk          3' = 3, and what only 1 and 2 had
+//!   relink   base ◄────────────── 3'◄── disk          one sector of 3' written
+//!   remove                                            the files of 1 and 2, if no one needs them
+//! ```
+//!
+//! **Pull up.** What the dropped layers hold is copied into the layer above them, the *target*, as far as it has nothing
+//! of its own there; then the target's header names what lies below the dropped layers. What the target and all above it
+//! read never changes, so other disks on them are unharmed, and at every instant the files are a chain that stock tools
+//! read right. Copying *down*, as stock commit does, would change the layer that is copied into, and all clones of it.
+//!
+//! Place in the data flow: a job beside the engine, made of bounded steps ([`Merge::select`], [`Merge::apply`]). Copying
+//! is copy-on-write as the engine does it for guests: allocate, write, publish, and commit in the order of
+//! [`crate::changes`].
+//!
+//! Invariants:
+//! - A cluster is copied exactly when the target would read otherwise without the dropped layers: both maps are asked
+//!   ([`copy`]). That covers zeros, sizes, cluster sizes and raw bases without a rule for any of them.
+//! - Whatever ends the job early leaves a sound chain and, after a crash, leaked clusters at most. Started again it
+//!   passes over what is there.
+//! - Whether the header has room for the new name is known before anything is copied.
+//! - A file is removed only if it was a snapshot of this disk and nobody names it or has it open ([`remove`]).
+//!
+//! Lock order: as in [`crate::active`].
+
+pub(crate) mod copy;
+mod fault;
+mod offline;
+pub(crate) mod plan;
+pub(crate) mod relink;
+pub(crate) mod remove;
+pub(crate) mod target;
+
+pub use fault::MergeFault;
+pub use offline::{Action, Merge};
+pub use plan::{MergeRange, ranges_of};
+pub use remove::{Kept, Removal};
+
+use std::path::PathBuf;
+
+use crate::chain::OpenOptions;
+
+/// How to merge.
+#[derive(Clone, Debug, Default)]
+pub struct MergeOptions {
+    /// How the disk is to be looked at. Files in its directories are looked at for others that need what is dropped.
+    pub open: OpenOptions,
+    /// What becomes of the files of dropped layers.
+    pub removal: Removal,
+}
+
+/// What merging has done.
+#[derive(Clone, Debug, Default)]
+pub struct Merged {
+    /// Bytes copied into the target.
+    pub copied_bytes: u64,
+    /// Files removed, newest layer first.
+    pub removed: Vec<PathBuf>,
+    /// Files of dropped layers that are still there, and why.
+    pub kept: Vec<(PathBuf, Kept)>,
+}

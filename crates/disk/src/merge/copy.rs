@@ -1,0 +1,168 @@
+//! Copying up what the target would lose.
+//!
+//! ```text
+//!   cluster of the target ──► has an entry of its own? ──yes──► nothing to do
+//!            │ no
+//!            ├──► map of all layers below ───────────────┐
+//!            └──► map of those that stay ──► the same? ──┴─no──► copy what the first says
+//! ```
+//!
+//! The two maps number the layers that stay alike, so "the same" is: the same place in the same layer, or zeros in both.
+
+use vmstrata_qcow2::L2Entry;
+use vmstrata_qcow2::entry::{COPIED, ZERO_FLAG};
+use vmstrata_store::{AlignedBuf, Segment};
+use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
+
+use crate::active::{Active, Change};
+use crate::error::{IoContext as _, Result};
+use crate::layers::{Layers, Top};
+use crate::map::{FrozenMap, Run, Source};
+
+/// Most bytes copied while the target's page is locked.
+const RUN_BYTES: u64 = 256 << 10;
+/// Zero clusters exist since this version.
+const ZEROS_SINCE: u32 = 3;
+
+/// What the target must get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Need {
+    Nothing,
+    Zeros,
+    Data,
+}
+
+impl Source {
+    fn is_zero(self) -> bool {
+        matches!(self, Self::Hole | Self::Zero(_))
+    }
+}
+
+impl Layers {
+    /// Copies into the active layer what lies below its clusters in `range` and reads otherwise in `after`; `None` is no
+    /// layers at all. Returns the bytes written.
+    ///
+    /// # Errors
+    /// A layer that cannot be read, a host that is full or cannot write: part of it may have been copied.
+    ///
+    /// # Panics
+    /// Without an active layer that has clusters.
+    pub(crate) fn pull_up(&self, range: GuestRange, after: Option<&FrozenMap>) -> Result<u64> {
+        let Top::Qcow2(active) = &self.top else { unreachable!("only qcow2 files have layers below them") };
+        let bits = active.tables.geometry.cluster_bits;
+        let end = range.end().get().min(active.size);
+        let most = (RUN_BYTES >> bits.get()).max(1);
+        let mut at = range.start;
+        let mut copied = 0;
+        while let Some(differs) = self.next_difference(at, end, after)? {
+            let first = active.cluster_of(differs);
+            let last = end.div_ceil(bits.size()).min(first + active.run_limit(first).min(most));
+            let need = self.need(active, first, after)?;
+            let mut count = 1;
+            while first + count < last && self.need(active, first + count, after)? == need {
+                count += 1;
+            }
+            let (passed, bytes) = self.pull_run(active, first, count, need)?;
+            copied += bytes;
+            at = GuestOffset::new((first + passed) << bits.get());
+        }
+        Ok(copied)
+    }
+
+    /// What both maps say of the bytes at `at`, as far as each says one thing.
+    fn both(&self, at: GuestOffset, len: u64, after: Option<&FrozenMap>) -> Result<(Run, Run)> {
+        let before = self.locate_below(at, len)?;
+        let after = match after {
+            Some(map) => map.locate(at, before.len)?,
+            None => Run { source: Source::Hole, len: before.len },
+        };
+        Ok((before, after))
+    }
+
+    /// The first place from `at` on where the maps differ.
+    fn next_difference(
+        &self,
+        mut at: GuestOffset,
+        end: u64,
+        map: Option<&FrozenMap>,
+    ) -> Result<Option<GuestOffset>> {
+        while at.get() < end {
+            let (before, after) = self.both(at, end - at.get(), map)?;
+            if differ(before, after) {
+                return Ok(Some(at));
+            }
+            at = at + before.len.min(after.len);
+        }
+        Ok(None)
+    }
+
+    fn need(&self, active: &Active, cluster: u64, map: Option<&FrozenMap>) -> Result<Need> {
+        let bits = active.tables.geometry.cluster_bits;
+        let mut at = GuestOffset::new(cluster << bits.get());
+        let end = (at + bits.size()).get().min(active.size);
+        let (mut differs, mut zeros) = (false, true);
+        while at.get() < end {
+            let (before, after) = self.both(at, end - at.get(), map)?;
+            differs |= differ(before, after);
+            zeros &= before.source.is_zero();
+            at = at + before.len.min(after.len);
+        }
+        Ok(match (differs, zeros) {
+            (false, _) => Need::Nothing,
+            (true, true) if active.tables.version >= ZEROS_SINCE => Need::Zeros,
+            (true, _) => Need::Data,
+        })
+    }
+
+    /// Gives the first of `count` clusters that have no entry what they need; returns how many clusters are done with, and
+    /// the bytes written.
+    fn pull_run(&self, active: &Active, first: u64, count: u64, need: Need) -> Result<(u64, u64)> {
+        let page = active.lock_page(first);
+        let mut old: Vec<u64> = Vec::new();
+        for cluster in first..first + count {
+            let raw = active.entry_locked(cluster, &page)?;
+            if active.decode(raw)? != L2Entry::Unallocated {
+                break;
+            }
+            old.push(raw);
+        }
+        if old.is_empty() || need == Need::Nothing {
+            return Ok((old.len().max(1) as u64, 0));
+        }
+        let in_file = |error: crate::Error| error.in_file(&active.path);
+        active.ensure_table(first).map_err(in_file)?;
+        let bits = active.tables.geometry.cluster_bits;
+        let change =
+            |number: usize, new: u64| Change { cluster: first + number as u64, old: old[number], new };
+        if need == Need::Zeros {
+            let changes: Vec<Change> = (0..old.len()).map(|number| change(number, ZERO_FLAG)).collect();
+            active.publish(&changes, &[], &page).map_err(in_file)?;
+            return Ok((old.len() as u64, 0));
+        }
+        let space = active.alloc.allocate(old.len() as u64).map_err(in_file)?;
+        let bytes = space.clusters << bits.get();
+        if let Err(error) = self.fill_clusters(active, first, space.at, bytes) {
+            let _ = active.alloc.free(space.at, bytes);
+            return Err(error);
+        }
+        let place = |number: usize| (space.at + ((number as u64) << bits.get())).get() | COPIED;
+        let changes: Vec<Change> =
+            (0..space.clusters as usize).map(|number| change(number, place(number))).collect();
+        active.publish(&changes, &[], &page).map_err(in_file)?;
+        Ok((space.clusters, bytes))
+    }
+
+    /// Writes what lies below the clusters from `first` on to new ones at `host`.
+    fn fill_clusters(&self, active: &Active, first: u64, host: HostOffset, bytes: u64) -> Result<()> {
+        let at = GuestOffset::new(first << active.tables.geometry.cluster_bits.get());
+        let mut buf = AlignedBuf::zeroed(bytes as usize);
+        let there = active.size.saturating_sub(at.get()).min(bytes) as usize;
+        self.read_runs(at, &[Segment::from_mut(&mut buf[..there])], |at, len| self.locate_below(at, len))?;
+        let written = active.store.write_all(&buf, host).while_trying("write");
+        written.map_err(|error| error.at(host).in_file(&active.path))
+    }
+}
+
+fn differ(before: Run, after: Run) -> bool {
+    before.source != after.source && !(before.source.is_zero() && after.source.is_zero())
+}

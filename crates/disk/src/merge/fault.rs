@@ -1,0 +1,52 @@
+//! What can be wrong with a merge, beside what can go wrong with any file.
+
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+/// Why layers cannot be dropped as asked.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum MergeFault {
+    /// Layers that the chain does not have below its top.
+    #[error(
+        "there are no layers {first} to {last} to drop: the chain has {layers}, counted from 0, and the last takes the writes"
+    )]
+    Range {
+        /// First layer asked for.
+        first: usize,
+        /// Last layer asked for.
+        last: usize,
+        /// Layers of the chain.
+        layers: usize,
+    },
+    /// A target whose header cannot name another backing file by one sector's write.
+    #[error(
+        "its header has no room for the name of another backing file: copy it with `qemu-img convert`, or drop other layers"
+    )]
+    NoRoom,
+    /// A layer that a process writes, or was killed while it did.
+    #[error("the process that wrote it did not close it: open the file for writing once, then try again")]
+    Unclosed,
+    /// A layer's refcounts are not to be relied on.
+    #[error("it is marked dirty or corrupt: repair it with `vmstrata check --repair=all` first")]
+    NeedsRepair,
+    /// The layer to be copied into is in use by someone else.
+    #[error("what is dropped would be copied into this layer, and it is in use by {by}: end that first")]
+    TargetInUse {
+        /// Who uses it.
+        by: String,
+    },
+    /// The disk has other layers than when the merge began.
+    #[error("the disk's layers have changed since the merge began: begin it again, what is copied stays")]
+    LayersChanged,
+    /// Another merge of the disk is under way.
+    #[error("layers of this disk are being merged already")]
+    Busy,
+    /// A path that is none of the disk's layers.
+    #[error("{} is no layer of the disk", path.display())]
+    NoLayer {
+        /// The path.
+        path: PathBuf,
+    },
+}

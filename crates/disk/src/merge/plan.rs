@@ -1,0 +1,108 @@
+//! The chain that is to be merged, from its headers.
+
+use std::path::{Path, PathBuf};
+
+use vmstrata_store::FileId;
+use vmstrata_types::LayerIndex;
+
+use super::MergeFault;
+use crate::chain::{OpenOptions, Roles, Top, walk};
+use crate::error::Result;
+use crate::layer::Format;
+use crate::layers::index_of;
+use crate::opener::{Opener, Role};
+use crate::snapshot;
+
+/// Layers to drop, both ends included; the layer above the last is the target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MergeRange {
+    /// The lowest.
+    pub first: LayerIndex,
+    /// The highest.
+    pub last: LayerIndex,
+}
+
+impl MergeRange {
+    /// The layer that everything is copied into.
+    pub fn target(self) -> LayerIndex {
+        index_of(self.last.index() + 1)
+    }
+
+    /// How many layers are dropped.
+    ///
+    /// # Panics
+    /// When the last lies below the first, which no checked range does.
+    pub fn count(self) -> usize {
+        self.last.index() + 1 - self.first.index()
+    }
+
+    /// Refuses layers that a chain of `layers` does not have below its top.
+    pub(crate) fn check(self, layers: usize) -> Result<(), MergeFault> {
+        let (first, last) = (self.first.index(), self.last.index());
+        if first <= last && last + 1 < layers {
+            return Ok(());
+        }
+        Err(MergeFault::Range { first, last, layers })
+    }
+}
+
+/// The layers to drop so that these snapshots of the disk are gone, in as few ranges as possible, the newest first:
+/// in that order no range moves another.
+///
+/// # Errors
+/// No such snapshot; otherwise as [`snapshot::list`].
+pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result<Vec<MergeRange>> {
+    let mut found = Vec::with_capacity(names.len());
+    let layers = snapshot::list(disk, options)?.len();
+    for name in names {
+        // The newest of that name is the one people mean.
+        found.push(layers - snapshot::find(disk, name, options)?.depth);
+    }
+    found.sort_unstable_by(|one, other| other.cmp(one));
+    found.dedup();
+    let mut ranges: Vec<MergeRange> = Vec::new();
+    for layer in found {
+        match ranges.last_mut() {
+            Some(range) if range.first.index() == layer + 1 => range.first = index_of(layer),
+            _ => ranges.push(MergeRange { first: index_of(layer), last: index_of(layer) }),
+        }
+    }
+    Ok(ranges)
+}
+
+/// A file of the chain.
+#[derive(Clone, Debug)]
+pub(crate) struct Link {
+    pub(crate) path: PathBuf,
+    pub(crate) file: FileId,
+    pub(crate) format: Format,
+    /// The name of the layer below as its header has it.
+    pub(crate) backing_name: Option<String>,
+    /// What it says of the layer below as a snapshot.
+    pub(crate) record: Option<Vec<u8>>,
+    /// Whether it knows of an index.
+    pub(crate) has_index: bool,
+}
+
+impl Link {
+    fn of(top: Top) -> Self {
+        let has_index = top.head.as_ref().is_some_and(|head| {
+            head.header.autoclear.contains(vmstrata_qcow2::Autoclear::INDEX)
+                || crate::index::sidecar_of(&top.path).exists()
+        });
+        let format = if top.head.is_some() { Format::Qcow2 } else { Format::Raw };
+        let (backing_name, record) = top.head.map_or((None, None), |head| (head.backing_name, head.snapshot));
+        Self { file: top.opened.identity.file, path: top.path, format, backing_name, record, has_index }
+    }
+}
+
+/// The files of the chain of `disk`, base first.
+///
+/// # Errors
+/// As [`walk`].
+pub(crate) fn links(disk: &Path, options: &OpenOptions, opener: &dyn Opener) -> Result<Vec<Link>> {
+    let roles = Roles { top: Role::Inspected, below: Role::Inspected };
+    let (top, mut links) = walk(disk, options, roles, opener, Link::of)?;
+    links.push(Link::of(top));
+    Ok(links)
+}
