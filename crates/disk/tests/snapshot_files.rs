@@ -400,13 +400,48 @@ fn a_disk_in_use_is_left_alone_and_its_user_named() {
 fn a_disk_that_was_not_closed_is_closed_before_it_is_frozen() {
     let dir = common::scratch();
     let disk = new_disk(dir.path(), "web.qcow2");
-    let session = 0x8000_0001_0000_0000u64.to_be_bytes();
-    let file = std::fs::OpenOptions::new().write(true).open(&disk).unwrap();
-    file.write_all_at(&session, 88).unwrap();
-    drop(file);
+    leave_open(&disk);
     let frozen = take_offline(&[&disk], "mon").unwrap().remove(0);
     assert_eq!(std::fs::read(&frozen).unwrap()[88..96], [0; 8]);
     assert_clean(&frozen);
+}
+
+/// Marks the file as one that a process was killed while it wrote.
+fn leave_open(path: &Path) {
+    let session = 0x8000_0001_0000_0000u64.to_be_bytes();
+    std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all_at(&session, 88).unwrap();
+}
+
+#[test]
+fn a_snapshot_that_a_killed_process_was_taking_is_finished_before_it_is_built_upon() {
+    let dir = common::scratch();
+    let disk = new_disk(dir.path(), "web.qcow2");
+    write(&disk, 1, "0 64k");
+    let frozen = take_offline(&[&disk], "mon").unwrap().remove(0);
+    for layer in [&disk, &frozen] {
+        leave_open(layer);
+    }
+    let clone = dir.path().join("clone.qcow2");
+    let error = snapshot::clone(&disk, "mon", &clone, &OpenOptions::default()).unwrap_err();
+    assert!(matches!(fault(&error), SnapshotFault::Unfinished { .. }), "{error}");
+    assert!(!clone.exists());
+    snapshot::revert(&disk, "mon", &RevertOptions::default(), &resources()).unwrap();
+    assert_eq!(std::fs::read(&frozen).unwrap()[88..96], [0; 8]);
+    snapshot::clone(&disk, "mon", &clone, &OpenOptions::default()).unwrap();
+    reads(&clone, 1, "0 64k");
+}
+
+#[test]
+fn a_damaged_disk_can_go_back() {
+    let dir = common::scratch();
+    let disk = new_disk(dir.path(), "web.qcow2");
+    write(&disk, 1, "0 64k");
+    take_offline(&[&disk], "mon").unwrap();
+    std::fs::OpenOptions::new().write(true).open(&disk).unwrap().write_all_at(&[2], 79).unwrap();
+    take_offline(&[&disk], "tue").unwrap_err();
+    snapshot::revert(&disk, "mon", &RevertOptions::default(), &resources()).unwrap();
+    reads(&disk, 1, "0 64k");
+    assert_clean(&disk);
 }
 
 #[test]
@@ -457,7 +492,7 @@ fn going_back_makes_the_disk_what_it_was() {
     }
     write(&disk, 4, "0 1M");
     let options = RevertOptions { keep: Some(dir.path().join("kept.qcow2")), ..RevertOptions::default() };
-    let reverted = snapshot::revert(&disk, "mon", &options).unwrap();
+    let reverted = snapshot::revert(&disk, "mon", &options, &resources()).unwrap();
     assert_eq!(reverted.layer, dir.path().join("web.mon.qcow2"));
     let dropped: Vec<_> = reverted.dropped.iter().map(|snapshot| snapshot.name().unwrap()).collect();
     assert_eq!(dropped, ["wed", "tue"]);
@@ -466,7 +501,7 @@ fn going_back_makes_the_disk_what_it_was() {
     assert_eq!(names(&disk), ["mon"]);
     assert_eq!(names(&dir.path().join("kept.qcow2")), ["wed", "tue", "mon"]);
     write(&disk, 5, "0 64k");
-    snapshot::revert(&disk, "mon", &RevertOptions::default()).unwrap();
+    snapshot::revert(&disk, "mon", &RevertOptions::default(), &resources()).unwrap();
     reads(&disk, 1, "0 1M");
     for file in files(dir.path()) {
         assert_clean(&dir.path().join(file));
@@ -492,7 +527,7 @@ fn going_back_is_refused_where_it_would_lose_more_than_was_said() {
         ("mon", keep(disk.clone()), "in the disk's own directory"),
         ("mon", keep(dir.path().join("web.mon.qcow2")), "exists already"),
     ] {
-        let error = snapshot::revert(&disk, name, &options).unwrap_err().to_string();
+        let error = snapshot::revert(&disk, name, &options, &resources()).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     }
     assert_eq!(disk.metadata().unwrap().ino(), inode);

@@ -161,6 +161,10 @@ pub struct SnapshotRevertArgs {
     /// Let go of what was written since the newest snapshot
     #[arg(long, short)]
     pub yes: bool,
+    /// Where the journals of killed servers are
+    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
     /// Common options.
     #[command(flatten)]
     pub common: SnapshotCommonArgs,

@@ -6,6 +6,7 @@ mod time;
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, Snapshot, SnapshotInfo, find, list};
@@ -39,12 +40,7 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
     if let Some(live) = live::Live::find(&args.disks, &args.server)? {
         return live.create(&info, args.common.json);
     }
-    let runtime = args.runtime_dir.clone().unwrap_or_else(vmstrata_server::default_dir);
-    let resources = Resources::new(ResourceOptions {
-        // Where there is no directory there is no journal.
-        journal_dir: Some(runtime).filter(|dir| dir.is_dir()),
-        ..ResourceOptions::default()
-    });
+    let resources = resources(args.runtime_dir.as_deref());
     let prepare = PrepareOptions { format: args.common.format, ..PrepareOptions::default() };
     let created = snapshot::create(&args.disks, &info, &args.common.open(), &prepare, &resources)?;
     if args.common.json {
@@ -56,6 +52,16 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
         format!("{}: snapshot {} taken: {}\n", created.disk.display(), info.name, created.layer.display())
     };
     Ok(print(&created.iter().map(line).collect::<String>())?)
+}
+
+/// For disks that must be closed first.
+fn resources(runtime_dir: Option<&Path>) -> Arc<Resources> {
+    let runtime = runtime_dir.map_or_else(vmstrata_server::default_dir, Path::to_owned);
+    Resources::new(ResourceOptions {
+        // Where there is no directory there is no journal.
+        journal_dir: Some(runtime).filter(|dir| dir.is_dir()),
+        ..ResourceOptions::default()
+    })
 }
 
 fn described(args: &SnapshotCreateArgs, taken_ns: u64) -> SnapshotInfo {
@@ -106,7 +112,8 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
         open: args.common.open(),
         prepare: PrepareOptions { format: args.common.format, ..PrepareOptions::default() },
     };
-    let reverted = snapshot::revert(&args.disk, &args.name, &options)?;
+    let reverted =
+        snapshot::revert(&args.disk, &args.name, &options, &resources(args.runtime_dir.as_deref()))?;
     let report = Reverted::new(args, &reverted);
     if args.common.json { Ok(print_json(&report)?) } else { Ok(print(&report.text())?) }
 }

@@ -61,6 +61,12 @@ pub enum SnapshotFault {
         /// The names there are, newest first.
         have: Vec<String>,
     },
+    /// A layer that its last writer has not finished.
+    #[error("the snapshot's file {} is not finished: if it is being taken, try again in a moment; after a crash, open the disk for writing once, with `vmstrata serve` or `vmstrata snapshot create`", layer.display())]
+    Unfinished {
+        /// The layer.
+        layer: PathBuf,
+    },
     /// A file outside the directory in which its backing file's relative name holds.
     #[error(
         "the file to keep must be in the disk's own directory, where the names of the layers below it hold"

@@ -16,11 +16,11 @@ use super::list::{Snapshot, list};
 use super::overlay::Below;
 use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
 use super::{find, names};
-use crate::chain::{OpenOptions, SESSION_MASK};
+use crate::chain::OpenOptions;
 use crate::create::{Temporary, refuse_existing};
 use crate::disk::Disk;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
+use crate::opener::{LocalFiles, Opened, Opener as _, Role, directory_of};
 use crate::resources::Resources;
 
 /// For how long to try again while someone has the disk: a moment, as killed processes keep theirs.
@@ -90,15 +90,30 @@ fn ready_one(
 
 /// Locks a disk that was closed, closing it if its last writer did not.
 pub(crate) fn lock_settled(disk: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<FileStore> {
-    let lock = lock(disk)?;
-    let below = Below::read(disk, open.format)?;
-    if below.autoclear & SESSION_MASK == 0 && !below.dirty {
-        return Ok(lock);
+    loop {
+        let lock = lock(disk)?;
+        if !Below::read(disk, open.format)?.is_open {
+            return Ok(lock);
+        }
+        // Opening takes the lock itself.
+        drop(lock);
+        close(disk, open, resources)?;
     }
-    // Opening takes the lock itself.
-    drop(lock);
-    Disk::open(disk, &OpenOptions { read_only: false, ..open.clone() }, resources)?.close()?;
-    self::lock(disk)
+}
+
+/// Takes up what a killed process left of a disk, and of a snapshot of it that it was about to take.
+fn close(disk: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<()> {
+    Disk::open(disk, &OpenOptions { read_only: false, ..open.clone() }, resources)?.close()
+}
+
+/// The layer of a snapshot, which nobody may be writing while the file that comes with it is held.
+fn finished(found: &Snapshot) -> Result<(Opened, Below)> {
+    let file = LocalFiles.open(&found.layer, Role::Frozen, &Gate::unrestricted())?;
+    let below = Below::read(&found.layer, Some(found.format))?;
+    if below.is_open {
+        return Err(SnapshotFault::Unfinished { layer: found.layer.clone() }.into());
+    }
+    Ok((file, below))
 }
 
 /// Locks the file that `disk` leads to against all others.
@@ -149,8 +164,20 @@ pub struct Reverted {
 /// # Errors
 /// A disk in use, no such snapshot, a file to be kept that exists or lies elsewhere; whatever the host reports. Nothing
 /// has then changed.
-pub fn revert(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
-    back(disk, name, options).map_err(|error| error.in_file(disk))
+pub fn revert(
+    disk: &Path,
+    name: &str,
+    options: &RevertOptions,
+    resources: &Arc<Resources>,
+) -> Result<Reverted> {
+    let reverted = match back(disk, name, options) {
+        // What is active is closed first only where it must be: going back is the way out of a damaged one.
+        Err(error) if matches!(error.kind(), ErrorKind::Snapshot(SnapshotFault::Unfinished { .. })) => {
+            close(disk, &options.open, resources).and_then(|()| back(disk, name, options))
+        }
+        reverted => reverted,
+    };
+    reverted.map_err(|error| error.in_file(disk))
 }
 
 fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
@@ -162,8 +189,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     if let Some(keep) = &options.keep {
         check_keep(disk, keep)?;
     }
-    let stood_on = LocalFiles.open(&found.layer, Role::Frozen, &Gate::unrestricted())?;
-    let below = Below::read(&found.layer, Some(found.format))?;
+    let (stood_on, below) = finished(&found)?;
     let image = below.overlay(name_from(disk, &found.layer)?, &info)?;
     let mut prepared = Prepared::make(disk, identity, &image, disk, options.prepare.on_step)?;
     if let Some(keep) = options.keep.as_ref().filter(|keep| file_at(keep).ok() != Some(identity)) {
@@ -195,8 +221,7 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
     let found = find(disk, name, options)?;
     let make = || -> Result<()> {
         refuse_existing(output)?;
-        let _stood_on = LocalFiles.open(&found.layer, Role::Frozen, &Gate::unrestricted())?;
-        let below = Below::read(&found.layer, Some(found.format))?;
+        let (_stood_on, below) = finished(&found)?;
         let info = SnapshotInfo { origin: origin(disk), ..found.info.clone().expect("found by its name") };
         let image = below.overlay(name_from(output, &found.layer)?, &info)?;
         let temporary = Temporary::beside(output)?;

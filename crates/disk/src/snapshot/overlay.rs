@@ -24,9 +24,8 @@ use crate::opener::{LocalFiles, Role};
 pub(super) struct Below {
     pub(super) identity: FileIdentity,
     pub(super) format: Format,
-    /// Autoclear bits, 0 for a raw file.
-    pub(super) autoclear: u64,
-    pub(super) dirty: bool,
+    /// Whether its last writer has not closed it.
+    pub(super) is_open: bool,
     size: u64,
     version: u32,
     cluster_bits: ClusterBits,
@@ -55,8 +54,7 @@ impl Below {
         Ok(Self {
             identity: file.opened.identity,
             format: if header.is_some() { Format::Qcow2 } else { Format::Raw },
-            autoclear: header.map_or(0, |header| header.autoclear.bits()),
-            dirty: has(Incompatible::DIRTY),
+            is_open: file.is_in_session() || has(Incompatible::DIRTY),
             size: file.size,
             version: header.map_or(like.version, |header| header.version),
             cluster_bits: header.map_or(like.cluster_bits, |header| header.cluster_bits),

@@ -132,3 +132,23 @@ fn hostile_records_with_a_valid_checksum_are_refused() {
     later[0] = 2;
     assert_eq!(SnapshotInfo::parse(&later), Err(SnapshotInfoError::Version(2)));
 }
+
+proptest::proptest! {
+    #[test]
+    fn whatever_is_read_is_what_would_be_written(
+        edits in proptest::collection::vec((0..80usize, proptest::num::u8::ANY), 0..6),
+        cut in 20..80usize,
+    ) {
+        let mut bytes = full().encode().unwrap();
+        bytes.truncate(cut);
+        for (at, value) in edits {
+            if let Some(byte) = bytes.get_mut(at) {
+                *byte = value;
+            }
+        }
+        let bytes = sealed(bytes);
+        if let Ok(info) = SnapshotInfo::parse(&bytes) {
+            proptest::prop_assert_eq!(info.encode().unwrap(), bytes);
+        }
+    }
+}
