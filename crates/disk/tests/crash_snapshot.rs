@@ -1,0 +1,203 @@
+//! Power failures around live snapshots: every write and flush to every layer is recorded while snapshots are taken; then
+//! the host dies at many moments, in the middle of freezing a layer too. The disk is whole each time, with all that was
+//! flushed, and a snapshot that was taken reads as the disk did then, whatever became of the layers above it.
+
+mod common;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use common::flat::{assert_same, read};
+use common::ledger::{Ledger, Step, steps, take};
+use common::shape::{LayerShape, make};
+use common::{for_seeds, open, open_read_only, random, scratch, stock};
+use rand::Rng as _;
+use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_disk::{Disk, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role};
+use vmstrata_store::{
+    Crash, CrashKind, FaultPlan, FaultStore, FileId, Gate, Moment, Operation, Record, StoreId, Survivors,
+};
+
+const SNAPSHOTS: usize = 3;
+const STEPS: usize = 25;
+
+/// Records what is done to files whatever their names are at the time, and what they held when they were first opened.
+#[derive(Debug)]
+struct Recorder {
+    plan: Arc<FaultPlan>,
+    files: Mutex<Vec<(FileId, Vec<u8>)>>,
+}
+
+impl Opener for Recorder {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
+        let opened = LocalFiles.open(path, role, gate)?;
+        let mut files = self.files.lock().unwrap();
+        let known = files.iter().position(|(file, _)| *file == opened.identity.file);
+        let number = known.unwrap_or_else(|| {
+            files.push((opened.identity.file, std::fs::read(path).expect("reads")));
+            files.len() - 1
+        });
+        let id = StoreId(u32::try_from(number).expect("few files"));
+        let store = FaultStore::new(opened.store, &self.plan, id);
+        Ok(Opened { store: Arc::new(store), identity: opened.identity })
+    }
+
+    fn identity(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<vmstrata_store::FileIdentity> {
+        LocalFiles.identity(path, gate)
+    }
+}
+
+/// A layer of the disk: the file that was active until a snapshot, or still is.
+struct File {
+    store: StoreId,
+    before: Vec<u8>,
+    /// From when on the disk's name leads to it.
+    published: Moment,
+}
+
+struct Recording {
+    files: Vec<File>,
+    log: Vec<Record>,
+    ledger: Ledger,
+    steps: Vec<(Step, Moment, Moment)>,
+    /// What each snapshot holds, and when it had been taken.
+    states: Vec<(Vec<u8>, Moment)>,
+    opened: Moment,
+}
+
+fn record(seed: u64, shape: LayerShape) -> Recording {
+    let dir = scratch();
+    let mut random = random("snapshots", seed);
+    let made = make(dir.path(), &[shape], &mut random);
+    let plan = FaultPlan::recording();
+    let recorder = Arc::new(Recorder { plan: Arc::clone(&plan), files: Mutex::default() });
+    let options = ResourceOptions { metadata_cache_bytes: 0, workers: 1, ..ResourceOptions::default() };
+    let resources = Resources::with_opener(options, Arc::clone(&recorder) as Arc<dyn Opener>);
+    let disk = Disk::open(&made.top, &OpenOptions::default(), &resources).expect("opens");
+    let opened = plan.now();
+    let mut ledger = Ledger::new(&made.model, made.cluster);
+    let (mut done, mut states, mut active) = (Vec::new(), Vec::new(), vec![(file_of(&made.top), opened)]);
+    for round in 0..=SNAPSHOTS {
+        for step in steps(&mut random, STEPS, ledger.size(), made.cluster) {
+            let began = plan.now();
+            take(&disk, &step).expect("no faults here");
+            ledger.enter(done.len() + 1, &step, true);
+            done.push((step, began, plan.now()));
+        }
+        if round < SNAPSHOTS {
+            let content = read(&disk, 0, disk.size() as usize).expect("reads");
+            let began = plan.now();
+            let info = SnapshotInfo { name: format!("s{round}"), ..SnapshotInfo::default() };
+            disk.snapshot(&info).expect("no faults here");
+            // What it returned of is on stable storage.
+            done.push((Step::Flush, began, plan.now()));
+            states.push((content, plan.now()));
+            active.push((file_of(&made.top), began));
+        }
+    }
+    disk.close().expect("closes");
+    drop(disk);
+    let log = plan.log();
+    let known = recorder.files.lock().unwrap();
+    let files = active.into_iter().map(|(file, began)| {
+        let number = known.iter().position(|(known, _)| *known == file).expect("it was opened");
+        let store = StoreId(number as u32);
+        File { store, before: known[number].1.clone(), published: published(&log, store, began) }
+    });
+    Recording { files: files.collect(), log, ledger, steps: done, states, opened }
+}
+
+fn file_of(path: &Path) -> FileId {
+    LocalFiles.identity(path, &Gate::unrestricted()).expect("there").file
+}
+
+/// The overlay gets the disk's name when it is ready for writes: nothing is recorded between its first flush and that.
+fn published(log: &[Record], store: StoreId, began: Moment) -> Moment {
+    let is_flush = |record: &&Record| {
+        record.store == store && matches!(record.operation, Operation::Flush) && record.issued >= began
+    };
+    log.iter().find(is_flush).and_then(|record| record.completed).unwrap_or(began)
+}
+
+impl Recording {
+    /// Writes what is left of each layer into `dir`; returns the disk's path.
+    fn leave(&self, dir: &Path, crash: Crash) -> PathBuf {
+        let there = self.files.iter().take_while(|file| file.published < crash.at).count().max(1);
+        let top = dir.join("disk.qcow2");
+        for (number, file) in self.files[..there].iter().enumerate() {
+            let path = if number + 1 == there { top.clone() } else { layer(dir, number) };
+            std::fs::write(&path, crash.image(&file.before, &self.log, file.store)).expect("written");
+        }
+        top
+    }
+
+    fn crash(&self, crash: Crash, what: &str) {
+        let dir = scratch();
+        let top = self.leave(dir.path(), crash);
+        stock::assert_safe(&top);
+        let taken = self.states.iter().take_while(|(_, at)| *at <= crash.at).count();
+        let is_flush = |step: &Step| matches!(step, Step::Flush);
+        let flushed = self.steps.iter().rposition(|(step, _, ended)| is_flush(step) && *ended <= crash.at);
+        let last = self.steps.iter().rposition(|(_, began, _)| *began < crash.at);
+        let (flushed, last) = (flushed.map_or(0, |place| place + 1), last.map_or(0, |place| place + 1));
+        let check = |bytes: &[u8], how: &str| {
+            let checked = self.ledger.check(0, bytes, flushed, last);
+            checked.unwrap_or_else(|error| panic!("{what}, {crash:?}, {taken} taken, {how}: {error}"));
+        };
+        check(&stock::content(&top, "qcow2"), "stock tools");
+        let disk = open(&top);
+        check(&read(&disk, 0, disk.size() as usize).expect("reads"), "its successor");
+        disk.snapshot(&SnapshotInfo { name: "after".into(), ..SnapshotInfo::default() }).expect("goes on");
+        disk.close().expect("closes");
+        drop(disk);
+        stock::assert_safe(&top);
+        for (number, (content, _)) in self.states[..taken].iter().enumerate() {
+            let layer = layer(dir.path(), number);
+            stock::assert_safe(&layer);
+            let snapshot = open_read_only(&layer);
+            let found = read(&snapshot, 0, content.len()).expect("reads");
+            assert_same(&found, content, 0, &format!("{what}, {crash:?}, snapshot {number}"));
+        }
+    }
+}
+
+fn layer(dir: &Path, number: usize) -> PathBuf {
+    // As the overlays' headers name them.
+    dir.join(format!("{STEM}.s{number}.qcow2"))
+}
+
+/// The stem of the file that `make` makes for a chain of one layer.
+const STEM: &str = "layer0";
+
+#[test]
+fn snapshots_survive_power_failures() {
+    for_seeds(2, |seed| {
+        let (bits, size) = [(12, 300 << 10), (9, 200 << 10)][seed as usize % 2];
+        let recording = record(seed, LayerShape::qcow2(bits, size));
+        let end = recording.log.iter().map(|record| record.issued).max().expect("it wrote");
+        let mut random = random("cuts", seed);
+        let mut moments: Vec<Moment> =
+            (0..60).map(|_| Moment(random.random_range(recording.opened.0..=end.0))).collect();
+        // Every operation of the freezing of a layer in turn.
+        for (file, (_, taken)) in recording.files[1..].iter().zip(&recording.states) {
+            moments.extend((file.published.0..=taken.0 + 1).step_by(2).map(Moment));
+        }
+        for at in moments {
+            for survivors in [Survivors::None, Survivors::Seeded(random.random())] {
+                recording.crash(Crash { kind: CrashKind::Power, at, survivors }, &format!("seed {seed}"));
+            }
+        }
+    });
+}
+
+/// The recording itself: with nothing lost, the files are what they are.
+#[test]
+fn a_crash_that_loses_nothing_leaves_everything() {
+    let recording = record(7, LayerShape::qcow2(12, 300 << 10));
+    assert_eq!((recording.files.len(), recording.states.len()), (SNAPSHOTS + 1, SNAPSHOTS));
+    let by_store: HashMap<_, _> = recording.files.iter().map(|file| (file.store, file.published)).collect();
+    assert_eq!(by_store.len(), SNAPSHOTS + 1, "each layer is a file of its own");
+    let all = Crash { kind: CrashKind::Power, at: Moment(u64::MAX), survivors: Survivors::All };
+    recording.crash(all, "nothing lost");
+}
