@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
 
-use super::load::{Access, Load, Outcome, Run};
+use super::load::{Access, Load, Outcome, Run, Watch};
 use crate::chain::pattern::{self, Writer, mix};
 
 /// Longest silence of a server before a run is given up.
@@ -112,22 +112,35 @@ impl Client {
     /// # Errors
     /// When a request fails or the server goes silent.
     pub fn run(&mut self, load: &Load) -> Result<Outcome> {
-        let mut run = Run::new(load, self.capacity)?;
+        self.run_watched(load, self.capacity, &mut ())
+    }
+
+    /// Runs `load` on the first `span` bytes of the disk, watched.
+    ///
+    /// # Errors
+    /// As [`Client::run`].
+    pub fn run_watched(&mut self, load: &Load, span: u64, watch: &mut impl Watch) -> Result<Outcome> {
+        let mut run = Run::new(load, span.min(self.capacity))?;
         let mut completions = [const { MaybeUninit::<Completion>::uninit() }; BATCH];
         let start = Instant::now();
         let mut in_flight = 0;
         for slot in 0..load.depth {
+            watch.started(slot);
             in_flight += usize::from(self.start(&mut run, slot));
         }
         while in_flight > 0 {
             let mut patience = PATIENCE;
             let done = self.queue.do_io(&mut completions, 1, Some(&mut patience), None)?;
-            let again = start.elapsed() < load.time;
+            let again = start.elapsed() < load.time && watch.goes_on();
             for completion in &completions[..done] {
                 // SAFETY: `do_io` has filled in the first `done` completions.
                 let completion = unsafe { completion.assume_init_ref() };
                 ensure!(completion.ret == 0, "a request failed: errno {}", -completion.ret);
                 run.requests += 1;
+                watch.completed(completion.user_data);
+                if again {
+                    watch.started(completion.user_data);
+                }
                 if !(again && self.start(&mut run, completion.user_data)) {
                     in_flight -= 1;
                 }
@@ -165,6 +178,16 @@ impl Client {
         // SAFETY: `do_io` has filled in one completion.
         let ret = unsafe { completion[0].assume_init_ref() }.ret;
         if ret != 0 { bail!("a request failed: errno {}", -ret) } else { Ok(()) }
+    }
+
+    /// Writes `len` bytes at `at` as `writer` does.
+    ///
+    /// # Errors
+    /// When the write fails.
+    pub fn write(&mut self, at: u64, len: usize, writer: Writer) -> Result<()> {
+        let seed = self.data_seed;
+        pattern::fill(self.bytes(0, len), at, writer, seed);
+        self.one(|queue, buffer| queue.write(at, buffer, len, 0, ReqFlags::empty()))
     }
 
     /// Makes everything written so far stable.

@@ -63,6 +63,28 @@ impl Outcome {
     }
 }
 
+/// Sees every request of a run; the time it takes is the client's.
+pub trait Watch {
+    /// The request of `slot` is about to start.
+    fn started(&mut self, slot: usize);
+    /// The request of `slot` has completed.
+    fn completed(&mut self, slot: usize);
+    /// Whether new requests are to be started.
+    fn goes_on(&self) -> bool;
+}
+
+/// Looks at nothing, and costs nothing.
+impl Watch for () {
+    #[inline]
+    fn started(&mut self, _slot: usize) {}
+    #[inline]
+    fn completed(&mut self, _slot: usize) {}
+    #[inline]
+    fn goes_on(&self) -> bool {
+        true
+    }
+}
+
 /// The state of one run.
 pub(super) struct Run<'a> {
     pub(super) load: &'a Load,

@@ -104,6 +104,11 @@ impl Server {
         format!("nbd+unix:///disk?socket={}", self.dir.path().join("nbd.sock").display())
     }
 
+    /// Where the server takes commands: vmstrata's API, QEMU's QMP.
+    pub fn control(&self) -> PathBuf {
+        control(self.dir.path())
+    }
+
     /// A vhost-user client, as soon as the server takes one.
     ///
     /// # Errors
@@ -249,13 +254,18 @@ pub fn vmstrata() -> PathBuf {
     dir.join("vmstrata")
 }
 
+fn control(dir: &Path) -> PathBuf {
+    dir.join("control.sock")
+}
+
 /// The command line of a server whose sockets lie in `dir`.
 ///
 /// # Panics
 /// For [`Kind::Floor`].
 pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
     let (file, vhost, nbd) = (disk.path.display(), dir.join("vhost.sock"), dir.join("nbd.sock"));
-    let (vhost, nbd) = (vhost.display(), nbd.display());
+    let (vhost, nbd, control) = (vhost.display(), nbd.display(), control(dir));
+    let control = control.display();
     match kind {
         Kind::Qemu => {
             let (read_only, writable) = if disk.writable { ("off", "on") } else { ("on", "off") };
@@ -263,6 +273,8 @@ pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
             command.arg("--blockdev").arg(format!(
                 "driver=qcow2,node-name=disk,read-only={read_only},discard=unmap,file.driver=file,file.filename={file}"
             ));
+            command.arg("--chardev").arg(format!("socket,id=qmp,path={control},server=on,wait=off"));
+            command.args(["--monitor", "chardev=qmp"]);
             command.arg("--nbd-server").arg(format!("addr.type=unix,addr.path={nbd}"));
             command.arg("--export").arg(format!("nbd,id=nbd,node-name=disk,name=disk,writable={writable}"));
             command.arg("--export").arg(format!(
@@ -275,6 +287,7 @@ pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
             let mut command = Command::new(vmstrata());
             command.arg("serve").arg("--disk").arg(format!("path={file},name=disk,cache=host{read_only}"));
             command.arg("--vhost-user").arg(format!("disk={vhost}")).arg("--nbd").arg(format!("unix:{nbd}"));
+            command.arg(format!("--control={control}"));
             if let Some(backing) = &disk.backing {
                 command.arg("--allow-backing").arg(backing);
             }

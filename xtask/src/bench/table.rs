@@ -122,9 +122,17 @@ pub(super) fn thousands(value: f64) -> String {
 /// # Errors
 /// When the markers are missing.
 pub fn insert(readme: &str, block: &str) -> Result<String> {
-    let (before, rest) = readme.split_once(BEGIN).with_context(|| format!("no line {BEGIN}"))?;
-    let (_, after) = rest.split_once(END).with_context(|| format!("no line {END} after {BEGIN}"))?;
-    Ok(format!("{before}{BEGIN}\n{}\n{END}{after}", block.trim_end()))
+    insert_between(readme, (BEGIN, END), block)
+}
+
+/// `text` with what is between two marker lines replaced.
+///
+/// # Errors
+/// When the markers are missing.
+pub(super) fn insert_between(text: &str, (begin, end): (&str, &str), block: &str) -> Result<String> {
+    let (before, rest) = text.split_once(begin).with_context(|| format!("no line {begin}"))?;
+    let (_, after) = rest.split_once(end).with_context(|| format!("no line {end} after {begin}"))?;
+    Ok(format!("{before}{begin}\n{}\n{end}{after}", block.trim_end()))
 }
 
 #[cfg(test)]
