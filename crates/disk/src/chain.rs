@@ -5,6 +5,7 @@
 //! a check of every file's identity against those already met.
 
 mod head;
+mod indexed;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,10 +15,12 @@ use vmstrata_store::{CacheMode, Gate};
 use vmstrata_types::MAX_LAYERS;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{self, Found, Index};
+use crate::index::Index;
 use crate::layer::{Format, Layer, Tables};
 use crate::opener::{Opened, Opener, Role, directory_of};
 use crate::resources::Resources;
+use indexed::Search;
+
 pub(crate) use head::{Qcow2Head, backing_of, plain_name, probe, read_head};
 
 /// How to open a disk.
@@ -79,7 +82,7 @@ pub(crate) struct Chain {
     pub(crate) below: Vec<Arc<Layer>>,
     /// Whether a process was killed while it made the layer below the top a frozen one.
     pub(crate) unfinished: bool,
-    /// Of the newest frozen layer.
+    /// Of the newest layer that has one, or of one below it.
     pub(crate) index: Option<Arc<Index>>,
 }
 
@@ -89,50 +92,34 @@ pub(crate) const SESSION_MASK: u64 = 0xFFFF_FFFF_0000_0000;
 /// Raw files are counted in sectors: the last one reads as if padded with zeros.
 const SECTOR: u64 = 512;
 
-/// Reads the headers of the chain whose active layer is `path`, or the index that knows what they say.
+/// Reads the headers of the chain whose active layer is `path`, down to the first layer whose index knows what those
+/// below it say.
 ///
 /// # Errors
 /// As [`walk`].
 pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
     let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
-    let opener = &**resources.files().opener();
-    let top = open_layer(path, role, options.format, &Gate::unrestricted(), opener)?;
-    if let Some(index) = find_index(&top, options, resources)? {
-        let frozen = index.layers().len() - usize::from(options.read_only);
-        let below = index.layers()[..frozen].iter().map(|layer| resources.share_layer(layer.layer()));
-        return Ok(Chain { below: below.collect(), top, unfinished: false, index: Some(index) });
-    }
-    let mut unfinished = None;
-    let below = walk_below(path, &top, options, Role::Frozen, opener, |layer| {
-        unfinished.get_or_insert(layer.is_in_session());
-        freeze(layer, resources)
-    })?;
-    Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), index: None })
-}
-
-/// The index of the newest frozen layer, if all of it holds.
-fn find_index(top: &Top, options: &OpenOptions, resources: &Resources) -> Result<Option<Arc<Index>>> {
-    let Some((name, format)) = backing_of(&top.path, top.head.as_ref())? else { return Ok(None) };
     let opener = resources.files().opener();
-    let gate = options.gate(&top.path)?;
-    let backing;
-    let newest = if options.read_only {
-        top
-    } else {
-        backing = open_layer(&name, Role::Frozen, format, &gate, &**opener)?;
-        &backing
-    };
-    if newest.is_in_session() {
-        return Ok(None);
+    let top = open_layer(path, role, options.format, &Gate::unrestricted(), &**opener)?;
+    let mut search = Search::new(&top, options, opener)?;
+    let mut index = if options.read_only { search.ask(&top) } else { None };
+    let (mut unfinished, mut above) = (None, Vec::new());
+    // Of a disk's own index, the disk itself is the last layer.
+    let mut indexed = index.as_ref().map_or(0, |index| index.layers().len() - 1);
+    if index.is_none() {
+        above = walk_below(path, &top, options, Role::Frozen, &**opener, |layer| {
+            unfinished.get_or_insert(layer.is_in_session());
+            index = search.ask(&layer);
+            if index.is_some() { None } else { Some(freeze(layer, resources)) }
+        })?;
+        indexed = index.as_ref().map_or(0, |index| index.layers().len());
     }
-    match index::load(newest, &gate, opener, &mut index::Looks::default()) {
-        Found::Whole(index) if index.layers().len() < MAX_LAYERS => Ok(Some(Arc::from(index))),
-        Found::ChangedFrom(changed) => {
-            tracing::warn!(disk = %top.path.display(), changed = %changed.display(), "the index on disk is not used: this layer was changed since; `vmstrata index build` makes it anew");
-            Ok(None)
-        }
-        _ => Ok(None),
+    if indexed + above.len() >= MAX_LAYERS {
+        return Err(Error::from(ErrorKind::TooLong).in_file(path));
     }
+    let known = index.iter().flat_map(|index| &index.layers()[..indexed]);
+    let below = known.map(|layer| resources.share_layer(layer.layer())).chain(above).collect();
+    Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), index })
 }
 
 /// What the files of a chain are opened for.
@@ -155,18 +142,19 @@ pub(crate) fn walk<T>(
     mut keep: impl FnMut(Top) -> T,
 ) -> Result<(Top, Vec<T>)> {
     let top = open_layer(path, roles.top, options.format, &Gate::unrestricted(), opener)?;
-    let below = walk_below(path, &top, options, roles.below, opener, &mut keep)?;
+    let below = walk_below(path, &top, options, roles.below, opener, |layer| Some(keep(layer)))?;
     Ok((top, below))
 }
 
-/// Follows the chain down from an open `top`; returns what `keep` makes of each layer below it, base first.
+/// Follows the chain down from an open `top` until `keep` has seen enough; returns what it made of each layer below the
+/// top, lowest first.
 fn walk_below<T>(
     path: &Path,
     top: &Top,
     options: &OpenOptions,
     role: Role,
     opener: &dyn Opener,
-    mut keep: impl FnMut(Top) -> T,
+    mut keep: impl FnMut(Top) -> Option<T>,
 ) -> Result<Vec<T>> {
     let mut met = HashMap::from([(top.opened.identity.file, 0)]);
     let mut below = Vec::new();
@@ -186,7 +174,8 @@ fn walk_below<T>(
             return Err(Error::from(ErrorKind::Loop { earlier }).in_file(&name));
         }
         next = backing_of(&layer.path, layer.head.as_ref())?;
-        below.push(keep(layer));
+        let Some(kept) = keep(layer) else { break };
+        below.push(kept);
     }
     below.reverse();
     Ok(below)

@@ -166,7 +166,6 @@ impl Index {
     ///
     /// # Panics
     /// When `unit` is larger than the index's.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the map reads indices from here on"))]
     pub(crate) fn read_page(
         &self,
         number: u64,

@@ -18,8 +18,10 @@
 
 mod build;
 mod fresh;
+mod indexed;
 pub(crate) mod merge;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -27,7 +29,7 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset, LayerInde
 
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
 use crate::entry::{MapEntry, Mapping};
-use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::files::FileTable;
 use crate::index::Index;
 use crate::layer::{Layer, Scratch};
@@ -88,7 +90,7 @@ pub(crate) struct FrozenMap {
     filling: Mutex<Scratch>,
     /// Present while the newest layer's tables are not all in its file.
     fresh: Option<Fresh>,
-    /// The same words on disk.
+    /// The same words on disk, for the first of the layers at least.
     index: Option<Arc<Index>>,
 }
 
@@ -134,18 +136,6 @@ impl FrozenMap {
         })
     }
 
-    /// The same map, reading pages from `index` rather than from the layers' tables.
-    pub(crate) fn with_index(self, index: Arc<Index>) -> Self {
-        let fits = index.unit() == self.unit && index.layers().len() == self.layers.len();
-        Self { index: fits.then_some(index), ..self }
-    }
-
-    /// As [`FrozenMap::with_index`], for a map that is in use; both have the same pages in memory.
-    pub(crate) fn indexed(&self, index: Arc<Index>) -> Self {
-        let layers = self.layers.iter().map(|visible| Arc::clone(&visible.layer)).collect();
-        self.over_layers(layers).with_index(index)
-    }
-
     /// The same map with other objects for the same layers.
     fn over_layers(&self, layers: Vec<Arc<Layer>>) -> Self {
         let ends = self.layers.iter().map(|visible| visible.end);
@@ -161,11 +151,6 @@ impl FrozenMap {
             fresh: None,
             index: None,
         }
-    }
-
-    /// The same map on disk, if there is one.
-    pub(crate) fn index(&self) -> Option<&Arc<Index>> {
-        self.index.as_ref()
     }
 
     pub(crate) fn layers(&self) -> impl ExactSizeIterator<Item = &Arc<Layer>> {
@@ -256,39 +241,23 @@ impl FrozenMap {
         let words = match (&self.fresh, &self.index) {
             (Some(fresh), _) => self.fresh_page(fresh, first_unit, &mut scratch)?,
             (None, Some(index)) => self.indexed_page(index, first_unit, &mut scratch)?,
-            (None, None) => self.scan_page(self.layers.len(), first_unit, &mut scratch)?,
+            (None, None) => self.scan_page(0..self.layers.len(), first_unit, &mut scratch)?,
         };
         self.cache.fill(key, &words);
         Ok(())
     }
 
-    /// A page of the index on disk; where that does not hold, what the tables say.
-    fn indexed_page(
+    /// What the tables of some layers say of a page's units, newest layer first.
+    fn scan_page(
         &self,
-        index: &Index,
+        layers: Range<usize>,
         first_unit: u64,
         scratch: &mut Scratch,
     ) -> Result<[u64; PAGE_WORDS]> {
-        let mut words = [0; PAGE_WORDS];
-        let read = index.read_leaf(first_unit >> PAGE_SHIFT, &mut words, |layer, at, page| {
-            let store = self.files.store(self.layer(layer))?;
-            store.read_exact(page, at).while_trying("read the index").map_err(|error| error.at(at))
-        });
-        match read {
-            Ok(()) => Ok(words),
-            Err(error) => {
-                tracing::warn!(%error, "a page of the index on disk is not used");
-                self.scan_page(self.layers.len(), first_unit, scratch)
-            }
-        }
-    }
-
-    /// What the tables of the first `count` layers say of a page's units, newest layer first.
-    fn scan_page(&self, count: usize, first_unit: u64, scratch: &mut Scratch) -> Result<[u64; PAGE_WORDS]> {
         let page_bits = self.unit.get() + PAGE_SHIFT;
         let range = GuestRange::new(GuestOffset::new(first_unit << self.unit.get()), 1 << page_bits);
         let mut words = [0u64; PAGE_WORDS];
-        for (index, visible) in self.layers[..count].iter().enumerate().rev() {
+        for (index, visible) in self.layers[..layers.end].iter().enumerate().skip(layers.start).rev() {
             let Some(merge) = Merge::new(visible, index, self.unit) else { continue };
             let store = self.files.store(&visible.layer)?;
             let scanned = visible.layer.scan(&**store, range, scratch, &mut |cluster, raw| {

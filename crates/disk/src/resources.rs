@@ -165,11 +165,11 @@ impl Resources {
             FrozenMap::new(self.new_owner()?, layers, Arc::clone(self.cache()), Arc::clone(&self.files))?;
         let map = match index {
             Some(index) => map.with_index(index),
-            None => {
-                map.build()?;
-                map
-            }
+            None => map,
         };
+        if !map.has_index() {
+            map.build()?;
+        }
         let map = Arc::new(map);
         self.offer_map(&map);
         Ok(map)

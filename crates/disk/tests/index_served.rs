@@ -5,14 +5,19 @@ mod index_support;
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::flat::{assert_reads, range, write};
 use common::stock::content;
 use common::{for_seeds, open, open_read_only, random};
-use index_support::{Chain, random_chain};
+use index_support::{Chain, Maker, random_chain};
 use rand::Rng as _;
 use vmstrata_disk::index::{IndexOptions, build};
-use vmstrata_disk::{Disk, Extent};
+use vmstrata_disk::{Disk, Extent, LocalFiles, Opened, Opener, ResourceOptions, Resources, Role};
+use vmstrata_store::{FileIdentity, Gate};
+use vmstrata_types::ClusterBits;
 
 fn map(disk: &Disk) -> Vec<Extent> {
     disk.extents_by_place(range(0, disk.size()), usize::MAX).expect("maps")
@@ -94,4 +99,82 @@ fn indices_come_and_go_under_a_running_disk() {
     let disk = open();
     chain.remove();
     assert_reads(&disk, &expected, "after the indices it read are gone");
+}
+
+/// Opens files and counts them.
+#[derive(Debug, Default)]
+struct Counting(AtomicUsize);
+
+impl Opener for Counting {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        LocalFiles.open(path, role, gate)
+    }
+
+    fn identity(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<FileIdentity> {
+        LocalFiles.identity(path, gate)
+    }
+}
+
+/// Files opened until the disk is, and the disk.
+fn open_and_count(chain: &Chain, read_only: bool) -> (usize, Arc<Disk>) {
+    let counting = Arc::new(Counting::default());
+    let opener = Arc::clone(&counting) as Arc<dyn Opener>;
+    let resources = Resources::with_opener(ResourceOptions::default(), opener);
+    let options = vmstrata_disk::OpenOptions { read_only, ..vmstrata_disk::OpenOptions::default() };
+    let disk = Disk::open(chain.top(), &options, &resources).expect("opens");
+    (counting.0.load(Ordering::Relaxed), disk)
+}
+
+/// The disk's own file has none while it is written; that of the layer below serves those who only read, too.
+#[test]
+fn an_index_spares_opening_the_layers_below() {
+    let chain = Chain::ours(30);
+    let expected = content(chain.top(), "qcow2");
+    chain.build();
+    for read_only in [true, false] {
+        let (opened, disk) = open_and_count(&chain, read_only);
+        assert!(opened <= 5, "{opened} files for 30 layers");
+        assert_reads(&disk, &expected, "from the index");
+        disk.close().expect("closes");
+    }
+}
+
+#[test]
+fn below_a_changed_layer_the_index_still_serves() {
+    for changed in [5, 25] {
+        let chain = Chain::ours(30);
+        chain.build();
+        // New clusters where the layers below have theirs, and in place: the tables change, and what they hide.
+        chain.write(changed, &["write -P 201 64k 64k", "write -P 202 40M 64k", "write -z 128k 64k"]);
+        let expected = content(chain.top(), "qcow2");
+        let (opened, disk) = open_and_count(&chain, true);
+        // Each layer from the changed one up, and a few files for pages of the index below. With many layers above it, an
+        // index is not worth asking.
+        assert!(
+            opened <= (30 - changed) + 6 || 30 - changed > 16,
+            "{opened} files with layer {changed} of 30 changed"
+        );
+        assert_reads(&disk, &expected, "beside a changed layer");
+        assert_eq!(map(&disk), {
+            chain.remove();
+            map(&open_read_only(chain.top()))
+        });
+    }
+}
+
+/// Layers above an index may have smaller clusters than all below.
+#[test]
+fn a_layer_of_smaller_clusters_stands_on_an_index_of_larger_ones() {
+    let mut chain = Chain::ours(3);
+    chain.add(Maker::Ours, 64 << 20, ClusterBits::MIN);
+    chain.build();
+    chain.write(3, &["write -P 99 65k 1k", "write -P 98 33M 512", "write -z 100k 3k"]);
+    let expected = content(chain.top(), "qcow2");
+    let disk = open_read_only(chain.top());
+    assert_reads(&disk, &expected, "in parts of words");
+    assert_eq!(map(&disk), {
+        chain.remove();
+        map(&open_read_only(chain.top()))
+    });
 }

@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::layer::Scratch;
 
 /// Shorter chains are not read ahead: filling one of their pages costs a few reads.
-const BUILD_FROM_LAYERS: usize = 16;
+pub(super) const BUILD_FROM_LAYERS: usize = 16;
 
 impl FrozenMap {
     /// Reads all tables of a long chain at once, by all processors, if the whole map fits half of the cache.

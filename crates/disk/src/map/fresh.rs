@@ -82,7 +82,7 @@ impl FrozenMap {
         let newest = self.layers.len() - 1;
         let mut words = match fresh.below(self) {
             Some(below) => below.page(first_unit)?,
-            None => self.scan_page(newest, first_unit, scratch)?,
+            None => self.scan_page(0..newest, first_unit, scratch)?,
         };
         let Some(active) = fresh.active() else { return Ok(words) };
         let visible = &self.layers[newest];
