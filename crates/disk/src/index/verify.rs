@@ -138,12 +138,7 @@ impl Verifier<'_> {
             more |= Root::leaves_of(self.layers[number].record.size, now) > window.end;
             let merger =
                 Merger { layers: below, unit: now, gate: &self.chain.gate, opener: &*self.chain.opener };
-            let changed = merger.merge(from, window.clone())?;
-            let touched: BTreeSet<u64> = changed.keys().copied().collect();
-            for (leaf, words) in changed {
-                let old = truth.entry(leaf).or_insert_with(|| Box::new([0; LEAF_WORDS]));
-                old.iter_mut().zip(words.iter()).for_each(|(old, new)| *old = (*old).max(*new));
-            }
+            let touched = absorb(&mut truth, merger.merge(from, window.clone())?);
             let top = self.chain.open(link, Role::Inspected)?;
             previous = match load(&top, &self.chain.gate, &self.chain.opener, &mut self.looks) {
                 // One of another chain could be whole, too, if a file was replaced meanwhile.
@@ -191,6 +186,16 @@ impl Verifier<'_> {
             }
         }
     }
+}
+
+/// Puts what newer layers say over what older ones say; returns which leaves that touches.
+fn absorb(truth: &mut BTreeMap<u64, Words>, newer: BTreeMap<u64, Words>) -> BTreeSet<u64> {
+    let touched = newer.keys().copied().collect();
+    for (leaf, words) in newer {
+        let old = truth.entry(leaf).or_insert_with(|| Box::new([0; LEAF_WORDS]));
+        old.iter_mut().zip(words.iter()).for_each(|(old, new)| *old = (*old).max(*new));
+    }
+    touched
 }
 
 fn unusable(found: Found, top: &Top) -> IndexVerdict {
