@@ -56,7 +56,7 @@ fn clients_of_a_replaced_server_see_no_error_and_nothing_is_lost() {
     let mut server = Server::start(&args);
     let first = server.pid();
     // One that is busy all the time, and one that wrote before and reads after.
-    let bench = ["bench", "--image-opts", "-w", "-c", "150000", "-d", "16", "-s", "4k", "-S", "20k"];
+    let bench = ["bench", "--image-opts", "-w", "-c", "100000", "-d", "16", "-s", "4k", "-S", "4k"];
     let mut busy = Command::new("qemu-img")
         .args(bench)
         .arg(reconnecting(&images))
