@@ -264,7 +264,16 @@ fn changes_of_layers_beside_their_sidecars_are_noticed() {
         chain.write(number, &[&format!("write -P {} {number}M 64k", number + 1)]);
     }
     assert_eq!(chain.build(), ["sidecar"; 4]);
-    qemu_img(&["commit", "-q", "-d", "-f", "qcow2", "-b", path_str(&chain.files[1]), path_str(&chain.files[2])]);
+    qemu_img(&[
+        "commit",
+        "-q",
+        "-d",
+        "-f",
+        "qcow2",
+        "-b",
+        path_str(&chain.files[1]),
+        path_str(&chain.files[2]),
+    ]);
     assert_eq!(chain.verify(), ["good", "stale", "stale", "stale"]);
     recovers(&chain);
     // A sidecar of another layer, under this layer's name.
