@@ -28,6 +28,8 @@ pub fn nbd_client(data: &[u8]) {
     server.listen(Listener::bind(&address).expect("a socket")).expect("a thread");
     talk(&data[..data.len().min(TALK_MAX)]);
     server.shutdown().expect("a disk that can be flushed");
+    // A server keeps its exports for as long as it lives, whether it is up or not.
+    drop(server);
     scratch::finish(disk);
 }
 
