@@ -32,7 +32,7 @@ fn reads(path: &str, pattern: u8, at: &str) {
 fn load(uri: &str, seconds: u32) -> Child {
     std::process::Command::new("fio")
         .args(["--name=load", "--ioengine=nbd", "--rw=randwrite", "--bs=4k", "--iodepth=8", "--size=32m"])
-        .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--time_based=0", "--loops=4"])
+        .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--verify_state_save=0", "--loops=4"])
         .args([format!("--uri={uri}"), format!("--runtime={seconds}")])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -20,8 +20,10 @@
 //! - A frozen file is not written for the sake of its name: name, time and labels are in the overlay's header
 //!   ([`SnapshotInfo`]).
 
+mod extend;
 mod fault;
 mod holder;
+mod keep;
 mod leftovers;
 mod list;
 mod names;
@@ -34,8 +36,9 @@ pub use vmstrata_qcow2::{SnapshotInfo, SnapshotInfoError};
 
 pub use fault::SnapshotFault;
 pub use holder::{Holder, HolderKind, holders};
+pub use keep::{Keep, KeepError};
 pub use list::{Snapshot, State, find, list, resolve};
 pub use names::frozen_path;
-pub(crate) use offline::{lock_settled, name_from};
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
+pub(crate) use offline::{lock_settled, name_from};
 pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};

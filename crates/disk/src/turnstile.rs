@@ -95,14 +95,18 @@ mod tests {
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
                     let _inside = turnstile.pass();
-                    numbers.each_ref().map(|number| number.fetch_add(1, Ordering::Relaxed));
+                    numbers.iter().for_each(|number| {
+                        number.fetch_add(1, Ordering::Relaxed);
+                    });
                 }
             });
             scope.spawn(|| {
                 let mut member = Member::new(1);
                 while !stop.load(Ordering::Relaxed) {
                     let Some(phase) = turnstile.try_pass(&mut member) else { continue };
-                    numbers.each_ref().map(|number| number.fetch_add(1, Ordering::Relaxed));
+                    numbers.iter().for_each(|number| {
+                        number.fetch_add(1, Ordering::Relaxed);
+                    });
                     turnstile.leave(&mut member, phase);
                 }
             });
