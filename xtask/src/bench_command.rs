@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Subcommand};
-use xtask::bench::publish;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
+use xtask::bench::{history, publish};
 use xtask::size::parse_size;
 
 /// Measure, and write the results into docs/measurements and the README.
@@ -22,8 +22,29 @@ pub(crate) struct Bench {
 enum What {
     /// Stock QEMU, vmstrata and the floor over chains of several lengths.
     Chain(ChainBench),
-    /// Draw plot and table again from docs/measurements/chain.json.
+    /// A thousand snapshots of a live 50 GiB disk: what a guest feels, opening, differences, bytes.
+    History(HistoryBench),
+    /// Draw plot and tables again from docs/measurements.
     Render,
+}
+
+#[derive(Args)]
+struct HistoryBench {
+    /// 1 GiB and 50 snapshots, in under a minute; prints, writes nothing.
+    #[arg(long)]
+    quick: bool,
+    /// Size of the disk.
+    #[arg(long, value_parser = parse_size)]
+    size: Option<u64>,
+    /// Number of snapshots.
+    #[arg(long)]
+    snapshots: Option<usize>,
+    /// Directory for the files, which are removed at the end (about 15 GiB).
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Print only; leave docs/measurements and README.md alone.
+    #[arg(long)]
+    no_write: bool,
 }
 
 #[derive(Args)]
@@ -69,11 +90,26 @@ impl Bench {
         let root = super::root();
         match self.what {
             What::Chain(chain) => run::run(&chain.options(root)?).map(|_| ()),
+            What::History(bench) => history::run(&bench.options(root)).map(|_| ()),
             What::Render => {
                 let json =
                     std::fs::read(root.join("docs/measurements/chain.json")).context("no measurement yet")?;
-                publish::write(root, &serde_json::from_slice(&json)?)
+                publish::write(root, &serde_json::from_slice(&json)?)?;
+                history::render(root)
             }
+        }
+    }
+}
+
+impl HistoryBench {
+    fn options(self, root: &Path) -> history::Options {
+        let dir = self.dir.unwrap_or_else(|| root.join("target/history"));
+        let usual = if self.quick { history::Options::quick(dir) } else { history::Options::full(dir) };
+        history::Options {
+            size: self.size.unwrap_or(usual.size),
+            snapshots: self.snapshots.unwrap_or(usual.snapshots),
+            publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
+            ..usual
         }
     }
 }

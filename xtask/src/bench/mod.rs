@@ -3,6 +3,7 @@
 //! ```text
 //!   run ──► session (one server, start to end) ──► server (child process) + client (libblkio), fio, nbdcopy
 //!    └────► results (samples, medians) ──► targets (paired ratios) ──► table (README) and plot (SVG)
+//!   history ──► the same servers and client, over a thousand snapshots of a live disk
 //! ```
 //!
 //! Sessions of the servers alternate within a round, and a ratio is taken from sessions of one round: slow
@@ -10,6 +11,7 @@
 
 pub mod client;
 pub mod describe;
+pub mod history;
 pub mod load;
 pub mod machine;
 pub mod plot;

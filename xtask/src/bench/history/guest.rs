@@ -1,0 +1,179 @@
+//! A guest that writes without a break in a thread of its own, and a trace of its requests.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow};
+
+use super::super::client::Client;
+use super::super::load::{Access, Load, Watch};
+use super::BLOCK;
+
+const DEPTH: usize = 8;
+/// Who writes, when data is looked at.
+const ROUND: u16 = u16::MAX;
+/// The longest that a guest writes.
+const TIME_MAX: Duration = Duration::from_secs(600);
+
+/// Longer than any request takes; a server that is silent for longer ends the run.
+const LATENCY_MAX: Duration = Duration::from_secs(60);
+
+/// A guest at work.
+pub(super) struct Guest {
+    thread: JoinHandle<Result<(Client, Trace)>>,
+    stop: Arc<AtomicBool>,
+    /// Times of the trace count from here.
+    epoch: Instant,
+}
+
+impl Guest {
+    /// Starts 4 KiB random writes at queue depth 8 to the first `span` bytes of the disk.
+    pub(super) fn start(mut client: Client, span: u64) -> Self {
+        let (stop, epoch) = (Arc::new(AtomicBool::new(false)), Instant::now());
+        let mut recorder = Recorder {
+            stop: Arc::clone(&stop),
+            epoch,
+            started: [Duration::ZERO; DEPTH],
+            requests: Vec::new(),
+        };
+        let access = Access::RandomWrite { round: ROUND };
+        let load = Load { access, block: BLOCK, depth: DEPTH, time: TIME_MAX, seed: 5 };
+        let thread = std::thread::spawn(move || {
+            client.run_watched(&load, span, &mut recorder)?;
+            Ok((client, Trace { requests: recorder.requests }))
+        });
+        Self { thread, stop, epoch }
+    }
+
+    /// Time since the guest began.
+    pub(super) fn now(&self) -> Duration {
+        self.epoch.elapsed()
+    }
+
+    /// Ends the writing.
+    ///
+    /// # Errors
+    /// When one of the requests failed.
+    pub(super) fn stop(self) -> Result<(Client, Trace)> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().map_err(|_| anyhow!("the guest panicked"))?
+    }
+}
+
+/// A completed request.
+#[derive(Clone, Copy, Debug)]
+struct Request {
+    start: Duration,
+    end: Duration,
+}
+
+struct Recorder {
+    stop: Arc<AtomicBool>,
+    epoch: Instant,
+    started: [Duration; DEPTH],
+    requests: Vec<Request>,
+}
+
+impl Watch for Recorder {
+    fn started(&mut self, slot: usize) {
+        self.started[slot] = self.epoch.elapsed();
+    }
+
+    fn completed(&mut self, slot: usize) {
+        self.requests.push(Request { start: self.started[slot], end: self.epoch.elapsed() });
+    }
+
+    fn goes_on(&self) -> bool {
+        !self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// All requests of a guest, as they completed.
+#[derive(Debug)]
+pub(super) struct Trace {
+    requests: Vec<Request>,
+}
+
+impl Trace {
+    /// Requests completed between two moments.
+    pub(super) fn completed(&self, from: Duration, to: Duration) -> usize {
+        self.first_after(to) - self.first_after(from)
+    }
+
+    /// The longest latency among requests that were under way at some time between two moments, and ended.
+    pub(super) fn longest(&self, from: Duration, to: Duration) -> Duration {
+        let later = &self.requests[self.first_after(from)..];
+        let near = later.iter().take_while(|request| request.end <= to + LATENCY_MAX);
+        let under_way = near.filter(|request| request.start < to);
+        under_way.map(|request| request.end - request.start).max().unwrap_or_default()
+    }
+
+    /// The latency that `part` of the requests completed between two moments do not exceed.
+    pub(super) fn percentile(&self, part: f64, from: Duration, to: Duration) -> Duration {
+        let among = &self.requests[self.first_after(from)..self.first_after(to)];
+        let mut latencies: Vec<Duration> = among.iter().map(|request| request.end - request.start).collect();
+        latencies.sort_unstable();
+        let index = (latencies.len() as f64 * part) as usize;
+        latencies.get(index.min(latencies.len().saturating_sub(1))).copied().unwrap_or_default()
+    }
+
+    fn first_after(&self, moment: Duration) -> usize {
+        self.requests.partition_point(|request| request.end <= moment)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    /// One request every 10 ms, one of which hangs from 100 to 160 ms.
+    fn trace() -> Trace {
+        let quick = |index: u64| Request { start: ms(10 * index), end: ms(10 * index + 2) };
+        let mut requests: Vec<Request> = (0..10).map(quick).collect();
+        requests.push(Request { start: ms(100), end: ms(160) });
+        requests.extend((16..40).map(quick));
+        Trace { requests }
+    }
+
+    #[test]
+    fn a_request_counts_where_it_was_under_way() {
+        let trace = trace();
+        assert_eq!(trace.longest(ms(0), ms(95)), ms(2));
+        assert_eq!(trace.longest(ms(110), ms(111)), ms(60));
+        assert_eq!(trace.longest(ms(95), ms(105)), ms(60));
+        assert_eq!(trace.longest(ms(170), ms(300)), ms(2));
+    }
+
+    #[test]
+    fn completions_and_percentiles_of_a_window() {
+        let trace = trace();
+        assert_eq!(trace.completed(ms(0), ms(100)), 10);
+        assert_eq!(trace.completed(ms(100), ms(155)), 0);
+        assert_eq!(trace.percentile(0.5, ms(0), ms(400)), ms(2));
+        assert_eq!(trace.percentile(0.99, ms(0), ms(400)), ms(60));
+        assert_eq!(trace.percentile(0.99, ms(500), ms(600)), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_guest_writes_until_it_is_stopped() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.raw");
+        std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+        let target = super::super::super::client::Target::RawFile(path);
+        let guest = Guest::start(Client::connect(&target, 1, false).unwrap(), 1 << 19);
+        std::thread::sleep(ms(20));
+        let now = guest.now();
+        let (mut client, trace) = guest.stop().unwrap();
+        assert!(trace.completed(Duration::ZERO, now) > 0);
+        let writer = crate::chain::pattern::Writer::client(ROUND);
+        assert!(client.check(1 << 19, BLOCK, &|_| None).is_ok(), "past the span nothing is written");
+        let blocks = (0..1 << 19).step_by(BLOCK);
+        assert!(blocks.into_iter().any(|at| client.check(at, BLOCK, &|_| Some(writer)).is_ok()));
+    }
+}

@@ -1,0 +1,204 @@
+//! Snapshots of a disk that is served and written, through vmstrata and through stock QEMU.
+//!
+//! First the history: snapshots with a known number of changed clusters between. Then, at the end of the long chain,
+//! snapshots under a guest that writes without a break, whose every request is timed.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use super::super::client::Client;
+use super::super::results::median;
+use super::super::server::{Disk, Kind, Server};
+use super::disk::{self, History, Layer};
+use super::guest::{Guest, Trace};
+use super::qmp::Qmp;
+use super::report::{Report, Row};
+use super::take::{self, Take, Taken};
+use super::{BLOCK, CLUSTER, Options, Pace, SEED};
+use crate::chain::pattern::{Writer, mix};
+
+/// A snapshot under a writing guest.
+struct Moment {
+    from: Duration,
+    to: Duration,
+    taken: Taken,
+}
+
+/// What a guest felt, and what the commands took: one value a snapshot.
+pub(super) struct Felt {
+    /// Longest latency of a request around a snapshot, ms.
+    longest: Vec<f64>,
+    /// The same where no snapshot was taken, ms.
+    usual: Vec<f64>,
+    /// Requests in the second after over those in the second before.
+    throughput: Vec<f64>,
+    /// Of the command, ms.
+    commands: Vec<f64>,
+    /// For how long writes were held, as the server says, ms.
+    pauses: Vec<f64>,
+}
+
+/// Makes the history through vmstrata.
+///
+/// # Errors
+/// When a command fails, or a block read back is wrong.
+pub(super) fn vmstrata(options: &Options, dir: &Path, report: &mut Report) -> Result<(History, Felt)> {
+    let path = dir.join("web.qcow2");
+    disk::create(&path, options.size)?;
+    let mut server =
+        Server::start(Kind::Vmstrata, &Disk { path: path.clone(), writable: true, backing: None })?;
+    let mut client = server.connect(SEED, false)?;
+    let mut take = take::Vmstrata { disk: path.clone(), control: server.control() };
+    let mut history = History { disk: path, layers: Vec::new(), written: HashMap::new() };
+    let quiet = options.snapshots - options.pace.spaced - options.pace.close;
+    for (index, count) in disk::changes(quiet).enumerate() {
+        let clusters = disk::draw(options.working_set, options.size, count, index as u64);
+        change(&mut client, &mut history, &clusters, index)?;
+        take.take(&name(index))?;
+        // The base holds more than what was written before the first snapshot.
+        history.push(&name(index), (index > 0).then_some(clusters));
+    }
+    let guest = Guest::start(client, options.working_set);
+    let moments = paced(&guest, options.pace, quiet, &mut take)?;
+    let (mut client, trace) = guest.stop()?;
+    (quiet..options.snapshots).for_each(|index| history.push(&name(index), None));
+    history.verify(&mut client, 2000)?;
+    let memory = server.resident_bytes()? as f64 / f64::from(1 << 20);
+    report.add(Row::median("memory after all snapshots were taken live", "MiB", &[memory]));
+    drop(client);
+    server.stop()?;
+    Ok((history, Felt::new(&moments, &trace, options.pace)))
+}
+
+/// Takes snapshots of a disk of the same kind through stock QEMU: fewer, as they take their time.
+///
+/// # Errors
+/// When QEMU fails.
+pub(super) fn qemu(options: &Options, dir: &Path) -> Result<Felt> {
+    let path = dir.join("qemu.qcow2");
+    disk::create(&path, options.size)?;
+    let mut server = Server::start(Kind::Qemu, &Disk { path: path.clone(), writable: true, backing: None })?;
+    let client = server.connect(SEED, false)?;
+    let active = ("disk".to_owned(), path);
+    let qmp = Qmp::connect(&server.control())?;
+    let mut take = take::Qemu { qmp, dir: dir.to_owned(), active, size: options.size };
+    let guest = Guest::start(client, options.working_set);
+    let pace = Pace {
+        spaced: options.pace.spaced.div_ceil(4),
+        close: options.pace.close.div_ceil(6),
+        ..options.pace
+    };
+    let moments = paced(&guest, pace, 0, &mut take)?;
+    let (client, trace) = guest.stop()?;
+    drop(client);
+    server.stop()?;
+    Ok(Felt::new(&moments, &trace, pace))
+}
+
+fn name(index: usize) -> String {
+    format!("s{index:04}")
+}
+
+impl History {
+    fn push(&mut self, name: &str, changed: Option<Vec<u64>>) {
+        self.layers.push(Layer { path: self.disk.with_extension(format!("{name}.qcow2")), changed });
+    }
+}
+
+/// One block written in each of `clusters`.
+fn change(client: &mut Client, history: &mut History, clusters: &[u64], index: usize) -> Result<()> {
+    let round = u16::try_from(index).context("too many snapshots")?;
+    for cluster in clusters {
+        let blocks = CLUSTER / BLOCK as u64;
+        let at = cluster * CLUSTER + mix(*cluster ^ u64::from(round)) % blocks * BLOCK as u64;
+        client.write(at, BLOCK, Writer::client(round))?;
+        history.written.insert(at, round);
+    }
+    Ok(())
+}
+
+/// Snapshots at their moments: close ones, then those with a second before and after.
+fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take) -> Result<Vec<Moment>> {
+    std::thread::sleep(pace.second);
+    let mut moments = Vec::new();
+    for index in 0..pace.close + pace.spaced {
+        let gap = if index < pace.close { pace.second.mul_f64(0.4) } else { pace.second.mul_f64(2.1) };
+        std::thread::sleep(gap);
+        let from = guest.now();
+        let taken = take.take(&name(first + index))?;
+        moments.push(Moment { from, to: guest.now(), taken });
+    }
+    std::thread::sleep(pace.second.mul_f64(1.1));
+    Ok(moments)
+}
+
+impl Felt {
+    fn new(moments: &[Moment], trace: &Trace, pace: Pace) -> Self {
+        let ms = |time: Duration| time.as_secs_f64() * 1000.0;
+        let after = pace.second.mul_f64(0.1);
+        let longest = moments.iter().map(|moment| ms(trace.longest(moment.from, moment.to + after)));
+        let usual = moments.iter().map(|moment| {
+            let len = moment.to + after - moment.from;
+            let to = moment.from.saturating_sub(after);
+            ms(trace.longest(to.saturating_sub(len), to))
+        });
+        // The second after begins with the command, not with its end: what it disturbs counts.
+        let throughput = moments[pace.close..].iter().map(|moment| {
+            let after = trace.completed(moment.from, moment.from + pace.second) as f64;
+            after / trace.completed(moment.from - pace.second, moment.from) as f64
+        });
+        Self {
+            longest: longest.collect(),
+            usual: usual.collect(),
+            throughput: throughput.collect(),
+            commands: moments.iter().map(|moment| ms(moment.taken.command)).collect(),
+            pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),
+        }
+    }
+}
+
+/// Rows of both.
+pub(super) fn rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
+    let largest = |values: &[f64]| values.iter().copied().fold(0.0, f64::max);
+    let smallest = |values: &[f64]| values.iter().copied().fold(f64::INFINITY, f64::min);
+    report.add(
+        Row::largest(
+            "snapshot of the live disk: longest latency of any 4 KiB write, QD8",
+            "ms",
+            &ours.longest,
+        )
+        .at_most(5.0)
+        .beside(largest(&qemu.longest)),
+    );
+    report.add(
+        Row::median("the same, median of the snapshots", "ms", &ours.longest).beside(median(&qemu.longest)),
+    );
+    report.add(
+        Row::largest("longest latency in as long a time without a snapshot", "ms", &ours.usual)
+            .beside(largest(&qemu.usual)),
+    );
+    report.add(Row::median("the same, median", "ms", &ours.usual).beside(median(&qemu.usual)));
+    report.add(Row::largest("writes held, as the server reports it", "ms", &ours.pauses));
+    report.add(
+        Row::median("writes in the second after / before a snapshot, median", "", &ours.throughput)
+            .at_least(0.9)
+            .beside(median(&qemu.throughput)),
+    );
+    report.add(
+        Row::smallest("the same, worst snapshot", "", &ours.throughput)
+            .at_least(0.9)
+            .beside(smallest(&qemu.throughput)),
+    );
+    report.add(
+        Row::median(
+            "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)",
+            "ms",
+            &ours.commands,
+        )
+        .at_most(median(&qemu.commands))
+        .beside(median(&qemu.commands)),
+    );
+}

@@ -1,0 +1,141 @@
+//! `cargo xtask bench history`: what a thousand snapshots of a live disk cost, beside stock QEMU.
+//!
+//! ```text
+//!   disk (50 GiB, 90 % mapped, sparse) ──► live: snapshots of a served disk, guest writing ──► History
+//!                                     └──► live: the same through stock QEMU and QMP         │
+//!   opened, space, changes: the same files, opened, checked by qemu-img, compared ◄──────────┘
+//!   reads: 1,000 layers / 1 layer, on chains whose data is there
+//!      └──► report (rows beside their bounds) ──► docs/measurements/history.json, README
+//! ```
+//!
+//! The history is made by the commands that users have, one process each, and everything is measured from outside. Data
+//! is checked: blocks are read back after the history was made, and `qemu-img check` judges every layer.
+
+mod changes;
+mod disk;
+mod guest;
+mod live;
+mod opened;
+mod publish;
+mod qmp;
+mod reads;
+mod report;
+mod space;
+mod take;
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+
+pub use publish::{BEGIN, END, markdown, published, render};
+pub use report::{Bound, Report, Row};
+
+use super::server;
+
+/// Tells this benchmark's data from others'.
+const SEED: u64 = 20_260_301;
+const CLUSTER: u64 = 64 << 10;
+const BLOCK: usize = 4 << 10;
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Snapshots in all.
+    pub snapshots: usize,
+    /// Those that are taken while a guest writes without a break.
+    pub pace: Pace,
+    /// Bytes at the disk's start that this guest writes to; a snapshot makes it copy each cluster of them once.
+    pub working_set: u64,
+    /// Bytes of the disks whose reads are compared.
+    pub reads_size: u64,
+    /// Times that a thing is done again, where one time is little.
+    pub rounds: u32,
+    /// Where files are made, and removed at the end.
+    pub dir: PathBuf,
+    /// Root of the repository, to write results into; `None` prints only.
+    pub publish: Option<PathBuf>,
+}
+
+/// How snapshots follow each other while a guest writes.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// Snapshots with a whole `second` before and after, for throughput.
+    pub spaced: usize,
+    /// Further ones, for latency only.
+    pub close: usize,
+    /// What is looked at before and after.
+    pub second: Duration,
+}
+
+impl Options {
+    /// The benchmark of the issue: 50 GiB, 1,000 snapshots.
+    pub fn full(dir: PathBuf) -> Self {
+        Self {
+            size: 50 << 30,
+            snapshots: 1000,
+            pace: Pace { spaced: 30, close: 70, second: Duration::from_secs(1) },
+            working_set: 64 << 20,
+            reads_size: 4 << 30,
+            rounds: 5,
+            dir,
+            publish: None,
+        }
+    }
+
+    /// Everything once, small; its figures mean little.
+    pub fn quick(dir: PathBuf) -> Self {
+        Self {
+            size: 1 << 30,
+            snapshots: 50,
+            pace: Pace { spaced: 3, close: 5, second: Duration::from_millis(300) },
+            working_set: 16 << 20,
+            reads_size: 64 << 20,
+            rounds: 1,
+            dir,
+            publish: None,
+        }
+    }
+}
+
+/// Runs the benchmark and, when asked to, writes its files.
+///
+/// # Errors
+/// When a server or a tool fails, a byte is wrong, a layer is not clean, or files cannot be written.
+pub fn run(options: &Options) -> Result<Report> {
+    server::raise_file_limit()?;
+    ensure!(server::vmstrata().exists(), "build vmstrata first: cargo build --release");
+    let guests = options.pace.spaced + options.pace.close;
+    ensure!(guests > 0 && options.snapshots >= guests + 2 * disk::SPECIAL, "too few snapshots");
+    fs::create_dir_all(&options.dir)?;
+    let mut report = Report::new(options);
+    let start = Instant::now();
+    let said = |what: &str| eprintln!("{:5.1} s  {what}", start.elapsed().as_secs_f64());
+    {
+        let dir = tempfile::Builder::new().prefix("history-").tempdir_in(&options.dir)?;
+        said("snapshots of a live disk");
+        let (history, felt) = live::vmstrata(options, dir.path(), &mut report)?;
+        said("the same by stock QEMU");
+        live::rows(&felt, &live::qemu(options, dir.path())?, &mut report);
+        said("differences");
+        changes::measure(&history, options.rounds, &mut report)?;
+        said("qemu-img check of every layer");
+        space::measure(&history, dir.path(), &mut report)?;
+        said("open");
+        opened::measure(&history, options.rounds, &mut report)?;
+    }
+    {
+        let dir = tempfile::Builder::new().prefix("reads-").tempdir_in(&options.dir)?;
+        said("reads");
+        reads::measure(options, dir.path(), &mut report)?;
+    }
+    said("done");
+    println!("{}", markdown(&report));
+    if let Some(root) = &options.publish {
+        publish::write(root, &report)?;
+    }
+    Ok(report)
+}

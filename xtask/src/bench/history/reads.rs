@@ -1,0 +1,61 @@
+//! Random reads of 1,000 layers with their indices, over those of one layer, on disks whose data is there.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use super::super::prepared::{self, Prepared};
+use super::super::results::Figure;
+use super::super::server::{Kind, vmstrata};
+use super::super::session::{self, Timing};
+use super::report::{Report, Row};
+use super::take::timed;
+use super::{CLUSTER, Options, SEED};
+use crate::chain::{self, Base, Plan, Spec};
+
+/// Compares them in pairs, one after the other.
+///
+/// # Errors
+/// When a server fails or serves a wrong byte.
+pub(super) fn measure(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let layers = options.snapshots as u32;
+    let (one, long) = (prepare(options, dir, 1)?, prepare(options, dir, layers)?);
+    rustix::fs::sync();
+    for prepared in [&one, &long] {
+        let files = prepared.manifest.files.iter();
+        files.map(|file| prepared.dir.join(file)).try_for_each(|path| prepared::warm(&path))?;
+    }
+    let run = options.pace.second;
+    let timing = Timing { run, warm_up: run / 4, check: run / 4, whole: false };
+    let (mut slow, mut fast) = (Vec::new(), Vec::new());
+    for _ in 0..options.rounds {
+        fast.push(read(&one, timing)?);
+        slow.push(read(&long, timing)?);
+    }
+    let ratios: Vec<f64> = slow.iter().zip(&fast).map(|(slow, fast)| slow / fast).collect();
+    report.add(Row::median("4 KiB random reads, QD32: 1 layer", "IOPS", &fast));
+    report.add(Row::median(&format!("4 KiB random reads, QD32: {layers} layers"), "IOPS", &slow));
+    let name = format!("4 KiB random reads, QD32: {layers} layers / 1 layer");
+    report.add(Row::median(&name, "", &ratios).at_least(0.95));
+    Ok(())
+}
+
+fn prepare(options: &Options, dir: &Path, layers: u32) -> Result<Prepared> {
+    let (size, cluster_size, fill) = (options.reads_size, CLUSTER, 0.9);
+    let plan = Plan { layers, size, cluster_size, fill, overlap: 0.0, compress: 0.0, seed: SEED };
+    let spec = Spec { plan, base: Base::Qcow2, backing_format: true, from_raw: None };
+    let dir = dir.join(layers.to_string());
+    let manifest = chain::generate(&dir, &spec)?;
+    let mut build = Command::new(vmstrata());
+    build.args(["index", "build", "--quiet"]).arg(manifest.top(&dir));
+    timed(&mut build).context("an index of the chain")?;
+    let owners = manifest.owners().collect();
+    Ok(Prepared { dir, manifest, owners })
+}
+
+fn read(prepared: &Prepared, timing: Timing) -> Result<f64> {
+    let values = session::read(Kind::Vmstrata, &prepared.chain(), &[Figure::RandomRead32], timing)?;
+    let of = |(figure, value): &(Figure, f64)| (*figure == Figure::RandomRead32).then_some(*value);
+    values.iter().find_map(of).context("nothing was read")
+}

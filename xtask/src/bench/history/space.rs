@@ -1,0 +1,171 @@
+//! What snapshots leave on the disk, and whether stock tools find it sound.
+//!
+//! ```text
+//!   a frozen layer's file:  header, tables │ L2 tables, data of what the guest wrote │ index
+//!                           └──── added ───┘                                         └ added ┘
+//! ```
+//!
+//! What the guest wrote costs a cluster for each cluster, and L2 tables for them, with or without snapshots before. All
+//! else is what the snapshot added. `qemu-img` says where the allocated part ends.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use serde_json::{Value, json};
+
+use super::super::results::median;
+use super::CLUSTER;
+use super::disk::{CHANGED, History};
+use super::report::{Report, Row};
+use super::take::timed;
+
+const PAGE: u64 = 4 << 10;
+/// Clusters that a page of the index speaks for, and pages that an inner page does.
+const LEAF: u64 = 512;
+const FANOUT: u64 = 256;
+/// Clusters of an L2 table.
+const L2: u64 = CLUSTER / 8;
+
+/// Checks all layers and adds up their bytes.
+///
+/// # Errors
+/// When `qemu-img check` finds anything in a layer.
+pub(super) fn measure(history: &History, dir: &Path, report: &mut Report) -> Result<()> {
+    let layers: Vec<&Path> = history.layers.iter().map(|layer| layer.path.as_path()).collect();
+    let paths: Vec<&Path> = layers.iter().copied().chain([history.disk.as_path()]).collect();
+    check_all(&paths)?;
+    report.add(
+        Row::median("layers that `qemu-img check` finds clean (rc 0)", "", &[paths.len() as f64])
+            .at_least(layers.len() as f64 + 1.0),
+    );
+    let empty = empty_overlay(dir, &history.disk, layers[0])?;
+    let mut worst: Vec<f64> = Vec::new();
+    for count in CHANGED {
+        let same = |changed: &&Vec<u64>| changed.len() == count;
+        let known =
+            history.layers.iter().filter_map(|layer| Some((layer, layer.changed.as_ref().filter(same)?)));
+        let (mut added, mut bounds, mut allocated) = (Vec::new(), Vec::new(), Vec::new());
+        for (layer, changed) in known {
+            let bytes = Bytes::of(&layer.path)?;
+            let written = CLUSTER * (changed.len() as u64 + distinct(changed, L2));
+            let bound = (empty + index_bound(changed)) as f64 / 1024.0;
+            let kib = bytes.apparent.saturating_sub(written) as f64 / 1024.0;
+            added.push(kib);
+            bounds.push(bound);
+            allocated.push((bytes.allocated as f64 - (CLUSTER * count as u64) as f64) / 1024.0);
+            worst.push(kib / bound);
+        }
+        let name = format!("bytes that a snapshot adds, {count} clusters changed");
+        report.add(Row::median(&name, "KiB", &added).at_most(median(&bounds)).beside(empty as f64 / 1024.0));
+        report.add(Row::median(
+            &format!("the same layer, allocated beside its {count} clusters of data"),
+            "KiB",
+            &allocated,
+        ));
+    }
+    report.add(Row::largest("bytes that a snapshot adds / its bound, worst layer", "", &worst).at_most(1.0));
+    Ok(())
+}
+
+/// The most that an index adds: a page for each leaf changed, and the path to them from the root: inner pages of the
+/// map, the layer table's last page and its inner page.
+fn index_bound(changed: &[u64]) -> u64 {
+    let leaves = distinct(changed, LEAF);
+    let inner = distinct(changed, LEAF * FANOUT);
+    let (top, root, table) = (1, 1, 2);
+    PAGE * (leaves + inner + top + root + table)
+}
+
+/// How many runs of `unit` clusters the changed ones lie in.
+fn distinct(changed: &[u64], unit: u64) -> u64 {
+    changed.iter().map(|cluster| cluster / unit).collect::<BTreeSet<_>>().len() as u64
+}
+
+struct Bytes {
+    apparent: u64,
+    allocated: u64,
+}
+
+impl Bytes {
+    /// Of a layer and, if it has one, its sidecar.
+    fn of(layer: &Path) -> Result<Self> {
+        let mut sidecar = layer.as_os_str().to_owned();
+        sidecar.push(".vmsx");
+        let mut bytes = Self { apparent: 0, allocated: 0 };
+        let there = [layer.metadata().ok(), Path::new(&sidecar).metadata().ok()];
+        ensure!(there[0].is_some(), "{} is not there", layer.display());
+        for metadata in there.into_iter().flatten() {
+            bytes.apparent += metadata.len();
+            bytes.allocated += metadata.blocks() * 512;
+        }
+        Ok(bytes)
+    }
+}
+
+/// Bytes of the overlay that `qemu-img create -b` makes, up to the end of its last cluster.
+fn empty_overlay(dir: &Path, disk: &Path, backing: &Path) -> Result<u64> {
+    let overlay = dir.join("empty.qcow2");
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]).arg(backing).arg(&overlay);
+    timed(&mut create).with_context(|| format!("an overlay like {}", disk.display()))?;
+    let len = overlay.metadata()?.len();
+    std::fs::remove_file(overlay)?;
+    Ok(len.next_multiple_of(CLUSTER))
+}
+
+/// `qemu-img check` of each file by itself, on all processors.
+fn check_all(paths: &[&Path]) -> Result<()> {
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<()> {
+        while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
+            check(path)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().map_err(|_| anyhow!("a check panicked"))?)
+    })
+}
+
+/// Anything but exit code 0 is an error. The layers below are left out: opening them all for each would take hours.
+fn check(path: &Path) -> Result<Value> {
+    let file = json!({ "driver": "file", "filename": path });
+    let image = json!({ "driver": "qcow2", "backing": null, "file": file });
+    let (out, _) =
+        timed(Command::new("qemu-img").args(["check", "--output=json"]).arg(format!("json:{image}")))?;
+    Ok(serde_json::from_slice(&out)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bound_counts_pages_changed_and_the_path_to_them() {
+        assert_eq!(index_bound(&[0, 1, 511]), PAGE * (1 + 1 + 4));
+        assert_eq!(index_bound(&[0, 512, 512 * 256]), PAGE * (3 + 2 + 4));
+        assert_eq!(index_bound(&[]), PAGE * 4);
+    }
+
+    #[test]
+    fn an_unclean_layer_is_noticed_without_the_layers_below() {
+        let dir = tempfile::tempdir().unwrap();
+        let (base, top) = (dir.path().join("base.qcow2"), dir.path().join("top.qcow2"));
+        super::super::disk::create(&base, 1 << 26).unwrap();
+        let empty = empty_overlay(dir.path(), &top, &base).unwrap();
+        assert_eq!(empty % CLUSTER, 0);
+        check_all(&[base.as_path()]).unwrap();
+        let mut bytes = std::fs::read(&base).unwrap();
+        // The refcount of some cluster in the middle: 16 bits each, in the block after the refcount table.
+        bytes[2 * CLUSTER as usize + 64] ^= 1;
+        bytes[2 * CLUSTER as usize + 65] ^= 1;
+        std::fs::write(&top, bytes).unwrap();
+        assert!(check_all(&[base.as_path(), top.as_path()]).is_err());
+    }
+}
