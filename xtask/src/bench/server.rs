@@ -94,6 +94,19 @@ impl Server {
         Ok(())
     }
 
+    /// Has a new vmstrata take over the disk and the sockets, as an upgrade does; the old one ends clean.
+    ///
+    /// # Errors
+    /// When either of them fails.
+    pub fn replace(&mut self) -> Result<()> {
+        let mut successor = command(self.kind, &self.disk, self.dir.path());
+        successor.arg("--replace");
+        let mut old = std::mem::replace(&mut self.child, start(successor, self.dir.path())?);
+        let status = old.wait()?;
+        ensure!(status.success(), "the replaced server ended with {status}: {}", self.log());
+        self.wait_for_vhost_user()
+    }
+
     /// The vhost-user-blk socket.
     pub fn vhost_user(&self) -> PathBuf {
         self.dir.path().join("vhost.sock")
@@ -204,8 +217,11 @@ impl Drop for Server {
 
 /// Starts the program with its output appended to `dir/log`.
 fn spawn(kind: Kind, disk: &Disk, dir: &Path) -> Result<Child> {
+    start(command(kind, disk, dir), dir)
+}
+
+fn start(mut command: Command, dir: &Path) -> Result<Child> {
     let log = File::options().create(true).append(true).open(dir.join("log"))?;
-    let mut command = command(kind, disk, dir);
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     command.spawn().with_context(|| format!("cannot start {:?}", command.get_program()))
 }
