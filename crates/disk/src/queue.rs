@@ -13,6 +13,7 @@
 mod pins;
 mod plan;
 mod read;
+mod reap;
 mod wait;
 mod write;
 
@@ -174,19 +175,25 @@ impl IoQueue {
             u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 requests")
         });
         let parts_left = u32::try_from(parts).expect("few parts");
-        self.slots[number as usize] =
-            Slot { request: Some(request), phase, begun: self.begun, parts_left, failed: false, writing: None };
+        self.slots[number as usize] = Slot {
+            request: Some(request),
+            phase,
+            begun: self.begun,
+            parts_left,
+            failed: false,
+            writing: None,
+        };
         number
     }
 
     fn send_to_worker(&mut self, slot: u32) {
         let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
         self.stats.counters().sent_to_worker(request.op);
-        self.to_workers(slot, request);
+        self.hand_over(slot, request);
     }
 
     /// Has a worker carry `request` out: all of what the slot is about, or a part of it.
-    fn to_workers(&mut self, slot: u32, request: Request) {
+    fn hand_over(&mut self, slot: u32, request: Request) {
         self.at_workers += 1;
         let job = Job { disk: Arc::clone(&self.disk), request, slot, reply_to: Arc::clone(&self.mailbox) };
         self.disk.resources.workers().send(job);
@@ -198,71 +205,6 @@ impl IoQueue {
             // Nothing is lost: entries stay queued, and the next call tries again.
             tracing::warn!(%error, "io_uring takes no requests for the moment");
         }
-    }
-
-    /// Appends finished requests to `out` and returns how many; never blocks.
-    pub fn reap(&mut self, out: &mut Vec<Completion>) -> usize {
-        let before = out.len();
-        self.ring.reap(&mut self.moved);
-        let mut moved = std::mem::take(&mut self.moved);
-        for completion in moved.drain(..) {
-            let number = u32::try_from(completion.token).expect("a token is a slot");
-            let is_whole = matches!(completion.result, Ok(moved) if moved == completion.expected);
-            self.part_done(number, is_whole, out);
-        }
-        self.moved = moved;
-        if self.mailbox.is_waiting() {
-            let mut replies = std::mem::take(&mut self.replies);
-            self.mailbox.take(&mut replies);
-            self.at_workers -= replies.len();
-            for (slot, result) in replies.drain(..) {
-                if self.slots[slot as usize].parts_left > 0 {
-                    self.part_done(slot, result.is_ok(), out);
-                } else {
-                    out.push(self.release(slot, result));
-                }
-            }
-            self.replies = replies;
-        }
-        out.append(&mut self.ready);
-        let count = out.len() - before;
-        self.in_flight -= count;
-        count
-    }
-
-    /// A part has ended; the last one ends the request, or has a worker do all of it again.
-    fn part_done(&mut self, number: u32, is_whole: bool, out: &mut Vec<Completion>) {
-        let slot = &mut self.slots[number as usize];
-        slot.failed |= !is_whole;
-        slot.parts_left -= 1;
-        if slot.parts_left > 0 {
-            return;
-        }
-        if let Some(writing) = slot.writing.take() {
-            // The layers are those that the write began on: they do not change while a writer is inside.
-            self.layers.blocks.iter().for_each(|order| order.leave());
-            self.disk.writers.leave(&mut self.writer, writing);
-        }
-        if slot.failed {
-            if let Some(phase) = slot.phase.take() {
-                self.member.leave(&self.disk.epochs, phase);
-            }
-            self.send_to_worker(number);
-        } else {
-            out.push(self.release(number, Ok(())));
-        }
-    }
-
-    /// Frees a slot.
-    fn release(&mut self, number: u32, result: Result<()>) -> Completion {
-        let slot = &mut self.slots[number as usize];
-        let token = slot.request.take().expect("a slot in use has a request").token;
-        if let Some(phase) = slot.phase.take() {
-            self.member.leave(&self.disk.epochs, phase);
-        }
-        self.stats.end(slot.begun, result.is_ok());
-        self.free.push(number);
-        Completion { token, result }
     }
 }
 

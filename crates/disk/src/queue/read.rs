@@ -39,7 +39,7 @@ impl IoQueue {
         let segments = request.segments.clone();
         let slot = self.slot(request, Some(phase), parts.len() + usize::from(apart > 0));
         if let Some(request) = second_half {
-            self.to_workers(slot, request);
+            self.hand_over(slot, request);
         }
         for part in parts {
             let of_part = of_part(&segments, &part);
