@@ -1,5 +1,7 @@
 //! The servers under test as child processes: start, wait until they answer, weigh, stop.
 
+mod process;
+
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -9,6 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
+pub use self::process::{raise_file_limit, resident_bytes, terminate};
 use super::client::{Client, Target};
 
 /// Stock QEMU needs 14 s for 1,000 layers on a fast machine; this is for a slow one.
@@ -226,42 +229,6 @@ fn start(mut command: Command, dir: &Path) -> Result<Child> {
     command.spawn().with_context(|| format!("cannot start {:?}", command.get_program()))
 }
 
-/// Sends SIGTERM to a child.
-///
-/// # Errors
-/// When it is gone already.
-pub fn terminate(child: &Child) -> Result<()> {
-    let pid = rustix::process::Pid::from_child(child);
-    Ok(rustix::process::kill_process(pid, rustix::process::Signal::TERM)?)
-}
-
-/// Resident memory of a process in bytes, shared memory (a client's buffers, a guest's RAM) left out.
-///
-/// # Errors
-/// When the process is gone.
-pub fn resident_bytes(pid: u32) -> Result<u64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    parse_resident(&status).context("no resident memory in /proc status")
-}
-
-fn parse_resident(status: &str) -> Option<u64> {
-    let field = |name: &str| -> Option<u64> {
-        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-        line.split_whitespace().next()?.parse().ok()
-    };
-    Some((field("RssAnon:")? + field("RssFile:")?) * 1024)
-}
-
-/// Lets this program's children hold as many files as the system allows: QEMU opens every layer at once.
-///
-/// # Errors
-/// When the limit cannot be set.
-pub fn raise_file_limit() -> Result<()> {
-    let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
-    let limit = rustix::process::Rlimit { current: hard, maximum: hard };
-    Ok(rustix::process::setrlimit(rustix::process::Resource::Nofile, limit)?)
-}
-
 /// Where the vmstrata binary is: beside this one, which cargo built in the same directory.
 pub fn vmstrata() -> PathBuf {
     let own = std::env::current_exe().unwrap_or_default();
@@ -316,13 +283,6 @@ pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn resident_memory_leaves_shared_memory_out() {
-        let status = "VmRSS:\t   900 kB\nRssAnon:\t     100 kB\nRssFile:\t  50 kB\nRssShmem:\t 750 kB\n";
-        assert_eq!(parse_resident(status), Some(150 * 1024));
-        assert_eq!(parse_resident("Name: x\n"), None);
-    }
 
     #[test]
     fn stock_qemu_serves_both_doors_and_stops() {
