@@ -243,6 +243,34 @@ fn a_directory_that_may_not_be_written_is_no_place_for_a_snapshot() {
 }
 
 #[test]
+fn every_snapshot_extends_the_index_of_the_chain() {
+    let images = Images::new();
+    let disk = images.name("web.qcow2");
+    run_ok(["create", &disk, "4M"]);
+    for (pattern, name) in [(1, "mon"), (2, "tue"), (3, "wed")] {
+        write(&images, "web.qcow2", pattern, "0 64k");
+        create(&disk, name);
+    }
+    let verified = run_json(["index", "verify", &disk, "--json"]);
+    let layers = verified["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), 3);
+    assert!(layers.iter().all(|layer| layer["verdict"] == "good"), "{verified}");
+    for name in ["web.qcow2", "web.wed.qcow2", "web.tue.qcow2", "web.mon.qcow2"] {
+        assert_clean(&images.path(name));
+    }
+    reads(&images, "web.qcow2", 3, "0 64k");
+    // A chain that has none is left alone: making it all may take long.
+    run_ok(["index", "drop", &disk]);
+    create(&disk, "thu");
+    let verified = run(["index", "verify", &disk, "--json"]);
+    let verified: Value = serde_json::from_slice(&verified.stdout).unwrap();
+    assert!(
+        verified["layers"].as_array().unwrap().iter().all(|layer| layer["verdict"] == "missing"),
+        "{verified}"
+    );
+}
+
+#[test]
 fn every_command_has_help_with_examples_and_is_completed() {
     for command in ["create", "list", "show", "revert", "clone"] {
         let help = run_ok(["snapshot", command, "--help"]);

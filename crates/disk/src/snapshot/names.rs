@@ -6,7 +6,6 @@
 use std::path::{Path, PathBuf};
 
 use crate::layer::Format;
-use crate::opener::directory_of;
 
 /// Endings that name a format and so do not belong to the disk's own name.
 const ENDINGS: [&str; 5] = [".qcow2", ".qcow", ".raw", ".img", ".disk"];
@@ -14,7 +13,7 @@ const ENDINGS: [&str; 5] = [".qcow2", ".qcow", ".raw", ".img", ".disk"];
 /// Where the file of the snapshot `name` of the disk at `disk` lies; `None` when the disk's file name is not UTF-8.
 pub fn frozen_path(disk: &Path, name: &str, format: Format) -> Option<PathBuf> {
     let stem = stem(disk.file_name()?.to_str()?);
-    Some(directory_of(disk).join(format!("{stem}.{name}.{format}")))
+    Some(disk.with_file_name(format!("{stem}.{name}.{format}")))
 }
 
 /// A disk's file name without its ending.
@@ -37,7 +36,7 @@ mod tests {
     fn a_snapshot_lies_beside_its_disk() {
         let path = |disk: &str, format| frozen_path(Path::new(disk), "mon", format).unwrap();
         assert_eq!(path("/a/web.qcow2", Format::Qcow2), Path::new("/a/web.mon.qcow2"));
-        assert_eq!(path("web.img", Format::Raw), Path::new("./web.mon.raw"));
+        assert_eq!(path("web.img", Format::Raw), Path::new("web.mon.raw"));
         assert_eq!(path("/a/web", Format::Qcow2), Path::new("/a/web.mon.qcow2"));
         assert_eq!(path("/a/web.v2", Format::Qcow2), Path::new("/a/web.v2.mon.qcow2"));
         assert_eq!(path("/a/.qcow2", Format::Qcow2), Path::new("/a/.qcow2.mon.qcow2"));

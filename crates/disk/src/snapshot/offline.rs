@@ -15,7 +15,7 @@ use super::holder::{Holder, holders};
 use super::list::{Snapshot, list};
 use super::overlay::Below;
 use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
-use super::{find, names};
+use super::{extend, find, names};
 use crate::chain::OpenOptions;
 use crate::create::{Temporary, refuse_existing};
 use crate::disk::Disk;
@@ -61,6 +61,9 @@ pub fn create(
         prepared.publish().map_err(|error| broken(&created, error))?;
         drop(lock);
         created.push(Created { disk: disk.clone(), layer });
+    }
+    for created in &created {
+        extend::index_newest(&created.disk, open);
     }
     Ok(created)
 }
