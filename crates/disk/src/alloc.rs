@@ -267,6 +267,12 @@ impl Allocator {
         Ok(self.refcount_of(&mut state, at.get() >> self.bits.get())?.unwrap_or(0))
     }
 
+    /// Runs `change` while the place of the refcount table, which the header tells, stays as it is.
+    pub(crate) fn exclusively<T>(&self, change: impl FnOnce() -> T) -> T {
+        let _state = self.state.lock();
+        change()
+    }
+
     /// Gives the clusters claimed and not handed out back, as a clean close does.
     ///
     /// # Errors

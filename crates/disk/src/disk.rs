@@ -6,6 +6,7 @@
 mod durable;
 mod index;
 mod killed;
+mod merge;
 mod open;
 mod snapshot;
 mod switch;
@@ -28,6 +29,7 @@ use crate::stats::{DiskStats, StatsSet};
 use crate::turnstile::Turnstile;
 
 pub(crate) use durable::leave_clean;
+pub(crate) use merge::Running;
 pub(crate) use open::write_session;
 pub use snapshot::{Taken, snapshot_together};
 
@@ -50,6 +52,8 @@ pub struct Disk {
     tending: Mutex<()>,
     /// Held while the layers change, and while the disk is closed. Taken before `tending`.
     changing: Mutex<()>,
+    /// Whether layers are being merged.
+    merging: AtomicBool,
 }
 
 /// A layer of a disk.
@@ -104,8 +108,10 @@ impl Disk {
             closed: AtomicBool::new(false),
             tending: Mutex::new(()),
             changing: Mutex::new(()),
+            merging: AtomicBool::new(false),
         });
         resources.upkeep().watch(&disk);
+        disk.refuse_merging()?;
         Ok(disk)
     }
 

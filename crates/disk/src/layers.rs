@@ -42,6 +42,9 @@ pub(crate) struct Layers {
     /// The layers of before the last snapshot, until what was active in them is on stable storage: a flush has to
     /// bring it there first.
     pub(crate) before: Option<Arc<Layers>>,
+    /// While layers below are copied up: the map of those that will be left. A cluster may only be let go of where it reads
+    /// the same in both.
+    pub(crate) merging_to: Option<Arc<FrozenMap>>,
 }
 
 /// What takes the writes.
@@ -85,20 +88,26 @@ impl Layers {
     ) -> Self {
         let blocks = (top.alignment() > 1).then(Arc::default);
         let resources = Arc::clone(resources);
-        Self { generation: 0, size, top, frozen, resources, blocks, before: None }
+        Self { generation: 0, size, top, frozen, resources, blocks, before: None, merging_to: None }
     }
 
     /// The same active layer over `map`, with nothing left to settle.
     pub(crate) fn settled(&self, map: Arc<FrozenMap>) -> Self {
+        self.over(Some(map), self.merging_to.clone())
+    }
+
+    /// The same active layer over `frozen`, of which `merging_to` will be left.
+    pub(crate) fn over(&self, frozen: Option<Arc<FrozenMap>>, merging_to: Option<Arc<FrozenMap>>) -> Self {
         let Top::Qcow2(active) = &self.top else { unreachable!("an overlay is qcow2") };
         Self {
             generation: 0,
             size: self.size,
             top: Top::Qcow2(Arc::clone(active)),
-            frozen: Some(map),
+            frozen,
             resources: Arc::clone(&self.resources),
             blocks: self.blocks.clone(),
             before: None,
+            merging_to,
         }
     }
 

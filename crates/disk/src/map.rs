@@ -20,6 +20,7 @@ mod build;
 mod fresh;
 mod indexed;
 pub(crate) mod merge;
+mod replaced;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -52,6 +53,11 @@ pub(crate) enum Source {
 }
 
 impl Source {
+    /// Whether they read as zeros, whoever says so.
+    pub(crate) fn is_zero(self) -> bool {
+        matches!(self, Self::Hole | Self::Zero(_))
+    }
+
     /// The source `len` bytes further into the same run.
     pub(crate) fn advanced(self, len: u64) -> Self {
         match self {

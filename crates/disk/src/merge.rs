@@ -26,18 +26,22 @@
 //!
 //! Lock order: as in [`crate::active`].
 
+mod copier;
 pub(crate) mod copy;
 mod fault;
-mod offline;
+mod files;
+mod job;
 pub(crate) mod plan;
 pub(crate) mod relink;
 pub(crate) mod remove;
 pub(crate) mod target;
 
 pub use fault::MergeFault;
-pub use offline::{Action, Merge};
+pub use job::{Action, Merge};
 pub use plan::{MergeRange, ranges_of};
 pub use remove::{Kept, Removal};
+
+pub(crate) use copier::Copier;
 
 use std::path::PathBuf;
 

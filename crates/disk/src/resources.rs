@@ -1,12 +1,12 @@
 //! What the disks of one process share: the metadata cache with its one budget, open files, layers, maps, and the
 //! threads that do what may block.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use vmstrata_store::FileIdentity;
+use vmstrata_store::{FileId, FileIdentity};
 
 use crate::cache::{Owner, Owners, PAGE_BYTES, PageCache};
 use crate::compressed::ClusterCache;
@@ -50,6 +50,7 @@ pub struct Resources {
     journal_dir: Option<PathBuf>,
     layers: Mutex<HashMap<FileIdentity, Weak<Layer>>>,
     maps: Mutex<HashMap<FileIdentity, Weak<FrozenMap>>>,
+    merging: Mutex<HashSet<FileId>>,
 }
 
 /// How full the shared structures are.
@@ -80,6 +81,7 @@ impl Resources {
             journal_dir: options.journal_dir,
             layers: Mutex::default(),
             maps: Mutex::default(),
+            merging: Mutex::default(),
         })
     }
 
@@ -114,6 +116,11 @@ impl Resources {
 
     pub(crate) fn journal_dir(&self) -> Option<&PathBuf> {
         self.journal_dir.as_ref()
+    }
+
+    /// Frozen layers that are being copied into: no other disk may stand on them until that is done.
+    pub(crate) fn merging(&self) -> &Mutex<HashSet<FileId>> {
+        &self.merging
     }
 
     /// A name for someone's pages in the cache.

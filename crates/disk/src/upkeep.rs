@@ -46,6 +46,11 @@ impl Upkeep {
         Self { disks, _end: end }
     }
 
+    /// The disks that are open.
+    pub(crate) fn disks(&self) -> Vec<Arc<Disk>> {
+        self.disks.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
     pub(crate) fn watch(&self, disk: &Arc<Disk>) {
         self.disks.lock().push(Arc::downgrade(disk));
     }

@@ -19,7 +19,6 @@ use crate::disk::Disk;
 use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::layers::{Layers, Top};
-use crate::map::Source;
 
 /// Most bytes allocated, written and published at once.
 const RUN_BYTES: u64 = 2 << 20;
@@ -270,10 +269,12 @@ impl Layers {
                 let mut done = 0;
                 while done < len {
                     let run = self.locate_below(at + done, len - done)?;
-                    if !matches!(run.source, Source::Hole | Source::Zero(_)) {
+                    let later = self.merging_to.as_ref().map(|map| map.locate(at + done, run.len));
+                    let later = later.transpose()?.unwrap_or(run);
+                    if !run.source.is_zero() || !later.source.is_zero() {
                         return Ok(false);
                     }
-                    done += run.len;
+                    done += run.len.min(later.len);
                 }
                 Ok(true)
             }

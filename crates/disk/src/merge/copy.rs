@@ -32,12 +32,6 @@ enum Need {
     Data,
 }
 
-impl Source {
-    fn is_zero(self) -> bool {
-        matches!(self, Self::Hole | Self::Zero(_))
-    }
-}
-
 impl Layers {
     /// Copies into the active layer what lies below its clusters in `range` and reads otherwise in `after`; `None` is no
     /// layers at all. Returns the bytes written.

@@ -1,17 +1,21 @@
 //! The chain that is to be merged, from its headers.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use vmstrata_store::FileId;
 use vmstrata_types::LayerIndex;
 
 use super::MergeFault;
-use crate::chain::{OpenOptions, Roles, Top, walk};
-use crate::error::Result;
-use crate::layer::Format;
+use super::relink::Below;
+use crate::chain::{Chain, OpenOptions, Roles, Top, freeze, read_chain, walk};
+use crate::error::{Error, Result};
+use crate::layer::{Format, Layer};
 use crate::layers::index_of;
-use crate::opener::{Opener, Role};
-use crate::snapshot;
+use crate::map::FrozenMap;
+use crate::opener::{Opener, Role, directory_of};
+use crate::resources::Resources;
+use crate::snapshot::{self, name_from};
 
 /// Layers to drop, both ends included; the layer above the last is the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,4 +109,41 @@ pub(crate) fn links(disk: &Path, options: &OpenOptions, opener: &dyn Opener) -> 
     let (top, mut links) = walk(disk, options, roles, opener, Link::of)?;
     links.push(Link::of(top));
     Ok(links)
+}
+
+/// What the target will stand on.
+///
+/// # Errors
+/// A path that cannot be stored as a name.
+pub(crate) fn below_of(links: &[Link], range: MergeRange) -> Result<Option<Below>> {
+    let (first, target) = (&links[range.first.index()], &links[range.target().index()]);
+    let Some(stays) = range.first.index().checked_sub(1).map(|layer| &links[layer]) else { return Ok(None) };
+    let name = match &first.backing_name {
+        Some(name) if directory_of(&first.path) == directory_of(&target.path) => name.clone(),
+        _ => name_from(&target.path, &stays.path)?,
+    };
+    Ok(Some(Below { name, format: stays.format, record: first.record.clone() }))
+}
+
+/// The map of the frozen layer at `layer` of the chain of `disk`, and of all below it.
+///
+/// # Errors
+/// A chain that cannot be read, or is another than `links`.
+pub(crate) fn map_up_to(
+    disk: &Path,
+    links: &[Link],
+    layer: usize,
+    open: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<Arc<FrozenMap>> {
+    let link = &links[layer];
+    let mut open = OpenOptions { read_only: true, format: Some(link.format), ..open.clone() };
+    open.allow_backing.push(directory_of(disk));
+    let Chain { top, mut below, index, .. } = read_chain(&link.path, &open, resources)?;
+    below.push(freeze(top, resources));
+    let same = |(found, link): (&Arc<Layer>, &Link)| found.identity.file == link.file;
+    if below.len() != layer + 1 || !below.iter().zip(links).all(same) {
+        return Err(Error::from(MergeFault::LayersChanged).in_file(disk));
+    }
+    resources.share_map(below, index)
 }

@@ -121,16 +121,22 @@ impl Relink {
         })
     }
 
-    /// Carries it out; when it returns, it is on stable storage. No one else writes the header meanwhile.
+    /// Writes what goes first, where nothing is; returns whether there is anything. To be flushed.
     ///
     /// # Errors
-    /// A host that cannot read, write or flush: the image then stands on the one or on the other.
-    pub(crate) fn apply(&self, store: &dyn Store, flush: impl Fn() -> Result<()>) -> Result<()> {
-        if let Some((at, body)) = &self.body {
-            let at = HostOffset::new(*at as u64);
-            store.write_all(body, at).while_trying("write the header").map_err(|error| error.at(at))?;
-            flush()?;
-        }
+    /// A host that cannot write: nothing has changed.
+    pub(crate) fn write_body(&self, store: &dyn Store) -> Result<bool> {
+        let Some((at, body)) = &self.body else { return Ok(false) };
+        let at = HostOffset::new(*at as u64);
+        store.write_all(body, at).while_trying("write the header").map_err(|error| error.at(at))?;
+        Ok(true)
+    }
+
+    /// Writes the first sector, which makes the change. No one else writes the header meanwhile.
+    ///
+    /// # Errors
+    /// A host that cannot read or write: the image stands on the one or on the other.
+    pub(crate) fn write_sector(&self, store: &dyn Store) -> Result<()> {
         let mut sector = [0; SECTOR];
         store.read_exact(&mut sector, HostOffset::ZERO).while_trying("read the header")?;
         let len = self.name.len() as u32;
@@ -140,8 +146,7 @@ impl Relink {
         sector[self.extensions_at..].fill(0);
         sector[self.extensions_at..self.extensions_at + self.extensions.len()]
             .copy_from_slice(&self.extensions);
-        store.write_all(&sector, HostOffset::ZERO).while_trying("write the header")?;
-        flush()
+        store.write_all(&sector, HostOffset::ZERO).while_trying("write the header")
     }
 }
 

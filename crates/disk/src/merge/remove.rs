@@ -17,7 +17,7 @@ use super::plan::{Link, MergeRange};
 use crate::chain::{backing_of, open_layer};
 use crate::index::sidecar_of;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
-use crate::snapshot::holders;
+use crate::snapshot::{Holder, holders};
 
 /// Most files looked at.
 const FILES_MAX: usize = 50_000;
@@ -160,17 +160,27 @@ impl Users {
     }
 }
 
-/// Removes what may be removed; tells of each file which it was. `is_ours` says that this process has the files open
-/// itself, so that locks tell nothing.
+/// What locks on the files tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Locks {
+    /// That others use them.
+    AreOthers,
+    /// Nothing: this process has the files open itself.
+    MayBeOurs,
+}
+
+/// Removes what may be removed; tells of each file which it was. `needed_here` says whether another disk of this process
+/// stands on a file.
 pub(crate) fn remove(
     dropped: &[Dropped],
     users: &mut Users,
     removal: Removal,
-    is_ours: bool,
+    locks: Locks,
+    needed_here: &dyn Fn(FileId) -> bool,
 ) -> (Vec<PathBuf>, Vec<(PathBuf, Kept)>) {
     let (mut removed, mut kept) = (Vec::new(), Vec::new());
     for layer in dropped {
-        match remove_one(layer, users, removal, is_ours) {
+        match remove_one(layer, users, removal, locks, needed_here) {
             Ok(()) => {
                 users.forget(&layer.path);
                 removed.push(layer.path.clone());
@@ -181,7 +191,13 @@ pub(crate) fn remove(
     (removed, kept)
 }
 
-fn remove_one(layer: &Dropped, users: &Users, removal: Removal, is_ours: bool) -> Result<(), Kept> {
+fn remove_one(
+    layer: &Dropped,
+    users: &Users,
+    removal: Removal,
+    locks: Locks,
+    needed_here: &dyn Fn(FileId) -> bool,
+) -> Result<(), Kept> {
     match removal {
         Removal::Nothing => return Err(Kept::Asked),
         Removal::Snapshots if !layer.is_own_snapshot => return Err(Kept::NotASnapshot),
@@ -198,7 +214,7 @@ fn remove_one(layer: &Dropped, users: &Users, removal: Removal, is_ours: bool) -
     if kind.is_symlink() || now.file != layer.file {
         return Err(Kept::Replaced);
     }
-    if in_use(&layer.path, is_ours) {
+    if needed_here(layer.file) || in_use(&layer.path, locks) {
         return Err(Kept::InUse);
     }
     std::fs::remove_file(&layer.path).map_err(failed)?;
@@ -212,20 +228,30 @@ fn failed(error: std::io::Error) -> Kept {
     Kept::Failed { reason: error.to_string() }
 }
 
-fn in_use(path: &Path, is_ours: bool) -> bool {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let locked = !is_ours
+fn in_use(path: &Path, locks: Locks) -> bool {
+    let locked = || {
+        locks == Locks::AreOthers
             && File::open(path).is_ok_and(|file| {
                 [Permission::ConsistentRead, Permission::Write]
                     .iter()
                     .any(|&permission| is_held(file.as_fd(), permission).unwrap_or(true))
-            });
-        if !locked && holders(path).is_empty() {
-            return false;
-        }
+            })
+    };
+    patiently(|| (locked() || !holders(path).is_empty()).then_some(())).is_some()
+}
+
+/// Another process that has the file open, and keeps it open.
+pub(crate) fn user_of(path: &Path) -> Option<Holder> {
+    patiently(|| holders(path).into_iter().next())
+}
+
+/// What `look` sees for as long as there is patience.
+fn patiently<T>(look: impl Fn() -> Option<T>) -> Option<T> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let seen = look()?;
         if Instant::now() >= deadline {
-            return true;
+            return Some(seen);
         }
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -1,0 +1,108 @@
+//! The end of a merge of a disk in use: the files first, then what requests see, then the index.
+
+use std::sync::Arc;
+
+use vmstrata_store::Gate;
+
+use super::Running;
+use crate::error::{Error, ErrorKind, Result};
+use crate::index::{IndexBuilder, IndexOptions};
+use crate::layer::Layer;
+use crate::merge::{Copier, MergeFault};
+
+impl Running {
+    /// Lets the target stand on what is left, and requests use the shorter chain.
+    ///
+    /// # Errors
+    /// A host that cannot write or flush; layers that changed meanwhile.
+    pub(crate) fn relink(&mut self, copier: &Copier) -> Result<()> {
+        if copier.layers.is_some() {
+            self.relink_frozen(copier)?
+        } else {
+            self.relink_active(copier)?
+        }
+        // Whoever still reads the dropped layers has left after this.
+        self.disk.epochs.synchronize();
+        Ok(())
+    }
+
+    fn relink_active(&self, copier: &Copier) -> Result<()> {
+        let disk = &self.disk;
+        let _changing = disk.changing.lock();
+        disk.check_changeable()?;
+        let layers = disk.layers_now();
+        self.check_top(&layers, copier)?;
+        layers.commit().map_err(|error| disk.latch(error))?;
+        copier.relink().map_err(|error| disk.latch_if_lost(error))?;
+        disk.put_layers(layers.over(copier.after.clone(), None));
+        Ok(())
+    }
+
+    fn relink_frozen(&mut self, copier: &Copier) -> Result<()> {
+        let (disk, target) = (Arc::clone(&self.disk), &copier.target);
+        copier.settle(|| disk.epochs.synchronize())?;
+        copier.relink()?;
+        let layer = self.settled_target(copier)?;
+        loop {
+            let before = arc_swap::Guard::into_inner(disk.layers_now());
+            let old = before.frozen.as_ref().ok_or(MergeFault::LayersChanged)?;
+            let (first, above) = (self.range.first.index(), self.range.target().index() + 1);
+            if old.layers().nth(above - 1).is_none_or(|layer| layer.identity.file != target.identity.file) {
+                return Err(Error::from(MergeFault::LayersChanged).in_file(&disk.path));
+            }
+            let kept = old.layers().take(first).cloned();
+            let shorter = kept.chain([Arc::clone(&layer)]).chain(old.layers().skip(above).cloned()).collect();
+            let index = copier.after.as_ref().and_then(|map| map.index().cloned());
+            let map = disk.resources.share_map(shorter, index)?;
+            map.warm_as(old)?;
+            let _changing = disk.changing.lock();
+            disk.check_changeable()?;
+            if Arc::ptr_eq(&before, &disk.layers_now()) {
+                disk.put_layers(before.over(Some(map), None));
+                return Ok(());
+            }
+        }
+    }
+
+    /// The target as a layer that grows no more.
+    fn settled_target(&self, copier: &Copier) -> Result<Arc<Layer>> {
+        let (target, resources) = (&copier.target, &self.disk.resources);
+        let identity = resources.files().opener().identity(&target.path, &Gate::unrestricted())?;
+        if identity.file != target.identity.file {
+            return Err(Error::from(ErrorKind::Changed).in_file(&target.path));
+        }
+        let layer = Layer::new(target.path.clone(), identity, target.size, Some(target.tables));
+        let layer = resources.share_layer(layer);
+        resources.files().store(&layer)?;
+        Ok(layer)
+    }
+
+    /// Makes the index of one more layer; when all have one, the disk uses them. Returns whether that is all.
+    ///
+    /// # Errors
+    /// A chain that cannot be read.
+    pub(crate) fn index(&mut self) -> Result<bool> {
+        let disk = &self.disk;
+        let _changing = disk.changing.lock();
+        disk.check_changeable()?;
+        let builder = match &mut self.indexing {
+            Some(builder) => builder,
+            none => none.insert(IndexBuilder::new(
+                &disk.path,
+                &IndexOptions {
+                    allow_backing: disk.options.allow_backing.clone(),
+                    format: disk.options.format,
+                    opener: Some(Arc::clone(disk.resources.files().opener())),
+                    ..IndexOptions::default()
+                },
+            )?),
+        };
+        if builder.step().is_some() {
+            return Ok(false);
+        }
+        if let Some(indexed) = disk.index_whole(&disk.layers_now()) {
+            disk.put_layers(indexed);
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,98 @@
+//! Merging layers of a disk that nobody serves.
+//!
+//! The writer's lock of the disk's file is held from the beginning to the end, and that of the target as long as it is
+//! written, so that running machines and servers are met with a refusal.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vmstrata_store::{CacheMode, FileStore, Gate};
+
+use super::copier::Copier;
+use super::plan::{self, Link, below_of, map_up_to};
+use super::relink::Relink;
+use super::{MergeOptions, MergeRange, target};
+use crate::chain::{OpenOptions, open_layer};
+use crate::error::{Error, ErrorKind, Result};
+use crate::index::{self, IndexOptions};
+use crate::layer::Format;
+use crate::layers::{Layers, Top};
+use crate::opener::Role;
+use crate::resources::Resources;
+use crate::snapshot::lock_settled;
+
+/// See the module documentation.
+#[derive(Debug)]
+pub(super) struct Files {
+    pub(super) disk: PathBuf,
+    open: OpenOptions,
+    resources: Arc<Resources>,
+    /// The disk's file, unless it is the target itself.
+    _lock: Option<FileStore>,
+}
+
+impl Files {
+    /// Locks the disk and opens the target.
+    ///
+    /// # Errors
+    /// As [`super::Merge::new`].
+    pub(super) fn begin(
+        disk: &Path,
+        range: MergeRange,
+        options: &MergeOptions,
+        resources: &Arc<Resources>,
+    ) -> Result<(Self, Vec<Link>, Copier)> {
+        let lock = lock_settled(disk, &options.open, resources)?;
+        let links = plan::links(disk, &options.open, &**resources.files().opener())?;
+        range.check(links.len()).map_err(|fault| Error::from(fault).in_file(disk))?;
+        // The target's own lock takes the place of the disk's.
+        let lock = (range.target().index() + 1 < links.len()).then_some(lock);
+        let copier = open_target(disk, &links, range, &options.open, resources)?;
+        let (disk, open, resources) = (disk.to_owned(), options.open.clone(), Arc::clone(resources));
+        Ok((Self { disk, open, resources, _lock: lock }, links, copier))
+    }
+
+    /// Makes the indices of the layers from the target up anew, if there were any: what they lead to is gone. Returns
+    /// whether that is all.
+    ///
+    /// # Errors
+    /// A chain that cannot be read.
+    pub(super) fn index(&self, links: &[Link]) -> Result<bool> {
+        if links.iter().any(|link| link.has_index) {
+            let options = IndexOptions {
+                allow_backing: self.open.allow_backing.clone(),
+                format: self.open.format,
+                opener: Some(Arc::clone(self.resources.files().opener())),
+                ..IndexOptions::default()
+            };
+            index::build(&self.disk, &options)?;
+        }
+        Ok(true)
+    }
+}
+
+fn open_target(
+    disk: &Path,
+    links: &[Link],
+    range: MergeRange,
+    open: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<Copier> {
+    let opener = resources.files().opener();
+    let (link, index) = (&links[range.target().index()], range.target());
+    let role = Role::Active(CacheMode::Host);
+    let top = open_layer(&link.path, role, Some(Format::Qcow2), &Gate::unrestricted(), &**opener)?;
+    if top.opened.identity.file != link.file {
+        return Err(Error::from(ErrorKind::Changed).in_file(&link.path));
+    }
+    let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
+    let below = below_of(links, range)?;
+    let relink = Relink::plan(&*top.opened.store, header, below.as_ref())
+        .map_err(|error| error.in_layer(index).in_file(&link.path))?;
+    let before = map_up_to(disk, links, range.last.index(), open, resources)?;
+    let stays = range.first.index().checked_sub(1);
+    let after = stays.map(|layer| map_up_to(disk, links, layer, open, resources)).transpose()?;
+    let active = target::open(&top, index, resources)?;
+    let layers = Layers::new(active.size, Top::Qcow2(Arc::clone(&active)), Some(before), resources);
+    Ok(Copier::new(active, Some(layers), after, relink))
+}

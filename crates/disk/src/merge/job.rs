@@ -1,0 +1,247 @@
+//! The job: a loop of `select -> Action -> apply`, for files and for running disks alike.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vmstrata_types::GuestRange;
+
+use super::copier::{Copier, WINDOW};
+use super::files::Files;
+use super::plan::Link;
+use super::remove::{self, Users};
+use super::{MergeOptions, MergeRange, Merged};
+use crate::chain::OpenOptions;
+use crate::create::flush_directory;
+use crate::disk::{Disk, Running};
+use crate::error::Result;
+use crate::opener::directory_of;
+use crate::resources::Resources;
+
+/// Bytes copied before they are brought to stable storage: what a crash makes a later attempt copy again.
+const CHECKPOINT: u64 = 64 << 20;
+
+/// What comes next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Copy up what the target needs of this range.
+    Copy(GuestRange),
+    /// Bring what was copied to stable storage.
+    Commit,
+    /// Let the target stand on what lies below the dropped layers.
+    Relink,
+    /// Make the indices of the layers from the target up anew.
+    Index,
+    /// Remove the dropped layers' files.
+    Remove,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Copying,
+    Indexing,
+    Removing,
+    Done,
+}
+
+/// The job; see the module documentation. Dropped early it leaves a sound chain, in which nothing is leaked.
+#[derive(Debug)]
+pub struct Merge {
+    options: MergeOptions,
+    links: Vec<Link>,
+    range: MergeRange,
+    /// Present until the target is done with. Goes before the host: its files are locked by that.
+    copier: Option<Copier>,
+    host: Host,
+    stage: Stage,
+    uncommitted: u64,
+    merged: Merged,
+}
+
+/// Whose disk it is.
+#[derive(Debug)]
+enum Host {
+    /// Nobody's: files.
+    Files(Files),
+    /// A guest's.
+    Running(Box<Running>),
+}
+
+impl Merge {
+    /// Makes everything ready to drop the layers in `range` from the chain of `disk`, which nobody serves. Nothing is
+    /// written yet, but that a disk that was not closed is opened and closed, and that the target's index falls.
+    ///
+    /// # Errors
+    /// A disk or a target that is in use; layers that are not there; a header without room; a chain that cannot be read.
+    pub fn new(
+        disk: &Path,
+        range: MergeRange,
+        options: &MergeOptions,
+        resources: &Arc<Resources>,
+    ) -> Result<Self> {
+        let (files, links, copier) = Files::begin(disk, range, options, resources)?;
+        Ok(Self::with(Host::Files(files), links, copier, range, options))
+    }
+
+    /// As [`Merge::new`], for a disk that goes on being used meanwhile. How its files are looked at, the disk knows.
+    ///
+    /// # Errors
+    /// As [`Merge::new`]; another merge of the disk; other disks in use that stand on the target.
+    pub fn of_disk(disk: &Arc<Disk>, range: MergeRange, options: &MergeOptions) -> Result<Self> {
+        let (running, links, copier) = Running::begin(disk, range)?;
+        Ok(Self::with(Host::Running(Box::new(running)), links, copier, range, options))
+    }
+
+    fn with(host: Host, links: Vec<Link>, copier: Copier, range: MergeRange, options: &MergeOptions) -> Self {
+        Self {
+            options: options.clone(),
+            links,
+            range,
+            copier: Some(copier),
+            host,
+            stage: Stage::Copying,
+            uncommitted: 0,
+            merged: Merged::default(),
+        }
+    }
+
+    /// How many actions there are, about.
+    pub fn total(&self) -> u64 {
+        let size = self.copier.as_ref().map_or(0, |copier| copier.target.size);
+        size.div_ceil(WINDOW) + 3
+    }
+
+    /// Decides what comes next; `None` when all is done.
+    pub fn select(&self) -> Option<Action> {
+        match self.stage {
+            Stage::Copying if self.uncommitted >= CHECKPOINT => Some(Action::Commit),
+            Stage::Copying => {
+                let window = self.copier.as_ref().and_then(Copier::window);
+                Some(window.map_or(Action::Relink, Action::Copy))
+            }
+            Stage::Indexing => Some(Action::Index),
+            Stage::Removing => Some(Action::Remove),
+            Stage::Done => None,
+        }
+    }
+
+    /// Carries it out; returns the bytes copied.
+    ///
+    /// # Errors
+    /// A layer that cannot be read, a host that is full or cannot write or flush. The chain is sound, and the job is over.
+    ///
+    /// # Panics
+    /// With an action that [`Merge::select`] did not choose.
+    pub fn apply(&mut self, action: Action) -> Result<u64> {
+        match action {
+            Action::Copy(range) => return self.copy(range),
+            Action::Commit => {
+                let target = &self.copier().target;
+                target.changes.commit(&**target)?;
+                self.uncommitted = 0;
+            }
+            Action::Relink => {
+                let copier = self.copier.take().expect("copying comes first");
+                self.stage = Stage::Done;
+                match &mut self.host {
+                    Host::Files(_) => copier.settle(|| ()).and_then(|()| copier.relink())?,
+                    Host::Running(running) => running.relink(&copier)?,
+                }
+                self.stage = Stage::Indexing;
+            }
+            Action::Index => {
+                // Not an error if it cannot be: a chain without an index opens slower.
+                let indexed = match &mut self.host {
+                    Host::Files(files) => files.index(&self.links),
+                    Host::Running(running) => running.index(),
+                };
+                match indexed {
+                    Ok(true) => self.stage = Stage::Removing,
+                    Ok(false) => {}
+                    Err(error) => {
+                        tracing::warn!(%error, "the chain gets no index");
+                        self.stage = Stage::Removing;
+                    }
+                }
+            }
+            Action::Remove => {
+                self.remove();
+                self.stage = Stage::Done;
+            }
+        }
+        Ok(0)
+    }
+
+    fn copier(&self) -> &Copier {
+        self.copier.as_ref().expect("copying comes first")
+    }
+
+    fn copy(&mut self, range: GuestRange) -> Result<u64> {
+        let copier = self.copier();
+        let bytes = match (&copier.layers, &self.host) {
+            (Some(layers), _) => layers.pull_up(range, copier.after.as_deref())?,
+            (None, Host::Running(running)) => running.pull_up(copier, range)?,
+            (None, Host::Files(_)) => unreachable!("files have a target of their own"),
+        };
+        self.copier.as_mut().expect("just used").go_on_at(range.end());
+        self.uncommitted += bytes;
+        self.merged.copied_bytes += bytes;
+        Ok(bytes)
+    }
+
+    /// Takes all steps that are left.
+    ///
+    /// # Errors
+    /// As [`Merge::apply`].
+    pub fn run(mut self) -> Result<Merged> {
+        while let Some(action) = self.select() {
+            self.apply(action)?;
+        }
+        Ok(std::mem::take(&mut self.merged))
+    }
+
+    /// What it has done so far.
+    pub fn merged(&self) -> &Merged {
+        &self.merged
+    }
+
+    fn remove(&mut self) {
+        let (disk, open): (&Path, &OpenOptions) = match &self.host {
+            Host::Files(files) => (&files.disk, &self.options.open),
+            Host::Running(running) => (running.disk.path(), running.disk.options()),
+        };
+        let dropped = remove::dropped(&self.links, self.range);
+        let mut users = Users::find(&self.directories(disk, open));
+        let stands_on = |file| matches!(&self.host, Host::Running(running) if running.others_stand_on(file));
+        let locks = if matches!(self.host, Host::Files(_)) {
+            remove::Locks::AreOthers
+        } else {
+            remove::Locks::MayBeOurs
+        };
+        let (removed, kept) = remove::remove(&dropped, &mut users, self.options.removal, locks, &stands_on);
+        let _ = flush_directory(disk);
+        (self.merged.removed, self.merged.kept) = (removed, kept);
+    }
+
+    /// Where images may be that need what is dropped.
+    fn directories(&self, disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
+        let layers = &self.links[self.range.first.index()..=self.range.last.index()];
+        let of_layers = layers.iter().map(|link| directory_of(&link.path));
+        of_layers.chain([directory_of(disk)]).chain(open.allow_backing.iter().cloned()).collect()
+    }
+}
+
+impl Drop for Merge {
+    /// Ends a job that was not finished: what is copied stays, nothing is leaked if the host lets it.
+    fn drop(&mut self) {
+        // The active layer of a running disk is settled by that.
+        let Some(copier) = self.copier.take().filter(|copier| copier.layers.is_some()) else { return };
+        let wait = || {
+            if let Host::Running(running) = &self.host {
+                running.disk.epochs.synchronize();
+            }
+        };
+        if let Err(error) = copier.settle(wait) {
+            tracing::warn!(file = %copier.target.path.display(), %error, "a merge ended early: clusters may be leaked until `vmstrata check --repair=leaks`");
+        }
+    }
+}

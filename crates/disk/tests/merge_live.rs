@@ -1,0 +1,328 @@
+//! Layers dropped from the chain of a disk in use: the guest reads what it wrote, the snapshots that stay are what they
+//! were, for us and for stock tools, and the files are gone.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use common::flat::{assert_reads, assert_same, pattern, range as bytes, read, some_range, write};
+use common::io::Client;
+use common::stock::{assert_clean, content, path_str, qemu_img};
+use common::{for_seeds, open, open_read_only, random, scratch};
+use rand::Rng as _;
+use vmstrata_disk::merge::{Action, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of};
+use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
+use vmstrata_disk::{Disk, Error, Op, OpenOptions, ResourceOptions, Resources};
+use vmstrata_types::LayerIndex;
+
+const SIZE: u64 = 8 << 20;
+
+fn disk_in(dir: &Path, options: &str) -> PathBuf {
+    let path = dir.join("disk.img");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, path_str(&path), &SIZE.to_string()]);
+    path
+}
+
+fn named(name: impl std::fmt::Display) -> SnapshotInfo {
+    SnapshotInfo { name: name.to_string(), ..SnapshotInfo::default() }
+}
+
+fn range(first: usize, last: usize) -> MergeRange {
+    let index = |layer: usize| LayerIndex::new(u16::try_from(layer).unwrap());
+    MergeRange { first: index(first), last: index(last) }
+}
+
+fn merge(disk: &Arc<Disk>, range: MergeRange) -> Result<Merged, Error> {
+    let options = MergeOptions { removal: Removal::All, ..MergeOptions::default() };
+    Merge::of_disk(disk, range, &options)?.run()
+}
+
+/// A disk and its snapshots, with what each must read as.
+struct History {
+    disk: Arc<Disk>,
+    path: PathBuf,
+    model: Vec<u8>,
+    states: Vec<(PathBuf, Vec<u8>)>,
+    taken: usize,
+}
+
+impl History {
+    fn new(path: PathBuf) -> Self {
+        Self { disk: open(&path), path, model: vec![0; SIZE as usize], states: Vec::new(), taken: 0 }
+    }
+
+    fn change(&mut self, random: &mut rand::rngs::SmallRng) {
+        let (at, len) = some_range(random, SIZE, 64 << 10);
+        let place = at as usize..(at + len) as usize;
+        match random.random_range(0..10) {
+            0..=6 => {
+                let data = pattern(random, len as usize);
+                write(&self.disk, at, &data).unwrap();
+                self.model[place].copy_from_slice(&data);
+            }
+            _ => {
+                self.disk.write_zeroes(bytes(at, len), random.random()).unwrap();
+                self.model[place].fill(0);
+            }
+        }
+    }
+
+    fn snapshot(&mut self) {
+        let taken = self.disk.snapshot(&named(self.taken)).unwrap();
+        self.taken += 1;
+        self.states.push((taken.layer, self.model.clone()));
+    }
+
+    fn check(&self, what: &str) {
+        assert_reads(&self.disk, &self.model, what);
+        assert_eq!(self.disk.layers().len(), self.states.len() + 1, "{what}");
+    }
+
+    /// By stock tools too, when the disk is closed.
+    fn end(self, what: &str) {
+        self.disk.close().unwrap();
+        drop(self.disk);
+        for (layer, model) in &self.states {
+            assert_clean(layer);
+            assert_same(&content(layer, "qcow2"), model, 0, what);
+            assert_reads(&open_read_only(layer), model, what);
+        }
+        assert_clean(&self.path);
+        assert_same(&content(&self.path, "qcow2"), &self.model, 0, what);
+        assert_reads(&open(&self.path), &self.model, what);
+        let names = list(&self.path, &OpenOptions::default()).unwrap();
+        let layers: Vec<_> = names.iter().rev().map(|snapshot| snapshot.layer.clone()).collect();
+        assert_eq!(layers, self.states.iter().map(|state| state.0.clone()).collect::<Vec<_>>(), "{what}");
+    }
+}
+
+/// Random changes, snapshots and merges of random ranges; changes go on between the steps of a merge.
+#[test]
+fn histories_with_merges_read_as_flat_arrays_do() {
+    for_seeds(8, |seed| {
+        let dir = scratch();
+        let kinds = ["cluster_size=4k", "cluster_size=64k", "compat=0.10", "cluster_size=2M"];
+        let mut random = random("live merges", seed);
+        let mut history = History::new(disk_in(dir.path(), kinds[seed as usize % 4]));
+        for step in 0..60 {
+            let what = format!("seed {seed}, step {step}");
+            (0..random.random_range(0..12)).for_each(|_| history.change(&mut random));
+            if history.states.len() < 2 || random.random_ratio(2, 3) {
+                history.snapshot();
+                continue;
+            }
+            let first = random.random_range(0..history.states.len());
+            let last = random.random_range(first..history.states.len().min(first + 4));
+            let options = MergeOptions { removal: Removal::All, ..MergeOptions::default() };
+            let mut job = Merge::of_disk(&history.disk, range(first, last), &options).unwrap();
+            while let Some(action) = job.select() {
+                job.apply(action).unwrap_or_else(|error| panic!("{what}: {action:?}: {error}"));
+                (0..random.random_range(0..4)).for_each(|_| history.change(&mut random));
+            }
+            assert_eq!(job.merged().removed.len(), last - first + 1, "{what}: {:?}", job.merged().kept);
+            drop(job);
+            history.states.drain(first..=last);
+            history.check(&what);
+        }
+        history.end(&format!("seed {seed}"));
+    });
+}
+
+/// Zeros over data below the dropped layers: what the guest discards after it was copied must not show that data.
+#[test]
+fn a_cluster_discarded_after_it_was_copied_stays_zeros() {
+    for discard in [false, true] {
+        let dir = scratch();
+        let path = disk_in(dir.path(), "cluster_size=64k");
+        let disk = open(&path);
+        write(&disk, 0, &[1; 256 << 10]).unwrap();
+        disk.snapshot(&named("data")).unwrap();
+        disk.write_zeroes(bytes(0, 256 << 10), true).unwrap();
+        disk.snapshot(&named("zeros")).unwrap();
+        write(&disk, 0, &[2; 128 << 10]).unwrap();
+        let options = MergeOptions::default();
+        let mut job = Merge::of_disk(&disk, range(1, 1), &options).unwrap();
+        while let Some(action) = job.select() {
+            job.apply(action).unwrap();
+            if matches!(action, Action::Copy(_)) {
+                let gone = bytes(0, 128 << 10);
+                if discard { disk.discard(gone) } else { disk.write_zeroes(gone, true) }.unwrap();
+            }
+        }
+        drop(job);
+        assert_reads(&disk, &vec![0; SIZE as usize], "discarded");
+        disk.close().unwrap();
+        drop(disk);
+        assert_same(&content(&path, "qcow2"), &vec![0; SIZE as usize], 0, "by stock tools");
+        assert_clean(&path);
+    }
+}
+
+/// Writers and readers by queue and by call, while 30 of 40 layers go.
+#[test]
+fn thirty_of_forty_layers_go_under_load() {
+    const BLOCKS: u64 = 64;
+    let dir = scratch();
+    let path = disk_in(dir.path(), "cluster_size=64k");
+    let mut random = random("thirty", 1);
+    let mut history = History::new(path);
+    for _ in 0..40 {
+        (0..6).for_each(|_| history.change(&mut random));
+        history.snapshot();
+    }
+    let disk = Arc::clone(&history.disk);
+    let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
+    let numbers: Vec<u64> = std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..2)
+            .map(|writer| {
+                let (disk, stop, rounds) = (&disk, &stop, &rounds);
+                scope.spawn(move || {
+                    let mut client = Client::new(disk, 8);
+                    let mut number = 0u64;
+                    while !stop.load(Ordering::Relaxed) || number == 0 {
+                        number += 1;
+                        let data = (number + writer).to_le_bytes().repeat(512);
+                        let place = |block: u64| (writer * BLOCKS + block) * (SIZE / BLOCKS / 2);
+                        for block in 0..BLOCKS {
+                            client.push(Op::Write { fua: false }, place(block), 4096, Some(&data));
+                        }
+                        assert!(client.drain().iter().all(|done| done.result.is_ok()), "a write failed");
+                        for block in 0..BLOCKS {
+                            client.push(Op::Read, place(block), 4096, None);
+                        }
+                        for done in client.drain() {
+                            done.result.expect("reads");
+                            assert!(done.bytes[..] == data[..], "a read returned something else");
+                        }
+                        rounds.fetch_add(1, Ordering::Relaxed);
+                    }
+                    number
+                })
+            })
+            .collect();
+        for (first, last) in [(30, 39), (3, 12), (5, 14)] {
+            let merged = merge(&disk, range(first, last)).unwrap();
+            assert_eq!(merged.removed.len(), 10, "{:?}", merged.kept);
+            history.states.drain(first..=last);
+            assert_eq!(disk.layers().len(), history.states.len() + 1);
+        }
+        stop.store(true, Ordering::Relaxed);
+        writers.into_iter().map(|writer| writer.join().expect("a writer")).collect()
+    });
+    assert!(rounds.load(Ordering::Relaxed) > 2);
+    for (writer, number) in (0u64..).zip(numbers) {
+        for block in 0..BLOCKS {
+            let at = ((writer * BLOCKS + block) * (SIZE / BLOCKS / 2)) as usize;
+            history.model[at..at + 4096].copy_from_slice(&(number + writer).to_le_bytes().repeat(512));
+        }
+    }
+    drop(disk);
+    history.check("after the load");
+    history.end("after the load");
+}
+
+#[test]
+fn a_job_that_is_cancelled_leaves_the_disk_in_use() {
+    let dir = scratch();
+    let mut random = random("cancel", 1);
+    let mut history = History::new(disk_in(dir.path(), "cluster_size=64k"));
+    for _ in 0..5 {
+        (0..8).for_each(|_| history.change(&mut random));
+        history.snapshot();
+    }
+    for (first, last) in [(1, 2), (3, 4), (0, 4)] {
+        let mut job = Merge::of_disk(&history.disk, range(first, last), &MergeOptions::default()).unwrap();
+        job.apply(job.select().unwrap()).unwrap();
+        drop(job);
+        (0..8).for_each(|_| history.change(&mut random));
+        history.check("cancelled");
+    }
+    history.snapshot();
+    merge(&history.disk, range(1, 2)).unwrap();
+    history.states.drain(1..=2);
+    history.check("begun again");
+    history.end("begun again");
+}
+
+#[test]
+fn a_snapshot_may_be_taken_in_the_middle() {
+    let dir = scratch();
+    let mut random = random("in the middle", 1);
+    let mut history = History::new(disk_in(dir.path(), "cluster_size=64k"));
+    for _ in 0..4 {
+        (0..8).for_each(|_| history.change(&mut random));
+        history.snapshot();
+    }
+    let options = MergeOptions { removal: Removal::All, ..MergeOptions::default() };
+    let mut job = Merge::of_disk(&history.disk, range(1, 2), &options).unwrap();
+    while let Some(action) = job.select() {
+        job.apply(action).unwrap();
+        if matches!(action, Action::Copy(_) | Action::Relink) {
+            history.change(&mut random);
+            history.snapshot();
+        }
+    }
+    drop(job);
+    history.states.drain(1..=2);
+    history.check("with snapshots meanwhile");
+    // One that freezes the target ends the job; begun again, it goes on.
+    let newest = history.states.len() - 1;
+    let mut job = Merge::of_disk(&history.disk, range(newest, newest), &options).unwrap();
+    job.apply(job.select().unwrap()).unwrap();
+    history.snapshot();
+    let error = job.run().unwrap_err();
+    assert!(error.to_string().contains("layers have changed"), "{error}");
+    history.check("the target was frozen");
+    merge(&history.disk, range(newest, newest)).unwrap();
+    history.states.remove(newest);
+    history.check("begun again");
+    history.end("at the end");
+}
+
+/// A target that another disk in use stands on is not touched; a dropped layer that one stands on keeps its file.
+#[test]
+fn other_disks_of_the_server_are_protected() {
+    let dir = scratch();
+    let path = disk_in(dir.path(), "cluster_size=64k");
+    let resources = Resources::new(ResourceOptions::default());
+    let open = |path: &Path| Disk::open(path, &OpenOptions::default(), &resources);
+    let disk = open(&path).unwrap();
+    let mut model = vec![0; SIZE as usize];
+    for number in 0..4u8 {
+        let at = u64::from(number) << 20;
+        write(&disk, at, &vec![number + 1; 100_000]).unwrap();
+        model[at as usize..at as usize + 100_000].fill(number + 1);
+        disk.snapshot(&named(format!("s{number}"))).unwrap();
+    }
+    let clone = dir.path().join("clone.qcow2");
+    snapshot::clone(&path, "s2", &clone, &OpenOptions::default()).unwrap();
+    let other = open(&clone).unwrap();
+    let other_model = read(&other, 0, SIZE as usize).unwrap();
+    let refused = merge(&disk, range(1, 1)).unwrap_err().to_string();
+    assert!(refused.contains("in use by the disk") && refused.contains("clone.qcow2"), "{refused}");
+    let merged = merge(&disk, range(2, 2)).unwrap();
+    assert!(matches!(merged.kept[..], [(_, Kept::Needed { .. })]), "{merged:?}");
+    assert_reads(&disk, &model, "the disk");
+    assert_reads(&other, &other_model, "the clone");
+    other.close().unwrap();
+    drop(other);
+    // While its layers are copied into, no disk can be opened over them; a second merge has to wait.
+    let mut job = Merge::of_disk(&disk, range(0, 0), &MergeOptions::default()).unwrap();
+    job.apply(job.select().unwrap()).unwrap();
+    assert!(open(&clone).unwrap_err().to_string().contains("merged already"));
+    assert!(merge(&disk, range(0, 0)).unwrap_err().to_string().contains("merged already"));
+    let merged = job.run().unwrap();
+    assert_eq!(merged.removed.len(), 1, "{merged:?}");
+    let other = open(&clone).unwrap();
+    assert_reads(&other, &other_model, "the clone, whose chain is shorter too");
+    assert_reads(&disk, &model, "the disk");
+    let names = ranges_of(&path, &["s1".to_owned()], &OpenOptions::default()).unwrap();
+    assert_eq!(names, [range(0, 0)]);
+    for disk in [other, disk] {
+        disk.close().unwrap();
+    }
+    assert_clean(&path);
+    assert_clean(&clone);
+}
