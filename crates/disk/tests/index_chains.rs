@@ -105,3 +105,18 @@ fn an_index_adds_what_its_layer_changed() {
     assert!(added(1) <= 8 * 4096 + 65536 && added(2) <= 8 * 4096 + 65536, "{} {}", added(1), added(2));
     assert_eq!(chain.verify(), ["good"; 3]);
 }
+
+/// Tables are read in windows of 1,024 leaves, and pages written meanwhile change the very file that the next window is
+/// read from.
+#[test]
+fn an_index_of_many_pages_is_made_of_several_windows() {
+    let mut chain = Chain::new();
+    chain.add(Maker::Ours, 64 << 30, ClusterBits::DEFAULT);
+    let many: Vec<String> = (0..100).map(|number| format!("write -q {}M 4k", number * 300)).collect();
+    chain.write(0, &many.iter().map(String::as_str).collect::<Vec<_>>());
+    chain.write(0, &["write -q 40000M 4k"]);
+    chain.add(Maker::Ours, 64 << 30, ClusterBits::DEFAULT);
+    assert_eq!(chain.build(), ["file"]);
+    assert_eq!(chain.verify(), ["good"]);
+    chain.assert_clean();
+}

@@ -33,7 +33,7 @@ const BATCH: usize = 256 << 10;
 /// Takes the pages of a new index, in order.
 pub(super) struct Place {
     home: Home,
-    store: std::sync::Arc<dyn Store>,
+    pub(super) store: std::sync::Arc<dyn Store>,
     start: HostOffset,
     next: HostOffset,
     waiting: Vec<u8>,

@@ -13,7 +13,7 @@ use vmstrata_types::{HostOffset, LayerIndex};
 
 use super::digest::{Content, digest, settled};
 use super::leaves::{Merger, WINDOW, Words, unit_of, windows};
-use super::place::Place;
+use super::place::{Place, put_back_time};
 use super::tree::Tree;
 use super::{Index, IndexLayer};
 use crate::chain::{Qcow2Head, Top, open_layer};
@@ -140,18 +140,21 @@ impl<'a> Writer<'a> {
     }
 
     fn write(mut self, top: &Top) -> Result<(Index, u64)> {
-        let windows = windows(self.root.leaves());
-        for window in windows {
+        let mtime_ns = top.opened.identity.mtime_ns;
+        for window in windows(self.root.leaves()) {
             for (number, words) in self.changed(window)? {
                 let page = bytes_of(&words);
                 let pointer = self.put(&page)?;
                 self.map.set(number, pointer);
             }
+            if self.place.home() == Home::File {
+                // The next window knows the file by its time, which pages written to it have changed.
+                put_back_time(&*self.place.store, mtime_ns)?;
+            }
         }
         let mut map = std::mem::take(&mut self.map);
         map.seal(&mut |page| self.put(page))?;
         self.root.map = map.top();
-        let mtime_ns = top.opened.identity.mtime_ns;
         let table = self.write_table(top)?;
         let (root, bytes) = self.place.finish(top, self.root, mtime_ns)?;
         let newest = self.layers.last_mut().expect("the layer itself");
