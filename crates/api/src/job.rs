@@ -16,6 +16,17 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
+    /// Drop snapshots from a disk that goes on being used: what only they hold is pulled up into the layer above them.
+    SnapshotDelete {
+        /// The disk.
+        disk: String,
+        /// The snapshots' names.
+        snapshots: Vec<String>,
+        /// Bytes a second that the job may write; 64 MiB if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+    },
 }
 
 /// What can be done to a job.

@@ -125,3 +125,54 @@ fn jobs_end_with_their_disk_and_with_the_server() {
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     assert_clean(Path::new(&images.name("29.qcow2")));
 }
+
+#[test]
+fn snapshots_are_dropped_from_a_disk_while_it_is_written() {
+    let images = Images::new();
+    run_ok(["create", &images.name("web.qcow2"), "64M"]);
+    let disk = format!("path={},name=web", images.name("web.qcow2"));
+    let server = Server::start(&["--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let uri = server.uri("web");
+    let io = |command: &str| {
+        let said = tool_ok("qemu-io", ["-f", "raw", "-c", command, &uri]);
+        assert!(!said.contains("failed"), "{command}: {said}");
+    };
+    for number in 1..=6 {
+        io(&format!("write -P {number} {number}M 1M"));
+        io(&format!("write -P {number} 0 64k"));
+        let body = format!(r#"{{"name":"s{number}","disks":["web"],"taken_ns":{number}}}"#);
+        let taken = ask(&server.control(), "POST", "/v1/snapshots", &body);
+        assert_eq!(taken.status, 201, "{taken:?}");
+    }
+    let count = || ask(&server.control(), "GET", "/v1/disks/web", "").json()["layers"].as_u64().unwrap();
+    assert_eq!(count(), 7);
+    let begun = job(&server, &["snapshot-delete", "web", "s2", "s3", "s5"]);
+    assert_eq!(
+        (&begun["kind"], begun["bytes_per_second"].as_u64()),
+        (&"snapshot_delete".into(), Some(64 << 20))
+    );
+    io("write -P 99 20M 1M");
+    let done = wait_for(&server, "1", "done");
+    assert_eq!((&done["failures"], &done["done"]), (&0.into(), &done["total"]), "{done}");
+    assert!(done["bytes"].as_u64().unwrap() >= 3 << 20, "{done}");
+    assert_eq!(count(), 4);
+    for (pattern, at) in
+        [(1, "1M 1M"), (2, "2M 1M"), (3, "3M 1M"), (5, "5M 1M"), (6, "0 64k"), (99, "20M 1M")]
+    {
+        io(&format!("read -P {pattern} {at}"));
+    }
+    let said = server.ask_err(["job", "snapshot-delete", "web", "s2"]);
+    assert!(said.contains("s2"), "{said}");
+    assert!(server.stop().success());
+    for name in ["web.qcow2", "web.s1.qcow2", "web.s4.qcow2", "web.s6.qcow2"] {
+        assert_clean(&images.path(name));
+    }
+    for name in ["web.s2.qcow2", "web.s3.qcow2", "web.s5.qcow2"] {
+        assert!(!images.path(name).exists(), "{name} was left behind");
+    }
+    // What the snapshots that are left show is what it was.
+    tool_ok(
+        "qemu-io",
+        ["-r", "-c", "read -P 4 0 64k", "-c", "read -P 3 3M 1M", &images.name("web.s4.qcow2")],
+    );
+}

@@ -14,6 +14,7 @@
 mod bucket;
 mod control;
 mod index_build;
+mod snapshot_delete;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,6 +25,7 @@ use vmstrata_api::{Event, JobChange, JobStatus};
 
 use self::control::Control;
 pub(crate) use self::index_build::IndexBuild;
+pub(crate) use self::snapshot_delete::{DEFAULT_LIMIT, SnapshotDelete};
 use crate::error::Error;
 
 /// Jobs under way at one time.
@@ -42,7 +44,7 @@ pub(crate) trait Work: Send + 'static {
     /// What a step is, in the plural.
     const UNIT: &'static str;
 
-    /// Steps there are.
+    /// Steps there are, about.
     fn total(&self) -> u64;
 
     /// Decides what comes next; `None` when all is done.
@@ -166,12 +168,12 @@ impl Jobs {
         let mut told = Instant::now();
         let result = loop {
             if !job.may_go_on() {
-                break Ok(());
+                break Ok(false);
             }
             let step = work.select().and_then(|action| action.map(|action| work.apply(action)).transpose());
             match step {
                 Ok(Some(step)) => job.stepped(step),
-                Ok(None) => break Ok(()),
+                Ok(None) => break Ok(true),
                 Err(error) => break Err(error),
             }
             if told.elapsed() >= TELL_EVERY {

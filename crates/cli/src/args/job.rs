@@ -33,6 +33,17 @@ pub enum JobCommand {
         #[arg(long, value_name = "SIZE", value_parser = limit)]
         limit: Option<u64>,
     },
+    /// Drop snapshots from a served disk, in the background
+    SnapshotDelete {
+        /// The disk's name
+        disk: String,
+        /// The snapshots' names
+        #[arg(required = true)]
+        snapshots: Vec<String>,
+        /// Bytes a second that the job may write, such as 10M; 64M if omitted
+        #[arg(long, value_name = "SIZE", value_parser = limit)]
+        limit: Option<u64>,
+    },
     /// Stop a job after the step that is under way, until it is resumed
     Pause {
         /// The job's number
@@ -61,6 +72,7 @@ pub enum JobCommand {
 const HELP: &str = "\
 Examples:
   vmstrata job index-build web --limit 20M
+  vmstrata job snapshot-delete web monday tuesday
   vmstrata job list
   vmstrata job limit 3 5M
   vmstrata job cancel 3

@@ -31,6 +31,11 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
             let asked = JobSpec::IndexBuild { disk: disk.clone(), bytes_per_second: *limit };
             client.post("/v1/jobs", &asked)?
         }
+        JobCommand::SnapshotDelete { disk, snapshots, limit } => {
+            let (disk, snapshots) = (disk.clone(), snapshots.clone());
+            let asked = JobSpec::SnapshotDelete { disk, snapshots, bytes_per_second: *limit };
+            client.post("/v1/jobs", &asked)?
+        }
         JobCommand::Pause { id } => change(*id, JobChange::Pause)?,
         JobCommand::Resume { id } => change(*id, JobChange::Resume)?,
         JobCommand::Cancel { id } => change(*id, JobChange::Cancel)?,

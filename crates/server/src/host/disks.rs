@@ -36,14 +36,18 @@ impl Host {
         opened
     }
 
-    fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
-        let options = OpenOptions {
+    /// How the files of a disk are opened, by whoever opens them.
+    pub(super) fn open_options(&self, spec: &DiskSpec) -> OpenOptions {
+        OpenOptions {
             read_only: spec.read_only,
             cache: spec.cache,
             allow_backing: self.allow_backing.clone(),
             format: spec.format,
-        };
-        let (path, options) = states::find(spec, options)?;
+        }
+    }
+
+    fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
+        let (path, options) = states::find(spec, self.open_options(spec))?;
         let disk = Disk::open(&path, &options, &self.resources)?;
         let layers = disk.layers().len();
         let noun = if layers == 1 { "layer" } else { "layers" };

@@ -1,10 +1,12 @@
 //! Jobs of the host's disks begin, change and end.
 
+use std::sync::Arc;
+
 use vmstrata_api::{JobChange, JobSpec, JobStatus};
 
 use super::Host;
 use crate::error::Error;
-use crate::jobs::IndexBuild;
+use crate::jobs::{DEFAULT_LIMIT, IndexBuild, SnapshotDelete};
 
 impl Host {
     /// Begins a job on a disk that is served.
@@ -20,6 +22,15 @@ impl Host {
                 drop(table);
                 let work = IndexBuild::new(&path, format, &self.allow_backing)?;
                 self.keep_job(&disk, || self.jobs.start(&disk, bytes_per_second, work))
+            }
+            JobSpec::SnapshotDelete { disk, snapshots, bytes_per_second } => {
+                let (_change, table) = self.begin_change()?;
+                let (spec, open) = table.serving(&disk)?;
+                let (options, open) = (self.open_options(spec), Arc::clone(open));
+                drop(table);
+                let work = SnapshotDelete::new(open, &snapshots, options)?;
+                let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));
+                self.keep_job(&disk, || self.jobs.start(&disk, limit, work))
             }
         }
     }

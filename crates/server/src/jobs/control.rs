@@ -16,7 +16,6 @@ pub(super) struct Control {
     kind: &'static str,
     disk: String,
     unit: &'static str,
-    total: u64,
     began: Instant,
     progress: Mutex<Progress>,
     /// Signalled when someone changes something.
@@ -27,6 +26,7 @@ pub(super) struct Control {
 struct Progress {
     state: JobState,
     done: u64,
+    total: u64,
     bytes: u64,
     failures: u64,
     error: Option<String>,
@@ -40,6 +40,7 @@ impl Control {
         let progress = Progress {
             state: JobState::Running,
             done: 0,
+            total,
             bytes: 0,
             failures: 0,
             error: None,
@@ -51,7 +52,6 @@ impl Control {
             kind: W::KIND,
             disk: disk.to_owned(),
             unit: W::UNIT,
-            total,
             began,
             progress: Mutex::new(progress),
             changed: Condvar::new(),
@@ -83,7 +83,7 @@ impl Control {
             disk: self.disk.clone(),
             state: progress.state,
             done: progress.done,
-            total: self.total,
+            total: progress.total.max(progress.done),
             unit: self.unit.to_owned(),
             bytes: progress.bytes,
             bytes_per_second: progress.bucket.limit(),
@@ -140,17 +140,21 @@ impl Control {
         }
     }
 
-    /// Notes the end.
-    pub(super) fn end(&self, result: Result<(), Error>) {
+    /// Notes the end, and whether all was done by then.
+    pub(super) fn end(&self, result: Result<bool, Error>) {
         let mut progress = self.progress.lock();
         progress.ended = Some(Instant::now());
-        progress.state = match (result, progress.state) {
-            (Err(error), _) => {
+        progress.state = match result {
+            Err(error) => {
                 progress.error = Some(error.to_string());
                 JobState::Failed
             }
-            (Ok(()), JobState::Cancelling) if progress.done < self.total => JobState::Cancelled,
-            (Ok(()), _) => JobState::Done,
+            Ok(false) => JobState::Cancelled,
+            Ok(true) => {
+                // Until now it was an estimate.
+                progress.total = progress.done;
+                JobState::Done
+            }
         };
     }
 }
