@@ -8,6 +8,8 @@ mod backup;
 mod control;
 mod index;
 mod job;
+mod merge;
+mod prune;
 mod serve;
 mod snapshot;
 mod survey;
@@ -25,10 +27,12 @@ pub use self::index::{
     IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
 };
 pub use self::job::{JobArgs, JobCommand};
+pub use self::merge::{FlattenArgs, SnapshotDeleteArgs};
+pub use self::prune::SnapshotPruneArgs;
 pub use self::serve::{LogFormat, ServeArgs};
 pub use self::snapshot::{
-    SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs, SnapshotListArgs,
-    SnapshotRevertArgs, SnapshotShowArgs,
+    SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
+    SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 pub use self::survey::SurveyArgs;
 use crate::disk_spec::format_parser;
@@ -69,8 +73,10 @@ pub enum Command {
     Check(CheckArgs),
     /// Build, verify or drop what lets a long chain open at once
     Index(IndexArgs),
-    /// Take snapshots of a disk, list them, go back to one, or make a new disk of one
+    /// Take snapshots of a disk, list and delete them, go back to one, or make a new disk of one
     Snapshot(Box<SnapshotArgs>),
+    /// Let a disk stand on nothing: copy what it needs of the layers below into its own file
+    Flatten(Box<FlattenArgs>),
     /// Show what changed between two states of a disk
     Diff(DiffArgs),
     /// Copy a state of a disk, whole or what changed, with checksums; or verify a copy
@@ -96,7 +102,7 @@ pub enum Command {
 }
 
 /// Which directories backing files may be in.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct BackingArgs {
     /// Open backing files in DIR and below too (repeatable); without it only in the directory of the image
     #[arg(long, value_name = "DIR")]

@@ -24,6 +24,7 @@ Examples:
   vmstrata snapshot list web.qcow2
   vmstrata snapshot revert web.qcow2 before-upgrade --yes
   vmstrata snapshot clone web.qcow2 before-upgrade -o test.qcow2
+  vmstrata snapshot delete web.qcow2 before-upgrade
 
 A snapshot is a layer: what was web.qcow2 is web.NAME.qcow2 from then on, and a new, empty web.qcow2 stands on it.
 Every command that takes an image takes web.qcow2@NAME too. Stock tools read and check all of these files.";
@@ -41,10 +42,14 @@ pub enum SnapshotCommand {
     Revert(SnapshotRevertArgs),
     /// Make a new disk that starts as a snapshot
     Clone(SnapshotCloneArgs),
+    /// Delete snapshots, wherever they are in the chain
+    Delete(super::SnapshotDeleteArgs),
+    /// Delete the snapshots that no rule keeps
+    Prune(super::SnapshotPruneArgs),
 }
 
 /// How the disk is to be looked at.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct SnapshotCommonArgs {
     /// What DISK holds; looked up in the file if omitted
     #[arg(long, short = 'f', value_name = "FORMAT", value_parser = format_parser())]
@@ -204,7 +209,7 @@ The clone shares the snapshot's layers, which must stay where they are. In anoth
 --allow-backing.
 Exit codes: 0 made, 1 not made, 64 wrong usage.";
 
-fn parse_label(text: &str) -> anyhow::Result<(String, String)> {
+pub(super) fn parse_label(text: &str) -> anyhow::Result<(String, String)> {
     let (key, value) = text.split_once('=').context("a label is KEY=VALUE, as in job=nightly")?;
     Ok((key.to_owned(), value.to_owned()))
 }

@@ -1,6 +1,7 @@
 //! `vmstrata snapshot`: takes, lists, goes back to and clones states of disks, by itself or through the server that serves them.
 
 mod live;
+mod prune;
 mod report;
 mod time;
 
@@ -13,8 +14,8 @@ use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, Snapshot, Sna
 use vmstrata_disk::{ErrorKind, ResourceOptions, Resources};
 
 use crate::args::{
-    SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs, SnapshotListArgs,
-    SnapshotRevertArgs, SnapshotShowArgs,
+    SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs, SnapshotDeleteArgs,
+    SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
@@ -31,6 +32,8 @@ pub fn run(args: &SnapshotArgs) -> Result<ExitCode> {
         SnapshotCommand::Show(args) => run_show(args),
         SnapshotCommand::Revert(args) => run_revert(args),
         SnapshotCommand::Clone(args) => run_clone(args),
+        SnapshotCommand::Delete(args) => run_delete(args),
+        SnapshotCommand::Prune(args) => prune::run(args),
     }?;
     Ok(ExitCode::SUCCESS)
 }
@@ -54,8 +57,15 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
     Ok(print(&created.iter().map(line).collect::<String>())?)
 }
 
+fn run_delete(args: &SnapshotDeleteArgs) -> Result<()> {
+    match live::Live::find(std::slice::from_ref(&args.disk), &args.server)? {
+        Some(live) => live.delete(args),
+        None => super::merge::delete(args),
+    }
+}
+
 /// For disks that must be closed first.
-fn resources(runtime_dir: Option<&Path>) -> Arc<Resources> {
+pub fn resources(runtime_dir: Option<&Path>) -> Arc<Resources> {
     let runtime = runtime_dir.map_or_else(vmstrata_server::default_dir, Path::to_owned);
     Resources::new(ResourceOptions {
         // Where there is no directory there is no journal.

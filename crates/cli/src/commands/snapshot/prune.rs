@@ -1,0 +1,67 @@
+//! `vmstrata snapshot prune`: deletes the snapshots that no rule keeps.
+
+use anyhow::Result;
+use serde::Serialize;
+use vmstrata_disk::snapshot::{Snapshot, SnapshotInfo, list};
+
+use super::{run_delete, text};
+use crate::args::{SnapshotDeleteArgs, SnapshotPruneArgs};
+use crate::output::{counted, print, print_json};
+
+/// What would be done, for scripts.
+#[derive(Debug, Serialize)]
+struct Plan<'a> {
+    disk: String,
+    keep: Vec<&'a str>,
+    delete: Vec<&'a str>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// What could not be deleted; every state of the disk that is left is as it was.
+pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
+    let snapshots = list(&args.disk, &args.common.open())?;
+    let looked_at: Vec<&SnapshotInfo> =
+        snapshots.iter().filter_map(|snapshot| prunable(snapshot, args)).collect();
+    let taken: Vec<u64> = looked_at.iter().map(|info| info.taken_ns).collect();
+    let kept = args.keep.decide(&taken);
+    let named = |wanted: bool| {
+        let those = looked_at.iter().zip(&kept).filter(move |(_, kept)| **kept == wanted);
+        those.map(|(info, _)| info.name.as_str()).collect::<Vec<_>>()
+    };
+    let plan = Plan { disk: text(&args.disk), keep: named(true), delete: named(false) };
+    if args.dry_run || plan.delete.is_empty() {
+        return plan.tell(args);
+    }
+    let names = plan.delete.iter().map(|name| (*name).to_owned()).collect();
+    run_delete(&SnapshotDeleteArgs {
+        disk: args.disk.clone(),
+        names,
+        keep_files: false,
+        runtime_dir: args.runtime_dir.clone(),
+        server: args.server.clone(),
+        common: args.common.clone(),
+    })
+}
+
+/// What is known of a snapshot that rules may speak of: named, of this disk itself, with the labels asked for.
+fn prunable<'a>(snapshot: &'a Snapshot, args: &SnapshotPruneArgs) -> Option<&'a SnapshotInfo> {
+    let info = snapshot.info.as_ref()?;
+    (info.origin.is_none() && args.label.iter().all(|label| info.labels.contains(label))).then_some(info)
+}
+
+impl Plan<'_> {
+    fn tell(&self, args: &SnapshotPruneArgs) -> Result<()> {
+        if args.common.json {
+            return Ok(print_json(self)?);
+        }
+        let count = counted(self.delete.len() as u64, "snapshot");
+        let mut said =
+            format!("{}: {count} to delete, {} to keep by {}\n", self.disk, self.keep.len(), args.keep);
+        for name in &self.delete {
+            said += &format!("  {name}\n");
+        }
+        Ok(print(&said)?)
+    }
+}

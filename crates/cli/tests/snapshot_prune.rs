@@ -1,0 +1,86 @@
+//! `vmstrata snapshot prune`: what rules keep stays as it was, the rest goes, served or not.
+
+mod support;
+
+use std::path::Path;
+
+use serde_json::json;
+use support::server::Server;
+use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok};
+
+fn qemu_io(target: &str, options: &[&str], command: &str) {
+    let said = tool_ok("qemu-io", [options, &["-c", command, target][..]].concat());
+    assert!(!said.contains("failed"), "{target}: {said}");
+}
+
+/// `web.qcow2` with snapshots s1 to s6: the first byte of the disk is the number, as is that of so many MiB.
+fn with_history(images: &Images) -> String {
+    images.create("web.qcow2", &["8M"]);
+    let disk = images.name("web.qcow2");
+    for number in 1..=6 {
+        qemu_io(&disk, &[], &format!("write -P {number} 0 64k"));
+        qemu_io(&disk, &[], &format!("write -P {number} {number}M 64k"));
+        let label = if number % 2 == 0 { "job=nightly" } else { "job=other" };
+        run_ok(["snapshot", "create", &disk, "--name", &format!("s{number}"), "--label", label]);
+    }
+    qemu_io(&disk, &[], "write -P 7 0 64k");
+    disk
+}
+
+fn names(disk: &str) -> Vec<String> {
+    let listed = run_json(["snapshot", "list", disk, "--json"]);
+    let rows = listed["snapshots"].as_array().unwrap().iter();
+    rows.map(|row| row["name"].as_str().unwrap().to_owned()).collect()
+}
+
+fn assert_state(images: &Images, name: &str, newest: u8) {
+    let path = images.name(name);
+    qemu_io(&path, &["-r"], &format!("read -P {newest} 0 64k"));
+    for number in 1..=newest.min(6) {
+        qemu_io(&path, &["-r"], &format!("read -P {number} {number}M 64k"));
+    }
+    assert_clean(Path::new(&path));
+}
+
+#[test]
+fn files_that_nobody_serves_are_pruned() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let planned = run_json(["snapshot", "prune", &disk, "--keep", "last=2", "--dry-run", "--json"]);
+    assert_eq!(planned["keep"], json!(["s6", "s5"]));
+    assert_eq!(planned["delete"], json!(["s4", "s3", "s2", "s1"]));
+    assert_eq!(names(&disk).len(), 6, "a dry run deletes nothing");
+    run_ok(["snapshot", "prune", &disk, "--keep", "last=1", "--label", "job=nightly"]);
+    assert_eq!(names(&disk), ["s6", "s5", "s3", "s1"], "others are left alone");
+    run_ok(["snapshot", "prune", &disk, "--keep", "last=2"]);
+    assert_eq!(names(&disk), ["s6", "s5"]);
+    for (name, newest) in [("web.s5.qcow2", 5), ("web.s6.qcow2", 6), ("web.qcow2", 7)] {
+        assert_state(&images, name, newest);
+    }
+    for gone in ["web.s2.qcow2", "web.s4.qcow2"] {
+        assert!(!Path::new(&images.name(gone)).exists(), "{gone}");
+    }
+    let again = run_ok(["snapshot", "prune", &disk, "--keep", "last=2"]);
+    assert!(again.contains("0 snapshots to delete, 2 to keep by last=2"), "{again}");
+    let wrong = run_err(64, ["snapshot", "prune", &disk, "--keep", "often=2"]);
+    assert!(wrong.contains("is no rule"), "{wrong}");
+}
+
+#[test]
+fn a_disk_that_is_served_is_pruned_while_it_is_served() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let socket = format!("unix:{}", images.name("nbd.sock"));
+    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &socket]);
+    let uri = server.uri("web");
+    qemu_io(&uri, &["-f", "raw"], "write -P 9 7M 64k");
+    server.ask_ok(["snapshot", "prune", &disk, "--keep", "last=1"]);
+    qemu_io(&uri, &["-f", "raw"], "read -P 9 7M 64k");
+    qemu_io(&uri, &["-f", "raw"], "read -P 7 0 64k");
+    assert!(server.stop().success());
+    assert_eq!(names(&disk), ["s6"]);
+    let chain = tool_json("qemu-img", ["info", "--backing-chain", "--output=json", &disk]);
+    assert_eq!(chain.as_array().unwrap().len(), 2);
+    assert_state(&images, "web.s6.qcow2", 6);
+    assert_state(&images, "web.qcow2", 7);
+}
