@@ -110,15 +110,6 @@ impl Trace {
         under_way.map(|request| request.end - request.start).max().unwrap_or_default()
     }
 
-    /// The latency that `part` of the requests completed between two moments do not exceed.
-    pub(super) fn percentile(&self, part: f64, from: Duration, to: Duration) -> Duration {
-        let among = &self.requests[self.first_after(from)..self.first_after(to)];
-        let mut latencies: Vec<Duration> = among.iter().map(|request| request.end - request.start).collect();
-        latencies.sort_unstable();
-        let index = (latencies.len() as f64 * part) as usize;
-        latencies.get(index.min(latencies.len().saturating_sub(1))).copied().unwrap_or_default()
-    }
-
     fn first_after(&self, moment: Duration) -> usize {
         self.requests.partition_point(|request| request.end <= moment)
     }
@@ -151,13 +142,10 @@ mod tests {
     }
 
     #[test]
-    fn completions_and_percentiles_of_a_window() {
+    fn completions_of_a_window() {
         let trace = trace();
         assert_eq!(trace.completed(ms(0), ms(100)), 10);
         assert_eq!(trace.completed(ms(100), ms(155)), 0);
-        assert_eq!(trace.percentile(0.5, ms(0), ms(400)), ms(2));
-        assert_eq!(trace.percentile(0.99, ms(0), ms(400)), ms(60));
-        assert_eq!(trace.percentile(0.99, ms(500), ms(600)), Duration::ZERO);
     }
 
     #[test]

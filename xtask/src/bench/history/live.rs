@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::super::client::Client;
-use super::super::results::median;
+use super::super::results::{median, range};
 use super::super::server::{Disk, Kind, Server};
 use super::disk::{self, History, Layer};
 use super::guest::{Guest, Trace};
@@ -162,43 +162,24 @@ impl Felt {
 
 /// Rows of both.
 pub(super) fn rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
-    let largest = |values: &[f64]| values.iter().copied().fold(0.0, f64::max);
-    let smallest = |values: &[f64]| values.iter().copied().fold(f64::INFINITY, f64::min);
-    report.add(
-        Row::largest(
-            "snapshot of the live disk: longest latency of any 4 KiB write, QD8",
-            "ms",
-            &ours.longest,
-        )
-        .at_most(5.0)
-        .beside(largest(&qemu.longest)),
-    );
-    report.add(
-        Row::median("the same, median of the snapshots", "ms", &ours.longest).beside(median(&qemu.longest)),
-    );
-    report.add(
-        Row::largest("longest latency in as long a time without a snapshot", "ms", &ours.usual)
-            .beside(largest(&qemu.usual)),
-    );
-    report.add(Row::median("the same, median", "ms", &ours.usual).beside(median(&qemu.usual)));
+    let largest = |values: &[f64]| range(values).1;
+    let longest = "snapshot of the live disk: longest latency of any 4 KiB write, QD8";
+    let usual = "longest latency in as long a time without a snapshot";
+    report.add(Row::largest(longest, "ms", &ours.longest).at_most(5.0).beside(largest(&qemu.longest)));
+    beside(report, Row::median("the same, median of the snapshots", "ms", &ours.longest), &qemu.longest);
+    report.add(Row::largest(usual, "ms", &ours.usual).beside(largest(&qemu.usual)));
+    beside(report, Row::median("the same, median", "ms", &ours.usual), &qemu.usual);
     report.add(Row::largest("writes held, as the server reports it", "ms", &ours.pauses));
-    report.add(
-        Row::median("writes in the second after / before a snapshot, median", "", &ours.throughput)
-            .at_least(0.9)
-            .beside(median(&qemu.throughput)),
-    );
-    report.add(
-        Row::smallest("the same, worst snapshot", "", &ours.throughput)
-            .at_least(0.9)
-            .beside(smallest(&qemu.throughput)),
-    );
-    report.add(
-        Row::median(
-            "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)",
-            "ms",
-            &ours.commands,
-        )
-        .at_most(median(&qemu.commands))
-        .beside(median(&qemu.commands)),
-    );
+    let after = "writes in the second after / before a snapshot, median";
+    beside(report, Row::median(after, "", &ours.throughput).at_least(0.9), &qemu.throughput);
+    let worst = Row::smallest("the same, worst snapshot", "", &ours.throughput).at_least(0.9);
+    report.add(worst.beside(range(&qemu.throughput).0));
+    let command = "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)";
+    let bound = median(&qemu.commands);
+    beside(report, Row::median(command, "ms", &ours.commands).at_most(bound), &qemu.commands);
+}
+
+/// Adds a row with the median of what QEMU shows.
+fn beside(report: &mut Report, row: Row, qemu: &[f64]) {
+    report.add(row.beside(median(qemu)));
 }
