@@ -62,6 +62,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Check(args) => commands::check::run(&args),
         Command::Index(args) => commands::index::run(&args),
         Command::Snapshot(args) => commands::snapshot::run(&args),
+        Command::Flatten(args) => commands::merge::flatten(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),
         Command::Restore(args) => commands::restore::run(&args),

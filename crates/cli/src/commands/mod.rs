@@ -11,6 +11,7 @@ pub mod index;
 pub mod info;
 pub mod job;
 pub mod map;
+pub mod merge;
 pub mod restore;
 pub mod serve;
 pub mod snapshot;

@@ -1,16 +1,21 @@
 //! Snapshots of disks that a server serves: the server takes them.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Result, bail};
-use vmstrata_api::{DiskList, SnapshotSpec, SnapshotTaken};
+use vmstrata_api::{DiskList, JobSpec, JobState, JobStatus, SnapshotSpec, SnapshotTaken};
 use vmstrata_disk::snapshot::SnapshotInfo;
 
 use super::report::{Taken, TakenOne};
 use super::text;
-use crate::args::ControlArgs;
+use crate::args::{ControlArgs, SnapshotDeleteArgs};
 use crate::client::Client;
 use crate::output::{print, print_json};
+use crate::units::short_size;
+
+/// How often a job is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Disks that a server serves, and what it calls them.
 pub struct Live {
@@ -81,6 +86,39 @@ impl Live {
             format!("{disk}: snapshot {} taken: {layer} (writes held for {held_ms:.1} ms)\n", info.name)
         };
         Ok(print(&layers.map(line).collect::<String>())?)
+    }
+
+    /// Has the server delete snapshots of the first disk, and waits until it has.
+    ///
+    /// # Errors
+    /// What the server says, also of a job that someone ended.
+    pub fn delete(&self, args: &SnapshotDeleteArgs) -> Result<()> {
+        let (disk, name) = &self.disks[0];
+        if args.keep_files {
+            bail!("{}: it is served, and a server removes the files that no one needs", disk.display());
+        }
+        let asked = JobSpec::SnapshotDelete {
+            disk: name.clone(),
+            snapshots: args.names.clone(),
+            bytes_per_second: None,
+        };
+        let mut job: JobStatus = self.client.post("/v1/jobs", &asked)?;
+        while !job.state.is_ended() {
+            std::thread::sleep(LOOK_EVERY);
+            job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
+        }
+        if job.state != JobState::Done {
+            let error = job.error.unwrap_or_else(|| format!("job {} was cancelled", job.id));
+            bail!("{}: {error}", disk.display());
+        }
+        if args.common.json {
+            return Ok(print_json(&job)?);
+        }
+        let (names, copied) = (args.names.join(", "), short_size(job.bytes));
+        let mut text = format!("{}: {names} deleted: {copied} copied\n", disk.display());
+        // Files that stay, and why.
+        text.extend(job.error.map(|kept| kept + "\n"));
+        Ok(print(&text)?)
     }
 }
 

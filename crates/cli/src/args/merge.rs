@@ -1,0 +1,90 @@
+//! `vmstrata snapshot delete` and `vmstrata flatten` on the command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use vmstrata_disk::merge::Removal;
+
+use super::ControlArgs;
+use super::snapshot::SnapshotCommonArgs;
+
+/// What becomes of the files of dropped layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum RemoveFiles {
+    /// Those of this disk's own snapshots go; a base, and what came with a clone, stays
+    Snapshots,
+    /// All go that no image names as its backing file, and nobody has open
+    All,
+    /// All stay
+    None,
+}
+
+impl From<RemoveFiles> for Removal {
+    fn from(remove: RemoveFiles) -> Self {
+        match remove {
+            RemoveFiles::Snapshots => Self::Snapshots,
+            RemoveFiles::All => Self::All,
+            RemoveFiles::None => Self::Nothing,
+        }
+    }
+}
+
+/// `vmstrata snapshot delete`
+#[derive(Debug, Args)]
+#[command(after_help = DELETE_HELP)]
+pub struct SnapshotDeleteArgs {
+    /// The disk: served by a running server, or in use by nobody
+    pub disk: PathBuf,
+    /// The snapshots to delete
+    #[arg(value_name = "NAME", required = true)]
+    pub names: Vec<String>,
+    /// Leave the snapshots' files where they are
+    #[arg(long)]
+    pub keep_files: bool,
+    /// Where the journals of killed servers are
+    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+const DELETE_HELP: &str = "\
+Examples:
+  vmstrata snapshot delete web.qcow2 mon
+  vmstrata snapshot delete web.qcow2 mon tue wed
+  vmstrata snapshot delete web.qcow2 mon --json | jq -r '.kept[].reason'
+
+The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above.
+A file that another disk stands on stays. Interrupted, begin it again: what was copied is not copied twice.
+Exit codes: 0 deleted, 1 not, or not all (every state of the disk is as it was), 64 wrong usage.";
+
+/// `vmstrata flatten`
+#[derive(Debug, Args)]
+#[command(after_help = FLATTEN_HELP)]
+pub struct FlattenArgs {
+    /// The disk, in use by nobody
+    pub disk: PathBuf,
+    /// What becomes of the files that it stood on
+    #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
+    pub remove: RemoveFiles,
+    /// Where the journals of killed servers are
+    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+const FLATTEN_HELP: &str = "\
+Examples:
+  vmstrata flatten clone.qcow2                     a disk of its own; the files it stood on stay
+  vmstrata flatten web.qcow2 --remove snapshots    without history; its snapshots' files go
+
+What the disk needs of the layers below is copied into its own file, which then stands on nothing.
+Exit codes: 0 flat, 1 not (the disk reads as it did), 64 wrong usage.";
