@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_store::{Access, CacheMode, FileIdentity, FileOptions, FileStore, Gate, Store};
+use vmstrata_store::{Access, CacheMode, FileIdentity, FileOptions, FileStore, Gate, LockKind, Store};
 
 use crate::error::{IoContext as _, Result};
 
@@ -19,8 +19,8 @@ pub enum Role {
     Frozen,
     /// Tables of a file that is only looked at, by `info` for instance: no lock.
     Inspected,
-    /// A frozen layer that takes an index past its allocated end: what it says does not change, so it is opened for
-    /// writing with a reader's lock.
+    /// A frozen layer that takes an index past its allocated end, or is copied into: what is read there does not change, so
+    /// it is opened for writing beside readers, by one at a time.
     Indexed,
 }
 
@@ -60,7 +60,11 @@ impl Opener for LocalFiles {
             Role::Active(cache) => FileOptions { cache, ..FileOptions::ACTIVE },
             Role::Frozen => FileOptions::FROZEN,
             Role::Inspected => FileOptions { lock: None, ..FileOptions::FROZEN },
-            Role::Indexed => FileOptions { access: Access::ReadWrite, ..FileOptions::FROZEN },
+            Role::Indexed => FileOptions {
+                access: Access::ReadWrite,
+                lock: Some(LockKind::Unchanged),
+                ..FileOptions::FROZEN
+            },
         };
         let file = gate.open(path, options.access)?;
         let store = FileStore::new(file, path, &options)?;

@@ -326,3 +326,30 @@ fn other_disks_of_the_server_are_protected() {
     assert_clean(&path);
     assert_clean(&clone);
 }
+
+/// An index goes where the target's clusters go: it must not be built into a layer that is being copied into.
+#[test]
+fn no_index_is_written_into_a_layer_that_is_copied_into() {
+    let dir = scratch();
+    let mut random = random("index meanwhile", 1);
+    let path = dir.path().join("disk.img");
+    let options = vmstrata_disk::CreateOptions { size: Some(SIZE), ..Default::default() };
+    vmstrata_disk::create(&path, &options).unwrap();
+    let mut history = History::new(path);
+    for _ in 0..4 {
+        (0..8).for_each(|_| history.change(&mut random));
+        history.snapshot();
+    }
+    let options = MergeOptions { removal: Removal::All, ..MergeOptions::default() };
+    let mut job = Merge::of_disk(&history.disk, range(1, 1), &options).unwrap();
+    while let Some(action) = job.select() {
+        if matches!(action, Action::Copy(_)) {
+            vmstrata_disk::index::build(&history.path, &Default::default()).unwrap();
+        }
+        job.apply(action).unwrap();
+    }
+    drop(job);
+    history.states.remove(1);
+    history.check("with indices built meanwhile");
+    history.end("with indices built meanwhile");
+}

@@ -277,7 +277,10 @@ impl Store for FileStore {
     }
 
     fn give_up_writing(&self) -> io::Result<()> {
-        if self.lock == Some(LockKind::Active) { lock::downgrade(self.file.as_fd()) } else { Ok(()) }
+        match self.lock {
+            Some(LockKind::Active | LockKind::Unchanged) => lock::downgrade(self.file.as_fd()),
+            Some(LockKind::Frozen) | None => Ok(()),
+        }
     }
 
     fn raw_alignment(&self) -> usize {

@@ -63,6 +63,9 @@ pub enum LockKind {
     /// A file only read here: others may read it too, nobody may write it. QEMU's lock on backing files and on
     /// images opened read-only.
     Frozen,
+    /// A file that others read, and that is written here without a change to what they read: it gets an index, or is
+    /// copied into. One at a time does that. QEMU's lock of a job that writes what a layer below has anyway.
+    Unchanged,
 }
 
 impl LockKind {
@@ -70,12 +73,18 @@ impl LockKind {
         match self {
             Self::Active => permission != Permission::WriteUnchanged,
             Self::Frozen => permission == Permission::ConsistentRead,
+            Self::Unchanged => matches!(permission, Permission::ConsistentRead | Permission::WriteUnchanged),
         }
     }
 
     fn shares(self, permission: Permission) -> bool {
-        // QEMU's format drivers share exactly these, whether they write or not.
-        matches!(permission, Permission::ConsistentRead | Permission::WriteUnchanged)
+        match self {
+            // QEMU's format drivers share exactly these, whether they write or not.
+            Self::Active | Self::Frozen => {
+                matches!(permission, Permission::ConsistentRead | Permission::WriteUnchanged)
+            }
+            Self::Unchanged => permission == Permission::ConsistentRead,
+        }
     }
 }
 
@@ -161,10 +170,13 @@ fn try_lock(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
 /// # Errors
 /// Whatever the kernel reports.
 pub(crate) fn downgrade(fd: BorrowedFd<'_>) -> io::Result<()> {
-    let given_up =
-        |permission: &Permission| LockKind::Active.holds(*permission) && !LockKind::Frozen.holds(*permission);
-    for permission in Permission::ALL.into_iter().filter(given_up) {
-        control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, HELD_BASE + permission as i64)?;
+    for permission in Permission::ALL {
+        if !LockKind::Frozen.holds(permission) {
+            control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, HELD_BASE + permission as i64)?;
+        }
+        if LockKind::Frozen.shares(permission) {
+            control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, DENIED_BASE + permission as i64)?;
+        }
     }
     Ok(())
 }

@@ -39,6 +39,30 @@ fn store(directory: &Path, name: &str, options: FileOptions) -> Result<FileStore
 
 const ACTIVE_AT_ONCE: FileOptions = FileOptions { lock_patience: Duration::ZERO, ..FileOptions::ACTIVE };
 
+const UNCHANGED: FileOptions =
+    FileOptions { access: Access::ReadWrite, lock: Some(LockKind::Unchanged), ..FileOptions::FROZEN };
+
+#[test]
+fn one_at_a_time_writes_what_readers_do_not_see() {
+    let directory = images();
+    let open = |options| store(directory.path(), "base.qcow2", options);
+    let reader = open(FileOptions::FROZEN).expect("a reader");
+    let writer = open(UNCHANGED).expect("beside a reader");
+    drop(open(FileOptions::FROZEN).expect("another reader"));
+    let (read, text) = run("qemu-img", &["info", "base.qcow2"], directory.path());
+    assert!(read, "{text}");
+    let second = open(UNCHANGED).expect_err("a second one");
+    assert!(matches!(second, FileError::Lock(LockError::Conflict { .. })), "{second}");
+    drop(reader);
+    open(ACTIVE_AT_ONCE).expect_err("a writer of the disk");
+    vmstrata_store::Store::give_up_writing(&writer).expect("a reader's lock now");
+    drop(open(UNCHANGED).expect("the next one"));
+    drop(writer);
+    let active = open(ACTIVE_AT_ONCE).expect("no one is left");
+    open(UNCHANGED).expect_err("beside a writer");
+    drop(active);
+}
+
 /// A QEMU process that has an image open until it is dropped.
 struct Holder(Child);
 

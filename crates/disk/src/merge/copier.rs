@@ -74,4 +74,12 @@ impl Copier {
         };
         write().map_err(|error| error.in_file(&self.target.path))
     }
+
+    /// Lets others write what the target's readers do not see, an index for instance: requests that began before may keep
+    /// its file open for a while.
+    pub(crate) fn let_go(&self) {
+        if let Err(error) = self.target.store.give_up_writing() {
+            tracing::warn!(file = %self.target.path.display(), %error, "a merged layer stays locked for a while");
+        }
+    }
 }

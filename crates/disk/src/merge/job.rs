@@ -240,7 +240,9 @@ impl Drop for Merge {
                 running.disk.epochs.synchronize();
             }
         };
-        if let Err(error) = copier.settle(wait) {
+        let settled = copier.settle(wait);
+        copier.let_go();
+        if let Err(error) = settled {
             tracing::warn!(file = %copier.target.path.display(), %error, "a merge ended early: clusters may be leaked until `vmstrata check --repair=leaks`");
         }
     }

@@ -42,6 +42,7 @@ impl Running {
         let (disk, target) = (Arc::clone(&self.disk), &copier.target);
         copier.settle(|| disk.epochs.synchronize())?;
         copier.relink()?;
+        copier.let_go();
         let layer = self.settled_target(copier)?;
         loop {
             let before = arc_swap::Guard::into_inner(disk.layers_now());
