@@ -100,7 +100,7 @@ const SECTOR: u64 = 512;
 pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
     let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
     let opener = resources.files().opener();
-    let top = open_layer(path, role, options.format, &Gate::unrestricted(), &**opener)?;
+    let top = open_named(path, role, options.format, &**opener)?;
     let mut search = Search::new(&top, options, opener)?;
     let mut index = if options.read_only { search.ask(&top) } else { None };
     let (mut unfinished, mut above) = (None, Vec::new());
@@ -120,6 +120,22 @@ pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resourc
     let known = index.iter().flat_map(|index| &index.layers()[..indexed]);
     let below = known.map(|layer| resources.share_layer(layer.layer())).chain(above).collect();
     Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), index })
+}
+
+/// How often a path may lead to another file than it did when that was opened.
+const RENAMES_MAX: u32 = 16;
+
+/// Opens the file on top of a chain, and makes sure that it is the one that `path` leads to: a snapshot may give the name
+/// to another file while the lock is waited for.
+fn open_named(path: &Path, role: Role, format: Option<Format>, opener: &dyn Opener) -> Result<Top> {
+    let gate = Gate::unrestricted();
+    for _ in 0..RENAMES_MAX {
+        let top = open_layer(path, role, format, &gate, opener)?;
+        if role == Role::Frozen || opener.identity(path, &gate)?.file == top.opened.identity.file {
+            return Ok(top);
+        }
+    }
+    Err(Error::from(ErrorKind::Changed).in_file(path))
 }
 
 /// What the files of a chain are opened for.
