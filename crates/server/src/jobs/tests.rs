@@ -150,7 +150,10 @@ fn jobs_are_bounded_and_old_ones_forgotten() {
     let gates: Vec<_> = (0..JOBS_MAX).map(|disk| start(&jobs, &disk.to_string(), None)).collect();
     let more = jobs.start("more", None, Steps { left: 1, gate: mpsc::channel().1 });
     assert!(matches!(more, Err(Error::TooManyJobs { .. })), "{more:?}");
-    drop(gates);
+    for (id, gate) in gates {
+        drop(gate);
+        wait_for(&jobs, id, "a place", |status| status.state.is_ended());
+    }
     for round in 0..ENDED_KEPT {
         let (id, open) = start(&jobs, "again", None);
         drop(open);
