@@ -90,7 +90,7 @@ fn nbd_clients() {
     let disk = vmstrata_disk::Disk::open(&image, &vmstrata_disk::OpenOptions::default(), &resources).unwrap();
     let exports = Exports::new();
     exports.add(Export::new("disk", disk)).unwrap();
-    let mut server = Server::new(exports, TlsMode::default(), Limits::default()).unwrap();
+    let server = Server::new(exports, TlsMode::default(), Limits::default()).unwrap();
     let socket = dir.path().join("server");
     server.listen(Listener::bind(&Address::Unix(socket.clone())).unwrap()).unwrap();
     let relay = dir.path().join("relay");
