@@ -266,17 +266,7 @@ impl Layers {
             L2Entry::Zero { .. } => Ok(true),
             L2Entry::Unallocated => {
                 let len = active.size.saturating_sub(at.get()).min(len as u64);
-                let mut done = 0;
-                while done < len {
-                    let run = self.locate_below(at + done, len - done)?;
-                    let later = self.merging_to.as_ref().map(|map| map.locate(at + done, run.len));
-                    let later = later.transpose()?.unwrap_or(run);
-                    if !run.source.is_zero() || !later.source.is_zero() {
-                        return Ok(false);
-                    }
-                    done += run.len.min(later.len);
-                }
-                Ok(true)
+                self.is_zero_below(at, len)
             }
             _ => Ok(false),
         }

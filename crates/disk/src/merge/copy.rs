@@ -63,6 +63,21 @@ impl Layers {
         Ok(copied)
     }
 
+    /// Whether the layers below read as zeros, also when those that are being dropped are gone.
+    pub(crate) fn is_zero_below(&self, mut at: GuestOffset, len: u64) -> Result<bool> {
+        let end = at + len;
+        while at < end {
+            let run = self.locate_below(at, end - at)?;
+            let later =
+                self.merging_to.as_ref().map(|map| map.locate(at, run.len)).transpose()?.unwrap_or(run);
+            if !run.source.is_zero() || !later.source.is_zero() {
+                return Ok(false);
+            }
+            at = at + run.len.min(later.len);
+        }
+        Ok(true)
+    }
+
     /// What both maps say of the bytes at `at`, as far as each says one thing.
     fn both(&self, at: GuestOffset, len: u64, after: Option<&FrozenMap>) -> Result<(Run, Run)> {
         let before = self.locate_below(at, len)?;

@@ -98,15 +98,7 @@ impl Relink {
         let first = without_end(first.encode());
         let padding_at = extensions_at + first.len();
         let body = [&rest.encode(), name].concat();
-        let past = used.iter().map(|range| range.end).max().unwrap_or(0);
-        let body_at = [SECTOR, past].into_iter().find_map(|from| {
-            let at = padding_at
-                + RECORD_HEADER
-                + from.saturating_sub(padding_at + RECORD_HEADER).next_multiple_of(8);
-            let end = at + body.len();
-            let free = used.iter().all(|range| range.end <= at.max(SECTOR) || range.start >= end);
-            (at >= SECTOR && end < cluster && free).then_some(at)
-        })?;
+        let body_at = free_place(used, padding_at + RECORD_HEADER, body.len(), cluster)?;
         if padding_at + RECORD_HEADER > SECTOR {
             return None;
         }
@@ -148,6 +140,17 @@ impl Relink {
             .copy_from_slice(&self.extensions);
         store.write_all(&sector, HostOffset::ZERO).while_trying("write the header")
     }
+}
+
+/// Where in the cluster, past the first sector and a multiple of 8 bytes from `from` on, nothing else lies in `len` bytes.
+fn free_place(used: &[Range<usize>], from: usize, len: usize, cluster: usize) -> Option<usize> {
+    let past = used.iter().map(|range| range.end).max().unwrap_or(0);
+    [SECTOR, past].into_iter().find_map(|wanted| {
+        let at = from + wanted.saturating_sub(from).next_multiple_of(8);
+        let end = at + len;
+        let free = used.iter().all(|range| range.end <= at.max(SECTOR) || range.start >= end);
+        (at >= SECTOR && end < cluster && free).then_some(at)
+    })
 }
 
 fn put(sector: &mut [u8; SECTOR], at: u64, bytes: &[u8]) {
