@@ -52,6 +52,8 @@ pub struct Disk {
     tending: Mutex<()>,
     /// Held while the layers change, and while the disk is closed. Taken before `tending`.
     changing: Mutex<()>,
+    /// Set when the chain could not be given an index.
+    unindexed: AtomicBool,
     /// Whether layers are being merged.
     merging: AtomicBool,
 }
@@ -108,6 +110,7 @@ impl Disk {
             closed: AtomicBool::new(false),
             tending: Mutex::new(()),
             changing: Mutex::new(()),
+            unindexed: AtomicBool::new(false),
             merging: AtomicBool::new(false),
         });
         resources.upkeep().watch(&disk);

@@ -4,6 +4,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::Disk;
 use crate::error::Result;
@@ -30,10 +31,11 @@ impl Disk {
         written.inspect_err(|error| tracing::warn!(%error, "the new layer gets no index")).ok().map(Arc::new)
     }
 
-    /// Makes the indices of a chain that has none, and goes on with them.
+    /// Makes the indices of a chain that has none, and goes on with them. Tries once: it reads the tables of every layer,
+    /// which no snapshot should wait for again and again.
     pub(super) fn index_whole(&self, layers: &Layers) -> Option<Layers> {
         let map = layers.frozen.as_ref()?;
-        if map.index().is_some() {
+        if map.index().is_some() || self.unindexed.load(Ordering::Relaxed) {
             return None;
         }
         let make = || -> Result<Option<Arc<FrozenMap>>> {
@@ -59,8 +61,14 @@ impl Disk {
                 _ => Ok(None),
             }
         };
-        let made = make();
-        let map = made.inspect_err(|error| tracing::warn!(%error, "the chain gets no index")).ok()??;
-        Some(layers.settled(map))
+        let disk = self.path.display();
+        let why = match make() {
+            Ok(Some(map)) => return Some(layers.settled(map)),
+            Ok(None) => "a layer cannot have one".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        tracing::warn!(%disk, why, "the chain gets no index: it opens slower; see `vmstrata index build`");
+        self.unindexed.store(true, Ordering::Relaxed);
+        None
     }
 }
