@@ -63,3 +63,24 @@ fn reads_over_many_layers_arrive_whole_at_any_length() {
     }
     assert!(client.drain().iter().all(|done| done.result.is_ok()));
 }
+
+/// Only the second half of the request has pieces in files.
+#[test]
+fn a_read_that_begins_with_zeros_arrives_whole() {
+    let dir = scratch();
+    let path = dir.path().join("holes.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), &SIZE.to_string()]);
+    let disk = open(&path);
+    let mut content = vec![0; SIZE as usize];
+    for cluster in [11, 13, 15] {
+        let at = cluster * CLUSTER;
+        write(&disk, at, &[cluster as u8; CLUSTER as usize]).unwrap();
+        content[at as usize..(at + CLUSTER) as usize].fill(cluster as u8);
+    }
+    let mut client = Client::new(&disk, 8);
+    client.push(Op::Read, 0, 1 << 20, None);
+    for done in client.drain() {
+        done.result.unwrap();
+        assert_same(&done.bytes, &content[..1 << 20], 0, "zeros first");
+    }
+}

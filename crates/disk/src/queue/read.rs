@@ -64,12 +64,13 @@ fn split_of(request: &Request, parts: &Parts) -> usize {
         return parts.len();
     }
     let middle = request.range.len as usize / 2;
-    parts.iter().position(|part| part.skip >= middle).unwrap_or(parts.len())
+    // Where the first half is all zeros, this thread would be left with nothing to read.
+    parts.iter().position(|part| part.skip >= middle).filter(|split| *split > 0).unwrap_or(parts.len())
 }
 
 /// What of a request comes after its first `parts`.
 fn half(request: &Request, parts: &Parts) -> Request {
-    let last = parts.last().expect("the first piece starts before the middle");
+    let last = parts.last().expect("a request is split after a piece");
     let (skip, whole) = (last.skip + last.len, request.range.len as usize);
     Request {
         op: Op::Read,
