@@ -46,7 +46,7 @@ impl Disk {
     }
 
     /// Gives back clusters that nothing leads to any more, once no request can still see them.
-    pub(super) fn reclaim(&self, active: &Active) -> Result<()> {
+    fn reclaim(&self, active: &Active) -> Result<()> {
         active.reclaim(|| self.epochs.synchronize())
     }
 
@@ -69,16 +69,18 @@ impl Disk {
         self.commit()?;
         let layers = self.layers_now();
         let Top::Qcow2(active) = &layers.top else { return Ok(()) };
-        let left = self.reclaim(active).and_then(|()| leave_clean(active));
+        let left = leave_clean(active, || self.epochs.synchronize());
         left.map_err(|error| self.latch(error))
     }
 }
 
-/// Ends the session on a file whose changes are all committed: stock tools find it as they leave theirs.
+/// Ends the session on a file whose changes are all committed: stock tools find it as they leave theirs. `wait` returns once
+/// no request can still see clusters that nothing leads to any more.
 ///
 /// # Errors
 /// What could not be flushed or written; the file is then as after a crash.
-pub(crate) fn leave_clean(active: &Active) -> Result<()> {
+pub(crate) fn leave_clean(active: &Active, wait: impl FnOnce()) -> Result<()> {
+    active.reclaim(wait)?;
     let leave = || -> Result<()> {
         active.alloc.release_claimed()?;
         if active.tables.version >= FEATURES_SINCE {

@@ -36,8 +36,7 @@ pub(super) fn finish_snapshot(chain: Chain, cache: CacheMode, resources: &Arc<Re
     let layers = Layers::new(0, top, None, resources);
     layers.commit()?;
     if let Top::Qcow2(active) = &layers.top {
-        active.reclaim(|| ())?;
-        leave_clean(active)?;
+        leave_clean(active, || ())?;
     }
     tracing::info!(file = %path.display(), "finished the snapshot that a killed process began");
     Ok(())

@@ -141,8 +141,7 @@ impl Disk {
             before.commit()?;
             match &before.top {
                 Top::Qcow2(active) => {
-                    self.reclaim(active)?;
-                    leave_clean(active)?;
+                    leave_clean(active, || self.epochs.synchronize())?;
                     give_up(&*active.store, path)?;
                     Ok((active.identity, Some(active.tables)))
                 }

@@ -54,8 +54,7 @@ impl Copier {
     /// A host that cannot write or flush.
     pub(crate) fn settle(&self, wait: impl FnOnce()) -> Result<()> {
         self.target.changes.commit(&*self.target)?;
-        self.target.reclaim(wait)?;
-        leave_clean(&self.target)
+        leave_clean(&self.target, wait)
     }
 
     /// Lets the target stand on what is left below it, when all that was copied is on stable storage.
