@@ -22,6 +22,7 @@ const BELOW: &[(&str, &[&str])] = &[
     ("vmstrata-disk", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
     ("vmstrata-export", &["vmstrata-types", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-survey", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"]),
+    ("vmstrata-memory", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
     ("vmstrata-api", &["vmstrata-types"]),
     (
         "vmstrata-server",
@@ -31,6 +32,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-store",
             "vmstrata-disk",
             "vmstrata-export",
+            "vmstrata-memory",
             "vmstrata-api",
         ],
     ),
@@ -43,13 +45,21 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-disk",
             "vmstrata-export",
             "vmstrata-survey",
+            "vmstrata-memory",
             "vmstrata-api",
             "vmstrata-server",
         ],
     ),
     (
         "vmstrata-fuzz-bodies",
-        &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk", "vmstrata-export"],
+        &[
+            "vmstrata-types",
+            "vmstrata-qcow2",
+            "vmstrata-store",
+            "vmstrata-disk",
+            "vmstrata-export",
+            "vmstrata-memory",
+        ],
     ),
     ("xtask", &[]),
 ];

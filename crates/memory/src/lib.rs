@@ -1,0 +1,22 @@
+//! Memory of virtual machines: what its pages are for, snapshots of it, and restoring them.
+//!
+//! ```text
+//!   Ram (blocks of guest-physical memory) ──► introspection ──► ClassMap: free, clean or critical
+//! ```
+//!
+//! | module | what it knows |
+//! |---|---|
+//! | [`address`] | guest-physical and guest-virtual addresses, page frames |
+//! | [`ram`] | reading a guest's memory where its hypervisor keeps it |
+//! | [`class`] | what a page is worth: a [`ClassMap`] has one class a frame |
+//!
+//! Invariants: a guest's memory is hostile input, and may change while it is read: every walk is bounded, and what is not
+//! understood is [`PageClass::Critical`].
+
+pub mod address;
+pub mod class;
+pub mod ram;
+
+pub use address::{Frame, PAGE_BITS, PAGE_BYTES, Physical, Virtual};
+pub use class::{ClassMap, PageClass};
+pub use ram::{Block, FileRam, Layout, LayoutError, Ram, RamError};
