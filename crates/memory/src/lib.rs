@@ -9,14 +9,17 @@
 //! | [`address`] | guest-physical and guest-virtual addresses, page frames |
 //! | [`ram`] | reading a guest's memory where its hypervisor keeps it |
 //! | [`class`] | what a page is worth: a [`ClassMap`] has one class a frame |
+//! | [`introspect`] | what a Linux guest uses its pages for |
 //!
 //! Invariants: a guest's memory is hostile input, and may change while it is read: every walk is bounded, and what is not
 //! understood is [`PageClass::Critical`].
 
 pub mod address;
 pub mod class;
+pub mod introspect;
 pub mod ram;
 
 pub use address::{Frame, PAGE_BITS, PAGE_BYTES, Physical, Virtual};
 pub use class::{ClassMap, PageClass};
+pub use introspect::{Introspection, Pages, Unreadable};
 pub use ram::{Block, FileRam, Layout, LayoutError, Ram, RamError};

@@ -1,0 +1,99 @@
+//! What a Linux guest uses its pages for, read from its memory alone (PARS §6.2, for today's kernels).
+//!
+//! ```text
+//!   Ram ──► Guest::find: VMCOREINFO note ─► page tables ─► BTF, array of struct pages
+//!                │
+//!                └──► Guest::pages: a pass over all struct pages ──► Pages: ClassMap, causes, what hides a clean page,
+//!                                                                    where its bytes lie on the guest's disks
+//! ```
+//!
+//! Nothing of the guest helps, and nothing of it is changed. The guest should be paused: a pass over a running guest ends,
+//! within bounds, but what it says may be out of date.
+//!
+//! Invariants: what is read is hostile. Every walk has a bound, every count a limit; what is unknown, unreadable or
+//! inconsistent is critical, and a guest that cannot be read is critical as a whole, for a stated reason ([`Unreadable`]).
+
+mod cause;
+mod hide;
+mod origin;
+
+pub use cause::{Cause, CauseMap};
+pub use hide::{Clear, Hide, Hides, Width};
+pub use origin::{Disk, DiskIndex, Origin};
+
+use crate::class::ClassMap;
+use crate::ram::{Ram, RamError};
+
+/// What one pass over a guest's struct pages found.
+#[derive(Clone, Debug, Default)]
+pub struct Pages {
+    /// What losing each page would do.
+    pub classes: ClassMap,
+    /// Why it would, for people: what the guest uses each page for.
+    pub causes: CauseMap,
+    /// How to tell the guest that a clean page is gone; covers every clean page.
+    pub hides: Hides,
+    /// Where the bytes of clean pages lie on the guest's disks, as far as its buffer heads tell; in order of frames. A
+    /// page may have several (a block each), some, or none. Claims of the guest: compare bytes before believing them.
+    pub origins: Vec<Origin>,
+    /// The disks that [`Pages::origins`] name.
+    pub disks: Vec<Disk>,
+}
+
+/// What reading a guest came to.
+#[derive(Debug)]
+pub enum Introspection {
+    /// Its kernel was understood.
+    Read {
+        /// The kernel's release, such as `6.1.0-50-cloud-amd64`, as its VMCOREINFO has it.
+        release: String,
+        /// What its pages are.
+        pages: Box<Pages>,
+    },
+    /// It was not: every page counts as critical.
+    Unreadable(Unreadable),
+}
+
+impl Introspection {
+    /// The classes: all critical for a guest that could not be read. One for each frame that `ram`'s layout reaches.
+    pub fn classes(&self, ram: &dyn Ram) -> ClassMap {
+        match self {
+            Self::Read { pages, .. } => pages.classes.clone(),
+            Self::Unreadable(_) => ClassMap::critical(usize::try_from(ram.layout().frames()).unwrap_or(0)),
+        }
+    }
+}
+
+/// Why a guest could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Unreadable {
+    /// No VMCOREINFO note that leads anywhere: another system, encrypted memory, or a kernel without it.
+    #[error("no Linux kernel with VMCOREINFO was found in the guest's memory")]
+    NoKernel,
+    /// More than one kernel could be the running one (left over from before a reboot).
+    #[error("the kernels {first} and {second} both seem to run: one may be left over from before a reboot")]
+    TwoKernels {
+        /// The release found first.
+        first: String,
+        /// The release found next.
+        second: String,
+    },
+    /// The kernel encrypts its memory (SME, SEV).
+    #[error("the guest's memory is encrypted")]
+    Encrypted,
+    /// The kernel carries no type information.
+    #[error("the guest's kernel carries no whole BTF type information")]
+    NoTypes,
+    /// A symbol, type, member or value that classification needs is not there.
+    #[error("the guest's kernel has no {0}")]
+    Missing(String),
+    /// The kernel reads its page cache without taking references: what hides a page might come too late.
+    #[error("the guest's kernel reads files without taking page references ({0})")]
+    FastRead(String),
+    /// What was read contradicts itself or the kernel's own counters.
+    #[error("the guest's memory contradicts itself: {0}")]
+    Inconsistent(String),
+    /// The memory could not be read.
+    #[error(transparent)]
+    Ram(#[from] RamError),
+}
