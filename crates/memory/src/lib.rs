@@ -10,6 +10,7 @@
 //! | [`ram`] | reading a guest's memory where its hypervisor keeps it |
 //! | [`class`] | what a page is worth: a [`ClassMap`] has one class a frame |
 //! | [`introspect`] | what a Linux guest uses its pages for |
+//! | [`qmp`] | talking to a running QEMU |
 //!
 //! Invariants: a guest's memory is hostile input, and may change while it is read: every walk is bounded, and what is not
 //! understood is [`PageClass::Critical`].
@@ -17,6 +18,7 @@
 pub mod address;
 pub mod class;
 pub mod introspect;
+pub mod qmp;
 pub mod ram;
 
 pub use address::{Frame, PAGE_BITS, PAGE_BYTES, Physical, Virtual};

@@ -1,0 +1,167 @@
+//! Talking to a running QEMU: its machine protocol (QMP) over a Unix socket, one command at a time.
+//!
+//! ```text
+//!   capture, restore, introspection ──► Qmp ──► lines of JSON ──► QEMU's monitor
+//!                                        └── events that came meanwhile, kept until someone waits for them
+//! ```
+//!
+//! Invariants: the peer may be anyone: lines, events and waits are bounded, and what is not QMP is an error. Every wait has
+//! a deadline. Source: QEMU `docs/interop/qmp-spec`.
+
+mod error;
+mod wire;
+
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+pub use error::QmpError;
+use wire::Wire;
+
+/// Events that are kept for someone to wait for; the oldest go first.
+const EVENTS_MAX: usize = 1024;
+/// Lines that may come between a command and its answer.
+const LINES_MAX: usize = 100_000;
+
+/// Something that QEMU told without being asked.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// What happened, such as `STOP` or `MIGRATION`.
+    pub name: String,
+    /// What is said about it.
+    pub data: Value,
+}
+
+/// A connection to a QEMU's monitor.
+#[derive(Debug)]
+pub struct Qmp {
+    wire: Wire,
+    patience: Duration,
+    events: VecDeque<Event>,
+}
+
+impl Qmp {
+    /// Connects and leaves negotiation mode. Each command may then take `patience`.
+    ///
+    /// # Errors
+    /// When nobody listens, or whoever listens does not greet as QEMU does: QEMU serves one client of a socket at a time.
+    pub fn connect(path: &Path, patience: Duration) -> Result<Self, QmpError> {
+        let mut qmp = Self { wire: Wire::connect(path)?, patience, events: VecDeque::new() };
+        let greeting = qmp.wire.receive(Instant::now() + patience).map_err(|error| match error {
+            QmpError::Silent { .. } => QmpError::Busy { path: path.to_owned() },
+            other => other,
+        })?;
+        if greeting.get("QMP").is_none() {
+            return Err(QmpError::Malformed { what: "no greeting" });
+        }
+        qmp.tell("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    /// Runs `command` and returns what it returns.
+    ///
+    /// # Errors
+    /// [`QmpError::Refused`] with QEMU's words; the others when the connection is lost, silent, or not QMP.
+    pub fn ask<T: DeserializeOwned>(&mut self, command: &str, arguments: Value) -> Result<T, QmpError> {
+        let value = self.run(command, arguments, None)?;
+        serde_json::from_value(value).map_err(|_| QmpError::Unexpected { command: command.to_owned() })
+    }
+
+    /// Runs `command`, whatever it returns.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub fn tell(&mut self, command: &str, arguments: Value) -> Result<(), QmpError> {
+        self.run(command, arguments, None).map(drop)
+    }
+
+    /// Runs a line of the human monitor and returns its text.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub fn monitor(&mut self, line: &str) -> Result<String, QmpError> {
+        self.ask("human-monitor-command", json!({ "command-line": line }))
+    }
+
+    /// Gives QEMU a copy of `file`, to be called `name` in later commands.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub fn give(&mut self, name: &str, file: BorrowedFd<'_>) -> Result<(), QmpError> {
+        self.run("getfd", json!({ "fdname": name }), Some(file)).map(drop)
+    }
+
+    /// The next event that is called one of `names`, among those that came already and those to come until `deadline`.
+    ///
+    /// # Errors
+    /// [`QmpError::Silent`] at the deadline; the others when the connection is lost or is not QMP.
+    pub fn wait(&mut self, names: &[&str], deadline: Instant) -> Result<Event, QmpError> {
+        let is_wanted = |event: &Event| names.contains(&event.name.as_str());
+        if let Some(event) =
+            self.events.iter().position(is_wanted).and_then(|index| self.events.remove(index))
+        {
+            return Ok(event);
+        }
+        loop {
+            let message = self.wire.receive(deadline)?;
+            match event(&message) {
+                Some(event) if is_wanted(&event) => return Ok(event),
+                Some(event) => self.keep(event),
+                None => return Err(QmpError::Malformed { what: "an answer to no command" }),
+            }
+        }
+    }
+
+    fn run(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<Value, QmpError> {
+        let deadline = Instant::now() + self.patience;
+        self.wire.send(&json!({ "execute": command, "arguments": arguments }), file, deadline)?;
+        for _ in 0..LINES_MAX {
+            let mut message = self.wire.receive(deadline)?;
+            if let Some(event) = event(&message) {
+                self.keep(event);
+            } else if let Some(value) = message.get_mut("return") {
+                return Ok(value.take());
+            } else if let Some(error) = message.get("error") {
+                let text = |key: &str| error.get(key).and_then(Value::as_str).unwrap_or("?").to_owned();
+                let command = command.to_owned();
+                return Err(QmpError::Refused { command, class: text("class"), words: text("desc") });
+            } else {
+                return Err(QmpError::Malformed { what: "neither an answer nor an event" });
+            }
+        }
+        Err(QmpError::Malformed { what: "events without an end" })
+    }
+
+    fn keep(&mut self, event: Event) {
+        if self.events.len() == EVENTS_MAX {
+            self.events.pop_front();
+        }
+        self.events.push_back(event);
+    }
+
+    /// Process id of the peer.
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn peer(&self) -> Result<u32, QmpError> {
+        self.wire.peer()
+    }
+}
+
+/// The message as an event, if it is one.
+fn event(message: &Value) -> Option<Event> {
+    let name = message.get("event")?.as_str()?.to_owned();
+    Some(Event { name, data: message.get("data").cloned().unwrap_or(Value::Null) })
+}
+
+#[cfg(test)]
+mod tests;
