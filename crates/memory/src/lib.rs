@@ -10,12 +10,14 @@
 //! | [`ram`] | reading a guest's memory where its hypervisor keeps it |
 //! | [`class`] | what a page is worth: a [`ClassMap`] has one class a frame |
 //! | [`introspect`] | what a Linux guest uses its pages for |
+//! | [`capture`] | where a running QEMU keeps its memory |
 //! | [`qmp`] | talking to a running QEMU |
 //!
 //! Invariants: a guest's memory is hostile input, and may change while it is read: every walk is bounded, and what is not
 //! understood is [`PageClass::Critical`].
 
 pub mod address;
+pub mod capture;
 pub mod class;
 pub mod introspect;
 pub mod qmp;
