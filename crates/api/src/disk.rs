@@ -81,6 +81,12 @@ pub struct DiskStatus {
     /// Layers of the chain, the active one included; absent unless the disk is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<u64>,
+    /// Whether its last snapshot, which is on stable storage, still gets its index.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub settling: bool,
+    /// How often a snapshot was taken and did not get its index: the log says why.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub settle_failures: u64,
 }
 
 /// All disks, in the order in which they were added.

@@ -8,6 +8,7 @@ mod index;
 mod killed;
 mod merge;
 mod open;
+mod settle;
 mod snapshot;
 mod switch;
 
@@ -50,8 +51,12 @@ pub struct Disk {
     closed: AtomicBool,
     /// Held while the disk is tended, and while it is closed: nothing is written to a disk after its close.
     tending: Mutex<()>,
-    /// Held while the layers change, and while the disk is closed. Taken before `tending`.
-    changing: Mutex<()>,
+    /// Held while the layers change, and while the disk is closed; holds what the last snapshot left to do. Taken before
+    /// `tending`.
+    changing: Mutex<Option<settle::Unsettled>>,
+    /// Whether there is something in `changing`, or being done.
+    settling: AtomicBool,
+    settle_failures: AtomicU64,
     /// Set when the chain could not be given an index.
     unindexed: AtomicBool,
     /// Whether layers are being merged.
@@ -109,7 +114,9 @@ impl Disk {
             latch: OnceLock::new(),
             closed: AtomicBool::new(false),
             tending: Mutex::new(()),
-            changing: Mutex::new(()),
+            changing: Mutex::new(None),
+            settling: AtomicBool::new(false),
+            settle_failures: AtomicU64::new(0),
             unindexed: AtomicBool::new(false),
             merging: AtomicBool::new(false),
         });

@@ -7,9 +7,9 @@
 //!                       .web.qcow2.N-N.snapshot ─► B
 //! ```
 //!
-//! Place in the data flow: beside the engine. A live disk calls [`prepare`], opens [`Prepared::overlay`] for writing,
-//! moves its guest over to it, and calls [`Prepared::publish`]; the offline operations [`create`], [`revert`] and [`clone()`]
-//! do the same to files that nobody serves. [`list`] and [`resolve`] read what was left in the headers.
+//! Place in the data flow: beside the engine. A live disk does the same in smaller steps ([`crate::snapshot_together`]):
+//! between them it opens [`Prepared::overlay`] for writing, and moves its guest over to it; the offline operations [`create`], [`revert`] and [`clone()`]
+//! do it to files that nobody serves. [`list`] and [`resolve`] read what was left in the headers.
 //!
 //! Invariants:
 //! - At every instant the disk's path leads to a sound chain: to the old file until the rename, to the overlay after it.
@@ -41,4 +41,5 @@ pub use list::{Snapshot, State, find, list, resolve};
 pub use names::frozen_path;
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
 pub(crate) use offline::{lock_settled, name_from};
+pub(crate) use prepare::make_ready;
 pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};

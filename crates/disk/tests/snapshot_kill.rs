@@ -14,7 +14,7 @@ use common::stock::{assert_safe, path_str, qemu_img};
 use common::{for_seeds, open_read_only, random, scratch, small_resources};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::{SnapshotInfo, list};
-use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_disk::{Disk, OpenOptions, snapshot_together};
 
 /// What the child finds its orders in: the image.
 const ORDERS: &str = "VMSTRATA_TEST_SNAPSHOT_CHILD";
@@ -56,7 +56,12 @@ fn child_that_takes_snapshots_until_it_is_killed() {
         for step in 0u64.. {
             std::thread::sleep(Duration::from_millis(3));
             let name = format!("{}-{step}", std::process::id());
-            disk.snapshot(&SnapshotInfo { name, ..SnapshotInfo::default() }).expect("takes a snapshot");
+            let info = SnapshotInfo { name, ..SnapshotInfo::default() };
+            snapshot_together(&[&disk], &info).expect("takes a snapshot");
+            // Every other one is settled by the next.
+            if step % 2 == 0 {
+                disk.settle().expect("settles");
+            }
         }
     });
 }

@@ -257,6 +257,63 @@ fn the_frozen_layer_can_be_read_by_others_while_the_disk_goes_on() {
     assert_eq!(read(&disk, 0, 4096).unwrap(), [8; 4096]);
 }
 
+/// Whether the layer at `path` says that it has an index.
+fn is_indexed(path: &Path) -> bool {
+    let sidecar = format!("{}.vmsx", path.display());
+    Path::new(&sidecar).exists() || std::fs::read(path).unwrap()[92] & 0x80 != 0
+}
+
+/// A snapshot is answered when it is on stable storage. What is left to do then is done by whoever comes next, once.
+#[test]
+fn what_a_snapshot_leaves_to_do_is_done_before_anything_else_changes() {
+    for next in ["settle", "snapshot", "close", "nothing"] {
+        let dir = scratch();
+        let path = disk_in(dir.path(), "qcow2", &[]);
+        let disk = open(&path);
+        write(&disk, 0, &[7; 4096]).unwrap();
+        let taken = snapshot_together(&[&disk], &named("one")).unwrap();
+        let layer = &taken[0].layer;
+        assert!(disk.is_settling(), "before {next}");
+        // Others may use it at once.
+        assert_clean(layer);
+        assert_eq!(content(layer, "qcow2")[..4096], [7; 4096]);
+        assert_eq!(read(&open_read_only(layer), 0, 4096).unwrap(), [7; 4096]);
+        write(&disk, 0, &[8; 4096]).unwrap();
+        disk.flush().unwrap();
+        assert_eq!(read(&disk, 0, 4096).unwrap(), [8; 4096]);
+        match next {
+            "settle" => disk.settle().unwrap(),
+            "snapshot" => _ = snapshot_together(&[&disk], &named("two")).unwrap(),
+            "close" => disk.close().unwrap(),
+            _ => {}
+        }
+        assert_eq!(is_indexed(layer), next != "nothing", "after {next}");
+        assert_eq!(disk.settle_failures(), 0);
+        assert_eq!(disk.is_settling(), matches!(next, "snapshot" | "nothing"), "after {next}");
+        drop(disk);
+        assert_eq!(read(&open(&path), 0, 4096).unwrap(), [8; 4096]);
+    }
+}
+
+#[test]
+fn a_layer_that_was_replaced_gets_no_index_and_the_disk_goes_on() {
+    let dir = scratch();
+    let path = disk_in(dir.path(), "qcow2", &[]);
+    let disk = open(&path);
+    write(&disk, 0, &[7; 4096]).unwrap();
+    let layer = snapshot_together(&[&disk], &named("one")).unwrap().remove(0).layer;
+    std::fs::copy(&layer, dir.path().join("other")).unwrap();
+    std::fs::rename(dir.path().join("other"), &layer).unwrap();
+    let error = disk.settle().unwrap_err().to_string();
+    assert!(error.contains("one"), "{error}");
+    assert!(disk.settle_failures() > 0 && !disk.is_settling());
+    assert_eq!(read(&disk, 0, 4096).unwrap(), [7; 4096]);
+    write(&disk, 4096, &[9; 4096]).unwrap();
+    disk.snapshot(&named("two")).unwrap();
+    assert_eq!(read(&disk, 0, 8192).unwrap(), [[7; 4096], [9; 4096]].concat());
+    disk.close().unwrap();
+}
+
 #[test]
 fn what_cannot_be_snapshotted_stays_as_it_is() {
     let dir = scratch();

@@ -50,6 +50,7 @@ pub fn headline(status: &ServerStatus) -> String {
 fn disk_row(disk: &DiskStatus) -> [String; 6] {
     let state = match disk.state {
         DiskState::Opening => "opening",
+        DiskState::Serving if disk.settling => "serving, indexing",
         DiskState::Serving => "serving",
         DiskState::Closing => "closing",
     };

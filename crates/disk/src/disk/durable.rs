@@ -6,7 +6,7 @@ use std::time::Duration;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::Disk;
-use super::open::{FEATURES_SINCE, write_session};
+use super::open::{FEATURES_SINCE, put_session, write_session};
 use crate::active::Active;
 use crate::error::{IoContext as _, Result};
 use crate::layers::Top;
@@ -57,7 +57,7 @@ impl Disk {
     /// # Errors
     /// What could not be flushed or written; the image is then as after a crash.
     pub fn close(&self) -> Result<()> {
-        let _changing = self.changing.lock();
+        let _changing = self.change();
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -83,14 +83,35 @@ pub(crate) fn leave_clean(active: &Active, wait: impl FnOnce()) -> Result<()> {
     active.reclaim(wait)?;
     let leave = || -> Result<()> {
         active.alloc.release_claimed()?;
-        if active.tables.version >= FEATURES_SINCE {
-            // Refcounts first: whoever finds no session in the header takes them to be right.
-            active.flusher.flush().while_trying("flush")?;
-            write_session(active, 0)?;
-        }
-        active.flusher.flush().while_trying("flush")
+        // Refcounts first: whoever finds no session in the header takes them to be right.
+        active.flusher.flush().while_trying("flush")?;
+        if active.tables.version >= FEATURES_SINCE { write_session(active, 0) } else { Ok(()) }
     };
     leave().map_err(|error| error.in_file(&active.path))?;
+    active.changes.remove_journal();
+    Ok(())
+}
+
+/// As [`leave_clean`], as far as other processes see the file; [`session_ended`] brings it to stable storage. A power
+/// failure in between may leak clusters that were let go of.
+///
+/// # Errors
+/// What could not be written; the file is then as after a crash.
+pub(super) fn end_session(active: &Active, wait: impl FnOnce()) -> Result<()> {
+    active.reclaim(wait)?;
+    let end = || -> Result<()> {
+        active.alloc.release_claimed()?;
+        if active.tables.version >= FEATURES_SINCE { put_session(active, 0) } else { Ok(()) }
+    };
+    end().map_err(|error| error.in_file(&active.path))
+}
+
+/// Brings the end of a session to stable storage; the journal goes.
+///
+/// # Errors
+/// A host that cannot flush.
+pub(super) fn session_ended(active: &Active) -> Result<()> {
+    active.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&active.path))?;
     active.changes.remove_journal();
     Ok(())
 }

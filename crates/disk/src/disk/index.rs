@@ -27,8 +27,11 @@ impl Disk {
             tracing::debug!(layer = %path.display(), bytes, "index written");
             Ok(index)
         };
-        let written = extend();
-        written.inspect_err(|error| tracing::warn!(%error, "the new layer gets no index")).ok().map(Arc::new)
+        let missing = |error: &crate::Error| {
+            self.settle_failures.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(%error, "the new layer gets no index");
+        };
+        extend().inspect_err(missing).ok().map(Arc::new)
     }
 
     /// Makes the indices of a chain that has none, and goes on with them. Tries once: it reads the tables of every layer,

@@ -89,7 +89,7 @@ impl Running {
             return Err(Error::from(MergeFault::Busy).in_file(&disk.path));
         }
         let mut running = Self { disk: Arc::clone(disk), range, target: None, indexing: None };
-        let changing = disk.changing.lock();
+        let changing = disk.change();
         disk.check_changeable()?;
         let links = links(&disk.path, &disk.options, &**disk.resources.files().opener())?;
         range.check(links.len()).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
@@ -227,7 +227,7 @@ impl Drop for Running {
     /// Takes the promise back, or lets the target grow no more. What is copied stays.
     fn drop(&mut self) {
         let disk = &self.disk;
-        let changing = disk.changing.lock();
+        let changing = disk.change();
         let layers = disk.layers_now();
         if layers.merging_to.is_some() {
             disk.put_layers(layers.over(layers.frozen.clone(), None));

@@ -94,13 +94,18 @@ fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
     if sound { Ok(head) } else { Err(ErrorKind::MarkedCorrupt.into()) }
 }
 
-/// Writes the autoclear bits: ours, and none that stand for structures we do not keep up to date.
+/// Writes the autoclear bits, and flushes.
 pub(crate) fn write_session(active: &Active, session: u64) -> Result<()> {
+    put_session(active, session)?;
+    active.flusher.flush().while_trying("flush the header")
+}
+
+/// Writes the autoclear bits: ours, and none that stand for structures we do not keep up to date.
+pub(super) fn put_session(active: &Active, session: u64) -> Result<()> {
     let at = HostOffset::new(field::AUTOCLEAR);
     let bits = session | active.autoclear;
     let written = active.store.write_all(&bits.to_be_bytes(), at);
-    written.while_trying("write the header").map_err(|error| error.at(at))?;
-    active.flusher.flush().while_trying("flush the header")
+    written.while_trying("write the header").map_err(|error| error.at(at))
 }
 
 /// A number that no earlier process used for this image, in all likelihood; never 0.

@@ -7,11 +7,12 @@ use parking_lot::MutexGuard;
 use vmstrata_store::Gate;
 
 use super::Disk;
+use super::settle::Unsettled;
 use super::switch::{NewNames, Switch};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
 use crate::layers::Top;
-use crate::snapshot::{PrepareOptions, Prepared, SnapshotInfo, prepare};
+use crate::snapshot::{PrepareOptions, Prepared, SnapshotInfo, make_ready};
 
 /// A snapshot that was taken.
 #[derive(Clone, Debug)]
@@ -27,17 +28,19 @@ impl Disk {
     /// writes from now on, under the disk's own path.
     ///
     /// Everything that completed before the call is in the snapshot, nothing that begins after it returned is. When it
-    /// returns, the snapshot is on stable storage.
+    /// returns, the snapshot is on stable storage, and settled ([`Disk::settle`]).
     ///
     /// # Errors
     /// A disk that takes no writes, a name that is taken or none, a host that cannot make the files: nothing has changed.
     /// Or a host that cannot flush or write what was active: the disk takes no more writes.
     pub fn snapshot(&self, info: &SnapshotInfo) -> Result<Taken> {
         let mut taken = snapshot_together(&[self], info)?;
+        self.settle()?;
         Ok(taken.pop().expect("one for each disk"))
     }
 
-    fn prepare_snapshot(&self, info: &SnapshotInfo) -> Result<Prepared> {
+    /// An overlay, not on stable storage yet, and what the active file will be called.
+    fn prepare_snapshot(&self, info: &SnapshotInfo) -> Result<(Prepared, PathBuf)> {
         self.check_writable()?;
         let (format, file) = match &self.layers_now().top {
             Top::Qcow2(active) => (Format::Qcow2, active.identity.file),
@@ -48,12 +51,14 @@ impl Disk {
         if opener.identity(&self.path, &Gate::unrestricted())?.file != file {
             return Err(Error::from(ErrorKind::Changed).in_file(&self.path));
         }
-        prepare(&self.path, info, &PrepareOptions { format: Some(format), ..PrepareOptions::default() })
+        let options = PrepareOptions { format: Some(format), ..PrepareOptions::default() };
+        make_ready(&self.path, info, &options).map_err(|error| error.in_file(&self.path))
     }
 }
 
 /// Takes a snapshot of several disks at one instant: no write is in one of them that began after one that is missing in
-/// another had completed. As [`Disk::snapshot`] for each; returned in the order of `disks`.
+/// another had completed. As [`Disk::snapshot`] for each, but that something is left to do ([`Disk::settle`]); returned in
+/// the order of `disks`.
 ///
 /// # Errors
 /// As [`Disk::snapshot`]. When a file system fails while the new overlays get the disks' names, disks that come before it
@@ -62,32 +67,29 @@ impl Disk {
 /// # Panics
 /// When a disk is named twice.
 pub fn snapshot_together(disks: &[&Disk], info: &SnapshotInfo) -> Result<Vec<Taken>> {
-    let _changing = hold_all(disks);
+    let mut changing = hold_all(disks);
     let prepared = disks.iter().map(|disk| disk.prepare_snapshot(info)).collect::<Result<Vec<_>>>()?;
-    let layers: Vec<PathBuf> = prepared.iter().map(|prepared| prepared.frozen_path().to_owned()).collect();
     let mut switches = Vec::with_capacity(disks.len());
-    for (disk, prepared) in disks.iter().zip(&prepared) {
-        let names = NewNames { overlay: prepared.overlay(), frozen: prepared.frozen_path() };
-        switches.push(Switch::prepare(disk, names)?);
+    for (disk, (prepared, frozen)) in disks.iter().zip(&prepared) {
+        switches.push(Switch::prepare(disk, NewNames { overlay: prepared.overlay(), frozen })?);
     }
-    let mut published = Vec::with_capacity(disks.len());
-    let mut failed = None;
-    for (switch, prepared) in switches.into_iter().zip(prepared) {
-        // Once renamed, what is written must go to the overlay, or nowhere.
-        let flushed =
-            prepared.rename().map(|renamed| renamed.flush().map_err(|error| switch.disk().latch(error)));
-        match flushed.and_then(|flushed| flushed) {
-            Ok(()) => published.push(switch),
-            Err(error) => {
-                failed = Some(error);
-                break;
+    let layers: Vec<PathBuf> = prepared.iter().map(|(_, frozen)| frozen.clone()).collect();
+    let linked = prepared.into_iter().map(|(mut prepared, frozen)| {
+        prepared.link(frozen).map_err(|error| error.in_file(prepared.active()))?;
+        Ok(prepared)
+    });
+    let linked = linked.collect::<Result<Vec<Prepared>>>()?;
+    let (published, mut failed) = publish(switches, linked);
+    let (uncommitted, pause) = Switch::make(published);
+    for uncommitted in uncommitted {
+        match uncommitted.commit() {
+            Ok((disk, unsettled)) => {
+                let held = changing.iter_mut().find(|(other, _)| std::ptr::eq(*other, disk));
+                disk.leave_unsettled(unsettled, &mut held.expect("all are held").1);
             }
-        }
-    }
-    let (unsettled, pause) = Switch::make(published);
-    for unsettled in unsettled {
-        if let Err(error) = unsettled.settle() {
-            failed.get_or_insert(error);
+            Err(error) => {
+                failed.get_or_insert(error);
+            }
         }
     }
     if let Some(error) = failed {
@@ -97,11 +99,29 @@ pub fn snapshot_together(disks: &[&Disk], info: &SnapshotInfo) -> Result<Vec<Tak
     Ok(layers.into_iter().map(|layer| Taken { layer, pause }).collect())
 }
 
+/// Lets the disks' names lead to the overlays, as far as the host lets it; returns the changes that are to be made.
+fn publish<'disk>(
+    switches: Vec<Switch<'disk>>,
+    prepared: Vec<Prepared>,
+) -> (Vec<Switch<'disk>>, Option<Error>) {
+    let mut published = Vec::with_capacity(switches.len());
+    for (switch, prepared) in switches.into_iter().zip(prepared) {
+        // Once renamed, what is written must go to the overlay, or nowhere.
+        let flushed =
+            prepared.rename().map(|renamed| renamed.flush().map_err(|error| switch.disk().latch(error)));
+        match flushed.and_then(|flushed| flushed) {
+            Ok(()) => published.push(switch),
+            Err(error) => return (published, Some(error)),
+        }
+    }
+    (published, None)
+}
+
 /// Keeps others from changing the disks' layers. Always in the same order, whoever asks.
-fn hold_all<'a>(disks: &[&'a Disk]) -> Vec<MutexGuard<'a, ()>> {
+fn hold_all<'a>(disks: &[&'a Disk]) -> Vec<(&'a Disk, MutexGuard<'a, Option<Unsettled>>)> {
     let mut ordered = disks.to_vec();
     ordered.sort_by_key(|disk| std::ptr::from_ref::<Disk>(disk));
     let is_twice = |pair: &[&Disk]| std::ptr::eq(pair[0], pair[1]);
     assert!(!ordered.windows(2).any(is_twice), "each disk is named once");
-    ordered.into_iter().map(|disk| disk.changing.lock()).collect()
+    ordered.into_iter().map(|disk| (disk, disk.change())).collect()
 }

@@ -1,13 +1,13 @@
 //! Giving a running disk a new active layer: the engine's part of a snapshot.
 //!
 //! ```text
-//!   open the overlay ─► publish its name ─► hold writers ─► swap ─► let them go ─► settle
-//!        all I/O on new files               └── memory only ──┘     flush, tables, clean header
+//!   open the overlay ─► publish its name ─► hold writers ─► swap ─► let them go ─► commit ─► (settle)
+//!        all I/O on new files               └── memory only ──┘     data, tables, clean header
 //! ```
 //!
 //! Writers wait only for those under way and for the swap; readers do not wait at all. What was active goes on to be
-//! asked for its entries ([`crate::map::FrozenMap::over`]) until they are in its file. A flush of the guest meanwhile
-//! brings both to stable storage, the older one first.
+//! asked for its entries ([`crate::map::FrozenMap::over`]) until the snapshot is settled ([`super::settle`]). A flush of the
+//! guest meanwhile brings both to stable storage, the older one first.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,11 +18,12 @@ use vmstrata_store::{FileIdentity, Gate, Store};
 use vmstrata_types::MAX_LAYERS;
 
 use super::Disk;
-use super::durable::leave_clean;
-use super::open::open_top;
+use super::durable::end_session;
+use super::open::{FEATURES_SINCE, open_top};
+use super::settle::Unsettled;
 use crate::chain::open_layer;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::layer::{Format, Layer, Tables};
+use crate::layer::{Format, Layer};
 use crate::layers::{Layers, Top, index_of};
 use crate::map::FrozenMap;
 use crate::opener::Role;
@@ -47,16 +48,14 @@ pub(super) struct Switch<'disk> {
 
 /// A change that was made: what was active is on its way to stable storage.
 #[derive(Debug)]
-pub(super) struct Unsettled<'disk> {
+pub(super) struct Uncommitted<'disk> {
     disk: &'disk Disk,
-    frozen: PathBuf,
-    before: Arc<Layers>,
-    after: Arc<Layers>,
+    unsettled: Unsettled,
 }
 
 impl<'disk> Switch<'disk> {
     /// Makes ready for an empty overlay to become the active layer of `disk`, and what is active now a frozen one. The
-    /// caller holds the disk's `changing`.
+    /// overlay is on stable storage then. The caller holds the disk's `changing`.
     ///
     /// # Errors
     /// A read-only or closed disk, or an overlay that cannot be opened or is of another size: nothing has changed.
@@ -77,21 +76,20 @@ impl<'disk> Switch<'disk> {
 
     /// Makes the changes at one instant: writers of all these disks are held meanwhile. The overlays have the disks' names,
     /// durably. Returns for how long writers were held.
-    pub(super) fn make(mut switches: Vec<Self>) -> (Vec<Unsettled<'disk>>, Duration) {
+    pub(super) fn make(mut switches: Vec<Self>) -> (Vec<Uncommitted<'disk>>, Duration) {
         let disks: Vec<&Disk> = switches.iter().map(|switch| switch.disk).collect();
         let began = Instant::now();
-        let made = with_all_closed(&disks, &mut || {
-            let put = |switch: &mut Self| {
-                switch.disk.put_layers(switch.after.take().expect("a change is made once"))
-            };
-            switches.iter_mut().map(put).collect::<Vec<_>>()
+        with_all_closed(&disks, &mut || {
+            for switch in &mut switches {
+                switch.disk.put_layers(switch.after.take().expect("a change is made once"));
+            }
         });
         let pause = began.elapsed();
-        let unsettled = switches.into_iter().zip(made).map(|(switch, after)| {
+        let uncommitted = switches.into_iter().map(|switch| {
             let Self { disk, frozen, before, .. } = switch;
-            Unsettled { disk, frozen, before, after }
+            Uncommitted { disk, unsettled: Unsettled { before, path: frozen } }
         });
-        (unsettled.collect(), pause)
+        (uncommitted.collect(), pause)
     }
 }
 
@@ -102,13 +100,16 @@ fn with_all_closed<T>(disks: &[&Disk], change: &mut dyn FnMut() -> T) -> T {
     }
 }
 
-impl Unsettled<'_> {
-    /// Brings what was active to stable storage and ends the session on it; the disk then stands on a plain file.
+impl<'disk> Uncommitted<'disk> {
+    /// Brings what was active to stable storage, and lets others read it as a file that was closed. Returns what is left
+    /// to do for the disk.
     ///
     /// # Errors
     /// A host that cannot flush or write: the disk takes no more writes.
-    pub(super) fn settle(self) -> Result<()> {
-        self.disk.settle(&self.before, &self.after, &self.frozen)
+    pub(super) fn commit(self) -> Result<(&'disk Disk, Unsettled)> {
+        let Self { disk, unsettled } = self;
+        disk.commit_frozen(&unsettled).map_err(|error| disk.latch(error))?;
+        Ok((disk, unsettled))
     }
 }
 
@@ -131,48 +132,33 @@ impl Disk {
         let newest = provisional(before, names.frozen);
         let map = FrozenMap::over(before, newest, self.resources.new_owner()?)?;
         let top = open_top(overlay, index_of(depth), &self.resources)?;
+        flush_new(&top).map_err(|error| error.in_file(names.overlay))?;
         let mut after = Layers::new(self.size, top, Some(Arc::new(map)), &self.resources);
         after.before = Some(Arc::clone(before));
         Ok(after)
     }
 
-    fn settle(&self, before: &Layers, unsettled: &Layers, path: &Path) -> Result<()> {
-        let finish = || -> Result<(FileIdentity, Option<Tables>)> {
-            before.commit()?;
-            match &before.top {
-                Top::Qcow2(active) => {
-                    leave_clean(active, || self.epochs.synchronize())?;
-                    give_up(&*active.store, path)?;
-                    Ok((active.identity, Some(active.tables)))
-                }
-                Top::Raw(raw) => {
-                    give_up(&*raw.store, path)?;
-                    Ok((raw.identity, None))
-                }
-                Top::Frozen => unreachable!("a disk without an active layer takes no snapshots"),
+    fn commit_frozen(&self, unsettled: &Unsettled) -> Result<()> {
+        let Unsettled { before, path } = unsettled;
+        before.commit()?;
+        match &before.top {
+            Top::Qcow2(active) => {
+                end_session(active, || self.epochs.synchronize())?;
+                give_up(&*active.store, path)
             }
-        };
-        let (identity, tables) = finish().map_err(|error| self.latch(error))?;
-        let index = self.index_newest(before, path);
-        let opener = self.resources.files().opener();
-        let now = opener.identity(path, &Gate::unrestricted())?;
-        if now.file != identity.file {
-            return Err(Error::from(ErrorKind::Changed).in_file(path));
+            Top::Raw(raw) => give_up(&*raw.store, path),
+            Top::Frozen => unreachable!("a disk without an active layer takes no snapshots"),
         }
-        let newest = self.resources.share_layer(Layer::new(path.to_owned(), now, before.size, tables));
-        // Now, not in the first request for it.
-        self.resources.files().store(&newest)?;
-        let map = unsettled.frozen.as_ref().expect("made by `prepare`").settled(newest)?;
-        let map = Arc::new(match index {
-            Some(index) => map.with_index(index),
-            None => map,
-        });
-        self.resources.offer_map(&map);
-        let settled = self.put_layers(unsettled.settled(map));
-        if let Some(indexed) = self.index_whole(&settled) {
-            self.put_layers(indexed);
+    }
+}
+
+/// Brings a new overlay to stable storage, unless the beginning of a session on it has done so.
+fn flush_new(top: &Top) -> Result<()> {
+    match top {
+        Top::Qcow2(active) if active.tables.version < FEATURES_SINCE => {
+            active.flusher.flush().while_trying("flush the overlay")
         }
-        Ok(())
+        _ => Ok(()),
     }
 }
 

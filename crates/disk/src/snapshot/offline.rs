@@ -195,6 +195,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     let (stood_on, below) = finished(&found)?;
     let image = below.overlay(name_from(disk, &found.layer)?, &info)?;
     let mut prepared = Prepared::make(disk, identity, &image, disk, options.prepare.on_step)?;
+    prepared.flush()?;
     if let Some(keep) = options.keep.as_ref().filter(|keep| file_at(keep).ok() != Some(identity)) {
         prepared.link(keep.clone())?;
     }

@@ -36,7 +36,7 @@ pub enum Step {
     Sweep,
     /// Make the overlay under its temporary name.
     Make,
-    /// Bring the overlay and its temporary name to stable storage.
+    /// Bring the overlay to stable storage.
     Flush,
     /// Give the active file its second name.
     Link,
@@ -93,15 +93,30 @@ pub fn prepare(active: &Path, info: &SnapshotInfo, options: &PrepareOptions) -> 
 }
 
 fn prepare_below(active: &Path, info: &SnapshotInfo, options: &PrepareOptions) -> Result<Prepared> {
+    let (mut prepared, frozen) = make_ready(active, info, options)?;
+    prepared.flush()?;
+    prepared.link(frozen)?;
+    Ok(prepared)
+}
+
+/// As [`prepare`], without the second name, which is returned: to be given ([`Prepared::link`]) when the overlay is on stable
+/// storage.
+///
+/// # Errors
+/// As [`prepare`].
+pub(crate) fn make_ready(
+    active: &Path,
+    info: &SnapshotInfo,
+    options: &PrepareOptions,
+) -> Result<(Prepared, PathBuf)> {
     check_path(active)?;
     info.check().map_err(vmstrata_qcow2::CreateError::from)?;
     let below = Below::read(active, options.format)?;
     let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
     let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
     let image = below.overlay(names::sibling(name), info)?;
-    let mut prepared = Prepared::make(active, below.identity.file, &image, active, options.on_step)?;
-    prepared.link(frozen)?;
-    Ok(prepared)
+    let prepared = Prepared::make(active, below.identity.file, &image, active, options.on_step)?;
+    Ok((prepared, frozen))
 }
 
 /// Refuses a path that cannot stay while what it leads to changes.
@@ -118,7 +133,8 @@ pub(super) fn check_path(active: &Path) -> Result<()> {
 }
 
 impl Prepared {
-    /// An overlay ready to take the place of `active`, which is the file `identity`; its owner is that of `like`.
+    /// An overlay ready to take the place of `active`, which is the file `identity`, but for being flushed; its owner is that
+    /// of `like`.
     ///
     /// # Errors
     /// Whatever the host reports. Nothing has then changed.
@@ -134,19 +150,26 @@ impl Prepared {
         on_step(Step::Make);
         let overlay = overlay::make(active, image, like)?;
         let active = active.to_owned();
-        let prepared = Self { overlay, active, identity, second: None, is_published: false, on_step };
-        on_step(Step::Flush);
-        prepared.overlay.file.sync_all().while_trying("flush the overlay")?;
-        // The second name must not outlive the temporary one, by which it is recognised.
-        flush_directory(&prepared.active)?;
-        Ok(prepared)
+        Ok(Self { overlay, active, identity, second: None, is_published: false, on_step })
     }
 
-    /// Gives the active file the second name `path`.
+    /// Brings the overlay to stable storage.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(super) fn flush(&self) -> Result<()> {
+        (self.on_step)(Step::Flush);
+        self.overlay.file.sync_all().while_trying("flush the overlay")
+    }
+
+    /// Gives the active file the second name `path`. The overlay is on stable storage.
+    ///
+    /// The second name must not outlive the temporary one, by which it is recognised: names that are made one after the other
+    /// in a directory get to stable storage in that order.
     ///
     /// # Errors
     /// A name that is taken, or a file system without second names.
-    pub(super) fn link(&mut self, path: PathBuf) -> Result<()> {
+    pub(crate) fn link(&mut self, path: PathBuf) -> Result<()> {
         (self.on_step)(Step::Link);
         match rustix::fs::link(&self.active, &path) {
             Ok(()) => {}
@@ -169,6 +192,11 @@ impl Prepared {
     /// Nothing that a guest was promised may be in it alone before [`Published::flush`] is done.
     pub fn overlay(&self) -> &Path {
         &self.overlay.path
+    }
+
+    /// The disk's path.
+    pub(crate) fn active(&self) -> &Path {
+        &self.active
     }
 
     /// The second name of the file that is active now.

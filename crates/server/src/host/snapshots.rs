@@ -1,4 +1,5 @@
-//! Snapshots of disks that are served.
+//! Snapshots of disks that are served. A snapshot is answered when it is on stable storage; what is left to do then is done
+//! on a thread of its own, or by whoever changes or closes the disk before.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use crate::error::Error;
 use crate::spec::SpecError;
 
 impl Host {
-    /// Takes a snapshot of some disks at one instant.
+    /// Takes a snapshot of some disks at one instant. It is on stable storage then, and gets its index afterwards.
     ///
     /// # Errors
     /// No disk or one that is not served, one named twice, or what the engine refuses; see [`snapshot_together`].
@@ -32,6 +33,7 @@ impl Host {
         };
         let all: Vec<&Disk> = disks.iter().map(|disk| &**disk).collect();
         let taken = snapshot_together(&all, &info)?;
+        settle_later(disks);
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
         let layers = asked.disks.into_iter().zip(taken).map(|(disk, taken)| {
             self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
@@ -43,6 +45,14 @@ impl Host {
             disks,
             name: info.name,
         })
+    }
+}
+
+/// Has what the snapshot left to do done. Failures are logged and counted where they happen.
+fn settle_later(disks: Vec<Arc<Disk>>) {
+    let settle = move || disks.iter().for_each(|disk| _ = disk.settle());
+    if let Err(error) = std::thread::Builder::new().name("settle".into()).spawn(settle) {
+        tracing::warn!(%error, "a snapshot gets its index later: no thread");
     }
 }
 

@@ -28,7 +28,7 @@ impl Running {
 
     fn relink_active(&self, copier: &Copier) -> Result<()> {
         let disk = &self.disk;
-        let _changing = disk.changing.lock();
+        let _changing = disk.change();
         disk.check_changeable()?;
         let layers = disk.layers_now();
         self.check_top(&layers, copier)?;
@@ -45,7 +45,14 @@ impl Running {
         copier.let_go();
         let layer = self.settled_target(copier)?;
         loop {
-            let before = arc_swap::Guard::into_inner(disk.layers_now());
+            let before = {
+                let _changing = disk.change();
+                arc_swap::Guard::into_inner(disk.layers_now())
+            };
+            if before.before.is_some() {
+                // A snapshot that could not be settled.
+                return Err(Error::from(MergeFault::LayersChanged).in_file(&disk.path));
+            }
             let old = before.frozen.as_ref().ok_or(MergeFault::LayersChanged)?;
             let (first, above) = (self.range.first.index(), self.range.target().index() + 1);
             if old.layers().nth(above - 1).is_none_or(|layer| layer.identity.file != target.identity.file) {
@@ -56,7 +63,7 @@ impl Running {
             let index = copier.after.as_ref().and_then(|map| map.index().cloned());
             let map = disk.resources.share_map(shorter, index)?;
             map.warm_as(old)?;
-            let _changing = disk.changing.lock();
+            let _changing = disk.change();
             disk.check_changeable()?;
             if Arc::ptr_eq(&before, &disk.layers_now()) {
                 disk.put_layers(before.over(Some(map), None));
@@ -84,7 +91,7 @@ impl Running {
     /// A chain that cannot be read.
     pub(crate) fn index(&mut self) -> Result<bool> {
         let disk = &self.disk;
-        let _changing = disk.changing.lock();
+        let _changing = disk.change();
         disk.check_changeable()?;
         let builder = match &mut self.indexing {
             Some(builder) => builder,

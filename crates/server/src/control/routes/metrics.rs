@@ -78,7 +78,16 @@ impl Numbers {
         let sizes = of_disks(|disk| disk.size_bytes.unwrap_or_default());
         gauges(encoder, "disk_size_bytes", "Virtual size", sizes)?;
         let layers = of_disks(|disk| disk.layers.unwrap_or_default());
-        gauges(encoder, "disk_layers", "Layers of the chain", layers)
+        gauges(encoder, "disk_layers", "Layers of the chain", layers)?;
+        let settling = of_disks(|disk| u64::from(disk.settling));
+        gauges(encoder, "disk_settling", "1 while the last snapshot gets its index", settling)?;
+        let help = "Snapshots that were taken and did not get their index";
+        let mut family =
+            encoder.encode_descriptor("disk_settle_failures", help, None, MetricType::Counter)?;
+        for (labels, failures) in of_disks(|disk| disk.settle_failures) {
+            family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&failures, None)?;
+        }
+        Ok(())
     }
 
     fn doors(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
@@ -150,6 +159,8 @@ mod tests {
             read_only: false,
             size_bytes: Some(1 << 30),
             layers: Some(300),
+            settling: true,
+            settle_failures: 4,
         };
         let status = ServerStatus {
             version: "1.2.3".to_owned(),
@@ -165,6 +176,8 @@ mod tests {
             r#"vmstrata_uptime_seconds 7"#,
             r#"vmstrata_disk_size_bytes{disk="we\"b\\"} 1073741824"#,
             r#"vmstrata_disk_layers{disk="we\"b\\"} 300"#,
+            r#"vmstrata_disk_settling{disk="we\"b\\"} 1"#,
+            r#"vmstrata_disk_settle_failures_total{disk="we\"b\\"} 4"#,
             "# EOF",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");

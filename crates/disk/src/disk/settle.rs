@@ -1,0 +1,120 @@
+//! What is left to do once a snapshot is on stable storage: the end of the session on what was active, the layer's page of
+//! history (its index), and a map that reads the layer's tables from its file.
+//!
+//! ```text
+//!   snapshot ──► answered ──► Disk::settle, on a thread of whoever runs the disk ──► index, map of files alone
+//!                    └── or first thing in whatever changes the layers next, or closes the disk
+//! ```
+//!
+//! Nothing here can undo the snapshot. Killed before it is done, a process leaves a layer without an index, which the next
+//! one reads without, and its journal, which says what the file says.
+//!
+//! Invariant: at most one snapshot of a disk is unsettled, the newest.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+use vmstrata_store::{FileIdentity, Gate};
+
+use super::Disk;
+use super::durable::session_ended;
+use crate::error::{Error, ErrorKind, Result};
+use crate::layer::{Layer, Tables};
+use crate::layers::{Layers, Top};
+
+/// A snapshot of which something is left to do.
+#[derive(Debug)]
+pub(super) struct Unsettled {
+    /// The layers of before it; their active one is frozen now.
+    pub(super) before: Arc<Layers>,
+    /// The name of that layer.
+    pub(super) path: PathBuf,
+}
+
+impl Disk {
+    /// Does what the last snapshot left to do ([`crate::snapshot_together`]); nothing if there is nothing. Whoever changes the
+    /// disk's layers next does it otherwise, and waits for it.
+    ///
+    /// # Errors
+    /// A host that cannot flush: the disk takes no more writes. A layer that was replaced: it goes without an index. What
+    /// failed is counted and not tried again.
+    pub fn settle(&self) -> Result<()> {
+        let mut changing = self.changing.lock();
+        let Some(unsettled) = changing.take() else { return Ok(()) };
+        let settled = self.settle_now(&unsettled);
+        self.settling.store(false, Ordering::Release);
+        settled.inspect_err(|error| {
+            self.settle_failures.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(layer = %unsettled.path.display(), %error, "the snapshot is safe, and not settled");
+        })
+    }
+
+    /// Whether something is left to do for the last snapshot.
+    pub fn is_settling(&self) -> bool {
+        self.settling.load(Ordering::Acquire)
+    }
+
+    /// How often something could not be done that a snapshot had left to do.
+    pub fn settle_failures(&self) -> u64 {
+        self.settle_failures.load(Ordering::Relaxed)
+    }
+
+    /// Keeps others from changing the layers; what the last snapshot left to do is done.
+    pub(super) fn change(&self) -> MutexGuard<'_, Option<Unsettled>> {
+        loop {
+            // An error is counted, and stands in nobody's way.
+            let _ = self.settle();
+            let changing = self.changing.lock();
+            if changing.is_none() {
+                return changing;
+            }
+        }
+    }
+
+    /// Leaves something to do.
+    pub(super) fn leave_unsettled(&self, unsettled: Unsettled, changing: &mut Option<Unsettled>) {
+        assert!(changing.is_none(), "the snapshot before is settled first");
+        self.settling.store(true, Ordering::Release);
+        *changing = Some(unsettled);
+    }
+
+    fn settle_now(&self, unsettled: &Unsettled) -> Result<()> {
+        let Unsettled { before, path } = unsettled;
+        let (identity, tables) = self.end(before)?;
+        let index = self.index_newest(before, path);
+        let opener = self.resources.files().opener();
+        let now = opener.identity(path, &Gate::unrestricted())?;
+        if now.file != identity.file {
+            return Err(Error::from(ErrorKind::Changed).in_file(path));
+        }
+        let newest = self.resources.share_layer(Layer::new(path.clone(), now, before.size, tables));
+        // Now, not in the first request for it.
+        self.resources.files().store(&newest)?;
+        let layers = self.layers_now();
+        let map = layers.frozen.as_ref().expect("what was active is frozen").settled(newest)?;
+        let map = Arc::new(match index {
+            Some(index) => map.with_index(index),
+            None => map,
+        });
+        self.resources.offer_map(&map);
+        let settled = self.put_layers(layers.settled(map));
+        if let Some(indexed) = self.index_whole(&settled) {
+            self.put_layers(indexed);
+        }
+        Ok(())
+    }
+
+    /// Ends the session on what was active.
+    fn end(&self, before: &Layers) -> Result<(FileIdentity, Option<Tables>)> {
+        match &before.top {
+            Top::Qcow2(active) => {
+                session_ended(active).map_err(|error| self.latch(error))?;
+                Ok((active.identity, Some(active.tables)))
+            }
+            Top::Raw(raw) => Ok((raw.identity, None)),
+            Top::Frozen => unreachable!("a disk without an active layer takes no snapshots"),
+        }
+    }
+}
