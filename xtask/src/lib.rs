@@ -6,6 +6,7 @@
 //!   bench   runs QEMU, vmstrata and the floor over such chains in turn, and writes what it measured
 //!   guest   a small Linux that boots in stock QEMU in seconds
 //!   demo    500 snapshots, stock QEMU and vmstrata side by side
+//!   soak    1,000 snapshots under a guest, most of them deleted, the server killed meanwhile
 //! ```
 //!
 //! Nothing here ships: the crates under `crates/` never depend on this one. The chain generator writes the
@@ -18,4 +19,5 @@ pub mod chain;
 pub mod demo;
 pub mod guest;
 pub mod size;
+pub mod soak;
 pub mod tidy;

@@ -10,6 +10,7 @@ mod chain_command;
 mod demo_command;
 mod fuzz_command;
 mod load_command;
+mod soak_command;
 
 /// Chores of this repository.
 #[derive(Parser)]
@@ -29,6 +30,8 @@ enum Command {
     Demo(demo_command::Demo),
     /// Feed hostile bytes to parsers and servers, with cargo-fuzz.
     Fuzz(fuzz_command::Fuzz),
+    /// A guest through 1,000 snapshots, most deleted from the middle, the server killed now and then.
+    Soak(soak_command::Soak),
     /// Run one load against a vhost-user-blk socket or a raw file.
     Load(load_command::LoadCommand),
 }
@@ -45,6 +48,7 @@ fn main() -> Result<()> {
         Command::Bench(bench) => bench.run(),
         Command::Demo(demo) => demo.run(),
         Command::Fuzz(fuzz) => fuzz.run(),
+        Command::Soak(soak) => soak.run(),
         Command::Load(load) => load.run(),
     }
 }

@@ -13,6 +13,7 @@ fn a_small_history_is_measured_checked_and_removed() {
         snapshots: 14,
         pace,
         working_set: 1 << 20,
+        merged: 4 << 20,
         reads_size: 4 << 20,
         ..Options::quick(dir.path().to_owned())
     };
@@ -28,6 +29,7 @@ fn a_small_history_is_measured_checked_and_removed() {
     let added = row("bytes that a snapshot adds / its bound");
     assert_eq!((added.samples, added.met()), (11, Some(true)), "{added:?}");
     assert!(row("snapshot of the live disk").qemu.is_some());
+    assert!(row("4 KiB requests of a guest, p99: while").qemu.is_some());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "files are left");
 }
 

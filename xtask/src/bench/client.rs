@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
 
-use super::load::{Access, Load, Outcome, Run, Watch};
+use super::load::{Load, Outcome, Run, Turn, Watch};
 use crate::chain::pattern::{self, Writer, mix};
 
 /// Longest silence of a server before a run is given up.
@@ -152,12 +152,10 @@ impl Client {
     /// Starts the next request of `run`; `false` when there is none.
     fn start(&mut self, run: &mut Run<'_>, slot: usize) -> bool {
         let block = run.load.block;
-        let Some(at) = run.next_position() else { return false };
-        match run.load.access {
-            Access::RandomRead | Access::SequentialRead => {
-                self.queue.read(at, self.buffer(slot, block), block, slot, ReqFlags::empty());
-            }
-            Access::RandomWrite { round } | Access::FirstWrite { round } => {
+        let Some((turn, at)) = run.next() else { return false };
+        match turn {
+            Turn::Read => self.queue.read(at, self.buffer(slot, block), block, slot, ReqFlags::empty()),
+            Turn::Write(round) => {
                 let seed = self.data_seed;
                 pattern::fill(self.bytes(slot, block), at, Writer::client(round), seed);
                 run.written[(at / block as u64) as usize] = true;
@@ -251,6 +249,7 @@ impl Client {
 mod tests {
     use std::path::Path;
 
+    use super::super::load::Access;
     use super::*;
 
     fn raw_disk(dir: &Path) -> Target {

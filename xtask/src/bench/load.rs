@@ -23,6 +23,21 @@ pub enum Access {
         /// Told apart when the data is checked.
         round: u16,
     },
+    /// Reads and writes in turn at random block positions; the writes stay near the start.
+    ReadWrite {
+        /// Told apart when the data is checked.
+        round: u16,
+        /// Bytes at the disk's start that are written to.
+        within: u64,
+    },
+}
+
+/// What one request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    Read,
+    /// As this round of the client.
+    Write(u16),
 }
 
 /// Unit of [`Access::FirstWrite`]: the default cluster size.
@@ -99,20 +114,36 @@ impl<'a> Run<'a> {
         let blocks = capacity / load.block as u64;
         ensure!(blocks > 0, "the disk is smaller than a block");
         let written = match load.access {
-            Access::RandomWrite { .. } | Access::FirstWrite { .. } => vec![false; blocks as usize],
+            Access::RandomWrite { .. } | Access::FirstWrite { .. } | Access::ReadWrite { .. } => {
+                vec![false; blocks as usize]
+            }
             Access::RandomRead | Access::SequentialRead => Vec::new(),
         };
         Ok(Self { load, blocks, issued: 0, requests: 0, written })
     }
 
-    /// Where the next request goes; `None` when there is none left.
-    pub(super) fn next_position(&mut self) -> Option<u64> {
+    /// What the next request does, and where; `None` when there is none left.
+    pub(super) fn next(&mut self) -> Option<(Turn, u64)> {
+        let turn = match self.load.access {
+            Access::SequentialRead | Access::RandomRead => Turn::Read,
+            Access::ReadWrite { .. } if self.issued.is_multiple_of(2) => Turn::Read,
+            Access::RandomWrite { round }
+            | Access::FirstWrite { round }
+            | Access::ReadWrite { round, .. } => Turn::Write(round),
+        };
+        Some((turn, self.next_position(turn)?))
+    }
+
+    fn next_position(&mut self, turn: Turn) -> Option<u64> {
         let issued = self.issued;
         self.issued += 1;
         let block = self.load.block as u64;
         match self.load.access {
             Access::SequentialRead => Some(issued % self.blocks * block),
-            Access::RandomRead | Access::RandomWrite { .. } => {
+            Access::ReadWrite { within, .. } if turn != Turn::Read => {
+                Some(self.random(issued) % (within / block).clamp(1, self.blocks) * block)
+            }
+            Access::RandomRead | Access::RandomWrite { .. } | Access::ReadWrite { .. } => {
                 Some(self.random(issued) % self.blocks * block)
             }
             Access::FirstWrite { .. } => {
@@ -139,11 +170,24 @@ mod tests {
         let mut run = Run::new(&load, 64 * 4096 + 512).unwrap();
         let mut seen = [false; 64];
         for _ in 0..2_000 {
-            let at = run.next_position().unwrap();
-            assert!(at.is_multiple_of(4096));
+            let (turn, at) = run.next().unwrap();
+            assert!(turn == Turn::Read && at.is_multiple_of(4096));
             seen[(at / 4096) as usize] = true;
         }
         assert!(seen.iter().all(|seen| *seen));
+    }
+
+    #[test]
+    fn reads_go_everywhere_and_writes_where_they_may() {
+        let access = Access::ReadWrite { round: 3, within: 16 * 4096 };
+        let load = Load { access, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
+        let mut run = Run::new(&load, 64 * 4096).unwrap();
+        let turns: Vec<(Turn, u64)> = (0..1_000).map(|_| run.next().unwrap()).collect();
+        let (writes, reads): (Vec<_>, Vec<_>) =
+            turns.into_iter().partition(|(turn, _)| *turn == Turn::Write(3));
+        assert_eq!((writes.len(), reads.len()), (500, 500));
+        assert!(writes.iter().all(|(_, at)| *at < 16 * 4096));
+        assert!(reads.iter().any(|(_, at)| *at >= 48 * 4096));
     }
 
     #[test]
@@ -151,8 +195,7 @@ mod tests {
         let access = Access::FirstWrite { round: 0 };
         let load = Load { access, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
         let mut run = Run::new(&load, 1000 * CLUSTER).unwrap();
-        let mut clusters: Vec<u64> =
-            std::iter::from_fn(|| run.next_position()).map(|at| at / CLUSTER).collect();
+        let mut clusters: Vec<u64> = std::iter::from_fn(|| run.next()).map(|(_, at)| at / CLUSTER).collect();
         assert!(!clusters.is_sorted(), "the order is random");
         clusters.sort_unstable();
         assert_eq!(clusters, (0..1000).collect::<Vec<_>>());

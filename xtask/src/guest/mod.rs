@@ -10,6 +10,7 @@
 
 pub mod cpio;
 pub mod image;
+pub mod judge;
 pub mod packages;
 pub mod vm;
 

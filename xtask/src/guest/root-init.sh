@@ -23,10 +23,17 @@ verify() {
     echo "guest: files verified"
 }
 
+# Whether a line was typed on the console.
+stopped() {
+    read -r -t 0.01 line && [ "$line" = stop ]
+}
+
 # Writes a new tree each round, keeps the two newest, and checks all of them from disk, not from memory.
 workload() {
     mkdir -p /work
-    for round in $(seq "${rounds:-4}"); do
+    round=0
+    while [ "$round" -lt "${rounds:-4}" ] && ! stopped; do
+        round=$((round + 1))
         tree=/work/$round
         mkdir "$tree" || fail "mkdir $tree"
         for file in 1 2 3 4 5 6 7 8; do
@@ -51,6 +58,11 @@ case "$task" in
     boot) ;;
     verify) verify ;;
     workload)
+        workload
+        verify
+        ;;
+    soak)
+        rounds=1000000
         workload
         verify
         ;;

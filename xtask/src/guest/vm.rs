@@ -1,6 +1,6 @@
 //! One run of stock QEMU with the guest, and what it says on its console.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write as _};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -31,6 +31,8 @@ pub enum Task {
         /// Number of rounds.
         rounds: u32,
     },
+    /// As [`Task::Workload`], until it is told to stop ([`Vm::say`]).
+    Soak,
 }
 
 impl Task {
@@ -39,6 +41,7 @@ impl Task {
             Self::Boot => "task=boot rootflags=ro".into(),
             Self::Verify => "task=verify rootflags=ro".into(),
             Self::Workload { rounds } => format!("task=workload rounds={rounds}"),
+            Self::Soak => "task=soak".into(),
         }
     }
 }
@@ -85,7 +88,7 @@ impl Vm {
         }
         let start = Instant::now();
         let mut qemu = command
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -145,6 +148,15 @@ impl Vm {
         let status = self.qemu.wait()?;
         ensure!(status.success(), "QEMU ended with {status}; console:\n{}", self.console);
         Ok(())
+    }
+
+    /// Types a line on the guest's console.
+    ///
+    /// # Errors
+    /// When QEMU has ended.
+    pub fn say(&mut self, line: &str) -> Result<()> {
+        let input = self.qemu.stdin.as_mut().context("a console to type on")?;
+        Ok(writeln!(input, "{line}")?)
     }
 
     /// Process id of QEMU.

@@ -1,4 +1,4 @@
-//! A guest that writes without a break in a thread of its own, and a trace of its requests.
+//! A guest that works without a break in a thread of its own, and a trace of its requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ use super::BLOCK;
 const DEPTH: usize = 8;
 /// Who writes, when data is looked at.
 const ROUND: u16 = u16::MAX;
-/// The longest that a guest writes.
+/// The longest that a guest works.
 const TIME_MAX: Duration = Duration::from_secs(600);
 
 /// Longer than any request takes; a server that is silent for longer ends the run.
@@ -30,7 +30,16 @@ pub(super) struct Guest {
 
 impl Guest {
     /// Starts 4 KiB random writes at queue depth 8 to the first `span` bytes of the disk.
-    pub(super) fn start(mut client: Client, span: u64) -> Self {
+    pub(super) fn start(client: Client, span: u64) -> Self {
+        Self::start_with(client, Access::RandomWrite { round: ROUND }, span)
+    }
+
+    /// Starts 4 KiB reads and writes in turn at queue depth 8: reads of the first `span` bytes, writes to the first `within`.
+    pub(super) fn start_mixed(client: Client, span: u64, within: u64) -> Self {
+        Self::start_with(client, Access::ReadWrite { round: ROUND, within }, span)
+    }
+
+    fn start_with(mut client: Client, access: Access, span: u64) -> Self {
         let (stop, epoch) = (Arc::new(AtomicBool::new(false)), Instant::now());
         let mut recorder = Recorder {
             stop: Arc::clone(&stop),
@@ -38,7 +47,6 @@ impl Guest {
             started: [Duration::ZERO; DEPTH],
             requests: Vec::new(),
         };
-        let access = Access::RandomWrite { round: ROUND };
         let load = Load { access, block: BLOCK, depth: DEPTH, time: TIME_MAX, seed: 5 };
         let thread = std::thread::spawn(move || {
             client.run_watched(&load, span, &mut recorder)?;
@@ -52,7 +60,7 @@ impl Guest {
         self.epoch.elapsed()
     }
 
-    /// Ends the writing.
+    /// Ends the work.
     ///
     /// # Errors
     /// When one of the requests failed.
@@ -110,6 +118,15 @@ impl Trace {
         under_way.map(|request| request.end - request.start).max().unwrap_or_default()
     }
 
+    /// The latency that `part` of the requests completed between two moments keep, such as 0.99; `None` if there were none.
+    pub(super) fn percentile(&self, part: f64, from: Duration, to: Duration) -> Option<Duration> {
+        let window = &self.requests[self.first_after(from)..self.first_after(to)];
+        let mut latencies: Vec<Duration> = window.iter().map(|request| request.end - request.start).collect();
+        let rank = (latencies.len() as f64 * part).ceil() as usize;
+        let place = rank.checked_sub(1).filter(|place| *place < latencies.len())?;
+        Some(*latencies.select_nth_unstable(place).1)
+    }
+
     fn first_after(&self, moment: Duration) -> usize {
         self.requests.partition_point(|request| request.end <= moment)
     }
@@ -139,6 +156,16 @@ mod tests {
         assert_eq!(trace.longest(ms(110), ms(111)), ms(60));
         assert_eq!(trace.longest(ms(95), ms(105)), ms(60));
         assert_eq!(trace.longest(ms(170), ms(300)), ms(2));
+    }
+
+    #[test]
+    fn percentiles_are_of_what_completed_in_the_window() {
+        let trace = trace();
+        assert_eq!(trace.percentile(0.99, ms(0), ms(95)), Some(ms(2)));
+        assert_eq!(trace.percentile(0.5, ms(0), ms(400)), Some(ms(2)));
+        assert_eq!(trace.percentile(0.99, ms(0), ms(400)), Some(ms(60)), "one of 35");
+        assert_eq!(trace.percentile(0.9, ms(0), ms(400)), Some(ms(2)));
+        assert_eq!(trace.percentile(0.99, ms(103), ms(150)), None);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //!   disk (50 GiB, 90 % mapped, sparse) ──► live: snapshots of a served disk, guest writing ──► History
 //!                                     └──► live: the same through stock QEMU and QMP         │
 //!   opened, space, changes: the same files, opened, checked by qemu-img, compared ◄──────────┘
+//!   merging: snapshots from the middle deleted, a guest at work on another disk, through both
 //!   reads: 1,000 layers / 1 layer, on chains whose data is there
 //!      └──► report (rows beside their bounds) ──► docs/measurements/history.json, README
 //! ```
@@ -15,6 +16,7 @@ mod changes;
 mod disk;
 mod guest;
 mod live;
+mod merging;
 mod opened;
 mod publish;
 mod qmp;
@@ -50,6 +52,8 @@ pub struct Options {
     pub pace: Pace,
     /// Bytes at the disk's start that this guest writes to; a snapshot makes it copy each cluster of them once.
     pub working_set: u64,
+    /// Bytes that a merge copies while a guest works.
+    pub merged: u64,
     /// Bytes of the disks whose reads are compared.
     pub reads_size: u64,
     /// Times that a thing is done again, where one time is little.
@@ -79,6 +83,7 @@ impl Options {
             snapshots: 1000,
             pace: Pace { spaced: 30, close: 70, second: Duration::from_secs(1) },
             working_set: 64 << 20,
+            merged: 192 << 20,
             reads_size: 4 << 30,
             rounds: 5,
             dir,
@@ -93,6 +98,7 @@ impl Options {
             snapshots: 50,
             pace: Pace { spaced: 3, close: 5, second: Duration::from_millis(300) },
             working_set: 16 << 20,
+            merged: 16 << 20,
             reads_size: 64 << 20,
             rounds: 1,
             dir,
@@ -126,6 +132,11 @@ pub fn run(options: &Options) -> Result<Report> {
         space::measure(&history, dir.path(), &mut report)?;
         said("open");
         opened::measure(&history, options.rounds, &mut report)?;
+    }
+    {
+        let dir = tempfile::Builder::new().prefix("merging-").tempdir_in(&options.dir)?;
+        said("snapshots deleted under a guest, by both");
+        merging::measure(options, dir.path(), &mut report)?;
     }
     {
         let dir = tempfile::Builder::new().prefix("reads-").tempdir_in(&options.dir)?;

@@ -146,6 +146,13 @@ fn parameters(options: &Options) -> Vec<(String, String)> {
         named("snapshots", options.snapshots.to_string()),
         named("snapshots under a writing guest", (pace.spaced + pace.close).to_string()),
         named("guest", format!("4 KiB random writes, QD8, to {} MiB", options.working_set >> 20)),
+        named(
+            "guest during merges",
+            format!(
+                "4 KiB random reads and writes in turn, QD8; {} MiB copied at the default speed limit",
+                options.merged >> 20
+            ),
+        ),
         named("disks of the reads", format!("{} MiB", options.reads_size >> 20)),
         named("all of it", "cargo xtask bench history".into()),
     ]
