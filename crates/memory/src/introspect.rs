@@ -13,13 +13,28 @@
 //! Invariants: what is read is hostile. Every walk has a bound, every count a limit; what is unknown, unreadable or
 //! inconsistent is critical, and a guest that cannot be read is critical as a whole, for a stated reason ([`Unreadable`]).
 
+pub mod btf;
 mod cause;
+mod check;
+mod disks;
+mod folio;
+mod guest;
 mod hide;
+mod mapping;
 mod origin;
+mod pass;
+mod shapes;
+#[cfg(test)]
+mod testing;
+mod view;
+pub mod vmcoreinfo;
 
 pub use cause::{Cause, CauseMap};
+pub use guest::Guest;
 pub use hide::{Clear, Hide, Hides, Width};
 pub use origin::{Disk, DiskIndex, Origin};
+
+use view::View;
 
 use crate::class::ClassMap;
 use crate::ram::{Ram, RamError};
@@ -55,6 +70,16 @@ pub enum Introspection {
 }
 
 impl Introspection {
+    /// Finds the kernel in `ram` and goes over its pages.
+    pub fn of(ram: &dyn Ram) -> Self {
+        let read = || {
+            let guest = Guest::find(ram)?;
+            let pages = Box::new(guest.pages(ram)?);
+            Ok(Self::Read { release: guest.release, pages })
+        };
+        read().unwrap_or_else(Self::Unreadable)
+    }
+
     /// The classes: all critical for a guest that could not be read. One for each frame that `ram`'s layout reaches.
     pub fn classes(&self, ram: &dyn Ram) -> ClassMap {
         match self {
@@ -96,4 +121,17 @@ pub enum Unreadable {
     /// The memory could not be read.
     #[error(transparent)]
     Ram(#[from] RamError),
+}
+
+impl Guest {
+    /// Goes over every page of `ram`, which this guest was found in, and since when it has not booted again.
+    ///
+    /// # Errors
+    /// [`Unreadable::Inconsistent`] when what was found is far from the kernel's own counters.
+    pub fn pages(&self, ram: &dyn Ram) -> Result<Pages, Unreadable> {
+        let mut view = View::new(ram, self.tables);
+        let pages = pass::run(self, ram, &mut view);
+        check::against_counters(self, &mut view, &pages)?;
+        Ok(pages)
+    }
 }
