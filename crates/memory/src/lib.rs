@@ -12,6 +12,7 @@
 //! | [`introspect`] | what a Linux guest uses its pages for |
 //! | [`capture`] | where a running QEMU keeps its memory |
 //! | [`qmp`] | talking to a running QEMU |
+//! | [`vault`] | the store of snapshots: copies by class, checksums, deduplication, repair |
 //!
 //! Invariants: a guest's memory is hostile input, and may change while it is read: every walk is bounded, and what is not
 //! understood is [`PageClass::Critical`].
@@ -22,6 +23,7 @@ pub mod class;
 pub mod introspect;
 pub mod qmp;
 pub mod ram;
+pub mod vault;
 
 pub use address::{Frame, PAGE_BITS, PAGE_BYTES, Physical, Virtual};
 pub use class::{ClassMap, PageClass};

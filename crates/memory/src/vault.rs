@@ -1,0 +1,232 @@
+//! The store of snapshots: several copies of what a guest cannot live without, one or none of what it can read again.
+//!
+//! ```text
+//!   capture ──► Writer ──► extents: hashed, found again or compressed ──► k homes: ID.critical, ID.clean
+//!                                                                                 then ID.snapshot: there it is
+//!   restore ◄── Snapshot: whichever copy is whole ◄──────────────────────
+//! ```
+//!
+//! | module | what it knows |
+//! |---|---|
+//! | [`home`], [`directory`] | where objects live, and directories as such places |
+//! | `metadata`, `info`, `pages`, `hiding`, `refill` | the object that makes a snapshot, and its parts |
+//! | `object`, `extent` | objects of pages, and the compressed pieces that they are made of |
+//! | `writer`, `known` | writing a snapshot; finding pages that are in the store already |
+//! | `snapshot` | reading one, by page or all at once |
+//! | `collect` | deleting, and removing what nobody needs |
+//!
+//! What is written is specified in `docs/format-memory.md`.
+//!
+//! Invariants: a snapshot is listed only when all it needs is on stable storage. In every home, what a snapshot listed there
+//! counts on in that home lies there too, so that each home can be understood and collected by itself. A critical page is
+//! never kept in fewer copies than its snapshot asks for because another page is the same.
+//!
+//! Lock order: homes in the order they were named, each with one lock; inside a writer, a shard of what is known, then an
+//! object's output.
+
+mod bytes;
+mod collect;
+mod directory;
+mod error;
+mod extent;
+mod hiding;
+mod home;
+mod info;
+mod known;
+mod metadata;
+mod name;
+mod object;
+mod pages;
+mod place;
+mod policy;
+mod refill;
+mod snapshot;
+mod stats;
+mod survey;
+mod writer;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+pub use collect::{Collected, Deleted};
+pub use directory::DirectoryHome;
+pub use error::{Result, VaultError};
+pub use hiding::{Hiding, Mask};
+pub use home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader};
+pub use info::{DiskState, Info, ObjectUse};
+pub use name::{ObjectKind, ObjectName, SnapshotId};
+pub use policy::{OneDevice, Policy};
+pub use refill::{DiskPiece, Refill};
+pub use snapshot::{Page, Snapshot, Want};
+pub use stats::{Savings, Stats};
+pub use survey::Listed;
+pub use writer::{Closing, NewSnapshot, Saved, Writer};
+
+use survey::Survey;
+
+/// Which snapshot is meant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// The one with this id.
+    Id(SnapshotId),
+    /// The one of this guest with this name.
+    Named {
+        /// The guest.
+        guest: String,
+        /// The snapshot's name.
+        name: String,
+    },
+    /// The guest's newest.
+    Newest(String),
+}
+
+impl std::str::FromStr for Which {
+    type Err = VaultError;
+
+    /// `GUEST@NAME`, an id, or `GUEST` for its newest.
+    fn from_str(text: &str) -> Result<Self> {
+        if let Ok(id) = text.parse() {
+            return Ok(Self::Id(id));
+        }
+        let Some((guest, name)) = text.split_once('@') else {
+            name::check_name(text)?;
+            return Ok(Self::Newest(text.to_owned()));
+        };
+        name::check_name(guest)?;
+        name::check_name(name)?;
+        Ok(Self::Named { guest: guest.to_owned(), name: name.to_owned() })
+    }
+}
+
+impl std::fmt::Display for Which {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Id(id) => id.fmt(f),
+            Self::Named { guest, name } => write!(f, "{guest}@{name}"),
+            Self::Newest(guest) => write!(f, "of {guest}"),
+        }
+    }
+}
+
+/// A store of snapshots in one or more homes.
+#[derive(Debug)]
+pub struct Vault {
+    homes: Vec<Arc<dyn Home>>,
+    /// Homes that could not be opened, with why.
+    missing: Vec<String>,
+}
+
+impl Vault {
+    /// The store in these homes.
+    pub fn open(homes: Vec<Arc<dyn Home>>) -> Arc<Self> {
+        Arc::new(Self { homes, missing: Vec::new() })
+    }
+
+    /// The store in these directories. One that cannot be opened is left out and named by [`Vault::missing`]: reading goes
+    /// on without it, deleting does not.
+    ///
+    /// # Errors
+    /// [`VaultError::Home`] when none can be opened.
+    pub fn open_directories(paths: &[PathBuf]) -> Result<Arc<Self>> {
+        let mut vault = Self { homes: Vec::new(), missing: Vec::new() };
+        let mut first = None;
+        for path in paths {
+            match DirectoryHome::open(path) {
+                Ok(home) => vault.homes.push(Arc::new(home)),
+                Err(source) => {
+                    vault.missing.push(format!("{}: {source}", path.display()));
+                    let home = path.display().to_string();
+                    first.get_or_insert(VaultError::Home {
+                        home,
+                        action: "opening",
+                        object: String::new(),
+                        source,
+                    });
+                }
+            }
+        }
+        match first {
+            Some(error) if vault.homes.is_empty() => Err(error),
+            _ => Ok(Arc::new(vault)),
+        }
+    }
+
+    /// Homes that could not be opened, each with the reason.
+    pub fn missing(&self) -> &[String] {
+        &self.missing
+    }
+
+    /// Begins a snapshot. To be called before the guest is paused: this reads what is known of older snapshots.
+    ///
+    /// # Errors
+    /// When there are too few homes or devices for the copies asked for, the name is taken, or a home fails.
+    pub fn begin(self: &Arc<Self>, new: NewSnapshot) -> Result<Writer> {
+        Writer::begin(self, new)
+    }
+
+    /// All snapshots, newest first.
+    ///
+    /// # Errors
+    /// When no home can be read.
+    pub fn list(&self) -> Result<Vec<Listed>> {
+        Ok(Survey::take(self)?.snapshots(self))
+    }
+
+    /// Opens a snapshot for reading.
+    ///
+    /// # Errors
+    /// [`VaultError::NotFound`], [`VaultError::Ambiguous`]; [`VaultError::MetadataLost`] when no copy of what is known of it
+    /// can be read.
+    pub fn snapshot(&self, which: &Which) -> Result<Snapshot> {
+        // Held before it is looked for, so that what is found is not collected.
+        let held = self.hold(Hold::Shared)?.unwrap_or_default();
+        let survey = Survey::take(self)?;
+        let id = self.find(which, &survey)?;
+        Snapshot::open(self, id, &survey, held)
+    }
+
+    /// The id of the snapshot that is meant.
+    ///
+    /// # Errors
+    /// As [`Vault::snapshot`].
+    pub fn find_id(&self, which: &Which) -> Result<SnapshotId> {
+        self.find(which, &Survey::take(self)?)
+    }
+
+    fn find(&self, which: &Which, survey: &Survey) -> Result<SnapshotId> {
+        let not_found = || VaultError::NotFound(which.to_string());
+        let listed = match which {
+            Which::Id(id) => return survey.has_snapshot(*id).then_some(*id).ok_or_else(not_found),
+            Which::Named { .. } | Which::Newest(_) => survey.snapshots(self),
+        };
+        let mut found = listed.iter().filter_map(|listed| Some((listed.id, listed.info.as_ref().ok()?)));
+        match which {
+            Which::Named { guest, name } => {
+                let mut found = found.filter(|(_, info)| info.guest == *guest && info.name == *name);
+                let (id, _) = found.next().ok_or_else(not_found)?;
+                let is_only = found.next().is_none();
+                if is_only { Ok(id) } else { Err(VaultError::Ambiguous(which.to_string())) }
+            }
+            Which::Newest(guest) => {
+                found.find(|(_, info)| info.guest == *guest).map(|(id, _)| id).ok_or_else(not_found)
+            }
+            Which::Id(_) => unreachable!("returned above"),
+        }
+    }
+
+    /// Holds all homes in one way; `None` only for [`Hold::AloneOrNot`].
+    fn hold(&self, how: Hold) -> Result<Option<Vec<Held>>> {
+        let mut held = Vec::with_capacity(self.homes.len());
+        for home in &self.homes {
+            match home.hold(how).map_err(VaultError::home(home.as_ref(), "holding", ""))? {
+                Some(lock) => held.push(lock),
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(held))
+    }
+
+    fn home(&self, index: usize) -> &dyn Home {
+        self.homes[index].as_ref()
+    }
+}

@@ -1,0 +1,162 @@
+//! How to hide a lost page of clean cache from its guest: the bits to clear, recorded when the snapshot was taken.
+
+use super::bytes::{Malformed, Put, Take};
+use crate::address::{Frame, PAGE_BITS, Physical};
+
+/// Bits to clear in the guest's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mask {
+    /// Where.
+    pub at: Physical,
+    /// Bytes there, little-endian: 1, 2, 4 or 8.
+    pub width: u8,
+    /// The bits that are to become 0.
+    pub clear: u64,
+}
+
+/// What hides each page.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Hiding {
+    /// In order of frames, with where their masks end.
+    frames: Vec<(Frame, usize)>,
+    masks: Vec<Mask>,
+}
+
+impl Hiding {
+    /// From frames, each once, with their masks.
+    pub fn new(mut pages: Vec<(Frame, Vec<Mask>)>) -> Self {
+        pages.sort_unstable_by_key(|(frame, _)| *frame);
+        let mut hiding = Self::default();
+        for (frame, masks) in pages {
+            hiding.masks.extend(masks);
+            hiding.frames.push((frame, hiding.masks.len()));
+        }
+        hiding
+    }
+
+    /// What hides `frame`; `None` where nothing is known to.
+    pub fn get(&self, frame: Frame) -> Option<&[Mask]> {
+        let index = self.frames.binary_search_by_key(&frame, |(frame, _)| *frame).ok()?;
+        Some(self.masks_of(index))
+    }
+
+    /// The number of pages that can be hidden.
+    pub fn len(&self) -> usize {
+        self.frames.len()
+    }
+
+    /// Whether none can.
+    pub fn is_empty(&self) -> bool {
+        self.frames.is_empty()
+    }
+
+    /// All of them, in order of frames.
+    pub fn iter(&self) -> impl Iterator<Item = (Frame, &[Mask])> + '_ {
+        self.frames.iter().enumerate().map(|(index, (frame, _))| (*frame, self.masks_of(index)))
+    }
+
+    fn masks_of(&self, index: usize) -> &[Mask] {
+        let from = index.checked_sub(1).map_or(0, |before| self.frames[before].1);
+        &self.masks[from..self.frames[index].1]
+    }
+
+    /// Addresses as steps from those of the page before: struct pages lie side by side, so steps repeat.
+    pub(super) fn encode(&self, put: &mut Put) {
+        put.varint(self.frames.len() as u64);
+        let (mut last, mut before) = (0, Vec::new());
+        for (frame, masks) in self.iter() {
+            put.varint(frame.get() - last);
+            last = frame.get();
+            put.varint(masks.len() as u64);
+            for (index, mask) in masks.iter().enumerate() {
+                put.delta(before.get(index).copied().unwrap_or(0), mask.at.get());
+                put.u8(mask.width);
+                put.varint(mask.clear);
+            }
+            before = masks.iter().map(|mask| mask.at.get()).collect();
+        }
+    }
+
+    pub(super) fn decode(take: &mut Take<'_>) -> Result<Self, Malformed> {
+        let count = take.varint()?;
+        let mut hiding = Self::default();
+        let (mut last, mut before) = (0u64, Vec::new());
+        for index in 0..count {
+            let step = take.varint()?;
+            let frame = last.checked_add(step).filter(|frame| *frame < 1 << (64 - PAGE_BITS));
+            last = frame.filter(|_| step > 0 || index == 0).ok_or(Malformed("frames are out of order"))?;
+            let masks = take.varint()?;
+            let from = hiding.masks.len();
+            for index in 0..masks {
+                let base = usize::try_from(index).ok().and_then(|index| before.get(index).copied());
+                hiding.masks.push(decode_mask(take, base.unwrap_or(0))?);
+            }
+            before = hiding.masks[from..].iter().map(|mask| mask.at.get()).collect();
+            hiding.frames.push((Frame::new(last), hiding.masks.len()));
+        }
+        Ok(hiding)
+    }
+}
+
+fn decode_mask(take: &mut Take<'_>, base: u64) -> Result<Mask, Malformed> {
+    let (at, width, clear) = (take.delta(base)?, take.u8()?, take.varint()?);
+    let fits = match width {
+        1 | 2 | 4 => clear >> (8 * u32::from(width)) == 0,
+        8 => true,
+        _ => false,
+    };
+    if fits {
+        Ok(Mask { at: Physical::new(at), width, clear })
+    } else {
+        Err(Malformed("a mask is wider than it says"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn any_mask() -> impl Strategy<Value = Mask> {
+        (any::<u64>(), prop::sample::select(vec![1u8, 2, 4, 8]), any::<u64>()).prop_map(
+            |(at, width, clear)| Mask {
+                at: Physical::new(at),
+                width,
+                clear: clear >> (64 - 8 * u32::from(width)),
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn masks_read_back(
+            pages in prop::collection::btree_map(0u64..1 << 52, prop::collection::vec(any_mask(), 0..4), 0..20),
+        ) {
+            let pages: Vec<_> = pages.into_iter().map(|(at, masks)| (Frame::new(at), masks)).collect();
+            let hiding = Hiding::new(pages.iter().rev().cloned().collect());
+            let mut put = Put::default();
+            hiding.encode(&mut put);
+            let mut take = Take(&put.0);
+            prop_assert_eq!(&Hiding::decode(&mut take).unwrap(), &hiding);
+            take.end().unwrap();
+            for (frame, masks) in &pages {
+                prop_assert_eq!(hiding.get(*frame), Some(masks.as_slice()));
+            }
+            prop_assert_eq!(hiding.get(Frame::new(1 << 52)), None);
+        }
+    }
+
+    /// 131,072 clean pages of a gibibyte must not cost megabytes.
+    #[test]
+    fn masks_of_neighbouring_pages_are_short() {
+        let mask = |at: u64| Mask { at: Physical::new(at), width: 8, clear: 8 };
+        let page =
+            |at: u64| (Frame::new(at), vec![mask(0x1000_0000 + at * 64), mask(0x2000_0000 + at * 104)]);
+        let hiding = Hiding::new((0..1000).map(page).collect());
+        let mut put = Put::default();
+        hiding.encode(&mut put);
+        assert!(put.0.len() < 11 * 1000, "{}", put.0.len());
+        assert!(zstd::bulk::compress(&put.0, 1).unwrap().len() < 200);
+    }
+}

@@ -1,0 +1,124 @@
+//! Where objects live: the one seam between the store and what keeps its bytes.
+//!
+//! An object is written once, appears whole or not at all, and never changes. Directories keep one copy each, so the
+//! store puts an object into several of them; a home that replicates by itself (HDFS) is told how many copies to keep.
+//!
+//! Invariant: an object that [`Home::list`] names was complete and on stable storage before it got that name.
+
+use std::fmt;
+use std::io;
+
+use super::name::ObjectName;
+
+/// Tells devices apart: homes with the same number are lost together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceId(pub u64);
+
+/// How a home is to be held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hold {
+    /// With others, to write new objects or to read: nothing is deleted meanwhile.
+    Shared,
+    /// Alone, to delete; waits.
+    Alone,
+    /// Alone, if nobody else holds it now.
+    AloneOrNot,
+}
+
+/// Keeps a home held until it is dropped; a killed process lets go.
+pub type Held = Box<dyn Send + Sync>;
+
+/// A place for objects.
+pub trait Home: Send + Sync + fmt::Debug {
+    /// What people call it, for messages.
+    fn describe(&self) -> String;
+
+    /// What its bytes lie on.
+    fn device(&self) -> DeviceId;
+
+    /// The most copies it keeps of an object, on devices of their own.
+    fn max_copies(&self) -> u8 {
+        1
+    }
+
+    /// Bytes there is room for.
+    ///
+    /// # Errors
+    /// When it cannot be asked.
+    fn free_bytes(&self) -> io::Result<u64>;
+
+    /// All objects with their lengths, in any order.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    fn list(&self) -> io::Result<Vec<(ObjectName, u64)>>;
+
+    /// Begins an object of which `copies` (up to [`Home::max_copies`]) are to be kept. One of that name is replaced when
+    /// the new one is published.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    fn create(&self, name: ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>>;
+
+    /// Opens an object for reading.
+    ///
+    /// # Errors
+    /// `NotFound`, and what the medium says.
+    fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>>;
+
+    /// Deletes an object; one that is not there is deleted.
+    ///
+    /// # Errors
+    /// When it may still be there.
+    fn delete(&self, name: ObjectName) -> io::Result<()>;
+
+    /// Removes what writers left that did not come to publish; only while held alone. Returns how many.
+    ///
+    /// # Errors
+    /// When some may be left.
+    fn sweep(&self) -> io::Result<usize>;
+
+    /// Holds the home; `None` only for [`Hold::AloneOrNot`].
+    ///
+    /// # Errors
+    /// When it cannot be held, by a home that cannot be written for example.
+    fn hold(&self, how: Hold) -> io::Result<Option<Held>>;
+}
+
+/// An object while it is written. Dropping it leaves nothing that is listed.
+pub trait NewObject: Send {
+    /// Adds bytes at its end.
+    ///
+    /// # Errors
+    /// When they were not, or not all, taken: the object is then of no use.
+    fn append(&mut self, bytes: &[u8]) -> io::Result<()>;
+
+    /// Brings all bytes to stable storage.
+    ///
+    /// # Errors
+    /// When they may not be there.
+    fn sync(&mut self) -> io::Result<()>;
+
+    /// Gives it its name, durably. Called after a [`NewObject::sync`] that succeeded.
+    ///
+    /// # Errors
+    /// When it may not have its name.
+    fn publish(self: Box<Self>) -> io::Result<()>;
+}
+
+/// An object opened for reading, which may go on when it is deleted meanwhile.
+pub trait ObjectReader: Send + Sync {
+    /// Its bytes.
+    fn len(&self) -> u64;
+
+    /// Whether it has none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Fills `into` from `at` on.
+    ///
+    /// # Errors
+    /// What the medium says; `UnexpectedEof` past the end.
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
+}

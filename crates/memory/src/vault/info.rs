@@ -1,0 +1,243 @@
+//! What is known of a snapshot, beside its pages.
+
+use super::bytes::{Malformed, Put, Take};
+use super::error::{Result, VaultError};
+use super::name::{ObjectKind, ObjectName, SnapshotId, check_name};
+use super::policy::Policy;
+use super::stats::Stats;
+use crate::address::Physical;
+use crate::ram::{Block, Layout};
+
+/// No machine has memory above this address: 64 TiB.
+pub(super) const MAX_ADDRESS: u64 = 1 << 46;
+const MAX_LABELS: usize = 32;
+const MAX_DISKS: usize = 256;
+const MAX_BLOCKS: usize = 1024;
+const MAX_TEXT: usize = 4096;
+/// Objects that the pages of a snapshot may lie in.
+pub(super) const MAX_OBJECTS: usize = 1 << 14;
+
+/// A disk that was snapshotted at the same instant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskState {
+    /// The disk.
+    pub disk: String,
+    /// The name of its snapshot.
+    pub snapshot: String,
+}
+
+/// An object that a snapshot's pages lie in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ObjectUse {
+    /// The object.
+    pub name: ObjectName,
+    /// Copies that this snapshot counts on.
+    pub copies: u8,
+    /// Its bytes.
+    pub len: u64,
+}
+
+/// What is known of a snapshot, beside its pages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Info {
+    /// Tells it from all others.
+    pub id: SnapshotId,
+    /// The guest it is of.
+    pub guest: String,
+    /// Its name, the only one of the guest.
+    pub name: String,
+    /// The instant the guest was at, in ns since 1970.
+    pub taken_ns: u64,
+    /// Keys and values, as they were given.
+    pub labels: Vec<(String, String)>,
+    /// Disks at that instant.
+    pub disks: Vec<DiskState>,
+    /// The guest's memory; offsets are those of the file it was in.
+    pub layout: Layout,
+    /// Copies of metadata and critical pages.
+    pub critical_copies: u8,
+    /// Copies of clean pages.
+    pub clean_copies: u8,
+    /// The snapshot that unchanged pages were looked for in.
+    pub parent: Option<SnapshotId>,
+    /// Where its pages lie.
+    pub objects: Vec<ObjectUse>,
+    /// What it holds and costs.
+    pub stats: Stats,
+}
+
+impl Info {
+    /// `GUEST@NAME`.
+    pub fn title(&self) -> String {
+        format!("{}@{}", self.guest, self.name)
+    }
+
+    /// Checks what callers give.
+    pub(super) fn check(&self) -> Result<()> {
+        check_name(&self.guest)?;
+        check_name(&self.name)?;
+        check_layout(&self.layout)?;
+        let most = |what, value: usize, most: usize| {
+            let (value, most) = (value.try_into().unwrap_or(i64::MAX), most as i64);
+            if value <= most { Ok(()) } else { Err(VaultError::Limit { what, value, least: 0, most }) }
+        };
+        most("the number of labels", self.labels.len(), MAX_LABELS)?;
+        most("the number of disks", self.disks.len(), MAX_DISKS)?;
+        most("the number of objects", self.objects.len(), MAX_OBJECTS)?;
+        let labels = self.labels.iter().flat_map(|(key, value)| [key, value]);
+        let texts = labels.chain(self.disks.iter().flat_map(|state| [&state.disk, &state.snapshot]));
+        let longest = texts.map(String::len).max().unwrap_or(0);
+        most("the length of a label or of a disk's name", longest, MAX_TEXT)
+    }
+
+    pub(super) fn encode(&self, put: &mut Put) {
+        put.text(&self.guest);
+        put.text(&self.name);
+        put.u64(self.taken_ns);
+        put.u8(self.critical_copies);
+        put.u8(self.clean_copies);
+        put.bytes(&self.parent.map_or([0; 16], SnapshotId::to_bytes));
+        put.u16(self.labels.len() as u16);
+        for (key, value) in &self.labels {
+            put.text(key);
+            put.text(value);
+        }
+        put.u16(self.disks.len() as u16);
+        for state in &self.disks {
+            put.text(&state.disk);
+            put.text(&state.snapshot);
+        }
+        put.u16(self.layout.blocks().len() as u16);
+        for block in self.layout.blocks() {
+            put.u64(block.start.get());
+            put.u64(block.len);
+            put.u64(block.file_offset);
+        }
+        put.u16(self.objects.len() as u16);
+        for object in &self.objects {
+            put.bytes(&object.name.owner.to_bytes());
+            put.u8(object.name.kind as u8);
+            put.u8(object.copies);
+            put.u64(object.len);
+        }
+        self.stats.encode(put);
+    }
+
+    pub(super) fn decode(id: SnapshotId, take: &mut Take<'_>) -> Result<Self, Malformed> {
+        let info = Self {
+            id,
+            guest: take.text()?,
+            name: take.text()?,
+            taken_ns: take.u64()?,
+            critical_copies: take.u8()?,
+            clean_copies: take.u8()?,
+            parent: Some(take.id()?).filter(|id| *id != [0; 16]).map(SnapshotId::from_bytes),
+            labels: several(take, |take| Ok((take.text()?, take.text()?)))?,
+            disks: several(take, |take| Ok(DiskState { disk: take.text()?, snapshot: take.text()? }))?,
+            layout: decode_layout(take)?,
+            objects: several(take, decode_object)?,
+            stats: Stats::decode(take)?,
+        };
+        let copies = 1..=Policy::MAX_COPIES;
+        if !copies.contains(&info.critical_copies) || info.clean_copies > info.critical_copies {
+            return Err(Malformed("a number of copies is out of bounds"));
+        }
+        info.check().map_err(|_| Malformed("a name or a number is out of bounds"))?;
+        Ok(info)
+    }
+}
+
+/// Checks that a machine can be described.
+pub(super) fn check_layout(layout: &Layout) -> Result<()> {
+    let highest = layout.blocks().last().map_or(0, Block::end);
+    let limit = |what, value, most| {
+        if value <= most { Ok(()) } else { Err(VaultError::Limit { what, value, least: 0, most }) }
+    };
+    limit("the end of memory", highest as i64, MAX_ADDRESS as i64)?;
+    limit("the number of memory blocks", layout.blocks().len() as i64, MAX_BLOCKS as i64)
+}
+
+/// A number of 2 bytes, and as many things.
+fn several<T>(
+    take: &mut Take<'_>,
+    mut one: impl FnMut(&mut Take<'_>) -> Result<T, Malformed>,
+) -> Result<Vec<T>, Malformed> {
+    let count = take.u16()?;
+    (0..count).map(|_| one(take)).collect()
+}
+
+fn decode_layout(take: &mut Take<'_>) -> Result<Layout, Malformed> {
+    let block = |take: &mut Take<'_>| {
+        Ok(Block { start: Physical::new(take.u64()?), len: take.u64()?, file_offset: take.u64()? })
+    };
+    Layout::new(several(take, block)?).map_err(|_| Malformed("its memory blocks are no machine"))
+}
+
+fn decode_object(take: &mut Take<'_>) -> Result<ObjectUse, Malformed> {
+    let owner = SnapshotId::from_bytes(take.id()?);
+    let kind = match take.u8()? {
+        0 => ObjectKind::Critical,
+        1 => ObjectKind::Clean,
+        _ => return Err(Malformed("an object is of no known kind")),
+    };
+    Ok(ObjectUse { name: ObjectName { owner, kind }, copies: take.u8()?, len: take.u64()? })
+}
+
+#[cfg(test)]
+pub(super) fn example() -> Info {
+    let id = SnapshotId::from_bytes([5; 16]);
+    let text = |text: &str| text.to_owned();
+    Info {
+        id,
+        guest: text("web"),
+        name: text("mon"),
+        taken_ns: 1_700_000_000_000_000_000,
+        labels: vec![(text("job"), text("nightly"))],
+        disks: vec![DiskState { disk: text("web.qcow2"), snapshot: text("mon") }],
+        layout: Layout::split_at_4g(5 << 12, 3 << 12).unwrap(),
+        critical_copies: 3,
+        clean_copies: 1,
+        parent: Some(SnapshotId::from_bytes([4; 16])),
+        objects: vec![ObjectUse {
+            name: ObjectName { owner: id, kind: ObjectKind::Critical },
+            copies: 3,
+            len: 12345,
+        }],
+        stats: Stats { pages: 5, free: 1, ..Stats::default() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_reads_back_and_every_cut_is_noticed() {
+        let info = example();
+        info.check().unwrap();
+        let mut put = Put::default();
+        info.encode(&mut put);
+        let mut take = Take(&put.0);
+        assert_eq!(Info::decode(info.id, &mut take), Ok(info.clone()));
+        take.end().unwrap();
+        for len in 0..put.0.len() {
+            assert!(Info::decode(info.id, &mut Take(&put.0[..len])).is_err(), "{len}");
+        }
+    }
+
+    #[test]
+    fn limits_hold_at_and_past_their_edges() {
+        let fits = |change: fn(&mut Info)| {
+            let mut info = example();
+            change(&mut info);
+            info.check().is_ok()
+        };
+        let top = |end: u64| Layout::new(vec![Block { start: Physical::new(0), len: end, file_offset: 0 }]);
+        assert!(fits(|info| info.labels = vec![("k".into(), "v".repeat(MAX_TEXT)); MAX_LABELS]));
+        assert!(!fits(|info| info.labels = vec![("k".into(), "v".into()); MAX_LABELS + 1]));
+        assert!(!fits(|info| info.labels = vec![("k".repeat(MAX_TEXT + 1), "v".into())]));
+        assert!(!fits(|info| info.guest = "a@b".into()));
+        assert!(check_layout(&top(MAX_ADDRESS).unwrap()).is_ok());
+        assert!(check_layout(&top(MAX_ADDRESS + 4096).unwrap()).is_err());
+    }
+}

@@ -1,0 +1,271 @@
+//! Reading a snapshot: any page at any time, or all of them as fast as they come.
+//!
+//! Whatever copy is whole will do; one that is missing or damaged is passed over and noted in [`Snapshot::problems`].
+
+mod stream;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::error::{Result, VaultError};
+use super::extent::{self, ExtentId};
+use super::hiding::Hiding;
+use super::home::{Held, ObjectReader};
+use super::info::{Info, ObjectUse};
+use super::metadata::Metadata;
+use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::object::{self, Contents};
+use super::pages::{self, Content, Entry, Place};
+use super::refill::Refill;
+use super::survey::{Survey, wrong};
+use super::{Vault, bytes::Malformed};
+use crate::address::{Frame, PAGE_BYTES};
+use crate::class::{ClassMap, PageClass};
+
+pub use stream::Want;
+
+/// Extents kept after their pages were read: neighbours are often read next. Some 8 MiB.
+const CACHED_EXTENTS: usize = 64;
+
+/// What was read of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Page {
+    /// Its bytes.
+    Data,
+    /// Zeros.
+    Zero,
+    /// Nothing that matters; zeros were filled in.
+    Free,
+    /// A page of clean cache of which no copy was stored, or none can be read: it must be hidden, or read from the guest's
+    /// disk. Zeros were filled in.
+    Lost,
+}
+
+/// An extent's object and number, and its pages.
+type Cached = ((u16, u32), Arc<Vec<u8>>);
+
+/// A snapshot that is open for reading. What it needs is not collected before it is dropped.
+pub struct Snapshot {
+    metadata: Metadata,
+    objects: Vec<Opened>,
+    /// Those unpacked last, first.
+    cache: Mutex<VecDeque<Cached>>,
+    problems: Mutex<BTreeSet<String>>,
+    _held: Vec<Held>,
+}
+
+impl std::fmt::Debug for Snapshot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Snapshot").field("title", &self.metadata.info.title()).finish_non_exhaustive()
+    }
+}
+
+/// An object of pages with the copies that could be opened.
+struct Opened {
+    name: ObjectName,
+    contents: Contents,
+    copies: Vec<OpenCopy>,
+    /// Copies that cannot be used at all, and why.
+    unusable: Vec<String>,
+}
+
+struct OpenCopy {
+    /// `HOME/OBJECT`.
+    place: String,
+    reader: Box<dyn ObjectReader>,
+}
+
+impl Snapshot {
+    pub(super) fn open(vault: &Vault, id: SnapshotId, survey: &Survey, held: Vec<Held>) -> Result<Self> {
+        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let metadata = survey
+            .first_good(vault, name, |reader| Metadata::read(id, reader))
+            .map_err(|tried| VaultError::MetadataLost { id, tried })?;
+        let objects: Vec<Opened> =
+            metadata.info.objects.iter().map(|object| Opened::open(vault, survey, *object)).collect();
+        let problems = objects.iter().flat_map(|object| object.unusable.iter().cloned()).collect();
+        let (cache, problems) = (Mutex::default(), Mutex::new(problems));
+        Ok(Self { metadata, objects, cache, problems, _held: held })
+    }
+
+    /// What is known of it.
+    pub fn info(&self) -> &Info {
+        &self.metadata.info
+    }
+
+    /// The class of each frame, holes critical.
+    pub fn classes(&self) -> ClassMap {
+        pages::classes(&self.metadata.info.layout, &self.metadata.pages)
+    }
+
+    /// What hides pages of clean cache.
+    pub fn hiding(&self) -> &Hiding {
+        &self.metadata.hiding
+    }
+
+    /// Clean pages that lie on the guest's disks, in order of frames.
+    pub fn refill(&self) -> &[(Frame, Refill)] {
+        &self.metadata.refill
+    }
+
+    /// How to get a page from the guest's disks, if that is known.
+    pub fn refill_of(&self, frame: Frame) -> Option<&Refill> {
+        let table = &self.metadata.refill;
+        let index = table.binary_search_by_key(&frame, |(frame, _)| *frame).ok()?;
+        Some(&table[index].1)
+    }
+
+    /// What the writer kept under this name.
+    pub fn blob(&self, name: &str) -> Option<&[u8]> {
+        self.metadata.blobs.get(name).map(Vec::as_slice)
+    }
+
+    /// All that the writer kept by name.
+    pub fn blobs(&self) -> &BTreeMap<String, Vec<u8>> {
+        &self.metadata.blobs
+    }
+
+    /// Copies that could not be read so far, each with the reason: there are fewer than there should be.
+    pub fn problems(&self) -> Vec<String> {
+        self.problems.lock().iter().cloned().collect()
+    }
+
+    /// Reads a page. May be called by several threads.
+    ///
+    /// # Errors
+    /// [`VaultError::PageLost`] for a page that the guest needs and no copy of which can be read; [`VaultError::Page`] for
+    /// one that the machine does not have.
+    pub fn read_page(&self, frame: Frame, into: &mut [u8; PAGE_BYTES]) -> Result<Page> {
+        let info = &self.metadata.info;
+        let number = pages::number(&info.layout, frame)
+            .ok_or(VaultError::Page { frame, reason: "the machine has no such page" })?;
+        let Entry { class, content } = self.metadata.pages.get(number);
+        into.fill(0);
+        let place = match (content, class) {
+            (Content::Zero, _) => return Ok(Page::Zero),
+            (Content::Absent, PageClass::Free) => return Ok(Page::Free),
+            (Content::Absent, _) => return Ok(Page::Lost),
+            (Content::At(place), _) => place,
+        };
+        match self.page_at(place) {
+            Ok(extent) => {
+                into.copy_from_slice(&extent[usize::from(place.slot) * PAGE_BYTES..][..PAGE_BYTES]);
+                Ok(Page::Data)
+            }
+            Err(_) if class == PageClass::Clean => Ok(Page::Lost),
+            Err(tried) => Err(VaultError::PageLost { snapshot: info.title(), frame, tried }),
+        }
+    }
+
+    /// The extent that has a page.
+    fn page_at(&self, place: Place) -> Result<Arc<Vec<u8>>, Vec<String>> {
+        let key = (place.object, place.extent);
+        let cached =
+            self.cache.lock().iter().find(|(cached, _)| *cached == key).map(|(_, extent)| Arc::clone(extent));
+        let extent = match cached {
+            Some(extent) => extent,
+            None => {
+                let extent = Arc::new(self.extent(place.object, place.extent)?);
+                let mut cache = self.cache.lock();
+                cache.truncate(CACHED_EXTENTS - 1);
+                cache.push_front((key, Arc::clone(&extent)));
+                extent
+            }
+        };
+        self.holds(&extent, place)
+    }
+
+    fn holds(&self, extent: &Arc<Vec<u8>>, place: Place) -> Result<Arc<Vec<u8>>, Vec<String>> {
+        if usize::from(place.slot) < extent.len() / PAGE_BYTES {
+            return Ok(Arc::clone(extent));
+        }
+        let object = self.objects[usize::from(place.object)].name;
+        Err(vec![format!("{object}: extent {} has fewer pages", place.extent)])
+    }
+
+    /// Reads and unpacks an extent from whichever copy is whole.
+    fn extent(&self, object: u16, number: u32) -> Result<Vec<u8>, Vec<String>> {
+        let opened = &self.objects[usize::from(object)];
+        let mut tried = opened.unusable.clone();
+        let id = ExtentId { object: opened.name, number };
+        let place = opened.contents.extents.get(number as usize).copied().unwrap_or_default();
+        for copy in &opened.copies {
+            let read = read_extent(copy.reader.as_ref(), place).and_then(|bytes| extent::unpack(id, &bytes));
+            match read {
+                Ok(pages) => {
+                    self.note(&tried[opened.unusable.len()..]);
+                    return Ok(pages);
+                }
+                Err(malformed) => tried.push(format!("{}: extent {number}: {}", copy.place, malformed.0)),
+            }
+        }
+        self.note(&tried);
+        Err(tried)
+    }
+
+    fn note(&self, problems: &[String]) {
+        if !problems.is_empty() {
+            self.problems.lock().extend(problems.iter().cloned());
+        }
+    }
+}
+
+fn read_extent(reader: &dyn ObjectReader, place: object::ExtentPlace) -> Result<Vec<u8>, Malformed> {
+    if place.len == 0 {
+        return Err(Malformed("it is not there"));
+    }
+    let mut bytes = vec![0; place.len as usize];
+    reader.read_at(place.offset, &mut bytes).map_err(|_| Malformed("it cannot be read"))?;
+    Ok(bytes)
+}
+
+impl Opened {
+    fn open(vault: &Vault, survey: &Survey, object: ObjectUse) -> Self {
+        let name = object.name;
+        let mut opened =
+            Self { name, contents: Contents::default(), copies: Vec::new(), unusable: Vec::new() };
+        for copy in survey.copies(name) {
+            let home = vault.home(copy.home);
+            match home.open(name) {
+                Ok(reader) => {
+                    opened.copies.push(OpenCopy { place: format!("{}/{name}", home.describe()), reader })
+                }
+                Err(error) => opened.unusable.push(wrong(home, name, error)),
+            }
+        }
+        if opened.copies.len() < usize::from(object.copies) {
+            opened.unusable.extend(vault.missing.iter().chain(&survey.failed).cloned());
+        }
+        if opened.copies.is_empty() {
+            opened.unusable.push(format!("{name}: no copy of it is there"));
+        }
+        opened.find_extents();
+        opened
+    }
+
+    /// Takes the table of extents from a copy that has a whole one; else finds what extents there are.
+    fn find_extents(&mut self) {
+        for copy in &self.copies {
+            match object::contents(self.name, copy.reader.as_ref()) {
+                Ok(contents) => {
+                    self.contents = contents;
+                    return;
+                }
+                Err(malformed) => self.unusable.push(format!("{}: {}", copy.place, malformed.0)),
+            }
+        }
+        for copy in &self.copies {
+            let found = object::scan(self.name, copy.reader.as_ref()).extents;
+            let extents = &mut self.contents.extents;
+            extents.resize(extents.len().max(found.len()), object::ExtentPlace::default());
+            for (place, found) in extents.iter_mut().zip(found) {
+                // Copies are the same bytes, so what one has at a place others have there too.
+                if place.len == 0 {
+                    *place = found;
+                }
+            }
+        }
+    }
+}

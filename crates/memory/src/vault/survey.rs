@@ -1,0 +1,134 @@
+//! What is in the homes at one moment.
+
+use std::collections::BTreeMap;
+
+use super::error::{Result, VaultError};
+use super::home::ObjectReader;
+use super::info::Info;
+use super::metadata;
+use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::{Home, Vault};
+
+/// A copy of an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CopyAt {
+    /// Index of the home.
+    pub(super) home: usize,
+    /// Bytes of the object.
+    pub(super) len: u64,
+}
+
+/// All objects of all homes that can be read.
+#[derive(Debug, Default)]
+pub(super) struct Survey {
+    pub(super) objects: BTreeMap<ObjectName, Vec<CopyAt>>,
+    /// Homes that could not be listed, with why.
+    pub(super) failed: Vec<String>,
+}
+
+/// A snapshot of the store.
+#[derive(Clone, Debug)]
+pub struct Listed {
+    /// Tells it from all others.
+    pub id: SnapshotId,
+    /// What is known of it, or why no copy of that can be read.
+    pub info: Result<Info, Vec<String>>,
+    /// Copies of its metadata that are there, damaged ones included.
+    pub metadata_copies: usize,
+    /// Bytes of one copy of its metadata.
+    pub metadata_len: u64,
+}
+
+impl Survey {
+    /// Lists all homes.
+    ///
+    /// # Errors
+    /// When none can be listed.
+    pub(super) fn take(vault: &Vault) -> Result<Self> {
+        let mut survey = Self::default();
+        let mut first = None;
+        for (index, home) in vault.homes.iter().enumerate() {
+            match home.list() {
+                Ok(objects) => {
+                    for (name, len) in objects {
+                        survey.objects.entry(name).or_default().push(CopyAt { home: index, len });
+                    }
+                }
+                Err(source) => {
+                    survey.failed.push(format!("{}: {source}", home.describe()));
+                    first.get_or_insert(VaultError::home(home.as_ref(), "listing", "")(source));
+                }
+            }
+        }
+        match first {
+            Some(error) if survey.failed.len() == vault.homes.len() => Err(error),
+            _ => Ok(survey),
+        }
+    }
+
+    pub(super) fn has_snapshot(&self, id: SnapshotId) -> bool {
+        self.objects.contains_key(&ObjectName { owner: id, kind: ObjectKind::Metadata })
+    }
+
+    /// The copies of an object.
+    pub(super) fn copies(&self, name: ObjectName) -> &[CopyAt] {
+        self.objects.get(&name).map_or(&[], Vec::as_slice)
+    }
+
+    /// The ids of all snapshots.
+    pub(super) fn ids(&self) -> impl Iterator<Item = SnapshotId> + '_ {
+        self.objects.keys().filter(|name| name.kind == ObjectKind::Metadata).map(|name| name.owner)
+    }
+
+    /// All snapshots, newest first; those of which nothing is known first of all.
+    pub(super) fn snapshots(&self, vault: &Vault) -> Vec<Listed> {
+        let mut listed: Vec<Listed> = self.ids().map(|id| self.look_at(vault, id)).collect();
+        listed.sort_by_key(|listed| {
+            let taken = listed.info.as_ref().map_or(u64::MAX, |info| info.taken_ns);
+            std::cmp::Reverse((taken, listed.id))
+        });
+        listed
+    }
+
+    fn look_at(&self, vault: &Vault, id: SnapshotId) -> Listed {
+        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let copies = self.copies(name);
+        let mut len = copies.first().map_or(0, |copy| copy.len);
+        let info = self.first_good(vault, name, |reader| {
+            let info = metadata::read_info(id, reader)?;
+            len = reader.len();
+            Ok(info)
+        });
+        Listed { id, info, metadata_copies: copies.len(), metadata_len: len }
+    }
+
+    /// What `read` gets from the first copy that it can read.
+    ///
+    /// # Errors
+    /// Each copy with what was wrong.
+    pub(super) fn first_good<T>(
+        &self,
+        vault: &Vault,
+        name: ObjectName,
+        mut read: impl FnMut(&dyn ObjectReader) -> Result<T, super::bytes::Malformed>,
+    ) -> Result<T, Vec<String>> {
+        let mut tried = Vec::new();
+        for copy in self.copies(name) {
+            let home = vault.home(copy.home);
+            match home.open(name) {
+                Ok(reader) => match read(reader.as_ref()) {
+                    Ok(value) => return Ok(value),
+                    Err(malformed) => tried.push(wrong(home, name, malformed.0)),
+                },
+                Err(error) => tried.push(wrong(home, name, error)),
+            }
+        }
+        tried.extend(vault.missing.iter().chain(&self.failed).cloned());
+        Err(tried)
+    }
+}
+
+/// `HOME/OBJECT: what is wrong`.
+pub(super) fn wrong(home: &dyn Home, name: ObjectName, what: impl std::fmt::Display) -> String {
+    format!("{}/{name}: {what}", home.describe())
+}

@@ -1,0 +1,122 @@
+//! The first step of a writer: where the copies go, what the store has already, and the threads.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+use crossbeam_channel::bounded;
+use parking_lot::Mutex;
+
+use super::super::error::{Result, VaultError};
+use super::super::home::Hold;
+use super::super::info::{Info, check_layout};
+use super::super::known::{Known, Shares};
+use super::super::name::{ObjectKind, ObjectName, SnapshotId, check_name};
+use super::super::place::{self, Share};
+use super::super::stats::Stats;
+use super::super::survey::Survey;
+use super::super::{Listed, Vault};
+use super::output::Output;
+use super::{BATCH_PAGES, Batch, HeldHomes, NewSnapshot, Shared, Writer, worker};
+use crate::address::PAGE_BYTES;
+
+impl Writer {
+    pub(in super::super) fn begin(vault: &Arc<Vault>, new: NewSnapshot) -> Result<Self> {
+        new.policy.check()?;
+        check_name(&new.guest)?;
+        check_name(&new.name)?;
+        check_layout(&new.layout)?;
+        vault.collect_if_idle();
+        let held = HeldHomes(vault.hold(Hold::Shared)?.unwrap_or_default());
+        let survey = Survey::take(vault)?;
+        let mut info = describe(&new);
+        refuse_second(vault, &survey, &info)?;
+        let shares = place::choose(vault, &new.policy, &homes_of_last(vault, &survey, &info))?;
+        let known = if new.policy.dedup {
+            let clean_copies = new.policy.clean_copies;
+            Known::load(vault, &survey, &info, Shares { critical: &shares, clean_copies })
+        } else {
+            Known::default()
+        };
+        info.parent = known.parent;
+        let pages = new.layout.bytes() / PAGE_BYTES as u64;
+        let output =
+            |kind, shares: Vec<Share>| Output::new(vault, ObjectName { owner: info.id, kind }, shares);
+        let shared = Arc::new(Shared {
+            words: (0..pages).map(|_| AtomicU64::new(0)).collect(),
+            known,
+            critical: output(ObjectKind::Critical, shares.clone()),
+            clean: output(ObjectKind::Clean, place::choose_clean(vault, &shares, new.policy.clean_copies)),
+            policy: new.policy,
+            failed: AtomicBool::new(false),
+            error: Mutex::new(None),
+        });
+        Ok(Self::start(vault, info, shares, shared, held))
+    }
+
+    fn start(
+        vault: &Arc<Vault>,
+        info: Info,
+        shares: Vec<Share>,
+        shared: Arc<Shared>,
+        held: HeldHomes,
+    ) -> Self {
+        let waiting = (shared.policy.buffer_bytes / (BATCH_PAGES * PAGE_BYTES)).max(1);
+        let (send, receive) = bounded(waiting);
+        let (emptied_send, emptied) = bounded(waiting);
+        let start = |_| {
+            let (shared, receive, emptied) = (Arc::clone(&shared), receive.clone(), emptied_send.clone());
+            std::thread::spawn(move || worker::run(&shared, &receive, &emptied))
+        };
+        let threads = (0..shared.policy.crew()).map(start).collect();
+        let stats = Stats { pages: shared.words.len() as u64, ..Stats::default() };
+        Self {
+            vault: Arc::clone(vault),
+            info,
+            shares,
+            shared,
+            batch: Batch::default(),
+            send: Some(send),
+            emptied,
+            threads,
+            refill: Vec::new(),
+            stats,
+            is_saved: false,
+            _held: held,
+        }
+    }
+}
+
+fn describe(new: &NewSnapshot) -> Info {
+    Info {
+        id: SnapshotId::draw(),
+        guest: new.guest.clone(),
+        name: new.name.clone(),
+        taken_ns: 0,
+        labels: Vec::new(),
+        disks: Vec::new(),
+        layout: new.layout.clone(),
+        critical_copies: new.policy.critical_copies,
+        clean_copies: new.policy.clean_copies,
+        parent: None,
+        objects: Vec::new(),
+        stats: Stats::default(),
+    }
+}
+
+/// One name, one snapshot.
+pub(super) fn refuse_second(vault: &Vault, survey: &Survey, info: &Info) -> Result<()> {
+    let is_same = |other: &Info| other.guest == info.guest && other.name == info.name;
+    if survey.snapshots(vault).iter().any(|listed| listed.info.as_ref().is_ok_and(is_same)) {
+        return Err(VaultError::Exists { guest: info.guest.clone(), name: info.name.clone() });
+    }
+    Ok(())
+}
+
+/// Where the guest's last snapshot is: the new one shares pages with it if it goes there too.
+fn homes_of_last(vault: &Vault, survey: &Survey, info: &Info) -> Vec<usize> {
+    let listed = survey.snapshots(vault);
+    let is_of_guest = |other: &&Listed| other.info.as_ref().is_ok_and(|other| other.guest == info.guest);
+    let Some(last) = listed.iter().find(is_of_guest) else { return Vec::new() };
+    let name = ObjectName { owner: last.id, kind: ObjectKind::Metadata };
+    survey.copies(name).iter().map(|copy| copy.home).collect()
+}
