@@ -37,6 +37,13 @@ pub enum Event {
         /// What the snapshot is called.
         snapshot: String,
     },
+    /// A disk went back to what it was at a snapshot.
+    SnapshotReverted {
+        /// The disk.
+        disk: String,
+        /// What the snapshot is called.
+        snapshot: String,
+    },
     /// A job began, ended, or is at another step; not every step is told.
     Job {
         /// The job as it is now.
@@ -58,6 +65,7 @@ impl Event {
             Self::DoorAdded { .. } => "door_added",
             Self::DoorRemoved { .. } => "door_removed",
             Self::SnapshotTaken { .. } => "snapshot_taken",
+            Self::SnapshotReverted { .. } => "snapshot_reverted",
             Self::Job { .. } => "job",
             Self::Missed { .. } => "missed",
         }
@@ -73,6 +81,7 @@ mod tests {
         for event in [
             Event::DiskAdded { disk: "a".to_owned() },
             Event::DiskRemoved { disk: "a".to_owned(), error: None },
+            Event::SnapshotReverted { disk: "a".to_owned(), snapshot: "b".to_owned() },
             Event::DoorAdded { id: 1 },
             Event::DoorRemoved { id: 1 },
             Event::Missed { count: 1 },

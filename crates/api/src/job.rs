@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::is_default;
+
 /// Work to begin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
@@ -20,13 +22,41 @@ pub enum JobSpec {
     SnapshotDelete {
         /// The disk.
         disk: String,
-        /// The snapshots' names.
+        /// The snapshots' names; `A..B` is A and B, and all between them.
         snapshots: Vec<String>,
+        /// Leave the snapshots' files where they are.
+        #[serde(default, skip_serializing_if = "is_default")]
+        keep_files: bool,
         /// Bytes a second that the job may write; 64 MiB if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
+    /// Let a disk that goes on being used stand on nothing: what it needs of the layers below is pulled up into its file.
+    Flatten {
+        /// The disk.
+        disk: String,
+        /// What becomes of the files that it stood on.
+        #[serde(default, skip_serializing_if = "is_default")]
+        remove: RemoveFiles,
+        /// Bytes a second that the job may write; 64 MiB if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+    },
+}
+
+/// What becomes of the files of dropped layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RemoveFiles {
+    /// All stay.
+    #[default]
+    None,
+    /// Those of this disk's own snapshots go; a base, and what came with a clone, stays.
+    Snapshots,
+    /// All go that no image names as its backing file, and nobody has open.
+    All,
 }
 
 /// What can be done to a job.

@@ -31,10 +31,10 @@ mod status;
 pub use disk::{CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, Format, LayerStatus};
 pub use door::{DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
 pub use event::Event;
-pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus};
+pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus, RemoveFiles};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use segment::encode_segment;
-pub use snapshot::{SnapshotLayer, SnapshotSpec, SnapshotTaken};
+pub use snapshot::{RevertSpec, SnapshotLayer, SnapshotReverted, SnapshotSpec, SnapshotTaken};
 pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedStats, StatsList};
 pub use status::{ResourceStatus, ServerStatus};
 

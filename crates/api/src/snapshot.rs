@@ -46,6 +46,30 @@ pub struct SnapshotLayer {
     pub layer: String,
 }
 
+/// A snapshot to go back to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RevertSpec {
+    /// Its name.
+    pub snapshot: String,
+    /// Keep what is active now as this file, a disk of its own in the same directory; it is let go if omitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep: Option<String>,
+}
+
+/// A disk that is what it was at a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SnapshotReverted {
+    /// The disk.
+    pub disk: String,
+    /// The snapshot.
+    pub snapshot: String,
+    /// The file the disk stands on now.
+    pub layer: String,
+    /// Layers that the disk does not stand on any more, newest first. Their files are still there.
+    pub dropped_layers: Vec<String>,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -27,7 +27,7 @@ pub use self::index::{
     IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
 };
 pub use self::job::{JobArgs, JobCommand};
-pub use self::merge::{FlattenArgs, SnapshotDeleteArgs};
+pub use self::merge::{FlattenArgs, RemoveFiles, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::serve::{LogFormat, ServeArgs};
 pub use self::snapshot::{

@@ -93,11 +93,108 @@ fn a_served_disk_is_merged_by_its_server() {
     let said = run_ok(["snapshot", "delete", &disk, "s1", "s3", "--control", control]);
     assert!(said.contains("s1, s3 deleted: 2 MiB copied"), "{said}");
     assert!(!images.path("web.s1.qcow2").exists() && !images.path("web.s3.qcow2").exists());
+    run_ok(["snapshot", "delete", &disk, "s2", "--keep-files", "--control", control]);
+    assert!(images.path("web.s2.qcow2").exists(), "it was to be kept");
     let refused = run_err(1, ["snapshot", "delete", &disk, "s1", "--control", control]);
     assert!(refused.contains("s1"), "{refused}");
     assert!(server.stop().success());
-    assert_eq!(chain(&disk).len(), 4);
+    assert_eq!(chain(&disk), ["web.qcow2", "web.s4.qcow2", "web.s0.qcow2"]);
     for (name, newest) in [("web.qcow2", 5), ("web.s4.qcow2", 5), ("web.s2.qcow2", 3), ("web.s0.qcow2", 1)] {
         assert_state(&images, name, newest);
     }
+}
+
+#[test]
+fn a_range_of_snapshots_goes_with_all_between_its_ends() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let unknown = run_err(1, ["snapshot", "delete", &disk, "s1..s9"]);
+    assert!(unknown.contains("s9"), "{unknown}");
+    run_ok(["snapshot", "delete", &disk, "s1..s3"]);
+    assert_eq!(chain(&disk), ["web.qcow2", "web.s4.qcow2", "web.s0.qcow2"]);
+    // A snapshot of that very name is what is meant, and the ends may be given in either order.
+    run_ok(["snapshot", "create", &disk, "--name", "s4..s0"]);
+    run_ok(["snapshot", "delete", &disk, "s4..s0"]);
+    assert_eq!(chain(&disk), ["web.qcow2", "web.s4.qcow2", "web.s0.qcow2"]);
+    assert_state(&images, "web.s4.qcow2", 5);
+    run_ok(["snapshot", "delete", &disk, "s4..s0"]);
+    assert_eq!(chain(&disk), ["web.qcow2"]);
+    assert_state(&images, "web.qcow2", 5);
+}
+
+#[test]
+fn a_served_disk_is_flattened_while_it_is_used() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let clone = images.name("clone.qcow2");
+    run_ok(["snapshot", "clone", &disk, "s1", "-o", &clone]);
+    let served = format!("path={disk},name=web");
+    let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let uri = server.uri("web");
+    let write = |pattern: u8, at: &str| {
+        tool_ok("qemu-io", ["-f", "raw", "-c", &format!("write -P {pattern} {at}"), &uri]);
+    };
+    let begun = server.ask_ok(["job", "flatten", "web", "--limit", "1M", "--json"]);
+    assert!(begun.contains(r#""kind": "flatten""#) && begun.contains("1048576"), "{begun}");
+    // Written and discarded under the job, also where it has not been yet.
+    write(99, "12M 1M");
+    write(98, "5M 64k");
+    tool_ok("qemu-io", ["-f", "raw", "-c", "discard 4M 64k", &uri]);
+    assert!(server.ask_err(["flatten", &disk]).contains("already"), "one at a time");
+    server.ask_ok(["job", "cancel", "1"]);
+    let said = loop {
+        let said = server.ask(["flatten", &disk]);
+        if said.status.success() {
+            break String::from_utf8(said.stdout).unwrap();
+        }
+        assert!(support::stderr(&said).contains("already"), "{said:?}");
+    };
+    assert!(said.contains(": flat: ") && said.contains(" copied"), "{said}");
+    assert_eq!(
+        tool_json("qemu-img", ["info", "-U", "--backing-chain", "--output=json", &disk])
+            .as_array()
+            .unwrap()
+            .len(),
+        1
+    );
+    assert!(server.ask_ok(["flatten", &disk]).contains("flat: 0 B copied"), "flat already");
+    let reads = |name: &str, commands: &[&str]| {
+        for command in commands {
+            qemu_io(&images, name, command);
+        }
+    };
+    assert!(server.stop().success());
+    assert_clean(&images.path("web.qcow2"));
+    reads(
+        "web.qcow2",
+        &[
+            "read -P 99 12M 1M",
+            "read -P 98 5M 64k",
+            "read -P 0 4M 64k",
+            "read -P 4 4160k 64k",
+            "read -P 5 0 1M",
+        ],
+    );
+    assert_state(&images, "web.s4.qcow2", 5);
+    assert_state(&images, "clone.qcow2", 2);
+}
+
+#[test]
+fn flattening_a_served_disk_removes_what_it_is_asked_to_and_keeps_what_others_need() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let clone = images.name("clone.qcow2");
+    run_ok(["snapshot", "clone", &disk, "s1", "-o", &clone]);
+    let served = format!("path={disk},name=web");
+    let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let said = server.ask_ok(["flatten", &disk, "--remove", "snapshots"]);
+    assert!(said.contains("web.s1.qcow2 stays: ") && said.contains("clone.qcow2 stands on it"), "{said}");
+    assert!(said.contains("; and another file"), "s0, which s1 stands on: {said}");
+    assert!(server.stop().success());
+    assert_eq!(chain(&clone).len(), 3);
+    for gone in 2..5 {
+        assert!(!images.path(&format!("web.s{gone}.qcow2")).exists(), "s{gone}");
+    }
+    assert_state(&images, "web.qcow2", 5);
+    assert_state(&images, "clone.qcow2", 2);
 }

@@ -38,7 +38,7 @@ pub(crate) mod target;
 
 pub use fault::MergeFault;
 pub use job::{Action, Merge};
-pub use plan::{MergeRange, ranges_of};
+pub use plan::{MergeRange, all_of, ranges_of};
 pub use remove::{Kept, Removal};
 
 pub(crate) use copier::Copier;

@@ -68,6 +68,16 @@ pub enum Error {
         /// What is happening to it.
         doing: &'static str,
     },
+    /// A disk whose content would change under whoever uses it.
+    #[error(
+        "disk '{name}' is in use by {by}, under whom it would change: detach that first, or make a disk of its own of the snapshot with `vmstrata snapshot clone`"
+    )]
+    Attached {
+        /// Its name.
+        name: String,
+        /// Who uses it.
+        by: String,
+    },
     /// The server takes no more changes.
     #[error("the server is ending")]
     Ending,

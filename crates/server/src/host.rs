@@ -7,6 +7,8 @@
 //!                            doors: vhost-user (one disk), NBD (all disks)
 //! ```
 //!
+//! `revert` goes from Serving through Closing and Opening to Serving, with the doors shut meanwhile.
+//!
 //! Invariants: a disk that was opened is closed, whatever fails after it; only a crash leaves one open, and then its
 //! journal replays. No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
@@ -15,6 +17,7 @@ mod disks;
 mod doors;
 mod jobs;
 mod report;
+mod revert;
 mod snapshots;
 mod states;
 mod stats;

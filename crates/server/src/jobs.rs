@@ -14,7 +14,7 @@
 mod bucket;
 mod control;
 mod index_build;
-mod snapshot_delete;
+mod merging;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ use vmstrata_api::{Event, JobChange, JobStatus};
 
 use self::control::Control;
 pub(crate) use self::index_build::IndexBuild;
-pub(crate) use self::snapshot_delete::{DEFAULT_LIMIT, SnapshotDelete};
+pub(crate) use self::merging::{DEFAULT_LIMIT, Flatten, SnapshotDelete};
 use crate::error::Error;
 
 /// Jobs under way at one time.

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 
-use super::ControlArgs;
+use super::{ControlArgs, RemoveFiles};
 use crate::units::parse_size;
 
 /// `vmstrata job`
@@ -37,9 +37,23 @@ pub enum JobCommand {
     SnapshotDelete {
         /// The disk's name
         disk: String,
-        /// The snapshots' names
+        /// The snapshots' names; A..B is A and B, and all between them
         #[arg(required = true)]
         snapshots: Vec<String>,
+        /// Leave the snapshots' files where they are
+        #[arg(long)]
+        keep_files: bool,
+        /// Bytes a second that the job may write, such as 10M; 64M if omitted
+        #[arg(long, value_name = "SIZE", value_parser = limit)]
+        limit: Option<u64>,
+    },
+    /// Let a served disk stand on nothing, in the background
+    Flatten {
+        /// The disk's name
+        disk: String,
+        /// What becomes of the files that it stood on
+        #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
+        remove: RemoveFiles,
         /// Bytes a second that the job may write, such as 10M; 64M if omitted
         #[arg(long, value_name = "SIZE", value_parser = limit)]
         limit: Option<u64>,
@@ -72,7 +86,8 @@ pub enum JobCommand {
 const HELP: &str = "\
 Examples:
   vmstrata job index-build web --limit 20M
-  vmstrata job snapshot-delete web monday tuesday
+  vmstrata job snapshot-delete web monday..friday
+  vmstrata job flatten web --remove snapshots --limit 20M
   vmstrata job list
   vmstrata job limit 3 5M
   vmstrata job cancel 3

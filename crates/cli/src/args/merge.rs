@@ -19,6 +19,16 @@ pub enum RemoveFiles {
     None,
 }
 
+impl From<RemoveFiles> for vmstrata_api::RemoveFiles {
+    fn from(remove: RemoveFiles) -> Self {
+        match remove {
+            RemoveFiles::Snapshots => Self::Snapshots,
+            RemoveFiles::All => Self::All,
+            RemoveFiles::None => Self::None,
+        }
+    }
+}
+
 impl From<RemoveFiles> for Removal {
     fn from(remove: RemoveFiles) -> Self {
         match remove {
@@ -35,7 +45,7 @@ impl From<RemoveFiles> for Removal {
 pub struct SnapshotDeleteArgs {
     /// The disk: served by a running server, or in use by nobody
     pub disk: PathBuf,
-    /// The snapshots to delete
+    /// The snapshots to delete; A..B is A and B, and all between them
     #[arg(value_name = "NAME", required = true)]
     pub names: Vec<String>,
     /// Leave the snapshots' files where they are
@@ -56,7 +66,7 @@ pub struct SnapshotDeleteArgs {
 const DELETE_HELP: &str = "\
 Examples:
   vmstrata snapshot delete web.qcow2 mon
-  vmstrata snapshot delete web.qcow2 mon tue wed
+  vmstrata snapshot delete web.qcow2 mon wed..sat
   vmstrata snapshot delete web.qcow2 mon --json | jq -r '.kept[].reason'
 
 The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above.
@@ -67,7 +77,7 @@ Exit codes: 0 deleted, 1 not, or not all (every state of the disk is as it was),
 #[derive(Debug, Args)]
 #[command(after_help = FLATTEN_HELP)]
 pub struct FlattenArgs {
-    /// The disk, in use by nobody
+    /// The disk: served by a running server, or in use by nobody
     pub disk: PathBuf,
     /// What becomes of the files that it stood on
     #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
@@ -76,6 +86,9 @@ pub struct FlattenArgs {
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
     pub runtime_dir: Option<PathBuf>,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: ControlArgs,
     /// Common options.
     #[command(flatten)]
     pub common: SnapshotCommonArgs,
@@ -86,5 +99,7 @@ Examples:
   vmstrata flatten clone.qcow2                     a disk of its own; the files it stood on stay
   vmstrata flatten web.qcow2 --remove snapshots    without history; its snapshots' files go
 
-What the disk needs of the layers below is copied into its own file, which then stands on nothing.
+What the disk needs of the layers below is copied into its own file, which then stands on nothing. A served disk goes on
+being used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again: what was
+copied is not copied twice.
 Exit codes: 0 flat, 1 not (the disk reads as it did), 64 wrong usage.";

@@ -156,7 +156,7 @@ Exit codes: 0 shown, 1 no such snapshot or the chain cannot be read, 64 wrong us
 #[derive(Debug, Args)]
 #[command(after_help = REVERT_HELP)]
 pub struct SnapshotRevertArgs {
-    /// The disk, in use by nobody
+    /// The disk: in use by nobody, or served to no guest and no client at the moment
     pub disk: PathBuf,
     /// The snapshot to go back to
     pub name: String,
@@ -170,6 +170,9 @@ pub struct SnapshotRevertArgs {
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
     pub runtime_dir: Option<PathBuf>,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: super::ControlArgs,
     /// Common options.
     #[command(flatten)]
     pub common: SnapshotCommonArgs,
@@ -182,6 +185,7 @@ Examples:
   vmstrata snapshot revert web.qcow2 mon --keep web-broken.qcow2
 
 Snapshots newer than NAME are not removed: their files stay, and a disk kept with --keep still stands on them.
+A served disk goes back while no guest and no client is connected to it, and is behind the same doors again then.
 Exit codes: 0 reverted, 1 not (the disk is as it was), 64 wrong usage.";
 
 /// `vmstrata snapshot clone`

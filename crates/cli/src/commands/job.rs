@@ -31,10 +31,14 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
             let asked = JobSpec::IndexBuild { disk: disk.clone(), bytes_per_second: *limit };
             client.post("/v1/jobs", &asked)?
         }
-        JobCommand::SnapshotDelete { disk, snapshots, limit } => {
-            let (disk, snapshots) = (disk.clone(), snapshots.clone());
-            let asked = JobSpec::SnapshotDelete { disk, snapshots, bytes_per_second: *limit };
+        JobCommand::SnapshotDelete { disk, snapshots, keep_files, limit } => {
+            let (disk, snapshots, keep_files) = (disk.clone(), snapshots.clone(), *keep_files);
+            let asked = JobSpec::SnapshotDelete { disk, snapshots, keep_files, bytes_per_second: *limit };
             client.post("/v1/jobs", &asked)?
+        }
+        JobCommand::Flatten { disk, remove, limit } => {
+            let (disk, remove) = (disk.clone(), (*remove).into());
+            client.post("/v1/jobs", &JobSpec::Flatten { disk, remove, bytes_per_second: *limit })?
         }
         JobCommand::Pause { id } => change(*id, JobChange::Pause)?,
         JobCommand::Resume { id } => change(*id, JobChange::Resume)?,

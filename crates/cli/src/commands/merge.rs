@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use serde::Serialize;
-use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of};
+use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of};
 use vmstrata_disk::snapshot::list;
-use vmstrata_types::LayerIndex;
 
+use super::snapshot::live::Live;
 use super::snapshot::resources;
 use crate::args::{FlattenArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
 use crate::output::{counted, print, print_json};
@@ -71,14 +71,14 @@ pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
 /// # Errors
 /// What could not be done; the disk reads as it did.
 pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
+    if let Some(live) = Live::find(std::slice::from_ref(&args.disk), &args.server)? {
+        live.flatten(args)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let below = list(&args.disk, &args.common.open())?.len();
-    let index = |layer: usize| u16::try_from(layer).map(LayerIndex::new).context("the chain is too long");
-    let ranges = match below.checked_sub(1) {
-        Some(last) => vec![MergeRange { first: index(0)?, last: index(last)? }],
-        None => Vec::new(),
-    };
+    let range = all_of(below + 1);
     let runtime = args.runtime_dir.as_deref();
-    let report = merge(&args.disk, &ranges, args.remove.into(), &args.common, runtime)?;
+    let report = merge(&args.disk, range.as_slice(), args.remove.into(), &args.common, runtime)?;
     report.tell("flat", &args.common)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,6 +1,6 @@
 //! `vmstrata snapshot`: takes, lists, goes back to and clones states of disks, by itself or through the server that serves them.
 
-mod live;
+pub mod live;
 mod prune;
 mod report;
 mod time;
@@ -117,6 +117,9 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
     if args.keep.is_none() && !args.yes {
         return refuse_to_lose(args);
     }
+    if let Some(live) = live::Live::find(std::slice::from_ref(&args.disk), &args.server)? {
+        return live.revert(args);
+    }
     let options = RevertOptions {
         keep: args.keep.clone(),
         open: args.common.open(),
@@ -124,8 +127,8 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
     };
     let reverted =
         snapshot::revert(&args.disk, &args.name, &options, &resources(args.runtime_dir.as_deref()))?;
-    let report = Reverted::new(args, &reverted);
-    if args.common.json { Ok(print_json(&report)?) } else { Ok(print(&report.text())?) }
+    let dropped = reverted.dropped.iter().map(|snapshot| text(&snapshot.layer)).collect();
+    Reverted::new(args, text(&reverted.layer), dropped).tell(args.common.json)
 }
 
 /// Says what going back would cost.

@@ -50,17 +50,36 @@ impl MergeRange {
     }
 }
 
+/// All layers below the top of a chain of `layers`; `None` when there are none.
+///
+/// # Panics
+/// With more layers than a chain may have.
+pub fn all_of(layers: usize) -> Option<MergeRange> {
+    let last = layers.checked_sub(2)?;
+    Some(MergeRange { first: index_of(0), last: index_of(last) })
+}
+
 /// The layers to drop so that these snapshots of the disk are gone, in as few ranges as possible, the newest first:
 /// in that order no range moves another.
+///
+/// `A..B` is the snapshots A and B, in either order, and all layers between them; a snapshot that is called so goes first.
 ///
 /// # Errors
 /// No such snapshot; otherwise as [`snapshot::list`].
 pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result<Vec<MergeRange>> {
     let mut found = Vec::with_capacity(names.len());
     let layers = snapshot::list(disk, options)?.len();
+    // The newest of that name is the one people mean.
+    let layer_of = |name: &str| snapshot::find(disk, name, options).map(|found| layers - found.depth);
     for name in names {
-        // The newest of that name is the one people mean.
-        found.push(layers - snapshot::find(disk, name, options)?.depth);
+        match (layer_of(name), name.split_once("..")) {
+            (Ok(layer), _) => found.push(layer),
+            (Err(_), Some((from, to))) => {
+                let (from, to) = (layer_of(from)?, layer_of(to)?);
+                found.extend(from.min(to)..=from.max(to));
+            }
+            (Err(error), None) => return Err(error),
+        }
     }
     found.sort_unstable_by(|one, other| other.cmp(one));
     found.dedup();

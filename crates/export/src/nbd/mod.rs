@@ -118,6 +118,11 @@ impl Server {
         self.shared.connections.len()
     }
 
+    /// Connections that use the export `name`. Once it is out of the table there are no more of them than this says.
+    pub fn connections_of(&self, name: &str) -> usize {
+        self.shared.connections.len_of(name)
+    }
+
     /// Takes an export out of the table and ends the connections to it: what is under way is finished and answered.
     /// Clients that do not take their replies in time are cut off.
     ///

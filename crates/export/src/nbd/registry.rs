@@ -61,6 +61,11 @@ impl Registry {
         self.open.lock().places.len()
     }
 
+    /// Connections that have chosen the export `name`.
+    pub(crate) fn len_of(&self, name: &str) -> usize {
+        self.open.lock().places.values().filter(|place| place.serves(Some(name))).count()
+    }
+
     /// Shuts down one or both directions of the sockets of the export `name`, or of all, which wakes their threads.
     pub(crate) fn shut_down(&self, name: Option<&str>, how: Shutdown) {
         for place in self.open.lock().places.values().filter(|place| place.serves(name)) {

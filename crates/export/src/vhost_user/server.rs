@@ -1,9 +1,10 @@
 //! One disk on one socket: the control thread, and the life of a connection.
 
-use std::os::fd::{AsFd, OwnedFd};
+mod stop;
+
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -16,9 +17,9 @@ use super::Error;
 use super::backend::Backend;
 use super::config::{Device, DeviceParts};
 use super::listener::SocketFile;
-use super::notify;
 use super::stats::Stats;
 use super::worker::{Worker, WorkerOptions};
+use stop::Stop;
 
 /// Most queues of a device.
 const QUEUES_MAX: u16 = 256;
@@ -99,28 +100,6 @@ pub struct Server {
     control: Option<JoinHandle<()>>,
 }
 
-/// How the control thread is told to end, also in the middle of a message.
-#[derive(Debug)]
-struct Stop {
-    requested: AtomicBool,
-    event: OwnedFd,
-    connection: parking_lot::Mutex<Option<UnixStream>>,
-}
-
-impl Stop {
-    fn request(&self) {
-        self.requested.store(true, Ordering::Release);
-        notify::signal(&self.event);
-        if let Some(connection) = &*self.connection.lock() {
-            let _ = connection.shutdown(std::net::Shutdown::Both);
-        }
-    }
-
-    fn is_requested(&self) -> bool {
-        self.requested.load(Ordering::Acquire)
-    }
-}
-
 impl Server {
     /// Serves `disk` on a socket at `path`, which only its owner may use, from now on.
     ///
@@ -137,9 +116,7 @@ impl Server {
         }));
         let socket = SocketFile::bind(path)?;
         let workers = spawn_workers(&disk, &device, &options)?;
-        let event = notify::event().map_err(Error::Thread)?;
-        let stop = Stop { requested: AtomicBool::new(false), event, connection: Default::default() };
-        let stop = Arc::new(stop);
+        let stop = Arc::new(Stop::new().map_err(Error::Thread)?);
         let control = Control {
             socket,
             device,
@@ -162,6 +139,18 @@ impl Server {
         let mut sum = Stats::default();
         self.workers.iter().flat_map(|workers| workers.iter()).for_each(|worker| worker.add_stats(&mut sum));
         sum
+    }
+
+    /// Whether a frontend is connected.
+    pub fn is_connected(&self) -> bool {
+        self.stop.is_connected()
+    }
+
+    /// Lets no frontend in any more, unless one is connected: then it returns `false`, and nothing changes.
+    ///
+    /// The socket stays where it is until [`Server::shutdown`].
+    pub fn close_if_idle(&self) -> bool {
+        self.stop.request_if_idle()
     }
 
     /// Finishes what is in flight, closes the connection and removes the socket. The disk stays open.
@@ -209,13 +198,21 @@ struct Control {
 impl Control {
     fn run(self) {
         while !self.stop.is_requested() {
-            wait_readable([self.stop.event.as_fd(), self.socket.as_fd()]);
+            wait_readable([self.stop.as_fd(), self.socket.as_fd()]);
             let Some(stream) = self.socket.accept() else { continue };
             if self.stop.is_requested() {
                 return;
             }
-            match stream.set_nonblocking(false).and_then(|()| stream.try_clone()) {
-                Ok(twin) => self.serve(stream, twin),
+            let twins = || {
+                stream.set_nonblocking(false)?;
+                Ok::<_, std::io::Error>((stream.try_clone()?, stream.try_clone()?))
+            };
+            match twins() {
+                Ok((twin, known)) => {
+                    if self.stop.enter(known) {
+                        self.serve(stream, twin);
+                    }
+                }
                 Err(error) => tracing::warn!(%error, "cannot set up a connection"),
             }
         }
@@ -224,13 +221,12 @@ impl Control {
     fn serve(&self, stream: UnixStream, twin: UnixStream) {
         let path = self.socket.path().display();
         tracing::info!(%path, "frontend connected");
-        *self.stop.connection.lock() = stream.try_clone().ok();
         let backend = Backend::new(Arc::clone(&self.device), Arc::clone(&self.workers), self.queue_size_max);
         let mut handler = BackendReqHandler::from_stream(stream, Arc::new(Mutex::new(backend)));
         // A stop that was requested before the connection could be seen by it ends here.
         while !self.stop.is_requested() {
             let [stopped, message, knock] =
-                wait_readable([self.stop.event.as_fd(), twin.as_fd(), self.socket.as_fd()]);
+                wait_readable([self.stop.as_fd(), twin.as_fd(), self.socket.as_fd()]);
             if stopped {
                 break;
             }
@@ -243,7 +239,7 @@ impl Control {
                 self.refuse_second(&twin);
             }
         }
-        *self.stop.connection.lock() = None;
+        self.stop.leave();
         // Dropping the backend stops the queues and finishes what they have in flight.
         drop(handler);
         tracing::info!(%path, "frontend gone; listening again");

@@ -90,6 +90,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::JobExists { .. } => (409, "job-exists"),
         Error::TooManyJobs { .. } => (503, "too-many-jobs"),
         Error::Busy { .. } => (409, "busy"),
+        Error::Attached { .. } => (409, "attached"),
         Error::Ending => (503, "ending"),
         Error::NotClean { .. } => (500, "not-clean"),
         Error::NbdFlush(_) => (500, "not-flushed"),

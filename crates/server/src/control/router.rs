@@ -44,6 +44,7 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(doors::list, doors::add))
         .routes(routes!(doors::remove))
         .routes(routes!(snapshots::take))
+        .routes(routes!(snapshots::revert))
         .routes(routes!(jobs::list, jobs::start))
         .routes(routes!(jobs::show, jobs::change))
 }

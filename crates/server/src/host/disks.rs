@@ -46,7 +46,7 @@ impl Host {
         }
     }
 
-    fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
+    pub(super) fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
         let (path, options) = states::find(spec, self.open_options(spec))?;
         let disk = Disk::open(&path, &options, &self.resources)?;
         let layers = disk.layers().len();
@@ -56,7 +56,7 @@ impl Host {
     }
 
     /// Shows an open disk to NBD clients, and to whoever opens a door.
-    fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<(), Error> {
+    pub(super) fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<(), Error> {
         let mut table = self.table.lock();
         let doors = table.nbd();
         let show = |door: &Arc<nbd::Server>| door.exports().add(Export::new(&spec.name, Arc::clone(&disk)));
@@ -119,7 +119,7 @@ pub(super) fn close(name: String, disk: &Disk) -> Result<(), NotClean> {
 }
 
 /// Lets go of the last reference, and with it of the files' locks.
-fn release(name: &str, mut disk: Arc<Disk>) {
+pub(super) fn release(name: &str, mut disk: Arc<Disk>) {
     let deadline = Instant::now() + LAST_LOOK;
     loop {
         match Arc::try_unwrap(disk) {

@@ -1,8 +1,10 @@
 //! Doors come and go.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_api::{self as api, Event};
+use vmstrata_disk::Disk;
 use vmstrata_export::nbd::{self, Address, Export, Exports, Limits, Listener};
 use vmstrata_export::vhost_user;
 
@@ -30,6 +32,32 @@ impl Door {
     /// Whether it goes when the disk goes.
     pub(super) fn is_only_for(&self, disk: &str) -> bool {
         matches!(self, Self::VhostUser { spec, .. } if spec.disk == disk)
+    }
+
+    /// Opens a vhost-user socket.
+    pub(super) fn vhost_user(spec: VhostUserSpec, disk: &Arc<Disk>) -> Result<Self, Error> {
+        let bound = vhost_user::Server::bind(&spec.socket, Arc::clone(disk), vhost_user_options(&spec));
+        let server = bound.map_err(|source| Error::VhostUser { disk: spec.disk.clone(), source })?;
+        Ok(Self::VhostUser { spec, server })
+    }
+
+    /// The socket at which a guest uses `disk` alone.
+    pub(super) fn guest_of(&self, disk: &str) -> Option<&Path> {
+        match self {
+            Self::VhostUser { spec, server } if spec.disk == disk && server.is_connected() => {
+                Some(server.path())
+            }
+            _ => None,
+        }
+    }
+
+    /// Lets no guest in any more by a vhost-user door that none is connected to; tells how it can be opened again when
+    /// this one was dropped. `None` if there is a guest, or it is another kind: nothing has changed.
+    pub(super) fn close_if_idle(&self) -> Option<VhostUserSpec> {
+        match self {
+            Self::VhostUser { spec, server } if server.close_if_idle() => Some(spec.clone()),
+            _ => None,
+        }
     }
 
     /// Lets nobody in any more and finishes what is in flight.
@@ -89,9 +117,8 @@ impl Host {
             Door::Nbd { .. } => None,
         });
         check_guests(&spec, disk_spec.read_only, others)?;
-        let bound = vhost_user::Server::bind(&spec.socket, Arc::clone(disk), vhost_user_options(&spec));
-        let server = bound.map_err(|source| Error::VhostUser { disk: spec.disk.clone(), source })?;
-        let id = table.add_door(Door::VhostUser { spec, server });
+        let door = Door::vhost_user(spec, &Arc::clone(disk))?;
+        let id = table.add_door(door);
         drop(table);
         self.tell(Event::DoorAdded { id });
         Ok(id)

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use vmstrata_api::{JobChange, JobSpec, JobStatus};
+use vmstrata_api::{JobChange, JobSpec, JobStatus, RemoveFiles};
+use vmstrata_disk::Disk;
+use vmstrata_disk::merge::{MergeOptions, Removal};
 
 use super::Host;
 use crate::error::Error;
-use crate::jobs::{DEFAULT_LIMIT, IndexBuild, SnapshotDelete};
+use crate::jobs::{DEFAULT_LIMIT, Flatten, IndexBuild, SnapshotDelete, Work};
 
 impl Host {
     /// Begins a job on a disk that is served.
@@ -23,16 +25,37 @@ impl Host {
                 let work = IndexBuild::new(&path, format, &self.allow_backing)?;
                 self.keep_job(&disk, || self.jobs.start(&disk, bytes_per_second, work))
             }
-            JobSpec::SnapshotDelete { disk, snapshots, bytes_per_second } => {
-                let (_change, table) = self.begin_change()?;
-                let (spec, open) = table.serving(&disk)?;
-                let (options, open) = (self.open_options(spec), Arc::clone(open));
-                drop(table);
-                let work = SnapshotDelete::new(open, &snapshots, options)?;
-                let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));
-                self.keep_job(&disk, || self.jobs.start(&disk, limit, work))
+            JobSpec::SnapshotDelete { disk, snapshots, keep_files, bytes_per_second } => {
+                let removal = if keep_files { Removal::Nothing } else { Removal::Snapshots };
+                self.start_merging(&disk, removal, bytes_per_second, |open, options| {
+                    SnapshotDelete::new(open, &snapshots, options)
+                })
+            }
+            JobSpec::Flatten { disk, remove, bytes_per_second } => {
+                let removal = match remove {
+                    RemoveFiles::None => Removal::Nothing,
+                    RemoveFiles::Snapshots => Removal::Snapshots,
+                    RemoveFiles::All => Removal::All,
+                };
+                self.start_merging(&disk, removal, bytes_per_second, Flatten::new)
             }
         }
+    }
+
+    fn start_merging<W: Work>(
+        &self,
+        disk: &str,
+        removal: Removal,
+        bytes_per_second: Option<u64>,
+        make: impl FnOnce(Arc<Disk>, MergeOptions) -> Result<W, Error>,
+    ) -> Result<JobStatus, Error> {
+        let (_change, table) = self.begin_change()?;
+        let (spec, open) = table.serving(disk)?;
+        let (options, open) = (MergeOptions { open: self.open_options(spec), removal }, Arc::clone(open));
+        drop(table);
+        let work = make(open, options)?;
+        let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));
+        self.keep_job(disk, || self.jobs.start(disk, limit, work))
     }
 
     /// Starts a job unless its disk has gone meanwhile: none begins after the disk's jobs were ended.

@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use vmstrata_api::{DiskList, JobSpec, JobState, JobStatus, SnapshotSpec, SnapshotTaken};
+use vmstrata_api::{
+    DiskList, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted, SnapshotSpec, SnapshotTaken,
+};
 use vmstrata_disk::snapshot::SnapshotInfo;
 
-use super::report::{Taken, TakenOne};
+use super::report::{Reverted, Taken, TakenOne};
 use super::text;
-use crate::args::{ControlArgs, SnapshotDeleteArgs};
+use crate::args::{ControlArgs, FlattenArgs, SnapshotDeleteArgs, SnapshotRevertArgs};
 use crate::client::Client;
 use crate::output::{print, print_json};
 use crate::units::short_size;
@@ -93,29 +95,52 @@ impl Live {
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn delete(&self, args: &SnapshotDeleteArgs) -> Result<()> {
-        let (disk, name) = &self.disks[0];
-        if args.keep_files {
-            bail!("{}: it is served, and a server removes the files that no one needs", disk.display());
-        }
         let asked = JobSpec::SnapshotDelete {
-            disk: name.clone(),
+            disk: self.disks[0].1.clone(),
             snapshots: args.names.clone(),
+            keep_files: args.keep_files,
             bytes_per_second: None,
         };
-        let mut job: JobStatus = self.client.post("/v1/jobs", &asked)?;
+        self.run_job(&asked, &format!("{} deleted", args.names.join(", ")), args.common.json)
+    }
+
+    /// Has the server flatten the first disk, and waits until it has.
+    ///
+    /// # Errors
+    /// What the server says, also of a job that someone ended.
+    pub fn flatten(&self, args: &FlattenArgs) -> Result<()> {
+        let disk = self.disks[0].1.clone();
+        let asked = JobSpec::Flatten { disk, remove: args.remove.into(), bytes_per_second: None };
+        self.run_job(&asked, "flat", args.common.json)
+    }
+
+    /// Has the server take the first disk back to a snapshot.
+    ///
+    /// # Errors
+    /// What the server says.
+    pub fn revert(&self, args: &SnapshotRevertArgs) -> Result<()> {
+        let keep = args.keep.as_deref().map(std::path::absolute).transpose()?;
+        let asked = RevertSpec { snapshot: args.name.clone(), keep: keep.as_deref().map(text) };
+        let path = format!("/v1/disks/{}/revert", vmstrata_api::encode_segment(&self.disks[0].1));
+        let done: SnapshotReverted = self.client.post(&path, &asked)?;
+        Reverted::new(args, done.layer, done.dropped_layers).tell(args.common.json)
+    }
+
+    fn run_job(&self, asked: &JobSpec, done: &str, json: bool) -> Result<()> {
+        let disk = self.disks[0].0.display();
+        let mut job: JobStatus = self.client.post("/v1/jobs", asked)?;
         while !job.state.is_ended() {
             std::thread::sleep(LOOK_EVERY);
             job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
         }
         if job.state != JobState::Done {
             let error = job.error.unwrap_or_else(|| format!("job {} was cancelled", job.id));
-            bail!("{}: {error}", disk.display());
+            bail!("{disk}: {error}");
         }
-        if args.common.json {
+        if json {
             return Ok(print_json(&job)?);
         }
-        let (names, copied) = (args.names.join(", "), short_size(job.bytes));
-        let mut text = format!("{}: {names} deleted: {copied} copied\n", disk.display());
+        let mut text = format!("{disk}: {done}: {} copied\n", short_size(job.bytes));
         // Files that stay, and why.
         text.extend(job.error.map(|kept| kept + "\n"));
         Ok(print(&text)?)

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Serialize;
-use vmstrata_disk::snapshot::{self, Created, Snapshot, SnapshotInfo};
+use vmstrata_disk::snapshot::{Created, Snapshot, SnapshotInfo};
 
 use super::{text, time};
 use crate::args::{SnapshotCloneArgs, SnapshotRevertArgs};
-use crate::output::{Table, counted};
+use crate::output::{Table, counted, print, print_json};
 use crate::units::{exact_size, short_size};
 
 /// A snapshot that was taken of one or more disks.
@@ -168,18 +168,26 @@ pub struct Reverted {
 
 impl Reverted {
     /// What was asked, and what was done.
-    pub fn new(args: &SnapshotRevertArgs, done: &snapshot::Reverted) -> Self {
+    pub fn new(args: &SnapshotRevertArgs, layer: String, dropped_layers: Vec<String>) -> Self {
         Self {
             disk: text(&args.disk),
             snapshot: args.name.clone(),
-            layer: text(&done.layer),
+            layer,
             kept: args.keep.as_deref().map(text),
-            dropped_layers: done.dropped.iter().map(|snapshot| text(&snapshot.layer)).collect(),
+            dropped_layers,
         }
     }
 
+    /// Prints it.
+    ///
+    /// # Errors
+    /// When nobody reads it.
+    pub fn tell(&self, json: bool) -> anyhow::Result<()> {
+        if json { Ok(print_json(self)?) } else { Ok(print(&self.text())?) }
+    }
+
     /// The same in words.
-    pub fn text(&self) -> String {
+    fn text(&self) -> String {
         let mut lines = format!("{}: is as at {} again\n", self.disk, self.snapshot);
         if let Some(kept) = &self.kept {
             lines += &format!("{kept}: what it was until now\n");

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{Path, State};
 use axum::http::StatusCode;
-use vmstrata_api::{SnapshotSpec, SnapshotTaken};
+use vmstrata_api::{RevertSpec, SnapshotReverted, SnapshotSpec, SnapshotTaken};
 
 use super::apart;
 use crate::control::body::Body;
@@ -24,4 +24,19 @@ pub(in crate::control) async fn take(
 ) -> Result<(StatusCode, Json<SnapshotTaken>), Failure> {
     let taken = apart(host, move |host| host.snapshot(asked)).await?;
     Ok((StatusCode::CREATED, Json(taken)))
+}
+
+/// Let a disk be again what it was at a snapshot. No guest and no client may be using it
+#[utoipa::path(
+    post, path = "/v1/disks/{name}/revert", tag = "disks", operation_id = "revert_disk",
+    params(("name" = String, Path, description = "The disk")),
+    request_body = RevertSpec,
+    responses((status = OK, description = "It is, behind the same doors", body = SnapshotReverted))
+)]
+pub(in crate::control) async fn revert(
+    State(host): State<Arc<Host>>,
+    Path(name): Path<String>,
+    Body(asked): Body<RevertSpec>,
+) -> Result<Json<SnapshotReverted>, Failure> {
+    apart(host, move |host| host.revert(&name, asked)).await.map(Json)
 }

@@ -1,0 +1,163 @@
+//! Going back to a snapshot: the disk is taken out, its files go back, and it is put back behind the same doors.
+//!
+//! ```text
+//!   idle? ──► doors shut, no one came in between? ──no──► doors opened again, Error::Attached
+//!                │ yes
+//!                └─► disk closed ──► files ──► disk opened ──► doors opened
+//! ```
+//!
+//! What a guest has read of a disk is in its memory: a disk must not become another one under it. So no guest may be
+//! connected, and no NBD client, and none gets in until the disk is what it was.
+//!
+//! Invariant: whatever fails, the disk is behind its doors again, with the old content or the new; only a disk that cannot
+//! be opened any more is gone.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use vmstrata_api::{Event, RevertSpec, SnapshotReverted};
+use vmstrata_disk::Disk;
+use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions};
+
+use super::disks::{close, release};
+use super::doors::Door;
+use super::{Host, Phase, Table};
+use crate::error::{Error, NotClean};
+use crate::spec::{DiskSpec, VhostUserSpec};
+
+/// The doors of a disk that is taken out, with their numbers.
+type Doors = Vec<(u64, VhostUserSpec)>;
+
+impl Host {
+    /// Makes a disk that nobody uses what it was at a snapshot.
+    ///
+    /// # Errors
+    /// A guest or a client that uses the disk, no such snapshot, a read-only disk: nothing has changed. Whatever the host
+    /// reports: the disk is served as it was, or is gone if it cannot be opened again.
+    pub fn revert(&self, name: &str, asked: RevertSpec) -> Result<SnapshotReverted, Error> {
+        let (_change, table) = self.begin_change()?;
+        let (spec, disk) = table.serving(name)?;
+        let (spec, path) = (spec.clone(), disk.path().to_owned());
+        table.check_idle(name)?;
+        drop(table);
+        let options = RevertOptions {
+            keep: asked.keep.map(PathBuf::from),
+            open: self.open_options(&spec),
+            prepare: PrepareOptions { format: spec.format, ..PrepareOptions::default() },
+        };
+        if spec.read_only {
+            return Err(vmstrata_disk::Error::from(vmstrata_disk::ErrorKind::ReadOnly).into());
+        }
+        snapshot::find(&path, &asked.snapshot, &options.open)?;
+        let (disk, doors) = self.take_out(name)?;
+        let reverted = close_and_release(name, disk)
+            .and_then(|()| Ok(snapshot::revert(&path, &asked.snapshot, &options, &self.resources)?));
+        let back = self.put_back(&spec, doors);
+        let reverted = reverted?;
+        back?;
+        self.tell(Event::SnapshotReverted { disk: name.to_owned(), snapshot: asked.snapshot.clone() });
+        let dropped = reverted.dropped.iter().map(|layer| layer.layer.display().to_string());
+        Ok(SnapshotReverted {
+            disk: name.to_owned(),
+            snapshot: asked.snapshot,
+            layer: reverted.layer.display().to_string(),
+            dropped_layers: dropped.collect(),
+        })
+    }
+
+    /// Shuts the doors of a disk that nobody uses, ends its jobs, and hands it out.
+    fn take_out(&self, name: &str) -> Result<(Arc<Disk>, Doors), Error> {
+        let mut table = self.table.lock();
+        let disk = Arc::clone(table.serving(name)?.1);
+        table.check_idle(name)?;
+        table.set_phase(name, Phase::Closing);
+        let own: Vec<(u64, Door)> = table.doors.extract_if(.., |(_, door)| door.is_only_for(name)).collect();
+        let shared = table.nbd();
+        drop(table);
+        for door in &shared {
+            door.exports().remove(name);
+        }
+        // Whoever came in since the check is in now, and nobody comes in any more.
+        let clients: usize = shared.iter().map(|door| door.connections_of(name)).sum();
+        let mut by = (clients > 0).then(|| "an NBD client".to_owned());
+        let mut doors = Doors::new();
+        let mut stay = Vec::new();
+        for (id, door) in own {
+            match door.close_if_idle() {
+                Some(spec) => doors.push((id, spec)),
+                None => {
+                    by = Some("a guest".to_owned());
+                    stay.push((id, door));
+                }
+            }
+        }
+        self.table.lock().doors.extend(stay);
+        if let Some(by) = by {
+            let spec = self.table.lock().entry(name).map(|entry| entry.spec.clone());
+            let spec = spec.ok_or_else(|| Error::NoSuchDisk { name: name.to_owned() })?;
+            self.let_in(&spec, Arc::clone(&disk))?;
+            self.open_doors(&disk, doors)?;
+            return Err(Error::Attached { name: name.to_owned(), by });
+        }
+        self.jobs.end(Some(name));
+        Ok((disk, doors))
+    }
+
+    /// Opens a disk that was taken out, and its doors.
+    fn put_back(&self, spec: &DiskSpec, doors: Doors) -> Result<(), Error> {
+        self.table.lock().set_phase(&spec.name, Phase::Opening);
+        let opened = self.open_disk(spec).and_then(|disk| {
+            self.let_in(spec, Arc::clone(&disk))?;
+            Ok(disk)
+        });
+        match opened {
+            Ok(disk) => self.open_doors(&disk, doors),
+            Err(error) => {
+                self.table.lock().forget(&spec.name);
+                doors.iter().for_each(|(id, _)| self.tell(Event::DoorRemoved { id: *id }));
+                self.tell(Event::DiskRemoved { disk: spec.name.clone(), error: Some(error.to_string()) });
+                Err(error)
+            }
+        }
+    }
+
+    /// Opens the doors of a disk that is served again. One that cannot be is gone; the others are opened all the same.
+    fn open_doors(&self, disk: &Arc<Disk>, doors: Doors) -> Result<(), Error> {
+        let mut result = Ok(());
+        for (id, spec) in doors {
+            match Door::vhost_user(spec, disk) {
+                Ok(door) => {
+                    let mut table = self.table.lock();
+                    table.doors.push((id, door));
+                    table.doors.sort_by_key(|(id, _)| *id);
+                }
+                Err(error) => {
+                    self.tell(Event::DoorRemoved { id });
+                    result = result.and(Err(error));
+                }
+            }
+        }
+        result
+    }
+}
+
+impl Table {
+    /// Refuses a disk that a guest or an NBD client uses.
+    fn check_idle(&self, name: &str) -> Result<(), Error> {
+        let clients: usize = self.nbd().iter().map(|door| door.connections_of(name)).sum();
+        let guest = self.doors.iter().find_map(|(_, door)| door.guest_of(name));
+        let by = match (guest, clients) {
+            (Some(socket), _) => format!("the guest at {}", socket.display()),
+            (None, 0) => return Ok(()),
+            (None, 1) => "an NBD client".to_owned(),
+            (None, clients) => format!("{clients} NBD clients"),
+        };
+        Err(Error::Attached { name: name.to_owned(), by })
+    }
+}
+
+fn close_and_release(name: &str, disk: Arc<Disk>) -> Result<(), Error> {
+    let closed = close(name.to_owned(), &disk);
+    release(name, disk);
+    closed.map_err(|failure: NotClean| Error::NotClean { failures: vec![failure] })
+}
