@@ -122,6 +122,9 @@ impl Disk {
         });
         resources.upkeep().watch(&disk);
         disk.refuse_merging()?;
+        if !options.read_only {
+            disk.sweep_merged();
+        }
         Ok(disk)
     }
 

@@ -22,7 +22,8 @@
 //! - Whatever ends the job early leaves a sound chain and, after a crash, leaked clusters at most. Started again it
 //!   passes over what is there.
 //! - Whether the header has room for the new name is known before anything is copied.
-//! - A file is removed only if it was a snapshot of this disk and nobody names it or has it open ([`remove`]).
+//! - A file is removed only if it was a snapshot of this disk and nobody names it or has it open ([`remove`]). What a
+//!   killed process did not come to remove goes later ([`leftovers`]).
 //!
 //! Lock order: as in [`crate::active`].
 
@@ -31,6 +32,7 @@ pub(crate) mod copy;
 mod fault;
 mod files;
 mod job;
+pub(crate) mod leftovers;
 pub(crate) mod plan;
 pub(crate) mod relink;
 pub(crate) mod remove;

@@ -33,9 +33,10 @@ fn honest_frontend_is_served(served: &Served) {
 /// Says one wrong thing on a fresh connection; the server must say no.
 fn refuses(served: &Served, say: impl FnOnce(&mut Frontend, &Guest) -> bool) {
     let guest = Guest::new(16);
-    let (mut frontend, _socket) = negotiate(&served.socket());
+    let (mut frontend, socket) = negotiate(&served.socket());
     assert!(!say(&mut frontend, &guest), "accepted");
-    drop(frontend);
+    // Both ends of the connection: a server that still has one turns the next frontend away.
+    drop((frontend, socket));
     honest_frontend_is_served(served);
 }
 

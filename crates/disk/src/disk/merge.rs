@@ -37,8 +37,8 @@ use crate::layers::{Layers, Top, index_of};
 use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, links, map_up_to};
 use crate::merge::relink::Relink;
-use crate::merge::remove::user_of;
-use crate::merge::{Copier, MergeFault, MergeRange, target};
+use crate::merge::remove::{Locks, user_of};
+use crate::merge::{Copier, MergeFault, MergeRange, leftovers, target};
 use crate::opener::Role;
 
 /// Most bytes of the disk looked at before others get their turn.
@@ -72,6 +72,12 @@ impl Disk {
         if merging { Err(Error::from(MergeFault::Busy).in_file(&self.path)) } else { Ok(()) }
     }
 
+    /// Removes what a killed merge left.
+    pub(super) fn sweep_merged(self: &Arc<Self>) {
+        let needed = |file| others(self).any(|other| other.stands_on(file));
+        leftovers::sweep(&self.path, &self.options, Locks::MayBeOurs, &needed);
+    }
+
     /// Refuses to change the layers of a disk that is closed, read-only or latched.
     fn check_changeable(&self) -> Result<()> {
         self.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
@@ -91,6 +97,7 @@ impl Running {
         let mut running = Self { disk: Arc::clone(disk), range, target: None, indexing: None };
         let changing = disk.change();
         disk.check_changeable()?;
+        disk.sweep_merged();
         let links = links(&disk.path, &disk.options, &**disk.resources.files().opener())?;
         range.check(links.len()).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
         let layers = arc_swap::Guard::into_inner(disk.layers_now());
@@ -173,20 +180,15 @@ impl Running {
             return Err(Error::from(MergeFault::Busy).in_file(&link.path));
         }
         self.target = Some(link.file);
-        let here = self.others().find(|other| other.stands_on(link.file));
+        let here = others(&self.disk).find(|other| other.stands_on(link.file));
         let here = here.map(|other| format!("the disk {}", other.path.display()));
         let by = here.or_else(|| user_of(&link.path).map(|user| user.to_string()));
         by.map_or(Ok(()), |by| Err(Error::from(MergeFault::TargetInUse { by }).in_file(&link.path)))
     }
 
-    fn others(&self) -> impl Iterator<Item = Arc<Disk>> {
-        let disks = self.disk.resources.upkeep().disks().into_iter();
-        disks.filter(|other| !Arc::ptr_eq(other, &self.disk))
-    }
-
     /// Whether another disk of this process, or this one, stands on a file.
     pub(crate) fn others_stand_on(&self, file: FileId) -> bool {
-        self.disk.stands_on(file) || self.others().any(|other| other.stands_on(file))
+        self.disk.stands_on(file) || others(&self.disk).any(|other| other.stands_on(file))
     }
 
     /// Copies into the active layer.
@@ -255,6 +257,11 @@ impl Drop for Running {
         }
         disk.merging.store(false, Ordering::Release);
     }
+}
+
+/// The other disks of this process.
+fn others(disk: &Arc<Disk>) -> impl Iterator<Item = Arc<Disk>> {
+    disk.resources.upkeep().disks().into_iter().filter(|other| !Arc::ptr_eq(other, disk))
 }
 
 /// Where in the chain this layer is, if it is still allowed to grow.

@@ -11,7 +11,7 @@ use vmstrata_store::{CacheMode, FileStore, Gate};
 use super::copier::Copier;
 use super::plan::{self, Link, below_of, map_up_to};
 use super::relink::Relink;
-use super::{MergeOptions, MergeRange, target};
+use super::{MergeOptions, MergeRange, leftovers, target};
 use crate::chain::{OpenOptions, open_layer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{self, IndexOptions};
@@ -43,6 +43,7 @@ impl Files {
         resources: &Arc<Resources>,
     ) -> Result<(Self, Vec<Link>, Copier)> {
         let lock = lock_settled(disk, &options.open, resources)?;
+        leftovers::sweep_files(disk, &options.open);
         let links = plan::links(disk, &options.open, &**resources.files().opener())?;
         range.check(links.len()).map_err(|fault| Error::from(fault).in_file(disk))?;
         // The target's own lock takes the place of the disk's.

@@ -3,10 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use vmstrata_store::FileId;
 use vmstrata_types::GuestRange;
 
 use super::copier::{Copier, WINDOW};
 use super::files::Files;
+use super::leftovers;
 use super::plan::Link;
 use super::remove::{self, Users};
 use super::{MergeOptions, MergeRange, Merged};
@@ -142,6 +144,7 @@ impl Merge {
             Action::Relink => {
                 let copier = self.copier.take().expect("copying comes first");
                 self.stage = Stage::Done;
+                self.announce(copier.target.identity.file);
                 match &mut self.host {
                     Host::Files(_) => copier.settle(|| ()).and_then(|()| copier.relink())?,
                     Host::Running(running) => running.relink(&copier)?,
@@ -204,11 +207,24 @@ impl Merge {
         &self.merged
     }
 
-    fn remove(&mut self) {
-        let (disk, open): (&Path, &OpenOptions) = match &self.host {
+    fn disk(&self) -> (&Path, &OpenOptions) {
+        match &self.host {
             Host::Files(files) => (&files.disk, &self.options.open),
             Host::Running(running) => (running.disk.path(), running.disk.options()),
-        };
+        }
+    }
+
+    /// Lets whoever finds the disk after a crash know what is left to remove.
+    fn announce(&self, target: FileId) {
+        let mut dropped = remove::dropped(&self.links, self.range);
+        dropped.retain(|layer| self.options.removal.wants(layer).is_ok());
+        if let Err(error) = leftovers::announce(self.disk().0, target, &dropped) {
+            tracing::warn!(%error, "killed now, the merge would leave the files of dropped layers behind");
+        }
+    }
+
+    fn remove(&mut self) {
+        let (disk, open) = self.disk();
         let dropped = remove::dropped(&self.links, self.range);
         let mut users = Users::find(&self.directories(disk, open));
         let stands_on = |file| matches!(&self.host, Host::Running(running) if running.others_stand_on(file));
@@ -219,6 +235,7 @@ impl Merge {
         };
         let (removed, kept) = remove::remove(&dropped, &mut users, self.options.removal, locks, &stands_on);
         let _ = flush_directory(disk);
+        leftovers::settle(disk);
         (self.merged.removed, self.merged.kept) = (removed, kept);
     }
 

@@ -74,9 +74,9 @@ pub enum Kept {
 /// The file of a dropped layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Dropped {
-    path: PathBuf,
-    file: FileId,
-    is_own_snapshot: bool,
+    pub(super) path: PathBuf,
+    pub(super) file: FileId,
+    pub(super) is_own_snapshot: bool,
 }
 
 /// The files of the layers in `range`, newest first.
@@ -191,6 +191,17 @@ pub(crate) fn remove(
     (removed, kept)
 }
 
+impl Removal {
+    /// Whether the file is to go if no one needs it.
+    pub(super) fn wants(self, layer: &Dropped) -> Result<(), Kept> {
+        match self {
+            Self::Nothing => Err(Kept::Asked),
+            Self::Snapshots if !layer.is_own_snapshot => Err(Kept::NotASnapshot),
+            Self::Snapshots | Self::All => Ok(()),
+        }
+    }
+}
+
 fn remove_one(
     layer: &Dropped,
     users: &Users,
@@ -198,11 +209,7 @@ fn remove_one(
     locks: Locks,
     needed_here: &dyn Fn(FileId) -> bool,
 ) -> Result<(), Kept> {
-    match removal {
-        Removal::Nothing => return Err(Kept::Asked),
-        Removal::Snapshots if !layer.is_own_snapshot => return Err(Kept::NotASnapshot),
-        Removal::Snapshots | Removal::All => {}
-    }
+    removal.wants(layer)?;
     if let Some(by) = users.of(layer.file) {
         return Err(Kept::Needed { by: by.clone() });
     }
@@ -217,10 +224,9 @@ fn remove_one(
     if needed_here(layer.file) || in_use(&layer.path, locks) {
         return Err(Kept::InUse);
     }
-    std::fs::remove_file(&layer.path).map_err(failed)?;
-    // It speaks of a file that is gone.
+    // First, so that a process killed in between leaves nothing that speaks of a file that is gone.
     let _ = std::fs::remove_file(sidecar_of(&layer.path));
-    Ok(())
+    std::fs::remove_file(&layer.path).map_err(failed)
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]

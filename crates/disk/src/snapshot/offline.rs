@@ -20,6 +20,7 @@ use crate::chain::OpenOptions;
 use crate::create::{Temporary, refuse_existing};
 use crate::disk::Disk;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::merge::leftovers;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role, directory_of};
 use crate::resources::Resources;
 
@@ -85,6 +86,7 @@ fn ready_one(
     resources: &Arc<Resources>,
 ) -> Result<(FileStore, Prepared)> {
     let lock = lock_settled(disk, open, resources)?;
+    leftovers::sweep_files(disk, open);
     if let Some(taken) = list(disk, open)?.into_iter().find(|other| other.name() == Some(&info.name)) {
         return Err(SnapshotFault::NameTaken { name: info.name.clone(), layer: taken.layer }.into());
     }

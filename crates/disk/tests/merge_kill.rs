@@ -1,0 +1,292 @@
+//! kill -9 in the middle of merging: the chain is sound and reads as it did, and what was left goes the next time.
+//!
+//! Each case runs in a child process, which is this test binary again.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::flat::{read, write};
+use common::stock::{assert_clean, assert_safe, path_str, qemu_img, qemu_io};
+use common::{open_read_only, random, scratch, small_resources};
+use rand::Rng as _;
+use vmstrata_disk::merge::{Action, Merge, MergeOptions, MergeRange, Removal, all_of, ranges_of};
+use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
+use vmstrata_disk::{CreateOptions, Disk, OpenOptions, create};
+use vmstrata_types::LayerIndex;
+
+/// What a child finds its orders in.
+const STEP: &str = "VMSTRATA_TEST_MERGE_STEP";
+const WORK: &str = "VMSTRATA_TEST_MERGE_WORK";
+const NOTE: &str = ".web.qcow2.dropped";
+
+fn named(name: impl std::fmt::Display) -> SnapshotInfo {
+    SnapshotInfo { name: name.to_string(), ..SnapshotInfo::default() }
+}
+
+fn options() -> MergeOptions {
+    MergeOptions { removal: Removal::All, ..MergeOptions::default() }
+}
+
+fn open(path: &Path) -> Arc<Disk> {
+    let journals = path.with_file_name("journals");
+    let resources = small_resources(Some(journals.as_path()));
+    Disk::open(path, &OpenOptions::default(), &resources).expect("the disk opens")
+}
+
+fn kill_self() -> ! {
+    let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    unreachable!("killed")
+}
+
+/// Merges s0 and s1 of a disk, and dies before its n-th step: "live N DISK" or "files N DISK".
+#[test]
+#[ignore = "the process that the other tests start"]
+fn child_that_dies_at_a_step() {
+    let Ok(case) = std::env::var(STEP) else { return };
+    let mut words = case.splitn(3, ' ');
+    let (how, step, path) = (words.next().unwrap(), words.next().unwrap(), words.next().unwrap());
+    let (path, names) = (Path::new(path), ["s0".to_owned(), "s1".to_owned()]);
+    let range = ranges_of(path, &names, &OpenOptions::default()).unwrap()[0];
+    let mut merge = match how {
+        "live" => Merge::of_disk(&open(path), range, &options()),
+        _ => Merge::new(path, range, &options(), &small_resources(None)),
+    }
+    .unwrap();
+    for number in 0usize.. {
+        let action = merge.select();
+        if step.parse() == Ok(number) || action == Some(Action::Remove) && step == "1000" {
+            kill_self();
+        }
+        let Some(action) = action else { return };
+        merge.apply(action).unwrap();
+    }
+}
+
+fn dies_at(how: &str, step: usize, disk: &Path) -> bool {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_that_dies_at_a_step", "--ignored", "--nocapture"])
+        .env(STEP, format!("{how} {step} {}", path_str(disk)))
+        .output()
+        .unwrap();
+    let killed = output.status.signal() == Some(9);
+    assert!(killed || output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    killed
+}
+
+/// A disk with s0, s1 and s2, in which the first cluster says who wrote last, and a cluster each that nobody else wrote.
+fn new_disk(dir: &Path) -> PathBuf {
+    let disk = dir.join("web.qcow2");
+    std::fs::create_dir(dir.join("journals")).unwrap();
+    create(&disk, &CreateOptions { size: Some(1 << 20), ..CreateOptions::default() }).unwrap();
+    for number in 0..4 {
+        let own = format!("write -P {} {}k 64k", number + 1, number * 64 + 64);
+        qemu_io(&disk, &[format!("write -P {} 0 64k", number + 1), own]);
+        if number < 3 {
+            snapshot_of(&disk, &format!("s{number}")).unwrap();
+        }
+    }
+    disk
+}
+
+fn snapshot_of(disk: &Path, name: &str) -> vmstrata_disk::Result<Vec<snapshot::Created>> {
+    let disks = [disk.to_owned()];
+    let (open, resources) = (OpenOptions::default(), small_resources(None));
+    snapshot::create(&disks, &named(name), &open, &PrepareOptions::default(), &resources)
+}
+
+/// What a state whose newest writer was `newest` reads as.
+fn assert_state(path: &Path, newest: u8) {
+    let mut commands = vec![format!("read -P {newest} 0 64k")];
+    for number in 1..=4 {
+        let pattern = if number <= newest { number } else { 0 };
+        commands.push(format!("read -P {pattern} {}k 64k", u32::from(number) * 64));
+    }
+    qemu_io(path, &commands);
+}
+
+fn files(dir: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(dir).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    // An index beside a layer belongs to it, if it has one.
+    let belongs = |name: &str| name.strip_suffix(".vmsx").is_some_and(|layer| dir.join(layer).exists());
+    names.filter(|name| !belongs(name)).collect()
+}
+
+fn chain(disk: &Path) -> BTreeSet<String> {
+    let layers = open_read_only(disk).layers();
+    let names = layers.iter().map(|layer| layer.path.file_name().unwrap().to_str().unwrap().to_owned());
+    names.chain(["journals".to_owned()]).collect()
+}
+
+#[test]
+fn a_merge_killed_at_any_step_leaves_a_sound_chain_and_nothing_for_good() {
+    for how in ["live", "files"] {
+        let mut outcomes = BTreeSet::new();
+        for step in 0.. {
+            let dir = scratch();
+            let disk = new_disk(dir.path());
+            if !dies_at(how, step, &disk) {
+                assert!(step >= 4, "{how} has only {step} steps");
+                assert_eq!(files(dir.path()), chain(&disk));
+                break;
+            }
+            assert_safe(&disk);
+            assert_state(&disk, 4);
+            assert_state(&dir.path().join("web.s2.qcow2"), 3);
+            let dropped = chain(&disk).len() == 3;
+            outcomes.insert((dropped, dir.path().join(NOTE).exists()));
+            if dropped {
+                // The name is free again, without a word to anybody.
+                snapshot_of(&disk, "s1").unwrap();
+                assert_state(&dir.path().join("web.s1.qcow2"), 4);
+            } else {
+                assert!(!dies_at(how, 999, &disk), "completes");
+            }
+            open(&disk).close().unwrap();
+            assert_state(&disk, 4);
+            assert_safe(&disk);
+            assert_eq!(files(dir.path()), chain(&disk), "{how} killed at {step}");
+        }
+        assert!(
+            outcomes.contains(&(false, false)) && outcomes.contains(&(true, true)),
+            "{how}: {outcomes:?}"
+        );
+    }
+}
+
+#[test]
+fn what_a_killed_merge_left_goes_when_the_disk_is_opened_for_writing_and_not_before() {
+    let dir = scratch();
+    let disk = new_disk(dir.path());
+    assert!(dies_at("live", 1000, &disk));
+    open_read_only(&disk);
+    let layer = |name: &str| dir.path().join(name);
+    assert!(layer("web.s0.qcow2").exists() && layer("web.s1.qcow2").exists() && layer(NOTE).exists());
+    open(&disk).close().unwrap();
+    assert_eq!(files(dir.path()), chain(&disk));
+    assert_clean(&disk);
+}
+
+#[test]
+fn only_what_nobody_needs_and_is_what_it_was_goes() {
+    let dir = scratch();
+    let disk = new_disk(dir.path());
+    let layer = |name: &str| dir.path().join(name);
+    // A clone that came after the merge had looked; a file that was written since; names out of the directory.
+    assert!(dies_at("live", 1000, &disk));
+    let note = std::fs::read_to_string(layer(NOTE)).unwrap();
+    let (clone, s1) = (layer("clone.qcow2"), layer("web.s1.qcow2"));
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "web.s0.qcow2", path_str(&clone)]);
+    let moved = std::fs::read(&s1).unwrap();
+    std::fs::write(&s1, &moved).unwrap();
+    open(&disk).close().unwrap();
+    assert!(layer("web.s0.qcow2").exists() && s1.exists() && !layer(NOTE).exists());
+    assert_state(&clone, 1);
+    // Forged notes: one that leads elsewhere, and ones that are none.
+    std::fs::remove_file(&clone).unwrap();
+    std::fs::create_dir(layer("elsewhere")).unwrap();
+    std::fs::rename(layer("web.s0.qcow2"), layer("elsewhere/web.s0.qcow2")).unwrap();
+    for forged in [note.replace("web.s0", "elsewhere/web.s0"), "{".to_owned(), String::new()] {
+        std::fs::write(layer(NOTE), &forged).unwrap();
+        open(&disk).close().unwrap();
+        assert!(layer("elsewhere/web.s0.qcow2").exists() && !layer(NOTE).exists(), "{forged}");
+    }
+    assert_state(&disk, 4);
+}
+
+/// The child: writes numbers at both ends, takes snapshots, and drops some, for ever.
+#[test]
+#[ignore = "the process that the other test starts and kills"]
+fn child_that_merges_until_it_is_killed() {
+    let Some(path) = std::env::var_os(WORK).map(PathBuf::from) else { return };
+    let disk = open(&path);
+    let start = read(&disk, PLACES[0], 8).unwrap();
+    let start = u64::from_le_bytes(start.try_into().unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in start + 1.. {
+                let block = number.to_le_bytes().repeat(512);
+                for place in PLACES {
+                    write(&disk, place + 65536 + number % 9 * 65536, &block).expect("writes");
+                    write(&disk, place, &block).expect("writes");
+                }
+            }
+        });
+        let mut random = random("merges", std::process::id().into());
+        for step in 0u64.. {
+            for part in 0..3 {
+                let name = format!("{}-{step}-{part}", std::process::id());
+                disk.snapshot(&named(name)).expect("takes a snapshot");
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            let all = all_of(disk.layer_count()).expect("snapshots were taken");
+            let first = random.random_range(0..=all.last.index());
+            let last = random.random_range(first..=all.last.index());
+            let index = |layer: usize| LayerIndex::new(layer as u16);
+            let range = MergeRange { first: index(first), last: index(last) };
+            Merge::of_disk(&disk, range, &options()).and_then(Merge::run).expect("merges");
+        }
+    });
+}
+
+/// A number is written at the first place, then at the second.
+const PLACES: [u64; 2] = [0, 3 << 20];
+
+fn numbers(disk: &Disk, what: &str) -> [u64; 2] {
+    let numbers = PLACES.map(|place| {
+        let bytes = read(disk, place, 4096).unwrap();
+        let number = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+        assert_eq!(bytes, number.to_le_bytes().repeat(512), "a torn block in {what}");
+        number
+    });
+    assert!(numbers[0] == numbers[1] || numbers[0] == numbers[1] + 1, "{what}: {numbers:?}");
+    numbers
+}
+
+#[test]
+fn a_server_killed_while_it_merges_leaves_every_state_whole() {
+    let dir = scratch();
+    let disk = dir.path().join("web.qcow2");
+    std::fs::create_dir(dir.path().join("journals")).unwrap();
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&disk), "8M"]);
+    let mut newest = 0;
+    for round in 0..12 {
+        let mut child = Command::new(std::env::current_exe().expect("the test binary"))
+            .args(["--exact", "child_that_merges_until_it_is_killed", "--ignored", "--nocapture"])
+            .env(WORK, &disk)
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("the child starts");
+        let before = files(dir.path());
+        let start = Instant::now();
+        while files(dir.path()) == before && start.elapsed() < Duration::from_secs(60) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_micros(random("moment", round).random_range(0..250_000)));
+        child.kill().expect("killed");
+        assert_eq!(child.wait().expect("gone").signal(), Some(9), "it did not fail by itself");
+        assert_safe(&disk);
+        for snapshot in list(&disk, &OpenOptions::default()).unwrap() {
+            assert_safe(&snapshot.layer);
+            numbers(&open_read_only(&snapshot.layer), &snapshot.layer.display().to_string());
+        }
+        let opened = open(&disk);
+        let [first, _] = numbers(&opened, "the disk");
+        assert!(first >= newest, "round {round}: {newest} was lost: {first}");
+        newest = first;
+        // Taking one removes what was left of another.
+        opened.snapshot(&named(format!("round-{round}"))).unwrap();
+        opened.close().unwrap();
+        drop(opened);
+        assert_eq!(files(dir.path()), chain(&disk), "round {round}");
+        // What a killed process had set aside for writes to come may be leaked.
+        assert_safe(&disk);
+    }
+    assert!(newest > 100, "the children did not work: {newest}");
+}
