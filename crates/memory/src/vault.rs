@@ -14,6 +14,7 @@
 //! | `writer`, `known` | writing a snapshot; finding pages that are in the store already |
 //! | `snapshot` | reading one, by page or all at once |
 //! | `collect` | deleting, and removing what nobody needs |
+//! | `verify`, `repair` | reading every byte of every copy; making copies again from those that are whole |
 //!
 //! What is written is specified in `docs/format-memory.md`.
 //!
@@ -40,9 +41,11 @@ mod pages;
 mod place;
 mod policy;
 mod refill;
+mod repair;
 mod snapshot;
 mod stats;
 mod survey;
+mod verify;
 mod writer;
 
 use std::path::PathBuf;
@@ -57,9 +60,11 @@ pub use info::{DiskState, Info, ObjectUse};
 pub use name::{ObjectKind, ObjectName, SnapshotId};
 pub use policy::{OneDevice, Policy};
 pub use refill::{DiskPiece, Refill};
+pub use repair::Repaired;
 pub use snapshot::{Page, Snapshot, Want};
 pub use stats::{Savings, Stats};
 pub use survey::Listed;
+pub use verify::Health;
 pub use writer::{Closing, NewSnapshot, Saved, Writer};
 
 use survey::Survey;

@@ -6,6 +6,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FlockOperation, flock, statvfs};
 
@@ -14,6 +15,8 @@ use super::name::ObjectName;
 
 const LOCK: &str = "lock";
 const UNFINISHED: &str = ".new";
+/// Objects begun by this process.
+static COUNT: AtomicU64 = AtomicU64::new(0);
 
 /// A home in a directory.
 #[derive(Debug)]
@@ -74,7 +77,9 @@ impl Home for DirectoryHome {
     }
 
     fn create(&self, name: ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
-        let unfinished = self.path.join(format!(".{name}{UNFINISHED}"));
+        // A name of its own, as another process may be repairing the same object.
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let unfinished = self.path.join(format!(".{name}.{}-{count}{UNFINISHED}", std::process::id()));
         let file = OpenOptions::new().write(true).create(true).truncate(true).open(&unfinished)?;
         Ok(Box::new(NewFile { file, unfinished, target: self.file(name), published: false }))
     }
@@ -98,7 +103,7 @@ impl Home for DirectoryHome {
             let entry = entry?;
             let file_name = entry.file_name();
             let name = file_name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(UNFINISHED));
-            if name.and_then(ObjectName::parse).is_some() {
+            if name.and_then(|name| ObjectName::parse(name.rsplit_once('.')?.0)).is_some() {
                 fs::remove_file(entry.path())?;
                 swept += 1;
             }

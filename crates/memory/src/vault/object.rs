@@ -211,5 +211,20 @@ pub(super) fn scan(name: ObjectName, reader: &dyn ObjectReader) -> Contents {
     Contents { extents }
 }
 
+/// The extents that are whole in any of the copies, found without a table. Copies are the same bytes, so what one has at a
+/// place others have there too.
+pub(super) fn scan_all(name: ObjectName, copies: &[&dyn ObjectReader]) -> Contents {
+    let mut all = Contents::default();
+    for copy in copies {
+        let found = scan(name, *copy).extents;
+        let extents = &mut all.extents;
+        extents.resize(extents.len().max(found.len()), ExtentPlace::default());
+        for (place, found) in extents.iter_mut().zip(found).filter(|(place, _)| place.len == 0) {
+            *place = found;
+        }
+    }
+    all
+}
+
 #[cfg(test)]
 mod tests;

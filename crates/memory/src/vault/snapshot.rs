@@ -212,7 +212,11 @@ impl Snapshot {
     }
 }
 
-fn read_extent(reader: &dyn ObjectReader, place: object::ExtentPlace) -> Result<Vec<u8>, Malformed> {
+/// The bytes of an extent of an object.
+pub(super) fn read_extent(
+    reader: &dyn ObjectReader,
+    place: object::ExtentPlace,
+) -> Result<Vec<u8>, Malformed> {
     if place.len == 0 {
         return Err(Malformed("it is not there"));
     }
@@ -256,16 +260,7 @@ impl Opened {
                 Err(malformed) => self.unusable.push(format!("{}: {}", copy.place, malformed.0)),
             }
         }
-        for copy in &self.copies {
-            let found = object::scan(self.name, copy.reader.as_ref()).extents;
-            let extents = &mut self.contents.extents;
-            extents.resize(extents.len().max(found.len()), object::ExtentPlace::default());
-            for (place, found) in extents.iter_mut().zip(found) {
-                // Copies are the same bytes, so what one has at a place others have there too.
-                if place.len == 0 {
-                    *place = found;
-                }
-            }
-        }
+        let readers: Vec<&dyn ObjectReader> = self.copies.iter().map(|copy| copy.reader.as_ref()).collect();
+        self.contents = object::scan_all(self.name, &readers);
     }
 }

@@ -1,0 +1,165 @@
+//! Making copies again that are missing or damaged, from those that are whole.
+//!
+//! Copies are the same bytes, so each extent may come from another copy. Objects come first and metadata last, as when the
+//! snapshot was written: a home that lists a snapshot has what it counts on there.
+
+use super::Vault;
+use super::error::{Result, VaultError};
+use super::extent::{self, ExtentId};
+use super::home::{Hold, ObjectReader};
+use super::info::{Info, ObjectUse};
+use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::object::{self, Hash};
+use super::place::{self, Share};
+use super::policy::{OneDevice, Policy};
+use super::survey::Survey;
+use super::verify::{Checked, CheckedObject, Health};
+use crate::address::PAGE_BYTES;
+
+/// What was repaired.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Repaired {
+    /// Copies made, as `HOME/OBJECT`.
+    pub made: Vec<String>,
+    /// What the snapshots have after that.
+    pub health: Vec<Health>,
+}
+
+impl Vault {
+    /// Makes the missing and damaged copies of these snapshots again; of all for none. What has no whole copy left, and
+    /// copies for which there is no home, stay as they are, and are in the health returned.
+    ///
+    /// # Errors
+    /// When no home can be read, or a copy cannot be written.
+    pub fn repair(&self, ids: &[SnapshotId], one_device: OneDevice) -> Result<Repaired> {
+        let _held = self.hold(Hold::Shared)?;
+        let survey = Survey::take(self)?;
+        let ids = self.ids_or_all(&survey, ids)?;
+        let mut checked = Checked::default();
+        let mut made = Vec::new();
+        for id in &ids {
+            let (metadata, whole) = self.check_metadata(&survey, *id, &mut Vec::new());
+            let Some(metadata) = metadata else { continue };
+            let shares = self.shares_of(&survey, &metadata.info, one_device)?;
+            let mut all_there = true;
+            for object in &metadata.info.objects {
+                let found = checked.object(self, &survey, object.name);
+                all_there &= self.repair_object(*object, found, &shares, &mut made)?;
+            }
+            if all_there {
+                self.repair_metadata(*id, &whole, &shares, &mut made)?;
+            }
+        }
+        let (survey, mut checked) = (Survey::take(self)?, Checked::default());
+        let health = ids.iter().map(|id| self.check(&survey, &mut checked, *id)).collect();
+        Ok(Repaired { made, health })
+    }
+
+    /// Where a snapshot should be: where it is, and as many other homes as are needed and there.
+    fn shares_of(&self, survey: &Survey, info: &Info, one_device: OneDevice) -> Result<Vec<Share>> {
+        let names = info.objects.iter().map(|object| object.name);
+        let names = names.chain([ObjectName { owner: info.id, kind: ObjectKind::Metadata }]);
+        let preferred: Vec<usize> =
+            names.flat_map(|name| survey.copies(name)).map(|copy| copy.home).collect();
+        let mut copies = info.critical_copies;
+        loop {
+            let policy = Policy { critical_copies: copies, one_device, ..Policy::default() };
+            match place::choose(self, &policy, &preferred) {
+                Err(VaultError::TooFewHomes { .. } | VaultError::SharedDevice { .. }) if copies > 1 => {
+                    copies -= 1;
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// Makes copies of an object; false when some of its pages are in no copy, so that none can be made. Of clean pages only
+    /// as many are made as the snapshot asks for, and none missing is no obstacle.
+    fn repair_object(
+        &self,
+        object: ObjectUse,
+        found: &CheckedObject,
+        shares: &[Share],
+        made: &mut Vec<String>,
+    ) -> Result<bool> {
+        let whole: Vec<usize> = found.whole().collect();
+        let is_clean = object.name.kind == ObjectKind::Clean;
+        let wanted = if is_clean { usize::from(object.copies) } else { shares.len() };
+        let there = shares.iter().filter(|share| whole.contains(&share.home)).count();
+        let lacking = shares.iter().filter(|share| !whole.contains(&share.home));
+        let lacking: Vec<&Share> = lacking.take(wanted.saturating_sub(there)).collect();
+        if lacking.is_empty() {
+            return Ok(true);
+        }
+        let Some(bytes) = self.gather(object, found) else { return Ok(is_clean) };
+        for share in lacking {
+            self.put(object.name, *share, &bytes, made)?;
+        }
+        Ok(true)
+    }
+
+    /// The object's bytes from all its copies; `None` when some are nowhere.
+    fn gather(&self, object: ObjectUse, found: &CheckedObject) -> Option<Vec<u8>> {
+        let name = object.name;
+        let open = |home: usize| self.home(home).open(name).ok();
+        if let Some(home) = found.whole().next() {
+            return read_all(open(home)?.as_ref());
+        }
+        let readers: Vec<_> = found.copies.iter().map(|copy| open(copy.home)).collect();
+        let mut extents: Vec<_> =
+            (0u32..).zip(&found.contents.extents).filter(|(_, place)| place.len > 0).collect();
+        extents.sort_by_key(|(_, place)| place.offset);
+        let mut bytes = object::header(name).to_vec();
+        let mut hashes: Vec<Vec<Hash>> = vec![Vec::new(); found.contents.extents.len()];
+        for (number, place) in extents {
+            let has = |index: &usize| found.copies[*index].good.get(number as usize) == Some(&true);
+            let reader = readers[(0..readers.len()).find(has)?].as_ref()?;
+            let extent = super::snapshot::read_extent(reader.as_ref(), *place).ok()?;
+            let pages = extent::unpack(ExtentId { object: name, number }, &extent).ok()?;
+            hashes[number as usize] = pages.chunks(PAGE_BYTES).map(object::hash).collect();
+            if place.offset != bytes.len() as u64 {
+                return None;
+            }
+            bytes.extend(extent);
+        }
+        let end = object::trailer(bytes.len() as u64, &found.contents.extents, &hashes);
+        bytes.extend(end);
+        // Extents that no copy has any more leave it shorter.
+        (bytes.len() as u64 == object.len).then_some(bytes)
+    }
+
+    fn repair_metadata(
+        &self,
+        id: SnapshotId,
+        whole: &[usize],
+        shares: &[Share],
+        made: &mut Vec<String>,
+    ) -> Result<()> {
+        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let Some(bytes) = whole.iter().find_map(|home| read_all(self.home(*home).open(name).ok()?.as_ref()))
+        else {
+            return Ok(());
+        };
+        let lacking = shares.iter().filter(|share| !whole.contains(&share.home));
+        lacking.into_iter().try_for_each(|share| self.put(name, *share, &bytes, made))
+    }
+
+    fn put(&self, name: ObjectName, share: Share, bytes: &[u8], made: &mut Vec<String>) -> Result<()> {
+        let home = self.home(share.home);
+        let write = || {
+            let mut object = home.create(name, share.copies)?;
+            object.append(bytes)?;
+            object.sync()?;
+            object.publish()
+        };
+        write().map_err(VaultError::home(home, "repairing", name))?;
+        made.push(format!("{}/{name}", home.describe()));
+        Ok(())
+    }
+}
+
+fn read_all(reader: &dyn ObjectReader) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(reader.len()).ok()?];
+    reader.read_at(0, &mut bytes).ok()?;
+    Some(bytes)
+}

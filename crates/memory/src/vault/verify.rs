@@ -1,0 +1,252 @@
+//! Reading every byte of every copy, to know what a snapshot has left.
+
+use std::collections::BTreeMap;
+
+use super::bytes::Malformed;
+use super::error::{Result, VaultError};
+use super::extent::{self, ExtentId};
+use super::home::{Hold, ObjectReader};
+use super::info::Info;
+use super::metadata::Metadata;
+use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::object::{self, Contents, Hash};
+use super::pages::Content;
+use super::survey::{Survey, wrong};
+use super::{Vault, Which};
+use crate::address::PAGE_BYTES;
+use crate::class::PageClass;
+
+/// What a snapshot has left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Health {
+    /// Tells it from all others.
+    pub id: SnapshotId,
+    /// `GUEST@NAME`; `None` when no copy of its metadata can be read.
+    pub title: Option<String>,
+    /// Pages that the guest needs and that no copy has.
+    pub lost_critical: u64,
+    /// Stored clean pages that no copy has.
+    pub lost_clean: u64,
+    /// Copies that are missing or damaged, each with what is wrong.
+    pub problems: Vec<String>,
+}
+
+impl Health {
+    /// Whether the guest can be restored.
+    pub fn is_whole(&self) -> bool {
+        self.title.is_some() && self.lost_critical == 0
+    }
+
+    /// Whether everything is there in as many copies as it should be.
+    pub fn is_complete(&self) -> bool {
+        self.is_whole() && self.problems.is_empty()
+    }
+}
+
+/// A copy of an object of pages, after every byte of it was read.
+#[derive(Debug)]
+pub(super) struct CheckedCopy {
+    pub(super) home: usize,
+    /// `[extent]`
+    pub(super) good: Vec<bool>,
+    /// What is wrong with it.
+    pub(super) problem: Option<String>,
+}
+
+/// An object of pages, after every byte of every copy was read.
+#[derive(Debug, Default)]
+pub(super) struct CheckedObject {
+    pub(super) contents: Contents,
+    pub(super) copies: Vec<CheckedCopy>,
+}
+
+impl CheckedObject {
+    /// Whether a copy has the extent.
+    pub(super) fn has(&self, extent: u32) -> bool {
+        self.copies.iter().any(|copy| copy.good.get(extent as usize) == Some(&true))
+    }
+
+    /// Homes that have a copy without a fault.
+    pub(super) fn whole(&self) -> impl Iterator<Item = usize> + '_ {
+        self.copies.iter().filter(|copy| copy.problem.is_none()).map(|copy| copy.home)
+    }
+}
+
+/// What was found of objects, as many snapshots share them.
+#[derive(Debug, Default)]
+pub(super) struct Checked(BTreeMap<ObjectName, CheckedObject>);
+
+impl Checked {
+    /// Reads every copy of an object, unless that was done before.
+    pub(super) fn object(&mut self, vault: &Vault, survey: &Survey, name: ObjectName) -> &CheckedObject {
+        self.0.entry(name).or_insert_with(|| check_object(vault, survey, name))
+    }
+}
+
+impl Vault {
+    /// Reads every byte of these snapshots; all for none. `progress` gets the number done and of all.
+    ///
+    /// # Errors
+    /// When no home can be read; [`VaultError::NotFound`]. What is found of the snapshots is no error.
+    pub fn verify(&self, ids: &[SnapshotId], mut progress: impl FnMut(u64, u64)) -> Result<Vec<Health>> {
+        let _held = self.hold(Hold::Shared)?;
+        let survey = Survey::take(self)?;
+        let ids = self.ids_or_all(&survey, ids)?;
+        let mut checked = Checked::default();
+        let mut found = Vec::with_capacity(ids.len());
+        for id in &ids {
+            progress(found.len() as u64, ids.len() as u64);
+            found.push(self.check(&survey, &mut checked, *id));
+        }
+        Ok(found)
+    }
+
+    /// The guest's newest snapshot before `than` that can be restored, found by reading every byte of it: for the message
+    /// that `than` cannot.
+    ///
+    /// # Errors
+    /// When no home can be read; [`VaultError::NotFound`].
+    pub fn newest_whole_before(&self, guest: &str, than: &Which) -> Result<Option<Info>> {
+        let _held = self.hold(Hold::Shared)?;
+        let survey = Survey::take(self)?;
+        let than = self.find(than, &survey)?;
+        let listed = survey.snapshots(self);
+        let after = listed.iter().skip_while(|listed| listed.id != than).skip(1);
+        let older = after.filter_map(|listed| listed.info.as_ref().ok()).filter(|info| info.guest == guest);
+        let mut checked = Checked::default();
+        let whole = older.into_iter().find(|info| self.check(&survey, &mut checked, info.id).is_whole());
+        Ok(whole.cloned())
+    }
+
+    pub(super) fn ids_or_all(&self, survey: &Survey, ids: &[SnapshotId]) -> Result<Vec<SnapshotId>> {
+        if ids.is_empty() {
+            return Ok(survey.snapshots(self).iter().map(|listed| listed.id).collect());
+        }
+        match ids.iter().find(|id| !survey.has_snapshot(**id)) {
+            Some(id) => Err(VaultError::NotFound(id.to_string())),
+            None => Ok(ids.to_vec()),
+        }
+    }
+
+    pub(super) fn check(&self, survey: &Survey, checked: &mut Checked, id: SnapshotId) -> Health {
+        let mut health = Health { id, title: None, lost_critical: 0, lost_clean: 0, problems: Vec::new() };
+        let (metadata, whole) = self.check_metadata(survey, id, &mut health.problems);
+        let Some(metadata) = metadata else { return health };
+        let info = &metadata.info;
+        health.title = Some(info.title());
+        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        self.note_missing(name, &whole, info.critical_copies, &mut health.problems);
+        for object in &info.objects {
+            let found = checked.object(self, survey, object.name);
+            health.problems.extend(found.copies.iter().filter_map(|copy| copy.problem.clone()));
+            self.note_missing(
+                object.name,
+                &found.whole().collect::<Vec<_>>(),
+                object.copies,
+                &mut health.problems,
+            );
+        }
+        for (_, len, entry) in metadata.pages.runs() {
+            let Content::At(place) = entry.content else { continue };
+            let name = info.objects[usize::from(place.object)].name;
+            if !checked.object(self, survey, name).has(place.extent) {
+                let is_clean = entry.class == PageClass::Clean;
+                *(if is_clean { &mut health.lost_clean } else { &mut health.lost_critical }) += len;
+            }
+        }
+        health
+    }
+
+    /// What a copy of the metadata says, and the homes that have a good one.
+    pub(super) fn check_metadata(
+        &self,
+        survey: &Survey,
+        id: SnapshotId,
+        problems: &mut Vec<String>,
+    ) -> (Option<Metadata>, Vec<usize>) {
+        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let (mut metadata, mut whole) = (None, Vec::new());
+        for copy in survey.copies(name) {
+            let home = self.home(copy.home);
+            let read = home.open(name).map_err(|error| error.to_string());
+            let read = read.and_then(|reader| {
+                Metadata::read(id, reader.as_ref()).map_err(|malformed| malformed.0.to_owned())
+            });
+            match read {
+                Ok(read) => {
+                    metadata = Some(read);
+                    whole.push(copy.home);
+                }
+                Err(problem) => problems.push(wrong(home, name, problem)),
+            }
+        }
+        (metadata, whole)
+    }
+
+    fn note_missing(&self, name: ObjectName, whole: &[usize], wanted: u8, problems: &mut Vec<String>) {
+        let there: u64 = whole.iter().map(|home| u64::from(self.home(*home).max_copies())).sum();
+        if there < wanted.into() {
+            problems.push(format!("{name}: {there} whole of {wanted} copies"));
+        }
+    }
+}
+
+fn check_object(vault: &Vault, survey: &Survey, name: ObjectName) -> CheckedObject {
+    let mut checked = CheckedObject::default();
+    let mut readers: Vec<(usize, Box<dyn ObjectReader>)> = Vec::new();
+    for copy in survey.copies(name) {
+        match vault.home(copy.home).open(name) {
+            Ok(reader) => readers.push((copy.home, reader)),
+            Err(error) => {
+                let problem = Some(wrong(vault.home(copy.home), name, error));
+                checked.copies.push(CheckedCopy { home: copy.home, good: Vec::new(), problem });
+            }
+        }
+    }
+    let (contents, hashes) = ends(name, &readers);
+    for (home, reader) in &readers {
+        let (good, found) = check_copy(name, reader.as_ref(), &contents, &hashes);
+        let problem = found.err().map(|problem| wrong(vault.home(*home), name, problem.0));
+        checked.copies.push(CheckedCopy { home: *home, good, problem });
+    }
+    checked.contents = contents;
+    checked
+}
+
+/// The table of extents, and the hashes if a copy has them.
+fn ends(name: ObjectName, readers: &[(usize, Box<dyn ObjectReader>)]) -> (Contents, Vec<Hash>) {
+    let readers: Vec<&dyn ObjectReader> = readers.iter().map(|(_, reader)| reader.as_ref()).collect();
+    let hashes = readers.iter().find_map(|reader| object::hashes(name, *reader).ok()).unwrap_or_default();
+    let contents = readers.iter().find_map(|reader| object::contents(name, *reader).ok());
+    (contents.unwrap_or_else(|| object::scan_all(name, &readers)), hashes)
+}
+
+/// Which extents of a copy are good, and what is wrong with it.
+fn check_copy(
+    name: ObjectName,
+    reader: &dyn ObjectReader,
+    contents: &Contents,
+    hashes: &[Hash],
+) -> (Vec<bool>, Result<(), Malformed>) {
+    let mut found = object::contents(name, reader).and_then(|_| object::hashes(name, reader)).map(drop);
+    let mut good = Vec::with_capacity(contents.extents.len());
+    let mut first = 0;
+    for (number, place) in (0..).zip(&contents.extents) {
+        let hashes = hashes.get(first..first + usize::from(place.pages));
+        first += usize::from(place.pages);
+        let id = ExtentId { object: name, number };
+        let is_unused = place.len == 0;
+        let read = super::snapshot::read_extent(reader, *place).and_then(|bytes| extent::unpack(id, &bytes));
+        let read = read.and_then(|pages| match hashes {
+            Some(hashes) if !pages.chunks(PAGE_BYTES).map(object::hash).eq(hashes.iter().copied()) => {
+                Err(Malformed("a page is not what its hash says"))
+            }
+            _ => Ok(()),
+        });
+        good.push(read.is_ok());
+        if !is_unused {
+            found = found.and(read);
+        }
+    }
+    (good, found)
+}

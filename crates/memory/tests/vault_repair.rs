@@ -1,0 +1,159 @@
+//! Damage of every kind is found, and mended while a copy is left.
+
+mod vault_support;
+
+use std::path::PathBuf;
+
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use vault_support::{Guest, Homes, Known, assert_reads, flip, open, policy, save};
+use vmstrata_memory::PageClass;
+use vmstrata_memory::vault::{Health, OneDevice, Vault, VaultError, Which};
+
+fn guest() -> Guest {
+    Guest::random(60, &mut SmallRng::seed_from_u64(4))
+}
+
+fn verify(vault: &Vault) -> Vec<Health> {
+    vault.verify(&[], |_, _| ()).expect("verifies")
+}
+
+fn files(homes: &Homes) -> Vec<PathBuf> {
+    let names = homes.files();
+    let paths = homes.paths();
+    let join = |(home, names): (&PathBuf, &Vec<String>)| {
+        names.iter().map(|name| home.join(name)).collect::<Vec<_>>()
+    };
+    paths.iter().zip(&names).flat_map(join).collect()
+}
+
+fn snapshot_of(homes: &Homes) -> Vec<(PathBuf, Vec<u8>)> {
+    files(homes).into_iter().map(|path| (path.clone(), std::fs::read(path).expect("reads"))).collect()
+}
+
+#[test]
+fn what_is_whole_is_left_alone() {
+    let homes = Homes::new(3);
+    save(&homes.vault(), &guest(), "1", policy(3, 1));
+    let before = snapshot_of(&homes);
+    let vault = homes.vault();
+    assert!(verify(&vault).iter().all(Health::is_complete), "{:?}", verify(&vault));
+    assert_eq!(vault.repair(&[], OneDevice::Allow).unwrap().made, [""; 0]);
+    assert_eq!(snapshot_of(&homes), before);
+}
+
+/// One bit of any object, wherever it is: it is found, and mended to the byte.
+#[test]
+fn a_flipped_bit_anywhere_is_found_and_mended() {
+    let homes = Homes::new(2);
+    let guest = guest();
+    save(&homes.vault(), &guest, "1", policy(2, 2));
+    let before = snapshot_of(&homes);
+    let mut rng = SmallRng::seed_from_u64(1);
+    for (path, bytes) in &before {
+        let ends = [0, 12, 40, 63, 64, 70, bytes.len() - 1, bytes.len() - 30, bytes.len() - 60];
+        for at in ends.into_iter().chain((0..20).map(|_| rng.random_range(0..bytes.len()))) {
+            flip(path, at);
+            let vault = homes.vault();
+            let found = verify(&vault);
+            let said = found[0].problems.join("\n");
+            assert!(found[0].is_whole() && said.contains(path.to_str().unwrap()), "{path:?} {at}: {said}");
+            assert_eq!((found[0].lost_critical, found[0].lost_clean), (0, 0));
+            assert_reads(&open(&vault, "1").unwrap(), &guest, 2, false);
+            let repaired = vault.repair(&[], OneDevice::Allow).unwrap();
+            assert_eq!(repaired.made, [path.to_str().unwrap()]);
+            assert!(repaired.health[0].is_complete());
+            assert!(std::fs::read(path).unwrap() == *bytes, "{path:?} {at}");
+        }
+    }
+    assert!(snapshot_of(&homes) == before);
+}
+
+#[test]
+fn a_lost_home_is_filled_again() {
+    let homes = Homes::new(3);
+    let guest = guest();
+    let mut names = Vec::new();
+    for name in ["1", "2"] {
+        save(&homes.vault(), &guest, name, policy(3, 3));
+        names.push(name);
+    }
+    let before = snapshot_of(&homes);
+    for name in &homes.files()[1] {
+        std::fs::remove_file(homes.dirs[1].path().join(name)).unwrap();
+    }
+    let vault = homes.vault();
+    let found = verify(&vault);
+    assert!(found.iter().all(|health| health.is_whole() && !health.is_complete()), "{found:?}");
+    let repaired = vault.repair(&[], OneDevice::Allow).unwrap();
+    assert!(repaired.health.iter().all(Health::is_complete), "{repaired:?}");
+    assert!(snapshot_of(&homes) == before);
+    assert_reads(&open(&vault, "2").unwrap(), &guest, 3, false);
+}
+
+/// Each copy has lost something, and together they have everything.
+#[test]
+fn copies_mend_each_other() {
+    let homes = Homes::new(3);
+    let guest = guest();
+    let saved = save(&homes.vault(), &guest, "1", policy(3, 0));
+    let name = format!("{}.critical", saved.id);
+    let before = snapshot_of(&homes);
+    let len = std::fs::read(homes.dirs[0].path().join(&name)).unwrap().len();
+    for (dir, at) in homes.dirs.iter().zip([100, len / 2, len - 5]) {
+        flip(&dir.path().join(&name), at);
+    }
+    let vault = homes.vault();
+    assert!(verify(&vault)[0].is_whole());
+    assert_reads(&open(&vault, "1").unwrap(), &guest, 0, false);
+    assert_eq!(vault.repair(&[], OneDevice::Allow).unwrap().made.len(), 3);
+    assert!(snapshot_of(&homes) == before);
+}
+
+/// All tails gone: extents are found one after another, and the tails made again.
+#[test]
+fn an_object_without_a_tail_is_still_read() {
+    let homes = Homes::new(2);
+    let guest = guest();
+    let saved = save(&homes.vault(), &guest, "1", policy(2, 1));
+    let before = snapshot_of(&homes);
+    for dir in &homes.dirs {
+        let path = dir.path().join(format!("{}.critical", saved.id));
+        let len = std::fs::read(&path).unwrap().len();
+        flip(&path, len - 40);
+    }
+    let vault = homes.vault();
+    let found = verify(&vault);
+    assert!(found[0].is_whole() && found[0].problems.len() >= 2, "{found:?}");
+    assert_reads(&open(&vault, "1").unwrap(), &guest, 1, false);
+    assert!(vault.repair(&[], OneDevice::Allow).unwrap().health[0].is_complete());
+    assert!(snapshot_of(&homes) == before);
+}
+
+#[test]
+fn what_no_copy_has_is_counted_and_the_newest_whole_one_is_named() {
+    let homes = Homes::new(2);
+    let guest = |seed: u64| {
+        Guest::new(8, move |page| Known { class: PageClass::Critical, seed: seed * 100 + page + 1 })
+    };
+    let ids: Vec<_> =
+        (1..=4).map(|at| save(&homes.vault(), &guest(at), &at.to_string(), policy(2, 1)).id).collect();
+    for (id, kind, at) in [(ids[3], "critical", 100), (ids[2], "snapshot", 50)] {
+        for dir in &homes.dirs {
+            flip(&dir.path().join(format!("{id}.{kind}")), at);
+        }
+    }
+    let vault = homes.vault();
+    // What cannot be named comes first.
+    let found = verify(&vault);
+    assert_eq!((found[0].id, &found[0].title), (ids[2], &None));
+    assert_eq!((found[1].id, found[1].lost_critical, found[1].is_whole()), (ids[3], 4, false));
+    assert!(found[2..].iter().all(Health::is_complete));
+    let whole = vault.newest_whole_before("web", &Which::Id(ids[3])).unwrap().unwrap();
+    assert_eq!(whole.title(), "web@2");
+    assert_eq!(vault.newest_whole_before("web", &Which::Id(ids[0])).unwrap(), None);
+    let error = vault.snapshot(&Which::Id(ids[2])).unwrap_err();
+    assert!(matches!(&error, VaultError::MetadataLost { tried, .. } if tried.len() == 2), "{error}");
+    let repaired = vault.repair(&[], OneDevice::Allow).unwrap();
+    assert_eq!(repaired.made, [""; 0]);
+}
