@@ -13,6 +13,7 @@ mod prune;
 mod serve;
 mod snapshot;
 mod survey;
+mod vm;
 
 use std::path::PathBuf;
 
@@ -35,6 +36,10 @@ pub use self::snapshot::{
     SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 pub use self::survey::SurveyArgs;
+pub use self::vm::{
+    VaultArgs, VmArgs, VmCommand, VmDeleteArgs, VmListArgs, VmPruneArgs, VmRepairArgs, VmShowArgs,
+    VmStoreCommand, VmVerifyArgs,
+};
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;
 
@@ -97,6 +102,8 @@ pub enum Command {
     Door(DoorArgs),
     /// Begin, watch and change the long work of a running server
     Job(JobArgs),
+    /// Snapshots of guests' memory
+    Vm(VmArgs),
     /// Print the completion script of a shell
     Completions(CompletionsArgs),
 }

@@ -73,6 +73,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Disk(args) => commands::disk::run(&args),
         Command::Door(args) => commands::door::run(&args),
         Command::Job(args) => commands::job::run(&args),
+        Command::Vm(args) => commands::vm::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
     }
 }

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use support::{run, run_err, run_ok, vmstrata};
 
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 13] = [
     "create",
     "info",
     "map",
@@ -19,6 +19,7 @@ const COMMANDS: [&str; 12] = [
     "disk",
     "door",
     "job",
+    "vm",
     "completions",
 ];
 

@@ -19,3 +19,4 @@ pub mod states;
 pub mod status;
 pub mod survey;
 pub mod top;
+pub mod vm;

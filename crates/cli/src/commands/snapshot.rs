@@ -3,7 +3,7 @@
 pub mod live;
 mod prune;
 mod report;
-mod time;
+pub mod time;
 
 use std::path::Path;
 use std::process::ExitCode;

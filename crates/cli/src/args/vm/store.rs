@@ -1,0 +1,190 @@
+//! Those commands of `vmstrata vm` that look after snapshots that were taken.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use vmstrata_disk::snapshot::Keep;
+use vmstrata_memory::vault::Which;
+
+use super::super::snapshot::parse_label;
+
+/// Commands about snapshots that were taken.
+#[derive(Debug, Subcommand)]
+pub enum VmStoreCommand {
+    /// List snapshots of memory, newest first
+    List(VmListArgs),
+    /// Show one snapshot of memory: what it holds, what it costs, and what saved how much
+    Show(VmShowArgs),
+    /// Delete snapshots of memory
+    Delete(VmDeleteArgs),
+    /// Delete the snapshots of a guest's memory that no rule keeps
+    Prune(VmPruneArgs),
+    /// Read every byte of every copy of snapshots
+    Verify(VmVerifyArgs),
+    /// Make missing and damaged copies again from those that are whole
+    Repair(VmRepairArgs),
+}
+
+/// Where snapshots of memory are kept.
+#[derive(Clone, Debug, Args)]
+pub struct VaultArgs {
+    /// A directory that holds copies, each best on a device of its own (repeatable)
+    #[arg(long, value_name = "DIR", required = true, env = "VMSTRATA_VAULT", value_delimiter = ':')]
+    pub vault: Vec<PathBuf>,
+}
+
+/// `vmstrata vm list`
+#[derive(Debug, Args)]
+#[command(after_help = LIST_HELP)]
+pub struct VmListArgs {
+    /// Only those of this guest
+    pub guest: Option<String>,
+    /// Where they are kept.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const LIST_HELP: &str = "\
+Examples:
+  vmstrata vm list --vault /srv/a --vault /srv/b --vault /srv/c
+  VMSTRATA_VAULT=/srv/a:/srv/b:/srv/c vmstrata vm list web --json | jq -r '.snapshots[].name'
+
+COST is what a snapshot added to the vault, all copies; it shares the rest with older ones. Nothing is read but what is
+said of each snapshot: whether its pages are whole is what `vmstrata vm verify` finds out.
+Exit codes: 0 listed, 1 the vault cannot be read, 64 wrong usage.";
+
+/// `vmstrata vm show`
+#[derive(Debug, Args)]
+#[command(after_help = SHOW_HELP)]
+pub struct VmShowArgs {
+    /// The snapshot: GUEST@NAME, GUEST for its newest, or an id
+    pub snapshot: Which,
+    /// Where it is kept.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const SHOW_HELP: &str = "\
+Examples:
+  vmstrata vm show web@mon --vault /srv/a --vault /srv/b --vault /srv/c
+  vmstrata vm show web --vault /srv/a --json | jq .savings
+
+What was saved is counted against as many full copies of the guest's memory as there are copies of what it needs: one
+cause after another, so that they add up.
+Exit codes: 0 shown, 1 not found or lost, 64 wrong usage.";
+
+/// `vmstrata vm delete`
+#[derive(Debug, Args)]
+#[command(after_help = DELETE_HELP)]
+pub struct VmDeleteArgs {
+    /// The snapshots: GUEST@NAME, GUEST for its newest, or an id
+    #[arg(required = true, value_name = "SNAPSHOT")]
+    pub snapshots: Vec<Which>,
+    /// Where they are kept.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const DELETE_HELP: &str = "\
+Examples:
+  vmstrata vm delete web@mon --vault /srv/a --vault /srv/b --vault /srv/c
+
+Others keep every page they share with what is deleted. All directories must be there. Snapshots of disks stay: see
+`vmstrata snapshot delete`.
+Exit codes: 0 deleted, 1 not, or not everywhere: delete again, 64 wrong usage.";
+
+/// `vmstrata vm prune`
+#[derive(Debug, Args)]
+#[command(after_help = PRUNE_HELP)]
+pub struct VmPruneArgs {
+    /// The guest
+    pub guest: String,
+    /// What to keep: last, hourly, daily, weekly, monthly, yearly, each with how many
+    #[arg(long, value_name = "RULES")]
+    pub keep: Keep,
+    /// Look only at snapshots with this label (repeatable)
+    #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse_label)]
+    pub label: Vec<(String, String)>,
+    /// Say what would be deleted, and delete nothing
+    #[arg(long, short = 'n')]
+    pub dry_run: bool,
+    /// Where its snapshots are kept.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const PRUNE_HELP: &str = "\
+Examples:
+  vmstrata vm prune web --keep hourly=24,daily=7 --vault /srv/a --vault /srv/b --vault /srv/c
+  vmstrata vm prune web --keep last=3 --label job=nightly --dry-run --vault /srv/a
+
+A rule keeps the newest snapshot of each of the last so many periods that have one, in UTC; what one rule keeps is kept.
+Exit codes: 0 done (also when there was nothing to do), 1 not, or not everywhere, 64 wrong usage.";
+
+/// `vmstrata vm verify`
+#[derive(Debug, Args)]
+#[command(after_help = VERIFY_HELP)]
+pub struct VmVerifyArgs {
+    /// The snapshots: GUEST@NAME, GUEST for its newest, or an id; all if omitted
+    #[arg(value_name = "SNAPSHOT")]
+    pub snapshots: Vec<Which>,
+    /// Where they are kept.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Show no progress
+    #[arg(long, short)]
+    pub quiet: bool,
+}
+
+const VERIFY_HELP: &str = "\
+Examples:
+  vmstrata vm verify --vault /srv/a --vault /srv/b --vault /srv/c
+  vmstrata vm verify web@mon --vault /srv/a --json | jq '.[].problems'
+
+Exit codes:
+  0   every copy is there and whole
+  1   the vault cannot be read
+  2   a snapshot cannot be restored any more
+  3   all can be restored, and copies are missing or damaged: vmstrata vm repair
+  64  wrong usage";
+
+/// `vmstrata vm repair`
+#[derive(Debug, Args)]
+#[command(after_help = REPAIR_HELP)]
+pub struct VmRepairArgs {
+    /// The snapshots: GUEST@NAME, GUEST for its newest, or an id; all if omitted
+    #[arg(value_name = "SNAPSHOT")]
+    pub snapshots: Vec<Which>,
+    /// Where they are kept.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// Let copies lie on one device, where they are lost together
+    #[arg(long)]
+    pub one_device: bool,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const REPAIR_HELP: &str = "\
+Examples:
+  vmstrata vm repair --vault /srv/a --vault /srv/new --vault /srv/c     /srv/b is lost, /srv/new is empty
+  vmstrata vm repair web@mon --vault /srv/a --vault /srv/b --vault /srv/c
+
+Copies are the same bytes, so copies that have each lost something mend each other.
+Exit codes: as of `vmstrata vm verify`, for what there is afterwards.";

@@ -1,0 +1,113 @@
+//! `vmstrata vm verify` and `vmstrata vm repair`.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use serde::Serialize;
+use vmstrata_memory::vault::{Health, OneDevice};
+
+use super::{ids, open};
+use crate::args::{VmRepairArgs, VmVerifyArgs};
+use crate::output::{Progress, counted, print, print_json};
+
+const EXIT_LOST: u8 = 2;
+const EXIT_FEWER: u8 = 3;
+
+/// What a snapshot has left, as data.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Row<'a> {
+    id: String,
+    snapshot: Option<&'a str>,
+    whole: bool,
+    complete: bool,
+    lost_critical_pages: u64,
+    lost_clean_pages: u64,
+    problems: &'a [String],
+}
+
+impl<'a> Row<'a> {
+    fn new(health: &'a Health) -> Self {
+        Self {
+            id: health.id.to_string(),
+            snapshot: health.title.as_deref(),
+            whole: health.is_whole(),
+            complete: health.is_complete(),
+            lost_critical_pages: health.lost_critical,
+            lost_clean_pages: health.lost_clean,
+            problems: &health.problems,
+        }
+    }
+}
+
+/// What was repaired, as data.
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    made: &'a [String],
+    snapshots: Vec<Row<'a>>,
+}
+
+/// Runs `vmstrata vm verify`.
+///
+/// # Errors
+/// When the vault cannot be read.
+pub fn run_verify(args: &VmVerifyArgs) -> Result<ExitCode> {
+    let vault = open(&args.vault)?;
+    let progress = Progress::new(args.quiet);
+    let health = vault.verify(&ids(&vault, &args.snapshots)?, |done, all| {
+        progress.update("verifying", done, all);
+    })?;
+    drop(progress);
+    if args.json {
+        print_json(&health.iter().map(Row::new).collect::<Vec<_>>())?;
+    } else {
+        print(&health.iter().map(text).collect::<String>())?;
+    }
+    Ok(exit_code(&health))
+}
+
+/// Runs `vmstrata vm repair`.
+///
+/// # Errors
+/// When the vault cannot be read, or a copy cannot be written.
+pub fn run_repair(args: &VmRepairArgs) -> Result<ExitCode> {
+    let vault = open(&args.vault)?;
+    let one_device = if args.one_device { OneDevice::Allow } else { OneDevice::Refuse };
+    let repaired = vault.repair(&ids(&vault, &args.snapshots)?, one_device)?;
+    if args.json {
+        let snapshots = repaired.health.iter().map(Row::new).collect();
+        print_json(&Report { made: &repaired.made, snapshots })?;
+    } else {
+        let made: String = repaired.made.iter().map(|copy| format!("{copy}: made again\n")).collect();
+        print(&(made + &repaired.health.iter().map(text).collect::<String>()))?;
+    }
+    Ok(exit_code(&repaired.health))
+}
+
+fn exit_code(health: &[Health]) -> ExitCode {
+    if !health.iter().all(Health::is_whole) {
+        return EXIT_LOST.into();
+    }
+    if health.iter().all(Health::is_complete) { ExitCode::SUCCESS } else { EXIT_FEWER.into() }
+}
+
+/// A line for a snapshot, and one for each thing that is wrong.
+fn text(health: &Health) -> String {
+    let id = health.id.to_string();
+    let title = health.title.as_ref().unwrap_or(&id);
+    let lost = |pages: u64, kind: &str| {
+        if pages == 0 { String::new() } else { format!(", {} lost", counted(pages, kind)) }
+    };
+    let verdict = match (health.is_whole(), health.is_complete()) {
+        (false, _) => "cannot be restored",
+        (true, true) => "whole",
+        (true, false) => "can be restored, and lacks copies",
+    };
+    let critical = lost(health.lost_critical, "critical page");
+    let clean = lost(health.lost_clean, "clean page");
+    let mut lines = format!("{title}: {verdict}{critical}{clean}\n");
+    for problem in &health.problems {
+        lines += &format!("  {problem}\n");
+    }
+    lines
+}

@@ -1,0 +1,263 @@
+//! What the commands print: as data for scripts, as text for people.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use serde::Serialize;
+use vmstrata_memory::vault::{Info, Listed, Savings};
+
+use super::super::super::snapshot::time;
+use crate::output::{Table, counted, percent, print, print_json};
+use crate::units::{exact_size, short_size};
+
+/// All snapshots.
+#[derive(Debug, Serialize)]
+pub struct Listing<'a> {
+    /// Newest first.
+    pub snapshots: Vec<Row<'a>>,
+}
+
+/// One snapshot as data.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Row<'a> {
+    id: String,
+    guest: Option<&'a str>,
+    name: Option<&'a str>,
+    time: Option<String>,
+    time_ns: Option<u64>,
+    memory_size: Option<u64>,
+    /// All copies that it added.
+    cost: Option<u64>,
+    copies: Option<u8>,
+    clean_copies: Option<u8>,
+    metadata_copies: usize,
+    parent: Option<String>,
+    disks: Vec<Disk<'a>>,
+    labels: BTreeMap<&'a str, &'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    damage: Option<&'a [String]>,
+}
+
+#[derive(Debug, Serialize)]
+struct Disk<'a> {
+    disk: &'a str,
+    snapshot: &'a str,
+}
+
+impl<'a> Row<'a> {
+    /// As the vault lists it.
+    pub fn new(listed: &'a Listed) -> Self {
+        let info = listed.info.as_ref().ok();
+        let labels = info.map_or(&[][..], |info| &info.labels);
+        let disks = info.map_or(&[][..], |info| &info.disks);
+        Self {
+            id: listed.id.to_string(),
+            guest: info.map(|info| info.guest.as_str()),
+            name: info.map(|info| info.name.as_str()),
+            time: info.map(|info| time::rfc3339(info.taken_ns)),
+            time_ns: info.map(|info| info.taken_ns),
+            memory_size: info.map(|info| info.layout.bytes()),
+            cost: info.map(|info| cost(info, listed)),
+            copies: info.map(|info| info.critical_copies),
+            clean_copies: info.map(|info| info.clean_copies),
+            metadata_copies: listed.metadata_copies,
+            parent: info.and_then(|info| info.parent).map(|id| id.to_string()),
+            disks: disks.iter().map(|state| Disk { disk: &state.disk, snapshot: &state.snapshot }).collect(),
+            labels: labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect(),
+            damage: listed.info.as_ref().err().map(Vec::as_slice),
+        }
+    }
+}
+
+fn savings(info: &Info, listed: &Listed) -> Savings {
+    let mut stats = info.stats;
+    stats.bytes_metadata = listed.metadata_len;
+    stats.savings()
+}
+
+fn cost(info: &Info, listed: &Listed) -> u64 {
+    savings(info, listed).used
+}
+
+/// The list as a table.
+pub fn table(listed: &[Listed]) -> String {
+    if listed.is_empty() {
+        return "no snapshots\n".to_owned();
+    }
+    let mut table = Table::new(["SNAPSHOT", "TAKEN", "MEMORY", "COST", "COPIES", "ID"]);
+    for listed in listed {
+        let row = Row::new(listed);
+        let size = |bytes: Option<u64>| bytes.map_or_else(|| "-".to_owned(), short_size);
+        let title = listed.info.as_ref().map_or_else(|_| "(lost)".to_owned(), Info::title);
+        let copies = row.copies.map_or_else(|| "-".to_owned(), |copies| copies.to_string());
+        let time = row.time.unwrap_or_else(|| "-".to_owned());
+        table.row([title, time, size(row.memory_size), size(row.cost), copies, row.id]);
+    }
+    table.to_string()
+}
+
+/// One snapshot, with what it holds and what was saved.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Shown<'a> {
+    #[serde(flatten)]
+    row: Row<'a>,
+    pages: Pages,
+    savings: SavingsRow,
+    #[serde(skip)]
+    info: Option<&'a Info>,
+}
+
+#[derive(Debug, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Pages {
+    all: u64,
+    free: u64,
+    clean: u64,
+    critical: u64,
+    zero: u64,
+    refilled: u64,
+    dropped: u64,
+    same: u64,
+    in_older_snapshots: u64,
+    stored: u64,
+}
+
+/// Bytes, all copies.
+#[derive(Debug, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct SavingsRow {
+    full_copies: u64,
+    free: u64,
+    refill: u64,
+    clean: u64,
+    zero: u64,
+    same: u64,
+    in_older_snapshots: u64,
+    zstd: i64,
+    cost: u64,
+}
+
+impl<'a> Shown<'a> {
+    /// As the vault lists it.
+    pub fn new(listed: &'a Listed) -> Self {
+        let info = listed.info.as_ref().ok();
+        let stats = info.map(|info| info.stats).unwrap_or_default();
+        let saved = info.map(|info| savings(info, listed)).unwrap_or_default();
+        Self {
+            row: Row::new(listed),
+            pages: Pages {
+                all: stats.pages,
+                free: stats.free,
+                clean: stats.clean,
+                critical: stats.pages.saturating_sub(stats.free + stats.clean),
+                zero: stats.zero_critical + stats.zero_clean,
+                refilled: stats.refilled,
+                dropped: stats.dropped,
+                same: stats.same_critical + stats.same_clean,
+                in_older_snapshots: stats.older_critical + stats.older_clean,
+                stored: stats.stored_critical + stats.stored_clean,
+            },
+            savings: SavingsRow {
+                full_copies: saved.full,
+                free: saved.free,
+                refill: saved.refill,
+                clean: saved.clean,
+                zero: saved.zero,
+                same: saved.dedup,
+                in_older_snapshots: saved.older,
+                zstd: saved.zstd,
+                cost: saved.used,
+            },
+            info,
+        }
+    }
+
+    /// The same in words.
+    pub fn text(&self) -> String {
+        let mut lines = Vec::new();
+        if let Some(info) = self.info {
+            lines.push(("snapshot", info.title()));
+            lines.push(("id", info.id.to_string()));
+            lines.push(("taken", time::rfc3339(info.taken_ns)));
+            lines.push(("memory", exact_size(info.layout.bytes())));
+            lines.extend(info.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
+            let disk =
+                |state: &vmstrata_memory::vault::DiskState| format!("{} at {}", state.disk, state.snapshot);
+            lines.extend(info.disks.iter().map(|state| ("disk", disk(state))));
+            let copies =
+                format!("{} of critical pages, {} of clean", info.critical_copies, info.clean_copies);
+            lines.push(("copies", copies));
+        }
+        let pages = &self.pages;
+        let split = format!("{} critical, {} clean, {} free", pages.critical, pages.clean, pages.free);
+        lines.push(("pages", split));
+        lines.push(("stored", counted(pages.stored, "page")));
+        let head: String = lines.iter().map(|(what, value)| format!("{what:<13} {value}\n")).collect();
+        head + &self.causes()
+    }
+
+    fn causes(&self) -> String {
+        let saved = &self.savings;
+        let share = |bytes: u64| format!("{:5.1} %", percent(bytes, saved.full_copies));
+        let mut lines = format!("full copies   {}\n", short_size(saved.full_copies));
+        for (cause, bytes) in [
+            ("free pages", saved.free),
+            ("read again from disk", saved.refill),
+            ("fewer copies of clean pages", saved.clean),
+            ("zeros", saved.zero),
+            ("same pages", saved.same),
+            ("in older snapshots", saved.in_older_snapshots),
+            ("zstd", u64::try_from(saved.zstd).unwrap_or(0)),
+        ] {
+            lines += &format!("  saved by    {}  {cause}: {}\n", share(bytes), short_size(bytes));
+        }
+        lines + &format!("cost          {} ({})\n", short_size(saved.cost), share(saved.cost).trim())
+    }
+}
+
+/// Snapshots that are no more.
+#[derive(Debug, Serialize)]
+pub struct Gone {
+    /// Their names.
+    pub deleted: Vec<String>,
+    /// Bytes given back; none when others use the vault now.
+    pub freed: Option<u64>,
+}
+
+impl Gone {
+    /// The same in words.
+    pub fn text(&self) -> String {
+        let lines: String = self.deleted.iter().map(|name| format!("{name}: deleted\n")).collect();
+        match self.freed {
+            Some(bytes) => lines + &format!("{} freed\n", short_size(bytes)),
+            None => lines + "the vault is in use: what is no longer needed is freed later\n",
+        }
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Plan<'a> {
+    guest: &'a str,
+    keep: Vec<&'a str>,
+    delete: Vec<&'a str>,
+}
+
+/// Says what would be deleted.
+///
+/// # Errors
+/// When stdout does not take it.
+pub fn tell_plan(guest: &str, keep: &[&Info], gone: &[&Info], json: bool) -> Result<()> {
+    if json {
+        let keep = keep.iter().map(|info| info.name.as_str()).collect();
+        let delete = gone.iter().map(|info| info.name.as_str()).collect();
+        return Ok(print_json(&Plan { guest, keep, delete })?);
+    }
+    let count = counted(gone.len() as u64, "snapshot");
+    let mut said = format!("{guest}: {count} to delete, {} to keep\n", keep.len());
+    for info in gone {
+        said += &format!("  {}\n", info.name);
+    }
+    Ok(print(&said)?)
+}

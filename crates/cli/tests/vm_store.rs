@@ -1,0 +1,152 @@
+//! `vmstrata vm list | show | delete | prune | verify | repair` on a vault with made-up guests.
+
+mod support;
+
+use std::path::PathBuf;
+
+use support::{run, run_err, run_json, run_ok};
+use tempfile::TempDir;
+use vmstrata_memory::vault::{Closing, DiskState, NewSnapshot, OneDevice, Policy, SnapshotId, Vault};
+use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
+
+const DAY_NS: u64 = 86_400_000_000_000;
+
+struct Homes(TempDir);
+
+impl Homes {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        for name in ["a", "b"] {
+            std::fs::create_dir(dir.path().join(name)).expect("makes");
+        }
+        Self(dir)
+    }
+
+    fn paths(&self) -> Vec<PathBuf> {
+        ["a", "b"].map(|name| self.0.path().join(name)).to_vec()
+    }
+
+    /// The command with the options that name the vault.
+    fn args(&self, command: &[&str]) -> Vec<String> {
+        let mut args = vec!["vm".to_owned()];
+        args.extend(command.iter().map(|arg| (*arg).to_owned()));
+        for path in self.paths() {
+            args.extend(["--vault".to_owned(), path.display().to_string()]);
+        }
+        args
+    }
+
+    /// 16 pages: 8 critical, 4 clean, 3 free, 1 of zeros.
+    fn save(&self, name: &str, day: u64) -> SnapshotId {
+        let vault = Vault::open_directories(&self.paths()).expect("opens");
+        let layout = Layout::split_at_4g(16 << 12, 16 << 12).expect("a layout");
+        let policy = Policy { critical_copies: 2, one_device: OneDevice::Allow, ..Policy::default() };
+        let new = NewSnapshot { guest: "web".to_owned(), name: name.to_owned(), layout, policy };
+        let mut writer = vault.begin(new).expect("begins");
+        for at in 0..16u8 {
+            let class = match at {
+                0..9 => PageClass::Critical,
+                9..13 => PageClass::Clean,
+                _ => PageClass::Free,
+            };
+            writer.page(Frame::new(at.into()), class, &[at; PAGE_BYTES]).expect("takes");
+        }
+        let disks = vec![DiskState { disk: "web.qcow2".to_owned(), snapshot: name.to_owned() }];
+        let labels = vec![("job".to_owned(), "nightly".to_owned())];
+        let closing = Closing { taken_ns: day * DAY_NS, labels, disks, ..Closing::default() };
+        writer.finish(closing).expect("saves").id
+    }
+}
+
+#[test]
+fn snapshots_are_listed_and_shown() {
+    let homes = Homes::new();
+    assert_eq!(run_ok(homes.args(&["list"])), "no snapshots\n");
+    let ids = [homes.save("mon", 20_000), homes.save("tue", 20_001)];
+    let listed = run_json(homes.args(&["list", "web", "--json"]));
+    let names: Vec<_> =
+        listed["snapshots"].as_array().unwrap().iter().map(|row| row["name"].clone()).collect();
+    assert_eq!(names, ["tue", "mon"]);
+    assert_eq!(listed["snapshots"][0]["parent"], ids[0].to_string());
+    assert_eq!(run_ok(homes.args(&["list", "db"])), "no snapshots\n");
+    let table = run_ok(homes.args(&["list"]));
+    assert!(
+        table.contains("web@tue") && table.contains("2024-10-04T00:00:00Z") && table.contains("64 KiB"),
+        "{table}"
+    );
+
+    let shown = run_json(homes.args(&["show", "web@mon", "--json"]));
+    assert_eq!((&shown["name"], &shown["memory-size"]), (&"mon".into(), &65536.into()));
+    assert_eq!(shown["disks"][0]["disk"], "web.qcow2");
+    assert_eq!(shown["labels"]["job"], "nightly");
+    assert_eq!((&shown["pages"]["free"], &shown["pages"]["stored"]), (&3.into(), &12.into()));
+    let saved = &shown["savings"];
+    let causes = ["free", "refill", "clean", "zero", "same", "in-older-snapshots", "zstd", "cost"];
+    let sum: i64 = causes.iter().map(|cause| saved[cause].as_i64().unwrap()).sum();
+    assert_eq!(sum, saved["full-copies"].as_i64().unwrap());
+    let text = run_ok(homes.args(&["show", "web"]));
+    assert!(text.contains("web@tue") && text.contains("9 critical, 4 clean, 3 free"), "{text}");
+    assert!(run_err(1, homes.args(&["show", "web@wed"])).contains("no snapshot web@wed"));
+}
+
+#[test]
+fn snapshots_are_deleted_and_pruned() {
+    let homes = Homes::new();
+    for day in 0..4 {
+        homes.save(&format!("day{day}"), 20_000 + day);
+    }
+    let plan = run_ok(homes.args(&["prune", "web", "--keep", "daily=2", "--dry-run"]));
+    assert_eq!(plan, "web: 2 snapshots to delete, 2 to keep\n  day1\n  day0\n");
+    assert!(
+        run_ok(homes.args(&["prune", "web", "--keep", "daily=1", "-l", "job=other"])).contains("0 snapshots")
+    );
+    let gone = run_json(homes.args(&["prune", "web", "--keep", "daily=2", "--json"]));
+    assert_eq!(gone["deleted"], serde_json::json!(["web@day1", "web@day0"]));
+    assert!(run_ok(homes.args(&["verify"])).lines().all(|line| line.ends_with(": whole")));
+    let said = run_ok(homes.args(&["delete", "web@day3", "web@day2"]));
+    assert!(said.contains("web@day3: deleted\n") && said.contains("freed"), "{said}");
+    assert_eq!(run_ok(homes.args(&["list"])), "no snapshots\n");
+    run_err(1, homes.args(&["delete", "web@day3"]));
+    run_err(64, homes.args(&["delete"]));
+    run_err(64, homes.args(&["prune", "web", "--keep", "often=2"]));
+    run_err(64, ["vm", "list"]);
+}
+
+#[test]
+fn damage_is_told_by_exit_codes_and_repaired() {
+    let homes = Homes::new();
+    let id = homes.save("mon", 20_000);
+    let object = |home: &str| homes.0.path().join(home).join(format!("{id}.critical"));
+    let whole = std::fs::read(object("a")).unwrap();
+    let mut damaged = whole.clone();
+    damaged[90] ^= 1;
+    std::fs::write(object("a"), &damaged).unwrap();
+    let found = run(homes.args(&["verify", "web@mon"]));
+    assert_eq!(found.status.code(), Some(3));
+    let said = String::from_utf8(found.stdout).unwrap();
+    assert!(said.contains("lacks copies") && said.contains(object("a").to_str().unwrap()), "{said}");
+    let repaired = run_json(homes.args(&["repair", "--one-device", "--json"]));
+    assert_eq!(repaired["made"][0], object("a").display().to_string());
+    assert!(std::fs::read(object("a")).unwrap() == whole);
+    for home in ["a", "b"] {
+        std::fs::write(object(home), &damaged).unwrap();
+    }
+    let found = run(homes.args(&["verify", "--json"]));
+    assert_eq!(found.status.code(), Some(2));
+    let found: serde_json::Value = serde_json::from_slice(&found.stdout).unwrap();
+    assert_eq!((&found[0]["whole"], &found[0]["lost-critical-pages"]), (&false.into(), &8.into()));
+    assert_eq!(run(homes.args(&["repair"])).status.code(), Some(2));
+}
+
+#[test]
+fn a_missing_directory_is_a_warning_and_deletes_nothing() {
+    let homes = Homes::new();
+    homes.save("mon", 20_000);
+    std::fs::rename(homes.0.path().join("a"), homes.0.path().join("gone")).unwrap();
+    let listed = run(homes.args(&["list"]));
+    assert!(listed.status.success() && support::stderr(&listed).contains("warning"), "{listed:?}");
+    let refused = run_err(1, homes.args(&["delete", "web@mon"]));
+    assert!(refused.contains("nothing is deleted"), "{refused}");
+    std::fs::rename(homes.0.path().join("gone"), homes.0.path().join("a")).unwrap();
+    assert!(run_ok(homes.args(&["verify"])).contains("web@mon: whole"));
+}
