@@ -40,6 +40,8 @@ enum Kind {
     Read,
     Sequential,
     Write,
+    /// Once into each cluster of a fresh overlay.
+    FirstWrite,
 }
 
 impl LoadCommand {
@@ -54,8 +56,10 @@ impl LoadCommand {
             Kind::Read => Access::RandomRead,
             Kind::Sequential => Access::SequentialRead,
             Kind::Write => Access::RandomWrite { round: 0 },
+            Kind::FirstWrite => Access::FirstWrite { round: 0 },
         };
-        let mut client = Client::connect(&target, 1, access != Access::RandomWrite { round: 0 })?;
+        let writes = matches!(self.kind, Kind::Write | Kind::FirstWrite);
+        let mut client = Client::connect(&target, 1, !writes)?;
         let time = Duration::from_secs_f64(self.seconds);
         let load = Load { access, block: self.block as usize, depth: self.depth, time, seed: 1 };
         let outcome = client.run(&load)?;
