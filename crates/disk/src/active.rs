@@ -10,6 +10,8 @@
 
 mod commit;
 mod l1;
+mod page_locks;
+mod publish;
 mod recover;
 
 use std::path::{Path, PathBuf};
@@ -24,14 +26,15 @@ use vmstrata_types::{GuestOffset, LayerIndex};
 
 use crate::alloc::Allocator;
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
-use crate::changes::{Changes, Freed, Noted};
+use crate::changes::{Changes, Freed};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Record, Slot};
 use crate::layer::{Tables, table_of, words};
 use crate::resources::Resources;
+use page_locks::PageLocks;
 
-const PAGE_LOCKS: usize = 64;
+pub(crate) use page_locks::PageGuards;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -55,7 +58,7 @@ pub(crate) struct Active {
     /// Raw entries.
     l1: Box<[AtomicU64]>,
     l1_lock: Mutex<()>,
-    page_locks: [Mutex<()>; PAGE_LOCKS],
+    page_locks: PageLocks,
 }
 
 /// A cluster's entry and what it was before.
@@ -101,7 +104,7 @@ impl Active {
             cache: Arc::clone(resources.cache()),
             l1,
             l1_lock: Mutex::new(()),
-            page_locks: std::array::from_fn(|_| Mutex::new(())),
+            page_locks: PageLocks::default(),
             flusher,
             file: OpenStore::new(Arc::clone(&store)),
             store,
@@ -143,7 +146,12 @@ impl Active {
 
     /// Excludes other changes of the entries of the cluster's page.
     pub(crate) fn lock_page(&self, cluster: u64) -> MutexGuard<'_, ()> {
-        self.page_locks[(cluster >> PAGE_SHIFT) as usize % PAGE_LOCKS].lock()
+        self.page_locks.lock(cluster)
+    }
+
+    /// As [`Active::lock_page`] for several clusters at once.
+    pub(crate) fn lock_pages(&self, clusters: impl Iterator<Item = u64>) -> PageGuards<'_> {
+        self.page_locks.lock_all(clusters)
     }
 
     /// A cluster's raw entry, from the image if need be. The page must not be locked by the caller.
@@ -240,51 +248,6 @@ impl Active {
         // Only now: whoever sees the table notes entries in it, and a journal that has those must have this one.
         cell.store(new, Ordering::Release);
         self.settle(noted)
-    }
-
-    /// Publishes changes of entries that lie in one page and one L2 table. The data they lead to is written.
-    ///
-    /// # Errors
-    /// A commit that failed where the changes could not be journalled.
-    pub(crate) fn publish(
-        &self,
-        changed: &[Change],
-        freed: &[Freed],
-        _page: &MutexGuard<'_, ()>,
-    ) -> Result<()> {
-        let records: smallvec::SmallVec<[Record; 4]> = changed
-            .iter()
-            .map(|change| Record { slot: Slot::L2(change.cluster), old: change.old, new: change.new })
-            .collect();
-        let noted = self.changes.note(&records, freed);
-        for change in changed {
-            let (key, slot) = self.key(change.cluster);
-            self.cache.update(key, slot, change.new);
-        }
-        self.settle(noted)
-    }
-
-    fn settle(&self, noted: Noted) -> Result<()> {
-        match noted {
-            Noted::Safe => Ok(()),
-            Noted::MustCommit => self.changes.commit(self),
-        }
-    }
-
-    /// Gives back clusters that nothing leads to any more; `wait` returns once no request can still see them.
-    ///
-    /// # Errors
-    /// Refcounts that cannot be read or written: what was not given back is leaked.
-    pub(crate) fn reclaim(&self, wait: impl FnOnce()) -> Result<()> {
-        let freed = self.changes.take_reclaimable();
-        if freed.is_empty() {
-            return Ok(());
-        }
-        wait();
-        freed
-            .into_iter()
-            .try_for_each(|run| self.alloc.free(run.at, run.len))
-            .map_err(|error| error.in_file(&self.path))
     }
 
     /// The clusters that an entry refers to, to be freed when it is replaced.

@@ -7,10 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
+use smallvec::SmallVec;
 
 use crate::disk::Disk;
 use crate::error::{IoContext as _, Result};
 use crate::request::Request;
+use crate::write::{TOGETHER_MAX, is_small_write};
 
 /// A request on its way through a worker.
 #[derive(Debug)]
@@ -35,11 +37,12 @@ impl Workers {
     /// When the host cannot start a thread.
     pub(crate) fn new(count: usize) -> Self {
         let (jobs, queue) = crossbeam_channel::unbounded::<Job>();
-        for number in 0..count.max(1) {
+        let threads = count.max(1);
+        for number in 0..threads {
             let queue = queue.clone();
             std::thread::Builder::new()
                 .name(format!("worker-{number}"))
-                .spawn(move || work(&queue))
+                .spawn(move || work(&queue, threads))
                 .expect("the host can start threads");
         }
         Self { jobs }
@@ -50,9 +53,39 @@ impl Workers {
     }
 }
 
-fn work(queue: &Receiver<Job>) {
-    for Job { disk, request, slot, reply_to } in queue {
-        let result = disk.run(&request);
+/// Carries jobs out until there is no one left to send any.
+fn work(queue: &Receiver<Job>, threads: usize) {
+    let mut jobs = Vec::with_capacity(TOGETHER_MAX);
+    let mut odd = None;
+    while let Some(first) = odd.take().or_else(|| queue.recv().ok()) {
+        jobs.push(first);
+        odd = gather(queue, queue.len() / threads, &mut jobs);
+        carry_out(&mut jobs);
+    }
+}
+
+/// Adds up to `share` small writes to the same disk that wait to the one in `jobs`; returns a job that was none, if one
+/// was met. A thread takes no more than its share: what waits for a slow store should wait on all threads at once.
+fn gather(queue: &Receiver<Job>, share: usize, jobs: &mut Vec<Job>) -> Option<Job> {
+    if !is_small_write(&jobs[0].request) {
+        return None;
+    }
+    while jobs.len() < TOGETHER_MAX.min(1 + share) {
+        let job = queue.try_recv().ok()?;
+        if !is_small_write(&job.request) || !Arc::ptr_eq(&job.disk, &jobs[0].disk) {
+            return Some(job);
+        }
+        jobs.push(job);
+    }
+    None
+}
+
+fn carry_out(jobs: &mut Vec<Job>) {
+    let results = {
+        let requests: SmallVec<[&Request; TOGETHER_MAX]> = jobs.iter().map(|job| &job.request).collect();
+        jobs[0].disk.run_together(&requests)
+    };
+    for (Job { disk, slot, reply_to, .. }, result) in jobs.drain(..).zip(results) {
         // The disk goes first: whoever reads the reply may want to be its last user.
         drop(disk);
         reply_to.post(slot, result);

@@ -1,39 +1,22 @@
 //! Writing: in place where the active layer owns the cluster, else into a new cluster, with what the request does not
 //! cover copied up.
 //!
-//! A new cluster is written whole, in one write, before any entry leads to it: old bytes, the request's, old bytes.
-//! Runs of clusters that need space are allocated, written and published together.
+//! [`allocate`] writes what needs new clusters, [`together`] small writes of that kind several at a time.
 
-use std::cell::RefCell;
+mod allocate;
+mod together;
 
-use parking_lot::MutexGuard;
 use vmstrata_qcow2::L2Entry;
-use vmstrata_qcow2::entry::COPIED;
-use vmstrata_store::{AlignedBuf, Segment, SegmentVec, Store, slice, total_len};
+use vmstrata_store::{Segment, Store, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
-use crate::active::{Active, Change};
-use crate::alloc::Allocated;
-use crate::changes::Freed;
+use crate::active::Active;
 use crate::disk::Disk;
 use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::layers::{Layers, Top};
 
-/// Most bytes allocated, written and published at once.
-const RUN_BYTES: u64 = 2 << 20;
-
-thread_local! {
-    /// Where a thread copies up what a request does not cover.
-    static SCRATCH: RefCell<AlignedBuf> = RefCell::new(AlignedBuf::zeroed(0));
-}
-
-/// What of the first and last cluster of a new run the request does not cover.
-#[derive(Clone, Copy, Debug)]
-struct Edges {
-    head: usize,
-    tail: usize,
-}
+pub(crate) use together::{TOGETHER_MAX, is_small_write};
 
 impl Disk {
     /// Writes `from` at `at`. It can be read once this returns, and is durable after the next [`Disk::flush`].
@@ -142,175 +125,4 @@ impl Layers {
         }
         Ok(found as usize)
     }
-
-    /// Allocates, writes and publishes a run of clusters at the start of the request; returns how many of its bytes
-    /// were written, 0 when someone else was faster.
-    fn write_allocating(&self, active: &Active, at: GuestOffset, from: &[Segment<'_>]) -> Result<usize> {
-        let bits = active.tables.geometry.cluster_bits;
-        let first = active.cluster_of(at);
-        let page = active.lock_page(first);
-        let len = (total_len(from) as u64).min(RUN_BYTES);
-        let wanted = (at.within(bits) + len).div_ceil(bits.size()).min(active.run_limit(first));
-        let mut old = entries_to_allocate(active, first, wanted, &page)?;
-        if old.is_empty() {
-            return Ok(0);
-        }
-        active.ensure_table(first).map_err(|error| error.in_file(&active.path))?;
-        let kept = self.kept_cluster(active, old[0])?;
-        let space = match kept {
-            Some(space) => space,
-            None => active.alloc.allocate(old.len() as u64).map_err(|error| error.in_file(&active.path))?,
-        };
-        old.truncate(space.clusters as usize);
-        let written = self.write_new(active, at, from, space, &old);
-        let bytes = match written {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                if kept.is_none() {
-                    let _ = active.alloc.free(space.at, space.clusters << bits.get());
-                }
-                return Err(error);
-            }
-        };
-        publish_new(active, first, space.at, &old, kept.is_none(), &page)
-            .map_err(|error| error.in_file(&active.path))?;
-        Ok(bytes)
-    }
-
-    /// A cluster that a zero entry keeps for just this.
-    fn kept_cluster(&self, active: &Active, raw: u64) -> Result<Option<Allocated>> {
-        Ok(match active.decode(raw)? {
-            L2Entry::Zero { host: Some(at), copied: true } => {
-                Some(Allocated { at, clusters: 1, zeroed: false })
-            }
-            _ => None,
-        })
-    }
-
-    /// Writes new clusters whole; returns how many of the request's bytes are in them.
-    fn write_new(
-        &self,
-        active: &Active,
-        at: GuestOffset,
-        from: &[Segment<'_>],
-        space: Allocated,
-        old: &[u64],
-    ) -> Result<usize> {
-        let bits = active.tables.geometry.cluster_bits;
-        let cluster = bits.size() as usize;
-        let head = at.within(bits) as usize;
-        let bytes = total_len(from).min(old.len() * cluster - head);
-        let tail = old.len() * cluster - head - bytes;
-        let mut edges = Edges { head, tail };
-        if space.zeroed {
-            // Nothing to copy up, nothing to write: the new clusters read as zeros already.
-            if head > 0 && self.was_zero(active, old[0], at.align_down(bits), head)? {
-                edges.head = 0;
-            }
-            if tail > 0 && self.was_zero(active, old[old.len() - 1], at + bytes as u64, tail)? {
-                edges.tail = 0;
-            }
-        }
-        let skipped = (head - edges.head) as u64;
-        let part = slice(from, 0, bytes);
-        self.write_with_edges(active, at, &part, edges, old, space.at + skipped)?;
-        Ok(bytes)
-    }
-
-    fn write_with_edges(
-        &self,
-        active: &Active,
-        at: GuestOffset,
-        part: &[Segment<'_>],
-        edges: Edges,
-        old: &[u64],
-        host: HostOffset,
-    ) -> Result<()> {
-        let write = |segments: &[Segment<'_>]| {
-            let written = active.store.write_segments(segments, host).while_trying("write");
-            written.map_err(|error| error.at(host).in_file(&active.path))
-        };
-        if edges.head + edges.tail == 0 {
-            return write(part);
-        }
-        SCRATCH.with_borrow_mut(|scratch| {
-            if scratch.len() < edges.head + edges.tail {
-                *scratch = AlignedBuf::zeroed((edges.head + edges.tail).next_power_of_two());
-            }
-            let (head, rest) = scratch.split_at_mut(edges.head);
-            let tail = &mut rest[..edges.tail];
-            let tail_at = at + total_len(part) as u64;
-            self.copy_up(active, old[0], at.align_down(active.tables.geometry.cluster_bits), head)?;
-            self.copy_up(active, old[old.len() - 1], tail_at, tail)?;
-            let mut segments: SegmentVec<'_> = SegmentVec::new();
-            segments.extend((!head.is_empty()).then(|| Segment::from_mut(head)));
-            segments.extend_from_slice(part);
-            segments.extend((!tail.is_empty()).then(|| Segment::from_mut(tail)));
-            write(&segments)
-        })
-    }
-
-    /// Reads what a cluster held before; past the end of the disk there are zeros.
-    fn copy_up(&self, active: &Active, raw: u64, at: GuestOffset, into: &mut [u8]) -> Result<()> {
-        let there = active.size.saturating_sub(at.get()).min(into.len() as u64) as usize;
-        into[there..].fill(0);
-        if there == 0 {
-            return Ok(());
-        }
-        self.read_old(active, raw, at, &[Segment::from_mut(&mut into[..there])])
-    }
-
-    /// Whether a part of a cluster is known to have been zeros.
-    pub(crate) fn was_zero(&self, active: &Active, raw: u64, at: GuestOffset, len: usize) -> Result<bool> {
-        match active.decode(raw)? {
-            L2Entry::Zero { .. } => Ok(true),
-            L2Entry::Unallocated => {
-                let len = active.size.saturating_sub(at.get()).min(len as u64);
-                self.is_zero_below(at, len)
-            }
-            _ => Ok(false),
-        }
-    }
-}
-
-/// Raw entries of the clusters of a run.
-type SmallRaws = smallvec::SmallVec<[u64; 32]>;
-
-/// The raw entries of clusters from `first` on, up to the first that may be overwritten in place.
-fn entries_to_allocate(
-    active: &Active,
-    first: u64,
-    count: u64,
-    page: &MutexGuard<'_, ()>,
-) -> Result<SmallRaws> {
-    let mut old = SmallRaws::new();
-    for cluster in first..first + count {
-        let raw = active.entry_locked(cluster, page)?;
-        if matches!(active.decode(raw)?, L2Entry::Data { copied: true, .. }) {
-            break;
-        }
-        old.push(raw);
-    }
-    Ok(old)
-}
-
-/// Publishes new clusters from `host` on in place of what the `old` entries lead to.
-fn publish_new(
-    active: &Active,
-    first: u64,
-    host: HostOffset,
-    old: &[u64],
-    frees_old: bool,
-    page: &MutexGuard<'_, ()>,
-) -> Result<()> {
-    let mut changed: smallvec::SmallVec<[Change; 4]> = smallvec::SmallVec::new();
-    let mut freed: Vec<Freed> = Vec::new();
-    for (number, &raw) in old.iter().enumerate() {
-        let host = host + ((number as u64) << active.tables.geometry.cluster_bits.get());
-        changed.push(Change { cluster: first + number as u64, old: raw, new: host.get() | COPIED });
-        if frees_old {
-            freed.extend(active.clusters_of(raw)?);
-        }
-    }
-    active.publish(&changed, &freed, page)
 }

@@ -76,8 +76,9 @@ impl Client {
     }
 }
 
+/// The buffer in two pieces. Whoever uses them keeps the buffer for as long.
 #[expect(unsafe_code, reason = "a queue's buffers are named by address")]
-fn segments_of(buffer: &mut AlignedBuf) -> SegmentVec<'static> {
+pub fn segments_of(buffer: &mut AlignedBuf) -> SegmentVec<'static> {
     let first = buffer.len() / 2 / 512 * 512;
     let start = buffer.as_mut_ptr();
     let mut segments = SegmentVec::new();
