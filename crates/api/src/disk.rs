@@ -29,6 +29,9 @@ pub struct DiskSpec {
     /// Serve a clone of that snapshot: this file, made unless it is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clone: Option<String>,
+    /// The socket of the agent in the disk's guest, which freezes its file systems for snapshots.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<String>,
 }
 
 /// How data passes the host's page cache.

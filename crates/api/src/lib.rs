@@ -34,7 +34,7 @@ pub use event::Event;
 pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus, RemoveFiles};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use segment::encode_segment;
-pub use snapshot::{RevertSpec, SnapshotLayer, SnapshotReverted, SnapshotSpec, SnapshotTaken};
+pub use snapshot::{Quiesce, RevertSpec, SnapshotLayer, SnapshotReverted, SnapshotSpec, SnapshotTaken};
 pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedStats, StatsList};
 pub use status::{ResourceStatus, ServerStatus};
 

@@ -24,6 +24,25 @@ pub struct SnapshotSpec {
     /// What snapshots of several disks at one instant have in common.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
+    /// The socket of the agent in the guest of all these disks; that of each disk if omitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<String>,
+    /// Whether the guest's file systems are frozen for it; if omitted, `always` with `agent`, `auto` without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesce: Option<Quiesce>,
+}
+
+/// Whether guests' file systems are frozen for a snapshot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Quiesce {
+    /// If every disk has an agent that does it; else the snapshot is what a power failure would leave, and says so.
+    #[default]
+    Auto,
+    /// Or no snapshot is taken.
+    Always,
+    /// Not.
+    Never,
 }
 
 /// A snapshot that was taken.
@@ -33,6 +52,12 @@ pub struct SnapshotTaken {
     pub name: String,
     /// For how long writes were held; reads were not.
     pub pause_us: u64,
+    /// Whether the guests' file systems were frozen, and need no recovery in it.
+    #[serde(default)]
+    pub quiesced: bool,
+    /// Why they were not, though there is an agent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_quiesced_because: Option<String>,
     /// Each disk's layer, in the order asked for.
     pub disks: Vec<SnapshotLayer>,
 }

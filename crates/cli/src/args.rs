@@ -32,7 +32,7 @@ pub use self::merge::{FlattenArgs, RemoveFiles, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::serve::{LogFormat, ServeArgs};
 pub use self::snapshot::{
-    SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
+    Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
     SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 pub use self::survey::SurveyArgs;

@@ -10,7 +10,7 @@ use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
 
 use crate::key_values::KeyValues;
 
-const DISK_KEYS: [&str; 7] = ["path", "name", "read-only", "cache", "format", "at", "clone"];
+const DISK_KEYS: [&str; 8] = ["path", "name", "read-only", "cache", "format", "at", "clone", "agent"];
 const VHOST_USER_KEYS: [&str; 5] = ["queues", "threads", "poll-us", "serial", "share"];
 
 /// Reads `--format` and its like: the formats a layer can have, by the names qemu-img knows.
@@ -37,7 +37,8 @@ fn parse_cache(text: &str) -> Result<api::CacheMode> {
     }
 }
 
-/// Reads `path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]`.
+/// Reads `path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
+/// [,agent=SOCKET]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -56,9 +57,9 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     let read_only = list.take_flag("read-only")?;
     let cache = list.take("cache")?.map_or(Ok(api::CacheMode::Host), |value| parse_cache(&value))?;
     let format = list.take("format")?.map(|value| parse_format(&value)).transpose()?;
-    let (at, clone) = (list.take("at")?, list.take("clone")?);
+    let (at, clone, agent) = (list.take("at")?, list.take("clone")?, list.take("agent")?);
     list.finish(&DISK_KEYS)?;
-    Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone })
+    Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone, agent })
 }
 
 /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share]`.
@@ -100,14 +101,17 @@ mod tests {
                 read_only: false,
                 cache: CacheMode::Host,
                 format: None,
-                clone_of: None
+                clone_of: None,
+                agent: None
             }
         );
     }
 
     #[test]
     fn every_key_of_a_disk_is_read() {
-        let disk = parse_disk("path=a,,b.img,name=a b,read-only,cache=direct,format=raw").unwrap();
+        let disk =
+            parse_disk("path=a,,b.img,name=a b,read-only,cache=direct,format=raw,agent=/run/a.sock").unwrap();
+        assert_eq!(disk.agent.as_deref(), Some(Path::new("/run/a.sock")));
         assert_eq!(disk.path, Path::new("a,b.img"));
         assert_eq!(disk.name, "a b");
         assert!(disk.read_only);

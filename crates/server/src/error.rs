@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use vmstrata_export::{nbd, vhost_user};
 
+use crate::agent::AgentFault;
 use crate::spec::SpecError;
 
 /// See the module documentation.
@@ -78,6 +79,33 @@ pub enum Error {
         /// Who uses it.
         by: String,
     },
+    /// A snapshot that was to be quiesced, of a disk whose guest's agent is not known.
+    #[error(
+        "disk '{name}' has no guest agent that could quiesce it: name its socket (agent=SOCKET, --agent)"
+    )]
+    NoAgent {
+        /// The disk's name.
+        name: String,
+    },
+    /// A guest that does not stand still.
+    #[error("guest agent {}", socket.display())]
+    Agent {
+        /// Its socket.
+        socket: PathBuf,
+        /// Why.
+        source: AgentFault,
+    },
+    /// A guest that does not go on.
+    #[error(
+        "the snapshot is taken, but the guest may stand still: its agent {} did not thaw it; send guest-fsfreeze-thaw to it",
+        socket.display()
+    )]
+    StillFrozen {
+        /// Its agent's socket.
+        socket: PathBuf,
+        /// Why.
+        source: AgentFault,
+    },
     /// The server takes no more changes.
     #[error("the server is ending")]
     Ending,
@@ -138,6 +166,20 @@ pub enum Error {
         /// Why.
         source: io::Error,
     },
+}
+
+/// The error and its causes, leaving out a cause whose words the error above it has already.
+pub(crate) fn told(error: &Error) -> String {
+    let mut told = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(next) = cause {
+        let words = next.to_string();
+        if !told.contains(&words) {
+            told = format!("{told}: {words}");
+        }
+        cause = next.source();
+    }
+    told
 }
 
 /// A disk that could not be closed clean.

@@ -16,6 +16,7 @@
 mod disks;
 mod doors;
 mod jobs;
+mod quiesce;
 mod report;
 mod revert;
 mod snapshots;

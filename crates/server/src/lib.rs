@@ -11,6 +11,7 @@
 //! | [`spec`], [`config`], `options` | what is asked for, checked before any file is touched |
 //! | [`host`] | which disks and doors there are, and how they come and go |
 //! | `jobs` | long work in steps: progress, speed limit, pause, cancel |
+//! | `agent` | guests that stand still for a snapshot |
 //! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
 //! | `run`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
 //!
@@ -19,6 +20,7 @@
 
 #![forbid(unsafe_code)]
 
+mod agent;
 pub mod config;
 mod control;
 mod error;
@@ -33,6 +35,7 @@ mod shutdown;
 pub mod size;
 pub mod spec;
 
+pub use agent::AgentFault;
 pub use control::openapi;
 pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
 pub use host::Host;

@@ -21,7 +21,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
-    /// (repeatable)
+    /// [,agent=SOCKET] (repeatable)
     #[arg(
         long = "disk",
         value_name = "SPEC",

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Context;
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use vmstrata_disk::{Format, OpenOptions};
 
 use super::BackingArgs;
@@ -74,6 +74,27 @@ impl SnapshotCommonArgs {
     }
 }
 
+/// Whether guests' file systems are frozen for a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Quiesce {
+    /// If every disk has an agent that does it; else the snapshot is as after a power failure, and says so
+    Auto,
+    /// Or no snapshot is taken
+    Always,
+    /// Not
+    Never,
+}
+
+impl From<Quiesce> for vmstrata_api::Quiesce {
+    fn from(quiesce: Quiesce) -> Self {
+        match quiesce {
+            Quiesce::Auto => Self::Auto,
+            Quiesce::Always => Self::Always,
+            Quiesce::Never => Self::Never,
+        }
+    }
+}
+
 /// `vmstrata snapshot create`
 #[derive(Debug, Args)]
 #[command(after_help = CREATE_HELP)]
@@ -90,6 +111,13 @@ pub struct SnapshotCreateArgs {
     /// What the snapshots of several disks have in common [default: the time, for more than one disk]
     #[arg(long, value_name = "ID")]
     pub group: Option<String>,
+    /// The socket of the QEMU guest agent in the disks' guest, whose file systems are frozen for the moment
+    /// [default: what the server was told of each disk, agent=SOCKET]
+    #[arg(long, value_name = "SOCKET")]
+    pub agent: Option<PathBuf>,
+    /// Whether file systems are frozen [default: always with --agent, auto without]
+    #[arg(long, value_name = "WHEN", value_enum)]
+    pub quiesce: Option<Quiesce>,
     /// Where the journals of killed servers are
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
@@ -107,6 +135,7 @@ Examples:
   vmstrata snapshot create web.qcow2
   vmstrata snapshot create web.qcow2 --name mon --label job=nightly --label by=cron
   vmstrata snapshot create root.qcow2 data.qcow2 --name v2 --group guest7      both or neither
+  vmstrata snapshot create web.qcow2 --agent /run/web-agent.sock               file systems need no recovery in it
   vmstrata snapshot create web.qcow2 --json | jq -r '.snapshots[].layer'
 
 A disk that a server serves goes on being written meanwhile; writes are held for about a millisecond.

@@ -14,7 +14,7 @@ use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, Snapshot, Sna
 use vmstrata_disk::{ErrorKind, ResourceOptions, Resources};
 
 use crate::args::{
-    SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs, SnapshotDeleteArgs,
+    Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs, SnapshotDeleteArgs,
     SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 use crate::output::{counted, print, print_json};
@@ -41,7 +41,13 @@ pub fn run(args: &SnapshotArgs) -> Result<ExitCode> {
 fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
     let info = described(args, time::now_ns());
     if let Some(live) = live::Live::find(&args.disks, &args.server)? {
-        return live.create(&info, args.common.json);
+        return live.create(&info, args);
+    }
+    if args.agent.is_some() || args.quiesce == Some(Quiesce::Always) {
+        bail!(
+            "{}: no server serves it, so there is no guest whose file systems could be frozen",
+            args.disks[0].display()
+        );
     }
     let resources = resources(args.runtime_dir.as_deref());
     let prepare = PrepareOptions { format: args.common.format, ..PrepareOptions::default() };

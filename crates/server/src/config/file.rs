@@ -47,6 +47,7 @@ struct Disk {
     format: Option<api::Format>,
     at: Option<String>,
     clone: Option<String>,
+    agent: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -158,8 +159,8 @@ fn each<T, U>(
 }
 
 fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
-    let Disk { path, name, read_only, cache, format, at, clone } = disk;
-    let asked = api::DiskSpec { path, name, read_only, cache, format, at, clone };
+    let Disk { path, name, read_only, cache, format, at, clone, agent } = disk;
+    let asked = api::DiskSpec { path, name, read_only, cache, format, at, clone, agent };
     Ok(DiskSpec::try_from(asked)?.seen_from(directory))
 }
 

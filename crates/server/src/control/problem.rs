@@ -1,7 +1,5 @@
 //! Errors as their senders see them: one form, a kind for programs, and a sentence for people.
 
-use std::error::Error as _;
-
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use vmstrata_api::{PROBLEM_TYPE, Problem};
@@ -10,7 +8,7 @@ use vmstrata_disk::snapshot::SnapshotFault;
 use vmstrata_export::{nbd, vhost_user};
 use vmstrata_store::FileError;
 
-use crate::error::Error;
+use crate::error::{Error, told};
 use crate::spec::SpecError;
 
 /// A request that was not carried out.
@@ -64,20 +62,6 @@ impl From<Error> for Failure {
     }
 }
 
-/// The error and its causes, leaving out a cause whose words the error above it has already.
-fn told(error: &Error) -> String {
-    let mut told = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        let words = next.to_string();
-        if !told.contains(&words) {
-            told = format!("{told}: {words}");
-        }
-        cause = next.source();
-    }
-    told
-}
-
 /// The HTTP status and the kind: 404 not there, 409 in the way of something that is, 422 not to be had as asked for.
 fn classify(error: &Error) -> (u16, &'static str) {
     match error {
@@ -91,6 +75,9 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::TooManyJobs { .. } => (503, "too-many-jobs"),
         Error::Busy { .. } => (409, "busy"),
         Error::Attached { .. } => (409, "attached"),
+        Error::NoAgent { .. } => (422, "no-agent"),
+        Error::Agent { .. } => (409, "not-quiesced"),
+        Error::StillFrozen { .. } => (500, "guest-frozen"),
         Error::Ending => (503, "ending"),
         Error::NotClean { .. } => (500, "not-clean"),
         Error::NbdFlush(_) => (500, "not-flushed"),

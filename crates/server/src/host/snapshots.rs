@@ -1,13 +1,16 @@
 //! Snapshots of disks that are served. A snapshot is answered when it is on stable storage; what is left to do then is done
 //! on a thread of its own, or by whoever changes or closes the disk before.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_api::{Event, SnapshotLayer, SnapshotSpec, SnapshotTaken};
+use vmstrata_api::{Event, Quiesce, SnapshotLayer, SnapshotSpec, SnapshotTaken};
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, snapshot_together};
 
-use super::Host;
+use super::quiesce::{WithAgent, quiesce};
+use super::{Host, Table};
+use crate::agent::Patience;
 use crate::error::Error;
 use crate::spec::SpecError;
 
@@ -15,24 +18,28 @@ impl Host {
     /// Takes a snapshot of some disks at one instant. It is on stable storage then, and gets its index afterwards.
     ///
     /// # Errors
-    /// No disk or one that is not served, one named twice, or what the engine refuses; see [`snapshot_together`].
+    /// No disk or one that is not served, one named twice, a guest that was to stand still and does not, or what the
+    /// engine refuses, see [`snapshot_together`]: nothing has changed. A guest that does not go on: the snapshot is taken.
     pub fn snapshot(&self, asked: SnapshotSpec) -> Result<SnapshotTaken, Error> {
         let (_change, table) = self.begin_change()?;
-        let served = |name: &String| table.serving(name).map(|(_, disk)| Arc::clone(disk));
-        let disks = asked.disks.iter().map(served).collect::<Result<Vec<Arc<Disk>>, Error>>()?;
+        let (disks, agents) = table.with_agents(&asked)?;
         drop(table);
         if let Some(name) = named_twice(&asked.disks) {
             return Err(SpecError::DiskTwice { name: name.to_owned() }.into());
         }
+        let default = if asked.agent.is_some() { Quiesce::Always } else { Quiesce::Auto };
+        let mut quiesced = quiesce(&agents, asked.quiesce.unwrap_or(default), Patience::default())?;
         let info = SnapshotInfo {
             name: asked.name,
             taken_ns: asked.taken_ns,
-            labels: asked.labels.into_iter().collect(),
+            labels: asked.labels.into_iter().chain(quiesced.label()).collect(),
             group: asked.group,
             origin: None,
         };
         let all: Vec<&Disk> = disks.iter().map(|disk| &**disk).collect();
-        let taken = snapshot_together(&all, &info)?;
+        let taken = snapshot_together(&all, &info);
+        let thawed = quiesced.thaw();
+        let taken = taken?;
         settle_later(disks);
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
         let layers = asked.disks.into_iter().zip(taken).map(|(disk, taken)| {
@@ -40,11 +47,27 @@ impl Host {
             SnapshotLayer { disk, layer: taken.layer.display().to_string() }
         });
         let disks = layers.collect();
+        thawed?;
         Ok(SnapshotTaken {
             pause_us: u64::try_from(pause.as_micros()).unwrap_or(u64::MAX),
+            quiesced: quiesced.is_quiesced(),
+            not_quiesced_because: quiesced.why_not,
             disks,
             name: info.name,
         })
+    }
+}
+
+impl Table {
+    /// The disks of a snapshot, and the agents of their guests.
+    fn with_agents(&self, asked: &SnapshotSpec) -> Result<(Vec<Arc<Disk>>, Vec<WithAgent>), Error> {
+        let of_all = asked.agent.as_ref().map(PathBuf::from);
+        let served = |name: &String| {
+            let (spec, disk) = self.serving(name)?;
+            let agent = of_all.as_ref().or(spec.agent.as_ref());
+            Ok((Arc::clone(disk), (name.clone(), agent.cloned())))
+        };
+        asked.disks.iter().map(served).collect()
     }
 }
 

@@ -24,6 +24,8 @@ pub struct DiskSpec {
     pub format: Option<Format>,
     /// What `path` is to be a clone of, and is made as unless it is there.
     pub clone_of: Option<CloneOf>,
+    /// Where the agent in its guest listens.
+    pub agent: Option<PathBuf>,
 }
 
 /// The snapshot that a clone starts from.
@@ -92,7 +94,8 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             api::Format::Qcow2 => Format::Qcow2,
             api::Format::Raw => Format::Raw,
         });
-        Ok(Self { path: path.into(), name, read_only, cache, format, clone_of })
+        let agent = asked.agent.map(PathBuf::from);
+        Ok(Self { path: path.into(), name, read_only, cache, format, clone_of, agent })
     }
 }
 
@@ -104,6 +107,7 @@ impl DiskSpec {
         if let Some(clone_of) = &mut self.clone_of {
             clone_of.disk = directory.join(&clone_of.disk);
         }
+        self.agent = self.agent.map(|agent| directory.join(agent));
         self
     }
 }

@@ -11,7 +11,7 @@ use vmstrata_disk::snapshot::SnapshotInfo;
 
 use super::report::{Reverted, Taken, TakenOne};
 use super::text;
-use crate::args::{ControlArgs, FlattenArgs, SnapshotDeleteArgs, SnapshotRevertArgs};
+use crate::args::{ControlArgs, FlattenArgs, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs};
 use crate::client::Client;
 use crate::output::{print, print_json};
 use crate::units::short_size;
@@ -65,28 +65,42 @@ impl Live {
     ///
     /// # Errors
     /// What the server says.
-    pub fn create(&self, info: &SnapshotInfo, json: bool) -> Result<()> {
+    pub fn create(&self, info: &SnapshotInfo, args: &SnapshotCreateArgs) -> Result<()> {
+        let agent = args.agent.as_deref().map(std::path::absolute).transpose()?;
         let spec = SnapshotSpec {
             disks: self.disks.iter().map(|(_, name)| name.clone()).collect(),
             name: info.name.clone(),
             taken_ns: info.taken_ns,
             labels: info.labels.iter().cloned().collect(),
             group: info.group.clone(),
+            agent: agent.as_deref().map(text),
+            quiesce: args.quiesce.map(Into::into),
         };
         let taken: SnapshotTaken = self.client.post("/v1/snapshots", &spec)?;
         let layers = self.disks.iter().zip(&taken.disks);
-        if json {
+        if args.common.json {
             let one = |((disk, _), layer): (&(PathBuf, String), &vmstrata_api::SnapshotLayer)| {
                 TakenOne::named(text(disk), layer.layer.clone())
             };
             let snapshots = layers.map(one).collect();
-            return Ok(print_json(&Taken::new(info, snapshots).held(taken.pause_us))?);
+            return Ok(print_json(&Taken::new(info, snapshots).live(&taken))?);
         }
         let line = |((disk, _), layer): (&(PathBuf, String), &vmstrata_api::SnapshotLayer)| {
             let (disk, layer) = (disk.display(), &layer.layer);
             let held_ms = taken.pause_us as f64 / 1000.0;
-            format!("{disk}: snapshot {} taken: {layer} (writes held for {held_ms:.1} ms)\n", info.name)
+            let quiesced = match (taken.quiesced, &taken.not_quiesced_because) {
+                (true, _) => "quiesced, ",
+                (false, Some(_)) => "not quiesced, ",
+                (false, None) => "",
+            };
+            format!(
+                "{disk}: snapshot {} taken: {layer} ({quiesced}writes held for {held_ms:.1} ms)\n",
+                info.name
+            )
         };
+        if let Some(why) = &taken.not_quiesced_because {
+            eprintln!("vmstrata: warning: not quiesced: {why}");
+        }
         Ok(print(&layers.map(line).collect::<String>())?)
     }
 

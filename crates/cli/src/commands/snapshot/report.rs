@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Serialize;
+use vmstrata_api::SnapshotTaken;
 use vmstrata_disk::snapshot::{Created, Snapshot, SnapshotInfo};
 
 use super::{text, time};
@@ -21,6 +22,11 @@ pub struct Taken {
     /// For how long a server held writes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pause_us: Option<u64>,
+    /// Whether guests' file systems were frozen for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    quiesced: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    not_quiesced_because: Option<String>,
     snapshots: Vec<TakenOne>,
 }
 
@@ -47,12 +53,14 @@ impl Taken {
     /// What was taken of `snapshots`.
     pub fn new(info: &SnapshotInfo, snapshots: Vec<TakenOne>) -> Self {
         let (name, time) = (info.name.clone(), time::rfc3339(info.taken_ns));
-        Self { name, time, group: info.group.clone(), pause_us: None, snapshots }
+        let group = info.group.clone();
+        Self { name, time, group, pause_us: None, quiesced: None, not_quiesced_because: None, snapshots }
     }
 
-    /// With how long writes were held.
-    pub fn held(self, pause_us: u64) -> Self {
-        Self { pause_us: Some(pause_us), ..self }
+    /// With what a server says of it.
+    pub fn live(self, taken: &SnapshotTaken) -> Self {
+        let not_quiesced_because = taken.not_quiesced_because.clone();
+        Self { pause_us: Some(taken.pause_us), quiesced: Some(taken.quiesced), not_quiesced_because, ..self }
     }
 }
 

@@ -1,0 +1,182 @@
+//! The QEMU guest agent: its file systems are frozen for the moment of a snapshot.
+//!
+//! ```text
+//!   freeze ──► connect, sync ──► guest-fsfreeze-freeze ──► Frozen ──► the cut ──► guest-fsfreeze-thaw
+//!                  │ no answer         │ no answer                                   │ no answer
+//!                  ▼                   ▼                                             ▼
+//!              not quiesced        thaw, in case it freezes yet            connect anew, thaw, until patience ends
+//! ```
+//!
+//! Place in the data flow: beside [`crate::host`]'s snapshots, on the thread that takes one. What the agent says comes from
+//! the guest, so it may be anything: [`connection`] bounds its length and the time it may take.
+//!
+//! Invariants:
+//! - Whatever was asked to freeze is asked to thaw, on every road out; [`Frozen`] does so when it is dropped.
+//! - An agent that *refused* to freeze is left alone: its file systems may be frozen for someone else.
+
+mod connection;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use connection::Connection;
+
+/// How long each part may take.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// To be let in and answered at all.
+    pub(crate) sync: Duration,
+    /// To write back what is dirty, and freeze.
+    pub(crate) freeze: Duration,
+    /// To thaw, with all attempts.
+    pub(crate) thaw: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self { sync: seconds(5), freeze: seconds(30), thaw: seconds(20) }
+    }
+}
+
+/// One attempt to thaw waits no longer than this for an answer before the next one begins.
+const ATTEMPT: Duration = Duration::from_secs(5);
+/// Between two attempts.
+const BREATH: Duration = Duration::from_millis(100);
+
+/// What is wrong with an agent.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AgentFault {
+    /// Nobody listens at the socket.
+    #[error("cannot connect: {0}")]
+    Connect(std::io::Error),
+    /// No answer in time.
+    #[error("it did not answer within {0:?}")]
+    Silent(Duration),
+    /// The connection ended.
+    #[error("it hung up")]
+    HungUp,
+    /// More bytes than any answer has.
+    #[error("what it said is no answer: more than {0} bytes")]
+    TooLong(usize),
+    /// Something else than an answer.
+    #[error("what it said is no answer")]
+    Garbage,
+    /// An error of its own.
+    #[error("it refused: {0}")]
+    Refused(String),
+    /// The host's error.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+}
+
+/// A guest whose file systems are frozen, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Frozen {
+    socket: PathBuf,
+    /// `None` once it has broken.
+    connection: Option<Connection>,
+    patience: Patience,
+    is_thawed: bool,
+    /// How many file systems there are.
+    pub(crate) file_systems: u64,
+}
+
+/// Freezes the file systems of the guest whose agent listens at `socket`.
+///
+/// # Errors
+/// No agent that answers, or one that refuses. Nothing is frozen then, or is asked to thaw.
+pub(crate) fn freeze(socket: &Path, patience: Patience) -> Result<Frozen, AgentFault> {
+    let mut connection = Connection::open(socket, patience.sync)?;
+    connection.sync(patience.sync)?;
+    let answer = connection.command("guest-fsfreeze-freeze", patience.freeze);
+    let file_systems = match answer {
+        Ok(ref value) => value.as_u64().ok_or(AgentFault::Garbage),
+        Err(refused @ AgentFault::Refused(_)) => return Err(refused),
+        Err(fault) => Err(fault),
+    };
+    let connection = file_systems.is_ok().then_some(connection);
+    let mut frozen = Frozen {
+        socket: socket.to_owned(),
+        connection,
+        patience,
+        is_thawed: false,
+        file_systems: *file_systems.as_ref().unwrap_or(&0),
+    };
+    match file_systems {
+        Ok(_) => Ok(frozen),
+        Err(fault) => {
+            // It may freeze yet.
+            frozen.thaw_or_say();
+            Err(fault)
+        }
+    }
+}
+
+impl Frozen {
+    /// The agent's socket.
+    pub(crate) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Lets the guest go on.
+    ///
+    /// # Errors
+    /// An agent that does not answer any more: the guest may be frozen still.
+    pub(crate) fn thaw(mut self) -> Result<(), AgentFault> {
+        self.try_thaw()
+    }
+
+    fn try_thaw(&mut self) -> Result<(), AgentFault> {
+        self.is_thawed = true;
+        let deadline = Instant::now() + self.patience.thaw;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let attempt = left.min(ATTEMPT);
+            let thawed = match self.connection.take() {
+                Some(mut connection) => connection.command("guest-fsfreeze-thaw", attempt),
+                None => thaw_anew(&self.socket, attempt),
+            };
+            match thawed {
+                Ok(_) => return Ok(()),
+                Err(fault) if left <= BREATH => return Err(fault),
+                Err(fault) => {
+                    tracing::warn!(agent = %self.socket.display(), %fault, "the guest is not thawed yet");
+                    std::thread::sleep(BREATH);
+                }
+            }
+        }
+    }
+
+    fn thaw_or_say(&mut self) {
+        if let Err(fault) = self.try_thaw() {
+            tracing::error!(
+                agent = %self.socket.display(), %fault,
+                "the guest's file systems may be frozen: send guest-fsfreeze-thaw to its agent"
+            );
+        }
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        if !self.is_thawed {
+            self.thaw_or_say();
+        }
+    }
+}
+
+/// Thaws by a new connection. An agent that is still busy freezing does not answer, and finds the command after that.
+fn thaw_anew(socket: &Path, patience: Duration) -> Result<serde_json::Value, AgentFault> {
+    let deadline = Instant::now() + patience;
+    let left = || deadline.saturating_duration_since(Instant::now());
+    let mut connection = Connection::open(socket, left())?;
+    match connection.sync(left() / 2) {
+        Ok(()) | Err(AgentFault::Silent(_)) => connection.command("guest-fsfreeze-thaw", left()),
+        Err(fault) => Err(fault),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;
