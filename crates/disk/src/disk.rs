@@ -121,10 +121,7 @@ impl Disk {
             merging: AtomicBool::new(false),
         });
         resources.upkeep().watch(&disk);
-        disk.refuse_merging()?;
-        if !options.read_only {
-            disk.sweep_merged();
-        }
+        disk.enter_beside_merges()?;
         Ok(disk)
     }
 

@@ -43,13 +43,14 @@ pub struct Guest {
 }
 
 /// In the order of their dependencies, below `kernel/drivers`; ext4 is built into Debian's cloud kernel.
-const MODULES: [&str; 6] = [
+const MODULES: [&str; 7] = [
     "virtio/virtio_ring.ko",
     "virtio/virtio.ko",
     "virtio/virtio_pci_modern_dev.ko",
     "virtio/virtio_pci_legacy_dev.ko",
     "virtio/virtio_pci.ko",
     "block/virtio_blk.ko",
+    "char/virtio_console.ko",
 ];
 const INITRAMFS_INIT: &str = include_str!("initramfs-init.sh");
 const ROOT_INIT: &str = include_str!("root-init.sh");

@@ -16,8 +16,8 @@ pub struct Kernel {
 }
 
 /// Programs of the guest; the libraries they need come with them.
-const PROGRAMS: [&str; 8] =
-    ["base-files", "bash", "coreutils", "e2fsprogs", "findutils", "grep", "mount", "sed"];
+const PROGRAMS: [&str; 9] =
+    ["base-files", "bash", "coreutils", "e2fsprogs", "findutils", "grep", "mount", "qemu-guest-agent", "sed"];
 
 /// Holds off other processes that would build the same guest; freed on drop.
 ///
@@ -83,7 +83,7 @@ pub fn busybox(dir: &Path) -> Result<PathBuf> {
 /// # Errors
 /// When packages cannot be fetched.
 pub fn userland(dir: &Path) -> Result<PathBuf> {
-    let tree = dir.join("root");
+    let tree = dir.join("userland");
     once(&tree, |partial| {
         unpack(&with_libraries(&PROGRAMS)?, partial)?;
         for top in ["bin", "sbin", "lib", "lib64"] {

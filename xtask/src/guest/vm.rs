@@ -65,11 +65,19 @@ impl Vm {
     /// # Errors
     /// When QEMU does not start.
     pub fn boot(guest: &Guest, attach: &Attach, task: Task) -> Result<Self> {
+        Self::boot_with(guest, attach, task, &[])
+    }
+
+    /// As [`Vm::boot`], with more arguments for QEMU.
+    ///
+    /// # Errors
+    /// As [`Vm::boot`].
+    pub fn boot_with(guest: &Guest, attach: &Attach, task: Task, more: &[String]) -> Result<Self> {
         let mut command = Command::new("qemu-system-x86_64");
         command.args(["-nodefaults", "-no-reboot", "-display", "none", "-serial", "stdio"]);
         command.args(["-machine", "q35,memory-backend=ram", "-accel", "tcg", "-cpu", "max", "-smp", "1"]);
         command.args(["-m", "256", "-object", "memory-backend-memfd,id=ram,size=256M,share=on"]);
-        command.arg("-kernel").arg(&guest.kernel).arg("-initrd").arg(&guest.initramfs);
+        command.args(more).arg("-kernel").arg(&guest.kernel).arg("-initrd").arg(&guest.initramfs);
         let words = "console=ttyS0 quiet panic=-1 tsc=unstable random.trust_cpu=on";
         command.arg("-append").arg(format!("{words} {}", task.command_line()));
         match attach {

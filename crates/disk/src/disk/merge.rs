@@ -65,15 +65,22 @@ impl Disk {
         layers.frozen.as_ref().is_some_and(|map| map.layers().any(|layer| layer.identity.file == file))
     }
 
-    /// Refuses a disk that was just opened over a layer that is being copied into.
-    pub(super) fn refuse_merging(&self) -> Result<()> {
+    /// Refuses a disk that was just opened over a layer that is being copied into, and removes what a killed merge of it
+    /// left.
+    pub(super) fn enter_beside_merges(self: &Arc<Self>) -> Result<()> {
         // The merge that enters a file looks for disks after that, and this disk is known by now: one sees the other.
         let merging = self.resources.merging().lock().iter().any(|&file| self.stands_on(file));
-        if merging { Err(Error::from(MergeFault::Busy).in_file(&self.path)) } else { Ok(()) }
+        if merging {
+            return Err(Error::from(MergeFault::Busy).in_file(&self.path));
+        }
+        if !self.is_read_only() {
+            self.sweep_merged();
+        }
+        Ok(())
     }
 
     /// Removes what a killed merge left.
-    pub(super) fn sweep_merged(self: &Arc<Self>) {
+    fn sweep_merged(self: &Arc<Self>) {
         let needed = |file| others(self).any(|other| other.stands_on(file));
         leftovers::sweep(&self.path, &self.options, Locks::MayBeOurs, &needed);
     }
