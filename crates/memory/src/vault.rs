@@ -184,7 +184,7 @@ impl Vault {
     /// can be read.
     pub fn snapshot(&self, which: &Which) -> Result<Snapshot> {
         // Held before it is looked for, so that what is found is not collected.
-        let held = self.hold(Hold::Shared)?.unwrap_or_default();
+        let held = self.hold_to_read();
         let survey = Survey::take(self)?;
         let id = self.find(which, &survey)?;
         Snapshot::open(self, id, &survey, held)
@@ -229,6 +229,18 @@ impl Vault {
             }
         }
         Ok(Some(held))
+    }
+
+    /// Holds the homes that can be held: one that fails must not keep others from being read.
+    fn hold_to_read(&self) -> Vec<Held> {
+        let hold = |home: &Arc<dyn Home>| match home.hold(Hold::Shared) {
+            Ok(held) => held,
+            Err(error) => {
+                tracing::warn!("{}: read without being held: {error}", home.describe());
+                None
+            }
+        };
+        self.homes.iter().filter_map(hold).collect()
     }
 
     fn home(&self, index: usize) -> &dyn Home {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::bytes::Malformed;
 use super::error::{Result, VaultError};
 use super::extent::{self, ExtentId};
-use super::home::{Hold, ObjectReader};
+use super::home::ObjectReader;
 use super::info::Info;
 use super::metadata::Metadata;
 use super::name::{ObjectKind, ObjectName, SnapshotId};
@@ -89,7 +89,7 @@ impl Vault {
     /// # Errors
     /// When no home can be read; [`VaultError::NotFound`]. What is found of the snapshots is no error.
     pub fn verify(&self, ids: &[SnapshotId], mut progress: impl FnMut(u64, u64)) -> Result<Vec<Health>> {
-        let _held = self.hold(Hold::Shared)?;
+        let _held = self.hold_to_read();
         let survey = Survey::take(self)?;
         let ids = self.ids_or_all(&survey, ids)?;
         let mut checked = Checked::default();
@@ -107,7 +107,7 @@ impl Vault {
     /// # Errors
     /// When no home can be read; [`VaultError::NotFound`].
     pub fn newest_whole_before(&self, guest: &str, than: &Which) -> Result<Option<Info>> {
-        let _held = self.hold(Hold::Shared)?;
+        let _held = self.hold_to_read();
         let survey = Survey::take(self)?;
         let than = self.find(than, &survey)?;
         let listed = survey.snapshots(self);

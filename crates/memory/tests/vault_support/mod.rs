@@ -1,5 +1,7 @@
 //! Guests made up for tests of the snapshot store, and what must be read back of them.
-#![allow(dead_code, unreachable_pub, reason = "each test file uses a part")]
+#![allow(dead_code, unreachable_pub, missing_docs, reason = "each test file uses a part")]
+
+pub mod fault;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -113,6 +115,13 @@ impl Homes {
             names
         };
         self.paths().into_iter().map(names).collect()
+    }
+
+    /// Removes all from a home of which there are other copies.
+    pub fn lose_copies(&self, home: usize) {
+        for name in self.files()[home].iter().filter(|name| !name.ends_with(".clean")) {
+            std::fs::remove_file(self.dirs[home].path().join(name)).expect("removes");
+        }
     }
 
     pub fn is_empty(&self) -> bool {

@@ -1,0 +1,151 @@
+//! Homes that fail, or kill their process, at the n-th thing that is asked of them.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use vmstrata_memory::vault::{DeviceId, Held, Hold, Home, NewObject, ObjectName, ObjectReader};
+
+/// What happens at the n-th operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// It fails, and the next ones work again.
+    Once(io::ErrorKind),
+    /// It fails, and so does everything after it.
+    Dead,
+    /// The process is killed.
+    Kill,
+}
+
+/// Counts the operations of several homes.
+#[derive(Debug)]
+pub struct Plan {
+    left: AtomicUsize,
+    effect: Effect,
+    /// Operations that were asked for.
+    pub asked: AtomicUsize,
+}
+
+impl Plan {
+    /// Lets `at` operations work.
+    pub fn new(at: usize, effect: Effect) -> Arc<Self> {
+        Arc::new(Self { left: AtomicUsize::new(at), effect, asked: AtomicUsize::new(0) })
+    }
+
+    fn step(&self) -> io::Result<()> {
+        let at = self.asked.fetch_add(1, Ordering::SeqCst);
+        let fatal = self.left.load(Ordering::SeqCst);
+        match self.effect {
+            Effect::Once(kind) if at == fatal => Err(kind.into()),
+            Effect::Dead if at >= fatal => Err(io::ErrorKind::Other.into()),
+            Effect::Kill if at == fatal => {
+                let _ =
+                    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+                unreachable!("killed");
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A home whose every operation passes the plan.
+#[derive(Debug)]
+pub struct FaultHome {
+    pub inner: Arc<dyn Home>,
+    pub plan: Arc<Plan>,
+}
+
+/// Wraps homes so that they share a plan.
+pub fn faulty(homes: Vec<Arc<dyn Home>>, plan: &Arc<Plan>) -> Vec<Arc<dyn Home>> {
+    let wrap = |inner| Arc::new(FaultHome { inner, plan: Arc::clone(plan) }) as Arc<dyn Home>;
+    homes.into_iter().map(wrap).collect()
+}
+
+impl Home for FaultHome {
+    fn describe(&self) -> String {
+        self.inner.describe()
+    }
+
+    fn device(&self) -> DeviceId {
+        self.inner.device()
+    }
+
+    fn free_bytes(&self) -> io::Result<u64> {
+        self.plan.step()?;
+        self.inner.free_bytes()
+    }
+
+    fn list(&self) -> io::Result<Vec<(ObjectName, u64)>> {
+        self.plan.step()?;
+        self.inner.list()
+    }
+
+    fn create(&self, name: ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>> {
+        self.plan.step()?;
+        let inner = self.inner.create(name, copies)?;
+        Ok(Box::new(FaultObject { inner, plan: Arc::clone(&self.plan) }))
+    }
+
+    fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>> {
+        self.plan.step()?;
+        let inner = self.inner.open(name)?;
+        Ok(Box::new(FaultReader { inner, plan: Arc::clone(&self.plan) }))
+    }
+
+    fn delete(&self, name: ObjectName) -> io::Result<()> {
+        self.plan.step()?;
+        self.inner.delete(name)
+    }
+
+    fn sweep(&self) -> io::Result<usize> {
+        self.plan.step()?;
+        self.inner.sweep()
+    }
+
+    fn hold(&self, how: Hold) -> io::Result<Option<Held>> {
+        self.plan.step()?;
+        self.inner.hold(how)
+    }
+}
+
+struct FaultObject {
+    inner: Box<dyn NewObject>,
+    plan: Arc<Plan>,
+}
+
+impl NewObject for FaultObject {
+    fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
+        // A full disk takes a part.
+        if let Err(error) = self.plan.step() {
+            self.inner.append(&bytes[..bytes.len() / 2])?;
+            return Err(error);
+        }
+        self.inner.append(bytes)
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.plan.step()?;
+        self.inner.sync()
+    }
+
+    fn publish(self: Box<Self>) -> io::Result<()> {
+        self.plan.step()?;
+        self.inner.publish()
+    }
+}
+
+struct FaultReader {
+    inner: Box<dyn ObjectReader>,
+    plan: Arc<Plan>,
+}
+
+impl ObjectReader for FaultReader {
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        self.plan.step()?;
+        self.inner.read_at(at, into)
+    }
+}
