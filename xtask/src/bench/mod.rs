@@ -11,6 +11,7 @@
 
 pub mod client;
 pub mod describe;
+mod floor;
 pub mod history;
 pub mod load;
 pub mod machine;

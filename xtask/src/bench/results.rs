@@ -20,6 +20,8 @@ pub enum Figure {
     NbdRandomRead16,
     /// `nbdcopy` of the whole disk to nowhere.
     NbdCopy,
+    /// `pread` of 4 KiB at random over the files of a chain, one thread: no server at all.
+    FileRead,
     /// vhost-user-blk, 4 KiB random writes, queue depth 32, to clusters the active layer owns.
     Overwrite,
     /// vhost-user-blk, 4 KiB writes, queue depth 32, each to a cluster only a backing file holds.
@@ -36,7 +38,11 @@ impl Figure {
     /// The unit of its values.
     pub const fn unit(self) -> &'static str {
         match self {
-            Self::RandomRead32 | Self::RandomRead1 | Self::NbdRandomRead16 | Self::Overwrite => "IOPS",
+            Self::RandomRead32
+            | Self::RandomRead1
+            | Self::NbdRandomRead16
+            | Self::FileRead
+            | Self::Overwrite => "IOPS",
             Self::FirstWrite => "clusters/s",
             Self::Sequential => "MiB/s",
             Self::Memory => "MiB",
@@ -52,6 +58,7 @@ impl Figure {
             Self::Sequential => "vhost-user sequential 1 MiB read, QD4",
             Self::NbdRandomRead16 => "NBD 4 KiB random read, QD16",
             Self::NbdCopy => "`nbdcopy` of the whole disk",
+            Self::FileRead => "4 KiB random `pread` of the chain's files",
             Self::Overwrite => "4 KiB random overwrite, QD32",
             Self::FirstWrite => "first writes (copy-on-write), QD32",
             Self::Memory => "resident memory, everything read",

@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 
+use super::floor;
 use super::load::Access;
 use super::prepared::{self, Prepared};
 use super::results::{Figure, Results, Sample};
@@ -155,7 +156,7 @@ impl Bench<'_> {
             let start = Instant::now();
             for server in self.options.servers.clone() {
                 match server {
-                    Kind::Floor => self.floor_round(raw, layers, round)?,
+                    Kind::Floor => self.floor_round(raw, chain, layers, round)?,
                     Kind::Qemu if round >= qemu_rounds(layers) => {}
                     _ => self.server_round(server, chain, layers, round)?,
                 }
@@ -177,12 +178,17 @@ impl Bench<'_> {
         Timing { whole: self.options.timing.whole && round == 0, ..self.options.timing }
     }
 
-    fn floor_round(&mut self, raw: &Path, group: u32, round: u32) -> Result<()> {
+    fn floor_round(&mut self, raw: &Path, chain: &Prepared, group: u32, round: u32) -> Result<()> {
         let mut values = session::floor(raw, &FLOOR_FIGURES, self.timing(round))?;
         if group == 1 {
             values.extend(self.overwrites(Kind::Floor, round)?);
+            let rate = floor::copy_clusters(raw, &self.options.dir, self.timing(round).run)?;
+            values.push((Figure::FirstWrite, rate));
         }
         self.take(Kind::Floor, 0, group, round, values);
+        let files: Vec<PathBuf> = chain.manifest.files.iter().map(|file| chain.dir.join(file)).collect();
+        let rate = floor::read_files(&files, self.timing(round).run)?;
+        self.take(Kind::Floor, group, group, round, vec![(Figure::FileRead, rate)]);
         Ok(())
     }
 

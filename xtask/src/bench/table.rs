@@ -15,12 +15,13 @@ pub const BEGIN: &str = "<!-- bench:chain -->";
 /// Line after it.
 pub const END: &str = "<!-- /bench:chain -->";
 
-const FIGURES: [Figure; 10] = [
+const FIGURES: [Figure; 11] = [
     Figure::RandomRead32,
     Figure::RandomRead1,
     Figure::Sequential,
     Figure::NbdRandomRead16,
     Figure::NbdCopy,
+    Figure::FileRead,
     Figure::Overwrite,
     Figure::FirstWrite,
     Figure::Memory,
@@ -71,15 +72,17 @@ fn row(results: &Results, figure: Figure, server: Kind, lengths: &[u32]) -> Opti
         let same = |cell: &&Cell| (cell.figure, cell.server, cell.layers) == (figure, server, layers);
         results.cells.iter().find(same)
     };
-    let columns: Vec<u32> = if server == Kind::Floor { vec![0] } else { lengths.to_vec() };
-    if columns.iter().all(|layers| of(*layers).is_none()) {
+    // The floor of most figures knows no layers: it stands in the first column.
+    let plain = if server == Kind::Floor { of(0) } else { None };
+    let cells: Vec<Option<&Cell>> = lengths.iter().map(|layers| of(*layers)).collect();
+    if plain.is_none() && cells.iter().all(Option::is_none) {
         return None;
     }
     let mut text = format!("| {}, {} | {} |", figure.label(), figure.unit(), server.label());
-    for layers in &columns {
-        _ = write!(text, " {} |", of(*layers).map_or("".into(), |cell| number(cell.median)));
+    for (column, cell) in cells.into_iter().enumerate() {
+        let cell = cell.or(plain.filter(|_| column == 0));
+        text.push_str(&cell.map_or(" |".into(), |cell| format!(" {} |", number(cell.median))));
     }
-    (columns.len()..lengths.len()).for_each(|_| text.push_str(" |"));
     text.push('\n');
     Some(text)
 }
