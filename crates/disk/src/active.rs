@@ -1,8 +1,9 @@
 //! The active layer: the one qcow2 file that takes the guest's writes.
 //!
-//! Its L1 table is in memory; pages of its L2 entries are in the metadata cache, as raw words. What the cache and
-//! the image say of a cluster, and changes not yet in the image ([`crate::changes`]), are brought together here, so
-//! that a lookup sees every change that was published and a page can be evicted at any time.
+//! Its L1 table is in memory, and moves when the disk outgrows it ([`Active::grow_l1`]); pages of its L2 entries are in the
+//! metadata cache, as raw words. What the cache and the image say of a cluster, and changes not yet in the image
+//! ([`crate::changes`]), are brought together here, so that a lookup sees every change that was published and a page can
+//! be evicted at any time.
 //!
 //! A page's entries are changed, and a page is filled, only under the page's lock. Lookups take none.
 //!
@@ -16,10 +17,10 @@ mod recover;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
+use arc_swap::ArcSwap;
 use parking_lot::{Mutex, MutexGuard};
-use vmstrata_qcow2::entry::COPIED;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{GuestOffset, LayerIndex};
@@ -29,9 +30,9 @@ use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
 use crate::changes::{Changes, Freed};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
-use crate::journal::{Record, Slot};
 use crate::layer::{Tables, table_of, words};
 use crate::resources::Resources;
+use l1::L1;
 use page_locks::PageLocks;
 
 pub(crate) use page_locks::PageGuards;
@@ -46,17 +47,18 @@ pub(crate) struct Active {
     pub(crate) flusher: Arc<Flusher>,
     pub(crate) identity: FileIdentity,
     pub(crate) index: LayerIndex,
+    /// As when it was opened; [`Active::tables_now`] knows where the L1 table is now.
     pub(crate) tables: Tables,
     /// Virtual size in bytes.
-    pub(crate) size: u64,
+    size: AtomicU64,
     pub(crate) alloc: Allocator,
     pub(crate) changes: Changes,
     /// Autoclear bits that stay set: of structures that are right although we write.
     pub(crate) autoclear: u64,
     owner: Owner,
     cache: Arc<PageCache>,
-    /// Raw entries.
-    l1: Box<[AtomicU64]>,
+    /// Another one takes its place while no writer is inside.
+    l1: ArcSwap<L1>,
     l1_lock: Mutex<()>,
     page_locks: PageLocks,
 }
@@ -96,13 +98,13 @@ impl Active {
             identity,
             index,
             tables,
-            size: header.size,
+            size: AtomicU64::new(header.size),
             alloc,
             changes: Changes::new(header.cluster_bits),
             autoclear: 0,
             owner: resources.new_owner()?,
             cache: Arc::clone(resources.cache()),
-            l1,
+            l1: ArcSwap::from_pointee(l1),
             l1_lock: Mutex::new(()),
             page_locks: PageLocks::default(),
             flusher,
@@ -195,7 +197,7 @@ impl Active {
             let cluster = first + done as u64;
             let within = cluster & ((1 << l2_bits) - 1);
             let count = (PAGE_WORDS - done).min((1 << l2_bits) - within as usize);
-            let raw = self.l1.get((cluster >> l2_bits) as usize).map_or(0, |raw| raw.load(Ordering::Acquire));
+            let raw = self.l1_entry(cluster >> l2_bits).unwrap_or(0);
             let table = table_of(&self.tables, raw, u64::MAX)?;
             if let Some(table) = table {
                 let bytes = &mut bytes[..count * 8];
@@ -213,41 +215,6 @@ impl Active {
     pub(crate) fn run_limit(&self, cluster: u64) -> u64 {
         let granule_bits = PAGE_SHIFT.min(self.tables.geometry.l2_bits);
         (1 << granule_bits) - (cluster & ((1 << granule_bits) - 1))
-    }
-
-    /// Makes sure that the cluster's L2 table exists and belongs to this image alone.
-    ///
-    /// # Errors
-    /// No space, or a host that cannot write.
-    pub(crate) fn ensure_table(&self, cluster: u64) -> Result<()> {
-        let index = cluster >> self.tables.geometry.l2_bits;
-        let cell = &self.l1[index as usize];
-        if cell.load(Ordering::Acquire) & COPIED != 0 {
-            return Ok(());
-        }
-        let _l1 = self.l1_lock.lock();
-        let raw = cell.load(Ordering::Acquire);
-        if raw & COPIED != 0 {
-            return Ok(());
-        }
-        let old = table_of(&self.tables, raw, u64::MAX)?;
-        let bits = self.tables.geometry.cluster_bits;
-        let mut bytes = vec![0; bits.size() as usize];
-        if let Some(old) = old {
-            self.store.read_exact(&mut bytes, old).while_trying("read an L2 table").map_err(|e| e.at(old))?;
-        }
-        let at = self.alloc.allocate(1)?.at;
-        if let Err(error) = self.store.write_all(&bytes, at).while_trying("write a new L2 table") {
-            let _ = self.alloc.free(at, bits.size());
-            return Err(error.at(at));
-        }
-        let new = at.get() | COPIED;
-        let freed = old.map(|at| Freed { at, len: bits.size() });
-        let record = Record { slot: Slot::L1(index), old: raw, new };
-        let noted = self.changes.note(&[record], freed.as_slice());
-        // Only now: whoever sees the table notes entries in it, and a journal that has those must have this one.
-        cell.store(new, Ordering::Release);
-        self.settle(noted)
     }
 
     /// The clusters that an entry refers to, to be freed when it is replaced.

@@ -8,6 +8,7 @@ mod index;
 mod killed;
 mod merge;
 mod open;
+mod resize;
 mod settle;
 mod snapshot;
 mod switch;
@@ -32,13 +33,14 @@ use crate::turnstile::Turnstile;
 pub(crate) use durable::leave_clean;
 pub(crate) use merge::Running;
 pub(crate) use open::write_session;
+pub use resize::{ResizeFault, Resized, Shrink};
 pub use snapshot::{Taken, snapshot_together};
 
 /// See the module documentation.
 #[derive(Debug)]
 pub struct Disk {
     path: PathBuf,
-    size: u64,
+    size: AtomicU64,
     options: OpenOptions,
     layers: ArcSwap<Layers>,
     /// As in `layers`; queues look at it before every request.
@@ -103,7 +105,7 @@ impl Disk {
         };
         let disk = Arc::new(Self {
             path: path.to_owned(),
-            size,
+            size: AtomicU64::new(size),
             options: options.clone(),
             layers: ArcSwap::from_pointee(Layers::new(size, top, frozen, resources)),
             generation: AtomicU64::new(0),
@@ -125,9 +127,10 @@ impl Disk {
         Ok(disk)
     }
 
-    /// Virtual size in bytes, a multiple of 512.
+    /// Virtual size in bytes, a multiple of 512; another one after [`Disk::resize`].
+    #[inline]
     pub fn size(&self) -> u64 {
-        self.size
+        self.size.load(Ordering::Acquire)
     }
 
     /// The active layer's file, as it was named.
@@ -193,8 +196,9 @@ impl Disk {
     /// Tables that cannot be read.
     pub fn warm_map(&self) -> Result<()> {
         let mut at = GuestOffset::ZERO;
-        while at.get() < self.size {
-            at = at + self.layers_now().locate(at, self.size - at.get())?.len;
+        let size = self.size();
+        while at.get() < size {
+            at = at + self.layers_now().locate(at, size - at.get())?.len;
         }
         Ok(())
     }
@@ -204,8 +208,9 @@ impl Disk {
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::from(ErrorKind::Closed).in_file(&self.path));
         }
-        if !range.fits(self.size) {
-            return Err(Error::from(ErrorKind::OutOfRange { range, size: self.size }).in_file(&self.path));
+        let size = self.size();
+        if !range.fits(size) {
+            return Err(Error::from(ErrorKind::OutOfRange { range, size }).in_file(&self.path));
         }
         Ok(())
     }

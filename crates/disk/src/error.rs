@@ -111,7 +111,7 @@ macro_rules! lift {
 }
 
 lift!(ParseError, GateError, FileError, vmstrata_qcow2::CreateError, vmstrata_qcow2::index::IndexError);
-lift!(crate::snapshot::SnapshotFault, crate::merge::MergeFault);
+lift!(crate::snapshot::SnapshotFault, crate::merge::MergeFault, crate::disk::ResizeFault);
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -68,14 +68,14 @@ impl Top {
 }
 
 /// A raw file open for writing.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct RawTop {
     pub(crate) path: PathBuf,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) identity: FileIdentity,
     /// The same store, for rings.
     pub(crate) file: Arc<OpenStore>,
-    pub(crate) flusher: Flusher,
+    pub(crate) flusher: Arc<Flusher>,
 }
 
 impl Layers {
@@ -108,6 +108,25 @@ impl Layers {
             blocks: self.blocks.clone(),
             before: None,
             merging_to,
+        }
+    }
+
+    /// The same layers as a disk of another size.
+    pub(crate) fn resized(&self, size: u64) -> Self {
+        let top = match &self.top {
+            Top::Frozen => Top::Frozen,
+            Top::Qcow2(active) => Top::Qcow2(Arc::clone(active)),
+            Top::Raw(raw) => Top::Raw(raw.clone()),
+        };
+        Self {
+            generation: 0,
+            size,
+            top,
+            frozen: self.frozen.clone(),
+            resources: Arc::clone(&self.resources),
+            blocks: self.blocks.clone(),
+            before: self.before.clone(),
+            merging_to: self.merging_to.clone(),
         }
     }
 

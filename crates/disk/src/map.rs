@@ -171,6 +171,16 @@ impl FrozenMap {
         &self.layers[index.index()].layer
     }
 
+    /// Virtual size of the newest frozen layer.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Its unit: the smallest cluster size of the chain.
+    pub(crate) fn unit(&self) -> ClusterBits {
+        self.unit
+    }
+
     fn base_is_raw(&self) -> bool {
         self.layers[0].layer.tables.is_none()
     }

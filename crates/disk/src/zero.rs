@@ -17,13 +17,15 @@ use crate::map::Source;
 
 /// What to do with whole clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Purpose {
+pub(crate) enum Purpose {
     /// They must read as zeros; keep their space.
     Zero,
     /// They must read as zeros; give their space back.
     ZeroAndFree,
     /// Give their space back; they read as zeros where the image can say so.
     Discard,
+    /// The disk is about to end before them: as a discard, in every version.
+    Cut,
 }
 
 /// Bytes of zeros written at once.
@@ -60,7 +62,8 @@ impl Disk {
 }
 
 impl Layers {
-    fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
+    /// As [`Disk::write_zeroes`] and [`Disk::discard`], checked and entered.
+    pub(crate) fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
         match &self.top {
             Top::Qcow2(active) => self.clear_clusters(active, range, purpose),
             Top::Raw(raw) => {
@@ -86,7 +89,9 @@ impl Layers {
         let last = whole_end.get() >> bits.get();
         while cluster < last {
             let count = active.run_limit(cluster).min(last - cluster);
-            self.clear_run(active, cluster, count, purpose)?;
+            if purpose != Purpose::Cut || active.has_table(cluster) {
+                self.clear_run(active, cluster, count, purpose)?;
+            }
             cluster += count;
         }
         let rest = end.get().saturating_sub(whole_end.get());
@@ -157,15 +162,17 @@ impl Layers {
         }
         let nothing_below = self.was_zero(active, 0, at, bits.size() as usize)?;
         Ok(match (entry, purpose) {
-            (L2Entry::Zero { host: None, .. }, _) => Cleared::Already,
+            (L2Entry::Zero { host: None, .. }, _) | (L2Entry::Unallocated, Purpose::Cut) => Cleared::Already,
             (L2Entry::Zero { host: Some(_), .. }, Purpose::Zero) => Cleared::Already,
             (L2Entry::Data { host, copied: true }, Purpose::Zero) if has_zero_flag => {
                 Cleared::Must(host.get() | COPIED | ZERO_FLAG)
             }
             // As if the layer had never had it.
-            (_, Purpose::ZeroAndFree | Purpose::Discard) if nothing_below => Cleared::Must(0),
+            (_, Purpose::ZeroAndFree | Purpose::Discard | Purpose::Cut) if nothing_below => Cleared::Must(0),
             _ if has_zero_flag => Cleared::Must(ZERO_FLAG),
             (_, Purpose::Discard) => Cleared::Already,
+            // Whoever makes the disk longer again sees to what shows then.
+            (_, Purpose::Cut) => Cleared::Must(0),
             _ => Cleared::Write,
         })
     }

@@ -1,7 +1,6 @@
 //! Writing committed entries to the image: see [`crate::changes`] for when.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
 
 use vmstrata_types::HostOffset;
 
@@ -43,11 +42,11 @@ impl Active {
     /// Where an entry lies in the image.
     fn place_of(&self, slot: Slot) -> Result<HostOffset> {
         match slot {
-            Slot::L1(index) => Ok(self.tables.l1_at + index * 8),
+            Slot::L1(index) => Ok(self.l1.load().at + index * 8),
             Slot::L2(cluster) => {
                 let l2_bits = self.tables.geometry.l2_bits;
-                let raw = self.l1[(cluster >> l2_bits) as usize].load(Ordering::Acquire);
-                let table = table_of(&self.tables, raw, u64::MAX)?;
+                let raw = self.l1_entry(cluster >> l2_bits);
+                let table = table_of(&self.tables, raw.unwrap_or(0), u64::MAX)?;
                 let table = table.expect("a change was published only after its table existed");
                 Ok(table + (cluster & ((1 << l2_bits) - 1)) * 8)
             }

@@ -1,21 +1,35 @@
-//! Reading the L1 table when an image is opened.
+//! The L1 table: reading it, and moving it when it is too short for the disk.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmstrata_qcow2::Header;
+use vmstrata_qcow2::entry::COPIED;
+use vmstrata_qcow2::header::field;
 use vmstrata_store::Store;
 use vmstrata_types::HostOffset;
 
+use super::Active;
+use crate::changes::Freed;
 use crate::error::{IoContext as _, Result};
+use crate::journal::{Record, Slot};
 use crate::layer::{Tables, table_of, words};
 
-/// The raw entries of the L1 table, and where the L2 tables lie that they lead to.
+/// An L1 table, where it lies and what is in it.
+#[derive(Debug)]
+pub(super) struct L1 {
+    pub(super) at: HostOffset,
+    /// Raw.
+    pub(super) entries: Box<[AtomicU64]>,
+}
+
+/// The L1 table, and where the L2 tables lie that it leads to.
 pub(super) fn read(
     store: &dyn Store,
     header: &Header,
     tables: &Tables,
     file_len: u64,
-) -> Result<(Box<[AtomicU64]>, Vec<HostOffset>)> {
+) -> Result<(L1, Vec<HostOffset>)> {
     let mut bytes = vec![0; header.l1_size as usize * 8];
     let at = header.l1_table_offset;
     store.read_exact(&mut bytes, at).while_trying("read the L1 table").map_err(|error| error.at(at))?;
@@ -24,5 +38,137 @@ pub(super) fn read(
         let table = table_of(tables, raw, file_len).map_err(|error| error.at(at + index as u64 * 8))?;
         l2_tables.extend(table);
     }
-    Ok((words(&bytes).map(AtomicU64::new).collect(), l2_tables))
+    Ok((L1 { at, entries: words(&bytes).map(AtomicU64::new).collect() }, l2_tables))
+}
+
+impl Active {
+    /// What leads to the tables, for whoever reads the file from now on.
+    pub(crate) fn tables_now(&self) -> Tables {
+        let l1 = self.l1.load();
+        let l1_entries = u32::try_from(l1.entries.len()).expect("at most MAX_L1_ENTRIES");
+        Tables { l1_at: l1.at, l1_entries, ..self.tables }
+    }
+
+    /// Virtual size in bytes, as the header says.
+    pub(crate) fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// A raw entry; `None` past the table's end.
+    pub(super) fn l1_entry(&self, index: u64) -> Option<u64> {
+        Some(self.l1.load().entries.get(index as usize)?.load(Ordering::Acquire))
+    }
+
+    /// Whether there is an L2 table for this guest cluster.
+    pub(crate) fn has_table(&self, cluster: u64) -> bool {
+        self.l1_entry(cluster >> self.tables.geometry.l2_bits).is_some_and(|raw| raw != 0)
+    }
+
+    /// The guest offset from which on there are no L2 tables.
+    pub(crate) fn tables_end(&self) -> u64 {
+        let l1 = self.l1.load();
+        let last = l1.entries.iter().rposition(|raw| raw.load(Ordering::Acquire) != 0);
+        last.map_or(0, |last| (last as u64 + 1) * self.tables.geometry.l2_span())
+    }
+
+    /// Makes sure that the cluster's L2 table exists and belongs to this image alone.
+    ///
+    /// # Errors
+    /// No space, or a host that cannot write.
+    pub(crate) fn ensure_table(&self, cluster: u64) -> Result<()> {
+        let index = cluster >> self.tables.geometry.l2_bits;
+        let l1 = self.l1.load();
+        let cell = &l1.entries[index as usize];
+        if cell.load(Ordering::Acquire) & COPIED != 0 {
+            return Ok(());
+        }
+        let _l1 = self.l1_lock.lock();
+        let raw = cell.load(Ordering::Acquire);
+        if raw & COPIED != 0 {
+            return Ok(());
+        }
+        let old = table_of(&self.tables, raw, u64::MAX)?;
+        let bits = self.tables.geometry.cluster_bits;
+        let mut bytes = vec![0; bits.size() as usize];
+        if let Some(old) = old {
+            self.store.read_exact(&mut bytes, old).while_trying("read an L2 table").map_err(|e| e.at(old))?;
+        }
+        let at = self.alloc.allocate(1)?.at;
+        if let Err(error) = self.store.write_all(&bytes, at).while_trying("write a new L2 table") {
+            let _ = self.alloc.free(at, bits.size());
+            return Err(error.at(at));
+        }
+        let new = at.get() | COPIED;
+        let freed = old.map(|at| Freed { at, len: bits.size() });
+        let record = Record { slot: Slot::L1(index), old: raw, new };
+        let noted = self.changes.note(&[record], freed.as_slice());
+        // Only now: whoever sees the table notes entries in it, and a journal that has those must have this one.
+        cell.store(new, Ordering::Release);
+        self.settle(noted)
+    }
+
+    /// Moves the L1 table to new clusters if it has fewer than `entries`; the new ones lead nowhere.
+    ///
+    /// ```text
+    ///   new table, refcounts ──► flush ──► its place and length in the header, in one sector ──► flush ──► old one freed
+    /// ```
+    ///
+    /// The caller keeps writers out, and has committed every change: the table in the file is the one in memory.
+    ///
+    /// # Errors
+    /// An image or a host that is full, a host that cannot write. Once a write of the header failed, the disk must take no
+    /// more writes.
+    pub(crate) fn grow_l1(&self, entries: u64) -> Result<()> {
+        let _l1 = self.l1_lock.lock();
+        let old = self.l1.load_full();
+        if entries <= old.entries.len() as u64 {
+            return Ok(());
+        }
+        let cluster = self.tables.geometry.cluster_bits.size();
+        let mut bytes: Vec<u8> =
+            old.entries.iter().flat_map(|raw| raw.load(Ordering::Acquire).to_be_bytes()).collect();
+        bytes.resize((entries * 8).next_multiple_of(cluster) as usize, 0);
+        let at = self.alloc.allocate_run(bytes.len() as u64 / cluster)?;
+        let write = || -> Result<()> {
+            self.store.write_all(&bytes, at).while_trying("write a longer L1 table").map_err(|e| e.at(at))?;
+            self.flusher.flush().while_trying("flush a longer L1 table")
+        };
+        if let Err(error) = write() {
+            let _ = self.alloc.free(at, bytes.len() as u64);
+            return Err(error);
+        }
+        let count = u32::try_from(entries).expect("checked against MAX_L1_ENTRIES");
+        let place = [&count.to_be_bytes()[..], &at.get().to_be_bytes()].concat();
+        self.write_header(field::L1_SIZE, &place)?;
+        let entries = words(&bytes).take(entries as usize).map(AtomicU64::new).collect();
+        self.l1.store(Arc::new(L1 { at, entries }));
+        if old.entries.is_empty() {
+            return Ok(());
+        }
+        if let Err(error) = self.alloc.free(old.at, old.entries.len() as u64 * 8) {
+            tracing::warn!(disk = %self.path.display(), %error, "cannot free the old L1 table: it is leaked until `vmstrata check --repair=leaks`");
+        }
+        Ok(())
+    }
+
+    /// Writes the disk's size to the header: one write inside one sector, then a flush.
+    ///
+    /// # Errors
+    /// A host that cannot write: the disk must take no more writes.
+    pub(crate) fn write_size(&self, size: u64) -> Result<()> {
+        self.write_header(field::SIZE, &size.to_be_bytes())?;
+        self.size.store(size, Ordering::Release);
+        Ok(())
+    }
+
+    fn write_header(&self, field: u64, bytes: &[u8]) -> Result<()> {
+        let at = HostOffset::new(field);
+        let written = self.alloc.exclusively(|| self.store.write_all(bytes, at));
+        if written.is_err() {
+            // Which of the two a crash would show is not known.
+            self.flusher.give_up();
+        }
+        written.while_trying("write the header").map_err(|error| error.at(at))?;
+        self.flusher.flush().while_trying("flush the header")
+    }
 }

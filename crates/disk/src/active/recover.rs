@@ -49,7 +49,7 @@ impl Active {
     fn take_up_one(&self, slot: Slot, new: u64) -> Result<()> {
         match slot {
             Slot::L1(index) => {
-                let old = self.l1[index as usize].swap(new, Ordering::AcqRel);
+                let old = self.l1.load().entries[index as usize].swap(new, Ordering::AcqRel);
                 if old != new {
                     let len = self.tables.geometry.cluster_bits.size();
                     let freed = table_of(&self.tables, old, u64::MAX)?.map(|at| Freed { at, len });
@@ -77,11 +77,8 @@ impl Active {
         let index = cluster >> geometry.l2_bits;
         let table = histories.get(&Slot::L1(index)).and_then(|history| history.last().copied());
         let table = table.or_else(|| self.l1_entry(index)).unwrap_or(0);
-        cluster < self.size.div_ceil(geometry.cluster_bits.size()) && table & COPIED != 0
-    }
-
-    fn l1_entry(&self, index: u64) -> Option<u64> {
-        Some(self.l1.get(index as usize)?.load(Ordering::Acquire))
+        // Not only those of the disk: a process may have been killed while it made room past the disk's end.
+        index < self.l1.load().entries.len() as u64 && table & COPIED != 0
     }
 
     fn is_sole_table(&self, raw: u64) -> Result<bool> {

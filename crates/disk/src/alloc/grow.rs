@@ -8,6 +8,35 @@ use super::{Allocator, State};
 use crate::error::{ErrorKind, IoContext as _, Result};
 
 impl Allocator {
+    /// Hands out exactly `clusters` contiguous clusters, each with refcount 1: a table that the header leads to.
+    ///
+    /// # Errors
+    /// As [`Allocator::allocate`]; more clusters than a refcount block counts beside itself.
+    pub(crate) fn allocate_run(&self, clusters: u64) -> Result<HostOffset> {
+        let mut state = self.state.lock();
+        if clusters >= self.entries_per_block() {
+            return Err(ErrorKind::Full { what: "a table of contiguous clusters" }.into());
+        }
+        if clusters <= state.claimed.end - state.claimed.start {
+            let first = state.claimed.start;
+            state.claimed.start += clusters;
+            state.fresh_from = state.fresh_from.max(first + clusters);
+            return Ok(self.cluster_at(first));
+        }
+        let (mut first, mut end) = (state.hint, state.hint);
+        while end < first + clusters {
+            match self.refcount_of(&mut state, end)? {
+                Some(0) if !state.protected.contains(&end) => end += 1,
+                Some(_) => (first, end) = (end + 1, end + 1),
+                // The new block may lie right here: look again.
+                None => self.add_block(&mut state, end / self.entries_per_block())?,
+            }
+        }
+        self.set_range(&mut state, first..end, 1)?;
+        state.fresh_from = state.fresh_from.max(end);
+        Ok(self.cluster_at(first))
+    }
+
     /// Adds the refcount block with this index, in the first cluster that it counts itself.
     pub(super) fn add_block(&self, state: &mut State, index: u64) -> Result<()> {
         if index >= state.table.len() as u64 {

@@ -25,7 +25,7 @@ impl Disk {
         self.commit()
     }
 
-    fn commit(&self) -> Result<()> {
+    pub(super) fn commit(&self) -> Result<()> {
         self.layers_now().commit().map_err(|error| self.latch(error))
     }
 
@@ -40,14 +40,14 @@ impl Disk {
         if active.changes.waited(age) && self.commit().is_err() {
             return;
         }
-        if let Err(error) = self.reclaim(active) {
-            tracing::warn!(disk = %self.path.display(), %error, "cannot free clusters: they are leaked until `vmstrata check --repair=leaks`");
-        }
+        self.reclaim(active);
     }
 
     /// Gives back clusters that nothing leads to any more, once no request can still see them.
-    fn reclaim(&self, active: &Active) -> Result<()> {
-        active.reclaim(|| self.epochs.synchronize())
+    pub(super) fn reclaim(&self, active: &Active) {
+        if let Err(error) = active.reclaim(|| self.epochs.synchronize()) {
+            tracing::warn!(disk = %self.path.display(), %error, "cannot free clusters: they are leaked until `vmstrata check --repair=leaks`");
+        }
     }
 
     /// Ends the disk: waits for requests under way, flushes, and leaves an image that stock tools find clean.

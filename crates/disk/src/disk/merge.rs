@@ -86,7 +86,7 @@ impl Disk {
     }
 
     /// Refuses to change the layers of a disk that is closed, read-only or latched.
-    fn check_changeable(&self) -> Result<()> {
+    pub(super) fn check_changeable(&self) -> Result<()> {
         self.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
         self.check_writable()
     }

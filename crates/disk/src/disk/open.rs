@@ -24,7 +24,7 @@ pub(super) const FEATURES_SINCE: u32 = 3;
 pub(super) fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -> Result<Top> {
     let OpenTop { path, opened, head, .. } = top;
     let Some(head) = head else {
-        let flusher = Flusher::new(Arc::clone(&opened.store));
+        let flusher = Arc::new(Flusher::new(Arc::clone(&opened.store)));
         let file = OpenStore::new(Arc::clone(&opened.store));
         return Ok(Top::Raw(RawTop { path, store: opened.store, identity: opened.identity, file, flusher }));
     };

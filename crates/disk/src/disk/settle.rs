@@ -111,7 +111,7 @@ impl Disk {
         match &before.top {
             Top::Qcow2(active) => {
                 session_ended(active).map_err(|error| self.latch(error))?;
-                Ok((active.identity, Some(active.tables)))
+                Ok((active.identity, Some(active.tables_now())))
             }
             Top::Raw(raw) => Ok((raw.identity, None)),
             Top::Frozen => unreachable!("a disk without an active layer takes no snapshots"),

@@ -124,8 +124,8 @@ impl Disk {
         let role = Role::Active(self.options.cache);
         let mut overlay =
             open_layer(names.overlay, role, Some(Format::Qcow2), &Gate::unrestricted(), opener)?;
-        if overlay.size != self.size {
-            let kind = ErrorKind::OverlaySize { overlay: overlay.size, disk: self.size };
+        if overlay.size != before.size {
+            let kind = ErrorKind::OverlaySize { overlay: overlay.size, disk: before.size };
             return Err(Error::from(kind).in_file(names.overlay));
         }
         overlay.path = self.path.clone();
@@ -133,7 +133,7 @@ impl Disk {
         let map = FrozenMap::over(before, newest, self.resources.new_owner()?)?;
         let top = open_top(overlay, index_of(depth), &self.resources)?;
         flush_new(&top).map_err(|error| error.in_file(names.overlay))?;
-        let mut after = Layers::new(self.size, top, Some(Arc::new(map)), &self.resources);
+        let mut after = Layers::new(before.size, top, Some(Arc::new(map)), &self.resources);
         after.before = Some(Arc::clone(before));
         Ok(after)
     }
@@ -165,7 +165,7 @@ fn flush_new(top: &Top) -> Result<()> {
 /// What was active, as a layer whose bytes are read through the file that is open for writing.
 fn provisional(before: &Layers, path: &Path) -> Arc<Layer> {
     let (identity, tables, file) = match &before.top {
-        Top::Qcow2(active) => (active.identity, Some(active.tables), &active.file),
+        Top::Qcow2(active) => (active.identity, Some(active.tables_now()), &active.file),
         Top::Raw(raw) => (raw.identity, None, &raw.file),
         Top::Frozen => unreachable!("a disk without an active layer takes no snapshots"),
     };

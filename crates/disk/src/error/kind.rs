@@ -195,6 +195,9 @@ pub enum ErrorKind {
     /// Layers that cannot be dropped as asked.
     #[error("{0}")]
     Merge(#[from] crate::merge::MergeFault),
+    /// A size that the disk cannot have.
+    #[error("{0}")]
+    Resize(#[from] crate::disk::ResizeFault),
     /// An image that may not be written as it is.
     #[error("{0}")]
     Create(#[from] vmstrata_qcow2::CreateError),

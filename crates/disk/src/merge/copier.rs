@@ -38,7 +38,7 @@ impl Copier {
 
     /// The next range to be looked at.
     pub(super) fn window(&self) -> Option<GuestRange> {
-        let (at, size) = (self.at.get(), self.target.size);
+        let (at, size) = (self.at.get(), self.target.size());
         (at < size).then(|| GuestRange::new(self.at, WINDOW.min(size - at)))
     }
 

@@ -44,7 +44,7 @@ impl Layers {
     pub(crate) fn pull_up(&self, range: GuestRange, after: Option<&FrozenMap>) -> Result<u64> {
         let Top::Qcow2(active) = &self.top else { unreachable!("only qcow2 files have layers below them") };
         let bits = active.tables.geometry.cluster_bits;
-        let end = range.end().get().min(active.size);
+        let end = range.end().get().min(self.size);
         let most = (RUN_BYTES >> bits.get()).max(1);
         let mut at = range.start;
         let mut copied = 0;
@@ -108,7 +108,7 @@ impl Layers {
     fn need(&self, active: &Active, cluster: u64, map: Option<&FrozenMap>) -> Result<Need> {
         let bits = active.tables.geometry.cluster_bits;
         let mut at = GuestOffset::new(cluster << bits.get());
-        let end = (at + bits.size()).get().min(active.size);
+        let end = (at + bits.size()).get().min(self.size);
         let (mut differs, mut zeros) = (false, true);
         while at.get() < end {
             let (before, after) = self.both(at, end - at.get(), map)?;
@@ -165,7 +165,7 @@ impl Layers {
     fn fill_clusters(&self, active: &Active, first: u64, host: HostOffset, bytes: u64) -> Result<()> {
         let at = GuestOffset::new(first << active.tables.geometry.cluster_bits.get());
         let mut buf = AlignedBuf::zeroed(bytes as usize);
-        let there = active.size.saturating_sub(at.get()).min(bytes) as usize;
+        let there = self.size.saturating_sub(at.get()).min(bytes) as usize;
         self.read_runs(at, &[Segment::from_mut(&mut buf[..there])], |at, len| self.locate_below(at, len))?;
         let written = active.store.write_all(&buf, host).while_trying("write");
         written.map_err(|error| error.at(host).in_file(&active.path))

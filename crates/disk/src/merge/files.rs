@@ -94,6 +94,6 @@ fn open_target(
     let stays = range.first.index().checked_sub(1);
     let after = stays.map(|layer| map_up_to(disk, links, layer, open, resources)).transpose()?;
     let active = target::open(&top, index, resources)?;
-    let layers = Layers::new(active.size, Top::Qcow2(Arc::clone(&active)), Some(before), resources);
+    let layers = Layers::new(active.size(), Top::Qcow2(Arc::clone(&active)), Some(before), resources);
     Ok(Copier::new(active, Some(layers), after, relink))
 }

@@ -108,7 +108,7 @@ impl Merge {
 
     /// How many actions there are, about.
     pub fn total(&self) -> u64 {
-        let size = self.copier.as_ref().map_or(0, |copier| copier.target.size);
+        let size = self.copier.as_ref().map_or(0, |copier| copier.target.size());
         size.div_ceil(WINDOW) + 3
     }
 

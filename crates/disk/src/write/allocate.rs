@@ -147,7 +147,7 @@ impl Layers {
 
     /// Reads what a cluster held before; past the end of the disk there are zeros.
     pub(super) fn copy_up(&self, active: &Active, raw: u64, at: GuestOffset, into: &mut [u8]) -> Result<()> {
-        let there = active.size.saturating_sub(at.get()).min(into.len() as u64) as usize;
+        let there = self.size.saturating_sub(at.get()).min(into.len() as u64) as usize;
         into[there..].fill(0);
         if there == 0 {
             return Ok(());
@@ -160,7 +160,7 @@ impl Layers {
         match active.decode(raw)? {
             L2Entry::Zero { .. } => Ok(true),
             L2Entry::Unallocated => {
-                let len = active.size.saturating_sub(at.get()).min(len as u64);
+                let len = self.size.saturating_sub(at.get()).min(len as u64);
                 self.is_zero_below(at, len)
             }
             _ => Ok(false),

@@ -79,7 +79,7 @@ impl Running {
         if identity.file != target.identity.file {
             return Err(Error::from(ErrorKind::Changed).in_file(&target.path));
         }
-        let layer = Layer::new(target.path.clone(), identity, target.size, Some(target.tables));
+        let layer = Layer::new(target.path.clone(), identity, target.size(), Some(target.tables_now()));
         let layer = resources.share_layer(layer);
         resources.files().store(&layer)?;
         Ok(layer)
