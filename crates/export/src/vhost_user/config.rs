@@ -1,7 +1,7 @@
 //! What the device tells a driver about itself: features and the configuration space
 //! (virtio 1.2, "Block Device", "Device configuration layout"). Every limit here is the one enforced.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use virtio_bindings::virtio_blk as blk;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -35,7 +35,9 @@ pub(super) struct Limits {
 /// One device, as its drivers see it.
 #[derive(Debug)]
 pub(super) struct Device {
-    pub(super) limits: Limits,
+    /// As when it was made; see [`Device::limits`].
+    limits: Limits,
+    capacity_sectors: AtomicU64,
     pub(super) queues: u16,
     pub(super) serial: [u8; SERIAL_LEN],
     cluster_bits: ClusterBits,
@@ -60,19 +62,31 @@ impl Device {
             *place = byte;
         }
         let range_sectors = (RANGE_BYTES_MAX / SECTOR) as u32;
+        let capacity_sectors = parts.disk_bytes / SECTOR;
         let limits = Limits {
-            capacity_sectors: parts.disk_bytes / SECTOR,
+            capacity_sectors,
             read_only: parts.read_only,
             discard_sectors_max: range_sectors,
             zero_sectors_max: range_sectors,
         };
         Self {
             limits,
+            capacity_sectors: AtomicU64::new(capacity_sectors),
             queues: parts.queues,
             serial,
             cluster_bits: parts.cluster_bits,
             writeback: AtomicBool::new(true),
         }
+    }
+
+    /// What requests are held to from now on.
+    pub(super) fn limits(&self) -> Limits {
+        Limits { capacity_sectors: self.capacity_sectors.load(Ordering::Relaxed), ..self.limits }
+    }
+
+    /// The disk has another size.
+    pub(super) fn set_size(&self, disk_bytes: u64) {
+        self.capacity_sectors.store(disk_bytes / SECTOR, Ordering::Relaxed);
     }
 
     /// The virtio feature bits offered.
@@ -124,7 +138,7 @@ impl Device {
         let mut space = [0; SPACE_LEN];
         let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
         let cluster_sectors = (self.cluster_bits.size() / SECTOR) as u32;
-        put(0, &self.limits.capacity_sectors.to_le_bytes());
+        put(0, &self.limits().capacity_sectors.to_le_bytes());
         put(12, &SEGMENTS_MAX.to_le_bytes());
         put(20, &(SECTOR as u32).to_le_bytes());
         // Topology: physical blocks of 4 KiB (log2 of sectors), aligned; best in whole clusters.
@@ -171,6 +185,14 @@ mod tests {
         assert_eq!(device.read(56, 100), [vec![1], vec![0; 99]].concat());
         assert_eq!(device.read(4000, 2), [0, 0]);
         assert_eq!(&device.serial, b"a-serial-number-long");
+    }
+
+    #[test]
+    fn another_size_shows_at_once() {
+        let device = device(false);
+        device.set_size(20 * SECTOR);
+        assert_eq!(device.read(0, 8), 20u64.to_le_bytes());
+        assert_eq!(device.limits().capacity_sectors, 20);
     }
 
     #[test]

@@ -13,6 +13,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `backend`, `vring` | the protocol's messages, and what they say about each queue |
+//! | `back_channel` | telling the frontend that the disk has another size |
 //! | `worker`, `queue`, `poller` | an I/O thread: its queues, and when it looks and when it sleeps |
 //! | `ring` | the split virtqueue |
 //! | `request`, `config` | what requests mean, and what the device says about itself |
@@ -25,6 +26,7 @@
 //! The guest's memory must be shared with the server (QEMU: `memory-backend-memfd` or
 //! `memory-backend-file` on tmpfs or hugetlbfs, `share=on`).
 
+mod back_channel;
 mod backend;
 mod config;
 mod dirty;

@@ -14,6 +14,7 @@ use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 use vmstrata_disk::Disk;
 
 use super::Error;
+use super::back_channel::BackChannel;
 use super::backend::Backend;
 use super::config::{Device, DeviceParts};
 use super::listener::SocketFile;
@@ -95,6 +96,8 @@ impl Options {
 #[derive(Debug)]
 pub struct Server {
     path: PathBuf,
+    device: Arc<Device>,
+    back: Arc<BackChannel>,
     stop: Arc<Stop>,
     workers: Option<Arc<[Worker]>>,
     control: Option<JoinHandle<()>>,
@@ -117,21 +120,29 @@ impl Server {
         let socket = SocketFile::bind(path)?;
         let workers = spawn_workers(&disk, &device, &options)?;
         let stop = Arc::new(Stop::new().map_err(Error::Thread)?);
+        let back = Arc::<BackChannel>::default();
         let control = Control {
             socket,
-            device,
+            device: Arc::clone(&device),
+            back: Arc::clone(&back),
             workers: Arc::clone(&workers),
             queue_size_max: options.queue_size_max,
             stop: Arc::clone(&stop),
         };
         let thread = std::thread::Builder::new().name("vhost-control".into()).spawn(move || control.run());
         let control = Some(thread.map_err(Error::Thread)?);
-        Ok(Self { path: path.to_owned(), stop, workers: Some(workers), control })
+        Ok(Self { path: path.to_owned(), device, back, stop, workers: Some(workers), control })
     }
 
     /// The socket.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The disk has another size: requests may use it, and the guest is told. Returns whether there was one to tell.
+    pub fn set_size(&self, disk_bytes: u64) -> bool {
+        self.device.set_size(disk_bytes);
+        self.back.config_changed()
     }
 
     /// What was done so far.
@@ -190,6 +201,7 @@ fn spawn_workers(disk: &Arc<Disk>, device: &Arc<Device>, options: &Options) -> R
 struct Control {
     socket: SocketFile,
     device: Arc<Device>,
+    back: Arc<BackChannel>,
     workers: Arc<[Worker]>,
     queue_size_max: u16,
     stop: Arc<Stop>,
@@ -231,6 +243,7 @@ impl Control {
                 break;
             }
             if message {
+                self.back.look_at(&twin);
                 if let Err(error) = handler.handle_request() {
                     log_end(&path, &error);
                     break;
@@ -240,6 +253,7 @@ impl Control {
             }
         }
         self.stop.leave();
+        self.back.forget();
         // Dropping the backend stops the queues and finishes what they have in flight.
         drop(handler);
         tracing::info!(%path, "frontend gone; listening again");

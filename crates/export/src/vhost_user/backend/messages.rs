@@ -165,6 +165,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         Ok(VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD
             | VhostUserProtocolFeatures::LOG_SHMFD
             | VhostUserProtocolFeatures::RESET_DEVICE

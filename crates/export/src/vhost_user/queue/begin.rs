@@ -25,7 +25,7 @@ impl Queue {
         let (readable, writable) = (chain.readable_len, chain.writable_len);
         let shape = Shape { readable, writable, descriptors: chain.descriptors };
         let head = chain.head;
-        match parse(&chain.header, shape, &self.device.limits) {
+        match parse(&chain.header, shape, &self.device.limits()) {
             Ok(Command::Read(range)) => {
                 counters.read_bytes.add(range.len);
                 self.transfer(head, Op::Read, range, chain.writable, io);
@@ -73,7 +73,7 @@ impl Queue {
     }
 
     fn flush(&mut self, head: u16, io: &mut IoQueue, counters: &Counters) {
-        if self.device.limits.read_only {
+        if self.device.limits().read_only {
             return self.parts.ring.refuse(head, Status::Ok as u8);
         }
         let everything = GuestRange::new(GuestOffset::ZERO, 0);
@@ -82,14 +82,14 @@ impl Queue {
 
     /// The ranges to discard that `data` lists, or a status when one of them is not allowed.
     fn discards(&self, data: &SegmentVec<'static>, count: usize) -> Result<Parts, Status> {
-        let limits = &self.device.limits;
+        let limits = &self.device.limits();
         let entry = |entry: &_| discard_range(entry, limits).map(|range| (Op::Discard, range));
         entries(data, count, &mut [0; ENTRIES_LEN]).iter().map(entry).collect()
     }
 
     /// The ranges to zero that `data` lists, or a status when one of them is not allowed.
     fn zeroes(&self, data: &SegmentVec<'static>, count: usize) -> Result<Parts, Status> {
-        let limits = &self.device.limits;
+        let limits = &self.device.limits();
         let fua = self.device.writes_through(self.parts.features);
         let part = |zero: ZeroRange| (Op::WriteZeroes { unmap: zero.unmap, fua }, zero.range);
         let entry = |entry: &_| zero_range(entry, limits).map(part);
