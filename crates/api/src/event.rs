@@ -44,6 +44,13 @@ pub enum Event {
         /// What the snapshot is called.
         snapshot: String,
     },
+    /// A disk has another size.
+    DiskResized {
+        /// The disk.
+        disk: String,
+        /// Its size.
+        size_bytes: u64,
+    },
     /// A job began, ended, or is at another step; not every step is told.
     Job {
         /// The job as it is now.
@@ -66,6 +73,7 @@ impl Event {
             Self::DoorRemoved { .. } => "door_removed",
             Self::SnapshotTaken { .. } => "snapshot_taken",
             Self::SnapshotReverted { .. } => "snapshot_reverted",
+            Self::DiskResized { .. } => "disk_resized",
             Self::Job { .. } => "job",
             Self::Missed { .. } => "missed",
         }
@@ -84,6 +92,7 @@ mod tests {
             Event::SnapshotReverted { disk: "a".to_owned(), snapshot: "b".to_owned() },
             Event::DoorAdded { id: 1 },
             Event::DoorRemoved { id: 1 },
+            Event::DiskResized { disk: "a".to_owned(), size_bytes: 512 },
             Event::Missed { count: 1 },
         ] {
             let json = serde_json::to_value(&event).unwrap();

@@ -10,6 +10,7 @@ mod index;
 mod job;
 mod merge;
 mod prune;
+mod resize;
 mod serve;
 mod snapshot;
 mod survey;
@@ -30,6 +31,7 @@ pub use self::index::{
 pub use self::job::{JobArgs, JobCommand};
 pub use self::merge::{FlattenArgs, RemoveFiles, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
+pub use self::resize::ResizeArgs;
 pub use self::serve::{LogFormat, ServeArgs};
 pub use self::snapshot::{
     Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
@@ -82,6 +84,8 @@ pub enum Command {
     Snapshot(Box<SnapshotArgs>),
     /// Let a disk stand on nothing: copy what it needs of the layers below into its own file
     Flatten(Box<FlattenArgs>),
+    /// Give a disk another size, also while its guest runs
+    Resize(Box<ResizeArgs>),
     /// Show what changed between two states of a disk
     Diff(DiffArgs),
     /// Copy a state of a disk, whole or what changed, with checksums; or verify a copy

@@ -66,6 +66,15 @@ impl Client {
         self.read(&self.runtime.block_on(self.ask(Method::POST, path, body.into()))?)
     }
 
+    /// `PUT path` with a body. Takes as long as what is asked for takes.
+    ///
+    /// # Errors
+    /// When no server answers, or it answers with a problem.
+    pub fn put<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T> {
+        let body = serde_json::to_vec(body)?;
+        self.read(&self.runtime.block_on(self.ask(Method::PUT, path, body.into()))?)
+    }
+
     /// `DELETE path`. Takes as long as what is asked for takes.
     ///
     /// # Errors

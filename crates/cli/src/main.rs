@@ -63,6 +63,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Index(args) => commands::index::run(&args),
         Command::Snapshot(args) => commands::snapshot::run(&args),
         Command::Flatten(args) => commands::merge::flatten(&args),
+        Command::Resize(args) => commands::resize::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),
         Command::Restore(args) => commands::restore::run(&args),

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 use support::http::{ask, connect};
 use support::server::Server;
 use support::{Images, assert_clean, run_err, stderr, tool, tool_ok, vmstrata};
@@ -253,12 +253,35 @@ fn events_tell_what_happens_as_it_happens() {
     wait_for("text/event-stream");
     server.ask_ok(["disk", "add", &disk(&b, "b")]);
     wait_for("event: disk_added\ndata: {\"event\":\"disk_added\",\"disk\":\"b\"}\n\n");
+    server.ask_ok(["resize", b.to_str().unwrap(), "32M"]);
+    wait_for("data: {\"event\":\"disk_resized\",\"disk\":\"b\",\"size_bytes\":33554432}\n\n");
     server.ask_ok(["disk", "remove", "b"]);
     wait_for("event: disk_removed");
     // A listener does not keep the server from ending.
     let start = Instant::now();
     assert!(server.stop().success());
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_disk_is_resized_and_refusals_say_why() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let server = Server::start(&["--disk", &disk(&path, "a"), "--nbd", &unix(&images)]);
+    let put = |name: &str, body: &str| ask(&server.control(), "PUT", &format!("/v1/disks/{name}/size"), body);
+    let done = put("a", r#"{"size_bytes":33554432}"#);
+    assert_eq!((done.status, &done.json()["from_bytes"]), (200, &json!(16 << 20)));
+    for (name, body, status, kind) in [
+        ("a", r#"{"size_bytes":1048576}"#, 409, "would-shrink"),
+        ("a", r#"{"size_bytes":1000}"#, 422, "invalid"),
+        ("b", r#"{"size_bytes":1048576}"#, 404, "no-such-disk"),
+    ] {
+        let refused = put(name, body);
+        assert_eq!(refused.status, status, "{body}");
+        assert!(refused.json().to_string().contains(kind), "{}", refused.json());
+    }
+    assert_eq!(put("a", r#"{"size_bytes":1048576,"shrink":true}"#).json()["size_bytes"], 1 << 20);
+    assert!(server.stop().success());
 }
 
 #[test]

@@ -19,6 +19,7 @@ mod jobs;
 mod quiesce;
 mod report;
 mod revert;
+mod size;
 mod snapshots;
 mod states;
 mod stats;

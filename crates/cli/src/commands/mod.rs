@@ -12,6 +12,7 @@ pub mod info;
 pub mod job;
 pub mod map;
 pub mod merge;
+pub mod resize;
 pub mod restore;
 pub mod serve;
 pub mod snapshot;

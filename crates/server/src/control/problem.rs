@@ -3,8 +3,8 @@
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use vmstrata_api::{PROBLEM_TYPE, Problem};
-use vmstrata_disk::ErrorKind;
 use vmstrata_disk::snapshot::SnapshotFault;
+use vmstrata_disk::{ErrorKind, ResizeFault};
 use vmstrata_export::{nbd, vhost_user};
 use vmstrata_store::FileError;
 
@@ -118,6 +118,9 @@ fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
         | ErrorKind::Changed => (422, "damaged"),
         ErrorKind::Loop { .. } | ErrorKind::TooLong | ErrorKind::TooLarge { .. } => (422, "chain"),
         ErrorKind::Snapshot(SnapshotFault::Exists { .. }) => (409, "name-taken"),
+        ErrorKind::Resize(ResizeFault::WouldShrink { .. }) => (409, "would-shrink"),
+        ErrorKind::Resize(ResizeFault::Merging) => (409, "busy"),
+        ErrorKind::Resize(_) => (422, "invalid"),
         ErrorKind::ReadOnly => (409, "read-only"),
         ErrorKind::Latched { .. } => (500, "latched"),
         ErrorKind::Closed => (409, "busy"),

@@ -41,6 +41,7 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(events::events))
         .routes(routes!(disks::list, disks::add))
         .routes(routes!(disks::show, disks::remove))
+        .routes(routes!(disks::resize))
         .routes(routes!(doors::list, doors::add))
         .routes(routes!(doors::remove))
         .routes(routes!(snapshots::take))

@@ -61,6 +61,16 @@ impl Live {
         Ok(Some(Self { client, disks: found }))
     }
 
+    /// The server.
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// What the server calls the first disk.
+    pub fn name(&self) -> &str {
+        &self.disks[0].1
+    }
+
     /// Has the server take the snapshot.
     ///
     /// # Errors

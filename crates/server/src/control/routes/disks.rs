@@ -6,7 +6,7 @@ use axum::Json;
 use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
-use vmstrata_api::{DiskDetail, DiskList, DiskSpec};
+use vmstrata_api::{DiskDetail, DiskList, DiskSpec, SizeChange, SizeSpec};
 
 use super::apart;
 use crate::control::body::Body;
@@ -53,6 +53,21 @@ pub(in crate::control) async fn add(
     let added = apart(host, add).await?;
     let location = format!("/v1/disks/{}", vmstrata_api::encode_segment(&added.disk.name));
     Ok((StatusCode::CREATED, [(header::LOCATION, location)], Json(added)))
+}
+
+/// Give a disk another size; its guests are told
+#[utoipa::path(
+    put, path = "/v1/disks/{name}/size", tag = "disks", operation_id = "resize_disk",
+    params(("name" = String, Path, description = "The disk")),
+    request_body = SizeSpec,
+    responses((status = OK, description = "It has that size, on stable storage", body = SizeChange))
+)]
+pub(in crate::control) async fn resize(
+    State(host): State<Arc<Host>>,
+    Path(name): Path<String>,
+    Body(asked): Body<SizeSpec>,
+) -> Result<Json<SizeChange>, Failure> {
+    apart(host, move |host| host.resize(&name, &asked)).await.map(Json)
 }
 
 /// Close a disk: its doors are drained, its image is left clean, its files are unlocked

@@ -1,0 +1,91 @@
+//! `vmstrata resize`: gives a disk another size, by itself or through the server that serves it.
+
+use std::process::ExitCode;
+use std::slice;
+
+use anyhow::{Context as _, Result};
+use serde::Serialize;
+use vmstrata_api::{DiskDetail, SizeChange, SizeSpec, encode_segment};
+use vmstrata_disk::{Disk, OpenOptions, Shrink};
+
+use super::snapshot::live::Live;
+use super::snapshot::resources;
+use crate::args::ResizeArgs;
+use crate::output::{counted, print, print_json};
+use crate::units::short_size;
+
+/// What was done, for scripts.
+#[derive(Debug, Serialize)]
+struct Report {
+    disk: String,
+    from_bytes: u64,
+    size_bytes: u64,
+    /// Only a guest could feel it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pause_us: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    guests_told: Option<u64>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// What could not be done; the disk has the size that it had.
+pub fn run(args: &ResizeArgs) -> Result<ExitCode> {
+    let report = match Live::find(slice::from_ref(&args.disk), &args.server)? {
+        Some(live) => of_server(args, &live)?,
+        None => of_file(args)?,
+    };
+    if args.common.json {
+        print_json(&report)?
+    } else {
+        print(&report.text())?
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn of_server(args: &ResizeArgs, live: &Live) -> Result<Report> {
+    let path = format!("/v1/disks/{}", encode_segment(live.name()));
+    let now: DiskDetail = live.client().get(&path)?;
+    let now = now.disk.size_bytes.context("the server is opening or closing the disk")?;
+    let spec = SizeSpec { size_bytes: args.size.of(now)?, shrink: args.shrink };
+    let done: SizeChange = live.client().put(&format!("{path}/size"), &spec)?;
+    Ok(Report {
+        disk: args.disk.display().to_string(),
+        from_bytes: done.from_bytes,
+        size_bytes: done.size_bytes,
+        pause_us: Some(done.pause_us),
+        guests_told: Some(done.guests_told),
+    })
+}
+
+fn of_file(args: &ResizeArgs) -> Result<Report> {
+    let options = OpenOptions { read_only: false, ..args.common.open() };
+    let disk = Disk::open(&args.disk, &options, &resources(args.runtime_dir.as_deref()))?;
+    let shrink = if args.shrink { Shrink::Allow } else { Shrink::Refuse };
+    let resized = args.size.of(disk.size()).and_then(|size| Ok(disk.resize(size, shrink)?));
+    // Whatever came of it, the image is left clean.
+    let closed = disk.close();
+    let resized = resized?;
+    closed?;
+    Ok(Report {
+        disk: args.disk.display().to_string(),
+        from_bytes: resized.from,
+        size_bytes: resized.to,
+        pause_us: None,
+        guests_told: None,
+    })
+}
+
+impl Report {
+    fn text(&self) -> String {
+        let (disk, from, to) = (&self.disk, short_size(self.from_bytes), short_size(self.size_bytes));
+        let told =
+            self.guests_told.map(|told| format!(" ({} told)", counted(told, "guest"))).unwrap_or_default();
+        if self.from_bytes == self.size_bytes {
+            format!("{disk}: has {to} already{told}\n")
+        } else {
+            format!("{disk}: {to}, was {from}{told}\n")
+        }
+    }
+}
