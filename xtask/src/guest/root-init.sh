@@ -54,6 +54,26 @@ workload() {
     done
 }
 
+# Waits until the disk has another size, and uses its new end.
+resize() {
+    mkdir -p /sys && mount -t sysfs sysfs /sys || fail "no sysfs"
+    before=$(cat /sys/block/vda/size)
+    echo "guest: disk has $before sectors"
+    for tries in $(seq 1800); do
+        now=$(cat /sys/block/vda/size)
+        [ "$now" != "$before" ] && break
+        sleep 0.1
+    done
+    echo "guest: disk has $now sectors"
+    [ "$now" -gt "$before" ] || fail "the disk did not grow in $tries looks"
+    head -c 1048576 /dev/urandom > /end
+    dd if=/end of=/dev/vda bs=512 seek=$((now - 2048)) conv=notrunc,fsync status=none || fail "write the new end"
+    echo 3 > /proc/sys/vm/drop_caches
+    found=$(dd if=/dev/vda bs=512 skip=$((now - 2048)) status=none | sha256sum)
+    [ "$found" = "$(sha256sum < /end)" ] || fail "the new end differs"
+    echo "guest: new end verified $found"
+}
+
 # The guest agent, if the machine has a port for it. It keeps its notes where nothing is frozen.
 for port in /dev/vport*; do
     [ -c "$port" ] || continue
@@ -72,6 +92,10 @@ case "$task" in
     soak)
         rounds=1000000
         workload
+        verify
+        ;;
+    resize)
+        resize
         verify
         ;;
     *) fail "no task $task" ;;

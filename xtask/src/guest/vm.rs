@@ -33,6 +33,8 @@ pub enum Task {
     },
     /// As [`Task::Workload`], until it is told to stop ([`Vm::say`]).
     Soak,
+    /// Wait for the disk to grow, write to its new end, then [`Task::Verify`].
+    Resize,
 }
 
 impl Task {
@@ -40,6 +42,7 @@ impl Task {
         match self {
             Self::Boot => "task=boot rootflags=ro".into(),
             Self::Verify => "task=verify rootflags=ro".into(),
+            Self::Resize => "task=resize".into(),
             Self::Workload { rounds } => format!("task=workload rounds={rounds}"),
             Self::Soak => "task=soak".into(),
         }
