@@ -98,7 +98,7 @@ fn a_killed_writer_leaves_a_whole_snapshot_or_none() {
 
 #[test]
 fn a_killed_delete_harms_no_other() {
-    kill_everywhere("delete", |homes| drop(save(&homes.vault(), &guest(2), "2", one_thread())), |_| ());
+    kill_everywhere("delete", |homes| _ = save(&homes.vault(), &guest(2), "2", one_thread()), |_| ());
 }
 
 #[test]

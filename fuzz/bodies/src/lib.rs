@@ -15,6 +15,7 @@
 //! | [`journal`] | what a killed process left beside an image | the journal's recovery |
 //! | [`nbd_decode`] | one message | the decoders of the NBD server |
 //! | [`nbd_client`] | all that a client says | an NBD server on a disk |
+//! | [`vault`](fn@vault) | changes to a snapshot of memory | the reader of the store of snapshots |
 //! | [`vhost_request`] | guest memory, and what is written to it meanwhile | a vhost-user queue on a disk |
 //!
 //! Invariants: a body panics only when what it feeds is wrong, needs at most some tens of MiB and, on an idle machine,
@@ -31,6 +32,7 @@ mod nbd_client;
 mod nbd_decode;
 mod scratch;
 mod tables;
+mod vault;
 mod vhost;
 
 pub use header::qcow2_header;
@@ -40,13 +42,14 @@ pub use journal::journal;
 pub use nbd_client::nbd_client;
 pub use nbd_decode::nbd_decode;
 pub use tables::qcow2_tables;
+pub use vault::vault;
 pub use vhost::vhost_request;
 
 /// A body with its name, which is also that of its target and of its directory of seeds.
 pub type Body = (&'static str, fn(&[u8]));
 
 /// All of them.
-pub const BODIES: [Body; 8] = [
+pub const BODIES: [Body; 9] = [
     ("qcow2_header", qcow2_header),
     ("qcow2_tables", qcow2_tables),
     ("image_open", image_open),
@@ -55,4 +58,5 @@ pub const BODIES: [Body; 8] = [
     ("nbd_decode", nbd_decode),
     ("nbd_client", nbd_client),
     ("vhost_request", vhost_request),
+    ("vault", vault),
 ];

@@ -86,9 +86,13 @@ pub(super) struct Shares<'a> {
 
 impl Known {
     /// What older snapshots have, those of `guest` first, as far as it may be used by one that goes to `shares`.
-    pub(super) fn load(vault: &Vault, survey: &Survey, info: &Info, shares: Shares<'_>) -> Self {
+    pub(super) fn load(
+        vault: &Vault,
+        (survey, listed): (&Survey, &[Listed]),
+        info: &Info,
+        shares: Shares<'_>,
+    ) -> Self {
         let mut known = Self::default();
-        let listed = survey.snapshots(vault);
         let all: Vec<&Info> = listed.iter().filter_map(|listed: &Listed| listed.info.as_ref().ok()).collect();
         let (own, others): (Vec<&Info>, Vec<&Info>) =
             all.into_iter().partition(|other| other.guest == info.guest);

@@ -7,6 +7,7 @@
 //! Sections are compressed, and have a checksum each; the first is [`Info`], so that a list of snapshots needs no more.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 
 use super::bytes::{Malformed, Put, Take};
 use super::hiding::Hiding;
@@ -215,12 +216,15 @@ fn plain(section: Section, reader: &dyn ObjectReader) -> Result<Vec<u8>, Malform
     if crc32c::crc32c(&stored) != section.crc {
         return Err(Malformed("a section's checksum does not match"));
     }
-    let plain = zstd::bulk::decompress(&stored, section.plain as usize)
+    // Memory is taken as bytes come, not because a length asks for it.
+    let mut plain = Vec::new();
+    zstd::stream::read::Decoder::with_buffer(stored.as_slice())
+        .and_then(|decoder| decoder.take(u64::from(section.plain) + 1).read_to_end(&mut plain))
         .map_err(|_| Malformed("a section is not zstd"))?;
     if plain.len() == section.plain as usize {
         Ok(plain)
     } else {
-        Err(Malformed("a section holds less than it says"))
+        Err(Malformed("a section does not hold what it says"))
     }
 }
 

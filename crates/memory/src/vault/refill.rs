@@ -69,6 +69,10 @@ pub(super) fn encode(table: &[(Frame, Refill)], put: &mut Put) {
 /// Reads the table of a snapshot of so many disks.
 pub(super) fn decode(take: &mut Take<'_>, disks: usize) -> Result<Vec<(Frame, Refill)>, Malformed> {
     let count = take.varint()?;
+    // Each page has a hash at the end.
+    if count > (take.0.len() / size_of::<Hash>()) as u64 {
+        return Err(Malformed("it ends too early"));
+    }
     let mut table = Vec::new();
     let (mut last, mut end) = (0u64, 0);
     for index in 0..count {

@@ -29,11 +29,12 @@ impl Writer {
         let held = HeldHomes(vault.hold(Hold::Shared)?.unwrap_or_default());
         let survey = Survey::take(vault)?;
         let mut info = describe(&new);
-        refuse_second(vault, &survey, &info)?;
-        let shares = place::choose(vault, &new.policy, &homes_of_last(vault, &survey, &info))?;
+        let listed = survey.snapshots(vault);
+        refuse_second(&listed, &info)?;
+        let shares = place::choose(vault, &new.policy, &homes_of_last(&listed, &survey, &info))?;
         let known = if new.policy.dedup {
             let clean_copies = new.policy.clean_copies;
-            Known::load(vault, &survey, &info, Shares { critical: &shares, clean_copies })
+            Known::load(vault, (&survey, &listed), &info, Shares { critical: &shares, clean_copies })
         } else {
             Known::default()
         };
@@ -104,17 +105,16 @@ fn describe(new: &NewSnapshot) -> Info {
 }
 
 /// One name, one snapshot.
-pub(super) fn refuse_second(vault: &Vault, survey: &Survey, info: &Info) -> Result<()> {
+pub(super) fn refuse_second(listed: &[Listed], info: &Info) -> Result<()> {
     let is_same = |other: &Info| other.guest == info.guest && other.name == info.name;
-    if survey.snapshots(vault).iter().any(|listed| listed.info.as_ref().is_ok_and(is_same)) {
+    if listed.iter().any(|listed| listed.info.as_ref().is_ok_and(is_same)) {
         return Err(VaultError::Exists { guest: info.guest.clone(), name: info.name.clone() });
     }
     Ok(())
 }
 
 /// Where the guest's last snapshot is: the new one shares pages with it if it goes there too.
-fn homes_of_last(vault: &Vault, survey: &Survey, info: &Info) -> Vec<usize> {
-    let listed = survey.snapshots(vault);
+fn homes_of_last(listed: &[Listed], survey: &Survey, info: &Info) -> Vec<usize> {
     let is_of_guest = |other: &&Listed| other.info.as_ref().is_ok_and(|other| other.guest == info.guest);
     let Some(last) = listed.iter().find(is_of_guest) else { return Vec::new() };
     let name = ObjectName { owner: last.id, kind: ObjectKind::Metadata };

@@ -79,7 +79,7 @@ impl Writer {
         let mut copies = Copies::create(vault, name, &self.shares)?;
         copies.append(vault, name, &bytes)?;
         copies.sync(vault, name)?;
-        refuse_second(vault, &Survey::take(vault)?, &self.info)?;
+        refuse_second(&Survey::take(vault)?.snapshots(vault), &self.info)?;
         if let Err(error) = copies.publish(vault, name) {
             // Before its objects are withdrawn, so that it is never listed without them.
             let withdrawn = self.shares.iter().all(|share| vault.home(share.home).delete(name).is_ok());

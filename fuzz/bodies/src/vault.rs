@@ -1,0 +1,225 @@
+//! A snapshot of a guest's memory: damaged, and made up by someone who knows how.
+//!
+//! ```text
+//!   first byte: which object (0 metadata, 1 critical, 2 clean pages, modulo 3), and with 128
+//!     not set: edits of 4 bytes (xor, place) anywhere in it                                       damage
+//!     set:     the same in what the metadata's sections hold, then compressed and summed anew     made up
+//! ```
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, LazyLock, Mutex};
+
+use vmstrata_memory::vault::{
+    Closing, DeviceId, DiskPiece, DiskState, Held, Hiding, Hold, Home, Mask, NewObject, NewSnapshot,
+    ObjectKind, ObjectName, ObjectReader, Page, Policy, Vault, Which,
+};
+use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
+
+const PAGES: u64 = 12;
+const HEADER: usize = 40;
+const ENTRY: usize = 24;
+
+type Objects = BTreeMap<ObjectName, Arc<Vec<u8>>>;
+
+/// Objects in memory.
+#[derive(Debug, Default)]
+struct Shelf(Arc<Mutex<Objects>>);
+
+impl Home for Shelf {
+    fn describe(&self) -> String {
+        "shelf".to_owned()
+    }
+
+    fn device(&self) -> DeviceId {
+        DeviceId(0)
+    }
+
+    fn free_bytes(&self) -> io::Result<u64> {
+        Ok(0)
+    }
+
+    fn list(&self) -> io::Result<Vec<(ObjectName, u64)>> {
+        let objects = self.0.lock().expect("no panic in between");
+        Ok(objects.iter().map(|(name, bytes)| (*name, bytes.len() as u64)).collect())
+    }
+
+    fn create(&self, name: ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
+        Ok(Box::new(Writing { name, bytes: Vec::new(), shelf: Arc::clone(&self.0) }))
+    }
+
+    fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>> {
+        let found = self.0.lock().expect("no panic in between").get(&name).cloned();
+        Ok(Box::new(Reading(found.ok_or(io::ErrorKind::NotFound)?)))
+    }
+
+    fn delete(&self, name: ObjectName) -> io::Result<()> {
+        self.0.lock().expect("no panic in between").remove(&name);
+        Ok(())
+    }
+
+    fn sweep(&self) -> io::Result<usize> {
+        Ok(0)
+    }
+
+    fn hold(&self, _how: Hold) -> io::Result<Option<Held>> {
+        Ok(Some(Box::new(())))
+    }
+}
+
+struct Writing {
+    name: ObjectName,
+    bytes: Vec<u8>,
+    shelf: Arc<Mutex<Objects>>,
+}
+
+impl NewObject for Writing {
+    fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.bytes.extend(bytes);
+        Ok(())
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn publish(self: Box<Self>) -> io::Result<()> {
+        self.shelf.lock().expect("no panic in between").insert(self.name, Arc::new(self.bytes));
+        Ok(())
+    }
+}
+
+struct Reading(Arc<Vec<u8>>);
+
+impl ObjectReader for Reading {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        let at = usize::try_from(at).map_err(|_| io::ErrorKind::UnexpectedEof)?;
+        let from = self.0.get(at..).and_then(|from| from.get(..into.len()));
+        into.copy_from_slice(from.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+}
+
+fn class(page: u64) -> PageClass {
+    [PageClass::Critical, PageClass::Clean, PageClass::Free][page as usize % 3]
+}
+
+fn content(page: u64) -> [u8; PAGE_BYTES] {
+    std::array::from_fn(|at| (at as u64 * page / 100) as u8)
+}
+
+static SAVED: LazyLock<Objects> = LazyLock::new(|| {
+    let shelf = Shelf::default();
+    let objects = Arc::clone(&shelf.0);
+    let vault = Vault::open(vec![Arc::new(shelf)]);
+    let layout = Layout::split_at_4g(PAGES << 12, PAGES << 12).expect("whole pages");
+    let policy = Policy { critical_copies: 1, extent_pages: 2, threads: 1, ..Policy::default() };
+    let new = NewSnapshot { guest: "web".to_owned(), name: "mon".to_owned(), layout, policy };
+    let mut writer = vault.begin(new).expect("room");
+    for page in 0..PAGES {
+        let frame = Frame::new(page);
+        let piece = DiskPiece { disk: 0, offset: page << 12, len: 4096 };
+        match page {
+            4 => writer.refill(frame, &content(page), &[piece]).expect("a page"),
+            _ => writer.page(frame, class(page), &content(page)).expect("a page"),
+        }
+    }
+    let mask = Mask { at: Physical::new(0x1000), width: 8, clear: 8 };
+    let closing = Closing {
+        disks: vec![DiskState { disk: "web.qcow2".to_owned(), snapshot: "mon".to_owned() }],
+        hiding: Hiding::new((1..5).map(|at| (Frame::new(at), vec![mask; 2])).collect()),
+        blobs: BTreeMap::from([("state".to_owned(), vec![7; 100])]),
+        ..Closing::default()
+    };
+    writer.finish(closing).expect("room");
+    objects.lock().expect("no panic in between").clone()
+});
+
+/// Reads the snapshot that `data` makes; see the module documentation.
+///
+/// # Panics
+/// When a snapshot that was only damaged has other pages than were given.
+pub fn vault(data: &[u8]) {
+    let Some((&kind, edits)) = data.split_first() else { return };
+    let is_made_up = kind & 128 != 0;
+    let wanted = match (is_made_up, kind % 3) {
+        (false, 1) => ObjectKind::Critical,
+        (false, 2) => ObjectKind::Clean,
+        _ => ObjectKind::Metadata,
+    };
+    let mut objects = SAVED.clone();
+    let (_, object) = objects.iter_mut().find(|(name, _)| name.kind == wanted).expect("one of each kind");
+    *object = Arc::new(if is_made_up { make_up(object, edits) } else { edited(object.to_vec(), edits) });
+    look(objects, is_made_up);
+}
+
+fn edited(mut bytes: Vec<u8>, edits: &[u8]) -> Vec<u8> {
+    for edit in edits.as_chunks::<4>().0 {
+        let place = u32::from_le_bytes([edit[1], edit[2], edit[3], 0]) as usize % bytes.len().max(1);
+        if let Some(byte) = bytes.get_mut(place) {
+            *byte ^= edit[0];
+        }
+    }
+    bytes
+}
+
+/// The metadata with its sections changed, and every length and checksum right.
+fn make_up(metadata: &[u8], edits: &[u8]) -> Vec<u8> {
+    let number = |at: usize| u32::from_le_bytes(*metadata[at..].first_chunk().expect("a header")) as usize;
+    let count = number(32);
+    let mut head = metadata[..HEADER + count * ENTRY].to_vec();
+    let (mut from, mut lens, mut plain) = (head.len(), Vec::new(), Vec::new());
+    for section in 0..count {
+        let (len, stored) = (number(HEADER + section * ENTRY + 4), number(HEADER + section * ENTRY + 8));
+        plain.extend(zstd::bulk::decompress(&metadata[from..from + stored], len).expect("our own"));
+        lens.push(len);
+        from += stored;
+    }
+    let (plain, mut at, mut sections) = (edited(plain, edits), 0, Vec::new());
+    for (section, len) in lens.into_iter().enumerate() {
+        let stored = zstd::bulk::compress(&plain[at..at + len], 1).expect("memory");
+        let entry = &mut head[HEADER + section * ENTRY..][..ENTRY];
+        entry[8..12].copy_from_slice(&(stored.len() as u32).to_le_bytes());
+        entry[12..16].copy_from_slice(&crc32c::crc32c(&stored).to_le_bytes());
+        sections.extend(stored);
+        at += len;
+    }
+    head[12..16].fill(0);
+    let crc = crc32c::crc32c(&head);
+    head[12..16].copy_from_slice(&crc.to_le_bytes());
+    head.extend(sections);
+    head
+}
+
+fn look(objects: Objects, is_made_up: bool) {
+    let id = objects.keys().next().expect("objects").owner;
+    let vault = Vault::open(vec![Arc::new(Shelf(Arc::new(Mutex::new(objects))))]);
+    let listed = vault.list().expect("a shelf can be listed");
+    assert_eq!(listed.len(), 1);
+    let health = vault.verify(&[id], |_, _| ()).expect("a shelf can be listed");
+    let Ok(snapshot) = vault.snapshot(&Which::Id(id)) else {
+        assert!(!health[0].is_whole());
+        return;
+    };
+    let mut page = [0; PAGE_BYTES];
+    for number in 0..PAGES {
+        let read = snapshot.read_page(Frame::new(number), &mut page);
+        let is_right = match read {
+            Ok(Page::Data) => page == content(number),
+            Ok(Page::Zero) => number == 0,
+            Ok(Page::Free) => class(number) == PageClass::Free,
+            Ok(Page::Lost) => class(number) == PageClass::Clean,
+            Err(_) => class(number) == PageClass::Critical && !health[0].is_whole(),
+        };
+        assert!(is_made_up || is_right, "page {number}: {read:?}");
+    }
+    assert!(snapshot.hiding().iter().count() < 1 << 16 && snapshot.refill().len() < 1 << 16);
+    // A made-up machine may be large; ours is not.
+    if snapshot.info().layout.frames() <= 1 << 16 {
+        assert!(snapshot.classes().frames() <= 1 << 16);
+    }
+}
