@@ -71,9 +71,23 @@ impl MapEntry {
         Self::pack(layer, 0, 1)
     }
 
+    /// The layer that says it, [`LayerIndex::BASE`] for a hole.
+    pub(crate) const fn layer(self) -> LayerIndex {
+        LayerIndex::new((self.0 >> LAYER_SHIFT) as u16)
+    }
+
+    /// The same where the layer that says it is `by` places further down.
+    ///
+    /// # Panics
+    /// In tests, where there are not so many layers below it.
+    pub(crate) const fn lowered(self, by: u16) -> Self {
+        debug_assert!(self.layer().get() >= by);
+        Self(self.0 - ((by as u64) << LAYER_SHIFT))
+    }
+
     /// Unpacks the word; `unit` is the map's unit.
     pub(crate) const fn mapping(self, unit: ClusterBits) -> Mapping {
-        let layer = LayerIndex::new((self.0 >> LAYER_SHIFT) as u16);
+        let layer = self.layer();
         match self.0 >> KIND_SHIFT & 3 {
             1 => Mapping::Data(layer, HostOffset::new((self.0 & HOST_MASK) << unit.get())),
             2 => Mapping::Zero(layer),

@@ -160,6 +160,19 @@ impl Resources {
         layers: Vec<Arc<Layer>>,
         index: Option<Arc<Index>>,
     ) -> Result<Arc<FrozenMap>> {
+        self.share_map_by(layers, index, |map| if map.has_index() { Ok(()) } else { map.build() })
+    }
+
+    /// As [`Resources::share_map`], with `fill` to give a new map its pages.
+    ///
+    /// # Errors
+    /// As [`FrozenMap::new`], and as `fill`.
+    pub(crate) fn share_map_by(
+        &self,
+        layers: Vec<Arc<Layer>>,
+        index: Option<Arc<Index>>,
+        fill: impl FnOnce(&FrozenMap) -> Result<()>,
+    ) -> Result<Arc<FrozenMap>> {
         let top = layers.last().expect("a frozen chain has a layer").identity;
         let found = self.maps.lock().get(&top).and_then(Weak::upgrade);
         if let Some(map) = found
@@ -174,9 +187,7 @@ impl Resources {
             Some(index) => map.with_index(index),
             None => map,
         };
-        if !map.has_index() {
-            map.build()?;
-        }
+        fill(&map)?;
         let map = Arc::new(map);
         self.offer_map(&map);
         Ok(map)

@@ -100,7 +100,7 @@ impl FrozenMap {
     }
 
     /// The words of a page, through the cache.
-    fn page(&self, first_unit: u64) -> Result<[u64; PAGE_WORDS]> {
+    pub(super) fn page(&self, first_unit: u64) -> Result<[u64; PAGE_WORDS]> {
         let mut words = [0; PAGE_WORDS];
         while !self.cache.copy(self.owner.key(first_unit >> PAGE_SHIFT), &mut words) {
             self.fill(GuestOffset::new(first_unit << self.unit.get()))?;

@@ -1,13 +1,15 @@
-//! The map of a chain in which one layer's file is being written: by a merge, which changes nothing that is read.
+//! The map of a chain in which layers are merged, which changes nothing that is read: while one layer's file is being
+//! written, and when others are gone.
 
 use std::sync::Arc;
 
-use vmstrata_types::{GuestOffset, LayerIndex};
+use vmstrata_types::LayerIndex;
 
 use super::FrozenMap;
 use crate::cache::{PAGE_SHIFT, PAGE_WORDS};
+use crate::entry::MapEntry;
 use crate::error::Result;
-use crate::layer::Layer;
+use crate::layer::{Layer, Scratch};
 
 impl FrozenMap {
     /// The same map, pages in memory and index included, with another object for the layer at `index`.
@@ -17,19 +19,40 @@ impl FrozenMap {
         Self { index: self.index.clone(), ..self.over_layers(layers) }
     }
 
-    /// Makes the pages that `other`, of the same disk, has in memory: who asks for them next should not have to wait.
+    /// Makes the pages that `old` has in memory: who asks for them next should not have to wait. This is the map of its
+    /// chain without the layers that were merged into the one at `target` here; `below` is the map of those under that.
+    ///
+    /// What the layers above the target say is in the old pages, under higher numbers, and what those below it say in the
+    /// pages of `below`: only the target's own tables are read, however long the chain.
     ///
     /// # Errors
     /// Tables that cannot be read.
-    pub(crate) fn warm_as(&self, other: &Self) -> Result<()> {
-        if self.unit != other.unit {
-            return Ok(());
+    pub(crate) fn take_over(&self, old: &Self, below: Option<&Self>, target: usize) -> Result<()> {
+        if old.unit != self.unit || below.is_some_and(|below| below.unit != self.unit) {
+            // Its pages are of other places.
+            return if self.has_index() { Ok(()) } else { self.build() };
         }
-        for page in 0..self.size.min(other.size).div_ceil(self.unit.size()).div_ceil(PAGE_WORDS as u64) {
-            if self.cache.contains(other.owner.key(page)) {
-                self.fill(GuestOffset::new(page << PAGE_SHIFT << self.unit.get()))?;
+        let dropped = (old.layers.len() - self.layers.len()) as u16;
+        let (mut scratch, mut words) = (Scratch::default(), [0; PAGE_WORDS]);
+        for page in 0..self.size.min(old.size).div_ceil(self.unit.size()).div_ceil(PAGE_WORDS as u64) {
+            if !self.cache.copy(old.owner.key(page), &mut words) {
+                continue;
             }
+            let first_unit = page << PAGE_SHIFT;
+            let merged = self.scan_page(target..target + 1, first_unit, &mut scratch)?;
+            let below = below.filter(|below| first_unit << self.unit.get() < below.size);
+            let beneath = below.map_or(Ok([0; PAGE_WORDS]), |below| below.page(first_unit))?;
+            for (unit, word) in words.iter_mut().enumerate() {
+                let entry = MapEntry::from_word(*word);
+                let is_above = entry.layer().index() > target + usize::from(dropped);
+                *word =
+                    if is_above { entry.lowered(dropped).word() } else { merged[unit].max(beneath[unit]) };
+            }
+            self.cache.fill(self.owner.key(page), &words);
         }
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -61,8 +61,8 @@ impl Running {
             let kept = old.layers().take(first).cloned();
             let shorter = kept.chain([Arc::clone(&layer)]).chain(old.layers().skip(above).cloned()).collect();
             let index = copier.after.as_ref().and_then(|map| map.index().cloned());
-            let map = disk.resources.share_map(shorter, index)?;
-            map.warm_as(old)?;
+            let below = copier.after.as_deref();
+            let map = disk.resources.share_map_by(shorter, index, |map| map.take_over(old, below, first))?;
             let _changing = disk.change();
             disk.check_changeable()?;
             if Arc::ptr_eq(&before, &disk.layers_now()) {
