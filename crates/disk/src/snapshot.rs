@@ -37,6 +37,7 @@ pub use vmstrata_qcow2::{SnapshotInfo, SnapshotInfoError};
 pub use fault::SnapshotFault;
 pub use holder::{Holder, HolderKind, holders};
 pub use keep::{Keep, KeepError};
+pub(crate) use list::pick;
 pub use list::{Snapshot, State, find, list, resolve};
 pub use names::frozen_path;
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};

@@ -353,3 +353,37 @@ fn no_index_is_written_into_a_layer_that_is_copied_into() {
     history.check("with indices built meanwhile");
     history.end("with indices built meanwhile");
 }
+
+/// Snapshots that are taken while names are looked up must not make another layer of what is meant.
+#[test]
+fn what_a_name_means_does_not_move_while_snapshots_are_taken() {
+    let dir = scratch();
+    let path = disk_in(dir.path(), "cluster_size=64k");
+    let disk = open(&path);
+    for name in ["a", "b", "c"] {
+        disk.snapshot(&named(name)).unwrap();
+    }
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in 0.. {
+                if stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                disk.snapshot(&named(number)).unwrap();
+            }
+        });
+        let names = ["b".to_owned(), "c".to_owned()];
+        let mut looked = 0;
+        while looked < 300 || disk.layer_count() < 20 {
+            let found = ranges_of(&path, &names, &OpenOptions::default());
+            looked += 1;
+            if found.as_deref().ok() != Some(&[range(1, 2)]) {
+                stop.store(true, Ordering::Relaxed);
+                panic!("look {looked}: {found:?}");
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    disk.close().unwrap();
+}

@@ -24,14 +24,23 @@ const HEADWAY: Duration = Duration::from_secs(300);
 /// See the module documentation.
 #[derive(Debug)]
 pub(super) struct Deleter {
-    thread: JoinHandle<Result<usize>>,
+    thread: JoinHandle<Result<Deleted>>,
     shared: Arc<Shared>,
 }
 
 #[derive(Debug, Default)]
 struct Shared {
+    /// How many are gone.
     done: AtomicUsize,
     stop: AtomicBool,
+}
+
+/// What was done in the end.
+#[derive(Debug, Default)]
+pub(super) struct Deleted {
+    pub(super) names: Vec<String>,
+    /// How often a command failed.
+    pub(super) cut_short: usize,
 }
 
 impl Deleter {
@@ -61,24 +70,23 @@ impl Deleter {
         Ok(())
     }
 
-    /// Waits for its end; returns how many it has deleted, and how often it was cut short.
+    /// Waits for its end.
     ///
     /// # Errors
     /// What made it end early.
-    pub(super) fn end(self) -> Result<(usize, usize)> {
-        let cut_short = self.thread.join().map_err(|_| anyhow!("deleting panicked"))??;
-        Ok((self.shared.done.load(Ordering::Relaxed), cut_short))
+    pub(super) fn end(self) -> Result<Deleted> {
+        self.thread.join().map_err(|_| anyhow!("deleting panicked"))?
     }
 }
 
-fn delete_all(disk: &Disk, count: usize, random: &mut SmallRng, shared: &Shared) -> Result<usize> {
-    let mut cut_short = 0;
+fn delete_all(disk: &Disk, count: usize, random: &mut SmallRng, shared: &Shared) -> Result<Deleted> {
+    let mut deleted = Deleted::default();
     let mut headway = Instant::now();
     loop {
-        let left = count - shared.done.load(Ordering::Relaxed);
+        let left = count - deleted.names.len();
         if left == 0 {
             shared.stop.store(true, Ordering::Relaxed);
-            return Ok(cut_short);
+            return Ok(deleted);
         }
         ensure!(headway.elapsed() < HEADWAY, "no snapshot was deleted for {HEADWAY:?}");
         let names = disk.names()?;
@@ -90,14 +98,14 @@ fn delete_all(disk: &Disk, count: usize, random: &mut SmallRng, shared: &Shared)
         }
         let words: Vec<&str> = [&["delete"][..], &chosen].concat();
         if !disk.ask(&words).status()?.success() {
-            cut_short += 1;
+            deleted.cut_short += 1;
             // Until the server is back.
             sleep(Duration::from_millis(300));
         }
         let after = disk.names()?;
-        let gone = chosen.iter().filter(|name| !after.iter().any(|other| other == *name)).count();
-        shared.done.fetch_add(gone, Ordering::Relaxed);
-        if gone > 0 {
+        let is_gone = |name: &&&str| !after.iter().any(|other| other == **name);
+        deleted.names.extend(chosen.iter().filter(is_gone).map(|name| (*name).to_owned()));
+        if shared.done.swap(deleted.names.len(), Ordering::Relaxed) < deleted.names.len() {
             headway = Instant::now();
         }
     }

@@ -12,6 +12,7 @@
 mod deletes;
 mod disk;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -94,9 +95,11 @@ pub fn run(options: &Options) -> Result<Outcome> {
     let disk = Disk { path: top, control: server.control() };
     let mut outcome = Outcome::default();
     let worked = work(options, &guest, &disk, &mut server, &mut outcome);
-    worked.with_context(|| format!("{}: the server said:\n{}", dir.display(), server.log()))?;
+    let deleted = worked.with_context(|| format!("{}: the server said:\n{}", dir.display(), server.log()))?;
     server.stop()?;
-    after(options, &guest, &disk, &mut outcome).with_context(|| dir.display().to_string())?;
+    let judged = check_names(&disk, options.snapshots, &deleted)
+        .and_then(|()| after(options, &guest, &disk, &mut outcome));
+    judged.with_context(|| format!("{}: {outcome:?}", dir.display()))?;
     std::fs::remove_dir_all(&dir)?;
     Ok(outcome)
 }
@@ -108,7 +111,7 @@ fn work(
     disk: &Disk,
     server: &mut Server,
     outcome: &mut Outcome,
-) -> Result<()> {
+) -> Result<Vec<String>> {
     let mut vm = Vm::boot(guest, &Attach::VhostUser(server.vhost_user()), Task::Soak)?;
     vm.wait_for(UP, BOOT_MAX)?;
     let deleter = Deleter::start(disk.clone(), options.deletes, options.seed);
@@ -128,11 +131,27 @@ fn work(
         ensure!(!vm.saw("guest: done", Duration::from_millis(500))?, "the guest ended by itself");
         deleter.check()?;
     }
-    (outcome.deletes, outcome.cut_short) = deleter.end()?;
+    let deleted = deleter.end()?;
+    (outcome.deletes, outcome.cut_short) = (deleted.names.len(), deleted.cut_short);
     vm.say("stop")?;
     vm.wait_for("guest: done", LAST_ROUND_MAX)?;
     vm.wait_for_end(BOOT_MAX)?;
     outcome.rounds = vm.console().lines().filter(|line| line.starts_with("guest: round")).count();
+    Ok(deleted.names)
+}
+
+fn name_of(number: usize) -> String {
+    format!("s{number:05}")
+}
+
+/// Makes sure that the snapshots that are left are those that were taken and not deleted: no other was.
+fn check_names(disk: &Disk, taken: usize, deleted: &[String]) -> Result<()> {
+    let mut expected: BTreeSet<String> = (0..taken).map(name_of).collect();
+    deleted.iter().for_each(|name| _ = expected.remove(name));
+    let found: BTreeSet<String> = disk.names()?.into_iter().collect();
+    let lost: Vec<&String> = expected.difference(&found).collect();
+    let left: Vec<&String> = found.difference(&expected).collect();
+    ensure!(lost.is_empty() && left.is_empty(), "lost: {lost:?}; there still: {left:?}");
     Ok(())
 }
 
@@ -144,7 +163,7 @@ fn take_one(
     outcome: &mut Outcome,
     random: &mut SmallRng,
 ) -> Result<()> {
-    let name = format!("s{:05}", outcome.snapshots);
+    let name = name_of(outcome.snapshots);
     if options.kill_every > 0 && random.random_range(0..options.kill_every) == 0 {
         let within = random.random_range(Duration::ZERO..KILL_WITHIN);
         outcome.snapshots += usize::from(killed(disk, server, &name, within)?);
@@ -175,8 +194,6 @@ fn after(options: &Options, guest: &Guest, disk: &Disk, outcome: &mut Outcome) -
         outcome.leaks += usize::from(judge::leaks(layer)?);
     }
     outcome.layers = layers.len();
-    let left = disk.names()?.len();
-    ensure!(left == outcome.snapshots - outcome.deletes, "{left} snapshots are left: {outcome:?}");
     let dir = disk.path.parent().context("a directory")?;
     // The newest first: the disk itself, which the guest has left in order.
     for layer in layers.iter().step_by(options.check_every.max(1)) {

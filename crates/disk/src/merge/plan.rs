@@ -68,9 +68,13 @@ pub fn all_of(layers: usize) -> Option<MergeRange> {
 /// No such snapshot; otherwise as [`snapshot::list`].
 pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result<Vec<MergeRange>> {
     let mut found = Vec::with_capacity(names.len());
-    let layers = snapshot::list(disk, options)?.len();
+    // Once: depths count from the top, where a disk in use gets layers.
+    let snapshots = snapshot::list(disk, options)?;
     // The newest of that name is the one people mean.
-    let layer_of = |name: &str| snapshot::find(disk, name, options).map(|found| layers - found.depth);
+    let layer_of = |name: &str| {
+        let found = snapshot::pick(&snapshots, name).map_err(|error| error.in_file(disk))?;
+        Ok::<_, Error>(snapshots.len() - found.depth)
+    };
     for name in names {
         match (layer_of(name), name.split_once("..")) {
             (Ok(layer), _) => found.push(layer),

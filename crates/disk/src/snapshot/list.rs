@@ -92,18 +92,18 @@ fn snapshot(depth: usize, record: Option<&[u8]>, seen: &Seen) -> Result<Snapshot
 /// No such snapshot; otherwise as [`list`].
 pub fn find(path: &Path, name: &str, options: &OpenOptions) -> Result<Snapshot> {
     let snapshots = list(path, options)?;
-    pick(snapshots, name).map_err(|error| error.in_file(path))
+    pick(&snapshots, name).cloned().map_err(|error| error.in_file(path))
 }
 
-fn pick(snapshots: Vec<Snapshot>, name: &str) -> Result<Snapshot> {
-    let at = snapshots.iter().position(|snapshot| snapshot.name() == Some(name));
-    match at {
-        Some(at) => Ok(snapshots.into_iter().nth(at).expect("found there")),
-        None => {
-            let have = snapshots.iter().filter_map(|snapshot| snapshot.name().map(str::to_owned)).collect();
-            Err(SnapshotFault::NoSuchSnapshot { name: name.to_owned(), have }.into())
-        }
-    }
+/// The first of `snapshots` that is called `name`.
+///
+/// # Errors
+/// No such snapshot.
+pub(crate) fn pick<'a>(snapshots: &'a [Snapshot], name: &str) -> Result<&'a Snapshot> {
+    snapshots.iter().find(|snapshot| snapshot.name() == Some(name)).ok_or_else(|| {
+        let have = snapshots.iter().filter_map(|snapshot| snapshot.name().map(str::to_owned)).collect();
+        SnapshotFault::NoSuchSnapshot { name: name.to_owned(), have }.into()
+    })
 }
 
 /// A state of a disk as people name it.
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn a_missing_name_is_answered_with_those_there_are() {
-        let error = pick(Vec::new(), "mon").unwrap_err().to_string();
+        let error = pick(&[], "mon").unwrap_err().to_string();
         assert_eq!(error, "it has no snapshot \"mon\": none of the layers below it is named");
     }
 }

@@ -32,10 +32,15 @@ impl Merging<false> {
     /// Finds the layers of these snapshots.
     ///
     /// # Errors
-    /// No such snapshot; layers that cannot be dropped.
+    /// No such snapshot; layers that cannot be dropped; another merge that ended at this moment.
     pub(crate) fn new(disk: Arc<Disk>, snapshots: &[String], options: MergeOptions) -> Result<Self, Error> {
         let ranges = ranges_of(disk.path(), snapshots, &options.open)?;
-        Self::of(disk, ranges.into(), options)
+        let work = Self::of(disk, ranges.clone().into(), options)?;
+        // From now on no one else drops layers. Ranges count from the base, so those that were meant are the same still.
+        if ranges_of(work.disk.path(), snapshots, &work.options.open)? != ranges {
+            return Err(vmstrata_disk::Error::from(MergeFault::LayersChanged).into());
+        }
+        Ok(work)
     }
 }
 
