@@ -56,11 +56,7 @@ pub struct Disk {
     /// Held while the layers change, and while the disk is closed; holds what the last snapshot left to do. Taken before
     /// `tending`.
     changing: Mutex<Option<settle::Unsettled>>,
-    /// Whether there is something in `changing`, or being done.
-    settling: AtomicBool,
-    settle_failures: AtomicU64,
-    /// Set when the chain could not be given an index.
-    unindexed: AtomicBool,
+    settling: settle::Settling,
     /// Whether layers are being merged.
     merging: AtomicBool,
 }
@@ -117,9 +113,7 @@ impl Disk {
             closed: AtomicBool::new(false),
             tending: Mutex::new(()),
             changing: Mutex::new(None),
-            settling: AtomicBool::new(false),
-            settle_failures: AtomicU64::new(0),
-            unindexed: AtomicBool::new(false),
+            settling: settle::Settling::default(),
             merging: AtomicBool::new(false),
         });
         resources.upkeep().watch(&disk);

@@ -28,7 +28,7 @@ impl Disk {
             Ok(index)
         };
         let missing = |error: &crate::Error| {
-            self.settle_failures.fetch_add(1, Ordering::Relaxed);
+            self.settling.failures.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(%error, "the new layer gets no index");
         };
         extend().inspect_err(missing).ok().map(Arc::new)
@@ -38,7 +38,7 @@ impl Disk {
     /// which no snapshot should wait for again and again.
     pub(super) fn index_whole(&self, layers: &Layers) -> Option<Layers> {
         let map = layers.frozen.as_ref()?;
-        if map.index().is_some() || self.unindexed.load(Ordering::Relaxed) {
+        if map.index().is_some() || self.settling.unindexed.load(Ordering::Relaxed) {
             return None;
         }
         let make = || -> Result<Option<Arc<FrozenMap>>> {
@@ -71,7 +71,7 @@ impl Disk {
             Err(error) => error.to_string(),
         };
         tracing::warn!(%disk, why, "the chain gets no index: it opens slower; see `vmstrata index build`");
-        self.unindexed.store(true, Ordering::Relaxed);
+        self.settling.unindexed.store(true, Ordering::Relaxed);
         None
     }
 }

@@ -13,7 +13,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::MutexGuard;
 use vmstrata_store::{FileIdentity, Gate};
@@ -33,6 +33,16 @@ pub(super) struct Unsettled {
     pub(super) path: PathBuf,
 }
 
+/// How it goes with what snapshots leave to do.
+#[derive(Debug, Default)]
+pub(super) struct Settling {
+    /// Whether there is something, or being done.
+    pending: AtomicBool,
+    pub(super) failures: AtomicU64,
+    /// Set when the chain could not be given an index.
+    pub(super) unindexed: AtomicBool,
+}
+
 impl Disk {
     /// Does what the last snapshot left to do ([`crate::snapshot_together`]); nothing if there is nothing. Whoever changes the
     /// disk's layers next does it otherwise, and waits for it.
@@ -44,21 +54,21 @@ impl Disk {
         let mut changing = self.changing.lock();
         let Some(unsettled) = changing.take() else { return Ok(()) };
         let settled = self.settle_now(&unsettled);
-        self.settling.store(false, Ordering::Release);
+        self.settling.pending.store(false, Ordering::Release);
         settled.inspect_err(|error| {
-            self.settle_failures.fetch_add(1, Ordering::Relaxed);
+            self.settling.failures.fetch_add(1, Ordering::Relaxed);
             tracing::error!(layer = %unsettled.path.display(), %error, "the snapshot is safe, and not settled");
         })
     }
 
     /// Whether something is left to do for the last snapshot.
     pub fn is_settling(&self) -> bool {
-        self.settling.load(Ordering::Acquire)
+        self.settling.pending.load(Ordering::Acquire)
     }
 
     /// How often something could not be done that a snapshot had left to do.
     pub fn settle_failures(&self) -> u64 {
-        self.settle_failures.load(Ordering::Relaxed)
+        self.settling.failures.load(Ordering::Relaxed)
     }
 
     /// Keeps others from changing the layers; what the last snapshot left to do is done.
@@ -76,7 +86,7 @@ impl Disk {
     /// Leaves something to do.
     pub(super) fn leave_unsettled(&self, unsettled: Unsettled, changing: &mut Option<Unsettled>) {
         assert!(changing.is_none(), "the snapshot before is settled first");
-        self.settling.store(true, Ordering::Release);
+        self.settling.pending.store(true, Ordering::Release);
         *changing = Some(unsettled);
     }
 
