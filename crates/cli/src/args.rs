@@ -39,8 +39,8 @@ pub use self::snapshot::{
 };
 pub use self::survey::SurveyArgs;
 pub use self::vm::{
-    VaultArgs, VmArgs, VmCommand, VmDeleteArgs, VmListArgs, VmPruneArgs, VmRepairArgs, VmShowArgs,
-    VmStoreCommand, VmVerifyArgs,
+    ResumeGuardArgs, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmListArgs, VmMode, VmPruneArgs,
+    VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs, VmStoreCommand, VmVerifyArgs,
 };
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;
@@ -106,7 +106,7 @@ pub enum Command {
     Door(DoorArgs),
     /// Begin, watch and change the long work of a running server
     Job(JobArgs),
-    /// Snapshots of guests' memory
+    /// Take snapshots of running guests (memory, devices and disks), and start guests from them
     Vm(VmArgs),
     /// Print the completion script of a shell
     Completions(CompletionsArgs),

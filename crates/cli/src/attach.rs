@@ -170,7 +170,7 @@ fn qemu_id(name: &str) -> String {
 }
 
 /// Each option with its value on a line of its own, continued the way a shell reads it.
-fn shell_lines(arguments: &[String]) -> String {
+pub fn shell_lines(arguments: &[String]) -> String {
     let lines: Vec<String> = arguments
         .chunks(2)
         .map(|pair| pair.iter().map(|word| shell_quote(word)).collect::<Vec<_>>().join(" "))
@@ -187,7 +187,8 @@ fn shell_quote(word: &str) -> String {
     }
 }
 
-fn xml_escape(text: &str) -> String {
+/// `text` inside an element or a quoted attribute.
+pub fn xml_escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")
@@ -200,7 +201,8 @@ fn percent_encode_path(text: &str) -> String {
     text.split('/').map(encode_segment).collect::<Vec<_>>().join("/")
 }
 
-fn indent(text: &str) -> String {
+/// Each line, further to the right.
+pub fn indent(text: &str) -> String {
     text.lines().map(|line| format!("      {line}")).collect::<Vec<_>>().join("\n")
 }
 

@@ -1,13 +1,34 @@
 //! Taking the memory and the devices of a running QEMU, at one instant.
 //!
 //! ```text
-//!   Qmp ──► Machine (backends, layout) ──► MachineRam
+//!   Qmp ──► Machine (backends, layout) ──► MachineRam ──┐
+//!    │                                                  ▼
+//!    └──► take: stop ─ disks ─ devices ─► pipe ─ copy of memory ─ cont ──► store (introspection, vault)
 //! ```
+//!
+//! Invariants: whatever fails, the guest goes on as it did before; nothing of a capture that failed is left, neither a
+//! snapshot of its disks nor a capability of QEMU's that was off before.
 
 mod backend;
+mod copy;
+mod error;
+mod live;
 mod machine;
 mod memory;
 mod mtree;
+mod pause;
+mod save;
+mod state;
+pub mod stream;
+mod take;
 
+pub use error::{BoxError, CaptureError};
 pub use machine::{BACKENDS_MAX, Backend, Machine, MachineError};
+pub(crate) use memory::Files;
 pub use memory::MachineRam;
+pub use pause::resume;
+pub(crate) use pause::set_capability;
+pub use save::{CAPTURED, Captured, CapturedBackend, DEVICES, Report, Request, snapshot};
+pub use state::STATE_BYTES_MAX;
+pub(crate) use take::IGNORE_SHARED;
+pub use take::{Disks, Mode, Taken, take};

@@ -10,7 +10,8 @@
 //! | [`ram`] | reading a guest's memory where its hypervisor keeps it |
 //! | [`class`] | what a page is worth: a [`ClassMap`] has one class a frame |
 //! | [`introspect`] | what a Linux guest uses its pages for |
-//! | [`capture`] | where a running QEMU keeps its memory |
+//! | [`capture`] | taking a running guest: memory, devices and disks at one instant |
+//! | [`restore`] | bringing it back: files of memory, what was lost hidden, devices |
 //! | [`qmp`] | talking to a running QEMU |
 //! | [`vault`] | the store of snapshots: copies by class, checksums, deduplication, repair |
 //!
@@ -23,6 +24,7 @@ pub mod class;
 pub mod introspect;
 pub mod qmp;
 pub mod ram;
+pub mod restore;
 pub mod vault;
 
 pub use address::{Frame, PAGE_BITS, PAGE_BYTES, Physical, Virtual};

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 pub use image::RootImage;
-pub use vm::{Attach, Task, Vm};
+pub use vm::{Attach, Hardware, Task, Vm};
 
 use crate::bench::server::{Disk, Kind, Server};
 use crate::chain::{self, Base, Manifest, Plan, Spec};

@@ -82,9 +82,31 @@ for port in /dev/vport*; do
     echo "guest: agent"
 done
 
+# Counts for ever. Step n finds n - 1 lines on the disk, so a disk and a memory of two instants never count on.
+count() {
+    mount -t tmpfs tmpfs /tmp && mkdir -p /work || fail "count"
+    head -c 3000000 /dev/urandom > /tmp/blob && cp /tmp/blob /work/blob || fail "blob"
+    cat /files/data-* > /dev/null
+    sum=$(sha256sum < /tmp/blob)
+    step=0
+    while :; do
+        step=$((step + 1))
+        sync
+        [ $((step % 4)) = 0 ] && echo 3 > /proc/sys/vm/drop_caches
+        [ "$(sha256sum < /tmp/blob)" = "$sum" ] || fail "memory changed before step $step"
+        [ "$(sha256sum < /work/blob)" = "$sum" ] || fail "the disk changed before step $step"
+        lines=0
+        [ $step = 1 ] || lines=$(wc -l < /work/steps)
+        [ "$lines" = $((step - 1)) ] || fail "$lines steps on disk before step $step"
+        echo "step $step" >> /work/steps
+        echo "guest: count $step"
+    done
+}
+
 case "$task" in
     boot) ;;
     verify) verify ;;
+    count) count ;;
     workload)
         workload
         verify

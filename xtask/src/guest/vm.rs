@@ -1,5 +1,6 @@
 //! One run of stock QEMU with the guest, and what it says on its console.
 
+use std::ffi::{OsStr, OsString};
 use std::io::{BufRead, BufReader, Read, Write as _};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -35,6 +36,8 @@ pub enum Task {
     Soak,
     /// Wait for the disk to grow, write to its new end, then [`Task::Verify`].
     Resize,
+    /// Count for ever; each step checks a file in memory, one on disk, and that the disk holds every step before it.
+    Count,
 }
 
 impl Task {
@@ -45,6 +48,7 @@ impl Task {
             Self::Resize => "task=resize".into(),
             Self::Workload { rounds } => format!("task=workload rounds={rounds}"),
             Self::Soak => "task=soak".into(),
+            Self::Count => "task=count".into(),
         }
     }
 }
@@ -52,6 +56,17 @@ impl Task {
 /// Words of a kernel that lost data; none may ever be on a console.
 const KERNEL_COMPLAINTS: [&str; 6] =
     ["I/O error", "EXT4-fs error", "EXT4-fs warning", "Kernel panic", "blocked for more than", "JBD2: "];
+
+/// What a machine has besides its disk.
+#[derive(Clone, Debug, Default)]
+pub struct Hardware {
+    /// The file that is its memory; anonymous memory if there is none.
+    pub memory: Option<PathBuf>,
+    /// MiB of memory; 256 if 0.
+    pub mib: u32,
+    /// Further arguments of QEMU.
+    pub arguments: Vec<String>,
+}
 
 /// A running guest; killed when dropped.
 #[derive(Debug)]
@@ -77,10 +92,24 @@ impl Vm {
     /// As [`Vm::boot`].
     pub fn boot_with(guest: &Guest, attach: &Attach, task: Task, more: &[String]) -> Result<Self> {
         let mut command = Command::new("qemu-system-x86_64");
+        let hardware = Hardware { arguments: more.to_vec(), ..Hardware::default() };
+        command.args(Self::arguments(guest, attach, task, &hardware));
+        Self::start(command)
+    }
+
+    /// QEMU's arguments for a guest.
+    pub fn arguments(guest: &Guest, attach: &Attach, task: Task, hardware: &Hardware) -> Vec<OsString> {
+        let mut command = Command::new("qemu-system-x86_64");
         command.args(["-nodefaults", "-no-reboot", "-display", "none", "-serial", "stdio"]);
         command.args(["-machine", "q35,memory-backend=ram", "-accel", "tcg", "-cpu", "max", "-smp", "1"]);
-        command.args(["-m", "256", "-object", "memory-backend-memfd,id=ram,size=256M,share=on"]);
-        command.args(more).arg("-kernel").arg(&guest.kernel).arg("-initrd").arg(&guest.initramfs);
+        let mib = if hardware.mib == 0 { 256 } else { hardware.mib };
+        let memory = match &hardware.memory {
+            Some(file) => format!("memory-backend-file,mem-path={},", file.display()),
+            None => "memory-backend-memfd,".to_owned(),
+        };
+        let memory = format!("{memory}id=ram,size={mib}M,share=on");
+        command.args(["-m", &mib.to_string(), "-object", &memory]).args(&hardware.arguments);
+        command.arg("-kernel").arg(&guest.kernel).arg("-initrd").arg(&guest.initramfs);
         let words = "console=ttyS0 quiet panic=-1 tsc=unstable random.trust_cpu=on";
         command.arg("-append").arg(format!("{words} {}", task.command_line()));
         match attach {
@@ -97,6 +126,14 @@ impl Vm {
                 command.args(["-device", "virtio-blk-pci,drive=disk"]);
             }
         }
+        command.get_args().map(OsStr::to_owned).collect()
+    }
+
+    /// Starts a command that becomes QEMU, with the guest's console on its standard output.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn start(mut command: Command) -> Result<Self> {
         let start = Instant::now();
         let mut qemu = command
             .stdin(Stdio::piped())

@@ -2,7 +2,13 @@
 
 mod store;
 
-use clap::{Args, Subcommand};
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueEnum};
+
+use super::ControlArgs;
+use super::snapshot::parse_label;
+use crate::units::parse_size;
 
 pub use store::{
     VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmRepairArgs, VmShowArgs, VmStoreCommand, VmVerifyArgs,
@@ -19,13 +25,166 @@ pub struct VmArgs {
 
 const HELP: &str = "\
 Examples:
+  vmstrata vm args web --memory 4G                            how QEMU must be started
+  vmstrata vm snapshot web --name mon --vault /srv/a --vault /srv/b --vault /srv/c
+  vmstrata vm restore web@mon --vault /srv/a --vault /srv/b --vault /srv/c -- qemu-system-x86_64 ...
   vmstrata vm list --vault /srv/a --vault /srv/b --vault /srv/c
-  vmstrata vm verify --vault /srv/a --vault /srv/b --vault /srv/c";
+  vmstrata vm verify --vault /srv/a --vault /srv/b --vault /srv/c
+
+A snapshot is of memory, devices and the disks that vmstrata serves, at one instant.";
 
 /// The commands of `vmstrata vm`.
 #[derive(Debug, Subcommand)]
 pub enum VmCommand {
+    /// Print the options that QEMU or libvirt must start a guest with
+    Args(VmArgsArgs),
+    /// Take a snapshot of a running guest: memory, devices and disks at one instant
+    Snapshot(Box<VmSnapshotArgs>),
+    /// Start a guest from a snapshot
+    Restore(VmRestoreArgs),
     /// Those that look after snapshots that were taken.
     #[command(flatten)]
     Store(VmStoreCommand),
+    /// Lets a guest go on when the process that holds it dies
+    #[command(hide = true)]
+    ResumeGuard(ResumeGuardArgs),
+}
+
+/// `vmstrata vm args`
+#[derive(Debug, Args)]
+#[command(after_help = ARGS_HELP)]
+pub struct VmArgsArgs {
+    /// What the guest is called
+    pub guest: String,
+    /// How much memory it has
+    #[arg(long, short, value_name = "SIZE", value_parser = parse_size, default_value = "2G")]
+    pub memory: u64,
+    /// The file that is its memory; anything that several processes can map [default: /dev/shm/GUEST.memory]
+    #[arg(long, value_name = "FILE")]
+    pub memory_file: Option<PathBuf>,
+    /// The socket of QEMU's monitor [default: GUEST.qmp in /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "PATH")]
+    pub qmp: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const ARGS_HELP: &str = "\
+Examples:
+  vmstrata vm args web --memory 4G
+  vmstrata vm args web --memory 4G --memory-file /dev/hugepages/web
+  qemu-system-x86_64 $(vmstrata vm args web --json | jq -r '.qemu[]') ...
+
+Memory is in a file so that it can be read beside QEMU, and shared so that the file is what the guest has. The monitor
+is one that nothing else uses: QEMU serves one client of it at a time.
+Exit codes: 0 printed, 64 wrong usage.";
+
+/// `vmstrata vm snapshot`
+#[derive(Debug, Args)]
+#[command(after_help = SNAPSHOT_HELP)]
+pub struct VmSnapshotArgs {
+    /// What the guest is called
+    pub guest: String,
+    /// What to call the snapshot: up to 100 of A-Z a-z 0-9 . _ - [default: the time in UTC]
+    #[arg(long, short, value_name = "NAME")]
+    pub name: Option<String>,
+    /// The socket of QEMU's monitor [default: as `vm args` has it]
+    #[arg(long, value_name = "PATH")]
+    pub qmp: Option<PathBuf>,
+    /// Where to keep it.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// Copies of what the guest cannot live without
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub copies: u8,
+    /// Copies of what it can read again from its disks; 0 for none
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=16))]
+    pub clean_copies: u8,
+    /// Let copies lie on one device, where they are lost together
+    #[arg(long)]
+    pub one_device: bool,
+    /// Compression level of zstd, -7 to 19
+    #[arg(long, value_name = "LEVEL", default_value_t = 1, allow_hyphen_values = true)]
+    pub level: i32,
+    /// What is done while the guest is held
+    #[arg(long, value_name = "MODE", default_value = "copy")]
+    pub mode: VmMode,
+    /// A label, such as job=nightly (repeatable)
+    #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse_label)]
+    pub label: Vec<(String, String)>,
+    /// A disk of the guest, as the server calls it (repeatable) [default: those whose sockets QEMU is connected to]
+    #[arg(long = "disk", value_name = "NAME")]
+    pub disks: Vec<String>,
+    /// The server of the guest's disks.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const SNAPSHOT_HELP: &str = "\
+Examples:
+  vmstrata vm snapshot web --vault /srv/a --vault /srv/b --vault /srv/c
+  VMSTRATA_VAULT=/srv/a:/srv/b vmstrata vm snapshot web --name mon --copies 2
+  vmstrata vm snapshot web --vault /tmp/v --copies 1 --mode stop
+
+The guest is held while its devices are saved and its memory is copied; then it goes on, also when the command fails, is
+interrupted or killed. Its disks get a snapshot of the same name, if vmstrata serves them.
+Exit codes: 0 taken, 1 not taken (nothing is listed, the guest runs on), 64 wrong usage.";
+
+/// What is done while the guest is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum VmMode {
+    /// Copy memory to memory, and store it afterwards
+    Copy,
+    /// Store memory: needs none on the host, and holds the guest for as long as it takes
+    Stop,
+    /// Let the guest run on at once and save pages before they change: not with vhost-user devices
+    Live,
+}
+
+/// `vmstrata vm restore`
+#[derive(Debug, Args)]
+#[command(after_help = RESTORE_HELP)]
+pub struct VmRestoreArgs {
+    /// The snapshot: GUEST@NAME, GUEST for its newest, or an id
+    pub snapshot: String,
+    /// Where it is kept.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// Restore no page of clean cache: the guest reads them again from its disks
+    #[arg(long)]
+    pub no_cache: bool,
+    /// Where to make the files of the guest's memory; they are removed when QEMU has opened them
+    #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
+    pub memory_dir: PathBuf,
+    /// The socket of QEMU's monitor [default: as `vm args` has it]
+    #[arg(long, value_name = "PATH")]
+    pub qmp: Option<PathBuf>,
+    /// Leave the guest paused
+    #[arg(long)]
+    pub paused: bool,
+    /// QEMU's command line, as the guest was started with
+    #[arg(last = true, required = true, value_name = "QEMU")]
+    pub qemu: Vec<String>,
+}
+
+const RESTORE_HELP: &str = "\
+Examples:
+  vmstrata snapshot revert web.qcow2 mon --keep web.before.qcow2      the disk, before it is served again
+  vmstrata vm restore web@mon --vault /srv/a --vault /srv/b -- qemu-system-x86_64 -machine q35 ...
+  vmstrata vm restore web@mon --vault /srv/b --no-cache -- qemu-system-x86_64 -machine q35 ...
+
+The command line is the one the guest was started with: its memory is pointed to the snapshot's, and -incoming and a
+monitor are added. The guest's disks must be at the snapshot of the same instant. The command ends when QEMU does, with
+its exit code.
+Exit codes: QEMU's; 1 the guest was not started, 64 wrong usage.";
+
+/// `vmstrata vm resume-guard`
+#[derive(Debug, Args)]
+pub struct ResumeGuardArgs {
+    /// The socket of QEMU's monitor
+    pub qmp: PathBuf,
 }

@@ -40,9 +40,9 @@ impl Files {
         (within < *bytes).then(|| (file, within, bytes - within))
     }
 
-    /// The files, in order.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &File> {
-        self.files.iter().map(|(file, _, _)| file)
+    /// Bytes of all files.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.files.last().map_or(0, |(_, start, bytes)| start + bytes)
     }
 }
 
@@ -50,6 +50,11 @@ impl MachineRam {
     /// `files` with the bytes that count of each; one after the other they hold the blocks of `layout`.
     pub fn new(files: Vec<(File, u64)>, layout: Layout) -> Self {
         Self { files: Files::new(files), layout }
+    }
+
+    /// The backends' files.
+    pub(crate) fn files(&self) -> &Files {
+        &self.files
     }
 }
 
@@ -98,6 +103,6 @@ mod tests {
         assert_eq!(bytes, [1, 1, 2, 2]);
         assert!(matches!(ram.read(Physical::new(0xaffe), &mut bytes), Err(RamError::Hole { .. })));
         assert!(ram.files.find(0x4000).is_none());
-        assert_eq!(ram.files.iter().count(), 2);
+        assert_eq!(ram.files.bytes(), 0x4000);
     }
 }

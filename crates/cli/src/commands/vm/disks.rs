@@ -1,0 +1,168 @@
+//! The disks of a guest that a server serves: found, and snapshotted while the guest is held.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use serde::Deserialize;
+use serde_json::json;
+use vmstrata_api::{DiskList, DoorList, DoorSpec, JobSpec, JobStatus, SnapshotSpec, SnapshotTaken};
+use vmstrata_memory::capture::{BoxError, Disks};
+use vmstrata_memory::qmp::Qmp;
+use vmstrata_memory::vault::DiskState;
+
+use crate::client::Client;
+use crate::key_values::escape;
+
+/// How often a job is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Disks of one server, and the snapshot to take of them.
+pub(super) struct ServedDisks {
+    client: Client,
+    spec: SnapshotSpec,
+    /// `[disk]`: the active layer's file.
+    paths: Vec<String>,
+    is_taken: bool,
+}
+
+/// An element of QEMU's answer to `query-block`.
+#[derive(Debug, Deserialize)]
+struct Block {
+    device: String,
+    qdev: Option<String>,
+    inserted: Option<Inserted>,
+}
+
+/// What is said of a medium.
+#[derive(Debug, Deserialize)]
+struct Inserted {
+    ro: bool,
+    file: String,
+}
+
+impl ServedDisks {
+    /// The disks that were named, or else those whose sockets QEMU is connected to.
+    ///
+    /// # Errors
+    /// A disk that is not served.
+    pub(super) fn find(client: Client, qmp: &mut Qmp, named: &[String], spec: SnapshotSpec) -> Result<Self> {
+        let mut disks = Self { client, spec, paths: Vec::new(), is_taken: false };
+        if named.is_empty() && !disks.client.is_answered() {
+            return Ok(disks);
+        }
+        let names = if named.is_empty() { disks.connected(qmp)? } else { named.to_vec() };
+        let served: DiskList = disks.client.get("/v1/disks")?;
+        for name in names {
+            let Some(disk) = served.disks.iter().find(|disk| disk.name == name) else {
+                bail!("{}: no disk is named '{name}'", disks.client.path().display());
+            };
+            disks.paths.push(disk.path.clone());
+            disks.spec.disks.push(name);
+        }
+        Ok(disks)
+    }
+
+    /// Names of the disks whose vhost-user sockets QEMU was started with. (QEMU itself tells no paths of sockets that it is
+    /// connected to; a disk that was plugged in later must be named.)
+    fn connected(&self, qmp: &mut Qmp) -> Result<Vec<String>> {
+        let command = std::fs::read(format!("/proc/{}/cmdline", qmp.peer()?)).unwrap_or_default();
+        let command = String::from_utf8_lossy(&command).into_owned();
+        let doors: DoorList = self.client.get("/v1/doors")?;
+        let mut names = Vec::new();
+        for door in doors.doors {
+            let DoorSpec::VhostUser(door) = door.door else { continue };
+            if names_path(&command, Path::new(&door.socket)) && !names.contains(&door.disk) {
+                names.push(door.disk);
+            }
+        }
+        Ok(names)
+    }
+
+    /// Their number.
+    pub(super) fn len(&self) -> usize {
+        self.paths.len()
+    }
+
+    fn delete(&self) -> Result<()> {
+        for disk in &self.spec.disks {
+            let snapshots = vec![self.spec.name.clone()];
+            let asked = JobSpec::SnapshotDelete {
+                disk: disk.clone(),
+                snapshots,
+                bytes_per_second: None,
+                keep_files: false,
+            };
+            let mut job: JobStatus = self.client.post("/v1/jobs", &asked)?;
+            while !job.state.is_ended() {
+                std::thread::sleep(LOOK_EVERY);
+                job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
+            }
+            if let Some(error) = job.error {
+                bail!("{disk}: {error}");
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Disks for ServedDisks {
+    fn snapshot(&mut self) -> Result<Vec<DiskState>, BoxError> {
+        if self.paths.is_empty() {
+            return Ok(Vec::new());
+        }
+        let _taken: SnapshotTaken = self.client.post("/v1/snapshots", &self.spec)?;
+        self.is_taken = true;
+        let state = |path: &String| DiskState { disk: path.clone(), snapshot: self.spec.name.clone() };
+        Ok(self.paths.iter().map(state).collect())
+    }
+
+    fn undo(&mut self) {
+        if std::mem::take(&mut self.is_taken)
+            && let Err(error) = self.delete()
+        {
+            let (name, disks) = (&self.spec.name, self.spec.disks.join(", "));
+            eprintln!("vmstrata: warning: snapshot {name} of {disks} is left over: {error:#}");
+        }
+    }
+}
+
+/// Media of the guest that no server has: their content is not in the snapshot.
+///
+/// # Errors
+/// When QEMU does not tell.
+pub(super) fn others(qmp: &mut Qmp) -> Result<Vec<String>> {
+    let blocks: Vec<Block> = qmp.ask("query-block", json!({}))?;
+    let writable = |block: Block| {
+        let inserted = block.inserted.filter(|inserted| !inserted.ro)?;
+        let name = if block.device.is_empty() { block.qdev.unwrap_or_default() } else { block.device };
+        Some(format!("{name} ({})", inserted.file))
+    };
+    Ok(blocks.into_iter().filter_map(writable).collect())
+}
+
+/// Whether a command line has a socket's path, as a whole, in an option of QEMU's.
+fn names_path(command: &str, socket: &Path) -> bool {
+    let resolved = socket.canonicalize().unwrap_or_else(|_| socket.to_owned());
+    [socket, &resolved].into_iter().any(|path| {
+        let path = escape(&path.to_string_lossy());
+        let ends =
+            |rest: &str| rest.is_empty() || rest.starts_with([',', '\0', '"']) && !rest.starts_with(",,");
+        command.match_indices(&path).any(|(at, found)| ends(&command[at + found.len()..]))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_the_guests_if_its_socket_is_on_the_command_line() {
+        let has = |command: &str, socket: &str| names_path(command, Path::new(socket));
+        let line = "qemu\0-chardev\0socket,id=d,path=/run/web.sock,reconnect=1\0-S";
+        assert!(has(line, "/run/web.sock"));
+        assert!(!has(line, "/run/web") && !has(line, "/run/db.sock"));
+        assert!(has("socket,path=/run/a,,b.sock", "/run/a,b.sock") && !has("path=/run/a,,b.sock", "/run/a"));
+        assert!(has(r#"{"backend":{"addr":{"path":"/run/web.sock"}}}"#, "/run/web.sock"));
+    }
+}

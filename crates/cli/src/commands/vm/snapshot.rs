@@ -1,0 +1,143 @@
+//! `vmstrata vm snapshot`: memory, devices and disks of a running guest, at one instant.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use vmstrata_api::SnapshotSpec;
+use vmstrata_memory::Introspection;
+use vmstrata_memory::capture::{self, Mode, Report, Request};
+use vmstrata_memory::vault::{OneDevice, Policy};
+
+use super::disks::{self, ServedDisks};
+use super::guard::Guard;
+use crate::args::{VmMode, VmSnapshotArgs};
+use crate::client::Client;
+use crate::commands::snapshot::time;
+use crate::output::{counted, print, print_json};
+use crate::units::short_size;
+
+/// The result as data.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Shown {
+    snapshot: String,
+    id: String,
+    pause_ms: f64,
+    seconds: f64,
+    disks: Vec<String>,
+    /// The guest's kernel, as far as it could be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kernel: Option<String>,
+    /// Why every page counts as critical.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unreadable: Option<String>,
+    pages: u64,
+    free_pages: u64,
+    clean_pages: u64,
+}
+
+/// Takes the snapshot.
+///
+/// # Errors
+/// What failed; the guest runs on, and nothing is listed.
+pub(super) fn run(args: &VmSnapshotArgs) -> Result<ExitCode> {
+    let taken_ns = time::now_ns();
+    let name = args.name.clone().unwrap_or_else(|| time::compact(taken_ns));
+    let vault = super::store::open(&args.vault)?;
+    let monitor = super::monitor(&args.guest, args.qmp.as_deref());
+    let mut qmp = super::connect(&args.guest, &monitor)?;
+    for other in disks::others(&mut qmp)? {
+        eprintln!("vmstrata: warning: {other} is not served by vmstrata, and not in the snapshot");
+    }
+    let spec = SnapshotSpec {
+        disks: Vec::new(),
+        name: name.clone(),
+        taken_ns,
+        labels: args.label.iter().cloned().collect(),
+        group: Some(group(&args.guest, &name)),
+        // The guest is held: it could not be asked to settle anything.
+        ..SnapshotSpec::default()
+    };
+    let mut served = ServedDisks::find(Client::new(&args.server)?, &mut qmp, &args.disks, spec)?;
+    if served.len() == 0 {
+        eprintln!(
+            "vmstrata: warning: no disk of {} is served by vmstrata: the snapshot has none",
+            args.guest
+        );
+    }
+    let request = request(args, &name, taken_ns);
+    let cancel = cancel_on_signals()?;
+    let guard = Guard::start(&monitor)?;
+    let report = capture::snapshot(&mut qmp, &vault, &request, &mut served, &cancel);
+    // QEMU serves one client at a time: a guard that had to act would need the monitor.
+    drop(qmp);
+    drop(guard);
+    show(args, &name, &report?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What the snapshots of a guest's disks have in common: a group's id holds no `@`, and 64 characters.
+fn group(guest: &str, name: &str) -> String {
+    format!("{guest}.{name}").chars().take(64).collect()
+}
+
+fn request(args: &VmSnapshotArgs, name: &str, taken_ns: u64) -> Request {
+    Request {
+        guest: args.guest.clone(),
+        name: name.to_owned(),
+        taken_ns,
+        labels: args.label.clone(),
+        policy: Policy {
+            critical_copies: args.copies,
+            clean_copies: args.clean_copies.min(args.copies),
+            one_device: if args.one_device { OneDevice::Allow } else { OneDevice::Refuse },
+            level: args.level,
+            ..Policy::default()
+        },
+        mode: match args.mode {
+            VmMode::Copy => Mode::Copy,
+            VmMode::Stop => Mode::Stop,
+            VmMode::Live => Mode::Live,
+        },
+        introspect: Some(Introspection::of),
+    }
+}
+
+/// Set once someone interrupts or ends this process.
+fn cancel_on_signals() -> Result<Arc<AtomicBool>> {
+    let cancel = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&cancel)).context("watching for signals")?;
+    }
+    Ok(cancel)
+}
+
+fn show(args: &VmSnapshotArgs, name: &str, report: &Report) -> Result<()> {
+    let stats = &report.saved.stats;
+    let shown = Shown {
+        snapshot: format!("{}@{name}", args.guest),
+        id: report.saved.id.to_string(),
+        pause_ms: report.pause.as_secs_f64() * 1000.0,
+        seconds: report.took.as_secs_f64(),
+        disks: report.disks.iter().map(|disk| disk.disk.clone()).collect(),
+        kernel: report.kernel.clone().ok(),
+        unreadable: report.kernel.clone().err(),
+        pages: stats.pages,
+        free_pages: stats.free,
+        clean_pages: stats.clean,
+    };
+    if args.json {
+        return Ok(print_json(&shown)?);
+    }
+    let memory = short_size(stats.pages << vmstrata_memory::PAGE_BITS);
+    let disks = counted(shown.disks.len() as u64, "disk");
+    let held = format!("held for {:.1} ms, {:.1} s in all", shown.pause_ms, shown.seconds);
+    print(&format!("{}: {memory} of memory and {disks} taken ({held})\n", shown.snapshot))?;
+    if let Some(why) = &shown.unreadable {
+        eprintln!("vmstrata: every page is stored as critical: {why}");
+    }
+    Ok(())
+}

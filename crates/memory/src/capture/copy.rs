@@ -1,0 +1,176 @@
+//! A copy of a guest's memory in this process, made while the guest is held still and read at leisure afterwards.
+//!
+//! The copy is made twice: once while the guest still runs, so that the host's pages for it are there and warm, and once
+//! in the pause, when it counts. What the backends' files have no page for is skipped: there the copy stays zero.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use super::error::CaptureError;
+use super::memory::{Files, MachineRam};
+use crate::address::{PAGE_BYTES, Physical};
+use crate::ram::{Layout, Ram, RamError};
+
+/// Bytes copied at once.
+const CHUNK: usize = 1 << 20;
+/// More threads do not use more of a host's memory bandwidth.
+const THREADS_MAX: usize = 8;
+
+/// A guest's memory as it was at one instant.
+#[derive(Debug)]
+pub(super) struct StillRam {
+    bytes: Vec<u8>,
+    layout: Layout,
+}
+
+impl StillRam {
+    /// Room for a copy of `ram`, filled once with what `ram` has now.
+    ///
+    /// # Errors
+    /// [`CaptureError::Memory`] when the host has no room.
+    pub(super) fn prepare(ram: &MachineRam) -> Result<Self, CaptureError> {
+        let mut copy = Self::blank(ram.layout().clone(), ram.files().bytes())?;
+        copy.fill(ram)?;
+        Ok(copy)
+    }
+
+    /// Room for `bytes` bytes of memory, all zero.
+    ///
+    /// # Errors
+    /// [`CaptureError::Memory`] when the host has no room.
+    pub(super) fn blank(layout: Layout, bytes: u64) -> Result<Self, CaptureError> {
+        let none = CaptureError::Memory { bytes };
+        let Ok(len) = usize::try_from(bytes) else { return Err(none) };
+        if available().is_some_and(|there| there < bytes) {
+            return Err(none);
+        }
+        // Zeroed by the kernel, page by page, when it is first touched.
+        Ok(Self { bytes: vec![0; len], layout })
+    }
+
+    /// Puts a page to its place among the backends' bytes; `None` past their end. Zeros stay untouched memory.
+    pub(super) fn put(&mut self, offset: u64, page: &[u8; PAGE_BYTES]) -> Option<()> {
+        let start = usize::try_from(offset).ok()?;
+        let into = self.bytes.get_mut(start..start.checked_add(PAGE_BYTES)?)?;
+        if *page != [0; PAGE_BYTES] {
+            into.copy_from_slice(page);
+        }
+        Some(())
+    }
+
+    /// Copies all of `ram` as it is now.
+    pub(super) fn fill(&mut self, ram: &MachineRam) -> Result<(), CaptureError> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+        let chunks: Vec<(usize, Mutex<&mut [u8]>)> =
+            self.bytes.chunks_mut(CHUNK).map(Mutex::new).enumerate().collect();
+        let next = AtomicUsize::new(0);
+        let copy_some = || -> io::Result<()> {
+            while let Some((index, into)) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let mut into = into.try_lock().expect("each chunk is taken once");
+                read_chunk(ram.files(), (index * CHUNK) as u64, &mut into)?;
+            }
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let copiers: Vec<_> = (0..threads).map(|_| scope.spawn(copy_some)).collect();
+            copiers.into_iter().try_for_each(|copier| copier.join().expect("copying does not panic"))
+        })
+        .map_err(|source| RamError::Io { at: Physical::new(0), source }.into())
+    }
+}
+
+impl Ram for StillRam {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn read(&self, at: Physical, into: &mut [u8]) -> Result<(), RamError> {
+        let len = into.len();
+        let hole = || RamError::Hole { at, len };
+        let (mut from, mut rest) = (at, into);
+        while !rest.is_empty() {
+            let (offset, follow) = self.layout.find(from).ok_or_else(hole)?;
+            let count = rest.len().min(usize::try_from(follow).unwrap_or(usize::MAX));
+            let (now, later) = rest.split_at_mut(count);
+            let start = usize::try_from(offset).map_err(|_| hole())?;
+            now.copy_from_slice(self.bytes.get(start..start + count).ok_or_else(hole)?);
+            from = from.checked_add(count as u64).ok_or_else(hole)?;
+            rest = later;
+        }
+        Ok(())
+    }
+}
+
+/// Fills `into` from `offset` on, over the ends of files; what a file has no page for is zero.
+fn read_chunk(files: &Files, offset: u64, into: &mut [u8]) -> io::Result<()> {
+    let (mut offset, mut rest) = (offset, into);
+    while !rest.is_empty() {
+        let (file, within, follow) = files.find(offset).ok_or(io::ErrorKind::UnexpectedEof)?;
+        let count = rest.len().min(usize::try_from(follow).unwrap_or(usize::MAX));
+        let (now, later) = rest.split_at_mut(count);
+        if is_hole(file, within, count as u64) {
+            now.fill(0);
+        } else {
+            file.read_exact_at(now, within)?;
+        }
+        (offset, rest) = (offset + count as u64, later);
+    }
+    Ok(())
+}
+
+/// Whether a file surely has no page in a range.
+fn is_hole(file: &File, offset: u64, len: u64) -> bool {
+    match seek(file, SeekFrom::Data(offset)) {
+        Ok(data) => data >= offset + len,
+        Err(Errno::NXIO) => true,
+        Err(_) => false,
+    }
+}
+
+/// Bytes of memory that the host can give without pushing others out.
+fn available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ram::Block;
+
+    #[test]
+    fn a_copy_is_what_the_memory_was_when_it_was_last_filled() {
+        let file = tempfile::tempfile().unwrap();
+        let len = 5 * CHUNK as u64 + 0x1000;
+        file.set_len(len).unwrap();
+        file.write_all_at(b"before", 3 * CHUNK as u64).unwrap();
+        let block = Block { start: Physical::new(0), len, file_offset: 0 };
+        let handle = file.try_clone().unwrap();
+        let ram = MachineRam::new(vec![(handle, len)], Layout::new(vec![block]).unwrap());
+        let mut copy = StillRam::prepare(&ram).unwrap();
+        let at = Physical::new(3 * CHUNK as u64);
+        let mut bytes = [0; 6];
+        copy.read(at, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"before");
+        file.write_all_at(b"after!", 3 * CHUNK as u64).unwrap();
+        copy.read(at, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"before");
+        copy.fill(&ram).unwrap();
+        copy.read(at, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"after!");
+        // A page that was given back meanwhile is zero, not what it was before.
+        file.set_len(3 * CHUNK as u64).unwrap();
+        file.set_len(len).unwrap();
+        copy.fill(&ram).unwrap();
+        copy.read(at, &mut bytes).unwrap();
+        assert_eq!(bytes, [0; 6]);
+        assert!(matches!(copy.read(Physical::new(len - 3), &mut bytes), Err(RamError::Hole { .. })));
+    }
+}

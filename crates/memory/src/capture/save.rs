@@ -1,0 +1,230 @@
+//! From a running guest to a snapshot in the vault.
+//!
+//! ```text
+//!   begin (vault) ─► take: stop ─ disks ─ devices ─ copy ─ cont ─► introspection ─► pages by class ─► finish
+//! ```
+//!
+//! Nothing is listed before `finish`; if it does not come to that, the guest runs on and the snapshot of its disks is
+//! deleted again.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::error::{BoxError, CaptureError};
+use super::machine::Machine;
+use super::take::{Disks, Mode, take};
+use crate::address::{Frame, PAGE_BYTES, Physical};
+use crate::class::PageClass;
+use crate::introspect::Introspection;
+use crate::qmp::Qmp;
+use crate::ram::{Block, Ram};
+use crate::vault::{Closing, DiskState, Hiding, Mask, NewSnapshot, Policy, Saved, Vault, Writer};
+
+/// The vault's name of the stream of devices.
+pub const DEVICES: &str = "devices";
+/// The vault's name of what [`Captured`] says.
+pub const CAPTURED: &str = "capture";
+/// Pages read at once.
+const CHUNK_PAGES: usize = 256;
+
+/// A snapshot to take.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// What the guest is called.
+    pub guest: String,
+    /// What the snapshot is to be called.
+    pub name: String,
+    /// The instant, in ns since 1970, as the caller's clock says.
+    pub taken_ns: u64,
+    /// Keys and values.
+    pub labels: Vec<(String, String)>,
+    /// How it is to be kept.
+    pub policy: Policy,
+    /// What is done while the guest is held.
+    pub mode: Mode,
+    /// Finds out what the guest's kernel uses its pages for; without it, all are critical.
+    pub introspect: Option<fn(&dyn Ram) -> Introspection>,
+}
+
+/// A snapshot that was taken.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// What the vault says of it.
+    pub saved: Saved,
+    /// For how long the guest was held.
+    pub pause: Duration,
+    /// How long all of it took.
+    pub took: Duration,
+    /// The disks at that instant.
+    pub disks: Vec<DiskState>,
+    /// The guest's kernel, or why every page counts as critical.
+    pub kernel: Result<String, String>,
+}
+
+/// What is kept of how a snapshot was taken: what it takes to start the guest again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Captured {
+    /// The machine type, such as `pc-q35-7.2`.
+    pub machine: String,
+    /// The memory backends, in the order of their bytes.
+    pub backends: Vec<CapturedBackend>,
+    /// Whether the devices' stream leaves memory out that is in files.
+    pub ignore_shared: bool,
+}
+
+/// A memory backend of the machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CapturedBackend {
+    /// QEMU's id of the object.
+    pub id: String,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// Takes a snapshot of the guest behind `qmp` into `vault`.
+///
+/// # Errors
+/// [`CaptureError`]; the guest then runs on, nothing is listed, and the disks have no snapshot more.
+pub fn snapshot(
+    qmp: &mut Qmp,
+    vault: &Arc<Vault>,
+    request: &Request,
+    disks: &mut dyn Disks,
+    cancel: &AtomicBool,
+) -> Result<Report, CaptureError> {
+    let done = attempt(qmp, vault, request, disks, cancel);
+    if done.is_err() {
+        disks.undo();
+    }
+    done
+}
+
+fn attempt(
+    qmp: &mut Qmp,
+    vault: &Arc<Vault>,
+    request: &Request,
+    disks: &mut dyn Disks,
+    cancel: &AtomicBool,
+) -> Result<Report, CaptureError> {
+    let start = Instant::now();
+    let machine = Machine::inspect(qmp)?;
+    let new = NewSnapshot {
+        guest: request.guest.clone(),
+        name: request.name.clone(),
+        layout: machine.layout.clone(),
+        policy: request.policy.clone(),
+    };
+    let mut writer = vault.begin(new).map_err(stored)?;
+    let (mut hiding, mut kernel) = (Hiding::default(), Err("it was not asked".to_owned()));
+    let mut store = |ram: &dyn Ram| {
+        let introspection = request.introspect.map(|introspect| introspect(ram));
+        if let Some(introspection) = &introspection {
+            (hiding, kernel) = (hiding_of(introspection), kernel_of(introspection));
+        }
+        write(ram, introspection.as_ref(), &mut writer, cancel)
+    };
+    let taken = take(qmp, &machine, request.mode, disks, &mut store, cancel)?;
+    let captured = Captured::of(&machine, taken.ignore_shared).encode()?;
+    let blobs = BTreeMap::from([(DEVICES.to_owned(), taken.devices), (CAPTURED.to_owned(), captured)]);
+    let closing = Closing {
+        taken_ns: request.taken_ns,
+        labels: request.labels.clone(),
+        disks: taken.disks.clone(),
+        hiding,
+        blobs,
+    };
+    if cancel.load(Ordering::Relaxed) {
+        return Err(CaptureError::Cancelled);
+    }
+    let saved = writer.finish(closing).map_err(stored)?;
+    Ok(Report { saved, pause: taken.pause, took: start.elapsed(), disks: taken.disks, kernel })
+}
+
+fn stored(error: crate::vault::VaultError) -> CaptureError {
+    CaptureError::Store(error.into())
+}
+
+impl Captured {
+    fn encode(&self) -> Result<Vec<u8>, CaptureError> {
+        serde_json::to_vec(self).map_err(|error| CaptureError::Store(error.into()))
+    }
+
+    fn of(machine: &Machine, ignore_shared: bool) -> Self {
+        let backend =
+            |backend: &super::Backend| CapturedBackend { id: backend.id.clone(), bytes: backend.bytes };
+        Self {
+            machine: machine.kind.clone(),
+            backends: machine.backends.iter().map(backend).collect(),
+            ignore_shared,
+        }
+    }
+}
+
+/// Gives every page to the vault, by its class.
+fn write(
+    ram: &dyn Ram,
+    introspection: Option<&Introspection>,
+    writer: &mut Writer,
+    cancel: &AtomicBool,
+) -> Result<(), BoxError> {
+    let classes = introspection.map(|introspection| introspection.classes(ram)).unwrap_or_default();
+    let class = |frame| classes.get(frame);
+    let mut bytes = vec![[0; PAGE_BYTES]; CHUNK_PAGES];
+    for block in ram.layout().blocks() {
+        for at in (0..block.len).step_by(CHUNK_PAGES * PAGE_BYTES) {
+            if cancel.load(Ordering::Relaxed) {
+                return Err(CaptureError::Cancelled.into());
+            }
+            write_chunk(ram, block, at, &class, &mut bytes, writer)?;
+        }
+    }
+    Ok(())
+}
+
+/// Gives the pages of a chunk of a block; nothing is read of a chunk in which all pages are free.
+fn write_chunk(
+    ram: &dyn Ram,
+    block: &Block,
+    at: u64,
+    class: &dyn Fn(Frame) -> PageClass,
+    bytes: &mut [[u8; PAGE_BYTES]],
+    writer: &mut Writer,
+) -> Result<(), BoxError> {
+    let start = Physical::new(block.start.get() + at);
+    let pages = usize::try_from((block.len - at) / PAGE_BYTES as u64).unwrap_or(usize::MAX).min(bytes.len());
+    let first = Frame::of(start).get();
+    let frames = || (first..).map(Frame::new).zip(0..pages);
+    if frames().any(|(frame, _)| class(frame) != PageClass::Free) {
+        ram.read(start, bytes[..pages].as_flattened_mut())?;
+    }
+    for (frame, index) in frames() {
+        writer.page(frame, class(frame), &bytes[index])?;
+    }
+    Ok(())
+}
+
+fn kernel_of(introspection: &Introspection) -> Result<String, String> {
+    match introspection {
+        Introspection::Read { release, .. } => Ok(release.clone()),
+        Introspection::Unreadable(why) => Err(why.to_string()),
+    }
+}
+
+/// What hides each clean page: as folios are hidden whole, every page of one has the masks of all.
+fn hiding_of(introspection: &Introspection) -> Hiding {
+    let Introspection::Read { pages, .. } = introspection else { return Hiding::default() };
+    let folio = |hide: crate::introspect::Hide<'_>| {
+        let masks: Vec<Mask> = hide
+            .clears
+            .iter()
+            .map(|clear| Mask { at: clear.at, width: clear.width as u8, clear: clear.mask })
+            .collect();
+        let frames = (0..u64::from(hide.pages)).map(move |page| Frame::new(hide.first.get() + page));
+        frames.map(move |frame| (frame, masks.clone())).collect::<Vec<_>>()
+    };
+    Hiding::new(pages.hides.iter().flat_map(folio).collect())
+}

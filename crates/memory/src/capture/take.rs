@@ -1,0 +1,109 @@
+//! One capture from beginning to end: the guest held, its disks, devices and memory taken, the guest let go.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::copy::StillRam;
+use super::error::{BoxError, CaptureError};
+use super::live::take_live;
+use super::machine::Machine;
+use super::pause::{Pause, wait_migrated, with_capability};
+use super::state;
+use crate::qmp::Qmp;
+use crate::ram::Ram;
+use crate::vault::DiskState;
+
+/// How long QEMU may take to save its devices.
+const DEVICES_MAX: Duration = Duration::from_secs(60);
+/// Leaves memory that others can read out of the stream of the devices.
+pub(crate) const IGNORE_SHARED: &str = "x-ignore-shared";
+
+/// What is done while the guest is held.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// Memory is copied to this process's memory; storing it comes after the pause.
+    #[default]
+    Copy,
+    /// Memory is stored: needs no memory on the host, for a pause as long as storing takes.
+    Stop,
+    /// QEMU copies each page before the guest changes it: the shortest pause, for guests without vhost-user devices.
+    Live,
+}
+
+/// The guest's disks, snapshotted at the instant in which its memory is taken.
+pub trait Disks {
+    /// Takes a snapshot of all of them; the guest is held.
+    ///
+    /// # Errors
+    /// Whatever the server of the disks says; the capture then fails.
+    fn snapshot(&mut self) -> Result<Vec<DiskState>, BoxError>;
+
+    /// Deletes it again, if there is one, because the capture failed.
+    fn undo(&mut self);
+}
+
+/// A capture that is complete.
+#[derive(Clone, Debug)]
+pub struct Taken {
+    /// QEMU's stream of the guest's devices.
+    pub devices: Vec<u8>,
+    /// The disks at the same instant.
+    pub disks: Vec<DiskState>,
+    /// For how long the guest was held.
+    pub pause: Duration,
+    /// Whether the devices' stream leaves out memory that is in files; else it says of it only that it is there.
+    pub ignore_shared: bool,
+}
+
+/// Takes the guest behind `qmp`, which is `machine`. `store` gets the memory as it was at the one instant.
+///
+/// The guest goes on after the pause, or at any failure. Undoing the snapshot of the disks is left to the caller, for whom
+/// more may fail.
+///
+/// # Errors
+/// Whatever failed first; `cancel` ends a capture with [`CaptureError::Cancelled`].
+pub fn take(
+    qmp: &mut Qmp,
+    machine: &Machine,
+    mode: Mode,
+    disks: &mut dyn Disks,
+    store: &mut dyn FnMut(&dyn Ram) -> Result<(), BoxError>,
+    cancel: &AtomicBool,
+) -> Result<Taken, CaptureError> {
+    if mode == Mode::Live {
+        return take_live(qmp, machine, disks, store, cancel);
+    }
+    let ram = machine.open()?;
+    let mut copy = (mode == Mode::Copy).then(|| StillRam::prepare(&ram)).transpose()?;
+    let mut held = |pause: &mut Pause<'_>| -> Result<_, CaptureError> {
+        let disks = disks.snapshot().map_err(CaptureError::Disks)?;
+        let devices = devices(pause.qmp(), cancel)?;
+        match &mut copy {
+            Some(copy) => copy.fill(&ram)?,
+            None => store(&ram).map_err(CaptureError::Store)?,
+        }
+        cancelled(cancel)?;
+        Ok((devices, disks))
+    };
+    let taken = with_capability(qmp, IGNORE_SHARED, |qmp| {
+        let mut pause = Pause::begin(qmp)?;
+        let (devices, disks) = held(&mut pause)?;
+        Ok(Taken { devices, disks, pause: pause.end()?, ignore_shared: true })
+    })?;
+    if let Some(copy) = &copy {
+        store(copy).map_err(CaptureError::Store)?;
+    }
+    Ok(taken)
+}
+
+/// The state of the devices of a guest that is held.
+fn devices(qmp: &mut Qmp, cancel: &AtomicBool) -> Result<Vec<u8>, CaptureError> {
+    let reader = state::migrate(qmp)?;
+    let collecting = state::collect(reader);
+    wait_migrated(qmp, Instant::now() + DEVICES_MAX, || cancelled(cancel))?;
+    state::collected(collecting)
+}
+
+fn cancelled(cancel: &AtomicBool) -> Result<(), CaptureError> {
+    if cancel.load(Ordering::Relaxed) { Err(CaptureError::Cancelled) } else { Ok(()) }
+}

@@ -1,0 +1,16 @@
+//! Bringing a guest back: its memory into files, its devices into a QEMU that waits for them.
+//!
+//! ```text
+//!   Snapshot (vault) ──► fill: pages, hidden losses ──► files of the memory
+//!   command line of QEMU ──► Restart (backends' files, -incoming, a monitor) ──► QEMU ──► resume: devices ─ cont
+//! ```
+
+mod command;
+mod error;
+mod incoming;
+mod memory;
+
+pub use command::{BackendFile, CommandError, restart};
+pub use error::RestoreError;
+pub use incoming::{Incoming, resume};
+pub use memory::{Filled, fill};

@@ -1,0 +1,89 @@
+//! Handing a waiting QEMU the state of the guest's devices, and letting the guest go on.
+
+use std::io::{Write, pipe};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+use serde_json::json;
+
+use super::error::RestoreError;
+use crate::capture::{IGNORE_SHARED, set_capability};
+use crate::qmp::{Qmp, QmpError};
+
+/// How long QEMU may take to load the devices.
+const LOAD_MAX: Duration = Duration::from_secs(120);
+/// How often QEMU is asked how far it is.
+const POLL: Duration = Duration::from_millis(2);
+/// What QEMU calls the descriptor.
+const NAME: &str = "vmstrata-state";
+
+/// What a QEMU that was started with `-incoming defer` gets.
+#[derive(Clone, Copy, Debug)]
+pub struct Incoming<'a> {
+    /// The machine type the guest had.
+    pub kind: &'a str,
+    /// The stream of its devices.
+    pub devices: &'a [u8],
+    /// Whether the stream leaves memory out that is in files; see QEMU's capability `x-ignore-shared`.
+    pub ignore_shared: bool,
+}
+
+/// QEMU's answer to `query-migrate`.
+#[derive(Debug, Deserialize)]
+struct Migration {
+    status: Option<String>,
+    #[serde(rename = "error-desc")]
+    error: Option<String>,
+}
+
+/// Loads the devices into the QEMU behind `qmp`; `go_on` lets the guest run. Returns how long it took.
+///
+/// # Errors
+/// [`RestoreError`]; QEMU must then be ended: it may have loaded a part.
+pub fn resume(qmp: &mut Qmp, incoming: Incoming<'_>, go_on: bool) -> Result<Duration, RestoreError> {
+    let start = Instant::now();
+    let has: String = qmp.ask("qom-get", json!({ "path": "/machine", "property": "type" }))?;
+    let has = has.trim_end_matches("-machine").to_owned();
+    if has != incoming.kind {
+        return Err(RestoreError::Kind { had: incoming.kind.to_owned(), has });
+    }
+    set_capability(qmp, IGNORE_SHARED, incoming.ignore_shared)?;
+    let (reader, mut writer) = pipe().map_err(QmpError::from)?;
+    qmp.give(NAME, reader.as_fd())?;
+    drop(reader);
+    std::thread::scope(|scope| {
+        // A QEMU that stops reading is one that failed, and says why itself.
+        scope.spawn(move || drop(writer.write_all(incoming.devices)));
+        qmp.tell("migrate-incoming", json!({ "uri": format!("fd:{NAME}") }))?;
+        wait_loaded(qmp, start + LOAD_MAX)
+    })?;
+    if go_on {
+        qmp.tell("cont", json!({}))?;
+    }
+    Ok(start.elapsed())
+}
+
+fn wait_loaded(qmp: &mut Qmp, deadline: Instant) -> Result<(), RestoreError> {
+    loop {
+        let now: Migration = match qmp.ask("query-migrate", json!({})) {
+            Ok(now) => now,
+            // An incoming migration that fails ends QEMU.
+            Err(QmpError::Closed) => {
+                return Err(RestoreError::Incoming { words: "QEMU ended; its messages say why".to_owned() });
+            }
+            Err(error) => return Err(error.into()),
+        };
+        match now.status.as_deref() {
+            Some("completed") => return Ok(()),
+            Some("failed") => {
+                let words = now.error.unwrap_or_else(|| "its messages say why".to_owned());
+                return Err(RestoreError::Incoming { words });
+            }
+            _ if Instant::now() > deadline => {
+                return Err(RestoreError::Incoming { words: "it does not end".to_owned() });
+            }
+            _ => std::thread::sleep(POLL),
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! A snapshot's memory, put into the files of a machine's backends, with what was lost hidden from the guest.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use super::error::RestoreError;
+use crate::address::{Frame, PAGE_BYTES, Physical};
+use crate::capture::Files;
+use crate::ram::Layout;
+use crate::vault::{Hiding, Snapshot, Want};
+
+/// What was put into files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Filled {
+    /// Pages with bytes.
+    pub pages: u64,
+    /// Clean pages that are lost or were left out, and are hidden from the guest.
+    pub hidden: u64,
+}
+
+/// Fills `files`, which are empty and hold the machine's backends in order, with so many bytes each.
+///
+/// # Errors
+/// When a page that the guest needs is lost, a lost clean page cannot be hidden, or a file cannot be written.
+pub fn fill(snapshot: &Snapshot, want: Want, files: Vec<(File, u64)>) -> Result<Filled, RestoreError> {
+    for (file, bytes) in &files {
+        file.set_len(*bytes)?;
+    }
+    let memory = Memory { files: Files::new(files), layout: snapshot.info().layout.clone() };
+    let pages = std::sync::atomic::AtomicU64::new(0);
+    let lost = snapshot.stream(want, |frame, bytes| {
+        pages.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        memory.write(frame, bytes)
+    })?;
+    memory.hide(snapshot.hiding(), &lost)?;
+    Ok(Filled { pages: pages.into_inner(), hidden: lost.len() as u64 })
+}
+
+/// The memory of a machine that does not run yet.
+#[derive(Debug)]
+struct Memory {
+    files: Files,
+    layout: Layout,
+}
+
+impl Memory {
+    fn write(&self, frame: Frame, bytes: &[u8; PAGE_BYTES]) -> io::Result<()> {
+        let start = frame.start().ok_or(io::ErrorKind::InvalidInput)?;
+        let (file, at) = self.place(start, PAGE_BYTES as u64).ok_or(io::ErrorKind::InvalidInput)?;
+        file.write_all_at(bytes, at)
+    }
+
+    /// Where `len` bytes lie that are in one file.
+    fn place(&self, at: Physical, len: u64) -> Option<(&File, u64)> {
+        let (offset, follow) = self.layout.find(at)?;
+        let (file, within, in_file) = self.files.find(offset)?;
+        (follow.min(in_file) >= len).then_some((file, within))
+    }
+
+    /// Clears the bits that tell the guest that it has a page. All critical pages must be in place.
+    fn hide(&self, hiding: &Hiding, lost: &[Frame]) -> Result<(), RestoreError> {
+        for &frame in lost {
+            let masks = hiding.get(frame).filter(|masks| !masks.is_empty());
+            for mask in masks.ok_or(RestoreError::Unhidden { frame })? {
+                self.clear(mask.at, mask.width, mask.clear).ok_or(RestoreError::Unhidden { frame })??;
+            }
+        }
+        Ok(())
+    }
+
+    /// `word &= !clear`; `None` where there is no such word.
+    fn clear(&self, at: Physical, width: u8, clear: u64) -> Option<io::Result<()>> {
+        let width = usize::from(width);
+        let mut word = [0; 8];
+        let (file, at) = self.place(at, width as u64).filter(|_| width <= word.len())?;
+        Some((|| {
+            file.read_exact_at(&mut word[..width], at)?;
+            let cleared = u64::from_le_bytes(word) & !clear;
+            file.write_all_at(&cleared.to_le_bytes()[..width], at)
+        })())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ram::Block;
+    use crate::vault::Mask;
+
+    fn memory() -> (Memory, File) {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(0x3000).unwrap();
+        let handle = file.try_clone().unwrap();
+        let block = Block { start: Physical::new(0x10_0000), len: 0x3000, file_offset: 0 };
+        let layout = Layout::new(vec![block]).unwrap();
+        (Memory { files: Files::new(vec![(handle, 0x3000)]), layout }, file)
+    }
+
+    #[test]
+    fn hiding_clears_the_bits_of_a_mask_and_no_others() {
+        let (memory, file) = memory();
+        memory.write(Frame::new(0x101), &[0xff; PAGE_BYTES]).unwrap();
+        let mask = |at, width, clear| Mask { at: Physical::new(at), width, clear };
+        let masks = vec![mask(0x10_1008, 8, 0x8000_0000_0000_0004), mask(0x10_1020, 4, 1)];
+        let hiding = Hiding::new(vec![(Frame::new(0x102), masks)]);
+        memory.hide(&hiding, &[Frame::new(0x102)]).unwrap();
+        let mut word = [0; 8];
+        file.read_exact_at(&mut word, 0x1008).unwrap();
+        assert_eq!(u64::from_le_bytes(word), 0x7fff_ffff_ffff_fffb);
+        file.read_exact_at(&mut word, 0x1020).unwrap();
+        assert_eq!(u64::from_le_bytes(word), 0xffff_ffff_ffff_fffe);
+        file.read_exact_at(&mut word, 0x1010).unwrap();
+        assert_eq!(u64::from_le_bytes(word), u64::MAX);
+    }
+
+    #[test]
+    fn a_lost_page_that_nothing_hides_is_an_error() {
+        let (memory, _file) = memory();
+        let frame = Frame::new(0x102);
+        let refused = |hiding: &Hiding| matches!(memory.hide(hiding, &[frame]), Err(RestoreError::Unhidden { frame: named }) if named == frame);
+        assert!(refused(&Hiding::default()));
+        assert!(refused(&Hiding::new(vec![(frame, vec![])])));
+        for (at, width) in [(0x10_3000, 8), (0x10_2ffc, 8), (0, 8), (0x10_0000, 9)] {
+            let mask = Mask { at: Physical::new(at), width, clear: 1 };
+            assert!(refused(&Hiding::new(vec![(frame, vec![mask])])), "{at:#x} {width}");
+        }
+    }
+}
