@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
-use vmstrata_api::SnapshotSpec;
+use vmstrata_api::{Quiesce, SnapshotSpec};
 use vmstrata_memory::Introspection;
 use vmstrata_memory::capture::{self, Mode, Report, Request};
 use vmstrata_memory::vault::{OneDevice, Policy};
@@ -58,8 +58,9 @@ pub(super) fn run(args: &VmSnapshotArgs) -> Result<ExitCode> {
         taken_ns,
         labels: args.label.iter().cloned().collect(),
         group: Some(group(&args.guest, &name)),
-        // The guest is held: it could not be asked to settle anything.
-        ..SnapshotSpec::default()
+        agent: None,
+        // The guest is held: it cannot be asked to settle anything, and its memory holds what is not settled.
+        quiesce: Some(Quiesce::Never),
     };
     let mut served = ServedDisks::find(Client::new(&args.server)?, &mut qmp, &args.disks, spec)?;
     if served.len() == 0 {
