@@ -39,8 +39,9 @@ pub use self::snapshot::{
 };
 pub use self::survey::SurveyArgs;
 pub use self::vm::{
-    ResumeGuardArgs, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmListArgs, VmMode, VmPruneArgs,
-    VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs, VmStoreCommand, VmVerifyArgs,
+    MachineKind, ResumeGuardArgs, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmListArgs, VmMode,
+    VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs, VmStoreCommand,
+    VmVerifyArgs,
 };
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   args ──► commands/{create,info,map,check,survey,serve,completions} ──► disk, survey, server
+//!        ├─► commands/vm ──► memory (a running QEMU's, through its monitor)
 //!        └─► commands/{status,top,disk,door,job} ──► client ──► a running server's control socket
 //!                 └──► output (stdout: results; stderr: logs, progress, errors)
 //! ```

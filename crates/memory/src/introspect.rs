@@ -135,3 +135,6 @@ impl Guest {
         Ok(pages)
     }
 }
+
+#[cfg(test)]
+mod tests;

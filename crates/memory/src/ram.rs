@@ -84,6 +84,22 @@ impl Layout {
         Self::new(blocks)
     }
 
+    /// What QEMU's `q35` does with `bytes` of memory in one file, unless told otherwise.
+    ///
+    /// # Errors
+    /// As [`Layout::split_at_4g`].
+    pub fn q35(bytes: u64) -> Result<Self, LayoutError> {
+        Self::split_at_4g(bytes, if bytes >= 0xb000_0000 { 0x8000_0000 } else { 0xb000_0000 })
+    }
+
+    /// What QEMU's `pc` does with `bytes` of memory in one file, unless told otherwise.
+    ///
+    /// # Errors
+    /// As [`Layout::split_at_4g`].
+    pub fn pc(bytes: u64) -> Result<Self, LayoutError> {
+        Self::split_at_4g(bytes, if bytes >= 0xe000_0000 { 0xc000_0000 } else { 0xe000_0000 })
+    }
+
     /// The blocks, in order of their addresses.
     pub fn blocks(&self) -> &[Block] {
         &self.blocks
@@ -212,6 +228,9 @@ mod tests {
         assert_eq!(layout.find(Physical::new(1 << 32)), Some((2 << 30, 4 << 30)));
         assert_eq!(layout.find(Physical::new(3 << 30)), None);
         assert_eq!(Layout::split_at_4g(1 << 30, 2 << 30).unwrap().blocks().len(), 1);
+        let below = |layout: Result<Layout, LayoutError>| layout.unwrap().blocks()[0].len;
+        assert_eq!([2 << 30, 0xb000_0000, 8 << 30].map(|bytes| below(Layout::q35(bytes))), [2 << 30; 3]);
+        assert_eq!([3 << 30, 0xe000_0000, 8 << 30].map(|bytes| below(Layout::pc(bytes))), [3 << 30; 3]);
     }
 
     #[test]

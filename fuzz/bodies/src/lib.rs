@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   seeds, mutated ──► tests/bodies.rs (stable) ──┐
-//!                                                 ├──► a body ──► qcow2, disk, export
+//!                                                 ├──► a body ──► qcow2, disk, export, memory
 //!   libFuzzer ──► fuzz/targets (nightly) ─────────┘
 //! ```
 //!
@@ -16,6 +16,8 @@
 //! | [`nbd_decode`] | one message | the decoders of the NBD server |
 //! | [`nbd_client`] | all that a client says | an NBD server on a disk |
 //! | [`vault`](fn@vault) | changes to a snapshot of memory | the reader of the store of snapshots |
+//! | [`vmcoreinfo`](fn@vmcoreinfo) | the start of a guest's memory | the search for its kernel |
+//! | [`btf`](fn@btf) | the types of a guest's kernel | their reader |
 //! | [`vhost_request`] | guest memory, and what is written to it meanwhile | a vhost-user queue on a disk |
 //!
 //! Invariants: a body panics only when what it feeds is wrong, needs at most some tens of MiB and, on an idle machine,
@@ -26,6 +28,7 @@
 mod header;
 mod image;
 mod index;
+mod introspect;
 mod journal;
 mod memory_file;
 mod nbd_client;
@@ -38,6 +41,7 @@ mod vhost;
 pub use header::qcow2_header;
 pub use image::image_open;
 pub use index::index;
+pub use introspect::{btf, vmcoreinfo};
 pub use journal::journal;
 pub use nbd_client::nbd_client;
 pub use nbd_decode::nbd_decode;
@@ -49,7 +53,7 @@ pub use vhost::vhost_request;
 pub type Body = (&'static str, fn(&[u8]));
 
 /// All of them.
-pub const BODIES: [Body; 9] = [
+pub const BODIES: [Body; 11] = [
     ("qcow2_header", qcow2_header),
     ("qcow2_tables", qcow2_tables),
     ("image_open", image_open),
@@ -59,4 +63,6 @@ pub const BODIES: [Body; 9] = [
     ("nbd_client", nbd_client),
     ("vhost_request", vhost_request),
     ("vault", vault),
+    ("vmcoreinfo", vmcoreinfo),
+    ("btf", btf),
 ];

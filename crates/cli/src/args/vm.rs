@@ -1,5 +1,6 @@
 //! `vmstrata vm` on the command line.
 
+mod pages;
 mod store;
 
 use std::path::PathBuf;
@@ -10,6 +11,7 @@ use super::ControlArgs;
 use super::snapshot::parse_label;
 use crate::units::parse_size;
 
+pub use pages::{MachineKind, VmPagesArgs};
 pub use store::{
     VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmRepairArgs, VmShowArgs, VmStoreCommand, VmVerifyArgs,
 };
@@ -42,6 +44,8 @@ pub enum VmCommand {
     Snapshot(Box<VmSnapshotArgs>),
     /// Start a guest from a snapshot
     Restore(VmRestoreArgs),
+    /// Show what a Linux guest uses its memory for, without the guest's help
+    Pages(VmPagesArgs),
     /// Those that look after snapshots that were taken.
     #[command(flatten)]
     Store(VmStoreCommand),

@@ -3,6 +3,8 @@
 mod args;
 mod disks;
 mod guard;
+mod pages;
+mod picture;
 mod restore;
 mod snapshot;
 mod store;
@@ -28,6 +30,7 @@ pub fn run(args: &VmArgs) -> Result<ExitCode> {
         VmCommand::Args(args) => args::run(args),
         VmCommand::Snapshot(args) => snapshot::run(args),
         VmCommand::Restore(args) => restore::run(args),
+        VmCommand::Pages(args) => pages::run(args),
         VmCommand::Store(command) => store::run(command),
         VmCommand::ResumeGuard(args) => guard::run(args),
     }

@@ -1,19 +1,20 @@
 //! Guests made up for tests: memory, page tables and types, byte by byte.
 
+pub(crate) mod kernel;
 mod types;
 
+pub(crate) use kernel::{Kernel, Page};
 pub(crate) use types::Types;
 
-use std::collections::HashMap;
-
 use super::view::Tables;
-use crate::address::{Frame, PAGE_BITS, PAGE_BYTES, Physical, Virtual};
+use crate::address::{Frame, PAGE_BITS, Physical, Virtual};
 use crate::ram::{Block, Layout, Ram, RamError};
 
 /// Memory from address 0 up, zero where nothing was written.
 pub(crate) struct Memory {
     layout: Layout,
-    pages: HashMap<Frame, [u8; PAGE_BYTES]>,
+    /// `[byte]`.
+    bytes: Vec<u8>,
     /// The next page that [`Memory::allocate`] gives away.
     next: u64,
     /// The table at the root of [`Memory::map`].
@@ -26,7 +27,7 @@ impl Memory {
         let len = frames << PAGE_BITS;
         let layout = Layout::new(vec![Block { start: Physical::new(0), len, file_offset: 0 }]).unwrap();
         let tables = Tables { root: Physical::new(0x1000), levels };
-        Self { layout, pages: HashMap::new(), next: 2, tables }
+        Self { layout, bytes: vec![0; usize::try_from(len).unwrap()], next: 2, tables }
     }
 
     /// So many pages that nobody has, in one piece.
@@ -36,10 +37,8 @@ impl Memory {
     }
 
     pub(crate) fn write(&mut self, at: Physical, bytes: &[u8]) {
-        for (offset, &byte) in (0..).zip(bytes) {
-            let at = at.checked_add(offset).unwrap();
-            self.pages.entry(Frame::of(at)).or_insert([0; PAGE_BYTES])[at.within_page()] = byte;
-        }
+        let start = usize::try_from(at.get()).unwrap();
+        self.bytes[start..start + bytes.len()].copy_from_slice(bytes);
     }
 
     pub(crate) fn read_u64(&self, at: Physical) -> u64 {
@@ -84,11 +83,9 @@ impl Ram for Memory {
 
     fn read(&self, at: Physical, into: &mut [u8]) -> Result<(), RamError> {
         let len = into.len();
-        for (offset, byte) in (0..).zip(into) {
-            let at = at.checked_add(offset).filter(|&at| self.layout.find(at).is_some());
-            let at = at.ok_or(RamError::Hole { at: Physical::new(0), len })?;
-            *byte = self.pages.get(&Frame::of(at)).map_or(0, |page| page[at.within_page()]);
-        }
+        let start = usize::try_from(at.get()).unwrap();
+        let there = start.checked_add(len).and_then(|end| self.bytes.get(start..end));
+        into.copy_from_slice(there.ok_or(RamError::Hole { at, len })?);
         Ok(())
     }
 }
