@@ -8,10 +8,13 @@
 //! The guest's init obeys `task=` on the kernel command line and reports on the serial console in lines that
 //! start with `guest:`. Everything fetched or made stays below `target/guest`, and is made again when missing.
 
+pub mod census;
 pub mod cpio;
 pub mod image;
 pub mod judge;
+pub mod modules;
 pub mod packages;
+pub mod suites;
 pub mod vm;
 
 use std::fs;

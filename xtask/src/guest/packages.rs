@@ -37,16 +37,61 @@ pub fn lock(dir: &Path) -> Result<File> {
 pub fn kernel(dir: &Path) -> Result<Kernel> {
     let tree = dir.join("kernel");
     once(&tree, |partial| {
-        let depends = apt_cache(&["depends", "linux-image-cloud-amd64"])?;
-        let package = depends.lines().find_map(|line| line.trim().strip_prefix("Depends: linux-image-"));
-        let package =
-            format!("linux-image-{}", package.context("linux-image-cloud-amd64 depends on no image")?);
-        unpack(&[package], partial)
+        let apt = Apt::default();
+        let package = dependency(&apt, "linux-image-cloud-amd64", "linux-image-")?;
+        unpack(&apt, &[package], partial)
     })?;
-    let image = only_child(&tree.join("boot"), "vmlinuz-")?;
+    unpacked_kernel(&tree)
+}
+
+/// The package that `package` depends on whose name begins with `prefix`.
+///
+/// # Errors
+/// When there is none.
+pub(super) fn dependency(apt: &Apt, package: &str, prefix: &str) -> Result<String> {
+    let depends = apt.run("apt-cache", &["depends", package])?;
+    let mut names = depends.lines().filter_map(|line| line.trim().strip_prefix("Depends: "));
+    let name = names.find(|name| name.starts_with(prefix));
+    Ok(name.with_context(|| format!("{package} depends on no {prefix}*"))?.to_owned())
+}
+
+/// Where things are in a directory that kernel packages were unpacked in.
+///
+/// # Errors
+/// When something is not there.
+pub(super) fn unpacked_kernel(tree: &Path) -> Result<Kernel> {
     let modules = ["usr/lib/modules", "lib/modules"].map(|modules| tree.join(modules));
     let modules = modules.iter().find(|path| path.is_dir()).context("the kernel package has no modules")?;
-    Ok(Kernel { image, modules: only_child(modules, "")? })
+    let modules = only_child(modules, "")?;
+    // Later kernels have their image among the modules.
+    let image = only_child(&tree.join("boot"), "vmlinuz-").or_else(|_| only_child(&modules, "vmlinuz"))?;
+    Ok(Kernel { image, modules })
+}
+
+/// apt, with options of its own.
+#[derive(Debug, Default)]
+pub(super) struct Apt {
+    /// `name=value` each.
+    pub options: Vec<String>,
+}
+
+impl Apt {
+    /// What `program` (apt-get, apt-cache) prints.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn run(&self, program: &str, args: &[&str]) -> Result<String> {
+        self.run_in(Path::new("."), program, args)
+    }
+
+    fn run_in(&self, dir: &Path, program: &str, args: &[&str]) -> Result<String> {
+        let mut command = Command::new(program);
+        self.options.iter().for_each(|option| _ = command.args(["-o", option]));
+        let output = command.args(args).current_dir(dir).output().with_context(|| program.to_owned())?;
+        let failure = || String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.success(), "{program} {args:?} (apt-get update may help): {}", failure());
+        Ok(String::from_utf8(output.stdout)?)
+    }
 }
 
 /// The bytes of a module named by its path below `kernel/drivers`; `None` when it is built in.
@@ -73,7 +118,7 @@ pub fn module(kernel: &Kernel, name: &str) -> Result<Option<Vec<u8>>> {
 /// When it cannot be fetched.
 pub fn busybox(dir: &Path) -> Result<PathBuf> {
     let tree = dir.join("busybox");
-    once(&tree, |partial| unpack(&["busybox-static".to_owned()], partial))?;
+    once(&tree, |partial| unpack(&Apt::default(), &["busybox-static".to_owned()], partial))?;
     let places = ["usr/bin/busybox", "bin/busybox"].map(|place| tree.join(place));
     places.into_iter().find(|path| path.is_file()).context("busybox-static holds no busybox")
 }
@@ -85,7 +130,7 @@ pub fn busybox(dir: &Path) -> Result<PathBuf> {
 pub fn userland(dir: &Path) -> Result<PathBuf> {
     let tree = dir.join("userland");
     once(&tree, |partial| {
-        unpack(&with_libraries(&PROGRAMS)?, partial)?;
+        unpack(&Apt::default(), &with_libraries(&PROGRAMS)?, partial)?;
         for top in ["bin", "sbin", "lib", "lib64"] {
             merge_into_usr(partial, top)?;
         }
@@ -98,7 +143,7 @@ pub fn userland(dir: &Path) -> Result<PathBuf> {
 }
 
 /// Makes `tree` by `make` unless it is there; a half-made one is never taken for whole.
-fn once(tree: &Path, make: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+pub(super) fn once(tree: &Path, make: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if tree.is_dir() {
         return Ok(());
     }
@@ -117,7 +162,7 @@ fn with_libraries(programs: &[&str]) -> Result<Vec<String>> {
     args.extend(["--no-recommends", "--no-suggests", "--no-conflicts", "--no-breaks"]);
     args.extend(["--no-replaces", "--no-enhances"]);
     args.extend(programs);
-    let closure = apt_cache(&args)?;
+    let closure = Apt::default().run("apt-cache", &args)?;
     // The closure also holds what only maintainer scripts need (perl, debconf): libraries are enough to run.
     let wanted = |name: &&str| {
         programs.contains(name)
@@ -130,20 +175,12 @@ fn with_libraries(programs: &[&str]) -> Result<Vec<String>> {
     Ok(packages)
 }
 
-fn apt_cache(args: &[&str]) -> Result<String> {
-    let output = Command::new("apt-cache").args(args).output().context("apt-cache")?;
-    ensure!(output.status.success(), "apt-cache {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    Ok(String::from_utf8(output.stdout)?)
-}
-
-fn unpack(packages: &[String], into: &Path) -> Result<()> {
+/// Fetches packages and unpacks them.
+pub(super) fn unpack(apt: &Apt, packages: &[String], into: &Path) -> Result<()> {
     let debs = tempfile::tempdir_in(into.parent().context("a directory to fetch into")?)?;
-    let fetch = Command::new("apt-get").arg("download").args(packages).current_dir(debs.path()).output()?;
-    ensure!(
-        fetch.status.success(),
-        "apt-get download {packages:?} (apt-get update may help): {}",
-        String::from_utf8_lossy(&fetch.stderr)
-    );
+    let mut args = vec!["download"];
+    args.extend(packages.iter().map(String::as_str));
+    apt.run_in(debs.path(), "apt-get", &args)?;
     for deb in fs::read_dir(debs.path())? {
         let deb = deb?.path();
         let unpack = Command::new("dpkg-deb").arg("-x").arg(&deb).arg(into).status().context("dpkg-deb")?;

@@ -241,6 +241,11 @@ pub(crate) fn types() -> Types {
     for (of, size, members) in structs {
         types.structure(of, size, members);
     }
+    enumerations(&mut types);
+    types
+}
+
+fn enumerations(types: &mut Types) {
     let flags =
         ["PG_locked", "PG_writeback", "PG_referenced", "PG_uptodate", "PG_dirty", "PG_lru", "PG_head"];
     let mut flags: Vec<(&str, u32)> = flags.into_iter().zip(0..).collect();
@@ -252,5 +257,4 @@ pub(crate) fn types() -> Types {
         &[("BH_Uptodate", 0), ("BH_Dirty", 1), ("BH_Req", 3), ("BH_Mapped", 4)],
     );
     types.enumeration("node_stat_item", &[("NR_FILE_PAGES", 2)]);
-    types
 }
