@@ -72,7 +72,7 @@ pub(super) fn unpacked_kernel(tree: &Path) -> Result<Kernel> {
 #[derive(Debug, Default)]
 pub(super) struct Apt {
     /// `name=value` each.
-    pub options: Vec<String>,
+    pub(super) options: Vec<String>,
 }
 
 impl Apt {
@@ -80,7 +80,7 @@ impl Apt {
     ///
     /// # Errors
     /// When it fails.
-    pub fn run(&self, program: &str, args: &[&str]) -> Result<String> {
+    pub(super) fn run(&self, program: &str, args: &[&str]) -> Result<String> {
         self.run_in(Path::new("."), program, args)
     }
 
