@@ -240,7 +240,7 @@ fn random_damage_never_breaks_the_reader() {
         ];
         let (start, len) =
             area[if round % 8 == 7 { (2 + round / 8 % 3) as usize } else { (round % 2) as usize }];
-        let at = start + next() % len & !7;
+        let at = (start + next() % len) & !7;
         let before = kernel.memory.read_u64(Physical::new(at));
         let value = if round % 3 == 0 { before ^ 1 << (next() % 64) } else { next() };
         kernel.word(at, value);

@@ -63,7 +63,7 @@ impl Kernel {
         kernel.write(BTF, &types().finish());
         kernel.word(ROOTS, DIRECT + ROOTS + 0x1000);
         // Frame 0's struct page, with the flags of a section in use.
-        kernel.word(ROOTS + 0x1000, DIRECT + PAGES | 0b1111);
+        kernel.word(ROOTS + 0x1000, (DIRECT + PAGES) | 0b1111);
         kernel.word(ROOTS + 0x2000, DIRECT + NODE);
         kernel.write(NODE, &1_u32.to_le_bytes());
         for frame in 0..FRAMES {
@@ -116,7 +116,7 @@ impl Kernel {
         self.page(frame, Page { flags: page.flags | HEAD, refcount, ..page });
         for tail in frame + 1..frame + (1 << order) {
             self.page(tail, Page { flags: 0, mapping: 0, private: 0, mapcount: u32::MAX, refcount: 0 });
-            self.word(Self::page_at(tail, 8), DIRECT + Self::page_at(frame, 0) | 1);
+            self.word(Self::page_at(tail, 8), (DIRECT + Self::page_at(frame, 0)) | 1);
         }
         self.word(Self::page_at(frame + 1, 0), u64::from(order));
         self.write(Self::page_at(frame + 1, 16), &u32::MAX.to_le_bytes());
@@ -179,13 +179,16 @@ impl Kernel {
     }
 }
 
+/// Name, bytes, and members `(name, type, byte offset)`.
+type Struct<'a> = (&'a str, u32, &'a [(&'a str, u32, u32)]);
+
 /// The types of that kernel.
 pub(crate) fn types() -> Types {
     let mut types = Types::new();
     let [word, half, short, byte] = [8, 4, 2, 1].map(|size| types.int(size));
     let name = types.array(byte, 32);
     let words = types.array(word, 8);
-    let structs: [(&str, u32, &[(&str, u32, u32)]); 13] = [
+    let structs: [Struct<'_>; 13] = [
         (
             "page",
             64,
