@@ -161,8 +161,10 @@ fn must(command: &mut Command) -> Output {
 }
 
 fn last_count(vm: &Vm) -> u32 {
-    let counts = vm.console().lines().filter_map(|line| line.strip_prefix("guest: count ")?.parse().ok());
-    counts.last().expect("a guest that counts")
+    let console = vm.console();
+    let mut counts =
+        console.lines().rev().filter_map(|line| line.strip_prefix("guest: count ")?.parse().ok());
+    counts.next().expect("a guest that counts")
 }
 
 #[test]

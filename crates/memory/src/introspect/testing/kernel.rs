@@ -182,13 +182,35 @@ impl Kernel {
 /// Name, bytes, and members `(name, type, byte offset)`.
 type Struct<'a> = (&'a str, u32, &'a [(&'a str, u32, u32)]);
 
+/// Types that members have.
+#[derive(Clone, Copy)]
+struct Basic {
+    word: u32,
+    half: u32,
+    short: u32,
+    byte: u32,
+    name: u32,
+    words: u32,
+}
+
 /// The types of that kernel.
 pub(crate) fn types() -> Types {
     let mut types = Types::new();
     let [word, half, short, byte] = [8, 4, 2, 1].map(|size| types.int(size));
     let name = types.array(byte, 32);
     let words = types.array(word, 8);
-    let structs: [Struct<'_>; 13] = [
+    let basic = Basic { word, half, short, byte, name, words };
+    memory_structures(&mut types, basic);
+    file_structures(&mut types, basic);
+    device_structures(&mut types, basic);
+    enumerations(&mut types);
+    types
+}
+
+/// Pages, and who hands them out.
+fn memory_structures(types: &mut Types, basic: Basic) {
+    let Basic { word, half, words, .. } = basic;
+    let structs: [Struct<'_>; 5] = [
         (
             "page",
             64,
@@ -202,6 +224,30 @@ pub(crate) fn types() -> Types {
             ],
         ),
         ("folio", 128, &[("_flags_1", word, 64), ("_large_mapcount", half, 80), ("_nr_pages", half, 120)]),
+        ("pglist_data", 8192, &[("nr_zones", half, 0), ("node_zones", words, 64), ("vm_stat", words, 4096)]),
+        ("zone", 1024, &[("free_area", words, 0)]),
+        ("free_area", 24, &[("nr_free", word, 16)]),
+    ];
+    for (of, size, members) in structs {
+        types.structure(of, size, members);
+    }
+}
+
+/// Where bytes of files lie.
+fn device_structures(types: &mut Types, Basic { word, half, name, .. }: Basic) {
+    let structs: [Struct<'_>; 2] = [
+        ("block_device", 64, &[("bd_start_sect", word, 0), ("bd_disk", word, 8)]),
+        ("gendisk", 64, &[("major", half, 0), ("first_minor", half, 4), ("disk_name", name, 12)]),
+    ];
+    for (of, size, members) in structs {
+        types.structure(of, size, members);
+    }
+}
+
+/// Files, and what they have in memory.
+fn file_structures(types: &mut Types, basic: Basic) {
+    let Basic { word, half, short, byte, words, .. } = basic;
+    let structs: [Struct<'_>; 6] = [
         ("address_space", 64, &[("host", word, 0), ("flags", word, 8)]),
         (
             "inode",
@@ -235,17 +281,10 @@ pub(crate) fn types() -> Types {
             16,
             &[("read_bytes_pending", half, 4), ("write_bytes_pending", half, 8), ("state", words, 16)],
         ),
-        ("block_device", 64, &[("bd_start_sect", word, 0), ("bd_disk", word, 8)]),
-        ("gendisk", 64, &[("major", half, 0), ("first_minor", half, 4), ("disk_name", name, 12)]),
-        ("pglist_data", 8192, &[("nr_zones", half, 0), ("node_zones", words, 64), ("vm_stat", words, 4096)]),
-        ("zone", 1024, &[("free_area", words, 0)]),
-        ("free_area", 24, &[("nr_free", word, 16)]),
     ];
     for (of, size, members) in structs {
         types.structure(of, size, members);
     }
-    enumerations(&mut types);
-    types
 }
 
 fn enumerations(types: &mut Types) {
