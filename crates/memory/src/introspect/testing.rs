@@ -1,6 +1,7 @@
 //! Guests made up for tests: memory, page tables and types, byte by byte.
 
 pub(crate) mod kernel;
+mod structures;
 mod types;
 
 pub(crate) use kernel::{Kernel, Page};
