@@ -127,8 +127,8 @@ impl IoQueue {
         }
         match request.op {
             Op::Read => {
-                self.refresh();
-                match self.layers.plan_read(&request, &self.pins) {
+                let is_current = self.refresh();
+                match is_current.then(|| self.layers.plan_read(&request, &self.pins)).flatten() {
                     Some(parts) => self.start_read(request, phase, parts),
                     None => self.leave_to_worker(request, phase),
                 }
@@ -138,23 +138,21 @@ impl IoQueue {
         }
     }
 
-    /// Looks at the disk's layers if they have changed.
+    /// Looks at the disk's layers if they have changed; false while that is not possible, and workers must do everything.
     #[inline]
-    fn refresh(&mut self) {
-        if self.disk.generation() != self.layers.generation {
-            self.take_new_layers();
-        }
+    fn refresh(&mut self) -> bool {
+        self.disk.generation() == self.layers.generation || self.take_new_layers()
     }
 
     #[cold]
-    fn take_new_layers(&mut self) {
+    fn take_new_layers(&mut self) -> bool {
         if let Err(error) = self.ring.unpin_all() {
-            // The old layers are still what their indices say; only writes must not go there.
             tracing::warn!(%error, "io_uring does not let go of files for the moment");
-            return;
+            return false;
         }
         self.pins = Pins::default();
         self.layers = arc_swap::Guard::into_inner(self.disk.layers_now());
+        true
     }
 
     fn leave_to_worker(&mut self, request: Request, phase: Phase) {

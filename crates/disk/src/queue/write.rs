@@ -21,8 +21,7 @@ impl IoQueue {
             return self.leave_to_worker(request, phase);
         };
         // Only now: layers change only while no writer is inside.
-        self.refresh();
-        let is_current = self.disk.generation() == self.layers.generation;
+        let is_current = self.refresh();
         match is_current.then(|| self.layers.plan_write(&request)).flatten() {
             Some(parts) if parts.is_empty() => self.finish_now(request.token, phase, Ok(())),
             Some(parts) if self.layers.blocks.is_some() => {
