@@ -12,7 +12,7 @@ pub struct VmPagesArgs {
     #[arg(long, value_name = "SOCKET", required_unless_present = "memory")]
     pub qmp: Option<PathBuf>,
     /// Pause the guest while its pages are read, so that what is shown is of one instant
-    #[arg(long, requires = "qmp")]
+    #[arg(long, conflicts_with = "memory")]
     pub pause: bool,
     /// A file that holds a guest's memory, all of it: QEMU's memory backend, or a copy
     #[arg(long, value_name = "FILE", conflicts_with = "qmp")]
