@@ -8,6 +8,8 @@ use super::*;
 struct Steps {
     left: u64,
     gate: mpsc::Receiver<Step>,
+    /// Told when a step begins.
+    begun: mpsc::Sender<()>,
 }
 
 impl Work for Steps {
@@ -26,6 +28,7 @@ impl Work for Steps {
     fn apply(&mut self, action: u64) -> Result<Step, Error> {
         assert_eq!(action, self.left, "what was selected is what is applied");
         self.left -= 1;
+        let _ = self.begun.send(());
         self.gate.recv().map_err(|_| Error::Ending)
     }
 }
@@ -34,11 +37,19 @@ fn jobs() -> Arc<Jobs> {
     Arc::new(Jobs::new(broadcast::Sender::new(16)))
 }
 
+/// Begins a job; its first step is under way.
 fn start(jobs: &Arc<Jobs>, disk: &str, limit: Option<u64>) -> (u64, mpsc::Sender<Step>) {
     let (open, gate) = mpsc::channel();
-    let status = jobs.start(disk, limit, Steps { left: 3, gate }).unwrap();
+    let (begun, steps) = mpsc::channel();
+    let status = jobs.start(disk, limit, Steps { left: 3, gate, begun }).unwrap();
     assert_eq!((status.state, status.total), (JobState::Running, 3));
+    steps.recv_timeout(Duration::from_secs(10)).expect("the first step begins");
     (status.id, open)
+}
+
+/// Work that is not begun.
+fn refused() -> Steps {
+    Steps { left: 1, gate: mpsc::channel().1, begun: mpsc::channel().0 }
 }
 
 fn wait_for(jobs: &Jobs, id: u64, what: &str, holds: impl Fn(&JobStatus) -> bool) -> JobStatus {
@@ -95,7 +106,7 @@ fn a_paused_job_stands_still_until_it_is_resumed() {
 fn a_cancelled_job_ends_after_its_step_and_frees_its_place() {
     let jobs = jobs();
     let (id, open) = start(&jobs, "a", None);
-    let again = jobs.start("a", None, Steps { left: 1, gate: mpsc::channel().1 });
+    let again = jobs.start("a", None, refused());
     assert!(matches!(again, Err(Error::JobExists { .. })), "{again:?}");
     jobs.change(id, JobChange::Cancel).unwrap();
     open.send(step(1)).unwrap();
@@ -148,7 +159,7 @@ fn ending_waits_for_the_jobs_of_the_disk_and_leaves_the_others() {
 fn jobs_are_bounded_and_old_ones_forgotten() {
     let jobs = jobs();
     let gates: Vec<_> = (0..JOBS_MAX).map(|disk| start(&jobs, &disk.to_string(), None)).collect();
-    let more = jobs.start("more", None, Steps { left: 1, gate: mpsc::channel().1 });
+    let more = jobs.start("more", None, refused());
     assert!(matches!(more, Err(Error::TooManyJobs { .. })), "{more:?}");
     for (id, gate) in gates {
         drop(gate);
