@@ -3,26 +3,21 @@
 //! Place in the data flow: beside the engine; nothing here is used while a disk is served.
 //!
 //! Invariant: under the image's name there is either what was there before or a whole image, also after a crash
-//! or when the file system is full. The image is made under another name in the same directory, flushed, and
-//! renamed; the directory is flushed last.
+//! or when the file system is full (`draft.rs`).
 
-use std::ffi::OsString;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use rustix::fs::{CWD, Mode, OFlags, RenameFlags};
-use rustix::io::Errno;
 use vmstrata_qcow2::{CompressionType, NewBacking, NewImage, RefcountOrder, new_image};
 use vmstrata_store::{Access, FileId, FileOptions, FileStore, Gate};
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use crate::chain::{Qcow2Head, plain_name, probe, read_head};
+use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Opened, Opener, Role, directory_of};
@@ -185,110 +180,30 @@ fn refuse_loop(
     Err(ErrorKind::TooLong.into())
 }
 
-/// A file under a name of its own, removed unless it is given its final name.
-#[derive(Debug)]
-pub(crate) struct Temporary {
-    pub(crate) path: PathBuf,
-    pub(crate) file: File,
-}
-
-/// Makes sure that a file may be made at `path`, or replaced, and makes a temporary one beside it. The lock on what is
-/// to be replaced must be held until that is done.
+/// Makes sure that a file may be made at `path`, or replaced, and makes a draft of it. The lock on what is to be
+/// replaced must be held until that is done.
 ///
 /// # Errors
 /// A file that is there already (without `replace`), that someone uses, or is not a regular file (with it).
-pub(crate) fn reserve(path: &Path, replace: bool) -> Result<(Option<FileStore>, Temporary)> {
+pub(crate) fn reserve(path: &Path, replace: bool) -> Result<(Option<FileStore>, Draft)> {
     let replaced = if replace { lock_existing(path)? } else { refuse_existing(path)? };
-    Ok((replaced.map(|(store, _)| store), Temporary::beside(path)?))
+    Ok((replaced.map(|(store, _)| store), Draft::beside(path)?))
 }
 
-impl Temporary {
-    /// A new, empty file in the directory of `path`.
-    ///
-    /// # Errors
-    /// Whatever the host reports.
-    pub(crate) fn beside(path: &Path) -> Result<Self> {
-        Self::named(path, "new")
-    }
-
-    /// A new, empty file `.NAME.PID-NUMBER.purpose` in the directory of `path`, which has that NAME.
-    ///
-    /// # Errors
-    /// Whatever the host reports.
-    pub(crate) fn named(path: &Path, purpose: &str) -> Result<Self> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let file_name = path.file_name().ok_or(Errno::ISDIR).map_err(io::Error::from);
-        let file_name = file_name.while_trying("create the image")?;
-        loop {
-            let mut name = OsString::from(".");
-            name.push(file_name);
-            let number = NEXT.fetch_add(1, Ordering::Relaxed);
-            name.push(format!(".{}-{number}.{purpose}", std::process::id()));
-            let temporary = directory_of(path).join(name);
-            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-            match rustix::fs::open(&temporary, flags, Mode::from_raw_mode(0o644)) {
-                Ok(file) => return Ok(Self { path: temporary, file: file.into() }),
-                // Left by a process of the same number.
-                Err(Errno::EXIST) => {}
-                Err(errno) => return Err(Error::io("create the image", errno.into())),
-            }
-        }
-    }
-}
-
-impl Temporary {
-    /// Writes the image.
-    ///
-    /// # Errors
-    /// Whatever the host reports.
-    pub(crate) fn fill(&self, image: &NewImage) -> Result<()> {
-        self.file.set_len(image.file_len).while_trying("extend the new image")?;
-        for (at, bytes) in &image.parts {
-            self.file.write_all_at(bytes, at.get()).while_trying("write the new image")?;
-        }
-        Ok(())
-    }
-
-    /// Brings the file to stable storage and gives it its final name.
-    ///
-    /// # Errors
-    /// A file of that name, unless it may be replaced; whatever the host reports.
-    pub(crate) fn publish(self, path: &Path, replace: bool) -> Result<()> {
-        self.file.sync_all().while_trying("flush the new image")?;
-        give_name(&self.path, path, replace).map_err(io::Error::from).while_trying("name the new image")?;
-        flush_directory(path)
-    }
-}
-
-/// Brings the names in the directory of `path` to stable storage.
+/// Writes the image into a new file.
 ///
 /// # Errors
 /// Whatever the host reports.
-pub(crate) fn flush_directory(path: &Path) -> Result<()> {
-    let directory = File::open(directory_of(path)).while_trying("open the image's directory")?;
-    rustix::fs::fsync(directory.as_fd()).map_err(io::Error::from).while_trying("flush the image's directory")
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        // Fails after the rename, when the name is gone.
-        let _ = std::fs::remove_file(&self.path);
+pub(crate) fn fill(file: &File, image: &NewImage) -> Result<()> {
+    file.set_len(image.file_len).while_trying("extend the new image")?;
+    for (at, bytes) in &image.parts {
+        file.write_all_at(bytes, at.get()).while_trying("write the new image")?;
     }
+    Ok(())
 }
 
 fn write_new(path: &Path, image: &NewImage, replace: bool) -> Result<()> {
-    let temporary = Temporary::beside(path)?;
-    temporary.fill(image)?;
-    temporary.publish(path, replace)
-}
-
-fn give_name(from: &Path, to: &Path, replace: bool) -> rustix::io::Result<()> {
-    if replace {
-        return rustix::fs::rename(from, to);
-    }
-    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // File systems without that flag have links, which never replace anything.
-        Err(Errno::INVAL | Errno::NOSYS) => rustix::fs::link(from, to),
-        done => done,
-    }
+    let draft = Draft::beside(path)?;
+    fill(&draft.file, image)?;
+    draft.publish(path, replace)
 }

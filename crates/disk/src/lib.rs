@@ -43,6 +43,7 @@ mod compressed;
 pub mod create;
 mod diff;
 mod disk;
+mod draft;
 mod entry;
 mod epoch;
 mod error;

@@ -14,7 +14,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::fault::BackupFault;
 use super::region::REGION_BYTES;
-use crate::create::Temporary;
+use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 
 /// What the manifest of `FILE` is called: `FILE` with this at its end.
@@ -231,13 +231,13 @@ impl Manifest {
     /// A file that is there already, unless `replace`; whatever the host reports.
     pub fn write(&self, path: &Path, replace: bool) -> Result<()> {
         let write = || -> Result<()> {
-            let temporary = Temporary::beside(path)?;
-            let mut out = std::io::BufWriter::new(&temporary.file);
+            let draft = Draft::beside(path)?;
+            let mut out = std::io::BufWriter::new(&draft.file);
             let written = serde_json::to_writer_pretty(&mut out, self).map_err(std::io::Error::from);
             written.and_then(|()| out.write_all(b"\n")).while_trying("write the backup's manifest")?;
             out.flush().while_trying("write the backup's manifest")?;
             drop(out);
-            temporary.publish(path, replace)
+            draft.publish(path, replace)
         };
         write().map_err(|error: Error| error.in_file(path))
     }

@@ -106,8 +106,8 @@ fn write_disk(
     options: &RestoreOptions,
     watch: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<u64> {
-    let (_replaced, temporary) = reserve(target, options.replace)?;
-    let mut file = PackedFile::new(&temporary.file, shape);
+    let (_replaced, draft) = reserve(target, options.replace)?;
+    let mut file = PackedFile::new(&draft.file, shape);
     let crew = Crew::new(options.threads, options.bytes_per_second);
     let (mut stored, mut laid, all) = (0, 0, starts.len() as u64);
     let jobs = starts.iter().copied().map(GuestOffset::new);
@@ -125,7 +125,7 @@ fn write_disk(
         if watch(all + laid, all * 2) { Ok(()) } else { Err(BackupFault::Stopped.into()) }
     })?;
     file.finish()?;
-    temporary.publish(target, options.replace)?;
+    draft.publish(target, options.replace)?;
     Ok(stored)
 }
 

@@ -17,9 +17,10 @@ use super::region::{REGION_BYTES, Region};
 use super::target::{Output, sum_of};
 use super::{BackupOptions, BackupReport, BackupTarget, Watch};
 use crate::chain::OpenOptions;
-use crate::create::{Temporary, reserve};
+use crate::create::reserve;
 use crate::diff::{Diff, DiffKind, DiffOptions};
 use crate::disk::Disk;
+use crate::draft::Draft;
 use crate::error::Result;
 use crate::resources::Resources;
 
@@ -167,14 +168,14 @@ impl Job<'_> {
         path: &Path,
         replace: bool,
     ) -> Result<Manifest> {
-        let (_replaced, temporary) = reserve(path, replace)?;
+        let (_replaced, draft) = reserve(path, replace)?;
         let file = match self.options.compression {
-            None => self.write_plain(Output::file(&temporary.file))?,
-            Some(_) => self.write_packed(&temporary)?,
+            None => self.write_plain(Output::file(&draft.file))?,
+            Some(_) => self.write_packed(&draft)?,
         };
         let manifest = self.describe(state, link, file);
         manifest.write(&manifest_path(path), replace)?;
-        temporary.publish(path, replace)?;
+        draft.publish(path, replace)?;
         Ok(manifest)
     }
 
@@ -209,16 +210,16 @@ impl Job<'_> {
         out.finish()
     }
 
-    fn write_packed(&mut self, temporary: &Temporary) -> Result<FileSum> {
+    fn write_packed(&mut self, draft: &Draft) -> Result<FileSum> {
         let (disk, shape) = (self.disk, self.shape);
-        let mut file = PackedFile::new(&temporary.file, shape);
+        let mut file = PackedFile::new(&draft.file, shape);
         let read = |clusters| Ok(PackedRegion::new(Region::read(disk, clusters, shape.bits)?, shape));
         self.run(read, |region| {
             file.put(&region)?;
             Ok((region.data_bytes(), region.sum))
         })?;
         file.finish()?;
-        sum_of(&temporary.file, |_| Ok(()))
+        sum_of(&draft.file, |_| Ok(()))
     }
 
     /// Carries out all regions, in order.

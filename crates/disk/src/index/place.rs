@@ -4,7 +4,7 @@
 //! The header's sector is written whole. Then the file gets back the time of change that it had: nothing it says has
 //! changed, and the time is in the index. A crash before that costs a digest at the next open.
 //!
-//! **In a sidecar**: a new file beside it, flushed, and renamed.
+//! **In a sidecar**: a new file beside it, flushed, and named.
 //!
 //! An index that was there is overwritten if it lies last in the file, else left behind as a hole that stock tools fill.
 //! Whoever still reads it sees checksums that do not match.
@@ -20,7 +20,7 @@ use vmstrata_types::{HostOffset, LayerIndex};
 use super::digest::Content;
 use super::home::{LinkFound, find_link, root_in_file, root_in_sidecar, sidecar_of};
 use crate::chain::{SESSION_MASK, Top};
-use crate::create::Temporary;
+use crate::draft::Draft;
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::words;
 use crate::opener::{Opened, Opener, Role};
@@ -39,7 +39,7 @@ pub(super) struct Place {
     waiting: Vec<u8>,
     len_before: u64,
     link_at: Option<HostOffset>,
-    temporary: Option<Temporary>,
+    draft: Option<Draft>,
     /// What the file's own generation was.
     pub(super) replaces: u64,
 }
@@ -105,14 +105,14 @@ impl Place {
     fn in_sidecar(top: &Top, gate: &Gate, opener: &dyn Opener) -> Result<Self> {
         let old = root_in_sidecar(&top.path, gate, opener).ok().flatten();
         let path = sidecar_of(&top.path);
-        let temporary = Temporary::beside(&path)?;
-        let file = temporary.file.try_clone().while_trying("make the index's file")?;
+        let draft = Draft::beside(&path)?;
+        let file = draft.file.try_clone().while_trying("make the index's file")?;
         let options = FileOptions { lock: None, cache: CacheMode::Host, ..FileOptions::ACTIVE };
-        let store = std::sync::Arc::new(FileStore::new(file, &temporary.path, &options)?);
+        let store = std::sync::Arc::new(FileStore::new(file, &path, &options)?);
         // The root comes last, in the first page.
         let start = HostOffset::new(PAGE_LEN as u64);
         Ok(Self {
-            temporary: Some(temporary),
+            draft: Some(draft),
             replaces: old.map_or(0, |(root, _)| root.generation),
             ..Self::new(store, start)
         })
@@ -127,7 +127,7 @@ impl Place {
             waiting: Vec::new(),
             len_before: 0,
             link_at: None,
-            temporary: None,
+            draft: None,
             replaces: 0,
         }
     }
@@ -184,8 +184,8 @@ impl Place {
         let (root, crc) = self.write_root(root)?;
         let bytes = root.area.end - root.area.start;
         self.store.flush().while_trying("flush the index")?;
-        if let Some(temporary) = self.temporary {
-            temporary.publish(&sidecar_of(&top.path), true)?;
+        if let Some(draft) = self.draft {
+            draft.publish(&sidecar_of(&top.path), true)?;
             return Ok((root, bytes));
         }
         let link = IndexLink { root: root.at, generation: root.generation, root_crc: crc };

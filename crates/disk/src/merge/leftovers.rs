@@ -24,7 +24,7 @@ use vmstrata_store::{FileId, FileIdentity, Gate};
 use super::plan;
 use super::remove::{Dropped, Locks, Removal, Users, remove};
 use crate::chain::OpenOptions;
-use crate::create::flush_directory;
+use crate::draft::flush_directory;
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, Opener as _, directory_of};
 

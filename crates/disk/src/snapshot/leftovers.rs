@@ -47,7 +47,7 @@ fn remove(path: &Path) -> Result<()> {
         .map_err(|e| e.in_file(path))
 }
 
-/// Whether `name` is what [`crate::create::Temporary::named`] calls an overlay of the disk `disk`.
+/// Whether `name` is what [`crate::draft::Temporary::named`] calls an overlay of the disk `disk`.
 fn is_temporary(name: &str, disk: &str) -> bool {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let middle = name

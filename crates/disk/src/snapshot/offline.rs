@@ -17,8 +17,9 @@ use super::overlay::Below;
 use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
 use super::{extend, find, names};
 use crate::chain::OpenOptions;
-use crate::create::{Temporary, refuse_existing};
+use crate::create::{fill, refuse_existing};
 use crate::disk::Disk;
+use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::merge::leftovers;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role, directory_of};
@@ -230,9 +231,9 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
         let (_stood_on, below) = finished(&found)?;
         let info = SnapshotInfo { origin: origin(disk), ..found.info.clone().expect("found by its name") };
         let image = below.overlay(name_from(output, &found.layer)?, &info)?;
-        let temporary = Temporary::beside(output)?;
-        temporary.fill(&image)?;
-        temporary.publish(output, false)
+        let draft = Draft::beside(output)?;
+        fill(&draft.file, &image)?;
+        draft.publish(output, false)
     };
     make().map_err(|error| error.in_file(output))?;
     Ok(found.layer)

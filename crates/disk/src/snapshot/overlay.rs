@@ -14,7 +14,8 @@ use vmstrata_types::ClusterBits;
 
 use super::leftovers::PURPOSE;
 use crate::chain::{Top, open_layer};
-use crate::create::Temporary;
+use crate::create::fill;
+use crate::draft::Temporary;
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Role};
@@ -98,6 +99,6 @@ pub(super) fn make(place: &Path, image: &NewImage, like: &Path) -> Result<Tempor
     let _ = rustix::fs::fchown(file, Some(Uid::from_raw(owner.uid())), Some(Gid::from_raw(owner.gid())));
     let mode = rustix::fs::fchmod(file, Mode::from_raw_mode(owner.mode() & 0o777));
     mode.map_err(std::io::Error::from).while_trying("set the overlay's permissions")?;
-    temporary.fill(image)?;
+    fill(&temporary.file, image)?;
     Ok(temporary)
 }

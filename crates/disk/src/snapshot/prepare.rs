@@ -10,7 +10,7 @@ use vmstrata_store::FileId;
 use super::fault::SnapshotFault;
 use super::overlay::{self, Below};
 use super::{leftovers, names};
-use crate::create::{Temporary, flush_directory};
+use crate::draft::{Temporary, flush_directory};
 use crate::error::{Error, IoContext as _, Result};
 use crate::layer::Format;
 
@@ -191,7 +191,7 @@ impl Prepared {
     ///
     /// Nothing that a guest was promised may be in it alone before [`Published::flush`] is done.
     pub fn overlay(&self) -> &Path {
-        &self.overlay.path
+        self.overlay.path()
     }
 
     /// The disk's path.
@@ -226,7 +226,7 @@ impl Prepared {
             if file_at(&self.active)? != self.identity {
                 return Err(SnapshotFault::Replaced.into());
             }
-            let renamed = rustix::fs::rename(&self.overlay.path, &self.active);
+            let renamed = rustix::fs::rename(self.overlay.path(), &self.active);
             renamed.map_err(io::Error::from).while_trying("rename the overlay")
         };
         rename().map_err(|error| error.in_file(&self.active))?;
