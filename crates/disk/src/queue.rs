@@ -128,7 +128,8 @@ impl IoQueue {
         match request.op {
             Op::Read => {
                 let is_current = self.refresh();
-                match is_current.then(|| self.layers.plan_read(&request, &self.pins)).flatten() {
+                let plan = || self.layers.plan_read(&request, &self.pins, self.stats.counters());
+                match is_current.then(plan).flatten() {
                     Some(parts) => self.start_read(request, phase, parts),
                     None => self.leave_to_worker(request, phase),
                 }

@@ -136,6 +136,10 @@ counters! {
     read_depth: [DEPTH_BUCKETS],
     /// Bytes of the same reads that no layer has data for.
     zero_bytes: [1],
+    /// Lookups of where a run of a read or write lies that the metadata in memory answered.
+    metadata_hits: [1],
+    /// Those that it did not: tables had to be read first.
+    metadata_misses: [1],
 }
 
 /// A counter with one writer.
@@ -189,6 +193,14 @@ impl Counters {
     #[inline]
     pub(crate) fn read_zeros(&self, len: u64) {
         self.zero_bytes[0].add(len);
+    }
+
+    /// The metadata in memory was asked where a run lies.
+    #[inline]
+    pub(crate) fn looked_up<T>(&self, found: Option<T>) -> Option<T> {
+        let counter = if found.is_some() { &self.metadata_hits } else { &self.metadata_misses };
+        counter[0].add(1);
+        found
     }
 
     /// A worker was asked to carry a request out.

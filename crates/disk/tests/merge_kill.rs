@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::flat::{read, write};
+use common::killed::{PLACES, is_killed, numbers};
 use common::stock::{assert_clean, assert_safe, path_str, qemu_img, qemu_io, text, try_qemu_io};
 use common::{open_read_only, random, scratch, small_resources};
 use rand::Rng as _;
@@ -81,14 +82,7 @@ fn child_that_dies_at_a_step() {
 }
 
 fn dies_at(how: &str, step: usize, disk: &Path) -> bool {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_that_dies_at_a_step", "--ignored", "--nocapture"])
-        .env(STEP, format!("{how} {step} {}", path_str(disk)))
-        .output()
-        .unwrap();
-    let killed = output.status.signal() == Some(9);
-    assert!(killed || output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    killed
+    is_killed("child_that_dies_at_a_step", STEP, format!("{how} {step} {}", path_str(disk)))
 }
 
 /// A disk with s0, s1 and s2, in which the first cluster says who wrote last, and a cluster each that nobody else wrote.
@@ -215,6 +209,77 @@ fn only_what_nobody_needs_and_is_what_it_was_goes() {
     assert_state(&disk, 4);
 }
 
+/// A disk on two layers in another directory, which its server may look into.
+fn new_disk_elsewhere(dir: &Path) -> (PathBuf, [PathBuf; 3]) {
+    let bases = dir.join("bases");
+    std::fs::create_dir(&bases).unwrap();
+    let disk = new_disk(dir);
+    let moved = ["s0", "s1", "s2"].map(|name| dir.join(format!("web.{name}.qcow2")));
+    // s0 and s2 move, so that the dropped layers s0 and s1 lie in both directories.
+    for (layer, stands_on) in [(0, None), (2, Some("../web.s1.qcow2"))] {
+        let to = bases.join(moved[layer].file_name().unwrap());
+        std::fs::rename(&moved[layer], &to).unwrap();
+        if let Some(below) = stands_on {
+            qemu_img(&["rebase", "-u", "-F", "qcow2", "-b", below, path_str(&to)]);
+        }
+    }
+    qemu_img(&["rebase", "-u", "-F", "qcow2", "-b", "bases/web.s0.qcow2", path_str(&moved[1])]);
+    qemu_img(&["rebase", "-u", "-F", "qcow2", "-b", "bases/web.s2.qcow2", path_str(&disk)]);
+    let [s0, s1, s2] = moved.map(|layer| bases.join(layer.file_name().unwrap()));
+    (disk, [s0, dir.join(s1.file_name().unwrap()), s2])
+}
+
+fn notes(dir: &Path) -> usize {
+    files(dir).iter().filter(|name| name.ends_with(".dropped")).count()
+}
+
+#[test]
+fn layers_in_another_directory_that_a_killed_merge_dropped_go_too() {
+    for how in ["live", "files"] {
+        let dir = scratch();
+        let (disk, [s0, s1, s2]) = new_disk_elsewhere(dir.path());
+        let bases = dir.path().join("bases");
+        assert!(dies_at(how, 1000, &disk));
+        assert_eq!((notes(dir.path()), notes(&bases)), (1, 1), "{how}");
+        assert!(s0.exists() && s1.exists());
+        open(&disk).close().unwrap();
+        // s1 stands on s0: both can only go in that order.
+        assert!(!s0.exists() && !s1.exists() && s2.exists(), "{how}");
+        assert_eq!((notes(dir.path()), notes(&bases)), (0, 0), "{how}");
+        assert_state(&disk, 4);
+        assert_clean(&disk);
+    }
+}
+
+#[test]
+fn a_note_leads_only_where_it_may_and_to_what_a_note_there_names() {
+    let (dir, outside) = (scratch(), scratch());
+    let (disk, [s0, s1, _]) = new_disk_elsewhere(dir.path());
+    assert!(dies_at("live", 1000, &disk));
+    let (bases, own) = (dir.path().join("bases"), dir.path().join(NOTE));
+    let leads = std::fs::read_to_string(&own).unwrap();
+    let name = files(&bases).into_iter().find(|name| name.ends_with(".dropped")).unwrap();
+    // Whoever can write only where the disk is has no say in other directories.
+    let set_aside = dir.path().join("set-aside");
+    std::fs::rename(bases.join(&name), &set_aside).unwrap();
+    open(&disk).close().unwrap();
+    assert!(s0.exists() && !s1.exists() && !own.exists());
+    // Nor are directories looked into that the disk may not stand on.
+    let out = outside.path().join("web.s0.qcow2");
+    std::fs::rename(&s0, &out).unwrap();
+    std::fs::rename(&set_aside, outside.path().join(&name)).unwrap();
+    let leads = leads.replace(path_str(&bases), path_str(outside.path()));
+    std::fs::write(&own, &leads).unwrap();
+    open(&disk).close().unwrap();
+    assert!(out.exists() && !own.exists());
+    std::fs::write(&own, &leads).unwrap();
+    let allowed = OpenOptions { allow_backing: vec![outside.path().to_owned()], ..OpenOptions::default() };
+    let journals = dir.path().join("journals");
+    Disk::open(&disk, &allowed, &small_resources(Some(journals.as_path()))).unwrap().close().unwrap();
+    assert_eq!((out.exists(), notes(outside.path()), notes(dir.path())), (false, 0, 0));
+    assert_state(&disk, 4);
+}
+
 /// The child: writes numbers at both ends, takes snapshots, and drops some, for ever.
 #[test]
 #[ignore = "the process that the other test starts and kills"]
@@ -248,20 +313,6 @@ fn child_that_merges_until_it_is_killed() {
             Merge::of_disk(&disk, range, &options()).and_then(Merge::run).expect("merges");
         }
     });
-}
-
-/// A number is written at the first place, then at the second.
-const PLACES: [u64; 2] = [0, 3 << 20];
-
-fn numbers(disk: &Disk, what: &str) -> [u64; 2] {
-    let numbers = PLACES.map(|place| {
-        let bytes = read(disk, place, 4096).unwrap();
-        let number = u64::from_le_bytes(bytes[..8].try_into().unwrap());
-        assert_eq!(bytes, number.to_le_bytes().repeat(512), "a torn block in {what}");
-        number
-    });
-    assert!(numbers[0] == numbers[1] || numbers[0] == numbers[1] + 1, "{what}: {numbers:?}");
-    numbers
 }
 
 #[test]

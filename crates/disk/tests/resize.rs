@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -64,6 +65,32 @@ fn a_disk_grows_far_past_its_l1_table_while_it_is_open() {
         assert_eq!(stock_size(&path), to, "{cluster}");
         qemu_io(&path, &[format!("read -P 9 {} 1024", to - 1024), format!("read -P 7 {} 512", MIB - 512)]);
     }
+}
+
+fn l1_table(path: &Path) -> (u32, u64) {
+    let bytes = std::fs::read(path).unwrap();
+    let entries = u32::from_be_bytes(bytes[36..40].try_into().unwrap());
+    (entries, u64::from_be_bytes(bytes[40..48].try_into().unwrap()))
+}
+
+#[test]
+fn an_l1_table_with_room_stays_where_it_is_and_what_lay_behind_it_is_not_believed() {
+    let dir = scratch();
+    let path = dir.path().join("disk.qcow2");
+    create(&path, 16 * MIB, &["-o", "cluster_size=4k"]);
+    let (entries, at) = l1_table(&path);
+    assert_eq!(entries, 8);
+    std::fs::File::options().write(true).open(&path).unwrap().write_all_at(&[0xff; 4032], at + 64).unwrap();
+    let disk = open(&path);
+    write(&disk, 0, &[3; 512]).unwrap();
+    disk.resize(900 * MIB, Shrink::Refuse).unwrap();
+    assert_eq!(read(&disk, 800 * MIB, 1024).unwrap(), [0; 1024]);
+    write(&disk, 900 * MIB - 512, &[4; 512]).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    assert_clean(&path);
+    assert_eq!(l1_table(&path), (450, at));
+    qemu_io(&path, &[format!("read -P 4 {} 512", 900 * MIB - 512), "read -P 3 0 512".to_owned()]);
 }
 
 #[test]

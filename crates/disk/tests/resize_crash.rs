@@ -36,6 +36,12 @@ fn cases() -> Vec<Case> {
             to: 5000 * KIB + 512,
         },
         Case {
+            // One L1 entry of 4 KiB clusters is 2 MiB: there is room for 512 in the table's cluster.
+            what: "an L1 table that stays where it is",
+            layers: vec![quiet(LayerShape::qcow2(12, 300 * KIB))],
+            to: 5000 * KIB + 512,
+        },
+        Case {
             what: "over a longer backing file",
             layers: vec![LayerShape::qcow2(12, 900 * KIB), quiet(LayerShape::qcow2(9, 100 * KIB + 512))],
             to: 700 * KIB,

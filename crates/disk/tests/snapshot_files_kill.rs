@@ -5,11 +5,10 @@
 mod common;
 
 use std::os::unix::fs::MetadataExt as _;
-use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use common::killed::is_killed;
 use common::stock::{assert_clean, qemu_io};
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, SnapshotInfo, Step, list, prepare};
 use vmstrata_disk::{CreateOptions, OpenOptions, create};
@@ -56,14 +55,7 @@ fn child() {
 
 /// Runs the operation until its n-th step; false when it has fewer.
 fn killed_at(operation: &str, step: usize, disk: &Path) -> bool {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture"])
-        .env("KILL_AT", format!("{operation} {step} {}", disk.display()))
-        .output()
-        .unwrap();
-    let killed = output.status.signal() == Some(9);
-    assert!(killed || output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    killed
+    is_killed("child", "KILL_AT", format!("{operation} {step} {}", disk.display()))
 }
 
 /// A disk with a snapshot: 1 at its start in "mon", 2 behind that written since, and files that are none of ours.

@@ -9,7 +9,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::flat::{read, write};
+use common::flat::write;
+use common::killed::{PLACES, numbers};
 use common::stock::{assert_safe, path_str, qemu_img};
 use common::{for_seeds, open_read_only, random, scratch, small_resources};
 use rand::Rng as _;
@@ -18,8 +19,6 @@ use vmstrata_disk::{Disk, OpenOptions, snapshot_together};
 
 /// What the child finds its orders in: the image.
 const ORDERS: &str = "VMSTRATA_TEST_SNAPSHOT_CHILD";
-/// Every number is written here first, and there when that has completed.
-const PLACES: [u64; 2] = [0, 3 << 20];
 
 fn open(path: &Path) -> Arc<Disk> {
     let journals = path.with_file_name("journals");
@@ -91,18 +90,6 @@ fn run_and_kill(path: &Path, after: Duration) -> u64 {
 fn layers(path: &Path) -> usize {
     let files = std::fs::read_dir(path.parent().expect("in a directory")).expect("there");
     files.filter(|file| file.as_ref().is_ok_and(|file| file.path().extension() == path.extension())).count()
-}
-
-/// The numbers at both places, which every state of the disk must have whole and in order.
-fn numbers(disk: &Disk, what: &str) -> [u64; 2] {
-    let numbers = PLACES.map(|place| {
-        let bytes = read(disk, place, 4096).unwrap();
-        let number = u64::from_le_bytes(bytes[..8].try_into().unwrap());
-        assert_eq!(bytes, number.to_le_bytes().repeat(512), "a torn block in {what}");
-        number
-    });
-    assert!(numbers[0] == numbers[1] || numbers[0] == numbers[1] + 1, "{what}: {numbers:?}");
-    numbers
 }
 
 #[test]

@@ -11,7 +11,7 @@ use vmstrata_types::HostOffset;
 
 use super::Active;
 use crate::changes::Freed;
-use crate::error::{IoContext as _, Result};
+use crate::error::{Error, IoContext as _, Result};
 use crate::journal::{Record, Slot};
 use crate::layer::{Tables, table_of, words};
 
@@ -107,6 +107,48 @@ impl Active {
         self.settle(noted)
     }
 
+    /// Makes the L1 table longer in the file if its last cluster has room for `entries`; returns whether it has. The new ones
+    /// lead nowhere, and are known only after [`Active::know_longer_l1`].
+    ///
+    /// Writers go on meanwhile: they change what was there before. No one else changes the table's length.
+    ///
+    /// # Errors
+    /// A host that cannot write. Once a write of the header failed, the disk must take no more writes.
+    pub(crate) fn extend_l1(&self, entries: u64) -> Result<bool> {
+        let (at, len) = {
+            let l1 = self.l1.load();
+            (l1.at, l1.entries.len() as u64 * 8)
+        };
+        let room = len.next_multiple_of(self.tables.geometry.cluster_bits.size());
+        let last = at + len.saturating_sub(8);
+        let is_own = || Ok::<_, Error>(self.alloc.refcount(last)? == 1);
+        if entries * 8 > room || !is_own()? {
+            return Ok(false);
+        }
+        let zeros = vec![0; (entries * 8 - len) as usize];
+        self.store
+            .write_all(&zeros, at + len)
+            .while_trying("write a longer L1 table")
+            .map_err(|error| error.at(at + len))?;
+        self.flusher.flush().while_trying("flush a longer L1 table")?;
+        self.write_l1_place(at, entries)?;
+        Ok(true)
+    }
+
+    /// Lets requests know of an L1 table that was made longer where it is. The caller keeps writers out.
+    pub(crate) fn know_longer_l1(&self, entries: u64) {
+        let _l1 = self.l1_lock.lock();
+        let old = self.l1.load_full();
+        let words = old.entries.iter().map(|raw| raw.load(Ordering::Acquire)).chain(std::iter::repeat(0));
+        let entries = words.take(entries as usize).map(AtomicU64::new).collect();
+        self.l1.store(Arc::new(L1 { at: old.at, entries }));
+    }
+
+    fn write_l1_place(&self, at: HostOffset, entries: u64) -> Result<()> {
+        let count = u32::try_from(entries).expect("checked against MAX_L1_ENTRIES");
+        self.write_header(field::L1_SIZE, &[&count.to_be_bytes()[..], &at.get().to_be_bytes()].concat())
+    }
+
     /// Moves the L1 table to new clusters if it has fewer than `entries`; the new ones lead nowhere.
     ///
     /// ```text
@@ -137,9 +179,7 @@ impl Active {
             let _ = self.alloc.free(at, bytes.len() as u64);
             return Err(error);
         }
-        let count = u32::try_from(entries).expect("checked against MAX_L1_ENTRIES");
-        let place = [&count.to_be_bytes()[..], &at.get().to_be_bytes()].concat();
-        self.write_header(field::L1_SIZE, &place)?;
+        self.write_l1_place(at, entries)?;
         let entries = words(&bytes).take(entries as usize).map(AtomicU64::new).collect();
         self.l1.store(Arc::new(L1 { at, entries }));
         if old.entries.is_empty() {

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Each step is on stable storage before the next begins, and each leaves an image that is right for the size its header
-//! says: tables and zero entries past the end mean nothing. Only a move of the L1 table holds writers, for the time of its
-//! writes; readers are never held.
+//! says: tables and zero entries past the end mean nothing. Only a move of the L1 table holds writers for the time of its
+//! writes, and it moves only where its last cluster has no room left; readers are never held.
 //!
 //! New space reads as zeros. It would not by itself where the active layer has entries there, as an image that a stock
 //! tool shrank may, or where a layer below is longer than the disk was: there, and only there, zeros are said or written.
@@ -174,6 +174,12 @@ impl Disk {
         let entries = active.tables.geometry.l1_entries(size);
         if entries <= u64::from(active.tables_now().l1_entries) {
             return Ok(Duration::ZERO);
+        }
+        let extended = active.extend_l1(entries);
+        if extended.map_err(|error| self.latch_if_lost(error.in_file(&self.path)))? {
+            let began = Instant::now();
+            self.writers.closed(|| active.know_longer_l1(entries));
+            return Ok(began.elapsed());
         }
         // Most of what there is to commit need not be committed while writers are held.
         self.commit()?;

@@ -218,7 +218,8 @@ impl Merge {
     fn announce(&self, target: FileId) {
         let mut dropped = remove::dropped(&self.links, self.range);
         dropped.retain(|layer| self.options.removal.wants(layer).is_ok());
-        if let Err(error) = leftovers::announce(self.disk().0, target, &dropped) {
+        let (disk, open) = self.disk();
+        if let Err(error) = leftovers::announce(disk, open, target, &dropped) {
             tracing::warn!(%error, "killed now, the merge would leave the files of dropped layers behind");
         }
     }
@@ -235,7 +236,7 @@ impl Merge {
         };
         let (removed, kept) = remove::remove(&dropped, &mut users, self.options.removal, locks, &stands_on);
         let _ = flush_directory(disk);
-        leftovers::settle(disk);
+        leftovers::settle(disk, open);
         (self.merged.removed, self.merged.kept) = (removed, kept);
     }
 

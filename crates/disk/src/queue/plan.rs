@@ -10,6 +10,7 @@ use super::pins::Pins;
 use crate::layers::{Layers, Top};
 use crate::map::Source;
 use crate::request::Request;
+use crate::stats::Counters;
 
 /// Pieces a request may fall into on the fast road; those of more go to a worker.
 const PARTS_MAX: usize = 16;
@@ -29,12 +30,12 @@ impl Layers {
     /// The pieces a read falls into, if the ring can do all of it; `None` if a worker must. Ranges that read as zeros
     /// are filled here.
     #[inline]
-    pub(super) fn plan_read(&self, request: &Request, pins: &Pins) -> Option<Parts> {
+    pub(super) fn plan_read(&self, request: &Request, pins: &Pins, counters: &Counters) -> Option<Parts> {
         let mut parts = Parts::new();
         let len = request.range.len;
         let mut done = 0;
         while done < len {
-            let run = self.lookup(request.range.start + done, len - done)?;
+            let run = counters.looked_up(self.lookup(request.range.start + done, len - done))?;
             match run.source {
                 Source::Hole | Source::Zero(_) => {
                     fill_zero(&slice(&request.segments, done as usize, run.len as usize));
@@ -57,7 +58,7 @@ impl Layers {
     }
 
     /// The pieces a write falls into, if the active layer's file can simply be overwritten; `None` if a worker must do it.
-    pub(super) fn plan_write(&self, request: &Request) -> Option<Parts> {
+    pub(super) fn plan_write(&self, request: &Request, counters: &Counters) -> Option<Parts> {
         let mut parts = Parts::new();
         let len = request.range.len;
         let mut done = 0;
@@ -65,7 +66,8 @@ impl Layers {
             let here = request.range.start + done;
             let (layer, store, at, found) = match &self.top {
                 Top::Qcow2(active) => {
-                    let (at, found) = self.lookup_in_place(active, here, len - done)?;
+                    let in_place = self.lookup_in_place(active, here, len - done);
+                    let (at, found) = counters.looked_up(in_place)?;
                     (active.index, &active.file, at, found)
                 }
                 Top::Raw(raw) => (LayerIndex::BASE, &raw.file, HostOffset::new(here.get()), len - done),

@@ -22,7 +22,8 @@ impl IoQueue {
         };
         // Only now: layers change only while no writer is inside.
         let is_current = self.refresh();
-        match is_current.then(|| self.layers.plan_write(&request)).flatten() {
+        let plan = || self.layers.plan_write(&request, self.stats.counters());
+        match is_current.then(plan).flatten() {
             Some(parts) if parts.is_empty() => self.finish_now(request.token, phase, Ok(())),
             Some(parts) if self.layers.blocks.is_some() => {
                 return self.start_write(request, phase, writing, parts);

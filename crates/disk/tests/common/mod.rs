@@ -10,6 +10,7 @@
 pub mod faulty;
 pub mod flat;
 pub mod io;
+pub mod killed;
 pub mod ledger;
 pub mod shape;
 pub mod stock;
