@@ -90,6 +90,12 @@ pub struct DiskStatus {
     /// How often a snapshot was taken and did not get its index: the log says why.
     #[serde(default, skip_serializing_if = "is_default")]
     pub settle_failures: u64,
+    /// Lookups of where a run of a read or write lies that the metadata in memory answered, since the disk was opened.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub metadata_hits: u64,
+    /// Those that it did not: tables had to be read first.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub metadata_misses: u64,
 }
 
 /// All disks, in the order in which they were added.

@@ -31,6 +31,10 @@ pub struct DiskStats {
     pub read_depths: Vec<DepthStats>,
     /// Bytes of the same reads that no layer has data for.
     pub read_zero_bytes: u64,
+    /// Lookups of where a run of a read or write lies that the metadata in memory answered.
+    pub metadata_hits: u64,
+    /// Those that it did not: tables had to be read first.
+    pub metadata_misses: u64,
 }
 
 /// Requests of one kind.
@@ -118,6 +122,8 @@ impl DiskStats {
             other_latency: self.other_latency.since(&earlier.other_latency),
             read_depths: self.read_depths.iter().map(|depth| depth.since(&earlier.read_depths)).collect(),
             read_zero_bytes: self.read_zero_bytes.saturating_sub(earlier.read_zero_bytes),
+            metadata_hits: self.metadata_hits.saturating_sub(earlier.metadata_hits),
+            metadata_misses: self.metadata_misses.saturating_sub(earlier.metadata_misses),
         }
     }
 }
@@ -199,12 +205,14 @@ mod tests {
             read: KindStats { requests: 15, bytes: 180, errors: 1, at_workers: 2 },
             read_latency: latency(&[(1024, 5), (2048, 3), (4096, 1)]),
             read_depths: depth(180),
+            metadata_hits: 7,
             ..DiskStats::default()
         };
         let between = now.since(&earlier);
         assert_eq!(between.read, KindStats { requests: 5, bytes: 80, errors: 1, at_workers: 2 });
         assert_eq!(between.read_latency, latency(&[(2048, 1), (4096, 1)]));
         assert_eq!(between.read_depths, depth(80));
+        assert_eq!((between.metadata_hits, earlier.since(&now).metadata_hits), (7, 0));
         // Another disk of the name, opened since.
         assert_eq!(earlier.since(&now).read.requests, 0);
     }

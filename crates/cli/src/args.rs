@@ -1,8 +1,7 @@
 //! The command line: what can be asked, and the help that shows how.
 //!
-//! Parsing ends here: every value reaches its command checked and in the command's own types. Exit codes are
-//! the same everywhere, and those of `check` are qemu-img's, so usage errors take sysexits' 64 instead of
-//! clap's 2.
+//! Parsing ends here: every value reaches its command checked and in the command's own types. Exit codes are the same
+//! everywhere, and those of `check` are qemu-img's, so usage errors take sysexits' 64 instead of clap's 2.
 
 mod backup;
 mod control;
@@ -32,7 +31,7 @@ pub use self::job::{JobArgs, JobCommand};
 pub use self::merge::{FlattenArgs, RemoveFiles, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::resize::ResizeArgs;
-pub use self::serve::{LogFormat, ServeArgs};
+pub use self::serve::{LogFormat, ServeArgs, ThawGuardArgs};
 pub use self::snapshot::{
     Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
     SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
@@ -111,6 +110,9 @@ pub enum Command {
     Vm(VmArgs),
     /// Print the completion script of a shell
     Completions(CompletionsArgs),
+    /// Thaws a guest when the server that froze it is killed
+    #[command(hide = true)]
+    ThawGuard(ThawGuardArgs),
 }
 
 /// Which directories backing files may be in.

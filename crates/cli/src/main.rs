@@ -77,6 +77,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Job(args) => commands::job::run(&args),
         Command::Vm(args) => commands::vm::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
+        Command::ThawGuard(args) => commands::serve::thaw_guard(&args),
     }
 }
 

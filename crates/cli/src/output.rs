@@ -122,9 +122,27 @@ pub fn percent(done: u64, total: u64) -> f64 {
     if total == 0 { 100.0 } else { (done as f64 / total as f64 * 100.0).min(100.0) }
 }
 
+/// The share of `part` in `part` and `rest`, in percent; `None` if there is neither.
+pub fn share_of(part: u64, rest: u64) -> Option<f64> {
+    let all = part.saturating_add(rest);
+    (all > 0).then(|| part as f64 / all as f64 * 100.0)
+}
+
+/// A share as people read it: what is not all of it never reads as 100 %.
+pub fn share(percent: Option<f64>) -> String {
+    percent.map_or_else(|| "-".to_owned(), |percent| format!("{:.1} %", (percent * 10.0).floor() / 10.0))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shares_are_of_something_and_only_all_of_it_is_100_percent() {
+        let shown =
+            [(0, 0), (0, 3), (1, 2), (99_999, 1), (5, 0)].map(|(part, rest)| share(share_of(part, rest)));
+        assert_eq!(shown, ["-", "0.0 %", "33.3 %", "99.9 %", "100.0 %"]);
+    }
 
     #[test]
     fn an_empty_job_is_done_and_no_job_passes_100_percent() {

@@ -86,6 +86,30 @@ fn bytes_are_counted_by_how_deep_they_were_read() {
 }
 
 #[test]
+fn lookups_are_counted_by_whether_memory_answered_them() {
+    let images = Images::new();
+    let server = start(&images);
+    io(&server, &["read 0 4k", "read 1M 4k"]);
+    let before = stats(&server);
+    let of = |stats: &Value, name: &str| stats[name].as_u64().unwrap();
+    assert!(of(&before, "metadata_misses") >= 1, "nothing was in memory at first: {before}");
+    io(&server, &["read 0 4k", "read 1M 4k"]);
+    let after = stats(&server);
+    assert!(of(&after, "metadata_hits") >= of(&before, "metadata_hits") + 2, "{before} {after}");
+    assert_eq!(of(&after, "metadata_misses"), of(&before, "metadata_misses"));
+    let status: Value = serde_json::from_str(&server.ask_ok(["status", "--json"])).unwrap();
+    assert_eq!(status["disks"][0]["metadata_misses"], after["metadata_misses"], "{status}");
+    assert!(server.ask_ok(["status"]).contains("HITS"));
+    let metrics = ask(&server.control(), "GET", "/v1/metrics", "").body;
+    let line = format!(
+        r#"vmstrata_disk_metadata_lookups_total{{disk="web",result="hit"}} {}"#,
+        of(&after, "metadata_hits")
+    );
+    assert!(metrics.contains(&line), "{metrics}");
+    assert!(server.stop().success());
+}
+
+#[test]
 fn top_shows_a_disk_at_work() {
     let images = Images::new();
     let server = start(&images);

@@ -2,9 +2,10 @@
 //!
 //! ```text
 //!   freeze ──► connect, sync ──► guest-fsfreeze-freeze ──► Frozen ──► the cut ──► guest-fsfreeze-thaw
-//!                  │ no answer         │ no answer                                   │ no answer
-//!                  ▼                   ▼                                             ▼
-//!              not quiesced        thaw, in case it freezes yet            connect anew, thaw, until patience ends
+//!                  │ no answer         │ no answer            │ killed             │ no answer
+//!                  ▼                   ▼                      ▼                    ▼
+//!              not quiesced        thaw, in case        thawed by another    connect anew, thaw,
+//!                                  it freezes yet       process: [`guard`]   until patience ends
 //! ```
 //!
 //! Place in the data flow: beside [`crate::host`]'s snapshots, on the thread that takes one. What the agent says comes from
@@ -15,11 +16,15 @@
 //! - An agent that *refused* to freeze is left alone: its file systems may be frozen for someone else.
 
 mod connection;
+mod guard;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use connection::Connection;
+use guard::Guard;
+pub(crate) use guard::Guards;
+pub use guard::thaw_guard;
 
 /// How long each part may take.
 #[derive(Clone, Copy, Debug)]
@@ -63,6 +68,12 @@ pub enum AgentFault {
     /// Something else than an answer.
     #[error("what it said is no answer")]
     Garbage,
+    /// Someone else has it freeze or thaw.
+    #[error("another snapshot has frozen it, and did not end within {0:?}")]
+    Busy(Duration),
+    /// Nobody would let the guest go on if this process were killed.
+    #[error("cannot start the process that thaws it should the server be killed: {0}")]
+    Guard(std::io::Error),
     /// An error of its own.
     #[error("it refused: {0}")]
     Refused(String),
@@ -78,22 +89,34 @@ pub(crate) struct Frozen {
     /// `None` once it has broken.
     connection: Option<Connection>,
     patience: Patience,
-    is_thawed: bool,
+    /// `None` once it was asked to thaw.
+    guard: Option<Guard>,
     /// How many file systems there are.
     pub(crate) file_systems: u64,
 }
 
-/// Freezes the file systems of the guest whose agent listens at `socket`.
+/// Freezes the file systems of the guest whose agent listens at `socket`. Should this process be killed, `guards` see to it
+/// that the guest goes on.
 ///
 /// # Errors
-/// No agent that answers, or one that refuses. Nothing is frozen then, or is asked to thaw.
-pub(crate) fn freeze(socket: &Path, patience: Patience) -> Result<Frozen, AgentFault> {
+/// No agent that answers, or one that refuses; no guard. Nothing is frozen then, or is asked to thaw.
+pub(crate) fn freeze(socket: &Path, patience: Patience, guards: &Guards) -> Result<Frozen, AgentFault> {
+    let mut note = guards.note(socket, patience.sync)?;
     let mut connection = Connection::open(socket, patience.sync)?;
     connection.sync(patience.sync)?;
+    if note.may_be_frozen {
+        // By a server that was killed.
+        connection.command("guest-fsfreeze-thaw", patience.thaw)?;
+        note.may_be_frozen = false;
+    }
+    let mut guard = guards.start(socket, note)?;
     let answer = connection.command("guest-fsfreeze-freeze", patience.freeze);
     let file_systems = match answer {
         Ok(ref value) => value.as_u64().ok_or(AgentFault::Garbage),
-        Err(refused @ AgentFault::Refused(_)) => return Err(refused),
+        Err(refused @ AgentFault::Refused(_)) => {
+            guard.note.may_be_frozen = false;
+            return Err(refused);
+        }
         Err(fault) => Err(fault),
     };
     let connection = file_systems.is_ok().then_some(connection);
@@ -101,7 +124,7 @@ pub(crate) fn freeze(socket: &Path, patience: Patience) -> Result<Frozen, AgentF
         socket: socket.to_owned(),
         connection,
         patience,
-        is_thawed: false,
+        guard: Some(guard),
         file_systems: *file_systems.as_ref().unwrap_or(&0),
     };
     match file_systems {
@@ -129,24 +152,13 @@ impl Frozen {
     }
 
     fn try_thaw(&mut self) -> Result<(), AgentFault> {
-        self.is_thawed = true;
-        let deadline = Instant::now() + self.patience.thaw;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let attempt = left.min(ATTEMPT);
-            let thawed = match self.connection.take() {
-                Some(mut connection) => connection.command("guest-fsfreeze-thaw", attempt),
-                None => thaw_anew(&self.socket, attempt),
-            };
-            match thawed {
-                Ok(_) => return Ok(()),
-                Err(fault) if left <= BREATH => return Err(fault),
-                Err(fault) => {
-                    tracing::warn!(agent = %self.socket.display(), %fault, "the guest is not thawed yet");
-                    std::thread::sleep(BREATH);
-                }
-            }
-        }
+        let Some(mut guard) = self.guard.take() else { return Ok(()) };
+        insist(&self.socket, self.patience.thaw, |attempt| match self.connection.take() {
+            Some(mut connection) => connection.command("guest-fsfreeze-thaw", attempt),
+            None => thaw_anew(&self.socket, attempt),
+        })?;
+        guard.note.may_be_frozen = false;
+        Ok(())
     }
 
     fn thaw_or_say(&mut self) {
@@ -161,10 +173,47 @@ impl Frozen {
 
 impl Drop for Frozen {
     fn drop(&mut self) {
-        if !self.is_thawed {
-            self.thaw_or_say();
+        self.thaw_or_say();
+    }
+}
+
+/// Tries again until patience ends.
+fn insist<T>(
+    socket: &Path,
+    patience: Duration,
+    mut thaw: impl FnMut(Duration) -> Result<T, AgentFault>,
+) -> Result<T, AgentFault> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match thaw(left.min(ATTEMPT)) {
+            Ok(thawed) => return Ok(thawed),
+            Err(fault) if left <= BREATH => return Err(fault),
+            Err(fault) => {
+                tracing::warn!(agent = %socket.display(), %fault, "the guest is not thawed yet");
+                std::thread::sleep(BREATH);
+            }
         }
     }
+}
+
+/// Thaws the guest of an agent that may be frozen; returns whether it was. One whose socket nobody listens at is gone.
+fn thaw_left(socket: &Path, patience: Duration) -> Result<bool, AgentFault> {
+    insist(socket, patience, |attempt| {
+        let status = Connection::open(socket, attempt).and_then(|mut connection| {
+            connection.sync(attempt)?;
+            connection.command("guest-fsfreeze-status", attempt)
+        });
+        match status {
+            Err(AgentFault::Connect(error)) if is_gone(&error) => Ok(false),
+            Ok(status) if status == "thawed" => Ok(false),
+            _ => thaw_anew(socket, attempt).map(|_| true),
+        }
+    })
+}
+
+fn is_gone(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused)
 }
 
 /// Thaws by a new connection. An agent that is still busy freezing does not answer, and finds the command after that.

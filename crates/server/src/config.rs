@@ -167,6 +167,7 @@ impl Settings {
             control: self.control.unwrap_or_default(),
             control_patience: Duration::ZERO,
             metrics: self.metrics,
+            thaw_guard: None,
         }
     }
 }

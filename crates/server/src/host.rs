@@ -35,6 +35,7 @@ use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::nbd::{self, TlsMode};
 
 use self::doors::Door;
+use crate::agent::Guards;
 use crate::error::{Error, NotClean};
 use crate::jobs::Jobs;
 use crate::options::Options;
@@ -50,6 +51,7 @@ pub struct Host {
     limits: ResourceOptions,
     allow_backing: Vec<PathBuf>,
     tls: TlsMode,
+    guards: Guards,
     table: Mutex<Table>,
     /// Signalled when a change ends.
     settled: Condvar,
@@ -131,6 +133,7 @@ impl Host {
     /// # Errors
     /// A certificate that cannot be used.
     pub(crate) fn new(options: &Options, runtime_dir: PathBuf) -> Result<Arc<Self>, Error> {
+        let guards = Guards::new(&runtime_dir, options.thaw_guard.clone());
         let (resources, limits) = options.resources(runtime_dir);
         let events = broadcast::Sender::new(EVENTS_KEPT);
         Ok(Arc::new(Self {
@@ -138,12 +141,18 @@ impl Host {
             limits,
             allow_backing: options.allow_backing.clone(),
             tls: options.tls_mode()?,
+            guards,
             table: Mutex::default(),
             settled: Condvar::new(),
             jobs: Arc::new(Jobs::new(events.clone())),
             events,
             started: Instant::now(),
         }))
+    }
+
+    /// Lets guests go on that a killed server left frozen, once their disks are served.
+    pub(crate) fn thaw_what_is_left(&self) {
+        self.guards.thaw_what_is_left();
     }
 
     /// What happens from now on.

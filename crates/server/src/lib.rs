@@ -35,7 +35,7 @@ mod shutdown;
 pub mod size;
 pub mod spec;
 
-pub use agent::AgentFault;
+pub use agent::{AgentFault, thaw_guard};
 pub use control::openapi;
 pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
 pub use host::Host;

@@ -48,6 +48,7 @@ fn serve(
     shutdown: &mut Shutdown,
     on_ready: impl FnOnce(&ServerStatus),
 ) -> Result<(), Error> {
+    host.thaw_what_is_left();
     let status = host.status();
     on_ready(&status);
     let count = status.disks.len();

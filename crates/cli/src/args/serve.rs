@@ -153,3 +153,12 @@ pub enum LogFormat {
     /// One JSON object a line.
     Json,
 }
+
+/// `vmstrata thaw-guard`, which a server runs
+#[derive(Debug, Args)]
+pub struct ThawGuardArgs {
+    /// The socket of the guest's agent
+    pub agent: PathBuf,
+    /// The note that the guest may be frozen
+    pub note: PathBuf,
+}

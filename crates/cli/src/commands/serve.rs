@@ -4,6 +4,7 @@ mod ready;
 
 pub use self::ready::attachments;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use anyhow::Result;
 use vmstrata_server::config::Settings;
 use vmstrata_server::{ControlPlace, Options};
 
-use crate::args::{ControlArgs, EXIT_USAGE, ServeArgs};
+use crate::args::{ControlArgs, EXIT_USAGE, ServeArgs, ThawGuardArgs};
 use crate::client::Client;
 
 /// How long a server that is replaced may take to drain its doors and close its disks.
@@ -23,7 +24,12 @@ const REPLACE_PATIENCE: Duration = Duration::from_secs(300);
 /// When the configuration, a disk or a door cannot be used, or a disk cannot be closed clean.
 pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let file = args.config.as_deref().map(Settings::read).transpose()?.unwrap_or_default();
-    let mut options = Options { ready_fd: args.ready_fd, ..args.settings().over(file).into_options() };
+    let mut options = Options {
+        ready_fd: args.ready_fd,
+        // Also when another version was installed over the file that this one was started from.
+        thaw_guard: Some(PathBuf::from("/proc/self/exe")),
+        ..args.settings().over(file).into_options()
+    };
     if let Err(error) = options.check() {
         eprintln!("vmstrata: error: {error:#}\n\nFor more information, try 'vmstrata serve --help'.");
         return Ok(ExitCode::from(EXIT_USAGE));
@@ -37,6 +43,15 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
             tracing::warn!("cannot print the ready report: {error}");
         }
     })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Waits for the end of the server that froze a guest, see [`vmstrata_server::thaw_guard`].
+///
+/// # Errors
+/// When the guest must be thawed, and its agent does not do it.
+pub fn thaw_guard(args: &ThawGuardArgs) -> Result<ExitCode> {
+    vmstrata_server::thaw_guard(&args.agent, &args.note)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -7,7 +7,7 @@ use vmstrata_api::{DiskState, DiskStatus, DoorSpec, DoorStatus, ServerStatus};
 
 use crate::args::StatusArgs;
 use crate::client::Client;
-use crate::output::{Table, counted, print, print_json};
+use crate::output::{Table, counted, print, print_json, share, share_of};
 use crate::units::short_size;
 
 /// Shows the server's disks and doors.
@@ -25,7 +25,7 @@ pub fn run(args: &StatusArgs) -> Result<ExitCode> {
 }
 
 fn to_text(status: &ServerStatus) -> String {
-    let mut disks = Table::new(["DISK", "STATE", "MODE", "SIZE", "LAYERS", "FILE"]);
+    let mut disks = Table::new(["DISK", "STATE", "MODE", "SIZE", "LAYERS", "HITS", "FILE"]);
     status.disks.iter().for_each(|disk| disks.row(disk_row(disk)));
     let mut doors = Table::new(["DOOR", "KIND", "DISK", "AT", "USE"]);
     status.doors.iter().for_each(|door| doors.row(door_row(door)));
@@ -47,7 +47,7 @@ pub fn headline(status: &ServerStatus) -> String {
     )
 }
 
-fn disk_row(disk: &DiskStatus) -> [String; 6] {
+fn disk_row(disk: &DiskStatus) -> [String; 7] {
     let state = match disk.state {
         DiskState::Opening => "opening",
         DiskState::Serving if disk.settling => "serving, indexing",
@@ -62,6 +62,7 @@ fn disk_row(disk: &DiskStatus) -> [String; 6] {
         mode.to_owned(),
         shown(disk.size_bytes.map(short_size)),
         shown(disk.layers.map(|layers| layers.to_string())),
+        share(share_of(disk.metadata_hits, disk.metadata_misses)),
         disk.path.clone(),
     ]
 }

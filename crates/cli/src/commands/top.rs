@@ -22,7 +22,7 @@ use self::rates::{DiskRates, rates};
 use super::status::headline;
 use crate::args::TopArgs;
 use crate::client::Client;
-use crate::output::{Table, percent, print, print_json};
+use crate::output::{Table, percent, print, print_json, share};
 use crate::units::short_size;
 
 /// Redraws until interrupted; with `--once`, prints one interval.
@@ -71,10 +71,10 @@ fn screen(client: &Client, now: &StatsList, disks: &[DiskRates]) -> Result<Strin
     Ok(format!("{headline}\n\n{}{}", table(disks), running.collect::<String>()))
 }
 
-fn table(disks: &[DiskRates]) -> Table<12> {
+fn table(disks: &[DiskRates]) -> Table<13> {
     let mut table = Table::new([
-        "DISK", "LAYERS", "READ/s", "READ", "WRITE/s", "WRITE", "FLUSH/s", "R p50", "R p99", "W p99", "SLOW",
-        "ERRORS",
+        "DISK", "LAYERS", "READ/s", "READ", "WRITE/s", "WRITE", "FLUSH/s", "R p50", "R p99", "W p99", "HITS",
+        "SLOW", "ERRORS",
     ]);
     for disk in disks {
         let speed = |bytes: f64| format!("{}/s", short_size(bytes as u64));
@@ -89,6 +89,7 @@ fn table(disks: &[DiskRates]) -> Table<12> {
             time(disk.read_p50_us),
             time(disk.read_p99_us),
             time(disk.write_p99_us),
+            share(disk.metadata_hits_percent),
             format!("{:.0} %", disk.at_workers_percent),
             disk.errors.to_string(),
         ]);

@@ -16,6 +16,17 @@ const SHORT: Patience = Patience {
     thaw: Duration::from_millis(600),
 };
 
+/// Freezes in a process that starts no other.
+fn freeze(socket: &Path, patience: Patience) -> Result<Frozen, AgentFault> {
+    super::freeze(socket, patience, &guards(socket))
+}
+
+/// Notes beside the agent's socket.
+pub(crate) fn guards(socket: &Path) -> Guards {
+    let dir = socket.parent().filter(|dir| dir.is_dir()).map_or_else(std::env::temp_dir, Path::to_owned);
+    Guards::new(&dir, None)
+}
+
 /// What a scripted agent says to a command: bytes, and whether it stays.
 type Say = (Vec<u8>, bool);
 
@@ -239,4 +250,26 @@ fn a_busy_agent_gets_its_thaw_even_without_an_answer() {
     thaw_anew(&path, Duration::from_millis(400)).unwrap_err();
     let heard = hearing.join().unwrap();
     assert!(heard.contains("guest-sync-delimited") && heard.contains("guest-fsfreeze-thaw"), "{heard}");
+}
+
+#[test]
+fn a_guest_that_a_killed_server_left_frozen_is_thawed_before_it_is_frozen_again() {
+    let agent = Scripted::start(|_, command| properly(command));
+    let (guards, socket) = (guards(&agent.socket()), agent.socket());
+    // What is left of a server that was killed, and its guard with it.
+    drop(guards.start(&socket, guards.note(&socket, SHORT.sync).unwrap()).unwrap());
+    super::freeze(&socket, SHORT, &guards).unwrap().thaw().unwrap();
+    super::freeze(&socket, SHORT, &guards).unwrap().thaw().unwrap();
+    let thaw = "guest-fsfreeze-thaw";
+    assert_eq!(agent.heard(), [vec![ROUND[0], thaw, ROUND[1], thaw], ROUND.to_vec()]);
+}
+
+#[test]
+fn one_guest_is_frozen_by_one_snapshot_at_a_time() {
+    let agent = Scripted::start(|_, command| properly(command));
+    let frozen = freeze(&agent.socket(), SHORT).unwrap();
+    let busy = freeze(&agent.socket(), SHORT).unwrap_err();
+    assert!(matches!(busy, AgentFault::Busy(_)), "{busy}");
+    frozen.thaw().unwrap();
+    freeze(&agent.socket(), SHORT).unwrap().thaw().unwrap();
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use vmstrata_api::Quiesce;
 
-use crate::agent::{self, Frozen, Patience};
+use crate::agent::{self, Frozen, Guards, Patience};
 use crate::error::Error;
 
 /// The label that says so in the snapshot.
@@ -30,12 +30,17 @@ pub(super) type WithAgent = (String, Option<PathBuf>);
 ///
 /// # Errors
 /// With [`Quiesce::Always`], a disk without an agent, or an agent that does not do it. Nothing stays frozen.
-pub(super) fn quiesce(disks: &[WithAgent], how: Quiesce, patience: Patience) -> Result<Quiesced, Error> {
+pub(super) fn quiesce(
+    disks: &[WithAgent],
+    how: Quiesce,
+    patience: Patience,
+    guards: &Guards,
+) -> Result<Quiesced, Error> {
     let knows_agent = disks.iter().any(|(_, agent)| agent.is_some());
     if how == Quiesce::Never || how == Quiesce::Auto && !knows_agent {
         return Ok(Quiesced { is_quiesced: knows_agent.then_some(false), ..Quiesced::default() });
     }
-    match freeze_all(disks, patience) {
+    match freeze_all(disks, patience, guards) {
         Ok(frozen) => Ok(Quiesced { frozen, is_quiesced: Some(true), why_not: None }),
         Err(error) if how == Quiesce::Auto => {
             let why_not = crate::error::told(&error);
@@ -46,7 +51,7 @@ pub(super) fn quiesce(disks: &[WithAgent], how: Quiesce, patience: Patience) -> 
     }
 }
 
-fn freeze_all(disks: &[WithAgent], patience: Patience) -> Result<Vec<Frozen>, Error> {
+fn freeze_all(disks: &[WithAgent], patience: Patience, guards: &Guards) -> Result<Vec<Frozen>, Error> {
     if let Some((disk, _)) = disks.iter().find(|(_, agent)| agent.is_none()) {
         return Err(Error::NoAgent { name: disk.clone() });
     }
@@ -56,7 +61,7 @@ fn freeze_all(disks: &[WithAgent], patience: Patience) -> Result<Vec<Frozen>, Er
     sockets.dedup();
     let mut frozen = Vec::with_capacity(sockets.len());
     for socket in &sockets {
-        let guest = agent::freeze(socket, patience).map_err(|source| failed(socket, source))?;
+        let guest = agent::freeze(socket, patience, guards).map_err(|source| failed(socket, source))?;
         tracing::info!(agent = %socket.display(), file_systems = guest.file_systems, "the guest is frozen");
         frozen.push(guest);
     }

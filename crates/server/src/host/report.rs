@@ -87,6 +87,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         Phase::Serving(disk) => Some(disk),
         _ => None,
     };
+    let stats = disk.map(|disk| disk.stats()).unwrap_or_default();
     api::DiskStatus {
         name: entry.spec.name.clone(),
         path: entry.spec.path.display().to_string(),
@@ -96,6 +97,8 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         layers: disk.map(|disk| layers(disk)),
         settling: disk.is_some_and(|disk| disk.is_settling()),
         settle_failures: disk.map_or(0, |disk| disk.settle_failures()),
+        metadata_hits: stats.metadata_hits[0],
+        metadata_misses: stats.metadata_misses[0],
     }
 }
 

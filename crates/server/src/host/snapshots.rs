@@ -28,7 +28,8 @@ impl Host {
             return Err(SpecError::DiskTwice { name: name.to_owned() }.into());
         }
         let default = if asked.agent.is_some() { Quiesce::Always } else { Quiesce::Auto };
-        let mut quiesced = quiesce(&agents, asked.quiesce.unwrap_or(default), Patience::default())?;
+        let how = asked.quiesce.unwrap_or(default);
+        let mut quiesced = quiesce(&agents, how, Patience::default(), &self.guards)?;
         let info = SnapshotInfo {
             name: asked.name,
             taken_ns: asked.taken_ns,

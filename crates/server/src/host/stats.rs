@@ -49,6 +49,8 @@ pub(super) fn translate(stats: &DiskStats) -> api::DiskStats {
         other_latency: latency(stats.latency_ns[2], &stats.other_latency),
         read_depths: depths(&stats.read_depth),
         read_zero_bytes: stats.zero_bytes[0],
+        metadata_hits: stats.metadata_hits[0],
+        metadata_misses: stats.metadata_misses[0],
     }
 }
 

@@ -3,6 +3,8 @@
 use serde::Serialize;
 use vmstrata_api::{DiskStats, Latency, NamedStats, StatsList};
 
+use crate::output::share_of;
+
 /// What a disk did between two samples.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DiskRates {
@@ -26,6 +28,8 @@ pub struct DiskRates {
     pub read_p99_us: Option<f64>,
     /// The time that 99 % of the writes did not pass.
     pub write_p99_us: Option<f64>,
+    /// Share of the lookups that the metadata in memory answered; absent where there was none.
+    pub metadata_hits_percent: Option<f64>,
     /// Share of reads and writes that the metadata in memory did not answer.
     pub at_workers_percent: f64,
     /// Requests that failed.
@@ -62,6 +66,7 @@ fn rates_of(disk: &NamedStats, did: &DiskStats, seconds: f64) -> DiskRates {
         read_p50_us: bound(&did.read_latency, 0.5),
         read_p99_us: bound(&did.read_latency, 0.99),
         write_p99_us: bound(&did.write_latency, 0.99),
+        metadata_hits_percent: share_of(did.metadata_hits, did.metadata_misses),
         at_workers_percent: if moved == 0 { 0.0 } else { (slow / moved as f64 * 100.0).min(100.0) },
         errors: all.iter().map(|kind| kind.errors).sum(),
     }
@@ -76,7 +81,8 @@ mod tests {
     fn sample(at_ns: u64, reads: u64) -> StatsList {
         let read = KindStats { requests: reads, bytes: reads * 4096, errors: 1, at_workers: reads / 4 };
         let buckets = vec![LatencyBucket { below_ns: Some(2048), count: reads }];
-        let stats = DiskStats { read, read_latency: Latency { sum_ns: 0, buckets }, ..DiskStats::default() };
+        let read_latency = Latency { sum_ns: 0, buckets };
+        let stats = DiskStats { read, read_latency, metadata_hits: reads, ..DiskStats::default() };
         let disk = NamedStats { name: "web".to_owned(), state: DiskState::Serving, layers: 7, stats };
         StatsList { at_ns, resources: ResourceStatus::default(), disks: vec![disk] }
     }
@@ -87,6 +93,7 @@ mod tests {
         assert_eq!((did.reads_per_second, did.read_bytes_per_second), (100.0, 409_600.0));
         assert_eq!((did.read_p50_us, did.write_p99_us), (Some(2.048), None));
         assert_eq!((did.at_workers_percent, did.errors), (25.0, 0));
+        assert_eq!(did.metadata_hits_percent, Some(100.0));
     }
 
     #[test]

@@ -161,6 +161,8 @@ mod tests {
             layers: Some(300),
             settling: true,
             settle_failures: 4,
+            metadata_hits: 0,
+            metadata_misses: 0,
         };
         let status = ServerStatus {
             version: "1.2.3".to_owned(),

@@ -1,13 +1,18 @@
 use std::time::Duration;
 
 use super::*;
-use crate::agent::tests::{Scripted, properly};
+use crate::agent::tests::{Scripted, guards, properly};
 
 const SHORT: Patience = Patience {
     sync: Duration::from_millis(300),
     freeze: Duration::from_millis(300),
     thaw: Duration::from_millis(300),
 };
+
+fn quiesce(disks: &[WithAgent], how: Quiesce, patience: Patience) -> Result<Quiesced, Error> {
+    let agent = disks.iter().find_map(|(_, agent)| agent.clone()).unwrap_or_default();
+    super::quiesce(disks, how, patience, &guards(&agent))
+}
 
 fn disks(agents: &[Option<&Scripted>]) -> Vec<WithAgent> {
     let named = agents.iter().enumerate();

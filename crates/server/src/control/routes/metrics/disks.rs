@@ -28,8 +28,22 @@ pub(super) fn encode(disks: &[NamedStats], encoder: &mut DescriptorEncoder) -> f
             family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&value(kind), None)?;
         }
     }
+    lookups(disks, encoder)?;
     latencies(disks, encoder)?;
     depths(disks, encoder)
+}
+
+fn lookups(disks: &[NamedStats], encoder: &mut DescriptorEncoder) -> fmt::Result {
+    let help =
+        "Lookups by whether the metadata in memory answered them (hit), or tables had to be read (miss)";
+    let mut family = encoder.encode_descriptor("disk_metadata_lookups", help, None, MetricType::Counter)?;
+    for disk in disks {
+        for (result, count) in [("hit", disk.stats.metadata_hits), ("miss", disk.stats.metadata_misses)] {
+            let labels: Labels<'_> = [("disk", disk.name.as_str()), ("result", result)];
+            family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&count, None)?;
+        }
+    }
+    Ok(())
 }
 
 fn kinds_of(disk: &NamedStats) -> impl Iterator<Item = (Labels<'_>, &KindStats)> {
