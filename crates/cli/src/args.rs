@@ -38,9 +38,9 @@ pub use self::snapshot::{
 };
 pub use self::survey::SurveyArgs;
 pub use self::vm::{
-    MachineKind, ResumeGuardArgs, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmListArgs, VmMode,
-    VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs, VmStoreCommand,
-    VmVerifyArgs,
+    DiskSnapshotArgs, MachineKind, ResumeGuardArgs, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs,
+    VmListArgs, VmMode, VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs,
+    VmStoreCommand, VmVerifyArgs,
 };
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;

@@ -1,5 +1,8 @@
-//! Sizes as people write and read them: `64K` in, `64 KiB` out. Suffixes are powers of 1024.
+//! Sizes and times as people write and read them: `64K` in, `64 KiB` out, in powers of 1024; `10m` in.
 
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
 pub use vmstrata_server::size::parse_size;
 
 /// Powers of 1024 in the order of their suffixes.
@@ -20,9 +23,35 @@ pub fn short_size(bytes: u64) -> String {
     if tenth == 0 { format!("{whole} {letter}iB") } else { format!("{whole}.{tenth} {letter}iB") }
 }
 
+/// Letters of times, with their seconds.
+const TIMES: [(char, u64); 5] = [('s', 1), ('m', 60), ('h', 3600), ('d', 86_400), ('w', 604_800)];
+
+/// `30s`, `10m`, `6h`, `1d`, `1w`: at least a second, at most a year.
+///
+/// # Errors
+/// Anything else.
+pub fn parse_time(text: &str) -> Result<Duration> {
+    let known = |letter: char| TIMES.iter().find(|(other, _)| *other == letter);
+    let parts = text.chars().last().and_then(known).zip(text.get(..text.len().saturating_sub(1)));
+    let ((_, seconds), count) = parts.context("a time is a number with s, m, h, d or w, such as 10m")?;
+    let count: u64 = count.parse().context("a time is a whole number with s, m, h, d or w, such as 10m")?;
+    let all = count.saturating_mul(*seconds);
+    ensure!((1..=366 * 86_400).contains(&all), "a time is at least a second and at most a year");
+    Ok(Duration::from_secs(all))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn times_are_a_number_and_a_letter() {
+        assert_eq!(parse_time("10m").unwrap().as_secs(), 600);
+        assert_eq!(parse_time("1w").unwrap().as_secs(), 604_800);
+        for wrong in ["", "m", "10", "10M", "0s", "-1s", "1.5h", "10ä", "99999999999999999999s", "53w"] {
+            assert!(parse_time(wrong).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn sizes_read_well_and_stay_exact() {

@@ -67,6 +67,26 @@ fn files_that_nobody_serves_are_pruned() {
 }
 
 #[test]
+fn what_a_guests_memory_needs_is_left_alone() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let memory = "memory=web@mon";
+    run_ok(["snapshot", "create", &disk, "--name", "mon", "--label", memory]);
+    run_ok(["snapshot", "create", &disk, "--name", "s8"]);
+    let planned = run_json(["snapshot", "prune", &disk, "--keep", "last=1", "--dry-run", "--json"]);
+    assert_eq!((&planned["keep"], &planned["with-memory"]), (&json!(["s8"]), &json!(["mon"])));
+    let said = run_ok(["snapshot", "prune", &disk, "--keep", "last=1", "--dry-run"]);
+    assert!(said.contains("(1 snapshot taken with a guest's memory left alone"), "{said}");
+    let pruned =
+        support::tool(env!("CARGO_BIN_EXE_vmstrata"), ["snapshot", "prune", &disk, "--keep", "last=1"]);
+    let said = String::from_utf8_lossy(&pruned.stderr).into_owned();
+    assert!(pruned.status.success() && said.contains("1 snapshot taken with a guest's memory"), "{said}");
+    assert_eq!(names(&disk), ["s8", "mon"]);
+    let asked = ["snapshot", "prune", &disk, "--keep", "last=1", "--label", memory, "--dry-run", "--json"];
+    assert_eq!(run_json(asked)["keep"], json!(["mon"]));
+}
+
+#[test]
 fn a_disk_that_is_served_is_pruned_while_it_is_served() {
     let images = Images::new();
     let disk = with_history(&images);

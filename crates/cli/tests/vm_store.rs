@@ -139,6 +139,15 @@ fn damage_is_told_by_exit_codes_and_repaired() {
 }
 
 #[test]
+fn a_namenode_that_is_not_there_is_an_error() {
+    let refused = run_err(1, ["vm", "list", "--vault", "hdfs://127.0.0.1:1/vault"]);
+    assert!(refused.contains("hdfs://127.0.0.1:1/vault") && refused.contains("refused"), "{refused}");
+    let wrong = run_err(1, ["vm", "list", "--vault", "hdfs://127.0.0.1:1/vault?blocks=1"]);
+    assert!(wrong.contains("expected hdfs://NAMENODE"), "{wrong}");
+    run_err(64, ["vm", "list", "--vault", ""]);
+}
+
+#[test]
 fn a_missing_directory_is_a_warning_and_deletes_nothing() {
     let homes = Homes::new();
     homes.save("mon", 20_000);

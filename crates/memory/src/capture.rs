@@ -10,6 +10,7 @@
 //! snapshot of its disks nor a capability of QEMU's that was off before.
 
 mod backend;
+mod before;
 mod copy;
 mod error;
 mod live;
@@ -17,18 +18,19 @@ mod machine;
 mod memory;
 mod mtree;
 mod pause;
+mod populate;
 mod save;
 mod state;
 pub mod stream;
 mod take;
 
+pub use before::Before;
 pub use error::{BoxError, CaptureError};
 pub use machine::{BACKENDS_MAX, Backend, Machine, MachineError};
 pub(crate) use memory::Files;
 pub use memory::MachineRam;
-pub use pause::resume;
 pub(crate) use pause::set_capability;
 pub use save::{CAPTURED, Captured, CapturedBackend, DEVICES, Report, Request, snapshot};
-pub use state::STATE_BYTES_MAX;
+pub use state::{Channel, STATE_BYTES_MAX};
 pub(crate) use take::IGNORE_SHARED;
-pub use take::{Disks, Mode, Taken, take};
+pub use take::{Control, Disks, Mode, Store, Taken, take};

@@ -32,7 +32,7 @@ pub mod vmcoreinfo;
 pub use cause::{Cause, CauseMap};
 pub use guest::Guest;
 pub use hide::{Clear, Hide, Hides, Width};
-pub use origin::{Disk, DiskIndex, Origin};
+pub use origin::{Device, DeviceFolio, DeviceIndex, Disk, DiskIndex, FileFolio, FileSystem, Origin};
 
 use view::View;
 
@@ -51,8 +51,29 @@ pub struct Pages {
     /// Where the bytes of clean pages lie on the guest's disks, as far as its buffer heads tell; in order of frames. A
     /// page may have several (a block each), some, or none. Claims of the guest: compare bytes before believing them.
     pub origins: Vec<Origin>,
-    /// The disks that [`Pages::origins`] name.
+    /// The files that clean pages belong to, in order of frames: what their file systems make of that is on the disks.
+    pub files: Vec<FileFolio>,
+    /// What the guest has in memory of its devices themselves; in order of frames.
+    pub device_cache: Vec<DeviceFolio>,
+    /// The disks that the others name.
     pub disks: Vec<Disk>,
+    /// The devices that the others name.
+    pub devices: Vec<Device>,
+}
+
+/// What a page of cache must pass to count as clean, where tests leave it out to see what it is for. A snapshot by fewer rules
+/// is not safe to restore.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct Rules {
+    /// That nothing but the cache refers to it: not a reader who has found it and will not look again.
+    pub references: bool,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self { references: true }
+    }
 }
 
 /// What reading a guest came to.
@@ -72,9 +93,15 @@ pub enum Introspection {
 impl Introspection {
     /// Finds the kernel in `ram` and goes over its pages.
     pub fn of(ram: &dyn Ram) -> Self {
+        Self::by(ram, Rules::default())
+    }
+
+    /// As [`Introspection::of`], by other rules.
+    #[doc(hidden)]
+    pub fn by(ram: &dyn Ram, rules: Rules) -> Self {
         let read = || {
             let guest = Guest::find(ram)?;
-            let pages = Box::new(guest.pages(ram)?);
+            let pages = Box::new(guest.pages(ram, rules)?);
             Ok(Self::Read { release: guest.release, pages })
         };
         read().unwrap_or_else(Self::Unreadable)
@@ -128,9 +155,9 @@ impl Guest {
     ///
     /// # Errors
     /// [`Unreadable::Inconsistent`] when what was found is far from the kernel's own counters.
-    pub fn pages(&self, ram: &dyn Ram) -> Result<Pages, Unreadable> {
+    fn pages(&self, ram: &dyn Ram, rules: Rules) -> Result<Pages, Unreadable> {
         let mut view = View::new(ram, self.tables);
-        let pages = pass::run(self, ram, &mut view);
+        let pages = pass::run(self, ram, &mut view, rules);
         check::against_counters(self, &mut view, &pages)?;
         Ok(pages)
     }

@@ -10,6 +10,8 @@
 //! | [`ram`] | reading a guest's memory where its hypervisor keeps it |
 //! | [`class`] | what a page is worth: a [`ClassMap`] has one class a frame |
 //! | [`introspect`] | what a Linux guest uses its pages for |
+//! | [`disk`], [`filesystem`] | a guest's disks, and where on them the bytes of its files lie |
+//! | [`refill`] | pages that need no copy, because the disks have their bytes |
 //! | [`capture`] | taking a running guest: memory, devices and disks at one instant |
 //! | [`restore`] | bringing it back: files of memory, what was lost hidden, devices |
 //! | [`qmp`] | talking to a running QEMU |
@@ -21,13 +23,16 @@
 pub mod address;
 pub mod capture;
 pub mod class;
+pub mod disk;
+pub mod filesystem;
 pub mod introspect;
 pub mod qmp;
 pub mod ram;
+pub mod refill;
 pub mod restore;
 pub mod vault;
 
 pub use address::{Frame, PAGE_BITS, PAGE_BYTES, Physical, Virtual};
 pub use class::{ClassMap, PageClass};
 pub use introspect::{Introspection, Pages, Unreadable};
-pub use ram::{Block, FileRam, Layout, LayoutError, Ram, RamError};
+pub use ram::{Block, Layout, LayoutError, Ram, RamError};

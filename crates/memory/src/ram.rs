@@ -3,9 +3,7 @@
 //! A machine's memory is a few blocks of guest-physical addresses; each lies at some offset of a file (a memory backend
 //! of QEMU, a file of a snapshot). [`Layout`] knows the blocks, [`Ram`] reads bytes of them.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 
 use crate::address::{Frame, PAGE_BYTES, Physical};
 
@@ -160,46 +158,34 @@ pub trait Ram: Send + Sync {
     /// # Errors
     /// [`RamError::Hole`] when a part of the range is no memory; [`RamError::Io`] when it cannot be read.
     fn read(&self, at: Physical, into: &mut [u8]) -> Result<(), RamError>;
-}
 
-/// Memory in a file: a memory backend of a running QEMU, or a copy of one.
-#[derive(Debug)]
-pub struct FileRam {
-    file: File,
-    layout: Layout,
-}
-
-impl FileRam {
-    /// `file` holds the blocks of `layout`.
-    pub fn new(file: File, layout: Layout) -> Self {
-        Self { file, layout }
-    }
-}
-
-impl Ram for FileRam {
-    fn layout(&self) -> &Layout {
-        &self.layout
+    /// `len` bytes from `at` on, where they need not be copied to be read; `None` says nothing.
+    fn bytes(&self, _at: Physical, _len: usize) -> Option<&[u8]> {
+        None
     }
 
-    fn read(&self, at: Physical, into: &mut [u8]) -> Result<(), RamError> {
-        let len = into.len();
-        let (mut from, mut rest) = (at, into);
-        while !rest.is_empty() {
-            let (offset, follow) = self.layout.find(from).ok_or(RamError::Hole { at, len })?;
-            let (now, later) =
-                rest.split_at_mut(usize::try_from(follow).unwrap_or(usize::MAX).min(rest.len()));
-            self.file.read_exact_at(now, offset).map_err(|source| RamError::Io { at: from, source })?;
-            from = from.checked_add(now.len() as u64).ok_or(RamError::Hole { at, len })?;
-            rest = later;
+    /// Whether `len` bytes from `at` on are surely zeros, because nobody ever wrote them; `false` says nothing.
+    fn is_untouched(&self, _at: Physical, _len: u64) -> bool {
+        false
+    }
+
+    /// As many bytes as `buffer` has from `at` on, copied there only where they must be.
+    ///
+    /// # Errors
+    /// As [`Ram::read`].
+    fn view<'a>(&'a self, at: Physical, buffer: &'a mut [u8]) -> Result<&'a [u8], RamError> {
+        match self.bytes(at, buffer.len()) {
+            Some(bytes) => Ok(bytes),
+            None => {
+                self.read(at, buffer)?;
+                Ok(buffer)
+            }
         }
-        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-
     use super::*;
 
     fn block(start: u64, len: u64, file_offset: u64) -> Block {
@@ -231,19 +217,5 @@ mod tests {
         let below = |layout: Result<Layout, LayoutError>| layout.unwrap().blocks()[0].len;
         assert_eq!([2 << 30, 0xb000_0000, 8 << 30].map(|bytes| below(Layout::q35(bytes))), [2 << 30; 3]);
         assert_eq!([3 << 30, 0xe000_0000, 8 << 30].map(|bytes| below(Layout::pc(bytes))), [3 << 30; 3]);
-    }
-
-    #[test]
-    fn a_read_crosses_touching_blocks_and_stops_at_holes() {
-        let mut file = tempfile::tempfile().unwrap();
-        file.write_all(&[1; 0x1000]).unwrap();
-        file.write_all(&[2; 0x1000]).unwrap();
-        let layout = Layout::new(vec![block(0x1000, 0x1000, 0), block(0, 0x1000, 0x1000)]).unwrap();
-        let ram = FileRam::new(file, layout);
-        let mut bytes = [0; 4];
-        ram.read(Physical::new(0xffe), &mut bytes).unwrap();
-        assert_eq!(bytes, [2, 2, 1, 1]);
-        let past = ram.read(Physical::new(0x1ffe), &mut bytes);
-        assert!(matches!(past, Err(RamError::Hole { at, len: 4 }) if at == Physical::new(0x1ffe)));
     }
 }

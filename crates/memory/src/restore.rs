@@ -8,6 +8,7 @@
 mod command;
 mod error;
 mod incoming;
+pub mod lazy;
 mod memory;
 
 pub use command::{BackendFile, CommandError, restart};

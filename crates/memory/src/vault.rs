@@ -8,7 +8,8 @@
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`home`], [`directory`] | where objects live, and directories as such places |
+//! | [`home`], [`address`] | where objects live, and how people name such a place |
+//! | [`directory`], `hdfs` | directories of this host and of HDFS as such places |
 //! | `metadata`, `info`, `pages`, `hiding`, `refill` | the object that makes a snapshot, and its parts |
 //! | `object`, `extent` | objects of pages, and the compressed pieces that they are made of |
 //! | `writer`, `known` | writing a snapshot; finding pages that are in the store already |
@@ -25,11 +26,14 @@
 //! Lock order: homes in the order they were named, each with one lock; inside a writer, a shard of what is known, then an
 //! object's output.
 
+mod address;
 mod bytes;
 mod collect;
 mod directory;
 mod error;
 mod extent;
+#[cfg(feature = "hdfs")]
+mod hdfs;
 mod hiding;
 mod home;
 mod info;
@@ -51,17 +55,20 @@ mod writer;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+pub use address::HomeAddress;
 pub use collect::{Collected, Deleted};
 pub use directory::DirectoryHome;
 pub use error::{Result, VaultError};
+#[cfg(feature = "hdfs")]
+pub use hdfs::HdfsHome;
 pub use hiding::{Hiding, Mask};
-pub use home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader};
+pub use home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored};
 pub use info::{DiskState, Info, ObjectUse};
 pub use name::{ObjectKind, ObjectName, SnapshotId};
 pub use policy::{OneDevice, Policy};
 pub use refill::{DiskPiece, Refill};
 pub use repair::Repaired;
-pub use snapshot::{Page, Snapshot, Want};
+pub use snapshot::{Order, Page, Snapshot, Want};
 pub use stats::{Savings, Stats};
 pub use survey::Listed;
 pub use verify::Health;
@@ -127,20 +134,28 @@ impl Vault {
         Arc::new(Self { homes, missing: Vec::new() })
     }
 
-    /// The store in these directories. One that cannot be opened is left out and named by [`Vault::missing`]: reading goes
-    /// on without it, deleting does not.
+    /// The store in these directories, as [`Vault::open_at`] opens it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open_directories(paths: &[PathBuf]) -> Result<Arc<Self>> {
+        Self::open_at(&paths.iter().cloned().map(HomeAddress::Directory).collect::<Vec<_>>())
+    }
+
+    /// The store in these homes. One that cannot be opened is left out and named by [`Vault::missing`]: reading goes on
+    /// without it, deleting does not.
     ///
     /// # Errors
     /// [`VaultError::Home`] when none can be opened.
-    pub fn open_directories(paths: &[PathBuf]) -> Result<Arc<Self>> {
+    pub fn open_at(addresses: &[HomeAddress]) -> Result<Arc<Self>> {
         let mut vault = Self { homes: Vec::new(), missing: Vec::new() };
         let mut first = None;
-        for path in paths {
-            match DirectoryHome::open(path) {
-                Ok(home) => vault.homes.push(Arc::new(home)),
+        for address in addresses {
+            match address.open() {
+                Ok(home) => vault.homes.push(home),
                 Err(source) => {
-                    vault.missing.push(format!("{}: {source}", path.display()));
-                    let home = path.display().to_string();
+                    vault.missing.push(format!("{address}: {source}"));
+                    let home = address.to_string();
                     first.get_or_insert(VaultError::Home {
                         home,
                         action: "opening",
@@ -181,7 +196,7 @@ impl Vault {
     ///
     /// # Errors
     /// [`VaultError::NotFound`], [`VaultError::Ambiguous`]; [`VaultError::MetadataLost`] when no copy of what is known of it
-    /// can be read.
+    /// can be read, [`VaultError::Unreadable`] when it is not named by its id and may be one of those.
     pub fn snapshot(&self, which: &Which) -> Result<Snapshot> {
         // Held before it is looked for, so that what is found is not collected.
         let held = self.hold_to_read();
@@ -199,23 +214,28 @@ impl Vault {
     }
 
     fn find(&self, which: &Which, survey: &Survey) -> Result<SnapshotId> {
-        let not_found = || VaultError::NotFound(which.to_string());
         let listed = match which {
-            Which::Id(id) => return survey.has_snapshot(*id).then_some(*id).ok_or_else(not_found),
+            Which::Id(id) if survey.has_snapshot(*id) => return Ok(*id),
+            Which::Id(_) => return Err(VaultError::NotFound(which.to_string())),
             Which::Named { .. } | Which::Newest(_) => survey.snapshots(self),
         };
-        let mut found = listed.iter().filter_map(|listed| Some((listed.id, listed.info.as_ref().ok()?)));
-        match which {
-            Which::Named { guest, name } => {
-                let mut found = found.filter(|(_, info)| info.guest == *guest && info.name == *name);
-                let (id, _) = found.next().ok_or_else(not_found)?;
-                let is_only = found.next().is_none();
-                if is_only { Ok(id) } else { Err(VaultError::Ambiguous(which.to_string())) }
-            }
-            Which::Newest(guest) => {
-                found.find(|(_, info)| info.guest == *guest).map(|(id, _)| id).ok_or_else(not_found)
-            }
+        let is_meant = |info: &Info| match which {
+            Which::Named { guest, name } => info.guest == *guest && info.name == *name,
+            Which::Newest(guest) => info.guest == *guest,
             Which::Id(_) => unreachable!("returned above"),
+        };
+        let is_newest = matches!(which, Which::Newest(_));
+        let known = listed.iter().filter_map(|listed| listed.info.as_ref().ok());
+        let found: Vec<SnapshotId> = known.filter(|info| is_meant(info)).map(|info| info.id).collect();
+        // Any of which nothing is known may be the one, or a newer one of the guest: ids begin with the time.
+        let lost = listed.iter().filter(|listed| listed.info.is_err()).map(|listed| listed.id);
+        let may_be = |id: &SnapshotId| found.first().is_none_or(|found| is_newest && id > found);
+        let lost: Vec<SnapshotId> = lost.filter(may_be).collect();
+        match found[..] {
+            _ if !lost.is_empty() => Err(VaultError::Unreadable { which: which.to_string(), lost }),
+            [] => Err(VaultError::NotFound(which.to_string())),
+            [_, _, ..] if !is_newest => Err(VaultError::Ambiguous(which.to_string())),
+            [id, ..] => Ok(id),
         }
     }
 

@@ -10,8 +10,8 @@ use vault_support::{
     Guest, Homes, Known, assert_reads, bytes, flip, is_lost, new_snapshot, open, policy, save, save_at,
 };
 use vmstrata_memory::vault::{
-    Closing, Collected, Deleted, DiskPiece, DiskState, Hiding, Mask, OneDevice, Page, Policy, VaultError,
-    Want, Which,
+    Closing, Collected, Deleted, DiskPiece, DiskState, Hiding, Mask, OneDevice, Page, Policy, Refill,
+    VaultError, Want, Which,
 };
 use vmstrata_memory::{Frame, PAGE_BYTES, PageClass, Physical};
 
@@ -56,7 +56,7 @@ fn what_is_said_of_a_snapshot_reads_back() {
     let piece = DiskPiece { disk: 0, offset: 1 << 20, len: 4096 };
     for (frame, page) in &guest.pages {
         match page.class {
-            PageClass::Clean => writer.refill(*frame, &bytes(page.seed), &[piece]).unwrap(),
+            PageClass::Clean => writer.refill(*frame, Refill::new(&bytes(page.seed), vec![piece])).unwrap(),
             _ => writer.page(*frame, page.class, &bytes(page.seed)).unwrap(),
         }
     }

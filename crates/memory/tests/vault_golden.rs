@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use vault_support::{Guest, Known, policy};
 use vmstrata_memory::vault::{
-    Closing, DiskPiece, DiskState, Health, Hiding, Mask, NewSnapshot, Page, Policy, Snapshot, Vault,
+    Closing, DiskPiece, DiskState, Health, Hiding, Mask, NewSnapshot, Page, Policy, Refill, Snapshot, Vault,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
 
@@ -46,7 +46,7 @@ fn write(to: &Path) {
         let mut writer = vault.begin(new).expect("begins");
         for (number, (frame, page)) in guest.pages.iter().enumerate() {
             match number {
-                8 => writer.refill(*frame, &bytes(page.seed), &[PIECE]).expect("takes"),
+                8 => writer.refill(*frame, Refill::new(&bytes(page.seed), vec![PIECE])).expect("takes"),
                 _ => writer.page(*frame, page.class, &bytes(page.seed)).expect("takes"),
             }
         }

@@ -149,9 +149,19 @@ fn what_no_copy_has_is_counted_and_the_newest_whole_one_is_named() {
     assert_eq!((found[0].id, &found[0].title), (ids[2], &None));
     assert_eq!((found[1].id, found[1].lost_critical, found[1].is_whole()), (ids[3], 4, false));
     assert!(found[2..].iter().all(Health::is_complete));
-    let whole = vault.newest_whole_before("web", &Which::Id(ids[3])).unwrap().unwrap();
-    assert_eq!(whole.title(), "web@2");
-    assert_eq!(vault.newest_whole_before("web", &Which::Id(ids[0])).unwrap(), None);
+    let before = |which: &Which| vault.newest_whole_before(which).unwrap().map(|info| info.title());
+    let named = |name: &str| Which::Named { guest: "web".to_owned(), name: name.to_owned() };
+    // With its pages lost; with all that is known of it lost, by name and by id; the newest, which may be any.
+    for lost in [Which::Id(ids[3]), named("4"), named("3"), Which::Id(ids[2]), named("2.5")] {
+        assert_eq!(before(&lost).as_deref(), Some("web@2"), "{lost}");
+    }
+    assert_eq!(before(&Which::Id(ids[1])).as_deref(), Some("web@1"));
+    assert_eq!(before(&Which::Id(ids[0])), None);
+    assert_eq!(before(&Which::Newest("db".to_owned())), None);
+    let unreadable = vault.snapshot(&named("3")).unwrap_err();
+    assert!(matches!(&unreadable, VaultError::Unreadable { lost, .. } if *lost == [ids[2]]), "{unreadable}");
+    // A newer one than what is lost is the newest all the same.
+    assert_eq!(vault.find_id(&Which::Newest("web".to_owned())).unwrap(), ids[3]);
     let error = vault.snapshot(&Which::Id(ids[2])).unwrap_err();
     assert!(matches!(&error, VaultError::MetadataLost { tried, .. } if tried.len() == 2), "{error}");
     let repaired = vault.repair(&[], OneDevice::Allow).unwrap();

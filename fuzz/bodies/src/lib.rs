@@ -18,6 +18,7 @@
 //! | [`vault`](fn@vault) | changes to a snapshot of memory | the reader of the store of snapshots |
 //! | [`vmcoreinfo`](fn@vmcoreinfo) | the start of a guest's memory | the search for its kernel |
 //! | [`btf`](fn@btf) | the types of a guest's kernel | their reader |
+//! | [`filesystem`](fn@filesystem) | sectors of a guest's disk | the readers of its file systems |
 //! | [`vhost_request`] | guest memory, and what is written to it meanwhile | a vhost-user queue on a disk |
 //!
 //! Invariants: a body panics only when what it feeds is wrong, needs at most some tens of MiB and, on an idle machine,
@@ -25,6 +26,7 @@
 
 #![forbid(unsafe_code)]
 
+mod filesystem;
 mod header;
 mod image;
 mod index;
@@ -38,6 +40,7 @@ mod tables;
 mod vault;
 mod vhost;
 
+pub use filesystem::filesystem;
 pub use header::qcow2_header;
 pub use image::image_open;
 pub use index::index;
@@ -53,7 +56,7 @@ pub use vhost::vhost_request;
 pub type Body = (&'static str, fn(&[u8]));
 
 /// All of them.
-pub const BODIES: [Body; 11] = [
+pub const BODIES: [Body; 12] = [
     ("qcow2_header", qcow2_header),
     ("qcow2_tables", qcow2_tables),
     ("image_open", image_open),
@@ -65,4 +68,5 @@ pub const BODIES: [Body; 11] = [
     ("vault", vault),
     ("vmcoreinfo", vmcoreinfo),
     ("btf", btf),
+    ("filesystem", filesystem),
 ];

@@ -12,7 +12,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use vmstrata_memory::vault::{
     Closing, DeviceId, DiskPiece, DiskState, Held, Hiding, Hold, Home, Mask, NewObject, NewSnapshot,
-    ObjectKind, ObjectName, ObjectReader, Page, Policy, Vault, Which,
+    ObjectKind, ObjectName, ObjectReader, Page, Policy, Refill, Stored, Vault, Which,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
 
@@ -39,9 +39,14 @@ impl Home for Shelf {
         Ok(0)
     }
 
-    fn list(&self) -> io::Result<Vec<(ObjectName, u64)>> {
+    fn list(&self) -> io::Result<Vec<Stored>> {
         let objects = self.0.lock().expect("no panic in between");
-        Ok(objects.iter().map(|(name, bytes)| (*name, bytes.len() as u64)).collect())
+        let stored = |(name, bytes): (&ObjectName, &Arc<Vec<u8>>)| Stored {
+            name: *name,
+            len: bytes.len() as u64,
+            copies: 1,
+        };
+        Ok(objects.iter().map(stored).collect())
     }
 
     fn create(&self, name: ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
@@ -124,7 +129,7 @@ static SAVED: LazyLock<Objects> = LazyLock::new(|| {
         let frame = Frame::new(page);
         let piece = DiskPiece { disk: 0, offset: page << 12, len: 4096 };
         match page {
-            4 => writer.refill(frame, &content(page), &[piece]).expect("a page"),
+            4 => writer.refill(frame, Refill::new(&content(page), vec![piece])).expect("a page"),
             _ => writer.page(frame, class(page), &content(page)).expect("a page"),
         }
     }

@@ -251,3 +251,74 @@ fn journals() {
     let made = [record(1, 0, data(9)), record(2, data(10), data(11)), record(1 << 63, 0, data(5))];
     put("journal", "made-up", &[&[1][..], &made.concat()].concat());
 }
+
+/// A device, and every sector of it that was read.
+struct Recorder {
+    file: std::fs::File,
+    sectors: std::collections::BTreeMap<u32, [u8; 512]>,
+}
+
+impl vmstrata_memory::filesystem::ReadDevice for &mut Recorder {
+    fn read(&mut self, offset: u64, into: &mut [u8]) -> Option<()> {
+        use std::os::unix::fs::FileExt;
+        for sector in offset / 512..(offset + into.len() as u64).div_ceil(512) {
+            let mut bytes = [0; 512];
+            self.file.read_exact_at(&mut bytes, sector * 512).ok()?;
+            self.sectors.insert(u32::try_from(sector).unwrap(), bytes);
+        }
+        self.file.read_exact_at(into, offset).ok()
+    }
+}
+
+/// What it takes to find the pages of two files, of which one is in many pieces. Needs a superuser, to mount XFS.
+#[test]
+#[ignore = "writes to the source tree"]
+fn filesystems() {
+    use std::os::unix::fs::{FileExt, MetadataExt};
+    use vmstrata_memory::introspect::FileSystem;
+    let dir = tempfile::tempdir().unwrap();
+    let (tree, image) = (dir.path().join("tree"), dir.path().join("image"));
+    std::fs::create_dir_all(&tree).unwrap();
+    std::fs::write(tree.join("whole"), vec![7; 100_000]).unwrap();
+    let pieces = std::fs::File::create(tree.join("pieces")).unwrap();
+    (0..100).for_each(|piece| pieces.write_all_at(&[9; 4096], piece * 5 * 4096).unwrap());
+    let (from, to) = (tree.to_str().unwrap(), image.to_str().unwrap());
+    let shapes: [(&str, &str, &[&str]); 4] = [
+        ("ext4", "mkfs.ext4", &["-b", "4096"]),
+        ("ext4-1k", "mkfs.ext4", &["-b", "1024"]),
+        ("ext4-map", "mkfs.ext4", &["-b", "1024", "-O", "^extents,^64bit,^metadata_csum"]),
+        ("xfs", "mkfs.xfs", &[]),
+    ];
+    for (name, mkfs, options) in shapes {
+        let _ = std::fs::remove_file(&image);
+        std::fs::File::create(&image).unwrap().set_len(320 << 20).unwrap();
+        let mounted = dir.path().join("mounted");
+        std::fs::create_dir_all(&mounted).unwrap();
+        must(&format!("/usr/sbin/{mkfs}"), &[&["-q"], options, &[to]].concat());
+        must("mount", &["-o", "loop", to, mounted.to_str().unwrap()]);
+        must(
+            "cp",
+            &[
+                "--sparse=always",
+                &format!("{from}/whole"),
+                &format!("{from}/pieces"),
+                mounted.to_str().unwrap(),
+            ],
+        );
+        let inodes = ["whole", "pieces"].map(|file| mounted.join(file).metadata().unwrap().ino());
+        must("umount", &[mounted.to_str().unwrap()]);
+        let mut recorder =
+            Recorder { file: std::fs::File::open(&image).unwrap(), sectors: Default::default() };
+        let system = if mkfs == "mkfs.ext4" { FileSystem::Ext4 } else { FileSystem::Xfs };
+        let mut files = vmstrata_memory::filesystem::Files::open(system, &mut recorder).unwrap();
+        for inode in inodes {
+            assert!((0..64).filter(|page| files.find(inode, page * 5 * 4096).is_some()).count() >= 5);
+        }
+        drop(files);
+        let mut input = vec![u8::from(system == FileSystem::Xfs)];
+        input.extend([inodes[0], inodes[1], 0, 1].iter().flat_map(|&inode| (inode as u32).to_le_bytes()));
+        input.extend(recorder.sectors.iter().flat_map(|(at, bytes)| [&at.to_le_bytes()[..], bytes].concat()));
+        assert!(input.len() < 64 << 10, "{name}: {} bytes", input.len());
+        put("filesystem", name, &input);
+    }
+}

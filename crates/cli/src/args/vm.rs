@@ -1,19 +1,25 @@
 //! `vmstrata vm` on the command line.
 
+mod lazy;
 mod pages;
 mod store;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
+use vmstrata_disk::snapshot::Keep;
+use vmstrata_memory::vault::Which;
 
-use super::ControlArgs;
 use super::snapshot::parse_label;
-use crate::units::parse_size;
+use super::{BackingArgs, ControlArgs};
+use crate::units::{parse_size, parse_time};
 
+use lazy::LazyArgs;
 pub use pages::{MachineKind, VmPagesArgs};
 pub use store::{
-    VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmRepairArgs, VmShowArgs, VmStoreCommand, VmVerifyArgs,
+    DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmRepairArgs, VmShowArgs,
+    VmStoreCommand, VmVerifyArgs,
 };
 
 /// `vmstrata vm`
@@ -105,6 +111,9 @@ pub struct VmSnapshotArgs {
     /// Copies of what it can read again from its disks; 0 for none
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=16))]
     pub clean_copies: u8,
+    /// Store pages of cache also where the snapshot of the disks has the same bytes
+    #[arg(long)]
+    pub no_refill: bool,
     /// Let copies lie on one device, where they are lost together
     #[arg(long)]
     pub one_device: bool,
@@ -117,9 +126,19 @@ pub struct VmSnapshotArgs {
     /// A label, such as job=nightly (repeatable)
     #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse_label)]
     pub label: Vec<(String, String)>,
+    /// Take one each time this long has passed, until interrupted: 30s, 10m, 6h, 1d; they get the label kind=periodic
+    #[arg(long, value_name = "TIME", value_parser = parse_time, conflicts_with = "name")]
+    pub every: Option<Duration>,
+    /// With --every, delete those that no rule keeps, and the snapshots of their disks: last, hourly, daily, weekly,
+    /// monthly, yearly, each with how many
+    #[arg(long, value_name = "RULES", requires = "every")]
+    pub keep: Option<Keep>,
     /// A disk of the guest, as the server calls it (repeatable) [default: those whose sockets QEMU is connected to]
     #[arg(long = "disk", value_name = "NAME")]
     pub disks: Vec<String>,
+    /// Where backing files of the disks may be.
+    #[command(flatten)]
+    pub backing: BackingArgs,
     /// The server of the guest's disks.
     #[command(flatten)]
     pub server: ControlArgs,
@@ -133,10 +152,16 @@ Examples:
   vmstrata vm snapshot web --vault /srv/a --vault /srv/b --vault /srv/c
   VMSTRATA_VAULT=/srv/a:/srv/b vmstrata vm snapshot web --name mon --copies 2
   vmstrata vm snapshot web --vault /tmp/v --copies 1 --mode stop
+  vmstrata vm snapshot web --vault /srv/a --vault /srv/b --copies 2 --every 10m --keep hourly=24,daily=7
+  vmstrata vm snapshot web --vault 'hdfs://namenode:8020/vault?block=4M' --copies 3 --clean-copies 1
 
 The guest is held while its devices are saved and its memory is copied; then it goes on, also when the command fails, is
-interrupted or killed. Its disks get a snapshot of the same name, if vmstrata serves them.
-Exit codes: 0 taken, 1 not taken (nothing is listed, the guest runs on), 64 wrong usage.";
+interrupted or killed. Its disks get a snapshot of the same name, if vmstrata serves them; clean pages of cache that are
+on these disks, byte for byte, need no copy.
+
+With --every, a line tells of each snapshot, and of each that could not be taken: a guest that is down is tried again when
+the next is due, and what is due while one is still being taken is left out. packaging/systemd has a service for it.
+Exit codes: 0 taken (with --every: interrupted), 1 not taken (nothing is listed, the guest runs on), 64 wrong usage.";
 
 /// What is done while the guest is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -159,8 +184,17 @@ pub struct VmRestoreArgs {
     #[command(flatten)]
     pub vault: VaultArgs,
     /// Restore no page of clean cache: the guest reads them again from its disks
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["no_refill", "disks"])]
     pub no_cache: bool,
+    /// Leave pages of cache out that have to be read from the disks: the guest reads them again when it needs them
+    #[arg(long)]
+    pub no_refill: bool,
+    /// Where a disk of the snapshot is now, in the order of `vm show` (repeatable) [default: where it was]
+    #[arg(long = "disk", value_name = "FILE", conflicts_with = "no_refill")]
+    pub disks: Vec<PathBuf>,
+    /// Where backing files of the disks may be.
+    #[command(flatten)]
+    pub backing: BackingArgs,
     /// Where to make the files of the guest's memory; they are removed when QEMU has opened them
     #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
     pub memory_dir: PathBuf,
@@ -170,6 +204,9 @@ pub struct VmRestoreArgs {
     /// Leave the guest paused
     #[arg(long)]
     pub paused: bool,
+    /// Whether the guest waits for all of its memory.
+    #[command(flatten)]
+    pub lazy: LazyArgs,
     /// QEMU's command line, as the guest was started with
     #[arg(last = true, required = true, value_name = "QEMU")]
     pub qemu: Vec<String>,
@@ -180,10 +217,17 @@ Examples:
   vmstrata snapshot revert web.qcow2 mon --keep web.before.qcow2      the disk, before it is served again
   vmstrata vm restore web@mon --vault /srv/a --vault /srv/b -- qemu-system-x86_64 -machine q35 ...
   vmstrata vm restore web@mon --vault /srv/b --no-cache -- qemu-system-x86_64 -machine q35 ...
+  vmstrata vm restore web@mon --vault /srv/a --vault /srv/b --lazy -- qemu-system-x86_64 -machine q35 ...
 
 The command line is the one the guest was started with: its memory is pointed to the snapshot's, and -incoming and a
-monitor are added. The guest's disks must be at the snapshot of the same instant. The command ends when QEMU does, with
-its exit code.
+monitor are added. The guest's disks must be at the snapshot of the same instant. Pages of cache that the snapshot does not
+hold are read from them first, and compared with what they were; what is not there any more the guest reads again (with
+--lazy, all of them). The command ends when QEMU does, with its exit code; told to end (SIGTERM, SIGINT, SIGHUP), it ends QEMU.
+
+With --lazy the guest answers at once, whatever its size. This command serves the guest's memory until QEMU ends: if it is
+killed, QEMU is too (SIGBUS) when the guest touches a page it has not touched before. The same happens where a page that
+the guest needs cannot be read from any copy for --page-patience. It needs /dev/fuse, fusermount3 (package fuse3) unless
+root, and room in --memory-dir for all that was stored.
 Exit codes: QEMU's; 1 the guest was not started, 64 wrong usage.";
 
 /// `vmstrata vm resume-guard`
@@ -191,4 +235,22 @@ Exit codes: QEMU's; 1 the guest was not started, 64 wrong usage.";
 pub struct ResumeGuardArgs {
     /// The socket of QEMU's monitor
     pub qmp: PathBuf,
+    /// The guest ran
+    #[arg(long)]
+    pub run: bool,
+    /// A migration capability to turn off
+    #[arg(long, value_name = "NAME")]
+    pub unset: Option<String>,
+    /// The snapshot that is taken
+    #[arg(long, value_name = "GUEST@NAME")]
+    pub snapshot: Which,
+    /// A disk, as the server calls it, whose snapshot goes if that one does not come to be (repeatable)
+    #[arg(long = "disk", value_name = "NAME")]
+    pub disks: Vec<String>,
+    /// Where it is to be kept.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// The server of the disks.
+    #[command(flatten)]
+    pub server: ControlArgs,
 }

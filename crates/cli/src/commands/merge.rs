@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use serde::Serialize;
+use vmstrata_disk::OpenOptions;
 use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of};
 use vmstrata_disk::snapshot::list;
 
@@ -64,6 +65,20 @@ pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
     let removal = if args.keep_files { Removal::Nothing } else { Removal::Snapshots };
     let report = merge(&args.disk, &ranges, removal, &args.common, args.runtime_dir.as_deref())?;
     report.tell(&format!("{} deleted", args.names.join(", ")), &args.common)
+}
+
+/// Deletes snapshots of a disk that nobody serves, and says nothing of it.
+///
+/// # Errors
+/// As [`delete`].
+pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
+    let open = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let options = MergeOptions { open: open.clone(), removal: Removal::Snapshots };
+    let resources = resources(None);
+    for range in ranges_of(disk, names, &open)? {
+        Merge::new(disk, range, &options, &resources)?.run()?;
+    }
+    Ok(())
 }
 
 /// Runs `vmstrata flatten`.

@@ -4,9 +4,11 @@ mod args;
 mod disks;
 mod guard;
 mod pages;
+mod periodic;
 mod picture;
 mod restore;
 mod snapshot;
+mod states;
 mod store;
 
 use std::path::{Path, PathBuf};

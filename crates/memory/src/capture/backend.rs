@@ -24,6 +24,8 @@ pub(super) fn open(backend: &Backend, pid: u32) -> Result<File, MachineError> {
             )
         })?;
         File::open(made)
+    } else if let Some(removed) = removed(&descriptors, backend) {
+        File::open(removed)
     } else {
         File::open(&backend.path)
     };
@@ -57,6 +59,20 @@ fn made_in<'a>(descriptors: &'a [PathBuf], backend: &Backend) -> Option<&'a Path
     descriptors.iter().find(is_made).map(PathBuf::as_path)
 }
 
+/// The file that QEMU has open by a path that leads to it no more, as a restored guest's does.
+fn removed<'a>(descriptors: &'a [PathBuf], backend: &Backend) -> Option<&'a Path> {
+    let name = backend.path.file_name()?.to_str()?;
+    if backend.path.exists() {
+        return None;
+    }
+    let is_it = |link: &&PathBuf| {
+        let Ok(target) = fs::read_link(link) else { return false };
+        let target = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        target.strip_suffix(" (deleted)").unwrap_or(&target) == name
+    };
+    descriptors.iter().find(is_it).map(PathBuf::as_path)
+}
+
 /// Whether the process has the file open. Of a process that cannot be looked into, it is believed.
 fn is_held(descriptors: &[PathBuf], file: &Metadata) -> bool {
     let same = |link: &PathBuf| {
@@ -88,6 +104,20 @@ mod tests {
         // Nobody but this test has the new file open, and it has closed it.
         let replaced = open(&backend(path.clone(), 8192), std::os::unix::process::parent_id()).unwrap_err();
         assert!(replaced.to_string().contains("was replaced"), "{replaced}");
+    }
+
+    #[test]
+    fn a_file_that_was_removed_is_found_by_its_descriptor() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("mem");
+        let held = File::create(&path).unwrap();
+        held.set_len(8192).unwrap();
+        fs::remove_file(&path).unwrap();
+        let found = open(&backend(path.clone(), 8192), std::process::id()).unwrap();
+        assert_eq!(found.metadata().unwrap().ino(), held.metadata().unwrap().ino());
+        drop(held);
+        drop(found);
+        open(&backend(path, 8192), std::process::id()).unwrap_err();
     }
 
     #[test]

@@ -1,19 +1,16 @@
 //! A copy of a guest's memory in this process, made while the guest is held still and read at leisure afterwards.
 //!
-//! The copy is made twice: once while the guest still runs, so that the host's pages for it are there and warm, and once
-//! in the pause, when it counts. What the backends' files have no page for is skipped: there the copy stays zero.
+//! The copy is made twice: once while the guest still runs, so that the host's pages for it are there and those of the guest
+//! are not in swap, and once in the pause, when it counts. What the backends' files have no page for is skipped: there the
+//! copy is zero.
 
-use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
-
 use super::error::CaptureError;
-use super::memory::{Files, MachineRam};
+use super::memory::{Files, MachineRam, is_hole};
 use crate::address::{PAGE_BYTES, Physical};
 use crate::ram::{Layout, Ram, RamError};
 
@@ -105,6 +102,12 @@ impl Ram for StillRam {
         }
         Ok(())
     }
+
+    fn bytes(&self, at: Physical, len: usize) -> Option<&[u8]> {
+        let (offset, follow) = self.layout.find(at)?;
+        let start = usize::try_from(offset).ok()?;
+        (follow >= len as u64).then(|| self.bytes.get(start..start.checked_add(len)?)).flatten()
+    }
 }
 
 /// Fills `into` from `offset` on, over the ends of files; what a file has no page for is zero.
@@ -122,15 +125,6 @@ fn read_chunk(files: &Files, offset: u64, into: &mut [u8]) -> io::Result<()> {
         (offset, rest) = (offset + count as u64, later);
     }
     Ok(())
-}
-
-/// Whether a file surely has no page in a range.
-fn is_hole(file: &File, offset: u64, len: u64) -> bool {
-    match seek(file, SeekFrom::Data(offset)) {
-        Ok(data) => data >= offset + len,
-        Err(Errno::NXIO) => true,
-        Err(_) => false,
-    }
 }
 
 /// Bytes of memory that the host can give without pushing others out.
@@ -165,6 +159,7 @@ mod tests {
         copy.fill(&ram).unwrap();
         copy.read(at, &mut bytes).unwrap();
         assert_eq!(&bytes, b"after!");
+        assert_eq!((copy.bytes(at, 6), copy.bytes(Physical::new(len - 3), 6)), (Some(&b"after!"[..]), None));
         // A page that was given back meanwhile is zero, not what it was before.
         file.set_len(3 * CHUNK as u64).unwrap();
         file.set_len(len).unwrap();

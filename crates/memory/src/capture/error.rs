@@ -26,6 +26,12 @@ pub enum CaptureError {
         /// QEMU's name of the state.
         status: String,
     },
+    /// QEMU saves the state of a guest that is held only once.
+    #[error(
+        "the guest's state was saved or migrated as it is, and QEMU does not save it again before it has run: if it runs \
+         nowhere else, let it go on (`cont` in its monitor, `virsh resume`)"
+    )]
+    Saved,
     /// QEMU could not save its devices.
     #[error("QEMU cannot save the guest's devices: {words}")]
     Migration {
@@ -56,7 +62,7 @@ pub enum CaptureError {
     #[error("the guest cannot be captured while it runs on: {why}; --mode copy does not need that")]
     Live {
         /// What stands against it.
-        why: &'static str,
+        why: String,
     },
     /// QEMU's stream of memory and devices is not as it should be.
     #[error("the guest's memory could not be read")]

@@ -4,37 +4,39 @@
 //!   stop ─ disks ─ migrate (background-snapshot) ─ first page of the stream ─ cont ─ all other pages ─► StillRam
 //! ```
 //!
-//! QEMU writes pages only once it tracks all writes, so the first page says that the guest may go on. It tracks what its
-//! own process writes: a process that maps the guest's memory and writes to it, as the servers of vhost-user devices do,
-//! goes unnoticed, and its writes would be in the snapshot. A guest that has such devices is refused, and is captured by
-//! copying ([`super::Mode::Copy`]), which needs nobody's help.
+//! QEMU writes pages only once it tracks all writes, so the first page says that the guest may go on; QEMU lets it go by
+//! itself. It tracks what its own process writes: a process that maps the guest's memory and writes to it, as the servers of
+//! vhost-user devices do, goes unnoticed, and its writes would be in the snapshot. A guest that has such devices is refused,
+//! and is captured by copying ([`super::Mode::Copy`]), which needs nobody's help.
+//!
+//! A guest whose writes are tracked waits at each until QEMU has written the page out. So the stream is read to its end
+//! whatever happens, also after a cancel and by whoever is left of a killed process: one that breaks off leaves QEMU
+//! waiting for its own write, and the guest with it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::io::{self, BufReader, PipeReader};
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
-
 use super::copy::StillRam;
-use super::error::{BoxError, CaptureError};
+use super::error::CaptureError;
 use super::machine::{Backend, Machine};
-use super::pause::{self, Pause, wait_migrated, with_capability};
-use super::state;
+use super::pause::{self, Pause, SET_CAPABILITIES, wait_migrated, with_capability};
+use super::populate::populate;
 use super::stream::{self, StreamPage};
-use super::take::{Disks, Taken};
+use super::take::{Control, Disks, Store, Taken, cancelled};
 use crate::qmp::{Qmp, QmpError};
-use crate::ram::Ram;
 
 /// QEMU's name of what saves pages before they change.
-const BACKGROUND: &str = "background-snapshot";
+pub(super) const BACKGROUND: &str = "background-snapshot";
 /// How long QEMU may take from the request to the first page.
 const FIRST_PAGE_MAX: Duration = Duration::from_secs(60);
 /// How long QEMU may take for all pages.
 const ALL_MAX: Duration = Duration::from_secs(3600);
 /// How often QEMU is asked whether it failed.
 const POLL: Duration = Duration::from_millis(5);
-/// Bytes per second that no machine reaches: QEMU's default would make the copy take many times as long.
-const UNLIMITED: u64 = 1 << 40;
+/// Bytes read at once.
+const READ_BYTES: usize = 1 << 20;
 
 /// Takes the guest behind `qmp`, which goes on while its memory is read; `store` gets the memory as it was.
 ///
@@ -44,20 +46,36 @@ pub(super) fn take_live(
     qmp: &mut Qmp,
     machine: &Machine,
     disks: &mut dyn Disks,
-    store: &mut dyn FnMut(&dyn Ram) -> Result<(), BoxError>,
-    cancel: &AtomicBool,
+    store: &mut Store<'_>,
+    control: Control<'_>,
 ) -> Result<Taken, CaptureError> {
     refuse_writers(qmp)?;
     if !pause::runs(qmp)? {
-        return Err(CaptureError::Live { why: "it is paused" });
+        return Err(CaptureError::Live { why: "it is paused".to_owned() });
     }
+    populate(&machine.open()?, control.cancel)?;
     let still = StillRam::blank(machine.layout.clone(), machine.backends.iter().map(|own| own.bytes).sum())?;
     let starts = starts(&machine.backends);
-    let (still, taken) = with_capability(qmp, BACKGROUND, |qmp| {
-        unlimited(qmp, |qmp| copy(qmp, &starts, still, disks, cancel))
-    })?;
-    store(&still).map_err(CaptureError::Store)?;
+    let taken = with_capability(qmp, BACKGROUND, |qmp| copy(qmp, &starts, still, disks, control));
+    let (still, taken) = taken.map_err(untracked)?;
+    store(&still, &taken.disks).map_err(CaptureError::Store)?;
     Ok(taken)
+}
+
+/// What QEMU's refusal to track writes means, and what to do about it.
+fn untracked(error: CaptureError) -> CaptureError {
+    match error {
+        CaptureError::Qmp(QmpError::Refused { command, words, .. }) if command == SET_CAPABILITIES => {
+            CaptureError::Live {
+                why: format!(
+                    "QEMU cannot track writes to its memory ({words}), which takes a file on /dev/shm \
+                     (mem-path=/dev/shm/NAME) or huge pages, Linux 5.19, and userfaultfd allowed to QEMU \
+                     (root, or sysctl vm.unprivileged_userfaultfd=1)"
+                ),
+            }
+        }
+        other => other,
+    }
 }
 
 /// The stream's names of the backends, with where each begins among all.
@@ -76,40 +94,50 @@ fn copy(
     starts: &[(String, u64)],
     mut still: StillRam,
     disks: &mut dyn Disks,
-    cancel: &AtomicBool,
+    control: Control<'_>,
 ) -> Result<(StillRam, Taken), CaptureError> {
+    let Control { cancel, channel } = control;
     let mut pause = Pause::begin(qmp)?;
     let disks = disks.snapshot().map_err(CaptureError::Disks)?;
-    let reader = state::migrate(pause.qmp())?;
+    let reader = channel.migrate(pause.qmp())?;
     let (first, is_first) = sync_channel(1);
+    let (held, devices) = std::thread::scope(|scope| {
+        let reading = scope.spawn(|| read(reader, starts, &mut still, &first, cancel));
+        let held = wait_first(pause.qmp(), &is_first).and_then(|()| pause.end());
+        // A migration that failed has closed the pipe.
+        (held, reading.join().expect("reading does not panic"))
+    });
+    let pause = held?;
+    // Why a stream broke off, QEMU knows.
+    wait_migrated(qmp, Instant::now() + ALL_MAX, || Ok(()))?;
+    let devices = devices?;
+    Ok((still, Taken { devices, disks, pause, ignore_shared: false }))
+}
+
+/// Reads QEMU's stream to its end: pages to `still`, the rest is returned. Tells `first` of the first page.
+fn read(
+    reader: PipeReader,
+    starts: &[(String, u64)],
+    still: &mut StillRam,
+    first: &SyncSender<()>,
+    cancel: &AtomicBool,
+) -> Result<Vec<u8>, CaptureError> {
     let wanted = |name: &str| {
         let name = name.strip_prefix("/objects/").unwrap_or(name);
         starts.iter().position(|(id, _)| id == name)
     };
-    let devices = std::thread::scope(|scope| {
-        let reading = scope.spawn(|| {
-            stream::split(
-                std::io::BufReader::with_capacity(1 << 20, reader),
-                &wanted,
-                &mut |page: StreamPage<'_>| {
-                    // Whoever waits is told once, and may be gone.
-                    let _ = first.try_send(());
-                    if cancel.load(Ordering::Relaxed) {
-                        return Err(CaptureError::Cancelled.into());
-                    }
-                    let place = starts[page.block].1 + page.offset;
-                    still.put(place, page.bytes).ok_or_else(|| "a page past the end of memory".into())
-                },
-            )
-        });
-        let going = wait_first(pause.qmp(), &is_first).and_then(|()| pause.end());
-        // A reader that failed has closed the pipe, so QEMU fails too, and the other way round.
-        let split = reading.join().expect("reading does not panic");
-        Ok::<_, CaptureError>((going?, split.map_err(CaptureError::Stream)?))
-    });
-    let (held, devices) = devices?;
-    wait_migrated(qmp, Instant::now() + ALL_MAX, || Ok(()))?;
-    Ok((still, Taken { devices, disks, pause: held, ignore_shared: false }))
+    let mut put = |page: StreamPage<'_>| {
+        // Whoever waits is told once, and may be gone.
+        let _ = first.try_send(());
+        let place = starts[page.block].1 + page.offset;
+        still.put(place, page.bytes).ok_or_else(|| "a page past the end of memory".into())
+    };
+    let mut reader = BufReader::with_capacity(READ_BYTES, reader);
+    let rest = stream::split(&mut reader, &wanted, &mut put).map_err(CaptureError::Stream);
+    // Of a stream that is not understood, too.
+    io::copy(&mut reader, &mut io::sink()).map_err(QmpError::from)?;
+    cancelled(cancel)?;
+    rest
 }
 
 /// Waits for the stream's first page, or for QEMU to fail.
@@ -126,34 +154,18 @@ fn wait_first(qmp: &mut Qmp, is_first: &Receiver<()>) -> Result<(), CaptureError
 
 /// Refuses a machine with devices whose other processes write its memory.
 fn refuse_writers(qmp: &mut Qmp) -> Result<(), CaptureError> {
-    let devices = qmp.monitor("info qtree")?;
-    let writes = |line: &str| {
+    let (devices, networks) = (qmp.monitor("info qtree")?, qmp.monitor("info network")?);
+    let device = devices.lines().find_map(|line| {
         let device = line.trim_start().strip_prefix("dev: ")?;
-        (device.starts_with("vhost-") || device.starts_with("vfio-")).then_some(())
-    };
-    match devices.lines().find_map(writes) {
-        Some(()) => Err(CaptureError::Live {
-            why: "a vhost-user or vfio device writes its memory behind QEMU's back",
+        ["vhost-", "vfio-"].iter().any(|kind| device.starts_with(kind)).then_some(device)
+    });
+    let network = || networks.lines().find(|line| line.contains("type=vhost-")).map(str::trim);
+    match device.or_else(network) {
+        Some(writer) => Err(CaptureError::Live {
+            why: format!(
+                "{writer} writes its memory behind QEMU's back (disks can be served over NBD instead)"
+            ),
         }),
         None => Ok(()),
     }
-}
-
-/// Lets QEMU migrate as fast as it can, for as long as `run` takes.
-fn unlimited<T>(
-    qmp: &mut Qmp,
-    run: impl FnOnce(&mut Qmp) -> Result<T, CaptureError>,
-) -> Result<T, CaptureError> {
-    let parameters: Value = qmp.ask("query-migrate-parameters", json!({}))?;
-    set_bandwidth(qmp, &json!(UNLIMITED))?;
-    let done = run(qmp);
-    let before = set_bandwidth(qmp, &parameters["max-bandwidth"]);
-    if done.is_ok() {
-        before?;
-    }
-    done
-}
-
-fn set_bandwidth(qmp: &mut Qmp, bytes_per_second: &Value) -> Result<(), QmpError> {
-    qmp.tell("migrate-set-parameters", json!({ "max-bandwidth": bytes_per_second }))
 }

@@ -3,6 +3,9 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
 use crate::address::Physical;
 use crate::ram::{Layout, Ram, RamError};
 
@@ -46,6 +49,15 @@ impl Files {
     }
 }
 
+/// Whether a file surely has no page in a range.
+pub(super) fn is_hole(file: &File, offset: u64, len: u64) -> bool {
+    match seek(file, SeekFrom::Data(offset)) {
+        Ok(data) => data >= offset + len,
+        Err(Errno::NXIO) => true,
+        Err(_) => false,
+    }
+}
+
 impl MachineRam {
     /// `files` with the bytes that count of each; one after the other they hold the blocks of `layout`.
     pub fn new(files: Vec<(File, u64)>, layout: Layout) -> Self {
@@ -78,6 +90,13 @@ impl Ram for MachineRam {
         }
         Ok(())
     }
+
+    fn is_untouched(&self, at: Physical, len: u64) -> bool {
+        let place = self.layout.find(at).filter(|(_, follow)| *follow >= len);
+        let file =
+            place.and_then(|(offset, _)| self.files.find(offset)).filter(|(_, _, follow)| *follow >= len);
+        file.is_some_and(|(file, within, _)| is_hole(file, within, len))
+    }
 }
 
 #[cfg(test)]
@@ -87,6 +106,10 @@ mod tests {
     use super::*;
     use crate::ram::Block;
 
+    fn block(start: u64, len: u64, file_offset: u64) -> Block {
+        Block { start: Physical::new(start), len, file_offset }
+    }
+
     #[test]
     fn a_read_goes_over_the_end_of_a_file() {
         let files = [1, 2].map(|byte| {
@@ -95,7 +118,6 @@ mod tests {
             file.write_all(&[byte; 0x3000]).unwrap();
             (file, 0x2000)
         });
-        let block = |start, len, file_offset| Block { start: Physical::new(start), len, file_offset };
         let layout = Layout::new(vec![block(0, 0x1000, 0), block(0x8000, 0x3000, 0x1000)]).unwrap();
         let ram = MachineRam::new(files.into(), layout);
         let mut bytes = [0; 4];
@@ -104,5 +126,32 @@ mod tests {
         assert!(matches!(ram.read(Physical::new(0xaffe), &mut bytes), Err(RamError::Hole { .. })));
         assert!(ram.files.find(0x4000).is_none());
         assert_eq!(ram.files.bytes(), 0x4000);
+    }
+
+    #[test]
+    fn a_read_crosses_touching_blocks_and_stops_at_holes() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[1; 0x1000]).unwrap();
+        file.write_all(&[2; 0x1000]).unwrap();
+        let layout = Layout::new(vec![block(0x1000, 0x1000, 0), block(0, 0x1000, 0x1000)]).unwrap();
+        let ram = MachineRam::new(vec![(file, 0x2000)], layout);
+        let mut bytes = [0; 4];
+        ram.read(Physical::new(0xffe), &mut bytes).unwrap();
+        assert_eq!(bytes, [2, 2, 1, 1]);
+        let past = ram.read(Physical::new(0x1ffe), &mut bytes);
+        assert!(matches!(past, Err(RamError::Hole { at, len: 4 }) if at == Physical::new(0x1ffe)));
+    }
+
+    #[test]
+    fn what_was_never_written_is_known_to_be_zeros() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4 << 20).unwrap();
+        file.write_all_at(&[1], 3 << 20).unwrap();
+        let layout = Layout::new(vec![block(1 << 32, 4 << 20, 0)]).unwrap();
+        let ram = MachineRam::new(vec![(file, 4 << 20)], layout);
+        let untouched =
+            |piece: u64, len: u64| ram.is_untouched(Physical::new((1 << 32) + (piece << 20)), len << 20);
+        assert_eq!([0, 1, 2, 3].map(|piece| untouched(piece, 1)), [true, true, true, false]);
+        assert!(!untouched(2, 2) && !untouched(3, 2) && !ram.is_untouched(Physical::new(0), 1));
     }
 }

@@ -1,8 +1,7 @@
 //! A guest held still, which goes on whatever happens.
 //!
 //! A [`Pause`] that is dropped undoes itself: a migration under way is cancelled, because QEMU would stop the guest again
-//! at its end, and the guest goes on if it ran before. (A killed process drops nothing: see the resume guard of
-//! `vmstrata vm snapshot`.)
+//! at its end, and the guest goes on if it ran before. (A killed process drops nothing: see [`super::Before`].)
 
 use std::time::{Duration, Instant};
 
@@ -12,10 +11,12 @@ use serde_json::{Value, json};
 use super::error::CaptureError;
 use crate::qmp::{Qmp, QmpError};
 
+/// QEMU's command for capabilities.
+pub(super) const SET_CAPABILITIES: &str = "migrate-set-capabilities";
 /// How often QEMU is asked how far it is.
 const POLL: Duration = Duration::from_millis(2);
-/// How long a cancelled migration may take to end.
-const CANCEL_MAX: Duration = Duration::from_secs(10);
+/// How long a migration that was cancelled, or has ended, may take until nothing is left of it.
+const SETTLE_MAX: Duration = Duration::from_secs(10);
 
 /// QEMU's answer to `query-status`.
 #[derive(Debug, Deserialize)]
@@ -36,18 +37,19 @@ struct Migration {
 #[derive(Debug)]
 pub(super) struct Pause<'a> {
     qmp: &'a mut Qmp,
-    /// Whether the guest ran, and still has to be let go.
-    resume: bool,
+    /// Whether the guest ran before.
+    ran: bool,
     start: Instant,
+    /// Whether nothing is left to undo.
+    is_over: bool,
 }
 
 impl<'a> Pause<'a> {
     /// Stops the guest, unless it is stopped.
     pub(super) fn begin(qmp: &'a mut Qmp) -> Result<Self, CaptureError> {
-        let resume = runs(qmp)?;
-        let start = Instant::now();
-        let pause = Self { qmp, resume, start };
-        if resume {
+        let ran = runs(qmp)?;
+        let pause = Self { qmp, ran, start: Instant::now(), is_over: false };
+        if ran {
             pause.qmp.tell("stop", json!({}))?;
         }
         Ok(pause)
@@ -58,47 +60,73 @@ impl<'a> Pause<'a> {
         self.qmp
     }
 
-    /// Lets the guest go on, if it ran before; returns for how long it was held.
+    /// Lets the guest go on, if it ran before and QEMU has not done so by itself; returns for how long it was held. A
+    /// migration that is under way goes on.
     pub(super) fn end(mut self) -> Result<Duration, CaptureError> {
-        if self.resume {
-            self.qmp.tell("cont", json!({}))?;
-            self.resume = false;
+        if self.ran {
+            go_on(self.qmp)?;
         }
+        self.is_over = true;
         Ok(self.start.elapsed())
     }
 }
 
 impl Drop for Pause<'_> {
     fn drop(&mut self) {
+        if self.is_over {
+            return;
+        }
         // A QEMU that is gone needs none of it.
-        let _ = resume(self.qmp, self.resume);
+        let _ = cancel(self.qmp).and_then(|()| if self.ran { go_on(self.qmp) } else { Ok(()) });
     }
 }
 
-/// Cancels a migration that is under way, and lets the guest go on if it is to.
+/// Cancels a migration that is under way, and waits until nothing is left of it.
 ///
-/// # Errors
-/// When QEMU does not answer any more.
-pub fn resume(qmp: &mut Qmp, go_on: bool) -> Result<(), QmpError> {
+/// Not for one that tracks the writes of a guest that runs: QEMU 7.2 stops answering writes to tracked pages before it stops
+/// tracking, and may wait for its own write in between. Such a migration ends by being read to its end.
+pub(super) fn cancel(qmp: &mut Qmp) -> Result<(), QmpError> {
     if migration(qmp)?.is_under_way() {
         qmp.tell("migrate_cancel", json!({}))?;
-        let deadline = Instant::now() + CANCEL_MAX;
-        while migration(qmp)?.is_under_way() && Instant::now() < deadline {
-            std::thread::sleep(POLL);
-        }
     }
+    settle(qmp, Instant::now() + SETTLE_MAX).map(drop)
+}
+
+/// Waits until a migration has ended and nothing is left of it; whether that came before the deadline.
+///
+/// QEMU cleans up a moment after the end, and then looks at capabilities again: one that was turned off too early would
+/// leave the guest's memory tracked.
+pub(super) fn settle(qmp: &mut Qmp, deadline: Instant) -> Result<bool, QmpError> {
+    while migration(qmp)?.is_under_way() || is_kept(qmp)? {
+        if Instant::now() > deadline {
+            return Ok(false);
+        }
+        std::thread::sleep(POLL);
+    }
+    Ok(true)
+}
+
+/// Whether QEMU has something of a migration that could be yanked: until it has cleaned up.
+fn is_kept(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    let instances: Vec<Value> = qmp.ask("query-yank", json!({}))?;
+    Ok(instances.iter().any(|instance| instance["type"] == "migration"))
+}
+
+/// Lets the guest run, unless it does.
+pub(super) fn go_on(qmp: &mut Qmp) -> Result<(), QmpError> {
     let status: Status = qmp.ask("query-status", json!({}))?;
-    if go_on && !status.running { qmp.tell("cont", json!({})) } else { Ok(()) }
+    if status.running { Ok(()) } else { qmp.tell("cont", json!({})) }
 }
 
 /// Whether the guest runs.
 ///
 /// # Errors
-/// When it neither runs nor is simply stopped.
+/// When it neither runs nor is simply stopped; [`CaptureError::Saved`] when it was saved as it is.
 pub(super) fn runs(qmp: &mut Qmp) -> Result<bool, CaptureError> {
     let status: Status = qmp.ask("query-status", json!({}))?;
     match status.status.as_str() {
-        "running" | "paused" | "postmigrate" | "prelaunch" => Ok(status.running),
+        "running" | "paused" | "prelaunch" => Ok(status.running),
+        "postmigrate" => Err(CaptureError::Saved),
         _ => Err(CaptureError::Status { status: status.status }),
     }
 }
@@ -146,20 +174,19 @@ impl Migration {
     }
 }
 
-/// A migration capability, set for as long as this lives and then what it was.
+/// A migration capability, set for as long as `run` takes and then what it was.
 pub(super) fn with_capability<T>(
     qmp: &mut Qmp,
     name: &str,
     run: impl FnOnce(&mut Qmp) -> Result<T, CaptureError>,
 ) -> Result<T, CaptureError> {
-    let all: Vec<Value> = qmp.ask("query-migrate-capabilities", json!({}))?;
-    let is_set = |one: &Value| one["capability"] == name && one["state"] == true;
-    let before = all.iter().any(is_set);
+    let before = is_set(qmp, name)?;
     set_capability(qmp, name, true)?;
     let done = run(qmp);
     if !before {
         // What is left on changes how a later migration of the user's works; a QEMU that is gone does not mind.
-        let off = set_capability(qmp, name, false);
+        let settled = settle(qmp, Instant::now() + SETTLE_MAX);
+        let off = settled.and_then(|_| set_capability(qmp, name, false));
         if done.is_ok() {
             off?;
         }
@@ -167,8 +194,14 @@ pub(super) fn with_capability<T>(
     done
 }
 
+/// Whether a migration capability is set.
+pub(super) fn is_set(qmp: &mut Qmp, name: &str) -> Result<bool, QmpError> {
+    let all: Vec<Value> = qmp.ask("query-migrate-capabilities", json!({}))?;
+    Ok(all.iter().any(|one| one["capability"] == name && one["state"] == true))
+}
+
 /// Sets a migration capability.
 pub(crate) fn set_capability(qmp: &mut Qmp, name: &str, state: bool) -> Result<(), QmpError> {
     let set = json!({ "capabilities": [{ "capability": name, "state": state }] });
-    qmp.tell("migrate-set-capabilities", set)
+    qmp.tell(SET_CAPABILITIES, set)
 }

@@ -16,12 +16,14 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{BoxError, CaptureError};
 use super::machine::Machine;
-use super::take::{Disks, Mode, take};
+use super::take::{Control, Disks, Mode, take};
 use crate::address::{Frame, PAGE_BYTES, Physical};
-use crate::class::PageClass;
+use crate::class::{ClassMap, PageClass};
+use crate::disk::{OpenDisk, open_all};
 use crate::introspect::Introspection;
 use crate::qmp::Qmp;
 use crate::ram::{Block, Ram};
+use crate::refill::{Found, find};
 use crate::vault::{Closing, DiskState, Hiding, Mask, NewSnapshot, Policy, Saved, Vault, Writer};
 
 /// The vault's name of the stream of devices.
@@ -48,6 +50,9 @@ pub struct Request {
     pub mode: Mode,
     /// Finds out what the guest's kernel uses its pages for; without it, all are critical.
     pub introspect: Option<fn(&dyn Ram) -> Introspection>,
+    /// Opens the snapshot's disks: clean pages that are on them are not stored, but read from there; without it, all are
+    /// stored.
+    pub refill: Option<Arc<dyn OpenDisk>>,
 }
 
 /// A snapshot that was taken.
@@ -94,9 +99,9 @@ pub fn snapshot(
     vault: &Arc<Vault>,
     request: &Request,
     disks: &mut dyn Disks,
-    cancel: &AtomicBool,
+    control: Control<'_>,
 ) -> Result<Report, CaptureError> {
-    let done = attempt(qmp, vault, request, disks, cancel);
+    let done = attempt(qmp, vault, request, disks, control);
     if done.is_err() {
         disks.undo();
     }
@@ -108,26 +113,22 @@ fn attempt(
     vault: &Arc<Vault>,
     request: &Request,
     disks: &mut dyn Disks,
-    cancel: &AtomicBool,
+    control: Control<'_>,
 ) -> Result<Report, CaptureError> {
-    let start = Instant::now();
+    let (start, cancel) = (Instant::now(), control.cancel);
     let machine = Machine::inspect(qmp)?;
-    let new = NewSnapshot {
-        guest: request.guest.clone(),
-        name: request.name.clone(),
-        layout: machine.layout.clone(),
-        policy: request.policy.clone(),
-    };
-    let mut writer = vault.begin(new).map_err(stored)?;
+    let mut writer = vault.begin(request.of(&machine)).map_err(stored)?;
     let (mut hiding, mut kernel) = (Hiding::default(), Err("it was not asked".to_owned()));
-    let mut store = |ram: &dyn Ram| {
+    let mut store = |ram: &dyn Ram, disks: &[DiskState]| {
         let introspection = request.introspect.map(|introspect| introspect(ram));
+        let mut known = Known::default();
         if let Some(introspection) = &introspection {
             (hiding, kernel) = (hiding_of(introspection), kernel_of(introspection));
+            known = Known::of(ram, introspection, request.refill.as_deref(), disks);
         }
-        write(ram, introspection.as_ref(), &mut writer, cancel)
+        write(ram, &known, &mut writer, cancel)
     };
-    let taken = take(qmp, &machine, request.mode, disks, &mut store, cancel)?;
+    let taken = take(qmp, &machine, request.mode, disks, &mut store, control)?;
     let captured = Captured::of(&machine, taken.ignore_shared).encode()?;
     let blobs = BTreeMap::from([(DEVICES.to_owned(), taken.devices), (CAPTURED.to_owned(), captured)]);
     let closing = Closing {
@@ -142,6 +143,17 @@ fn attempt(
     }
     let saved = writer.finish(closing).map_err(stored)?;
     Ok(Report { saved, pause: taken.pause, took: start.elapsed(), disks: taken.disks, kernel })
+}
+
+impl Request {
+    fn of(&self, machine: &Machine) -> NewSnapshot {
+        NewSnapshot {
+            guest: self.guest.clone(),
+            name: self.name.clone(),
+            layout: machine.layout.clone(),
+            policy: self.policy.clone(),
+        }
+    }
 }
 
 fn stored(error: crate::vault::VaultError) -> CaptureError {
@@ -164,22 +176,38 @@ impl Captured {
     }
 }
 
-/// Gives every page to the vault, by its class.
-fn write(
-    ram: &dyn Ram,
-    introspection: Option<&Introspection>,
-    writer: &mut Writer,
-    cancel: &AtomicBool,
-) -> Result<(), BoxError> {
-    let classes = introspection.map(|introspection| introspection.classes(ram)).unwrap_or_default();
-    let class = |frame| classes.get(frame);
+/// What is known of a guest's pages: of those that nothing is known of, that they are critical.
+#[derive(Default)]
+struct Known {
+    classes: ClassMap,
+    on_disk: Found,
+}
+
+impl Known {
+    fn of(
+        ram: &dyn Ram,
+        introspection: &Introspection,
+        refill: Option<&dyn OpenDisk>,
+        disks: &[DiskState],
+    ) -> Self {
+        let classes = introspection.classes(ram);
+        let on_disk = match (introspection, refill) {
+            (Introspection::Read { pages, .. }, Some(open)) => find(ram, pages, &open_all(open, disks)),
+            _ => Found::default(),
+        };
+        Self { classes, on_disk }
+    }
+}
+
+/// Gives every page to the vault, by what is known of it.
+fn write(ram: &dyn Ram, known: &Known, writer: &mut Writer, cancel: &AtomicBool) -> Result<(), BoxError> {
     let mut bytes = vec![[0; PAGE_BYTES]; CHUNK_PAGES];
     for block in ram.layout().blocks() {
         for at in (0..block.len).step_by(CHUNK_PAGES * PAGE_BYTES) {
             if cancel.load(Ordering::Relaxed) {
                 return Err(CaptureError::Cancelled.into());
             }
-            write_chunk(ram, block, at, &class, &mut bytes, writer)?;
+            write_chunk(ram, (block, at), known, &mut bytes, writer)?;
         }
     }
     Ok(())
@@ -188,9 +216,8 @@ fn write(
 /// Gives the pages of a chunk of a block; nothing is read of a chunk in which all pages are free.
 fn write_chunk(
     ram: &dyn Ram,
-    block: &Block,
-    at: u64,
-    class: &dyn Fn(Frame) -> PageClass,
+    (block, at): (&Block, u64),
+    known: &Known,
     bytes: &mut [[u8; PAGE_BYTES]],
     writer: &mut Writer,
 ) -> Result<(), BoxError> {
@@ -198,11 +225,15 @@ fn write_chunk(
     let pages = usize::try_from((block.len - at) / PAGE_BYTES as u64).unwrap_or(usize::MAX).min(bytes.len());
     let first = Frame::of(start).get();
     let frames = || (first..).map(Frame::new).zip(0..pages);
-    if frames().any(|(frame, _)| class(frame) != PageClass::Free) {
-        ram.read(start, bytes[..pages].as_flattened_mut())?;
-    }
+    let buffer = bytes[..pages].as_flattened_mut();
+    let is_read = frames().any(|(frame, _)| known.classes.get(frame) != PageClass::Free);
+    let bytes = if is_read { ram.view(start, buffer)? } else { buffer }.as_chunks().0;
     for (frame, index) in frames() {
-        writer.page(frame, class(frame), &bytes[index])?;
+        let class = known.classes.get(frame);
+        match known.on_disk.get(frame).filter(|_| class == PageClass::Clean) {
+            Some(refill) => writer.refill(frame, refill.clone())?,
+            None => writer.page(frame, class, &bytes[index])?,
+        }
     }
     Ok(())
 }

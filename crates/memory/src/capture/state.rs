@@ -1,6 +1,6 @@
 //! Receiving what QEMU writes of its devices, through a pipe that it is handed.
 
-use std::io::{PipeReader, Read, pipe};
+use std::io::{self, PipeReader, PipeWriter, Read, pipe};
 use std::os::fd::AsFd;
 use std::thread::JoinHandle;
 
@@ -14,18 +14,43 @@ pub const STATE_BYTES_MAX: u64 = 1 << 30;
 /// What QEMU calls the descriptor.
 const NAME: &str = "vmstrata-state";
 
-/// Has QEMU migrate into a pipe; returns the pipe's other end.
-pub(super) fn migrate(qmp: &mut Qmp) -> Result<PipeReader, CaptureError> {
-    let (reader, writer) = pipe().map_err(QmpError::from)?;
-    qmp.give(NAME, writer.as_fd())?;
-    // QEMU's copy is the only one from here on, so its end is the end of the stream.
-    drop(writer);
-    qmp.tell("migrate", json!({ "uri": format!("fd:{NAME}") }))?;
-    Ok(reader)
+/// The pipe that QEMU writes a guest's state into.
+#[derive(Debug)]
+pub struct Channel {
+    reader: PipeReader,
+    writer: PipeWriter,
+}
+
+impl Channel {
+    /// A pipe that nobody uses yet.
+    ///
+    /// # Errors
+    /// When this process has no descriptors left.
+    pub fn new() -> io::Result<Self> {
+        let (reader, writer) = pipe()?;
+        Ok(Self { reader, writer })
+    }
+
+    /// A second reading end, for a process that reads on when this one is killed: see [`super::Before`].
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn second_reader(&self) -> io::Result<PipeReader> {
+        self.reader.try_clone()
+    }
+
+    /// Has QEMU migrate into the pipe; returns the pipe's other end.
+    pub(super) fn migrate(self, qmp: &mut Qmp) -> Result<PipeReader, CaptureError> {
+        qmp.give(NAME, self.writer.as_fd())?;
+        // QEMU's copy is the only one from here on, so its end is the end of the stream.
+        drop(self.writer);
+        qmp.tell("migrate", json!({ "uri": format!("fd:{NAME}") }))?;
+        Ok(self.reader)
+    }
 }
 
 /// Collects a stream on a thread of its own.
-pub(super) fn collect(reader: PipeReader) -> JoinHandle<std::io::Result<Vec<u8>>> {
+pub(super) fn collect(reader: PipeReader) -> JoinHandle<io::Result<Vec<u8>>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         reader.take(STATE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
@@ -34,7 +59,7 @@ pub(super) fn collect(reader: PipeReader) -> JoinHandle<std::io::Result<Vec<u8>>
 }
 
 /// What [`collect`] collected. The migration has ended, so there is nothing to wait for.
-pub(super) fn collected(thread: JoinHandle<std::io::Result<Vec<u8>>>) -> Result<Vec<u8>, CaptureError> {
+pub(super) fn collected(thread: JoinHandle<io::Result<Vec<u8>>>) -> Result<Vec<u8>, CaptureError> {
     let bytes = thread.join().expect("collecting does not panic").map_err(QmpError::from)?;
     match bytes.len() as u64 {
         0 => Err(CaptureError::State { what: "empty" }),

@@ -8,7 +8,7 @@ use super::error::{BoxError, CaptureError};
 use super::live::take_live;
 use super::machine::Machine;
 use super::pause::{Pause, wait_migrated, with_capability};
-use super::state;
+use super::state::{self, Channel};
 use crate::qmp::Qmp;
 use crate::ram::Ram;
 use crate::vault::DiskState;
@@ -42,6 +42,15 @@ pub trait Disks {
     fn undo(&mut self);
 }
 
+/// What a caller has in hand while a capture goes on.
+#[derive(Debug)]
+pub struct Control<'a> {
+    /// Set when the caller gives up.
+    pub cancel: &'a AtomicBool,
+    /// What QEMU writes into; a process that outlives this one may hold its second reader.
+    pub channel: Channel,
+}
+
 /// A capture that is complete.
 #[derive(Clone, Debug)]
 pub struct Taken {
@@ -55,32 +64,36 @@ pub struct Taken {
     pub ignore_shared: bool,
 }
 
+/// Gets the memory as it was at the instant of a capture, and the disks' states at the same instant.
+pub type Store<'a> = dyn FnMut(&dyn Ram, &[DiskState]) -> Result<(), BoxError> + 'a;
+
 /// Takes the guest behind `qmp`, which is `machine`. `store` gets the memory as it was at the one instant.
 ///
 /// The guest goes on after the pause, or at any failure. Undoing the snapshot of the disks is left to the caller, for whom
 /// more may fail.
 ///
 /// # Errors
-/// Whatever failed first; `cancel` ends a capture with [`CaptureError::Cancelled`].
+/// Whatever failed first; `control.cancel` ends a capture with [`CaptureError::Cancelled`].
 pub fn take(
     qmp: &mut Qmp,
     machine: &Machine,
     mode: Mode,
     disks: &mut dyn Disks,
-    store: &mut dyn FnMut(&dyn Ram) -> Result<(), BoxError>,
-    cancel: &AtomicBool,
+    store: &mut Store<'_>,
+    control: Control<'_>,
 ) -> Result<Taken, CaptureError> {
+    let Control { cancel, channel } = control;
     if mode == Mode::Live {
-        return take_live(qmp, machine, disks, store, cancel);
+        return take_live(qmp, machine, disks, store, Control { cancel, channel });
     }
     let ram = machine.open()?;
     let mut copy = (mode == Mode::Copy).then(|| StillRam::prepare(&ram)).transpose()?;
-    let mut held = |pause: &mut Pause<'_>| -> Result<_, CaptureError> {
+    let held = |pause: &mut Pause<'_>| -> Result<_, CaptureError> {
         let disks = disks.snapshot().map_err(CaptureError::Disks)?;
-        let devices = devices(pause.qmp(), cancel)?;
+        let devices = devices(pause.qmp(), channel, cancel)?;
         match &mut copy {
             Some(copy) => copy.fill(&ram)?,
-            None => store(&ram).map_err(CaptureError::Store)?,
+            None => store(&ram, &disks).map_err(CaptureError::Store)?,
         }
         cancelled(cancel)?;
         Ok((devices, disks))
@@ -91,19 +104,19 @@ pub fn take(
         Ok(Taken { devices, disks, pause: pause.end()?, ignore_shared: true })
     })?;
     if let Some(copy) = &copy {
-        store(copy).map_err(CaptureError::Store)?;
+        store(copy, &taken.disks).map_err(CaptureError::Store)?;
     }
     Ok(taken)
 }
 
 /// The state of the devices of a guest that is held.
-fn devices(qmp: &mut Qmp, cancel: &AtomicBool) -> Result<Vec<u8>, CaptureError> {
-    let reader = state::migrate(qmp)?;
+fn devices(qmp: &mut Qmp, channel: Channel, cancel: &AtomicBool) -> Result<Vec<u8>, CaptureError> {
+    let reader = channel.migrate(qmp)?;
     let collecting = state::collect(reader);
     wait_migrated(qmp, Instant::now() + DEVICES_MAX, || cancelled(cancel))?;
     state::collected(collecting)
 }
 
-fn cancelled(cancel: &AtomicBool) -> Result<(), CaptureError> {
+pub(super) fn cancelled(cancel: &AtomicBool) -> Result<(), CaptureError> {
     if cancel.load(Ordering::Relaxed) { Err(CaptureError::Cancelled) } else { Ok(()) }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::folio::Placed;
-use super::origin::{Disk, DiskIndex, Origin};
+use super::origin::{Device, DeviceIndex, Disk, DiskIndex, Origin};
 use super::shapes::{Disks, Start};
 use super::view::View;
 use crate::address::{Frame, PAGE_BYTES, Virtual};
@@ -12,15 +12,7 @@ const SECTOR_BITS: u32 = 9;
 /// A guest with more disks than this is not believed.
 const DISKS_MAX: usize = 4096;
 
-/// A file system's device: a disk, or a partition of one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
-    disk: DiskIndex,
-    /// Where it begins on the disk, in bytes.
-    start: u64,
-}
-
-impl Place {
+impl Device {
     /// A block of a folio as bytes of one of its pages; `None` where it is no such thing, as a block larger than a page.
     pub(super) fn origin(self, folio: Frame, block: &Placed) -> Option<Origin> {
         let within_page = block.within % PAGE_BYTES as u64;
@@ -39,26 +31,38 @@ impl Place {
 #[derive(Debug, Default)]
 pub(super) struct DiskTable {
     disks: Vec<Disk>,
-    places: HashMap<Virtual, Option<Place>>,
+    devices: Vec<Device>,
+    known: HashMap<Virtual, Option<DeviceIndex>>,
 }
 
 impl DiskTable {
-    /// Where the block device at `device` lies; `None` when that cannot be read.
-    pub(super) fn place(&mut self, view: &mut View<'_>, shape: &Disks, device: Virtual) -> Option<Place> {
-        if let Some(&known) = self.places.get(&device) {
-            return known;
-        }
-        let place = self.read(view, shape, device);
-        self.places.insert(device, place);
-        place
+    /// What the block device at `device` is; `None` when that cannot be read.
+    pub(super) fn device(
+        &mut self,
+        view: &mut View<'_>,
+        shape: &Disks,
+        device: Virtual,
+    ) -> Option<(DeviceIndex, Device)> {
+        let index = match self.known.get(&device) {
+            Some(&known) => known?,
+            None => {
+                let read = self.read(view, shape, device);
+                let index = u32::try_from(self.devices.len()).ok().map(DeviceIndex);
+                let index = read.and(index);
+                self.devices.extend(index.and(read));
+                self.known.insert(device, index);
+                index?
+            }
+        };
+        Some((index, self.devices[index.0 as usize]))
     }
 
-    /// The disks, as [`DiskIndex`] counts them.
-    pub(super) fn into_disks(self) -> Vec<Disk> {
-        self.disks
+    /// The disks, as [`DiskIndex`] counts them, and the devices, as [`DeviceIndex`] does.
+    pub(super) fn into_parts(self) -> (Vec<Disk>, Vec<Device>) {
+        (self.disks, self.devices)
     }
 
-    fn read(&mut self, view: &mut View<'_>, shape: &Disks, device: Virtual) -> Option<Place> {
+    fn read(&mut self, view: &mut View<'_>, shape: &Disks, device: Virtual) -> Option<Device> {
         let member = |at: Virtual, offset: usize| at.checked_add(offset as u64);
         let disk = view.pointer(member(device, shape.disk)?)?;
         let start = match shape.start {
@@ -79,7 +83,7 @@ impl DiskTable {
             self.disks.push(disk);
             (self.disks.len() <= DISKS_MAX).then_some(self.disks.len() - 1)
         })?;
-        Some(Place { disk: DiskIndex(u32::try_from(index).ok()?), start })
+        Some(Device { disk: DiskIndex(u32::try_from(index).ok()?), start })
     }
 }
 
@@ -99,7 +103,7 @@ mod tests {
 
     #[test]
     fn a_block_of_a_large_folio_lies_in_one_of_its_pages() {
-        let place = Place { disk: DiskIndex(0), start: 1 << 20 };
+        let place = Device { disk: DiskIndex(0), start: 1 << 20 };
         let block = Placed { within: 0x2400, on_device: 0x10_0000, len: 0x400 };
         let origin = place.origin(Frame::new(8), &block).unwrap();
         assert_eq!((origin.frame, origin.within_page, origin.len), (Frame::new(10), 0x400, 0x400));

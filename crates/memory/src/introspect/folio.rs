@@ -4,7 +4,8 @@
 //! [`Clear`]s are gone. Every condition that cannot be checked fails.
 
 use super::hide::{Clear, Width};
-use super::mapping::{FileCache, FileSystem};
+use super::mapping::FileCache;
+use super::origin::FileSystem;
 use super::shapes::{Buffers, Iomap, Shapes};
 use super::view::View;
 use crate::address::Virtual;

@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 
+use super::origin::FileSystem;
 use super::shapes::Files;
 use super::view::View;
 use crate::address::Virtual;
@@ -13,8 +14,8 @@ use crate::address::Virtual;
 pub(super) enum Owner {
     /// A regular file whose pages may be clean.
     File(FileCache),
-    /// A block device, or what a file system keeps through one.
-    BlockDevice,
+    /// The block device there, or what a file system keeps through it; where it lies may not be known.
+    BlockDevice(Option<Virtual>),
     /// tmpfs, shared memory, the kernel's own temporary files.
     Shmem,
     /// Any other file system, or a file that the rules leave out.
@@ -30,15 +31,8 @@ pub(super) struct FileCache {
     pub block_bits: u32,
     /// The file system's block device.
     pub device: Virtual,
-}
-
-/// A file system whose way with its page cache these rules know.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FileSystem {
-    /// ext4: buffer heads.
-    Ext4,
-    /// XFS: iomap.
-    Xfs,
+    /// The number of the file's inode.
+    pub inode: u64,
 }
 
 /// `S_IFMT` and `S_IFREG`.
@@ -93,7 +87,10 @@ impl Files {
         let system = match () {
             () if is(b"ext4") => FileSystem::Ext4,
             () if is(b"xfs") => FileSystem::Xfs,
-            () if is(b"bdev") => return Some(Owner::BlockDevice),
+            () if is(b"bdev") => {
+                let before = self.device_inode.and_then(|before| inode.get().checked_sub(before as u64));
+                return Some(Owner::BlockDevice(before.map(Virtual::new)));
+            }
             () if is(b"tmpfs") || name == *b"devtmpfs" => return Some(Owner::Shmem),
             () => return Some(Owner::Other),
         };
@@ -111,7 +108,7 @@ impl Files {
             && BLOCK_BITS.contains(&block_bits)
             && device.get() != 0
             && !internal;
-        let file = FileCache { system, block_bits: u32::from(block_bits), device };
+        let file = FileCache { system, block_bits: u32::from(block_bits), device, inode: number };
         Some(if plain { Owner::File(file) } else { Owner::Other })
     }
 }

@@ -1,4 +1,4 @@
-//! Where the bytes of a clean page lie on the guest's disks, as its buffer heads say.
+//! What leads to the bytes of clean pages on the guest's disks: buffer heads, which say it, and files, whose file systems do.
 
 use crate::address::Frame;
 
@@ -17,6 +17,58 @@ pub struct Disk {
 /// Index into [`super::Pages::disks`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DiskIndex(pub u32);
+
+/// Index into [`super::Pages::devices`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceIndex(pub u32);
+
+/// What a file system lies on: a disk, or a partition of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// The disk.
+    pub disk: DiskIndex,
+    /// Where it begins on the disk, in bytes.
+    pub start: u64,
+}
+
+/// A file system whose way with its page cache, and whose structures on disk, are known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum FileSystem {
+    /// ext4: buffer heads.
+    Ext4,
+    /// XFS: iomap.
+    Xfs,
+}
+
+/// Clean pages of a file that the guest manages as one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileFolio {
+    /// The first page.
+    pub first: Frame,
+    /// Their number, at least 1.
+    pub pages: u32,
+    /// What the file system lies on.
+    pub device: DeviceIndex,
+    /// The file system.
+    pub system: FileSystem,
+    /// The number of the file's inode.
+    pub inode: u64,
+    /// Which page of the file the first one is.
+    pub index: u64,
+}
+
+/// Pages of a device itself, as the guest caches them: structures of file systems that it may not have written back yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceFolio {
+    /// The first page.
+    pub first: Frame,
+    /// Their number, at least 1.
+    pub pages: u32,
+    /// The device.
+    pub device: DeviceIndex,
+    /// Which page of the device the first one is.
+    pub index: u64,
+}
 
 /// Bytes of a clean page that equal bytes of a disk, if the guest is to be believed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,13 +1,14 @@
 //! One pass over all struct pages, in order of frames: what each page is, in chunks of a section's worth.
 
-use super::Pages;
 use super::cause::{Cause, CauseMap};
 use super::disks::DiskTable;
 use super::folio::{Candidate, Findings};
 use super::guest::Guest;
-use super::mapping::{FileSystem, Owner, Owners};
+use super::mapping::{FileCache, Owner, Owners};
+use super::origin::{DeviceFolio, FileFolio, FileSystem};
 use super::shapes::Shapes;
 use super::view::View;
+use super::{Pages, Rules};
 use crate::address::{Frame, PAGE_BITS, Virtual};
 use crate::class::ClassMap;
 use crate::ram::Ram;
@@ -22,6 +23,7 @@ const ORDER_MAX: u32 = 20;
 /// A pass under way.
 pub(super) struct Pass<'a, 'v> {
     shapes: &'a Shapes,
+    rules: Rules,
     view: &'a mut View<'v>,
     owners: Owners,
     disks: DiskTable,
@@ -50,20 +52,29 @@ struct Head {
     mapcount: u32,
     refcount: u32,
     private: u64,
+    /// Which page of its file, where the kernel tells.
+    file_index: Option<u64>,
 }
 
 /// A number of pages, from a head on, and what they are for.
 type Verdict = (u64, Cause);
 
 /// Goes over every page of `ram`.
-pub(super) fn run(guest: &Guest, ram: &dyn Ram, view: &mut View<'_>) -> Pages {
+pub(super) fn run(guest: &Guest, ram: &dyn Ram, view: &mut View<'_>, rules: Rules) -> Pages {
     let frames = usize::try_from(ram.layout().frames()).unwrap_or(0);
     let pages =
         Pages { classes: ClassMap::critical(frames), causes: CauseMap::unknown(frames), ..Pages::default() };
     let shapes = &guest.shapes;
     let owners = Owners::new(shapes.files);
-    let mut pass =
-        Pass { shapes, view, owners, disks: DiskTable::default(), findings: Findings::default(), pages };
+    let mut pass = Pass {
+        shapes,
+        rules,
+        view,
+        owners,
+        disks: DiskTable::default(),
+        findings: Findings::default(),
+        pages,
+    };
     let stride = shapes.page.size;
     let step = CHUNK_FRAMES.min(guest.section_frames());
     let mut bytes = vec![0; step as usize * stride];
@@ -78,7 +89,7 @@ pub(super) fn run(guest: &Guest, ram: &dyn Ram, view: &mut View<'_>) -> Pages {
             pass.chunk(&Chunk { first, at, bytes, stride });
         }
     }
-    pass.pages.disks = pass.disks.into_disks();
+    (pass.pages.disks, pass.pages.devices) = pass.disks.into_parts();
     pass.pages
 }
 
@@ -132,6 +143,7 @@ impl Pass<'_, '_> {
             mapcount: chunk.u32(index, page.mapcount),
             refcount: chunk.u32(index, page.refcount),
             private: chunk.u64(index, page.private),
+            file_index: page.index.map(|at| chunk.u64(index, at)),
         };
         if head.flags == u64::MAX {
             return (1, Cause::Unknown);
@@ -210,7 +222,11 @@ impl Pass<'_, '_> {
     fn cached(&mut self, chunk: &Chunk<'_>, head: Head, pages: u64) -> Cause {
         let file = match self.owners.of(self.view, Virtual::new(head.mapping)) {
             Owner::File(file) => file,
-            Owner::BlockDevice => return Cause::BlockCache,
+            Owner::BlockDevice(device) => {
+                // Locked or not, dirty or not: what is made of it is held against hashes.
+                device.and_then(|device| self.record_device(head, pages, device));
+                return Cause::BlockCache;
+            }
             Owner::Shmem => return Cause::Shmem,
             Owner::Other => return Cause::OtherCache,
         };
@@ -224,7 +240,7 @@ impl Pass<'_, '_> {
         let private = head.flags & flags.private != 0;
         let quiet = head.flags & flags.all & !flags.harmless == 0
             && head.flags & flags.uptodate != 0
-            && u64::from(head.refcount) == pages + u64::from(private)
+            && (u64::from(head.refcount) == pages + u64::from(private) || !self.rules.references)
             && self.is_whole(chunk, head.index, pages);
         let at = chunk.at.checked_add((head.index * chunk.stride) as u64);
         let candidate = at.filter(|_| quiet).map(|page| Candidate {
@@ -234,7 +250,7 @@ impl Pass<'_, '_> {
             file,
         });
         let clean = candidate.and_then(|folio| self.findings.fill(self.view, self.shapes, folio));
-        if clean.is_none() || self.record(head.frame, pages, file.device).is_none() {
+        if clean.is_none() || self.record(head, pages, file).is_none() {
             return Cause::BusyCache;
         }
         match file.system {
@@ -258,16 +274,27 @@ impl Pass<'_, '_> {
         end <= chunk.len() && (head + 1..end).all(|tail| chunk.u64(tail, page.flags) & poisoned == 0)
     }
 
-    /// Notes how to hide the folio just examined, and where its blocks lie.
-    fn record(&mut self, first: Frame, pages: u64, device: Virtual) -> Option<()> {
-        self.pages.hides.push(first, u32::try_from(pages).ok()?, &self.findings.clears);
-        let blocks = &self.findings.placed;
-        if !blocks.is_empty()
-            && let Some(place) = self.disks.place(self.view, &self.shapes.disks, device)
-        {
-            let origins = blocks.iter().filter_map(|block| place.origin(first, block));
-            self.pages.origins.extend(origins);
-        }
+    /// Notes how to hide the folio just examined, and what leads to its bytes on disk.
+    fn record(&mut self, head: Head, pages: u64, file: FileCache) -> Option<()> {
+        let (first, pages) = (head.frame, u32::try_from(pages).ok()?);
+        self.pages.hides.push(first, pages, &self.findings.clears);
+        let Some((index, device)) = self.disks.device(self.view, &self.shapes.disks, file.device) else {
+            return Some(());
+        };
+        let blocks = self.findings.placed.iter();
+        self.pages.origins.extend(blocks.filter_map(|block| device.origin(first, block)));
+        let FileCache { system, inode, .. } = file;
+        let folio = |at| FileFolio { first, pages, device: index, system, inode, index: at };
+        self.pages.files.extend(head.file_index.map(folio));
+        Some(())
+    }
+
+    /// Notes pages of a device itself.
+    fn record_device(&mut self, head: Head, pages: u64, device: Virtual) -> Option<()> {
+        let (index, pages) = (head.file_index?, u32::try_from(pages).ok()?);
+        (head.flags & self.shapes.flags.uptodate != 0).then_some(())?;
+        let (device, _) = self.disks.device(self.view, &self.shapes.disks, device)?;
+        self.pages.device_cache.push(DeviceFolio { first: head.frame, pages, device, index });
         Some(())
     }
 }

@@ -78,6 +78,12 @@ impl Find<'_> {
         self.sized(of, name, 4)
     }
 
+    /// Bytes from a member of a struct to a later one.
+    fn within(&self, of: &str, from: &str, to: &str) -> Option<usize> {
+        let [from, to] = [from, to].map(|name| self.btf.member(of, name).map(|member| member.offset));
+        to?.checked_sub(from?).filter(|&bytes| bytes < 1 << 20)
+    }
+
     /// The mask of a bit whose number is an enumerator.
     fn bit(&self, of: &str, name: &str) -> Result<u64, Unreadable> {
         self.bit_if_any(of, name).ok_or_else(|| Unreadable::Missing(name.to_owned()))
@@ -104,6 +110,8 @@ pub(super) struct Page {
     pub mapping: usize,
     /// `private`, eight bytes.
     pub private: usize,
+    /// `index`, eight bytes: which page of its file; kernels may call it otherwise.
+    pub index: Option<usize>,
     /// `_refcount`, four bytes.
     pub refcount: usize,
     /// `_mapcount`, four bytes; of pages that cannot be mapped, their type.
@@ -149,6 +157,7 @@ impl Page {
             flags: find.word("page", "flags")?,
             mapping: find.word("page", "mapping")?,
             private: find.word("page", "private")?,
+            index: find.word("folio", "index").or_else(|_| find.word("page", "index")).ok(),
             refcount: find.half("page", "_refcount")?,
             mapcount: find.half("page", "_mapcount")?,
             tail,

@@ -18,7 +18,7 @@ fn cause_of(kernel: &Kernel, frame: u64) -> Cause {
 }
 
 fn pages_of(kernel: &Kernel) -> Pages {
-    Guest::find(&kernel.memory).unwrap().pages(&kernel.memory).unwrap()
+    Guest::find(&kernel.memory).unwrap().pages(&kernel.memory, Rules::default()).unwrap()
 }
 
 fn unreadable(kernel: &Kernel) -> Unreadable {

@@ -15,6 +15,8 @@ const NAME: &[u8; 12] = b"VMCOREINFO\0\0";
 const HEADER_BYTES: usize = 12 + NAME.len();
 /// The kernel has one page for the text; later ones may have more, up to here.
 const TEXT_BYTES_MAX: usize = 16 * PAGE_BYTES;
+/// Bytes that are looked at, or left out because nobody ever wrote them.
+const PIECE_BYTES: u64 = 1 << 20;
 /// Kernels write 100 to 200 lines.
 const LINES_MAX: usize = 4096;
 
@@ -73,11 +75,16 @@ impl VmCoreInfo {
 /// Every note in `ram`: where it begins and what it says. They may be left over from earlier kernels, or made up.
 ///
 /// The kernel's buffer for it is two pages at least, and so begins at an even frame. Reading two dozen bytes of every
-/// other page is the larger part of finding a kernel in a large guest.
+/// other page is the larger part of finding a kernel in a large guest; what it never touched is left out.
 pub fn notes(ram: &dyn Ram) -> impl Iterator<Item = (Physical, VmCoreInfo)> + '_ {
-    let frames = ram.layout().blocks().iter().flat_map(|block| {
-        let first = Frame::of(block.start).get();
-        (first..first + block.len / PAGE_BYTES as u64).filter(|frame| frame.is_multiple_of(2))
+    let pieces = ram.layout().blocks().iter().flat_map(|block| {
+        let piece = |from: u64| (block.start.get() + from, PIECE_BYTES.min(block.len - from));
+        (0..block.len).step_by(PIECE_BYTES as usize).map(piece)
+    });
+    let touched = pieces.filter(|&(start, len)| !ram.is_untouched(Physical::new(start), len));
+    let frames = touched.flat_map(|(start, len)| {
+        let first = Frame::of(Physical::new(start)).get();
+        (first..first + len / PAGE_BYTES as u64).filter(|frame| frame.is_multiple_of(2))
     });
     frames.filter_map(|frame| {
         let at = Frame::new(frame).start()?;
@@ -86,8 +93,8 @@ pub fn notes(ram: &dyn Ram) -> impl Iterator<Item = (Physical, VmCoreInfo)> + '_
 }
 
 fn note_at(ram: &dyn Ram, at: Physical) -> Option<VmCoreInfo> {
-    let mut header = [0; HEADER_BYTES];
-    ram.read(at, &mut header).ok()?;
+    let mut buffer = [0; HEADER_BYTES];
+    let header = ram.view(at, &mut buffer).ok()?;
     let word = |index: usize| u32::from_le_bytes(header[index * 4..][..4].try_into().expect("four bytes"));
     let text_bytes = word(1) as usize;
     let is_note = word(0) == 11 && word(2) == 0 && header[12..] == *NAME;

@@ -1,10 +1,10 @@
-//! Why a guest was not brought back.
+//! Why a guest was not brought back, and what can be instead.
 
 use std::io;
 
 use crate::address::Frame;
 use crate::qmp::QmpError;
-use crate::vault::VaultError;
+use crate::vault::{Info, Vault, VaultError, Which};
 
 /// Why a guest does not run again.
 #[derive(Debug, thiserror::Error)]
@@ -40,10 +40,53 @@ pub enum RestoreError {
     /// A file of the memory cannot be written.
     #[error("the guest's memory cannot be written")]
     Memory(#[from] io::Error),
+    /// The snapshot cannot be restored, and what can be instead was looked for.
+    #[error("{lost}; {}", instead(older.as_deref()))]
+    Lost {
+        /// Why it cannot.
+        lost: Box<RestoreError>,
+        /// The newest older snapshot of the guest that is whole.
+        older: Option<Box<Info>>,
+    },
     /// The snapshot was taken by something else, or by a version to come.
     #[error("the snapshot does not say how its guest is started: {what}")]
     Captured {
         /// What is lacking or wrong.
         what: String,
     },
+}
+
+fn instead(older: Option<&Info>) -> String {
+    match older {
+        Some(info) => format!("the newest older snapshot that is whole is {} ({})", info.title(), info.id),
+        None => "no older snapshot of the guest is whole".to_owned(),
+    }
+}
+
+impl RestoreError {
+    /// Whether the vault has lost what the guest needs.
+    pub fn is_loss(&self) -> bool {
+        matches!(
+            self,
+            Self::Unhidden { .. }
+                | Self::Vault(
+                    VaultError::PageLost { .. }
+                        | VaultError::MetadataLost { .. }
+                        | VaultError::Unreadable { .. }
+                )
+        )
+    }
+
+    /// For a loss, looks for what can be restored instead of the snapshot meant: all of older ones is read for that.
+    #[must_use]
+    pub fn with_older(self, vault: &Vault, which: &Which) -> Self {
+        if !self.is_loss() {
+            return self;
+        }
+        match vault.newest_whole_before(which) {
+            Ok(older) => Self::Lost { lost: Box::new(self), older: older.map(Box::new) },
+            // That homes cannot be read is no news.
+            Err(_) => self,
+        }
+    }
 }

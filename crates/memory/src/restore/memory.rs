@@ -8,33 +8,54 @@ use super::error::RestoreError;
 use crate::address::{Frame, PAGE_BYTES, Physical};
 use crate::capture::Files;
 use crate::ram::Layout;
-use crate::vault::{Hiding, Snapshot, Want};
+use crate::refill::Refiller;
+use crate::vault::{Hiding, Mask, Snapshot, Want};
 
 /// What was put into files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Filled {
     /// Pages with bytes.
     pub pages: u64,
+    /// Of those, clean pages whose bytes came from the guest's disks.
+    pub refilled: u64,
     /// Clean pages that are lost or were left out, and are hidden from the guest.
     pub hidden: u64,
 }
 
-/// Fills `files`, which are empty and hold the machine's backends in order, with so many bytes each.
+/// Fills `files`, which are empty and hold the machine's backends in order, with so many bytes each. Clean pages that the
+/// snapshot does not give come from `refill`, if there is one.
 ///
 /// # Errors
 /// When a page that the guest needs is lost, a lost clean page cannot be hidden, or a file cannot be written.
-pub fn fill(snapshot: &Snapshot, want: Want, files: Vec<(File, u64)>) -> Result<Filled, RestoreError> {
+pub fn fill(
+    snapshot: &Snapshot,
+    want: Want,
+    refill: Option<&Refiller<'_>>,
+    files: Vec<(File, u64)>,
+) -> Result<Filled, RestoreError> {
     for (file, bytes) in &files {
         file.set_len(*bytes)?;
     }
     let memory = Memory { files: Files::new(files), layout: snapshot.info().layout.clone() };
     let pages = std::sync::atomic::AtomicU64::new(0);
-    let lost = snapshot.stream(want, |frame, bytes| {
+    let write = |frame, bytes: &[u8; PAGE_BYTES]| {
         pages.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         memory.write(frame, bytes)
-    })?;
+    };
+    let absent = snapshot.stream(want, write)?;
+    let lost = match refill {
+        Some(refill) => refill.pages(&absent, None, write)?,
+        None => absent.clone(),
+    };
+    // What hides a page lies in others, which are all there now.
     memory.hide(snapshot.hiding(), &lost)?;
-    Ok(Filled { pages: pages.into_inner(), hidden: lost.len() as u64 })
+    let (refilled, hidden) = ((absent.len() - lost.len()) as u64, lost.len() as u64);
+    Ok(Filled { pages: pages.into_inner(), refilled, hidden })
+}
+
+/// What hides a page that is lost: never nothing.
+pub(super) fn masks(hiding: &Hiding, frame: Frame) -> Result<&[Mask], RestoreError> {
+    hiding.get(frame).filter(|masks| !masks.is_empty()).ok_or(RestoreError::Unhidden { frame })
 }
 
 /// The memory of a machine that does not run yet.
@@ -61,8 +82,7 @@ impl Memory {
     /// Clears the bits that tell the guest that it has a page. All critical pages must be in place.
     fn hide(&self, hiding: &Hiding, lost: &[Frame]) -> Result<(), RestoreError> {
         for &frame in lost {
-            let masks = hiding.get(frame).filter(|masks| !masks.is_empty());
-            for mask in masks.ok_or(RestoreError::Unhidden { frame })? {
+            for mask in masks(hiding, frame)? {
                 self.clear(mask.at, mask.width, mask.clear).ok_or(RestoreError::Unhidden { frame })??;
             }
         }
@@ -86,7 +106,6 @@ impl Memory {
 mod tests {
     use super::*;
     use crate::ram::Block;
-    use crate::vault::Mask;
 
     fn memory() -> (Memory, File) {
         let file = tempfile::tempfile().unwrap();

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FlockOperation, flock, statvfs};
 
-use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader};
+use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored};
 use super::name::ObjectName;
 
 const LOCK: &str = "lock";
@@ -61,13 +61,13 @@ impl Home for DirectoryHome {
         Ok(about.f_bavail.saturating_mul(about.f_frsize))
     }
 
-    fn list(&self) -> io::Result<Vec<(ObjectName, u64)>> {
+    fn list(&self) -> io::Result<Vec<Stored>> {
         let mut objects = Vec::new();
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
             let Some(name) = entry.file_name().to_str().and_then(ObjectName::parse) else { continue };
             match entry.metadata() {
-                Ok(about) => objects.push((name, about.len())),
+                Ok(about) => objects.push(Stored { name, len: about.len(), copies: 1 }),
                 // Deleted since its name was read.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
@@ -206,7 +206,7 @@ mod tests {
         object.sync().unwrap();
         assert_eq!(home.list().unwrap(), []);
         object.publish().unwrap();
-        assert_eq!(home.list().unwrap(), [(name, 3)]);
+        assert_eq!(home.list().unwrap(), [Stored { name, len: 3, copies: 1 }]);
         let mut read = [0; 2];
         home.open(name).unwrap().read_at(1, &mut read).unwrap();
         assert_eq!(&read, b"bc");

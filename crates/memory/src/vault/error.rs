@@ -72,6 +72,14 @@ pub enum VaultError {
     /// Nothing of that name.
     #[error("no snapshot {0}")]
     NotFound(String),
+    /// Nothing of that name among those that can be read, and some cannot.
+    #[error("no snapshot {which} that can be read: what is known of {} is lost, which it may be", list(lost))]
+    Unreadable {
+        /// What was meant.
+        which: String,
+        /// Those that cannot be read.
+        lost: Vec<SnapshotId>,
+    },
     /// Several of that name.
     #[error("'{0}' could be several snapshots: give its id")]
     Ambiguous(String),
@@ -121,7 +129,7 @@ pub enum VaultError {
         tried: Vec<String>,
     },
     /// Nothing may be collected while it is not known what is needed.
-    #[error("{} cannot be read, so what it needs is not known: repair or delete it first", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))]
+    #[error("{} cannot be read, so what it needs is not known: repair or delete it first", list(.0))]
     NeedsUnknown(Vec<ObjectName>),
     /// Homes that cannot be reached, where others might lie that need what would be deleted.
     #[error("nothing is deleted while homes cannot be reached: {}", .0.join("; "))]
@@ -134,6 +142,10 @@ pub enum VaultError {
         /// The cause.
         source: io::Error,
     },
+}
+
+fn list(names: &[impl ToString]) -> String {
+    names.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 impl VaultError {

@@ -28,6 +28,17 @@ pub enum Hold {
 /// Keeps a home held until it is dropped; a killed process lets go.
 pub type Held = Box<dyn Send + Sync>;
 
+/// An object that is in a home.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// Its name.
+    pub name: ObjectName,
+    /// Bytes of one copy.
+    pub len: u64,
+    /// Copies that the home keeps of it.
+    pub copies: u8,
+}
+
 /// A place for objects.
 pub trait Home: Send + Sync + fmt::Debug {
     /// What people call it, for messages.
@@ -47,14 +58,14 @@ pub trait Home: Send + Sync + fmt::Debug {
     /// When it cannot be asked.
     fn free_bytes(&self) -> io::Result<u64>;
 
-    /// All objects with their lengths, in any order.
+    /// All objects, in any order.
     ///
     /// # Errors
     /// When it cannot be read.
-    fn list(&self) -> io::Result<Vec<(ObjectName, u64)>>;
+    fn list(&self) -> io::Result<Vec<Stored>>;
 
-    /// Begins an object of which `copies` (up to [`Home::max_copies`]) are to be kept. One of that name is replaced when
-    /// the new one is published.
+    /// Begins an object of which `copies` (up to [`Home::max_copies`]) are to be kept; only while the home is held. One of
+    /// that name is replaced when the new one is published.
     ///
     /// # Errors
     /// When it cannot be made.
@@ -121,4 +132,21 @@ pub trait ObjectReader: Send + Sync {
     /// # Errors
     /// What the medium says; `UnexpectedEof` past the end.
     fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
+}
+
+/// An object in memory.
+#[cfg(test)]
+pub(super) struct Bytes(pub(super) Vec<u8>);
+
+#[cfg(test)]
+impl ObjectReader for Bytes {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        let from = self.0.get(usize::try_from(at).unwrap()..).unwrap_or_default();
+        into.copy_from_slice(from.get(..into.len()).ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
 }

@@ -206,16 +206,12 @@ fn objects<'a>(own: &[&'a Info], others: &[&'a Info]) -> impl Iterator<Item = (&
 
 /// How many copies of an object a snapshot that goes to `shares` could count on; `None` when they are too few.
 fn usable_copies(survey: &Survey, object: ObjectUse, shares: Shares<'_>) -> Option<u8> {
-    let there = |home: usize| {
-        survey.copies(object.name).iter().any(|copy| copy.home == home && copy.len == object.len)
+    let there = |share: &Share| {
+        let copies = survey.copies(object.name).iter();
+        let whole = copies.filter(|copy| copy.home == share.home && copy.len == object.len);
+        whole.map(|copy| copy.copies.min(share.copies)).sum::<u8>()
     };
-    // Of a home that replicates, what was asked of it when the object was written counts.
-    let copies: u8 = shares
-        .critical
-        .iter()
-        .filter(|share| there(share.home))
-        .map(|share| share.copies.min(object.copies))
-        .sum();
+    let copies: u8 = shares.critical.iter().map(there).sum();
     let all: u8 = shares.critical.iter().map(|share| share.copies).sum();
     match object.name.kind {
         ObjectKind::Critical => (copies >= all).then_some(all),

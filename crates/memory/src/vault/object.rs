@@ -5,10 +5,10 @@
 //! ```
 //!
 //! A reader begins at the tail. Where the tail or the table is damaged, the extents are found one after another from the
-//! header on: each says how long it is.
+//! header on ([`scan`]): each says how long it is.
 
 use super::bytes::{Malformed, Put, Take};
-use super::extent::{self, ExtentHeader, ExtentId};
+use super::extent;
 use super::home::ObjectReader;
 use super::name::{ObjectName, SnapshotId};
 
@@ -20,6 +20,9 @@ pub(super) fn hash(page: &[u8]) -> Hash {
     let whole = blake3::hash(page);
     whole.as_bytes()[..16].try_into().expect("32 bytes have 16")
 }
+
+mod scan;
+pub(super) use scan::scan_all;
 
 pub(super) const HEADER: usize = 64;
 const MAGIC: &[u8; 8] = b"VMSPAGES";
@@ -151,17 +154,32 @@ fn read(reader: &dyn ObjectReader, at: u64, len: usize) -> Result<Vec<u8>, Malfo
     Ok(bytes)
 }
 
-fn tail(name: ObjectName, reader: &dyn ObjectReader) -> Result<Tail, Malformed> {
-    let first = read(reader, 0, HEADER)?;
-    check_header(name, first.as_slice().try_into().expect("just that many"))?;
+fn first(reader: &dyn ObjectReader) -> Result<[u8; HEADER], Malformed> {
+    Ok(read(reader, 0, HEADER)?.try_into().expect("just that many"))
+}
+
+fn tail(reader: &dyn ObjectReader) -> Result<Tail, Malformed> {
     let at = reader.len().checked_sub(TAIL as u64).ok_or(Malformed("it ends too early"))?;
     let bytes = read(reader, at, TAIL)?;
     Tail::parse(bytes.as_slice().try_into().expect("just that many"), reader.len())
 }
 
-/// The table of extents.
+/// The table of extents of an object that is whole as far as its ends go.
 pub(super) fn contents(name: ObjectName, reader: &dyn ObjectReader) -> Result<Contents, Malformed> {
-    let tail = tail(name, reader)?;
+    check_header(name, &first(reader)?)?;
+    table(reader)
+}
+
+/// The table of extents, also of an object whose first bytes cannot be read at all: whose it is, each extent says too.
+pub(super) fn contents_of_rest(name: ObjectName, reader: &dyn ObjectReader) -> Result<Contents, Malformed> {
+    if let Ok(first) = first(reader) {
+        check_header(name, &first)?;
+    }
+    table(reader)
+}
+
+fn table(reader: &dyn ObjectReader) -> Result<Contents, Malformed> {
+    let tail = tail(reader)?;
     let bytes = read(reader, tail.table_at(), tail.extents as usize * ENTRY)?;
     if crc32c::crc32c(&bytes) != tail.crc_table {
         return Err(Malformed("the checksum of its table does not match"));
@@ -182,48 +200,13 @@ pub(super) fn contents(name: ObjectName, reader: &dyn ObjectReader) -> Result<Co
 
 /// The hashes of all pages, in order of extents and places in them.
 pub(super) fn hashes(name: ObjectName, reader: &dyn ObjectReader) -> Result<Vec<Hash>, Malformed> {
-    let tail = tail(name, reader)?;
+    check_header(name, &first(reader)?)?;
+    let tail = tail(reader)?;
     let bytes = read(reader, tail.hashes, tail.pages as usize * size_of::<Hash>())?;
     if crc32c::crc32c(&bytes) != tail.crc_hashes {
         return Err(Malformed("the checksum of its hashes does not match"));
     }
     Ok(bytes.as_chunks().0.to_vec())
-}
-
-/// The extents that are whole, found without the table; those that are not have length 0.
-pub(super) fn scan(name: ObjectName, reader: &dyn ObjectReader) -> Contents {
-    let mut extents = Vec::new();
-    let mut at = HEADER as u64;
-    while let Ok(header) = read(reader, at, extent::HEADER).and_then(|bytes| ExtentHeader::parse(&bytes)) {
-        let len = extent::HEADER + header.stored;
-        let id = ExtentId { object: name, number: header.number };
-        let whole = read(reader, at, len).and_then(|bytes| extent::check(id, &bytes)).is_ok();
-        // None has a higher number than there is room for extents.
-        if whole && u64::from(header.number) < reader.len() / extent::HEADER as u64 {
-            let index = header.number as usize;
-            if index >= extents.len() {
-                extents.resize(index + 1, ExtentPlace::default());
-            }
-            extents[index] = ExtentPlace { offset: at, len: len as u32, pages: header.pages as u8 };
-        }
-        at += len as u64;
-    }
-    Contents { extents }
-}
-
-/// The extents that are whole in any of the copies, found without a table. Copies are the same bytes, so what one has at a
-/// place others have there too.
-pub(super) fn scan_all(name: ObjectName, copies: &[&dyn ObjectReader]) -> Contents {
-    let mut all = Contents::default();
-    for copy in copies {
-        let found = scan(name, *copy).extents;
-        let extents = &mut all.extents;
-        extents.resize(extents.len().max(found.len()), ExtentPlace::default());
-        for (place, found) in extents.iter_mut().zip(found).filter(|(place, _)| place.len == 0) {
-            *place = found;
-        }
-    }
-    all
 }
 
 #[cfg(test)]

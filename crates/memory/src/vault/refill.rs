@@ -25,9 +25,9 @@ pub struct Refill {
 }
 
 impl Refill {
-    /// For a page with these bytes.
-    pub(super) fn new(page: &[u8; PAGE_BYTES], pieces: &[DiskPiece]) -> Self {
-        Self { hash: super::object::hash(page), pieces: pieces.to_vec() }
+    /// For a page with these bytes, which lie in `pieces`; what those leave of it is zeros.
+    pub fn new(page: &[u8; PAGE_BYTES], pieces: Vec<DiskPiece>) -> Self {
+        Self { hash: super::object::hash(page), pieces }
     }
 
     /// Whether `page` is what was there when the snapshot was taken.
@@ -122,7 +122,7 @@ mod tests {
             (10, vec![]),
         ]
         .into_iter()
-        .map(|(at, pieces)| (Frame::new(at), Refill::new(&page(at as u8), &pieces)))
+        .map(|(at, pieces)| (Frame::new(at), Refill::new(&page(at as u8), pieces)))
         .collect();
         let mut put = Put::default();
         encode(&table, &mut put);

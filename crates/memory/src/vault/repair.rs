@@ -44,10 +44,16 @@ impl Vault {
             let mut all_there = true;
             for object in &metadata.info.objects {
                 let found = checked.object(self, &survey, object.name);
-                all_there &= self.repair_object(*object, found, &shares, &mut made)?;
+                let is_clean = object.name.kind == ObjectKind::Clean;
+                let whole: Vec<usize> = found.whole().collect();
+                let wanted = if is_clean { object.copies } else { all_of(&shares) };
+                let lacking = lacking(&survey, object.name, &whole, &shares, wanted);
+                all_there &= self.repair_object(*object, found, &lacking, &mut made)?;
             }
             if all_there {
-                self.repair_metadata(*id, &whole, &shares, &mut made)?;
+                let name = ObjectName { owner: *id, kind: ObjectKind::Metadata };
+                let lacking = lacking(&survey, name, &whole, &shares, all_of(&shares));
+                self.repair_metadata(name, &whole, &lacking, &mut made)?;
             }
         }
         let (survey, mut checked) = (Survey::take(self)?, Checked::default());
@@ -73,24 +79,19 @@ impl Vault {
         }
     }
 
-    /// Makes copies of an object; false when some of its pages are in no copy, so that none can be made. Of clean pages only
-    /// as many are made as the snapshot asks for, and none missing is no obstacle.
+    /// Makes copies of an object where they lack; false when some of its pages are in no copy, so that none can be made.
+    /// Clean pages that are lost are no obstacle.
     fn repair_object(
         &self,
         object: ObjectUse,
         found: &CheckedObject,
-        shares: &[Share],
+        lacking: &[Share],
         made: &mut Vec<String>,
     ) -> Result<bool> {
-        let whole: Vec<usize> = found.whole().collect();
-        let is_clean = object.name.kind == ObjectKind::Clean;
-        let wanted = if is_clean { usize::from(object.copies) } else { shares.len() };
-        let there = shares.iter().filter(|share| whole.contains(&share.home)).count();
-        let lacking = shares.iter().filter(|share| !whole.contains(&share.home));
-        let lacking: Vec<&Share> = lacking.take(wanted.saturating_sub(there)).collect();
         if lacking.is_empty() {
             return Ok(true);
         }
+        let is_clean = object.name.kind == ObjectKind::Clean;
         let Some(bytes) = self.gather(object, found) else { return Ok(is_clean) };
         for share in lacking {
             self.put(object.name, *share, &bytes, made)?;
@@ -130,18 +131,19 @@ impl Vault {
 
     fn repair_metadata(
         &self,
-        id: SnapshotId,
+        name: ObjectName,
         whole: &[usize],
-        shares: &[Share],
+        lacking: &[Share],
         made: &mut Vec<String>,
     ) -> Result<()> {
-        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        if lacking.is_empty() {
+            return Ok(());
+        }
         let Some(bytes) = whole.iter().find_map(|home| read_all(self.home(*home).open(name).ok()?.as_ref()))
         else {
             return Ok(());
         };
-        let lacking = shares.iter().filter(|share| !whole.contains(&share.home));
-        lacking.into_iter().try_for_each(|share| self.put(name, *share, &bytes, made))
+        lacking.iter().try_for_each(|share| self.put(name, *share, &bytes, made))
     }
 
     fn put(&self, name: ObjectName, share: Share, bytes: &[u8], made: &mut Vec<String>) -> Result<()> {
@@ -156,6 +158,29 @@ impl Vault {
         made.push(format!("{}/{name}", home.describe()));
         Ok(())
     }
+}
+
+/// Copies in all homes of a snapshot.
+fn all_of(shares: &[Share]) -> u8 {
+    shares.iter().map(|share| share.copies).sum()
+}
+
+/// Where copies of an object are to be made, and how many that home shall have then, so that there are `wanted`.
+fn lacking(survey: &Survey, name: ObjectName, whole: &[usize], shares: &[Share], wanted: u8) -> Vec<Share> {
+    let has = |share: &Share| {
+        let is_whole = whole.contains(&share.home);
+        if is_whole { survey.copies_in(share.home, name).min(share.copies) } else { 0 }
+    };
+    let mut missing = wanted.saturating_sub(shares.iter().map(has).sum());
+    let mut lacking = Vec::new();
+    for share in shares {
+        let more = (share.copies - has(share)).min(missing);
+        missing -= more;
+        if more > 0 {
+            lacking.push(Share { copies: has(share) + more, ..*share });
+        }
+    }
+    lacking
 }
 
 fn read_all(reader: &dyn ObjectReader) -> Option<Vec<u8>> {

@@ -2,6 +2,7 @@
 //!
 //! Whatever copy is whole will do; one that is missing or damaged is passed over and noted in [`Snapshot::problems`].
 
+mod order;
 mod stream;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -24,7 +25,7 @@ use super::{Vault, bytes::Malformed};
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::{ClassMap, PageClass};
 
-pub use stream::Want;
+pub use order::{Order, Want};
 
 /// Extents kept after their pages were read: neighbours are often read next. Some 8 MiB.
 const CACHED_EXTENTS: usize = 64;
@@ -252,7 +253,7 @@ impl Opened {
     /// Takes the table of extents from a copy that has a whole one; else finds what extents there are.
     fn find_extents(&mut self) {
         for copy in &self.copies {
-            match object::contents(self.name, copy.reader.as_ref()) {
+            match object::contents_of_rest(self.name, copy.reader.as_ref()) {
                 Ok(contents) => {
                     self.contents = contents;
                     return;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::error::{Result, VaultError};
-use super::home::ObjectReader;
+use super::home::{ObjectReader, Stored};
 use super::info::Info;
 use super::metadata;
 use super::name::{ObjectKind, ObjectName, SnapshotId};
@@ -16,6 +16,8 @@ pub(super) struct CopyAt {
     pub(super) home: usize,
     /// Bytes of the object.
     pub(super) len: u64,
+    /// As which the home counts: more than one where it replicates by itself.
+    pub(super) copies: u8,
 }
 
 /// All objects of all homes that can be read.
@@ -50,8 +52,8 @@ impl Survey {
         for (index, home) in vault.homes.iter().enumerate() {
             match home.list() {
                 Ok(objects) => {
-                    for (name, len) in objects {
-                        survey.objects.entry(name).or_default().push(CopyAt { home: index, len });
+                    for Stored { name, len, copies } in objects {
+                        survey.objects.entry(name).or_default().push(CopyAt { home: index, len, copies });
                     }
                 }
                 Err(source) => {
@@ -73,6 +75,11 @@ impl Survey {
     /// The copies of an object.
     pub(super) fn copies(&self, name: ObjectName) -> &[CopyAt] {
         self.objects.get(&name).map_or(&[], Vec::as_slice)
+    }
+
+    /// As how many copies of an object a home counts; 0 when it has none.
+    pub(super) fn copies_in(&self, home: usize, name: ObjectName) -> u8 {
+        self.copies(name).iter().find(|copy| copy.home == home).map_or(0, |copy| copy.copies)
     }
 
     /// The ids of all snapshots.

@@ -101,21 +101,32 @@ impl Vault {
         Ok(found)
     }
 
-    /// The guest's newest snapshot before `than` that can be restored, found by reading every byte of it: for the message
-    /// that `than` cannot.
+    /// The newest snapshot that can be restored instead of the one meant: an older one of the same guest, found by reading
+    /// every byte of it. Where what is known of the one meant is lost, it is of the guest that `which` names, or of any.
     ///
     /// # Errors
-    /// When no home can be read; [`VaultError::NotFound`].
-    pub fn newest_whole_before(&self, guest: &str, than: &Which) -> Result<Option<Info>> {
+    /// When no home can be read.
+    pub fn newest_whole_before(&self, which: &Which) -> Result<Option<Info>> {
         let _held = self.hold_to_read();
         let survey = Survey::take(self)?;
-        let than = self.find(than, &survey)?;
         let listed = survey.snapshots(self);
-        let after = listed.iter().skip_while(|listed| listed.id != than).skip(1);
-        let older = after.filter_map(|listed| listed.info.as_ref().ok()).filter(|info| info.guest == guest);
+        let id = self.find(which, &survey).ok();
+        let known = listed.iter().find(|listed| Some(listed.id) == id);
+        let known = known.and_then(|listed| listed.info.as_ref().ok());
+        let guest = match which {
+            Which::Named { guest, .. } | Which::Newest(guest) => Some(guest),
+            Which::Id(_) => known.map(|info| &info.guest),
+        };
+        let is_older = |other: &&Info| match (known, id) {
+            (Some(info), _) => (other.taken_ns, other.id) < (info.taken_ns, info.id),
+            // Ids begin with the time.
+            (None, Some(id)) => other.id < id,
+            (None, None) => true,
+        };
+        let infos = listed.iter().filter_map(|listed| listed.info.as_ref().ok());
+        let mut older = infos.filter(|info| guest.is_none_or(|guest| info.guest == *guest)).filter(is_older);
         let mut checked = Checked::default();
-        let whole = older.into_iter().find(|info| self.check(&survey, &mut checked, info.id).is_whole());
-        Ok(whole.cloned())
+        Ok(older.find(|info| self.check(&survey, &mut checked, info.id).is_whole()).cloned())
     }
 
     pub(super) fn ids_or_all(&self, survey: &Survey, ids: &[SnapshotId]) -> Result<Vec<SnapshotId>> {
@@ -135,16 +146,12 @@ impl Vault {
         let info = &metadata.info;
         health.title = Some(info.title());
         let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
-        self.note_missing(name, &whole, info.critical_copies, &mut health.problems);
+        note_missing(survey, name, &whole, info.critical_copies, &mut health.problems);
         for object in &info.objects {
             let found = checked.object(self, survey, object.name);
             health.problems.extend(found.copies.iter().filter_map(|copy| copy.problem.clone()));
-            self.note_missing(
-                object.name,
-                &found.whole().collect::<Vec<_>>(),
-                object.copies,
-                &mut health.problems,
-            );
+            let whole: Vec<usize> = found.whole().collect();
+            note_missing(survey, object.name, &whole, object.copies, &mut health.problems);
         }
         for (_, len, entry) in metadata.pages.runs() {
             let Content::At(place) = entry.content else { continue };
@@ -182,12 +189,12 @@ impl Vault {
         }
         (metadata, whole)
     }
+}
 
-    fn note_missing(&self, name: ObjectName, whole: &[usize], wanted: u8, problems: &mut Vec<String>) {
-        let there: u64 = whole.iter().map(|home| u64::from(self.home(*home).max_copies())).sum();
-        if there < wanted.into() {
-            problems.push(format!("{name}: {there} whole of {wanted} copies"));
-        }
+fn note_missing(survey: &Survey, name: ObjectName, whole: &[usize], wanted: u8, problems: &mut Vec<String>) {
+    let there: u64 = whole.iter().map(|home| u64::from(survey.copies_in(*home, name))).sum();
+    if there < wanted.into() {
+        problems.push(format!("{name}: {there} whole of {wanted} copies"));
     }
 }
 
@@ -217,7 +224,7 @@ fn check_object(vault: &Vault, survey: &Survey, name: ObjectName) -> CheckedObje
 fn ends(name: ObjectName, readers: &[(usize, Box<dyn ObjectReader>)]) -> (Contents, Vec<Hash>) {
     let readers: Vec<&dyn ObjectReader> = readers.iter().map(|(_, reader)| reader.as_ref()).collect();
     let hashes = readers.iter().find_map(|reader| object::hashes(name, *reader).ok()).unwrap_or_default();
-    let contents = readers.iter().find_map(|reader| object::contents(name, *reader).ok());
+    let contents = readers.iter().find_map(|reader| object::contents_of_rest(name, *reader).ok());
     (contents.unwrap_or_else(|| object::scan_all(name, &readers)), hashes)
 }
 

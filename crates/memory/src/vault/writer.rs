@@ -30,7 +30,7 @@ use super::name::SnapshotId;
 use super::pages::{self, Content, Entry, PageNumber};
 use super::place::Share;
 use super::policy::Policy;
-use super::refill::{DiskPiece, Refill};
+use super::refill::Refill;
 use super::stats::Stats;
 use super::{Hiding, Vault};
 use crate::address::{Frame, PAGE_BYTES};
@@ -182,19 +182,18 @@ impl Writer {
         Ok(())
     }
 
-    /// Notes a clean page that is not stored, as its bytes lie on the guest's disks; what the pieces leave of the page is
-    /// zeros. `bytes` are what it held, to know them again.
+    /// Notes a clean page that is not stored, as its bytes lie on the guest's disks.
     ///
     /// # Errors
     /// As [`Writer::page`]; also for pieces that do not fit a page.
-    pub fn refill(&mut self, frame: Frame, bytes: &[u8; PAGE_BYTES], pieces: &[DiskPiece]) -> Result<()> {
-        if !super::refill::fit(pieces, u16::MAX.into()) {
+    pub fn refill(&mut self, frame: Frame, refill: Refill) -> Result<()> {
+        if !super::refill::fit(&refill.pieces, u16::MAX.into()) {
             return Err(VaultError::Page { frame, reason: "it does not fit its pieces on disk" });
         }
         let page = self.take(frame)?;
         self.stats.clean += 1;
         self.stats.refilled += 1;
-        self.refill.push((frame, Refill::new(bytes, pieces)));
+        self.refill.push((frame, refill));
         self.shared.set(page, Entry { class: PageClass::Clean, content: Content::Absent });
         Ok(())
     }

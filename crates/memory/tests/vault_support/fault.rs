@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use vmstrata_memory::vault::{DeviceId, Held, Hold, Home, NewObject, ObjectName, ObjectReader};
+use vmstrata_memory::vault::{DeviceId, Held, Hold, Home, NewObject, ObjectName, ObjectReader, Stored};
 
 /// What happens at the n-th operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,21 +15,38 @@ pub enum Effect {
     Dead,
     /// The process is killed.
     Kill,
+    /// Something else happens first.
+    Meanwhile,
 }
 
+/// What happens meanwhile.
+type Other = Box<dyn Fn() + Send + Sync>;
+
 /// Counts the operations of several homes.
-#[derive(Debug)]
 pub struct Plan {
     left: AtomicUsize,
     effect: Effect,
+    meanwhile: Option<Other>,
     /// Operations that were asked for.
     pub asked: AtomicUsize,
+}
+
+impl std::fmt::Debug for Plan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Plan").field("effect", &self.effect).finish_non_exhaustive()
+    }
 }
 
 impl Plan {
     /// Lets `at` operations work.
     pub fn new(at: usize, effect: Effect) -> Arc<Self> {
-        Arc::new(Self { left: AtomicUsize::new(at), effect, asked: AtomicUsize::new(0) })
+        Arc::new(Self { left: AtomicUsize::new(at), effect, meanwhile: None, asked: AtomicUsize::new(0) })
+    }
+
+    /// Lets `other` happen before operation `at`.
+    pub fn meanwhile(at: usize, other: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
+        let (left, asked) = (AtomicUsize::new(at), AtomicUsize::new(0));
+        Arc::new(Self { left, effect: Effect::Meanwhile, meanwhile: Some(Box::new(other)), asked })
     }
 
     fn step(&self) -> io::Result<()> {
@@ -42,6 +59,10 @@ impl Plan {
                 let _ =
                     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
                 unreachable!("killed");
+            }
+            Effect::Meanwhile if at == fatal => {
+                self.meanwhile.iter().for_each(|other| other());
+                Ok(())
             }
             _ => Ok(()),
         }
@@ -70,12 +91,16 @@ impl Home for FaultHome {
         self.inner.device()
     }
 
+    fn max_copies(&self) -> u8 {
+        self.inner.max_copies()
+    }
+
     fn free_bytes(&self) -> io::Result<u64> {
         self.plan.step()?;
         self.inner.free_bytes()
     }
 
-    fn list(&self) -> io::Result<Vec<(ObjectName, u64)>> {
+    fn list(&self) -> io::Result<Vec<Stored>> {
         self.plan.step()?;
         self.inner.list()
     }

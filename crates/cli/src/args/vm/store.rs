@@ -1,11 +1,10 @@
 //! Those commands of `vmstrata vm` that look after snapshots that were taken.
 
-use std::path::PathBuf;
-
 use clap::{Args, Subcommand};
 use vmstrata_disk::snapshot::Keep;
-use vmstrata_memory::vault::Which;
+use vmstrata_memory::vault::{HomeAddress, Which};
 
+use super::super::ControlArgs;
 use super::super::snapshot::parse_label;
 
 /// Commands about snapshots that were taken.
@@ -28,9 +27,30 @@ pub enum VmStoreCommand {
 /// Where snapshots of memory are kept.
 #[derive(Clone, Debug, Args)]
 pub struct VaultArgs {
-    /// A directory that holds copies, each best on a device of its own (repeatable)
-    #[arg(long, value_name = "DIR", required = true, env = "VMSTRATA_VAULT", value_delimiter = ':')]
-    pub vault: Vec<PathBuf>,
+    /// A directory that holds copies, each best on a device of its own; or hdfs://NAMENODE[:PORT]/DIR, which keeps as many
+    /// copies as it is told (repeatable)
+    #[arg(long, value_name = "HOME", required = true, env = "VMSTRATA_VAULT", value_parser = parse_homes)]
+    pub vault: Vec<Homes>,
+}
+
+/// Homes in one word, with `:` between them.
+#[derive(Clone, Debug)]
+pub struct Homes(pub Vec<HomeAddress>);
+
+fn parse_homes(text: &str) -> Result<Homes, &'static str> {
+    let homes = HomeAddress::parse_list(text);
+    if homes.is_empty() { Err("no directory is named") } else { Ok(Homes(homes)) }
+}
+
+/// The snapshots of disks that were taken with snapshots of memory.
+#[derive(Clone, Debug, Args)]
+pub struct DiskSnapshotArgs {
+    /// Delete the snapshots of the disks that were taken with them, too
+    #[arg(long)]
+    pub disks: bool,
+    /// The server that may be serving the disks.
+    #[command(flatten)]
+    pub server: ControlArgs,
 }
 
 /// `vmstrata vm list`
@@ -51,6 +71,7 @@ const LIST_HELP: &str = "\
 Examples:
   vmstrata vm list --vault /srv/a --vault /srv/b --vault /srv/c
   VMSTRATA_VAULT=/srv/a:/srv/b:/srv/c vmstrata vm list web --json | jq -r '.snapshots[].name'
+  vmstrata vm list --vault hdfs://namenode:8020/vault
 
 COST is what a snapshot added to the vault, all copies; it shares the rest with older ones. Nothing is read but what is
 said of each snapshot: whether its pages are whole is what `vmstrata vm verify` finds out.
@@ -89,6 +110,9 @@ pub struct VmDeleteArgs {
     /// Where they are kept.
     #[command(flatten)]
     pub vault: VaultArgs,
+    /// What becomes of their disks' snapshots.
+    #[command(flatten)]
+    pub disks: DiskSnapshotArgs,
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
@@ -96,10 +120,10 @@ pub struct VmDeleteArgs {
 
 const DELETE_HELP: &str = "\
 Examples:
-  vmstrata vm delete web@mon --vault /srv/a --vault /srv/b --vault /srv/c
+  vmstrata vm delete web@mon --disks --vault /srv/a --vault /srv/b --vault /srv/c
 
-Others keep every page they share with what is deleted. All directories must be there. Snapshots of disks stay: see
-`vmstrata snapshot delete`.
+Others keep every page they share with what is deleted. All homes must be there. Snapshots of the guest's disks that
+were taken at the same instant stay without --disks, and are told.
 Exit codes: 0 deleted, 1 not, or not everywhere: delete again, 64 wrong usage.";
 
 /// `vmstrata vm prune`
@@ -120,6 +144,9 @@ pub struct VmPruneArgs {
     /// Where its snapshots are kept.
     #[command(flatten)]
     pub vault: VaultArgs,
+    /// What becomes of their disks' snapshots.
+    #[command(flatten)]
+    pub disks: DiskSnapshotArgs,
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
@@ -127,7 +154,7 @@ pub struct VmPruneArgs {
 
 const PRUNE_HELP: &str = "\
 Examples:
-  vmstrata vm prune web --keep hourly=24,daily=7 --vault /srv/a --vault /srv/b --vault /srv/c
+  vmstrata vm prune web --keep hourly=24,daily=7 --disks --vault /srv/a --vault /srv/b --vault /srv/c
   vmstrata vm prune web --keep last=3 --label job=nightly --dry-run --vault /srv/a
 
 A rule keeps the newest snapshot of each of the last so many periods that have one, in UTC; what one rule keeps is kept.

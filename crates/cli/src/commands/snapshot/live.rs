@@ -151,7 +151,21 @@ impl Live {
     }
 
     fn run_job(&self, asked: &JobSpec, done: &str, json: bool) -> Result<()> {
-        let disk = self.disks[0].0.display();
+        let job = self.wait_job(asked)?;
+        if json {
+            return Ok(print_json(&job)?);
+        }
+        let mut text = format!("{}: {done}: {} copied\n", self.disks[0].0.display(), short_size(job.bytes));
+        // Files that stay, and why.
+        text.extend(job.error.map(|kept| kept + "\n"));
+        Ok(print(&text)?)
+    }
+
+    /// Has the server do a job on the first disk, and waits until it has.
+    ///
+    /// # Errors
+    /// What the server says, also of a job that someone ended.
+    pub fn wait_job(&self, asked: &JobSpec) -> Result<JobStatus> {
         let mut job: JobStatus = self.client.post("/v1/jobs", asked)?;
         while !job.state.is_ended() {
             std::thread::sleep(LOOK_EVERY);
@@ -159,15 +173,9 @@ impl Live {
         }
         if job.state != JobState::Done {
             let error = job.error.unwrap_or_else(|| format!("job {} was cancelled", job.id));
-            bail!("{disk}: {error}");
+            bail!("{}: {error}", self.disks[0].0.display());
         }
-        if json {
-            return Ok(print_json(&job)?);
-        }
-        let mut text = format!("{disk}: {done}: {} copied\n", short_size(job.bytes));
-        // Files that stay, and why.
-        text.extend(job.error.map(|kept| kept + "\n"));
-        Ok(print(&text)?)
+        Ok(job)
     }
 }
 

@@ -23,6 +23,8 @@ pub(super) struct ServedDisks {
     spec: SnapshotSpec,
     /// `[disk]`: the active layer's file.
     paths: Vec<String>,
+    /// QEMU's names of the media that are these disks.
+    media: Vec<String>,
     is_taken: bool,
 }
 
@@ -42,17 +44,20 @@ struct Inserted {
 }
 
 impl ServedDisks {
-    /// The disks that were named, or else those whose sockets QEMU is connected to.
+    /// The disks that were named, or else those that QEMU is connected to.
     ///
     /// # Errors
     /// A disk that is not served.
     pub(super) fn find(client: Client, qmp: &mut Qmp, named: &[String], spec: SnapshotSpec) -> Result<Self> {
-        let mut disks = Self { client, spec, paths: Vec::new(), is_taken: false };
+        let mut disks = Self { client, spec, paths: Vec::new(), media: Vec::new(), is_taken: false };
         if named.is_empty() && !disks.client.is_answered() {
             return Ok(disks);
         }
-        let names = if named.is_empty() { disks.connected(qmp)? } else { named.to_vec() };
         let served: DiskList = disks.client.get("/v1/disks")?;
+        let mut names = disks.connected(qmp, &served)?;
+        if !named.is_empty() {
+            names = named.to_vec();
+        }
         for name in names {
             let Some(disk) = served.disks.iter().find(|disk| disk.name == name) else {
                 bail!("{}: no disk is named '{name}'", disks.client.path().display());
@@ -63,25 +68,54 @@ impl ServedDisks {
         Ok(disks)
     }
 
-    /// Names of the disks whose vhost-user sockets QEMU was started with. (QEMU itself tells no paths of sockets that it is
-    /// connected to; a disk that was plugged in later must be named.)
-    fn connected(&self, qmp: &mut Qmp) -> Result<Vec<String>> {
+    /// Names of the disks whose vhost-user sockets QEMU was started with, and of those it is a client of over NBD. (QEMU
+    /// itself tells no paths of vhost-user sockets; such a disk that was plugged in later must be named.)
+    fn connected(&mut self, qmp: &mut Qmp, served: &DiskList) -> Result<Vec<String>> {
         let command = std::fs::read(format!("/proc/{}/cmdline", qmp.peer()?)).unwrap_or_default();
         let command = String::from_utf8_lossy(&command).into_owned();
         let doors: DoorList = self.client.get("/v1/doors")?;
+        let media: Vec<String> = blocks(qmp)?.into_iter().map(|block| block.1).collect();
         let mut names = Vec::new();
         for door in doors.doors {
-            let DoorSpec::VhostUser(door) = door.door else { continue };
-            if names_path(&command, Path::new(&door.socket)) && !names.contains(&door.disk) {
-                names.push(door.disk);
+            match door.door {
+                DoorSpec::VhostUser(door) if names_path(&command, Path::new(&door.socket)) => {
+                    names.push(door.disk)
+                }
+                DoorSpec::VhostUser(_) => {}
+                DoorSpec::Nbd(door) => {
+                    for disk in &served.disks {
+                        let is_it = |file: &&String| is_export(file, &door.address, &disk.name);
+                        let Some(file) = media.iter().find(is_it) else { continue };
+                        names.push(disk.name.clone());
+                        self.media.push(file.clone());
+                    }
+                }
             }
         }
+        // A disk may have several doors.
+        names.sort();
+        names.dedup();
         Ok(names)
     }
 
-    /// Their number.
-    pub(super) fn len(&self) -> usize {
-        self.paths.len()
+    /// Media of the guest that no server has: their content is not in the snapshot.
+    ///
+    /// # Errors
+    /// When QEMU does not tell.
+    pub(super) fn others(&self, qmp: &mut Qmp) -> Result<Vec<String>> {
+        let others = blocks(qmp)?.into_iter().filter(|(_, file)| !self.media.contains(file));
+        Ok(others.map(|(name, file)| format!("{name} ({file})")).collect())
+    }
+
+    /// Disks by their names, as if their snapshot `name` had been taken.
+    pub(super) fn taken(client: Client, names: Vec<String>, name: &str) -> Self {
+        let spec = SnapshotSpec { disks: names, name: name.to_owned(), ..SnapshotSpec::default() };
+        Self { client, spec, paths: Vec::new(), media: Vec::new(), is_taken: true }
+    }
+
+    /// What the server calls them.
+    pub(super) fn names(&self) -> &[String] {
+        &self.spec.disks
     }
 
     fn delete(&self) -> Result<()> {
@@ -127,18 +161,25 @@ impl Disks for ServedDisks {
     }
 }
 
-/// Media of the guest that no server has: their content is not in the snapshot.
-///
-/// # Errors
-/// When QEMU does not tell.
-pub(super) fn others(qmp: &mut Qmp) -> Result<Vec<String>> {
+/// Media that the guest can write to: QEMU's name of the drive, and of the file.
+fn blocks(qmp: &mut Qmp) -> Result<Vec<(String, String)>> {
     let blocks: Vec<Block> = qmp.ask("query-block", json!({}))?;
     let writable = |block: Block| {
         let inserted = block.inserted.filter(|inserted| !inserted.ro)?;
         let name = if block.device.is_empty() { block.qdev.unwrap_or_default() } else { block.device };
-        Some(format!("{name} ({})", inserted.file))
+        Some((name, inserted.file))
     };
     Ok(blocks.into_iter().filter_map(writable).collect())
+}
+
+/// Whether QEMU's name of a medium is that of an export at the address of a door.
+fn is_export(file: &str, address: &str, export: &str) -> bool {
+    let expected = match address.split_once(':') {
+        Some(("unix", path)) => format!("nbd+unix:///{export}?socket={path}"),
+        Some(("tcp", at)) => format!("nbd://{at}/{export}"),
+        _ => return false,
+    };
+    file == expected
 }
 
 /// Whether a command line has a socket's path, as a whole, in an option of QEMU's.
@@ -164,5 +205,13 @@ mod tests {
         assert!(!has(line, "/run/web") && !has(line, "/run/db.sock"));
         assert!(has("socket,path=/run/a,,b.sock", "/run/a,b.sock") && !has("path=/run/a,,b.sock", "/run/a"));
         assert!(has(r#"{"backend":{"addr":{"path":"/run/web.sock"}}}"#, "/run/web.sock"));
+    }
+
+    #[test]
+    fn a_medium_is_an_export_of_the_same_name_at_the_same_address() {
+        let file = "nbd+unix:///web?socket=/run/nbd.sock";
+        assert!(is_export(file, "unix:/run/nbd.sock", "web"));
+        assert!(!is_export(file, "unix:/run/nbd.sock", "we") && !is_export(file, "unix:/run/nbd", "web"));
+        assert!(is_export("nbd://localhost:10809/web", "tcp:localhost:10809", "web"));
     }
 }

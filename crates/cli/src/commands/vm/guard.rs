@@ -1,17 +1,27 @@
 //! A second process that lets a guest go on when the one that holds it is killed.
 //!
+//! The snapshot that did not come to be has left one of the guest's disks: that is deleted, too.
+//!
 //! The guard waits for a word on its input. A holder that is done says it; one that is killed does not, and its end of
-//! the pipe closes: then the guard connects to QEMU's monitor, which the dead holder has left free, and resumes the guest.
+//! the pipe closes: then the guard connects to QEMU's monitor, which the dead holder has left free, and puts QEMU back to what
+//! it was. Meanwhile it reads what QEMU writes of the guest, which waits for somebody to read it; the reading end of that pipe
+//! is what the guard has as its standard output.
 
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result};
-use vmstrata_memory::{capture, qmp::Qmp};
+use vmstrata_memory::capture::{Before, Channel, Disks};
+use vmstrata_memory::qmp::Qmp;
+use vmstrata_memory::vault::{VaultError, Which};
 
-use crate::args::ResumeGuardArgs;
+use super::disks::ServedDisks;
+use crate::args::{ResumeGuardArgs, VmSnapshotArgs};
+use crate::client::Client;
 
 /// What a holder that is done says.
 const DONE: u8 = b'd';
@@ -21,16 +31,39 @@ const DONE: u8 = b'd';
 pub(super) struct Guard(Child);
 
 impl Guard {
-    /// Starts a guard for the guest behind `monitor`. It is in a process group of its own, so what is sent to this one does
+    /// Starts a guard for the guest behind `monitor`, which was as `before` says and is captured through `channel`, while
+    /// the snapshot `name` is taken of it and `disks`. It is in a process group of its own, so what is sent to this one does
     /// not reach it.
     ///
     /// # Errors
     /// When no process can be started.
-    pub(super) fn start(monitor: &Path) -> Result<Self> {
+    pub(super) fn start(
+        monitor: &Path,
+        before: &Before,
+        channel: &Channel,
+        (args, name): (&VmSnapshotArgs, &str),
+        disks: &ServedDisks,
+    ) -> Result<Self> {
         let program = std::env::current_exe().context("this program's own file")?;
         let mut command = Command::new(program);
         command.args(["vm", "resume-guard"]).arg(monitor).process_group(0);
-        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.args(["--snapshot", &format!("{}@{name}", args.guest)]);
+        for home in args.vault.vault.iter().flat_map(|homes| &homes.0) {
+            command.arg("--vault").arg(home.to_string());
+        }
+        for disk in disks.names() {
+            command.args(["--disk", disk]);
+        }
+        if let Some(control) = &args.server.control {
+            command.arg("--control").arg(control);
+        }
+        if before.ran {
+            command.arg("--run");
+        }
+        if let Some(name) = &before.capability {
+            command.args(["--unset", name]);
+        }
+        command.stdin(Stdio::piped()).stdout(channel.second_reader()?).stderr(Stdio::null());
         Ok(Self(command.spawn().context("starting a process that lets the guest go on")?))
     }
 }
@@ -51,10 +84,18 @@ impl Drop for Guard {
 /// When the guest must be resumed, and QEMU does not do it.
 pub(super) fn run(args: &ResumeGuardArgs) -> Result<ExitCode> {
     let mut word = [0];
-    if std::io::stdin().read(&mut word).unwrap_or(0) == 1 && word[0] == DONE {
+    if io::stdin().read(&mut word).unwrap_or(0) == 1 && word[0] == DONE {
         return Ok(ExitCode::SUCCESS);
     }
-    let mut qmp = Qmp::connect(&args.qmp, super::PATIENCE)?;
-    capture::resume(&mut qmp, true)?;
+    let mut state = File::from(io::stdout().as_fd().try_clone_to_owned()?);
+    // Until QEMU is done, or this process is.
+    std::thread::spawn(move || io::copy(&mut state, &mut io::sink()));
+    let before = Before { ran: args.run, capability: args.unset.clone() };
+    before.put_back(&mut Qmp::connect(&args.qmp, super::PATIENCE)?)?;
+    if let Which::Named { name, .. } = &args.snapshot
+        && matches!(super::store::open(&args.vault)?.find_id(&args.snapshot), Err(VaultError::NotFound(_)))
+    {
+        ServedDisks::taken(Client::new(&args.server)?, args.disks.clone(), name).undo();
+    }
     Ok(ExitCode::SUCCESS)
 }

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::json;
-use vmstrata_memory::capture::Machine;
+use vmstrata_memory::capture::{Machine, MachineRam};
 use vmstrata_memory::introspect::Cause;
 use vmstrata_memory::qmp::Qmp;
-use vmstrata_memory::{FileRam, Introspection, Layout, PAGE_BYTES, PageClass, Pages, Ram};
+use vmstrata_memory::{Introspection, Layout, PAGE_BYTES, PageClass, Pages, Ram};
 
 use super::picture;
 use crate::args::{MachineKind, VmPagesArgs};
@@ -117,7 +117,7 @@ fn of_file(path: &Path, machine: MachineKind) -> Result<Box<dyn Ram>> {
         MachineKind::Pc => Layout::pc(bytes),
     };
     let layout = layout.with_context(|| format!("{} is no guest's memory", path.display()))?;
-    Ok(Box::new(FileRam::new(file, layout)))
+    Ok(Box::new(MachineRam::new(vec![(file, bytes)], layout)))
 }
 
 fn report(layout: &Layout, pages: &Pages) -> Report {

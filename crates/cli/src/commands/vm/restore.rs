@@ -1,36 +1,32 @@
 //! `vmstrata vm restore`: a guest started from a snapshot.
 
-use std::fs::{self, File};
-use std::os::unix::fs::OpenOptionsExt;
+mod eager;
+mod ending;
+mod lazy;
+
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode};
+use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use vmstrata_memory::capture::{CAPTURED, Captured, DEVICES};
+use vmstrata_memory::capture::{CAPTURED, Captured, CapturedBackend, DEVICES};
+use vmstrata_memory::disk::open_all;
 use vmstrata_memory::qmp::Qmp;
-use vmstrata_memory::restore::{BackendFile, Filled, Incoming, fill, restart, resume};
-use vmstrata_memory::vault::{Snapshot, Want, Which};
+use vmstrata_memory::refill::Refiller;
+use vmstrata_memory::restore::{BackendFile, Filled, Incoming, RestoreError, restart, resume};
+use vmstrata_memory::vault::{Snapshot, Vault, Want, Which};
 
+use super::states::{States, moved};
 use crate::args::VmRestoreArgs;
 use crate::units::short_size;
+use ending::Ending;
 
 /// How long QEMU may take until its monitor answers.
 const START_MAX: Duration = Duration::from_secs(30);
 /// How often the monitor's socket is looked for.
 const POLL: Duration = Duration::from_millis(5);
-
-/// Files that are removed when this is dropped: QEMU has them open by then, or never will.
-struct Files(Vec<BackendFile>);
-
-impl Drop for Files {
-    fn drop(&mut self) {
-        for file in &self.0 {
-            // One that is gone already is as it should be.
-            let _ = fs::remove_file(&file.path);
-        }
-    }
-}
 
 /// Starts the guest, and ends when its QEMU does.
 ///
@@ -40,63 +36,100 @@ pub(super) fn run(args: &VmRestoreArgs) -> Result<ExitCode> {
     let start = Instant::now();
     let vault = super::store::open(&args.vault)?;
     let which: Which = args.snapshot.parse()?;
-    let snapshot = vault.snapshot(&which)?;
-    let captured = captured(&snapshot)?;
-    let devices = snapshot.blob(DEVICES).context("the snapshot has no devices")?;
-    let monitor = super::monitor(&snapshot.info().guest, args.qmp.as_deref());
-    let (files, filled) = memory(args, &snapshot, &captured)?;
+    let done = restore(args, &vault, &which, start);
+    // What is lost may be replaced by something older.
+    done.map_err(|error| match error.downcast::<RestoreError>() {
+        Ok(error) if error.is_loss() => {
+            eprintln!(
+                "vmstrata: {} cannot be restored: looking for an older snapshot that is whole",
+                args.snapshot
+            );
+            error.with_older(&vault, &which).into()
+        }
+        Ok(error) => error.into(),
+        Err(error) => error,
+    })
+}
+
+fn restore(args: &VmRestoreArgs, vault: &Arc<Vault>, which: &Which, start: Instant) -> Result<ExitCode> {
+    let snapshot = vault.snapshot(which).map_err(RestoreError::from)?;
     for problem in snapshot.problems() {
         eprintln!("vmstrata: warning: {problem}");
     }
+    let ending = Ending::watch()?;
+    if args.lazy.lazy {
+        lazy::run(args, vault, snapshot, &ending, start)
+    } else {
+        eager::run(args, snapshot, &ending, start)
+    }
+}
+
+/// What the snapshot says of the machine.
+fn captured(snapshot: &Snapshot) -> Result<Captured> {
+    let bytes = snapshot.blob(CAPTURED).context("the snapshot does not say how its guest is started")?;
+    let captured: Captured =
+        serde_json::from_slice(bytes).context("the snapshot was taken by another version")?;
+    let sum: u64 = captured.backends.iter().map(|backend| backend.bytes).sum();
+    ensure!(sum == snapshot.info().layout.bytes(), "the snapshot's memory is not that of its machine");
+    Ok(captured)
+}
+
+fn want(args: &VmRestoreArgs) -> Want {
+    if args.no_cache { Want::Critical } else { Want::All }
+}
+
+/// What reads pages of cache from the disks, unless there are none to be read.
+fn refiller<'a>(args: &VmRestoreArgs, snapshot: &'a Snapshot) -> Result<Option<Refiller<'a>>> {
+    let states = moved(&snapshot.info().disks, &args.disks)?;
+    if args.no_cache || args.no_refill || snapshot.refill().is_empty() {
+        return Ok(None);
+    }
+    Ok(Some(Refiller::new(snapshot, open_all(&States::new(&args.backing), &states))))
+}
+
+/// What files of this restore are called.
+fn stem(snapshot: &Snapshot) -> String {
+    format!("vmstrata-{}-{}", snapshot.info().id, std::process::id())
+}
+
+/// The file that is to be `backend`.
+fn backend_file(backend: &CapturedBackend, path: PathBuf, share: bool) -> BackendFile {
+    BackendFile { id: backend.id.clone(), bytes: backend.bytes, path, share }
+}
+
+/// The id of a backend as a name of a file.
+fn file_name(backend: &CapturedBackend) -> String {
+    backend.id.replace('/', "_")
+}
+
+/// Starts QEMU on `files`, gives it the devices, and lets the guest go on. On failure QEMU is ended: it would have a part of
+/// a guest, which must not run.
+fn begin(
+    args: &VmRestoreArgs,
+    snapshot: &Snapshot,
+    captured: &Captured,
+    files: &[BackendFile],
+    ending: &Ending,
+) -> Result<Child> {
+    let devices = snapshot.blob(DEVICES).context("the snapshot has no devices")?;
+    let monitor = super::monitor(&snapshot.info().guest, args.qmp.as_deref());
     let (program, rest) = args.qemu.split_first().context("QEMU's command line")?;
-    let arguments = restart(rest, &files.0, &monitor)?;
+    let arguments = restart(rest, files, &monitor)?;
     // What a killed QEMU left behind would be taken for the new one's.
     let _ = fs::remove_file(&monitor);
-    let mut qemu = Command::new(program).args(&arguments).spawn().with_context(|| program.clone())?;
+    let mut command = Command::new(program);
+    let mut qemu = ending.start(command.args(&arguments)).with_context(|| program.clone())?;
     let incoming = Incoming { kind: &captured.machine, devices, ignore_shared: captured.ignore_shared };
     let begun = started(&mut qemu, &monitor)
         .and_then(|mut qmp| resume(&mut qmp, incoming, !args.paused).map_err(|error| anyhow!(error)));
-    drop(files);
-    if let Err(error) = begun {
-        // It holds a part of a guest, which must not run.
-        let _ = qemu.kill();
-        let _ = qemu.wait();
-        return Err(error);
+    match begun {
+        Ok(_) => Ok(qemu),
+        Err(error) => {
+            let _ = qemu.kill();
+            let _ = ending.wait(qemu);
+            Err(error)
+        }
     }
-    told(&snapshot, filled, start.elapsed());
-    drop(snapshot);
-    let status = qemu.wait()?;
-    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
-}
-
-fn captured(snapshot: &Snapshot) -> Result<Captured> {
-    let bytes = snapshot.blob(CAPTURED).context("the snapshot does not say how its guest is started")?;
-    serde_json::from_slice(bytes).context("the snapshot was taken by another version")
-}
-
-/// Makes the files of the guest's memory.
-fn memory(args: &VmRestoreArgs, snapshot: &Snapshot, captured: &Captured) -> Result<(Files, Filled)> {
-    let (id, pid) = (snapshot.info().id, std::process::id());
-    let path =
-        |backend: &str| args.memory_dir.join(format!("vmstrata-{id}-{pid}-{}", backend.replace('/', "_")));
-    let mut files = Files(Vec::new());
-    let mut open = Vec::new();
-    for backend in &captured.backends {
-        let path = path(&backend.id);
-        open.push((create(&path)?, backend.bytes));
-        files.0.push(BackendFile { id: backend.id.clone(), bytes: backend.bytes, path, share: true });
-    }
-    let sum: u64 = captured.backends.iter().map(|backend| backend.bytes).sum();
-    ensure!(sum == snapshot.info().layout.bytes(), "the snapshot's memory is not that of its machine");
-    let want = if args.no_cache { Want::Critical } else { Want::All };
-    Ok((files, fill(snapshot, want, open)?))
-}
-
-/// A new file for this user alone: it holds all that the guest knows.
-fn create(path: &PathBuf) -> Result<File> {
-    let mut options = File::options();
-    options.read(true).write(true).create_new(true).mode(0o600);
-    options.open(path).with_context(|| path.display().to_string())
 }
 
 /// Waits until QEMU's monitor answers.
@@ -114,12 +147,22 @@ fn started(qemu: &mut Child, monitor: &Path) -> Result<Qmp> {
     }
 }
 
-fn told(snapshot: &Snapshot, filled: Filled, took: Duration) {
+/// What is said when the guest runs; `how` is `restored`, for example.
+fn told(snapshot: &Snapshot, filled: Filled, how: &str, took: Duration) {
     let info = snapshot.info();
     let memory = short_size(info.layout.bytes());
+    let refilled = match filled.refilled {
+        0 => String::new(),
+        count => format!(", {count} pages of cache from its disks"),
+    };
     let hidden = match filled.hidden {
         0 => String::new(),
         count => format!(", {count} pages of cache to be read again"),
     };
-    eprintln!("vmstrata: {}: {memory} restored in {:.1} s{hidden}", info.title(), took.as_secs_f64());
+    eprintln!("vmstrata: {}: {memory} {how} in {:.1} s{refilled}{hidden}", info.title(), took.as_secs_f64());
+}
+
+/// QEMU's, as far as an exit code can be passed on.
+fn exit_code(status: ExitStatus) -> ExitCode {
+    status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
 }

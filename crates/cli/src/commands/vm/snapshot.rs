@@ -4,19 +4,23 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use vmstrata_api::{Quiesce, SnapshotSpec};
 use vmstrata_memory::Introspection;
-use vmstrata_memory::capture::{self, Mode, Report, Request};
+use vmstrata_memory::capture::{self, Before, Channel, Control, Mode, Report, Request};
+use vmstrata_memory::disk::OpenDisk;
 use vmstrata_memory::vault::{OneDevice, Policy};
+use vmstrata_qcow2::snapshot_info::MAX_LABELS;
 
-use super::disks::{self, ServedDisks};
+use super::disks::ServedDisks;
 use super::guard::Guard;
+use super::periodic;
+use super::states::States;
 use crate::args::{VmMode, VmSnapshotArgs};
 use crate::client::Client;
-use crate::commands::snapshot::time;
-use crate::output::{counted, print, print_json};
+use crate::commands::snapshot::{MEMORY_LABEL, time};
+use crate::output::{counted, print, print_json, print_json_line};
 use crate::units::short_size;
 
 /// The result as data.
@@ -37,47 +41,84 @@ struct Shown {
     pages: u64,
     free_pages: u64,
     clean_pages: u64,
+    /// Of those, pages that are read from the disks.
+    refilled_pages: u64,
+    /// Those that no older snapshot has.
+    stored_pages: u64,
+    /// Bytes of pages that were written, one copy.
+    stored_bytes: u64,
 }
 
-/// Takes the snapshot.
+/// Takes the snapshot, or one after the other.
 ///
 /// # Errors
 /// What failed; the guest runs on, and nothing is listed.
 pub(super) fn run(args: &VmSnapshotArgs) -> Result<ExitCode> {
+    let cancel = cancel_on_signals()?;
+    match args.every {
+        Some(period) => periodic::run(args, period, &cancel)?,
+        None => take(args, &args.label, &cancel)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Takes one, with `labels`, and says so.
+///
+/// # Errors
+/// As [`run`].
+pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &AtomicBool) -> Result<()> {
+    check_labels(labels)?;
     let taken_ns = time::now_ns();
     let name = args.name.clone().unwrap_or_else(|| time::compact(taken_ns));
     let vault = super::store::open(&args.vault)?;
     let monitor = super::monitor(&args.guest, args.qmp.as_deref());
     let mut qmp = super::connect(&args.guest, &monitor)?;
-    for other in disks::others(&mut qmp)? {
-        eprintln!("vmstrata: warning: {other} is not served by vmstrata, and not in the snapshot");
-    }
     let spec = SnapshotSpec {
         disks: Vec::new(),
         name: name.clone(),
         taken_ns,
-        labels: args.label.iter().cloned().collect(),
+        labels: labels.iter().cloned().chain([with_memory(&args.guest, &name)]).collect(),
         group: Some(group(&args.guest, &name)),
         agent: None,
         // The guest is held: it cannot be asked to settle anything, and its memory holds what is not settled.
         quiesce: Some(Quiesce::Never),
     };
     let mut served = ServedDisks::find(Client::new(&args.server)?, &mut qmp, &args.disks, spec)?;
-    if served.len() == 0 {
+    if served.names().is_empty() {
         eprintln!(
             "vmstrata: warning: no disk of {} is served by vmstrata: the snapshot has none",
             args.guest
         );
     }
-    let request = request(args, &name, taken_ns);
-    let cancel = cancel_on_signals()?;
-    let guard = Guard::start(&monitor)?;
-    let report = capture::snapshot(&mut qmp, &vault, &request, &mut served, &cancel);
+    for other in served.others(&mut qmp)? {
+        eprintln!("vmstrata: warning: {other} is not served by vmstrata, and not in the snapshot");
+    }
+    let request = request(args, labels, &name, taken_ns);
+    let channel = Channel::new()?;
+    let before = Before::of(&mut qmp, request.mode)?;
+    let guard = Guard::start(&monitor, &before, &channel, (args, &name), &served)?;
+    let control = Control { cancel, channel };
+    let report = capture::snapshot(&mut qmp, &vault, &request, &mut served, control);
     // QEMU serves one client at a time: a guard that had to act would need the monitor.
     drop(qmp);
     drop(guard);
-    show(args, &name, &report?)?;
-    Ok(ExitCode::SUCCESS)
+    show(args, &name, &report?)
+}
+
+/// Refuses labels before the guest is held that its disks could not have beside one of this command's own.
+fn check_labels(labels: &[(String, String)]) -> Result<()> {
+    let is_own = |(key, _): &(String, String)| key == MEMORY_LABEL;
+    ensure!(
+        !labels.iter().any(is_own),
+        "the label '{MEMORY_LABEL}' is what this command gives snapshots of disks itself"
+    );
+    ensure!(labels.len() < MAX_LABELS, "{} labels: {} are the most", labels.len(), MAX_LABELS - 1);
+    Ok(())
+}
+
+/// The label that tells whoever prunes a disk that a guest's memory needs its snapshot.
+fn with_memory(guest: &str, name: &str) -> (String, String) {
+    (MEMORY_LABEL.to_owned(), format!("{guest}@{name}"))
 }
 
 /// What the snapshots of a guest's disks have in common: a group's id holds no `@`, and 64 characters.
@@ -85,12 +126,12 @@ fn group(guest: &str, name: &str) -> String {
     format!("{guest}.{name}").chars().take(64).collect()
 }
 
-fn request(args: &VmSnapshotArgs, name: &str, taken_ns: u64) -> Request {
+fn request(args: &VmSnapshotArgs, labels: &[(String, String)], name: &str, taken_ns: u64) -> Request {
     Request {
         guest: args.guest.clone(),
         name: name.to_owned(),
         taken_ns,
-        labels: args.label.clone(),
+        labels: labels.to_vec(),
         policy: Policy {
             critical_copies: args.copies,
             clean_copies: args.clean_copies.min(args.copies),
@@ -104,6 +145,7 @@ fn request(args: &VmSnapshotArgs, name: &str, taken_ns: u64) -> Request {
             VmMode::Live => Mode::Live,
         },
         introspect: Some(Introspection::of),
+        refill: (!args.no_refill).then(|| Arc::new(States::new(&args.backing)) as Arc<dyn OpenDisk>),
     }
 }
 
@@ -129,13 +171,20 @@ fn show(args: &VmSnapshotArgs, name: &str, report: &Report) -> Result<()> {
         pages: stats.pages,
         free_pages: stats.free,
         clean_pages: stats.clean,
+        refilled_pages: stats.refilled,
+        stored_pages: stats.stored_critical + stats.stored_clean,
+        stored_bytes: stats.bytes_critical + stats.bytes_clean,
     };
+    if args.json && args.every.is_some() {
+        return Ok(print_json_line(&shown)?);
+    }
     if args.json {
         return Ok(print_json(&shown)?);
     }
     let memory = short_size(stats.pages << vmstrata_memory::PAGE_BITS);
     let disks = counted(shown.disks.len() as u64, "disk");
-    let held = format!("held for {:.1} ms, {:.1} s in all", shown.pause_ms, shown.seconds);
+    let stored = short_size(shown.stored_bytes);
+    let held = format!("held for {:.1} ms, {:.1} s in all, {stored} stored", shown.pause_ms, shown.seconds);
     print(&format!("{}: {memory} of memory and {disks} taken ({held})\n", shown.snapshot))?;
     if let Some(why) = &shown.unreadable {
         eprintln!("vmstrata: every page is stored as critical: {why}");

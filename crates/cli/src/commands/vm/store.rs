@@ -1,5 +1,6 @@
 //! Looking after snapshots of memory that were taken.
 
+mod belonging;
 mod health;
 mod report;
 
@@ -7,11 +8,15 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use vmstrata_memory::vault::{Deleted, Info, SnapshotId, Vault, Which};
+use vmstrata_disk::snapshot::Keep;
+use vmstrata_memory::vault::{Deleted, DiskState, HomeAddress, Info, Listed, SnapshotId, Vault, Which};
 
-use crate::args::{VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmShowArgs, VmStoreCommand};
+use crate::args::{
+    DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmShowArgs, VmStoreCommand,
+};
 use crate::output::{print, print_json};
-use report::{Gone, Row, Shown};
+pub use report::Gone;
+use report::{Row, Shown};
 
 /// Runs one of the commands.
 ///
@@ -29,12 +34,13 @@ pub fn run(command: &VmStoreCommand) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Opens a vault, and says which of its directories are not there.
+/// Opens a vault, and says which of its homes are not there.
 ///
 /// # Errors
 /// When none is there.
 pub fn open(args: &VaultArgs) -> Result<Arc<Vault>> {
-    let vault = Vault::open_directories(&args.vault).context("no directory of the vault can be opened")?;
+    let addresses: Vec<HomeAddress> = args.vault.iter().flat_map(|homes| homes.0.clone()).collect();
+    let vault = Vault::open_at(&addresses).context("no home of the vault can be opened")?;
     for missing in vault.missing() {
         eprintln!("vmstrata: warning: {missing}");
     }
@@ -76,34 +82,76 @@ fn run_delete(args: &VmDeleteArgs) -> Result<()> {
     let vault = open(&args.vault)?;
     let ids = ids(&vault, &args.snapshots)?;
     let names = args.snapshots.iter().map(ToString::to_string).collect();
-    delete(&vault, &ids, names, args.json)
+    let disks = disks_of(&vault.list()?, &ids);
+    delete(&vault, &ids, names, disks, &args.disks)?.tell(args.json)
 }
 
-fn delete(vault: &Vault, ids: &[SnapshotId], names: Vec<String>, json: bool) -> Result<()> {
-    let done = vault.delete(ids)?;
-    let collected = match done {
+/// The snapshots of disks that were taken with snapshots of memory.
+fn disks_of(listed: &[Listed], ids: &[SnapshotId]) -> Vec<DiskState> {
+    let gone = listed.iter().filter(|listed| ids.contains(&listed.id));
+    gone.filter_map(|listed| listed.info.as_ref().ok()).flat_map(|info| info.disks.clone()).collect()
+}
+
+/// Deletes snapshots of memory, then those of disks that were taken with them, if that is wanted: in this order no memory is
+/// ever left without its disks.
+fn delete(
+    vault: &Vault,
+    ids: &[SnapshotId],
+    names: Vec<String>,
+    disks: Vec<DiskState>,
+    wanted: &DiskSnapshotArgs,
+) -> Result<Gone> {
+    let freed = match vault.delete(ids)? {
         Deleted::Collected(collected) => Some(collected.bytes),
         Deleted::Later => None,
     };
-    let gone = Gone { deleted: names, freed: collected };
-    if json { Ok(print_json(&gone)?) } else { Ok(print(&gone.text())?) }
+    let left = if wanted.disks { belonging::delete(&disks, &wanted.server) } else { disks };
+    Ok(Gone::new(names, freed, &left))
 }
 
 fn run_prune(args: &VmPruneArgs) -> Result<()> {
     let vault = open(&args.vault)?;
     let listed = vault.list()?;
-    let infos = listed.iter().filter_map(|listed| listed.info.as_ref().ok());
-    let has_labels = |info: &&Info| args.label.iter().all(|label| info.labels.contains(label));
-    let infos: Vec<&Info> = infos.filter(|info| info.guest == args.guest).filter(has_labels).collect();
-    let kept = args.keep.decide(&infos.iter().map(|info| info.taken_ns).collect::<Vec<_>>());
-    let split = |wanted: bool| {
-        let those = infos.iter().zip(&kept).filter(move |(_, kept)| **kept == wanted);
-        those.map(|(info, _)| *info).collect::<Vec<&Info>>()
-    };
-    let (keep, gone) = (split(true), split(false));
+    let (keep, gone) = decide(&listed, &args.guest, &args.label, &args.keep);
     if args.dry_run || gone.is_empty() {
         return report::tell_plan(&args.guest, &keep, &gone, args.json);
     }
+    delete_all(&vault, &gone, &args.disks)?.tell(args.json)
+}
+
+/// Deletes the snapshots of a guest with these labels that no rule keeps; `None` when there are none.
+///
+/// # Errors
+/// What could not be deleted.
+pub fn prune(
+    vault: &Vault,
+    guest: &str,
+    labels: &[(String, String)],
+    keep: &Keep,
+    disks: &DiskSnapshotArgs,
+) -> Result<Option<Gone>> {
+    let listed = vault.list()?;
+    let (_, gone) = decide(&listed, guest, labels, keep);
+    if gone.is_empty() { Ok(None) } else { delete_all(vault, &gone, disks).map(Some) }
+}
+
+fn delete_all(vault: &Vault, gone: &[&Info], disks: &DiskSnapshotArgs) -> Result<Gone> {
     let ids: Vec<SnapshotId> = gone.iter().map(|info| info.id).collect();
-    delete(&vault, &ids, gone.iter().map(|info| info.title()).collect(), args.json)
+    let states = gone.iter().flat_map(|info| info.disks.clone()).collect();
+    delete(vault, &ids, gone.iter().map(|info| info.title()).collect(), states, disks)
+}
+
+/// The snapshots of a guest with these labels: those that a rule keeps, and the others.
+fn decide<'a>(
+    listed: &'a [Listed],
+    guest: &str,
+    labels: &[(String, String)],
+    keep: &Keep,
+) -> (Vec<&'a Info>, Vec<&'a Info>) {
+    let infos = listed.iter().filter_map(|listed| listed.info.as_ref().ok());
+    let has_labels = |info: &&Info| labels.iter().all(|label| info.labels.contains(label));
+    let infos: Vec<&Info> = infos.filter(|info| info.guest == guest).filter(has_labels).collect();
+    let kept = keep.decide(&infos.iter().map(|info| info.taken_ns).collect::<Vec<_>>());
+    let mut kept = kept.into_iter();
+    infos.into_iter().partition(|_| kept.next() == Some(true))
 }

@@ -28,6 +28,8 @@ pub(crate) struct Files {
     pub kind: usize,
     /// `file_system_type.name`, a pointer to text.
     pub name: usize,
+    /// Bytes from a block device to the inode of its own cache; kernels may have none.
+    pub device_inode: Option<usize>,
 }
 
 impl Files {
@@ -44,6 +46,7 @@ impl Files {
             device: find.word("super_block", "s_bdev")?,
             kind: find.word("super_block", "s_type")?,
             name: find.word("file_system_type", "name")?,
+            device_inode: find.within("bdev_inode", "bdev", "vfs_inode"),
         })
     }
 }

@@ -33,6 +33,7 @@ fn memory_structures(types: &mut Types, basic: Basic) {
                 ("flags", word, 0),
                 ("compound_head", word, 8),
                 ("mapping", word, 24),
+                ("index", word, 32),
                 ("private", word, 40),
                 ("_mapcount", half, 48),
                 ("_refcount", half, 52),
@@ -49,8 +50,9 @@ fn memory_structures(types: &mut Types, basic: Basic) {
 }
 
 /// Where bytes of files lie.
-fn device_structures(types: &mut Types, Basic { word, half, name, .. }: Basic) {
-    let structs: [Struct<'_>; 4] = [
+fn device_structures(types: &mut Types, Basic { word, half, name, words, .. }: Basic) {
+    let structs: [Struct<'_>; 5] = [
+        ("bdev_inode", 128, &[("bdev", words, 0), ("vfs_inode", words, 64)]),
         ("super_block", 64, &[("s_bdev", word, 0), ("s_type", word, 8)]),
         ("file_system_type", 64, &[("name", word, 0)]),
         ("block_device", 64, &[("bd_start_sect", word, 0), ("bd_disk", word, 8)]),

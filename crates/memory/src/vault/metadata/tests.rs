@@ -1,26 +1,11 @@
-use std::io;
-
 use super::super::hiding::Mask;
+use super::super::home::Bytes;
 use super::super::info::example;
 use super::super::pages::{Content, Entry, Place};
 use super::super::refill::DiskPiece;
 use super::*;
 use crate::address::Physical;
 use crate::class::PageClass;
-
-struct Bytes(Vec<u8>);
-
-impl ObjectReader for Bytes {
-    fn len(&self) -> u64 {
-        self.0.len() as u64
-    }
-
-    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        let from = self.0.get(usize::try_from(at).unwrap()..).unwrap_or_default();
-        into.copy_from_slice(from.get(..into.len()).ok_or(io::ErrorKind::UnexpectedEof)?);
-        Ok(())
-    }
-}
 
 fn entry(class: PageClass, content: Content) -> u64 {
     Entry { class, content }.to_word()
@@ -41,7 +26,7 @@ fn metadata() -> Metadata {
         info: example(),
         pages: Pages::new(words.into_iter()).unwrap(),
         hiding: Hiding::new(vec![(Frame::new(1), vec![mask])]),
-        refill: vec![(Frame::new(1), Refill::new(&[1; PAGE_BYTES], &pieces))],
+        refill: vec![(Frame::new(1), Refill::new(&[1; PAGE_BYTES], pieces.to_vec()))],
         blobs: BTreeMap::from([("state".to_owned(), vec![7; 1000]), ("empty".to_owned(), Vec::new())]),
     }
 }

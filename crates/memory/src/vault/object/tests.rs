@@ -1,22 +1,9 @@
-use std::io;
-
+use super::super::extent::ExtentId;
+use super::super::home::Bytes;
 use super::super::name::ObjectKind;
+use super::scan::scan;
 use super::*;
 use crate::address::PAGE_BYTES;
-
-struct Bytes(Vec<u8>);
-
-impl ObjectReader for Bytes {
-    fn len(&self) -> u64 {
-        self.0.len() as u64
-    }
-
-    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        let from = self.0.get(usize::try_from(at).unwrap()..).unwrap_or_default();
-        into.copy_from_slice(from.get(..into.len()).ok_or(io::ErrorKind::UnexpectedEof)?);
-        Ok(())
-    }
-}
 
 fn name() -> ObjectName {
     ObjectName { owner: SnapshotId::from_bytes([3; 16]), kind: ObjectKind::Critical }
@@ -86,4 +73,69 @@ fn objects_cut_short_or_of_another_name_are_refused() {
     for len in 0..whole.0.len() {
         assert!(contents(name(), &Bytes(whole.0[..len].to_vec())).is_err(), "{len}");
     }
+}
+
+/// An object of which some bytes cannot be read.
+struct Holed(Bytes, std::ops::Range<u64>);
+
+impl ObjectReader for Holed {
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+
+    fn read_at(&self, at: u64, into: &mut [u8]) -> std::io::Result<()> {
+        if at < self.1.end && self.1.start < at + into.len() as u64 {
+            return Err(std::io::Error::other("lost"));
+        }
+        self.0.read_at(at, into)
+    }
+}
+
+#[test]
+fn an_object_without_its_first_bytes_is_found_by_its_tail() {
+    let whole = object();
+    let right = contents(name(), &whole).unwrap();
+    let holed = Holed(whole, 0..HEADER as u64);
+    assert_eq!(contents_of_rest(name(), &holed).unwrap(), right);
+    // It is not whole, and nothing new is made to depend on it.
+    assert!(contents(name(), &holed).is_err() && hashes(name(), &holed).is_err());
+}
+
+/// Many extents of random pages, some of which lie behind a piece that is lost or damaged.
+#[test]
+fn the_scan_goes_on_behind_what_is_lost_or_damaged() {
+    let mut state = 1u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 56) as u8
+    };
+    let mut compressor = zstd::bulk::Compressor::new(1).unwrap();
+    let mut bytes = header(name()).to_vec();
+    let mut places = Vec::new();
+    for number in 0..200 {
+        let pages: Vec<u8> = (0..4 * PAGE_BYTES).map(|_| next()).collect();
+        let packed = extent::pack(ExtentId { object: name(), number }, &pages, &mut compressor);
+        places.push(ExtentPlace { offset: bytes.len() as u64, len: packed.len() as u32, pages: 4 });
+        bytes.extend(packed);
+    }
+    let (from, to) = (places[40].offset + 100, places[77].offset + 5);
+    let lost = scan(name(), &Holed(Bytes(bytes.clone()), from..to)).extents;
+    assert_eq!(lost[..40], places[..40]);
+    assert!(lost[40..78].iter().all(|place| place.len == 0));
+    // The next may begin in the sector up to which was lost.
+    assert!(lost[79..] == places[79..]);
+    // One sector, or one byte, costs the extent that it lies in.
+    let inside = places[100].offset + 7000;
+    let one = scan(name(), &Holed(Bytes(bytes.clone()), inside..inside + 512)).extents;
+    let mut flipped = bytes.clone();
+    flipped[inside as usize] ^= 1;
+    for found in [one, scan(name(), &Bytes(flipped)).extents] {
+        let gone: Vec<usize> = (0..200).filter(|&number| found[number] != places[number]).collect();
+        assert_eq!(gone, [100]);
+    }
+    // Damage hides the extents that it lies in.
+    bytes[from as usize..to as usize].fill(0x55);
+    let damaged = scan(name(), &Bytes(bytes)).extents;
+    assert_eq!((&damaged[..40], &damaged[78..]), (&places[..40], &places[78..]));
+    assert!(damaged[40..78].iter().all(|place| place.len == 0));
 }

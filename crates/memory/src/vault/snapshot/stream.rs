@@ -6,28 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use parking_lot::Mutex;
 
 use super::super::error::{Result, VaultError};
-use super::super::pages::{self, Content, Entry, PageNumber, Place};
+use super::super::pages::{self, PageNumber};
 use super::Snapshot;
+use super::order::{Piece, Want};
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::PageClass;
-
-/// Which pages are wanted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Want {
-    /// All that were stored.
-    All,
-    /// Only those that the guest cannot live without: as if all clean ones were lost.
-    Critical,
-}
-
-/// Pages that lie side by side in the machine and in an extent.
-#[derive(Clone, Copy)]
-struct Piece {
-    place: Place,
-    first: PageNumber,
-    len: u64,
-    class: PageClass,
-}
 
 impl Snapshot {
     /// Gives every page that has bytes to `sink`, from several threads and in no order, each once. Pages of zeros and free
@@ -42,10 +25,8 @@ impl Snapshot {
         want: Want,
         sink: impl Fn(Frame, &[u8; PAGE_BYTES]) -> io::Result<()> + Sync,
     ) -> Result<Vec<Frame>> {
-        let (pieces, mut lost) = self.pieces(want);
-        let groups: Vec<&[Piece]> = pieces
-            .chunk_by(|a, b| (a.place.object, a.place.extent) == (b.place.object, b.place.extent))
-            .collect();
+        let (order, mut lost) = self.order(want);
+        let groups: Vec<&[Piece]> = order.extents().collect();
         let (next, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
         let more_lost = Mutex::new(Vec::new());
         let work = || -> Result<()> {
@@ -66,25 +47,6 @@ impl Snapshot {
         lost.extend(more_lost.into_inner());
         lost.sort_unstable();
         Ok(lost)
-    }
-
-    /// What is to be read, in the order it lies in objects; and the clean pages of which nothing is.
-    fn pieces(&self, want: Want) -> (Vec<Piece>, Vec<Frame>) {
-        let layout = &self.metadata.info.layout;
-        let (mut pieces, mut lost) = (Vec::new(), Vec::new());
-        for (first, len, Entry { class, content }) in self.metadata.pages.runs() {
-            let is_wanted = want == Want::All || class == PageClass::Critical;
-            match content {
-                Content::At(place) if is_wanted => pieces.push(Piece { place, first, len, class }),
-                Content::Zero => {}
-                _ if class == PageClass::Clean => {
-                    lost.extend((first.0..first.0 + len).map(|page| pages::frame(layout, PageNumber(page))));
-                }
-                _ => {}
-            }
-        }
-        pieces.sort_unstable_by_key(|piece| (piece.place.object, piece.place.extent, piece.place.slot));
-        (pieces, lost)
     }
 
     /// Reads an extent once, and gives all its pages.

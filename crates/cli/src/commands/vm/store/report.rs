@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use serde::Serialize;
-use vmstrata_memory::vault::{Info, Listed, Savings};
+use vmstrata_memory::vault::{DiskState, Info, Listed, Savings};
 
 use super::super::super::snapshot::time;
-use crate::output::{Table, counted, percent, print, print_json};
+use crate::output::{Table, counted, percent, print, print_json, print_json_line};
 use crate::units::{exact_size, short_size};
 
 /// All snapshots.
@@ -183,8 +183,7 @@ impl<'a> Shown<'a> {
             lines.push(("taken", time::rfc3339(info.taken_ns)));
             lines.push(("memory", exact_size(info.layout.bytes())));
             lines.extend(info.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
-            let disk =
-                |state: &vmstrata_memory::vault::DiskState| format!("{} at {}", state.disk, state.snapshot);
+            let disk = |state: &DiskState| format!("{} at {}", state.disk, state.snapshot);
             lines.extend(info.disks.iter().map(|state| ("disk", disk(state))));
             let copies =
                 format!("{} of critical pages, {} of clean", info.critical_copies, info.clean_copies);
@@ -219,17 +218,45 @@ impl<'a> Shown<'a> {
 
 /// Snapshots that are no more.
 #[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Gone {
     /// Their names.
-    pub deleted: Vec<String>,
+    deleted: Vec<String>,
     /// Bytes given back; none when others use the vault now.
-    pub freed: Option<u64>,
+    freed: Option<u64>,
+    /// Snapshots of disks that were taken with them, and are there still: `DISK@NAME`.
+    disk_snapshots_left: Vec<String>,
 }
 
 impl Gone {
-    /// The same in words.
-    pub fn text(&self) -> String {
-        let lines: String = self.deleted.iter().map(|name| format!("{name}: deleted\n")).collect();
+    /// Of snapshots called `deleted`, with what is left of their disks'.
+    pub fn new(deleted: Vec<String>, freed: Option<u64>, left: &[DiskState]) -> Self {
+        let disk_snapshots_left = left.iter().map(|state| format!("{}@{}", state.disk, state.snapshot));
+        Self { deleted, freed, disk_snapshots_left: disk_snapshots_left.collect() }
+    }
+
+    /// Prints it.
+    ///
+    /// # Errors
+    /// When stdout does not take it.
+    pub fn tell(&self, json: bool) -> Result<()> {
+        if json { Ok(print_json(self)?) } else { Ok(print(&self.text())?) }
+    }
+
+    /// Prints it, as one of many results: on one line as JSON.
+    ///
+    /// # Errors
+    /// As [`Self::tell`].
+    pub fn tell_line(&self, json: bool) -> Result<()> {
+        if json { Ok(print_json_line(self)?) } else { Ok(print(&self.text())?) }
+    }
+
+    fn text(&self) -> String {
+        let mut lines: String = self.deleted.iter().map(|name| format!("{name}: deleted\n")).collect();
+        for disk in &self.disk_snapshots_left {
+            lines +=
+                &format!("{disk} stays (vmstrata snapshot delete; --disks deletes such snapshots, too)\n");
+        }
         match self.freed {
             Some(bytes) => lines + &format!("{} freed\n", short_size(bytes)),
             None => lines + "the vault is in use: what is no longer needed is freed later\n",

@@ -1,0 +1,152 @@
+//! `vmstrata vm snapshot` of a machine without a system: live, where that is refused, and again and again. Guests are taken in
+//! the guest tests.
+
+mod support;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use support::server::Server;
+use support::{Images, stderr, tool_json, vmstrata};
+
+/// A machine whose firmware finds nothing to start; killed when dropped.
+struct Machine {
+    qemu: Child,
+    monitor: PathBuf,
+}
+
+impl Machine {
+    /// With memory in `memory`, and its monitor at `monitor`.
+    fn start(memory: &Path, monitor: PathBuf, more: &[&str]) -> Self {
+        let _ = std::fs::remove_file(&monitor);
+        let object = format!("memory-backend-file,id=mem,size=64M,share=on,mem-path={}", memory.display());
+        let mut command = Command::new("qemu-system-x86_64");
+        command.args(["-nodefaults", "-display", "none", "-accel", "tcg", "-m", "64", "-object", &object]);
+        command.args(["-machine", "q35,memory-backend=mem"]).args(more);
+        command.args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+        let machine = Self { qemu: command.stdin(Stdio::null()).spawn().expect("QEMU starts"), monitor };
+        wait_until("the monitor", || machine.monitor.exists());
+        machine
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+    }
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < Duration::from_secs(120), "{what}: not in time");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// `vmstrata vm snapshot web` into `images`' directory, with a server that is not there unless named.
+fn snapshot(images: &Images, monitor: &Path) -> Command {
+    std::fs::create_dir_all(images.path("vault")).expect("a directory");
+    let mut command = vmstrata();
+    command.args(["vm", "snapshot", "web", "--copies", "1", "--vault"]).arg(images.path("vault"));
+    command.arg("--qmp").arg(monitor).env("VMSTRATA_CONTROL", images.path("no-server"));
+    command
+}
+
+#[test]
+fn a_machine_is_taken_live_and_its_second_snapshot_stores_what_changed() {
+    let images = Images::new();
+    let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
+    let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &[]);
+    let take = |name: &str| -> Value {
+        let mut command = snapshot(&images, &machine.monitor);
+        let output = command.args(["--mode", "live", "--json", "--name", name]).output().expect("runs");
+        assert!(output.status.success(), "{}", stderr(&output));
+        serde_json::from_slice(&output.stdout).expect("JSON")
+    };
+    let (first, second) = (take("first"), take("second"));
+    assert_eq!(first["pages"], 16384);
+    let stored = |taken: &Value| taken["stored-pages"].as_u64().expect("a number");
+    assert!(stored(&first) > 16 && stored(&second) < stored(&first), "{first}\n{second}");
+}
+
+#[test]
+fn what_stands_against_a_live_capture_is_told_with_what_to_do() {
+    let images = Images::new();
+    let machine =
+        Machine::start(&PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("memory"), images.path("qmp"), &[]);
+    let output = snapshot(&images, &machine.monitor).args(["--mode", "live"]).output().expect("runs");
+    // A build directory on /dev/shm would do.
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("mem-path=/dev/shm/NAME") && said.contains("--mode copy does not need"), "{said}");
+    drop(machine);
+    let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
+    let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &["-S"]);
+    let output = snapshot(&images, &machine.monitor).args(["--mode", "live"]).output().expect("runs");
+    assert!(stderr(&output).contains("it is paused"), "{}", stderr(&output));
+    std::fs::remove_file(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("memory")).expect("removes");
+}
+
+#[test]
+fn periodic_snapshots_go_on_without_the_guest_and_keep_what_the_rules_say() {
+    let images = Images::new();
+    let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
+    images.create("web.qcow2", &["16M"]);
+    let (disk, nbd) = (images.name("web.qcow2"), images.name("nbd.sock"));
+    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &format!("unix:{nbd}")]);
+    let export = format!("driver=nbd,node-name=disk,export=web,server.type=unix,server.path={nbd}");
+    let devices = ["-blockdev", &export, "-device", "virtio-blk-pci,drive=disk"];
+    let machine = || Machine::start(&memory.path().join("memory"), images.path("qmp"), &devices);
+    let ours = |command: &mut Command| {
+        command.env("VMSTRATA_CONTROL", server.control());
+    };
+    let guest = machine();
+    let mut by_hand = snapshot(&images, &guest.monitor);
+    ours(&mut by_hand);
+    assert!(by_hand.args(["--name", "by-hand"]).status().expect("runs").success());
+    drop(guest);
+
+    let log = images.path("log");
+    let mut periodic = snapshot(&images, &images.path("qmp"));
+    ours(&mut periodic);
+    let file = File::create(&log).expect("a log");
+    periodic
+        .args(["--every", "1s", "--keep", "last=2"])
+        .stdout(file.try_clone().expect("a file"))
+        .stderr(file);
+    let mut periodic = periodic.spawn().expect("starts");
+    let said = |words: &str| std::fs::read_to_string(&log).expect("a log").matches(words).count();
+    wait_until("a round without the guest", || said("web: no snapshot: guest web cannot be reached") > 1);
+    let guest = machine();
+    wait_until("four snapshots", || said("1 disk taken") > 3);
+    drop(guest);
+    let before = said("no snapshot");
+    wait_until("a round without the guest", || said("no snapshot") > before);
+    kill_process(Pid::from_child(&periodic), Signal::TERM).expect("it runs");
+    let status = periodic.wait().expect("ends");
+    assert!(status.success(), "{status}: {}", std::fs::read_to_string(&log).unwrap_or_default());
+    assert!(said(": deleted") > 1, "{}", std::fs::read_to_string(&log).unwrap_or_default());
+
+    let listed: Value = vm_list(&images);
+    let memory: Vec<&str> = names(&listed);
+    assert_eq!((memory.len(), memory.contains(&"by-hand")), (3, true), "{listed}");
+    let disks: Value =
+        serde_json::from_str(&server.ask_ok(["snapshot", "list", "--json", &disk])).expect("JSON");
+    assert_eq!(names(&disks), memory, "each with its disk");
+    assert!(tool_json("qemu-img", ["info", "-U", "--output=json", &disk])["format"] == "qcow2");
+}
+
+fn vm_list(images: &Images) -> Value {
+    support::run_json(["vm", "list", "web", "--json", "--vault", &images.name("vault")])
+}
+
+fn names(listed: &Value) -> Vec<&str> {
+    let rows = listed["snapshots"].as_array().expect("a list");
+    rows.iter().filter_map(|row| row["name"].as_str()).collect()
+}

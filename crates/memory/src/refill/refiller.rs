@@ -1,0 +1,67 @@
+//! Getting pages of a snapshot from the disks of its guest.
+
+use std::io;
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use super::reader::{self, Wanted};
+use crate::address::{Frame, PAGE_BYTES};
+use crate::disk::ReadDisk;
+use crate::vault::{Snapshot, VaultError};
+
+/// Reads pages of clean cache that a snapshot does not hold from the disks at the same instant. Whatever it gives is
+/// what the page was.
+pub struct Refiller<'a> {
+    snapshot: &'a Snapshot,
+    /// As the snapshot counts them.
+    disks: Vec<Option<Box<dyn ReadDisk>>>,
+}
+
+impl<'a> Refiller<'a> {
+    /// Of `disks` in the order of the snapshot's; pages of one that is `None` cannot be had.
+    pub fn new(snapshot: &'a Snapshot, disks: Vec<Option<Box<dyn ReadDisk>>>) -> Self {
+        Self { snapshot, disks }
+    }
+
+    /// Gives those of `frames`, which are in order, that can be had to `sink`, from several threads and in no order, each
+    /// once; nothing is read after `until`. Returns the others, in order.
+    ///
+    /// # Errors
+    /// [`VaultError::Sink`] when `sink` fails.
+    pub fn pages(
+        &self,
+        frames: &[Frame],
+        until: Option<Instant>,
+        sink: impl Fn(Frame, &[u8; PAGE_BYTES]) -> io::Result<()> + Sync,
+    ) -> Result<Vec<Frame>, VaultError> {
+        let wanted = frames.iter().filter_map(|&frame| {
+            let refill = self.snapshot.refill_of(frame)?;
+            Some(Wanted { frame, pieces: &refill.pieces })
+        });
+        let given = Mutex::new(Vec::new());
+        reader::read(&self.disks(), wanted.collect(), until, |wanted, page| {
+            let frame = wanted.frame;
+            if self.snapshot.refill_of(frame).is_some_and(|refill| refill.is(page)) {
+                sink(frame, page).map_err(|source| VaultError::Sink { frame, source })?;
+                given.lock().push(frame);
+            }
+            Ok(())
+        })?;
+        let mut given = given.into_inner();
+        given.sort_unstable();
+        let missing = frames.iter().filter(|frame| given.binary_search(frame).is_err());
+        Ok(missing.copied().collect())
+    }
+
+    fn disks(&self) -> Vec<Option<&dyn ReadDisk>> {
+        self.disks.iter().map(Option::as_deref).collect()
+    }
+}
+
+impl std::fmt::Debug for Refiller<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let open = self.disks.iter().flatten().count();
+        f.debug_struct("Refiller").field("snapshot", &self.snapshot).field("disks", &open).finish()
+    }
+}

@@ -1,0 +1,54 @@
+//! Bits of a memory that are to be cleared when their pages are read: they hide pages that are lost.
+
+use crate::address::PAGE_BYTES;
+
+/// Bits to clear in a byte: the byte's offset in the machine's files in the high 56 bits, the bits in the low 8.
+#[derive(Debug, Default)]
+pub(super) struct Clears(Vec<u64>);
+
+impl Clears {
+    /// From bytes' offsets, each with the bits to clear.
+    pub(super) fn new(bytes: impl Iterator<Item = (u64, u8)>) -> Self {
+        let mut clears: Vec<u64> = bytes.map(|(at, bits)| at << 8 | u64::from(bits)).collect();
+        clears.sort_unstable();
+        clears.shrink_to_fit();
+        Self(clears)
+    }
+
+    /// Clears what is to be cleared of the page at `offset`; false if that is nothing.
+    pub(super) fn apply(&self, offset: u64, page: &mut [u8; PAGE_BYTES]) -> bool {
+        let from = self.0.partition_point(|clear| clear >> 8 < offset);
+        let of_page = self.0[from..].iter().take_while(|clear| (*clear >> 8) - offset < PAGE_BYTES as u64);
+        let mut any = false;
+        for clear in of_page {
+            page[((clear >> 8) - offset) as usize] &= !(*clear as u8);
+            any = true;
+        }
+        any
+    }
+
+    /// The offsets of the pages in which something is to be cleared.
+    pub(super) fn pages(&self) -> Vec<u64> {
+        let mut pages: Vec<u64> = self.0.iter().map(|clear| (clear >> 8) / PAGE_BYTES as u64).collect();
+        pages.dedup();
+        pages
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_are_cleared_in_their_page_and_in_no_other() {
+        let clears = Clears::new([(0x1fff, 0x80), (0x2000, 1), (0x2000, 2), (0x2fff, 4)].into_iter());
+        assert_eq!(clears.pages(), [1, 2]);
+        let mut page = [0xff; PAGE_BYTES];
+        assert!(clears.apply(0x2000, &mut page));
+        assert_eq!((page[0], page[1], page[0xfff]), (0xfc, 0xff, 0xfb));
+        let mut page = [0xff; PAGE_BYTES];
+        assert!(clears.apply(0x1000, &mut page));
+        assert_eq!((page[0], page[0xfff]), (0xff, 0x7f));
+        assert!(!clears.apply(0x3000, &mut page) && !clears.apply(0, &mut page));
+    }
+}

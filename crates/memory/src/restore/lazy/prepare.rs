@@ -1,0 +1,110 @@
+//! What is done before the guest runs: what may be missed is read or hidden.
+
+use std::fs::File;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use super::clears::Clears;
+use super::memory::LazyMemory;
+use super::source::VaultSource;
+use crate::address::{Frame, Physical};
+use crate::class::PageClass;
+use crate::ram::Layout;
+use crate::refill::Refiller;
+use crate::restore::Filled;
+use crate::restore::error::RestoreError;
+use crate::restore::memory::masks;
+use crate::vault::{Hiding, Snapshot, Vault, Want};
+
+/// How a memory is to be restored while its guest runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Lazily {
+    /// Which pages.
+    pub want: Want,
+    /// How long to read pages of clean cache before the guest runs; those not read by then are hidden from it.
+    pub cache_time: Duration,
+    /// For how long a page that cannot be read is tried again, while the guest waits for it.
+    pub patience: Duration,
+}
+
+/// A memory that reads `snapshot` of `vault` as it is needed, kept in `local`, which is empty. Clean pages that the vault does
+/// not give come from `refill`, as far as the time for them goes. What was read already and what is hidden is returned with it.
+///
+/// # Errors
+/// When a clean page that was not read cannot be hidden, or the local file cannot be written.
+pub fn prepare(
+    vault: Arc<Vault>,
+    snapshot: Arc<Snapshot>,
+    refill: Option<&Refiller<'_>>,
+    local: File,
+    lazily: Lazily,
+) -> Result<(LazyMemory, Filled), RestoreError> {
+    let layout = &snapshot.info().layout;
+    let mut memory = LazyMemory::new(local, layout, lazily.patience)?;
+    let (source, mut lost) = VaultSource::new(vault, Arc::clone(&snapshot), lazily.want);
+    let (mut all, mut clean) = (Vec::new(), Vec::new());
+    source.for_each_extent(|pages| {
+        let of_clean = pages.iter().filter(|(_, class)| *class == PageClass::Clean);
+        let of_clean: Vec<Frame> = of_clean.map(|(frame, _)| *frame).collect();
+        clean.extend((!of_clean.is_empty()).then_some(of_clean));
+        all.extend(pages.into_iter().map(|(frame, _)| frame));
+    });
+    memory.add(Arc::new(source), all);
+    let deadline = Instant::now() + lazily.cache_time;
+    warm(&memory, layout, &clean, deadline)?;
+    let before = memory.left();
+    lost.extend(clean.into_iter().flatten().filter(|frame| memory.give_up(*frame)));
+    let absent = lost.len();
+    if let Some(refill) = refill {
+        lost.sort_unstable();
+        lost = refill.pages(&lost, Some(deadline), |frame, bytes| memory.put(frame, bytes))?;
+    }
+    memory.clear(clears(layout, snapshot.hiding(), &lost)?)?;
+    let refilled = (absent - lost.len()) as u64;
+    let pages = before.of - before.pages + refilled;
+    Ok((memory, Filled { pages, refilled, hidden: lost.len() as u64 }))
+}
+
+/// Reads pages, some of each extent named, until `deadline`.
+fn warm(
+    memory: &LazyMemory,
+    layout: &Layout,
+    extents: &[Vec<Frame>],
+    deadline: Instant,
+) -> Result<(), RestoreError> {
+    let (next, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let work = || {
+        while !stop.load(Ordering::Relaxed)
+            && Instant::now() < deadline
+            && let Some(extent) = extents.get(next.fetch_add(1, Ordering::Relaxed))
+        {
+            let page = extent[0].start().and_then(|start| layout.find(start));
+            let Some((offset, _)) = page else { continue };
+            // One that cannot be read is hidden.
+            let _ = memory.fetch(offset / crate::PAGE_BYTES as u64, Duration::ZERO);
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(2, usize::from).min(extents.len());
+    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
+    Ok(())
+}
+
+/// What hides the pages `lost`.
+fn clears(layout: &Layout, hiding: &Hiding, lost: &[Frame]) -> Result<Clears, RestoreError> {
+    let mut bytes = Vec::new();
+    for &frame in lost {
+        for mask in masks(hiding, frame)? {
+            let offset = word(layout, mask.at, mask.width).ok_or(RestoreError::Unhidden { frame })?;
+            let cleared = mask.clear.to_le_bytes();
+            bytes.extend((offset..).zip(cleared).take(mask.width.into()).filter(|(_, bits)| *bits != 0));
+        }
+    }
+    Ok(Clears::new(bytes.into_iter()))
+}
+
+/// Where a word of memory lies in the files; `None` where there is no such word.
+fn word(layout: &Layout, at: Physical, width: u8) -> Option<u64> {
+    let (offset, follow) = layout.find(at)?;
+    (follow >= width.into() && width <= 8).then_some(offset)
+}

@@ -1,0 +1,297 @@
+//! A directory of HDFS as a home, which keeps as many copies of each object as it is asked for.
+//!
+//! ```text
+//!   DIR/ID.critical                              an object: replicated as often as its pages ask for, in small blocks
+//!   DIR/.holds/shared-ID/alive                   there is a writer or reader
+//!   DIR/.holds/shared-ID/ID.critical.N.new       what it has not published
+//!   DIR/.holds/alone-ID/                         there is one who deletes, and what it deletes
+//! ```
+//!
+//! | module | what it knows |
+//! |---|---|
+//! | [`link`] | the client, its threads, and how long anything is waited for |
+//! | [`hold`] | who holds the home, without locks |
+//! | [`object`] | writing, renaming, reading and reading again |
+//!
+//! Lock order: `shared` or `alone`, then nothing.
+
+mod hold;
+mod link;
+mod object;
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use hdfs_native::WriteOptions;
+use parking_lot::Mutex;
+
+use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored};
+use super::name::ObjectName;
+use super::policy::Policy;
+use hold::{HoldDir, Kind, UNFINISHED, lost};
+use link::Link;
+use object::{NewFile, OpenFile, Patience, State};
+
+/// A block is what is lost with a DataNode, and HDFS allows a file 10,000 of them.
+const BLOCK_BYTES: u64 = 8 << 20;
+const MIN_BLOCK_BYTES: u64 = 64 << 10;
+const MAX_BLOCK_BYTES: u64 = 1 << 30;
+/// How often to look whether others have let go.
+const POLL: Duration = Duration::from_millis(200);
+
+/// A home in HDFS.
+#[derive(Debug)]
+pub struct HdfsHome {
+    common: Arc<Common>,
+    address: Address,
+    /// One for all who write and read through this home.
+    shared: Mutex<Weak<HoldDir>>,
+    alone: Mutex<Weak<HoldDir>>,
+    /// Objects begun.
+    count: AtomicUsize,
+    /// Unfinished objects that went with expired holds.
+    swept: AtomicUsize,
+}
+
+/// What a home has in common with its objects.
+#[derive(Debug)]
+struct Common {
+    link: Arc<Link>,
+    patience: Arc<Patience>,
+    /// Set when a name may appear late.
+    may_appear: AtomicBool,
+}
+
+impl Common {
+    fn forbid_withdrawing(&self) {
+        self.may_appear.store(true, Ordering::Release);
+    }
+}
+
+/// `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Address {
+    /// A NameNode with its port, or a name service.
+    authority: String,
+    /// Empty for the root, or with a slash before and none behind.
+    dir: String,
+    block_bytes: u64,
+}
+
+impl Address {
+    fn parse(text: &str) -> Option<Self> {
+        let (place, query) = match text.strip_prefix("hdfs://")?.split_once('?') {
+            Some((place, query)) => (place, Some(query)),
+            None => (text.strip_prefix("hdfs://")?, None),
+        };
+        let (authority, dir) = place.split_once('/')?;
+        let block_bytes = match query {
+            None => BLOCK_BYTES,
+            Some(query) => parse_block(query.strip_prefix("block=")?)?,
+        };
+        let dir = dir.trim_matches('/');
+        let dir = if dir.is_empty() { String::new() } else { format!("/{dir}") };
+        (!authority.is_empty()).then(|| Self { authority: authority.to_owned(), dir, block_bytes })
+    }
+
+    fn path(&self, name: ObjectName) -> String {
+        format!("{}/{name}", self.dir)
+    }
+}
+
+/// A number of bytes, or of `K` or `M`, that HDFS can take for the size of blocks.
+fn parse_block(text: &str) -> Option<u64> {
+    let (digits, shift) = match text.as_bytes().last()? {
+        b'K' => (&text[..text.len() - 1], 10),
+        b'M' => (&text[..text.len() - 1], 20),
+        _ => (text, 0),
+    };
+    let bytes = digits.parse::<u64>().ok()?.checked_mul(1 << shift)?;
+    let fits = (MIN_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(&bytes) && bytes.is_multiple_of(512);
+    fits.then_some(bytes)
+}
+
+impl HdfsHome {
+    /// The home at `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`, in a directory that exists. Without a port it is a name service
+    /// of the configuration in `HADOOP_CONF_DIR`.
+    ///
+    /// # Errors
+    /// `InvalidInput` for another address; `NotFound` without that directory; what HDFS says.
+    pub fn open(address: &str) -> io::Result<Self> {
+        let Some(address) = Address::parse(address) else {
+            let expected = "expected hdfs://NAMENODE[:PORT]/DIR[?block=SIZE], with blocks of 64K to 1024M";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, expected));
+        };
+        let link = Arc::new(Link::new(&address.authority)?);
+        let dir = if address.dir.is_empty() { "/" } else { &address.dir };
+        if !link.ask(link.client.get_file_info(dir))?.isdir {
+            return Err(io::ErrorKind::NotADirectory.into());
+        }
+        let common = Common { link, patience: Arc::default(), may_appear: AtomicBool::new(false) };
+        let (shared, alone, count, swept) = Default::default();
+        Ok(Self { common: Arc::new(common), address, shared, alone, count, swept })
+    }
+
+    fn link(&self) -> &Link {
+        &self.common.link
+    }
+
+    /// Holds the directory, unless another does so against that.
+    fn take(&self, kind: Kind) -> io::Result<Option<Arc<HoldDir>>> {
+        let (hold, swept) = HoldDir::take(&self.common.link, &self.address.dir, kind)?;
+        self.swept.fetch_add(swept, Ordering::Relaxed);
+        Ok(hold.map(Arc::new))
+    }
+
+    /// Waits for who deletes. Of several who hold it in this process none lets it go for the others.
+    fn hold_shared(&self) -> io::Result<Arc<HoldDir>> {
+        let mut shared = self.shared.lock();
+        if let Some(hold) = shared.upgrade() {
+            hold.check()?;
+            return Ok(hold);
+        }
+        loop {
+            if let Some(hold) = self.take(Kind::Shared)? {
+                *shared = Arc::downgrade(&hold);
+                return Ok(hold);
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn hold_alone(&self) -> io::Result<Option<Held>> {
+        let Some(hold) = self.take(Kind::Alone)? else { return Ok(None) };
+        *self.alone.lock() = Arc::downgrade(&hold);
+        Ok(Some(Box::new(hold)))
+    }
+}
+
+impl Home for HdfsHome {
+    fn describe(&self) -> String {
+        format!("hdfs://{}{}", self.address.authority, self.address.dir)
+    }
+
+    /// HDFS as a whole: what two of its directories hold is lost with one NameNode.
+    fn device(&self) -> DeviceId {
+        let hash = blake3::hash(self.address.authority.as_bytes());
+        DeviceId(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("32 bytes have 8")))
+    }
+
+    fn max_copies(&self) -> u8 {
+        Policy::MAX_COPIES
+    }
+
+    /// What the directory's quota leaves; without a quota, as if there was no end.
+    fn free_bytes(&self) -> io::Result<u64> {
+        let dir = if self.address.dir.is_empty() { "/" } else { &self.address.dir };
+        let summary = self.link().ask(self.link().client.get_content_summary(dir))?;
+        let has_quota = summary.space_quota != u64::MAX;
+        Ok(if has_quota { summary.space_quota.saturating_sub(summary.space_consumed) } else { u64::MAX })
+    }
+
+    fn list(&self) -> io::Result<Vec<Stored>> {
+        let dir = if self.address.dir.is_empty() { "/" } else { &self.address.dir };
+        let files = self.link().ask(self.link().client.list_status(dir, false))?;
+        let objects = files.iter().filter(|file| !file.isdir).filter_map(|file| {
+            let name = ObjectName::parse(file.path.rsplit('/').next()?)?;
+            let copies = u8::try_from(file.replication.unwrap_or(1)).unwrap_or(u8::MAX);
+            Some(Stored { name, len: file.length as u64, copies })
+        });
+        Ok(objects.collect())
+    }
+
+    fn create(&self, name: ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>> {
+        let Some(hold) = self.shared.lock().upgrade() else {
+            return Err(io::Error::other("it is written without being held"));
+        };
+        let count = self.count.fetch_add(1, Ordering::Relaxed);
+        let unfinished = format!("{}/{name}.{count}{UNFINISHED}", hold.path());
+        let options = WriteOptions::default()
+            .replication(copies.into())
+            .block_size(self.address.block_bytes)
+            .permission(0o640)
+            .create_parent(false);
+        let writer = self.link().ask(self.link().client.create(&unfinished, options));
+        let writer = writer.map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => lost(),
+            _ => error,
+        })?;
+        Ok(Box::new(NewFile {
+            home: Arc::clone(&self.common),
+            _hold: hold,
+            writer,
+            unfinished,
+            target: self.address.path(name),
+            state: State::Unfinished,
+        }))
+    }
+
+    fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>> {
+        Ok(Box::new(OpenFile::open(&self.common, self.address.path(name))?))
+    }
+
+    /// Who holds the home alone deletes what others could begin to need the moment its hold expires: so by renaming, which
+    /// fails then. Without that hold only metadata and own objects are deleted, which nobody begins to need.
+    fn delete(&self, name: ObjectName) -> io::Result<()> {
+        let (link, path) = (self.link(), self.address.path(name));
+        if let Some(alone) = self.alone.lock().upgrade() {
+            let moved = link.ask(link.client.rename(&path, &format!("{}/{name}", alone.path()), true));
+            return match moved {
+                // Either of the two is not there.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => alone.check(),
+                other => other,
+            };
+        }
+        if self.common.may_appear.load(Ordering::Acquire) {
+            return Err(io::Error::other(
+                "a name may still appear that HDFS was asked for without an answer",
+            ));
+        }
+        link.ask(link.client.delete(&path, false)).map(drop)
+    }
+
+    fn sweep(&self) -> io::Result<usize> {
+        // They went when the home was held.
+        Ok(self.swept.swap(0, Ordering::Relaxed))
+    }
+
+    fn hold(&self, how: Hold) -> io::Result<Option<Held>> {
+        match how {
+            Hold::Shared => match self.hold_shared() {
+                // Who only reads can do so from a directory that it may not write.
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(Some(Box::new(()))),
+                held => Ok(Some(Box::new(held?))),
+            },
+            Hold::AloneOrNot => self.hold_alone(),
+            Hold::Alone => loop {
+                if let Some(held) = self.hold_alone()? {
+                    return Ok(Some(held));
+                }
+                std::thread::sleep(POLL);
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_name_a_namenode_and_a_directory() {
+        let parse = |text| Address::parse(text).map(|at| (at.authority, at.dir, at.block_bytes >> 10));
+        let at = |authority: &str, dir: &str, block| Some((authority.to_owned(), dir.to_owned(), block));
+        assert_eq!(parse("hdfs://nn:8020/a/b"), at("nn:8020", "/a/b", 8192));
+        assert_eq!(parse("hdfs://cluster/a/?block=1M"), at("cluster", "/a", 1024));
+        assert_eq!(parse("hdfs://nn/?block=65536"), at("nn", "", 64));
+        assert_eq!(parse("hdfs://nn/a?block=1024M"), at("nn", "/a", 1 << 20));
+        for wrong in ["hdfs://nn:8020", "hdfs:///a", "hdfs:/a", "/a", "hdfs://nn/a?size=1M"] {
+            assert_eq!(parse(wrong), None, "{wrong}");
+        }
+        for wrong in ["", "M", "63K", "1025M", "65537", "1G", "-1M", "99999999999999999999M"] {
+            assert_eq!(parse_block(wrong), None, "{wrong}");
+        }
+    }
+}

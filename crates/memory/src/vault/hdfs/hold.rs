@@ -1,0 +1,140 @@
+//! Holding a home in a file system that has no locks, so that nothing is deleted while someone writes or reads.
+//!
+//! A hold is a directory of its own in `.holds`, with a file `alive` that stays open for writing. HDFS lets one client write
+//! a file, and takes it for gone when its lease was not renewed for 60 seconds by the NameNode's clock: so who is killed
+//! lets go, and nobody compares clocks.
+//!
+//! *Two never hold against each other.* Each makes its directory first and looks for others then. The NameNode does one
+//! thing after another, so of two at least one sees the other, and gives up.
+//!
+//! *Who lost its hold can do no harm.* A process that was stopped for a while may not know that it counts as gone. Whoever
+//! finds its hold expired removes the directory, and all that matters is renamed out of it or into it: unfinished
+//! objects lie there until they get their names, and objects are deleted by being moved there. Without the directory both
+//! fail, however late they come.
+
+use std::io;
+use std::sync::Arc;
+
+use hdfs_native::WriteOptions;
+use hdfs_native::file::FileWriter;
+use parking_lot::Mutex;
+
+use super::super::name::SnapshotId;
+use super::link::Link;
+
+/// The directory of all holds, in the home.
+const HOLDS: &str = ".holds";
+/// What is open as long as the hold lasts.
+const ALIVE: &str = "alive";
+/// Ends the names of objects that are not published.
+pub(super) const UNFINISHED: &str = ".new";
+
+/// How a directory is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// With others of this kind.
+    Shared,
+    /// Alone.
+    Alone,
+}
+
+impl Kind {
+    const fn prefix(self) -> &'static str {
+        match self {
+            Self::Shared => "shared-",
+            Self::Alone => "alone-",
+        }
+    }
+}
+
+/// A hold on a home, until it is dropped.
+pub(super) struct HoldDir {
+    link: Arc<Link>,
+    /// Its directory.
+    path: String,
+    /// Open, and renewed by the client's threads.
+    _alive: Mutex<FileWriter>,
+}
+
+/// A hold, or that another is in its way; and the unfinished objects that were removed with expired ones.
+pub(super) type Taken = (Option<HoldDir>, usize);
+
+impl HoldDir {
+    /// Holds the home in the directory `home`, unless another holds it against that.
+    pub(super) fn take(link: &Arc<Link>, home: &str, kind: Kind) -> io::Result<Taken> {
+        let holds = format!("{home}/{HOLDS}");
+        let own = format!("{}{}", kind.prefix(), SnapshotId::draw());
+        let path = format!("{holds}/{own}");
+        let options = WriteOptions::default().replication(1).permission(0o660).create_parent(true);
+        let alive = link.ask(link.client.create(&format!("{path}/{ALIVE}"), options))?;
+        // From here on dropping it removes the directory.
+        let hold = Self { link: Arc::clone(link), path, _alive: Mutex::new(alive) };
+        let mut swept = 0;
+        for other in link.ask(link.client.list_status(&holds, false))? {
+            let name = other.path.rsplit('/').next().unwrap_or_default();
+            let is_against = name != own && (kind == Kind::Alone || name.starts_with(Kind::Alone.prefix()));
+            if !is_against {
+                continue;
+            }
+            if is_alive(link, &other.path)? {
+                return Ok((None, swept));
+            }
+            swept += remove(link, &other.path)?;
+        }
+        Ok((Some(hold), swept))
+    }
+
+    /// Where objects lie while they are written, and those that are deleted.
+    pub(super) fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// Whether it still counts; once it does not, it never will again.
+    pub(super) fn check(&self) -> io::Result<()> {
+        match self.link.ask(self.link.client.get_file_info(&self.path)) {
+            Ok(_) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(lost()),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Drop for HoldDir {
+    fn drop(&mut self) {
+        if let Err(error) = self.link.tidy(self.link.client.delete(&self.path, true)) {
+            tracing::warn!("{}: cannot be removed, and holds until its lease expires: {error}", self.path);
+        }
+    }
+}
+
+/// That the hold's directory is gone.
+pub(super) fn lost() -> io::Error {
+    io::Error::other("the hold on it was lost: this process did not reach the NameNode for over a minute")
+}
+
+/// Whether the process that made the hold still renews its lease.
+fn is_alive(link: &Link, hold: &str) -> io::Result<bool> {
+    // Appending is refused while another writes. It closes the file of a writer whose lease has expired.
+    match link.ask(link.client.append(&format!("{hold}/{ALIVE}"))) {
+        Ok(_) => Ok(false),
+        Err(error) => match error.kind() {
+            io::ErrorKind::NotFound => Ok(false),
+            // The last two: another is finding out just now; another user's, of which nobody can tell.
+            io::ErrorKind::AlreadyExists | io::ErrorKind::ResourceBusy | io::ErrorKind::PermissionDenied => {
+                Ok(true)
+            }
+            _ => Err(error),
+        },
+    }
+}
+
+/// Removes an expired hold with all that is in it, and counts the unfinished objects.
+fn remove(link: &Link, hold: &str) -> io::Result<usize> {
+    let unfinished = match link.ask(link.client.list_status(hold, false)) {
+        Ok(files) => files.iter().filter(|file| file.path.ends_with(UNFINISHED)).count(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
+        Err(error) => return Err(error),
+    };
+    link.ask(link.client.delete(hold, true))?;
+    Ok(unfinished)
+}

@@ -1,0 +1,154 @@
+//! Objects in HDFS, while they are written and read.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use hdfs_native::file::{FileReader, FileWriter};
+use parking_lot::Mutex;
+
+use super::super::home::{NewObject, ObjectReader};
+use super::Common;
+use super::hold::{HoldDir, lost};
+use super::link::{Link, PIECE};
+
+/// An object that is being written.
+pub(super) struct NewFile {
+    pub(super) home: Arc<Common>,
+    /// Its directory is where the file lies until it is published.
+    pub(super) _hold: Arc<HoldDir>,
+    pub(super) writer: FileWriter,
+    pub(super) unfinished: String,
+    pub(super) target: String,
+    pub(super) state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Unfinished,
+    /// Renamed, perhaps.
+    Publishing,
+    Published,
+}
+
+impl NewObject for NewFile {
+    fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
+        bytes.chunks(PIECE).try_for_each(|piece| {
+            let writing = self.writer.write_bytes(Bytes::copy_from_slice(piece));
+            self.home.link.move_data(writing).map(drop)
+        })
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        // The client has DataNodes flush each block when it is full, and the last one here.
+        self.home.link.move_data(self.writer.close())
+    }
+
+    fn publish(mut self: Box<Self>) -> io::Result<()> {
+        self.state = State::Publishing;
+        let link = &self.home.link;
+        match link.ask(link.client.rename(&self.unfinished, &self.target, true)) {
+            Ok(()) => {
+                self.state = State::Published;
+                Ok(())
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(lost()),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if self.state == State::Published {
+            return;
+        }
+        let link = &self.home.link;
+        let gone = link.tidy(link.client.delete(&self.unfinished, false));
+        // A rename on its way finds nothing to rename from here on; where that is not sure, the name may still appear.
+        if gone.is_err() && self.state == State::Publishing {
+            self.home.forbid_withdrawing();
+        }
+    }
+}
+
+/// An object that is open for reading.
+pub(super) struct OpenFile {
+    link: Arc<Link>,
+    path: String,
+    len: u64,
+    /// Knows where the blocks are, and which DataNodes failed.
+    reader: Mutex<Arc<FileReader>>,
+    patience: Arc<Patience>,
+}
+
+impl OpenFile {
+    pub(super) fn open(home: &Common, path: String) -> io::Result<Self> {
+        let reader = home.link.ask(home.link.client.read(&path))?;
+        let len = reader.file_length() as u64;
+        let (link, patience) = (Arc::clone(&home.link), Arc::clone(&home.patience));
+        Ok(Self { link, path, len, reader: Mutex::new(Arc::new(reader)), patience })
+    }
+
+    fn read_piece(&self, at: usize, into: &mut [u8]) -> io::Result<()> {
+        loop {
+            let reader = Arc::clone(&self.reader.lock());
+            let error = match self.link.move_data(reader.read_range_buf(into, at)) {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            if !self.patience.lasts() {
+                return Err(error);
+            }
+            std::thread::sleep(Patience::PAUSE);
+            // Blocks may have moved, and DataNodes that failed may be back.
+            let fresh = self.link.ask(self.link.client.read(&self.path)).map_err(|_| error)?;
+            if fresh.file_length() as u64 != self.len {
+                return Err(io::Error::other("it was replaced by another"));
+            }
+            *self.reader.lock() = Arc::new(fresh);
+        }
+    }
+}
+
+impl ObjectReader for OpenFile {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        let end = at.checked_add(into.len() as u64);
+        if end.is_none_or(|end| end > self.len) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let at = usize::try_from(at).map_err(|_| io::ErrorKind::UnexpectedEof)?;
+        let mut pieces = into.chunks_mut(PIECE).enumerate();
+        pieces.try_for_each(|(number, piece)| self.read_piece(at + number * PIECE, piece))
+    }
+}
+
+/// How long reads that fail are tried again: a few seconds of every minute, for all objects of a home together. What is
+/// lost for good would otherwise be waited for block by block.
+#[derive(Debug, Default)]
+pub(super) struct Patience {
+    began: Mutex<Option<Instant>>,
+}
+
+impl Patience {
+    /// Between two tries.
+    const PAUSE: Duration = Duration::from_millis(200);
+    const LASTS: Duration = Duration::from_secs(3);
+    const RENEWED_AFTER: Duration = Duration::from_secs(60);
+
+    /// Whether to try again.
+    fn lasts(&self) -> bool {
+        let (mut began, now) = (self.began.lock(), Instant::now());
+        let since = began.map(|began| now - began);
+        if since.is_none_or(|since| since > Self::RENEWED_AFTER) {
+            *began = Some(now);
+            return true;
+        }
+        since.is_some_and(|since| since < Self::LASTS)
+    }
+}

@@ -1,0 +1,162 @@
+//! Snapshots in HDFS, beside its own NameNode and DataNodes: kept as often as asked for, found again, verified and repaired.
+#![cfg(feature = "hdfs")]
+
+mod hdfs;
+mod vault_support;
+
+use std::sync::Arc;
+
+use hdfs::Cluster;
+use hdfs_native::client::FileStatus;
+use hdfs_native::sync::{Client, ClientBuilder};
+use vault_support::{Guest, Homes, Known, assert_reads, new_snapshot, open, policy, save};
+use vmstrata_memory::vault::{Deleted, Health, HomeAddress, OneDevice, Policy, Vault, VaultError};
+use vmstrata_memory::{Frame, PageClass};
+
+/// Some 4 MiB of each class that is stored, so that objects have several blocks.
+fn guest(seed: u64) -> Guest {
+    Guest::new(4096, |page| {
+        let class = if page % 2 == 0 { PageClass::Critical } else { PageClass::Clean };
+        Known { class, seed: seed * 10_000 + page + 1 }
+    })
+}
+
+fn strict(critical: u8, clean: u8) -> Policy {
+    Policy { one_device: OneDevice::Refuse, extent_pages: 16, ..policy(critical, clean) }
+}
+
+fn open_vault(addresses: &str) -> Result<Arc<Vault>, VaultError> {
+    Vault::open_at(&HomeAddress::parse_list(addresses))
+}
+
+fn vault(addresses: &str) -> Arc<Vault> {
+    open_vault(addresses).expect("opens")
+}
+
+fn health(vault: &Vault) -> Vec<Health> {
+    vault.verify(&[], |_, _| ()).expect("verifies")
+}
+
+fn client(cluster: &Cluster) -> Client {
+    ClientBuilder::new().with_url(format!("hdfs://127.0.0.1:{}", cluster.port)).build().expect("a client")
+}
+
+/// What lies in a directory, holds left out.
+fn files(client: &Client, dir: &str) -> Vec<FileStatus> {
+    let all = client.list_status(dir, false).expect("lists");
+    all.into_iter().filter(|file| !file.isdir).collect()
+}
+
+#[test]
+fn snapshots_are_kept_in_hdfs() {
+    let mut cluster = Cluster::start(4);
+    let home = cluster.home("/v");
+    let client = client(&cluster);
+    kept_as_asked(&mut cluster, &home, &client);
+    replicas_that_were_taken_away_are_asked_for_again(&mut cluster, &home, &client);
+    who_only_reads_needs_no_hold(&mut cluster, &home);
+    hdfs_and_directories_share_a_snapshot(&mut cluster);
+    a_home_must_be_there(&mut cluster);
+    an_unreachable_namenode_is_an_error(&mut cluster, &home);
+}
+
+fn kept_as_asked(cluster: &mut Cluster, home: &str, client: &Client) {
+    let vault = vault(home);
+    let first = save(&vault, &guest(1), "1", strict(3, 1));
+    for file in files(client, "/v") {
+        let copies = if file.path.ends_with(".clean") { 1 } else { 3 };
+        assert_eq!((file.replication, file.blocksize), (Some(copies), Some(1 << 20)), "{}", file.path);
+        let blocks = cluster.blocks(&file.path);
+        assert!(file.path.ends_with(".snapshot") || blocks.len() > 2, "{}: {blocks:?}", file.path);
+        assert!(blocks.iter().all(|block| block.nodes.len() == copies as usize), "{blocks:?}");
+    }
+    assert_eq!(files(client, "/v").len(), 3);
+    assert_reads(&open(&vault, "1").expect("opens"), &guest(1), 1, false);
+    assert!(health(&vault).iter().all(Health::is_complete), "{:?}", health(&vault));
+
+    let mut changed = guest(1);
+    changed.pages.insert(Frame::new(0), Known { class: PageClass::Critical, seed: 7_000_000 });
+    let second = save(&vault, &changed, "2", strict(3, 1));
+    assert_eq!((second.stats.stored_critical, second.stats.stored_clean), (1, 0));
+    assert_eq!(vault.list().expect("lists").len(), 2);
+    assert!(matches!(vault.delete(&[first.id]), Ok(Deleted::Collected(_))));
+    assert_reads(&open(&vault, "2").expect("opens"), &changed, 1, false);
+    assert!(matches!(vault.delete(&[second.id]), Ok(Deleted::Collected(gone)) if gone.objects == 3));
+    assert_eq!(files(client, "/v").len(), 0);
+    assert_eq!(client.list_status("/v/.holds", true).expect("lists").len(), 0);
+}
+
+/// A home that replicates counts as the copies it is asked for now, not as those it was asked for once.
+fn replicas_that_were_taken_away_are_asked_for_again(cluster: &mut Cluster, home: &str, client: &Client) {
+    let vault = vault(home);
+    let saved = save(&vault, &guest(2), "1", strict(3, 1));
+    let critical = format!("/v/{}.critical", saved.id);
+    cluster.ask(&format!("replicate {critical} 1"));
+    let found = health(&vault);
+    assert!(found[0].is_whole() && !found[0].is_complete(), "{found:?}");
+    assert!(found[0].problems.iter().any(|problem| problem.contains("1 whole of 3")), "{found:?}");
+    let again = save(&vault, &guest(2), "2", strict(3, 1));
+    assert_eq!((again.stats.stored_critical, again.stats.stored_clean), (2048, 0));
+    let repaired = vault.repair(&[], OneDevice::Refuse).expect("repairs");
+    assert_eq!(repaired.made.len(), 1, "{repaired:?}");
+    assert!(repaired.health.iter().all(Health::is_complete), "{repaired:?}");
+    assert_eq!(client.get_file_info(&critical).expect("is there").replication, Some(3));
+    assert_reads(&open(&vault, "1").expect("opens"), &guest(2), 1, false);
+}
+
+/// In safe mode a NameNode answers and changes nothing.
+fn who_only_reads_needs_no_hold(cluster: &mut Cluster, home: &str) {
+    cluster.ask("safe-mode on");
+    let vault = vault(home);
+    assert_reads(&open(&vault, "2").expect("opens"), &guest(2), 1, false);
+    let refused = vault.begin(new_snapshot(&guest(3), "3", strict(3, 1))).expect_err("safe mode");
+    assert!(
+        format!("{refused}: {:?}", std::error::Error::source(&refused)).contains("safe mode"),
+        "{refused:?}"
+    );
+    cluster.ask("safe-mode off");
+}
+
+/// HDFS has room for all copies, so a directory beside it gets none, and each is told from the other.
+fn hdfs_and_directories_share_a_snapshot(cluster: &mut Cluster) {
+    let dirs = Homes::new(1);
+    let home = cluster.home("/mixed");
+    let both = vault(&format!("{home}:{}", dirs.paths()[0].display()));
+    let saved = save(&both, &guest(4), "1", strict(3, 1));
+    assert!(dirs.is_empty(), "three copies have room in HDFS");
+    let alone = vault(&home);
+    assert_reads(&open(&alone, "1").expect("opens"), &guest(4), 1, false);
+    let refused =
+        vault(&dirs.paths()[0].display().to_string()).begin(new_snapshot(&guest(4), "2", strict(3, 1)));
+    assert!(matches!(refused, Err(VaultError::TooFewHomes { wanted: 3, found: 1 })), "{refused:?}");
+    assert!(matches!(both.delete(&[saved.id]), Ok(Deleted::Collected(_))));
+}
+
+fn a_home_must_be_there(cluster: &mut Cluster) {
+    let missing = format!("hdfs://127.0.0.1:{}/missing", cluster.port);
+    let refused = HomeAddress::parse_list(&missing)[0].open().expect_err("there is no such directory");
+    assert_eq!(refused.kind(), std::io::ErrorKind::NotFound);
+}
+
+fn an_unreachable_namenode_is_an_error(cluster: &mut Cluster, home: &str) {
+    let held = vault(home);
+    let snapshot = open(&held, "2").expect("opens");
+    cluster.ask("stop-namenode");
+    let listed = held.list().expect_err("there is no NameNode");
+    assert!(matches!(&listed, VaultError::Home { action: "listing", .. }), "{listed:?}");
+    let opened = open_vault(home).expect_err("there is no NameNode");
+    assert!(matches!(&opened, VaultError::Home { action: "opening", .. }), "{opened:?}");
+    // Where the blocks are is known, and the DataNodes are there.
+    assert_reads(&snapshot, &guest(2), 1, false);
+    cluster.ask("start-namenode");
+    drop(snapshot);
+    assert_reads(&open(&vault(home), "2").expect("opens"), &guest(2), 1, false);
+}
+
+#[test]
+fn what_is_no_directory_of_hdfs_is_no_home() {
+    let opened = |address: &str| open_vault(address).expect_err("no home").to_string();
+    assert!(opened("hdfs://127.0.0.1:1").contains("opening"));
+    let refused = HomeAddress::parse_list("hdfs://127.0.0.1:1/v")[0].open().expect_err("nobody listens");
+    assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+}
