@@ -8,7 +8,7 @@ use clap::{Args, Subcommand};
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
-use xtask::bench::{history, publish};
+use xtask::bench::{history, memory, publish};
 use xtask::size::parse_size;
 
 /// Measure, and write the results into docs/measurements and the README.
@@ -24,6 +24,8 @@ enum What {
     Chain(ChainBench),
     /// A thousand snapshots of a live 50 GiB disk: what a guest feels, opening, differences, bytes.
     History(HistoryBench),
+    /// Memory snapshots of guests at work, beside full copies and QEMU's own: bytes, times, what comes after.
+    Memory(MemoryBench),
     /// Draw plot and tables again from docs/measurements.
     Render,
 }
@@ -40,6 +42,25 @@ struct HistoryBench {
     #[arg(long)]
     snapshots: Option<usize>,
     /// Directory for the files, which are removed at the end (about 15 GiB).
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Print only; leave docs/measurements and README.md alone.
+    #[arg(long)]
+    no_write: bool,
+}
+
+#[derive(Args)]
+struct MemoryBench {
+    /// Kinds of work.
+    #[arg(long, value_delimiter = ',', default_value = "files,database,search,build")]
+    works: Vec<String>,
+    /// Snapshots of each guest.
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// MiB of a guest.
+    #[arg(long, default_value_t = 1024)]
+    mib: u32,
+    /// Directory for disks and vaults, which are removed at the end (about 10 GiB).
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Print only; leave docs/measurements and README.md alone.
@@ -91,11 +112,13 @@ impl Bench {
         match self.what {
             What::Chain(chain) => run::run(&chain.options(root)?).map(|_| ()),
             What::History(bench) => history::run(&bench.options(root)).map(|_| ()),
+            What::Memory(bench) => memory::run(&bench.options(root)?).map(|_| ()),
             What::Render => {
                 let json =
                     std::fs::read(root.join("docs/measurements/chain.json")).context("no measurement yet")?;
                 publish::write(root, &serde_json::from_slice(&json)?)?;
-                history::render(root)
+                history::PAGE.render(root)?;
+                memory::PAGE.render(root)
             }
         }
     }
@@ -111,6 +134,21 @@ impl HistoryBench {
             publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
             ..usual
         }
+    }
+}
+
+impl MemoryBench {
+    fn options(self, root: &Path) -> Result<memory::Options> {
+        ensure!(self.rounds > 0, "at least one round");
+        let unknown = self.works.iter().find(|work| !memory::WORKS.contains(&work.as_str()));
+        ensure!(unknown.is_none(), "no work {unknown:?}: there are {:?}", memory::WORKS);
+        Ok(memory::Options {
+            mib: self.mib,
+            works: self.works,
+            rounds: self.rounds,
+            publish: (!self.no_write).then(|| root.to_owned()),
+            ..memory::Options::full(self.dir.unwrap_or_else(|| root.join("target/memory")))
+        })
     }
 }
 

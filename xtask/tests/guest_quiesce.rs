@@ -1,16 +1,17 @@
 //! A guest that writes to its file system has the real QEMU guest agent: in a quiesced snapshot the file system needs no
-//! recovery, in any other it does, and the guest goes on.
+//! recovery, in any other it does, and the guest goes on, also when the server is killed while it is frozen.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
-use xtask::bench::server::{self, Disk, Kind, Server};
-use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, spread};
+use xtask::bench::server::{self, Server};
+use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, serve, spread};
 
 const SNAPSHOTS: usize = 4;
 const ROUND_MAX: Duration = Duration::from_secs(180);
+const KILLS_MAX: u64 = 20;
 
 #[test]
 fn a_quiesced_file_system_needs_no_recovery() {
@@ -19,19 +20,13 @@ fn a_quiesced_file_system_needs_no_recovery() {
     let guest = Guest::here().unwrap();
     let raw = RootImage { size: 256 << 20, files: 2, file_size: 1 << 20 }.make(&guest, dir.path()).unwrap();
     let top = spread(&raw, &dir.path().join("chain"), 2).unwrap();
-    let mut server =
-        Server::start(Kind::Vmstrata, &Disk { path: top.clone(), writable: true, backing: None }).unwrap();
-    server.wait_for_vhost_user().unwrap();
+    let mut server = serve(&top).unwrap();
     let agent = dir.path().join("agent.sock");
     let attach = Attach::VhostUser(server.vhost_user());
     let mut vm = Vm::boot_with(&guest, &attach, Task::Soak, &port(&agent)).unwrap();
-    let mut wait_for = |text: &str| {
-        vm.wait_for(text, BOOT_MAX.max(ROUND_MAX))
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", server.log()));
-    };
-    wait_for(UP);
-    wait_for("guest: agent");
-    wait_for("verified");
+    wait_for(&mut vm, &server, UP);
+    wait_for(&mut vm, &server, "guest: agent");
+    wait_for(&mut vm, &server, "verified");
 
     let take = |name: &str, more: &[&str]| -> Value {
         let mut command = Command::new(server::vmstrata());
@@ -46,8 +41,9 @@ fn a_quiesced_file_system_needs_no_recovery() {
         let loud = take(&format!("loud{number}"), &["--agent", agent, "--quiesce", "never"]);
         assert_eq!((&quiet["quiesced"], &loud["quiesced"]), (&true.into(), &false.into()), "{quiet} {loud}");
         // It writes, and reads back what it wrote: it was thawed.
-        wait_for("verified");
+        wait_for(&mut vm, &server, "verified");
     }
+    kill_while_frozen(&mut server, &agent, &top, &mut vm);
     drop(vm);
     server.stop().unwrap();
     for number in 0..SNAPSHOTS {
@@ -56,6 +52,33 @@ fn a_quiesced_file_system_needs_no_recovery() {
             assert_eq!(needs_recovery(&layer, dir.path()), !quiesced, "{}", layer.display());
         }
     }
+}
+
+fn wait_for(vm: &mut Vm, server: &Server, text: &str) {
+    let seen = vm.wait_for(text, BOOT_MAX.max(ROUND_MAX));
+    seen.unwrap_or_else(|error| panic!("{error:#}\n{}", server.log()));
+}
+
+/// Kills the server at moments around the freezing, until a guest was thawed by who stays.
+fn kill_while_frozen(server: &mut Server, agent: &Path, disk: &Path, vm: &mut Vm) {
+    for round in 0..KILLS_MAX {
+        let mut create = Command::new(server::vmstrata());
+        create.args(["snapshot", "create", "--quiesce", "always", "--name"]).arg(format!("killed{round}"));
+        create.arg("--agent").arg(agent).arg("--control").arg(server.control()).arg(disk);
+        let mut asked = create.stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(50 + 40 * round));
+        server.crash().unwrap();
+        asked.wait().unwrap();
+        server.restart().unwrap();
+        server.wait_for_vhost_user().unwrap();
+        // Twice: the first may have been on its way to the console.
+        wait_for(vm, server, "verified");
+        wait_for(vm, server, "verified");
+        if server.log().contains("thawed the guest that it had frozen") {
+            return;
+        }
+    }
+    panic!("no guest was frozen in {KILLS_MAX} kills: {}", server.log());
 }
 
 /// What gives a machine a port for its agent, which this side is the client of.

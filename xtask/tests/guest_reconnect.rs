@@ -7,8 +7,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use xtask::bench::server::{self, Disk, Kind, Server};
-use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, spread};
+use xtask::bench::server::{self, Server};
+use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, serve, spread};
 
 const LAYERS: u32 = 20;
 const ROUNDS: u32 = 6;
@@ -29,9 +29,7 @@ fn guest_survives_a_server_that_is_killed_again_and_again() {
     let top = spread(&raw, &dir.path().join("chain"), LAYERS).unwrap();
     let below_before = frozen(&top);
 
-    let disk = Disk { path: top.clone(), writable: true, backing: None };
-    let mut server = Server::start(Kind::Vmstrata, &disk).unwrap();
-    server.wait_for_vhost_user().unwrap();
+    let mut server = serve(&top).unwrap();
     let attach = Attach::VhostUser(server.vhost_user());
     let mut vm = Vm::boot(&guest, &attach, Task::Workload { rounds: ROUNDS }).unwrap();
     vm.wait_for(UP, BOOT_MAX).unwrap();

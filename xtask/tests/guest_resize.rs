@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use xtask::bench::server::{self, Disk, Kind, Server};
-use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, spread};
+use xtask::bench::server::{self, Server};
+use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, serve, spread};
 
 const SIZE: u64 = 256 << 20;
 /// Past what the L1 table of a disk of 256 MiB reaches, so that it moves.
@@ -22,9 +22,7 @@ fn guest_sees_its_disk_grow_without_a_restart() {
     let raw = RootImage { size: SIZE, files: 4, file_size: 2 << 20 }.make(&guest, dir.path()).unwrap();
     let top = spread(&raw, &dir.path().join("chain"), 3).unwrap();
 
-    let disk = Disk { path: top.clone(), writable: true, backing: None };
-    let mut server = Server::start(Kind::Vmstrata, &disk).unwrap();
-    server.wait_for_vhost_user().unwrap();
+    let server = serve(&top).unwrap();
     let attach = Attach::VhostUser(server.vhost_user());
     let mut vm = Vm::boot(&guest, &attach, Task::Resize).unwrap();
     vm.wait_for(UP, BOOT_MAX).unwrap();

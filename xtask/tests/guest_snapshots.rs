@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use xtask::bench::server::{self, Disk, Kind, Server};
-use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, judge, spread};
+use xtask::bench::server::{self, Server};
+use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, judge, serve, spread};
 
 const ROUNDS: u32 = 3;
 const SNAPSHOTS_MIN: usize = 8;
@@ -25,9 +25,7 @@ fn guest_does_not_notice_snapshots_of_its_disk() {
     let raw = RootImage { size: 256 << 20, files: 4, file_size: 2 << 20 }.make(&guest, dir.path()).unwrap();
     let top = spread(&raw, &dir.path().join("chain"), 3).unwrap();
 
-    let mut server =
-        Server::start(Kind::Vmstrata, &Disk { path: top.clone(), writable: true, backing: None }).unwrap();
-    server.wait_for_vhost_user().unwrap();
+    let mut server = serve(&top).unwrap();
     let attach = Attach::VhostUser(server.vhost_user());
     let mut vm = Vm::boot(&guest, &attach, Task::Workload { rounds: ROUNDS }).unwrap();
     vm.wait_for(UP, BOOT_MAX).unwrap();

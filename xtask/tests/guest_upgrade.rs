@@ -5,8 +5,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use xtask::bench::server::{Disk, Kind, Server};
-use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, spread};
+use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, serve, spread};
 
 const LAYERS: u32 = 20;
 const ROUNDS: u32 = 4;
@@ -22,9 +21,7 @@ fn guest_does_not_notice_that_its_server_is_upgraded() {
     let raw = RootImage { size: 256 << 20, files: 4, file_size: 2 << 20 }.make(&guest, dir.path()).unwrap();
     let top = spread(&raw, &dir.path().join("chain"), LAYERS).unwrap();
 
-    let disk = Disk { path: top.clone(), writable: true, backing: None };
-    let mut server = Server::start(Kind::Vmstrata, &disk).unwrap();
-    server.wait_for_vhost_user().unwrap();
+    let mut server = serve(&top).unwrap();
     let attach = Attach::VhostUser(server.vhost_user());
     let mut vm = Vm::boot(&guest, &attach, Task::Workload { rounds: ROUNDS }).unwrap();
     vm.wait_for(UP, BOOT_MAX).unwrap();

@@ -4,6 +4,7 @@
 //!   run ──► session (one server, start to end) ──► server (child process) + client (libblkio), fio, nbdcopy
 //!    └────► results (samples, medians) ──► targets (paired ratios) ──► table (README) and plot (SVG)
 //!   history ──► the same servers and client, over a thousand snapshots of a live disk
+//!   memory  ──► guests at work, their memory taken and given back, beside full copies and QEMU's migration
 //! ```
 //!
 //! Sessions of the servers alternate within a round, and a ratio is taken from sessions of one round: slow
@@ -15,9 +16,13 @@ mod floor;
 pub mod history;
 pub mod load;
 pub mod machine;
+pub mod memory;
+pub mod page;
 pub mod plot;
 mod prepared;
 pub mod publish;
+mod qmp;
+pub mod report;
 pub mod results;
 pub mod run;
 pub mod server;

@@ -134,6 +134,20 @@ pub struct Machine {
     pub kernel: String,
 }
 
+impl Machine {
+    /// A table's last words: where, beside the first of `versions`, when.
+    pub(super) fn circumstances(&self, versions: &[(String, String)], date: &str) -> String {
+        format!(
+            "{} cores ({}), {} GiB, Linux {}; {}; {date}. Page cache warm.",
+            self.cores,
+            self.cpu,
+            self.memory_mib.div_ceil(1024),
+            self.kernel,
+            versions.first().map_or("", |(_, version)| version),
+        )
+    }
+}
+
 /// The whole file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Results {

@@ -93,6 +93,10 @@ impl Server {
     /// # Errors
     /// As [`Server::start`].
     pub fn restart(&mut self) -> Result<()> {
+        // Who waits for a socket waits for the new server's, not for what a killed one left.
+        for socket in ["vhost.sock", "nbd.sock"] {
+            let _ = fs::remove_file(self.dir.path().join(socket));
+        }
         self.child = spawn(self.kind, &self.disk, self.dir.path())?;
         Ok(())
     }
@@ -115,9 +119,14 @@ impl Server {
         self.dir.path().join("vhost.sock")
     }
 
+    /// The NBD socket.
+    pub fn nbd(&self) -> PathBuf {
+        self.dir.path().join("nbd.sock")
+    }
+
     /// The NBD address.
     pub fn nbd_uri(&self) -> String {
-        format!("nbd+unix:///disk?socket={}", self.dir.path().join("nbd.sock").display())
+        format!("nbd+unix:///disk?socket={}", self.nbd().display())
     }
 
     /// Where the server takes commands: vmstrata's API, QEMU's QMP.
@@ -138,26 +147,26 @@ impl Server {
         })
     }
 
-    /// Waits until the vhost-user-blk socket is there.
+    /// Waits until someone listens at the vhost-user-blk socket.
     ///
     /// # Errors
     /// As [`Server::connect`].
     pub fn wait_for_vhost_user(&mut self) -> Result<()> {
         let socket = self.vhost_user();
         self.until(|| {
-            ensure!(socket.exists(), "no socket yet");
+            ensure!(process::listens(&socket)?, "no socket yet");
             Ok(())
         })
     }
 
-    /// Waits until the NBD socket is there.
+    /// Waits until someone listens at the NBD socket.
     ///
     /// # Errors
     /// As [`Server::connect`].
     pub fn wait_for_nbd(&mut self) -> Result<()> {
-        let socket = self.dir.path().join("nbd.sock");
+        let socket = self.nbd();
         self.until(|| {
-            ensure!(socket.exists(), "no NBD socket yet");
+            ensure!(process::listens(&socket)?, "no NBD socket yet");
             Ok(())
         })
     }
@@ -283,6 +292,26 @@ pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_server_that_is_started_again_answers_once_its_socket_is_there() {
+        crate::build::vmstrata().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk.qcow2");
+        let created =
+            Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&path).arg("8M").status();
+        assert!(created.unwrap().success());
+        let disk = Disk { path, writable: true, backing: None };
+        let mut server = Server::start(Kind::Vmstrata, &disk).unwrap();
+        server.wait_for_vhost_user().unwrap();
+        for _ in 0..3 {
+            server.crash().unwrap();
+            server.restart().unwrap();
+            server.wait_for_vhost_user().unwrap();
+            std::os::unix::net::UnixStream::connect(server.vhost_user()).unwrap();
+        }
+        server.stop().unwrap();
+    }
 
     #[test]
     fn stock_qemu_serves_both_doors_and_stops() {

@@ -49,17 +49,8 @@ pub fn markdown(results: &Results) -> String {
     }
     text.push_str("\n| what must hold | target | measured | |\n|---|---|--:|---|\n");
     results.ratios.iter().for_each(|ratio| text.push_str(&ratio_row(ratio)));
-    let machine = &results.machine;
-    _ = write!(
-        text,
-        "\nMedians; {} cores ({}), {} GiB, Linux {}; {}; {}. Page cache warm.\n",
-        machine.cores,
-        machine.cpu,
-        machine.memory_mib.div_ceil(1024),
-        machine.kernel,
-        results.versions.first().map_or("", |(_, version)| version),
-        results.date
-    );
+    let circumstances = results.machine.circumstances(&results.versions, &results.date);
+    _ = writeln!(text, "\nMedians; {circumstances}");
     text
 }
 

@@ -1,12 +1,5 @@
-#!/bin/busybox sh
 # Fills memory with file cache of every kind (clean, dirty, mapped, partly overwritten), tmpfs and processes; then writes
 # what the kernel says of each page to the last disk, past the cache, and keeps still.
-export PATH=/bin
-/bin/busybox --install -s /bin
-mount -t proc proc /proc && mount -t devtmpfs dev /dev && mount -t tmpfs tmp /tmp
-for module in /modules/*.ko; do insmod $module 2> /dev/null; done
-echo "guest: up $(uname -r)"
-fail() { echo "guest: failed: $*"; sleep 1000; }
 mount -t ext4 /dev/vda /ext4 && mount -t ext4 /dev/vdb /ext4-1k && mount -t xfs /dev/vdc /xfs || fail "mount"
 cp /ext4/data-* /xfs && sync && echo 3 > /proc/sys/vm/drop_caches || fail "copy"
 # What is dirty stays so unless it is synced.

@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rand::{RngCore, SeedableRng};
 
+use super::bare::{self, SYSTEMS};
 use super::packages::Kernel;
-use super::{cpio, modules};
 
 const INIT: &str = include_str!("census-init.sh");
-/// What it needs besides what is built in; with what those need.
-const MODULES: [&str; 6] = ["virtio_pci", "virtio_blk", "crc32c_intel", "crc32c_generic", "ext4", "xfs"];
 const MEMORY_BYTES: u64 = 512 << 20;
 const PAGE_BYTES: usize = 4096;
+/// Bytes of the disk that the report is written to.
+const REPORT_BYTES: u64 = 64 << 20;
 /// Where the report has the counts; the flags are at its start.
 const COUNTS_AT: usize = 16 << 20;
 /// Bytes of each of the files that the guest reads.
@@ -49,7 +49,7 @@ impl Census {
     /// When a tool is missing, or the guest does not come that far.
     pub fn boot(kernel: &Kernel, busybox: &Path, dir: &Path, time: Duration) -> Result<Self> {
         let initramfs = dir.join("initramfs");
-        fs::write(&initramfs, archive(kernel, busybox)?)?;
+        fs::write(&initramfs, bare::initramfs(kernel, busybox, INIT)?)?;
         make_disks(dir)?;
         let memory = format!(
             "memory-backend-file,id=ram,size={}M,share=on,mem-path={}",
@@ -71,7 +71,10 @@ impl Census {
         command.arg("-serial").arg(format!("file:{}", dir.join("console").display()));
         command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", dir.join("qmp").display()));
         command.arg("-kernel").arg(&kernel.image).arg("-initrd").arg(&initramfs);
-        command.args(["-append", "console=ttyS0 quiet panic=-1 tsc=unstable random.trust_cpu=on"]);
+        command.args([
+            "-append",
+            "console=ttyS0 quiet panic=-1 tsc=unstable no_timer_check random.trust_cpu=on",
+        ]);
         for (name, path) in disks(dir) {
             command.arg("-drive").arg(format!("file={},format=raw,if=none,id={name}", path.display()));
             command.args(["-device", &format!("virtio-blk-pci,drive={name}")]);
@@ -137,21 +140,8 @@ impl Drop for Census {
 }
 
 fn disks(dir: &Path) -> Vec<(&'static str, PathBuf)> {
-    let names = ["ext4", "ext4-1k", "xfs", "report"];
-    names.into_iter().map(|name| (name, dir.join(format!("{name}.raw")))).collect()
-}
-
-fn archive(kernel: &Kernel, busybox: &Path) -> Result<Vec<u8>> {
-    let mut archive = cpio::Archive::default();
-    for dir in ["bin", "dev", "proc", "modules", "ext4", "ext4-1k", "xfs", "tmp"] {
-        archive.directory(dir);
-    }
-    archive.file("init", 0o755, INIT.as_bytes());
-    archive.file("bin/busybox", 0o755, &fs::read(busybox)?);
-    for (index, bytes) in modules::with_needed(kernel, &MODULES)?.iter().enumerate() {
-        archive.file(&format!("modules/{index:02}.ko"), 0o644, bytes);
-    }
-    Ok(archive.finish())
+    let names = SYSTEMS.iter().map(|system| system.name).chain(["report"]);
+    names.map(|name| (name, dir.join(format!("{name}.raw")))).collect()
 }
 
 /// Files that no two blocks of are alike, on ext4; the guest copies them to xfs itself.
@@ -165,19 +155,10 @@ fn make_disks(dir: &Path) -> Result<()> {
         fs::write(tree.join(format!("data-{file}")), bytes)?;
     }
     for (name, path) in disks(dir) {
-        // mkfs.xfs refuses less than 300 MiB.
-        File::create(&path)?.set_len(if name == "xfs" { 320 << 20 } else { 64 << 20 })?;
-        let mut mkfs = match name {
-            "ext4" | "ext4-1k" => Command::new("mkfs.ext4"),
-            "xfs" => Command::new("mkfs.xfs"),
-            _ => continue,
-        };
-        mkfs.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").arg("-q");
-        if name != "xfs" {
-            mkfs.args(["-F", "-b", if name == "ext4" { "4096" } else { "1024" }, "-d"]).arg(&tree);
+        match SYSTEMS.iter().find(|system| system.name == name) {
+            Some(system) => system.make(&tree, &path)?,
+            None => File::create(&path)?.set_len(REPORT_BYTES)?,
         }
-        let made = mkfs.arg(&path).output().with_context(|| format!("mkfs for {name}"))?;
-        ensure!(made.status.success(), "mkfs for {name}: {}", String::from_utf8_lossy(&made.stderr));
     }
     Ok(fs::remove_dir_all(&tree)?)
 }

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use super::Guest;
+use super::{Guest, must};
 use crate::chain::pattern::{self, Writer};
 
 /// What a root disk is to hold besides the userland.
@@ -40,14 +40,7 @@ impl RootImage {
         ensure!(copy.success(), "cannot copy {}", files.display());
         self.write_files(&tree.join("files"))?;
         let raw = stage.path().join("root.raw");
-        File::create(&raw)?.set_len(self.size)?;
-        let mkfs = Command::new("mkfs.ext4")
-            .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
-            .args(["-q", "-F", "-E", "root_owner=0:0,lazy_itable_init=0,lazy_journal_init=0", "-d"])
-            .args([&tree, &raw])
-            .output()
-            .context("mkfs.ext4 (package e2fsprogs)")?;
-        ensure!(mkfs.status.success(), "mkfs.ext4: {}", String::from_utf8_lossy(&mkfs.stderr));
+        make_ext4(&tree, &raw, self.size)?;
         fs::rename(&raw, &path)?;
         Ok(path)
     }
@@ -70,4 +63,21 @@ impl RootImage {
         ensure!(sums.success(), "sha256sum failed");
         Ok(())
     }
+}
+
+/// Makes an image of `size` bytes, an ext4 file system with what is in `tree`.
+///
+/// # Errors
+/// When mkfs.ext4 is missing, or it does not fit.
+pub(super) fn make_ext4(tree: &Path, raw: &Path, size: u64) -> Result<()> {
+    File::create(raw)?.set_len(size)?;
+    let options = ["-q", "-F", "-E", "root_owner=0:0,lazy_itable_init=0,lazy_journal_init=0", "-d"];
+    mkfs("mkfs.ext4", |mkfs| mkfs.args(options).args([tree, raw]))
+}
+
+/// Runs `mkfs.KIND`, which may lie where only root looks for programs.
+pub(super) fn mkfs(program: &str, arguments: impl FnOnce(&mut Command) -> &mut Command) -> Result<()> {
+    let mut command = Command::new(program);
+    command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+    must(arguments(&mut command)).context("packages e2fsprogs and xfsprogs").map(drop)
 }

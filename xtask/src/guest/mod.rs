@@ -8,13 +8,17 @@
 //! The guest's init obeys `task=` on the kernel command line and reports on the serial console in lines that
 //! start with `guest:`. Everything fetched or made stays below `target/guest`, and is made again when missing.
 
+mod bare;
 pub mod census;
 pub mod cpio;
 pub mod image;
 pub mod judge;
 pub mod modules;
 pub mod packages;
+mod served;
 pub mod suites;
+pub mod system;
+pub mod trio;
 pub mod vm;
 
 use std::fs;
@@ -24,6 +28,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 pub use image::RootImage;
+pub use served::{Door, ServedGuest, must, serve};
 pub use vm::{Attach, Hardware, Task, Vm};
 
 use crate::bench::server::{Disk, Kind, Server};
@@ -57,6 +62,7 @@ const MODULES: [&str; 7] = [
 ];
 const INITRAMFS_INIT: &str = include_str!("initramfs-init.sh");
 const ROOT_INIT: &str = include_str!("root-init.sh");
+const WORKS_INIT: &str = include_str!("works-init.sh");
 
 impl Guest {
     /// Fetches and builds what is missing below `target` (the repository's `target` directory).
@@ -64,11 +70,23 @@ impl Guest {
     /// # Errors
     /// When packages cannot be fetched, or a tool is missing.
     pub fn prepare(target: &Path) -> Result<Self> {
+        Self::with_root(target, packages::userland, ROOT_INIT)
+    }
+
+    /// As [`Guest::here`], with a userland for [`Task::Work`].
+    ///
+    /// # Errors
+    /// As [`Guest::prepare`].
+    pub fn for_work() -> Result<Self> {
+        Self::with_root(&target()?, packages::workshop, WORKS_INIT)
+    }
+
+    fn with_root(target: &Path, userland: impl Fn(&Path) -> Result<PathBuf>, init: &str) -> Result<Self> {
         let dir = target.join("guest");
         let lock = packages::lock(&dir)?;
         let kernel = packages::kernel(&dir)?;
-        let root = packages::userland(&dir)?;
-        fs::write(root.join("sbin/init"), ROOT_INIT)?;
+        let root = userland(&dir)?;
+        fs::write(root.join("sbin/init"), init)?;
         make_executable(&root.join("sbin/init"))?;
         let initramfs = dir.join("initramfs.cpio");
         fs::write(&initramfs, initramfs_bytes(&kernel, &packages::busybox(&dir)?)?)?;
@@ -81,10 +99,15 @@ impl Guest {
     /// # Errors
     /// As [`Guest::prepare`].
     pub fn here() -> Result<Self> {
-        let vmstrata = crate::bench::server::vmstrata();
-        let target = vmstrata.ancestors().nth(2).context("this program lies outside a target directory")?;
-        Self::prepare(target)
+        Self::prepare(&target()?)
     }
+}
+
+/// The `target` directory this program was built in.
+fn target() -> Result<PathBuf> {
+    let vmstrata = crate::bench::server::vmstrata();
+    let target = vmstrata.ancestors().nth(2).context("this program lies outside a target directory")?;
+    Ok(target.to_owned())
 }
 
 fn make_executable(path: &Path) -> Result<()> {

@@ -19,6 +19,23 @@ pub struct Kernel {
 const PROGRAMS: [&str; 9] =
     ["base-files", "bash", "coreutils", "e2fsprogs", "findutils", "grep", "mount", "qemu-guest-agent", "sed"];
 
+/// What is added for the works: mostly files that are read.
+const WORKSHOP: [&str; 10] = [
+    "busybox-static",
+    "cpp-12",
+    "gcc-12",
+    "git",
+    "libllvm14",
+    "libpython3.11-stdlib",
+    "python3.11-minimal",
+    "sqlite3",
+    "vim-runtime",
+    "zlib1g",
+];
+
+/// What a system has besides, in which Debian's service manager is init.
+const SYSTEM_PROGRAMS: [&str; 3] = ["libnbd-bin", "systemd", "zlib1g"];
+
 /// Holds off other processes that would build the same guest; freed on drop.
 ///
 /// # Errors
@@ -128,9 +145,33 @@ pub fn busybox(dir: &Path) -> Result<PathBuf> {
 /// # Errors
 /// When packages cannot be fetched.
 pub fn userland(dir: &Path) -> Result<PathBuf> {
-    let tree = dir.join("userland");
-    once(&tree, |partial| {
-        unpack(&Apt::default(), &with_libraries(&PROGRAMS)?, partial)?;
+    tree(&dir.join("userland"), &PROGRAMS)
+}
+
+/// The same with systemd and an NBD client.
+///
+/// # Errors
+/// When packages cannot be fetched.
+pub fn system(dir: &Path) -> Result<PathBuf> {
+    let programs: Vec<&str> = PROGRAMS.iter().chain(&SYSTEM_PROGRAMS).copied().collect();
+    tree(&dir.join("system"), &programs)
+}
+
+/// The same with what the works need: programs, and the files that such machines have.
+///
+/// # Errors
+/// When packages cannot be fetched.
+pub fn workshop(dir: &Path) -> Result<PathBuf> {
+    let apt = Apt::default();
+    let headers = dependency(&apt, "linux-headers-cloud-amd64", "linux-headers-")?;
+    let headers = dependency(&apt, &headers, "linux-headers-")?;
+    let programs: Vec<&str> = PROGRAMS.iter().chain(&WORKSHOP).copied().chain([headers.as_str()]).collect();
+    tree(&dir.join("workshop"), &programs)
+}
+
+fn tree(tree: &Path, programs: &[&str]) -> Result<PathBuf> {
+    once(tree, |partial| {
+        unpack(&Apt::default(), &with_libraries(programs)?, partial)?;
         for top in ["bin", "sbin", "lib", "lib64"] {
             merge_into_usr(partial, top)?;
         }
@@ -139,7 +180,7 @@ pub fn userland(dir: &Path) -> Result<PathBuf> {
         }
         Ok(())
     })?;
-    Ok(tree)
+    Ok(tree.to_owned())
 }
 
 /// Makes `tree` by `make` unless it is there; a half-made one is never taken for whole.

@@ -82,11 +82,36 @@ for port in /dev/vport*; do
     echo "guest: agent"
 done
 
+# Work beside counting: readers of files with known sums, writers, programs mapped from files that were just written, and
+# files in memory that leave little for cache.
+load() {
+    mkdir -p /load || fail "load"
+    while (cd /files && sha256sum --quiet -c SHA256SUMS) || fail "a file differs from its checksum"; do sleep 0.1; done &
+    while :; do
+        head -c 2000000 /dev/urandom > /load/file || fail "write a file"
+        sum=$(sha256sum < /load/file)
+        sync
+        [ "$(sha256sum < /load/file)" = "$sum" ] || fail "a written file changed"
+    done &
+    while :; do
+        cp /usr/bin/sha256sum /load/new && mv /load/new /load/program || fail "write a program"
+        [ "$(/load/program < /load/program)" = "$(sha256sum < /usr/bin/sha256sum)" ] || fail "a program changed"
+    done &
+    while :; do
+        head -c 100000 /dev/urandom > /tmp/fill
+        while [ "$(sed -n 's/^MemAvailable: *\([0-9]*\) kB/\1/p' /proc/meminfo)" -gt 60000 ]; do
+            head -c 8000000 /dev/zero >> /tmp/fill || break
+        done
+        sleep 1
+    done &
+}
+
 # Counts for ever. Step n finds n - 1 lines on the disk, so a disk and a memory of two instants never count on.
 count() {
-    mount -t tmpfs tmpfs /tmp && mkdir -p /work || fail "count"
+    mount -t tmpfs -o size=90% tmpfs /tmp && mkdir -p /work || fail "count"
     head -c 3000000 /dev/urandom > /tmp/blob && cp /tmp/blob /work/blob || fail "blob"
     cat /files/data-* > /dev/null
+    [ "$task" = busy ] && load
     sum=$(sha256sum < /tmp/blob)
     step=0
     while :; do
@@ -103,10 +128,20 @@ count() {
     done
 }
 
+# Has every file in memory, and checks them there each time it is told to.
+cache() {
+    verify
+    echo "guest: cached"
+    while read -r line; do
+        [ "$line" = check ] && verify && echo "guest: checked"
+    done
+}
+
 case "$task" in
     boot) ;;
     verify) verify ;;
-    count) count ;;
+    count | busy) count ;;
+    cache) cache ;;
     workload)
         workload
         verify

@@ -16,6 +16,8 @@ use super::Guest;
 pub enum Attach {
     /// A vhost-user-blk socket that may go away and come back.
     VhostUser(PathBuf),
+    /// An NBD socket with an export `disk`, through virtio-blk.
+    Nbd(PathBuf),
     /// QEMU's own qcow2 driver and virtio-blk, read-only.
     Qcow2(PathBuf),
 }
@@ -38,6 +40,14 @@ pub enum Task {
     Resize,
     /// Count for ever; each step checks a file in memory, one on disk, and that the disk holds every step before it.
     Count,
+    /// As [`Task::Count`], among readers, writers, programs mapped from disk, and too little memory.
+    Busy,
+    /// Read every file the disk was made with, and check them again each time it is told to (`check`, by [`Vm::say`]).
+    Cache,
+    /// Be a system of services, of which one tries vmstrata's units: see [`super::system`].
+    System,
+    /// Work of a kind, for ever; with a root of [`Guest::for_work`].
+    Work(&'static str),
 }
 
 impl Task {
@@ -49,6 +59,10 @@ impl Task {
             Self::Workload { rounds } => format!("task=workload rounds={rounds}"),
             Self::Soak => "task=soak".into(),
             Self::Count => "task=count".into(),
+            Self::Busy => "task=busy".into(),
+            Self::Cache => "task=cache".into(),
+            Self::System => "systemd.unit=units-test.target systemd.show_status=0".into(),
+            Self::Work(kind) => format!("task={kind}"),
         }
     }
 }
@@ -110,13 +124,20 @@ impl Vm {
         let memory = format!("{memory}id=ram,size={mib}M,share=on");
         command.args(["-m", &mib.to_string(), "-object", &memory]).args(&hardware.arguments);
         command.arg("-kernel").arg(&guest.kernel).arg("-initrd").arg(&guest.initramfs);
-        let words = "console=ttyS0 quiet panic=-1 tsc=unstable random.trust_cpu=on";
+        let words = "console=ttyS0 quiet panic=-1 tsc=unstable no_timer_check random.trust_cpu=on";
         command.arg("-append").arg(format!("{words} {}", task.command_line()));
         match attach {
             Attach::VhostUser(socket) => {
                 let path = socket.display();
                 command.arg("-chardev").arg(format!("socket,id=disk,path={path},reconnect=1"));
                 command.args(["-device", "vhost-user-blk-pci,chardev=disk,num-queues=1"]);
+            }
+            Attach::Nbd(socket) => {
+                let path = socket.display();
+                command.arg("-blockdev").arg(format!(
+                    "driver=nbd,node-name=disk,discard=unmap,export=disk,server.type=unix,server.path={path}"
+                ));
+                command.args(["-device", "virtio-blk-pci,drive=disk"]);
             }
             Attach::Qcow2(file) => {
                 let file = file.display();

@@ -13,6 +13,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 
 use super::disk::Disk;
+use super::progress::{Progress, Who};
 
 /// Most snapshots that one command deletes.
 const AT_ONCE: usize = 12;
@@ -43,13 +44,23 @@ pub(super) struct Deleted {
     pub(super) cut_short: usize,
 }
 
+impl Deleted {
+    fn so_far(&self, of: usize, at_once: usize) -> String {
+        format!("{} of {of} deletes, {} cut short, {at_once} at once", self.names.len(), self.cut_short)
+    }
+}
+
 impl Deleter {
     /// Begins to delete `count` snapshots of `disk`.
-    pub(super) fn start(disk: Disk, count: usize, seed: u64) -> Self {
+    pub(super) fn start(disk: Disk, count: usize, seed: u64, progress: Progress) -> Self {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
         let mut random = SmallRng::seed_from_u64(seed ^ 0xde1e7e);
-        let thread = std::thread::spawn(move || delete_all(&disk, count, &mut random, &own));
+        let thread = std::thread::spawn(move || {
+            let deleted = delete_all(&disk, count, &mut random, &own, &progress);
+            progress.done(Who::Deleter);
+            deleted
+        });
         Self { thread, shared }
     }
 
@@ -79,7 +90,13 @@ impl Deleter {
     }
 }
 
-fn delete_all(disk: &Disk, count: usize, random: &mut SmallRng, shared: &Shared) -> Result<Deleted> {
+fn delete_all(
+    disk: &Disk,
+    count: usize,
+    random: &mut SmallRng,
+    shared: &Shared,
+    progress: &Progress,
+) -> Result<Deleted> {
     let mut deleted = Deleted::default();
     let mut headway = Instant::now();
     loop {
@@ -96,6 +113,7 @@ fn delete_all(disk: &Disk, count: usize, random: &mut SmallRng, shared: &Shared)
             headway = Instant::now();
             continue;
         }
+        progress.now(Who::Deleter, deleted.so_far(count, chosen.len()));
         let words: Vec<&str> = [&["delete"][..], &chosen].concat();
         if !disk.ask(&words).status()?.success() {
             deleted.cut_short += 1;

@@ -11,6 +11,7 @@
 
 mod deletes;
 mod disk;
+mod progress;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -26,6 +27,7 @@ use crate::build;
 use crate::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, judge, spread};
 use deletes::Deleter;
 use disk::Disk;
+use progress::{Progress, Who};
 
 /// The longest that is waited for the guest's last round.
 const LAST_ROUND_MAX: Duration = Duration::from_secs(600);
@@ -83,6 +85,8 @@ pub fn run(options: &Options) -> Result<Outcome> {
     server::raise_file_limit()?;
     build::vmstrata()?;
     std::fs::create_dir_all(&options.dir)?;
+    let progress = Progress::begin();
+    progress.now(Who::Taker, "the guest's disk is made".to_owned());
     let dir = tempfile::Builder::new().prefix("soak-").tempdir_in(&options.dir)?;
     // Whatever is wrong with it can be looked at.
     let dir = dir.keep();
@@ -94,11 +98,11 @@ pub fn run(options: &Options) -> Result<Outcome> {
     server.wait_for_vhost_user()?;
     let disk = Disk { path: top, control: server.control() };
     let mut outcome = Outcome::default();
-    let worked = work(options, &guest, &disk, &mut server, &mut outcome);
+    let worked = work(options, &guest, &disk, &mut server, &mut outcome, &progress);
     let deleted = worked.with_context(|| format!("{}: the server said:\n{}", dir.display(), server.log()))?;
     server.stop()?;
     let judged = check_names(&disk, options.snapshots, &deleted)
-        .and_then(|()| after(options, &guest, &disk, &mut outcome));
+        .and_then(|()| after(options, &guest, &disk, &mut outcome, &progress));
     judged.with_context(|| format!("{}: {outcome:?}", dir.display()))?;
     std::fs::remove_dir_all(&dir)?;
     Ok(outcome)
@@ -111,20 +115,22 @@ fn work(
     disk: &Disk,
     server: &mut Server,
     outcome: &mut Outcome,
+    progress: &Progress,
 ) -> Result<Vec<String>> {
+    progress.now(Who::Taker, "the guest boots".to_owned());
     let mut vm = Vm::boot(guest, &Attach::VhostUser(server.vhost_user()), Task::Soak)?;
     vm.wait_for(UP, BOOT_MAX)?;
-    let deleter = Deleter::start(disk.clone(), options.deletes, options.seed);
+    let deleter = Deleter::start(disk.clone(), options.deletes, options.seed, progress.clone());
     let mut random = SmallRng::seed_from_u64(options.seed);
     while outcome.snapshots < options.snapshots {
         let done = vm.saw("guest: done", options.every)?;
         ensure!(!done, "the guest ended by itself");
+        let (taken, all) = (outcome.snapshots, options.snapshots);
+        progress.now(Who::Taker, format!("{taken} of {all} snapshots, {} kills", outcome.kills));
         take_one(options, disk, server, outcome, &mut random)?;
-        if outcome.snapshots.is_multiple_of(50) {
-            eprintln!("{} snapshots, {} kills, {} deletes", outcome.snapshots, outcome.kills, deleter.done());
-        }
         deleter.check()?;
     }
+    progress.now(Who::Taker, format!("all {} snapshots, {} kills", outcome.snapshots, outcome.kills));
     let start = Instant::now();
     while deleter.done() < options.deletes {
         ensure!(start.elapsed() < DELETES_MAX, "only {} deletes", deleter.done());
@@ -133,6 +139,7 @@ fn work(
     }
     let deleted = deleter.end()?;
     (outcome.deletes, outcome.cut_short) = (deleted.names.len(), deleted.cut_short);
+    progress.now(Who::Taker, "the guest verifies its files".to_owned());
     vm.say("stop")?;
     vm.wait_for("guest: done", LAST_ROUND_MAX)?;
     vm.wait_for_end(BOOT_MAX)?;
@@ -187,19 +194,27 @@ fn killed(disk: &Disk, server: &mut Server, name: &str, within: Duration) -> Res
 }
 
 /// Judges every file that is left.
-fn after(options: &Options, guest: &Guest, disk: &Disk, outcome: &mut Outcome) -> Result<()> {
+fn after(
+    options: &Options,
+    guest: &Guest,
+    disk: &Disk,
+    outcome: &mut Outcome,
+    progress: &Progress,
+) -> Result<()> {
     let layers = disk.layers()?;
-    eprintln!("{} layers are judged", layers.len());
-    for layer in &layers {
+    for (number, layer) in layers.iter().enumerate() {
+        progress.now(Who::Taker, format!("{number} of {} layers are checked", layers.len()));
         outcome.leaks += usize::from(judge::leaks(layer)?);
     }
     outcome.layers = layers.len();
     let dir = disk.path.parent().context("a directory")?;
     // The newest first: the disk itself, which the guest has left in order.
     for layer in layers.iter().step_by(options.check_every.max(1)) {
+        progress.now(Who::Taker, format!("{} file systems are checked", outcome.recovered));
         judge::recovers(layer, dir)?;
         outcome.recovered += 1;
     }
+    progress.now(Who::Taker, "the guest verifies its files on stock QEMU".to_owned());
     let mut stock = Vm::boot(guest, &Attach::Qcow2(disk.path.clone()), Task::Verify)?;
     stock.wait_for_end(BOOT_MAX).map(drop)
 }

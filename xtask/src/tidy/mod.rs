@@ -19,7 +19,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench::{history, results::Results, table};
+use crate::bench::{history, memory, results::Results, table};
 use exceptions::Exceptions;
 use lexer::{Token, tokens};
 
@@ -49,7 +49,8 @@ impl Source {
 }
 
 /// Where `unsafe` may stand: rings and aligned buffers, guest memory, and the benchmark's use of libblkio.
-const UNSAFE_ALLOWED: [&str; 3] = ["crates/store/", "crates/export/", "xtask/src/bench/client.rs"];
+const UNSAFE_ALLOWED: [&str; 4] =
+    ["crates/store/", "crates/export/", "crates/memory/", "xtask/src/bench/client.rs"];
 
 /// Checks the repository at `root`; returns the complaints.
 ///
@@ -111,12 +112,13 @@ fn forbidden_unsafe(source: &Source) -> Option<String> {
         return None;
     }
     let token = source.tokens.iter().find(|token| token.text == "unsafe")?;
-    Some(format!("{}:{}: `unsafe` belongs into the crates store and export", source.path, token.line))
+    Some(format!("{}:{}: `unsafe` belongs into the crates store, export and memory", source.path, token.line))
 }
 
 fn readme_table(root: &Path) -> Result<Option<String>> {
     let readme = fs::read_to_string(root.join("README.md")).context("README.md")?;
-    let mut fresh = history::published(root, &readme)?;
+    let fresh = history::PAGE.published(root, &readme)?;
+    let mut fresh = memory::PAGE.published(root, &fresh)?;
     let json = root.join("docs/measurements/chain.json");
     if json.is_file() {
         let results: Results =

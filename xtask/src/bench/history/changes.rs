@@ -5,10 +5,10 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
+use super::super::report::{Report, Row};
 use super::super::server::vmstrata;
 use super::CLUSTER;
 use super::disk::{CHANGED, History};
-use super::report::{Report, Row};
 use super::take::timed;
 
 /// Layers compared of each kind.

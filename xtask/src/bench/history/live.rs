@@ -10,15 +10,19 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::super::client::Client;
+use super::super::machine::touch_free_memory;
+use super::super::qmp::Qmp;
+use super::super::report::{Report, Row};
 use super::super::results::{median, range};
 use super::super::server::{Disk, Kind, Server};
 use super::disk::{self, History, Layer};
 use super::guest::{Guest, Trace};
-use super::qmp::Qmp;
-use super::report::{Report, Row};
 use super::take::{self, Take, Taken};
 use super::{BLOCK, CLUSTER, Options, Pace, SEED};
 use crate::chain::pattern::{Writer, mix};
+
+/// Memory touched between two snapshots: more than the copies that the next one causes.
+const GAP_MEMORY: usize = 256 << 20;
 
 /// A snapshot under a writing guest.
 struct Moment {
@@ -122,10 +126,14 @@ fn change(client: &mut Client, history: &mut History, clusters: &[u64], index: u
 
 /// Snapshots at their moments: close ones, then those with a second before and after.
 fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take) -> Result<Vec<Moment>> {
+    touch_free_memory(8 * GAP_MEMORY);
     std::thread::sleep(pace.second);
     let mut moments = Vec::new();
     for index in 0..pace.close + pace.spaced {
-        let gap = if index < pace.close { pace.second.mul_f64(0.4) } else { pace.second.mul_f64(2.1) };
+        // Spaced ones have a whole second after and before, in which nothing else is done.
+        let gap = pace.second.mul_f64(if index < pace.close { 0.2 } else { 1.05 });
+        std::thread::sleep(gap);
+        touch_free_memory(GAP_MEMORY);
         std::thread::sleep(gap);
         let from = guest.now();
         let taken = take.take(&name(first + index))?;

@@ -16,11 +16,11 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
 use super::super::client::Client;
+use super::super::qmp::Qmp;
+use super::super::report::{Report, Row};
 use super::super::results::median;
 use super::super::server::{Disk, Kind, Server, vmstrata};
 use super::guest::Guest;
-use super::qmp::Qmp;
-use super::report::{Report, Row};
 use super::take::{self, Take, timed};
 use super::{BLOCK, Options, SEED, disk};
 use crate::chain::pattern::Writer;

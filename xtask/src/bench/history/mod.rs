@@ -18,10 +18,7 @@ mod guest;
 mod live;
 mod merging;
 mod opened;
-mod publish;
-mod qmp;
 mod reads;
-mod report;
 mod space;
 mod take;
 
@@ -31,10 +28,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
-pub use publish::{BEGIN, END, markdown, published, render};
-pub use report::{Bound, Report, Row};
-
+use super::page::Page;
+use super::report::Report;
 use super::server;
+
+/// Where the results are kept.
+pub const PAGE: Page = Page { file: "docs/measurements/history.json", mark: "bench:history" };
 
 /// Tells this benchmark's data from others'.
 const SEED: u64 = 20_260_301;
@@ -117,7 +116,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let guests = options.pace.spaced + options.pace.close;
     ensure!(guests > 0 && options.snapshots >= guests + 2 * disk::SPECIAL, "too few snapshots");
     fs::create_dir_all(&options.dir)?;
-    let mut report = Report::new(options);
+    let mut report = Report::new("qemu-storage-daemon", parameters(options));
     let start = Instant::now();
     let said = |what: &str| eprintln!("{:5.1} s  {what}", start.elapsed().as_secs_f64());
     {
@@ -144,9 +143,26 @@ pub fn run(options: &Options) -> Result<Report> {
         reads::measure(options, dir.path(), &mut report)?;
     }
     said("done");
-    println!("{}", markdown(&report));
-    if let Some(root) = &options.publish {
-        publish::write(root, &report)?;
-    }
+    PAGE.publish(options.publish.as_deref(), &report)?;
     Ok(report)
+}
+
+fn parameters(options: &Options) -> Vec<(String, String)> {
+    let named = |name: &str, value: String| (name.to_owned(), value);
+    let pace = options.pace;
+    vec![
+        named("disk", format!("{} GiB, 90 % of its 64 KiB clusters mapped", options.size >> 30)),
+        named("snapshots", options.snapshots.to_string()),
+        named("snapshots under a writing guest", (pace.spaced + pace.close).to_string()),
+        named("guest", format!("4 KiB random writes, QD8, to {} MiB", options.working_set >> 20)),
+        named(
+            "guest during merges",
+            format!(
+                "4 KiB random reads and writes in turn, QD8; {} MiB copied at the default speed limit",
+                options.merged >> 20
+            ),
+        ),
+        named("disks of the reads", format!("{} MiB", options.reads_size >> 20)),
+        named("all of it", "cargo xtask bench history".into()),
+    ]
 }

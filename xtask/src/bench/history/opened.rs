@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use anyhow::Result;
 
+use super::super::report::{Report, Row};
 use super::super::server::{Disk, Kind, Server, vmstrata};
 use super::disk::History;
-use super::report::{Report, Row};
 use super::take::timed;
 use super::{BLOCK, SEED};
 use crate::chain::pattern::Writer;

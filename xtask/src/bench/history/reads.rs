@@ -6,10 +6,10 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use super::super::prepared::{self, Prepared};
+use super::super::report::{Report, Row};
 use super::super::results::Figure;
 use super::super::server::{Kind, vmstrata};
 use super::super::session::{self, Timing};
-use super::report::{Report, Row};
 use super::take::timed;
 use super::{CLUSTER, Options, SEED};
 use crate::chain::{self, Base, Plan, Spec};

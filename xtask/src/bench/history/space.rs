@@ -17,10 +17,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::{Value, json};
 
+use super::super::report::{Report, Row};
 use super::super::results::median;
 use super::CLUSTER;
 use super::disk::{CHANGED, History};
-use super::report::{Report, Row};
 use super::take::timed;
 
 const PAGE: u64 = 4 << 10;

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
+use super::super::qmp::Qmp;
 use super::super::server::vmstrata;
-use super::qmp::Qmp;
 
 /// A snapshot that was taken.
 #[derive(Clone, Copy, Debug)]

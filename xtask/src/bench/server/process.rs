@@ -1,6 +1,7 @@
 //! What can be done to a process whatever it is: end it, weigh it, and give it files to open.
 
 use std::fs;
+use std::path::Path;
 use std::process::Child;
 
 use anyhow::{Context, Result};
@@ -41,6 +42,18 @@ pub fn raise_file_limit() -> Result<()> {
     Ok(rustix::process::setrlimit(rustix::process::Resource::Nofile, limit)?)
 }
 
+/// Whether a process listens at a unix socket. The file alone says little: it is there a moment before, and is left by who
+/// was killed. Connecting says more, but a server of one client would take that for the client.
+pub(super) fn listens(socket: &Path) -> Result<bool> {
+    /// The kernel's `__SO_ACCEPTCON`.
+    const ACCEPTS: &str = "00010000";
+    let name = socket.to_str().context("a path that is text")?;
+    let sockets = fs::read_to_string("/proc/net/unix")?;
+    // Num RefCount Protocol Flags Type St Inode Path
+    let accepts = |line: &str| line.split_whitespace().nth(3) == Some(ACCEPTS);
+    Ok(sockets.lines().any(|line| line.ends_with(&format!(" {name}")) && accepts(line)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -50,5 +63,16 @@ mod tests {
         let status = "VmRSS:\t   900 kB\nRssAnon:\t     100 kB\nRssFile:\t  50 kB\nRssShmem:\t 750 kB\n";
         assert_eq!(parse_resident(status), Some(150 * 1024));
         assert_eq!(parse_resident("Name: x\n"), None);
+    }
+
+    #[test]
+    fn only_a_bound_socket_that_accepts_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        assert!(!listens(&path).unwrap());
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(listens(&path).unwrap());
+        drop(listener);
+        assert!(path.exists() && !listens(&path).unwrap());
     }
 }

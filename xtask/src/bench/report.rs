@@ -1,10 +1,9 @@
-//! What was measured, row by row beside its bounds: `docs/measurements/history.json` is this structure.
+//! What was measured, row by row beside its bounds: the files of `docs/measurements` that have rows are this structure.
 
 use serde::{Deserialize, Serialize};
 
-use super::super::results::{Machine, median, range};
-use super::super::{machine, server};
-use super::Options;
+use super::results::{Machine, median, range};
+use super::{machine, server};
 
 /// What a value must keep.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -116,17 +115,17 @@ pub struct Report {
 }
 
 impl Report {
-    /// A report without rows.
-    pub(super) fn new(options: &Options) -> Self {
+    /// A report without rows, in which QEMU takes part as `qemu`.
+    pub(super) fn new(qemu: &str, parameters: Vec<(String, String)>) -> Self {
         let version = |name: &str, program: &str| (name.to_owned(), machine::version(program));
         Self {
             date: machine::today(),
             machine: machine::machine(),
             versions: vec![
-                version("qemu", "qemu-storage-daemon"),
+                version("qemu", qemu),
                 version("vmstrata", &server::vmstrata().display().to_string()),
             ],
-            parameters: parameters(options),
+            parameters,
             rows: Vec::new(),
         }
     }
@@ -136,26 +135,6 @@ impl Report {
         eprintln!("         {}: {:.3} {}", row.name, row.value, row.unit);
         self.rows.push(row);
     }
-}
-
-fn parameters(options: &Options) -> Vec<(String, String)> {
-    let named = |name: &str, value: String| (name.to_owned(), value);
-    let pace = options.pace;
-    vec![
-        named("disk", format!("{} GiB, 90 % of its 64 KiB clusters mapped", options.size >> 30)),
-        named("snapshots", options.snapshots.to_string()),
-        named("snapshots under a writing guest", (pace.spaced + pace.close).to_string()),
-        named("guest", format!("4 KiB random writes, QD8, to {} MiB", options.working_set >> 20)),
-        named(
-            "guest during merges",
-            format!(
-                "4 KiB random reads and writes in turn, QD8; {} MiB copied at the default speed limit",
-                options.merged >> 20
-            ),
-        ),
-        named("disks of the reads", format!("{} MiB", options.reads_size >> 20)),
-        named("all of it", "cargo xtask bench history".into()),
-    ]
 }
 
 #[cfg(test)]

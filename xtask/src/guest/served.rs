@@ -1,0 +1,192 @@
+//! A guest on a disk that vmstrata serves, which is killed, and started again from a snapshot of its memory.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use anyhow::{Context, Result, ensure};
+
+use super::{Attach, Guest, Hardware, Task, Vm};
+use crate::bench::server::{self, Disk, Kind, Server};
+
+/// How the guest gets to its disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Door {
+    /// A vhost-user-blk socket.
+    VhostUser,
+    /// An NBD export.
+    Nbd,
+}
+
+impl Door {
+    fn socket(self, server: &Server) -> PathBuf {
+        match self {
+            Self::VhostUser => server.vhost_user(),
+            Self::Nbd => server.nbd(),
+        }
+    }
+
+    fn attach(self, server: &Server) -> Attach {
+        match self {
+            Self::VhostUser => Attach::VhostUser(server.vhost_user()),
+            Self::Nbd => Attach::Nbd(server.nbd()),
+        }
+    }
+}
+
+/// The guest and its server; both are ended when this is dropped.
+#[derive(Debug)]
+pub struct ServedGuest {
+    /// The machine.
+    pub vm: Vm,
+    /// `None` only while the disk is put back.
+    server: Option<Server>,
+    disk: PathBuf,
+    door: Door,
+    /// The monitor that vmstrata uses.
+    monitor: PathBuf,
+    /// QEMU's arguments, without that monitor.
+    arguments: Vec<String>,
+}
+
+impl ServedGuest {
+    /// Serves `disk` and powers a guest on.
+    ///
+    /// # Errors
+    /// When a server or QEMU does not start.
+    pub fn start(
+        guest: &Guest,
+        (disk, door): (PathBuf, Door),
+        task: Task,
+        hardware: &Hardware,
+        monitor: PathBuf,
+    ) -> Result<Self> {
+        let server = serve(&disk)?;
+        let arguments = Vm::arguments(guest, &door.attach(&server), task, hardware);
+        let arguments: Option<Vec<_>> = arguments.into_iter().map(|word| word.into_string().ok()).collect();
+        let arguments = arguments.context("arguments that are text")?;
+        let mut command = Command::new("qemu-system-x86_64");
+        command.args(&arguments).args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+        let vm = Vm::start(command)?;
+        Ok(Self { vm, server: Some(server), disk, door, monitor, arguments })
+    }
+
+    /// Who serves the disk.
+    ///
+    /// # Panics
+    /// After a restore that failed before there was a new one.
+    pub fn server(&self) -> &Server {
+        self.server.as_ref().expect("a server")
+    }
+
+    /// The file of the disk.
+    pub fn disk(&self) -> &Path {
+        &self.disk
+    }
+
+    /// The monitor that vmstrata uses.
+    pub fn monitor(&self) -> &Path {
+        &self.monitor
+    }
+
+    /// `vmstrata vm WORDS --vault HOME...`; homes are made if they are not there.
+    ///
+    /// # Errors
+    /// When they cannot be made.
+    pub fn vm_command(&self, words: &[&str], homes: &[PathBuf]) -> Result<Command> {
+        homes.iter().try_for_each(fs::create_dir_all)?;
+        let mut command = Command::new(server::vmstrata());
+        command.arg("vm").args(words).env("VMSTRATA_CONTROL", self.server().control());
+        homes.iter().for_each(|home| _ = command.arg("--vault").arg(home));
+        Ok(command)
+    }
+
+    /// The same with the monitor.
+    ///
+    /// # Errors
+    /// As [`ServedGuest::vm_command`].
+    pub fn vm_monitored(&self, words: &[&str], homes: &[PathBuf]) -> Result<Command> {
+        let mut command = self.vm_command(words, homes)?;
+        command.arg("--qmp").arg(&self.monitor);
+        Ok(command)
+    }
+
+    /// Kills the guest, puts its disk back to the snapshot of the same name, and starts it from `GUEST@NAME`.
+    ///
+    /// # Errors
+    /// When the disk cannot be put back, or a program does not start.
+    pub fn restore(&mut self, snapshot: &str, homes: &[PathBuf], flags: &[&str]) -> Result<()> {
+        let (_, name) = snapshot.split_once('@').context("GUEST@NAME")?;
+        self.restore_on(name, snapshot, homes, flags)
+    }
+
+    /// As [`ServedGuest::restore`], with the disk put back to the snapshot `name`.
+    ///
+    /// # Errors
+    /// As [`ServedGuest::restore`].
+    pub fn restore_on(
+        &mut self,
+        name: &str,
+        snapshot: &str,
+        homes: &[PathBuf],
+        flags: &[&str],
+    ) -> Result<()> {
+        self.end()?;
+        let socket = self.door.socket(self.server()).display().to_string();
+        self.server.take().context("a server")?.stop()?;
+        let kept = self.disk.with_file_name("after.qcow2");
+        // There is none before the first time.
+        let _ = fs::remove_file(&kept);
+        let mut revert = Command::new(server::vmstrata());
+        must(revert.args(["snapshot", "revert"]).arg(&self.disk).arg(name).arg("--keep").arg(kept))?;
+        let moved = self.door.socket(self.server.insert(serve(&self.disk)?)).display().to_string();
+        self.arguments.iter_mut().for_each(|word| *word = word.replace(&socket, &moved));
+        let mut restore = self.vm_monitored(&["restore", snapshot], homes)?;
+        restore.args(flags).args(["--", "qemu-system-x86_64"]).args(&self.arguments);
+        self.vm = Vm::start(restore)?;
+        Ok(())
+    }
+
+    /// Kills the guest; one that was restored is the child of the command that did it.
+    ///
+    /// # Errors
+    /// When nothing can be started in its place.
+    pub fn end(&mut self) -> Result<()> {
+        let pid = self.vm.pid();
+        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+        for child in children.split_whitespace() {
+            let _ = Command::new("kill").args(["-KILL", child]).status();
+        }
+        self.vm = Vm::start(Command::new("true"))?;
+        Ok(())
+    }
+}
+
+impl Drop for ServedGuest {
+    fn drop(&mut self) {
+        // What cannot be killed is gone.
+        let _ = self.end();
+    }
+}
+
+/// Serves a disk through both doors, for writing.
+///
+/// # Errors
+/// When the server does not come that far.
+pub fn serve(disk: &Path) -> Result<Server> {
+    let disk = Disk { path: disk.to_owned(), writable: true, backing: None };
+    let mut server = Server::start(Kind::Vmstrata, &disk)?;
+    server.wait_for_vhost_user()?;
+    server.wait_for_nbd()?;
+    Ok(server)
+}
+
+/// Runs a command that has to succeed.
+///
+/// # Errors
+/// When it does not; with what it says.
+pub fn must(command: &mut Command) -> Result<Output> {
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    ensure!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(output)
+}

@@ -1,0 +1,106 @@
+//! A guest is started before its memory is read, and counts on; homes of its snapshot go while it does.
+
+mod counting;
+
+use std::path::Path;
+use std::process::Command;
+
+use counting::{Counting, Door, STEPS_MAX, last_count, must};
+use xtask::guest::{Task, Vm};
+
+/// Nothing in the background, so that what is read is what the guest touched.
+const ONLY_FAULTS: [&str; 3] = ["--lazy", "--fill-rate", "0"];
+
+/// Waits until the restored guest counts, from where it was taken.
+fn went_on(counting: &mut Counting, taken_at: u32) {
+    counting.guest.vm.wait_for("guest: count ", STEPS_MAX).unwrap();
+    let first = last_count(&counting.guest.vm);
+    assert!(first >= taken_at && first <= taken_at + 2, "taken at {taken_at}, went on at {first}");
+    counting.counts_on();
+}
+
+/// Ends `vmstrata vm restore` as an init system does; returns what it said last of how much it read, in percent.
+fn end(counting: &mut Counting) -> f64 {
+    must(Command::new("kill").args(["-TERM", &counting.guest.vm.pid().to_string()]));
+    let ended = counting.guest.vm.wait_for("no such line", STEPS_MAX).unwrap_err();
+    assert!(ended.to_string().starts_with("ended before"), "{ended}");
+    let said = counting.guest.vm.console().lines().rev().find(|line| line.contains(" read (")).unwrap();
+    let share = said.split(" read (").nth(1).unwrap().trim_end_matches(" %)");
+    share.parse().unwrap_or_else(|_| panic!("{said}"))
+}
+
+/// Nothing is left of a restore.
+fn assert_clean(counting: &Counting) {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    let dir = counting.dir.path().join("pages");
+    assert!(!mounts.contains(dir.to_str().unwrap()), "{mounts}");
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
+}
+
+fn empty(home: &Path) {
+    for file in std::fs::read_dir(home).unwrap() {
+        let path = file.unwrap().path();
+        // Who has it open notices too.
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+        std::fs::remove_file(path).unwrap();
+    }
+}
+
+fn answers_before_its_memory_is_read(door: Door) {
+    let mut counting = Counting::start(door, Task::Count, 256);
+    let dir = counting.dir.path().join("pages");
+    std::fs::create_dir(&dir).unwrap();
+    must(counting.snapshot("mon").args(["--disk", "disk"]));
+    let at = last_count(&counting.guest.vm);
+    let dir = ["--memory-dir", dir.to_str().unwrap()];
+    for cache in [&["--cache-time", "0"][..], &["--no-cache"]] {
+        counting.restore("mon", &[&ONLY_FAULTS[..], &dir, cache].concat());
+        counting.guest.vm.wait_for("guest: count ", STEPS_MAX).unwrap();
+        let share = end(&mut counting);
+        assert!(share > 0.0 && share < 100.0, "{share} % read\n{}", counting.guest.vm.console());
+        assert_clean(&counting);
+    }
+    // All of it in the background, with a home that goes as soon as the guest runs: its copies are in the other one.
+    counting.restore("mon", &[&["--lazy"][..], &dir].concat());
+    counting.guest.vm.wait_for("restored lazily", STEPS_MAX).unwrap();
+    empty(&counting.dir.path().join("a"));
+    went_on(&mut counting, at);
+    if !counting.guest.vm.console().contains("no longer needed") {
+        counting.guest.vm.wait_for("no longer needed", STEPS_MAX).unwrap();
+    }
+    empty(&counting.dir.path().join("b"));
+    counting.counts_on();
+    counting.counts_on();
+    assert_eq!(end(&mut counting), 100.0);
+    assert_clean(&counting);
+}
+
+#[test]
+fn guest_on_an_nbd_disk_answers_before_its_memory_is_read() {
+    answers_before_its_memory_is_read(Door::Nbd);
+}
+
+#[test]
+fn guest_on_a_vhost_user_disk_answers_before_its_memory_is_read() {
+    answers_before_its_memory_is_read(Door::VhostUser);
+}
+
+/// A page that the guest needs and that is nowhere ends QEMU: it is never zeros.
+#[test]
+fn guest_does_not_outlive_a_page_that_it_needs() {
+    let mut counting = Counting::start(Door::Nbd, Task::Count, 256);
+    must(counting.snapshot("mon").args(["--disk", "disk"]));
+    counting.restore("mon", &[&ONLY_FAULTS[..], &["--no-cache", "--page-patience", "0"]].concat());
+    counting.guest.vm.wait_for("restored lazily", STEPS_MAX).unwrap();
+    for home in ["a", "b"] {
+        empty(&counting.dir.path().join(home));
+    }
+    let ended = counting.guest.vm.wait_for("no such line", STEPS_MAX).unwrap_err().to_string();
+    assert!(ended.starts_with("ended before"), "{ended}");
+    assert!(counting.guest.vm.console().contains("cannot be read"), "{ended}");
+    counting.guest.vm = Vm::start(Command::new("true")).unwrap();
+    // With nothing left, that is said at once.
+    let lost = counting.vm_command(&["restore", "web@mon"]).args(["--lazy", "--", "qemu"]).output().unwrap();
+    assert_eq!(lost.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&lost.stderr).contains("no snapshot web@mon"), "{lost:?}");
+}
