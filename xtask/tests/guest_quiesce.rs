@@ -1,9 +1,10 @@
 //! A guest that writes to its file system has the real QEMU guest agent: in a quiesced snapshot the file system needs no
 //! recovery, in any other it does, and the guest goes on, also when the server is killed while it is frozen.
 
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use xtask::bench::server::{self, Server};
@@ -59,14 +60,20 @@ fn wait_for(vm: &mut Vm, server: &Server, text: &str) {
     seen.unwrap_or_else(|error| panic!("{error:#}\n{}", server.log()));
 }
 
-/// Kills the server at moments around the freezing, until a guest was thawed by who stays.
+/// Kills the server at moments of the freezing, until a guest was thawed by who stays.
 fn kill_while_frozen(server: &mut Server, agent: &Path, disk: &Path, vm: &mut Vm) {
     for round in 0..KILLS_MAX {
         let mut create = Command::new(server::vmstrata());
         create.args(["snapshot", "create", "--quiesce", "always", "--name"]).arg(format!("killed{round}"));
         create.arg("--agent").arg(agent).arg("--control").arg(server.control()).arg(disk);
         let mut asked = create.stderr(Stdio::null()).spawn().unwrap();
-        std::thread::sleep(Duration::from_millis(50 + 40 * round));
+        let begun = Instant::now();
+        while !is_guarded(agent) {
+            assert!(begun.elapsed() < ROUND_MAX, "the guest is not frozen: {}", server.log());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // The agent is asked, and the guest's file system takes its time, about now.
+        std::thread::sleep(Duration::from_millis(10 * round));
         server.crash().unwrap();
         asked.wait().unwrap();
         server.restart().unwrap();
@@ -79,6 +86,16 @@ fn kill_while_frozen(server: &mut Server, agent: &Path, disk: &Path, vm: &mut Vm
         }
     }
     panic!("no guest was frozen in {KILLS_MAX} kills: {}", server.log());
+}
+
+/// Whether the second process is there that would thaw this agent's guest.
+fn is_guarded(agent: &Path) -> bool {
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let mut said = processes.filter_map(|process| std::fs::read(process.path().join("cmdline")).ok());
+    said.any(|words| {
+        let mut words = words.split(|byte| *byte == 0).skip(1);
+        words.next() == Some(b"thaw-guard") && words.next() == Some(agent.as_os_str().as_bytes())
+    })
 }
 
 /// What gives a machine a port for its agent, which this side is the client of.
