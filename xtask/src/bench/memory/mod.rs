@@ -5,7 +5,7 @@
 //!      ├─ taken     vm snapshot into empty vaults: bytes by cause, duration, pause
 //!      ├─ copies    the same memory as three full copies, and compressed; QEMU's migrate to a file
 //!      └─ rollback  the guest killed and restored, with and without its cache: time, and work done afterwards
-//!   introspect: one guest of 4 GiB, its pages classified by one thread
+//!   large: guests of 4 GiB, their pages classified by one thread, and one full of file cache restored
 //!      └──► report (rows beside their bounds) ──► docs/measurements/memory.json, README
 //! ```
 //!
@@ -13,7 +13,7 @@
 //! those of three copies there, for everyone.
 
 mod copies;
-mod introspect;
+mod large;
 mod rollback;
 mod sample;
 mod stage;
@@ -43,7 +43,7 @@ const COPIES: usize = 3;
 pub struct Options {
     /// MiB of a guest.
     pub mib: u32,
-    /// MiB of the guest whose pages are classified for the time it takes; left out if `None`.
+    /// MiB of the guests of which is measured what takes longer the larger they are; left out if `None`.
     pub large_mib: Option<u32>,
     /// Kinds of work, as `works-init.sh` calls them.
     pub works: Vec<String>,
@@ -96,8 +96,8 @@ pub fn run(options: &Options) -> Result<Report> {
         rollback::measure(&mut stage, options.rounds, &mut samples)?;
     }
     if let Some(mib) = options.large_mib {
-        said("classification");
-        introspect::measure(&guest, mib, options, &mut samples)?;
+        said("large guests");
+        large::measure(&guest, mib, options, &mut samples)?;
     }
     said("done");
     let mut report = Report::new("qemu-system-x86_64", parameters(options));
@@ -108,8 +108,13 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn parameters(options: &Options) -> Vec<(String, String)> {
     let named = |name: &str, value: String| (name.to_owned(), value);
+    let mut large = String::from("none");
+    if let Some(mib) = options.large_mib {
+        large = format!("{mib} MiB; full of file cache: seven eighths of it used");
+    }
     vec![
         named("guests", format!("{} MiB, software emulation, one CPU", options.mib)),
+        named("large guests", large),
         named("work", options.works.join(", ")),
         named("snapshots of each", options.rounds.to_string()),
         named(

@@ -39,12 +39,18 @@ pub(super) enum Sample {
     Restore(&'static str),
     /// Those without cache over those with it.
     RestoreRatio,
+    /// The same of a large guest whose memory is full of file cache.
+    RestoreLarge(&'static str),
+    /// Those without cache over those with it.
+    RestoreRatioLarge,
     /// Pieces of work in the seconds after.
     Work(&'static str),
     /// Those, over those after a restore with all pages.
     WorkAfter(&'static str),
     /// Seconds for the classes of all pages of a large guest.
     Classify,
+    /// The same of one that is full of file cache.
+    ClassifyFull,
 }
 
 /// All samples.
@@ -102,20 +108,40 @@ impl Samples {
             Sample::CopiesSeconds => row("time of three full copies", "s"),
             Sample::QemuCompressedSeconds => row("time of QEMU's compressed migration", "s"),
             Sample::QemuSeconds | Sample::Work(_) => return None,
+            Sample::Restore(_)
+            | Sample::RestoreRatio
+            | Sample::RestoreLarge(_)
+            | Sample::RestoreRatioLarge
+            | Sample::WorkAfter(_) => after_restore(sample, values),
             Sample::NextSeconds => row("time of the next snapshot, in the same vault", "s"),
             Sample::NextBytes => row("bytes of the next snapshot / of the first", ""),
             Sample::Pause("live") => row("guest held, mode `live`", "ms").at_most(100.0),
             Sample::Pause(mode) => row(&format!("guest held, mode `{mode}`"), "ms"),
-            Sample::Restore(how @ LAZY) => {
-                row(&format!("restore until the guest runs, {how}"), "s").at_most(1.0)
-            }
-            Sample::Restore(how) => row(&format!("restore until the guest runs, {how}"), "s"),
-            Sample::RestoreRatio => row("restore without cache / with all pages", "").at_most(0.35),
-            Sample::WorkAfter(how @ "cache from the disk") => {
-                row(&format!("work in the 10 s after restore, {how} / all pages"), "").at_least(0.95)
-            }
-            Sample::WorkAfter(how) => row(&format!("work in the 10 s after restore, {how} / all pages"), ""),
             Sample::Classify => row("classes of all pages of 4 GiB, one thread", "s").at_most(0.3),
+            Sample::ClassifyFull => {
+                row("4 GiB full of cache: classes of all pages, one thread", "s").at_most(0.3)
+            }
         })
+    }
+}
+
+fn after_restore(sample: Sample, values: &[f64]) -> Row {
+    let row = |name: &str, unit: &str| Row::median(name, unit, values);
+    match sample {
+        Sample::Restore(how @ LAZY) => row(&format!("restore until the guest runs, {how}"), "s").at_most(1.0),
+        Sample::Restore(how) => row(&format!("restore until the guest runs, {how}"), "s"),
+        Sample::RestoreLarge(how) => {
+            let row = row(&format!("4 GiB full of cache: restore until the guest runs, {how}"), "s");
+            if how == LAZY { row.at_most(1.0) } else { row }
+        }
+        Sample::RestoreRatioLarge => {
+            row("4 GiB full of cache: restore without cache / with all pages", "").at_most(0.35)
+        }
+        Sample::RestoreRatio => row("restore without cache / with all pages", "").at_most(0.35),
+        Sample::WorkAfter(how @ "cache from the disk") => {
+            row(&format!("work in the 10 s after restore, {how} / all pages"), "").at_least(0.95)
+        }
+        Sample::WorkAfter(how) => row(&format!("work in the 10 s after restore, {how} / all pages"), ""),
+        other => unreachable!("{other:?} is none of a restore"),
     }
 }

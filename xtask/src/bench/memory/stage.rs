@@ -39,7 +39,9 @@ impl Stage {
     /// Starts a guest with so much memory.
     pub(super) fn boot(guest: &Guest, task: Task, mib: u32, dir: &Path) -> Result<Self> {
         let shm = tempfile::tempdir_in("/dev/shm")?;
-        let image = RootImage { size: 2 << 30, files: 1, file_size: 64 }.make(guest, dir)?;
+        // Room for what work writes, which is no more than fits its memory.
+        let size = (u64::from(mib) + 1024) << 20;
+        let image = RootImage { size, files: 1, file_size: 64 }.make(guest, dir)?;
         let dir = tempfile::Builder::new().prefix("memory-").tempdir_in(dir)?;
         let disk = spread(&image, &dir.path().join("chain"), LAYERS)?;
         let own = format!("unix:{},server=on,wait=off", shm.path().join("qmp").display());

@@ -1,0 +1,39 @@
+//! What takes longer the larger a guest is: to find the class of every page, and to start it again.
+
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::Result;
+
+use super::super::server;
+use super::Options;
+use super::rollback;
+use super::sample::{Sample, Samples};
+use super::stage::Stage;
+use crate::guest::{Guest, Task, must};
+
+/// Work that leaves most of a large guest's memory free, and work that fills it with file cache.
+const ROOMY: &str = "files";
+const FULL: &str = "archive";
+
+/// Measures guests with `mib` of memory.
+pub(super) fn measure(guest: &Guest, mib: u32, options: &Options, samples: &mut Samples) -> Result<()> {
+    {
+        let stage = Stage::boot(guest, Task::Work(ROOMY), mib, &options.dir)?;
+        classify(&stage, options.rounds, Sample::Classify, samples)?;
+    }
+    let mut stage = Stage::boot(guest, Task::Work(FULL), mib, &options.dir)?;
+    classify(&stage, options.rounds, Sample::ClassifyFull, samples)?;
+    rollback::measure_large(&mut stage, options.rounds, samples)
+}
+
+fn classify(stage: &Stage, rounds: usize, sample: Sample, samples: &mut Samples) -> Result<()> {
+    for _ in 0..rounds {
+        let start = Instant::now();
+        must(
+            Command::new(server::vmstrata()).args(["vm", "pages", "--json", "--memory"]).arg(stage.memory()),
+        )?;
+        samples.add(sample, start.elapsed().as_secs_f64());
+    }
+    Ok(())
+}
