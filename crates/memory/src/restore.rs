@@ -5,6 +5,7 @@
 //!   command line of QEMU ──► Restart (backends' files, -incoming, a monitor) ──► QEMU ──► resume: devices ─ cont
 //! ```
 
+mod clears;
 mod command;
 mod error;
 mod incoming;

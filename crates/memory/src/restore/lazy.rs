@@ -17,7 +17,6 @@
 //!
 //! Lock order: a stripe of `reading`, then `placing`.
 
-mod clears;
 mod memory;
 mod mount;
 mod prepare;

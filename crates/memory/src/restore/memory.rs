@@ -4,12 +4,13 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
+use super::clears::Clears;
 use super::error::RestoreError;
 use crate::address::{Frame, PAGE_BYTES, Physical};
 use crate::capture::Files;
 use crate::ram::Layout;
 use crate::refill::Refiller;
-use crate::vault::{Hiding, Mask, Snapshot, Want};
+use crate::vault::{Hiding, Snapshot, Want};
 
 /// What was put into files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,11 +54,6 @@ pub fn fill(
     Ok(Filled { pages: pages.into_inner(), refilled, hidden })
 }
 
-/// What hides a page that is lost: never nothing.
-pub(super) fn masks(hiding: &Hiding, frame: Frame) -> Result<&[Mask], RestoreError> {
-    hiding.get(frame).filter(|masks| !masks.is_empty()).ok_or(RestoreError::Unhidden { frame })
-}
-
 /// The memory of a machine that does not run yet.
 #[derive(Debug)]
 struct Memory {
@@ -80,32 +76,29 @@ impl Memory {
     }
 
     /// Clears the bits that tell the guest that it has a page. All critical pages must be in place.
+    ///
+    /// Page by page, not word by word: a guest full of cache has millions of such words, dozens in a page.
     fn hide(&self, hiding: &Hiding, lost: &[Frame]) -> Result<(), RestoreError> {
-        for &frame in lost {
-            for mask in masks(hiding, frame)? {
-                self.clear(mask.at, mask.width, mask.clear).ok_or(RestoreError::Unhidden { frame })??;
-            }
+        let clears = Clears::hiding(&self.layout, hiding, lost)?;
+        let mut page = [0; PAGE_BYTES];
+        for number in clears.pages() {
+            let offset = number * PAGE_BYTES as u64;
+            let found = self.files.find(offset).filter(|(_, _, follow)| *follow >= PAGE_BYTES as u64);
+            let (file, at, _) = found.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+            file.read_exact_at(&mut page, at)?;
+            clears.apply(offset, &mut page);
+            file.write_all_at(&page, at)?;
         }
         Ok(())
-    }
-
-    /// `word &= !clear`; `None` where there is no such word.
-    fn clear(&self, at: Physical, width: u8, clear: u64) -> Option<io::Result<()>> {
-        let width = usize::from(width);
-        let mut word = [0; 8];
-        let (file, at) = self.place(at, width as u64).filter(|_| width <= word.len())?;
-        Some((|| {
-            file.read_exact_at(&mut word[..width], at)?;
-            let cleared = u64::from_le_bytes(word) & !clear;
-            file.write_all_at(&cleared.to_le_bytes()[..width], at)
-        })())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::address::Physical;
     use crate::ram::Block;
+    use crate::vault::Mask;
 
     fn memory() -> (Memory, File) {
         let file = tempfile::tempfile().unwrap();

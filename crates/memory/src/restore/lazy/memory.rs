@@ -14,10 +14,10 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::clears::Clears;
 use super::source::PageSource;
 use crate::address::{Frame, PAGE_BYTES};
 use crate::ram::{Block, Layout};
+use crate::restore::clears::Clears;
 
 /// Locks for pages that are being read: neighbours share one, as they are read together. A power of two.
 const STRIPES: u64 = 64;

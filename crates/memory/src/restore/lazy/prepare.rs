@@ -5,17 +5,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::clears::Clears;
 use super::memory::LazyMemory;
 use super::source::VaultSource;
-use crate::address::{Frame, Physical};
+use crate::address::Frame;
 use crate::class::PageClass;
 use crate::ram::Layout;
 use crate::refill::Refiller;
 use crate::restore::Filled;
+use crate::restore::clears::Clears;
 use crate::restore::error::RestoreError;
-use crate::restore::memory::masks;
-use crate::vault::{Hiding, Snapshot, Vault, Want};
+use crate::vault::{Snapshot, Vault, Want};
 
 /// How a memory is to be restored while its guest runs.
 #[derive(Clone, Copy, Debug)]
@@ -60,7 +59,7 @@ pub fn prepare(
         lost.sort_unstable();
         lost = refill.pages(&lost, Some(deadline), |frame, bytes| memory.put(frame, bytes))?;
     }
-    memory.clear(clears(layout, snapshot.hiding(), &lost)?)?;
+    memory.clear(Clears::hiding(layout, snapshot.hiding(), &lost)?)?;
     let refilled = (absent - lost.len()) as u64;
     let pages = before.of - before.pages + refilled;
     Ok((memory, Filled { pages, refilled, hidden: lost.len() as u64 }))
@@ -88,23 +87,4 @@ fn warm(
     let threads = std::thread::available_parallelism().map_or(2, usize::from).min(extents.len());
     std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
     Ok(())
-}
-
-/// What hides the pages `lost`.
-fn clears(layout: &Layout, hiding: &Hiding, lost: &[Frame]) -> Result<Clears, RestoreError> {
-    let mut bytes = Vec::new();
-    for &frame in lost {
-        for mask in masks(hiding, frame)? {
-            let offset = word(layout, mask.at, mask.width).ok_or(RestoreError::Unhidden { frame })?;
-            let cleared = mask.clear.to_le_bytes();
-            bytes.extend((offset..).zip(cleared).take(mask.width.into()).filter(|(_, bits)| *bits != 0));
-        }
-    }
-    Ok(Clears::new(bytes.into_iter()))
-}
-
-/// Where a word of memory lies in the files; `None` where there is no such word.
-fn word(layout: &Layout, at: Physical, width: u8) -> Option<u64> {
-    let (offset, follow) = layout.find(at)?;
-    (follow >= width.into() && width <= 8).then_some(offset)
 }

@@ -1,14 +1,33 @@
-//! Bits of a memory that are to be cleared when their pages are read: they hide pages that are lost.
+//! Bits of a memory that are to be cleared: they tell the guest that it has pages which are lost.
 
-use crate::address::PAGE_BYTES;
+use super::error::RestoreError;
+use crate::address::{Frame, PAGE_BYTES, Physical};
+use crate::ram::Layout;
+use crate::vault::{Hiding, Mask};
 
 /// Bits to clear in a byte: the byte's offset in the machine's files in the high 56 bits, the bits in the low 8.
 #[derive(Debug, Default)]
 pub(super) struct Clears(Vec<u64>);
 
 impl Clears {
+    /// What hides the pages `lost`.
+    ///
+    /// # Errors
+    /// A page that nothing hides, or words that are not in the machine's memory.
+    pub(super) fn hiding(layout: &Layout, hiding: &Hiding, lost: &[Frame]) -> Result<Self, RestoreError> {
+        let mut bytes = Vec::new();
+        for &frame in lost {
+            for mask in masks(hiding, frame)? {
+                let offset = word(layout, mask.at, mask.width).ok_or(RestoreError::Unhidden { frame })?;
+                let cleared = mask.clear.to_le_bytes();
+                bytes.extend((offset..).zip(cleared).take(mask.width.into()).filter(|(_, bits)| *bits != 0));
+            }
+        }
+        Ok(Self::new(bytes.into_iter()))
+    }
+
     /// From bytes' offsets, each with the bits to clear.
-    pub(super) fn new(bytes: impl Iterator<Item = (u64, u8)>) -> Self {
+    fn new(bytes: impl Iterator<Item = (u64, u8)>) -> Self {
         let mut clears: Vec<u64> = bytes.map(|(at, bits)| at << 8 | u64::from(bits)).collect();
         clears.sort_unstable();
         clears.shrink_to_fit();
@@ -33,6 +52,17 @@ impl Clears {
         pages.dedup();
         pages
     }
+}
+
+/// What hides a page that is lost: never nothing.
+fn masks(hiding: &Hiding, frame: Frame) -> Result<&[Mask], RestoreError> {
+    hiding.get(frame).filter(|masks| !masks.is_empty()).ok_or(RestoreError::Unhidden { frame })
+}
+
+/// Where a word of memory lies in the files; `None` where there is no such word.
+fn word(layout: &Layout, at: Physical, width: u8) -> Option<u64> {
+    let (offset, follow) = layout.find(at)?;
+    (follow >= width.into() && width <= 8).then_some(offset)
 }
 
 #[cfg(test)]
