@@ -1,5 +1,9 @@
 //! Bits of a memory that are to be cleared: they tell the guest that it has pages which are lost.
 
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
 use super::error::RestoreError;
 use crate::address::{Frame, PAGE_BYTES, Physical};
 use crate::ram::Layout;
@@ -15,23 +19,22 @@ impl Clears {
     /// # Errors
     /// A page that nothing hides, or words that are not in the machine's memory.
     pub(super) fn hiding(layout: &Layout, hiding: &Hiding, lost: &[Frame]) -> Result<Self, RestoreError> {
-        let mut bytes = Vec::new();
+        let mut clears = Self::default();
         for &frame in lost {
             for mask in masks(hiding, frame)? {
                 let offset = word(layout, mask.at, mask.width).ok_or(RestoreError::Unhidden { frame })?;
                 let cleared = mask.clear.to_le_bytes();
-                bytes.extend((offset..).zip(cleared).take(mask.width.into()).filter(|(_, bits)| *bits != 0));
+                clears.add((offset..).zip(cleared).take(mask.width.into()).filter(|(_, bits)| *bits != 0));
             }
         }
-        Ok(Self::new(bytes.into_iter()))
+        clears.0.sort_unstable();
+        clears.0.shrink_to_fit();
+        Ok(clears)
     }
 
-    /// From bytes' offsets, each with the bits to clear.
-    fn new(bytes: impl Iterator<Item = (u64, u8)>) -> Self {
-        let mut clears: Vec<u64> = bytes.map(|(at, bits)| at << 8 | u64::from(bits)).collect();
-        clears.sort_unstable();
-        clears.shrink_to_fit();
-        Self(clears)
+    /// Adds bytes' offsets, each with the bits to clear.
+    fn add(&mut self, bytes: impl Iterator<Item = (u64, u8)>) {
+        self.0.extend(bytes.map(|(at, bits)| at << 8 | u64::from(bits)));
     }
 
     /// Clears what is to be cleared of the page at `offset`; false if that is nothing.
@@ -46,7 +49,18 @@ impl Clears {
         any
     }
 
-    /// The offsets of the pages in which something is to be cleared.
+    /// Clears what is to be cleared of the page `number`, which lies at `at` in `file`.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(super) fn apply_to(&self, number: u64, file: &File, at: u64) -> io::Result<()> {
+        let mut page = [0; PAGE_BYTES];
+        file.read_exact_at(&mut page, at)?;
+        self.apply(number * PAGE_BYTES as u64, &mut page);
+        file.write_all_at(&page, at)
+    }
+
+    /// The numbers of the pages in which something is to be cleared.
     pub(super) fn pages(&self) -> Vec<u64> {
         let mut pages: Vec<u64> = self.0.iter().map(|clear| (clear >> 8) / PAGE_BYTES as u64).collect();
         pages.dedup();
@@ -71,7 +85,8 @@ mod tests {
 
     #[test]
     fn bits_are_cleared_in_their_page_and_in_no_other() {
-        let clears = Clears::new([(0x1fff, 0x80), (0x2000, 1), (0x2000, 2), (0x2fff, 4)].into_iter());
+        let mut clears = Clears::default();
+        clears.add([(0x1fff, 0x80), (0x2000, 1), (0x2000, 2), (0x2fff, 4)].into_iter());
         assert_eq!(clears.pages(), [1, 2]);
         let mut page = [0xff; PAGE_BYTES];
         assert!(clears.apply(0x2000, &mut page));

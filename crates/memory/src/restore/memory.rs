@@ -80,14 +80,13 @@ impl Memory {
     /// Page by page, not word by word: a guest full of cache has millions of such words, dozens in a page.
     fn hide(&self, hiding: &Hiding, lost: &[Frame]) -> Result<(), RestoreError> {
         let clears = Clears::hiding(&self.layout, hiding, lost)?;
-        let mut page = [0; PAGE_BYTES];
         for number in clears.pages() {
-            let offset = number * PAGE_BYTES as u64;
-            let found = self.files.find(offset).filter(|(_, _, follow)| *follow >= PAGE_BYTES as u64);
+            let found = self
+                .files
+                .find(number * PAGE_BYTES as u64)
+                .filter(|(_, _, follow)| *follow >= PAGE_BYTES as u64);
             let (file, at, _) = found.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
-            file.read_exact_at(&mut page, at)?;
-            clears.apply(offset, &mut page);
-            file.write_all_at(&page, at)?;
+            clears.apply_to(number, file, at)?;
         }
         Ok(())
     }

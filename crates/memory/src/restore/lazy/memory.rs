@@ -146,10 +146,7 @@ impl LazyMemory {
         self.clears = clears;
         for page in self.clears.pages() {
             if *self.origin[page as usize].get_mut() == HERE {
-                let mut bytes = [0; PAGE_BYTES];
-                self.local.read_exact_at(&mut bytes, page * PAGE_BYTES as u64)?;
-                self.clears.apply(page * PAGE_BYTES as u64, &mut bytes);
-                self.local.write_all_at(&bytes, page * PAGE_BYTES as u64)?;
+                self.clears.apply_to(page, &self.local, page * PAGE_BYTES as u64)?;
             }
         }
         Ok(())
