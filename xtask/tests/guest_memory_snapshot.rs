@@ -62,16 +62,7 @@ fn held_guest_is_taken_once_until_it_runs(counting: &mut Counting) {
 #[test]
 fn guest_runs_on_and_nothing_is_listed_when_a_snapshot_fails() {
     let mut counting = Counting::start(Door::VhostUser, Task::Count, 256);
-    for after_ms in [100, 300, 500] {
-        let (name, before) = (format!("ended-{after_ms}"), counting.listed());
-        let mut child = counting.snapshot(&name).stderr(Stdio::null()).spawn().unwrap();
-        std::thread::sleep(Duration::from_millis(after_ms));
-        must(Command::new("kill").args(["-TERM", &child.id().to_string()]));
-        let taken = child.wait().unwrap().success();
-        counting.assert_whole(&name, taken, before);
-        counting.counts_on();
-    }
-    // No space in a home: noticed after the disks have their snapshot.
+    // No space in a home: noticed after the disks have their snapshot. First, while no snapshot holds most of the pages.
     let (snapshot, before) = (counting.snapshot("full"), counting.listed());
     let mut limited = Command::new("sh");
     limited.args(["-c", "trap '' XFSZ; ulimit -f 1000; exec \"$@\"", "sh"]);
@@ -81,6 +72,15 @@ fn guest_runs_on_and_nothing_is_listed_when_a_snapshot_fails() {
     assert_eq!(full.status.code(), Some(1), "{full:?}");
     counting.assert_whole("full", false, before);
     counting.counts_on();
+    for after_ms in [100, 300, 500] {
+        let (name, before) = (format!("ended-{after_ms}"), counting.listed());
+        let mut child = counting.snapshot(&name).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(after_ms));
+        must(Command::new("kill").args(["-TERM", &child.id().to_string()]));
+        let taken = child.wait().unwrap().success();
+        counting.assert_whole(&name, taken, before);
+        counting.counts_on();
+    }
     held_guest_is_taken_once_until_it_runs(&mut counting);
     // QEMU killed under it.
     let before = counting.listed();

@@ -12,6 +12,7 @@
 mod commit;
 mod l1;
 mod page_locks;
+mod partial;
 mod publish;
 mod recover;
 
@@ -36,6 +37,7 @@ use l1::L1;
 use page_locks::PageLocks;
 
 pub(crate) use page_locks::PageGuards;
+pub(crate) use partial::{Partial, Parts, is_partial};
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -146,9 +148,20 @@ impl Active {
         })
     }
 
+    /// What a raw entry says of a cluster that is written in part; `None` for all others.
+    #[inline]
+    pub(crate) fn partial(&self, raw: u64) -> Option<Partial> {
+        Partial::from_word(raw, self.tables.geometry.cluster_bits)
+    }
+
     /// Excludes other changes of the entries of the cluster's page.
     pub(crate) fn lock_page(&self, cluster: u64) -> MutexGuard<'_, ()> {
         self.page_locks.lock(cluster)
+    }
+
+    /// As [`Active::lock_page`], unless someone else has it locked.
+    pub(crate) fn try_lock_page(&self, cluster: u64) -> Option<MutexGuard<'_, ()>> {
+        self.page_locks.try_lock(cluster)
     }
 
     /// As [`Active::lock_page`] for several clusters at once.
@@ -203,7 +216,8 @@ impl Active {
                 let bytes = &mut bytes[..count * 8];
                 let at = table + within * 8;
                 self.store.read_exact(bytes, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
-                page[done..done + count].iter_mut().zip(words(bytes)).for_each(|(to, raw)| *to = raw);
+                let found = words(bytes).map(Partial::never_from_an_image);
+                page[done..done + count].iter_mut().zip(found).for_each(|(to, raw)| *to = raw);
             }
             done += count;
         }

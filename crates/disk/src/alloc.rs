@@ -133,12 +133,23 @@ impl Allocator {
             let batch = clusters.max(CLAIM_BYTES >> self.bits.get()).max(1);
             state.claimed = self.claim(&mut state, batch)?;
         }
+        Ok(self.hand_out(&mut state, clusters))
+    }
+
+    /// Hands out one cluster, if that takes neither a store operation nor waiting for a lock.
+    pub(crate) fn try_allocate(&self) -> Option<Allocated> {
+        let mut state = self.state.try_lock()?;
+        (!state.claimed.is_empty()).then(|| self.hand_out(&mut state, 1))
+    }
+
+    /// Hands out the first of the claimed clusters, up to `clusters`.
+    fn hand_out(&self, state: &mut State, clusters: u64) -> Allocated {
         let first = state.claimed.start;
         let count = clusters.min(state.claimed.end - first);
         state.claimed.start += count;
         let zeroed = first >= state.fresh_from;
         state.fresh_from = state.fresh_from.max(first + count);
-        Ok(Allocated { at: self.cluster_at(first), clusters: count, zeroed })
+        Allocated { at: self.cluster_at(first), clusters: count, zeroed }
     }
 
     /// Raises the refcounts of the first run of free clusters, at most `max` long.

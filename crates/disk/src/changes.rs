@@ -14,7 +14,12 @@
 //! A cluster that an entry let go of stays as it is until the change is on stable storage and the requests that may
 //! still see it are done ([`Changes::take_reclaimable`]).
 //!
+//! Words of clusters that are written in part ([`crate::active::Partial`]) are noted like entries, and stay noted: a commit
+//! takes them along to the next one, in memory and in the journal, until the cluster is whole. A flush makes them whole first.
+//!
 //! Lock order: the commit lock, then the state's lock. The state's lock is never held during a flush.
+
+mod partials;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,11 +28,15 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use vmstrata_types::{ClusterBits, HostOffset};
 
+use crate::active::is_partial;
 use crate::error::{ErrorKind, Result};
 use crate::journal::{Journal, Record, Slot};
+use partials::{Partials, Welcome};
+
+pub(crate) use partials::Refusal;
 
 /// Changes noted before a writer must commit them itself: bounds memory and journal.
-const MAX_NOTED: usize = 32_768;
+const MAX_NOTED: usize = 131_072;
 
 /// A run of bytes of the image that an entry no longer refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +57,7 @@ pub(crate) struct Changes {
     asked: AtomicU64,
     /// A commit failed; there will be no others.
     failed: AtomicBool,
+    welcome: Welcome,
 }
 
 #[derive(Debug)]
@@ -62,6 +72,8 @@ struct State {
     reclaimable: Vec<Freed>,
     /// When the oldest change of `open` was noted.
     since: Option<Instant>,
+    /// Their words are in `open`.
+    partials: Partials,
 }
 
 #[derive(Debug, Default)]
@@ -81,6 +93,8 @@ pub(crate) enum Noted {
     Safe,
     /// It could not be journalled, or too much waits: commit before completing the request.
     MustCommit,
+    /// Nothing was noted: no cluster may begin to be written in part now.
+    Refused,
 }
 
 /// How a commit reaches the image.
@@ -101,6 +115,7 @@ impl Changes {
             closing: Batch::default(),
             reclaimable: Vec::new(),
             since: None,
+            partials: Partials::default(),
         };
         Self {
             bits,
@@ -108,6 +123,7 @@ impl Changes {
             committing: Mutex::new(0),
             asked: AtomicU64::new(0),
             failed: AtomicBool::new(false),
+            welcome: Welcome::default(),
         }
     }
 
@@ -120,11 +136,15 @@ impl Changes {
     /// a journal.
     pub(crate) fn commit_each_change(&self, each: bool) {
         self.state.lock().commit_each = each;
+        self.welcome.never(each);
     }
 
     /// Notes changes whose data is written, and the clusters they let go of.
     pub(crate) fn note(&self, records: &[Record], freed: &[Freed]) -> Noted {
         let mut state = self.state.lock();
+        if !state.partials.admits(records) {
+            return Noted::Refused;
+        }
         let journalled = state.journal.as_mut().is_none_or(|journal| journal.append(records).is_ok());
         state.open.unjournalled |= !journalled;
         let journalled = !state.open.unjournalled && !state.closing.unjournalled;
@@ -133,6 +153,7 @@ impl Changes {
             merge(&mut state.open.freed, run, self.bits);
         }
         state.since.get_or_insert_with(Instant::now);
+        state.partials.note(records, &self.welcome);
         let journalled = journalled && !state.commit_each;
         if journalled && state.open.entries.len() < MAX_NOTED { Noted::Safe } else { Noted::MustCommit }
     }
@@ -197,15 +218,18 @@ impl Changes {
     /// Closes the open batch; false when there is nothing in it.
     fn begin(&self) -> bool {
         let mut state = self.state.lock();
-        if state.open.entries.is_empty() {
+        let stay = state.partials.records(&state.open.entries);
+        if state.open.entries.len() == stay.len() {
             return false;
         }
         if let Some(journal) = &mut state.journal {
             // If there is no room for the other half, this one goes on: longer, and as true.
-            let _ = journal.turn();
+            let _ = journal.turn(&stay);
         }
         state.closing = std::mem::take(&mut state.open);
-        state.since = None;
+        state.open.entries = stay.iter().map(|record| (record.slot, record.new)).collect();
+        state.since = (!stay.is_empty()).then(Instant::now);
+        state.closing.entries.retain(|_, raw| !is_partial(*raw));
         true
     }
 

@@ -97,7 +97,7 @@ impl Disk {
         } else {
             let frozen = if below.is_empty() { None } else { Some(resources.share_map(below, index)?) };
             let depth = frozen.as_ref().map_or(0, |map| map.layers().len());
-            (open::open_top(top, index_of(depth), resources)?, frozen)
+            (open::open_top(top, index_of(depth), || Ok(frozen.clone()), resources)?, frozen)
         };
         let disk = Arc::new(Self {
             path: path.to_owned(),

@@ -174,7 +174,7 @@ impl Journal {
         for number in 0..2 {
             self.clear(number)?;
         }
-        self.start(0)
+        self.start(0, &[])
     }
 
     fn clear(&mut self, number: usize) -> io::Result<()> {
@@ -182,13 +182,14 @@ impl Journal {
         self.halves[number].file.set_len(0)
     }
 
-    fn start(&mut self, number: usize) -> io::Result<()> {
+    fn start(&mut self, number: usize, with: &[Record]) -> io::Result<()> {
         self.turn += 1;
-        let header = self.header(self.turn);
+        let mut bytes = self.header(self.turn).to_vec();
+        bytes.extend(with.iter().flat_map(Record::encode));
         // Nothing old may follow the new notes.
         self.clear(number)?;
-        self.halves[number].file.write_all_at(&header, 0)?;
-        self.halves[number].len = HEADER_LEN;
+        self.halves[number].file.write_all_at(&bytes, 0)?;
+        self.halves[number].len = bytes.len() as u64;
         self.current = number;
         Ok(())
     }
@@ -210,12 +211,12 @@ impl Journal {
         Ok(())
     }
 
-    /// Begins a commit: later changes go to the other half.
+    /// Begins a commit: later changes go to the other half, which begins with `staying`, those that the commit leaves.
     ///
     /// # Errors
     /// A file that cannot be written; then the current half goes on.
-    pub(crate) fn turn(&mut self) -> io::Result<()> {
-        self.start(1 - self.current)
+    pub(crate) fn turn(&mut self, staying: &[Record]) -> io::Result<()> {
+        self.start(1 - self.current, staying)
     }
 
     /// Ends a commit: what was noted before it is in the image.
@@ -272,7 +273,7 @@ mod tests {
         assert!(found.is_empty());
         journal.reset(77).unwrap();
         journal.append(&[record(1), record(2)]).unwrap();
-        journal.turn().unwrap();
+        journal.turn(&[]).unwrap();
         let table = Record { slot: Slot::L1(3), old: 1, new: 2 };
         journal.append(&[table]).unwrap();
         drop(journal);
@@ -280,7 +281,7 @@ mod tests {
         assert_eq!(found, [record(1), record(2), table]);
         journal.reset(78).unwrap();
         journal.append(&[record(4)]).unwrap();
-        journal.turn().unwrap();
+        journal.turn(&[]).unwrap();
         journal.append(&[record(5)]).unwrap();
         journal.drop_older().unwrap();
         assert_eq!(reopen(&dir, 7, 78), [record(5)]);
@@ -297,9 +298,9 @@ mod tests {
         let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
         journal.reset(77).unwrap();
         journal.append(&[record(1), record(2), record(3)]).unwrap();
-        journal.turn().unwrap();
+        journal.turn(&[]).unwrap();
         journal.append(&[record(4)]).unwrap();
-        journal.turn().unwrap();
+        journal.turn(&[]).unwrap();
         journal.append(&[record(5)]).unwrap();
         assert_eq!(reopen(&dir, 7, 77), [record(4), record(5)]);
     }
@@ -312,7 +313,7 @@ mod tests {
         journal.limit(HEADER_LEN + RECORD_LEN as u64);
         journal.append(&[record(1)]).unwrap();
         assert!(journal.append(&[record(2)]).is_err());
-        journal.turn().unwrap();
+        journal.turn(&[]).unwrap();
         journal.append(&[record(3)]).unwrap();
         assert_eq!(reopen(&dir, 7, 77), [record(1), record(3)]);
     }

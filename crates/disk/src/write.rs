@@ -1,9 +1,11 @@
 //! Writing: in place where the active layer owns the cluster, else into a new cluster, with what the request does not
 //! cover copied up.
 //!
-//! [`allocate`] writes what needs new clusters, [`together`] small writes of that kind several at a time.
+//! [`allocate`] writes what needs new clusters, [`together`] small writes of that kind several at a time; [`part`] writes a
+//! part of a new cluster, and puts the copying off.
 
 mod allocate;
+mod part;
 mod together;
 
 use vmstrata_qcow2::L2Entry;
@@ -51,7 +53,10 @@ impl Layers {
         while done < len {
             let here = at + done as u64;
             let rest = slice(from, done, len - done);
-            let wrote = self.write_in_place(active, here, &rest)?;
+            let mut wrote = self.write_in_place(active, here, &rest)?;
+            if wrote == 0 {
+                wrote = self.write_part(active, here, &rest)?;
+            }
             done += if wrote > 0 { wrote } else { self.write_allocating(active, here, &rest)? };
         }
         Ok(())
@@ -86,16 +91,21 @@ impl Layers {
         while found < len {
             let here = at + found;
             let within = here.within(bits);
-            let host = match active.tables.entries.l2(active.lookup(active.cluster_of(here))?) {
-                Ok(L2Entry::Data { host, copied: true }) => host + within,
-                _ => break,
+            let raw = active.lookup(active.cluster_of(here))?;
+            let (host, there) = match active.tables.entries.l2(raw) {
+                Ok(L2Entry::Data { host, copied: true }) => (host, bits.size() - within),
+                _ => match written_part(active, raw, within) {
+                    Some(part) => part,
+                    None => break,
+                },
             };
+            let host = host + within;
             if found == 0 {
                 place = host;
             } else if host != place + found {
                 break;
             }
-            found += (bits.size() - within).min(len - found);
+            found += there.min(len - found);
         }
         Some((place, found))
     }
@@ -125,4 +135,13 @@ impl Layers {
         }
         Ok(found as usize)
     }
+}
+
+/// Where a cluster lies that is written in part, and how many bytes from `within` on may be overwritten; `None` for other
+/// clusters, and where nothing may be.
+#[cold]
+fn written_part(active: &Active, raw: u64, within: u64) -> Option<(HostOffset, u64)> {
+    let partial = active.partial(raw)?;
+    let part = partial.run(within);
+    part.is_written.then_some((partial.host, part.len))
 }

@@ -124,7 +124,7 @@ impl Layers {
         let mut freed = Vec::new();
         let mut must_write = Vec::new();
         for cluster in first..first + count {
-            let old = active.entry_locked(cluster, &page)?;
+            let old = self.whole_entry(active, cluster, &page)?;
             match self.cleared(active, cluster, old, purpose)? {
                 Cleared::Already => {}
                 Cleared::Must(new) => {

@@ -64,6 +64,11 @@ impl Active {
         self.l1_entry(cluster >> self.tables.geometry.l2_bits).is_some_and(|raw| raw != 0)
     }
 
+    /// Whether there is one that belongs to this image alone.
+    pub(crate) fn has_own_table(&self, cluster: u64) -> bool {
+        self.l1_entry(cluster >> self.tables.geometry.l2_bits).is_some_and(|raw| raw & COPIED != 0)
+    }
+
     /// The guest offset from which on there are no L2 tables.
     pub(crate) fn tables_end(&self) -> u64 {
         let l1 = self.l1.load();

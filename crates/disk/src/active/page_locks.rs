@@ -26,6 +26,11 @@ impl PageLocks {
         self.0[number(cluster)].lock()
     }
 
+    /// Locks the page of `cluster` if no one has.
+    pub(super) fn try_lock(&self, cluster: u64) -> Option<MutexGuard<'_, ()>> {
+        self.0[number(cluster)].try_lock()
+    }
+
     /// Locks the pages of `clusters`, each lock once and in order, so that no two callers wait for each other.
     pub(super) fn lock_all(&self, clusters: impl Iterator<Item = u64>) -> PageGuards<'_> {
         let mut numbers: SmallVec<[usize; 8]> = clusters.map(number).collect();

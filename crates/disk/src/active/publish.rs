@@ -16,24 +16,32 @@ impl Active {
         &self,
         changed: &[Change],
         freed: &[Freed],
-        _page: &MutexGuard<'_, ()>,
+        page: &MutexGuard<'_, ()>,
     ) -> Result<()> {
+        self.settle(self.note(changed, freed, page))
+    }
+
+    /// As [`Active::publish`], but that it is left to the caller to do what was noted asks for.
+    pub(crate) fn note(&self, changed: &[Change], freed: &[Freed], _page: &MutexGuard<'_, ()>) -> Noted {
         let records: smallvec::SmallVec<[Record; 4]> = changed
             .iter()
             .map(|change| Record { slot: Slot::L2(change.cluster), old: change.old, new: change.new })
             .collect();
         let noted = self.changes.note(&records, freed);
-        for change in changed {
-            let (key, slot) = self.key(change.cluster);
-            self.cache.update(key, slot, change.new);
+        if noted != Noted::Refused {
+            for change in changed {
+                let (key, slot) = self.key(change.cluster);
+                self.cache.update(key, slot, change.new);
+            }
         }
-        self.settle(noted)
+        noted
     }
 
     pub(super) fn settle(&self, noted: Noted) -> Result<()> {
         match noted {
             Noted::Safe => Ok(()),
             Noted::MustCommit => self.changes.commit(self),
+            Noted::Refused => unreachable!("only a cluster that begins to be written in part is refused"),
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::COPIED;
 
-use super::{Active, Change};
+use super::{Active, Change, is_partial};
 use crate::changes::Freed;
 use crate::error::Result;
 use crate::journal::{Record, Slot};
@@ -63,6 +63,9 @@ impl Active {
                 if old == new {
                     return Ok(());
                 }
+                if is_partial(new) {
+                    return self.publish(&[Change { cluster, old, new }], &[], &page);
+                }
                 // A zero entry may keep the cluster that the data entry before it had, and the other way round.
                 let kept = self.clusters_of(new)?;
                 let freed = self.clusters_of(old)?.filter(|freed| Some(*freed) != kept);
@@ -90,6 +93,9 @@ impl Active {
 
     /// Whether the cluster that an entry of ours leads to, if any, is counted exactly once.
     fn is_sole_user(&self, raw: u64) -> Result<bool> {
+        if let Some(partial) = self.partial(raw) {
+            return Ok(self.alloc.refcount(partial.host)? == 1);
+        }
         match self.tables.entries.l2(raw) {
             Ok(L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. }) => {
                 Ok(self.alloc.refcount(host)? == 1)

@@ -26,7 +26,10 @@ impl Disk {
     }
 
     pub(super) fn commit(&self) -> Result<()> {
-        self.layers_now().commit().map_err(|error| self.latch(error))
+        let layers = self.layers_now();
+        // What cannot be copied up is in memory and in the journal still.
+        layers.complete_all().map_err(|error| self.latch_if_lost(error))?;
+        layers.commit().map_err(|error| self.latch(error))
     }
 
     /// Commits changes that wait since `age` or longer, and gives back clusters that no one uses any more.

@@ -7,13 +7,12 @@
 use std::sync::Arc;
 
 use vmstrata_store::{CacheMode, Gate};
-use vmstrata_types::LayerIndex;
 
 use super::durable::leave_clean;
 use super::open::open_top;
 use crate::chain::{Chain, open_layer};
 use crate::error::{Error, ErrorKind, Result};
-use crate::layers::{Layers, Top};
+use crate::layers::{Layers, Top, index_of};
 use crate::opener::Role;
 use crate::resources::Resources;
 
@@ -22,17 +21,20 @@ use crate::resources::Resources;
 /// # Errors
 /// A file that is in use, is not the one that was found in the chain, or cannot be written.
 pub(super) fn finish_snapshot(chain: Chain, cache: CacheMode, resources: &Arc<Resources>) -> Result<()> {
-    let layer = chain.below.last().expect("the unfinished layer");
+    let Chain { top, mut below, index, .. } = chain;
+    let layer = below.pop().expect("the unfinished layer");
     let (path, file, format) = (layer.path.clone(), layer.identity.file, layer.format());
     // A reader's lock on the file would keep the writer out.
-    drop(chain);
+    drop((top, index, layer));
     let opener = &**resources.files().opener();
     let backing = open_layer(&path, Role::Active(cache), Some(format), &Gate::unrestricted(), opener)?;
     if backing.opened.identity.file != file {
         // The gate let another file through.
         return Err(Error::from(ErrorKind::Changed).in_file(&path));
     }
-    let top = open_top(backing, LayerIndex::BASE, resources)?;
+    let index = index_of(below.len());
+    let map = || if below.is_empty() { Ok(None) } else { resources.share_map(below, None).map(Some) };
+    let top = open_top(backing, index, map, resources)?;
     let layers = Layers::new(0, top, None, resources);
     layers.commit()?;
     if let Top::Qcow2(active) = &layers.top {

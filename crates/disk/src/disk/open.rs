@@ -14,14 +14,20 @@ use crate::chain::{Qcow2Head, SESSION_MASK, Top as OpenTop, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::Journal;
-use crate::layers::{RawTop, Top};
+use crate::layers::{Layers, RawTop, Top};
+use crate::map::FrozenMap;
 use crate::resources::Resources;
 
 /// Version 2 headers have no feature bits.
 pub(super) const FEATURES_SINCE: u32 = 3;
 
-/// Makes the top file ready for writes.
-pub(super) fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -> Result<Top> {
+/// Makes the top file ready for writes; `below` is asked for what lies below it where that is needed.
+pub(super) fn open_top(
+    top: OpenTop,
+    index: LayerIndex,
+    below: impl FnOnce() -> Result<Option<Arc<FrozenMap>>>,
+    resources: &Arc<Resources>,
+) -> Result<Top> {
     let OpenTop { path, opened, head, .. } = top;
     let Some(head) = head else {
         let flusher = Arc::new(Flusher::new(Arc::clone(&opened.store)));
@@ -45,31 +51,48 @@ pub(super) fn open_top(top: OpenTop, index: LayerIndex, resources: &Resources) -
     }
     active.autoclear = distrust_bitmaps(&active, &head, identity.len).map_err(in_file)?;
     let (old, new) = (header.autoclear.bits() & SESSION_MASK, new_session());
+    let active = Arc::new(active);
+    let layers = || Ok(Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), below()?, resources));
     let journal = match resources.journal_dir() {
         None => None,
-        Some(dir) => Some(take_over(&mut active, dir, old, new)?),
+        Some(dir) => Some(take_over(&active, dir, (old, new), layers)?),
     };
     write_session(&active, new).map_err(in_file)?;
     active.changes.use_journal(journal);
-    Ok(Top::Qcow2(Arc::new(active)))
+    Ok(Top::Qcow2(active))
 }
 
-/// Opens the image's journal, takes up what the process of session `old` left in it, and begins session `new`.
-fn take_over(active: &mut Active, dir: &Path, old: u64, new: u64) -> Result<Journal> {
+/// Opens the image's journal, takes up what the process of session `old` left in it, and begins session `new`. `layers` are
+/// the image's and those below it.
+fn take_over(
+    active: &Active,
+    dir: &Path,
+    (old, new): (u64, u64),
+    layers: impl FnOnce() -> Result<Layers>,
+) -> Result<Journal> {
     let in_dir = |error: Error| error.in_file(dir);
     let opened = Journal::open(dir, active.identity.file, old).while_trying("open the volatile journal");
     let (mut journal, found) = opened.map_err(in_dir)?;
-    recover(active, old, &found).map_err(|error| error.in_file(&active.path))?;
+    recover(active, old, &found, layers).map_err(|error| error.in_file(&active.path))?;
     journal.reset(new).while_trying("write the volatile journal").map_err(in_dir)?;
     Ok(journal)
 }
 
 /// Takes up the journal of a killed process, if there is one.
-fn recover(active: &mut Active, session: u64, found: &[crate::journal::Record]) -> Result<()> {
+fn recover(
+    active: &Active,
+    session: u64,
+    found: &[crate::journal::Record],
+    layers: impl FnOnce() -> Result<Layers>,
+) -> Result<()> {
     if session == 0 || found.is_empty() {
         return Ok(());
     }
     if active.take_up(found)? {
+        if !active.changes.partials().is_empty() {
+            // The journal goes, and with it what it has of clusters that are written in part.
+            layers()?.complete_all()?;
+        }
         active.changes.commit(active)?;
         tracing::info!(disk = %active.path.display(), changes = found.len(), "took up the writes of a killed process");
     } else {

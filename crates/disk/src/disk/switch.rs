@@ -22,6 +22,7 @@ use super::durable::end_session;
 use super::open::{FEATURES_SINCE, open_top};
 use super::settle::Unsettled;
 use crate::chain::open_layer;
+use crate::changes::Refusal;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Layer};
 use crate::layers::{Layers, Top, index_of};
@@ -44,6 +45,8 @@ pub(super) struct Switch<'disk> {
     frozen: PathBuf,
     before: Arc<Layers>,
     after: Option<Layers>,
+    /// A frozen layer has whole clusters only.
+    _whole: Option<Refusal>,
 }
 
 /// A change that was made: what was active is on its way to stable storage.
@@ -66,7 +69,8 @@ impl<'disk> Switch<'disk> {
         disk.check_writable()?;
         let before = arc_swap::Guard::into_inner(disk.layers_now());
         let after = Some(disk.layers_over(&before, names)?);
-        Ok(Self { disk, frozen: names.frozen.to_owned(), before, after })
+        let whole = disk.complete_all(&before)?;
+        Ok(Self { disk, frozen: names.frozen.to_owned(), before, after, _whole: whole })
     }
 
     /// The disk whose layers change.
@@ -130,12 +134,22 @@ impl Disk {
         }
         overlay.path = self.path.clone();
         let newest = provisional(before, names.frozen);
-        let map = FrozenMap::over(before, newest, self.resources.new_owner()?)?;
-        let top = open_top(overlay, index_of(depth), &self.resources)?;
+        let map = Arc::new(FrozenMap::over(before, newest, self.resources.new_owner()?)?);
+        let top = open_top(overlay, index_of(depth), || Ok(Some(Arc::clone(&map))), &self.resources)?;
         flush_new(&top).map_err(|error| error.in_file(names.overlay))?;
-        let mut after = Layers::new(before.size, top, Some(Arc::new(map)), &self.resources);
+        let mut after = Layers::new(before.size, top, Some(map), &self.resources);
         after.before = Some(Arc::clone(before));
         Ok(after)
+    }
+
+    /// Makes every cluster whole; it stays so until what is returned is dropped.
+    fn complete_all(&self, layers: &Layers) -> Result<Option<Refusal>> {
+        let Top::Qcow2(active) = &layers.top else { return Ok(None) };
+        // Most while others may still be written in part.
+        layers.complete_all().map_err(|error| self.latch_if_lost(error))?;
+        let refusal = Refusal::of(active);
+        layers.complete_all().map_err(|error| self.latch_if_lost(error))?;
+        Ok(Some(refusal))
     }
 
     fn commit_frozen(&self, unsettled: &Unsettled) -> Result<()> {

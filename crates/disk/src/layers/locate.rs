@@ -46,14 +46,30 @@ impl Layers {
         let bits = active.tables.geometry.cluster_bits;
         let within = at.within(bits);
         let len = len.min(bits.size() - within);
-        let source = match active.tables.entries.l2(active.lookup(active.cluster_of(at))?) {
+        let raw = active.lookup(active.cluster_of(at))?;
+        let source = match active.tables.entries.l2(raw) {
             Ok(L2Entry::Data { host, .. }) => Source::Data(active.index, host + within),
             Ok(L2Entry::Unallocated) => return self.below(at, len),
             Ok(L2Entry::Zero { .. }) => Source::Zero(active.index),
             Ok(L2Entry::Compressed { .. }) => Source::Compressed(active.index),
-            Err(_) => Source::Damaged(active.index),
+            Err(_) => return self.step_over_part(active, raw, at, len),
         };
         Some(Run { source, len })
+    }
+
+    /// The same where `raw` is no entry of the format: the cluster is written in part, or the entry damaged.
+    #[cold]
+    fn step_over_part(&self, active: &Active, raw: u64, at: GuestOffset, len: u64) -> Option<Run> {
+        let Some(partial) = active.partial(raw) else {
+            return Some(Run { source: Source::Damaged(active.index), len });
+        };
+        let part = partial.run(at.within(active.tables.geometry.cluster_bits));
+        let len = len.min(part.len);
+        if part.is_written {
+            Some(Run { source: Source::Data(active.index, partial.host + part.start), len })
+        } else {
+            self.below(at, len)
+        }
     }
 
     /// What the frozen layers have.
@@ -81,7 +97,8 @@ impl Layers {
             }
             match &self.top {
                 Top::Qcow2(active) => {
-                    if active.entry(active.cluster_of(at))? == 0 {
+                    let raw = active.entry(active.cluster_of(at))?;
+                    if raw == 0 || active.partial(raw).is_some() {
                         self.locate_below(at, 1)?;
                     }
                 }

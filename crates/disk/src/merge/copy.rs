@@ -129,7 +129,7 @@ impl Layers {
         let page = active.lock_page(first);
         let mut old: Vec<u64> = Vec::new();
         for cluster in first..first + count {
-            let raw = active.entry_locked(cluster, &page)?;
+            let raw = self.whole_entry(active, cluster, &page)?;
             if active.decode(raw)? != L2Entry::Unallocated {
                 break;
             }

@@ -1,5 +1,6 @@
 //! Writes that a queue's thread makes itself.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmstrata_store::{RingFile, slice};
@@ -29,6 +30,9 @@ impl IoQueue {
                 return self.start_write(request, phase, writing, parts);
             }
             Some(parts) => self.write_now(request, phase, &parts),
+            None if is_current && self.write_part_now(&request) => {
+                self.finish_now(request.token, phase, Ok(()));
+            }
             None => self.leave_to_worker(request, phase),
         }
         self.disk.writers.leave(&mut self.writer, writing);
@@ -51,18 +55,33 @@ impl IoQueue {
     /// kernel hand every write to a thread of its own, which costs several times the copy. When the host holds
     /// writers back because too many pages are dirty, workers take over for a while, so that reads go on.
     fn write_now(&mut self, request: Request, phase: Phase, parts: &Parts) {
-        let begun = Instant::now();
-        let held_back = self.writes_wait_until.is_some_and(|until| begun < until);
-        let written = !held_back && parts.iter().all(|part| {
-            let segments = slice(&request.segments, part.skip, part.len);
-            matches!(&part.file, RingFile::Open(store) if store.write_segments(&segments, part.at).is_ok())
+        let written = self.patiently(|| {
+            parts.iter().all(|part| {
+                let segments = slice(&request.segments, part.skip, part.len);
+                matches!(&part.file, RingFile::Open(store) if store.write_segments(&segments, part.at).is_ok())
+            })
         });
         if written {
-            self.writes_wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);
             self.finish_now(request.token, phase, Ok(()));
         } else {
             // A worker writes it again, whole, and finds out what is wrong.
             self.leave_to_worker(request, phase);
         }
+    }
+
+    /// Writes a part of a cluster that is not there yet, here and now; false when a worker has to.
+    fn write_part_now(&mut self, request: &Request) -> bool {
+        let layers = Arc::clone(&self.layers);
+        self.patiently(|| layers.try_write_part(request.range.start, &request.segments).is_some())
+    }
+
+    /// Writes into the page cache unless the host held writers back a moment ago; returns whether all was written.
+    fn patiently(&mut self, write: impl FnOnce() -> bool) -> bool {
+        let begun = Instant::now();
+        if self.writes_wait_until.is_some_and(|until| begun < until) || !write() {
+            return false;
+        }
+        self.writes_wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);
+        true
     }
 }

@@ -46,7 +46,7 @@ impl Layers {
         let page = active.lock_page(first);
         let len = (total_len(from) as u64).min(RUN_BYTES);
         let wanted = (at.within(bits) + len).div_ceil(bits.size()).min(active.run_limit(first));
-        let mut old = entries_to_allocate(active, first, wanted, &page)?;
+        let mut old = self.entries_to_allocate(active, first, wanted, &page)?;
         if old.is_empty() {
             return Ok(0);
         }
@@ -70,6 +70,25 @@ impl Layers {
         publish_new(active, first, space.at, &old, kept.is_none(), &page)
             .map_err(|error| error.in_file(&active.path))?;
         Ok(bytes)
+    }
+
+    /// The raw entries of clusters from `first` on, up to the first that may be overwritten in place.
+    fn entries_to_allocate(
+        &self,
+        active: &Active,
+        first: u64,
+        count: u64,
+        page: &MutexGuard<'_, ()>,
+    ) -> Result<SmallRaws> {
+        let mut old = SmallRaws::new();
+        for cluster in first..first + count {
+            let raw = self.whole_entry(active, cluster, page)?;
+            if matches!(active.decode(raw)?, L2Entry::Data { copied: true, .. }) {
+                break;
+            }
+            old.push(raw);
+        }
+        Ok(old)
     }
 
     /// A cluster that a zero entry keeps for just this.
@@ -170,24 +189,6 @@ impl Layers {
 
 /// Raw entries of the clusters of a run.
 type SmallRaws = smallvec::SmallVec<[u64; 32]>;
-
-/// The raw entries of clusters from `first` on, up to the first that may be overwritten in place.
-fn entries_to_allocate(
-    active: &Active,
-    first: u64,
-    count: u64,
-    page: &MutexGuard<'_, ()>,
-) -> Result<SmallRaws> {
-    let mut old = SmallRaws::new();
-    for cluster in first..first + count {
-        let raw = active.entry_locked(cluster, page)?;
-        if matches!(active.decode(raw)?, L2Entry::Data { copied: true, .. }) {
-            break;
-        }
-        old.push(raw);
-    }
-    Ok(old)
-}
 
 /// Publishes new clusters from `host` on in place of what the `old` entries lead to.
 fn publish_new(

@@ -19,7 +19,7 @@ use vmstrata_store::{AlignedBuf, Segment, copy_to_slice};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use super::allocate::RUN_BYTES;
-use crate::active::{Active, Change, PageGuards};
+use crate::active::{Active, Change, PageGuards, Parts};
 use crate::alloc::Allocated;
 use crate::changes::Freed;
 use crate::disk::Disk;
@@ -199,6 +199,14 @@ impl First<'_> {
     /// Looks at the cluster's entry: whether it plainly needs a cluster, and has a table to be entered in.
     fn needs_cluster(&mut self, active: &Active, pages: &PageGuards<'_>) -> Result<bool> {
         self.old = active.entry_locked(self.cluster, pages.of(self.cluster))?;
+        let bits = active.tables.geometry.cluster_bits;
+        if self.old == 0
+            && active.changes.welcomes_partials()
+            && Parts::of(bits, self.at.within(bits), self.len as u64).is_some()
+        {
+            // Nothing need be copied now.
+            return Ok(false);
+        }
         let plain = match active.decode(self.old)? {
             L2Entry::Data { copied, .. } => !copied,
             L2Entry::Zero { host, .. } => host.is_none(),

@@ -1,0 +1,188 @@
+//! Clusters that are written in part: which there are, and whether more of them are welcome.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use super::Changes;
+use crate::active::{Active, is_partial};
+use crate::journal::{Record, Slot};
+
+/// Most clusters whose copying is put off: bounds what a flush or a snapshot has to do first.
+const PARTIALS_MAX: usize = 32_768;
+
+/// See the module documentation. Part of what the state's lock protects.
+#[derive(Debug, Default)]
+pub(super) struct Partials {
+    clusters: BTreeSet<u64>,
+    /// Those who want no more of them.
+    refusals: usize,
+}
+
+/// What whoever thinks of making one looks at first, without a lock.
+#[derive(Debug, Default)]
+pub(super) struct Welcome {
+    count: AtomicUsize,
+    refusals: AtomicUsize,
+    never: AtomicBool,
+    /// Some could not be made whole.
+    stuck: AtomicBool,
+}
+
+impl Partials {
+    /// Whether these changes may be noted: while more clusters in part are refused, none may begin to be one.
+    pub(super) fn admits(&self, records: &[Record]) -> bool {
+        let begins = |record: &Record| record.old == 0 && is_partial(record.new);
+        self.refusals == 0 || !records.iter().any(begins)
+    }
+
+    /// Takes notice of changes.
+    pub(super) fn note(&mut self, records: &[Record], welcome: &Welcome) {
+        for record in records {
+            let Slot::L2(cluster) = record.slot else { continue };
+            if is_partial(record.new) {
+                self.clusters.insert(cluster);
+            } else {
+                self.clusters.remove(&cluster);
+            }
+        }
+        welcome.count.store(self.clusters.len(), Ordering::Relaxed);
+    }
+
+    /// What `entries`, which has them all, says of them; the image has no entry for them yet.
+    pub(super) fn records(&self, entries: &BTreeMap<Slot, u64>) -> Vec<Record> {
+        let slots = self.clusters.iter().map(|&cluster| Slot::L2(cluster));
+        slots.map(|slot| Record { slot, old: 0, new: entries[&slot] }).collect()
+    }
+}
+
+impl Welcome {
+    pub(super) fn never(&self, never: bool) {
+        self.never.store(never, Ordering::Relaxed);
+    }
+}
+
+impl Changes {
+    /// Whether a cluster may be written in part now. A guess: [`Changes::note`] says for certain.
+    #[inline]
+    pub(crate) fn welcomes_partials(&self) -> bool {
+        let welcome = &self.welcome;
+        welcome.count.load(Ordering::Relaxed) < PARTIALS_MAX
+            && welcome.refusals.load(Ordering::Relaxed) == 0
+            && !welcome.never.load(Ordering::Relaxed)
+            && !welcome.stuck.load(Ordering::Relaxed)
+    }
+
+    /// The clusters that are written in part, in order.
+    pub(crate) fn partials(&self) -> Vec<u64> {
+        self.state.lock().partials.clusters.iter().copied().collect()
+    }
+
+    /// While some cannot be made whole, there shall not be more.
+    pub(crate) fn partials_are_stuck(&self, stuck: bool) {
+        self.welcome.stuck.store(stuck, Ordering::Relaxed);
+    }
+
+    fn refuse(&self, more: isize) {
+        let partials = &mut self.state.lock().partials;
+        partials.refusals = partials.refusals.strict_add_signed(more);
+        self.welcome.refusals.store(partials.refusals, Ordering::Relaxed);
+    }
+}
+
+/// Until this is dropped, no cluster begins to be written in part: those that are become fewer only.
+#[derive(Debug)]
+pub(crate) struct Refusal(Arc<Active>);
+
+impl Refusal {
+    pub(crate) fn of(active: &Arc<Active>) -> Self {
+        active.changes.refuse(1);
+        Self(Arc::clone(active))
+    }
+}
+
+impl Drop for Refusal {
+    fn drop(&mut self) {
+        self.0.changes.refuse(-1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use vmstrata_types::{ClusterBits, HostOffset};
+
+    use super::super::{CommitTarget, Noted};
+    use super::*;
+    use crate::active::{Partial, Parts};
+    use crate::error::Result;
+    use crate::journal::Journal;
+
+    const BITS: ClusterBits = ClusterBits::DEFAULT;
+    const IMAGE: vmstrata_store::FileId = vmstrata_store::FileId { dev: 1, ino: 2 };
+
+    /// The entries that were written.
+    #[derive(Default)]
+    struct Image(RefCell<Vec<(Slot, u64)>>);
+
+    impl CommitTarget for Image {
+        fn flush(&self) -> Result<()> {
+            Ok(())
+        }
+        fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()> {
+            self.0.borrow_mut().extend(entries.iter().map(|(&slot, &raw)| (slot, raw)));
+            Ok(())
+        }
+    }
+
+    fn word(host: u64, part: u64) -> u64 {
+        Partial::new(HostOffset::new(host), BITS).with(Parts::of(BITS, part * 4096, 4096).unwrap()).word()
+    }
+
+    fn record(cluster: u64, old: u64, new: u64) -> Record {
+        Record { slot: Slot::L2(cluster), old, new }
+    }
+
+    #[test]
+    fn a_commit_writes_no_word_of_a_partial_cluster_and_keeps_it_in_the_journal() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut journal, _) = Journal::open(dir.path(), IMAGE, 0).unwrap();
+        journal.reset(7).unwrap();
+        let changes = Changes::new(BITS);
+        changes.use_journal(Some(journal));
+        let (image, found) = (Image::default(), || Journal::open(dir.path(), IMAGE, 7).unwrap().1);
+        let part = word(0x5_0000, 3);
+        assert_eq!(changes.note(&[record(1, 0, part), record(2, 0, 0x6_0000)], &[]), Noted::Safe);
+        changes.commit(&image).unwrap();
+        assert_eq!(*image.0.borrow(), [(Slot::L2(2), 0x6_0000)]);
+        assert_eq!((found(), changes.partials()), (vec![record(1, 0, part)], vec![1]));
+        changes.commit(&image).unwrap();
+        assert_eq!(image.0.borrow().len(), 1, "a commit of nothing but that");
+        assert_eq!(changes.note(&[record(1, part, 0x5_0000)], &[]), Noted::Safe);
+        changes.commit(&image).unwrap();
+        assert_eq!(image.0.borrow()[1..], [(Slot::L2(1), 0x5_0000)]);
+        assert!(found().is_empty() && changes.partials().is_empty());
+    }
+
+    #[test]
+    fn none_begin_where_they_are_not_welcome_but_those_there_are_go_on() {
+        let changes = Changes::new(BITS);
+        let (part, more) = (word(0x5_0000, 3), word(0x5_0000, 4));
+        assert_eq!(changes.note(&[record(1, 0, part)], &[]), Noted::Safe);
+        assert!(changes.welcomes_partials());
+        changes.refuse(1);
+        assert!(!changes.welcomes_partials());
+        assert_eq!(changes.note(&[record(2, 0, word(0x6_0000, 0))], &[]), Noted::Refused);
+        assert_eq!(changes.note(&[record(1, part, more)], &[]), Noted::Safe);
+        assert_eq!(changes.partials(), [1]);
+        changes.refuse(-1);
+        assert_eq!(changes.note(&[record(2, 0, word(0x6_0000, 0))], &[]), Noted::Safe);
+        assert_eq!(changes.partials(), [1, 2]);
+        changes.partials_are_stuck(true);
+        assert!(!changes.welcomes_partials());
+        changes.partials_are_stuck(false);
+        changes.commit_each_change(true);
+        assert!(!changes.welcomes_partials());
+    }
+}

@@ -1,0 +1,256 @@
+//! Writing a part of a new cluster, and putting the copying of the rest off.
+//!
+//! ```text
+//!   no entry ──► written in part ──┬──► all parts written by the guest ──► whole
+//!                reads: own parts, │
+//!                else from below   └──► flush, snapshot, whoever needs it whole: copy up what is missing ──► whole
+//! ```
+//!
+//! After a snapshot every first write to a cluster had to read and write all of the cluster before it was answered. Here it
+//! writes its own bytes; what the guest writes itself before it flushes is never copied. Nothing is promised by that which
+//! was not before: until a flush, all of it would be gone after a power failure anyway, and a killed process leaves the word
+//! in the journal ([`crate::changes`]).
+//!
+//! Invariants: a cluster in part had no entry and lies within the disk whole. A part counts as written once its bytes are.
+//! Parts become written, and a cluster whole, under the page's lock.
+
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+use vmstrata_qcow2::entry::COPIED;
+use vmstrata_store::{AlignedBuf, Segment, slice, total_len};
+use vmstrata_types::{GuestOffset, HostOffset};
+
+use crate::active::{Active, Change, Partial, Parts};
+use crate::alloc::Allocated;
+use crate::changes::Noted;
+use crate::error::{IoContext as _, Result};
+use crate::layers::{Layers, Top};
+
+/// Clusters from a store that takes longer for one of them are waited for by several threads.
+const SLOW: Duration = Duration::from_millis(1);
+const THREADS: usize = 8;
+
+thread_local! {
+    /// What is copied up, on its way.
+    static SCRATCH: RefCell<AlignedBuf> = RefCell::new(AlignedBuf::zeroed(0));
+}
+
+/// What of a request one cluster takes.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    cluster: u64,
+    within: u64,
+    len: u64,
+    parts: Parts,
+}
+
+/// What happened to a piece.
+enum Put {
+    Done,
+    /// No cluster may begin to be written in part now.
+    Refused,
+}
+
+impl Layers {
+    /// Writes whole parts of one cluster at the start of the request; returns how many bytes, 0 when the cluster cannot be
+    /// written in part.
+    pub(super) fn write_part(&self, active: &Active, at: GuestOffset, from: &[Segment<'_>]) -> Result<usize> {
+        let Some(piece) = self.piece_of(active, at, total_len(from) as u64) else { return Ok(0) };
+        let page = active.lock_page(piece.cluster);
+        let raw = active.entry_locked(piece.cluster, &page)?;
+        let in_file = |error: crate::Error| error.in_file(&active.path);
+        let space = match active.partial(raw) {
+            Some(_) => None,
+            None if raw == 0 && self.may_begin(active, piece) => {
+                active.ensure_table(piece.cluster).map_err(in_file)?;
+                Some(active.alloc.allocate(1).map_err(in_file)?)
+            }
+            None => return Ok(0),
+        };
+        let part = slice(from, 0, piece.len as usize);
+        Ok(match self.put_or_free(active, piece, &part, raw, space, &page)? {
+            Put::Done => piece.len as usize,
+            Put::Refused => 0,
+        })
+    }
+
+    /// As [`Layers::write_part`] for a whole request, from memory and without waiting but for the host's page cache; `None`
+    /// when someone else has to carry it out, whatever of it was done.
+    pub(crate) fn try_write_part(&self, at: GuestOffset, from: &[Segment<'_>]) -> Option<()> {
+        let Top::Qcow2(active) = &self.top else { return None };
+        let len = total_len(from) as u64;
+        let piece = self.piece_of(active, at, len).filter(|piece| piece.len == len)?;
+        let page = active.try_lock_page(piece.cluster)?;
+        let raw = active.lookup(piece.cluster)?;
+        let space = match active.partial(raw) {
+            Some(_) => None,
+            None if raw == 0 && self.may_begin(active, piece) && active.has_own_table(piece.cluster) => {
+                Some(active.alloc.try_allocate()?)
+            }
+            None => return None,
+        };
+        let put = self.put_or_free(active, piece, from, raw, space, &page);
+        matches!(put, Ok(Put::Done)).then_some(())
+    }
+
+    /// What of `len` bytes at `at` lies in the first cluster; `None` when that are no whole parts, or the cluster lies past
+    /// the disk's end in part.
+    fn piece_of(&self, active: &Active, at: GuestOffset, len: u64) -> Option<Piece> {
+        let bits = active.tables.geometry.cluster_bits;
+        let within = at.within(bits);
+        let len = len.min(bits.size() - within);
+        let parts = Parts::of(bits, within, len)?;
+        let is_inside = at.align_down(bits).get() + bits.size() <= self.size;
+        (is_inside && self.blocks.is_none()).then(|| Piece {
+            cluster: active.cluster_of(at),
+            within,
+            len,
+            parts,
+        })
+    }
+
+    /// Whether a cluster without an entry should be written in part. One that is written whole needs no copying.
+    fn may_begin(&self, active: &Active, piece: Piece) -> bool {
+        piece.len < active.tables.geometry.cluster_bits.size() && active.changes.welcomes_partials()
+    }
+
+    fn put_or_free(
+        &self,
+        active: &Active,
+        piece: Piece,
+        from: &[Segment<'_>],
+        raw: u64,
+        space: Option<Allocated>,
+        page: &MutexGuard<'_, ()>,
+    ) -> Result<Put> {
+        let bits = active.tables.geometry.cluster_bits;
+        let partial = match (active.partial(raw), space) {
+            (Some(partial), _) => partial,
+            (None, Some(space)) => Partial::new(space.at, bits),
+            (None, None) => unreachable!("a cluster lies somewhere"),
+        };
+        let cluster_at = GuestOffset::new(piece.cluster << bits.get());
+        let reads_as_zeros = space.is_some_and(|space| space.zeroed) && self.is_zero(cluster_at, bits.size());
+        let put = self.put(active, piece, from, (raw, partial), reads_as_zeros, page);
+        if let (Some(space), Err(_) | Ok(Put::Refused)) = (space, &put)
+            && active.lookup(piece.cluster) == Some(raw)
+        {
+            let _ = active.alloc.free(space.at, bits.size());
+        }
+        put
+    }
+
+    /// Writes the bytes, and says so.
+    fn put(
+        &self,
+        active: &Active,
+        piece: Piece,
+        from: &[Segment<'_>],
+        (raw, partial): (u64, Partial),
+        reads_as_zeros: bool,
+        page: &MutexGuard<'_, ()>,
+    ) -> Result<Put> {
+        let at = partial.host + piece.within;
+        let written = active.store.write_segments(from, at).while_trying("write");
+        written.map_err(|error| error.at(at).in_file(&active.path))?;
+        let partial = partial.with(piece.parts);
+        let is_whole = partial.is_whole() || reads_as_zeros;
+        let new = if is_whole { partial.host.get() | COPIED } else { partial.word() };
+        let change = Change { cluster: piece.cluster, old: raw, new };
+        if is_whole {
+            active.publish(&[change], &[], page).map_err(|error| error.in_file(&active.path))?;
+            return Ok(Put::Done);
+        }
+        match active.note(&[change], &[], page) {
+            Noted::Safe => Ok(Put::Done),
+            Noted::Refused => Ok(Put::Refused),
+            // A commit writes no word of this kind: whole first.
+            Noted::MustCommit => self.complete(active, piece.cluster, page).map(|_| Put::Done),
+        }
+    }
+
+    /// Whether these bytes read as zeros below, as far as memory knows.
+    fn is_zero(&self, at: GuestOffset, len: u64) -> bool {
+        self.below(at, len).is_some_and(|run| run.source.is_zero() && run.len == len)
+    }
+
+    /// A cluster's raw entry, for whoever needs the cluster whole: what was put off is done now.
+    ///
+    /// # Errors
+    /// What lies below cannot be read, or the active layer's file not be written.
+    pub(crate) fn whole_entry(
+        &self,
+        active: &Active,
+        cluster: u64,
+        page: &MutexGuard<'_, ()>,
+    ) -> Result<u64> {
+        let raw = active.entry_locked(cluster, page)?;
+        if active.partial(raw).is_none() { Ok(raw) } else { self.complete(active, cluster, page) }
+    }
+
+    /// Copies up what is missing of a cluster, if anything is; returns its entry then.
+    fn complete(&self, active: &Active, cluster: u64, page: &MutexGuard<'_, ()>) -> Result<u64> {
+        let raw = active.entry_locked(cluster, page)?;
+        let Some(partial) = active.partial(raw) else { return Ok(raw) };
+        let bits = active.tables.geometry.cluster_bits;
+        let start = GuestOffset::new(cluster << bits.get());
+        SCRATCH.with_borrow_mut(|scratch| {
+            if scratch.len() < bits.size() as usize {
+                *scratch = AlignedBuf::zeroed(bits.size() as usize);
+            }
+            partial.missing().try_for_each(|run| {
+                let bytes = &mut scratch[..run.len as usize];
+                self.read_runs(start + run.start, &[Segment::from_mut(bytes)], |at, len| {
+                    self.locate_below(at, len)
+                })?;
+                write_up(active, bytes, partial.host + run.start)
+            })
+        })?;
+        let new = partial.host.get() | COPIED;
+        let change = Change { cluster, old: raw, new };
+        active.publish(&[change], &[], page).map_err(|error| error.in_file(&active.path))?;
+        Ok(new)
+    }
+
+    /// Copies up all that was put off before the call.
+    ///
+    /// # Errors
+    /// As [`Layers::whole_entry`]: nothing is lost, and it can be tried again.
+    pub(crate) fn complete_all(&self) -> Result<()> {
+        let Top::Qcow2(active) = &self.top else { return Ok(()) };
+        let clusters = active.changes.partials();
+        if clusters.is_empty() {
+            return Ok(());
+        }
+        let completed = self.complete_each(active, &clusters);
+        active.changes.partials_are_stuck(completed.is_err());
+        completed
+    }
+
+    fn complete_each(&self, active: &Active, clusters: &[u64]) -> Result<()> {
+        let one = |&cluster: &u64| self.complete(active, cluster, &active.lock_page(cluster)).map(drop);
+        for (done, cluster) in clusters.iter().enumerate() {
+            let began = Instant::now();
+            one(cluster)?;
+            let left = &clusters[done + 1..];
+            if began.elapsed() > SLOW && left.len() > 1 {
+                return std::thread::scope(|scope| {
+                    let share = left.len().div_ceil(THREADS);
+                    let threads: Vec<_> = left
+                        .chunks(share)
+                        .map(|share| scope.spawn(|| share.iter().try_for_each(one)))
+                        .collect();
+                    threads.into_iter().try_for_each(|thread| thread.join().expect("copying does not panic"))
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn write_up(active: &Active, bytes: &[u8], at: HostOffset) -> Result<()> {
+    let written = active.store.write_all(bytes, at).while_trying("write");
+    written.map_err(|error| error.at(at).in_file(&active.path))
+}
