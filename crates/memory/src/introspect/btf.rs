@@ -45,6 +45,8 @@ mod kind {
     pub(super) const DECL_TAG: u32 = 17;
     pub(super) const TYPE_TAG: u32 = 18;
     pub(super) const ENUM64: u32 = 19;
+    /// Those that are asked for by name.
+    pub(super) const ASKED: [u32; 4] = [STRUCT, UNION, ENUM, ENUM64];
 }
 
 /// Where the parts of a blob of BTF lie in it.
@@ -90,6 +92,8 @@ pub struct Btf {
     strings: Vec<u8>,
     /// `[type id - 1]`: where the type begins in `types`.
     starts: Vec<u32>,
+    /// Of those, the types that are asked for by name: structs, unions and enums. One in ten, and asked for often.
+    asked: Vec<u32>,
 }
 
 /// A type's common part.
@@ -132,12 +136,15 @@ impl Btf {
         if strings.first() != Some(&0) || strings.last() != Some(&0) {
             return None;
         }
-        let mut btf = Self { types, strings, starts: Vec::new() };
+        let mut btf = Self { types, strings, starts: Vec::new(), asked: Vec::new() };
         let mut at = 0;
         while at < btf.types.len() {
-            btf.starts.push(u32::try_from(at).ok()?);
+            let start = u32::try_from(at).ok()?;
             let (name, info) = (word(&btf.types[at..], 0)?, word(&btf.types[at..], 1)?);
-            at += 12 + rest_bytes(info >> 24 & 0x1f, (info & 0xffff) as usize)?;
+            let kind = info >> 24 & 0x1f;
+            btf.starts.push(start);
+            btf.asked.extend(kind::ASKED.contains(&kind).then_some(start));
+            at += 12 + rest_bytes(kind, (info & 0xffff) as usize)?;
             if name as usize >= btf.strings.len() {
                 return None;
             }
@@ -190,7 +197,8 @@ impl Btf {
     }
 
     fn named<'a>(&'a self, name: &'a str, kinds: &'a [u32]) -> impl Iterator<Item = Type<'a>> + 'a {
-        self.all().filter(move |found| kinds.contains(&found.kind) && self.is_named(found.name, name))
+        let asked = self.asked.iter().filter_map(|&start| self.type_at(start as usize));
+        asked.filter(move |found| kinds.contains(&found.kind) && self.is_named(found.name, name))
     }
 
     fn is_named(&self, offset: u32, name: &str) -> bool {

@@ -90,6 +90,13 @@ impl CauseMap {
         self.causes.get(index).copied().unwrap_or_default()
     }
 
+    /// The number of frames of each cause: `[cause]`, in the order of [`Cause::ALL`].
+    pub fn counts(&self) -> Vec<u64> {
+        let mut counts = vec![0; Cause::ALL.len()];
+        self.causes.iter().for_each(|&cause| counts[cause as usize] += 1);
+        counts
+    }
+
     /// Sets the cause of `count` frames from `first` on, as far as they are described.
     pub fn set(&mut self, first: Frame, count: u64, cause: Cause) {
         let index = |frame: u64| usize::try_from(frame).unwrap_or(usize::MAX).min(self.causes.len());
@@ -118,5 +125,7 @@ mod tests {
             [1, 2, 3].map(|frame| map.get(Frame::new(frame))),
             [Cause::Unknown, Cause::Free, Cause::Unknown]
         );
+        let counts = map.counts();
+        assert_eq!((counts[Cause::Unknown as usize], counts[Cause::Free as usize]), (2, 1));
     }
 }
