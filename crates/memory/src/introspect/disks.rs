@@ -33,6 +33,8 @@ pub(super) struct DiskTable {
     disks: Vec<Disk>,
     devices: Vec<Device>,
     known: HashMap<Virtual, Option<DeviceIndex>>,
+    /// The device asked for last, as it is mostly the next one.
+    last: Option<(Virtual, Option<DeviceIndex>)>,
 }
 
 impl DiskTable {
@@ -43,18 +45,20 @@ impl DiskTable {
         shape: &Disks,
         device: Virtual,
     ) -> Option<(DeviceIndex, Device)> {
-        let index = match self.known.get(&device) {
-            Some(&known) => known?,
-            None => {
-                let read = self.read(view, shape, device);
-                let index = u32::try_from(self.devices.len()).ok().map(DeviceIndex);
-                let index = read.and(index);
-                self.devices.extend(index.and(read));
-                self.known.insert(device, index);
-                index?
-            }
-        };
-        Some((index, self.devices[index.0 as usize]))
+        let last = self.last.filter(|(last, _)| *last == device).map(|(_, index)| index);
+        let index = last.or_else(|| self.known.get(&device).copied());
+        let index = index.unwrap_or_else(|| self.learn(view, shape, device));
+        self.last = Some((device, index));
+        index.map(|index| (index, self.devices[index.0 as usize]))
+    }
+
+    fn learn(&mut self, view: &mut View<'_>, shape: &Disks, device: Virtual) -> Option<DeviceIndex> {
+        let read = self.read(view, shape, device);
+        let index = u32::try_from(self.devices.len()).ok().map(DeviceIndex);
+        let index = read.and(index);
+        self.devices.extend(index.and(read));
+        self.known.insert(device, index);
+        index
     }
 
     /// The disks, as [`DiskIndex`] counts them, and the devices, as [`DeviceIndex`] does.

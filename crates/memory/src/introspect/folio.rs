@@ -12,6 +12,8 @@ use crate::address::Virtual;
 
 /// Buffers of one folio: 2 MiB of blocks of 512 bytes.
 const BUFFERS_MAX: usize = 4096;
+/// Bytes of a buffer head, as far as they are read.
+const BUFFER_BYTES_MAX: usize = 256;
 /// Bits of iomap state read: as many blocks, valid and dirty.
 const STATE_WORDS_MAX: usize = 2 * BUFFERS_MAX / 64;
 
@@ -76,13 +78,11 @@ impl Findings {
         folio: Candidate,
         first: Virtual,
     ) -> Option<()> {
-        let (mut at, mut within) = (first, 0_u64);
+        let (mut at, mut within, mut spare) = (first, 0_u64, [0; BUFFER_BYTES_MAX]);
         for _ in 0..BUFFERS_MAX {
-            let mut bytes = [0; 256];
-            let bytes = &mut bytes[..shape.size];
-            view.read(at, bytes)?;
+            let bytes = view.object(at, &mut spare[..shape.size])?;
             let word = |at: usize| u64::from_le_bytes(bytes[at..][..8].try_into().expect("eight bytes"));
-            let state = word(shape.state);
+            let (state, next, block) = (word(shape.state), word(shape.next), word(shape.block));
             let unused = bytes[shape.count..][..4] == [0; 4];
             let own = word(shape.page) == folio.page.get() && word(shape.device) == folio.file.device.get();
             let len = word(shape.bytes);
@@ -91,11 +91,10 @@ impl Findings {
             }
             self.clear(view, at.checked_add(shape.state as u64)?, shape.uptodate)?;
             if state & shape.mapped != 0 {
-                let on_device = word(shape.block).checked_mul(len)?;
-                self.placed.push(Placed { within, on_device, len });
+                self.placed.push(Placed { within, on_device: block.checked_mul(len)?, len });
             }
             within += len;
-            at = Virtual::new(word(shape.next));
+            at = Virtual::new(next);
             if at == first {
                 return (within == folio.bytes).then_some(());
             }

@@ -53,19 +53,30 @@ const OWNERS_MAX: usize = 1 << 20;
 pub(super) struct Owners {
     files: Files,
     known: HashMap<Virtual, Owner>,
+    /// The mapping asked for last: neighbours mostly belong to one file.
+    last: Option<(Virtual, Owner)>,
 }
 
 impl Owners {
     /// None known yet.
     pub(super) fn new(files: Files) -> Self {
-        Self { files, known: HashMap::new() }
+        Self { files, known: HashMap::new(), last: None }
     }
 
     /// What the mapping at `mapping` stands for; what cannot be read is [`Owner::Other`].
     pub(super) fn of(&mut self, view: &mut View<'_>, mapping: Virtual) -> Owner {
-        if let Some(&owner) = self.known.get(&mapping) {
+        if let Some((_, owner)) = self.last.filter(|(last, _)| *last == mapping) {
             return owner;
         }
+        let owner = match self.known.get(&mapping) {
+            Some(&owner) => owner,
+            None => self.learn(view, mapping),
+        };
+        self.last = Some((mapping, owner));
+        owner
+    }
+
+    fn learn(&mut self, view: &mut View<'_>, mapping: Virtual) -> Owner {
         if self.known.len() == OWNERS_MAX {
             self.known.clear();
         }

@@ -20,6 +20,8 @@ pub(crate) struct Memory {
     next: u64,
     /// The table at the root of [`Memory::map`].
     pub tables: Tables,
+    /// Whether it can be read without being copied.
+    pub is_direct: bool,
 }
 
 impl Memory {
@@ -28,7 +30,7 @@ impl Memory {
         let len = frames << PAGE_BITS;
         let layout = Layout::new(vec![Block { start: Physical::new(0), len, file_offset: 0 }]).unwrap();
         let tables = Tables { root: Physical::new(0x1000), levels };
-        Self { layout, bytes: vec![0; usize::try_from(len).unwrap()], next: 2, tables }
+        Self { layout, bytes: vec![0; usize::try_from(len).unwrap()], next: 2, tables, is_direct: false }
     }
 
     /// So many pages that nobody has, in one piece.
@@ -88,5 +90,10 @@ impl Ram for Memory {
         let there = start.checked_add(len).and_then(|end| self.bytes.get(start..end));
         into.copy_from_slice(there.ok_or(RamError::Hole { at, len })?);
         Ok(())
+    }
+
+    fn bytes(&self, at: Physical, len: usize) -> Option<&[u8]> {
+        let start = usize::try_from(at.get()).ok().filter(|_| self.is_direct)?;
+        self.bytes.get(start..start.checked_add(len)?)
     }
 }

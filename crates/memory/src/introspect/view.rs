@@ -96,6 +96,18 @@ impl<'a> View<'a> {
         Some(())
     }
 
+    /// As many bytes as `spare` has of a small object at `at`: where they are kept, or put together in `spare` where it goes
+    /// over the end of a page. `None` when a part of it is not there.
+    pub(super) fn object<'b>(&'b mut self, at: Virtual, spare: &'b mut [u8]) -> Option<&'b [u8]> {
+        let (from, _) = self.translate(at)?;
+        let (within, len) = (from.within_page(), spare.len());
+        if len <= PAGE_BYTES - within {
+            return self.pages.get(self.ram, Frame::of(from))?.get(within..within + len);
+        }
+        self.read(at, spare)?;
+        Some(spare)
+    }
+
     /// Fills `into` past the cache, for what is large and read once; parts that are not there become 0xff.
     pub(super) fn read_large(&mut self, mut at: Virtual, mut into: &mut [u8]) {
         while !into.is_empty() {
@@ -155,12 +167,16 @@ impl PageCache {
         Self { frames: vec![None; CACHED_PAGES], bytes: vec![0; CACHED_PAGES * PAGE_BYTES] }
     }
 
-    fn get(&mut self, ram: &dyn Ram, frame: Frame) -> Option<&[u8]> {
+    fn get<'a>(&'a mut self, ram: &'a dyn Ram, frame: Frame) -> Option<&'a [u8]> {
+        let start = frame.start()?;
+        if let Some(page) = ram.bytes(start, PAGE_BYTES) {
+            return Some(page);
+        }
         let slot = (frame.get() % CACHED_PAGES as u64) as usize;
         let page = &mut self.bytes[slot * PAGE_BYTES..][..PAGE_BYTES];
         if self.frames[slot] != Some(frame) {
             self.frames[slot] = None;
-            ram.read(frame.start()?, page).ok()?;
+            ram.read(start, page).ok()?;
             self.frames[slot] = Some(frame);
         }
         Some(page)

@@ -47,6 +47,24 @@ fn reads_cross_pages_and_stop_at_holes() {
 }
 
 #[test]
+fn objects_are_read_where_they_are_kept_and_over_the_ends_of_pages() {
+    let mut memory = Memory::new(64, 4);
+    memory.map(CODE, Physical::new(0x2_0000), 1, 12);
+    memory.map(CODE.checked_add(0x1000).unwrap(), Physical::new(0x1_0000), 1, 12);
+    memory.write(Physical::new(0x2_0ffc), &[1, 2, 3, 4]);
+    memory.write(Physical::new(0x1_0000), &[5, 6, 7, 8]);
+    for is_direct in [false, true] {
+        memory.is_direct = is_direct;
+        let mut view = View::new(&memory, memory.tables);
+        let at = |offset| CODE.checked_add(offset).unwrap();
+        assert_eq!(view.object(at(0xffc), &mut [0; 4]), Some(&[1, 2, 3, 4][..]));
+        assert_eq!(view.object(at(0xffe), &mut [0; 4]), Some(&[3, 4, 5, 6][..]));
+        assert_eq!(view.object(at(0x1ffd), &mut [0; 4]), None);
+        assert_eq!(view.object(at(0x2000), &mut [0; 4]), None);
+    }
+}
+
+#[test]
 fn tables_that_loop_or_leave_memory_end() {
     let mut memory = Memory::new(64, 5);
     for index in 0..512 {
