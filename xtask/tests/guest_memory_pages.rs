@@ -11,7 +11,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 use vmstrata_memory::capture::Machine;
 use vmstrata_memory::disk::ReadDisk;
-use vmstrata_memory::introspect::{Cause, FileFolio, Pages};
+use vmstrata_memory::introspect::{Cause, FilePages, Pages};
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::{Frame, Introspection, PAGE_BYTES, PageClass, Ram, refill};
 use xtask::guest::census::{Census, Reported};
@@ -165,7 +165,7 @@ fn clean_pages_are_found_on_their_disks(release: &str, pages: &Pages, ram: &dyn 
     let found = refill::find(ram, pages, &disks);
     let shares = ["vda", "vdb", "vdc"].map(|name| {
         let disk = pages.disks.iter().position(|disk| disk.name == name).unwrap();
-        let is_on = |folio: &&FileFolio| pages.devices[folio.device.0 as usize].disk.0 as usize == disk;
+        let is_on = |folio: &&FilePages| pages.devices[folio.device.0 as usize].disk.0 as usize == disk;
         let (mut all, mut there) = (0, 0);
         for folio in pages.files.iter().filter(is_on) {
             let frames = (0..u64::from(folio.pages)).map(|page| Frame::new(folio.first.get() + page));

@@ -16,6 +16,7 @@
 pub mod btf;
 mod cause;
 mod check;
+mod chunk;
 mod disks;
 mod folio;
 mod guest;
@@ -31,8 +32,8 @@ pub mod vmcoreinfo;
 
 pub use cause::{Cause, CauseMap};
 pub use guest::Guest;
-pub use hide::{Clear, Hide, Hides, Width};
-pub use origin::{Device, DeviceFolio, DeviceIndex, Disk, DiskIndex, FileFolio, FileSystem, Origin};
+pub use hide::{Clear, Hide, Hides};
+pub use origin::{Device, DeviceFolio, DeviceIndex, Disk, DiskIndex, FilePages, FileSystem, Origin};
 
 use view::View;
 
@@ -52,7 +53,7 @@ pub struct Pages {
     /// page may have several (a block each), some, or none. Claims of the guest: compare bytes before believing them.
     pub origins: Vec<Origin>,
     /// The files that clean pages belong to, in order of frames: what their file systems make of that is on the disks.
-    pub files: Vec<FileFolio>,
+    pub files: Vec<FilePages>,
     /// What the guest has in memory of its devices themselves; in order of frames.
     pub device_cache: Vec<DeviceFolio>,
     /// The disks that the others name.

@@ -20,7 +20,7 @@ use super::take::{Control, Disks, Mode, take};
 use crate::address::{Frame, PAGE_BYTES, Physical};
 use crate::class::{ClassMap, PageClass};
 use crate::disk::{OpenDisk, open_all};
-use crate::introspect::Introspection;
+use crate::introspect::{Clear, Introspection};
 use crate::qmp::Qmp;
 use crate::ram::{Block, Ram};
 use crate::refill::{Found, find};
@@ -252,7 +252,7 @@ fn hiding_of(introspection: &Introspection) -> Hiding {
         let masks: Vec<Mask> = hide
             .clears
             .iter()
-            .map(|clear| Mask { at: clear.at, width: clear.width as u8, clear: clear.mask })
+            .map(|clear| Mask { at: clear.at, width: Clear::BYTES, clear: clear.mask })
             .collect();
         let frames = (0..u64::from(hide.pages)).map(move |page| Frame::new(hide.first.get() + page));
         frames.map(move |frame| (frame, masks.clone())).collect::<Vec<_>>()

@@ -3,7 +3,7 @@
 //! Clean means: the content is what the disk has, no one is using it, and the kernel will read it again once the bits of the
 //! [`Clear`]s are gone. Every condition that cannot be checked fails.
 
-use super::hide::{Clear, Width};
+use super::hide::Clear;
 use super::mapping::FileCache;
 use super::origin::FileSystem;
 use super::shapes::{Buffers, Iomap, Shapes};
@@ -65,8 +65,8 @@ impl Findings {
     }
 
     fn clear(&mut self, view: &mut View<'_>, at: Virtual, mask: u64) -> Option<()> {
-        let (at, _) = view.translate(at).filter(|(at, _)| at.get().is_multiple_of(8))?;
-        self.clears.push(Clear { at, width: Width::Eight, mask });
+        let (at, _) = view.translate(at).filter(|(at, _)| at.get().is_multiple_of(Clear::BYTES.into()))?;
+        self.clears.push(Clear { at, mask });
         Some(())
     }
 

@@ -6,25 +6,18 @@
 
 use crate::address::{Frame, Physical};
 
-/// Bytes of a word to change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[repr(u8)]
-pub enum Width {
-    /// Four bytes.
-    Four = 4,
-    /// Eight bytes.
-    Eight = 8,
-}
-
-/// Bits to clear in one little-endian word of guest memory: `word &= !mask`.
+/// Bits to clear in one little-endian word of eight bytes of guest memory: `word &= !mask`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Clear {
-    /// Where the word begins; aligned to its width, so it lies in one page.
+    /// Where the word begins; a multiple of eight, so it lies in one page.
     pub at: Physical,
-    /// Bytes of it.
-    pub width: Width,
-    /// The bits to clear; none above the width.
+    /// The bits to clear.
     pub mask: u64,
+}
+
+impl Clear {
+    /// Bytes of the word.
+    pub const BYTES: u8 = 8;
 }
 
 /// What hides one folio (one page, or several that the guest manages as one) from the guest.
@@ -102,7 +95,7 @@ mod tests {
     use super::*;
 
     fn clear(at: u64) -> Clear {
-        Clear { at: Physical::new(at), width: Width::Eight, mask: 4 }
+        Clear { at: Physical::new(at), mask: 4 }
     }
 
     #[test]

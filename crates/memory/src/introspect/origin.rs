@@ -40,9 +40,9 @@ pub enum FileSystem {
     Xfs,
 }
 
-/// Clean pages of a file that the guest manages as one.
+/// Clean pages of a file that follow one another, in memory as in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FileFolio {
+pub struct FilePages {
     /// The first page.
     pub first: Frame,
     /// Their number, at least 1.
@@ -55,6 +55,19 @@ pub struct FileFolio {
     pub inode: u64,
     /// Which page of the file the first one is.
     pub index: u64,
+}
+
+impl FilePages {
+    /// These and those behind them, which `next` are; `None` if `next` are others.
+    pub(super) fn and(self, next: Self) -> Option<Self> {
+        let len = u64::from(self.pages);
+        let of_file = |pages: Self| (pages.device, pages.system, pages.inode);
+        let follow = of_file(self) == of_file(next)
+            && self.first.get().checked_add(len) == Some(next.first.get())
+            && self.index.checked_add(len) == Some(next.index);
+        let pages = self.pages.checked_add(next.pages).filter(|_| follow)?;
+        Some(Self { pages, ..self })
+    }
 }
 
 /// Pages of a device itself, as the guest caches them: structures of file systems that it may not have written back yet.
@@ -83,4 +96,23 @@ pub struct Origin {
     pub disk: DiskIndex,
     /// The first byte on the whole disk (a partition's start is added already).
     pub offset: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_go_on_where_memory_and_file_both_do() {
+        let pages = |first: u64, pages: u32, index: u64| {
+            let (device, system) = (DeviceIndex(0), FileSystem::Ext4);
+            FilePages { first: Frame::new(first), pages, device, system, inode: 12, index }
+        };
+        assert_eq!(pages(10, 2, 5).and(pages(12, 4, 7)), Some(pages(10, 6, 5)));
+        for next in [pages(13, 1, 7), pages(12, 1, 8), FilePages { inode: 13, ..pages(12, 1, 7) }] {
+            assert_eq!(pages(10, 2, 5).and(next), None);
+        }
+        assert_eq!(pages(10, 2, u64::MAX - 1).and(pages(12, 1, 0)), None);
+        assert_eq!(pages(0, u32::MAX, 0).and(pages(u32::MAX.into(), 1, u32::MAX.into())), None);
+    }
 }

@@ -1,11 +1,12 @@
 //! One pass over all struct pages, in order of frames: what each page is, in chunks of a section's worth.
 
 use super::cause::{Cause, CauseMap};
+use super::chunk::Chunk;
 use super::disks::DiskTable;
 use super::folio::{Candidate, Findings};
 use super::guest::Guest;
 use super::mapping::{FileCache, Owner, Owners};
-use super::origin::{DeviceFolio, FileFolio, FileSystem};
+use super::origin::{DeviceFolio, FilePages, FileSystem};
 use super::shapes::Shapes;
 use super::view::View;
 use super::{Pages, Rules};
@@ -29,16 +30,6 @@ pub(super) struct Pass<'a, 'v> {
     disks: DiskTable,
     findings: Findings,
     pages: Pages,
-}
-
-/// Struct pages that were read in one piece.
-struct Chunk<'b> {
-    first: Frame,
-    /// Where the first of them lies.
-    at: Virtual,
-    /// `[struct page][byte]`.
-    bytes: &'b [u8],
-    stride: usize,
 }
 
 /// The members of a struct page that decide what it is.
@@ -91,32 +82,6 @@ pub(super) fn run(guest: &Guest, ram: &dyn Ram, view: &mut View<'_>, rules: Rule
     }
     (pass.pages.disks, pass.pages.devices) = pass.disks.into_parts();
     pass.pages
-}
-
-impl Chunk<'_> {
-    fn len(&self) -> usize {
-        self.bytes.len() / self.stride
-    }
-
-    fn u64(&self, index: usize, offset: usize) -> u64 {
-        let at = index * self.stride + offset;
-        self.bytes
-            .get(at..)
-            .and_then(|rest| rest.first_chunk())
-            .map_or(u64::MAX, |word| u64::from_le_bytes(*word))
-    }
-
-    fn u32(&self, index: usize, offset: usize) -> u32 {
-        let at = index * self.stride + offset;
-        self.bytes
-            .get(at..)
-            .and_then(|rest| rest.first_chunk())
-            .map_or(u32::MAX, |word| u32::from_le_bytes(*word))
-    }
-
-    fn u8(&self, index: usize, offset: usize) -> u8 {
-        self.bytes.get(index * self.stride + offset).copied().unwrap_or(u8::MAX)
-    }
 }
 
 impl Pass<'_, '_> {
@@ -284,8 +249,13 @@ impl Pass<'_, '_> {
         let blocks = self.findings.placed.iter();
         self.pages.origins.extend(blocks.filter_map(|block| device.origin(first, block)));
         let FileCache { system, inode, .. } = file;
-        let folio = |at| FileFolio { first, pages, device: index, system, inode, index: at };
-        self.pages.files.extend(head.file_index.map(folio));
+        let Some(at) = head.file_index else { return Some(()) };
+        let folio = FilePages { first, pages, device: index, system, inode, index: at };
+        let files = &mut self.pages.files;
+        match files.last_mut().and_then(|last| Some((last.and(folio)?, last))) {
+            Some((longer, last)) => *last = longer,
+            None => files.push(folio),
+        }
         Some(())
     }
 

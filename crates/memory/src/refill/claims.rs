@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use crate::address::{Frame, PAGE_BITS, PAGE_BYTES};
 use crate::disk::ReadDisk;
 use crate::filesystem::{Files, ReadDevice};
-use crate::introspect::{DeviceIndex, DiskIndex, FileFolio, FileSystem, Origin, Pages};
+use crate::introspect::{DeviceIndex, DiskIndex, FilePages, FileSystem, Origin, Pages};
 use crate::ram::Ram;
 use crate::vault::DiskPiece;
 
@@ -17,7 +17,7 @@ const KEPT_PAGES: usize = 4096;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CleanPage {
     pub(super) frame: Frame,
-    folio: FileFolio,
+    folio: FilePages,
 }
 
 impl CleanPage {
@@ -40,10 +40,10 @@ pub(super) struct Claim {
 pub(super) fn pages_on(pages: &Pages, disk: DiskIndex) -> Vec<CleanPage> {
     let is_on =
         |device: DeviceIndex| pages.devices.get(device.0 as usize).is_some_and(|device| device.disk == disk);
-    let mut folios: Vec<FileFolio> =
+    let mut folios: Vec<FilePages> =
         pages.files.iter().filter(|folio| is_on(folio.device)).copied().collect();
     folios.sort_unstable_by_key(|folio| (folio.device, folio.system, folio.inode, folio.index));
-    let each = |folio: FileFolio| {
+    let each = |folio: FilePages| {
         let frames = (0..u64::from(folio.pages)).map(move |page| folio.first.get() + page);
         frames.map(move |frame| CleanPage { frame: Frame::new(frame), folio })
     };
@@ -62,7 +62,7 @@ pub(super) fn claims(
         (one.folio.device, one.folio.system) == (other.folio.device, other.folio.system)
     };
     for wanted in wanted.chunk_by(same) {
-        let FileFolio { device, system, .. } = wanted[0].folio;
+        let FilePages { device, system, .. } = wanted[0].folio;
         let start = pages.devices[device.0 as usize].start;
         let device =
             GuestDevice { ram, disk, start, newer: newer(pages, device, system), kept: HashMap::new() };
