@@ -216,6 +216,22 @@ fn kernels_that_are_not_understood_say_why() {
     assert!(broken(|it| it.word(FILE_PAGES, 1 << 20)).contains("cache pages were found"));
 }
 
+#[test]
+fn notes_are_found_in_order_wherever_they_lie() {
+    let mut memory = super::testing::Memory::new(260 << 8, 4);
+    let text = b"OSRELEASE=6.1.0";
+    let note =
+        [&11_u32.to_le_bytes()[..], &(text.len() as u32).to_le_bytes(), &[0; 4], b"VMCOREINFO\0\0", text];
+    let places = [0, 0x2000, 0x40_0000, 0x7f_e000, 0x200_0000, 0x1000_0000, 0x103f_e000];
+    places.iter().rev().for_each(|&at| memory.write(Physical::new(at), &note.concat()));
+    // Nowhere but at the start of every other page.
+    memory.write(Physical::new(0x1_1000), &note.concat());
+    memory.write(Physical::new(0x1_2004), &note.concat());
+    let found: Vec<_> =
+        vmcoreinfo::notes(&memory).map(|(at, info)| (at.get(), info.release().len())).collect();
+    assert_eq!(found, places.map(|at| (at, 5)));
+}
+
 /// Whatever a guest's memory says, reading it ends, and stays within bounds.
 #[test]
 fn random_damage_never_breaks_the_reader() {

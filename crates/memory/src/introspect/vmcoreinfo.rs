@@ -7,9 +7,11 @@
 //! Source: Linux `kernel/vmcore_info.c`, `Documentation/admin-guide/kdump/vmcoreinfo.rst`.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 use crate::address::{Frame, PAGE_BYTES, Physical, Virtual};
-use crate::ram::Ram;
+use crate::ram::{Block, Ram};
 
 const NAME: &[u8; 12] = b"VMCOREINFO\0\0";
 const HEADER_BYTES: usize = 12 + NAME.len();
@@ -17,6 +19,8 @@ const HEADER_BYTES: usize = 12 + NAME.len();
 const TEXT_BYTES_MAX: usize = 16 * PAGE_BYTES;
 /// Bytes that are looked at, or left out because nobody ever wrote them.
 const PIECE_BYTES: u64 = 1 << 20;
+/// Pieces for which a thread more is worth it.
+const PIECES_PER_THREAD: usize = 64;
 /// Kernels write 100 to 200 lines.
 const LINES_MAX: usize = 4096;
 
@@ -72,36 +76,62 @@ impl VmCoreInfo {
     }
 }
 
-/// Every note in `ram`: where it begins and what it says. They may be left over from earlier kernels, or made up.
+/// Every note in `ram`, in order: where it begins and what it says. They may be left over from earlier kernels, or made up.
 ///
 /// The kernel's buffer for it is two pages at least, and so begins at an even frame. Reading two dozen bytes of every
-/// other page is the larger part of finding a kernel in a large guest; what it never touched is left out.
+/// other page is the larger part of reading a large guest: it waits for the host's memory, and so is done by all processors.
+/// What the guest never touched is left out.
 pub fn notes(ram: &dyn Ram) -> impl Iterator<Item = (Physical, VmCoreInfo)> + '_ {
-    let pieces = ram.layout().blocks().iter().flat_map(|block| {
-        let piece = |from: u64| (block.start.get() + from, PIECE_BYTES.min(block.len - from));
-        (0..block.len).step_by(PIECE_BYTES as usize).map(piece)
-    });
-    let touched = pieces.filter(|&(start, len)| !ram.is_untouched(Physical::new(start), len));
-    let frames = touched.flat_map(|(start, len)| {
-        let first = Frame::of(Physical::new(start)).get();
-        (first..first + len / PAGE_BYTES as u64).filter(|frame| frame.is_multiple_of(2))
-    });
-    frames.filter_map(|frame| {
-        let at = Frame::new(frame).start()?;
-        Some((at, note_at(ram, at)?))
-    })
+    starts(ram).into_iter().filter_map(move |at| Some((at, note_at(ram, at)?)))
 }
 
-fn note_at(ram: &dyn Ram, at: Physical) -> Option<VmCoreInfo> {
+/// Where something begins that looks like a note, in order.
+fn starts(ram: &dyn Ram) -> Vec<Physical> {
+    let of_block = |block: &Block| {
+        let piece = |from: u64| (block.start.get() + from, PIECE_BYTES.min(block.len - from));
+        (0..block.len).step_by(PIECE_BYTES as usize).map(piece).collect::<Vec<_>>()
+    };
+    let pieces: Vec<(u64, u64)> = ram.layout().blocks().iter().flat_map(of_block).collect();
+    let next = AtomicUsize::new(0);
+    let look = || {
+        let mut found = Vec::new();
+        while let Some(&(start, len)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if !ram.is_untouched(Physical::new(start), len) {
+                found.extend(even_pages(start, len).filter(|&at| header_at(ram, at).is_some()));
+            }
+        }
+        found
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    let threads = threads.min(pieces.len() / PIECES_PER_THREAD);
+    let mut found = thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(look)).collect();
+        let mut found = look();
+        others.into_iter().for_each(|other| found.extend(other.join().expect("looking does not panic")));
+        found
+    });
+    found.sort_unstable();
+    found
+}
+
+fn even_pages(start: u64, len: u64) -> impl Iterator<Item = Physical> {
+    let first = Frame::of(Physical::new(start)).get();
+    let frames = (first..first + len / PAGE_BYTES as u64).filter(|frame| frame.is_multiple_of(2));
+    frames.filter_map(|frame| Frame::new(frame).start())
+}
+
+/// The bytes of text of the note whose header lies at `at`.
+fn header_at(ram: &dyn Ram, at: Physical) -> Option<usize> {
     let mut buffer = [0; HEADER_BYTES];
     let header = ram.view(at, &mut buffer).ok()?;
     let word = |index: usize| u32::from_le_bytes(header[index * 4..][..4].try_into().expect("four bytes"));
     let text_bytes = word(1) as usize;
     let is_note = word(0) == 11 && word(2) == 0 && header[12..] == *NAME;
-    if !is_note || text_bytes > TEXT_BYTES_MAX {
-        return None;
-    }
-    let mut text = vec![0; text_bytes];
+    (is_note && text_bytes <= TEXT_BYTES_MAX).then_some(text_bytes)
+}
+
+fn note_at(ram: &dyn Ram, at: Physical) -> Option<VmCoreInfo> {
+    let mut text = vec![0; header_at(ram, at)?];
     ram.read(at.checked_add(HEADER_BYTES as u64)?, &mut text).ok()?;
     VmCoreInfo::parse(&text)
 }
