@@ -80,7 +80,8 @@ impl Hiding {
     pub(super) fn decode(take: &mut Take<'_>) -> Result<Self, Malformed> {
         let count = take.varint()?;
         let mut hiding = Self::default();
-        let (mut last, mut before) = (0u64, Vec::new());
+        // The masks of the page before lie in front of those of the page.
+        let (mut last, mut before) = (0u64, 0usize);
         for index in 0..count {
             let step = take.varint()?;
             let frame = last.checked_add(step).filter(|frame| *frame < 1 << (64 - PAGE_BITS));
@@ -88,10 +89,12 @@ impl Hiding {
             let masks = take.varint()?;
             let from = hiding.masks.len();
             for index in 0..masks {
-                let base = usize::try_from(index).ok().and_then(|index| before.get(index).copied());
-                hiding.masks.push(decode_mask(take, base.unwrap_or(0))?);
+                let place = usize::try_from(index).ok().and_then(|index| before.checked_add(index));
+                let base =
+                    place.filter(|place| *place < from).map_or(0, |place| hiding.masks[place].at.get());
+                hiding.masks.push(decode_mask(take, base)?);
             }
-            before = hiding.masks[from..].iter().map(|mask| mask.at.get()).collect();
+            before = from;
             hiding.frames.push((Frame::new(last), hiding.masks.len()));
         }
         Ok(hiding)
