@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use super::error::RestoreError;
 use crate::address::{Frame, PAGE_BYTES, Physical};
 use crate::ram::Layout;
-use crate::vault::{Hiding, Mask};
+use crate::vault::Hiding;
 
 /// Bits to clear in a byte: the byte's offset in the machine's files in the high 56 bits, the bits in the low 8.
 #[derive(Debug, Default)]
@@ -19,9 +19,11 @@ impl Clears {
     /// # Errors
     /// A page that nothing hides, or words that are not in the machine's memory.
     pub(super) fn hiding(layout: &Layout, hiding: &Hiding, lost: &[Frame]) -> Result<Self, RestoreError> {
-        let mut clears = Self::default();
+        let (mut clears, mut find) = (Self::default(), hiding.finder());
         for &frame in lost {
-            for mask in masks(hiding, frame)? {
+            let masks = find(frame).filter(|masks| !masks.is_empty());
+            // What hides a page that is lost is never nothing.
+            for mask in masks.ok_or(RestoreError::Unhidden { frame })? {
                 let offset = word(layout, mask.at, mask.width).ok_or(RestoreError::Unhidden { frame })?;
                 let cleared = mask.clear.to_le_bytes();
                 clears.add((offset..).zip(cleared).take(mask.width.into()).filter(|(_, bits)| *bits != 0));
@@ -66,11 +68,6 @@ impl Clears {
         pages.dedup();
         pages
     }
-}
-
-/// What hides a page that is lost: never nothing.
-fn masks(hiding: &Hiding, frame: Frame) -> Result<&[Mask], RestoreError> {
-    hiding.get(frame).filter(|masks| !masks.is_empty()).ok_or(RestoreError::Unhidden { frame })
 }
 
 /// Where a word of memory lies in the files; `None` where there is no such word.

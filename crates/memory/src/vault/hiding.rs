@@ -40,6 +40,22 @@ impl Hiding {
         Some(self.masks_of(index))
     }
 
+    /// What [`Hiding::get`] says, for one page after another: found at once where they come in order.
+    pub fn finder<'a>(&'a self) -> impl FnMut(Frame) -> Option<&'a [Mask]> {
+        let mut next = 0;
+        move |frame| {
+            let is_next = self.frames.get(next).is_some_and(|(known, _)| *known == frame);
+            let found = if is_next {
+                Ok(next)
+            } else {
+                self.frames.binary_search_by_key(&frame, |(frame, _)| *frame)
+            };
+            let index = found.ok()?;
+            next = index + 1;
+            Some(self.masks_of(index))
+        }
+    }
+
     /// The number of pages that can be hidden.
     pub fn len(&self) -> usize {
         self.frames.len()
@@ -143,8 +159,11 @@ mod tests {
             let mut take = Take(&put.0);
             prop_assert_eq!(&Hiding::decode(&mut take).unwrap(), &hiding);
             take.end().unwrap();
-            for (frame, masks) in &pages {
+            let mut find = hiding.finder();
+            for (frame, masks) in pages.iter().chain(pages.iter().rev()) {
                 prop_assert_eq!(hiding.get(*frame), Some(masks.as_slice()));
+                prop_assert_eq!(find(*frame), Some(masks.as_slice()));
+                prop_assert_eq!(find(Frame::new(1 << 52)), None);
             }
             prop_assert_eq!(hiding.get(Frame::new(1 << 52)), None);
         }
