@@ -1,5 +1,10 @@
 //! Some pages as one piece of an object: compressed together, with one checksum.
 
+use std::cell::RefCell;
+use std::io;
+
+use zstd::bulk::Decompressor;
+
 use super::bytes::{Malformed, Put, Take};
 use super::name::ObjectName;
 use crate::address::PAGE_BYTES;
@@ -90,6 +95,16 @@ pub(super) fn check(id: ExtentId, bytes: &[u8]) -> Result<ExtentHeader, Malforme
     if crc == checksum(id.object, bytes) { Ok(header) } else { Err(Malformed("the checksum does not match")) }
 }
 
+thread_local! {
+    /// What decompresses, kept: to make it takes as long as to decompress some pages.
+    static DECOMPRESSOR: RefCell<io::Result<Decompressor<'static>>> = RefCell::new(Decompressor::new());
+}
+
+/// Up to `most` bytes out of one zstd frame.
+fn decompress(bytes: &[u8], most: usize) -> Option<Vec<u8>> {
+    DECOMPRESSOR.with_borrow_mut(|kept| kept.as_mut().ok()?.decompress(bytes, most).ok())
+}
+
 /// The pages of the extent `id`.
 pub(super) fn unpack(id: ExtentId, bytes: &[u8]) -> Result<Vec<u8>, Malformed> {
     let header = check(id, bytes)?;
@@ -97,7 +112,7 @@ pub(super) fn unpack(id: ExtentId, bytes: &[u8]) -> Result<Vec<u8>, Malformed> {
         return Ok(bytes[HEADER..].to_vec());
     }
     let expected = header.pages * PAGE_BYTES;
-    let pages = zstd::bulk::decompress(&bytes[HEADER..], expected).map_err(|_| Malformed("not zstd"))?;
+    let pages = decompress(&bytes[HEADER..], expected).ok_or(Malformed("not zstd"))?;
     if pages.len() == expected { Ok(pages) } else { Err(Malformed("it holds fewer pages than it says")) }
 }
 
