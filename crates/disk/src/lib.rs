@@ -40,6 +40,7 @@ mod chain;
 mod changes;
 pub mod check;
 mod compressed;
+mod copier;
 pub mod create;
 mod diff;
 mod disk;

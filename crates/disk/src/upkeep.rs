@@ -4,8 +4,8 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender};
-use parking_lot::Mutex;
 
+use crate::copier::{Copier, Disks};
 use crate::disk::Disk;
 
 /// How often the thread looks at every disk.
@@ -17,18 +17,20 @@ const COMMIT_AGE: Duration = Duration::from_secs(5);
 /// See the module documentation. The thread ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Upkeep {
-    disks: Arc<Mutex<Vec<Weak<Disk>>>>,
+    disks: Arc<Disks>,
+    /// None where nothing is copied before it must be.
+    copier: Option<Copier>,
     _end: Sender<()>,
 }
 
 impl Upkeep {
-    /// Starts the thread.
+    /// Starts the threads; what first writes put off is copied up after `copy_up_after`.
     ///
     /// # Panics
     /// When the host cannot start a thread.
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(copy_up_after: Option<Duration>) -> Self {
         let (end, ended) = crossbeam_channel::bounded(0);
-        let disks: Arc<Mutex<Vec<Weak<Disk>>>> = Arc::default();
+        let disks: Arc<Disks> = Arc::default();
         let watched = Arc::clone(&disks);
         let look = move || {
             while ended.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
@@ -43,7 +45,16 @@ impl Upkeep {
             }
         };
         std::thread::Builder::new().name("upkeep".into()).spawn(look).expect("the host can start threads");
-        Self { disks, _end: end }
+        let copier = copy_up_after.map(|age| Copier::new(Arc::clone(&disks), age));
+        Self { disks, copier, _end: end }
+    }
+
+    /// A cluster was written in part.
+    #[inline]
+    pub(crate) fn put_off(&self) {
+        if let Some(copier) = &self.copier {
+            copier.wake();
+        }
     }
 
     /// The disks that are open.

@@ -1,7 +1,7 @@
 //! Bringing a disk to stable storage: flush, housekeeping, and a close that leaves a clean image.
 
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmstrata_types::{GuestOffset, GuestRange};
 
@@ -30,6 +30,35 @@ impl Disk {
         // What cannot be copied up is in memory and in the journal still.
         layers.complete_all().map_err(|error| self.latch_if_lost(error))?;
         layers.commit().map_err(|error| self.latch(error))
+    }
+
+    /// The clusters that are written in part.
+    pub(crate) fn put_off(&self) -> Vec<u64> {
+        match &self.layers_now().top {
+            Top::Qcow2(active) => active.changes.partials(),
+            Top::Raw(_) | Top::Frozen => Vec::new(),
+        }
+    }
+
+    /// Copies up what is missing of some of `clusters`, until a moment; returns those that are left.
+    pub(crate) fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64] {
+        let _tending = self.tending.lock();
+        if self.closed.load(Ordering::Acquire) || self.latch.get().is_some() {
+            return &[];
+        }
+        let layers = self.layers_now();
+        let mut left = clusters;
+        while let [cluster, rest @ ..] = left
+            && Instant::now() < until
+        {
+            if let Err(error) = layers.complete_one(*cluster) {
+                // The next flush meets it again, and says so.
+                self.latch_if_lost(error);
+                return &[];
+            }
+            left = rest;
+        }
+        left
     }
 
     /// Commits changes that wait since `age` or longer, and gives back clusters that no one uses any more.

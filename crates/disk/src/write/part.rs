@@ -164,7 +164,12 @@ impl Layers {
             return Ok(Put::Done);
         }
         match active.note(&[change], &[], page) {
-            Noted::Safe => Ok(Put::Done),
+            Noted::Safe => {
+                if raw == 0 {
+                    self.resources.upkeep().put_off();
+                }
+                Ok(Put::Done)
+            }
             Noted::Refused => Ok(Put::Refused),
             // A commit writes no word of this kind: whole first.
             Noted::MustCommit => self.complete(active, piece.cluster, page).map(|_| Put::Done),
@@ -227,6 +232,15 @@ impl Layers {
         let completed = self.complete_each(active, &clusters);
         active.changes.partials_are_stuck(completed.is_err());
         completed
+    }
+
+    /// Copies up what is missing of one cluster, if anything is.
+    ///
+    /// # Errors
+    /// As [`Layers::complete_all`].
+    pub(crate) fn complete_one(&self, cluster: u64) -> Result<()> {
+        let Top::Qcow2(active) = &self.top else { return Ok(()) };
+        self.complete(active, cluster, &active.lock_page(cluster)).map(drop)
     }
 
     fn complete_each(&self, active: &Active, clusters: &[u64]) -> Result<()> {

@@ -33,8 +33,14 @@ impl FaultyFiles {
 
     /// The same, with journals in a directory.
     pub fn resources_with(self: &Arc<Self>, journal_dir: Option<PathBuf>) -> Arc<Resources> {
-        let options =
-            ResourceOptions { metadata_cache_bytes: 0, max_open_files: 16, workers: 1, journal_dir };
+        // Nothing happens by itself: the same operation fails in each run.
+        let options = ResourceOptions {
+            metadata_cache_bytes: 0,
+            max_open_files: 16,
+            workers: 1,
+            journal_dir,
+            copy_up_after: None,
+        };
         Resources::with_opener(options, Arc::clone(self) as Arc<dyn Opener>)
     }
 }

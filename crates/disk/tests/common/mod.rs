@@ -76,6 +76,8 @@ pub fn small_resources(journal_dir: Option<&Path>) -> Arc<Resources> {
         max_open_files: 16,
         workers: 2,
         journal_dir: journal_dir.map(Path::to_owned),
+        // All the time.
+        copy_up_after: Some(Duration::from_millis(1)),
     })
 }
 

@@ -1,0 +1,89 @@
+//! Copying up what first writes put off.
+//!
+//! The next flush or snapshot would otherwise do all of it at once, and the page cache would hold each part by itself, which
+//! makes writing it back slower. The thread leaves new clusters alone for a moment, as whoever writes a file from start to end
+//! fills them; then it copies, and stops after each burst to see whether the disk is to be closed.
+
+use std::convert::Infallible;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use parking_lot::Mutex;
+
+use crate::disk::Disk;
+
+/// How long it has a disk to itself, and the pause after it.
+const BURST: Duration = Duration::from_millis(1);
+const PAUSE: Duration = Duration::from_micros(200);
+
+/// The disks that are open.
+pub(crate) type Disks = Mutex<Vec<Weak<Disk>>>;
+
+/// See the module documentation. The thread ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Copier {
+    wake: Sender<()>,
+    _end: Sender<Infallible>,
+}
+
+/// The thread's side.
+struct Ends {
+    woken: Receiver<()>,
+    ended: Receiver<Infallible>,
+}
+
+impl Copier {
+    /// Starts the thread, for clusters that have been in part for `age`.
+    ///
+    /// # Panics
+    /// When the host cannot start a thread.
+    pub(crate) fn new(disks: Arc<Disks>, age: Duration) -> Self {
+        let ((wake, woken), (end, ended)) = (bounded(1), bounded(0));
+        let ends = Ends { woken, ended };
+        let work = move || while ends.woken.recv().is_ok() && copy_all(&disks, age, &ends) {};
+        std::thread::Builder::new().name("copier".into()).spawn(work).expect("the host can start threads");
+        Self { wake, _end: end }
+    }
+
+    /// There is something to do.
+    #[inline]
+    pub(crate) fn wake(&self) {
+        // Full: it is awake, or about to be.
+        let _ = self.wake.try_send(());
+    }
+}
+
+impl Ends {
+    /// Returns after `time`; false at once when it is time to end.
+    fn sleep(&self, time: Duration) -> bool {
+        self.ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout)
+    }
+}
+
+/// Copies until nothing is put off; false when it is time to end.
+fn copy_all(disks: &Disks, age: Duration, ends: &Ends) -> bool {
+    loop {
+        let put_off = |disk: &Weak<Disk>| Some((disk.clone(), disk.upgrade()?.put_off()));
+        let open = disks.lock().clone();
+        let found: Vec<(Weak<Disk>, Vec<u64>)> = open.iter().filter_map(put_off).collect();
+        if found.iter().all(|(_, clusters)| clusters.is_empty()) {
+            return true;
+        }
+        if !ends.sleep(age) {
+            return false;
+        }
+        for (disk, clusters) in found {
+            let mut left = clusters.as_slice();
+            while let [_, ..] = left {
+                // Not held while it sleeps: whoever closes the disk may want to be its last user.
+                let Some(disk) = disk.upgrade() else { break };
+                left = disk.copy_up_some(left, Instant::now() + BURST);
+                drop(disk);
+                if !ends.sleep(PAUSE) {
+                    return false;
+                }
+            }
+        }
+    }
+}
