@@ -43,6 +43,8 @@ impl MemoryFile {
             max_open_files: 4,
             workers: 1,
             journal_dir: journal_dir.map(Path::to_owned),
+            // The same bytes do the same each time.
+            copy_up_after: None,
         };
         let resources = Resources::with_opener(options, Arc::new(self.clone()));
         Disk::open(Path::new(NAME), &OpenOptions { read_only, ..OpenOptions::default() }, &resources)

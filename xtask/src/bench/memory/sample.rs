@@ -117,9 +117,9 @@ impl Samples {
             Sample::NextBytes => row("bytes of the next snapshot / of the first", ""),
             Sample::Pause("live") => row("guest held, mode `live`", "ms").at_most(100.0),
             Sample::Pause(mode) => row(&format!("guest held, mode `{mode}`"), "ms"),
-            Sample::Classify => row("classes of all pages of 4 GiB, one thread", "s").at_most(0.3),
+            Sample::Classify => row("classes of all pages of 4 GiB, one processor", "s").at_most(0.3),
             Sample::ClassifyFull => {
-                row("4 GiB full of cache: classes of all pages, one thread", "s").at_most(0.3)
+                row("4 GiB full of cache: classes of all pages, one processor", "s").at_most(0.3)
             }
         })
     }
