@@ -20,26 +20,25 @@ impl Chunk<'_> {
         self.bytes.len() / self.stride
     }
 
-    /// Eight bytes of a struct page as a number; all ones where there are none.
+    /// Bytes of a struct page; all ones where there are none.
+    fn array<const N: usize>(&self, index: usize, offset: usize) -> [u8; N] {
+        let rest = self.bytes.get(index * self.stride + offset..);
+        rest.and_then(|rest| rest.first_chunk()).copied().unwrap_or([u8::MAX; N])
+    }
+
+    /// Eight bytes as a number.
     pub(super) fn u64(&self, index: usize, offset: usize) -> u64 {
-        let at = index * self.stride + offset;
-        self.bytes
-            .get(at..)
-            .and_then(|rest| rest.first_chunk())
-            .map_or(u64::MAX, |word| u64::from_le_bytes(*word))
+        u64::from_le_bytes(self.array(index, offset))
     }
 
     /// Four bytes.
     pub(super) fn u32(&self, index: usize, offset: usize) -> u32 {
-        let at = index * self.stride + offset;
-        self.bytes
-            .get(at..)
-            .and_then(|rest| rest.first_chunk())
-            .map_or(u32::MAX, |word| u32::from_le_bytes(*word))
+        u32::from_le_bytes(self.array(index, offset))
     }
 
     /// One byte.
     pub(super) fn u8(&self, index: usize, offset: usize) -> u8 {
-        self.bytes.get(index * self.stride + offset).copied().unwrap_or(u8::MAX)
+        let [byte] = self.array(index, offset);
+        byte
     }
 }

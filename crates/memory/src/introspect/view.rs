@@ -14,7 +14,7 @@ const HUGE: u64 = 1 << 7;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 const HUGE_BITS: u32 = 21;
 
-/// Pages kept; 16 MiB.
+/// Pages kept; 4 MiB.
 const CACHED_PAGES: usize = 1024;
 const CACHED_TRANSLATIONS: usize = 4096;
 
