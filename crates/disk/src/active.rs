@@ -234,6 +234,9 @@ impl Active {
     /// The clusters that an entry refers to, to be freed when it is replaced.
     pub(crate) fn clusters_of(&self, raw: u64) -> Result<Option<Freed>> {
         let len = self.tables.geometry.cluster_bits.size();
+        if let Some(Partial { host: at, .. }) = self.partial(raw) {
+            return Ok(Some(Freed { at, len }));
+        }
         Ok(match self.decode(raw)? {
             L2Entry::Data { host: at, .. } | L2Entry::Zero { host: Some(at), .. } => Some(Freed { at, len }),
             L2Entry::Compressed { host: at, len } => Some(Freed { at, len }),

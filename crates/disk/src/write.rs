@@ -8,8 +8,10 @@ mod allocate;
 mod part;
 mod together;
 
+use std::cell::RefCell;
+
 use vmstrata_qcow2::L2Entry;
-use vmstrata_store::{Segment, Store, slice, total_len};
+use vmstrata_store::{AlignedBuf, Segment, Store, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::Active;
@@ -19,6 +21,21 @@ use crate::error::{IoContext as _, Result};
 use crate::layers::{Layers, Top};
 
 pub(crate) use together::{TOGETHER_MAX, is_small_write};
+
+thread_local! {
+    /// Where a thread puts together what it writes to new clusters.
+    static SCRATCH: RefCell<AlignedBuf> = RefCell::new(AlignedBuf::zeroed(0));
+}
+
+/// Runs `work` with `len` bytes of the thread's own; what is in them is left over. `work` must not ask for them again.
+fn with_scratch<T>(len: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
+    SCRATCH.with_borrow_mut(|scratch| {
+        if scratch.len() < len {
+            *scratch = AlignedBuf::zeroed(len.next_power_of_two());
+        }
+        work(&mut scratch[..len])
+    })
+}
 
 impl Disk {
     /// Writes `from` at `at`. It can be read once this returns, and is durable after the next [`Disk::flush`].

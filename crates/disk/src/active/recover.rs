@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::COPIED;
 
-use super::{Active, Change, is_partial};
+use super::{Active, Change};
 use crate::changes::Freed;
 use crate::error::Result;
 use crate::journal::{Record, Slot};
@@ -62,9 +62,6 @@ impl Active {
                 let old = self.entry_locked(cluster, &page)?;
                 if old == new {
                     return Ok(());
-                }
-                if is_partial(new) {
-                    return self.publish(&[Change { cluster, old, new }], &[], &page);
                 }
                 // A zero entry may keep the cluster that the data entry before it had, and the other way round.
                 let kept = self.clusters_of(new)?;

@@ -11,11 +11,10 @@
 
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::{COPIED, ZERO_FLAG};
-use vmstrata_store::{AlignedBuf, Segment};
-use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
+use vmstrata_types::{GuestOffset, GuestRange};
 
 use crate::active::{Active, Change};
-use crate::error::{IoContext as _, Result};
+use crate::error::Result;
 use crate::layers::{Layers, Top};
 use crate::map::{FrozenMap, Run, Source};
 
@@ -150,7 +149,7 @@ impl Layers {
         }
         let space = active.alloc.allocate(old.len() as u64).map_err(in_file)?;
         let bytes = space.clusters << bits.get();
-        if let Err(error) = self.fill_clusters(active, first, space.at, bytes) {
+        if let Err(error) = self.copy_below(active, GuestOffset::new(first << bits.get()), space.at, bytes) {
             let _ = active.alloc.free(space.at, bytes);
             return Err(error);
         }
@@ -159,16 +158,6 @@ impl Layers {
             (0..space.clusters as usize).map(|number| change(number, place(number))).collect();
         active.publish(&changes, &[], &page).map_err(in_file)?;
         Ok((space.clusters, bytes))
-    }
-
-    /// Writes what lies below the clusters from `first` on to new ones at `host`.
-    fn fill_clusters(&self, active: &Active, first: u64, host: HostOffset, bytes: u64) -> Result<()> {
-        let at = GuestOffset::new(first << active.tables.geometry.cluster_bits.get());
-        let mut buf = AlignedBuf::zeroed(bytes as usize);
-        let there = self.size.saturating_sub(at.get()).min(bytes) as usize;
-        self.read_runs(at, &[Segment::from_mut(&mut buf[..there])], |at, len| self.locate_below(at, len))?;
-        let written = active.store.write_all(&buf, host).while_trying("write");
-        written.map_err(|error| error.at(host).in_file(&active.path))
     }
 }
 

@@ -1,6 +1,5 @@
 //! Writes that a queue's thread makes itself.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmstrata_store::{RingFile, slice};
@@ -55,7 +54,7 @@ impl IoQueue {
     /// kernel hand every write to a thread of its own, which costs several times the copy. When the host holds
     /// writers back because too many pages are dirty, workers take over for a while, so that reads go on.
     fn write_now(&mut self, request: Request, phase: Phase, parts: &Parts) {
-        let written = self.patiently(|| {
+        let written = patiently(&mut self.writes_wait_until, || {
             parts.iter().all(|part| {
                 let segments = slice(&request.segments, part.skip, part.len);
                 matches!(&part.file, RingFile::Open(store) if store.write_segments(&segments, part.at).is_ok())
@@ -71,17 +70,17 @@ impl IoQueue {
 
     /// Writes a part of a cluster that is not there yet, here and now; false when a worker has to.
     fn write_part_now(&mut self, request: &Request) -> bool {
-        let layers = Arc::clone(&self.layers);
-        self.patiently(|| layers.try_write_part(request.range.start, &request.segments).is_some())
+        let write = || self.layers.try_write_part(request.range.start, &request.segments).is_some();
+        patiently(&mut self.writes_wait_until, write)
     }
+}
 
-    /// Writes into the page cache unless the host held writers back a moment ago; returns whether all was written.
-    fn patiently(&mut self, write: impl FnOnce() -> bool) -> bool {
-        let begun = Instant::now();
-        if self.writes_wait_until.is_some_and(|until| begun < until) || !write() {
-            return false;
-        }
-        self.writes_wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);
-        true
+/// Writes into the page cache unless the host held writers back a moment ago; returns whether all was written.
+fn patiently(wait_until: &mut Option<Instant>, write: impl FnOnce() -> bool) -> bool {
+    let begun = Instant::now();
+    if wait_until.is_some_and(|until| begun < until) || !write() {
+        return false;
     }
+    *wait_until = (begun.elapsed() > WRITE_PATIENCE).then(|| begun + HOLD_BACK);
+    true
 }

@@ -3,14 +3,13 @@
 //! A new cluster is written whole, in one write, before any entry leads to it: old bytes, the request's, old bytes.
 //! Runs of clusters that need space are allocated, written and published together.
 
-use std::cell::RefCell;
-
 use parking_lot::MutexGuard;
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::COPIED;
-use vmstrata_store::{AlignedBuf, Segment, SegmentVec, slice, total_len};
+use vmstrata_store::{Segment, SegmentVec, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
+use super::with_scratch;
 use crate::active::{Active, Change};
 use crate::alloc::Allocated;
 use crate::changes::Freed;
@@ -19,11 +18,6 @@ use crate::layers::Layers;
 
 /// Most bytes allocated, written and published at once.
 pub(super) const RUN_BYTES: u64 = 2 << 20;
-
-thread_local! {
-    /// Where a thread copies up what a request does not cover.
-    static SCRATCH: RefCell<AlignedBuf> = RefCell::new(AlignedBuf::zeroed(0));
-}
 
 /// What of the first and last cluster of a new run the request does not cover.
 #[derive(Clone, Copy, Debug)]
@@ -147,12 +141,8 @@ impl Layers {
         if edges.head + edges.tail == 0 {
             return write(part);
         }
-        SCRATCH.with_borrow_mut(|scratch| {
-            if scratch.len() < edges.head + edges.tail {
-                *scratch = AlignedBuf::zeroed((edges.head + edges.tail).next_power_of_two());
-            }
-            let (head, rest) = scratch.split_at_mut(edges.head);
-            let tail = &mut rest[..edges.tail];
+        with_scratch(edges.head + edges.tail, |scratch| {
+            let (head, tail) = scratch.split_at_mut(edges.head);
             let tail_at = at + total_len(part) as u64;
             self.copy_up(active, old[0], at.align_down(active.tables.geometry.cluster_bits), head)?;
             self.copy_up(active, old[old.len() - 1], tail_at, tail)?;

@@ -14,14 +14,14 @@
 //! Invariants: a cluster in part had no entry and lies within the disk whole. A part counts as written once its bytes are.
 //! Parts become written, and a cluster whole, under the page's lock.
 
-use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 use vmstrata_qcow2::entry::COPIED;
-use vmstrata_store::{AlignedBuf, Segment, slice, total_len};
+use vmstrata_store::{Segment, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
+use super::with_scratch;
 use crate::active::{Active, Change, Partial, Parts};
 use crate::alloc::Allocated;
 use crate::changes::Noted;
@@ -31,11 +31,6 @@ use crate::layers::{Layers, Top};
 /// Clusters from a store that takes longer for one of them are waited for by several threads.
 const SLOW: Duration = Duration::from_millis(1);
 const THREADS: usize = 8;
-
-thread_local! {
-    /// What is copied up, on its way.
-    static SCRATCH: RefCell<AlignedBuf> = RefCell::new(AlignedBuf::zeroed(0));
-}
 
 /// What of a request one cluster takes.
 #[derive(Clone, Copy, Debug)]
@@ -93,6 +88,11 @@ impl Layers {
         };
         let put = self.put_or_free(active, piece, from, raw, space, &page);
         matches!(put, Ok(Put::Done)).then_some(())
+    }
+
+    /// Whether a request that lies in one cluster without an entry would be written as a part of it.
+    pub(super) fn would_put_off(&self, active: &Active, at: GuestOffset, len: u64) -> bool {
+        self.piece_of(active, at, len).is_some_and(|piece| self.may_begin(active, piece))
     }
 
     /// What of `len` bytes at `at` lies in the first cluster; `None` when that are no whole parts, or the cluster lies past
@@ -172,7 +172,7 @@ impl Layers {
             }
             Noted::Refused => Ok(Put::Refused),
             // A commit writes no word of this kind: whole first.
-            Noted::MustCommit => self.complete(active, piece.cluster, page).map(|_| Put::Done),
+            Noted::MustCommit => self.whole_entry(active, piece.cluster, page).map(|_| Put::Done),
         }
     }
 
@@ -181,7 +181,7 @@ impl Layers {
         self.below(at, len).is_some_and(|run| run.source.is_zero() && run.len == len)
     }
 
-    /// A cluster's raw entry, for whoever needs the cluster whole: what was put off is done now.
+    /// A cluster's raw entry, for whoever needs the cluster whole: what is missing of it, if anything is, is copied up now.
     ///
     /// # Errors
     /// What lies below cannot be read, or the active layer's file not be written.
@@ -192,31 +192,33 @@ impl Layers {
         page: &MutexGuard<'_, ()>,
     ) -> Result<u64> {
         let raw = active.entry_locked(cluster, page)?;
-        if active.partial(raw).is_none() { Ok(raw) } else { self.complete(active, cluster, page) }
-    }
-
-    /// Copies up what is missing of a cluster, if anything is; returns its entry then.
-    fn complete(&self, active: &Active, cluster: u64, page: &MutexGuard<'_, ()>) -> Result<u64> {
-        let raw = active.entry_locked(cluster, page)?;
         let Some(partial) = active.partial(raw) else { return Ok(raw) };
-        let bits = active.tables.geometry.cluster_bits;
-        let start = GuestOffset::new(cluster << bits.get());
-        SCRATCH.with_borrow_mut(|scratch| {
-            if scratch.len() < bits.size() as usize {
-                *scratch = AlignedBuf::zeroed(bits.size() as usize);
-            }
-            partial.missing().try_for_each(|run| {
-                let bytes = &mut scratch[..run.len as usize];
-                self.read_runs(start + run.start, &[Segment::from_mut(bytes)], |at, len| {
-                    self.locate_below(at, len)
-                })?;
-                write_up(active, bytes, partial.host + run.start)
-            })
+        let start = GuestOffset::new(cluster << active.tables.geometry.cluster_bits.get());
+        partial.missing().try_for_each(|run| {
+            self.copy_below(active, start + run.start, partial.host + run.start, run.len)
         })?;
         let new = partial.host.get() | COPIED;
         let change = Change { cluster, old: raw, new };
         active.publish(&[change], &[], page).map_err(|error| error.in_file(&active.path))?;
         Ok(new)
+    }
+
+    /// Writes what lies below `len` bytes at `at` to the active layer's file.
+    ///
+    /// # Errors
+    /// As [`Layers::whole_entry`].
+    pub(crate) fn copy_below(
+        &self,
+        active: &Active,
+        at: GuestOffset,
+        host: HostOffset,
+        len: u64,
+    ) -> Result<()> {
+        with_scratch(len as usize, |bytes| {
+            self.copy_up(active, 0, at, bytes)?;
+            let written = active.store.write_all(bytes, host).while_trying("write");
+            written.map_err(|error| error.at(host).in_file(&active.path))
+        })
     }
 
     /// Copies up all that was put off before the call.
@@ -229,7 +231,7 @@ impl Layers {
         if clusters.is_empty() {
             return Ok(());
         }
-        let completed = self.complete_each(active, &clusters);
+        let completed = self.complete_each(&clusters);
         active.changes.partials_are_stuck(completed.is_err());
         completed
     }
@@ -240,11 +242,11 @@ impl Layers {
     /// As [`Layers::complete_all`].
     pub(crate) fn complete_one(&self, cluster: u64) -> Result<()> {
         let Top::Qcow2(active) = &self.top else { return Ok(()) };
-        self.complete(active, cluster, &active.lock_page(cluster)).map(drop)
+        self.whole_entry(active, cluster, &active.lock_page(cluster)).map(drop)
     }
 
-    fn complete_each(&self, active: &Active, clusters: &[u64]) -> Result<()> {
-        let one = |&cluster: &u64| self.complete(active, cluster, &active.lock_page(cluster)).map(drop);
+    fn complete_each(&self, clusters: &[u64]) -> Result<()> {
+        let one = |&cluster: &u64| self.complete_one(cluster);
         for (done, cluster) in clusters.iter().enumerate() {
             let began = Instant::now();
             one(cluster)?;
@@ -262,9 +264,4 @@ impl Layers {
         }
         Ok(())
     }
-}
-
-fn write_up(active: &Active, bytes: &[u8], at: HostOffset) -> Result<()> {
-    let written = active.store.write_all(bytes, at).while_trying("write");
-    written.map_err(|error| error.at(at).in_file(&active.path))
 }

@@ -10,16 +10,15 @@
 //!
 //! Lock order: the pages' locks in order of their numbers; then as everywhere.
 
-use std::cell::RefCell;
-
 use smallvec::SmallVec;
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::COPIED;
-use vmstrata_store::{AlignedBuf, Segment, copy_to_slice};
+use vmstrata_store::{Segment, copy_to_slice};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use super::allocate::RUN_BYTES;
-use crate::active::{Active, Change, PageGuards, Parts};
+use super::with_scratch;
+use crate::active::{Active, Change, PageGuards};
 use crate::alloc::Allocated;
 use crate::changes::Freed;
 use crate::disk::Disk;
@@ -32,11 +31,6 @@ use crate::request::{Op, Request};
 pub(crate) const TOGETHER_MAX: usize = 8;
 /// Requests of more bytes are better off alone.
 const SMALL_BYTES: u64 = 32 << 10;
-
-thread_local! {
-    /// Where a thread puts new clusters together: `[write][byte of cluster]`.
-    static SCRATCH: RefCell<AlignedBuf> = RefCell::new(AlignedBuf::zeroed(0));
-}
 
 /// A write to a part of one cluster that is not there yet.
 struct First<'a> {
@@ -118,7 +112,7 @@ impl Layers {
     /// way that nobody else can say.
     fn write_firsts(&self, active: &Active, mut firsts: Firsts<'_>, mut done: impl FnMut(usize, Result<()>)) {
         let pages = active.lock_pages(firsts.iter().map(|first| first.cluster));
-        firsts.retain(|first| first.needs_cluster(active, &pages).unwrap_or(false));
+        firsts.retain(|first| first.needs_cluster(self, active, &pages).unwrap_or(false));
         if firsts.len() < 2 {
             return;
         }
@@ -159,10 +153,8 @@ impl Layers {
                     self.was_zero(active, first.old, GuestOffset::new(first.cluster << bits.get()), size)?;
             }
         }
-        SCRATCH.with_borrow_mut(|scratch| {
-            if scratch.len() < firsts.len() * size {
-                *scratch = AlignedBuf::zeroed(TOGETHER_MAX.min(RUN_BYTES as usize / size) * size);
-            }
+        // `[write][byte of cluster]`
+        with_scratch(firsts.len() * size, |scratch| {
             let mut written = 0;
             for run in firsts.chunk_by(|one, other| !one.sparse && !other.sparse) {
                 let host = space.at + (written * size) as u64;
@@ -197,13 +189,9 @@ impl Layers {
 
 impl First<'_> {
     /// Looks at the cluster's entry: whether it plainly needs a cluster, and has a table to be entered in.
-    fn needs_cluster(&mut self, active: &Active, pages: &PageGuards<'_>) -> Result<bool> {
+    fn needs_cluster(&mut self, layers: &Layers, active: &Active, pages: &PageGuards<'_>) -> Result<bool> {
         self.old = active.entry_locked(self.cluster, pages.of(self.cluster))?;
-        let bits = active.tables.geometry.cluster_bits;
-        if self.old == 0
-            && active.changes.welcomes_partials()
-            && Parts::of(bits, self.at.within(bits), self.len as u64).is_some()
-        {
+        if self.old == 0 && layers.would_put_off(active, self.at, self.len as u64) {
             // Nothing need be copied now.
             return Ok(false);
         }
