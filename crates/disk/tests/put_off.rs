@@ -16,7 +16,7 @@ use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions};
-use vmstrata_store::{Effect, Fault, FaultPlan, OperationKind, When};
+use vmstrata_store::{Effect, Fault, FaultPlan, Operation, OperationKind, Record, When};
 
 const CLUSTER: usize = 64 << 10;
 const PART: usize = 4096;
@@ -87,6 +87,44 @@ fn nothing_is_read_for_a_first_write_until_a_flush() {
     assert_eq!(reads(&plan, || disk.flush().unwrap()), 0, "copied up twice");
     assert_reads(&disk, &made.model, "whole");
     made.assert_on_disk();
+}
+
+/// Runs `work`; returns the bytes of the longest write it made.
+fn longest_write(plan: &FaultPlan, work: impl FnOnce()) -> usize {
+    let before = plan.log().len();
+    work();
+    let len = |record: &Record| match &record.operation {
+        Operation::Write { bytes, .. } => bytes.len(),
+        _ => 0,
+    };
+    plan.log()[before..].iter().map(len).max().unwrap_or(0)
+}
+
+/// The page cache keeps what was written at once in one piece.
+#[test]
+fn a_new_cluster_is_written_all_at_once() {
+    let plan = FaultPlan::recording();
+    let mut made = made(10);
+    let disk = made.open(&plan);
+    // The L2 table is there from now on.
+    made.write(&disk, 0, PART).unwrap();
+    let longest = longest_write(&plan, || made.write(&disk, 3 * CLUSTER + PART, PART).unwrap());
+    assert_eq!(longest, CLUSTER);
+    assert_reads(&disk, &made.model, "in part");
+    disk.flush().unwrap();
+    made.assert_on_disk();
+}
+
+#[test]
+fn an_empty_disk_is_not_filled_with_zeros() {
+    let (dir, plan) = (scratch(), FaultPlan::recording());
+    let path = dir.path().join("empty");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "1G"]);
+    let disk = Disk::open(&path, &OpenOptions::default(), &FaultyFiles::new(&plan).resources()).unwrap();
+    write(&disk, 0, &[1; PART]).unwrap();
+    let longest = longest_write(&plan, || write(&disk, (5 * CLUSTER + PART) as u64, &[2; PART]).unwrap());
+    assert_eq!(longest, PART);
+    disk.close().unwrap();
 }
 
 #[test]

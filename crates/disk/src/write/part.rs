@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 use vmstrata_qcow2::entry::COPIED;
-use vmstrata_store::{Segment, slice, total_len};
+use vmstrata_store::{PADDING_MAX, Segment, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use super::with_scratch;
@@ -31,6 +31,10 @@ use crate::layers::{Layers, Top};
 /// Clusters from a store that takes longer for one of them are waited for by several threads.
 const SLOW: Duration = Duration::from_millis(1);
 const THREADS: usize = 8;
+
+/// New clusters of up to this many bytes are written all at once, zeros for what is not known yet: the host's page cache then
+/// holds them in one piece, and writes them back as one.
+const PADDED_MAX: u64 = PADDING_MAX as u64;
 
 /// What of a request one cluster takes.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +50,24 @@ enum Put {
     Done,
     /// No cluster may begin to be written in part now.
     Refused,
+}
+
+/// Writes a piece of the cluster at `host`, and zeros to the rest of it when `pads`.
+fn write_piece(
+    active: &Active,
+    piece: Piece,
+    from: &[Segment<'_>],
+    host: HostOffset,
+    pads: bool,
+) -> Result<()> {
+    let at = host + piece.within;
+    let written = if pads {
+        let len = active.tables.geometry.cluster_bits.size() as usize;
+        active.store.write_padded(from, host, piece.within as usize, len)
+    } else {
+        active.store.write_segments(from, at)
+    };
+    written.while_trying("write").map_err(|error| error.at(at).in_file(&active.path))
 }
 
 impl Layers {
@@ -65,7 +87,7 @@ impl Layers {
             None => return Ok(0),
         };
         let part = slice(from, 0, piece.len as usize);
-        Ok(match self.put_or_free(active, piece, &part, raw, space, &page)? {
+        Ok(match self.put_or_free(active, piece, &part, (raw, space), &page)? {
             Put::Done => piece.len as usize,
             Put::Refused => 0,
         })
@@ -86,7 +108,7 @@ impl Layers {
             }
             None => return None,
         };
-        let put = self.put_or_free(active, piece, from, raw, space, &page);
+        let put = self.put_or_free(active, piece, from, (raw, space), &page);
         matches!(put, Ok(Put::Done)).then_some(())
     }
 
@@ -121,23 +143,14 @@ impl Layers {
         active: &Active,
         piece: Piece,
         from: &[Segment<'_>],
-        raw: u64,
-        space: Option<Allocated>,
+        (raw, space): (u64, Option<Allocated>),
         page: &MutexGuard<'_, ()>,
     ) -> Result<Put> {
-        let bits = active.tables.geometry.cluster_bits;
-        let partial = match (active.partial(raw), space) {
-            (Some(partial), _) => partial,
-            (None, Some(space)) => Partial::new(space.at, bits),
-            (None, None) => unreachable!("a cluster lies somewhere"),
-        };
-        let cluster_at = GuestOffset::new(piece.cluster << bits.get());
-        let reads_as_zeros = space.is_some_and(|space| space.zeroed) && self.is_zero(cluster_at, bits.size());
-        let put = self.put(active, piece, from, (raw, partial), reads_as_zeros, page);
+        let put = self.put(active, piece, from, (raw, space), page);
         if let (Some(space), Err(_) | Ok(Put::Refused)) = (space, &put)
             && active.lookup(piece.cluster) == Some(raw)
         {
-            let _ = active.alloc.free(space.at, bits.size());
+            let _ = active.alloc.free(space.at, active.tables.geometry.cluster_bits.size());
         }
         put
     }
@@ -148,15 +161,21 @@ impl Layers {
         active: &Active,
         piece: Piece,
         from: &[Segment<'_>],
-        (raw, partial): (u64, Partial),
-        reads_as_zeros: bool,
+        (raw, space): (u64, Option<Allocated>),
         page: &MutexGuard<'_, ()>,
     ) -> Result<Put> {
-        let at = partial.host + piece.within;
-        let written = active.store.write_segments(from, at).while_trying("write");
-        written.map_err(|error| error.at(at).in_file(&active.path))?;
+        let bits = active.tables.geometry.cluster_bits;
+        let start = GuestOffset::new(piece.cluster << bits.get());
+        let (partial, should_be_zeros) = match (active.partial(raw), space) {
+            (Some(partial), _) => (partial, false),
+            (None, Some(space)) => (Partial::new(space.at, bits), self.is_zero(start, bits.size())),
+            (None, None) => unreachable!("a cluster lies somewhere"),
+        };
+        let in_zeros = space.is_some_and(|space| space.zeroed);
+        let pads = space.is_some() && !(in_zeros && should_be_zeros) && bits.size() <= PADDED_MAX;
+        write_piece(active, piece, from, partial.host, pads)?;
         let partial = partial.with(piece.parts);
-        let is_whole = partial.is_whole() || reads_as_zeros;
+        let is_whole = partial.is_whole() || should_be_zeros && (in_zeros || pads);
         let new = if is_whole { partial.host.get() | COPIED } else { partial.word() };
         let change = Change { cluster: piece.cluster, old: raw, new };
         if is_whole {
