@@ -44,10 +44,8 @@ mod flag {
 fn guest_pages_are_what_its_kernel_says() {
     let target = xtask::bench::server::vmstrata();
     let dir = target.ancestors().nth(2).unwrap().join("guest");
+    let kernels = suites::kernels(&dir).unwrap();
     let lock = packages::lock(&dir).unwrap();
-    let mut kernels = vec![packages::kernel(&dir).unwrap()];
-    let others = std::env::var("VMSTRATA_GUEST_SUITES").unwrap_or_default();
-    kernels.extend(others.split_whitespace().map(|suite| suites::kernel(&dir, suite).unwrap()));
     let busybox = packages::busybox(&dir).unwrap();
     drop(lock);
     for kernel in &kernels {

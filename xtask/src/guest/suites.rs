@@ -9,6 +9,18 @@ use anyhow::{Context, Result};
 
 use super::packages::{self, Apt, Kernel};
 
+/// The kernels that tests of guests' memory are to judge: the machine's own, and those of the suites that
+/// `VMSTRATA_GUEST_SUITES` names.
+///
+/// # Errors
+/// When packages cannot be fetched.
+pub fn kernels(dir: &Path) -> Result<Vec<Kernel>> {
+    let _lock = packages::lock(dir)?;
+    let own = packages::kernel(dir)?;
+    let asked = std::env::var("VMSTRATA_GUEST_SUITES").unwrap_or_default();
+    std::iter::once(Ok(own)).chain(asked.split_whitespace().map(|suite| kernel(dir, suite))).collect()
+}
+
 /// The cloud kernel of a suite such as `bullseye` or `trixie-backports`.
 ///
 /// # Errors

@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 use super::bare::{self, SYSTEMS};
-use super::{Guest, packages, target};
+use super::packages::{self, Kernel};
+use super::{Guest, suites, target};
 
 const INIT: &str = include_str!("trio-init.sh");
 /// Files that it reads, and bytes of each.
@@ -27,15 +28,22 @@ const LINUX: u8 = 0x83;
 ///
 /// # Errors
 /// When packages cannot be fetched.
-pub fn guest(dir: &Path) -> Result<Guest> {
+pub fn guest(dir: &Path, kernel: &Kernel) -> Result<Guest> {
     let cache = target()?.join("guest");
     let lock = packages::lock(&cache)?;
-    let kernel = packages::kernel(&cache)?;
-    let init = bare::initramfs(&kernel, &packages::busybox(&cache)?, INIT)?;
+    let init = bare::initramfs(kernel, &packages::busybox(&cache)?, INIT)?;
     drop(lock);
     let initramfs = dir.join("trio-initramfs");
     fs::write(&initramfs, init)?;
-    Ok(Guest { kernel: kernel.image, initramfs, root: dir.to_owned() })
+    Ok(Guest { kernel: kernel.image.clone(), initramfs, root: dir.to_owned() })
+}
+
+/// The kernels to try it with, see [`suites::kernels`].
+///
+/// # Errors
+/// When packages cannot be fetched.
+pub fn kernels() -> Result<Vec<Kernel>> {
+    suites::kernels(&target()?.join("guest"))
 }
 
 /// The disk, as a raw file in `dir`.
