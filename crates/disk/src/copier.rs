@@ -1,7 +1,6 @@
 //! Copying up what first writes put off.
 //!
-//! The next flush or snapshot would otherwise do all of it at once, and the page cache would hold each part by itself, which
-//! makes writing it back slower. The thread leaves new clusters alone for a moment, as whoever writes a file from start to end
+//! The next flush or snapshot would otherwise do all of it at once. The thread leaves new clusters alone for a moment, as whoever writes a file from start to end
 //! fills them; then it copies, and stops after each burst to see whether the disk is to be closed.
 
 use std::convert::Infallible;

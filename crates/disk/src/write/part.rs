@@ -7,7 +7,7 @@
 //! ```
 //!
 //! After a snapshot every first write to a cluster had to read and write all of the cluster before it was answered. Here it
-//! writes its own bytes; what the guest writes itself before it flushes is never copied. Nothing is promised by that which
+//! writes its own bytes, and zeros that nobody reads; what the guest writes itself before it flushes is never copied. Nothing is promised by that which
 //! was not before: until a flush, all of it would be gone after a power failure anyway, and a killed process leaves the word
 //! in the journal ([`crate::changes`]).
 //!
