@@ -1,6 +1,8 @@
 //! What a measurement was taken on and with, and the machine made ready for it.
 
 use std::fs;
+use std::io::{self, Write as _};
+use std::path::Path;
 use std::process::Command;
 
 use super::results::Machine;
@@ -37,6 +39,28 @@ pub fn touch_free_memory(bytes: usize) {
     // Some is left, so that nothing else is pushed out of memory for it.
     let pages = vec![1u8; bytes.min(free / 8 * 7)];
     std::hint::black_box(&pages);
+}
+
+/// Free memory that pages of a file were put into, which the machine therefore really has; free again when dropped.
+#[derive(Debug)]
+pub struct TouchedMemory {
+    _file: fs::File,
+}
+
+/// Touches `bytes` of free memory as [`touch_free_memory`] does, but by way of the page cache, and holds on to it: what
+/// fills pages of files as soon as it is dropped meets the same memory, before the host has taken that back. Nothing of
+/// it moves this process's address space, which would hold up other threads that touch new memory.
+///
+/// # Errors
+/// When no file can be made in `dir`, or written.
+pub fn hold_touched_memory(dir: &Path, bytes: usize) -> io::Result<TouchedMemory> {
+    // The file has no name, and is gone before anything of it has been written to disk.
+    let mut file = tempfile::tempfile_in(dir)?;
+    let piece = vec![0; 64 << 10];
+    for _ in 0..bytes / piece.len() {
+        file.write_all(&piece)?;
+    }
+    Ok(TouchedMemory { _file: file })
 }
 
 /// First line of `program --version`, or that it is missing.

@@ -17,6 +17,10 @@ const ROUND: u16 = u16::MAX;
 /// The longest that a guest works.
 const TIME_MAX: Duration = Duration::from_secs(600);
 
+/// Requests that memory is set aside for before the first: growing would hold up the guest that is measured. What is not
+/// needed is never touched.
+const REQUESTS: usize = 1 << 27;
+
 /// Longer than any request takes; a server that is silent for longer ends the run.
 const LATENCY_MAX: Duration = Duration::from_secs(60);
 
@@ -45,7 +49,7 @@ impl Guest {
             stop: Arc::clone(&stop),
             epoch,
             started: [Duration::ZERO; DEPTH],
-            requests: Vec::new(),
+            requests: Vec::with_capacity(REQUESTS),
         };
         let load = Load { access, block: BLOCK, depth: DEPTH, time: TIME_MAX, seed: 5 };
         let thread = std::thread::spawn(move || {
@@ -70,11 +74,29 @@ impl Guest {
     }
 }
 
-/// A completed request.
+/// A completed request: times in nanoseconds, as there are many.
 #[derive(Clone, Copy, Debug)]
 struct Request {
-    start: Duration,
-    end: Duration,
+    end: u64,
+    latency: u64,
+}
+
+impl Request {
+    fn new(start: Duration, end: Duration) -> Self {
+        Self { end: end.as_nanos() as u64, latency: (end - start).as_nanos() as u64 }
+    }
+
+    fn start(self) -> Duration {
+        Duration::from_nanos(self.end - self.latency)
+    }
+
+    fn end(self) -> Duration {
+        Duration::from_nanos(self.end)
+    }
+
+    fn latency(self) -> Duration {
+        Duration::from_nanos(self.latency)
+    }
 }
 
 struct Recorder {
@@ -90,7 +112,7 @@ impl Watch for Recorder {
     }
 
     fn completed(&mut self, slot: usize) {
-        self.requests.push(Request { start: self.started[slot], end: self.epoch.elapsed() });
+        self.requests.push(Request::new(self.started[slot], self.epoch.elapsed()));
     }
 
     fn goes_on(&self) -> bool {
@@ -113,22 +135,22 @@ impl Trace {
     /// The longest latency among requests that were under way at some time between two moments, and ended.
     pub(super) fn longest(&self, from: Duration, to: Duration) -> Duration {
         let later = &self.requests[self.first_after(from)..];
-        let near = later.iter().take_while(|request| request.end <= to + LATENCY_MAX);
-        let under_way = near.filter(|request| request.start < to);
-        under_way.map(|request| request.end - request.start).max().unwrap_or_default()
+        let near = later.iter().take_while(|request| request.end() <= to + LATENCY_MAX);
+        let under_way = near.filter(|request| request.start() < to);
+        under_way.map(|request| request.latency()).max().unwrap_or_default()
     }
 
     /// The latency that `part` of the requests completed between two moments keep, such as 0.99; `None` if there were none.
     pub(super) fn percentile(&self, part: f64, from: Duration, to: Duration) -> Option<Duration> {
         let window = &self.requests[self.first_after(from)..self.first_after(to)];
-        let mut latencies: Vec<Duration> = window.iter().map(|request| request.end - request.start).collect();
+        let mut latencies: Vec<Duration> = window.iter().map(|request| request.latency()).collect();
         let rank = (latencies.len() as f64 * part).ceil() as usize;
         let place = rank.checked_sub(1).filter(|place| *place < latencies.len())?;
         Some(*latencies.select_nth_unstable(place).1)
     }
 
     fn first_after(&self, moment: Duration) -> usize {
-        self.requests.partition_point(|request| request.end <= moment)
+        self.requests.partition_point(|request| request.end() <= moment)
     }
 }
 
@@ -142,9 +164,9 @@ mod tests {
 
     /// One request every 10 ms, one of which hangs from 100 to 160 ms.
     fn trace() -> Trace {
-        let quick = |index: u64| Request { start: ms(10 * index), end: ms(10 * index + 2) };
+        let quick = |index: u64| Request::new(ms(10 * index), ms(10 * index + 2));
         let mut requests: Vec<Request> = (0..10).map(quick).collect();
-        requests.push(Request { start: ms(100), end: ms(160) });
+        requests.push(Request::new(ms(100), ms(160)));
         requests.extend((16..40).map(quick));
         Trace { requests }
     }

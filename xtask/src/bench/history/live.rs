@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::super::client::Client;
-use super::super::machine::touch_free_memory;
+use super::super::machine::{hold_touched_memory, touch_free_memory};
 use super::super::qmp::Qmp;
 use super::super::report::{Report, Row};
 use super::super::results::{median, range};
@@ -21,7 +21,7 @@ use super::take::{self, Take, Taken};
 use super::{BLOCK, CLUSTER, Options, Pace, SEED};
 use crate::chain::pattern::{Writer, mix};
 
-/// Memory touched between two snapshots: more than the copies that the next one causes.
+/// Memory made ready for a snapshot: more than the copies that it causes.
 const GAP_MEMORY: usize = 256 << 20;
 
 /// A snapshot under a writing guest.
@@ -39,6 +39,8 @@ pub(super) struct Felt {
     usual: Vec<f64>,
     /// Requests in the second after over those in the second before.
     throughput: Vec<f64>,
+    /// The same where no snapshot was taken: the second before over the one before that.
+    steady: Vec<f64>,
     /// Of the command, ms.
     commands: Vec<f64>,
     /// For how long writes were held, as the server says, ms.
@@ -66,7 +68,7 @@ pub(super) fn vmstrata(options: &Options, dir: &Path, report: &mut Report) -> Re
         history.push(&name(index), (index > 0).then_some(clusters));
     }
     let guest = Guest::start(client, options.working_set);
-    let moments = paced(&guest, options.pace, quiet, &mut take)?;
+    let moments = paced(&guest, options.pace, quiet, &mut take, dir)?;
     let (mut client, trace) = guest.stop()?;
     (quiet..options.snapshots).for_each(|index| history.push(&name(index), None));
     history.verify(&mut client, 2000)?;
@@ -95,7 +97,7 @@ pub(super) fn qemu(options: &Options, dir: &Path) -> Result<Felt> {
         close: options.pace.close.div_ceil(6),
         ..options.pace
     };
-    let moments = paced(&guest, pace, 0, &mut take)?;
+    let moments = paced(&guest, pace, 0, &mut take, dir)?;
     let (client, trace) = guest.stop()?;
     drop(client);
     server.stop()?;
@@ -125,16 +127,17 @@ fn change(client: &mut Client, history: &mut History, clusters: &[u64], index: u
 }
 
 /// Snapshots at their moments: close ones, then those with a second before and after.
-fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take) -> Result<Vec<Moment>> {
+fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Path) -> Result<Vec<Moment>> {
     touch_free_memory(8 * GAP_MEMORY);
     std::thread::sleep(pace.second);
     let mut moments = Vec::new();
     for index in 0..pace.close + pace.spaced {
-        // Spaced ones have a whole second after and before, in which nothing else is done.
-        let gap = pace.second.mul_f64(if index < pace.close { 0.2 } else { 1.05 });
-        std::thread::sleep(gap);
-        touch_free_memory(GAP_MEMORY);
-        std::thread::sleep(gap);
+        // Spaced ones have a whole second after and two before, in which nothing else is done.
+        let [after, before] = if index < pace.close { [0.1, 0.3] } else { [1.05, 2.1] };
+        std::thread::sleep(pace.second.mul_f64(after));
+        let memory = hold_touched_memory(dir, GAP_MEMORY)?;
+        std::thread::sleep(pace.second.mul_f64(before));
+        drop(memory);
         let from = guest.now();
         let taken = take.take(&name(first + index))?;
         moments.push(Moment { from, to: guest.now(), taken });
@@ -153,15 +156,17 @@ impl Felt {
             let to = moment.from.saturating_sub(after);
             ms(trace.longest(to.saturating_sub(len), to))
         });
-        // The second after begins with the command, not with its end: what it disturbs counts.
-        let throughput = moments[pace.close..].iter().map(|moment| {
-            let after = trace.completed(moment.from, moment.from + pace.second) as f64;
-            after / trace.completed(moment.from - pace.second, moment.from) as f64
-        });
+        // Requests in the second from a moment on, over those in the second up to it.
+        let change = |at: Duration| {
+            trace.completed(at, at + pace.second) as f64 / trace.completed(at - pace.second, at) as f64
+        };
+        let spaced = &moments[pace.close..];
         Self {
             longest: longest.collect(),
             usual: usual.collect(),
-            throughput: throughput.collect(),
+            // The second after begins with the command, not with its end: what it disturbs counts.
+            throughput: spaced.iter().map(|moment| change(moment.from)).collect(),
+            steady: spaced.iter().map(|moment| change(moment.from - pace.second)).collect(),
             commands: moments.iter().map(|moment| ms(moment.taken.command)).collect(),
             pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),
         }
@@ -182,6 +187,8 @@ pub(super) fn rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
     beside(report, Row::median(after, "", &ours.throughput).at_least(0.9), &qemu.throughput);
     let worst = Row::smallest("the same, worst snapshot", "", &ours.throughput).at_least(0.9);
     report.add(worst.beside(range(&qemu.throughput).0));
+    let steady = "writes in a second / in the one before it, without a snapshot, worst";
+    report.add(Row::smallest(steady, "", &ours.steady).beside(range(&qemu.steady).0));
     let command = "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)";
     let bound = median(&qemu.commands);
     beside(report, Row::median(command, "ms", &ours.commands).at_most(bound), &qemu.commands);
