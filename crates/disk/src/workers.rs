@@ -8,6 +8,7 @@ use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 use smallvec::SmallVec;
+use vmstrata_store::turns;
 
 use crate::disk::Disk;
 use crate::error::{IoContext as _, Result};
@@ -42,7 +43,10 @@ impl Workers {
             let queue = queue.clone();
             std::thread::Builder::new()
                 .name(format!("worker-{number}"))
-                .spawn(move || work(&queue, threads))
+                .spawn(move || {
+                    turns::answer_promptly();
+                    work(&queue, threads);
+                })
                 .expect("the host can start threads");
         }
         Self { jobs }

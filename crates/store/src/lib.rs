@@ -23,6 +23,7 @@ mod open_store;
 mod ring;
 mod segment;
 mod transfer;
+pub mod turns;
 
 use std::fmt;
 use std::io;

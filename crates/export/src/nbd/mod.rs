@@ -47,6 +47,7 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::Shutdown;
+use vmstrata_store::turns;
 
 use self::error::End;
 pub use self::error::{CredentialFault, Error, ExportFault};
@@ -207,6 +208,7 @@ impl Shared {
         let shared = self.clone();
         let thread = std::thread::Builder::new().name(format!("nbd-{}", ticket.id()));
         thread.spawn(move || {
+            turns::answer_promptly();
             let connection = ticket.id();
             match shared.serve(&ticket, Transport::new(socket)) {
                 Ok(()) | Err(End::Gone) => tracing::debug!(connection, "NBD connection closed"),

@@ -21,6 +21,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use vmstrata_disk::{Disk, IoQueue};
+use vmstrata_store::turns;
 
 use super::Error;
 use super::config::Device;
@@ -66,6 +67,7 @@ impl Worker {
             let (name, options) = (options.name.clone(), options.clone());
             let body = move || match IoQueue::new(disk, options.depth) {
                 Ok(io) => {
+                    turns::answer_promptly();
                     let _ = ready.send(Ok(()));
                     Loop::new(io, device, mailbox, counters, &options).run();
                 }

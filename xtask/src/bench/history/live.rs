@@ -133,7 +133,7 @@ fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Pat
     let mut moments = Vec::new();
     for index in 0..pace.close + pace.spaced {
         // Spaced ones have a whole second after and two before, in which nothing else is done.
-        let [after, before] = if index < pace.close { [0.1, 0.3] } else { [1.05, 2.1] };
+        let [after, before] = if index < pace.close { [0.2, 0.3] } else { [1.05, 2.1] };
         std::thread::sleep(pace.second.mul_f64(after));
         let memory = hold_touched_memory(dir, GAP_MEMORY)?;
         std::thread::sleep(pace.second.mul_f64(before));
