@@ -27,5 +27,6 @@ pub mod results;
 pub mod run;
 pub mod server;
 pub mod session;
+pub mod stalls;
 pub mod table;
 pub mod targets;

@@ -64,6 +64,11 @@ impl Guest {
         self.epoch.elapsed()
     }
 
+    /// Of another clock's moment; what was before the guest is its beginning.
+    pub(super) fn time_of(&self, moment: Instant) -> Duration {
+        moment.saturating_duration_since(self.epoch)
+    }
+
     /// Ends the work.
     ///
     /// # Errors
