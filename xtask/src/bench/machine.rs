@@ -41,26 +41,20 @@ pub fn touch_free_memory(bytes: usize) {
     std::hint::black_box(&pages);
 }
 
-/// Free memory that pages of a file were put into, which the machine therefore really has; free again when dropped.
-#[derive(Debug)]
-pub struct TouchedMemory {
-    _file: fs::File,
-}
-
-/// Touches `bytes` of free memory as [`touch_free_memory`] does, but by way of the page cache, and holds on to it: what
-/// fills pages of files as soon as it is dropped meets the same memory, before the host has taken that back. Nothing of
+/// Touches `bytes` of free memory as [`touch_free_memory`] does, but by way of the page cache, and holds on to it until the
+/// file is closed: what then fills pages of files meets the same memory, before the host has taken that back. Nothing of
 /// it moves this process's address space, which would hold up other threads that touch new memory.
 ///
 /// # Errors
 /// When no file can be made in `dir`, or written.
-pub fn hold_touched_memory(dir: &Path, bytes: usize) -> io::Result<TouchedMemory> {
+pub fn hold_touched_memory(dir: &Path, bytes: usize) -> io::Result<fs::File> {
     // The file has no name, and is gone before anything of it has been written to disk.
     let mut file = tempfile::tempfile_in(dir)?;
     let piece = vec![0; 64 << 10];
     for _ in 0..bytes / piece.len() {
         file.write_all(&piece)?;
     }
-    Ok(TouchedMemory { _file: file })
+    Ok(file)
 }
 
 /// First line of `program --version`, or that it is missing.

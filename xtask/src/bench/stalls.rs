@@ -1,8 +1,8 @@
 //! Moments at which this machine itself stood still.
 //!
-//! A virtual machine's host may let it have so much processor time every so often (100 ms where a control group limits it); when that
-//! is used up nothing in it runs until the next period. Nobody inside is told: a request that was under way just takes
-//! that much longer, whoever serves it. Here a thread for each processor, which only the kernel itself and the host can
+//! A virtual machine's host may let it have so much processor time every so often (100 ms where a control group limits it);
+//! when that is used up nothing in it runs until the next period. Nobody inside is told: a request that was under way just
+//! takes that much longer, whoever serves it. Here a thread for each processor, which only the kernel itself and the host can
 //! keep from running, sleeps for a moment again and again, and notes when it overslept.
 
 use std::io;

@@ -15,7 +15,7 @@ use super::super::qmp::Qmp;
 use super::super::report::{Report, Row};
 use super::super::results::{median, range};
 use super::super::server::{Disk, Kind, Server};
-use super::super::stalls::Stalls;
+use super::super::stalls::{Stall, Stalls};
 use super::disk::{self, History, Layer};
 use super::guest::{Guest, Trace};
 use super::take::{self, Take, Taken};
@@ -30,15 +30,15 @@ struct Moment {
     from: Duration,
     to: Duration,
     taken: Taken,
-    /// Whether the machine stood still meanwhile, as far as that can be told.
-    stalled: bool,
+    /// Whether the machine stood still meanwhile; `None` where that cannot be told.
+    stalled: Option<bool>,
 }
 
 /// What a guest felt, and what the commands took: one value a snapshot.
 pub(super) struct Felt {
     /// Longest latency of a request around a snapshot, ms.
     longest: Vec<f64>,
-    /// Of those snapshots during which the machine itself did not stand still, ms.
+    /// Of those snapshots during which the machine itself did not stand still, ms; of none where that cannot be told.
     undisturbed: Vec<f64>,
     /// The same where no snapshot was taken, ms.
     usual: Vec<f64>,
@@ -147,32 +147,38 @@ fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Pat
         drop(memory);
         let from = guest.now();
         let taken = take.take(&name(first + index))?;
-        moments.push(Moment { from, to: guest.now(), taken, stalled: false });
+        moments.push(Moment { from, to: guest.now(), taken, stalled: None });
     }
     std::thread::sleep(pace.second.mul_f64(1.1));
-    for stall in stalls.map(Stalls::end).unwrap_or_default() {
-        let (from, to) = (guest.time_of(stall.from), guest.time_of(stall.to));
-        let during = |moment: &&mut Moment| from < pace.felt_until(moment) && to > moment.from;
-        moments.iter_mut().filter(during).for_each(|moment| moment.stalled = true);
+    if let Ok(stalls) = stalls {
+        let of_guest = |stall: Stall| (guest.time_of(stall.from), guest.time_of(stall.to));
+        let seen: Vec<_> = stalls.end().into_iter().map(of_guest).collect();
+        for moment in &mut moments {
+            let (from, to) = (moment.from, pace.felt_until(moment));
+            moment.stalled = Some(seen.iter().any(|stall| stall.0 < to && stall.1 > from));
+        }
     }
     Ok(moments)
 }
 
 impl Pace {
-    /// Until when a snapshot is looked at.
+    /// For how long after its command a snapshot is looked at.
+    fn after(self) -> Duration {
+        self.second.mul_f64(0.1)
+    }
+
     fn felt_until(self, moment: &Moment) -> Duration {
-        moment.to + self.second.mul_f64(0.1)
+        moment.to + self.after()
     }
 }
 
 impl Felt {
     fn new(moments: &[Moment], trace: &Trace, pace: Pace) -> Self {
         let ms = |time: Duration| time.as_secs_f64() * 1000.0;
-        let after = pace.second.mul_f64(0.1);
         let longest = |moment: &Moment| ms(trace.longest(moment.from, pace.felt_until(moment)));
         let usual = moments.iter().map(|moment| {
-            let len = moment.to + after - moment.from;
-            let to = moment.from.saturating_sub(after);
+            let len = pace.felt_until(moment) - moment.from;
+            let to = moment.from.saturating_sub(pace.after());
             ms(trace.longest(to.saturating_sub(len), to))
         });
         // Requests in the second from a moment on, over those in the second up to it.
@@ -182,7 +188,7 @@ impl Felt {
         let spaced = &moments[pace.close..];
         Self {
             longest: moments.iter().map(longest).collect(),
-            undisturbed: moments.iter().filter(|moment| !moment.stalled).map(longest).collect(),
+            undisturbed: moments.iter().filter(|moment| moment.stalled == Some(false)).map(longest).collect(),
             usual: usual.collect(),
             // The second after begins with the command, not with its end: what it disturbs counts.
             throughput: spaced.iter().map(|moment| change(moment.from)).collect(),
@@ -200,10 +206,10 @@ pub(super) fn rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
     let usual = "longest latency in as long a time without a snapshot";
     report.add(Row::largest(longest, "ms", &ours.longest).at_most(5.0).beside(largest(&qemu.longest)));
     beside(report, Row::median("the same, median of the snapshots", "ms", &ours.longest), &qemu.longest);
-    let share = |felt: &Felt| 1.0 - felt.undisturbed.len() as f64 / felt.longest.len() as f64;
-    let stalled = "snapshots during which the machine itself stood still for 3 ms or longer";
-    report.add(Row::median(stalled, "of all", &[share(ours)]).beside(share(qemu)));
     if !ours.undisturbed.is_empty() && !qemu.undisturbed.is_empty() {
+        let share = |felt: &Felt| 1.0 - felt.undisturbed.len() as f64 / felt.longest.len() as f64;
+        let stalled = "snapshots during which the machine itself stood still for 3 ms or longer";
+        report.add(Row::median(stalled, "of all", &[share(ours)]).beside(share(qemu)));
         let quiet = Row::largest("longest latency of the other snapshots", "ms", &ours.undisturbed);
         report.add(quiet.at_most(5.0).beside(largest(&qemu.undisturbed)));
     }
