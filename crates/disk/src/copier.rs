@@ -1,7 +1,8 @@
 //! Copying up what first writes put off.
 //!
-//! The next flush or snapshot would otherwise do all of it at once. The thread leaves new clusters alone for a moment, as whoever writes a file from start to end
-//! fills them; then it copies, and stops after each burst to see whether the disk is to be closed.
+//! The next flush or snapshot would otherwise do all of it at once. The thread leaves new clusters alone for a moment, as
+//! whoever writes a file from start to end fills them; then it copies, and stops after each burst to see whether the disk is
+//! to be closed.
 
 use std::convert::Infallible;
 use std::sync::{Arc, Weak};
