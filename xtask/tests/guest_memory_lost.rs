@@ -66,7 +66,7 @@ impl Trio {
             labels: Vec::new(),
             policy: policy(),
             mode: Mode::Copy,
-            introspect: Some(|ram| Introspection::by(ram, Rules { references: false })),
+            introspect: Some(|ram, running| Introspection::by(ram, running, Rules { references: false })),
             refill: None,
         };
         let (cancel, channel) = (AtomicBool::new(false), Channel::new().unwrap());

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tempfile::TempDir;
-use vmstrata_memory::capture::Machine;
+use vmstrata_memory::capture::{Machine, processor};
 use vmstrata_memory::disk::ReadDisk;
 use vmstrata_memory::introspect::{Cause, FilePages, Pages};
 use vmstrata_memory::qmp::Qmp;
@@ -70,10 +70,13 @@ fn judge(kernel: &Kernel, busybox: &Path) {
     let mut qmp = Qmp::connect(&census.qmp(), Duration::from_secs(20)).unwrap();
     qmp.tell("stop", serde_json::json!({})).unwrap();
     let ram = Machine::inspect(&mut qmp).unwrap().open().unwrap();
-    let (release, pages) = match Introspection::of(&ram) {
+    let running = processor(&mut qmp).unwrap();
+    let note = running.note(&ram).expect("the kernel's data lead to its note");
+    let (release, pages) = match Introspection::of(&ram, Some(running)) {
         Introspection::Read { release, pages } => (release, pages),
         Introspection::Unreadable(reason) => panic!("{kernel:?}: {reason}"),
     };
+    assert_eq!(note.release(), release);
     let reported = census.reported().unwrap();
     no_page_is_wrongly_clean(&release, &pages, &reported);
     free_pages_are_the_allocators(&release, &pages, &reported);

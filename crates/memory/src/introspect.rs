@@ -1,7 +1,7 @@
 //! What a Linux guest uses its pages for, read from its memory alone (PARS §6.2, for today's kernels).
 //!
 //! ```text
-//!   Ram ──► Guest::find: VMCOREINFO note ─► page tables ─► BTF, array of struct pages
+//!   Ram, Processor ──► Guest::find: VMCOREINFO note ─► page tables ─► BTF, array of struct pages
 //!                │
 //!                └──► Guest::pages: a pass over all struct pages ──► Pages: ClassMap, causes, what hides a clean page,
 //!                                                                    where its bytes lie on the guest's disks
@@ -24,6 +24,7 @@ mod hide;
 mod mapping;
 mod origin;
 mod pass;
+mod running;
 mod shapes;
 #[cfg(test)]
 mod testing;
@@ -34,6 +35,7 @@ pub use cause::{Cause, CauseMap};
 pub use guest::Guest;
 pub use hide::{Clear, Hide, Hides};
 pub use origin::{Device, DeviceFolio, DeviceIndex, Disk, DiskIndex, FilePages, FileSystem, Origin};
+pub use running::Processor;
 
 use view::View;
 
@@ -92,16 +94,17 @@ pub enum Introspection {
 }
 
 impl Introspection {
-    /// Finds the kernel in `ram` and goes over its pages.
-    pub fn of(ram: &dyn Ram) -> Self {
-        Self::by(ram, Rules::default())
+    /// Finds the kernel that `processor` runs in `ram`, and goes over its pages. Without a processor all of the memory is
+    /// looked through for a kernel.
+    pub fn of(ram: &dyn Ram, processor: Option<Processor>) -> Self {
+        Self::by(ram, processor, Rules::default())
     }
 
     /// As [`Introspection::of`], by other rules.
     #[doc(hidden)]
-    pub fn by(ram: &dyn Ram, rules: Rules) -> Self {
+    pub fn by(ram: &dyn Ram, processor: Option<Processor>, rules: Rules) -> Self {
         let read = || {
-            let guest = Guest::find(ram)?;
+            let guest = Guest::find(ram, processor)?;
             let pages = Box::new(guest.pages(ram, rules)?);
             Ok(Self::Read { release: guest.release, pages })
         };

@@ -2,6 +2,7 @@
 
 use std::hint::black_box;
 
+use vmstrata_memory::introspect::Processor;
 use vmstrata_memory::introspect::btf::Btf;
 use vmstrata_memory::introspect::vmcoreinfo::{self, VmCoreInfo};
 use vmstrata_memory::{Block, Introspection, Layout, PAGE_BYTES, Physical, Ram, RamError};
@@ -49,9 +50,13 @@ pub fn vmcoreinfo(data: &[u8]) {
         black_box((info.symbol("_stext"), info.number("phys_base"), info.length("mem_section")));
         black_box((info.offset("mem_section.section_mem_map"), info.size("page")));
     }
-    if let Introspection::Read { release, .. } = Introspection::of(&memory) {
-        // A page table, types and an array of struct pages would have to be in there.
-        assert!(!release.is_empty());
+    // The last bytes as registers: page tables of a processor, anywhere.
+    let running = data.last_chunk().map(|cr3| Processor::new(u64::from_le_bytes(*cr3), data.len() as u64));
+    for processor in [None, running] {
+        if let Introspection::Read { release, .. } = Introspection::of(&memory, processor) {
+            // A page table, types and an array of struct pages would have to be in there.
+            assert!(!release.is_empty());
+        }
     }
 }
 

@@ -23,8 +23,10 @@ use super::error::CaptureError;
 use super::machine::{Backend, Machine};
 use super::pause::{self, Pause, SET_CAPABILITIES, wait_migrated, with_capability};
 use super::populate::populate;
+use super::processor::processor;
 use super::stream::{self, StreamPage};
-use super::take::{Control, Disks, Store, Taken, cancelled};
+use super::take::{Control, Disks, Moment, Store, Taken, cancelled};
+use crate::introspect::Processor;
 use crate::qmp::{Qmp, QmpError};
 
 /// QEMU's name of what saves pages before they change.
@@ -57,8 +59,8 @@ pub(super) fn take_live(
     let still = StillRam::blank(machine.layout.clone(), machine.backends.iter().map(|own| own.bytes).sum())?;
     let starts = starts(&machine.backends);
     let taken = with_capability(qmp, BACKGROUND, |qmp| copy(qmp, &starts, still, disks, control));
-    let (still, taken) = taken.map_err(untracked)?;
-    store(&still, &taken.disks).map_err(CaptureError::Store)?;
+    let (still, taken, processor) = taken.map_err(untracked)?;
+    store(Moment { ram: &still, processor, disks: &taken.disks }).map_err(CaptureError::Store)?;
     Ok(taken)
 }
 
@@ -95,10 +97,11 @@ fn copy(
     mut still: StillRam,
     disks: &mut dyn Disks,
     control: Control<'_>,
-) -> Result<(StillRam, Taken), CaptureError> {
+) -> Result<(StillRam, Taken, Option<Processor>), CaptureError> {
     let Control { cancel, channel } = control;
     let mut pause = Pause::begin(qmp)?;
     let disks = disks.snapshot().map_err(CaptureError::Disks)?;
+    let processor = processor(pause.qmp());
     let reader = channel.migrate(pause.qmp())?;
     let (first, is_first) = sync_channel(1);
     let (held, devices) = std::thread::scope(|scope| {
@@ -111,7 +114,7 @@ fn copy(
     // Why a stream broke off, QEMU knows.
     wait_migrated(qmp, Instant::now() + ALL_MAX, || Ok(()))?;
     let devices = devices?;
-    Ok((still, Taken { devices, disks, pause, ignore_shared: false }))
+    Ok((still, Taken { devices, disks, pause, ignore_shared: false }, processor))
 }
 
 /// Reads QEMU's stream to its end: pages to `still`, the rest is returned. Tells `first` of the first page.

@@ -16,11 +16,11 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{BoxError, CaptureError};
 use super::machine::Machine;
-use super::take::{Control, Disks, Mode, take};
+use super::take::{Control, Disks, Mode, Moment, take};
 use crate::address::{Frame, PAGE_BYTES, Physical};
 use crate::class::{ClassMap, PageClass};
 use crate::disk::{OpenDisk, open_all};
-use crate::introspect::{Clear, Introspection};
+use crate::introspect::{Clear, Introspection, Processor};
 use crate::qmp::Qmp;
 use crate::ram::{Block, Ram};
 use crate::refill::{Found, find};
@@ -49,7 +49,7 @@ pub struct Request {
     /// What is done while the guest is held.
     pub mode: Mode,
     /// Finds out what the guest's kernel uses its pages for; without it, all are critical.
-    pub introspect: Option<fn(&dyn Ram) -> Introspection>,
+    pub introspect: Option<fn(&dyn Ram, Option<Processor>) -> Introspection>,
     /// Opens the snapshot's disks: clean pages that are on them are not stored, but read from there; without it, all are
     /// stored.
     pub refill: Option<Arc<dyn OpenDisk>>,
@@ -119,8 +119,8 @@ fn attempt(
     let machine = Machine::inspect(qmp)?;
     let mut writer = vault.begin(request.of(&machine)).map_err(stored)?;
     let (mut hiding, mut kernel) = (Hiding::default(), Err("it was not asked".to_owned()));
-    let mut store = |ram: &dyn Ram, disks: &[DiskState]| {
-        let introspection = request.introspect.map(|introspect| introspect(ram));
+    let mut store = |Moment { ram, processor, disks }: Moment<'_>| {
+        let introspection = request.introspect.map(|introspect| introspect(ram, processor));
         let mut known = Known::default();
         if let Some(introspection) = &introspection {
             (hiding, kernel) = (hiding_of(introspection), kernel_of(introspection));

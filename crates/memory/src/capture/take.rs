@@ -8,7 +8,9 @@ use super::error::{BoxError, CaptureError};
 use super::live::take_live;
 use super::machine::Machine;
 use super::pause::{Pause, wait_migrated, with_capability};
+use super::processor::processor;
 use super::state::{self, Channel};
+use crate::introspect::Processor;
 use crate::qmp::Qmp;
 use crate::ram::Ram;
 use crate::vault::DiskState;
@@ -64,8 +66,19 @@ pub struct Taken {
     pub ignore_shared: bool,
 }
 
-/// Gets the memory as it was at the instant of a capture, and the disks' states at the same instant.
-pub type Store<'a> = dyn FnMut(&dyn Ram, &[DiskState]) -> Result<(), BoxError> + 'a;
+/// A guest at the one instant of a capture.
+#[derive(Clone, Copy)]
+pub struct Moment<'a> {
+    /// Its memory.
+    pub ram: &'a dyn Ram,
+    /// Its first processor, if that is known.
+    pub processor: Option<Processor>,
+    /// Its disks.
+    pub disks: &'a [DiskState],
+}
+
+/// Gets what is to be stored, after the pause or in it.
+pub type Store<'a> = dyn FnMut(Moment<'_>) -> Result<(), BoxError> + 'a;
 
 /// Takes the guest behind `qmp`, which is `machine`. `store` gets the memory as it was at the one instant.
 ///
@@ -90,21 +103,24 @@ pub fn take(
     let mut copy = (mode == Mode::Copy).then(|| StillRam::prepare(&ram)).transpose()?;
     let held = |pause: &mut Pause<'_>| -> Result<_, CaptureError> {
         let disks = disks.snapshot().map_err(CaptureError::Disks)?;
+        let processor = processor(pause.qmp());
         let devices = devices(pause.qmp(), channel, cancel)?;
         match &mut copy {
             Some(copy) => copy.fill(&ram)?,
-            None => store(&ram, &disks).map_err(CaptureError::Store)?,
+            None => {
+                store(Moment { ram: &ram, processor, disks: &disks }).map_err(CaptureError::Store)?;
+            }
         }
         cancelled(cancel)?;
-        Ok((devices, disks))
+        Ok((devices, disks, processor))
     };
-    let taken = with_capability(qmp, IGNORE_SHARED, |qmp| {
+    let (taken, processor) = with_capability(qmp, IGNORE_SHARED, |qmp| {
         let mut pause = Pause::begin(qmp)?;
-        let (devices, disks) = held(&mut pause)?;
-        Ok(Taken { devices, disks, pause: pause.end()?, ignore_shared: true })
+        let (devices, disks, processor) = held(&mut pause)?;
+        Ok((Taken { devices, disks, pause: pause.end()?, ignore_shared: true }, processor))
     })?;
     if let Some(copy) = &copy {
-        store(copy, &taken.disks).map_err(CaptureError::Store)?;
+        store(Moment { ram: copy, processor, disks: &taken.disks }).map_err(CaptureError::Store)?;
     }
     Ok(taken)
 }

@@ -2,14 +2,13 @@
 
 use super::Unreadable;
 use super::btf;
+use super::running::{KERNEL_MAP, Processor};
 use super::shapes::Shapes;
 use super::view::{Tables, View};
 use super::vmcoreinfo::{self, VmCoreInfo};
 use crate::address::{Frame, PAGE_BITS, Physical, Virtual};
 use crate::ram::Ram;
 
-/// Where x86-64 kernels have their image in virtual memory: `__START_KERNEL_map`.
-const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 /// Low bits of `section_mem_map` that are flags (Linux `SECTION_MAP_LAST_BIT`); struct pages are aligned further.
 const SECTION_FLAGS: u64 = 0x3f;
 /// `SECTION_MARKED_PRESENT` and `SECTION_HAS_MEM_MAP`.
@@ -52,11 +51,16 @@ enum Nodes {
 }
 
 impl Guest {
-    /// Finds the kernel that runs in `ram`.
+    /// Finds the kernel that `processor` runs in `ram`. Where that does not show, all of the memory is looked through: for a
+    /// large guest that takes longer than all else, and two kernels in it are one too many.
     ///
     /// # Errors
     /// [`Unreadable`] says what is missing or wrong.
-    pub fn find(ram: &dyn Ram) -> Result<Self, Unreadable> {
+    pub fn find(ram: &dyn Ram, processor: Option<Processor>) -> Result<Self, Unreadable> {
+        let note = processor.and_then(|processor| processor.note(ram));
+        if let Some(note) = note.filter(|note| tables(ram, note).is_ok()) {
+            return Self::of(ram, &note);
+        }
         let mut found: Option<VmCoreInfo> = None;
         let mut reason = Unreadable::NoKernel;
         for (_, info) in vmcoreinfo::notes(ram) {

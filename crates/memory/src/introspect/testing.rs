@@ -50,13 +50,13 @@ impl Memory {
         u64::from_le_bytes(bytes)
     }
 
-    /// Maps `pages` pages of 2^`bits` bytes (12, 21 or 30) from `from` on to `to`.
+    /// Maps `pages` pages of 2^`bits` bytes (12, 21 or 30) from `from` on to `to`, to be written too.
     pub(crate) fn map(&mut self, from: Virtual, to: Physical, pages: u64, bits: u32) {
         for page in 0..pages {
             let from = from.checked_add(page << bits).unwrap();
             let huge = if bits > PAGE_BITS { 1 << 7 } else { 0 };
             let entry = self.entry(from, bits);
-            self.write(entry, &((to.get() + (page << bits)) | huge | 1).to_le_bytes());
+            self.write(entry, &((to.get() + (page << bits)) | huge | 3).to_le_bytes());
         }
     }
 

@@ -5,24 +5,24 @@ use super::testing::kernel::{
 };
 use super::testing::{Kernel, Page};
 use super::*;
-use crate::address::{Frame, Physical, Virtual};
+use crate::address::{Frame, PAGE_BYTES, Physical, Virtual};
 
 /// The frame under judgement; a folio of up to 64 pages may begin there.
 const FRAME: u64 = 0x2000;
 
 fn cause_of(kernel: &Kernel, frame: u64) -> Cause {
-    match Introspection::of(&kernel.memory) {
+    match Introspection::of(&kernel.memory, None) {
         Introspection::Read { pages, .. } => pages.causes.get(Frame::new(frame)),
         Introspection::Unreadable(reason) => panic!("{reason}"),
     }
 }
 
 fn pages_of(kernel: &Kernel) -> Pages {
-    Guest::find(&kernel.memory).unwrap().pages(&kernel.memory, Rules::default()).unwrap()
+    Guest::find(&kernel.memory, None).unwrap().pages(&kernel.memory, Rules::default()).unwrap()
 }
 
 fn unreadable(kernel: &Kernel) -> Unreadable {
-    match Introspection::of(&kernel.memory) {
+    match Introspection::of(&kernel.memory, None) {
         Introspection::Read { .. } => panic!("it was read"),
         Introspection::Unreadable(reason) => reason,
     }
@@ -217,6 +217,39 @@ fn kernels_that_are_not_understood_say_why() {
 }
 
 #[test]
+fn the_kernel_that_a_processor_runs_is_found_through_its_data() {
+    let mut kernel = Kernel::new();
+    let root = kernel.memory.tables.root.get();
+    let is_found = |kernel: &Kernel, cr3: u64, cr4: u64| {
+        let note = Processor::new(cr3, cr4).note(&kernel.memory);
+        note.is_some_and(|note| note.release() == "6.12.0-made-up")
+    };
+    assert!(!is_found(&kernel, root, 0), "nothing points to the note");
+    let data = 0x133_3000;
+    kernel.word(data + 16, Kernel::direct(NOTE + 0x2000));
+    kernel.word(data + 24, Kernel::direct(NOTE));
+    assert!(is_found(&kernel, root | 0x805, 0));
+    assert!(!is_found(&kernel, root, 1 << 12), "tables of another depth");
+    assert!(!is_found(&kernel, 0xffff_ffff_f000, 0), "no memory");
+    // Stopped in a process, whose table follows that of the kernel.
+    let mut table = [0; PAGE_BYTES];
+    kernel.memory.read(Physical::new(root), &mut table).unwrap();
+    kernel.write(0x1f_8000, &table);
+    assert!(is_found(&kernel, 0x1f_8000, 0) && is_found(&kernel, 0x1f_9000, 0));
+    assert!(!is_found(&kernel, 0x1f_a000, 0));
+    // A kernel more is one too many only where all of the memory is looked through.
+    let more = Kernel::note_text("6.12.0-made-up", "LEFT=over\n");
+    kernel.note_at(NOTE + 0x10_0000, more.as_bytes());
+    assert!(matches!(Guest::find(&kernel.memory, None), Err(Unreadable::TwoKernels { .. })));
+    Guest::find(&kernel.memory, Some(Processor::new(root, 0))).unwrap();
+    // What the kernel may not write does not change: the note's address does.
+    let entry = kernel.memory.entry(Kernel::image(data - 0x100_0000), 21);
+    let before = kernel.memory.read_u64(entry);
+    kernel.word(entry.get(), before & !2);
+    assert!(!is_found(&kernel, root, 0));
+}
+
+#[test]
 fn notes_are_found_in_order_wherever_they_lie() {
     let mut memory = super::testing::Memory::new(260 << 8, 4);
     let text = b"OSRELEASE=6.1.0";
@@ -260,7 +293,7 @@ fn random_damage_never_breaks_the_reader() {
         let before = kernel.memory.read_u64(Physical::new(at));
         let value = if round % 3 == 0 { before ^ 1 << (next() % 64) } else { next() };
         kernel.word(at, value);
-        match Introspection::of(&kernel.memory) {
+        match Introspection::of(&kernel.memory, None) {
             Introspection::Read { .. } => read += 1,
             Introspection::Unreadable(_) => refused += 1,
         }

@@ -9,6 +9,7 @@ use crate::ram::Ram;
 /// Entries of a page table.
 const TABLE_ENTRIES: u64 = 512;
 const PRESENT: u64 = 1;
+const WRITABLE: u64 = 1 << 1;
 const HUGE: u64 = 1 << 7;
 /// Bits 12 to 51 of an entry: the physical address.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
@@ -25,6 +26,17 @@ pub(super) struct Tables {
     pub root: Physical,
     /// Levels: 4 or 5.
     pub levels: u32,
+}
+
+/// A page as the tables have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Leaf {
+    /// The physical address that it begins at; of a gigantic page, that of the 2 MiB asked for.
+    pub start: Physical,
+    /// Base-2 logarithm of its bytes.
+    pub bits: u32,
+    /// Whether its own entry lets it be written.
+    pub is_writable: bool,
 }
 
 /// Guest memory by virtual address.
@@ -48,38 +60,40 @@ impl<'a> View<'a> {
         if let Some(found) = self.huge.find(at).or_else(|| self.small.find(at)) {
             return Some(found);
         }
-        let (start, bits) = self.walk(at)?;
+        let Leaf { start, bits, .. } = self.walk(at).ok()?;
         let known = if bits >= HUGE_BITS { &mut self.huge } else { &mut self.small };
         known.add(at, start);
         known.find(at)
     }
 
-    /// The physical address that the page of 2^bits bytes around `at` begins at; of a gigantic page, that of its 2 MiB.
-    fn walk(&mut self, at: Virtual) -> Option<(Physical, u32)> {
+    /// The page around `at`; where there is none, the base-2 logarithm of the bytes around `at` that are surely not mapped.
+    pub(super) fn walk(&mut self, at: Virtual) -> Result<Leaf, u32> {
         let top = PAGE_BITS + 9 * self.tables.levels;
         let sign = at.get().cast_signed() >> (top - 1);
         if sign != 0 && sign != -1 {
-            return None;
+            return Err(PAGE_BITS);
         }
         let mut table = self.tables.root;
         for level in (0..self.tables.levels).rev() {
             let bits = PAGE_BITS + 9 * level;
             let index = (at.get() >> bits) % TABLE_ENTRIES;
-            let entry = self.physical_u64(table.checked_add(index * 8)?)?;
+            let entry = table.checked_add(index * 8).and_then(|entry| self.physical_u64(entry)).unwrap_or(0);
+            let is_writable = entry & WRITABLE != 0;
             if entry & PRESENT == 0 {
-                return None;
+                return Err(bits);
             }
             if level == 0 {
-                return Some((Physical::new(entry & ADDRESS), PAGE_BITS));
+                return Ok(Leaf { start: Physical::new(entry & ADDRESS), bits, is_writable });
             }
             if entry & HUGE != 0 {
                 let page = (entry & ADDRESS) >> bits << bits;
                 let within = (at.get() % (1 << bits)) >> HUGE_BITS << HUGE_BITS;
-                return (level <= 2).then(|| (Physical::new(page | within), HUGE_BITS));
+                let leaf = Leaf { start: Physical::new(page | within), bits: HUGE_BITS, is_writable };
+                return if level <= 2 { Ok(leaf) } else { Err(bits) };
             }
             table = Physical::new(entry & ADDRESS);
         }
-        None
+        Err(PAGE_BITS)
     }
 
     /// Fills `into` with small objects at `at`; `None` when a part of it is not there.

@@ -130,7 +130,8 @@ fn header_at(ram: &dyn Ram, at: Physical) -> Option<usize> {
     (is_note && text_bytes <= TEXT_BYTES_MAX).then_some(text_bytes)
 }
 
-fn note_at(ram: &dyn Ram, at: Physical) -> Option<VmCoreInfo> {
+/// What the note at `at` says, if there is one.
+pub(super) fn note_at(ram: &dyn Ram, at: Physical) -> Option<VmCoreInfo> {
     let mut text = vec![0; header_at(ram, at)?];
     ram.read(at.checked_add(HEADER_BYTES as u64)?, &mut text).ok()?;
     VmCoreInfo::parse(&text)

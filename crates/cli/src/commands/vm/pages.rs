@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::json;
-use vmstrata_memory::capture::{Machine, MachineRam};
+use vmstrata_memory::capture::{Machine, MachineRam, processor};
 use vmstrata_memory::introspect::Cause;
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::{Introspection, Layout, PAGE_BYTES, PageClass, Pages, Ram};
@@ -64,7 +64,7 @@ pub fn run(args: &VmPagesArgs) -> Result<ExitCode> {
         (None, Some(file)) => {
             let ram = of_file(file, args.machine)?;
             let start = Instant::now();
-            let introspection = Introspection::of(&*ram);
+            let introspection = Introspection::of(&*ram, None);
             (ram, introspection, start.elapsed().as_secs_f64())
         }
         (None, None) => unreachable!("one of them is required"),
@@ -101,7 +101,7 @@ fn of_machine(socket: &Path, pause: bool) -> Result<Read> {
         qmp.tell("stop", json!({}))?;
     }
     let start = Instant::now();
-    let introspection = Introspection::of(&ram);
+    let introspection = Introspection::of(&ram, processor(&mut qmp));
     let seconds = start.elapsed().as_secs_f64();
     if running {
         qmp.tell("cont", json!({})).context("the guest is still paused")?;

@@ -74,8 +74,13 @@ impl Kernel {
 
     /// The note, with lines of the test's own at its end, which win over those before.
     pub(crate) fn note(&mut self, release: &str, more: &str) {
+        self.note_at(NOTE, Self::note_text(release, more).as_bytes());
+    }
+
+    /// What a note of this kernel says.
+    pub(crate) fn note_text(release: &str, more: &str) -> String {
         let direct = |at: u64| DIRECT + at;
-        let text = format!(
+        format!(
             "OSRELEASE={release}\nSYMBOL(_stext)={IMAGE:x}\nSYMBOL(init_uts_ns)={:x}\nOFFSET(uts_namespace.name)=0\n\
              SYMBOL(init_top_pgt)=ffffffff80001000\nNUMBER(phys_base)=0\nNUMBER(pgtable_l5_enabled)=0\n\
              NUMBER(SECTION_SIZE_BITS)=27\nSYMBOL(mem_section)={:x}\nLENGTH(mem_section)=2048\nSIZE(mem_section)=16\n\
@@ -84,8 +89,7 @@ impl Kernel {
             IMAGE + NAMES,
             direct(ROOTS),
             direct(ROOTS + 0x2000),
-        );
-        self.note_at(NOTE, text.as_bytes());
+        )
     }
 
     pub(crate) fn note_at(&mut self, at: u64, text: &[u8]) {
@@ -158,6 +162,11 @@ impl Kernel {
             }
         }
         heads
+    }
+
+    /// An address in the kernel's image.
+    pub(crate) fn image(at: u64) -> Virtual {
+        Virtual::new(IMAGE + at)
     }
 
     /// An address in the direct map.
