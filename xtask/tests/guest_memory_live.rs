@@ -38,6 +38,9 @@ fn guest_that_ran_on_while_it_was_taken_counts_on_from_there() {
     let on = last_count(&counting.guest.vm);
     assert!(on >= at.saturating_sub(2) && on <= at + 2, "taken at {at}, went on at {on}");
     counting.counts_on();
+    // One that was restored is taken like any other.
+    json(&mut live(&counting, "wed"));
+    counting.counts_on();
 }
 
 /// `vm pages` of a running guest, and of one that is paused for it.

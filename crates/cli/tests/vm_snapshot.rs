@@ -9,9 +9,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 use support::server::Server;
 use support::{Images, stderr, tool_json, vmstrata};
+use vmstrata_memory::qmp::Qmp;
 
 /// A machine whose firmware finds nothing to start; killed when dropped.
 struct Machine {
@@ -90,6 +91,14 @@ fn what_stands_against_a_live_capture_is_told_with_what_to_do() {
     let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &["-S"]);
     let output = snapshot(&images, &machine.monitor).args(["--mode", "live"]).output().expect("runs");
     assert!(stderr(&output).contains("it is paused"), "{}", stderr(&output));
+    {
+        let mut qmp = Qmp::connect(&machine.monitor, Duration::from_secs(20)).expect("answers");
+        qmp.tell("cont", json!({})).expect("runs");
+        let on = json!({ "capabilities": [{ "capability": "x-ignore-shared", "state": true }] });
+        qmp.tell("migrate-set-capabilities", on).expect("sets");
+    }
+    let output = snapshot(&images, &machine.monitor).args(["--mode", "live"]).output().expect("runs");
+    assert!(stderr(&output).contains("x-ignore-shared is on"), "{}", stderr(&output));
     std::fs::remove_file(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("memory")).expect("removes");
 }
 

@@ -21,11 +21,11 @@ use std::time::{Duration, Instant};
 use super::copy::StillRam;
 use super::error::CaptureError;
 use super::machine::{Backend, Machine};
-use super::pause::{self, Pause, SET_CAPABILITIES, wait_migrated, with_capability};
+use super::pause::{self, Pause, SET_CAPABILITIES, is_set, wait_migrated, with_capability};
 use super::populate::populate;
 use super::processor::processor;
 use super::stream::{self, StreamPage};
-use super::take::{Control, Disks, Moment, Store, Taken, cancelled};
+use super::take::{Control, Disks, IGNORE_SHARED, Moment, Store, Taken, cancelled};
 use crate::introspect::Processor;
 use crate::qmp::{Qmp, QmpError};
 
@@ -54,6 +54,13 @@ pub(super) fn take_live(
     refuse_writers(qmp)?;
     if !pause::runs(qmp)? {
         return Err(CaptureError::Live { why: "it is paused".to_owned() });
+    }
+    if is_set(qmp, IGNORE_SHARED)? {
+        let why = format!(
+            "QEMU's migration capability {IGNORE_SHARED} is on, which leaves its memory out of what QEMU saves: \
+             turn it off (QMP: {SET_CAPABILITIES})"
+        );
+        return Err(CaptureError::Live { why });
     }
     populate(&machine.open()?, control.cancel)?;
     let still = StillRam::blank(machine.layout.clone(), machine.backends.iter().map(|own| own.bytes).sum())?;
@@ -105,15 +112,19 @@ fn copy(
     let reader = channel.migrate(pause.qmp())?;
     let (first, is_first) = sync_channel(1);
     let (held, devices) = std::thread::scope(|scope| {
-        let reading = scope.spawn(|| read(reader, starts, &mut still, &first, cancel));
-        let held = wait_first(pause.qmp(), &is_first).and_then(|()| pause.end());
+        let still = &mut still;
+        let reading = scope.spawn(move || read(reader, starts, still, &first, cancel));
+        let held = wait_first(pause.qmp(), &is_first).and_then(|came| Ok((came, pause.end()?)));
         // A migration that failed has closed the pipe.
         (held, reading.join().expect("reading does not panic"))
     });
-    let pause = held?;
+    let (came, pause) = held?;
     // Why a stream broke off, QEMU knows.
     wait_migrated(qmp, Instant::now() + ALL_MAX, || Ok(()))?;
     let devices = devices?;
+    if !came {
+        return Err(CaptureError::Live { why: "QEMU's stream has nothing of its memory".to_owned() });
+    }
     Ok((still, Taken { devices, disks, pause, ignore_shared: false }, processor))
 }
 
@@ -143,14 +154,15 @@ fn read(
     rest
 }
 
-/// Waits for the stream's first page, or for QEMU to fail.
-fn wait_first(qmp: &mut Qmp, is_first: &Receiver<()>) -> Result<(), CaptureError> {
+/// Waits for the stream's first page, or for QEMU to fail; whether a page came before the stream's end.
+fn wait_first(qmp: &mut Qmp, is_first: &Receiver<()>) -> Result<bool, CaptureError> {
     let deadline = Instant::now() + FIRST_PAGE_MAX;
     loop {
         match is_first.recv_timeout(POLL) {
-            Ok(()) => return Ok(()),
+            Ok(()) => return Ok(true),
+            Err(RecvTimeoutError::Disconnected) => return Ok(false),
             Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => pause::refuse_failed(qmp)?,
-            Err(_) => return Err(CaptureError::State { what: "not begun in time" }),
+            Err(RecvTimeoutError::Timeout) => return Err(CaptureError::State { what: "not begun in time" }),
         }
     }
 }

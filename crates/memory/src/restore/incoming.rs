@@ -58,6 +58,10 @@ pub fn resume(qmp: &mut Qmp, incoming: Incoming<'_>, go_on: bool) -> Result<Dura
         qmp.tell("migrate-incoming", json!({ "uri": format!("fd:{NAME}") }))?;
         wait_loaded(qmp, start + LOAD_MAX)
     })?;
+    if incoming.ignore_shared {
+        // Left on, it would keep the memory out of a later migration of the user's.
+        set_capability(qmp, IGNORE_SHARED, false)?;
+    }
     if go_on {
         qmp.tell("cont", json!({}))?;
     }
