@@ -1,8 +1,8 @@
 //! Bringing a guest back: its memory into files, its devices into a QEMU that waits for them.
 //!
 //! ```text
-//!   Snapshot (vault) ──► fill: pages, hidden losses ──► files of the memory
-//!   command line of QEMU ──► Restart (backends' files, -incoming, a monitor) ──► QEMU ──► resume: devices ─ cont
+//!   command line of QEMU ──► restart: files, -incoming, a monitor ──► QEMU, which waits ──► resume: devices ─ cont
+//!   Snapshot (vault) ──► fill: pages, hidden losses ──► files of the memory ──────────────────┘
 //! ```
 
 mod clears;

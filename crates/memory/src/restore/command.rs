@@ -55,6 +55,8 @@ pub fn restart(
         let value = || CommandError::NoValue { option: argument.clone() };
         match name {
             "incoming" => drop(rest.next().ok_or_else(value)?),
+            // As `prealloc` of a backend: QEMU would touch pages that are being put in place.
+            "mem-prealloc" => {}
             "object" => {
                 let object = rest.next().ok_or_else(value)?;
                 out.push(argument.clone());
@@ -170,7 +172,7 @@ mod tests {
 
     #[test]
     fn the_command_line_of_the_guest_is_pointed_to_the_files() {
-        let line = "-machine q35,memory-backend=mem -m 1G \
+        let line = "-machine q35,memory-backend=mem -mem-prealloc -m 1G \
                     -object memory-backend-file,id=mem,mem-path=/dev/shm/x,,y,size=1G,share=on -incoming tcp:0:1 -S";
         let expected = "-machine q35,memory-backend=mem -m 1G \
                         -object memory-backend-file,id=mem,size=1G,mem-path=/dev/shm/a,,b,share=off -S";

@@ -23,7 +23,7 @@ pub struct Filled {
     pub hidden: u64,
 }
 
-/// Fills `files`, which are empty and hold the machine's backends in order, with so many bytes each. Clean pages that the
+/// Fills `files`, which hold the machine's backends in order, with so many bytes each, all zeros. Clean pages that the
 /// snapshot does not give come from `refill`, if there is one.
 ///
 /// # Errors
@@ -34,9 +34,6 @@ pub fn fill(
     refill: Option<&Refiller<'_>>,
     files: Vec<(File, u64)>,
 ) -> Result<Filled, RestoreError> {
-    for (file, bytes) in &files {
-        file.set_len(*bytes)?;
-    }
     let memory = Memory { files: Files::new(files), layout: snapshot.info().layout.clone() };
     let pages = std::sync::atomic::AtomicU64::new(0);
     let write = |frame, bytes: &[u8; PAGE_BYTES]| {

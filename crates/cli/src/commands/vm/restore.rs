@@ -10,7 +10,7 @@ use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use vmstrata_memory::capture::{CAPTURED, Captured, CapturedBackend, DEVICES};
 use vmstrata_memory::disk::open_all;
 use vmstrata_memory::qmp::Qmp;
@@ -102,32 +102,51 @@ fn file_name(backend: &CapturedBackend) -> String {
     backend.id.replace('/', "_")
 }
 
-/// Starts QEMU on `files`, gives it the devices, and lets the guest go on. On failure QEMU is ended: it would have a part of
-/// a guest, which must not run.
-fn begin(
-    args: &VmRestoreArgs,
-    snapshot: &Snapshot,
-    captured: &Captured,
-    files: &[BackendFile],
-    ending: &Ending,
-) -> Result<Child> {
-    let devices = snapshot.blob(DEVICES).context("the snapshot has no devices")?;
-    let monitor = super::monitor(&snapshot.info().guest, args.qmp.as_deref());
-    let (program, rest) = args.qemu.split_first().context("QEMU's command line")?;
-    let arguments = restart(rest, files, &monitor)?;
-    // What a killed QEMU left behind would be taken for the new one's.
-    let _ = fs::remove_file(&monitor);
-    let mut command = Command::new(program);
-    let mut qemu = ending.start(command.args(&arguments)).with_context(|| program.clone())?;
-    let incoming = Incoming { kind: &captured.machine, devices, ignore_shared: captured.ignore_shared };
-    let begun = started(&mut qemu, &monitor)
-        .and_then(|mut qmp| resume(&mut qmp, incoming, !args.paused).map_err(|error| anyhow!(error)));
-    match begun {
-        Ok(_) => Ok(qemu),
-        Err(error) => {
+/// A QEMU that was started on a snapshot's memory and waits for the guest's devices. One that does not get them is ended: it
+/// would have a part of a guest, which must not run.
+struct Waiting<'a> {
+    /// `None` once its guest runs.
+    qemu: Option<Child>,
+    monitor: PathBuf,
+    incoming: Incoming<'a>,
+    ending: &'a Ending,
+}
+
+impl<'a> Waiting<'a> {
+    /// Starts it on `files`. Until the devices are loaded it neither reads nor writes them.
+    fn start(
+        args: &VmRestoreArgs,
+        snapshot: &'a Snapshot,
+        captured: &'a Captured,
+        files: &[BackendFile],
+        ending: &'a Ending,
+    ) -> Result<Self> {
+        let devices = snapshot.blob(DEVICES).context("the snapshot has no devices")?;
+        let incoming = Incoming { kind: &captured.machine, devices, ignore_shared: captured.ignore_shared };
+        let monitor = super::monitor(&snapshot.info().guest, args.qmp.as_deref());
+        let (program, rest) = args.qemu.split_first().context("QEMU's command line")?;
+        let arguments = restart(rest, files, &monitor)?;
+        // What a killed QEMU left behind would be taken for the new one's.
+        let _ = fs::remove_file(&monitor);
+        let mut command = Command::new(program);
+        let qemu = ending.start(command.args(&arguments)).with_context(|| program.clone())?;
+        Ok(Self { qemu: Some(qemu), monitor, incoming, ending })
+    }
+
+    /// Gives it the devices, and lets the guest go on unless it is to stay `paused`.
+    fn resume(mut self, paused: bool) -> Result<Child> {
+        let mut qmp = started(self.qemu.as_mut().expect("not resumed yet"), &self.monitor)?;
+        resume(&mut qmp, self.incoming, !paused)?;
+        self.ending.begun();
+        Ok(self.qemu.take().expect("not resumed yet"))
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if let Some(mut qemu) = self.qemu.take() {
             let _ = qemu.kill();
-            let _ = ending.wait(qemu);
-            Err(error)
+            let _ = self.ending.wait(qemu);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! All of the memory first, then the guest.
+//! All of the memory first, then the guest. QEMU starts meanwhile: it does not touch the memory before it has the devices.
 
 use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
@@ -8,10 +8,10 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use vmstrata_memory::capture::Captured;
-use vmstrata_memory::restore::{BackendFile, Filled, fill};
+use vmstrata_memory::restore::{BackendFile, fill};
 use vmstrata_memory::vault::Snapshot;
 
-use super::Ending;
+use super::{Ending, Waiting};
 use crate::args::VmRestoreArgs;
 
 /// Files that are removed when this is dropped: QEMU has them open by then, or never will.
@@ -34,32 +34,35 @@ pub(super) fn run(
     start: Instant,
 ) -> Result<ExitCode> {
     let captured = super::captured(&snapshot)?;
-    let (files, filled) = memory(args, &snapshot, &captured, ending)?;
-    let qemu = super::begin(args, &snapshot, &captured, &files.0, ending)?;
+    let (files, open) = memory(args, &snapshot, &captured, ending)?;
+    let qemu = Waiting::start(args, &snapshot, &captured, &files.0, ending)?;
+    let filled = fill(&snapshot, super::want(args), super::refiller(args, &snapshot)?.as_ref(), open)?;
+    let qemu = qemu.resume(args.paused)?;
     drop(files);
     super::told(&snapshot, filled, "restored", start.elapsed());
     drop(snapshot);
     Ok(super::exit_code(ending.wait(qemu)?))
 }
 
-/// Makes the files of the guest's memory.
+/// Makes the files of the guest's memory, each with its backend's bytes, all zeros.
 fn memory(
     args: &VmRestoreArgs,
     snapshot: &Snapshot,
     captured: &Captured,
     ending: &Ending,
-) -> Result<(Files, Filled)> {
+) -> Result<(Files, Vec<(File, u64)>)> {
     let mut files = Files(Vec::new());
     let mut open = Vec::new();
     for backend in &captured.backends {
         let name = format!("{}-{}", super::stem(snapshot), super::file_name(backend));
         let path = args.memory_dir.join(name);
         ending.remove(path.clone());
-        open.push((create(&path)?, backend.bytes));
+        let file = create(&path)?;
+        file.set_len(backend.bytes).with_context(|| path.display().to_string())?;
+        open.push((file, backend.bytes));
         files.0.push(super::backend_file(backend, path, true));
     }
-    let filled = fill(snapshot, super::want(args), super::refiller(args, snapshot)?.as_ref(), open)?;
-    Ok((files, filled))
+    Ok((files, open))
 }
 
 /// A new file for this user alone: it holds all that the guest knows.

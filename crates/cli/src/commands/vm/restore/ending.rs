@@ -1,7 +1,7 @@
 //! Ending in good order when told to: files are removed, and QEMU ends too.
 //!
-//! Before QEMU is started, a signal removes what was made so far and ends this process. After that it is passed on: QEMU ends
-//! as it does when it gets the signal itself, and this process ends because QEMU did.
+//! Before the guest runs, a signal ends a QEMU that waits for it, removes what was made so far, and ends this process. After
+//! that it is passed on: QEMU ends as it does when it gets the signal itself, and this process ends because QEMU did.
 
 use std::io;
 use std::path::PathBuf;
@@ -17,8 +17,10 @@ use signal_hook::iterator::Signals;
 /// What a signal is to do.
 #[derive(Default)]
 struct State {
-    /// The QEMU that runs.
+    /// QEMU, from its start to its end.
     qemu: Option<Pid>,
+    /// Whether its guest runs.
+    begun: bool,
     /// Removes what is of no use without it.
     undo: Vec<Box<dyn Fn() + Send>>,
     /// Signals that QEMU got.
@@ -27,7 +29,8 @@ struct State {
 
 impl State {
     fn told(&mut self) {
-        let Some(qemu) = self.qemu else {
+        let Some(qemu) = self.qemu.filter(|_| self.begun) else {
+            self.qemu.into_iter().for_each(end);
             self.undo.iter().for_each(|undo| undo());
             eprintln!("vmstrata: error: told to end before the guest ran");
             std::process::exit(1);
@@ -37,6 +40,17 @@ impl State {
         let signal = if self.passed == 1 { Signal::TERM } else { Signal::KILL };
         let _ = kill_process(qemu, signal);
     }
+}
+
+/// Kills a child and waits until it is gone.
+fn end(child: Pid) {
+    let _ = kill_process(child, Signal::KILL);
+    wait_for(child, WaitIdOptions::EXITED);
+}
+
+/// Waits for a child's end; it is reaped unless `options` say otherwise.
+fn wait_for(child: Pid, options: WaitIdOptions) {
+    while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(child), options) {}
 }
 
 /// Watches for signals that end this process.
@@ -52,12 +66,12 @@ impl Ending {
         Ok(Self(state))
     }
 
-    /// Has `undo` called if this process is to end before QEMU runs. To be called before there is something to undo.
+    /// Has `undo` called if this process is to end before the guest runs. To be called before there is something to undo.
     pub(super) fn undo(&self, undo: impl Fn() + Send + 'static) {
         lock(&self.0).undo.push(Box::new(undo));
     }
 
-    /// Has a file removed if this process is to end before QEMU runs. To be called before the file is made.
+    /// Has a file removed if this process is to end before the guest runs. To be called before the file is made.
     pub(super) fn remove(&self, file: PathBuf) {
         // One that was not made yet, or is gone, is as it should be.
         self.undo(move || drop(std::fs::remove_file(&file)));
@@ -72,14 +86,17 @@ impl Ending {
         Ok(child)
     }
 
+    /// Signals are QEMU's from now on: its guest runs.
+    pub(super) fn begun(&self) {
+        lock(&self.0).begun = true;
+    }
+
     /// Waits until QEMU has ended.
     pub(super) fn wait(&self, mut qemu: Child) -> io::Result<ExitStatus> {
         let pid = lock(&self.0).qemu;
         if let Some(pid) = pid {
             // Its process id is kept until no signal can be sent to it any more.
-            while let Err(rustix::io::Errno::INTR) =
-                waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)
-            {}
+            wait_for(pid, WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
         }
         lock(&self.0).qemu = None;
         qemu.wait()

@@ -14,7 +14,7 @@ use vmstrata_memory::restore::BackendFile;
 use vmstrata_memory::restore::lazy::{Lazily, LazyMemory, Left, MemoryFile, Mounted, detach, prepare};
 use vmstrata_memory::vault::{Snapshot, Vault};
 
-use super::Ending;
+use super::{Ending, Waiting};
 use crate::args::VmRestoreArgs;
 use crate::output::percent;
 use crate::units::short_size;
@@ -50,7 +50,7 @@ pub(super) fn run(
     ending.undo(move || drop(detach(&at)));
     let files = backends(args, &snapshot, &captured, &dir);
     let mut mounted = mount(&memory, &files, &dir)?;
-    let qemu = super::begin(args, &snapshot, &captured, &files, ending)?;
+    let qemu = Waiting::start(args, &snapshot, &captured, &files, ending)?.resume(args.paused)?;
     mounted.detach().with_context(|| dir.display().to_string())?;
     super::told(&snapshot, filled, "restored lazily", start.elapsed());
     tell_left(&title, memory.left());
