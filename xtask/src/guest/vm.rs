@@ -2,7 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::{BufRead, BufReader, Read, Write as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -78,8 +78,36 @@ pub struct Hardware {
     pub memory: Option<PathBuf>,
     /// MiB of memory; 256 if 0.
     pub mib: u32,
+    /// Further NUMA nodes, each with the file that is its memory, and its MiB; the memory above is the first node's.
+    pub nodes: Vec<(PathBuf, u32)>,
     /// Further arguments of QEMU.
     pub arguments: Vec<String>,
+}
+
+impl Hardware {
+    fn memory_arguments(&self) -> Vec<String> {
+        let mib = if self.mib == 0 { 256 } else { self.mib };
+        let all = mib + self.nodes.iter().map(|(_, mib)| mib).sum::<u32>();
+        let object = |file: Option<&Path>, id: &str, mib: u32| {
+            let kind = match file {
+                Some(file) => format!("memory-backend-file,mem-path={},", file.display()),
+                None => "memory-backend-memfd,".to_owned(),
+            };
+            ["-object".to_owned(), format!("{kind}id={id},size={mib}M,share=on")]
+        };
+        let mut words = vec!["-m".to_owned(), all.to_string()];
+        words.extend(object(self.memory.as_deref(), "ram", mib));
+        if self.nodes.is_empty() {
+            words.extend(["-machine", "q35,memory-backend=ram"].map(str::to_owned));
+            return words;
+        }
+        words.extend(["-machine", "q35", "-numa", "node,memdev=ram"].map(str::to_owned));
+        for (index, (file, mib)) in self.nodes.iter().enumerate() {
+            words.extend(object(Some(file), &format!("node{index}"), *mib));
+            words.extend(["-numa".to_owned(), format!("node,memdev=node{index}")]);
+        }
+        words
+    }
 }
 
 /// A running guest; killed when dropped.
@@ -115,14 +143,8 @@ impl Vm {
     pub fn arguments(guest: &Guest, attach: &Attach, task: Task, hardware: &Hardware) -> Vec<OsString> {
         let mut command = Command::new("qemu-system-x86_64");
         command.args(["-nodefaults", "-no-reboot", "-display", "none", "-serial", "stdio"]);
-        command.args(["-machine", "q35,memory-backend=ram", "-accel", "tcg", "-cpu", "max", "-smp", "1"]);
-        let mib = if hardware.mib == 0 { 256 } else { hardware.mib };
-        let memory = match &hardware.memory {
-            Some(file) => format!("memory-backend-file,mem-path={},", file.display()),
-            None => "memory-backend-memfd,".to_owned(),
-        };
-        let memory = format!("{memory}id=ram,size={mib}M,share=on");
-        command.args(["-m", &mib.to_string(), "-object", &memory]).args(&hardware.arguments);
+        command.args(["-accel", "tcg", "-cpu", "max", "-smp", "1"]).args(hardware.memory_arguments());
+        command.args(&hardware.arguments);
         command.arg("-kernel").arg(&guest.kernel).arg("-initrd").arg(&guest.initramfs);
         let words = "console=ttyS0 quiet panic=-1 tsc=unstable no_timer_check random.trust_cpu=on";
         command.arg("-append").arg(format!("{words} {}", task.command_line()));

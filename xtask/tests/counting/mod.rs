@@ -6,7 +6,7 @@
 // Each test binary compiles this module for itself and uses a part of it.
 #![allow(dead_code, unreachable_pub)]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
@@ -27,13 +27,19 @@ pub struct Counting {
 impl Counting {
     /// A guest of `mib` MiB that has counted some steps.
     pub fn start(door: Door, task: Task, mib: u32) -> Self {
+        let hardware = |dir: &Path| Hardware { memory: Some(dir.join("memory")), mib, ..Hardware::default() };
+        Self::start_on(door, task, hardware)
+    }
+
+    /// As [`Counting::start`], on what `hardware` makes of a directory in memory.
+    pub fn start_on(door: Door, task: Task, hardware: impl FnOnce(&Path) -> Hardware) -> Self {
         xtask::build::vmstrata().unwrap();
         let guest = Guest::here().unwrap();
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let image = RootImage { size: 128 << 20, files: 4, file_size: 2 << 20 };
         let raw = image.make(&guest, dir.path()).unwrap();
         let disk = spread(&raw, &dir.path().join("chain"), 2).unwrap();
-        let hardware = Hardware { memory: Some(dir.path().join("memory")), mib, ..Hardware::default() };
+        let hardware = hardware(dir.path());
         let monitor = dir.path().join("qmp");
         let mut guest = ServedGuest::start(&guest, (disk, door), task, &hardware, monitor).unwrap();
         guest.vm.wait_for("guest: count 3", BOOT_MAX).unwrap();

@@ -46,7 +46,7 @@ impl Stage {
         let disk = spread(&image, &dir.path().join("chain"), LAYERS)?;
         let own = format!("unix:{},server=on,wait=off", shm.path().join("qmp").display());
         let memory = Some(shm.path().join("memory"));
-        let hardware = Hardware { memory, mib, arguments: vec!["-qmp".into(), own] };
+        let hardware = Hardware { memory, mib, arguments: vec!["-qmp".into(), own], ..Hardware::default() };
         let taken = shm.path().join("taken");
         let mut guest = ServedGuest::start(guest, (disk, Door::Nbd), task, &hardware, taken)?;
         guest.vm.wait_for("guest: ready", READY_MAX)?;
