@@ -2,7 +2,8 @@
 //!
 //! The copy is made twice: once while the guest still runs, so that the host's pages for it are there and those of the guest
 //! are not in swap, and once in the pause, when it counts. What the backends' files have no page for is skipped: there the
-//! copy is zero.
+//! copy is zero, and takes no memory: the host's making of pages takes as long as copying into them. (Huge pages would be
+//! made faster, but were measured slower on a virtual machine, whose own host has to make them first.)
 
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -23,6 +24,8 @@ const THREADS_MAX: usize = 8;
 #[derive(Debug)]
 pub(super) struct StillRam {
     bytes: Vec<u8>,
+    /// `[chunk]`: whether it may have bytes other than zeros.
+    is_used: Vec<bool>,
     layout: Layout,
 }
 
@@ -48,7 +51,8 @@ impl StillRam {
             return Err(none);
         }
         // Zeroed by the kernel, page by page, when it is first touched.
-        Ok(Self { bytes: vec![0; len], layout })
+        let bytes = vec![0; len];
+        Ok(Self { bytes, is_used: vec![false; len.div_ceil(CHUNK)], layout })
     }
 
     /// Puts a page to its place among the backends' bytes; `None` past their end. Zeros stay untouched memory.
@@ -57,6 +61,7 @@ impl StillRam {
         let into = self.bytes.get_mut(start..start.checked_add(PAGE_BYTES)?)?;
         if *page != [0; PAGE_BYTES] {
             into.copy_from_slice(page);
+            self.is_used[start / CHUNK] = true;
         }
         Some(())
     }
@@ -64,13 +69,13 @@ impl StillRam {
     /// Copies all of `ram` as it is now.
     pub(super) fn fill(&mut self, ram: &MachineRam) -> Result<(), CaptureError> {
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
-        let chunks: Vec<(usize, Mutex<&mut [u8]>)> =
-            self.bytes.chunks_mut(CHUNK).map(Mutex::new).enumerate().collect();
+        let chunks: Vec<_> =
+            self.bytes.chunks_mut(CHUNK).zip(&mut self.is_used).map(Mutex::new).enumerate().collect();
         let next = AtomicUsize::new(0);
         let copy_some = || -> io::Result<()> {
-            while let Some((index, into)) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let mut into = into.try_lock().expect("each chunk is taken once");
-                read_chunk(ram.files(), (index * CHUNK) as u64, &mut into)?;
+            while let Some((index, chunk)) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let (into, is_used) = &mut *chunk.try_lock().expect("each chunk is taken once");
+                read_chunk(ram.files(), (index * CHUNK) as u64, into, is_used)?;
             }
             Ok(())
         };
@@ -110,17 +115,18 @@ impl Ram for StillRam {
     }
 }
 
-/// Fills `into` from `offset` on, over the ends of files; what a file has no page for is zero.
-fn read_chunk(files: &Files, offset: u64, into: &mut [u8]) -> io::Result<()> {
-    let (mut offset, mut rest) = (offset, into);
+/// Fills a chunk from `offset` on, over the ends of files; what a file has no page for is zero.
+fn read_chunk(files: &Files, offset: u64, into: &mut [u8], is_used: &mut bool) -> io::Result<()> {
+    let (mut offset, mut rest, was_used) = (offset, into, *is_used);
     while !rest.is_empty() {
         let (file, within, follow) = files.find(offset).ok_or(io::ErrorKind::UnexpectedEof)?;
         let count = rest.len().min(usize::try_from(follow).unwrap_or(usize::MAX));
         let (now, later) = rest.split_at_mut(count);
-        if is_hole(file, within, count as u64) {
-            now.fill(0);
-        } else {
+        if !is_hole(file, within, count as u64) {
+            *is_used = true;
             file.read_exact_at(now, within)?;
+        } else if was_used {
+            now.fill(0);
         }
         (offset, rest) = (offset + count as u64, later);
     }
