@@ -30,10 +30,10 @@ pub(super) fn measure(guest: &Guest, mib: u32, options: &Options, samples: &mut 
 fn classify(stage: &Stage, rounds: usize, sample: Sample, samples: &mut Samples) -> Result<()> {
     for _ in 0..rounds {
         let start = Instant::now();
-        // On one processor: notes are looked for by as many threads as there are.
+        // On one processor, while the guest is held.
         let mut pages = Command::new("taskset");
         pages.args(["--cpu-list", "0"]).arg(server::vmstrata());
-        must(pages.args(["vm", "pages", "--json", "--memory"]).arg(stage.memory()))?;
+        must(pages.args(["vm", "pages", "--json", "--pause", "--qmp"]).arg(stage.guest.monitor()))?;
         samples.add(sample, start.elapsed().as_secs_f64());
     }
     Ok(())
