@@ -85,6 +85,25 @@ fn guest_on_a_vhost_user_disk_answers_before_its_memory_is_read() {
     answers_before_its_memory_is_read(Door::VhostUser);
 }
 
+/// What a lazily restored guest has not touched yet is read for its next snapshot.
+#[test]
+fn guest_that_was_restored_lazily_is_taken_again() {
+    let mut counting = Counting::start(Door::Nbd, Task::Count, 256);
+    must(counting.snapshot("mon").args(["--disk", "disk"]));
+    let at = last_count(&counting.guest.vm);
+    counting.restore("mon", &["--lazy"]);
+    went_on(&mut counting, at);
+    let private = counting.snapshot("private").output().unwrap();
+    assert!(String::from_utf8_lossy(&private.stderr).contains("share=off"), "{private:?}");
+    counting.restore("mon", &[&ONLY_FAULTS[..], &["--shared"]].concat());
+    went_on(&mut counting, at);
+    must(&mut counting.snapshot("tue"));
+    let at = last_count(&counting.guest.vm);
+    counting.counts_on();
+    counting.restore("tue", &[]);
+    went_on(&mut counting, at);
+}
+
 /// A page that the guest needs and that is nowhere ends QEMU: it is never zeros.
 #[test]
 fn guest_does_not_outlive_a_page_that_it_needs() {

@@ -139,7 +139,8 @@ fn file_of(qmp: &mut Qmp, id: &str, memdev: &Memdev) -> Result<PathBuf, MachineE
     }
     if !memdev.share {
         return Err(unfit(format!(
-            "its memory {id} has share=off, so its file does not hold what the guest has"
+            "its memory {id} has share=off, so its file does not hold what the guest has (one that was restored \
+             with --lazy needs --shared, too)"
         )));
     }
     let path: String = property("mem-path")?;

@@ -21,6 +21,10 @@ pub struct LazyArgs {
     /// With --lazy: how long the guest waits for a page that no copy can be read of, before its QEMU is ended by SIGBUS
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = parse_seconds, requires = "lazy")]
     pub page_patience: Duration,
+    /// With --lazy: let the guest write to memory that others can read, so that `vm snapshot` can take it again (always so with
+    /// vhost-user devices); what it writes is then written back to --memory-dir
+    #[arg(long, requires = "lazy")]
+    pub shared: bool,
 }
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {

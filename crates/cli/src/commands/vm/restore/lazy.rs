@@ -95,10 +95,10 @@ fn mount(memory: &Arc<LazyMemory>, files: &[BackendFile], dir: &Path) -> Result<
     })
 }
 
-/// Where QEMU is to find its memory. Servers of devices must see what the guest writes; otherwise it writes to memory of its
-/// own, and nothing has to be written back.
+/// Where QEMU is to find its memory. Servers of devices and later snapshots must see what the guest writes; otherwise it writes
+/// to memory of its own, and nothing has to be written back.
 fn backends(args: &VmRestoreArgs, snapshot: &Snapshot, captured: &Captured, dir: &Path) -> Vec<BackendFile> {
-    let share = args.qemu.iter().any(|word| word.contains("vhost-user"));
+    let share = args.lazy.shared || args.qemu.iter().any(|word| word.contains("vhost-user"));
     // Names that nothing else of QEMU's has: a snapshot of the restored guest finds the file by it.
     let path = |backend| dir.join(format!("{}-{}", super::stem(snapshot), super::file_name(backend)));
     let file = |backend| super::backend_file(backend, path(backend), share);
