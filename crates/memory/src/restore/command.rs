@@ -38,6 +38,7 @@ pub enum CommandError {
 }
 
 /// `arguments` (without the program) so that QEMU takes its memory from `files`, waits for devices, and serves `monitor`.
+/// It does not allocate memory in advance: that would touch pages that are being put in place.
 ///
 /// # Errors
 /// [`CommandError`] names the argument.
@@ -55,7 +56,6 @@ pub fn restart(
         let value = || CommandError::NoValue { option: argument.clone() };
         match name {
             "incoming" => drop(rest.next().ok_or_else(value)?),
-            // As `prealloc` of a backend: QEMU would touch pages that are being put in place.
             "mem-prealloc" => {}
             "object" => {
                 let object = rest.next().ok_or_else(value)?;
