@@ -63,6 +63,7 @@ fn restore(snapshot: &Snapshot, guest: &Guest, disks: [Option<&File>; 2]) -> Vec
     let refiller = Refiller::new(snapshot, disks.map(handle).into());
     let memory = tempfile::tempfile().unwrap();
     let len = guest.layout.bytes();
+    memory.set_len(len).unwrap();
     let filled =
         fill(snapshot, Want::All, Some(&refiller), vec![(memory.try_clone().unwrap(), len)]).unwrap();
     let mut first = [0; PAGE_BYTES];

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use super::clears::Clears;
 use super::error::RestoreError;
-use crate::address::{Frame, PAGE_BYTES, Physical};
+use crate::address::{Frame, PAGE_BYTES};
 use crate::capture::Files;
 use crate::ram::Layout;
 use crate::refill::Refiller;
@@ -36,13 +36,15 @@ pub fn fill(
 ) -> Result<Filled, RestoreError> {
     let memory = Memory { files: Files::new(files), layout: snapshot.info().layout.clone() };
     let pages = std::sync::atomic::AtomicU64::new(0);
-    let write = |frame, bytes: &[u8; PAGE_BYTES]| {
-        pages.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        memory.write(frame, bytes)
+    let write = |frame, bytes: &[[u8; PAGE_BYTES]]| {
+        pages.fetch_add(bytes.len() as u64, std::sync::atomic::Ordering::Relaxed);
+        memory.write(frame, bytes.as_flattened())
     };
     let absent = snapshot.stream(want, write)?;
     let lost = match refill {
-        Some(refill) => refill.pages(&absent, None, write)?,
+        Some(refill) => {
+            refill.pages(&absent, None, |frame, page| write(frame, std::slice::from_ref(page)))?
+        }
         None => absent.clone(),
     };
     // What hides a page lies in others, which are all there now.
@@ -59,17 +61,19 @@ struct Memory {
 }
 
 impl Memory {
-    fn write(&self, frame: Frame, bytes: &[u8; PAGE_BYTES]) -> io::Result<()> {
-        let start = frame.start().ok_or(io::ErrorKind::InvalidInput)?;
-        let (file, at) = self.place(start, PAGE_BYTES as u64).ok_or(io::ErrorKind::InvalidInput)?;
-        file.write_all_at(bytes, at)
-    }
-
-    /// Where `len` bytes lie that are in one file.
-    fn place(&self, at: Physical, len: u64) -> Option<(&File, u64)> {
-        let (offset, follow) = self.layout.find(at)?;
-        let (file, within, in_file) = self.files.find(offset)?;
-        (follow.min(in_file) >= len).then_some((file, within))
+    /// Puts pages to their places; a file may end between two of them.
+    fn write(&self, frame: Frame, mut bytes: &[u8]) -> io::Result<()> {
+        let nowhere = || io::Error::from(io::ErrorKind::InvalidInput);
+        let mut at = frame.start().ok_or_else(nowhere)?;
+        while !bytes.is_empty() {
+            let (offset, follow) = self.layout.find(at).ok_or_else(nowhere)?;
+            let (file, within, in_file) = self.files.find(offset).ok_or_else(nowhere)?;
+            let len = usize::try_from(follow.min(in_file)).unwrap_or(usize::MAX).min(bytes.len());
+            let (now, later) = bytes.split_at(len);
+            file.write_all_at(now, within)?;
+            (bytes, at) = (later, at.checked_add(len as u64).ok_or_else(nowhere)?);
+        }
+        Ok(())
     }
 
     /// Clears the bits that tell the guest that it has a page. All critical pages must be in place.
@@ -120,6 +124,25 @@ mod tests {
         assert_eq!(u64::from_le_bytes(word), 0xffff_ffff_ffff_fffe);
         file.read_exact_at(&mut word, 0x1010).unwrap();
         assert_eq!(u64::from_le_bytes(word), u64::MAX);
+    }
+
+    #[test]
+    fn pages_are_written_over_the_ends_of_files_and_blocks() {
+        let files = [0x1000, 0x2000].map(|bytes| (tempfile::tempfile().unwrap(), bytes));
+        let handles = files.each_ref().map(|(file, _)| file.try_clone().unwrap());
+        let block = |start, len, file_offset| Block { start: Physical::new(start), len, file_offset };
+        let layout = Layout::new(vec![block(0, 0x2000, 0), block(0x2000, 0x1000, 0x2000)]).unwrap();
+        let memory = Memory { files: Files::new(files.into()), layout };
+        let bytes = [1, 2, 3].map(|byte| [byte; PAGE_BYTES]);
+        memory.write(Frame::new(0), bytes.as_flattened()).unwrap();
+        let read = |file: &File, len| {
+            let mut read = vec![0; len];
+            file.read_exact_at(&mut read, 0).unwrap();
+            read
+        };
+        assert_eq!(read(&handles[0], PAGE_BYTES), bytes[0]);
+        assert_eq!(read(&handles[1], 2 * PAGE_BYTES), bytes[1..].as_flattened());
+        memory.write(Frame::new(2), bytes.as_flattened()).unwrap_err();
     }
 
     #[test]

@@ -191,11 +191,16 @@ pub(super) fn number(layout: &Layout, frame: Frame) -> Option<PageNumber> {
 
 /// The frame of a page that the machine has.
 pub(super) fn frame(layout: &Layout, page: PageNumber) -> Frame {
+    run(layout, page).0
+}
+
+/// The frame of a page that the machine has, and the number of pages from there on to the end of its block.
+pub(super) fn run(layout: &Layout, page: PageNumber) -> (Frame, u64) {
     let mut left = page.0;
     for block in layout.blocks() {
         let pages = block.len / PAGE_BYTES as u64;
         if left < pages {
-            return Frame::new(Frame::of(block.start).get() + left);
+            return (Frame::new(Frame::of(block.start).get() + left), pages - left);
         }
         left -= pages;
     }

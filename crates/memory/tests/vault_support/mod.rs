@@ -188,8 +188,10 @@ pub fn assert_reads(snapshot: &Snapshot, guest: &Guest, clean_copies: u8, may_lo
 
 fn assert_streams(snapshot: &Snapshot, guest: &Guest, lost: &[Frame]) {
     let streamed = Mutex::new(BTreeMap::new());
-    let sink = |frame: Frame, page: &[u8; PAGE_BYTES]| {
-        assert_eq!(streamed.lock().insert(frame, *page), None, "{frame} twice");
+    let sink = |first: Frame, pages: &[[u8; PAGE_BYTES]]| {
+        for (frame, page) in (first.get()..).map(Frame::new).zip(pages) {
+            assert_eq!(streamed.lock().insert(frame, *page), None, "{frame} twice");
+        }
         Ok(())
     };
     assert_eq!(snapshot.stream(Want::All, sink).expect("streams"), lost);

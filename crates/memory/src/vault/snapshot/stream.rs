@@ -12,10 +12,14 @@ use super::order::{Piece, Want};
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::PageClass;
 
+/// Bytes of pages that follow one another.
+type Pages = [[u8; PAGE_BYTES]];
+
 impl Snapshot {
-    /// Gives every page that has bytes to `sink`, from several threads and in no order, each once. Pages of zeros and free
-    /// ones are not given: `sink` starts from zeros. Returns, in order, the clean pages that have no bytes: not wanted, not
-    /// stored, or lost. They must be hidden, or read from the guest's disk.
+    /// Gives every page that has bytes to `sink`, from several threads and in no order, each once, together with those that
+    /// follow it in the machine and in the store. Pages of zeros and free ones are not given: `sink` starts from zeros.
+    /// Returns, in order, the clean pages that have no bytes: not wanted, not stored, or lost. They must be hidden, or read
+    /// from the guest's disk.
     ///
     /// # Errors
     /// [`VaultError::PageLost`] when no copy of a page that the guest needs can be read; [`VaultError::Sink`] when `sink`
@@ -23,7 +27,7 @@ impl Snapshot {
     pub fn stream(
         &self,
         want: Want,
-        sink: impl Fn(Frame, &[u8; PAGE_BYTES]) -> io::Result<()> + Sync,
+        sink: impl Fn(Frame, &Pages) -> io::Result<()> + Sync,
     ) -> Result<Vec<Frame>> {
         let (order, mut lost) = self.order(want);
         let groups: Vec<&[Piece]> = order.extents().collect();
@@ -53,28 +57,37 @@ impl Snapshot {
     fn give(
         &self,
         group: &[Piece],
-        sink: &(impl Fn(Frame, &[u8; PAGE_BYTES]) -> io::Result<()> + Sync),
+        sink: &(impl Fn(Frame, &Pages) -> io::Result<()> + Sync),
         lost: &Mutex<Vec<Frame>>,
     ) -> Result<()> {
         let layout = &self.metadata.info.layout;
         let first = group[0].place;
         let extent = self.extent(first.object, first.extent);
+        let pages = extent.as_ref().map_or(&[][..], |extent| extent.as_chunks().0);
         for piece in group {
-            for by in 0..piece.len {
-                let frame = pages::frame(layout, PageNumber(piece.first.0 + by));
-                let slot = usize::from(piece.place.slot) + by as usize;
-                let page = extent.as_ref().ok().and_then(|extent| extent.as_chunks().0.get(slot));
-                match page {
-                    Some(page) => sink(frame, page).map_err(|source| VaultError::Sink { frame, source })?,
-                    None if piece.class == PageClass::Clean => lost.lock().push(frame),
-                    None => {
-                        let tried =
-                            extent.err().unwrap_or_else(|| vec!["its extent has fewer pages".to_owned()]);
-                        return Err(VaultError::PageLost { snapshot: self.info().title(), frame, tried });
-                    }
+            let (mut number, mut left, mut slot) = (piece.first.0, piece.len, usize::from(piece.place.slot));
+            while left > 0 {
+                let (frame, in_block) = pages::run(layout, PageNumber(number));
+                let len = left.min(in_block);
+                let there = pages.get(slot..).unwrap_or_default();
+                let there = &there[..there.len().min(len as usize)];
+                if !there.is_empty() {
+                    sink(frame, there).map_err(|source| VaultError::Sink { frame, source })?;
                 }
+                let absent = (frame.get() + there.len() as u64..frame.get() + len).map(Frame::new);
+                match piece.class {
+                    PageClass::Clean => lost.lock().extend(absent),
+                    _ => absent.take(1).try_for_each(|frame| Err(self.page_lost(frame, &extent)))?,
+                }
+                (number, left, slot) = (number + len, left - len, slot + len as usize);
             }
         }
         Ok(())
+    }
+
+    fn page_lost(&self, frame: Frame, extent: &Result<Vec<u8>, Vec<String>>) -> VaultError {
+        let short = || vec!["its extent has fewer pages".to_owned()];
+        let tried = extent.as_ref().err().cloned().unwrap_or_else(short);
+        VaultError::PageLost { snapshot: self.info().title(), frame, tried }
     }
 }
