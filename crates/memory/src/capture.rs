@@ -32,7 +32,7 @@ pub(crate) use memory::Files;
 pub use memory::MachineRam;
 pub(crate) use pause::set_capability;
 pub use processor::processor;
-pub use save::{CAPTURED, Captured, CapturedBackend, DEVICES, Report, Request, snapshot};
+pub use save::{CAPTURED, Captured, CapturedBackend, DEVICES, Introspect, Report, Request, snapshot};
 pub use state::{Channel, STATE_BYTES_MAX};
 pub(crate) use take::IGNORE_SHARED;
 pub use take::{Control, Disks, Mode, Moment, Store, Taken, take};

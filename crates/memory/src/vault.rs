@@ -66,7 +66,7 @@ pub use home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored};
 pub use info::{DiskState, Info, ObjectUse};
 pub use name::{ObjectKind, ObjectName, SnapshotId};
 pub use policy::{OneDevice, Policy};
-pub use refill::{DiskPiece, Refill};
+pub use refill::{DiskPiece, DiskPieces, Refill};
 pub use repair::Repaired;
 pub use snapshot::{Order, Page, Snapshot, Want};
 pub use stats::{Savings, Stats};

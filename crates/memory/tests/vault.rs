@@ -75,7 +75,7 @@ fn what_is_said_of_a_snapshot_reads_back() {
     assert_eq!((&info.labels, &info.disks, &info.layout), (&closing.labels, &closing.disks, &guest.layout));
     assert_eq!(snapshot.hiding(), &closing.hiding);
     let refill = snapshot.refill_of(Frame::new(1)).unwrap();
-    assert!(refill.pieces == [piece] && refill.is(&bytes(1)) && !refill.is(&bytes(2)));
+    assert!(refill.pieces[..] == [piece] && refill.is(&bytes(1)) && !refill.is(&bytes(2)));
     assert_eq!(snapshot.refill_of(Frame::new(0)), None);
     assert_eq!(snapshot.read_page(Frame::new(1), &mut [0; PAGE_BYTES]).unwrap(), Page::Lost);
     assert_eq!((info.stats.refilled, info.stats.clean), (1, 1));

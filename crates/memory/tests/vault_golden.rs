@@ -85,7 +85,7 @@ fn assert_is(snapshot: &Snapshot, second: bool) {
     assert_eq!(snapshot.hiding().get(Frame::new(5)), Some(&[MASK][..]));
     let refilled = Frame::new((1 << 20) + 2);
     let refill = snapshot.refill_of(refilled).expect("known");
-    assert!(refill.pieces == [PIECE] && refill.is(&bytes(8)));
+    assert!(refill.pieces[..] == [PIECE] && refill.is(&bytes(8)));
     assert_eq!(snapshot.blob("state"), Some(&b"devices"[..]));
 }
 

@@ -33,6 +33,9 @@ pub const CAPTURED: &str = "capture";
 /// Pages read at once.
 const CHUNK_PAGES: usize = 256;
 
+/// What finds out what a kernel uses its pages for: [`Introspection::of`], mostly.
+pub type Introspect = fn(&dyn Ram, Option<Processor>) -> Introspection;
+
 /// A snapshot to take.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -49,7 +52,7 @@ pub struct Request {
     /// What is done while the guest is held.
     pub mode: Mode,
     /// Finds out what the guest's kernel uses its pages for; without it, all are critical.
-    pub introspect: Option<fn(&dyn Ram, Option<Processor>) -> Introspection>,
+    pub introspect: Option<Introspect>,
     /// Opens the snapshot's disks: clean pages that are on them are not stored, but read from there; without it, all are
     /// stored.
     pub refill: Option<Arc<dyn OpenDisk>>,
@@ -248,14 +251,12 @@ fn kernel_of(introspection: &Introspection) -> Result<String, String> {
 /// What hides each clean page: as folios are hidden whole, every page of one has the masks of all.
 fn hiding_of(introspection: &Introspection) -> Hiding {
     let Introspection::Read { pages, .. } = introspection else { return Hiding::default() };
-    let folio = |hide: crate::introspect::Hide<'_>| {
-        let masks: Vec<Mask> = hide
-            .clears
-            .iter()
-            .map(|clear| Mask { at: clear.at, width: Clear::BYTES, clear: clear.mask })
-            .collect();
-        let frames = (0..u64::from(hide.pages)).map(move |page| Frame::new(hide.first.get() + page));
-        frames.map(move |frame| (frame, masks.clone())).collect::<Vec<_>>()
-    };
-    Hiding::new(pages.hides.iter().flat_map(folio).collect())
+    let mut hiding = Hiding::default();
+    for hide in pages.hides.iter() {
+        for page in 0..u64::from(hide.pages) {
+            let mask = |clear: &Clear| Mask { at: clear.at, width: Clear::BYTES, clear: clear.mask };
+            hiding.push(Frame::new(hide.first.get() + page), hide.clears.iter().map(mask));
+        }
+    }
+    hiding
 }

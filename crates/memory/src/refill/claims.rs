@@ -8,7 +8,7 @@ use crate::disk::ReadDisk;
 use crate::filesystem::{Files, ReadDevice};
 use crate::introspect::{DeviceIndex, DiskIndex, FilePages, FileSystem, Origin, Pages};
 use crate::ram::Ram;
-use crate::vault::DiskPiece;
+use crate::vault::{DiskPiece, DiskPieces};
 
 /// Pages of a device's structures that are kept: 16 MiB.
 const KEPT_PAGES: usize = 4096;
@@ -33,7 +33,7 @@ impl CleanPage {
 pub(super) struct Claim {
     pub(super) frame: Frame,
     /// From the page's first byte on; never empty.
-    pub(super) pieces: Vec<DiskPiece>,
+    pub(super) pieces: DiskPieces,
 }
 
 /// The clean pages of files on a disk, in the order in which their places are found out fastest.
@@ -68,9 +68,9 @@ pub(super) fn claims(
             GuestDevice { ram, disk, start, newer: newer(pages, device, system), kept: HashMap::new() };
         let mut files = Files::open(system, device);
         for page in wanted {
-            let mut pieces = Pieces { disk: index, pieces: Vec::new(), end: 0 };
+            let mut pieces = Pieces { disk: index, pieces: DiskPieces::new(), end: 0 };
             let told = pieces.of_origins(&pages.origins, page.frame).or_else(|| {
-                pieces = Pieces { disk: index, pieces: Vec::new(), end: 0 };
+                pieces = Pieces { disk: index, pieces: DiskPieces::new(), end: 0 };
                 pieces.of_file(files.as_mut()?, page, start)
             });
             if told.is_some() && !pieces.pieces.is_empty() {
@@ -95,7 +95,7 @@ fn newer(pages: &Pages, device: DeviceIndex, system: FileSystem) -> HashMap<u64,
 /// The pieces of a page, in the making.
 struct Pieces {
     disk: u16,
-    pieces: Vec<DiskPiece>,
+    pieces: DiskPieces,
     /// Bytes of the page so far.
     end: usize,
 }

@@ -83,7 +83,7 @@ impl Search<'_> {
         let confirmed = Mutex::new(Vec::new());
         let Ok(()) = reader::read(self.disks, wanted.collect(), None, |wanted, page| {
             if self.is(wanted.frame, page) {
-                let refill = Refill::new(page, wanted.pieces.to_vec());
+                let refill = Refill::new(page, wanted.pieces);
                 confirmed.lock().push((wanted.frame, refill));
             }
             Ok::<(), Infallible>(())

@@ -27,11 +27,19 @@ impl Hiding {
     pub fn new(mut pages: Vec<(Frame, Vec<Mask>)>) -> Self {
         pages.sort_unstable_by_key(|(frame, _)| *frame);
         let mut hiding = Self::default();
-        for (frame, masks) in pages {
-            hiding.masks.extend(masks);
-            hiding.frames.push((frame, hiding.masks.len()));
-        }
+        pages.into_iter().for_each(|(frame, masks)| hiding.push(frame, masks));
         hiding
+    }
+
+    /// Adds a frame behind all others.
+    ///
+    /// # Panics
+    /// When it does not come behind them.
+    pub fn push(&mut self, frame: Frame, masks: impl IntoIterator<Item = Mask>) {
+        let is_next = self.frames.last().is_none_or(|(last, _)| *last < frame);
+        assert!(is_next, "{frame} comes after the one behind it");
+        self.masks.extend(masks);
+        self.frames.push((frame, self.masks.len()));
     }
 
     /// What hides `frame`; `None` where nothing is known to.

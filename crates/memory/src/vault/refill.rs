@@ -1,5 +1,7 @@
 //! Where the bytes of clean pages lie on the guest's disks, so that they need no copy.
 
+use smallvec::SmallVec;
+
 use super::bytes::{Malformed, Put, Take};
 use super::object::Hash;
 use crate::address::{Frame, PAGE_BITS, PAGE_BYTES};
@@ -15,19 +17,22 @@ pub struct DiskPiece {
     pub len: u16,
 }
 
+/// The parts of a page; of most pages one, which then needs no memory of its own.
+pub type DiskPieces = SmallVec<[DiskPiece; 1]>;
+
 /// How to get a page from the guest's disks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refill {
     /// Of the whole page.
     hash: Hash,
     /// From the page's first byte on; what they leave of the page is zeros.
-    pub pieces: Vec<DiskPiece>,
+    pub pieces: DiskPieces,
 }
 
 impl Refill {
     /// For a page with these bytes, which lie in `pieces`; what those leave of it is zeros.
-    pub fn new(page: &[u8; PAGE_BYTES], pieces: Vec<DiskPiece>) -> Self {
-        Self { hash: super::object::hash(page), pieces }
+    pub fn new(page: &[u8; PAGE_BYTES], pieces: impl Into<DiskPieces>) -> Self {
+        Self { hash: super::object::hash(page), pieces: pieces.into() }
     }
 
     /// Whether `page` is what was there when the snapshot was taken.
@@ -73,13 +78,13 @@ pub(super) fn decode(take: &mut Take<'_>, disks: usize) -> Result<Vec<(Frame, Re
     if count > (take.0.len() / size_of::<Hash>()) as u64 {
         return Err(Malformed("it ends too early"));
     }
-    let mut table = Vec::new();
+    let mut table = Vec::with_capacity(count as usize);
     let (mut last, mut end) = (0u64, 0);
     for index in 0..count {
         let step = take.varint()?;
         let frame = last.checked_add(step).filter(|frame| *frame < 1 << (64 - PAGE_BITS));
         last = frame.filter(|_| step > 0 || index == 0).ok_or(Malformed("frames are out of order"))?;
-        let mut pieces = Vec::new();
+        let mut pieces = DiskPieces::new();
         for _ in 0..take.varint()? {
             let piece = decode_piece(take, end)?;
             end = piece.offset.wrapping_add(piece.len.into());
