@@ -146,7 +146,7 @@ fn inflight(bytes: &[u8], size: u16) -> Option<InflightQueue> {
     let len = InflightRegion::size(1, size);
     let bytes = &bytes[..bytes.len().min(len as usize)];
     file.write_all_at(bytes, 0).expect("memory");
-    let region = InflightRegion::attach(file, (0, len), 1, size).expect("our own file");
+    let region = InflightRegion::attach(file, (0, len), 1, size, size).expect("our own file");
     InflightQueue::new(Arc::new(region), 0, size).ok()
 }
 

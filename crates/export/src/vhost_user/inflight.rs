@@ -18,6 +18,10 @@
 //!    then clears `inflight` of the batch, then copies the used index to `used_idx`. A `used_idx` that
 //!    differs from the ring's tells that the last batch was answered though still marked.
 //!
+//! The frontend asks for room for the queues that it offers, but a driver may make them larger: QEMU lets it, and the firmware
+//! of QEMU 10 does. So each queue gets room for the largest ring there may be, and how much it has is told by the bytes of the
+//! region, which the frontend keeps as they are, not by the size that it asked for.
+//!
 //! The frontend can write this memory at any time. What is read from it is bounded and never trusted to be
 //! consistent; garbage here hurts only the guest that wrote it.
 
@@ -83,6 +87,9 @@ pub(super) enum InflightError {
 pub(super) struct InflightRegion {
     mapping: GuardedMapping,
     queues: u16,
+    /// Bytes of each queue.
+    stride: u64,
+    /// Descriptors that each has room for.
     queue_size: u16,
 }
 
@@ -110,7 +117,7 @@ impl InflightRegion {
         create().map_err(|errno: rustix::io::Errno| InflightError::Map(errno.into()))
     }
 
-    /// Maps what a frontend kept.
+    /// Maps what a frontend kept for `queues` queues of `queue_size` descriptors; up to `queue_size_max` if it has more room.
     ///
     /// # Errors
     /// When the file is too small for what the frontend says it holds, or cannot be mapped.
@@ -119,11 +126,17 @@ impl InflightRegion {
         (offset, len): (u64, u64),
         queues: u16,
         queue_size: u16,
+        queue_size_max: u16,
     ) -> Result<Self, InflightError> {
-        let needed = Self::size(queues, queue_size);
-        if len < needed {
-            return Err(InflightError::TooSmall { len, needed });
+        let asked = Self::size(queues, queue_size);
+        if len < asked {
+            return Err(InflightError::TooSmall { len, needed: asked });
         }
+        let each = len / u64::from(queues) / QUEUE_ALIGNMENT * QUEUE_ALIGNMENT;
+        let stride = each.min(Self::stride(queue_size_max));
+        let room = (stride - size_of::<QueueHeader>() as u64) / size_of::<Entry>() as u64;
+        let queue_size = u16::try_from(room).unwrap_or(u16::MAX).min(queue_size_max);
+        let needed = stride * u64::from(queues);
         if offset % 4096 != 0 {
             return Err(InflightError::Offset { offset });
         }
@@ -136,7 +149,7 @@ impl InflightRegion {
         let mapping = MmapRegion::from_file(FileOffset::new(file, offset), needed as usize);
         let mapping = mapping.map_err(|error| InflightError::Map(std::io::Error::other(error)))?;
         let mapping = GuardedMapping::new(mapping).ok_or(InflightError::TooMany)?;
-        Ok(Self { mapping, queues, queue_size })
+        Ok(Self { mapping, queues, stride, queue_size })
     }
 }
 
@@ -171,7 +184,7 @@ impl InflightQueue {
         if index >= region.queues || size > region.queue_size {
             return Err(InflightError::QueueOutside { index, size });
         }
-        let offset = InflightRegion::stride(region.queue_size) * u64::from(index);
+        let offset = region.stride * u64::from(index);
         let start = NonNull::new(region.mapping.as_ptr()).expect("a mapping is nowhere at null");
         // SAFETY: `attach` mapped `stride` bytes for each of `queues` queues.
         let base = unsafe { start.add(offset as usize) };
@@ -271,7 +284,7 @@ mod tests {
 
     fn region(file: &File) -> Arc<InflightRegion> {
         let size = InflightRegion::size(2, SIZE);
-        Arc::new(InflightRegion::attach(file.try_clone().unwrap(), (0, size), 2, SIZE).unwrap())
+        Arc::new(InflightRegion::attach(file.try_clone().unwrap(), (0, size), 2, SIZE, SIZE).unwrap())
     }
 
     fn queue(file: &File) -> InflightQueue {
@@ -304,10 +317,34 @@ mod tests {
     }
 
     #[test]
+    fn a_queue_has_the_room_that_the_region_gives_it() {
+        // Asked for: two queues of 8. Given: room for 32 each, which the frontend keeps.
+        let file = InflightRegion::create_file(2, 4 * SIZE).unwrap();
+        let len = InflightRegion::size(2, 4 * SIZE);
+        let attach = |len, most| {
+            let region = InflightRegion::attach(file.try_clone().unwrap(), (0, len), 2, SIZE, most);
+            Arc::new(region.unwrap())
+        };
+        let mut second = InflightQueue::new(attach(len, 4 * SIZE), 1, 4 * SIZE).unwrap();
+        second.recover(0);
+        second.take(4 * SIZE - 1);
+        let mut first = InflightQueue::new(attach(len, 4 * SIZE), 0, 4 * SIZE).unwrap();
+        assert_eq!(first.recover(0), Recovered::default());
+        drop(second);
+        let mut second = InflightQueue::new(attach(len, 4 * SIZE), 1, 4 * SIZE).unwrap();
+        assert_eq!(second.recover(0).unanswered, [4 * SIZE - 1]);
+        // No more than asked for, and never more than rings may have.
+        let small = InflightRegion::size(2, SIZE);
+        assert!(InflightQueue::new(attach(small, 4 * SIZE), 0, 2 * SIZE).is_err());
+        assert!(InflightQueue::new(attach(len, 2 * SIZE), 0, 4 * SIZE).is_err());
+    }
+
+    #[test]
     fn wrong_shapes_versions_and_sizes_are_refused() {
         let file = InflightRegion::create_file(2, SIZE).unwrap();
         let size = InflightRegion::size(2, SIZE);
-        let attach = |range, queues| InflightRegion::attach(file.try_clone().unwrap(), range, queues, SIZE);
+        let attach =
+            |range, queues| InflightRegion::attach(file.try_clone().unwrap(), range, queues, SIZE, 4 * SIZE);
         assert!(matches!(attach((0, size - 1), 2), Err(InflightError::TooSmall { .. })));
         assert!(matches!(attach((0, size * 2), 4), Err(InflightError::TooSmall { .. })));
         assert!(matches!(attach((4096, size), 2), Err(InflightError::TooSmall { .. })));

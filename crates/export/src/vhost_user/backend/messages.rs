@@ -200,15 +200,18 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
         let (queues, size) = (wanted.num_queues, wanted.queue_size);
         self.check_inflight_shape(queues, size)?;
-        let file = InflightRegion::create_file(queues, size).map_err(refused)?;
-        Ok((VhostUserInflight::new(InflightRegion::size(queues, size), 0, queues, size), file))
+        // A driver may make its queues larger than what the frontend offers.
+        let most = self.queue_size_max;
+        let file = InflightRegion::create_file(queues, most).map_err(refused)?;
+        Ok((VhostUserInflight::new(InflightRegion::size(queues, most), 0, queues, size), file))
     }
 
     fn set_inflight_fd(&mut self, inflight: &VhostUserInflight, file: File) -> Result<()> {
         let (queues, size) = (inflight.num_queues, inflight.queue_size);
         self.check_inflight_shape(queues, size)?;
         let range = (inflight.mmap_offset, inflight.mmap_size);
-        let region = InflightRegion::attach(file, range, queues, size).map_err(refused)?;
+        let most = self.queue_size_max;
+        let region = InflightRegion::attach(file, range, queues, size, most).map_err(refused)?;
         self.change_all(|this| this.inflight = Some(Arc::new(region)));
         Ok(())
     }

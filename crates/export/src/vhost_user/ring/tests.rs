@@ -308,7 +308,7 @@ impl Model {
 
     fn inflight(file: &File, size: u16) -> InflightQueue {
         let range = (0, InflightRegion::size(1, size));
-        let region = InflightRegion::attach(file.try_clone().unwrap(), range, 1, size).unwrap();
+        let region = InflightRegion::attach(file.try_clone().unwrap(), range, 1, size, size).unwrap();
         InflightQueue::new(Arc::new(region), 0, size).unwrap()
     }
 
