@@ -256,6 +256,17 @@ fn an_extended_client_can_filter_contexts() {
     assert_eq!(client.read(0, 1).unwrap(), [0x11]);
 }
 
+/// As the client of QEMU 10 does it.
+#[test]
+fn an_extended_write_need_not_say_that_it_has_a_payload() {
+    let fixture = Fixture::chain();
+    let mut client = fixture.client(Style::Extended);
+    let data = [0x5a; 4096];
+    let cookie = client.send_with(Command::Write, F::FUA, 8192, 4096, &data);
+    client.reply(cookie).unwrap();
+    assert_eq!(client.read(8192, 4096).unwrap(), data);
+}
+
 #[test]
 fn extended_requests_pass_4_gib() {
     let fixture = Fixture::empty(9 << 30);

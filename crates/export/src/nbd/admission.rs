@@ -81,9 +81,7 @@ fn check_flags(request: &Request, terms: &Terms) -> Result<(), Refusal> {
     if !(own | F::FUA).contains(request.flags) {
         return refuse(Errno::Inval, "the command has flags that it does not know");
     }
-    let lacks_payload = request.payload_len(terms.style.is_extended()) == 0 && request.length > 0;
     match request.command {
-        Command::Write if lacks_payload => refuse(Errno::Inval, "a write needs a payload"),
         Command::BlockStatus if terms.contexts.is_empty() => {
             refuse(Errno::Inval, "no metadata context was selected")
         }
@@ -171,8 +169,11 @@ mod tests {
         assert!(refused(Command::Read, F::DF, &simple) && !refused(Command::Read, F::DF, &TERMS));
         assert!(refused(Command::Trim, F::NO_HOLE, &TERMS) && !refused(Command::Trim, F::FUA, &TERMS));
         assert!(refused(Command::Read, F::from_bits_retain(0x80), &TERMS));
-        assert!(refused(Command::Write, F::empty(), &TERMS), "extended writes must carry a payload");
-        assert!(!refused(Command::Write, F::FUA, &simple));
+        assert!(
+            !refused(Command::Write, F::PAYLOAD_LEN, &TERMS)
+                && refused(Command::Write, F::PAYLOAD_LEN, &simple)
+        );
+        assert!(!refused(Command::Write, F::FUA, &simple) && !refused(Command::Write, F::FUA, &TERMS));
         assert!(refused(Command::Unknown(8), F::empty(), &TERMS), "RESIZE is not supported");
     }
 
