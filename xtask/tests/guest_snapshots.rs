@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use xtask::bench::server::{self, Server};
 use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, judge, serve, spread};
 
-const ROUNDS: u32 = 3;
+const ROUNDS: u32 = 4;
 const SNAPSHOTS_MIN: usize = 8;
-const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(400);
+const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(150);
 /// Snapshots from one kill to the next.
 const KILL_EVERY: usize = 5;
 const WORKLOAD_MAX: Duration = Duration::from_secs(600);
