@@ -28,7 +28,6 @@ mod take;
 pub use before::Before;
 pub use error::{BoxError, CaptureError};
 pub use machine::{BACKENDS_MAX, Backend, Machine, MachineError};
-pub(crate) use memory::Files;
 pub use memory::MachineRam;
 pub(crate) use pause::set_capability;
 pub use processor::processor;

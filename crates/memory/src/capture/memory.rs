@@ -64,6 +64,13 @@ impl MachineRam {
         Self { files: Files::new(files), layout }
     }
 
+    /// The file that holds the byte at `at`, where in it, and how many bytes follow there that also follow in the guest.
+    pub(crate) fn place(&self, at: Physical) -> Option<(&File, u64, u64)> {
+        let (offset, follow) = self.layout.find(at)?;
+        let (file, within, in_file) = self.files.find(offset)?;
+        Some((file, within, follow.min(in_file)))
+    }
+
     /// The backends' files.
     pub(crate) fn files(&self) -> &Files {
         &self.files
@@ -80,9 +87,8 @@ impl Ram for MachineRam {
         let hole = RamError::Hole { at, len };
         let (mut from, mut rest) = (at, into);
         while !rest.is_empty() {
-            let Some((offset, follow)) = self.layout.find(from) else { return Err(hole) };
-            let Some((file, within, in_file)) = self.files.find(offset) else { return Err(hole) };
-            let now = usize::try_from(follow.min(in_file)).unwrap_or(usize::MAX).min(rest.len());
+            let Some((file, within, follow)) = self.place(from) else { return Err(hole) };
+            let now = usize::try_from(follow).unwrap_or(usize::MAX).min(rest.len());
             let (now, later) = rest.split_at_mut(now);
             file.read_exact_at(now, within).map_err(|source| RamError::Io { at: from, source })?;
             let Some(next) = from.checked_add(now.len() as u64) else { return Err(hole) };
@@ -92,10 +98,8 @@ impl Ram for MachineRam {
     }
 
     fn is_untouched(&self, at: Physical, len: u64) -> bool {
-        let place = self.layout.find(at).filter(|(_, follow)| *follow >= len);
-        let file =
-            place.and_then(|(offset, _)| self.files.find(offset)).filter(|(_, _, follow)| *follow >= len);
-        file.is_some_and(|(file, within, _)| is_hole(file, within, len))
+        let place = self.place(at).filter(|(_, _, follow)| *follow >= len);
+        place.is_some_and(|(file, within, _)| is_hole(file, within, len))
     }
 }
 

@@ -7,8 +7,8 @@ use std::os::unix::fs::FileExt;
 use super::clears::Clears;
 use super::error::RestoreError;
 use crate::address::{Frame, PAGE_BYTES};
-use crate::capture::Files;
-use crate::ram::Layout;
+use crate::capture::MachineRam;
+use crate::ram::Ram;
 use crate::refill::Refiller;
 use crate::vault::{Hiding, Snapshot, Want};
 
@@ -34,7 +34,7 @@ pub fn fill(
     refill: Option<&Refiller<'_>>,
     files: Vec<(File, u64)>,
 ) -> Result<Filled, RestoreError> {
-    let memory = Memory { files: Files::new(files), layout: snapshot.info().layout.clone() };
+    let memory = Memory(MachineRam::new(files, snapshot.info().layout.clone()));
     let pages = std::sync::atomic::AtomicU64::new(0);
     let write = |frame, bytes: &[[u8; PAGE_BYTES]]| {
         pages.fetch_add(bytes.len() as u64, std::sync::atomic::Ordering::Relaxed);
@@ -55,10 +55,7 @@ pub fn fill(
 
 /// The memory of a machine that does not run yet.
 #[derive(Debug)]
-struct Memory {
-    files: Files,
-    layout: Layout,
-}
+struct Memory(MachineRam);
 
 impl Memory {
     /// Puts pages to their places; a file may end between two of them.
@@ -66,9 +63,8 @@ impl Memory {
         let nowhere = || io::Error::from(io::ErrorKind::InvalidInput);
         let mut at = frame.start().ok_or_else(nowhere)?;
         while !bytes.is_empty() {
-            let (offset, follow) = self.layout.find(at).ok_or_else(nowhere)?;
-            let (file, within, in_file) = self.files.find(offset).ok_or_else(nowhere)?;
-            let len = usize::try_from(follow.min(in_file)).unwrap_or(usize::MAX).min(bytes.len());
+            let (file, within, follow) = self.0.place(at).ok_or_else(nowhere)?;
+            let len = usize::try_from(follow).unwrap_or(usize::MAX).min(bytes.len());
             let (now, later) = bytes.split_at(len);
             file.write_all_at(now, within)?;
             (bytes, at) = (later, at.checked_add(len as u64).ok_or_else(nowhere)?);
@@ -80,10 +76,11 @@ impl Memory {
     ///
     /// Page by page, not word by word: a guest full of cache has millions of such words, dozens in a page.
     fn hide(&self, hiding: &Hiding, lost: &[Frame]) -> Result<(), RestoreError> {
-        let clears = Clears::hiding(&self.layout, hiding, lost)?;
+        let clears = Clears::hiding(self.0.layout(), hiding, lost)?;
         for number in clears.pages() {
             let found = self
-                .files
+                .0
+                .files()
                 .find(number * PAGE_BYTES as u64)
                 .filter(|(_, _, follow)| *follow >= PAGE_BYTES as u64);
             let (file, at, _) = found.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
@@ -97,7 +94,7 @@ impl Memory {
 mod tests {
     use super::*;
     use crate::address::Physical;
-    use crate::ram::Block;
+    use crate::ram::{Block, Layout};
     use crate::vault::Mask;
 
     fn memory() -> (Memory, File) {
@@ -106,7 +103,7 @@ mod tests {
         let handle = file.try_clone().unwrap();
         let block = Block { start: Physical::new(0x10_0000), len: 0x3000, file_offset: 0 };
         let layout = Layout::new(vec![block]).unwrap();
-        (Memory { files: Files::new(vec![(handle, 0x3000)]), layout }, file)
+        (Memory(MachineRam::new(vec![(handle, 0x3000)], layout)), file)
     }
 
     #[test]
@@ -132,7 +129,7 @@ mod tests {
         let handles = files.each_ref().map(|(file, _)| file.try_clone().unwrap());
         let block = |start, len, file_offset| Block { start: Physical::new(start), len, file_offset };
         let layout = Layout::new(vec![block(0, 0x2000, 0), block(0x2000, 0x1000, 0x2000)]).unwrap();
-        let memory = Memory { files: Files::new(files.into()), layout };
+        let memory = Memory(MachineRam::new(files.into(), layout));
         let bytes = [1, 2, 3].map(|byte| [byte; PAGE_BYTES]);
         memory.write(Frame::new(0), bytes.as_flattened()).unwrap();
         let read = |file: &File, len| {
