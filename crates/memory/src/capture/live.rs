@@ -25,8 +25,7 @@ use super::pause::{self, Pause, SET_CAPABILITIES, is_set, wait_migrated, with_ca
 use super::populate::populate;
 use super::processor::processor;
 use super::stream::{self, StreamPage};
-use super::take::{Control, Disks, IGNORE_SHARED, Moment, Store, Taken, cancelled};
-use crate::introspect::Processor;
+use super::take::{Control, Disks, IGNORE_SHARED, Store, Taken, cancelled};
 use crate::qmp::{Qmp, QmpError};
 
 /// QEMU's name of what saves pages before they change.
@@ -66,8 +65,8 @@ pub(super) fn take_live(
     let still = StillRam::blank(machine.layout.clone(), machine.backends.iter().map(|own| own.bytes).sum())?;
     let starts = starts(&machine.backends);
     let taken = with_capability(qmp, BACKGROUND, |qmp| copy(qmp, &starts, still, disks, control));
-    let (still, taken, processor) = taken.map_err(untracked)?;
-    store(Moment { ram: &still, processor, disks: &taken.disks }).map_err(CaptureError::Store)?;
+    let (still, taken) = taken.map_err(untracked)?;
+    store(taken.moment(&still)).map_err(CaptureError::Store)?;
     Ok(taken)
 }
 
@@ -104,7 +103,7 @@ fn copy(
     mut still: StillRam,
     disks: &mut dyn Disks,
     control: Control<'_>,
-) -> Result<(StillRam, Taken, Option<Processor>), CaptureError> {
+) -> Result<(StillRam, Taken), CaptureError> {
     let Control { cancel, channel } = control;
     let mut pause = Pause::begin(qmp)?;
     let disks = disks.snapshot().map_err(CaptureError::Disks)?;
@@ -125,7 +124,7 @@ fn copy(
     if !came {
         return Err(CaptureError::Live { why: "QEMU's stream has nothing of its memory".to_owned() });
     }
-    Ok((still, Taken { devices, disks, pause, ignore_shared: false }, processor))
+    Ok((still, Taken { devices, disks, pause, ignore_shared: false, processor }))
 }
 
 /// Reads QEMU's stream to its end: pages to `still`, the rest is returned. Tells `first` of the first page.

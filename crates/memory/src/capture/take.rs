@@ -64,6 +64,8 @@ pub struct Taken {
     pub pause: Duration,
     /// Whether the devices' stream leaves out memory that is in files; else it says of it only that it is there.
     pub ignore_shared: bool,
+    /// The guest's first processor at that instant, if it is known.
+    pub processor: Option<Processor>,
 }
 
 /// A guest at the one instant of a capture.
@@ -75,6 +77,13 @@ pub struct Moment<'a> {
     pub processor: Option<Processor>,
     /// Its disks.
     pub disks: &'a [DiskState],
+}
+
+impl Taken {
+    /// The guest at the instant of this capture, with its memory as it was.
+    pub(super) fn moment<'a>(&'a self, ram: &'a dyn Ram) -> Moment<'a> {
+        Moment { ram, processor: self.processor, disks: &self.disks }
+    }
 }
 
 /// Gets what is to be stored, after the pause or in it.
@@ -114,13 +123,13 @@ pub fn take(
         cancelled(cancel)?;
         Ok((devices, disks, processor))
     };
-    let (taken, processor) = with_capability(qmp, IGNORE_SHARED, |qmp| {
+    let taken = with_capability(qmp, IGNORE_SHARED, |qmp| {
         let mut pause = Pause::begin(qmp)?;
         let (devices, disks, processor) = held(&mut pause)?;
-        Ok((Taken { devices, disks, pause: pause.end()?, ignore_shared: true }, processor))
+        Ok(Taken { devices, disks, pause: pause.end()?, ignore_shared: true, processor })
     })?;
     if let Some(copy) = &copy {
-        store(Moment { ram: copy, processor, disks: &taken.disks }).map_err(CaptureError::Store)?;
+        store(taken.moment(copy)).map_err(CaptureError::Store)?;
     }
     Ok(taken)
 }
