@@ -42,7 +42,8 @@ impl Processor {
     pub fn note(&self, ram: &dyn Ram) -> Option<VmCoreInfo> {
         let root = self.tables.root.get();
         // It may have been stopped in a process.
-        [root, root & !USER_TABLE].into_iter().find_map(|root| {
+        let of_kernel = (root & USER_TABLE != 0).then_some(root & !USER_TABLE);
+        [Some(root), of_kernel].into_iter().flatten().find_map(|root| {
             let tables = Tables { root: Physical::new(root), ..self.tables };
             note_through(ram, &mut View::new(ram, tables))
         })

@@ -37,7 +37,7 @@ impl Hiding {
     /// When it does not come behind them.
     pub fn push(&mut self, frame: Frame, masks: impl IntoIterator<Item = Mask>) {
         let is_next = self.frames.last().is_none_or(|(last, _)| *last < frame);
-        assert!(is_next, "{frame} comes after the one behind it");
+        assert!(is_next, "frames come in order: {frame} does not");
         self.masks.extend(masks);
         self.frames.push((frame, self.masks.len()));
     }

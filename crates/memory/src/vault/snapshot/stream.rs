@@ -74,10 +74,11 @@ impl Snapshot {
                 if !there.is_empty() {
                     sink(frame, there).map_err(|source| VaultError::Sink { frame, source })?;
                 }
-                let absent = (frame.get() + there.len() as u64..frame.get() + len).map(Frame::new);
-                match piece.class {
-                    PageClass::Clean => lost.lock().extend(absent),
-                    _ => absent.take(1).try_for_each(|frame| Err(self.page_lost(frame, &extent)))?,
+                let mut absent = (frame.get() + there.len() as u64..frame.get() + len).map(Frame::new);
+                if piece.class == PageClass::Clean {
+                    lost.lock().extend(absent);
+                } else if let Some(frame) = absent.next() {
+                    return Err(self.page_lost(frame, &extent));
                 }
                 (number, left, slot) = (number + len, left - len, slot + len as usize);
             }
