@@ -7,6 +7,10 @@
 //!
 //! Invariants: the peer may be anyone: lines, events and waits are bounded, and what is not QMP is an error. Every wait has
 //! a deadline. Source: QEMU `docs/interop/qmp-spec`.
+//!
+//! A QEMU whose last client was killed in the middle of a command may give its answer, and events, to the next client, before
+//! and after it greets (seen of QEMU 7.2). So each command has an id that no other process has given, and what came before
+//! the greeting was meant for another.
 
 mod error;
 mod wire;
@@ -14,6 +18,7 @@ mod wire;
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
@@ -51,15 +56,28 @@ impl Qmp {
     /// When nobody listens, or whoever listens does not greet as QEMU does: QEMU serves one client of a socket at a time.
     pub fn connect(path: &Path, patience: Duration) -> Result<Self, QmpError> {
         let mut qmp = Self { wire: Wire::connect(path)?, patience, events: VecDeque::new() };
-        let greeting = qmp.wire.receive(Instant::now() + patience).map_err(|error| match error {
+        qmp.greeted().map_err(|error| match error {
             QmpError::Silent { .. } => QmpError::Busy { path: path.to_owned() },
             other => other,
         })?;
-        if greeting.get("QMP").is_none() {
-            return Err(QmpError::Malformed { what: "no greeting" });
-        }
         qmp.tell("qmp_capabilities", json!({}))?;
         Ok(qmp)
+    }
+
+    /// Waits for the greeting; what comes before was meant for the client before.
+    fn greeted(&mut self) -> Result<(), QmpError> {
+        let deadline = Instant::now() + self.patience;
+        for _ in 0..LINES_MAX {
+            let message = self.wire.receive(deadline)?;
+            let has = |key| message.get(key).is_some();
+            if has("QMP") {
+                return Ok(());
+            }
+            if !(has("event") || has("return") || has("error")) {
+                break;
+            }
+        }
+        Err(QmpError::Malformed { what: "no greeting" })
     }
 
     /// Runs `command` and returns what it returns.
@@ -123,11 +141,14 @@ impl Qmp {
         file: Option<BorrowedFd<'_>>,
     ) -> Result<Value, QmpError> {
         let deadline = Instant::now() + self.patience;
-        self.wire.send(&json!({ "execute": command, "arguments": arguments }), file, deadline)?;
+        let id = next_id();
+        self.wire.send(&json!({ "execute": command, "arguments": arguments, "id": id }), file, deadline)?;
         for _ in 0..LINES_MAX {
             let mut message = self.wire.receive(deadline)?;
             if let Some(event) = event(&message) {
                 self.keep(event);
+            } else if message.get("id").is_some_and(|answered| *answered != id) {
+                // Somebody else asked that, and did not live to hear it.
             } else if let Some(value) = message.get_mut("return") {
                 return Ok(value.take());
             } else if let Some(error) = message.get("error") {
@@ -155,6 +176,12 @@ impl Qmp {
     pub fn peer(&self) -> Result<u32, QmpError> {
         self.wire.peer()
     }
+}
+
+/// An id for a command, unlike those of other processes.
+fn next_id() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 /// The message as an event, if it is one.

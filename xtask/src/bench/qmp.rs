@@ -14,6 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(super) struct Qmp {
     stream: BufReader<UnixStream>,
+    asked: u32,
 }
 
 impl Qmp {
@@ -24,8 +25,9 @@ impl Qmp {
     pub(super) fn connect(socket: &Path) -> Result<Self> {
         let stream = UnixStream::connect(socket).with_context(|| format!("QMP at {}", socket.display()))?;
         stream.set_read_timeout(Some(PATIENCE))?;
-        let mut qmp = Self { stream: BufReader::new(stream) };
-        ensure!(qmp.line()?.get("QMP").is_some(), "no greeting");
+        let mut qmp = Self { stream: BufReader::new(stream), asked: 0 };
+        // QEMU may tell of something, or answer a client that is gone, before it greets.
+        while qmp.line()?.get("QMP").is_none() {}
         qmp.execute("qmp_capabilities", &json!({}))?;
         Ok(qmp)
     }
@@ -35,10 +37,15 @@ impl Qmp {
     /// # Errors
     /// What QEMU says.
     pub(super) fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value> {
-        let request = json!({ "execute": command, "arguments": arguments });
+        self.asked += 1;
+        let id = format!("{}-{}", std::process::id(), self.asked);
+        let request = json!({ "execute": command, "arguments": arguments, "id": id });
         writeln!(self.stream.get_mut(), "{request}")?;
         loop {
             let mut answer = self.line()?;
+            if answer.get("id").is_some_and(|answered| *answered != id) {
+                continue;
+            }
             if let Some(error) = answer.get("error") {
                 bail!("{command}: {error}");
             }

@@ -25,12 +25,20 @@ fn peer(greeting: &str, answers: &[&str]) -> (tempfile::TempDir, JoinHandle<Vec<
         let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
         for answer in answers {
             let Some(Ok(line)) = lines.next() else { break };
+            let _ = stream.write_all(answer.replace(ID, &id(&line)).as_bytes());
             asked.push(line);
-            let _ = stream.write_all(answer.as_bytes());
         }
         asked
     });
     (dir, thread)
+}
+
+/// Stands for the id of the command in what a [`peer`] answers.
+const ID: &str = "\"?\"";
+
+/// The id of a command, as JSON.
+fn id(line: &str) -> String {
+    serde_json::from_str::<Value>(line).unwrap()["id"].to_string()
 }
 
 fn greeting() -> String {
@@ -54,6 +62,18 @@ fn commands_are_answered_and_events_kept() {
     let asked = thread.join().unwrap();
     assert!(asked[0].contains("qmp_capabilities") && asked[1].contains("query-status"));
     assert!(matches!(qmp.wait(&["STOP"], Instant::now() + PATIENCE), Err(QmpError::Closed)));
+}
+
+#[test]
+fn what_was_meant_for_a_client_that_is_gone_is_passed_over() {
+    let early =
+        "{\"event\": \"STOP\"}\n{\"return\": {}, \"id\": \"1-7\"}\n{\"error\": {}, \"id\": \"1-8\"}\n";
+    let late = "{\"return\": 1, \"id\": \"1-9\"}\n{\"error\": {\"class\": \"E\"}, \"id\": 3}\n";
+    let answer = |value: u32| format!("{late}{{\"return\": {value}, \"id\": \"?\"}}\n");
+    let (dir, thread) = peer(&format!("{early}{}", greeting()), &[&answer(0), &answer(7)]);
+    assert_eq!(connect(&dir).unwrap().ask::<u64>("x", json!({})).unwrap(), 7);
+    let asked = thread.join().unwrap();
+    assert_ne!(id(&asked[0]), id(&asked[1]));
 }
 
 #[test]
