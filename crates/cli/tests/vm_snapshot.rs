@@ -4,6 +4,8 @@
 mod support;
 
 use std::fs::File;
+use std::io::Write;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -149,6 +151,33 @@ fn periodic_snapshots_go_on_without_the_guest_and_keep_what_the_rules_say() {
         serde_json::from_str(&server.ask_ok(["snapshot", "list", "--json", &disk])).expect("JSON");
     assert_eq!(names(&disks), memory, "each with its disk");
     assert!(tool_json("qemu-img", ["info", "-U", "--output=json", &disk])["format"] == "qcow2");
+}
+
+/// A monitor may be another's for a while, or break off: the guest waits for its stream to be read all that time.
+#[test]
+fn a_guard_reads_on_until_qemu_does_what_it_says() {
+    let images = Images::new();
+    let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
+    let machine = Machine::start(&memory.path().join("memory"), images.path("qemu"), &["-S"]);
+    let listener = UnixListener::bind(images.path("qmp")).expect("a monitor that is none");
+    let (reader, mut writer) = std::io::pipe().expect("a pipe");
+    std::fs::create_dir_all(images.path("vault")).expect("a directory");
+    let mut guard = {
+        let mut command = vmstrata();
+        command.args(["vm", "resume-guard"]).arg(images.path("qmp")).args(["--run", "--snapshot", "web@mon"]);
+        command.arg("--vault").arg(images.path("vault")).env("VMSTRATA_CONTROL", images.path("no-server"));
+        command.stdin(Stdio::null()).stdout(reader).spawn().expect("starts")
+    };
+    for _ in 0..2 {
+        listener.accept().expect("it tries again").0.write_all(b"{}\n").expect("hears it");
+    }
+    writer.write_all(&[0; 1 << 20]).expect("somebody reads");
+    std::fs::rename(&machine.monitor, images.path("qmp")).expect("the monitor is QEMU's");
+    drop(listener);
+    assert!(guard.wait().expect("ends").success());
+    let mut qmp = Qmp::connect(&images.path("qmp"), Duration::from_secs(60)).expect("connects");
+    let status: Value = qmp.ask("query-status", json!({})).expect("answers");
+    assert_eq!(status["running"], true);
 }
 
 fn vm_list(images: &Images) -> Value {

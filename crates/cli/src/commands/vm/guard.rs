@@ -13,16 +13,21 @@ use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use vmstrata_memory::capture::{Before, Channel, Disks};
-use vmstrata_memory::qmp::Qmp;
+use vmstrata_memory::qmp::{Qmp, QmpError};
 use vmstrata_memory::vault::{VaultError, Which};
 
 use super::disks::ServedDisks;
 use crate::args::{ResumeGuardArgs, VmSnapshotArgs};
 use crate::client::Client;
 
+/// How long is tried to put QEMU back to what it was.
+const PUT_BACK_MAX: Duration = Duration::from_secs(3600);
+/// How soon after a failure.
+const AGAIN: Duration = Duration::from_millis(100);
 /// What a holder that is done says.
 const DONE: u8 = b'd';
 
@@ -90,12 +95,25 @@ pub(super) fn run(args: &ResumeGuardArgs) -> Result<ExitCode> {
     let mut state = File::from(io::stdout().as_fd().try_clone_to_owned()?);
     // Until QEMU is done, or this process is.
     std::thread::spawn(move || io::copy(&mut state, &mut io::sink()));
-    let before = Before { ran: args.run, capability: args.unset.clone() };
-    before.put_back(&mut Qmp::connect(&args.qmp, super::PATIENCE)?)?;
+    put_back(&args.qmp, &Before { ran: args.run, capability: args.unset.clone() })?;
     if let Which::Named { name, .. } = &args.snapshot
         && matches!(super::store::open(&args.vault)?.find_id(&args.snapshot), Err(VaultError::NotFound(_)))
     {
         ServedDisks::taken(Client::new(&args.server)?, args.disks.clone(), name).undo();
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Puts QEMU back to what it was. Tries again where its monitor does not answer, is another's, or breaks off: as long as this
+/// process lives it reads what QEMU writes, which the guest waits for.
+fn put_back(monitor: &Path, before: &Before) -> Result<(), QmpError> {
+    let deadline = Instant::now() + PUT_BACK_MAX;
+    loop {
+        let done = Qmp::connect(monitor, super::PATIENCE).and_then(|mut qmp| before.put_back(&mut qmp));
+        let is_gone = matches!(done, Err(QmpError::Connect { .. }));
+        if done.is_ok() || is_gone || Instant::now() > deadline {
+            return done;
+        }
+        std::thread::sleep(AGAIN);
+    }
 }
