@@ -25,6 +25,13 @@ as_root() {
     fi
 }
 
+# Says so when fewer than `$1` GiB are free where this repository lies: a full disk fails in many places, few of which name it.
+warn_of_little_space() {
+    local free
+    free=$(df --output=avail -BG . | tail -n 1 | tr -dc '0-9')
+    [ "${free:-$1}" -ge "$1" ] || say "only $free GiB are free here: building and running this takes up to $1 GiB"
+}
+
 # Prints the Debian packages whose commands are missing, of the `command:package` pairs given.
 missing_packages() {
     local pair
