@@ -4,8 +4,14 @@ use std::fs;
 use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::results::Machine;
+
+/// How long the machine is looked at to tell whether it is idle, and how often it must have been, one look after the other.
+const LOOK: Duration = Duration::from_millis(250);
+const IDLE_LOOKS: u32 = 4;
 
 /// Describes this machine from `/proc`.
 pub fn machine() -> Machine {
@@ -24,6 +30,44 @@ pub fn machine() -> Machine {
 fn field(text: &str, name: &str) -> Option<String> {
     let line = text.lines().find(|line| line.starts_with(name))?;
     Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+/// Waits until the machine has been idle for a second: until the kernel is done with what was written, and with memory that
+/// was given back, of which a virtual machine tells its host piece by piece. Not for ever: a quarter of a minute at most.
+pub fn settle() {
+    let until = Instant::now() + Duration::from_secs(15);
+    let mut idle = 0;
+    while idle < IDLE_LOOKS && Instant::now() < until {
+        let before = Ticks::now();
+        thread::sleep(LOOK);
+        idle = if Ticks::now().busy_share_since(&before) < 0.05 { idle + 1 } else { 0 };
+    }
+}
+
+/// Processor time since the machine started, of all processors, in the kernel's ticks.
+struct Ticks {
+    busy: u64,
+    all: u64,
+}
+
+impl Ticks {
+    fn now() -> Self {
+        Self::of(&fs::read_to_string("/proc/stat").unwrap_or_default())
+    }
+
+    /// From the text of `/proc/stat`: user, nice, system, idle, waiting for the disk, and more of being busy.
+    fn of(stat: &str) -> Self {
+        let line = stat.lines().next().unwrap_or_default();
+        let ticks: Vec<u64> =
+            line.split_whitespace().skip(1).take(8).filter_map(|n| n.parse().ok()).collect();
+        let (all, idle): (u64, u64) = (ticks.iter().sum(), ticks.iter().skip(3).take(2).sum());
+        Self { busy: all - idle, all }
+    }
+
+    fn busy_share_since(&self, before: &Self) -> f64 {
+        let since = |now: u64, before: u64| now.saturating_sub(before) as f64;
+        since(self.busy, before.busy) / since(self.all, before.all).max(1.0)
+    }
 }
 
 /// Touches up to `bytes` of free memory, so that what is measured next meets memory that the machine really has.
@@ -93,6 +137,15 @@ mod tests {
         assert_eq!(date(0), "1970-01-01");
         assert_eq!(date(19_782), "2024-02-29");
         assert_eq!(date(20_454), "2026-01-01");
+    }
+
+    #[test]
+    fn idle_time_and_waiting_for_the_disk_are_not_busy() {
+        let before = Ticks::of("cpu  10 0 10 70 10 0 0 0 0 0\ncpu0 1 2 3\n");
+        let after = Ticks::of("cpu  40 0 10 130 20 0 0 0 0 0\n");
+        assert_eq!((before.busy, before.all), (20, 100));
+        assert_eq!(after.busy_share_since(&before), 0.3);
+        assert_eq!(before.busy_share_since(&before), 0.0);
     }
 
     #[test]

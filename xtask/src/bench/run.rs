@@ -1,8 +1,10 @@
 //! The whole benchmark: chains, groups, rounds, and the files it leaves.
 //!
-//! For each chain length there is a group of rounds. One round runs, in turn, QEMU on the chain, vmstrata on
-//! the chain, vmstrata on one layer (the reference of length ratios), and the floor. Files of a group are
-//! read once before, so that all of it is in the page cache: a 4 GiB disk needs about 12 GiB of free memory.
+//! For each chain length there is a group of rounds. In a round QEMU on the chain, vmstrata on the chain, vmstrata on one
+//! layer (the reference of length ratios), and the floor read, one after the other; then each writes. Every other round goes
+//! the other way around. Writing takes and gives back much memory, which busies the machine for seconds afterwards: what
+//! is compared must not differ by that. Files of a group are read once before, so that all of it is in the page
+//! cache: a 4 GiB disk needs about 21 GiB of memory.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -13,13 +15,13 @@ use anyhow::{Result, ensure};
 
 use super::floor;
 use super::load::Access;
-use super::machine::touch_free_memory;
+use super::machine::{settle, touch_free_memory};
 use super::prepared::{self, Prepared};
 use super::results::{Figure, Results, Sample};
 use super::server::{self, Disk, Kind};
 use super::session::{self, Chain, Timing, Values};
 use super::{describe, publish, table};
-use crate::chain::{self, Backing, Base, Manifest, Plan, Shape, Spec, image};
+use crate::chain::{self, Backing, Base, Plan, Shape, image};
 
 /// What the command line asks for.
 #[derive(Clone, Debug)]
@@ -42,7 +44,6 @@ pub struct Options {
     pub boot: bool,
 }
 
-const SEED: u64 = 20_260_101;
 pub(super) const FILL: f64 = 0.9;
 pub(super) const CLUSTER: u64 = 64 << 10;
 /// QEMU on more layers than this opens in seconds and answers in milliseconds; few rounds tell all.
@@ -68,6 +69,14 @@ const READ_FIGURES: [Figure; 7] = [
 const REFERENCE_FIGURES: [Figure; 3] = [Figure::RandomRead32, Figure::NbdRandomRead16, Figure::NbdCopy];
 const FLOOR_FIGURES: [Figure; 3] = [Figure::RandomRead32, Figure::RandomRead1, Figure::Sequential];
 
+/// Whose turn it is in a round: a server on a chain, and what it is measured for by reading.
+struct Turn<'a> {
+    server: Kind,
+    layers: u32,
+    chain: &'a Prepared,
+    figures: &'static [Figure],
+}
+
 /// Everything of one run.
 struct Bench<'a> {
     options: &'a Options,
@@ -88,10 +97,10 @@ pub fn run(options: &Options) -> Result<Results> {
     fs::create_dir_all(&options.dir)?;
 
     let mut bench = Bench { options, samples: Vec::new(), warm: HashSet::new() };
-    let one = bench.prepare(1)?;
-    let raw = bench.raw_copy(&one)?;
+    let one = prepared::prepare(options, 1)?;
+    let raw = prepared::raw_copy(options, &one)?;
     for &layers in &options.layers {
-        let chain = if layers == 1 { None } else { Some(bench.prepare(layers)?) };
+        let chain = if layers == 1 { None } else { Some(prepared::prepare(options, layers)?) };
         bench.group(layers, &one, chain.as_ref(), &raw)?;
     }
     if options.boot {
@@ -106,75 +115,55 @@ pub fn run(options: &Options) -> Result<Results> {
 }
 
 impl Bench<'_> {
-    fn spec(&self, layers: u32) -> Spec {
-        let size = self.options.size;
-        let plan =
-            Plan { layers, size, cluster_size: CLUSTER, fill: FILL, overlap: 0.0, compress: 0.0, seed: SEED };
-        Spec { plan, base: Base::Qcow2, backing_format: true, from_raw: None }
-    }
-
-    /// The chain of `layers` layers, made unless it is there already.
-    fn prepare(&self, layers: u32) -> Result<Prepared> {
-        let spec = self.spec(layers);
-        let dir = self.options.dir.join(format!("bench-{layers}-{}", self.options.size));
-        let there = Manifest::load(&dir).ok().filter(|manifest| manifest.matches(&spec));
-        let manifest = match there {
-            Some(manifest) => manifest,
-            None => {
-                eprintln!("making a chain of {layers} layers");
-                chain::generate(&dir, &spec)?
-            }
-        };
-        let owners = manifest.owners().collect();
-        Ok(Prepared { dir, manifest, owners })
-    }
-
-    /// A raw file with the bytes of the disk, for the floor. All lengths own the same clusters, but their
-    /// data names its layer, so the floor's file is the one-layer chain's.
-    fn raw_copy(&self, one: &Prepared) -> Result<PathBuf> {
-        let raw = self.options.dir.join(format!("bench-floor-{}.raw", self.options.size));
-        if raw.metadata().is_ok_and(|meta| meta.len() == self.options.size) {
-            return Ok(raw);
-        }
-        eprintln!("making the raw file of the floor");
-        let partial = raw.with_extension("partial");
-        let convert = std::process::Command::new("qemu-img")
-            .args(["convert", "-O", "raw"])
-            .args([&one.manifest.top(&one.dir), &partial])
-            .status()?;
-        ensure!(convert.success(), "qemu-img convert failed");
-        fs::rename(&partial, &raw)?;
-        Ok(raw)
-    }
-
     fn group(&mut self, layers: u32, one: &Prepared, long: Option<&Prepared>, raw: &Path) -> Result<()> {
-        let chain = long.unwrap_or(one);
+        let chains: Vec<&Prepared> = [Some(one), long].into_iter().flatten().collect();
         rustix::fs::sync();
-        for prepared in [Some(one), long].into_iter().flatten() {
-            for file in &prepared.manifest.files {
-                self.warm(&prepared.dir.join(file))?;
+        for path in chains.iter().flat_map(|chain| chain.paths()).chain([raw.to_owned()]) {
+            if self.warm.insert(path.clone()) {
+                prepared::warm(&path)?;
             }
         }
-        self.warm(raw)?;
         for round in 0..self.options.rounds {
             let start = Instant::now();
-            for server in self.options.servers.clone() {
-                match server {
-                    Kind::Floor => self.floor_round(raw, chain, layers, round)?,
-                    Kind::Qemu if round >= qemu_rounds(layers) => {}
-                    _ => self.server_round(server, chain, layers, round)?,
-                }
+            let mut turns = self.turns(layers, &chains, round);
+            // Who comes first meets the machine as something else left it: each does, in turn.
+            if round % 2 == 1 {
+                turns.reverse();
             }
-            if long.is_some() && self.options.servers.contains(&Kind::Vmstrata) {
-                self.reference_round(one, layers, round)?;
+            settle();
+            for turn in &turns {
+                self.reads(turn, raw, (layers, round))?;
+            }
+            for turn in &turns {
+                self.writes(turn, raw, (layers, round))?;
             }
             eprintln!("{layers} layers, round {}: {:.0} s", round + 1, start.elapsed().as_secs_f64());
+        }
+        if let Some(long) = long {
+            // No later group reads it, and all of them together do not fit into memory.
+            for path in long.paths() {
+                prepared::forget(&path)?;
+                self.warm.remove(&path);
+            }
         }
         Ok(())
     }
 
-    fn warm(&mut self, path: &Path) -> Result<()> {
-        if self.warm.insert(path.to_owned()) { prepared::warm(path) } else { Ok(()) }
+    /// Who takes part in a round. `chains`: one layer, then the group's own chain, where that is another.
+    fn turns<'a>(&self, layers: u32, chains: &[&'a Prepared], round: u32) -> Vec<Turn<'a>> {
+        let longest = chains[chains.len() - 1];
+        let mut turns = Vec::new();
+        for &server in &self.options.servers {
+            if server == Kind::Qemu && round >= qemu_rounds(layers) {
+                continue;
+            }
+            let figures = if server == Kind::Floor { &FLOOR_FIGURES[..] } else { &READ_FIGURES };
+            turns.push(Turn { server, layers, chain: longest, figures });
+            if server == Kind::Vmstrata && chains.len() > 1 {
+                turns.push(Turn { server, layers: 1, chain: chains[0], figures: &REFERENCE_FIGURES });
+            }
+        }
+        turns
     }
 
     /// Data is checked whole in the first round of a group only: it costs more time than the runs.
@@ -182,39 +171,37 @@ impl Bench<'_> {
         Timing { whole: self.options.timing.whole && round == 0, ..self.options.timing }
     }
 
-    fn floor_round(&mut self, raw: &Path, chain: &Prepared, group: u32, round: u32) -> Result<()> {
-        let mut values = session::floor(raw, &FLOOR_FIGURES, self.timing(round))?;
-        if group == 1 {
-            values.extend(self.overwrites(Kind::Floor, round)?);
-            touch_free_memory(WRITTEN_MEMORY);
-            let rate = floor::copy_clusters(raw, &self.options.dir, self.timing(round).run)?;
-            values.push((Figure::FirstWrite, rate));
+    fn reads(&mut self, turn: &Turn<'_>, raw: &Path, (group, round): (u32, u32)) -> Result<()> {
+        let timing = self.timing(round);
+        if turn.server != Kind::Floor {
+            let values = session::read(turn.server, &turn.chain.chain(), turn.figures, timing)?;
+            self.take(turn.server, turn.layers, group, round, values);
+            return Ok(());
         }
+        let values = session::floor(raw, turn.figures, timing)?;
         self.take(Kind::Floor, 0, group, round, values);
-        let files: Vec<PathBuf> = chain.manifest.files.iter().map(|file| chain.dir.join(file)).collect();
-        let rate = floor::read_files(&files, self.timing(round).run)?;
+        let rate = floor::read_files(&turn.chain.paths().collect::<Vec<_>>(), timing.run)?;
         self.take(Kind::Floor, group, group, round, vec![(Figure::FileRead, rate)]);
         Ok(())
     }
 
-    /// vmstrata on one layer, for the ratios of long chains to it.
-    fn reference_round(&mut self, one: &Prepared, group: u32, round: u32) -> Result<()> {
-        let timing = self.timing(round);
-        let mut values = session::read(Kind::Vmstrata, &one.chain(), &REFERENCE_FIGURES, timing)?;
-        values.extend(self.first_writes(Kind::Vmstrata, one, round)?);
-        self.take(Kind::Vmstrata, 1, group, round, values);
-        Ok(())
-    }
-
-    fn server_round(&mut self, server: Kind, chain: &Prepared, layers: u32, round: u32) -> Result<()> {
-        let mut values = session::read(server, &chain.chain(), &READ_FIGURES, self.timing(round))?;
-        if server != Kind::Qemu || layers <= QEMU_SLOW_LAYERS || round == 0 {
-            values.extend(self.first_writes(server, chain, round)?);
+    fn writes(&mut self, turn: &Turn<'_>, raw: &Path, (group, round): (u32, u32)) -> Result<()> {
+        let Turn { server, layers, chain, .. } = *turn;
+        let mut values = Vec::new();
+        match server {
+            Kind::Floor if group == 1 => {
+                touch_free_memory(WRITTEN_MEMORY);
+                let rate = floor::copy_clusters(raw, &self.options.dir, self.timing(round).run)?;
+                values.push((Figure::FirstWrite, rate));
+            }
+            Kind::Floor => return Ok(()),
+            Kind::Qemu if layers > QEMU_SLOW_LAYERS && round > 0 => {}
+            _ => values.extend(self.first_writes(server, chain, round)?),
         }
-        if layers == 1 {
+        if group == 1 {
             values.extend(self.overwrites(server, round)?);
         }
-        self.take(server, layers, layers, round, values);
+        self.take(server, if server == Kind::Floor { 0 } else { layers }, group, round, values);
         Ok(())
     }
 
@@ -244,7 +231,7 @@ impl Bench<'_> {
     /// A fresh image whose clusters are all there already.
     fn overwrites(&self, server: Kind, round: u32) -> Result<Values> {
         let dir = tempfile::Builder::new().prefix("overwrite-").tempdir_in(&self.options.dir)?;
-        let mut spec = self.spec(1);
+        let mut spec = prepared::spec(self.options, 1);
         spec.plan = Plan { size: OVERWRITE_SIZE.min(self.options.size), fill: 1.0, ..spec.plan };
         if server == Kind::Floor {
             spec.base = Base::Raw;
@@ -269,7 +256,9 @@ impl Bench<'_> {
         let lengths: &[u32] = if longest > 1 { &[1, longest] } else { &[1] };
         let disks = crate::guest::disks(&self.options.dir, lengths)?;
         for round in 0..self.options.rounds {
-            for (layers, disk) in &disks {
+            settle();
+            for at in 0..disks.len() {
+                let (layers, disk) = &disks[if round % 2 == 1 { disks.len() - 1 - at } else { at }];
                 for server in self.options.servers.clone() {
                     if server == Kind::Floor || (server == Kind::Qemu && round >= qemu_rounds(*layers)) {
                         continue;

@@ -5,6 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
+use super::super::machine::settle;
 use super::super::prepared::{self, Prepared};
 use super::super::report::{Report, Row};
 use super::super::results::Figure;
@@ -23,15 +24,20 @@ pub(super) fn measure(options: &Options, dir: &Path, report: &mut Report) -> Res
     let (one, long) = (prepare(options, dir, 1)?, prepare(options, dir, layers)?);
     rustix::fs::sync();
     for prepared in [&one, &long] {
-        let files = prepared.manifest.files.iter();
-        files.map(|file| prepared.dir.join(file)).try_for_each(|path| prepared::warm(&path))?;
+        prepared.paths().try_for_each(|path| prepared::warm(&path))?;
     }
     let run = options.pace.second;
     let timing = Timing { run, warm_up: run / 4, check: run / 4, whole: false };
     let (mut slow, mut fast) = (Vec::new(), Vec::new());
-    for _ in 0..options.rounds {
-        fast.push(read(&one, timing)?);
-        slow.push(read(&long, timing)?);
+    settle();
+    for round in 0..options.rounds {
+        let mut turns = [(&one, &mut fast), (&long, &mut slow)];
+        if round % 2 == 1 {
+            turns.reverse();
+        }
+        for (prepared, rates) in turns {
+            rates.push(read(prepared, timing)?);
+        }
     }
     let ratios: Vec<f64> = slow.iter().zip(&fast).map(|(slow, fast)| slow / fast).collect();
     report.add(Row::median("4 KiB random reads, QD32: 1 layer", "IOPS", &fast));

@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use tempfile::TempDir;
 
+use super::super::machine::settle;
 use super::super::qmp::Qmp;
 use super::{COPIES, Options};
 use crate::guest::{Door, Guest, Hardware, RootImage, ServedGuest, Task, spread};
@@ -92,6 +93,9 @@ impl Stage {
         flags: &[&str],
     ) -> Result<Duration> {
         let homes = self.vault(vault);
+        // What is left of the guest, a kernel that gives its memory back among it, is no part of what is measured.
+        self.guest.end()?;
+        settle();
         self.guest.restore_on(state, &format!("guest@{name}"), &homes, flags)?;
         self.guest.vm.wait_for(" restored ", RESTORE_MAX)
     }
