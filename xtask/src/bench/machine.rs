@@ -44,6 +44,13 @@ pub fn settle() {
     }
 }
 
+/// Turns around, in every other round, who takes part in it: who comes first meets the machine as something else left it.
+pub fn by_turns<T>(who: &mut [T], round: u32) {
+    if round % 2 == 1 {
+        who.reverse();
+    }
+}
+
 /// Processor time since the machine started, of all processors, in the kernel's ticks.
 struct Ticks {
     busy: u64,

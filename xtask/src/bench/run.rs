@@ -6,7 +6,6 @@
 //! is compared must not differ by that. Files of a group are read once before, so that all of it is in the page
 //! cache: a 4 GiB disk needs about 21 GiB of memory.
 
-use std::collections::HashSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -15,7 +14,7 @@ use anyhow::{Result, ensure};
 
 use super::floor;
 use super::load::Access;
-use super::machine::{settle, touch_free_memory};
+use super::machine::{by_turns, settle, touch_free_memory};
 use super::prepared::{self, Prepared};
 use super::results::{Figure, Results, Sample};
 use super::server::{self, Disk, Kind};
@@ -81,8 +80,6 @@ struct Turn<'a> {
 struct Bench<'a> {
     options: &'a Options,
     samples: Vec<Sample>,
-    /// Files in the page cache since they were read there.
-    warm: HashSet<PathBuf>,
 }
 
 /// Runs the benchmark and, when asked to, writes its files.
@@ -96,9 +93,11 @@ pub fn run(options: &Options) -> Result<Results> {
     }
     fs::create_dir_all(&options.dir)?;
 
-    let mut bench = Bench { options, samples: Vec::new(), warm: HashSet::new() };
+    let mut bench = Bench { options, samples: Vec::new() };
     let one = prepared::prepare(options, 1)?;
     let raw = prepared::raw_copy(options, &one)?;
+    rustix::fs::sync();
+    one.paths().chain([raw.clone()]).try_for_each(|path| prepared::warm(&path))?;
     for &layers in &options.layers {
         let chain = if layers == 1 { None } else { Some(prepared::prepare(options, layers)?) };
         bench.group(layers, &one, chain.as_ref(), &raw)?;
@@ -117,19 +116,14 @@ pub fn run(options: &Options) -> Result<Results> {
 impl Bench<'_> {
     fn group(&mut self, layers: u32, one: &Prepared, long: Option<&Prepared>, raw: &Path) -> Result<()> {
         let chains: Vec<&Prepared> = [Some(one), long].into_iter().flatten().collect();
-        rustix::fs::sync();
-        for path in chains.iter().flat_map(|chain| chain.paths()).chain([raw.to_owned()]) {
-            if self.warm.insert(path.clone()) {
-                prepared::warm(&path)?;
-            }
+        if let Some(long) = long {
+            rustix::fs::sync();
+            long.paths().try_for_each(|path| prepared::warm(&path))?;
         }
         for round in 0..self.options.rounds {
             let start = Instant::now();
             let mut turns = self.turns(layers, &chains, round);
-            // Who comes first meets the machine as something else left it: each does, in turn.
-            if round % 2 == 1 {
-                turns.reverse();
-            }
+            by_turns(&mut turns, round);
             settle();
             for turn in &turns {
                 self.reads(turn, raw, (layers, round))?;
@@ -141,10 +135,7 @@ impl Bench<'_> {
         }
         if let Some(long) = long {
             // No later group reads it, and all of them together do not fit into memory.
-            for path in long.paths() {
-                prepared::forget(&path)?;
-                self.warm.remove(&path);
-            }
+            long.paths().try_for_each(|path| prepared::forget(&path))?;
         }
         Ok(())
     }
@@ -256,9 +247,10 @@ impl Bench<'_> {
         let lengths: &[u32] = if longest > 1 { &[1, longest] } else { &[1] };
         let disks = crate::guest::disks(&self.options.dir, lengths)?;
         for round in 0..self.options.rounds {
+            let mut disks: Vec<_> = disks.iter().collect();
+            by_turns(&mut disks, round);
             settle();
-            for at in 0..disks.len() {
-                let (layers, disk) = &disks[if round % 2 == 1 { disks.len() - 1 - at } else { at }];
+            for (layers, disk) in disks {
                 for server in self.options.servers.clone() {
                     if server == Kind::Floor || (server == Kind::Qemu && round >= qemu_rounds(*layers)) {
                         continue;

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::super::machine::settle;
+use super::super::machine::{by_turns, settle};
 use super::super::prepared::{self, Prepared};
 use super::super::report::{Report, Row};
 use super::super::results::Figure;
@@ -32,9 +32,7 @@ pub(super) fn measure(options: &Options, dir: &Path, report: &mut Report) -> Res
     settle();
     for round in 0..options.rounds {
         let mut turns = [(&one, &mut fast), (&long, &mut slow)];
-        if round % 2 == 1 {
-            turns.reverse();
-        }
+        by_turns(&mut turns, round);
         for (prepared, rates) in turns {
             rates.push(read(prepared, timing)?);
         }
