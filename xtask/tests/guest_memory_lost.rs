@@ -99,7 +99,7 @@ impl Trio {
     fn hide_by_flags_only(&self, name: &str, home: &str) -> usize {
         let from = Vault::open_directories(&[self.home(name)]).unwrap();
         let snapshot = from.snapshot(&format!("web@{name}").parse().unwrap()).unwrap();
-        let pages: Vec<_> = snapshot.hiding().iter().collect();
+        let pages: Vec<_> = snapshot.hiding().unwrap().iter().collect();
         let flags = pages.iter().map(|(frame, masks)| (*frame, masks[..1].to_vec())).collect();
         std::fs::create_dir(self.home(home)).unwrap();
         copy(&snapshot, &self.home(home), Hiding::new(flags));

@@ -60,7 +60,7 @@ fn save(homes: &Homes, guest: &Guest) -> Snapshot {
 fn restore(snapshot: &Snapshot, guest: &Guest, disks: [Option<&File>; 2]) -> Vec<u64> {
     let handle =
         |disk: Option<&File>| disk.map(|file| Box::new(file.try_clone().unwrap()) as Box<dyn ReadDisk>);
-    let refiller = Refiller::new(snapshot, disks.map(handle).into());
+    let refiller = Refiller::new(snapshot.refill().unwrap(), disks.map(handle).into());
     let memory = tempfile::tempfile().unwrap();
     let len = guest.layout.bytes();
     memory.set_len(len).unwrap();
@@ -106,7 +106,7 @@ fn pages_come_back_from_the_disks_or_are_hidden() {
 fn a_page_that_is_not_on_disk_is_left_to_be_hidden() {
     let (homes, guest) = (Homes::new(1), guest());
     let snapshot = save(&homes, &guest);
-    let refiller = Refiller::new(&snapshot, Vec::new());
+    let refiller = Refiller::new(snapshot.refill().unwrap(), Vec::new());
     let critical = Frame::new(0);
     let frames = [critical, Frame::new(1), Frame::new(1 << 40)];
     let missing = refiller.pages(&frames, None, |_, _| panic!("a page from nowhere")).unwrap();
@@ -121,7 +121,7 @@ fn a_guest_that_runs_first_has_what_there_was_time_for() {
     let snapshot = Arc::new(save(&homes, &guest));
     for (seconds, has_cache) in [(600, true), (0, false)] {
         let handle = |disk: &File| Some(Box::new(disk.try_clone().unwrap()) as Box<dyn ReadDisk>);
-        let refiller = Refiller::new(&snapshot, disks.iter().map(handle).collect());
+        let refiller = Refiller::new(snapshot.refill().unwrap(), disks.iter().map(handle).collect());
         let cache_time = Duration::from_secs(seconds);
         let lazily = Lazily { want: Want::All, cache_time, patience: Duration::ZERO };
         let local = tempfile::tempfile().unwrap();

@@ -73,10 +73,10 @@ fn what_is_said_of_a_snapshot_reads_back() {
     let info = snapshot.info();
     assert_eq!((info.id, info.title().as_str(), info.taken_ns), (saved.id, "web@mon", 5));
     assert_eq!((&info.labels, &info.disks, &info.layout), (&closing.labels, &closing.disks, &guest.layout));
-    assert_eq!(snapshot.hiding(), &closing.hiding);
-    let refill = snapshot.refill_of(Frame::new(1)).unwrap();
+    assert_eq!(snapshot.hiding().unwrap(), &closing.hiding);
+    let [(frame, refill)] = snapshot.refill().unwrap() else { panic!("one page") };
     assert!(refill.pieces[..] == [piece] && refill.is(&bytes(1)) && !refill.is(&bytes(2)));
-    assert_eq!(snapshot.refill_of(Frame::new(0)), None);
+    assert_eq!(*frame, Frame::new(1));
     assert_eq!(snapshot.read_page(Frame::new(1), &mut [0; PAGE_BYTES]).unwrap(), Page::Lost);
     assert_eq!((info.stats.refilled, info.stats.clean), (1, 1));
 }

@@ -82,9 +82,10 @@ fn assert_is(snapshot: &Snapshot, second: bool) {
     assert_eq!(info.labels, [("job".to_owned(), "nightly".to_owned())]);
     assert_eq!(info.disks, [DiskState { disk: "web.qcow2".to_owned(), snapshot: info.name.clone() }]);
     assert_eq!(info.taken_ns, 1_700_000_000_000_000_000 + u64::from(second));
-    assert_eq!(snapshot.hiding().get(Frame::new(5)), Some(&[MASK][..]));
+    assert_eq!(snapshot.hiding().expect("decodes").get(Frame::new(5)), Some(&[MASK][..]));
     let refilled = Frame::new((1 << 20) + 2);
-    let refill = snapshot.refill_of(refilled).expect("known");
+    let [(frame, refill)] = snapshot.refill().expect("decodes") else { panic!("one page") };
+    assert_eq!(*frame, refilled);
     assert!(refill.pieces[..] == [PIECE] && refill.is(&bytes(8)));
     assert_eq!(snapshot.blob("state"), Some(&b"devices"[..]));
 }

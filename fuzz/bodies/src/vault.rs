@@ -222,7 +222,10 @@ fn look(objects: Objects, is_made_up: bool) {
         };
         assert!(is_made_up || is_right, "page {number}: {read:?}");
     }
-    assert!(snapshot.hiding().iter().count() < 1 << 16 && snapshot.refill().len() < 1 << 16);
+    let (hiding, refill) = (snapshot.hiding(), snapshot.refill());
+    assert!(is_made_up || (hiding.is_ok() && refill.is_ok()), "{hiding:?} {refill:?}");
+    let entries = [hiding.map_or(0, |hiding| hiding.iter().count()), refill.map_or(0, <[_]>::len)];
+    assert!(entries.iter().all(|entries| *entries < 1 << 16), "{entries:?}");
     // A made-up machine may be large; ours is not.
     if snapshot.info().layout.frames() <= 1 << 16 {
         assert!(snapshot.classes().frames() <= 1 << 16);

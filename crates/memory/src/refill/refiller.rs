@@ -8,20 +8,29 @@ use parking_lot::Mutex;
 use super::reader::{self, Wanted};
 use crate::address::{Frame, PAGE_BYTES};
 use crate::disk::ReadDisk;
-use crate::vault::{Snapshot, VaultError};
+use crate::vault::{Refill, VaultError};
 
 /// Reads pages of clean cache that a snapshot does not hold from the disks at the same instant. Whatever it gives is
 /// what the page was.
 pub struct Refiller<'a> {
-    snapshot: &'a Snapshot,
+    /// In order of frames.
+    table: &'a [(Frame, Refill)],
     /// As the snapshot counts them.
     disks: Vec<Option<Box<dyn ReadDisk>>>,
 }
 
 impl<'a> Refiller<'a> {
-    /// Of `disks` in the order of the snapshot's; pages of one that is `None` cannot be had.
-    pub fn new(snapshot: &'a Snapshot, disks: Vec<Option<Box<dyn ReadDisk>>>) -> Self {
-        Self { snapshot, disks }
+    /// Of pages as [`Snapshot::refill`] has them, and `disks` in the order of the snapshot's; pages of one that is `None`
+    /// cannot be had.
+    ///
+    /// [`Snapshot::refill`]: crate::vault::Snapshot::refill
+    pub fn new(table: &'a [(Frame, Refill)], disks: Vec<Option<Box<dyn ReadDisk>>>) -> Self {
+        Self { table, disks }
+    }
+
+    fn find(&self, frame: Frame) -> Option<&Refill> {
+        let index = self.table.binary_search_by_key(&frame, |(frame, _)| *frame).ok()?;
+        Some(&self.table[index].1)
     }
 
     /// Gives those of `frames`, which are in order, that can be had to `sink`, from several threads and in no order, each
@@ -36,13 +45,13 @@ impl<'a> Refiller<'a> {
         sink: impl Fn(Frame, &[u8; PAGE_BYTES]) -> io::Result<()> + Sync,
     ) -> Result<Vec<Frame>, VaultError> {
         let wanted = frames.iter().filter_map(|&frame| {
-            let refill = self.snapshot.refill_of(frame)?;
+            let refill = self.find(frame)?;
             Some(Wanted { frame, pieces: &refill.pieces })
         });
         let given = Mutex::new(Vec::new());
         reader::read(&self.disks(), wanted.collect(), until, |wanted, page| {
             let frame = wanted.frame;
-            if self.snapshot.refill_of(frame).is_some_and(|refill| refill.is(page)) {
+            if self.find(frame).is_some_and(|refill| refill.is(page)) {
                 sink(frame, page).map_err(|source| VaultError::Sink { frame, source })?;
                 given.lock().push(frame);
             }
@@ -62,6 +71,6 @@ impl<'a> Refiller<'a> {
 impl std::fmt::Debug for Refiller<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let open = self.disks.iter().flatten().count();
-        f.debug_struct("Refiller").field("snapshot", &self.snapshot).field("disks", &open).finish()
+        f.debug_struct("Refiller").field("pages", &self.table.len()).field("disks", &open).finish()
     }
 }

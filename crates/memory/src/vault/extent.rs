@@ -1,12 +1,13 @@
 //! Some pages as one piece of an object: compressed together, with one checksum.
 
-use std::cell::RefCell;
 use std::io;
 
 use zstd::bulk::Decompressor;
 
 use super::bytes::{Malformed, Put, Take};
+use super::home::ObjectReader;
 use super::name::ObjectName;
+use super::object::ExtentPlace;
 use crate::address::PAGE_BYTES;
 
 /// The most pages of an extent.
@@ -95,29 +96,72 @@ pub(super) fn check(id: ExtentId, bytes: &[u8]) -> Result<ExtentHeader, Malforme
     if crc == checksum(id.object, bytes) { Ok(header) } else { Err(Malformed("the checksum does not match")) }
 }
 
-thread_local! {
-    /// What decompresses, kept: to make it takes as long as to decompress some pages.
-    static DECOMPRESSOR: RefCell<io::Result<Decompressor<'static>>> = RefCell::new(Decompressor::new());
+/// Reads extents one after another, into memory that it keeps.
+#[derive(Default)]
+pub(super) struct ExtentReader {
+    /// The extent as it lies in its object.
+    stored: Vec<u8>,
+    /// Its pages, unless they are stored as they are.
+    plain: Vec<u8>,
+    is_raw: bool,
+    /// To make it takes as long as to decompress some pages.
+    decompressor: Option<Decompressor<'static>>,
 }
 
-/// Up to `most` bytes out of one zstd frame.
-fn decompress(bytes: &[u8], most: usize) -> Option<Vec<u8>> {
-    DECOMPRESSOR.with_borrow_mut(|kept| kept.as_mut().ok()?.decompress(bytes, most).ok())
-}
-
-/// The pages of the extent `id`.
-pub(super) fn unpack(id: ExtentId, bytes: &[u8]) -> Result<Vec<u8>, Malformed> {
-    let header = check(id, bytes)?;
-    if header.encoding == RAW {
-        return Ok(bytes[HEADER..].to_vec());
+impl ExtentReader {
+    /// Reads the extent `id`, which lies at `place` in what `reader` reads.
+    pub(super) fn read(
+        &mut self,
+        id: ExtentId,
+        place: ExtentPlace,
+        reader: &dyn ObjectReader,
+    ) -> Result<(), Malformed> {
+        if place.len == 0 {
+            return Err(Malformed("it is not there"));
+        }
+        self.stored.resize(place.len as usize, 0);
+        reader.read_at(place.offset, &mut self.stored).map_err(|_| Malformed("it cannot be read"))?;
+        self.unpack(id)
     }
-    let expected = header.pages * PAGE_BYTES;
-    let pages = decompress(&bytes[HEADER..], expected).ok_or(Malformed("not zstd"))?;
-    if pages.len() == expected { Ok(pages) } else { Err(Malformed("it holds fewer pages than it says")) }
+
+    /// The extent that was read last, as it is stored.
+    pub(super) fn stored(&self) -> &[u8] {
+        &self.stored
+    }
+
+    /// The pages of the extent that was read last.
+    pub(super) fn pages(&self) -> &[u8] {
+        if self.is_raw { self.stored.get(HEADER..).unwrap_or_default() } else { &self.plain }
+    }
+
+    fn unpack(&mut self, id: ExtentId) -> Result<(), Malformed> {
+        let header = check(id, &self.stored)?;
+        self.is_raw = header.encoding == RAW;
+        if self.is_raw {
+            return Ok(());
+        }
+        let expected = header.pages * PAGE_BYTES;
+        self.plain.clear();
+        self.plain.reserve(expected);
+        match self.decompress() {
+            Ok(len) if len == expected => Ok(()),
+            Ok(_) => Err(Malformed("it holds another number of pages than it says")),
+            Err(_) => Err(Malformed("not zstd")),
+        }
+    }
+
+    fn decompress(&mut self) -> io::Result<usize> {
+        let decompressor = match &mut self.decompressor {
+            Some(kept) => kept,
+            none => none.insert(Decompressor::new()?),
+        };
+        decompressor.decompress_to_buffer(&self.stored[HEADER..], &mut self.plain)
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::home::Bytes;
     use super::super::name::{ObjectKind, SnapshotId};
     use super::*;
 
@@ -139,6 +183,14 @@ mod tests {
         (0..len).map(|_| next()).collect()
     }
 
+    /// The pages of an object that is this extent.
+    fn unpack(id: ExtentId, bytes: &[u8]) -> Result<Vec<u8>, Malformed> {
+        let place = ExtentPlace { offset: 0, len: bytes.len() as u32, pages: 0 };
+        let mut reader = ExtentReader::default();
+        reader.read(id, place, &Bytes(bytes.to_vec()))?;
+        Ok(reader.pages().to_vec())
+    }
+
     #[test]
     fn pages_read_back_whether_or_not_they_shrink() {
         for (pages, smaller) in [(vec![9; 3 * PAGE_BYTES], true), (noise(2 * PAGE_BYTES), false)] {
@@ -146,6 +198,19 @@ mod tests {
             assert_eq!(bytes.len() < pages.len(), smaller);
             assert_eq!(unpack(id(3), &bytes).unwrap(), pages);
             assert_eq!(check(id(3), &bytes).unwrap().pages, pages.len() / PAGE_BYTES);
+        }
+    }
+
+    #[test]
+    fn one_reader_reads_extents_of_any_kind_and_size_after_one_another() {
+        let mut reader = ExtentReader::default();
+        for pages in [noise(9 * PAGE_BYTES), vec![3; 5 * PAGE_BYTES], noise(PAGE_BYTES), vec![4; PAGE_BYTES]]
+        {
+            let object = Bytes(pack(id(3), &pages, &mut compressor()));
+            let place = ExtentPlace { offset: 0, len: object.0.len() as u32, pages: 0 };
+            reader.read(id(3), place, &object).unwrap();
+            assert!(reader.pages() == pages && reader.stored() == object.0);
+            assert!(reader.read(id(4), place, &object).is_err());
         }
     }
 

@@ -117,7 +117,7 @@ impl Known {
         known.parent = last.map(|last| last.id);
         known.last = last.and_then(|last| {
             let name = super::ObjectName { owner: last.id, kind: ObjectKind::Metadata };
-            let read = survey.first_good(vault, name, |reader| metadata::Metadata::read(last.id, reader));
+            let read = survey.first_good(vault, name, |reader| metadata::Outline::read(last.id, reader));
             Some(Last { pages: read.ok()?.pages, objects: last_objects })
         });
         known

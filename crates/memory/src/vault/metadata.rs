@@ -100,32 +100,118 @@ impl Metadata {
 
     /// Reads the whole object of the snapshot `id`.
     pub(super) fn read(id: SnapshotId, reader: &dyn ObjectReader) -> Result<Self, Malformed> {
+        let Outline { info, pages, blobs, hiding, refill } = Outline::read(id, reader)?;
+        let (hiding, refill) = (hiding.decode()?, refill.decode(info.disks.len())?);
+        Ok(Self { info, pages, hiding, refill, blobs })
+    }
+}
+
+/// A metadata object whose large tables, which not all need, are decoded when they are asked for.
+#[derive(Debug)]
+pub(super) struct Outline {
+    pub(super) info: Info,
+    pub(super) pages: Pages,
+    pub(super) blobs: BTreeMap<String, Vec<u8>>,
+    pub(super) hiding: HidingSection,
+    pub(super) refill: RefillSection,
+}
+
+impl Outline {
+    /// Reads the object of the snapshot `id`, and checks every byte of it.
+    pub(super) fn read(id: SnapshotId, reader: &dyn ObjectReader) -> Result<Self, Malformed> {
         let sections = sections(id, reader)?;
         let (info, rest) = sections.split_first().ok_or(Malformed("it has no sections"))?;
         let info = decode_info(id, *info, reader)?;
         let count = info.layout.bytes() / PAGE_BYTES as u64;
-        let (mut pages, mut hiding, mut refills) = (None, Hiding::default(), Vec::new());
-        let mut blobs = BTreeMap::new();
+        let (mut pages, mut blobs) = (None, BTreeMap::new());
+        let (mut hiding, mut refill) = (HidingSection(None), RefillSection(None));
         for section in rest {
-            let plain = plain(*section, reader)?;
-            let mut take = Take(&plain);
+            let stored = Stored::read(*section, reader)?;
             match section.kind {
-                PAGES => pages = Some(Pages::decode(&mut take, count)?),
-                HIDING => hiding = Hiding::decode(&mut take)?,
-                REFILL => refills = refill::decode(&mut take, info.disks.len())?,
-                BLOB => {
-                    let name = take.text()?;
-                    let len = take.0.len();
-                    blobs.insert(name, take.bytes(len)?.to_vec());
-                }
+                PAGES => pages = Some(stored.decode(|take| Pages::decode(take, count))?),
+                HIDING => hiding = HidingSection(Some(stored)),
+                REFILL => refill = RefillSection(Some(stored)),
+                BLOB => blobs.extend([stored.decode(decode_blob)?]),
                 _ => return Err(Malformed("a section is of no known kind")),
             }
-            take.end()?;
         }
         let pages = pages.ok_or(Malformed("it has no pages"))?;
         check_objects(&info, &pages)?;
-        Ok(Self { info, pages, hiding, refill: refills, blobs })
+        Ok(Self { info, pages, blobs, hiding, refill })
     }
+}
+
+/// What hides pages; none if there is no such section.
+#[derive(Debug)]
+pub(super) struct HidingSection(Option<Stored>);
+
+impl HidingSection {
+    pub(super) fn decode(&self) -> Result<Hiding, Malformed> {
+        self.0.as_ref().map_or_else(|| Ok(Hiding::default()), |stored| stored.decode(Hiding::decode))
+    }
+}
+
+/// What is on the guest's disks; nothing if there is no such section.
+#[derive(Debug)]
+pub(super) struct RefillSection(Option<Stored>);
+
+impl RefillSection {
+    /// For a guest with so many disks.
+    pub(super) fn decode(&self, disks: usize) -> Result<Vec<(Frame, Refill)>, Malformed> {
+        let decode = |stored: &Stored| stored.decode(|take| refill::decode(take, disks));
+        self.0.as_ref().map_or_else(|| Ok(Vec::new()), decode)
+    }
+}
+
+/// A section as it is stored, with a checksum that matched.
+#[derive(Debug)]
+struct Stored {
+    bytes: Vec<u8>,
+    /// Bytes before compression.
+    plain: u32,
+}
+
+impl Stored {
+    fn read(section: Section, reader: &dyn ObjectReader) -> Result<Self, Malformed> {
+        if u64::from(section.plain) > MAX_SECTION {
+            return Err(Malformed("a section is too long"));
+        }
+        let bytes = read(reader, section.offset, section.stored as usize)?;
+        let is_whole = crc32c::crc32c(&bytes) == section.crc;
+        let plain = section.plain;
+        if is_whole {
+            Ok(Self { bytes, plain })
+        } else {
+            Err(Malformed("a section's checksum does not match"))
+        }
+    }
+
+    /// What `decode` makes of all of the section's bytes before compression.
+    fn decode<T>(&self, decode: impl FnOnce(&mut Take<'_>) -> Result<T, Malformed>) -> Result<T, Malformed> {
+        let plain = self.plain()?;
+        let mut take = Take(&plain);
+        let decoded = decode(&mut take)?;
+        take.end()?;
+        Ok(decoded)
+    }
+
+    fn plain(&self) -> Result<Vec<u8>, Malformed> {
+        // Memory is taken as bytes come, not because a length asks for it.
+        let mut plain = Vec::new();
+        zstd::stream::read::Decoder::with_buffer(self.bytes.as_slice())
+            .and_then(|decoder| decoder.take(u64::from(self.plain) + 1).read_to_end(&mut plain))
+            .map_err(|_| Malformed("a section is not zstd"))?;
+        if plain.len() == self.plain as usize {
+            Ok(plain)
+        } else {
+            Err(Malformed("a section does not hold what it says"))
+        }
+    }
+}
+
+fn decode_blob(take: &mut Take<'_>) -> Result<(String, Vec<u8>), Malformed> {
+    let name = take.text()?;
+    Ok((name, take.bytes(take.0.len())?.to_vec()))
 }
 
 /// Every page lies in an object of the table, and critical ones among critical ones.
@@ -150,11 +236,7 @@ fn decode_info(id: SnapshotId, section: Section, reader: &dyn ObjectReader) -> R
     if section.kind != INFO {
         return Err(Malformed("it does not begin with what is known of the snapshot"));
     }
-    let plain = plain(section, reader)?;
-    let mut take = Take(&plain);
-    let info = Info::decode(id, &mut take)?;
-    take.end()?;
-    Ok(info)
+    Stored::read(section, reader)?.decode(|take| Info::decode(id, take))
 }
 
 fn section(write: impl FnOnce(&mut Put)) -> Vec<u8> {
@@ -205,27 +287,6 @@ fn sections(id: SnapshotId, reader: &dyn ObjectReader) -> Result<Vec<Section>, M
     }
     let is_whole = offset == reader.len();
     if is_whole { Ok(sections) } else { Err(Malformed("it has another length than its header says")) }
-}
-
-/// A section's bytes before compression.
-fn plain(section: Section, reader: &dyn ObjectReader) -> Result<Vec<u8>, Malformed> {
-    if u64::from(section.plain) > MAX_SECTION {
-        return Err(Malformed("a section is too long"));
-    }
-    let stored = read(reader, section.offset, section.stored as usize)?;
-    if crc32c::crc32c(&stored) != section.crc {
-        return Err(Malformed("a section's checksum does not match"));
-    }
-    // Memory is taken as bytes come, not because a length asks for it.
-    let mut plain = Vec::new();
-    zstd::stream::read::Decoder::with_buffer(stored.as_slice())
-        .and_then(|decoder| decoder.take(u64::from(section.plain) + 1).read_to_end(&mut plain))
-        .map_err(|_| Malformed("a section is not zstd"))?;
-    if plain.len() == section.plain as usize {
-        Ok(plain)
-    } else {
-        Err(Malformed("a section does not hold what it says"))
-    }
 }
 
 #[cfg(test)]

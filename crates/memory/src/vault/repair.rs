@@ -5,7 +5,7 @@
 
 use super::Vault;
 use super::error::{Result, VaultError};
-use super::extent::{self, ExtentId};
+use super::extent::{ExtentId, ExtentReader};
 use super::home::{Hold, ObjectReader};
 use super::info::{Info, ObjectUse};
 use super::name::{ObjectKind, ObjectName, SnapshotId};
@@ -112,16 +112,16 @@ impl Vault {
         extents.sort_by_key(|(_, place)| place.offset);
         let mut bytes = object::header(name).to_vec();
         let mut hashes: Vec<Vec<Hash>> = vec![Vec::new(); found.contents.extents.len()];
+        let mut extent = ExtentReader::default();
         for (number, place) in extents {
             let has = |index: &usize| found.copies[*index].good.get(number as usize) == Some(&true);
             let reader = readers[(0..readers.len()).find(has)?].as_ref()?;
-            let extent = super::snapshot::read_extent(reader.as_ref(), *place).ok()?;
-            let pages = extent::unpack(ExtentId { object: name, number }, &extent).ok()?;
-            hashes[number as usize] = pages.chunks(PAGE_BYTES).map(object::hash).collect();
+            extent.read(ExtentId { object: name, number }, *place, reader.as_ref()).ok()?;
+            hashes[number as usize] = extent.pages().chunks(PAGE_BYTES).map(object::hash).collect();
             if place.offset != bytes.len() as u64 {
                 return None;
             }
-            bytes.extend(extent);
+            bytes.extend(extent.stored());
         }
         let end = object::trailer(bytes.len() as u64, &found.contents.extents, &hashes);
         bytes.extend(end);

@@ -5,23 +5,25 @@
 mod order;
 mod stream;
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
+use super::Vault;
+use super::bytes::Malformed;
 use super::error::{Result, VaultError};
-use super::extent::{self, ExtentId};
+use super::extent::{ExtentId, ExtentReader};
 use super::hiding::Hiding;
 use super::home::{Held, ObjectReader};
 use super::info::{Info, ObjectUse};
-use super::metadata::Metadata;
+use super::metadata::Outline;
 use super::name::{ObjectKind, ObjectName, SnapshotId};
 use super::object::{self, Contents};
 use super::pages::{self, Content, Entry, Place};
 use super::refill::Refill;
 use super::survey::{Survey, wrong};
-use super::{Vault, bytes::Malformed};
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::{ClassMap, PageClass};
 
@@ -44,12 +46,21 @@ pub enum Page {
     Lost,
 }
 
-/// An extent's object and number, and its pages.
-type Cached = ((u16, u32), Arc<Vec<u8>>);
+/// An extent's object, as an index into the snapshot's table, and number.
+type ExtentKey = (u16, u32);
+/// An extent with its pages.
+type Cached = (ExtentKey, Arc<Vec<u8>>);
+
+thread_local! {
+    /// For extents that are read one at a time.
+    static READER: RefCell<ExtentReader> = RefCell::default();
+}
 
 /// A snapshot that is open for reading. What it needs is not collected before it is dropped.
 pub struct Snapshot {
-    metadata: Metadata,
+    metadata: Outline,
+    hiding: OnceLock<Hiding>,
+    refill: OnceLock<Vec<(Frame, Refill)>>,
     objects: Vec<Opened>,
     /// Those unpacked last, first.
     cache: Mutex<VecDeque<Cached>>,
@@ -82,13 +93,14 @@ impl Snapshot {
     pub(super) fn open(vault: &Vault, id: SnapshotId, survey: &Survey, held: Vec<Held>) -> Result<Self> {
         let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
         let metadata = survey
-            .first_good(vault, name, |reader| Metadata::read(id, reader))
+            .first_good(vault, name, |reader| Outline::read(id, reader))
             .map_err(|tried| VaultError::MetadataLost { id, tried })?;
         let objects: Vec<Opened> =
             metadata.info.objects.iter().map(|object| Opened::open(vault, survey, *object)).collect();
         let problems = objects.iter().flat_map(|object| object.unusable.iter().cloned()).collect();
         let (cache, problems) = (Mutex::default(), Mutex::new(problems));
-        Ok(Self { metadata, objects, cache, problems, _held: held })
+        let (hiding, refill) = (OnceLock::new(), OnceLock::new());
+        Ok(Self { metadata, hiding, refill, objects, cache, problems, _held: held })
     }
 
     /// What is known of it.
@@ -101,21 +113,36 @@ impl Snapshot {
         pages::classes(&self.metadata.info.layout, &self.metadata.pages)
     }
 
-    /// What hides pages of clean cache.
-    pub fn hiding(&self) -> &Hiding {
-        &self.metadata.hiding
+    /// What hides pages of clean cache. Decoded when it is first asked for.
+    ///
+    /// # Errors
+    /// [`VaultError::MetadataLost`] when it is not what it should be, although its checksum matches.
+    pub fn hiding(&self) -> Result<&Hiding> {
+        self.decoded(&self.hiding, || self.metadata.hiding.decode())
     }
 
-    /// Clean pages that lie on the guest's disks, in order of frames.
-    pub fn refill(&self) -> &[(Frame, Refill)] {
-        &self.metadata.refill
+    /// Clean pages that lie on the guest's disks, in order of frames. Decoded when it is first asked for.
+    ///
+    /// # Errors
+    /// As [`Self::hiding`].
+    pub fn refill(&self) -> Result<&[(Frame, Refill)]> {
+        let disks = self.metadata.info.disks.len();
+        self.decoded(&self.refill, || self.metadata.refill.decode(disks)).map(Vec::as_slice)
     }
 
-    /// How to get a page from the guest's disks, if that is known.
-    pub fn refill_of(&self, frame: Frame) -> Option<&Refill> {
-        let table = &self.metadata.refill;
-        let index = table.binary_search_by_key(&frame, |(frame, _)| *frame).ok()?;
-        Some(&table[index].1)
+    fn decoded<'a, T>(
+        &self,
+        kept: &'a OnceLock<T>,
+        decode: impl FnOnce() -> Result<T, Malformed>,
+    ) -> Result<&'a T> {
+        if let Some(kept) = kept.get() {
+            return Ok(kept);
+        }
+        let decoded = decode().map_err(|malformed| {
+            let id = self.metadata.info.id;
+            VaultError::MetadataLost { id, tried: vec![malformed.0.to_owned()] }
+        })?;
+        Ok(kept.get_or_init(|| decoded))
     }
 
     /// What the writer kept under this name.
@@ -168,7 +195,7 @@ impl Snapshot {
         let extent = match cached {
             Some(extent) => extent,
             None => {
-                let extent = Arc::new(self.extent(place.object, place.extent)?);
+                let extent = Arc::new(self.extent((place.object, place.extent))?);
                 let mut cache = self.cache.lock();
                 cache.truncate(CACHED_EXTENTS - 1);
                 cache.push_front((key, Arc::clone(&extent)));
@@ -186,18 +213,25 @@ impl Snapshot {
         Err(vec![format!("{object}: extent {} has fewer pages", place.extent)])
     }
 
+    /// The pages of an extent.
+    fn extent(&self, extent: ExtentKey) -> Result<Vec<u8>, Vec<String>> {
+        READER.with_borrow_mut(|reader| {
+            self.read_extent(extent, reader)?;
+            Ok(reader.pages().to_vec())
+        })
+    }
+
     /// Reads and unpacks an extent from whichever copy is whole.
-    fn extent(&self, object: u16, number: u32) -> Result<Vec<u8>, Vec<String>> {
+    fn read_extent(&self, (object, number): ExtentKey, reader: &mut ExtentReader) -> Result<(), Vec<String>> {
         let opened = &self.objects[usize::from(object)];
         let mut tried = opened.unusable.clone();
         let id = ExtentId { object: opened.name, number };
         let place = opened.contents.extents.get(number as usize).copied().unwrap_or_default();
         for copy in &opened.copies {
-            let read = read_extent(copy.reader.as_ref(), place).and_then(|bytes| extent::unpack(id, &bytes));
-            match read {
-                Ok(pages) => {
+            match reader.read(id, place, copy.reader.as_ref()) {
+                Ok(()) => {
                     self.note(&tried[opened.unusable.len()..]);
-                    return Ok(pages);
+                    return Ok(());
                 }
                 Err(malformed) => tried.push(format!("{}: extent {number}: {}", copy.place, malformed.0)),
             }
@@ -211,19 +245,6 @@ impl Snapshot {
             self.problems.lock().extend(problems.iter().cloned());
         }
     }
-}
-
-/// The bytes of an extent of an object.
-pub(super) fn read_extent(
-    reader: &dyn ObjectReader,
-    place: object::ExtentPlace,
-) -> Result<Vec<u8>, Malformed> {
-    if place.len == 0 {
-        return Err(Malformed("it is not there"));
-    }
-    let mut bytes = vec![0; place.len as usize];
-    reader.read_at(place.offset, &mut bytes).map_err(|_| Malformed("it cannot be read"))?;
-    Ok(bytes)
 }
 
 impl Opened {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::bytes::Malformed;
 use super::error::{Result, VaultError};
-use super::extent::{self, ExtentId};
+use super::extent::{ExtentId, ExtentReader};
 use super::home::ObjectReader;
 use super::info::Info;
 use super::metadata::Metadata;
@@ -237,15 +237,16 @@ fn check_copy(
 ) -> (Vec<bool>, Result<(), Malformed>) {
     let mut found = object::contents(name, reader).and_then(|_| object::hashes(name, reader)).map(drop);
     let mut good = Vec::with_capacity(contents.extents.len());
-    let mut first = 0;
+    let (mut first, mut extent) = (0, ExtentReader::default());
     for (number, place) in (0..).zip(&contents.extents) {
         let hashes = hashes.get(first..first + usize::from(place.pages));
         first += usize::from(place.pages);
         let id = ExtentId { object: name, number };
         let is_unused = place.len == 0;
-        let read = super::snapshot::read_extent(reader, *place).and_then(|bytes| extent::unpack(id, &bytes));
-        let read = read.and_then(|pages| match hashes {
-            Some(hashes) if !pages.chunks(PAGE_BYTES).map(object::hash).eq(hashes.iter().copied()) => {
+        let read = extent.read(id, *place, reader).and_then(|()| match hashes {
+            Some(hashes)
+                if !extent.pages().chunks(PAGE_BYTES).map(object::hash).eq(hashes.iter().copied()) =>
+            {
                 Err(Malformed("a page is not what its hash says"))
             }
             _ => Ok(()),

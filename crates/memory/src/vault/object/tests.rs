@@ -1,4 +1,4 @@
-use super::super::extent::ExtentId;
+use super::super::extent::{ExtentId, ExtentReader};
 use super::super::home::Bytes;
 use super::super::name::ObjectKind;
 use super::scan::scan;
@@ -35,9 +35,9 @@ fn extents_are_found_by_the_table_and_without_it() {
     assert_eq!(found.extents.iter().map(|extent| extent.pages).collect::<Vec<_>>(), [2, 1, 3]);
     assert_eq!(scan(name(), &object), found);
     for (number, place) in (0..).zip(&found.extents) {
-        let bytes = read(&object, place.offset, place.len as usize).unwrap();
-        let pages = extent::unpack(ExtentId { object: name(), number }, &bytes).unwrap();
-        assert_eq!(pages, vec![number as u8; usize::from(place.pages) * PAGE_BYTES]);
+        let mut reader = ExtentReader::default();
+        reader.read(ExtentId { object: name(), number }, *place, &object).unwrap();
+        assert_eq!(reader.pages(), vec![number as u8; usize::from(place.pages) * PAGE_BYTES]);
     }
     let hashes = hashes(name(), &object).unwrap();
     assert_eq!(hashes[..3], [hash(&[0; PAGE_BYTES]), hash(&[0; PAGE_BYTES]), hash(&[1; PAGE_BYTES])]);

@@ -4,7 +4,7 @@ use std::io;
 
 use super::super::error::{Result, VaultError};
 use super::super::pages::{self, Content, Entry, PageNumber, Place};
-use super::Snapshot;
+use super::{ExtentKey, Snapshot};
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::PageClass;
 
@@ -28,7 +28,7 @@ pub(super) struct Piece {
 
 impl Piece {
     /// The object and the number of its extent.
-    fn extent(&self) -> (u16, u32) {
+    pub(super) fn extent(&self) -> ExtentKey {
         (self.place.object, self.place.extent)
     }
 }
@@ -44,7 +44,7 @@ impl Order {
     }
 
     /// The pieces of an extent.
-    fn of(&self, extent: (u16, u32)) -> &[Piece] {
+    fn of(&self, extent: ExtentKey) -> &[Piece] {
         let from = self.0.partition_point(|piece| piece.extent() < extent);
         let len = self.0[from..].partition_point(|piece| piece.extent() == extent);
         &self.0[from..from + len]
@@ -103,7 +103,7 @@ impl Snapshot {
             .ok_or(VaultError::Page { frame, reason: "the machine has no such page" })?;
         let Content::At(place) = self.metadata.pages.get(number).content else { return Ok(()) };
         let lost = |tried| VaultError::PageLost { snapshot: self.info().title(), frame, tried };
-        let extent = self.extent(place.object, place.extent).map_err(lost)?;
+        let extent = self.extent((place.object, place.extent)).map_err(lost)?;
         for piece in order.of((place.object, place.extent)) {
             for by in 0..piece.len {
                 let frame = pages::frame(layout, PageNumber(piece.first.0 + by));

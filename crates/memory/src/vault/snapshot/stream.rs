@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use parking_lot::Mutex;
 
 use super::super::error::{Result, VaultError};
+use super::super::extent::ExtentReader;
 use super::super::pages::{self, PageNumber};
 use super::Snapshot;
 use super::order::{Piece, Want};
@@ -34,10 +35,11 @@ impl Snapshot {
         let (next, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
         let more_lost = Mutex::new(Vec::new());
         let work = || -> Result<()> {
+            let mut reader = ExtentReader::default();
             while !stop.load(Ordering::Relaxed)
                 && let Some(group) = groups.get(next.fetch_add(1, Ordering::Relaxed))
             {
-                let given = self.give(group, &sink, &more_lost);
+                let given = self.give(group, &mut reader, &sink, &more_lost);
                 stop.fetch_or(given.is_err(), Ordering::Relaxed);
                 given?;
             }
@@ -57,13 +59,13 @@ impl Snapshot {
     fn give(
         &self,
         group: &[Piece],
+        reader: &mut ExtentReader,
         sink: &(impl Fn(Frame, &Pages) -> io::Result<()> + Sync),
         lost: &Mutex<Vec<Frame>>,
     ) -> Result<()> {
         let layout = &self.metadata.info.layout;
-        let first = group[0].place;
-        let extent = self.extent(first.object, first.extent);
-        let pages = extent.as_ref().map_or(&[][..], |extent| extent.as_chunks().0);
+        let read = self.read_extent(group[0].extent(), reader);
+        let pages = if read.is_ok() { reader.pages().as_chunks().0 } else { &[] };
         for piece in group {
             let (mut number, mut left, mut slot) = (piece.first.0, piece.len, usize::from(piece.place.slot));
             while left > 0 {
@@ -78,7 +80,7 @@ impl Snapshot {
                 if piece.class == PageClass::Clean {
                     lost.lock().extend(absent);
                 } else if let Some(frame) = absent.next() {
-                    return Err(self.page_lost(frame, &extent));
+                    return Err(self.page_lost(frame, &read));
                 }
                 (number, left, slot) = (number + len, left - len, slot + len as usize);
             }
@@ -86,9 +88,9 @@ impl Snapshot {
         Ok(())
     }
 
-    fn page_lost(&self, frame: Frame, extent: &Result<Vec<u8>, Vec<String>>) -> VaultError {
+    fn page_lost(&self, frame: Frame, read: &Result<(), Vec<String>>) -> VaultError {
         let short = || vec!["its extent has fewer pages".to_owned()];
-        let tried = extent.as_ref().err().cloned().unwrap_or_else(short);
+        let tried = read.as_ref().err().cloned().unwrap_or_else(short);
         VaultError::PageLost { snapshot: self.info().title(), frame, tried }
     }
 }
