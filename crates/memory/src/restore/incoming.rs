@@ -13,8 +13,10 @@ use crate::qmp::{Qmp, QmpError};
 
 /// How long QEMU may take to load the devices.
 const LOAD_MAX: Duration = Duration::from_secs(120);
-/// How often QEMU is asked how far it is.
-const POLL: Duration = Duration::from_millis(2);
+/// After what time QEMU is first asked how far it is: most guests' devices are loaded by then.
+const FIRST_POLL: Duration = Duration::from_micros(250);
+/// How often it is asked in the end.
+const POLL: Duration = Duration::from_millis(8);
 /// What QEMU calls the descriptor.
 const NAME: &str = "vmstrata-state";
 
@@ -37,18 +39,25 @@ struct Migration {
     error: Option<String>,
 }
 
-/// Loads the devices into the QEMU behind `qmp`; `go_on` lets the guest run. Returns how long it took.
+/// Readies the QEMU behind `qmp` for what is coming. The guest's memory need not be in place yet.
 ///
 /// # Errors
-/// [`RestoreError`]; QEMU must then be ended: it may have loaded a part.
-pub fn resume(qmp: &mut Qmp, incoming: Incoming<'_>, go_on: bool) -> Result<Duration, RestoreError> {
-    let start = Instant::now();
+/// [`RestoreError::Kind`] for a machine of another type; what QEMU says.
+pub fn ready(qmp: &mut Qmp, incoming: Incoming<'_>) -> Result<(), RestoreError> {
     let has: String = qmp.ask("qom-get", json!({ "path": "/machine", "property": "type" }))?;
     let has = has.trim_end_matches("-machine").to_owned();
     if has != incoming.kind {
         return Err(RestoreError::Kind { had: incoming.kind.to_owned(), has });
     }
-    set_capability(qmp, IGNORE_SHARED, incoming.ignore_shared)?;
+    Ok(set_capability(qmp, IGNORE_SHARED, incoming.ignore_shared)?)
+}
+
+/// Loads the devices into a QEMU that is [`ready`], and whose memory is in place: they read it. `go_on` lets the guest run.
+///
+/// # Errors
+/// [`RestoreError`]; QEMU must then be ended: it may have loaded a part.
+pub fn resume(qmp: &mut Qmp, incoming: Incoming<'_>, go_on: bool) -> Result<(), RestoreError> {
+    let deadline = Instant::now() + LOAD_MAX;
     let (reader, mut writer) = pipe().map_err(QmpError::from)?;
     qmp.give(NAME, reader.as_fd())?;
     drop(reader);
@@ -56,20 +65,23 @@ pub fn resume(qmp: &mut Qmp, incoming: Incoming<'_>, go_on: bool) -> Result<Dura
         // A QEMU that stops reading is one that failed, and says why itself.
         scope.spawn(move || drop(writer.write_all(incoming.devices)));
         qmp.tell("migrate-incoming", json!({ "uri": format!("fd:{NAME}") }))?;
-        wait_loaded(qmp, start + LOAD_MAX)
+        wait_loaded(qmp, deadline)
     })?;
+    if go_on {
+        qmp.tell("cont", json!({}))?;
+    }
     if incoming.ignore_shared {
         // Left on, it would keep the memory out of a later migration of the user's.
         set_capability(qmp, IGNORE_SHARED, false)?;
     }
-    if go_on {
-        qmp.tell("cont", json!({}))?;
-    }
-    Ok(start.elapsed())
+    Ok(())
 }
 
 fn wait_loaded(qmp: &mut Qmp, deadline: Instant) -> Result<(), RestoreError> {
+    let mut pause = FIRST_POLL;
     loop {
+        std::thread::sleep(pause);
+        pause = (2 * pause).min(POLL);
         let now: Migration = match qmp.ask("query-migrate", json!({})) {
             Ok(now) => now,
             // An incoming migration that fails ends QEMU.
@@ -87,7 +99,7 @@ fn wait_loaded(qmp: &mut Qmp, deadline: Instant) -> Result<(), RestoreError> {
             _ if Instant::now() > deadline => {
                 return Err(RestoreError::Incoming { words: "it does not end".to_owned() });
             }
-            _ => std::thread::sleep(POLL),
+            _ => {}
         }
     }
 }

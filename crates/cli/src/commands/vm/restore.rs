@@ -15,7 +15,7 @@ use vmstrata_memory::capture::{CAPTURED, Captured, CapturedBackend, DEVICES};
 use vmstrata_memory::disk::open_all;
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::refill::Refiller;
-use vmstrata_memory::restore::{BackendFile, Filled, Incoming, RestoreError, restart, resume};
+use vmstrata_memory::restore::{BackendFile, Filled, Incoming, RestoreError, ready, restart, resume};
 use vmstrata_memory::vault::{Snapshot, Vault, Want, Which};
 
 use super::states::{States, moved};
@@ -26,7 +26,7 @@ use ending::Ending;
 /// How long QEMU may take until its monitor answers.
 const START_MAX: Duration = Duration::from_secs(30);
 /// How often the monitor's socket is looked for.
-const POLL: Duration = Duration::from_millis(5);
+const POLL: Duration = Duration::from_millis(1);
 
 /// Starts the guest, and ends when its QEMU does.
 ///
@@ -81,10 +81,14 @@ fn want(args: &VmRestoreArgs) -> Want {
 /// What reads pages of cache from the disks, unless there are none to be read.
 fn refiller<'a>(args: &VmRestoreArgs, snapshot: &'a Snapshot) -> Result<Option<Refiller<'a>>> {
     let states = moved(&snapshot.info().disks, &args.disks)?;
-    if args.no_cache || args.no_refill || snapshot.refill().is_empty() {
+    if args.no_cache || args.no_refill {
         return Ok(None);
     }
-    Ok(Some(Refiller::new(snapshot, open_all(&States::new(&args.backing), &states))))
+    let table = snapshot.refill()?;
+    if table.is_empty() {
+        return Ok(None);
+    }
+    Ok(Some(Refiller::new(table, open_all(&States::new(&args.backing), &states))))
 }
 
 /// What files of this restore are called.
@@ -133,12 +137,26 @@ impl<'a> Waiting<'a> {
         Ok(Self { qemu: Some(qemu), monitor, incoming, ending })
     }
 
-    /// Gives it the devices, and lets the guest go on unless it is to stay `paused`.
-    fn resume(mut self, paused: bool) -> Result<Child> {
+    /// Waits until it can be given the devices. Its memory need not be in place yet.
+    fn ready(mut self) -> Result<Ready<'a>> {
         let mut qmp = started(self.qemu.as_mut().expect("not resumed yet"), &self.monitor)?;
-        resume(&mut qmp, self.incoming, !paused)?;
-        self.ending.begun();
-        Ok(self.qemu.take().expect("not resumed yet"))
+        ready(&mut qmp, self.incoming)?;
+        Ok(Ready { waiting: self, qmp })
+    }
+}
+
+/// A QEMU that can be given the devices.
+struct Ready<'a> {
+    waiting: Waiting<'a>,
+    qmp: Qmp,
+}
+
+impl Ready<'_> {
+    /// Gives it the devices, and lets the guest go on unless it is to stay `paused`. Its memory is in place.
+    fn resume(mut self, paused: bool) -> Result<Child> {
+        resume(&mut self.qmp, self.waiting.incoming, !paused)?;
+        self.waiting.ending.begun();
+        Ok(self.waiting.qemu.take().expect("not resumed yet"))
     }
 }
 

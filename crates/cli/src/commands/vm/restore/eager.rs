@@ -6,9 +6,9 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use vmstrata_memory::capture::Captured;
-use vmstrata_memory::restore::{BackendFile, fill};
+use vmstrata_memory::restore::{BackendFile, Filled, fill};
 use vmstrata_memory::vault::Snapshot;
 
 use super::{Ending, Waiting};
@@ -36,8 +36,16 @@ pub(super) fn run(
     let captured = super::captured(&snapshot)?;
     let (files, open) = memory(args, &snapshot, &captured, ending)?;
     let qemu = Waiting::start(args, &snapshot, &captured, &files.0, ending)?;
-    let filled = fill(&snapshot, super::want(args), super::refiller(args, &snapshot)?.as_ref(), open)?;
-    let qemu = qemu.resume(args.paused)?;
+    let filling = || -> Result<Filled> {
+        Ok(fill(&snapshot, super::want(args), super::refiller(args, &snapshot)?.as_ref(), open)?)
+    };
+    let (qemu, filled) = std::thread::scope(|scope| {
+        let filling = scope.spawn(filling);
+        let qemu = qemu.ready();
+        (qemu, filling.join())
+    });
+    let filled = filled.map_err(|_| anyhow!("what fills the memory has ended by a panic"))??;
+    let qemu = qemu?.resume(args.paused)?;
     drop(files);
     super::told(&snapshot, filled, "restored", start.elapsed());
     drop(snapshot);

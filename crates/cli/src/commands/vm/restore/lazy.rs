@@ -50,7 +50,7 @@ pub(super) fn run(
     ending.undo(move || drop(detach(&at)));
     let files = backends(args, &snapshot, &captured, &dir);
     let mut mounted = mount(&memory, &files, &dir)?;
-    let qemu = Waiting::start(args, &snapshot, &captured, &files, ending)?.resume(args.paused)?;
+    let qemu = Waiting::start(args, &snapshot, &captured, &files, ending)?.ready()?.resume(args.paused)?;
     mounted.detach().with_context(|| dir.display().to_string())?;
     super::told(&snapshot, filled, "restored lazily", start.elapsed());
     tell_left(&title, memory.left());
