@@ -1,7 +1,7 @@
 //! Chains made ready for a measurement: known, and in the page cache.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -73,15 +73,18 @@ pub(super) fn raw_copy(options: &Options, one: &Prepared) -> Result<PathBuf> {
     Ok(raw)
 }
 
-/// Reads a file from the disk once, so that it lies in the page cache, and lies there as reading puts it.
+/// Reads a file from the disk once, so that it lies in the page cache, cluster by cluster, as a guest that reads here and
+/// there leaves it.
 ///
-/// What writing left in the cache goes first: the kernel keeps large writes in large pieces, and reads of those are half
-/// as fast again, so a file would be quicker than another only for the way it was made.
+/// The kernel keeps what is written at once, or read ahead, in large pieces: larger ones the longer a file is. Reads of those
+/// are half as fast again, so without this one file would be quicker than the thousand that its bytes are spread over, whoever
+/// reads them. What writing left in the cache goes first for that reason.
 pub(super) fn warm(path: &Path) -> Result<()> {
     let mut file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     fadvise(&file, 0, None, Advice::DontNeed)?;
-    fadvise(&file, 0, None, Advice::Sequential)?;
-    io::copy(&mut io::BufReader::with_capacity(1 << 20, &mut file), &mut io::sink())?;
+    fadvise(&file, 0, None, Advice::Random)?;
+    let mut cluster = vec![0; CLUSTER as usize];
+    while file.read(&mut cluster)? > 0 {}
     Ok(())
 }
 

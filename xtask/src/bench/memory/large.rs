@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 
+use super::super::machine::settle;
 use super::super::server;
 use super::Options;
 use super::rollback;
@@ -15,6 +16,8 @@ use crate::guest::{Guest, Task, must};
 /// Work that leaves most of a large guest's memory free, and work that fills it with file cache.
 const ROOMY: &str = "files";
 const FULL: &str = "archive";
+/// How often classes are found in a round.
+const TIMES: usize = 5;
 
 /// Measures guests with `mib` of memory.
 pub(super) fn measure(guest: &Guest, mib: u32, options: &Options, samples: &mut Samples) -> Result<()> {
@@ -28,7 +31,8 @@ pub(super) fn measure(guest: &Guest, mib: u32, options: &Options, samples: &mut 
 }
 
 fn classify(stage: &Stage, rounds: usize, sample: Sample, samples: &mut Samples) -> Result<()> {
-    for _ in 0..rounds {
+    settle();
+    for _ in 0..rounds * TIMES {
         let start = Instant::now();
         // On one processor, while the guest is held.
         let mut pages = Command::new("taskset");
