@@ -1,7 +1,7 @@
 //! Chains made ready for a measurement: known, and in the page cache.
 
 use std::fs::{self, File};
-use std::io::Read as _;
+use std::io::{Read as _, Seek as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -12,6 +12,8 @@ use super::session::Chain;
 use crate::chain::{self, Base, Manifest, Plan, Spec};
 
 const SEED: u64 = 20_260_101;
+/// How often a file is read until the kernel takes its pages for in use, and changes nothing more.
+const READS: u32 = 3;
 
 /// A chain on disk with its owners at hand.
 pub(super) struct Prepared {
@@ -73,18 +75,22 @@ pub(super) fn raw_copy(options: &Options, one: &Prepared) -> Result<PathBuf> {
     Ok(raw)
 }
 
-/// Reads a file from the disk once, so that it lies in the page cache, cluster by cluster, as a guest that reads here and
-/// there leaves it.
+/// Reads a file from the disk, so that it lies in the page cache as a guest that reads here and there leaves it: cluster by
+/// cluster, and read more than once.
 ///
 /// The kernel keeps what is written at once, or read ahead, in large pieces: larger ones the longer a file is. Reads of those
 /// are half as fast again, so without this one file would be quicker than the thousand that its bytes are spread over, whoever
-/// reads them. What writing left in the cache goes first for that reason.
+/// reads them. What writing left in the cache goes first for that reason. The second read of a page moves it among those
+/// in use, which takes longer than to read it; what was read in more rounds than another would be slower for that.
 pub(super) fn warm(path: &Path) -> Result<()> {
     let mut file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     fadvise(&file, 0, None, Advice::DontNeed)?;
     fadvise(&file, 0, None, Advice::Random)?;
     let mut cluster = vec![0; CLUSTER as usize];
-    while file.read(&mut cluster)? > 0 {}
+    for _ in 0..READS {
+        file.rewind()?;
+        while file.read(&mut cluster)? > 0 {}
+    }
     Ok(())
 }
 
