@@ -30,8 +30,13 @@ struct Moment {
     from: Duration,
     to: Duration,
     taken: Taken,
-    /// Whether the machine stood still meanwhile; `None` where that cannot be told.
-    stalled: Option<bool>,
+}
+
+/// What happened under a writing guest, in the guest's time.
+struct Course {
+    moments: Vec<Moment>,
+    /// From when to when the machine itself stood still; `None` where that cannot be told.
+    stalls: Option<Vec<(Duration, Duration)>>,
 }
 
 /// What a guest felt, and what the commands took: one value a snapshot.
@@ -44,6 +49,8 @@ pub(super) struct Felt {
     usual: Vec<f64>,
     /// Requests in the second after over those in the second before.
     throughput: Vec<f64>,
+    /// Of those snapshots in whose two seconds the machine itself did not stand still.
+    undisturbed_throughput: Vec<f64>,
     /// The same where no snapshot was taken: the second before over the one before that.
     steady: Vec<f64>,
     /// Of the command, ms.
@@ -73,7 +80,7 @@ pub(super) fn vmstrata(options: &Options, dir: &Path, report: &mut Report) -> Re
         history.push(&name(index), (index > 0).then_some(clusters));
     }
     let guest = Guest::start(client, options.working_set);
-    let moments = paced(&guest, options.pace, quiet, &mut take, dir)?;
+    let course = paced(&guest, options.pace, quiet, &mut take, dir)?;
     let (mut client, trace) = guest.stop()?;
     (quiet..options.snapshots).for_each(|index| history.push(&name(index), None));
     history.verify(&mut client, 2000)?;
@@ -81,7 +88,7 @@ pub(super) fn vmstrata(options: &Options, dir: &Path, report: &mut Report) -> Re
     report.add(Row::median("memory after all snapshots were taken live", "MiB", &[memory]));
     drop(client);
     server.stop()?;
-    Ok((history, Felt::new(&moments, &trace, options.pace)))
+    Ok((history, Felt::new(&course, &trace, options.pace)))
 }
 
 /// Takes snapshots of a disk of the same kind through stock QEMU: fewer, as they take their time.
@@ -102,11 +109,11 @@ pub(super) fn qemu(options: &Options, dir: &Path) -> Result<Felt> {
         close: options.pace.close.div_ceil(6),
         ..options.pace
     };
-    let moments = paced(&guest, pace, 0, &mut take, dir)?;
+    let course = paced(&guest, pace, 0, &mut take, dir)?;
     let (client, trace) = guest.stop()?;
     drop(client);
     server.stop()?;
-    Ok(Felt::new(&moments, &trace, pace))
+    Ok(Felt::new(&course, &trace, pace))
 }
 
 fn name(index: usize) -> String {
@@ -132,7 +139,7 @@ fn change(client: &mut Client, history: &mut History, clusters: &[u64], index: u
 }
 
 /// Snapshots at their moments: close ones, then those with a second before and after.
-fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Path) -> Result<Vec<Moment>> {
+fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Path) -> Result<Course> {
     touch_free_memory(8 * GAP_MEMORY);
     std::thread::sleep(pace.second);
     let stalls =
@@ -147,18 +154,20 @@ fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Pat
         drop(memory);
         let from = guest.now();
         let taken = take.take(&name(first + index))?;
-        moments.push(Moment { from, to: guest.now(), taken, stalled: None });
+        moments.push(Moment { from, to: guest.now(), taken });
     }
     std::thread::sleep(pace.second.mul_f64(1.1));
-    if let Ok(stalls) = stalls {
-        let of_guest = |stall: Stall| (guest.time_of(stall.from), guest.time_of(stall.to));
-        let seen: Vec<_> = stalls.end().into_iter().map(of_guest).collect();
-        for moment in &mut moments {
-            let (from, to) = (moment.from, pace.felt_until(moment));
-            moment.stalled = Some(seen.iter().any(|stall| stall.0 < to && stall.1 > from));
-        }
+    let of_guest = |stall: Stall| (guest.time_of(stall.from), guest.time_of(stall.to));
+    let stalls = stalls.ok().map(|stalls| stalls.end().into_iter().map(of_guest).collect());
+    Ok(Course { moments, stalls })
+}
+
+impl Course {
+    /// Whether the machine is known not to have stood still.
+    fn ran(&self, from: Duration, to: Duration) -> bool {
+        let within = |stall: &(Duration, Duration)| stall.0 < to && stall.1 > from;
+        self.stalls.as_ref().is_some_and(|stalls| !stalls.iter().any(within))
     }
-    Ok(moments)
 }
 
 impl Pace {
@@ -173,7 +182,8 @@ impl Pace {
 }
 
 impl Felt {
-    fn new(moments: &[Moment], trace: &Trace, pace: Pace) -> Self {
+    fn new(course: &Course, trace: &Trace, pace: Pace) -> Self {
+        let moments = &course.moments;
         let ms = |time: Duration| time.as_secs_f64() * 1000.0;
         let longest = |moment: &Moment| ms(trace.longest(moment.from, pace.felt_until(moment)));
         let usual = moments.iter().map(|moment| {
@@ -186,12 +196,20 @@ impl Felt {
             trace.completed(at, at + pace.second) as f64 / trace.completed(at - pace.second, at) as f64
         };
         let spaced = &moments[pace.close..];
+        let ran = |moment: &&Moment| course.ran(moment.from, pace.felt_until(moment));
+        let ran_long =
+            |moment: &&Moment| course.ran(moment.from.saturating_sub(pace.second), moment.from + pace.second);
         Self {
             longest: moments.iter().map(longest).collect(),
-            undisturbed: moments.iter().filter(|moment| moment.stalled == Some(false)).map(longest).collect(),
+            undisturbed: moments.iter().filter(ran).map(longest).collect(),
             usual: usual.collect(),
             // The second after begins with the command, not with its end: what it disturbs counts.
             throughput: spaced.iter().map(|moment| change(moment.from)).collect(),
+            undisturbed_throughput: spaced
+                .iter()
+                .filter(ran_long)
+                .map(|moment| change(moment.from))
+                .collect(),
             steady: spaced.iter().map(|moment| change(moment.from - pace.second)).collect(),
             commands: moments.iter().map(|moment| ms(moment.taken.command)).collect(),
             pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),
@@ -220,6 +238,11 @@ pub(super) fn rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
     beside(report, Row::median(after, "", &ours.throughput).at_least(0.9), &qemu.throughput);
     let worst = Row::smallest("the same, worst snapshot", "", &ours.throughput).at_least(0.9);
     report.add(worst.beside(range(&qemu.throughput).0));
+    if !ours.undisturbed_throughput.is_empty() && !qemu.undisturbed_throughput.is_empty() {
+        let quiet = "the same, worst of those in whose two seconds the machine did not stand still";
+        let quiet = Row::smallest(quiet, "", &ours.undisturbed_throughput).at_least(0.9);
+        report.add(quiet.beside(range(&qemu.undisturbed_throughput).0));
+    }
     let steady = "writes in a second / in the one before it, without a snapshot, worst";
     report.add(Row::smallest(steady, "", &ours.steady).beside(range(&qemu.steady).0));
     let command = "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)";
