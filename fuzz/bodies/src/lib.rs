@@ -18,6 +18,7 @@
 //! | [`vault`](fn@vault) | changes to a snapshot of memory | the reader of the store of snapshots |
 //! | [`vmcoreinfo`](fn@vmcoreinfo) | the start of a guest's memory | the search for its kernel |
 //! | [`btf`](fn@btf) | the types of a guest's kernel | their reader |
+//! | [`migration_stream`](fn@migration_stream) | what QEMU says of a guest | what takes pages out of it |
 //! | [`filesystem`](fn@filesystem) | sectors of a guest's disk | the readers of its file systems |
 //! | [`vhost_request`] | guest memory, and what is written to it meanwhile | a vhost-user queue on a disk |
 //!
@@ -33,6 +34,7 @@ mod index;
 mod introspect;
 mod journal;
 mod memory_file;
+mod migration_stream;
 mod nbd_client;
 mod nbd_decode;
 mod scratch;
@@ -46,6 +48,7 @@ pub use image::image_open;
 pub use index::index;
 pub use introspect::{btf, vmcoreinfo};
 pub use journal::journal;
+pub use migration_stream::migration_stream;
 pub use nbd_client::nbd_client;
 pub use nbd_decode::nbd_decode;
 pub use tables::qcow2_tables;
@@ -56,7 +59,7 @@ pub use vhost::vhost_request;
 pub type Body = (&'static str, fn(&[u8]));
 
 /// All of them.
-pub const BODIES: [Body; 12] = [
+pub const BODIES: [Body; 13] = [
     ("qcow2_header", qcow2_header),
     ("qcow2_tables", qcow2_tables),
     ("image_open", image_open),
@@ -68,5 +71,6 @@ pub const BODIES: [Body; 12] = [
     ("vault", vault),
     ("vmcoreinfo", vmcoreinfo),
     ("btf", btf),
+    ("migration_stream", migration_stream),
     ("filesystem", filesystem),
 ];

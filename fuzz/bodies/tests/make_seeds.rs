@@ -322,3 +322,30 @@ fn filesystems() {
         put("filesystem", name, &input);
     }
 }
+
+/// Small machines that have not run, with one page of memory and one of firmware that are not zeros, as stock QEMU migrates them.
+#[test]
+#[ignore = "writes to the source tree"]
+fn migrations() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (bios, memory, stream, commands) = (path("bios"), path("memory"), path("stream"), path("commands"));
+    for (file, len) in [(&bios, 64 << 10), (&memory, 1 << 20)] {
+        let mut bytes = vec![0; len];
+        bytes[0x2000..0x3000].fill(7);
+        bytes[0x2fff] = 8;
+        std::fs::write(file, bytes).unwrap();
+    }
+    std::fs::write(&commands, format!("migrate \"exec:cat > {stream}\"\nquit\n")).unwrap();
+    let object = format!("memory-backend-file,id=mem,size=1M,share=on,mem-path={memory}");
+    for machine in ["isapc", "microvm"] {
+        let qemu = format!(
+            "qemu-system-x86_64 -nodefaults -display none -S -accel tcg -m 1 -object {object} -bios {bios} \
+             -machine {machine},suppress-vmdesc=on,memory-backend=mem -monitor stdio < {commands}"
+        );
+        must("sh", &["-c", &qemu]);
+        let bytes = std::fs::read(&stream).unwrap();
+        assert!(bytes.len() < 64 << 10, "{machine}: {} bytes", bytes.len());
+        put("migration_stream", machine, &bytes);
+    }
+}

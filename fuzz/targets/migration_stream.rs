@@ -1,0 +1,5 @@
+//! libFuzzer's door to [`vmstrata_fuzz_bodies::migration_stream`].
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| vmstrata_fuzz_bodies::migration_stream(data));
