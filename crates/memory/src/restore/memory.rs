@@ -47,8 +47,10 @@ pub fn fill(
         }
         None => absent.clone(),
     };
-    // What hides a page lies in others, which are all there now.
-    memory.hide(snapshot.hiding()?, &lost)?;
+    if !lost.is_empty() {
+        // What hides a page lies in others, which are all there now.
+        memory.hide(snapshot.hiding()?, &lost)?;
+    }
     let (refilled, hidden) = ((absent.len() - lost.len()) as u64, lost.len() as u64);
     Ok(Filled { pages: pages.into_inner(), refilled, hidden })
 }

@@ -59,7 +59,9 @@ pub fn prepare(
         lost.sort_unstable();
         lost = refill.pages(&lost, Some(deadline), |frame, bytes| memory.put(frame, bytes))?;
     }
-    memory.clear(Clears::hiding(layout, snapshot.hiding()?, &lost)?)?;
+    if !lost.is_empty() {
+        memory.clear(Clears::hiding(layout, snapshot.hiding()?, &lost)?)?;
+    }
     let refilled = (absent - lost.len()) as u64;
     let pages = before.of - before.pages + refilled;
     Ok((memory, Filled { pages, refilled, hidden: lost.len() as u64 }))
