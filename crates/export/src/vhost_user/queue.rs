@@ -20,9 +20,13 @@ use super::request::Status;
 use super::ring::{Ring, RingError};
 use super::stats::Counters;
 
-/// Requests taken from one ring before the engine gets to work on them. Many make one system call; but at a
-/// depth of 32, a usual one, the rest is what our processor works on while the driver's sees to the answers
-/// (measured from 4 to 32: 24 was best, 4 the worst by a third).
+/// Requests taken from one ring before they are answered: half of those that wait, within these bounds.
+///
+/// Many make one system call. But a driver that gets all of its answers at once has nothing to do until then, and nor have
+/// we after. With half of them it works on the first while we work on the others. (Beside taking all of up to 24, 4 KiB at a
+/// depth of 8: 1.7 times as many writes, 2.1 as many reads; at 32: 1.1 times as many of both. Less than four a time: reads
+/// at 8 gain nothing.)
+const TAKE_MIN: u32 = 4;
 const TAKE_MAX: u32 = 24;
 
 /// What a stopped queue leaves behind.
@@ -125,7 +129,8 @@ impl Queue {
         if !self.is_running() {
             return 0;
         }
-        for taken in 0..TAKE_MAX {
+        let share = self.parts.ring.waiting().div_ceil(2).clamp(TAKE_MIN, TAKE_MAX);
+        for taken in 0..share {
             match self.parts.ring.next() {
                 Ok(Some(chain)) => self.begin(chain, io, counters),
                 Ok(None) => return taken,
@@ -135,7 +140,7 @@ impl Queue {
                 }
             }
         }
-        TAKE_MAX
+        share
     }
 
     fn break_off(&mut self, error: &RingError) {

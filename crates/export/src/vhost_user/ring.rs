@@ -188,8 +188,14 @@ impl Ring {
     /// Whether [`Ring::next`] has something to say: a request, or an error.
     #[inline]
     pub(super) fn has_work(&self) -> bool {
-        !self.unanswered.is_empty()
-            || u16::from_le(self.available_word(2).load(Ordering::Relaxed)) != self.next_available
+        !self.unanswered.is_empty() || self.waiting() > 0
+    }
+
+    /// Requests that the driver has made available and nobody has taken, or whatever else it says.
+    #[inline]
+    pub(super) fn waiting(&self) -> u32 {
+        let available = u16::from_le(self.available_word(2).load(Ordering::Relaxed));
+        available.wrapping_sub(self.next_available).into()
     }
 
     /// Requests taken and not answered.

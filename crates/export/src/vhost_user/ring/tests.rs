@@ -100,6 +100,23 @@ fn a_request_comes_in_and_its_answer_goes_out() {
 }
 
 #[test]
+fn what_waits_is_counted_across_the_end_of_the_index() {
+    let mut bench = Bench::new(16, 65534, true);
+    for head in [0, 3] {
+        bench.offer_read(head, 0, 512);
+    }
+    let mut ring = bench.ring(65534);
+    assert_eq!(ring.waiting(), 2);
+    assert!(ring.next().unwrap().is_some());
+    bench.offer_read(6, 0, 512);
+    assert_eq!(ring.waiting(), 2, "one is taken, another has come");
+    while ring.next().unwrap().is_some() {}
+    assert_eq!((ring.waiting(), ring.in_flight()), (0, 3));
+    [0, 3, 6].into_iter().for_each(|head| ring.refuse(head, 1));
+    assert_eq!(ring.waiting(), 0, "what is answered does not wait");
+}
+
+#[test]
 fn any_layout_of_header_data_and_status_is_understood() {
     let guest = GUEST_BASE + DATA;
     // Header in two pieces, the second with data; data and status in one buffer; an empty buffer between.
