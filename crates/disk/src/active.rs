@@ -5,13 +5,14 @@
 //! ([`crate::changes`]), are brought together here, so that a lookup sees every change that was published and a page can
 //! be evicted at any time.
 //!
-//! A page's entries are changed, and a page is filled, only under the page's lock. Lookups take none.
+//! A page's entries are changed under the page's lock or the cluster's ([`locks`]), and a page is filled only under its own.
+//! Lookups take none.
 //!
-//! Lock order: page lock, then L1 lock, then the allocator's or the changes' lock.
+//! Lock order: page lock, then cluster lock, then L1 lock, then the allocator's or the changes' lock.
 
 mod commit;
 mod l1;
-mod page_locks;
+mod locks;
 mod partial;
 mod publish;
 mod recover;
@@ -21,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use arc_swap::ArcSwap;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{GuestOffset, LayerIndex};
@@ -34,9 +35,9 @@ use crate::flusher::Flusher;
 use crate::layer::{Tables, table_of, words};
 use crate::resources::Resources;
 use l1::L1;
-use page_locks::PageLocks;
+use locks::EntryLocks;
 
-pub(crate) use page_locks::PageGuards;
+pub(crate) use locks::{EntryGuard, PageGuards};
 pub(crate) use partial::{Partial, Parts, is_partial};
 
 /// See the module documentation.
@@ -62,7 +63,7 @@ pub(crate) struct Active {
     /// Another one takes its place while no writer is inside.
     l1: ArcSwap<L1>,
     l1_lock: Mutex<()>,
-    page_locks: PageLocks,
+    locks: EntryLocks,
 }
 
 /// A cluster's entry and what it was before.
@@ -108,7 +109,7 @@ impl Active {
             cache: Arc::clone(resources.cache()),
             l1: ArcSwap::from_pointee(l1),
             l1_lock: Mutex::new(()),
-            page_locks: PageLocks::default(),
+            locks: EntryLocks::default(),
             flusher,
             file: OpenStore::new(Arc::clone(&store)),
             store,
@@ -155,18 +156,23 @@ impl Active {
     }
 
     /// Excludes other changes of the entries of the cluster's page.
-    pub(crate) fn lock_page(&self, cluster: u64) -> MutexGuard<'_, ()> {
-        self.page_locks.lock(cluster)
-    }
-
-    /// As [`Active::lock_page`], unless someone else has it locked.
-    pub(crate) fn try_lock_page(&self, cluster: u64) -> Option<MutexGuard<'_, ()>> {
-        self.page_locks.try_lock(cluster)
+    pub(crate) fn lock_page(&self, cluster: u64) -> EntryGuard<'_> {
+        self.locks.lock_page(cluster)
     }
 
     /// As [`Active::lock_page`] for several clusters at once.
     pub(crate) fn lock_pages(&self, clusters: impl Iterator<Item = u64>) -> PageGuards<'_> {
-        self.page_locks.lock_all(clusters)
+        self.locks.lock_pages(clusters)
+    }
+
+    /// Excludes other changes of the cluster's entry.
+    pub(crate) fn lock_cluster(&self, cluster: u64) -> EntryGuard<'_> {
+        self.locks.lock_cluster(cluster)
+    }
+
+    /// As [`Active::lock_cluster`], unless someone else has the cluster or its page locked.
+    pub(crate) fn try_lock_cluster(&self, cluster: u64) -> Option<EntryGuard<'_>> {
+        self.locks.try_lock_cluster(cluster)
     }
 
     /// A cluster's raw entry, from the image if need be. The page must not be locked by the caller.
@@ -181,15 +187,15 @@ impl Active {
         self.entry_locked(cluster, &guard)
     }
 
-    /// As [`Active::entry`], for a caller that holds the page's lock.
-    pub(crate) fn entry_locked(&self, cluster: u64, _page: &MutexGuard<'_, ()>) -> Result<u64> {
+    /// As [`Active::entry`], for a caller that holds the lock of the cluster or of its page.
+    pub(crate) fn entry_locked(&self, cluster: u64, guard: &EntryGuard<'_>) -> Result<u64> {
         if let Some(raw) = self.lookup(cluster) {
             return Ok(raw);
         }
         let (key, slot) = self.key(cluster);
         let first = cluster - slot as u64;
         // Changes are looked at before the image: one that a commit writes meanwhile, and then forgets, is seen in
-        // one of the two places. (No others can be noted: the caller holds the page's lock.)
+        // one of the two places. (No others of what is locked can be noted.)
         let mut changed: Vec<(u64, u64)> = Vec::new();
         self.changes.overlay(first..first + PAGE_WORDS as u64, |cluster, raw| changed.push((cluster, raw)));
         let mut page = [0; PAGE_WORDS];
@@ -197,7 +203,9 @@ impl Active {
         for (cluster, raw) in changed {
             page[(cluster - first) as usize] = raw;
         }
-        self.cache.fill(key, &page);
+        if guard.is_of_page() {
+            self.cache.fill(key, &page);
+        }
         Ok(page[slot])
     }
 

@@ -151,7 +151,7 @@ impl Layers {
     }
 
     /// Fills `into` with what the cluster held before, given its raw entry in the active layer. For copy-on-write,
-    /// under the page's lock.
+    /// under the lock of the cluster or its page.
     pub(crate) fn read_old(
         &self,
         active: &Active,

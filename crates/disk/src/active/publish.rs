@@ -1,28 +1,21 @@
 //! Making changes of entries seen, and giving back what nothing leads to any more.
 
-use parking_lot::MutexGuard;
-
-use super::{Active, Change};
+use super::{Active, Change, EntryGuard};
 use crate::changes::{Freed, Noted};
 use crate::error::Result;
 use crate::journal::{Record, Slot};
 
 impl Active {
-    /// Publishes changes of entries that lie in one page and one L2 table. The data they lead to is written.
+    /// Publishes changes of entries that lie in one page and one L2 table and are locked. The data they lead to is written.
     ///
     /// # Errors
     /// A commit that failed where the changes could not be journalled.
-    pub(crate) fn publish(
-        &self,
-        changed: &[Change],
-        freed: &[Freed],
-        page: &MutexGuard<'_, ()>,
-    ) -> Result<()> {
-        self.settle(self.note(changed, freed, page))
+    pub(crate) fn publish(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Result<()> {
+        self.settle(self.note(changed, freed, guard))
     }
 
     /// As [`Active::publish`], but that it is left to the caller to do what was noted asks for.
-    pub(crate) fn note(&self, changed: &[Change], freed: &[Freed], _page: &MutexGuard<'_, ()>) -> Noted {
+    pub(crate) fn note(&self, changed: &[Change], freed: &[Freed], _guard: &EntryGuard<'_>) -> Noted {
         let records: smallvec::SmallVec<[Record; 4]> = changed
             .iter()
             .map(|change| Record { slot: Slot::L2(change.cluster), old: change.old, new: change.new })

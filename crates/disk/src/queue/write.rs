@@ -9,8 +9,9 @@ use super::{IoQueue, of_part};
 use crate::epoch::Phase;
 use crate::request::Request;
 
-/// A write into the page cache that takes longer was held back by the host.
-const WRITE_PATIENCE: Duration = Duration::from_millis(2);
+/// A write into the page cache that takes longer was held back by the host, whose shortest pause for writers is 6 ms. What
+/// takes less may have waited for a processor: up to a tick, which is 4 ms on many hosts.
+const WRITE_PATIENCE: Duration = Duration::from_millis(5);
 /// For how long writes go to workers then.
 const HOLD_BACK: Duration = Duration::from_millis(50);
 

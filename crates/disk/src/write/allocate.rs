@@ -3,14 +3,13 @@
 //! A new cluster is written whole, in one write, before any entry leads to it: old bytes, the request's, old bytes.
 //! Runs of clusters that need space are allocated, written and published together.
 
-use parking_lot::MutexGuard;
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::COPIED;
 use vmstrata_store::{Segment, SegmentVec, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use super::with_scratch;
-use crate::active::{Active, Change};
+use crate::active::{Active, Change, EntryGuard};
 use crate::alloc::Allocated;
 use crate::changes::Freed;
 use crate::error::{IoContext as _, Result};
@@ -72,7 +71,7 @@ impl Layers {
         active: &Active,
         first: u64,
         count: u64,
-        page: &MutexGuard<'_, ()>,
+        page: &EntryGuard<'_>,
     ) -> Result<SmallRaws> {
         let mut old = SmallRaws::new();
         for cluster in first..first + count {
@@ -187,7 +186,7 @@ fn publish_new(
     host: HostOffset,
     old: &[u64],
     frees_old: bool,
-    page: &MutexGuard<'_, ()>,
+    page: &EntryGuard<'_>,
 ) -> Result<()> {
     let mut changed: smallvec::SmallVec<[Change; 4]> = smallvec::SmallVec::new();
     let mut freed: Vec<Freed> = Vec::new();

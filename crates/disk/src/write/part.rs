@@ -12,17 +12,16 @@
 //! in the journal ([`crate::changes`]).
 //!
 //! Invariants: a cluster in part had no entry and lies within the disk whole. A part counts as written once its bytes are.
-//! Parts become written, and a cluster whole, under the page's lock.
+//! Parts become written, and a cluster whole, under the cluster's lock.
 
 use std::time::{Duration, Instant};
 
-use parking_lot::MutexGuard;
 use vmstrata_qcow2::entry::COPIED;
 use vmstrata_store::{PADDING_MAX, Segment, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use super::with_scratch;
-use crate::active::{Active, Change, Partial, Parts};
+use crate::active::{Active, Change, EntryGuard, Partial, Parts};
 use crate::alloc::Allocated;
 use crate::changes::Noted;
 use crate::error::{IoContext as _, Result};
@@ -75,8 +74,8 @@ impl Layers {
     /// written in part.
     pub(super) fn write_part(&self, active: &Active, at: GuestOffset, from: &[Segment<'_>]) -> Result<usize> {
         let Some(piece) = self.piece_of(active, at, total_len(from) as u64) else { return Ok(0) };
-        let page = active.lock_page(piece.cluster);
-        let raw = active.entry_locked(piece.cluster, &page)?;
+        let guard = active.lock_cluster(piece.cluster);
+        let raw = active.entry_locked(piece.cluster, &guard)?;
         let in_file = |error: crate::Error| error.in_file(&active.path);
         let space = match active.partial(raw) {
             Some(_) => None,
@@ -87,7 +86,7 @@ impl Layers {
             None => return Ok(0),
         };
         let part = slice(from, 0, piece.len as usize);
-        Ok(match self.put_or_free(active, piece, &part, (raw, space), &page)? {
+        Ok(match self.put_or_free(active, piece, &part, (raw, space), &guard)? {
             Put::Done => piece.len as usize,
             Put::Refused => 0,
         })
@@ -99,7 +98,7 @@ impl Layers {
         let Top::Qcow2(active) = &self.top else { return None };
         let len = total_len(from) as u64;
         let piece = self.piece_of(active, at, len).filter(|piece| piece.len == len)?;
-        let page = active.try_lock_page(piece.cluster)?;
+        let guard = active.try_lock_cluster(piece.cluster)?;
         let raw = active.lookup(piece.cluster)?;
         let space = match active.partial(raw) {
             Some(_) => None,
@@ -108,7 +107,7 @@ impl Layers {
             }
             None => return None,
         };
-        let put = self.put_or_free(active, piece, from, (raw, space), &page);
+        let put = self.put_or_free(active, piece, from, (raw, space), &guard);
         matches!(put, Ok(Put::Done)).then_some(())
     }
 
@@ -144,9 +143,9 @@ impl Layers {
         piece: Piece,
         from: &[Segment<'_>],
         (raw, space): (u64, Option<Allocated>),
-        page: &MutexGuard<'_, ()>,
+        guard: &EntryGuard<'_>,
     ) -> Result<Put> {
-        let put = self.put(active, piece, from, (raw, space), page);
+        let put = self.put(active, piece, from, (raw, space), guard);
         if let (Some(space), Err(_) | Ok(Put::Refused)) = (space, &put)
             && active.lookup(piece.cluster) == Some(raw)
         {
@@ -162,7 +161,7 @@ impl Layers {
         piece: Piece,
         from: &[Segment<'_>],
         (raw, space): (u64, Option<Allocated>),
-        page: &MutexGuard<'_, ()>,
+        guard: &EntryGuard<'_>,
     ) -> Result<Put> {
         let bits = active.tables.geometry.cluster_bits;
         let start = GuestOffset::new(piece.cluster << bits.get());
@@ -179,10 +178,10 @@ impl Layers {
         let new = if is_whole { partial.host.get() | COPIED } else { partial.word() };
         let change = Change { cluster: piece.cluster, old: raw, new };
         if is_whole {
-            active.publish(&[change], &[], page).map_err(|error| error.in_file(&active.path))?;
+            active.publish(&[change], &[], guard).map_err(|error| error.in_file(&active.path))?;
             return Ok(Put::Done);
         }
-        match active.note(&[change], &[], page) {
+        match active.note(&[change], &[], guard) {
             Noted::Safe => {
                 if raw == 0 {
                     self.resources.upkeep().put_off();
@@ -191,7 +190,7 @@ impl Layers {
             }
             Noted::Refused => Ok(Put::Refused),
             // A commit writes no word of this kind: whole first.
-            Noted::MustCommit => self.whole_entry(active, piece.cluster, page).map(|_| Put::Done),
+            Noted::MustCommit => self.whole_entry(active, piece.cluster, guard).map(|_| Put::Done),
         }
     }
 
@@ -204,13 +203,8 @@ impl Layers {
     ///
     /// # Errors
     /// What lies below cannot be read, or the active layer's file not be written.
-    pub(crate) fn whole_entry(
-        &self,
-        active: &Active,
-        cluster: u64,
-        page: &MutexGuard<'_, ()>,
-    ) -> Result<u64> {
-        let raw = active.entry_locked(cluster, page)?;
+    pub(crate) fn whole_entry(&self, active: &Active, cluster: u64, guard: &EntryGuard<'_>) -> Result<u64> {
+        let raw = active.entry_locked(cluster, guard)?;
         let Some(partial) = active.partial(raw) else { return Ok(raw) };
         let start = GuestOffset::new(cluster << active.tables.geometry.cluster_bits.get());
         partial.missing().try_for_each(|run| {
@@ -218,7 +212,7 @@ impl Layers {
         })?;
         let new = partial.host.get() | COPIED;
         let change = Change { cluster, old: raw, new };
-        active.publish(&[change], &[], page).map_err(|error| error.in_file(&active.path))?;
+        active.publish(&[change], &[], guard).map_err(|error| error.in_file(&active.path))?;
         Ok(new)
     }
 
@@ -261,7 +255,7 @@ impl Layers {
     /// As [`Layers::complete_all`].
     pub(crate) fn complete_one(&self, cluster: u64) -> Result<()> {
         let Top::Qcow2(active) = &self.top else { return Ok(()) };
-        self.whole_entry(active, cluster, &active.lock_page(cluster)).map(drop)
+        self.whole_entry(active, cluster, &active.lock_cluster(cluster)).map(drop)
     }
 
     fn complete_each(&self, clusters: &[u64]) -> Result<()> {
