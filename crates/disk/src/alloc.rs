@@ -10,6 +10,7 @@
 //!
 //! Lock order: the allocator's lock is a leaf; store operations happen under it.
 
+mod claim;
 mod grow;
 #[cfg(test)]
 mod tests;
@@ -136,12 +137,6 @@ impl Allocator {
         Ok(self.hand_out(&mut state, clusters))
     }
 
-    /// Hands out one cluster, if that takes neither a store operation nor waiting for a lock.
-    pub(crate) fn try_allocate(&self) -> Option<Allocated> {
-        let mut state = self.state.try_lock()?;
-        (!state.claimed.is_empty()).then(|| self.hand_out(&mut state, 1))
-    }
-
     /// Hands out the first of the claimed clusters, up to `clusters`.
     fn hand_out(&self, state: &mut State, clusters: u64) -> Allocated {
         let first = state.claimed.start;
@@ -150,36 +145,6 @@ impl Allocator {
         let zeroed = first >= state.fresh_from;
         state.fresh_from = state.fresh_from.max(first + count);
         Allocated { at: self.cluster_at(first), clusters: count, zeroed }
-    }
-
-    /// Raises the refcounts of the first run of free clusters, at most `max` long.
-    fn claim(&self, state: &mut State, max: u64) -> Result<Range<u64>> {
-        let first = self.find_free(state)?;
-        let mut end = first + 1;
-        while end < first + max && self.refcount_of(state, end)? == Some(0) {
-            end += 1;
-        }
-        if let Some(&taken) = state.protected.range(first..end).next() {
-            let kind = ErrorKind::Refcount { found: 0, needed: "at least 1, it holds a table" };
-            return Err(crate::Error::from(kind).at(self.cluster_at(taken)));
-        }
-        self.set_range(state, first..end, 1)?;
-        state.hint = end;
-        Ok(first..end)
-    }
-
-    /// The first free cluster at or above the hint, with a refcount block that covers it.
-    fn find_free(&self, state: &mut State) -> Result<u64> {
-        let mut cluster = state.hint;
-        loop {
-            match self.refcount_of(state, cluster)? {
-                Some(0) => return Ok(cluster),
-                Some(_) => cluster += 1,
-                None => {
-                    self.add_block(state, cluster / self.entries_per_block())?;
-                }
-            }
-        }
     }
 
     /// A cluster's refcount; `None` where no block says.

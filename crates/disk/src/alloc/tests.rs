@@ -11,6 +11,8 @@ use super::*;
 #[derive(Clone, Debug)]
 enum Operation {
     Allocate(u64),
+    /// As an I/O thread does: one cluster, or none where that takes a read.
+    AllocateAtOnce,
     /// Frees this one of the runs that are held, modulo their number.
     Free(usize),
     /// As a clean close does.
@@ -22,6 +24,7 @@ enum Operation {
 fn operations() -> impl Strategy<Value = Vec<Operation>> {
     let one = prop_oneof![
         6 => (1u64..150).prop_map(Operation::Allocate),
+        6 => Just(Operation::AllocateAtOnce),
         3 => any::<usize>().prop_map(Operation::Free),
         1 => Just(Operation::Release),
         1 => Just(Operation::Reopen),
@@ -75,6 +78,16 @@ impl Bench {
 
     fn allocate(&mut self, clusters: u64) {
         let got = self.alloc.allocate(clusters).unwrap();
+        self.use_up(got, clusters);
+    }
+
+    fn allocate_at_once(&mut self) {
+        if let Some(got) = self.alloc.try_allocate() {
+            self.use_up(got, 1);
+        }
+    }
+
+    fn use_up(&mut self, got: Allocated, clusters: u64) {
         assert!((1..=clusters).contains(&got.clusters) && got.at.is_aligned(self.bits()));
         let first = got.at.get() >> self.bits().get();
         let len = (got.clusters << self.bits().get()) as usize;
@@ -144,6 +157,7 @@ proptest! {
         for operation in operations {
             match operation {
                 Operation::Allocate(clusters) => bench.allocate(clusters),
+                Operation::AllocateAtOnce => bench.allocate_at_once(),
                 Operation::Free(which) => bench.free(which),
                 Operation::Release => bench.alloc.release_claimed().unwrap(),
                 Operation::Reopen => {
@@ -159,4 +173,21 @@ proptest! {
         prop_assert!(own.iter().all(|cluster| !bench.used.contains_key(cluster)), "refcounts lie on data");
         prop_assert_eq!(bench.counted(), (bench.used.len() + own.len()) as u64, "leaked, or not counted");
     }
+}
+
+#[test]
+fn a_cluster_is_had_at_once_wherever_its_refcounts_are_in_memory() {
+    let mut bench = Bench::new(12, 4);
+    assert!(bench.alloc.try_allocate().is_none(), "nothing has been read");
+    bench.allocate(1);
+    let per_block = bench.alloc.entries_per_block() as usize;
+    let before = bench.held.len();
+    (0..per_block).for_each(|_| bench.allocate_at_once());
+    let got = bench.held.len() - before;
+    assert!((per_block / 2..per_block).contains(&got), "up to the end of the block, not further: {got}");
+    assert!(bench.alloc.try_allocate().is_none(), "the next block is yet to be made");
+    bench.allocate(1);
+    bench.allocate_at_once();
+    assert_eq!(bench.held.len(), before + got + 2);
+    bench.verify();
 }
