@@ -25,10 +25,11 @@ fn a_small_history_is_measured_checked_and_removed() {
         found.unwrap_or_else(|| panic!("no row {start}"))
     };
     // What does not depend on how fast this machine is.
-    assert_eq!(row("layers that `qemu-img check` finds clean").value, 15.0);
+    // One more for each snapshot during which the machine stood still.
+    assert!((15.0..=17.0).contains(&row("layers that `qemu-img check` finds clean").value));
     let added = row("bytes that a snapshot adds / its bound");
     assert_eq!((added.samples, added.met()), (11, Some(true)), "{added:?}");
-    assert!(row("snapshot of the live disk").qemu.is_some());
+    assert!(row("longest latency of all").qemu.is_some());
     assert!(row("4 KiB requests of a guest, p99: while").qemu.is_some());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "files are left");
 }

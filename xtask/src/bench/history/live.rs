@@ -30,10 +30,13 @@ struct Moment {
     from: Duration,
     to: Duration,
     taken: Taken,
+    /// Nothing else was done in the second before and the second after.
+    spaced: bool,
 }
 
 /// What happened under a writing guest, in the guest's time.
 struct Course {
+    pace: Pace,
     moments: Vec<Moment>,
     /// From when to when the machine itself stood still; `None` where that cannot be told.
     stalls: Option<Vec<(Duration, Duration)>>,
@@ -43,14 +46,14 @@ struct Course {
 pub(super) struct Felt {
     /// Longest latency of a request around a snapshot, ms.
     longest: Vec<f64>,
-    /// Of those snapshots during which the machine itself did not stand still, ms; of none where that cannot be told.
+    /// Of those snapshots during which the machine itself is not known to have stood still, ms.
     undisturbed: Vec<f64>,
     /// The same where no snapshot was taken, ms.
     usual: Vec<f64>,
     /// Requests in the second after over those in the second before.
     throughput: Vec<f64>,
-    /// Of those snapshots in whose two seconds the machine itself did not stand still.
-    undisturbed_throughput: Vec<f64>,
+    /// The same, all seconds together.
+    together: f64,
     /// The same where no snapshot was taken: the second before over the one before that.
     steady: Vec<f64>,
     /// Of the command, ms.
@@ -82,13 +85,13 @@ pub(super) fn vmstrata(options: &Options, dir: &Path, report: &mut Report) -> Re
     let guest = Guest::start(client, options.working_set);
     let course = paced(&guest, options.pace, quiet, &mut take, dir)?;
     let (mut client, trace) = guest.stop()?;
-    (quiet..options.snapshots).for_each(|index| history.push(&name(index), None));
+    (quiet..quiet + course.moments.len()).for_each(|index| history.push(&name(index), None));
     history.verify(&mut client, 2000)?;
     let memory = server.resident_bytes()? as f64 / f64::from(1 << 20);
     report.add(Row::median("memory after all snapshots were taken live", "MiB", &[memory]));
     drop(client);
     server.stop()?;
-    Ok((history, Felt::new(&course, &trace, options.pace)))
+    Ok((history, Felt::new(&course, &trace)))
 }
 
 /// Takes snapshots of a disk of the same kind through stock QEMU: fewer, as they take their time.
@@ -113,7 +116,7 @@ pub(super) fn qemu(options: &Options, dir: &Path) -> Result<Felt> {
     let (client, trace) = guest.stop()?;
     drop(client);
     server.stop()?;
-    Ok(Felt::new(&course, &trace, pace))
+    Ok(Felt::new(&course, &trace))
 }
 
 fn name(index: usize) -> String {
@@ -138,116 +141,140 @@ fn change(client: &mut Client, history: &mut History, clusters: &[u64], index: u
     Ok(())
 }
 
-/// Snapshots at their moments: close ones, then those with a second before and after.
+/// Snapshots at their moments; more, close ones, until the machine itself ran during as many as were asked for. Where it stands
+/// still time and again, twice as many are enough.
 fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Path) -> Result<Course> {
-    touch_free_memory(8 * GAP_MEMORY);
-    std::thread::sleep(pace.second);
-    let stalls =
-        Stalls::watch().inspect_err(|error| eprintln!("cannot tell when the machine stands still: {error}"));
-    let mut moments = Vec::new();
-    for index in 0..pace.close + pace.spaced {
-        // Spaced ones have a whole second after and two before, in which nothing else is done.
-        let [after, before] = if index < pace.close { [0.2, 0.3] } else { [1.05, 2.1] };
-        std::thread::sleep(pace.second.mul_f64(after));
-        let memory = hold_touched_memory(dir, GAP_MEMORY)?;
-        std::thread::sleep(pace.second.mul_f64(before));
-        drop(memory);
-        let from = guest.now();
-        let taken = take.take(&name(first + index))?;
-        moments.push(Moment { from, to: guest.now(), taken });
+    let wanted = pace.close + pace.spaced;
+    let mut course = Course { pace, moments: Vec::new(), stalls: Some(Vec::new()) };
+    let mut next = pace;
+    while next.close + next.spaced > 0 {
+        course.go_on(guest, next, first, take, dir)?;
+        let missing = wanted - course.undisturbed().count();
+        next = Pace { spaced: 0, close: missing.min(2 * wanted - course.moments.len()), ..pace };
     }
-    std::thread::sleep(pace.second.mul_f64(1.1));
-    let of_guest = |stall: Stall| (guest.time_of(stall.from), guest.time_of(stall.to));
-    let stalls = stalls.ok().map(|stalls| stalls.end().into_iter().map(of_guest).collect());
-    Ok(Course { moments, stalls })
+    Ok(course)
 }
 
 impl Course {
-    /// Whether the machine is known not to have stood still.
-    fn ran(&self, from: Duration, to: Duration) -> bool {
-        let within = |stall: &(Duration, Duration)| stall.0 < to && stall.1 > from;
-        self.stalls.as_ref().is_some_and(|stalls| !stalls.iter().any(within))
+    /// Takes close snapshots, then those with a second before and after.
+    fn go_on(
+        &mut self,
+        guest: &Guest,
+        pace: Pace,
+        first: usize,
+        take: &mut dyn Take,
+        dir: &Path,
+    ) -> Result<()> {
+        touch_free_memory(8 * GAP_MEMORY);
+        std::thread::sleep(pace.second);
+        let stalls = Stalls::watch()
+            .inspect_err(|error| eprintln!("cannot tell when the machine stands still: {error}"));
+        for index in 0..pace.close + pace.spaced {
+            let spaced = index >= pace.close;
+            // Spaced ones have a whole second after and two before, in which nothing else is done.
+            let [after, before] = if spaced { [1.05, 2.1] } else { [0.2, 0.3] };
+            std::thread::sleep(pace.second.mul_f64(after));
+            let memory = hold_touched_memory(dir, GAP_MEMORY)?;
+            std::thread::sleep(pace.second.mul_f64(before));
+            drop(memory);
+            let from = guest.now();
+            let taken = take.take(&name(first + self.moments.len()))?;
+            self.moments.push(Moment { from, to: guest.now(), taken, spaced });
+        }
+        std::thread::sleep(pace.second.mul_f64(1.1));
+        let of_guest = |stall: Stall| (guest.time_of(stall.from), guest.time_of(stall.to));
+        let seen = stalls.ok().map(|stalls| stalls.end().into_iter().map(of_guest));
+        self.stalls = self.stalls.take().zip(seen).map(|(all, seen)| all.into_iter().chain(seen).collect());
+        Ok(())
     }
-}
 
-impl Pace {
+    /// The snapshots during which the machine itself ran; all of them where that cannot be told.
+    fn undisturbed(&self) -> impl Iterator<Item = &Moment> {
+        self.moments.iter().filter(|moment| {
+            let overlaps =
+                |stall: &(Duration, Duration)| stall.0 < self.felt_until(moment) && stall.1 > moment.from;
+            !self.stalls.iter().flatten().any(overlaps)
+        })
+    }
+
     /// For how long after its command a snapshot is looked at.
-    fn after(self) -> Duration {
-        self.second.mul_f64(0.1)
+    fn after(&self) -> Duration {
+        self.pace.second.mul_f64(0.1)
     }
 
-    fn felt_until(self, moment: &Moment) -> Duration {
+    fn felt_until(&self, moment: &Moment) -> Duration {
         moment.to + self.after()
     }
 }
 
 impl Felt {
-    fn new(course: &Course, trace: &Trace, pace: Pace) -> Self {
-        let moments = &course.moments;
+    fn new(course: &Course, trace: &Trace) -> Self {
+        let (moments, second) = (&course.moments, course.pace.second);
         let ms = |time: Duration| time.as_secs_f64() * 1000.0;
-        let longest = |moment: &Moment| ms(trace.longest(moment.from, pace.felt_until(moment)));
+        let longest = |moment: &Moment| ms(trace.longest(moment.from, course.felt_until(moment)));
         let usual = moments.iter().map(|moment| {
-            let len = pace.felt_until(moment) - moment.from;
-            let to = moment.from.saturating_sub(pace.after());
+            let len = course.felt_until(moment) - moment.from;
+            let to = moment.from.saturating_sub(course.after());
             ms(trace.longest(to.saturating_sub(len), to))
         });
+        let requests = |from: Duration| trace.completed(from, from + second) as f64;
         // Requests in the second from a moment on, over those in the second up to it.
-        let change = |at: Duration| {
-            trace.completed(at, at + pace.second) as f64 / trace.completed(at - pace.second, at) as f64
-        };
-        let spaced = &moments[pace.close..];
-        let ran = |moment: &&Moment| course.ran(moment.from, pace.felt_until(moment));
-        let ran_long =
-            |moment: &&Moment| course.ran(moment.from.saturating_sub(pace.second), moment.from + pace.second);
+        let change = |at: Duration| requests(at) / requests(at - second);
+        // The second after begins with the command, not with its end: what it disturbs counts.
+        let spaced: Vec<Duration> = moments.iter().filter(|one| one.spaced).map(|one| one.from).collect();
+        let sum =
+            |from: &dyn Fn(Duration) -> Duration| spaced.iter().map(|at| requests(from(*at))).sum::<f64>();
         Self {
             longest: moments.iter().map(longest).collect(),
-            undisturbed: moments.iter().filter(ran).map(longest).collect(),
+            undisturbed: course.undisturbed().map(longest).collect(),
             usual: usual.collect(),
-            // The second after begins with the command, not with its end: what it disturbs counts.
-            throughput: spaced.iter().map(|moment| change(moment.from)).collect(),
-            undisturbed_throughput: spaced
-                .iter()
-                .filter(ran_long)
-                .map(|moment| change(moment.from))
-                .collect(),
-            steady: spaced.iter().map(|moment| change(moment.from - pace.second)).collect(),
+            throughput: spaced.iter().map(|at| change(*at)).collect(),
+            together: sum(&|at| at) / sum(&|at| at - second),
+            steady: spaced.iter().map(|at| change(*at - second)).collect(),
             commands: moments.iter().map(|moment| ms(moment.taken.command)).collect(),
             pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),
         }
     }
 }
 
-/// Rows of both.
-pub(super) fn rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
-    let largest = |values: &[f64]| range(values).1;
-    let longest = "snapshot of the live disk: longest latency of any 4 KiB write, QD8";
-    let usual = "longest latency in as long a time without a snapshot";
-    report.add(Row::largest(longest, "ms", &ours.longest).at_most(5.0).beside(largest(&qemu.longest)));
-    beside(report, Row::median("the same, median of the snapshots", "ms", &ours.longest), &qemu.longest);
-    if !ours.undisturbed.is_empty() && !qemu.undisturbed.is_empty() {
-        let share = |felt: &Felt| 1.0 - felt.undisturbed.len() as f64 / felt.longest.len() as f64;
-        let stalled = "snapshots during which the machine itself stood still for 3 ms or longer";
-        report.add(Row::median(stalled, "of all", &[share(ours)]).beside(share(qemu)));
-        let quiet = Row::largest("longest latency of the other snapshots", "ms", &ours.undisturbed);
-        report.add(quiet.at_most(5.0).beside(largest(&qemu.undisturbed)));
-    }
-    report.add(Row::largest(usual, "ms", &ours.usual).beside(largest(&qemu.usual)));
-    beside(report, Row::median("the same, median", "ms", &ours.usual), &qemu.usual);
-    report.add(Row::largest("writes held, as the server reports it", "ms", &ours.pauses));
-    let after = "writes in the second after / before a snapshot, median";
-    beside(report, Row::median(after, "", &ours.throughput).at_least(0.9), &qemu.throughput);
-    let worst = Row::smallest("the same, worst snapshot", "", &ours.throughput).at_least(0.9);
+/// Rows of both. `alone` is how the rate of a loop without any server changes from second to second.
+pub(super) fn rows(ours: &Felt, qemu: &Felt, alone: &[f64], report: &mut Report) {
+    latency_rows(ours, qemu, report);
+    let after = "writes in the second after / before a snapshot, all snapshots together";
+    report.add(Row::median(after, "", &[ours.together]).at_least(0.9).beside(qemu.together));
+    let after = Row::median("the same, median of the snapshots", "", &ours.throughput).at_least(0.9);
+    beside(report, after, &qemu.throughput);
+    let worst = Row::smallest("the same, worst snapshot", "", &ours.throughput);
     report.add(worst.beside(range(&qemu.throughput).0));
-    if !ours.undisturbed_throughput.is_empty() && !qemu.undisturbed_throughput.is_empty() {
-        let quiet = "the same, worst of those in whose two seconds the machine did not stand still";
-        let quiet = Row::smallest(quiet, "", &ours.undisturbed_throughput).at_least(0.9);
-        report.add(quiet.beside(range(&qemu.undisturbed_throughput).0));
-    }
     let steady = "writes in a second / in the one before it, without a snapshot, worst";
     report.add(Row::smallest(steady, "", &ours.steady).beside(range(&qemu.steady).0));
+    report.add(Row::smallest(
+        "the same of a loop of `pwrite` into a file, without a server, worst",
+        "",
+        alone,
+    ));
     let command = "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)";
     let bound = median(&qemu.commands);
     beside(report, Row::median(command, "ms", &ours.commands).at_most(bound), &qemu.commands);
+}
+
+fn latency_rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
+    let largest = |values: &[f64]| range(values).1;
+    if !ours.undisturbed.is_empty() && !qemu.undisturbed.is_empty() {
+        let (ours, qemu) = (&ours.undisturbed, &qemu.undisturbed);
+        let longest = "snapshot of the live disk: longest latency of any 4 KiB write, QD8, while the machine itself runs";
+        report.add(Row::largest(longest, "ms", ours).at_most(5.0).beside(largest(qemu)));
+        beside(report, Row::median("the same, median of the snapshots", "ms", ours), qemu);
+    }
+    let share = |felt: &Felt| 1.0 - felt.undisturbed.len() as f64 / felt.longest.len() as f64;
+    let stalled = "further snapshots, during which the machine itself stood still for 3 ms or longer";
+    report.add(Row::median(stalled, "of all", &[share(ours)]).beside(share(qemu)));
+    let all = Row::largest("longest latency of all, with those", "ms", &ours.longest);
+    report.add(all.beside(largest(&qemu.longest)));
+    let usual = "longest latency in as long a time without a snapshot";
+    report.add(Row::largest(usual, "ms", &ours.usual).beside(largest(&qemu.usual)));
+    beside(report, Row::median("the same, median", "ms", &ours.usual), &qemu.usual);
+    report.add(Row::largest("writes held, as the server reports it", "ms", &ours.pauses));
 }
 
 /// Adds a row with the median of what QEMU shows.

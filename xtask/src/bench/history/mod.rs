@@ -12,6 +12,7 @@
 //! The history is made by the commands that users have, one process each, and everything is measured from outside. Data
 //! is checked: blocks are read back after the history was made, and `qemu-img check` judges every layer.
 
+mod alone;
 mod changes;
 mod disk;
 mod guest;
@@ -68,7 +69,7 @@ pub struct Options {
 pub struct Pace {
     /// Snapshots with a whole `second` before and after, for throughput.
     pub spaced: usize,
-    /// Further ones, for latency only.
+    /// Further ones, for latency only. As many more are taken as the machine itself stood still during, of both.
     pub close: usize,
     /// What is looked at before and after.
     pub second: Duration,
@@ -124,7 +125,11 @@ pub fn run(options: &Options) -> Result<Report> {
         said("snapshots of a live disk");
         let (history, felt) = live::vmstrata(options, dir.path(), &mut report)?;
         said("the same by stock QEMU");
-        live::rows(&felt, &live::qemu(options, dir.path())?, &mut report);
+        let qemu = live::qemu(options, dir.path())?;
+        said("the machine alone");
+        let pace = options.pace;
+        let alone = alone::measure(dir.path(), options.working_set, pace.second, pace.spaced)?;
+        live::rows(&felt, &qemu, &alone, &mut report);
         said("differences");
         changes::measure(&history, options.rounds, &mut report)?;
         said("qemu-img check of every layer");
@@ -153,7 +158,13 @@ fn parameters(options: &Options) -> Vec<(String, String)> {
     vec![
         named("disk", format!("{} GiB, 90 % of its 64 KiB clusters mapped", options.size >> 30)),
         named("snapshots", options.snapshots.to_string()),
-        named("snapshots under a writing guest", (pace.spaced + pace.close).to_string()),
+        named(
+            "snapshots under a writing guest",
+            format!(
+                "{}, and more instead of those during which the machine stood still",
+                pace.spaced + pace.close
+            ),
+        ),
         named("guest", format!("4 KiB random writes, QD8, to {} MiB", options.working_set >> 20)),
         named(
             "guest during merges",
