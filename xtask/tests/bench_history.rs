@@ -25,11 +25,13 @@ fn a_small_history_is_measured_checked_and_removed() {
         found.unwrap_or_else(|| panic!("no row {start}"))
     };
     // What does not depend on how fast this machine is.
-    // One more for each snapshot during which the machine stood still.
-    assert!((15.0..=17.0).contains(&row("layers that `qemu-img check` finds clean").value));
+    // Of the 14 snapshots 2 are taken under a guest, and others when the machine stands still during them.
+    let live = row("snapshot of the live disk").samples;
+    assert!(live >= 2);
+    assert_eq!(row("layers that `qemu-img check` finds clean").value, (13 + live) as f64);
     let added = row("bytes that a snapshot adds / its bound");
     assert_eq!((added.samples, added.met()), (11, Some(true)), "{added:?}");
-    assert!(row("longest latency of all").qemu.is_some());
+    assert!(row("snapshot of the live disk").qemu.is_some());
     assert!(row("4 KiB requests of a guest, p99: while").qemu.is_some());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "files are left");
 }

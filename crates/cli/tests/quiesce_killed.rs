@@ -101,12 +101,6 @@ fn guard(agent: &str) -> Option<Pid> {
     })
 }
 
-/// As [`guard`], once there is one: a process that has just begun has no command line yet.
-fn guard_of(agent: &str) -> Pid {
-    wait_until("a guard", || guard(agent).is_some());
-    guard(agent).unwrap()
-}
-
 fn notes(runtime: &TempDir) -> Vec<PathBuf> {
     let notes = fs::read_dir(runtime.path().join("frozen"));
     notes.into_iter().flatten().map(|note| note.unwrap().path()).collect()
@@ -127,7 +121,7 @@ fn a_guest_goes_on_when_the_server_that_froze_it_is_killed() {
     let (agent, guest) = agent(&images);
     let server = start(&images, &agent, None);
     let mut asked = freeze(&server, &images, &guest);
-    guard_of(&agent);
+    assert!(guard(&agent).is_some(), "nobody guards the guest");
     let runtime = server.crash();
     asked.wait().unwrap();
     // Without any server.
@@ -143,7 +137,7 @@ fn a_guest_whose_guard_was_killed_too_goes_on_with_the_next_server() {
     let (agent, guest) = agent(&images);
     let server = start(&images, &agent, None);
     let mut asked = freeze(&server, &images, &guest);
-    kill_process(guard_of(&agent), Signal::KILL).unwrap();
+    kill_process(guard(&agent).unwrap(), Signal::KILL).unwrap();
     let runtime = server.crash();
     asked.wait().unwrap();
     assert!(guest.0.lock().unwrap().frozen);

@@ -4,6 +4,7 @@
 //! kernel to meet another file each time; copying clusters shows what copy-on-write costs when nothing but the copy is done.
 
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +17,7 @@ use super::run::CLUSTER;
 use crate::chain::pattern::mix;
 
 const BLOCK: usize = 4096;
-/// Reads between two looks at the clock.
+/// Reads or writes between two looks at the clock.
 const BATCH: u64 = 256;
 
 /// Reads of 4 KiB at random positions of random files (each as likely as it is long), a second, by one thread.
@@ -32,18 +33,38 @@ pub(super) fn read_files(paths: &[PathBuf], time: Duration) -> Result<f64> {
         files.push((blocks, file));
     }
     let mut block = [0; BLOCK];
-    let start = Instant::now();
-    let mut reads = 0;
-    while start.elapsed() < time {
-        for index in reads..reads + BATCH {
-            let drawn = mix(index) % blocks;
-            let number = files.partition_point(|(end, _)| *end <= drawn);
-            let first = if number == 0 { 0 } else { files[number - 1].0 };
-            files[number].1.read_exact_at(&mut block, (drawn - first) * BLOCK as u64)?;
-        }
-        reads += BATCH;
+    rate(time, |index| {
+        let drawn = mix(index) % blocks;
+        let number = files.partition_point(|(end, _)| *end <= drawn);
+        let first = if number == 0 { 0 } else { files[number - 1].0 };
+        files[number].1.read_exact_at(&mut block, (drawn - first) * BLOCK as u64)
+    })
+}
+
+/// Writes of 4 KiB at random positions of a new file of `len` bytes in `dir`, which the page cache holds in pieces of a
+/// cluster, a second, by one thread; as many such rates as asked for, each over `time`, without a pause between.
+///
+/// # Errors
+/// When no file can be made or written.
+pub(super) fn write_file(dir: &Path, len: u64, time: Duration, rates: usize) -> Result<Vec<f64>> {
+    let file = tempfile::tempfile_in(dir)?;
+    for at in (0..len).step_by(CLUSTER as usize) {
+        file.write_all_at(&[1; CLUSTER as usize], at)?;
     }
-    Ok(reads as f64 / start.elapsed().as_secs_f64())
+    let blocks = len / BLOCK as u64;
+    let write = |index| file.write_all_at(&[2; BLOCK], mix(index) % blocks * BLOCK as u64);
+    (0..rates).map(|_| rate(time, write)).collect()
+}
+
+/// How often a second `one` is done, with numbers from 0 on.
+fn rate(time: Duration, mut one: impl FnMut(u64) -> io::Result<()>) -> Result<f64> {
+    let start = Instant::now();
+    let mut done = 0;
+    while start.elapsed() < time {
+        (done..done + BATCH).try_for_each(&mut one)?;
+        done += BATCH;
+    }
+    Ok(done as f64 / start.elapsed().as_secs_f64())
 }
 
 /// Clusters a second that one thread for each processor copies from random places of `from` to the end of a new file in
@@ -83,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_file_is_read_and_clusters_are_copied() {
+    fn files_are_read_and_written_and_clusters_are_copied() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         std::fs::write(path("one"), vec![1; 3 * CLUSTER as usize]).unwrap();
@@ -91,5 +112,7 @@ mod tests {
         assert!(read_files(&[path("one"), path("other")], Duration::from_millis(1)).unwrap() > 0.0);
         assert!(read_files(&[path("none")], Duration::ZERO).is_err());
         assert!(copy_clusters(&path("one"), dir.path(), Duration::from_millis(1)).unwrap() > 0.0);
+        let rates = write_file(dir.path(), 2 * CLUSTER, Duration::from_millis(1), 3).unwrap();
+        assert!(rates.len() == 3 && rates.iter().all(|rate| *rate > 0.0), "{rates:?}");
     }
 }

@@ -46,7 +46,7 @@ struct Course {
 pub(super) struct Felt {
     /// Longest latency of a request around a snapshot, ms.
     longest: Vec<f64>,
-    /// Of those snapshots during which the machine itself is not known to have stood still, ms.
+    /// Of those snapshots during which the machine itself did not stand still, ms; of none where that cannot be told.
     undisturbed: Vec<f64>,
     /// The same where no snapshot was taken, ms.
     usual: Vec<f64>,
@@ -54,6 +54,8 @@ pub(super) struct Felt {
     throughput: Vec<f64>,
     /// The same, all seconds together.
     together: f64,
+    /// Of those snapshots in whose two seconds the machine itself did not stand still.
+    undisturbed_throughput: Vec<f64>,
     /// The same where no snapshot was taken: the second before over the one before that.
     steady: Vec<f64>,
     /// Of the command, ms.
@@ -149,7 +151,7 @@ fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Pat
     let mut next = pace;
     while next.close + next.spaced > 0 {
         course.go_on(guest, next, first, take, dir)?;
-        let missing = wanted - course.undisturbed().count();
+        let missing = if course.stalls.is_some() { wanted - course.undisturbed().count() } else { 0 };
         next = Pace { spaced: 0, close: missing.min(2 * wanted - course.moments.len()), ..pace };
     }
     Ok(course)
@@ -188,13 +190,15 @@ impl Course {
         Ok(())
     }
 
-    /// The snapshots during which the machine itself ran; all of them where that cannot be told.
+    /// Whether the machine is known not to have stood still.
+    fn ran(&self, from: Duration, to: Duration) -> bool {
+        let within = |stall: &(Duration, Duration)| stall.0 < to && stall.1 > from;
+        self.stalls.as_ref().is_some_and(|stalls| !stalls.iter().any(within))
+    }
+
+    /// The snapshots during which it did not.
     fn undisturbed(&self) -> impl Iterator<Item = &Moment> {
-        self.moments.iter().filter(|moment| {
-            let overlaps =
-                |stall: &(Duration, Duration)| stall.0 < self.felt_until(moment) && stall.1 > moment.from;
-            !self.stalls.iter().flatten().any(overlaps)
-        })
+        self.moments.iter().filter(|moment| self.ran(moment.from, self.felt_until(moment)))
     }
 
     /// For how long after its command a snapshot is looked at.
@@ -222,14 +226,16 @@ impl Felt {
         let change = |at: Duration| requests(at) / requests(at - second);
         // The second after begins with the command, not with its end: what it disturbs counts.
         let spaced: Vec<Duration> = moments.iter().filter(|one| one.spaced).map(|one| one.from).collect();
-        let sum =
-            |from: &dyn Fn(Duration) -> Duration| spaced.iter().map(|at| requests(from(*at))).sum::<f64>();
+        let ran = |at: &&Duration| course.ran(at.saturating_sub(second), **at + second);
+        let after: f64 = spaced.iter().map(|at| requests(*at)).sum();
+        let before: f64 = spaced.iter().map(|at| requests(*at - second)).sum();
         Self {
             longest: moments.iter().map(longest).collect(),
             undisturbed: course.undisturbed().map(longest).collect(),
             usual: usual.collect(),
             throughput: spaced.iter().map(|at| change(*at)).collect(),
-            together: sum(&|at| at) / sum(&|at| at - second),
+            together: after / before,
+            undisturbed_throughput: spaced.iter().filter(ran).map(|at| change(*at)).collect(),
             steady: spaced.iter().map(|at| change(*at - second)).collect(),
             commands: moments.iter().map(|moment| ms(moment.taken.command)).collect(),
             pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),
@@ -237,22 +243,13 @@ impl Felt {
     }
 }
 
-/// Rows of both. `alone` is how the rate of a loop without any server changes from second to second.
+/// Rows of both. `alone` are the writes of a loop without any server, second by second.
 pub(super) fn rows(ours: &Felt, qemu: &Felt, alone: &[f64], report: &mut Report) {
+    let changes: Vec<f64> = alone.windows(2).map(|pair| pair[1] / pair[0]).collect();
     latency_rows(ours, qemu, report);
-    let after = "writes in the second after / before a snapshot, all snapshots together";
-    report.add(Row::median(after, "", &[ours.together]).at_least(0.9).beside(qemu.together));
-    let after = Row::median("the same, median of the snapshots", "", &ours.throughput).at_least(0.9);
-    beside(report, after, &qemu.throughput);
-    let worst = Row::smallest("the same, worst snapshot", "", &ours.throughput);
-    report.add(worst.beside(range(&qemu.throughput).0));
-    let steady = "writes in a second / in the one before it, without a snapshot, worst";
-    report.add(Row::smallest(steady, "", &ours.steady).beside(range(&qemu.steady).0));
-    report.add(Row::smallest(
-        "the same of a loop of `pwrite` into a file, without a server, worst",
-        "",
-        alone,
-    ));
+    throughput_rows(ours, qemu, report);
+    let loop_alone = "the same of a loop of `pwrite` into a file, without a server, worst";
+    report.add(Row::smallest(loop_alone, "", &changes));
     let command = "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)";
     let bound = median(&qemu.commands);
     beside(report, Row::median(command, "ms", &ours.commands).at_most(bound), &qemu.commands);
@@ -260,21 +257,36 @@ pub(super) fn rows(ours: &Felt, qemu: &Felt, alone: &[f64], report: &mut Report)
 
 fn latency_rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
     let largest = |values: &[f64]| range(values).1;
-    if !ours.undisturbed.is_empty() && !qemu.undisturbed.is_empty() {
-        let (ours, qemu) = (&ours.undisturbed, &qemu.undisturbed);
-        let longest = "snapshot of the live disk: longest latency of any 4 KiB write, QD8, while the machine itself runs";
-        report.add(Row::largest(longest, "ms", ours).at_most(5.0).beside(largest(qemu)));
-        beside(report, Row::median("the same, median of the snapshots", "ms", ours), qemu);
-    }
-    let share = |felt: &Felt| 1.0 - felt.undisturbed.len() as f64 / felt.longest.len() as f64;
-    let stalled = "further snapshots, during which the machine itself stood still for 3 ms or longer";
-    report.add(Row::median(stalled, "of all", &[share(ours)]).beside(share(qemu)));
-    let all = Row::largest("longest latency of all, with those", "ms", &ours.longest);
-    report.add(all.beside(largest(&qemu.longest)));
+    let longest = "snapshot of the live disk: longest latency of any 4 KiB write, QD8";
     let usual = "longest latency in as long a time without a snapshot";
+    report.add(Row::largest(longest, "ms", &ours.longest).at_most(5.0).beside(largest(&qemu.longest)));
+    beside(report, Row::median("the same, median of the snapshots", "ms", &ours.longest), &qemu.longest);
+    if !ours.undisturbed.is_empty() && !qemu.undisturbed.is_empty() {
+        let share = |felt: &Felt| 1.0 - felt.undisturbed.len() as f64 / felt.longest.len() as f64;
+        let stalled = "snapshots during which the machine itself stood still for 3 ms or longer";
+        report.add(Row::median(stalled, "of all", &[share(ours)]).beside(share(qemu)));
+        let quiet = Row::largest("longest latency of the other snapshots", "ms", &ours.undisturbed);
+        report.add(quiet.at_most(5.0).beside(largest(&qemu.undisturbed)));
+    }
     report.add(Row::largest(usual, "ms", &ours.usual).beside(largest(&qemu.usual)));
     beside(report, Row::median("the same, median", "ms", &ours.usual), &qemu.usual);
     report.add(Row::largest("writes held, as the server reports it", "ms", &ours.pauses));
+}
+
+fn throughput_rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
+    let after = "writes in the second after / before a snapshot, median";
+    beside(report, Row::median(after, "", &ours.throughput).at_least(0.9), &qemu.throughput);
+    let together = Row::median("the same, all seconds together", "", &[ours.together]).at_least(0.9);
+    report.add(together.beside(qemu.together));
+    let worst = Row::smallest("the same, worst snapshot", "", &ours.throughput).at_least(0.9);
+    report.add(worst.beside(range(&qemu.throughput).0));
+    if !ours.undisturbed_throughput.is_empty() && !qemu.undisturbed_throughput.is_empty() {
+        let quiet = "the same, worst of those in whose two seconds the machine did not stand still";
+        let quiet = Row::smallest(quiet, "", &ours.undisturbed_throughput).at_least(0.9);
+        report.add(quiet.beside(range(&qemu.undisturbed_throughput).0));
+    }
+    let steady = "writes in a second / in the one before it, without a snapshot, worst";
+    report.add(Row::smallest(steady, "", &ours.steady).beside(range(&qemu.steady).0));
 }
 
 /// Adds a row with the median of what QEMU shows.

@@ -12,7 +12,6 @@
 //! The history is made by the commands that users have, one process each, and everything is measured from outside. Data
 //! is checked: blocks are read back after the history was made, and `qemu-img check` judges every layer.
 
-mod alone;
 mod changes;
 mod disk;
 mod guest;
@@ -29,6 +28,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
+use super::floor;
 use super::page::Page;
 use super::report::Report;
 use super::server;
@@ -128,7 +128,7 @@ pub fn run(options: &Options) -> Result<Report> {
         let qemu = live::qemu(options, dir.path())?;
         said("the machine alone");
         let pace = options.pace;
-        let alone = alone::measure(dir.path(), options.working_set, pace.second, pace.spaced)?;
+        let alone = floor::write_file(dir.path(), options.working_set, pace.second, pace.spaced + 1)?;
         live::rows(&felt, &qemu, &alone, &mut report);
         said("differences");
         changes::measure(&history, options.rounds, &mut report)?;
