@@ -5,7 +5,7 @@ mod support;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -92,10 +92,22 @@ fn freeze(server: &Server, images: &Images, guest: &Shared) -> Child {
     asked
 }
 
+/// The words of a process of ours. One that has just begun runs its program before it has any; others have none for good.
+fn command_line(process: &Path) -> Option<String> {
+    let ours = fs::canonicalize(env!("CARGO_BIN_EXE_vmstrata")).unwrap();
+    while fs::read_link(process.join("exe")).ok()? == ours {
+        let words = fs::read_to_string(process.join("cmdline")).ok()?;
+        if !words.is_empty() {
+            return Some(words);
+        }
+    }
+    None
+}
+
 /// The process that guards the guest of this agent.
 fn guard(agent: &str) -> Option<Pid> {
     fs::read_dir("/proc").unwrap().flatten().find_map(|process| {
-        let words = fs::read_to_string(process.path().join("cmdline")).ok()?;
+        let words = command_line(&process.path())?;
         let is_it = words.contains("thaw-guard") && words.contains(agent);
         Pid::from_raw(process.file_name().to_str()?.parse().ok().filter(|_| is_it)?)
     })
