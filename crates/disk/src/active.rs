@@ -165,9 +165,13 @@ impl Active {
         self.locks.lock_pages(clusters)
     }
 
-    /// Excludes other changes of the cluster's entry.
-    pub(crate) fn lock_cluster(&self, cluster: u64) -> EntryGuard<'_> {
-        self.locks.lock_cluster(cluster)
+    /// Excludes other changes of the cluster's entry, once its page is in memory: under this lock it cannot be filled.
+    ///
+    /// # Errors
+    /// As [`Active::entry`].
+    pub(crate) fn lock_cluster(&self, cluster: u64) -> Result<EntryGuard<'_>> {
+        self.entry(cluster)?;
+        Ok(self.locks.lock_cluster(cluster))
     }
 
     /// As [`Active::lock_cluster`], unless someone else has the cluster or its page locked.

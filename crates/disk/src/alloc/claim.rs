@@ -11,6 +11,7 @@ impl Allocator {
         let mut state = self.state.try_lock()?;
         if state.claimed.is_empty() {
             let free = self.free_in_memory(&state)?;
+            state.hint = free.start;
             let batch = (CLAIM_BYTES >> self.bits.get()).clamp(1, free.end - free.start);
             // Whoever allocates after an error meets it again, and says what is wrong.
             state.claimed = self.claim(&mut state, batch).ok()?;

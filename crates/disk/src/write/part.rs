@@ -74,7 +74,7 @@ impl Layers {
     /// written in part.
     pub(super) fn write_part(&self, active: &Active, at: GuestOffset, from: &[Segment<'_>]) -> Result<usize> {
         let Some(piece) = self.piece_of(active, at, total_len(from) as u64) else { return Ok(0) };
-        let guard = active.lock_cluster(piece.cluster);
+        let guard = active.lock_cluster(piece.cluster)?;
         let raw = active.entry_locked(piece.cluster, &guard)?;
         let in_file = |error: crate::Error| error.in_file(&active.path);
         let space = match active.partial(raw) {
@@ -255,7 +255,7 @@ impl Layers {
     /// As [`Layers::complete_all`].
     pub(crate) fn complete_one(&self, cluster: u64) -> Result<()> {
         let Top::Qcow2(active) = &self.top else { return Ok(()) };
-        self.whole_entry(active, cluster, &active.lock_cluster(cluster)).map(drop)
+        self.whole_entry(active, cluster, &active.lock_cluster(cluster)?).map(drop)
     }
 
     fn complete_each(&self, clusters: &[u64]) -> Result<()> {
