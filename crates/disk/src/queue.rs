@@ -14,6 +14,8 @@ mod pins;
 mod plan;
 mod read;
 mod reap;
+#[cfg(test)]
+mod tests;
 mod wait;
 mod write;
 
@@ -51,6 +53,8 @@ pub struct IoQueue {
     free: Vec<u32>,
     in_flight: usize,
     at_workers: usize,
+    /// Writes that wait for the layers to have changed.
+    held: Vec<(Request, Begun)>,
     /// Finished without leaving this thread.
     ready: Vec<Completion>,
     /// Until when writes go to workers because the host holds writers back.
@@ -95,6 +99,7 @@ impl IoQueue {
             free: Vec::new(),
             in_flight: 0,
             at_workers: 0,
+            held: Vec::new(),
             ready: Vec::new(),
             writes_wait_until: None,
             moved: Vec::new(),
@@ -112,15 +117,20 @@ impl IoQueue {
         self.in_flight
     }
 
-    /// Requests that workers carry out: nothing is gained by watching for their end, and their processor may be lost.
-    pub fn at_workers(&self) -> usize {
-        self.at_workers
+    /// Requests that other threads are busy with: nothing is gained by watching for their end, and their processor may be
+    /// lost.
+    pub fn at_others(&self) -> usize {
+        self.at_workers + self.held.len()
     }
 
     /// Starts a request; it completes with an error if it makes no sense for the disk.
     pub fn push(&mut self, request: Request) {
         self.in_flight += 1;
         self.begun = self.stats.begin(request.op, request.range.len);
+        self.start(request);
+    }
+
+    fn start(&mut self, request: Request) {
         let phase = self.member.enter(&self.disk.epochs);
         if let Err(error) = self.disk.check(&request) {
             return self.finish_now(request.token, phase, Err(error));

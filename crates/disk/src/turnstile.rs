@@ -7,11 +7,13 @@
 //! Invariant: a writer that passed sees the layers as the last closed run left them. It looks at them only after it has
 //! passed; either the closing run waited for it, or it saw the turnstile closed.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
 use crate::epoch::{Epochs, Guard, Member, Phase, thread_shard};
+use crate::workers::Mailbox;
 
 /// See the module documentation.
 #[derive(Debug, Default)]
@@ -20,7 +22,8 @@ pub(crate) struct Turnstile {
     closed: AtomicBool,
     /// Held by who closes it.
     closing: Mutex<()>,
-    waiting: Mutex<()>,
+    /// Those to call when it opens, besides the threads that wait for `opened`.
+    waiting: Mutex<Vec<Arc<Mailbox>>>,
     opened: Condvar,
 }
 
@@ -57,6 +60,16 @@ impl Turnstile {
         member.leave(&self.inside, phase);
     }
 
+    /// Calls `mailbox` once it is open.
+    pub(crate) fn call_when_open(&self, mailbox: &Arc<Mailbox>) {
+        let mut waiting = self.waiting.lock();
+        if self.closed.load(Ordering::SeqCst) {
+            waiting.push(Arc::clone(mailbox));
+        } else {
+            mailbox.call();
+        }
+    }
+
     /// Runs `change` while no writer is inside.
     pub(crate) fn closed<T>(&self, change: impl FnOnce() -> T) -> T {
         let _one_at_a_time = self.closing.lock();
@@ -74,9 +87,10 @@ struct Reopen<'a>(&'a Turnstile);
 
 impl Drop for Reopen<'_> {
     fn drop(&mut self) {
-        let _waiting = self.0.waiting.lock();
+        let mut waiting = self.0.waiting.lock();
         self.0.closed.store(false, Ordering::SeqCst);
         self.0.opened.notify_all();
+        waiting.drain(..).for_each(|mailbox| mailbox.call());
     }
 }
 

@@ -121,6 +121,11 @@ impl Mailbox {
 
     fn post(&self, slot: u32, result: Result<()>) {
         self.results.lock().push((slot, result));
+        self.call();
+    }
+
+    /// Has the owner look at what it waits for.
+    pub(crate) fn call(&self) {
         self.waiting.store(true, Ordering::SeqCst);
         // Pairs with the fence in `about_to_sleep`: one of the two sees what the other wrote.
         fence(Ordering::SeqCst);
@@ -130,7 +135,7 @@ impl Mailbox {
         }
     }
 
-    /// Whether results wait.
+    /// Whether results wait, or the owner was called.
     #[inline]
     pub(crate) fn is_waiting(&self) -> bool {
         self.waiting.load(Ordering::Acquire)

@@ -1,4 +1,4 @@
-//! The ends of requests: what the ring and the workers have finished.
+//! The ends of requests: what the ring and the workers have finished, and what may begin now.
 
 use super::IoQueue;
 use crate::error::Result;
@@ -28,6 +28,9 @@ impl IoQueue {
                 }
             }
             self.replies = replies;
+            if !self.held.is_empty() {
+                self.start_held();
+            }
         }
         out.append(&mut self.ready);
         let count = out.len() - before;

@@ -16,10 +16,11 @@ const WRITE_PATIENCE: Duration = Duration::from_millis(5);
 const HOLD_BACK: Duration = Duration::from_millis(50);
 
 impl IoQueue {
-    /// Starts a write; a worker makes those that must allocate, and all while the layers change.
+    /// Starts a write; a worker makes those that must wait for more than the host's page cache. All wait while the layers
+    /// change.
     pub(super) fn push_write(&mut self, request: Request, phase: Phase) {
         let Some(writing) = self.disk.writers.try_pass(&mut self.writer) else {
-            return self.leave_to_worker(request, phase);
+            return self.hold(request, phase);
         };
         // Only now: layers change only while no writer is inside.
         let is_current = self.refresh();
@@ -36,6 +37,24 @@ impl IoQueue {
             None => self.leave_to_worker(request, phase),
         }
         self.disk.writers.leave(&mut self.writer, writing);
+    }
+
+    /// Keeps a write until the layers have changed: that takes less time than a worker, which would wait as well.
+    fn hold(&mut self, request: Request, phase: Phase) {
+        self.member.leave(&self.disk.epochs, phase);
+        if self.held.is_empty() {
+            self.disk.writers.call_when_open(&self.mailbox);
+        }
+        self.held.push((request, self.begun));
+    }
+
+    /// Starts the writes that were held; those that must wait again are held again.
+    pub(super) fn start_held(&mut self) {
+        for (request, begun) in std::mem::take(&mut self.held) {
+            self.begun = begun;
+            self.start(request);
+        }
+        self.submit();
     }
 
     /// Hands the pieces of a write around the page cache to the ring.

@@ -60,7 +60,7 @@ impl Loop {
             }
             if self.round() {
                 self.note_work();
-            } else if self.io.at_workers() == 0 && self.poller.look_again() {
+            } else if self.io.at_others() == 0 && self.poller.look_again() {
                 self.looking = true;
             } else {
                 self.looking = false;
