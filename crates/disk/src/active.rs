@@ -17,6 +17,7 @@ mod partial;
 mod publish;
 mod recover;
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -25,7 +26,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
-use vmstrata_types::{GuestOffset, LayerIndex};
+use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
 use crate::alloc::Allocator;
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
@@ -65,6 +66,9 @@ pub(crate) struct Active {
     l1_lock: Mutex<()>,
     locks: EntryLocks,
 }
+
+/// Reads a part of a table.
+type ReadTable<'a> = dyn Fn(&mut [u8], HostOffset) -> io::Result<()> + 'a;
 
 /// A cluster's entry and what it was before.
 #[derive(Clone, Copy, Debug)]
@@ -191,11 +195,29 @@ impl Active {
         self.entry_locked(cluster, &guard)
     }
 
+    /// As [`Active::entry`], without waiting; `None` where that would be needed.
+    pub(crate) fn entry_now(&self, cluster: u64) -> Option<u64> {
+        if let Some(raw) = self.lookup(cluster) {
+            return Some(raw);
+        }
+        let guard = self.locks.try_lock_page(cluster)?;
+        let read = |bytes: &mut [u8], at| match self.store.read_now(bytes, at) {
+            true => Ok(()),
+            false => Err(io::ErrorKind::WouldBlock.into()),
+        };
+        self.read_entry(cluster, &guard, &read).ok()
+    }
+
     /// As [`Active::entry`], for a caller that holds the lock of the cluster or of its page.
     pub(crate) fn entry_locked(&self, cluster: u64, guard: &EntryGuard<'_>) -> Result<u64> {
         if let Some(raw) = self.lookup(cluster) {
             return Ok(raw);
         }
+        self.read_entry(cluster, guard, &|bytes, at| self.store.read_exact(bytes, at))
+    }
+
+    /// A cluster's raw entry from the image; fills the page if all of it is locked.
+    fn read_entry(&self, cluster: u64, guard: &EntryGuard<'_>, read: &ReadTable<'_>) -> Result<u64> {
         let (key, slot) = self.key(cluster);
         let first = cluster - slot as u64;
         // Changes are looked at before the image: one that a commit writes meanwhile, and then forgets, is seen in
@@ -203,7 +225,7 @@ impl Active {
         let mut changed: Vec<(u64, u64)> = Vec::new();
         self.changes.overlay(first..first + PAGE_WORDS as u64, |cluster, raw| changed.push((cluster, raw)));
         let mut page = [0; PAGE_WORDS];
-        self.read_entries(first, &mut page).map_err(|e| e.in_layer(self.index).in_file(&self.path))?;
+        self.read_entries(first, &mut page, read).map_err(|e| e.in_layer(self.index).in_file(&self.path))?;
         for (cluster, raw) in changed {
             page[(cluster - first) as usize] = raw;
         }
@@ -214,7 +236,7 @@ impl Active {
     }
 
     /// What the image says of the clusters from `first` on.
-    fn read_entries(&self, first: u64, page: &mut [u64; PAGE_WORDS]) -> Result<()> {
+    fn read_entries(&self, first: u64, page: &mut [u64; PAGE_WORDS], read: &ReadTable<'_>) -> Result<()> {
         let l2_bits = self.tables.geometry.l2_bits;
         let mut bytes = [0; PAGE_WORDS * 8];
         let mut done = 0;
@@ -227,7 +249,7 @@ impl Active {
             if let Some(table) = table {
                 let bytes = &mut bytes[..count * 8];
                 let at = table + within * 8;
-                self.store.read_exact(bytes, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
+                read(bytes, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
                 let found = words(bytes).map(Partial::never_from_an_image);
                 page[done..done + count].iter_mut().zip(found).for_each(|(to, raw)| *to = raw);
             }

@@ -13,7 +13,8 @@ use common::stock::{assert_clean, content, path_str, qemu_img};
 use common::{for_seeds, open, open_read_only, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::{SnapshotInfo, list};
-use vmstrata_disk::{Disk, Op, OpenOptions, ResourceOptions, Resources, snapshot_together};
+use vmstrata_disk::stats::Kind;
+use vmstrata_disk::{CreateOptions, Disk, Op, OpenOptions, ResourceOptions, Resources, snapshot_together};
 
 const SIZE: u64 = 8 << 20;
 
@@ -188,6 +189,42 @@ fn writers_are_cut_between_two_of_their_writes() {
         }
         assert_clean(&layer);
     }
+    assert_clean(&path);
+}
+
+/// Neither for a table nor for the page of entries: whoever writes then would wait for a worker at each snapshot.
+#[test]
+fn first_writes_after_a_snapshot_need_no_worker() {
+    const SIZE: u64 = 96 << 20;
+    // Not in memory, where the kernel does not say whether a read would wait.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = dir.path().join("disk.img");
+    let size = Some(SIZE);
+    vmstrata_disk::create(&path, &CreateOptions { size, ..CreateOptions::default() }).unwrap();
+    // No copying up that a write could meet.
+    let resources = Resources::new(ResourceOptions { copy_up_after: None, ..ResourceOptions::default() });
+    let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
+    let mut model = vec![0; SIZE as usize];
+    let mut client = Client::new(&disk, 16);
+    let mut random = random("first writes", 1);
+    for step in 0..4 {
+        let before = disk.stats().at_workers[Kind::Write as usize];
+        // Several pages of one table, and the clusters of several claims.
+        for _ in 0..200 {
+            let at = random.random_range(0..SIZE / 4096) * 4096;
+            let bytes = pattern(&mut random, 4096);
+            put(&disk, Some(&mut client), at, &bytes);
+            model[at as usize..][..4096].copy_from_slice(&bytes);
+        }
+        let at_workers = disk.stats().at_workers[Kind::Write as usize] - before;
+        // A disk that was just opened reads its refcounts first.
+        assert!(at_workers == 0 || step == 0, "{at_workers} of 200 writes after snapshot {step}");
+        disk.snapshot(&named(step)).unwrap();
+    }
+    assert_reads(&disk, &model, "after all");
+    drop(client);
+    disk.close().unwrap();
+    drop(disk);
     assert_clean(&path);
 }
 

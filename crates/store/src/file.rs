@@ -215,6 +215,10 @@ impl Store for FileStore {
         }
     }
 
+    fn read_now(&self, buf: &mut [u8], at: HostOffset) -> bool {
+        self.direct.is_none() && transfer::read_cached(self.file.as_fd(), buf, at)
+    }
+
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
         match &self.direct {
             None => transfer::write_at(self.file.as_fd(), segments, at),

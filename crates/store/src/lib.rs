@@ -159,6 +159,11 @@ pub trait Store: Send + Sync + fmt::Debug {
         if read == len { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 
+    /// Fills `buf` from `at` if that takes no waiting, as for bytes that the host has in memory; false when it may.
+    fn read_now(&self, _buf: &mut [u8], _at: HostOffset) -> bool {
+        false
+    }
+
     /// Writes all of `buf` at `at`.
     ///
     /// # Errors

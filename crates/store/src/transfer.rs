@@ -3,9 +3,10 @@
 //! Place in the data flow: between [`crate::FileStore`] and the kernel. Handles short transfers, interruption,
 //! and the kernel's limit on the number of segments in one call.
 
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use rustix::io::ReadWriteFlags;
 use vmstrata_types::HostOffset;
 
 use crate::{Segment, slice, total_len};
@@ -29,6 +30,13 @@ pub(crate) fn read_once(fd: BorrowedFd<'_>, segments: &[Segment<'_>], at: HostOf
         called = !matches!(&read, Err(error) if error.kind() == io::ErrorKind::Interrupted);
         read
     })
+}
+
+/// Fills `buf` from the host's page cache; false when not all of it is there.
+pub(crate) fn read_cached(fd: BorrowedFd<'_>, buf: &mut [u8], at: HostOffset) -> bool {
+    let len = buf.len();
+    let read = rustix::io::preadv2(fd, &mut [IoSliceMut::new(buf)], at.get(), ReadWriteFlags::NOWAIT);
+    read == Ok(len)
 }
 
 fn read_vectored(fd: BorrowedFd<'_>, part: &[Segment<'_>], at: i64) -> io::Result<usize> {

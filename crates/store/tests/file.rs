@@ -288,6 +288,25 @@ fn block_devices_are_stores_of_fixed_length() {
 }
 
 #[test]
+fn what_the_host_has_in_memory_is_read_without_waiting() {
+    let file = temporary(&pattern(10_000));
+    let mut found = vec![0; 5000];
+    let cached = open(file.path(), CacheMode::Host);
+    // Someone else's memory pressure may take it away again.
+    let is_there = |found: &mut [u8]| {
+        (0..100).any(|_| {
+            cached.read_exact(found, at(3)).expect("read");
+            found.fill(0);
+            cached.read_now(found, at(3))
+        })
+    };
+    assert!(is_there(&mut found), "never in memory");
+    assert_eq!(found, pattern(10_000)[3..5003]);
+    assert!(!cached.read_now(&mut found, at(9000)), "past the end");
+    assert!(!open(file.path(), CacheMode::Direct).read_now(&mut found, at(0)));
+}
+
+#[test]
 fn writes_see_the_bytes_of_their_segments_in_order() {
     let file = temporary(&[]);
     let store = open(file.path(), CacheMode::Host);

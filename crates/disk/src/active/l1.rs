@@ -81,34 +81,56 @@ impl Active {
     /// # Errors
     /// No space, or a host that cannot write.
     pub(crate) fn ensure_table(&self, cluster: u64) -> Result<()> {
-        let index = cluster >> self.tables.geometry.l2_bits;
-        let l1 = self.l1.load();
-        let cell = &l1.entries[index as usize];
-        if cell.load(Ordering::Acquire) & COPIED != 0 {
+        if self.has_own_table(cluster) {
             return Ok(());
         }
         let _l1 = self.l1_lock.lock();
-        let raw = cell.load(Ordering::Acquire);
+        let index = cluster >> self.tables.geometry.l2_bits;
+        let raw = self.l1_entry(index).unwrap_or(0);
         if raw & COPIED != 0 {
             return Ok(());
         }
         let old = table_of(&self.tables, raw, u64::MAX)?;
-        let bits = self.tables.geometry.cluster_bits;
-        let mut bytes = vec![0; bits.size() as usize];
+        let mut bytes = vec![0; self.tables.geometry.cluster_bits.size() as usize];
         if let Some(old) = old {
             self.store.read_exact(&mut bytes, old).while_trying("read an L2 table").map_err(|e| e.at(old))?;
         }
         let at = self.alloc.allocate(1)?.at;
-        if let Err(error) = self.store.write_all(&bytes, at).while_trying("write a new L2 table") {
-            let _ = self.alloc.free(at, bits.size());
+        self.put_table(index, raw, at, &bytes)
+    }
+
+    /// Makes sure of the same where there is no table yet, without waiting but for the host's page cache; `None` when someone
+    /// else has to.
+    pub(crate) fn try_ensure_table(&self, cluster: u64) -> Option<()> {
+        if self.has_own_table(cluster) {
+            return Some(());
+        }
+        let _l1 = self.l1_lock.try_lock()?;
+        let index = cluster >> self.tables.geometry.l2_bits;
+        match self.l1_entry(index)? {
+            0 => {
+                let at = self.alloc.try_allocate()?.at;
+                let bytes = vec![0; self.tables.geometry.cluster_bits.size() as usize];
+                self.put_table(index, 0, at, &bytes).ok()
+            }
+            raw => (raw & COPIED != 0).then_some(()),
+        }
+    }
+
+    /// Writes a new L2 table to `at`, a cluster that was allocated for it, and puts it in place of the one that `raw` leads
+    /// to. The caller holds the L1 lock.
+    fn put_table(&self, index: u64, raw: u64, at: HostOffset, bytes: &[u8]) -> Result<()> {
+        let len = self.tables.geometry.cluster_bits.size();
+        if let Err(error) = self.store.write_all(bytes, at).while_trying("write a new L2 table") {
+            let _ = self.alloc.free(at, len);
             return Err(error.at(at));
         }
         let new = at.get() | COPIED;
-        let freed = old.map(|at| Freed { at, len: bits.size() });
+        let freed = table_of(&self.tables, raw, u64::MAX)?.map(|at| Freed { at, len });
         let record = Record { slot: Slot::L1(index), old: raw, new };
         let noted = self.changes.note(&[record], freed.as_slice());
         // Only now: whoever sees the table notes entries in it, and a journal that has those must have this one.
-        cell.store(new, Ordering::Release);
+        self.l1.load().entries[index as usize].store(new, Ordering::Release);
         self.settle(noted)
     }
 

@@ -59,6 +59,12 @@ impl EntryLocks {
         self.lock_page_number(page_number(cluster))
     }
 
+    /// Locks the page of `cluster` if no one has it or one of its clusters locked.
+    pub(super) fn try_lock_page(&self, cluster: u64) -> Option<EntryGuard<'_>> {
+        let page = self.pages[page_number(cluster)].try_write()?;
+        Some(EntryGuard(Held::Page { _page: page }))
+    }
+
     fn lock_page_number(&self, number: usize) -> EntryGuard<'_> {
         EntryGuard(Held::Page { _page: self.pages[number].write() })
     }

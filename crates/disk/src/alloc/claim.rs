@@ -6,6 +6,16 @@ use super::{Allocated, Allocator, CLAIM_BYTES, State};
 use crate::error::{ErrorKind, Result};
 
 impl Allocator {
+    /// Brings the refcounts of the first clusters to memory, so that [`Allocator::try_allocate`] can claim some.
+    ///
+    /// # Errors
+    /// A block that cannot be read.
+    pub(crate) fn make_ready(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        let first = state.hint / self.entries_per_block();
+        self.block(&mut state, first as usize).map(drop)
+    }
+
     /// Hands out one cluster, if that takes neither a read nor waiting for a lock. Refcounts may be written to the page cache.
     pub(crate) fn try_allocate(&self) -> Option<Allocated> {
         let mut state = self.state.try_lock()?;

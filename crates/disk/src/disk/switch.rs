@@ -137,6 +137,9 @@ impl Disk {
         let map = Arc::new(FrozenMap::over(before, newest, self.resources.new_owner()?)?);
         let top = open_top(overlay, index_of(depth), || Ok(Some(Arc::clone(&map))), &self.resources)?;
         flush_new(&top).map_err(|error| error.in_file(names.overlay))?;
+        if let Top::Qcow2(active) = &top {
+            active.alloc.make_ready().map_err(|error| error.in_file(names.overlay))?;
+        }
         let mut after = Layers::new(before.size, top, Some(map), &self.resources);
         after.before = Some(Arc::clone(before));
         Ok(after)

@@ -98,11 +98,13 @@ impl Layers {
         let Top::Qcow2(active) = &self.top else { return None };
         let len = total_len(from) as u64;
         let piece = self.piece_of(active, at, len).filter(|piece| piece.len == len)?;
+        active.entry_now(piece.cluster)?;
         let guard = active.try_lock_cluster(piece.cluster)?;
         let raw = active.lookup(piece.cluster)?;
         let space = match active.partial(raw) {
             Some(_) => None,
-            None if raw == 0 && self.may_begin(active, piece) && active.has_own_table(piece.cluster) => {
+            None if raw == 0 && self.may_begin(active, piece) => {
+                active.try_ensure_table(piece.cluster)?;
                 Some(active.alloc.try_allocate()?)
             }
             None => return None,
