@@ -6,11 +6,18 @@
 //! requests of one thread share with few others.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 const SHARDS: usize = 16;
+
+/// For how long those inside are watched before their end is slept for: most are in the middle of one system call, and whoever
+/// sleeps, or yields, waits for a processor again, while all writers may be held.
+const WATCHED: Duration = Duration::from_micros(20);
+/// Of the sleep, at first and at most.
+const PAUSE_MIN: Duration = Duration::from_micros(50);
+const PAUSE_MAX: Duration = Duration::from_millis(1);
 
 #[derive(Debug, Default)]
 #[repr(align(128))]
@@ -126,10 +133,15 @@ impl Epochs {
         for _ in 0..2 {
             fence(Ordering::SeqCst);
             let old = self.phase.fetch_add(1, Ordering::SeqCst) & 1;
-            let mut wait_us = 1;
-            while self.counters[old].iter().any(|counter| counter.0.load(Ordering::SeqCst) != 0) {
-                std::thread::sleep(Duration::from_micros(wait_us));
-                wait_us = (wait_us * 2).min(1_000);
+            let is_inside = || self.counters[old].iter().any(|counter| counter.0.load(Ordering::SeqCst) != 0);
+            let (began, mut pause) = (Instant::now(), PAUSE_MIN);
+            while is_inside() {
+                if began.elapsed() < WATCHED {
+                    std::hint::spin_loop();
+                } else {
+                    std::thread::sleep(pause);
+                    pause = (pause * 2).min(PAUSE_MAX);
+                }
             }
         }
     }
