@@ -27,7 +27,7 @@ fn a_small_history_is_measured_checked_and_removed() {
     // What does not depend on how fast this machine is.
     // Of the 14 snapshots 2 are taken under a guest, and others when the machine stands still during them.
     let live = row("snapshot of the live disk").samples;
-    assert!(live >= 2);
+    assert!((2..=4).contains(&live), "{live}");
     assert_eq!(row("layers that `qemu-img check` finds clean").value, (13 + live) as f64);
     let added = row("bytes that a snapshot adds / its bound");
     assert_eq!((added.samples, added.met()), (11, Some(true)), "{added:?}");

@@ -178,8 +178,10 @@ impl Active {
         Ok(self.locks.lock_cluster(cluster))
     }
 
-    /// As [`Active::lock_cluster`], unless someone else has the cluster or its page locked.
+    /// As [`Active::lock_cluster`], without waiting; `None` where that would be needed, or someone else has the cluster or its
+    /// page locked.
     pub(crate) fn try_lock_cluster(&self, cluster: u64) -> Option<EntryGuard<'_>> {
+        self.entry_now(cluster)?;
         self.locks.try_lock_cluster(cluster)
     }
 
@@ -196,7 +198,7 @@ impl Active {
     }
 
     /// As [`Active::entry`], without waiting; `None` where that would be needed.
-    pub(crate) fn entry_now(&self, cluster: u64) -> Option<u64> {
+    fn entry_now(&self, cluster: u64) -> Option<u64> {
         if let Some(raw) = self.lookup(cluster) {
             return Some(raw);
         }

@@ -54,10 +54,6 @@ impl Store for MemoryStore {
         Ok(len)
     }
 
-    fn read_now(&self, buf: &mut [u8], at: HostOffset) -> bool {
-        self.read_exact(buf, at).is_ok()
-    }
-
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
         let len = total_len(segments);
         if len == 0 {

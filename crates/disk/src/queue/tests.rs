@@ -10,6 +10,15 @@ use crate::{CreateOptions, Disk, Op, OpenOptions, Request, ResourceOptions, Reso
 
 const LEN: usize = 4096;
 
+fn empty_disk() -> (tempfile::TempDir, Arc<Disk>) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk");
+    create(&path, &CreateOptions { size: Some(1 << 20), ..CreateOptions::default() }).unwrap();
+    let disk =
+        Disk::open(&path, &OpenOptions::default(), &Resources::new(ResourceOptions::default())).unwrap();
+    (dir, disk)
+}
+
 fn write_at(at: u64) -> Request {
     let range = GuestRange::new(GuestOffset::new(at), LEN as u64);
     let segments = SegmentVec::from_iter([Segment::from_mut(vec![7; LEN].leak())]);
@@ -30,11 +39,7 @@ fn drain(queue: &mut IoQueue) -> usize {
 
 #[test]
 fn writes_wait_without_a_worker_while_the_layers_change() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("disk");
-    create(&path, &CreateOptions { size: Some(1 << 20), ..CreateOptions::default() }).unwrap();
-    let disk =
-        Disk::open(&path, &OpenOptions::default(), &Resources::new(ResourceOptions::default())).unwrap();
+    let (_dir, disk) = empty_disk();
     let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
     queue.push(write_at(0));
     assert_eq!(drain(&mut queue), 1);
@@ -59,11 +64,7 @@ fn writes_wait_without_a_worker_while_the_layers_change() {
 
 #[test]
 fn a_queue_that_ends_waits_for_writes_that_are_held() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("disk");
-    create(&path, &CreateOptions { size: Some(1 << 20), ..CreateOptions::default() }).unwrap();
-    let disk =
-        Disk::open(&path, &OpenOptions::default(), &Resources::new(ResourceOptions::default())).unwrap();
+    let (_dir, disk) = empty_disk();
     let (closed, is_closed) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let disk = &disk;

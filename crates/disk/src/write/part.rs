@@ -98,7 +98,6 @@ impl Layers {
         let Top::Qcow2(active) = &self.top else { return None };
         let len = total_len(from) as u64;
         let piece = self.piece_of(active, at, len).filter(|piece| piece.len == len)?;
-        active.entry_now(piece.cluster)?;
         let guard = active.try_lock_cluster(piece.cluster)?;
         let raw = active.lookup(piece.cluster)?;
         let space = match active.partial(raw) {
