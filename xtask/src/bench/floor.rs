@@ -20,25 +20,43 @@ const BLOCK: usize = 4096;
 /// Reads or writes between two looks at the clock.
 const BATCH: u64 = 256;
 
-/// Reads of 4 KiB at random positions of random files (each as likely as it is long), a second, by one thread.
-///
-/// # Errors
-/// When a file cannot be read, or is shorter than a block.
-pub(super) fn read_files(paths: &[PathBuf], time: Duration) -> Result<f64> {
-    let mut files: Vec<(u64, File)> = Vec::new();
-    let mut blocks = 0;
-    for path in paths {
-        let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
-        blocks += file.metadata()?.len() / BLOCK as u64;
-        files.push((blocks, file));
+/// Files that are read at random.
+pub(super) struct Files {
+    /// Each with the number of blocks in it and those before it.
+    files: Vec<(u64, File)>,
+    blocks: u64,
+}
+
+impl Files {
+    /// Opens the files at `paths`.
+    ///
+    /// # Errors
+    /// When one cannot be opened.
+    pub(super) fn open(paths: &[PathBuf]) -> Result<Self> {
+        let mut files: Vec<(u64, File)> = Vec::new();
+        let mut blocks = 0;
+        for path in paths {
+            let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+            blocks += file.metadata()?.len() / BLOCK as u64;
+            files.push((blocks, file));
+        }
+        Ok(Self { files, blocks })
     }
-    let mut block = [0; BLOCK];
-    rate(time, |index| {
-        let drawn = mix(index) % blocks;
-        let number = files.partition_point(|(end, _)| *end <= drawn);
-        let first = if number == 0 { 0 } else { files[number - 1].0 };
-        files[number].1.read_exact_at(&mut block, (drawn - first) * BLOCK as u64)
-    })
+
+    /// Reads of 4 KiB at random positions of random files (each as likely as it is long), a second, by one thread.
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    pub(super) fn read(&self, time: Duration, seed: u64) -> Result<f64> {
+        let Self { files, blocks } = self;
+        let (mut block, seed) = ([0; BLOCK], mix(seed));
+        rate(time, |index| {
+            let drawn = mix(seed.wrapping_add(index)) % blocks;
+            let number = files.partition_point(|(end, _)| *end <= drawn);
+            let first = if number == 0 { 0 } else { files[number - 1].0 };
+            files[number].1.read_exact_at(&mut block, (drawn - first) * BLOCK as u64)
+        })
+    }
 }
 
 /// Writes of 4 KiB at random positions of a new file of `len` bytes in `dir`, which the page cache holds in pieces of a
@@ -109,8 +127,9 @@ mod tests {
         let path = |name: &str| dir.path().join(name);
         std::fs::write(path("one"), vec![1; 3 * CLUSTER as usize]).unwrap();
         std::fs::write(path("other"), vec![2; BLOCK]).unwrap();
-        assert!(read_files(&[path("one"), path("other")], Duration::from_millis(1)).unwrap() > 0.0);
-        assert!(read_files(&[path("none")], Duration::ZERO).is_err());
+        let files = Files::open(&[path("one"), path("other")]).unwrap();
+        assert!(files.read(Duration::from_millis(1), 0).unwrap() > 0.0);
+        assert!(Files::open(&[path("none")]).is_err());
         assert!(copy_clusters(&path("one"), dir.path(), Duration::from_millis(1)).unwrap() > 0.0);
         let rates = write_file(dir.path(), 2 * CLUSTER, Duration::from_millis(1), 3).unwrap();
         assert!(rates.len() == 3 && rates.iter().all(|rate| *rate > 0.0), "{rates:?}");

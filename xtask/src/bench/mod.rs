@@ -10,6 +10,7 @@
 //! Sessions of the servers alternate within a round, and a ratio is taken from sessions of one round: slow
 //! drifts of a shared machine fall out of it.
 
+mod cached;
 pub mod client;
 pub mod describe;
 mod floor;

@@ -1,19 +1,15 @@
-//! Chains made ready for a measurement: known, and in the page cache.
+//! Chains made ready for a measurement, and what is known of them.
 
-use std::fs::{self, File};
-use std::io::{Read as _, Seek as _};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
-use rustix::fs::{Advice, fadvise};
+use anyhow::{Result, ensure};
 
 use super::run::{CLUSTER, FILL, Options};
 use super::session::Chain;
 use crate::chain::{self, Base, Manifest, Plan, Spec};
 
 const SEED: u64 = 20_260_101;
-/// How often a file is read until the kernel takes its pages for in use, and changes nothing more.
-const READS: u32 = 3;
 
 /// A chain on disk with its owners at hand.
 pub(super) struct Prepared {
@@ -28,8 +24,8 @@ impl Prepared {
     }
 
     /// Its files.
-    pub(super) fn paths(&self) -> impl Iterator<Item = PathBuf> + '_ {
-        self.manifest.files.iter().map(|file| self.dir.join(file))
+    pub(super) fn paths(&self) -> Vec<PathBuf> {
+        self.manifest.files.iter().map(|file| self.dir.join(file)).collect()
     }
 }
 
@@ -73,29 +69,4 @@ pub(super) fn raw_copy(options: &Options, one: &Prepared) -> Result<PathBuf> {
     ensure!(convert.success(), "qemu-img convert failed");
     fs::rename(&partial, &raw)?;
     Ok(raw)
-}
-
-/// Reads a file from the disk, so that it lies in the page cache as a guest that reads here and there leaves it: cluster by
-/// cluster, and read more than once.
-///
-/// The kernel keeps what is written at once, or read ahead, in large pieces: larger ones the longer a file is. Reads of those
-/// are half as fast again, so without this one file would be quicker than the thousand that its bytes are spread over, whoever
-/// reads them. What writing left in the cache goes first for that reason. The second read of a page moves it among those
-/// in use, which takes longer than to read it; what was read in more rounds than another would be slower for that.
-pub(super) fn warm(path: &Path) -> Result<()> {
-    let mut file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
-    fadvise(&file, 0, None, Advice::DontNeed)?;
-    fadvise(&file, 0, None, Advice::Random)?;
-    let mut cluster = vec![0; CLUSTER as usize];
-    for _ in 0..READS {
-        file.rewind()?;
-        while file.read(&mut cluster)? > 0 {}
-    }
-    Ok(())
-}
-
-/// Takes a file out of the page cache again.
-pub(super) fn forget(path: &Path) -> Result<()> {
-    let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
-    Ok(fadvise(&file, 0, None, Advice::DontNeed)?)
 }

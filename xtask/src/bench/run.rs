@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 
+use super::cached::{self, Cached};
 use super::floor;
 use super::load::Access;
 use super::machine::{by_turns, settle, touch_free_memory};
@@ -97,7 +98,7 @@ pub fn run(options: &Options) -> Result<Results> {
     let one = prepared::prepare(options, 1)?;
     let raw = prepared::raw_copy(options, &one)?;
     rustix::fs::sync();
-    one.paths().chain([raw.clone()]).try_for_each(|path| prepared::warm(&path))?;
+    let _cached = Cached::new(&[one.paths(), vec![raw.clone()]])?;
     for &layers in &options.layers {
         let chain = if layers == 1 { None } else { Some(prepared::prepare(options, layers)?) };
         bench.group(layers, &one, chain.as_ref(), &raw)?;
@@ -116,10 +117,8 @@ pub fn run(options: &Options) -> Result<Results> {
 impl Bench<'_> {
     fn group(&mut self, layers: u32, one: &Prepared, long: Option<&Prepared>, raw: &Path) -> Result<()> {
         let chains: Vec<&Prepared> = [Some(one), long].into_iter().flatten().collect();
-        if let Some(long) = long {
-            rustix::fs::sync();
-            long.paths().try_for_each(|path| prepared::warm(&path))?;
-        }
+        rustix::fs::sync();
+        let cached = Cached::new(&long.map(Prepared::paths).into_iter().collect::<Vec<_>>())?;
         for round in 0..self.options.rounds {
             let start = Instant::now();
             let mut turns = self.turns(layers, &chains, round);
@@ -133,10 +132,9 @@ impl Bench<'_> {
             }
             eprintln!("{layers} layers, round {}: {:.0} s", round + 1, start.elapsed().as_secs_f64());
         }
-        if let Some(long) = long {
-            // No later group reads it, and all of them together do not fit into memory.
-            long.paths().try_for_each(|path| prepared::forget(&path))?;
-        }
+        // No later group reads it, and all of them together do not fit into memory.
+        drop(cached);
+        long.map(Prepared::paths).iter().flatten().try_for_each(|path| cached::forget(path))?;
         Ok(())
     }
 
@@ -171,7 +169,7 @@ impl Bench<'_> {
         }
         let values = session::floor(raw, turn.figures, timing)?;
         self.take(Kind::Floor, 0, group, round, values);
-        let rate = floor::read_files(&turn.chain.paths().collect::<Vec<_>>(), timing.run)?;
+        let rate = floor::Files::open(&turn.chain.paths())?.read(timing.run, 0)?;
         self.take(Kind::Floor, group, group, round, vec![(Figure::FileRead, rate)]);
         Ok(())
     }

@@ -49,7 +49,7 @@ impl Chain<'_> {
     }
 
     /// Whose data lies at a guest offset of the unchanged disk.
-    fn writer(&self, at: u64) -> Option<Writer> {
+    pub(super) fn writer(&self, at: u64) -> Option<Writer> {
         self.owners[(at / self.manifest.plan.cluster_size) as usize].map(Writer::layer)
     }
 
