@@ -17,6 +17,7 @@ mod direct;
 mod fault;
 mod file;
 mod gate;
+mod guard;
 mod lock;
 mod memory;
 mod open_store;
@@ -35,6 +36,7 @@ pub use fault::{
 };
 pub use file::{CacheMode, FileError, FileId, FileIdentity, FileOptions, FileStore};
 pub use gate::{Access, Gate, GateError};
+pub use guard::Guard;
 pub use lock::{LockError, LockKind, Permission, is_held};
 pub use memory::MemoryStore;
 pub use open_store::OpenStore;

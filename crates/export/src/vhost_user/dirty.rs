@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use rustix::fs::fstat;
 use vm_memory::{FileOffset, MmapRegion};
 
-use super::fault::GuardedMapping;
+use super::guarded::GuardedMapping;
 use super::memory::refuse_shrinking;
 
 /// Bytes of guest memory a bit stands for, whatever the guest's pages are (`VHOST_LOG_PAGE`).

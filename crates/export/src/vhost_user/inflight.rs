@@ -34,7 +34,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use vm_memory::{FileOffset, MmapRegion};
 
-use super::fault::GuardedMapping;
+use super::guarded::GuardedMapping;
 use super::memory::refuse_shrinking;
 
 /// The only version of the layout there is; zero marks a queue that was never used.

@@ -26,7 +26,7 @@ use std::sync::Arc;
 use rustix::fs::{SealFlags, fcntl_add_seals, fstat};
 use vm_memory::{FileOffset, MmapRegion};
 
-use super::fault::GuardedMapping;
+use super::guarded::GuardedMapping;
 pub(super) use segments::SegmentBuilder;
 
 /// Most regions a frontend may share; what QEMU's memory hotplug can use.

@@ -30,9 +30,9 @@ mod back_channel;
 mod backend;
 mod config;
 mod dirty;
-mod fault;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
+mod guarded;
 mod inflight;
 mod listener;
 mod memory;

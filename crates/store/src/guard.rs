@@ -1,66 +1,77 @@
-//! What happens when a frontend takes shared memory away that is still mapped here.
+//! What happens when a file is cut off, or cannot be read, that is mapped here.
 //!
-//! Touching a page of a file that was truncated raises SIGBUS, which would end the whole server with the
-//! disks of all other guests. Files that can be sealed are; for the others (tmpfs, hugetlbfs, memfds made
-//! without seals) this module answers the signal: it puts empty private memory in the place of the whole
-//! mapping. The guest whose memory it was reads zeros from then on, which its rings do not survive; nobody
-//! else notices. System calls on such memory fail by themselves.
+//! Touching a page of a file that was truncated, or that the device does not give, raises SIGBUS, which would end the whole
+//! server with the disks of all guests. This module answers the signal: it puts empty private memory in the place of
+//! the whole mapping, and says so to whoever asks. Who reads what others may take away asks after each read
+//! ([`Guard::is_lost`]), so that the zeros are never taken for the file's bytes. Two kinds of memory are guarded: that of
+//! guests, whose frontend may shrink it (the guest then reads zeros, which its rings do not survive; nobody else
+//! notices), and files' pages that are read in place (`View`). System calls on such memory fail by themselves.
 //!
-//! The handler is the process's, installed with the first mapping. Signals from anywhere else are passed on
-//! to the handler that was there before.
+//! The handler is the process's, installed with the first guard. Signals from anywhere else are passed on to the handler
+//! that was there before.
 
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use vm_memory::MmapRegion;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Mappings that can be guarded at a time, in the whole process.
-const GUARDS_MAX: usize = 4096;
+const GUARDS_MAX: usize = 16_384;
 
-/// A guarded run of addresses; free when `len` is 0.
+/// A guarded run of addresses; free when `start` is 0, not guarded yet while `len` is.
 struct Guarded {
     start: AtomicUsize,
     len: AtomicUsize,
+    is_lost: AtomicBool,
 }
 
 /// Read by the signal handler, hence plain atomics.
-static GUARDED: [Guarded; GUARDS_MAX] =
-    [const { Guarded { start: AtomicUsize::new(0), len: AtomicUsize::new(0) } }; GUARDS_MAX];
+static GUARDED: [Guarded; GUARDS_MAX] = [const {
+    Guarded { start: AtomicUsize::new(0), len: AtomicUsize::new(0), is_lost: AtomicBool::new(false) }
+}; GUARDS_MAX];
+
+/// Where to look for a free one first.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+
+/// Mappings that were lost since the process began.
+static LOST: AtomicUsize = AtomicUsize::new(0);
 
 /// The action of the process before ours.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// A shared mapping whose file may shrink.
+/// Guards a mapping for as long as it lives.
 #[derive(Debug)]
-pub(super) struct GuardedMapping {
+pub struct Guard {
     slot: usize,
-    // Dropped after the guard was released in `drop`.
-    mapping: MmapRegion<()>,
 }
 
-impl GuardedMapping {
-    /// Guards `mapping`; `None` when too many are.
-    pub(super) fn new(mapping: MmapRegion<()>) -> Option<Self> {
+impl Guard {
+    /// Guards `len` bytes at `start`; `None` when too many mappings are.
+    ///
+    /// # Safety
+    /// The bytes are one or more whole mappings of the caller's, which nothing but raw copies and atomics touches, and
+    /// which stay mapped for as long as the guard lives.
+    pub unsafe fn new(start: *mut u8, len: usize) -> Option<Self> {
         PREVIOUS.get_or_init(install);
-        let len = mapping.size();
-        let free = |guarded: &Guarded| {
-            guarded
-                .start
-                .compare_exchange(0, mapping.as_ptr() as usize, Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok()
-        };
-        let slot = GUARDED.iter().position(free)?;
+        let first = NEXT.fetch_add(1, Ordering::Relaxed);
+        let slot = (0..GUARDS_MAX).map(|step| (first + step) % GUARDS_MAX).find(|slot| {
+            let taken =
+                GUARDED[*slot].start.compare_exchange(0, start as usize, Ordering::AcqRel, Ordering::Relaxed);
+            taken.is_ok()
+        })?;
+        GUARDED[slot].is_lost.store(false, Ordering::Relaxed);
         GUARDED[slot].len.store(len, Ordering::Release);
-        Some(Self { slot, mapping })
+        Some(Self { slot })
     }
 
-    pub(super) fn as_ptr(&self) -> *mut u8 {
-        self.mapping.as_ptr()
+    /// Whether the memory was lost: what has been read from it since may be zeros, and not what the file has.
+    #[inline]
+    pub fn is_lost(&self) -> bool {
+        // One line that all guards share, and that hardly ever changes, before one of this guard's own.
+        LOST.load(Ordering::Acquire) > 0 && GUARDED[self.slot].is_lost.load(Ordering::Acquire)
     }
 }
 
-impl Drop for GuardedMapping {
+impl Drop for Guard {
     fn drop(&mut self) {
         GUARDED[self.slot].len.store(0, Ordering::Release);
         GUARDED[self.slot].start.store(0, Ordering::Release);
@@ -90,8 +101,13 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     let address = unsafe { info_ref.si_addr() } as usize;
     for guarded in &GUARDED {
         let (start, len) = (guarded.start.load(Ordering::Acquire), guarded.len.load(Ordering::Acquire));
-        if address.wrapping_sub(start) < len && replace(start, len) {
-            return;
+        if address.wrapping_sub(start) < len {
+            // Before the zeros are there: who has read one then sees it, on whatever thread.
+            guarded.is_lost.store(true, Ordering::SeqCst);
+            LOST.fetch_add(1, Ordering::SeqCst);
+            if replace(start, len) {
+                return;
+            }
         }
     }
     pass_on(signal, info, context);
@@ -101,7 +117,7 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
 fn replace(start: usize, len: usize) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: the range is a mapping of ours, which whoever touched it keeps from being unmapped.
+    // SAFETY: the range is a guarded mapping, which whoever touched it keeps from being unmapped.
     let place = unsafe { libc::mmap(start as *mut libc::c_void, len, access, flags, -1, 0) };
     place != libc::MAP_FAILED
 }
@@ -120,37 +136,4 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
         )
     };
     handler(signal, info, context);
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs::File;
-
-    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-    use vm_memory::FileOffset;
-
-    use super::*;
-
-    #[test]
-    fn memory_taken_away_reads_as_zeros() {
-        const LEN: usize = 1 << 20;
-        let file = File::from(memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap());
-        ftruncate(&file, LEN as u64).unwrap();
-        let twin = file.try_clone().unwrap();
-        let mapping = MmapRegion::from_file(FileOffset::new(file, 0), LEN).unwrap();
-        let guarded = GuardedMapping::new(mapping).unwrap();
-        let last = guarded.as_ptr().wrapping_add(LEN - 1);
-        // SAFETY: inside the mapping.
-        unsafe { last.write_volatile(7) };
-        ftruncate(&twin, 0).unwrap();
-        // SAFETY: inside the mapping, whose guard makes the access succeed.
-        assert_eq!(unsafe { last.read_volatile() }, 0);
-        // SAFETY: as above.
-        unsafe { last.write_volatile(9) };
-        // SAFETY: as above.
-        assert_eq!(unsafe { last.read_volatile() }, 9, "and can be written");
-        let slot = guarded.slot;
-        drop(guarded);
-        assert_eq!(GUARDED[slot].len.load(Ordering::Relaxed), 0);
-    }
 }
