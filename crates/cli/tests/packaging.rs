@@ -161,8 +161,16 @@ fn every_system_call_of_a_busy_server_passes_the_filter_of_the_unit() {
     let control = images.path("run/control.sock");
     wait_until("the server", || Path::new(&guest).exists());
     let uri = format!("nbd+unix:///top?socket={nbd}");
-    let work =
-        ["write -P 2 0 3M", "read 0 8M", "write -f -P 3 5M 4k", "discard 1M 64k", "write -z 2M 64k", "flush"];
+    let work = [
+        "write -P 2 0 3M",
+        "read 0 8M",
+        "read 4M 4k",
+        "read 4M 4k",
+        "write -f -P 3 5M 4k",
+        "discard 1M 64k",
+        "write -z 2M 64k",
+        "flush",
+    ];
     let work: Vec<&str> = work.iter().flat_map(|command| ["-c", command]).collect();
     tool_ok("qemu-io", [&["-f", "raw"], &work[..], &[&uri]].concat());
     tool_ok("qemu-img", ["bench", "-f", "raw", "-w", "-c", "300", "-d", "16", "-s", "4k", "-S", "68k", &uri]);
@@ -175,7 +183,7 @@ fn every_system_call_of_a_busy_server_passes_the_filter_of_the_unit() {
     kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::TERM).unwrap();
     assert!(server.0.wait().unwrap().success());
     let used = traced(&fs::read_to_string(&trace).unwrap());
-    for needed in ["io_uring_setup", "io_uring_enter", "fdatasync", "accept4", "flock"] {
+    for needed in ["io_uring_setup", "io_uring_enter", "fdatasync", "accept4", "flock", "mincore"] {
         // The filter would mean little if the trace had not seen these.
         assert!(used.contains(needed), "{needed} was not traced: {used:?}");
     }

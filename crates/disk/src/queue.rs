@@ -2,12 +2,13 @@
 //!
 //! ```text
 //!   push ──► map says: data in open files, zeros ──► ring ──► completion
+//!        │   small read of pages that were read before: copied on the spot ──▲
 //!        │   write where the active layer owns the clusters: page cache ─────▲
 //!        └───────► anything else: a worker carries it out, blocking ─────────┘
 //! ```
 //!
-//! The map decides, the ring moves bytes: nothing on the fast road blocks, locks or allocates (requests of more than
-//! four segments excepted). Whatever the ring cannot finish (a file's end inside a cluster, an error) is carried out
+//! The map decides, the ring moves bytes: nothing on the fast road blocks, locks or allocates (excepted are requests of more
+//! than four segments, and a page that the host took back: [`views`]). Whatever the ring cannot finish (a file's end inside a cluster, an error) is carried out
 //! again, whole, by a worker, which finds out what is wrong and says it well.
 
 mod pins;
@@ -16,6 +17,7 @@ mod read;
 mod reap;
 #[cfg(test)]
 mod tests;
+mod views;
 mod wait;
 mod write;
 
@@ -33,6 +35,7 @@ use crate::stats::{Begun, QueueStats};
 use crate::workers::{Job, Mailbox};
 use pins::Pins;
 use plan::Part;
+use views::{Fetch, Views};
 
 pub use wait::WATCHED_MAX;
 
@@ -44,6 +47,7 @@ pub struct IoQueue {
     layers: Arc<Layers>,
     ring: Ring,
     pins: Pins,
+    views: Views,
     /// What this queue's requests may still see.
     member: Member,
     /// This queue's writes under way.
@@ -77,6 +81,8 @@ struct Slot {
     failed: bool,
     /// Present while the request writes whole blocks around the page cache.
     writing: Option<Phase>,
+    /// What a read will have brought into the host's memory.
+    fetches: Option<Fetch>,
 }
 
 impl IoQueue {
@@ -92,6 +98,7 @@ impl IoQueue {
             disk,
             ring: Ring::new(depth).while_trying("set up io_uring")?,
             pins: Pins::default(),
+            views: Views::default(),
             member: Member::new(next_shard()),
             writer: Member::new(next_shard()),
             mailbox: Arc::new(Mailbox::new()?),
@@ -162,6 +169,7 @@ impl IoQueue {
             return false;
         }
         self.pins = Pins::default();
+        self.views.clear();
         self.layers = arc_swap::Guard::into_inner(self.disk.layers_now());
         true
     }
@@ -191,6 +199,7 @@ impl IoQueue {
             parts_left,
             failed: false,
             writing: None,
+            fetches: None,
         };
         number
     }
@@ -210,6 +219,7 @@ impl IoQueue {
 
     /// Hands everything pushed to the kernel, in one call if it takes any.
     pub fn submit(&mut self) {
+        self.views.look_back();
         if let Err(error) = self.ring.submit() {
             // Nothing is lost: entries stay queued, and the next call tries again.
             tracing::warn!(%error, "io_uring takes no requests for the moment");

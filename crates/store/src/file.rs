@@ -19,7 +19,7 @@ use vmstrata_types::HostOffset;
 
 use crate::direct::Direct;
 use crate::lock::{self, LockError, LockKind};
-use crate::{Access, Segment, Store, transfer};
+use crate::{Access, Segment, Store, View, transfer, view};
 
 /// Whether file data goes through the host's page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -108,17 +108,17 @@ pub struct FileStore {
     path: PathBuf,
     /// As taken when this was made.
     lock: Option<LockKind>,
+    is_owner: bool,
     is_block_device: bool,
     /// Present when direct I/O was asked for and works.
     direct: Option<Direct>,
 }
 
 /// Asks the kernel not to look after the file's access time with every read, which costs a few percent of a warm
-/// one. Only the file's owner may ask; for others nothing changes.
-fn spare_access_time(file: &File) {
-    if let Ok(flags) = rustix::fs::fcntl_getfl(file) {
-        let _ = rustix::fs::fcntl_setfl(file, flags | OFlags::NOATIME);
-    }
+/// one. Only the file's owner may ask; for others nothing changes. Returns whether that is us.
+fn spare_access_time(file: &File) -> bool {
+    let flags = rustix::fs::fcntl_getfl(file);
+    flags.is_ok_and(|flags| rustix::fs::fcntl_setfl(file, flags | OFlags::NOATIME).is_ok())
 }
 
 impl FileStore {
@@ -133,13 +133,13 @@ impl FileStore {
         if let Some(kind) = options.lock {
             lock::lock(file.as_fd(), path, kind, options.lock_patience)?;
         }
-        spare_access_time(&file);
+        let is_owner = spare_access_time(&file);
         let is_block_device = file.metadata().map_err(failed)?.file_type().is_block_device();
         let direct = match options.cache {
             CacheMode::Host => None,
             CacheMode::Direct => Direct::open(&file, options.access).map_err(failed)?,
         };
-        Ok(Self { file, path: path.to_owned(), lock: options.lock, is_block_device, direct })
+        Ok(Self { file, path: path.to_owned(), lock: options.lock, is_owner, is_block_device, direct })
     }
 
     /// The path the file was opened from.
@@ -278,6 +278,13 @@ impl Store for FileStore {
 
     fn raw(&self) -> Option<BorrowedFd<'_>> {
         Some(self.direct.as_ref().map_or_else(|| self.file.as_fd(), Direct::fd))
+    }
+
+    fn view(&self) -> Option<View> {
+        if self.direct.is_some() || self.is_block_device || !view::is_local(self.file.as_fd()) {
+            return None;
+        }
+        View::new(self.file.as_fd(), self.len().ok()?, self.is_owner)
     }
 
     fn give_up_writing(&self) -> io::Result<()> {

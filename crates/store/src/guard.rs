@@ -5,7 +5,7 @@
 //! the whole mapping, and says so to whoever asks. Who reads what others may take away asks after each read
 //! ([`Guard::is_lost`]), so that the zeros are never taken for the file's bytes. Two kinds of memory are guarded: that of
 //! guests, whose frontend may shrink it (the guest then reads zeros, which its rings do not survive; nobody else
-//! notices), and files' pages that are read in place (`View`). System calls on such memory fail by themselves.
+//! notices), and files' pages that are read in place ([`crate::View`]). System calls on such memory fail by themselves.
 //!
 //! The handler is the process's, installed with the first guard. Signals from anywhere else are passed on to the handler
 //! that was there before.

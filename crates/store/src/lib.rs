@@ -4,7 +4,8 @@
 //!   disk ──► Store ──► FileStore    a local file or block device, with QEMU-compatible locks
 //!        │         ├─► MemoryStore  a byte vector, for tests
 //!        │         └─► FaultStore   any other store, with failures, delays and a record of every operation
-//!        └─► Ring  ──► the raw file below a FileStore, many operations at a time
+//!        ├─► Ring  ──► the raw file below a FileStore, many operations at a time
+//!        └─► View  ──► its pages in the host's page cache, without a system call
 //! ```
 //!
 //! A store knows nothing of disks: it reads, writes, flushes, and gives space back. [`Store`] is the one seam
@@ -25,6 +26,7 @@ mod ring;
 mod segment;
 mod transfer;
 pub mod turns;
+mod view;
 
 use std::fmt;
 use std::io;
@@ -44,6 +46,7 @@ pub use ring::{PinnedFile, Ring, RingCompletion, RingFile};
 pub use segment::{
     AlignedBuf, PADDING_MAX, Segment, SegmentVec, copy_from_slice, copy_to_slice, fill_zero, slice, total_len,
 };
+pub use view::{View, major_faults};
 use vmstrata_types::HostOffset;
 
 /// Random access to a growable run of bytes.
@@ -128,6 +131,11 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Alignment that offset, length and memory of [`Store::raw`] operations must have; 1 when any will do.
     fn raw_alignment(&self) -> usize {
         1
+    }
+
+    /// The bytes as a mapping to read small pieces from, when that cannot go wrong in ways that reading would not.
+    fn view(&self) -> Option<View> {
+        None
     }
 
     /// Gives up the right to write, once the caller has written its last: others may open the bytes for reading, as this

@@ -6,15 +6,17 @@
 use std::fmt;
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use crate::Store;
+use crate::{Store, View};
 
 /// A store that stays open for as long as this lives, as all who use it do.
 pub struct OpenStore {
     /// Of [`Store::raw`]; `None` when a ring cannot use the store.
     fd: Option<RawFd>,
     alignment: u32,
+    /// Made when it is first asked for.
+    view: OnceLock<Option<View>>,
     store: Arc<dyn Store>,
 }
 
@@ -23,13 +25,18 @@ impl OpenStore {
     pub fn new(store: Arc<dyn Store>) -> Arc<Self> {
         let fd = store.raw().map(|fd| fd.as_raw_fd());
         let alignment = u32::try_from(store.raw_alignment()).expect("blocks are small");
-        Arc::new(Self { fd, alignment, store })
+        Arc::new(Self { fd, alignment, view: OnceLock::new(), store })
     }
 
     /// Alignment that offset, length and memory of a ring's request must have; `None` when no ring can use the store.
     #[inline]
     pub fn ring_alignment(&self) -> Option<usize> {
         self.fd.map(|_| self.alignment as usize)
+    }
+
+    /// Of [`Store::view`], as the store was when this was first asked: only for those that no longer grow.
+    pub fn view(&self) -> Option<&View> {
+        self.view.get_or_init(|| self.store.view()).as_ref()
     }
 
     /// The descriptor for a ring.

@@ -4,6 +4,7 @@ use vmstrata_store::{RingFile, slice};
 use vmstrata_types::GuestRange;
 
 use super::plan::Parts;
+use super::views::Fetch;
 use super::{IoQueue, of_part};
 use crate::epoch::Phase;
 use crate::request::{Op, Request};
@@ -27,17 +28,19 @@ impl IoQueue {
         counters.read_zeros(request.range.len - found);
     }
 
-    /// Hands the pieces of a read to the ring; without any, it is done: all of it was zeros.
+    /// Hands the pieces of a read to the ring, unless they are at hand. Without any, it is done: all of it was zeros.
     pub(super) fn start_read(&mut self, request: Request, phase: Phase, mut parts: Parts) {
         self.count_parts(&request, &parts);
-        if parts.is_empty() {
+        if parts.is_empty() || self.views.read(&request, &parts) {
             return self.finish_now(request.token, phase, Ok(()));
         }
+        let fetches = Fetch::of(&parts);
         let split = split_of(&request, &parts);
         let apart = parts.drain(split..).count();
         let second_half = (apart > 0).then(|| half(&request, &parts));
         let segments = request.segments.clone();
         let slot = self.slot(request, Some(phase), parts.len() + usize::from(apart > 0));
+        self.slots[slot as usize].fetches = fetches;
         if let Some(request) = second_half {
             self.hand_over(slot, request);
         }
@@ -47,6 +50,7 @@ impl IoQueue {
                 && self.layers.is_frozen(part.layer)
             {
                 self.pins.add(&mut self.ring, part.layer, store);
+                self.views.add(part.layer, store);
             }
             if part.len >= APART_FROM {
                 self.ring.push_read_apart(part.file, of_part, part.at, u64::from(slot));

@@ -57,6 +57,9 @@ impl IoQueue {
             }
             self.send_to_worker(number);
         } else {
+            if let Some(fetch) = slot.fetches.take() {
+                self.views.note(&fetch);
+            }
             out.push(self.release(number, Ok(())));
         }
     }

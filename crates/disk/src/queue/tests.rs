@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmstrata_store::{Segment, SegmentVec};
+use vmstrata_store::{Segment, SegmentVec, copy_to_slice};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::IoQueue;
@@ -20,9 +20,59 @@ fn empty_disk() -> (tempfile::TempDir, Arc<Disk>) {
 }
 
 fn write_at(at: u64) -> Request {
-    let range = GuestRange::new(GuestOffset::new(at), LEN as u64);
-    let segments = SegmentVec::from_iter([Segment::from_mut(vec![7; LEN].leak())]);
-    Request { op: Op::Write { fua: false }, range, segments, token: at }
+    request(Op::Write { fua: false }, at, vec![7; LEN].leak())
+}
+
+fn request(op: Op, at: u64, memory: &'static mut [u8]) -> Request {
+    let range = GuestRange::new(GuestOffset::new(at), memory.len() as u64);
+    Request { op, range, segments: SegmentVec::from_iter([Segment::from_mut(memory)]), token: at }
+}
+
+/// A disk that nobody writes any more, in a directory that is kept on a file system with blocks: each of its bytes tells
+/// which page of the disk it is in. Its file's pages are on stable storage.
+fn frozen_disk() -> (tempfile::TempDir, Arc<Disk>) {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = dir.path().join("disk");
+    create(&path, &CreateOptions { size: Some(PAGES * LEN as u64), ..CreateOptions::default() }).unwrap();
+    let resources = Resources::new(ResourceOptions::default());
+    let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
+    for page in 0..PAGES {
+        let mut bytes = vec![page as u8; LEN];
+        disk.write(GuestOffset::new(page * LEN as u64), &[Segment::from_mut(&mut bytes)]).unwrap();
+    }
+    disk.close().unwrap();
+    drop(disk);
+    let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+    (dir, Disk::open(&path, &read_only, &resources).unwrap())
+}
+
+const PAGES: u64 = 256;
+
+/// Takes the file's pages out of the host's memory, as far as no one has them mapped.
+fn evict(dir: &tempfile::TempDir) {
+    let file = std::fs::File::open(dir.path().join("disk")).unwrap();
+    file.sync_all().unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+}
+
+/// Reads a page of a frozen disk, which must be right; whether that was done without the ring and without a worker.
+fn reads_on_the_spot(queue: &mut IoQueue, page: u64) -> bool {
+    let request = request(Op::Read, page * LEN as u64, vec![0xFF; LEN].leak());
+    let segments = request.segments.clone();
+    queue.push(request);
+    let is_done = queue.ready.len() == 1;
+    assert_eq!(drain(queue), 1);
+    let mut found = [0; LEN];
+    copy_to_slice(&segments, &mut found);
+    assert!(found.iter().all(|byte| *byte == page as u8), "page {page}: {:?}", &found[..8]);
+    is_done
+}
+
+/// Has a queue meet a frozen disk: a worker reads its tables, and the ring its file.
+fn meet(queue: &mut IoQueue) {
+    for by in ["a worker", "the ring"] {
+        assert!(!reads_on_the_spot(queue, 0), "read without {by}");
+    }
 }
 
 /// Waits until all that was pushed has ended well; returns how many.
@@ -80,4 +130,62 @@ fn a_queue_that_ends_waits_for_writes_that_are_held() {
     });
     assert_eq!(disk.stats().requests[Kind::Write as usize], 1);
     disk.close().unwrap();
+}
+
+#[test]
+fn pages_in_memory_are_read_on_the_spot() {
+    let (_dir, disk) = frozen_disk();
+    let mut queue = IoQueue::new(disk, 8).unwrap();
+    meet(&mut queue);
+    for page in [0, 1, 77, PAGES - 1] {
+        assert!(reads_on_the_spot(&mut queue, page), "page {page}");
+    }
+}
+
+#[test]
+fn a_page_that_the_host_took_back_is_waited_for_once() {
+    let (dir, disk) = frozen_disk();
+    let mut queue = IoQueue::new(disk, 8).unwrap();
+    meet(&mut queue);
+    // The first read on the spot asks the host for 64 pages, and maps at most the sixteen around its own.
+    let waited = (0..PAGES).step_by(64).flat_map(|first| [first + 1, first + 40]).find(|page| {
+        reads_on_the_spot(&mut queue, *page);
+        evict(&dir);
+        reads_on_the_spot(&mut queue, *page + 17);
+        queue.views.is_away()
+    });
+    let page = waited.expect("the host gives unused pages back when asked to");
+    for other in [0, page, page + 17, page + 18] {
+        assert!(!reads_on_the_spot(&mut queue, other), "page {other}");
+    }
+}
+
+#[test]
+fn a_layer_cut_off_below_its_views_is_read_as_any_other() {
+    let (dir, disk) = frozen_disk();
+    let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
+    meet(&mut queue);
+    assert!(reads_on_the_spot(&mut queue, PAGES - 2));
+    let file = std::fs::OpenOptions::new().write(true).open(dir.path().join("disk")).unwrap();
+    let len = file.metadata().unwrap().len();
+    // Behind the disk's back, to the middle of its data.
+    file.set_len(len / 2).unwrap();
+    let request = request(Op::Read, (PAGES - 2) * LEN as u64, vec![0xFF; LEN].leak());
+    let segments = request.segments.clone();
+    queue.push(request);
+    assert!(queue.ready.is_empty(), "what took the mapping's place was taken for the file's bytes");
+    let mut ended = Vec::new();
+    // The ring finds the end, and then a worker is asked.
+    while queue.in_flight() > 0 {
+        queue.submit();
+        queue.wait(&[], Some(Duration::from_secs(10)));
+        queue.reap(&mut ended);
+    }
+    assert!(ended[0].result.is_ok(), "{ended:?}");
+    let mut found = [0xFF; LEN];
+    copy_to_slice(&segments, &mut found);
+    let mut expected = [0xFF; LEN];
+    disk.read(GuestOffset::new((PAGES - 2) * LEN as u64), &[Segment::from_mut(&mut expected)]).unwrap();
+    assert_eq!(found, expected);
+    assert!(!reads_on_the_spot(&mut queue, 1), "the view is of no use any more");
 }

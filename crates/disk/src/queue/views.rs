@@ -1,0 +1,145 @@
+//! Small reads of frozen layers out of the host's page cache, by the queue's own thread.
+//!
+//! ```text
+//!   read ──► all its parts in views? ──► copied ──► done
+//!                 │ no
+//!                 ▼
+//!                ring ──► done ──► its pages are in memory now: noted in the view
+//! ```
+//!
+//! A page is copied when the host has it in memory as far as is known: it said so, or the page was read through the ring
+//! before. The host may have taken it back meanwhile, and this thread then waits for the disk, as none of the other
+//! requests should have to. So it looks back after each batch that took long: if it has waited for a page, all that is
+//! known of pages is forgotten, and for a while the ring reads everything.
+
+use std::time::{Duration, Instant};
+
+use vmstrata_store::{OpenStore, View, major_faults};
+use vmstrata_types::{HostOffset, LayerIndex};
+
+use super::of_part;
+use super::plan::Part;
+use crate::request::Request;
+
+/// Requests of more bytes gain little by it.
+const VIEWED_MAX: usize = 64 << 10;
+/// A batch that took less has not waited for a disk.
+const PROMPT: Duration = Duration::from_micros(50);
+/// For how long the ring reads everything after a page that was waited for; twice as long after the next, and so on until
+/// [`AWAY_MAX`], unless that comes more than [`AWAY_MAX`] later.
+const AWAY: Duration = Duration::from_secs(1);
+const AWAY_MAX: Duration = Duration::from_secs(64);
+
+/// The views of frozen layers' files that a queue has met.
+#[derive(Debug, Default)]
+pub(super) struct Views {
+    by_layer: Vec<Option<View>>,
+    /// When the batch began that is being copied.
+    copying_since: Option<Instant>,
+    /// Of [`major_faults`], when last asked.
+    faults: Option<i64>,
+    /// Present while the ring reads everything.
+    away_until: Option<Instant>,
+    /// For how long it did so the last time, and until when.
+    last: Option<(Duration, Instant)>,
+}
+
+/// What a small read of one piece fetches, from a layer that may have changed its place when it is done: then other pages
+/// are taken to be in memory, and no harm is done but a wait.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fetch {
+    layer: LayerIndex,
+    at: HostOffset,
+    len: u64,
+}
+
+impl Fetch {
+    pub(super) fn of(parts: &[Part]) -> Option<Self> {
+        match parts {
+            [Part { layer, at, len, .. }] if *len <= VIEWED_MAX => {
+                Some(Self { layer: *layer, at: *at, len: *len as u64 })
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Views {
+    /// Views a frozen layer's file from now on, if that can be done.
+    pub(super) fn add(&mut self, layer: LayerIndex, store: &OpenStore) {
+        if self.by_layer.len() <= layer.index() {
+            self.by_layer.resize(layer.index() + 1, None);
+        }
+        self.by_layer[layer.index()] = store.view().cloned();
+    }
+
+    /// Fills a request's memory with what its parts are; false when the ring has to, from the start.
+    #[inline]
+    pub(super) fn read(&mut self, request: &Request, parts: &[Part]) -> bool {
+        if self.away_until.is_some() || request.range.len > VIEWED_MAX as u64 {
+            return false;
+        }
+        parts.iter().all(|part| {
+            let Some(Some(view)) = self.by_layer.get(part.layer.index()) else { return false };
+            if self.copying_since.is_none() {
+                self.copying_since = Some(Instant::now());
+                self.faults.get_or_insert_with(major_faults);
+            }
+            view.read(&of_part(&request.segments, part), part.at)
+        })
+    }
+
+    /// The ring has done what `fetch` is of.
+    pub(super) fn note(&self, fetch: &Fetch) {
+        if let Some(Some(view)) = self.by_layer.get(fetch.layer.index()) {
+            view.note(fetch.at, fetch.len);
+        }
+    }
+
+    /// Whether the ring reads everything for the moment.
+    #[cfg(test)]
+    pub(super) fn is_away(&self) -> bool {
+        self.away_until.is_some()
+    }
+
+    /// A batch has ended.
+    #[inline]
+    pub(super) fn look_back(&mut self) {
+        if self.copying_since.is_some() || self.away_until.is_some() {
+            self.look_at_clock();
+        }
+    }
+
+    fn look_at_clock(&mut self) {
+        let now = Instant::now();
+        self.away_until = self.away_until.filter(|until| now < *until);
+        let Some(since) = self.copying_since.take() else { return };
+        if now - since > PROMPT {
+            let faults = major_faults();
+            if self.faults.replace(faults).is_some_and(|before| faults > before) {
+                self.stay_away(now);
+            }
+        }
+    }
+
+    #[cold]
+    fn stay_away(&mut self, now: Instant) {
+        let away = match self.last {
+            Some((away, until)) if now < until + AWAY_MAX => (away * 2).min(AWAY_MAX),
+            _ => AWAY,
+        };
+        let seconds = away.as_secs();
+        tracing::debug!(
+            seconds,
+            "the host takes pages of files back: io_uring reads all of them for a while"
+        );
+        self.away_until = Some(now + away);
+        self.last = Some((away, now + away));
+        self.by_layer.iter().flatten().for_each(View::forget);
+    }
+
+    /// Forgets the files of layers; what is known of the host stays.
+    pub(super) fn clear(&mut self) {
+        self.by_layer = Vec::new();
+    }
+}
