@@ -15,21 +15,46 @@ pub fn terminate(child: &Child) -> Result<()> {
     Ok(rustix::process::kill_process(pid, rustix::process::Signal::TERM)?)
 }
 
-/// Resident memory of a process in bytes, shared memory (a client's buffers, a guest's RAM) left out.
+/// What a process takes of the host's memory, in bytes: its resident memory and the page tables for it. Left out are shared
+/// memory (a client's buffers, a guest's RAM) and the pages of files that it has mapped only to read them, as vmstrata has
+/// layers: those are the host's page cache, whoever reads the files and however.
 ///
 /// # Errors
 /// When the process is gone.
 pub fn resident_bytes(pid: u32) -> Result<u64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    parse_resident(&status).context("no resident memory in /proc status")
+    let mappings = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
+    let all = parse_resident(&status).context("no resident memory in /proc status")?;
+    Ok(all.saturating_sub(parse_cached(&mappings)))
 }
 
 fn parse_resident(status: &str) -> Option<u64> {
-    let field = |name: &str| -> Option<u64> {
-        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-        line.split_whitespace().next()?.parse().ok()
-    };
-    Some((field("RssAnon:")? + field("RssFile:")?) * 1024)
+    ["RssAnon:", "RssFile:", "VmPTE:"]
+        .iter()
+        .map(|name| status.lines().find_map(|line| kib(line, name)))
+        .sum()
+}
+
+/// Bytes of a line of /proc that gives KiB by this name.
+fn kib(line: &str, name: &str) -> Option<u64> {
+    let value: u64 = line.strip_prefix(name)?.split_whitespace().next()?.parse().ok()?;
+    Some(value * 1024)
+}
+
+/// Resident bytes of shared mappings that can only be read.
+fn parse_cached(smaps: &str) -> u64 {
+    let mut is_cache = false;
+    let mut bytes = 0;
+    for line in smaps.lines() {
+        // A mapping begins with its addresses, its access and more; then come its figures, each by a name.
+        match line.split_whitespace().nth(1).map(str::as_bytes) {
+            Some(b"r--s") => is_cache = true,
+            Some([_, _, _, b's' | b'p']) => is_cache = false,
+            _ => {}
+        }
+        bytes += kib(line, "Rss:").filter(|_| is_cache).unwrap_or(0);
+    }
+    bytes
 }
 
 /// Lets this program's children hold as many files as the system allows: QEMU opens every layer at once.
@@ -57,12 +82,28 @@ pub(super) fn listens(socket: &Path) -> Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::cached::Cached;
 
     #[test]
     fn resident_memory_leaves_shared_memory_out() {
-        let status = "VmRSS:\t   900 kB\nRssAnon:\t     100 kB\nRssFile:\t  50 kB\nRssShmem:\t 750 kB\n";
-        assert_eq!(parse_resident(status), Some(150 * 1024));
-        assert_eq!(parse_resident("Name: x\n"), None);
+        let status = "VmRSS:\t   900 kB\nVmPTE:\t 7 kB\nRssAnon:\t     100 kB\nRssFile:\t  50 kB\nRssShmem:\t 750 kB\n";
+        assert_eq!(parse_resident(status), Some(157 * 1024));
+        assert_eq!(parse_resident("Name: x\nRssAnon:\t 1 kB\n"), None);
+    }
+
+    #[test]
+    fn resident_memory_leaves_files_out_that_are_only_read() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = dir.path().join("file");
+        fs::write(&path, vec![1; 64 << 20]).unwrap();
+        let pid = std::process::id();
+        let all = || parse_resident(&fs::read_to_string("/proc/self/status").unwrap()).unwrap();
+        let before = (all(), resident_bytes(pid).unwrap());
+        let mapped = Cached::new(&[vec![path]]).unwrap();
+        let after = (all(), resident_bytes(pid).unwrap());
+        drop(mapped);
+        assert!(after.0 > before.0 + (60 << 20), "{before:?} {after:?}");
+        assert!(after.1 < before.1 + (16 << 20), "{before:?} {after:?}");
     }
 
     #[test]
