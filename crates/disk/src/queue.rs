@@ -169,8 +169,10 @@ impl IoQueue {
             return false;
         }
         self.pins = Pins::default();
-        self.views.clear();
-        self.layers = arc_swap::Guard::into_inner(self.disk.layers_now());
+        let now = arc_swap::Guard::into_inner(self.disk.layers_now());
+        let before = (self.views.clear(), std::mem::replace(&mut self.layers, now));
+        // This queue may be the last to hold what a merge removed.
+        self.disk.resources.workers().let_go(before);
         true
     }
 

@@ -25,10 +25,15 @@ pub(crate) struct Job {
     pub(crate) reply_to: Arc<Mailbox>,
 }
 
+enum Work {
+    CarryOut(Job),
+    LetGo(Box<dyn Send>),
+}
+
 /// The threads of a process. They end when this is dropped and the jobs are done.
 #[derive(Debug)]
 pub(crate) struct Workers {
-    jobs: Sender<Job>,
+    jobs: Sender<Work>,
 }
 
 impl Workers {
@@ -37,7 +42,7 @@ impl Workers {
     /// # Panics
     /// When the host cannot start a thread.
     pub(crate) fn new(count: usize) -> Self {
-        let (jobs, queue) = crossbeam_channel::unbounded::<Job>();
+        let (jobs, queue) = crossbeam_channel::unbounded::<Work>();
         let threads = count.max(1);
         for number in 0..threads {
             let queue = queue.clone();
@@ -53,33 +58,49 @@ impl Workers {
     }
 
     pub(crate) fn send(&self, job: Job) {
-        self.jobs.send(job).expect("workers live as long as their sender");
+        self.give(Work::CarryOut(job));
+    }
+
+    /// Drops `what`, which may take long: the last to close a large file that was deleted frees its space.
+    pub(crate) fn let_go(&self, what: impl Send + 'static) {
+        self.give(Work::LetGo(Box::new(what)));
+    }
+
+    fn give(&self, work: Work) {
+        // The work itself cannot be shown.
+        assert!(self.jobs.send(work).is_ok(), "workers live as long as their sender");
     }
 }
 
 /// Carries jobs out until there is no one left to send any.
-fn work(queue: &Receiver<Job>, threads: usize) {
+fn work(queue: &Receiver<Work>, threads: usize) {
     let mut jobs = Vec::with_capacity(TOGETHER_MAX);
     let mut odd = None;
     while let Some(first) = odd.take().or_else(|| queue.recv().ok()) {
-        jobs.push(first);
-        odd = gather(queue, queue.len() / threads, &mut jobs);
-        carry_out(&mut jobs);
+        match first {
+            Work::LetGo(what) => drop(what),
+            Work::CarryOut(job) => {
+                jobs.push(job);
+                odd = gather(queue, queue.len() / threads, &mut jobs);
+                carry_out(&mut jobs);
+            }
+        }
     }
 }
 
-/// Adds up to `share` small writes to the same disk that wait to the one in `jobs`; returns a job that was none, if one
+/// Adds up to `share` small writes to the same disk that wait to the one in `jobs`; returns what was none, if that
 /// was met. A thread takes no more than its share: what waits for a slow store should wait on all threads at once.
-fn gather(queue: &Receiver<Job>, share: usize, jobs: &mut Vec<Job>) -> Option<Job> {
+fn gather(queue: &Receiver<Work>, share: usize, jobs: &mut Vec<Job>) -> Option<Work> {
     if !is_small_write(&jobs[0].request) {
         return None;
     }
     while jobs.len() < TOGETHER_MAX.min(1 + share) {
-        let job = queue.try_recv().ok()?;
-        if !is_small_write(&job.request) || !Arc::ptr_eq(&job.disk, &jobs[0].disk) {
-            return Some(job);
+        match queue.try_recv().ok()? {
+            Work::CarryOut(job) if is_small_write(&job.request) && Arc::ptr_eq(&job.disk, &jobs[0].disk) => {
+                jobs.push(job);
+            }
+            other => return Some(other),
         }
-        jobs.push(job);
     }
     None
 }
@@ -175,5 +196,26 @@ impl Mailbox {
 impl AsFd for Mailbox {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn what_is_let_go_is_dropped_by_a_worker() {
+        struct Tell(mpsc::Sender<Option<String>>);
+        impl Drop for Tell {
+            fn drop(&mut self) {
+                self.0.send(std::thread::current().name().map(str::to_owned)).unwrap();
+            }
+        }
+        let (tell, told) = mpsc::channel();
+        let workers = Workers::new(2);
+        workers.let_go(Tell(tell));
+        assert!(told.recv().unwrap().unwrap().starts_with("worker-"));
     }
 }

@@ -57,6 +57,9 @@ pub(crate) fn is_local(file: BorrowedFd<'_>) -> bool {
 /// looked through when it is forgotten.
 const LEN_MAX: u64 = 1 << 40;
 
+/// Unmapped at a time: whoever maps something meanwhile waits.
+const UNMAPPED_MAX: usize = 64 << 20;
+
 /// See the module documentation. Copies share the mapping; what a read needs of it is at hand in each.
 #[derive(Clone, Debug)]
 pub struct View {
@@ -95,9 +98,12 @@ unsafe impl Sync for Mapping {}
 impl Drop for Mapping {
     fn drop(&mut self) {
         self.guard = None;
-        // SAFETY: mapped in `View::new` with this length; every view is gone, and with it every reader.
-        if let Err(errno) = unsafe { munmap(self.start.as_ptr().cast(), self.len) } {
-            debug_assert!(false, "cannot unmap a file: {errno}");
+        for from in (0..self.len).step_by(UNMAPPED_MAX) {
+            let piece = self.start.as_ptr().wrapping_add(from).cast();
+            // SAFETY: of what was mapped in `View::new` with this length; every view is gone, and with it every reader.
+            if let Err(errno) = unsafe { munmap(piece, UNMAPPED_MAX.min(self.len - from)) } {
+                debug_assert!(false, "cannot unmap a file: {errno}");
+            }
         }
     }
 }

@@ -138,8 +138,8 @@ impl Views {
         self.by_layer.iter().flatten().for_each(View::forget);
     }
 
-    /// Forgets the files of layers; what is known of the host stays.
-    pub(super) fn clear(&mut self) {
-        self.by_layer = Vec::new();
+    /// Begins anew with other layers; what is known of the host stays. Returns the views there were.
+    pub(super) fn clear(&mut self) -> Vec<Option<View>> {
+        std::mem::take(&mut self.by_layer)
     }
 }
