@@ -89,6 +89,9 @@ impl Disk {
             killed::finish_snapshot(chain, options.cache, resources)?;
             chain = read_chain(path, options, resources)?;
         }
+        if options.read_only && (chain.unfinished || chain.top.is_in_session()) {
+            tracing::warn!(disk = %path.display(), "its writer was killed, or is at work: what was written last shows once the disk has been opened for writing");
+        }
         let Chain { top, mut below, index, .. } = chain;
         let size = top.size;
         let (top, frozen) = if options.read_only {
