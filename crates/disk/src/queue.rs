@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   push ──► map says: data in open files, zeros ──► ring ──► completion
-//!        │   small read of pages that were read before: copied on the spot ──▲
+//!        │   small read of pages that were read before: copied with the batch ─▲
 //!        │   write where the active layer owns the clusters: page cache ─────▲
 //!        └───────► anything else: a worker carries it out, blocking ─────────┘
 //! ```
@@ -11,6 +11,7 @@
 //! than four segments, and a page that the host took back: [`views`]). Whatever the ring cannot finish (a file's end inside a cluster, an error) is carried out
 //! again, whole, by a worker, which finds out what is wrong and says it well.
 
+mod copies;
 mod pins;
 mod plan;
 mod read;
@@ -33,6 +34,7 @@ use crate::layers::Layers;
 use crate::request::{Completion, Op, Request};
 use crate::stats::{Begun, QueueStats};
 use crate::workers::{Job, Mailbox};
+use copies::Copy;
 use pins::Pins;
 use plan::Part;
 use views::{Fetch, Views};
@@ -55,6 +57,8 @@ pub struct IoQueue {
     mailbox: Arc<Mailbox>,
     slots: Vec<Slot>,
     free: Vec<u32>,
+    /// Reads that this thread will carry out, all at once.
+    copies: Vec<Copy>,
     in_flight: usize,
     at_workers: usize,
     /// Writes that wait for the layers to have changed.
@@ -104,6 +108,7 @@ impl IoQueue {
             mailbox: Arc::new(Mailbox::new()?),
             slots: Vec::new(),
             free: Vec::new(),
+            copies: Vec::new(),
             in_flight: 0,
             at_workers: 0,
             held: Vec::new(),
@@ -164,6 +169,8 @@ impl IoQueue {
 
     #[cold]
     fn take_new_layers(&mut self) -> bool {
+        // They are of the layers as they were.
+        self.copy();
         if let Err(error) = self.ring.unpin_all() {
             tracing::warn!(%error, "io_uring does not let go of files for the moment");
             return false;
@@ -219,9 +226,9 @@ impl IoQueue {
         self.disk.resources.workers().send(job);
     }
 
-    /// Hands everything pushed to the kernel, in one call if it takes any.
+    /// Hands everything pushed to the kernel, in one call if it takes any, and carries out what it is not needed for.
     pub fn submit(&mut self) {
-        self.views.look_back();
+        self.copy();
         if let Err(error) = self.ring.submit() {
             // Nothing is lost: entries stay queued, and the next call tries again.
             tracing::warn!(%error, "io_uring takes no requests for the moment");

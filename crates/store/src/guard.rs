@@ -66,9 +66,15 @@ impl Guard {
     /// Whether the memory was lost: what has been read from it since may be zeros, and not what the file has.
     #[inline]
     pub fn is_lost(&self) -> bool {
-        // One line that all guards share, and that hardly ever changes, before one of this guard's own.
-        LOST.load(Ordering::Acquire) > 0 && GUARDED[self.slot].is_lost.load(Ordering::Acquire)
+        is_any_lost() && GUARDED[self.slot].is_lost.load(Ordering::Acquire)
     }
+}
+
+/// Whether any guarded memory was lost: one word for all guards, which hardly ever changes. Where it says no, nothing of a
+/// guard's own needs to be touched.
+#[inline]
+pub(crate) fn is_any_lost() -> bool {
+    LOST.load(Ordering::Acquire) > 0
 }
 
 impl Drop for Guard {

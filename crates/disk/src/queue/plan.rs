@@ -16,6 +16,7 @@ use crate::stats::Counters;
 const PARTS_MAX: usize = 16;
 
 /// A piece of a request that lies in one file.
+#[derive(Debug)]
 pub(super) struct Part {
     pub(super) layer: LayerIndex,
     pub(super) file: RingFile,

@@ -28,11 +28,14 @@ impl IoQueue {
         counters.read_zeros(request.range.len - found);
     }
 
-    /// Hands the pieces of a read to the ring, unless they are at hand. Without any, it is done: all of it was zeros.
+    /// Hands the pieces of a read to the ring, unless they are in views. Without any, it is done: all of it was zeros.
     pub(super) fn start_read(&mut self, request: Request, phase: Phase, mut parts: Parts) {
         self.count_parts(&request, &parts);
-        if parts.is_empty() || self.views.read(&request, &parts) {
+        if parts.is_empty() {
             return self.finish_now(request.token, phase, Ok(()));
+        }
+        if self.views.have(&request, &parts) {
+            return self.copy_soon(request, phase, parts);
         }
         let fetches = Fetch::of(&parts);
         let split = split_of(&request, &parts);

@@ -60,6 +60,7 @@ fn reads_on_the_spot(queue: &mut IoQueue, page: u64) -> bool {
     let request = request(Op::Read, page * LEN as u64, vec![0xFF; LEN].leak());
     let segments = request.segments.clone();
     queue.push(request);
+    queue.submit();
     let is_done = queue.ready.len() == 1;
     assert_eq!(drain(queue), 1);
     let mut found = [0; LEN];
@@ -173,9 +174,10 @@ fn a_layer_cut_off_below_its_views_is_read_as_any_other() {
     let request = request(Op::Read, (PAGES - 2) * LEN as u64, vec![0xFF; LEN].leak());
     let segments = request.segments.clone();
     queue.push(request);
+    queue.submit();
     assert!(queue.ready.is_empty(), "what took the mapping's place was taken for the file's bytes");
     let mut ended = Vec::new();
-    // The ring finds the end, and then a worker is asked.
+    // A worker finds the end.
     while queue.in_flight() > 0 {
         queue.submit();
         queue.wait(&[], Some(Duration::from_secs(10)));

@@ -1,7 +1,7 @@
 //! Small reads of frozen layers out of the host's page cache, by the queue's own thread.
 //!
 //! ```text
-//!   read ──► all its parts in views? ──► copied ──► done
+//!   read ──► all its parts in views? ──► copied with its batch ──► done
 //!                 │ no
 //!                 ▼
 //!                ring ──► done ──► its pages are in memory now: noted in the view
@@ -34,11 +34,9 @@ const AWAY_MAX: Duration = Duration::from_secs(64);
 #[derive(Debug, Default)]
 pub(super) struct Views {
     by_layer: Vec<Option<View>>,
-    /// When the batch began that is being copied.
-    copying_since: Option<Instant>,
     /// Of [`major_faults`], when last asked.
     faults: Option<i64>,
-    /// Present while the ring reads everything.
+    /// Until when the ring reads everything.
     away_until: Option<Instant>,
     /// For how long it did so the last time, and until when.
     last: Option<(Duration, Instant)>,
@@ -73,47 +71,63 @@ impl Views {
         self.by_layer[layer.index()] = store.view().cloned();
     }
 
-    /// Fills a request's memory with what its parts are; false when the ring has to, from the start.
+    /// Whether all parts of a request are in views; the ring has to read them otherwise.
     #[inline]
-    pub(super) fn read(&mut self, request: &Request, parts: &[Part]) -> bool {
-        if self.away_until.is_some() || request.range.len > VIEWED_MAX as u64 {
+    pub(super) fn have(&mut self, request: &Request, parts: &[Part]) -> bool {
+        if request.range.len > VIEWED_MAX as u64 || self.is_away() {
             return false;
         }
-        parts.iter().all(|part| {
-            let Some(Some(view)) = self.by_layer.get(part.layer.index()) else { return false };
-            if self.copying_since.is_none() {
-                self.copying_since = Some(Instant::now());
-                self.faults.get_or_insert_with(major_faults);
+        parts.iter().all(|part| self.of(part.layer).is_some_and(|view| view.can_read(part.at, part.len)))
+    }
+
+    /// Has the processor fetch where parts begin.
+    #[inline]
+    pub(super) fn prefetch(&self, parts: &[Part]) {
+        for part in parts {
+            if let Some(view) = self.of(part.layer) {
+                view.prefetch(part.at, part.len);
             }
-            view.read(&of_part(&request.segments, part), part.at)
+        }
+    }
+
+    /// Fills a request's memory with what its parts are; false when something else has to, from the start.
+    #[inline]
+    pub(super) fn read(&self, request: &Request, parts: &[Part]) -> bool {
+        parts.iter().all(|part| {
+            self.of(part.layer).is_some_and(|view| view.read(&of_part(&request.segments, part), part.at))
         })
+    }
+
+    #[inline]
+    fn of(&self, layer: LayerIndex) -> Option<&View> {
+        self.by_layer.get(layer.index())?.as_ref()
     }
 
     /// The ring has done what `fetch` is of.
     pub(super) fn note(&self, fetch: &Fetch) {
-        if let Some(Some(view)) = self.by_layer.get(fetch.layer.index()) {
+        if let Some(view) = self.of(fetch.layer) {
             view.note(fetch.at, fetch.len);
         }
     }
 
     /// Whether the ring reads everything for the moment.
-    #[cfg(test)]
-    pub(super) fn is_away(&self) -> bool {
+    #[inline]
+    pub(super) fn is_away(&mut self) -> bool {
+        self.away_until = self.away_until.filter(|until| Instant::now() < *until);
         self.away_until.is_some()
     }
 
-    /// A batch has ended.
+    /// A batch is about to be copied; when.
     #[inline]
-    pub(super) fn look_back(&mut self) {
-        if self.copying_since.is_some() || self.away_until.is_some() {
-            self.look_at_clock();
-        }
+    pub(super) fn begin(&mut self) -> Instant {
+        self.faults.get_or_insert_with(major_faults);
+        Instant::now()
     }
 
-    fn look_at_clock(&mut self) {
+    /// A batch that began at `since` has been copied.
+    #[inline]
+    pub(super) fn look_back(&mut self, since: Instant) {
         let now = Instant::now();
-        self.away_until = self.away_until.filter(|until| now < *until);
-        let Some(since) = self.copying_since.take() else { return };
         if now - since > PROMPT {
             let faults = major_faults();
             if self.faults.replace(faults).is_some_and(|before| faults > before) {
