@@ -141,6 +141,13 @@ impl Active {
         self.cache.get(key, slot)
     }
 
+    /// Has the processor fetch what [`Active::lookup`] will look at.
+    #[inline]
+    pub(crate) fn prefetch(&self, cluster: u64) {
+        let (key, slot) = self.key(cluster);
+        self.cache.prefetch(key, slot);
+    }
+
     /// Decodes an entry of this layer.
     ///
     /// # Errors

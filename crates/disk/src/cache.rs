@@ -19,6 +19,7 @@ mod owner;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 
 use parking_lot::Mutex;
+use vmstrata_store::prefetch;
 
 /// Words in a page: 4 KiB of 8-byte entries.
 pub(crate) const PAGE_WORDS: usize = 512;
@@ -150,6 +151,16 @@ impl PageCache {
             return Some(word);
         }
         None
+    }
+
+    /// Has the processor fetch the word at `slot` of the page, if it is here, for [`PageCache::get`].
+    #[inline]
+    pub(crate) fn prefetch(&self, key: PageKey, slot: usize) {
+        let way = self.ways(key).find(|way| self.tags[*way].load(Ordering::Relaxed) == key.0);
+        let frame = way.map_or(0, |way| self.frames[way].load(Ordering::Relaxed) as usize);
+        if frame > 0 {
+            prefetch(&raw const self.words[(frame - 1) * PAGE_WORDS + (slot & (PAGE_WORDS - 1))]);
+        }
     }
 
     /// Whether the page is here now.

@@ -205,6 +205,15 @@ impl FrozenMap {
         Some(run)
     }
 
+    /// Has the processor fetch what [`FrozenMap::lookup`] will look at.
+    #[inline]
+    pub(crate) fn prefetch(&self, at: GuestOffset) {
+        if at.get() < self.size {
+            let (key, slot) = self.key(at);
+            self.cache.prefetch(key, slot);
+        }
+    }
+
     /// The part of a run that one unit answers for.
     #[inline]
     fn step(&self, at: GuestOffset, len: u64) -> Option<Run> {

@@ -11,7 +11,6 @@
 //! than four segments, and a page that the host took back: [`views`]). Whatever the ring cannot finish (a file's end inside a cluster, an error) is carried out
 //! again, whole, by a worker, which finds out what is wrong and says it well.
 
-mod copies;
 mod pins;
 mod plan;
 mod read;
@@ -34,9 +33,9 @@ use crate::layers::Layers;
 use crate::request::{Completion, Op, Request};
 use crate::stats::{Begun, QueueStats};
 use crate::workers::{Job, Mailbox};
-use copies::Copy;
 use pins::Pins;
 use plan::Part;
+use read::Read;
 use views::{Fetch, Views};
 
 pub use wait::WATCHED_MAX;
@@ -57,8 +56,8 @@ pub struct IoQueue {
     mailbox: Arc<Mailbox>,
     slots: Vec<Slot>,
     free: Vec<u32>,
-    /// Reads that this thread will carry out, all at once.
-    copies: Vec<Copy>,
+    /// Reads that wait for the others of their batch.
+    reads: Vec<Read>,
     in_flight: usize,
     at_workers: usize,
     /// Writes that wait for the layers to have changed.
@@ -108,7 +107,7 @@ impl IoQueue {
             mailbox: Arc::new(Mailbox::new()?),
             slots: Vec::new(),
             free: Vec::new(),
-            copies: Vec::new(),
+            reads: Vec::new(),
             in_flight: 0,
             at_workers: 0,
             held: Vec::new(),
@@ -148,14 +147,7 @@ impl IoQueue {
             return self.finish_now(request.token, phase, Err(error));
         }
         match request.op {
-            Op::Read => {
-                let is_current = self.refresh();
-                let plan = || self.layers.plan_read(&request, &self.pins, self.stats.counters());
-                match is_current.then(plan).flatten() {
-                    Some(parts) => self.start_read(request, phase, parts),
-                    None => self.leave_to_worker(request, phase),
-                }
-            }
+            Op::Read => self.read_soon(request, phase),
             Op::Write { fua: false } => self.push_write(request, phase),
             _ => self.leave_to_worker(request, phase),
         }
@@ -169,8 +161,6 @@ impl IoQueue {
 
     #[cold]
     fn take_new_layers(&mut self) -> bool {
-        // They are of the layers as they were.
-        self.copy();
         if let Err(error) = self.ring.unpin_all() {
             tracing::warn!(%error, "io_uring does not let go of files for the moment");
             return false;
@@ -228,7 +218,7 @@ impl IoQueue {
 
     /// Hands everything pushed to the kernel, in one call if it takes any, and carries out what it is not needed for.
     pub fn submit(&mut self) {
-        self.copy();
+        self.start_reads();
         if let Err(error) = self.ring.submit() {
             // Nothing is lost: entries stay queued, and the next call tries again.
             tracing::warn!(%error, "io_uring takes no requests for the moment");

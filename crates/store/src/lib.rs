@@ -22,6 +22,7 @@ mod guard;
 mod lock;
 mod memory;
 mod open_store;
+mod prefetch;
 mod ring;
 mod segment;
 mod transfer;
@@ -42,6 +43,7 @@ pub use guard::Guard;
 pub use lock::{LockError, LockKind, Permission, is_held};
 pub use memory::MemoryStore;
 pub use open_store::OpenStore;
+pub use prefetch::prefetch;
 pub use ring::{PinnedFile, Ring, RingCompletion, RingFile};
 pub use segment::{
     AlignedBuf, PADDING_MAX, Segment, SegmentVec, copy_from_slice, copy_to_slice, fill_zero, slice, total_len,

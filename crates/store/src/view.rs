@@ -29,7 +29,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use vmstrata_types::HostOffset;
 
 use crate::guard::{Guard, is_any_lost};
-use crate::{Segment, total_len};
+use crate::{Segment, prefetch, total_len};
 
 /// What a bit stands for; no larger than any host's page.
 const PAGE: u64 = 4096;
@@ -137,7 +137,9 @@ impl View {
     /// segments must be filled in another way.
     #[inline]
     pub fn read(&self, segments: &[Segment<'_>], at: HostOffset) -> bool {
-        if !self.can_read(at, total_len(segments)) {
+        let len = total_len(segments) as u64;
+        let in_memory = |(word, bits)| self.is_noted(word, bits) || self.ask(word, bits);
+        if self.is_lost() || !self.has(at.get(), len) || !words(at.get(), len).all(in_memory) {
             return false;
         }
         let mut from = at.get() as usize;
@@ -152,19 +154,12 @@ impl View {
         !self.is_lost()
     }
 
-    /// Whether [`View::read`] can copy `len` bytes at `at`: the file has them, and the host has them in memory as far as is
-    /// known.
-    #[inline]
-    pub fn can_read(&self, at: HostOffset, len: usize) -> bool {
-        let (at, len) = (at.get(), len as u64);
-        let is_in_memory = |(word, bits)| self.is_noted(word, bits) || self.ask(word, bits);
-        self.has(at, len) && words(at, len).all(is_in_memory) && !self.is_lost()
-    }
-
-    /// Has the processor begin to fetch the first of `len` bytes at `at`, without waiting for them.
+    /// Has the processor fetch what [`View::read`] will look at first of `len` bytes at `at`, without waiting for it.
     #[inline]
     pub fn prefetch(&self, at: HostOffset, len: usize) {
-        let from = self.start.as_ptr().wrapping_add(at.get() as usize);
+        let at = at.get() as usize;
+        prefetch(self.noted.as_ptr().wrapping_add(at / WORD as usize));
+        let from = self.start.as_ptr().wrapping_add(at);
         (0..len.min(LINES_AHEAD * LINE)).step_by(LINE).for_each(|line| prefetch(from.wrapping_add(line)));
     }
 
@@ -227,24 +222,6 @@ impl View {
         }
         self.is_noted(word, bits)
     }
-}
-
-/// A hint, whatever is at `address`; nothing on processors that this does not know.
-#[inline]
-fn prefetch(address: *const u8) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: every such processor has the instruction, which never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
-    }
-    #[cfg(target_arch = "aarch64")]
-    // SAFETY: the instruction never faults, and changes no memory or register.
-    unsafe {
-        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) address, options(nostack, readonly, preserves_flags));
-    }
-    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    let _ = address;
 }
 
 /// `len` atomics, all zero, which take no memory before they are written.

@@ -27,6 +27,17 @@ impl Layers {
         }
     }
 
+    /// Has the processor fetch what [`Layers::lookup`] will look at.
+    #[inline]
+    pub(crate) fn prefetch(&self, at: GuestOffset) {
+        if let Top::Qcow2(active) = &self.top {
+            active.prefetch(active.cluster_of(at));
+        }
+        if let Some(map) = &self.frozen {
+            map.prefetch(at);
+        }
+    }
+
     #[inline]
     fn lookup_over(&self, active: &Active, at: GuestOffset, len: u64) -> Option<Run> {
         let mut run = self.step_over(active, at, len)?;

@@ -23,10 +23,10 @@ impl Pins {
         self.by_layer.get(layer.index()).copied().flatten()
     }
 
-    /// Pins a frozen layer's file, which is not pinned yet, for the requests that follow.
+    /// Pins a frozen layer's file, unless it is, for the requests that follow.
     pub(super) fn add(&mut self, ring: &mut Ring, layer: LayerIndex, store: &OpenStore) {
         // Requests for files that ask for an alignment must be looked at one by one.
-        if self.full || store.ring_alignment() != Some(1) {
+        if self.full || self.get(layer).is_some() || store.ring_alignment() != Some(1) {
             return;
         }
         let pinned = ring.pin(store);

@@ -1,4 +1,11 @@
-//! Reads that a queue hands to its ring, and to workers where that is faster.
+//! Reads: copied out of views, or handed to the ring, and to workers where that is faster.
+//!
+//! ```text
+//!   pushed ──► its map entry is fetched ─ ─ submit ─ ─► all are planned ──► their pages are fetched ──► all are copied
+//! ```
+//!
+//! Each step is made for the whole batch before the next one: what it looks at comes from anywhere in the host's memory,
+//! and takes the processor longer to get than what is then done with it. It fetches those of a whole batch side by side.
 
 use vmstrata_store::{RingFile, slice};
 use vmstrata_types::GuestRange;
@@ -8,6 +15,7 @@ use super::views::Fetch;
 use super::{IoQueue, of_part};
 use crate::epoch::Phase;
 use crate::request::{Op, Request};
+use crate::stats::Begun;
 
 /// Pieces of this many bytes are read by threads of the kernel.
 const APART_FROM: usize = 256 << 10;
@@ -15,7 +23,60 @@ const APART_FROM: usize = 256 << 10;
 /// worth handing over, and copying all of them takes this thread longer than the other half takes to be handed over.
 const HALVED_FROM: u64 = 512 << 10;
 
+/// Reads of a batch: of more, what was fetched for the first would make room for the last.
+const BATCH_MAX: usize = 32;
+
+/// A read that waits for the others of its batch.
+#[derive(Debug)]
+pub(super) struct Read {
+    request: Request,
+    phase: Phase,
+    begun: Begun,
+    /// `None` when a worker must carry it out.
+    plan: Option<Parts>,
+}
+
 impl IoQueue {
+    /// Carries a read out when all that is pushed is submitted, or earlier.
+    #[inline]
+    pub(super) fn read_soon(&mut self, request: Request, phase: Phase) {
+        self.layers.prefetch(request.range.start);
+        self.reads.push(Read { request, phase, begun: self.begun, plan: None });
+        if self.reads.len() == BATCH_MAX {
+            self.start_reads();
+        }
+    }
+
+    /// Starts the reads that wait.
+    #[inline]
+    pub(super) fn start_reads(&mut self) {
+        if !self.reads.is_empty() {
+            self.start_batch();
+        }
+    }
+
+    fn start_batch(&mut self) {
+        let (begun, mut reads) = (self.begun, std::mem::take(&mut self.reads));
+        if self.refresh() {
+            for read in &mut reads {
+                read.plan = self.layers.plan_read(&read.request, &self.pins, self.stats.counters());
+            }
+        }
+        let since = self.views.begin();
+        for read in &reads {
+            self.views.prefetch(&read.request, read.plan.as_deref().unwrap_or_default());
+        }
+        for Read { request, phase, begun, plan } in reads.drain(..) {
+            self.begun = begun;
+            match plan {
+                Some(parts) => self.start_read(request, phase, parts),
+                None => self.leave_to_worker(request, phase),
+            }
+        }
+        self.views.look_back(since);
+        (self.begun, self.reads) = (begun, reads);
+    }
+
     /// Notes which layers a read takes how much from.
     #[inline]
     fn count_parts(&self, request: &Request, parts: &Parts) {
@@ -29,13 +90,10 @@ impl IoQueue {
     }
 
     /// Hands the pieces of a read to the ring, unless they are in views. Without any, it is done: all of it was zeros.
-    pub(super) fn start_read(&mut self, request: Request, phase: Phase, mut parts: Parts) {
+    fn start_read(&mut self, request: Request, phase: Phase, mut parts: Parts) {
         self.count_parts(&request, &parts);
-        if parts.is_empty() {
+        if parts.is_empty() || self.views.read(&request, &parts) {
             return self.finish_now(request.token, phase, Ok(()));
-        }
-        if self.views.have(&request, &parts) {
-            return self.copy_soon(request, phase, parts);
         }
         let fetches = Fetch::of(&parts);
         let split = split_of(&request, &parts);

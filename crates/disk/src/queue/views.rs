@@ -71,31 +71,30 @@ impl Views {
         self.by_layer[layer.index()] = store.view().cloned();
     }
 
-    /// Whether all parts of a request are in views; the ring has to read them otherwise.
+    /// Has the processor fetch what [`Views::read`] will look at first.
     #[inline]
-    pub(super) fn have(&mut self, request: &Request, parts: &[Part]) -> bool {
-        if request.range.len > VIEWED_MAX as u64 || self.is_away() {
-            return false;
-        }
-        parts.iter().all(|part| self.of(part.layer).is_some_and(|view| view.can_read(part.at, part.len)))
-    }
-
-    /// Has the processor fetch where parts begin.
-    #[inline]
-    pub(super) fn prefetch(&self, parts: &[Part]) {
-        for part in parts {
-            if let Some(view) = self.of(part.layer) {
-                view.prefetch(part.at, part.len);
+    pub(super) fn prefetch(&self, request: &Request, parts: &[Part]) {
+        if self.may_read(request) {
+            for part in parts {
+                if let Some(view) = self.of(part.layer) {
+                    view.prefetch(part.at, part.len);
+                }
             }
         }
     }
 
-    /// Fills a request's memory with what its parts are; false when something else has to, from the start.
+    /// Fills a request's memory with what its parts are; false when the ring has to, from the start.
     #[inline]
     pub(super) fn read(&self, request: &Request, parts: &[Part]) -> bool {
-        parts.iter().all(|part| {
+        let read = |part: &Part| {
             self.of(part.layer).is_some_and(|view| view.read(&of_part(&request.segments, part), part.at))
-        })
+        };
+        self.may_read(request) && parts.iter().all(read)
+    }
+
+    #[inline]
+    fn may_read(&self, request: &Request) -> bool {
+        self.away_until.is_none() && request.range.len <= VIEWED_MAX as u64
     }
 
     #[inline]
@@ -111,20 +110,21 @@ impl Views {
     }
 
     /// Whether the ring reads everything for the moment.
-    #[inline]
-    pub(super) fn is_away(&mut self) -> bool {
-        self.away_until = self.away_until.filter(|until| Instant::now() < *until);
+    #[cfg(test)]
+    pub(super) fn is_away(&self) -> bool {
         self.away_until.is_some()
     }
 
-    /// A batch is about to be copied; when.
+    /// A batch begins; when.
     #[inline]
     pub(super) fn begin(&mut self) -> Instant {
+        let now = Instant::now();
+        self.away_until = self.away_until.filter(|until| now < *until);
         self.faults.get_or_insert_with(major_faults);
-        Instant::now()
+        now
     }
 
-    /// A batch that began at `since` has been copied.
+    /// A batch that began at `since` has ended.
     #[inline]
     pub(super) fn look_back(&mut self, since: Instant) {
         let now = Instant::now();

@@ -22,7 +22,7 @@ impl IoQueue {
     /// When more than [`WATCHED_MAX`] descriptors are watched.
     pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> u64 {
         assert!(watched.len() <= WATCHED_MAX, "at most {WATCHED_MAX} descriptors can be watched");
-        self.copy();
+        self.start_reads();
         let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() {
             timeout
         } else {
