@@ -22,6 +22,7 @@ mod guard;
 mod lock;
 mod memory;
 mod open_store;
+mod places;
 mod prefetch;
 mod ring;
 mod segment;

@@ -21,7 +21,7 @@
 //!   disk on the spot; the caller notices by its thread's [`major_faults`], and calls [`View::forget`].
 
 use std::os::fd::BorrowedFd;
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
@@ -29,6 +29,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use vmstrata_types::HostOffset;
 
 use crate::guard::{Guard, is_any_lost};
+use crate::places::place_for;
 use crate::{Segment, prefetch, total_len};
 
 /// What a bit stands for; no larger than any host's page.
@@ -121,7 +122,7 @@ impl View {
         let size = usize::try_from(len).ok().filter(|_| (1..=LEN_MAX).contains(&len))?;
         let words = len.div_ceil(WORD) as usize;
         // SAFETY: a new mapping, wherever there is room.
-        let start = unsafe { mmap(ptr::null_mut(), size, ProtFlags::READ, MapFlags::SHARED, file, 0) };
+        let start = unsafe { mmap(place_for(size), size, ProtFlags::READ, MapFlags::SHARED, file, 0) };
         let start = NonNull::new(start.ok()?.cast::<u8>())?;
         let (noted, asked) = (zeroed(words), zeroed(words));
         // Where pages are larger, the host's answer has fewer of them than there are bits.
