@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   push ──► map says: data in open files, zeros ──► ring ──► completion
-//!        │   small read of pages that were read before: copied with the batch ─▲
+//!        │   small read of pages that were read before: copied by the batch ─▲
 //!        │   write where the active layer owns the clusters: page cache ─────▲
 //!        └───────► anything else: a worker carries it out, blocking ─────────┘
 //! ```

@@ -66,12 +66,12 @@ impl Guard {
     /// Whether the memory was lost: what has been read from it since may be zeros, and not what the file has.
     #[inline]
     pub fn is_lost(&self) -> bool {
-        is_any_lost() && GUARDED[self.slot].is_lost.load(Ordering::Acquire)
+        GUARDED[self.slot].is_lost.load(Ordering::Acquire)
     }
 }
 
-/// Whether any guarded memory was lost: one word for all guards, which hardly ever changes. Where it says no, nothing of a
-/// guard's own needs to be touched.
+/// Whether any guarded memory was lost: one word for all guards, which hardly ever changes. To be asked before
+/// [`Guard::is_lost`] where many are read: only that touches a line of the guard's own.
 #[inline]
 pub(crate) fn is_any_lost() -> bool {
     LOST.load(Ordering::Acquire) > 0

@@ -177,7 +177,7 @@ fn a_layer_cut_off_below_its_views_is_read_as_any_other() {
     queue.submit();
     assert!(queue.ready.is_empty(), "what took the mapping's place was taken for the file's bytes");
     let mut ended = Vec::new();
-    // A worker finds the end.
+    // The ring finds the end, and then a worker is asked.
     while queue.in_flight() > 0 {
         queue.submit();
         queue.wait(&[], Some(Duration::from_secs(10)));
