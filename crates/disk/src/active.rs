@@ -35,6 +35,7 @@ use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::layer::{Tables, table_of, words};
 use crate::resources::Resources;
+use crate::write::Guess;
 use l1::L1;
 use locks::EntryLocks;
 
@@ -59,6 +60,8 @@ pub(crate) struct Active {
     pub(crate) changes: Changes,
     /// Autoclear bits that stay set: of structures that are right although we write.
     pub(crate) autoclear: u64,
+    /// Whether the host has in memory what first writes are written over.
+    pub(crate) at_hand: Guess,
     owner: Owner,
     cache: Arc<PageCache>,
     /// Another one takes its place while no writer is inside.
@@ -109,6 +112,7 @@ impl Active {
             alloc,
             changes: Changes::new(header.cluster_bits),
             autoclear: 0,
+            at_hand: Guess::default(),
             owner: resources.new_owner()?,
             cache: Arc::clone(resources.cache()),
             l1: ArcSwap::from_pointee(l1),

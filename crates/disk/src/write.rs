@@ -2,9 +2,10 @@
 //! cover copied up.
 //!
 //! [`allocate`] writes what needs new clusters, [`together`] small writes of that kind several at a time; [`part`] writes a
-//! part of a new cluster, and puts the copying off.
+//! part of a new cluster, and puts the copying off, unless [`at_hand`] has done it.
 
 mod allocate;
+mod at_hand;
 mod part;
 mod together;
 
@@ -20,6 +21,7 @@ use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::layers::{Layers, Top};
 
+pub(crate) use at_hand::Guess;
 pub(crate) use together::{TOGETHER_MAX, is_small_write};
 
 thread_local! {

@@ -43,6 +43,9 @@ fn record(
     let made = make(dir.path(), layers, &mut random);
     let before = std::fs::read(&made.top).expect("made");
     let plan = FaultPlan::recording();
+    if seed % 2 == 1 {
+        plan.read_now();
+    }
     let files = FaultyFiles::new(&plan);
     let disk = Disk::open(&made.top, &OpenOptions::default(), &files.resources()).expect("opens");
     let opened = plan.now();

@@ -1,4 +1,5 @@
-//! First writes to parts of clusters: what lies below is not read for them, and what they leave out is there whoever asks.
+//! First writes to parts of clusters: what lies below is not read for them unless the host has it in memory, and what they leave
+//! out is there whoever asks.
 
 mod common;
 
@@ -179,11 +180,39 @@ fn a_flush_that_cannot_copy_fails_loses_nothing_and_can_be_tried_again() {
     }
 }
 
+#[test]
+fn what_the_host_has_in_memory_is_copied_up_at_once() {
+    let plan = FaultPlan::recording();
+    plan.read_now();
+    let mut made = made(50);
+    let disk = made.open(&plan);
+    // The map's page and the base's file are there from then on.
+    made.write(&disk, 0, PART).unwrap();
+    disk.flush().unwrap();
+    let longest = longest_write(&plan, || {
+        for cluster in 1..20 {
+            made.write(&disk, cluster * CLUSTER + cluster % 16 * PART, PART).unwrap();
+        }
+    });
+    assert_eq!(longest, CLUSTER);
+    assert_reads(&disk, &made.model, "copied up");
+    assert_eq!(reads(&plan, || disk.flush().unwrap()), 0, "something was left to copy");
+    made.assert_on_disk();
+}
+
 /// Zeros, discards, writes of odd lengths, flushes and snapshots among writes of parts.
 #[test]
 fn whoever_needs_a_cluster_whole_finds_it_whole() {
     for_seeds(6, |seed| {
         let mut made = made(10 + seed);
+        let plan = FaultPlan::new();
+        if seed % 2 == 1 {
+            plan.read_now();
+        }
+        let files = FaultyFiles::new(&plan);
+        let open = |top: &std::path::Path| {
+            Disk::open(top, &OpenOptions::default(), &files.usual_resources()).expect("the disk opens")
+        };
         let mut disk = open(&made.top);
         let mut states: Vec<(PathBuf, Vec<u8>)> = Vec::new();
         for step in 0..400 {
@@ -237,7 +266,9 @@ fn whoever_needs_a_cluster_whole_finds_it_whole() {
 fn parts_written_while_others_copy_up_are_not_lost() {
     const WRITERS: usize = 3;
     let made = made(20);
-    let disk = open(&made.top);
+    // None of what lies below can be read without waiting: all of it is put off.
+    let files = FaultyFiles::new(&FaultPlan::new());
+    let disk = Disk::open(&made.top, &OpenOptions::default(), &files.usual_resources()).unwrap();
     let stop = AtomicBool::new(false);
     let written: Vec<BTreeSet<(usize, u8)>> = std::thread::scope(|scope| {
         let (disk, stop) = (&disk, &stop);
@@ -290,7 +321,8 @@ fn child_that_writes_parts() {
     let Ok(top) = std::env::var(ORDERS) else { return };
     let top = PathBuf::from(top);
     let journals = top.with_file_name("journals");
-    let disk = Disk::open(&top, &OpenOptions::default(), &small_resources(Some(&journals))).unwrap();
+    let resources = FaultyFiles::new(&FaultPlan::new()).resources_with(Some(journals));
+    let disk = Disk::open(&top, &OpenOptions::default(), &resources).unwrap();
     for (at, len) in parts_of_child() {
         write(&disk, at as u64, &vec![7; len]).unwrap();
     }

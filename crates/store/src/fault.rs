@@ -120,6 +120,12 @@ impl Store for FaultStore {
         }
     }
 
+    fn read_now(&self, buf: &mut [u8], at: HostOffset) -> bool {
+        self.plan.reads_now()
+            && matches!(self.plan.admit(self.id, OperationKind::Read), Admission::Go)
+            && self.inner.read_exact(buf, at).is_ok()
+    }
+
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
         let total = total_len(segments);
         let (take, errno) = match self.plan.admit(self.id, OperationKind::Write) {

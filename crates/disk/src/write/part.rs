@@ -6,10 +6,11 @@
 //!                else from below   └──► flush, snapshot, whoever needs it whole: copy up what is missing ──► whole
 //! ```
 //!
-//! After a snapshot every first write to a cluster had to read and write all of the cluster before it was answered. Here it
-//! writes its own bytes, and zeros that nobody reads; what the guest writes itself before it flushes is never copied. Nothing is promised by that which
-//! was not before: until a flush, all of it would be gone after a power failure anyway, and a killed process leaves the word
-//! in the journal ([`crate::changes`]).
+//! After a snapshot every first write to a cluster had to read and write all of the cluster before it was answered. Where that
+//! would mean waiting for what lies below (else see [`super::at_hand`]) it writes its own bytes, and zeros that nobody reads;
+//! what the guest writes itself before it flushes is never copied. Nothing is promised by that which was not before: until a
+//! flush, all of it would be gone after a power failure anyway, and a killed process leaves the word in the journal
+//! ([`crate::changes`]).
 //!
 //! Invariants: a cluster in part had no entry and lies within the disk whole. A part counts as written once its bytes are.
 //! Parts become written, and a cluster whole, under the cluster's lock.
@@ -51,22 +52,14 @@ enum Put {
     Refused,
 }
 
-/// Writes a piece of the cluster at `host`, and zeros to the rest of it when `pads`.
-fn write_piece(
-    active: &Active,
-    piece: Piece,
-    from: &[Segment<'_>],
+/// What a piece's cluster is like where it is written.
+#[derive(Clone, Copy, Debug)]
+struct Place {
     host: HostOffset,
+    /// The whole cluster is to be written: what is there is nobody's.
     pads: bool,
-) -> Result<()> {
-    let at = host + piece.within;
-    let written = if pads {
-        let len = active.tables.geometry.cluster_bits.size() as usize;
-        active.store.write_padded(from, host, piece.within as usize, len)
-    } else {
-        active.store.write_segments(from, at)
-    };
-    written.while_trying("write").map_err(|error| error.at(at).in_file(&active.path))
+    /// So should be what the piece does not cover.
+    should_be_zeros: bool,
 }
 
 impl Layers {
@@ -173,9 +166,10 @@ impl Layers {
         };
         let in_zeros = space.is_some_and(|space| space.zeroed);
         let pads = space.is_some() && !(in_zeros && should_be_zeros) && bits.size() <= PADDED_MAX;
-        write_piece(active, piece, from, partial.host, pads)?;
+        let place = Place { host: partial.host, pads, should_be_zeros };
+        let is_filled = self.write_piece(active, piece, from, place)?;
         let partial = partial.with(piece.parts);
-        let is_whole = partial.is_whole() || should_be_zeros && (in_zeros || pads);
+        let is_whole = is_filled || partial.is_whole() || in_zeros && should_be_zeros;
         let new = if is_whole { partial.host.get() | COPIED } else { partial.word() };
         let change = Change { cluster: piece.cluster, old: raw, new };
         if is_whole {
@@ -193,6 +187,24 @@ impl Layers {
             // A commit writes no word of this kind: whole first.
             Noted::MustCommit => self.whole_entry(active, piece.cluster, guard).map(|_| Put::Done),
         }
+    }
+
+    /// Writes a piece; true when all of its cluster is what it should be.
+    fn write_piece(&self, active: &Active, piece: Piece, from: &[Segment<'_>], place: Place) -> Result<bool> {
+        let Place { host, pads, should_be_zeros } = place;
+        let (bits, within) = (active.tables.geometry.cluster_bits, piece.within as usize);
+        let start = GuestOffset::new(piece.cluster << bits.get());
+        if pads && !should_be_zeros && self.write_copied_up(active, start, host, (within, from))? {
+            return Ok(true);
+        }
+        let written = if pads {
+            active.store.write_padded(from, host, within, bits.size() as usize)
+        } else {
+            active.store.write_segments(from, host + piece.within)
+        };
+        let written = written.while_trying("write");
+        written.map_err(|error| error.at(host + piece.within).in_file(&active.path))?;
+        Ok(pads && should_be_zeros)
     }
 
     /// Whether these bytes read as zeros below, as far as memory knows.

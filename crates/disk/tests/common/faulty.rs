@@ -31,7 +31,12 @@ impl FaultyFiles {
         self.resources_with(None)
     }
 
-    /// The same, with journals in a directory.
+    /// Resources of the usual size over these files.
+    pub fn usual_resources(self: &Arc<Self>) -> Arc<Resources> {
+        Resources::with_opener(ResourceOptions::default(), Arc::clone(self) as Arc<dyn Opener>)
+    }
+
+    /// Those of the least size, with journals in a directory.
     pub fn resources_with(self: &Arc<Self>, journal_dir: Option<PathBuf>) -> Arc<Resources> {
         // Nothing happens by itself: the same operation fails in each run.
         let options = ResourceOptions {

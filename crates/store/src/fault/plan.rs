@@ -4,6 +4,7 @@
 //! reports to it. One mutex guards all of it: this is for tests.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -106,6 +107,7 @@ pub(super) struct Ticket(Option<usize>);
 pub struct FaultPlan {
     state: Mutex<State>,
     changed: Condvar,
+    reads_now: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -155,6 +157,16 @@ impl FaultPlan {
     /// Fails the `n`-th operation (from 0, from now on) of `kind`, or of any, and all after it.
     pub fn fail_from(&self, kind: Option<OperationKind>, n: u64, errno: i32) {
         self.add(Fault { kind, store: None, when: When::From(n), effect: Effect::Fail(errno) });
+    }
+
+    /// From now on stores have everything in memory when they are asked ([`crate::Store::read_now`]), which then is an
+    /// operation of kind [`OperationKind::Read`]; before, they have nothing.
+    pub fn read_now(&self) {
+        self.reads_now.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn reads_now(&self) -> bool {
+        self.reads_now.load(Ordering::Relaxed)
     }
 
     /// Takes all faults back, and releases what is held.

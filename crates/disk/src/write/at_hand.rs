@@ -1,0 +1,123 @@
+//! Copying up at once what the host has in memory.
+//!
+//! ```text
+//!   first write ──► what lies below is in the page cache ──► new cluster written, nothing is put off
+//!              └──► it is not ──► new cluster written with zeros, the copying put off ([`super::part`])
+//! ```
+//!
+//! A new cluster of ordinary size is written all at once, whatever is known of it. Filled from below it costs one more read,
+//! which does not wait, and it is done: nobody has to write it again later, when that thread and the one that writes for the
+//! guest would wait for each other at the file's lock.
+//!
+//! A read that finds nothing is not free, as the host begins to fetch the bytes. So after misses it is tried more and
+//! more rarely, and a disk whose lower layers lie on something slow is not held up.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use vmstrata_store::{Segment, copy_to_slice, total_len};
+use vmstrata_types::{GuestOffset, HostOffset};
+
+use super::with_scratch;
+use crate::active::Active;
+use crate::error::{IoContext as _, Result};
+use crate::layers::Layers;
+use crate::map::Source;
+
+/// After this many misses in a row, and after more, one in 1,024 first writes still tries.
+const MISSES_MAX: u32 = 10;
+
+/// Whether what lies below is worth asking for: a guess from what the last tries found.
+#[derive(Debug, Default)]
+pub(crate) struct Guess {
+    /// In a row.
+    misses: AtomicU32,
+    /// First writes that do not try before the next one that does.
+    passes: AtomicU32,
+}
+
+impl Guess {
+    /// Counts a first write; true if it should try. (Writers that count at the same time may count as one.)
+    fn tries(&self) -> bool {
+        let left = self.passes.load(Ordering::Relaxed);
+        if left > 0 {
+            self.passes.store(left - 1, Ordering::Relaxed);
+        }
+        left == 0
+    }
+
+    fn found(&self, it_was_there: bool) {
+        let misses = if it_was_there { 0 } else { self.misses.load(Ordering::Relaxed) + 1 };
+        self.misses.store(misses.min(MISSES_MAX), Ordering::Relaxed);
+        self.passes.store((1 << misses.min(MISSES_MAX)) - 1, Ordering::Relaxed);
+    }
+}
+
+impl Layers {
+    /// Writes a new cluster to `host`: `from`, beginning `within` bytes into it, and around that what lies below the guest's
+    /// cluster at `start`. False, and nothing is written, when that takes waiting.
+    ///
+    /// # Errors
+    /// The active layer's file cannot be written.
+    pub(super) fn write_copied_up(
+        &self,
+        active: &Active,
+        start: GuestOffset,
+        host: HostOffset,
+        (within, from): (usize, &[Segment<'_>]),
+    ) -> Result<bool> {
+        if !active.at_hand.tries() {
+            return Ok(false);
+        }
+        let size = active.tables.geometry.cluster_bits.size() as usize;
+        with_scratch(size, |bytes| {
+            let is_there = self.read_below_now(start, bytes);
+            is_there.iter().for_each(|is_there| active.at_hand.found(*is_there));
+            if is_there != Some(true) {
+                return Ok(false);
+            }
+            copy_to_slice(from, &mut bytes[within..within + total_len(from)]);
+            let written = active.store.write_all(bytes, host).while_trying("write");
+            written.map(|()| true).map_err(|error| error.at(host).in_file(&active.path))
+        })
+    }
+
+    /// Fills `into` with what lies below, from memory; false when the host does not have all of it there, `None` when it need
+    /// not be asked, as more than bytes is missing.
+    fn read_below_now(&self, at: GuestOffset, into: &mut [u8]) -> Option<bool> {
+        let mut done = 0;
+        while done < into.len() {
+            let rest = &mut into[done..];
+            let run = self.below(at + done as u64, rest.len() as u64)?;
+            let bytes = &mut rest[..run.len as usize];
+            match run.source {
+                Source::Hole | Source::Zero(_) => bytes.fill(0),
+                Source::Data(layer, host) => {
+                    if !self.open_store_of(layer)?.read_now(bytes, host) {
+                        return Some(false);
+                    }
+                }
+                Source::Compressed(_) | Source::Damaged(_) => return None,
+            }
+            done += run.len as usize;
+        }
+        Some(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn misses_in_a_row_make_tries_rarer_and_one_hit_brings_them_back() {
+        let guess = Guess::default();
+        let passed = |guess: &Guess| (0..).take_while(|_| !guess.tries()).count();
+        for misses in 1..=12 {
+            assert!(guess.tries() || passed(&guess) == (1 << (misses - 1).min(MISSES_MAX)) - 2, "{misses}");
+            guess.found(false);
+        }
+        assert_eq!(passed(&guess), 1023);
+        guess.found(true);
+        assert!((0..100).all(|_| guess.tries()), "it is there");
+    }
+}
