@@ -171,11 +171,15 @@ fn with_snapshots(dir: &Path, count: usize) -> PathBuf {
     create(&disk, &CreateOptions { size: Some(16 << 20), ..CreateOptions::default() }).unwrap();
     for number in 0..count {
         write(&disk, &format!("write -q -P {} {number}M 300k", number + 1));
-        let info = SnapshotInfo { name: format!("s{number}"), taken_ns: 7, ..SnapshotInfo::default() };
-        let (open, options) = (OpenOptions::default(), PrepareOptions::default());
-        snapshot::create(std::slice::from_ref(&disk), &info, &open, &options, &resources()).unwrap();
+        take(&disk, &format!("s{number}"));
     }
     disk
+}
+
+fn take(disk: &PathBuf, name: &str) {
+    let info = SnapshotInfo { name: name.to_owned(), taken_ns: 7, ..SnapshotInfo::default() };
+    let (open, options) = (OpenOptions::default(), PrepareOptions::default());
+    snapshot::create(std::slice::from_ref(disk), &info, &open, &options, &resources()).unwrap();
 }
 
 fn write(path: &Path, command: &str) {
@@ -259,6 +263,47 @@ fn a_flattened_clone_leaves_the_files_of_its_origin() {
     assert_eq!(merged.kept[0].1, Kept::NotASnapshot);
     states.assert_same("flat");
     assert_eq!((names(&clone).len(), names(&disk).len()), (0, 2));
+}
+
+/// A clone has the snapshots of its origin in its chain, and may go back to them; they are the origin's to delete.
+#[test]
+fn what_came_with_a_clone_is_deleted_at_its_origin_only() {
+    let dir = common::scratch();
+    let disk = with_snapshots(dir.path(), 3);
+    let clone = dir.path().join("clone.qcow2");
+    snapshot::clone(&disk, "s2", &clone, &OpenOptions::default()).unwrap();
+    write(&clone, "write -q -P 77 5M 100k");
+    take(&clone, "own");
+    let of = |disk: &Path| -> Vec<Option<String>> {
+        list(disk, &OpenOptions::default()).unwrap().into_iter().map(|found| found.origin).collect()
+    };
+    let web = Some("web.qcow2".to_owned());
+    assert_eq!(of(&clone), [None, web.clone(), web.clone(), web.clone()]);
+    let states = States::of(&[clone.clone(), disk.clone(), dir.path().join("web.s1.qcow2")]);
+    for names in [&["s0"][..], &["own", "s1"], &["s0..s1"]] {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let refused = ranges_of(&clone, &names, &OpenOptions::default()).unwrap_err();
+        assert!(refused.to_string().contains("belong to web.qcow2"), "{refused}");
+    }
+    let refused = merge(&clone, range(0, 0), &all()).unwrap_err();
+    assert!(refused.to_string().contains("belong to web.qcow2"), "{refused}");
+    // The newest goes from this chain alone.
+    let merged = delete(&clone, &["s2"]).remove(0);
+    assert_eq!(merged.kept, [(dir.path().join("web.s2.qcow2"), Kept::NotASnapshot)]);
+    states.assert_same("clone and origin");
+    assert_eq!(
+        (names(&clone), of(&clone)),
+        (
+            vec!["own", "s1", "s0"].into_iter().map(str::to_owned).collect(),
+            vec![None, web.clone(), web.clone()]
+        )
+    );
+    // Gone back to one of them, it is still the origin's.
+    snapshot::revert(&clone, "s0", &snapshot::RevertOptions::default(), &resources()).unwrap();
+    assert_eq!(of(&clone), [web]);
+    let merged = merge(&clone, range(0, 0), &MergeOptions::default()).unwrap();
+    assert_eq!(merged.kept[0].1, Kept::NotASnapshot);
+    assert_eq!(names(&disk), ["s2", "s1", "s0"]);
 }
 
 #[test]

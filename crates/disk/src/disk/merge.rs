@@ -106,7 +106,7 @@ impl Running {
         disk.check_changeable()?;
         disk.sweep_merged();
         let links = links(&disk.path, &disk.options, &**disk.resources.files().opener())?;
-        range.check(links.len()).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
+        range.check(&links).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
         let layers = arc_swap::Guard::into_inner(disk.layers_now());
         running.check_links(&layers, &links)?;
         let copier = match &layers.top {

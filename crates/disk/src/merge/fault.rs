@@ -20,6 +20,14 @@ pub enum MergeFault {
         /// Layers of the chain.
         layers: usize,
     },
+    /// Layers of a disk that this one was cloned from.
+    #[error(
+        "they belong to {disk}, which it was cloned from: delete them there, or `vmstrata flatten` this disk"
+    )]
+    OfAnotherDisk {
+        /// Its file name.
+        disk: String,
+    },
     /// A target whose header cannot name another backing file by one sector's write.
     #[error(
         "its header has no room for the name of another backing file: copy it with `qemu-img convert`, or drop other layers"

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_store::FileId;
 use vmstrata_types::LayerIndex;
 
@@ -40,13 +41,17 @@ impl MergeRange {
         self.last.index() + 1 - self.first.index()
     }
 
-    /// Refuses layers that a chain of `layers` does not have below its top.
-    pub(crate) fn check(self, layers: usize) -> Result<(), MergeFault> {
-        let (first, last) = (self.first.index(), self.last.index());
-        if first <= last && last + 1 < layers {
-            return Ok(());
+    /// Refuses layers that the chain does not have below its top, and a target that is not the disk's own.
+    pub(crate) fn check(self, links: &[Link]) -> Result<(), MergeFault> {
+        let (first, last, layers) = (self.first.index(), self.last.index(), links.len());
+        if first > last || last + 1 >= layers {
+            return Err(MergeFault::Range { first, last, layers });
         }
-        Err(MergeFault::Range { first, last, layers })
+        let others = &links[..=layers_of_others(links)];
+        match others.iter().skip(self.target().index() + 1).find_map(Link::origin) {
+            Some(disk) => Err(MergeFault::OfAnotherDisk { disk }),
+            None => Ok(()),
+        }
     }
 }
 
@@ -65,7 +70,7 @@ pub fn all_of(layers: usize) -> Option<MergeRange> {
 /// `A..B` is the snapshots A and B, in either order, and all layers between them; a snapshot that is called so goes first.
 ///
 /// # Errors
-/// No such snapshot; otherwise as [`snapshot::list`].
+/// No such snapshot, or one of a disk that this one was cloned from; otherwise as [`snapshot::list`].
 pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result<Vec<MergeRange>> {
     let mut found = Vec::with_capacity(names.len());
     // Once: depths count from the top, where a disk in use gets layers.
@@ -94,6 +99,11 @@ pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result
             _ => ranges.push(MergeRange { first: index_of(layer), last: index_of(layer) }),
         }
     }
+    // All are looked at before the first is merged.
+    let target = |range: &MergeRange| snapshots.iter().rev().nth(range.target().index());
+    if let Some(disk_of) = ranges.iter().find_map(|range| target(range)?.origin.clone()) {
+        return Err(Error::from(MergeFault::OfAnotherDisk { disk: disk_of }).in_file(disk));
+    }
     Ok(ranges)
 }
 
@@ -121,6 +131,21 @@ impl Link {
         let (backing_name, record) = top.head.map_or((None, None), |head| (head.backing_name, head.snapshot));
         Self { file: top.opened.identity.file, path: top.path, format, backing_name, record, has_index }
     }
+
+    /// What it says of the layer below as a snapshot, as far as it can be read.
+    pub(crate) fn info(&self) -> Option<SnapshotInfo> {
+        self.record.as_deref().and_then(|data| SnapshotInfo::parse(data).ok())
+    }
+
+    /// The disk that the layers below belong to, if that is another one.
+    fn origin(&self) -> Option<String> {
+        self.info()?.origin
+    }
+}
+
+/// How many layers, from the base on, belong to a disk that this one was cloned from.
+pub(crate) fn layers_of_others(links: &[Link]) -> usize {
+    links.iter().rposition(|link| link.origin().is_some()).unwrap_or(0)
 }
 
 /// The files of the chain of `disk`, base first.
@@ -145,7 +170,22 @@ pub(crate) fn below_of(links: &[Link], range: MergeRange) -> Result<Option<Below
         Some(name) if directory_of(&first.path) == directory_of(&target.path) => name.clone(),
         _ => name_from(&target.path, &stays.path)?,
     };
-    Ok(Some(Below { name, format: stays.format, record: first.record.clone() }))
+    let record = record_of(&links[range.first.index()..=range.target().index()]);
+    Ok(Some(Below { name, format: stays.format, record }))
+}
+
+/// What the last of `links` is to say of the layer below the first, as a snapshot. If one of them stood on another disk's layers,
+/// so does the last now.
+fn record_of(links: &[Link]) -> Option<Vec<u8>> {
+    let first = &links[0];
+    let (Some(info), Some(disk)) = (first.info(), links.iter().find_map(Link::origin)) else {
+        return first.record.clone();
+    };
+    let with_origin = SnapshotInfo { origin: Some(disk), ..info };
+    // Whose it is matters more than labels that leave no room for that.
+    let encoded =
+        with_origin.encode().or_else(|_| SnapshotInfo { labels: Vec::new(), ..with_origin }.encode());
+    encoded.ok().or_else(|| first.record.clone())
 }
 
 /// The map of the frozen layer at `layer` of the chain of `disk`, and of all below it.

@@ -10,10 +10,9 @@ use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_store::{FileId, Gate, Permission, is_held};
 
-use super::plan::{Link, MergeRange};
+use super::plan::{Link, MergeRange, layers_of_others};
 use crate::chain::{backing_of, open_layer};
 use crate::index::sidecar_of;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
@@ -82,14 +81,11 @@ pub(crate) struct Dropped {
 /// The files of the layers in `range`, newest first.
 pub(crate) fn dropped(links: &[Link], range: MergeRange) -> Vec<Dropped> {
     let layers = range.first.index()..=range.last.index();
-    let own = |above: &Link| {
-        let info = above.record.as_deref().and_then(|data| SnapshotInfo::parse(data).ok());
-        info.is_some_and(|info| info.origin.is_none())
-    };
+    let of_others = layers_of_others(links);
     let of = |layer: usize| Dropped {
         path: links[layer].path.clone(),
         file: links[layer].file,
-        is_own_snapshot: own(&links[layer + 1]),
+        is_own_snapshot: layer >= of_others && links[layer + 1].info().is_some(),
     };
     layers.rev().map(of).collect()
 }

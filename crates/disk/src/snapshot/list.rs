@@ -17,6 +17,8 @@ pub struct Snapshot {
     pub info: Option<SnapshotInfo>,
     /// Why what was recorded of it cannot be used, if so.
     pub damage: Option<String>,
+    /// The disk whose snapshot it is, where that is another one: this disk, or one it came from, was cloned from that.
+    pub origin: Option<String>,
     /// The file that was frozen.
     pub layer: PathBuf,
     /// How it keeps its bytes.
@@ -45,8 +47,17 @@ pub fn list(path: &Path, options: &OpenOptions) -> Result<Vec<Snapshot>> {
     let (top, mut layers) = walk(path, options, roles, &LocalFiles, Seen::of)?;
     layers.push(Seen::of(top));
     layers.reverse();
+    let mut origin = None;
     let pairs = layers.windows(2).enumerate();
-    pairs.map(|(above, pair)| snapshot(above + 1, pair[0].record.as_deref(), &pair[1])).collect()
+    pairs
+        .map(|(above, pair)| {
+            let found = snapshot(above + 1, pair[0].record.as_deref(), &pair[1])?;
+            // All that a clone stands on is the other disk's.
+            let told = found.info.as_ref().and_then(|info| info.origin.clone());
+            origin = told.or_else(|| origin.take());
+            Ok(Snapshot { origin: origin.clone(), ..found })
+        })
+        .collect()
 }
 
 /// A layer, as far as it matters here: headers of long chains are not to be kept.
@@ -77,6 +88,7 @@ fn snapshot(depth: usize, record: Option<&[u8]>, seen: &Seen) -> Result<Snapshot
     Ok(Snapshot {
         info,
         damage,
+        origin: None,
         layer: seen.path.clone(),
         format: seen.format,
         depth,

@@ -191,7 +191,8 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     let identity = lock.identity().while_trying("examine the disk")?.file;
     let mut snapshots = list(disk, &options.open)?;
     let found = find(disk, name, &options.open)?;
-    let info = found.info.clone().expect("found by its name");
+    let info =
+        SnapshotInfo { origin: found.origin.clone(), ..found.info.clone().expect("found by its name") };
     if let Some(keep) = &options.keep {
         check_keep(disk, keep)?;
     }

@@ -61,7 +61,7 @@ pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
 /// What is known of a snapshot that rules may speak of: named, of this disk itself, with the labels asked for.
 fn prunable<'a>(snapshot: &'a Snapshot, args: &SnapshotPruneArgs) -> Option<&'a SnapshotInfo> {
     let info = snapshot.info.as_ref()?;
-    (info.origin.is_none() && args.label.iter().all(|label| info.labels.contains(label))).then_some(info)
+    (snapshot.origin.is_none() && args.label.iter().all(|label| info.labels.contains(label))).then_some(info)
 }
 
 /// Whether a guest's memory at that instant is worth nothing without it, and the labels asked for do not speak of that.

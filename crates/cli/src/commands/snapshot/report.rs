@@ -110,7 +110,7 @@ impl<'a> Row<'a> {
             time_ns: info.map(|info| info.taken_ns),
             labels: labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect(),
             group: info.and_then(|info| info.group.as_deref()),
-            cloned_from: info.and_then(|info| info.origin.as_deref()),
+            cloned_from: snapshot.origin.as_deref(),
             layer: text(&snapshot.layer),
             format: snapshot.format.to_string(),
             depth: snapshot.depth,
