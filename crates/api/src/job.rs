@@ -27,6 +27,10 @@ pub enum JobSpec {
         /// Leave the snapshots' files where they are.
         #[serde(default, skip_serializing_if = "is_default")]
         keep_files: bool,
+        /// Take disks that were cloned from one of them, and are not where they were, for deleted. Else they may have been moved,
+        /// and the file they stand on stays.
+        #[serde(default, skip_serializing_if = "is_default")]
+        forget_missing: bool,
         /// Bytes a second that the job may write; 64 MiB if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schema(minimum = 1)]
@@ -39,6 +43,9 @@ pub enum JobSpec {
         /// What becomes of the files that it stood on.
         #[serde(default, skip_serializing_if = "is_default")]
         remove: RemoveFiles,
+        /// As for deleting snapshots.
+        #[serde(default, skip_serializing_if = "is_default")]
+        forget_missing: bool,
         /// Bytes a second that the job may write; 64 MiB if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schema(minimum = 1)]

@@ -21,7 +21,7 @@ use crate::opener::{Opened, Opener, Role, directory_of};
 use crate::resources::Resources;
 use indexed::Search;
 
-pub(crate) use head::{Qcow2Head, backing_of, plain_name, probe, read_head};
+pub(crate) use head::{Qcow2Head, backing_of, backing_text, plain_name, probe, read_head};
 
 /// How to open a disk.
 #[derive(Clone, Debug)]

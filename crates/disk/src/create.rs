@@ -17,6 +17,7 @@ use vmstrata_store::{Access, FileId, FileOptions, FileStore, Gate};
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use crate::chain::{Qcow2Head, plain_name, probe, read_head};
+use crate::clones;
 use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
@@ -95,6 +96,9 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
         index_room: true,
         snapshot: None,
     })?;
+    if let Some((name, _)) = &options.backing {
+        clones::tell_of_chain(path, [resolve(path, name)?.as_path(), path].into_iter());
+    }
     write_new(path, &image, options.force)
 }
 

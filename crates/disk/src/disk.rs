@@ -22,6 +22,7 @@ use parking_lot::Mutex;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 
 use crate::chain::{Chain, OpenOptions, freeze, read_chain};
+use crate::clones;
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
@@ -102,14 +103,30 @@ impl Disk {
             let depth = frozen.as_ref().map_or(0, |map| map.layers().len());
             (open::open_top(top, index_of(depth), || Ok(frozen.clone()), resources)?, frozen)
         };
-        let disk = Arc::new(Self {
+        let disk = Arc::new(Self::over(path, options, Layers::new(size, top, frozen, resources)));
+        resources.upkeep().watch(&disk);
+        if let Err(error) = disk.enter_beside_merges() {
+            // As if it had not been opened.
+            let _ = disk.close();
+            return Err(error);
+        }
+        if !options.read_only {
+            let layers = disk.layers_now();
+            let below = layers.frozen.iter().flat_map(|map| map.layers()).map(|layer| &*layer.path);
+            clones::tell_of_chain(path, below.chain([path]));
+        }
+        Ok(disk)
+    }
+
+    fn over(path: &Path, options: &OpenOptions, layers: Layers) -> Self {
+        Self {
             path: path.to_owned(),
-            size: AtomicU64::new(size),
+            size: AtomicU64::new(layers.size),
             options: options.clone(),
-            layers: ArcSwap::from_pointee(Layers::new(size, top, frozen, resources)),
+            resources: Arc::clone(&layers.resources),
+            layers: ArcSwap::from_pointee(layers),
             generation: AtomicU64::new(0),
             writers: Turnstile::default(),
-            resources: Arc::clone(resources),
             epochs: Epochs::default(),
             stats: Arc::default(),
             latch: OnceLock::new(),
@@ -118,10 +135,7 @@ impl Disk {
             changing: Mutex::new(None),
             settling: settle::Settling::default(),
             merging: AtomicBool::new(false),
-        });
-        resources.upkeep().watch(&disk);
-        disk.enter_beside_merges()?;
-        Ok(disk)
+        }
     }
 
     /// Virtual size in bytes, a multiple of 512; another one after [`Disk::resize`].

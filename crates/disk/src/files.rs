@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use vmstrata_store::{FileIdentity, Gate, OpenStore};
+use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Layer;
@@ -74,6 +74,13 @@ impl FileTable {
         let file = OpenStore::new(opened.store);
         self.put(&mut clock, layer, &file);
         Ok(file)
+    }
+
+    /// The open file of a layer, if it is one of ours.
+    pub(crate) fn open_store(&self, file: FileId) -> Option<Arc<OpenStore>> {
+        let clock = self.open.lock();
+        let mut layers = clock.layers.iter().filter_map(Weak::upgrade);
+        layers.find(|layer| layer.identity.file == file)?.open_file()
     }
 
     /// Takes in a file that was opened to read the chain.

@@ -22,8 +22,10 @@
 //! - Whatever ends the job early leaves a sound chain and, after a crash, leaked clusters at most. Started again it
 //!   passes over what is there.
 //! - Whether the header has room for the new name is known before anything is copied.
-//! - A file is removed only if it was a snapshot of this disk and nobody names it or has it open ([`remove`]). What a
-//!   killed process did not come to remove goes later ([`leftovers`]).
+//! - A file is removed only if it was a snapshot of this disk and nobody needs it ([`users`], [`remove`]). What a killed process
+//!   did not come to remove goes later ([`leftovers`]).
+//! - A frozen target is written only while no other process uses it, or a disk that stands on it: whoever opens one later
+//!   finds its index void and its file locked.
 //!
 //! Lock order: as in [`crate::active`].
 
@@ -37,6 +39,7 @@ pub(crate) mod plan;
 pub(crate) mod relink;
 pub(crate) mod remove;
 pub(crate) mod target;
+pub(crate) mod users;
 
 pub use fault::MergeFault;
 pub use job::{Action, Merge};
@@ -44,6 +47,7 @@ pub use plan::{MergeRange, all_of, ranges_of};
 pub use remove::{Kept, Removal};
 
 pub(crate) use copier::Copier;
+pub(crate) use job::directories;
 
 use std::path::PathBuf;
 
@@ -56,6 +60,9 @@ pub struct MergeOptions {
     pub open: OpenOptions,
     /// What becomes of the files of dropped layers.
     pub removal: Removal,
+    /// Take disks that told that they stand on a layer, and are not where they were, for deleted. Else they may have been moved,
+    /// and keep it.
+    pub forget_missing: bool,
 }
 
 /// What merging has done.

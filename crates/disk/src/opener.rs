@@ -19,9 +19,11 @@ pub enum Role {
     Frozen,
     /// Tables of a file that is only looked at, by `info` for instance: no lock.
     Inspected,
-    /// A frozen layer that takes an index past its allocated end, or is copied into: what is read there does not change, so
-    /// it is opened for writing beside readers, by one at a time.
+    /// A frozen layer that takes an index past its allocated end: what is read there does not change, so it is opened for
+    /// writing beside readers, by one at a time.
     Indexed,
+    /// The same for a frozen layer that is copied into: there must be no readers that know its tables, but for this process.
+    CopiedInto,
 }
 
 /// An open file of a chain.
@@ -56,15 +58,14 @@ pub struct LocalFiles;
 
 impl Opener for LocalFiles {
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened> {
+        let written =
+            |lock| FileOptions { access: Access::ReadWrite, lock: Some(lock), ..FileOptions::FROZEN };
         let options = match role {
             Role::Active(cache) => FileOptions { cache, ..FileOptions::ACTIVE },
             Role::Frozen => FileOptions::FROZEN,
             Role::Inspected => FileOptions { lock: None, ..FileOptions::FROZEN },
-            Role::Indexed => FileOptions {
-                access: Access::ReadWrite,
-                lock: Some(LockKind::Unchanged),
-                ..FileOptions::FROZEN
-            },
+            Role::Indexed => written(LockKind::Unchanged),
+            Role::CopiedInto => written(LockKind::CopiedInto),
         };
         let file = gate.open(path, options.access)?;
         let store = FileStore::new(file, path, &options)?;

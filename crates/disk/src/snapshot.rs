@@ -35,6 +35,7 @@ pub use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 pub use vmstrata_qcow2::{SnapshotInfo, SnapshotInfoError};
 
 pub use fault::SnapshotFault;
+pub(crate) use holder::holders_of;
 pub use holder::{Holder, HolderKind, holders};
 pub use keep::{Keep, KeepError};
 pub(crate) use list::pick;

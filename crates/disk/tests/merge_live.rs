@@ -311,8 +311,8 @@ fn other_disks_of_the_server_are_protected() {
     // While its layers are copied into, no disk can be opened over them; a second merge has to wait.
     let mut job = Merge::of_disk(&disk, range(0, 0), &MergeOptions::default()).unwrap();
     job.apply(job.select().unwrap()).unwrap();
-    assert!(open(&clone).unwrap_err().to_string().contains("merged already"));
-    assert!(merge(&disk, range(0, 0)).unwrap_err().to_string().contains("merged already"));
+    assert!(open(&clone).unwrap_err().to_string().contains("being merged"));
+    assert!(merge(&disk, range(0, 0)).unwrap_err().to_string().contains("being merged"));
     let merged = job.run().unwrap();
     assert_eq!(merged.removed.len(), 1, "{merged:?}");
     let other = open(&clone).unwrap();

@@ -23,6 +23,7 @@ use parking_lot::{Condvar, Mutex};
 use tokio::sync::broadcast;
 use vmstrata_api::{Event, JobChange, JobStatus};
 
+pub use self::bucket::Bucket;
 use self::control::Control;
 pub(crate) use self::index_build::IndexBuild;
 pub(crate) use self::merging::{DEFAULT_LIMIT, Flatten, SnapshotDelete};

@@ -39,6 +39,7 @@ pub use agent::{AgentFault, thaw_guard};
 pub use control::openapi;
 pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
 pub use host::Host;
+pub use jobs::Bucket;
 pub use options::{ControlPlace, Limits, Options, TlsFiles};
 pub use run::run;
 pub use runtime_dir::default_dir;

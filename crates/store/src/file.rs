@@ -288,10 +288,8 @@ impl Store for FileStore {
     }
 
     fn give_up_writing(&self) -> io::Result<()> {
-        match self.lock {
-            Some(LockKind::Active | LockKind::Unchanged) => lock::downgrade(self.file.as_fd()),
-            Some(LockKind::Frozen) | None => Ok(()),
-        }
+        let writes = self.lock.is_some_and(|kind| kind != LockKind::Frozen);
+        if writes { lock::downgrade(self.file.as_fd()) } else { Ok(()) }
     }
 
     fn raw_alignment(&self) -> usize {

@@ -22,6 +22,8 @@ use std::time::{Duration, Instant};
 const HELD_BASE: i64 = 100;
 /// First byte of the permissions a holder denies to others (`RAW_LOCK_SHARED_BASE`).
 const DENIED_BASE: i64 = 200;
+/// The byte of who copies into a file, which readers of ours heed. QEMU knows nothing of it, and need not: what it reads stays.
+const COPIED_INTO: i64 = 300;
 /// Between two attempts.
 const RETRY_EVERY: Duration = Duration::from_millis(50);
 
@@ -63,9 +65,12 @@ pub enum LockKind {
     /// A file only read here: others may read it too, nobody may write it. QEMU's lock on backing files and on
     /// images opened read-only.
     Frozen,
-    /// A file that others read, and that is written here without a change to what they read: it gets an index, or is
-    /// copied into. One at a time does that. QEMU's lock of a job that writes what a layer below has anyway.
+    /// A file that others read, and that is written here without a change to what they read: it gets an index. One at a time
+    /// does that. QEMU's lock of a job that writes what a layer below has anyway.
     Unchanged,
+    /// The same for a file that is copied into. Its tables change, though not in what they say together with the layers below:
+    /// whoever begins to read it would know tables that do not last, so none of ours may begin meanwhile.
+    CopiedInto,
 }
 
 impl LockKind {
@@ -73,7 +78,9 @@ impl LockKind {
         match self {
             Self::Active => permission != Permission::WriteUnchanged,
             Self::Frozen => permission == Permission::ConsistentRead,
-            Self::Unchanged => matches!(permission, Permission::ConsistentRead | Permission::WriteUnchanged),
+            Self::Unchanged | Self::CopiedInto => {
+                matches!(permission, Permission::ConsistentRead | Permission::WriteUnchanged)
+            }
         }
     }
 
@@ -83,7 +90,7 @@ impl LockKind {
             Self::Active | Self::Frozen => {
                 matches!(permission, Permission::ConsistentRead | Permission::WriteUnchanged)
             }
-            Self::Unchanged => permission == Permission::ConsistentRead,
+            Self::Unchanged | Self::CopiedInto => permission == Permission::ConsistentRead,
         }
     }
 }
@@ -104,6 +111,15 @@ pub enum LockError {
         /// True when the other side has the permission and we would deny it; false when the other side denies it
         /// and we want it.
         held: bool,
+    },
+    /// Another process copies into the file.
+    #[error(
+        "layers are being merged into {}, and its tables change meanwhile: try again when that is done (`vmstrata job list` shows how far it is)",
+        path.display()
+    )]
+    CopiedInto {
+        /// The file.
+        path: PathBuf,
     },
     /// The file system does not lock.
     #[error("cannot lock {}: {source}; the file system must support open file description locks", path.display())]
@@ -140,7 +156,10 @@ pub(crate) fn lock(
             Err(Refusal::Conflict { permission, held }) if Instant::now() >= deadline => {
                 return Err(LockError::Conflict { path: path.to_owned(), permission, held });
             }
-            Err(Refusal::Conflict { .. }) => thread::sleep(RETRY_EVERY),
+            Err(Refusal::CopiedInto) if Instant::now() >= deadline => {
+                return Err(LockError::CopiedInto { path: path.to_owned() });
+            }
+            Err(Refusal::Conflict { .. } | Refusal::CopiedInto) => thread::sleep(RETRY_EVERY),
             Err(Refusal::Io(source)) => return Err(LockError::Unsupported { path: path.to_owned(), source }),
         }
     }
@@ -148,6 +167,7 @@ pub(crate) fn lock(
 
 enum Refusal {
     Conflict { permission: Permission, held: bool },
+    CopiedInto,
     Io(io::Error),
 }
 
@@ -161,6 +181,7 @@ fn try_lock(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
                 let _ = control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, base + permission as i64);
             }
         }
+        let _ = control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, COPIED_INTO);
     }
     result
 }
@@ -178,6 +199,7 @@ pub(crate) fn downgrade(fd: BorrowedFd<'_>) -> io::Result<()> {
             control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, DENIED_BASE + permission as i64)?;
         }
     }
+    control(fd, libc::F_OFD_SETLK, libc::F_UNLCK, COPIED_INTO)?;
     Ok(())
 }
 
@@ -195,6 +217,9 @@ fn claim(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
             }
         }
     }
+    if kind == LockKind::CopiedInto {
+        control(fd, libc::F_OFD_SETLK, libc::F_RDLCK, COPIED_INTO).map_err(Refusal::Io)?;
+    }
     Ok(())
 }
 
@@ -208,6 +233,10 @@ fn check(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
             }
         }
     }
+    // Whoever copies into a file is met by the others of its kind above; it may find readers.
+    if kind == LockKind::Frozen && is_copied_into(fd).map_err(Refusal::Io)? {
+        return Err(Refusal::CopiedInto);
+    }
     Ok(())
 }
 
@@ -220,6 +249,11 @@ fn check(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
 pub fn is_held(fd: BorrowedFd<'_>, permission: Permission) -> io::Result<bool> {
     let found = control(fd, libc::F_OFD_GETLK, libc::F_WRLCK, HELD_BASE + permission as i64)?;
     Ok(found != libc::F_UNLCK)
+}
+
+/// Whether someone else copies into the file behind `fd`.
+fn is_copied_into(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    Ok(control(fd, libc::F_OFD_GETLK, libc::F_WRLCK, COPIED_INTO)? != libc::F_UNLCK)
 }
 
 /// One lock operation on one byte; returns the type of lock the kernel left in the request.

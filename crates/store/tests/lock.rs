@@ -63,6 +63,24 @@ fn one_at_a_time_writes_what_readers_do_not_see() {
     drop(active);
 }
 
+#[test]
+fn no_reader_of_ours_begins_while_a_file_is_copied_into() {
+    let directory = images();
+    let open = |options| store(directory.path(), "base.qcow2", options);
+    let copies = FileOptions { lock: Some(LockKind::CopiedInto), ..UNCHANGED };
+    let reader = open(FileOptions::FROZEN).expect("a reader");
+    let writer = open(copies).expect("beside a reader");
+    let refused = open(FileOptions::FROZEN).expect_err("it would know tables that do not last");
+    assert!(matches!(refused, FileError::Lock(LockError::CopiedInto { .. })), "{refused}");
+    open(UNCHANGED).expect_err("one at a time");
+    let (read, text) = run("qemu-img", &["info", "base.qcow2"], directory.path());
+    assert!(read, "what QEMU knows of it lasts: {text}");
+    vmstrata_store::Store::give_up_writing(&writer).expect("a reader's lock now");
+    drop(open(FileOptions::FROZEN).expect("another reader"));
+    drop((reader, writer));
+    drop(open(ACTIVE_AT_ONCE).expect("nothing is left locked"));
+}
+
 /// A QEMU process that has an image open until it is dropped.
 struct Holder(Child);
 

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 
-use super::{ControlArgs, RemoveFiles};
+use super::{ControlArgs, MergeHowArgs, RemoveFiles};
 use crate::units::parse_size;
 
 /// `vmstrata job`
@@ -43,9 +43,9 @@ pub enum JobCommand {
         /// Leave the snapshots' files where they are
         #[arg(long)]
         keep_files: bool,
-        /// Bytes a second that the job may write, such as 10M; 64M if omitted
-        #[arg(long, value_name = "SIZE", value_parser = limit)]
-        limit: Option<u64>,
+        /// How.
+        #[command(flatten)]
+        how: MergeHowArgs,
     },
     /// Let a served disk stand on nothing, in the background
     Flatten {
@@ -54,9 +54,9 @@ pub enum JobCommand {
         /// What becomes of the files that it stood on
         #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
         remove: RemoveFiles,
-        /// Bytes a second that the job may write, such as 10M; 64M if omitted
-        #[arg(long, value_name = "SIZE", value_parser = limit)]
-        limit: Option<u64>,
+        /// How.
+        #[command(flatten)]
+        how: MergeHowArgs,
     },
     /// Stop a job after the step that is under way, until it is resumed
     Pause {
@@ -94,7 +94,7 @@ Examples:
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
 
-fn limit(text: &str) -> anyhow::Result<u64> {
+pub(super) fn limit(text: &str) -> anyhow::Result<u64> {
     let limit = parse_size(text)?;
     anyhow::ensure!(limit > 0, "a limit of 0 would stop the job: pause it instead");
     Ok(limit)

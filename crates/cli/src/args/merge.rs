@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use vmstrata_api::JobSpec;
 use vmstrata_disk::merge::Removal;
 
 use super::ControlArgs;
@@ -39,6 +40,41 @@ impl From<RemoveFiles> for Removal {
     }
 }
 
+/// How layers are dropped.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct MergeHowArgs {
+    /// Bytes a second that may be copied, such as 10M [default: 64M for a served disk, no limit for one that nobody uses]
+    #[arg(long, value_name = "SIZE", value_parser = super::job::limit)]
+    pub limit: Option<u64>,
+    /// Take disks that were cloned from what is dropped, and are not where they were, for deleted; else they may have been
+    /// moved, and the files they stand on stay
+    #[arg(long)]
+    pub forget_missing: bool,
+}
+
+impl MergeHowArgs {
+    /// The job that deletes snapshots of a served disk.
+    pub fn delete(self, disk: &str, snapshots: &[String], keep_files: bool) -> JobSpec {
+        JobSpec::SnapshotDelete {
+            disk: disk.to_owned(),
+            snapshots: snapshots.to_vec(),
+            keep_files,
+            forget_missing: self.forget_missing,
+            bytes_per_second: self.limit,
+        }
+    }
+
+    /// The job that flattens a served disk.
+    pub fn flatten(self, disk: &str, remove: RemoveFiles) -> JobSpec {
+        JobSpec::Flatten {
+            disk: disk.to_owned(),
+            remove: remove.into(),
+            forget_missing: self.forget_missing,
+            bytes_per_second: self.limit,
+        }
+    }
+}
+
 /// `vmstrata snapshot delete`
 #[derive(Debug, Args)]
 #[command(after_help = DELETE_HELP)]
@@ -51,6 +87,9 @@ pub struct SnapshotDeleteArgs {
     /// Leave the snapshots' files where they are
     #[arg(long)]
     pub keep_files: bool,
+    /// How.
+    #[command(flatten)]
+    pub how: MergeHowArgs,
     /// Where the journals of killed servers are
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
@@ -70,7 +109,8 @@ Examples:
   vmstrata snapshot delete web.qcow2 mon --json | jq -r '.kept[].reason'
 
 The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above.
-A file that another disk stands on stays. Interrupted, begin it again: what was copied is not copied twice.
+A file that another disk stands on stays: disks beside the snapshots, below --allow-backing, and elsewhere if vmstrata made
+them or has opened them for writing. Interrupted, begin it again: what was copied is not copied twice.
 Exit codes: 0 deleted, 1 not, or not all (every state of the disk is as it was), 64 wrong usage.";
 
 /// `vmstrata flatten`
@@ -82,6 +122,9 @@ pub struct FlattenArgs {
     /// What becomes of the files that it stood on
     #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
     pub remove: RemoveFiles,
+    /// How.
+    #[command(flatten)]
+    pub how: MergeHowArgs,
     /// Where the journals of killed servers are
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]

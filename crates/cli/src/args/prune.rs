@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use vmstrata_disk::snapshot::Keep;
 
-use super::ControlArgs;
 use super::snapshot::SnapshotCommonArgs;
+use super::{ControlArgs, MergeHowArgs};
 
 /// `vmstrata snapshot prune`
 #[derive(Debug, Args)]
@@ -23,6 +23,9 @@ pub struct SnapshotPruneArgs {
     /// Say what would be deleted, and delete nothing
     #[arg(long, short = 'n')]
     pub dry_run: bool,
+    /// How.
+    #[command(flatten)]
+    pub how: MergeHowArgs,
     /// Where the journals of killed servers are
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]

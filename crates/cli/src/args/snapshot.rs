@@ -238,8 +238,9 @@ Examples:
   vmstrata snapshot clone web.qcow2 mon -o test.qcow2
   vmstrata snapshot clone golden.qcow2 v7 -o /vms/ci-42.qcow2
 
-The clone shares the snapshot's layers, which must stay where they are. In another directory than theirs, serve it with
---allow-backing.
+The clone shares the snapshot's layers, which must stay where they are; deleting the snapshot leaves them. In another directory
+than theirs, serve it with --allow-backing, and if it is moved later, delete snapshots of the disk it came from only after
+it was opened at its new place.
 Exit codes: 0 made, 1 not made, 64 wrong usage.";
 
 pub(super) fn parse_label(text: &str) -> anyhow::Result<(String, String)> {

@@ -31,15 +31,10 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
             let asked = JobSpec::IndexBuild { disk: disk.clone(), bytes_per_second: *limit };
             client.post("/v1/jobs", &asked)?
         }
-        JobCommand::SnapshotDelete { disk, snapshots, keep_files, limit } => {
-            let (disk, snapshots, keep_files) = (disk.clone(), snapshots.clone(), *keep_files);
-            let asked = JobSpec::SnapshotDelete { disk, snapshots, keep_files, bytes_per_second: *limit };
-            client.post("/v1/jobs", &asked)?
+        JobCommand::SnapshotDelete { disk, snapshots, keep_files, how } => {
+            client.post("/v1/jobs", &how.delete(disk, snapshots, *keep_files))?
         }
-        JobCommand::Flatten { disk, remove, limit } => {
-            let (disk, remove) = (disk.clone(), (*remove).into());
-            client.post("/v1/jobs", &JobSpec::Flatten { disk, remove, bytes_per_second: *limit })?
-        }
+        JobCommand::Flatten { disk, remove, how } => client.post("/v1/jobs", &how.flatten(disk, *remove))?,
         JobCommand::Pause { id } => change(*id, JobChange::Pause)?,
         JobCommand::Resume { id } => change(*id, JobChange::Resume)?,
         JobCommand::Cancel { id } => change(*id, JobChange::Cancel)?,

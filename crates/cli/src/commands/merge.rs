@@ -2,18 +2,25 @@
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use serde::Serialize;
 use vmstrata_disk::OpenOptions;
 use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of};
 use vmstrata_disk::snapshot::list;
+use vmstrata_server::Bucket;
 
+use super::backup::watched;
 use super::snapshot::live::Live;
 use super::snapshot::resources;
 use crate::args::{FlattenArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
+
+/// How often is looked whether to go on, while waiting for the speed limit.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+const STOPPED: &str = "every state of the disk is as it was; begun again, it copies nothing twice";
 
 /// What was done, for scripts.
 #[derive(Debug, Default, Serialize)]
@@ -32,7 +39,7 @@ struct KeptFile {
 }
 
 impl Report {
-    fn add(&mut self, merged: Merged) {
+    fn add(&mut self, merged: &Merged) {
         self.copied_bytes += merged.copied_bytes;
         self.removed.extend(merged.removed.iter().map(|file| file.display().to_string()));
         let kept = |(file, why): &(std::path::PathBuf, vmstrata_disk::merge::Kept)| KeptFile {
@@ -63,7 +70,8 @@ impl Report {
 pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
     let ranges = ranges_of(&args.disk, &args.names, &args.common.open())?;
     let removal = if args.keep_files { Removal::Nothing } else { Removal::Snapshots };
-    let report = merge(&args.disk, &ranges, removal, &args.common, args.runtime_dir.as_deref())?;
+    let options = MergeOptions { open: args.common.open(), removal, forget_missing: args.how.forget_missing };
+    let report = merge(&args.disk, &ranges, &options, args.how.limit, args.runtime_dir.as_deref())?;
     report.tell(&format!("{} deleted", args.names.join(", ")), &args.common)
 }
 
@@ -73,7 +81,7 @@ pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
 /// As [`delete`].
 pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
     let open = OpenOptions { read_only: true, ..OpenOptions::default() };
-    let options = MergeOptions { open: open.clone(), removal: Removal::Snapshots };
+    let options = MergeOptions { open: open.clone(), ..MergeOptions::default() };
     let resources = resources(None);
     for range in ranges_of(disk, names, &open)? {
         Merge::new(disk, range, &options, &resources)?.run()?;
@@ -92,8 +100,10 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
     }
     let below = list(&args.disk, &args.common.open())?.len();
     let range = all_of(below + 1);
+    let (removal, forget_missing) = (args.remove.into(), args.how.forget_missing);
+    let options = MergeOptions { open: args.common.open(), removal, forget_missing };
     let runtime = args.runtime_dir.as_deref();
-    let report = merge(&args.disk, range.as_slice(), args.remove.into(), &args.common, runtime)?;
+    let report = merge(&args.disk, range.as_slice(), &options, args.how.limit, runtime)?;
     report.tell("flat", &args.common)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -101,15 +111,29 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
 fn merge(
     disk: &Path,
     ranges: &[MergeRange],
-    removal: Removal,
-    common: &SnapshotCommonArgs,
+    options: &MergeOptions,
+    limit: Option<u64>,
     runtime_dir: Option<&Path>,
 ) -> Result<Report> {
-    let options = MergeOptions { open: common.open(), removal };
     let resources = resources(runtime_dir);
     let mut report = Report { disk: disk.display().to_string(), ..Report::default() };
-    for &range in ranges {
-        report.add(Merge::new(disk, range, &options, &resources)?.run()?);
-    }
+    let mut bucket = Bucket::new(limit, Instant::now());
+    watched("merging", false, |goes_on| {
+        let mut done = 0;
+        for &range in ranges {
+            let mut merge = Merge::new(disk, range, options, &resources)?;
+            let total = merge.total() * ranges.len() as u64;
+            while let Some(action) = merge.select() {
+                while goes_on(done, total) && !bucket.wait(Instant::now()).is_zero() {
+                    std::thread::sleep(bucket.wait(Instant::now()).min(LOOK_EVERY));
+                }
+                ensure!(goes_on(done, total), "{}: ended before all was done: {STOPPED}", disk.display());
+                bucket.take(merge.apply(action)?, Instant::now());
+                done += 1;
+            }
+            report.add(merge.merged());
+        }
+        Ok(())
+    })?;
     Ok(report)
 }

@@ -63,6 +63,28 @@ pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
     Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot })
 }
 
+/// The backing file's name, also of images that cannot be used otherwise: those with features that are not supported, or
+/// with a header that is damaged elsewhere.
+///
+/// # Errors
+/// A file that cannot be read, a name that is no text.
+pub(crate) fn backing_text(store: &dyn Store, file_len: u64) -> Result<Option<String>> {
+    let mut fields = [0; 20];
+    store.read_padded(&mut fields, HostOffset::ZERO).while_trying("read the first bytes")?;
+    let start = usize::try_from(be64(&fields[8..16])).unwrap_or(usize::MAX);
+    let len = u32::from_be_bytes(fields[16..20].try_into().expect("four bytes")) as usize;
+    if &fields[..4] != MAGIC || start == 0 || len == 0 {
+        return Ok(None);
+    }
+    let end = start.saturating_add(len).min(HEADER_MAX);
+    let bytes = read_start(store, end, file_len)?;
+    Ok(Some(backing_name(&bytes, start..start.saturating_add(len))?))
+}
+
+fn be64(bytes: &[u8]) -> u64 {
+    u64::from_be_bytes(bytes.try_into().expect("eight bytes"))
+}
+
 fn backing_name(bytes: &[u8], place: std::ops::Range<usize>) -> Result<String, ParseError> {
     let fail = |kind| ParseError { field: "backing file name", offset: place.start as u64, kind };
     let (needed, have) = (place.end as u64, bytes.len() as u64);

@@ -19,27 +19,26 @@
 //! Lock order: `changing` is held for each change of layers, never while copying.
 
 mod finish;
+mod grow;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore};
-use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
+use vmstrata_store::FileId;
+use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::Disk;
-use crate::active::Active;
-use crate::chain::{OpenOptions, open_layer, read_head};
+use super::settle::Changing;
+use crate::chain::{OpenOptions, read_head};
 use crate::epoch::thread_shard;
-use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::error::{Error, IoContext as _, Result};
 use crate::index::IndexBuilder;
-use crate::layer::{Format, Layer, Tables};
-use crate::layers::{Layers, Top, index_of};
+use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, links, map_up_to};
 use crate::merge::relink::Relink;
-use crate::merge::remove::{Locks, user_of};
-use crate::merge::{Copier, MergeFault, MergeRange, leftovers, target};
-use crate::opener::Role;
+use crate::merge::users::Here;
+use crate::merge::{Copier, MergeFault, MergeRange, leftovers};
 
 /// Most bytes of the disk looked at before others get their turn.
 const TURN: u64 = 256 << 10;
@@ -81,8 +80,17 @@ impl Disk {
 
     /// Removes what a killed merge left.
     fn sweep_merged(self: &Arc<Self>) {
-        let needed = |file| others(self).any(|other| other.stands_on(file));
-        leftovers::sweep(&self.path, &self.options, Locks::MayBeOurs, &needed);
+        self.here(|here| leftovers::sweep(&self.path, &self.options, here));
+    }
+
+    /// Does something with what this process has to do with files.
+    fn here<T>(self: &Arc<Self>, work: impl FnOnce(Here<'_>) -> T) -> T {
+        let needs = |file| self.stands_on(file) || others(self).any(|other| other.stands_on(file));
+        let store = |file| match &self.layers_now().top {
+            Top::Qcow2(active) if active.identity.file == file => Some(Arc::clone(&active.file)),
+            _ => self.resources.files().open_store(file),
+        };
+        work(Here { needs: &needs, store: &store })
     }
 
     /// Refuses to change the layers of a disk that is closed, read-only or latched.
@@ -102,21 +110,26 @@ impl Running {
             return Err(Error::from(MergeFault::Busy).in_file(&disk.path));
         }
         let mut running = Self { disk: Arc::clone(disk), range, target: None, indexing: None };
-        let changing = disk.change();
+        // What the last snapshot left to do is done then: from there on the frozen layers' files say what is in them.
+        drop(disk.change());
         disk.check_changeable()?;
         disk.sweep_merged();
         let links = links(&disk.path, &disk.options, &**disk.resources.files().opener())?;
         range.check(&links).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
-        let layers = arc_swap::Guard::into_inner(disk.layers_now());
-        running.check_links(&layers, &links)?;
-        let copier = match &layers.top {
-            Top::Qcow2(active) if range.target() == layers.top_index() => {
-                running.promise(&layers, active, &links)?
-            }
-            _ => running.let_grow(&layers, &links)?,
-        };
-        drop(changing);
+        let after = running.after(&links)?;
+        let is_active = range.target().index() + 1 == links.len();
+        let copier =
+            if is_active { running.promise(&links, after)? } else { running.let_grow(&links, after)? };
         Ok((running, links, copier))
+    }
+
+    /// The layers of now, which go on being those while the guard is held.
+    fn hold_layers(&self, links: &[Link]) -> Result<(Changing<'_>, Arc<Layers>)> {
+        let changing = self.disk.change();
+        self.disk.check_changeable()?;
+        let layers = arc_swap::Guard::into_inner(self.disk.layers_now());
+        self.check_links(&layers, links)?;
+        Ok((changing, layers))
     }
 
     /// Makes sure that the files lead to the layers that the disk has.
@@ -136,66 +149,26 @@ impl Running {
     }
 
     /// Begins to copy into the active layer.
-    fn promise(&self, layers: &Arc<Layers>, active: &Arc<Active>, links: &[Link]) -> Result<Copier> {
+    fn promise(&self, links: &[Link], after: Option<Arc<FrozenMap>>) -> Result<Copier> {
+        let (_changing, layers) = self.hold_layers(links)?;
+        let Top::Qcow2(active) = &layers.top else {
+            return Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path));
+        };
         let plan = || -> Result<Relink> {
             let len = active.store.len().while_trying("read the file's length")?;
             let head = read_head(&*active.store, len)?;
             Relink::plan(&*active.store, &head.header, below_of(links, self.range)?.as_ref())
         };
         let relink = plan().map_err(|error| error.in_file(&active.path))?;
-        let after = self.after(links)?;
         let promised = layers.over(layers.frozen.clone(), after.clone());
         // No writer may be inside that does not know of the promise.
         self.disk.writers.closed(|| self.disk.put_layers(promised));
         Ok(Copier::new(Arc::clone(active), None, after, relink))
     }
 
-    /// Begins to copy into a frozen layer.
-    fn let_grow(&mut self, layers: &Arc<Layers>, links: &[Link]) -> Result<Copier> {
-        let (disk, index) = (Arc::clone(&self.disk), self.range.target());
-        let (link, resources) = (&links[index.index()], &disk.resources);
-        self.claim(link)?;
-        let opener = &**resources.files().opener();
-        let gate = Gate::unrestricted();
-        let top = open_layer(&link.path, Role::Indexed, Some(Format::Qcow2), &gate, opener)?;
-        if top.opened.identity.file != link.file {
-            return Err(Error::from(ErrorKind::Changed).in_file(&link.path));
-        }
-        let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
-        let relink = Relink::plan(&*top.opened.store, header, below_of(links, self.range)?.as_ref())
-            .map_err(|error| error.in_layer(index).in_file(&link.path))?;
-        let below = map_up_to(&disk.path, links, self.range.last.index(), &disk.options, resources)?;
-        let after = self.after(links)?;
-        let map = layers.frozen.as_ref().expect("a frozen target is in it");
-        let identity = FileIdentity { len: u64::MAX, ..top.opened.identity };
-        let size = header.size;
-        let growing =
-            Layer::new(map.layer(index).path.to_path_buf(), identity, size, Some(Tables::of(header)));
-        growing.put_file(Some(OpenStore::new(Arc::clone(&top.opened.store))));
-        let map = map.with_layer(index, Arc::new(growing));
-        disk.put_layers(layers.over(Some(Arc::new(map)), None));
-        disk.epochs.synchronize();
-        let active = target::open(&top, index, resources)?;
-        let layers = Layers::new(size, Top::Qcow2(Arc::clone(&active)), Some(below), resources);
-        Ok(Copier::new(active, Some(layers), after, relink))
-    }
-
-    /// Makes sure that no one else stands on the target, and that no disk of this process will.
-    fn claim(&mut self, link: &Link) -> Result<()> {
-        let disk = &self.disk;
-        if !disk.resources.merging().lock().insert(link.file) {
-            return Err(Error::from(MergeFault::Busy).in_file(&link.path));
-        }
-        self.target = Some(link.file);
-        let here = others(&self.disk).find(|other| other.stands_on(link.file));
-        let here = here.map(|other| format!("the disk {}", other.path.display()));
-        let by = here.or_else(|| user_of(&link.path).map(|user| user.to_string()));
-        by.map_or(Ok(()), |by| Err(Error::from(MergeFault::TargetInUse { by }).in_file(&link.path)))
-    }
-
-    /// Whether another disk of this process, or this one, stands on a file.
-    pub(crate) fn others_stand_on(&self, file: FileId) -> bool {
-        self.disk.stands_on(file) || others(&self.disk).any(|other| other.stands_on(file))
+    /// As [`Disk::here`].
+    pub(crate) fn here<T>(&self, work: impl FnOnce(Here<'_>) -> T) -> T {
+        self.disk.here(work)
     }
 
     /// Copies into the active layer.
@@ -240,23 +213,8 @@ impl Drop for Running {
         let layers = disk.layers_now();
         if layers.merging_to.is_some() {
             disk.put_layers(layers.over(layers.frozen.clone(), None));
-        } else if let (Some(file), Some(map)) = (self.target, &layers.frozen)
-            && let Some(index) = growing_at(map, file)
-        {
-            let settled =
-                self.disk.resources.files().opener().identity(&map.layer(index).path, &Gate::unrestricted());
-            match settled {
-                Ok(identity) if identity.file == file => {
-                    let old = map.layer(index);
-                    let layer = Layer::new(old.path.to_path_buf(), identity, old.size, old.tables);
-                    let map = map.with_layer(index, disk.resources.share_layer(layer));
-                    disk.put_layers(layers.over(Some(Arc::new(map)), None));
-                }
-                // It is still open, as it was.
-                _ => {
-                    tracing::warn!(file = %map.layer(index).path.display(), "a merged layer cannot be examined")
-                }
-            }
+        } else if let Some(file) = self.target {
+            self.grow_no_more(file, &layers);
         }
         drop(changing);
         if let Some(file) = self.target {
@@ -269,10 +227,4 @@ impl Drop for Running {
 /// The other disks of this process.
 fn others(disk: &Arc<Disk>) -> impl Iterator<Item = Arc<Disk>> {
     disk.resources.upkeep().disks().into_iter().filter(|other| !Arc::ptr_eq(other, disk))
-}
-
-/// Where in the chain this layer is, if it is still allowed to grow.
-fn growing_at(map: &FrozenMap, file: FileId) -> Option<LayerIndex> {
-    let grows = |layer: &Arc<Layer>| layer.identity.file == file && layer.identity.len == u64::MAX;
-    map.layers().position(grows).map(index_of)
 }

@@ -33,6 +33,9 @@ pub(super) struct Unsettled {
     pub(super) path: PathBuf,
 }
 
+/// Held by who changes the layers.
+pub(super) type Changing<'a> = MutexGuard<'a, Option<Unsettled>>;
+
 /// How it goes with what snapshots leave to do.
 #[derive(Debug, Default)]
 pub(super) struct Settling {
@@ -72,7 +75,7 @@ impl Disk {
     }
 
     /// Keeps others from changing the layers; what the last snapshot left to do is done.
-    pub(super) fn change(&self) -> MutexGuard<'_, Option<Unsettled>> {
+    pub(super) fn change(&self) -> Changing<'_> {
         loop {
             // An error is counted, and stands in nobody's way.
             let _ = self.settle();

@@ -4,15 +4,19 @@
 //! and how to read them, the backing file's name, the L1 table and all L2 tables. It leaves out what may change without
 //! a difference: refcounts, internal snapshots, bitmaps, autoclear bits, the index itself, and the bytes of clusters.
 
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use sha2::{Digest as _, Sha256};
 use vmstrata_qcow2::L2Entry;
-use vmstrata_store::Store;
+use vmstrata_qcow2::index::BackingFormat;
+use vmstrata_store::{Gate, Permission, Store, is_held};
 
-use crate::chain::{Qcow2Head, SESSION_MASK};
-use crate::error::{ErrorKind, IoContext as _, Result};
-use crate::layer::{Tables, table_of, words};
+use super::IndexLayer;
+use crate::chain::{Qcow2Head, SESSION_MASK, open_layer};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::layer::{Format, Tables, table_of, words};
+use crate::opener::{Opener, Role};
 
 /// Starts every digest, so that a later definition cannot be taken for this one.
 const DOMAIN: &[u8; 16] = b"vmstrata layer 1";
@@ -54,6 +58,36 @@ pub(super) fn digest(store: &dyn Store, head: Option<&Qcow2Head>, file_len: u64)
     // A file that is whole may grow, by an index for instance.
     hash.update(if whole { u64::MAX } else { file_len }.to_le_bytes());
     Ok(Content { digest: hash.finalize().into(), whole, highest })
+}
+
+/// Digests a file as it would be opened from above: `above` is the layer whose header names it.
+pub(super) fn digest_file(
+    path: &Path,
+    above: Option<&IndexLayer>,
+    layer: &IndexLayer,
+    gate: &Gate,
+    opener: &dyn Opener,
+) -> Result<[u8; 32]> {
+    let format = match above {
+        Some(above) => {
+            above.record.backing.as_ref().and_then(|backing| backing.format).map(|format| match format {
+                BackingFormat::Raw => Format::Raw,
+                BackingFormat::Qcow2 => Format::Qcow2,
+            })
+        }
+        None => Some(layer.layer().format()),
+    };
+    let top = open_layer(path, Role::Inspected, format, gate, opener)?;
+    if top.opened.identity != layer.identity || is_being_written(&*top.opened.store) {
+        return Err(Error::from(ErrorKind::Changed).in_file(path));
+    }
+    Ok(digest(&*top.opened.store, top.head.as_ref(), top.opened.identity.len)?.digest)
+}
+
+/// Whether a process has it open for writing, as one does that copies into a layer: what it says now may not last.
+fn is_being_written(store: &dyn Store) -> bool {
+    let written = [Permission::Write, Permission::WriteUnchanged];
+    store.raw().is_some_and(|fd| written.iter().any(|&permission| is_held(fd, permission).unwrap_or(false)))
 }
 
 fn update_header(hash: &mut Sha256, head: &Qcow2Head, tables: &Tables) {

@@ -8,9 +8,10 @@ use vmstrata_qcow2::{Autoclear, Incompatible};
 use super::build::{IndexOptions, Link, Links};
 use super::digest::digest;
 use super::home::{find_link, root_in_file, root_in_sidecar, sidecar_of};
-use super::place::{is_free, put_back_time, write_link};
+use super::place::{is_free, write_link};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::opener::Role;
+use crate::times;
 
 /// What was removed from a layer.
 #[derive(Debug)]
@@ -55,7 +56,7 @@ fn remove_from_file(chain: &Links, link: &Link) -> Result<Option<u64>> {
     let head = top.head.as_ref().ok_or(ErrorKind::Changed)?;
     let store = &*top.opened.store;
     // Before anything is changed: only the file's owner may.
-    put_back_time(store, top.opened.identity.mtime_ns)?;
+    times::put_back(store, top.opened.identity.mtime_ns)?;
     let root = root_in_file(store, head).ok().flatten();
     let content = digest(store, top.head.as_ref(), top.opened.identity.len).ok();
     write_link(store, &head.header, found.at, None)?;
@@ -69,7 +70,7 @@ fn remove_from_file(chain: &Links, link: &Link) -> Result<Option<u64>> {
         store.set_len(root.len_before).while_trying("cut off the index")?;
         store.flush().while_trying("flush")?;
     }
-    put_back_time(store, top.opened.identity.mtime_ns)?;
+    times::put_back(store, top.opened.identity.mtime_ns)?;
     Ok(Some(freed))
 }
 

@@ -5,22 +5,19 @@
 //! until one turns out changed.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_qcow2::index::{
-    BackingFormat, Home, IndexError, LayerRecord, PAGE_LEN, Page, PagePointer, Root, TablePage,
-};
+use vmstrata_qcow2::index::{Home, IndexError, LayerRecord, PAGE_LEN, Page, PagePointer, Root, TablePage};
 use vmstrata_store::{FileIdentity, Gate, Store};
 use vmstrata_types::LayerIndex;
 
-use super::digest::digest;
+use super::digest::digest_file;
 use super::home::{link_stands, root_in_file, root_in_sidecar, sidecar_of};
 use super::tree::Tree;
 use super::{Index, IndexLayer};
-use crate::chain::{Top, open_layer, plain_name};
-use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::layer::Format;
+use crate::chain::{Top, plain_name};
+use crate::error::{IoContext as _, Result};
 use crate::opener::{Opener, Role, directory_of};
 
 /// What a layer's index turned out to be worth.
@@ -267,30 +264,6 @@ fn lowest_changed(
         *now != Some(layer.record.digest)
     });
     changed.map(|index| LayerIndex::new(u16::try_from(index).expect("a root names at most 65,535")))
-}
-
-/// Digests a file as it would be opened from above: `above` is the layer whose header names it.
-fn digest_file(
-    path: &Path,
-    above: Option<&IndexLayer>,
-    layer: &IndexLayer,
-    gate: &Gate,
-    opener: &dyn Opener,
-) -> Result<[u8; 32]> {
-    let format = match above {
-        Some(above) => {
-            above.record.backing.as_ref().and_then(|backing| backing.format).map(|format| match format {
-                BackingFormat::Raw => Format::Raw,
-                BackingFormat::Qcow2 => Format::Qcow2,
-            })
-        }
-        None => Some(layer.layer().format()),
-    };
-    let top = open_layer(path, Role::Inspected, format, gate, opener)?;
-    if top.opened.identity != layer.identity {
-        return Err(Error::from(ErrorKind::Changed).in_file(path));
-    }
-    Ok(digest(&*top.opened.store, top.head.as_ref(), top.opened.identity.len)?.digest)
 }
 
 #[cfg(test)]

@@ -9,7 +9,6 @@
 //! An index that was there is overwritten if it lies last in the file, else left behind as a hole that stock tools fill.
 //! Whoever still reads it sees checksums that do not match.
 
-use rustix::fs::{Timespec, Timestamps, UTIME_OMIT};
 use vmstrata_qcow2::header::field;
 use vmstrata_qcow2::index::{ChainId, Home, IndexLink, PAGE_LEN, Page, PagePointer, Root};
 use vmstrata_qcow2::refcount::decode_table_entry;
@@ -24,6 +23,7 @@ use crate::draft::Draft;
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::words;
 use crate::opener::{Opened, Opener, Role};
+use crate::times;
 
 /// A sector is written whole or not at all.
 const SECTOR: usize = 512;
@@ -77,7 +77,7 @@ impl Place {
         if state(identity) != state(top.opened.identity) {
             return Err(ErrorKind::Changed.into());
         }
-        if put_back_time(&*store, identity.mtime_ns).is_err() {
+        if times::put_back(&*store, identity.mtime_ns).is_err() {
             // Only a file's owner may do that; others must leave the file as it is.
             return Ok(None);
         }
@@ -192,7 +192,7 @@ impl Place {
         let header = &top.head.as_ref().expect("only qcow2 files take an index").header;
         let link_at = self.link_at.expect("found when the place was chosen");
         write_link(&*self.store, header, link_at, Some(link))?;
-        put_back_time(&*self.store, mtime_ns)?;
+        times::put_back(&*self.store, mtime_ns)?;
         Ok((root, bytes))
     }
 
@@ -252,20 +252,6 @@ pub(super) fn write_link(
     }
     store.write_all(&sector, HostOffset::ZERO).while_trying("write the header")?;
     store.flush().while_trying("flush the header")
-}
-
-/// Gives a file back the time of change it had.
-///
-/// # Errors
-/// Whatever the host reports.
-pub(super) fn put_back_time(store: &dyn Store, mtime_ns: i64) -> Result<()> {
-    let Some(fd) = store.raw() else { return Ok(()) };
-    let (second, ns) = (mtime_ns.div_euclid(1_000_000_000), mtime_ns.rem_euclid(1_000_000_000));
-    let times = Timestamps {
-        last_access: Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT },
-        last_modification: Timespec { tv_sec: second, tv_nsec: ns },
-    };
-    rustix::fs::futimens(fd, &times).map_err(std::io::Error::from).while_trying("put back the time of change")
 }
 
 /// Whether the file can be written from `at` on: a cluster boundary above all that is named, and refcounts of 0.

@@ -13,13 +13,14 @@ use vmstrata_types::{HostOffset, LayerIndex};
 
 use super::digest::{Content, digest, settled};
 use super::leaves::{Merger, WINDOW, Words, unit_of, windows};
-use super::place::{Place, put_back_time};
+use super::place::Place;
 use super::tree::Tree;
 use super::{Index, IndexLayer};
 use crate::chain::{Qcow2Head, Top, open_layer};
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Tables};
 use crate::opener::{Opener, Role};
+use crate::times;
 
 /// What of a layer's file goes into the layer table, and how the index of the layer above will call it.
 ///
@@ -149,7 +150,7 @@ impl<'a> Writer<'a> {
             }
             if self.place.home() == Home::File {
                 // The next window knows the file by its time, which pages written to it have changed.
-                put_back_time(&*self.place.store, mtime_ns)?;
+                times::put_back(&*self.place.store, mtime_ns)?;
             }
         }
         let mut map = std::mem::take(&mut self.map);

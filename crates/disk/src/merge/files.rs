@@ -6,12 +6,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_store::{CacheMode, FileStore, Gate};
+use vmstrata_store::{CacheMode, FileId, FileStore, Gate};
 
 use super::copier::Copier;
 use super::plan::{self, Link, below_of, map_up_to};
 use super::relink::Relink;
-use super::{MergeOptions, MergeRange, leftovers, target};
+use super::users::{Here, Users};
+use super::{MergeFault, MergeOptions, MergeRange, leftovers, target};
 use crate::chain::{OpenOptions, open_layer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{self, IndexOptions};
@@ -72,6 +73,14 @@ impl Files {
     }
 }
 
+/// Refuses a target, the lowest of `above`, that a disk in use stands on, but for files that only we can have open.
+fn refuse_users(above: &[Link], users: &Users, ours: &[FileId]) -> Result<()> {
+    match users.in_use(above, &Here::NOTHING, ours) {
+        Some(by) => Err(Error::from(MergeFault::TargetInUse { by }).in_file(&above[0].path)),
+        None => Ok(()),
+    }
+}
+
 fn open_target(
     disk: &Path,
     links: &[Link],
@@ -80,7 +89,10 @@ fn open_target(
     resources: &Arc<Resources>,
 ) -> Result<Copier> {
     let opener = resources.files().opener();
-    let (link, index) = (&links[range.target().index()], range.target());
+    let (above, index) = (&links[range.target().index()..], range.target());
+    let (link, locked) = (&above[0], above[above.len() - 1].file);
+    let users = Users::standing_on(above, disk, open);
+    refuse_users(above, &users, &[locked])?;
     let role = Role::Active(CacheMode::Host);
     let top = open_layer(&link.path, role, Some(Format::Qcow2), &Gate::unrestricted(), &**opener)?;
     if top.opened.identity.file != link.file {
@@ -94,6 +106,8 @@ fn open_target(
     let stays = range.first.index().checked_sub(1);
     let after = stays.map(|layer| map_up_to(disk, links, layer, open, resources)).transpose()?;
     let active = target::open(&top, index, resources)?;
+    // A disk that is opened from here on looks at the file, and finds it locked.
+    refuse_users(above, &users, &[locked, link.file]).inspect_err(|_| target::give_back(&top, &active))?;
     let layers = Layers::new(active.size(), Top::Qcow2(Arc::clone(&active)), Some(before), resources);
     Ok(Copier::new(active, Some(layers), after, relink))
 }

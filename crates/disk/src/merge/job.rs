@@ -10,9 +10,11 @@ use super::copier::{Copier, WINDOW};
 use super::files::Files;
 use super::leftovers;
 use super::plan::Link;
-use super::remove::{self, Users};
-use super::{MergeOptions, MergeRange, Merged};
+use super::remove::{self, Wanted};
+use super::users::{Here, Users};
+use super::{MergeOptions, MergeRange, Merged, Removal};
 use crate::chain::OpenOptions;
+use crate::clones;
 use crate::disk::{Disk, Running};
 use crate::draft::flush_directory;
 use crate::error::Result;
@@ -144,6 +146,7 @@ impl Merge {
             Action::Relink => {
                 let copier = self.copier.take().expect("copying comes first");
                 self.stage = Stage::Done;
+                self.tell_of_target();
                 self.announce(copier.target.identity.file);
                 match &mut self.host {
                     Host::Files(_) => copier.settle(|| ()).and_then(|()| copier.relink())?,
@@ -151,21 +154,7 @@ impl Merge {
                 }
                 self.stage = Stage::Indexing;
             }
-            Action::Index => {
-                // Not an error if it cannot be: a chain without an index opens slower.
-                let indexed = match &mut self.host {
-                    Host::Files(files) => files.index(&self.links),
-                    Host::Running(running) => running.index(),
-                };
-                match indexed {
-                    Ok(true) => self.stage = Stage::Removing,
-                    Ok(false) => {}
-                    Err(error) => {
-                        tracing::warn!(%error, "the chain gets no index");
-                        self.stage = Stage::Removing;
-                    }
-                }
-            }
+            Action::Index => self.index(),
             Action::Remove => {
                 self.remove();
                 self.stage = Stage::Done;
@@ -191,6 +180,21 @@ impl Merge {
         Ok(bytes)
     }
 
+    /// Not an error if it cannot be: a chain without an index opens slower.
+    fn index(&mut self) {
+        let indexed = match &mut self.host {
+            Host::Files(files) => files.index(&self.links),
+            Host::Running(running) => running.index(),
+        };
+        let is_done = indexed.unwrap_or_else(|error| {
+            tracing::warn!(%error, "the chain gets no index");
+            true
+        });
+        if is_done {
+            self.stage = Stage::Removing;
+        }
+    }
+
     /// Takes all steps that are left.
     ///
     /// # Errors
@@ -214,6 +218,13 @@ impl Merge {
         }
     }
 
+    /// The target may be about to stand on a layer in another directory.
+    fn tell_of_target(&self) {
+        let stays = self.range.first.index().checked_sub(1);
+        let files = stays.into_iter().chain([self.range.target().index()]);
+        clones::tell_of_chain(self.disk().0, files.map(|layer| self.links[layer].path.as_path()));
+    }
+
     /// Lets whoever finds the disk after a crash know what is left to remove.
     fn announce(&self, target: FileId) {
         let mut dropped = remove::dropped(&self.links, self.range);
@@ -226,26 +237,41 @@ impl Merge {
 
     fn remove(&mut self) {
         let (disk, open) = self.disk();
-        let dropped = remove::dropped(&self.links, self.range);
-        let mut users = Users::find(&self.directories(disk, open));
-        let stands_on = |file| matches!(&self.host, Host::Running(running) if running.others_stand_on(file));
-        let locks = if matches!(self.host, Host::Files(_)) {
-            remove::Locks::AreOthers
-        } else {
-            remove::Locks::MayBeOurs
+        let (first, target) = (self.range.first.index(), self.range.target().index());
+        let above = &self.links[target..];
+        let waiting = leftovers::waiting_of(disk, &self.links);
+        let dropped = [remove::dropped(&self.links, self.range), waiting.clone()].concat();
+        let mut users = Users::standing_on(&self.links[first..], disk, open);
+        users.follow_told(waiting.iter().map(|layer| layer.path.as_path()));
+        let (removal, forget_missing) = (self.options.removal, self.options.forget_missing);
+        let mut remove = |here: Here<'_>| {
+            let by_others = here.is_used_by_others(&users, above);
+            let wanted = Wanted { removal, forget_missing, here, by_others };
+            remove::remove(&dropped, &mut users, &wanted)
         };
-        let (removed, kept) = remove::remove(&dropped, &mut users, self.options.removal, locks, &stands_on);
+        let (removed, kept) = match &self.host {
+            Host::Files(_) => remove(Here::NOTHING),
+            Host::Running(running) => running.here(remove),
+        };
         let _ = flush_directory(disk);
-        leftovers::settle(disk, open);
+        let was_waiting = |path: &Path| waiting.iter().any(|layer| layer.path == path);
+        if removal == Removal::Nothing {
+            leftovers::leave(disk, open, waiting.iter().map(|layer| layer.path.as_path()));
+        } else {
+            leftovers::leave(disk, open, leftovers::later(&kept));
+        }
+        let kept = kept.into_iter().filter(|(path, _)| !was_waiting(path)).collect();
         (self.merged.removed, self.merged.kept) = (removed, kept);
     }
+}
 
-    /// Where images may be that need what is dropped.
-    fn directories(&self, disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
-        let layers = &self.links[self.range.first.index()..=self.range.last.index()];
-        let of_layers = layers.iter().map(|link| directory_of(&link.path));
-        of_layers.chain([directory_of(disk)]).chain(open.allow_backing.iter().cloned()).collect()
-    }
+/// Where images may be that need some layers of a disk.
+pub(crate) fn directories(layers: &[Link], disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
+    let of_layers = layers.iter().map(|link| directory_of(&link.path));
+    let mut all: Vec<PathBuf> =
+        of_layers.chain([directory_of(disk)]).chain(open.allow_backing.iter().cloned()).collect();
+    all.dedup();
+    all
 }
 
 impl Drop for Merge {

@@ -1,10 +1,14 @@
-//! What a killed process left of a merge: files of dropped layers that nothing leads to any more, whose names are taken.
+//! Files of dropped layers that nothing leads to any more: those that a killed process did not come to remove, and those that
+//! somebody needed.
 //!
 //! ```text
 //!   note written ──► relink ──► files removed ──► note removed
-//!                │ killed   │ killed
-//!                ▼          ▼
-//!           files stay   files go, at the next merge, snapshot, or opening for writing
+//!                │ killed   │ killed         │ somebody needs some
+//!                ▼          ▼                ▼
+//!           files stay   files go, at      note of those that wait: they go at a later merge, when
+//!                        the next merge,   nobody needs them any more
+//!                        snapshot, or
+//!                        opening for writing
 //! ```
 //!
 //! The note lies beside the disk and names files beside it that are to go, each as the very file it is and was when it was
@@ -23,9 +27,11 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use vmstrata_store::{FileId, FileIdentity, Gate};
 
-use super::plan;
-use super::remove::{Dropped, Locks, Removal, Users, remove};
+use super::plan::{self, Link};
+use super::remove::{Dropped, Kept, Removal, Wanted, remove};
+use super::users::{Here, Users};
 use crate::chain::OpenOptions;
+use crate::clones;
 use crate::draft::flush_directory;
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, Opener as _, directory_of};
@@ -41,6 +47,9 @@ struct Note {
     /// The image that is about to stand on something else: device and inode.
     target: (u64, u64),
     files: Vec<Noted>,
+    /// Those that earlier merges could not remove, as somebody needed them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    waiting: Vec<Noted>,
     /// Other directories in which a note of this merge lies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     elsewhere: Vec<String>,
@@ -96,6 +105,11 @@ impl Note {
         Ok(serde_json::from_slice(&text).ok())
     }
 
+    /// Whether it was written before files were removed, and not after.
+    fn is_of_killed(&self) -> bool {
+        !self.files.is_empty() || !self.elsewhere.is_empty()
+    }
+
     /// The notes of the same merge in other directories, as far as they may be looked into.
     fn places_elsewhere(&self, disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
         let allowed = [directory_of(disk)].into_iter().chain(open.allow_backing.iter().cloned());
@@ -144,15 +158,17 @@ pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &
     if by_directory.is_empty() {
         return Ok(());
     }
+    let waiting = waiting(disk);
     settle(disk, open);
     let (target, files) =
         ((target.dev, target.ino), by_directory.remove(&directory(disk)?).unwrap_or_default());
     let elsewhere = by_directory.keys().filter_map(|path| path.to_str().map(str::to_owned)).collect();
     // The one that leads to the others comes first, so that none stays that nothing leads to.
-    Note { target, files, elsewhere }.write(&place)?;
+    Note { target, files, waiting, elsewhere }.write(&place)?;
     for (directory, files) in by_directory {
         let Some(place) = note_elsewhere(disk, &directory, target) else { continue };
-        if let Err(error) = (Note { target, files, elsewhere: Vec::new() }).write(&place) {
+        if let Err(error) = (Note { target, files, waiting: Vec::new(), elsewhere: Vec::new() }).write(&place)
+        {
             // A directory that takes no note may not let its files go either.
             tracing::warn!(%error, "killed now, the merge would leave dropped layers there");
         }
@@ -160,8 +176,40 @@ pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &
     Ok(())
 }
 
+/// The files that wait, by the disk's note.
+fn waiting(disk: &Path) -> Vec<Noted> {
+    let note =
+        note_of(disk).filter(|place| is_file(place)).and_then(|place| Note::read(&place).ok().flatten());
+    note.map(|note| note.waiting).unwrap_or_default()
+}
+
+/// What could be removed is: notes only those files that may go later, as far as they lie beside the disk.
+pub(super) fn leave<'a>(disk: &Path, open: &OpenOptions, later: impl Iterator<Item = &'a Path>) {
+    let beside = later.filter(|path| clones::is_beside(path, disk)).enumerate();
+    let waiting: Vec<Noted> =
+        beside.filter_map(|(position, path)| Noted::of(path, position).ok().flatten()).collect();
+    settle(disk, open);
+    let Some(place) = note_of(disk).filter(|_| !waiting.is_empty()) else { return };
+    let note = Note { target: (0, 0), files: Vec::new(), waiting, elsewhere: Vec::new() };
+    if let Err(error) = note.write(&place) {
+        tracing::warn!(%error, "files of dropped layers stay, and will not be removed later");
+    }
+}
+
+/// Of files that were kept, those that may go later.
+pub(super) fn later(kept: &[(PathBuf, Kept)]) -> impl Iterator<Item = &Path> {
+    kept.iter().filter(|(_, why)| why.may_end()).map(|(path, _)| path.as_path())
+}
+
+/// The files that wait and that the disk does not stand on.
+pub(super) fn waiting_of(disk: &Path, links: &[Link]) -> Vec<Dropped> {
+    let mut found = find(&directory_of(disk), &waiting(disk));
+    found.retain(|(_, dropped)| links.iter().all(|link| link.file != dropped.file));
+    found.into_iter().map(|(_, dropped)| dropped).collect()
+}
+
 /// Forgets the notes: what they name is gone, or stays.
-pub(super) fn settle(disk: &Path, open: &OpenOptions) {
+fn settle(disk: &Path, open: &OpenOptions) {
     let Some(place) = note_of(disk) else { return };
     if let Ok(Some(note)) = Note::read(&place) {
         for place in note.places_elsewhere(disk, open) {
@@ -171,39 +219,51 @@ pub(super) fn settle(disk: &Path, open: &OpenOptions) {
     let _ = std::fs::remove_file(place);
 }
 
-/// As [`sweep`], of a disk that this process has not open.
+/// As [`sweep`], of a disk that this process has not open, but whose writer's lock it has.
 pub(crate) fn sweep_files(disk: &Path, open: &OpenOptions) {
-    sweep(disk, open, Locks::AreOthers, &|_| false);
+    sweep(disk, open, Here::NOTHING);
 }
 
 /// Removes what a killed merge of the disk left, if there is anything. The caller holds the disk's writer's lock, or is its
-/// writer, and no merge of it is under way. `needed_here` as in [`remove`].
-pub(crate) fn sweep(disk: &Path, open: &OpenOptions, locks: Locks, needed_here: &dyn Fn(FileId) -> bool) {
+/// writer, and no merge of it is under way.
+pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
     let Some(place) = note_of(disk).filter(|place| is_file(place)) else { return };
     let swept = Note::read(&place).and_then(|note| {
-        let left = note.map_or(Ok(Vec::new()), |note| left(disk, &note, open))?;
-        if left.is_empty() {
+        let Some(note) = note else {
+            settle(disk, open);
+            return Ok(());
+        };
+        if !note.is_of_killed() {
             return Ok(());
         }
-        let directories = [directory_of(disk)].into_iter().chain(open.allow_backing.iter().cloned());
-        let mut users = Users::find(&directories.collect::<Vec<_>>());
-        let (removed, kept) = remove(&left, &mut users, Removal::All, locks, needed_here);
-        for file in removed {
-            tracing::info!(file = %file.display(), "removed what an interrupted merge left");
-        }
-        for (file, why) in kept {
-            tracing::warn!(file = %file.display(), %why, "left by an interrupted merge, and stays");
-        }
-        flush_directory(disk)
+        let (left, links) = left(disk, &note, open)?;
+        let kept = if left.is_empty() {
+            Vec::new()
+        } else {
+            let mut users = Users::standing_on(&links, disk, open);
+            let by_others = here.is_used_by_others(&users, &links);
+            let wanted = Wanted { removal: Removal::All, forget_missing: false, here, by_others };
+            let (removed, kept) = remove(&left, &mut users, &wanted);
+            for file in removed {
+                tracing::info!(file = %file.display(), "removed what an interrupted merge left");
+            }
+            for (file, why) in &kept {
+                tracing::warn!(file = %file.display(), %why, "left by an interrupted merge, and stays");
+            }
+            flush_directory(disk)?;
+            kept
+        };
+        let waiting = find(&directory_of(disk), &note.waiting);
+        leave(disk, open, later(&kept).chain(waiting.iter().map(|(_, file)| file.path.as_path())));
+        Ok(())
     });
-    match swept {
-        Ok(()) => settle(disk, open),
-        Err(error) => tracing::warn!(note = %place.display(), %error, "what an interrupted merge left stays"),
+    if let Err(error) = swept {
+        tracing::warn!(note = %place.display(), %error, "what an interrupted merge left stays");
     }
 }
 
-/// The files that are still what they were and that the disk does not stand on, for good: newest first.
-fn left(disk: &Path, note: &Note, open: &OpenOptions) -> Result<Vec<Dropped>> {
+/// The files that are still what they were and that the disk does not stand on, for good: newest first; and what it stands on.
+fn left(disk: &Path, note: &Note, open: &OpenOptions) -> Result<(Vec<Dropped>, Vec<Link>)> {
     let links = plan::links(disk, open, &LocalFiles)?;
     let elsewhere = note.places_elsewhere(disk, open);
     let read = |place: &PathBuf| Note::read(place).ok().flatten().filter(|found| found.target == note.target);
@@ -214,11 +274,11 @@ fn left(disk: &Path, note: &Note, open: &OpenOptions) -> Result<Vec<Dropped>> {
     left.retain(|(_, dropped)| links.iter().all(|link| link.file != dropped.file));
     left.sort_by_key(|(position, _)| *position);
     let target = links.iter().find(|link| (link.file.dev, link.file.ino) == note.target);
-    let Some(target) = target.filter(|_| !left.is_empty()) else { return Ok(Vec::new()) };
+    let Some(target) = target.filter(|_| !left.is_empty()) else { return Ok((Vec::new(), links)) };
     // The header that a killed process wrote may be in the page cache alone.
     let flushed = File::open(&target.path).and_then(|file| file.sync_all());
     flushed.while_trying("flush").map_err(|error| error.in_file(&target.path))?;
-    Ok(left.into_iter().map(|(_, dropped)| dropped).collect())
+    Ok((left.into_iter().map(|(_, dropped)| dropped).collect(), links))
 }
 
 /// Those of the files that are in the directory, and still what they were; with their positions.

@@ -1,29 +1,17 @@
-//! Removing the files of dropped layers, unless someone needs them.
+//! Removing the files of dropped layers, unless someone needs them ([`super::users`]).
 //!
-//! A file is needed by an image that names it as its backing file, and by a process that has it open. Images are looked for
-//! in the directories of the disk and of the file, and in those that the operator allowed, at any depth up to a limit; if
-//! there are too many files to look at, nothing is removed. What is needed keeps all layers below it.
+//! A file is needed by an image that names it as its backing file, and by a process that has it open. Where not all who might
+//! need it could be asked, nothing is removed. What is needed keeps all layers below it.
 
-use std::collections::HashMap;
-use std::fs::File;
-use std::os::fd::AsFd as _;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
 
-use vmstrata_store::{FileId, Gate, Permission, is_held};
+use vmstrata_store::{FileId, Gate};
 
 use super::plan::{Link, MergeRange, layers_of_others};
-use crate::chain::{backing_of, open_layer};
+use super::users::{FILES_MAX, Gap, Here, Users, is_open, missing};
+use crate::clones;
 use crate::index::sidecar_of;
-use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
-use crate::snapshot::{Holder, holders};
-
-/// Most files looked at.
-const FILES_MAX: usize = 50_000;
-/// Directories below the allowed ones are looked into this deep.
-const DEPTH_MAX: usize = 8;
-/// A process that is being started holds the files of its parent for a moment.
-const PATIENCE: Duration = Duration::from_millis(500);
+use crate::opener::{LocalFiles, Opener as _};
 
 /// Which files of dropped layers are removed, if no one needs them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,12 +41,29 @@ pub enum Kept {
         /// The image.
         by: PathBuf,
     },
+    /// A disk told that it stands on it, and is not where it was.
+    #[error(
+        "{} was made on it and is not there now: if it was deleted, and not moved, delete again with --forget-missing",
+        by.display()
+    )]
+    Missing {
+        /// The disk.
+        by: PathBuf,
+    },
     /// Someone has it open.
     #[error("it is in use")]
     InUse,
     /// Images that may need it were not all looked at.
     #[error("there are more than {FILES_MAX} files, or directories too deep, among which others may need it")]
-    Unknown,
+    TooMany,
+    /// An image that may need it cannot be read.
+    #[error("{} may stand on it, and cannot be read: {reason}", path.display())]
+    Unread {
+        /// The image, or a directory of images.
+        path: PathBuf,
+        /// What was wrong.
+        reason: String,
+    },
     /// Another file has its name now, or a link does.
     #[error("its path leads elsewhere")]
     Replaced,
@@ -68,6 +73,13 @@ pub enum Kept {
         /// What the host said.
         reason: String,
     },
+}
+
+impl Kept {
+    /// Whether the file may be removed later.
+    pub(super) fn may_end(&self) -> bool {
+        !matches!(self, Self::Asked | Self::NotASnapshot | Self::Replaced)
+    }
 }
 
 /// The file of a dropped layer.
@@ -90,93 +102,25 @@ pub(crate) fn dropped(links: &[Link], range: MergeRange) -> Vec<Dropped> {
     layers.rev().map(of).collect()
 }
 
-/// Who needs files.
-#[derive(Debug)]
-pub(crate) struct Users {
-    by_file: HashMap<FileId, Vec<PathBuf>>,
-    complete: bool,
+/// Which files are to go, and what may stand in the way.
+pub(super) struct Wanted<'a> {
+    pub(super) removal: Removal,
+    /// Disks that told of themselves and are not where they were are taken to be deleted.
+    pub(super) forget_missing: bool,
+    pub(super) here: Here<'a>,
+    /// Another process uses the disk's layers, or a disk on them, and may know of them as they were before.
+    pub(super) by_others: bool,
 }
 
-impl Users {
-    /// Looks at all images below `directories`.
-    pub(crate) fn find(directories: &[PathBuf]) -> Self {
-        let mut users = Self { by_file: HashMap::new(), complete: true };
-        let mut waiting: Vec<(PathBuf, usize)> = Vec::new();
-        for directory in directories {
-            if let Ok(path) = directory.canonicalize()
-                && !waiting.iter().any(|(known, _)| *known == path)
-            {
-                waiting.push((path, 0));
-            }
-        }
-        let mut looked = 0;
-        while let Some((directory, depth)) = waiting.pop() {
-            let Ok(entries) = std::fs::read_dir(&directory) else {
-                users.complete = false;
-                continue;
-            };
-            for entry in entries.flatten() {
-                looked += 1;
-                let Ok(kind) = entry.file_type() else { continue };
-                if looked > FILES_MAX || kind.is_dir() && depth == DEPTH_MAX {
-                    users.complete = false;
-                    return users;
-                }
-                if kind.is_dir() {
-                    waiting.push((entry.path(), depth + 1));
-                } else if kind.is_file() {
-                    users.enter(entry.path());
-                }
-            }
-        }
-        users
-    }
-
-    fn enter(&mut self, path: PathBuf) {
-        let gate = Gate::unrestricted();
-        let Ok(image) = open_layer(&path, Role::Inspected, None, &gate, &LocalFiles) else { return };
-        let Ok(Some((backing, _))) = backing_of(&path, image.head.as_ref()) else { return };
-        if let Ok(identity) = LocalFiles.identity(&backing, &gate) {
-            self.by_file.entry(identity.file).or_default().push(path);
-        }
-    }
-
-    fn of(&self, file: FileId) -> Option<&PathBuf> {
-        self.by_file.get(&file)?.first()
-    }
-
-    /// A removed image needs nothing any more.
-    fn forget(&mut self, path: &Path) {
-        let Ok(path) =
-            directory_of(path).canonicalize().map(|dir| dir.join(path.file_name().unwrap_or_default()))
-        else {
-            return;
-        };
-        self.by_file.values_mut().for_each(|users| users.retain(|user| *user != path));
-    }
-}
-
-/// What locks on the files tell.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Locks {
-    /// That others use them.
-    AreOthers,
-    /// Nothing: this process has the files open itself.
-    MayBeOurs,
-}
-
-/// Removes what may be removed; tells of each file which it was. `needed_here` says whether another disk of this process
-/// stands on a file.
-pub(crate) fn remove(
+/// Removes what may be removed; tells of each file which it was.
+pub(super) fn remove(
     dropped: &[Dropped],
     users: &mut Users,
-    removal: Removal,
-    locks: Locks,
-    needed_here: &dyn Fn(FileId) -> bool,
+    wanted: &Wanted<'_>,
 ) -> (Vec<PathBuf>, Vec<(PathBuf, Kept)>) {
     let (mut removed, mut kept) = (Vec::new(), Vec::new());
     for layer in dropped {
-        match remove_one(layer, users, removal, locks, needed_here) {
+        match remove_one(layer, users, wanted) {
             Ok(()) => {
                 users.forget(&layer.path);
                 removed.push(layer.path.clone());
@@ -198,63 +142,37 @@ impl Removal {
     }
 }
 
-fn remove_one(
-    layer: &Dropped,
-    users: &Users,
-    removal: Removal,
-    locks: Locks,
-    needed_here: &dyn Fn(FileId) -> bool,
-) -> Result<(), Kept> {
-    removal.wants(layer)?;
+fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(), Kept> {
+    wanted.removal.wants(layer)?;
     if let Some(by) = users.of(layer.file) {
         return Err(Kept::Needed { by: by.clone() });
     }
-    if !users.complete {
-        return Err(Kept::Unknown);
+    match users.gap() {
+        Some(Gap::TooMany) => return Err(Kept::TooMany),
+        Some(Gap::Unread { path, reason }) => {
+            return Err(Kept::Unread { path: path.clone(), reason: reason.clone() });
+        }
+        None => {}
+    }
+    if let Some(told) = missing(&layer.path).into_iter().next().filter(|_| !wanted.forget_missing) {
+        return Err(Kept::Missing { by: told.disk });
     }
     let kind = layer.path.symlink_metadata().map_err(failed)?;
     let now = LocalFiles.identity(&layer.path, &Gate::unrestricted()).map_err(|_| Kept::Replaced)?;
     if kind.is_symlink() || now.file != layer.file {
         return Err(Kept::Replaced);
     }
-    if needed_here(layer.file) || in_use(&layer.path, locks) {
+    if wanted.by_others || (wanted.here.needs)(layer.file) || is_open(&layer.path, layer.file, &wanted.here) {
         return Err(Kept::InUse);
     }
     // First, so that a process killed in between leaves nothing that speaks of a file that is gone.
     let _ = std::fs::remove_file(sidecar_of(&layer.path));
-    std::fs::remove_file(&layer.path).map_err(failed)
+    std::fs::remove_file(&layer.path).map_err(failed)?;
+    clones::forget(&layer.path);
+    Ok(())
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 fn failed(error: std::io::Error) -> Kept {
     Kept::Failed { reason: error.to_string() }
-}
-
-fn in_use(path: &Path, locks: Locks) -> bool {
-    let locked = || {
-        locks == Locks::AreOthers
-            && File::open(path).is_ok_and(|file| {
-                [Permission::ConsistentRead, Permission::Write]
-                    .iter()
-                    .any(|&permission| is_held(file.as_fd(), permission).unwrap_or(true))
-            })
-    };
-    patiently(|| (locked() || !holders(path).is_empty()).then_some(())).is_some()
-}
-
-/// Another process that has the file open, and keeps it open.
-pub(crate) fn user_of(path: &Path) -> Option<Holder> {
-    patiently(|| holders(path).into_iter().next())
-}
-
-/// What `look` sees for as long as there is patience.
-fn patiently<T>(look: impl Fn() -> Option<T>) -> Option<T> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let seen = look()?;
-        if Instant::now() >= deadline {
-            return Some(seen);
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }

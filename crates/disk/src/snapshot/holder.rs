@@ -3,6 +3,7 @@
 //! The kernel tells that a lock is held, not by whom: locks of this kind belong to open files. So the processes are
 //! asked, as far as the user may look at them.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -48,7 +49,7 @@ impl HolderKind {
 
 impl Holder {
     /// Someone who is there and cannot be seen.
-    pub(super) fn unseen() -> Self {
+    pub(crate) fn unseen() -> Self {
         Self { kind: HolderKind::Unseen, program: String::new(), pid: 0 }
     }
 
@@ -82,17 +83,21 @@ impl fmt::Display for Holder {
 /// The other processes that have the file at `path` open, as far as this user may see them.
 pub fn holders(path: &Path) -> Vec<Holder> {
     let Ok(file) = path.metadata() else { return Vec::new() };
-    let file = FileId { dev: file.dev(), ino: file.ino() };
-    let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
-    let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
-    pids.filter(|&pid| pid != std::process::id() && has_open(pid, file)).map(holder).collect()
+    holders_of(&HashSet::from([FileId { dev: file.dev(), ino: file.ino() }]))
 }
 
-fn has_open(pid: u32, file: FileId) -> bool {
+/// The other processes that have any of `files` open, as far as this user may see them.
+pub(crate) fn holders_of(files: &HashSet<FileId>) -> Vec<Holder> {
+    let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter(|&pid| pid != std::process::id() && has_open(pid, files)).map(holder).collect()
+}
+
+fn has_open(pid: u32, files: &HashSet<FileId>) -> bool {
     let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
     descriptors
         .filter_map(|entry| std::fs::metadata(entry.ok()?.path()).ok())
-        .any(|open| FileId { dev: open.dev(), ino: open.ino() } == file)
+        .any(|open| files.contains(&FileId { dev: open.dev(), ino: open.ino() }))
 }
 
 fn holder(pid: u32) -> Holder {

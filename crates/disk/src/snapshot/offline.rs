@@ -17,6 +17,7 @@ use super::overlay::Below;
 use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
 use super::{extend, find, names};
 use crate::chain::OpenOptions;
+use crate::clones;
 use crate::create::{fill, refuse_existing};
 use crate::disk::Disk;
 use crate::draft::Draft;
@@ -203,6 +204,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     if let Some(keep) = options.keep.as_ref().filter(|keep| file_at(keep).ok() != Some(identity)) {
         prepared.link(keep.clone())?;
     }
+    clones::tell_of_chain(disk, [found.layer.as_path(), disk].into_iter());
     prepared.publish()?;
     drop((lock, stood_on));
     snapshots.truncate(found.depth - 1);
@@ -229,11 +231,16 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
     let found = find(disk, name, options)?;
     let make = || -> Result<()> {
         refuse_existing(output)?;
-        let (_stood_on, below) = finished(&found)?;
+        let (stood_on, below) = finished(&found)?;
         let info = SnapshotInfo { origin: origin(disk), ..found.info.clone().expect("found by its name") };
         let image = below.overlay(name_from(output, &found.layer)?, &info)?;
         let draft = Draft::beside(output)?;
         fill(&draft.file, &image)?;
+        // Before it is there: whoever looks finds a link without a disk, not a disk without a link.
+        clones::tell_of_chain(output, [found.layer.as_path(), output].into_iter());
+        if file_at(&found.layer)? != stood_on.identity.file {
+            return Err(SnapshotFault::Replaced.into());
+        }
         draft.publish(output, false)
     };
     make().map_err(|error| error.in_file(output))?;

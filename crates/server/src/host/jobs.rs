@@ -25,19 +25,19 @@ impl Host {
                 let work = IndexBuild::new(&path, format, &self.allow_backing)?;
                 self.keep_job(&disk, || self.jobs.start(&disk, bytes_per_second, work))
             }
-            JobSpec::SnapshotDelete { disk, snapshots, keep_files, bytes_per_second } => {
+            JobSpec::SnapshotDelete { disk, snapshots, keep_files, forget_missing, bytes_per_second } => {
                 let removal = if keep_files { Removal::Nothing } else { Removal::Snapshots };
-                self.start_merging(&disk, removal, bytes_per_second, |open, options| {
+                self.start_merging(&disk, (removal, forget_missing), bytes_per_second, |open, options| {
                     SnapshotDelete::new(open, &snapshots, options)
                 })
             }
-            JobSpec::Flatten { disk, remove, bytes_per_second } => {
+            JobSpec::Flatten { disk, remove, forget_missing, bytes_per_second } => {
                 let removal = match remove {
                     RemoveFiles::None => Removal::Nothing,
                     RemoveFiles::Snapshots => Removal::Snapshots,
                     RemoveFiles::All => Removal::All,
                 };
-                self.start_merging(&disk, removal, bytes_per_second, Flatten::new)
+                self.start_merging(&disk, (removal, forget_missing), bytes_per_second, Flatten::new)
             }
         }
     }
@@ -45,13 +45,14 @@ impl Host {
     fn start_merging<W: Work>(
         &self,
         disk: &str,
-        removal: Removal,
+        (removal, forget_missing): (Removal, bool),
         bytes_per_second: Option<u64>,
         make: impl FnOnce(Arc<Disk>, MergeOptions) -> Result<W, Error>,
     ) -> Result<JobStatus, Error> {
         let (_change, table) = self.begin_change()?;
         let (spec, open) = table.serving(disk)?;
-        let (options, open) = (MergeOptions { open: self.open_options(spec), removal }, Arc::clone(open));
+        let options = MergeOptions { open: self.open_options(spec), removal, forget_missing };
+        let open = Arc::clone(open);
         drop(table);
         let work = make(open, options)?;
         let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));

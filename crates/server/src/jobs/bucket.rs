@@ -5,23 +5,25 @@ use std::time::{Duration, Instant};
 /// A speed limit. What was written in one step is paid for before the next one begins, so the limit holds on average
 /// whatever the steps' sizes; time in which nothing was done is not saved up.
 #[derive(Debug)]
-pub(super) struct Bucket {
+pub struct Bucket {
     bytes_per_second: Option<u64>,
     /// When what was written so far is paid for.
     paid_at: Instant,
 }
 
 impl Bucket {
-    pub(super) fn new(bytes_per_second: Option<u64>, now: Instant) -> Self {
+    /// A bucket with nothing owed.
+    pub fn new(bytes_per_second: Option<u64>, now: Instant) -> Self {
         Self { bytes_per_second, paid_at: now }
     }
 
-    pub(super) fn limit(&self) -> Option<u64> {
+    /// The limit, if there is one.
+    pub fn limit(&self) -> Option<u64> {
         self.bytes_per_second
     }
 
     /// Changes the limit; what is still owed is owed at the new speed.
-    pub(super) fn set_limit(&mut self, bytes_per_second: Option<u64>, now: Instant) {
+    pub fn set_limit(&mut self, bytes_per_second: Option<u64>, now: Instant) {
         let owed = self.paid_at.saturating_duration_since(now);
         let bytes = self.bytes_per_second.map_or(0.0, |speed| owed.as_secs_f64() * speed as f64);
         self.bytes_per_second = bytes_per_second;
@@ -30,7 +32,7 @@ impl Bucket {
     }
 
     /// Notes that `bytes` were written.
-    pub(super) fn take(&mut self, bytes: u64, now: Instant) {
+    pub fn take(&mut self, bytes: u64, now: Instant) {
         let Some(speed) = self.bytes_per_second else { return };
         // A job that owes more than a year has other troubles than its precision.
         let time = Duration::from_secs_f64((bytes as f64 / speed.max(1) as f64).min(3e7));
@@ -38,7 +40,7 @@ impl Bucket {
     }
 
     /// How long to wait before the next step.
-    pub(super) fn wait(&self, now: Instant) -> Duration {
+    pub fn wait(&self, now: Instant) -> Duration {
         match self.bytes_per_second {
             Some(_) => self.paid_at.saturating_duration_since(now),
             None => Duration::ZERO,

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use vmstrata_api::{
-    DiskList, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted, SnapshotSpec, SnapshotTaken,
+    DiskList, JobChange, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted, SnapshotSpec,
+    SnapshotTaken,
 };
 use vmstrata_disk::snapshot::SnapshotInfo;
 
@@ -13,6 +14,7 @@ use super::report::{Reverted, Taken, TakenOne};
 use super::text;
 use crate::args::{ControlArgs, FlattenArgs, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs};
 use crate::client::Client;
+use crate::commands::backup::watched;
 use crate::output::{print, print_json};
 use crate::units::short_size;
 
@@ -119,12 +121,7 @@ impl Live {
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn delete(&self, args: &SnapshotDeleteArgs) -> Result<()> {
-        let asked = JobSpec::SnapshotDelete {
-            disk: self.disks[0].1.clone(),
-            snapshots: args.names.clone(),
-            keep_files: args.keep_files,
-            bytes_per_second: None,
-        };
+        let asked = args.how.delete(self.name(), &args.names, args.keep_files);
         self.run_job(&asked, &format!("{} deleted", args.names.join(", ")), args.common.json)
     }
 
@@ -133,8 +130,7 @@ impl Live {
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn flatten(&self, args: &FlattenArgs) -> Result<()> {
-        let disk = self.disks[0].1.clone();
-        let asked = JobSpec::Flatten { disk, remove: args.remove.into(), bytes_per_second: None };
+        let asked = args.how.flatten(self.name(), args.remove);
         self.run_job(&asked, "flat", args.common.json)
     }
 
@@ -161,16 +157,24 @@ impl Live {
         Ok(print(&text)?)
     }
 
-    /// Has the server do a job on the first disk, and waits until it has.
+    /// Has the server do a job on the first disk, and waits until it has; a signal that ends this command ends the job, too.
     ///
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn wait_job(&self, asked: &JobSpec) -> Result<JobStatus> {
         let mut job: JobStatus = self.client.post("/v1/jobs", asked)?;
-        while !job.state.is_ended() {
-            std::thread::sleep(LOOK_EVERY);
-            job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
-        }
+        let path = format!("/v1/jobs/{}", job.id);
+        let what = job.kind.replace('_', "-");
+        let job = watched(&what, false, |goes_on| {
+            while !job.state.is_ended() {
+                if !goes_on(job.done, job.total) && job.state != JobState::Cancelling {
+                    let _: JobStatus = self.client.post(&path, &JobChange::Cancel)?;
+                }
+                std::thread::sleep(LOOK_EVERY);
+                job = self.client.get(&path)?;
+            }
+            Ok(job)
+        })?;
         if job.state != JobState::Done {
             let error = job.error.unwrap_or_else(|| format!("job {} was cancelled", job.id));
             bail!("{}: {error}", self.disks[0].0.display());

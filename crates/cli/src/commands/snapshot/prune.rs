@@ -52,6 +52,7 @@ pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
         disk: args.disk.clone(),
         names,
         keep_files: false,
+        how: args.how,
         runtime_dir: args.runtime_dir.clone(),
         server: args.server.clone(),
         common: args.common.clone(),

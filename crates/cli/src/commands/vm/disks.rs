@@ -6,11 +6,12 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::json;
-use vmstrata_api::{DiskList, DoorList, DoorSpec, JobSpec, JobStatus, SnapshotSpec, SnapshotTaken};
+use vmstrata_api::{DiskList, DoorList, DoorSpec, JobStatus, SnapshotSpec, SnapshotTaken};
 use vmstrata_memory::capture::{BoxError, Disks};
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::DiskState;
 
+use crate::args::MergeHowArgs;
 use crate::client::Client;
 use crate::key_values::escape;
 
@@ -120,13 +121,7 @@ impl ServedDisks {
 
     fn delete(&self) -> Result<()> {
         for disk in &self.spec.disks {
-            let snapshots = vec![self.spec.name.clone()];
-            let asked = JobSpec::SnapshotDelete {
-                disk: disk.clone(),
-                snapshots,
-                bytes_per_second: None,
-                keep_files: false,
-            };
+            let asked = MergeHowArgs::default().delete(disk, std::slice::from_ref(&self.spec.name), false);
             let mut job: JobStatus = self.client.post("/v1/jobs", &asked)?;
             while !job.state.is_ended() {
                 std::thread::sleep(LOOK_EVERY);

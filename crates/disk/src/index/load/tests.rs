@@ -1,9 +1,12 @@
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use vmstrata_store::Segment;
 use vmstrata_types::{ClusterBits, GuestOffset};
 
 use super::*;
+use crate::Format;
+use crate::chain::open_layer;
 use crate::create::{CreateOptions, create};
 use crate::index::build::{IndexOptions, build};
 use crate::opener::{LocalFiles, Opened};

@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use vmstrata_api::JobSpec;
 use vmstrata_memory::vault::DiskState;
 
-use crate::args::ControlArgs;
+use crate::args::{ControlArgs, MergeHowArgs};
 use crate::commands::merge::delete_quietly;
 use crate::commands::snapshot::live::Live;
 
@@ -35,7 +34,6 @@ fn delete_one(disk: PathBuf, name: &str, server: &ControlArgs) -> Result<()> {
     let Some(live) = Live::find(std::slice::from_ref(&disk), server)? else {
         return delete_quietly(&disk, &names);
     };
-    let (disk, snapshots) = (live.name().to_owned(), names);
-    live.wait_job(&JobSpec::SnapshotDelete { disk, snapshots, bytes_per_second: None, keep_files: false })?;
+    live.wait_job(&MergeHowArgs::default().delete(live.name(), &names, false))?;
     Ok(())
 }
