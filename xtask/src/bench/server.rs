@@ -114,6 +114,11 @@ impl Server {
         self.wait_for_vhost_user()
     }
 
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// The vhost-user-blk socket.
     pub fn vhost_user(&self) -> PathBuf {
         self.dir.path().join("vhost.sock")

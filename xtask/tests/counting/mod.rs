@@ -72,6 +72,11 @@ impl Counting {
         self.guest.restore(&format!("web@{name}"), &homes, flags).unwrap();
     }
 
+    /// Sends a signal to the server of the guest's disk.
+    pub fn signal_server(&self, signal: &str) {
+        must(Command::new("kill").args([signal, &self.guest.server().id().to_string()]));
+    }
+
     /// The guest runs, if it counts on.
     pub fn counts_on(&mut self) {
         let next = last_count(&self.guest.vm) + 2;

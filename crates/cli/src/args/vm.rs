@@ -244,6 +244,9 @@ pub struct ResumeGuardArgs {
     /// The snapshot that is taken
     #[arg(long, value_name = "GUEST@NAME")]
     pub snapshot: Which,
+    /// When that is, in nanoseconds since 1970
+    #[arg(long, value_name = "NS")]
+    pub taken_ns: u64,
     /// A disk, as the server calls it, whose snapshot goes if that one does not come to be (repeatable)
     #[arg(long = "disk", value_name = "NAME")]
     pub disks: Vec<String>,

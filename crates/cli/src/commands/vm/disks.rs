@@ -1,12 +1,13 @@
 //! The disks of a guest that a server serves: found, and snapshotted while the guest is held.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::json;
-use vmstrata_api::{DiskList, DoorList, DoorSpec, JobStatus, SnapshotSpec, SnapshotTaken};
+use vmstrata_api::{DiskList, DoorList, DoorSpec, JobState, JobStatus, SnapshotSpec, SnapshotTaken};
+use vmstrata_disk::{OpenOptions, snapshot};
 use vmstrata_memory::capture::{BoxError, Disks};
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::DiskState;
@@ -17,6 +18,8 @@ use crate::key_values::escape;
 
 /// How often a job is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// How long a snapshot that was asked for may still come to be, after who asked is gone.
+const UNDER_WAY_MAX: Duration = Duration::from_secs(30);
 
 /// Disks of one server, and the snapshot to take of them.
 pub(super) struct ServedDisks {
@@ -108,10 +111,33 @@ impl ServedDisks {
         Ok(others.map(|(name, file)| format!("{name} ({file})")).collect())
     }
 
-    /// Disks by their names, as if their snapshot `name` had been taken.
-    pub(super) fn taken(client: Client, names: Vec<String>, name: &str) -> Self {
-        let spec = SnapshotSpec { disks: names, name: name.to_owned(), ..SnapshotSpec::default() };
-        Self { client, spec, paths: Vec::new(), media: Vec::new(), is_taken: true }
+    /// Disks by their names, of which a process that is gone may have asked the snapshot `name`, taken at `taken_ns`.
+    pub(super) fn asked(client: Client, names: Vec<String>, name: &str, taken_ns: u64) -> Self {
+        let spec = SnapshotSpec { disks: names, name: name.to_owned(), taken_ns, ..SnapshotSpec::default() };
+        Self { client, spec, paths: Vec::new(), media: Vec::new(), is_taken: false }
+    }
+
+    /// Deletes that snapshot, also if it comes to be only now; one that was meanwhile taken again under its name stays.
+    pub(super) fn undo_late(&self) {
+        let deadline = Instant::now() + UNDER_WAY_MAX;
+        while !self.delete_listed().is_ok_and(|deleted| deleted) && Instant::now() < deadline {
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Deletes the snapshot if it is there. A disk may be busy: that is an error, to be tried again.
+    fn delete_listed(&self) -> Result<bool> {
+        let served: DiskList = self.client.get("/v1/disks")?;
+        let mut deleted = false;
+        for disk in served.disks.iter().filter(|disk| self.spec.disks.contains(&disk.name)) {
+            let known = snapshot::list(Path::new(&disk.path), &OpenOptions::default())?;
+            let infos = known.iter().filter_map(|snapshot| snapshot.info.as_ref());
+            if infos.clone().any(|info| info.name == self.spec.name && info.taken_ns == self.spec.taken_ns) {
+                self.delete(&disk.name)?;
+                deleted = true;
+            }
+        }
+        Ok(deleted)
     }
 
     /// What the server calls them.
@@ -119,17 +145,16 @@ impl ServedDisks {
         &self.spec.disks
     }
 
-    fn delete(&self) -> Result<()> {
-        for disk in &self.spec.disks {
-            let asked = MergeHowArgs::default().delete(disk, std::slice::from_ref(&self.spec.name), false);
-            let mut job: JobStatus = self.client.post("/v1/jobs", &asked)?;
-            while !job.state.is_ended() {
-                std::thread::sleep(LOOK_EVERY);
-                job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
-            }
-            if let Some(error) = job.error {
-                bail!("{disk}: {error}");
-            }
+    fn delete(&self, disk: &str) -> Result<()> {
+        let asked = MergeHowArgs::default().delete(disk, std::slice::from_ref(&self.spec.name), false);
+        let mut job: JobStatus = self.client.post("/v1/jobs", &asked)?;
+        while !job.state.is_ended() {
+            std::thread::sleep(LOOK_EVERY);
+            job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
+        }
+        // A job that is done says what files it had to keep.
+        if job.state != JobState::Done {
+            bail!("{disk}: {}", job.error.unwrap_or_else(|| "the job was cancelled".to_owned()));
         }
         Ok(())
     }
@@ -148,7 +173,7 @@ impl Disks for ServedDisks {
 
     fn undo(&mut self) {
         if std::mem::take(&mut self.is_taken)
-            && let Err(error) = self.delete()
+            && let Err(error) = self.spec.disks.iter().try_for_each(|disk| self.delete(disk))
         {
             let (name, disks) = (&self.spec.name, self.spec.disks.join(", "));
             eprintln!("vmstrata: warning: snapshot {name} of {disks} is left over: {error:#}");

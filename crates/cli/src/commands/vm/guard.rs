@@ -16,7 +16,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use vmstrata_memory::capture::{Before, Channel, Disks};
+use vmstrata_memory::capture::{Before, Channel};
 use vmstrata_memory::qmp::{Qmp, QmpError};
 use vmstrata_memory::vault::{VaultError, Which};
 
@@ -37,7 +37,7 @@ pub(super) struct Guard(Child);
 
 impl Guard {
     /// Starts a guard for the guest behind `monitor`, which was as `before` says and is captured through `channel`, while
-    /// the snapshot `name` is taken of it and `disks`. It is in a process group of its own, so what is sent to this one does
+    /// the snapshot `name` of `taken_ns` is taken of it and `disks`. It is in a process group of its own, so what is sent to this one does
     /// not reach it.
     ///
     /// # Errors
@@ -46,13 +46,13 @@ impl Guard {
         monitor: &Path,
         before: &Before,
         channel: &Channel,
-        (args, name): (&VmSnapshotArgs, &str),
+        (args, name, taken_ns): (&VmSnapshotArgs, &str, u64),
         disks: &ServedDisks,
     ) -> Result<Self> {
         let program = std::env::current_exe().context("this program's own file")?;
         let mut command = Command::new(program);
         command.args(["vm", "resume-guard"]).arg(monitor).process_group(0);
-        command.args(["--snapshot", &format!("{}@{name}", args.guest)]);
+        command.args(["--snapshot", &format!("{}@{name}", args.guest), "--taken-ns", &taken_ns.to_string()]);
         for home in args.vault.vault.iter().flat_map(|homes| &homes.0) {
             command.arg("--vault").arg(home.to_string());
         }
@@ -99,7 +99,7 @@ pub(super) fn run(args: &ResumeGuardArgs) -> Result<ExitCode> {
     if let Which::Named { name, .. } = &args.snapshot
         && matches!(super::store::open(&args.vault)?.find_id(&args.snapshot), Err(VaultError::NotFound(_)))
     {
-        ServedDisks::taken(Client::new(&args.server)?, args.disks.clone(), name).undo();
+        ServedDisks::asked(Client::new(&args.server)?, args.disks.clone(), name, args.taken_ns).undo_late();
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -96,7 +96,7 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
     let request = request(args, labels, &name, taken_ns);
     let channel = Channel::new()?;
     let before = Before::of(&mut qmp, request.mode)?;
-    let guard = Guard::start(&monitor, &before, &channel, (args, &name), &served)?;
+    let guard = Guard::start(&monitor, &before, &channel, (args, &name, taken_ns), &served)?;
     let control = Control { cancel, channel };
     let report = capture::snapshot(&mut qmp, &vault, &request, &mut served, control);
     // QEMU serves one client at a time: a guard that had to act would need the monitor.
