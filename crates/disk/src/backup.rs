@@ -21,8 +21,8 @@
 //! Only frozen layers are read, so a backup is a state of the disk however long it takes. An incremental backup has the
 //! previous one as its backing file: stock tools read the two as one disk.
 //!
-//! Invariant: under a backup's name there is either what was there before or a whole backup. The manifest gets its name
-//! first: a backup that has its name can be verified.
+//! Invariant: under a backup's name there is either what was there before or a whole backup, and its manifest is there: under
+//! its own name, or (until the process that made it comes to that) under one that it has first.
 
 mod compress;
 mod content;

@@ -144,11 +144,8 @@ impl Previous {
     /// By its own name, or its manifest's.
     fn find(file: &Path, output: Option<&Path>) -> Result<Self> {
         let text = file.to_str().with_context(|| format!("{}: not UTF-8", file.display()))?;
-        let (image, manifest) = match text.strip_suffix(MANIFEST_SUFFIX) {
-            Some(image) => (PathBuf::from(image), file.to_owned()),
-            None => (file.to_owned(), manifest_path(file)),
-        };
-        let manifest = Manifest::read(&manifest).map_err(|error| explain(&error))?;
+        let image = text.strip_suffix(MANIFEST_SUFFIX).map_or_else(|| file.to_owned(), PathBuf::from);
+        let manifest = Manifest::of(&image).map_err(|error| explain(&error))?;
         if let Some(output) = output {
             let same =
                 output.canonicalize().ok().is_some_and(|output| image.canonicalize().ok() == Some(output));

@@ -14,7 +14,7 @@ use vmstrata_types::{ClusterBits, GuestOffset};
 use super::content::Content;
 use super::fault::BackupFault;
 use super::head::Shape;
-use super::manifest::{Manifest, manifest_path};
+use super::manifest::Manifest;
 use super::packed::{PackedFile, PackedRegion};
 use super::pipeline::{Crew, in_order};
 use super::plan::Planned;
@@ -79,7 +79,7 @@ pub fn restore(
 
 /// Reads the manifests and makes sure that each backup builds upon the one before it.
 fn read_chain(files: &[PathBuf]) -> Result<Vec<Manifest>> {
-    let read = files.iter().map(|path| Manifest::read(&manifest_path(path)));
+    let read = files.iter().map(|path| Manifest::of(path));
     let manifests = read.collect::<Result<Vec<_>>>()?;
     for (number, (path, manifest)) in files.iter().zip(&manifests).enumerate() {
         let fault = match (&manifest.builds_on, number.checked_sub(1)) {

@@ -8,7 +8,7 @@ use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::fault::BackupFault;
 use super::head::{Shape, cluster_bits};
-use super::manifest::{FileSum, Link, Manifest, RegionSum, State, manifest_path};
+use super::manifest::{Coming, FileSum, Link, Manifest, RegionSum, State, manifest_path};
 use super::packed::{PackedFile, PackedRegion};
 use super::pipeline::{Crew, in_order};
 use super::plain::write_tables;
@@ -17,7 +17,7 @@ use super::region::{REGION_BYTES, Region};
 use super::target::{Output, sum_of};
 use super::{BackupOptions, BackupReport, BackupTarget, Watch};
 use crate::chain::OpenOptions;
-use crate::create::reserve;
+use crate::create::{refuse_existing, reserve};
 use crate::diff::{Diff, DiffKind, DiffOptions};
 use crate::disk::Disk;
 use crate::draft::Draft;
@@ -169,13 +169,23 @@ impl Job<'_> {
         replace: bool,
     ) -> Result<Manifest> {
         let (_replaced, draft) = reserve(path, replace)?;
+        if !replace {
+            let manifest = manifest_path(path);
+            refuse_existing(&manifest).map_err(|error| error.in_file(&manifest))?;
+        }
         let file = match self.options.compression {
             None => self.write_plain(Output::file(&draft.file))?,
             Some(_) => self.write_packed(&draft)?,
         };
         let manifest = self.describe(state, link, file);
-        manifest.write(&manifest_path(path), replace)?;
-        draft.publish(path, replace)?;
+        let coming = Coming::write(&manifest, path)?;
+        match draft.publish(path, replace) {
+            Ok(()) => coming.arrive()?,
+            Err(error) => {
+                coming.leave();
+                return Err(error);
+            }
+        }
         Ok(manifest)
     }
 

@@ -9,7 +9,7 @@ use vmstrata_types::GuestOffset;
 
 use super::content::Content;
 use super::fault::BackupFault;
-use super::manifest::{Manifest, manifest_path};
+use super::manifest::Manifest;
 use super::pipeline::{Crew, in_order};
 use super::region::REGION_BYTES;
 use super::target::sum_of;
@@ -25,7 +25,7 @@ use crate::resources::Resources;
 /// A file or manifest that cannot be read, is damaged, or does not match the other.
 pub fn verify(path: &Path, resources: &Arc<Resources>, watch: Watch<'_>) -> Result<BackupReport> {
     let started = Instant::now();
-    let manifest = Manifest::read(&manifest_path(path))?;
+    let manifest = Manifest::of(path)?;
     let regions = manifest.regions.len() as u64;
     let total = manifest.file.bytes.saturating_add(regions * REGION_BYTES);
     check_file(path, &manifest, &mut |done| watch(done, total))?;
