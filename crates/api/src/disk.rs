@@ -32,6 +32,10 @@ pub struct DiskSpec {
     /// The socket of the agent in the disk's guest, which freezes its file systems for snapshots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<String>,
+    /// Which of its snapshots to keep, as in `daily=7,weekly=4`: the server deletes the others by itself, but for those taken
+    /// with a guest's memory. Left out, all are kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep: Option<String>,
 }
 
 /// How data passes the host's page cache.

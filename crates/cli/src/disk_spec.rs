@@ -10,7 +10,7 @@ use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
 
 use crate::key_values::KeyValues;
 
-const DISK_KEYS: [&str; 8] = ["path", "name", "read-only", "cache", "format", "at", "clone", "agent"];
+const DISK_KEYS: [&str; 9] = ["path", "name", "read-only", "cache", "format", "at", "clone", "agent", "keep"];
 const VHOST_USER_KEYS: [&str; 5] = ["queues", "threads", "poll-us", "serial", "share"];
 
 /// Reads `--format` and its like: the formats a layer can have, by the names qemu-img knows.
@@ -38,7 +38,7 @@ fn parse_cache(text: &str) -> Result<api::CacheMode> {
 }
 
 /// Reads `path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
-/// [,agent=SOCKET]`.
+/// [,agent=SOCKET][,keep=RULE,,RULE...]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -58,8 +58,9 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     let cache = list.take("cache")?.map_or(Ok(api::CacheMode::Host), |value| parse_cache(&value))?;
     let format = list.take("format")?.map(|value| parse_format(&value)).transpose()?;
     let (at, clone, agent) = (list.take("at")?, list.take("clone")?, list.take("agent")?);
+    let keep = list.take("keep")?;
     list.finish(&DISK_KEYS)?;
-    Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone, agent })
+    Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep })
 }
 
 /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share]`.
@@ -102,7 +103,8 @@ mod tests {
                 cache: CacheMode::Host,
                 format: None,
                 clone_of: None,
-                agent: None
+                agent: None,
+                keep: None
             }
         );
     }
@@ -119,6 +121,8 @@ mod tests {
         assert_eq!(disk.format, Some(Format::Raw));
         assert!(!parse_disk("path=a,read-only=off").unwrap().read_only);
         assert_eq!(parse_disk("path=a,cache=host,format=qcow2").unwrap().format, Some(Format::Qcow2));
+        let kept = parse_disk("path=a,keep=daily=7,,weekly=4").unwrap().keep;
+        assert_eq!(kept.unwrap().to_string(), "daily=7,weekly=4");
     }
 
     #[test]
@@ -133,6 +137,7 @@ mod tests {
             ("path=a,clone=b", "a clone is made of a snapshot"),
             ("path=a,at=b/c", "is no snapshot's name"),
             ("path=a,name=b=c", "no '='"),
+            ("path=a,keep=fortnightly=2", "keep: 'fortnightly=2' is no rule"),
             ("path=a,name=b\n", "no control characters"),
         ] {
             let error = error_of(parse_disk(text));

@@ -65,6 +65,28 @@ fn indices_of_a_served_disk_are_built_beside_its_guests() {
     );
 }
 
+/// A stock tool changes a layer in the middle: nobody has to ask for the index to be made anew.
+#[test]
+fn an_index_that_no_longer_holds_is_made_anew_by_the_server() {
+    let images = Images::new();
+    let server = start(&images);
+    assert_eq!(
+        job(&server, &["list"])["jobs"],
+        Value::Array(Vec::new()),
+        "images without an index are left alone"
+    );
+    assert!(server.stop().success());
+    run_ok(["index", "build", &images.name("29.qcow2")]);
+    images.write_layer("14.qcow2", &["write -P 77 15M 64k"]);
+    let disk = format!("path={},name=web", images.name("29.qcow2"));
+    let server = Server::start(&["--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let done = wait_for(&server, "1", "done");
+    assert_eq!((&done["kind"], &done["failures"]), (&"index_build".into(), &0.into()), "{done}");
+    tool_ok("qemu-io", ["-r", "-f", "raw", "-c", "read -P 77 15M 64k", &server.uri("web")]);
+    run_ok(["index", "verify", &images.name("29.qcow2")]);
+    assert!(server.stop().success());
+}
+
 #[test]
 fn a_job_is_slowed_paused_resumed_and_let_loose() {
     let images = Images::new();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use support::http::ask;
+use support::http::{ask, ask_raw};
 use support::server::Server;
 use support::{Images, assert_clean, tool_ok, vmstrata};
 
@@ -100,6 +100,30 @@ fn clients_of_a_replaced_server_see_no_error_and_nothing_is_lost() {
     tool_ok("qemu-io", ["-c", "read -P 8 7G 4k", "-c", "read -P 7 7516196864 1020k", path.to_str().unwrap()]);
 }
 
+/// A configuration with a mistake in it is told before the guests have lost their server.
+#[test]
+fn a_server_that_could_not_open_a_disk_replaces_none() {
+    let images = Images::new();
+    let path = images.create("web.qcow2", &["16M"]);
+    images.create("torn.qcow2", &["-u", "-b", "gone.qcow2", "-F", "qcow2", "16M"]);
+    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let disk = format!("path={}", path.display());
+    let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
+    for (broken, part) in [("torn.qcow2", "gone.qcow2"), ("nothing.qcow2", "nothing.qcow2")] {
+        let output = vmstrata()
+            .args(["serve", "--replace", "--runtime-dir"])
+            .arg(server.control().parent().unwrap())
+            .args(["--disk", &disk, "--nbd", &nbd, "--disk", &format!("path={}", images.name(broken))])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("to be replaced goes on") && said.contains(part), "{said}");
+        tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 1 0 64k", &server.uri("web")]);
+    }
+    assert!(server.stop().success());
+}
+
 #[test]
 fn where_there_is_none_to_replace_a_server_is_the_first() {
     let images = Images::new();
@@ -108,7 +132,9 @@ fn where_there_is_none_to_replace_a_server_is_the_first() {
     let server =
         Server::start(&["--replace", "--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
     assert!(server.control().exists());
-    assert_eq!(ask(&server.control(), "POST", "/v1/shutdown", "").status, 202);
+    // Asked twice at once, as by two servers that are to replace it: it ends clean all the same.
+    let request = b"POST /v1/shutdown HTTP/1.1\r\nHost: test\r\nContent-Length: 0\r\n\r\n";
+    assert_eq!(ask_raw(&server.control(), &request.repeat(2)).unwrap().status, 202);
     let mut server = server;
     assert!(server.wait().success(), "asked to end, it ends as by a signal");
     assert_clean(&path);

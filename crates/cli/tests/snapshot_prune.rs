@@ -3,8 +3,9 @@
 mod support;
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use support::server::Server;
 use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok};
 
@@ -103,4 +104,45 @@ fn a_disk_that_is_served_is_pruned_while_it_is_served() {
     assert_eq!(chain.as_array().unwrap().len(), 2);
     assert_state(&images, "web.s6.qcow2", 6);
     assert_state(&images, "web.qcow2", 7);
+}
+
+/// Rules of the server's own: nobody asks for anything to be deleted, and nothing else is.
+#[test]
+fn a_served_disk_with_rules_is_pruned_by_its_server() {
+    let images = Images::new();
+    images.create("web.qcow2", &["16M"]);
+    let web = images.name("web.qcow2");
+    run_ok(["snapshot", "create", &web, "--name", "before"]);
+    let disk = format!("path={web},name=web,keep=last=2");
+    let server = Server::start(&["--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    for number in 0..5 {
+        let write = format!("write -P {} {number}M 64k", number + 1);
+        tool_ok("qemu-io", ["-f", "raw", "-c", &write, &server.uri("web")]);
+        let name = format!("s{number}");
+        let memory: &[&str] = if number == 1 { &["--label", "memory=guest@s1"] } else { &[] };
+        server.ask_ok([&["snapshot", "create", &web, "--name", &name], memory].concat());
+    }
+    let start = Instant::now();
+    // A snapshot taken while the last ones are deleted is looked at with the next one, or some minutes later.
+    for number in 0.. {
+        let listed = server.ask_ok(["snapshot", "list", &web, "--json"]);
+        let listed: Value = serde_json::from_str(&listed).unwrap();
+        let listed = listed["snapshots"].as_array().unwrap();
+        let names: Vec<&str> = listed.iter().map(|snapshot| snapshot["name"].as_str().unwrap()).collect();
+        if names.len() == 3 && names[2] == "s1" {
+            break;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "{names:?}");
+        std::thread::sleep(Duration::from_millis(100));
+        if number % 10 == 9 {
+            server.ask_ok(["snapshot", "create", &web, "--name", &format!("late{number}")]);
+        }
+    }
+    let reads: Vec<String> = (0..5).map(|number| format!("read -P {} {number}M 64k", number + 1)).collect();
+    let mut args = vec!["-r", "-f", "raw"];
+    args.extend(reads.iter().flat_map(|read| ["-c", read]));
+    args.push(server.ready["disks"][0]["nbd"][0]["uri"].as_str().unwrap());
+    tool_ok("qemu-io", args);
+    assert!(server.stop().success());
+    assert_clean(Path::new(&web));
 }

@@ -84,6 +84,8 @@ pub(crate) struct Chain {
     pub(crate) unfinished: bool,
     /// Of the newest layer that has one, or of one below it.
     pub(crate) index: Option<Arc<Index>>,
+    /// Whether a layer above that had an index that does not hold any more, or has none.
+    pub(crate) lost_index: bool,
 }
 
 /// Autoclear bits that name the process that writes an image: bit 63 set, bits 32 to 62 drawn anew for each. Any
@@ -117,9 +119,10 @@ pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resourc
     if indexed + above.len() >= MAX_LAYERS {
         return Err(Error::from(ErrorKind::TooLong).in_file(path));
     }
+    let lost_index = search.has_met_changes() || index.is_some() && !above.is_empty();
     let known = index.iter().flat_map(|index| &index.layers()[..indexed]);
     let below = known.map(|layer| resources.share_layer(layer.layer())).chain(above).collect();
-    Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), index })
+    Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), index, lost_index })
 }
 
 /// How often a path may lead to another file than it did when that was opened.

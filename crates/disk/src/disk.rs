@@ -32,8 +32,9 @@ use crate::stats::{DiskStats, StatsSet};
 use crate::turnstile::Turnstile;
 
 pub(crate) use durable::leave_clean;
+pub use index::Indexing;
 pub(crate) use merge::Running;
-pub(crate) use open::write_session;
+pub(crate) use open::{FEATURES_SINCE, write_session};
 pub use resize::{ResizeFault, Resized, Shrink};
 pub use snapshot::{Taken, snapshot_together};
 
@@ -60,6 +61,8 @@ pub struct Disk {
     settling: settle::Settling,
     /// Whether layers are being merged.
     merging: AtomicBool,
+    /// As [`Disk::lost_its_index`] when it was opened.
+    lost_index: bool,
 }
 
 /// A layer of a disk.
@@ -93,7 +96,7 @@ impl Disk {
         if options.read_only && (chain.unfinished || chain.top.is_in_session()) {
             tracing::warn!(disk = %path.display(), "its writer was killed, or is at work: what was written last shows once the disk has been opened for writing");
         }
-        let Chain { top, mut below, index, .. } = chain;
+        let Chain { top, mut below, index, lost_index, .. } = chain;
         let size = top.size;
         let (top, frozen) = if options.read_only {
             below.push(freeze(top, resources));
@@ -103,7 +106,8 @@ impl Disk {
             let depth = frozen.as_ref().map_or(0, |map| map.layers().len());
             (open::open_top(top, index_of(depth), || Ok(frozen.clone()), resources)?, frozen)
         };
-        let disk = Arc::new(Self::over(path, options, Layers::new(size, top, frozen, resources)));
+        let layers = Layers::new(size, top, frozen, resources);
+        let disk = Arc::new(Self { lost_index, ..Self::over(path, options, layers) });
         resources.upkeep().watch(&disk);
         if let Err(error) = disk.enter_beside_merges() {
             // As if it had not been opened.
@@ -135,6 +139,7 @@ impl Disk {
             changing: Mutex::new(None),
             settling: settle::Settling::default(),
             merging: AtomicBool::new(false),
+            lost_index: false,
         }
     }
 

@@ -7,7 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::ParseError;
-use vmstrata_store::{FileError, GateError};
+use vmstrata_store::{FileError, GateError, LockError};
 use vmstrata_types::{HostOffset, LayerIndex};
 
 pub use kind::ErrorKind;
@@ -46,6 +46,13 @@ impl Error {
     /// The offset in the file it happened at.
     pub fn offset(&self) -> Option<HostOffset> {
         self.0.at
+    }
+
+    /// Whether another process uses the file in a way that excludes ours.
+    pub(crate) fn is_conflict(&self) -> bool {
+        use FileError::Lock;
+        let ErrorKind::File(Lock(error)) = self.kind() else { return false };
+        matches!(error, LockError::Conflict { .. } | LockError::CopiedInto { .. })
     }
 
     pub(crate) fn io(action: &'static str, source: io::Error) -> Self {

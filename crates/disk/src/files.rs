@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore};
+use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore, Store};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Layer;
@@ -54,26 +54,30 @@ impl FileTable {
         if let Some(store) = layer.open_file() {
             return Ok(store);
         }
+        // Not under the lock: others open other files meanwhile.
+        let file = OpenStore::new(self.open_same(layer)?);
         let mut clock = self.open.lock();
         if let Some(store) = layer.open_file() {
             return Ok(store);
         }
-        // The gate let the file through when the chain was read; it must still be the same file.
+        self.put(&mut clock, layer, &file);
+        Ok(file)
+    }
+
+    /// The gate let the file through when the chain was read; it must still be the same file.
+    fn open_same(&self, layer: &Layer) -> Result<Arc<dyn Store>> {
         let (pause, mut looks) = INDEXING;
-        let opened = loop {
+        loop {
             let opened = self.opener.open(&layer.path, Role::Frozen, &Gate::unrestricted())?;
             if same_state(&opened.identity, &layer.identity) {
-                break opened;
+                return Ok(opened.store);
             }
             if looks == 0 || opened.identity.file != layer.identity.file {
                 return Err(Error::from(ErrorKind::Changed).in_file(&layer.path));
             }
             looks -= 1;
             std::thread::sleep(pause);
-        };
-        let file = OpenStore::new(opened.store);
-        self.put(&mut clock, layer, &file);
-        Ok(file)
+        }
     }
 
     /// The open file of a layer, if it is one of ours.

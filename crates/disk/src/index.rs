@@ -43,6 +43,7 @@ use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 pub use build::{IndexBuild, IndexBuilder, IndexOptions, IndexOutcome, IndexedFile, build};
 pub use drop::{IndexDropped, remove};
 pub(crate) use home::sidecar_of;
+pub use load::is_as_indexed;
 pub(crate) use load::{Found, Looks, load};
 pub use verify::{IndexVerdict, VerifiedFile, verify};
 pub(crate) use write::extend;

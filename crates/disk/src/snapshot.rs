@@ -30,11 +30,13 @@ mod names;
 mod offline;
 mod overlay;
 mod prepare;
+mod prune;
 
 pub use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 pub use vmstrata_qcow2::{SnapshotInfo, SnapshotInfoError};
 
 pub use fault::SnapshotFault;
+pub(crate) use fault::group_broken;
 pub(crate) use holder::holders_of;
 pub use holder::{Holder, HolderKind, holders};
 pub use keep::{Keep, KeepError};
@@ -45,3 +47,4 @@ pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
 pub(crate) use offline::{lock_settled, name_from};
 pub(crate) use prepare::make_ready;
 pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};
+pub use prune::{MEMORY_LABEL, Pruning};

@@ -14,8 +14,8 @@ use common::stock::content;
 use common::{for_seeds, open, open_read_only, random};
 use index_support::{Chain, Maker, random_chain};
 use rand::Rng as _;
-use vmstrata_disk::index::{IndexOptions, build};
-use vmstrata_disk::{Disk, Extent, LocalFiles, Opened, Opener, ResourceOptions, Resources, Role};
+use vmstrata_disk::index::{IndexOptions, IndexOutcome, build};
+use vmstrata_disk::{Disk, Extent, Indexing, LocalFiles, Opened, Opener, ResourceOptions, Resources, Role};
 use vmstrata_store::{FileIdentity, Gate};
 use vmstrata_types::ClusterBits;
 
@@ -161,6 +161,35 @@ fn below_a_changed_layer_the_index_still_serves() {
             map(&open_read_only(chain.top()))
         });
     }
+}
+
+/// Changed in the middle by a stock tool, the index is made anew from there up while the disk is used, which goes on with it.
+#[test]
+fn an_index_that_was_lost_is_made_anew_under_a_running_disk() {
+    let chain = Chain::ours(30);
+    chain.build();
+    assert!(!open(chain.top()).lost_its_index());
+    chain.write(12, &["write -P 201 64k 64k", "write -z 128k 64k"]);
+    let mut expected = content(chain.top(), "qcow2");
+    let disk = open(chain.top());
+    assert!(disk.lost_its_index());
+    let mut indexing = Indexing::of_disk(&disk).expect("reads the headers");
+    let mut outcomes = Vec::new();
+    while let Some(file) = indexing.step().expect("makes indices") {
+        outcomes.push(matches!(file.outcome, IndexOutcome::Kept));
+        let at = outcomes.len() as u64 * 65536;
+        write(&disk, at, &[7; 512]).expect("writes meanwhile");
+        expected[at as usize..][..512].fill(7);
+    }
+    assert_eq!(outcomes, (0..29).map(|layer| layer < 12).collect::<Vec<_>>(), "kept below the change only");
+    assert!(!disk.lost_its_index(), "it is used from now on");
+    assert_reads(&disk, &expected, "from the new index");
+    disk.close().expect("closes");
+    drop((indexing, disk));
+    let (opened, disk) = open_and_count(&chain, false);
+    assert!(opened <= 5, "{opened} files for 30 layers");
+    assert_reads(&disk, &expected, "from the new index, opened again");
+    disk.close().expect("closes");
 }
 
 /// Layers above an index may have smaller clusters than all below.

@@ -61,6 +61,14 @@ pub enum Error {
         /// The most there may be.
         max: usize,
     },
+    /// A defect of vmstrata's own.
+    #[error(
+        "the job '{kind}' failed by a defect of vmstrata, which the log names; what it did before is kept"
+    )]
+    JobPanicked {
+        /// What it did.
+        kind: &'static str,
+    },
     /// A disk that is not served yet, or no longer.
     #[error("disk '{name}' is {doing}: try again when that is done")]
     Busy {

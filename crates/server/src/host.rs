@@ -18,6 +18,7 @@ mod doors;
 mod jobs;
 mod quiesce;
 mod report;
+mod retention;
 mod revert;
 mod size;
 mod snapshots;
@@ -35,6 +36,9 @@ use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::nbd::{self, TlsMode};
 
 use self::doors::Door;
+use self::retention::Due;
+pub(crate) use self::retention::Retention;
+pub(crate) use self::states::look_at;
 use crate::agent::Guards;
 use crate::error::{Error, NotClean};
 use crate::jobs::Jobs;
@@ -57,6 +61,7 @@ pub struct Host {
     settled: Condvar,
     events: broadcast::Sender<Event>,
     jobs: Arc<Jobs>,
+    due: Arc<Due>,
     started: Instant,
 }
 
@@ -146,6 +151,7 @@ impl Host {
             settled: Condvar::new(),
             jobs: Arc::new(Jobs::new(events.clone())),
             events,
+            due: Arc::default(),
             started: Instant::now(),
         }))
     }

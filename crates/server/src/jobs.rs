@@ -16,6 +16,7 @@ mod control;
 mod index_build;
 mod merging;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -165,31 +166,31 @@ impl Jobs {
         }
     }
 
-    fn run<W: Work>(&self, job: &Control, mut work: W) {
-        let mut told = Instant::now();
-        let result = loop {
-            if !job.may_go_on() {
-                break Ok(false);
-            }
-            let step = work.select().and_then(|action| action.map(|action| work.apply(action)).transpose());
-            match step {
-                Ok(Some(step)) => job.stepped(step),
-                Ok(None) => break Ok(true),
-                Err(error) => break Err(error),
-            }
-            if told.elapsed() >= TELL_EVERY {
-                told = Instant::now();
-                let _ = self.events.send(Event::Job { job: job.status() });
-            }
-        };
-        // What the work holds open is let go before anyone is told that it has ended.
-        drop(work);
+    fn run<W: Work>(&self, job: &Control, work: W) {
+        // Whoever closes the disk waits for the end of its jobs: a panic is one, too. What the work holds open is let go by
+        // then, also while it unwinds.
+        let result = catch_unwind(AssertUnwindSafe(|| self.work(job, work)));
+        let result = result.unwrap_or(Err(Error::JobPanicked { kind: W::KIND }));
         let _table = self.table.lock();
         job.end(result);
         let status = job.status();
         tracing::info!(job = status.id, kind = status.kind, disk = status.disk, state = ?status.state, "job ended");
         let _ = self.events.send(Event::Job { job: status });
         self.ended.notify_all();
+    }
+
+    /// Does all steps, unless it is to end before: then `false`.
+    fn work<W: Work>(&self, job: &Control, mut work: W) -> Result<bool, Error> {
+        let mut told = Instant::now();
+        while job.may_go_on() {
+            let Some(action) = work.select()? else { return Ok(true) };
+            job.stepped(work.apply(action)?);
+            if told.elapsed() >= TELL_EVERY {
+                told = Instant::now();
+                let _ = self.events.send(Event::Job { job: job.status() });
+            }
+        }
+        Ok(false)
     }
 }
 

@@ -41,5 +41,5 @@ pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
 pub use host::Host;
 pub use jobs::Bucket;
 pub use options::{ControlPlace, Limits, Options, TlsFiles};
-pub use run::run;
+pub use run::{rehearse, run};
 pub use runtime_dir::default_dir;

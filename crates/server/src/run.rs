@@ -6,7 +6,7 @@ use vmstrata_api::ServerStatus;
 
 use crate::control::{Control, Places};
 use crate::error::Error;
-use crate::host::Host;
+use crate::host::{self, Host, Retention};
 use crate::notify;
 use crate::options::Options;
 use crate::shutdown::Shutdown;
@@ -25,7 +25,10 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
     let host = Host::new(options, runtime_dir)?;
     let control = Control::start(&host, places);
     let served = control.and_then(|control| {
-        let served = open_all(options, &host).and_then(|()| serve(options, &host, &mut shutdown, on_ready));
+        let served = Retention::start(&host).and_then(|_retention| {
+            open_all(options, &host)?;
+            serve(options, &host, &mut shutdown, on_ready)
+        });
         // Answered to the last, so that whoever asks is told that the server is ending and what is still open.
         let closed = host.close();
         drop(control);
@@ -34,6 +37,16 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
     served?;
     tracing::info!("ended clean");
     Ok(())
+}
+
+/// Looks at what a server with these options would open, without opening it for itself: whoever replaces a server had better
+/// know before that one has ended.
+///
+/// # Errors
+/// An image that cannot be read or has a layer that cannot, no such snapshot, a certificate that cannot be used.
+pub fn rehearse(options: &Options) -> Result<(), Error> {
+    options.tls_mode()?;
+    options.disks.iter().try_for_each(|disk| host::look_at(disk, &options.allow_backing))
 }
 
 fn open_all(options: &Options, host: &Host) -> Result<(), Error> {

@@ -1,8 +1,8 @@
 //! Ending on SIGTERM and SIGINT: the first asks, the second insists.
 
 use std::io;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
 
 use rustix::process::{Signal, getpid, kill_process};
 use signal_hook::consts::TERM_SIGNALS;
@@ -14,11 +14,18 @@ use crate::error::Error;
 /// What a shell reports for a process that SIGTERM ended; used when the second signal cuts the ending short.
 const EXIT_INSISTED: i32 = 143;
 
-/// Ends this process as a signal from outside does; a second signal then still insists.
+/// Whether someone has asked for the end, by a signal or a request.
+static ASKED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
+
+/// Ends this process as a signal from outside does, once: a request never insists, as a second signal does.
 ///
 /// # Errors
 /// When the kernel refuses.
 pub(crate) fn ask() -> Result<(), Error> {
+    static REQUESTED: AtomicBool = AtomicBool::new(false);
+    if REQUESTED.swap(true, Ordering::AcqRel) || ASKED.load(Ordering::Acquire) {
+        return Ok(());
+    }
     kill_process(getpid(), Signal::TERM)
         .map_err(|errno| Error::System { action: "end the server", source: errno.into() })
 }
@@ -35,11 +42,10 @@ impl Shutdown {
     /// # Errors
     /// When the kernel refuses a handler.
     pub(crate) fn new() -> io::Result<Self> {
-        let asked = Arc::new(AtomicBool::new(false));
         for signal in TERM_SIGNALS {
             // Order matters: the handler that exits must see the flag as it was before this signal.
-            flag::register_conditional_shutdown(*signal, EXIT_INSISTED, Arc::clone(&asked))?;
-            flag::register(*signal, Arc::clone(&asked))?;
+            flag::register_conditional_shutdown(*signal, EXIT_INSISTED, Arc::clone(&ASKED))?;
+            flag::register(*signal, Arc::clone(&ASKED))?;
         }
         Ok(Self { signals: Signals::new(TERM_SIGNALS)? })
     }

@@ -17,6 +17,7 @@ use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 
 use vmstrata_api as api;
+use vmstrata_disk::snapshot::KeepError;
 
 pub use self::disk::{CloneOf, DiskSpec, StateError};
 pub(crate) use self::together::check_guests;
@@ -114,6 +115,9 @@ pub enum SpecError {
     /// A state of a disk that cannot be served as asked.
     #[error(transparent)]
     State(#[from] StateError),
+    /// Rules that are none for what to keep of a disk's snapshots.
+    #[error("keep: {0}")]
+    Keep(#[from] KeepError),
     /// Two doors at one path.
     #[error("socket {} is given twice", path.display())]
     SocketTwice {

@@ -8,6 +8,7 @@ mod cycle;
 use std::collections::BTreeMap;
 
 use vmstrata_disk::Format;
+use vmstrata_disk::index::is_as_indexed;
 use vmstrata_types::MAX_LAYERS;
 
 use crate::crawl::Found;
@@ -122,7 +123,11 @@ impl<'a> Graph<'a> {
         let mut changed: BTreeMap<usize, (String, u32)> = BTreeMap::new();
         for (at, image) in self.images.iter().enumerate() {
             let Some(below) = self.below[at] else { continue };
-            if let Some(message) = times::changed_since(&self.images[below], image) {
+            let layer = &self.images[below];
+            // What vmstrata itself merges into a layer changes nothing of what it says; the layer's index is made then.
+            if let Some(message) = times::changed_since(layer, image)
+                && !is_as_indexed(&layer.path)
+            {
                 changed.entry(below).or_insert((message, 0)).1 += 1;
             }
         }

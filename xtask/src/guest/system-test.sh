@@ -62,6 +62,18 @@ refused /etc/vmstrata/other.qcow2 "" "Read-only file system"
 refused /home/other.qcow2 ",read-only" "ermission denied"
 echo "guest: the sandbox lets it serve and no more"
 
+# The pruning unit, in a sandbox of its own: of two snapshots one goes.
+vmstrata snapshot create /srv/vms/web.qcow2 --name s2 || fail "snapshot"
+mkdir -p /etc/systemd/system/vmstrata-prune@.service.d
+printf '[Service]\nEnvironment=VMSTRATA_KEEP=last=1\n' > /etc/systemd/system/vmstrata-prune@.service.d/keep.conf
+systemctl daemon-reload
+prune="vmstrata-prune@$(systemd-escape --path /srv/vms/web.qcow2).service"
+systemctl start "$prune" || { journalctl --unit "$prune" --no-pager; fail "prune"; }
+names=$(vmstrata snapshot list /srv/vms/web.qcow2 --json | grep -o '"name": "s[0-9]"')
+[ "$names" = '"name": "s2"' ] || fail "after pruning: $names"
+reads_as /srv/after.raw "after pruning"
+echo "guest: the pruning unit deletes what no rule keeps"
+
 # The next version, under clients that ask all the time: none of them is turned away.
 while [ ! -e /tmp/upgraded ]; do
     vmstrata status > /dev/null || touch /tmp/turned-away

@@ -91,7 +91,7 @@ fn install(tree: &Path) -> Result<()> {
 
     // vmstrata itself, as packaging/ has it; its socket is enabled.
     let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/systemd");
-    for unit in ["vmstrata.service", "vmstrata-control.socket"] {
+    for unit in ["vmstrata.service", "vmstrata-control.socket", "vmstrata-prune@.service"] {
         fs::copy(packaging.join(unit), tree.join(UNITS).join(unit))?;
     }
     let enabled = tree.join("etc/systemd/system/sockets.target.wants");

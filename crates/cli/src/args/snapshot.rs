@@ -134,13 +134,14 @@ const CREATE_HELP: &str = "\
 Examples:
   vmstrata snapshot create web.qcow2
   vmstrata snapshot create web.qcow2 --name mon --label job=nightly --label by=cron
-  vmstrata snapshot create root.qcow2 data.qcow2 --name v2 --group guest7      both or neither
+  vmstrata snapshot create root.qcow2 data.qcow2 --name v2 --group guest7      at one instant
   vmstrata snapshot create web.qcow2 --agent /run/web-agent.sock               file systems need no recovery in it
   vmstrata snapshot create web.qcow2 --json | jq -r '.snapshots[].layer'
 
 A disk that a server serves goes on being written meanwhile; writes are held for about a millisecond.
 What was written stays where it is, under a second name: it takes no time and no space but for an empty image.
-Exit codes: 0 taken, 1 not taken (every disk is as it was), 64 wrong usage.";
+Exit codes: 0 taken, 1 not taken (every disk is as it was; where a host fails between two disks of a group, the message names
+those that have the snapshot), 64 wrong usage.";
 
 /// `vmstrata snapshot list`
 #[derive(Debug, Args)]

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use vmstrata_server::config::Settings;
 use vmstrata_server::{ControlPlace, Options};
 
@@ -68,6 +68,8 @@ fn ask_to_end(options: &mut Options) -> Result<()> {
     options.control = ControlPlace::At(path.clone());
     let client = Client::new(&ControlArgs { control: Some(path) })?;
     if client.is_answered() {
+        // What this one cannot open the other goes on serving.
+        vmstrata_server::rehearse(options).context("the server that is to be replaced goes on")?;
         client.tell("/v1/shutdown")?;
         options.control_patience = REPLACE_PATIENCE;
     }

@@ -19,7 +19,6 @@ use crate::args::{
 };
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
-pub use prune::MEMORY_LABEL;
 use report::{Cloned, Listed, Reverted, Row, Taken, TakenOne};
 
 /// Runs one of the commands.

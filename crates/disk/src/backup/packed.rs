@@ -10,7 +10,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 
-use vmstrata_qcow2::{CompressionType, EntryFormat, Geometry, L1Entry, L2Entry};
+use vmstrata_qcow2::{EntryFormat, Geometry, L1Entry, L2Entry};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use super::compress::pack;
@@ -32,9 +32,8 @@ impl PackedRegion {
     /// Finds zeros, compresses, and hashes.
     pub(super) fn new(mut region: Region, shape: &Shape) -> Self {
         region.drop_zeros(shape.backing_name.is_some());
-        let pack_one = |kind: CompressionType, data: &[u8]| pack(kind, data);
         let data = region.stored().filter_map(|(_, data)| data);
-        let packed = data.map(|data| shape.compression.and_then(|kind| pack_one(kind, data))).collect();
+        let packed = data.map(|data| shape.compression.and_then(|kind| pack(kind, data))).collect();
         let sum = region.sum();
         Self { region, packed, sum }
     }

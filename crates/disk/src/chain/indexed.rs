@@ -21,6 +21,7 @@ pub(super) struct Search<'a> {
     looks: Looks,
     /// A layer further down that was changed: until it is passed, no index can hold.
     changed: Option<PathBuf>,
+    has_met_changes: bool,
 }
 
 impl<'a> Search<'a> {
@@ -32,7 +33,12 @@ impl<'a> Search<'a> {
         // A disk without backing files needs no gate, whatever its directory is.
         let is_chain = top.head.as_ref().is_some_and(|head| head.backing_name.is_some());
         let gate = if is_chain { Some(options.gate(&top.path)?) } else { None };
-        Ok(Self { opener, gate, looks: Looks::default(), changed: None })
+        Ok(Self { opener, gate, looks: Looks::default(), changed: None, has_met_changes: false })
+    }
+
+    /// Whether there was an index that did not hold because a layer was changed.
+    pub(super) fn has_met_changes(&self) -> bool {
+        self.has_met_changes
     }
 
     /// The index of `layer`, if all of it holds. Layers are asked from the top down.
@@ -51,6 +57,7 @@ impl<'a> Search<'a> {
             Found::Whole(index) => Some(Arc::from(index)),
             Found::ChangedFrom(changed) => {
                 tracing::warn!(layer = %layer.path.display(), changed = %changed.display(), "the index on disk is not used: a layer was changed since; `vmstrata index build` makes it anew");
+                self.has_met_changes = true;
                 self.changed = (changed != layer.path).then_some(changed);
                 None
             }

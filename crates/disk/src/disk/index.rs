@@ -6,11 +6,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use vmstrata_types::{GuestOffset, GuestRange};
+
 use super::Disk;
-use crate::error::Result;
-use crate::index::{self, Found, Index, IndexOptions, Looks};
+use crate::chain::open_layer;
+use crate::error::{ErrorKind, Result};
+use crate::index::{self, Found, Index, IndexBuilder, IndexOptions, IndexedFile, Looks};
 use crate::layer::Format;
-use crate::layers::Layers;
+use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
 use crate::opener::Role;
 
@@ -36,42 +39,106 @@ impl Disk {
 
     /// Makes the indices of a chain that has none, and goes on with them. Tries once: it reads the tables of every layer,
     /// which no snapshot should wait for again and again.
-    pub(super) fn index_whole(&self, layers: &Layers) -> Option<Layers> {
-        let map = layers.frozen.as_ref()?;
-        if map.index().is_some() || self.settling.unindexed.load(Ordering::Relaxed) {
-            return None;
+    pub(super) fn index_whole(&self) {
+        let is_indexed = |map: &FrozenMap| map.index().is_some();
+        if self.layers_now().frozen.as_deref().is_none_or(is_indexed)
+            || self.settling.unindexed.load(Ordering::Relaxed)
+        {
+            return;
         }
-        let make = || -> Result<Option<Arc<FrozenMap>>> {
-            let opener = self.resources.files().opener();
-            let options = IndexOptions {
-                allow_backing: self.options.allow_backing.clone(),
-                format: self.options.format,
-                opener: Some(Arc::clone(opener)),
-                ..IndexOptions::default()
-            };
-            index::build(&self.path, &options)?;
-            let newest = map.layers().last().expect("a frozen chain has a layer");
-            let gate = self.options.gate(&self.path)?;
-            let top = crate::chain::open_layer(
-                &newest.path,
-                Role::Frozen,
-                Some(newest.format()),
-                &gate,
-                &**opener,
-            )?;
-            match index::load(&top, &gate, opener, &mut Looks::default()) {
-                Found::Whole(index) => Ok(Some(Arc::new(map.indexed(Arc::from(index))))),
-                _ => Ok(None),
+        if let Err(error) = index::build(&self.path, &self.index_options()) {
+            tracing::debug!(%error, "indices of the chain");
+        }
+        self.use_index();
+    }
+
+    fn index_options(&self) -> IndexOptions {
+        IndexOptions {
+            allow_backing: self.options.allow_backing.clone(),
+            format: self.options.format,
+            opener: Some(Arc::clone(self.resources.files().opener())),
+            ..IndexOptions::default()
+        }
+    }
+
+    /// Goes on with the index that the newest frozen layer has, if it answers for all of them. Whoever calls keeps the layers
+    /// from changing.
+    pub(super) fn use_index(&self) {
+        let layers = self.layers_now();
+        let (Some(map), Top::Qcow2(_)) = (&layers.frozen, &layers.top) else { return };
+        let why = match self.indexed(map) {
+            Ok(Some(indexed)) => {
+                let indexed = Arc::new(indexed);
+                self.resources.offer_map(&indexed);
+                self.put_layers(layers.settled(indexed));
+                self.settling.unindexed.store(false, Ordering::Relaxed);
+                return;
             }
-        };
-        let disk = self.path.display();
-        let why = match make() {
-            Ok(Some(map)) => return Some(layers.settled(map)),
             Ok(None) => "a layer cannot have one".to_owned(),
             Err(error) => error.to_string(),
         };
+        let disk = self.path.display();
         tracing::warn!(%disk, why, "the chain gets no index: it opens slower; see `vmstrata index build`");
         self.settling.unindexed.store(true, Ordering::Relaxed);
-        None
+    }
+
+    fn indexed(&self, map: &FrozenMap) -> Result<Option<FrozenMap>> {
+        let newest = map.layers().last().expect("a frozen chain has a layer");
+        let (gate, opener) = (self.options.gate(&self.path)?, self.resources.files().opener());
+        let top = open_layer(&newest.path, Role::Frozen, Some(newest.format()), &gate, &**opener)?;
+        let Found::Whole(index) = index::load(&top, &gate, opener, &mut Looks::default()) else {
+            return Ok(None);
+        };
+        let files = index.layers().iter().map(|layer| layer.identity.file);
+        if !files.eq(map.layers().map(|layer| layer.identity.file)) {
+            return Err(ErrorKind::Changed.into());
+        }
+        Ok(Some(map.indexed(Arc::from(index))).filter(|map| map.index().is_some()))
+    }
+
+    /// Whether its chain had an index, when the disk was opened, that did not hold any more, or not for all layers, and has
+    /// none yet that does: making it anew ([`Indexing`]) spares the next one who opens it the tables of all layers.
+    pub fn lost_its_index(&self) -> bool {
+        let lacks = |map: &Arc<FrozenMap>| map.index().is_none();
+        self.lost_index && !self.is_read_only() && self.layers_now().frozen.as_ref().is_some_and(lacks)
+    }
+}
+
+/// The indices of a disk in use, made a layer at a time.
+#[derive(Debug)]
+pub struct Indexing {
+    disk: Arc<Disk>,
+    builder: IndexBuilder,
+}
+
+impl Indexing {
+    /// Reads the chain's headers. The disk's own file is left alone, unless it is frozen, too.
+    ///
+    /// # Errors
+    /// A chain that cannot be read.
+    pub fn of_disk(disk: &Arc<Disk>) -> Result<Self> {
+        let builder = IndexBuilder::new(&disk.path, &disk.index_options())?;
+        Ok(Self { disk: Arc::clone(disk), builder })
+    }
+
+    /// How many layers there are.
+    pub fn layers(&self) -> usize {
+        self.builder.layers()
+    }
+
+    /// Makes the index of the next layer from the base up, if it lacks one; `None` when all are done. From the last
+    /// one on the disk uses them. Whoever changes the disk's layers waits for the step.
+    ///
+    /// # Errors
+    /// A disk that is closed.
+    pub fn step(&mut self) -> Result<Option<IndexedFile>> {
+        let disk = &self.disk;
+        let _changing = disk.change();
+        disk.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
+        let step = self.builder.step();
+        if step.is_some() && self.builder.is_done() {
+            disk.use_index();
+        }
+        Ok(step)
     }
 }

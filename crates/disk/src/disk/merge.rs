@@ -27,12 +27,11 @@ use std::sync::atomic::Ordering;
 use vmstrata_store::FileId;
 use vmstrata_types::{GuestOffset, GuestRange};
 
-use super::Disk;
 use super::settle::Changing;
+use super::{Disk, Indexing};
 use crate::chain::{OpenOptions, read_head};
 use crate::epoch::thread_shard;
 use crate::error::{Error, IoContext as _, Result};
-use crate::index::IndexBuilder;
 use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, links, map_up_to};
@@ -50,7 +49,7 @@ pub(crate) struct Running {
     range: MergeRange,
     /// A frozen target.
     target: Option<FileId>,
-    indexing: Option<IndexBuilder>,
+    indexing: Option<Indexing>,
 }
 
 impl Disk {

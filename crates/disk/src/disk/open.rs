@@ -19,7 +19,7 @@ use crate::map::FrozenMap;
 use crate::resources::Resources;
 
 /// Version 2 headers have no feature bits.
-pub(super) const FEATURES_SINCE: u32 = 3;
+pub(crate) const FEATURES_SINCE: u32 = 3;
 
 /// Makes the top file ready for writes; `below` is asked for what lies below it where that is needed.
 pub(super) fn open_top(

@@ -112,10 +112,9 @@ impl Disk {
             None => map,
         });
         self.resources.offer_map(&map);
-        let settled = self.put_layers(layers.settled(map));
-        if let Some(indexed) = self.index_whole(&settled) {
-            self.put_layers(indexed);
-        }
+        self.put_layers(layers.settled(map));
+        drop(layers);
+        self.index_whole();
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use super::switch::{NewNames, Switch};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
 use crate::layers::Top;
-use crate::snapshot::{PrepareOptions, Prepared, SnapshotInfo, make_ready};
+use crate::snapshot::{PrepareOptions, Prepared, SnapshotInfo, group_broken, make_ready};
 
 /// A snapshot that was taken.
 #[derive(Clone, Debug)]
@@ -61,8 +61,8 @@ impl Disk {
 /// the order of `disks`.
 ///
 /// # Errors
-/// As [`Disk::snapshot`]. When a file system fails while the new overlays get the disks' names, disks that come before it
-/// have the snapshot, and it and those after it do not.
+/// As [`Disk::snapshot`]. When a file system fails while the new overlays get the disks' names,
+/// [`SnapshotFault::GroupBroken`] names those that have the snapshot.
 ///
 /// # Panics
 /// When a disk is named twice.
@@ -81,11 +81,13 @@ pub fn snapshot_together(disks: &[&Disk], info: &SnapshotInfo) -> Result<Vec<Tak
     let linked = linked.collect::<Result<Vec<Prepared>>>()?;
     let (published, mut failed) = publish(switches, linked);
     let (uncommitted, pause) = Switch::make(published);
+    let mut done = Vec::with_capacity(disks.len());
     for uncommitted in uncommitted {
         match uncommitted.commit() {
             Ok((disk, unsettled)) => {
                 let held = changing.iter_mut().find(|(other, _)| std::ptr::eq(*other, disk));
                 disk.leave_unsettled(unsettled, &mut held.expect("all are held").1);
+                done.push(disk.path.display().to_string());
             }
             Err(error) => {
                 failed.get_or_insert(error);
@@ -93,7 +95,7 @@ pub fn snapshot_together(disks: &[&Disk], info: &SnapshotInfo) -> Result<Vec<Tak
         }
     }
     if let Some(error) = failed {
-        return Err(error);
+        return Err(group_broken(done, error));
     }
     tracing::info!(snapshot = info.name, disks = disks.len(), pause_us = pause.as_micros(), "snapshot taken");
     Ok(layers.into_iter().map(|layer| Taken { layer, pause }).collect())

@@ -172,6 +172,11 @@ impl IndexBuilder {
         self.chain.links.len()
     }
 
+    /// Whether all are done.
+    pub fn is_done(&self) -> bool {
+        self.next == self.chain.links.len()
+    }
+
     /// Makes the index of the next layer from the base up, if it lacks one; `None` when all are done.
     pub fn step(&mut self) -> Option<IndexedFile> {
         let link = self.chain.links.get(self.next)?.clone();

@@ -5,7 +5,7 @@
 //! until one turns out changed.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_qcow2::index::{Home, IndexError, LayerRecord, PAGE_LEN, Page, PagePointer, Root, TablePage};
@@ -16,9 +16,9 @@ use super::digest::digest_file;
 use super::home::{link_stands, root_in_file, root_in_sidecar, sidecar_of};
 use super::tree::Tree;
 use super::{Index, IndexLayer};
-use crate::chain::{Top, plain_name};
+use crate::chain::{Top, open_layer, plain_name};
 use crate::error::{IoContext as _, Result};
-use crate::opener::{Opener, Role, directory_of};
+use crate::opener::{LocalFiles, Opener, Role, directory_of};
 
 /// What a layer's index turned out to be worth.
 #[derive(Debug)]
@@ -76,10 +76,7 @@ fn load_from(
 ) -> Result<Found> {
     let Some((root, store)) = root_at(top, home, gate, &**opener)? else { return Ok(Found::Nothing) };
     looks.identities.insert(top.path.clone(), top.opened.identity);
-    let mut pages =
-        Pages { root: &root, gate, opener: &**opener, places: HashMap::new(), open: HashMap::new() };
-    pages.places.insert(root.layer, (top.path.clone(), home));
-    pages.open.insert(root.layer, store);
+    let mut pages = Pages::new(&root, (top, home, store), gate, &**opener);
     let table = pages.tree(root.table, root.table_pages.into())?;
     let records = pages.records(&table)?;
     let layers = look_at(&root, records, &pages.places, gate, &**opener, looks)?;
@@ -99,6 +96,24 @@ fn load_from(
         gate: gate.clone(),
         sidecars: parking_lot::Mutex::default(),
     })))
+}
+
+/// Whether the file at `path` is a layer that has an index of its own, made of the file as it is now: what changed it last was
+/// whoever made the index, or came before.
+pub fn is_as_indexed(path: &Path) -> bool {
+    let gate = Gate::unrestricted();
+    let looked = |top: &Top, home| -> Result<bool> {
+        let Some((root, store)) = root_at(top, home, &gate, &LocalFiles)? else { return Ok(false) };
+        let mut pages = Pages::new(&root, (top, home, store), &gate, &LocalFiles);
+        let table = pages.tree(root.table, root.table_pages.into())?;
+        let Some(last) = table.leaves().checked_sub(1) else { return Ok(false) };
+        let page = TablePage::parse(&*pages.read(table.get(last), "layer table")?)?;
+        let stamp = page.records.last().map(|record| record.stamp);
+        let now = top.opened.identity;
+        Ok(stamp.is_some_and(|stamp| (stamp.len, stamp.mtime_ns) == (now.len, Some(now.mtime_ns))))
+    };
+    let top = open_layer(path, Role::Inspected, None, &gate, &LocalFiles);
+    top.is_ok_and(|top| [Home::File, Home::Sidecar].iter().any(|&home| looked(&top, home).unwrap_or(false)))
 }
 
 /// The root of the layer's index in this home, and the file it lies in.
@@ -132,7 +147,18 @@ struct Pages<'a> {
     open: HashMap<LayerIndex, Arc<dyn Store>>,
 }
 
-impl Pages<'_> {
+impl<'a> Pages<'a> {
+    /// Pages of an index whose root was read from `store`, the `home` of the index of the layer in `top`.
+    fn new(
+        root: &'a Root,
+        (top, home, store): (&Top, Home, Arc<dyn Store>),
+        gate: &'a Gate,
+        opener: &'a dyn Opener,
+    ) -> Self {
+        let places = HashMap::from([(root.layer, (top.path.clone(), home))]);
+        Self { root, gate, opener, places, open: HashMap::from([(root.layer, store)]) }
+    }
+
     fn read(&mut self, pointer: PagePointer, what: &'static str) -> Result<Box<Page>> {
         let mut page: Box<Page> = Box::new([0; PAGE_LEN]);
         let at = pointer.at();

@@ -70,8 +70,11 @@ impl Place {
         let Some(LinkFound { at: link_at, .. }) = find_link(&*top.opened.store, &head.header)? else {
             return Ok(None);
         };
-        let Ok(Opened { store, identity }) = opener.open(&top.path, Role::Indexed, gate) else {
-            return Ok(None);
+        let Opened { store, identity } = match opener.open(&top.path, Role::Indexed, gate) {
+            Ok(opened) => opened,
+            // Someone else is at it, for a moment or to change it: no reason for a file beside it.
+            Err(error) if error.is_conflict() => return Err(error),
+            Err(_) => return Ok(None),
         };
         let state = |identity: FileIdentity| (identity.file, identity.len, identity.mtime_ns);
         if state(identity) != state(top.opened.identity) {

@@ -1,7 +1,5 @@
 //! What can be wrong with a merge, beside what can go wrong with any file.
 
-use std::path::PathBuf;
-
 use thiserror::Error;
 
 /// Why layers cannot be dropped as asked.
@@ -51,10 +49,4 @@ pub enum MergeFault {
     /// Another merge of the disk is under way.
     #[error("layers of this disk are being merged already")]
     Busy,
-    /// A path that is none of the disk's layers.
-    #[error("{} is no layer of the disk", path.display())]
-    NoLayer {
-        /// The path.
-        path: PathBuf,
-    },
 }

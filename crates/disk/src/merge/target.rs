@@ -13,13 +13,10 @@ use vmstrata_types::{HostOffset, LayerIndex};
 use super::MergeFault;
 use crate::active::Active;
 use crate::chain::Top;
-use crate::disk::write_session;
+use crate::disk::{FEATURES_SINCE, write_session};
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::resources::Resources;
 use crate::times;
-
-/// Version 2 headers have no feature bits.
-const FEATURES_SINCE: u32 = 3;
 
 /// Makes the layer in `top`, which no one else writes, ready to be copied into.
 ///

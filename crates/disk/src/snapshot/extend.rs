@@ -1,15 +1,15 @@
 //! The index of a layer that was frozen just now.
 //!
 //! A chain opens at once only if its newest frozen layer has an index, so a snapshot must not leave it without. Where the
-//! layer below has one, what is added is in proportion to what this layer changed. A chain without any is left so: making
-//! all of it may take long, and `vmstrata index build` or the next server does it.
+//! layer below has one, what is added is in proportion to what this layer changed. A chain without any gets all of it: that
+//! is once, and reads the tables of every layer.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::chain::{OpenOptions, backing_of, open_layer};
 use crate::error::Result;
-use crate::index::{self, Found, Looks};
+use crate::index::{self, Found, IndexOptions, IndexOutcome, Looks};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Opener, Role};
 
@@ -38,8 +38,25 @@ fn extend(disk: &Path, options: &OpenOptions) -> Result<Option<u64>> {
     };
     let below = open_layer(&name, Role::Frozen, format, &gate, &*opener)?;
     let Found::Whole(index) = index::load(&below, &gate, &opener, &mut Looks::default()) else {
-        return Ok(None);
+        return build_all(disk, options);
     };
     let (_, bytes) = index::extend(&frozen, Format::Qcow2, index.layers(), Some(&index), &gate, &opener)?;
+    Ok(Some(bytes))
+}
+
+fn build_all(disk: &Path, options: &OpenOptions) -> Result<Option<u64>> {
+    let allow_backing = options.allow_backing.clone();
+    let built = index::build(
+        disk,
+        &IndexOptions { allow_backing, format: options.format, ..IndexOptions::default() },
+    )?;
+    let mut bytes = 0;
+    for layer in built.layers {
+        match layer.outcome {
+            IndexOutcome::Built { bytes: more, .. } => bytes += more,
+            IndexOutcome::Failed(error) => return Err(error),
+            IndexOutcome::Kept | IndexOutcome::NotNeeded => {}
+        }
+    }
     Ok(Some(bytes))
 }

@@ -82,6 +82,14 @@ pub enum SnapshotFault {
     },
 }
 
+/// What went wrong with one disk of a group of which those in `done` have their snapshot.
+pub(crate) fn group_broken(done: Vec<String>, error: crate::Error) -> crate::Error {
+    if done.is_empty() {
+        return error;
+    }
+    SnapshotFault::GroupBroken { done, source: Box::new(error) }.into()
+}
+
 fn known(have: &[String]) -> String {
     const SHOWN: usize = 5;
     match have {

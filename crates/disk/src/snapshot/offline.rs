@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_store::{Access, FileError, FileOptions, FileStore, Gate, LockError};
 
-use super::fault::SnapshotFault;
+use super::fault::{SnapshotFault, group_broken};
 use super::holder::{Holder, holders};
 use super::list::{Snapshot, list};
 use super::overlay::Below;
@@ -58,10 +58,12 @@ pub fn create(
         let held = ready_one(disk, info, open, options, resources).map_err(|error| error.in_file(disk))?;
         ready.push(held);
     }
-    let mut created = Vec::with_capacity(disks.len());
+    let mut created: Vec<Created> = Vec::with_capacity(disks.len());
     for (disk, (lock, prepared)) in disks.iter().zip(ready) {
         let layer = prepared.frozen_path().to_owned();
-        prepared.publish().map_err(|error| broken(&created, error))?;
+        prepared.publish().map_err(|error| {
+            group_broken(created.iter().map(|created| created.disk.display().to_string()).collect(), error)
+        })?;
         drop(lock);
         created.push(Created { disk: disk.clone(), layer });
     }
@@ -69,15 +71,6 @@ pub fn create(
         extend::index_newest(&created.disk, open);
     }
     Ok(created)
-}
-
-/// What went wrong with one disk of a group, with those that were changed before.
-fn broken(created: &[Created], error: Error) -> Error {
-    if created.is_empty() {
-        return error;
-    }
-    let done = created.iter().map(|created| created.disk.display().to_string()).collect();
-    SnapshotFault::GroupBroken { done, source: Box::new(error) }.into()
 }
 
 fn ready_one(

@@ -48,6 +48,7 @@ struct Disk {
     at: Option<String>,
     clone: Option<String>,
     agent: Option<String>,
+    keep: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -159,8 +160,8 @@ fn each<T, U>(
 }
 
 fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
-    let Disk { path, name, read_only, cache, format, at, clone, agent } = disk;
-    let asked = api::DiskSpec { path, name, read_only, cache, format, at, clone, agent };
+    let Disk { path, name, read_only, cache, format, at, clone, agent, keep } = disk;
+    let asked = api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep };
     Ok(DiskSpec::try_from(asked)?.seen_from(directory))
 }
 

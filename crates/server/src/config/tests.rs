@@ -36,6 +36,7 @@ fn every_key_is_read() {
 
         [[disk]]
         path = "web.qcow2"
+        keep = "daily=7,weekly=4"
 
         [[disk]]
         path = "/abs/db.img"
@@ -57,6 +58,7 @@ fn every_key_is_read() {
     .unwrap();
     let [web, db] = &settings.disks[..] else { panic!("{settings:?}") };
     assert_eq!((web.name.as_str(), web.path.as_path()), ("web", Path::new("web.qcow2")));
+    assert_eq!(web.keep.as_ref().map(ToString::to_string).as_deref(), Some("daily=7,weekly=4"));
     assert_eq!((db.name.as_str(), db.path.as_path(), db.read_only), ("db", Path::new("/abs/db.img"), true));
     assert_eq!((db.cache, db.format), (CacheMode::Direct, Some(Format::Raw)));
     let socket = &settings.vhost_user[0];
@@ -86,6 +88,7 @@ fn what_is_wrong_is_said_with_its_line() {
         ("\nworkers = 0", 2, "workers is 1 to 1024, not 0"),
         ("max-open-files = 15", 1, "at least 16, not 15"),
         ("\n\nreadonly = true", 3, "unknown field `readonly`"),
+        ("[[disk]]\npath = \"a\"\nkeep = \"7\"", 1, "'7' is no rule"),
         ("[[disk]]\npath = \"a\"\nreadonly = true", 3, "unknown field `readonly`"),
         ("\n[[disk]]\nname = \"a\"", 2, "missing field `path`"),
         ("\n[[disk]]\npath = \"a\"\nname = \"b=c\"", 2, "no '='"),

@@ -16,7 +16,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use super::{LAST_WORDS, Places, router};
 use crate::host::Host;
 
-/// Connections at one time; more are closed as soon as they are accepted.
+/// Connections at one time to the control socket, and as many to the metrics' port; more are closed as soon as they are accepted.
 pub(super) const CONNECTIONS_MAX: usize = 64;
 /// Time to send a request's header, also for the next one on the same connection.
 const HEADER_PATIENCE: Duration = Duration::from_secs(10);
@@ -31,7 +31,9 @@ pub(super) async fn serve(
     places: Places,
     mut stopped: watch::Receiver<bool>,
 ) -> io::Result<()> {
-    let crowd = Crowd::new();
+    let graceful = GracefulShutdown::new();
+    // Whoever reaches the metrics' port must not be able to keep others from the control socket.
+    let [crowd, readers] = ["control", "metrics"].map(|to| Crowd::new(to, &graceful));
     let full = router::full(Arc::clone(&host));
     let metrics = router::metrics(host);
     // Kept until the end: the socket's file goes with it.
@@ -40,14 +42,17 @@ pub(super) async fn serve(
     let port = places.metrics.map(TcpListener::from_std).transpose()?;
     tokio::select! {
         () = accept_unix(control, &crowd, &full) => {}
-        () = accept_tcp(port, &crowd, &metrics) => {}
+        () = accept_tcp(port, &readers, &metrics) => {}
         _ = stopped.wait_for(|stopped| *stopped) => {}
     }
-    crowd.leave().await;
+    drop((crowd, readers));
+    if tokio::time::timeout(LAST_WORDS, graceful.shutdown()).await.is_err() {
+        tracing::debug!("control connections are cut off");
+    }
     Ok(())
 }
 
-async fn accept_unix(listener: Option<UnixListener>, crowd: &Crowd, router: &Router) {
+async fn accept_unix(listener: Option<UnixListener>, crowd: &Crowd<'_>, router: &Router) {
     let Some(listener) = listener else { return std::future::pending().await };
     loop {
         match listener.accept().await {
@@ -57,7 +62,7 @@ async fn accept_unix(listener: Option<UnixListener>, crowd: &Crowd, router: &Rou
     }
 }
 
-async fn accept_tcp(listener: Option<TcpListener>, crowd: &Crowd, router: &Router) {
+async fn accept_tcp(listener: Option<TcpListener>, crowd: &Crowd<'_>, router: &Router) {
     let Some(listener) = listener else { return std::future::pending().await };
     loop {
         match listener.accept().await {
@@ -72,27 +77,24 @@ async fn refused(error: &io::Error) {
     tokio::time::sleep(ACCEPT_PAUSE).await;
 }
 
-/// The connections that are open.
-struct Crowd {
+/// The connections of one kind that are open.
+struct Crowd<'a> {
+    to: &'static str,
     places: Arc<Semaphore>,
-    graceful: GracefulShutdown,
+    graceful: &'a GracefulShutdown,
 }
 
-impl Crowd {
-    fn new() -> Self {
-        Self { places: Arc::new(Semaphore::new(CONNECTIONS_MAX)), graceful: GracefulShutdown::new() }
+impl<'a> Crowd<'a> {
+    fn new(to: &'static str, graceful: &'a GracefulShutdown) -> Self {
+        Self { to, places: Arc::new(Semaphore::new(CONNECTIONS_MAX)), graceful }
     }
 
     fn admit(&self, stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, router: &Router) {
         match Arc::clone(&self.places).try_acquire_owned() {
             Ok(place) => drop(tokio::spawn(converse(stream, router.clone(), place, self.graceful.watcher()))),
-            Err(_) => tracing::warn!(limit = CONNECTIONS_MAX, "too many control connections: one is refused"),
-        }
-    }
-
-    async fn leave(self) {
-        if tokio::time::timeout(LAST_WORDS, self.graceful.shutdown()).await.is_err() {
-            tracing::debug!("control connections are cut off");
+            Err(_) => {
+                tracing::warn!(limit = CONNECTIONS_MAX, "too many {} connections: one is refused", self.to)
+            }
         }
     }
 }

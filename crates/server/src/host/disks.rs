@@ -27,23 +27,20 @@ impl Host {
         }
         table.disks.push(Entry { spec: spec.clone(), phase: Phase::Opening });
         drop(table);
-        let opened = self.open_disk(&spec).and_then(|disk| self.let_in(&spec, disk));
-        if opened.is_err() {
-            self.table.lock().forget(&spec.name);
-        } else {
-            self.tell(Event::DiskAdded { disk: spec.name });
-        }
-        opened
+        let opened = self.open_disk(&spec).and_then(|disk| {
+            self.let_in(&spec, Arc::clone(&disk))?;
+            Ok(disk)
+        });
+        let disk = opened.inspect_err(|_| self.table.lock().forget(&spec.name))?;
+        self.tell(Event::DiskAdded { disk: spec.name.clone() });
+        self.mend_index(&spec.name, &disk);
+        self.due.now();
+        Ok(())
     }
 
     /// How the files of a disk are opened, by whoever opens them.
     pub(super) fn open_options(&self, spec: &DiskSpec) -> OpenOptions {
-        OpenOptions {
-            read_only: spec.read_only,
-            cache: spec.cache,
-            allow_backing: self.allow_backing.clone(),
-            format: spec.format,
-        }
+        states::open_options(spec, &self.allow_backing)
     }
 
     pub(super) fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {

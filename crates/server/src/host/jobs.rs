@@ -19,10 +19,9 @@ impl Host {
         match asked {
             JobSpec::IndexBuild { disk, bytes_per_second } => {
                 let (_change, table) = self.begin_change()?;
-                let (spec, open) = table.serving(&disk)?;
-                let (path, format) = (open.path().to_owned(), spec.format);
+                let open = Arc::clone(table.serving(&disk)?.1);
                 drop(table);
-                let work = IndexBuild::new(&path, format, &self.allow_backing)?;
+                let work = IndexBuild::new(&open)?;
                 self.keep_job(&disk, || self.jobs.start(&disk, bytes_per_second, work))
             }
             JobSpec::SnapshotDelete { disk, snapshots, keep_files, forget_missing, bytes_per_second } => {
@@ -39,6 +38,19 @@ impl Host {
                 };
                 self.start_merging(&disk, (removal, forget_missing), bytes_per_second, Flatten::new)
             }
+        }
+    }
+
+    /// Has the index of a disk made anew that was opened with one that does not hold any more.
+    pub(super) fn mend_index(&self, name: &str, disk: &Arc<Disk>) {
+        if !disk.lost_its_index() {
+            return;
+        }
+        let started = IndexBuild::new(disk)
+            .and_then(|work| self.keep_job(name, || self.jobs.start(name, Some(DEFAULT_LIMIT), work)));
+        match started {
+            Ok(job) => tracing::info!(disk = name, job = job.id, "its index is made anew"),
+            Err(error) => tracing::warn!(disk = name, %error, "its index is not made anew"),
         }
     }
 

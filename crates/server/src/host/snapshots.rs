@@ -9,6 +9,7 @@ use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, snapshot_together};
 
 use super::quiesce::{WithAgent, quiesce};
+use super::retention::Due;
 use super::{Host, Table};
 use crate::agent::Patience;
 use crate::error::Error;
@@ -27,6 +28,9 @@ impl Host {
         if let Some(name) = named_twice(&asked.disks) {
             return Err(SpecError::DiskTwice { name: name.to_owned() }.into());
         }
+        // Before the guests stand still: the last snapshot of each may have left something to do, which takes flushes. Failures
+        // are logged, and none of this snapshot's.
+        disks.iter().for_each(|disk| _ = disk.settle());
         let default = if asked.agent.is_some() { Quiesce::Always } else { Quiesce::Auto };
         let how = asked.quiesce.unwrap_or(default);
         let mut quiesced = quiesce(&agents, how, Patience::default(), &self.guards)?;
@@ -41,7 +45,7 @@ impl Host {
         let taken = snapshot_together(&all, &info);
         let thawed = quiesced.thaw();
         let taken = taken?;
-        settle_later(disks);
+        settle_later(disks, Arc::clone(&self.due));
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
         let layers = asked.disks.into_iter().zip(taken).map(|(disk, taken)| {
             self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
@@ -72,9 +76,14 @@ impl Table {
     }
 }
 
-/// Has what the snapshot left to do done. Failures are logged and counted where they happen.
-fn settle_later(disks: Vec<Arc<Disk>>) {
-    let settle = move || disks.iter().for_each(|disk| _ = disk.settle());
+/// Has what the snapshot left to do done, and what it makes superfluous deleted. Failures are logged and counted where they
+/// happen.
+fn settle_later(disks: Vec<Arc<Disk>>, due: Arc<Due>) {
+    let settle = move || {
+        disks.iter().for_each(|disk| _ = disk.settle());
+        drop(disks);
+        due.now();
+    };
     if let Err(error) = std::thread::Builder::new().name("settle".into()).spawn(settle) {
         tracing::warn!(%error, "a snapshot gets its index later: no thread");
     }

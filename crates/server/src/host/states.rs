@@ -2,11 +2,35 @@
 
 use std::path::PathBuf;
 
-use vmstrata_disk::OpenOptions;
-use vmstrata_disk::snapshot;
+use vmstrata_disk::{OpenOptions, inspect, snapshot};
 
 use crate::error::Error;
 use crate::spec::{CloneOf, DiskSpec, SpecError, StateError};
+
+/// How the files of a disk are opened whose backing files may lie in `allow_backing`, too.
+pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOptions {
+    OpenOptions {
+        read_only: spec.read_only,
+        cache: spec.cache,
+        allow_backing: allow_backing.to_vec(),
+        format: spec.format,
+    }
+}
+
+/// Reads the headers of the chain that [`find`] finds. A clone that is to be made is not: its snapshot's are read.
+///
+/// # Errors
+/// As [`find`], and a layer that cannot be read.
+pub(crate) fn look_at(spec: &DiskSpec, allow_backing: &[PathBuf]) -> Result<(), Error> {
+    let options = open_options(spec, allow_backing);
+    if let Some(clone_of) = spec.clone_of.as_ref().filter(|_| spec.path.symlink_metadata().is_err()) {
+        snapshot::find(&clone_of.disk, &clone_of.snapshot, &OpenOptions { format: None, ..options })?;
+        return Ok(());
+    }
+    let (path, options) = find(spec, options)?;
+    inspect(&path, &options)?;
+    Ok(())
+}
 
 /// The file to open for `spec`, and how.
 ///

@@ -1,9 +1,9 @@
 //! Building the indices of a served disk's chain, a layer a step.
 
-use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use vmstrata_disk::Format;
-use vmstrata_disk::index::{IndexBuilder, IndexOptions, IndexOutcome};
+use vmstrata_disk::index::{IndexOutcome, IndexedFile};
+use vmstrata_disk::{Disk, Indexing};
 
 use super::{Step, Work};
 use crate::error::Error;
@@ -11,7 +11,7 @@ use crate::error::Error;
 /// See the module documentation. The disk's own file is left alone: it is being written.
 #[derive(Debug)]
 pub(crate) struct IndexBuild {
-    builder: IndexBuilder,
+    indexing: Indexing,
     next: usize,
 }
 
@@ -20,10 +20,8 @@ impl IndexBuild {
     ///
     /// # Errors
     /// A chain that cannot be read.
-    pub(crate) fn new(path: &Path, format: Option<Format>, allow_backing: &[PathBuf]) -> Result<Self, Error> {
-        let options =
-            IndexOptions { allow_backing: allow_backing.to_vec(), format, ..IndexOptions::default() };
-        Ok(Self { builder: IndexBuilder::new(path, &options)?, next: 0 })
+    pub(crate) fn new(disk: &Arc<Disk>) -> Result<Self, Error> {
+        Ok(Self { indexing: Indexing::of_disk(disk)?, next: 0 })
     }
 }
 
@@ -33,17 +31,17 @@ impl Work for IndexBuild {
     const UNIT: &'static str = "layers";
 
     fn total(&self) -> u64 {
-        self.builder.layers() as u64
+        self.indexing.layers() as u64
     }
 
     fn select(&mut self) -> Result<Option<()>, Error> {
-        Ok((self.next < self.builder.layers()).then_some(()))
+        Ok((self.next < self.indexing.layers()).then_some(()))
     }
 
     fn apply(&mut self, (): ()) -> Result<Step, Error> {
         self.next += 1;
-        let Some(file) = self.builder.step() else { return Ok(Step::default()) };
-        Ok(match file.outcome {
+        let Some(IndexedFile { outcome, .. }) = self.indexing.step()? else { return Ok(Step::default()) };
+        Ok(match outcome {
             IndexOutcome::Kept | IndexOutcome::NotNeeded => Step::default(),
             IndexOutcome::Built { bytes, .. } => Step { bytes, failure: None },
             IndexOutcome::Failed(error) => Step { bytes: 0, failure: Some(error.to_string()) },

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_disk::Disk;
 use vmstrata_disk::merge::{Action, Kept, Merge, MergeFault, MergeOptions, MergeRange, all_of, ranges_of};
+use vmstrata_disk::{Disk, ErrorKind, snapshot};
 
 use super::{Step, Work};
 use crate::error::Error;
@@ -18,14 +18,20 @@ pub(crate) type SnapshotDelete = Merging<false>;
 /// Drops everything below the active layer.
 pub(crate) type Flatten = Merging<true>;
 
+/// How often to begin again when a snapshot is taken at a moment at which the layers must not change.
+const AGAIN_MAX: u32 = 5;
+
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Merging<const FLATTEN: bool> {
     disk: Arc<Disk>,
     options: MergeOptions,
+    /// What is to be deleted, as it was asked for; of no use to who flattens.
+    snapshots: Vec<String>,
     waiting: VecDeque<MergeRange>,
     merge: Option<Merge>,
     total: u64,
+    again: u32,
 }
 
 impl Merging<false> {
@@ -34,12 +40,9 @@ impl Merging<false> {
     /// # Errors
     /// No such snapshot; layers that cannot be dropped; another merge that ended at this moment.
     pub(crate) fn new(disk: Arc<Disk>, snapshots: &[String], options: MergeOptions) -> Result<Self, Error> {
-        let ranges = ranges_of(disk.path(), snapshots, &options.open)?;
-        let work = Self::of(disk, ranges.clone().into(), options)?;
-        // From now on no one else drops layers. Ranges count from the base, so those that were meant are the same still.
-        if ranges_of(work.disk.path(), snapshots, &work.options.open)? != ranges {
-            return Err(vmstrata_disk::Error::from(MergeFault::LayersChanged).into());
-        }
+        let mut work = Self::of(disk, options, snapshots.to_vec());
+        work.begin()?;
+        work.total = work.merge.as_ref().map_or(0, Merge::total) * (work.waiting.len() as u64 + 1);
         Ok(work)
     }
 }
@@ -51,7 +54,10 @@ impl Merging<true> {
     /// Layers that cannot be dropped; a snapshot that was taken at this moment.
     pub(crate) fn new(disk: Arc<Disk>, options: MergeOptions) -> Result<Self, Error> {
         let range = all_of(disk.layer_count());
-        let work = Self::of(disk, range.into_iter().collect(), options)?;
+        let mut work = Self::of(disk, options, Vec::new());
+        work.waiting = range.into_iter().collect();
+        work.merge_next()?;
+        work.total = work.merge.as_ref().map_or(0, Merge::total);
         if all_of(work.disk.layer_count()) != range {
             return Err(vmstrata_disk::Error::from(MergeFault::LayersChanged).into());
         }
@@ -60,11 +66,46 @@ impl Merging<true> {
 }
 
 impl<const FLATTEN: bool> Merging<FLATTEN> {
-    fn of(disk: Arc<Disk>, mut waiting: VecDeque<MergeRange>, options: MergeOptions) -> Result<Self, Error> {
-        let ranges = waiting.len() as u64;
-        let merge = waiting.pop_front().map(|range| Merge::of_disk(&disk, range, &options)).transpose()?;
-        let total = merge.as_ref().map_or(0, Merge::total) * ranges;
-        Ok(Self { disk, options, waiting, merge, total })
+    fn of(disk: Arc<Disk>, options: MergeOptions, snapshots: Vec<String>) -> Self {
+        Self { disk, options, snapshots, waiting: VecDeque::new(), merge: None, total: 0, again: 0 }
+    }
+
+    /// Begins with the newest of what is left to delete.
+    fn begin(&mut self) -> Result<(), Error> {
+        let ranges = ranges_of(self.disk.path(), &self.snapshots, &self.options.open)?;
+        self.waiting = ranges.clone().into();
+        self.merge_next()?;
+        // From now on no one else drops layers. Ranges count from the base, so those that were meant are the same still.
+        if ranges_of(self.disk.path(), &self.snapshots, &self.options.open)? != ranges {
+            return Err(vmstrata_disk::Error::from(MergeFault::LayersChanged).into());
+        }
+        Ok(())
+    }
+
+    /// Begins again if the error says that a snapshot was taken at a moment at which the layers must not change: what was
+    /// copied is found, and what was deleted is not asked for any more. Whoever flattens did not ask for that snapshot to go.
+    fn or_again(&mut self, error: Error) -> Result<(), Error> {
+        let Error::Disk(cause) = &error else { return Err(error) };
+        let is_changed = matches!(cause.kind(), ErrorKind::Merge(MergeFault::LayersChanged));
+        if FLATTEN || !is_changed || self.again == AGAIN_MAX {
+            return Err(error);
+        }
+        self.again += 1;
+        self.merge = None;
+        let known = snapshot::list(self.disk.path(), &self.options.open)?;
+        let own = known.iter().filter(|snapshot| snapshot.origin.is_none());
+        let own: Vec<&str> = own.filter_map(|snapshot| snapshot.name()).collect();
+        self.snapshots.retain(|name| own.contains(&&**name) || name.contains(".."));
+        self.waiting.clear();
+        if self.snapshots.is_empty() { Ok(()) } else { self.begin() }
+    }
+
+    /// Begins with the next range; the one before lets go of the disk first.
+    fn merge_next(&mut self) -> Result<(), Error> {
+        let next = self.waiting.pop_front();
+        self.merge = None;
+        self.merge = next.map(|range| Merge::of_disk(&self.disk, range, &self.options)).transpose()?;
+        Ok(())
     }
 }
 
@@ -82,17 +123,19 @@ impl<const FLATTEN: bool> Work for Merging<FLATTEN> {
             if let Some(action) = merge.select() {
                 return Ok(Some(action));
             }
-            let next = self.waiting.pop_front();
-            // The one before lets go of the disk first.
-            self.merge = None;
-            self.merge = next.map(|range| Merge::of_disk(&self.disk, range, &self.options)).transpose()?;
+            if let Err(error) = self.merge_next() {
+                self.or_again(error)?;
+            }
         }
         Ok(None)
     }
 
     fn apply(&mut self, action: Action) -> Result<Step, Error> {
         let Some(merge) = &mut self.merge else { return Ok(Step::default()) };
-        let bytes = merge.apply(action)?;
+        let bytes = match merge.apply(action) {
+            Ok(bytes) => bytes,
+            Err(error) => return self.or_again(error.into()).map(|()| Step::default()),
+        };
         let failure = if action == Action::Remove { stays(&merge.merged().kept) } else { None };
         Ok(Step { bytes, failure })
     }

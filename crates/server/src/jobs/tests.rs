@@ -86,6 +86,46 @@ fn a_job_runs_to_its_end_and_tells_of_it() {
     assert_eq!((told.first(), told.last()), (Some(&JobState::Running), Some(&JobState::Done)));
 }
 
+/// Work that fails as only a defect does, with something open.
+struct Panics(mpsc::Sender<()>);
+
+impl Work for Panics {
+    type Action = ();
+    const KIND: &'static str = "panics";
+    const UNIT: &'static str = "steps";
+
+    fn total(&self) -> u64 {
+        1
+    }
+
+    fn select(&mut self) -> Result<Option<()>, Error> {
+        Ok(Some(()))
+    }
+
+    fn apply(&mut self, (): ()) -> Result<Step, Error> {
+        panic!("a defect that a test has put here")
+    }
+}
+
+impl Drop for Panics {
+    fn drop(&mut self) {
+        self.0.send(()).unwrap();
+    }
+}
+
+#[test]
+fn a_job_that_panics_has_failed_and_nobody_waits_for_it() {
+    let jobs = jobs();
+    let (dropped, is_dropped) = mpsc::channel();
+    let id = jobs.start("a", None, Panics(dropped)).unwrap().id;
+    wait_for(&jobs, id, "the end", |status| status.state.is_ended());
+    jobs.end(None);
+    is_dropped.try_recv().expect("what it held is let go");
+    let status = jobs.status(id).unwrap();
+    assert_eq!(status.state, JobState::Failed);
+    assert!(status.error.unwrap().contains("defect"));
+}
+
 #[test]
 fn a_paused_job_stands_still_until_it_is_resumed() {
     let jobs = jobs();

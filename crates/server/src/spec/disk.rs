@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use vmstrata_api as api;
 use vmstrata_disk::Format;
-use vmstrata_disk::snapshot::is_snapshot_name;
+use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_store::CacheMode;
 
 use super::{SpecError, check_name, stem};
@@ -26,6 +26,8 @@ pub struct DiskSpec {
     pub clone_of: Option<CloneOf>,
     /// Where the agent in its guest listens.
     pub agent: Option<PathBuf>,
+    /// Which of its snapshots to keep; `None` keeps all.
+    pub keep: Option<Keep>,
 }
 
 /// The snapshot that a clone starts from.
@@ -95,7 +97,8 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             api::Format::Raw => Format::Raw,
         });
         let agent = asked.agent.map(PathBuf::from);
-        Ok(Self { path: path.into(), name, read_only, cache, format, clone_of, agent })
+        let keep = asked.keep.map(|keep| keep.parse()).transpose()?;
+        Ok(Self { path: path.into(), name, read_only, cache, format, clone_of, agent, keep })
     }
 }
 

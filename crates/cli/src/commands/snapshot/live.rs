@@ -39,8 +39,8 @@ impl Live {
         }
         let served: DiskList = match client.get("/v1/disks") {
             Ok(served) => served,
-            // The socket of a server that is gone.
-            Err(_) if server.control.is_none() => return Ok(None),
+            // The socket of a server that is gone. One that is there and does not say what it serves may serve these.
+            Err(_) if server.control.is_none() && !client.is_answered() => return Ok(None),
             Err(error) => return Err(error),
         };
         let name_of = |disk: &Path| {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use vmstrata_store::Gate;
 
 use super::Running;
+use crate::disk::Indexing;
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{IndexBuilder, IndexOptions};
 use crate::layer::Layer;
 use crate::merge::{Copier, MergeFault};
 
@@ -88,29 +88,12 @@ impl Running {
     /// Makes the index of one more layer; when all have one, the disk uses them. Returns whether that is all.
     ///
     /// # Errors
-    /// A chain that cannot be read.
+    /// A chain that cannot be read; a disk that is closed.
     pub(crate) fn index(&mut self) -> Result<bool> {
-        let disk = &self.disk;
-        let _changing = disk.change();
-        disk.check_changeable()?;
-        let builder = match &mut self.indexing {
-            Some(builder) => builder,
-            none => none.insert(IndexBuilder::new(
-                &disk.path,
-                &IndexOptions {
-                    allow_backing: disk.options.allow_backing.clone(),
-                    format: disk.options.format,
-                    opener: Some(Arc::clone(disk.resources.files().opener())),
-                    ..IndexOptions::default()
-                },
-            )?),
+        let indexing = match &mut self.indexing {
+            Some(indexing) => indexing,
+            none => none.insert(Indexing::of_disk(&self.disk)?),
         };
-        if builder.step().is_some() {
-            return Ok(false);
-        }
-        if let Some(indexed) = disk.index_whole(&disk.layers_now()) {
-            disk.put_layers(indexed);
-        }
-        Ok(true)
+        Ok(indexing.step()?.is_none())
     }
 }

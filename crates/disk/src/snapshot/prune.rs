@@ -1,0 +1,39 @@
+//! Which snapshots of a disk rules may delete.
+
+use super::{Keep, Snapshot, SnapshotInfo};
+
+/// The label of snapshots of disks that were taken with one of a guest's memory, which needs them: `GUEST@NAME`.
+pub const MEMORY_LABEL: &str = "memory";
+
+/// What rules say of a disk's snapshots. What has no name, and what another disk was cloned from, is in none of the lists.
+#[derive(Debug, Default)]
+pub struct Pruning<'a> {
+    /// Those that a rule keeps.
+    pub keep: Vec<&'a str>,
+    /// Those that none keeps.
+    pub delete: Vec<&'a str>,
+    /// Those that are left alone for the sake of a guest's memory, which is worth nothing without them.
+    pub with_memory: Vec<&'a str>,
+}
+
+impl<'a> Pruning<'a> {
+    /// Looks at those of `snapshots` that have all of `labels`. Snapshots taken with a guest's memory are looked at only when
+    /// the labels speak of that.
+    pub fn of(snapshots: &'a [Snapshot], keep: &Keep, labels: &[(String, String)]) -> Self {
+        let own = snapshots.iter().filter(|snapshot| snapshot.origin.is_none());
+        let named = own.filter_map(|snapshot| snapshot.info.as_ref());
+        let meant = named.filter(|info| labels.iter().all(|label| info.labels.contains(label)));
+        let is_memory = |(key, _): &(String, String)| key == MEMORY_LABEL;
+        let for_memory = labels.iter().any(is_memory);
+        let (with_memory, looked_at): (Vec<&SnapshotInfo>, Vec<_>) =
+            meant.partition(|info| !for_memory && info.labels.iter().any(is_memory));
+        let taken: Vec<u64> = looked_at.iter().map(|info| info.taken_ns).collect();
+        let decided = keep.decide(&taken);
+        let named = |wanted: bool| {
+            let those = looked_at.iter().zip(&decided).filter(move |(_, kept)| **kept == wanted);
+            those.map(|(info, _)| info.name.as_str()).collect()
+        };
+        let with_memory = with_memory.iter().map(|info| info.name.as_str()).collect();
+        Self { keep: named(true), delete: named(false), with_memory }
+    }
+}
