@@ -12,16 +12,9 @@ use std::time::{Duration, SystemTime};
 use common::flat::assert_reads;
 use common::open_read_only;
 use common::stock::{content, path_str, qemu_img};
-use index_support::{Chain, Maker};
+use index_support::{Chain, Maker, autoclear};
 use vmstrata_disk::index::{IndexOptions, verify};
 use vmstrata_types::ClusterBits;
-
-/// Bytes 88 to 95 of a version 3 header.
-fn autoclear(path: &Path) -> u64 {
-    let mut bits = [0; 8];
-    File::open(path).and_then(|file| file.read_exact_at(&mut bits, 88)).expect("reads");
-    u64::from_be_bytes(bits)
-}
 
 fn writable(path: &Path) -> File {
     OpenOptions::new().write(true).open(path).expect("opens")

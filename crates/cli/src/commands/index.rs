@@ -40,6 +40,7 @@ fn options(common: &IndexCommonArgs, top: bool, doing: &'static str) -> IndexOpt
         allow_backing: common.backing.allow_backing.clone(),
         format: common.format,
         include_top: top,
+        keep_unread: false,
         opener: None,
         progress: Some(Arc::new(move |done, total| line.update(doing, done, total))),
     }

@@ -57,6 +57,7 @@ impl Disk {
             allow_backing: self.options.allow_backing.clone(),
             format: self.options.format,
             opener: Some(Arc::clone(self.resources.files().opener())),
+            keep_unread: true,
             ..IndexOptions::default()
         }
     }

@@ -2,18 +2,21 @@
 //!
 //! A layer keeps the index it has when all of it holds and every file is as the index remembers it. From the first layer
 //! on that lacks one, all are made anew, as each leads into the ones below it.
+//!
+//! Whoever asks for indices wants sound ones: the pages of those that are kept are read, each page once however many
+//! indices share it. A disk in use makes what it lacks without that: it notices a damaged page when it comes to need it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_qcow2::index::Home;
+use vmstrata_qcow2::index::{Home, LEAF_WORDS};
 use vmstrata_store::Gate;
 
 use super::load::{Found, Looks, load};
 use super::write::{describe, extend};
 use super::{Index, IndexLayer};
 use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Opener, Role, directory_of};
 
@@ -26,6 +29,8 @@ pub struct IndexOptions {
     pub format: Option<Format>,
     /// Take the disk's own file for a frozen layer too; it must not be written meanwhile.
     pub include_top: bool,
+    /// Keep indices without reading their pages: one that is damaged keeps its damage.
+    pub keep_unread: bool,
     /// What opens the files; `None` opens those of this host.
     pub opener: Option<Arc<dyn Opener>>,
     /// Told how many layers are done, of how many.
@@ -34,11 +39,12 @@ pub struct IndexOptions {
 
 impl std::fmt::Debug for IndexOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { allow_backing, format, include_top, opener: _, progress: _ } = self;
+        let Self { allow_backing, format, include_top, keep_unread, opener: _, progress: _ } = self;
         f.debug_struct("IndexOptions")
             .field("allow_backing", allow_backing)
             .field("format", format)
             .field("include_top", include_top)
+            .field("keep_unread", keep_unread)
             .finish_non_exhaustive()
     }
 }
@@ -155,6 +161,9 @@ pub struct IndexBuilder {
     /// What is known of the layers so far; `None` above one of which nothing is known.
     below: Option<Vec<IndexLayer>>,
     nearest: Option<Index>,
+    keep_unread: bool,
+    /// Whether a layer below has a new index: what those above it lead to may be gone.
+    remade: bool,
 }
 
 impl IndexBuilder {
@@ -164,7 +173,15 @@ impl IndexBuilder {
     /// A chain that cannot be read.
     pub fn new(path: &Path, options: &IndexOptions) -> Result<Self> {
         let chain = Links::read(path, options)?;
-        Ok(Self { chain, next: 0, looks: Looks::default(), below: Some(Vec::new()), nearest: None })
+        Ok(Self {
+            chain,
+            next: 0,
+            looks: Looks::default(),
+            below: Some(Vec::new()),
+            nearest: None,
+            keep_unread: options.keep_unread,
+            remade: false,
+        })
     }
 
     /// How many layers there are.
@@ -203,6 +220,7 @@ impl IndexBuilder {
         let (gate, opener) = (&self.chain.gate, &self.chain.opener);
         match extend(&link.path, link.format, &below, self.nearest.as_ref(), gate, opener) {
             Ok((index, bytes)) => {
+                self.remade = true;
                 let newest = index.layers().last().expect("the layer itself").clone();
                 self.looks.learn(&newest);
                 let sidecar = newest.home == Home::Sidecar;
@@ -218,9 +236,12 @@ impl IndexBuilder {
         }
     }
 
-    /// The index that the layer has, if it stands on the same layers with the same indices, and remembers every file as
-    /// it is now.
+    /// The index that the layer has, if it stands on the same layers with the same indices, remembers every file as it is
+    /// now, and leads to no damaged page.
     fn kept(&mut self, top: &Top, below: &[IndexLayer]) -> Option<Index> {
+        if self.remade {
+            return None;
+        }
         let Found::Whole(index) = load(top, &self.chain.gate, &self.chain.opener, &mut self.looks) else {
             return None;
         };
@@ -234,6 +255,33 @@ impl IndexBuilder {
                 let stamp = layer.record.stamp;
                 stamp.len == layer.identity.len && stamp.mtime_ns == Some(layer.identity.mtime_ns)
             });
-        same.then_some(*index)
+        (same && (self.keep_unread || self.is_sound(&index, top))).then_some(*index)
+    }
+
+    /// Whether every leaf of the index of the layer in `top` is what it should be. Those that it shares with the nearest
+    /// index below were read for that one; inner pages were read when it was loaded.
+    fn is_sound(&self, index: &Index, top: &Top) -> bool {
+        let mut own: Box<dyn Iterator<Item = u64>> = match &self.nearest {
+            Some(below) => Box::new(below.differing(index)),
+            None => Box::new(0..index.leaves()),
+        };
+        let mut words = Box::new([0; LEAF_WORDS]);
+        let damaged = own.find_map(|leaf| {
+            let read = index.read_leaf(leaf, &mut words, |layer, at, page| {
+                let elsewhere;
+                let store = if layer == index.layer() {
+                    &top.opened.store
+                } else {
+                    elsewhere = self.chain.open(&self.chain.links[layer.index()], Role::Inspected)?;
+                    &elsewhere.opened.store
+                };
+                store.read_exact(&mut page[..], at).while_trying("read the index")
+            });
+            read.err()
+        });
+        if let Some(error) = &damaged {
+            tracing::info!(file = %top.path.display(), %error, "a damaged index is made anew");
+        }
+        damaged.is_none()
     }
 }

@@ -104,6 +104,10 @@ struct Counts {
 }
 
 impl Counts {
+    fn is_sound(&self) -> bool {
+        self.damaged == 0 && self.wrong == 0
+    }
+
     fn verdict(self) -> IndexVerdict {
         match (self.whole, self.first) {
             _ if self.wrong > 0 => IndexVerdict::Wrong { pages: self.wrong, at: self.at },
@@ -145,7 +149,8 @@ impl Verifier<'_> {
                 Found::Whole(index) if index.layer().index() == number => {
                     let leaves = to_compare(&index, previous.as_ref(), &window, &touched);
                     self.compare(number, &index, leaves, &truth);
-                    Some(*index)
+                    // One with a bad page vouches for none: the index above may share it.
+                    self.found[number].is_sound().then_some(*index)
                 }
                 found => {
                     if first {

@@ -65,6 +65,7 @@ impl Files {
                 allow_backing: self.open.allow_backing.clone(),
                 format: self.open.format,
                 opener: Some(Arc::clone(self.resources.files().opener())),
+                keep_unread: true,
                 ..IndexOptions::default()
             };
             index::build(&self.disk, &options)?;

@@ -4,17 +4,24 @@
 #![allow(dead_code, reason = "each test binary uses its own part of this")]
 #![allow(unreachable_pub, missing_docs, reason = "shared by test binaries only")]
 
+use std::fs::{File, OpenOptions};
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use tempfile::TempDir;
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, IndexVerdict, build, remove, verify};
 use vmstrata_disk::{CreateOptions, Format, create};
-use vmstrata_types::ClusterBits;
+use vmstrata_qcow2::Header;
+use vmstrata_qcow2::index::{IndexLink, PAGE_LEN, Root, link_place};
+use vmstrata_types::{ClusterBits, HostOffset};
 
-use crate::common::scratch;
+use crate::common::flat::write;
 use crate::common::stock::{assert_clean, path_str, qemu_img, qemu_io};
+use crate::common::{open, random, scratch};
 
 /// A chain on disk: `base`, `1`, `2`, ...; the last is the active layer.
 pub struct Chain {
@@ -49,6 +56,22 @@ impl Chain {
             );
         }
         chain
+    }
+
+    /// Layers of small clusters, each with bytes of its own: the first everywhere, all others in `parts` of the disk. With
+    /// what the newest reads as.
+    pub fn with_content(makers: &[Maker], size: u64, parts: &[Range<usize>], seed: u64) -> (Self, Vec<u8>) {
+        let (mut chain, mut random) = (Self::new(), random("content", seed));
+        let mut model = vec![0; size as usize];
+        for (number, maker) in makers.iter().enumerate() {
+            let path = chain.add(*maker, size, ClusterBits::MIN);
+            let part = number.checked_sub(1).map_or(0..model.len(), |number| parts[number].clone());
+            random.fill(&mut model[part.clone()]);
+            let disk = open(&path);
+            write(&disk, part.start as u64, &model[part]).expect("writes");
+            disk.close().expect("closes");
+        }
+        (chain, model)
     }
 
     pub fn add(&mut self, maker: Maker, size: u64, bits: ClusterBits) -> PathBuf {
@@ -179,4 +202,81 @@ fn some_write(random: &mut SmallRng, size: u64) -> String {
         1 => format!("discard -q {start} {len}"),
         _ => format!("write -q -P {} {start} {len}", random.random_range(1..255)),
     }
+}
+
+/// Damages a file, and mends it again.
+pub struct Damage {
+    file: File,
+    bytes: Vec<u8>,
+    modified: SystemTime,
+    /// Whether the file keeps its time of change, so that only checksums can notice.
+    hidden: bool,
+}
+
+impl Damage {
+    pub fn of(path: &Path, hidden: bool) -> Self {
+        let file = OpenOptions::new().read(true).write(true).open(path).expect("opens");
+        let modified = file.metadata().and_then(|data| data.modified()).expect("exists");
+        Self { file, bytes: std::fs::read(path).expect("reads"), modified, hidden }
+    }
+
+    /// How long the file is.
+    pub fn len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    /// Makes one bit of the byte at `at` another, for good.
+    pub fn flip(&self, at: u64) {
+        self.put(at, &[self.bytes[at as usize] ^ (1 << (at % 8))]);
+        self.put_time();
+    }
+
+    /// Calls `look` while one bit of the byte at `at` is another.
+    pub fn flipped<T>(&self, at: u64, look: impl FnOnce() -> T) -> T {
+        self.flip(at);
+        let seen = look();
+        self.put(at, &[self.bytes[at as usize]]);
+        self.mend_time();
+        seen
+    }
+
+    /// Calls `look` while the file ends at `len`.
+    pub fn cut<T>(&self, len: u64, look: impl FnOnce() -> T) -> T {
+        self.file.set_len(len).expect("cuts");
+        self.put_time();
+        let seen = look();
+        self.put(0, &self.bytes);
+        self.mend_time();
+        seen
+    }
+
+    fn put(&self, at: u64, bytes: &[u8]) {
+        self.file.write_all_at(bytes, at).expect("writes");
+    }
+
+    fn put_time(&self) {
+        let time = if self.hidden { self.modified } else { self.modified + Duration::from_secs(1) };
+        self.file.set_modified(time).expect("sets");
+    }
+
+    fn mend_time(&self) {
+        self.file.set_modified(self.modified).expect("sets");
+    }
+}
+
+/// Bytes 88 to 95 of a version 3 header.
+pub fn autoclear(path: &Path) -> u64 {
+    let mut bits = [0; 8];
+    File::open(path).and_then(|file| file.read_exact_at(&mut bits, 88)).expect("reads");
+    u64::from_be_bytes(bits)
+}
+
+/// The root of a file that has an index in it, and where the link to it lies.
+pub fn root_of(path: &Path) -> (Root, HostOffset) {
+    let bytes = std::fs::read(path).expect("reads");
+    let header = Header::parse(&bytes, bytes.len() as u64).expect("a header");
+    let place = link_place(&bytes[..512], &header).expect("room");
+    let link = IndexLink::parse(&bytes[place.get() as usize..][..IndexLink::LEN]).expect("a link");
+    let page = bytes[link.root.get() as usize..][..PAGE_LEN].try_into().expect("a page");
+    (Root::parse(page, link.root).expect("a root").0, place)
 }
