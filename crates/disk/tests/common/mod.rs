@@ -7,6 +7,7 @@
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part of this")]
 #![allow(unreachable_pub, missing_docs, reason = "shared by test binaries only")]
 
+pub mod daemon;
 pub mod faulty;
 pub mod flat;
 pub mod io;

@@ -40,6 +40,19 @@ pub enum Maker {
     Raw,
 }
 
+pub const CLUSTER: usize = 512;
+/// Bytes of the disks that [`five_layers`] makes: two leaves.
+pub const SIZE: usize = 1024 * CLUSTER;
+
+/// Layers 0 to 4, each with clusters of its own and some that hide others, with indices of 0 to 3; and what 4 reads as.
+pub fn five_layers() -> (Chain, Vec<u8>) {
+    let parts = [(10, 40), (30, 60), (500, 530), (50, 55)].map(|(from, to)| from * CLUSTER..to * CLUSTER);
+    let made = Chain::with_content(&[Maker::Ours; 5], SIZE as u64, &parts, 5);
+    made.0.build();
+    assert_eq!(made.0.verify(), ["good"; 4]);
+    made
+}
+
 impl Chain {
     pub fn new() -> Self {
         Self { dir: scratch(), files: Vec::new(), formats: Vec::new() }

@@ -1,0 +1,109 @@
+//! Chains that vmstrata has open with their indices, and a running stock program that would change a layer: it is refused,
+//! or, where vmstrata has not come to need the layer yet, noticed then.
+
+mod common;
+mod index_support;
+
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+use common::daemon::Daemon;
+use common::flat::{assert_reads, read};
+use common::stock::{content, path_str};
+use common::{open, open_read_only, open_with};
+use index_support::{CLUSTER, SIZE, five_layers};
+use serde_json::json;
+use vmstrata_disk::{ErrorKind, OpenOptions};
+
+/// All bytes of a file, and when it was changed.
+fn state(files: &[PathBuf]) -> Vec<(Vec<u8>, SystemTime)> {
+    let modified = |file: &PathBuf| file.metadata().and_then(|data| data.modified()).expect("exists");
+    files.iter().map(|file| (std::fs::read(file).expect("reads"), modified(file))).collect()
+}
+
+/// Each way in which a stock program would change a layer of an open chain, for readers and for the writer of the disk.
+#[test]
+fn while_a_chain_is_open_no_stock_program_changes_a_layer() {
+    for read_only in [true, false] {
+        let (chain, expected) = five_layers();
+        let disk = open_with(chain.top(), &OpenOptions { read_only, ..OpenOptions::default() });
+        // A layer is open, and locked, from its first use on.
+        assert_reads(&disk, &expected, "before");
+        let before = state(&chain.files);
+        let mut daemon = Daemon::start();
+        let refused = |what: &str, tried: Result<serde_json::Value, String>| {
+            let error = tried.expect_err(what);
+            assert!(error.contains("lock"), "{what}: {error}");
+        };
+        for (number, file) in chain.files.iter().enumerate() {
+            refused("opening for writing", daemon.try_open(&format!("w{number}"), file, None, false));
+        }
+        daemon.open_chain_for_reading(&chain.files[..4]);
+        for (command, arguments) in [
+            ("block-commit", json!({ "device": "l3", "top-node": "l2", "base-node": "l1" })),
+            ("block-commit", json!({ "device": "l3", "base-node": "l0" })),
+            ("block-stream", json!({ "device": "l2", "base-node": "l0" })),
+            (
+                "blockdev-reopen",
+                json!({ "options": [{
+                "driver": "qcow2", "node-name": "l2", "read-only": false, "backing": "l1",
+                "file": { "driver": "file", "filename": path_str(&chain.files[2]) },
+            }] }),
+            ),
+        ] {
+            let mut arguments = arguments;
+            if command != "blockdev-reopen" {
+                arguments["job-id"] = "job".into();
+            }
+            refused(command, daemon.try_run(command, arguments));
+        }
+        assert!(daemon.try_run("block_resize", json!({ "node-name": "l2", "size": SIZE / 2 })).is_err());
+        daemon.quit();
+        assert!(state(&chain.files) == before, "read only: {read_only}");
+        assert_reads(&disk, &expected, "all the while");
+        disk.close().expect("closes");
+        drop(disk);
+        assert_eq!(chain.verify(), ["good"; 4]);
+        assert_reads(&open(chain.top()), &expected, "afterwards");
+    }
+}
+
+/// Layers that an index answers for are opened, and locked, when they are first read. What became of one until then is
+/// an error for who opened the disk before, and right for who opens it again.
+#[test]
+fn a_layer_that_is_changed_before_its_first_use_gives_no_wrong_byte() {
+    let commit = |daemon: &mut Daemon, files: &[PathBuf]| {
+        daemon.open_chain_for_reading(&files[..4]);
+        let base = path_str(&files[1]);
+        let range = json!({ "device": "l3", "top-node": "l2", "base-node": "l1", "backing-file": base });
+        daemon.run_job("block-commit", range);
+    };
+    let resize = |daemon: &mut Daemon, files: &[PathBuf]| {
+        daemon.open_chain(&files[..3]);
+        daemon.run("block_resize", json!({ "node-name": "l2", "size": SIZE / 4 }));
+    };
+    let changes: [(&dyn Fn(&mut Daemon, &[PathBuf]), bool); 2] = [(&commit, true), (&resize, false)];
+    for (change, read_only) in changes {
+        let (chain, expected) = five_layers();
+        let disk = open_with(chain.top(), &OpenOptions { read_only, ..OpenOptions::default() });
+        let mut daemon = Daemon::start();
+        change(&mut daemon, &chain.files);
+        daemon.quit();
+        // The clusters of each layer by themselves: a look at a file that has changed takes a second.
+        let borders = [0, 10, 30, 50, 55, 60, 500, 530, 1024].map(|cluster| cluster * CLUSTER);
+        let mut refused = 0;
+        for part in borders.windows(2).map(|ends| ends[0]..ends[1]) {
+            match read(&disk, part.start as u64, part.len()) {
+                Ok(bytes) => assert!(bytes == expected[part.clone()], "{part:?}"),
+                Err(error) => {
+                    assert!(matches!(error.kind(), ErrorKind::Changed), "{error}");
+                    refused += 1;
+                }
+            }
+        }
+        assert!(refused > 0, "the layer was not read");
+        disk.close().expect("closes");
+        drop(disk);
+        assert_reads(&open_read_only(chain.top()), &content(chain.top(), "qcow2"), "opened again");
+    }
+}
