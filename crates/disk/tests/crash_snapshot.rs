@@ -189,12 +189,12 @@ fn snapshots_survive_power_failures() {
         let end = recording.log.iter().map(|record| record.issued).max().expect("it wrote");
         let mut random = random("cuts", seed);
         let mut moments: Vec<Moment> =
-            (0..60).map(|_| Moment(random.random_range(recording.opened.0..=end.0))).collect();
+            (0..24).map(|_| Moment(random.random_range(recording.opened.0..=end.0))).collect();
         // Every operation of the freezing of a layer in turn.
         let ends = recording.states.iter().map(|(_, taken)| *taken);
         let settled = recording.settled.iter().copied().chain(ends.skip(recording.settled.len()));
         for (file, end) in recording.files[1..].iter().zip(settled) {
-            moments.extend((file.published.0..=end.0 + 1).step_by(2).map(Moment));
+            moments.extend((file.published.0..=end.0 + 1).map(Moment));
         }
         for at in moments {
             for survivors in [Survivors::None, Survivors::Seeded(random.random())] {

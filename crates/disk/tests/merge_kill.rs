@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use common::flat::{read, write};
 use common::killed::{PLACES, is_killed, numbers};
 use common::stock::{assert_clean, assert_safe, path_str, qemu_img, qemu_io, text, try_qemu_io};
-use common::{open_read_only, random, scratch, small_resources};
+use common::{for_seeds, open_read_only, random, scratch, small_resources};
 use rand::Rng as _;
 use vmstrata_disk::merge::{Action, Merge, MergeOptions, MergeRange, Removal, all_of, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
@@ -25,6 +25,10 @@ use vmstrata_types::LayerIndex;
 /// What a child finds its orders in.
 const STEP: &str = "VMSTRATA_TEST_MERGE_STEP";
 const WORK: &str = "VMSTRATA_TEST_MERGE_WORK";
+/// Seed and round of the child: what it drops and how it names things come from these.
+const SEED: &str = "VMSTRATA_TEST_MERGE_SEED";
+/// How often the child is killed.
+const ROUNDS: u64 = 6;
 const NOTE: &str = ".web.qcow2.dropped";
 
 fn named(name: impl std::fmt::Display) -> SnapshotInfo {
@@ -291,6 +295,7 @@ fn a_note_leads_only_where_it_may_and_to_what_a_note_there_names() {
 #[ignore = "the process that the other test starts and kills"]
 fn child_that_merges_until_it_is_killed() {
     let Some(path) = std::env::var_os(WORK).map(PathBuf::from) else { return };
+    let seed = std::env::var(SEED).expect("with a seed");
     let disk = open(&path);
     let start = read(&disk, PLACES[0], 8).unwrap();
     let start = u64::from_le_bytes(start.try_into().unwrap());
@@ -304,10 +309,10 @@ fn child_that_merges_until_it_is_killed() {
                 }
             }
         });
-        let mut random = random("merges", std::process::id().into());
+        let mut random = random(&format!("merges {seed}"), 0);
         for step in 0u64.. {
             for part in 0..3 {
-                let name = format!("{}-{step}-{part}", std::process::id());
+                let name = format!("{seed}-{step}-{part}");
                 disk.snapshot(&named(name)).expect("takes a snapshot");
                 std::thread::sleep(Duration::from_millis(2));
             }
@@ -321,55 +326,66 @@ fn child_that_merges_until_it_is_killed() {
     });
 }
 
+/// Runs the child until it has begun to take snapshots, and then for as long as it happens to live.
+fn run_and_kill(disk: &Path, seed: u64, round: u64) {
+    let mut child = Command::new(std::env::current_exe().expect("the test binary"))
+        .args(["--exact", "child_that_merges_until_it_is_killed", "--ignored", "--nocapture"])
+        .envs([(WORK, disk.as_os_str()), (SEED, format!("{seed}-{round}").as_ref())])
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("the child starts");
+    let dir = disk.parent().expect("in a directory");
+    let (before, start) = (files(dir), Instant::now());
+    while files(dir) == before {
+        assert!(start.elapsed() < Duration::from_secs(60), "the child does not work");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let after = random("moment", seed * ROUNDS + round).random_range(0..250_000);
+    std::thread::sleep(Duration::from_micros(after));
+    child.kill().expect("killed");
+    assert_eq!(child.wait().expect("gone").signal(), Some(9), "it did not fail by itself");
+}
+
+fn every_state_is_whole(disk: &Path, but_one_being_taken: bool) {
+    let snapshots = list(disk, &OpenOptions::default()).unwrap();
+    for (age, snapshot) in snapshots.iter().enumerate() {
+        assert_safe(&snapshot.layer);
+        let head = examine(&snapshot.layer, &Gate::unrestricted()).unwrap().head.unwrap().unwrap();
+        if !(but_one_being_taken && age == 0 && head.is_in_session()) {
+            numbers(&open_read_only(&snapshot.layer), &snapshot.layer.display().to_string());
+        }
+    }
+}
+
+/// What the child does comes from the seed; where it is killed in that is up to the machine.
 #[test]
 fn a_server_killed_while_it_merges_leaves_every_state_whole() {
-    let dir = scratch();
-    let disk = dir.path().join("web.qcow2");
-    std::fs::create_dir(dir.path().join("journals")).unwrap();
-    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&disk), "8M"]);
-    let mut newest = 0;
-    for round in 0..12 {
-        let mut child = Command::new(std::env::current_exe().expect("the test binary"))
-            .args(["--exact", "child_that_merges_until_it_is_killed", "--ignored", "--nocapture"])
-            .env(WORK, &disk)
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("the child starts");
-        let before = files(dir.path());
-        let start = Instant::now();
-        while files(dir.path()) == before && start.elapsed() < Duration::from_secs(60) {
-            std::thread::sleep(Duration::from_millis(1));
+    for_seeds(2, |seed| {
+        let dir = scratch();
+        let disk = dir.path().join("web.qcow2");
+        std::fs::create_dir(dir.path().join("journals")).unwrap();
+        qemu_img(&["create", "-q", "-f", "qcow2", path_str(&disk), "8M"]);
+        let mut newest = 0;
+        for round in 0..ROUNDS {
+            run_and_kill(&disk, seed, round);
+            assert_safe(&disk);
+            every_state_is_whole(&disk, true);
+            let opened = open(&disk);
+            // What of the newest was in the journal only is in its file now.
+            every_state_is_whole(&disk, false);
+            let [first, _] = numbers(&opened, "the disk");
+            assert!(first >= newest, "round {round}: {newest} was lost: {first}");
+            newest = first;
+            // The next child goes on from here, at both places.
+            write(&opened, PLACES[1], &first.to_le_bytes().repeat(512)).unwrap();
+            // Taking one removes what was left of another.
+            opened.snapshot(&named(format!("round-{round}"))).unwrap();
+            opened.close().unwrap();
+            drop(opened);
+            assert_eq!(files(dir.path()), chain(&disk), "round {round}");
+            // What a killed process had set aside for writes to come may be leaked.
+            assert_safe(&disk);
         }
-        std::thread::sleep(Duration::from_micros(random("moment", round).random_range(0..250_000)));
-        child.kill().expect("killed");
-        assert_eq!(child.wait().expect("gone").signal(), Some(9), "it did not fail by itself");
-        assert_safe(&disk);
-        let every_state_is_whole = |but_one_being_taken: bool| {
-            let snapshots = list(&disk, &OpenOptions::default()).unwrap();
-            for (age, snapshot) in snapshots.iter().enumerate() {
-                assert_safe(&snapshot.layer);
-                let head = examine(&snapshot.layer, &Gate::unrestricted()).unwrap().head.unwrap().unwrap();
-                if !(but_one_being_taken && age == 0 && head.is_in_session()) {
-                    numbers(&open_read_only(&snapshot.layer), &snapshot.layer.display().to_string());
-                }
-            }
-        };
-        every_state_is_whole(true);
-        let opened = open(&disk);
-        // What of the newest was in the journal only is in its file now.
-        every_state_is_whole(false);
-        let [first, _] = numbers(&opened, "the disk");
-        assert!(first >= newest, "round {round}: {newest} was lost: {first}");
-        newest = first;
-        // The next child goes on from here, at both places.
-        write(&opened, PLACES[1], &first.to_le_bytes().repeat(512)).unwrap();
-        // Taking one removes what was left of another.
-        opened.snapshot(&named(format!("round-{round}"))).unwrap();
-        opened.close().unwrap();
-        drop(opened);
-        assert_eq!(files(dir.path()), chain(&disk), "round {round}");
-        // What a killed process had set aside for writes to come may be leaked.
-        assert_safe(&disk);
-    }
-    assert!(newest > 100, "the children did not work: {newest}");
+        assert!(newest > 100, "the children did not work: {newest}");
+    });
 }
