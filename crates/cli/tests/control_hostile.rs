@@ -4,13 +4,16 @@ mod support;
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use support::http::{ask, ask_raw, connect, read_answer};
 use support::server::Server;
-use support::{Images, tool_ok};
+use support::{Holder, Images, stderr, tool_ok};
 
 fn start(images: &Images) -> Server {
     let path = images.create("a.qcow2", &["16M"]);
@@ -183,52 +186,98 @@ fn a_crowd_finds_the_door_shut_and_the_server_unmoved() {
     assert!(server.stop().success());
 }
 
+/// Waits until the disk `b` is in a state, or is not there.
+fn wait_for(server: &Server, state: Option<&str>) {
+    let start = Instant::now();
+    loop {
+        let answer = ask(&server.control(), "GET", "/v1/disks/b", "");
+        let found = (answer.status == 200).then(|| answer.json()["state"].as_str().unwrap().to_owned());
+        if found.as_deref() == state {
+            return;
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "{found:?} instead of {state:?}");
+    }
+}
+
+fn ask_for(server: &Server, path: &Path) -> UnixStream {
+    let body = format!(r#"{{"path":{:?}}}"#, path.to_str().unwrap());
+    let mut stream = connect(&server.control());
+    let request =
+        format!("POST /v1/disks HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    stream.write_all(request.as_bytes()).unwrap();
+    stream
+}
+
 #[test]
 fn a_client_that_leaves_does_not_stop_what_it_asked_for() {
     let images = Images::new();
     let server = start(&images);
     let path = images.create("b.qcow2", &["16M"]);
-    let body = format!(r#"{{"path":{:?}}}"#, path.to_str().unwrap());
-    for _ in 0..20 {
-        let mut stream = connect(&server.control());
-        let request =
-            format!("POST /v1/disks HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len());
-        stream.write_all(request.as_bytes()).unwrap();
+    for _ in 0..3 {
+        // The disk is being opened, and will be until its file is free.
+        let holder = Holder::open(&path, false);
+        let stream = ask_for(&server, &path);
+        wait_for(&server, Some("opening"));
         drop(stream);
-        let wait_for = |state: Option<&str>| {
-            let start = Instant::now();
-            loop {
-                let answer = ask(&server.control(), "GET", "/v1/disks/b", "");
-                let found =
-                    (answer.status == 200).then(|| answer.json()["state"].as_str().unwrap().to_owned());
-                if found.as_deref() == state {
-                    return;
-                }
-                assert!(start.elapsed() < Duration::from_secs(10), "{found:?} instead of {state:?}");
-            }
-        };
-        // Sent whole, so carried out, unless the server saw the end of the connection first.
-        let start = Instant::now();
-        while ask(&server.control(), "GET", "/v1/disks/b", "").status == 404 {
-            if start.elapsed() > Duration::from_millis(200) {
-                break;
-            }
-        }
-        if ask(&server.control(), "GET", "/v1/disks/b", "").status == 200 {
-            wait_for(Some("serving"));
-            assert_eq!(ask(&server.control(), "DELETE", "/v1/disks/b", "").status, 204);
-        }
-        wait_for(None);
+        // The server has one thread for connections: by now it has seen this one end.
+        wait_for(&server, Some("opening"));
+        holder.close();
+        wait_for(&server, Some("serving"));
+        assert_eq!(ask(&server.control(), "DELETE", "/v1/disks/b", "").status, 204);
     }
     still_serves(&server);
     assert!(server.stop().success());
+}
+
+/// Whether what it asked for is begun is a race between its request and its leaving. It is never done by half, and is in
+/// nobody's way.
+#[test]
+fn a_client_that_leaves_at_once_leaves_nothing_half_done() {
+    let images = Images::new();
+    let server = start(&images);
+    let path = images.create("b.qcow2", &["16M"]);
+    let body = format!(r#"{{"path":{:?}}}"#, path.to_str().unwrap());
+    for _ in 0..20 {
+        drop(ask_for(&server, &path));
+        let answer = ask(&server.control(), "POST", "/v1/disks", &body);
+        assert!([201, 409].contains(&answer.status), "{answer:?}");
+        wait_for(&server, Some("serving"));
+        assert_eq!(ask(&server.control(), "DELETE", "/v1/disks/b", "").status, 204);
+        wait_for(&server, None);
+        // Nobody has its file open any more.
+        tool_ok("qemu-io", ["-f", "qcow2", "-c", "write 0 64k", path.to_str().unwrap()]);
+    }
+    still_serves(&server);
+    assert!(server.stop().success());
+}
+
+/// What a process of another user gets that connects to the control socket, in the words of a stock tool.
+fn connect_as(user: Option<u32>, socket: &Path) -> String {
+    let mut command = Command::new("qemu-io");
+    command.args(["-r", "-f", "raw", "-c", "quit", &format!("nbd+unix:///?socket={}", socket.display())]);
+    if let Some(user) = user {
+        command.uid(user).gid(user);
+    }
+    stderr(&command.output().expect("qemu-io is required by these tests"))
 }
 
 #[test]
 fn only_the_owner_may_connect() {
     let images = Images::new();
     let server = start(&images);
-    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    assert_eq!(mode(&server.control()), 0o600);
+    let control = server.control();
+    let mode = std::fs::metadata(&control).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    // It is not its directory that keeps others out.
+    let open = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(control.parent().unwrap(), open).unwrap();
+    let owner = connect_as(None, &control);
+    assert!(!owner.is_empty() && !owner.contains("Permission denied"), "{owner}");
+    // Only root can be somebody else.
+    if rustix::process::geteuid().is_root() {
+        let other = connect_as(Some(65_534), &control);
+        assert!(other.contains("Permission denied"), "{other}");
+    }
+    still_serves(&server);
     assert!(server.stop().success());
 }
