@@ -173,7 +173,7 @@ fn an_index_that_was_lost_is_made_anew_under_a_running_disk() {
     let mut expected = content(chain.top(), "qcow2");
     let disk = open(chain.top());
     assert!(disk.lost_its_index());
-    let mut indexing = Indexing::of_disk(&disk).expect("reads the headers");
+    let mut indexing = Indexing::of_disk(&disk, true).expect("reads the headers");
     let mut outcomes = Vec::new();
     while let Some(file) = indexing.step().expect("makes indices") {
         outcomes.push(matches!(file.outcome, IndexOutcome::Kept));

@@ -113,12 +113,13 @@ pub struct Indexing {
 }
 
 impl Indexing {
-    /// Reads the chain's headers. The disk's own file is left alone, unless it is frozen, too.
+    /// Reads the chain's headers. The disk's own file is left alone, unless it is frozen, too. `keep_unread` as in
+    /// [`IndexOptions`].
     ///
     /// # Errors
     /// A chain that cannot be read.
-    pub fn of_disk(disk: &Arc<Disk>) -> Result<Self> {
-        let builder = IndexBuilder::new(&disk.path, &disk.index_options())?;
+    pub fn of_disk(disk: &Arc<Disk>, keep_unread: bool) -> Result<Self> {
+        let builder = IndexBuilder::new(&disk.path, &IndexOptions { keep_unread, ..disk.index_options() })?;
         Ok(Self { disk: Arc::clone(disk), builder })
     }
 

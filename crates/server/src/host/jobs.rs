@@ -21,7 +21,7 @@ impl Host {
                 let (_change, table) = self.begin_change()?;
                 let open = Arc::clone(table.serving(&disk)?.1);
                 drop(table);
-                let work = IndexBuild::new(&open)?;
+                let work = IndexBuild::new(&open, false)?;
                 self.keep_job(&disk, || self.jobs.start(&disk, bytes_per_second, work))
             }
             JobSpec::SnapshotDelete { disk, snapshots, keep_files, forget_missing, bytes_per_second } => {
@@ -46,7 +46,7 @@ impl Host {
         if !disk.lost_its_index() {
             return;
         }
-        let started = IndexBuild::new(disk)
+        let started = IndexBuild::new(disk, true)
             .and_then(|work| self.keep_job(name, || self.jobs.start(name, Some(DEFAULT_LIMIT), work)));
         match started {
             Ok(job) => tracing::info!(disk = name, job = job.id, "its index is made anew"),

@@ -16,12 +16,12 @@ pub(crate) struct IndexBuild {
 }
 
 impl IndexBuild {
-    /// Reads the chain's headers.
+    /// Reads the chain's headers. `keep_unread` keeps the indices that hold without reading their pages.
     ///
     /// # Errors
     /// A chain that cannot be read.
-    pub(crate) fn new(disk: &Arc<Disk>) -> Result<Self, Error> {
-        Ok(Self { indexing: Indexing::of_disk(disk)?, next: 0 })
+    pub(crate) fn new(disk: &Arc<Disk>, keep_unread: bool) -> Result<Self, Error> {
+        Ok(Self { indexing: Indexing::of_disk(disk, keep_unread)?, next: 0 })
     }
 }
 

@@ -92,7 +92,7 @@ impl Running {
     pub(crate) fn index(&mut self) -> Result<bool> {
         let indexing = match &mut self.indexing {
             Some(indexing) => indexing,
-            none => none.insert(Indexing::of_disk(&self.disk)?),
+            none => none.insert(Indexing::of_disk(&self.disk, true)?),
         };
         Ok(indexing.step()?.is_none())
     }
