@@ -7,7 +7,7 @@
 //!
 //! Images beside a layer are found by looking at them ([`crate::merge::users`]); nobody can look everywhere. So whoever makes a
 //! disk on a layer in another directory, or opens such a disk for writing, leaves a link beside the layer, and
-//! whoever would remove or change the layer follows the links.
+//! whoever would remove or change the layer follows the links. What a disk lets go of and what stays has links of its own.
 //!
 //! A link decides nothing but that someone looks: a disk that does not stand on the layer any more does not keep it. The
 //! other way around, a disk that has not told, because a stock tool made it or the layer's directory could not be written,
@@ -46,7 +46,7 @@ fn directory(layer: &Path) -> Option<PathBuf> {
 pub(crate) fn tell(layer: &Path, disk: &Path) -> Result<()> {
     let Some(directory) = directory(layer) else { return Ok(()) };
     let tell = || -> io::Result<bool> {
-        let disk = directory_of(disk).canonicalize()?.join(disk.file_name().unwrap_or_default());
+        let disk = real(disk)?;
         let made = is_new(std::fs::create_dir(&directory))?;
         let linked = is_new(std::os::unix::fs::symlink(&disk, directory.join(link_name(&disk))))?;
         Ok(made || linked)
@@ -68,6 +68,13 @@ pub(crate) fn tell_of_chain<'a>(disk: &Path, files: impl Iterator<Item = &'a Pat
             tracing::info!(disk = %disk.display(), %error, "who deletes snapshots there will not know of this disk while it is not in use, unless told by --allow-backing");
         }
     }
+}
+
+/// Tells of images that stay and that a disk lets go of, given from the one below them on: each in its own name, as nobody
+/// comes to them from the disk any more.
+pub(crate) fn tell_of_left<'a>(files: impl Iterator<Item = &'a Path>) {
+    let files: Vec<&Path> = files.collect();
+    files.windows(2).for_each(|pair| tell_of_chain(pair[1], pair.iter().copied()));
 }
 
 /// Whether two files are in one directory.
@@ -106,6 +113,19 @@ pub(crate) fn forget(layer: &Path) {
     if let Some(directory) = directory(layer) {
         let _ = std::fs::remove_dir(directory);
     }
+}
+
+/// The image at `image` is gone: it stands on the layer no more.
+pub(crate) fn take_back(layer: &Path, image: &Path) {
+    let Ok(real) = real(image) else { return };
+    for told in who_told(layer).unwrap_or_default().into_iter().filter(|told| told.disk == real) {
+        let _ = std::fs::remove_file(told.link);
+    }
+}
+
+/// A disk's path without links, whether or not it is there.
+fn real(disk: &Path) -> io::Result<PathBuf> {
+    Ok(directory_of(disk).canonicalize()?.join(disk.file_name().unwrap_or_default()))
 }
 
 /// Readable, and different for disks of one name in different directories.

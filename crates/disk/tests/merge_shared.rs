@@ -13,7 +13,7 @@ use common::flat::{assert_same, read};
 use common::stock::{content, path_str, qemu_img, qemu_io};
 use common::{open_read_only, scratch};
 use vmstrata_disk::index::{IndexOptions, build};
-use vmstrata_disk::merge::{Kept, Merge, MergeOptions, Merged, Removal, ranges_of};
+use vmstrata_disk::merge::{Action, Kept, Merge, MergeOptions, Merged, Removal, all_of, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
 use vmstrata_disk::{CreateOptions, Disk, Error, OpenOptions, ResourceOptions, Resources, create};
 
@@ -71,6 +71,21 @@ impl Golden {
         ranges.into_iter().map(|range| merge(range).unwrap()).collect()
     }
 
+    /// Takes a disk in `vms` back to a snapshot; `keep` is another name for what it was.
+    fn revert(&self, disk: &Path, snapshot: &str, keep: Option<&str>) {
+        let keep = keep.map(|name| self.path(name));
+        let options =
+            snapshot::RevertOptions { keep, open: self.open(), ..snapshot::RevertOptions::default() };
+        snapshot::revert(disk, snapshot, &options, &resources()).unwrap();
+    }
+
+    /// Lets a disk in `vms` stand on nothing.
+    fn flatten(&self, disk: &Path, removal: Removal) {
+        let all = all_of(list(disk, &self.open()).unwrap().len() + 1).unwrap();
+        let options = MergeOptions { open: self.open(), removal, ..MergeOptions::default() };
+        Merge::new(disk, all, &options, &resources()).unwrap().run().unwrap();
+    }
+
     /// Begins to delete a snapshot of files; or says why not.
     fn begin(&self, name: &str) -> Result<Merge, Error> {
         let ranges = ranges_of(&self.disk, &[name.to_owned()], &OpenOptions::default()).unwrap();
@@ -126,10 +141,107 @@ fn a_clone_with_snapshots_of_its_own_keeps_what_it_stands_on() {
 fn a_clone_that_went_back_keeps_what_it_stands_on_then() {
     let golden = Golden::new();
     let clone = golden.clone("s2", "vms/ci.qcow2");
-    let options = snapshot::RevertOptions { open: golden.open(), ..snapshot::RevertOptions::default() };
-    snapshot::revert(&clone, "s1", &options, &resources()).unwrap();
+    golden.revert(&clone, "s1", None);
     let merged = golden.delete(&["s1"], &MergeOptions::default()).remove(0);
     assert_eq!(kept(&merged), [(golden.layer("s1").as_path(), &Kept::Needed { by: clone })]);
+}
+
+/// Nobody comes to them from the disk any more: to its snapshot, or to what it was under another name.
+#[test]
+fn what_a_clone_leaves_when_it_goes_back_keeps_what_it_stands_on() {
+    for (keep, by) in [(None, "vms/ci.own.qcow2"), (Some("vms/kept.qcow2"), "vms/kept.qcow2")] {
+        let golden = Golden::new();
+        let clone = golden.clone("s2", "vms/ci.qcow2");
+        if keep.is_none() {
+            take(&clone, "own", &golden.open());
+        }
+        golden.revert(&clone, "s1", keep);
+        let before = content(&golden.path(by), "qcow2");
+        let merged = golden.delete(&["s2"], &MergeOptions::default()).remove(0);
+        assert_eq!(kept(&merged), [(golden.layer("s2").as_path(), &Kept::Needed { by: golden.path(by) })]);
+        assert_same(&content(&golden.path(by), "qcow2"), &before, 0, by);
+    }
+}
+
+/// A layer that told of itself and is removed keeps nothing, and is not missed.
+#[test]
+fn a_removed_layer_takes_back_what_it_told() {
+    let golden = Golden::new();
+    let clone = golden.clone("s2", "vms/ci.qcow2");
+    take(&clone, "own", &golden.open());
+    golden.revert(&clone, "s1", Some("vms/kept.qcow2"));
+    let (disk, open) = (golden.path("vms/kept.qcow2"), golden.open());
+    let drop_own = ranges_of(&disk, &["own".to_owned()], &open).unwrap()[0];
+    let options = MergeOptions { open, ..MergeOptions::default() };
+    let merged = Merge::new(&disk, drop_own, &options, &resources()).unwrap().run().unwrap();
+    assert_eq!(merged.removed, [golden.path("vms/ci.own.qcow2")]);
+    let merged = golden.delete(&["s2"], &MergeOptions::default()).remove(0);
+    assert_eq!(kept(&merged), [(golden.layer("s2").as_path(), &Kept::Needed { by: disk.clone() })]);
+    golden.flatten(&disk, Removal::Snapshots);
+    // What was kept goes at the next chance.
+    let merged = golden.delete(&["s3"], &MergeOptions::default()).remove(0);
+    assert_eq!(merged.removed, [golden.layer("s3"), golden.layer("s2")]);
+}
+
+#[test]
+fn a_dropped_layer_that_is_to_stay_keeps_what_it_stands_on() {
+    let golden = Golden::new();
+    let clone = golden.clone("s2", "vms/ci.qcow2");
+    take(&clone, "own", &golden.open());
+    let links = list(&clone, &golden.open()).unwrap().len();
+    let all = vmstrata_disk::merge::all_of(links + 1).unwrap();
+    let options = MergeOptions { open: golden.open(), removal: Removal::Nothing, ..MergeOptions::default() };
+    Merge::new(&clone, all, &options, &resources()).unwrap().run().unwrap();
+    let merged = golden.delete(&["s2"], &MergeOptions::default()).remove(0);
+    let by = golden.path("vms/ci.own.qcow2");
+    assert_eq!(kept(&merged), [(golden.layer("s2").as_path(), &Kept::Needed { by })]);
+}
+
+/// What the clone left when it went back stands on it.
+#[test]
+fn a_dropped_layer_that_is_needed_keeps_what_it_stands_on() {
+    let golden = Golden::new();
+    let clone = golden.clone("s2", "vms/ci.qcow2");
+    for name in ["one", "two"] {
+        take(&clone, name, &golden.open());
+    }
+    golden.revert(&clone, "one", None);
+    golden.flatten(&clone, Removal::Snapshots);
+    let merged = golden.delete(&["s2"], &MergeOptions::default()).remove(0);
+    let by = golden.path("vms/ci.one.qcow2");
+    assert_eq!(kept(&merged), [(golden.layer("s2").as_path(), &Kept::Needed { by })]);
+}
+
+/// It is let go of, and to be removed by whoever uses the disk next.
+#[test]
+fn what_a_killed_merge_left_stays_where_a_disk_elsewhere_stands_on_it() {
+    let golden = Golden::new();
+    let clone = golden.clone("s1", "vms/ci.qcow2");
+    let before = content(&clone, "qcow2");
+    let mut merge = golden.begin("s1").unwrap();
+    while let Some(action) = merge.select().filter(|&action| action != Action::Remove) {
+        merge.apply(action).unwrap();
+    }
+    drop(merge);
+    take(&golden.disk, "later", &OpenOptions::default());
+    Disk::open(&golden.disk, &OpenOptions::default(), &resources()).unwrap().close().unwrap();
+    assert!(golden.layer("s1").exists(), "it is removed");
+    assert_same(&content(&clone, "qcow2"), &before, 0, "the clone");
+}
+
+/// Where its chain leaves the directory, it stands on another clone's layer.
+#[test]
+fn a_clone_of_a_clone_keeps_what_both_stand_on() {
+    let golden = Golden::new();
+    let clone = golden.clone("s2", "vms/ci.qcow2");
+    take(&clone, "own", &golden.open());
+    let second = golden.path("vms/second.qcow2");
+    snapshot::clone(&clone, "own", &second, &golden.open()).unwrap();
+    std::fs::remove_file(&clone).unwrap();
+    let forget = MergeOptions { forget_missing: true, ..MergeOptions::default() };
+    let merged = golden.delete(&["s2"], &forget).remove(0);
+    let by = golden.path("vms/ci.own.qcow2");
+    assert_eq!(kept(&merged), [(golden.layer("s2").as_path(), &Kept::Needed { by })]);
 }
 
 #[test]
@@ -156,10 +268,7 @@ fn a_disk_that_is_not_where_it_was_keeps_layers_until_it_is_said_to_be_gone() {
 fn a_disk_that_stands_on_the_layer_no_more_does_not_keep_it() {
     let golden = Golden::new();
     let clone = golden.clone("s1", "vms/ci.qcow2");
-    let links = list(&clone, &golden.open()).unwrap().len();
-    let range = vmstrata_disk::merge::all_of(links + 1).unwrap();
-    let options = MergeOptions { open: golden.open(), ..MergeOptions::default() };
-    Merge::new(&clone, range, &options, &resources()).unwrap().run().unwrap();
+    golden.flatten(&clone, Removal::Snapshots);
     let merged = golden.delete(&["s1"], &MergeOptions::default()).remove(0);
     assert_eq!(merged.removed, [golden.layer("s1")]);
     assert!(golden.files("golden").iter().all(|name| !name.ends_with(".clones")));

@@ -218,11 +218,14 @@ impl Merge {
         }
     }
 
-    /// The target may be about to stand on a layer in another directory.
+    /// The target may be about to stand on a layer in another directory, and dropped layers may stay.
     fn tell_of_target(&self) {
-        let stays = self.range.first.index().checked_sub(1);
-        let files = stays.into_iter().chain([self.range.target().index()]);
-        clones::tell_of_chain(self.disk().0, files.map(|layer| self.links[layer].path.as_path()));
+        let (first, last, target) =
+            (self.range.first.index(), self.range.last.index(), self.range.target().index());
+        let stays = first.checked_sub(1);
+        let path = |layer: usize| self.links[layer].path.as_path();
+        clones::tell_of_chain(self.disk().0, stays.into_iter().chain([target]).map(path));
+        clones::tell_of_left((stays.unwrap_or(first)..=last).map(path));
     }
 
     /// Lets whoever finds the disk after a crash know what is left to remove.

@@ -241,6 +241,7 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
             Vec::new()
         } else {
             let mut users = Users::standing_on(&links, disk, open);
+            users.follow_told(left.iter().map(|layer| layer.path.as_path()));
             let by_others = here.is_used_by_others(&users, &links);
             let wanted = Wanted { removal: Removal::All, forget_missing: false, here, by_others };
             let (removed, kept) = remove(&left, &mut users, &wanted);

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use vmstrata_store::{FileId, Gate};
 
 use super::plan::{Link, MergeRange, layers_of_others};
-use super::users::{FILES_MAX, Gap, Here, Users, is_open, missing};
+use super::users::{FILES_MAX, Gap, Here, Users, below, is_open, missing};
 use crate::clones;
 use crate::index::sidecar_of;
 use crate::opener::{LocalFiles, Opener as _};
@@ -167,8 +167,10 @@ fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(),
     }
     // First, so that a process killed in between leaves nothing that speaks of a file that is gone.
     let _ = std::fs::remove_file(sidecar_of(&layer.path));
+    let stood_on = below(&layer.path).unwrap_or_default();
     std::fs::remove_file(&layer.path).map_err(failed)?;
     clones::forget(&layer.path);
+    stood_on.iter().for_each(|below| clones::take_back(below, &layer.path));
     Ok(())
 }
 

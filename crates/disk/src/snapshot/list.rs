@@ -118,6 +118,14 @@ pub(crate) fn pick<'a>(snapshots: &'a [Snapshot], name: &str) -> Result<&'a Snap
     })
 }
 
+/// The files that make up one of a disk's `snapshots`, base first.
+pub(super) fn layers_up_to<'a>(
+    found: &Snapshot,
+    snapshots: &'a [Snapshot],
+) -> impl Iterator<Item = &'a Path> {
+    snapshots[found.depth - 1..].iter().rev().map(|snapshot| snapshot.layer.as_path())
+}
+
 /// A state of a disk as people name it.
 #[derive(Clone, Debug)]
 pub struct State {

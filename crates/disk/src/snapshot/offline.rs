@@ -12,10 +12,10 @@ use vmstrata_store::{Access, FileError, FileOptions, FileStore, Gate, LockError}
 
 use super::fault::{SnapshotFault, group_broken};
 use super::holder::{Holder, holders};
-use super::list::{Snapshot, list};
+use super::list::{Snapshot, layers_up_to, list, pick};
 use super::overlay::Below;
 use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
-use super::{extend, find, names};
+use super::{extend, names};
 use crate::chain::OpenOptions;
 use crate::clones;
 use crate::create::{fill, refuse_existing};
@@ -184,7 +184,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     let lock = lock(disk)?;
     let identity = lock.identity().while_trying("examine the disk")?.file;
     let mut snapshots = list(disk, &options.open)?;
-    let found = find(disk, name, &options.open)?;
+    let found = pick(&snapshots, name).cloned().map_err(|error| error.in_file(disk))?;
     let info =
         SnapshotInfo { origin: found.origin.clone(), ..found.info.clone().expect("found by its name") };
     if let Some(keep) = &options.keep {
@@ -197,7 +197,9 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     if let Some(keep) = options.keep.as_ref().filter(|keep| file_at(keep).ok() != Some(identity)) {
         prepared.link(keep.clone())?;
     }
-    clones::tell_of_chain(disk, [found.layer.as_path(), disk].into_iter());
+    clones::tell_of_chain(disk, layers_up_to(&found, &snapshots).chain([disk]));
+    let left = snapshots[..found.depth - 1].iter().rev().map(|snapshot| snapshot.layer.as_path());
+    clones::tell_of_left([found.layer.as_path()].into_iter().chain(left).chain(options.keep.as_deref()));
     prepared.publish()?;
     drop((lock, stood_on));
     snapshots.truncate(found.depth - 1);
@@ -221,7 +223,8 @@ fn check_keep(disk: &Path, keep: &Path) -> Result<()> {
 /// # Errors
 /// No such snapshot, a file at `output`, a layer that someone writes; whatever the host reports. Nothing is then left.
 pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> Result<PathBuf> {
-    let found = find(disk, name, options)?;
+    let snapshots = list(disk, options)?;
+    let found = pick(&snapshots, name).cloned().map_err(|error| error.in_file(disk))?;
     let make = || -> Result<()> {
         refuse_existing(output)?;
         let (stood_on, below) = finished(&found)?;
@@ -230,7 +233,7 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
         let draft = Draft::beside(output)?;
         fill(&draft.file, &image)?;
         // Before it is there: whoever looks finds a link without a disk, not a disk without a link.
-        clones::tell_of_chain(output, [found.layer.as_path(), output].into_iter());
+        clones::tell_of_chain(output, layers_up_to(&found, &snapshots).chain([output]));
         if file_at(&found.layer)? != stood_on.identity.file {
             return Err(SnapshotFault::Replaced.into());
         }
