@@ -15,7 +15,7 @@ mod switch;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
@@ -30,6 +30,7 @@ use crate::layers::{Layers, Top, index_of};
 use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
 use crate::turnstile::Turnstile;
+use crate::workers::Mailbox;
 
 pub(crate) use durable::leave_clean;
 pub use index::Indexing;
@@ -63,6 +64,8 @@ pub struct Disk {
     merging: AtomicBool,
     /// As [`Disk::lost_its_index`] when it was opened.
     lost_index: bool,
+    /// Those to call when the layers have changed.
+    queues: Mutex<Vec<Weak<Mailbox>>>,
 }
 
 /// A layer of a disk.
@@ -140,6 +143,7 @@ impl Disk {
             settling: settle::Settling::default(),
             merging: AtomicBool::new(false),
             lost_index: false,
+            queues: Mutex::default(),
         }
     }
 
@@ -188,6 +192,21 @@ impl Disk {
         self.layers.store(Arc::clone(&layers));
         self.generation.store(layers.generation, Ordering::Release);
         layers
+    }
+
+    /// As [`Disk::put_layers`]. A queue that has no requests lets go of the layers of before, whose locks would look like
+    /// somebody else's.
+    fn put_layers_and_call(&self, layers: Layers) -> Arc<Layers> {
+        let layers = self.put_layers(layers);
+        self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|mailbox| mailbox.call());
+        layers
+    }
+
+    /// Calls `mailbox` when the layers have changed.
+    pub(crate) fn call_when_changed(&self, mailbox: &Arc<Mailbox>) {
+        let mut queues = self.queues.lock();
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(mailbox));
     }
 
     /// Size of the active layer's clusters; 64 KiB, the unit others use, for a raw file.

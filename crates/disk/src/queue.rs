@@ -94,6 +94,8 @@ impl IoQueue {
     /// # Errors
     /// A host without io_uring, or out of descriptors.
     pub fn new(disk: Arc<Disk>, depth: u32) -> Result<Self> {
+        let mailbox = Arc::new(Mailbox::new()?);
+        disk.call_when_changed(&mailbox);
         Ok(Self {
             layers: arc_swap::Guard::into_inner(disk.layers_now()),
             stats: disk.stats.join(),
@@ -104,7 +106,7 @@ impl IoQueue {
             views: Views::default(),
             member: Member::new(next_shard()),
             writer: Member::new(next_shard()),
-            mailbox: Arc::new(Mailbox::new()?),
+            mailbox,
             slots: Vec::new(),
             free: Vec::new(),
             reads: Vec::new(),

@@ -162,6 +162,12 @@ impl Mailbox {
         self.waiting.load(Ordering::Acquire)
     }
 
+    /// The owner looks at what it may have been called for; no results can wait.
+    pub(crate) fn answer(&self) {
+        // Whoever calls later is heard: what it changed before was not looked at yet.
+        self.waiting.swap(false, Ordering::SeqCst);
+    }
+
     /// Moves the results that wait to the end of `out`.
     pub(crate) fn take(&self, out: &mut Vec<(u32, Result<()>)>) {
         let mut results = self.results.lock();

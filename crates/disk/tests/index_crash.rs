@@ -184,7 +184,7 @@ fn fails_at(start: &Start, kind: OperationKind, nth: u64) -> bool {
     }
     let is_told = layers.is_empty() || layers.iter().any(is_failed);
     assert!(is_told || kind == OperationKind::Read, "{kind:?} {nth} failed: {layers:?}");
-    start.assert_recovers(nth % 16 == 0, &(kind, nth));
+    start.assert_recovers(nth.is_multiple_of(16), &(kind, nth));
     true
 }
 

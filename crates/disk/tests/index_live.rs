@@ -163,7 +163,8 @@ fn a_blockdev_mirror_of_the_active_layer() {
 #[test]
 fn a_blockdev_mirror_over_an_indexed_layer() {
     let (chain, mut expected) = five_layers();
-    let (other, _) = Chain::with_content(&[Maker::Ours; 2], SIZE as u64, &[0..CLUSTER], 6);
+    let first = std::slice::from_ref(&(0..CLUSTER));
+    let (other, _) = Chain::with_content(&[Maker::Ours; 2], SIZE as u64, first, 6);
     other.build();
     assert_eq!(other.verify(), ["good"]);
     mirror(&chain, &mut expected, &other.files[0], None, "full");

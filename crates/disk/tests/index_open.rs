@@ -68,6 +68,9 @@ fn while_a_chain_is_open_no_stock_program_changes_a_layer() {
     }
 }
 
+/// What a stock program does to the files of a chain.
+type Change = dyn Fn(&mut Daemon, &[PathBuf]);
+
 /// Layers that an index answers for are opened, and locked, when they are first read. What became of one until then is
 /// an error for who opened the disk before, and right for who opens it again.
 #[test]
@@ -82,7 +85,7 @@ fn a_layer_that_is_changed_before_its_first_use_gives_no_wrong_byte() {
         daemon.open_chain(&files[..3]);
         daemon.run("block_resize", json!({ "node-name": "l2", "size": SIZE / 4 }));
     };
-    let changes: [(&dyn Fn(&mut Daemon, &[PathBuf]), bool); 2] = [(&commit, true), (&resize, false)];
+    let changes: [(&Change, bool); 2] = [(&commit, true), (&resize, false)];
     for (change, read_only) in changes {
         let (chain, expected) = five_layers();
         let disk = open_with(chain.top(), &OpenOptions { read_only, ..OpenOptions::default() });

@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -325,6 +326,42 @@ fn other_disks_of_the_server_are_protected() {
     }
     assert_clean(&path);
     assert_clean(&clone);
+}
+
+/// It read all layers, and sleeps: their locks must not look like those of somebody else.
+#[test]
+fn a_queue_without_requests_is_in_nobodys_way() {
+    let dir = scratch();
+    let mut random = random("idle", 1);
+    let mut history = History::new(disk_in(dir.path(), "cluster_size=64k"));
+    for _ in 0..4 {
+        (0..8).for_each(|_| history.change(&mut random));
+        history.snapshot();
+    }
+    let disk = Arc::clone(&history.disk);
+    let (end, ended) = (std::io::pipe().unwrap(), std::sync::Barrier::new(2));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut client = Client::new(&disk, 8);
+            client.push(Op::Read, 0, SIZE, None);
+            client.drain().remove(0).result.unwrap();
+            ended.wait();
+            let woken = client.idle(end.0.as_fd());
+            assert!(woken < 200, "it does not sleep: {woken}");
+        });
+        ended.wait();
+        // Ends the thread whatever comes of it.
+        let _end = end.1;
+        history.snapshot();
+        for layer in [1, 2, 0] {
+            let merged = merge(&history.disk, range(layer, layer)).unwrap();
+            assert_eq!(merged.removed.len(), 1, "{merged:?}");
+            history.states.remove(layer);
+        }
+    });
+    drop(disk);
+    history.check("beside an idle queue");
+    history.end("beside an idle queue");
 }
 
 /// An index goes where the target's clusters go: it must not be built into a layer that is being copied into.

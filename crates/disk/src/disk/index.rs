@@ -71,7 +71,7 @@ impl Disk {
             Ok(Some(indexed)) => {
                 let indexed = Arc::new(indexed);
                 self.resources.offer_map(&indexed);
-                self.put_layers(layers.settled(indexed));
+                self.put_layers_and_call(layers.settled(indexed));
                 self.settling.unindexed.store(false, Ordering::Relaxed);
                 return;
             }

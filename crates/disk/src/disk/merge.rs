@@ -161,7 +161,7 @@ impl Running {
         let relink = plan().map_err(|error| error.in_file(&active.path))?;
         let promised = layers.over(layers.frozen.clone(), after.clone());
         // No writer may be inside that does not know of the promise.
-        self.disk.writers.closed(|| self.disk.put_layers(promised));
+        self.disk.writers.closed(|| self.disk.put_layers_and_call(promised));
         Ok(Copier::new(Arc::clone(active), None, after, relink))
     }
 
@@ -211,7 +211,7 @@ impl Drop for Running {
         let changing = disk.change();
         let layers = disk.layers_now();
         if layers.merging_to.is_some() {
-            disk.put_layers(layers.over(layers.frozen.clone(), None));
+            disk.put_layers_and_call(layers.over(layers.frozen.clone(), None));
         } else if let Some(file) = self.target {
             self.grow_no_more(file, &layers);
         }

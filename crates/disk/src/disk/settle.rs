@@ -112,7 +112,7 @@ impl Disk {
             None => map,
         });
         self.resources.offer_map(&map);
-        self.put_layers(layers.settled(map));
+        self.put_layers_and_call(layers.settled(map));
         drop(layers);
         self.index_whole();
         Ok(())

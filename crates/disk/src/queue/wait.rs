@@ -23,6 +23,11 @@ impl IoQueue {
     pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> u64 {
         assert!(watched.len() <= WATCHED_MAX, "at most {WATCHED_MAX} descriptors can be watched");
         self.start_reads();
+        if self.in_flight == 0 {
+            self.mailbox.answer();
+        }
+        // Asleep it is not to keep the files of layers that the disk has no more.
+        self.refresh();
         let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() {
             timeout
         } else {

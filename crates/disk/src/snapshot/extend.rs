@@ -45,11 +45,9 @@ fn extend(disk: &Path, options: &OpenOptions) -> Result<Option<u64>> {
 }
 
 fn build_all(disk: &Path, options: &OpenOptions) -> Result<Option<u64>> {
-    let allow_backing = options.allow_backing.clone();
-    let built = index::build(
-        disk,
-        &IndexOptions { allow_backing, format: options.format, ..IndexOptions::default() },
-    )?;
+    let (allow_backing, format) = (options.allow_backing.clone(), options.format);
+    let options = IndexOptions { allow_backing, format, keep_unread: true, ..IndexOptions::default() };
+    let built = index::build(disk, &options)?;
     let mut bytes = 0;
     for layer in built.layers {
         match layer.outcome {

@@ -1,6 +1,7 @@
 //! Requests through a queue, with memory that stays where it is.
 
 use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use vmstrata_disk::{Completion, Disk, Error, IoQueue, Op, Request};
@@ -49,6 +50,12 @@ impl Client {
 
     pub fn in_flight(&self) -> usize {
         self.queue.in_flight()
+    }
+
+    /// Sleeps without requests, as long as nothing can be read from `end`; returns how often it was woken for nothing.
+    pub fn idle(&mut self, end: BorrowedFd<'_>) -> usize {
+        assert_eq!(self.in_flight(), 0, "nothing is under way");
+        std::iter::repeat_with(|| self.queue.wait(&[end], None)).take_while(|&readable| readable == 0).count()
     }
 
     /// Waits until at least one request has ended, if any is under way.

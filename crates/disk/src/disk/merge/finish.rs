@@ -34,7 +34,7 @@ impl Running {
         self.check_top(&layers, copier)?;
         layers.commit().map_err(|error| disk.latch(error))?;
         copier.relink().map_err(|error| disk.latch_if_lost(error))?;
-        disk.put_layers(layers.over(copier.after.clone(), None));
+        disk.put_layers_and_call(layers.over(copier.after.clone(), None));
         Ok(())
     }
 
@@ -66,7 +66,7 @@ impl Running {
             let _changing = disk.change();
             disk.check_changeable()?;
             if Arc::ptr_eq(&before, &disk.layers_now()) {
-                disk.put_layers(before.over(Some(map), None));
+                disk.put_layers_and_call(before.over(Some(map), None));
                 return Ok(());
             }
         }

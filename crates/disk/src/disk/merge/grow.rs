@@ -61,7 +61,7 @@ impl Running {
         let growing = Layer::new(path, identity, header.size, Some(Tables::of(header)));
         growing.put_file(Some(OpenStore::new(Arc::clone(&top.opened.store))));
         let map = map.with_layer(index, Arc::new(growing));
-        disk.put_layers(layers.over(Some(Arc::new(map)), None));
+        disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
         disk.epochs.synchronize();
         Ok(())
     }
@@ -106,7 +106,7 @@ impl Running {
                 let old = map.layer(index);
                 let layer = Layer::new(old.path.to_path_buf(), identity, old.size, old.tables);
                 let map = map.with_layer(index, resources.share_layer(layer));
-                self.disk.put_layers(layers.over(Some(Arc::new(map)), None));
+                self.disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
             }
             // It is still open, as it was.
             _ => {
