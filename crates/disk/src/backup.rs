@@ -15,7 +15,7 @@
 //! | `plain` | an uncompressed file, written from front to back: the tables are known beforehand |
 //! | `packed` | a compressed file: its tables come last, the header at the very end |
 //! | `content` | what one file stores, whatever lies below it |
-//! | [`manifest`](Manifest) | what a backup is, and the checksums of all of it |
+//! | [`manifest`](Manifest), `coming` | what a backup is, and the checksums of all of it; how it gets its name with the file |
 //! | `verify`, `restore` | comparing with the manifest, and making a disk again |
 //!
 //! Only frozen layers are read, so a backup is a state of the disk however long it takes. An incremental backup has the
@@ -24,6 +24,7 @@
 //! Invariant: under a backup's name there is either what was there before or a whole backup, and its manifest is there: under
 //! its own name, or (until the process that made it comes to that) under one that it has first.
 
+mod coming;
 mod compress;
 mod content;
 mod fault;

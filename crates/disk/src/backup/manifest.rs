@@ -14,14 +14,11 @@ use sha2::{Digest as _, Sha256};
 
 use super::fault::BackupFault;
 use super::region::REGION_BYTES;
-use super::verify::check_file;
-use crate::draft::{Draft, flush_directory};
+use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 
 /// What the manifest of `FILE` is called: `FILE` with this at its end.
 pub const MANIFEST_SUFFIX: &str = ".manifest.json";
-/// What is added to that while the file is not there yet.
-const NEW_SUFFIX: &str = ".new";
 /// The version that is written and read.
 const VERSION: u32 = 1;
 /// Longer manifests are refused: this is one of a full disk of 30 TiB.
@@ -154,66 +151,8 @@ pub fn manifest_path(file: &Path) -> PathBuf {
     name.into()
 }
 
-/// The manifest of a backup that gets its name at any moment.
-///
-/// A file and its manifest cannot be replaced in one step: the new manifest lies beside the old one first, then the file is
-/// replaced, then the manifest. Whoever finds both tells by the file which is its own.
-#[derive(Debug)]
-pub(super) struct Coming {
-    new: PathBuf,
-    path: PathBuf,
-}
-
-impl Coming {
-    /// Of the backup at `file`.
-    fn of(file: &Path) -> Self {
-        let path = manifest_path(file);
-        let mut new = path.as_os_str().to_owned();
-        new.push(NEW_SUFFIX);
-        Self { new: new.into(), path }
-    }
-
-    /// Writes `manifest` to where it does not count before `file` is the one that it describes.
-    ///
-    /// # Errors
-    /// Whatever the host reports.
-    pub(super) fn write(manifest: &Manifest, file: &Path) -> Result<Self> {
-        let coming = Self::of(file);
-        manifest.write(&coming.new, true)?;
-        Ok(coming)
-    }
-
-    /// The file has its name: the manifest gets its own.
-    ///
-    /// # Errors
-    /// Whatever the host reports: the backup is whole all the same.
-    pub(super) fn arrive(self) -> Result<()> {
-        let renamed = std::fs::rename(&self.new, &self.path).while_trying("name the backup's manifest");
-        renamed.and_then(|()| flush_directory(&self.path)).map_err(|error| error.in_file(&self.path))
-    }
-
-    /// The file did not get its name.
-    pub(super) fn leave(self) {
-        // One that stays describes no file, and the next backup replaces it.
-        let _ = std::fs::remove_file(&self.new);
-    }
-}
-
 impl Manifest {
     pub(crate) const VERSION: u32 = VERSION;
-
-    /// Reads and checks the manifest of the backup at `file`. One that a killed process did not come to name counts if the
-    /// file is the one it describes: then all of the file is read.
-    ///
-    /// # Errors
-    /// As [`Self::read`].
-    pub fn of(file: &Path) -> Result<Self> {
-        let Coming { new, path } = Coming::of(file);
-        match Self::read(&new) {
-            Ok(manifest) if check_file(file, &manifest, &mut |_| true).is_ok() => Ok(manifest),
-            _ => Self::read(&path),
-        }
-    }
 
     /// Reads and checks a manifest.
     ///

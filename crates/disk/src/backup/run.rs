@@ -6,9 +6,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use vmstrata_types::{GuestOffset, GuestRange};
 
+use super::coming::Coming;
 use super::fault::BackupFault;
 use super::head::{Shape, cluster_bits};
-use super::manifest::{Coming, FileSum, Link, Manifest, RegionSum, State, manifest_path};
+use super::manifest::{FileSum, Link, Manifest, RegionSum, State, manifest_path};
 use super::packed::{PackedFile, PackedRegion};
 use super::pipeline::{Crew, in_order};
 use super::plain::write_tables;

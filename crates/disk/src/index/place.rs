@@ -9,6 +9,8 @@
 //! An index that was there is overwritten if it lies last in the file, else left behind as a hole that stock tools fill.
 //! Whoever still reads it sees checksums that do not match.
 
+use std::path::Path;
+
 use vmstrata_qcow2::header::field;
 use vmstrata_qcow2::index::{ChainId, Home, IndexLink, PAGE_LEN, Page, PagePointer, Root};
 use vmstrata_qcow2::refcount::decode_table_entry;
@@ -70,11 +72,8 @@ impl Place {
         let Some(LinkFound { at: link_at, .. }) = find_link(&*top.opened.store, &head.header)? else {
             return Ok(None);
         };
-        let Opened { store, identity } = match opener.open(&top.path, Role::Indexed, gate) {
-            Ok(opened) => opened,
-            // Someone else is at it, for a moment or to change it: no reason for a file beside it.
-            Err(error) if error.is_conflict() => return Err(error),
-            Err(_) => return Ok(None),
+        let Some(Opened { store, identity }) = open_to_index(&top.path, gate, opener)? else {
+            return Ok(None);
         };
         let state = |identity: FileIdentity| (identity.file, identity.len, identity.mtime_ns);
         if state(identity) != state(top.opened.identity) {
@@ -220,6 +219,18 @@ impl Place {
             self.store.set_len(root.area.end.get()).while_trying("cut off the old index")?;
         }
         Ok((root, crc))
+    }
+}
+
+/// Opens a layer's file for an index; `None` where it may not be written.
+///
+/// # Errors
+/// Someone else is at it, for a moment or to change it: no reason for a file beside it.
+fn open_to_index(path: &Path, gate: &Gate, opener: &dyn Opener) -> Result<Option<Opened>> {
+    match opener.open(path, Role::Indexed, gate) {
+        Ok(opened) => Ok(Some(opened)),
+        Err(error) if error.is_conflict() => Err(error),
+        Err(_) => Ok(None),
     }
 }
 
