@@ -105,7 +105,7 @@ pub(crate) fn who_told(layer: &Path) -> io::Result<Vec<Told>> {
     Ok(told)
 }
 
-/// The layer is gone: so is what was told of it.
+/// The layer goes: so does what was told of it.
 pub(crate) fn forget(layer: &Path) {
     for told in who_told(layer).unwrap_or_default() {
         let _ = std::fs::remove_file(told.link);

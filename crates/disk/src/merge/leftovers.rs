@@ -19,14 +19,15 @@
 //!
 //! Invariant: before a file goes, the header that does not lead to it any more is on stable storage.
 
+mod note;
+
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
-use vmstrata_store::{FileId, FileIdentity, Gate};
+use vmstrata_store::FileId;
 
+use self::note::{Note, Noted, draft_of, identity, is_file, note_elsewhere, note_of};
 use super::plan::{self, Link};
 use super::remove::{Dropped, Kept, Removal, Wanted, remove};
 use super::users::{Here, Users};
@@ -34,118 +35,12 @@ use crate::chain::OpenOptions;
 use crate::clones;
 use crate::draft::flush_directory;
 use crate::error::{IoContext as _, Result};
-use crate::opener::{LocalFiles, Opener as _, directory_of};
-
-/// How the note's name ends; it begins as the disk's, after a dot.
-const SUFFIX: &str = ".dropped";
-/// Longer notes are not ours: this is one of 65,535 files with names of 200 bytes.
-const BYTES_MAX: u64 = 32 << 20;
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Note {
-    /// The image that is about to stand on something else: device and inode.
-    target: (u64, u64),
-    files: Vec<Noted>,
-    /// Those that earlier merges could not remove, as somebody needed them.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    waiting: Vec<Noted>,
-    /// Other directories in which a note of this merge lies.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    elsewhere: Vec<String>,
-}
-
-/// A file that is to go.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Noted {
-    /// In the note's directory.
-    name: String,
-    dev: u64,
-    ino: u64,
-    len: u64,
-    mtime_ns: i64,
-    /// Among all that go, newest first.
-    #[serde(default)]
-    position: usize,
-}
-
-impl Noted {
-    /// `None` for a name that no note can have.
-    fn of(path: &Path, position: usize) -> Result<Option<Self>> {
-        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return Ok(None) };
-        let FileIdentity { file: FileId { dev, ino }, len, mtime_ns, .. } = identity(path)?;
-        Ok(Some(Self { name: name.to_owned(), dev, ino, len, mtime_ns, position }))
-    }
-
-    fn is(&self, found: &FileIdentity) -> bool {
-        let file = FileId { dev: self.dev, ino: self.ino };
-        (file, self.len, self.mtime_ns) == (found.file, found.len, found.mtime_ns)
-    }
-}
-
-impl Note {
-    fn write(&self, place: &Path) -> Result<()> {
-        let text = serde_json::to_vec(self).expect("text and numbers");
-        let write = || -> io::Result<()> {
-            // Not through a link that someone put there.
-            let mut file = File::options().write(true).create_new(true).open(place)?;
-            file.write_all(&text)?;
-            file.sync_all()
-        };
-        write().while_trying("write down what is to be removed").map_err(|error| error.in_file(place))?;
-        flush_directory(place)
-    }
-
-    /// The note; `None` if it was not finished, and so nothing came of that merge.
-    fn read(place: &Path) -> Result<Option<Self>> {
-        let mut text = Vec::new();
-        let read = File::open(place).and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
-        read.while_trying("read what is to be removed")?;
-        Ok(serde_json::from_slice(&text).ok())
-    }
-
-    /// Whether it was written before files were removed, and not after.
-    fn is_of_killed(&self) -> bool {
-        !self.files.is_empty() || !self.elsewhere.is_empty()
-    }
-
-    /// The notes of the same merge in other directories, as far as they may be looked into.
-    fn places_elsewhere(&self, disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
-        let allowed = [directory_of(disk)].into_iter().chain(open.allow_backing.iter().cloned());
-        let allowed: Vec<PathBuf> = allowed.filter_map(|directory| directory.canonicalize().ok()).collect();
-        let found = self.elsewhere.iter().filter_map(|directory| Path::new(directory).canonicalize().ok());
-        let found = found.filter(|directory| allowed.iter().any(|allowed| directory.starts_with(allowed)));
-        found
-            .filter_map(|directory| note_elsewhere(disk, &directory, self.target))
-            .filter(|place| is_file(place))
-            .collect()
-    }
-}
-
-fn note_of(disk: &Path) -> Option<PathBuf> {
-    let name = disk.file_name()?.to_str()?;
-    Some(directory_of(disk).join(format!(".{name}{SUFFIX}")))
-}
-
-/// The note in another directory: disks of the same name may have layers there.
-fn note_elsewhere(disk: &Path, directory: &Path, target: (u64, u64)) -> Option<PathBuf> {
-    let name = disk.file_name()?.to_str()?;
-    Some(directory.join(format!(".{name}.{:x}-{:x}{SUFFIX}", target.0, target.1)))
-}
-
-fn is_file(place: &Path) -> bool {
-    place.symlink_metadata().is_ok_and(|found| found.is_file())
-}
-
-fn identity(path: &Path) -> Result<FileIdentity> {
-    LocalFiles.identity(path, &Gate::unrestricted())
-}
+use crate::opener::{LocalFiles, directory_of};
 
 /// Notes that these files go once `target` does not stand on them any more.
 ///
 /// # Errors
-/// Whatever the host reports. There is then no note beside the disk, and others lead nowhere.
+/// Whatever the host reports. The note beside the disk is then as it was, and others lead nowhere.
 pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &[Dropped]) -> Result<()> {
     let Some(place) = note_of(disk) else { return Ok(()) };
     let directory = |path: &Path| directory_of(path).canonicalize().while_trying("find a layer's directory");
@@ -159,12 +54,12 @@ pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &
         return Ok(());
     }
     let waiting = waiting(disk);
-    settle(disk, open);
+    settle_elsewhere(&place, disk, open);
     let (target, files) =
         ((target.dev, target.ino), by_directory.remove(&directory(disk)?).unwrap_or_default());
     let elsewhere = by_directory.keys().filter_map(|path| path.to_str().map(str::to_owned)).collect();
     // The one that leads to the others comes first, so that none stays that nothing leads to.
-    Note { target, files, waiting, elsewhere }.write(&place)?;
+    Note { target, files, waiting, elsewhere }.replace(&place)?;
     for (directory, files) in by_directory {
         let Some(place) = note_elsewhere(disk, &directory, target) else { continue };
         if let Err(error) = (Note { target, files, waiting: Vec::new(), elsewhere: Vec::new() }).write(&place)
@@ -188,10 +83,13 @@ pub(super) fn leave<'a>(disk: &Path, open: &OpenOptions, later: impl Iterator<It
     let beside = later.filter(|path| clones::is_beside(path, disk)).enumerate();
     let waiting: Vec<Noted> =
         beside.filter_map(|(position, path)| Noted::of(path, position).ok().flatten()).collect();
-    settle(disk, open);
-    let Some(place) = note_of(disk).filter(|_| !waiting.is_empty()) else { return };
+    if waiting.is_empty() {
+        return settle(disk, open);
+    }
+    let Some(place) = note_of(disk) else { return };
+    settle_elsewhere(&place, disk, open);
     let note = Note { target: (0, 0), files: Vec::new(), waiting, elsewhere: Vec::new() };
-    if let Err(error) = note.write(&place) {
+    if let Err(error) = note.replace(&place) {
         tracing::warn!(%error, "files of dropped layers stay, and will not be removed later");
     }
 }
@@ -211,12 +109,15 @@ pub(super) fn waiting_of(disk: &Path, links: &[Link]) -> Vec<Dropped> {
 /// Forgets the notes: what they name is gone, or stays.
 fn settle(disk: &Path, open: &OpenOptions) {
     let Some(place) = note_of(disk) else { return };
-    if let Ok(Some(note)) = Note::read(&place) {
-        for place in note.places_elsewhere(disk, open) {
-            let _ = std::fs::remove_file(place);
-        }
-    }
+    settle_elsewhere(&place, disk, open);
     let _ = std::fs::remove_file(place);
+}
+
+/// Of the notes that the one at `place` leads to.
+fn settle_elsewhere(place: &Path, disk: &Path, open: &OpenOptions) {
+    for place in Note::read(place).ok().flatten().iter().flat_map(|note| note.places_elsewhere(disk, open)) {
+        let _ = std::fs::remove_file(place);
+    }
 }
 
 /// As [`sweep`], of a disk that this process has not open, but whose writer's lock it has.
@@ -227,7 +128,11 @@ pub(crate) fn sweep_files(disk: &Path, open: &OpenOptions) {
 /// Removes what a killed merge of the disk left, if there is anything. The caller holds the disk's writer's lock, or is its
 /// writer, and no merge of it is under way.
 pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
-    let Some(place) = note_of(disk).filter(|place| is_file(place)) else { return };
+    let Some(place) = note_of(disk) else { return };
+    let _ = std::fs::remove_file(draft_of(&place));
+    if !is_file(&place) {
+        return;
+    }
     let swept = Note::read(&place).and_then(|note| {
         let Some(note) = note else {
             settle(disk, open);

@@ -167,11 +167,9 @@ fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(),
     }
     // First, so that a process killed in between leaves nothing that speaks of a file that is gone.
     let _ = std::fs::remove_file(sidecar_of(&layer.path));
-    let stood_on = below(&layer.path).unwrap_or_default();
-    std::fs::remove_file(&layer.path).map_err(failed)?;
     clones::forget(&layer.path);
-    stood_on.iter().for_each(|below| clones::take_back(below, &layer.path));
-    Ok(())
+    below(&layer.path).unwrap_or_default().iter().for_each(|below| clones::take_back(below, &layer.path));
+    std::fs::remove_file(&layer.path).map_err(failed)
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]

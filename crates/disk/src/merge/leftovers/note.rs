@@ -1,0 +1,141 @@
+//! The note itself: what is in it, where it lies, and how it is written and read.
+
+use std::fs::File;
+use std::io::{self, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use vmstrata_store::{FileId, FileIdentity, Gate};
+
+use crate::chain::OpenOptions;
+use crate::draft::flush_directory;
+use crate::error::{IoContext as _, Result};
+use crate::opener::{LocalFiles, Opener as _, directory_of};
+
+/// How the note's name ends; it begins as the disk's, after a dot.
+const SUFFIX: &str = ".dropped";
+/// Longer notes are not ours: this is one of 65,535 files with names of 200 bytes.
+const BYTES_MAX: u64 = 32 << 20;
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Note {
+    /// The image that is about to stand on something else: device and inode.
+    pub(super) target: (u64, u64),
+    pub(super) files: Vec<Noted>,
+    /// Those that earlier merges could not remove, as somebody needed them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) waiting: Vec<Noted>,
+    /// Other directories in which a note of this merge lies.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) elsewhere: Vec<String>,
+}
+
+/// A file that is to go.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Noted {
+    /// In the note's directory.
+    pub(super) name: String,
+    pub(super) dev: u64,
+    pub(super) ino: u64,
+    len: u64,
+    mtime_ns: i64,
+    /// Among all that go, newest first.
+    #[serde(default)]
+    pub(super) position: usize,
+}
+
+impl Noted {
+    /// `None` for a name that no note can have.
+    pub(super) fn of(path: &Path, position: usize) -> Result<Option<Self>> {
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return Ok(None) };
+        let FileIdentity { file: FileId { dev, ino }, len, mtime_ns, .. } = identity(path)?;
+        Ok(Some(Self { name: name.to_owned(), dev, ino, len, mtime_ns, position }))
+    }
+
+    pub(super) fn is(&self, found: &FileIdentity) -> bool {
+        let file = FileId { dev: self.dev, ino: self.ino };
+        (file, self.len, self.mtime_ns) == (found.file, found.len, found.mtime_ns)
+    }
+}
+
+impl Note {
+    /// Writes a new one.
+    pub(super) fn write(&self, place: &Path) -> Result<()> {
+        let written = self.write_to(place);
+        written.while_trying("write down what is to be removed").map_err(|error| error.in_file(place))?;
+        flush_directory(place)
+    }
+
+    /// Writes one in the place of another that may be there: whatever happens, what waits is in the one or in the other.
+    pub(super) fn replace(&self, place: &Path) -> Result<()> {
+        let draft = draft_of(place);
+        let _ = std::fs::remove_file(&draft);
+        let written = self.write_to(&draft).and_then(|()| std::fs::rename(&draft, place));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&draft);
+        }
+        written.while_trying("write down what is to be removed").map_err(|error| error.in_file(place))?;
+        flush_directory(place)
+    }
+
+    fn write_to(&self, place: &Path) -> io::Result<()> {
+        let text = serde_json::to_vec(self).expect("text and numbers");
+        // Not through a link that someone put there.
+        let mut file = File::options().write(true).create_new(true).open(place)?;
+        file.write_all(&text)?;
+        file.sync_all()
+    }
+
+    /// The note; `None` if it was not finished, and so nothing came of that merge.
+    pub(super) fn read(place: &Path) -> Result<Option<Self>> {
+        let mut text = Vec::new();
+        let read = File::open(place).and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
+        read.while_trying("read what is to be removed")?;
+        Ok(serde_json::from_slice(&text).ok())
+    }
+
+    /// Whether it was written before files were removed, and not after.
+    pub(super) fn is_of_killed(&self) -> bool {
+        !self.files.is_empty() || !self.elsewhere.is_empty()
+    }
+
+    /// The notes of the same merge in other directories, as far as they may be looked into.
+    pub(super) fn places_elsewhere(&self, disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
+        let allowed = [directory_of(disk)].into_iter().chain(open.allow_backing.iter().cloned());
+        let allowed: Vec<PathBuf> = allowed.filter_map(|directory| directory.canonicalize().ok()).collect();
+        let found = self.elsewhere.iter().filter_map(|directory| Path::new(directory).canonicalize().ok());
+        let found = found.filter(|directory| allowed.iter().any(|allowed| directory.starts_with(allowed)));
+        found
+            .filter_map(|directory| note_elsewhere(disk, &directory, self.target))
+            .filter(|place| is_file(place))
+            .collect()
+    }
+}
+
+pub(super) fn note_of(disk: &Path) -> Option<PathBuf> {
+    let name = disk.file_name()?.to_str()?;
+    Some(directory_of(disk).join(format!(".{name}{SUFFIX}")))
+}
+
+/// Where a note is until it is whole. Only the disk's writer is ever there.
+pub(super) fn draft_of(place: &Path) -> PathBuf {
+    let mut name = place.as_os_str().to_owned();
+    name.push(".new");
+    name.into()
+}
+
+/// The note in another directory: disks of the same name may have layers there.
+pub(super) fn note_elsewhere(disk: &Path, directory: &Path, target: (u64, u64)) -> Option<PathBuf> {
+    let name = disk.file_name()?.to_str()?;
+    Some(directory.join(format!(".{name}.{:x}-{:x}{SUFFIX}", target.0, target.1)))
+}
+
+pub(super) fn is_file(place: &Path) -> bool {
+    place.symlink_metadata().is_ok_and(|found| found.is_file())
+}
+
+pub(super) fn identity(path: &Path) -> Result<FileIdentity> {
+    LocalFiles.identity(path, &Gate::unrestricted())
+}
