@@ -69,9 +69,11 @@ impl Draft {
             |done: rustix::io::Result<()>| done.map_err(io::Error::from).while_trying("name the new image");
         let name = match self.name.take() {
             Some(name) => name,
-            // A link never replaces anything.
-            None if !replace => return named(link(&self.file, path)),
-            None => free_name(path, "new", |name| link(&self.file, name))?.1,
+            None => match link(&self.file, path) {
+                // A link never replaces anything.
+                Err(Errno::EXIST) if replace => free_name(path, "new", |name| link(&self.file, name))?.1,
+                linked => return named(linked),
+            },
         };
         if replace {
             return named(rustix::fs::rename(&name.0, path));
