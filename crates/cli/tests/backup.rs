@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use support::killed::{calls, killed_at, some_of};
 use support::server::Server;
 use support::{
     Holder, Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool, tool_ok, vmstrata,
@@ -222,18 +223,6 @@ fn a_killed_backup_leaves_nothing_under_its_name() {
     assert_same(&state, &images.name("full.qcow2"));
 }
 
-/// Runs the command, which is killed when it is about to name, remove or flush a file for the `number`th time; whether it was.
-fn killed_at(number: usize, args: &[&str]) -> bool {
-    use std::os::unix::process::ExitStatusExt as _;
-    const CALLS: &str = "rename,renameat,renameat2,link,linkat,unlink,unlinkat,fsync,fdatasync";
-    let inject = format!("inject={CALLS}:signal=KILL:when={number}");
-    let program = env!("CARGO_BIN_EXE_vmstrata");
-    let output = tool("strace", [&["-f", "-qq", "-o", "/dev/null", "-e", &inject, program], args].concat());
-    let killed = output.status.signal() == Some(9);
-    assert!(killed || output.status.success(), "{:?}: {}", output.status, stderr(&output));
-    killed
-}
-
 /// Old or new, it is whole, and what builds upon it is right; and what was left is in nobody's way.
 #[test]
 fn a_backup_killed_at_any_step_of_replacing_another_leaves_one_of_the_two() {
@@ -241,10 +230,12 @@ fn a_backup_killed_at_any_step_of_replacing_another_leaves_one_of_the_two() {
     let [old, new, later] = states(&images);
     let (full, restored, inc) =
         (images.name("full.qcow2"), images.name("restored.qcow2"), images.name("inc.qcow2"));
+    let replace = ["backup", &new, "-o", &full, "--force", "--quiet"];
     let mut seen = [0; 2];
-    for step in 1.. {
+    run_ok(["backup", &old, "-o", &full]);
+    for call in some_of(calls(&replace), 20) {
         run_ok(["backup", &old, "-o", &full, "--force"]);
-        let killed = killed_at(step, &["backup", &new, "-o", &full, "--force", "--quiet"]);
+        killed_at(&call, &replace);
         run_ok(["backup", "--verify", &full]);
         run_ok(["restore", &full, "-o", &restored, "--force"]);
         let is_new = tool("qemu-img", ["compare", "-q", &new, &restored]).status.success();
@@ -254,14 +245,10 @@ fn a_backup_killed_at_any_step_of_replacing_another_leaves_one_of_the_two() {
         run_ok(incremental);
         run_ok(["restore", &full, &inc, "-o", &restored, "--force"]);
         assert_same(&later, &restored);
-        if !killed {
-            let named: Vec<_> =
-                files(&images, "full.").into_iter().filter(|name| !name.starts_with('.')).collect();
-            assert!(is_new && named.len() == 2, "{named:?}");
-            break;
-        }
         seen[usize::from(is_new)] += 1;
     }
+    let named = files(&images, "full.").into_iter().filter(|name| !name.starts_with('.'));
+    assert_eq!(named.count(), 2, "the backup and its manifest");
     assert!(seen.iter().all(|&times| times > 0), "killed before and after: {seen:?}");
 }
 
@@ -269,18 +256,16 @@ fn a_backup_killed_at_any_step_of_replacing_another_leaves_one_of_the_two() {
 fn a_backup_killed_at_any_step_of_naming_it_can_be_made_again() {
     let images = Images::new();
     let [state, ..] = states(&images);
-    for step in 1.. {
-        let full = images.name(&format!("full-{step}.qcow2"));
-        let killed = killed_at(step, &["backup", &state, "-o", &full, "--quiet"]);
+    let backup = |full: &str| ["backup", &state, "-o", full, "--quiet"].map(str::to_owned);
+    for (number, call) in some_of(calls(&backup(&images.name("first.qcow2"))), 20).iter().enumerate() {
+        let full = images.name(&format!("full-{number}.qcow2"));
+        killed_at(call, &backup(&full));
         if Path::new(&full).exists() {
             run_ok(["backup", "--verify", &full]);
         } else {
             run_ok(["backup", &state, "-o", &full]);
         }
         assert_same(&state, &full);
-        if !killed {
-            break;
-        }
     }
 }
 

@@ -6,7 +6,9 @@
 #![allow(dead_code, unreachable_pub)]
 
 pub mod http;
+pub mod killed;
 pub mod server;
+pub mod trial;
 
 use std::ffi::OsStr;
 use std::io::Read;
