@@ -15,6 +15,7 @@ pub mod killed;
 pub mod ledger;
 pub mod shape;
 pub mod stock;
+pub mod traced;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,0 +1,278 @@
+//! Power failures in the middle of every operation that changes names: what it does to files and directories is recorded call
+//! by call, and then the host dies at many moments, with what was not flushed surviving or not, data and names each for
+//! themselves. Every state that is there reads as it did, a disk that is written meanwhile holds what was flushed, and
+//! what was said to be done is done.
+//!
+//! Each operation runs in a child process, which is this test binary again.
+
+mod common;
+mod power_support;
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+
+use common::flat::assert_reads;
+use common::ledger::{Ledger, Step};
+use common::stock::{assert_safe, content, path_str};
+use common::traced::{MARKS, Traced};
+use common::{for_seeds, open, open_read_only, random, scratch};
+use power_support::{
+    CLUSTER, DONE, ORDERS, STEPS, dropped, guest_steps, make, operate, range, resources, take_snapshot,
+};
+use rand::Rng as _;
+use vmstrata_disk::index::{IndexOptions, IndexVerdict, remove, verify};
+use vmstrata_disk::merge::{Merge, MergeOptions, Removal};
+use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources, snapshot};
+use vmstrata_store::{Crash, CrashKind, Moment, Survivors};
+
+#[test]
+#[ignore = "the process that the other tests start"]
+fn child_that_is_watched() {
+    let Ok(orders) = std::env::var(ORDERS) else { return };
+    let words: Vec<&str> = orders.splitn(3, ' ').collect();
+    let dir = Path::new(words[2]);
+    let marks = std::fs::File::options().write(true).open(dir.join(MARKS)).unwrap();
+    let say = |mark: u64| marks.write_all_at(&mark.to_le_bytes(), 0).unwrap();
+    operate(words[0], words[1].parse().unwrap(), dir, &say);
+    say(DONE);
+}
+
+/// An operation that was watched, and what there was before.
+struct Watched {
+    operation: &'static str,
+    traced: Traced,
+    /// By names.
+    states: BTreeMap<&'static str, Vec<u8>>,
+    ledger: Ledger,
+    guest: Vec<Step>,
+}
+
+impl Watched {
+    fn new(operation: &'static str, seed: u64) -> Self {
+        let dir = scratch();
+        make(dir.path(), seed);
+        let web = dir.path().join("web.qcow2");
+        // What writes indices flushes files and directories for its own sake.
+        if operation == "index" || operation.starts_with("files") {
+            remove(&web, &IndexOptions::default()).unwrap();
+        }
+        if operation.starts_with("waiting") {
+            snapshot::clone(&web, "s1", &dir.path().join("clone.qcow2"), &OpenOptions::default()).unwrap();
+        }
+        let names = ["web.qcow2", "data.qcow2", "web.s0.qcow2", "web.s1.qcow2", "web.s2.qcow2"];
+        let states: BTreeMap<_, _> =
+            names.into_iter().map(|name| (name, content(&dir.path().join(name), "qcow2"))).collect();
+        let mut ledger = Ledger::new(&states["web.qcow2"], CLUSTER);
+        let is_live = operation.starts_with("live");
+        let guest = if is_live { guest_steps(seed) } else { Vec::new() };
+        for (number, step) in guest.iter().enumerate() {
+            ledger.enter(number + 1, step, true);
+        }
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "child_that_is_watched", "--include-ignored", "--nocapture"]);
+        child.env(ORDERS, format!("{operation} {seed} {}", path_str(dir.path())));
+        let traced = Traced::run(dir.path(), &child);
+        assert_eq!(traced.mark_at(traced.end), DONE);
+        Self { operation, traced, states, ledger, guest }
+    }
+
+    /// The states that a file may have, by their names.
+    fn may_be(&self, name: &str) -> &'static [&'static str] {
+        match (self.operation, name) {
+            ("revert" | "keep", "web.qcow2") => &["web.qcow2", "web.s0.qcow2"],
+            ("keep", "old.qcow2") | ("group", "web.s3.qcow2") => &["web.qcow2"],
+            ("clone" | "elsewhere" | "waiting-frozen", "clone.qcow2") => &["web.s1.qcow2"],
+            ("group", "data.s3.qcow2") | (_, "data.qcow2") => &["data.qcow2"],
+            (_, "web.qcow2") => &["web.qcow2"],
+            (_, "web.s0.qcow2") => &["web.s0.qcow2"],
+            (_, "web.s1.qcow2") => &["web.s1.qcow2"],
+            (_, "web.s2.qcow2") => &["web.s2.qcow2"],
+            _ => panic!("{}: {name} is there", self.operation),
+        }
+    }
+
+    fn crash(&self, crash: Crash) {
+        let dir = scratch();
+        self.traced.leave(dir.path(), crash);
+        let what = format!("{}, {crash:?}", self.operation);
+        for path in [dir.path().to_owned(), dir.path().join("vms")].iter().flat_map(|dir| images(dir)) {
+            self.assert_image(dir.path(), &path, crash, &what);
+        }
+        let web = dir.path().join("web.qcow2");
+        let wrong = |found: &IndexVerdict| matches!(found, IndexVerdict::Wrong { .. });
+        assert!(!verdicts(dir.path()).iter().any(wrong), "{what}: {:?}", verdicts(dir.path()));
+        if self.traced.mark_at(crash.at) == DONE {
+            self.assert_done(dir.path(), &what);
+        }
+        // Its successor goes on, and sweeps up.
+        open(&web).close().unwrap();
+        take_snapshot(&[web.clone(), dir.path().join("data.qcow2")], "next", &resources()).expect(&what);
+        assert_safe(&web);
+        if self.operation.starts_with("waiting") {
+            self.go_on_without_clone(dir.path());
+        }
+        if dropped(self.operation).is_some() {
+            assert_only_layers(dir.path(), &what);
+        }
+    }
+
+    /// Nobody needs the dropped layer any more: it goes with what the next merge drops, if it was dropped.
+    fn go_on_without_clone(&self, dir: &Path) {
+        std::fs::remove_file(dir.join("clone.qcow2")).unwrap();
+        let options = MergeOptions { removal: Removal::All, ..MergeOptions::default() };
+        Merge::new(&dir.join("web.qcow2"), range(1, 1), &options, &resources()).unwrap().run().unwrap();
+    }
+
+    fn assert_image(&self, dir: &Path, path: &Path, crash: Crash, what: &str) {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        assert_safe(path);
+        let stock = content(path, "qcow2");
+        if name == "web.qcow2" && !self.guest.is_empty() {
+            let said = self.traced.mark_at(crash.at).min(2 * STEPS as u64) as usize;
+            let (ended, begun) = (said / 2, said.div_ceil(2));
+            let is_flush = |step: &Step| matches!(step, Step::Flush);
+            let closed = self.traced.mark_at(crash.at) == DONE;
+            let flushed =
+                if closed { Some(STEPS - 1) } else { self.guest[..ended].iter().rposition(is_flush) };
+            let flushed = flushed.map_or(0, |place| place + 1);
+            self.ledger.check(0, &stock, flushed, begun).unwrap_or_else(|error| panic!("{what}: {error}"));
+        } else {
+            let states = self.may_be(name);
+            assert!(
+                states.iter().any(|state| self.states[state] == stock),
+                "{what}: {name} is not as {states:?}"
+            );
+        }
+        let open =
+            OpenOptions { read_only: true, allow_backing: vec![dir.to_owned()], ..OpenOptions::default() };
+        let disk = Disk::open(path, &open, &Resources::new(ResourceOptions::default())).expect("opens");
+        assert_reads(&disk, &stock, what);
+    }
+
+    /// What the operation returned of is on stable storage.
+    fn assert_done(&self, dir: &Path, what: &str) {
+        let web = || content(&dir.join("web.qcow2"), "qcow2");
+        let is_done = match self.operation {
+            "revert" => web() == self.states["web.s0.qcow2"],
+            "keep" => web() == self.states["web.s0.qcow2"] && dir.join("old.qcow2").exists(),
+            "clone" => dir.join("clone.qcow2").exists(),
+            "elsewhere" => dir.join("vms/clone.qcow2").exists(),
+            "group" => dir.join("web.s3.qcow2").exists() && dir.join("data.s3.qcow2").exists(),
+            "index" => {
+                dir.join("web.s0.qcow2.vmsx").exists()
+                    && verdicts(dir).iter().all(|found| matches!(found, IndexVerdict::Good))
+            }
+            merge => {
+                let range = dropped(merge).expect("a merge");
+                let gone = range.last.index() - range.first.index() + 1;
+                open_read_only(&dir.join("web.qcow2")).layers().len() == 4 - gone
+            }
+        };
+        assert!(is_done, "{what}: it was said to be done");
+    }
+
+    fn crash_anywhere(&self, seed: u64) {
+        let mut random = random("cuts", seed);
+        let mut moments = self.traced.turns();
+        moments.extend((0..20).map(|_| Moment(random.random_range(0..=self.traced.end.0))));
+        moments.push(self.traced.end);
+        for at in moments {
+            for survivors in [Survivors::None, Survivors::Seeded(random.random())] {
+                self.crash(Crash { kind: CrashKind::Power, at, survivors });
+            }
+        }
+    }
+}
+
+/// What the indices of the layers are, from the base up.
+fn verdicts(dir: &Path) -> Vec<IndexVerdict> {
+    let verified = verify(&dir.join("web.qcow2"), &IndexOptions::default()).unwrap();
+    verified.into_iter().map(|layer| layer.verdict).collect()
+}
+
+fn images(dir: &Path) -> Vec<PathBuf> {
+    let entries = dir.read_dir().map(|entries| entries.map(|entry| entry.unwrap().path()).collect());
+    let is_image = |path: &PathBuf| {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        name.ends_with(".qcow2") && !name.starts_with('.')
+    };
+    entries.unwrap_or_else(|_| Vec::new()).into_iter().filter(is_image).collect()
+}
+
+/// Nothing is left that no disk stands on.
+fn assert_only_layers(dir: &Path, what: &str) {
+    let mut layers: Vec<PathBuf> = Vec::new();
+    for disk in ["web.qcow2", "data.qcow2"] {
+        layers.extend(open_read_only(&dir.join(disk)).layers().into_iter().map(|layer| layer.path));
+    }
+    for image in images(dir) {
+        assert!(layers.contains(&image), "{what}: {} is left", image.display());
+    }
+    assert!(!dir.join(".web.qcow2.dropped").exists(), "{what}");
+}
+
+/// One test at a time in a process: between the fork and the exec of a tool, it holds the locks of every file that is open here.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn survives(operation: &'static str) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    for_seeds(1, |seed| Watched::new(operation, seed).crash_anywhere(seed));
+}
+
+#[test]
+fn a_live_merge_into_a_frozen_layer() {
+    survives("live-frozen");
+}
+
+#[test]
+fn a_live_merge_into_the_active_layer() {
+    survives("live-active");
+}
+
+#[test]
+fn flattening_under_a_guest() {
+    survives("live-flat");
+}
+
+#[test]
+fn a_merge_of_files_into_a_frozen_layer() {
+    survives("files-frozen");
+}
+
+#[test]
+fn a_merge_of_files_into_the_active_layer() {
+    survives("files-active");
+}
+
+#[test]
+fn a_merge_that_leaves_what_a_clone_needs() {
+    survives("waiting-frozen");
+}
+
+#[test]
+fn flattening_files() {
+    survives("files-flat");
+}
+
+#[test]
+fn going_back() {
+    ["revert", "keep"].into_iter().for_each(survives);
+}
+
+#[test]
+fn clones() {
+    ["clone", "elsewhere"].into_iter().for_each(survives);
+}
+
+#[test]
+fn a_group_of_snapshots() {
+    survives("group");
+}
+
+#[test]
+fn indices_beside_layers() {
+    survives("index");
+}
