@@ -15,7 +15,7 @@ use common::{for_seeds, open, open_read_only, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::merge::{Action, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of};
 use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
-use vmstrata_disk::{Disk, Error, Op, OpenOptions, ResourceOptions, Resources};
+use vmstrata_disk::{Disk, Error, Op, OpenOptions, ResourceOptions, Resources, snapshot_together};
 use vmstrata_types::LayerIndex;
 
 const SIZE: u64 = 8 << 20;
@@ -326,6 +326,31 @@ fn other_disks_of_the_server_are_protected() {
     }
     assert_clean(&path);
     assert_clean(&clone);
+}
+
+/// Its file is open, and not yet one of those that are known to be.
+#[test]
+fn a_snapshot_that_is_not_settled_is_in_nobodys_way() {
+    let dir = scratch();
+    let mut random = random("not settled", 1);
+    let mut history = History::new(disk_in(dir.path(), "cluster_size=64k"));
+    for _ in 0..3 {
+        (0..8).for_each(|_| history.change(&mut random));
+        history.snapshot();
+    }
+    let mut job = Merge::of_disk(&history.disk, range(0, 0), &MergeOptions::default()).unwrap();
+    while let Some(action) = job.select() {
+        if action == Action::Remove {
+            // Two, as what was active when the merge began is known to be the disk's own.
+            for name in ["one", "other"] {
+                snapshot_together(&[&history.disk], &named(name)).unwrap();
+            }
+            assert!(history.disk.is_settling());
+        }
+        job.apply(action).unwrap();
+    }
+    assert_eq!((job.merged().removed.len(), &job.merged().kept[..]), (1, &[][..]));
+    assert!(history.disk.is_settling(), "it was settled first");
 }
 
 /// It read all layers, and sleeps: their locks must not look like those of somebody else.

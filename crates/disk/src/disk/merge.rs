@@ -85,9 +85,16 @@ impl Disk {
     /// Does something with what this process has to do with files.
     fn here<T>(self: &Arc<Self>, work: impl FnOnce(Here<'_>) -> T) -> T {
         let needs = |file| self.stands_on(file) || others(self).any(|other| other.stands_on(file));
-        let store = |file| match &self.layers_now().top {
-            Top::Qcow2(active) if active.identity.file == file => Some(Arc::clone(&active.file)),
-            _ => self.resources.files().open_store(file),
+        let store = |file| {
+            let layers = self.layers_now();
+            match &layers.top {
+                Top::Qcow2(active) if active.identity.file == file => Some(Arc::clone(&active.file)),
+                // Of a snapshot that is not settled, or a layer that grows, the disk alone has the file.
+                _ => self.resources.files().open_store(file).or_else(|| {
+                    let mut frozen = layers.frozen.iter().flat_map(|map| map.layers());
+                    frozen.find(|layer| layer.identity.file == file)?.open_file()
+                }),
+            }
         };
         work(Here { needs: &needs, store: &store })
     }

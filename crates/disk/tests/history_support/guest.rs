@@ -7,7 +7,7 @@ use vmstrata_disk::{Disk, Format, Op, Shrink, snapshot_together};
 use super::discarded;
 use super::model::Id;
 use super::world::{Guest, View, World};
-use crate::common::flat::{assert_same, pattern, range, read, some_range, write};
+use crate::common::flat::{SECTOR, assert_same, pattern, range, read, some_range, write};
 
 /// Most images at a time.
 pub(super) const IMAGES_MAX: usize = 22;
@@ -64,6 +64,8 @@ impl World {
         let active = self.slots[slot].active;
         let size = self.model.images[active].bytes.len() as u64;
         let (at, len) = some_range(&mut self.random, size, self.kind.cluster);
+        // Most of it in one part of the disk, so that layers lie over each other.
+        let at = if self.random.random_ratio(2, 3) { at % (size / 8) / SECTOR * SECTOR } else { at };
         let place = at as usize..(at + len) as usize;
         match self.random.random_range(0..20) {
             0..10 => {
