@@ -8,6 +8,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use common::flat::{assert_same, read};
 use common::stock::{content, path_str, qemu_img, qemu_io};
@@ -15,7 +16,7 @@ use common::{open_read_only, scratch};
 use vmstrata_disk::index::{IndexOptions, build};
 use vmstrata_disk::merge::{Action, Kept, Merge, MergeOptions, Merged, Removal, all_of, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
-use vmstrata_disk::{CreateOptions, Disk, Error, OpenOptions, ResourceOptions, Resources, create};
+use vmstrata_disk::{CreateOptions, Disk, Error, ErrorKind, OpenOptions, ResourceOptions, Resources, create};
 
 const SIZE: usize = 8 << 20;
 
@@ -58,9 +59,22 @@ impl Golden {
     }
 
     fn clone(&self, snapshot: &str, name: &str) -> PathBuf {
+        self.clone_of(&self.disk, snapshot, name)
+    }
+
+    /// Tries again while a layer is locked: between the fork and the exec of a tool, the tool has the locks of this process.
+    fn clone_of(&self, disk: &Path, snapshot: &str, name: &str) -> PathBuf {
         let clone = self.path(name);
-        snapshot::clone(&self.disk, snapshot, &clone, &OpenOptions::default()).unwrap();
-        clone
+        let deadline = Instant::now() + Duration::from_secs(5);
+        loop {
+            match snapshot::clone(disk, snapshot, &clone, &self.open()) {
+                Ok(_) => return clone,
+                Err(error) if matches!(error.kind(), ErrorKind::File(_)) && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
     }
 
     /// Deletes snapshots, the newest range first.
@@ -235,8 +249,7 @@ fn a_clone_of_a_clone_keeps_what_both_stand_on() {
     let golden = Golden::new();
     let clone = golden.clone("s2", "vms/ci.qcow2");
     take(&clone, "own", &golden.open());
-    let second = golden.path("vms/second.qcow2");
-    snapshot::clone(&clone, "own", &second, &golden.open()).unwrap();
+    golden.clone_of(&clone, "own", "vms/second.qcow2");
     std::fs::remove_file(&clone).unwrap();
     let forget = MergeOptions { forget_missing: true, ..MergeOptions::default() };
     let merged = golden.delete(&["s2"], &forget).remove(0);
