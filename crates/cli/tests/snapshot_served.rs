@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Child, Stdio};
 
@@ -110,4 +111,36 @@ fn disks_of_one_guest_are_taken_together_and_refusals_change_nothing() {
         assert_eq!(listed["snapshots"][0]["group"], "guest7");
         assert_clean(Path::new(disk));
     }
+}
+
+/// It was connected before the snapshots were taken: what it held of the layers of then is in nobody's way.
+#[test]
+fn a_client_that_does_nothing_does_not_keep_deleted_layers() {
+    let images = Images::new();
+    images.create("web.qcow2", &["16M"]);
+    let server = serve(&images, &["web.qcow2"]);
+    let disk = images.name("web.qcow2");
+    let mut idle = std::process::Command::new("qemu-io")
+        .args(["-f", "raw", &server.uri("web")])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("qemu-io starts");
+    let mut stdin = idle.stdin.take().expect("piped");
+    writeln!(stdin, "write -P 1 0 64k").expect("writes");
+    let mut said = BufReader::new(idle.stdout.take().expect("piped")).lines();
+    assert!(said.any(|line| line.expect("reads").contains("wrote")), "it is connected and has written");
+    for name in ["one", "two", "three"] {
+        server.ask_ok(["snapshot", "create", &disk, "--name", name]);
+    }
+    for name in ["one", "two", "three"] {
+        let said = server.ask_ok(["snapshot", "delete", &disk, name]);
+        assert!(!said.contains("stays"), "{said}");
+        assert!(!images.path(&format!("web.{name}.qcow2")).exists(), "{name}");
+    }
+    drop(stdin);
+    assert!(idle.wait().expect("ends").success());
+    assert!(server.stop().success());
+    reads(&disk, 1, "0 64k");
+    assert_clean(Path::new(&disk));
 }

@@ -149,7 +149,12 @@ fn periodic_snapshots_go_on_without_the_guest_and_keep_what_the_rules_say() {
     assert_eq!((memory.len(), memory.contains(&"by-hand")), (3, true), "{listed}");
     let disks: Value =
         serde_json::from_str(&server.ask_ok(["snapshot", "list", "--json", &disk])).expect("JSON");
-    assert_eq!(names(&disks), memory, "each with its disk");
+    assert_eq!(
+        names(&disks),
+        memory,
+        "each with its disk: {}",
+        std::fs::read_to_string(&log).unwrap_or_default()
+    );
     assert!(tool_json("qemu-img", ["info", "-U", "--output=json", &disk])["format"] == "qcow2");
 }
 
@@ -165,6 +170,7 @@ fn a_guard_reads_on_until_qemu_does_what_it_says() {
     let mut guard = {
         let mut command = vmstrata();
         command.args(["vm", "resume-guard"]).arg(images.path("qmp")).args(["--run", "--snapshot", "web@mon"]);
+        command.args(["--taken-ns", "1"]);
         command.arg("--vault").arg(images.path("vault")).env("VMSTRATA_CONTROL", images.path("no-server"));
         command.stdin(Stdio::null()).stdout(reader).spawn().expect("starts")
     };

@@ -23,11 +23,7 @@ impl IoQueue {
     pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> u64 {
         assert!(watched.len() <= WATCHED_MAX, "at most {WATCHED_MAX} descriptors can be watched");
         self.start_reads();
-        if self.in_flight == 0 {
-            self.mailbox.answer();
-        }
-        // Asleep it is not to keep the files of layers that the disk has no more.
-        self.refresh();
+        self.let_go();
         let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() {
             timeout
         } else {
@@ -46,5 +42,33 @@ impl IoQueue {
         }
         self.mailbox.awake();
         readable & ((1 << watched.len()) - 1)
+    }
+
+    /// For whoever sleeps by other means than [`IoQueue::wait`] while nothing is under way: what to watch, beside what it waits
+    /// for. `None` when there is something to look at already. After the sleep [`IoQueue::roused`] is called.
+    ///
+    /// # Panics
+    /// When requests are under way.
+    pub fn rest(&mut self) -> Option<BorrowedFd<'_>> {
+        assert_eq!(self.in_flight, 0, "nothing is under way");
+        self.let_go();
+        let mailbox = &self.mailbox;
+        mailbox.about_to_sleep().then(|| mailbox.as_fd())
+    }
+
+    /// The end of a [`IoQueue::rest`]; `called` is whether what was to be watched is readable.
+    pub fn roused(&mut self, called: bool) {
+        if called {
+            self.mailbox.drain();
+        }
+        self.mailbox.awake();
+    }
+
+    /// Asleep it is not to keep the files of layers that the disk has no more.
+    fn let_go(&mut self) {
+        if self.in_flight == 0 {
+            self.mailbox.answer();
+        }
+        self.refresh();
     }
 }

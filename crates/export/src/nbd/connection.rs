@@ -133,7 +133,10 @@ impl Connection<'_> {
             "a connection that waits for nothing"
         );
         let may_read = if self.session.in_flight() == 0 {
-            self.transport.poll(wants_input, wants_output)?
+            let Some(call) = self.session.rest() else { return Ok(()) };
+            let (may_read, called) = self.transport.poll(wants_input, wants_output, call)?;
+            self.session.roused(called);
+            may_read
         } else {
             self.wait_for_engine(wants_input, wants_output)
         };

@@ -110,4 +110,14 @@ impl Engine {
     pub(crate) fn wait(&mut self, watched: &[BorrowedFd<'_>]) -> u64 {
         self.queue.wait(watched, None)
     }
+
+    /// As [`IoQueue::rest`].
+    pub(crate) fn rest(&mut self) -> Option<BorrowedFd<'_>> {
+        self.queue.rest()
+    }
+
+    /// As [`IoQueue::roused`].
+    pub(crate) fn roused(&mut self, called: bool) {
+        self.queue.roused(called);
+    }
 }

@@ -148,19 +148,22 @@ impl Transport {
         self.tls.as_ref().is_some_and(|tls| tls.is_pending())
     }
 
-    /// Sleeps until the socket is ready for what is wanted; says whether it may be readable.
+    /// Sleeps until the socket is ready for what is wanted, or `call` is readable; says whether the socket may be readable, and
+    /// whether `call` is.
     ///
     /// # Errors
     /// Whatever keeps the system from waiting.
-    pub(crate) fn poll(&self, input: bool, output: bool) -> Result<bool, End> {
+    pub(crate) fn poll(&self, input: bool, output: bool, call: BorrowedFd<'_>) -> Result<(bool, bool), End> {
         let mut wanted = PollFlags::empty();
         wanted.set(PollFlags::IN, input);
         wanted.set(PollFlags::OUT, output);
-        let mut polled = [PollFd::new(&*self.socket, wanted)];
+        let mut polled = [PollFd::new(&*self.socket, wanted), PollFd::new(&call, PollFlags::IN)];
         match poll(&mut polled, None) {
             // Errors and hang-ups show up in the next call for either direction.
-            Ok(_) => Ok(polled[0].revents().intersects(!PollFlags::OUT)),
-            Err(Errno::INTR) => Ok(false),
+            Ok(_) => {
+                Ok((polled[0].revents().intersects(!PollFlags::OUT), polled[1].revents() == PollFlags::IN))
+            }
+            Err(Errno::INTR) => Ok((false, false)),
             Err(errno) => Err(errno.into()),
         }
     }

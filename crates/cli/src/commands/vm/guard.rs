@@ -97,6 +97,7 @@ pub(super) fn run(args: &ResumeGuardArgs) -> Result<ExitCode> {
     std::thread::spawn(move || io::copy(&mut state, &mut io::sink()));
     put_back(&args.qmp, &Before { ran: args.run, capability: args.unset.clone() })?;
     if let Which::Named { name, .. } = &args.snapshot
+        && !args.disks.is_empty()
         && matches!(super::store::open(&args.vault)?.find_id(&args.snapshot), Err(VaultError::NotFound(_)))
     {
         ServedDisks::asked(Client::new(&args.server)?, args.disks.clone(), name, args.taken_ns).undo_late();

@@ -291,6 +291,16 @@ impl Session {
     pub(crate) fn wait(&mut self, watched: &[BorrowedFd<'_>]) -> u64 {
         self.engine.wait(watched)
     }
+
+    /// What to watch beside the socket while nothing is under way; `None` when there is something to look at already.
+    pub(crate) fn rest(&mut self) -> Option<BorrowedFd<'_>> {
+        self.engine.rest()
+    }
+
+    /// The end of a rest; `called` is whether what was to be watched is readable.
+    pub(crate) fn roused(&mut self, called: bool) {
+        self.engine.roused(called);
+    }
 }
 
 impl Task {
