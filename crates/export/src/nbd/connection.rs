@@ -133,9 +133,9 @@ impl Connection<'_> {
             "a connection that waits for nothing"
         );
         let may_read = if self.session.in_flight() == 0 {
-            let Some(call) = self.session.rest() else { return Ok(()) };
+            let Some(call) = self.session.engine().rest() else { return Ok(()) };
             let (may_read, called) = self.transport.poll(wants_input, wants_output, call)?;
-            self.session.roused(called);
+            self.session.engine().roused(called);
             may_read
         } else {
             self.wait_for_engine(wants_input, wants_output)
@@ -154,7 +154,7 @@ impl Connection<'_> {
         if wants_output {
             watched.push(self.writable.as_fd());
         }
-        let ready = self.session.wait(&watched);
+        let ready = self.session.engine().wait(&watched);
         ready & 1 != 0
     }
 }

@@ -20,7 +20,6 @@ mod span;
 mod status;
 mod write;
 
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use vmstrata_disk::{Error, Op};
@@ -287,19 +286,9 @@ impl Session {
         self.engine.in_flight()
     }
 
-    /// Sleeps until a piece is finished or one of `watched` is readable.
-    pub(crate) fn wait(&mut self, watched: &[BorrowedFd<'_>]) -> u64 {
-        self.engine.wait(watched)
-    }
-
-    /// What to watch beside the socket while nothing is under way; `None` when there is something to look at already.
-    pub(crate) fn rest(&mut self) -> Option<BorrowedFd<'_>> {
-        self.engine.rest()
-    }
-
-    /// The end of a rest; `called` is whether what was to be watched is readable.
-    pub(crate) fn roused(&mut self, called: bool) {
-        self.engine.roused(called);
+    /// What carries the pieces out, to sleep with.
+    pub(crate) fn engine(&mut self) -> &mut Engine {
+        &mut self.engine
     }
 }
 
