@@ -15,12 +15,14 @@ use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
-use vmstrata_api::Problem;
+use vmstrata_api::{JobChange, JobState, JobStatus, Problem};
 
 use crate::args::ControlArgs;
 
 /// How long a question may take that changes nothing.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How often a job is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The longest answer that is taken: a disk of 65,535 layers fits.
 const ANSWER_BYTES_MAX: usize = 256 << 20;
 
@@ -89,6 +91,26 @@ impl Client {
     /// When no server answers, or it answers with a problem.
     pub fn tell(&self, path: &str) -> Result<()> {
         self.runtime.block_on(self.ask(Method::POST, path, Bytes::new())).map(drop)
+    }
+
+    /// Waits until a job has ended. `goes_on` is asked at each look; once it says no, the job is cancelled.
+    ///
+    /// # Errors
+    /// When no server answers, or it answers with a problem. That the job failed is none.
+    pub fn until_ended(
+        &self,
+        mut job: JobStatus,
+        mut goes_on: impl FnMut(&JobStatus) -> bool,
+    ) -> Result<JobStatus> {
+        let path = format!("/v1/jobs/{}", job.id);
+        while !job.state.is_ended() {
+            if !goes_on(&job) && job.state != JobState::Cancelling {
+                let _: JobStatus = self.post(&path, &JobChange::Cancel)?;
+            }
+            std::thread::sleep(LOOK_EVERY);
+            job = self.get(&path)?;
+        }
+        Ok(job)
     }
 
     /// Whether a server listens.

@@ -28,44 +28,44 @@ fn next(images: &Images) -> Vec<String> {
 #[test]
 fn taking_a_snapshot() {
     Trial::new(with_history).kill_anywhere(&Operation {
-        args: &|images| command(images, "snapshot create %web.qcow2 --name s3 --runtime-dir %run"),
         may_be: &[("web.s3.qcow2", &["web.qcow2"])],
         done: "has a snapshot \"s3\" already",
-        may_lack: &[],
-        next: &next,
+        ..Operation::of(
+            &|images| command(images, "snapshot create %web.qcow2 --name s3 --runtime-dir %run"),
+            &next,
+        )
     });
 }
 
 #[test]
 fn going_back_to_a_snapshot() {
     Trial::new(with_history).kill_anywhere(&Operation {
-        args: &|images| command(images, "snapshot revert %web.qcow2 s1 --yes --runtime-dir %run"),
         may_be: &[("web.qcow2", &["web.s1.qcow2", "web.qcow2"])],
-        done: "-",
-        may_lack: &[],
-        next: &next,
+        ..Operation::of(
+            &|images| command(images, "snapshot revert %web.qcow2 s1 --yes --runtime-dir %run"),
+            &next,
+        )
     });
 }
 
 #[test]
 fn going_back_and_keeping_what_was_active() {
     Trial::new(with_history).kill_anywhere(&Operation {
-        args: &|images| command(images, "snapshot revert %web.qcow2 s1 --keep %old.qcow2 --runtime-dir %run"),
         may_be: &[("web.qcow2", &["web.s1.qcow2", "web.qcow2"]), ("old.qcow2", &["web.qcow2"])],
         done: "old.qcow2",
-        may_lack: &[],
-        next: &next,
+        ..Operation::of(
+            &|images| command(images, "snapshot revert %web.qcow2 s1 --keep %old.qcow2 --runtime-dir %run"),
+            &next,
+        )
     });
 }
 
 #[test]
 fn making_a_clone() {
     Trial::new(with_history).kill_anywhere(&Operation {
-        args: &|images| command(images, "snapshot clone %web.qcow2 s1 -o %clone.qcow2"),
         may_be: &[("clone.qcow2", &["web.s1.qcow2"])],
         done: "exists already",
-        may_lack: &[],
-        next: &next,
+        ..Operation::of(&|images| command(images, "snapshot clone %web.qcow2 s1 -o %clone.qcow2"), &next)
     });
 }
 
@@ -76,33 +76,25 @@ fn making_a_clone_elsewhere() {
         std::fs::create_dir(images.path("vms")).unwrap();
     });
     trial.kill_anywhere(&Operation {
-        args: &|images| command(images, "snapshot clone %web.qcow2 s1 -o %vms/clone.qcow2"),
         may_be: &[("vms/clone.qcow2", &["web.s1.qcow2"])],
         done: "exists already",
-        may_lack: &[],
-        next: &next,
+        ..Operation::of(&|images| command(images, "snapshot clone %web.qcow2 s1 -o %vms/clone.qcow2"), &next)
     });
 }
 
 #[test]
 fn deleting_a_snapshot_below_another() {
     Trial::new(with_history).kill_anywhere(&Operation {
-        args: &|images| command(images, "snapshot delete %web.qcow2 s1 --runtime-dir %run"),
-        may_be: &[],
         done: "it has no snapshot \"s1\"",
-        may_lack: &[],
-        next: &next,
+        ..Operation::of(&|images| command(images, "snapshot delete %web.qcow2 s1 --runtime-dir %run"), &next)
     });
 }
 
 #[test]
 fn deleting_the_newest_snapshot() {
     Trial::new(with_history).kill_anywhere(&Operation {
-        args: &|images| command(images, "snapshot delete %web.qcow2 s2 --runtime-dir %run"),
-        may_be: &[],
         done: "it has no snapshot \"s2\"",
-        may_lack: &[],
-        next: &next,
+        ..Operation::of(&|images| command(images, "snapshot delete %web.qcow2 s2 --runtime-dir %run"), &next)
     });
 }
 
@@ -116,26 +108,23 @@ fn deleting_what_a_clone_needs() {
         run_ok(["snapshot", "delete", &disk, "s1"]);
     });
     trial.kill_anywhere(&Operation {
-        args: &|images| command(images, "snapshot delete %web.qcow2 s0 --runtime-dir %run"),
-        may_be: &[],
         done: "it has no snapshot \"s0\"",
-        may_lack: &[],
-        next: &|images| {
-            std::fs::remove_file(images.path("clone.qcow2")).unwrap();
-            command(images, "snapshot delete %web.qcow2 s2 --runtime-dir %run")
-        },
+        ..Operation::of(
+            &|images| command(images, "snapshot delete %web.qcow2 s0 --runtime-dir %run"),
+            &|images| {
+                std::fs::remove_file(images.path("clone.qcow2")).unwrap();
+                command(images, "snapshot delete %web.qcow2 s2 --runtime-dir %run")
+            },
+        )
     });
 }
 
 #[test]
 fn flattening() {
-    Trial::new(with_history).kill_anywhere(&Operation {
-        args: &|images| command(images, "flatten %web.qcow2 --remove all --runtime-dir %run"),
-        may_be: &[],
-        done: "-",
-        may_lack: &[],
-        next: &next,
-    });
+    Trial::new(with_history).kill_anywhere(&Operation::of(
+        &|images| command(images, "flatten %web.qcow2 --remove all --runtime-dir %run"),
+        &next,
+    ));
 }
 
 #[test]
@@ -144,25 +133,19 @@ fn indexing() {
         with_history(images);
         run_ok(["index", "drop", &images.name("web.qcow2")]);
     });
-    trial.kill_anywhere(&Operation {
-        args: &|images| command(images, "index build %web.qcow2 --quiet"),
-        may_be: &[],
-        done: "-",
-        may_lack: &[],
-        next: &|images| command(images, "index verify %web.qcow2 --quiet"),
-    });
+    trial.kill_anywhere(&Operation::of(
+        &|images| command(images, "index build %web.qcow2 --quiet"),
+        &|images| command(images, "index verify %web.qcow2 --quiet"),
+    ));
 }
 
 #[test]
 fn indexing_beside_layers() {
     let trial = Trial::new(|images| drop(images.long_chain(4)));
-    trial.kill_anywhere(&Operation {
-        args: &|images| command(images, "index build %3.qcow2 --quiet"),
-        may_be: &[],
-        done: "-",
-        may_lack: &[],
-        next: &|images| command(images, "index verify %3.qcow2 --quiet"),
-    });
+    trial.kill_anywhere(&Operation::of(
+        &|images| command(images, "index build %3.qcow2 --quiet"),
+        &|images| command(images, "index verify %3.qcow2 --quiet"),
+    ));
 }
 
 #[test]
@@ -173,13 +156,10 @@ fn dropping_indices() {
         run_ok(["index", "build", "--quiet", &images.name("3.qcow2")]);
     });
     for disk in ["%web.qcow2", "%3.qcow2"] {
-        trial.kill_anywhere(&Operation {
-            args: &|images| command(images, &format!("index drop {disk} --quiet")),
-            may_be: &[],
-            done: "-",
-            may_lack: &[],
-            next: &|images| command(images, &format!("index build {disk} --quiet")),
-        });
+        trial.kill_anywhere(&Operation::of(
+            &|images| command(images, &format!("index drop {disk} --quiet")),
+            &|images| command(images, &format!("index build {disk} --quiet")),
+        ));
     }
 }
 
@@ -192,15 +172,20 @@ fn taking_a_snapshot_of_a_group() {
         images.write_layer("data.qcow2", &["write -P 9 64k 64k"]);
     });
     trial.kill_anywhere(&Operation {
-        args: &|images| {
-            command(images, "snapshot create %web.qcow2 %data.qcow2 --name s3 --group g --runtime-dir %run")
-        },
         may_be: &[("web.s3.qcow2", &["web.qcow2"]), ("data.s3.qcow2", &["data.qcow2"])],
         done: "has a snapshot \"s3\" already",
         may_lack: &["data.s3.qcow2"],
-        next: &|images| {
-            command(images, "snapshot create %web.qcow2 %data.qcow2 --name next --runtime-dir %run")
-        },
+        ..Operation::of(
+            &|images| {
+                command(
+                    images,
+                    "snapshot create %web.qcow2 %data.qcow2 --name s3 --group g --runtime-dir %run",
+                )
+            },
+            &|images| {
+                command(images, "snapshot create %web.qcow2 %data.qcow2 --name next --runtime-dir %run")
+            },
+        )
     });
 }
 
@@ -219,18 +204,9 @@ fn flattening_a_clone_and_removing_what_is_elsewhere() {
         let line = "flatten %vms/web.qcow2 --remove all --runtime-dir %run --allow-backing %.";
         command(images, line)
     };
-    trial.kill_anywhere(&Operation {
-        args: &args,
-        may_be: &[],
-        done: "-",
-        may_lack: &[],
-        next: &|images| {
-            command(
-                images,
-                "snapshot create %vms/web.qcow2 --name next --runtime-dir %run --allow-backing %.",
-            )
-        },
-    });
+    trial.kill_anywhere(&Operation::of(&args, &|images| {
+        command(images, "snapshot create %vms/web.qcow2 --name next --runtime-dir %run --allow-backing %.")
+    }));
 }
 
 /// A server was killed that had it open.
@@ -242,21 +218,19 @@ fn taking_a_snapshot_of_a_disk_that_was_not_closed() {
         disk.write_all_at(&(1_u64 << 63 | 7 << 32).to_be_bytes(), 88).unwrap();
     });
     trial.kill_anywhere(&Operation {
-        args: &|images| command(images, "snapshot create %web.qcow2 --name s3 --runtime-dir %run"),
         may_be: &[("web.s3.qcow2", &["web.qcow2"])],
         done: "has a snapshot \"s3\" already",
-        may_lack: &[],
-        next: &next,
+        ..Operation::of(
+            &|images| command(images, "snapshot create %web.qcow2 --name s3 --runtime-dir %run"),
+            &next,
+        )
     });
 }
 
 #[test]
 fn growing_a_disk() {
-    Trial::new(with_history).kill_anywhere(&Operation {
-        args: &|images| command(images, "resize %web.qcow2 40M --runtime-dir %run"),
-        may_be: &[],
-        done: "-",
-        may_lack: &[],
-        next: &next,
-    });
+    Trial::new(with_history).kill_anywhere(&Operation::of(
+        &|images| command(images, "resize %web.qcow2 40M --runtime-dir %run"),
+        &next,
+    ));
 }

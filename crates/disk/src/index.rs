@@ -69,7 +69,16 @@ pub(crate) struct IndexLayer {
     pub(crate) home: Home,
 }
 
+/// Whether a layer's file is as the layer table knows it, by a look.
+fn is_as_recorded(record: &LayerRecord, now: &FileIdentity) -> bool {
+    (record.stamp.len, record.stamp.mtime_ns) == (now.len, Some(now.mtime_ns))
+}
+
 impl IndexLayer {
+    fn is_as_recorded(&self) -> bool {
+        is_as_recorded(&self.record, &self.identity)
+    }
+
     /// What is needed to walk its tables; `None` for a raw file.
     pub(crate) fn tables(&self) -> Option<Tables> {
         let tables = self.record.tables?;

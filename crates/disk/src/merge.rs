@@ -47,7 +47,6 @@ pub use plan::{MergeRange, all_of, ranges_of};
 pub use remove::{Kept, Removal};
 
 pub(crate) use copier::Copier;
-pub(crate) use job::directories;
 
 use std::path::PathBuf;
 

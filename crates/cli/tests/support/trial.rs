@@ -30,6 +30,13 @@ pub struct Operation<'a> {
     pub next: &'a dyn Fn(&Images) -> Vec<String>,
 }
 
+impl<'a> Operation<'a> {
+    /// One that makes no images, never says that it was done before, and makes all that it makes or nothing.
+    pub fn of(args: &'a dyn Fn(&Images) -> Vec<String>, next: &'a dyn Fn(&Images) -> Vec<String>) -> Self {
+        Self { args, may_be: &[], done: "-", may_lack: &[], next }
+    }
+}
+
 fn words(line: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }

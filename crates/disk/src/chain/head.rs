@@ -71,7 +71,8 @@ pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
 pub(crate) fn backing_text(store: &dyn Store, file_len: u64) -> Result<Option<String>> {
     let mut fields = [0; 20];
     store.read_padded(&mut fields, HostOffset::ZERO).while_trying("read the first bytes")?;
-    let start = usize::try_from(be64(&fields[8..16])).unwrap_or(usize::MAX);
+    let start = usize::try_from(u64::from_be_bytes(fields[8..16].try_into().expect("eight bytes")))
+        .unwrap_or(usize::MAX);
     let len = u32::from_be_bytes(fields[16..20].try_into().expect("four bytes")) as usize;
     if &fields[..4] != MAGIC || start == 0 || len == 0 {
         return Ok(None);
@@ -79,10 +80,6 @@ pub(crate) fn backing_text(store: &dyn Store, file_len: u64) -> Result<Option<St
     let end = start.saturating_add(len).min(HEADER_MAX);
     let bytes = read_start(store, end, file_len)?;
     Ok(Some(backing_name(&bytes, start..start.saturating_add(len))?))
-}
-
-fn be64(bytes: &[u8]) -> u64 {
-    u64::from_be_bytes(bytes.try_into().expect("eight bytes"))
 }
 
 fn backing_name(bytes: &[u8], place: std::ops::Range<usize>) -> Result<String, ParseError> {

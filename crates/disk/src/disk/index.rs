@@ -53,13 +53,7 @@ impl Disk {
     }
 
     fn index_options(&self) -> IndexOptions {
-        IndexOptions {
-            allow_backing: self.options.allow_backing.clone(),
-            format: self.options.format,
-            opener: Some(Arc::clone(self.resources.files().opener())),
-            keep_unread: true,
-            ..IndexOptions::default()
-        }
+        IndexOptions::of_disk(&self.options, Some(self.resources.files().opener()))
     }
 
     /// Goes on with the index that the newest frozen layer has, if it answers for all of them. Whoever calls keeps the layers
@@ -128,6 +122,11 @@ impl Indexing {
         self.builder.layers()
     }
 
+    /// Whether all are done.
+    pub fn is_done(&self) -> bool {
+        self.builder.is_done()
+    }
+
     /// Makes the index of the next layer from the base up, if it lacks one; `None` when all are done. From the last
     /// one on the disk uses them. Whoever changes the disk's layers waits for the step.
     ///
@@ -138,7 +137,7 @@ impl Indexing {
         let _changing = disk.change();
         disk.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
         let step = self.builder.step();
-        if step.is_some() && self.builder.is_done() {
+        if step.is_some() && self.is_done() {
             disk.use_index();
         }
         Ok(step)

@@ -37,6 +37,19 @@ pub struct IndexOptions {
     pub progress: Option<Arc<dyn Fn(u64, u64) + Send + Sync>>,
 }
 
+impl IndexOptions {
+    /// For whoever makes what a disk lacks that is opened so; pages of what is kept are read when they are needed.
+    pub(crate) fn of_disk(open: &OpenOptions, opener: Option<&Arc<dyn Opener>>) -> Self {
+        Self {
+            allow_backing: open.allow_backing.clone(),
+            format: open.format,
+            keep_unread: true,
+            opener: opener.cloned(),
+            ..Self::default()
+        }
+    }
+}
+
 impl std::fmt::Debug for IndexOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { allow_backing, format, include_top, keep_unread, opener: _, progress: _ } = self;
@@ -251,10 +264,7 @@ impl IndexBuilder {
                 .iter()
                 .zip(below)
                 .all(|(one, other)| one.record == other.record && one.home == other.home)
-            && index.layers().iter().all(|layer| {
-                let stamp = layer.record.stamp;
-                stamp.len == layer.identity.len && stamp.mtime_ns == Some(layer.identity.mtime_ns)
-            });
+            && index.layers().iter().all(IndexLayer::is_as_recorded);
         (same && (self.keep_unread || self.is_sound(&index, top))).then_some(*index)
     }
 

@@ -15,7 +15,7 @@ use vmstrata_types::LayerIndex;
 use super::digest::digest_file;
 use super::home::{link_stands, root_in_file, root_in_sidecar, sidecar_of};
 use super::tree::Tree;
-use super::{Index, IndexLayer};
+use super::{Index, IndexLayer, is_as_recorded};
 use crate::chain::{Top, open_layer, plain_name};
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, Opener, Role, directory_of};
@@ -108,9 +108,7 @@ pub fn is_as_indexed(path: &Path) -> bool {
         let table = pages.tree(root.table, root.table_pages.into())?;
         let Some(last) = table.leaves().checked_sub(1) else { return Ok(false) };
         let page = TablePage::parse(&*pages.read(table.get(last), "layer table")?)?;
-        let stamp = page.records.last().map(|record| record.stamp);
-        let now = top.opened.identity;
-        Ok(stamp.is_some_and(|stamp| (stamp.len, stamp.mtime_ns) == (now.len, Some(now.mtime_ns))))
+        Ok(page.records.last().is_some_and(|record| is_as_recorded(record, &top.opened.identity)))
     };
     let top = open_layer(path, Role::Inspected, None, &gate, &LocalFiles);
     top.is_ok_and(|top| [Home::File, Home::Sidecar].iter().any(|&home| looked(&top, home).unwrap_or(false)))
@@ -279,8 +277,7 @@ fn lowest_changed(
     let mut above = layers.iter().skip(1).map(Some).chain([None]);
     let changed = layers.iter().position(|layer| {
         let named = above.next().flatten();
-        let stamp = layer.record.stamp;
-        if stamp.len == layer.identity.len && stamp.mtime_ns == Some(layer.identity.mtime_ns) {
+        if layer.is_as_recorded() {
             return false;
         }
         let now = looks.digests.entry(layer.path.clone()).or_insert_with(|| {

@@ -61,14 +61,10 @@ impl Files {
     /// A chain that cannot be read.
     pub(super) fn index(&self, links: &[Link]) -> Result<bool> {
         if links.iter().any(|link| link.has_index) {
-            let options = IndexOptions {
-                allow_backing: self.open.allow_backing.clone(),
-                format: self.open.format,
-                opener: Some(Arc::clone(self.resources.files().opener())),
-                keep_unread: true,
-                ..IndexOptions::default()
-            };
-            index::build(&self.disk, &options)?;
+            index::build(
+                &self.disk,
+                &IndexOptions::of_disk(&self.open, Some(self.resources.files().opener())),
+            )?;
         }
         Ok(true)
     }

@@ -1,6 +1,6 @@
 //! The job: a loop of `select -> Action -> apply`, for files and for running disks alike.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_store::FileId;
@@ -18,7 +18,6 @@ use crate::clones;
 use crate::disk::{Disk, Running};
 use crate::draft::flush_directory;
 use crate::error::Result;
-use crate::opener::directory_of;
 use crate::resources::Resources;
 
 /// Bytes copied before they are brought to stable storage: what a crash makes a later attempt copy again.
@@ -266,15 +265,6 @@ impl Merge {
         let kept = kept.into_iter().filter(|(path, _)| !was_waiting(path)).collect();
         (self.merged.removed, self.merged.kept) = (removed, kept);
     }
-}
-
-/// Where images may be that need some layers of a disk.
-pub(crate) fn directories(layers: &[Link], disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
-    let of_layers = layers.iter().map(|link| directory_of(&link.path));
-    let mut all: Vec<PathBuf> =
-        of_layers.chain([directory_of(disk)]).chain(open.allow_backing.iter().cloned()).collect();
-    all.dedup();
-    all
 }
 
 impl Drop for Merge {

@@ -17,7 +17,6 @@ use std::time::{Duration, Instant};
 use vmstrata_store::{FileId, Gate, OpenStore, Permission, is_held};
 use vmstrata_types::MAX_LAYERS;
 
-use super::directories;
 use super::plan::Link;
 use crate::chain::{OpenOptions, backing_text, plain_name};
 use crate::clones::{self, Told};
@@ -218,6 +217,15 @@ impl Users {
             })
         })
     }
+}
+
+/// Where images may be that need some layers of a disk.
+fn directories(layers: &[Link], disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
+    let of_layers = layers.iter().map(|link| directory_of(&link.path));
+    let mut all: Vec<PathBuf> =
+        of_layers.chain([directory_of(disk)]).chain(open.allow_backing.iter().cloned()).collect();
+    all.dedup();
+    all
 }
 
 /// Those who told that they stand on the layer and are not where they said.

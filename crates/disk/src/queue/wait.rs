@@ -37,10 +37,7 @@ impl IoQueue {
             std::thread::sleep(Duration::from_millis(1));
             0
         });
-        if readable >> watched.len() & 1 == 1 {
-            self.mailbox.drain();
-        }
-        self.mailbox.awake();
+        self.roused(readable >> watched.len() & 1 == 1);
         readable & ((1 << watched.len()) - 1)
     }
 

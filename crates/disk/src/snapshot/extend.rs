@@ -45,9 +45,7 @@ fn extend(disk: &Path, options: &OpenOptions) -> Result<Option<u64>> {
 }
 
 fn build_all(disk: &Path, options: &OpenOptions) -> Result<Option<u64>> {
-    let (allow_backing, format) = (options.allow_backing.clone(), options.format);
-    let options = IndexOptions { allow_backing, format, keep_unread: true, ..IndexOptions::default() };
-    let built = index::build(disk, &options)?;
+    let built = index::build(disk, &IndexOptions::of_disk(options, None))?;
     let mut bytes = 0;
     for layer in built.layers {
         match layer.outcome {

@@ -27,11 +27,7 @@ impl Host {
         }
         table.disks.push(Entry { spec: spec.clone(), phase: Phase::Opening });
         drop(table);
-        let opened = self.open_disk(&spec).and_then(|disk| {
-            self.let_in(&spec, Arc::clone(&disk))?;
-            Ok(disk)
-        });
-        let disk = opened.inspect_err(|_| self.table.lock().forget(&spec.name))?;
+        let disk = self.open_and_let_in(&spec).inspect_err(|_| self.table.lock().forget(&spec.name))?;
         self.tell(Event::DiskAdded { disk: spec.name.clone() });
         self.mend_index(&spec.name, &disk);
         self.due.now();
@@ -49,6 +45,13 @@ impl Host {
         let layers = disk.layers().len();
         let noun = if layers == 1 { "layer" } else { "layers" };
         tracing::info!(disk = spec.name, path = %spec.path.display(), bytes = disk.size(), "opened: {layers} {noun}");
+        Ok(disk)
+    }
+
+    /// Opens a disk, and shows it to whoever may use it.
+    pub(super) fn open_and_let_in(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
+        let disk = self.open_disk(spec)?;
+        self.let_in(spec, Arc::clone(&disk))?;
         Ok(disk)
     }
 

@@ -106,11 +106,7 @@ impl Host {
     /// Opens a disk that was taken out, and its doors.
     fn put_back(&self, spec: &DiskSpec, doors: Doors) -> Result<(), Error> {
         self.table.lock().set_phase(&spec.name, Phase::Opening);
-        let opened = self.open_disk(spec).and_then(|disk| {
-            self.let_in(spec, Arc::clone(&disk))?;
-            Ok(disk)
-        });
-        match opened {
+        match self.open_and_let_in(spec) {
             Ok(disk) => self.open_doors(&disk, doors),
             Err(error) => {
                 self.table.lock().forget(&spec.name);

@@ -12,7 +12,6 @@ use crate::error::Error;
 #[derive(Debug)]
 pub(crate) struct IndexBuild {
     indexing: Indexing,
-    next: usize,
 }
 
 impl IndexBuild {
@@ -21,7 +20,7 @@ impl IndexBuild {
     /// # Errors
     /// A chain that cannot be read.
     pub(crate) fn new(disk: &Arc<Disk>, keep_unread: bool) -> Result<Self, Error> {
-        Ok(Self { indexing: Indexing::of_disk(disk, keep_unread)?, next: 0 })
+        Ok(Self { indexing: Indexing::of_disk(disk, keep_unread)? })
     }
 }
 
@@ -35,11 +34,10 @@ impl Work for IndexBuild {
     }
 
     fn select(&mut self) -> Result<Option<()>, Error> {
-        Ok((self.next < self.indexing.layers()).then_some(()))
+        Ok((!self.indexing.is_done()).then_some(()))
     }
 
     fn apply(&mut self, (): ()) -> Result<Step, Error> {
-        self.next += 1;
         let Some(IndexedFile { outcome, .. }) = self.indexing.step()? else { return Ok(Step::default()) };
         Ok(match outcome {
             IndexOutcome::Kept | IndexOutcome::NotNeeded => Step::default(),

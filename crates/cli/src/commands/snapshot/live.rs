@@ -1,12 +1,10 @@
 //! Snapshots of disks that a server serves: the server takes them.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Result, bail};
 use vmstrata_api::{
-    DiskList, JobChange, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted, SnapshotSpec,
-    SnapshotTaken,
+    DiskList, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted, SnapshotSpec, SnapshotTaken,
 };
 use vmstrata_disk::snapshot::SnapshotInfo;
 
@@ -17,9 +15,6 @@ use crate::client::Client;
 use crate::commands::backup::watched;
 use crate::output::{print, print_json};
 use crate::units::short_size;
-
-/// How often a job is looked at.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Disks that a server serves, and what it calls them.
 pub struct Live {
@@ -162,18 +157,10 @@ impl Live {
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn wait_job(&self, asked: &JobSpec) -> Result<JobStatus> {
-        let mut job: JobStatus = self.client.post("/v1/jobs", asked)?;
-        let path = format!("/v1/jobs/{}", job.id);
+        let job: JobStatus = self.client.post("/v1/jobs", asked)?;
         let what = job.kind.replace('_', "-");
         let job = watched(&what, false, |goes_on| {
-            while !job.state.is_ended() {
-                if !goes_on(job.done, job.total) && job.state != JobState::Cancelling {
-                    let _: JobStatus = self.client.post(&path, &JobChange::Cancel)?;
-                }
-                std::thread::sleep(LOOK_EVERY);
-                job = self.client.get(&path)?;
-            }
-            Ok(job)
+            self.client.until_ended(job, |job| goes_on(job.done, job.total))
         })?;
         if job.state != JobState::Done {
             let error = job.error.unwrap_or_else(|| format!("job {} was cancelled", job.id));

@@ -16,10 +16,10 @@ use crate::args::MergeHowArgs;
 use crate::client::Client;
 use crate::key_values::escape;
 
-/// How often a job is looked at.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// How long a snapshot that was asked for may still come to be, after who asked is gone.
 const UNDER_WAY_MAX: Duration = Duration::from_secs(30);
+/// How often is looked whether it has.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Disks of one server, and the snapshot to take of them.
 pub(super) struct ServedDisks {
@@ -147,11 +147,8 @@ impl ServedDisks {
 
     fn delete(&self, disk: &str) -> Result<()> {
         let asked = MergeHowArgs::default().delete(disk, std::slice::from_ref(&self.spec.name), false);
-        let mut job: JobStatus = self.client.post("/v1/jobs", &asked)?;
-        while !job.state.is_ended() {
-            std::thread::sleep(LOOK_EVERY);
-            job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
-        }
+        let job: JobStatus = self.client.post("/v1/jobs", &asked)?;
+        let job = self.client.until_ended(job, |_| true)?;
         // A job that is done says what files it had to keep.
         if job.state != JobState::Done {
             bail!("{disk}: {}", job.error.unwrap_or_else(|| "the job was cancelled".to_owned()));
