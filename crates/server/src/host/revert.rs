@@ -107,7 +107,12 @@ impl Host {
     fn put_back(&self, spec: &DiskSpec, doors: Doors) -> Result<(), Error> {
         self.table.lock().set_phase(&spec.name, Phase::Opening);
         match self.open_and_let_in(spec) {
-            Ok(disk) => self.open_doors(&disk, doors),
+            Ok(disk) => {
+                let opened = self.open_doors(&disk, doors);
+                // The job that did so has ended with the disk.
+                self.mend_index(&spec.name, &disk);
+                opened
+            }
             Err(error) => {
                 self.table.lock().forget(&spec.name);
                 doors.iter().for_each(|(id, _)| self.tell(Event::DoorRemoved { id: *id }));

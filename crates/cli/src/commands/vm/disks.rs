@@ -130,7 +130,9 @@ impl ServedDisks {
         let served: DiskList = self.client.get("/v1/disks")?;
         let mut deleted = false;
         for disk in served.disks.iter().filter(|disk| self.spec.disks.contains(&disk.name)) {
-            let known = snapshot::list(Path::new(&disk.path), &OpenOptions::default())?;
+            // Headers only, of a chain that the server has found fit to open, wherever its layers are.
+            let open = OpenOptions { allow_backing: vec!["/".into()], ..OpenOptions::default() };
+            let known = snapshot::list(Path::new(&disk.path), &open)?;
             let infos = known.iter().filter_map(|snapshot| snapshot.info.as_ref());
             if infos.clone().any(|info| info.name == self.spec.name && info.taken_ns == self.spec.taken_ns) {
                 self.delete(&disk.name)?;
