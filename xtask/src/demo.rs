@@ -71,7 +71,7 @@ fn side(kind: Kind, top: &Path) -> Result<Values> {
     let mut client = server.connect(0, true)?;
     client.read(0, 4096)?;
     let mut values = vec![(Figure::Open, start.elapsed().as_secs_f64())];
-    values.extend(session::read_runs(&mut client, &[Figure::RandomRead32, Figure::Sequential], TIMING)?);
+    values.extend(session::read_alone(&mut client, &[Figure::RandomRead32, Figure::Sequential], TIMING)?);
     drop(client);
     values.push((Figure::Memory, server.resident_bytes()? as f64 / f64::from(1 << 20)));
     server.stop()?;

@@ -11,7 +11,7 @@ use crate::chain::pattern::mix;
 pub enum Access {
     /// Reads at random block positions.
     RandomRead,
-    /// Reads from the start on, wrapping around at the end.
+    /// Reads from somewhere on, wrapping around at the end.
     SequentialRead,
     /// Writes at random block positions, as the given round of this client.
     RandomWrite {
@@ -139,7 +139,7 @@ impl<'a> Run<'a> {
         self.issued += 1;
         let block = self.load.block as u64;
         match self.load.access {
-            Access::SequentialRead => Some(issued % self.blocks * block),
+            Access::SequentialRead => Some(self.random(0).wrapping_add(issued) % self.blocks * block),
             Access::ReadWrite { within, .. } if turn != Turn::Read => {
                 Some(self.random(issued) % (within / block).clamp(1, self.blocks) * block)
             }

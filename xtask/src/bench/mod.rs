@@ -1,14 +1,14 @@
 //! The benchmark: the same chains and the same client for stock QEMU, vmstrata, and the floor.
 //!
 //! ```text
-//!   run ──► session (one server, start to end) ──► server (child process) + client (libblkio), fio, nbdcopy
+//!   run ──► session (servers side by side) ──► server (child process) + client (libblkio), fio, nbdcopy
 //!    └────► results (samples, medians) ──► targets (paired ratios) ──► table (README) and plot (SVG)
 //!   history ──► the same servers and client, over a thousand snapshots of a live disk
 //!   memory  ──► guests at work, their memory taken and given back, beside full copies and QEMU's migration
 //! ```
 //!
-//! Sessions of the servers alternate within a round, and a ratio is taken from sessions of one round: slow
-//! drifts of a shared machine fall out of it.
+//! Servers alternate, within a round and within a run, and a ratio is taken from one round: drifts of a shared machine
+//! fall out of it.
 
 mod cached;
 pub mod client;
@@ -31,3 +31,4 @@ pub mod session;
 pub mod stalls;
 pub mod table;
 pub mod targets;
+mod turns;

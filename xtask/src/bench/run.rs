@@ -1,10 +1,10 @@
 //! The whole benchmark: chains, groups, rounds, and the files it leaves.
 //!
 //! For each chain length there is a group of rounds. In a round QEMU on the chain, vmstrata on the chain, vmstrata on one
-//! layer (the reference of length ratios), and the floor read, one after the other; then each writes. Every other round goes
-//! the other way around. Writing takes and gives back much memory, which busies the machine for seconds afterwards: what
-//! is compared must not differ by that. Files of a group are read once before, so that all of it is in the page
-//! cache: a 4 GiB disk needs about 21 GiB of memory.
+//! layer (the reference of length ratios), and the floor read, each for a fraction of a second in turn; then they write.
+//! First writes fill new memory, each its own: there each runs alone. Writing takes and gives back much memory, which busies
+//! the machine for seconds afterwards: what is compared must not differ by that. Files of a group are read once before, so
+//! that all of it is in the page cache: a 4 GiB disk needs about 21 GiB of memory.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use super::machine::{by_turns, settle, touch_free_memory};
 use super::prepared::{self, Prepared};
 use super::results::{Figure, Results, Sample};
 use super::server::{self, Disk, Kind};
-use super::session::{self, Chain, Timing, Values};
+use super::session::{self, Reader, Session, Timing, Values};
 use super::{describe, publish, table};
 use crate::chain::{self, Backing, Base, Plan, Shape, image};
 
@@ -69,12 +69,25 @@ const READ_FIGURES: [Figure; 7] = [
 const REFERENCE_FIGURES: [Figure; 3] = [Figure::RandomRead32, Figure::NbdRandomRead16, Figure::NbdCopy];
 const FLOOR_FIGURES: [Figure; 3] = [Figure::RandomRead32, Figure::RandomRead1, Figure::Sequential];
 
-/// Whose turn it is in a round: a server on a chain, and what it is measured for by reading.
+/// Who takes part in a round: a server on a chain, and what it is measured for by reading.
 struct Turn<'a> {
     server: Kind,
+    /// None of the floor's.
     layers: u32,
     chain: &'a Prepared,
     figures: &'static [Figure],
+}
+
+impl<'a> Turn<'a> {
+    /// Opens what it reads: its chain, or `raw`, which holds what the chain of `one` layer does.
+    fn reader(&self, one: &'a Prepared, raw: &Path) -> Result<Reader<'a>> {
+        let (chain, disk) = if self.server == Kind::Floor {
+            (one.chain(), Disk { path: raw.to_owned(), writable: false, backing: None })
+        } else {
+            (self.chain.chain(), self.chain.chain().read_only())
+        };
+        Reader::start(self.server, &disk, chain, self.figures)
+    }
 }
 
 /// Everything of one run.
@@ -124,11 +137,12 @@ impl Bench<'_> {
             let mut turns = self.turns(layers, &chains, round);
             by_turns(&mut turns, round);
             settle();
+            self.reads(&turns, (one, raw), (layers, round))?;
             for turn in &turns {
-                self.reads(turn, raw, (layers, round))?;
+                self.first_writes(turn, raw, (layers, round))?;
             }
-            for turn in &turns {
-                self.writes(turn, raw, (layers, round))?;
+            if layers == 1 {
+                self.overwrites(&turns, round)?;
             }
             eprintln!("{layers} layers, round {}: {:.0} s", round + 1, start.elapsed().as_secs_f64());
         }
@@ -147,6 +161,7 @@ impl Bench<'_> {
                 continue;
             }
             let figures = if server == Kind::Floor { &FLOOR_FIGURES[..] } else { &READ_FIGURES };
+            let layers = if server == Kind::Floor { 0 } else { layers };
             turns.push(Turn { server, layers, chain: longest, figures });
             if server == Kind::Vmstrata && chains.len() > 1 {
                 turns.push(Turn { server, layers: 1, chain: chains[0], figures: &REFERENCE_FIGURES });
@@ -160,37 +175,21 @@ impl Bench<'_> {
         Timing { whole: self.options.timing.whole && round == 0, ..self.options.timing }
     }
 
-    fn reads(&mut self, turn: &Turn<'_>, raw: &Path, (group, round): (u32, u32)) -> Result<()> {
+    fn reads<'a>(
+        &mut self,
+        turns: &[Turn<'a>],
+        (one, raw): (&'a Prepared, &Path),
+        (group, round): (u32, u32),
+    ) -> Result<()> {
         let timing = self.timing(round);
-        if turn.server != Kind::Floor {
-            let values = session::read(turn.server, &turn.chain.chain(), turn.figures, timing)?;
+        let readers = turns.iter().map(|turn| turn.reader(one, raw)).collect::<Result<_>>()?;
+        for (turn, values) in turns.iter().zip(session::read(readers, timing)?) {
             self.take(turn.server, turn.layers, group, round, values);
-            return Ok(());
         }
-        let values = session::floor(raw, turn.figures, timing)?;
-        self.take(Kind::Floor, 0, group, round, values);
-        let rate = floor::Files::open(&turn.chain.paths())?.read(timing.run, 0)?;
-        self.take(Kind::Floor, group, group, round, vec![(Figure::FileRead, rate)]);
-        Ok(())
-    }
-
-    fn writes(&mut self, turn: &Turn<'_>, raw: &Path, (group, round): (u32, u32)) -> Result<()> {
-        let Turn { server, layers, chain, .. } = *turn;
-        let mut values = Vec::new();
-        match server {
-            Kind::Floor if group == 1 => {
-                touch_free_memory(WRITTEN_MEMORY);
-                let rate = floor::copy_clusters(raw, &self.options.dir, self.timing(round).run)?;
-                values.push((Figure::FirstWrite, rate));
-            }
-            Kind::Floor => return Ok(()),
-            Kind::Qemu if layers > QEMU_SLOW_LAYERS && round > 0 => {}
-            _ => values.extend(self.first_writes(server, chain, round)?),
+        for turn in turns.iter().filter(|turn| turn.server == Kind::Floor) {
+            let rate = floor::Files::open(&turn.chain.paths())?.read(timing.run, 0)?;
+            self.take(Kind::Floor, group, group, round, vec![(Figure::FileRead, rate)]);
         }
-        if group == 1 {
-            values.extend(self.overwrites(server, round)?);
-        }
-        self.take(server, if server == Kind::Floor { 0 } else { layers }, group, round, values);
         Ok(())
     }
 
@@ -201,8 +200,24 @@ impl Bench<'_> {
         }
     }
 
+    /// Each cluster written to for the first time.
+    fn first_writes(&mut self, turn: &Turn<'_>, raw: &Path, (group, round): (u32, u32)) -> Result<()> {
+        let Turn { server, layers, .. } = *turn;
+        let rate = match server {
+            Kind::Floor if group > 1 => return Ok(()),
+            Kind::Qemu if layers > QEMU_SLOW_LAYERS && round > 0 => return Ok(()),
+            Kind::Floor => {
+                touch_free_memory(WRITTEN_MEMORY);
+                floor::copy_clusters(raw, &self.options.dir, self.timing(round).run)?
+            }
+            Kind::Qemu | Kind::Vmstrata => self.copy_up(server, turn.chain, round)?,
+        };
+        self.take(server, layers, group, round, vec![(Figure::FirstWrite, rate)]);
+        Ok(())
+    }
+
     /// A fresh overlay on the chain: every write copies a cluster up.
-    fn first_writes(&self, server: Kind, chain: &Prepared, round: u32) -> Result<Values> {
+    fn copy_up(&self, server: Kind, chain: &Prepared, round: u32) -> Result<f64> {
         let dir = tempfile::Builder::new().prefix("overlay-").tempdir_in(&self.options.dir)?;
         let path = dir.path().join("overlay.qcow2");
         let below = chain.manifest.top(&chain.dir).canonicalize()?;
@@ -210,34 +225,30 @@ impl Bench<'_> {
         let backing = Backing { name: name.display().to_string(), format: Some("qcow2") };
         let shape = Shape { size: self.options.size, cluster_size: CLUSTER, backing: Some(backing) };
         image::write(&path, &shape, &[], &image::Empty)?;
-        let access = Access::FirstWrite { round: round as u16 };
         touch_free_memory(WRITTEN_MEMORY);
         let disk = Disk { path, writable: true, backing: Some(chain.dir.clone()) };
-        let rate = session::write(server, &disk, access, &chain.chain(), self.timing(round))?;
-        Ok(vec![(Figure::FirstWrite, rate)])
+        let session = Session::start(server, &disk, chain.chain())?;
+        let rates =
+            session::write(vec![session], Access::FirstWrite { round: round as u16 }, self.timing(round))?;
+        Ok(rates[0])
     }
 
-    /// A fresh image whose clusters are all there already.
-    fn overwrites(&self, server: Kind, round: u32) -> Result<Values> {
+    /// Fresh images whose clusters are all there already.
+    fn overwrites(&mut self, turns: &[Turn<'_>], round: u32) -> Result<()> {
         let dir = tempfile::Builder::new().prefix("overwrite-").tempdir_in(&self.options.dir)?;
-        let mut spec = prepared::spec(self.options, 1);
-        spec.plan = Plan { size: OVERWRITE_SIZE.min(self.options.size), fill: 1.0, ..spec.plan };
-        if server == Kind::Floor {
-            spec.base = Base::Raw;
+        let image = |turn: &Turn<'_>| full_image(self.options, turn.server, dir.path());
+        let images = turns.iter().map(image).collect::<Result<Vec<_>>>()?;
+        settle();
+        let mut sessions = Vec::new();
+        for (turn, image) in turns.iter().zip(&images) {
+            let disk = Disk { writable: true, ..image.chain().read_only() };
+            sessions.push(Session::start(turn.server, &disk, image.chain())?);
         }
-        let manifest = chain::generate(dir.path(), &spec)?;
-        let path = manifest.top(dir.path());
-        File::open(&path)?.sync_all()?;
-        let owners: Vec<_> = manifest.owners().collect();
-        let chain = Chain { dir: dir.path(), manifest: &manifest, owners: &owners };
         let access = Access::RandomWrite { round: round as u16 };
-        let rate = if server == Kind::Floor {
-            session::floor_write(&path, access, &chain, self.timing(round))?
-        } else {
-            let disk = Disk { path, writable: true, backing: None };
-            session::write(server, &disk, access, &chain, self.timing(round))?
-        };
-        Ok(vec![(Figure::Overwrite, rate)])
+        for (turn, rate) in turns.iter().zip(session::write(sessions, access, self.timing(round))?) {
+            self.take(turn.server, turn.layers, 1, round, vec![(Figure::Overwrite, rate)]);
+        }
+        Ok(())
     }
 
     fn boots(&mut self) -> Result<()> {
@@ -260,6 +271,20 @@ impl Bench<'_> {
         }
         Ok(())
     }
+}
+
+/// An image all of whose clusters are there already, in a directory of its own in `dir`; a raw one for the floor.
+fn full_image(options: &Options, server: Kind, dir: &Path) -> Result<Prepared> {
+    let dir = dir.join(server.label());
+    let mut spec = prepared::spec(options, 1);
+    spec.plan = Plan { size: OVERWRITE_SIZE.min(options.size), fill: 1.0, ..spec.plan };
+    if server == Kind::Floor {
+        spec.base = Base::Raw;
+    }
+    let manifest = chain::generate(&dir, &spec)?;
+    File::open(manifest.top(&dir))?.sync_all()?;
+    let owners = manifest.owners().collect();
+    Ok(Prepared { dir, manifest, owners })
 }
 
 /// Rounds that QEMU takes part in at a chain length: opening 1,000 layers alone takes it 14 s.
