@@ -137,6 +137,12 @@ impl Layers {
         index_of(if matches!(self.top, Top::Frozen) { frozen.saturating_sub(1) } else { frozen })
     }
 
+    /// How many layers above `layer` there are.
+    #[inline]
+    pub(crate) fn depth_of(&self, layer: LayerIndex) -> u16 {
+        self.top_index().get().saturating_sub(layer.get())
+    }
+
     /// Brings the active layer, and what was active before it, to stable storage.
     ///
     /// # Errors

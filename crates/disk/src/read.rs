@@ -18,10 +18,35 @@ impl Disk {
     /// # Errors
     /// A range that does not fit the disk; a layer that is damaged or cannot be read.
     pub fn read(&self, at: GuestOffset, into: &[Segment<'_>]) -> Result<()> {
+        self.read_noted(at, into, |_, _| {})
+    }
+
+    /// The same for someone who uses the disk: it counts from which layers.
+    pub(crate) fn read_counted(&self, at: GuestOffset, into: &[Segment<'_>]) -> Result<()> {
+        self.read_noted(at, into, |depth, len| self.stats.worker_read(depth, len))
+    }
+
+    /// Reads; `note` is told how far below the active layer each run lies, if any layer has data for it, and its bytes.
+    fn read_noted(
+        &self,
+        at: GuestOffset,
+        into: &[Segment<'_>],
+        note: impl Fn(Option<u16>, u64),
+    ) -> Result<()> {
         let _guard = self.epochs.guard(thread_shard());
         self.check_range(GuestRange::new(at, total_len(into) as u64))?;
         let layers = self.layers_now();
-        layers.read_runs(at, into, |at, len| layers.locate(at, len))
+        layers.read_runs(at, into, |at, len| {
+            let run = layers.locate(at, len)?;
+            match run.source {
+                Source::Hole | Source::Zero(_) => note(None, run.len),
+                Source::Data(layer, _) | Source::Compressed(layer) => {
+                    note(Some(layers.depth_of(layer)), run.len);
+                }
+                Source::Damaged(_) => {}
+            }
+            Ok(run)
+        })
     }
 }
 

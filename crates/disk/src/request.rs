@@ -85,7 +85,7 @@ impl Disk {
         let segments: &[Segment<'_>] = &request.segments;
         let range = request.range;
         match request.op {
-            Op::Read => self.read(range.start, segments),
+            Op::Read => self.read_counted(range.start, segments),
             Op::Write { fua } => self.write(range.start, segments).and_then(|()| self.flush_if(fua)),
             Op::Flush => self.flush(),
             Op::Discard => self.discard(range),

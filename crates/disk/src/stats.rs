@@ -3,6 +3,7 @@
 //! ```text
 //!   IoQueue (one thread) ──► Counters: plain adds, cache lines of its own ──┐
 //!   IoQueue              ──► Counters                                     ──┼─► DiskStats, summed when asked for
+//!   workers              ──► Counters that they share                     ──┤
 //!   queues that are gone ──► retired sums                                 ──┘
 //! ```
 //!
@@ -11,8 +12,8 @@
 //! of one in thirteen says the same as one of all. Thirteen, because a power of two would always meet the same place
 //! in a batch.
 //!
-//! Invariant: a [`Counters`] has one writer, the queue's thread; readers see each number as it was at some moment, not
-//! all at the same.
+//! Invariant: a queue's [`Counters`] has one writer, the queue's thread; what workers count, whose requests take longer anyway,
+//! they count together. Readers see each number as it was at some moment, not all at the same.
 
 mod set;
 
@@ -131,8 +132,7 @@ counters! {
     other_latency: [LATENCY_BUCKETS],
     /// Nanoseconds in each of the three histograms together, in their order.
     latency_ns: [3],
-    /// Bytes that reads took from files, by how far below the active layer; see [`DEPTH_BUCKETS`]. Reads that workers
-    /// carried out are not in it.
+    /// Bytes that reads took from files, by how far below the active layer; see [`DEPTH_BUCKETS`].
     read_depth: [DEPTH_BUCKETS],
     /// Bytes of the same reads that no layer has data for.
     zero_bytes: [1],
@@ -142,7 +142,7 @@ counters! {
     metadata_misses: [1],
 }
 
-/// A counter with one writer.
+/// A counter with one writer, or with several that all share it.
 #[derive(Debug, Default)]
 struct Counter(AtomicU64);
 
@@ -151,6 +151,11 @@ impl Counter {
     #[inline]
     fn add(&self, count: u64) {
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
+    }
+
+    /// The same by any of several threads.
+    fn add_shared(&self, count: u64) {
+        self.0.fetch_add(count, Ordering::Relaxed);
     }
 
     fn get(&self) -> u64 {
@@ -193,6 +198,11 @@ impl Counters {
     #[inline]
     pub(crate) fn read_zeros(&self, len: u64) {
         self.zero_bytes[0].add(len);
+    }
+
+    /// A worker's read took `len` bytes from the layer `depth` below the active one, or found nothing in any.
+    fn worker_read(&self, depth: Option<u16>, len: u64) {
+        depth.map_or(&self.zero_bytes[0], |depth| &self.read_depth[depth_bucket(depth)]).add_shared(len);
     }
 
     /// The metadata in memory was asked where a run lies.

@@ -9,6 +9,7 @@ use common::io::Client;
 use common::stock::{path_str, qemu_img};
 use common::{open, open_read_only, scratch};
 use vmstrata_disk::Op;
+use vmstrata_disk::stats::Kind;
 
 const CLUSTER: u64 = 64 << 10;
 const SIZE: u64 = 4 << 20;
@@ -62,6 +63,9 @@ fn reads_over_many_layers_arrive_whole_at_any_length() {
         }
     }
     assert!(client.drain().iter().all(|done| done.result.is_ok()));
+    let stats = disk.stats();
+    let counted = stats.read_depth.iter().sum::<u64>() + stats.zero_bytes[0];
+    assert_eq!(counted, stats.bytes_of(Kind::Read), "every byte comes from somewhere, whoever read it");
 }
 
 /// Only the second half of the request has pieces in files.

@@ -77,28 +77,31 @@ impl IoQueue {
         (self.begun, self.reads) = (begun, reads);
     }
 
-    /// Notes which layers a read takes how much from.
+    /// Notes which layers `len` bytes of a read come from.
     #[inline]
-    fn count_parts(&self, request: &Request, parts: &Parts) {
-        let (counters, top) = (self.stats.counters(), self.layers.top_index().get());
+    fn count_parts(&self, len: u64, parts: &Parts) {
+        let counters = self.stats.counters();
         let mut found = 0;
         for part in parts {
-            counters.read_from(top.saturating_sub(part.layer.get()), part.len as u64);
+            counters.read_from(self.layers.depth_of(part.layer), part.len as u64);
             found += part.len as u64;
         }
-        counters.read_zeros(request.range.len - found);
+        counters.read_zeros(len - found);
     }
 
     /// Hands the pieces of a read to the ring, unless they are in views. Without any, it is done: all of it was zeros.
     fn start_read(&mut self, request: Request, phase: Phase, mut parts: Parts) {
-        self.count_parts(&request, &parts);
+        let len = request.range.len;
         if parts.is_empty() || self.views.read(&request, &parts) {
+            self.count_parts(len, &parts);
             return self.finish_now(request.token, phase, Ok(()));
         }
         let fetches = Fetch::of(&parts);
         let split = split_of(&request, &parts);
         let apart = parts.drain(split..).count();
         let second_half = (apart > 0).then(|| half(&request, &parts));
+        // Whoever reads counts.
+        self.count_parts(len - second_half.as_ref().map_or(0, |half| half.range.len), &parts);
         let segments = request.segments.clone();
         let slot = self.slot(request, Some(phase), parts.len() + usize::from(apart > 0));
         self.slots[slot as usize].fetches = fetches;

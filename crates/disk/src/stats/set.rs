@@ -10,7 +10,10 @@ use crate::request::Op;
 
 /// Everything that counts for one disk.
 #[derive(Debug, Default)]
-pub(crate) struct StatsSet(pub(super) Mutex<Queues>);
+pub(crate) struct StatsSet {
+    pub(super) queues: Mutex<Queues>,
+    workers: Counters,
+}
 
 #[derive(Debug, Default)]
 pub(super) struct Queues {
@@ -22,18 +25,24 @@ impl StatsSet {
     /// Counters for a queue, which ends with what is returned.
     pub(crate) fn join(self: &Arc<Self>) -> QueueStats {
         let counters = Arc::new(Counters::default());
-        self.0.lock().live.push(Arc::downgrade(&counters));
+        self.queues.lock().live.push(Arc::downgrade(&counters));
         QueueStats { counters, set: Arc::clone(self), until_timed: 0 }
     }
 
-    /// The sums over all queues there are and were.
+    /// The sums over all queues there are and were, and the workers.
     pub(crate) fn sum(&self) -> DiskStats {
-        let queues = self.0.lock();
+        let queues = self.queues.lock();
         let mut sum = queues.retired.clone();
         for counters in queues.live.iter().filter_map(Weak::upgrade) {
             counters.add_to(&mut sum);
         }
+        self.workers.add_to(&mut sum);
         sum
+    }
+
+    /// A worker's read took `len` bytes from the layer `depth` below the active one, or found nothing in any.
+    pub(crate) fn worker_read(&self, depth: Option<u16>, len: u64) {
+        self.workers.worker_read(depth, len);
     }
 }
 
@@ -86,7 +95,7 @@ impl QueueStats {
 
 impl Drop for QueueStats {
     fn drop(&mut self) {
-        let mut queues = self.set.0.lock();
+        let mut queues = self.set.queues.lock();
         let Queues { live, retired } = &mut *queues;
         self.counters.add_to(retired);
         let own = Arc::as_ptr(&self.counters);

@@ -18,7 +18,7 @@ fn what_queues_counted_outlives_them() {
     assert_eq!(set.sum(), before);
     assert_eq!((before.requests_of(Kind::Read), before.bytes_of(Kind::Read)), (1, 4096));
     assert_eq!((before.requests_of(Kind::Write), before.errors[Kind::Write as usize]), (1, 1));
-    assert!(set.0.lock().live.is_empty(), "queues that are gone are forgotten");
+    assert!(set.queues.lock().live.is_empty(), "queues that are gone are forgotten");
 }
 
 #[test]
