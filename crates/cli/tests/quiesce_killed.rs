@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use support::Images;
 use support::server::Server;
+use support::{Images, wait_until};
 use tempfile::TempDir;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -116,14 +116,6 @@ fn guard(agent: &str) -> Option<Pid> {
 fn notes(runtime: &TempDir) -> Vec<PathBuf> {
     let notes = fs::read_dir(runtime.path().join("frozen"));
     notes.into_iter().flatten().map(|note| note.unwrap().path()).collect()
-}
-
-fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = std::time::Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what}: not in time");
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }
 
 #[test]

@@ -8,12 +8,12 @@ use std::io::Write;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use support::server::Server;
-use support::{Images, stderr, tool_json, vmstrata};
+use support::{Images, stderr, tool_json, vmstrata, wait_until};
 use vmstrata_memory::qmp::Qmp;
 
 /// A machine whose firmware finds nothing to start; killed when dropped.
@@ -41,14 +41,6 @@ impl Drop for Machine {
     fn drop(&mut self) {
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();
-    }
-}
-
-fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < Duration::from_secs(120), "{what}: not in time");
-        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

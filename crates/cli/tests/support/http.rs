@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::contract;
+
 /// An answer.
 #[derive(Debug)]
 pub struct Answer {
@@ -25,13 +27,15 @@ impl Answer {
     }
 }
 
-/// Sends a request and waits for its answer.
+/// Sends a request and waits for its answer, which must be one that the OpenAPI document knows.
 pub fn ask(socket: &Path, method: &str, path: &str, body: &str) -> Answer {
     let request = format!(
         "{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
         body.len()
     );
-    ask_raw(socket, request.as_bytes()).expect("an answer")
+    let answer = ask_raw(socket, request.as_bytes()).expect("an answer");
+    contract::check(method, path, body, &answer);
+    answer
 }
 
 /// Sends bytes and waits for what comes back; `None` when the server hangs up without an answer.

@@ -5,6 +5,7 @@
 // Each test binary compiles this module for itself and uses a part of it.
 #![allow(dead_code, unreachable_pub)]
 
+pub mod contract;
 pub mod http;
 pub mod killed;
 pub mod server;
@@ -14,6 +15,7 @@ use std::ffi::OsStr;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -50,6 +52,15 @@ pub fn run_err<S: AsRef<OsStr>>(code: i32, args: impl IntoIterator<Item = S>) ->
     assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
     assert!(!message.contains("panicked"), "{message}");
     message
+}
+
+/// Waits until something holds: not for ever, but longer than anything takes on a loaded machine.
+pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < Duration::from_secs(120), "{what}: not in time");
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// What a process wrote to stderr.

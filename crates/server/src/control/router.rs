@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use axum::Router;
 use utoipa::OpenApi as _;
-use utoipa::openapi::{ContentBuilder, OpenApi, Ref, Response, ResponseBuilder};
+use utoipa::openapi::schema::{Components, Schema};
+use utoipa::openapi::{ContentBuilder, OpenApi, Ref, RefOr, Response, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -72,7 +73,31 @@ pub fn openapi() -> OpenApi {
             operation.responses.responses.insert("default".to_owned(), problem().into());
         }
     }
+    document.components.iter_mut().for_each(open_what_is_extended);
     document
+}
+
+/// A schema to which others add fields must not say that there are no more: nothing would be valid as one of those.
+fn open_what_is_extended(components: &mut Components) {
+    let extended: Vec<String> = components.schemas.values().flat_map(extended_by).collect();
+    for name in extended {
+        if let Some(RefOr::T(Schema::Object(object))) = components.schemas.get_mut(&name) {
+            object.additional_properties = None;
+        }
+    }
+}
+
+/// The schemas that this one, or one of its variants, adds to.
+fn extended_by(schema: &RefOr<Schema>) -> Vec<String> {
+    let name = |part: &RefOr<Schema>| match part {
+        RefOr::Ref(part) => part.ref_location.rsplit('/').next().map(str::to_owned),
+        RefOr::T(_) => None,
+    };
+    match schema {
+        RefOr::T(Schema::OneOf(one)) => one.items.iter().flat_map(extended_by).collect(),
+        RefOr::T(Schema::AllOf(all)) => all.items.iter().filter_map(name).collect(),
+        _ => Vec::new(),
+    }
 }
 
 /// What every operation may answer.

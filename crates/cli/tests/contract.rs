@@ -1,0 +1,118 @@
+//! The control socket's OpenAPI document is true: each operation is asked for, and every answer is checked against it. So is
+//! each answer that the other tests of the control socket get.
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+
+use serde_json::{Value, json};
+use support::contract::{check, check_event, operations};
+use support::http::{Answer, ask, connect};
+use support::server::Server;
+use support::{Images, tool_ok, wait_until};
+
+/// What was asked for, and answered with success.
+struct Client {
+    server: Server,
+    asked: BTreeSet<(String, String)>,
+}
+
+impl Client {
+    fn ask(&mut self, method: &str, path: &str, body: &Value, status: u16) -> Answer {
+        let body = if body.is_null() { String::new() } else { body.to_string() };
+        let answer = ask(&self.server.control(), method, path, &body);
+        assert_eq!(answer.status, status, "{method} {path} {body}: {answer:?}");
+        self.asked.extend(check(method, path, &body, &answer));
+        answer
+    }
+
+    fn get(&mut self, path: &str) -> Answer {
+        self.ask("GET", path, &Value::Null, 200)
+    }
+}
+
+#[test]
+fn every_operation_answers_as_the_document_says() {
+    let images = Images::new();
+    let (web, other) = (images.create("web.qcow2", &["16M"]), images.create("other.qcow2", &["16M"]));
+    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let server = Server::start(&["--disk", &format!("path={},name=web", web.display()), "--nbd", &nbd]);
+    tool_ok(
+        "qemu-io",
+        ["-f", "raw", "-c", "write -P 1 0 1M", "-c", "read 0 2M", "-c", "flush", &server.uri("web")],
+    );
+    let mut client = Client { server, asked: BTreeSet::new() };
+    let mut events = connect(&client.server.control());
+    events.write_all(b"GET /v1/events HTTP/1.1\r\nHost: test\r\n\r\n").unwrap();
+
+    client.ask("POST", "/v1/disks", &json!({ "path": other, "name": "other" }), 201);
+    let door = json!({ "kind": "vhost_user", "disk": "other", "socket": images.name("other.sock") });
+    let door = client.ask("POST", "/v1/doors", &door, 201).json();
+    let second = format!("unix:{}", images.name("second.sock"));
+    client.ask("POST", "/v1/doors", &json!({ "kind": "nbd", "address": second }), 201);
+    for number in 1..=2 {
+        let taken = json!({ "disks": ["web", "other"], "name": format!("s{number}"), "taken_ns": number, "labels": { "by": "ops" } });
+        client.ask("POST", "/v1/snapshots", &taken, 201);
+    }
+    for path in [
+        "/v1/status",
+        "/v1/stats",
+        "/v1/disks",
+        "/v1/disks/web",
+        "/v1/doors",
+        "/v1/metrics",
+        "/v1/openapi.json",
+    ] {
+        client.get(path);
+    }
+    client.ask("PUT", "/v1/disks/web/size", &json!({ "size_bytes": 32 << 20 }), 200);
+    client.ask(
+        "POST",
+        "/v1/disks/web/revert",
+        &json!({ "snapshot": "s2", "keep": images.name("kept.qcow2") }),
+        200,
+    );
+    jobs(&mut client);
+    client.ask("DELETE", &format!("/v1/doors/{}", door["id"]), &Value::Null, 204);
+    client.ask("DELETE", "/v1/disks/other", &Value::Null, 204);
+    client.ask("POST", "/v1/shutdown", &Value::Null, 202);
+    assert!(client.server.wait().success());
+
+    let heard = heard(&mut events);
+    heard.iter().for_each(check_event);
+    assert!(heard.len() >= 10, "{heard:?}");
+    // Its answer has no end that could be waited for as that of the others.
+    client.asked.insert(("GET".into(), "/v1/events".into()));
+    assert_eq!(client.asked, operations());
+}
+
+/// One of each kind, and all that can be done to one.
+fn jobs(client: &mut Client) {
+    let kinds = [
+        json!({ "kind": "index_build", "disk": "web" }),
+        json!({ "kind": "snapshot_delete", "disk": "other", "snapshots": ["s1"] }),
+        json!({ "kind": "flatten", "disk": "web" }),
+    ];
+    for kind in kinds {
+        let id = client.ask("POST", "/v1/jobs", &kind, 201).json()["id"].clone();
+        let path = format!("/v1/jobs/{id}");
+        let limit = json!({ "action": "limit", "bytes_per_second": 1 << 30 });
+        for change in [json!({ "action": "pause" }), limit, json!({ "action": "resume" })] {
+            client.ask("POST", &path, &change, 200);
+        }
+        wait_until("the job", || client.get(&path).json()["state"] == "done");
+        client.ask("POST", &path, &json!({ "action": "cancel" }), 200);
+    }
+    assert_eq!(client.get("/v1/jobs").json()["jobs"].as_array().unwrap().len(), 3);
+}
+
+/// The data of all events until the server ended.
+fn heard(stream: &mut impl Read) -> Vec<Value> {
+    let mut said = String::new();
+    stream.read_to_string(&mut said).unwrap();
+    said.lines()
+        .filter_map(|line| line.strip_prefix("data: "))
+        .map(|data| serde_json::from_str(data).unwrap())
+        .collect()
+}
