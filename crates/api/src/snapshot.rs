@@ -77,7 +77,8 @@ pub struct SnapshotLayer {
 pub struct RevertSpec {
     /// Its name.
     pub snapshot: String,
-    /// Keep what is active now as this file, a disk of its own in the same directory; it is let go if omitted.
+    /// Keep what is active now as this file, a disk of its own: in the same directory, absolute or seen from where the server was
+    /// started. It is let go if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep: Option<String>,
 }
