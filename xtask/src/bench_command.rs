@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Subcommand};
+use xtask::bench::history::Part;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
@@ -41,6 +42,9 @@ struct HistoryBench {
     /// Number of snapshots.
     #[arg(long)]
     snapshots: Option<usize>,
+    /// Only these parts; prints, writes nothing.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<Part>,
     /// Directory for the files, which are removed at the end (about 15 GiB).
     #[arg(long)]
     dir: Option<PathBuf>,
@@ -131,7 +135,8 @@ impl HistoryBench {
         history::Options {
             size: self.size.unwrap_or(usual.size),
             snapshots: self.snapshots.unwrap_or(usual.snapshots),
-            publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
+            publish: (!self.quick && !self.no_write && self.only.is_empty()).then(|| root.to_owned()),
+            parts: if self.only.is_empty() { usual.parts } else { self.only },
             ..usual
         }
     }

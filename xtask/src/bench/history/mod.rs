@@ -23,7 +23,7 @@ mod space;
 mod take;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
@@ -58,10 +58,28 @@ pub struct Options {
     pub reads_size: u64,
     /// Times that a thing is done again, where one time is little.
     pub rounds: u32,
+    /// What is measured.
+    pub parts: Vec<Part>,
     /// Where files are made, and removed at the end.
     pub dir: PathBuf,
     /// Root of the repository, to write results into; `None` prints only.
     pub publish: Option<PathBuf>,
+}
+
+/// A part of the benchmark that can be run by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Part {
+    /// Snapshots of a live disk, and the history that they leave: differences, bytes, opening.
+    Live,
+    /// Snapshots deleted from the middle while a guest works.
+    Merging,
+    /// Reads of many layers beside reads of one.
+    Reads,
+}
+
+impl Part {
+    /// The whole benchmark.
+    pub const ALL: [Self; 3] = [Self::Live, Self::Merging, Self::Reads];
 }
 
 /// How snapshots follow each other while a guest writes.
@@ -86,6 +104,7 @@ impl Options {
             merged: 192 << 20,
             reads_size: 4 << 30,
             rounds: 5,
+            parts: Part::ALL.to_vec(),
             dir,
             publish: None,
         }
@@ -101,6 +120,7 @@ impl Options {
             merged: 16 << 20,
             reads_size: 64 << 20,
             rounds: 1,
+            parts: Part::ALL.to_vec(),
             dir,
             publish: None,
         }
@@ -120,36 +140,41 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("qemu-storage-daemon", parameters(options));
     let start = Instant::now();
     let said = |what: &str| eprintln!("{:5.1} s  {what}", start.elapsed().as_secs_f64());
-    {
+    for part in &options.parts {
         let dir = tempfile::Builder::new().prefix("history-").tempdir_in(&options.dir)?;
-        said("snapshots of a live disk");
-        let (history, felt) = live::vmstrata(options, dir.path(), &mut report)?;
-        said("the same by stock QEMU");
-        let qemu = live::qemu(options, dir.path())?;
-        said("the machine alone");
-        let pace = options.pace;
-        let alone = floor::write_file(dir.path(), options.working_set, pace.second, pace.spaced + 1)?;
-        live::rows(&felt, &qemu, &alone, &mut report);
-        said("differences");
-        changes::measure(&history, options.rounds, &mut report)?;
-        said("qemu-img check of every layer");
-        space::measure(&history, dir.path(), &mut report)?;
-        said("open");
-        opened::measure(&history, options.rounds, &mut report)?;
-    }
-    {
-        let dir = tempfile::Builder::new().prefix("merging-").tempdir_in(&options.dir)?;
-        said("snapshots deleted under a guest, by both");
-        merging::measure(options, dir.path(), &mut report)?;
-    }
-    {
-        let dir = tempfile::Builder::new().prefix("reads-").tempdir_in(&options.dir)?;
-        said("reads");
-        reads::measure(options, dir.path(), &mut report)?;
+        match part {
+            Part::Live => measure_live(options, dir.path(), &said, &mut report)?,
+            Part::Merging => {
+                said("snapshots deleted under a guest, by both");
+                merging::measure(options, dir.path(), &mut report)?;
+            }
+            Part::Reads => {
+                said("reads");
+                reads::measure(options, dir.path(), &mut report)?;
+            }
+        }
     }
     said("done");
     PAGE.publish(options.publish.as_deref(), &report)?;
     Ok(report)
+}
+
+/// Makes the history under a guest, and looks at what it left.
+fn measure_live(options: &Options, dir: &Path, said: &dyn Fn(&str), report: &mut Report) -> Result<()> {
+    said("snapshots of a live disk");
+    let (history, felt) = live::vmstrata(options, dir, report)?;
+    said("the same by stock QEMU");
+    let qemu = live::qemu(options, dir)?;
+    said("the machine alone");
+    let pace = options.pace;
+    let alone = floor::write_file(dir, options.working_set, pace.second, pace.spaced + 1)?;
+    live::rows(&felt, &qemu, &alone, report);
+    said("differences");
+    changes::measure(&history, options.rounds, report)?;
+    said("qemu-img check of every layer");
+    space::measure(&history, dir, report)?;
+    said("open");
+    opened::measure(&history, options.rounds, report)
 }
 
 fn parameters(options: &Options) -> Vec<(String, String)> {
