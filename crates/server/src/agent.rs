@@ -4,8 +4,8 @@
 //!   freeze ──► connect, sync ──► guest-fsfreeze-freeze ──► Frozen ──► the cut ──► guest-fsfreeze-thaw
 //!                  │ no answer         │ no answer            │ killed             │ no answer
 //!                  ▼                   ▼                      ▼                    ▼
-//!              not quiesced        thaw, in case        thawed by another    connect anew, thaw,
-//!                                  it freezes yet       process: [`guard`]   until patience ends
+//!              not quiesced        thaw, in case        thawed by another    connect anew, thaw, until
+//!                                  it freezes yet       process: [`guard`]   patience ends; then [`guard`]
 //! ```
 //!
 //! Place in the data flow: beside [`crate::host`]'s snapshots, on the thread that takes one. What the agent says comes from
@@ -146,7 +146,7 @@ impl Frozen {
     /// Lets the guest go on.
     ///
     /// # Errors
-    /// An agent that does not answer any more: the guest may be frozen still.
+    /// An agent that does not answer any more: the guest may be frozen still, and its guard goes on trying.
     pub(crate) fn thaw(mut self) -> Result<(), AgentFault> {
         self.try_thaw()
     }
@@ -184,16 +184,19 @@ fn insist<T>(
     mut thaw: impl FnMut(Duration) -> Result<T, AgentFault>,
 ) -> Result<T, AgentFault> {
     let deadline = Instant::now() + patience;
+    let mut left = patience;
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match thaw(left.min(ATTEMPT)) {
+        let fault = match thaw(left.min(ATTEMPT)) {
             Ok(thawed) => return Ok(thawed),
-            Err(fault) if left <= BREATH => return Err(fault),
-            Err(fault) => {
-                tracing::warn!(agent = %socket.display(), %fault, "the guest is not thawed yet");
-                std::thread::sleep(BREATH);
-            }
+            Err(fault) => fault,
+        };
+        std::thread::sleep(BREATH.min(deadline.saturating_duration_since(Instant::now())));
+        left = deadline.saturating_duration_since(Instant::now());
+        // An attempt without time to be answered would only hide why the others failed.
+        if left < BREATH {
+            return Err(fault);
         }
+        tracing::warn!(agent = %socket.display(), %fault, "the guest is not thawed yet");
     }
 }
 

@@ -105,7 +105,7 @@ pub enum Error {
     },
     /// A guest that does not go on.
     #[error(
-        "the snapshot is taken, but the guest may stand still: its agent {} did not thaw it; send guest-fsfreeze-thaw to it",
+        "the snapshot is taken, but the guest may stand still: its agent {} did not thaw it, which is tried for another minute; send guest-fsfreeze-thaw to it",
         socket.display()
     )]
     StillFrozen {

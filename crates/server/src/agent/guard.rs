@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   note locked ──► second process ──► freeze ──► the cut ──► thaw ──► note removed
-//!                                               │ server killed
+//!                                               │ server killed, or no thaw that succeeds
 //!                                               ├─► the second process thaws, and removes the note
 //!                                               └─► killed as well: the next server, or the next snapshot, finds the note
 //! ```
@@ -168,8 +168,16 @@ impl Drop for Note {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        let Some(child) = &mut self.child else { return };
-        if let Some(mut input) = child.stdin.take() {
+        let Some(mut child) = self.child.take() else { return };
+        let input = child.stdin.take();
+        if self.note.may_be_frozen {
+            // No word: it takes over, for longer than anybody here should wait.
+            drop(input);
+            let reap = std::thread::Builder::new().name("thaw".into()).spawn(move || child.wait());
+            // Without a thread it stays a zombie until the server ends, which harms nobody.
+            return drop(reap);
+        }
+        if let Some(mut input) = input {
             // One that is gone guards nothing any more.
             let _ = input.write_all(&[DONE]);
         }
@@ -177,7 +185,8 @@ impl Drop for Guard {
     }
 }
 
-/// Is the second process: waits for the server's word, and thaws the guest if it is killed instead.
+/// Is the second process: waits for the server's word, and thaws the guest if there is none, because the server was killed or
+/// could not do it.
 ///
 /// # Errors
 /// An agent that does not answer for a minute. The note stays for the next server.
@@ -187,7 +196,7 @@ pub fn thaw_guard(socket: &Path, note: &Path) -> Result<(), AgentFault> {
         return Ok(());
     }
     if thaw_left(socket, GUARD_PATIENCE)? {
-        tracing::warn!(agent = %socket.display(), "the server was killed: thawed the guest that it had frozen");
+        tracing::warn!(agent = %socket.display(), "thawed the guest, which the server had frozen and did not thaw");
     }
     fs::remove_file(note)?;
     Ok(())

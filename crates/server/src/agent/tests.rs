@@ -1,6 +1,7 @@
 //! Agents that follow a script: every shape of answer, silence, and going away.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
@@ -230,6 +231,56 @@ fn a_guest_that_does_not_thaw_is_an_error_in_the_end_and_not_before() {
     assert!(matches!(fault, AgentFault::HungUp | AgentFault::Connect(_)), "{fault}");
     assert!(start.elapsed() >= SHORT.thaw - 2 * BREATH, "{:?}", start.elapsed());
     assert!(agent.heard().len() > 2, "{:?}", agent.heard());
+}
+
+/// A guard that writes down what the server says to it, beside the agent's socket.
+fn writing_guards(socket: &Path) -> (Guards, PathBuf) {
+    let dir = socket.parent().unwrap();
+    let (program, said) = (dir.join("guard"), dir.join("said"));
+    let script = format!("#!/bin/sh\ncat > '{0}.new'\nmv '{0}.new' '{0}'\n", said.display());
+    std::fs::write(&program, script).unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    (Guards::new(dir, Some(program)), said)
+}
+
+fn wait_for(file: &Path) -> Vec<u8> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        match std::fs::read(file) {
+            Ok(said) => return said,
+            Err(error) => assert!(Instant::now() < deadline, "{}: {error}", file.display()),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_guest_that_is_not_thawed_is_left_to_the_guard_which_is_sent_home_only_after_a_thaw() {
+    let agent =
+        Scripted::start(
+            |_, command| {
+                if is(command, "fsfreeze-thaw") { (Vec::new(), false) } else { properly(command) }
+            },
+        );
+    let (guards, said) = writing_guards(&agent.socket());
+    super::freeze(&agent.socket(), SHORT, &guards).unwrap().thaw().unwrap_err();
+    assert_eq!(wait_for(&said), b"", "the guard was sent home from a frozen guest");
+
+    let agent = Scripted::start(|_, command| properly(command));
+    let (guards, said) = writing_guards(&agent.socket());
+    super::freeze(&agent.socket(), SHORT, &guards).unwrap().thaw().unwrap();
+    assert_eq!(wait_for(&said), b"d");
+}
+
+#[test]
+fn no_thaw_is_tried_without_time_for_an_answer() {
+    let mut attempts = Vec::new();
+    let fault = insist(Path::new("agent.sock"), SHORT.thaw, |attempt| -> Result<(), _> {
+        attempts.push(attempt);
+        Err(AgentFault::Silent(attempt))
+    });
+    assert!(matches!(fault, Err(AgentFault::Silent(_))));
+    assert!(attempts.len() > 1 && attempts.iter().all(|&attempt| attempt >= BREATH), "{attempts:?}");
 }
 
 /// An agent that is busy freezing does not answer; it finds the thaw after that.
