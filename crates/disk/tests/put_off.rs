@@ -4,7 +4,7 @@
 mod common;
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -351,6 +351,57 @@ fn what_was_written_in_part_survives_a_killed_process() {
     disk.close().unwrap();
     drop(disk);
     assert_clean(&made.top);
+}
+
+/// All files of a directory, for a test that wants them back.
+struct Saved(Vec<(PathBuf, Vec<u8>)>);
+
+impl Saved {
+    fn of(dirs: &[&Path]) -> Self {
+        let files = dirs.iter().flat_map(|dir| std::fs::read_dir(dir).unwrap());
+        let files = files.map(|entry| entry.unwrap().path()).filter(|path| path.is_file());
+        Self(files.map(|path| (path.clone(), std::fs::read(path).unwrap())).collect())
+    }
+
+    fn put_back(&self) {
+        self.0.iter().for_each(|(path, bytes)| std::fs::write(path, bytes).unwrap());
+    }
+}
+
+/// Whoever takes a journal up can be stopped at any write. The next one finds what was written, whole or in part.
+#[test]
+fn a_journal_that_was_half_taken_up_is_taken_up_again() {
+    let mut made = made(31);
+    assert!(is_killed("child_that_writes_parts", ORDERS, path_str(&made.top).to_owned()));
+    for (at, len) in parts_of_child() {
+        made.model[at..at + len].fill(7);
+    }
+    let journals = made.dir.path().join("journals");
+    let saved = Saved::of(&[made.dir.path(), &journals]);
+    for bytes in [0, 8, 64] {
+        for nth in 0.. {
+            saved.put_back();
+            let plan = FaultPlan::new();
+            let kind = Some(OperationKind::Write);
+            plan.add(Fault {
+                kind,
+                store: None,
+                when: When::Nth(nth),
+                effect: Effect::Tear { bytes, errno: 28 },
+            });
+            let resources = FaultyFiles::new(&plan).resources_with(Some(journals.clone()));
+            drop(Disk::open(&made.top, &OpenOptions::default(), &resources));
+            let resources = small_resources(Some(&journals));
+            let disk = Disk::open(&made.top, &OpenOptions::default(), &resources).unwrap();
+            assert_reads(&disk, &made.model, &format!("after write {nth} was cut at {bytes} bytes"));
+            disk.close().unwrap();
+            drop(disk);
+            assert_safe(&made.top);
+            if plan.count(kind) <= nth {
+                break;
+            }
+        }
+    }
 }
 
 /// What memory says of a cluster that is written in part is no entry of the format: an image that has it is damaged there.

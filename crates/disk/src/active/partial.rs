@@ -14,6 +14,7 @@
 //! A cluster has 16 parts, one of less than 64 KiB has 8 (its offset leaves no room for more). What is not written of it
 //! is what lies below the active layer: only a cluster that had no entry at all becomes one of these.
 
+use vmstrata_qcow2::entry::COPIED;
 use vmstrata_types::{ClusterBits, HostOffset};
 
 /// Of a standard entry's reserved bits.
@@ -82,6 +83,11 @@ impl Partial {
 
     pub(crate) fn word(self) -> u64 {
         FLAG | self.host.get() | u64::from(self.written)
+    }
+
+    /// The entry of the same cluster once it is whole.
+    pub(crate) fn whole(self) -> u64 {
+        self.host.get() | COPIED
     }
 
     /// An entry as it was read from an image: one that looks like one of these is damage.

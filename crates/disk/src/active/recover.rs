@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::COPIED;
 
-use super::{Active, Change};
+use super::{Active, Change, Partial};
 use crate::changes::Freed;
 use crate::error::Result;
 use crate::journal::{Record, Slot};
@@ -24,26 +24,34 @@ impl Active {
         for record in found {
             histories.entry(record.slot).or_default().extend([record.old, record.new]);
         }
-        for (slot, history) in &histories {
-            let new = *history.last().expect("two values a record");
-            let (now, sole_user) = match *slot {
-                Slot::L1(index) => (self.l1_entry(index), self.is_sole_table(new)?),
+        let mut newest = Vec::with_capacity(histories.len());
+        for (&slot, history) in &histories {
+            let last = *history.last().expect("two values a record");
+            let (now, sole_user) = match slot {
+                Slot::L1(index) => (self.l1_entry(index), self.is_sole_table(last)?),
                 Slot::L2(cluster) if self.is_in_own_table(cluster, &histories) => {
-                    (Some(self.entry(cluster)?), self.is_sole_user(new)?)
+                    (Some(self.entry(cluster)?), self.is_sole_user(last)?)
                 }
                 Slot::L2(_) => (None, false),
             };
-            if !sole_user || now.is_none_or(|now| !history.contains(&now)) {
-                return Ok(false);
+            match now.and_then(|now| self.newest(history, now)) {
+                Some(new) if sole_user => newest.push((slot, new)),
+                _ => return Ok(false),
             }
         }
         // Pages were filled through the old tables.
         self.owner.forget_pages();
         // Slots are in order, L1 first: L2 entries may be in tables that they lead to.
-        for (&slot, history) in &histories {
-            self.take_up_one(slot, *history.last().expect("two values a record"))?;
-        }
+        newest.into_iter().try_for_each(|(slot, new)| self.take_up_one(slot, new))?;
         Ok(true)
+    }
+
+    /// What an entry with this history is to be; `None` if it is something else `now`.
+    fn newest(&self, history: &[u64], now: u64) -> Option<u64> {
+        let last = *history.last()?;
+        // Whoever takes the journal up makes the cluster whole, and may be stopped when the image says so.
+        let whole = || self.partial(last).map(Partial::whole);
+        if history.contains(&now) { Some(last) } else { whole().filter(|whole| *whole == now) }
     }
 
     fn take_up_one(&self, slot: Slot, new: u64) -> Result<()> {

@@ -17,7 +17,6 @@
 
 use std::time::{Duration, Instant};
 
-use vmstrata_qcow2::entry::COPIED;
 use vmstrata_store::{PADDING_MAX, Segment, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
@@ -170,7 +169,7 @@ impl Layers {
         let is_filled = self.write_piece(active, piece, from, place)?;
         let partial = partial.with(piece.parts);
         let is_whole = is_filled || partial.is_whole() || in_zeros && should_be_zeros;
-        let new = if is_whole { partial.host.get() | COPIED } else { partial.word() };
+        let new = if is_whole { partial.whole() } else { partial.word() };
         let change = Change { cluster: piece.cluster, old: raw, new };
         if is_whole {
             active.publish(&[change], &[], guard).map_err(|error| error.in_file(&active.path))?;
@@ -223,7 +222,7 @@ impl Layers {
         partial.missing().try_for_each(|run| {
             self.copy_below(active, start + run.start, partial.host + run.start, run.len)
         })?;
-        let new = partial.host.get() | COPIED;
+        let new = partial.whole();
         let change = Change { cluster, old: raw, new };
         active.publish(&[change], &[], guard).map_err(|error| error.in_file(&active.path))?;
         Ok(new)
