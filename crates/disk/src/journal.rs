@@ -6,7 +6,8 @@
 //! noted in a file that survives the process and not the machine (`/run` is memory), and taken up again by the next
 //! server. After a power failure the journal is gone, and with it only what was never flushed.
 //!
-//! Two files take turns. When a commit begins, new notes go to the other one; when it is done, the first is emptied.
+//! Two files take turns. When a commit begins, new notes go to the other one; when it is done, the first is emptied. A half
+//! begins with what the commit leaves, and its header is written last: a half that is believed has all of that.
 //!
 //! ```text
 //!   header, 64 bytes: magic, boot id, device, inode, turn, session, check
@@ -14,8 +15,9 @@
 //! ```
 //!
 //! Nothing in a journal is believed unless the image still is what it was: its header names the same session (any
-//! stock writer clears those autoclear bits), each entry in the image still has the old value noted (or the new one), and the refcount
-//! of every new cluster is 1. Integers are little-endian: a journal never leaves its machine.
+//! stock writer clears those autoclear bits), each entry in the image still has a value noted for it (or what taking up
+//! makes of the newest), and the refcount of every new cluster is 1. Integers are little-endian: a journal never leaves its
+//! machine.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -127,13 +129,15 @@ impl Journal {
             boot_id,
             len_max: MAX_LEN,
         };
-        let mut found: Vec<(u64, Vec<Record>)> = Vec::new();
-        for half in &journal.halves {
-            found.extend(journal.read(half)?);
+        let mut found: Vec<(u64, usize, Vec<Record>)> = Vec::new();
+        for (number, half) in journal.halves.iter().enumerate() {
+            found.extend(journal.read(half)?.map(|(turn, records)| (turn, number, records)));
         }
-        found.sort_by_key(|(turn, _)| *turn);
-        journal.turn = found.last().map_or(0, |(turn, _)| turn + 1);
-        Ok((journal, found.into_iter().flat_map(|(_, records)| records).collect()))
+        found.sort_by_key(|(turn, ..)| *turn);
+        if let Some((turn, number, _)) = found.last() {
+            (journal.turn, journal.current) = (*turn, *number);
+        }
+        Ok((journal, found.into_iter().flat_map(|(.., records)| records).collect()))
     }
 
     /// Turn and records of a half, if it is of this image and this boot.
@@ -183,14 +187,19 @@ impl Journal {
     }
 
     fn start(&mut self, number: usize, with: &[Record]) -> io::Result<()> {
-        self.turn += 1;
-        let mut bytes = self.header(self.turn).to_vec();
-        bytes.extend(with.iter().flat_map(Record::encode));
         // Nothing old may follow the new notes.
         self.clear(number)?;
-        self.halves[number].file.write_all_at(&bytes, 0)?;
-        self.halves[number].len = bytes.len() as u64;
-        self.current = number;
+        let records: Vec<u8> = with.iter().flat_map(Record::encode).collect();
+        let header = self.header(self.turn + 1);
+        let half = &mut self.halves[number];
+        let written = half.file.write_all_at(&records, HEADER_LEN);
+        // Last: without it the half is none, whether it has no room or its writer is killed here.
+        if let Err(error) = written.and_then(|()| half.file.write_all_at(&header, 0)) {
+            let _ = self.clear(number);
+            return Err(error);
+        }
+        half.len = HEADER_LEN + records.len() as u64;
+        (self.turn, self.current) = (self.turn + 1, number);
         Ok(())
     }
 
@@ -206,7 +215,13 @@ impl Journal {
         if half.len + bytes.len() as u64 > self.len_max {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
-        half.file.write_all_at(&bytes, half.len)?;
+        if let Err(error) = half.file.write_all_at(&bytes, half.len) {
+            // Records that fitted would stand behind the next one, and be taken for newer.
+            if half.file.set_len(half.len).is_err() {
+                half.len = self.len_max;
+            }
+            return Err(error);
+        }
         half.len += bytes.len() as u64;
         Ok(())
     }
@@ -251,83 +266,4 @@ fn boot_id() -> io::Result<[u8; 16]> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn image(ino: u64) -> FileId {
-        FileId { dev: 1, ino }
-    }
-
-    fn reopen(dir: &tempfile::TempDir, ino: u64, session: u64) -> Vec<Record> {
-        Journal::open(dir.path(), image(ino), session).unwrap().1
-    }
-
-    fn record(cluster: u64) -> Record {
-        Record { slot: Slot::L2(cluster), old: 0, new: cluster << 16 }
-    }
-
-    #[test]
-    fn what_was_noted_is_found_again_in_order_across_turns() {
-        let dir = tempfile::tempdir().unwrap();
-        let (mut journal, found) = Journal::open(dir.path(), image(7), 0).unwrap();
-        assert!(found.is_empty());
-        journal.reset(77).unwrap();
-        journal.append(&[record(1), record(2)]).unwrap();
-        journal.turn(&[]).unwrap();
-        let table = Record { slot: Slot::L1(3), old: 1, new: 2 };
-        journal.append(&[table]).unwrap();
-        drop(journal);
-        let (mut journal, found) = Journal::open(dir.path(), image(7), 77).unwrap();
-        assert_eq!(found, [record(1), record(2), table]);
-        journal.reset(78).unwrap();
-        journal.append(&[record(4)]).unwrap();
-        journal.turn(&[]).unwrap();
-        journal.append(&[record(5)]).unwrap();
-        journal.drop_older().unwrap();
-        assert_eq!(reopen(&dir, 7, 78), [record(5)]);
-        assert!(reopen(&dir, 7, 77).is_empty(), "notes of another session were believed");
-        assert!(reopen(&dir, 8, 78).is_empty(), "notes about another image were believed");
-        journal.remove();
-        assert!(reopen(&dir, 7, 78).is_empty());
-    }
-
-    /// A half that could not be emptied must not show its old notes behind the new ones.
-    #[test]
-    fn a_half_that_is_begun_again_holds_nothing_old() {
-        let dir = tempfile::tempdir().unwrap();
-        let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
-        journal.reset(77).unwrap();
-        journal.append(&[record(1), record(2), record(3)]).unwrap();
-        journal.turn(&[]).unwrap();
-        journal.append(&[record(4)]).unwrap();
-        journal.turn(&[]).unwrap();
-        journal.append(&[record(5)]).unwrap();
-        assert_eq!(reopen(&dir, 7, 77), [record(4), record(5)]);
-    }
-
-    #[test]
-    fn a_journal_grows_to_its_limit_only() {
-        let dir = tempfile::tempdir().unwrap();
-        let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
-        journal.reset(77).unwrap();
-        journal.limit(HEADER_LEN + RECORD_LEN as u64);
-        journal.append(&[record(1)]).unwrap();
-        assert!(journal.append(&[record(2)]).is_err());
-        journal.turn(&[]).unwrap();
-        journal.append(&[record(3)]).unwrap();
-        assert_eq!(reopen(&dir, 7, 77), [record(1), record(3)]);
-    }
-
-    #[test]
-    fn a_torn_record_ends_the_journal_and_another_boot_voids_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
-        journal.reset(77).unwrap();
-        journal.append(&[record(1), record(2)]).unwrap();
-        let half = &journal.halves[0];
-        half.file.set_len(HEADER_LEN + RECORD_LEN as u64 + 9).unwrap();
-        assert_eq!(reopen(&dir, 7, 77), [record(1)]);
-        half.file.write_all_at(&[0xFF], 9).unwrap();
-        assert!(reopen(&dir, 7, 77).is_empty());
-    }
-}
+mod tests;
