@@ -23,8 +23,10 @@
 mod build;
 mod digest;
 mod drop;
+mod free;
 mod home;
 mod leaves;
+mod link;
 mod load;
 mod place;
 mod tree;

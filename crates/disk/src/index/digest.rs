@@ -4,6 +4,7 @@
 //! and how to read them, the backing file's name, the L1 table and all L2 tables. It leaves out what may change without
 //! a difference: refcounts, internal snapshots, bitmaps, autoclear bits, the index itself, and the bytes of clusters.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
@@ -32,6 +33,45 @@ pub(super) struct Content {
     pub(super) whole: bool,
     /// Where the last table or cluster that is named begins. From there on, refcounts alone do not make a file free.
     pub(super) highest: u64,
+    /// Where the last of the active tables ends.
+    pub(super) tables_end: u64,
+}
+
+/// What may be read of tables that a stranger may have made: no more than what is on the disk can account for.
+#[derive(Debug)]
+pub(super) struct TableBudget {
+    left: u64,
+}
+
+impl TableBudget {
+    /// All tables of a disk of 2 TiB in clusters of 64 KiB: so many may be made of holes.
+    const LEAST: u64 = 256 << 20;
+    /// Bytes of tables for each byte that the file takes up: a table that names a single cluster may be one sixteenth data.
+    const TIMES: u64 = 16;
+
+    /// # Errors
+    /// Whatever the host reports.
+    pub(super) fn of(store: &dyn Store) -> Result<Self> {
+        let allocated = match store.raw() {
+            Some(fd) => {
+                let stat = rustix::fs::fstat(fd).map_err(std::io::Error::from);
+                stat.while_trying("look at the file")?.st_blocks.unsigned_abs() * 512
+            }
+            None => store.len().while_trying("read the file's length")?,
+        };
+        Ok(Self { left: allocated.saturating_mul(Self::TIMES).saturating_add(Self::LEAST) })
+    }
+
+    /// Counts a table that is about to be read.
+    ///
+    /// # Errors
+    /// Too many tables.
+    pub(super) fn take(&mut self, bytes: u64) -> Result<()> {
+        let left = self.left.checked_sub(bytes);
+        self.left =
+            left.ok_or(ErrorKind::NotIndexable { reason: "its tables are more than its file holds" })?;
+        Ok(())
+    }
 }
 
 /// Digests a file of `file_len` bytes; `head` is `None` for a raw one.
@@ -43,7 +83,7 @@ pub(super) fn digest(store: &dyn Store, head: Option<&Qcow2Head>, file_len: u64)
     let Some(head) = head else {
         hash.update([0]);
         hash.update(file_len.to_le_bytes());
-        return Ok(Content { digest: hash.finalize().into(), whole: true, highest: file_len });
+        return Ok(Content { digest: hash.finalize().into(), whole: true, highest: file_len, tables_end: 0 });
     };
     if head.header.autoclear.bits() & SESSION_MASK != 0 {
         return Err(
@@ -53,11 +93,11 @@ pub(super) fn digest(store: &dyn Store, head: Option<&Qcow2Head>, file_len: u64)
     let tables = Tables::of(&head.header);
     hash.update([1]);
     update_header(&mut hash, head, &tables);
-    let highest = update_tables(&mut hash, store, &tables, file_len)?;
+    let (highest, tables_end) = update_tables(&mut hash, store, &tables, file_len)?;
     let whole = highest < file_len;
     // A file that is whole may grow, by an index for instance.
     hash.update(if whole { u64::MAX } else { file_len }.to_le_bytes());
-    Ok(Content { digest: hash.finalize().into(), whole, highest })
+    Ok(Content { digest: hash.finalize().into(), whole, highest, tables_end })
 }
 
 /// Digests a file as it would be opened from above: `above` is the layer whose header names it.
@@ -103,14 +143,15 @@ fn update_header(hash: &mut Sha256, head: &Qcow2Head, tables: &Tables) {
     }
 }
 
-/// Adds the L1 table and every L2 table; returns the highest offset that is named.
-fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len: u64) -> Result<u64> {
-    let cluster = usize::try_from(tables.geometry.cluster_bits.size()).expect("at most 2 MiB");
-    let (mut l1, mut l2) = (Vec::new(), vec![0; cluster]);
-    let mut highest = tables.l1_at.get();
-    // A sound file has room for every table that is named: one named over and over would be read for ever.
-    let mut room = file_len;
+/// Adds the L1 table and every L2 table; returns the highest offset that is named, and where the last table ends.
+fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len: u64) -> Result<(u64, u64)> {
+    let cluster = tables.geometry.cluster_bits.size();
+    let (mut l1, mut l2) = (Vec::new(), vec![0; usize::try_from(cluster).expect("at most 2 MiB")]);
     let entries = tables.l1_entries as usize;
+    let mut highest = tables.l1_at.get();
+    let mut tables_end = highest + entries as u64 * 8;
+    // One that is named over and over would be read for ever.
+    let (mut met, mut budget) = (HashSet::new(), TableBudget::of(store)?);
     for batch in (0..entries).step_by(L1_BATCH) {
         let at = tables.l1_at + batch as u64 * 8;
         l1.resize((entries - batch).min(L1_BATCH) * 8, 0);
@@ -119,14 +160,17 @@ fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len
         for (number, raw) in words(&l1).enumerate().filter(|&(_, raw)| raw != 0) {
             let table = table_of(tables, raw, file_len).map_err(|e| e.at(at + number as u64 * 8))?;
             let Some(table) = table else { continue };
-            let left = room.checked_sub(cluster as u64);
-            room = left.ok_or(ErrorKind::NotIndexable { reason: "several L1 entries name one L2 table" })?;
+            if !met.insert(table) {
+                return Err(ErrorKind::NotIndexable { reason: "several L1 entries name one L2 table" }.into());
+            }
+            budget.take(cluster)?;
             store.read_exact(&mut l2, table).while_trying("read an L2 table").map_err(|e| e.at(table))?;
             hash.update(&l2);
             highest = highest.max(table.get()).max(highest_of(tables, &l2));
+            tables_end = tables_end.max(table.get() + cluster);
         }
     }
-    Ok(highest)
+    Ok((highest, tables_end))
 }
 
 fn highest_of(tables: &Tables, l2: &[u8]) -> u64 {

@@ -6,9 +6,11 @@ use vmstrata_qcow2::index::IndexError;
 use vmstrata_qcow2::{Autoclear, Incompatible};
 
 use super::build::{IndexOptions, Link, Links};
-use super::digest::digest;
+use super::digest::{Content, digest};
+use super::free::Used;
 use super::home::{find_link, root_in_file, root_in_sidecar, sidecar_of};
-use super::place::{is_free, write_link};
+use super::link::write_link;
+use crate::chain::{Qcow2Head, Top};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::opener::Role;
 use crate::times;
@@ -57,21 +59,32 @@ fn remove_from_file(chain: &Links, link: &Link) -> Result<Option<u64>> {
     let store = &*top.opened.store;
     // Before anything is changed: only the file's owner may.
     times::put_back(store, top.opened.identity.mtime_ns)?;
-    let root = root_in_file(store, head).ok().flatten();
-    let content = digest(store, top.head.as_ref(), top.opened.identity.len).ok();
+    let len = end_without(&top, head).unwrap_or_else(|error| {
+        tracing::debug!(file = %link.path.display(), %error, "the file keeps its length");
+        None
+    });
     write_link(store, &head.header, found.at, None)?;
-    let mut freed = 0;
-    if let Some(root) = root.filter(|root| root.area.end.get() == top.opened.identity.len)
-        && !head.header.incompatible.intersects(Incompatible::DIRTY | Incompatible::CORRUPT)
-        && root.len_before > content.map_or(u64::MAX, |content| content.highest)
-        && is_free(store, &head.header, root.area.start, root.len_before - 1)?
-    {
-        freed = top.opened.identity.len - root.len_before;
-        store.set_len(root.len_before).while_trying("cut off the index")?;
+    if let Some(len) = len {
+        store.set_len(len).while_trying("cut off the index")?;
         store.flush().while_trying("flush")?;
     }
     times::put_back(store, top.opened.identity.mtime_ns)?;
-    Ok(Some(freed))
+    Ok(Some(len.map_or(0, |len| top.opened.identity.len - len)))
+}
+
+/// Where the file is to be cut; `None` if its index is not what it ends with.
+fn end_without(top: &Top, head: &Qcow2Head) -> Result<Option<u64>> {
+    let (store, len) = (&*top.opened.store, top.opened.identity.len);
+    let unsure = head.header.incompatible.intersects(Incompatible::DIRTY | Incompatible::CORRUPT);
+    let Some(root) = root_in_file(store, head)?.filter(|root| root.area.end.get() == len && !unsure) else {
+        return Ok(None);
+    };
+    let content: Content = digest(store, Some(head), len)?;
+    let used = Used::of(store, head, &content)?;
+    if !used.is_free_from(root.area.start) {
+        return Ok(None);
+    }
+    used.len_without(store, &root).map(Some)
 }
 
 fn remove_sidecar(chain: &Links, link: &Link) -> Result<bool> {

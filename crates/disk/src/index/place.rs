@@ -11,24 +11,21 @@
 
 use std::path::Path;
 
-use vmstrata_qcow2::header::field;
+use vmstrata_qcow2::Incompatible;
 use vmstrata_qcow2::index::{ChainId, Home, IndexLink, PAGE_LEN, Page, PagePointer, Root};
-use vmstrata_qcow2::refcount::decode_table_entry;
-use vmstrata_qcow2::{Autoclear, Header, Incompatible};
 use vmstrata_store::{CacheMode, FileIdentity, FileOptions, FileStore, Gate, Store};
 use vmstrata_types::{HostOffset, LayerIndex};
 
 use super::digest::Content;
+use super::free::Used;
 use super::home::{LinkFound, find_link, root_in_file, root_in_sidecar, sidecar_of};
-use crate::chain::{SESSION_MASK, Top};
+use super::link::write_link;
+use crate::chain::Top;
 use crate::draft::Draft;
 use crate::error::{ErrorKind, IoContext as _, Result};
-use crate::layer::words;
 use crate::opener::{Opened, Opener, Role};
 use crate::times;
 
-/// A sector is written whole or not at all.
-const SECTOR: usize = 512;
 /// Bytes written at once.
 const BATCH: usize = 256 << 10;
 
@@ -56,14 +53,14 @@ impl Place {
             return Err(ErrorKind::NotIndexable { reason: "a block device has no end to add it at" }.into());
         }
         if content.whole
-            && let Some(place) = Self::in_file(top, content.highest, gate, opener)?
+            && let Some(place) = Self::in_file(top, content, gate, opener)?
         {
             return Ok(place);
         }
         Self::in_sidecar(top, gate, opener)
     }
 
-    fn in_file(top: &Top, highest: u64, gate: &Gate, opener: &dyn Opener) -> Result<Option<Self>> {
+    fn in_file(top: &Top, content: &Content, gate: &Gate, opener: &dyn Opener) -> Result<Option<Self>> {
         let Some(head) = &top.head else { return Ok(None) };
         if head.header.incompatible.intersects(Incompatible::DIRTY | Incompatible::CORRUPT) {
             // Refcounts that may be too low do not say what is free.
@@ -85,23 +82,23 @@ impl Place {
         }
         let old = root_in_file(&*store, head).ok().flatten();
         let replaces = old.as_ref().map_or(0, |root| root.generation);
-        let boundary = head.header.cluster_bits.size().max(PAGE_LEN as u64);
-        let append = HostOffset::new(identity.len.next_multiple_of(boundary));
-        let reuse =
-            old.filter(|root| root.area.end.get() == identity.len && root.area.start > HostOffset::ZERO);
-        let candidates = [reuse.map(|root| (root.area.start, root.len_before)), Some((append, identity.len))];
-        for (start, len_before) in candidates.into_iter().flatten() {
-            if is_free(&*store, &head.header, start, highest)? {
-                return Ok(Some(Self {
-                    home: Home::File,
-                    link_at: Some(link_at),
-                    replaces,
-                    len_before,
-                    ..Self::new(store, start)
-                }));
-            }
+        let used = Used::of(&*store, head, content)?;
+        let old =
+            old.filter(|root| root.area.end.get() == identity.len && used.is_free_from(root.area.start));
+        let (start, len_before) = match old {
+            Some(root) => (root.area.start, used.len_without(&*store, &root)?),
+            None => (used.place_behind(identity.len), identity.len),
+        };
+        if !used.is_free_from(start) {
+            return Ok(None);
         }
-        Ok(None)
+        Ok(Some(Self {
+            home: Home::File,
+            link_at: Some(link_at),
+            replaces,
+            len_before,
+            ..Self::new(store, start)
+        }))
     }
 
     fn in_sidecar(top: &Top, gate: &Gate, opener: &dyn Opener) -> Result<Self> {
@@ -232,69 +229,4 @@ fn open_to_index(path: &Path, gate: &Gate, opener: &dyn Opener) -> Result<Option
         Err(error) if error.is_conflict() => Err(error),
         Err(_) => Ok(None),
     }
-}
-
-/// Writes or clears the link and its autoclear bit, in one sector if they share one, and flushes.
-///
-/// # Errors
-/// Whatever the host reports, and a process that has begun to write the image.
-pub(super) fn write_link(
-    store: &dyn Store,
-    header: &Header,
-    link_at: HostOffset,
-    link: Option<IndexLink>,
-) -> Result<()> {
-    let mut sector = [0; SECTOR];
-    store.read_exact(&mut sector, HostOffset::ZERO).while_trying("read the header")?;
-    let bits_at = usize::try_from(field::AUTOCLEAR).expect("in the first sector");
-    let bits: &mut [u8; 8] = sector[bits_at..].first_chunk_mut().expect("in the first sector");
-    let mut autoclear = Autoclear::from_bits_retain(u64::from_be_bytes(*bits));
-    if autoclear.bits() & SESSION_MASK != 0
-        || autoclear.bits() | Autoclear::INDEX.bits() != header.autoclear.bits() | Autoclear::INDEX.bits()
-    {
-        return Err(ErrorKind::Changed.into());
-    }
-    autoclear.set(Autoclear::INDEX, link.is_some());
-    *bits = autoclear.bits().to_be_bytes();
-    let data = IndexLink::encode(link);
-    let start = usize::try_from(link_at.get()).expect("within the header");
-    match sector.get_mut(start..start + data.len()) {
-        Some(place) => place.copy_from_slice(&data),
-        // A stock tool moved the link out of the first sector. It may be written after the bit or before: a link
-        // that does not fit its root is no link.
-        None => store.write_all(&data, link_at).while_trying("write the header")?,
-    }
-    store.write_all(&sector, HostOffset::ZERO).while_trying("write the header")?;
-    store.flush().while_trying("flush the header")
-}
-
-/// Whether the file can be written from `at` on: a cluster boundary above all that is named, and refcounts of 0.
-///
-/// # Errors
-/// Refcounts that cannot be read or break the format.
-pub(super) fn is_free(store: &dyn Store, header: &Header, at: HostOffset, highest: u64) -> Result<bool> {
-    Ok(at.is_aligned(header.cluster_bits) && at.get() > highest && free_from(store, header, at)?)
-}
-
-/// Whether every cluster from `at` on has refcount 0.
-fn free_from(store: &dyn Store, header: &Header, at: HostOffset) -> Result<bool> {
-    let bits = header.cluster_bits;
-    let per_block = header.refcount_order.entries_per_block(bits) as u64;
-    let first = at.get() >> bits.get();
-    let mut table = vec![0; header.refcount_table_entries() * 8];
-    store.read_exact(&mut table, header.refcount_table_offset).while_trying("read the refcount table")?;
-    let mut block = vec![0; usize::try_from(bits.size()).expect("at most 2 MiB")];
-    for (number, raw) in (0u64..).zip(words(&table)).skip((first / per_block) as usize) {
-        let entry = decode_table_entry(raw, bits);
-        let Some(block_at) = entry.map_err(|entry| ErrorKind::Entry { table: "refcount table", entry })?
-        else {
-            continue;
-        };
-        store.read_exact(&mut block, block_at).while_trying("read a refcount block")?;
-        let skip = first.saturating_sub(number * per_block);
-        if (skip..per_block).any(|index| header.refcount_order.get(&block, index as usize) != 0) {
-            return Ok(false);
-        }
-    }
-    Ok(true)
 }
