@@ -31,9 +31,13 @@ pub(super) fn write_link(
     put_bit(&mut sector, header, link.is_some())?;
     let data = IndexLink::encode(link);
     let start = usize::try_from(link_at.get()).expect("within the header");
-    match sector.get_mut(start..start + data.len()) {
-        Some(place) => place.copy_from_slice(&data),
-        None => store.write_all(&data, link_at).while_trying("write the header")?,
+    let (within, behind) = data.split_at(SECTOR.saturating_sub(start).min(data.len()));
+    if !behind.is_empty() {
+        let at = link_at + within.len() as u64;
+        store.write_all(behind, at).while_trying("write the header")?;
+    }
+    if !within.is_empty() {
+        sector[start..start + within.len()].copy_from_slice(within);
     }
     store.write_all(&sector, HostOffset::ZERO).while_trying("write the header")?;
     store.flush().while_trying("flush the header")
