@@ -81,6 +81,9 @@ pub struct RevertSpec {
     /// started. It is let go if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep: Option<String>,
+    /// Go back although images stand on what is active now, which will then read other data.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 /// A disk that is what it was at a snapshot.

@@ -4,6 +4,7 @@
 //! headers are read here. Memory and time are bounded by [`MAX_LAYERS`], by the size of a header cluster, and by
 //! a check of every file's identity against those already met.
 
+mod borders;
 mod head;
 mod indexed;
 
@@ -121,7 +122,9 @@ pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resourc
     }
     let lost_index = search.has_met_changes() || index.is_some() && !above.is_empty();
     let known = index.iter().flat_map(|index| &index.layers()[..indexed]);
-    let below = known.map(|layer| resources.share_layer(layer.layer())).chain(above).collect();
+    let below: Vec<Arc<Layer>> =
+        known.map(|layer| resources.share_layer(layer.layer())).chain(above).collect();
+    borders::hold(path, &below, resources.files())?;
     Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), index, lost_index })
 }
 

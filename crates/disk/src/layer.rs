@@ -69,6 +69,8 @@ pub(crate) struct Layer {
     file: ArcSwapOption<OpenStore>,
     /// Set on use, cleared by the table's clock hand.
     used: AtomicBool,
+    /// Whether the file's lock is wanted also while nobody reads it.
+    held: AtomicBool,
 }
 
 /// Bytes of a table looked at together while scanning: a cache line.
@@ -80,7 +82,8 @@ impl Layer {
     /// A layer whose file is not open yet.
     pub(crate) fn new(path: PathBuf, identity: FileIdentity, size: u64, tables: Option<Tables>) -> Self {
         let path = path.into_boxed_path();
-        Self { path, identity, size, tables, file: ArcSwapOption::empty(), used: AtomicBool::new(false) }
+        let (used, held) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { path, identity, size, tables, file: ArcSwapOption::empty(), used, held }
     }
 
     pub(crate) fn format(&self) -> Format {
@@ -107,9 +110,14 @@ impl Layer {
         self.file.store(file);
     }
 
-    /// Whether the file was used since the last call.
+    /// Asks for the file to stay open, and so locked, as long as there is room for any.
+    pub(crate) fn hold(&self) {
+        self.held.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the file was used since the last call, or is wanted open in any case.
     pub(crate) fn take_used(&self) -> bool {
-        self.used.swap(false, Ordering::Relaxed)
+        self.used.swap(false, Ordering::Relaxed) || self.held.load(Ordering::Relaxed)
     }
 
     /// Calls `visit` with guest offset and raw L2 entry of every cluster in `range` that the layer's tables say

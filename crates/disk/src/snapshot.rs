@@ -31,6 +31,7 @@ mod offline;
 mod overlay;
 mod prepare;
 mod prune;
+mod stood_on;
 
 pub use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 pub use vmstrata_qcow2::{SnapshotInfo, SnapshotInfoError};
@@ -43,6 +44,7 @@ pub use keep::{Keep, KeepError};
 pub(crate) use list::pick;
 pub use list::{Snapshot, State, find, list, resolve};
 pub use names::frozen_path;
+pub(crate) use names::stem;
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
 pub(crate) use offline::{lock_settled, name_from};
 pub(crate) use prepare::make_ready;

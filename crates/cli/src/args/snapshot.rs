@@ -196,6 +196,9 @@ pub struct SnapshotRevertArgs {
     /// Let go of what was written since the newest snapshot
     #[arg(long, short)]
     pub yes: bool,
+    /// Go back although images stand on the disk as it is now, and will read other data then
+    #[arg(long)]
+    pub force: bool,
     /// Where the journals of killed servers are
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
@@ -215,6 +218,8 @@ Examples:
   vmstrata snapshot revert web.qcow2 mon --keep web-broken.qcow2
 
 Snapshots newer than NAME are not removed: their files stay, and a disk kept with --keep still stands on them.
+Images that stand on the disk itself, not on a snapshot of it, would read other data: it is refused without --force, and
+while one of them is in use.
 A served disk goes back while no guest and no client is connected to it, and is behind the same doors again then.
 Exit codes: 0 reverted, 1 not (the disk is as it was), 64 wrong usage.";
 

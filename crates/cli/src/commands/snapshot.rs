@@ -128,6 +128,7 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
     }
     let options = RevertOptions {
         keep: args.keep.clone(),
+        force: args.force,
         open: args.common.open(),
         prepare: PrepareOptions { format: args.common.format, ..PrepareOptions::default() },
     };

@@ -169,7 +169,7 @@ impl Users {
     }
 
     /// An image that names the file as its backing file.
-    pub(super) fn of(&self, file: FileId) -> Option<&PathBuf> {
+    pub(crate) fn of(&self, file: FileId) -> Option<&PathBuf> {
         self.by_file.get(&file)?.first()
     }
 

@@ -53,6 +53,20 @@ pub enum SnapshotFault {
         /// Who.
         holder: Holder,
     },
+    /// A disk that stands on it is in use.
+    #[error("{} stands on it and is in use by {by}, which would no longer find it: stop that first (disks made by `vmstrata snapshot clone` stand on a snapshot instead, and are never in the way)", image.display())]
+    StoodOnInUse {
+        /// An image that stands on it.
+        image: PathBuf,
+        /// Who uses it, or one that stands on it in turn.
+        by: String,
+    },
+    /// An image stands on what would be replaced by other content.
+    #[error("{} stands on it as it is now, and would read other data: make that image stand alone (`vmstrata flatten`), delete it, or say --force", image.display())]
+    StoodOn {
+        /// One of them.
+        image: PathBuf,
+    },
     /// No snapshot of that name.
     #[error("it has no snapshot {name:?}{}", known(have))]
     NoSuchSnapshot {

@@ -17,7 +17,7 @@ pub fn frozen_path(disk: &Path, name: &str, format: Format) -> Option<PathBuf> {
 }
 
 /// A disk's file name without its ending.
-fn stem(file_name: &str) -> &str {
+pub(crate) fn stem(file_name: &str) -> &str {
     let stems = ENDINGS.iter().filter_map(|ending| file_name.strip_suffix(ending));
     stems.filter(|stem| !stem.is_empty()).min_by_key(|stem| stem.len()).unwrap_or(file_name)
 }

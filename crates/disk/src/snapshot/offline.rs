@@ -15,6 +15,7 @@ use super::holder::{Holder, holders};
 use super::list::{Snapshot, layers_up_to, list, pick};
 use super::overlay::Below;
 use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
+use super::stood_on::StoodOn;
 use super::{extend, names};
 use crate::chain::OpenOptions;
 use crate::clones;
@@ -44,8 +45,8 @@ pub struct Created {
 /// taken up before its file is frozen.
 ///
 /// # Errors
-/// A disk that is in use, that has a snapshot of that name, or as [`prepare`]: nothing has then changed. If the host fails
-/// in the middle of several disks, [`SnapshotFault::GroupBroken`] names those that have the snapshot.
+/// A disk that is in use, or one that stands on it; a disk that has a snapshot of that name, or as [`prepare`]: nothing has
+/// then changed. If the host fails in the middle of several disks, [`SnapshotFault::GroupBroken`] names those that have the snapshot.
 pub fn create(
     disks: &[PathBuf],
     info: &SnapshotInfo,
@@ -85,6 +86,7 @@ fn ready_one(
     if let Some(taken) = list(disk, open)?.into_iter().find(|other| other.name() == Some(&info.name)) {
         return Err(SnapshotFault::NameTaken { name: info.name.clone(), layer: taken.layer }.into());
     }
+    StoodOn::find(disk, open)?.refuse_if_in_use()?;
     Ok((lock, prepare(disk, info, options)?))
 }
 
@@ -144,6 +146,8 @@ fn in_use(disk: &Path) -> Error {
 pub struct RevertOptions {
     /// Another name for what is active now; `None` lets it go.
     pub keep: Option<PathBuf>,
+    /// Go back although images stand on what is active now, which will then read other data.
+    pub force: bool,
     /// How the disk is to be looked at.
     pub open: OpenOptions,
     /// As for [`prepare`].
@@ -162,8 +166,8 @@ pub struct Reverted {
 /// Makes the disk what it was at its snapshot `name`: a new, empty overlay takes the place of the active file.
 ///
 /// # Errors
-/// A disk in use, no such snapshot, a file to be kept that exists or lies elsewhere; whatever the host reports. Nothing
-/// has then changed.
+/// A disk in use, or one that stands on it; images that stand on it, unless forced; no such snapshot, a file to be kept that
+/// exists or lies elsewhere; whatever the host reports. Nothing has then changed.
 pub fn revert(
     disk: &Path,
     name: &str,
@@ -190,9 +194,13 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     if let Some(keep) = &options.keep {
         check_keep(disk, keep)?;
     }
-    let (stood_on, below) = finished(&found)?;
+    let (held, below) = finished(&found)?;
     let image = below.overlay(name_from(disk, &found.layer)?, &info)?;
     let mut prepared = Prepared::make(disk, identity, &image, disk, options.prepare.on_step)?;
+    // What a killed process left stands on the disk, too, and is gone by now.
+    let stood_on = StoodOn::find(disk, &options.open)?;
+    stood_on.refuse_if_in_use()?;
+    stood_on.refuse_unless(options.force)?;
     prepared.flush()?;
     if let Some(keep) = options.keep.as_ref().filter(|keep| file_at(keep).ok() != Some(identity)) {
         prepared.link(keep.clone())?;
@@ -201,7 +209,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     let left = snapshots[..found.depth - 1].iter().rev().map(|snapshot| snapshot.layer.as_path());
     clones::tell_of_left([found.layer.as_path()].into_iter().chain(left).chain(options.keep.as_deref()));
     prepared.publish()?;
-    drop((lock, stood_on));
+    drop((lock, held));
     snapshots.truncate(found.depth - 1);
     Ok(Reverted { layer: found.layer, dropped: snapshots })
 }

@@ -42,6 +42,7 @@ impl Host {
         drop(table);
         let options = RevertOptions {
             keep: asked.keep.map(PathBuf::from),
+            force: asked.force,
             open: self.open_options(&spec),
             prepare: PrepareOptions { format: spec.format, ..PrepareOptions::default() },
         };

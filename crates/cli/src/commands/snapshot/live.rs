@@ -135,7 +135,8 @@ impl Live {
     /// What the server says.
     pub fn revert(&self, args: &SnapshotRevertArgs) -> Result<()> {
         let keep = args.keep.as_deref().map(std::path::absolute).transpose()?;
-        let asked = RevertSpec { snapshot: args.name.clone(), keep: keep.as_deref().map(text) };
+        let asked =
+            RevertSpec { snapshot: args.name.clone(), keep: keep.as_deref().map(text), force: args.force };
         let path = format!("/v1/disks/{}/revert", vmstrata_api::encode_segment(&self.disks[0].1));
         let done: SnapshotReverted = self.client.post(&path, &asked)?;
         Reverted::new(args, done.layer, done.dropped_layers).tell(args.common.json)

@@ -1,0 +1,125 @@
+//! Disks that other disks stand on: their history must not be taken from under those.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use common::flat::assert_reads;
+use common::small_resources;
+use common::stock::{content, qemu_io, text, try_qemu_io};
+use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, SnapshotFault, SnapshotInfo, list};
+use vmstrata_disk::{CreateOptions, Disk, Error, ErrorKind, Format, OpenOptions, create};
+
+const MIB: u64 = 1 << 20;
+
+/// `golden.qcow2` with 7 at its start, and `ci.qcow2` on it with snapshots s1 and s2, and so an index.
+fn golden_and_ci(dir: &Path) -> (PathBuf, PathBuf) {
+    let (golden, ci) = (dir.join("golden.qcow2"), dir.join("ci.qcow2"));
+    create(&golden, &CreateOptions { size: Some(4 * MIB), ..CreateOptions::default() }).unwrap();
+    write(&golden, 7, "0 1M");
+    let backing = Some((PathBuf::from("golden.qcow2"), Format::Qcow2));
+    create(&ci, &CreateOptions { backing, ..CreateOptions::default() }).unwrap();
+    for (pattern, name) in [(1, "s1"), (2, "s2")] {
+        write(&ci, pattern, "1M 64k");
+        take(&ci, name).unwrap();
+    }
+    (golden, ci)
+}
+
+fn write(path: &Path, pattern: u8, at: &str) {
+    qemu_io(path, &[format!("write -P {pattern} {at}")]);
+}
+
+fn take(disk: &Path, name: &str) -> Result<(), Error> {
+    let info = SnapshotInfo { name: name.to_owned(), ..SnapshotInfo::default() };
+    let (open, prepare) = (OpenOptions::default(), PrepareOptions::default());
+    snapshot::create(&[disk.to_owned()], &info, &open, &prepare, &small_resources(None)).map(drop)
+}
+
+fn back(disk: &Path, name: &str, force: bool) -> Result<(), Error> {
+    let options = RevertOptions { force, ..RevertOptions::default() };
+    snapshot::revert(disk, name, &options, &small_resources(None)).map(drop)
+}
+
+fn fault(error: &Error) -> &SnapshotFault {
+    match error.kind() {
+        ErrorKind::Snapshot(fault) => fault,
+        other => panic!("{other}"),
+    }
+}
+
+fn names(disk: &Path) -> Vec<String> {
+    let found = list(disk, &OpenOptions::default()).unwrap();
+    found.iter().map(|snapshot| snapshot.name().unwrap_or("-").to_owned()).collect()
+}
+
+#[test]
+fn what_a_disk_was_made_on_is_locked_while_the_disk_is_in_use_though_an_index_knows_all_of_it() {
+    let dir = common::scratch();
+    let (golden, ci) = golden_and_ci(dir.path());
+    let expected = content(&ci, "qcow2");
+    for read_only in [false, true] {
+        let resources = small_resources(None);
+        let options = OpenOptions { read_only, ..OpenOptions::default() };
+        let disk = Disk::open(&ci, &options, &resources).unwrap();
+        assert_eq!(
+            resources.usage().open_files,
+            1 + usize::from(read_only),
+            "golden, and the disk if frozen"
+        );
+        let error = take(&golden, "v8").unwrap_err();
+        assert!(matches!(fault(&error), SnapshotFault::InUse { .. }), "{error}");
+        let said = text(&try_qemu_io(&golden, &[], &["write -P 9 0 64k".to_owned()]));
+        assert!(said.contains("Failed to get"), "{said}");
+        assert_reads(&disk, &expected, "beside those who may not");
+        disk.close().unwrap();
+    }
+    take(&golden, "v8").unwrap();
+    assert_eq!(content(&ci, "qcow2"), expected);
+}
+
+#[test]
+fn no_snapshot_is_taken_below_a_disk_that_someone_has_open() {
+    let dir = common::scratch();
+    let (golden, ci) = golden_and_ci(dir.path());
+    take(&golden, "v8").unwrap();
+    let expected = content(&ci, "qcow2");
+    let opened = std::fs::File::open(&ci).unwrap();
+    let mut user = Command::new("sleep").arg("600").stdin(Stdio::from(opened)).spawn().unwrap();
+    for error in [take(&golden, "v9").unwrap_err(), back(&golden, "v8", true).unwrap_err()] {
+        match fault(&error) {
+            SnapshotFault::StoodOnInUse { image, by } => {
+                assert_eq!(image.file_name().unwrap(), "ci.s1.qcow2");
+                assert_eq!(*by, format!("sleep (process {})", user.id()));
+            }
+            other => panic!("{other}"),
+        }
+    }
+    assert_eq!(names(&golden), ["v8"]);
+    user.kill().unwrap();
+    user.wait().unwrap();
+    take(&golden, "v9").unwrap();
+    assert_eq!(content(&ci, "qcow2"), expected);
+}
+
+#[test]
+fn going_back_is_refused_where_images_would_read_other_data() {
+    let dir = common::scratch();
+    let (golden, ci) = golden_and_ci(dir.path());
+    take(&golden, "v8").unwrap();
+    write(&golden, 8, "2M 64k");
+    let expected = content(&ci, "qcow2");
+    let error = back(&golden, "v8", false).unwrap_err();
+    match fault(&error) {
+        SnapshotFault::StoodOn { image } => assert_eq!(image.file_name().unwrap(), "ci.s1.qcow2"),
+        other => panic!("{other}"),
+    }
+    assert_eq!(content(&ci, "qcow2"), expected);
+    back(&golden, "v8", true).unwrap();
+    assert_ne!(content(&ci, "qcow2"), expected);
+    // What stands on a snapshot is in nobody's way.
+    snapshot::clone(&golden, "v8", &dir.path().join("clone.qcow2"), &OpenOptions::default()).unwrap();
+    std::fs::remove_file(dir.path().join("ci.s1.qcow2")).unwrap();
+    back(&golden, "v8", false).unwrap();
+}
