@@ -390,6 +390,41 @@ fn a_raw_state_is_not_taken_for_what_its_guest_wrote() {
     tool_ok("qemu-img", ["compare", "-q", "-f", "raw", "-F", "qcow2", raw, &out]);
 }
 
+/// A raw disk whose guest wrote a header naming another's layer, its snapshots `mon` and `tue`.
+fn disguised(images: &Images) -> String {
+    images.create("secret.qcow2", &["1M"]);
+    images.write_layer("secret.qcow2", &["write -P 7 0 1M"]);
+    let disk = images.create("web.img", &["-b", "secret.qcow2", "-F", "qcow2"]).to_str().unwrap().to_owned();
+    run_ok(["snapshot", "create", &disk, "--name", "mon", "-f", "raw"]);
+    images.write_layer("web.img", &["write -P 5 0 512"]);
+    run_ok(["snapshot", "create", &disk, "--name", "tue"]);
+    disk
+}
+
+#[test]
+fn what_the_chain_says_is_raw_is_not_taken_for_what_its_guest_wrote() {
+    let images = Images::new();
+    let disk = disguised(&images);
+    let raw = images.name("web.mon.raw");
+    let size = std::fs::metadata(&raw).unwrap().len().next_multiple_of(512);
+    let [mon, tue] = ["mon", "tue"].map(|name| format!("{disk}@{name}"));
+    let [full, inc, other] = ["full", "inc", "other"].map(|name| images.name(name));
+    run_ok(["backup", &mon, "-o", &full]);
+    tool_ok("qemu-img", ["compare", "-q", "-f", "raw", "-F", "qcow2", &raw, &full]);
+    run_ok(["backup", &tue, "--since", &mon, "--previous", &full, "-o", &inc]);
+    assert_same(&images.name("web.tue.qcow2"), &inc);
+    // The older state is only named by its file; the newer one stands on it, and says what it is.
+    run_ok(["backup", &tue, "--since", &raw, "--previous", &full, "-o", &other]);
+    assert_same(&inc, &other);
+    for old in [&mon, &raw] {
+        let found = run_json(["diff", "--json", "--bytes", old, &tue]);
+        assert_eq!(found["old-size"], size, "{old}: {found}");
+        assert_eq!(found["data-bytes"], 64 << 10, "{old}: {found}");
+    }
+    let back = run_json(["diff", "--json", &tue, &raw]);
+    assert_eq!(back["new-size"], size, "{back}");
+}
+
 #[test]
 fn a_manifest_that_is_there_stops_a_pipe_before_it_begins() {
     let images = Images::new();

@@ -51,7 +51,7 @@ pub use run::backup;
 pub use verify::verify;
 use vmstrata_qcow2::CompressionType;
 
-use crate::layer::Format;
+use crate::snapshot;
 
 /// What is told while a job runs: bytes done and bytes to do. The job stops when it answers false.
 pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
@@ -59,20 +59,14 @@ pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 /// What a backup is to be.
 #[derive(Clone, Debug, Default)]
 pub struct BackupOptions {
-    /// Store only what changed since the state whose newest layer is this file.
-    pub since: Option<PathBuf>,
+    /// Store only what changed since this state.
+    pub since: Option<snapshot::State>,
     /// For an incremental backup: the name of its backing file, as stored.
     pub backing_name: Option<String>,
     /// For an incremental backup: the manifest of the backup it builds upon.
     pub previous: Option<Manifest>,
     /// Compress clusters; a pipe takes no compressed backup.
     pub compression: Option<CompressionType>,
-    /// What the manifest says of the state, beside its file.
-    pub snapshot: Option<String>,
-    /// When the state was taken, in seconds since 1970.
-    pub taken_at: Option<u64>,
-    /// The state's format; `None` looks at its first bytes, which the guest of a raw disk could write.
-    pub format: Option<Format>,
     /// Directories, beside that of the state, in which backing files may lie.
     pub allow_backing: Vec<PathBuf>,
     /// Bytes read per second at most.

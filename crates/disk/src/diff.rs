@@ -47,8 +47,11 @@ pub struct DiffOptions {
     pub allow_backing: Vec<PathBuf>,
     /// Count clusters that read as zeros in both states as changed, too, where they come from different places.
     pub allocation: bool,
-    /// The newer state's format; `None` looks at its first bytes, which the guest of a raw disk could write.
+    /// The newer state's format; if `None`, what the older one's chain says if it stands on it, or else its first bytes, which the
+    /// guest of a raw disk could write.
     pub format: Option<Format>,
+    /// The older state's, likewise.
+    pub old_format: Option<Format>,
 }
 
 /// How the newer state has what changed.

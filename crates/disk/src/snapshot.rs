@@ -31,6 +31,7 @@ mod offline;
 mod overlay;
 mod prepare;
 mod prune;
+mod state;
 mod stood_on;
 
 pub use vmstrata_qcow2::snapshot_info::is_snapshot_name;

@@ -15,6 +15,7 @@ use vmstrata_disk::backup::{
     BackupOptions, BackupReport, BackupTarget, Manifest, RestoreOptions, backup, manifest_path, restore,
     verify,
 };
+use vmstrata_disk::snapshot::{SnapshotInfo, State};
 use vmstrata_disk::{Error, ErrorKind, ResourceOptions, Resources};
 use vmstrata_qcow2::CompressionType;
 
@@ -36,11 +37,12 @@ fn patiently<T>(mut job: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
     panic!("still locked");
 }
 
+fn to(path: &Path) -> BackupTarget<'static> {
+    BackupTarget::File { path: path.to_owned(), replace: false }
+}
+
 fn to_file(state: &Path, path: &Path, options: &BackupOptions) -> Result<BackupReport, Error> {
-    patiently(|| {
-        let target = BackupTarget::File { path: path.to_owned(), replace: false };
-        backup(state, target, options, &resources(), &mut |_, _| true)
-    })
+    patiently(|| backup(&State::of_file(state), to(path), options, &resources(), &mut |_, _| true))
 }
 
 fn check_verifies(path: &Path) -> Result<BackupReport, Error> {
@@ -57,7 +59,7 @@ fn on_top(previous: Option<(&Path, &Path)>, compression: Option<CompressionType>
         return BackupOptions { compression, ..BackupOptions::default() };
     };
     BackupOptions {
-        since: Some(state.to_owned()),
+        since: Some(State::of_file(state)),
         backing_name: Some(file.file_name().unwrap().to_str().unwrap().to_owned()),
         previous: Some(Manifest::read(&manifest_path(file)).expect("a manifest")),
         compression,
@@ -176,7 +178,8 @@ fn a_pipe_gets_the_same_bytes_as_a_file() {
         let options = on_top(previous, None);
         let mut piped = Vec::new();
         let target = BackupTarget::Stream(&mut piped);
-        let report = backup(state, target, &options, &resources(), &mut |_, _| true).expect("backs up");
+        let state = State::of_file(state);
+        let report = backup(&state, target, &options, &resources(), &mut |_, _| true).expect("backs up");
         let file = std::fs::read(&pair.files[number]).unwrap();
         assert!(piped == file, "backup {number}");
         let beside = Manifest::read(&manifest_path(&pair.files[number])).unwrap();
@@ -265,8 +268,9 @@ fn backups_that_do_not_follow_one_another_are_refused() {
     refused(&[full, &unlinked], "--previous");
     // A second full backup of the same state is another backup.
     let second = pair.dir.path().join("second");
-    let options = BackupOptions { snapshot: Some("again".to_owned()), ..BackupOptions::default() };
-    to_file(&pair.states[0], &second, &options).unwrap();
+    let info = Some(SnapshotInfo { name: "again".to_owned(), ..SnapshotInfo::default() });
+    let (state, target) = (State { info, ..State::of_file(&pair.states[0]) }, to(&second));
+    backup(&state, target, &BackupOptions::default(), &resources(), &mut |_, _| true).unwrap();
     refused(&[&second, inc], "another backup");
 }
 
@@ -277,7 +281,7 @@ fn options_that_do_not_go_together_are_refused() {
         let error = to_file(state, &pair.dir.path().join("none"), options).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     };
-    let since = BackupOptions { since: Some(pair.states[0].clone()), ..BackupOptions::default() };
+    let since = BackupOptions { since: Some(State::of_file(&pair.states[0])), ..BackupOptions::default() };
     fails(&since, &pair.states[1], "needs the previous backup");
     let named = BackupOptions { backing_name: Some("full".to_owned()), ..BackupOptions::default() };
     fails(&named, &pair.states[1], "only an incremental backup");
@@ -286,7 +290,8 @@ fn options_that_do_not_go_together_are_refused() {
     let mut bytes = Vec::new();
     let packed = BackupOptions { compression: Some(CompressionType::Zstd), ..BackupOptions::default() };
     let target = BackupTarget::Stream(&mut bytes);
-    let error = backup(&pair.states[0], target, &packed, &resources(), &mut |_, _| true).unwrap_err();
+    let state = State::of_file(&pair.states[0]);
+    let error = backup(&state, target, &packed, &resources(), &mut |_, _| true).unwrap_err();
     assert!(error.to_string().contains("to a pipe"), "{error}");
 }
 
@@ -298,7 +303,7 @@ fn what_is_there_is_replaced_only_when_asked_and_only_when_unused() {
     assert!(error.to_string().contains("exists"), "{error}");
     let replace = |state: &Path, path: &Path| {
         let target = BackupTarget::File { path: path.to_owned(), replace: true };
-        backup(state, target, &BackupOptions::default(), &resources(), &mut |_, _| true)
+        backup(&State::of_file(state), target, &BackupOptions::default(), &resources(), &mut |_, _| true)
     };
     // The state itself is in use, by this very backup.
     assert!(replace(&pair.states[1], &pair.states[0]).is_err());
@@ -312,8 +317,9 @@ fn what_is_there_is_replaced_only_when_asked_and_only_when_unused() {
 fn a_job_that_is_stopped_leaves_nothing() {
     let pair = pair(None);
     let path = pair.dir.path().join("stopped");
-    let target = BackupTarget::File { path: path.clone(), replace: false };
-    let stopped = backup(&pair.states[1], target, &BackupOptions::default(), &resources(), &mut |_, _| false);
+    let target = to(&path);
+    let state = State::of_file(&pair.states[1]);
+    let stopped = backup(&state, target, &BackupOptions::default(), &resources(), &mut |_, _| false);
     assert!(stopped.unwrap_err().to_string().contains("stopped"));
     assert!(!path.exists() && !manifest_path(&path).exists());
     assert_eq!(temporaries(pair.dir.path()), Vec::<String>::new());

@@ -11,6 +11,7 @@ use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
 use vmstrata_disk::backup::{
     BackupOptions, BackupTarget, Manifest, RestoreOptions, backup, manifest_path, restore, verify,
 };
+use vmstrata_disk::snapshot::State;
 use vmstrata_disk::{
     CreateOptions, Diff, DiffExtent, DiffOptions, Error, ErrorKind, Format, ResourceOptions, Resources,
     create,
@@ -84,7 +85,7 @@ fn a_failed_read_fails_a_backup_and_leaves_nothing() {
     for compression in [None, Some(CompressionType::Zlib)] {
         let file = dir.path().join("backup");
         let options = BackupOptions {
-            since: Some(old.clone()),
+            since: Some(State::of_file(&old)),
             backing_name: Some("full".to_owned()),
             compression,
             threads: 2,
@@ -92,7 +93,7 @@ fn a_failed_read_fails_a_backup_and_leaves_nothing() {
         };
         let job = |resources: &Arc<Resources>| {
             let target = BackupTarget::File { path: file.clone(), replace: false };
-            let done = backup(&new, target, &options, resources, &mut |_, _| true);
+            let done = backup(&State::of_file(&new), target, &options, resources, &mut |_, _| true);
             assert!(done.is_ok() || entries(dir.path()) == before, "{:?}", entries(dir.path()));
             done.map(drop)
         };
@@ -110,7 +111,7 @@ fn a_failed_read_fails_a_restore_and_leaves_nothing() {
     let options = BackupOptions { compression: Some(CompressionType::Zstd), ..BackupOptions::default() };
     let target = BackupTarget::File { path: file.clone(), replace: false };
     let resources = Resources::new(ResourceOptions::default());
-    backup(&new, target, &options, &resources, &mut |_, _| true).expect("backs up");
+    backup(&State::of_file(&new), target, &options, &resources, &mut |_, _| true).expect("backs up");
     drop(resources);
     let before = entries(dir.path());
     let restored = dir.path().join("restored");
@@ -172,7 +173,7 @@ fn tables_that_are_shared_do_not_take_memory() {
     run(&state, &["write -q 0 4k"]);
     let resources = Resources::new(ResourceOptions::default());
     let target = BackupTarget::File { path: file.clone(), replace: false };
-    backup(&state, target, &BackupOptions::default(), &resources, &mut |_, _| true).unwrap();
+    backup(&State::of_file(&state), target, &BackupOptions::default(), &resources, &mut |_, _| true).unwrap();
     drop(resources);
     let mut bytes = std::fs::read(&file).unwrap();
     let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap()) as usize;
@@ -196,7 +197,7 @@ fn small_backup(dir: &Path) -> PathBuf {
     let file = dir.join("backup");
     let resources = Resources::new(ResourceOptions::default());
     let target = BackupTarget::File { path: file.clone(), replace: false };
-    backup(&state, target, &BackupOptions::default(), &resources, &mut |_, _| true).unwrap();
+    backup(&State::of_file(&state), target, &BackupOptions::default(), &resources, &mut |_, _| true).unwrap();
     file
 }
 

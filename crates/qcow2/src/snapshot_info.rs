@@ -37,7 +37,7 @@ const CRC_AT: usize = 16;
 pub struct SnapshotInfo {
     /// Its name: 1 to [`MAX_NAME_LEN`] of `A-Z a-z 0-9 . _ -`, not starting with `.` or `-`.
     pub name: String,
-    /// When it was taken, in ns since 1970.
+    /// When it was taken, in ns since 1970. No two snapshots have the same: it tells one from another of its name.
     pub taken_ns: u64,
     /// Free-form labels, in order, no key twice. Keys are of the same characters as names and `/`; values are any text
     /// without control characters.
@@ -95,6 +95,12 @@ pub enum SnapshotInfoError {
 }
 
 impl SnapshotInfo {
+    /// Of snapshots of several disks at one instant, that of disk `number`: a nanosecond later than the one before it.
+    #[must_use]
+    pub fn for_disk(&self, number: usize) -> Self {
+        Self { taken_ns: self.taken_ns.saturating_add(number as u64), ..self.clone() }
+    }
+
     /// Checks every part against the limits.
     ///
     /// # Errors

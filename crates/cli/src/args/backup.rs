@@ -24,9 +24,12 @@ pub struct DiffArgs {
     /// Show zeros in place of other zeros too, where they come from another place
     #[arg(long, conflicts_with = "bytes")]
     pub allocation: bool,
-    /// What NEW holds; looked up in the file if omitted
+    /// What NEW holds; if omitted what the layer above it says, or the file itself
     #[arg(long, short = 'f', value_name = "FORMAT", value_parser = format_parser())]
     pub format: Option<Format>,
+    /// What OLD holds, likewise
+    #[arg(long, value_name = "FORMAT", value_parser = format_parser())]
+    pub old_format: Option<Format>,
     /// Where backing files may be.
     #[command(flatten)]
     pub backing: BackingArgs,
@@ -74,7 +77,7 @@ pub struct BackupArgs {
     /// How to compress clusters
     #[arg(long, value_name = "TYPE", default_value = "none")]
     pub compress: Packing,
-    /// What STATE holds; looked up in the file if omitted
+    /// What STATE holds; if omitted what the layer above it says, or the file itself
     #[arg(long, short = 'f', value_name = "FORMAT", value_parser = format_parser())]
     pub format: Option<Format>,
     /// Where the manifest goes when the backup goes to standard output; else beside the backup

@@ -111,25 +111,22 @@ fn make(
     target: BackupTarget<'_>,
     output: Option<&Path>,
 ) -> Result<BackupReport> {
-    let state = resolve(state, &args.backing)?;
-    let since = args.since.as_deref().map(|since| resolve(since, &args.backing)).transpose()?;
+    let state = resolve(state, args.format, &args.backing)?;
+    let since = args.since.as_deref().map(|since| resolve(since, None, &args.backing)).transpose()?;
     let previous = args.previous.as_deref().map(|file| Previous::find(file, output)).transpose()?;
     let (previous, name) = previous.map_or((None, None), |found| (Some(found.manifest), Some(found.name)));
     let options = BackupOptions {
-        since: since.map(|since| since.path),
+        since,
         backing_name: args.backing_name.clone().or(name),
         previous,
         compression: args.compress.compression(),
-        snapshot: state.snapshot,
-        taken_at: state.taken_at,
-        format: args.format,
         allow_backing: args.backing.allow_backing.clone(),
         bytes_per_second: args.speed.limit,
         threads: args.speed.threads,
     };
     let resources = Resources::new(ResourceOptions::default());
     watched("backing up", args.quiet, |watch| {
-        backup(&state.path, target, &options, &resources, watch).map_err(|error| explain(&error))
+        backup(&state, target, &options, &resources, watch).map_err(|error| explain(&error))
     })
 }
 

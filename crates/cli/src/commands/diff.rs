@@ -67,12 +67,14 @@ pub fn run(args: &DiffArgs) -> Result<ExitCode> {
 
 fn compare(args: &DiffArgs) -> Result<Total> {
     let resources = Resources::new(ResourceOptions::default());
+    let old = resolve(&args.old, args.old_format, &args.backing)?;
+    let new = resolve(&args.new, args.format, &args.backing)?;
     let options = DiffOptions {
         allow_backing: args.backing.allow_backing.clone(),
         allocation: args.allocation,
-        format: args.format,
+        format: new.format,
+        old_format: old.format,
     };
-    let (old, new) = (resolve(&args.old, &args.backing)?, resolve(&args.new, &args.backing)?);
     let diff = Diff::open(&old.path, &new.path, &options, &resources).map_err(|error| explain(&error))?;
     let mut out = BufWriter::new(io::stdout().lock());
     let total = if args.bytes {

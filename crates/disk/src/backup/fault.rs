@@ -16,11 +16,11 @@ pub enum BackupFault {
         reason: String,
     },
     /// A manifest of a format that this version does not know.
-    #[error("the manifest has version {version}; this program knows version {known}")]
+    #[error("the manifest has version {version}; this program knows versions up to {known}")]
     Version {
         /// The manifest's.
         version: u32,
-        /// The one that is known.
+        /// The newest one that is known.
         known: u32,
     },
     /// A manifest that does not match its own checksum.
@@ -80,6 +80,24 @@ pub enum BackupFault {
         found: String,
         /// What it should be of.
         expected: String,
+    },
+    /// The previous backup is of a disk of another size.
+    #[error(
+        "the previous backup is of a disk of {found} bytes, and the older state has {expected}: it is a backup of something else"
+    )]
+    OtherSize {
+        /// Bytes of the disk that the previous backup is of.
+        found: u64,
+        /// Bytes of the older state.
+        expected: u64,
+    },
+    /// The previous backup is of a state of the same name that was taken at another time.
+    #[error(
+        "the previous backup is of another {file:?}, taken at another time: of a snapshot of that name that was deleted since, or of another disk's. Make the backup of this one first"
+    )]
+    OtherSnapshot {
+        /// The older state.
+        file: String,
     },
     /// An incremental backup without a name for what it builds upon.
     #[error("an incremental backup needs the previous backup, or the name of its backing file")]

@@ -16,11 +16,12 @@ use super::fault::BackupFault;
 use super::region::REGION_BYTES;
 use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::snapshot;
 
 /// What the manifest of `FILE` is called: `FILE` with this at its end.
 pub const MANIFEST_SUFFIX: &str = ".manifest.json";
-/// The version that is written and read.
-const VERSION: u32 = 1;
+/// The version that is written; older ones are read, too.
+const VERSION: u32 = 2;
 /// Longer manifests are refused: this is one of a full disk of 30 TiB.
 const BYTES_MAX: u64 = 1 << 30;
 
@@ -82,6 +83,31 @@ pub struct State {
     /// When it was taken, in seconds since 1970, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub taken_at: Option<u64>,
+    /// And how many nanoseconds after that: of two snapshots of one name, this tells which it is. Absent in version 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub taken_at_ns: Option<u32>,
+}
+
+const NS_PER_SECOND: u64 = 1_000_000_000;
+
+impl State {
+    /// What a manifest says of a state.
+    pub(crate) fn of(state: &snapshot::State) -> Self {
+        let taken = state.taken_ns();
+        Self {
+            file: state.path.file_name().unwrap_or(state.path.as_os_str()).to_string_lossy().into_owned(),
+            snapshot: state.info.as_ref().map(|info| info.name.clone()),
+            taken_at: taken.map(|taken| taken / NS_PER_SECOND),
+            taken_at_ns: taken.map(|taken| (taken % NS_PER_SECOND) as u32),
+        }
+    }
+
+    /// Whether two states were taken at one time, as far as that is known of both.
+    pub(crate) fn is_same_snapshot(&self, other: &Self) -> Option<bool> {
+        let seconds = self.taken_at? == other.taken_at?;
+        let rest = self.taken_at_ns.zip(other.taken_at_ns);
+        Some(seconds && rest.is_none_or(|(one, other)| one == other))
+    }
 }
 
 /// What an incremental backup builds upon.
@@ -179,7 +205,7 @@ impl Manifest {
         }
         let not = |error: serde_json::Error| BackupFault::NotAManifest { reason: error.to_string() };
         let Version { vmstrata_backup: version } = serde_json::from_slice(bytes).map_err(not)?;
-        if version != VERSION {
+        if !(1..=VERSION).contains(&version) {
             return Err(BackupFault::Version { version, known: VERSION }.into());
         }
         let manifest: Self = serde_json::from_slice(bytes).map_err(not)?;
@@ -256,7 +282,12 @@ mod tests {
     fn manifest() -> Manifest {
         Manifest {
             vmstrata_backup: VERSION,
-            state: State { file: "web.mon.qcow2".into(), snapshot: Some("mon".into()), taken_at: Some(5) },
+            state: State {
+                file: "web.mon.qcow2".into(),
+                snapshot: Some("mon".into()),
+                taken_at: Some(5),
+                taken_at_ns: Some(7),
+            },
             builds_on: Some(Link {
                 file: "full.qcow2".into(),
                 since: "web.sun.qcow2".into(),
@@ -296,8 +327,32 @@ mod tests {
     #[test]
     fn other_versions_are_named() {
         let text = String::from_utf8(serde_json::to_vec(&manifest()).unwrap()).unwrap();
-        let text = text.replace("\"vmstrata_backup\":1", "\"vmstrata_backup\":2");
-        let error = Manifest::parse(text.as_bytes()).unwrap_err().to_string();
-        assert!(error.contains("version 2"), "{error}");
+        for (version, said) in [("3", "version 3"), ("0", "version 0")] {
+            let text = text.replace("\"vmstrata_backup\":2", &format!("\"vmstrata_backup\":{version}"));
+            let error = Manifest::parse(text.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(said), "{error}");
+        }
+    }
+
+    /// As the program wrote them that knew version 1.
+    #[test]
+    fn manifests_of_version_1_are_read() {
+        let text = include_bytes!("../../tests/backup_golden/manifest-1.json");
+        let read = Manifest::parse(text).unwrap();
+        assert_eq!(
+            (read.vmstrata_backup, read.state.taken_at, read.state.taken_at_ns),
+            (1, Some(1_795_598_838), None)
+        );
+        let now = |taken_at, taken_at_ns| State { taken_at, taken_at_ns, ..read.state.clone() };
+        assert_eq!(read.state.is_same_snapshot(&now(Some(1_795_598_838), Some(5))), Some(true));
+        assert_eq!(read.state.is_same_snapshot(&now(Some(1_795_598_839), Some(5))), Some(false));
+        assert_eq!(read.state.is_same_snapshot(&now(None, None)), None);
+    }
+
+    #[test]
+    fn snapshots_are_told_apart_to_the_nanosecond() {
+        let taken = |at, ns| State { taken_at: Some(at), taken_at_ns: Some(ns), ..manifest().state };
+        assert_eq!(taken(5, 7).is_same_snapshot(&taken(5, 7)), Some(true));
+        assert_eq!(taken(5, 7).is_same_snapshot(&taken(5, 8)), Some(false));
     }
 }

@@ -24,17 +24,19 @@ use crate::disk::Disk;
 use crate::draft::Draft;
 use crate::error::Result;
 use crate::resources::Resources;
+use crate::snapshot;
 
 /// Runs of allocation asked for at a time.
 const BATCH: usize = 4096;
 
-/// Backs up the state whose newest layer is `state`.
+/// Backs up a state.
 ///
 /// # Errors
-/// Options that do not go together; a state that cannot be read or is being written; a target that is there already
-/// (unless it is to be replaced) or cannot be written. A file target is then as it was.
+/// Options that do not go together; a previous backup of another state than the one since which changes are stored; a state
+/// that cannot be read or is being written; a target that is there already (unless it is to be replaced) or cannot be
+/// written. A file target is then as it was.
 pub fn backup(
-    state: &Path,
+    state: &snapshot::State,
     target: BackupTarget<'_>,
     options: &BackupOptions,
     resources: &Arc<Resources>,
@@ -53,7 +55,7 @@ pub fn backup(
         backing_name: link.as_ref().map(|link| link.file.clone()),
         compression: options.compression,
     };
-    let state = state_of(state, options);
+    let state = State::of(state);
     let mut job =
         Job { disk: &disk, plan: &plan, shape: &shape, options, watch, done: 0, regions: Vec::new() };
     let manifest = match target {
@@ -69,17 +71,24 @@ pub fn backup(
 }
 
 /// The disk in that state, and what of it to store.
-fn open(state: &Path, options: &BackupOptions, resources: &Arc<Resources>) -> Result<(Arc<Disk>, Plan)> {
+fn open(
+    state: &snapshot::State,
+    options: &BackupOptions,
+    resources: &Arc<Resources>,
+) -> Result<(Arc<Disk>, Plan)> {
     let open = OpenOptions {
         read_only: true,
         allow_backing: options.allow_backing.clone(),
-        format: options.format,
+        format: state.format,
         ..OpenOptions::default()
     };
-    let disk = Disk::open(state, &open, resources)?;
+    let disk = Disk::open(&state.path, &open, resources)?;
     let plan = match &options.since {
         None => plan_all(&disk)?,
-        Some(since) => plan_changes(since, state, &disk, options, resources)?,
+        Some(since) => {
+            let since = since.clone().as_known_to(state, &open)?;
+            plan_changes(&since, state, &disk, options, resources)?
+        }
     };
     Ok((disk, plan))
 }
@@ -92,24 +101,28 @@ fn link(options: &BackupOptions) -> Result<Option<Link>> {
         }
         return Ok(None);
     };
-    let since = file_name(since);
-    if let Some(previous) = &options.previous
-        && previous.state.file != since
-    {
-        let found = previous.state.file.clone();
-        return Err(BackupFault::OtherState { found, expected: since }.into());
-    }
     let file = options.backing_name.clone().ok_or(BackupFault::NoBackingName)?;
     let manifest_sha256 = options.previous.as_ref().map(|previous| previous.sha256);
-    Ok(Some(Link { file, since, manifest_sha256 }))
+    Ok(Some(Link { file, since: State::of(since).file, manifest_sha256 }))
 }
 
-fn file_name(path: &Path) -> String {
-    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
-}
-
-fn state_of(state: &Path, options: &BackupOptions) -> State {
-    State { file: file_name(state), snapshot: options.snapshot.clone(), taken_at: options.taken_at }
+/// Refuses to store changes since a state of `size` bytes on top of a backup of another.
+fn check_previous(previous: &Manifest, since: &snapshot::State, size: u64) -> Result<(), BackupFault> {
+    let (found, expected) = (&previous.state, State::of(since));
+    if found.file != expected.file {
+        return Err(BackupFault::OtherState { found: found.file.clone(), expected: expected.file });
+    }
+    if previous.disk_bytes != size {
+        return Err(BackupFault::OtherSize { found: previous.disk_bytes, expected: size });
+    }
+    match found.is_same_snapshot(&expected) {
+        Some(true) => Ok(()),
+        Some(false) => Err(BackupFault::OtherSnapshot { file: expected.file }),
+        None => {
+            tracing::warn!(state = %since.path.display(), "it is not known when this state was taken, or not of which the previous backup is: they are taken for the same by their names");
+            Ok(())
+        }
+    }
 }
 
 /// Every cluster that does not read as zeros without being read.
@@ -128,8 +141,8 @@ fn plan_all(disk: &Disk) -> Result<Plan> {
 }
 
 fn plan_changes(
-    since: &Path,
-    state: &Path,
+    since: &snapshot::State,
+    state: &snapshot::State,
     disk: &Disk,
     options: &BackupOptions,
     resources: &Arc<Resources>,
@@ -137,9 +150,13 @@ fn plan_changes(
     let diff_options = DiffOptions {
         allow_backing: options.allow_backing.clone(),
         allocation: false,
-        format: options.format,
+        format: state.format,
+        old_format: since.format,
     };
-    let diff = Diff::open(since, state, &diff_options, resources)?;
+    let diff = Diff::open(&since.path, &state.path, &diff_options, resources)?;
+    if let Some(previous) = &options.previous {
+        check_previous(previous, since, diff.old_size())?;
+    }
     let mut plan = Plan::new(cluster_bits(disk.cluster_bits(), disk.size()), disk.size());
     for extent in diff.extents() {
         let extent = extent?;

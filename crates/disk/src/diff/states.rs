@@ -58,7 +58,7 @@ impl States {
     /// As [`super::Diff::open`].
     pub(super) fn open(old: &Path, new: &Path, options: &DiffOptions, resources: &Resources) -> Result<Self> {
         let allow = &options.allow_backing;
-        let mut walks = [Walk::new(new, options.format, allow), Walk::new(old, None, allow)];
+        let mut walks = [Walk::new(new, options.format, allow), Walk::new(old, options.old_format, allow)];
         let depths = loop {
             let mut met = None;
             let mut moved = false;
@@ -80,6 +80,9 @@ impl States {
                 }
             }
         };
+        if let Some(told) = told_formats(&walks, depths, options) {
+            return Self::open(old, new, &told, resources);
+        }
         let common = Arc::clone(&walks[0].layers[depths[0]]);
         let [new, old] = walks;
         let (new, old) = (new.side(depths[0], &common), old.side(depths[1], &common));
@@ -87,6 +90,20 @@ impl States {
             new.layers.iter().chain(&old.layers).filter_map(|visible| visible.layer.cluster_bits());
         let unit = clusters.min().unwrap_or(ClusterBits::DEFAULT);
         Ok(Self { old, new, common, unit })
+    }
+}
+
+/// The formats of both states, where one was read off the state's first bytes and the other's chain says otherwise: what a
+/// raw layer begins with is its guest's.
+fn told_formats(walks: &[Walk; 2], depths: [usize; 2], options: &DiffOptions) -> Option<DiffOptions> {
+    let [new, old] = [0, 1].map(|side| walks[side].layers[depths[side]].format());
+    match depths {
+        _ if new == old => None,
+        [_, 0] if options.old_format.is_none() => {
+            Some(DiffOptions { old_format: Some(new), ..options.clone() })
+        }
+        [0, _] if options.format.is_none() => Some(DiffOptions { format: Some(old), ..options.clone() }),
+        _ => None,
     }
 }
 

@@ -68,7 +68,12 @@ impl Disk {
 /// When a disk is named twice.
 pub fn snapshot_together(disks: &[&Disk], info: &SnapshotInfo) -> Result<Vec<Taken>> {
     let mut changing = hold_all(disks);
-    let prepared = disks.iter().map(|disk| disk.prepare_snapshot(info)).collect::<Result<Vec<_>>>()?;
+    let infos = (0..).map(|number| info.for_disk(number));
+    let prepared = disks
+        .iter()
+        .zip(infos)
+        .map(|(disk, info)| disk.prepare_snapshot(&info))
+        .collect::<Result<Vec<_>>>()?;
     let mut switches = Vec::with_capacity(disks.len());
     for (disk, (prepared, frozen)) in disks.iter().zip(&prepared) {
         switches.push(Switch::prepare(disk, NewNames { overlay: prepared.overlay(), frozen })?);

@@ -55,8 +55,9 @@ pub fn create(
     resources: &Arc<Resources>,
 ) -> Result<Vec<Created>> {
     let mut ready = Vec::with_capacity(disks.len());
-    for disk in disks {
-        let held = ready_one(disk, info, open, options, resources).map_err(|error| error.in_file(disk))?;
+    for (number, disk) in disks.iter().enumerate() {
+        let info = info.for_disk(number);
+        let held = ready_one(disk, &info, open, options, resources).map_err(|error| error.in_file(disk))?;
         ready.push(held);
     }
     let mut created: Vec<Created> = Vec::with_capacity(disks.len());
