@@ -117,15 +117,20 @@ impl Bench {
             What::Chain(chain) => run::run(&chain.options(root)?).map(|_| ()),
             What::History(bench) => history::run(&bench.options(root)).map(|_| ()),
             What::Memory(bench) => memory::run(&bench.options(root)?).map(|_| ()),
-            What::Render => {
-                let json =
-                    std::fs::read(root.join("docs/measurements/chain.json")).context("no measurement yet")?;
-                publish::write(root, &serde_json::from_slice(&json)?)?;
-                history::PAGE.render(root)?;
-                memory::PAGE.render(root)
-            }
+            What::Render => render(root),
         }
     }
+}
+
+fn render(root: &Path) -> Result<()> {
+    let results = publish::kept(root)?.context("no measurement yet: cargo xtask bench chain")?;
+    publish::write(root, &results)?;
+    for shown in [history::SHOWN, memory::SHOWN] {
+        if let Some(blocks) = shown.of_report(root)? {
+            shown.write(root, &blocks)?;
+        }
+    }
+    Ok(())
 }
 
 impl HistoryBench {

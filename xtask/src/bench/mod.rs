@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   run ──► session (servers side by side) ──► server (child process) + client (libblkio), fio, nbdcopy
-//!    └────► results (samples, medians) ──► targets (paired ratios) ──► table (README) and plot (SVG)
+//!    └────► results (samples, medians) ──► targets (paired ratios) ──► tables (shown) and plot (SVG)
 //!   history ──► the same servers and client, over a thousand snapshots of a live disk
 //!   memory  ──► guests at work, their memory taken and given back, beside full copies and QEMU's migration
 //! ```
@@ -18,7 +18,7 @@ pub mod history;
 pub mod load;
 pub mod machine;
 pub mod memory;
-pub mod page;
+mod page;
 pub mod plot;
 mod prepared;
 pub mod publish;
@@ -28,6 +28,7 @@ pub mod results;
 pub mod run;
 pub mod server;
 pub mod session;
+pub mod shown;
 pub mod stalls;
 pub mod table;
 pub mod targets;

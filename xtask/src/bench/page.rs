@@ -1,4 +1,4 @@
-//! Where reports are kept: in `docs/measurements`, and in tables of the README, which are functions of them.
+//! Reports as tables: rows with a bound in the README, all rows and how they were measured on the report's page.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -7,25 +7,27 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::report::{Bound, Report, Row};
-use super::table::{insert_between, number};
+use super::shown::{Blocks, Shown};
+use super::table::number;
 
-/// A report's file and the README's table that is a function of it.
-#[derive(Clone, Copy, Debug)]
-pub struct Page {
-    /// The report, from the repository's root.
-    pub file: &'static str,
-    /// The word in the comments before and after the table.
-    pub mark: &'static str,
+const HEAD: &str = "| figure | bound | vmstrata | stock QEMU | |\n|---|---|--:|--:|---|\n";
+
+fn blocks(report: &Report) -> Blocks {
+    let bounded = report.rows.iter().filter(|row| row.bound.is_some());
+    let circumstances = report.machine.circumstances(&report.versions, &report.date);
+    let short: String = bounded.map(line).collect();
+    Blocks { short: format!("{HEAD}{short}\n{circumstances}\n"), whole: markdown(report) }
 }
 
-/// The block between the markers, markers not included.
-pub fn markdown(report: &Report) -> String {
-    let mut text = String::from("\n| figure | bound | vmstrata | stock QEMU | |\n|---|---|--:|--:|---|\n");
+/// All rows, and how they were measured.
+fn markdown(report: &Report) -> String {
+    let mut text = String::from(HEAD);
     report.rows.iter().for_each(|row| text.push_str(&line(row)));
-    let parameters: Vec<_> =
-        report.parameters.iter().map(|(name, value)| format!("{name}: {value}")).collect();
-    let circumstances = report.machine.circumstances(&report.versions, &report.date);
-    _ = writeln!(text, "\n{}. {circumstances}", parameters.join("; "));
+    text.push('\n');
+    for (name, value) in &report.parameters {
+        _ = writeln!(text, "- {name}: {value}");
+    }
+    _ = writeln!(text, "\n{}", report.machine.circumstances(&report.versions, &report.date));
     text
 }
 
@@ -44,47 +46,33 @@ fn line(row: &Row) -> String {
     format!("| {} | {bound} | {} | {qemu} | {verdict} |\n", row.name, with_unit(row.value))
 }
 
-impl Page {
-    /// Prints the report and, below a repository's root, writes it.
+impl Shown {
+    /// Prints a report and, below a repository's root, writes it and what shows it.
     ///
     /// # Errors
-    /// When a file cannot be written or the README has no place for the table.
+    /// When a file cannot be written or has no place for the table.
     pub(super) fn publish(&self, root: Option<&Path>, report: &Report) -> Result<()> {
         println!("{}", markdown(report));
-        root.map_or(Ok(()), |root| self.write(root, report))
-    }
-
-    /// Writes the report and the README's table.
-    fn write(&self, root: &Path, report: &Report) -> Result<()> {
+        let Some(root) = root else { return Ok(()) };
         let file = root.join(self.file);
         fs::create_dir_all(file.parent().context("a file in a directory")?)?;
         let mut json = serde_json::to_string_pretty(report)?;
         json.push('\n');
         fs::write(file, json)?;
-        self.render(root)
+        self.write(root, &blocks(report))
     }
 
-    /// Makes the README's table what the report says.
+    /// The tables of the report kept in this measurement's file; nothing while there is none.
     ///
     /// # Errors
-    /// As for [`Page::published`], and when the README cannot be written.
-    pub fn render(&self, root: &Path) -> Result<()> {
-        let text = fs::read_to_string(root.join("README.md")).context("README.md")?;
-        Ok(fs::write(root.join("README.md"), self.published(root, &text)?)?)
-    }
-
-    /// `readme` with its table as the report has it; unchanged when there is no report.
-    ///
-    /// # Errors
-    /// When the file is no report, or `readme` has no place for the table.
-    pub fn published(&self, root: &Path, readme: &str) -> Result<String> {
+    /// When the file is no report.
+    pub fn of_report(&self, root: &Path) -> Result<Option<Blocks>> {
         let file = root.join(self.file);
         if !file.is_file() {
-            return Ok(readme.to_owned());
+            return Ok(None);
         }
         let report: Report = serde_json::from_slice(&fs::read(&file)?).context(self.file)?;
-        let (begin, end) = (format!("<!-- {} -->", self.mark), format!("<!-- /{} -->", self.mark));
-        insert_between(readme, (&begin, &end), &markdown(&report))
+        Ok(Some(blocks(&report)))
     }
 }
 
@@ -93,7 +81,8 @@ mod tests {
     use super::super::report::Row;
     use super::*;
 
-    const PAGE: Page = Page { file: "docs/measurements/x.json", mark: "bench:x" };
+    const SHOWN: Shown =
+        Shown { file: "docs/measurements/x.json", page: "docs/measurements/x.md", mark: "bench:x" };
 
     fn report() -> Report {
         let mut report = Report::new("qemu-img", vec![("all of it".into(), "x".into())]);
@@ -112,15 +101,22 @@ mod tests {
     }
 
     #[test]
+    fn the_readme_shows_what_has_a_bound() {
+        let Blocks { short, whole } = blocks(&report());
+        assert!(whole.contains("| noise |") && whole.contains("- all of it: x\n"), "{whole}");
+        assert!(short.contains("| open |") && !short.contains("noise"), "{short}");
+    }
+
+    #[test]
     fn what_is_published_agrees_with_itself() {
         let root = tempfile::tempdir().unwrap();
-        let readme = root.path().join("README.md");
-        fs::write(&readme, "# x\n<!-- bench:x -->\n<!-- /bench:x -->\n").unwrap();
-        let before = fs::read_to_string(&readme).unwrap();
-        assert_eq!(PAGE.published(root.path(), &before).unwrap(), before, "nothing measured yet");
-        PAGE.write(root.path(), &report()).unwrap();
-        let text = fs::read_to_string(&readme).unwrap();
-        assert_eq!(PAGE.published(root.path(), &text).unwrap(), text, "tidy would complain");
-        assert!(text.contains("| open |") && PAGE.published(root.path(), "no markers").is_err());
+        assert!(SHOWN.of_report(root.path()).unwrap().is_none(), "nothing measured yet");
+        fs::create_dir_all(root.path().join("docs/measurements")).unwrap();
+        for file in ["README.md", SHOWN.page] {
+            fs::write(root.path().join(file), "# x\n<!-- bench:x -->\n<!-- /bench:x -->\n").unwrap();
+        }
+        SHOWN.publish(Some(root.path()), &report()).unwrap();
+        let read = SHOWN.of_report(root.path()).unwrap().expect("a report");
+        assert_eq!(SHOWN.stale(root.path(), &read).unwrap(), None, "tidy would complain");
     }
 }

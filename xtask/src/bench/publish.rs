@@ -1,4 +1,4 @@
-//! Where a measurement is kept: `docs/measurements/chain.json`, the plot beside it, and the README's table.
+//! Where the chains' measurement is kept: `docs/measurements/chain.json`, the plot beside it, and the tables that show it.
 
 use std::fs;
 use std::path::Path;
@@ -6,12 +6,17 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::results::Results;
+use super::shown::{Blocks, Shown};
 use super::{plot, table};
 
-/// Writes `docs/measurements/chain.json`, the plot beside it, and the README's table.
+/// Where chains are shown.
+pub const SHOWN: Shown =
+    Shown { file: "docs/measurements/chain.json", page: "docs/measurements/chain.md", mark: "bench:chain" };
+
+/// Writes `docs/measurements/chain.json`, the plot beside it, and the tables.
 ///
 /// # Errors
-/// When a file cannot be written or the README has no place for the table.
+/// When a file cannot be written or has no place for a table.
 pub fn write(root: &Path, results: &Results) -> Result<()> {
     let dir = root.join("docs/measurements");
     fs::create_dir_all(&dir)?;
@@ -19,10 +24,32 @@ pub fn write(root: &Path, results: &Results) -> Result<()> {
     json.push('\n');
     fs::write(dir.join("chain.json"), json)?;
     plot::draw(results, &dir.join("chain.svg"))?;
-    let readme = root.join("README.md");
-    let text = fs::read_to_string(&readme).context("README.md")?;
-    fs::write(&readme, table::insert(&text, &table::markdown(results))?)?;
-    Ok(())
+    SHOWN.write(root, &table::blocks(results))
+}
+
+/// Everything that was measured, as tables.
+pub(super) fn markdown(results: &Results) -> String {
+    table::blocks(results).whole
+}
+
+/// What is kept; nothing while nothing was measured.
+///
+/// # Errors
+/// When the file is none of a measurement.
+pub fn kept(root: &Path) -> Result<Option<Results>> {
+    let file = root.join(SHOWN.file);
+    if !file.is_file() {
+        return Ok(None);
+    }
+    serde_json::from_slice(&fs::read(&file)?).map(Some).context(SHOWN.file)
+}
+
+/// The tables of what is kept.
+///
+/// # Errors
+/// As for [`kept`].
+pub fn blocks(root: &Path) -> Result<Option<Blocks>> {
+    Ok(kept(root)?.as_ref().map(table::blocks))
 }
 
 #[cfg(test)]
@@ -32,14 +59,14 @@ mod tests {
     #[test]
     fn what_is_published_agrees_with_itself() {
         let root = tempfile::tempdir().unwrap();
-        let readme = root.path().join("README.md");
-        fs::write(&readme, format!("# x\n{}\n{}\n", table::BEGIN, table::END)).unwrap();
-        let results = super::super::results::example();
-        write(root.path(), &results).unwrap();
-        let json = fs::read(root.path().join("docs/measurements/chain.json")).unwrap();
-        let read: Results = serde_json::from_slice(&json).unwrap();
-        let text = fs::read_to_string(&readme).unwrap();
-        assert_eq!(table::insert(&text, &table::markdown(&read)).unwrap(), text, "tidy would complain");
+        assert!(blocks(root.path()).unwrap().is_none(), "nothing measured yet");
+        fs::create_dir_all(root.path().join("docs/measurements")).unwrap();
+        for file in ["README.md", SHOWN.page] {
+            fs::write(root.path().join(file), "# x\n<!-- bench:chain -->\n<!-- /bench:chain -->\n").unwrap();
+        }
+        write(root.path(), &super::super::results::example()).unwrap();
+        let read = blocks(root.path()).unwrap().expect("a measurement");
+        assert_eq!(SHOWN.stale(root.path(), &read).unwrap(), None, "tidy would complain");
         assert!(root.path().join("docs/measurements/chain.svg").is_file());
     }
 }

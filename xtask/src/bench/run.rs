@@ -20,7 +20,7 @@ use super::prepared::{self, Prepared};
 use super::results::{Figure, Results, Sample};
 use super::server::{self, Disk, Kind};
 use super::session::{self, Reader, Session, Timing, Values};
-use super::{describe, publish, table};
+use super::{describe, publish};
 use crate::chain::{self, Backing, Base, Plan, Shape, image};
 
 /// What the command line asks for.
@@ -120,7 +120,7 @@ pub fn run(options: &Options) -> Result<Results> {
         bench.boots()?;
     }
     let results = describe::results(options, bench.samples);
-    println!("{}", table::markdown(&results));
+    println!("{}", publish::markdown(&results));
     if let Some(root) = &options.publish {
         publish::write(root, &results)?;
     }

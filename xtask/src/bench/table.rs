@@ -1,19 +1,10 @@
-//! The Markdown table of a measurement, and its place in the README.
-//!
-//! The README's block is a function of `docs/measurements/chain.json`: `cargo xtask tidy` fails when it says
-//! anything else.
+//! The tables of the chains' measurement: a few figures for the README, all of them and their bounds for its page.
 
 use std::fmt::Write;
 
-use anyhow::{Context, Result};
-
 use super::results::{Cell, Figure, Ratio, Results};
 use super::server::Kind;
-
-/// Line before the block in the README.
-pub const BEGIN: &str = "<!-- bench:chain -->";
-/// Line after it.
-pub const END: &str = "<!-- /bench:chain -->";
+use super::shown::Blocks;
 
 const FIGURES: [Figure; 11] = [
     Figure::RandomRead32,
@@ -29,28 +20,45 @@ const FIGURES: [Figure; 11] = [
     Figure::Boot,
 ];
 
-/// The block between the markers, markers not included.
-pub fn markdown(results: &Results) -> String {
+/// What a reader wants to know first: reading, writing, memory, opening, starting a guest.
+const MOST: [Figure; 6] = [
+    Figure::RandomRead32,
+    Figure::Sequential,
+    Figure::FirstWrite,
+    Figure::Memory,
+    Figure::Open,
+    Figure::Boot,
+];
+
+/// Tables for the README and for the page.
+pub(super) fn blocks(results: &Results) -> Blocks {
+    let circumstances = results.machine.circumstances(&results.versions, &results.date);
+    let ratios = results.ratios.iter().map(ratio_row);
+    let ratios = String::from("| what must hold | target | measured | |\n|---|---|--:|---|\n")
+        + &ratios.collect::<String>();
+    Blocks {
+        short: format!("{}\nMedians; {circumstances}\n", figures(results, &MOST)),
+        whole: format!("{}\n{ratios}\nMedians; {circumstances}\n", figures(results, &FIGURES)),
+    }
+}
+
+fn figures(results: &Results, shown: &[Figure]) -> String {
     let mut lengths: Vec<u32> =
         results.cells.iter().map(|cell| cell.layers).filter(|layers| *layers > 0).collect();
     lengths.sort_unstable();
     lengths.dedup();
-    let mut text = String::from("\n| figure | server |");
+    let mut text = String::from("| figure | server |");
     lengths.iter().for_each(|layers| _ = write!(text, " {} |", plural(*layers)));
     text.push_str("\n|---|---|");
     lengths.iter().for_each(|_| text.push_str("--:|"));
     text.push('\n');
-    for figure in FIGURES {
+    for figure in shown.iter().copied() {
         for server in [Kind::Qemu, Kind::Vmstrata, Kind::Floor] {
             if let Some(row) = row(results, figure, server, &lengths) {
                 text.push_str(&row);
             }
         }
     }
-    text.push_str("\n| what must hold | target | measured | |\n|---|---|--:|---|\n");
-    results.ratios.iter().for_each(|ratio| text.push_str(&ratio_row(ratio)));
-    let circumstances = results.machine.circumstances(&results.versions, &results.date);
-    _ = writeln!(text, "\nMedians; {circumstances}");
     text
 }
 
@@ -111,24 +119,6 @@ pub(super) fn thousands(value: f64) -> String {
     text
 }
 
-/// The README with its block replaced.
-///
-/// # Errors
-/// When the markers are missing.
-pub fn insert(readme: &str, block: &str) -> Result<String> {
-    insert_between(readme, (BEGIN, END), block)
-}
-
-/// `text` with what is between two marker lines replaced.
-///
-/// # Errors
-/// When the markers are missing.
-pub(super) fn insert_between(text: &str, (begin, end): (&str, &str), block: &str) -> Result<String> {
-    let (before, rest) = text.split_once(begin).with_context(|| format!("no line {begin}"))?;
-    let (_, after) = rest.split_once(end).with_context(|| format!("no line {end} after {begin}"))?;
-    Ok(format!("{before}{begin}\n{}\n{end}{after}", block.trim_end()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -141,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_row_for_each_server_and_a_column_for_each_length() {
-        let text = markdown(&crate::bench::results::example());
+        let text = blocks(&crate::bench::results::example()).whole;
         let line = |start: &str| {
             text.lines().find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{text}"))
         };
@@ -156,11 +146,9 @@ mod tests {
     }
 
     #[test]
-    fn inserting_twice_changes_nothing_more() {
-        let readme = format!("head\n{BEGIN}\nold\n{END}\ntail\n");
-        let once = insert(&readme, "| new |\n").unwrap();
-        assert_eq!(once, format!("head\n{BEGIN}\n| new |\n{END}\ntail\n"));
-        assert_eq!(insert(&once, "| new |\n").unwrap(), once);
-        assert!(insert("nothing", "x").is_err());
+    fn the_readme_has_fewer_figures_and_no_bounds() {
+        let text = blocks(&crate::bench::results::example()).short;
+        assert!(text.contains("| vhost-user 4 KiB random read, QD32, IOPS | QEMU |"), "{text}");
+        assert!(!text.contains("QD1,") && !text.contains("what must hold"), "{text}");
     }
 }

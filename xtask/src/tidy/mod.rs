@@ -19,7 +19,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench::{history, memory, results::Results, table};
+use crate::bench::{history, memory, publish};
 use exceptions::Exceptions;
 use lexer::{Token, tokens};
 
@@ -69,7 +69,7 @@ pub fn check(root: &Path) -> Result<Vec<String>> {
     complaints.extend(sources.iter().filter_map(missing_docs));
     complaints.extend(sources.iter().filter_map(forbidden_unsafe));
     complaints.extend(exceptions.judge(&sizes::measure(&sources)));
-    complaints.extend(readme_table(root)?);
+    complaints.extend(stale_tables(root)?);
     Ok(complaints)
 }
 
@@ -120,18 +120,20 @@ fn forbidden_unsafe(source: &Source) -> Option<String> {
     Some(format!("{}:{}: `unsafe` belongs into the crates store, export and memory", source.path, token.line))
 }
 
-fn readme_table(root: &Path) -> Result<Option<String>> {
-    let readme = fs::read_to_string(root.join("README.md")).context("README.md")?;
-    let fresh = history::PAGE.published(root, &readme)?;
-    let mut fresh = memory::PAGE.published(root, &fresh)?;
-    let json = root.join("docs/measurements/chain.json");
-    if json.is_file() {
-        let results: Results =
-            serde_json::from_slice(&fs::read(&json)?).context("docs/measurements/chain.json")?;
-        fresh = table::insert(&fresh, &table::markdown(&results))?;
+/// Tables that are not what `docs/measurements` has.
+fn stale_tables(root: &Path) -> Result<Vec<String>> {
+    let measured = [
+        (publish::SHOWN, publish::blocks(root)?),
+        (history::SHOWN, history::SHOWN.of_report(root)?),
+        (memory::SHOWN, memory::SHOWN.of_report(root)?),
+    ];
+    let mut complaints = Vec::new();
+    for (shown, blocks) in measured {
+        if let Some(name) = blocks.map(|blocks| shown.stale(root, &blocks)).transpose()?.flatten() {
+            complaints.push(format!("{name}: a table is not {}: cargo xtask bench render", shown.file));
+        }
     }
-    let stale = fresh != readme;
-    Ok(stale.then(|| "README.md: a table is not docs/measurements: cargo xtask bench render".into()))
+    Ok(complaints)
 }
 
 #[cfg(test)]

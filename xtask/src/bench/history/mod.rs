@@ -29,12 +29,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 
 use super::floor;
-use super::page::Page;
 use super::report::Report;
 use super::server;
+use super::shown::Shown;
 
 /// Where the results are kept.
-pub const PAGE: Page = Page { file: "docs/measurements/history.json", mark: "bench:history" };
+pub const SHOWN: Shown = Shown {
+    file: "docs/measurements/history.json",
+    page: "docs/measurements/history.md",
+    mark: "bench:history",
+};
 
 /// Tells this benchmark's data from others'.
 const SEED: u64 = 20_260_301;
@@ -155,7 +159,7 @@ pub fn run(options: &Options) -> Result<Report> {
         }
     }
     said("done");
-    PAGE.publish(options.publish.as_deref(), &report)?;
+    SHOWN.publish(options.publish.as_deref(), &report)?;
     Ok(report)
 }
 

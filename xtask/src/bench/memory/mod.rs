@@ -27,13 +27,17 @@ use anyhow::{Result, ensure};
 
 use self::sample::Samples;
 use self::stage::Stage;
-use super::page::Page;
 use super::report::Report;
 use super::server;
+use super::shown::Shown;
 use crate::guest::Guest;
 
 /// Where the results are kept.
-pub const PAGE: Page = Page { file: "docs/measurements/memory.json", mark: "bench:memory" };
+pub const SHOWN: Shown = Shown {
+    file: "docs/measurements/memory.json",
+    page: "docs/measurements/memory.md",
+    mark: "bench:memory",
+};
 
 /// Copies of what a guest cannot live without, and of everything in the full copies.
 const COPIES: usize = 3;
@@ -102,7 +106,7 @@ pub fn run(options: &Options) -> Result<Report> {
     said("done");
     let mut report = Report::new("qemu-system-x86_64", parameters(options));
     samples.rows(&mut report);
-    PAGE.publish(options.publish.as_deref(), &report)?;
+    SHOWN.publish(options.publish.as_deref(), &report)?;
     Ok(report)
 }
 
