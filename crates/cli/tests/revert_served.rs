@@ -2,11 +2,14 @@
 
 mod support;
 
-use std::os::unix::net::UnixStream;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::process::Stdio;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use support::http::ask;
 use support::server::Server;
 use support::{Holder, Images, assert_clean, run_json, run_ok, tool_ok};
@@ -139,4 +142,56 @@ fn what_cannot_be_reverted_is_served_on() {
     assert!(server.stop().success());
     assert_clean(Path::new(&disk));
     run_ok(["snapshot", "revert", &disk, "s1", "--yes"]);
+}
+
+/// An agent that says when it is to freeze, and does when it is told so.
+fn slow_agent(images: &Images) -> (String, mpsc::Receiver<()>, mpsc::Sender<()>) {
+    let socket = images.name("agent.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let (asked, is_asked) = mpsc::channel();
+    let (go, goes) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut answers = listener.accept().unwrap().0;
+        for line in BufReader::new(answers.try_clone().unwrap()).split(b'\n').map_while(Result::ok) {
+            let text = line.strip_prefix(b"\xff").unwrap_or(&line);
+            let command: Value = serde_json::from_slice(text).expect("JSON");
+            let (delimiter, value): (&[u8], _) = match command["execute"].as_str().unwrap() {
+                "guest-sync-delimited" => (b"\xff", command["arguments"]["id"].clone()),
+                "guest-fsfreeze-freeze" => {
+                    asked.send(()).unwrap();
+                    goes.recv().unwrap();
+                    (b"", json!(1))
+                }
+                _ => (b"", json!(1)),
+            };
+            let answer = [delimiter, format!("{}\n", json!({ "return": value })).as_bytes()].concat();
+            answers.write_all(&answer).unwrap();
+        }
+    });
+    (socket, is_asked, go)
+}
+
+#[test]
+fn a_disk_whose_snapshot_waits_for_the_guest_is_neither_reverted_nor_removed_and_keeps_its_doors() {
+    let images = Images::new();
+    let (server, disk, guest) = start(&images);
+    let before = doors(&server);
+    let (agent, is_asked, go) = slow_agent(&images);
+    let mut create = support::vmstrata();
+    create.args(["snapshot", "create", &disk, "--name", "s3", "--agent", &agent, "--control"]);
+    let mut create = create.arg(server.control()).stdout(Stdio::null()).spawn().unwrap();
+    is_asked.recv_timeout(Duration::from_secs(30)).expect("the agent is asked");
+    for args in [&["snapshot", "revert", &disk, "s1", "--yes"][..], &["disk", "remove", "web"]] {
+        let said = server.ask_err(args.iter().copied());
+        assert!(said.contains("'web' is having a snapshot taken: try again"), "{args:?}: {said}");
+    }
+    assert_eq!(doors(&server), before);
+    io(&server, "read -P 3 0 64k");
+    go.send(()).unwrap();
+    assert!(create.wait().unwrap().success());
+    revert(&server, &[&disk, "s1", "--yes"]);
+    io(&server, "read -P 1 0 64k");
+    UnixStream::connect(&guest).expect("the guest's door is open");
+    assert!(server.stop().success());
+    assert_clean(Path::new(&disk));
 }

@@ -77,6 +77,14 @@ pub enum Error {
         /// What is happening to it.
         doing: &'static str,
     },
+    /// A disk that was closed, whose files the server has not let go of.
+    #[error(
+        "disk '{name}' is closed, but this server has its files locked still, which is a defect of vmstrata: they are unlocked when the server ends"
+    )]
+    StillLocked {
+        /// Its name.
+        name: String,
+    },
     /// A disk whose content would change under whoever uses it.
     #[error(
         "disk '{name}' is in use by {by}, under whom it would change: detach that first, or make a disk of its own of the snapshot with `vmstrata snapshot clone`"

@@ -10,7 +10,7 @@
 //! `revert` goes from Serving through Closing and Opening to Serving, with the doors shut meanwhile.
 //!
 //! Invariants: a disk that was opened is closed, whatever fails after it; only a crash leaves one open, and then its
-//! journal replays. No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
+//! journal replays. Nobody closes a disk while it is lent ([`users`]). No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
 mod disks;
@@ -24,6 +24,7 @@ mod size;
 mod snapshots;
 mod states;
 mod stats;
+mod users;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -39,6 +40,7 @@ use self::doors::Door;
 use self::retention::Due;
 pub(crate) use self::retention::Retention;
 pub(crate) use self::states::look_at;
+use self::users::Users;
 use crate::agent::Guards;
 use crate::error::{Error, NotClean};
 use crate::jobs::Jobs;
@@ -80,6 +82,13 @@ struct Table {
 struct Entry {
     spec: DiskSpec,
     phase: Phase,
+    users: Arc<Users>,
+}
+
+impl Entry {
+    fn new(spec: DiskSpec, phase: Phase) -> Self {
+        Self { spec, phase, users: Arc::default() }
+    }
 }
 
 /// A disk being closed is in the hands of whoever closes it: its files are unlocked when that is done.

@@ -8,6 +8,7 @@ use vmstrata_disk::{Disk, OpenOptions};
 use vmstrata_export::nbd::{self, Export};
 
 use super::doors::Door;
+use super::users::{Lent, PATIENCE};
 use super::{Entry, Host, Phase, states};
 use crate::error::{Error, NotClean};
 use crate::spec::{DiskSpec, SpecError};
@@ -25,11 +26,12 @@ impl Host {
         if table.entry(&spec.name).is_some() {
             return Err(SpecError::NameTaken { name: spec.name }.into());
         }
-        table.disks.push(Entry { spec: spec.clone(), phase: Phase::Opening });
+        table.disks.push(Entry::new(spec.clone(), Phase::Opening));
         drop(table);
         let disk = self.open_and_let_in(&spec).inspect_err(|_| self.table.lock().forget(&spec.name))?;
         self.tell(Event::DiskAdded { disk: spec.name.clone() });
         self.mend_index(&spec.name, &disk);
+        drop(disk);
         self.due.now();
         Ok(())
     }
@@ -49,27 +51,25 @@ impl Host {
     }
 
     /// Opens a disk, and shows it to whoever may use it.
-    pub(super) fn open_and_let_in(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
+    pub(super) fn open_and_let_in(&self, spec: &DiskSpec) -> Result<Lent, Error> {
         let disk = self.open_disk(spec)?;
-        self.let_in(spec, Arc::clone(&disk))?;
-        Ok(disk)
+        self.let_in(spec, disk)
     }
 
     /// Shows an open disk to NBD clients, and to whoever opens a door.
-    pub(super) fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<(), Error> {
+    pub(super) fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<Lent, Error> {
         let mut table = self.table.lock();
         let doors = table.nbd();
         let show = |door: &Arc<nbd::Server>| door.exports().add(Export::new(&spec.name, Arc::clone(&disk)));
         match doors.iter().try_for_each(show) {
             Ok(()) => {
                 table.set_phase(&spec.name, Phase::Serving(disk));
-                Ok(())
+                table.lend(&spec.name, "being opened").map(|(_, lent)| lent)
             }
             Err(error) => {
                 drop(table);
                 withdraw(&spec.name, &doors);
-                close(spec.name.clone(), &disk)
-                    .map_err(|failure| Error::NotClean { failures: vec![failure] })?;
+                close_and_release(&spec.name, disk)?;
                 Err(error.into())
             }
         }
@@ -78,9 +78,12 @@ impl Host {
     /// Closes a disk: its doors are drained, its image is left clean, its files are unlocked.
     ///
     /// # Errors
-    /// No such disk; one that is not served; an image that could not be closed clean (the disk is gone all the same).
+    /// No such disk; one that is not served, or that something is being done with: nothing has changed. An image that could
+    /// not be closed clean: the disk is gone all the same.
     pub fn remove_disk(&self, name: &str) -> Result<(), Error> {
-        let (_change, mut table) = self.begin_change()?;
+        let (_change, table) = self.begin_change()?;
+        drop(table);
+        let mut table = self.unused(name, PATIENCE)?;
         let disk = Arc::clone(table.serving(name)?.1);
         table.set_phase(name, Phase::Closing);
         let own: Vec<(u64, Door)> = table.doors.extract_if(.., |(_, door)| door.is_only_for(name)).collect();
@@ -93,12 +96,11 @@ impl Host {
             self.tell(Event::DoorRemoved { id });
         }
         withdraw(name, &shared);
-        let closed = close(name.to_owned(), &disk);
-        release(name, disk);
+        let closed = close_and_release(name, disk);
         self.table.lock().forget(name);
-        let error = closed.as_ref().err().map(|failure| failure.source.to_string());
+        let error = closed.as_ref().err().map(Error::to_string);
         self.tell(Event::DiskRemoved { disk: name.to_owned(), error });
-        closed.map_err(|failure| Error::NotClean { failures: vec![failure] })
+        closed
     }
 }
 
@@ -118,20 +120,29 @@ pub(super) fn close(name: String, disk: &Disk) -> Result<(), NotClean> {
     })
 }
 
+/// Closes a disk, and lets go of its files.
+///
+/// # Errors
+/// An image that could not be closed clean; files that are locked still.
+pub(super) fn close_and_release(name: &str, disk: Arc<Disk>) -> Result<(), Error> {
+    let closed = close(name.to_owned(), &disk);
+    let released = release(name, disk);
+    closed.map_err(|failure| Error::NotClean { failures: vec![failure] }).and(released)
+}
+
 /// Lets go of the last reference, and with it of the files' locks.
-pub(super) fn release(name: &str, mut disk: Arc<Disk>) {
+///
+/// # Errors
+/// Someone else has the disk still.
+fn release(name: &str, mut disk: Arc<Disk>) -> Result<(), Error> {
     let deadline = Instant::now() + LAST_LOOK;
     loop {
         match Arc::try_unwrap(disk) {
-            Ok(_closed) => return,
+            Ok(_closed) => return Ok(()),
             Err(shared) => disk = shared,
         }
         if Instant::now() > deadline {
-            tracing::warn!(
-                disk = name,
-                "is closed, but someone still has it: its files stay locked until then"
-            );
-            return;
+            return Err(Error::StillLocked { name: name.to_owned() });
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -168,7 +179,7 @@ mod tests {
         let disk = Disk::open(path, &OpenOptions::default(), resources).unwrap();
         disk.write_zeroes(GuestRange::new(GuestOffset::ZERO, 65536), false).unwrap();
         let spec = vmstrata_api::DiskSpec { path: path.to_str().unwrap().to_owned(), ..Default::default() };
-        Entry { spec: spec.try_into().unwrap(), phase: Phase::Serving(disk) }
+        Entry::new(spec.try_into().unwrap(), Phase::Serving(disk))
     }
 
     #[test]

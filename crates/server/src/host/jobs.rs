@@ -10,6 +10,9 @@ use super::Host;
 use crate::error::Error;
 use crate::jobs::{DEFAULT_LIMIT, Flatten, IndexBuild, SnapshotDelete, Work};
 
+/// What is done with a disk until its job has begun.
+const BEGINNING: &str = "having a job begun";
+
 impl Host {
     /// Begins a job on a disk that is served.
     ///
@@ -19,7 +22,7 @@ impl Host {
         match asked {
             JobSpec::IndexBuild { disk, bytes_per_second } => {
                 let (_change, table) = self.begin_change()?;
-                let open = Arc::clone(table.serving(&disk)?.1);
+                let (_, open) = table.lend(&disk, BEGINNING)?;
                 drop(table);
                 let work = IndexBuild::new(&open, false)?;
                 self.keep_job(&disk, || self.jobs.start(&disk, bytes_per_second, work))
@@ -62,11 +65,10 @@ impl Host {
         make: impl FnOnce(Arc<Disk>, MergeOptions) -> Result<W, Error>,
     ) -> Result<JobStatus, Error> {
         let (_change, table) = self.begin_change()?;
-        let (spec, open) = table.serving(disk)?;
+        let (spec, open) = table.lend(disk, BEGINNING)?;
         let options = MergeOptions { open: self.open_options(spec), removal, forget_missing };
-        let open = Arc::clone(open);
         drop(table);
-        let work = make(open, options)?;
+        let work = make(Arc::clone(&open), options)?;
         let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));
         self.keep_job(disk, || self.jobs.start(disk, limit, work))
     }

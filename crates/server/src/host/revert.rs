@@ -19,10 +19,11 @@ use vmstrata_api::{Event, RevertSpec, SnapshotReverted};
 use vmstrata_disk::Disk;
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions};
 
-use super::disks::{close, release};
+use super::disks::close_and_release;
 use super::doors::Door;
+use super::users::PATIENCE;
 use super::{Host, Phase, Table};
-use crate::error::{Error, NotClean};
+use crate::error::Error;
 use crate::spec::{DiskSpec, VhostUserSpec};
 
 /// The doors of a disk that is taken out, with their numbers.
@@ -32,7 +33,7 @@ impl Host {
     /// Makes a disk that nobody uses what it was at a snapshot.
     ///
     /// # Errors
-    /// A guest or a client that uses the disk, no such snapshot, a read-only disk: nothing has changed. Whatever the host
+    /// A guest, a client or a snapshot that uses the disk, no such snapshot, a read-only disk: nothing has changed. Whatever the host
     /// reports: the disk is served as it was, or is gone if it cannot be opened again.
     pub fn revert(&self, name: &str, asked: RevertSpec) -> Result<SnapshotReverted, Error> {
         let (_change, table) = self.begin_change()?;
@@ -68,7 +69,7 @@ impl Host {
 
     /// Shuts the doors of a disk that nobody uses, ends its jobs, and hands it out.
     fn take_out(&self, name: &str) -> Result<(Arc<Disk>, Doors), Error> {
-        let mut table = self.table.lock();
+        let mut table = self.unused(name, PATIENCE)?;
         let disk = Arc::clone(table.serving(name)?.1);
         table.check_idle(name)?;
         table.set_phase(name, Phase::Closing);
@@ -96,7 +97,7 @@ impl Host {
         if let Some(by) = by {
             let spec = self.table.lock().entry(name).map(|entry| entry.spec.clone());
             let spec = spec.ok_or_else(|| Error::NoSuchDisk { name: name.to_owned() })?;
-            self.let_in(&spec, Arc::clone(&disk))?;
+            let disk = self.let_in(&spec, disk)?;
             self.open_doors(&disk, doors)?;
             return Err(Error::Attached { name: name.to_owned(), by });
         }
@@ -156,10 +157,4 @@ impl Table {
         };
         Err(Error::Attached { name: name.to_owned(), by })
     }
-}
-
-fn close_and_release(name: &str, disk: Arc<Disk>) -> Result<(), Error> {
-    let closed = close(name.to_owned(), &disk);
-    release(name, disk);
-    closed.map_err(|failure: NotClean| Error::NotClean { failures: vec![failure] })
 }

@@ -1,7 +1,5 @@
 //! Other sizes for disks that are served.
 
-use std::sync::Arc;
-
 use vmstrata_api::{Event, SizeChange, SizeSpec};
 use vmstrata_disk::Shrink;
 
@@ -16,7 +14,7 @@ impl Host {
     /// No such disk, one that is not served, or what the engine refuses; see [`vmstrata_disk::Disk::resize`].
     pub fn resize(&self, name: &str, asked: &SizeSpec) -> Result<SizeChange, Error> {
         let (_change, table) = self.begin_change()?;
-        let disk = Arc::clone(table.serving(name)?.1);
+        let (_, disk) = table.lend(name, "being resized")?;
         drop(table);
         let shrink = if asked.shrink { Shrink::Allow } else { Shrink::Refuse };
         let resized = disk.resize(asked.size_bytes, shrink)?;

@@ -2,7 +2,7 @@
 //! on a thread of its own, or by whoever changes or closes the disk before.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use vmstrata_api::{Event, Quiesce, SnapshotLayer, SnapshotSpec, SnapshotTaken};
 use vmstrata_disk::snapshot::SnapshotInfo;
@@ -10,6 +10,7 @@ use vmstrata_disk::{Disk, snapshot_together};
 
 use super::quiesce::{WithAgent, quiesce};
 use super::retention::Due;
+use super::users::Lent;
 use super::{Host, Table};
 use crate::agent::Patience;
 use crate::error::Error;
@@ -41,11 +42,12 @@ impl Host {
             group: asked.group,
             origin: None,
         };
-        let all: Vec<&Disk> = disks.iter().map(|disk| &**disk).collect();
+        let all: Vec<&Disk> = disks.iter().map(|disk| &***disk).collect();
         let taken = snapshot_together(&all, &info);
         let thawed = quiesced.thaw();
         let taken = taken?;
-        settle_later(disks, Arc::clone(&self.due));
+        settle_later(&disks, Arc::clone(&self.due));
+        drop(disks);
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
         let layers = asked.disks.into_iter().zip(taken).map(|(disk, taken)| {
             self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
@@ -65,23 +67,23 @@ impl Host {
 
 impl Table {
     /// The disks of a snapshot, and the agents of their guests.
-    fn with_agents(&self, asked: &SnapshotSpec) -> Result<(Vec<Arc<Disk>>, Vec<WithAgent>), Error> {
+    fn with_agents(&self, asked: &SnapshotSpec) -> Result<(Vec<Lent>, Vec<WithAgent>), Error> {
         let of_all = asked.agent.as_ref().map(PathBuf::from);
         let served = |name: &String| {
-            let (spec, disk) = self.serving(name)?;
+            let (spec, disk) = self.lend(name, "having a snapshot taken")?;
             let agent = of_all.as_ref().or(spec.agent.as_ref());
-            Ok((Arc::clone(disk), (name.clone(), agent.cloned())))
+            Ok((disk, (name.clone(), agent.cloned())))
         };
         asked.disks.iter().map(served).collect()
     }
 }
 
 /// Has what the snapshot left to do done, and what it makes superfluous deleted. Failures are logged and counted where they
-/// happen.
-fn settle_later(disks: Vec<Arc<Disk>>, due: Arc<Due>) {
+/// happen. A disk is held while it is its turn only: whoever closes it before does this himself.
+fn settle_later(disks: &[Lent], due: Arc<Due>) {
+    let disks: Vec<Weak<Disk>> = disks.iter().map(|disk| Arc::downgrade(disk)).collect();
     let settle = move || {
-        disks.iter().for_each(|disk| _ = disk.settle());
-        drop(disks);
+        disks.iter().filter_map(Weak::upgrade).for_each(|disk| _ = disk.settle());
         due.now();
     };
     if let Err(error) = std::thread::Builder::new().name("settle".into()).spawn(settle) {

@@ -1,0 +1,110 @@
+//! Who uses a disk besides its doors and its jobs: a snapshot, a resize, a job that begins. Each is done soon.
+//!
+//! Whoever closes a disk shuts its doors and ends its jobs himself. For these he waits *before* he closes it ([`Host::unused`]):
+//! the files stay locked until the last reference is gone, and a disk that was closed cannot go on being served.
+
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use vmstrata_disk::Disk;
+
+use super::{Host, Table};
+use crate::error::Error;
+use crate::spec::DiskSpec;
+
+/// How long to wait for them. One that takes longer waits for a guest's agent, as a rule.
+pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What is being done with a disk at the moment.
+#[derive(Debug, Default)]
+pub(super) struct Users {
+    doing: Mutex<Vec<&'static str>>,
+    /// Signalled when one is done.
+    done: Condvar,
+}
+
+/// A disk for something that is done soon.
+#[derive(Debug)]
+pub(super) struct Lent {
+    // Let go of before the use ends.
+    disk: Arc<Disk>,
+    _use: Use,
+}
+
+#[derive(Debug)]
+struct Use {
+    of: Arc<Users>,
+    doing: &'static str,
+}
+
+impl Drop for Use {
+    fn drop(&mut self) {
+        let mut doing = self.of.doing.lock();
+        let own = doing.iter().position(|doing| *doing == self.doing);
+        doing.swap_remove(own.expect("noted when it began"));
+        self.of.done.notify_all();
+    }
+}
+
+impl Deref for Lent {
+    type Target = Arc<Disk>;
+
+    fn deref(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+}
+
+impl Users {
+    /// Lends `disk` for `doing`, a participle with its object.
+    pub(super) fn lend(self: &Arc<Self>, disk: &Arc<Disk>, doing: &'static str) -> Lent {
+        self.doing.lock().push(doing);
+        Lent { disk: Arc::clone(disk), _use: Use { of: Arc::clone(self), doing } }
+    }
+
+    /// What someone does.
+    fn now(&self) -> Option<&'static str> {
+        self.doing.lock().first().copied()
+    }
+
+    /// Waits until nobody does anything any more; what someone does if that takes too long.
+    fn wait(&self, deadline: Instant) -> Result<(), &'static str> {
+        let mut doing = self.doing.lock();
+        while let Some(&first) = doing.first() {
+            if self.done.wait_until(&mut doing, deadline).timed_out() {
+                return Err(first);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Table {
+    /// The disk of this name, if it is served. Nobody closes it until it is given back.
+    pub(super) fn lend(&self, name: &str, doing: &'static str) -> Result<(&DiskSpec, Lent), Error> {
+        let (spec, disk) = self.serving(name)?;
+        let users = &self.entry(name).expect("it is served").users;
+        Ok((spec, users.lend(disk, doing)))
+    }
+}
+
+impl Host {
+    /// The table at a moment at which nobody uses the disk but its doors and its jobs.
+    ///
+    /// # Errors
+    /// No such disk, one that is not served, or one that is used for longer than `patience`: nothing has changed.
+    pub(super) fn unused(&self, name: &str, patience: Duration) -> Result<MutexGuard<'_, Table>, Error> {
+        let deadline = Instant::now() + patience;
+        loop {
+            let table = self.table.lock();
+            table.serving(name)?;
+            let users = Arc::clone(&table.entry(name).expect("it is served").users);
+            if users.now().is_none() {
+                return Ok(table);
+            }
+            drop(table);
+            users.wait(deadline).map_err(|doing| Error::Busy { name: name.to_owned(), doing })?;
+        }
+    }
+}
