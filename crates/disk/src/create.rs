@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use vmstrata_qcow2::{CompressionType, NewBacking, NewImage, RefcountOrder, new_image};
+use vmstrata_qcow2::{CompressionType, LayerRecord, NewBacking, NewImage, RefcountOrder, new_image};
 use vmstrata_store::{Access, FileId, FileOptions, FileStore, Gate};
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
@@ -22,6 +22,7 @@ use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Opened, Opener, Role, directory_of};
+use crate::snapshot::disk_name;
 
 /// What a new image is to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,7 +85,7 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
         let name = name.as_os_str().as_bytes().to_vec();
         backing = Some(NewBacking { name, format: Some(format.to_string()) });
     }
-    let image = new_image(&vmstrata_qcow2::CreateOptions {
+    let wanted = vmstrata_qcow2::CreateOptions {
         version: options.version,
         cluster_bits: options.cluster_bits,
         size: size.ok_or(ErrorKind::SizeMissing)?,
@@ -94,7 +95,13 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
         compression_type: options.compression,
         feature_names: true,
         index_room: true,
-        snapshot: None,
+        // What lies below belongs to the disk it was made by.
+        record: options.backing.as_ref().and_then(|(name, _)| disk_name(name)).map(LayerRecord::Foreign),
+    };
+    // A header without room for that goes without: no record says as much.
+    let image = new_image(&wanted).or_else(|error| match wanted.record {
+        Some(_) => new_image(&vmstrata_qcow2::CreateOptions { record: None, ..wanted }),
+        None => Err(error),
     })?;
     if let Some((name, _)) = &options.backing {
         clones::tell_of_chain(path, [resolve(path, name)?.as_path(), path].into_iter());

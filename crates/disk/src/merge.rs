@@ -62,6 +62,9 @@ pub struct MergeOptions {
     /// Take disks that told that they stand on a layer, and are not where they were, for deleted. Else they may have been moved,
     /// and keep it.
     pub forget_missing: bool,
+    /// Allow layers below the end of the disk's own history to be copied into, as long as no snapshot is dropped there: for
+    /// chains that other tools made, by somebody who knows that no other disk counts them as its history.
+    pub beyond_own: bool,
 }
 
 /// What merging has done.

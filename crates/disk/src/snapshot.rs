@@ -44,6 +44,7 @@ pub use holder::{Holder, HolderKind, holders};
 pub use keep::{Keep, KeepError};
 pub(crate) use list::pick;
 pub use list::{Snapshot, State, find, list, resolve};
+pub(crate) use names::disk_name;
 pub use names::frozen_path;
 pub(crate) use names::stem;
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};

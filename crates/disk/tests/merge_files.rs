@@ -26,7 +26,7 @@ fn range(first: usize, last: usize) -> MergeRange {
 }
 
 fn all() -> MergeOptions {
-    MergeOptions { removal: Removal::All, ..MergeOptions::default() }
+    MergeOptions { removal: Removal::All, beyond_own: true, ..MergeOptions::default() }
 }
 
 fn merge(disk: &Path, range: MergeRange, options: &MergeOptions) -> Result<Merged, Error> {

@@ -13,7 +13,7 @@ use crate::geometry::{ENTRY_LEN, Geometry};
 use crate::header::{BackingName, EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
 use crate::index::IndexLink;
 use crate::refcount::{self, RefcountOrder};
-use crate::snapshot_info::{SnapshotInfo, SnapshotInfoError};
+use crate::snapshot_info::{LayerRecord, SnapshotInfoError};
 
 /// The smallest clusters in which stock tools name features.
 const MIN_NAMED: ClusterBits = ClusterBits::from_size(8192).expect("a power of two");
@@ -41,8 +41,8 @@ pub struct CreateOptions {
     /// Leave room in the header for a link to an index ([`crate::index::IndexLink`]), so that one can be added by
     /// writing a single sector; only in version 3, and where header and name leave that much of the first cluster.
     pub index_room: bool,
-    /// What to say of the backing file as a snapshot.
-    pub snapshot: Option<SnapshotInfo>,
+    /// What to say of the backing file: which snapshot it is, or whose.
+    pub record: Option<LayerRecord>,
 }
 
 impl CreateOptions {
@@ -58,7 +58,7 @@ impl CreateOptions {
             compression_type: CompressionType::Zlib,
             feature_names: true,
             index_room: false,
-            snapshot: None,
+            record: None,
         }
     }
 }
@@ -269,8 +269,8 @@ fn encode_header(header: &mut Header, options: &CreateOptions) -> Result<Vec<u8>
     if let Some(format) = options.backing.as_ref().and_then(|backing| backing.format.clone()) {
         extensions.items.push(Extension::BackingFormat(format));
     }
-    if let Some(snapshot) = &options.snapshot {
-        extensions.items.push(Extension::Unknown { magic: magic::SNAPSHOT, data: snapshot.encode()? });
+    if let Some(record) = &options.record {
+        extensions.items.push(Extension::Unknown { magic: magic::SNAPSHOT, data: record.encode()? });
     }
     if options.feature_names && options.version >= 3 && options.cluster_bits >= MIN_NAMED {
         extensions.items.push(Extension::FeatureNames(FeatureNames::known()));

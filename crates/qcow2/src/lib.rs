@@ -59,4 +59,4 @@ pub use feature::{Autoclear, Compatible, CompressionType, Incompatible};
 pub use geometry::Geometry;
 pub use header::{BackingName, EncodeError, Header};
 pub use refcount::RefcountOrder;
-pub use snapshot_info::{SnapshotInfo, SnapshotInfoError};
+pub use snapshot_info::{LayerRecord, SnapshotInfo, SnapshotInfoError};

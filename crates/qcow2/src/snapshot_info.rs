@@ -4,7 +4,10 @@
 //! carries, in its header, the name, time and labels of its *backing file*. So a frozen file is never written for
 //! the sake of its name, and the name appears together with the overlay or not at all. `docs/format.md` has the bytes.
 //!
-//! Invariants: what [`SnapshotInfo::encode`] returns, [`SnapshotInfo::parse`] reads back; whatever `parse` accepts
+//! An overlay of a disk that is not its backing file's has the same record without a name: it says only whose disk the
+//! layers below are ([`LayerRecord::Foreign`]).
+//!
+//! Invariants: what [`LayerRecord::encode`] returns, [`LayerRecord::parse`] reads back; whatever `parse` accepts
 //! keeps within the limits here and holds no control characters, so that it can go into messages and file names.
 
 use thiserror::Error;
@@ -46,6 +49,15 @@ pub struct SnapshotInfo {
     pub group: Option<String>,
     /// In a clone: the file name of the disk whose snapshot this is.
     pub origin: Option<String>,
+}
+
+/// What an overlay says of the layer below it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LayerRecord {
+    /// It is a snapshot.
+    Snapshot(SnapshotInfo),
+    /// It has no name, and it and all below belong to another disk, whose file name this is.
+    Foreign(String),
 }
 
 /// Why there is no usable record, or none can be made.
@@ -106,9 +118,15 @@ impl SnapshotInfo {
     /// # Errors
     /// The first part that is outside.
     pub fn check(&self) -> Result<(), SnapshotInfoError> {
-        if !is_name(&self.name, MAX_NAME_LEN) {
-            return Err(SnapshotInfoError::Name(self.name.clone()));
+        if is_name(&self.name, MAX_NAME_LEN) {
+            self.check_rest()
+        } else {
+            Err(SnapshotInfoError::Name(self.name.clone()))
         }
+    }
+
+    /// All but the name.
+    fn check_rest(&self) -> Result<(), SnapshotInfoError> {
         if let Some(group) = self.group.as_ref().filter(|group| !is_name(group, MAX_GROUP_LEN)) {
             return Err(SnapshotInfoError::Group(group.clone()));
         }
@@ -134,6 +152,10 @@ impl SnapshotInfo {
     /// A part outside its limits, or too much of all.
     pub fn encode(&self) -> Result<Vec<u8>, SnapshotInfoError> {
         self.check()?;
+        self.encode_checked()
+    }
+
+    fn encode_checked(&self) -> Result<Vec<u8>, SnapshotInfoError> {
         let group = self.group.as_deref().unwrap_or_default();
         let origin = self.origin.as_deref().unwrap_or_default();
         let lens = [self.name.len(), group.len(), origin.len(), self.labels.len()];
@@ -160,8 +182,16 @@ impl SnapshotInfo {
     /// Reads the extension's data.
     ///
     /// # Errors
-    /// A later version, a checksum that does not match, or what no version writes.
+    /// A record without a name; otherwise as [`LayerRecord::parse`].
     pub fn parse(data: &[u8]) -> Result<Self, SnapshotInfoError> {
+        match LayerRecord::parse(data)? {
+            LayerRecord::Snapshot(info) => Ok(info),
+            LayerRecord::Foreign(_) => Err(SnapshotInfoError::Name(String::new())),
+        }
+    }
+
+    /// Reads the extension's data but for what the parts may hold.
+    fn parse_parts(data: &[u8]) -> Result<Self, SnapshotInfoError> {
         let damaged = SnapshotInfoError::Damaged;
         match data.first() {
             None => return Err(damaged("it is empty")),
@@ -178,9 +208,7 @@ impl SnapshotInfo {
         if data[1..4] != [0; 3] {
             return Err(damaged("reserved bytes are not zero"));
         }
-        let info = Self::parse_text(data)?;
-        info.check()?;
-        Ok(info)
+        Self::parse_text(data)
     }
 
     fn parse_text(data: &[u8]) -> Result<Self, SnapshotInfoError> {
@@ -203,6 +231,54 @@ impl SnapshotInfo {
     /// The record among a header's extensions, if there is one: the first, should there be more.
     pub fn find(extensions: &Extensions) -> Option<&[u8]> {
         extensions.items.iter().find(|item| item.magic() == magic::SNAPSHOT).map(Extension::data)
+    }
+}
+
+impl LayerRecord {
+    /// The extension's data.
+    ///
+    /// # Errors
+    /// A part outside its limits, or too much of all.
+    pub fn encode(&self) -> Result<Vec<u8>, SnapshotInfoError> {
+        match self {
+            Self::Snapshot(info) => info.encode(),
+            Self::Foreign(disk) => {
+                // No origin would be encoded like an empty one.
+                if disk.is_empty() {
+                    return Err(SnapshotInfoError::Origin(String::new()));
+                }
+                let info = SnapshotInfo { origin: Some(disk.clone()), ..SnapshotInfo::default() };
+                info.check_rest()?;
+                info.encode_checked()
+            }
+        }
+    }
+
+    /// Reads the extension's data.
+    ///
+    /// # Errors
+    /// A later version, a checksum that does not match, or what no version writes.
+    pub fn parse(data: &[u8]) -> Result<Self, SnapshotInfoError> {
+        let info = SnapshotInfo::parse_parts(data)?;
+        info.check_rest()?;
+        match info {
+            SnapshotInfo { name, origin: Some(disk), .. } if name.is_empty() => Ok(Self::Foreign(disk)),
+            info => info.check().map(|()| Self::Snapshot(info)),
+        }
+    }
+
+    /// The disk that the layers below belong to, if that is another one.
+    pub fn origin(&self) -> Option<&str> {
+        match self {
+            Self::Snapshot(info) => info.origin.as_deref(),
+            Self::Foreign(disk) => Some(disk),
+        }
+    }
+}
+
+impl From<SnapshotInfo> for LayerRecord {
+    fn from(info: SnapshotInfo) -> Self {
+        Self::Snapshot(info)
     }
 }
 

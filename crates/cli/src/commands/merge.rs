@@ -70,7 +70,8 @@ impl Report {
 pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
     let ranges = ranges_of(&args.disk, &args.names, &args.common.open())?;
     let removal = if args.keep_files { Removal::Nothing } else { Removal::Snapshots };
-    let options = MergeOptions { open: args.common.open(), removal, forget_missing: args.how.forget_missing };
+    let (open, forget_missing) = (args.common.open(), args.how.forget_missing);
+    let options = MergeOptions { open, removal, forget_missing, ..MergeOptions::default() };
     let report = merge(&args.disk, &ranges, &options, args.how.limit, args.runtime_dir.as_deref())?;
     report.tell(&format!("{} deleted", args.names.join(", ")), &args.common)
 }
@@ -101,7 +102,8 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
     let below = list(&args.disk, &args.common.open())?.len();
     let range = all_of(below + 1);
     let (removal, forget_missing) = (args.remove.into(), args.how.forget_missing);
-    let options = MergeOptions { open: args.common.open(), removal, forget_missing };
+    let open = args.common.open();
+    let options = MergeOptions { open, removal, forget_missing, ..MergeOptions::default() };
     let runtime = args.runtime_dir.as_deref();
     let report = merge(&args.disk, range.as_slice(), &options, args.how.limit, runtime)?;
     report.tell("flat", &args.common)?;

@@ -111,7 +111,11 @@ impl Running {
     ///
     /// # Errors
     /// As [`crate::merge::Merge::of_disk`]. Nothing has changed for requests.
-    pub(crate) fn begin(disk: &Arc<Disk>, range: MergeRange) -> Result<(Self, Vec<Link>, Copier)> {
+    pub(crate) fn begin(
+        disk: &Arc<Disk>,
+        range: MergeRange,
+        beyond_own: bool,
+    ) -> Result<(Self, Vec<Link>, Copier)> {
         if disk.merging.swap(true, Ordering::AcqRel) {
             return Err(Error::from(MergeFault::Busy).in_file(&disk.path));
         }
@@ -121,7 +125,7 @@ impl Running {
         disk.check_changeable()?;
         disk.sweep_merged();
         let links = links(&disk.path, &disk.options, &**disk.resources.files().opener())?;
-        range.check(&links).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
+        range.check(&links, beyond_own).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
         let after = running.after(&links)?;
         let is_active = range.target().index() + 1 == links.len();
         let copier =

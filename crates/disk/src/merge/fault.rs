@@ -18,9 +18,9 @@ pub enum MergeFault {
         /// Layers of the chain.
         layers: usize,
     },
-    /// Layers of a disk that this one was cloned from.
+    /// Layers below the end of the disk's own history.
     #[error(
-        "they belong to {disk}, which it was cloned from: delete them there, or `vmstrata flatten` this disk"
+        "they belong to {disk}, which it was cloned from or made on: delete them there, or `vmstrata flatten` this disk"
     )]
     OfAnotherDisk {
         /// Its file name.

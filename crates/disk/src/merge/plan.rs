@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_qcow2::SnapshotInfo;
+use vmstrata_qcow2::{LayerRecord, SnapshotInfo};
 use vmstrata_store::FileId;
 use vmstrata_types::LayerIndex;
 
@@ -16,7 +16,7 @@ use crate::layers::index_of;
 use crate::map::FrozenMap;
 use crate::opener::{Opener, Role, directory_of};
 use crate::resources::Resources;
-use crate::snapshot::{self, name_from};
+use crate::snapshot::{self, disk_name, name_from};
 
 /// Layers to drop, both ends included; the layer above the last is the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,17 +41,21 @@ impl MergeRange {
         self.last.index() + 1 - self.first.index()
     }
 
-    /// Refuses layers that the chain does not have below its top, and a target that is not the disk's own.
-    pub(crate) fn check(self, links: &[Link]) -> Result<(), MergeFault> {
+    /// Refuses layers that the chain does not have below its top, and a target that is not the disk's own; `beyond_own` allows
+    /// one as long as no snapshot goes by that.
+    pub(crate) fn check(self, links: &[Link], beyond_own: bool) -> Result<(), MergeFault> {
         let (first, last, layers) = (self.first.index(), self.last.index(), links.len());
         if first > last || last + 1 >= layers {
             return Err(MergeFault::Range { first, last, layers });
         }
-        let others = &links[..=layers_of_others(links)];
-        match others.iter().skip(self.target().index() + 1).find_map(Link::origin) {
-            Some(disk) => Err(MergeFault::OfAnotherDisk { disk }),
-            None => Ok(()),
+        let of_others = layers_of_others(links);
+        let is_named = || links[first + 1..=last + 1].iter().any(|link| link.info().is_some());
+        if self.target().index() >= of_others || beyond_own && !is_named() {
+            return Ok(());
         }
+        let said = links[last + 2..=of_others].iter().find_map(Link::origin);
+        let disk = said.or_else(|| disk_name(&links[of_others - 1].path)).unwrap_or_default();
+        Err(MergeFault::OfAnotherDisk { disk })
     }
 }
 
@@ -70,7 +74,7 @@ pub fn all_of(layers: usize) -> Option<MergeRange> {
 /// `A..B` is the snapshots A and B, in either order, and all layers between them; a snapshot that is called so goes first.
 ///
 /// # Errors
-/// No such snapshot, or one of a disk that this one was cloned from; otherwise as [`snapshot::list`].
+/// No such snapshot, or one of another disk; otherwise as [`snapshot::list`].
 pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result<Vec<MergeRange>> {
     let mut found = Vec::with_capacity(names.len());
     // Once: depths count from the top, where a disk in use gets layers.
@@ -101,7 +105,7 @@ pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result
     }
     // All are looked at before the first is merged.
     let target = |range: &MergeRange| snapshots.iter().rev().nth(range.target().index());
-    if let Some(disk_of) = ranges.iter().find_map(|range| target(range)?.origin.clone()) {
+    if let Some(disk_of) = ranges.iter().find_map(|range| target(range)?.owner.clone()) {
         return Err(Error::from(MergeFault::OfAnotherDisk { disk: disk_of }).in_file(disk));
     }
     Ok(ranges)
@@ -132,20 +136,35 @@ impl Link {
         Self { file: top.opened.identity.file, path: top.path, format, backing_name, record, has_index }
     }
 
-    /// What it says of the layer below as a snapshot, as far as it can be read.
-    pub(crate) fn info(&self) -> Option<SnapshotInfo> {
-        self.record.as_deref().and_then(|data| SnapshotInfo::parse(data).ok())
+    /// What it says of the layer below, as far as that can be read.
+    fn said(&self) -> Option<LayerRecord> {
+        self.record.as_deref().and_then(|data| LayerRecord::parse(data).ok())
     }
 
-    /// The disk that the layers below belong to, if that is another one.
+    /// What it says of the layer below as a snapshot.
+    pub(crate) fn info(&self) -> Option<SnapshotInfo> {
+        match self.said()? {
+            LayerRecord::Snapshot(info) => Some(info),
+            LayerRecord::Foreign(_) => None,
+        }
+    }
+
+    /// The disk that the layers below belong to, if it says that this is another one.
     fn origin(&self) -> Option<String> {
-        self.info()?.origin
+        Some(self.said()?.origin()?.to_owned())
+    }
+
+    /// Whether the layer below is a snapshot of the same disk.
+    fn goes_on(&self) -> bool {
+        self.info().is_some_and(|info| info.origin.is_none())
     }
 }
 
-/// How many layers, from the base on, belong to a disk that this one was cloned from.
+/// How many layers, from the base on, are not of this disk's own history. That ends, from the top, at the first link that
+/// does not say of the layer below which of the disk's snapshots it is: whoever made a plain overlay on a disk, or on a
+/// snapshot of one, stands on what is not theirs.
 pub(crate) fn layers_of_others(links: &[Link]) -> usize {
-    links.iter().rposition(|link| link.origin().is_some()).unwrap_or(0)
+    links.iter().rposition(|link| !link.goes_on()).unwrap_or(0)
 }
 
 /// The files of the chain of `disk`, base first.
@@ -174,18 +193,21 @@ pub(crate) fn below_of(links: &[Link], range: MergeRange) -> Result<Option<Below
     Ok(Some(Below { name, format: stays.format, record }))
 }
 
-/// What the last of `links` is to say of the layer below the first, as a snapshot. If one of them stood on another disk's layers,
-/// so does the last now.
+/// What the last of `links` is to say of the layer below the first. If one of them stood on another disk's layers, so does the
+/// last now, whether or not that layer has a name.
 fn record_of(links: &[Link]) -> Option<Vec<u8>> {
     let first = &links[0];
-    let (Some(info), Some(disk)) = (first.info(), links.iter().find_map(Link::origin)) else {
-        return first.record.clone();
-    };
-    let with_origin = SnapshotInfo { origin: Some(disk), ..info };
+    let ends_at = links.iter().position(|link| !link.goes_on());
+    let said = links.iter().find_map(Link::origin);
+    // Where an overlay does not say whose the file below it is, it is that file's.
+    let owner = said.or_else(|| disk_name(&links[ends_at?.checked_sub(1)?].path));
+    let (info, Some(owner)) = (first.info(), owner) else { return first.record.clone() };
+    let Some(info) = info else { return LayerRecord::Foreign(owner).encode().ok() };
+    let with_origin = SnapshotInfo { origin: Some(owner.clone()), ..info };
     // Whose it is matters more than labels that leave no room for that.
     let encoded =
         with_origin.encode().or_else(|_| SnapshotInfo { labels: Vec::new(), ..with_origin }.encode());
-    encoded.ok().or_else(|| first.record.clone())
+    encoded.or_else(|_| LayerRecord::Foreign(owner).encode()).ok()
 }
 
 /// The map of the frozen layer at `layer` of the chain of `disk`, and of all below it.

@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use vmstrata_qcow2::{SnapshotInfo, snapshot_info::is_snapshot_name};
+use vmstrata_qcow2::{LayerRecord, SnapshotInfo, SnapshotInfoError, snapshot_info::is_snapshot_name};
 
 use super::fault::SnapshotFault;
+use super::names::disk_name;
 use crate::chain::{OpenOptions, Roles, Top, walk};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
@@ -17,8 +18,11 @@ pub struct Snapshot {
     pub info: Option<SnapshotInfo>,
     /// Why what was recorded of it cannot be used, if so.
     pub damage: Option<String>,
-    /// The disk whose snapshot it is, where that is another one: this disk, or one it came from, was cloned from that.
+    /// The disk that this one, or one it came from, was cloned from or made on, if it is below that.
     pub origin: Option<String>,
+    /// The disk it belongs to, where that is another one. A disk's own history ends at the first overlay, from the top, that
+    /// says so or that does not say of the layer below which of its snapshots that is: what lies below may be anybody's.
+    pub owner: Option<String>,
     /// The file that was frozen.
     pub layer: PathBuf,
     /// How it keeps its bytes.
@@ -32,6 +36,11 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
+    /// Whether it is of this disk's own history: only that may be deleted through this disk.
+    pub fn is_own(&self) -> bool {
+        self.owner.is_none()
+    }
+
     /// Its name, if it has one.
     pub fn name(&self) -> Option<&str> {
         self.info.as_ref().map(|info| info.name.as_str())
@@ -47,15 +56,20 @@ pub fn list(path: &Path, options: &OpenOptions) -> Result<Vec<Snapshot>> {
     let (top, mut layers) = walk(path, options, roles, &LocalFiles, Seen::of)?;
     layers.push(Seen::of(top));
     layers.reverse();
-    let mut origin = None;
+    let (mut origin, mut owner) = (None, None);
     let pairs = layers.windows(2).enumerate();
     pairs
         .map(|(above, pair)| {
-            let found = snapshot(above + 1, pair[0].record.as_deref(), &pair[1])?;
+            let record = pair[0].record.as_deref().map(LayerRecord::parse);
+            let told = record.as_ref().and_then(|said| Some(said.as_ref().ok()?.origin()?.to_owned()));
+            let found = snapshot(above + 1, record, &pair[1])?;
             // All that a clone stands on is the other disk's.
-            let told = found.info.as_ref().and_then(|info| info.origin.clone());
-            origin = told.or_else(|| origin.take());
-            Ok(Snapshot { origin: origin.clone(), ..found })
+            origin = told.clone().or_else(|| origin.take());
+            owner = told.or_else(|| owner.take());
+            if owner.is_none() && found.info.is_none() {
+                owner = Some(disk_name(&found.layer).unwrap_or_default());
+            }
+            Ok(Snapshot { origin: origin.clone(), owner: owner.clone(), ..found })
         })
         .collect()
 }
@@ -77,18 +91,23 @@ impl Seen {
     }
 }
 
-fn snapshot(depth: usize, record: Option<&[u8]>, seen: &Seen) -> Result<Snapshot> {
+fn snapshot(
+    depth: usize,
+    record: Option<std::result::Result<LayerRecord, SnapshotInfoError>>,
+    seen: &Seen,
+) -> Result<Snapshot> {
     use std::os::unix::fs::MetadataExt;
     let metadata = seen.path.metadata().while_trying("examine").map_err(|e| e.in_file(&seen.path))?;
-    let (info, damage) = match record.map(SnapshotInfo::parse) {
-        None => (None, None),
-        Some(Ok(info)) => (Some(info), None),
+    let (info, damage) = match record {
+        None | Some(Ok(LayerRecord::Foreign(_))) => (None, None),
+        Some(Ok(LayerRecord::Snapshot(info))) => (Some(info), None),
         Some(Err(error)) => (None, Some(error.to_string())),
     };
     Ok(Snapshot {
         info,
         damage,
         origin: None,
+        owner: None,
         layer: seen.path.clone(),
         format: seen.format,
         depth,

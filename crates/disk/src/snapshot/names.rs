@@ -22,6 +22,12 @@ pub(crate) fn stem(file_name: &str) -> &str {
     stems.filter(|stem| !stem.is_empty()).min_by_key(|stem| stem.len()).unwrap_or(file_name)
 }
 
+/// The file name by which a disk's layers are known as its own, as far as it can be recorded.
+pub(crate) fn disk_name(disk: &Path) -> Option<String> {
+    let name = disk.file_name()?.to_string_lossy();
+    Some(name.chars().filter(|c| !c.is_control()).collect()).filter(|name: &String| !name.is_empty())
+}
+
 /// How an image in the same directory names the file `file_name` as its backing file: a colon must not look like the
 /// end of a protocol's name.
 pub(super) fn sibling(file_name: &str) -> String {

@@ -190,8 +190,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     let identity = lock.identity().while_trying("examine the disk")?.file;
     let mut snapshots = list(disk, &options.open)?;
     let found = pick(&snapshots, name).cloned().map_err(|error| error.in_file(disk))?;
-    let info =
-        SnapshotInfo { origin: found.origin.clone(), ..found.info.clone().expect("found by its name") };
+    let info = SnapshotInfo { origin: found.owner.clone(), ..found.info.clone().expect("found by its name") };
     if let Some(keep) = &options.keep {
         check_keep(disk, keep)?;
     }
@@ -237,7 +236,8 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
     let make = || -> Result<()> {
         refuse_existing(output)?;
         let (stood_on, below) = finished(&found)?;
-        let info = SnapshotInfo { origin: origin(disk), ..found.info.clone().expect("found by its name") };
+        let info =
+            SnapshotInfo { origin: names::disk_name(disk), ..found.info.clone().expect("found by its name") };
         let image = below.overlay(name_from(output, &found.layer)?, &info)?;
         let draft = Draft::beside(output)?;
         fill(&draft.file, &image)?;
@@ -250,12 +250,6 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
     };
     make().map_err(|error| error.in_file(output))?;
     Ok(found.layer)
-}
-
-/// The disk's file name, as far as it can be recorded.
-fn origin(disk: &Path) -> Option<String> {
-    let name = disk.file_name()?.to_string_lossy();
-    Some(name.chars().filter(|c| !c.is_control()).collect()).filter(|name: &String| !name.is_empty())
 }
 
 /// How the image at `image` names the layer at `layer`: by a relative name where one is below the other, so that a tree

@@ -81,7 +81,7 @@ impl Below {
             compression_type: self.compression_type,
             feature_names: true,
             index_room: true,
-            snapshot: Some(info.clone()),
+            record: Some(info.clone().into()),
             ..CreateOptions::new(self.size)
         })?)
     }

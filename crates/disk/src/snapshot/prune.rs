@@ -5,7 +5,7 @@ use super::{Keep, Snapshot, SnapshotInfo};
 /// The label of snapshots of disks that were taken with one of a guest's memory, which needs them: `GUEST@NAME`.
 pub const MEMORY_LABEL: &str = "memory";
 
-/// What rules say of a disk's snapshots. What has no name, and what another disk was cloned from, is in none of the lists.
+/// What rules say of a disk's own snapshots. What has no name, and what belongs to another disk, is in none of the lists.
 #[derive(Debug, Default)]
 pub struct Pruning<'a> {
     /// Those that a rule keeps.
@@ -20,7 +20,7 @@ impl<'a> Pruning<'a> {
     /// Looks at those of `snapshots` that have all of `labels`. Snapshots taken with a guest's memory are looked at only when
     /// the labels speak of that.
     pub fn of(snapshots: &'a [Snapshot], keep: &Keep, labels: &[(String, String)]) -> Self {
-        let own = snapshots.iter().filter(|snapshot| snapshot.origin.is_none());
+        let own = snapshots.iter().filter(|snapshot| snapshot.is_own());
         let named = own.filter_map(|snapshot| snapshot.info.as_ref());
         let meant = named.filter(|info| labels.iter().all(|label| info.labels.contains(label)));
         let is_memory = |(key, _): &(String, String)| key == MEMORY_LABEL;

@@ -94,7 +94,8 @@ impl World {
             1 => Removal::Nothing,
             _ => Removal::Snapshots,
         };
-        MergeOptions { open: self.options(&self.path(slot)), removal, forget_missing: self.random.random() }
+        let (open, forget_missing) = (self.options(&self.path(slot)), self.random.random());
+        MergeOptions { open, removal, forget_missing, ..MergeOptions::default() }
     }
 
     /// Begins a merge, unless somebody uses what would be copied into; whether it did.
@@ -215,7 +216,7 @@ impl World {
         let job = self.slots[slot].job.as_mut().unwrap();
         job.is_relinked = true;
         for layer in job.first..=job.last {
-            let is_own = layer >= of_others && self.model.images[job.chain[layer + 1]].says.is_some();
+            let is_own = layer >= of_others && self.model.is_named(job.chain[layer + 1]);
             let is_wanted = match job.options.removal {
                 Removal::Snapshots => is_own,
                 Removal::All => true,

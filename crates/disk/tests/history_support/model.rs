@@ -10,7 +10,8 @@ pub(crate) type Id = usize;
 /// What an image says of the one below it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Said {
-    pub(crate) name: String,
+    /// None where it says only whose it is.
+    pub(crate) name: Option<String>,
     pub(crate) origin: Option<String>,
 }
 
@@ -89,7 +90,7 @@ impl Model {
         let seen = |pair: &[Id]| {
             let said = self.images[pair[0]].says.clone();
             origin = said.as_ref().and_then(|said| said.origin.clone()).or_else(|| origin.take());
-            Seen { name: said.map(|said| said.name), origin: origin.clone(), layer: pair[1] }
+            Seen { name: said.and_then(|said| said.name), origin: origin.clone(), layer: pair[1] }
         };
         chain.windows(2).map(seen).collect()
     }
@@ -99,10 +100,15 @@ impl Model {
         self.snapshots(active).into_iter().find(|seen| seen.name.as_deref() == Some(name))
     }
 
-    /// How many layers of a chain, from the base on, are another disk's.
+    /// How many layers of a chain, from the base on, are not of the disk's own history.
     pub(crate) fn layers_of_others(&self, chain: &[Id]) -> usize {
-        let has_origin = |&id: &Id| self.images[id].says.as_ref().is_some_and(|said| said.origin.is_some());
-        chain.iter().rposition(has_origin).unwrap_or(0)
+        let ends = |&id: &Id| self.images[id].says.as_ref().is_none_or(|said| said.origin.is_some());
+        chain.iter().rposition(ends).unwrap_or(0)
+    }
+
+    /// Whether an image says which snapshot the one below it is.
+    pub(crate) fn is_named(&self, above: Id) -> bool {
+        self.images[above].says.as_ref().is_some_and(|said| said.name.is_some())
     }
 
     /// Images that name this one as what they stand on.
@@ -113,7 +119,7 @@ impl Model {
     /// What is active gets a name, and an empty overlay its path; returns that.
     pub(crate) fn freeze(&mut self, active: Id, name: &str, frozen: PathBuf) -> Id {
         let path = std::mem::replace(&mut self.images[active].path, frozen);
-        let says = Said { name: name.to_owned(), origin: None };
+        let says = Said { name: Some(name.to_owned()), origin: None };
         self.overlay(path, active, says)
     }
 
@@ -129,7 +135,10 @@ impl Model {
         let says = chain[first..=last + 1].iter().map(|&id| self.images[id].says.clone());
         let origin = says.flatten().find_map(|said| said.origin);
         let said = self.images[chain[first]].says.clone();
-        let said = said.map(|said| Said { origin: origin.clone().or(said.origin), ..said });
+        let said = match said {
+            Some(said) => Some(Said { origin, ..said }),
+            None => origin.map(|disk| Said { name: None, origin: Some(disk) }),
+        };
         self.images[target].below = first.checked_sub(1).map(|below| chain[below]);
         self.images[target].says = said.filter(|_| first > 0);
     }

@@ -91,7 +91,7 @@ impl World {
             }
             None => self.model.images[before].is_there = false,
         }
-        self.slots[slot].active = self.model.overlay(path, layer, Said { name, origin });
+        self.slots[slot].active = self.model.overlay(path, layer, Said { name: Some(name), origin });
     }
 
     pub(super) fn clone_of(&mut self, slot: usize) {
@@ -110,7 +110,7 @@ impl World {
         let stands_on = self.patiently(|world| snapshot::clone(&disk, &name, &path, &world.options(&disk)));
         assert_eq!(stands_on.canonicalize().unwrap(), self.model.images[layer].path);
         self.say(format!("{} is a clone of {} at {name}", path.display(), disk.display()));
-        let active = self.model.overlay(path, layer, Said { name, origin });
+        let active = self.model.overlay(path, layer, Said { name: Some(name), origin });
         self.slots.push(Slot { active, guest: None, job: None });
     }
 

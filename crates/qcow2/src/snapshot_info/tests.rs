@@ -133,6 +133,20 @@ fn hostile_records_with_a_valid_checksum_are_refused() {
     assert_eq!(SnapshotInfo::parse(&later), Err(SnapshotInfoError::Version(2)));
 }
 
+/// Whose disk it is has a record of its own, which is no snapshot's.
+#[test]
+fn a_record_without_a_name_says_whose_the_layers_are() {
+    let record = LayerRecord::Foreign("golden.qcow2".to_owned());
+    let bytes = record.encode().unwrap();
+    assert_eq!(LayerRecord::parse(&bytes).unwrap(), record);
+    assert_eq!(SnapshotInfo::parse(&bytes), Err(SnapshotInfoError::Name(String::new())));
+    let named = LayerRecord::Snapshot(full());
+    assert_eq!(LayerRecord::parse(&named.encode().unwrap()).unwrap(), named);
+    for disk in ["", "\n", &"x".repeat(MAX_ORIGIN_LEN + 1)] {
+        LayerRecord::Foreign(disk.to_owned()).encode().unwrap_err();
+    }
+}
+
 proptest::proptest! {
     #[test]
     fn whatever_is_read_is_what_would_be_written(

@@ -66,7 +66,12 @@ impl Host {
     ) -> Result<JobStatus, Error> {
         let (_change, table) = self.begin_change()?;
         let (spec, open) = table.lend(disk, BEGINNING)?;
-        let options = MergeOptions { open: self.open_options(spec), removal, forget_missing };
+        let options = MergeOptions {
+            open: self.open_options(spec),
+            removal,
+            forget_missing,
+            ..MergeOptions::default()
+        };
         drop(table);
         let work = make(Arc::clone(&open), options)?;
         let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));

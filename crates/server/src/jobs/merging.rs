@@ -93,7 +93,7 @@ impl<const FLATTEN: bool> Merging<FLATTEN> {
         self.again += 1;
         self.merge = None;
         let known = snapshot::list(self.disk.path(), &self.options.open)?;
-        let own = known.iter().filter(|snapshot| snapshot.origin.is_none());
+        let own = known.iter().filter(|snapshot| snapshot.is_own());
         let own: Vec<&str> = own.filter_map(|snapshot| snapshot.name()).collect();
         self.snapshots.retain(|name| own.contains(&&**name) || name.contains(".."));
         self.waiting.clear();

@@ -16,7 +16,7 @@ fn image(bits: u32, name: &str, snapshot: Option<&str>) -> MemoryStore {
         backing: Some(NewBacking { name: name.as_bytes().to_vec(), format: Some("qcow2".to_owned()) }),
         feature_names: true,
         index_room: true,
-        snapshot,
+        record: snapshot.map(Into::into),
         ..CreateOptions::new(1 << 20)
     })
     .unwrap();

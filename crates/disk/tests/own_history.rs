@@ -1,0 +1,150 @@
+//! Where a disk's own history ends: what lies below belongs to others, who have not said that it may go.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::stock::{content, path_str, qemu_img, qemu_io};
+use vmstrata_disk::merge::{Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of};
+use vmstrata_disk::snapshot::{self, PrepareOptions, Pruning, RevertOptions, SnapshotInfo, list};
+use vmstrata_disk::{CreateOptions, Error, Format, OpenOptions, ResourceOptions, Resources, create};
+use vmstrata_types::LayerIndex;
+
+fn resources() -> std::sync::Arc<Resources> {
+    Resources::new(ResourceOptions::default())
+}
+
+/// Written, then frozen under each name in turn.
+fn take(disk: &Path, names: &[&str]) {
+    for (number, name) in (1..).zip(names) {
+        qemu_io(disk, &[format!("write -q -P {number} {number}M 64k")]);
+        let info = SnapshotInfo { name: (*name).to_owned(), taken_ns: number, ..SnapshotInfo::default() };
+        let (open, prepare) = (OpenOptions::default(), PrepareOptions::default());
+        snapshot::create(&[disk.to_owned()], &info, &open, &prepare, &resources()).unwrap();
+    }
+}
+
+fn new_disk(path: &Path, backing: Option<&str>) {
+    let backing = backing.map(|name| (PathBuf::from(name), Format::Qcow2));
+    let options = CreateOptions { size: Some(16 << 20), backing, ..CreateOptions::default() };
+    create(path, &options).unwrap();
+}
+
+fn stock_overlay(path: &Path, backing: &str) {
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", backing, path_str(path)]);
+}
+
+fn open(allowed: &Path) -> OpenOptions {
+    OpenOptions { allow_backing: vec![allowed.to_owned()], ..OpenOptions::default() }
+}
+
+fn names(disk: &Path, options: &OpenOptions) -> Vec<(Option<String>, bool)> {
+    let found = list(disk, options).unwrap();
+    found.iter().map(|found| (found.name().map(str::to_owned), found.is_own())).collect()
+}
+
+fn seen(named: &[(&str, bool)]) -> Vec<(Option<String>, bool)> {
+    let name = |name: &str| Some(name.to_owned()).filter(|name| name != "-");
+    named.iter().map(|&(text, is_own)| (name(text), is_own)).collect()
+}
+
+fn delete(disk: &Path, name: &str, open: &OpenOptions) -> Result<Vec<Merged>, Error> {
+    let options = MergeOptions { open: open.clone(), ..MergeOptions::default() };
+    let ranges = ranges_of(disk, &[name.to_owned()], open)?;
+    ranges.into_iter().map(|range| Merge::new(disk, range, &options, &resources())?.run()).collect()
+}
+
+fn assert_refused(disk: &Path, name: &str, open: &OpenOptions, owner: &str) {
+    let refused = delete(disk, name, open).unwrap_err().to_string();
+    assert!(refused.contains(&format!("belong to {owner}")), "{refused}");
+}
+
+/// A plain overlay stands on another disk: that one's snapshots are not its own, whoever made it.
+#[test]
+fn rules_of_a_plain_overlay_leave_the_snapshots_of_the_disk_below() {
+    for is_stock in [true, false] {
+        let dir = common::scratch();
+        let (golden, vm) = (dir.path().join("golden.qcow2"), dir.path().join("vm1.qcow2"));
+        new_disk(&golden, None);
+        take(&golden, &["jan"]);
+        if is_stock {
+            stock_overlay(&vm, "golden.qcow2");
+        } else {
+            new_disk(&vm, Some("golden.qcow2"));
+        }
+        take(&vm, &["a", "b", "c"]);
+        let options = OpenOptions::default();
+        let expected = seen(&[("c", true), ("b", true), ("a", true), ("-", false), ("jan", false)]);
+        assert_eq!(names(&vm, &options), expected, "stock: {is_stock}");
+        let found = list(&vm, &options).unwrap();
+        let keep = "last=2".parse().unwrap();
+        assert_eq!(Pruning::of(&found, &keep, &[]).delete, ["a"]);
+        assert_refused(&vm, "jan", &options, "golden.qcow2");
+        // Its own first one goes, and the end of its history stays where it was.
+        let before = content(&vm, "qcow2");
+        for name in ["a", "b", "c"] {
+            delete(&vm, name, &options).unwrap();
+        }
+        assert!(content(&vm, "qcow2") == before);
+        assert_eq!(names(&vm, &options), seen(&[("-", false), ("jan", false)]));
+        assert_refused(&vm, "jan", &options, "golden.qcow2");
+        // Gone back to, it is no more its own than before.
+        snapshot::revert(&vm, "jan", &RevertOptions::default(), &resources()).unwrap();
+        assert_eq!(names(&vm, &options), seen(&[("jan", false)]));
+        let merged = delete(&vm, "jan", &options).unwrap().remove(0);
+        assert_eq!(merged.kept[0].1, Kept::NotASnapshot);
+        assert_eq!(names(&golden, &options), seen(&[("jan", true)]));
+    }
+}
+
+/// The same in another directory, on a snapshot's file.
+#[test]
+fn a_disk_made_on_a_snapshot_elsewhere_does_not_delete_what_is_below_that() {
+    let dir = common::scratch();
+    let (golden_dir, vms) = (dir.path().join("golden"), dir.path().join("vms"));
+    std::fs::create_dir(&golden_dir).unwrap();
+    std::fs::create_dir(&vms).unwrap();
+    let (golden, vm) = (golden_dir.join("golden.qcow2"), vms.join("vm2.qcow2"));
+    new_disk(&golden, None);
+    take(&golden, &["jan", "feb"]);
+    new_disk(&vm, Some("../golden/golden.feb.qcow2"));
+    let options = open(&golden_dir);
+    assert_eq!(names(&vm, &options), seen(&[("-", false), ("jan", false)]));
+    assert_refused(&vm, "jan", &options, "golden.feb.qcow2");
+    // Nor by its number, nor if all files may go.
+    for beyond_own in [false, true] {
+        let all = MergeOptions {
+            open: options.clone(),
+            removal: Removal::All,
+            beyond_own,
+            ..MergeOptions::default()
+        };
+        let lowest = MergeRange { first: LayerIndex::new(0), last: LayerIndex::new(0) };
+        let refused = Merge::new(&vm, lowest, &all, &resources()).unwrap_err().to_string();
+        assert!(refused.contains("belong to golden.feb.qcow2"), "{refused}");
+    }
+    assert_eq!(names(&golden, &OpenOptions::default()), seen(&[("feb", true), ("jan", true)]));
+}
+
+/// A clone's layers stay its origin's when the layer that said so is dropped and the next one has no name.
+#[test]
+fn whose_the_layers_are_is_kept_where_the_next_one_has_no_name() {
+    let dir = common::scratch();
+    let (web, clone) = (dir.path().join("web.qcow2"), dir.path().join("clone.qcow2"));
+    let options = OpenOptions::default();
+    new_disk(&web, None);
+    take(&web, &["old"]);
+    let frozen = dir.path().join("web.unnamed.qcow2");
+    std::fs::rename(&web, &frozen).unwrap();
+    stock_overlay(&web, "web.unnamed.qcow2");
+    take(&web, &["mon"]);
+    snapshot::clone(&web, "mon", &clone, &options).unwrap();
+    assert_refused(&clone, "old", &options, "web.qcow2");
+    let before = content(&clone, "qcow2");
+    delete(&clone, "mon", &options).unwrap();
+    let found = list(&clone, &options).unwrap();
+    assert_eq!(found[0].origin.as_deref(), Some("web.qcow2"), "{found:?}");
+    assert_refused(&clone, "old", &options, "web.qcow2");
+    assert!(content(&clone, "qcow2") == before);
+    assert_eq!(names(&web, &options), seen(&[("mon", true), ("-", false), ("old", false)]));
+}
