@@ -339,6 +339,24 @@ fn images_that_vmstrata_cannot_use_keep_what_they_name() {
     assert_eq!(kept(&merged), [(base.as_path(), &Kept::Needed { by: elsewhere })]);
 }
 
+/// A link to an image in another directory: its relative name holds where the link is, as it does for every tool.
+#[test]
+fn a_link_to_an_overlay_elsewhere_keeps_what_it_names_beside_the_link() {
+    let golden = Golden::new();
+    let (link, elsewhere) = (golden.path("golden/ci.qcow2"), golden.path("vms/ci.qcow2"));
+    golden.clone("s1", "golden/ci.qcow2");
+    std::fs::rename(&link, &elsewhere).unwrap();
+    std::os::unix::fs::symlink("../vms/ci.qcow2", &link).unwrap();
+    let before = content(&link, "qcow2");
+    let merged = golden.delete(&["s1"], &MergeOptions::default()).remove(0);
+    assert_eq!(kept(&merged), [(golden.layer("s1").as_path(), &Kept::Needed { by: link.clone() })]);
+    assert!(content(&link, "qcow2") == before);
+    // With the link the reason goes.
+    std::fs::remove_file(&link).unwrap();
+    let merged = golden.delete(&["s2"], &MergeOptions::default()).remove(0);
+    assert_eq!(merged.removed, [golden.layer("s2"), golden.layer("s1")]);
+}
+
 /// Puts a layer that was dropped, and whose file stayed, back below the one above it.
 fn put_back(golden: &Golden, name: &str, above: &str) {
     let (layer, above) = (golden.layer(name), golden.layer(above));
@@ -379,7 +397,7 @@ fn an_image_that_cannot_be_read_keeps_everything() {
 
 const ORDERS: &str = "VMSTRATA_TEST_SHARED";
 
-/// Opens a disk ("rw" or "ro", then its path), says so, reads all of it when told to, and says what came of that.
+/// Opens a disk ("rw" or "ro" by its index, "at" to read without one; then its path), says so, reads all of it when told to, and says what came of that.
 #[test]
 #[ignore = "the process that other tests start"]
 fn child_that_uses_a_disk() {
@@ -387,14 +405,13 @@ fn child_that_uses_a_disk() {
     let (how, path) = orders.split_once(' ').unwrap();
     let path = Path::new(path);
     let allow_backing = vec![path.parent().unwrap().with_file_name("golden")];
-    let options = OpenOptions { read_only: how == "ro", allow_backing, ..OpenOptions::default() };
+    let options = OpenOptions { read_only: how != "rw", allow_backing, ..OpenOptions::default() };
     let resources = resources();
     let disk = Disk::open(path, &options, &resources).unwrap();
-    assert_eq!(
-        resources.usage().open_files,
-        usize::from(how == "ro"),
-        "lower layers are open, no index was used"
-    );
+    if how != "at" {
+        let open = usize::from(how == "ro");
+        assert_eq!(resources.usage().open_files, open, "lower layers are open, no index was used");
+    }
     let said = |text: &str| {
         println!("\n>{text}");
         std::io::stdout().flush().unwrap();
@@ -486,6 +503,26 @@ fn a_served_disk_does_not_change_a_layer_that_another_process_uses() {
     assert_eq!(user.reads(), "[1, 2, 3, 4]");
     user.end();
     let merged = begin("s1").unwrap().run().unwrap();
+    assert_eq!(merged.removed, [golden.layer("s1")]);
+    disk.close().unwrap();
+}
+
+/// The very layer that is to be copied into is somebody's disk, without an index: nothing else says that it is in use.
+#[test]
+fn a_served_disk_does_not_copy_into_a_layer_that_another_process_reads() {
+    let golden = Golden::new();
+    vmstrata_disk::index::remove(&golden.disk, &IndexOptions::default()).unwrap();
+    let disk = Disk::open(&golden.disk, &OpenOptions::default(), &resources()).unwrap();
+    let begin = || {
+        let ranges = ranges_of(&golden.disk, &["s1".to_owned()], &OpenOptions::default()).unwrap();
+        Merge::of_disk(&disk, ranges[0], &MergeOptions::default())
+    };
+    let mut user = User::of("at", &golden.layer("s2"));
+    let refused = begin().map(drop).unwrap_err().to_string();
+    assert!(refused.contains("in use by") && refused.contains("web.s2.qcow2"), "{refused}");
+    assert_eq!(user.reads(), "[1, 2, 3, 0]");
+    user.end();
+    let merged = begin().unwrap().run().unwrap();
     assert_eq!(merged.removed, [golden.layer("s1")]);
     disk.close().unwrap();
 }

@@ -2,19 +2,18 @@
 //! have it open, or have a disk open that stands on it.
 //!
 //! Images are looked for in directories, at any depth up to a limit. Whatever is found and cannot be understood may need the
-//! file: a name that is no plain file's, a header that cannot be read. Locks tell of processes on other hosts too, and of those
+//! file: a name that is no plain file's, a header that cannot be read. A symbolic link to an image is an image of its own: tools
+//! look for what a relative name means beside the name that they were given. Locks tell of processes on other hosts too, and of those
 //! of other users, which `/proc` does not; a disk that was opened by its index has locked its newest layers only, so those
 //! are what is looked at.
 
-use std::collections::{HashMap, HashSet};
-use std::fs::{DirEntry, File};
-use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd};
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+mod in_use;
 
-use vmstrata_store::{FileId, Gate, OpenStore, Permission, is_held};
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use vmstrata_store::{FileId, Gate};
 use vmstrata_types::MAX_LAYERS;
 
 use super::plan::Link;
@@ -22,33 +21,14 @@ use crate::chain::{OpenOptions, backing_text, plain_name};
 use crate::clones::{self, Told};
 use crate::error::Result;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
-use crate::snapshot::{Holder, holders_of};
+
+pub(super) use self::in_use::is_open;
+pub(crate) use self::in_use::{Here, holder_of, opened_here};
 
 /// Most files looked at.
 pub(super) const FILES_MAX: usize = 50_000;
 /// Directories below the given ones are looked into this deep.
 const DEPTH_MAX: usize = 8;
-/// A process that is being started holds the files of its parent for a moment, and one that was killed its own.
-const PATIENCE: Duration = Duration::from_millis(500);
-
-/// What this process itself has to do with files.
-pub(crate) struct Here<'a> {
-    /// Whether one of its disks stands on a file.
-    pub(crate) needs: &'a dyn Fn(FileId) -> bool,
-    /// Its open file, through which its own locks are not seen.
-    pub(crate) store: &'a dyn Fn(FileId) -> Option<Arc<OpenStore>>,
-}
-
-impl Here<'_> {
-    /// No disk of this process is open; of one it has the writer's lock.
-    pub(crate) const NOTHING: Here<'static> = Here { needs: &|_| false, store: &|_| None };
-
-    /// Whether another process uses one of a disk's `layers`, or a disk that stands on one. The topmost is this process's own.
-    pub(super) fn is_used_by_others(&self, users: &Users, layers: &[Link]) -> bool {
-        let own = layers.last().map(|link| link.file);
-        users.in_use(layers, self, own.as_slice()).is_some()
-    }
-}
 
 /// Why someone may have been overlooked.
 #[derive(Clone, Debug)]
@@ -57,10 +37,19 @@ pub(super) enum Gap {
     Unread { path: PathBuf, reason: String },
 }
 
+/// An image that names a file as its backing file.
+#[derive(Debug, PartialEq, Eq)]
+struct User {
+    /// As it was found: itself, or a link to it.
+    path: PathBuf,
+    /// Itself.
+    real: PathBuf,
+}
+
 /// Images, and what they stand on.
 #[derive(Debug, Default)]
 pub(crate) struct Users {
-    by_file: HashMap<FileId, Vec<PathBuf>>,
+    by_file: HashMap<FileId, Vec<User>>,
     gap: Option<Gap>,
     looked: usize,
 }
@@ -94,7 +83,7 @@ impl Users {
                 let kind = entry.and_then(|entry| Ok((entry.file_type()?, entry)));
                 match kind {
                     Ok((kind, entry)) if kind.is_dir() => waiting.push((entry.path(), depth + 1)),
-                    Ok((_, entry)) => users.look(&entry),
+                    Ok((_, entry)) => users.look(entry.path()),
                     Err(error) => users.overlook(&directory, &error),
                 }
             }
@@ -110,19 +99,35 @@ impl Users {
     }
 
     /// Looks at a file, or where a link to one leads.
-    fn look(&mut self, entry: &DirEntry) {
-        let path = entry.path();
+    fn look(&mut self, path: PathBuf) {
         // Links that lead nowhere, and what is neither a file nor a link to one, stand on nothing.
         if path.metadata().is_ok_and(|metadata| metadata.is_file()) {
-            match path.canonicalize() {
-                Ok(path) => drop(self.enter(path)),
-                Err(error) => self.overlook(&path, &error),
-            }
+            self.enter(path);
         }
     }
 
-    /// Notes what the image at `path` stands on, and returns it.
+    /// Notes what the image that `path` leads to may stand on, and returns it: by its own place, and by that of a link to it.
     fn enter(&mut self, path: PathBuf) -> Vec<PathBuf> {
+        let real = match path.canonicalize() {
+            Ok(real) => real,
+            Err(error) => {
+                self.overlook(&path, &error);
+                return Vec::new();
+            }
+        };
+        let mut below = self.note(real.clone(), &real);
+        if path != real {
+            below.extend(self.note(path, &real));
+        }
+        // Of several names those that lead somewhere are meant; one that leads nowhere is for the caller to wonder about.
+        if below.iter().any(|path| path.exists()) {
+            below.retain(|path| path.exists());
+        }
+        below
+    }
+
+    /// Notes what the image `real` stands on if it is opened as `path`.
+    fn note(&mut self, path: PathBuf, real: &Path) -> Vec<PathBuf> {
         let below = match below(&path) {
             Ok(below) => below,
             Err(error) => {
@@ -133,8 +138,9 @@ impl Users {
         for backing in &below {
             if let Ok(identity) = LocalFiles.identity(backing, &Gate::unrestricted()) {
                 let users = self.by_file.entry(identity.file).or_default();
-                if !users.contains(&path) {
-                    users.push(path.clone());
+                let user = User { path: path.clone(), real: real.to_owned() };
+                if !users.contains(&user) {
+                    users.push(user);
                 }
             }
         }
@@ -158,7 +164,7 @@ impl Users {
         let mut next = vec![disk];
         for _ in 0..MAX_LAYERS {
             let Some(path) = next.pop() else { return };
-            next = self.enter(path);
+            next.extend(self.enter(path));
         }
         self.gap = Some(Gap::TooMany);
     }
@@ -170,7 +176,7 @@ impl Users {
 
     /// An image that names the file as its backing file.
     pub(crate) fn of(&self, file: FileId) -> Option<&PathBuf> {
-        self.by_file.get(&file)?.first()
+        self.by_file.get(&file)?.first().map(|user| &user.path)
     }
 
     pub(super) fn gap(&self) -> Option<&Gap> {
@@ -184,7 +190,7 @@ impl Users {
         else {
             return;
         };
-        self.by_file.values_mut().for_each(|users| users.retain(|user| *user != path));
+        self.by_file.values_mut().for_each(|users| users.retain(|user| user.real != path));
     }
 
     /// All images that stand on `layers`, directly or not, and these themselves.
@@ -193,29 +199,14 @@ impl Users {
             layers.iter().map(|link| (link.file, link.path.clone())).collect();
         let mut next: Vec<FileId> = found.keys().copied().collect();
         while let Some(file) = next.pop() {
-            for path in self.by_file.get(&file).into_iter().flatten() {
-                let Ok(identity) = LocalFiles.identity(path, &Gate::unrestricted()) else { continue };
+            for User { path, real } in self.by_file.get(&file).into_iter().flatten() {
+                let Ok(identity) = LocalFiles.identity(real, &Gate::unrestricted()) else { continue };
                 if found.insert(identity.file, path.clone()).is_none() {
                     next.push(identity.file);
                 }
             }
         }
         found
-    }
-
-    /// Who, beside this process, uses one of `layers`, or a disk that stands on one: `but` are the files that nobody else can
-    /// have open.
-    pub(crate) fn in_use(&self, layers: &[Link], here: &Here<'_>, but: &[FileId]) -> Option<String> {
-        let mut files = self.above(layers);
-        files.retain(|file, _| !but.contains(file));
-        let set: HashSet<FileId> = files.keys().copied().collect();
-        patiently(|| {
-            let seen = holders_of(&set).first().map(Holder::to_string);
-            seen.or_else(|| {
-                let locked = files.iter().find(|(file, path)| is_locked(path, **file, here))?;
-                Some(format!("{}, which has {}", Holder::unseen(), locked.1.display()))
-            })
-        })
     }
 }
 
@@ -233,37 +224,6 @@ pub(super) fn missing(layer: &Path) -> Vec<Told> {
     let is_gone =
         |told: &Told| told.disk.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
     clones::who_told(layer).unwrap_or_default().into_iter().filter(is_gone).collect()
-}
-
-/// Whether someone else has the file open.
-pub(super) fn is_open(path: &Path, file: FileId, here: &Here<'_>) -> bool {
-    let open =
-        || (is_locked(path, file, here) || !holders_of(&HashSet::from([file])).is_empty()).then_some(());
-    patiently(open).is_some()
-}
-
-/// Whether anyone has it locked, but for this process.
-fn is_locked(path: &Path, file: FileId, here: &Here<'_>) -> bool {
-    let held = |fd: BorrowedFd<'_>| {
-        let permissions = [Permission::ConsistentRead, Permission::Write];
-        permissions.iter().any(|&permission| is_held(fd, permission).unwrap_or(true))
-    };
-    match (here.store)(file) {
-        Some(store) => store.raw().is_some_and(held),
-        None => File::open(path).is_ok_and(|file| held(file.as_fd())),
-    }
-}
-
-/// What `look` sees for as long as there is patience.
-fn patiently<T>(look: impl Fn() -> Option<T>) -> Option<T> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let seen = look()?;
-        if Instant::now() >= deadline {
-            return Some(seen);
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }
 
 /// The files that the image at `path` may stand on: one, or none; for a `json:` description all that it names.

@@ -14,7 +14,7 @@ use crate::layers::{Layers, Top, index_of};
 use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, map_up_to};
 use crate::merge::relink::Relink;
-use crate::merge::users::Users;
+use crate::merge::users::{Users, holder_of, opened_here};
 use crate::merge::{Copier, MergeFault, target};
 use crate::opener::Role;
 
@@ -25,6 +25,7 @@ impl Running {
         let (link, resources) = (&links[index.index()], &disk.resources);
         self.claim(link)?;
         let users = self.users(links);
+        // Before it is open a second time, which hides the locks of others.
         self.refuse_users(links, &users)?;
         let below = map_up_to(&disk.path, links, self.range.last.index(), &disk.options, resources)?;
         let top = self.open_target(links)?;
@@ -87,7 +88,16 @@ impl Running {
     /// Refuses a target that another process uses, or a disk of another process that stands on it.
     fn refuse_users(&self, links: &[Link], users: &Users) -> Result<()> {
         let (disk, above) = (&self.disk, &links[self.range.target().index()..]);
-        match disk.here(|here| users.in_use(above, &here, &[above[0].file])) {
+        let target = above[0].file;
+        let in_use = disk.here(|here| {
+            let own = usize::from((here.store)(target).is_some());
+            // A file's locks are seen through each other open file, also of this process: a queue without requests may have
+            // the target as it was before, and so has a merge of it.
+            let but = (opened_here(target) > own).then_some(target);
+            let by_process = but.and_then(holder_of);
+            by_process.or_else(|| users.in_use(above, &here, but.as_slice()))
+        });
+        match in_use {
             Some(by) => Err(Error::from(MergeFault::TargetInUse { by }).in_file(&above[0].path)),
             None => Ok(()),
         }

@@ -1,0 +1,97 @@
+//! Processes that use a file: known by what they have open, and by their locks.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmstrata_store::{FileId, OpenStore, Permission, is_held};
+
+use super::Users;
+use crate::merge::plan::Link;
+use crate::snapshot::{Holder, holders_of};
+
+/// A process that is being started holds the files of its parent for a moment, and one that was killed its own.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// What this process itself has to do with files.
+pub(crate) struct Here<'a> {
+    /// Whether one of its disks stands on a file.
+    pub(crate) needs: &'a dyn Fn(FileId) -> bool,
+    /// Its open file, through which its own locks are not seen.
+    pub(crate) store: &'a dyn Fn(FileId) -> Option<Arc<OpenStore>>,
+}
+
+impl Here<'_> {
+    /// No disk of this process is open; of one it has the writer's lock.
+    pub(crate) const NOTHING: Here<'static> = Here { needs: &|_| false, store: &|_| None };
+
+    /// Whether another process uses one of a disk's `layers`, or a disk that stands on one. The topmost is this process's own.
+    pub(in crate::merge) fn is_used_by_others(&self, users: &Users, layers: &[Link]) -> bool {
+        let own = layers.last().map(|link| link.file);
+        users.in_use(layers, self, own.as_slice()).is_some()
+    }
+}
+
+impl Users {
+    /// Who, beside this process, uses one of `layers`, or a disk that stands on one: `but` are the files that nobody else can
+    /// have open.
+    pub(crate) fn in_use(&self, layers: &[Link], here: &Here<'_>, but: &[FileId]) -> Option<String> {
+        let mut files = self.above(layers);
+        files.retain(|file, _| !but.contains(file));
+        let set: HashSet<FileId> = files.keys().copied().collect();
+        patiently(|| {
+            let seen = holders_of(&set).first().map(Holder::to_string);
+            seen.or_else(|| {
+                let locked = files.iter().find(|(file, path)| is_locked(path, **file, here))?;
+                Some(format!("{}, which has {}", Holder::unseen(), locked.1.display()))
+            })
+        })
+    }
+}
+
+/// In how many places this process has the file open; what it cannot see of itself counts as one.
+pub(crate) fn opened_here(file: FileId) -> usize {
+    let Ok(descriptors) = std::fs::read_dir("/proc/self/fd") else { return 1 };
+    let open = descriptors.filter_map(|entry| std::fs::metadata(entry.ok()?.path()).ok());
+    open.filter(|open| (open.dev(), open.ino()) == (file.dev, file.ino)).count()
+}
+
+/// Another process that has the file open, as far as this user may see it.
+pub(crate) fn holder_of(file: FileId) -> Option<String> {
+    patiently(|| holders_of(&HashSet::from([file])).first().map(Holder::to_string))
+}
+
+/// Whether someone else has the file open.
+pub(in crate::merge) fn is_open(path: &Path, file: FileId, here: &Here<'_>) -> bool {
+    let open =
+        || (is_locked(path, file, here) || !holders_of(&HashSet::from([file])).is_empty()).then_some(());
+    patiently(open).is_some()
+}
+
+/// Whether anyone has it locked, but for this process.
+fn is_locked(path: &Path, file: FileId, here: &Here<'_>) -> bool {
+    let held = |fd: BorrowedFd<'_>| {
+        let permissions = [Permission::ConsistentRead, Permission::Write];
+        permissions.iter().any(|&permission| is_held(fd, permission).unwrap_or(true))
+    };
+    match (here.store)(file) {
+        Some(store) => store.raw().is_some_and(held),
+        None => File::open(path).is_ok_and(|file| held(file.as_fd())),
+    }
+}
+
+/// What `look` sees for as long as there is patience.
+fn patiently<T>(look: impl Fn() -> Option<T>) -> Option<T> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let seen = look()?;
+        if Instant::now() >= deadline {
+            return Some(seen);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
