@@ -69,7 +69,8 @@ impl Tree {
     /// The same, with a record of the snapshot that its backing file is.
     pub fn quick_snapshot(&self, name: &str, backing: Option<&str>, snapshot: Option<SnapshotInfo>) {
         let backing = backing.map(|name| NewBacking { name: name.into(), format: Some("qcow2".to_owned()) });
-        let options = CreateOptions { backing, snapshot, ..CreateOptions::new(16 << 20) };
+        let record = snapshot.map(Into::into);
+        let options = CreateOptions { backing, record, ..CreateOptions::new(16 << 20) };
         let image = new_image(&options).expect("fits");
         let mut bytes = vec![0; usize::try_from(image.file_len).expect("small")];
         for (at, part) in &image.parts {
