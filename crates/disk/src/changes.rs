@@ -15,7 +15,7 @@
 //! still see it are done ([`Changes::take_reclaimable`]).
 //!
 //! Words of clusters that are written in part ([`crate::active::Partial`]) are noted like entries, and stay noted: a commit
-//! takes them along to the next one, in memory and in the journal, until the cluster is whole. A flush makes them whole first.
+//! takes them along to the next one, in memory and in the journal, until the cluster is whole. A flush makes them whole first, and leaves those that it cannot.
 //!
 //! Lock order: the commit lock, then the state's lock. The state's lock is never held during a flush.
 
@@ -220,6 +220,8 @@ impl Changes {
         let mut state = self.state.lock();
         let stay = state.partials.records(&state.open.entries);
         if state.open.entries.len() == stay.len() {
+            // What stays has been tried, and waits for its next turn.
+            state.since = (!stay.is_empty()).then(Instant::now);
             return false;
         }
         if let Some(journal) = &mut state.journal {

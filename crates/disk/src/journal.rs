@@ -101,7 +101,7 @@ struct Half {
 
 impl Journal {
     /// Opens or makes the journal of an image in `dir`; returns what the process of that session left there, oldest
-    /// first. Call [`Journal::reset`] before the first note.
+    /// first. Call [`Journal::reset`] or [`Journal::go_on`] before the first note.
     ///
     /// # Errors
     /// A directory or file that cannot be made, read or written.
@@ -179,6 +179,15 @@ impl Journal {
             self.clear(number)?;
         }
         self.start(0, &[])
+    }
+
+    /// Goes on with the session that it was opened for: what was found is in the image now, but for `staying`.
+    ///
+    /// # Errors
+    /// A file that cannot be written: what was found is there still.
+    pub(crate) fn go_on(&mut self, staying: &[Record]) -> io::Result<()> {
+        self.turn(staying)?;
+        self.drop_older()
     }
 
     fn clear(&mut self, number: usize) -> io::Result<()> {

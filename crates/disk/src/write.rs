@@ -2,12 +2,13 @@
 //! cover copied up.
 //!
 //! [`allocate`] writes what needs new clusters, [`together`] small writes of that kind several at a time; [`part`] writes a
-//! part of a new cluster, and puts the copying off, unless [`at_hand`] has done it.
+//! part of a new cluster, and puts the copying off, unless [`at_hand`] has done it; [`whole`] does the copying.
 
 mod allocate;
 mod at_hand;
 mod part;
 mod together;
+mod whole;
 
 use std::cell::RefCell;
 
@@ -23,6 +24,7 @@ use crate::layers::{Layers, Top};
 
 pub(crate) use at_hand::Guess;
 pub(crate) use together::{TOGETHER_MAX, is_small_write};
+pub(crate) use whole::NotWhole;
 
 thread_local! {
     /// Where a thread puts together what it writes to new clusters.

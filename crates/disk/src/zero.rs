@@ -124,7 +124,7 @@ impl Layers {
         let mut freed = Vec::new();
         let mut must_write = Vec::new();
         for cluster in first..first + count {
-            let old = self.whole_entry(active, cluster, &page)?;
+            let old = active.entry_locked(cluster, &page)?;
             match self.cleared(active, cluster, old, purpose)? {
                 Cleared::Already => {}
                 Cleared::Must(new) => {
@@ -156,7 +156,11 @@ impl Layers {
         let bits = active.tables.geometry.cluster_bits;
         let at = GuestOffset::new(cluster << bits.get());
         let has_zero_flag = active.tables.version >= 3;
-        let entry = active.decode(old)?;
+        let entry = match active.partial(old) {
+            // What it was to be is of no interest any more.
+            Some(partial) => L2Entry::Data { host: partial.host, copied: true },
+            None => active.decode(old)?,
+        };
         if entry == L2Entry::Unallocated && self.was_zero(active, old, at, bits.size() as usize)? {
             return Ok(Cleared::Already);
         }

@@ -78,9 +78,20 @@ impl Changes {
         self.state.lock().partials.clusters.iter().copied().collect()
     }
 
-    /// While some cannot be made whole, there shall not be more.
-    pub(crate) fn partials_are_stuck(&self, stuck: bool) {
-        self.welcome.stuck.store(stuck, Ordering::Relaxed);
+    /// The clusters that it is worth making whole before it must be: none while some could not be.
+    pub(crate) fn partials_to_copy(&self) -> Vec<u64> {
+        if self.welcome.stuck.load(Ordering::Relaxed) { Vec::new() } else { self.partials() }
+    }
+
+    /// What a journal has to say of them.
+    pub(crate) fn partial_records(&self) -> Vec<Record> {
+        let state = self.state.lock();
+        state.partials.records(&state.open.entries)
+    }
+
+    /// While some cannot be made whole, there shall not be more. Returns whether that was not so before.
+    pub(crate) fn partials_are_stuck(&self, stuck: bool) -> bool {
+        self.welcome.stuck.swap(stuck, Ordering::Relaxed) != stuck
     }
 
     fn refuse(&self, more: isize) {
@@ -179,9 +190,10 @@ mod tests {
         changes.refuse(-1);
         assert_eq!(changes.note(&[record(2, 0, word(0x6_0000, 0))], &[]), Noted::Safe);
         assert_eq!(changes.partials(), [1, 2]);
-        changes.partials_are_stuck(true);
-        assert!(!changes.welcomes_partials());
-        changes.partials_are_stuck(false);
+        assert!(changes.partials_are_stuck(true));
+        assert!(!changes.welcomes_partials() && changes.partials_to_copy().is_empty());
+        assert!(!changes.partials_are_stuck(true) && changes.partials_are_stuck(false));
+        assert_eq!(changes.partials_to_copy(), [1, 2]);
         changes.commit_each_change(true);
         assert!(!changes.welcomes_partials());
     }

@@ -1,5 +1,6 @@
 //! Bringing a disk to stable storage: flush, housekeeping, and a close that leaves a clean image.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -8,14 +9,17 @@ use vmstrata_types::{GuestOffset, GuestRange};
 use super::Disk;
 use super::open::{FEATURES_SINCE, put_session, write_session};
 use crate::active::Active;
+use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
-use crate::layers::Top;
+use crate::layers::{Layers, Top};
+use crate::write::NotWhole;
 
 impl Disk {
     /// Brings everything written before the call to stable storage, with the tables that lead to it.
     ///
     /// # Errors
-    /// A host that cannot flush or write: the disk then takes no more writes.
+    /// A host that cannot flush or write: the disk then takes no more writes. A layer that cannot be read below a cluster that
+    /// was written in part: all else is on stable storage, and it can be tried again.
     pub fn flush(&self) -> Result<()> {
         self.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
         if self.is_read_only() {
@@ -25,17 +29,39 @@ impl Disk {
         self.commit()
     }
 
+    /// As [`Disk::flush`], checked. What cannot be copied up, because what lies below it cannot be read, stays in memory and in
+    /// the journal; all else is on stable storage even then.
     pub(super) fn commit(&self) -> Result<()> {
-        let layers = self.layers_now();
-        // What cannot be copied up is in memory and in the journal still.
-        layers.complete_all().map_err(|error| self.latch_if_lost(error))?;
-        layers.commit().map_err(|error| self.latch(error))
+        let completed = self.complete_all();
+        if let Err(NotWhole::Own(error)) = completed {
+            return Err(self.latch_if_lost(error));
+        }
+        self.layers_now().commit().map_err(|error| self.latch(error))?;
+        Ok(completed?)
     }
 
-    /// The clusters that are written in part.
+    /// Copies up all that was put off before the call, as far as what lies below can be read.
+    pub(super) fn complete_all(&self) -> Result<(), NotWhole> {
+        let layers = arc_swap::Guard::into_inner(self.layers_now());
+        layers.complete_each(&|cluster| self.complete_one(&layers, cluster))
+    }
+
+    /// Makes a cluster of these layers' active one whole, by the layers that lie below it now.
+    fn complete_one(&self, layers: &Layers, cluster: u64) -> Result<(), NotWhole> {
+        // Layers that are dropped meanwhile wait for it.
+        let _guard = self.epochs.guard(thread_shard());
+        let now = self.layers_now();
+        match (&layers.top, &now.top) {
+            (Top::Qcow2(active), Top::Qcow2(top)) if Arc::ptr_eq(active, top) => now.complete_one(cluster),
+            // Frozen meanwhile, and whole since then.
+            _ => Ok(()),
+        }
+    }
+
+    /// The clusters that are written in part, unless it is of no use now to copy up the rest.
     pub(crate) fn put_off(&self) -> Vec<u64> {
         match &self.layers_now().top {
-            Top::Qcow2(active) => active.changes.partials(),
+            Top::Qcow2(active) => active.changes.partials_to_copy(),
             Top::Raw(_) | Top::Frozen => Vec::new(),
         }
     }
@@ -46,15 +72,19 @@ impl Disk {
         if self.closed.load(Ordering::Acquire) || self.latch.get().is_some() {
             return &[];
         }
-        let layers = self.layers_now();
+        let layers = arc_swap::Guard::into_inner(self.layers_now());
+        let Top::Qcow2(active) = &layers.top else { return &[] };
         let mut left = clusters;
         while let [cluster, rest @ ..] = left
             && Instant::now() < until
         {
-            if let Err(error) = layers.complete_one(*cluster) {
-                // The next flush meets it again, and says so.
-                self.latch_if_lost(error);
-                return &[];
+            if let Err(why) = self.complete_one(&layers, *cluster) {
+                // The next commit tries it again.
+                active.partials_are_stuck(Some(&why));
+                if let NotWhole::Own(error) = why {
+                    self.latch_if_lost(error);
+                    return &[];
+                }
             }
             left = rest;
         }
@@ -69,10 +99,13 @@ impl Disk {
         if self.closed.load(Ordering::Acquire) || self.latch.get().is_some() {
             return;
         }
-        if active.changes.waited(age) && self.commit().is_err() {
-            return;
+        if active.changes.waited(age) {
+            // Said by whoever noticed first; what could be committed is.
+            let _ = self.commit();
         }
-        self.reclaim(active);
+        if self.latch.get().is_none() {
+            self.reclaim(active);
+        }
     }
 
     /// Gives back clusters that nothing leads to any more, once no request can still see them.
@@ -87,7 +120,8 @@ impl Disk {
     /// Later requests fail; a second call does nothing.
     ///
     /// # Errors
-    /// What could not be flushed or written; the image is then as after a crash.
+    /// What could not be flushed, copied up or written; the image is then as after a killed process, and whoever opens it next
+    /// finds everything.
     pub fn close(&self) -> Result<()> {
         let _changing = self.change();
         if self.closed.swap(true, Ordering::AcqRel) {

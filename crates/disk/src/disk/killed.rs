@@ -32,10 +32,16 @@ pub(super) fn finish_snapshot(chain: Chain, cache: CacheMode, resources: &Arc<Re
         // The gate let another file through.
         return Err(Error::from(ErrorKind::Changed).in_file(&path));
     }
-    let index = index_of(below.len());
-    let map = || if below.is_empty() { Ok(None) } else { resources.share_map(below, None).map(Some) };
+    let (index, size) = (index_of(below.len()), backing.size);
+    let mut asked = None;
+    let map = || {
+        asked = if below.is_empty() { None } else { Some(resources.share_map(below, None)?) };
+        Ok(asked.clone())
+    };
     let top = open_top(backing, index, map, resources)?;
-    let layers = Layers::new(0, top, None, resources);
+    let layers = Layers::new(size, top, asked, resources);
+    // A frozen layer has whole clusters only. Where one is not, what lies below was asked for.
+    layers.complete_all()?;
     layers.commit()?;
     if let Top::Qcow2(active) = &layers.top {
         leave_clean(active, || ())?;

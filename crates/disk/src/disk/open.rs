@@ -17,6 +17,7 @@ use crate::journal::Journal;
 use crate::layers::{Layers, RawTop, Top};
 use crate::map::FrozenMap;
 use crate::resources::Resources;
+use crate::write::NotWhole;
 
 /// Version 2 headers have no feature bits.
 pub(crate) const FEATURES_SINCE: u32 = 3;
@@ -57,28 +58,36 @@ pub(super) fn open_top(
         None => None,
         Some(dir) => Some(take_over(&active, dir, (old, new), layers)?),
     };
-    write_session(&active, new).map_err(in_file)?;
+    let (journal, session) = journal.unzip();
+    write_session(&active, session.unwrap_or(new)).map_err(in_file)?;
     active.changes.use_journal(journal);
     Ok(Top::Qcow2(active))
 }
 
-/// Opens the image's journal, takes up what the process of session `old` left in it, and begins session `new`. `layers` are
-/// the image's and those below it.
+/// Opens the image's journal, takes up what the process of session `old` left in it, and begins session `new`; or goes on with
+/// the old one, which the journal then keeps what cannot be brought to the image for. Returns the session. `layers` are the
+/// image's and those below it.
 fn take_over(
     active: &Active,
     dir: &Path,
     (old, new): (u64, u64),
     layers: impl FnOnce() -> Result<Layers>,
-) -> Result<Journal> {
+) -> Result<(Journal, u64)> {
     let in_dir = |error: Error| error.in_file(dir);
     let opened = Journal::open(dir, active.identity.file, old).while_trying("open the volatile journal");
     let (mut journal, found) = opened.map_err(in_dir)?;
     recover(active, old, &found, layers).map_err(|error| error.in_file(&active.path))?;
-    journal.reset(new).while_trying("write the volatile journal").map_err(in_dir)?;
-    Ok(journal)
+    let staying = active.changes.partial_records();
+    let (written, session) = match &*staying {
+        [] => (journal.reset(new), new),
+        // At no time is the image without a journal that says what it lacks.
+        staying => (journal.go_on(staying), old),
+    };
+    written.while_trying("write the volatile journal").map_err(in_dir)?;
+    Ok((journal, session))
 }
 
-/// Takes up the journal of a killed process, if there is one.
+/// Takes up the journal of a killed process, if there is one. Clusters in part whose rest cannot be read stay as they are.
 fn recover(
     active: &Active,
     session: u64,
@@ -90,8 +99,11 @@ fn recover(
     }
     if active.take_up(found)? {
         if !active.changes.partials().is_empty() {
-            // The journal goes, and with it what it has of clusters that are written in part.
-            layers()?.complete_all()?;
+            match layers()?.complete_all() {
+                Err(NotWhole::Own(error)) => return Err(error),
+                // It was logged.
+                Ok(()) | Err(NotWhole::Below(..)) => {}
+            }
         }
         active.changes.commit(active)?;
         tracing::info!(disk = %active.path.display(), changes = found.len(), "took up the writes of a killed process");

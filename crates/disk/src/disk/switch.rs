@@ -69,7 +69,7 @@ impl<'disk> Switch<'disk> {
         disk.check_writable()?;
         let before = arc_swap::Guard::into_inner(disk.layers_now());
         let after = Some(disk.layers_over(&before, names)?);
-        let whole = disk.complete_all(&before)?;
+        let whole = disk.keep_whole(&before)?;
         Ok(Self { disk, frozen: names.frozen.to_owned(), before, after, _whole: whole })
     }
 
@@ -146,12 +146,13 @@ impl Disk {
     }
 
     /// Makes every cluster whole; it stays so until what is returned is dropped.
-    fn complete_all(&self, layers: &Layers) -> Result<Option<Refusal>> {
+    fn keep_whole(&self, layers: &Layers) -> Result<Option<Refusal>> {
         let Top::Qcow2(active) = &layers.top else { return Ok(None) };
+        let complete_all = || self.complete_all().map_err(|why| self.latch_if_lost(why.into()));
         // Most while others may still be written in part.
-        layers.complete_all().map_err(|error| self.latch_if_lost(error))?;
+        complete_all()?;
         let refusal = Refusal::of(active);
-        layers.complete_all().map_err(|error| self.latch_if_lost(error))?;
+        complete_all()?;
         Ok(Some(refusal))
     }
 

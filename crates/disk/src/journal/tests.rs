@@ -37,6 +37,27 @@ fn what_was_noted_is_found_again_in_order_across_turns() {
     assert!(reopen(&dir, 7, 78).is_empty());
 }
 
+#[test]
+fn who_takes_a_journal_up_may_leave_some_of_it_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
+    journal.reset(77).unwrap();
+    // Whichever half is the newer one.
+    for round in 0..4 {
+        journal.append(&[record(10 * round + 1), record(10 * round + 2)]).unwrap();
+        if round % 2 == 1 {
+            journal.turn(&[record(10 * round + 2)]).unwrap();
+            journal.append(&[record(10 * round + 3)]).unwrap();
+        }
+        drop(journal);
+        let (mut again, found) = Journal::open(dir.path(), image(7), 77).unwrap();
+        assert!(found.contains(&record(10 * round + 2)));
+        again.go_on(&[record(10 * round + 2)]).unwrap();
+        assert_eq!(reopen(&dir, 7, 77), [record(10 * round + 2)]);
+        journal = again;
+    }
+}
+
 /// A half that could not be emptied must not show its old notes behind the new ones.
 #[test]
 fn a_half_that_is_begun_again_holds_nothing_old() {

@@ -151,7 +151,7 @@ impl Layers {
         let bytes = space.clusters << bits.get();
         if let Err(error) = self.copy_below(active, GuestOffset::new(first << bits.get()), space.at, bytes) {
             let _ = active.alloc.free(space.at, bytes);
-            return Err(error);
+            return Err(error.into());
         }
         let place = |number: usize| (space.at + ((number as u64) << bits.get())).get() | COPIED;
         let changes: Vec<Change> =

@@ -65,7 +65,7 @@ impl Layers {
         Ok(bytes)
     }
 
-    /// The raw entries of clusters from `first` on, up to the first that may be overwritten in place.
+    /// The raw entries of clusters from `first` on, up to the first that may be overwritten in place, or in part.
     fn entries_to_allocate(
         &self,
         active: &Active,
@@ -75,7 +75,14 @@ impl Layers {
     ) -> Result<SmallRaws> {
         let mut old = SmallRaws::new();
         for cluster in first..first + count {
-            let raw = self.whole_entry(active, cluster, page)?;
+            let raw = if cluster == first {
+                self.whole_entry(active, cluster, page)?
+            } else {
+                active.entry_locked(cluster, page)?
+            };
+            if active.partial(raw).is_some() {
+                break;
+            }
             if matches!(active.decode(raw)?, L2Entry::Data { copied: true, .. }) {
                 break;
             }

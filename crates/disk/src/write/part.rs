@@ -15,21 +15,14 @@
 //! Invariants: a cluster in part had no entry and lies within the disk whole. A part counts as written once its bytes are.
 //! Parts become written, and a cluster whole, under the cluster's lock.
 
-use std::time::{Duration, Instant};
-
 use vmstrata_store::{PADDING_MAX, Segment, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
-use super::with_scratch;
 use crate::active::{Active, Change, EntryGuard, Partial, Parts};
 use crate::alloc::Allocated;
 use crate::changes::Noted;
-use crate::error::{IoContext as _, Result};
+use crate::error::{Error, IoContext as _, Result};
 use crate::layers::{Layers, Top};
-
-/// Clusters from a store that takes longer for one of them are waited for by several threads.
-const SLOW: Duration = Duration::from_millis(1);
-const THREADS: usize = 8;
 
 /// New clusters of up to this many bytes are written all at once, zeros for what is not known yet: the host's page cache then
 /// holds them in one piece, and writes them back as one.
@@ -68,7 +61,7 @@ impl Layers {
         let Some(piece) = self.piece_of(active, at, total_len(from) as u64) else { return Ok(0) };
         let guard = active.lock_cluster(piece.cluster)?;
         let raw = active.entry_locked(piece.cluster, &guard)?;
-        let in_file = |error: crate::Error| error.in_file(&active.path);
+        let in_file = |error: Error| error.in_file(&active.path);
         let space = match active.partial(raw) {
             Some(_) => None,
             None if raw == 0 && self.may_begin(active, piece) => {
@@ -184,7 +177,10 @@ impl Layers {
             }
             Noted::Refused => Ok(Put::Refused),
             // A commit writes no word of this kind: whole first.
-            Noted::MustCommit => self.whole_entry(active, piece.cluster, guard).map(|_| Put::Done),
+            Noted::MustCommit => {
+                self.whole_entry(active, piece.cluster, guard)?;
+                Ok(Put::Done)
+            }
         }
     }
 
@@ -209,84 +205,5 @@ impl Layers {
     /// Whether these bytes read as zeros below, as far as memory knows.
     fn is_zero(&self, at: GuestOffset, len: u64) -> bool {
         self.below(at, len).is_some_and(|run| run.source.is_zero() && run.len == len)
-    }
-
-    /// A cluster's raw entry, for whoever needs the cluster whole: what is missing of it, if anything is, is copied up now.
-    ///
-    /// # Errors
-    /// What lies below cannot be read, or the active layer's file not be written.
-    pub(crate) fn whole_entry(&self, active: &Active, cluster: u64, guard: &EntryGuard<'_>) -> Result<u64> {
-        let raw = active.entry_locked(cluster, guard)?;
-        let Some(partial) = active.partial(raw) else { return Ok(raw) };
-        let start = GuestOffset::new(cluster << active.tables.geometry.cluster_bits.get());
-        partial.missing().try_for_each(|run| {
-            self.copy_below(active, start + run.start, partial.host + run.start, run.len)
-        })?;
-        let new = partial.whole();
-        let change = Change { cluster, old: raw, new };
-        active.publish(&[change], &[], guard).map_err(|error| error.in_file(&active.path))?;
-        Ok(new)
-    }
-
-    /// Writes what lies below `len` bytes at `at` to the active layer's file.
-    ///
-    /// # Errors
-    /// As [`Layers::whole_entry`].
-    pub(crate) fn copy_below(
-        &self,
-        active: &Active,
-        at: GuestOffset,
-        host: HostOffset,
-        len: u64,
-    ) -> Result<()> {
-        with_scratch(len as usize, |bytes| {
-            self.copy_up(active, 0, at, bytes)?;
-            let written = active.store.write_all(bytes, host).while_trying("write");
-            written.map_err(|error| error.at(host).in_file(&active.path))
-        })
-    }
-
-    /// Copies up all that was put off before the call.
-    ///
-    /// # Errors
-    /// As [`Layers::whole_entry`]: nothing is lost, and it can be tried again.
-    pub(crate) fn complete_all(&self) -> Result<()> {
-        let Top::Qcow2(active) = &self.top else { return Ok(()) };
-        let clusters = active.changes.partials();
-        if clusters.is_empty() {
-            return Ok(());
-        }
-        let completed = self.complete_each(&clusters);
-        active.changes.partials_are_stuck(completed.is_err());
-        completed
-    }
-
-    /// Copies up what is missing of one cluster, if anything is.
-    ///
-    /// # Errors
-    /// As [`Layers::complete_all`].
-    pub(crate) fn complete_one(&self, cluster: u64) -> Result<()> {
-        let Top::Qcow2(active) = &self.top else { return Ok(()) };
-        self.whole_entry(active, cluster, &active.lock_cluster(cluster)?).map(drop)
-    }
-
-    fn complete_each(&self, clusters: &[u64]) -> Result<()> {
-        let one = |&cluster: &u64| self.complete_one(cluster);
-        for (done, cluster) in clusters.iter().enumerate() {
-            let began = Instant::now();
-            one(cluster)?;
-            let left = &clusters[done + 1..];
-            if began.elapsed() > SLOW && left.len() > 1 {
-                return std::thread::scope(|scope| {
-                    let share = left.len().div_ceil(THREADS);
-                    let threads: Vec<_> = left
-                        .chunks(share)
-                        .map(|share| scope.spawn(|| share.iter().try_for_each(one)))
-                        .collect();
-                    threads.into_iter().try_for_each(|thread| thread.join().expect("copying does not panic"))
-                });
-            }
-        }
-        Ok(())
     }
 }

@@ -1,0 +1,163 @@
+//! Making clusters whole that are written in part ([`super::part`]): what is missing of them is copied up.
+
+use std::time::{Duration, Instant};
+
+use vmstrata_types::{GuestOffset, HostOffset};
+
+use super::with_scratch;
+use crate::active::{Active, Change, EntryGuard};
+use crate::error::{Error, IoContext as _, Result};
+use crate::layers::{Layers, Top};
+
+/// Clusters from a store that takes longer for one of them are waited for by several threads.
+const SLOW: Duration = Duration::from_millis(1);
+const THREADS: usize = 8;
+
+/// Why a cluster could not be made whole. Nothing is lost, and it can be tried again.
+#[derive(Debug)]
+pub(crate) enum NotWhole {
+    /// What lies below it, here, cannot be read: others may be made whole nevertheless.
+    Below(GuestOffset, Error),
+    /// The active layer's tables cannot be read, or its file not be written.
+    Own(Error),
+}
+
+impl From<Error> for NotWhole {
+    fn from(error: Error) -> Self {
+        Self::Own(error)
+    }
+}
+
+impl From<NotWhole> for Error {
+    fn from(why: NotWhole) -> Self {
+        let (NotWhole::Below(_, error) | NotWhole::Own(error)) = why;
+        error
+    }
+}
+
+/// Makes a cluster whole, on whoever's thread it is called.
+type Complete<'a> = dyn Fn(u64) -> Result<(), NotWhole> + Sync + 'a;
+
+impl Layers {
+    /// A cluster's raw entry, for whoever needs the cluster whole: what is missing of it, if anything is, is copied up now.
+    ///
+    /// # Errors
+    /// What lies below cannot be read, or the active layer's file not be written.
+    pub(crate) fn whole_entry(
+        &self,
+        active: &Active,
+        cluster: u64,
+        guard: &EntryGuard<'_>,
+    ) -> Result<u64, NotWhole> {
+        let raw = active.entry_locked(cluster, guard)?;
+        let Some(partial) = active.partial(raw) else { return Ok(raw) };
+        let start = GuestOffset::new(cluster << active.tables.geometry.cluster_bits.get());
+        partial.missing().try_for_each(|run| {
+            self.copy_below(active, start + run.start, partial.host + run.start, run.len)
+        })?;
+        let new = partial.whole();
+        let change = Change { cluster, old: raw, new };
+        active.publish(&[change], &[], guard).map_err(|error| error.in_file(&active.path))?;
+        Ok(new)
+    }
+
+    /// Writes what lies below `len` bytes at `at` to the active layer's file.
+    ///
+    /// # Errors
+    /// As [`Layers::whole_entry`].
+    pub(crate) fn copy_below(
+        &self,
+        active: &Active,
+        at: GuestOffset,
+        host: HostOffset,
+        len: u64,
+    ) -> Result<(), NotWhole> {
+        with_scratch(len as usize, |bytes| {
+            self.copy_up(active, 0, at, bytes).map_err(|error| NotWhole::Below(at, error))?;
+            let written = active.store.write_all(bytes, host).while_trying("write");
+            Ok(written.map_err(|error| error.at(host).in_file(&active.path))?)
+        })
+    }
+
+    /// Makes one cluster whole.
+    ///
+    /// # Errors
+    /// As [`Layers::whole_entry`].
+    pub(crate) fn complete_one(&self, cluster: u64) -> Result<(), NotWhole> {
+        let Top::Qcow2(active) = &self.top else { return Ok(()) };
+        self.whole_entry(active, cluster, &active.lock_cluster(cluster)?).map(drop)
+    }
+
+    /// Makes all clusters whole that were in part before the call, as far as what lies below them can be read.
+    ///
+    /// # Errors
+    /// As [`Layers::whole_entry`], for one of those that are in part still.
+    pub(crate) fn complete_all(&self) -> Result<(), NotWhole> {
+        self.complete_each(&|cluster| self.complete_one(cluster))
+    }
+
+    /// As [`Layers::complete_all`], by `complete`.
+    pub(crate) fn complete_each(&self, complete: &Complete<'_>) -> Result<(), NotWhole> {
+        let Top::Qcow2(active) = &self.top else { return Ok(()) };
+        let clusters = active.changes.partials();
+        let (completed, left) = complete_in_turn(&clusters, complete, SLOW);
+        let completed = worse(completed, complete_by_threads(left, complete));
+        active.partials_are_stuck(completed.as_ref().err());
+        completed
+    }
+}
+
+impl Active {
+    /// Takes notice of why there are clusters that cannot be made whole, if there are any.
+    pub(crate) fn partials_are_stuck(&self, why: Option<&NotWhole>) {
+        let is_news = self.changes.partials_are_stuck(why.is_some());
+        match why {
+            Some(NotWhole::Below(guest, error)) if is_news => {
+                tracing::warn!(disk = %self.path.display(), %guest, %error, "the rest of a cluster that the guest wrote in part cannot be read: no flush or snapshot succeeds until the layer below is mended, or the guest writes or discards all of the cluster");
+            }
+            Some(NotWhole::Own(error)) if is_news => {
+                tracing::warn!(disk = %self.path.display(), %error, "cannot copy up what first writes left");
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Goes from cluster to cluster until one takes longer than `patience`, or there is no use in going on; returns those that are
+/// left then.
+fn complete_in_turn<'a>(
+    clusters: &'a [u64],
+    complete: &Complete<'_>,
+    patience: Duration,
+) -> (Result<(), NotWhole>, &'a [u64]) {
+    let mut completed = Ok(());
+    for (done, &cluster) in clusters.iter().enumerate() {
+        let began = Instant::now();
+        completed = worse(completed, complete(cluster));
+        if let Err(NotWhole::Own(_)) = completed {
+            return (completed, &[]);
+        }
+        if began.elapsed() > patience {
+            return (completed, &clusters[done + 1..]);
+        }
+    }
+    (completed, &[])
+}
+
+fn complete_by_threads(clusters: &[u64], complete: &Complete<'_>) -> Result<(), NotWhole> {
+    let share = clusters.len().div_ceil(THREADS).max(1);
+    std::thread::scope(|scope| {
+        let run = |share| scope.spawn(move || complete_in_turn(share, complete, Duration::MAX).0);
+        let threads: Vec<_> = clusters.chunks(share).map(run).collect();
+        let ended = threads.into_iter().map(|thread| thread.join().expect("copying does not panic"));
+        ended.fold(Ok(()), worse)
+    })
+}
+
+/// What is to be told of two clusters: the first error, but one of the active layer itself before any of those below.
+fn worse(first: Result<(), NotWhole>, second: Result<(), NotWhole>) -> Result<(), NotWhole> {
+    match (first, second) {
+        (Ok(()), second) | (_, second @ Err(NotWhole::Own(_))) => second,
+        (first, _) => first,
+    }
+}
