@@ -1,5 +1,6 @@
 //! Reading, one request at a time: runs from the map, bytes from the files.
 
+use vmstrata_qcow2::L2Entry;
 use vmstrata_store::{Segment, copy_from_slice, fill_zero, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 
@@ -63,27 +64,25 @@ impl Layers {
         while done < len {
             let from = at + done as u64;
             let run = locate(from, (len - done) as u64)?;
-            let part = run.len as usize;
-            self.read_run(from, run, &slice(into, done, part))?;
-            done += part;
+            done += self.read_run(from, run, &slice(into, done, run.len as usize))?;
         }
         Ok(())
     }
 
-    fn read_run(&self, at: GuestOffset, run: Run, into: &[Segment<'_>]) -> Result<()> {
+    /// Reads a run, or the start of it; returns how many bytes. What is left, and be it all, is somewhere else meanwhile.
+    fn read_run(&self, at: GuestOffset, run: Run, into: &[Segment<'_>]) -> Result<usize> {
         match run.source {
-            Source::Hole | Source::Zero(_) => {
-                fill_zero(into);
-                Ok(())
+            Source::Hole | Source::Zero(_) => fill_zero(into),
+            Source::Data(layer, host) => self.read_data(layer, host, into)?,
+            Source::Compressed(layer) => {
+                let read = self.read_compressed(layer, at, into);
+                return read.map_err(|error| error.in_layer(layer).in_file(self.path_of(layer)));
             }
-            Source::Data(layer, host) => self.read_data(layer, host, into),
-            Source::Compressed(layer) => self
-                .read_compressed(layer, at, into)
-                .map_err(|error| error.in_layer(layer).in_file(self.path_of(layer))),
             Source::Damaged(layer) => {
-                Err(self.damage(layer, at).in_layer(layer).in_file(self.path_of(layer)))
+                return Err(self.damage(layer, at).in_layer(layer).in_file(self.path_of(layer)));
             }
         }
+        Ok(total_len(into))
     }
 
     fn read_data(&self, layer: LayerIndex, host: HostOffset, into: &[Segment<'_>]) -> Result<()> {
@@ -116,18 +115,29 @@ impl Layers {
         }
     }
 
-    fn read_compressed(&self, layer: LayerIndex, at: GuestOffset, into: &[Segment<'_>]) -> Result<()> {
-        let raw = self.raw_entry(layer, at)?;
-        self.read_compressed_entry(layer, raw, at, into)
+    /// Reads compressed clusters up to the first that was written to since the run was found; returns how many bytes.
+    fn read_compressed(&self, layer: LayerIndex, at: GuestOffset, into: &[Segment<'_>]) -> Result<usize> {
+        let (entries, len) = (self.tables_of(layer).entries, total_len(into));
+        let mut done = 0;
+        while done < len {
+            let from = at + done as u64;
+            let raw = self.raw_entry(layer, from)?;
+            if !self.is_frozen(layer) && !matches!(entries.l2(raw), Ok(L2Entry::Compressed { .. })) {
+                break;
+            }
+            done += self.read_compressed_cluster(layer, raw, from, &slice(into, done, len - done))?;
+        }
+        Ok(done)
     }
 
-    fn read_compressed_entry(
+    /// Reads what of `into` lies in the cluster whose entry is `raw`; returns how many bytes.
+    fn read_compressed_cluster(
         &self,
         layer: LayerIndex,
         raw: u64,
         at: GuestOffset,
         into: &[Segment<'_>],
-    ) -> Result<()> {
+    ) -> Result<usize> {
         let tables = self.tables_of(layer);
         let bits = tables.geometry.cluster_bits;
         let store = self.store_of(layer)?;
@@ -136,20 +146,12 @@ impl Layers {
             (_, Some(map)) => map.layer(layer).identity,
             _ => unreachable!("a layer above the frozen ones is the active one"),
         };
-        let mut done = 0;
-        let len = total_len(into);
-        while done < len {
-            // A run may go on over several clusters.
-            let from = at + done as u64;
-            let raw = if done == 0 { raw } else { self.raw_entry(layer, from)? };
-            let key = Key { file, guest: from.align_down(bits), raw };
-            let cluster = self.resources.clusters().read(key, &**store, tables)?;
-            let within = from.within(bits) as usize;
-            let part = (cluster.len() - within).min(len - done);
-            copy_from_slice(&slice(into, done, part), &cluster[within..within + part]);
-            done += part;
-        }
-        Ok(())
+        let key = Key { file, guest: at.align_down(bits), raw };
+        let cluster = self.resources.clusters().read(key, &**store, tables)?;
+        let within = at.within(bits) as usize;
+        let len = (cluster.len() - within).min(total_len(into));
+        copy_from_slice(&slice(into, 0, len), &cluster[within..within + len]);
+        Ok(len)
     }
 
     /// What is wrong with a layer's entry for `at`.
@@ -160,7 +162,7 @@ impl Layers {
         };
         match self.tables_of(layer).entries.l2(raw) {
             Err(entry) => ErrorKind::Entry { table: "L2 table", entry }.into(),
-            Ok(vmstrata_qcow2::L2Entry::Data { host, .. }) => {
+            Ok(L2Entry::Data { host, .. }) => {
                 let file_len =
                     self.store_of(layer).and_then(|store| store.len().while_trying("read the file's length"));
                 match file_len {
@@ -184,7 +186,6 @@ impl Layers {
         at: GuestOffset,
         into: &[Segment<'_>],
     ) -> Result<()> {
-        use vmstrata_qcow2::L2Entry;
         match active.decode(raw)? {
             L2Entry::Unallocated => self.read_runs(at, into, |at, len| self.locate_below(at, len)),
             L2Entry::Zero { .. } => {
@@ -196,7 +197,8 @@ impl Layers {
                 self.read_data(active.index, host + within, into)
             }
             L2Entry::Compressed { .. } => self
-                .read_compressed_entry(active.index, raw, at, into)
+                .read_compressed_cluster(active.index, raw, at, into)
+                .map(drop)
                 .map_err(|error| error.in_layer(active.index).in_file(&active.path)),
         }
     }

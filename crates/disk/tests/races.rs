@@ -223,3 +223,32 @@ fn a_page_filled_while_its_changes_are_committed_is_not_stale() {
     drop(disk);
     stock::assert_clean(&path);
 }
+
+/// A reader that is about to read compressed clusters, and a first write that takes one of them away.
+#[test]
+fn a_compressed_cluster_that_is_written_to_meanwhile_is_read_where_it_is_now() {
+    const CLUSTER: usize = 65536;
+    let dir = scratch();
+    let (raw, path) = (dir.path().join("raw"), dir.path().join("disk"));
+    let mut model: Vec<u8> = (0..4 * CLUSTER).map(|byte| (byte / 512) as u8).collect();
+    std::fs::write(&raw, &model).unwrap();
+    qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", path_str(&raw), path_str(&path)]);
+    let plan = FaultPlan::new();
+    let disk = Disk::open(&path, &OpenOptions::default(), &FaultyFiles::new(&plan).resources()).unwrap();
+    disk.warm_map().unwrap();
+    // The first cluster's bytes.
+    let kind = Some(OperationKind::Read);
+    plan.add(Fault { kind, store: None, when: When::Nth(0), effect: Effect::Hold });
+    let found = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| read(&disk, 0, model.len()));
+        assert!(plan.wait_until_held(1, PATIENCE), "the cluster was not read");
+        write(&disk, 2 * CLUSTER as u64, &[7; 4096]).unwrap();
+        disk.discard(range(3 * CLUSTER as u64, CLUSTER as u64)).unwrap();
+        plan.release();
+        reader.join().unwrap().unwrap()
+    });
+    model[2 * CLUSTER..][..4096].fill(7);
+    model[3 * CLUSTER..].fill(0);
+    assert_same(&found, &model, 0, "what was there before the reader came to it");
+    disk.close().unwrap();
+}
