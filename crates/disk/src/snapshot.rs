@@ -43,7 +43,7 @@ pub(crate) use holder::holders_of;
 pub use holder::{Holder, HolderKind, holders};
 pub use keep::{Keep, KeepError};
 pub(crate) use list::pick;
-pub use list::{Snapshot, State, find, list, resolve};
+pub use list::{Snapshot, State, find, list, recorded_in, resolve};
 pub(crate) use names::disk_name;
 pub use names::frozen_path;
 pub(crate) use names::stem;

@@ -2,10 +2,13 @@
 
 mod nbd_common;
 
+use std::path::Path;
+
 use nbd_common::client::{ACK, Client, context_query, extents};
 use nbd_common::{Fixture, SIZE, Setup, Style, run, text};
 use serde_json::Value;
-use vmstrata_disk::{Diff, DiffKind, DiffOptions, ResourceOptions, Resources};
+use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo};
+use vmstrata_disk::{Diff, DiffKind, DiffOptions, OpenOptions, ResourceOptions, Resources};
 use vmstrata_export::nbd::protocol::CommandFlags;
 use vmstrata_export::nbd::protocol::request::Command;
 
@@ -180,4 +183,74 @@ fn a_snapshot_is_known_by_its_name_too() {
     for name in ["tue", "x/mon", "mon.qcow2"] {
         assert_eq!(names(&mut client, SET, &[&format!("vmstrata:diff:{name}")]), [], "{name}");
     }
+}
+
+/// A disk that is served as it was, and one that was made on a snapshot of another: neither is called as the files below are.
+#[test]
+fn snapshots_are_known_by_their_names_on_clones_and_at_snapshots() {
+    let directory = tempfile::tempdir().unwrap();
+    let [web, clone] = ["web.qcow2", "clone.qcow2"].map(|name| directory.path().join(name));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", text(&web), "1M"]);
+    for (at, name) in [("64k", "mon"), ("128k", "tue"), ("192k", "wed")] {
+        run("qemu-io", &["-c", &format!("write -q {at} 64k"), text(&web)]);
+        take(&web, name);
+    }
+    snapshot::clone(&web, "tue", &clone, &OpenOptions::default()).unwrap();
+    run("qemu-io", &["-c", "write -q 512k 64k", text(&clone)]);
+    take(&clone, "thu");
+    let before = names_of_snapshots(directory.path(), "web.tue.qcow2");
+    assert_eq!(before, ["web.mon.qcow2", "mon"]);
+    let at_clone = names_of_snapshots(directory.path(), "clone.qcow2");
+    assert_eq!(at_clone, ["clone.thu.qcow2", "thu", "web.tue.qcow2", "tue", "web.mon.qcow2", "mon"]);
+    let changed = |disk: &str, base: &str| -> Vec<u64> {
+        let fixture = serve_copy(directory.path(), disk);
+        let found = map(&fixture, &format!("vmstrata:diff:{base}"));
+        found.into_iter().filter(|extent| extent.2 == 1).map(|extent| extent.0 / KIB).collect()
+    };
+    assert_eq!(changed("web.tue.qcow2", "mon"), [128]);
+    assert_eq!(changed("clone.qcow2", "tue"), [512]);
+    assert_eq!(changed("clone.qcow2", "mon"), [128, 512]);
+    assert_eq!(changed("clone.qcow2", "thu"), [0; 0]);
+}
+
+/// What is called as a snapshot's file is called, and is none, is known by its file's name only.
+#[test]
+fn a_base_that_is_named_like_a_snapshot_is_none() {
+    let directory = tempfile::tempdir().unwrap();
+    let [golden, ci] = ["golden.v1.qcow2", "ci.qcow2"].map(|name| directory.path().join(name));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", text(&golden), "1M"]);
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", "golden.v1.qcow2", "-F", "qcow2", text(&ci)]);
+    take(&ci, "s1");
+    let fixture = serve_copy(directory.path(), "ci.qcow2");
+    let mut client = connect(&fixture);
+    for (name, is_known) in [("v1", false), ("golden.v1.qcow2", true), ("s1", true)] {
+        let found = names(&mut client, SET, &[&format!("vmstrata:diff:{name}")]);
+        assert_eq!(found.len(), usize::from(is_known), "{name}");
+    }
+}
+
+fn take(disk: &Path, name: &str) {
+    let info = SnapshotInfo { name: name.to_owned(), ..SnapshotInfo::default() };
+    let (open, prepare) = (OpenOptions::default(), PrepareOptions::default());
+    let resources = Resources::new(ResourceOptions::default());
+    snapshot::create(&[disk.to_owned()], &info, &open, &prepare, &resources).unwrap();
+}
+
+/// Serves a disk of a copy of the directory, read-only.
+fn serve_copy(directory: &Path, disk: &str) -> Fixture {
+    let copy = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(directory).unwrap().map(Result::unwrap) {
+        if entry.file_type().unwrap().is_file() {
+            std::fs::copy(entry.path(), copy.path().join(entry.file_name())).unwrap();
+        }
+    }
+    let disk = copy.path().join(disk);
+    Fixture::serve(copy, &disk, Setup { read_only: true, ..Setup::default() })
+}
+
+/// What can be asked for of a disk, without what is before the names.
+fn names_of_snapshots(directory: &Path, disk: &str) -> Vec<String> {
+    let fixture = serve_copy(directory, disk);
+    let listed = names(&mut connect(&fixture), LIST, &["vmstrata:diff:"]);
+    listed.into_iter().map(|(_, name)| name.trim_start_matches("vmstrata:diff:").to_owned()).collect()
 }

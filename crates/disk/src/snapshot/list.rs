@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::{LayerRecord, SnapshotInfo, SnapshotInfoError, snapshot_info::is_snapshot_name};
+use vmstrata_store::Gate;
 
 use super::fault::SnapshotFault;
 use super::names::disk_name;
-use crate::chain::{OpenOptions, Roles, Top, walk};
+use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Role};
@@ -88,6 +89,16 @@ impl Seen {
         let format = if file.head.is_some() { Format::Qcow2 } else { Format::Raw };
         let record = file.head.and_then(|head| head.snapshot);
         Self { path: file.path, format, size: file.size, record }
+    }
+}
+
+/// What the header of the image at `overlay` says of the snapshot that it stands on, if it can be read. Takes no lock.
+pub fn recorded_in(overlay: &Path) -> Option<SnapshotInfo> {
+    let gate = Gate::unrestricted();
+    let file = open_layer(overlay, Role::Inspected, Some(Format::Qcow2), &gate, &LocalFiles).ok()?;
+    match LayerRecord::parse(&file.head?.snapshot?).ok()? {
+        LayerRecord::Snapshot(info) => Some(info),
+        LayerRecord::Foreign(_) => None,
     }
 }
 

@@ -1,27 +1,39 @@
 //! The layers that a client can ask for the difference to, by the names of their files or snapshots.
 //!
-//! Names are only ever compared with those of the disk's own layers: nothing is opened because a client names it.
-//! Where the layer is in the chain is looked up anew for each request, because it may change while the disk runs.
+//! Names are only ever compared with those of the disk's own layers: nothing is opened because a client names it but the headers
+//! of layers whose files are called as those of such a snapshot are, to see whether they are its. That is done once, when the
+//! client selects; where the layer's file is in the chain is looked up anew for each request, because it may change while the
+//! disk runs.
 
-use vmstrata_disk::snapshot::frozen_path;
+use std::path::{Path, PathBuf};
+
+use vmstrata_disk::snapshot::{self, frozen_path};
 use vmstrata_disk::{Disk, Extent, ExtentKind, Format, LayerInfo};
 use vmstrata_types::LayerIndex;
 
-use super::contexts::{Context, ContextSet, DIFF_PREFIX, DIFFS_MAX, DiffSlot};
+use super::contexts::{Context, ContextSet, DIFF_PREFIX, DiffSlot};
 
-/// Names of layers listed at most: the newest ones.
+/// Layers listed at most: the newest ones.
 pub(crate) const LISTED_MAX: usize = 256;
 
 /// The contexts that a client has selected.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Selection {
     pub(crate) set: ContextSet,
-    /// The layers' names, by [`DiffSlot`].
-    names: Vec<String>,
+    /// The layers, by [`DiffSlot`].
+    bases: Vec<Selected>,
+}
+
+/// A layer that a client has selected.
+#[derive(Clone, Debug)]
+struct Selected {
+    /// As the client calls it.
+    name: String,
+    file: PathBuf,
 }
 
 impl Selection {
-    /// What the queries select of a disk: what they do not name exactly, or name past [`DIFFS_MAX`], is left out.
+    /// What the queries select of a disk: what they do not name exactly, or name past [`super::contexts::DIFFS_MAX`], is left out.
     pub(crate) fn of<'a>(queries: impl Iterator<Item = &'a str>, disk: &Disk) -> Self {
         let layers = disk.layers();
         let mut selection = Self::default();
@@ -32,23 +44,22 @@ impl Selection {
     fn select(&mut self, query: &str, disk: &Disk, layers: &[LayerInfo]) {
         self.set.select(query, false);
         let Some(name) = query.strip_prefix(DIFF_PREFIX) else { return };
-        let is_full = self.names.len() == DIFFS_MAX;
-        if is_full || self.names.iter().any(|known| known == name) || Base::find(disk, layers, name).is_none()
-        {
+        let Some(slot) = DiffSlot::new(self.bases.len()) else { return };
+        if self.bases.iter().any(|known| known.name == name) {
             return;
         }
-        if let Some(slot) = DiffSlot::new(self.names.len()) {
+        if let Some(layer) = find(disk, layers, name) {
             self.set.insert(Context::Diff(slot));
-            self.names.push(name.to_owned());
+            self.bases.push(Selected { name: name.to_owned(), file: layer.path.clone() });
         }
     }
 
     /// The contexts with their names.
     pub(crate) fn names(&self) -> impl Iterator<Item = (Context, String)> {
         let fixed = Context::FIXED.into_iter().filter(|(context, _)| self.set.contains(*context));
-        let diffs = self.names.iter().enumerate().map(|(number, name)| {
+        let diffs = self.bases.iter().enumerate().map(|(number, selected)| {
             let slot = DiffSlot::new(number).expect("no more were added");
-            (Context::Diff(slot), format!("{DIFF_PREFIX}{name}"))
+            (Context::Diff(slot), format!("{DIFF_PREFIX}{}", selected.name))
         });
         fixed.map(|(context, name)| (context, name.to_owned())).chain(diffs)
     }
@@ -58,18 +69,68 @@ impl Selection {
     /// # Panics
     /// When nothing was selected in this place.
     pub(crate) fn base(&self, slot: DiffSlot, disk: &Disk) -> Option<Base> {
-        Base::find(disk, &disk.layers(), &self.names[slot.get()])
+        Base::in_file(&disk.layers(), &self.bases[slot.get()].file)
     }
 }
 
-/// The names of all contexts that tell the difference to a layer, newest first, within limits.
+/// The names of all contexts that tell the difference to a layer, newest first, within limits: by its file, and by its snapshot
+/// where that is the newest of its name.
 pub(crate) fn list(disk: &Disk) -> Vec<String> {
     let layers = disk.layers();
-    let below = layers.iter().rev().skip(1);
-    below.filter_map(name_of).take(LISTED_MAX).map(|name| format!("{DIFF_PREFIX}{name}")).collect()
+    let mut names: Vec<String> = Vec::new();
+    for pair in layers.windows(2).rev().take(LISTED_MAX) {
+        let known = [file_name(&pair[0]).map(str::to_owned), snapshot_of(pair)];
+        for name in known.into_iter().flatten().map(|name| format!("{DIFF_PREFIX}{name}")) {
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+    }
+    names
 }
 
-fn name_of(layer: &LayerInfo) -> Option<&str> {
+/// The layer in the file called `name`, or else the newest snapshot of that name; `None` when there is none below the active one,
+/// or more than one such file.
+fn find<'a>(disk: &Disk, layers: &'a [LayerInfo], name: &str) -> Option<&'a LayerInfo> {
+    if name.contains('/') {
+        return None;
+    }
+    let of_disk = |format| frozen_path(disk.path(), name, format)?.file_name()?.to_str().map(str::to_owned);
+    let files = FORMATS.into_iter().filter_map(of_disk);
+    std::iter::once(name.to_owned())
+        .chain(files)
+        .find_map(|file| called(layers, &file))
+        .or_else(|| recorded(layers, name))
+}
+
+const FORMATS: [Format; 2] = [Format::Qcow2, Format::Raw];
+
+/// The one layer below the active one whose file is called `name`.
+fn called<'a>(layers: &'a [LayerInfo], name: &str) -> Option<&'a LayerInfo> {
+    let (_, below) = layers.split_last()?;
+    let mut named = below.iter().filter(|layer| file_name(layer) == Some(name));
+    named.next().filter(|_| named.next().is_none())
+}
+
+/// The newest layer that is recorded as the snapshot `name`, of this disk or of one that it comes from.
+fn recorded<'a>(layers: &'a [LayerInfo], name: &str) -> Option<&'a LayerInfo> {
+    let endings = FORMATS.map(|format| format!(".{name}.{format}"));
+    let may_be = |layer| file_name(layer).is_some_and(|file| endings.iter().any(|end| file.ends_with(end)));
+    let found = layers.windows(2).rev().filter(|pair| may_be(&pair[0]));
+    found.filter(|pair| snapshot_of(pair).as_deref() == Some(name)).map(|pair| &pair[0]).next()
+}
+
+/// The snapshot that the upper layer of a pair says the lower one is, if the lower one's file is called so.
+fn snapshot_of(pair: &[LayerInfo]) -> Option<String> {
+    let file = file_name(&pair[0])?;
+    if pair[1].format != Format::Qcow2 {
+        return None;
+    }
+    let name = snapshot::recorded_in(&pair[1].path)?.name;
+    FORMATS.into_iter().any(|format| file.ends_with(&format!(".{name}.{format}"))).then_some(name)
+}
+
+fn file_name(layer: &LayerInfo) -> Option<&str> {
     layer.path.file_name()?.to_str()
 }
 
@@ -83,22 +144,10 @@ pub(crate) struct Base {
 }
 
 impl Base {
-    /// The layer in the file called `name`, or else the snapshot of that name; `None` when there is none below the
-    /// active one, or more than one.
-    fn find(disk: &Disk, layers: &[LayerInfo], name: &str) -> Option<Self> {
-        if name.contains('/') {
-            return None;
-        }
-        let of_snapshot =
-            |format| frozen_path(disk.path(), name, format)?.file_name()?.to_str().map(str::to_owned);
-        let files = [Format::Qcow2, Format::Raw].into_iter().filter_map(of_snapshot);
-        std::iter::once(name.to_owned()).chain(files).find_map(|file| Self::in_file(layers, &file))
-    }
-
-    fn in_file(layers: &[LayerInfo], name: &str) -> Option<Self> {
+    /// The layer below the active one that is the file at `path`.
+    fn in_file(layers: &[LayerInfo], path: &Path) -> Option<Self> {
         let (_, below) = layers.split_last()?;
-        let mut named = below.iter().filter(|layer| name_of(layer) == Some(name));
-        let (Some(found), None) = (named.next(), named.next()) else { return None };
+        let found = below.iter().find(|layer| layer.path == path)?;
         let above = layers[found.index.index() + 1..].iter().map(|layer| layer.size);
         let hidden_from = above.min().expect("the active layer is above");
         Some(Self { layer: found.index, size: found.size, hidden_from })
