@@ -46,7 +46,7 @@ pub(crate) use list::pick;
 pub use list::{Snapshot, State, find, list, recorded_in, resolve};
 pub(crate) use names::disk_name;
 pub use names::frozen_path;
-pub(crate) use names::stem;
+pub(crate) use names::{ENDINGS, stem};
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
 pub(crate) use offline::{lock_settled, name_from};
 pub(crate) use prepare::make_ready;

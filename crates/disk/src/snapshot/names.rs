@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::layer::Format;
 
 /// Endings that name a format and so do not belong to the disk's own name.
-const ENDINGS: [&str; 5] = [".qcow2", ".qcow", ".raw", ".img", ".disk"];
+pub(crate) const ENDINGS: [&str; 5] = [".qcow2", ".qcow", ".raw", ".img", ".disk"];
 
 /// Where the file of the snapshot `name` of the disk at `disk` lies; `None` when the disk's file name is not UTF-8.
 pub fn frozen_path(disk: &Path, name: &str, format: Format) -> Option<PathBuf> {
