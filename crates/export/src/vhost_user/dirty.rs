@@ -13,10 +13,8 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use rustix::fs::fstat;
-use vm_memory::{FileOffset, MmapRegion};
 
 use super::guarded::GuardedMapping;
-use super::memory::refuse_shrinking;
 
 /// Bytes of guest memory a bit stands for, whatever the guest's pages are (`VHOST_LOG_PAGE`).
 const PAGE: u64 = 4096;
@@ -57,16 +55,9 @@ impl DirtyLog {
         if len == 0 || offset.checked_add(len).is_none_or(|end| end > file_len) {
             return Err(too_small);
         }
-        refuse_shrinking(&file);
-        let start = offset & !(PAGE - 1);
-        let lead = (offset - start) as usize;
-        let mapping = MmapRegion::from_file(FileOffset::new(file, start), lead + len as usize);
-        let mapping = mapping.map_err(|error| DirtyError::Map(std::io::Error::other(error)))?;
-        let mapping = GuardedMapping::new(mapping).ok_or(DirtyError::TooMany)?;
-        let base = NonNull::new(mapping.as_ptr()).expect("a mapping is nowhere at null");
-        // SAFETY: `lead` is less than the size of the mapping.
-        let first = unsafe { base.add(lead) };
-        Ok(Self { first, len, _mapping: mapping })
+        let mapping = GuardedMapping::new(file, offset, len as usize).map_err(DirtyError::Map)?;
+        let mapping = mapping.ok_or(DirtyError::TooMany)?;
+        Ok(Self { first: mapping.start(), len, _mapping: mapping })
     }
 
     /// Marks the pages of `len` bytes at guest address `guest`. What the bitmap does not cover is ignored.

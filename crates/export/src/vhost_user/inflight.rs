@@ -32,10 +32,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
-use vm_memory::{FileOffset, MmapRegion};
 
-use super::guarded::GuardedMapping;
-use super::memory::refuse_shrinking;
+use super::guarded::{GuardedMapping, refuse_shrinking};
 
 /// The only version of the layout there is; zero marks a queue that was never used.
 const VERSION: u16 = 1;
@@ -145,10 +143,8 @@ impl InflightRegion {
         if offset.checked_add(needed).is_none_or(|end| end > file_len) {
             return Err(InflightError::TooSmall { len: file_len, needed });
         }
-        refuse_shrinking(&file);
-        let mapping = MmapRegion::from_file(FileOffset::new(file, offset), needed as usize);
-        let mapping = mapping.map_err(|error| InflightError::Map(std::io::Error::other(error)))?;
-        let mapping = GuardedMapping::new(mapping).ok_or(InflightError::TooMany)?;
+        let mapping = GuardedMapping::new(file, offset, needed as usize).map_err(InflightError::Map)?;
+        let mapping = mapping.ok_or(InflightError::TooMany)?;
         Ok(Self { mapping, queues, stride, queue_size })
     }
 }
@@ -185,7 +181,7 @@ impl InflightQueue {
             return Err(InflightError::QueueOutside { index, size });
         }
         let offset = region.stride * u64::from(index);
-        let start = NonNull::new(region.mapping.as_ptr()).expect("a mapping is nowhere at null");
+        let start = region.mapping.start();
         // SAFETY: `attach` mapped `stride` bytes for each of `queues` queues.
         let base = unsafe { start.add(offset as usize) };
         let header = base.cast::<QueueHeader>();

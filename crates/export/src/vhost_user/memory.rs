@@ -19,12 +19,10 @@
 mod segments;
 
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::fs::{SealFlags, fcntl_add_seals, fstat};
-use vm_memory::{FileOffset, MmapRegion};
+use rustix::fs::fstat;
 
 use super::guarded::GuardedMapping;
 pub(super) use segments::SegmentBuilder;
@@ -183,28 +181,10 @@ impl Region {
         if file_len < needed {
             return Err(MemoryError::FileTooSmall { guest, file_len, needed });
         }
-        refuse_shrinking(&file);
-        // Hugetlbfs maps whole huge pages only; its block size is the huge page size.
-        let page = u64::try_from(stat.st_blksize).unwrap_or(0).next_power_of_two().max(4096);
-        let start = info.file_offset & !(page - 1);
-        let lead = info.file_offset - start;
-        let size =
-            usize::try_from(info.len + lead).map_err(|_| MemoryError::Overlap { guest, len: info.len })?;
-        let mapping = MmapRegion::<()>::from_file(FileOffset::new(file, start), size)
-            .map_err(|error| failed(std::io::Error::other(error)))?;
-        let mapping = GuardedMapping::new(mapping).ok_or(MemoryError::TooManyRegions)?;
-        let first = NonNull::new(mapping.as_ptr()).expect("a mapping is nowhere at null");
-        // SAFETY: `lead` is less than the size of the mapping just made.
-        let host = unsafe { first.add(lead as usize) };
-        Ok(Self { info, host, _mapping: Arc::new(mapping) })
-    }
-}
-
-/// Seals a memfd against shrinking, so that our accesses to its mapping cannot fault. Files that take no
-/// seals (tmpfs, hugetlbfs, a memfd made without them) are accepted as they are.
-pub(super) fn refuse_shrinking(file: impl AsFd) {
-    if let Err(errno) = fcntl_add_seals(file, SealFlags::SHRINK) {
-        tracing::trace!(%errno, "shared memory file takes no seal against shrinking");
+        let len = usize::try_from(info.len).map_err(|_| MemoryError::Overlap { guest, len: info.len })?;
+        let mapping = GuardedMapping::new(file, info.file_offset, len).map_err(failed)?;
+        let mapping = mapping.ok_or(MemoryError::TooManyRegions)?;
+        Ok(Self { info, host: mapping.start(), _mapping: Arc::new(mapping) })
     }
 }
 
