@@ -77,9 +77,21 @@ fn disks_with_an_agent_are_quiesced_unless_told_otherwise_and_their_guest_once()
     assert!(said.contains("(quiesced, writes held for"), "{said}");
     let never = create(&server, &[&root, "--name", "v3", "--quiesce", "never"]);
     assert_eq!((&never["quiesced"], count(&told, "fsfreeze-freeze")), (&json!(false), 2), "{never}");
-    // A snapshot that is not taken leaves nobody frozen.
-    server.ask_err(["snapshot", "create", &root, "--name", "v1"]);
-    assert_eq!(count(&told, "fsfreeze-freeze"), count(&told, "fsfreeze-thaw"));
+    // What can be refused is refused before anybody stands still.
+    let refused = server.ask_err(["snapshot", "create", &root, "--name", "v1"]);
+    assert!(refused.contains("has a snapshot \"v1\" already"), "{refused}");
+    for wrong in [&["--name", "v4", "--label", "quiesced=yes"][..], &["--name", "..x"]] {
+        server
+            .ask([&["snapshot", "create", &root], wrong].concat())
+            .status
+            .code()
+            .filter(|code| *code != 0)
+            .unwrap();
+    }
+    std::fs::write(images.path("root.v5.qcow2"), "in the way").unwrap();
+    let refused = server.ask_err(["snapshot", "create", &root, "--name", "v5"]);
+    assert!(refused.contains("root.v5.qcow2 exists already"), "{refused}");
+    assert_eq!((count(&told, "fsfreeze-freeze"), count(&told, "fsfreeze-thaw")), (2, 2));
     assert!(server.stop().success());
     let listed = run_json(["snapshot", "list", &root, "--json"]);
     let labels: Vec<&Value> =

@@ -13,6 +13,7 @@ mod settle;
 mod snapshot;
 mod switch;
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -37,7 +38,7 @@ pub use index::Indexing;
 pub(crate) use merge::Running;
 pub(crate) use open::{FEATURES_SINCE, write_session};
 pub use resize::{ResizeFault, Resized, Shrink};
-pub use snapshot::{Taken, snapshot_together};
+pub use snapshot::{Taken, Together, snapshot_together};
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -60,6 +61,8 @@ pub struct Disk {
     /// `tending`.
     changing: Mutex<Option<settle::Unsettled>>,
     settling: settle::Settling,
+    /// Names that snapshots of the chain have, or had; `None` until one is asked for.
+    snapshot_names: Mutex<Option<HashSet<String>>>,
     /// Whether layers are being merged.
     merging: AtomicBool,
     /// As [`Disk::lost_its_index`] when it was opened.
@@ -141,6 +144,7 @@ impl Disk {
             tending: Mutex::new(()),
             changing: Mutex::new(None),
             settling: settle::Settling::default(),
+            snapshot_names: Mutex::default(),
             merging: AtomicBool::new(false),
             lost_index: false,
             queues: Mutex::default(),

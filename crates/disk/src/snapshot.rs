@@ -7,7 +7,7 @@
 //!                       .web.qcow2.N-N.snapshot ─► B
 //! ```
 //!
-//! Place in the data flow: beside the engine. A live disk does the same in smaller steps ([`crate::snapshot_together`]):
+//! Place in the data flow: beside the engine. A live disk does the same in smaller steps ([`crate::Together`]):
 //! between them it opens [`Prepared::overlay`] for writing, and moves its guest over to it; the offline operations [`create`], [`revert`] and [`clone()`]
 //! do it to files that nobody serves. [`list`] and [`resolve`] read what was left in the headers.
 //!
@@ -49,6 +49,6 @@ pub use names::frozen_path;
 pub(crate) use names::{ENDINGS, stem};
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
 pub(crate) use offline::{lock_settled, name_from};
-pub(crate) use prepare::make_ready;
 pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};
+pub(crate) use prepare::{check_ready, make_ready};
 pub use prune::{MEMORY_LABEL, Pruning};

@@ -81,6 +81,31 @@ fn a_snapshot_holds_what_was_written_before_it() {
     }
 }
 
+/// The older state could not be named any more.
+#[test]
+fn a_name_that_the_chain_has_is_refused_whatever_its_file_is_called() {
+    let dir = scratch();
+    let path = disk_in(dir.path(), "raw", &[]);
+    let raw = OpenOptions { format: Some(vmstrata_disk::Format::Raw), ..OpenOptions::default() };
+    let disk = common::open_with(&path, &raw);
+    let layer = disk.snapshot(&named("mon")).unwrap().layer;
+    disk.snapshot(&named("tue")).unwrap();
+    // Its file would be another one now, as the disk is no raw file any more.
+    let refused = |disk: &Disk| {
+        let error = disk.snapshot(&named("mon")).unwrap_err();
+        assert!(error.to_string().contains("has a snapshot \"mon\" already"), "{error}");
+        assert!(error.to_string().contains(layer.to_str().unwrap()), "{error}");
+    };
+    refused(&disk);
+    disk.close().unwrap();
+    drop(disk);
+    let disk = open(&path);
+    refused(&disk);
+    disk.snapshot(&named("wed")).unwrap();
+    refused(&disk);
+    assert_eq!(disk.layers().len(), 4);
+}
+
 /// Random histories against flat arrays: writes, zeros, discards, flushes, snapshots, and opening again.
 #[test]
 fn random_histories_read_as_flat_arrays_do() {

@@ -91,7 +91,7 @@ pub(crate) struct Frozen {
     patience: Patience,
     /// `None` once it was asked to thaw.
     guard: Option<Guard>,
-    /// How many file systems there are.
+    /// How many file systems were frozen.
     pub(crate) file_systems: u64,
 }
 
@@ -143,22 +143,27 @@ impl Frozen {
         &self.socket
     }
 
-    /// Lets the guest go on.
+    /// Lets the guest go on. Returns how many file systems were frozen until now, where that is known.
     ///
     /// # Errors
     /// An agent that does not answer any more: the guest may be frozen still, and its guard goes on trying.
-    pub(crate) fn thaw(mut self) -> Result<(), AgentFault> {
+    pub(crate) fn thaw(mut self) -> Result<Option<u64>, AgentFault> {
         self.try_thaw()
     }
 
-    fn try_thaw(&mut self) -> Result<(), AgentFault> {
-        let Some(mut guard) = self.guard.take() else { return Ok(()) };
-        insist(&self.socket, self.patience.thaw, |attempt| match self.connection.take() {
-            Some(mut connection) => connection.command("guest-fsfreeze-thaw", attempt),
-            None => thaw_anew(&self.socket, attempt),
+    fn try_thaw(&mut self) -> Result<Option<u64>, AgentFault> {
+        let Some(mut guard) = self.guard.take() else { return Ok(None) };
+        let mut attempts = 0;
+        let answer = insist(&self.socket, self.patience.thaw, |attempt| {
+            attempts += 1;
+            match self.connection.take() {
+                Some(mut connection) => connection.command("guest-fsfreeze-thaw", attempt),
+                None => thaw_anew(&self.socket, attempt),
+            }
         })?;
         guard.note.may_be_frozen = false;
-        Ok(())
+        // An attempt that was not answered may have thawed some.
+        Ok(answer.as_u64().filter(|_| attempts == 1))
     }
 
     fn thaw_or_say(&mut self) {

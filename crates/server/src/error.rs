@@ -122,6 +122,19 @@ pub enum Error {
         /// Why.
         source: AgentFault,
     },
+    /// A guest that went on before it was let go.
+    #[error(
+        "the snapshot is taken, but may not be quiesced, whatever its label says: agent {} had {frozen} file systems frozen, and {thawed} of {frozen} were frozen still when it was to thaw them (Windows gives up after 10 s)",
+        socket.display()
+    )]
+    ThawedEarly {
+        /// Its agent's socket.
+        socket: PathBuf,
+        /// File systems that it froze.
+        frozen: u64,
+        /// File systems that it thawed.
+        thawed: u64,
+    },
     /// The server takes no more changes.
     #[error("the server is ending")]
     Ending,

@@ -94,6 +94,9 @@ pub enum SpecError {
         /// The disk.
         disk: String,
     },
+    /// A snapshot of nothing.
+    #[error("a snapshot is of one disk at least: name it")]
+    NoDisks,
     /// A disk that is to be snapshotted twice at one instant.
     #[error("disk '{name}' is named twice: name each once")]
     DiskTwice {

@@ -1,18 +1,21 @@
 //! Snapshots of a disk in use.
 
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use parking_lot::MutexGuard;
 use vmstrata_store::Gate;
 
 use super::Disk;
-use super::settle::Unsettled;
+use super::settle::Changing;
 use super::switch::{NewNames, Switch};
+use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
 use crate::layers::Top;
-use crate::snapshot::{PrepareOptions, Prepared, SnapshotInfo, group_broken, make_ready};
+use crate::snapshot::{
+    PrepareOptions, Prepared, SnapshotFault, SnapshotInfo, check_ready, group_broken, list, make_ready,
+};
 
 /// A snapshot that was taken.
 #[derive(Clone, Debug)]
@@ -39,8 +42,11 @@ impl Disk {
         Ok(taken.pop().expect("one for each disk"))
     }
 
-    /// An overlay, not on stable storage yet, and what the active file will be called.
-    fn prepare_snapshot(&self, info: &SnapshotInfo) -> Result<(Prepared, PathBuf)> {
+    /// How the active layer's file is written; refuses a disk that takes no writes, or whose name leads to another file.
+    fn active_format(&self) -> Result<Format> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::from(ErrorKind::Closed).in_file(&self.path));
+        }
         self.check_writable()?;
         let (format, file) = match &self.layers_now().top {
             Top::Qcow2(active) => (Format::Qcow2, active.identity.file),
@@ -51,8 +57,78 @@ impl Disk {
         if opener.identity(&self.path, &Gate::unrestricted())?.file != file {
             return Err(Error::from(ErrorKind::Changed).in_file(&self.path));
         }
-        let options = PrepareOptions { format: Some(format), ..PrepareOptions::default() };
-        make_ready(&self.path, info, &options).map_err(|error| error.in_file(&self.path))
+        Ok(format)
+    }
+
+    /// Refuses a snapshot that cannot be taken, having changed nothing.
+    fn check_snapshot(&self, info: &SnapshotInfo) -> Result<()> {
+        let format = self.active_format()?;
+        self.check_name(&info.name, format)?;
+        check_ready(&self.path, info, format).map_err(|error| error.in_file(&self.path))
+    }
+
+    /// Refuses a name that the chain has, under whatever file name: the older state could not be named any more.
+    fn check_name(&self, name: &str, format: Format) -> Result<()> {
+        let mut names = self.snapshot_names.lock();
+        // While the disk is open, this process alone gives its chain new names; what was deleted is looked for again.
+        if names.as_ref().is_some_and(|names| !names.contains(name)) {
+            return Ok(());
+        }
+        let options = OpenOptions { format: Some(format), ..self.options.clone() };
+        let snapshots = match list(&self.path, &options) {
+            Ok(snapshots) => snapshots,
+            Err(error) => {
+                // The disk itself reads what it opened: it goes on, and so do its snapshots.
+                tracing::warn!(disk = %self.path.display(), %error, "its snapshots cannot be listed: taken names are not known");
+                return Ok(());
+            }
+        };
+        let known = snapshots.iter().filter_map(|snapshot| snapshot.name().map(str::to_owned));
+        *names = Some(known.collect());
+        match snapshots.into_iter().find(|snapshot| snapshot.name() == Some(name)) {
+            Some(taken) => {
+                let fault = SnapshotFault::NameTaken { name: name.to_owned(), layer: taken.layer };
+                Err(Error::from(fault).in_file(&self.path))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// An overlay, not on stable storage yet, and what the active file will be called.
+    fn prepare_snapshot(&self, info: &SnapshotInfo) -> Result<(Prepared, PathBuf)> {
+        let options = PrepareOptions { format: Some(self.active_format()?), ..PrepareOptions::default() };
+        let ready = make_ready(&self.path, info, &options).map_err(|error| error.in_file(&self.path))?;
+        if let Some(names) = &mut *self.snapshot_names.lock() {
+            names.insert(info.name.clone());
+        }
+        Ok(ready)
+    }
+}
+
+/// Some disks whose layers nobody else changes: what a snapshot of them could be refused for is known before anybody stands
+/// still for it.
+#[derive(Debug)]
+pub struct Together<'disk> {
+    disks: Vec<&'disk Disk>,
+    changing: Vec<(&'disk Disk, Changing<'disk>)>,
+}
+
+impl<'disk> Together<'disk> {
+    /// Waits for whoever changes the layers of these disks, and for what their last snapshots left to do.
+    ///
+    /// # Panics
+    /// When a disk is named twice.
+    pub fn of(disks: &[&'disk Disk]) -> Self {
+        Self { disks: disks.to_vec(), changing: hold_all(disks) }
+    }
+
+    /// Refuses a snapshot that could not be taken of all of them, before anything is done for it.
+    ///
+    /// # Errors
+    /// A disk that takes no writes, a name that is taken or none, a record that does not fit: nothing has changed.
+    pub fn check(&self, info: &SnapshotInfo) -> Result<()> {
+        let infos = (0..).map(|number| info.for_disk(number));
+        self.disks.iter().zip(infos).try_for_each(|(disk, info)| disk.check_snapshot(&info))
     }
 }
 
@@ -67,7 +143,29 @@ impl Disk {
 /// # Panics
 /// When a disk is named twice.
 pub fn snapshot_together(disks: &[&Disk], info: &SnapshotInfo) -> Result<Vec<Taken>> {
-    let mut changing = hold_all(disks);
+    let together = Together::of(disks);
+    together.check(info)?;
+    together.take(info, || {})
+}
+
+impl Together<'_> {
+    /// Takes the snapshot, which was checked. Calls `cut` as soon as writes go to the new layers: who stood still for it may go on,
+    /// while the snapshot is brought to stable storage.
+    ///
+    /// # Errors
+    /// As [`snapshot_together`]; `cut` may not have been called then.
+    pub fn take(self, info: &SnapshotInfo, cut: impl FnOnce()) -> Result<Vec<Taken>> {
+        let Self { disks, mut changing } = self;
+        take_all(&disks, &mut changing, info, cut)
+    }
+}
+
+fn take_all<'disk>(
+    disks: &[&'disk Disk],
+    changing: &mut [(&'disk Disk, Changing<'disk>)],
+    info: &SnapshotInfo,
+    cut: impl FnOnce(),
+) -> Result<Vec<Taken>> {
     let infos = (0..).map(|number| info.for_disk(number));
     let prepared = disks
         .iter()
@@ -86,6 +184,7 @@ pub fn snapshot_together(disks: &[&Disk], info: &SnapshotInfo) -> Result<Vec<Tak
     let linked = linked.collect::<Result<Vec<Prepared>>>()?;
     let (published, mut failed) = publish(switches, linked);
     let (uncommitted, pause) = Switch::make(published);
+    cut();
     let mut done = Vec::with_capacity(disks.len());
     for uncommitted in uncommitted {
         match uncommitted.commit() {
@@ -125,7 +224,7 @@ fn publish<'disk>(
 }
 
 /// Keeps others from changing the disks' layers. Always in the same order, whoever asks.
-fn hold_all<'a>(disks: &[&'a Disk]) -> Vec<(&'a Disk, MutexGuard<'a, Option<Unsettled>>)> {
+fn hold_all<'a>(disks: &[&'a Disk]) -> Vec<(&'a Disk, Changing<'a>)> {
     let mut ordered = disks.to_vec();
     ordered.sort_by_key(|disk| std::ptr::from_ref::<Disk>(disk));
     let is_twice = |pair: &[&Disk]| std::ptr::eq(pair[0], pair[1]);

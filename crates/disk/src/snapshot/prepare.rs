@@ -1,6 +1,8 @@
 //! The change itself, in two halves: everything that can fail or take time, and one rename.
 
+use std::fs::Metadata;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
@@ -117,6 +119,29 @@ pub(crate) fn make_ready(
     let image = below.overlay(names::sibling(name), info)?;
     let prepared = Prepared::make(active, below.identity.file, &image, active, options.on_step)?;
     Ok((prepared, frozen))
+}
+
+/// Refuses what [`make_ready`] and [`Prepared::link`] would refuse, and makes nothing.
+///
+/// # Errors
+/// As [`prepare`], but for what the host reports only when it is tried.
+pub(crate) fn check_ready(active: &Path, info: &SnapshotInfo, format: Format) -> Result<()> {
+    check_path(active)?;
+    info.check().map_err(vmstrata_qcow2::CreateError::from)?;
+    let below = Below::read(active, Some(format))?;
+    let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
+    let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
+    below.overlay(names::sibling(name), info)?;
+    match frozen.symlink_metadata() {
+        // What a killed process left is removed when this is done in earnest.
+        Ok(there) if is_second_name(&there, below.identity.file) => Ok(()),
+        Ok(_) => Err(SnapshotFault::Exists { path: frozen }.into()),
+        Err(_) => Ok(()),
+    }
+}
+
+fn is_second_name(there: &Metadata, of: FileId) -> bool {
+    FileId { dev: there.dev(), ino: there.ino() } == of
 }
 
 /// Refuses a path that cannot stay while what it leads to changes.

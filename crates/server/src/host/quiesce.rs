@@ -26,6 +26,11 @@ pub(super) struct Quiesced {
 /// A disk and its guest's agent.
 pub(super) type WithAgent = (String, Option<PathBuf>);
 
+/// The longest of the labels that a snapshot of these disks may get: one that fits leaves room for the others.
+pub(super) fn longest_label(disks: &[WithAgent]) -> Option<(String, String)> {
+    disks.iter().any(|(_, agent)| agent.is_some()).then(|| (LABEL.to_owned(), false.to_string()))
+}
+
 /// Freezes the guests of `disks`, each once.
 ///
 /// # Errors
@@ -83,15 +88,27 @@ impl Quiesced {
         self.is_quiesced.map(|is| (LABEL.to_owned(), is.to_string()))
     }
 
-    /// Lets all guests go on.
+    /// Lets all guests go on, and says so if one had gone on before ([`Quiesced::is_quiesced`]).
     ///
     /// # Errors
-    /// The first that may not; the others were let go all the same.
-    pub(super) fn thaw(&mut self) -> Result<(), Error> {
+    /// The first that may not go on, or that had before, with [`Quiesce::Always`]; the others were let go all the same.
+    pub(super) fn thaw(&mut self, how: Quiesce) -> Result<(), Error> {
         let mut result = Ok(());
-        for guest in self.frozen.drain(..) {
-            let socket = guest.socket().to_owned();
-            result = result.and(guest.thaw().map_err(|source| Error::StillFrozen { socket, source }));
+        for guest in std::mem::take(&mut self.frozen) {
+            let (socket, frozen) = (guest.socket().to_owned(), guest.file_systems);
+            match guest.thaw() {
+                Ok(Some(thawed)) if thawed < frozen => {
+                    let error = Error::ThawedEarly { socket, frozen, thawed };
+                    tracing::warn!("{error}");
+                    self.is_quiesced = Some(false);
+                    self.why_not.get_or_insert_with(|| error.to_string());
+                    if how == Quiesce::Always {
+                        result = result.and(Err(error));
+                    }
+                }
+                Ok(_) => {}
+                Err(source) => result = result.and(Err(Error::StillFrozen { socket, source })),
+            }
         }
         result
     }

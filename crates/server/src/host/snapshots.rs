@@ -6,9 +6,9 @@ use std::sync::{Arc, Weak};
 
 use vmstrata_api::{Event, Quiesce, SnapshotLayer, SnapshotSpec, SnapshotTaken};
 use vmstrata_disk::snapshot::SnapshotInfo;
-use vmstrata_disk::{Disk, snapshot_together};
+use vmstrata_disk::{Disk, Together};
 
-use super::quiesce::{WithAgent, quiesce};
+use super::quiesce::{WithAgent, longest_label, quiesce};
 use super::retention::Due;
 use super::users::Lent;
 use super::{Host, Table};
@@ -21,30 +21,36 @@ impl Host {
     ///
     /// # Errors
     /// No disk or one that is not served, one named twice, a guest that was to stand still and does not, or what the
-    /// engine refuses, see [`snapshot_together`]: nothing has changed. A guest that does not go on: the snapshot is taken.
+    /// engine refuses, see [`Together`]: nothing has changed. A guest that does not go on, or went on before it was to, with
+    /// [`Quiesce::Always`]: the snapshot is taken.
     pub fn snapshot(&self, asked: SnapshotSpec) -> Result<SnapshotTaken, Error> {
         let (_change, table) = self.begin_change()?;
+        if asked.disks.is_empty() {
+            return Err(SpecError::NoDisks.into());
+        }
         let (disks, agents) = table.with_agents(&asked)?;
         drop(table);
         if let Some(name) = named_twice(&asked.disks) {
             return Err(SpecError::DiskTwice { name: name.to_owned() }.into());
         }
-        // Before the guests stand still: the last snapshot of each may have left something to do, which takes flushes. Failures
-        // are logged, and none of this snapshot's.
-        disks.iter().for_each(|disk| _ = disk.settle());
         let default = if asked.agent.is_some() { Quiesce::Always } else { Quiesce::Auto };
         let how = asked.quiesce.unwrap_or(default);
-        let mut quiesced = quiesce(&agents, how, Patience::default(), &self.guards)?;
-        let info = SnapshotInfo {
-            name: asked.name,
+        let info = |label: Option<(String, String)>| SnapshotInfo {
+            name: asked.name.clone(),
             taken_ns: asked.taken_ns,
-            labels: asked.labels.into_iter().chain(quiesced.label()).collect(),
-            group: asked.group,
+            labels: asked.labels.clone().into_iter().chain(label).collect(),
+            group: asked.group.clone(),
             origin: None,
         };
         let all: Vec<&Disk> = disks.iter().map(|disk| &***disk).collect();
-        let taken = snapshot_together(&all, &info);
-        let thawed = quiesced.thaw();
+        // Guests stand still for the cut alone: whatever else has to be waited for is waited for before, and what can be refused is.
+        let together = Together::of(&all);
+        together.check(&info(longest_label(&agents)))?;
+        let mut quiesced = quiesce(&agents, how, Patience::default(), &self.guards)?;
+        let info = info(quiesced.label());
+        let mut thawed = None;
+        let taken = together.take(&info, || thawed = Some(quiesced.thaw(how)));
+        let thawed = thawed.unwrap_or_else(|| quiesced.thaw(how));
         let taken = taken?;
         settle_later(&disks, Arc::clone(&self.due));
         drop(disks);

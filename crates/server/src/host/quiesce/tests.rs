@@ -34,7 +34,7 @@ fn disks_of_one_guest_freeze_it_once_and_every_guest_is_thawed() {
     for how in [Quiesce::Auto, Quiesce::Always] {
         let mut quiesced = quiesce(&asked, how, SHORT).unwrap();
         assert_eq!((quiesced.is_quiesced(), label(&quiesced)), (true, Some("quiesced=true".to_owned())));
-        quiesced.thaw().unwrap();
+        quiesced.thaw(how).unwrap();
     }
     for agent in &agents {
         assert_eq!((count(agent, "guest-fsfreeze-freeze"), count(agent, "guest-fsfreeze-thaw")), (2, 2));
@@ -45,7 +45,7 @@ fn disks_of_one_guest_freeze_it_once_and_every_guest_is_thawed() {
 fn without_an_agent_nothing_is_said_and_nothing_can_be_demanded() {
     let mut none = quiesce(&disks(&[None]), Quiesce::Auto, SHORT).unwrap();
     assert_eq!((none.is_quiesced(), label(&none), none.why_not.clone()), (false, None, None));
-    none.thaw().unwrap();
+    none.thaw(Quiesce::Auto).unwrap();
     let error = quiesce(&disks(&[None]), Quiesce::Always, SHORT).unwrap_err();
     assert!(error.to_string().contains("'disk0' has no guest agent"), "{error}");
 }
@@ -79,6 +79,23 @@ fn a_guest_that_stays_frozen_is_named() {
         if thaws { (Vec::new(), false) } else { properly(command) }
     });
     let mut quiesced = quiesce(&disks(&[Some(&agent)]), Quiesce::Always, SHORT).unwrap();
-    let error = quiesced.thaw().unwrap_err().to_string();
+    let error = quiesced.thaw(Quiesce::Always).unwrap_err().to_string();
     assert!(error.contains("may stand still") && error.contains("agent.sock"), "{error}");
+}
+
+#[test]
+fn a_guest_that_went_on_before_it_was_let_go_is_told_of_and_is_an_error_where_it_had_to_stand_still() {
+    let agent = Scripted::start(|_, command| {
+        let thaws = command["execute"] == "guest-fsfreeze-thaw";
+        if thaws { (b"{\"return\": 0}\n".to_vec(), true) } else { properly(command) }
+    });
+    let asked = disks(&[Some(&agent)]);
+    let mut quiesced = quiesce(&asked, Quiesce::Auto, SHORT).unwrap();
+    assert!(quiesced.is_quiesced());
+    quiesced.thaw(Quiesce::Auto).unwrap();
+    assert!(!quiesced.is_quiesced());
+    assert!(quiesced.why_not.as_deref().is_some_and(|why| why.contains("0 of 2")), "{:?}", quiesced.why_not);
+    let mut quiesced = quiesce(&asked, Quiesce::Always, SHORT).unwrap();
+    let error = quiesced.thaw(Quiesce::Always).unwrap_err();
+    assert!(matches!(error, Error::ThawedEarly { frozen: 2, thawed: 0, .. }), "{error}");
 }
