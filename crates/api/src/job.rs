@@ -53,6 +53,17 @@ pub enum JobSpec {
     },
 }
 
+impl JobSpec {
+    /// How fast it may write, if that is said.
+    pub fn bytes_per_second(&self) -> Option<u64> {
+        match self {
+            Self::IndexBuild { bytes_per_second, .. }
+            | Self::SnapshotDelete { bytes_per_second, .. }
+            | Self::Flatten { bytes_per_second, .. } => *bytes_per_second,
+        }
+    }
+}
+
 /// What becomes of the files of dropped layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]

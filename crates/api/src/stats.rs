@@ -26,8 +26,7 @@ pub struct DiskStats {
     pub write_latency: Latency,
     /// How long all else took in the server; all of it is timed.
     pub other_latency: Latency,
-    /// Bytes that reads took from files, by how far the layer is below the active one. Reads that workers carried out
-    /// are not in it.
+    /// Bytes that reads took from files, by how far the layer is below the active one.
     pub read_depths: Vec<DepthStats>,
     /// Bytes of the same reads that no layer has data for.
     pub read_zero_bytes: u64,

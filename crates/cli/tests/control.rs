@@ -100,13 +100,37 @@ fn doors_come_and_go_and_say_how_to_attach() {
     let address = tcp["door"]["address"].as_str().unwrap();
     let port = address.rsplit(':').next().unwrap();
     nbd_io(&format!("nbd://127.0.0.1:{port}/web"), "write -P 5 0 64k");
-    server.ask_ok(["door", "remove", address]);
+    let gone: Value = serde_json::from_str(&server.ask_ok(["door", "remove", address, "--json"])).unwrap();
+    assert_eq!(gone["door"]["address"], address);
     assert!(!tool("nbdinfo", ["--size", &format!("nbd://127.0.0.1:{port}/web")]).status.success());
     nbd_io(&uri(&images, "web"), "read -P 5 0 64k");
     server.ask_ok(["door", "remove", &guest]);
     assert!(!Path::new(&guest).exists(), "the socket was left behind");
     assert!(server.ask_err(["door", "remove", &guest]).contains("vmstrata status"));
-    server.ask_ok(["disk", "remove", "web"]);
+    let gone: Value = serde_json::from_str(&server.ask_ok(["disk", "remove", "web", "--json"])).unwrap();
+    assert_eq!((&gone["name"], &gone["layers"]), (&"web".into(), &1.into()), "{gone}");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn snapshots_of_nothing_and_by_no_name_and_jobs_without_speed_are_refused() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let server = Server::start(&["--disk", &disk(&path, "web"), "--nbd", &unix(&images)]);
+    for (to, body, words) in [
+        ("/v1/snapshots", r#"{"disks":[],"name":"mon","taken_ns":0}"#, "one disk at least"),
+        ("/v1/snapshots", r#"{"disks":["web"],"name":"../x y","taken_ns":0}"#, "../x y"),
+        (
+            "/v1/jobs",
+            r#"{"kind":"index_build","disk":"web","bytes_per_second":0}"#,
+            "'bytes_per_second' is at least 1",
+        ),
+        ("/v1/jobs/1", r#"{"action":"limit","bytes_per_second":0}"#, "'bytes_per_second' is at least 1"),
+    ] {
+        let refused = ask(&server.control(), "POST", to, body);
+        let detail = refused.json()["detail"].as_str().unwrap().to_owned();
+        assert!(refused.status == 422 && detail.contains(words), "{body}: {refused:?}");
+    }
     assert!(server.stop().success());
 }
 

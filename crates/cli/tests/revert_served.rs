@@ -132,6 +132,11 @@ fn what_cannot_be_reverted_is_served_on() {
     // Known only when the disk is closed: the file to be kept lies elsewhere.
     let said = server.ask_err(["snapshot", "revert", &disk, "s1", "--keep", "/tmp/elsewhere.qcow2"]);
     assert!(said.contains("directory"), "{said}");
+    let taken = images.path("taken.qcow2");
+    std::fs::write(&taken, "mine").unwrap();
+    let said = server.ask_err(["snapshot", "revert", &disk, "s1", "--keep", taken.to_str().unwrap()]);
+    assert!(said.contains("taken.qcow2 exists already: name a file to keep"), "{said}");
+    assert_eq!(std::fs::read(&taken).unwrap(), b"mine");
     io(&server, "read -P 3 0 64k");
     let snapshot = format!(r#"{{"path":"{disk}","at":"s1","name":"old"}}"#);
     assert_eq!(ask(&server.control(), "POST", "/v1/disks", &snapshot).status, 201);

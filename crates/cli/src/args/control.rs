@@ -103,6 +103,9 @@ pub enum DiskCommand {
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,
+        /// Print what was removed as JSON
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -145,6 +148,9 @@ pub enum DoorCommand {
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,
+        /// Print what was removed as JSON
+        #[arg(long)]
+        json: bool,
     },
 }
 

@@ -23,8 +23,14 @@ pub fn run(args: &DiskArgs) -> Result<ExitCode> {
             let added = add(&Client::new(server)?, spec)?;
             if *json { print_json(&added)? } else { print(&to_text(&added))? }
         }
-        DiskCommand::Remove { name, server } => {
-            Client::new(server)?.delete(&format!("/v1/disks/{}", encode_segment(name)))?;
+        DiskCommand::Remove { name, server, json } => {
+            let (client, path) = (Client::new(server)?, format!("/v1/disks/{}", encode_segment(name)));
+            // What it was: afterwards nobody knows.
+            let was: DiskDetail = client.get(&path)?;
+            client.delete(&path)?;
+            if *json {
+                print_json(&was.disk)?;
+            }
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -86,6 +86,12 @@ pub enum SnapshotFault {
         "the file to keep must be in the disk's own directory, where the names of the layers below it hold"
     )]
     KeptElsewhere,
+    /// Something has the name already.
+    #[error("{} exists already: name a file to keep that does not", path.display())]
+    KeepExists {
+        /// The file.
+        path: PathBuf,
+    },
     /// A second disk of a group could not be changed after the first was.
     #[error("{source}; of the group, these have their snapshot already: {}", done.join(", "))]
     GroupBroken {

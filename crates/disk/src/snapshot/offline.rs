@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmstrata_qcow2::SnapshotInfo;
-use vmstrata_store::{Access, FileError, FileOptions, FileStore, Gate, LockError};
+use vmstrata_store::{Access, FileError, FileId, FileOptions, FileStore, Gate, LockError};
 
 use super::fault::{SnapshotFault, group_broken};
 use super::holder::{Holder, holders};
@@ -192,7 +192,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     let found = pick(&snapshots, name).cloned().map_err(|error| error.in_file(disk))?;
     let info = SnapshotInfo { origin: found.owner.clone(), ..found.info.clone().expect("found by its name") };
     if let Some(keep) = &options.keep {
-        check_keep(disk, keep)?;
+        check_keep(disk, keep, identity)?;
     }
     let (held, below) = finished(&found)?;
     let image = below.overlay(name_from(disk, &found.layer)?, &info)?;
@@ -214,14 +214,16 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     Ok(Reverted { layer: found.layer, dropped: snapshots })
 }
 
-fn check_keep(disk: &Path, keep: &Path) -> Result<()> {
+fn check_keep(disk: &Path, keep: &Path, identity: FileId) -> Result<()> {
     let directory =
         |path: &Path| directory_of(path).canonicalize().while_trying("find the directory to keep it in");
     let is_name = keep.file_name().is_some_and(|name| Some(name) != disk.file_name());
-    if is_name && directory(disk)? == directory(keep)? {
-        Ok(())
-    } else {
-        Err(SnapshotFault::KeptElsewhere.into())
+    if !is_name || directory(disk)? != directory(keep)? {
+        return Err(SnapshotFault::KeptElsewhere.into());
+    }
+    match file_at(keep) {
+        Ok(there) if there != identity => Err(SnapshotFault::KeepExists { path: keep.to_owned() }.into()),
+        _ => Ok(()),
     }
 }
 

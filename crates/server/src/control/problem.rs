@@ -78,6 +78,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::NoAgent { .. } => (422, "no-agent"),
         Error::Agent { .. } => (409, "not-quiesced"),
         Error::StillFrozen { .. } => (500, "guest-frozen"),
+        Error::ThawedEarly { .. } => (500, "thawed-early"),
         Error::Ending => (503, "ending"),
         Error::NotClean { .. } => (500, "not-clean"),
         Error::NbdFlush(_) => (500, "not-flushed"),
@@ -117,7 +118,9 @@ fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
         | ErrorKind::MarkedCorrupt
         | ErrorKind::Changed => (422, "damaged"),
         ErrorKind::Loop { .. } | ErrorKind::TooLong | ErrorKind::TooLarge { .. } => (422, "chain"),
-        ErrorKind::Snapshot(SnapshotFault::Exists { .. }) => (409, "name-taken"),
+        ErrorKind::Snapshot(
+            SnapshotFault::Exists { .. } | SnapshotFault::NameTaken { .. } | SnapshotFault::KeepExists { .. },
+        ) => (409, "name-taken"),
         ErrorKind::Resize(ResizeFault::WouldShrink { .. }) => (409, "would-shrink"),
         ErrorKind::Resize(ResizeFault::Merging) => (409, "busy"),
         ErrorKind::Resize(_) => (422, "invalid"),

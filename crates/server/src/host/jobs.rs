@@ -9,6 +9,15 @@ use vmstrata_disk::merge::{MergeOptions, Removal};
 use super::Host;
 use crate::error::Error;
 use crate::jobs::{DEFAULT_LIMIT, Flatten, IndexBuild, SnapshotDelete, Work};
+use crate::spec::SpecError;
+
+/// A limit of 0 would be a pause that does not say so.
+fn check_limit(bytes_per_second: Option<u64>) -> Result<(), Error> {
+    match bytes_per_second {
+        Some(0) => Err(SpecError::Zero { what: "bytes_per_second" }.into()),
+        _ => Ok(()),
+    }
+}
 
 /// What is done with a disk until its job has begun.
 const BEGINNING: &str = "having a job begun";
@@ -17,8 +26,9 @@ impl Host {
     /// Begins a job on a disk that is served.
     ///
     /// # Errors
-    /// No such disk; a job of the kind under way already; a chain that cannot be read.
+    /// No such disk; a job of the kind under way already; a chain that cannot be read; a limit of 0.
     pub fn start_job(&self, asked: JobSpec) -> Result<JobStatus, Error> {
+        check_limit(asked.bytes_per_second())?;
         match asked {
             JobSpec::IndexBuild { disk, bytes_per_second } => {
                 let (_change, table) = self.begin_change()?;
@@ -105,8 +115,11 @@ impl Host {
     /// Pauses, resumes, cancels or slows a job.
     ///
     /// # Errors
-    /// No such job.
+    /// No such job; a limit of 0.
     pub fn change_job(&self, id: u64, change: JobChange) -> Result<JobStatus, Error> {
+        if let JobChange::Limit { bytes_per_second } = change {
+            check_limit(bytes_per_second)?;
+        }
         self.jobs.change(id, change)
     }
 }
