@@ -368,3 +368,26 @@ fn holes_that_no_layer_filled_stay_holes() {
     let mapped = common::stock::map(chain.top(), "qcow2");
     assert!(mapped.iter().all(|extent| extent.present == extent.data), "{mapped:?}");
 }
+
+/// Stock tools keep snapshots within a file too: what such a one has not written it reads through to the layers below.
+#[test]
+fn files_with_internal_snapshots_are_neither_relinked_nor_removed() {
+    for (holder, drops) in [(2, 1), (1, 1)] {
+        let chain = Chain::ours(3);
+        qemu_img(&["snapshot", "-c", "inner", path_str(&chain.files[holder])]);
+        let refused = merge(chain.top(), range(drops, drops), &all()).unwrap_err();
+        assert!(refused.to_string().contains("has 1 internal snapshots"), "{refused}");
+        let running = common::open(chain.top());
+        let refused = Merge::of_disk(&running, range(drops, drops), &all()).unwrap_err();
+        assert!(refused.to_string().contains("has 1 internal snapshots"), "{refused}");
+        running.close().unwrap();
+        drop(running);
+        // A file that only leaves the chain keeps its own.
+        if holder == drops {
+            let keep = MergeOptions { removal: Removal::Nothing, ..all() };
+            merge(chain.top(), range(drops, drops), &keep).unwrap();
+            qemu_img(&["snapshot", "-a", "inner", path_str(&chain.files[holder])]);
+            qemu_io(&chain.files[holder], &["read -q -P 1 0 64k".to_owned()]);
+        }
+    }
+}

@@ -78,7 +78,7 @@ fn rules_of_a_plain_overlay_leave_the_snapshots_of_the_disk_below() {
         assert_eq!(names(&vm, &options), expected, "stock: {is_stock}");
         let found = list(&vm, &options).unwrap();
         let keep = "last=2".parse().unwrap();
-        assert_eq!(Pruning::of(&found, &keep, &[]).delete, ["a"]);
+        assert_eq!(Pruning::of(&found, &keep, &[], u64::MAX).delete, ["a"]);
         assert_refused(&vm, "jan", &options, "golden.qcow2");
         // Its own first one goes, and the end of its history stays where it was.
         let before = content(&vm, "qcow2");

@@ -37,7 +37,7 @@ use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, links, map_up_to};
 use crate::merge::relink::Relink;
 use crate::merge::users::Here;
-use crate::merge::{Copier, MergeFault, MergeRange, leftovers};
+use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, leftovers};
 
 /// Most bytes of the disk looked at before others get their turn.
 const TURN: u64 = 256 << 10;
@@ -114,7 +114,7 @@ impl Running {
     pub(crate) fn begin(
         disk: &Arc<Disk>,
         range: MergeRange,
-        beyond_own: bool,
+        options: &MergeOptions,
     ) -> Result<(Self, Vec<Link>, Copier)> {
         if disk.merging.swap(true, Ordering::AcqRel) {
             return Err(Error::from(MergeFault::Busy).in_file(&disk.path));
@@ -125,7 +125,7 @@ impl Running {
         disk.check_changeable()?;
         disk.sweep_merged();
         let links = links(&disk.path, &disk.options, &**disk.resources.files().opener())?;
-        range.check(&links, beyond_own).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
+        range.check(&links, options).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
         let after = running.after(&links)?;
         let is_active = range.target().index() + 1 == links.len();
         let copier =

@@ -1,5 +1,7 @@
 //! What can be wrong with a merge, beside what can go wrong with any file.
 
+use std::path::PathBuf;
+
 use thiserror::Error;
 
 /// Why layers cannot be dropped as asked.
@@ -25,6 +27,16 @@ pub enum MergeFault {
     OfAnotherDisk {
         /// Its file name.
         disk: String,
+    },
+    /// A file with snapshots within it, which would read otherwise, or be lost with it.
+    #[error(
+        "{} has {count} internal snapshots, which need what is dropped: remove them with `qemu-img snapshot -d`, or make disks of them with `qemu-img convert -l`", path.display()
+    )]
+    InternalSnapshots {
+        /// The file.
+        path: PathBuf,
+        /// How many.
+        count: u32,
     },
     /// A target whose header cannot name another backing file by one sector's write.
     #[error(

@@ -46,7 +46,7 @@ impl Files {
         let lock = lock_settled(disk, &options.open, resources)?;
         leftovers::sweep_files(disk, &options.open);
         let links = plan::links(disk, &options.open, &**resources.files().opener())?;
-        range.check(&links, options.beyond_own).map_err(|fault| Error::from(fault).in_file(disk))?;
+        range.check(&links, options).map_err(|fault| Error::from(fault).in_file(disk))?;
         // The target's own lock takes the place of the disk's.
         let lock = (range.target().index() + 1 < links.len()).then_some(lock);
         let copier = open_target(disk, &links, range, &options.open, resources)?;

@@ -7,8 +7,9 @@ use vmstrata_qcow2::{LayerRecord, SnapshotInfo};
 use vmstrata_store::FileId;
 use vmstrata_types::LayerIndex;
 
-use super::MergeFault;
 use super::relink::Below;
+use super::remove::dropped;
+use super::{MergeFault, MergeOptions};
 use crate::chain::{Chain, OpenOptions, Roles, Top, freeze, read_chain, walk};
 use crate::error::{Error, Result};
 use crate::layer::{Format, Layer};
@@ -41,16 +42,22 @@ impl MergeRange {
         self.last.index() + 1 - self.first.index()
     }
 
-    /// Refuses layers that the chain does not have below its top, and a target that is not the disk's own; `beyond_own` allows
-    /// one as long as no snapshot goes by that.
-    pub(crate) fn check(self, links: &[Link], beyond_own: bool) -> Result<(), MergeFault> {
+    /// Refuses layers that the chain does not have below its top, files whose internal snapshots would change or go, and a target
+    /// that is not the disk's own, unless that is allowed and no snapshot goes by it.
+    pub(crate) fn check(self, links: &[Link], options: &MergeOptions) -> Result<(), MergeFault> {
         let (first, last, layers) = (self.first.index(), self.last.index(), links.len());
         if first > last || last + 1 >= layers {
             return Err(MergeFault::Range { first, last, layers });
         }
+        let goes = dropped(links, self).into_iter().filter(|layer| options.removal.wants(layer).is_ok());
+        let mut changed = goes.map(|layer| layer.file).chain([links[self.target().index()].file]);
+        let holds = |file| links.iter().find(|link| link.file == file && link.internal > 0);
+        if let Some(link) = changed.find_map(holds) {
+            return Err(MergeFault::InternalSnapshots { path: link.path.clone(), count: link.internal });
+        }
         let of_others = layers_of_others(links);
         let is_named = || links[first + 1..=last + 1].iter().any(|link| link.info().is_some());
-        if self.target().index() >= of_others || beyond_own && !is_named() {
+        if self.target().index() >= of_others || options.beyond_own && !is_named() {
             return Ok(());
         }
         let said = links[last + 2..=of_others].iter().find_map(Link::origin);
@@ -123,6 +130,8 @@ pub(crate) struct Link {
     pub(crate) record: Option<Vec<u8>>,
     /// Whether it knows of an index.
     pub(crate) has_index: bool,
+    /// Snapshots within the file, of stock tools' making, which have tables of their own over the same backing file.
+    pub(crate) internal: u32,
 }
 
 impl Link {
@@ -132,8 +141,17 @@ impl Link {
                 || crate::index::sidecar_of(&top.path).exists()
         });
         let format = if top.head.is_some() { Format::Qcow2 } else { Format::Raw };
+        let internal = top.head.as_ref().map_or(0, |head| head.header.snapshot_count);
         let (backing_name, record) = top.head.map_or((None, None), |head| (head.backing_name, head.snapshot));
-        Self { file: top.opened.identity.file, path: top.path, format, backing_name, record, has_index }
+        Self {
+            file: top.opened.identity.file,
+            path: top.path,
+            format,
+            backing_name,
+            record,
+            has_index,
+            internal,
+        }
     }
 
     /// What it says of the layer below, as far as that can be read.

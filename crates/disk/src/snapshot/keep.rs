@@ -4,6 +4,8 @@
 //! one*, in UTC; `last=N` keeps the N newest. What one rule keeps is kept. So a disk that was not used for a month keeps its
 //! history, and a rule added later finds what is there.
 //!
+//! Snapshots of a disk have an order of their own, which decides where their times contradict it.
+//!
 //! Pure: instants in, decisions out. Whoever deletes asks here first, and never deletes what has no name or no time.
 
 use std::fmt;
@@ -114,17 +116,36 @@ impl fmt::Display for Keep {
     }
 }
 
+/// The instants, newest first, none later than the one before it, the first none later than `now_ns`.
+pub(super) fn no_later_than(taken_ns: &[u64], now_ns: u64) -> impl Iterator<Item = u64> {
+    taken_ns.iter().scan(now_ns, |newer, &taken| {
+        *newer = taken.min(*newer);
+        Some(*newer)
+    })
+}
+
 impl Keep {
     /// Whether to keep each of the snapshots taken at these instants (ns since 1970), in any order. Of several at one
     /// instant the first counts as the newest.
     pub fn decide(&self, taken_ns: &[u64]) -> Vec<bool> {
         let mut newest_first: Vec<usize> = (0..taken_ns.len()).collect();
         newest_first.sort_by_key(|&index| std::cmp::Reverse(taken_ns[index]));
+        self.decide_of(taken_ns, &newest_first)
+    }
+
+    /// As [`Keep::decide`], of what is known to be in order, the newest first. None can have been taken after `now_ns`, nor after
+    /// one that is newer: then the clock was wrong, and it counts as taken at that moment. So the newest is always kept.
+    pub fn decide_in_order(&self, taken_ns: &[u64], now_ns: u64) -> Vec<bool> {
+        let sound: Vec<u64> = no_later_than(taken_ns, now_ns).collect();
+        self.decide_of(&sound, &(0..sound.len()).collect::<Vec<_>>())
+    }
+
+    fn decide_of(&self, taken_ns: &[u64], newest_first: &[usize]) -> Vec<bool> {
         let mut kept = vec![false; taken_ns.len()];
         for &(period, count) in &self.rules {
             let mut left = count;
             let mut last = None;
-            for &index in &newest_first {
+            for &index in newest_first {
                 let this = period.of(taken_ns[index]);
                 let is_new = period == Period::Last || last != Some(this);
                 if left > 0 && is_new {
@@ -197,7 +218,32 @@ mod tests {
         }
     }
 
+    /// Two that were taken while the clock was three years ahead stay behind those that came after.
+    #[test]
+    fn a_clock_in_the_future_does_not_make_what_is_older_the_newest() {
+        let (now, ahead) = (20_000 * DAY, 1095 * DAY);
+        let in_order =
+            |rules: &str, taken: &[u64]| rules.parse::<Keep>().unwrap().decide_in_order(taken, now);
+        let taken = [now - HOUR, now - 2 * HOUR, now + ahead, now + ahead - HOUR, now - 3 * DAY];
+        assert_eq!(in_order("last=2", &taken), [true, true, false, false, false]);
+        assert_eq!(in_order("daily=2", &taken), [true, false, false, false, true]);
+        // Nothing newer yet: it is the newest, taken just now.
+        assert_eq!(in_order("hourly=1", &taken[2..]), [true, false, false]);
+    }
+
     proptest! {
+        /// However wrong the clocks were, the newest is kept; where they were right, order says nothing new.
+        #[test]
+        fn the_newest_of_a_chain_is_always_kept(
+            mut taken in prop::collection::vec(0u64..3000 * DAY, 1..40),
+            counts in prop::array::uniform3(1u32..6),
+        ) {
+            let keep: Keep = format!("last={},daily={},yearly={}", counts[0], counts[1], counts[2]).parse().unwrap();
+            prop_assert!(keep.decide_in_order(&taken, 1000 * DAY)[0]);
+            taken.sort_unstable_by(|one, other| other.cmp(one));
+            prop_assert_eq!(keep.decide_in_order(&taken, 3000 * DAY), keep.decide(&taken));
+        }
+
         /// Deciding again over what was kept changes nothing, the newest is always kept, and order does not matter.
         #[test]
         fn pruning_twice_is_pruning_once(

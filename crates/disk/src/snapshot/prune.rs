@@ -1,5 +1,6 @@
 //! Which snapshots of a disk rules may delete.
 
+use super::keep::no_later_than;
 use super::{Keep, Snapshot, SnapshotInfo};
 
 /// The label of snapshots of disks that were taken with one of a guest's memory, which needs them: `GUEST@NAME`.
@@ -14,12 +15,14 @@ pub struct Pruning<'a> {
     pub delete: Vec<&'a str>,
     /// Those that are left alone for the sake of a guest's memory, which is worth nothing without them.
     pub with_memory: Vec<&'a str>,
+    /// Those of the first two that say they were taken after now, or after one that stands on them: the clock was wrong.
+    pub misdated: Vec<&'a str>,
 }
 
 impl<'a> Pruning<'a> {
-    /// Looks at those of `snapshots` that have all of `labels`. Snapshots taken with a guest's memory are looked at only when
-    /// the labels speak of that.
-    pub fn of(snapshots: &'a [Snapshot], keep: &Keep, labels: &[(String, String)]) -> Self {
+    /// Looks at those of `snapshots`, newest first, that have all of `labels`. Snapshots taken with a guest's memory are looked at only when
+    /// the labels speak of that. It is `now_ns` since 1970.
+    pub fn of(snapshots: &'a [Snapshot], keep: &Keep, labels: &[(String, String)], now_ns: u64) -> Self {
         let own = snapshots.iter().filter(|snapshot| snapshot.is_own());
         let named = own.filter_map(|snapshot| snapshot.info.as_ref());
         let meant = named.filter(|info| labels.iter().all(|label| info.labels.contains(label)));
@@ -28,12 +31,15 @@ impl<'a> Pruning<'a> {
         let (with_memory, looked_at): (Vec<&SnapshotInfo>, Vec<_>) =
             meant.partition(|info| !for_memory && info.labels.iter().any(is_memory));
         let taken: Vec<u64> = looked_at.iter().map(|info| info.taken_ns).collect();
-        let decided = keep.decide(&taken);
+        let decided = keep.decide_in_order(&taken, now_ns);
         let named = |wanted: bool| {
             let those = looked_at.iter().zip(&decided).filter(move |(_, kept)| **kept == wanted);
             those.map(|(info, _)| info.name.as_str()).collect()
         };
         let with_memory = with_memory.iter().map(|info| info.name.as_str()).collect();
-        Self { keep: named(true), delete: named(false), with_memory }
+        let sound = looked_at.iter().zip(no_later_than(&taken, now_ns));
+        let misdated = sound.filter(|(info, sound)| info.taken_ns != *sound);
+        let misdated = misdated.map(|(info, _)| info.name.as_str()).collect();
+        Self { keep: named(true), delete: named(false), with_memory, misdated }
     }
 }

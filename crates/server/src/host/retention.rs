@@ -9,7 +9,7 @@
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_api::JobSpec;
@@ -92,6 +92,12 @@ impl Drop for Retention {
     }
 }
 
+/// Since 1970, as far as the clock is right.
+fn now_ns() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}
+
 impl Host {
     fn prune_all(&self) {
         let with_rules: Vec<(String, Keep)> = {
@@ -123,9 +129,16 @@ impl Host {
             (disk.path().to_owned(), self.open_options(spec))
         };
         let snapshots = list(&path, &options)?;
-        let delete = Pruning::of(&snapshots, keep, &[]).delete;
+        let Pruning { delete, misdated, .. } = Pruning::of(&snapshots, keep, &[], now_ns());
         if delete.is_empty() {
             return Ok(());
+        }
+        if !misdated.is_empty() {
+            tracing::warn!(
+                disk = name,
+                "the clock was wrong when {} was taken, or is now: rules go by the order",
+                misdated.join(", ")
+            );
         }
         let job = self.start_job(JobSpec::SnapshotDelete {
             disk: name.to_owned(),

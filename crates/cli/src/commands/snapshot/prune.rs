@@ -4,7 +4,7 @@ use anyhow::Result;
 use serde::Serialize;
 use vmstrata_disk::snapshot::{Pruning, list};
 
-use super::{run_delete, text};
+use super::{run_delete, text, time};
 use crate::args::{SnapshotDeleteArgs, SnapshotPruneArgs};
 use crate::output::{counted, print, print_json};
 
@@ -18,6 +18,9 @@ struct Plan<'a> {
     /// Left alone for the sake of snapshots of memory.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     with_memory: Vec<&'a str>,
+    /// Taken, they say, after now or after a newer one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    misdated: Vec<&'a str>,
 }
 
 /// Runs the command.
@@ -26,13 +29,14 @@ struct Plan<'a> {
 /// What could not be deleted; every state of the disk that is left is as it was.
 pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
     let snapshots = list(&args.disk, &args.common.open())?;
-    let Pruning { keep, delete, with_memory } = Pruning::of(&snapshots, &args.keep, &args.label);
-    let plan = Plan { disk: text(&args.disk), keep, delete, with_memory };
+    let Pruning { keep, delete, with_memory, misdated } =
+        Pruning::of(&snapshots, &args.keep, &args.label, time::now_ns());
+    let plan = Plan { disk: text(&args.disk), keep, delete, with_memory, misdated };
     if args.dry_run || plan.delete.is_empty() {
         return plan.tell(args);
     }
-    if let Some(left) = plan.left_alone() {
-        eprintln!("vmstrata: {}: {left}", plan.disk);
+    for note in plan.notes() {
+        eprintln!("vmstrata: {}: {note}", plan.disk);
     }
     let names = plan.delete.iter().map(|name| (*name).to_owned()).collect();
     run_delete(&SnapshotDeleteArgs {
@@ -57,8 +61,18 @@ impl Plan<'_> {
         for name in &self.delete {
             said += &format!("  {name}\n");
         }
-        said += &self.left_alone().map(|left| format!("  ({left})\n")).unwrap_or_default();
+        said.extend(self.notes().map(|note| format!("  ({note})\n")));
         Ok(print(&said)?)
+    }
+
+    fn notes(&self) -> impl Iterator<Item = String> {
+        self.left_alone().into_iter().chain(self.wrong_clock())
+    }
+
+    fn wrong_clock(&self) -> Option<String> {
+        let names = self.misdated.join(", ");
+        (!names.is_empty())
+            .then(|| format!("the clock was wrong when {names} was taken, or is now: rules go by the order"))
     }
 
     fn left_alone(&self) -> Option<String> {
