@@ -217,6 +217,11 @@ pub(crate) fn freeze(file: Top, resources: &Resources) -> Arc<Layer> {
     layer
 }
 
+/// The disk that a raw file of so many bytes is.
+pub(crate) fn raw_size(file_len: u64) -> u64 {
+    file_len.next_multiple_of(SECTOR)
+}
+
 pub(crate) fn open_layer(
     path: &Path,
     role: Role,
@@ -232,7 +237,7 @@ pub(crate) fn open_layer(
             Some(Format::Qcow2) => Some(read_head(&*opened.store, file_len)?),
             None => probe(&*opened.store, file_len)?,
         };
-        let size = head.as_ref().map_or(file_len.next_multiple_of(SECTOR), |head| head.header.size);
+        let size = head.as_ref().map_or(raw_size(file_len), |head| head.header.size);
         Ok((size, head))
     };
     let (size, head) = read().map_err(|error| error.in_file(path))?;

@@ -70,6 +70,8 @@ impl FileTable {
         loop {
             let opened = self.opener.open(&layer.path, Role::Frozen, &Gate::unrestricted())?;
             if same_state(&opened.identity, &layer.identity) {
+                let confirmed = layer.confirm(&*opened.store, opened.identity.len);
+                confirmed.map_err(|error| error.in_file(&layer.path))?;
                 return Ok(opened.store);
             }
             if looks == 0 || opened.identity.file != layer.identity.file {

@@ -13,6 +13,7 @@ use vmstrata_qcow2::{CompressionType, EntryFormat, Geometry, Header};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 
+use crate::chain::{raw_size, read_head};
 use crate::error::{ErrorKind, IoContext as _, Result};
 
 /// How a layer keeps its bytes.
@@ -34,7 +35,7 @@ impl std::fmt::Display for Format {
 }
 
 /// What is needed to walk the tables of a qcow2 file.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tables {
     pub(crate) version: u32,
     pub(crate) l1_at: HostOffset,
@@ -66,6 +67,8 @@ pub(crate) struct Layer {
     pub(crate) size: u64,
     /// `None` for a raw file.
     pub(crate) tables: Option<Tables>,
+    /// Whether size and tables are what an index says, and the file has not been asked yet.
+    is_hearsay: AtomicBool,
     file: ArcSwapOption<OpenStore>,
     /// Set on use, cleared by the table's clock hand.
     used: AtomicBool,
@@ -81,9 +84,54 @@ const L1_BATCH: usize = 4096;
 impl Layer {
     /// A layer whose file is not open yet.
     pub(crate) fn new(path: PathBuf, identity: FileIdentity, size: u64, tables: Option<Tables>) -> Self {
-        let path = path.into_boxed_path();
-        let (used, held) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { path, identity, size, tables, file: ArcSwapOption::empty(), used, held }
+        Self {
+            path: path.into_boxed_path(),
+            identity,
+            size,
+            tables,
+            is_hearsay: AtomicBool::new(false),
+            file: ArcSwapOption::empty(),
+            used: AtomicBool::new(false),
+            held: AtomicBool::new(false),
+        }
+    }
+
+    /// The same, known from an index only: the file is asked when it is opened.
+    pub(crate) fn from_hearsay(self) -> Self {
+        Self { is_hearsay: AtomicBool::new(true), ..self }
+    }
+
+    /// Whether nobody has compared it with its file's header yet.
+    pub(crate) fn is_hearsay(&self) -> bool {
+        self.is_hearsay.load(Ordering::Relaxed)
+    }
+
+    /// Makes sure that the file says of itself what this layer says.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Changed`], and a header that cannot be read.
+    pub(crate) fn confirm(&self, store: &dyn Store, file_len: u64) -> Result<()> {
+        if !self.is_hearsay() {
+            return Ok(());
+        }
+        let (size, tables) = match self.tables {
+            Some(_) => {
+                let header = read_head(store, file_len)?.header;
+                (header.size, Some(Tables::of(&header)))
+            }
+            None => (raw_size(file_len), None),
+        };
+        if (size, tables) != (self.size, self.tables) {
+            return Err(ErrorKind::Changed.into());
+        }
+        self.is_hearsay.store(false, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Whether both read the same file in the same way.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        (&self.path, self.identity, self.size, self.tables)
+            == (&other.path, other.identity, other.size, other.tables)
     }
 
     pub(crate) fn format(&self) -> Format {

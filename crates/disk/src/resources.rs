@@ -144,11 +144,13 @@ impl Resources {
     }
 
     /// The layer of this very file in this very state that others already hold, or else this one.
+    ///
+    /// What an index says of a file must not change what others read of it: only a layer that is the same in all respects is
+    /// shared.
     pub(crate) fn share_layer(&self, layer: Layer) -> Arc<Layer> {
         let mut layers = self.layers.lock();
         if let Some(shared) = layers.get(&layer.identity).and_then(Weak::upgrade)
-            && shared.path == layer.path
-            && shared.format() == layer.format()
+            && shared.is_same(&layer)
         {
             return shared;
         }

@@ -5,13 +5,17 @@ mod index_support;
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use common::stock::assert_clean;
-use index_support::{Chain, Maker};
+use common::flat::{assert_reads, read};
+use common::stock::{assert_clean, content};
+use index_support::{Chain, Maker, root_of};
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, build};
-use vmstrata_qcow2::index::IndexLink;
-use vmstrata_types::ClusterBits;
+use vmstrata_disk::{
+    CreateOptions, Disk, Format, OpenOptions as DiskOptions, ResourceOptions, Resources, create,
+};
+use vmstrata_qcow2::index::{IndexLink, PAGE_LEN, Page, PagePointer, decode_inner, encode_inner};
+use vmstrata_types::{ClusterBits, HostOffset};
 
 fn writable(path: &Path) -> File {
     OpenOptions::new().read(true).write(true).open(path).expect("opens")
@@ -98,5 +102,84 @@ fn a_link_that_was_moved_over_the_end_of_its_sector_is_written_whole() {
         assert_clean(&path);
         chain.remove();
         assert!(std::fs::read(&path).expect("reads") == before, "link at {at}");
+    }
+}
+
+/// The base's record in the layer table: where its fields lie in the table's first page.
+const TIME_IS_KNOWN: usize = 8 + 7;
+const SIZE: usize = 8 + 8;
+const L1_AT: usize = 8 + 16;
+
+/// Writes another record of the base into an index of two layers, with all checksums and the file's time right.
+fn forge_base(path: &Path, change: &dyn Fn(&mut Page)) {
+    let file = writable(path);
+    let modified = file.metadata().and_then(|data| data.modified()).expect("exists");
+    let page_at = |at: HostOffset| {
+        let mut page = Box::new([0; PAGE_LEN]);
+        file.read_exact_at(&mut page[..], at.get()).expect("reads");
+        page
+    };
+    let (mut root, link_at) = root_of(path);
+    let put = |at: HostOffset, page: &Page| {
+        file.write_all_at(page, at.get()).expect("writes");
+        PagePointer::new(&root.chain, root.layer, at, root.generation as u32, page)
+    };
+    let mut pointers = *decode_inner(&page_at(root.table.at())).expect("an inner page");
+    let mut table = page_at(pointers[0].at());
+    change(&mut table);
+    pointers[0] = put(pointers[0].at(), &table);
+    root.table = put(root.table.at(), &encode_inner(&pointers));
+    let (page, root_crc) = root.encode();
+    file.write_all_at(&page[..], root.at.get()).expect("writes");
+    let link = IndexLink { root: root.at, generation: root.generation, root_crc };
+    file.write_all_at(&IndexLink::encode(Some(link)), link_at.get()).expect("writes");
+    file.set_modified(modified).expect("sets");
+}
+
+/// A disk of one tenant, on a layer that another stands on too, brings an index that says something else of that layer than
+/// its header does. His disk, opened first, reads right or not at all; the other's reads right.
+#[test]
+fn what_an_index_says_of_a_layer_changes_nothing_for_others_on_it() {
+    let forgeries: [&dyn Fn(&mut Page); 3] = [
+        // The time is not known: the digest is right, and decides.
+        &|table| {
+            table[TIME_IS_KNOWN] = 0;
+            table[SIZE..SIZE + 8].copy_from_slice(&512u64.to_le_bytes());
+        },
+        // The time is right, and decides.
+        &|table| table[SIZE..SIZE + 8].copy_from_slice(&512u64.to_le_bytes()),
+        &|table| table[L1_AT..L1_AT + 8].copy_from_slice(&0x8_0000u64.to_le_bytes()),
+    ];
+    for (number, forgery) in forgeries.into_iter().enumerate() {
+        for base_is_indexed in [false, true] {
+            let mut chain = Chain::new();
+            let golden = chain.add(Maker::Ours, 4 << 20, ClusterBits::DEFAULT);
+            chain.write(0, &["write -q -P 5 0 3M"]);
+            if base_is_indexed {
+                chain.add(Maker::Ours, 4 << 20, ClusterBits::DEFAULT);
+                chain.build();
+                chain.files.pop();
+            }
+            let overlay = |name: &str, below: &str| {
+                let path = chain.dir.path().join(name);
+                let backing = Some((PathBuf::from(below), Format::Qcow2));
+                create(&path, &CreateOptions { backing, ..CreateOptions::default() }).expect("creates");
+                path
+            };
+            let golden = golden.file_name().and_then(|name| name.to_str()).expect("a name");
+            let (evil, theirs, ours) = (overlay("evil", golden), overlay("a", "evil"), overlay("b", golden));
+            build(&theirs, &IndexOptions::default()).expect("builds");
+            forge_base(&evil, forgery);
+            let expected = content(&ours, "qcow2");
+            let resources = Resources::new(ResourceOptions::default());
+            let open = |path: &Path| {
+                let options = DiskOptions { read_only: true, ..DiskOptions::default() };
+                Disk::open(path, &options, &resources).expect("opens")
+            };
+            let theirs = open(&theirs);
+            let seen = read(&theirs, 0, expected.len());
+            assert!(seen.is_err() || seen.is_ok_and(|bytes| bytes == expected), "forgery {number}");
+            assert_reads(&open(&ours), &expected, "by whoever knows nothing of the forgery");
+        }
     }
 }

@@ -10,10 +10,11 @@ use std::time::{Duration, SystemTime};
 
 use sha2::{Digest as _, Sha256};
 use vmstrata_qcow2::L2Entry;
-use vmstrata_qcow2::index::BackingFormat;
+use vmstrata_qcow2::index::{BackingFormat, LayerRecord, RecordTables};
 use vmstrata_store::{Gate, Permission, Store, is_held};
 
 use super::IndexLayer;
+use super::write::record_tables;
 use crate::chain::{Qcow2Head, SESSION_MASK, open_layer};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Tables, table_of, words};
@@ -100,6 +101,21 @@ pub(super) fn digest(store: &dyn Store, head: Option<&Qcow2Head>, file_len: u64)
     Ok(Content { digest: hash.finalize().into(), whole, highest, tables_end })
 }
 
+/// What a file says of itself: all that a record of the layer table repeats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Seen {
+    digest: [u8; 32],
+    size: u64,
+    tables: Option<RecordTables>,
+}
+
+impl Seen {
+    /// What `record` says that the file says.
+    pub(super) fn as_recorded(record: &LayerRecord) -> Self {
+        Self { digest: record.digest, size: record.size, tables: record.tables }
+    }
+}
+
 /// Digests a file as it would be opened from above: `above` is the layer whose header names it.
 pub(super) fn digest_file(
     path: &Path,
@@ -107,7 +123,7 @@ pub(super) fn digest_file(
     layer: &IndexLayer,
     gate: &Gate,
     opener: &dyn Opener,
-) -> Result<[u8; 32]> {
+) -> Result<Seen> {
     let format = match above {
         Some(above) => {
             above.record.backing.as_ref().and_then(|backing| backing.format).map(|format| match format {
@@ -121,7 +137,9 @@ pub(super) fn digest_file(
     if top.opened.identity != layer.identity || is_being_written(&*top.opened.store) {
         return Err(Error::from(ErrorKind::Changed).in_file(path));
     }
-    Ok(digest(&*top.opened.store, top.head.as_ref(), top.opened.identity.len)?.digest)
+    let content = digest(&*top.opened.store, top.head.as_ref(), top.opened.identity.len)?;
+    let tables = top.head.as_ref().map(|head| record_tables(&Tables::of(&head.header)));
+    Ok(Seen { digest: content.digest, size: top.size, tables })
 }
 
 /// Whether a process has it open for writing, as one does that copies into a layer: what it says now may not last.

@@ -12,12 +12,13 @@ use vmstrata_qcow2::index::{Home, IndexError, LayerRecord, PAGE_LEN, Page, PageP
 use vmstrata_store::{FileIdentity, Gate, Store};
 use vmstrata_types::LayerIndex;
 
-use super::digest::digest_file;
+use super::digest::{Seen, digest_file};
 use super::home::{link_stands, root_in_file, root_in_sidecar, sidecar_of};
 use super::tree::Tree;
 use super::{Index, IndexLayer, is_as_recorded};
 use crate::chain::{Top, open_layer, plain_name};
 use crate::error::{IoContext as _, Result};
+use crate::layer::Tables;
 use crate::opener::{LocalFiles, Opener, Role, directory_of};
 
 /// What a layer's index turned out to be worth.
@@ -35,14 +36,14 @@ pub(crate) enum Found {
 #[derive(Debug, Default)]
 pub(crate) struct Looks {
     identities: HashMap<PathBuf, FileIdentity>,
-    digests: HashMap<PathBuf, Option<[u8; 32]>>,
+    seen: HashMap<PathBuf, Option<Seen>>,
 }
 
 impl Looks {
     /// Takes in what a layer is like now.
     pub(super) fn learn(&mut self, layer: &IndexLayer) {
         self.identities.insert(layer.path.clone(), layer.identity);
-        self.digests.insert(layer.path.clone(), Some(layer.record.digest));
+        self.seen.insert(layer.path.clone(), Some(Seen::as_recorded(&layer.record)));
     }
 }
 
@@ -264,6 +265,9 @@ fn check(root: &Root, layers: &[IndexLayer], top: &Top) -> Result<(), IndexError
     if newest.record.size != root.size || root.size != top.size {
         return Err(IndexError::Field { field: "disk size", value: root.size });
     }
+    if newest.tables() != top.head.as_ref().map(|head| Tables::of(&head.header)) {
+        return Err(IndexError::Layer { layer: root.layer });
+    }
     Ok(())
 }
 
@@ -280,11 +284,11 @@ fn lowest_changed(
         if layer.is_as_recorded() {
             return false;
         }
-        let now = looks.digests.entry(layer.path.clone()).or_insert_with(|| {
+        let now = looks.seen.entry(layer.path.clone()).or_insert_with(|| {
             let found = digest_file(&layer.path, named, layer, gate, opener);
             found.inspect_err(|error| tracing::debug!(%error, "a layer cannot be digested")).ok()
         });
-        *now != Some(layer.record.digest)
+        *now != Some(Seen::as_recorded(&layer.record))
     });
     changed.map(|index| LayerIndex::new(u16::try_from(index).expect("a root names at most 65,535")))
 }
