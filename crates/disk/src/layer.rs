@@ -97,7 +97,7 @@ impl Layer {
     }
 
     /// The same, known from an index only: the file is asked when it is opened.
-    pub(crate) fn from_hearsay(self) -> Self {
+    pub(crate) fn into_hearsay(self) -> Self {
         Self { is_hearsay: AtomicBool::new(true), ..self }
     }
 

@@ -182,6 +182,12 @@ fn fails_at(start: &Start, kind: OperationKind, nth: u64) -> bool {
     for (layer, verdict) in layers.iter().zip(verdicts) {
         assert!(is_failed(layer) || verdict == "good", "{kind:?} {nth}: {layer:?} is {verdict}");
     }
+    // What could not be written takes no room.
+    for (name, bytes) in &start.files {
+        let now = std::fs::metadata(name).expect("exists").len();
+        let layer = layers.iter().find(|layer| layer.path == *name);
+        assert!(now <= bytes.len() as u64 || !layer.is_some_and(is_failed), "{kind:?} {nth}: {name:?}");
+    }
     let is_told = layers.is_empty() || layers.iter().any(is_failed);
     assert!(is_told || kind == OperationKind::Read, "{kind:?} {nth} failed: {layers:?}");
     start.assert_recovers(nth.is_multiple_of(16), &(kind, nth));

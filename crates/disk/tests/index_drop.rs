@@ -3,13 +3,18 @@
 mod common;
 mod index_support;
 
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::sync::Arc;
 
 use common::flat::write;
 use common::stock::{assert_clean, content, qemu_io};
 use common::{open, scratch};
-use vmstrata_disk::index::{IndexOptions, build, remove};
-use vmstrata_disk::{CreateOptions, create};
+use vmstrata_disk::index::{IndexOptions, IndexOutcome, build, remove};
+use vmstrata_disk::{CreateOptions, LocalFiles, Opened, Opener, Role, create};
+use vmstrata_store::{Gate, Segment, Store, slice, total_len};
+use vmstrata_types::HostOffset;
 
 fn with_top() -> IndexOptions {
     IndexOptions { include_top: true, ..IndexOptions::default() }
@@ -54,6 +59,96 @@ fn what_was_written_in_place_since_stays_when_the_index_goes() {
         assert!(path.metadata().expect("exists").len() < with_index, "the index is cut off");
         assert!(content(&path, "qcow2") == expected, "by stock: {by_stock}, built again: {is_built_again}");
         assert_clean(&path);
+    }
+}
+
+/// A killed process leaves pages behind that nothing leads to: the next index takes their place, and goes with them.
+#[test]
+fn pages_that_nothing_leads_to_are_overwritten() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    ends_within_a_cluster(&path);
+    let with_index = path.metadata().expect("exists").len();
+    remove(&path, &with_top()).expect("removes");
+    let file = std::fs::OpenOptions::new().append(true).open(&path).expect("opens");
+    std::io::Write::write_all(&mut &file, &vec![0x55; 300 << 10]).expect("writes");
+    assert_clean(&path);
+    build(&path, &with_top()).expect("builds");
+    assert_eq!(path.metadata().expect("exists").len(), with_index);
+    remove(&path, &with_top()).expect("removes");
+    assert!(path.metadata().expect("exists").len() < with_index);
+    assert_clean(&path);
+}
+
+/// A host without room: the file is as long and as old as it was.
+#[test]
+fn an_index_that_does_not_fit_leaves_nothing_behind() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    ends_within_a_cluster(&path);
+    remove(&path, &with_top()).expect("removes");
+    let state = || {
+        let data = path.metadata().expect("exists");
+        (data.len(), data.modified().expect("a time"))
+    };
+    let before = state();
+    let full = Arc::new(FullHost { room: before.0.next_multiple_of(65536) + 4096 });
+    let built =
+        build(&path, &IndexOptions { opener: Some(full), ..with_top() }).expect("the chain can be read");
+    let IndexOutcome::Failed(error) = &built.layers[0].outcome else { panic!("{built:?}") };
+    assert_eq!(error.errno(), rustix::io::Errno::NOSPC.raw_os_error(), "{error}");
+    assert_eq!(state(), before);
+    build(&path, &with_top()).expect("builds");
+}
+
+/// A host whose files cannot get longer than `room`.
+#[derive(Debug)]
+struct FullHost {
+    room: u64,
+}
+
+impl Opener for FullHost {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
+        let Opened { store, identity } = LocalFiles.open(path, role, gate)?;
+        Ok(Opened { store: Arc::new(FullStore { store, room: self.room }), identity })
+    }
+}
+
+#[derive(Debug)]
+struct FullStore {
+    store: Arc<dyn Store>,
+    room: u64,
+}
+
+impl Store for FullStore {
+    fn read_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<usize> {
+        self.store.read_segments(segments, at)
+    }
+
+    fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
+        let fits = self.room.saturating_sub(at.get()).min(total_len(segments) as u64) as usize;
+        self.store.write_segments(&slice(segments, 0, fits), at)?;
+        if fits == total_len(segments) { Ok(()) } else { Err(rustix::io::Errno::NOSPC.into()) }
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.store.flush()
+    }
+
+    fn punch_hole(&self, at: HostOffset, len: u64) -> io::Result<()> {
+        self.store.punch_hole(at, len)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        self.store.len()
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.store.set_len(len)
+    }
+
+    fn raw(&self) -> Option<BorrowedFd<'_>> {
+        self.store.raw()
     }
 }
 

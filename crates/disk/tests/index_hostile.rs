@@ -65,7 +65,7 @@ fn tables_in_a_hole_of_terabytes_are_refused() {
         let l1 = file.metadata().expect("exists").len().next_multiple_of(2 << 20);
         let first = l1 + ENTRIES * 8;
         file.set_len(first + (ENTRIES << 21)).expect("grows");
-        let entries = (0..ENTRIES).flat_map(|entry| (1 << 63 | first + (entry << 21)).to_be_bytes());
+        let entries = (0..ENTRIES).flat_map(|entry| ((1 << 63) | (first + (entry << 21))).to_be_bytes());
         file.write_all_at(&entries.collect::<Vec<u8>>(), l1).expect("writes");
         file.write_all_at(&u32::try_from(ENTRIES).expect("fits").to_be_bytes(), 36).expect("writes");
         file.write_all_at(&l1.to_be_bytes(), 40).expect("writes");

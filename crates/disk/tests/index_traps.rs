@@ -61,7 +61,7 @@ fn a_commit_into_a_middle_layer_leaves_the_bit_and_is_noticed() {
 fn a_commit_that_changes_no_length_is_noticed() {
     let mut chain = Chain::ours(3);
     // Room for what will be committed, allocated before: the file will not grow.
-    chain.write(1, &["write 10M 256k", "discard 10M 256k"]);
+    chain.write(1, &["write 10M 256k", "write 20M 64k", "discard 10M 256k"]);
     chain.write(2, &["write -P 9 10M 64k"]);
     chain.add(Maker::Ours, 64 << 20, ClusterBits::DEFAULT);
     chain.build();

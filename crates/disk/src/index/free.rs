@@ -52,6 +52,12 @@ impl Used {
         at.get() >= self.end && at.get().is_multiple_of(self.boundary)
     }
 
+    /// The first place for an index, behind which lies nothing that any tool would miss; `None` where there may be tables that
+    /// only refcounts tell of.
+    pub(super) fn first_free(&self) -> Option<HostOffset> {
+        self.tables_end.map(|_| HostOffset::new(self.end.next_multiple_of(self.boundary)))
+    }
+
     /// The first place for an index behind a file of `len` bytes.
     pub(super) fn place_behind(&self, len: u64) -> HostOffset {
         HostOffset::new(len.next_multiple_of(self.boundary))

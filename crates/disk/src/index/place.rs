@@ -7,9 +7,11 @@
 //! **In a sidecar**: a new file beside it, flushed, and named.
 //!
 //! An index that was there is overwritten if it lies last in the file, else left behind as a hole that stock tools fill.
-//! Whoever still reads it sees checksums that do not match.
+//! Whoever still reads it sees checksums that do not match. What a killed process left at the end is overwritten, too. A
+//! failure leaves the file as long as it was: it may be for want of room that it came to this.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use vmstrata_qcow2::Incompatible;
 use vmstrata_qcow2::index::{ChainId, Home, IndexLink, PAGE_LEN, Page, PagePointer, Root};
@@ -32,15 +34,48 @@ const BATCH: usize = 256 << 10;
 /// Takes the pages of a new index, in order.
 pub(super) struct Place {
     home: Home,
-    pub(super) store: std::sync::Arc<dyn Store>,
+    pub(super) store: Arc<dyn Store>,
     start: HostOffset,
     next: HostOffset,
     waiting: Vec<u8>,
     len_before: u64,
     link_at: Option<HostOffset>,
     draft: Option<Draft>,
+    undo: Option<Undo>,
     /// What the file's own generation was.
     pub(super) replaces: u64,
+}
+
+/// Makes a layer's file, when dropped, no longer than it was, and as old.
+struct Undo {
+    store: Arc<dyn Store>,
+    len: u64,
+    mtime_ns: i64,
+    is_done: bool,
+}
+
+impl Undo {
+    /// The index is whole: it stays.
+    fn disarm(&mut self) {
+        self.is_done = true;
+    }
+}
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        if self.is_done {
+            return;
+        }
+        let cut = || -> Result<()> {
+            if self.store.len().while_trying("read the file's length")? > self.len {
+                self.store.set_len(self.len).while_trying("cut off what was begun")?;
+            }
+            times::put_back(&*self.store, self.mtime_ns)
+        };
+        if let Err(error) = cut() {
+            tracing::warn!(%error, "an index that could not be written leaves its pages behind; the next one takes their place");
+        }
+    }
 }
 
 impl Place {
@@ -85,16 +120,22 @@ impl Place {
         let used = Used::of(&*store, head, content)?;
         let old =
             old.filter(|root| root.area.end.get() == identity.len && used.is_free_from(root.area.start));
-        let (start, len_before) = match old {
+        let (mut start, mut len_before) = match old {
             Some(root) => (root.area.start, used.len_without(&*store, &root)?),
             None => (used.place_behind(identity.len), identity.len),
         };
         if !used.is_free_from(start) {
             return Ok(None);
         }
+        if let Some(first) = used.first_free().filter(|&first| first < start) {
+            (start, len_before) = (first, first.get());
+        }
+        let (len, mtime_ns) = (identity.len, identity.mtime_ns);
+        let undo = Undo { store: Arc::clone(&store), len, mtime_ns, is_done: false };
         Ok(Some(Self {
             home: Home::File,
             link_at: Some(link_at),
+            undo: Some(undo),
             replaces,
             len_before,
             ..Self::new(store, start)
@@ -107,7 +148,7 @@ impl Place {
         let draft = Draft::beside(&path)?;
         let file = draft.file.try_clone().while_trying("make the index's file")?;
         let options = FileOptions { lock: None, cache: CacheMode::Host, ..FileOptions::ACTIVE };
-        let store = std::sync::Arc::new(FileStore::new(file, &path, &options)?);
+        let store = Arc::new(FileStore::new(file, &path, &options)?);
         // The root comes last, in the first page.
         let start = HostOffset::new(PAGE_LEN as u64);
         Ok(Self {
@@ -117,7 +158,7 @@ impl Place {
         })
     }
 
-    fn new(store: std::sync::Arc<dyn Store>, start: HostOffset) -> Self {
+    fn new(store: Arc<dyn Store>, start: HostOffset) -> Self {
         Self {
             home: Home::Sidecar,
             store,
@@ -127,6 +168,7 @@ impl Place {
             len_before: 0,
             link_at: None,
             draft: None,
+            undo: None,
             replaces: 0,
         }
     }
@@ -183,7 +225,7 @@ impl Place {
         let (root, crc) = self.write_root(root)?;
         let bytes = root.area.end - root.area.start;
         self.store.flush().while_trying("flush the index")?;
-        if let Some(draft) = self.draft {
+        if let Some(draft) = self.draft.take() {
             draft.publish(&sidecar_of(&top.path), true)?;
             return Ok((root, bytes));
         }
@@ -191,6 +233,7 @@ impl Place {
         let header = &top.head.as_ref().expect("only qcow2 files take an index").header;
         let link_at = self.link_at.expect("found when the place was chosen");
         write_link(&*self.store, header, link_at, Some(link))?;
+        self.undo.iter_mut().for_each(Undo::disarm);
         times::put_back(&*self.store, mtime_ns)?;
         Ok((root, bytes))
     }
