@@ -8,7 +8,7 @@ mod borders;
 mod head;
 mod indexed;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -101,10 +101,27 @@ const SECTOR: u64 = 512;
 /// # Errors
 /// As [`walk`].
 pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
+    let mut doubted = HashSet::new();
+    loop {
+        match read_chain_doubting(path, options, &doubted, resources) {
+            // It is not what an index says, or it was changed since that was read: the next look is closer.
+            Err(error)
+                if error.is_change() && error.path().is_some_and(|file| doubted.insert(file.into())) => {}
+            done => return done,
+        }
+    }
+}
+
+fn read_chain_doubting(
+    path: &Path,
+    options: &OpenOptions,
+    doubted: &HashSet<PathBuf>,
+    resources: &Resources,
+) -> Result<Chain> {
     let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
     let opener = resources.files().opener();
     let top = open_named(path, role, options.format, &**opener)?;
-    let mut search = Search::new(&top, options, opener)?;
+    let mut search = Search::new(&top, options, doubted, opener)?;
     let mut index = if options.read_only { search.ask(&top) } else { None };
     let (mut unfinished, mut above) = (None, Vec::new());
     // Of a disk's own index, the disk itself is the last layer.

@@ -55,6 +55,11 @@ impl Error {
         matches!(error, LockError::Conflict { .. } | LockError::CopiedInto { .. })
     }
 
+    /// Whether a file of the chain is not what it was when the chain was read.
+    pub(crate) fn is_change(&self) -> bool {
+        matches!(self.kind(), ErrorKind::Changed)
+    }
+
     pub(crate) fn io(action: &'static str, source: io::Error) -> Self {
         ErrorKind::Io { action, source }.into()
     }

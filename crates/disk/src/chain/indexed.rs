@@ -3,6 +3,7 @@
 //! The newest frozen layer's index knows all that is below, and no other file need be opened. Where it does not hold,
 //! that of an older layer may: each layer on the way is asked, but for those above one that was changed.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -25,15 +26,21 @@ pub(super) struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    /// A search in the chain below `top`.
+    /// A search in the chain below `top`; of files in `doubted`, no index is believed without their digest.
     ///
     /// # Errors
     /// A directory that cannot be opened.
-    pub(super) fn new(top: &Top, options: &OpenOptions, opener: &'a Arc<dyn Opener>) -> Result<Self> {
+    pub(super) fn new(
+        top: &Top,
+        options: &OpenOptions,
+        doubted: &HashSet<PathBuf>,
+        opener: &'a Arc<dyn Opener>,
+    ) -> Result<Self> {
         // A disk without backing files needs no gate, whatever its directory is.
         let is_chain = top.head.as_ref().is_some_and(|head| head.backing_name.is_some());
         let gate = if is_chain { Some(options.gate(&top.path)?) } else { None };
-        Ok(Self { opener, gate, looks: Looks::default(), changed: None, has_met_changes: false })
+        let looks = Looks::doubting(doubted.clone());
+        Ok(Self { opener, gate, looks, changed: None, has_met_changes: false })
     }
 
     /// Whether there was an index that did not hold because a layer was changed.

@@ -4,7 +4,7 @@
 //! before it have told. Then every layer's file is looked at, and those that look different are digested, base first,
 //! until one turns out changed.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -37,9 +37,16 @@ pub(crate) enum Found {
 pub(crate) struct Looks {
     identities: HashMap<PathBuf, FileIdentity>,
     seen: HashMap<PathBuf, Option<Seen>>,
+    /// Files that turned out to be something else than an index says, whatever their time of change.
+    doubted: HashSet<PathBuf>,
 }
 
 impl Looks {
+    /// Nothing learnt yet, but that time and length of some files do not tell enough.
+    pub(crate) fn doubting(doubted: HashSet<PathBuf>) -> Self {
+        Self { doubted, ..Self::default() }
+    }
+
     /// Takes in what a layer is like now.
     pub(super) fn learn(&mut self, layer: &IndexLayer) {
         self.identities.insert(layer.path.clone(), layer.identity);
@@ -281,7 +288,7 @@ fn lowest_changed(
     let mut above = layers.iter().skip(1).map(Some).chain([None]);
     let changed = layers.iter().position(|layer| {
         let named = above.next().flatten();
-        if layer.is_as_recorded() {
+        if layer.is_as_recorded() && !looks.doubted.contains(&layer.path) {
             return false;
         }
         let now = looks.seen.entry(layer.path.clone()).or_insert_with(|| {
