@@ -11,17 +11,33 @@
 //! that was there before.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Mappings that can be guarded at a time, in the whole process.
 const GUARDS_MAX: usize = 16_384;
+/// Those of them that files' pages never take: a guest without its memory has no disk, a layer without a view is read by system
+/// calls.
+const GUESTS_ONLY: usize = 4096;
 
 /// A guarded run of addresses; free when `start` is 0, not guarded yet while `len` is.
 struct Guarded {
     start: AtomicUsize,
     len: AtomicUsize,
     is_lost: AtomicBool,
+}
+
+impl Guarded {
+    /// Where and how long the mapping is, for the signal handler.
+    fn place(&self) -> Option<(usize, usize)> {
+        let start = self.start.load(Ordering::Acquire);
+        let len = self.len.load(Ordering::Acquire);
+        // Given to another mapping in between, whose length would be taken for this one's: neither is what was touched, as
+        // that stays guarded while it is used.
+        let is_torn = self.start.load(Ordering::Acquire) != start;
+        (start != 0 && !is_torn).then_some((start, len))
+    }
 }
 
 /// Read by the signal handler, hence plain atomics.
@@ -45,15 +61,32 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Guards `len` bytes at `start`; `None` when too many mappings are.
+    /// Guards `len` bytes of a guest's memory at `start`; `None` when too many mappings are.
     ///
     /// # Safety
     /// The bytes are one or more whole mappings of the caller's, which nothing but raw copies and atomics touches, and
     /// which stay mapped for as long as the guard lives.
     pub unsafe fn new(start: *mut u8, len: usize) -> Option<Self> {
+        // SAFETY: as the caller promises.
+        unsafe { Self::in_one_of(0..GUARDS_MAX, start, len) }
+    }
+
+    /// As [`Guard::new`] for pages of a file, which leave room for guests' memory.
+    ///
+    /// # Safety
+    /// As for [`Guard::new`].
+    pub(crate) unsafe fn of_pages(start: *mut u8, len: usize) -> Option<Self> {
+        // SAFETY: as the caller promises.
+        unsafe { Self::in_one_of(GUESTS_ONLY..GUARDS_MAX, start, len) }
+    }
+
+    /// # Safety
+    /// As for [`Guard::new`].
+    unsafe fn in_one_of(slots: Range<usize>, start: *mut u8, len: usize) -> Option<Self> {
         PREVIOUS.get_or_init(install);
         let first = NEXT.fetch_add(1, Ordering::Relaxed);
-        let slot = (0..GUARDS_MAX).map(|step| (first + step) % GUARDS_MAX).find(|slot| {
+        let mut places = (0..slots.len()).map(|step| slots.start + (first + step) % slots.len());
+        let slot = places.find(|slot| {
             let taken =
                 GUARDED[*slot].start.compare_exchange(0, start as usize, Ordering::AcqRel, Ordering::Relaxed);
             taken.is_ok()
@@ -106,8 +139,9 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     // SAFETY: SIGBUS is one of the signals that have an address.
     let address = unsafe { info_ref.si_addr() } as usize;
     for guarded in &GUARDED {
-        let (start, len) = (guarded.start.load(Ordering::Acquire), guarded.len.load(Ordering::Acquire));
-        if address.wrapping_sub(start) < len {
+        if let Some((start, len)) = guarded.place()
+            && address.wrapping_sub(start) < len
+        {
             // Before the zeros are there: who has read one then sees it, on whatever thread.
             guarded.is_lost.store(true, Ordering::SeqCst);
             LOST.fetch_add(1, Ordering::SeqCst);
@@ -142,4 +176,24 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
         )
     };
     handler(signal, info, context);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guests_memory_finds_room_beside_any_number_of_files() {
+        // Nobody touches what is guarded here.
+        let start = std::ptr::without_provenance_mut(0x1000);
+        // SAFETY: no mapping at all, and the handler is not called.
+        let files: Vec<Guard> = std::iter::from_fn(|| unsafe { Guard::of_pages(start, 1) }).collect();
+        assert!(files.len() <= GUARDS_MAX - GUESTS_ONLY);
+        // SAFETY: as above.
+        let guests: Vec<Guard> = std::iter::from_fn(|| unsafe { Guard::new(start, 1) }).collect();
+        assert!(guests.len() >= GUESTS_ONLY, "{} left for guests", guests.len());
+        drop(files);
+        // SAFETY: as above.
+        assert!(unsafe { Guard::of_pages(start, 1) }.is_some(), "given back");
+    }
 }

@@ -129,7 +129,7 @@ impl View {
         let asks = is_owner && rustix::param::page_size() as u64 == PAGE;
         let mut mapping = Mapping { guard: None, start, len: size, noted, asked, asks: asks.into() };
         // SAFETY: the whole mapping, which is only read by raw copies, and which lives longer than the guard.
-        mapping.guard = Some(unsafe { Guard::new(start.as_ptr(), size) }?);
+        mapping.guard = Some(unsafe { Guard::of_pages(start.as_ptr(), size) }?);
         let noted = NonNull::from(&mapping.noted[0]);
         Some(Self { start, len, noted, mapping: Arc::new(mapping) })
     }
