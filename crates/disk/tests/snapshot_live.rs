@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use common::flat::{assert_reads, assert_same, pattern, read, some_range, write};
 use common::io::Client;
 use common::stock::{assert_clean, content, path_str, qemu_img};
-use common::{for_seeds, open, open_read_only, random, scratch};
+use common::{for_seeds, open, open_read_only, random, scratch, small_resources};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::{SnapshotInfo, list};
 use vmstrata_disk::stats::Kind;
@@ -403,4 +403,21 @@ fn what_cannot_be_snapshotted_stays_as_it_is() {
     let frozen = open_read_only(&path);
     let refused = frozen.snapshot(&named("read-only")).unwrap_err();
     assert!(refused.to_string().contains("read-only"), "{refused}");
+}
+
+#[test]
+fn a_snapshot_that_is_refused_leaves_no_journal() {
+    let dir = scratch();
+    let path = disk_in(dir.path(), "qcow2", &[]);
+    let journals = dir.path().join("journals");
+    let disk = Disk::open(&path, &OpenOptions::default(), &small_resources(Some(&journals))).unwrap();
+    let count = || std::fs::read_dir(&journals).unwrap().count();
+    disk.snapshot(&named("state")).unwrap();
+    assert_eq!(count(), 2, "those of the disk");
+    for _ in 0..3 {
+        disk.snapshot(&named("state")).unwrap_err();
+        assert_eq!(count(), 2, "those of an overlay that was not used");
+    }
+    disk.close().unwrap();
+    assert_eq!(count(), 0);
 }

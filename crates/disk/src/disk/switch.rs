@@ -44,9 +44,21 @@ pub(super) struct Switch<'disk> {
     disk: &'disk Disk,
     frozen: PathBuf,
     before: Arc<Layers>,
-    after: Option<Layers>,
+    after: Unpublished,
     /// A frozen layer has whole clusters only.
     _whole: Option<Refusal>,
+}
+
+/// Layers over a new overlay, until they are a disk's. If they never are, the overlay's journal goes with them.
+#[derive(Debug)]
+struct Unpublished(Option<Layers>);
+
+impl Drop for Unpublished {
+    fn drop(&mut self) {
+        if let Some(Layers { top: Top::Qcow2(active), .. }) = &self.0 {
+            active.changes.remove_journal();
+        }
+    }
 }
 
 /// A change that was made: what was active is on its way to stable storage.
@@ -68,7 +80,7 @@ impl<'disk> Switch<'disk> {
         }
         disk.check_writable()?;
         let before = arc_swap::Guard::into_inner(disk.layers_now());
-        let after = Some(disk.layers_over(&before, names)?);
+        let after = disk.layers_over(&before, names)?;
         let whole = disk.keep_whole(&before)?;
         Ok(Self { disk, frozen: names.frozen.to_owned(), before, after, _whole: whole })
     }
@@ -85,7 +97,7 @@ impl<'disk> Switch<'disk> {
         let began = Instant::now();
         with_all_closed(&disks, &mut || {
             for switch in &mut switches {
-                switch.disk.put_layers(switch.after.take().expect("a change is made once"));
+                switch.disk.put_layers(switch.after.0.take().expect("a change is made once"));
             }
         });
         let pause = began.elapsed();
@@ -119,7 +131,7 @@ impl<'disk> Uncommitted<'disk> {
 
 impl Disk {
     /// The layers after the change, ready for use.
-    fn layers_over(&self, before: &Arc<Layers>, names: NewNames<'_>) -> Result<Layers> {
+    fn layers_over(&self, before: &Arc<Layers>, names: NewNames<'_>) -> Result<Unpublished> {
         let depth = before.frozen.as_ref().map_or(0, |map| map.layers().len()) + 1;
         if depth >= MAX_LAYERS {
             return Err(Error::from(ErrorKind::TooLong).in_file(&self.path));
@@ -136,12 +148,10 @@ impl Disk {
         let newest = provisional(before, names.frozen);
         let map = Arc::new(FrozenMap::over(before, newest, self.resources.new_owner()?)?);
         let top = open_top(overlay, index_of(depth), || Ok(Some(Arc::clone(&map))), &self.resources)?;
-        flush_new(&top).map_err(|error| error.in_file(names.overlay))?;
-        if let Top::Qcow2(active) = &top {
-            active.alloc.make_ready().map_err(|error| error.in_file(names.overlay))?;
-        }
         let mut after = Layers::new(before.size, top, Some(map), &self.resources);
         after.before = Some(Arc::clone(before));
+        let after = Unpublished(Some(after));
+        make_ready(&after).map_err(|error| error.in_file(names.overlay))?;
         Ok(after)
     }
 
@@ -170,14 +180,14 @@ impl Disk {
     }
 }
 
-/// Brings a new overlay to stable storage, unless the beginning of a session on it has done so.
-fn flush_new(top: &Top) -> Result<()> {
-    match top {
-        Top::Qcow2(active) if active.tables.version < FEATURES_SINCE => {
-            active.flusher.flush().while_trying("flush the overlay")
-        }
-        _ => Ok(()),
+/// Brings a new overlay to stable storage, unless the beginning of a session on it has done so, and has its first clusters
+/// claimed.
+fn make_ready(after: &Unpublished) -> Result<()> {
+    let Some(Layers { top: Top::Qcow2(active), .. }) = &after.0 else { return Ok(()) };
+    if active.tables.version < FEATURES_SINCE {
+        active.flusher.flush().while_trying("flush the overlay")?;
     }
+    active.alloc.make_ready()
 }
 
 /// What was active, as a layer whose bytes are read through the file that is open for writing.
