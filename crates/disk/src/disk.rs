@@ -55,7 +55,7 @@ pub struct Disk {
     pub(crate) stats: Arc<StatsSet>,
     latch: OnceLock<String>,
     closed: AtomicBool,
-    /// Held while the disk is tended, and while it is closed: nothing is written to a disk after its close.
+    /// Held while the disk is tended, and while the session on a file ends: nothing is written to it after that.
     tending: Mutex<()>,
     /// Held while the layers change, and while the disk is closed; holds what the last snapshot left to do. Taken before
     /// `tending`.

@@ -11,12 +11,14 @@ use common::flat::{assert_same, range, read, write};
 use common::io::Client;
 use common::stock::{path_str, qemu_img};
 use common::{open_read_only, scratch, stock};
+use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{
     Disk, ErrorKind, LocalFiles, Op, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,
+    snapshot_together,
 };
 use vmstrata_store::{
-    Crash, CrashKind, Effect, Fault, FaultPlan, Gate, OperationKind, Segment, Store, Survivors, When,
-    total_len,
+    Crash, CrashKind, Effect, Fault, FaultPlan, Gate, Operation, OperationKind, Record, Segment, Store,
+    Survivors, When, total_len,
 };
 use vmstrata_types::HostOffset;
 
@@ -250,5 +252,45 @@ fn a_compressed_cluster_that_is_written_to_meanwhile_is_read_where_it_is_now() {
     model[2 * CLUSTER..][..4096].fill(7);
     model[3 * CLUSTER..].fill(0);
     assert_same(&found, &model, 0, "what was there before the reader came to it");
+    disk.close().unwrap();
+}
+
+/// Housekeeping that has taken clusters to give back waits for readers; a snapshot that ends meanwhile must wait for it.
+#[test]
+fn nothing_is_written_to_a_layer_after_it_was_frozen() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "1M"]);
+    let plan = FaultPlan::recording();
+    let files = FaultyFiles::new(&plan);
+    let disk = Disk::open(&path, &OpenOptions::default(), &files.resources()).unwrap();
+    write(&disk, 0, &vec![0x11; 1 << 20]).unwrap();
+    disk.flush().unwrap();
+    let kind = Some(OperationKind::Read);
+    plan.add(Fault { kind, store: None, when: When::Nth(0), effect: Effect::Hold });
+    let written = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| read(&disk, 0, 4096));
+        assert!(plan.wait_until_held(1, PATIENCE), "nothing was read");
+        disk.discard(range(65536, 65536)).unwrap();
+        disk.flush().unwrap();
+        // If housekeeping comes later, it is the snapshot that waits for the reader: as well.
+        std::thread::sleep(Duration::from_millis(1500));
+        let snapshot = scope.spawn(|| {
+            let info = SnapshotInfo { name: "state".into(), ..SnapshotInfo::default() };
+            snapshot_together(&[&disk], &info).unwrap();
+            plan.now()
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        plan.release();
+        reader.join().unwrap().unwrap();
+        let frozen_at = snapshot.join().unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        let is_late = |record: &&Record| {
+            let changes = matches!(record.operation, Operation::Write { .. } | Operation::PunchHole { .. });
+            record.store == files.id(&path) && record.issued > frozen_at && changes
+        };
+        plan.log().iter().filter(is_late).count()
+    });
+    assert_eq!(written, 0, "written after it was frozen");
     disk.close().unwrap();
 }

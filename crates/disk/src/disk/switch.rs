@@ -171,6 +171,8 @@ impl Disk {
         before.commit()?;
         match &before.top {
             Top::Qcow2(active) => {
+                // Housekeeping may be giving back clusters of it: nothing is written to it after this.
+                let _tending = self.tending.lock();
                 end_session(active, || self.epochs.synchronize())?;
                 give_up(&*active.store, path)
             }
