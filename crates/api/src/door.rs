@@ -59,7 +59,7 @@ pub struct DoorStatus {
     pub id: u64,
     /// What was asked for, with a port of 0 replaced by the one that was taken.
     pub door: DoorSpec,
-    /// Connections now; for vhost-user not counted.
+    /// Connections now; for vhost-user 1 while a guest is attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connections: Option<u64>,
     /// Whether clients must use TLS.

@@ -20,6 +20,13 @@ pub enum Event {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         error: Option<String>,
     },
+    /// A disk takes no more writes: its storage failed. It is served on, for reading.
+    DiskFailed {
+        /// Its name.
+        disk: String,
+        /// Why.
+        error: String,
+    },
     /// A door is open from now on.
     DoorAdded {
         /// Its number.
@@ -69,6 +76,7 @@ impl Event {
         match self {
             Self::DiskAdded { .. } => "disk_added",
             Self::DiskRemoved { .. } => "disk_removed",
+            Self::DiskFailed { .. } => "disk_failed",
             Self::DoorAdded { .. } => "door_added",
             Self::DoorRemoved { .. } => "door_removed",
             Self::SnapshotTaken { .. } => "snapshot_taken",
@@ -89,6 +97,7 @@ mod tests {
         for event in [
             Event::DiskAdded { disk: "a".to_owned() },
             Event::DiskRemoved { disk: "a".to_owned(), error: None },
+            Event::DiskFailed { disk: "a".to_owned(), error: "b".to_owned() },
             Event::SnapshotReverted { disk: "a".to_owned(), snapshot: "b".to_owned() },
             Event::DoorAdded { id: 1 },
             Event::DoorRemoved { id: 1 },

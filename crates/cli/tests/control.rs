@@ -3,6 +3,7 @@
 mod support;
 
 use std::io::Read;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -11,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use support::http::{ask, connect};
 use support::server::Server;
-use support::{Images, assert_clean, run_err, stderr, tool, tool_ok, vmstrata};
+use support::{Images, assert_clean, run_err, stderr, tool, tool_ok, vmstrata, wait_until};
 
 fn disk(path: &Path, name: &str) -> String {
     format!("path={},name={name}", path.display())
@@ -110,6 +111,43 @@ fn doors_come_and_go_and_say_how_to_attach() {
     let gone: Value = serde_json::from_str(&server.ask_ok(["disk", "remove", "web", "--json"])).unwrap();
     assert_eq!((&gone["name"], &gone["layers"]), (&"web".into(), &1.into()), "{gone}");
     assert!(server.stop().success());
+}
+
+/// The server may have been started elsewhere.
+#[test]
+fn the_agent_of_an_added_disk_is_where_the_command_was_given() {
+    let images = Images::new();
+    let [one, two] = ["one.qcow2", "two.qcow2"].map(|name| images.create(name, &["16M"]));
+    let server = Server::start(&["--disk", &disk(&one, "one"), "--nbd", &unix(&images)]);
+    server.ask_ok(["disk", "add", &format!("{},agent=none/agent.sock", disk(&two, "two"))]);
+    let two = two.display().to_string();
+    let said = server.ask_err(["snapshot", "create", &two, "--name", "a", "--quiesce", "always"]);
+    let here = std::env::current_dir().unwrap().join("none/agent.sock");
+    assert!(said.contains(&format!("guest agent {}", here.display())), "{said}");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_guest_that_is_attached_is_shown_and_keeps_its_disk_unless_it_is_taken_by_force() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let guest = images.name("a.sock");
+    let server = Server::start(&["--disk", &disk(&path, "a"), "--vhost-user", &format!("a={guest}")]);
+    assert!(server.ask_ok(["status"]).contains("no guest, 0 requests"));
+    let attached = UnixStream::connect(&guest).unwrap();
+    wait_until("the guest", || server.ask_ok(["status"]).contains("guest attached, 0 requests"));
+    let metrics = ask(&server.control(), "GET", "/v1/metrics", "").body;
+    assert!(metrics.contains("vmstrata_vhost_user_attached{disk=\"a\""), "{metrics}");
+    for args in [["disk", "remove", "a"], ["door", "remove", "1"]] {
+        let said = server.ask_err(args);
+        assert!(said.contains("a guest is attached at") && said.contains("--force"), "{said}");
+    }
+    let odd = ask(&server.control(), "DELETE", "/v1/disks/a?force=yes", "");
+    assert_eq!((odd.status, &odd.json()["kind"]), (422, &"invalid".into()), "{odd:?}");
+    server.ask_ok(["disk", "remove", "a", "--force"]);
+    drop(attached);
+    assert!(server.stop().success());
+    assert_clean(&path);
 }
 
 #[test]

@@ -54,6 +54,7 @@ pub struct Disk {
     pub(crate) epochs: Epochs,
     pub(crate) stats: Arc<StatsSet>,
     latch: OnceLock<String>,
+    when_latched: OnceLock<WhenLatched>,
     closed: AtomicBool,
     /// Held while the disk is tended, and while the session on a file ends: nothing is written to it after that.
     tending: Mutex<()>,
@@ -69,6 +70,26 @@ pub struct Disk {
     lost_index: bool,
     /// Those to call when the layers have changed.
     queues: Mutex<Vec<Weak<Mailbox>>>,
+}
+
+/// Told once why a disk takes no more writes.
+struct WhenLatched {
+    tell: Box<dyn Fn(&str) + Send + Sync>,
+    is_told: AtomicBool,
+}
+
+impl WhenLatched {
+    fn tell(&self, cause: &str) {
+        if !self.is_told.swap(true, Ordering::AcqRel) {
+            (self.tell)(cause);
+        }
+    }
+}
+
+impl std::fmt::Debug for WhenLatched {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WhenLatched").field("is_told", &self.is_told).finish_non_exhaustive()
+    }
 }
 
 /// A layer of a disk.
@@ -140,6 +161,7 @@ impl Disk {
             epochs: Epochs::default(),
             stats: Arc::default(),
             latch: OnceLock::new(),
+            when_latched: OnceLock::new(),
             closed: AtomicBool::new(false),
             tending: Mutex::new(()),
             changing: Mutex::new(None),
@@ -279,10 +301,29 @@ impl Disk {
         let first = self.latch.set(error.to_string()).is_ok();
         if first {
             tracing::error!(disk = %self.path.display(), %error, "disk takes no more writes");
+            self.tell_latched();
         }
         // What their journals lead to may never have reached the disk, copied-up bytes among it.
         self.layers_now().remove_lost_journals();
         error
+    }
+
+    /// Why the disk takes no more writes, if it does not: nothing is known any more of what is on stable storage.
+    pub fn failure(&self) -> Option<&str> {
+        self.latch.get().map(String::as_str)
+    }
+
+    /// Has `tell` called when the disk takes no more writes ([`Disk::failure`]); at once, if that is so already. On whatever
+    /// thread finds out, and once. Only the first who asks is told.
+    pub fn when_failed(&self, tell: impl Fn(&str) + Send + Sync + 'static) {
+        let _ = self.when_latched.set(WhenLatched { tell: Box::new(tell), is_told: AtomicBool::new(false) });
+        self.tell_latched();
+    }
+
+    fn tell_latched(&self) {
+        if let (Some(cause), Some(when)) = (self.latch.get(), self.when_latched.get()) {
+            when.tell(cause);
+        }
     }
 
     /// Latches the disk if the error is of the kind after which nothing is known of what is on stable storage.

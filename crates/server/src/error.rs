@@ -95,6 +95,15 @@ pub enum Error {
         /// Who uses it.
         by: String,
     },
+    /// A guest that would lose its disk.
+    #[error(
+        "a guest is attached at {}: shut it down or unplug the disk there first, or say --force (force=true)",
+        socket.display()
+    )]
+    GuestAttached {
+        /// The guest's socket.
+        socket: PathBuf,
+    },
     /// A snapshot that was to be quiesced, of a disk whose guest's agent is not known.
     #[error(
         "disk '{name}' has no guest agent that could quiesce it: name its socket (agent=SOCKET, --agent)"

@@ -85,8 +85,8 @@ pub struct DiskArgs {
 pub enum DiskCommand {
     /// Open a disk; every NBD door serves it from then on
     Add {
-        /// path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]],
-        /// as for `serve --disk`
+        /// path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
+        /// [,agent=SOCKET][,keep=RULE,,RULE...], as for `serve --disk`
         #[arg(value_name = "SPEC", value_parser = parse_api_disk)]
         spec: api::DiskSpec,
         /// Which server.
@@ -100,6 +100,9 @@ pub enum DiskCommand {
     Remove {
         /// The disk's name
         name: String,
+        /// Also from under a guest that is attached
+        #[arg(long)]
+        force: bool,
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,
@@ -145,6 +148,9 @@ pub enum DoorCommand {
     Remove {
         /// The door's number, socket or address, as `vmstrata status` shows it
         door: String,
+        /// Also from under a guest that is attached
+        #[arg(long)]
+        force: bool,
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,

@@ -21,7 +21,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
-    /// [,agent=SOCKET] (repeatable)
+    /// [,agent=SOCKET][,keep=RULE,,RULE...] (repeatable); keep=daily=7,,weekly=4 has the server delete other snapshots
     #[arg(
         long = "disk",
         value_name = "SPEC",

@@ -23,11 +23,11 @@ pub fn run(args: &DiskArgs) -> Result<ExitCode> {
             let added = add(&Client::new(server)?, spec)?;
             if *json { print_json(&added)? } else { print(&to_text(&added))? }
         }
-        DiskCommand::Remove { name, server, json } => {
+        DiskCommand::Remove { name, force, server, json } => {
             let (client, path) = (Client::new(server)?, format!("/v1/disks/{}", encode_segment(name)));
             // What it was: afterwards nobody knows.
             let was: DiskDetail = client.get(&path)?;
-            client.delete(&path)?;
+            client.delete(&format!("{path}?force={force}"))?;
             if *json {
                 print_json(&was.disk)?;
             }
@@ -39,7 +39,12 @@ pub fn run(args: &DiskArgs) -> Result<ExitCode> {
 /// The server may have been started elsewhere: what is relative here must not be relative there.
 fn add(client: &Client, spec: &DiskSpec) -> Result<DiskDetail> {
     let here = |path: &String| absolute(Path::new(path));
-    let spec = DiskSpec { path: here(&spec.path), clone: spec.clone.as_ref().map(here), ..spec.clone() };
+    let spec = DiskSpec {
+        path: here(&spec.path),
+        clone: spec.clone.as_ref().map(here),
+        agent: spec.agent.as_ref().map(here),
+        ..spec.clone()
+    };
     client.post("/v1/disks", &spec)
 }
 

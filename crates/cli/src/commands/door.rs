@@ -24,12 +24,12 @@ pub fn run(args: &DoorArgs) -> Result<ExitCode> {
             let added: DoorStatus = client.post("/v1/doors", &asked(door)?)?;
             if *json { print_json(&added)? } else { print(&to_text(&client, &added)?)? }
         }
-        DoorCommand::Remove { door, server, json } => {
+        DoorCommand::Remove { door, force, server, json } => {
             let client = Client::new(server)?;
             let doors: DoorList = client.get("/v1/doors")?;
             let meant = doors.doors.iter().find(|candidate| is_meant(candidate, door));
             let meant = meant.with_context(|| format!("no door is at {door}: see `vmstrata status`"))?;
-            client.delete(&format!("/v1/doors/{}", meant.id))?;
+            client.delete(&format!("/v1/doors/{}?force={force}", meant.id))?;
             if *json {
                 print_json(meant)?;
             }

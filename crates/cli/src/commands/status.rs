@@ -29,7 +29,7 @@ fn to_text(status: &ServerStatus) -> String {
     status.disks.iter().for_each(|disk| disks.row(disk_row(disk)));
     let mut doors = Table::new(["DOOR", "KIND", "DISK", "AT", "USE"]);
     status.doors.iter().for_each(|door| doors.row(door_row(door)));
-    format!("{}\n\n{disks}\n{doors}", headline(status))
+    format!("{}\n\n{disks}{}\n{doors}", headline(status), failures(status))
 }
 
 /// The line that says which server this is and how full it is.
@@ -47,9 +47,16 @@ pub fn headline(status: &ServerStatus) -> String {
     )
 }
 
+/// A line for each disk that takes no more writes.
+pub fn failures(status: &ServerStatus) -> String {
+    let failed = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.failed.as_ref()?)));
+    failed.map(|(name, why)| format!("{name} takes no more writes: {why}\n")).collect()
+}
+
 fn disk_row(disk: &DiskStatus) -> [String; 7] {
     let state = match disk.state {
         DiskState::Opening => "opening",
+        DiskState::Serving if disk.failed.is_some() => "failed",
         DiskState::Serving if disk.settling => "serving, indexing",
         DiskState::Serving => "serving",
         DiskState::Closing => "closing",
@@ -72,9 +79,13 @@ fn door_row(door: &DoorStatus) -> [String; 5] {
         DoorSpec::VhostUser(spec) => ("vhost-user", spec.disk.as_str(), &spec.socket),
         DoorSpec::Nbd(spec) => ("nbd", "(all)", &spec.address),
     };
-    let connections = door.connections.map(|connections| counted(connections, "connection"));
-    let requests = door.counters.map(|counters| counted(counters.requests, "request"));
-    let used = connections.or(requests).unwrap_or_default();
+    let used = match (&door.door, door.connections.unwrap_or_default()) {
+        (DoorSpec::Nbd(_), connections) => counted(connections, "connection"),
+        (DoorSpec::VhostUser(_), guests) => {
+            let requests = counted(door.counters.unwrap_or_default().requests, "request");
+            format!("{}, {requests}", if guests > 0 { "guest attached" } else { "no guest" })
+        }
+    };
     [door.id.to_string(), kind.to_owned(), disk.to_owned(), at.clone(), used]
 }
 

@@ -19,7 +19,7 @@ use anyhow::Result;
 use vmstrata_api::{JobList, ServerStatus, StatsList};
 
 use self::rates::{DiskRates, rates};
-use super::status::headline;
+use super::status::{failures, headline};
 use crate::args::TopArgs;
 use crate::client::Client;
 use crate::output::{Table, percent, print, print_json, share};
@@ -63,12 +63,13 @@ fn show(text: &str, live: bool) -> Result<()> {
 fn screen(client: &Client, now: &StatsList, disks: &[DiskRates]) -> Result<String> {
     let status: ServerStatus = client.get("/v1/status")?;
     let jobs: JobList = client.get("/v1/jobs")?;
+    let failed = failures(&status);
     let headline = headline(&ServerStatus { resources: now.resources, ..status });
     let running = jobs.jobs.iter().filter(|job| !job.state.is_ended()).map(|job| {
         let share = percent(job.done, job.total);
         format!("job {} on {}: {share:.0} % of {} {}\n", job.id, job.disk, job.total, job.unit)
     });
-    Ok(format!("{headline}\n\n{}{}", table(disks), running.collect::<String>()))
+    Ok(format!("{headline}\n\n{}{failed}{}", table(disks), running.collect::<String>()))
 }
 
 fn table(disks: &[DiskRates]) -> Table<13> {

@@ -74,7 +74,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::JobExists { .. } => (409, "job-exists"),
         Error::TooManyJobs { .. } => (503, "too-many-jobs"),
         Error::Busy { .. } => (409, "busy"),
-        Error::Attached { .. } => (409, "attached"),
+        Error::Attached { .. } | Error::GuestAttached { .. } => (409, "attached"),
         Error::NoAgent { .. } => (422, "no-agent"),
         Error::Agent { .. } => (409, "not-quiesced"),
         Error::StillFrozen { .. } => (500, "guest-frozen"),

@@ -10,6 +10,9 @@ pub(super) mod status;
 
 use std::sync::Arc;
 
+use axum::extract::FromRequestParts;
+use axum::http::request::Parts;
+
 use super::problem::Failure;
 use crate::error::Error;
 use crate::host::Host;
@@ -23,6 +26,26 @@ async fn apart<T: Send + 'static>(
         Ok(result) => result.map_err(Failure::from),
         Err(error) => {
             Err(Failure::new(500, "internal", format!("the server failed in carrying this out: {error}")))
+        }
+    }
+}
+
+/// How something is removed: what `?force=true` says.
+pub(in crate::control) struct Removal {
+    force: bool,
+}
+
+impl<S: Sync> FromRequestParts<S> for Removal {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Failure> {
+        match parts.uri.query() {
+            None | Some("" | "force=false") => Ok(Self { force: false }),
+            Some("force=true") => Ok(Self { force: true }),
+            Some(other) => {
+                let detail = format!("?{other} is not understood: ?force=true and ?force=false are");
+                Err(Failure::new(422, "invalid", detail))
+            }
         }
     }
 }

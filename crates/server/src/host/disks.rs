@@ -44,10 +44,20 @@ impl Host {
     pub(super) fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
         let (path, options) = states::find(spec, self.open_options(spec))?;
         let disk = Disk::open(&path, &options, &self.resources)?;
+        self.watch(&spec.name, &disk);
         let layers = disk.layers().len();
         let noun = if layers == 1 { "layer" } else { "layers" };
         tracing::info!(disk = spec.name, path = %spec.path.display(), bytes = disk.size(), "opened: {layers} {noun}");
         Ok(disk)
+    }
+
+    /// Has everybody told when the disk takes no more writes.
+    fn watch(&self, name: &str, disk: &Disk) {
+        let (name, events) = (name.to_owned(), self.events.clone());
+        disk.when_failed(move |error| {
+            // Nobody listening is no failure.
+            let _ = events.send(Event::DiskFailed { disk: name.clone(), error: error.to_owned() });
+        });
     }
 
     /// Opens a disk, and shows it to whoever may use it.
@@ -78,13 +88,16 @@ impl Host {
     /// Closes a disk: its doors are drained, its image is left clean, its files are unlocked.
     ///
     /// # Errors
-    /// No such disk; one that is not served, or that something is being done with: nothing has changed. An image that could
-    /// not be closed clean: the disk is gone all the same.
-    pub fn remove_disk(&self, name: &str) -> Result<(), Error> {
+    /// No such disk; one that is not served, or that something is being done with; unless `force`, one that a guest is attached
+    /// to: nothing has changed. An image that could not be closed clean: the disk is gone all the same.
+    pub fn remove_disk(&self, name: &str, force: bool) -> Result<(), Error> {
         let (_change, table) = self.begin_change()?;
         drop(table);
         let mut table = self.unused(name, PATIENCE)?;
         let disk = Arc::clone(table.serving(name)?.1);
+        if let Some(guest) = table.doors.iter().find_map(|(_, door)| door.guest_of(name)).filter(|_| !force) {
+            return Err(Error::GuestAttached { socket: guest.to_owned() });
+        }
         table.set_phase(name, Phase::Closing);
         let own: Vec<(u64, Door)> = table.doors.extract_if(.., |(_, door)| door.is_only_for(name)).collect();
         let shared = table.nbd();
@@ -180,6 +193,28 @@ mod tests {
         disk.write_zeroes(GuestRange::new(GuestOffset::ZERO, 65536), false).unwrap();
         let spec = vmstrata_api::DiskSpec { path: path.to_str().unwrap().to_owned(), ..Default::default() };
         Entry::new(spec.try_into().unwrap(), Phase::Serving(disk))
+    }
+
+    #[test]
+    fn a_disk_whose_storage_fails_says_so_in_its_status_and_once_to_whoever_listens() {
+        const EIO: i32 = 5;
+        let dir = tempfile::tempdir().unwrap();
+        let plan = FaultPlan::new();
+        let broken = Resources::with_opener(ResourceOptions::default(), Arc::new(Faulty(Arc::clone(&plan))));
+        let host = Host::new(&Options::default(), dir.path().to_owned()).unwrap();
+        let bad = open(&dir.path().join("bad.qcow2"), &broken);
+        let Phase::Serving(disk) = bad.phase.clone() else { unreachable!("just opened") };
+        host.watch("bad", &disk);
+        host.table.lock().disks.push(bad);
+        let mut events = host.events();
+        assert_eq!(host.disks()[0].failed, None);
+        plan.fail_from(Some(OperationKind::Flush), 0, EIO);
+        disk.flush().unwrap_err();
+        let why = host.disks()[0].failed.clone().expect("it takes no more writes");
+        assert!(why.contains("bad.qcow2"), "{why}");
+        disk.flush().unwrap_err();
+        assert_eq!(events.try_recv(), Ok(Event::DiskFailed { disk: "bad".to_owned(), error: why }));
+        assert!(events.try_recv().is_err(), "told twice");
     }
 
     #[test]

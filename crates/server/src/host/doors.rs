@@ -41,14 +41,17 @@ impl Door {
         Ok(Self::VhostUser { spec, server })
     }
 
-    /// The socket at which a guest uses `disk` alone.
-    pub(super) fn guest_of(&self, disk: &str) -> Option<&Path> {
+    /// The socket at which a guest is attached.
+    fn guest(&self) -> Option<&Path> {
         match self {
-            Self::VhostUser { spec, server } if spec.disk == disk && server.is_connected() => {
-                Some(server.path())
-            }
+            Self::VhostUser { server, .. } if server.is_connected() => Some(server.path()),
             _ => None,
         }
+    }
+
+    /// The socket at which a guest uses `disk` alone.
+    pub(super) fn guest_of(&self, disk: &str) -> Option<&Path> {
+        self.guest().filter(|_| self.is_only_for(disk))
     }
 
     /// Lets no guest in any more by a vhost-user door that none is connected to; tells how it can be opened again when
@@ -76,7 +79,7 @@ impl Door {
             Self::VhostUser { spec, server } => api::DoorStatus {
                 id,
                 door: api::DoorSpec::VhostUser(spec.into()),
-                connections: None,
+                connections: Some(server.is_connected().into()),
                 tls: false,
                 counters: Some(counters(&server.stats())),
             },
@@ -152,11 +155,16 @@ impl Host {
     /// Closes a door: requests in flight are finished, its clients are let go, its disks stay.
     ///
     /// # Errors
-    /// No such door; what NBD clients wrote cannot be flushed (the door is gone all the same).
-    pub fn remove_door(&self, id: u64) -> Result<(), Error> {
+    /// No such door; unless `force`, one that a guest is attached by: nothing has changed. What NBD clients wrote cannot be
+    /// flushed: the door is gone all the same.
+    pub fn remove_door(&self, id: u64, force: bool) -> Result<(), Error> {
         let (_change, mut table) = self.begin_change()?;
         let at = table.doors.iter().position(|(number, _)| *number == id);
-        let (_, door) = table.doors.remove(at.ok_or(Error::NoSuchDoor { id })?);
+        let at = at.ok_or(Error::NoSuchDoor { id })?;
+        if let Some(guest) = table.doors[at].1.guest().filter(|_| !force) {
+            return Err(Error::GuestAttached { socket: guest.to_owned() });
+        }
+        let (_, door) = table.doors.remove(at);
         drop(table);
         let closed = door.close();
         self.tell(Event::DoorRemoved { id });

@@ -95,6 +95,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         read_only: entry.spec.read_only,
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),
+        failed: disk.and_then(|disk| disk.failure().map(str::to_owned)),
         settling: disk.is_some_and(|disk| disk.is_settling()),
         settle_failures: disk.map_or(0, |disk| disk.settle_failures()),
         metadata_hits: stats.metadata_hits[0],

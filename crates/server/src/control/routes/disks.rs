@@ -8,7 +8,7 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use vmstrata_api::{DiskDetail, DiskList, DiskSpec, SizeChange, SizeSpec};
 
-use super::apart;
+use super::{Removal, apart};
 use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::error::Error;
@@ -73,13 +73,17 @@ pub(in crate::control) async fn resize(
 /// Close a disk: its doors are drained, its image is left clean, its files are unlocked
 #[utoipa::path(
     delete, path = "/v1/disks/{name}", tag = "disks", operation_id = "remove_disk",
-    params(("name" = String, Path, description = "The disk")),
+    params(
+        ("name" = String, Path, description = "The disk"),
+        ("force" = Option<bool>, Query, description = "Also from under a guest that is attached")
+    ),
     responses((status = NO_CONTENT, description = "It is gone"))
 )]
 pub(in crate::control) async fn remove(
     State(host): State<Arc<Host>>,
     Path(name): Path<String>,
+    how: Removal,
 ) -> Result<StatusCode, Failure> {
-    apart(host, move |host| host.remove_disk(&name)).await?;
+    apart(host, move |host| host.remove_disk(&name, how.force)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

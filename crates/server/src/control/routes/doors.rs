@@ -8,7 +8,7 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use vmstrata_api::{DoorList, DoorSpec, DoorStatus};
 
-use super::{apart, number};
+use super::{Removal, apart, number};
 use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::error::Error;
@@ -49,14 +49,18 @@ fn add_door(host: &Host, asked: DoorSpec) -> Result<DoorStatus, Error> {
 /// Close a door: requests in flight are finished, its clients are let go, its disks stay
 #[utoipa::path(
     delete, path = "/v1/doors/{id}", tag = "doors", operation_id = "remove_door",
-    params(("id" = u64, Path, description = "The door's number")),
+    params(
+        ("id" = u64, Path, description = "The door's number"),
+        ("force" = Option<bool>, Query, description = "Also from under a guest that is attached")
+    ),
     responses((status = NO_CONTENT, description = "It is gone"))
 )]
 pub(in crate::control) async fn remove(
     State(host): State<Arc<Host>>,
     Path(id): Path<String>,
+    how: Removal,
 ) -> Result<StatusCode, Failure> {
     let id = number(&id, "no-such-door")?;
-    apart(host, move |host| host.remove_door(id)).await?;
+    apart(host, move |host| host.remove_door(id, how.force)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

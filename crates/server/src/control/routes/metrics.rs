@@ -79,6 +79,9 @@ impl Numbers {
         gauges(encoder, "disk_size_bytes", "Virtual size", sizes)?;
         let layers = of_disks(|disk| disk.layers.unwrap_or_default());
         gauges(encoder, "disk_layers", "Layers of the chain", layers)?;
+        let failed = of_disks(|disk| u64::from(disk.failed.is_some()));
+        let help = "1 if the disk takes no more writes because its storage failed: it is served for reading";
+        gauges(encoder, "disk_failed", help, failed)?;
         let settling = of_disks(|disk| u64::from(disk.settling));
         gauges(encoder, "disk_settling", "1 while the last snapshot gets its index", settling)?;
         let help = "Snapshots that were taken and did not get their index";
@@ -96,6 +99,8 @@ impl Numbers {
             DoorSpec::VhostUser(_) => None,
         });
         gauges(encoder, "nbd_connections", "Connections of NBD clients now", connections)?;
+        let guests = self.0.doors.iter().filter_map(|door| Some((vhost_user(door)?.0, door.connections?)));
+        gauges(encoder, "vhost_user_attached", "1 while a guest is attached", guests)?;
         let counters: [(&str, &str, Count); 8] = [
             ("vhost_user_requests", "Requests taken from rings", |counted| counted.requests),
             ("vhost_user_errors", "Requests answered with an error", |counted| counted.errors),
@@ -159,6 +164,7 @@ mod tests {
             read_only: false,
             size_bytes: Some(1 << 30),
             layers: Some(300),
+            failed: Some("EIO".to_owned()),
             settling: true,
             settle_failures: 4,
             metadata_hits: 0,
@@ -178,6 +184,7 @@ mod tests {
             r#"vmstrata_uptime_seconds 7"#,
             r#"vmstrata_disk_size_bytes{disk="we\"b\\"} 1073741824"#,
             r#"vmstrata_disk_layers{disk="we\"b\\"} 300"#,
+            r#"vmstrata_disk_failed{disk="we\"b\\"} 1"#,
             r#"vmstrata_disk_settling{disk="we\"b\\"} 1"#,
             r#"vmstrata_disk_settle_failures_total{disk="we\"b\\"} 4"#,
             "# EOF",
