@@ -164,6 +164,27 @@ fn a_killed_revert_is_done_or_not_and_can_be_done_again() {
     assert!(outcomes[0] >= 5 && outcomes[1] >= 1, "{outcomes:?}");
 }
 
+/// Going back was killed, and then a snapshot is taken: the file that it freezes must have no name under which it is written.
+#[test]
+fn a_snapshot_after_a_killed_revert_takes_back_the_name_of_what_was_to_be_kept() {
+    let mut had_two_names = false;
+    for step in 0.. {
+        let dir = common::scratch();
+        let disk = new_disk(dir.path());
+        if !killed_at("revert", step, &disk) {
+            break;
+        }
+        let kept = dir.path().join("kept.qcow2");
+        let ino = |path: &Path| path.metadata().unwrap().ino();
+        had_two_names |= kept.exists() && ino(&kept) == ino(&disk);
+        let is_done = assert_sound(&disk, &[0]);
+        prepare(&disk, &info("tue"), &PrepareOptions::default()).unwrap().publish().unwrap();
+        let expected: &[&str] = if is_done { &["kept.qcow2", "web.tue.qcow2"] } else { &["web.tue.qcow2"] };
+        assert_eq!(files(dir.path()), expected, "killed at {step}");
+    }
+    assert!(had_two_names);
+}
+
 #[test]
 fn a_sweep_that_is_killed_is_taken_up() {
     let dir = common::scratch();

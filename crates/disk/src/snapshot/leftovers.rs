@@ -1,11 +1,16 @@
 //! What a killed process left: a temporary overlay, and perhaps the second name that it gave the active file.
 //!
 //! Both are named by the overlay alone. A temporary file of this disk is known by its name; the second name is the one
-//! that the temporary overlay has as its backing file, if it is a name of the very file that is active. The second name
-//! goes first, so that a sweep that is killed itself can be taken up.
+//! that the temporary overlay has as its backing file or, when a disk goes back and its file is kept, one whose sum is in the
+//! overlay's name, if it is a name of the very file that is active. The second name goes first, so that a sweep that is killed
+//! itself can be taken up.
 
+use std::ffi::OsStr;
+use std::fs::DirEntry;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
+use sha2::{Digest as _, Sha256};
 use vmstrata_store::{FileId, Gate};
 
 use super::prepare::{Step, file_at};
@@ -15,7 +20,20 @@ use crate::layer::Format;
 use crate::opener::{LocalFiles, Role, directory_of};
 
 /// How the name of a temporary overlay ends.
-pub(super) const PURPOSE: &str = "snapshot";
+const PURPOSE: &str = "snapshot";
+/// Bytes of the sum of a kept file's name.
+const SUM: usize = 8;
+
+/// What a temporary overlay is for, as its name ends: with the sum of the name under which the active file is to be kept. So
+/// the note of it goes with the rename that makes the kept file another one than the active.
+pub(super) fn purpose(keep: Option<&Path>) -> String {
+    let keep = keep.and_then(Path::file_name);
+    keep.map_or_else(|| PURPOSE.to_owned(), |name| format!("{}.{PURPOSE}", sum(name)))
+}
+
+fn sum(name: &OsStr) -> String {
+    Sha256::digest(name.as_bytes())[..SUM].iter().map(|byte| format!("{byte:02x}")).collect()
+}
 
 /// Removes what was left of snapshots of the disk at `active`, which is the file `identity`.
 ///
@@ -23,21 +41,28 @@ pub(super) const PURPOSE: &str = "snapshot";
 /// Whatever the host reports.
 pub(super) fn sweep(active: &Path, identity: FileId, on_step: fn(Step)) -> Result<()> {
     let Some(file_name) = active.file_name().and_then(|name| name.to_str()) else { return Ok(()) };
-    let directory = directory_of(active);
-    for entry in std::fs::read_dir(&directory).while_trying("read the disk's directory")? {
-        let entry = entry.while_trying("read the disk's directory")?;
-        let is_left = entry.file_name().to_str().is_some_and(|name| is_temporary(name, file_name));
-        if is_left && entry.file_type().is_ok_and(|kind| kind.is_file()) {
-            let left = entry.path();
-            if let Some(second) = second_name(&left, active, identity) {
+    for entry in entries(active)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let Some(left) = name.to_str().and_then(|name| Left::parse(name, file_name)) else { continue };
+        if entry.file_type().is_ok_and(|kind| kind.is_file()) {
+            let overlay = entry.path();
+            let kept = left.sum.map(|sum| kept(sum, active, identity)).transpose()?.flatten();
+            for second in second_name(&overlay, active, identity).into_iter().chain(kept) {
                 on_step(Step::Unlink);
                 remove(&second)?;
             }
             on_step(Step::Remove);
-            remove(&left)?;
+            remove(&overlay)?;
         }
     }
     Ok(())
+}
+
+/// What lies beside the disk.
+fn entries(active: &Path) -> Result<impl Iterator<Item = Result<DirEntry>>> {
+    let entries = std::fs::read_dir(directory_of(active)).while_trying("read the disk's directory")?;
+    Ok(entries.map(|entry| entry.while_trying("read the disk's directory")))
 }
 
 fn remove(path: &Path) -> Result<()> {
@@ -47,15 +72,35 @@ fn remove(path: &Path) -> Result<()> {
         .map_err(|e| e.in_file(path))
 }
 
-/// Whether `name` is what [`crate::draft::Temporary::named`] calls an overlay of the disk `disk`.
-fn is_temporary(name: &str, disk: &str) -> bool {
-    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let middle = name
-        .strip_prefix('.')
-        .and_then(|name| name.strip_prefix(disk))
-        .and_then(|name| name.strip_prefix('.'));
-    let middle = middle.and_then(|name| name.strip_suffix(PURPOSE)).and_then(|name| name.strip_suffix('.'));
-    middle.and_then(|middle| middle.split_once('-')).is_some_and(|(pid, count)| number(pid) && number(count))
+/// What the name of a temporary overlay says.
+#[derive(Debug, PartialEq, Eq)]
+struct Left<'a> {
+    sum: Option<&'a str>,
+}
+
+impl<'a> Left<'a> {
+    /// `name`, if it is what [`crate::draft::Temporary::named`] calls an overlay of the disk `disk`.
+    fn parse(name: &'a str, disk: &str) -> Option<Self> {
+        let middle = name.strip_prefix('.')?.strip_prefix(disk)?.strip_prefix('.')?;
+        let middle = middle.strip_suffix(PURPOSE)?.strip_suffix('.')?;
+        let (numbers, sum) = middle.split_once('.').map_or((middle, None), |(all, sum)| (all, Some(sum)));
+        let (pid, count) = numbers.split_once('-')?;
+        let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        let is_sum = |sum: &str| sum.len() == 2 * SUM && sum.bytes().all(|byte| byte.is_ascii_hexdigit());
+        (number(pid) && number(count) && sum.is_none_or(is_sum)).then_some(Self { sum })
+    }
+}
+
+/// The second name with this sum that was given to the active file.
+fn kept(wanted: &str, active: &Path, identity: FileId) -> Result<Option<PathBuf>> {
+    for entry in entries(active)? {
+        let entry = entry?;
+        let is_second = Some(&*entry.file_name()) != active.file_name() && sum(&entry.file_name()) == wanted;
+        if is_second && file_at(&entry.path()).is_ok_and(|file| file == identity) {
+            return Ok(Some(entry.path()));
+        }
+    }
+    Ok(None)
 }
 
 /// The second name of the active file that the overlay at `left` was to stand on.
@@ -81,7 +126,10 @@ mod tests {
 
     #[test]
     fn only_names_that_were_given_to_overlays_of_the_disk_are_taken_for_them() {
-        assert!(is_temporary(".web.qcow2.123-0.snapshot", "web.qcow2"));
+        let parse = |name| Left::parse(name, "web.qcow2");
+        assert_eq!(parse(".web.qcow2.123-0.snapshot"), Some(Left { sum: None }));
+        let kept = format!(".web.qcow2.123-0.{}", purpose(Some(Path::new("/a/kept.qcow2"))));
+        assert_eq!(parse(&kept), Some(Left { sum: Some(&sum(OsStr::new("kept.qcow2"))) }));
         for other in [
             "web.qcow2.123-0.snapshot",
             ".web.qcow2.123-0.new",
@@ -92,8 +140,11 @@ mod tests {
             ".web.qcow2..snapshot",
             ".web2.qcow2.1-1.snapshot",
             ".my.web.qcow2.1-1.snapshot",
+            ".web.qcow2.1-1..snapshot",
+            ".web.qcow2.1-1.0123456789abcde.snapshot",
+            ".web.qcow2.1-1.0123456789abcdex.snapshot",
         ] {
-            assert!(!is_temporary(other, "web.qcow2"), "{other}");
+            assert_eq!(parse(other), None, "{other}");
         }
     }
 }

@@ -196,14 +196,15 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     }
     let (held, below) = finished(&found)?;
     let image = below.overlay(name_from(disk, &found.layer)?, &info)?;
-    let mut prepared = Prepared::make(disk, identity, &image, disk, options.prepare.on_step)?;
+    let keep = options.keep.as_deref();
+    let mut prepared = Prepared::make(disk, identity, &image, keep, options.prepare.on_step)?;
     // What a killed process left stands on the disk, too, and is gone by now.
     let stood_on = StoodOn::find(disk, &options.open)?;
     stood_on.refuse_if_in_use()?;
     stood_on.refuse_unless(options.force)?;
     prepared.flush()?;
-    if let Some(keep) = options.keep.as_ref().filter(|keep| file_at(keep).ok() != Some(identity)) {
-        prepared.link(keep.clone())?;
+    if let Some(keep) = keep.filter(|keep| file_at(keep).ok() != Some(identity)) {
+        prepared.link(keep.to_owned())?;
     }
     clones::tell_of_chain(disk, layers_up_to(&found, &snapshots).chain([disk]));
     let left = snapshots[..found.depth - 1].iter().rev().map(|snapshot| snapshot.layer.as_path());

@@ -1,10 +1,8 @@
 //! The new overlay: shaped like the layer it will stand on, complete and on stable storage under a temporary name.
 
 use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use rustix::fs::{Gid, Mode, Uid};
 use vmstrata_qcow2::{
     Compatible, CompressionType, CreateOptions, Header, Incompatible, NewBacking, NewImage, RefcountOrder,
     SnapshotInfo, new_image,
@@ -12,11 +10,11 @@ use vmstrata_qcow2::{
 use vmstrata_store::{FileIdentity, Gate};
 use vmstrata_types::ClusterBits;
 
-use super::leftovers::PURPOSE;
+use super::access;
 use crate::chain::{Top, open_layer};
 use crate::create::fill;
 use crate::draft::Temporary;
-use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::error::{ErrorKind, Result};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Role};
 
@@ -87,18 +85,13 @@ impl Below {
     }
 }
 
-/// Makes the image under a temporary name beside `place`, to be used by the users of the file at `like`.
+/// Makes the image under a temporary name for that purpose beside `active`, to be used by the users of the file there.
 ///
 /// # Errors
 /// Whatever the host reports.
-pub(super) fn make(place: &Path, image: &NewImage, like: &Path) -> Result<Temporary> {
-    let temporary = Temporary::named(place, PURPOSE)?;
-    let owner = like.metadata().while_trying("examine the layer below")?;
-    let file = temporary.file.as_fd();
-    // Only root can give a file away. Another user's overlay stays that user's, as with every tool.
-    let _ = rustix::fs::fchown(file, Some(Uid::from_raw(owner.uid())), Some(Gid::from_raw(owner.gid())));
-    let mode = rustix::fs::fchmod(file, Mode::from_raw_mode(owner.mode() & 0o777));
-    mode.map_err(std::io::Error::from).while_trying("set the overlay's permissions")?;
+pub(super) fn make(active: &Path, purpose: &str, image: &NewImage) -> Result<Temporary> {
+    let temporary = Temporary::named(active, purpose)?;
+    access::copy(active, temporary.file.as_fd())?;
     fill(&temporary.file, image)?;
     Ok(temporary)
 }

@@ -117,7 +117,7 @@ pub(crate) fn make_ready(
     let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
     let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
     let image = below.overlay(names::sibling(name), info)?;
-    let prepared = Prepared::make(active, below.identity.file, &image, active, options.on_step)?;
+    let prepared = Prepared::make(active, below.identity.file, &image, None, options.on_step)?;
     Ok((prepared, frozen))
 }
 
@@ -158,8 +158,8 @@ pub(super) fn check_path(active: &Path) -> Result<()> {
 }
 
 impl Prepared {
-    /// An overlay ready to take the place of `active`, which is the file `identity`, but for being flushed; its owner is that
-    /// of `like`.
+    /// An overlay ready to take the place of `active`, which is the file `identity`, but for being flushed; `keep` is the second
+    /// name that the file is to get, unless that is the overlay's backing file.
     ///
     /// # Errors
     /// Whatever the host reports. Nothing has then changed.
@@ -167,13 +167,13 @@ impl Prepared {
         active: &Path,
         identity: FileId,
         image: &vmstrata_qcow2::NewImage,
-        like: &Path,
+        keep: Option<&Path>,
         on_step: fn(Step),
     ) -> Result<Self> {
         on_step(Step::Sweep);
         leftovers::sweep(active, identity, on_step)?;
         on_step(Step::Make);
-        let overlay = overlay::make(active, image, like)?;
+        let overlay = overlay::make(active, &leftovers::purpose(keep), image)?;
         let active = active.to_owned();
         Ok(Self { overlay, active, identity, second: None, is_published: false, on_step })
     }
