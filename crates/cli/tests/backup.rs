@@ -437,6 +437,16 @@ fn a_manifest_that_is_there_stops_a_pipe_before_it_begins() {
 }
 
 #[test]
+fn a_manifest_that_cannot_be_made_stops_a_pipe_before_it_begins() {
+    let images = Images::new();
+    let [state, ..] = states(&images);
+    let manifest = images.name("missing/m");
+    let output = run(["backup", &state, "-o", "-", "--manifest", &manifest]);
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
+    assert!(stderr(&output).contains("missing/m"), "{}", stderr(&output));
+}
+
+#[test]
 fn snapshots_are_compared_and_backed_up_by_name() {
     let images = Images::new();
     let disk = images.create("web.qcow2", &["16M"]).to_str().unwrap().to_owned();

@@ -45,7 +45,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use fault::BackupFault;
-pub use manifest::{Digest, FileSum, Link, MANIFEST_SUFFIX, Manifest, RegionSum, State, manifest_path};
+pub use manifest::{
+    Digest, FileSum, Link, MANIFEST_SUFFIX, Manifest, ManifestDraft, RegionSum, State, manifest_path,
+};
 pub use restore::{RestoreOptions, restore};
 pub use run::backup;
 pub use verify::verify;

@@ -11,7 +11,8 @@ use anyhow::{Context, Result, anyhow, ensure};
 use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use vmstrata_disk::backup::{
-    BackupOptions, BackupReport, BackupTarget, MANIFEST_SUFFIX, Manifest, backup, manifest_path, verify,
+    BackupOptions, BackupReport, BackupTarget, MANIFEST_SUFFIX, Manifest, ManifestDraft, backup,
+    manifest_path, verify,
 };
 use vmstrata_disk::{ResourceOptions, Resources};
 
@@ -100,8 +101,10 @@ fn to_stdout(args: &BackupArgs, state: &Path) -> Result<()> {
     ensure!(args.force || !exists, "{}: exists already; --force replaces it", manifest.display());
     let mut stdout = io::stdout().lock();
     ensure!(!stdout.is_terminal(), "standard output is a terminal: name a file, or a command after |");
+    // Before the first byte: what was sent for hours is nothing without it.
+    let draft = ManifestDraft::beside(manifest).map_err(|error| explain(&error))?;
     let report = make(args, state, BackupTarget::Stream(&mut stdout), None)?;
-    report.manifest.write(manifest, args.force).map_err(|error| explain(&error))?;
+    draft.publish(&report.manifest, args.force).map_err(|error| explain(&error))?;
     say(args, "-", &report, "backed up")
 }
 

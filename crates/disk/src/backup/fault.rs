@@ -81,6 +81,14 @@ pub enum BackupFault {
         /// What it should be of.
         expected: String,
     },
+    /// More is to be stored than a manifest can list.
+    #[error(
+        "it would store more than {most} bytes, and a manifest lists no more: back up older states first, as one full and then incremental backups"
+    )]
+    TooMuch {
+        /// Bytes of the disk, at least, that fit.
+        most: u64,
+    },
     /// The previous backup is of a disk of another size.
     #[error(
         "the previous backup is of a disk of {found} bytes, and the older state has {expected}: it is a backup of something else"

@@ -22,8 +22,13 @@ use crate::snapshot;
 pub const MANIFEST_SUFFIX: &str = ".manifest.json";
 /// The version that is written; older ones are read, too.
 const VERSION: u32 = 2;
-/// Longer manifests are refused: this is one of a full disk of 30 TiB.
+/// Longer manifests are refused: this is one of a full disk of 28 TiB.
 const BYTES_MAX: u64 = 1 << 30;
+/// Bytes of a manifest that are about one region, at most, and those that are about none.
+const REGION_TEXT_MAX: u64 = 144;
+const HEAD_MAX: u64 = 1 << 16;
+/// Regions in which a backup may store anything: its manifest can be read again.
+pub(super) const REGIONS_MAX: usize = ((BYTES_MAX - HEAD_MAX) / REGION_TEXT_MAX) as usize;
 
 /// A SHA-256.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -256,16 +261,42 @@ impl Manifest {
     /// # Errors
     /// A file that is there already, unless `replace`; whatever the host reports.
     pub fn write(&self, path: &Path, replace: bool) -> Result<()> {
-        let write = || -> Result<()> {
-            let draft = Draft::beside(path)?;
-            let mut out = std::io::BufWriter::new(&draft.file);
-            let written = serde_json::to_writer_pretty(&mut out, self).map_err(std::io::Error::from);
-            written.and_then(|()| out.write_all(b"\n")).while_trying("write the backup's manifest")?;
-            out.flush().while_trying("write the backup's manifest")?;
-            drop(out);
-            draft.publish(path, replace)
-        };
-        write().map_err(|error: Error| error.in_file(path))
+        ManifestDraft::beside(path)?.publish(self, replace)
+    }
+
+    fn write_to(&self, file: &File) -> std::io::Result<()> {
+        let mut out = std::io::BufWriter::new(file);
+        serde_json::to_writer_pretty(&mut out, self)?;
+        out.write_all(b"\n")?;
+        out.flush()
+    }
+}
+
+/// A place for a manifest: made before the backup, so that it is known that there is one.
+#[derive(Debug)]
+pub struct ManifestDraft {
+    draft: Draft,
+    path: PathBuf,
+}
+
+impl ManifestDraft {
+    /// In the directory of `path`.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub fn beside(path: &Path) -> Result<Self> {
+        let draft = Draft::beside(path).map_err(|error| error.in_file(path))?;
+        Ok(Self { draft, path: path.to_owned() })
+    }
+
+    /// Writes the manifest under the path, whole or not at all.
+    ///
+    /// # Errors
+    /// A file that is there already, unless `replace`; whatever the host reports.
+    pub fn publish(self, manifest: &Manifest, replace: bool) -> Result<()> {
+        let written = manifest.write_to(&self.draft.file).while_trying("write the backup's manifest");
+        let published = written.and_then(|()| self.draft.publish(&self.path, replace));
+        published.map_err(|error: Error| error.in_file(&self.path))
     }
 }
 
@@ -347,6 +378,19 @@ mod tests {
         assert_eq!(read.state.is_same_snapshot(&now(Some(1_795_598_838), Some(5))), Some(true));
         assert_eq!(read.state.is_same_snapshot(&now(Some(1_795_598_839), Some(5))), Some(false));
         assert_eq!(read.state.is_same_snapshot(&now(None, None)), None);
+    }
+
+    #[test]
+    fn a_manifest_of_the_most_regions_can_be_read() {
+        let of = |count: u64| {
+            let start = |number| u64::MAX - number;
+            let regions = (0..count).map(|n| RegionSum { start: start(n), sha256: Digest([255; 32]) });
+            let file = tempfile::tempfile().unwrap();
+            Manifest { regions: regions.collect(), ..manifest() }.write_to(&file).unwrap();
+            file.metadata().unwrap().len()
+        };
+        assert!(of(3) - of(2) <= REGION_TEXT_MAX, "{}", of(3) - of(2));
+        assert!(of(0) + REGIONS_MAX as u64 * REGION_TEXT_MAX <= BYTES_MAX);
     }
 
     #[test]

@@ -110,6 +110,11 @@ impl Plan {
         })
     }
 
+    /// Whether anything is planned in more than `most` regions.
+    pub(super) fn has_more_regions_than(&self, most: usize) -> bool {
+        self.size / REGION_BYTES >= most as u64 && self.regions().nth(most).is_some()
+    }
+
     /// The planned clusters in order, region by region.
     pub(super) fn regions(&self) -> impl Iterator<Item = Vec<Planned>> {
         let mut clusters = self.tables().flat_map(|(_, planned)| planned).peekable();
@@ -168,5 +173,6 @@ mod tests {
         plan.mark(range(2 << 20, 8 << 20), DiffKind::Data).unwrap();
         let lens: Vec<usize> = plan.regions().map(|region| region.len()).collect();
         assert_eq!(lens, [1, 2, 1]);
+        assert!(plan.has_more_regions_than(2) && !plan.has_more_regions_than(3));
     }
 }

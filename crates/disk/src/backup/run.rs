@@ -9,7 +9,7 @@ use vmstrata_types::{GuestOffset, GuestRange};
 use super::coming::Coming;
 use super::fault::BackupFault;
 use super::head::{Shape, cluster_bits};
-use super::manifest::{FileSum, Link, Manifest, RegionSum, State, manifest_path};
+use super::manifest::{FileSum, Link, Manifest, REGIONS_MAX, RegionSum, State, manifest_path};
 use super::packed::{PackedFile, PackedRegion};
 use super::pipeline::{Crew, in_order};
 use super::plain::write_tables;
@@ -49,6 +49,9 @@ pub fn backup(
         return Err(BackupFault::CompressedStream.into());
     }
     let (disk, plan) = open(state, options, resources)?;
+    if plan.has_more_regions_than(REGIONS_MAX) {
+        return Err(BackupFault::TooMuch { most: REGIONS_MAX as u64 * REGION_BYTES }.into());
+    }
     let shape = Shape {
         bits: plan.bits(),
         size: plan.size(),
