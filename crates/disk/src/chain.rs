@@ -18,11 +18,12 @@ use vmstrata_types::MAX_LAYERS;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::Index;
 use crate::layer::{Format, Layer, Tables};
+use crate::mark;
 use crate::opener::{Opened, Opener, Role, directory_of};
 use crate::resources::Resources;
 use indexed::Search;
 
-pub(crate) use head::{Qcow2Head, backing_of, backing_text, plain_name, probe, read_head};
+pub(crate) use head::{Qcow2Head, backing_of, backing_text, has_magic, plain_name, probe, read_head};
 
 /// How to open a disk.
 #[derive(Clone, Debug)]
@@ -34,9 +35,11 @@ pub struct OpenOptions {
     pub cache: CacheMode,
     /// Directories, beside the disk's own, in which backing files may lie.
     pub allow_backing: Vec<PathBuf>,
-    /// The active layer's format; `None` looks at its first bytes. Name `Raw` for disks whose guest is not
-    /// trusted: it could write a qcow2 header.
+    /// What the disk is, or was before its first snapshot; `None` looks at its first bytes. Name `Raw` for disks whose
+    /// guest is not trusted: it could write a qcow2 header. That stays right after snapshots (`docs/format.md`).
     pub format: Option<Format>,
+    /// Whether `format` is that of the very file, as the layer above names it: a raw one is then raw whatever is in it.
+    pub format_is_exact: bool,
 }
 
 impl OpenOptions {
@@ -53,7 +56,13 @@ impl OpenOptions {
 
 impl Default for OpenOptions {
     fn default() -> Self {
-        Self { read_only: false, cache: CacheMode::Host, allow_backing: Vec::new(), format: None }
+        Self {
+            read_only: false,
+            cache: CacheMode::Host,
+            allow_backing: Vec::new(),
+            format: None,
+            format_is_exact: false,
+        }
     }
 }
 
@@ -120,7 +129,7 @@ fn read_chain_doubting(
 ) -> Result<Chain> {
     let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
     let opener = resources.files().opener();
-    let top = open_named(path, role, options.format, &**opener)?;
+    let top = open_named(path, role, options, &**opener)?;
     let mut search = Search::new(&top, options, doubted, opener)?;
     let mut index = if options.read_only { search.ask(&top) } else { None };
     let (mut unfinished, mut above) = (None, Vec::new());
@@ -150,11 +159,11 @@ const RENAMES_MAX: u32 = 16;
 
 /// Opens the file on top of a chain, and makes sure that it is the one that `path` leads to: a snapshot may give the name
 /// to another file while the lock is waited for.
-fn open_named(path: &Path, role: Role, format: Option<Format>, opener: &dyn Opener) -> Result<Top> {
-    let gate = Gate::unrestricted();
+fn open_named(path: &Path, role: Role, options: &OpenOptions, opener: &dyn Opener) -> Result<Top> {
     for _ in 0..RENAMES_MAX {
-        let top = open_layer(path, role, format, &gate, opener)?;
-        if role == Role::Frozen || opener.identity(path, &gate)?.file == top.opened.identity.file {
+        let top = open_top(path, role, options, opener)?;
+        let is_there = || opener.identity(path, &Gate::unrestricted());
+        if role == Role::Frozen || is_there()?.file == top.opened.identity.file {
             return Ok(top);
         }
     }
@@ -180,7 +189,7 @@ pub(crate) fn walk<T>(
     opener: &dyn Opener,
     mut keep: impl FnMut(Top) -> T,
 ) -> Result<(Top, Vec<T>)> {
-    let top = open_layer(path, roles.top, options.format, &Gate::unrestricted(), opener)?;
+    let top = open_top(path, roles.top, options, opener)?;
     let below = walk_below(path, &top, options, roles.below, opener, |layer| Some(keep(layer)))?;
     Ok((top, below))
 }
@@ -239,6 +248,25 @@ pub(crate) fn raw_size(file_len: u64) -> u64 {
     file_len.next_multiple_of(SECTOR)
 }
 
+/// Opens the file of a disk, or of a state of one: no other file names it and says what it is.
+///
+/// # Errors
+/// As [`open_layer`], and a file of a disk that is said to be raw which may also be an overlay.
+pub(crate) fn open_top(path: &Path, role: Role, options: &OpenOptions, opener: &dyn Opener) -> Result<Top> {
+    let opened = opener.open(path, role, &Gate::unrestricted())?;
+    let format = match options.format {
+        Some(Format::Raw) if !options.format_is_exact => {
+            Some(mark::format_of(path, &opened).map_err(|error| error.in_file(path))?)
+        }
+        format => format,
+    };
+    read_top(path, opened, format)
+}
+
+/// Opens a file of which is known how it keeps its bytes; `None` looks at its first ones.
+///
+/// # Errors
+/// A file that cannot be opened, is not allowed, is locked, or breaks the format.
 pub(crate) fn open_layer(
     path: &Path,
     role: Role,
@@ -246,7 +274,10 @@ pub(crate) fn open_layer(
     gate: &Gate,
     opener: &dyn Opener,
 ) -> Result<Top> {
-    let opened = opener.open(path, role, gate)?;
+    read_top(path, opener.open(path, role, gate)?, format)
+}
+
+fn read_top(path: &Path, opened: Opened, format: Option<Format>) -> Result<Top> {
     let read = || -> Result<(u64, Option<Qcow2Head>)> {
         let file_len = opened.identity.len;
         let head = match format {

@@ -21,6 +21,7 @@ use crate::clones;
 use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
+use crate::mark;
 use crate::opener::{LocalFiles, Opened, Opener, Role, directory_of};
 use crate::snapshot::disk_name;
 
@@ -97,6 +98,7 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
         index_room: true,
         // What lies below belongs to the disk it was made by.
         record: options.backing.as_ref().and_then(|(name, _)| disk_name(name)).map(LayerRecord::Foreign),
+        mark: None,
     };
     // A header without room for that goes without: no record says as much.
     let image = new_image(&wanted).or_else(|error| match wanted.record {
@@ -145,7 +147,8 @@ fn check_backing(path: &Path, name: &Path, format: Format, replaced: Option<File
     let read = || -> Result<(Opened, u64, Option<Qcow2Head>)> {
         let opened = LocalFiles.open(&resolved, Role::Inspected, &Gate::unrestricted())?;
         let head = match format {
-            // Any bytes are a raw disk, also those of a qcow2 image.
+            // Any bytes are a raw disk, also those of a qcow2 image, but for one that took a raw disk's place.
+            Format::Raw if mark::is_overlay(&resolved, &opened)? => return Err(ErrorKind::Overlay.into()),
             Format::Raw => None,
             Format::Qcow2 => Some(read_head(&*opened.store, opened.identity.len)?),
         };

@@ -132,7 +132,13 @@ impl Diff {
         let mut allow_backing = self.options.allow_backing.clone();
         allow_backing.extend([&self.states.old, &self.states.new].map(|side| directory_of(&side.path)));
         let format = Some(layer.format());
-        let options = OpenOptions { read_only: true, allow_backing, format, ..OpenOptions::default() };
+        let options = OpenOptions {
+            read_only: true,
+            allow_backing,
+            format,
+            format_is_exact: true,
+            ..OpenOptions::default()
+        };
         Disk::open(&layer.path, &options, &self.resources)
     }
 }

@@ -59,6 +59,7 @@ mod journal;
 mod layer;
 mod layers;
 mod map;
+mod mark;
 pub mod merge;
 mod opener;
 mod queue;

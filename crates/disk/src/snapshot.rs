@@ -51,5 +51,5 @@ pub(crate) use names::{ENDINGS, stem};
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
 pub(crate) use offline::{lock_settled, name_from};
 pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};
-pub(crate) use prepare::{check_ready, make_ready};
+pub(crate) use prepare::{check_ready, prepare_live};
 pub use prune::{MEMORY_LABEL, Pruning};

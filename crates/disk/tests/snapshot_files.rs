@@ -218,7 +218,7 @@ fn a_raw_disk_stays_raw_below_its_overlay() {
     let disk = dir.path().join("web.img");
     std::fs::write(&disk, vec![5; (2 << 20) + 100]).unwrap();
     take_offline(&[&disk], "mon").unwrap();
-    assert_eq!(files(dir.path()), ["web.img", "web.mon.raw"]);
+    assert_eq!(files(dir.path()), ["web.img", "web.img.vmso", "web.mon.raw"]);
     let chain = chain_of(&disk);
     assert_eq!(chain[0]["backing-filename-format"], "raw");
     assert_eq!(chain[0]["virtual-size"], (2 << 20) + 512, "whole sectors");

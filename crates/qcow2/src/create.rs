@@ -4,14 +4,19 @@
 //! is there, themselves included; every cluster has refcount 1. Everything the image does not list as a part
 //! is zero, so the L1 table (up to 32 MiB) costs nothing but the file's length.
 
+mod header;
+#[cfg(test)]
+mod tests;
+
 use thiserror::Error;
 use vmstrata_types::{ClusterBits, HostOffset};
 
-use crate::extension::{Extension, Extensions, FeatureNames, MAX_BACKING_FORMAT_LEN, magic};
+use self::header::encode_header;
+use crate::extension::MAX_BACKING_FORMAT_LEN;
 use crate::feature::{Autoclear, Compatible, CompressionType, Incompatible};
 use crate::geometry::{ENTRY_LEN, Geometry};
-use crate::header::{BackingName, EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
-use crate::index::IndexLink;
+use crate::header::{EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
+use crate::overlay_mark::OverlayMark;
 use crate::refcount::{self, RefcountOrder};
 use crate::snapshot_info::{LayerRecord, SnapshotInfoError};
 
@@ -43,6 +48,8 @@ pub struct CreateOptions {
     pub index_room: bool,
     /// What to say of the backing file: which snapshot it is, or whose.
     pub record: Option<LayerRecord>,
+    /// What tells the image from bytes that a guest wrote, where a raw disk was.
+    pub mark: Option<OverlayMark>,
 }
 
 impl CreateOptions {
@@ -59,6 +66,7 @@ impl CreateOptions {
             feature_names: true,
             index_room: false,
             record: None,
+            mark: None,
         }
     }
 }
@@ -261,39 +269,3 @@ fn header(options: &CreateOptions, layout: &Layout) -> Header {
         additional: vec![0; u64::from(header_length).saturating_sub(field::ADDITIONAL) as usize],
     }
 }
-
-/// The header's bytes; enters the place of the backing file's name into the header too.
-fn encode_header(header: &mut Header, options: &CreateOptions) -> Result<Vec<u8>, CreateError> {
-    let mut extensions = Extensions::default();
-    let name = options.backing.as_ref().map(|backing| backing.name.as_slice());
-    if let Some(format) = options.backing.as_ref().and_then(|backing| backing.format.clone()) {
-        extensions.items.push(Extension::BackingFormat(format));
-    }
-    if let Some(record) = &options.record {
-        extensions.items.push(Extension::Unknown { magic: magic::SNAPSHOT, data: record.encode()? });
-    }
-    if options.feature_names && options.version >= 3 && options.cluster_bits >= MIN_NAMED {
-        extensions.items.push(Extension::FeatureNames(FeatureNames::known()));
-    }
-    let bytes =
-        with_index_room(header, &extensions, options).map_or_else(|| header.encode(&extensions, name), Ok)?;
-    if let Some(name) = name {
-        let offset = HostOffset::new((bytes.len() - name.len()) as u64);
-        header.backing_file = Some(BackingName { offset, len: name.len() as u32 });
-    }
-    Ok(bytes)
-}
-
-/// The header's bytes with room for a link right after the backing format, so within the first sector.
-fn with_index_room(header: &Header, extensions: &Extensions, options: &CreateOptions) -> Option<Vec<u8>> {
-    if !options.index_room || options.version < 3 {
-        return None;
-    }
-    let mut extensions = extensions.clone();
-    let room = Extension::Unknown { magic: magic::INDEX, data: IndexLink::encode(None).to_vec() };
-    extensions.items.insert(usize::from(extensions.backing_format().is_some()), room);
-    header.encode(&extensions, options.backing.as_ref().map(|backing| backing.name.as_slice())).ok()
-}
-
-#[cfg(test)]
-mod tests;

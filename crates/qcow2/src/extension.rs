@@ -29,6 +29,15 @@ pub mod magic {
     pub const INDEX: u32 = 0x564d_5358;
     /// What is known of the snapshot below: `VMSN`, ours ([`crate::snapshot_info::SnapshotInfo`]).
     pub const SNAPSHOT: u32 = 0x564d_534e;
+    /// The mark of a raw disk's overlay: `VMSO`, ours ([`crate::OverlayMark`]).
+    pub const OVERLAY: u32 = 0x564d_534f;
+    /// Bytes to be passed over: `VMSP`, ours.
+    pub const PADDING: u32 = 0x564d_5350;
+
+    /// Whether vmstrata, and nobody else, writes extensions of this type: their first three letters are `VMS`.
+    pub const fn is_ours(magic: u32) -> bool {
+        magic >> 8 == SNAPSHOT >> 8
+    }
 }
 
 /// Longest backing format name that QEMU accepts.

@@ -13,6 +13,7 @@
 //! | [`geometry`] | which table entry maps a guest offset |
 //! | [`snapshot`], [`bitmap`] | the tables through which internal snapshots and bitmaps hold clusters |
 //! | [`snapshot_info`] | what an overlay says of the snapshot below it |
+//! | [`overlay_mark`] | what tells the overlay of a raw disk from what its guest wrote |
 //! | [`index`] | vmstrata's own map of a whole chain, outside the tables |
 //! | [`create`] | the bytes of an empty image |
 //!
@@ -47,6 +48,7 @@ pub mod extension;
 pub mod geometry;
 pub mod header;
 pub mod index;
+pub mod overlay_mark;
 pub mod refcount;
 pub mod snapshot;
 pub mod snapshot_info;
@@ -58,5 +60,6 @@ pub use extension::{Extension, Extensions};
 pub use feature::{Autoclear, Compatible, CompressionType, Incompatible};
 pub use geometry::Geometry;
 pub use header::{BackingName, EncodeError, Header};
+pub use overlay_mark::OverlayMark;
 pub use refcount::RefcountOrder;
 pub use snapshot_info::{LayerRecord, SnapshotInfo, SnapshotInfoError};

@@ -27,7 +27,7 @@ pub fn run(args: &InfoArgs) -> Result<ExitCode> {
         ..OpenOptions::default()
     };
     let state = snapshot::resolve(&args.file, &options)?;
-    let chain = inspect(&state.path, &OpenOptions { format: state.format, ..options })?;
+    let chain = inspect(&state.path, &state.open_options(options))?;
     let report = report::Report::new(&chain, args.chain);
     if args.json {
         print_json(&report)?;

@@ -89,7 +89,7 @@ pub fn run(args: &MapArgs) -> Result<ExitCode> {
         ..OpenOptions::default()
     };
     let state = snapshot::resolve(&args.file, &options)?;
-    let disk = Disk::open(&state.path, &OpenOptions { format: state.format, ..options }, &resources)?;
+    let disk = Disk::open(&state.path, &state.open_options(options), &resources)?;
     let size = disk.size();
     ensure!(
         args.start_offset <= size,

@@ -11,15 +11,15 @@ use crate::args::BackingArgs;
 
 /// The state that `name` means: the file of a frozen layer.
 ///
-/// `DISK@NAME` is the snapshot NAME of DISK; all else is a file. Its `format` is that of the chain above it, unless told: what
-/// a raw layer begins with is its guest's.
+/// `DISK@NAME` is the snapshot NAME of DISK, which holds `format`; its own format is the one that the layer above it says. All
+/// else is a file that holds `format`. What a raw layer begins with is its guest's.
 ///
 /// # Errors
 /// A disk that has no such snapshot, or whose chain cannot be read.
 pub fn resolve(name: &Path, format: Option<Format>, backing: &BackingArgs) -> Result<State> {
-    let options = OpenOptions { allow_backing: backing.allow_backing.clone(), ..OpenOptions::default() };
-    let state = snapshot::resolve(name, &options).map_err(|error| explain(&error))?;
-    Ok(State { format: format.or(state.format), ..state })
+    let options =
+        OpenOptions { format, allow_backing: backing.allow_backing.clone(), ..OpenOptions::default() };
+    snapshot::resolve(name, &options).map_err(|error| explain(&error))
 }
 
 /// An engine's error for people: says what to do about a state that is still being written.

@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use vmstrata_qcow2::{Extensions, Header, ParseError, ParseErrorKind, SnapshotInfo};
+use vmstrata_qcow2::extension::magic;
+use vmstrata_qcow2::{Extensions, Header, OverlayMark, ParseError, ParseErrorKind, SnapshotInfo};
 use vmstrata_store::Store;
 use vmstrata_types::HostOffset;
 
@@ -20,6 +21,10 @@ pub(crate) struct Qcow2Head {
     pub(crate) bitmaps: Option<Vec<u8>>,
     /// What it says of the layer below as a snapshot.
     pub(crate) snapshot: Option<Vec<u8>>,
+    /// What tells it from bytes that a guest wrote, if it took a raw disk's place.
+    pub(crate) mark: Option<OverlayMark>,
+    /// Whether it has an extension that only vmstrata writes.
+    pub(crate) is_ours: bool,
 }
 
 /// Bytes read at first: enough for the header and extensions that tools write.
@@ -30,9 +35,14 @@ const MAGIC: &[u8; 4] = b"QFI\xfb";
 
 /// The header if the file starts like a qcow2 image; `None` for a raw file.
 pub(crate) fn probe(store: &dyn Store, file_len: u64) -> Result<Option<Qcow2Head>> {
+    if has_magic(store)? { read_head(store, file_len).map(Some) } else { Ok(None) }
+}
+
+/// Whether the file starts like a qcow2 image.
+pub(crate) fn has_magic(store: &dyn Store) -> Result<bool> {
     let mut magic = [0; 4];
     store.read_padded(&mut magic, HostOffset::ZERO).while_trying("read the first bytes")?;
-    if &magic == MAGIC { read_head(store, file_len).map(Some) } else { Ok(None) }
+    Ok(&magic == MAGIC)
 }
 
 /// Reads and checks header, extensions and backing name.
@@ -60,7 +70,9 @@ pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
     let backing_format = extensions.backing_format().map(str::to_owned);
     let bitmaps = extensions.bitmaps().map(<[u8]>::to_vec);
     let snapshot = SnapshotInfo::find(&extensions).map(<[u8]>::to_vec);
-    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot })
+    let mark = OverlayMark::find(&extensions);
+    let is_ours = extensions.items.iter().any(|extension| magic::is_ours(extension.magic()));
+    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot, mark, is_ours })
 }
 
 /// The backing file's name, also of images that cannot be used otherwise: those with features that are not supported, or

@@ -8,7 +8,7 @@ use vmstrata_store::{FileId, Gate};
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use super::DiffOptions;
-use crate::chain::{backing_of, freeze, open_layer};
+use crate::chain::{OpenOptions, backing_of, freeze, open_layer, open_top};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::{Format, Layer};
 use crate::opener::{Role, directory_of};
@@ -134,7 +134,7 @@ impl Walk {
         }
         let opener = &**resources.files().opener();
         let opened = if self.layers.is_empty() {
-            open_layer(&path, Role::Frozen, format, &Gate::unrestricted(), opener)?
+            open_top(&path, Role::Frozen, &OpenOptions { format, ..OpenOptions::default() }, opener)?
         } else {
             let gate = match &mut self.gate {
                 Some(gate) => gate,

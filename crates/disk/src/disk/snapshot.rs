@@ -13,9 +13,7 @@ use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
 use crate::layers::Top;
-use crate::snapshot::{
-    PrepareOptions, Prepared, SnapshotFault, SnapshotInfo, check_ready, group_broken, list, make_ready,
-};
+use crate::snapshot::{Prepared, SnapshotFault, SnapshotInfo, check_ready, group_broken, list, prepare_live};
 
 /// A snapshot that was taken.
 #[derive(Clone, Debug)]
@@ -74,7 +72,7 @@ impl Disk {
         if names.as_ref().is_some_and(|names| !names.contains(name)) {
             return Ok(());
         }
-        let options = OpenOptions { format: Some(format), ..self.options.clone() };
+        let options = OpenOptions { format: Some(format), format_is_exact: true, ..self.options.clone() };
         let snapshots = match list(&self.path, &options) {
             Ok(snapshots) => snapshots,
             Err(error) => {
@@ -96,8 +94,8 @@ impl Disk {
 
     /// An overlay, not on stable storage yet, and what the active file will be called.
     fn prepare_snapshot(&self, info: &SnapshotInfo) -> Result<(Prepared, PathBuf)> {
-        let options = PrepareOptions { format: Some(self.active_format()?), ..PrepareOptions::default() };
-        let ready = make_ready(&self.path, info, &options).map_err(|error| error.in_file(&self.path))?;
+        let ready = prepare_live(&self.path, info, self.active_format()?);
+        let ready = ready.map_err(|error| error.in_file(&self.path))?;
         if let Some(names) = &mut *self.snapshot_names.lock() {
             names.insert(info.name.clone());
         }

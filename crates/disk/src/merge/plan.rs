@@ -240,7 +240,8 @@ pub(crate) fn map_up_to(
     resources: &Arc<Resources>,
 ) -> Result<Arc<FrozenMap>> {
     let link = &links[layer];
-    let mut open = OpenOptions { read_only: true, format: Some(link.format), ..open.clone() };
+    let format = Some(link.format);
+    let mut open = OpenOptions { read_only: true, format, format_is_exact: true, ..open.clone() };
     open.allow_backing.push(directory_of(disk));
     let Chain { top, mut below, index, .. } = read_chain(&link.path, &open, resources)?;
     below.push(freeze(top, resources));

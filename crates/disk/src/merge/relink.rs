@@ -32,8 +32,6 @@ use crate::layer::Format;
 
 /// A sector is written whole or not at all.
 const SECTOR: usize = 512;
-/// The type of the padding: "VMSP".
-const PADDING: u32 = 0x564d_5350;
 const RECORD_HEADER: usize = 8;
 
 /// What an image is to stand on.
@@ -103,7 +101,7 @@ impl Relink {
             return None;
         }
         let skipped = (body_at - padding_at - RECORD_HEADER) as u32;
-        let extensions = [&first[..], &PADDING.to_be_bytes(), &skipped.to_be_bytes()].concat();
+        let extensions = [&first[..], &magic::PADDING.to_be_bytes(), &skipped.to_be_bytes()].concat();
         let name_at = body_at + body.len() - name.len();
         Some(Self {
             body: Some((body_at, body)),
@@ -165,7 +163,7 @@ fn extensions(old: &Extensions, below: Option<&Below>, names: bool) -> (Extensio
     }
     for extension in &old.items {
         match extension.magic() {
-            magic::BACKING_FORMAT | magic::SNAPSHOT | PADDING => {}
+            magic::BACKING_FORMAT | magic::SNAPSHOT | magic::PADDING => {}
             magic::INDEX => {
                 let data = IndexLink::encode(None).to_vec();
                 first.items.push(Extension::Unknown { magic: magic::INDEX, data });
@@ -193,7 +191,7 @@ fn used(cluster: &[u8], header: &Header) -> Vec<Range<usize>> {
     while end.saturating_sub(at) >= RECORD_HEADER {
         let (magic, len) = (word(at), word(at + 4) as usize);
         let data = if magic == magic::END { 0 } else { len.next_multiple_of(8) };
-        used.push(at..at + RECORD_HEADER + if magic == PADDING { 0 } else { data });
+        used.push(at..at + RECORD_HEADER + if magic == magic::PADDING { 0 } else { data });
         if magic == magic::END {
             break;
         }

@@ -167,6 +167,14 @@ pub struct State {
     pub info: Option<SnapshotInfo>,
 }
 
+impl State {
+    /// How it is opened where its disk is opened with `options`.
+    pub fn open_options(&self, options: OpenOptions) -> OpenOptions {
+        let format_is_exact = self.info.is_some() || options.format_is_exact;
+        OpenOptions { format: self.format, format_is_exact, ..options }
+    }
+}
+
 /// The state that `text` names: `DISK@NAME` is the snapshot NAME of DISK, all else is a file.
 ///
 /// A file that is there is meant, whatever its name looks like.

@@ -95,7 +95,7 @@ fn ready_one(
 pub(crate) fn lock_settled(disk: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<FileStore> {
     loop {
         let lock = lock(disk)?;
-        if !Below::read(disk, open.format)?.is_open {
+        if !Below::read_disk(disk, open.format)?.is_open {
             return Ok(lock);
         }
         // Opening takes the lock itself.
@@ -112,7 +112,7 @@ fn close(disk: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<
 /// The layer of a snapshot, which nobody may be writing while the file that comes with it is held.
 fn finished(found: &Snapshot) -> Result<(Opened, Below)> {
     let file = LocalFiles.open(&found.layer, Role::Frozen, &Gate::unrestricted())?;
-    let below = Below::read(&found.layer, Some(found.format))?;
+    let below = Below::read(&found.layer, found.format)?;
     if below.is_open {
         return Err(SnapshotFault::Unfinished { layer: found.layer.clone() }.into());
     }
@@ -195,7 +195,8 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
         check_keep(disk, keep, identity)?;
     }
     let (held, below) = finished(&found)?;
-    let image = below.overlay(name_from(disk, &found.layer)?, &info)?;
+    let mark = below.mark_overlay(disk, options.prepare.on_step)?;
+    let image = below.overlay(name_from(disk, &found.layer)?, &info, mark)?;
     let keep = options.keep.as_deref();
     let mut prepared = Prepared::make(disk, identity, &image, keep, options.prepare.on_step)?;
     // What a killed process left stands on the disk, too, and is gone by now.
@@ -241,7 +242,7 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
         let (stood_on, below) = finished(&found)?;
         let info =
             SnapshotInfo { origin: names::disk_name(disk), ..found.info.clone().expect("found by its name") };
-        let image = below.overlay(name_from(output, &found.layer)?, &info)?;
+        let image = below.overlay(name_from(output, &found.layer)?, &info, None)?;
         let draft = Draft::beside(output)?;
         fill(&draft.file, &image)?;
         // Before it is there: whoever looks finds a link without a disk, not a disk without a link.

@@ -4,18 +4,20 @@ use std::os::fd::AsFd;
 use std::path::Path;
 
 use vmstrata_qcow2::{
-    Compatible, CompressionType, CreateOptions, Header, Incompatible, NewBacking, NewImage, RefcountOrder,
-    SnapshotInfo, new_image,
+    Compatible, CompressionType, CreateOptions, Header, Incompatible, NewBacking, NewImage, OverlayMark,
+    RefcountOrder, SnapshotInfo, new_image,
 };
 use vmstrata_store::{FileIdentity, Gate};
 use vmstrata_types::ClusterBits;
 
 use super::access;
-use crate::chain::{Top, open_layer};
+use super::prepare::Step;
+use crate::chain::{OpenOptions, Top, open_layer, open_top};
 use crate::create::fill;
 use crate::draft::Temporary;
 use crate::error::{ErrorKind, Result};
 use crate::layer::Format;
+use crate::mark;
 use crate::opener::{LocalFiles, Role};
 
 /// What a new overlay takes over from the layer it stands on.
@@ -31,15 +33,26 @@ pub(super) struct Below {
     refcount_order: RefcountOrder,
     compression_type: CompressionType,
     lazy_refcounts: bool,
+    has_mark: bool,
 }
 
 impl Below {
-    /// Reads the header of the file at `path`, without a lock.
+    /// Reads the header of the layer at `path`, without a lock.
     ///
     /// # Errors
     /// A file that cannot be read or breaks the format, or that is marked corrupt.
-    pub(super) fn read(path: &Path, format: Option<Format>) -> Result<Self> {
-        let file = open_layer(path, Role::Inspected, format, &Gate::unrestricted(), &LocalFiles)?;
+    pub(super) fn read(path: &Path, format: Format) -> Result<Self> {
+        let file = open_layer(path, Role::Inspected, Some(format), &Gate::unrestricted(), &LocalFiles)?;
+        Self::of(&file).map_err(|error| error.in_file(path))
+    }
+
+    /// The same of a disk's file, of which `said` is known ([`OpenOptions::format`]).
+    ///
+    /// # Errors
+    /// As [`Self::read`], and as [`open_top`].
+    pub(super) fn read_disk(path: &Path, said: Option<Format>) -> Result<Self> {
+        let options = OpenOptions { format: said, ..OpenOptions::default() };
+        let file = open_top(path, Role::Inspected, &options, &LocalFiles)?;
         Self::of(&file).map_err(|error| error.in_file(path))
     }
 
@@ -61,14 +74,48 @@ impl Below {
             compression_type: header.map_or(like.compression_type, |header| header.compression_type),
             lazy_refcounts: header
                 .is_some_and(|header| header.compatible.contains(Compatible::LAZY_REFCOUNTS)),
+            has_mark: file.head.as_ref().is_some_and(|head| head.mark.is_some()),
         })
     }
 
-    /// An empty image on this layer, which it will know as `name`.
+    /// The mark of an overlay that takes the place of `disk` and stands on this layer, noted beside it; `None` for a disk that was
+    /// never a raw file.
+    ///
+    /// # Errors
+    /// A note that cannot be written.
+    pub(super) fn mark_overlay(&self, disk: &Path, on_step: fn(Step)) -> Result<Option<OverlayMark>> {
+        let began_raw = self.began_raw();
+        if began_raw {
+            on_step(Step::Mark);
+        }
+        mark::of_overlay(disk, began_raw)
+    }
+
+    /// Whether the disk that has this layer was a raw file at first.
+    fn began_raw(&self) -> bool {
+        self.format == Format::Raw || self.has_mark
+    }
+
+    /// Refuses what [`Self::overlay`] would refuse.
+    ///
+    /// # Errors
+    /// As [`Self::overlay`].
+    pub(super) fn check_overlay(&self, name: String, info: &SnapshotInfo) -> Result<()> {
+        // One mark takes as much room as another.
+        let mark = self.began_raw().then(|| OverlayMark::new([0; 16]));
+        self.overlay(name, info, mark).map(drop)
+    }
+
+    /// An empty image on this layer, which it will know as `name`; with a mark where it takes the place of a raw disk.
     ///
     /// # Errors
     /// A record or a name for which the header has no room, or that cannot be stored.
-    pub(super) fn overlay(&self, name: String, info: &SnapshotInfo) -> Result<NewImage> {
+    pub(super) fn overlay(
+        &self,
+        name: String,
+        info: &SnapshotInfo,
+        mark: Option<OverlayMark>,
+    ) -> Result<NewImage> {
         let backing = NewBacking { name: name.into_bytes(), format: Some(self.format.to_string()) };
         Ok(new_image(&CreateOptions {
             version: self.version,
@@ -80,6 +127,7 @@ impl Below {
             feature_names: true,
             index_room: true,
             record: Some(info.clone().into()),
+            mark,
             ..CreateOptions::new(self.size)
         })?)
     }

@@ -19,7 +19,7 @@ use crate::layer::Format;
 /// How to prepare a snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct PrepareOptions {
-    /// What the active file holds; `None` looks at its first bytes.
+    /// As [`crate::OpenOptions::format`].
     pub format: Option<Format>,
     /// Called before each change of the file system: where tests of crashes stop.
     pub on_step: fn(Step),
@@ -36,6 +36,8 @@ impl Default for PrepareOptions {
 pub enum Step {
     /// Remove what a killed process left.
     Sweep,
+    /// Note the mark of a raw disk's overlays: only of such a disk.
+    Mark,
     /// Make the overlay under its temporary name.
     Make,
     /// Bring the overlay to stable storage.
@@ -95,43 +97,54 @@ pub fn prepare(active: &Path, info: &SnapshotInfo, options: &PrepareOptions) -> 
 }
 
 fn prepare_below(active: &Path, info: &SnapshotInfo, options: &PrepareOptions) -> Result<Prepared> {
-    let (mut prepared, frozen) = make_ready(active, info, options)?;
+    check_path(active)?;
+    let below = Below::read_disk(active, options.format)?;
+    let (mut prepared, frozen) = make_ready(active, info, &below, options.on_step)?;
     prepared.flush()?;
     prepared.link(frozen)?;
     Ok(prepared)
 }
 
-/// As [`prepare`], without the second name, which is returned: to be given ([`Prepared::link`]) when the overlay is on stable
-/// storage.
+/// As [`prepare`] for a disk in use, whose file is of this format, and without the second name, which is returned: to be given
+/// ([`Prepared::link`]) when the overlay is on stable storage.
 ///
 /// # Errors
 /// As [`prepare`].
-pub(crate) fn make_ready(
+pub(crate) fn prepare_live(
     active: &Path,
     info: &SnapshotInfo,
-    options: &PrepareOptions,
+    format: Format,
 ) -> Result<(Prepared, PathBuf)> {
     check_path(active)?;
+    make_ready(active, info, &Below::read(active, format)?, PrepareOptions::default().on_step)
+}
+
+fn make_ready(
+    active: &Path,
+    info: &SnapshotInfo,
+    below: &Below,
+    on_step: fn(Step),
+) -> Result<(Prepared, PathBuf)> {
     info.check().map_err(vmstrata_qcow2::CreateError::from)?;
-    let below = Below::read(active, options.format)?;
     let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
     let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
-    let image = below.overlay(names::sibling(name), info)?;
-    let prepared = Prepared::make(active, below.identity.file, &image, None, options.on_step)?;
+    let mark = below.mark_overlay(active, on_step)?;
+    let image = below.overlay(names::sibling(name), info, mark)?;
+    let prepared = Prepared::make(active, below.identity.file, &image, None, on_step)?;
     Ok((prepared, frozen))
 }
 
-/// Refuses what [`make_ready`] and [`Prepared::link`] would refuse, and makes nothing.
+/// Refuses what [`prepare_live`] and [`Prepared::link`] would refuse, and makes nothing.
 ///
 /// # Errors
 /// As [`prepare`], but for what the host reports only when it is tried.
 pub(crate) fn check_ready(active: &Path, info: &SnapshotInfo, format: Format) -> Result<()> {
     check_path(active)?;
     info.check().map_err(vmstrata_qcow2::CreateError::from)?;
-    let below = Below::read(active, Some(format))?;
+    let below = Below::read(active, format)?;
     let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
     let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
-    below.overlay(names::sibling(name), info)?;
+    below.check_overlay(names::sibling(name), info)?;
     match frozen.symlink_metadata() {
         // What a killed process left is removed when this is done in earnest.
         Ok(there) if is_second_name(&there, below.identity.file) => Ok(()),

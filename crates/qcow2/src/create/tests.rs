@@ -1,4 +1,5 @@
 use super::*;
+use crate::extension::FeatureNames;
 
 fn refused(change: impl FnOnce(&mut CreateOptions)) -> CreateError {
     let mut options = CreateOptions::new(1 << 30);

@@ -41,12 +41,10 @@ impl Host {
         let (spec, path) = (spec.clone(), disk.path().to_owned());
         table.check_idle(name)?;
         drop(table);
-        let options = RevertOptions {
-            keep: asked.keep.map(PathBuf::from),
-            force: asked.force,
-            open: self.open_options(&spec),
-            prepare: PrepareOptions { format: spec.format, ..PrepareOptions::default() },
-        };
+        let open = self.open_options(&spec);
+        let prepare = PrepareOptions { format: open.format, ..PrepareOptions::default() };
+        let options =
+            RevertOptions { keep: asked.keep.map(PathBuf::from), force: asked.force, open, prepare };
         if spec.read_only {
             return Err(vmstrata_disk::Error::from(vmstrata_disk::ErrorKind::ReadOnly).into());
         }

@@ -2,18 +2,21 @@
 
 use std::path::PathBuf;
 
-use vmstrata_disk::{OpenOptions, inspect, snapshot};
+use vmstrata_disk::{Format, OpenOptions, inspect, snapshot};
 
 use crate::error::Error;
 use crate::spec::{CloneOf, DiskSpec, SpecError, StateError};
 
 /// How the files of a disk are opened whose backing files may lie in `allow_backing`, too.
 pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOptions {
+    // What is said of a clone's format is said of the disk that it starts from: a clone is always an overlay.
+    let format = if spec.clone_of.is_some() { Some(Format::Qcow2) } else { spec.format };
     OpenOptions {
         read_only: spec.read_only,
         cache: spec.cache,
         allow_backing: allow_backing.to_vec(),
-        format: spec.format,
+        format,
+        ..OpenOptions::default()
     }
 }
 
@@ -24,7 +27,7 @@ pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOp
 pub(crate) fn look_at(spec: &DiskSpec, allow_backing: &[PathBuf]) -> Result<(), Error> {
     let options = open_options(spec, allow_backing);
     if let Some(clone_of) = spec.clone_of.as_ref().filter(|_| spec.path.symlink_metadata().is_err()) {
-        snapshot::find(&clone_of.disk, &clone_of.snapshot, &OpenOptions { format: None, ..options })?;
+        snapshot::find(&clone_of.disk, &clone_of.snapshot, &OpenOptions { format: spec.format, ..options })?;
         return Ok(());
     }
     let (path, options) = find(spec, options)?;
@@ -40,8 +43,9 @@ pub(crate) fn look_at(spec: &DiskSpec, allow_backing: &[PathBuf]) -> Result<(), 
 /// No such snapshot, one that is to be written, another file in the clone's place; whatever the host reports.
 pub(super) fn find(spec: &DiskSpec, options: OpenOptions) -> Result<(PathBuf, OpenOptions), Error> {
     if let Some(clone_of) = &spec.clone_of {
-        let options = OpenOptions { format: None, ..options.clone() };
+        let options = OpenOptions { format: spec.format, ..options.clone() };
         if spec.path.symlink_metadata().is_ok() {
+            let options = OpenOptions { format: Some(Format::Qcow2), ..options };
             check_clone(spec, clone_of, &options)?;
         } else {
             let layer = snapshot::clone(&clone_of.disk, &clone_of.snapshot, &spec.path, &options)?;
@@ -52,7 +56,8 @@ pub(super) fn find(spec: &DiskSpec, options: OpenOptions) -> Result<(PathBuf, Op
     if state.info.is_some() && !spec.read_only {
         return Err(SpecError::from(StateError::Written { path: spec.path.clone() }).into());
     }
-    Ok((state.path, OpenOptions { format: state.format, ..options }))
+    let options = state.open_options(options);
+    Ok((state.path, options))
 }
 
 fn check_clone(spec: &DiskSpec, clone_of: &CloneOf, options: &OpenOptions) -> Result<(), Error> {

@@ -34,7 +34,8 @@ impl OpenDisk for States {
     fn open(&self, state: &DiskState) -> Result<Box<dyn ReadDisk>, BoxError> {
         let found = snapshot::find(Path::new(&state.disk), &state.snapshot, &self.options);
         let found = found.map_err(|error| explain(&error))?;
-        let options = OpenOptions { format: Some(found.format), ..self.options.clone() };
+        let (format, options) = (Some(found.format), self.options.clone());
+        let options = OpenOptions { format, format_is_exact: true, ..options };
         let disk = Disk::open(&found.layer, &options, &self.resources).map_err(|error| explain(&error))?;
         Ok(Box::new(State(disk)))
     }

@@ -1,0 +1,89 @@
+//! A server that is started again as at first, after what it served was changed: it goes on with every disk.
+
+mod support;
+
+use std::path::Path;
+
+use support::server::Server;
+use support::{Images, assert_clean, run_err, run_json, run_ok, tool_ok};
+
+fn io(server: &Server, disk: &str, command: &str) {
+    let said = tool_ok("qemu-io", ["-f", "raw", "-c", command, &server.uri(disk)]);
+    assert!(!said.contains("failed"), "{command}: {said}");
+}
+
+fn names(listed: &serde_json::Value) -> Vec<&str> {
+    listed["snapshots"].as_array().unwrap().iter().filter_map(|row| row["name"].as_str()).collect()
+}
+
+/// The guest of a raw disk is not trusted, its snapshots are qcow2, and who serves it says `format=raw` for ever.
+#[test]
+fn a_raw_disk_goes_on_after_every_command_with_what_was_said_of_it_at_first() {
+    let images = Images::new();
+    let disk = images.name("web.img");
+    std::fs::File::create(&disk).unwrap().set_len(16 << 20).unwrap();
+    let (spec, nbd) = (format!("path={disk},format=raw"), format!("unix:{}", images.name("nbd.sock")));
+    let start = || Server::start(&["--disk", &spec, "--nbd", &nbd]);
+    let server = start();
+    io(&server, "web", "write -P 1 0 64k");
+    server.ask_ok(["snapshot", "create", &disk, "--name", "mon"]);
+    io(&server, "web", "write -P 2 0 64k");
+    assert!(server.stop().success());
+
+    // Started again: it is what it was, and has its history.
+    let server = start();
+    assert_eq!(server.ready["disks"][0]["size"], 16 << 20);
+    io(&server, "web", "read -P 2 0 64k");
+    io(&server, "web", "write -P 3 64k 4k");
+    server.ask_ok(["snapshot", "create", &disk, "--name", "tue"]);
+    server.ask_ok(["snapshot", "delete", &disk, "mon"]);
+    assert!(server.stop().success());
+    let listed = run_json(["snapshot", "list", &disk, "-f", "raw", "--json"]);
+    assert_eq!(names(&listed), ["tue"]);
+
+    let server = start();
+    io(&server, "web", "read -P 3 64k 4k");
+    io(&server, "web", "write -P 4 64k 4k");
+    let mut said = server.ask(["snapshot", "revert", &disk, "tue", "--yes"]);
+    while support::stderr(&said).contains("in use by") {
+        said = server.ask(["snapshot", "revert", &disk, "tue", "--yes"]);
+    }
+    assert!(said.status.success(), "{said:?}");
+    io(&server, "web", "read -P 3 64k 4k");
+    server.ask_ok(["flatten", &disk]);
+    assert!(server.stop().success());
+
+    let server = start();
+    io(&server, "web", "read -P 2 0 64k");
+    io(&server, "web", "read -P 3 64k 4k");
+    assert!(server.stop().success());
+    assert_clean(Path::new(&disk));
+    // Without what vouches for it, it is refused, and not served as the bytes of its file.
+    std::fs::remove_file(format!("{disk}.vmso")).unwrap();
+    let said = run_err(1, ["serve", "--disk", &spec, "--nbd", &nbd]);
+    assert!(said.contains("web.img.vmso") && said.contains("format=qcow2"), "{said}");
+}
+
+#[test]
+fn a_nightly_command_names_a_raw_disk_as_on_the_first_night() {
+    let images = Images::new();
+    let disk = images.name("web.img");
+    let file = std::fs::File::create(&disk).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[1; 1 << 20], 0).unwrap();
+    file.set_len(4 << 20).unwrap();
+    for night in ["mon", "tue", "wed"] {
+        run_ok(["snapshot", "create", &disk, "-f", "raw", "--name", night]);
+    }
+    let listed = run_json(["snapshot", "list", &disk, "-f", "raw", "--json"]);
+    assert_eq!(names(&listed), ["wed", "tue", "mon"]);
+    let of = |state: &str| format!("{disk}@{state}");
+    let (old, new) = (of("mon"), of("wed"));
+    let said = run_ok(["diff", &old, &new, "-f", "raw"]);
+    assert!(said.contains("0 B"), "{said}");
+    for (state, out) in [(&disk, "active"), (&new, "wed"), (&old, "mon")] {
+        let out = images.name(&format!("{out}.backup"));
+        run_ok(["backup", state, "-f", "raw", "-o", &out]);
+        let said = tool_ok("qemu-io", ["-r", "-c", "read -P 1 0 1M", "-c", "read -P 0 1M 3M", &out]);
+        assert!(!said.contains("failed"), "{said}");
+    }
+}
