@@ -87,3 +87,38 @@ fn a_nightly_command_names_a_raw_disk_as_on_the_first_night() {
         assert!(!said.contains("failed"), "{said}");
     }
 }
+
+/// What `at=SNAPSHOT,clone=FILE` made is a disk like any other, and lets go of the snapshot like any other.
+#[test]
+fn a_clone_goes_on_when_it_does_not_stand_on_its_snapshot_any_more() {
+    let images = Images::new();
+    let disk = images.create("web.qcow2", &["16M"]).to_str().unwrap().to_owned();
+    for name in ["mon", "tue"] {
+        run_ok(["snapshot", "create", &disk, "--name", name]);
+    }
+    let (ci, nbd) = (images.name("ci.qcow2"), format!("unix:{}", images.name("nbd.sock")));
+    let (origin, clone) = (format!("path={disk}"), format!("path={disk},at=tue,clone={ci}"));
+    let start = || Server::start(&["--disk", &origin, "--disk", &clone, "--nbd", &nbd]);
+    let commands: [&[&str]; 4] = [
+        &["snapshot", "create", &ci, "--name", "mine"],
+        &["snapshot", "revert", &ci, "mon", "--yes"],
+        &["snapshot", "create", &ci, "--name", "later"],
+        &["flatten", &ci],
+    ];
+    for (turn, command) in commands.into_iter().enumerate() {
+        let server = start();
+        io(&server, "ci", &format!("write -P {} 0 64k", turn + 1));
+        let mut said = server.ask(command.iter().copied());
+        while support::stderr(&said).contains("in use by") {
+            said = server.ask(command.iter().copied());
+        }
+        assert!(said.status.success(), "{command:?}: {said:?}");
+        // Served on, and again by the next server.
+        io(&server, "ci", &format!("write -P {} 1M 64k", turn + 1));
+        assert!(server.stop().success());
+    }
+    let server = start();
+    io(&server, "ci", "read -P 4 1M 64k");
+    assert!(server.stop().success());
+    assert_clean(Path::new(&ci));
+}

@@ -28,7 +28,9 @@ impl Host {
         }
         table.disks.push(Entry::new(spec.clone(), Phase::Opening));
         drop(table);
-        let disk = self.open_and_let_in(&spec).inspect_err(|_| self.table.lock().forget(&spec.name))?;
+        let opened =
+            states::make_clone(&spec, self.open_options(&spec)).and_then(|()| self.open_and_let_in(&spec));
+        let disk = opened.inspect_err(|_| self.table.lock().forget(&spec.name))?;
         self.tell(Event::DiskAdded { disk: spec.name.clone() });
         self.mend_index(&spec.name, &disk);
         drop(disk);

@@ -1,7 +1,10 @@
 //! Which file a disk's state is: the active one, a snapshot's layer, or a clone that may have to be made.
 
+use std::collections::HashSet;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
+use vmstrata_disk::snapshot::Snapshot;
 use vmstrata_disk::{Format, OpenOptions, inspect, snapshot};
 
 use crate::error::Error;
@@ -20,38 +23,46 @@ pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOp
     }
 }
 
-/// Reads the headers of the chain that [`find`] finds. A clone that is to be made is not: its snapshot's are read.
+/// Reads the headers of the chain that is opened for `spec`. A clone that is to be made is not: its snapshot's are read.
 ///
 /// # Errors
-/// As [`find`], and a layer that cannot be read.
+/// As [`make_clone`] and [`find`], and a layer that cannot be read.
 pub(crate) fn look_at(spec: &DiskSpec, allow_backing: &[PathBuf]) -> Result<(), Error> {
     let options = open_options(spec, allow_backing);
-    if let Some(clone_of) = spec.clone_of.as_ref().filter(|_| spec.path.symlink_metadata().is_err()) {
-        snapshot::find(&clone_of.disk, &clone_of.snapshot, &OpenOptions { format: spec.format, ..options })?;
-        return Ok(());
+    if let Some(clone_of) = &spec.clone_of {
+        if spec.path.symlink_metadata().is_err() {
+            snapshot::find(&clone_of.disk, &clone_of.snapshot, &of_origin(spec, options))?;
+            return Ok(());
+        }
+        check_clone(spec, clone_of, &options)?;
     }
     let (path, options) = find(spec, options)?;
     inspect(&path, &options)?;
     Ok(())
 }
 
-/// The file to open for `spec`, and how.
+/// Makes the clone that `spec` is of a snapshot, if it is one and is not there.
 ///
-/// A clone that is there is opened as it is, so that a server that is started again goes on with it.
+/// One that is there is taken as it is, so that a server that is started again goes on with it.
 ///
 /// # Errors
-/// No such snapshot, one that is to be written, another file in the clone's place; whatever the host reports.
-pub(super) fn find(spec: &DiskSpec, options: OpenOptions) -> Result<(PathBuf, OpenOptions), Error> {
-    if let Some(clone_of) = &spec.clone_of {
-        let options = OpenOptions { format: spec.format, ..options.clone() };
-        if spec.path.symlink_metadata().is_ok() {
-            let options = OpenOptions { format: Some(Format::Qcow2), ..options };
-            check_clone(spec, clone_of, &options)?;
-        } else {
-            let layer = snapshot::clone(&clone_of.disk, &clone_of.snapshot, &spec.path, &options)?;
-            tracing::info!(clone = %spec.path.display(), layer = %layer.display(), "made a clone");
-        }
+/// No such snapshot, another file in the clone's place; whatever the host reports.
+pub(super) fn make_clone(spec: &DiskSpec, options: OpenOptions) -> Result<(), Error> {
+    let Some(clone_of) = &spec.clone_of else { return Ok(()) };
+    if spec.path.symlink_metadata().is_ok() {
+        return check_clone(spec, clone_of, &options);
     }
+    let options = of_origin(spec, options);
+    let layer = snapshot::clone(&clone_of.disk, &clone_of.snapshot, &spec.path, &options)?;
+    tracing::info!(clone = %spec.path.display(), layer = %layer.display(), "made a clone");
+    Ok(())
+}
+
+/// The file to open for `spec`, and how.
+///
+/// # Errors
+/// No such snapshot, one that is to be written; whatever the host reports.
+pub(super) fn find(spec: &DiskSpec, options: OpenOptions) -> Result<(PathBuf, OpenOptions), Error> {
     let state = snapshot::resolve(&spec.path, &options)?;
     if state.info.is_some() && !spec.read_only {
         return Err(SpecError::from(StateError::Written { path: spec.path.clone() }).into());
@@ -60,15 +71,48 @@ pub(super) fn find(spec: &DiskSpec, options: OpenOptions) -> Result<(PathBuf, Op
     Ok((state.path, options))
 }
 
+/// How the disk is looked at that a clone starts from.
+fn of_origin(spec: &DiskSpec, clone: OpenOptions) -> OpenOptions {
+    OpenOptions { format: spec.format, ..clone }
+}
+
+/// Refuses a file that visibly is something else than this clone. Flattened, reverted or with layers dropped, a clone does not
+/// stand on that snapshot any more, and is the same disk still.
 fn check_clone(spec: &DiskSpec, clone_of: &CloneOf, options: &OpenOptions) -> Result<(), Error> {
-    let origin = clone_of.disk.file_name().unwrap_or_default().to_string_lossy();
-    let is_it = snapshot::list(&spec.path, options)?.iter().any(|below| {
-        let info = below.info.as_ref();
-        info.is_some_and(|info| info.name == clone_of.snapshot && info.origin.as_deref() == Some(&*origin))
-    });
-    if is_it {
+    let layers = snapshot::list(&spec.path, options)?;
+    if !stands_on_another(&layers, spec, clone_of, options) {
         return Ok(());
     }
     let (path, CloneOf { disk, snapshot }) = (spec.path.clone(), clone_of.clone());
     Err(SpecError::from(StateError::NotTheClone { path, disk, snapshot }).into())
+}
+
+/// Whether layers below a clone say that it is another disk's, or one of a newer snapshot.
+fn stands_on_another(
+    layers: &[Snapshot],
+    spec: &DiskSpec,
+    clone_of: &CloneOf,
+    options: &OpenOptions,
+) -> bool {
+    let asked = Some(clone_of.snapshot.as_str());
+    let foreign: Vec<&Snapshot> = layers.iter().filter(|layer| layer.origin.is_some()).collect();
+    if foreign.iter().position(|layer| layer.name() == asked).is_some_and(|at| at > 0) {
+        return true;
+    }
+    let origin = clone_of.disk.file_name().unwrap_or_default().to_string_lossy();
+    if foreign.iter().any(|layer| layer.origin.as_deref() == Some(&*origin)) {
+        return false;
+    }
+    let unnamed = || layers.iter().any(|layer| layer.info.is_none() && layer.damage.is_none());
+    if foreign.is_empty() && !unnamed() {
+        // Nothing but snapshots of its own.
+        return false;
+    }
+    // What does not say whose it is may still be a layer of the disk that it came from. That one may be gone by now.
+    let Ok(chain) = snapshot::list(&clone_of.disk, &of_origin(spec, options.clone())) else {
+        return !foreign.is_empty();
+    };
+    let file = |layer: &Snapshot| layer.layer.metadata().map(|file| (file.dev(), file.ino())).ok();
+    let chain: HashSet<(u64, u64)> = chain.iter().filter_map(file).collect();
+    !layers.iter().filter_map(file).any(|layer| chain.contains(&layer))
 }
