@@ -21,7 +21,7 @@
 //!   ([`copy`]). That covers zeros, sizes, cluster sizes and raw bases without a rule for any of them.
 //! - Whatever ends the job early leaves a sound chain and, after a crash, leaked clusters at most. Started again it
 //!   passes over what is there.
-//! - Whether the header has room for the new name is known before anything is copied.
+//! - Whether the header has room for the new name, and the file system for what will be copied, is known before anything is.
 //! - A file is removed only if it was a snapshot of this disk and nobody needs it ([`users`], [`remove`]). What a killed process
 //!   did not come to remove goes later ([`leftovers`]).
 //! - A frozen target is written only while no other process uses it, or a disk that stands on it: whoever opens one later
@@ -38,6 +38,7 @@ pub(crate) mod leftovers;
 pub(crate) mod plan;
 pub(crate) mod relink;
 pub(crate) mod remove;
+pub(crate) mod room;
 pub(crate) mod target;
 pub(crate) mod users;
 

@@ -30,7 +30,11 @@ fn all() -> MergeOptions {
 }
 
 fn merge(disk: &Path, range: MergeRange, options: &MergeOptions) -> Result<Merged, Error> {
-    Merge::new(disk, range, options, &resources())?.run()
+    let job = Merge::new(disk, range, options, &resources())?;
+    let demand = job.demand();
+    let merged = job.run()?;
+    assert_eq!(merged.copied_bytes, demand, "what is asked for is what is taken");
+    Ok(merged)
 }
 
 /// Files of a chain, base first, each with what it reads as for stock tools.

@@ -36,11 +36,14 @@ use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, links, map_up_to};
 use crate::merge::relink::Relink;
+use crate::merge::room::Room;
 use crate::merge::users::Here;
 use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, leftovers};
 
 /// Most bytes of the disk looked at before others get their turn.
 const TURN: u64 = 256 << 10;
+/// The same, where nothing is copied.
+const MEASURED: u64 = 64 << 20;
 
 /// A merge of a disk in use. Dropped, the disk may be merged again.
 #[derive(Debug)]
@@ -160,6 +163,7 @@ impl Running {
 
     /// Begins to copy into the active layer.
     fn promise(&self, links: &[Link], after: Option<Arc<FrozenMap>>) -> Result<Copier> {
+        let room = self.room(links, after.as_deref())?;
         let (_changing, layers) = self.hold_layers(links)?;
         let Top::Qcow2(active) = &layers.top else {
             return Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path));
@@ -173,7 +177,22 @@ impl Running {
         let promised = layers.over(layers.frozen.clone(), after.clone());
         // No writer may be inside that does not know of the promise.
         self.disk.writers.closed(|| self.disk.put_layers_and_call(promised));
-        Ok(Copier::new(Arc::clone(active), None, after, relink))
+        Ok(Copier::new(Arc::clone(active), None, after, relink, room))
+    }
+
+    /// The room for what the active layer will need, as it is now.
+    fn room(&self, links: &[Link], after: Option<&FrozenMap>) -> Result<Room> {
+        let disk = &self.disk;
+        let (mut at, mut demand) = (0, 0);
+        while at < disk.size() {
+            let _guard = disk.epochs.guard(thread_shard());
+            let layers = disk.layers_now();
+            self.check_links(&layers, links)?;
+            let part = GuestRange::new(GuestOffset::new(at), MEASURED.min(disk.size() - at));
+            demand += layers.demand(part, after)?;
+            at += part.len;
+        }
+        Room::find(&links[self.range.target().index()].path, demand)
     }
 
     /// As [`Disk::here`].

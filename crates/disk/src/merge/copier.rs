@@ -5,6 +5,7 @@ use std::sync::Arc;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::relink::Relink;
+use super::room::Room;
 use crate::active::Active;
 use crate::changes::CommitTarget as _;
 use crate::disk::leave_clean;
@@ -23,6 +24,7 @@ pub(crate) struct Copier {
     pub(crate) layers: Option<Layers>,
     pub(crate) after: Option<Arc<FrozenMap>>,
     pub(crate) relink: Relink,
+    pub(crate) room: Room,
     at: GuestOffset,
 }
 
@@ -32,8 +34,9 @@ impl Copier {
         layers: Option<Layers>,
         after: Option<Arc<FrozenMap>>,
         relink: Relink,
+        room: Room,
     ) -> Self {
-        Self { target, layers, after, relink, at: GuestOffset::ZERO }
+        Self { target, layers, after, relink, room, at: GuestOffset::ZERO }
     }
 
     /// The next range to be looked at.

@@ -41,25 +41,67 @@ impl Layers {
     /// # Panics
     /// Without an active layer that has clusters.
     pub(crate) fn pull_up(&self, range: GuestRange, after: Option<&FrozenMap>) -> Result<u64> {
-        let Top::Qcow2(active) = &self.top else { unreachable!("only qcow2 files have layers below them") };
-        let bits = active.tables.geometry.cluster_bits;
-        let end = range.end().get().min(self.size);
-        let most = (RUN_BYTES >> bits.get()).max(1);
+        let active = self.target();
         let mut at = range.start;
         let mut copied = 0;
-        while let Some(differs) = self.next_difference(at, end, after)? {
-            let first = active.cluster_of(differs);
-            let last = end.div_ceil(bits.size()).min(first + active.run_limit(first).min(most));
-            let need = self.need(active, first, after)?;
-            let mut count = 1;
-            while first + count < last && self.need(active, first + count, after)? == need {
-                count += 1;
-            }
+        while let Some((first, count, need)) = self.next_run(active, at, range.end(), after)? {
             let (passed, bytes) = self.pull_run(active, first, count, need)?;
             copied += bytes;
-            at = GuestOffset::new((first + passed) << bits.get());
+            at = GuestOffset::new((first + passed) << active.tables.geometry.cluster_bits.get());
         }
         Ok(copied)
+    }
+
+    /// The bytes that [`Layers::pull_up`] would write now.
+    ///
+    /// # Errors
+    /// A layer that cannot be read.
+    ///
+    /// # Panics
+    /// As [`Layers::pull_up`].
+    pub(crate) fn demand(&self, range: GuestRange, after: Option<&FrozenMap>) -> Result<u64> {
+        let active = self.target();
+        let bits = active.tables.geometry.cluster_bits;
+        let mut at = range.start;
+        let mut clusters = 0;
+        while let Some((first, count, need)) = self.next_run(active, at, range.end(), after)? {
+            if need == Need::Data {
+                let page = active.lock_page(first);
+                for cluster in first..first + count {
+                    let raw = self.whole_entry(active, cluster, &page)?;
+                    clusters += u64::from(active.decode(raw)? == L2Entry::Unallocated);
+                }
+            }
+            at = GuestOffset::new((first + count) << bits.get());
+        }
+        Ok(clusters << bits.get())
+    }
+
+    fn target(&self) -> &Active {
+        let Top::Qcow2(active) = &self.top else { unreachable!("only qcow2 files have layers below them") };
+        active
+    }
+
+    /// The next clusters from `at` on that differ and need one thing: the first, how many, and what.
+    fn next_run(
+        &self,
+        active: &Active,
+        at: GuestOffset,
+        end: GuestOffset,
+        after: Option<&FrozenMap>,
+    ) -> Result<Option<(u64, u64, Need)>> {
+        let bits = active.tables.geometry.cluster_bits;
+        let end = end.get().min(self.size);
+        let most = (RUN_BYTES >> bits.get()).max(1);
+        let Some(differs) = self.next_difference(at, end, after)? else { return Ok(None) };
+        let first = active.cluster_of(differs);
+        let last = end.div_ceil(bits.size()).min(first + active.run_limit(first).min(most));
+        let need = self.need(active, first, after)?;
+        let mut count = 1;
+        while first + count < last && self.need(active, first + count, after)? == need {
+            count += 1;
+        }
+        Ok(Some((first, count, need)))
     }
 
     /// Whether the layers below read as zeros, also when those that are being dropped are gone.

@@ -43,6 +43,18 @@ pub enum MergeFault {
         "its header has no room for the name of another backing file: copy it with `qemu-img convert`, or drop other layers"
     )]
     NoRoom,
+    /// A file system without room for what would be copied.
+    #[error(
+        "there is no room for what is copied before anything is freed: {demand} bytes and {reserve} to spare, and {available} are free; make room, or drop other layers"
+    )]
+    NoSpace {
+        /// Bytes to be copied.
+        demand: u64,
+        /// Bytes to be left to others.
+        reserve: u64,
+        /// Bytes that are free.
+        available: u64,
+    },
     /// A layer that a process writes, or was killed while it did.
     #[error("the process that wrote it did not close it: open the file for writing once, then try again")]
     Unclosed,

@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_store::{CacheMode, FileId, FileStore, Gate};
+use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::copier::Copier;
 use super::plan::{self, Link, below_of, map_up_to};
 use super::relink::Relink;
+use super::room::Room;
 use super::users::{Here, Users};
 use super::{MergeFault, MergeOptions, MergeRange, leftovers, target};
 use crate::chain::{OpenOptions, open_layer};
@@ -106,5 +108,9 @@ fn open_target(
     // A disk that is opened from here on looks at the file, and finds it locked.
     refuse_users(above, &users, &[locked, link.file]).inspect_err(|_| target::give_back(&top, &active))?;
     let layers = Layers::new(active.size(), Top::Qcow2(Arc::clone(&active)), Some(before), resources);
-    Ok(Copier::new(active, Some(layers), after, relink))
+    let whole = GuestRange::new(GuestOffset::ZERO, active.size());
+    let demand = layers.demand(whole, after.as_deref());
+    let room = demand.and_then(|demand| Room::find(&link.path, demand));
+    let room = room.inspect_err(|_| target::give_back(&top, &active))?;
+    Ok(Copier::new(active, Some(layers), after, relink, room))
 }

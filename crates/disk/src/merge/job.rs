@@ -168,6 +168,7 @@ impl Merge {
 
     fn copy(&mut self, range: GuestRange) -> Result<u64> {
         let copier = self.copier();
+        copier.room.check()?;
         let bytes = match (&copier.layers, &self.host) {
             (Some(layers), _) => layers.pull_up(range, copier.after.as_deref())?,
             (None, Host::Running(running)) => running.pull_up(copier, range)?,
@@ -203,6 +204,11 @@ impl Merge {
             self.apply(action)?;
         }
         Ok(std::mem::take(&mut self.merged))
+    }
+
+    /// Bytes that there were to copy when it began; 0 when that is done.
+    pub fn demand(&self) -> u64 {
+        self.copier.as_ref().map_or(0, |copier| copier.room.demand())
     }
 
     /// What it has done so far.

@@ -4,15 +4,19 @@
 //!   disk added, snapshot taken, some time passed ──► Due ──► thread: list ──► rules ──► job snapshot_delete
 //! ```
 //!
-//! What is deleted is decided when it is looked at, from what the images say: nothing is remembered that a restart could
-//! lose. A disk with another merge under way has its turn at the next look.
+//! What is deleted is decided when it is looked at, from what the images say: nothing is remembered that a restart may not
+//! lose. What the file system had no room for is not tried again before there is room. A disk with another merge under way has its turn at the next look.
 
+use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_api::JobSpec;
+use vmstrata_disk::ErrorKind;
+use vmstrata_disk::merge::MergeFault;
 use vmstrata_disk::snapshot::{Keep, Pruning, list};
 
 use super::{Host, Phase};
@@ -26,6 +30,16 @@ const PERIOD: Duration = Duration::from_secs(600);
 pub(super) struct Due {
     state: Mutex<State>,
     changed: Condvar,
+    /// By disk: what there was no room to delete.
+    no_room: Mutex<HashMap<String, NoRoom>>,
+}
+
+/// What there was no room to delete, which is not worth another look before there is.
+#[derive(Debug)]
+struct NoRoom {
+    snapshots: Vec<String>,
+    /// Bytes that must be free.
+    wanted: u64,
 }
 
 #[derive(Debug, Default)]
@@ -44,6 +58,15 @@ impl Due {
     fn end(&self) {
         self.state.lock().is_ending = true;
         self.changed.notify_all();
+    }
+
+    /// Notes why these snapshots of a disk are not deleted, if that is for want of room.
+    fn remember(&self, disk: &str, snapshots: Vec<String>, error: Option<&Error>) {
+        let mut no_room = self.no_room.lock();
+        match error.and_then(room_wanted) {
+            Some(wanted) => no_room.insert(disk.to_owned(), NoRoom { snapshots, wanted }),
+            None => no_room.remove(disk),
+        };
     }
 
     /// Waits for the next look; `false` when there is none.
@@ -90,6 +113,22 @@ impl Drop for Retention {
             let _ = thread.join();
         }
     }
+}
+
+/// How many bytes would have to be free for what was refused, if it was for want of them.
+fn room_wanted(error: &Error) -> Option<u64> {
+    let Error::Disk(cause) = error else { return None };
+    match cause.kind() {
+        ErrorKind::Merge(MergeFault::NoSpace { demand, reserve, .. }) => {
+            Some(demand.saturating_add(*reserve))
+        }
+        _ => None,
+    }
+}
+
+fn free_bytes(path: &Path) -> Option<u64> {
+    let found = rustix::fs::statvfs(path).ok()?;
+    Some(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// Since 1970, as far as the clock is right.
@@ -140,14 +179,40 @@ impl Host {
                 misdated.join(", ")
             );
         }
+        let snapshots: Vec<String> = delete.iter().map(|&snapshot| snapshot.to_owned()).collect();
+        let is_known =
+            |known: &NoRoom| known.snapshots == snapshots && free_bytes(&path) < Some(known.wanted);
+        if self.due.no_room.lock().get(name).is_some_and(is_known) {
+            return Ok(());
+        }
         let job = self.start_job(JobSpec::SnapshotDelete {
             disk: name.to_owned(),
-            snapshots: delete.iter().map(|&snapshot| snapshot.to_owned()).collect(),
+            snapshots: snapshots.clone(),
             keep_files: false,
             forget_missing: false,
             bytes_per_second: None,
-        })?;
+        });
+        self.due.remember(name, snapshots, job.as_ref().err());
+        let job = job?;
         tracing::info!(disk = name, job = job.id, %keep, "deleting {}, which no rule keeps", delete.join(", "));
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_there_is_no_room_for_is_remembered_until_it_is_deleted() {
+        let due = Due::default();
+        let names = || vec!["mon".to_owned()];
+        let of = |fault: MergeFault| Error::from(vmstrata_disk::Error::from(fault));
+        let no_space = of(MergeFault::NoSpace { demand: 20, reserve: 2, available: 10 });
+        due.remember("web", names(), Some(&no_space));
+        let known = due.no_room.lock().get("web").map(|known| (known.snapshots.clone(), known.wanted));
+        assert_eq!(known, Some((names(), 22)));
+        due.remember("web", names(), Some(&of(MergeFault::Busy)));
+        assert!(due.no_room.lock().is_empty());
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use vmstrata_qcow2::Header;
 use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore};
-use vmstrata_types::LayerIndex;
+use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
 
 use super::{Running, others};
 use crate::chain::{Top as OpenTop, open_layer};
@@ -14,6 +14,7 @@ use crate::layers::{Layers, Top, index_of};
 use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, map_up_to};
 use crate::merge::relink::Relink;
+use crate::merge::room::Room;
 use crate::merge::users::{Users, holder_of, opened_here};
 use crate::merge::{Copier, MergeFault, target};
 use crate::opener::Role;
@@ -37,7 +38,11 @@ impl Running {
         // A disk that is opened from here on looks at the file, and finds it locked.
         self.refuse_users(links, &users).inspect_err(|_| target::give_back(&top, &active))?;
         let layers = Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), Some(below), resources);
-        Ok(Copier::new(active, Some(layers), after, relink))
+        let whole = GuestRange::new(GuestOffset::ZERO, active.size());
+        let demand = layers.demand(whole, after.as_deref());
+        let room = demand.and_then(|demand| Room::find(&link.path, demand));
+        let room = room.inspect_err(|_| target::give_back(&top, &active))?;
+        Ok(Copier::new(active, Some(layers), after, relink, room))
     }
 
     fn open_target(&self, links: &[Link]) -> Result<OpenTop> {
