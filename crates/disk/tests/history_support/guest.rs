@@ -130,6 +130,11 @@ impl World {
         self.say(format!("snapshot {name} of {}", self.name(self.slots[slot].active)));
     }
 
+    /// Whether a snapshot in the disk's chain has the name.
+    fn knows(&self, slot: usize, name: &str) -> bool {
+        self.model.find(self.slots[slot].active, name).is_some()
+    }
+
     pub(super) fn may_grow(&self) -> bool {
         self.model.there().count() < IMAGES_MAX
     }
@@ -139,11 +144,12 @@ impl World {
             return self.delete(slot);
         }
         let name = self.some_name();
-        let frozen = self.free_path(slot, &name);
+        let (frozen, is_known) = (self.free_path(slot, &name), self.knows(slot, &name));
         let taken = self.disk(slot).snapshot(&named(&name));
-        let Some(frozen) = frozen else {
+        let Some(frozen) = frozen.filter(|_| !is_known) else {
             let error = taken.unwrap_err().to_string();
-            return assert!(error.contains("exists already"), "{error}");
+            let why = if is_known { "has a snapshot" } else { "exists already" };
+            return assert!(error.contains(why), "{error}");
         };
         assert_eq!(taken.unwrap().layer, frozen);
         self.freeze(slot, &name);
@@ -158,7 +164,9 @@ impl World {
             group.insert(self.random.random_range(0..2), others[self.random.random_range(0..others.len())]);
         }
         let name = self.some_name();
-        if !self.may_grow() || group.iter().any(|&slot| self.free_path(slot, &name).is_none()) {
+        if !self.may_grow()
+            || group.iter().any(|&slot| self.knows(slot, &name) || self.free_path(slot, &name).is_none())
+        {
             return;
         }
         let disks: Vec<&Disk> = group.iter().map(|&slot| self.disk(slot)).collect();
