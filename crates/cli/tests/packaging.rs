@@ -52,6 +52,18 @@ fn the_first_command_starts_the_server_on_a_socket_that_was_there_before_it() {
     assert_eq!(status["pid"], serve.0.id());
     wait_until("the disk", || ask(&socket, "GET", "/v1/disks", "").json()["disks"][0]["state"] == "serving");
     assert!(!images.path("run/control.sock").exists(), "one control socket is enough");
+    let mut second = support::vmstrata();
+    second.args(["serve", "--replace", "--control", socket.to_str().unwrap()]);
+    second.args([
+        "--disk",
+        &format!("path={}", path.display()),
+        "--nbd",
+        &format!("unix:{}", images.name("2.sock")),
+    ]);
+    let second = second.args(["--runtime-dir", &images.name("run2")]).output().unwrap();
+    assert_eq!(second.status.code(), Some(1));
+    assert!(stderr(&second).contains("systemctl restart vmstrata.service"), "{}", stderr(&second));
+    assert_eq!(ask(&socket, "GET", "/v1/status", "").json()["pid"], serve.0.id(), "it was asked to end");
     kill_process(Pid::from_child(&serve.0), Signal::TERM).unwrap();
     assert!(serve.0.wait().unwrap().success());
     assert!(socket.exists(), "the socket is the service manager's");

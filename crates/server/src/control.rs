@@ -31,6 +31,7 @@ use tokio::sync::watch;
 
 pub use self::router::openapi;
 use self::socket::ControlSocket;
+pub use self::socket::is_managers;
 use crate::error::{Error, SocketFault};
 use crate::host::Host;
 use crate::options::{ControlPlace, Options};

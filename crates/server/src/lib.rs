@@ -36,7 +36,7 @@ pub mod size;
 pub mod spec;
 
 pub use agent::{AgentFault, thaw_guard};
-pub use control::openapi;
+pub use control::{is_managers, openapi};
 pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
 pub use host::Host;
 pub use jobs::Bucket;

@@ -64,6 +64,11 @@ fn ask_to_end(options: &mut Options) -> Result<()> {
             dir.join(vmstrata_api::CONTROL_SOCKET)
         }
     };
+    anyhow::ensure!(
+        !vmstrata_server::is_managers(&path),
+        "{}: is the service manager's socket, which starts its own server again whenever someone connects: replace that one with `systemctl restart vmstrata.service`",
+        path.display()
+    );
     // From now on a socket that is in use is waited for, and not done without.
     options.control = ControlPlace::At(path.clone());
     let client = Client::new(&ControlArgs { control: Some(path) })?;

@@ -63,6 +63,16 @@ impl Drop for ControlSocket {
     }
 }
 
+/// Whether someone listens at `path` who is no server that made it: a service manager, which starts its own server for whoever
+/// connects.
+pub fn is_managers(path: &Path) -> bool {
+    match File::open(lock_path(path)).map(|lock| flock(&lock, FlockOperation::NonBlockingLockShared)) {
+        Ok(Err(_)) => false,
+        Ok(Ok(())) => UnixStream::connect(path).is_ok(),
+        Err(error) => error.kind() == io::ErrorKind::NotFound && UnixStream::connect(path).is_ok(),
+    }
+}
+
 fn take(path: &Path) -> Result<ControlSocket, SocketFault> {
     if path.as_os_str().as_bytes().len() > SOCKET_PATH_BYTES_MAX {
         return Err(SocketFault::TooLong);
@@ -73,10 +83,15 @@ fn take(path: &Path) -> Result<ControlSocket, SocketFault> {
     Ok(ControlSocket { listener, own: Some((path.to_owned(), lock)) })
 }
 
-fn lock_beside(path: &Path) -> Result<File, SocketFault> {
+fn lock_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".lock");
-    let opened = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(name);
+    name.into()
+}
+
+fn lock_beside(path: &Path) -> Result<File, SocketFault> {
+    let options = &mut OpenOptions::new();
+    let opened = options.create(true).truncate(false).write(true).mode(0o600).open(lock_path(path));
     let file = opened.map_err(SocketFault::Listen)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
@@ -123,6 +138,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let first = ControlSocket::bind(&path).unwrap();
+        assert!(!is_managers(&path));
         let mode = symlink_metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
         assert!(matches!(fault(&path), SocketFault::InUse));
@@ -153,6 +169,7 @@ mod tests {
         let managed = dir.path().join("managed.sock");
         let _manager = UnixListener::bind(&managed).unwrap();
         assert!(matches!(fault(&managed), SocketFault::InUse));
+        assert!(is_managers(&managed) && !is_managers(&path) && !is_managers(&dir.path().join("none")));
         assert!(matches!(fault(&dir.path().join("s".repeat(108))), SocketFault::TooLong));
     }
 }
