@@ -127,6 +127,20 @@ fn the_agent_of_an_added_disk_is_where_the_command_was_given() {
     assert!(server.stop().success());
 }
 
+/// A disk may have many thousands of snapshots, and a rule may keep one.
+#[test]
+fn a_job_may_name_as_many_snapshots_as_a_chain_can_have() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let server = Server::start(&["--disk", &disk(&path, "a"), "--nbd", &unix(&images)]);
+    let names: Vec<String> = (0..65_000).map(|number| format!("{number:0>100}")).collect();
+    let body = json!({ "kind": "snapshot_delete", "disk": "a", "snapshots": names }).to_string();
+    let refused = ask(&server.control(), "POST", "/v1/jobs", &body);
+    assert_eq!(refused.status, 422, "{}", &refused.body[..refused.body.len().min(300)]);
+    assert!(refused.body.contains("it has no snapshot"), "{}", &refused.body[..300]);
+    assert!(server.stop().success());
+}
+
 #[test]
 fn a_guest_that_is_attached_is_shown_and_keeps_its_disk_unless_it_is_taken_by_force() {
     let images = Images::new();

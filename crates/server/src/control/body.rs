@@ -10,27 +10,32 @@ use serde_json::error::Category;
 
 use super::problem::Failure;
 
-/// Bytes of a body: every request's is far shorter.
+/// Bytes of a body: nearly every request's is far shorter.
 const BODY_BYTES_MAX: usize = 64 << 10;
+/// Bytes of a body that names snapshots: as many as a chain can have, each as long as a name can be, fit.
+const NAMES_BYTES_MAX: usize = 8 << 20;
 /// Time to send it.
 const BODY_PATIENCE: Duration = Duration::from_secs(10);
 
-/// A request's body as a `T`.
-pub(super) struct Body<T>(pub(super) T);
+/// A request's body as a `T`, of at most `MAX` bytes.
+pub(super) struct Body<T, const MAX: usize = BODY_BYTES_MAX>(pub(super) T);
 
-impl<S: Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+/// One that may name all snapshots of a disk.
+pub(super) type BodyOfNames<T> = Body<T, NAMES_BYTES_MAX>;
+
+impl<S: Sync, T: DeserializeOwned, const MAX: usize> FromRequest<S> for Body<T, MAX> {
     type Rejection = Failure;
 
     async fn from_request(request: Request, _state: &S) -> Result<Self, Failure> {
         let body = request.into_body();
         // One that is announced to be too long is not waited for.
-        if body.size_hint().lower() > BODY_BYTES_MAX as u64 {
-            return Err(too_long());
+        if body.size_hint().lower() > MAX as u64 {
+            return Err(too_long(MAX));
         }
-        let received = to_bytes(body, BODY_BYTES_MAX);
+        let received = to_bytes(body, MAX);
         let bytes = match tokio::time::timeout(BODY_PATIENCE, received).await {
             Ok(Ok(bytes)) => bytes,
-            Ok(Err(error)) if is_too_long(&error) => return Err(too_long()),
+            Ok(Err(error)) if is_too_long(&error) => return Err(too_long(MAX)),
             Ok(Err(error)) => return Err(Failure::new(400, "bad-request", error.to_string())),
             Err(_) => return Err(Failure::new(408, "too-slow", "the request's body did not arrive in time")),
         };
@@ -41,8 +46,8 @@ impl<S: Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     }
 }
 
-fn too_long() -> Failure {
-    Failure::new(413, "too-large", format!("a request has at most {BODY_BYTES_MAX} bytes"))
+fn too_long(max: usize) -> Failure {
+    Failure::new(413, "too-large", format!("this request has at most {max} bytes"))
 }
 
 fn is_too_long(error: &axum::Error) -> bool {

@@ -9,7 +9,7 @@ use axum::response::IntoResponse;
 use vmstrata_api::{JobChange, JobList, JobSpec, JobStatus};
 
 use super::{apart, number};
-use crate::control::body::Body;
+use crate::control::body::{Body, BodyOfNames};
 use crate::control::problem::Failure;
 use crate::host::Host;
 
@@ -27,7 +27,7 @@ pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Json<JobL
 )]
 pub(in crate::control) async fn start(
     State(host): State<Arc<Host>>,
-    Body(asked): Body<JobSpec>,
+    Body(asked): BodyOfNames<JobSpec>,
 ) -> Result<impl IntoResponse, Failure> {
     let begun = apart(host, move |host| host.start_job(asked)).await?;
     let location = format!("/v1/jobs/{}", begun.id);
