@@ -45,7 +45,7 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vmstrata: error: {}", one_line(&error));
+            eprintln!("vmstrata: error: {}", output::visible_lines(&one_line(&error)));
             ExitCode::FAILURE
         }
     }

@@ -1,5 +1,6 @@
 //! What reaches the user: results on stdout, as text or JSON; progress on stderr, when someone watches.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
@@ -29,13 +30,36 @@ pub fn print_json_line(value: &impl Serialize) -> io::Result<()> {
     out.flush()
 }
 
-/// Writes `text` to stdout as it is.
+/// `text` without what a terminal would obey: names come from images that others made. What is no character to be seen, or would
+/// turn the direction of writing, is replaced.
+pub fn visible(text: &str) -> Cow<'_, str> {
+    replaced(text, is_command)
+}
+
+/// As [`visible`], with the ends of lines, and tabs.
+pub fn visible_lines(text: &str) -> Cow<'_, str> {
+    replaced(text, |c| is_command(c) && !matches!(c, '\n' | '\t'))
+}
+
+fn replaced(text: &str, is_unwanted: impl Fn(char) -> bool) -> Cow<'_, str> {
+    if text.contains(&is_unwanted) {
+        text.chars().map(|c| if is_unwanted(c) { '\u{fffd}' } else { c }).collect()
+    } else {
+        Cow::Borrowed(text)
+    }
+}
+
+fn is_command(c: char) -> bool {
+    c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// Writes `text` to stdout, nothing of which a terminal obeys but the ends of lines.
 ///
 /// # Errors
 /// When stdout does not take it.
 pub fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
+    out.write_all(visible_lines(text).as_bytes())?;
     out.flush()
 }
 
@@ -58,7 +82,7 @@ impl<const COLUMNS: usize> Table<COLUMNS> {
 
     /// Adds a row.
     pub fn row(&mut self, cells: [String; COLUMNS]) {
-        self.rows.push(cells);
+        self.rows.push(cells.map(|cell| visible(&cell).into_owned()));
     }
 }
 

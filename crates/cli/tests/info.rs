@@ -215,3 +215,23 @@ fn damaged_headers_name_file_field_and_offset() {
         assert!(message.contains(name) && message.contains(part), "{name}: {message}");
     }
 }
+
+/// An image is from anyone: what it names as its backing file is shown, and nothing that a terminal obeys.
+#[test]
+fn names_that_an_image_has_from_others_do_nothing_to_a_terminal() {
+    let images = Images::new();
+    let path = images.create("web.qcow2", &["1M"]);
+    let name = "a\u{1b}]0;pwned\u{7}\u{202e}\nchain fine";
+    tool_ok("qemu-img", ["rebase", "-u", "-f", "qcow2", "-F", "raw", "-b", name, path.to_str().unwrap()]);
+    std::fs::write(images.path(name), [0; 512]).unwrap();
+    let text = run_ok(["info", path.to_str().unwrap()]);
+    let shown = text.lines().find(|line| line.starts_with("backing file:")).unwrap();
+    assert!(shown.ends_with("a\u{fffd}]0;pwned\u{fffd}\u{fffd}\u{fffd}chain fine (raw)"), "{shown:?}");
+    assert!(!text.contains(['\u{1b}', '\u{7}', '\u{202e}']), "{text:?}");
+    std::fs::remove_file(images.path(name)).unwrap();
+    let message = run_err(1, ["info", path.to_str().unwrap()]);
+    assert!(
+        message.contains("]0;pwned") && !message.contains(['\u{1b}', '\u{7}', '\u{202e}']),
+        "{message:?}"
+    );
+}

@@ -11,7 +11,7 @@ use vmstrata_disk::{Diff, DiffExtent, DiffKind, DiffOptions, Error, ResourceOpti
 
 use super::states::{explain, resolve};
 use crate::args::DiffArgs;
-use crate::output::counted;
+use crate::output::{counted, visible_lines};
 use crate::units::short_size;
 
 /// Exit codes of diff(1), with `--exit-code`.
@@ -58,7 +58,7 @@ pub fn run(args: &DiffArgs) -> Result<ExitCode> {
         Ok(total) if args.exit_code && total.extents > 0 => Ok(ExitCode::from(EXIT_DIFFERENT)),
         Ok(_) => Ok(ExitCode::SUCCESS),
         Err(error) if args.exit_code => {
-            eprintln!("vmstrata: error: {error:#}");
+            eprintln!("vmstrata: error: {}", visible_lines(&format!("{error:#}")));
             Ok(ExitCode::from(EXIT_TROUBLE))
         }
         Err(error) => Err(error),

@@ -12,6 +12,7 @@ use vmstrata_disk::{Disk, Extent, ExtentKind, LayerInfo, OpenOptions, ResourceOp
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use crate::args::MapArgs;
+use crate::output::visible;
 
 /// Runs asked for at a time.
 const BATCH: usize = 1024;
@@ -131,7 +132,7 @@ fn write_table(disk: &Disk, range: GuestRange, out: &mut impl Write) -> Result<(
     )?;
     for_each_run(disk, range, |run| {
         if let Some(line) = run.line() {
-            writeln!(out, "{line}")?;
+            writeln!(out, "{}", visible(&line))?;
         }
         Ok(())
     })

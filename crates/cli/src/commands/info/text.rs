@@ -3,7 +3,7 @@
 use std::fmt::{Result, Write};
 
 use super::report::{Chain, Layer, Report};
-use crate::output::counted;
+use crate::output::{counted, visible};
 use crate::units::{exact_size, short_size};
 
 /// A chain of up to this many layers is listed even when that was not asked for.
@@ -19,7 +19,7 @@ pub fn render(report: &Report) -> String {
 }
 
 fn write_layer(out: &mut String, layer: &Layer) -> Result {
-    writeln!(out, "image:          {}", layer.filename)?;
+    writeln!(out, "image:          {}", visible(&layer.filename))?;
     writeln!(out, "format:         {}", layer.format)?;
     writeln!(out, "virtual size:   {}", exact_size(layer.virtual_size))?;
     writeln!(out, "size on host:   {}", exact_size(layer.actual_size))?;
@@ -45,11 +45,12 @@ fn write_layer(out: &mut String, layer: &Layer) -> Result {
     }
     if let Some(backing) = &layer.backing_filename {
         let format = layer.backing_filename_format.as_deref().unwrap_or("format not stored");
-        writeln!(out, "backing file:   {backing} ({format})")?;
+        writeln!(out, "backing file:   {} ({})", visible(backing), visible(format))?;
     }
     for snapshot in &layer.snapshots {
         let size = exact_size(snapshot.disk_size);
-        writeln!(out, "snapshot:       {} {} of a disk of {size}", snapshot.id, snapshot.name)?;
+        let (id, name) = (visible(&snapshot.id), visible(&snapshot.name));
+        writeln!(out, "snapshot:       {id} {name} of a disk of {size}")?;
     }
     Ok(())
 }
@@ -93,7 +94,7 @@ fn write_line(out: &mut String, layer: &Layer) -> Result {
         layer.format,
         short_size(layer.virtual_size),
         short_size(layer.actual_size),
-        layer.filename
+        visible(&layer.filename)
     )
 }
 
