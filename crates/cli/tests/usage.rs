@@ -7,31 +7,39 @@ use std::process::{Command, Stdio};
 
 use support::{run, run_err, run_ok, vmstrata};
 
-const COMMANDS: [&str; 13] = [
-    "create",
-    "info",
-    "map",
-    "check",
-    "survey",
-    "serve",
-    "status",
-    "top",
-    "disk",
-    "door",
-    "job",
-    "vm",
-    "completions",
-];
+/// The commands that the help of `command` lists.
+fn commands_of(command: &[&str]) -> Vec<String> {
+    let help = run_ok(command.iter().copied().chain(["--help"]));
+    let listed = help.split_once("\nCommands:\n").map_or("", |(_, rest)| rest);
+    let lines = listed.lines().take_while(|line| !line.is_empty());
+    let names = lines.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+    names
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|n| *n != "help")
+        .map(str::to_owned)
+        .collect()
+}
+
+/// Checks a command and those below it; how many there are.
+fn check_help(command: &[&str]) -> usize {
+    let own = run_ok(command.iter().copied().chain(["--help"]));
+    let examples =
+        own.split_once("Examples:\n").unwrap_or_else(|| panic!("{command:?}: no examples:\n{own}")).1;
+    let name = format!("vmstrata {}", command.join(" "));
+    assert!(examples.lines().any(|line| line.contains(&name)), "{command:?}:\n{own}");
+    1 + commands_of(command).iter().map(|below| check_help(&[command, &[below]].concat())).sum::<usize>()
+}
 
 #[test]
-fn every_command_has_help_with_examples() {
-    let help = run_ok(["--help"]);
-    for command in COMMANDS {
-        assert!(help.contains(&format!("  {command}  ")), "{command} is not listed:\n{help}");
-        let own = run_ok([command, "--help"]);
-        assert!(own.contains("Examples:\n"), "{command}:\n{own}");
-        assert!(own.contains(&format!("  vmstrata {command} ")), "{command}:\n{own}");
-    }
+fn every_command_at_every_level_has_help_with_examples() {
+    let commands = commands_of(&[]);
+    let expected = [
+        "create", "info", "snapshot", "index", "flatten", "resize", "diff", "backup", "restore", "serve",
+        "vm",
+    ];
+    assert!(expected.iter().all(|name| commands.iter().any(|listed| listed == name)), "{commands:?}");
+    let all: usize = commands.iter().map(|command| check_help(&[command])).sum();
+    assert!(all > commands.len() + 20, "commands below commands are looked at: {all}");
 }
 
 #[test]
@@ -86,8 +94,8 @@ COMP_WORDS=(vmstrata serve --vho); COMP_CWORD=2; _vmstrata vmstrata --vho serve;
 fn completion_scripts_name_every_command_and_parse_where_the_shell_is_there() {
     for shell in ["bash", "zsh", "fish"] {
         let script = run_ok(["completions", shell]);
-        for command in COMMANDS {
-            assert!(script.contains(command), "{shell}: {command}");
+        for command in commands_of(&[]) {
+            assert!(script.contains(&command), "{shell}: {command}");
         }
         let Ok(mut child) = Command::new(shell).args(["-n", "/dev/stdin"]).stdin(Stdio::piped()).spawn()
         else {

@@ -84,6 +84,9 @@ pub struct DiskArgs {
 #[derive(Debug, Subcommand)]
 pub enum DiskCommand {
     /// Open a disk; every NBD door serves it from then on
+    #[command(
+        after_help = "Examples:\n  vmstrata disk add path=web.qcow2,name=web\n  vmstrata disk add path=web.qcow2,name=web-mon,at=mon\n  vmstrata disk add path=backup.qcow2,read-only --json"
+    )]
     Add {
         /// path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
         /// [,agent=SOCKET][,keep=RULE,,RULE...], as for `serve --disk`
@@ -97,6 +100,7 @@ pub enum DiskCommand {
         json: bool,
     },
     /// Close a disk: its doors are drained, its image is left clean, its files are unlocked
+    #[command(after_help = "Examples:\n  vmstrata disk remove web\n  vmstrata disk remove web --force")]
     Remove {
         /// The disk's name
         name: String,
@@ -133,6 +137,9 @@ pub struct DoorArgs {
 #[derive(Debug, Subcommand)]
 pub enum DoorCommand {
     /// Open a door to a disk, or to all
+    #[command(
+        after_help = "Examples:\n  vmstrata door add --vhost-user web=/run/web.sock,queues=4\n  vmstrata door add --nbd unix:/run/nbd.sock"
+    )]
     Add {
         /// What to open.
         #[command(flatten)]
@@ -145,6 +152,9 @@ pub enum DoorCommand {
         json: bool,
     },
     /// Close a door: requests in flight are finished, its clients are let go, its disks stay
+    #[command(
+        after_help = "Examples:\n  vmstrata door remove /run/web.sock\n  vmstrata door remove unix:/run/nbd.sock --force"
+    )]
     Remove {
         /// The door's number, socket or address, as `vmstrata status` shows it
         door: String,

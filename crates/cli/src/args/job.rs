@@ -24,8 +24,10 @@ pub struct JobArgs {
 #[derive(Debug, Subcommand)]
 pub enum JobCommand {
     /// Show the jobs under way, and the last ones that ended
+    #[command(after_help = "Examples:\n  vmstrata job list\n  vmstrata job list --json")]
     List,
     /// Build the indices that a served disk's chain lacks
+    #[command(after_help = "Examples:\n  vmstrata job index-build web --limit 20M")]
     IndexBuild {
         /// The disk's name
         disk: String,
@@ -34,6 +36,9 @@ pub enum JobCommand {
         limit: Option<u64>,
     },
     /// Drop snapshots from a served disk, in the background
+    #[command(
+        after_help = "Examples:\n  vmstrata job snapshot-delete web monday\n  vmstrata job snapshot-delete web monday..friday --keep-files"
+    )]
     SnapshotDelete {
         /// The disk's name
         disk: String,
@@ -48,6 +53,9 @@ pub enum JobCommand {
         how: MergeHowArgs,
     },
     /// Let a served disk stand on nothing, in the background
+    #[command(
+        after_help = "Examples:\n  vmstrata job flatten web\n  vmstrata job flatten web --remove snapshots --limit 20M"
+    )]
     Flatten {
         /// The disk's name
         disk: String,
@@ -59,21 +67,27 @@ pub enum JobCommand {
         how: MergeHowArgs,
     },
     /// Stop a job after the step that is under way, until it is resumed
+    #[command(after_help = "Examples:\n  vmstrata job pause 3")]
     Pause {
         /// The job's number
         id: u64,
     },
     /// Let a paused job go on
+    #[command(after_help = "Examples:\n  vmstrata job resume 3")]
     Resume {
         /// The job's number
         id: u64,
     },
     /// End a job after the step that is under way; what is done stays done
+    #[command(after_help = "Examples:\n  vmstrata job cancel 3")]
     Cancel {
         /// The job's number
         id: u64,
     },
     /// Change how fast a job may go
+    #[command(
+        after_help = "Examples:\n  vmstrata job limit 3 5M\n  vmstrata job limit 3                         as fast as it can"
+    )]
     Limit {
         /// The job's number
         id: u64,
