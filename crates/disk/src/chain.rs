@@ -110,9 +110,34 @@ const SECTOR: u64 = 512;
 /// # Errors
 /// As [`walk`].
 pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
-    let mut doubted = HashSet::new();
+    let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
+    read_in_role(path, role, HashSet::new(), options, resources)
+}
+
+/// As [`read_chain`], for whoever has the disk at `path` open already: its own file is only looked at. What an index says of
+/// the file `changed` is not believed without its digest.
+///
+/// # Errors
+/// As [`walk`].
+pub(crate) fn reread_chain(
+    path: &Path,
+    changed: Option<&Path>,
+    options: &OpenOptions,
+    resources: &Resources,
+) -> Result<Chain> {
+    let role = if options.read_only { Role::Frozen } else { Role::Inspected };
+    read_in_role(path, role, changed.map(Path::to_owned).into_iter().collect(), options, resources)
+}
+
+fn read_in_role(
+    path: &Path,
+    role: Role,
+    mut doubted: HashSet<PathBuf>,
+    options: &OpenOptions,
+    resources: &Resources,
+) -> Result<Chain> {
     loop {
-        match read_chain_doubting(path, options, &doubted, resources) {
+        match read_doubting(path, role, &doubted, options, resources) {
             // It is not what an index says, or it was changed since that was read: the next look is closer.
             Err(error)
                 if error.is_change() && error.path().is_some_and(|file| doubted.insert(file.into())) => {}
@@ -121,35 +146,41 @@ pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resourc
     }
 }
 
-fn read_chain_doubting(
+fn read_doubting(
     path: &Path,
-    options: &OpenOptions,
+    role: Role,
     doubted: &HashSet<PathBuf>,
+    options: &OpenOptions,
     resources: &Resources,
 ) -> Result<Chain> {
-    let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
     let opener = resources.files().opener();
     let top = open_named(path, role, options, &**opener)?;
     let mut search = Search::new(&top, options, doubted, opener)?;
     let mut index = if options.read_only { search.ask(&top) } else { None };
-    let (mut unfinished, mut above) = (None, Vec::new());
+    let (mut unfinished, mut newest, mut above) = (None, None, Vec::new());
     // Of a disk's own index, the disk itself is the last layer.
     let mut indexed = index.as_ref().map_or(0, |index| index.layers().len() - 1);
     if index.is_none() {
         above = walk_below(path, &top, options, Role::Frozen, &**opener, |layer| {
             unfinished.get_or_insert(layer.is_in_session());
             index = search.ask(&layer);
-            if index.is_some() { None } else { Some(freeze(layer, resources)) }
+            let layer = freeze(layer, resources);
+            if index.is_some() {
+                newest = Some(layer);
+                return None;
+            }
+            Some(layer)
         })?;
-        indexed = index.as_ref().map_or(0, |index| index.layers().len());
+        // The newest that the index answers for is open.
+        indexed = index.as_ref().map_or(0, |index| index.layers().len() - 1);
     }
-    if indexed + above.len() >= MAX_LAYERS {
+    if indexed + usize::from(newest.is_some()) + above.len() >= MAX_LAYERS {
         return Err(Error::from(ErrorKind::TooLong).in_file(path));
     }
     let lost_index = search.has_met_changes() || index.is_some() && !above.is_empty();
     let known = index.iter().flat_map(|index| &index.layers()[..indexed]);
     let below: Vec<Arc<Layer>> =
-        known.map(|layer| resources.share_layer(layer.layer())).chain(above).collect();
+        known.map(|layer| resources.share_layer(layer.layer())).chain(newest).chain(above).collect();
     borders::hold(path, &below, resources.files())?;
     Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), index, lost_index })
 }

@@ -3,6 +3,7 @@
 //! This module opens and closes disks. [`crate::layers`] answers *where* bytes are; [`crate::read`], [`crate::write`]
 //! and [`crate::zero`] move them, [`crate::queue`] does so asynchronously.
 
+mod anew;
 mod durable;
 mod index;
 mod killed;
@@ -66,8 +67,9 @@ pub struct Disk {
     snapshot_names: Mutex<Option<HashSet<String>>>,
     /// Whether layers are being merged.
     merging: AtomicBool,
-    /// As [`Disk::lost_its_index`] when it was opened.
-    lost_index: bool,
+    /// Whether its chain had an index that did not hold any more when the chain was read.
+    lost_index: AtomicBool,
+    index_loss: anew::IndexLoss,
     /// Those to call when the layers have changed.
     queues: Mutex<Vec<Weak<Mailbox>>>,
 }
@@ -134,7 +136,7 @@ impl Disk {
             (open::open_top(top, index_of(depth), || Ok(frozen.clone()), resources)?, frozen)
         };
         let layers = Layers::new(size, top, frozen, resources);
-        let disk = Arc::new(Self { lost_index, ..Self::over(path, options, layers) });
+        let disk = Arc::new(Self { lost_index: lost_index.into(), ..Self::over(path, options, layers) });
         resources.upkeep().watch(&disk);
         if let Err(error) = disk.enter_beside_merges() {
             // As if it had not been opened.
@@ -168,7 +170,8 @@ impl Disk {
             settling: settle::Settling::default(),
             snapshot_names: Mutex::default(),
             merging: AtomicBool::new(false),
-            lost_index: false,
+            lost_index: AtomicBool::new(false),
+            index_loss: anew::IndexLoss::default(),
             queues: Mutex::default(),
         }
     }

@@ -72,6 +72,15 @@ impl Disk {
         limit: usize,
         is_same: impl Fn(&Extent, &Extent) -> bool,
     ) -> Result<Vec<Extent>> {
+        self.on_chain(|| self.collect_once(range, limit, &is_same))
+    }
+
+    fn collect_once(
+        &self,
+        range: GuestRange,
+        limit: usize,
+        is_same: &dyn Fn(&Extent, &Extent) -> bool,
+    ) -> Result<Vec<Extent>> {
         let _guard = self.epochs.guard(thread_shard());
         self.check_range(range)?;
         let mut extents: Vec<Extent> = Vec::new();

@@ -19,7 +19,7 @@ impl Disk {
     /// # Errors
     /// A range that does not fit the disk; a layer that is damaged or cannot be read.
     pub fn read(&self, at: GuestOffset, into: &[Segment<'_>]) -> Result<()> {
-        self.read_noted(at, into, |_, _| {})
+        self.on_chain(|| self.read_noted(at, into, |_, _| {}))
     }
 
     /// The same for someone who uses the disk: it counts from which layers.

@@ -81,12 +81,17 @@ impl Disk {
     /// # Errors
     /// As the method for the operation.
     pub fn run(&self, request: &Request) -> Result<()> {
+        self.on_chain(|| self.run_once(request))
+    }
+
+    /// As [`Disk::run`], on the chain as it is known.
+    pub(crate) fn run_once(&self, request: &Request) -> Result<()> {
         self.check(request)?;
         let segments: &[Segment<'_>] = &request.segments;
         let range = request.range;
         match request.op {
             Op::Read => self.read_counted(range.start, segments),
-            Op::Write { fua } => self.write(range.start, segments).and_then(|()| self.flush_if(fua)),
+            Op::Write { fua } => self.write_once(range.start, segments).and_then(|()| self.flush_if(fua)),
             Op::Flush => self.flush(),
             Op::Discard => self.discard(range),
             Op::WriteZeroes { unmap, fua } => {

@@ -20,6 +20,9 @@ use crate::write::{TOGETHER_MAX, is_small_write};
 pub(crate) struct Job {
     pub(crate) disk: Arc<Disk>,
     pub(crate) request: Request,
+    /// Whether the queue has parts of the request under way. It must then not wait for who changes the layers, as that one may
+    /// wait for the queue; the queue sends all of it again.
+    pub(crate) is_part: bool,
     /// Where the queue that sent it keeps its state.
     pub(crate) slot: u32,
     pub(crate) reply_to: Arc<Mailbox>,
@@ -108,7 +111,10 @@ fn gather(queue: &Receiver<Work>, share: usize, jobs: &mut Vec<Job>) -> Option<W
 fn carry_out(jobs: &mut Vec<Job>) {
     let results = {
         let requests: SmallVec<[&Request; TOGETHER_MAX]> = jobs.iter().map(|job| &job.request).collect();
-        jobs[0].disk.run_together(&requests)
+        match &jobs[..] {
+            [Job { disk, request, is_part: true, .. }] => vec![disk.run_once(request)],
+            _ => jobs[0].disk.run_together(&requests),
+        }
     };
     for (Job { disk, slot, reply_to, .. }, result) in jobs.drain(..).zip(results) {
         // The disk goes first: whoever reads the reply may want to be its last user.

@@ -48,6 +48,11 @@ impl Disk {
     /// A disk that takes no writes, a range that does not fit it, or a host that is full or cannot write: any part
     /// of the range may then have been written.
     pub fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
+        self.on_chain(|| self.write_once(at, from))
+    }
+
+    /// As [`Disk::write`], on the chain as it is known.
+    pub(crate) fn write_once(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
         let _guard = self.epochs.guard(thread_shard());
         let _inside = self.writers.pass();
         let len = total_len(from);

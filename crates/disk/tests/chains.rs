@@ -180,7 +180,14 @@ fn a_frozen_layer_that_changes_while_its_file_is_closed_is_noticed() {
     let victim = maker.path(30);
     let mut bytes = std::fs::read(&victim).unwrap();
     bytes.extend([0; 512]);
-    std::fs::write(&victim, bytes).unwrap();
+    std::fs::write(&victim, &bytes).unwrap();
+    let content = Maker::content(40);
+    let expected = &content[30 * CLUSTER as usize..][..512];
+    assert_eq!(read(&disk, 30 * CLUSTER, 512).unwrap(), expected, "the same file is read as it is now");
+    assert!(read(&disk, 31 * CLUSTER, 512).is_ok(), "its file is closed");
+    let other = maker.dir.path().join("other");
+    std::fs::write(&other, bytes).unwrap();
+    std::fs::rename(&other, &victim).unwrap();
     let error = read(&disk, 30 * CLUSTER, 512).unwrap_err();
     assert!(matches!(error.kind(), ErrorKind::Changed), "{error}");
     assert_eq!(error.path(), Some(&*victim));

@@ -91,11 +91,13 @@ impl Disk {
         Ok(Some(map.indexed(Arc::from(index))).filter(|map| map.index().is_some()))
     }
 
-    /// Whether its chain had an index, when the disk was opened, that did not hold any more, or not for all layers, and has
+    /// Whether its chain had an index, when it was read last, that did not hold any more, or not for all layers, and has
     /// none yet that does: making it anew ([`Indexing`]) spares the next one who opens it the tables of all layers.
     pub fn lost_its_index(&self) -> bool {
         let lacks = |map: &Arc<FrozenMap>| map.index().is_none();
-        self.lost_index && !self.is_read_only() && self.layers_now().frozen.as_ref().is_some_and(lacks)
+        self.lost_index.load(Ordering::Acquire)
+            && !self.is_read_only()
+            && self.layers_now().frozen.as_ref().is_some_and(lacks)
     }
 }
 

@@ -50,6 +50,10 @@ impl FrozenMap {
             store.read_exact(page, at).while_trying("read the index").map_err(|error| error.at(at))
         });
         if let Err(error) = read {
+            if error.is_change() {
+                // The tables of that layer would say the same.
+                return Err(error);
+            }
             tracing::warn!(%error, "a page of the index on disk is not used");
             return self.scan_page(0..self.layers.len(), first_unit, scratch);
         }

@@ -62,7 +62,11 @@ impl Disk {
         if requests.len() > 1 {
             self.write_first(requests, &mut results);
         }
-        let alone = |(result, request): (Option<_>, &&Request)| result.unwrap_or_else(|| self.run(request));
+        let alone = |(result, request): (Option<Result<()>>, &&Request)| match result {
+            Some(Err(error)) if error.is_change() => self.run(request),
+            Some(result) => result,
+            None => self.run(request),
+        };
         results.into_iter().zip(requests).map(alone).collect()
     }
 

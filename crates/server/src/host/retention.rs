@@ -25,7 +25,7 @@ use crate::error::Error;
 /// Looked at this often, whatever happens.
 const PERIOD: Duration = Duration::from_secs(600);
 
-/// Whether there may be something to delete.
+/// Whether there may be something to delete, or to make anew.
 #[derive(Debug, Default)]
 pub(super) struct Due {
     state: Mutex<State>,
@@ -49,7 +49,7 @@ struct State {
 }
 
 impl Due {
-    /// Has all disks with rules looked at.
+    /// Has all disks looked at.
     pub(super) fn now(&self) {
         self.state.lock().is_due = true;
         self.changed.notify_all();
@@ -96,6 +96,7 @@ impl Retention {
         let (due, shared) = (Arc::clone(&host.due), Arc::clone(host));
         let look = move || {
             while shared.due.wait() {
+                shared.mend_indices();
                 shared.prune_all();
             }
         };
