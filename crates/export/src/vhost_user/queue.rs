@@ -7,10 +7,12 @@
 //! ```
 
 mod begin;
+mod reports;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
+use std::time::Instant;
 
 use vmstrata_disk::{Completion, IoQueue};
 
@@ -19,6 +21,7 @@ use super::notify;
 use super::request::Status;
 use super::ring::{Ring, RingError};
 use super::stats::Counters;
+use reports::{Report, Reports};
 
 /// Requests taken from one ring before they are answered: half of those that wait, within these bounds.
 ///
@@ -75,6 +78,7 @@ pub(super) struct Queue {
     device: Arc<Device>,
     state: State,
     pending: Box<[Pending]>,
+    reports: Reports,
     /// The upper half of this queue's tokens.
     token: u64,
 }
@@ -84,7 +88,8 @@ impl Queue {
     pub(super) fn new(parts: QueueParts, device: Arc<Device>, slot: usize) -> Self {
         let pending = Pending { parts: 0, status: Status::Ok, written: 0 };
         let pending = vec![pending; usize::from(parts.ring_size)].into_boxed_slice();
-        Self { parts, device, state: State::Running, pending, token: (slot as u64) << 16 }
+        let reports = Reports::new(Instant::now());
+        Self { parts, device, state: State::Running, pending, reports, token: (slot as u64) << 16 }
     }
 
     pub(super) fn index(&self) -> u16 {
@@ -162,7 +167,14 @@ impl Queue {
                 counters.errors.add(1);
             }
             pending.status = Status::IoError;
-            tracing::warn!(queue = self.parts.index, %error, "request failed");
+            let queue = self.parts.index;
+            match self.reports.failed(Instant::now()) {
+                Report::Log => tracing::warn!(queue, %error, "request failed"),
+                Report::LogLast => {
+                    tracing::warn!(queue, %error, "request failed; more of this queue's are not logged for a minute");
+                }
+                Report::Skip => {}
+            }
         }
         if pending.parts == 0 {
             let written = if pending.status == Status::Ok { pending.written } else { 0 };
