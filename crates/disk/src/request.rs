@@ -1,7 +1,7 @@
 //! A request as the doors hand it in, and how a thread that may block carries it out.
 
-use vmstrata_store::{Segment, SegmentVec, total_len};
-use vmstrata_types::GuestRange;
+use vmstrata_store::{Segment, SegmentVec, slice, total_len};
+use vmstrata_types::{ClusterBits, GuestRange};
 
 use crate::disk::Disk;
 use crate::error::Result;
@@ -65,6 +65,50 @@ pub struct Completion {
     pub result: Result<()>,
 }
 
+/// Most bytes that a worker reads or writes, and clears, before others get their turn.
+const PIECE_MAX: u64 = 4 << 20;
+const CLEARED_MAX: u64 = 64 << 20;
+/// Pieces end at a multiple of it: no cluster is larger.
+const CLUSTER_MAX: u64 = ClusterBits::MAX.size();
+
+impl Request {
+    /// Most bytes of such a request that are carried out at once.
+    fn piece_max(&self) -> u64 {
+        match self.op {
+            Op::Flush => u64::MAX,
+            Op::Read | Op::Write { .. } | Op::Prefetch => PIECE_MAX,
+            Op::Discard | Op::WriteZeroes { .. } => CLEARED_MAX,
+        }
+    }
+
+    /// Whether others should have their turn in the middle of it.
+    pub(crate) fn is_long(&self) -> bool {
+        self.range.len > self.piece_max()
+    }
+
+    /// Splits the start of a long request off, to be carried out before the rest.
+    pub(crate) fn split_front(&mut self) -> Self {
+        let GuestRange { start, len } = self.range;
+        let first = self.piece_max() - start.get() % CLUSTER_MAX;
+        let segments = if self.op.has_buffers() {
+            let split = first as usize;
+            let front = slice(&self.segments, 0, split);
+            self.segments = slice(&self.segments, split, len as usize - split);
+            front
+        } else {
+            SegmentVec::new()
+        };
+        self.range = GuestRange::new(start + first, len - first);
+        // The rest is flushed with all that was written before it.
+        let op = match self.op {
+            Op::Write { .. } => Op::Write { fua: false },
+            Op::WriteZeroes { unmap, .. } => Op::WriteZeroes { unmap, fua: false },
+            op => op,
+        };
+        Self { op, range: GuestRange::new(start, first), segments, token: self.token }
+    }
+}
+
 impl Disk {
     /// Refuses a request that makes no sense for this disk.
     pub(crate) fn check(&self, request: &Request) -> Result<()> {
@@ -103,5 +147,32 @@ impl Disk {
 
     fn flush_if(&self, fua: bool) -> Result<()> {
         if fua { self.flush() } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmstrata_types::GuestOffset;
+
+    use super::*;
+
+    #[test]
+    fn a_long_request_is_split_at_clusters_and_flushed_at_its_end() {
+        let range = GuestRange::new(GuestOffset::new(CLUSTER_MAX - 512), 3 * CLEARED_MAX);
+        let op = Op::WriteZeroes { unmap: true, fua: true };
+        let mut rest = Request { op, range, segments: SegmentVec::new(), token: 7 };
+        let split = || rest.is_long().then(|| rest.split_front());
+        let pieces: Vec<Request> = std::iter::from_fn(split).collect();
+        let mut at = range.start;
+        for piece in pieces.iter().chain([&rest]) {
+            assert_eq!((piece.range.start, piece.token), (at, 7));
+            assert!(piece.range.len <= CLEARED_MAX);
+            at = at + piece.range.len;
+        }
+        assert_eq!(at, range.end());
+        assert!(pieces.iter().all(|piece| piece.range.end().is_aligned(ClusterBits::MAX)));
+        assert!(pieces.iter().all(|piece| piece.op == Op::WriteZeroes { unmap: true, fua: false }));
+        assert_eq!((rest.op, pieces.len()), (op, 3));
+        assert!(!Request { op: Op::Flush, range, ..rest }.is_long());
     }
 }

@@ -1,8 +1,8 @@
 //! Threads for requests that may block, and the mailboxes through which their results come back.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, Weak};
 
 use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
@@ -28,6 +28,15 @@ pub(crate) struct Job {
     pub(crate) reply_to: Arc<Mailbox>,
 }
 
+impl Job {
+    fn end(self, result: Result<()>) {
+        let Self { disk, slot, reply_to, .. } = self;
+        // The disk goes first: whoever reads the reply may want to be its last user.
+        drop(disk);
+        reply_to.post(slot, result);
+    }
+}
+
 enum Work {
     CarryOut(Job),
     LetGo(Box<dyn Send>),
@@ -36,7 +45,7 @@ enum Work {
 /// The threads of a process. They end when this is dropped and the jobs are done.
 #[derive(Debug)]
 pub(crate) struct Workers {
-    jobs: Sender<Work>,
+    jobs: Arc<Sender<Work>>,
 }
 
 impl Workers {
@@ -46,14 +55,14 @@ impl Workers {
     /// When the host cannot start a thread.
     pub(crate) fn new(count: usize) -> Self {
         let (jobs, queue) = crossbeam_channel::unbounded::<Work>();
-        let threads = count.max(1);
+        let (jobs, threads) = (Arc::new(jobs), count.max(1));
         for number in 0..threads {
-            let queue = queue.clone();
+            let (queue, again) = (queue.clone(), Arc::downgrade(&jobs));
             std::thread::Builder::new()
                 .name(format!("worker-{number}"))
                 .spawn(move || {
                     turns::answer_promptly();
-                    work(&queue, threads);
+                    work(&queue, &again, threads);
                 })
                 .expect("the host can start threads");
         }
@@ -75,20 +84,40 @@ impl Workers {
     }
 }
 
-/// Carries jobs out until there is no one left to send any.
-fn work(queue: &Receiver<Work>, threads: usize) {
+/// Carries jobs out until there is no one left to send any. What is left of a long one goes to the end of the queue, `again`.
+fn work(queue: &Receiver<Work>, again: &Weak<Sender<Work>>, threads: usize) {
     let mut jobs = Vec::with_capacity(TOGETHER_MAX);
     let mut odd = None;
     while let Some(first) = odd.take().or_else(|| queue.recv().ok()) {
         match first {
             Work::LetGo(what) => drop(what),
             Work::CarryOut(job) => {
+                let Some(job) = carry_out_start(job, again) else { continue };
                 jobs.push(job);
                 odd = gather(queue, queue.len() / threads, &mut jobs);
                 carry_out(&mut jobs);
             }
         }
     }
+}
+
+/// Carries out the start of a long job, and sends the rest on its way; returns what is short enough to be carried out at once,
+/// if that is left.
+fn carry_out_start(mut job: Job, again: &Weak<Sender<Work>>) -> Option<Job> {
+    while job.request.is_long() {
+        // All of it, before any of it is carried out.
+        let checked = job.disk.check(&job.request);
+        if let Err(error) = checked.and_then(|()| job.disk.run(&job.request.split_front())) {
+            job.end(Err(error));
+            return None;
+        }
+        // Without it nobody can send anything that would wait.
+        if let Some(again) = again.upgrade() {
+            assert!(again.send(Work::CarryOut(job)).is_ok(), "this thread receives");
+            return None;
+        }
+    }
+    Some(job)
 }
 
 /// Adds up to `share` small writes to the same disk that wait to the one in `jobs`; returns what was none, if that
@@ -116,11 +145,7 @@ fn carry_out(jobs: &mut Vec<Job>) {
             _ => jobs[0].disk.run_together(&requests),
         }
     };
-    for (Job { disk, slot, reply_to, .. }, result) in jobs.drain(..).zip(results) {
-        // The disk goes first: whoever reads the reply may want to be its last user.
-        drop(disk);
-        reply_to.post(slot, result);
-    }
+    jobs.drain(..).zip(results).for_each(|(job, result)| job.end(result));
 }
 
 /// Results for one queue. Its descriptor is readable while results wait that were posted to a sleeping queue.

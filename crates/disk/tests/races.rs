@@ -294,3 +294,50 @@ fn nothing_is_written_to_a_layer_after_it_was_frozen() {
     assert_eq!(written, 0, "written after it was frozen");
     disk.close().unwrap();
 }
+
+/// A long request takes its turns with others at the workers, and is carried out whole nevertheless.
+#[test]
+fn who_asks_for_much_at_once_lets_others_pass() {
+    const LEN: usize = 11 << 20;
+    const AT: u64 = (2 << 20) - 512;
+    let dir = scratch();
+    let plan = FaultPlan::recording();
+    let files = FaultyFiles::new(&plan);
+    // One worker for both.
+    let resources = files.resources();
+    let open = |name: &str| {
+        let path = dir.path().join(name);
+        qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "32M"]);
+        let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
+        (Client::new(&disk, 8), disk, files.id(&path))
+    };
+    let (mut greedy, greedy_disk, greedy_id) = open("greedy");
+    let (mut modest, modest_disk, modest_id) = open("modest");
+    let bytes: Vec<u8> = (0..LEN).map(|byte| (byte / 512) as u8).collect();
+    let kind = Some(OperationKind::Write);
+    plan.add(Fault { kind, store: Some(greedy_id), when: When::Nth(0), effect: Effect::Hold });
+    greedy.push(Op::Write { fua: true }, AT, LEN as u64, Some(&bytes));
+    greedy.submit();
+    assert!(plan.wait_until_held(1, PATIENCE), "nothing was written");
+    // More than a small write, which could be made without a worker.
+    modest.push(Op::Discard, 0, 1 << 20, None);
+    modest.push(Op::Flush, 0, 0, None);
+    modest.submit();
+    plan.release();
+    for done in modest.drain().into_iter().chain(greedy.drain()) {
+        done.result.unwrap();
+    }
+    let last_of = |id, found: fn(&Operation) -> bool| {
+        plan.log().iter().rposition(|record| record.store == id && found(&record.operation)).unwrap()
+    };
+    let flushed = last_of(modest_id, |operation| matches!(operation, Operation::Flush));
+    let written = last_of(
+        greedy_id,
+        |operation| matches!(operation, Operation::Write { bytes, .. } if bytes.len() > 65536),
+    );
+    assert!(flushed < written, "one disk waited for all of the other's request");
+    assert_same(&read(&greedy_disk, AT, LEN).unwrap(), &bytes, AT, "written in pieces");
+    for disk in [greedy_disk, modest_disk] {
+        disk.close().unwrap();
+    }
+}

@@ -18,6 +18,10 @@ pub(super) const RANGE_LEN: usize = 16;
 /// Bytes of the serial number a GET_ID request returns at most.
 pub(super) const SERIAL_LEN: usize = 20;
 
+/// Most bytes of a read or write: what firmware asks for at once (OVMF), and far more than operating systems do. The engine
+/// carries longer ones out as well, but whoever waits for them would wait for long.
+pub(super) const BYTES_MAX: u64 = 1 << 30;
+
 /// How a request ended, as the driver reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -67,6 +71,9 @@ pub(super) fn parse(header: &[u8; HEADER_LEN], shape: Shape, limits: &Limits) ->
     let sector = u64::from_le_bytes(header[8..].try_into().expect("eight bytes"));
     // One descriptor each for header and status, as drivers lay requests out.
     if u32::from(shape.descriptors) > SEGMENTS_MAX + 2 {
+        return Err(Status::IoError);
+    }
+    if shape.readable.max(shape.writable) > BYTES_MAX {
         return Err(Status::IoError);
     }
     let writes = matches!(kind, OUT | DISCARD | WRITE_ZEROES);
@@ -192,6 +199,19 @@ mod tests {
         assert_eq!(read(u64::MAX / 512, 512), Err(Status::IoError));
         let write = parse(&header(OUT, 3), shape(512, 0), &LIMITS);
         assert_eq!(write, Ok(Command::Write(range(3, 1))));
+    }
+
+    #[test]
+    fn a_request_has_so_many_bytes_and_no_more() {
+        let limits = Limits { capacity_sectors: 1 << 40, ..LIMITS };
+        for kind in [IN, OUT] {
+            let parse = |len| {
+                let (readable, writable) = if kind == OUT { (len, 0) } else { (0, len) };
+                parse(&header(kind, 0), shape(readable, writable), &limits)
+            };
+            assert!(parse(BYTES_MAX).is_ok());
+            assert_eq!(parse(BYTES_MAX + SECTOR), Err(Status::IoError));
+        }
     }
 
     #[test]
