@@ -73,8 +73,10 @@ pub enum RemoveFiles {
     None,
     /// Those of this disk's own snapshots go; a base, and what came with a clone, stays.
     Snapshots,
-    /// All go that no image names as its backing file, and nobody has open.
+    /// All in the disk's own directory go that no image vmstrata knows of stands on, and nobody has open.
     All,
+    /// The same, wherever they lie: disks elsewhere that vmstrata neither made nor opened are not seen while they are not in use.
+    Everywhere,
 }
 
 /// What can be done to a job.

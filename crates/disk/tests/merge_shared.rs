@@ -14,7 +14,9 @@ use common::flat::{assert_same, read};
 use common::stock::{content, path_str, qemu_img, qemu_io};
 use common::{open_read_only, scratch};
 use vmstrata_disk::index::{IndexOptions, build};
-use vmstrata_disk::merge::{Action, Kept, Merge, MergeOptions, Merged, Removal, all_of, ranges_of};
+use vmstrata_disk::merge::{
+    Action, Kept, Merge, MergeFault, MergeOptions, Merged, Removal, all_of, ranges_of,
+};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
 use vmstrata_disk::{CreateOptions, Disk, Error, ErrorKind, OpenOptions, ResourceOptions, Resources, create};
 
@@ -357,6 +359,36 @@ fn a_link_to_an_overlay_elsewhere_keeps_what_it_names_beside_the_link() {
     assert_eq!(merged.removed, [golden.layer("s2"), golden.layer("s1")]);
 }
 
+/// Files that are no images do not count, however many there are, nor does what only root may look into.
+#[test]
+fn a_directory_full_of_other_files_hides_nobody() {
+    let golden = Golden::new();
+    for number in 0..50_001 {
+        std::fs::File::create(golden.path("vms").join(number.to_string())).unwrap();
+    }
+    std::fs::create_dir(golden.path("golden/lost+found")).unwrap();
+    let options = MergeOptions {
+        open: OpenOptions { allow_backing: vec![golden.path("vms")], ..OpenOptions::default() },
+        ..MergeOptions::default()
+    };
+    let merged = golden.delete(&["s1"], &options).remove(0);
+    assert_eq!(merged.removed, [golden.layer("s1")]);
+}
+
+/// A base in another directory may be anybody's: it goes only if that is said.
+#[test]
+fn a_base_in_another_directory_is_removed_only_if_it_may_go_everywhere() {
+    for (removal, goes) in [(Removal::All, false), (Removal::Everywhere, true)] {
+        let golden = Golden::new();
+        let base = golden.path("golden/base.qcow2");
+        create(&base, &CreateOptions { size: Some(SIZE as u64), ..CreateOptions::default() }).unwrap();
+        let disk = golden.path("vms/disk.qcow2");
+        qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", path_str(&base), path_str(&disk)]);
+        golden.flatten(&disk, removal);
+        assert_eq!(base.exists(), !goes, "{removal:?}");
+    }
+}
+
 /// Puts a layer that was dropped, and whose file stayed, back below the one above it.
 fn put_back(golden: &Golden, name: &str, above: &str) {
     let (layer, above) = (golden.layer(name), golden.layer(above));
@@ -390,9 +422,24 @@ fn an_image_that_cannot_be_read_keeps_everything() {
     header.extend(20u32.to_be_bytes());
     let torn = golden.path("golden/torn.qcow2");
     std::fs::write(&torn, header).unwrap();
-    let merged = golden.delete(&["s1"], &MergeOptions::default()).remove(0);
-    let [(_, Kept::Unread { path, reason })] = kept(&merged)[..] else { panic!("{merged:?}") };
+    // Before anything is copied: no file could be removed after that.
+    let refused = golden.begin("s1").unwrap_err();
+    let ErrorKind::Merge(MergeFault::Overlooked { why: Kept::Unread { path, reason } }) = refused.kind()
+    else {
+        panic!("{refused}")
+    };
     assert!(*path == torn && !reason.is_empty(), "{path:?}: {reason}");
+    let served = Disk::open(&golden.disk, &OpenOptions::default(), &resources()).unwrap();
+    for name in ["s1", "s3"] {
+        let ranges = ranges_of(&golden.disk, &[name.to_owned()], &OpenOptions::default()).unwrap();
+        let refused = Merge::of_disk(&served, ranges[0], &MergeOptions::default()).unwrap_err().to_string();
+        assert!(refused.contains("no file could be removed") && refused.contains("torn.qcow2"), "{refused}");
+    }
+    served.close().unwrap();
+    drop(served);
+    // Who wants none removed is not kept from it.
+    let keep = MergeOptions { removal: Removal::Nothing, ..MergeOptions::default() };
+    assert_eq!(kept(&golden.delete(&["s1"], &keep)[0])[0].1, &Kept::Asked);
 }
 
 const ORDERS: &str = "VMSTRATA_TEST_SHARED";

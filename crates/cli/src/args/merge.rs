@@ -14,8 +14,10 @@ use super::snapshot::SnapshotCommonArgs;
 pub enum RemoveFiles {
     /// Those of this disk's own snapshots go; a base, and what came with a clone, stays
     Snapshots,
-    /// All go that no image names as its backing file, and nobody has open
+    /// All in the disk's own directory go that no image vmstrata knows of stands on, and nobody has open
     All,
+    /// The same, wherever they lie: for who knows that no other disk stands on them
+    Everywhere,
     /// All stay
     None,
 }
@@ -25,6 +27,7 @@ impl From<RemoveFiles> for vmstrata_api::RemoveFiles {
         match remove {
             RemoveFiles::Snapshots => Self::Snapshots,
             RemoveFiles::All => Self::All,
+            RemoveFiles::Everywhere => Self::Everywhere,
             RemoveFiles::None => Self::None,
         }
     }
@@ -35,6 +38,7 @@ impl From<RemoveFiles> for Removal {
         match remove {
             RemoveFiles::Snapshots => Self::Snapshots,
             RemoveFiles::All => Self::All,
+            RemoveFiles::Everywhere => Self::Everywhere,
             RemoveFiles::None => Self::Nothing,
         }
     }
@@ -145,4 +149,6 @@ Examples:
 What the disk needs of the layers below is copied into its own file, which then stands on nothing. A served disk goes on
 being used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again: what was
 copied is not copied twice.
+A file that another disk stands on stays, as far as that is known: disks beside it, below --allow-backing, and elsewhere if
+vmstrata made them or has opened them for writing. A base elsewhere may have others, so that it goes only with --remove everywhere.
 Exit codes: 0 flat, 1 not (the disk reads as it did), 64 wrong usage.";

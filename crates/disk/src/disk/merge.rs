@@ -36,8 +36,9 @@ use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, links, map_up_to};
 use crate::merge::relink::Relink;
+use crate::merge::remove::refuse_overlooked;
 use crate::merge::room::Room;
-use crate::merge::users::Here;
+use crate::merge::users::{Here, Users};
 use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, leftovers};
 
 /// Most bytes of the disk looked at before others get their turn.
@@ -129,10 +130,16 @@ impl Running {
         disk.sweep_merged();
         let links = links(&disk.path, &disk.options, &**disk.resources.files().opener())?;
         range.check(&links, options).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
+        let users = Users::standing_on(&links[range.first.index()..], &disk.path, &disk.options);
+        refuse_overlooked(&links, range, options, &users)
+            .map_err(|fault| Error::from(fault).in_file(&disk.path))?;
         let after = running.after(&links)?;
         let is_active = range.target().index() + 1 == links.len();
-        let copier =
-            if is_active { running.promise(&links, after)? } else { running.let_grow(&links, after)? };
+        let copier = if is_active {
+            running.promise(&links, after)?
+        } else {
+            running.let_grow(&links, &users, after)?
+        };
         Ok((running, links, copier))
     }
 

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use super::Kept;
+
 /// Why layers cannot be dropped as asked.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -70,6 +72,14 @@ pub enum MergeFault {
     /// The disk has other layers than when the merge began.
     #[error("the disk's layers have changed since the merge began: begin it again, what is copied stays")]
     LayersChanged,
+    /// Not all who may need the files that are to go could be asked.
+    #[error(
+        "no file could be removed after that ({why}): mend this first, or keep the files (--keep-files, --remove none)"
+    )]
+    Overlooked {
+        /// What stands against it.
+        why: Kept,
+    },
     /// Another merge of the disk is under way.
     #[error("layers of this disk are being merged already")]
     Busy,

@@ -12,6 +12,7 @@ use vmstrata_types::{GuestOffset, GuestRange};
 use super::copier::Copier;
 use super::plan::{self, Link, below_of, map_up_to};
 use super::relink::Relink;
+use super::remove::refuse_overlooked;
 use super::room::Room;
 use super::users::{Here, Users};
 use super::{MergeFault, MergeOptions, MergeRange, leftovers, target};
@@ -51,7 +52,10 @@ impl Files {
         range.check(&links, options).map_err(|fault| Error::from(fault).in_file(disk))?;
         // The target's own lock takes the place of the disk's.
         let lock = (range.target().index() + 1 < links.len()).then_some(lock);
-        let copier = open_target(disk, &links, range, &options.open, resources)?;
+        let users = Users::standing_on(&links[range.first.index()..], disk, &options.open);
+        refuse_overlooked(&links, range, options, &users)
+            .map_err(|fault| Error::from(fault).in_file(disk))?;
+        let copier = open_target(disk, &links, range, &users, options, resources)?;
         let (disk, open, resources) = (disk.to_owned(), options.open.clone(), Arc::clone(resources));
         Ok((Self { disk, open, resources, _lock: lock }, links, copier))
     }
@@ -84,14 +88,15 @@ fn open_target(
     disk: &Path,
     links: &[Link],
     range: MergeRange,
-    open: &OpenOptions,
+    users: &Users,
+    options: &MergeOptions,
     resources: &Arc<Resources>,
 ) -> Result<Copier> {
+    let open = &options.open;
     let opener = resources.files().opener();
     let (above, index) = (&links[range.target().index()..], range.target());
     let (link, locked) = (&above[0], above[above.len() - 1].file);
-    let users = Users::standing_on(above, disk, open);
-    refuse_users(above, &users, &[locked])?;
+    refuse_users(above, users, &[locked])?;
     let role = Role::Active(CacheMode::Host);
     let top = open_layer(&link.path, role, Some(Format::Qcow2), &Gate::unrestricted(), &**opener)?;
     if top.opened.identity.file != link.file {
@@ -106,7 +111,7 @@ fn open_target(
     let after = stays.map(|layer| map_up_to(disk, links, layer, open, resources)).transpose()?;
     let active = target::open(&top, index, resources)?;
     // A disk that is opened from here on looks at the file, and finds it locked.
-    refuse_users(above, &users, &[locked, link.file]).inspect_err(|_| target::give_back(&top, &active))?;
+    refuse_users(above, users, &[locked, link.file]).inspect_err(|_| target::give_back(&top, &active))?;
     let layers = Layers::new(active.size(), Top::Qcow2(Arc::clone(&active)), Some(before), resources);
     let whole = GuestRange::new(GuestOffset::ZERO, active.size());
     let demand = layers.demand(whole, after.as_deref());

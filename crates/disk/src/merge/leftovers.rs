@@ -198,6 +198,7 @@ fn find(directory: &Path, files: &[Noted]) -> Vec<(usize, Dropped)> {
         path: directory.join(&noted.name),
         file: FileId { dev: noted.dev, ino: noted.ino },
         is_own_snapshot: true,
+        is_beside: true,
     };
     files.iter().filter(is_there).map(|noted| (noted.position, dropped(noted))).collect()
 }

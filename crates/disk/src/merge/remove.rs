@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use vmstrata_store::{FileId, Gate};
 
 use super::plan::{Link, MergeRange, layers_of_others};
-use super::users::{FILES_MAX, Gap, Here, Users, below, is_open, missing};
+use super::users::{FILES_MAX, Here, Users, below, is_open, missing};
+use super::{MergeFault, MergeOptions};
 use crate::clones;
 use crate::index::sidecar_of;
 use crate::opener::{LocalFiles, Opener as _};
@@ -19,8 +20,10 @@ pub enum Removal {
     /// Those of this disk's own snapshots; not a base without a name, or one that came with a clone.
     #[default]
     Snapshots,
-    /// All.
+    /// All in the disk's own directory, where who stands on them is seen.
     All,
+    /// All, wherever they lie: only for somebody who knows that no disk stands on them of which vmstrata does not know.
+    Everywhere,
     /// None.
     Nothing,
 }
@@ -35,6 +38,11 @@ pub enum Kept {
     /// Not a snapshot of this disk.
     #[error("it is not a snapshot that was taken of this disk")]
     NotASnapshot,
+    /// In a directory that is not the disk's.
+    #[error(
+        "it is in another directory, and disks that nobody knows of may stand on it: --remove everywhere removes it too"
+    )]
+    Elsewhere,
     /// An image stands on it.
     #[error("{} stands on it", by.display())]
     Needed {
@@ -78,7 +86,7 @@ pub enum Kept {
 impl Kept {
     /// Whether the file may be removed later.
     pub(super) fn may_end(&self) -> bool {
-        !matches!(self, Self::Asked | Self::NotASnapshot | Self::Replaced)
+        !matches!(self, Self::Asked | Self::NotASnapshot | Self::Elsewhere | Self::Replaced)
     }
 }
 
@@ -88,18 +96,39 @@ pub(crate) struct Dropped {
     pub(super) path: PathBuf,
     pub(super) file: FileId,
     pub(super) is_own_snapshot: bool,
+    /// In the disk's directory.
+    pub(super) is_beside: bool,
 }
 
 /// The files of the layers in `range`, newest first.
 pub(crate) fn dropped(links: &[Link], range: MergeRange) -> Vec<Dropped> {
     let layers = range.first.index()..=range.last.index();
     let of_others = layers_of_others(links);
+    let disk = &links[links.len() - 1].path;
     let of = |layer: usize| Dropped {
         path: links[layer].path.clone(),
         file: links[layer].file,
         is_own_snapshot: layer >= of_others && links[layer + 1].info().is_some(),
+        is_beside: clones::is_beside(&links[layer].path, disk),
     };
     layers.rev().map(of).collect()
+}
+
+/// Makes sure that all who may need the files that are to go could be asked, before anything is copied for the sake of that.
+///
+/// # Errors
+/// [`MergeFault::Overlooked`].
+pub(crate) fn refuse_overlooked(
+    links: &[Link],
+    range: MergeRange,
+    options: &MergeOptions,
+    users: &Users,
+) -> Result<(), MergeFault> {
+    let goes = |layer: &Dropped| options.removal.wants(layer).is_ok();
+    match users.overlooked().filter(|_| dropped(links, range).iter().any(goes)) {
+        Some(why) => Err(MergeFault::Overlooked { why }),
+        None => Ok(()),
+    }
 }
 
 /// Which files are to go, and what may stand in the way.
@@ -137,7 +166,8 @@ impl Removal {
         match self {
             Self::Nothing => Err(Kept::Asked),
             Self::Snapshots if !layer.is_own_snapshot => Err(Kept::NotASnapshot),
-            Self::Snapshots | Self::All => Ok(()),
+            Self::All if !layer.is_own_snapshot && !layer.is_beside => Err(Kept::Elsewhere),
+            Self::Snapshots | Self::All | Self::Everywhere => Ok(()),
         }
     }
 }
@@ -147,12 +177,8 @@ fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(),
     if let Some(by) = users.of(layer.file) {
         return Err(Kept::Needed { by: by.clone() });
     }
-    match users.gap() {
-        Some(Gap::TooMany) => return Err(Kept::TooMany),
-        Some(Gap::Unread { path, reason }) => {
-            return Err(Kept::Unread { path: path.clone(), reason: reason.clone() });
-        }
-        None => {}
+    if let Some(why) = users.overlooked() {
+        return Err(why);
     }
     if let Some(told) = missing(&layer.path).into_iter().next().filter(|_| !wanted.forget_missing) {
         return Err(Kept::Missing { by: told.disk });

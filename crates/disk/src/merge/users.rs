@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use vmstrata_store::{FileId, Gate};
 use vmstrata_types::MAX_LAYERS;
 
+use super::Kept;
 use super::plan::Link;
 use crate::chain::{OpenOptions, backing_text, plain_name};
 use crate::clones::{self, Told};
@@ -25,8 +26,11 @@ use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
 pub(super) use self::in_use::is_open;
 pub(crate) use self::in_use::{Here, holder_of, opened_here};
 
-/// Most files looked at.
-pub(super) const FILES_MAX: usize = 50_000;
+/// Most files looked at. Of each that is no image, and of each that stands on nothing, only the first bytes are read and
+/// nothing is kept.
+pub(super) const FILES_MAX: usize = 1_000_000;
+/// Where file systems put what a repair has found; only root may look into it, and no disk is used there.
+const LOST: &str = "lost+found";
 /// Directories below the given ones are looked into this deep.
 const DEPTH_MAX: usize = 8;
 
@@ -82,6 +86,7 @@ impl Users {
                 }
                 let kind = entry.and_then(|entry| Ok((entry.file_type()?, entry)));
                 match kind {
+                    Ok((kind, entry)) if kind.is_dir() && entry.file_name() == LOST => {}
                     Ok((kind, entry)) if kind.is_dir() => waiting.push((entry.path(), depth + 1)),
                     Ok((_, entry)) => users.look(entry.path()),
                     Err(error) => users.overlook(&directory, &error),
@@ -179,8 +184,12 @@ impl Users {
         self.by_file.get(&file)?.first().map(|user| &user.path)
     }
 
-    pub(super) fn gap(&self) -> Option<&Gap> {
-        self.gap.as_ref()
+    /// Why someone may have been overlooked, as a reason to keep a file.
+    pub(super) fn overlooked(&self) -> Option<Kept> {
+        Some(match self.gap.as_ref()? {
+            Gap::TooMany => Kept::TooMany,
+            Gap::Unread { path, reason } => Kept::Unread { path: path.clone(), reason: reason.clone() },
+        })
     }
 
     /// A removed image needs nothing any more.

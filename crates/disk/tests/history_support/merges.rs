@@ -90,7 +90,7 @@ impl World {
 
     fn some_options(&mut self, slot: usize) -> MergeOptions {
         let removal = match self.random.random_range(0..8) {
-            0 => Removal::All,
+            0 => Removal::Everywhere,
             1 => Removal::Nothing,
             _ => Removal::Snapshots,
         };
@@ -219,7 +219,7 @@ impl World {
             let is_own = layer >= of_others && self.model.is_named(job.chain[layer + 1]);
             let is_wanted = match job.options.removal {
                 Removal::Snapshots => is_own,
-                Removal::All => true,
+                Removal::Everywhere | Removal::All => true,
                 Removal::Nothing => false,
             };
             self.model.images[job.chain[layer]].is_going |= is_wanted;

@@ -48,6 +48,7 @@ impl Host {
                     RemoveFiles::None => Removal::Nothing,
                     RemoveFiles::Snapshots => Removal::Snapshots,
                     RemoveFiles::All => Removal::All,
+                    RemoveFiles::Everywhere => Removal::Everywhere,
                 };
                 self.start_merging(&disk, (removal, forget_missing), bytes_per_second, Flatten::new)
             }

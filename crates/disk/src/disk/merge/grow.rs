@@ -21,13 +21,17 @@ use crate::opener::Role;
 
 impl Running {
     /// Begins to copy into a frozen layer.
-    pub(super) fn let_grow(&mut self, links: &[Link], after: Option<Arc<FrozenMap>>) -> Result<Copier> {
+    pub(super) fn let_grow(
+        &mut self,
+        links: &[Link],
+        users: &Users,
+        after: Option<Arc<FrozenMap>>,
+    ) -> Result<Copier> {
         let (disk, index) = (Arc::clone(&self.disk), self.range.target());
         let (link, resources) = (&links[index.index()], &disk.resources);
         self.claim(link)?;
-        let users = self.users(links);
         // Before it is open a second time, which hides the locks of others.
-        self.refuse_users(links, &users)?;
+        self.refuse_users(links, users)?;
         let below = map_up_to(&disk.path, links, self.range.last.index(), &disk.options, resources)?;
         let top = self.open_target(links)?;
         let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
@@ -36,7 +40,7 @@ impl Running {
         self.put_growing(links, &top, header)?;
         let active = target::open(&top, index, resources)?;
         // A disk that is opened from here on looks at the file, and finds it locked.
-        self.refuse_users(links, &users).inspect_err(|_| target::give_back(&top, &active))?;
+        self.refuse_users(links, users).inspect_err(|_| target::give_back(&top, &active))?;
         let layers = Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), Some(below), resources);
         let whole = GuestRange::new(GuestOffset::ZERO, active.size());
         let demand = layers.demand(whole, after.as_deref());
@@ -82,12 +86,6 @@ impl Running {
         let here = others(&self.disk).find(|other| other.stands_on(link.file));
         let here = here.map(|other| format!("the disk {}", other.path.display()));
         here.map_or(Ok(()), |by| Err(Error::from(MergeFault::TargetInUse { by }).in_file(&link.path)))
-    }
-
-    /// Images that may stand on the target.
-    fn users(&self, links: &[Link]) -> Users {
-        let above = &links[self.range.target().index()..];
-        Users::standing_on(above, &self.disk.path, &self.disk.options)
     }
 
     /// Refuses a target that another process uses, or a disk of another process that stands on it.
