@@ -35,6 +35,7 @@ mod fault;
 mod files;
 mod job;
 pub(crate) mod leftovers;
+mod meant;
 pub(crate) mod plan;
 pub(crate) mod relink;
 pub(crate) mod remove;
@@ -44,6 +45,7 @@ pub(crate) mod users;
 
 pub use fault::MergeFault;
 pub use job::{Action, Merge};
+pub use meant::Meant;
 pub use plan::{MergeRange, all_of, ranges_of};
 pub use remove::{Kept, Removal};
 

@@ -5,7 +5,7 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use common::stock::{content, path_str, qemu_img, qemu_io};
-use vmstrata_disk::merge::{Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of};
+use vmstrata_disk::merge::{Kept, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, Pruning, RevertOptions, SnapshotInfo, list};
 use vmstrata_disk::{CreateOptions, Error, Format, OpenOptions, ResourceOptions, Resources, create};
 use vmstrata_types::LayerIndex;
@@ -147,4 +147,24 @@ fn whose_the_layers_are_is_kept_where_the_next_one_has_no_name() {
     assert_refused(&clone, "old", &options, "web.qcow2");
     assert!(content(&clone, "qcow2") == before);
     assert_eq!(names(&web, &options), seen(&[("mon", true), ("-", false), ("old", false)]));
+}
+
+/// A name that has become free may be given again, and a disk in use gets layers: what was meant is what it was.
+#[test]
+fn what_is_meant_is_known_by_its_files() {
+    let dir = common::scratch();
+    let (disk, options) = (dir.path().join("web.qcow2"), OpenOptions::default());
+    new_disk(&disk, None);
+    take(&disk, &["older", "nightly"]);
+    let named = Meant::named(&disk, &["nightly".to_owned(), "older".to_owned()], &options).unwrap();
+    let below = Meant::below(&disk, &options).unwrap();
+    delete(&disk, "nightly", &options).unwrap();
+    take(&disk, &["nightly"]);
+    let lowest = MergeRange { first: LayerIndex::new(0), last: LayerIndex::new(0) };
+    assert_eq!(named.ranges(&disk, &options).unwrap(), [lowest]);
+    // Nor does who flattens ask for a snapshot to go that was taken since.
+    assert_eq!(below.ranges(&disk, &options).unwrap(), [lowest]);
+    delete(&disk, "older", &options).unwrap();
+    assert_eq!(named.ranges(&disk, &options).unwrap(), []);
+    assert_eq!(names(&disk, &options), seen(&[("nightly", true)]));
 }

@@ -7,6 +7,7 @@ use vmstrata_qcow2::{LayerRecord, SnapshotInfo};
 use vmstrata_store::FileId;
 use vmstrata_types::LayerIndex;
 
+use super::meant::Meant;
 use super::relink::Below;
 use super::remove::dropped;
 use super::{MergeFault, MergeOptions};
@@ -83,39 +84,9 @@ pub fn all_of(layers: usize) -> Option<MergeRange> {
 /// # Errors
 /// No such snapshot, or one of another disk; otherwise as [`snapshot::list`].
 pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result<Vec<MergeRange>> {
-    let mut found = Vec::with_capacity(names.len());
     // Once: depths count from the top, where a disk in use gets layers.
     let snapshots = snapshot::list(disk, options)?;
-    // The newest of that name is the one people mean.
-    let layer_of = |name: &str| {
-        let found = snapshot::pick(&snapshots, name).map_err(|error| error.in_file(disk))?;
-        Ok::<_, Error>(snapshots.len() - found.depth)
-    };
-    for name in names {
-        match (layer_of(name), name.split_once("..")) {
-            (Ok(layer), _) => found.push(layer),
-            (Err(_), Some((from, to))) => {
-                let (from, to) = (layer_of(from)?, layer_of(to)?);
-                found.extend(from.min(to)..=from.max(to));
-            }
-            (Err(error), None) => return Err(error),
-        }
-    }
-    found.sort_unstable_by(|one, other| other.cmp(one));
-    found.dedup();
-    let mut ranges: Vec<MergeRange> = Vec::new();
-    for layer in found {
-        match ranges.last_mut() {
-            Some(range) if range.first.index() == layer + 1 => range.first = index_of(layer),
-            _ => ranges.push(MergeRange { first: index_of(layer), last: index_of(layer) }),
-        }
-    }
-    // All are looked at before the first is merged.
-    let target = |range: &MergeRange| snapshots.iter().rev().nth(range.target().index());
-    if let Some(disk_of) = ranges.iter().find_map(|range| target(range)?.owner.clone()) {
-        return Err(Error::from(MergeFault::OfAnotherDisk { disk: disk_of }).in_file(disk));
-    }
-    Ok(ranges)
+    Meant::named_in(disk, names, &snapshots)?.ranges_in(disk, &snapshots)
 }
 
 /// A file of the chain.

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use vmstrata_qcow2::{LayerRecord, SnapshotInfo, SnapshotInfoError, snapshot_info::is_snapshot_name};
 use vmstrata_store::Gate;
 
+use vmstrata_store::FileId;
+
 use super::fault::SnapshotFault;
 use super::names::disk_name;
 use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
@@ -26,6 +28,8 @@ pub struct Snapshot {
     pub owner: Option<String>,
     /// The file that was frozen.
     pub layer: PathBuf,
+    /// Which file that is.
+    pub(crate) file: FileId,
     /// How it keeps its bytes.
     pub format: Format,
     /// Layers above it.
@@ -78,6 +82,7 @@ pub fn list(path: &Path, options: &OpenOptions) -> Result<Vec<Snapshot>> {
 /// A layer, as far as it matters here: headers of long chains are not to be kept.
 struct Seen {
     path: PathBuf,
+    file: FileId,
     format: Format,
     size: u64,
     /// What it says of the layer below.
@@ -88,7 +93,7 @@ impl Seen {
     fn of(file: Top) -> Self {
         let format = if file.head.is_some() { Format::Qcow2 } else { Format::Raw };
         let record = file.head.and_then(|head| head.snapshot);
-        Self { path: file.path, format, size: file.size, record }
+        Self { file: file.opened.identity.file, path: file.path, format, size: file.size, record }
     }
 }
 
@@ -120,6 +125,7 @@ fn snapshot(
         origin: None,
         owner: None,
         layer: seen.path.clone(),
+        file: seen.file,
         format: seen.format,
         depth,
         virtual_size: seen.size,

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_disk::merge::{Action, Kept, Merge, MergeFault, MergeOptions, MergeRange, all_of, ranges_of};
-use vmstrata_disk::{Disk, ErrorKind, snapshot};
+use vmstrata_disk::merge::{Action, Kept, Meant, Merge, MergeFault, MergeOptions, MergeRange};
+use vmstrata_disk::{Disk, ErrorKind};
 
 use super::{Step, Work};
 use crate::error::Error;
@@ -26,8 +26,7 @@ const AGAIN_MAX: u32 = 5;
 pub(crate) struct Merging<const FLATTEN: bool> {
     disk: Arc<Disk>,
     options: MergeOptions,
-    /// What is to be deleted, as it was asked for; of no use to who flattens.
-    snapshots: Vec<String>,
+    meant: Meant,
     waiting: VecDeque<MergeRange>,
     merge: Option<Merge>,
     total: u64,
@@ -40,64 +39,55 @@ impl Merging<false> {
     /// # Errors
     /// No such snapshot; layers that cannot be dropped; another merge that ended at this moment.
     pub(crate) fn new(disk: Arc<Disk>, snapshots: &[String], options: MergeOptions) -> Result<Self, Error> {
-        let mut work = Self::of(disk, options, snapshots.to_vec());
-        work.begin()?;
-        work.total = work.merge.as_ref().map_or(0, Merge::total) * (work.waiting.len() as u64 + 1);
-        Ok(work)
+        let meant = Meant::named(disk.path(), snapshots, &options.open)?;
+        Self::of(disk, meant, options)
     }
 }
 
 impl Merging<true> {
-    /// Finds the layers below the active one. A disk that is flat already makes a job of no steps.
+    /// Finds the layers below the active one. A disk that is flat already makes a job of no steps. A snapshot that is taken
+    /// meanwhile stays: the layer that was active then stands on nothing in the end.
     ///
     /// # Errors
     /// Layers that cannot be dropped; a snapshot that was taken at this moment.
     pub(crate) fn new(disk: Arc<Disk>, options: MergeOptions) -> Result<Self, Error> {
-        let range = all_of(disk.layer_count());
-        let mut work = Self::of(disk, options, Vec::new());
-        work.waiting = range.into_iter().collect();
-        work.merge_next()?;
-        work.total = work.merge.as_ref().map_or(0, Merge::total);
-        if all_of(work.disk.layer_count()) != range {
-            return Err(vmstrata_disk::Error::from(MergeFault::LayersChanged).into());
-        }
-        Ok(work)
+        let meant = Meant::below(disk.path(), &options.open)?;
+        Self::of(disk, meant, options)
     }
 }
 
 impl<const FLATTEN: bool> Merging<FLATTEN> {
-    fn of(disk: Arc<Disk>, options: MergeOptions, snapshots: Vec<String>) -> Self {
-        Self { disk, options, snapshots, waiting: VecDeque::new(), merge: None, total: 0, again: 0 }
+    fn of(disk: Arc<Disk>, meant: Meant, options: MergeOptions) -> Result<Self, Error> {
+        let mut work =
+            Self { disk, options, meant, waiting: VecDeque::new(), merge: None, total: 0, again: 0 };
+        work.begin()?;
+        work.total = work.merge.as_ref().map_or(0, Merge::total) * (work.waiting.len() as u64 + 1);
+        Ok(work)
     }
 
-    /// Begins with the newest of what is left to delete.
+    /// Begins with the newest of what is left to drop.
     fn begin(&mut self) -> Result<(), Error> {
-        let ranges = ranges_of(self.disk.path(), &self.snapshots, &self.options.open)?;
+        let ranges = self.meant.ranges(self.disk.path(), &self.options.open)?;
         self.waiting = ranges.clone().into();
         self.merge_next()?;
         // From now on no one else drops layers. Ranges count from the base, so those that were meant are the same still.
-        if ranges_of(self.disk.path(), &self.snapshots, &self.options.open)? != ranges {
+        if self.meant.ranges(self.disk.path(), &self.options.open)? != ranges {
             return Err(vmstrata_disk::Error::from(MergeFault::LayersChanged).into());
         }
         Ok(())
     }
 
     /// Begins again if the error says that a snapshot was taken at a moment at which the layers must not change: what was
-    /// copied is found, and what was deleted is not asked for any more. Whoever flattens did not ask for that snapshot to go.
+    /// copied is found, and what was dropped is not there any more.
     fn or_again(&mut self, error: Error) -> Result<(), Error> {
         let Error::Disk(cause) = &error else { return Err(error) };
         let is_changed = matches!(cause.kind(), ErrorKind::Merge(MergeFault::LayersChanged));
-        if FLATTEN || !is_changed || self.again == AGAIN_MAX {
+        if !is_changed || self.again == AGAIN_MAX {
             return Err(error);
         }
         self.again += 1;
         self.merge = None;
-        let known = snapshot::list(self.disk.path(), &self.options.open)?;
-        let own = known.iter().filter(|snapshot| snapshot.is_own());
-        let own: Vec<&str> = own.filter_map(|snapshot| snapshot.name()).collect();
-        self.snapshots.retain(|name| own.contains(&&**name) || name.contains(".."));
-        self.waiting.clear();
-        if self.snapshots.is_empty() { Ok(()) } else { self.begin() }
+        self.begin()
     }
 
     /// Begins with the next range; the one before lets go of the disk first.
