@@ -100,7 +100,7 @@ pub enum Command {
     Status(StatusArgs),
     /// Watch what the disks of a running server are doing
     Top(TopArgs),
-    /// Add a disk to a running server, or remove one
+    /// Show a disk of a running server, add one, or remove one
     Disk(DiskArgs),
     /// Add a door to a running server, or remove one
     Door(DoorArgs),

@@ -219,6 +219,15 @@ fn status_shows_what_is_served() {
         (&0.into(), &*images.name("0.qcow2"))
     );
     assert_eq!(detail["doors"][0]["door"]["kind"], "nbd");
+    let shown: Value = serde_json::from_str(&server.ask_ok(["disk", "show", "long", "--json"])).unwrap();
+    assert_eq!((&shown["chain"], &shown["name"]), (&detail["chain"], &"long".into()));
+    nbd_io(&uri(&images, "long"), "read 0 64k");
+    let text = server.ask_ok(["disk", "show", "long"]);
+    assert!(text.starts_with("long: serving, writable, ") && text.contains("12 layers"), "{text}");
+    for words in ["reads ", "p99", &images.name("nbd.sock"), &images.name("0.qcow2")] {
+        assert!(text.contains(words), "{words} is not in\n{text}");
+    }
+    assert!(server.ask_err(["disk", "show", "none"]).contains("no disk is named 'none'"));
     assert!(server.stop().success());
 }
 

@@ -83,6 +83,17 @@ pub struct DiskArgs {
 /// What can be done to the disks of a running server.
 #[derive(Debug, Subcommand)]
 pub enum DiskCommand {
+    /// Show a disk: its doors, what was done to it, and its chain
+    Show {
+        /// The disk's name
+        name: String,
+        /// Which server.
+        #[command(flatten)]
+        server: ControlArgs,
+        /// Print JSON, as `GET /v1/disks/NAME` answers
+        #[arg(long)]
+        json: bool,
+    },
     /// Open a disk; every NBD door serves it from then on
     #[command(
         after_help = "Examples:\n  vmstrata disk add path=web.qcow2,name=web\n  vmstrata disk add path=web.qcow2,name=web-mon,at=mon\n  vmstrata disk add path=backup.qcow2,read-only --json"
@@ -118,6 +129,7 @@ pub enum DiskCommand {
 
 const DISK_HELP: &str = "\
 Examples:
+  vmstrata disk show web
   vmstrata disk add path=web.qcow2,name=web
   vmstrata disk add path=backup.qcow2,read-only --json
   vmstrata disk remove web

@@ -1,4 +1,6 @@
-//! `vmstrata disk`: disks of a running server come and go.
+//! `vmstrata disk`: disks of a running server come and go, and are shown.
+
+mod show;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -13,12 +15,17 @@ use crate::commands::serve::attachments;
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
 
-/// Adds or removes a disk.
+/// Shows, adds or removes a disk.
 ///
 /// # Errors
 /// When no server answers, or it refuses.
 pub fn run(args: &DiskArgs) -> Result<ExitCode> {
     match &args.command {
+        DiskCommand::Show { name, server, json } => {
+            let shown: DiskDetail =
+                Client::new(server)?.get(&format!("/v1/disks/{}", encode_segment(name)))?;
+            if *json { print_json(&shown)? } else { print(&show::to_text(&shown))? }
+        }
         DiskCommand::Add { spec, server, json } => {
             let added = add(&Client::new(server)?, spec)?;
             if *json { print_json(&added)? } else { print(&to_text(&added))? }

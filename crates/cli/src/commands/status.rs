@@ -53,20 +53,28 @@ pub fn failures(status: &ServerStatus) -> String {
     failed.map(|(name, why)| format!("{name} takes no more writes: {why}\n")).collect()
 }
 
-fn disk_row(disk: &DiskStatus) -> [String; 7] {
-    let state = match disk.state {
+/// What a disk is doing, in a word or two.
+pub fn state(disk: &DiskStatus) -> &'static str {
+    match disk.state {
         DiskState::Opening => "opening",
         DiskState::Serving if disk.failed.is_some() => "failed",
         DiskState::Serving if disk.settling => "serving, indexing",
         DiskState::Serving => "serving",
         DiskState::Closing => "closing",
-    };
-    let mode = if disk.read_only { "read-only" } else { "writable" };
+    }
+}
+
+/// Whether it may be written.
+pub fn mode(disk: &DiskStatus) -> &'static str {
+    if disk.read_only { "read-only" } else { "writable" }
+}
+
+fn disk_row(disk: &DiskStatus) -> [String; 7] {
     let shown = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
     [
         disk.name.clone(),
-        state.to_owned(),
-        mode.to_owned(),
+        state(disk).to_owned(),
+        mode(disk).to_owned(),
         shown(disk.size_bytes.map(short_size)),
         shown(disk.layers.map(|layers| layers.to_string())),
         share(share_of(disk.metadata_hits, disk.metadata_misses)),

@@ -107,7 +107,7 @@ fn count(per_second: f64) -> String {
 }
 
 /// `<8 µs`: buckets are bounds.
-fn time(bound_us: Option<f64>) -> String {
+pub fn time(bound_us: Option<f64>) -> String {
     match bound_us {
         None => "-".to_owned(),
         Some(us) if us < 1000.0 => format!("<{us:.0} µs"),
