@@ -13,6 +13,7 @@
 //! journal replays. Nobody closes a disk while it is lent ([`users`]). No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
+mod counts;
 mod disks;
 mod doors;
 mod jobs;
@@ -36,6 +37,8 @@ use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::nbd::{self, TlsMode};
 
+pub(crate) use self::counts::Counted;
+use self::counts::Counts;
 use self::doors::Door;
 use self::retention::Due;
 pub(crate) use self::retention::Retention;
@@ -64,6 +67,7 @@ pub struct Host {
     events: broadcast::Sender<Event>,
     jobs: Arc<Jobs>,
     due: Arc<Due>,
+    counts: Counts,
     started: Instant,
 }
 
@@ -161,6 +165,7 @@ impl Host {
             jobs: Arc::new(Jobs::new(events.clone())),
             events,
             due: Arc::default(),
+            counts: Counts::default(),
             started: Instant::now(),
         }))
     }

@@ -18,11 +18,12 @@ mod merging;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::broadcast;
-use vmstrata_api::{Event, JobChange, JobStatus};
+use vmstrata_api::{Event, JobChange, JobState, JobStatus};
 
 pub use self::bucket::Bucket;
 use self::control::Control;
@@ -78,6 +79,8 @@ pub(crate) struct Jobs {
     /// Signalled when a job ends.
     ended: Condvar,
     events: broadcast::Sender<Event>,
+    /// How many were done, were cancelled, and failed.
+    ended_as: [AtomicU64; 3],
 }
 
 #[derive(Debug, Default)]
@@ -88,7 +91,12 @@ struct Table {
 
 impl Jobs {
     pub(crate) fn new(events: broadcast::Sender<Event>) -> Self {
-        Self { table: Mutex::default(), ended: Condvar::new(), events }
+        Self { table: Mutex::default(), ended: Condvar::new(), events, ended_as: Default::default() }
+    }
+
+    /// How many jobs were done, were cancelled, and failed.
+    pub(crate) fn ended(&self) -> [u64; 3] {
+        self.ended_as.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
     /// Begins work on a disk, on a thread of its own.
@@ -174,6 +182,12 @@ impl Jobs {
         let _table = self.table.lock();
         job.end(result);
         let status = job.status();
+        let how = match status.state {
+            JobState::Done => 0,
+            JobState::Cancelled => 1,
+            _ => 2,
+        };
+        self.ended_as[how].fetch_add(1, Ordering::Relaxed);
         tracing::info!(job = status.id, kind = status.kind, disk = status.disk, state = ?status.state, "job ended");
         let _ = self.events.send(Event::Job { job: status });
         self.ended.notify_all();

@@ -152,7 +152,8 @@ impl Host {
                     tracing::debug!(disk = name, %error, "is pruned later");
                 }
                 Err(error) => {
-                    tracing::warn!(disk = name, %error, "snapshots that no rule keeps stay for now")
+                    self.counts.prune_failed();
+                    tracing::warn!(disk = name, %error, "snapshots that no rule keeps stay for now");
                 }
             }
         }

@@ -24,6 +24,12 @@ impl Host {
     /// engine refuses, see [`Together`]: nothing has changed. A guest that does not go on, or went on before it was to, with
     /// [`Quiesce::Always`]: the snapshot is taken.
     pub fn snapshot(&self, asked: SnapshotSpec) -> Result<SnapshotTaken, Error> {
+        let taken = self.take_snapshot(asked);
+        self.counts.snapshot(&taken);
+        taken
+    }
+
+    fn take_snapshot(&self, asked: SnapshotSpec) -> Result<SnapshotTaken, Error> {
         let (_change, table) = self.begin_change()?;
         if asked.disks.is_empty() {
             return Err(SpecError::NoDisks.into());

@@ -1,6 +1,7 @@
 //! `/v1/metrics`: the server's numbers as Prometheus and OpenMetrics read them, taken when they are asked for.
 
 mod disks;
+mod process;
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,11 +13,12 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
-use vmstrata_api::{DiskState, DoorCounters, DoorSpec, DoorStatus, NamedStats, ServerStatus};
+use vmstrata_api::{DiskState, DoorCounters, DoorSpec, DoorStatus, JobStatus, NamedStats, ServerStatus};
 
+use self::process::Process;
 use super::apart;
 use crate::control::problem::Failure;
-use crate::host::Host;
+use crate::host::{Counted, Host};
 
 /// What a scraper is told the text is.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -24,13 +26,20 @@ const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset
 /// The server's numbers for Prometheus
 #[utoipa::path(get, path = "/v1/metrics", tag = "server", responses((status = OK, description = "OpenMetrics text", body = String, content_type = "application/openmetrics-text")))]
 pub(in crate::control) async fn metrics(State(host): State<Arc<Host>>) -> Result<impl IntoResponse, Failure> {
-    let text = apart(host, |host| Ok(encode(host.status(), host.stats().disks))).await?;
+    let look = |host: &Host| Numbers {
+        status: host.status(),
+        stats: host.stats().disks,
+        jobs: host.jobs(),
+        counted: host.counted(),
+        process: Process::now(),
+    };
+    let text = apart(host, move |host| Ok(encode(look(host)))).await?;
     Ok(([(header::CONTENT_TYPE, OPEN_METRICS)], text))
 }
 
-fn encode(status: ServerStatus, stats: Vec<NamedStats>) -> String {
+fn encode(numbers: Numbers) -> String {
     let mut registry = Registry::with_prefix("vmstrata");
-    registry.register_collector(Box::new(Numbers(status, stats)));
+    registry.register_collector(Box::new(numbers));
     let mut text = String::new();
     text::encode(&mut text, &registry).expect("a string takes any text");
     text
@@ -38,20 +47,27 @@ fn encode(status: ServerStatus, stats: Vec<NamedStats>) -> String {
 
 /// One scrape's numbers.
 #[derive(Debug)]
-struct Numbers(ServerStatus, Vec<NamedStats>);
+struct Numbers {
+    status: ServerStatus,
+    stats: Vec<NamedStats>,
+    jobs: Vec<JobStatus>,
+    counted: Counted,
+    process: Process,
+}
 
 impl Collector for Numbers {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         self.server(&mut encoder)?;
         self.disks(&mut encoder)?;
-        disks::encode(&self.1, &mut encoder)?;
+        disks::encode(&self.stats, &mut encoder)?;
+        process::encode(self.process, self.counted, &self.jobs, &mut encoder)?;
         self.doors(&mut encoder)
     }
 }
 
 impl Numbers {
     fn server(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
-        let server = &self.0;
+        let server = &self.status;
         let build = encoder.encode_descriptor("build", "The program's version", None, MetricType::Info);
         build?.encode_info(&[("version", server.version.as_str())])?;
         let used = &server.resources;
@@ -71,7 +87,7 @@ impl Numbers {
 
     fn disks(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
         let of_disks = |value: fn(&vmstrata_api::DiskStatus) -> u64| {
-            self.0.disks.iter().map(move |disk| ([("disk", disk.name.as_str())], value(disk)))
+            self.status.disks.iter().map(move |disk| ([("disk", disk.name.as_str())], value(disk)))
         };
         let serving = of_disks(|disk| u64::from(disk.state == DiskState::Serving));
         gauges(encoder, "disk_serving", "1 while the disk is served, 0 while it opens or closes", serving)?;
@@ -94,12 +110,13 @@ impl Numbers {
     }
 
     fn doors(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
-        let connections = self.0.doors.iter().filter_map(|door| match &door.door {
+        let connections = self.status.doors.iter().filter_map(|door| match &door.door {
             DoorSpec::Nbd(spec) => Some(([("address", spec.address.as_str())], door.connections?)),
             DoorSpec::VhostUser(_) => None,
         });
         gauges(encoder, "nbd_connections", "Connections of NBD clients now", connections)?;
-        let guests = self.0.doors.iter().filter_map(|door| Some((vhost_user(door)?.0, door.connections?)));
+        let guests =
+            self.status.doors.iter().filter_map(|door| Some((vhost_user(door)?.0, door.connections?)));
         gauges(encoder, "vhost_user_attached", "1 while a guest is attached", guests)?;
         let counters: [(&str, &str, Count); 8] = [
             ("vhost_user_requests", "Requests taken from rings", |counted| counted.requests),
@@ -113,7 +130,7 @@ impl Numbers {
         ];
         for (name, help, value) in counters {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-            for (labels, counted) in self.0.doors.iter().filter_map(vhost_user) {
+            for (labels, counted) in self.status.doors.iter().filter_map(vhost_user) {
                 family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&value(counted), None)?;
             }
         }
@@ -178,7 +195,15 @@ mod tests {
             disks: vec![disk],
             doors: Vec::new(),
         };
-        let text = encode(status, Vec::new());
+        let counted =
+            Counted { snapshots: 3, snapshot_pause_us: 1500, jobs_ended: [5, 0, 1], ..Counted::default() };
+        let text = encode(Numbers {
+            status,
+            stats: Vec::new(),
+            jobs: Vec::new(),
+            counted,
+            process: Process::default(),
+        });
         for line in [
             r#"vmstrata_build_info{version="1.2.3"} 1"#,
             r#"vmstrata_uptime_seconds 7"#,
@@ -187,6 +212,11 @@ mod tests {
             r#"vmstrata_disk_failed{disk="we\"b\\"} 1"#,
             r#"vmstrata_disk_settling{disk="we\"b\\"} 1"#,
             r#"vmstrata_disk_settle_failures_total{disk="we\"b\\"} 4"#,
+            "vmstrata_snapshots_total 3",
+            "vmstrata_snapshot_pause_seconds_total 0.0015",
+            r#"vmstrata_jobs{state="running"} 0"#,
+            r#"vmstrata_jobs_ended_total{how="failed"} 1"#,
+            "vmstrata_retention_failures_total 0",
             "# EOF",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
