@@ -84,6 +84,7 @@ pub struct DiskArgs {
 #[derive(Debug, Subcommand)]
 pub enum DiskCommand {
     /// Show a disk: its doors, what was done to it, and its chain
+    #[command(after_help = "Examples:\n  vmstrata disk show web\n  vmstrata disk show web --json")]
     Show {
         /// The disk's name
         name: String,
