@@ -177,10 +177,7 @@ impl Layers {
             }
             Noted::Refused => Ok(Put::Refused),
             // A commit writes no word of this kind: whole first.
-            Noted::MustCommit => {
-                self.whole_entry(active, piece.cluster, guard)?;
-                Ok(Put::Done)
-            }
+            Noted::MustCommit => Ok(self.whole_entry(active, piece.cluster, guard).map(|_| Put::Done)?),
         }
     }
 
