@@ -9,7 +9,7 @@ use crate::is_default;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DiskSpec {
-    /// The active layer's file, absolute or seen from where the server was started.
+    /// The active layer's file, absolute or seen from where the server was started. It is shown absolute.
     pub path: String,
     /// What sockets and clients call the disk; the file's name without its last suffix if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -20,7 +20,7 @@ pub struct DiskSpec {
     /// How the active layer's data passes the host's page cache.
     #[serde(default, skip_serializing_if = "is_default")]
     pub cache: CacheMode,
-    /// What the file holds; looked up in the file if omitted.
+    /// What the disk holds, or held before its first snapshot; looked up in the file if omitted. With `clone`, that of the disk it is made of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
     /// Serve the disk as it was at this snapshot; read-only, unless as a clone.
@@ -71,13 +71,25 @@ pub enum DiskState {
     Closing,
 }
 
+/// A file of the server's host: the same numbers for every name that it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FileNumber {
+    /// The device number of its file system; for a block device its own.
+    pub device: u64,
+    /// Its inode number; 0 for a block device.
+    pub inode: u64,
+}
+
 /// A disk of the server.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskStatus {
     /// What sockets and clients call it.
     pub name: String,
-    /// The active layer's file.
+    /// The active layer's file, absolute.
     pub path: String,
+    /// Which file takes the disk's writes, by whatever name; absent unless the disk is served for writing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<FileNumber>,
     /// Where it is between being asked for and being gone.
     pub state: DiskState,
     /// Whether writes are refused.

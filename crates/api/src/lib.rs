@@ -29,7 +29,9 @@ mod snapshot;
 mod stats;
 mod status;
 
-pub use disk::{CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, Format, LayerStatus};
+pub use disk::{
+    CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, FileNumber, Format, LayerStatus,
+};
 pub use door::{DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
 pub use event::Event;
 pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus, RemoveFiles};

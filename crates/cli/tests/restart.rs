@@ -122,3 +122,51 @@ fn a_clone_goes_on_when_it_does_not_stand_on_its_snapshot_any_more() {
     assert!(server.stop().success());
     assert_clean(Path::new(&ci));
 }
+
+/// A server and a command each have a directory of their own; both have a disk of this name.
+#[test]
+fn a_relative_path_means_the_file_in_the_directory_of_whoever_says_it() {
+    let (images, elsewhere, third) = (Images::new(), Images::new(), Images::new());
+    images.create("web.qcow2", &["4M"]);
+    elsewhere.create("web.qcow2", &["4M"]);
+    let (served, other) = (images.name("web.qcow2"), elsewhere.name("web.qcow2"));
+    let runtime = images.path("run");
+    std::fs::create_dir(&runtime).unwrap();
+    let control = runtime.join("control.sock");
+    let mut server = support::vmstrata()
+        .current_dir(Path::new(&served).parent().unwrap())
+        .args(["serve", "--json", "--disk", "path=web.qcow2", "--nbd", "unix:nbd.sock", "--runtime-dir"])
+        .arg(&runtime)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut ready = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(server.stdout.as_mut().unwrap()), &mut ready)
+        .unwrap();
+    let run = |from: &Images, args: &[&str]| {
+        let output = support::vmstrata()
+            .current_dir(from.path("."))
+            .args(args)
+            .env("VMSTRATA_CONTROL", &control)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", support::stderr(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let status = run(&third, &["status", "--json"]);
+    assert!(status.contains(&served), "{status}");
+    // The other one is nobody's, and is worked on as files.
+    let said = run(&elsewhere, &["snapshot", "create", "web.qcow2", "--name", "offline"]);
+    assert!(!said.contains("writes held"), "{said}");
+    // The served one is found from anywhere by its path, and from its own directory by its name.
+    for (from, name, disk) in [(&third, "far", served.as_str()), (&images, "near", "web.qcow2")] {
+        let said = run(from, &["snapshot", "create", disk, "--name", name]);
+        assert!(said.contains("writes held"), "{said}");
+    }
+    run(&elsewhere, &["snapshot", "revert", "web.qcow2", "offline", "--yes"]);
+    rustix::process::kill_process(rustix::process::Pid::from_child(&server), rustix::process::Signal::TERM)
+        .unwrap();
+    assert!(server.wait().unwrap().success());
+    assert_eq!(names(&run_json(["snapshot", "list", &served, "--json"])), ["near", "far"]);
+    assert_eq!(names(&run_json(["snapshot", "list", &other, "--json"])), ["offline"]);
+}

@@ -21,6 +21,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
+use vmstrata_store::FileId;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 
 use crate::chain::{Chain, OpenOptions, freeze, read_chain};
@@ -185,6 +186,15 @@ impl Disk {
     /// The active layer's file, as it was named.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The file that takes the writes, by whatever name; `None` for a disk that is only read.
+    pub fn active_file(&self) -> Option<FileId> {
+        match &self.layers_now().top {
+            Top::Qcow2(active) => Some(active.identity.file),
+            Top::Raw(raw) => Some(raw.identity.file),
+            Top::Frozen => None,
+        }
     }
 
     /// Whether writes are refused because the disk was opened so.

@@ -22,6 +22,9 @@ impl Host {
     /// # Errors
     /// A name that is taken, a chain that cannot be opened, a server that is ending.
     pub fn add_disk(&self, spec: DiskSpec) -> Result<(), Error> {
+        let spec = spec
+            .absolute()
+            .map_err(|source| Error::System { action: "find the directory it was started in", source })?;
         let (_change, mut table) = self.begin_change()?;
         if table.entry(&spec.name).is_some() {
             return Err(SpecError::NameTaken { name: spec.name }.into());

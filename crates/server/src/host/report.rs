@@ -91,6 +91,9 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
     api::DiskStatus {
         name: entry.spec.name.clone(),
         path: entry.spec.path.display().to_string(),
+        file: disk
+            .and_then(|disk| disk.active_file())
+            .map(|file| api::FileNumber { device: file.dev, inode: file.ino }),
         state: state(&entry.phase),
         read_only: entry.spec.read_only,
         size_bytes: disk.map(|disk| disk.size()),

@@ -1,6 +1,7 @@
 //! A disk to open, and which of its states.
 
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::{Path, PathBuf, absolute};
 
 use vmstrata_api as api;
 use vmstrata_disk::Format;
@@ -103,6 +104,19 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
 }
 
 impl DiskSpec {
+    /// The same with absolute paths: whoever is told of them may be in another directory.
+    ///
+    /// # Errors
+    /// This process's own directory is gone, and a path is relative.
+    pub(crate) fn absolute(mut self) -> io::Result<Self> {
+        self.path = absolute(self.path)?;
+        if let Some(clone_of) = &mut self.clone_of {
+            clone_of.disk = absolute(&clone_of.disk)?;
+        }
+        self.agent = self.agent.map(absolute).transpose()?;
+        Ok(self)
+    }
+
     /// The same where relative paths are seen from `directory`.
     #[must_use]
     pub(crate) fn seen_from(mut self, directory: &Path) -> Self {

@@ -1,10 +1,12 @@
 //! Snapshots of disks that a server serves: the server takes them.
 
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use vmstrata_api::{
-    DiskList, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted, SnapshotSpec, SnapshotTaken,
+    DiskList, DiskStatus, FileNumber, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted,
+    SnapshotSpec, SnapshotTaken,
 };
 use vmstrata_disk::snapshot::SnapshotInfo;
 
@@ -39,7 +41,7 @@ impl Live {
             Err(error) => return Err(error),
         };
         let name_of = |disk: &Path| {
-            let same = |served: &&vmstrata_api::DiskStatus| is_same_file(Path::new(&served.path), disk);
+            let same = |served: &&DiskStatus| is_file_of(served, disk);
             served.disks.iter().find(same).map(|served| served.name.clone())
         };
         let found: Vec<(PathBuf, String)> =
@@ -171,9 +173,23 @@ impl Live {
     }
 }
 
-/// Whether two paths lead to one file. What a server serves may be in its own directory, which relative paths do not say.
-fn is_same_file(one: &Path, other: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt as _;
-    let file = |path: &Path| path.metadata().map(|metadata| (metadata.dev(), metadata.ino())).ok();
-    file(one).is_some_and(|one| file(other) == Some(one))
+/// Whether a file is that of a disk that a server serves.
+///
+/// A relative path, as older servers tell it, says nothing: it is seen from the server's directory.
+fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
+    let Some(file) = number_of(disk) else { return false };
+    if served.file == Some(file) {
+        return true;
+    }
+    // It gets another file at each snapshot, and the server may have said which before or after; the file system stays.
+    let may_be = served.file.is_none_or(|active| active.device == file.device);
+    let path = Path::new(&served.path);
+    may_be && path.is_absolute() && number_of(path) == Some(file)
+}
+
+fn number_of(path: &Path) -> Option<FileNumber> {
+    let file = path.metadata().ok()?;
+    let is_device = file.file_type().is_block_device();
+    let (device, inode) = if is_device { (file.rdev(), 0) } else { (file.dev(), file.ino()) };
+    Some(FileNumber { device, inode })
 }

@@ -176,7 +176,8 @@ mod tests {
     fn names_are_labels_and_hostile_ones_are_escaped() {
         let disk = DiskStatus {
             name: "we\"b\\".to_owned(),
-            path: "web.qcow2".to_owned(),
+            path: "/web.qcow2".to_owned(),
+            file: None,
             state: DiskState::Serving,
             read_only: false,
             size_bytes: Some(1 << 30),
