@@ -28,7 +28,7 @@ pub use self::index::{
     IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
 };
 pub use self::job::{JobArgs, JobCommand};
-pub use self::merge::{FlattenArgs, MergeHowArgs, RemoveFiles, SnapshotDeleteArgs};
+pub use self::merge::{FlattenArgs, Into, MergeHowArgs, RemoveFiles, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::resize::ResizeArgs;
 pub use self::serve::{LogFormat, ServeArgs, ThawGuardArgs};

@@ -198,3 +198,20 @@ fn flattening_a_served_disk_removes_what_it_is_asked_to_and_keeps_what_others_ne
     assert_state(&images, "web.qcow2", 5);
     assert_state(&images, "clone.qcow2", 2);
 }
+
+#[test]
+fn a_snapshot_is_deleted_the_way_that_copies_less() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    qemu_io(&images, "web.s0.qcow2", "write -P 1 8M 4M");
+    let refused = run_err(1, ["snapshot", "delete", &disk, "s4", "--into", "down"]);
+    assert!(refused.contains("the layer above is the one that takes the writes"), "{refused}");
+    let report = run_json(["snapshot", "delete", &disk, "s0", "--json"]);
+    assert_eq!(report["copied-down-bytes"], json!(2 << 20), "the oldest holds 5 MiB: {report}");
+    assert_eq!(report["removed"], json!([images.name("web.s0.qcow2")]));
+    assert_eq!(chain(&disk), ["web.qcow2", "web.s4.qcow2", "web.s3.qcow2", "web.s2.qcow2", "web.s1.qcow2"]);
+    let report = run_json(["snapshot", "delete", &disk, "s1", "--into", "up", "--json"]);
+    assert_eq!(report["copied-down-bytes"], json!(0));
+    assert_state(&images, "web.qcow2", 5);
+    assert_state(&images, "web.s2.qcow2", 3);
+}

@@ -19,6 +19,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::index::Index;
 use crate::layer::{Format, Layer, Tables};
 use crate::mark;
+use crate::merge::MergeFault;
 use crate::opener::{Opened, Opener, Role, directory_of};
 use crate::resources::Resources;
 use indexed::Search;
@@ -82,6 +83,32 @@ impl Top {
     pub(crate) fn is_in_session(&self) -> bool {
         self.head.as_ref().is_some_and(|head| head.header.autoclear.bits() & SESSION_MASK != 0)
     }
+
+    /// As [`check_state`].
+    ///
+    /// # Errors
+    /// As [`check_state`].
+    pub(crate) fn check_state(&self) -> Result<()> {
+        check_state(&self.path, self.head.as_ref())
+    }
+}
+
+/// Refuses a layer as a state of a disk whose own content is partly overwritten by that of the layers above it, because it is
+/// being dropped ([`crate::merge`]). Below those it is right.
+///
+/// # Errors
+/// [`MergeFault::BeingDropped`].
+pub(crate) fn check_state(path: &Path, head: Option<&Qcow2Head>) -> Result<()> {
+    if is_being_dropped(path, head) {
+        return Err(Error::from(MergeFault::BeingDropped).in_file(path));
+    }
+    Ok(())
+}
+
+/// Whether [`check_state`] refuses it.
+pub(crate) fn is_being_dropped(path: &Path, head: Option<&Qcow2Head>) -> bool {
+    let valid_as = head.and_then(|head| head.valid_as.as_deref());
+    valid_as.is_some_and(|name| path.file_name() != Some(name.as_ref()))
 }
 
 /// A chain as read from its headers.

@@ -16,7 +16,7 @@ use vmstrata_qcow2::{CompressionType, LayerRecord, NewBacking, NewImage, Refcoun
 use vmstrata_store::{Access, FileId, FileOptions, FileStore, Gate};
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
-use crate::chain::{Qcow2Head, plain_name, probe, read_head};
+use crate::chain::{Qcow2Head, check_state, plain_name, probe, read_head};
 use crate::clones;
 use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
@@ -156,6 +156,7 @@ fn check_backing(path: &Path, name: &Path, format: Format, replaced: Option<File
         Ok((opened, size, head))
     };
     let (opened, size, head) = read().map_err(|error| error.in_file(&resolved))?;
+    check_state(&resolved, head.as_ref())?;
     if let Some(replaced) = replaced {
         refuse_loop(resolved, &opened, head, replaced)?;
     }

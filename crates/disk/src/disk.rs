@@ -119,6 +119,7 @@ impl Disk {
     /// Anything wrong with any file of the chain, with the file's name, layer and offset.
     pub fn open(path: &Path, options: &OpenOptions, resources: &Arc<Resources>) -> Result<Arc<Self>> {
         let mut chain = read_chain(path, options, resources)?;
+        chain.top.check_state()?;
         if chain.unfinished && !options.read_only {
             killed::finish_snapshot(chain, options.cache, resources)?;
             chain = read_chain(path, options, resources)?;

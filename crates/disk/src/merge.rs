@@ -10,7 +10,11 @@
 //! **Pull up.** What the dropped layers hold is copied into the layer above them, the *target*, as far as it has nothing
 //! of its own there; then the target's header names what lies below the dropped layers. What the target and all above it
 //! read never changes, so other disks on them are unharmed, and at every instant the files are a chain that stock tools
-//! read right. Copying *down*, as stock commit does, would change the layer that is copied into, and all clones of it.
+//! read right.
+//!
+//! **Write down.** Where that copies less, and nobody else has anything to do with the dropped layers, it is the other way
+//! around: the lowest of them gets what the target and those between have, and then takes the target's place ([`down`]). Which
+//! way is decided by [`direction`].
 //!
 //! Place in the data flow: a job beside the engine, made of bounded steps ([`Merge::select`], [`Merge::apply`]). Copying
 //! is copy-on-write as the engine does it for guests: allocate, write, publish, and commit in the order of
@@ -31,18 +35,23 @@
 
 mod copier;
 pub(crate) mod copy;
+pub(crate) mod direction;
+pub(crate) mod down;
 mod fault;
 mod files;
 mod job;
 pub(crate) mod leftovers;
+mod mark;
 mod meant;
 pub(crate) mod plan;
+mod push;
 pub(crate) mod relink;
 pub(crate) mod remove;
 pub(crate) mod room;
 pub(crate) mod target;
 pub(crate) mod users;
 
+pub use direction::Direction;
 pub use fault::MergeFault;
 pub use job::{Action, Merge};
 pub use meant::Meant;
@@ -68,6 +77,8 @@ pub struct MergeOptions {
     /// Allow layers below the end of the disk's own history to be copied into, as long as no snapshot is dropped there: for
     /// chains that other tools made, by somebody who knows that no other disk counts them as its history.
     pub beyond_own: bool,
+    /// Which way.
+    pub direction: Direction,
 }
 
 /// What merging has done.
@@ -75,6 +86,8 @@ pub struct MergeOptions {
 pub struct Merged {
     /// Bytes copied into the target.
     pub copied_bytes: u64,
+    /// Whether they were copied into the lowest dropped layer.
+    pub is_down: bool,
     /// Files removed, newest layer first.
     pub removed: Vec<PathBuf>,
     /// Files of dropped layers that are still there, and why.

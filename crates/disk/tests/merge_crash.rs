@@ -44,7 +44,7 @@ fn small_chain(layers: usize, seed: u64) -> Chain {
 
 fn drop_middle(chain: &Chain, resources: &Arc<Resources>) -> Result<(), Error> {
     let range = MergeRange { first: LayerIndex::new(1), last: LayerIndex::new(2) };
-    let options = MergeOptions { removal: Removal::Nothing, ..MergeOptions::default() };
+    let options = MergeOptions { removal: Removal::Nothing, beyond_own: true, ..MergeOptions::default() };
     Merge::new(chain.top(), range, &options, resources)?.run().map(drop)
 }
 

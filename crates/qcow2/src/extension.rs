@@ -29,6 +29,9 @@ pub mod magic {
     pub const INDEX: u32 = 0x564d_5358;
     /// What is known of the snapshot below: `VMSN`, ours ([`crate::snapshot_info::SnapshotInfo`]).
     pub const SNAPSHOT: u32 = 0x564d_534e;
+    /// The file name under which the layer's own state will be valid again: `VMSD`, ours. Until then it is being dropped, and
+    /// right only below the layers above it.
+    pub const DROPPED: u32 = 0x564d_5344;
     /// The mark of a raw disk's overlay: `VMSO`, ours ([`crate::OverlayMark`]).
     pub const OVERLAY: u32 = 0x564d_534f;
     /// Bytes to be passed over: `VMSP`, ours.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use vmstrata_api::JobSpec;
-use vmstrata_disk::merge::Removal;
+use vmstrata_disk::merge::{Direction, Removal};
 
 use super::ControlArgs;
 use super::snapshot::SnapshotCommonArgs;
@@ -40,6 +40,28 @@ impl From<RemoveFiles> for Removal {
             RemoveFiles::All => Self::All,
             RemoveFiles::Everywhere => Self::Everywhere,
             RemoveFiles::None => Self::Nothing,
+        }
+    }
+}
+
+/// Which way layers are merged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Into {
+    /// The way that copies less, as far as it is open
+    #[default]
+    Auto,
+    /// Into the layer above the deleted ones
+    Up,
+    /// Into the lowest of the deleted ones, which then takes the place of the layer above; refused where others need it
+    Down,
+}
+
+impl From<Into> for Direction {
+    fn from(into: Into) -> Self {
+        match into {
+            Into::Auto => Self::Auto,
+            Into::Up => Self::Up,
+            Into::Down => Self::Down,
         }
     }
 }
@@ -91,6 +113,9 @@ pub struct SnapshotDeleteArgs {
     /// Leave the snapshots' files where they are
     #[arg(long)]
     pub keep_files: bool,
+    /// Which way what stays and what goes are brought together
+    #[arg(long, value_name = "WAY", value_enum, default_value_t)]
+    pub into: Into,
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
@@ -112,10 +137,12 @@ Examples:
   vmstrata snapshot delete web.qcow2 mon wed..sat
   vmstrata snapshot delete web.qcow2 mon --json | jq -r '.kept[].reason'
 
-The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above.
+The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above, or, where
+that is less to copy and nobody uses the disk or stands on the deleted ones, what is above into the lowest of them, which takes its place.
 A file that another disk stands on stays: disks beside the snapshots, below --allow-backing, and elsewhere if vmstrata made
 them or has opened them for writing. Interrupted, begin it again: what was copied is not copied twice.
-Exit codes: 0 deleted, 1 not, or not all (every state of the disk is as it was), 64 wrong usage.";
+Exit codes: 0 deleted, 1 not, or not all (every other state of the disk is as it was; `snapshot list` shows a snapshot that is
+half deleted, which can only be deleted again), 64 wrong usage.";
 
 /// `vmstrata flatten`
 #[derive(Debug, Args)]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use serde::Serialize;
 use vmstrata_disk::OpenOptions;
-use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of};
+use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of};
 use vmstrata_disk::snapshot::list;
 use vmstrata_server::Bucket;
 
@@ -20,7 +20,7 @@ use crate::units::short_size;
 
 /// How often is looked whether to go on, while waiting for the speed limit.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-const STOPPED: &str = "every state of the disk is as it was; begun again, it copies nothing twice";
+const STOPPED: &str = "every state that was to stay is as it was; begin it again to complete it";
 
 /// What was done, for scripts.
 #[derive(Debug, Default, Serialize)]
@@ -28,6 +28,8 @@ const STOPPED: &str = "every state of the disk is as it was; begun again, it cop
 struct Report {
     disk: String,
     copied_bytes: u64,
+    /// Of these, bytes that were copied down into a deleted layer, which then took the place of the one above.
+    copied_down_bytes: u64,
     removed: Vec<String>,
     kept: Vec<KeptFile>,
 }
@@ -41,6 +43,7 @@ struct KeptFile {
 impl Report {
     fn add(&mut self, merged: &Merged) {
         self.copied_bytes += merged.copied_bytes;
+        self.copied_down_bytes += if merged.is_down { merged.copied_bytes } else { 0 };
         self.removed.extend(merged.removed.iter().map(|file| file.display().to_string()));
         let kept = |(file, why): &(std::path::PathBuf, vmstrata_disk::merge::Kept)| KeptFile {
             file: file.display().to_string(),
@@ -70,8 +73,8 @@ impl Report {
 pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
     let ranges = ranges_of(&args.disk, &args.names, &args.common.open())?;
     let removal = if args.keep_files { Removal::Nothing } else { Removal::Snapshots };
-    let (open, forget_missing) = (args.common.open(), args.how.forget_missing);
-    let options = MergeOptions { open, removal, forget_missing, ..MergeOptions::default() };
+    let (open, forget_missing, direction) = (args.common.open(), args.how.forget_missing, args.into.into());
+    let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
     let report = merge(&args.disk, &ranges, &options, args.how.limit, args.runtime_dir.as_deref())?;
     report.tell(&format!("{} deleted", args.names.join(", ")), &args.common)
 }
@@ -102,8 +105,8 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
     let below = list(&args.disk, &args.common.open())?.len();
     let range = all_of(below + 1);
     let (removal, forget_missing) = (args.remove.into(), args.how.forget_missing);
-    let open = args.common.open();
-    let options = MergeOptions { open, removal, forget_missing, ..MergeOptions::default() };
+    let (open, direction) = (args.common.open(), Direction::Up);
+    let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
     let runtime = args.runtime_dir.as_deref();
     let report = merge(&args.disk, range.as_slice(), &options, args.how.limit, runtime)?;
     report.tell("flat", &args.common)?;

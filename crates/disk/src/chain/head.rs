@@ -25,6 +25,8 @@ pub(crate) struct Qcow2Head {
     pub(crate) mark: Option<OverlayMark>,
     /// Whether it has an extension that only vmstrata writes.
     pub(crate) is_ours: bool,
+    /// The name under which its own state is valid, if under no other.
+    pub(crate) valid_as: Option<String>,
 }
 
 /// Bytes read at first: enough for the header and extensions that tools write.
@@ -72,7 +74,9 @@ pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
     let snapshot = SnapshotInfo::find(&extensions).map(<[u8]>::to_vec);
     let mark = OverlayMark::find(&extensions);
     let is_ours = extensions.items.iter().any(|extension| magic::is_ours(extension.magic()));
-    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot, mark, is_ours })
+    let dropped = extensions.items.iter().find(|item| item.magic() == magic::DROPPED);
+    let valid_as = dropped.map(|item| String::from_utf8_lossy(item.data()).into_owned());
+    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot, mark, is_ours, valid_as })
 }
 
 /// The backing file's name, also of images that cannot be used otherwise: those with features that are not supported, or

@@ -134,7 +134,10 @@ impl Walk {
         }
         let opener = &**resources.files().opener();
         let opened = if self.layers.is_empty() {
-            open_top(&path, Role::Frozen, &OpenOptions { format, ..OpenOptions::default() }, opener)?
+            let options = OpenOptions { format, ..OpenOptions::default() };
+            let state = open_top(&path, Role::Frozen, &options, opener)?;
+            state.check_state()?;
+            state
         } else {
             let gate = match &mut self.gate {
                 Some(gate) => gate,

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use vmstrata_types::{GuestOffset, GuestRange};
 
+use super::down::Down;
 use super::relink::Relink;
 use super::room::Room;
 use crate::active::Active;
@@ -19,13 +20,23 @@ pub(super) const WINDOW: u64 = 4 << 20;
 /// The target, the way to what lies below it, and what will be left of that.
 #[derive(Debug)]
 pub(crate) struct Copier {
+    /// What is copied into.
     pub(crate) target: Arc<Active>,
     /// The target over all layers below it; `None` when it is the active layer of a running disk, which has them.
     pub(crate) layers: Option<Layers>,
     pub(crate) after: Option<Arc<FrozenMap>>,
-    pub(crate) relink: Relink,
+    pub(crate) way: Way,
     pub(crate) room: Room,
     at: GuestOffset,
+}
+
+/// Where to layers are merged.
+#[derive(Debug)]
+pub(crate) enum Way {
+    /// Into the layer above them, which comes to stand on what is left.
+    Up(Relink),
+    /// Into the lowest, which takes the place of the layer above them.
+    Down(Box<Down>),
 }
 
 impl Copier {
@@ -36,7 +47,35 @@ impl Copier {
         relink: Relink,
         room: Room,
     ) -> Self {
-        Self { target, layers, after, relink, room, at: GuestOffset::ZERO }
+        Self { target, layers, after, way: Way::Up(relink), room, at: GuestOffset::ZERO }
+    }
+
+    pub(super) fn down(
+        target: Arc<Active>,
+        layers: Layers,
+        after: Option<Arc<FrozenMap>>,
+        down: Down,
+        room: Room,
+    ) -> Self {
+        Self {
+            target,
+            layers: Some(layers),
+            after,
+            way: Way::Down(Box::new(down)),
+            room,
+            at: GuestOffset::ZERO,
+        }
+    }
+
+    /// Copies what lies in `range` into a target that is frozen, or whose disk is not in use; returns the bytes written.
+    ///
+    /// # Errors
+    /// A layer that cannot be read, a host that is full or cannot write.
+    pub(super) fn copy(&self, layers: &Layers, range: GuestRange) -> Result<u64> {
+        match &self.way {
+            Way::Up(_) => layers.pull_up(range, self.after.as_deref()),
+            Way::Down(down) => down.copy(layers, range),
+        }
     }
 
     /// The next range to be looked at.
@@ -60,18 +99,23 @@ impl Copier {
         leave_clean(&self.target, wait)
     }
 
-    /// Lets the target stand on what is left below it, when all that was copied is on stable storage.
+    /// Lets the target stand on what is left below it, or in the place of the layer above, when all that was copied is on stable
+    /// storage.
     ///
     /// # Errors
-    /// A host that cannot write or flush: the target stands on the one or on the other.
+    /// A host that cannot write or flush: the chain is as before, or as it is to be.
     pub(crate) fn relink(&self) -> Result<()> {
+        let relink = match &self.way {
+            Way::Up(relink) => relink,
+            Way::Down(down) => return down.take_place(&self.target),
+        };
         let flush = || self.target.flush();
         let store = &*self.target.store;
         let write = || -> Result<()> {
-            if self.relink.write_body(store)? {
+            if relink.write_body(store)? {
                 flush()?;
             }
-            self.target.alloc.exclusively(|| self.relink.write_sector(store))?;
+            self.target.alloc.exclusively(|| relink.write_sector(store))?;
             flush()
         };
         write().map_err(|error| error.in_file(&self.target.path))

@@ -69,6 +69,17 @@ pub enum MergeFault {
         /// Who uses it.
         by: String,
     },
+    /// A layer whose own state is not there any more.
+    #[error(
+        "the snapshot in it is being deleted, and what it held is overwritten in part: only deleting it again is possible, which completes it"
+    )]
+    BeingDropped,
+    /// What is above cannot be written down into the lowest dropped layer.
+    #[error("what stays cannot be written down into it: {reason}")]
+    NotDown {
+        /// What stands against it.
+        reason: String,
+    },
     /// The disk has other layers than when the merge began.
     #[error("the disk's layers have changed since the merge began: begin it again, what is copied stays")]
     LayersChanged,

@@ -10,12 +10,13 @@ use vmstrata_store::{CacheMode, FileId, FileStore, Gate};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::copier::Copier;
+use super::direction::Asked;
 use super::plan::{self, Link, below_of, map_up_to};
 use super::relink::Relink;
 use super::remove::refuse_overlooked;
 use super::room::Room;
 use super::users::{Here, Users};
-use super::{MergeFault, MergeOptions, MergeRange, leftovers, target};
+use super::{MergeFault, MergeOptions, MergeRange, down, leftovers, target};
 use crate::chain::{OpenOptions, open_layer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{self, IndexOptions};
@@ -55,7 +56,14 @@ impl Files {
         let users = Users::standing_on(&links[range.first.index()..], disk, &options.open);
         refuse_overlooked(&links, range, options, &users)
             .map_err(|fault| Error::from(fault).in_file(disk))?;
-        let copier = open_target(disk, &links, range, &users, options, resources)?;
+        let ours = [links[links.len() - 1].file];
+        let opened = |file| resources.files().open_store(file);
+        let here = Here { needs: &|_| false, store: &opened };
+        let asked = Asked { disk, links: &links, range, options, resources, here, ours: &ours };
+        let copier = match asked.choose()? {
+            Some(found) => down::open(&asked, found, Role::Active(CacheMode::Host), |_| Ok(()))?,
+            None => open_target(disk, &links, range, &users, options, resources)?,
+        };
         let (disk, open, resources) = (disk.to_owned(), options.open.clone(), Arc::clone(resources));
         Ok((Self { disk, open, resources, _lock: lock }, links, copier))
     }

@@ -1,23 +1,19 @@
 //! The job: a loop of `select -> Action -> apply`, for files and for running disks alike.
 
+mod ending;
+
 use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_store::FileId;
 use vmstrata_types::GuestRange;
 
-use super::copier::{Copier, WINDOW};
+use super::copier::{Copier, WINDOW, Way};
 use super::files::Files;
-use super::leftovers;
 use super::plan::Link;
-use super::remove::{self, Wanted};
-use super::users::{Here, Users};
-use super::{MergeOptions, MergeRange, Merged, Removal};
-use crate::chain::OpenOptions;
-use crate::clones;
+use super::remove::{self, Dropped};
+use super::{Direction, MergeFault, MergeOptions, MergeRange, Merged};
 use crate::disk::{Disk, Running};
-use crate::draft::flush_directory;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::resources::Resources;
 
 /// Bytes copied before they are brought to stable storage: what a crash makes a later attempt copy again.
@@ -52,6 +48,8 @@ pub struct Merge {
     options: MergeOptions,
     links: Vec<Link>,
     range: MergeRange,
+    /// The files that go.
+    dropped: Vec<Dropped>,
     /// Present until the target is done with. Goes before the host: its files are locked by that.
     copier: Option<Copier>,
     host: Host,
@@ -90,20 +88,31 @@ impl Merge {
     /// # Errors
     /// As [`Merge::new`]; another merge of the disk; other disks in use that stand on the target.
     pub fn of_disk(disk: &Arc<Disk>, range: MergeRange, options: &MergeOptions) -> Result<Self> {
+        if options.direction == Direction::Down {
+            let reason = "the disk is in use".to_owned();
+            return Err(Error::from(MergeFault::NotDown { reason }).in_file(disk.path()));
+        }
         let (running, links, copier) = Running::begin(disk, range, options)?;
         Ok(Self::with(Host::Running(Box::new(running)), links, copier, range, options))
     }
 
     fn with(host: Host, links: Vec<Link>, copier: Copier, range: MergeRange, options: &MergeOptions) -> Self {
+        let mut dropped = remove::dropped(&links, range);
+        let is_down = matches!(copier.way, Way::Down(_));
+        if is_down {
+            // The lowest stays, under another name.
+            dropped.pop();
+        }
         Self {
             options: options.clone(),
             links,
             range,
+            dropped,
             copier: Some(copier),
             host,
             stage: Stage::Copying,
             uncommitted: 0,
-            merged: Merged::default(),
+            merged: Merged { is_down, ..Merged::default() },
         }
     }
 
@@ -145,11 +154,16 @@ impl Merge {
             Action::Relink => {
                 let copier = self.copier.take().expect("copying comes first");
                 self.stage = Stage::Done;
-                self.tell_of_target();
+                if !self.merged.is_down {
+                    self.tell_of_target();
+                }
                 self.announce(copier.target.identity.file);
                 match &mut self.host {
                     Host::Files(_) => copier.settle(|| ()).and_then(|()| copier.relink())?,
                     Host::Running(running) => running.relink(&copier)?,
+                }
+                if let Way::Down(down) = &copier.way {
+                    self.took_place(down, copier.target.identity.file);
                 }
                 self.stage = Stage::Indexing;
             }
@@ -170,7 +184,7 @@ impl Merge {
         let copier = self.copier();
         copier.room.check()?;
         let bytes = match (&copier.layers, &self.host) {
-            (Some(layers), _) => layers.pull_up(range, copier.after.as_deref())?,
+            (Some(layers), _) => copier.copy(layers, range)?,
             (None, Host::Running(running)) => running.pull_up(copier, range)?,
             (None, Host::Files(_)) => unreachable!("files have a target of their own"),
         };
@@ -214,62 +228,6 @@ impl Merge {
     /// What it has done so far.
     pub fn merged(&self) -> &Merged {
         &self.merged
-    }
-
-    fn disk(&self) -> (&Path, &OpenOptions) {
-        match &self.host {
-            Host::Files(files) => (&files.disk, &self.options.open),
-            Host::Running(running) => (running.disk.path(), running.disk.options()),
-        }
-    }
-
-    /// The target may be about to stand on a layer in another directory, and dropped layers may stay.
-    fn tell_of_target(&self) {
-        let (first, last, target) =
-            (self.range.first.index(), self.range.last.index(), self.range.target().index());
-        let stays = first.checked_sub(1);
-        let path = |layer: usize| self.links[layer].path.as_path();
-        clones::tell_of_chain(self.disk().0, stays.into_iter().chain([target]).map(path));
-        clones::tell_of_left((stays.unwrap_or(first)..=last).map(path));
-    }
-
-    /// Lets whoever finds the disk after a crash know what is left to remove.
-    fn announce(&self, target: FileId) {
-        let mut dropped = remove::dropped(&self.links, self.range);
-        dropped.retain(|layer| self.options.removal.wants(layer).is_ok());
-        let (disk, open) = self.disk();
-        if let Err(error) = leftovers::announce(disk, open, target, &dropped) {
-            tracing::warn!(%error, "killed now, the merge would leave the files of dropped layers behind");
-        }
-    }
-
-    fn remove(&mut self) {
-        let (disk, open) = self.disk();
-        let (first, target) = (self.range.first.index(), self.range.target().index());
-        let above = &self.links[target..];
-        let waiting = leftovers::waiting_of(disk, &self.links);
-        let dropped = [remove::dropped(&self.links, self.range), waiting.clone()].concat();
-        let mut users = Users::standing_on(&self.links[first..], disk, open);
-        users.follow_told(waiting.iter().map(|layer| layer.path.as_path()));
-        let (removal, forget_missing) = (self.options.removal, self.options.forget_missing);
-        let mut remove = |here: Here<'_>| {
-            let by_others = here.is_used_by_others(&users, above);
-            let wanted = Wanted { removal, forget_missing, here, by_others };
-            remove::remove(&dropped, &mut users, &wanted)
-        };
-        let (removed, kept) = match &self.host {
-            Host::Files(_) => remove(Here::NOTHING),
-            Host::Running(running) => running.here(remove),
-        };
-        let _ = flush_directory(disk);
-        let was_waiting = |path: &Path| waiting.iter().any(|layer| layer.path == path);
-        if removal == Removal::Nothing {
-            leftovers::leave(disk, open, waiting.iter().map(|layer| layer.path.as_path()));
-        } else {
-            leftovers::leave(disk, open, leftovers::later(&kept));
-        }
-        let kept = kept.into_iter().filter(|(path, _)| !was_waiting(path)).collect();
-        (self.merged.removed, self.merged.kept) = (removed, kept);
     }
 }
 

@@ -181,9 +181,10 @@ fn left(disk: &Path, note: &Note, open: &OpenOptions) -> Result<(Vec<Dropped>, V
     left.sort_by_key(|(position, _)| *position);
     let target = links.iter().find(|link| (link.file.dev, link.file.ino) == note.target);
     let Some(target) = target.filter(|_| !left.is_empty()) else { return Ok((Vec::new(), links)) };
-    // The header that a killed process wrote may be in the page cache alone.
+    // The header that a killed process wrote may be in the page cache alone, and so may the name that it gave.
     let flushed = File::open(&target.path).and_then(|file| file.sync_all());
     flushed.while_trying("flush").map_err(|error| error.in_file(&target.path))?;
+    flush_directory(&target.path)?;
     Ok((left.into_iter().map(|(_, dropped)| dropped).collect(), links))
 }
 

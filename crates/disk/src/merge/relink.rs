@@ -60,9 +60,23 @@ impl Relink {
     /// # Errors
     /// [`MergeFault::NoRoom`]; a header that cannot be read.
     pub(crate) fn plan(store: &dyn Store, header: &Header, below: Option<&Below>) -> Result<Self> {
+        Self::plan_with(store, header, below, |_| {})
+    }
+
+    /// The same with other extensions, those aside that are about the layer below or the index.
+    ///
+    /// # Errors
+    /// As [`Relink::plan`].
+    pub(super) fn plan_with(
+        store: &dyn Store,
+        header: &Header,
+        below: Option<&Below>,
+        change: impl FnOnce(&mut Extensions),
+    ) -> Result<Self> {
         let mut cluster = vec![0; header.cluster_bits.size() as usize];
         store.read_padded(&mut cluster, HostOffset::ZERO).while_trying("read the header")?;
-        let extensions = header.extensions(&cluster)?;
+        let mut extensions = header.extensions(&cluster)?;
+        change(&mut extensions);
         let used = used(&cluster, header);
         let planned = Self::fitting(header, &extensions, below, &used, true);
         Ok(planned

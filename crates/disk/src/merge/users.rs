@@ -184,6 +184,14 @@ impl Users {
         self.by_file.get(&file)?.first().map(|user| &user.path)
     }
 
+    /// An image that names the file as its backing file, other than `above`.
+    pub(super) fn other_than(&self, file: FileId, above: FileId) -> Option<&PathBuf> {
+        let is_other = |path: &&PathBuf| {
+            LocalFiles.identity(path, &Gate::unrestricted()).map_or(true, |found| found.file != above)
+        };
+        self.by_file.get(&file)?.iter().map(|user| &user.path).find(is_other)
+    }
+
     /// Why someone may have been overlooked, as a reason to keep a file.
     pub(super) fn overlooked(&self) -> Option<Kept> {
         Some(match self.gap.as_ref()? {

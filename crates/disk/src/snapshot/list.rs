@@ -9,7 +9,7 @@ use vmstrata_store::FileId;
 
 use super::fault::SnapshotFault;
 use super::names::disk_name;
-use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
+use crate::chain::{OpenOptions, Roles, Top, is_being_dropped, open_layer, walk};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Role};
@@ -38,6 +38,8 @@ pub struct Snapshot {
     pub virtual_size: u64,
     /// Bytes of the host's storage that its own file takes.
     pub allocated_bytes: u64,
+    /// Whether it is being deleted, and is no state any more: deleting it again completes that.
+    pub is_being_deleted: bool,
 }
 
 impl Snapshot {
@@ -87,13 +89,16 @@ struct Seen {
     size: u64,
     /// What it says of the layer below.
     record: Option<Vec<u8>>,
+    is_being_dropped: bool,
 }
 
 impl Seen {
     fn of(file: Top) -> Self {
         let format = if file.head.is_some() { Format::Qcow2 } else { Format::Raw };
+        let is_being_dropped = is_being_dropped(&file.path, file.head.as_ref());
         let record = file.head.and_then(|head| head.snapshot);
-        Self { file: file.opened.identity.file, path: file.path, format, size: file.size, record }
+        let file_id = file.opened.identity.file;
+        Self { file: file_id, path: file.path, format, size: file.size, record, is_being_dropped }
     }
 }
 
@@ -131,6 +136,7 @@ fn snapshot(
         virtual_size: seen.size,
         // st_blocks counts 512 bytes whatever the file system's block is.
         allocated_bytes: metadata.blocks() * 512,
+        is_being_deleted: seen.is_being_dropped,
     })
 }
 

@@ -43,6 +43,7 @@ impl Below {
     /// A file that cannot be read or breaks the format, or that is marked corrupt.
     pub(super) fn read(path: &Path, format: Format) -> Result<Self> {
         let file = open_layer(path, Role::Inspected, Some(format), &Gate::unrestricted(), &LocalFiles)?;
+        file.check_state()?;
         Self::of(&file).map_err(|error| error.in_file(path))
     }
 
@@ -53,6 +54,7 @@ impl Below {
     pub(super) fn read_disk(path: &Path, said: Option<Format>) -> Result<Self> {
         let options = OpenOptions { format: said, ..OpenOptions::default() };
         let file = open_top(path, Role::Inspected, &options, &LocalFiles)?;
+        file.check_state()?;
         Self::of(&file).map_err(|error| error.in_file(path))
     }
 

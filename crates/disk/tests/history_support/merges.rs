@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use rand::Rng as _;
 use vmstrata_disk::Error;
 use vmstrata_disk::merge::{
-    Action, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of,
+    Action, Direction, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of,
 };
 use vmstrata_types::LayerIndex;
 
@@ -94,8 +94,9 @@ impl World {
             1 => Removal::Nothing,
             _ => Removal::Snapshots,
         };
+        let direction = if self.random.random() { Direction::Auto } else { Direction::Up };
         let (open, forget_missing) = (self.options(&self.path(slot)), self.random.random());
-        MergeOptions { open, removal, forget_missing, ..MergeOptions::default() }
+        MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
     }
 
     /// Begins a merge, unless somebody uses what would be copied into; whether it did.

@@ -43,6 +43,7 @@ pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
         disk: args.disk.clone(),
         names,
         keep_files: false,
+        into: crate::args::Into::default(),
         how: args.how,
         runtime_dir: args.runtime_dir.clone(),
         server: args.server.clone(),

@@ -97,6 +97,9 @@ pub struct Row<'a> {
     actual_size: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     damage: Option<&'a str>,
+    /// It was half deleted, and is no state any more.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    being_deleted: bool,
 }
 
 impl<'a> Row<'a> {
@@ -117,6 +120,7 @@ impl<'a> Row<'a> {
             virtual_size: snapshot.virtual_size,
             actual_size: snapshot.allocated_bytes,
             damage: snapshot.damage.as_deref(),
+            being_deleted: snapshot.is_being_deleted,
         }
     }
 
@@ -125,6 +129,7 @@ impl<'a> Row<'a> {
             self.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
         labels.extend(self.group.map(|group| format!("(group {group})")));
         labels.extend(self.cloned_from.map(|disk| format!("(cloned from {disk})")));
+        labels.extend(self.being_deleted.then(|| "(being deleted)".to_owned()));
         labels.join(" ")
     }
 }

@@ -1,0 +1,217 @@
+//! Which way layers are merged: up into the layer above them, or what is above down into the lowest of them.
+//!
+//! Either way what is read stays what it is, and the layer above the dropped ones keeps its name. Up costs what they hold
+//! and the layer above does not, which for a disk's oldest layer is about the whole disk; down costs what the layers above the
+//! lowest one hold. Down overwrites the states that are dropped, so nobody may stand on those.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use vmstrata_qcow2::Incompatible;
+use vmstrata_store::{FileId, Gate};
+
+use super::mark::Mark;
+use super::plan::{Link, layers_of_others, map_up_to};
+use super::push::Costs;
+use super::users::{Here, Users, missing};
+use super::{MergeFault, MergeOptions, MergeRange, remove};
+use crate::chain::{Top, open_layer};
+use crate::clones;
+use crate::error::{Error, Result};
+use crate::layer::Format;
+use crate::map::FrozenMap;
+use crate::opener::{Opener, Role};
+use crate::resources::Resources;
+
+/// Which way layers are merged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Direction {
+    /// The way that copies less, as far as it is open.
+    #[default]
+    Auto,
+    /// Up, into the layer above those that are dropped.
+    Up,
+    /// Down, into the lowest of those that are dropped; refused where others need it as it is.
+    Down,
+}
+
+/// A merge downwards that nothing stands against, as far as was seen.
+#[derive(Debug)]
+pub(crate) struct Downwards {
+    /// The chain up to the layer that stays.
+    pub(crate) state: Arc<FrozenMap>,
+    /// Who may stand on the layers from the lowest dropped one on.
+    pub(crate) users: Users,
+}
+
+/// What is to be merged, and who asks.
+pub(crate) struct Asked<'a> {
+    pub(crate) disk: &'a Path,
+    pub(crate) links: &'a [Link],
+    pub(crate) range: MergeRange,
+    pub(crate) options: &'a MergeOptions,
+    pub(crate) resources: &'a Arc<Resources>,
+    /// This process.
+    pub(crate) here: Here<'a>,
+    /// Files that nobody else can have open.
+    pub(crate) ours: &'a [FileId],
+}
+
+/// A reason not to merge downwards, in words; or an error.
+type Against = std::result::Result<(), String>;
+
+impl Asked<'_> {
+    /// Decides: `None` is upwards.
+    ///
+    /// # Errors
+    /// [`MergeFault::NotDown`]; a chain that cannot be read.
+    pub(crate) fn choose(&self) -> Result<Option<Downwards>> {
+        let direction = self.options.direction;
+        if direction == Direction::Up {
+            return Ok(None);
+        }
+        let found = self.look(direction == Direction::Auto)?;
+        match found {
+            Ok(found) => Ok(found),
+            Err(reason) if direction == Direction::Down => {
+                let lowest = &self.links[self.range.first.index()].path;
+                Err(Error::from(MergeFault::NotDown { reason }).in_file(lowest))
+            }
+            Err(reason) => {
+                tracing::debug!(disk = %self.disk.display(), reason, "layers are merged upwards");
+                Ok(None)
+            }
+        }
+    }
+
+    fn look(&self, by_cost: bool) -> Result<std::result::Result<Option<Downwards>, String>> {
+        if let Err(reason) = self.check_range().and_then(|()| self.check_files()) {
+            return Ok(Err(reason));
+        }
+        if let Err(reason) = self.check_heads()? {
+            return Ok(Err(reason));
+        }
+        let (first, target) = (self.range.first, self.range.target().index());
+        let state = map_up_to(self.disk, self.links, target, &self.options.open, self.resources)?;
+        let costs = Costs::of(&state, first)?;
+        tracing::debug!(disk = %self.disk.display(), ?costs, "bytes that merging would copy");
+        if by_cost && costs.up <= costs.down {
+            return Ok(Ok(None));
+        }
+        let users = Users::standing_on(&self.links[first.index()..], self.disk, &self.options.open);
+        Ok(self.check_users(&users).map(|()| Some(Downwards { state, users })))
+    }
+
+    /// The layers whose own states are lost.
+    fn dropped(&self) -> &[Link] {
+        &self.links[self.range.first.index()..self.range.target().index()]
+    }
+
+    fn check_range(&self) -> Against {
+        if self.range.target().index() + 1 == self.links.len() {
+            return Err("the layer above is the one that takes the writes".to_owned());
+        }
+        if self.range.first.index() < layers_of_others(self.links) && !self.options.beyond_own {
+            return Err("it is not of the disk's own history".to_owned());
+        }
+        let all = remove::dropped(self.links, self.range);
+        let kept = all.iter().find_map(|layer| self.options.removal.wants(layer).err());
+        kept.map_or(Ok(()), |why| Err(why.to_string()))
+    }
+
+    /// The lowest layer's file takes the place of the one that stays.
+    fn check_files(&self) -> Against {
+        let target = &self.links[self.range.target().index()];
+        for link in self.dropped().iter().chain([target]) {
+            let found = link.path.symlink_metadata().map_err(|error| error.to_string())?;
+            let same = (found.dev(), found.ino()) == (link.file.dev, link.file.ino);
+            if !found.is_file() || !same || found.nlink() != 1 || link.format != Format::Qcow2 {
+                return Err(format!("{} is no qcow2 file with a single name", link.path.display()));
+            }
+        }
+        let name = target.path.file_name().and_then(|name| name.to_str());
+        if name.is_none() || !clones::is_beside(&self.dropped()[0].path, &target.path) {
+            return Err("the layer above lies in another directory".to_owned());
+        }
+        Ok(())
+    }
+
+    fn check_heads(&self) -> Result<Against> {
+        let (first, target) = (self.range.first.index(), self.range.target().index());
+        let opener = &**self.resources.files().opener();
+        let mut shape = None;
+        for layer in first..=target {
+            let top = open_dropped(&self.links[layer], Role::Inspected, opener)?;
+            if let Err(reason) = check_head(&top) {
+                return Ok(Err(format!("{} {reason}", top.path.display())));
+            }
+            let found = top.head.as_ref().map(|head| (head.header.size, head.header.cluster_bits));
+            if *shape.get_or_insert(found) != found {
+                return Ok(Err("its size or its clusters' is not that of the layers above".to_owned()));
+            }
+            if layer < target
+                && let Err(error) = Mark::plan(&top, self.links, layer, self.new_name())
+            {
+                return Ok(Err(error.to_string()));
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// The name of the file that stays.
+    pub(crate) fn new_name(&self) -> &str {
+        let path = &self.links[self.range.target().index()].path;
+        path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
+    }
+
+    fn check_users(&self, users: &Users) -> Against {
+        if let Some(why) = users.overlooked() {
+            return Err(why.to_string());
+        }
+        let (first, layers) = (self.range.first.index(), self.dropped());
+        for (layer, above) in layers.iter().zip(&self.links[first + 1..]) {
+            if let Some(other) = users.other_than(layer.file, above.file) {
+                return Err(format!("{} stands on {}", other.display(), layer.path.display()));
+            }
+            if let Some(told) = missing(&layer.path).first().filter(|_| !self.options.forget_missing) {
+                return Err(format!("{} was made on it, and is not there now", told.disk.display()));
+            }
+        }
+        self.check_unused(users, self.ours)
+    }
+
+    /// Makes sure that no other process uses one of the layers from the lowest on, or a disk on one of them.
+    pub(crate) fn check_unused(&self, users: &Users, ours: &[FileId]) -> Against {
+        let above = &self.links[self.range.first.index()..];
+        users.in_use(above, &self.here, ours).map_or(Ok(()), |by| Err(format!("it is in use by {by}")))
+    }
+}
+
+fn check_head(top: &Top) -> Result<(), &'static str> {
+    let Some(head) = &top.head else { return Err("is raw") };
+    let header = &head.header;
+    if header.incompatible.intersects(Incompatible::DIRTY | Incompatible::CORRUPT) {
+        return Err("is marked dirty or corrupt");
+    }
+    if top.is_in_session() {
+        return Err("was not closed by the process that wrote it");
+    }
+    if header.snapshot_count > 0 {
+        return Err("has internal snapshots");
+    }
+    if head.bitmaps.is_some() { Err("has bitmaps") } else { Ok(()) }
+}
+
+/// Opens a layer of the chain, which must be the file that it was.
+///
+/// # Errors
+/// A file that cannot be opened, or another one.
+pub(crate) fn open_dropped(link: &Link, role: Role, opener: &dyn Opener) -> Result<Top> {
+    let top = open_layer(&link.path, role, Some(link.format), &Gate::unrestricted(), opener)?;
+    if top.opened.identity.file == link.file {
+        Ok(top)
+    } else {
+        Err(Error::from(crate::error::ErrorKind::Changed).in_file(&link.path))
+    }
+}

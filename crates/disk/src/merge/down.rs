@@ -1,0 +1,178 @@
+//! Merging downwards: what the layers above the lowest dropped one hold is written into that one, which then takes the place of
+//! the layer that stays.
+//!
+//! ```text
+//!   before   base ◄── 1 ◄── 2 ◄── 3 ◄── disk          drop 1 and 2
+//!   mark     base ◄── 1*◄── 2*◄── 3 ◄── disk          1 and 2 are no states any more
+//!   write    base ◄── 1'◄── 2*◄── 3 ◄── disk          1' = 1, and what 2 and 3 have: hidden by these
+//!   rename   base ◄────────────── 1'◄── disk          under the name of 3, whose file is gone; its mark is true now, and goes
+//!   remove                                            the file of 2
+//! ```
+//!
+//! The layer above, and every other image on the one that stays, find it under the name that they know: none of their headers
+//! is written.
+//!
+//! Invariants:
+//! - Nothing is written into the lowest layer but clusters that a layer above it, up to the one that stays, has itself.
+//! - All of them are on stable storage before the rename, and that is before a file is removed.
+//! - Before the first write, nobody else stands on a dropped layer or uses one, and each is marked ([`super::mark`]) and locked.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use vmstrata_store::{FileIdentity, OpenStore};
+use vmstrata_types::GuestRange;
+
+use super::direction::{Asked, Downwards, open_dropped};
+use super::mark::Mark;
+use super::plan::{Link, map_up_to};
+use super::room::Room;
+use super::{Copier, target};
+use crate::active::Active;
+use crate::chain::Top as OpenTop;
+use crate::clones;
+use crate::draft::flush_directory;
+use crate::error::{Error, IoContext as _, Result};
+use crate::index::sidecar_of;
+use crate::layer::Layer;
+use crate::layers::{Layers, Top, index_of};
+use crate::opener::Role;
+
+/// The way down; see the module documentation.
+#[derive(Debug)]
+pub(crate) struct Down {
+    /// The chain up to the layer that stays, with the dropped ones as they are now.
+    state: Layers,
+    /// The lowest layer's file, and the one whose place it takes.
+    from: PathBuf,
+    to: PathBuf,
+    /// The chain up to the lowest layer, for its header.
+    links: Vec<Link>,
+    /// The other dropped layers, locked.
+    _others: Vec<OpenTop>,
+}
+
+/// The dropped layers' files, base first: open, and as objects that allow for their being written.
+pub(crate) struct Held {
+    tops: Vec<OpenTop>,
+    pub(crate) layers: Vec<Arc<Layer>>,
+}
+
+impl Held {
+    /// Objects for the dropped layers of `found` whose files are not open yet; it reads through them from then on.
+    fn of(found: &mut Downwards, first: usize) -> Self {
+        let dropped: Vec<Arc<Layer>> = found.state.layers().skip(first).cloned().collect();
+        let (_, dropped) = dropped.split_last().expect("the one that stays");
+        let grows = |old: &Arc<Layer>| {
+            let identity = FileIdentity { len: u64::MAX, ..old.identity };
+            Arc::new(Layer::new(old.path.to_path_buf(), identity, old.size, old.tables))
+        };
+        let layers: Vec<Arc<Layer>> = dropped.iter().map(grows).collect();
+        for (number, layer) in layers.iter().enumerate() {
+            found.state = Arc::new(found.state.with_layer(index_of(first + number), Arc::clone(layer)));
+        }
+        Self { tops: Vec::new(), layers }
+    }
+
+    fn open(&mut self, asked: &Asked<'_>, role: Role) -> Result<()> {
+        let opener = &**asked.resources.files().opener();
+        for (number, layer) in self.layers.iter().enumerate() {
+            let top = open_dropped(&asked.links[asked.range.first.index() + number], role, opener)?;
+            layer.put_file(Some(OpenStore::new(Arc::clone(&top.opened.store))));
+            self.tops.push(top);
+        }
+        Ok(())
+    }
+}
+
+/// Makes everything ready to write into the lowest dropped layer, and marks the dropped ones. `tell` is given the objects that
+/// allow for that before anything is written.
+///
+/// # Errors
+/// A layer that is in use, or cannot be opened, read or written.
+pub(crate) fn open(
+    asked: &Asked<'_>,
+    mut found: Downwards,
+    role: Role,
+    tell: impl FnOnce(&Held) -> Result<()>,
+) -> Result<Copier> {
+    let (first, links) = (asked.range.first.index(), asked.links);
+    let below = first.checked_sub(1);
+    let below = below
+        .map(|layer| map_up_to(asked.disk, links, layer, &asked.options.open, asked.resources))
+        .transpose()?;
+    let mut held = Held::of(&mut found, first);
+    held.open(asked, role)?;
+    tell(&held)?;
+    let mut tops = held.tops;
+    let others = tops.split_off(1);
+    let lowest = tops.pop().expect("a layer is dropped");
+    let active = target::open(&lowest, asked.range.first, asked.resources)?;
+    let size = active.size();
+    let layers = Layers::new(size, Top::Qcow2(Arc::clone(&active)), below.clone(), asked.resources);
+    let state = Layers::new(size, Top::Frozen, Some(Arc::clone(&found.state)), asked.resources);
+    let ready = || -> Result<Room> {
+        let room = Room::find(&lowest.path, layers.push_demand(&state)?)?;
+        let of_dropped = held.layers.iter().map(|layer| layer.identity.file);
+        let ours: Vec<_> = asked.ours.iter().copied().chain(of_dropped).collect();
+        asked
+            .check_unused(&found.users, &ours)
+            .map_err(|reason| Error::from(super::MergeFault::NotDown { reason }).in_file(&lowest.path))?;
+        for (number, top) in [&lowest].into_iter().chain(&others).enumerate() {
+            let mark = Mark::plan(top, links, first + number, asked.new_name())?;
+            mark.write(&*top.opened.store).map_err(|error| error.in_file(&top.path))?;
+        }
+        Ok(room)
+    };
+    let room = ready().inspect_err(|_| target::give_back(&lowest, &active))?;
+    let to = links[asked.range.target().index()].path.clone();
+    let down = Down { state, from: lowest.path, to, links: links[..=first].to_vec(), _others: others };
+    Ok(Copier::down(active, layers, below, down, room))
+}
+
+impl Down {
+    /// Writes down what lies in `range`; returns the bytes written.
+    ///
+    /// # Errors
+    /// As [`Layers::push_down`].
+    pub(super) fn copy(&self, into: &Layers, range: GuestRange) -> Result<u64> {
+        into.push_down(range, &self.state)
+    }
+
+    /// The file's path once the merge is done.
+    pub(crate) fn path(&self) -> &PathBuf {
+        &self.to
+    }
+
+    /// The chain's file that is gone after that.
+    pub(super) fn old_path(&self) -> &PathBuf {
+        &self.from
+    }
+
+    /// Lets the lowest layer, all of which is on stable storage, take the place of the one that stays.
+    ///
+    /// # Errors
+    /// A host that cannot rename or flush: the one or the other is there.
+    pub(super) fn take_place(&self, lowest: &Active) -> Result<()> {
+        // They speak of files that these names do not lead to any more.
+        for file in [&self.from, &self.to] {
+            let _ = std::fs::remove_file(sidecar_of(file));
+        }
+        let renamed =
+            std::fs::rename(&self.from, &self.to).while_trying("give it the name of the layer above");
+        renamed.map_err(|error| error.in_file(&self.from))?;
+        flush_directory(&self.to)?;
+        clones::forget(&self.from);
+        self.unmark(lowest).or_else(|error| {
+            // It is true, and so in nobody's way.
+            tracing::warn!(file = %self.to.display(), %error, "a merged layer keeps a mark that it does not need");
+            Ok(())
+        })
+    }
+
+    fn unmark(&self, lowest: &Active) -> Result<()> {
+        let layer = self.links.len() - 1;
+        let mark = Mark::plan_removal(&*lowest.store, &self.links, layer)?;
+        lowest.alloc.exclusively(|| mark.write(&*lowest.store))
+    }
+}

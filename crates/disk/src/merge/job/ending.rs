@@ -1,0 +1,83 @@
+//! The end of the job: who has to know that the chain is shorter, and the files that go.
+
+use std::path::Path;
+
+use vmstrata_store::FileId;
+
+use super::{Host, Merge};
+use crate::chain::OpenOptions;
+use crate::clones;
+use crate::draft::flush_directory;
+use crate::merge::down::Down;
+use crate::merge::remove::{self, Wanted};
+use crate::merge::users::{Here, Users};
+use crate::merge::{Removal, leftovers};
+
+impl Merge {
+    fn disk(&self) -> (&Path, &OpenOptions) {
+        match &self.host {
+            Host::Files(files) => (&files.disk, &self.options.open),
+            Host::Running(running) => (running.disk.path(), running.disk.options()),
+        }
+    }
+
+    /// The target may be about to stand on a layer in another directory, and dropped layers may stay.
+    pub(super) fn tell_of_target(&self) {
+        let (first, last, target) =
+            (self.range.first.index(), self.range.last.index(), self.range.target().index());
+        let stays = first.checked_sub(1);
+        let path = |layer: usize| self.links[layer].path.as_path();
+        clones::tell_of_chain(self.disk().0, stays.into_iter().chain([target]).map(path));
+        clones::tell_of_left((stays.unwrap_or(first)..=last).map(path));
+    }
+
+    /// The lowest dropped layer is in the place of the one above them.
+    pub(super) fn took_place(&mut self, down: &Down, file: FileId) {
+        let (first, target) = (self.range.first.index(), self.range.target().index());
+        let mut lowest = self.links[first].clone();
+        (lowest.path, lowest.file) = (down.path().clone(), file);
+        self.links.splice(first..=target, [lowest]);
+        self.merged.removed.push(down.old_path().clone());
+    }
+
+    /// Lets whoever finds the disk after a crash know what is left to remove.
+    pub(super) fn announce(&self, target: FileId) {
+        let mut dropped = self.dropped.clone();
+        dropped.retain(|layer| self.options.removal.wants(layer).is_ok());
+        let (disk, open) = self.disk();
+        if let Err(error) = leftovers::announce(disk, open, target, &dropped) {
+            tracing::warn!(%error, "killed now, the merge would leave the files of dropped layers behind");
+        }
+    }
+
+    pub(super) fn remove(&mut self) {
+        let (disk, open) = self.disk();
+        let first = self.range.first.index();
+        let target = if self.merged.is_down { first } else { self.range.target().index() };
+        let above = &self.links[target..];
+        let waiting = leftovers::waiting_of(disk, &self.links);
+        let dropped = [self.dropped.clone(), waiting.clone()].concat();
+        let mut users = Users::standing_on(&self.links[first..], disk, open);
+        users.follow_told(waiting.iter().map(|layer| layer.path.as_path()));
+        let (removal, forget_missing) = (self.options.removal, self.options.forget_missing);
+        let mut remove = |here: Here<'_>| {
+            let by_others = here.is_used_by_others(&users, above);
+            let wanted = Wanted { removal, forget_missing, here, by_others };
+            remove::remove(&dropped, &mut users, &wanted)
+        };
+        let (mut removed, kept) = match &self.host {
+            Host::Files(_) => remove(Here::NOTHING),
+            Host::Running(running) => running.here(remove),
+        };
+        let _ = flush_directory(disk);
+        let was_waiting = |path: &Path| waiting.iter().any(|layer| layer.path == path);
+        if removal == Removal::Nothing {
+            leftovers::leave(disk, open, waiting.iter().map(|layer| layer.path.as_path()));
+        } else {
+            leftovers::leave(disk, open, leftovers::later(&kept));
+        }
+        let kept = kept.into_iter().filter(|(path, _)| !was_waiting(path)).collect();
+        removed.append(&mut self.merged.removed);
+        (self.merged.removed, self.merged.kept) = (removed, kept);
+    }
+}
