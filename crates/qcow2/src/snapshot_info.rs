@@ -10,10 +10,14 @@
 //! Invariants: what [`LayerRecord::encode`] returns, [`LayerRecord::parse`] reads back; whatever `parse` accepts
 //! keeps within the limits here and holds no control characters, so that it can go into messages and file names.
 
+mod record;
+
 use thiserror::Error;
 
 use crate::bytes::{be32, be64};
 use crate::extension::{Extension, Extensions, magic};
+
+pub use self::record::LayerRecord;
 
 /// Most bytes of a snapshot's name.
 pub const MAX_NAME_LEN: usize = 100;
@@ -49,15 +53,6 @@ pub struct SnapshotInfo {
     pub group: Option<String>,
     /// In a clone: the file name of the disk whose snapshot this is.
     pub origin: Option<String>,
-}
-
-/// What an overlay says of the layer below it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LayerRecord {
-    /// It is a snapshot.
-    Snapshot(SnapshotInfo),
-    /// It has no name, and it and all below belong to another disk, whose file name this is.
-    Foreign(String),
 }
 
 /// Why there is no usable record, or none can be made.
@@ -231,54 +226,6 @@ impl SnapshotInfo {
     /// The record among a header's extensions, if there is one: the first, should there be more.
     pub fn find(extensions: &Extensions) -> Option<&[u8]> {
         extensions.items.iter().find(|item| item.magic() == magic::SNAPSHOT).map(Extension::data)
-    }
-}
-
-impl LayerRecord {
-    /// The extension's data.
-    ///
-    /// # Errors
-    /// A part outside its limits, or too much of all.
-    pub fn encode(&self) -> Result<Vec<u8>, SnapshotInfoError> {
-        match self {
-            Self::Snapshot(info) => info.encode(),
-            Self::Foreign(disk) => {
-                // No origin would be encoded like an empty one.
-                if disk.is_empty() {
-                    return Err(SnapshotInfoError::Origin(String::new()));
-                }
-                let info = SnapshotInfo { origin: Some(disk.clone()), ..SnapshotInfo::default() };
-                info.check_rest()?;
-                info.encode_checked()
-            }
-        }
-    }
-
-    /// Reads the extension's data.
-    ///
-    /// # Errors
-    /// A later version, a checksum that does not match, or what no version writes.
-    pub fn parse(data: &[u8]) -> Result<Self, SnapshotInfoError> {
-        let info = SnapshotInfo::parse_parts(data)?;
-        info.check_rest()?;
-        match info {
-            SnapshotInfo { name, origin: Some(disk), .. } if name.is_empty() => Ok(Self::Foreign(disk)),
-            info => info.check().map(|()| Self::Snapshot(info)),
-        }
-    }
-
-    /// The disk that the layers below belong to, if that is another one.
-    pub fn origin(&self) -> Option<&str> {
-        match self {
-            Self::Snapshot(info) => info.origin.as_deref(),
-            Self::Foreign(disk) => Some(disk),
-        }
-    }
-}
-
-impl From<SnapshotInfo> for LayerRecord {
-    fn from(info: SnapshotInfo) -> Self {
-        Self::Snapshot(info)
     }
 }
 
