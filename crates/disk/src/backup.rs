@@ -27,6 +27,7 @@
 mod coming;
 mod compress;
 mod content;
+mod digest;
 mod fault;
 mod head;
 mod manifest;

@@ -4,14 +4,14 @@
 //! A region's checksum covers, for each cluster that the backup stores in it, in order: the guest offset (8 bytes,
 //! little-endian), one byte (1 data, 0 zeros), and the bytes of a data cluster, padded with zeros past the disk's end.
 
-use std::fmt;
 use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
+pub use super::digest::Digest;
 use super::fault::BackupFault;
 use super::region::REGION_BYTES;
 use crate::draft::Draft;
@@ -29,52 +29,6 @@ const REGION_TEXT_MAX: u64 = 144;
 const HEAD_MAX: u64 = 1 << 16;
 /// Regions in which a backup may store anything: its manifest can be read again.
 pub(super) const REGIONS_MAX: usize = ((BYTES_MAX - HEAD_MAX) / REGION_TEXT_MAX) as usize;
-
-/// A SHA-256.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Digest(pub [u8; 32]);
-
-impl Digest {
-    pub(crate) fn of(hash: Sha256) -> Self {
-        Self(hash.finalize().into())
-    }
-}
-
-impl fmt::Display for Digest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-impl fmt::Debug for Digest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl Serialize for Digest {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Digest {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = String::deserialize(deserializer)?;
-        let bytes = text.as_bytes();
-        let is_hex = bytes.len() == 64 && bytes.iter().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-        let fail = || serde::de::Error::custom("not a SHA-256 in lower-case hexadecimal");
-        if !is_hex {
-            return Err(fail());
-        }
-        let mut digest = Self::default();
-        for (byte, pair) in digest.0.iter_mut().zip(bytes.chunks(2)) {
-            let pair = std::str::from_utf8(pair).map_err(|_| fail())?;
-            *byte = u8::from_str_radix(pair, 16).map_err(|_| fail())?;
-        }
-        Ok(digest)
-    }
-}
 
 /// A state of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
