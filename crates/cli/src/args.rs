@@ -316,7 +316,7 @@ mod tests {
         let Command::Serve(serve) = Cli::try_parse_from(line.split(' ')).unwrap().command else {
             panic!("not serve");
         };
-        assert_eq!(serve.disks[0].name, "web");
+        assert_eq!(serve.disks[0].name.as_deref(), Some("web"));
         assert_eq!(serve.vhost_user[0].queues.map(u16::from), Some(4));
         assert_eq!(serve.resources.metadata_cache, Some(32 << 20));
     }

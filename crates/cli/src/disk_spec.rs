@@ -46,6 +46,15 @@ pub fn parse_disk(text: &str) -> Result<DiskSpec> {
     Ok(parse_api_disk(text)?.try_into()?)
 }
 
+/// The same in words that more can be said of.
+///
+/// # Errors
+/// As [`parse_disk`].
+pub fn parse_disk_to_serve(text: &str) -> Result<api::DiskSpec> {
+    parse_disk(text)?;
+    parse_api_disk(text)
+}
+
 /// The same, as a running server is asked for it.
 ///
 /// # Errors

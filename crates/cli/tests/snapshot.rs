@@ -326,3 +326,37 @@ fn a_snapshot_is_served_as_it_was_and_written_only_as_a_clone() {
         assert!(error.contains(part), "{error}");
     }
 }
+
+/// `--at` says of the only disk what the key says of one of many.
+#[test]
+fn the_only_disk_is_served_at_a_snapshot_by_a_flag() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let (clone, door) = (images.name("ci.qcow2"), format!("unix:{}", images.name("nbd.sock")));
+    let spec = format!("path={disk}");
+    let server = Server::start(&["--disk", &spec, "--at", "mon", "--nbd", &door]);
+    let said = asks(&server.uri("web@mon"), &["read -P 1 0 1M"]);
+    assert!(said.contains("read 1048576") && !said.contains("failed"), "{said}");
+    server.stop();
+    let server = Server::start(&["--disk", &spec, "--at", "tue", "--clone", &clone, "--nbd", &door]);
+    let said = asks(&server.uri("ci"), &["read -P 2 0 1M", "write -P 5 0 64k", "flush"]);
+    assert!(!said.contains("failed"), "{said}");
+    server.stop();
+    reads(&images, "web.qcow2", 3, "0 1M");
+
+    let config = images.path("vmstrata.toml");
+    std::fs::write(&config, format!("nbd = [\"{door}\"]\n[[disk]]\npath = \"{disk}\"\n")).unwrap();
+    let at_key = format!("path={disk},at=mon");
+    let wrong: [(&[&str], &str); 5] = [
+        (&["--disk", &spec, "--disk", "path=b", "--at", "mon"], "there are 2"),
+        (&["--config", config.to_str().unwrap(), "--at", "mon"], "say at = of a [[disk]]"),
+        (&["--disk", &at_key, "--at", "mon"], "one or the other"),
+        (&["--disk", &spec, "--at", "a/b"], "is no snapshot's name"),
+        (&["--disk", &spec, "--clone", &clone], "--at"),
+    ];
+    for (args, part) in wrong {
+        let error = run_err(64, ["serve", "--nbd", &door].iter().chain(args));
+        assert!(error.contains(part), "{args:?}: {error}");
+    }
+    assert!(run_ok(["serve", "--help"]).contains("--at <SNAPSHOT>"), "help");
+}

@@ -3,14 +3,16 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
+use vmstrata_api as api;
 use vmstrata_export::nbd::Address;
 use vmstrata_server::config::Settings;
 use vmstrata_server::spec::{DiskSpec, VhostUserSpec, parse_metrics};
 use vmstrata_server::{ControlPlace, TlsFiles};
 
 use super::BackingArgs;
-use crate::disk_spec::{parse_disk, parse_vhost_user};
+use crate::disk_spec::{parse_disk_to_serve, parse_vhost_user};
 use crate::units::parse_size;
 
 /// `vmstrata serve`
@@ -26,9 +28,15 @@ pub struct ServeArgs {
         long = "disk",
         value_name = "SPEC",
         required_unless_present_any = ["config", "control"],
-        value_parser = parse_disk
+        value_parser = parse_disk_to_serve
     )]
-    pub disks: Vec<DiskSpec>,
+    pub disks: Vec<api::DiskSpec>,
+    /// Serve the only --disk as it was at this snapshot, read-only: its key at=SNAPSHOT
+    #[arg(long, value_name = "SNAPSHOT")]
+    pub at: Option<String>,
+    /// With --at: serve, for writing, a clone of that snapshot, which is made unless it is there: the disk's key clone=FILE
+    #[arg(long, value_name = "FILE", requires = "at")]
+    pub clone: Option<String>,
     /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share] (repeatable)
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
     pub vhost_user: Vec<VhostUserSpec>,
@@ -96,6 +104,7 @@ const SERVE_HELP: &str = "\
 Examples:
   vmstrata serve --disk path=web.qcow2,name=web --vhost-user web=/run/web.sock
   vmstrata serve --disk path=web.qcow2 --vhost-user web=/run/web.sock,queues=4 --nbd unix:/run/nbd.sock
+  vmstrata serve --disk path=web.qcow2 --at mon --nbd unix:/run/mon.sock
   vmstrata serve --disk path=backup.qcow2,read-only --nbd tcp:0.0.0.0:10809 \\
       --nbd-tls-cert cert.pem --nbd-tls-key key.pem --nbd-tls-client-ca ca.pem
 
@@ -117,7 +126,10 @@ Exit codes: 0 ended clean, 1 could not start, or a disk could not be closed clea
 
 impl ServeArgs {
     /// What the flags say, in the words of a configuration file.
-    pub fn settings(&self) -> Settings {
+    ///
+    /// # Errors
+    /// A disk that makes no sense with `--at`.
+    pub fn settings(&self) -> Result<Settings> {
         let keys = self.nbd_tls_cert.clone().zip(self.nbd_tls_key.clone());
         let nbd_tls = keys.map(|(certificate, key)| TlsFiles {
             certificate,
@@ -129,8 +141,8 @@ impl ServeArgs {
         } else {
             self.control.clone().map(ControlPlace::At)
         };
-        Settings {
-            disks: self.disks.clone(),
+        Ok(Settings {
+            disks: self.disks()?,
             vhost_user: self.vhost_user.clone(),
             nbd: self.nbd.clone(),
             nbd_tls,
@@ -141,7 +153,29 @@ impl ServeArgs {
             runtime_dir: self.resources.runtime_dir.clone(),
             control,
             metrics: self.metrics,
+        })
+    }
+
+    /// The disks, the only one at the snapshot that `--at` names.
+    fn disks(&self) -> Result<Vec<DiskSpec>> {
+        let mut disks = self.disks.clone();
+        match (&self.at, &mut disks[..]) {
+            (None, _) => {}
+            (Some(_), []) => {
+                bail!("--at is of the disk that --disk names; in a configuration file say at = of a [[disk]]")
+            }
+            (Some(_), [disk]) if disk.at.is_some() || disk.clone.is_some() => {
+                bail!(
+                    "--at and --clone are keys of the disk, which says at= or clone= itself: give one or the other"
+                )
+            }
+            (Some(at), [disk]) => (disk.at, disk.clone) = (Some(at.clone()), self.clone.clone()),
+            (Some(at), disks) => bail!(
+                "--at is of one disk, and there are {}: say at={at} in the --disk that is meant",
+                disks.len()
+            ),
         }
+        disks.into_iter().map(|disk| Ok(disk.try_into()?)).collect()
     }
 }
 

@@ -24,15 +24,18 @@ const REPLACE_PATIENCE: Duration = Duration::from_secs(300);
 /// When the configuration, a disk or a door cannot be used, or a disk cannot be closed clean.
 pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let file = args.config.as_deref().map(Settings::read).transpose()?.unwrap_or_default();
+    let flags = match args.settings() {
+        Ok(flags) => flags,
+        Err(error) => return Ok(wrong_usage(&error)),
+    };
     let mut options = Options {
         ready_fd: args.ready_fd,
         // Also when another version was installed over the file that this one was started from.
         thaw_guard: Some(PathBuf::from("/proc/self/exe")),
-        ..args.settings().over(file).into_options()
+        ..flags.over(file).into_options()
     };
     if let Err(error) = options.check() {
-        eprintln!("vmstrata: error: {error:#}\n\nFor more information, try 'vmstrata serve --help'.");
-        return Ok(ExitCode::from(EXIT_USAGE));
+        return Ok(wrong_usage(&error.into()));
     }
     if args.replace {
         ask_to_end(&mut options)?;
@@ -44,6 +47,12 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
         }
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says what is wrong with the command line as clap does.
+fn wrong_usage(error: &anyhow::Error) -> ExitCode {
+    eprintln!("vmstrata: error: {error:#}\n\nFor more information, try 'vmstrata serve --help'.");
+    ExitCode::from(EXIT_USAGE)
 }
 
 /// Waits for the end of the server that froze a guest, see [`vmstrata_server::thaw_guard`].
