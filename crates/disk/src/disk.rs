@@ -7,6 +7,7 @@ mod anew;
 mod durable;
 mod index;
 mod killed;
+mod latch;
 mod merge;
 mod open;
 mod resize;
@@ -34,6 +35,7 @@ use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
 use crate::turnstile::Turnstile;
 use crate::workers::Mailbox;
+use latch::WhenLatched;
 
 pub(crate) use durable::leave_clean;
 pub use index::Indexing;
@@ -73,26 +75,6 @@ pub struct Disk {
     index_loss: anew::IndexLoss,
     /// Those to call when the layers have changed.
     queues: Mutex<Vec<Weak<Mailbox>>>,
-}
-
-/// Told once why a disk takes no more writes.
-struct WhenLatched {
-    tell: Box<dyn Fn(&str) + Send + Sync>,
-    is_told: AtomicBool,
-}
-
-impl WhenLatched {
-    fn tell(&self, cause: &str) {
-        if !self.is_told.swap(true, Ordering::AcqRel) {
-            (self.tell)(cause);
-        }
-    }
-}
-
-impl std::fmt::Debug for WhenLatched {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("WhenLatched").field("is_told", &self.is_told).finish_non_exhaustive()
-    }
 }
 
 /// A layer of a disk.
@@ -297,51 +279,5 @@ impl Disk {
             return Err(Error::from(ErrorKind::BufferLength { range, len }).in_file(&self.path));
         }
         Ok(())
-    }
-
-    /// Refuses writes to a disk that takes none.
-    pub(crate) fn check_writable(&self) -> Result<()> {
-        if self.is_read_only() {
-            return Err(Error::from(ErrorKind::ReadOnly).in_file(&self.path));
-        }
-        match self.latch.get() {
-            Some(cause) => Err(Error::from(ErrorKind::Latched { cause: cause.clone() }).in_file(&self.path)),
-            None => Ok(()),
-        }
-    }
-
-    /// Remembers that nothing more is known of what is on stable storage: the disk takes no more writes.
-    pub(crate) fn latch(&self, error: Error) -> Error {
-        let first = self.latch.set(error.to_string()).is_ok();
-        if first {
-            tracing::error!(disk = %self.path.display(), %error, "disk takes no more writes");
-            self.tell_latched();
-        }
-        // What their journals lead to may never have reached the disk, copied-up bytes among it.
-        self.layers_now().remove_lost_journals();
-        error
-    }
-
-    /// Why the disk takes no more writes, if it does not: nothing is known any more of what is on stable storage.
-    pub fn failure(&self) -> Option<&str> {
-        self.latch.get().map(String::as_str)
-    }
-
-    /// Has `tell` called when the disk takes no more writes ([`Disk::failure`]); at once, if that is so already. On whatever
-    /// thread finds out, and once. Only the first who asks is told.
-    pub fn when_failed(&self, tell: impl Fn(&str) + Send + Sync + 'static) {
-        let _ = self.when_latched.set(WhenLatched { tell: Box::new(tell), is_told: AtomicBool::new(false) });
-        self.tell_latched();
-    }
-
-    fn tell_latched(&self) {
-        if let (Some(cause), Some(when)) = (self.latch.get(), self.when_latched.get()) {
-            when.tell(cause);
-        }
-    }
-
-    /// Latches the disk if the error is of the kind after which nothing is known of what is on stable storage.
-    pub(crate) fn latch_if_lost(&self, error: Error) -> Error {
-        if self.latch.get().is_none() && self.layers_now().is_lost() { self.latch(error) } else { error }
     }
 }

@@ -28,6 +28,7 @@ mod home;
 mod leaves;
 mod link;
 mod load;
+mod looks;
 mod place;
 mod tree;
 mod verify;
@@ -46,7 +47,8 @@ pub use build::{IndexBuild, IndexBuilder, IndexOptions, IndexOutcome, IndexedFil
 pub use drop::{IndexDropped, remove};
 pub(crate) use home::sidecar_of;
 pub use load::is_as_indexed;
-pub(crate) use load::{Found, Looks, load};
+pub(crate) use load::{Found, load};
+pub(crate) use looks::Looks;
 pub use verify::{IndexVerdict, VerifiedFile, verify};
 pub(crate) use write::extend;
 

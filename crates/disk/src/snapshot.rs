@@ -32,6 +32,7 @@ mod offline;
 mod overlay;
 mod prepare;
 mod prune;
+mod second_name;
 mod state;
 mod stood_on;
 

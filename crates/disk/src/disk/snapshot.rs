@@ -165,22 +165,15 @@ fn take_all<'disk>(
     cut: impl FnOnce(),
 ) -> Result<Vec<Taken>> {
     let infos = (0..).map(|number| info.for_disk(number));
-    let prepared = disks
-        .iter()
-        .zip(infos)
-        .map(|(disk, info)| disk.prepare_snapshot(&info))
-        .collect::<Result<Vec<_>>>()?;
+    let prepared = disks.iter().zip(infos).map(|(disk, info)| disk.prepare_snapshot(&info));
+    let prepared = prepared.collect::<Result<Vec<_>>>()?;
     let mut switches = Vec::with_capacity(disks.len());
     for (disk, (prepared, frozen)) in disks.iter().zip(&prepared) {
         switches.push(Switch::prepare(disk, NewNames { overlay: prepared.overlay(), frozen })?);
     }
     let layers: Vec<PathBuf> = prepared.iter().map(|(_, frozen)| frozen.clone()).collect();
-    let linked = prepared.into_iter().map(|(mut prepared, frozen)| {
-        prepared.link(frozen).map_err(|error| error.in_file(prepared.active()))?;
-        Ok(prepared)
-    });
-    let linked = linked.collect::<Result<Vec<Prepared>>>()?;
-    let (published, mut failed) = publish(switches, linked);
+    let linked = prepared.into_iter().map(|(prepared, frozen)| link(prepared, frozen));
+    let (published, mut failed) = publish(switches, linked.collect::<Result<_>>()?);
     let (uncommitted, pause) = Switch::make(published);
     cut();
     let mut done = Vec::with_capacity(disks.len());
@@ -201,6 +194,12 @@ fn take_all<'disk>(
     }
     tracing::info!(snapshot = info.name, disks = disks.len(), pause_us = pause.as_micros(), "snapshot taken");
     Ok(layers.into_iter().map(|layer| Taken { layer, pause }).collect())
+}
+
+/// Gives the active file the name by which the overlay knows it.
+fn link(mut prepared: Prepared, frozen: PathBuf) -> Result<Prepared> {
+    prepared.link(frozen).map_err(|error| error.in_file(prepared.active()))?;
+    Ok(prepared)
 }
 
 /// Lets the disks' names lead to the overlays, as far as the host lets it; returns the changes that are to be made.

@@ -12,7 +12,8 @@ use std::sync::Arc;
 use vmstrata_qcow2::index::{Home, LEAF_WORDS};
 use vmstrata_store::Gate;
 
-use super::load::{Found, Looks, load};
+use super::load::{Found, load};
+use super::looks::Looks;
 use super::write::{describe, extend};
 use super::{Index, IndexLayer};
 use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};

@@ -4,16 +4,17 @@
 //! before it have told. Then every layer's file is looked at, and those that look different are digested, base first,
 //! until one turns out changed.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_qcow2::index::{Home, IndexError, LayerRecord, PAGE_LEN, Page, PagePointer, Root, TablePage};
-use vmstrata_store::{FileIdentity, Gate, Store};
+use vmstrata_store::{Gate, Store};
 use vmstrata_types::LayerIndex;
 
 use super::digest::{Seen, digest_file};
 use super::home::{link_stands, root_in_file, root_in_sidecar, sidecar_of};
+use super::looks::Looks;
 use super::tree::Tree;
 use super::{Index, IndexLayer, is_as_recorded};
 use crate::chain::{Top, open_layer, plain_name};
@@ -30,28 +31,6 @@ pub(crate) enum Found {
     ChangedFrom(PathBuf),
     /// There is none, or none that can be read.
     Nothing,
-}
-
-/// What was learnt of files on the way, so that several indices of one chain can be loaded at the cost of one.
-#[derive(Debug, Default)]
-pub(crate) struct Looks {
-    identities: HashMap<PathBuf, FileIdentity>,
-    seen: HashMap<PathBuf, Option<Seen>>,
-    /// Files that turned out to be something else than an index says, whatever their time of change.
-    doubted: HashSet<PathBuf>,
-}
-
-impl Looks {
-    /// Nothing learnt yet, but that time and length of some files do not tell enough.
-    pub(crate) fn doubting(doubted: HashSet<PathBuf>) -> Self {
-        Self { doubted, ..Self::default() }
-    }
-
-    /// Takes in what a layer is like now.
-    pub(super) fn learn(&mut self, layer: &IndexLayer) {
-        self.identities.insert(layer.path.clone(), layer.identity);
-        self.seen.insert(layer.path.clone(), Some(Seen::as_recorded(&layer.record)));
-    }
 }
 
 /// Files open at once while pages are read.

@@ -118,18 +118,9 @@ impl Place {
         let old = root_in_file(&*store, head).ok().flatten();
         let replaces = old.as_ref().map_or(0, |root| root.generation);
         let used = Used::of(&*store, head, content)?;
-        let old =
-            old.filter(|root| root.area.end.get() == identity.len && used.is_free_from(root.area.start));
-        let (mut start, mut len_before) = match old {
-            Some(root) => (root.area.start, used.len_without(&*store, &root)?),
-            None => (used.place_behind(identity.len), identity.len),
-        };
-        if !used.is_free_from(start) {
+        let Some((start, len_before)) = spot(&*store, &used, identity.len, old.as_ref())? else {
             return Ok(None);
-        }
-        if let Some(first) = used.first_free().filter(|&first| first < start) {
-            (start, len_before) = (first, first.get());
-        }
+        };
         let (len, mtime_ns) = (identity.len, identity.mtime_ns);
         let undo = Undo { store: Arc::clone(&store), len, mtime_ns, is_done: false };
         Ok(Some(Self {
@@ -260,6 +251,21 @@ impl Place {
         }
         Ok((root, crc))
     }
+}
+
+/// Where in a file of `len` bytes an index goes, and where the file ends without it: at the place of the one it had, or behind
+/// what is in use; `None` if that is not free.
+fn spot(store: &dyn Store, used: &Used, len: u64, old: Option<&Root>) -> Result<Option<(HostOffset, u64)>> {
+    let old = old.filter(|root| root.area.end.get() == len && used.is_free_from(root.area.start));
+    let usual = match old {
+        Some(root) => (root.area.start, used.len_without(store, root)?),
+        None => (used.place_behind(len), len),
+    };
+    if !used.is_free_from(usual.0) {
+        return Ok(None);
+    }
+    let first = used.first_free().filter(|&first| first < usual.0);
+    Ok(Some(first.map_or(usual, |first| (first, first.get()))))
 }
 
 /// Opens a layer's file for an index; `None` where it may not be written.

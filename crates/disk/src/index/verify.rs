@@ -12,7 +12,8 @@ use vmstrata_types::ClusterBits;
 
 use super::build::{IndexOptions, Links};
 use super::leaves::{Merger, Words, unit_of};
-use super::load::{Found, Looks, load};
+use super::load::{Found, load};
+use super::looks::Looks;
 use super::{Index, IndexLayer};
 use crate::chain::Top;
 use crate::entry::{MapEntry, Mapping};

@@ -1,19 +1,17 @@
 //! The change itself, in two halves: everything that can fail or take time, and one rename.
 
-use std::fs::Metadata;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::io::Errno;
 use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_store::FileId;
 
 use super::fault::SnapshotFault;
 use super::overlay::{self, Below};
+use super::second_name::{self, SecondName};
 use super::{leftovers, names};
 use crate::draft::{Temporary, flush_directory};
-use crate::error::{Error, IoContext as _, Result};
+use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
 
 /// How to prepare a snapshot.
@@ -66,14 +64,6 @@ pub struct Prepared {
     second: Option<SecondName>,
     is_published: bool,
     on_step: fn(Step),
-}
-
-/// A name that a file got from us, taken back unless it is to stay.
-#[derive(Debug)]
-struct SecondName {
-    path: PathBuf,
-    on_step: fn(Step),
-    is_ours: bool,
 }
 
 /// A snapshot that the disk's path leads to, but of which a power failure may still lose every trace.
@@ -147,14 +137,10 @@ pub(crate) fn check_ready(active: &Path, info: &SnapshotInfo, format: Format) ->
     below.check_overlay(names::sibling(name), info)?;
     match frozen.symlink_metadata() {
         // What a killed process left is removed when this is done in earnest.
-        Ok(there) if is_second_name(&there, below.identity.file) => Ok(()),
+        Ok(there) if second_name::is(&there, below.identity.file) => Ok(()),
         Ok(_) => Err(SnapshotFault::Exists { path: frozen }.into()),
         Err(_) => Ok(()),
     }
-}
-
-fn is_second_name(there: &Metadata, of: FileId) -> bool {
-    FileId { dev: there.dev(), ino: there.ino() } == of
 }
 
 /// Refuses a path that cannot stay while what it leads to changes.
@@ -209,16 +195,8 @@ impl Prepared {
     /// A name that is taken, or a file system without second names.
     pub(crate) fn link(&mut self, path: PathBuf) -> Result<()> {
         (self.on_step)(Step::Link);
-        match rustix::fs::link(&self.active, &path) {
-            Ok(()) => {}
-            Err(Errno::EXIST) => return Err(SnapshotFault::Exists { path }.into()),
-            Err(errno @ (Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS | Errno::MLINK | Errno::XDEV)) => {
-                return Err(SnapshotFault::NoLinks { path, source: errno.into() }.into());
-            }
-            Err(errno) => return Err(Error::io("give the file its second name", errno.into())),
-        }
-        let second = SecondName { path, on_step: self.on_step, is_ours: true };
-        if file_at(&second.path)? != self.identity {
+        let second = SecondName::give(&self.active, path, self.on_step)?;
+        if file_at(second.path())? != self.identity {
             return Err(SnapshotFault::Replaced.into());
         }
         self.second = Some(second);
@@ -242,7 +220,7 @@ impl Prepared {
     /// # Panics
     /// Never for what [`prepare`] returned.
     pub fn frozen_path(&self) -> &Path {
-        &self.second.as_ref().expect("prepare() gives the file a second name").path
+        self.second.as_ref().expect("prepare() gives the file a second name").path()
     }
 
     /// Lets the disk's path lead to the overlay, and brings that to stable storage.
@@ -270,7 +248,7 @@ impl Prepared {
         rename().map_err(|error| error.in_file(&self.active))?;
         self.is_published = true;
         if let Some(second) = &mut self.second {
-            second.is_ours = false;
+            second.keep();
         }
         Ok(Published { active: self.active.clone(), on_step: self.on_step })
     }
@@ -293,15 +271,6 @@ impl Drop for Prepared {
         self.second = None;
         if !self.is_published {
             (self.on_step)(Step::Remove);
-        }
-    }
-}
-
-impl Drop for SecondName {
-    fn drop(&mut self) {
-        if self.is_ours {
-            (self.on_step)(Step::Unlink);
-            let _ = std::fs::remove_file(&self.path);
         }
     }
 }

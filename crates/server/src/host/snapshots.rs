@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use vmstrata_api::{Event, Quiesce, SnapshotLayer, SnapshotSpec, SnapshotTaken};
 use vmstrata_disk::snapshot::SnapshotInfo;
-use vmstrata_disk::{Disk, Together};
+use vmstrata_disk::{Disk, Taken, Together};
 
 use super::quiesce::{WithAgent, longest_label, quiesce};
 use super::retention::Due;
@@ -31,14 +31,9 @@ impl Host {
 
     fn take_snapshot(&self, asked: SnapshotSpec) -> Result<SnapshotTaken, Error> {
         let (_change, table) = self.begin_change()?;
-        if asked.disks.is_empty() {
-            return Err(SpecError::NoDisks.into());
-        }
+        check_disks(&asked.disks)?;
         let (disks, agents) = table.with_agents(&asked)?;
         drop(table);
-        if let Some(name) = named_twice(&asked.disks) {
-            return Err(SpecError::DiskTwice { name: name.to_owned() }.into());
-        }
         let default = if asked.agent.is_some() { Quiesce::Always } else { Quiesce::Auto };
         let how = asked.quiesce.unwrap_or(default);
         let info = |label: Option<(String, String)>| SnapshotInfo {
@@ -58,14 +53,13 @@ impl Host {
         let taken = together.take(&info, || thawed = Some(quiesced.thaw(how)));
         let thawed = thawed.unwrap_or_else(|| quiesced.thaw(how));
         let taken = taken?;
-        settle_later(&disks, Arc::clone(&self.due));
-        drop(disks);
+        settle_later(disks, Arc::clone(&self.due));
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
-        let layers = asked.disks.into_iter().zip(taken).map(|(disk, taken)| {
+        let told = |(disk, taken): (String, Taken)| {
             self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
             SnapshotLayer { disk, layer: taken.layer.display().to_string() }
-        });
-        let disks = layers.collect();
+        };
+        let disks = asked.disks.into_iter().zip(taken).map(told).collect();
         thawed?;
         Ok(SnapshotTaken {
             pause_us: u64::try_from(pause.as_micros()).unwrap_or(u64::MAX),
@@ -92,8 +86,8 @@ impl Table {
 
 /// Has what the snapshot left to do done, and what it makes superfluous deleted. Failures are logged and counted where they
 /// happen. A disk is held while it is its turn only: whoever closes it before does this himself.
-fn settle_later(disks: &[Lent], due: Arc<Due>) {
-    let disks: Vec<Weak<Disk>> = disks.iter().map(|disk| Arc::downgrade(disk)).collect();
+fn settle_later(disks: Vec<Lent>, due: Arc<Due>) {
+    let disks: Vec<Weak<Disk>> = disks.into_iter().map(|disk| Arc::downgrade(&disk)).collect();
     let settle = move || {
         disks.iter().filter_map(Weak::upgrade).for_each(|disk| _ = disk.settle());
         due.now();
@@ -103,8 +97,15 @@ fn settle_later(disks: &[Lent], due: Arc<Due>) {
     }
 }
 
-fn named_twice(names: &[String]) -> Option<&str> {
+/// Refuses a snapshot of nothing, or of one disk twice.
+fn check_disks(names: &[String]) -> Result<(), SpecError> {
+    if names.is_empty() {
+        return Err(SpecError::NoDisks);
+    }
     let mut names: Vec<&str> = names.iter().map(String::as_str).collect();
     names.sort_unstable();
-    names.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(SpecError::DiskTwice { name: pair[0].to_owned() }),
+        None => Ok(()),
+    }
 }

@@ -1,7 +1,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use vmstrata_store::Segment;
+use vmstrata_store::{FileIdentity, Segment};
 use vmstrata_types::{ClusterBits, GuestOffset};
 
 use super::*;

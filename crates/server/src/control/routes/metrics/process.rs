@@ -47,17 +47,7 @@ pub(super) fn encode(
             encoder.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&value)?;
         }
     }
-    let states =
-        [("running", JobState::Running), ("paused", JobState::Paused), ("cancelling", JobState::Cancelling)];
-    let under_way = states.into_iter().map(|(name, state)| {
-        ([("state", name)], jobs.iter().filter(|job| job.state == state).count() as u64)
-    });
-    gauges(encoder, "jobs", "Jobs under way", under_way)?;
-    let help = "Jobs that ended, by how";
-    let mut family = encoder.encode_descriptor("jobs_ended", help, None, MetricType::Counter)?;
-    for (how, count) in ["done", "cancelled", "failed"].into_iter().zip(counted.jobs_ended) {
-        family.encode_family(&[("how", how)])?.encode_counter::<NoLabels, _, u64>(&count, None)?;
-    }
+    encode_jobs(counted, jobs, encoder)?;
     for (name, help, value) in [
         ("snapshots", "Snapshots that were taken", counted.snapshots),
         ("snapshot_failures", "Snapshots that were not taken, or not as asked", counted.snapshot_failures),
@@ -73,6 +63,21 @@ pub(super) fn encode(
     let help = "Seconds for which snapshots held writes, together";
     let mut family = encoder.encode_descriptor("snapshot_pause_seconds", help, None, MetricType::Counter)?;
     family.encode_counter::<NoLabels, _, u64>(&(counted.snapshot_pause_us as f64 / 1e6), None)
+}
+
+fn encode_jobs(counted: Counted, jobs: &[JobStatus], encoder: &mut DescriptorEncoder) -> fmt::Result {
+    let states =
+        [("running", JobState::Running), ("paused", JobState::Paused), ("cancelling", JobState::Cancelling)];
+    let under_way = states.into_iter().map(|(name, state)| {
+        ([("state", name)], jobs.iter().filter(|job| job.state == state).count() as u64)
+    });
+    gauges(encoder, "jobs", "Jobs under way", under_way)?;
+    let help = "Jobs that ended, by how";
+    let mut family = encoder.encode_descriptor("jobs_ended", help, None, MetricType::Counter)?;
+    for (how, count) in ["done", "cancelled", "failed"].into_iter().zip(counted.jobs_ended) {
+        family.encode_family(&[("how", how)])?.encode_counter::<NoLabels, _, u64>(&count, None)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,0 +1,112 @@
+//! One file of a chain: opened, and its header read.
+
+use std::path::{Path, PathBuf};
+
+use vmstrata_store::Gate;
+
+use super::OpenOptions;
+use super::head::{Qcow2Head, probe, read_head};
+use crate::error::{Error, Result};
+use crate::layer::Format;
+use crate::mark;
+use crate::merge::MergeFault;
+use crate::opener::{Opened, Opener, Role};
+
+/// Autoclear bits that name the process that writes an image: bit 63 set, bits 32 to 62 drawn anew for each. Any
+/// stock writer clears them, so a journal that does not name the same number is not about this state of the image.
+pub(crate) const SESSION_MASK: u64 = 0xFFFF_FFFF_0000_0000;
+/// Raw files are counted in sectors: the last one reads as if padded with zeros.
+const SECTOR: u64 = 512;
+
+/// The open file on top of a chain.
+#[derive(Debug)]
+pub(crate) struct Top {
+    pub(crate) path: PathBuf,
+    pub(crate) opened: Opened,
+    /// Virtual size in bytes.
+    pub(crate) size: u64,
+    /// `None` for a raw file.
+    pub(crate) head: Option<Qcow2Head>,
+}
+
+impl Top {
+    /// Whether a process has the file open for writing, or was killed while it had.
+    pub(crate) fn is_in_session(&self) -> bool {
+        self.head.as_ref().is_some_and(|head| head.header.autoclear.bits() & SESSION_MASK != 0)
+    }
+
+    /// As [`check_state`].
+    ///
+    /// # Errors
+    /// As [`check_state`].
+    pub(crate) fn check_state(&self) -> Result<()> {
+        check_state(&self.path, self.head.as_ref())
+    }
+}
+
+/// Refuses a layer as a state of a disk whose own content is partly overwritten by that of the layers above it, because it is
+/// being dropped ([`crate::merge`]). Below those it is right.
+///
+/// # Errors
+/// [`MergeFault::BeingDropped`].
+pub(crate) fn check_state(path: &Path, head: Option<&Qcow2Head>) -> Result<()> {
+    if is_being_dropped(path, head) {
+        return Err(Error::from(MergeFault::BeingDropped).in_file(path));
+    }
+    Ok(())
+}
+
+/// Whether [`check_state`] refuses it.
+pub(crate) fn is_being_dropped(path: &Path, head: Option<&Qcow2Head>) -> bool {
+    let valid_as = head.and_then(|head| head.valid_as.as_deref());
+    valid_as.is_some_and(|name| path.file_name() != Some(name.as_ref()))
+}
+
+/// The disk that a raw file of so many bytes is.
+pub(crate) fn raw_size(file_len: u64) -> u64 {
+    file_len.next_multiple_of(SECTOR)
+}
+
+/// Opens the file of a disk, or of a state of one: no other file names it and says what it is.
+///
+/// # Errors
+/// As [`open_layer`], and a file of a disk that is said to be raw which may also be an overlay.
+pub(crate) fn open_top(path: &Path, role: Role, options: &OpenOptions, opener: &dyn Opener) -> Result<Top> {
+    let opened = opener.open(path, role, &Gate::unrestricted())?;
+    let format = match options.format {
+        Some(Format::Raw) if !options.format_is_exact => {
+            Some(mark::format_of(path, &opened).map_err(|error| error.in_file(path))?)
+        }
+        format => format,
+    };
+    read_top(path, opened, format)
+}
+
+/// Opens a file of which is known how it keeps its bytes; `None` looks at its first ones.
+///
+/// # Errors
+/// A file that cannot be opened, is not allowed, is locked, or breaks the format.
+pub(crate) fn open_layer(
+    path: &Path,
+    role: Role,
+    format: Option<Format>,
+    gate: &Gate,
+    opener: &dyn Opener,
+) -> Result<Top> {
+    read_top(path, opener.open(path, role, gate)?, format)
+}
+
+fn read_top(path: &Path, opened: Opened, format: Option<Format>) -> Result<Top> {
+    let read = || -> Result<(u64, Option<Qcow2Head>)> {
+        let file_len = opened.identity.len;
+        let head = match format {
+            Some(Format::Raw) => None,
+            Some(Format::Qcow2) => Some(read_head(&*opened.store, file_len)?),
+            None => probe(&*opened.store, file_len)?,
+        };
+        let size = head.as_ref().map_or(raw_size(file_len), |head| head.header.size);
+        Ok((size, head))
+    };
+    let (size, head) = read().map_err(|error| error.in_file(path))?;
+    Ok(Top { path: path.to_owned(), opened, size, head })
+}

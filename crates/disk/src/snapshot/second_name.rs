@@ -1,0 +1,60 @@
+//! The name that a disk's file keeps when its own goes to the overlay.
+
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use vmstrata_store::FileId;
+
+use super::fault::SnapshotFault;
+use super::prepare::Step;
+use crate::error::{Error, Result};
+
+/// A name that a file got from us, taken back unless it is to stay.
+#[derive(Debug)]
+pub(super) struct SecondName {
+    path: PathBuf,
+    on_step: fn(Step),
+    is_ours: bool,
+}
+
+impl SecondName {
+    /// Gives the file at `active` the name `path`, too.
+    ///
+    /// # Errors
+    /// A name that is taken, or a file system without second names.
+    pub(super) fn give(active: &Path, path: PathBuf, on_step: fn(Step)) -> Result<Self> {
+        match rustix::fs::link(active, &path) {
+            Ok(()) => Ok(Self { path, on_step, is_ours: true }),
+            Err(Errno::EXIST) => Err(SnapshotFault::Exists { path }.into()),
+            Err(errno @ (Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS | Errno::MLINK | Errno::XDEV)) => {
+                Err(SnapshotFault::NoLinks { path, source: errno.into() }.into())
+            }
+            Err(errno) => Err(Error::io("give the file its second name", errno.into())),
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// From now on the name stays.
+    pub(super) fn keep(&mut self) {
+        self.is_ours = false;
+    }
+}
+
+impl Drop for SecondName {
+    fn drop(&mut self) {
+        if self.is_ours {
+            (self.on_step)(Step::Unlink);
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Whether what is there is a name of this file.
+pub(super) fn is(there: &Metadata, file: FileId) -> bool {
+    FileId { dev: there.dev(), ino: there.ino() } == file
+}
