@@ -69,6 +69,8 @@ pub enum DiskState {
     Serving,
     /// Its doors are drained and its image is closed clean.
     Closing,
+    /// It could not be opened when the server started, which goes on without it and tries again until it is removed.
+    Waiting,
 }
 
 /// A file of the server's host: the same numbers for every name that it has.
@@ -92,6 +94,9 @@ pub struct DiskStatus {
     pub file: Option<FileNumber>,
     /// Where it is between being asked for and being gone.
     pub state: DiskState,
+    /// Why it is not open; absent unless it waits to be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub open_error: Option<String>,
     /// Whether writes are refused.
     pub read_only: bool,
     /// Virtual size; absent unless the disk is served.

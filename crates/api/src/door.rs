@@ -52,13 +52,16 @@ pub struct NbdSpec {
     pub address: String,
 }
 
-/// An open door.
+/// A door of the server.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DoorStatus {
     /// Its number, never used again while the server runs.
     pub id: u64,
     /// What was asked for, with a port of 0 replaced by the one that was taken.
     pub door: DoorSpec,
+    /// Why it is not open: the server goes on without it and tries again until it is, or is removed. Absent when it is open.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub open_error: Option<String>,
     /// Connections now; for vhost-user 1 while a guest is attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connections: Option<u64>,

@@ -92,6 +92,8 @@ pub enum ConfigFault {
 pub struct Settings {
     /// The disks.
     pub disks: Vec<DiskSpec>,
+    /// Serve what can be opened, and try the rest again until it can.
+    pub keep_going: bool,
     /// Sockets for guests.
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.
@@ -135,6 +137,7 @@ impl Settings {
         }
         Self {
             disks: first(self.disks, others.disks),
+            keep_going: self.keep_going || others.keep_going,
             vhost_user: first(self.vhost_user, others.vhost_user),
             nbd: first(self.nbd, others.nbd),
             nbd_tls: self.nbd_tls.or(others.nbd_tls),
@@ -153,6 +156,7 @@ impl Settings {
         let limits = Limits::default();
         Options {
             disks: self.disks,
+            keep_going: self.keep_going,
             vhost_user: self.vhost_user,
             nbd: self.nbd,
             nbd_tls: self.nbd_tls,

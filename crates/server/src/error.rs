@@ -77,6 +77,16 @@ pub enum Error {
         /// What is happening to it.
         doing: &'static str,
     },
+    /// A disk that could not be opened when the server started.
+    #[error(
+        "disk '{name}' is not open, and is tried again until it is or `vmstrata disk remove` gives it up: {why}"
+    )]
+    NotOpen {
+        /// Its name.
+        name: String,
+        /// Why it could not be opened the last time.
+        why: String,
+    },
     /// A disk that was closed, whose files the server has not let go of.
     #[error(
         "disk '{name}' is closed, but this server has its files locked still, which is a defect of vmstrata: they are unlocked when the server ends"

@@ -3,7 +3,7 @@
 //! ```text
 //!   add_disk ──► Opening ──► Serving ──► Closing ──► gone        remove_disk: doors first, then the disk
 //!                   │           │ add_door, remove_door
-//!                   └─ failed   ▼
+//!                   └─ failed   ▼          (at the start also ──► Waiting ──► Opening, see `waiting`)
 //!                            doors: vhost-user (one disk), NBD (all disks)
 //! ```
 //!
@@ -26,6 +26,7 @@ mod snapshots;
 mod states;
 mod stats;
 mod users;
+mod waiting;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -44,6 +45,8 @@ use self::retention::Due;
 pub(crate) use self::retention::Retention;
 pub(crate) use self::states::look_at;
 use self::users::Users;
+pub(crate) use self::waiting::{Reopening, Wanted};
+use self::waiting::{Wait, WaitingDoor};
 use crate::agent::Guards;
 use crate::error::{Error, NotClean};
 use crate::jobs::Jobs;
@@ -75,7 +78,10 @@ pub struct Host {
 struct Table {
     /// In the order in which they were added.
     disks: Vec<Entry>,
+    /// By their numbers.
     doors: Vec<(u64, Door)>,
+    /// Doors that are not open, by their numbers.
+    waiting: Vec<WaitingDoor>,
     next_door: u64,
     /// Changes under way.
     changes: usize,
@@ -101,6 +107,7 @@ enum Phase {
     Opening,
     Serving(Arc<Disk>),
     Closing,
+    Waiting(Wait),
 }
 
 impl Table {
@@ -116,6 +123,7 @@ impl Table {
             Phase::Serving(disk) => Ok((&entry.spec, disk)),
             Phase::Opening => busy("being opened"),
             Phase::Closing => busy("being closed"),
+            Phase::Waiting(wait) => Err(Error::NotOpen { name: name.to_owned(), why: wait.why.clone() }),
         }
     }
 
@@ -206,6 +214,7 @@ impl Host {
             while table.changes > 0 {
                 self.settled.wait(&mut table);
             }
+            table.waiting.clear();
             std::mem::take(&mut table.doors)
         };
         self.jobs.end(None);

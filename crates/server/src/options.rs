@@ -21,6 +21,8 @@ const WORKERS_MIN: usize = 2;
 pub struct Options {
     /// The disks.
     pub disks: Vec<DiskSpec>,
+    /// Serve what can be opened, and try the rest again until it can.
+    pub keep_going: bool,
     /// Sockets for guests.
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.

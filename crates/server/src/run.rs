@@ -6,7 +6,7 @@ use vmstrata_api::ServerStatus;
 
 use crate::control::{Control, Places};
 use crate::error::Error;
-use crate::host::{self, Host, Retention};
+use crate::host::{self, Host, Reopening, Retention, Wanted};
 use crate::notify;
 use crate::options::Options;
 use crate::shutdown::Shutdown;
@@ -26,7 +26,7 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
     let control = Control::start(&host, places);
     let served = control.and_then(|control| {
         let served = Retention::start(&host).and_then(|_retention| {
-            open_all(options, &host)?;
+            let _reopening = open_all(options, &host)?;
             serve(options, &host, &mut shutdown, on_ready)
         });
         // Answered to the last, so that whoever asks is told that the server is ending and what is still open.
@@ -49,10 +49,19 @@ pub fn rehearse(options: &Options) -> Result<(), Error> {
     options.disks.iter().try_for_each(|disk| host::look_at(disk, &options.allow_backing))
 }
 
-fn open_all(options: &Options, host: &Host) -> Result<(), Error> {
+/// Opens all disks and doors; if the server is to keep going, what cannot be opened is tried again from now on.
+fn open_all(options: &Options, host: &Arc<Host>) -> Result<Option<Reopening>, Error> {
+    if options.keep_going {
+        options.disks.iter().try_for_each(|disk| host.add_disk_or_wait(disk.clone()))?;
+        let nbd = options.nbd.iter().cloned().map(Wanted::Nbd);
+        let mut doors = nbd.chain(options.vhost_user.iter().cloned().map(Wanted::VhostUser));
+        doors.try_for_each(|door| host.add_door_or_wait(door))?;
+        return Reopening::start(host).map(Some);
+    }
     options.disks.iter().try_for_each(|disk| host.add_disk(disk.clone()))?;
     options.nbd.iter().try_for_each(|address| host.add_nbd(address).map(drop))?;
-    options.vhost_user.iter().try_for_each(|socket| host.add_vhost_user(socket.clone()).map(drop))
+    options.vhost_user.iter().try_for_each(|socket| host.add_vhost_user(socket.clone()).map(drop))?;
+    Ok(None)
 }
 
 fn serve(
@@ -66,7 +75,9 @@ fn serve(
     on_ready(&status);
     let count = status.disks.len();
     let noun = if count == 1 { "disk" } else { "disks" };
-    notify::ready(options.ready_fd, &format!("{count} {noun}"))?;
+    let waiting = status.disks.iter().filter(|disk| disk.open_error.is_some()).count();
+    let but = if waiting > 0 { format!(", {waiting} of them not open") } else { String::new() };
+    notify::ready(options.ready_fd, &format!("{count} {noun}{but}"))?;
     let signal = shutdown.wait();
     tracing::info!("{signal}: finishing what is in flight; a second signal ends at once");
     notify::stopping();

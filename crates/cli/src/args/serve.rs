@@ -52,6 +52,9 @@ pub struct ServeArgs {
     /// Let in only NBD clients with a certificate signed by these (PEM)
     #[arg(long, value_name = "FILE", requires = "nbd_tls_cert")]
     pub nbd_tls_client_ca: Option<PathBuf>,
+    /// Go on without disks and doors that cannot be opened, and try them again until they can: `vmstrata status` says why
+    #[arg(long)]
+    pub keep_going: bool,
     /// Where backing files may be.
     #[command(flatten)]
     pub backing: BackingArgs,
@@ -114,6 +117,9 @@ The file has the flags' names as keys, without the dashes: nbd = [\"unix:/run/nb
 each disk is a table [[disk]] with path, name and so on, each guest's socket a table [[vhost-user]] with disk,
 socket and so on. Paths in it are seen from its directory. A flag replaces the file's value, lists as a whole.
 
+A server that cannot open one of its disks or doors does not start. With --keep-going it serves the others, and tries again
+until it can or until `vmstrata disk remove` or `door remove` gives it up; status, metrics and the log say why it waits.
+
 A comma inside a value is written twice: path=/a,,b.qcow2. When ready, the server prints how to attach each
 disk to QEMU, libvirt, cloud-hypervisor and NBD clients. Under systemd use Type=notify.
 
@@ -143,6 +149,7 @@ impl ServeArgs {
         };
         Ok(Settings {
             disks: self.disks()?,
+            keep_going: self.keep_going,
             vhost_user: self.vhost_user.clone(),
             nbd: self.nbd.clone(),
             nbd_tls,

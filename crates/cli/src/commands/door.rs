@@ -81,7 +81,14 @@ mod tests {
 
     #[test]
     fn a_door_is_meant_by_number_socket_or_address() {
-        let door = |door| DoorStatus { id: 7, door, connections: None, tls: false, counters: None };
+        let door = |door| DoorStatus {
+            id: 7,
+            door,
+            open_error: None,
+            connections: None,
+            tls: false,
+            counters: None,
+        };
         let nbd = door(DoorSpec::Nbd(NbdSpec { address: "unix:/run/nbd.sock".to_owned() }));
         for text in ["7", "unix:/run/nbd.sock", "/run/nbd.sock"] {
             assert!(is_meant(&nbd, text), "{text}");

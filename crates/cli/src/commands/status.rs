@@ -47,10 +47,15 @@ pub fn headline(status: &ServerStatus) -> String {
     )
 }
 
-/// A line for each disk that takes no more writes.
+/// A line for each disk that takes no more writes, and for each disk and door that is not open.
 pub fn failures(status: &ServerStatus) -> String {
     let failed = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.failed.as_ref()?)));
-    failed.map(|(name, why)| format!("{name} takes no more writes: {why}\n")).collect()
+    let failed = failed.map(|(name, why)| format!("{name} takes no more writes: {why}\n"));
+    let disks = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.open_error.as_ref()?)));
+    let disks = disks.map(|(name, why)| format!("{name} is not open, and is tried again: {why}\n"));
+    let doors = status.doors.iter().filter_map(|door| Some((door.id, door.open_error.as_ref()?)));
+    let doors = doors.map(|(id, why)| format!("door {id} is not open, and is tried again: {why}\n"));
+    failed.chain(disks).chain(doors).collect()
 }
 
 /// What a disk is doing, in a word or two.
@@ -61,6 +66,7 @@ pub fn state(disk: &DiskStatus) -> &'static str {
         DiskState::Serving if disk.settling => "serving, indexing",
         DiskState::Serving => "serving",
         DiskState::Closing => "closing",
+        DiskState::Waiting => "not open",
     }
 }
 
@@ -88,6 +94,7 @@ fn door_row(door: &DoorStatus) -> [String; 5] {
         DoorSpec::Nbd(spec) => ("nbd", "(all)", &spec.address),
     };
     let used = match (&door.door, door.connections.unwrap_or_default()) {
+        _ if door.open_error.is_some() => "not open".to_owned(),
         (DoorSpec::Nbd(_), connections) => counted(connections, "connection"),
         (DoorSpec::VhostUser(_), guests) => {
             let requests = counted(door.counters.unwrap_or_default().requests, "request");

@@ -21,6 +21,7 @@ type At = (usize, ConfigFault);
 struct File {
     disk: Vec<Spanned<Disk>>,
     vhost_user: Vec<Spanned<VhostUser>>,
+    keep_going: bool,
     nbd: Vec<Spanned<String>>,
     nbd_tls_cert: Option<Spanned<PathBuf>>,
     nbd_tls_key: Option<Spanned<PathBuf>>,
@@ -96,6 +97,7 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
     let control = file.control(directory)?;
     Ok(Settings {
         disks: each(file.disk, |disk| disk_spec(disk, directory))?,
+        keep_going: file.keep_going,
         vhost_user: each(file.vhost_user, |socket| vhost_user_spec(socket, directory))?,
         nbd: each(file.nbd, |address| nbd_address(&address, directory))?,
         nbd_tls,

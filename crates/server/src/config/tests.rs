@@ -30,6 +30,7 @@ fn every_key_is_read() {
         metadata-cache = "256M"
         max-open-files = 100
         workers = 3
+        keep-going = true
         runtime-dir = "/run/vms"
         control = "/run/vms/c.sock"
         metrics = 9100
@@ -68,6 +69,7 @@ fn every_key_is_read() {
     assert_eq!(settings.control, Some(ControlPlace::At("/run/vms/c.sock".into())));
     assert_eq!(settings.metrics, Some("127.0.0.1:9100".parse().unwrap()));
     let options = settings.into_options();
+    assert!(options.keep_going);
     assert_eq!(options.limits.metadata_cache_bytes, 256 << 20);
     assert_eq!((options.limits.max_open_files, options.limits.workers), (Some(100), Some(3)));
     assert_eq!(options.allow_backing, [Path::new("/srv/golden")]);

@@ -9,7 +9,7 @@ use vmstrata_export::nbd::{self, Export};
 
 use super::doors::Door;
 use super::users::{Lent, PATIENCE};
-use super::{Entry, Host, Phase, states};
+use super::{Change, Entry, Host, Phase, states};
 use crate::error::{Error, NotClean};
 use crate::spec::{DiskSpec, SpecError};
 
@@ -22,18 +22,28 @@ impl Host {
     /// # Errors
     /// A name that is taken, a chain that cannot be opened, a server that is ending.
     pub fn add_disk(&self, spec: DiskSpec) -> Result<(), Error> {
+        let (_change, spec) = self.enter(spec)?;
+        self.open_entered(&spec).inspect_err(|_| self.table.lock().forget(&spec.name))
+    }
+
+    /// Takes the name of a disk that is to be opened.
+    pub(super) fn enter(&self, spec: DiskSpec) -> Result<(Change<'_>, DiskSpec), Error> {
         let spec = spec
             .absolute()
             .map_err(|source| Error::System { action: "find the directory it was started in", source })?;
-        let (_change, mut table) = self.begin_change()?;
+        let (change, mut table) = self.begin_change()?;
         if table.entry(&spec.name).is_some() {
             return Err(SpecError::NameTaken { name: spec.name }.into());
         }
         table.disks.push(Entry::new(spec.clone(), Phase::Opening));
         drop(table);
-        let opened =
-            states::make_clone(&spec, self.open_options(&spec)).and_then(|()| self.open_and_let_in(&spec));
-        let disk = opened.inspect_err(|_| self.table.lock().forget(&spec.name))?;
+        Ok((change, spec))
+    }
+
+    /// Opens a disk that has its name already.
+    pub(super) fn open_entered(&self, spec: &DiskSpec) -> Result<(), Error> {
+        states::make_clone(spec, self.open_options(spec))?;
+        let disk = self.open_and_let_in(spec)?;
         self.tell(Event::DiskAdded { disk: spec.name.clone() });
         self.mend_index(&spec.name, &disk);
         drop(disk);
@@ -100,6 +110,9 @@ impl Host {
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<(), Error> {
         let (_change, table) = self.begin_change()?;
         drop(table);
+        if self.remove_waiting_disk(name)? {
+            return Ok(());
+        }
         let mut table = self.unused(name, PATIENCE)?;
         let disk = Arc::clone(table.serving(name)?.1);
         if let Some(guest) = table.doors.iter().find_map(|(_, door)| door.guest_of(name)).filter(|_| !force) {
@@ -107,8 +120,10 @@ impl Host {
         }
         table.set_phase(name, Phase::Closing);
         let own: Vec<(u64, Door)> = table.doors.extract_if(.., |(_, door)| door.is_only_for(name)).collect();
+        let waiting = table.forget_waiting_doors(name);
         let shared = table.nbd();
         drop(table);
+        waiting.into_iter().for_each(|id| self.tell(Event::DoorRemoved { id }));
         self.jobs.end(Some(name));
         for (id, door) in own {
             // Nothing is flushed by a vhost-user door; closing the disk does that.

@@ -8,6 +8,7 @@ use vmstrata_disk::Disk;
 use vmstrata_export::nbd::{self, Address, Export, Exports, Limits, Listener};
 use vmstrata_export::vhost_user;
 
+use super::waiting::Wanted;
 use super::{Host, Phase};
 use crate::error::Error;
 use crate::spec::{VhostUserSpec, check_guests};
@@ -79,6 +80,7 @@ impl Door {
             Self::VhostUser { spec, server } => api::DoorStatus {
                 id,
                 door: api::DoorSpec::VhostUser(spec.into()),
+                open_error: None,
                 connections: Some(server.is_connected().into()),
                 tls: false,
                 counters: Some(counters(&server.stats())),
@@ -86,6 +88,7 @@ impl Door {
             Self::Nbd { address, server } => api::DoorStatus {
                 id,
                 door: api::DoorSpec::Nbd(api::NbdSpec { address: address.to_string() }),
+                open_error: None,
                 connections: Some(server.connections() as u64),
                 tls,
                 counters: None,
@@ -113,15 +116,26 @@ impl Host {
     /// # Errors
     /// No such disk; a second guest for a writable disk; a socket that cannot be had.
     pub fn add_vhost_user(&self, spec: VhostUserSpec) -> Result<u64, Error> {
+        self.open_vhost_user(spec, None)
+    }
+
+    /// The same, for a door that may have waited under this number.
+    pub(super) fn open_vhost_user(&self, spec: VhostUserSpec, waited: Option<u64>) -> Result<u64, Error> {
         let (_change, mut table) = self.begin_change()?;
         let (disk_spec, disk) = table.serving(&spec.disk)?;
         let others = table.doors.iter().filter_map(|(_, door)| match door {
             Door::VhostUser { spec, .. } => Some(spec),
             Door::Nbd { .. } => None,
         });
-        check_guests(&spec, disk_spec.read_only, others)?;
-        let door = Door::vhost_user(spec, &Arc::clone(disk))?;
-        let id = table.add_door(door);
+        let waiting = table.waiting.iter().filter_map(|door| match &door.wanted {
+            Wanted::VhostUser(spec) if Some(door.id) != waited => Some(spec),
+            _ => None,
+        });
+        check_guests(&spec, disk_spec.read_only, others.chain(waiting))?;
+        let disk = Arc::clone(disk);
+        table.check_waits(waited)?;
+        let door = Door::vhost_user(spec, &disk)?;
+        let id = table.add_door(waited, door);
         drop(table);
         self.tell(Event::DoorAdded { id });
         Ok(id)
@@ -132,12 +146,18 @@ impl Host {
     /// # Errors
     /// An address that cannot be had.
     pub fn add_nbd(&self, address: &Address) -> Result<u64, Error> {
+        self.open_nbd(address, None)
+    }
+
+    /// The same, for a door that may have waited under this number.
+    pub(super) fn open_nbd(&self, address: &Address, waited: Option<u64>) -> Result<u64, Error> {
         let (_change, table) = self.begin_change()?;
         // Names may have to be resolved for this, which takes as long as it takes.
         drop(table);
         let listener = Listener::bind(address)?;
         let address = listener.address().clone();
         let mut table = self.table.lock();
+        table.check_waits(waited)?;
         let exports = Exports::new();
         for entry in &table.disks {
             if let Phase::Serving(disk) = &entry.phase {
@@ -146,7 +166,7 @@ impl Host {
         }
         let server = nbd::Server::new(exports, self.tls.clone(), Limits::default())?;
         server.listen(listener)?;
-        let id = table.add_door(Door::Nbd { address, server: Arc::new(server) });
+        let id = table.add_door(waited, Door::Nbd { address, server: Arc::new(server) });
         drop(table);
         self.tell(Event::DoorAdded { id });
         Ok(id)
@@ -159,6 +179,12 @@ impl Host {
     /// flushed: the door is gone all the same.
     pub fn remove_door(&self, id: u64, force: bool) -> Result<(), Error> {
         let (_change, mut table) = self.begin_change()?;
+        if let Some(at) = table.waiting.iter().position(|door| door.id == id) {
+            table.waiting.remove(at);
+            drop(table);
+            self.tell(Event::DoorRemoved { id });
+            return Ok(());
+        }
         let at = table.doors.iter().position(|(number, _)| *number == id);
         let at = at.ok_or(Error::NoSuchDoor { id })?;
         if let Some(guest) = table.doors[at].1.guest().filter(|_| !force) {
@@ -173,10 +199,26 @@ impl Host {
 }
 
 impl super::Table {
-    fn add_door(&mut self, door: Door) -> u64 {
+    pub(super) fn new_door(&mut self) -> u64 {
         self.next_door += 1;
-        self.doors.push((self.next_door, door));
         self.next_door
+    }
+
+    /// Refuses to open a door that waited, and that somebody has given up.
+    fn check_waits(&self, waited: Option<u64>) -> Result<(), Error> {
+        match waited {
+            Some(id) if self.waiting.iter().all(|door| door.id != id) => Err(Error::NoSuchDoor { id }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes an open door under the number that it had while it was shut, or a new one, and returns that.
+    pub(super) fn add_door(&mut self, number: Option<u64>, door: Door) -> u64 {
+        let id = number.unwrap_or_else(|| self.new_door());
+        self.waiting.retain(|door| door.id != id);
+        self.doors.push((id, door));
+        self.doors.sort_by_key(|(id, _)| *id);
+        id
     }
 }
 

@@ -41,7 +41,11 @@ impl Host {
     /// All doors, in the order in which they were added.
     pub fn doors(&self) -> Vec<api::DoorStatus> {
         let tls = !matches!(self.tls, TlsMode::Off);
-        self.table.lock().doors.iter().map(|(id, door)| door.status(*id, tls)).collect()
+        let table = self.table.lock();
+        let open = table.doors.iter().map(|(id, door)| door.status(*id, tls));
+        let mut doors: Vec<_> = open.chain(table.waiting.iter().map(|door| door.status(tls))).collect();
+        doors.sort_by_key(|door| door.id);
+        doors
     }
 
     /// One disk, with its chain and its doors.
@@ -79,6 +83,7 @@ pub(super) fn state(phase: &Phase) -> api::DiskState {
         Phase::Opening => api::DiskState::Opening,
         Phase::Serving(_) => api::DiskState::Serving,
         Phase::Closing => api::DiskState::Closing,
+        Phase::Waiting(_) => api::DiskState::Waiting,
     }
 }
 
@@ -95,6 +100,10 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
             .and_then(|disk| disk.active_file())
             .map(|file| api::FileNumber { device: file.dev, inode: file.ino }),
         state: state(&entry.phase),
+        open_error: match &entry.phase {
+            Phase::Waiting(wait) => Some(wait.why.clone()),
+            _ => None,
+        },
         read_only: entry.spec.read_only,
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),

@@ -128,9 +128,7 @@ impl Host {
         for (id, spec) in doors {
             match Door::vhost_user(spec, disk) {
                 Ok(door) => {
-                    let mut table = self.table.lock();
-                    table.doors.push((id, door));
-                    table.doors.sort_by_key(|(id, _)| *id);
+                    self.table.lock().add_door(Some(id), door);
                 }
                 Err(error) => {
                     self.tell(Event::DoorRemoved { id });

@@ -16,6 +16,7 @@ pub fn to_text(shown: &DiskDetail) -> String {
     let mut text =
         format!("{}: {}, {}, {size}, {layers}, {}\n", disk.name, state(disk), mode(disk), disk.path);
     text.extend(disk.failed.iter().map(|why| format!("  takes no more writes: {why}\n")));
+    text.extend(disk.open_error.iter().map(|why| format!("  not open, and tried again: {why}\n")));
     text += &attachments(&disk.name, &shown.doors);
     if let Some(stats) = &shown.stats {
         text += &format!("\n{}{}", requests(stats), depths(&stats.read_depths));

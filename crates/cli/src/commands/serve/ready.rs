@@ -24,6 +24,9 @@ struct DiskReport {
     size: u64,
     read_only: bool,
     layers: u64,
+    /// Why it is not open, of a server that goes on without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    open_error: Option<String>,
     vhost_user: Vec<VhostUserAttachment>,
     nbd: Vec<NbdAttachment>,
 }
@@ -36,6 +39,7 @@ impl Report {
             size: disk.size_bytes.unwrap_or_default(),
             read_only: disk.read_only,
             layers: disk.layers.unwrap_or_default(),
+            open_error: disk.open_error.clone(),
             vhost_user: status.doors.iter().filter_map(|door| vhost_user(door, &disk.name)).collect(),
             nbd: status.doors.iter().filter_map(|door| nbd(door, &disk.name)).collect(),
         });
@@ -54,6 +58,9 @@ impl Report {
 
 impl DiskReport {
     fn to_text(&self) -> String {
+        if let Some(why) = &self.open_error {
+            return format!("{}: not open, and tried again: {why}\n", self.name);
+        }
         let mode = if self.read_only { "read-only" } else { "writable" };
         let layers = counted(self.layers, "layer");
         let mut text = format!("{}: {}, {layers}, {mode}, {}\n", self.name, short_size(self.size), self.path);

@@ -90,7 +90,15 @@ impl Numbers {
             self.status.disks.iter().map(move |disk| ([("disk", disk.name.as_str())], value(disk)))
         };
         let serving = of_disks(|disk| u64::from(disk.state == DiskState::Serving));
-        gauges(encoder, "disk_serving", "1 while the disk is served, 0 while it opens or closes", serving)?;
+        gauges(
+            encoder,
+            "disk_serving",
+            "1 while the disk is served, 0 while it opens, closes or waits",
+            serving,
+        )?;
+        let waiting = of_disks(|disk| u64::from(disk.state == DiskState::Waiting));
+        let help = "1 while the disk is not open because that failed: the server tries again";
+        gauges(encoder, "disk_waiting", help, waiting)?;
         let sizes = of_disks(|disk| disk.size_bytes.unwrap_or_default());
         gauges(encoder, "disk_size_bytes", "Virtual size", sizes)?;
         let layers = of_disks(|disk| disk.layers.unwrap_or_default());
@@ -110,6 +118,9 @@ impl Numbers {
     }
 
     fn doors(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
+        let waiting = self.status.doors.iter().filter(|door| door.open_error.is_some()).count() as u64;
+        let help = "Doors that are not open because that failed: the server tries again";
+        encoder.encode_descriptor("doors_waiting", help, None, MetricType::Gauge)?.encode_gauge(&waiting)?;
         let connections = self.status.doors.iter().filter_map(|door| match &door.door {
             DoorSpec::Nbd(spec) => Some(([("address", spec.address.as_str())], door.connections?)),
             DoorSpec::VhostUser(_) => None,
@@ -179,6 +190,7 @@ mod tests {
             path: "/web.qcow2".to_owned(),
             file: None,
             state: DiskState::Serving,
+            open_error: None,
             read_only: false,
             size_bytes: Some(1 << 30),
             layers: Some(300),
