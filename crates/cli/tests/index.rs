@@ -5,6 +5,8 @@ mod support;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
+use support::http::ask;
+use support::server::Server;
 use support::{Holder, Images, assert_clean, run, run_err, run_json, run_ok, tool_ok};
 
 /// `0.qcow2` to `4.qcow2`, made by vmstrata and written by qemu-io; the last is the active layer.
@@ -125,4 +127,31 @@ fn a_chain_that_cannot_be_read_is_an_error() {
     let message = run_err(1, ["index", "build", &images.name("nothing.qcow2")]);
     assert!(message.contains("nothing.qcow2"), "{message}");
     run_err(64, ["index", "rebuild"]);
+}
+
+/// As one of its jobs, so that it is listed, and can be paused and cancelled.
+#[test]
+fn the_index_of_a_served_disk_is_built_by_its_server() {
+    let images = Images::new();
+    let disk = chain(&images);
+    let disk = disk.to_str().expect("UTF-8");
+    let door = format!("unix:{}", images.name("nbd.sock"));
+    let server = Server::start(&["--disk", &format!("path={disk},name=web"), "--nbd", &door]);
+    let jobs = || ask(&server.control(), "GET", "/v1/jobs", "").json()["jobs"].as_array().unwrap().clone();
+    let before = jobs().len();
+    let said = server.ask_ok(["index", "build", disk]);
+    assert!(said.contains("4 layers looked at by its server") && said.contains("0 failed"), "{said}");
+    let after = jobs();
+    assert_eq!(after.len(), before + 1, "{after:?}");
+    let job = after.iter().max_by_key(|job| job["id"].as_u64()).unwrap();
+    assert_eq!(
+        (&job["kind"], &job["disk"], &job["state"]),
+        (&"index_build".into(), &"web".into(), &"done".into())
+    );
+    assert!(job["bytes"].as_u64() > Some(0), "{job}");
+    assert_eq!(verdicts(disk), ["good"; 4]);
+    let again: serde_json::Value =
+        serde_json::from_str(&server.ask_ok(["index", "build", disk, "--json"])).expect("JSON");
+    assert_eq!((&again["kind"], &again["bytes"]), (&"index_build".into(), &0.into()), "all are kept");
+    assert!(server.stop().success());
 }

@@ -3,7 +3,7 @@
 use clap::{Args, Subcommand};
 use vmstrata_disk::Format;
 
-use super::BackingArgs;
+use super::{BackingArgs, ControlArgs};
 use crate::disk_spec::format_parser;
 
 /// `vmstrata index`
@@ -63,6 +63,9 @@ pub struct IndexBuildArgs {
     /// Index DISK's own file too, for one that others will stand on; no one may be writing it
     #[arg(long)]
     pub top: bool,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: ControlArgs,
     /// Common options.
     #[command(flatten)]
     pub common: IndexCommonArgs,
@@ -74,7 +77,8 @@ Examples:
   vmstrata index build golden.qcow2 --top                    a base image that clones will stand on
   vmstrata index build web.qcow2 --json | jq '[.layers[].bytes] | add'
 
-Layers that have a good index keep it; after a chain was copied, this makes the times in it right again.
+The server of a disk that is served does it, as a job like those of `vmstrata job`; --json then prints the job. It knows the
+disk's format and where its layers may be. Layers that have a good index keep it; after a chain was copied, this makes the times in it right again.
 Exit codes:
   0   every frozen layer has an index, or needs none
   1   the chain cannot be read

@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use serde::Serialize;
+use vmstrata_api::JobSpec;
 use vmstrata_disk::index::{
     IndexDropped, IndexOptions, IndexOutcome, IndexVerdict, IndexedFile, VerifiedFile, build, remove, verify,
 };
 
+use super::snapshot::live::Live;
 use crate::args::{IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs};
 use crate::output::{Progress, counted, print, print_json};
 
@@ -104,7 +106,30 @@ impl BuiltLayer {
     }
 }
 
+/// Has the server that serves the disk do it, and waits until it has.
+fn build_served(live: &Live, args: &IndexBuildArgs) -> Result<ExitCode> {
+    let asked = JobSpec::IndexBuild { disk: live.name().to_owned(), bytes_per_second: None };
+    let job = live.wait_job(&asked, args.common.quiet)?;
+    let disk = args.disk.display();
+    if args.common.json {
+        print_json(&job)?;
+    } else {
+        let layers = counted(job.total, "layer");
+        let (written, failed) = (job.bytes, job.failures);
+        let reason = job.error.as_ref().map_or_else(String::new, |reason| format!(": {reason}"));
+        print(&format!(
+            "{disk}: {layers} looked at by its server, {written} bytes written, {failed} failed{reason}\n"
+        ))?;
+    }
+    Ok(if job.failures > 0 { ExitCode::from(EXIT_INCOMPLETE) } else { ExitCode::SUCCESS })
+}
+
 fn run_build(args: &IndexBuildArgs) -> Result<ExitCode> {
+    // The disk's own file is indexed only where nobody serves it.
+    let live = if args.top { None } else { Live::find(std::slice::from_ref(&args.disk), &args.server)? };
+    if let Some(live) = live {
+        return build_served(&live, args);
+    }
     let built = build(&args.disk, &options(&args.common, args.top, "indexing"))?;
     let layers: Vec<BuiltLayer> = built.layers.iter().map(BuiltLayer::new).collect();
     let count = |outcome| layers.iter().filter(|layer| layer.outcome == outcome).count() as u64;

@@ -145,7 +145,7 @@ impl Live {
     }
 
     fn run_job(&self, asked: &JobSpec, done: &str, json: bool) -> Result<()> {
-        let job = self.wait_job(asked)?;
+        let job = self.wait_job(asked, false)?;
         if json {
             return Ok(print_json(&job)?);
         }
@@ -159,10 +159,10 @@ impl Live {
     ///
     /// # Errors
     /// What the server says, also of a job that someone ended.
-    pub fn wait_job(&self, asked: &JobSpec) -> Result<JobStatus> {
+    pub fn wait_job(&self, asked: &JobSpec, quiet: bool) -> Result<JobStatus> {
         let job: JobStatus = self.client.post("/v1/jobs", asked)?;
         let what = job.kind.replace('_', "-");
-        let job = watched(&what, false, |goes_on| {
+        let job = watched(&what, quiet, |goes_on| {
             self.client.until_ended(job, |job| goes_on(job.done, job.total))
         })?;
         if job.state != JobState::Done {

@@ -34,6 +34,6 @@ fn delete_one(disk: PathBuf, name: &str, server: &ControlArgs) -> Result<()> {
     let Some(live) = Live::find(std::slice::from_ref(&disk), server)? else {
         return delete_quietly(&disk, &names);
     };
-    live.wait_job(&MergeHowArgs::default().delete(live.name(), &names, false))?;
+    live.wait_job(&MergeHowArgs::default().delete(live.name(), &names, false), false)?;
     Ok(())
 }
