@@ -36,10 +36,34 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
-    /// Let a disk that goes on being used stand on nothing: what it needs of the layers below is pulled up into its file.
+    /// Drop a range of layers, with or without names, from a disk that goes on being used: what only they hold is pulled up into the
+    /// layer above them.
+    Merge {
+        /// The disk.
+        disk: String,
+        /// One end of the range, which goes too. Which layers are meant is settled when the job begins.
+        first: LayerRef,
+        /// The other end, which goes too.
+        last: LayerRef,
+        /// What becomes of their files.
+        #[serde(default, skip_serializing_if = "is_default")]
+        remove: RemoveFiles,
+        /// As for deleting snapshots.
+        #[serde(default, skip_serializing_if = "is_default")]
+        forget_missing: bool,
+        /// Bytes a second that the job may write; 64 MiB if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+    },
+    /// Let a disk that goes on being used stand on nothing, or on one of its layers: what it needs of those that go is pulled up
+    /// into its file.
     Flatten {
         /// The disk.
         disk: String,
+        /// The layer that stays, with all that it stands on; none if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        onto: Option<LayerRef>,
         /// What becomes of the files that it stood on.
         #[serde(default, skip_serializing_if = "is_default")]
         remove: RemoveFiles,
@@ -59,9 +83,20 @@ impl JobSpec {
         match self {
             Self::IndexBuild { bytes_per_second, .. }
             | Self::SnapshotDelete { bytes_per_second, .. }
+            | Self::Merge { bytes_per_second, .. }
             | Self::Flatten { bytes_per_second, .. } => *bytes_per_second,
         }
     }
+}
+
+/// A layer of a disk's chain, below the one that takes the writes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerRef {
+    /// Its number of now, counted from the base, which is 0. Numbers change when layers below are dropped.
+    Number(u32),
+    /// Its file: any path that leads there on the server's host, an absolute one.
+    File(String),
 }
 
 /// What becomes of the files of dropped layers.

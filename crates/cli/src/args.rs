@@ -7,6 +7,8 @@ mod backup;
 mod control;
 mod index;
 mod job;
+mod layers;
+mod map;
 mod merge;
 mod prune;
 mod resize;
@@ -28,7 +30,9 @@ pub use self::index::{
     IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
 };
 pub use self::job::{JobArgs, JobCommand};
-pub use self::merge::{FlattenArgs, Into, MergeHowArgs, RemoveFiles, SnapshotDeleteArgs};
+pub use self::layers::{FlattenArgs, LayersArgs, MergeArgs};
+pub use self::map::MapArgs;
+pub use self::merge::{Into, MergeHowArgs, RemoveFiles, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::resize::ResizeArgs;
 pub use self::serve::{LogFormat, ServeArgs, ThawGuardArgs};
@@ -82,7 +86,9 @@ pub enum Command {
     Index(IndexArgs),
     /// Take snapshots of a disk, list and delete them, go back to one, or make a new disk of one
     Snapshot(Box<SnapshotArgs>),
-    /// Let a disk stand on nothing: copy what it needs of the layers below into its own file
+    /// Drop layers from the middle of a chain, whether or not they have names
+    Merge(Box<MergeArgs>),
+    /// Let a disk stand on nothing, or on its base alone: copy what it needs of the layers below into its own file
     Flatten(Box<FlattenArgs>),
     /// Give a disk another size, also while its guest runs
     Resize(Box<ResizeArgs>),
@@ -208,38 +214,6 @@ Examples:
 
 Takes no lock: a disk in use can be looked at.
 Exit codes: 0 shown, 1 the image or a layer below it cannot be read, 64 wrong usage.";
-
-/// `vmstrata map`
-#[derive(Debug, Args)]
-#[command(after_help = MAP_HELP)]
-pub struct MapArgs {
-    /// The image, or DISK@SNAPSHOT
-    pub file: PathBuf,
-    /// First byte to show
-    #[arg(long, value_name = "OFFSET", value_parser = parse_size, default_value = "0")]
-    pub start_offset: u64,
-    /// How many bytes to show; up to the end if omitted
-    #[arg(long, value_name = "LENGTH", value_parser = parse_size)]
-    pub max_length: Option<u64>,
-    /// What the image holds; looked up in the file if omitted
-    #[arg(long, short = 'f', value_name = "FORMAT", value_parser = format_parser())]
-    pub format: Option<Format>,
-    /// Where backing files may be.
-    #[command(flatten)]
-    pub backing: BackingArgs,
-    /// Print JSON, with the fields of `qemu-img map --output=json` and the layer and file of each run
-    #[arg(long)]
-    pub json: bool,
-}
-
-const MAP_HELP: &str = "\
-Examples:
-  vmstrata map web.qcow2                                     runs of data, with layer and file
-  vmstrata map web.qcow2 --start-offset 1G --max-length 64M
-  vmstrata map web.qcow2 --json | jq '[.[] | select(.layer == 0) | .length] | add'
-
-Depth counts from the active layer down (0 is FILE), layer from the base up (0 is the base).
-Exit codes: 0 shown, 1 the chain cannot be read, 64 wrong usage.";
 
 /// `vmstrata check`
 #[derive(Debug, Args)]

@@ -63,6 +63,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Check(args) => commands::check::run(&args),
         Command::Index(args) => commands::index::run(&args),
         Command::Snapshot(args) => commands::snapshot::run(&args),
+        Command::Merge(args) => commands::merge::run(&args),
         Command::Flatten(args) => commands::merge::flatten(&args),
         Command::Resize(args) => commands::resize::run(&args),
         Command::Diff(args) => commands::diff::run(&args),

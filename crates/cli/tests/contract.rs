@@ -92,6 +92,7 @@ fn jobs(client: &mut Client) {
     let kinds = [
         json!({ "kind": "index_build", "disk": "web" }),
         json!({ "kind": "snapshot_delete", "disk": "other", "snapshots": ["s1"] }),
+        json!({ "kind": "merge", "disk": "web", "first": { "number": 0 }, "last": { "number": 0 }, "remove": "none" }),
         json!({ "kind": "flatten", "disk": "web" }),
     ];
     for kind in kinds {
@@ -104,7 +105,7 @@ fn jobs(client: &mut Client) {
         wait_until("the job", || client.get(&path).json()["state"] == "done");
         client.ask("POST", &path, &json!({ "action": "cancel" }), 200);
     }
-    assert_eq!(client.get("/v1/jobs").json()["jobs"].as_array().unwrap().len(), 3);
+    assert_eq!(client.get("/v1/jobs").json()["jobs"].as_array().unwrap().len(), 4);
 }
 
 /// The data of all events until the server ended.

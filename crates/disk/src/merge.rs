@@ -54,7 +54,7 @@ pub(crate) mod users;
 pub use direction::Direction;
 pub use fault::MergeFault;
 pub use job::{Action, Merge};
-pub use meant::Meant;
+pub use meant::{LayerRef, Meant};
 pub use plan::{MergeRange, all_of, ranges_of};
 pub use remove::{Kept, Removal};
 

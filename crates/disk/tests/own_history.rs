@@ -5,9 +5,13 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use common::stock::{content, path_str, qemu_img, qemu_io};
-use vmstrata_disk::merge::{Kept, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of};
+use vmstrata_disk::merge::{
+    Kept, LayerRef, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
+};
 use vmstrata_disk::snapshot::{self, PrepareOptions, Pruning, RevertOptions, SnapshotInfo, list};
-use vmstrata_disk::{CreateOptions, Error, Format, OpenOptions, ResourceOptions, Resources, create};
+use vmstrata_disk::{
+    CreateOptions, Error, ErrorKind, Format, OpenOptions, ResourceOptions, Resources, create,
+};
 use vmstrata_types::LayerIndex;
 
 fn resources() -> std::sync::Arc<Resources> {
@@ -147,6 +151,41 @@ fn whose_the_layers_are_is_kept_where_the_next_one_has_no_name() {
     assert_refused(&clone, "old", &options, "web.qcow2");
     assert!(content(&clone, "qcow2") == before);
     assert_eq!(names(&web, &options), seen(&[("mon", true), ("-", false), ("old", false)]));
+}
+
+/// Layers without names are meant by number or by file as they were when that was said, and dropped only by who says so.
+#[test]
+fn layers_chosen_by_number_are_the_same_when_numbers_have_moved() {
+    let dir = common::scratch();
+    let path = |number: usize| dir.path().join(format!("{number}.qcow2"));
+    let options = OpenOptions::default();
+    new_disk(&path(0), None);
+    (1..6).for_each(|number| stock_overlay(&path(number), &format!("{}.qcow2", number - 1)));
+    let disk = path(5);
+    let range = |first, last| MergeRange { first: LayerIndex::new(first), last: LayerIndex::new(last) };
+    let drop = |range, beyond_own| {
+        let options = MergeOptions { removal: Removal::Nothing, beyond_own, ..MergeOptions::default() };
+        Merge::new(&disk, range, &options, &resources()).and_then(Merge::run)
+    };
+    let (two, three) = (LayerRef::Number(2), LayerRef::File(path(3)));
+    let between = Meant::between(&disk, &three, &two, &options).unwrap();
+    let above = Meant::above(&disk, &two, &options).unwrap();
+    assert_eq!(between.ranges(&disk, &options).unwrap(), [range(2, 3)]);
+    assert_eq!(above.ranges(&disk, &options).unwrap(), [range(3, 4)]);
+    assert!(drop(range(1, 1), false).is_err(), "not of the disk's own history");
+    drop(range(1, 1), true).unwrap();
+    take(&disk, &["meanwhile"]);
+    assert_eq!(between.ranges(&disk, &options).unwrap(), [range(1, 2)]);
+    assert_eq!(above.ranges(&disk, &options).unwrap(), [range(2, 3)]);
+    for other in [LayerRef::Number(5), LayerRef::File(disk.clone()), LayerRef::File(path(1))] {
+        let refused = [
+            Meant::between(&disk, &two, &other, &options).unwrap_err(),
+            Meant::above(&disk, &other, &options).unwrap_err(),
+        ];
+        for refused in refused {
+            assert!(matches!(refused.kind(), ErrorKind::Merge(_)), "{refused}");
+        }
+    }
 }
 
 /// A name that has become free may be given again, and a disk in use gets layers: what was meant is what it was.

@@ -28,7 +28,7 @@ use vmstrata_api::{Event, JobChange, JobState, JobStatus};
 pub use self::bucket::Bucket;
 use self::control::Control;
 pub(crate) use self::index_build::IndexBuild;
-pub(crate) use self::merging::{DEFAULT_LIMIT, Flatten, SnapshotDelete};
+pub(crate) use self::merging::{DEFAULT_LIMIT, Flatten, MergeLayers, SnapshotDelete};
 use crate::error::Error;
 
 /// Jobs under way at one time.

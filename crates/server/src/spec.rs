@@ -71,6 +71,12 @@ pub enum SpecError {
         /// Its length.
         len: usize,
     },
+    /// A file that only its own directory could find.
+    #[error("'{path}' is relative, and the server has another directory: give its absolute path")]
+    Relative {
+        /// The path.
+        path: String,
+    },
     /// A number that must not be 0.
     #[error("'{what}' is at least 1")]
     Zero {

@@ -2,7 +2,9 @@
 
 use clap::{Args, Subcommand};
 
-use super::{ControlArgs, MergeHowArgs, RemoveFiles};
+use std::path::PathBuf;
+
+use super::{ControlArgs, LayersArgs, MergeHowArgs, RemoveFiles};
 use crate::units::parse_size;
 
 /// `vmstrata job`
@@ -52,13 +54,33 @@ pub enum JobCommand {
         #[command(flatten)]
         how: MergeHowArgs,
     },
-    /// Let a served disk stand on nothing, in the background
+    /// Drop layers from the middle of a served disk's chain, in the background
     #[command(
-        after_help = "Examples:\n  vmstrata job flatten web\n  vmstrata job flatten web --remove snapshots --limit 20M"
+        after_help = "Examples:\n  vmstrata job merge web --layers 1..498\n  vmstrata job merge web --from web-mon.qcow2 --to web-fri.qcow2 --remove all"
+    )]
+    Merge {
+        /// The disk's name
+        disk: String,
+        /// Which layers go.
+        #[command(flatten)]
+        layers: LayersArgs,
+        /// What becomes of their files
+        #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
+        remove: RemoveFiles,
+        /// How.
+        #[command(flatten)]
+        how: MergeHowArgs,
+    },
+    /// Let a served disk stand on nothing, or on its base alone, in the background
+    #[command(
+        after_help = "Examples:\n  vmstrata job flatten web\n  vmstrata job flatten web --remove snapshots --limit 20M\n  vmstrata job flatten web --onto /srv/golden.qcow2"
     )]
     Flatten {
         /// The disk's name
         disk: String,
+        /// Drop only what is between FILE, one of its layers, and the disk
+        #[arg(long, value_name = "FILE")]
+        onto: Option<PathBuf>,
         /// What becomes of the files that it stood on
         #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
         remove: RemoveFiles,

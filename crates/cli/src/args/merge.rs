@@ -1,4 +1,4 @@
-//! `vmstrata snapshot delete` and `vmstrata flatten` on the command line.
+//! `vmstrata snapshot delete` on the command line, and how layers are dropped.
 
 use std::path::PathBuf;
 
@@ -89,16 +89,6 @@ impl MergeHowArgs {
             bytes_per_second: self.limit,
         }
     }
-
-    /// The job that flattens a served disk.
-    pub fn flatten(self, disk: &str, remove: RemoveFiles) -> JobSpec {
-        JobSpec::Flatten {
-            disk: disk.to_owned(),
-            remove: remove.into(),
-            forget_missing: self.forget_missing,
-            bytes_per_second: self.limit,
-        }
-    }
 }
 
 /// `vmstrata snapshot delete`
@@ -143,39 +133,3 @@ A file that another disk stands on stays: disks beside the snapshots, below --al
 them or has opened them for writing. Interrupted, begin it again: what was copied is not copied twice.
 Exit codes: 0 deleted, 1 not, or not all (every other state of the disk is as it was; `snapshot list` shows a snapshot that is
 half deleted, which can only be deleted again), 64 wrong usage.";
-
-/// `vmstrata flatten`
-#[derive(Debug, Args)]
-#[command(after_help = FLATTEN_HELP)]
-pub struct FlattenArgs {
-    /// The disk: served by a running server, or in use by nobody
-    pub disk: PathBuf,
-    /// What becomes of the files that it stood on
-    #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
-    pub remove: RemoveFiles,
-    /// How.
-    #[command(flatten)]
-    pub how: MergeHowArgs,
-    /// Where the journals of killed servers are
-    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
-    /// The server that may be serving it.
-    #[command(flatten)]
-    pub server: ControlArgs,
-    /// Common options.
-    #[command(flatten)]
-    pub common: SnapshotCommonArgs,
-}
-
-const FLATTEN_HELP: &str = "\
-Examples:
-  vmstrata flatten clone.qcow2                     a disk of its own; the files it stood on stay
-  vmstrata flatten web.qcow2 --remove snapshots    without history; its snapshots' files go
-
-What the disk needs of the layers below is copied into its own file, which then stands on nothing. A served disk goes on
-being used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again: what was
-copied is not copied twice.
-A file that another disk stands on stays, as far as that is known: disks beside it, below --allow-backing, and elsewhere if
-vmstrata made them or has opened them for writing. A base elsewhere may have others, so that it goes only with --remove everywhere.
-Exit codes: 0 flat, 1 not (the disk reads as it did), 64 wrong usage.";

@@ -34,7 +34,12 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
         JobCommand::SnapshotDelete { disk, snapshots, keep_files, how } => {
             client.post("/v1/jobs", &how.delete(disk, snapshots, *keep_files))?
         }
-        JobCommand::Flatten { disk, remove, how } => client.post("/v1/jobs", &how.flatten(disk, *remove))?,
+        JobCommand::Merge { disk, layers, remove, how } => {
+            client.post("/v1/jobs", &how.merge(disk, layers, *remove)?)?
+        }
+        JobCommand::Flatten { disk, onto, remove, how } => {
+            client.post("/v1/jobs", &how.flatten(disk, onto.as_deref(), *remove)?)?
+        }
         JobCommand::Pause { id } => change(*id, JobChange::Pause)?,
         JobCommand::Resume { id } => change(*id, JobChange::Resume)?,
         JobCommand::Cancel { id } => change(*id, JobChange::Cancel)?,

@@ -1,4 +1,4 @@
-//! `vmstrata snapshot delete` and `vmstrata flatten`: drops layers from chains of files.
+//! `vmstrata snapshot delete`, `vmstrata merge` and `vmstrata flatten`: drops layers from chains of files.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -7,19 +7,22 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use serde::Serialize;
 use vmstrata_disk::OpenOptions;
-use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of};
-use vmstrata_disk::snapshot::list;
+use vmstrata_disk::merge::{
+    Direction, LayerRef, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
+};
 use vmstrata_server::Bucket;
 
 use super::backup::watched;
 use super::snapshot::live::Live;
 use super::snapshot::resources;
-use crate::args::{FlattenArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
+use crate::args::{FlattenArgs, MergeArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
 
 /// How often is looked whether to go on, while waiting for the speed limit.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Most files listed one by one that stay for one reason; `--json` lists all.
+const LISTED_MAX: usize = 6;
 const STOPPED: &str = "every state that was to stay is as it was; begin it again to complete it";
 
 /// What was done, for scripts.
@@ -55,8 +58,14 @@ impl Report {
     fn text(&self, done: &str) -> String {
         let (copied, files) = (short_size(self.copied_bytes), counted(self.removed.len() as u64, "file"));
         let mut text = format!("{}: {done}: {copied} copied, {files} removed\n", self.disk);
-        for kept in &self.kept {
-            text += &format!("{} stays: {}\n", kept.file, kept.reason);
+        for kept in self.kept.chunk_by(|one, next| one.reason == next.reason) {
+            match kept {
+                [first, .., last] if kept.len() > LISTED_MAX => {
+                    let (count, why) = (kept.len(), &first.reason);
+                    text += &format!("{count} files stay, {} to {}: {why}\n", first.file, last.file);
+                }
+                _ => kept.iter().for_each(|kept| text += &format!("{} stays: {}\n", kept.file, kept.reason)),
+            }
         }
         text
     }
@@ -93,6 +102,29 @@ pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
     Ok(())
 }
 
+/// Runs `vmstrata merge`.
+///
+/// # Errors
+/// What could not be done; the disk reads as it did.
+pub fn run(args: &MergeArgs) -> Result<ExitCode> {
+    if let Some(live) = Live::find(std::slice::from_ref(&args.disk), &args.server)? {
+        live.merge(args)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let ([one, other], open) = (args.layers.ends(), args.common.open());
+    let ranges = Meant::between(&args.disk, &one, &other, &open)?.ranges(&args.disk, &open)?;
+    let options = MergeOptions {
+        open,
+        removal: args.remove.into(),
+        forget_missing: args.how.forget_missing,
+        beyond_own: true,
+        direction: args.into.into(),
+    };
+    let report = merge(&args.disk, &ranges, &options, args.how.limit, args.runtime_dir.as_deref())?;
+    report.tell(&format!("{} dropped", args.layers.in_words()), &args.common)?;
+    Ok(ExitCode::SUCCESS)
+}
+
 /// Runs `vmstrata flatten`.
 ///
 /// # Errors
@@ -102,14 +134,18 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
         live.flatten(args)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let below = list(&args.disk, &args.common.open())?.len();
-    let range = all_of(below + 1);
+    let open = args.common.open();
+    let meant = match &args.onto {
+        Some(base) => Meant::above(&args.disk, &LayerRef::File(base.clone()), &open)?,
+        None => Meant::below(&args.disk, &open)?,
+    };
+    let ranges = meant.ranges(&args.disk, &open)?;
     let (removal, forget_missing) = (args.remove.into(), args.how.forget_missing);
-    let (open, direction) = (args.common.open(), Direction::Up);
+    let direction = Direction::Up;
     let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
     let runtime = args.runtime_dir.as_deref();
-    let report = merge(&args.disk, range.as_slice(), &options, args.how.limit, runtime)?;
-    report.tell("flat", &args.common)?;
+    let report = merge(&args.disk, &ranges, &options, args.how.limit, runtime)?;
+    report.tell(&args.done(), &args.common)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -22,6 +22,12 @@ pub enum MergeFault {
         /// Layers of the chain.
         layers: usize,
     },
+    /// A file that is no layer of the chain below its top.
+    #[error("it does not stand on {}: `vmstrata info --chain` lists the layers that it stands on", path.display())]
+    NotALayer {
+        /// The file.
+        path: PathBuf,
+    },
     /// Layers below the end of the disk's own history.
     #[error(
         "they belong to {disk}, which it was cloned from or made on: delete them there, or `vmstrata flatten` this disk"

@@ -3,20 +3,32 @@
 //! A disk in use gets layers while others are dropped, and a name that has become free may be given again: what was asked for is
 //! known by its files.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use vmstrata_store::FileId;
+use vmstrata_store::{FileId, Gate};
 
 use super::{MergeFault, MergeRange};
 use crate::chain::OpenOptions;
 use crate::error::{Error, Result};
 use crate::layers::index_of;
+use crate::opener::{LocalFiles, Opener as _};
 use crate::snapshot::{self, Snapshot};
+
+/// A layer of a disk's chain, as somebody says which.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LayerRef {
+    /// By its number of now, counted from the base, which is 0.
+    Number(usize),
+    /// By its file, whatever path leads there.
+    File(PathBuf),
+}
 
 /// Layers of a disk that are to be dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Meant {
     files: Vec<FileId>,
+    /// They were not chosen as snapshots of the disk.
+    beyond_own: bool,
 }
 
 impl Meant {
@@ -44,7 +56,31 @@ impl Meant {
             };
             files.extend(snapshots[from.min(to)..=from.max(to)].iter().map(|snapshot| snapshot.file));
         }
-        Ok(Self { files })
+        Ok(Self { files, beyond_own: false })
+    }
+
+    /// All layers from one to the other, in either order, with or without names. Which those are is settled here; whether they
+    /// may be dropped, which takes [`MergeOptions::beyond_own`] below the end of the disk's own history, when they are.
+    ///
+    /// [`MergeOptions::beyond_own`]: super::MergeOptions::beyond_own
+    ///
+    /// # Errors
+    /// No such layer below the active one; otherwise as [`snapshot::list`].
+    pub fn between(disk: &Path, one: &LayerRef, other: &LayerRef, options: &OpenOptions) -> Result<Self> {
+        let layers = snapshot::list(disk, options)?;
+        let (one, other) = (number_of(one, disk, &layers)?, number_of(other, disk, &layers)?);
+        let numbers = one.min(other)..=one.max(other);
+        Ok(Self { files: files_of(&layers, |number| numbers.contains(&number)), beyond_own: true })
+    }
+
+    /// All layers between `base`, which stays with all that it stands on, and the disk's active one.
+    ///
+    /// # Errors
+    /// No such layer below the active one; otherwise as [`snapshot::list`].
+    pub fn above(disk: &Path, base: &LayerRef, options: &OpenOptions) -> Result<Self> {
+        let layers = snapshot::list(disk, options)?;
+        let base = number_of(base, disk, &layers)?;
+        Ok(Self { files: files_of(&layers, |number| number > base), beyond_own: false })
     }
 
     /// All layers below the disk's active one.
@@ -52,8 +88,7 @@ impl Meant {
     /// # Errors
     /// As [`snapshot::list`].
     pub fn below(disk: &Path, options: &OpenOptions) -> Result<Self> {
-        let files = snapshot::list(disk, options)?.iter().map(|snapshot| snapshot.file).collect();
-        Ok(Self { files })
+        Ok(Self { files: files_of(&snapshot::list(disk, options)?, |_| true), beyond_own: false })
     }
 
     /// Where those are that the disk still stands on, in as few ranges as possible, the newest first: in that order no range
@@ -74,6 +109,9 @@ impl Meant {
                 _ => ranges.push(MergeRange { first: index_of(layer), last: index_of(layer) }),
             }
         }
+        if self.beyond_own {
+            return Ok(ranges);
+        }
         // All are looked at before the first is merged.
         let target = |range: &MergeRange| snapshots.iter().rev().nth(range.target().index());
         match ranges.iter().find_map(|range| target(range)?.owner.clone()) {
@@ -81,4 +119,28 @@ impl Meant {
             None => Ok(ranges),
         }
     }
+}
+
+/// The files of those whose numbers are wanted.
+fn files_of(layers: &[Snapshot], wanted: impl Fn(usize) -> bool) -> Vec<FileId> {
+    let found = layers.iter().filter(|layer| wanted(layers.len() - layer.depth));
+    found.map(|layer| layer.file).collect()
+}
+
+/// The number of a layer among those below the active one.
+fn number_of(layer: &LayerRef, disk: &Path, layers: &[Snapshot]) -> Result<usize> {
+    let fault = match layer {
+        &LayerRef::Number(number) if number < layers.len() => return Ok(number),
+        &LayerRef::Number(number) => {
+            MergeFault::Range { first: number, last: number, layers: layers.len() + 1 }
+        }
+        LayerRef::File(path) => {
+            let file = LocalFiles.identity(path, &Gate::unrestricted())?.file;
+            match layers.iter().find(|layer| layer.file == file) {
+                Some(found) => return Ok(layers.len() - found.depth),
+                None => MergeFault::NotALayer { path: path.clone() },
+            }
+        }
+    };
+    Err(Error::from(fault).in_file(disk))
 }

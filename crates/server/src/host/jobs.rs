@@ -1,14 +1,15 @@
 //! Jobs of the host's disks begin, change and end.
 
+use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_api::{JobChange, JobSpec, JobStatus, RemoveFiles};
+use vmstrata_api::{self as api, JobChange, JobSpec, JobStatus, RemoveFiles};
 use vmstrata_disk::Disk;
-use vmstrata_disk::merge::{MergeOptions, Removal};
+use vmstrata_disk::merge::{LayerRef, MergeOptions, Removal};
 
 use super::{Host, Phase};
 use crate::error::Error;
-use crate::jobs::{DEFAULT_LIMIT, Flatten, IndexBuild, SnapshotDelete, Work};
+use crate::jobs::{DEFAULT_LIMIT, Flatten, IndexBuild, MergeLayers, SnapshotDelete, Work};
 use crate::spec::SpecError;
 
 /// A limit of 0 would be a pause that does not say so.
@@ -16,6 +17,29 @@ fn check_limit(bytes_per_second: Option<u64>) -> Result<(), Error> {
     match bytes_per_second {
         Some(0) => Err(SpecError::Zero { what: "bytes_per_second" }.into()),
         _ => Ok(()),
+    }
+}
+
+fn removal(remove: RemoveFiles) -> Removal {
+    match remove {
+        RemoveFiles::None => Removal::Nothing,
+        RemoveFiles::Snapshots => Removal::Snapshots,
+        RemoveFiles::All => Removal::All,
+        RemoveFiles::Everywhere => Removal::Everywhere,
+    }
+}
+
+/// A relative path is refused: it is seen from the server's directory.
+fn layer_ref(layer: api::LayerRef) -> Result<LayerRef, Error> {
+    match layer {
+        api::LayerRef::Number(number) => Ok(LayerRef::Number(number as usize)),
+        api::LayerRef::File(path) => {
+            if Path::new(&path).is_absolute() {
+                Ok(LayerRef::File(path.into()))
+            } else {
+                Err(SpecError::Relative { path }.into())
+            }
+        }
     }
 }
 
@@ -43,14 +67,19 @@ impl Host {
                     SnapshotDelete::new(open, &snapshots, options)
                 })
             }
-            JobSpec::Flatten { disk, remove, forget_missing, bytes_per_second } => {
-                let removal = match remove {
-                    RemoveFiles::None => Removal::Nothing,
-                    RemoveFiles::Snapshots => Removal::Snapshots,
-                    RemoveFiles::All => Removal::All,
-                    RemoveFiles::Everywhere => Removal::Everywhere,
-                };
-                self.start_merging(&disk, (removal, forget_missing), bytes_per_second, Flatten::new)
+            JobSpec::Merge { disk, first, last, remove, forget_missing, bytes_per_second } => {
+                let ends = [layer_ref(first)?, layer_ref(last)?];
+                let files = (removal(remove), forget_missing);
+                self.start_merging(&disk, files, bytes_per_second, |open, options| {
+                    MergeLayers::new(open, ends.each_ref(), options)
+                })
+            }
+            JobSpec::Flatten { disk, onto, remove, forget_missing, bytes_per_second } => {
+                let onto = onto.map(layer_ref).transpose()?;
+                let files = (removal(remove), forget_missing);
+                self.start_merging(&disk, files, bytes_per_second, |open, options| {
+                    Flatten::new(open, onto.as_ref(), options)
+                })
             }
         }
     }

@@ -1,10 +1,11 @@
 //! Dropping layers of a served disk: what only they hold is pulled up, their files go.
 
 use std::collections::VecDeque;
+use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_disk::merge::{Action, Kept, Meant, Merge, MergeFault, MergeOptions, MergeRange};
+use vmstrata_disk::merge::{Action, Kept, LayerRef, Meant, Merge, MergeFault, MergeOptions, MergeRange};
 use vmstrata_disk::{Disk, ErrorKind};
 
 use super::{Step, Work};
@@ -14,16 +15,42 @@ use crate::error::Error;
 pub(crate) const DEFAULT_LIMIT: u64 = 64 << 20;
 
 /// Drops snapshots. Neighbours go together, the newest first.
-pub(crate) type SnapshotDelete = Merging<false>;
-/// Drops everything below the active layer.
-pub(crate) type Flatten = Merging<true>;
+pub(crate) type SnapshotDelete = Merging<Snapshots>;
+/// Drops a range of layers, with or without names.
+pub(crate) type MergeLayers = Merging<Layers>;
+/// Drops everything below the active layer, or down to a layer that stays.
+pub(crate) type Flatten = Merging<Below>;
+
+/// Which layers go: the kind's name in the API.
+pub(crate) trait Goes: std::fmt::Debug + Send + 'static {
+    const KIND: &'static str;
+}
+
+#[derive(Debug)]
+pub(crate) enum Snapshots {}
+#[derive(Debug)]
+pub(crate) enum Layers {}
+#[derive(Debug)]
+pub(crate) enum Below {}
+
+impl Goes for Snapshots {
+    const KIND: &'static str = "snapshot_delete";
+}
+
+impl Goes for Layers {
+    const KIND: &'static str = "merge";
+}
+
+impl Goes for Below {
+    const KIND: &'static str = "flatten";
+}
 
 /// How often to begin again when a snapshot is taken at a moment at which the layers must not change.
 const AGAIN_MAX: u32 = 5;
 
 /// See the module documentation.
 #[derive(Debug)]
-pub(crate) struct Merging<const FLATTEN: bool> {
+pub(crate) struct Merging<G> {
     disk: Arc<Disk>,
     options: MergeOptions,
     meant: Meant,
@@ -31,9 +58,10 @@ pub(crate) struct Merging<const FLATTEN: bool> {
     merge: Option<Merge>,
     total: u64,
     again: u32,
+    goes: PhantomData<G>,
 }
 
-impl Merging<false> {
+impl Merging<Snapshots> {
     /// Finds the layers of these snapshots.
     ///
     /// # Errors
@@ -44,22 +72,48 @@ impl Merging<false> {
     }
 }
 
-impl Merging<true> {
-    /// Finds the layers below the active one. A disk that is flat already makes a job of no steps. A snapshot that is taken
-    /// meanwhile stays: the layer that was active then stands on nothing in the end.
+impl Merging<Layers> {
+    /// Finds the layers from one to the other.
     ///
     /// # Errors
-    /// Layers that cannot be dropped; a snapshot that was taken at this moment.
-    pub(crate) fn new(disk: Arc<Disk>, options: MergeOptions) -> Result<Self, Error> {
-        let meant = Meant::below(disk.path(), &options.open)?;
+    /// No such layers; named ones of another disk; layers that cannot be dropped; another merge that ended at this moment.
+    pub(crate) fn new(disk: Arc<Disk>, ends: [&LayerRef; 2], options: MergeOptions) -> Result<Self, Error> {
+        let meant = Meant::between(disk.path(), ends[0], ends[1], &options.open)?;
+        Self::of(disk, meant, MergeOptions { beyond_own: true, ..options })
+    }
+}
+
+impl Merging<Below> {
+    /// Finds the layers below the active one, down to the one that it is to stand on. A disk that is flat already makes a job of no
+    /// steps. A snapshot that is taken meanwhile stays: the layer that was active then is what gets flat.
+    ///
+    /// # Errors
+    /// No such layer to stand on; layers that cannot be dropped; a snapshot that was taken at this moment.
+    pub(crate) fn new(
+        disk: Arc<Disk>,
+        onto: Option<&LayerRef>,
+        options: MergeOptions,
+    ) -> Result<Self, Error> {
+        let meant = match onto {
+            Some(base) => Meant::above(disk.path(), base, &options.open)?,
+            None => Meant::below(disk.path(), &options.open)?,
+        };
         Self::of(disk, meant, options)
     }
 }
 
-impl<const FLATTEN: bool> Merging<FLATTEN> {
+impl<G: Goes> Merging<G> {
     fn of(disk: Arc<Disk>, meant: Meant, options: MergeOptions) -> Result<Self, Error> {
-        let mut work =
-            Self { disk, options, meant, waiting: VecDeque::new(), merge: None, total: 0, again: 0 };
+        let mut work = Self {
+            disk,
+            options,
+            meant,
+            waiting: VecDeque::new(),
+            merge: None,
+            total: 0,
+            again: 0,
+            goes: PhantomData,
+        };
         work.begin()?;
         work.total = work.merge.as_ref().map_or(0, Merge::total) * (work.waiting.len() as u64 + 1);
         Ok(work)
@@ -99,9 +153,9 @@ impl<const FLATTEN: bool> Merging<FLATTEN> {
     }
 }
 
-impl<const FLATTEN: bool> Work for Merging<FLATTEN> {
+impl<G: Goes> Work for Merging<G> {
     type Action = Action;
-    const KIND: &'static str = if FLATTEN { "flatten" } else { "snapshot_delete" };
+    const KIND: &'static str = G::KIND;
     const UNIT: &'static str = "steps";
 
     fn total(&self) -> u64 {

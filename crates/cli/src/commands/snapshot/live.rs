@@ -3,7 +3,7 @@
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use vmstrata_api::{
     DiskList, DiskStatus, FileNumber, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted,
     SnapshotSpec, SnapshotTaken,
@@ -12,7 +12,9 @@ use vmstrata_disk::snapshot::SnapshotInfo;
 
 use super::report::{Reverted, Taken, TakenOne};
 use super::text;
-use crate::args::{ControlArgs, FlattenArgs, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs};
+use crate::args::{
+    ControlArgs, FlattenArgs, MergeArgs, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs,
+};
 use crate::client::Client;
 use crate::commands::backup::watched;
 use crate::output::{print, print_json};
@@ -122,13 +124,27 @@ impl Live {
         self.run_job(&asked, &format!("{} deleted", args.names.join(", ")), args.common.json)
     }
 
+    /// Has the server drop layers of the first disk, and waits until it has.
+    ///
+    /// # Errors
+    /// A way that is not open to a disk in use; what the server says, also of a job that someone ended.
+    pub fn merge(&self, args: &MergeArgs) -> Result<()> {
+        ensure!(
+            args.into != crate::args::Into::Down,
+            "{}: it is served, and merged up only",
+            args.disk.display()
+        );
+        let asked = args.how.merge(self.name(), &args.layers, args.remove)?;
+        self.run_job(&asked, &format!("{} dropped", args.layers.in_words()), args.common.json)
+    }
+
     /// Has the server flatten the first disk, and waits until it has.
     ///
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn flatten(&self, args: &FlattenArgs) -> Result<()> {
-        let asked = args.how.flatten(self.name(), args.remove);
-        self.run_job(&asked, "flat", args.common.json)
+        let asked = args.how.flatten(self.name(), args.onto.as_deref(), args.remove)?;
+        self.run_job(&asked, &args.done(), args.common.json)
     }
 
     /// Has the server take the first disk back to a snapshot.

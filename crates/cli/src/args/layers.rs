@@ -1,0 +1,200 @@
+//! `vmstrata merge` and `vmstrata flatten` on the command line.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use vmstrata_api::JobSpec;
+use vmstrata_disk::merge::LayerRef;
+
+use super::ControlArgs;
+use super::merge::{Into, MergeHowArgs, RemoveFiles};
+use super::snapshot::SnapshotCommonArgs;
+
+impl MergeHowArgs {
+    /// The job that drops a range of layers from a served disk.
+    ///
+    /// # Errors
+    /// A file that has no absolute path.
+    pub fn merge(self, disk: &str, layers: &LayersArgs, remove: RemoveFiles) -> Result<JobSpec> {
+        let [first, last] = layers.ends();
+        Ok(JobSpec::Merge {
+            disk: disk.to_owned(),
+            first: asked(&first)?,
+            last: asked(&last)?,
+            remove: remove.into(),
+            forget_missing: self.forget_missing,
+            bytes_per_second: self.limit,
+        })
+    }
+
+    /// The job that flattens a served disk.
+    ///
+    /// # Errors
+    /// A file that has no absolute path.
+    pub fn flatten(self, disk: &str, onto: Option<&Path>, remove: RemoveFiles) -> Result<JobSpec> {
+        let onto = onto.map(|base| asked(&LayerRef::File(base.to_owned()))).transpose()?;
+        Ok(JobSpec::Flatten {
+            disk: disk.to_owned(),
+            onto,
+            remove: remove.into(),
+            forget_missing: self.forget_missing,
+            bytes_per_second: self.limit,
+        })
+    }
+}
+
+/// A layer as a server is asked for it, which has another directory.
+fn asked(layer: &LayerRef) -> Result<vmstrata_api::LayerRef> {
+    Ok(match layer {
+        LayerRef::Number(number) => vmstrata_api::LayerRef::Number(u32::try_from(*number)?),
+        LayerRef::File(path) => {
+            let path = std::path::absolute(path)?;
+            let text = path.to_str().with_context(|| format!("{}: its path is not UTF-8", path.display()))?;
+            vmstrata_api::LayerRef::File(text.to_owned())
+        }
+    })
+}
+
+/// Which layers go.
+#[derive(Clone, Debug, Args)]
+pub struct LayersArgs {
+    /// The layers to drop, by their numbers as `vmstrata info --chain` shows them: A..B is both and all between them
+    #[arg(long, value_name = "A..B", value_parser = numbers, required_unless_present = "from", conflicts_with = "from")]
+    pub layers: Option<(u16, u16)>,
+    /// The same by their files: this one, the other, and all between them, in either order
+    #[arg(long, value_name = "FILE", requires = "to")]
+    pub from: Option<PathBuf>,
+    /// See --from; the same file for that one alone
+    #[arg(long, value_name = "FILE", requires = "from")]
+    pub to: Option<PathBuf>,
+}
+
+impl LayersArgs {
+    /// The two ends, which go, too.
+    ///
+    /// # Panics
+    /// Without any, which the command line does not let pass.
+    pub fn ends(&self) -> [LayerRef; 2] {
+        match (self.layers, &self.from, &self.to) {
+            (Some((one, other)), ..) => [one, other].map(|number| LayerRef::Number(number.into())),
+            (None, Some(from), Some(to)) => [from, to].map(|file| LayerRef::File(file.clone())),
+            _ => unreachable!("layers are chosen one way or the other"),
+        }
+    }
+
+    /// What was chosen, in words.
+    pub fn in_words(&self) -> String {
+        match self.ends() {
+            [LayerRef::Number(one), LayerRef::Number(other)] if one == other => format!("layer {one}"),
+            [LayerRef::Number(one), LayerRef::Number(other)] => {
+                format!("layers {} to {}", one.min(other), one.max(other))
+            }
+            [LayerRef::File(from), LayerRef::File(to)] if from == to => from.display().to_string(),
+            [LayerRef::File(from), LayerRef::File(to)] => format!("{} to {}", from.display(), to.display()),
+            _ => unreachable!("both ends are chosen the same way"),
+        }
+    }
+}
+
+fn numbers(text: &str) -> Result<(u16, u16)> {
+    let (one, other) = text.split_once("..").unwrap_or((text, text));
+    let number = |text: &str| {
+        text.parse()
+            .with_context(|| format!("'{text}' is not a layer's number; 1..498 is the layers 1 to 498"))
+    };
+    Ok((number(one)?, number(other)?))
+}
+
+/// `vmstrata merge`
+#[derive(Debug, Args)]
+#[command(after_help = MERGE_HELP)]
+pub struct MergeArgs {
+    /// The disk: served by a running server, or in use by nobody
+    pub disk: PathBuf,
+    /// Which layers go.
+    #[command(flatten)]
+    pub layers: LayersArgs,
+    /// What becomes of their files
+    #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
+    pub remove: RemoveFiles,
+    /// Which way what stays and what goes are brought together; down takes --remove, and a disk that nobody uses
+    #[arg(long, value_name = "WAY", value_enum, default_value_t)]
+    pub into: Into,
+    /// How.
+    #[command(flatten)]
+    pub how: MergeHowArgs,
+    /// Where the journals of killed servers are
+    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+const MERGE_HELP: &str = "\
+Examples:
+  vmstrata merge web.qcow2 --layers 1..498                   of 500: the base (0) and the disk (499) stay
+  vmstrata merge web.qcow2 --layers 1..498 --remove all      and so that their files go
+  vmstrata merge web.qcow2 --from web-mon.qcow2 --to web-fri.qcow2
+
+For chains whose layers have no names, as other tools make them; `snapshot delete` takes those that have. Both ends go: what
+they hold and the layer above them lacks is copied into that one, which then stands on what is below them. (block-commit of
+QEMU and virsh names as BASE the layer that stays: the lowest that goes is the one above it.) Snapshots of this disk among them go,
+too; those of another disk are refused. All other layers read as they did.
+Which layers are meant is settled when it begins, so that snapshots taken meanwhile change nothing. Numbers change whenever layers are
+dropped, as by a keep= rule: where that may happen, name files.
+A file that another disk stands on stays, as far as that is known: see `vmstrata flatten --help`. A served disk goes on being
+used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again.
+Exit codes: 0 dropped, 1 not (the disk reads as it did), 64 wrong usage.";
+
+/// `vmstrata flatten`
+#[derive(Debug, Args)]
+#[command(after_help = FLATTEN_HELP)]
+pub struct FlattenArgs {
+    /// The disk: served by a running server, or in use by nobody
+    pub disk: PathBuf,
+    /// Drop only what is between FILE, one of the layers, and the disk, which then stands on FILE alone and what that stands on
+    #[arg(long, value_name = "FILE")]
+    pub onto: Option<PathBuf>,
+    /// What becomes of the files that it stood on
+    #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
+    pub remove: RemoveFiles,
+    /// How.
+    #[command(flatten)]
+    pub how: MergeHowArgs,
+    /// Where the journals of killed servers are
+    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+impl FlattenArgs {
+    /// What the disk is in the end, in words.
+    pub fn done(&self) -> String {
+        self.onto.as_ref().map_or_else(|| "flat".to_owned(), |base| format!("flat onto {}", base.display()))
+    }
+}
+
+const FLATTEN_HELP: &str = "\
+Examples:
+  vmstrata flatten clone.qcow2                     a disk of its own; the files it stood on stay
+  vmstrata flatten web.qcow2 --remove snapshots    without history; its snapshots' files go
+  vmstrata flatten web.qcow2 --onto golden.qcow2   a disk on golden.qcow2, with nothing between them
+
+What the disk needs of the layers below is copied into its own file, which then stands on nothing (or on what --onto names). A served disk goes on
+being used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again: what was
+copied is not copied twice.
+A file that another disk stands on stays, as far as that is known: disks beside it, below --allow-backing, and elsewhere if
+vmstrata made them or has opened them for writing. A base elsewhere may have others, so that it goes only with --remove everywhere.
+Exit codes: 0 flat, 1 not (the disk reads as it did), 64 wrong usage.";
