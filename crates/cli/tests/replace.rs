@@ -139,3 +139,34 @@ fn where_there_is_none_to_replace_a_server_is_the_first() {
     assert!(server.wait().success(), "asked to end, it ends as by a signal");
     assert_clean(&path);
 }
+
+/// A socket in a directory that nobody made, in the place of a file, or on a host that nobody knows.
+#[test]
+fn a_server_that_could_not_open_a_door_replaces_none() {
+    let images = Images::new();
+    let path = images.create("web.qcow2", &["16M"]);
+    let (nbd, disk) = (format!("unix:{}", images.name("nbd.sock")), format!("path={}", path.display()));
+    let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
+    let missing = images.name("no-such-directory/web.sock");
+    // Longer than any host's name, so that nobody is asked for it.
+    let host = format!("tcp:{}:7", "h".repeat(300));
+    for (flag, place, part) in [
+        ("--vhost-user", format!("web={missing}"), "No such file or directory"),
+        ("--vhost-user", format!("web={}", path.display()), "not a socket"),
+        ("--nbd", format!("unix:{missing}"), "No such file or directory"),
+        ("--nbd", format!("unix:{}", path.display()), "not a socket"),
+        ("--nbd", host, "hhh"),
+    ] {
+        let output = vmstrata()
+            .args(["serve", "--replace", "--runtime-dir"])
+            .arg(server.control().parent().unwrap())
+            .args(["--disk", &disk, "--nbd", &nbd, flag, &place])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("to be replaced goes on") && said.contains(part), "{said}");
+        tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 1 0 64k", &server.uri("web")]);
+    }
+    assert!(server.stop().success());
+}

@@ -13,7 +13,7 @@
 //! | `jobs` | long work in steps: progress, speed limit, pause, cancel |
 //! | `agent` | guests that stand still for a snapshot |
 //! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
-//! | `run`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
+//! | `run`, `rehearse`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
 //!
 //! The control thread is never on the road of data: a request of a guest or an NBD client neither passes it nor
 //! waits for it.
@@ -29,6 +29,7 @@ mod jobs;
 mod limits;
 mod notify;
 mod options;
+mod rehearse;
 mod run;
 mod runtime_dir;
 mod shutdown;
@@ -41,5 +42,6 @@ pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
 pub use host::Host;
 pub use jobs::Bucket;
 pub use options::{ControlPlace, Limits, Options, TlsFiles};
-pub use run::{rehearse, run};
+pub use rehearse::rehearse;
+pub use run::run;
 pub use runtime_dir::default_dir;

@@ -6,7 +6,7 @@ use vmstrata_api::ServerStatus;
 
 use crate::control::{Control, Places};
 use crate::error::Error;
-use crate::host::{self, Host, Reopening, Retention, Wanted};
+use crate::host::{Host, Reopening, Retention, Wanted};
 use crate::notify;
 use crate::options::Options;
 use crate::shutdown::Shutdown;
@@ -37,16 +37,6 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
     served?;
     tracing::info!("ended clean");
     Ok(())
-}
-
-/// Looks at what a server with these options would open, without opening it for itself: whoever replaces a server had better
-/// know before that one has ended.
-///
-/// # Errors
-/// An image that cannot be read or has a layer that cannot, no such snapshot, a certificate that cannot be used.
-pub fn rehearse(options: &Options) -> Result<(), Error> {
-    options.tls_mode()?;
-    options.disks.iter().try_for_each(|disk| host::look_at(disk, &options.allow_backing))
 }
 
 /// Opens all disks and doors; if the server is to keep going, what cannot be opened is tried again from now on.
