@@ -81,7 +81,7 @@ fn kill_while_frozen(server: &mut Server, agent: &Path, disk: &Path, vm: &mut Vm
         // Twice: the first may have been on its way to the console.
         wait_for(vm, server, "verified");
         wait_for(vm, server, "verified");
-        if server.log().contains("thawed the guest that it had frozen") {
+        if server.log().contains("thawed the guest, which the server had frozen") {
             return;
         }
     }

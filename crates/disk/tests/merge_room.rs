@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use common::flat::{read, write};
 use common::stock::{assert_clean, path_str, qemu_io};
-use vmstrata_disk::merge::{Merge, MergeFault, MergeOptions, ranges_of};
+use vmstrata_disk::merge::{Direction, Merge, MergeFault, MergeOptions, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo};
 use vmstrata_disk::{CreateOptions, Disk, Error, ErrorKind, OpenOptions, ResourceOptions, Resources, create};
 
@@ -50,7 +50,8 @@ fn resources() -> Arc<Resources> {
 
 /// Begins to delete a snapshot, of a disk in use or of files.
 fn begin(disk: &Path, running: Option<&Arc<Disk>>, name: &str) -> Result<Merge, Error> {
-    let options = MergeOptions::default();
+    // Upwards, which takes the most room.
+    let options = MergeOptions { direction: Direction::Up, ..MergeOptions::default() };
     let range = ranges_of(disk, &[name.to_owned()], &OpenOptions::default()).unwrap()[0];
     match running {
         Some(running) => Merge::of_disk(running, range, &options),

@@ -65,8 +65,8 @@ fn what_a_disk_was_made_on_is_locked_while_the_disk_is_in_use_though_an_index_kn
         let disk = Disk::open(&ci, &options, &resources).unwrap();
         assert_eq!(
             resources.usage().open_files,
-            1 + usize::from(read_only),
-            "golden, and the disk if frozen"
+            2,
+            "golden, and the newest frozen layer, which has the index"
         );
         let error = take(&golden, "v8").unwrap_err();
         assert!(matches!(fault(&error), SnapshotFault::InUse { .. }), "{error}");
