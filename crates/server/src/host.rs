@@ -10,7 +10,7 @@
 //! `revert` goes from Serving through Closing and Opening to Serving, with the doors shut meanwhile.
 //!
 //! Invariants: a disk that was opened is closed, whatever fails after it; only a crash leaves one open, and then its
-//! journal replays. Nobody closes a disk while it is lent ([`users`]). No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
+//! journal replays. Nobody closes a disk while it is lent (`users`). No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
 mod counts;
