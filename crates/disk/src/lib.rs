@@ -31,6 +31,7 @@
 
 #![forbid(unsafe_code)]
 
+mod access;
 mod active;
 mod alloc;
 pub mod backup;

@@ -18,15 +18,15 @@
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::AsFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Gid, Mode, OFlags, Uid};
+use rustix::fs::OFlags;
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 use vmstrata_qcow2::OverlayMark;
 
+use crate::access;
 use crate::chain::{Qcow2Head, has_magic, read_head};
 use crate::draft::Draft;
 use crate::error::{ErrorKind, IoContext as _, Result};
@@ -146,12 +146,7 @@ fn draw() -> Result<OverlayMark> {
 /// Writes the note, for the users of `disk`.
 fn write_note(note: &Path, disk: &Path, mark: OverlayMark) -> Result<()> {
     let mut draft = Draft::beside(note)?;
-    let users = disk.metadata().while_trying("examine the disk")?;
-    let (uid, gid) = (Uid::from_raw(users.uid()), Gid::from_raw(users.gid()));
-    // As with the overlay: only root can give a file away.
-    let _ = rustix::fs::fchown(draft.file.as_fd(), Some(uid), Some(gid));
-    let mode = rustix::fs::fchmod(draft.file.as_fd(), Mode::from_raw_mode(users.mode() & 0o666));
-    mode.map_err(io::Error::from).while_trying("set the note's permissions")?;
+    access::copy(disk, &draft.file)?;
     let text = serde_json::to_string(&Note { version: VERSION, mark: mark.to_string() });
     let text = text.expect("plain data");
     draft.file.write_all(format!("{text}\n").as_bytes()).while_trying("write the note")?;

@@ -20,7 +20,6 @@
 //! - A frozen file is not written for the sake of its name: name, time and labels are in the overlay's header
 //!   ([`SnapshotInfo`]).
 
-mod access;
 mod extend;
 mod fault;
 mod holder;

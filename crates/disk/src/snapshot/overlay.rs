@@ -10,8 +10,8 @@ use vmstrata_qcow2::{
 use vmstrata_store::{FileIdentity, Gate};
 use vmstrata_types::ClusterBits;
 
-use super::access;
 use super::prepare::Step;
+use crate::access;
 use crate::chain::{OpenOptions, Top, open_layer, open_top};
 use crate::create::fill;
 use crate::draft::Temporary;

@@ -145,7 +145,10 @@ fn complete_in_turn<'a>(
 }
 
 fn complete_by_threads(clusters: &[u64], complete: &Complete<'_>) -> Result<(), NotWhole> {
-    let share = clusters.len().div_ceil(THREADS).max(1);
+    if clusters.is_empty() {
+        return Ok(());
+    }
+    let share = clusters.len().div_ceil(THREADS);
     std::thread::scope(|scope| {
         let run = |share| scope.spawn(move || complete_in_turn(share, complete, Duration::MAX).0);
         let threads: Vec<_> = clusters.chunks(share).map(run).collect();

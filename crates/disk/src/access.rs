@@ -1,7 +1,7 @@
-//! Who may use a new overlay: those who may use the layer it stands on, and nobody else.
+//! Who may use a file that is made for a disk, its overlay or a note beside it: those who may use the disk's, and nobody else.
 //!
 //! Only root can give a file to another user, and only who is in a group can give it to that group. Where owner or group cannot be
-//! the layer's, they are those of whoever takes the snapshot, as with every tool; but a group that is not the layer's may then do
+//! the disk's, they are those of whoever makes the file, as with every tool; but a group that is not the disk's may then do
 //! no more than everybody.
 
 use std::fs::Metadata;
@@ -27,8 +27,8 @@ const OWNING_GROUP: u16 = 4;
 ///
 /// # Errors
 /// Whatever the host reports.
-pub(super) fn copy(like: &Path, to: impl AsFd) -> Result<()> {
-    let wanted = like.metadata().while_trying("examine the layer below")?;
+pub(crate) fn copy(like: &Path, to: impl AsFd) -> Result<()> {
+    let wanted = like.metadata().while_trying("examine the disk")?;
     let mut acl = acl_of(like)?;
     let mut mode = wanted.mode() & 0o777;
     if let Some(acl) = &acl {
@@ -42,16 +42,16 @@ pub(super) fn copy(like: &Path, to: impl AsFd) -> Result<()> {
         }
     }
     let failed = |what| move |errno: Errno| Error::io(what, errno.into());
-    // One that the directory gives to all its files is not the layer's.
+    // One that the directory gives to all its files is not the disk's.
     match rustix::fs::fremovexattr(&to, ACL) {
         Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
         Err(errno) => return Err(failed("take back the directory's access control list")(errno)),
     }
     let mode = Mode::from_raw_mode(mode);
-    rustix::fs::fchmod(&to, mode).map_err(failed("set the overlay's permissions"))?;
+    rustix::fs::fchmod(&to, mode).map_err(failed("set its permissions"))?;
     if let Some(acl) = acl {
         let set = rustix::fs::fsetxattr(&to, ACL, &acl, XattrFlags::empty());
-        set.map_err(failed("set the overlay's access control list"))?;
+        set.map_err(failed("set its access control list"))?;
     }
     Ok(())
 }
@@ -62,7 +62,7 @@ fn give(wanted: &Metadata, to: impl AsFd) -> Result<bool> {
     if rustix::fs::fchown(&to, Some(Uid::from_raw(wanted.uid())), Some(group)).is_err() {
         let _ = rustix::fs::fchown(&to, None, Some(group));
     }
-    let is = rustix::fs::fstat(&to).map_err(|errno| Error::io("examine the overlay", errno.into()))?;
+    let is = rustix::fs::fstat(&to).map_err(|errno| Error::io("examine what was made", errno.into()))?;
     Ok(is.st_gid == wanted.gid())
 }
 
@@ -75,7 +75,7 @@ fn acl_of(path: &Path) -> Result<Option<Vec<u8>>> {
             Ok(Some(acl))
         }
         Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(None),
-        Err(errno) => Err(Error::io("read the access control list of the layer below", errno.into())),
+        Err(errno) => Err(Error::io("read the access control list of the disk", errno.into())),
     }
 }
 
