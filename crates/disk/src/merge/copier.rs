@@ -50,6 +50,21 @@ impl Copier {
         Self { target, layers, after, way: Way::Up(relink), room, at: GuestOffset::ZERO }
     }
 
+    /// Into a layer that is frozen, or whose disk is not in use: `layers` are the target over all below it.
+    ///
+    /// # Errors
+    /// No room for it; tables that cannot be read.
+    pub(crate) fn of_frozen(
+        target: Arc<Active>,
+        layers: Layers,
+        after: Option<Arc<FrozenMap>>,
+        relink: Relink,
+    ) -> Result<Self> {
+        let demand = layers.demand(GuestRange::new(GuestOffset::ZERO, target.size()), after.as_deref())?;
+        let room = Room::find(&target.path, demand)?;
+        Ok(Self::new(target, Some(layers), after, relink, room))
+    }
+
     pub(super) fn down(
         target: Arc<Active>,
         layers: Layers,

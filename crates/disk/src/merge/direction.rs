@@ -9,19 +9,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_qcow2::Incompatible;
-use vmstrata_store::{FileId, Gate};
+use vmstrata_store::FileId;
 
 use super::mark::Mark;
 use super::plan::{Link, layers_of_others, map_up_to};
 use super::push::Costs;
 use super::users::{Here, Users, missing};
 use super::{MergeFault, MergeOptions, MergeRange, remove};
-use crate::chain::{Top, open_layer};
+use crate::chain::Top;
 use crate::clones;
 use crate::error::{Error, Result};
 use crate::layer::Format;
 use crate::map::FrozenMap;
-use crate::opener::{Opener, Role};
+use crate::opener::Role;
 use crate::resources::Resources;
 
 /// Which way layers are merged.
@@ -142,7 +142,7 @@ impl Asked<'_> {
         let opener = &**self.resources.files().opener();
         let mut shape = None;
         for layer in first..=target {
-            let top = open_dropped(&self.links[layer], Role::Inspected, opener)?;
+            let top = self.links[layer].open(Role::Inspected, opener)?;
             if let Err(reason) = check_head(&top) {
                 return Ok(Err(format!("{} {reason}", top.path.display())));
             }
@@ -201,17 +201,4 @@ fn check_head(top: &Top) -> Result<(), &'static str> {
         return Err("has internal snapshots");
     }
     if head.bitmaps.is_some() { Err("has bitmaps") } else { Ok(()) }
-}
-
-/// Opens a layer of the chain, which must be the file that it was.
-///
-/// # Errors
-/// A file that cannot be opened, or another one.
-pub(crate) fn open_dropped(link: &Link, role: Role, opener: &dyn Opener) -> Result<Top> {
-    let top = open_layer(&link.path, role, Some(link.format), &Gate::unrestricted(), opener)?;
-    if top.opened.identity.file == link.file {
-        Ok(top)
-    } else {
-        Err(Error::from(crate::error::ErrorKind::Changed).in_file(&link.path))
-    }
 }

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use vmstrata_store::{FileIdentity, OpenStore};
 use vmstrata_types::GuestRange;
 
-use super::direction::{Asked, Downwards, open_dropped};
+use super::direction::{Asked, Downwards};
 use super::mark::Mark;
 use super::plan::{Link, map_up_to};
 use super::room::Room;
@@ -77,7 +77,7 @@ impl Held {
     fn open(&mut self, asked: &Asked<'_>, role: Role) -> Result<()> {
         let opener = &**asked.resources.files().opener();
         for (number, layer) in self.layers.iter().enumerate() {
-            let top = open_dropped(&asked.links[asked.range.first.index() + number], role, opener)?;
+            let top = asked.links[asked.range.first.index() + number].open(role, opener)?;
             layer.put_file(Some(OpenStore::new(Arc::clone(&top.opened.store))));
             self.tops.push(top);
         }

@@ -6,21 +6,18 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_store::{CacheMode, FileId, FileStore, Gate};
-use vmstrata_types::{GuestOffset, GuestRange};
+use vmstrata_store::{CacheMode, FileId, FileStore};
 
 use super::copier::Copier;
 use super::direction::Asked;
 use super::plan::{self, Link, below_of, map_up_to};
 use super::relink::Relink;
 use super::remove::refuse_overlooked;
-use super::room::Room;
 use super::users::{Here, Users};
 use super::{MergeFault, MergeOptions, MergeRange, down, leftovers, target};
-use crate::chain::{OpenOptions, open_layer};
+use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{self, IndexOptions};
-use crate::layer::Format;
 use crate::layers::{Layers, Top};
 use crate::opener::Role;
 use crate::resources::Resources;
@@ -105,11 +102,7 @@ fn open_target(
     let (above, index) = (&links[range.target().index()..], range.target());
     let (link, locked) = (&above[0], above[above.len() - 1].file);
     refuse_users(above, users, &[locked])?;
-    let role = Role::Active(CacheMode::Host);
-    let top = open_layer(&link.path, role, Some(Format::Qcow2), &Gate::unrestricted(), &**opener)?;
-    if top.opened.identity.file != link.file {
-        return Err(Error::from(ErrorKind::Changed).in_file(&link.path));
-    }
+    let top = link.open(Role::Active(CacheMode::Host), &**opener)?;
     let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
     let below = below_of(links, range)?;
     let relink = Relink::plan(&*top.opened.store, header, below.as_ref())
@@ -121,9 +114,6 @@ fn open_target(
     // A disk that is opened from here on looks at the file, and finds it locked.
     refuse_users(above, users, &[locked, link.file]).inspect_err(|_| target::give_back(&top, &active))?;
     let layers = Layers::new(active.size(), Top::Qcow2(Arc::clone(&active)), Some(before), resources);
-    let whole = GuestRange::new(GuestOffset::ZERO, active.size());
-    let demand = layers.demand(whole, after.as_deref());
-    let room = demand.and_then(|demand| Room::find(&link.path, demand));
-    let room = room.inspect_err(|_| target::give_back(&top, &active))?;
-    Ok(Copier::new(active, Some(layers), after, relink, room))
+    Copier::of_frozen(Arc::clone(&active), layers, after, relink)
+        .inspect_err(|_| target::give_back(&top, &active))
 }

@@ -4,15 +4,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_qcow2::{LayerRecord, SnapshotInfo};
-use vmstrata_store::FileId;
+use vmstrata_store::{FileId, Gate};
 use vmstrata_types::LayerIndex;
 
 use super::meant::Meant;
 use super::relink::Below;
 use super::remove::dropped;
 use super::{MergeFault, MergeOptions};
-use crate::chain::{Chain, OpenOptions, Roles, Top, freeze, read_chain, walk};
-use crate::error::{Error, Result};
+use crate::chain::{Chain, OpenOptions, Roles, Top, freeze, open_layer, read_chain, walk};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layer::{Format, Layer};
 use crate::layers::index_of;
 use crate::map::FrozenMap;
@@ -122,6 +122,19 @@ impl Link {
             record,
             has_index,
             internal,
+        }
+    }
+
+    /// Opens the layer, which must be the file that it was.
+    ///
+    /// # Errors
+    /// A file that cannot be opened, or another one.
+    pub(crate) fn open(&self, role: Role, opener: &dyn Opener) -> Result<Top> {
+        let top = open_layer(&self.path, role, Some(self.format), &Gate::unrestricted(), opener)?;
+        if top.opened.identity.file == self.file {
+            Ok(top)
+        } else {
+            Err(Error::from(ErrorKind::Changed).in_file(&self.path))
         }
     }
 

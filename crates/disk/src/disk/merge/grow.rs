@@ -4,17 +4,16 @@ use std::sync::Arc;
 
 use vmstrata_qcow2::Header;
 use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore};
-use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
+use vmstrata_types::LayerIndex;
 
 use super::{Running, others};
-use crate::chain::{Top as OpenTop, open_layer};
+use crate::chain::Top as OpenTop;
 use crate::error::{Error, ErrorKind, Result};
-use crate::layer::{Format, Layer, Tables};
+use crate::layer::{Layer, Tables};
 use crate::layers::{Layers, Top, index_of};
 use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, map_up_to};
 use crate::merge::relink::Relink;
-use crate::merge::room::Room;
 use crate::merge::users::{Users, holder_of, opened_here};
 use crate::merge::{Copier, MergeFault, target};
 use crate::opener::Role;
@@ -33,7 +32,7 @@ impl Running {
         // Before it is open a second time, which hides the locks of others.
         self.refuse_users(links, users)?;
         let below = map_up_to(&disk.path, links, self.range.last.index(), &disk.options, resources)?;
-        let top = self.open_target(links)?;
+        let top = link.open(Role::CopiedInto, &**resources.files().opener())?;
         let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
         let relink = Relink::plan(&*top.opened.store, header, below_of(links, self.range)?.as_ref())
             .map_err(|error| error.in_layer(index).in_file(&link.path))?;
@@ -42,23 +41,8 @@ impl Running {
         // A disk that is opened from here on looks at the file, and finds it locked.
         self.refuse_users(links, users).inspect_err(|_| target::give_back(&top, &active))?;
         let layers = Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), Some(below), resources);
-        let whole = GuestRange::new(GuestOffset::ZERO, active.size());
-        let demand = layers.demand(whole, after.as_deref());
-        let room = demand.and_then(|demand| Room::find(&link.path, demand));
-        let room = room.inspect_err(|_| target::give_back(&top, &active))?;
-        Ok(Copier::new(active, Some(layers), after, relink, room))
-    }
-
-    fn open_target(&self, links: &[Link]) -> Result<OpenTop> {
-        let link = &links[self.range.target().index()];
-        let opener = &**self.disk.resources.files().opener();
-        let gate = Gate::unrestricted();
-        let top = open_layer(&link.path, Role::CopiedInto, Some(Format::Qcow2), &gate, opener)?;
-        if top.opened.identity.file == link.file {
-            Ok(top)
-        } else {
-            Err(Error::from(ErrorKind::Changed).in_file(&link.path))
-        }
+        Copier::of_frozen(Arc::clone(&active), layers, after, relink)
+            .inspect_err(|_| target::give_back(&top, &active))
     }
 
     /// Lets requests know that the target grows.
