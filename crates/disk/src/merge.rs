@@ -57,6 +57,7 @@ pub use job::{Action, Merge};
 pub use meant::{LayerRef, Meant};
 pub use plan::{MergeRange, all_of, ranges_of};
 pub use remove::{Kept, Removal};
+pub use room::available_bytes;
 
 pub(crate) use copier::Copier;
 

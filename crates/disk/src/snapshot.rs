@@ -35,6 +35,8 @@ mod second_name;
 mod state;
 mod stood_on;
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 pub use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 pub use vmstrata_qcow2::{SnapshotInfo, SnapshotInfoError};
 
@@ -53,3 +55,9 @@ pub(crate) use offline::{lock_settled, name_from};
 pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};
 pub(crate) use prepare::{check_ready, prepare_live};
 pub use prune::{MEMORY_LABEL, Pruning};
+
+/// Now, as snapshots have it: nanoseconds since 1970, as far as the clock is right.
+pub fn now_ns() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}

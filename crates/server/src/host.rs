@@ -13,6 +13,7 @@
 //! journal replays. Nobody closes a disk while it is lent (`users`). No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
+mod background;
 mod counts;
 mod disks;
 mod doors;
@@ -38,14 +39,14 @@ use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::nbd::{self, TlsMode};
 
+pub(crate) use self::background::Background;
 pub(crate) use self::counts::Counted;
 use self::counts::Counts;
 use self::doors::Door;
 use self::retention::Due;
-pub(crate) use self::retention::Retention;
 pub(crate) use self::states::look_at;
 use self::users::Users;
-pub(crate) use self::waiting::{Reopening, Wanted};
+pub(crate) use self::waiting::Wanted;
 use self::waiting::{Wait, WaitingDoor};
 use crate::agent::Guards;
 use crate::error::{Error, NotClean};

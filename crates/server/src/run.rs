@@ -6,7 +6,7 @@ use vmstrata_api::ServerStatus;
 
 use crate::control::{Control, Places};
 use crate::error::Error;
-use crate::host::{Host, Reopening, Retention, Wanted};
+use crate::host::{Background, Host, Wanted};
 use crate::notify;
 use crate::options::Options;
 use crate::shutdown::Shutdown;
@@ -25,7 +25,7 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
     let host = Host::new(options, runtime_dir)?;
     let control = Control::start(&host, places);
     let served = control.and_then(|control| {
-        let served = Retention::start(&host).and_then(|_retention| {
+        let served = host.start_retention().and_then(|_retention| {
             let _reopening = open_all(options, &host)?;
             serve(options, &host, &mut shutdown, on_ready)
         });
@@ -40,13 +40,13 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
 }
 
 /// Opens all disks and doors; if the server is to keep going, what cannot be opened is tried again from now on.
-fn open_all(options: &Options, host: &Arc<Host>) -> Result<Option<Reopening>, Error> {
+fn open_all(options: &Options, host: &Arc<Host>) -> Result<Option<Background>, Error> {
     if options.keep_going {
         options.disks.iter().try_for_each(|disk| host.add_disk_or_wait(disk.clone()))?;
         let nbd = options.nbd.iter().cloned().map(Wanted::Nbd);
         let mut doors = nbd.chain(options.vhost_user.iter().cloned().map(Wanted::VhostUser));
         doors.try_for_each(|door| host.add_door_or_wait(door))?;
-        return Reopening::start(host).map(Some);
+        return host.start_reopening().map(Some);
     }
     options.disks.iter().try_for_each(|disk| host.add_disk(disk.clone()))?;
     options.nbd.iter().try_for_each(|address| host.add_nbd(address).map(drop))?;

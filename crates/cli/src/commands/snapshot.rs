@@ -10,7 +10,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
-use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, Snapshot, SnapshotInfo, find, list};
+use vmstrata_disk::snapshot::{
+    self, PrepareOptions, RevertOptions, Snapshot, SnapshotInfo, find, list, now_ns,
+};
 use vmstrata_disk::{ErrorKind, ResourceOptions, Resources};
 
 use crate::args::{
@@ -39,7 +41,7 @@ pub fn run(args: &SnapshotArgs) -> Result<ExitCode> {
 }
 
 fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
-    let info = described(args, time::now_ns());
+    let info = described(args, now_ns());
     if let Some(live) = live::Live::find(&args.disks, &args.server)? {
         return live.create(&info, args);
     }

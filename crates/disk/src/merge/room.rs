@@ -47,6 +47,11 @@ impl Space {
     }
 }
 
+/// Bytes that the file at `path` can grow by; `None` where that cannot be told.
+pub fn available_bytes(path: &Path) -> Option<u64> {
+    Space::at(path).map(|space| space.available)
+}
+
 impl Room {
     /// Makes sure that the file at `path` can grow by `demand` bytes.
     ///

@@ -217,14 +217,21 @@ mod tests {
         Entry::new(spec.try_into().unwrap(), Phase::Serving(disk))
     }
 
-    #[test]
-    fn a_disk_whose_storage_fails_says_so_in_its_status_and_once_to_whoever_listens() {
-        const EIO: i32 = 5;
-        let dir = tempfile::tempdir().unwrap();
+    const EIO: i32 = 5;
+
+    /// A host, and a disk that fails as the plan says.
+    fn host_and_bad_disk(dir: &Path) -> (Arc<Host>, Arc<FaultPlan>, Entry) {
         let plan = FaultPlan::new();
         let broken = Resources::with_opener(ResourceOptions::default(), Arc::new(Faulty(Arc::clone(&plan))));
-        let host = Host::new(&Options::default(), dir.path().to_owned()).unwrap();
-        let bad = open(&dir.path().join("bad.qcow2"), &broken);
+        let host = Host::new(&Options::default(), dir.to_owned()).unwrap();
+        let bad = open(&dir.join("bad.qcow2"), &broken);
+        (host, plan, bad)
+    }
+
+    #[test]
+    fn a_disk_whose_storage_fails_says_so_in_its_status_and_once_to_whoever_listens() {
+        let dir = tempfile::tempdir().unwrap();
+        let (host, plan, bad) = host_and_bad_disk(dir.path());
         let Phase::Serving(disk) = bad.phase.clone() else { unreachable!("just opened") };
         host.watch("bad", &disk);
         host.table.lock().disks.push(bad);
@@ -241,12 +248,8 @@ mod tests {
 
     #[test]
     fn a_disk_that_cannot_be_closed_clean_is_an_error_and_the_others_are_closed_all_the_same() {
-        const EIO: i32 = 5;
         let dir = tempfile::tempdir().unwrap();
-        let plan = FaultPlan::new();
-        let broken = Resources::with_opener(ResourceOptions::default(), Arc::new(Faulty(Arc::clone(&plan))));
-        let host = Host::new(&Options::default(), dir.path().to_owned()).unwrap();
-        let bad = open(&dir.path().join("bad.qcow2"), &broken);
+        let (host, plan, bad) = host_and_bad_disk(dir.path());
         let good = open(&dir.path().join("good.qcow2"), &host.resources);
         let Phase::Serving(sound) = good.phase.clone() else { unreachable!("just opened") };
         host.table.lock().disks.extend([bad, good]);

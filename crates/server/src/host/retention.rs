@@ -8,17 +8,16 @@
 //! lose. What the file system had no room for is not tried again before there is room. A disk with another merge under way has its turn at the next look.
 
 use std::collections::HashMap;
-use std::path::Path;
 use std::sync::Arc;
-use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_api::JobSpec;
 use vmstrata_disk::ErrorKind;
-use vmstrata_disk::merge::MergeFault;
-use vmstrata_disk::snapshot::{Keep, Pruning, list};
+use vmstrata_disk::merge::{MergeFault, available_bytes};
+use vmstrata_disk::snapshot::{Keep, Pruning, list, now_ns};
 
+use super::background::Background;
 use super::{Host, Phase};
 use crate::error::Error;
 
@@ -80,42 +79,6 @@ impl Due {
     }
 }
 
-/// The thread, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Retention {
-    due: Arc<Due>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Retention {
-    /// Begins to look after the disks of `host`.
-    ///
-    /// # Errors
-    /// No thread.
-    pub(crate) fn start(host: &Arc<Host>) -> Result<Self, Error> {
-        let (due, shared) = (Arc::clone(&host.due), Arc::clone(host));
-        let look = move || {
-            while shared.due.wait() {
-                shared.mend_indices();
-                shared.prune_all();
-            }
-        };
-        let spawned = std::thread::Builder::new().name("retention".into()).spawn(look);
-        let failed = |source| Error::System { action: "start the thread that prunes snapshots", source };
-        Ok(Self { due, thread: Some(spawned.map_err(failed)?) })
-    }
-}
-
-impl Drop for Retention {
-    fn drop(&mut self) {
-        self.due.end();
-        if let Some(thread) = self.thread.take() {
-            // A panic is in the log.
-            let _ = thread.join();
-        }
-    }
-}
-
 /// How many bytes would have to be free for what was refused, if it was for want of them.
 fn room_wanted(error: &Error) -> Option<u64> {
     let Error::Disk(cause) = error else { return None };
@@ -127,18 +90,22 @@ fn room_wanted(error: &Error) -> Option<u64> {
     }
 }
 
-fn free_bytes(path: &Path) -> Option<u64> {
-    let found = rustix::fs::statvfs(path).ok()?;
-    Some(found.f_bavail.saturating_mul(found.f_frsize))
-}
-
-/// Since 1970, as far as the clock is right.
-fn now_ns() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
-}
-
 impl Host {
+    /// Begins to look after the disks, on a thread of its own, until what is returned is dropped.
+    ///
+    /// # Errors
+    /// No thread.
+    pub(crate) fn start_retention(self: &Arc<Self>) -> Result<Background, Error> {
+        let (host, due) = (Arc::clone(self), Arc::clone(&self.due));
+        let look = move || {
+            while host.due.wait() {
+                host.mend_indices();
+                host.prune_all();
+            }
+        };
+        Background::start("retention", "start the thread that prunes snapshots", look, move || due.end())
+    }
+
     fn prune_all(&self) {
         let with_rules: Vec<(String, Keep)> = {
             let table = self.table.lock();
@@ -183,7 +150,7 @@ impl Host {
         }
         let snapshots: Vec<String> = delete.iter().map(|&snapshot| snapshot.to_owned()).collect();
         let is_known =
-            |known: &NoRoom| known.snapshots == snapshots && free_bytes(&path) < Some(known.wanted);
+            |known: &NoRoom| known.snapshots == snapshots && available_bytes(&path) < Some(known.wanted);
         if self.due.no_room.lock().get(name).is_some_and(is_known) {
             return Ok(());
         }

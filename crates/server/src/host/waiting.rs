@@ -1,7 +1,7 @@
 //! Disks and doors that cannot be opened now, of a server that goes on without them: they are tried again.
 //!
 //! ```text
-//!   start ──► opens? ──no──► waits, and the status says why ──► Reopening: opens? ──yes──► served, then its doors
+//!   start ──► opens? ──no──► waits, and the status says why ──► thread:    opens? ──yes──► served, then its doors
 //!                                    ▲                             │ no: after twice the time
 //!                                    └─────────────────────────────┘
 //! ```
@@ -10,13 +10,13 @@
 //! and a waiting door its number, as if they were open, so that nobody else takes them.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_api::{self as api, Event};
 use vmstrata_export::nbd::Address;
 
+use super::background::Background;
 use super::users::PATIENCE;
 use super::{Host, Phase, Table};
 use crate::error::{Error, told};
@@ -194,6 +194,38 @@ impl Host {
         Ok(true)
     }
 
+    /// Begins to try what waits, on a thread of its own, until what is returned is dropped.
+    ///
+    /// # Errors
+    /// No thread.
+    pub(crate) fn start_reopening(self: &Arc<Self>) -> Result<Background, Error> {
+        let (host, ending) = (Arc::clone(self), Arc::<(Mutex<bool>, Condvar)>::default());
+        let told_to_end = Arc::clone(&ending);
+        let look = move || {
+            // Nothing begins to wait any more: the server runs.
+            loop {
+                let next = host.table.lock().next_try();
+                let Some(next) = next else { return };
+                let (is_ending, signal) = &*told_to_end;
+                let mut is_ending = is_ending.lock();
+                if !*is_ending {
+                    signal.wait_until(&mut is_ending, next);
+                }
+                if *is_ending {
+                    return;
+                }
+                drop(is_ending);
+                host.try_what_is_due();
+            }
+        };
+        let end = move || {
+            let (is_ending, signal) = &*ending;
+            *is_ending.lock() = true;
+            signal.notify_all();
+        };
+        Background::start("reopening", "start the thread that opens what waits", look, end)
+    }
+
     fn try_what_is_due(&self) {
         let now = Instant::now();
         let disks = self.table.lock().due_disks(now);
@@ -235,56 +267,6 @@ impl Host {
                     tracing::error!(at = door.wanted.place(), "still cannot be opened: {}", why(&error));
                 }
             }
-        }
-    }
-}
-
-/// The thread that tries what waits, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Reopening {
-    ending: Arc<(Mutex<bool>, Condvar)>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Reopening {
-    /// Begins to try what waits in `host`.
-    ///
-    /// # Errors
-    /// No thread.
-    pub(crate) fn start(host: &Arc<Host>) -> Result<Self, Error> {
-        let ending = Arc::<(Mutex<bool>, Condvar)>::default();
-        let (host, told_to_end) = (Arc::clone(host), Arc::clone(&ending));
-        let look = move || {
-            // Nothing begins to wait any more: the server runs.
-            loop {
-                let next = host.table.lock().next_try();
-                let Some(next) = next else { return };
-                let (is_ending, signal) = &*told_to_end;
-                let mut is_ending = is_ending.lock();
-                if !*is_ending {
-                    signal.wait_until(&mut is_ending, next);
-                }
-                if *is_ending {
-                    return;
-                }
-                drop(is_ending);
-                host.try_what_is_due();
-            }
-        };
-        let spawned = std::thread::Builder::new().name("reopening".into()).spawn(look);
-        let failed = |source| Error::System { action: "start the thread that opens what waits", source };
-        Ok(Self { ending, thread: Some(spawned.map_err(failed)?) })
-    }
-}
-
-impl Drop for Reopening {
-    fn drop(&mut self) {
-        let (is_ending, signal) = &*self.ending;
-        *is_ending.lock() = true;
-        signal.notify_all();
-        if let Some(thread) = self.thread.take() {
-            // A panic is in the log.
-            let _ = thread.join();
         }
     }
 }

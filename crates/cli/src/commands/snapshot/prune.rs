@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 use serde::Serialize;
-use vmstrata_disk::snapshot::{Pruning, list};
+use vmstrata_disk::snapshot::{Pruning, list, now_ns};
 
-use super::{run_delete, text, time};
+use super::{run_delete, text};
 use crate::args::{SnapshotDeleteArgs, SnapshotPruneArgs};
 use crate::output::{counted, print, print_json};
 
@@ -30,7 +30,7 @@ struct Plan<'a> {
 pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
     let snapshots = list(&args.disk, &args.common.open())?;
     let Pruning { keep, delete, with_memory, misdated } =
-        Pruning::of(&snapshots, &args.keep, &args.label, time::now_ns());
+        Pruning::of(&snapshots, &args.keep, &args.label, now_ns());
     let plan = Plan { disk: text(&args.disk), keep, delete, with_memory, misdated };
     if args.dry_run || plan.delete.is_empty() {
         return plan.tell(args);

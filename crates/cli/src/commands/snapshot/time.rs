@@ -1,13 +1,5 @@
 //! Instants as people write them, in UTC: a snapshot's name must not depend on where it was taken.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
-/// Now, in ns since 1970.
-pub fn now_ns() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
-}
-
 /// `20261121T235959.123Z`: fit for a file name, in the order of time.
 pub fn compact(ns: u64) -> String {
     let [year, month, day, hour, minute, second] = fields(ns);

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use vmstrata_api::{Quiesce, SnapshotSpec};
-use vmstrata_disk::snapshot::MEMORY_LABEL;
+use vmstrata_disk::snapshot::{MEMORY_LABEL, now_ns};
 use vmstrata_memory::Introspection;
 use vmstrata_memory::capture::{self, Before, Channel, Control, Mode, Report, Request};
 use vmstrata_memory::disk::OpenDisk;
@@ -69,7 +69,7 @@ pub(super) fn run(args: &VmSnapshotArgs) -> Result<ExitCode> {
 /// As [`run`].
 pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &AtomicBool) -> Result<()> {
     check_labels(labels)?;
-    let taken_ns = time::now_ns();
+    let taken_ns = now_ns();
     let name = args.name.clone().unwrap_or_else(|| time::compact(taken_ns));
     let vault = super::store::open(&args.vault)?;
     let monitor = super::monitor(&args.guest, args.qmp.as_deref());
