@@ -258,6 +258,28 @@ fn a_snapshot_that_is_half_deleted_is_refused_until_it_is_deleted() {
     assert_eq!(names(&disk), [("wed".to_owned(), false)]);
 }
 
+/// What is written down into the layer below would be a state under its name, and it is none itself.
+#[test]
+fn a_layer_takes_the_place_of_no_snapshot_that_is_half_deleted() {
+    let dir = common::scratch();
+    let disk = history(dir.path());
+    let before = ["web.wed.qcow2", "web.qcow2"].map(|name| content(&dir.path().join(name), "qcow2"));
+    let ranges =
+        vmstrata_disk::merge::ranges_of(&disk, &["tue".to_owned()], &OpenOptions::default()).unwrap();
+    let mut begun = Merge::new(&disk, ranges[0], &options(Direction::Down), &resources()).unwrap();
+    assert!(begun.apply(begun.select().unwrap()).unwrap() > 0);
+    drop(begun);
+    let refused = delete(&disk, "mon", Direction::Down).unwrap_err();
+    assert!(refused.to_string().contains("half deleted"), "{refused}");
+    assert!(!delete(&disk, "mon", Direction::Auto).unwrap().is_down);
+    assert_eq!(names(&disk), [("wed".to_owned(), false), ("tue".to_owned(), true)]);
+    assert!(delete(&disk, "tue", Direction::Down).unwrap().is_down);
+    for (name, before) in ["web.wed.qcow2", "web.qcow2"].iter().zip(&before) {
+        assert_same(&content(&dir.path().join(name), "qcow2"), before, 0, name);
+        assert_clean(&dir.path().join(name));
+    }
+}
+
 /// The chain that is merged when the host dies or fails.
 fn small_chain(seed: u64) -> Chain {
     let mut random = random("merge down crash", seed);

@@ -16,7 +16,7 @@ use super::plan::{Link, layers_of_others, map_up_to};
 use super::push::Costs;
 use super::users::{Here, Users, missing};
 use super::{MergeFault, MergeOptions, MergeRange, remove};
-use crate::chain::Top;
+use crate::chain::{Top, is_being_dropped};
 use crate::clones;
 use crate::error::{Error, Result};
 use crate::layer::Format;
@@ -150,9 +150,12 @@ impl Asked<'_> {
             if *shape.get_or_insert(found) != found {
                 return Ok(Err("its size or its clusters' is not that of the layers above".to_owned()));
             }
-            if layer < target
-                && let Err(error) = Mark::plan(&top, self.links, layer, self.new_name())
-            {
+            if layer == target {
+                // What took its place would be a state under its name.
+                let half = is_being_dropped(&top.path, top.head.as_ref());
+                return Ok(if half { Err(format!("{} is half deleted", top.path.display())) } else { Ok(()) });
+            }
+            if let Err(error) = Mark::plan(&top, self.links, layer, self.new_name()) {
                 return Ok(Err(error.to_string()));
             }
         }
