@@ -18,7 +18,8 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
-    /// Drop snapshots from a disk that goes on being used: what only they hold is pulled up into the layer above them.
+    /// Drop snapshots from a disk that goes on being used: what only they hold is pulled up into the layer above them, or what that
+    /// one holds written down into the lowest of them, which then takes its place.
     SnapshotDelete {
         /// The disk.
         disk: String,
@@ -27,6 +28,9 @@ pub enum JobSpec {
         /// Leave the snapshots' files where they are.
         #[serde(default, skip_serializing_if = "is_default")]
         keep_files: bool,
+        /// Which way what stays and what goes are brought together.
+        #[serde(default, skip_serializing_if = "is_default")]
+        into: MergeInto,
         /// Take disks that were cloned from one of them, and are not where they were, for deleted. Else they may have been moved,
         /// and the file they stand on stays.
         #[serde(default, skip_serializing_if = "is_default")]
@@ -36,8 +40,7 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
-    /// Drop a range of layers, with or without names, from a disk that goes on being used: what only they hold is pulled up into the
-    /// layer above them.
+    /// Drop a range of layers, with or without names, from a disk that goes on being used, as snapshots are deleted.
     Merge {
         /// The disk.
         disk: String,
@@ -48,6 +51,9 @@ pub enum JobSpec {
         /// What becomes of their files.
         #[serde(default, skip_serializing_if = "is_default")]
         remove: RemoveFiles,
+        /// As for deleting snapshots; down takes files that are to be removed.
+        #[serde(default, skip_serializing_if = "is_default")]
+        into: MergeInto,
         /// As for deleting snapshots.
         #[serde(default, skip_serializing_if = "is_default")]
         forget_missing: bool,
@@ -97,6 +103,19 @@ pub enum LayerRef {
     Number(u32),
     /// Its file: any path that leads there on the server's host, an absolute one.
     File(String),
+}
+
+/// Which way layers are merged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MergeInto {
+    /// The way that copies less, as far as it is open.
+    #[default]
+    Auto,
+    /// Into the layer above the dropped ones.
+    Up,
+    /// Into the lowest of the dropped ones, which then takes the place of the layer above; refused where others need it.
+    Down,
 }
 
 /// What becomes of the files of dropped layers.

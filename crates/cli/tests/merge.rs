@@ -2,9 +2,9 @@
 
 mod support;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok};
+use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, wait_until};
 
 fn qemu_io(images: &Images, name: &str, command: &str) {
     let said = tool_ok("qemu-io", ["-c", command, &images.name(name)]);
@@ -197,6 +197,31 @@ fn flattening_a_served_disk_removes_what_it_is_asked_to_and_keeps_what_others_ne
     }
     assert_state(&images, "web.qcow2", 5);
     assert_state(&images, "clone.qcow2", 2);
+}
+
+/// A rule's daily work on a disk that is almost full: the oldest goes for what changed since.
+#[test]
+fn the_oldest_snapshot_of_a_served_disk_goes_by_what_copies_less() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    qemu_io(&images, "web.s0.qcow2", "write -P 1 8M 4M");
+    let served = format!("path={disk},name=web,keep=last=4");
+    let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    wait_until("the rule's job", || {
+        let listed: Value = serde_json::from_str(&server.ask_ok(["job", "list", "--json"])).unwrap();
+        let mut jobs = listed["jobs"].as_array().unwrap().iter();
+        let Some(job) = jobs.find(|job| job["kind"] == "snapshot_delete") else { return false };
+        assert_ne!(job["state"], "failed", "{job}");
+        job["state"] == "done" && job["bytes"] == 2 << 20
+    });
+    let said = server.ask_ok(["snapshot", "delete", &disk, "s1", "--into", "down"]);
+    assert!(said.contains("s1 deleted: 2 MiB copied"), "{said}");
+    let refused = server.ask_err(["snapshot", "delete", &disk, "s4", "--into", "down"]);
+    assert!(refused.contains("the layer above is the one that takes the writes"), "{refused}");
+    assert!(server.stop().success());
+    assert_eq!(chain(&disk), ["web.qcow2", "web.s4.qcow2", "web.s3.qcow2", "web.s2.qcow2"]);
+    assert_state(&images, "web.qcow2", 5);
+    assert_state(&images, "web.s2.qcow2", 3);
 }
 
 #[test]

@@ -23,7 +23,9 @@ use crate::opener::{Opener, Role, directory_of};
 use crate::resources::Resources;
 use indexed::Search;
 
-pub(crate) use file::{SESSION_MASK, Top, check_state, is_being_dropped, open_layer, open_top, raw_size};
+pub(crate) use file::{
+    SESSION_MASK, Top, check_state, check_state_at, is_being_dropped, open_layer, open_top, raw_size,
+};
 pub(crate) use head::{Qcow2Head, backing_of, backing_text, has_magic, plain_name, probe, read_head};
 
 /// How to open a disk.

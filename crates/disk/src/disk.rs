@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 use vmstrata_store::FileId;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 
-use crate::chain::{Chain, OpenOptions, freeze, read_chain};
+use crate::chain::{Chain, OpenOptions, check_state_at, freeze, read_chain};
 use crate::clones;
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, Result};
@@ -100,7 +100,8 @@ impl Disk {
     /// # Errors
     /// Anything wrong with any file of the chain, with the file's name, layer and offset.
     pub fn open(path: &Path, options: &OpenOptions, resources: &Arc<Resources>) -> Result<Arc<Self>> {
-        let mut chain = read_chain(path, options, resources)?;
+        let mut chain = read_chain(path, options, resources)
+            .or_else(|error| check_state_at(path, &**resources.files().opener()).and(Err(error)))?;
         chain.top.check_state()?;
         if chain.unfinished && !options.read_only {
             killed::finish_snapshot(chain, options.cache, resources)?;

@@ -247,6 +247,10 @@ fn a_snapshot_that_is_half_deleted_is_refused_until_it_is_deleted() {
     assert!(create(&dir.path().join("new.qcow2"), &on_it).is_err());
     assert!(snapshot::clone(&disk, "mon", &dir.path().join("clone.qcow2"), &open).is_err());
     assert!(snapshot::revert(&disk, "mon", &snapshot::RevertOptions::default(), &resources()).is_err());
+    // No rule counts it, and each has it deleted.
+    let found = list(&disk, &open).unwrap();
+    let pruning = snapshot::Pruning::of(&found, &"last=2".parse().unwrap(), &[], snapshot::now_ns());
+    assert_eq!((pruning.keep, pruning.delete), (vec!["wed", "tue"], vec!["mon"]));
     // What is merged besides, above it and into it, changes nothing.
     assert!(!delete(&disk, "tue", Direction::Up).unwrap().is_down);
     assert_same(&content(&dir.path().join("web.wed.qcow2"), "qcow2"), &before[1], 0, "wed");

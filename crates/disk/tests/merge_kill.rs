@@ -16,7 +16,9 @@ use common::killed::{PLACES, is_killed, numbers};
 use common::stock::{assert_clean, assert_safe, path_str, qemu_img, qemu_io, text, try_qemu_io};
 use common::{for_seeds, open_read_only, random, scratch, small_resources};
 use rand::Rng as _;
-use vmstrata_disk::merge::{Action, Merge, MergeOptions, MergeRange, Removal, all_of, ranges_of};
+use vmstrata_disk::merge::{
+    Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal, all_of, ranges_of,
+};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
 use vmstrata_disk::{CreateOptions, Disk, ErrorKind, OpenOptions, create, examine};
 use vmstrata_store::{FileError, Gate};
@@ -35,8 +37,8 @@ fn named(name: impl std::fmt::Display) -> SnapshotInfo {
     SnapshotInfo { name: name.to_string(), ..SnapshotInfo::default() }
 }
 
-fn options() -> MergeOptions {
-    MergeOptions { removal: Removal::All, ..MergeOptions::default() }
+fn options(direction: Direction) -> MergeOptions {
+    MergeOptions { removal: Removal::All, direction, ..MergeOptions::default() }
 }
 
 fn open(path: &Path) -> Arc<Disk> {
@@ -61,7 +63,7 @@ fn kill_self() -> ! {
     unreachable!("killed")
 }
 
-/// Merges s0 and s1 of a disk, and dies before its n-th step: "live N DISK" or "files N DISK".
+/// Merges s0 and s1 of a disk, and dies before its n-th step: "live-up N DISK", "files-down N DISK" and so on.
 #[test]
 #[ignore = "the process that the other tests start"]
 fn child_that_dies_at_a_step() {
@@ -70,9 +72,10 @@ fn child_that_dies_at_a_step() {
     let (how, step, path) = (words.next().unwrap(), words.next().unwrap(), words.next().unwrap());
     let (path, names) = (Path::new(path), ["s0".to_owned(), "s1".to_owned()]);
     let range = ranges_of(path, &names, &OpenOptions::default()).unwrap()[0];
-    let mut merge = match how {
-        "live" => Merge::of_disk(&open(path), range, &options()),
-        _ => Merge::new(path, range, &options(), &small_resources(None)),
+    let options = options(if how.ends_with("down") { Direction::Down } else { Direction::Up });
+    let mut merge = match how.starts_with("live") {
+        true => Merge::of_disk(&open(path), range, &options),
+        false => Merge::new(path, range, &options, &small_resources(None)),
     }
     .unwrap();
     for number in 0usize.. {
@@ -139,7 +142,7 @@ fn chain(disk: &Path) -> BTreeSet<String> {
 
 #[test]
 fn a_merge_killed_at_any_step_leaves_a_sound_chain_and_nothing_for_good() {
-    for how in ["live", "files"] {
+    for how in ["live-up", "files-up", "live-down", "files-down"] {
         let mut outcomes = BTreeSet::new();
         for step in 0.. {
             let dir = scratch();
@@ -158,6 +161,7 @@ fn a_merge_killed_at_any_step_leaves_a_sound_chain_and_nothing_for_good() {
                 // The name is free again, without a word to anybody.
                 snapshot_of(&disk, "s1").unwrap();
                 assert_state(&dir.path().join("web.s1.qcow2"), 4);
+                assert!(list(&disk, &OpenOptions::default()).unwrap().iter().all(|s| !s.is_being_deleted));
             } else {
                 assert!(!dies_at(how, 999, &disk), "completes");
             }
@@ -177,7 +181,7 @@ fn a_merge_killed_at_any_step_leaves_a_sound_chain_and_nothing_for_good() {
 fn what_a_killed_merge_left_goes_when_the_disk_is_opened_for_writing_and_not_before() {
     let dir = scratch();
     let disk = new_disk(dir.path());
-    assert!(dies_at("live", 1000, &disk));
+    assert!(dies_at("live-up", 1000, &disk));
     open_read_only(&disk);
     let layer = |name: &str| dir.path().join(name);
     assert!(layer("web.s0.qcow2").exists() && layer("web.s1.qcow2").exists() && layer(NOTE).exists());
@@ -192,7 +196,7 @@ fn only_what_nobody_needs_and_is_what_it_was_goes() {
     let disk = new_disk(dir.path());
     let layer = |name: &str| dir.path().join(name);
     // A clone that came after the merge had looked; a file that was written since; names out of the directory.
-    assert!(dies_at("live", 1000, &disk));
+    assert!(dies_at("live-up", 1000, &disk));
     let note = std::fs::read_to_string(layer(NOTE)).unwrap();
     let (clone, s1) = (layer("clone.qcow2"), layer("web.s1.qcow2"));
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "web.s0.qcow2", path_str(&clone)]);
@@ -245,7 +249,7 @@ fn notes(dir: &Path) -> usize {
 
 #[test]
 fn layers_in_another_directory_that_a_killed_merge_dropped_go_too() {
-    for how in ["live", "files"] {
+    for how in ["live-up", "files-up"] {
         let dir = scratch();
         let (disk, [s0, s1, s2]) = new_disk_elsewhere(dir.path());
         let bases = dir.path().join("bases");
@@ -265,7 +269,7 @@ fn layers_in_another_directory_that_a_killed_merge_dropped_go_too() {
 fn a_note_leads_only_where_it_may_and_to_what_a_note_there_names() {
     let (dir, outside) = (scratch(), scratch());
     let (disk, [s0, s1, _]) = new_disk_elsewhere(dir.path());
-    assert!(dies_at("live", 1000, &disk));
+    assert!(dies_at("live-up", 1000, &disk));
     let (bases, own) = (dir.path().join("bases"), dir.path().join(NOTE));
     let leads = std::fs::read_to_string(&own).unwrap();
     let name = files(&bases).into_iter().find(|name| name.ends_with(".dropped")).unwrap();
@@ -321,7 +325,14 @@ fn child_that_merges_until_it_is_killed() {
             let last = random.random_range(first..=all.last.index());
             let index = |layer: usize| LayerIndex::new(layer as u16);
             let range = MergeRange { first: index(first), last: index(last) };
-            Merge::of_disk(&disk, range, &options()).and_then(Merge::run).expect("merges");
+            let merge = |way| Merge::of_disk(&disk, range, &options(way)).and_then(Merge::run);
+            match merge([Direction::Up, Direction::Down][random.random_range(0..2)]) {
+                Err(error) if matches!(error.kind(), ErrorKind::Merge(MergeFault::NotDown { .. })) => {
+                    merge(Direction::Up)
+                }
+                merged => merged,
+            }
+            .expect("merges");
         }
     });
 }
@@ -347,7 +358,9 @@ fn run_and_kill(disk: &Path, seed: u64, round: u64) {
 }
 
 fn every_state_is_whole(disk: &Path, but_one_being_taken: bool) {
-    let snapshots = list(disk, &OpenOptions::default()).unwrap();
+    let mut snapshots = list(disk, &OpenOptions::default()).unwrap();
+    // What a merge downwards began to write over is none any more.
+    snapshots.retain(|snapshot| !snapshot.is_being_deleted);
     for (age, snapshot) in snapshots.iter().enumerate() {
         assert_safe(&snapshot.layer);
         let head = examine(&snapshot.layer, &Gate::unrestricted()).unwrap().head.unwrap().unwrap();

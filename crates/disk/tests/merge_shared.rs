@@ -179,6 +179,21 @@ fn what_a_clone_leaves_when_it_goes_back_keeps_what_it_stands_on() {
     }
 }
 
+/// The clone is deleted by hand, and said to be gone; its snapshots are there still.
+#[test]
+fn what_a_deleted_clone_leaves_keeps_what_it_stands_on() {
+    let golden = Golden::new();
+    let clone = golden.clone("s2", "vms/ci.qcow2");
+    take(&clone, "own", &golden.open());
+    std::fs::remove_file(&clone).unwrap();
+    let by = golden.path("vms/ci.own.qcow2");
+    let before = content(&by, "qcow2");
+    let options = MergeOptions { forget_missing: true, ..MergeOptions::default() };
+    let merged = golden.delete(&["s2"], &options).remove(0);
+    assert_eq!(kept(&merged), [(golden.layer("s2").as_path(), &Kept::Needed { by: by.clone() })]);
+    assert_same(&content(&by, "qcow2"), &before, 0, "its snapshot");
+}
+
 /// A layer that told of itself and is removed keeps nothing, and is not missed.
 #[test]
 fn a_removed_layer_takes_back_what_it_told() {

@@ -4,7 +4,7 @@ use clap::{Args, Subcommand};
 
 use std::path::PathBuf;
 
-use super::{ControlArgs, LayersArgs, MergeHowArgs, RemoveFiles};
+use super::{ControlArgs, Into, LayersArgs, MergeHowArgs, RemoveFiles};
 use crate::units::parse_size;
 
 /// `vmstrata job`
@@ -50,6 +50,9 @@ pub enum JobCommand {
         /// Leave the snapshots' files where they are
         #[arg(long)]
         keep_files: bool,
+        /// Which way what stays and what goes are brought together
+        #[arg(long, value_name = "WAY", value_enum, default_value_t)]
+        into: Into,
         /// How.
         #[command(flatten)]
         how: MergeHowArgs,
@@ -67,6 +70,9 @@ pub enum JobCommand {
         /// What becomes of their files
         #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
         remove: RemoveFiles,
+        /// Which way what stays and what goes are brought together; down takes --remove
+        #[arg(long, value_name = "WAY", value_enum, default_value_t)]
+        into: Into,
         /// How.
         #[command(flatten)]
         how: MergeHowArgs,

@@ -16,13 +16,14 @@ impl MergeHowArgs {
     ///
     /// # Errors
     /// A file that has no absolute path.
-    pub fn merge(self, disk: &str, layers: &LayersArgs, remove: RemoveFiles) -> Result<JobSpec> {
+    pub fn merge(self, disk: &str, layers: &LayersArgs, remove: RemoveFiles, into: Into) -> Result<JobSpec> {
         let [first, last] = layers.ends();
         Ok(JobSpec::Merge {
             disk: disk.to_owned(),
             first: asked(&first)?,
             last: asked(&last)?,
             remove: remove.into(),
+            into: into.into(),
             forget_missing: self.forget_missing,
             bytes_per_second: self.limit,
         })
@@ -118,7 +119,7 @@ pub struct MergeArgs {
     /// What becomes of their files
     #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
     pub remove: RemoveFiles,
-    /// Which way what stays and what goes are brought together; down takes --remove, and a disk that nobody uses
+    /// Which way what stays and what goes are brought together; down takes --remove
     #[arg(long, value_name = "WAY", value_enum, default_value_t)]
     pub into: Into,
     /// How.

@@ -56,6 +56,16 @@ pub enum Into {
     Down,
 }
 
+impl From<Into> for vmstrata_api::MergeInto {
+    fn from(into: Into) -> Self {
+        match into {
+            Into::Auto => Self::Auto,
+            Into::Up => Self::Up,
+            Into::Down => Self::Down,
+        }
+    }
+}
+
 impl From<Into> for Direction {
     fn from(into: Into) -> Self {
         match into {
@@ -80,11 +90,12 @@ pub struct MergeHowArgs {
 
 impl MergeHowArgs {
     /// The job that deletes snapshots of a served disk.
-    pub fn delete(self, disk: &str, snapshots: &[String], keep_files: bool) -> JobSpec {
+    pub fn delete(self, disk: &str, snapshots: &[String], keep_files: bool, into: Into) -> JobSpec {
         JobSpec::SnapshotDelete {
             disk: disk.to_owned(),
             snapshots: snapshots.to_vec(),
             keep_files,
+            into: into.into(),
             forget_missing: self.forget_missing,
             bytes_per_second: self.limit,
         }
@@ -128,7 +139,7 @@ Examples:
   vmstrata snapshot delete web.qcow2 mon --json | jq -r '.kept[].reason'
 
 The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above, or, where
-that is less to copy and nobody uses the disk or stands on the deleted ones, what is above into the lowest of them, which takes its place.
+that is less to copy and nobody else stands on the deleted ones, what is above into the lowest of them, which takes its place.
 A file that another disk stands on stays: disks beside the snapshots, below --allow-backing, and elsewhere if vmstrata made
 them or has opened them for writing. Interrupted, begin it again: what was copied is not copied twice.
 Exit codes: 0 deleted, 1 not, or not all (every other state of the disk is as it was; `snapshot list` shows a snapshot that is

@@ -31,11 +31,11 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
             let asked = JobSpec::IndexBuild { disk: disk.clone(), bytes_per_second: *limit };
             client.post("/v1/jobs", &asked)?
         }
-        JobCommand::SnapshotDelete { disk, snapshots, keep_files, how } => {
-            client.post("/v1/jobs", &how.delete(disk, snapshots, *keep_files))?
+        JobCommand::SnapshotDelete { disk, snapshots, keep_files, into, how } => {
+            client.post("/v1/jobs", &how.delete(disk, snapshots, *keep_files, *into))?
         }
-        JobCommand::Merge { disk, layers, remove, how } => {
-            client.post("/v1/jobs", &how.merge(disk, layers, *remove)?)?
+        JobCommand::Merge { disk, layers, remove, into, how } => {
+            client.post("/v1/jobs", &how.merge(disk, layers, *remove, *into)?)?
         }
         JobCommand::Flatten { disk, onto, remove, how } => {
             client.post("/v1/jobs", &how.flatten(disk, onto.as_deref(), *remove)?)?

@@ -56,6 +56,17 @@ pub(crate) fn check_state(path: &Path, head: Option<&Qcow2Head>) -> Result<()> {
     Ok(())
 }
 
+/// As [`check_state`], of a file whose chain may be broken for just that reason; of one that cannot be read itself nothing is said.
+///
+/// # Errors
+/// As [`check_state`].
+pub(crate) fn check_state_at(path: &Path, opener: &dyn Opener) -> Result<()> {
+    match open_layer(path, Role::Inspected, None, &Gate::unrestricted(), opener) {
+        Ok(top) => top.check_state(),
+        Err(_) => Ok(()),
+    }
+}
+
 /// Whether [`check_state`] refuses it.
 pub(crate) fn is_being_dropped(path: &Path, head: Option<&Qcow2Head>) -> bool {
     let valid_as = head.and_then(|head| head.valid_as.as_deref());

@@ -18,6 +18,8 @@
 //!
 //! Lock order: `changing` is held for each change of layers, never while copying.
 
+mod claims;
+mod down;
 mod finish;
 mod grow;
 
@@ -51,8 +53,8 @@ const MEASURED: u64 = 64 << 20;
 pub(crate) struct Running {
     pub(crate) disk: Arc<Disk>,
     range: MergeRange,
-    /// A frozen target.
-    target: Option<FileId>,
+    /// Frozen layers that are written.
+    claimed: Vec<FileId>,
     indexing: Option<Indexing>,
 }
 
@@ -123,7 +125,7 @@ impl Running {
         if disk.merging.swap(true, Ordering::AcqRel) {
             return Err(Error::from(MergeFault::Busy).in_file(&disk.path));
         }
-        let mut running = Self { disk: Arc::clone(disk), range, target: None, indexing: None };
+        let mut running = Self { disk: Arc::clone(disk), range, claimed: Vec::new(), indexing: None };
         // What the last snapshot left to do is done then: from there on the frozen layers' files say what is in them.
         drop(disk.change());
         disk.check_changeable()?;
@@ -133,12 +135,11 @@ impl Running {
         let users = Users::standing_on(&links[range.first.index()..], &disk.path, &disk.options);
         refuse_overlooked(&links, range, options, &users)
             .map_err(|fault| Error::from(fault).in_file(&disk.path))?;
-        let after = running.after(&links)?;
         let is_active = range.target().index() + 1 == links.len();
-        let copier = if is_active {
-            running.promise(&links, after)?
-        } else {
-            running.let_grow(&links, &users, after)?
+        let copier = match running.write_down(&links, options)? {
+            Some(down) => down,
+            None if is_active => running.promise(&links)?,
+            None => running.let_grow(&links, &users)?,
         };
         Ok((running, links, copier))
     }
@@ -169,7 +170,8 @@ impl Running {
     }
 
     /// Begins to copy into the active layer.
-    fn promise(&self, links: &[Link], after: Option<Arc<FrozenMap>>) -> Result<Copier> {
+    fn promise(&self, links: &[Link]) -> Result<Copier> {
+        let after = self.after(links)?;
         let room = self.room(links, after.as_deref())?;
         let (_changing, layers) = self.hold_layers(links)?;
         let Top::Qcow2(active) = &layers.top else {
@@ -249,14 +251,12 @@ impl Drop for Running {
         let layers = disk.layers_now();
         if layers.merging_to.is_some() {
             disk.put_layers_and_call(layers.over(layers.frozen.clone(), None));
-        } else if let Some(file) = self.target {
-            self.grow_no_more(file, &layers);
+        } else if !self.claimed.is_empty() {
+            self.grow_no_more(&layers);
         }
         drop(changing);
-        if let Some(file) = self.target {
-            disk.resources.merging().lock().remove(&file);
-        }
-        disk.merging.store(false, Ordering::Release);
+        self.give_up_claims();
+        self.disk.merging.store(false, Ordering::Release);
     }
 }
 

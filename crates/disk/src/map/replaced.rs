@@ -3,8 +3,6 @@
 
 use std::sync::Arc;
 
-use vmstrata_types::LayerIndex;
-
 use super::FrozenMap;
 use crate::cache::{PAGE_SHIFT, PAGE_WORDS};
 use crate::entry::MapEntry;
@@ -12,10 +10,15 @@ use crate::error::Result;
 use crate::layer::{Layer, Scratch};
 
 impl FrozenMap {
-    /// The same map, pages in memory and index included, with another object for the layer at `index`.
-    pub(crate) fn with_layer(&self, index: LayerIndex, layer: Arc<Layer>) -> Self {
+    /// The same map, pages in memory and index included, with other objects for the layers from `first` on.
+    ///
+    /// # Panics
+    /// With more objects than there are layers.
+    pub(crate) fn with_layers(&self, first: usize, others: impl IntoIterator<Item = Arc<Layer>>) -> Self {
         let mut layers: Vec<Arc<Layer>> = self.layers().cloned().collect();
-        layers[index.index()] = layer;
+        for (number, layer) in others.into_iter().enumerate() {
+            layers[first + number] = layer;
+        }
         Self { index: self.index.clone(), ..self.over_layers(layers) }
     }
 

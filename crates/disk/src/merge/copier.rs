@@ -1,7 +1,9 @@
 //! The target of a merge while it is copied into, and how it comes to stand on what is left.
 
+use std::path::Path;
 use std::sync::Arc;
 
+use vmstrata_store::Store;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::down::Down;
@@ -139,8 +141,24 @@ impl Copier {
     /// Lets others write what the target's readers do not see, an index for instance: requests that began before may keep
     /// its file open for a while.
     pub(crate) fn let_go(&self) {
-        if let Err(error) = self.target.store.give_up_writing() {
-            tracing::warn!(file = %self.target.path.display(), %error, "a merged layer stays locked for a while");
+        let_go(&*self.target.store, &self.target.path);
+        if let Way::Down(down) = &self.way {
+            down.let_go();
         }
+    }
+
+    /// Where the target is once it has been relinked.
+    pub(crate) fn path(&self) -> &Path {
+        match &self.way {
+            Way::Up(_) => &self.target.path,
+            Way::Down(down) => down.path(),
+        }
+    }
+}
+
+/// Gives up the lock of who writes a layer.
+pub(super) fn let_go(store: &dyn Store, path: &Path) {
+    if let Err(error) = store.give_up_writing() {
+        tracing::warn!(file = %path.display(), %error, "a merged layer stays locked for a while");
     }
 }

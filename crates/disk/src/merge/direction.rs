@@ -14,7 +14,7 @@ use vmstrata_store::FileId;
 use super::mark::Mark;
 use super::plan::{Link, layers_of_others, map_up_to};
 use super::push::Costs;
-use super::users::{Here, Users, missing};
+use super::users::{Here, Users, holder_among, missing};
 use super::{MergeFault, MergeOptions, MergeRange, remove};
 use crate::chain::{Top, is_being_dropped};
 use crate::clones;
@@ -54,8 +54,8 @@ pub(crate) struct Asked<'a> {
     pub(crate) resources: &'a Arc<Resources>,
     /// This process.
     pub(crate) here: Here<'a>,
-    /// Files that nobody else can have open.
-    pub(crate) ours: &'a [FileId],
+    /// Those of some layers whose locks say nothing of others, because this process has them: it is asked when that matters.
+    pub(crate) ours: &'a dyn Fn(&[Link]) -> Vec<FileId>,
 }
 
 /// A reason not to merge downwards, in words; or an error.
@@ -67,22 +67,26 @@ impl Asked<'_> {
     /// # Errors
     /// [`MergeFault::NotDown`]; a chain that cannot be read.
     pub(crate) fn choose(&self) -> Result<Option<Downwards>> {
-        let direction = self.options.direction;
-        if direction == Direction::Up {
+        if self.options.direction == Direction::Up {
             return Ok(None);
         }
-        let found = self.look(direction == Direction::Auto)?;
-        match found {
+        match self.look(self.options.direction == Direction::Auto)? {
             Ok(found) => Ok(found),
-            Err(reason) if direction == Direction::Down => {
-                let lowest = &self.links[self.range.first.index()].path;
-                Err(Error::from(MergeFault::NotDown { reason }).in_file(lowest))
-            }
-            Err(reason) => {
-                tracing::debug!(disk = %self.disk.display(), reason, "layers are merged upwards");
-                Ok(None)
-            }
+            Err(reason) => self.or_up(reason),
         }
+    }
+
+    /// There is a reason against merging downwards.
+    ///
+    /// # Errors
+    /// [`MergeFault::NotDown`], if that way was asked for.
+    pub(crate) fn or_up<T>(&self, reason: String) -> Result<Option<T>> {
+        if self.options.direction == Direction::Down {
+            let lowest = &self.links[self.range.first.index()].path;
+            return Err(Error::from(MergeFault::NotDown { reason }).in_file(lowest));
+        }
+        tracing::debug!(disk = %self.disk.display(), reason, "layers are merged upwards");
+        Ok(None)
     }
 
     fn look(&self, by_cost: bool) -> Result<std::result::Result<Option<Downwards>, String>> {
@@ -153,7 +157,11 @@ impl Asked<'_> {
             if layer == target {
                 // What took its place would be a state under its name.
                 let half = is_being_dropped(&top.path, top.head.as_ref());
-                return Ok(if half { Err(format!("{} is half deleted", top.path.display())) } else { Ok(()) });
+                return Ok(if half {
+                    Err(format!("{} is half deleted", top.path.display()))
+                } else {
+                    Ok(())
+                });
             }
             if let Err(error) = Mark::plan(&top, self.links, layer, self.new_name()) {
                 return Ok(Err(error.to_string()));
@@ -181,13 +189,15 @@ impl Asked<'_> {
                 return Err(format!("{} was made on it, and is not there now", told.disk.display()));
             }
         }
-        self.check_unused(users, self.ours)
+        self.check_unused(users, &[])
     }
 
-    /// Makes sure that no other process uses one of the layers from the lowest on, or a disk on one of them.
-    pub(crate) fn check_unused(&self, users: &Users, ours: &[FileId]) -> Against {
+    /// Makes sure that no other process uses one of the layers from the lowest on, or a disk on one of them; `held` are locked.
+    pub(crate) fn check_unused(&self, users: &Users, held: &[FileId]) -> Against {
         let above = &self.links[self.range.first.index()..];
-        users.in_use(above, &self.here, ours).map_or(Ok(()), |by| Err(format!("it is in use by {by}")))
+        let ours = [(self.ours)(above), held.to_vec()].concat();
+        let by = holder_among(&ours).or_else(|| users.in_use(above, &self.here, &ours));
+        by.map_or(Ok(()), |by| Err(format!("it is in use by {by}")))
     }
 }
 

@@ -23,6 +23,7 @@ use std::sync::Arc;
 use vmstrata_store::{FileIdentity, OpenStore};
 use vmstrata_types::GuestRange;
 
+use super::copier::let_go;
 use super::direction::{Asked, Downwards};
 use super::mark::Mark;
 use super::plan::{Link, map_up_to};
@@ -35,7 +36,7 @@ use crate::draft::flush_directory;
 use crate::error::{Error, IoContext as _, Result};
 use crate::index::sidecar_of;
 use crate::layer::Layer;
-use crate::layers::{Layers, Top, index_of};
+use crate::layers::{Layers, Top};
 use crate::opener::Role;
 
 /// The way down; see the module documentation.
@@ -49,7 +50,7 @@ pub(crate) struct Down {
     /// The chain up to the lowest layer, for its header.
     links: Vec<Link>,
     /// The other dropped layers, locked.
-    _others: Vec<OpenTop>,
+    others: Vec<OpenTop>,
 }
 
 /// The dropped layers' files, base first: open, and as objects that allow for their being written.
@@ -68,9 +69,7 @@ impl Held {
             Arc::new(Layer::new(old.path.to_path_buf(), identity, old.size, old.tables))
         };
         let layers: Vec<Arc<Layer>> = dropped.iter().map(grows).collect();
-        for (number, layer) in layers.iter().enumerate() {
-            found.state = Arc::new(found.state.with_layer(index_of(first + number), Arc::clone(layer)));
-        }
+        found.state = Arc::new(found.state.with_layers(first, layers.iter().cloned()));
         Self { tops: Vec::new(), layers }
     }
 
@@ -113,10 +112,9 @@ pub(crate) fn open(
     let state = Layers::new(size, Top::Frozen, Some(Arc::clone(&found.state)), asked.resources);
     let ready = || -> Result<Room> {
         let room = Room::find(&lowest.path, layers.push_demand(&state)?)?;
-        let of_dropped = held.layers.iter().map(|layer| layer.identity.file);
-        let ours: Vec<_> = asked.ours.iter().copied().chain(of_dropped).collect();
+        let locked: Vec<_> = held.layers.iter().map(|layer| layer.identity.file).collect();
         asked
-            .check_unused(&found.users, &ours)
+            .check_unused(&found.users, &locked)
             .map_err(|reason| Error::from(super::MergeFault::NotDown { reason }).in_file(&lowest.path))?;
         for (number, top) in [&lowest].into_iter().chain(&others).enumerate() {
             let mark = Mark::plan(top, links, first + number, asked.new_name())?;
@@ -126,7 +124,7 @@ pub(crate) fn open(
     };
     let room = ready().inspect_err(|_| target::give_back(&lowest, &active))?;
     let to = links[asked.range.target().index()].path.clone();
-    let down = Down { state, from: lowest.path, to, links: links[..=first].to_vec(), _others: others };
+    let down = Down { state, from: lowest.path, to, links: links[..=first].to_vec(), others };
     Ok(Copier::down(active, layers, below, down, room))
 }
 
@@ -147,6 +145,11 @@ impl Down {
     /// The chain's file that is gone after that.
     pub(super) fn old_path(&self) -> &PathBuf {
         &self.from
+    }
+
+    /// Lets others read the dropped layers above the lowest one, whose states are lost.
+    pub(super) fn let_go(&self) {
+        self.others.iter().for_each(|top| let_go(&*top.opened.store, &top.path));
     }
 
     /// Lets the lowest layer, all of which is on stable storage, take the place of the one that stays.

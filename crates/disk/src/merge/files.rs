@@ -53,10 +53,10 @@ impl Files {
         let users = Users::standing_on(&links[range.first.index()..], disk, &options.open);
         refuse_overlooked(&links, range, options, &users)
             .map_err(|fault| Error::from(fault).in_file(disk))?;
-        let ours = [links[links.len() - 1].file];
+        let own = links[links.len() - 1].file;
         let opened = |file| resources.files().open_store(file);
         let here = Here { needs: &|_| false, store: &opened };
-        let asked = Asked { disk, links: &links, range, options, resources, here, ours: &ours };
+        let asked = Asked { disk, links: &links, range, options, resources, here, ours: &|_| vec![own] };
         let copier = match asked.choose()? {
             Some(found) => down::open(&asked, found, Role::Active(CacheMode::Host), |_| Ok(()))?,
             None => open_target(disk, &links, range, &users, options, resources)?,

@@ -11,9 +11,9 @@ use super::copier::{Copier, WINDOW, Way};
 use super::files::Files;
 use super::plan::Link;
 use super::remove::{self, Dropped};
-use super::{Direction, MergeFault, MergeOptions, MergeRange, Merged};
+use super::{MergeOptions, MergeRange, Merged};
 use crate::disk::{Disk, Running};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::resources::Resources;
 
 /// Bytes copied before they are brought to stable storage: what a crash makes a later attempt copy again.
@@ -88,10 +88,6 @@ impl Merge {
     /// # Errors
     /// As [`Merge::new`]; another merge of the disk; other disks in use that stand on the target.
     pub fn of_disk(disk: &Arc<Disk>, range: MergeRange, options: &MergeOptions) -> Result<Self> {
-        if options.direction == Direction::Down {
-            let reason = "the disk is in use".to_owned();
-            return Err(Error::from(MergeFault::NotDown { reason }).in_file(disk.path()));
-        }
         let (running, links, copier) = Running::begin(disk, range, options)?;
         Ok(Self::with(Host::Running(Box::new(running)), links, copier, range, options))
     }

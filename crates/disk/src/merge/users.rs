@@ -9,7 +9,7 @@
 
 mod in_use;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -24,7 +24,7 @@ use crate::error::Result;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
 
 pub(super) use self::in_use::is_open;
-pub(crate) use self::in_use::{Here, holder_of, opened_here};
+pub(crate) use self::in_use::{Here, holder_among, open_twice};
 
 /// Most files looked at. Of each that is no image, and of each that stands on nothing, only the first bytes are read and
 /// nothing is kept.
@@ -55,45 +55,50 @@ struct User {
 pub(crate) struct Users {
     by_file: HashMap<FileId, Vec<User>>,
     gap: Option<Gap>,
+    /// Files looked at.
     looked: usize,
+    /// Directories that were looked into.
+    directories: HashSet<PathBuf>,
 }
 
 impl Users {
     /// Looks at all images below `directories`.
     pub(crate) fn find(directories: &[PathBuf]) -> Self {
         let mut users = Self::default();
-        let mut waiting: Vec<(PathBuf, usize)> = Vec::new();
-        for directory in directories {
-            if let Ok(path) = directory.canonicalize()
-                && !waiting.iter().any(|(known, _)| *known == path)
-            {
-                waiting.push((path, 0));
-            }
-        }
+        directories.iter().for_each(|directory| users.look_below(directory));
+        users
+    }
+
+    /// Looks at all images below a directory, unless that was done.
+    fn look_below(&mut self, directory: &Path) {
+        let mut waiting: Vec<(PathBuf, usize)> =
+            directory.canonicalize().into_iter().map(|path| (path, 0)).collect();
         while let Some((directory, depth)) = waiting.pop() {
+            if !self.directories.insert(directory.clone()) {
+                continue;
+            }
             let entries = match std::fs::read_dir(&directory) {
                 Ok(entries) => entries,
                 Err(error) => {
-                    users.overlook(&directory, &error);
+                    self.overlook(&directory, &error);
                     continue;
                 }
             };
             for entry in entries {
-                users.looked += 1;
-                if users.looked > FILES_MAX || depth > DEPTH_MAX {
-                    users.gap = Some(Gap::TooMany);
-                    return users;
+                self.looked += 1;
+                if self.looked > FILES_MAX || depth > DEPTH_MAX {
+                    self.gap = Some(Gap::TooMany);
+                    return;
                 }
                 let kind = entry.and_then(|entry| Ok((entry.file_type()?, entry)));
                 match kind {
                     Ok((kind, entry)) if kind.is_dir() && entry.file_name() == LOST => {}
                     Ok((kind, entry)) if kind.is_dir() => waiting.push((entry.path(), depth + 1)),
-                    Ok((_, entry)) => users.look(entry.path()),
-                    Err(error) => users.overlook(&directory, &error),
+                    Ok((_, entry)) => self.look(entry.path()),
+                    Err(error) => self.overlook(&directory, &error),
                 }
             }
         }
-        users
     }
 
     /// Looks for all that may stand on some layers of a disk.
@@ -164,7 +169,8 @@ impl Users {
 
     fn follow(&mut self, disk: PathBuf) {
         if disk.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            return;
+            // Whoever deleted or moved it may have left its snapshots.
+            return self.look_beside(&disk);
         }
         let mut next = vec![disk];
         for _ in 0..MAX_LAYERS {
@@ -172,6 +178,24 @@ impl Users {
             next.extend(self.enter(path));
         }
         self.gap = Some(Gap::TooMany);
+    }
+
+    /// Looks at the images where a disk was, unless that was done.
+    fn look_beside(&mut self, disk: &Path) {
+        let Ok(directory) = directory_of(disk).canonicalize() else { return };
+        let is_new = self.directories.insert(directory.clone());
+        let Some(entries) = is_new.then(|| std::fs::read_dir(directory).ok()).flatten() else { return };
+        for entry in entries {
+            self.looked += 1;
+            if self.looked > FILES_MAX {
+                self.gap = Some(Gap::TooMany);
+                return;
+            }
+            match entry {
+                Ok(entry) => self.look(entry.path()),
+                Err(error) => self.overlook(disk, &error),
+            }
+        }
     }
 
     fn overlook(&mut self, path: &Path, error: &dyn std::fmt::Display) {

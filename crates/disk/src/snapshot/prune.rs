@@ -11,7 +11,7 @@ pub const MEMORY_LABEL: &str = "memory";
 pub struct Pruning<'a> {
     /// Those that a rule keeps.
     pub keep: Vec<&'a str>,
-    /// Those that none keeps.
+    /// Those that none keeps, and those that are half deleted already.
     pub delete: Vec<&'a str>,
     /// Those that are left alone for the sake of a guest's memory, which is worth nothing without them.
     pub with_memory: Vec<&'a str>,
@@ -24,22 +24,28 @@ impl<'a> Pruning<'a> {
     /// the labels speak of that. It is `now_ns` since 1970.
     pub fn of(snapshots: &'a [Snapshot], keep: &Keep, labels: &[(String, String)], now_ns: u64) -> Self {
         let own = snapshots.iter().filter(|snapshot| snapshot.is_own());
-        let named = own.filter_map(|snapshot| snapshot.info.as_ref());
-        let meant = named.filter(|info| labels.iter().all(|label| info.labels.contains(label)));
+        let named = own.filter_map(|snapshot| Some((snapshot, snapshot.info.as_ref()?)));
+        let meant = named.filter(|(_, info)| labels.iter().all(|label| info.labels.contains(label)));
+        // A deletion that was cut short is completed: they are no states any more.
+        let (half_deleted, meant): (Vec<_>, Vec<_>) = meant.partition(|(found, _)| found.is_being_deleted);
         let is_memory = |(key, _): &(String, String)| key == MEMORY_LABEL;
         let for_memory = labels.iter().any(is_memory);
+        let is_with_memory = |info: &SnapshotInfo| !for_memory && info.labels.iter().any(is_memory);
+        let infos = meant.into_iter().map(|(_, info)| info);
         let (with_memory, looked_at): (Vec<&SnapshotInfo>, Vec<_>) =
-            meant.partition(|info| !for_memory && info.labels.iter().any(is_memory));
+            infos.partition(|info| is_with_memory(info));
         let taken: Vec<u64> = looked_at.iter().map(|info| info.taken_ns).collect();
         let decided = keep.decide_in_order(&taken, now_ns);
         let named = |wanted: bool| {
             let those = looked_at.iter().zip(&decided).filter(move |(_, kept)| **kept == wanted);
-            those.map(|(info, _)| info.name.as_str()).collect()
+            those.map(|(info, _)| info.name.as_str())
         };
+        let half_deleted = half_deleted.iter().map(|(_, info)| info.name.as_str());
         let with_memory = with_memory.iter().map(|info| info.name.as_str()).collect();
         let sound = looked_at.iter().zip(no_later_than(&taken, now_ns));
         let misdated = sound.filter(|(info, sound)| info.taken_ns != *sound);
         let misdated = misdated.map(|(info, _)| info.name.as_str()).collect();
-        Self { keep: named(true), delete: named(false), with_memory, misdated }
+        let (keep, delete) = (named(true).collect(), named(false).chain(half_deleted).collect());
+        Self { keep, delete, with_memory, misdated }
     }
 }

@@ -56,6 +56,8 @@ pub struct Traced {
     log: Vec<Record>,
     renamings: Vec<Renaming>,
     flushes: Vec<Flush>,
+    /// Files that were brought to stable storage with their times of change, and when.
+    syncs: Vec<(StoreId, Moment)>,
     /// What the process said, and when.
     pub marks: Vec<(u64, Moment)>,
     pub end: Moment,
@@ -118,7 +120,16 @@ impl Traced {
                 },
             }
         }
-        self.let_notes_know(&places);
+        self.let_notes_know(&places, crash.at);
+    }
+
+    /// Whether the last change of a file before a moment is on stable storage with its time.
+    fn is_synced(&self, store: StoreId, at: Moment) -> bool {
+        let changes = self.log.iter().filter(|record| record.store == store && record.issued <= at);
+        let last =
+            changes.filter(|record| record.operation != Operation::Flush).map(|record| record.issued).max();
+        let synced = self.syncs.iter().filter(|(synced, done)| *synced == store && *done <= at);
+        synced.map(|(_, done)| *done).max() > last
     }
 
     fn leave_file(&self, store: StoreId, path: &Path, crash: Crash) {
@@ -131,11 +142,11 @@ impl Traced {
     }
 
     /// Notes name files by their inodes, which those that were left cannot have.
-    fn let_notes_know(&self, places: &HashMap<StoreId, PathBuf>) {
+    fn let_notes_know(&self, places: &HashMap<StoreId, PathBuf>, at: Moment) {
         let identity = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).unwrap();
-        let now = |old: (u64, u64)| {
-            self.inodes.get(&old).and_then(|store| places.get(store)).map(|path| identity(path))
-        };
+        let place =
+            |old: (u64, u64)| self.inodes.get(&old).and_then(|&store| Some((store, places.get(&store)?)));
+        let now = |old: (u64, u64)| place(old).map(|(_, path)| identity(path));
         for note in places.values().filter(|path| path.extension().is_some_and(|end| end == "dropped")) {
             let Ok(mut text) = serde_json::from_slice::<serde_json::Value>(&std::fs::read(note).unwrap())
             else {
@@ -150,6 +161,17 @@ impl Traced {
             for list in ["files", "waiting"] {
                 for file in text.get_mut(list).and_then(|list| list.as_array_mut()).into_iter().flatten() {
                     let [dev, ino] = pair(file, ["dev", "ino"]);
+                    if let Some((_, path)) = place((dev, ino)).filter(|(store, _)| self.is_synced(*store, at))
+                    {
+                        let changed = file["mtime_ns"].as_u64().expect("a time");
+                        let changed = std::time::UNIX_EPOCH + std::time::Duration::from_nanos(changed);
+                        std::fs::File::options()
+                            .write(true)
+                            .open(path)
+                            .unwrap()
+                            .set_modified(changed)
+                            .unwrap();
+                    }
                     if let Some((dev, ino)) = now((dev, ino)) {
                         (file["dev"], file["ino"]) = (dev.into(), ino.into());
                     }

@@ -194,7 +194,8 @@ impl World {
     /// Begins to read a state, as long as nobody copies into it.
     pub(super) fn look_at(&mut self, slot: usize) {
         let Some(layer) = self.some_snapshot(slot).map(|seen| seen.layer) else { return };
-        if self.is_blocked(layer, None) || self.model.images[layer].is_raw {
+        let image = &self.model.images[layer];
+        if self.is_blocked(layer, None) || image.is_raw || image.is_half_deleted {
             return;
         }
         let path = self.model.images[layer].path.clone();

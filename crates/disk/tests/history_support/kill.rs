@@ -63,7 +63,9 @@ impl World {
             self.views.drain(..).map(|view| Arc::downgrade(&view.disk)).collect();
         for slot in &mut self.slots {
             if let Some(job) = slot.job.take() {
-                self.model.images[job.target()].may_leak = true;
+                for id in [job.target(), job.lowest()] {
+                    self.model.images[id].may_leak = true;
+                }
             }
             if let Some(guest) = slot.guest.take() {
                 disks.push(Arc::downgrade(&guest.disk));

@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use rand::Rng as _;
-use vmstrata_disk::Error;
 use vmstrata_disk::merge::{
-    Action, Direction, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of,
+    Action, Direction, Kept, Merge, MergeFault, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of,
 };
+use vmstrata_disk::{Error, ErrorKind};
 use vmstrata_types::LayerIndex;
 
 use super::model::Id;
@@ -94,7 +94,11 @@ impl World {
             1 => Removal::Nothing,
             _ => Removal::Snapshots,
         };
-        let direction = if self.random.random() { Direction::Auto } else { Direction::Up };
+        let direction = match self.random.random_range(0..4) {
+            0 => Direction::Up,
+            1 => Direction::Auto,
+            _ => Direction::Down,
+        };
         let (open, forget_missing) = (self.options(&self.path(slot)), self.random.random());
         MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
     }
@@ -121,6 +125,13 @@ impl World {
         if self.slots[slot].guest.is_none() && begun.is_ok() {
             self.model.images[self.slots[slot].active].is_unclean = false;
         }
+        if let Err(error) = &begun
+            && matches!(error.kind(), ErrorKind::Merge(MergeFault::NotDown { .. }))
+        {
+            assert_eq!(options.direction, Direction::Down, "{error}");
+            self.say(error);
+            return false;
+        }
         if is_used {
             let error = begun.map(drop).unwrap_err().to_string();
             assert!(error.contains("in use") || error.contains("merged"), "{error}");
@@ -129,9 +140,14 @@ impl World {
         let names: Vec<String> = chain.iter().map(|&id| self.name(id)).collect();
         self.said.push(format!("drops {first} to {last} of {names:?} ({:?})", options.removal));
         let merge = begun.unwrap();
-        let (is_relinked, is_over) = (false, false);
+        let (is_relinked, is_over, is_down) = (false, false, merge.merged().is_down);
+        if is_down {
+            self.say("downwards");
+            chain[first..=last].iter().for_each(|&id| self.model.images[id].is_half_deleted = true);
+        }
+        let wanted = Vec::new();
         self.slots[slot].job =
-            Some(Job { merge, options, chain, first, last, is_relinked, wanted: Vec::new(), is_over });
+            Some(Job { merge, options, chain, first, last, is_relinked, wanted, is_over, is_down });
         true
     }
 
@@ -216,7 +232,13 @@ impl World {
         };
         let job = self.slots[slot].job.as_mut().unwrap();
         job.is_relinked = true;
-        for layer in job.first..=job.last {
+        if job.is_down {
+            // Its file has the name of the one that stays.
+            let lowest = &mut self.model.images[job.chain[job.first]];
+            lowest.is_there = false;
+            self.model.images[job.target()].may_leak = lowest.may_leak;
+        }
+        for layer in job.first + usize::from(job.is_down)..=job.last {
             let is_own = layer >= of_others && self.model.is_named(job.chain[layer + 1]);
             let is_wanted = match job.options.removal {
                 Removal::Snapshots => is_own,
@@ -245,8 +267,14 @@ impl World {
 
     /// Files were removed: those that had to be, and beside them only what waited since an earlier merge.
     fn removed(&mut self, slot: usize, expected: &[Id], are_awake: bool) {
-        let merged: Merged = self.slots[slot].job.as_ref().unwrap().merge.merged().clone();
-        let removed: Vec<PathBuf> = merged.removed.iter().map(|path| real(path)).collect();
+        let job = self.slots[slot].job.as_ref().unwrap();
+        let merged: Merged = job.merge.merged().clone();
+        let mut removed: Vec<PathBuf> = merged.removed.iter().map(|path| real(path)).collect();
+        if job.is_down {
+            let lowest = &self.model.images[job.chain[job.first]].path;
+            assert!(removed.contains(lowest), "{removed:?}");
+            removed.retain(|path| path != lowest);
+        }
         self.said.push(format!("{merged:?}"));
         for &id in expected {
             let path = &self.model.images[id].path;

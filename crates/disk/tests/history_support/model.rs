@@ -26,6 +26,8 @@ pub(crate) struct Image {
     pub(crate) is_there: bool,
     /// Dropped from a chain, to be removed when nobody needs it.
     pub(crate) is_going: bool,
+    /// A merge downwards began to write over it: no state any more, but below others.
+    pub(crate) is_half_deleted: bool,
     /// Its writer was killed: a part of what it reads as may be in the journal.
     pub(crate) is_unclean: bool,
     /// A process was killed while it wrote it, at some time.
@@ -42,6 +44,7 @@ impl Image {
             is_raw: false,
             is_there: true,
             is_going: false,
+            is_half_deleted: false,
             is_unclean: false,
             may_leak: false,
         }

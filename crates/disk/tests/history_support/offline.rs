@@ -72,7 +72,8 @@ impl World {
 
     pub(super) fn revert(&mut self, slot: usize) {
         let Some(Seen { name, origin, layer }) = self.some_snapshot(slot) else { return };
-        if self.is_blocked(layer, None) || self.model.images[layer].is_raw {
+        let image = &self.model.images[layer];
+        if self.is_blocked(layer, None) || image.is_raw || image.is_half_deleted {
             return;
         }
         let (path, before, name) = (self.path(slot), self.slots[slot].active, name.unwrap());
@@ -96,7 +97,8 @@ impl World {
 
     pub(super) fn clone_of(&mut self, slot: usize) {
         let Some(Seen { name, layer, .. }) = self.some_snapshot(slot) else { return };
-        if self.slots.len() >= DISKS_MAX || !self.may_grow() || self.is_target(layer) {
+        let is_half_deleted = self.model.images[layer].is_half_deleted;
+        if self.slots.len() >= DISKS_MAX || !self.may_grow() || self.is_target(layer) || is_half_deleted {
             return;
         }
         let is_golden = self.path(slot).starts_with(self.directory(0));
@@ -155,7 +157,7 @@ impl World {
     pub(super) fn meet_merge(&mut self, slot: usize) {
         let active = self.slots[slot].active;
         let jobs = self.slots.iter().filter_map(|slot| slot.job.as_ref());
-        let mut jobs = jobs.filter(|job| self.model.stands_on(active, job.target()));
+        let mut jobs = jobs.filter(|job| self.model.stands_on(active, job.lowest()));
         // Once it has gone over to its new place, other processes may use it again.
         if jobs.any(|job| job.is_relinked) || self.slots[slot].job.is_some() || self.random.random_ratio(3, 4)
         {

@@ -48,6 +48,7 @@ impl World {
             assert_eq!(found.origin, expected.origin, "{} at {:?}", what.display(), expected.name);
             assert_eq!(inode(&found.layer), inode(&image.path), "{} at {:?}", what.display(), expected.name);
             assert_eq!(found.virtual_size, image.bytes.len() as u64, "{}", image.path.display());
+            assert_eq!(found.is_being_deleted, image.is_half_deleted, "{}", image.path.display());
         }
     }
 
@@ -78,6 +79,11 @@ impl World {
         let path = self.model.images[id].path.clone();
         let is_here = self.random.random();
         let options = OpenOptions { read_only: true, ..self.options(&path) };
+        let resources = if is_here { &self.server } else { &self.reader };
+        if self.model.images[id].is_half_deleted {
+            let error = Disk::open(&path, &options, resources).map(drop).unwrap_err().to_string();
+            return assert!(error.contains("being deleted"), "{error}");
+        }
         let disk = self.patiently(|world| {
             Disk::open(&path, &options, if is_here { &world.server } else { &world.reader })
         });
@@ -93,9 +99,15 @@ impl World {
             let image = &self.model.images[id];
             let format = if image.is_raw { "raw" } else { "qcow2" };
             let what = format!("{} for stock tools", image.path.display());
-            assert_same(&content(&image.path, format), &image.bytes, 0, &what);
+            // They do not know its mark.
+            if !image.is_half_deleted {
+                assert_same(&content(&image.path, format), &image.bytes, 0, &what);
+            }
+            let is_whole = self.model.chain(id).iter().all(|&below| self.model.images[below].is_there);
             match (image.is_raw, image.may_leak) {
                 (true, _) => {}
+                // Dropped, and not removed yet: it stood on what was written down into.
+                _ if image.is_half_deleted && !is_whole => {}
                 (false, true) => assert_safe(&image.path),
                 (false, false) => assert_clean(&image.path),
             }

@@ -46,11 +46,17 @@ pub(crate) struct Job {
     pub(super) wanted: Vec<Id>,
     /// A snapshot has frozen what was copied into.
     pub(super) is_over: bool,
+    pub(super) is_down: bool,
 }
 
 impl Job {
     pub(super) fn target(&self) -> Id {
         self.chain[self.last + 1]
+    }
+
+    /// The lowest layer that nobody may begin to read.
+    pub(super) fn lowest(&self) -> Id {
+        if self.is_down && !self.is_relinked { self.chain[self.first] } else { self.target() }
     }
 
     pub(super) fn has_frozen_target(&self) -> bool {
@@ -213,7 +219,7 @@ impl World {
     pub(super) fn is_blocked(&self, top: Id, but: Option<usize>) -> bool {
         let others = self.slots.iter().enumerate().filter(|(slot, _)| Some(*slot) != but);
         let mut jobs = others.filter_map(|(_, slot)| slot.job.as_ref());
-        jobs.any(|job| job.has_frozen_target() && self.model.stands_on(top, job.target()))
+        jobs.any(|job| job.has_frozen_target() && self.model.stands_on(top, job.lowest()))
     }
 
     pub(super) fn open(&mut self, slot: usize) {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rand::Rng as _;
 use vmstrata_disk::index::{IndexOptions, build};
-use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Removal};
+use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, SnapshotInfo};
 use vmstrata_disk::{Disk, OpenOptions, Resources};
 use vmstrata_store::FaultPlan;
@@ -78,19 +78,28 @@ pub fn range(first: u16, last: u16) -> MergeRange {
 pub fn dropped(operation: &str) -> Option<MergeRange> {
     match operation.rsplit_once('-')?.1 {
         "frozen" => Some(range(1, 1)),
+        // Into s0, which takes the place of s2.
+        "down" => Some(range(0, 1)),
         "active" => Some(range(1, 2)),
         "flat" => Some(range(0, 2)),
         _ => None,
     }
 }
 
+/// How a merge of this name drops them.
+pub fn how(operation: &str) -> MergeOptions {
+    let direction = if operation.ends_with("-down") { Direction::Down } else { Direction::Up };
+    MergeOptions { removal: Removal::All, direction, ..MergeOptions::default() }
+}
+
 pub fn operate(operation: &str, seed: u64, dir: &Path, say: &(dyn Fn(u64) + Sync)) {
     let (web, resources) = (dir.join("web.qcow2"), resources());
     let open = OpenOptions { allow_backing: vec![dir.to_owned()], ..OpenOptions::default() };
     if let Some(range) = dropped(operation) {
-        let options = MergeOptions { removal: Removal::All, ..MergeOptions::default() };
+        let options = how(operation);
         if operation.starts_with("live") {
-            return merge_under_guest(&Disk::open(&web, &open, &resources).unwrap(), range, seed, say);
+            let disk = Disk::open(&web, &open, &resources).unwrap();
+            return merge_under_guest(&disk, range, &options, seed, say);
         }
         Merge::new(&web, range, &options, &resources).unwrap().run().unwrap();
         return;
@@ -114,7 +123,13 @@ pub fn guest_steps(seed: u64) -> Vec<Step> {
 }
 
 /// A guest goes on while the layers are dropped, and after that.
-pub fn merge_under_guest(disk: &Arc<Disk>, range: MergeRange, seed: u64, say: &(dyn Fn(u64) + Sync)) {
+pub fn merge_under_guest(
+    disk: &Arc<Disk>,
+    range: MergeRange,
+    options: &MergeOptions,
+    seed: u64,
+    say: &(dyn Fn(u64) + Sync),
+) {
     let steps = guest_steps(seed);
     let merged = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -128,8 +143,7 @@ pub fn merge_under_guest(disk: &Arc<Disk>, range: MergeRange, seed: u64, say: &(
             }
             merged.store(true, Ordering::Relaxed);
         });
-        let options = MergeOptions { removal: Removal::All, ..MergeOptions::default() };
-        Merge::of_disk(disk, range, &options).unwrap().run().unwrap();
+        Merge::of_disk(disk, range, options).unwrap().run().unwrap();
     });
     assert!(merged.into_inner());
     disk.close().unwrap();

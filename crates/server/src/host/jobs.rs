@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_api::{self as api, JobChange, JobSpec, JobStatus, RemoveFiles};
+use vmstrata_api::{self as api, JobChange, JobSpec, JobStatus, MergeInto, RemoveFiles};
 use vmstrata_disk::Disk;
-use vmstrata_disk::merge::{LayerRef, MergeOptions, Removal};
+use vmstrata_disk::merge::{Direction, LayerRef, MergeOptions, Removal};
 
 use super::{Host, Phase};
 use crate::error::Error;
@@ -20,13 +20,20 @@ fn check_limit(bytes_per_second: Option<u64>) -> Result<(), Error> {
     }
 }
 
-fn removal(remove: RemoveFiles) -> Removal {
-    match remove {
+/// How layers are dropped, but for how their files are looked at.
+fn how(remove: RemoveFiles, into: MergeInto, forget_missing: bool) -> MergeOptions {
+    let removal = match remove {
         RemoveFiles::None => Removal::Nothing,
         RemoveFiles::Snapshots => Removal::Snapshots,
         RemoveFiles::All => Removal::All,
         RemoveFiles::Everywhere => Removal::Everywhere,
-    }
+    };
+    let direction = match into {
+        MergeInto::Auto => Direction::Auto,
+        MergeInto::Up => Direction::Up,
+        MergeInto::Down => Direction::Down,
+    };
+    MergeOptions { removal, forget_missing, direction, ..MergeOptions::default() }
 }
 
 /// A relative path is refused: it is seen from the server's directory.
@@ -61,23 +68,31 @@ impl Host {
                 let work = IndexBuild::new(&open, false)?;
                 self.keep_job(&disk, || self.jobs.start(&disk, bytes_per_second, work))
             }
-            JobSpec::SnapshotDelete { disk, snapshots, keep_files, forget_missing, bytes_per_second } => {
-                let removal = if keep_files { Removal::Nothing } else { Removal::Snapshots };
-                self.start_merging(&disk, (removal, forget_missing), bytes_per_second, |open, options| {
+            JobSpec::SnapshotDelete {
+                disk,
+                snapshots,
+                keep_files,
+                into,
+                forget_missing,
+                bytes_per_second,
+            } => {
+                let remove = if keep_files { RemoveFiles::None } else { RemoveFiles::Snapshots };
+                let how = how(remove, into, forget_missing);
+                self.start_merging(&disk, how, bytes_per_second, |open, options| {
                     SnapshotDelete::new(open, &snapshots, options)
                 })
             }
-            JobSpec::Merge { disk, first, last, remove, forget_missing, bytes_per_second } => {
+            JobSpec::Merge { disk, first, last, remove, into, forget_missing, bytes_per_second } => {
                 let ends = [layer_ref(first)?, layer_ref(last)?];
-                let files = (removal(remove), forget_missing);
-                self.start_merging(&disk, files, bytes_per_second, |open, options| {
+                let how = how(remove, into, forget_missing);
+                self.start_merging(&disk, how, bytes_per_second, |open, options| {
                     MergeLayers::new(open, ends.each_ref(), options)
                 })
             }
             JobSpec::Flatten { disk, onto, remove, forget_missing, bytes_per_second } => {
                 let onto = onto.map(layer_ref).transpose()?;
-                let files = (removal(remove), forget_missing);
-                self.start_merging(&disk, files, bytes_per_second, |open, options| {
+                let how = how(remove, MergeInto::Up, forget_missing);
+                self.start_merging(&disk, how, bytes_per_second, |open, options| {
                     Flatten::new(open, onto.as_ref(), options)
                 })
             }
@@ -115,18 +130,13 @@ impl Host {
     fn start_merging<W: Work>(
         &self,
         disk: &str,
-        (removal, forget_missing): (Removal, bool),
+        how: MergeOptions,
         bytes_per_second: Option<u64>,
         make: impl FnOnce(Arc<Disk>, MergeOptions) -> Result<W, Error>,
     ) -> Result<JobStatus, Error> {
         let (_change, table) = self.begin_change()?;
         let (spec, open) = table.lend(disk, BEGINNING)?;
-        let options = MergeOptions {
-            open: self.open_options(spec),
-            removal,
-            forget_missing,
-            ..MergeOptions::default()
-        };
+        let options = MergeOptions { open: self.open_options(spec), ..how };
         drop(table);
         let work = make(Arc::clone(&open), options)?;
         let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
-use vmstrata_api::JobSpec;
+use vmstrata_api::{JobSpec, MergeInto};
 use vmstrata_disk::ErrorKind;
 use vmstrata_disk::merge::{MergeFault, available_bytes};
 use vmstrata_disk::snapshot::{Keep, Pruning, list, now_ns};
@@ -158,6 +158,7 @@ impl Host {
             disk: name.to_owned(),
             snapshots: snapshots.clone(),
             keep_files: false,
+            into: MergeInto::Auto,
             forget_missing: false,
             bytes_per_second: None,
         });

@@ -3,7 +3,7 @@
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use vmstrata_api::{
     DiskList, DiskStatus, FileNumber, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted,
     SnapshotSpec, SnapshotTaken,
@@ -120,21 +120,16 @@ impl Live {
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn delete(&self, args: &SnapshotDeleteArgs) -> Result<()> {
-        let asked = args.how.delete(self.name(), &args.names, args.keep_files);
+        let asked = args.how.delete(self.name(), &args.names, args.keep_files, args.into);
         self.run_job(&asked, &format!("{} deleted", args.names.join(", ")), args.common.json)
     }
 
     /// Has the server drop layers of the first disk, and waits until it has.
     ///
     /// # Errors
-    /// A way that is not open to a disk in use; what the server says, also of a job that someone ended.
+    /// What the server says, also of a job that someone ended.
     pub fn merge(&self, args: &MergeArgs) -> Result<()> {
-        ensure!(
-            args.into != crate::args::Into::Down,
-            "{}: it is served, and merged up only",
-            args.disk.display()
-        );
-        let asked = args.how.merge(self.name(), &args.layers, args.remove)?;
+        let asked = args.how.merge(self.name(), &args.layers, args.remove, args.into)?;
         self.run_job(&asked, &format!("{} dropped", args.layers.in_words()), args.common.json)
     }
 

@@ -12,7 +12,7 @@ use vmstrata_memory::capture::{BoxError, Disks};
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::DiskState;
 
-use crate::args::MergeHowArgs;
+use crate::args::{Into, MergeHowArgs};
 use crate::client::Client;
 use crate::key_values::escape;
 
@@ -148,7 +148,12 @@ impl ServedDisks {
     }
 
     fn delete(&self, disk: &str) -> Result<()> {
-        let asked = MergeHowArgs::default().delete(disk, std::slice::from_ref(&self.spec.name), false);
+        let asked = MergeHowArgs::default().delete(
+            disk,
+            std::slice::from_ref(&self.spec.name),
+            false,
+            Into::default(),
+        );
         let job: JobStatus = self.client.post("/v1/jobs", &asked)?;
         let job = self.client.until_ended(job, |_| true)?;
         // A job that is done says what files it had to keep.

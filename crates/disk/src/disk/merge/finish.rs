@@ -55,7 +55,8 @@ impl Running {
             }
             let old = before.frozen.as_ref().ok_or(MergeFault::LayersChanged)?;
             let (first, above) = (self.range.first.index(), self.range.target().index() + 1);
-            if old.layers().nth(above - 1).is_none_or(|layer| layer.identity.file != target.identity.file) {
+            let is_there = |layer: &Arc<Layer>| layer.identity.file == target.identity.file;
+            if !old.layers().nth(target.index.index()).is_some_and(is_there) {
                 return Err(Error::from(MergeFault::LayersChanged).in_file(&disk.path));
             }
             let kept = old.layers().take(first).cloned();
@@ -75,11 +76,12 @@ impl Running {
     /// The target as a layer that grows no more.
     fn settled_target(&self, copier: &Copier) -> Result<Arc<Layer>> {
         let (target, resources) = (&copier.target, &self.disk.resources);
-        let identity = resources.files().opener().identity(&target.path, &Gate::unrestricted())?;
+        let path = copier.path();
+        let identity = resources.files().opener().identity(path, &Gate::unrestricted())?;
         if identity.file != target.identity.file {
-            return Err(Error::from(ErrorKind::Changed).in_file(&target.path));
+            return Err(Error::from(ErrorKind::Changed).in_file(path));
         }
-        let layer = Layer::new(target.path.clone(), identity, target.size(), Some(target.tables_now()));
+        let layer = Layer::new(path.to_owned(), identity, target.size(), Some(target.tables_now()));
         let layer = resources.share_layer(layer);
         resources.files().store(&layer)?;
         Ok(layer)

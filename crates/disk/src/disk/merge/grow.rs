@@ -3,29 +3,24 @@
 use std::sync::Arc;
 
 use vmstrata_qcow2::Header;
-use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore};
-use vmstrata_types::LayerIndex;
+use vmstrata_store::{FileIdentity, Gate, OpenStore};
 
-use super::{Running, others};
+use super::Running;
 use crate::chain::Top as OpenTop;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::{Layer, Tables};
-use crate::layers::{Layers, Top, index_of};
+use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, map_up_to};
 use crate::merge::relink::Relink;
-use crate::merge::users::{Users, holder_of, opened_here};
+use crate::merge::users::{Users, holder_among, open_twice};
 use crate::merge::{Copier, MergeFault, target};
 use crate::opener::Role;
 
 impl Running {
     /// Begins to copy into a frozen layer.
-    pub(super) fn let_grow(
-        &mut self,
-        links: &[Link],
-        users: &Users,
-        after: Option<Arc<FrozenMap>>,
-    ) -> Result<Copier> {
+    pub(super) fn let_grow(&mut self, links: &[Link], users: &Users) -> Result<Copier> {
+        let after = self.after(links)?;
         let (disk, index) = (Arc::clone(&self.disk), self.range.target());
         let (link, resources) = (&links[index.index()], &disk.resources);
         self.claim(link)?;
@@ -54,35 +49,19 @@ impl Running {
         let path = map.layer(index).path.to_path_buf();
         let growing = Layer::new(path, identity, header.size, Some(Tables::of(header)));
         growing.put_file(Some(OpenStore::new(Arc::clone(&top.opened.store))));
-        let map = map.with_layer(index, Arc::new(growing));
+        let map = map.with_layers(index.index(), [Arc::new(growing)]);
         disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
         disk.epochs.synchronize();
         Ok(())
     }
 
-    /// Makes sure that no one else stands on the target, and that no disk of this process will.
-    fn claim(&mut self, link: &Link) -> Result<()> {
-        let disk = &self.disk;
-        if !disk.resources.merging().lock().insert(link.file) {
-            return Err(Error::from(MergeFault::Busy).in_file(&link.path));
-        }
-        self.target = Some(link.file);
-        let here = others(&self.disk).find(|other| other.stands_on(link.file));
-        let here = here.map(|other| format!("the disk {}", other.path.display()));
-        here.map_or(Ok(()), |by| Err(Error::from(MergeFault::TargetInUse { by }).in_file(&link.path)))
-    }
-
     /// Refuses a target that another process uses, or a disk of another process that stands on it.
     fn refuse_users(&self, links: &[Link], users: &Users) -> Result<()> {
-        let (disk, above) = (&self.disk, &links[self.range.target().index()..]);
-        let target = above[0].file;
-        let in_use = disk.here(|here| {
-            let own = usize::from((here.store)(target).is_some());
-            // A file's locks are seen through each other open file, also of this process: a queue without requests may have
-            // the target as it was before, and so has a merge of it.
-            let but = (opened_here(target) > own).then_some(target);
-            let by_process = but.and_then(holder_of);
-            by_process.or_else(|| users.in_use(above, &here, but.as_slice()))
+        let above = &links[self.range.target().index()..];
+        let in_use = self.disk.here(|here| {
+            // A queue without requests may have the target as it was before, and so has a merge of it.
+            let but = open_twice(&above[..1], &here);
+            holder_among(&but).or_else(|| users.in_use(above, &here, &but))
         });
         match in_use {
             Some(by) => Err(Error::from(MergeFault::TargetInUse { by }).in_file(&above[0].path)),
@@ -90,31 +69,36 @@ impl Running {
         }
     }
 
-    /// Lets the target be a layer like others again.
-    pub(super) fn grow_no_more(&self, file: FileId, layers: &Layers) {
-        let resources = &self.disk.resources;
-        let Some((map, index)) = layers.frozen.as_ref().and_then(|map| Some((map, growing_at(map, file)?)))
-        else {
-            return;
-        };
-        let settled = resources.files().opener().identity(&map.layer(index).path, &Gate::unrestricted());
-        match settled {
-            Ok(identity) if identity.file == file => {
-                let old = map.layer(index);
-                let layer = Layer::new(old.path.to_path_buf(), identity, old.size, old.tables);
-                let map = map.with_layer(index, resources.share_layer(layer));
-                self.disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
-            }
-            // It is still open, as it was.
-            _ => {
-                tracing::warn!(file = %map.layer(index).path.display(), "a merged layer cannot be examined")
+    /// Lets the layers that were written, or kept open meanwhile, be like others again.
+    pub(super) fn grow_no_more(&self, layers: &Layers) {
+        let Some(map) = &layers.frozen else { return };
+        let grows = |(_, layer): &(usize, &Arc<Layer>)| layer.identity.len == u64::MAX;
+        let mut settled: Option<FrozenMap> = None;
+        for (index, layer) in map.layers().enumerate().filter(grows) {
+            match self.settled(layer) {
+                Ok(layer) => {
+                    let now = settled.as_ref().unwrap_or(map).with_layers(index, [layer]);
+                    settled = Some(now);
+                }
+                // It is still open, as it was.
+                Err(error) => {
+                    tracing::warn!(file = %layer.path.display(), %error, "a merged layer cannot be examined")
+                }
             }
         }
+        if let Some(map) = settled {
+            self.disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
+        }
     }
-}
 
-/// Where in the chain this layer is, if it is still allowed to grow.
-fn growing_at(map: &FrozenMap, file: FileId) -> Option<LayerIndex> {
-    let grows = |layer: &Arc<Layer>| layer.identity.file == file && layer.identity.len == u64::MAX;
-    map.layers().position(grows).map(index_of)
+    /// The same layer as one that does not grow.
+    fn settled(&self, layer: &Layer) -> Result<Arc<Layer>> {
+        let resources = &self.disk.resources;
+        let identity = resources.files().opener().identity(&layer.path, &Gate::unrestricted())?;
+        if identity.file != layer.identity.file {
+            return Err(ErrorKind::Changed.into());
+        }
+        let layer = Layer::new(layer.path.to_path_buf(), identity, layer.size, layer.tables);
+        Ok(resources.share_layer(layer))
+    }
 }

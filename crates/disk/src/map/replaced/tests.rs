@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use vmstrata_store::Segment;
-use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
+use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 
 use super::*;
 use crate::merge::{Merge, MergeOptions, MergeRange};

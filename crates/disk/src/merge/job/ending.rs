@@ -1,5 +1,6 @@
 //! The end of the job: who has to know that the chain is shorter, and the files that go.
 
+use std::fs::File;
 use std::path::Path;
 
 use vmstrata_store::FileId;
@@ -8,10 +9,17 @@ use super::{Host, Merge};
 use crate::chain::OpenOptions;
 use crate::clones;
 use crate::draft::flush_directory;
+use crate::error::{IoContext as _, Result};
 use crate::merge::down::Down;
 use crate::merge::remove::{self, Wanted};
 use crate::merge::users::{Here, Users};
 use crate::merge::{Removal, leftovers};
+
+/// Brings a file to stable storage with its time of change, which a flush leaves out.
+fn sync(path: &Path) -> Result<()> {
+    let synced = File::open(path).and_then(|file| file.sync_all());
+    synced.while_trying("flush").map_err(|error| error.in_file(path))
+}
 
 impl Merge {
     fn disk(&self) -> (&Path, &OpenOptions) {
@@ -45,7 +53,14 @@ impl Merge {
         let mut dropped = self.dropped.clone();
         dropped.retain(|layer| self.options.removal.wants(layer).is_ok());
         let (disk, open) = self.disk();
-        if let Err(error) = leftovers::announce(disk, open, target, &dropped) {
+        let announced = || {
+            if self.merged.is_down {
+                // The note knows them by the times that their marks gave them.
+                dropped.iter().try_for_each(|layer| sync(&layer.path))?;
+            }
+            leftovers::announce(disk, open, target, &dropped)
+        };
+        if let Err(error) = announced() {
             tracing::warn!(%error, "killed now, the merge would leave the files of dropped layers behind");
         }
     }
@@ -65,7 +80,7 @@ impl Merge {
             let wanted = Wanted { removal, forget_missing, here, by_others };
             remove::remove(&dropped, &mut users, &wanted)
         };
-        let (mut removed, kept) = match &self.host {
+        let (removed, kept) = match &self.host {
             Host::Files(_) => remove(Here::NOTHING),
             Host::Running(running) => running.here(remove),
         };
@@ -77,7 +92,10 @@ impl Merge {
             leftovers::leave(disk, open, leftovers::later(&kept));
         }
         let kept = kept.into_iter().filter(|(path, _)| !was_waiting(path)).collect();
+        let (waited, mut removed): (Vec<_>, Vec<_>) = removed.into_iter().partition(|path| was_waiting(path));
+        // A lowest layer that took another's place is there already.
         removed.append(&mut self.merged.removed);
+        removed.extend(waited);
         (self.merged.removed, self.merged.kept) = (removed, kept);
     }
 }

@@ -1,6 +1,6 @@
 //! Processes that use a file: known by what they have open, and by their locks.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::MetadataExt as _;
@@ -18,6 +18,7 @@ use crate::snapshot::{Holder, holders_of};
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// What this process itself has to do with files.
+#[derive(Clone, Copy)]
 pub(crate) struct Here<'a> {
     /// Whether one of its disks stands on a file.
     pub(crate) needs: &'a dyn Fn(FileId) -> bool,
@@ -53,16 +54,32 @@ impl Users {
     }
 }
 
-/// In how many places this process has the file open; what it cannot see of itself counts as one.
-pub(crate) fn opened_here(file: FileId) -> usize {
-    let Ok(descriptors) = std::fs::read_dir("/proc/self/fd") else { return 1 };
-    let open = descriptors.filter_map(|entry| std::fs::metadata(entry.ok()?.path()).ok());
-    open.filter(|open| (open.dev(), open.ino()) == (file.dev, file.ino)).count()
+/// Of `layers`, the files that this process has open beside the open file that it knows: those locks look like somebody else's.
+/// So may all be if it cannot see what it has open.
+pub(crate) fn open_twice(layers: &[Link], here: &Here<'_>) -> Vec<FileId> {
+    let mut counts: HashMap<FileId, usize> = HashMap::new();
+    let descriptors = std::fs::read_dir("/proc/self/fd");
+    let is_seen = descriptors.is_ok();
+    for entry in descriptors.into_iter().flatten() {
+        if let Some(open) = entry.ok().and_then(|entry| std::fs::metadata(entry.path()).ok()) {
+            *counts.entry(FileId { dev: open.dev(), ino: open.ino() }).or_default() += 1;
+        }
+    }
+    let files = layers.iter().map(|link| link.file);
+    let is_twice = |&file: &FileId| {
+        let open = if is_seen { counts.get(&file).copied().unwrap_or(0) } else { 1 };
+        open > usize::from((here.store)(file).is_some())
+    };
+    files.filter(is_twice).collect()
 }
 
-/// Another process that has the file open, as far as this user may see it.
-pub(crate) fn holder_of(file: FileId) -> Option<String> {
-    patiently(|| holders_of(&HashSet::from([file])).first().map(Holder::to_string))
+/// Another process that has one of `files` open, as far as this user may see it.
+pub(crate) fn holder_among(files: &[FileId]) -> Option<String> {
+    let files: HashSet<FileId> = files.iter().copied().collect();
+    if files.is_empty() {
+        return None;
+    }
+    patiently(|| holders_of(&files).first().map(Holder::to_string))
 }
 
 /// Whether someone else has the file open.

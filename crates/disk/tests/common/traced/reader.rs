@@ -43,6 +43,7 @@ impl Reader {
             log: Vec::new(),
             renamings: Vec::new(),
             flushes: Vec::new(),
+            syncs: Vec::new(),
             marks: Vec::new(),
             end: Moment(0),
         };
@@ -140,6 +141,10 @@ impl Reader {
                 Some(Open::Directory(directory)) => {
                     let (issued, completed) = (call.issued, call.completed);
                     self.traced.flushes.push(Flush { directory, issued, completed });
+                }
+                Some(Open::File { store, .. }) if call.name == "fsync" => {
+                    self.traced.syncs.push((store, call.completed));
+                    self.change(call, number(0), Operation::Flush);
                 }
                 _ => self.change(call, number(0), Operation::Flush),
             },

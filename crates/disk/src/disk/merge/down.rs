@@ -1,0 +1,82 @@
+//! Writing down into the lowest dropped layer of a disk in use.
+//!
+//! ```text
+//!   requests ──► map of the whole chain ──► the layer that has the newest: never what is written over meanwhile
+//!   job      ──► what layers above the lowest dropped one have ──► written into that one ──► rename ──► shorter map
+//! ```
+//!
+//! What is written has a newer version in a layer above, and the map leads there: requests see nothing of it, and none waits.
+//! They get objects of the dropped layers that allow for growing, and one of the layer that stays; all keep their files open, because
+//! after the rename that last one's path leads to another file.
+//!
+//! The states of dropped layers are lost with the first write. So these are claimed: no disk of this process stands on one, and
+//! none is opened that would; other processes find them locked ([`Role::WrittenDown`]).
+
+use std::sync::Arc;
+
+use vmstrata_store::FileIdentity;
+
+use super::Running;
+use crate::error::Result;
+use crate::layer::Layer;
+use crate::merge::direction::Asked;
+use crate::merge::down::{self, Held};
+use crate::merge::plan::Link;
+use crate::merge::users::{Here, open_twice};
+use crate::merge::{Copier, MergeOptions};
+use crate::opener::Role;
+
+impl Running {
+    /// Begins to write down into the lowest dropped layer, if that is the way to take.
+    ///
+    /// # Errors
+    /// [`crate::merge::MergeFault::NotDown`]; a layer that cannot be opened, read or written.
+    pub(super) fn write_down(&mut self, links: &[Link], options: &MergeOptions) -> Result<Option<Copier>> {
+        let disk = Arc::clone(&self.disk);
+        let options = MergeOptions { open: disk.options.clone(), ..options.clone() };
+        disk.here(|here| self.write_down_from(here, links, &options))
+    }
+
+    fn write_down_from(
+        &mut self,
+        here: Here<'_>,
+        links: &[Link],
+        options: &MergeOptions,
+    ) -> Result<Option<Copier>> {
+        let (disk, range) = (Arc::clone(&self.disk), self.range);
+        let above = &links[range.first.index()..];
+        let ours = |layers: &[Link]| open_twice(layers, &here);
+        let (path, resources) = (&disk.path, &disk.resources);
+        let asked = Asked { disk: path, links, range, options, resources, here, ours: &ours };
+        let Some(found) = asked.choose()? else { return Ok(None) };
+        let dropped = &above[..=range.last.index() - range.first.index()];
+        if let Err(reason) = self.claim_all(dropped) {
+            return asked.or_up(reason);
+        }
+        down::open(&asked, found, Role::WrittenDown, |held| self.put_held(links, held)).map(Some)
+    }
+
+    /// Makes sure that no disk of this process stands on one of the dropped layers, or will.
+    fn claim_all(&mut self, dropped: &[Link]) -> std::result::Result<(), String> {
+        let claimed = dropped.iter().try_for_each(|link| self.claim(link));
+        claimed.map_err(|error| {
+            self.give_up_claims();
+            error.to_string()
+        })
+    }
+
+    /// Gives requests the objects of the dropped layers that allow for their growing.
+    fn put_held(&self, links: &[Link], held: &Held) -> Result<()> {
+        let (disk, first) = (&self.disk, self.range.first.index());
+        let (_changing, layers) = self.hold_layers(links)?;
+        let map = layers.frozen.as_ref().expect("the dropped layers are in it");
+        let stays = map.layer(self.range.target());
+        let identity = FileIdentity { len: u64::MAX, ..stays.identity };
+        let pinned = Layer::new(stays.path.to_path_buf(), identity, stays.size, stays.tables);
+        pinned.put_file(Some(disk.resources.files().store(stays)?));
+        let map = map.with_layers(first, held.layers.iter().cloned().chain([Arc::new(pinned)]));
+        disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
+        disk.epochs.synchronize();
+        Ok(())
+    }
+}
