@@ -94,6 +94,9 @@ pub struct DiskStatus {
     pub file: Option<FileNumber>,
     /// Where it is between being asked for and being gone.
     pub state: DiskState,
+    /// Whether it was added while the server, or one before it, ran.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub added: bool,
     /// Why it is not open; absent unless it waits to be.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub open_error: Option<String>,

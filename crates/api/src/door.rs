@@ -59,6 +59,9 @@ pub struct DoorStatus {
     pub id: u64,
     /// What was asked for, with a port of 0 replaced by the one that was taken.
     pub door: DoorSpec,
+    /// Whether it was added while the server, or one before it, ran.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub added: bool,
     /// Why it is not open: the server goes on without it and tries again until it is, or is removed. Absent when it is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub open_error: Option<String>,

@@ -124,6 +124,36 @@ fn a_server_that_could_not_open_a_disk_replaces_none() {
     assert!(server.stop().success());
 }
 
+/// Nobody loses what the server before has not open either; what it has open must be possible for a server that keeps going, too.
+#[test]
+fn what_waits_in_both_servers_is_in_nobodys_way() {
+    let images = Images::new();
+    let path = images.create("web.qcow2", &["16M"]);
+    images.create("torn.qcow2", &["-u", "-b", "gone.qcow2", "-F", "qcow2", "16M"]);
+    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let (disk, torn) = (format!("path={}", path.display()), format!("path={}", images.name("torn.qcow2")));
+    let args = ["--keep-going", "--disk", &disk, "--disk", &torn, "--nbd", &nbd];
+    let mut server = Server::start(&args);
+    for broken in [
+        &["--disk", &format!("{torn},name=web"), "--nbd", &nbd][..],
+        &["--disk", &disk, "--nbd", &nbd, "--metrics", "192.0.2.1:9100"],
+    ] {
+        let output = vmstrata()
+            .args(["serve", "--replace", "--keep-going", "--runtime-dir"])
+            .arg(server.control().parent().unwrap())
+            .args(broken)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("to be replaced goes on"), "{said}");
+    }
+    let mut second = replace(&server, &args, &images.path("second.log"));
+    assert!(server.wait().success());
+    tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 1 0 64k", &server.uri("web")]);
+    kill_process(Pid::from_child(&second), Signal::TERM).unwrap();
+    assert!(second.wait().unwrap().success());
+}
+
 #[test]
 fn where_there_is_none_to_replace_a_server_is_the_first() {
     let images = Images::new();

@@ -167,6 +167,7 @@ impl Settings {
                 workers: self.workers,
             },
             runtime_dir: self.runtime_dir,
+            forget_added: false,
             ready_fd: None,
             control: self.control.unwrap_or_default(),
             control_patience: Duration::ZERO,

@@ -22,7 +22,7 @@ mod socket;
 
 use std::io;
 use std::net::TcpListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -56,6 +56,11 @@ pub(crate) struct Places {
 }
 
 impl Places {
+    /// The path of the control socket, if there is one.
+    pub(crate) fn control(&self) -> Option<PathBuf> {
+        self.socket.as_ref().and_then(ControlSocket::path)
+    }
+
     /// Takes the control socket and the port for metrics, before any disk is opened: a second server on the same
     /// socket must fail before it touches anything.
     ///

@@ -13,6 +13,7 @@
 //! journal replays. Nobody closes a disk while it is lent (`users`). No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
+mod added;
 mod background;
 mod counts;
 mod disks;
@@ -29,6 +30,7 @@ mod stats;
 mod users;
 mod waiting;
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -39,7 +41,6 @@ use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::nbd::{self, TlsMode};
 
-pub(crate) use self::background::Background;
 pub(crate) use self::counts::Counted;
 use self::counts::Counts;
 use self::doors::Door;
@@ -48,6 +49,7 @@ pub(crate) use self::states::look_at;
 use self::users::Users;
 pub(crate) use self::waiting::Wanted;
 use self::waiting::{Wait, WaitingDoor};
+use crate::added::Place;
 use crate::agent::Guards;
 use crate::error::{Error, NotClean};
 use crate::jobs::Jobs;
@@ -73,6 +75,8 @@ pub struct Host {
     due: Arc<Due>,
     counts: Counts,
     started: Instant,
+    /// Where it is noted what is added. Taken before the table.
+    added: Mutex<Option<Place>>,
 }
 
 #[derive(Debug, Default)]
@@ -83,6 +87,8 @@ struct Table {
     doors: Vec<(u64, Door)>,
     /// Doors that are not open, by their numbers.
     waiting: Vec<WaitingDoor>,
+    /// Doors that were added while the server, or the one before it, ran.
+    added_doors: HashSet<u64>,
     next_door: u64,
     /// Changes under way.
     changes: usize,
@@ -94,11 +100,13 @@ struct Entry {
     spec: DiskSpec,
     phase: Phase,
     users: Arc<Users>,
+    /// Whether it was added while the server, or the one before it, ran.
+    is_added: bool,
 }
 
 impl Entry {
     fn new(spec: DiskSpec, phase: Phase) -> Self {
-        Self { spec, phase, users: Arc::default() }
+        Self { spec, phase, users: Arc::default(), is_added: false }
     }
 }
 
@@ -176,6 +184,7 @@ impl Host {
             due: Arc::default(),
             counts: Counts::default(),
             started: Instant::now(),
+            added: Mutex::default(),
         }))
     }
 

@@ -11,6 +11,7 @@
 //! | [`spec`], [`config`], `options` | what is asked for, checked before any file is touched |
 //! | [`host`] | which disks and doors there are, and how they come and go |
 //! | `jobs` | long work in steps: progress, speed limit, pause, cancel |
+//! | `added` | what was added to a running server, for its successor |
 //! | `agent` | guests that stand still for a snapshot |
 //! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
 //! | `run`, `rehearse`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
@@ -20,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+mod added;
 mod agent;
 pub mod config;
 mod control;

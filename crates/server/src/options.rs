@@ -23,6 +23,8 @@ pub struct Options {
     pub disks: Vec<DiskSpec>,
     /// Serve what can be opened, and try the rest again until it can.
     pub keep_going: bool,
+    /// Do not take over what was added to the server before.
+    pub forget_added: bool,
     /// Sockets for guests.
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.

@@ -1,33 +1,69 @@
 //! What a server can know of its disks and doors before it opens them: whoever replaces a server had better know before that
 //! one has ended.
 //!
-//! A socket that somebody listens on is no fault: that is the server to be replaced.
+//! A socket that somebody listens on is no fault: that is the server to be replaced. Nor is, for a server that keeps going, what the
+//! other one has not open either: nobody loses it.
 
 use std::fs::{metadata, symlink_metadata};
 use std::io;
-use std::net::ToSocketAddrs as _;
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs as _};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
 use rustix::fs::{Access, access};
+use vmstrata_api::{DiskStatus, DoorSpec, DoorStatus, ServerStatus};
 use vmstrata_export::nbd::{self, Address};
 use vmstrata_export::vhost_user;
 
-use crate::error::Error;
+use crate::error::{Error, told};
 use crate::host;
 use crate::options::Options;
 use crate::spec::VhostUserSpec;
 
-/// Looks at what a server with these options would open, without opening it for itself.
+/// Looks at what a server with these options would open, without opening it for itself, in the place of one that serves what
+/// `status` says.
 ///
 /// # Errors
 /// An image that cannot be read or has a layer that cannot, no such snapshot, a certificate that cannot be used, a socket that
 /// cannot be made, an address that nothing is known of.
-pub fn rehearse(options: &Options) -> Result<(), Error> {
+pub fn rehearse(options: &Options, status: &ServerStatus) -> Result<(), Error> {
     options.tls_mode()?;
-    options.disks.iter().try_for_each(|disk| host::look_at(disk, &options.allow_backing))?;
-    options.nbd.iter().try_for_each(nbd_door)?;
-    options.vhost_user.iter().try_for_each(vhost_user_door)
+    options.metrics.map_or(Ok(()), metrics_port)?;
+    let waits = |is_open: bool, looked: Result<(), Error>| match looked {
+        Err(error) if options.keep_going && !is_open => {
+            tracing::warn!("will be tried again: {}", told(&error));
+            Ok(())
+        }
+        looked => looked,
+    };
+    for disk in &options.disks {
+        let is_open = |other: &DiskStatus| other.name == disk.name && other.open_error.is_none();
+        waits(status.disks.iter().any(is_open), host::look_at(disk, &options.allow_backing))?;
+    }
+    let is_open =
+        |place: &str| status.doors.iter().any(|door| door.open_error.is_none() && place_of(door) == place);
+    for address in &options.nbd {
+        waits(is_open(&address.to_string()), nbd_door(address))?;
+    }
+    for spec in &options.vhost_user {
+        waits(is_open(&spec.socket.to_string_lossy()), vhost_user_door(spec))?;
+    }
+    Ok(())
+}
+
+fn place_of(door: &DoorStatus) -> &str {
+    match &door.door {
+        DoorSpec::VhostUser(spec) => &spec.socket,
+        DoorSpec::Nbd(spec) => &spec.address,
+    }
+}
+
+/// The server to be replaced may have the port.
+fn metrics_port(address: SocketAddr) -> Result<(), Error> {
+    match TcpListener::bind(address) {
+        Err(source) if source.kind() != io::ErrorKind::AddrInUse => Err(Error::Metrics { address, source }),
+        _ => Ok(()),
+    }
 }
 
 fn nbd_door(address: &Address) -> Result<(), Error> {

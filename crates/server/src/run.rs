@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use vmstrata_api::ServerStatus;
 
+use crate::added::Place;
 use crate::control::{Control, Places};
 use crate::error::Error;
-use crate::host::{Background, Host, Wanted};
+use crate::host::{Host, Wanted};
 use crate::notify;
 use crate::options::Options;
 use crate::shutdown::Shutdown;
@@ -22,11 +23,14 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
         Shutdown::new().map_err(|source| Error::System { action: "take over the signals", source })?;
     let runtime_dir = options.runtime_dir()?;
     let places = Places::take(options, &runtime_dir)?;
+    let added = places.control().map(|control| Place::new(&runtime_dir, &control));
     let host = Host::new(options, runtime_dir)?;
     let control = Control::start(&host, places);
     let served = control.and_then(|control| {
         let served = host.start_retention().and_then(|_retention| {
-            let _reopening = open_all(options, &host)?;
+            open_all(options, &host)?;
+            added.map_or(Ok(()), |place| host.take_over(place, options.forget_added))?;
+            let _reopening = host.start_reopening()?;
             serve(options, &host, &mut shutdown, on_ready)
         });
         // Answered to the last, so that whoever asks is told that the server is ending and what is still open.
@@ -39,19 +43,17 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
     Ok(())
 }
 
-/// Opens all disks and doors; if the server is to keep going, what cannot be opened is tried again from now on.
-fn open_all(options: &Options, host: &Arc<Host>) -> Result<Option<Background>, Error> {
+/// Opens all disks and doors; if the server is to keep going, what cannot be opened waits.
+fn open_all(options: &Options, host: &Arc<Host>) -> Result<(), Error> {
     if options.keep_going {
         options.disks.iter().try_for_each(|disk| host.add_disk_or_wait(disk.clone()))?;
         let nbd = options.nbd.iter().cloned().map(Wanted::Nbd);
         let mut doors = nbd.chain(options.vhost_user.iter().cloned().map(Wanted::VhostUser));
-        doors.try_for_each(|door| host.add_door_or_wait(door))?;
-        return host.start_reopening().map(Some);
+        return doors.try_for_each(|door| host.add_door_or_wait(door).map(drop));
     }
     options.disks.iter().try_for_each(|disk| host.add_disk(disk.clone()))?;
     options.nbd.iter().try_for_each(|address| host.add_nbd(address).map(drop))?;
-    options.vhost_user.iter().try_for_each(|socket| host.add_vhost_user(socket.clone()).map(drop))?;
-    Ok(None)
+    options.vhost_user.iter().try_for_each(|socket| host.add_vhost_user(socket.clone()).map(drop))
 }
 
 fn serve(

@@ -68,6 +68,9 @@ pub struct ServeArgs {
     /// Take over from the server that has the control socket: ask it to drain, close and end, then open the same disks
     #[arg(long, conflicts_with = "no_control")]
     pub replace: bool,
+    /// Begin without the disks and doors that were added to the server before on this control socket
+    #[arg(long, conflicts_with = "no_control")]
+    pub forget_added: bool,
     /// Listen for no commands
     #[arg(long)]
     pub no_control: bool,
@@ -123,7 +126,8 @@ until it can or until `vmstrata disk remove` or `door remove` gives it up; statu
 A comma inside a value is written twice: path=/a,,b.qcow2. When ready, the server prints how to attach each
 disk to QEMU, libvirt, cloud-hypervisor and NBD clients. Under systemd use Type=notify.
 
-An upgrade under running guests: vmstrata serve --replace with the arguments of the server that runs. Guests with
+An upgrade under running guests: vmstrata serve --replace with the arguments of the server that runs. Disks and doors that were
+added to it are taken over, here as after any other end of a server, until the host is rebooted. Guests with
 reconnect=1 and NBD clients with reconnect-delay wait for a moment and notice nothing else.
 
 SIGTERM and SIGINT end it: requests in flight finish, everything is flushed, images are closed clean.

@@ -82,6 +82,7 @@ mod tests {
     #[test]
     fn a_door_is_meant_by_number_socket_or_address() {
         let door = |door| DoorStatus {
+            added: false,
             id: 7,
             door,
             open_error: None,

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use vmstrata_api::ServerStatus;
 use vmstrata_server::config::Settings;
 use vmstrata_server::{ControlPlace, Options};
 
@@ -30,6 +31,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     };
     let mut options = Options {
         ready_fd: args.ready_fd,
+        forget_added: args.forget_added,
         // Also when another version was installed over the file that this one was started from.
         thaw_guard: Some(PathBuf::from("/proc/self/exe")),
         ..flags.over(file).into_options()
@@ -83,7 +85,9 @@ fn ask_to_end(options: &mut Options) -> Result<()> {
     let client = Client::new(&ControlArgs { control: Some(path) })?;
     if client.is_answered() {
         // What this one cannot open the other goes on serving.
-        vmstrata_server::rehearse(options).context("the server that is to be replaced goes on")?;
+        let goes_on = "the server that is to be replaced goes on";
+        let status: ServerStatus = client.get("/v1/status").context(goes_on)?;
+        vmstrata_server::rehearse(options, &status).context(goes_on)?;
         client.tell("/v1/shutdown")?;
         options.control_patience = REPLACE_PATIENCE;
     }

@@ -80,7 +80,7 @@ fn disk_row(disk: &DiskStatus) -> [String; 7] {
     [
         disk.name.clone(),
         state(disk).to_owned(),
-        mode(disk).to_owned(),
+        if disk.added { format!("{}, added", mode(disk)) } else { mode(disk).to_owned() },
         shown(disk.size_bytes.map(short_size)),
         shown(disk.layers.map(|layers| layers.to_string())),
         share(share_of(disk.metadata_hits, disk.metadata_misses)),

@@ -50,6 +50,11 @@ impl ControlSocket {
         Ok(taken)
     }
 
+    /// Where it is.
+    pub(super) fn path(&self) -> Option<PathBuf> {
+        self.listener.local_addr().ok()?.as_pathname().map(Path::to_owned)
+    }
+
     pub(super) fn listener(&self) -> io::Result<UnixListener> {
         self.listener.try_clone()
     }

@@ -133,6 +133,7 @@ impl Host {
         withdraw(name, &shared);
         let closed = close_and_release(name, disk);
         self.table.lock().forget(name);
+        self.note_added();
         let error = closed.as_ref().err().map(Error::to_string);
         self.tell(Event::DiskRemoved { disk: name.to_owned(), error });
         closed

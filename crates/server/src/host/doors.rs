@@ -75,19 +75,29 @@ impl Door {
         }
     }
 
+    /// What was asked for, with a port of 0 replaced by the one that was taken.
+    pub(super) fn spec(&self) -> api::DoorSpec {
+        match self {
+            Self::VhostUser { spec, .. } => api::DoorSpec::VhostUser(spec.into()),
+            Self::Nbd { address, .. } => api::DoorSpec::Nbd(api::NbdSpec { address: address.to_string() }),
+        }
+    }
+
     pub(super) fn status(&self, id: u64, tls: bool) -> api::DoorStatus {
         match self {
-            Self::VhostUser { spec, server } => api::DoorStatus {
+            Self::VhostUser { server, .. } => api::DoorStatus {
                 id,
-                door: api::DoorSpec::VhostUser(spec.into()),
+                door: self.spec(),
+                added: false,
                 open_error: None,
                 connections: Some(server.is_connected().into()),
                 tls: false,
                 counters: Some(counters(&server.stats())),
             },
-            Self::Nbd { address, server } => api::DoorStatus {
+            Self::Nbd { server, .. } => api::DoorStatus {
                 id,
-                door: api::DoorSpec::Nbd(api::NbdSpec { address: address.to_string() }),
+                door: self.spec(),
+                added: false,
                 open_error: None,
                 connections: Some(server.connections() as u64),
                 tls,
@@ -182,6 +192,7 @@ impl Host {
         if let Some(at) = table.waiting.iter().position(|door| door.id == id) {
             table.waiting.remove(at);
             drop(table);
+            self.note_added();
             self.tell(Event::DoorRemoved { id });
             return Ok(());
         }
@@ -192,6 +203,7 @@ impl Host {
         }
         let (_, door) = table.doors.remove(at);
         drop(table);
+        self.note_added();
         let closed = door.close();
         self.tell(Event::DoorRemoved { id });
         closed

@@ -44,6 +44,7 @@ impl Host {
         let table = self.table.lock();
         let open = table.doors.iter().map(|(id, door)| door.status(*id, tls));
         let mut doors: Vec<_> = open.chain(table.waiting.iter().map(|door| door.status(tls))).collect();
+        doors.iter_mut().for_each(|door| door.added = table.added_doors.contains(&door.id));
         doors.sort_by_key(|door| door.id);
         doors
     }
@@ -100,6 +101,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
             .and_then(|disk| disk.active_file())
             .map(|file| api::FileNumber { device: file.dev, inode: file.ino }),
         state: state(&entry.phase),
+        added: entry.is_added,
         open_error: match &entry.phase {
             Phase::Waiting(wait) => Some(wait.why.clone()),
             _ => None,

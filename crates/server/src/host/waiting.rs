@@ -71,7 +71,14 @@ impl Wanted {
         matches!(self, Self::VhostUser(spec) if spec.disk == name)
     }
 
-    fn place(&self) -> String {
+    pub(super) fn spec(&self) -> api::DoorSpec {
+        match self {
+            Self::VhostUser(spec) => api::DoorSpec::VhostUser(spec.into()),
+            Self::Nbd(address) => api::DoorSpec::Nbd(api::NbdSpec { address: address.to_string() }),
+        }
+    }
+
+    pub(super) fn place(&self) -> String {
         match self {
             Self::VhostUser(spec) => spec.socket.display().to_string(),
             Self::Nbd(address) => address.to_string(),
@@ -89,12 +96,17 @@ pub(super) struct WaitingDoor {
 
 impl WaitingDoor {
     pub(super) fn status(&self, tls: bool) -> api::DoorStatus {
-        let (door, tls) = match &self.wanted {
-            Wanted::VhostUser(spec) => (api::DoorSpec::VhostUser(spec.into()), false),
-            Wanted::Nbd(address) => (api::DoorSpec::Nbd(api::NbdSpec { address: address.to_string() }), tls),
-        };
-        let open_error = Some(self.wait.why.clone());
-        api::DoorStatus { id: self.id, door, open_error, connections: None, tls, counters: None }
+        let tls = tls && matches!(self.wanted, Wanted::Nbd(_));
+        let (door, open_error) = (self.wanted.spec(), Some(self.wait.why.clone()));
+        api::DoorStatus {
+            id: self.id,
+            door,
+            added: false,
+            open_error,
+            connections: None,
+            tls,
+            counters: None,
+        }
     }
 }
 
@@ -146,20 +158,20 @@ impl Host {
         Ok(())
     }
 
-    /// As [`Host::add_vhost_user`] and [`Host::add_nbd`], but a door that cannot be opened waits.
+    /// As [`Host::add_vhost_user`] and [`Host::add_nbd`], but a door that cannot be opened waits. Returns its number.
     ///
     /// # Errors
     /// A server that is ending.
-    pub(crate) fn add_door_or_wait(&self, wanted: Wanted) -> Result<(), Error> {
+    pub(crate) fn add_door_or_wait(&self, wanted: Wanted) -> Result<u64, Error> {
         match self.open_door(&wanted, None) {
             Err(error) if !matches!(error, Error::Ending) => {
                 tracing::error!(at = wanted.place(), "cannot be opened, and is tried again: {}", why(&error));
                 let mut table = self.table.lock();
                 let id = table.new_door();
                 table.waiting.push(WaitingDoor { id, wanted, wait: Wait::new(&error) });
-                Ok(())
+                Ok(id)
             }
-            opened => opened.map(drop),
+            opened => opened,
         }
     }
 
@@ -189,6 +201,7 @@ impl Host {
         table.forget(name);
         let doors = table.forget_waiting_doors(name);
         drop(table);
+        self.note_added();
         doors.into_iter().for_each(|id| self.tell(Event::DoorRemoved { id }));
         self.tell(Event::DiskRemoved { disk: name.to_owned(), error: None });
         Ok(true)

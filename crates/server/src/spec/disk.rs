@@ -103,6 +103,33 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
     }
 }
 
+impl From<&DiskSpec> for api::DiskSpec {
+    fn from(spec: &DiskSpec) -> Self {
+        let text = |path: &Path| path.display().to_string();
+        let (path, at, clone) = match &spec.clone_of {
+            Some(CloneOf { disk, snapshot }) => (text(disk), Some(snapshot.clone()), Some(text(&spec.path))),
+            None => (text(&spec.path), None, None),
+        };
+        Self {
+            path,
+            name: Some(spec.name.clone()),
+            read_only: spec.read_only,
+            cache: match spec.cache {
+                CacheMode::Host => api::CacheMode::Host,
+                CacheMode::Direct => api::CacheMode::Direct,
+            },
+            format: spec.format.map(|format| match format {
+                Format::Qcow2 => api::Format::Qcow2,
+                Format::Raw => api::Format::Raw,
+            }),
+            at,
+            clone,
+            agent: spec.agent.as_deref().map(text),
+            keep: spec.keep.as_ref().map(Keep::to_string),
+        }
+    }
+}
+
 impl DiskSpec {
     /// The same with absolute paths: whoever is told of them may be in another directory.
     ///
@@ -152,6 +179,27 @@ mod tests {
         assert_eq!((spec.path, spec.read_only), (PathBuf::from("/etc/ci/42.qcow2"), false));
         let clone_of = CloneOf { disk: "/vms/web.qcow2".into(), snapshot: "mon".to_owned() };
         assert_eq!((spec.name.as_str(), spec.clone_of), ("42", Some(clone_of)));
+    }
+
+    #[test]
+    fn what_was_asked_for_can_be_asked_for_again() {
+        let text = |text: &str| Some(text.to_owned());
+        let rules = api::DiskSpec {
+            path: "/vms/web.qcow2".to_owned(),
+            cache: api::CacheMode::Direct,
+            format: Some(api::Format::Raw),
+            agent: text("/run/agent.sock"),
+            keep: text("daily=7,weekly=4"),
+            ..api::DiskSpec::default()
+        };
+        for asked in [
+            rules.clone(),
+            api::DiskSpec { at: text("mon"), read_only: true, ..rules.clone() },
+            api::DiskSpec { at: text("mon"), clone: text("/ci/42.qcow2"), name: text("ci"), ..rules },
+        ] {
+            let spec = DiskSpec::try_from(asked).unwrap();
+            assert_eq!(DiskSpec::try_from(api::DiskSpec::from(&spec)).unwrap(), spec);
+        }
     }
 
     #[test]

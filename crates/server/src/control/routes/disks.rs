@@ -47,7 +47,7 @@ pub(in crate::control) async fn add(
     let asked = spec::DiskSpec::try_from(asked).map_err(Error::from)?;
     let add = move |host: &Host| {
         let name = asked.name.clone();
-        host.add_disk(asked)?;
+        host.add_disk_by_hand(asked)?;
         host.disk(&name)
     };
     let added = apart(host, add).await?;

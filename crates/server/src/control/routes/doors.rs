@@ -13,7 +13,6 @@ use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::error::Error;
 use crate::host::Host;
-use crate::spec::VhostUserSpec;
 
 /// All doors
 #[utoipa::path(get, path = "/v1/doors", tag = "doors", operation_id = "list_doors", responses((status = OK, description = "In the order in which they were added", body = DoorList)))]
@@ -37,10 +36,7 @@ pub(in crate::control) async fn add(
 }
 
 fn add_door(host: &Host, asked: DoorSpec) -> Result<DoorStatus, Error> {
-    let id = match asked {
-        DoorSpec::VhostUser(asked) => host.add_vhost_user(VhostUserSpec::try_from(asked)?)?,
-        DoorSpec::Nbd(asked) => host.add_nbd(&asked.address.parse()?)?,
-    };
+    let id = host.add_door_by_hand(asked)?;
     let opened = host.doors().into_iter().find(|door| door.id == id);
     // Someone may have closed it again already.
     opened.ok_or(Error::NoSuchDoor { id })

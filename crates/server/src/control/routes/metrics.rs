@@ -186,6 +186,7 @@ mod tests {
     #[test]
     fn names_are_labels_and_hostile_ones_are_escaped() {
         let disk = DiskStatus {
+            added: false,
             name: "we\"b\\".to_owned(),
             path: "/web.qcow2".to_owned(),
             file: None,

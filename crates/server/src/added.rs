@@ -1,0 +1,160 @@
+//! What was added to a running server, kept for the one that comes after it.
+//!
+//! ```text
+//!   POST /v1/disks, doors ──► Host ──► note in the runtime directory ──► the next server on the same control socket
+//!   DELETE                ──►      ──► the note without it
+//! ```
+//!
+//! A guest whose disk was added by hand outlives the server as well as any other: whether that is replaced, restarted by the service
+//! manager or killed, its successor has to know. The note ends with the host: what is to be there after a reboot belongs
+//! in the configuration.
+//!
+//! The directory is the user's own ([`crate::runtime_dir`]); nobody else can write a note. One that cannot be read is said so, and
+//! otherwise as if it were not there.
+
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use vmstrata_api as api;
+
+const VERSION: u32 = 1;
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// What was added, as it was asked for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Added {
+    pub(crate) disks: Vec<api::DiskSpec>,
+    pub(crate) doors: Vec<api::DoorSpec>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Note {
+    version: u32,
+    /// Of another boot nothing is taken over.
+    boot: String,
+    /// The control socket of the server that wrote it.
+    control: PathBuf,
+    #[serde(flatten)]
+    added: Added,
+}
+
+/// Where the note is.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    path: PathBuf,
+    control: PathBuf,
+}
+
+impl Place {
+    /// In the runtime directory; servers with other control sockets have notes of their own there.
+    pub(crate) fn new(runtime_dir: &Path, control: &Path) -> Self {
+        let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        let (runtime_dir, control) = (absolute(runtime_dir), absolute(control));
+        let name = if control == runtime_dir.join(api::CONTROL_SOCKET) {
+            "added.json".to_owned()
+        } else {
+            // A path has more characters than a name may have.
+            let long = api::encode_segment(&control.to_string_lossy());
+            format!("added-{}.json", &long[long.len().saturating_sub(200)..])
+        };
+        Self { path: runtime_dir.join(name), control }
+    }
+
+    /// What the server before had been given.
+    pub(crate) fn read(&self) -> Added {
+        let read = || -> io::Result<Option<Note>> {
+            let text = match std::fs::read(&self.path) {
+                Ok(text) => text,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+                Err(error) => return Err(error),
+            };
+            Ok(Some(serde_json::from_slice(&text)?))
+        };
+        match read() {
+            Ok(Some(note)) if note.version == VERSION && note.control == self.control => {
+                if boot_id().is_ok_and(|boot| boot == note.boot) { note.added } else { Added::default() }
+            }
+            Ok(None) => Added::default(),
+            Ok(Some(_)) => self.unread("it is another server's, or of another version"),
+            Err(error) => self.unread(&error.to_string()),
+        }
+    }
+
+    fn unread(&self, why: &str) -> Added {
+        tracing::error!(note = %self.path.display(), why, "what was added to the server before is not known: add it again");
+        Added::default()
+    }
+
+    /// Writes down what there is now.
+    ///
+    /// # Errors
+    /// Whatever the host reports: the note is as before.
+    pub(crate) fn write(&self, added: &Added) -> io::Result<()> {
+        if *added == Added::default() {
+            return match std::fs::remove_file(&self.path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+                _ => Ok(()),
+            };
+        }
+        let (boot, control) = (boot_id()?, self.control.clone());
+        let text = serde_json::to_vec(&Note { version: VERSION, boot, control, added: added.clone() })?;
+        let draft = self.path.with_extension("new");
+        let mut options = File::options();
+        let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&draft)?;
+        file.write_all(&text)?;
+        // The directory is in memory: there is nothing to flush.
+        std::fs::rename(&draft, &self.path)
+    }
+}
+
+fn boot_id() -> io::Result<String> {
+    Ok(std::fs::read_to_string(BOOT_ID)?.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn some() -> Added {
+        let disk = api::DiskSpec { path: "/vms/web.qcow2".to_owned(), ..api::DiskSpec::default() };
+        let door = api::DoorSpec::Nbd(api::NbdSpec { address: "unix:/run/nbd.sock".to_owned() });
+        Added { disks: vec![disk], doors: vec![door] }
+    }
+
+    #[test]
+    fn a_server_finds_what_the_one_before_on_its_socket_was_given() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = |control: &Path| Place::new(dir.path(), control);
+        let own = dir.path().join(api::CONTROL_SOCKET);
+        let deep = PathBuf::from(format!("/{}/c.sock", "d/".repeat(48)));
+        for control in [own.as_path(), Path::new("/run/other.sock"), deep.as_path()] {
+            assert_eq!(place(control).read(), Added::default());
+            place(control).write(&some()).unwrap();
+            assert_eq!(place(control).read(), some());
+        }
+        place(&own).write(&Added::default()).unwrap();
+        assert_eq!(place(&own).read(), Added::default());
+        assert!(!dir.path().join("added.json").exists());
+        assert_eq!(place(&deep).read(), some());
+    }
+
+    #[test]
+    fn what_was_before_the_reboot_or_is_damaged_is_not_taken_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = Place::new(dir.path(), &dir.path().join(api::CONTROL_SOCKET));
+        place.write(&some()).unwrap();
+        let text = std::fs::read_to_string(&place.path).unwrap();
+        for changed in [
+            text.replace(&boot_id().unwrap(), "another"),
+            text.replace("\"version\":1", "\"version\":2"),
+            text[1..].to_owned(),
+        ] {
+            assert_ne!(changed, text);
+            std::fs::write(&place.path, changed).unwrap();
+            assert_eq!(place.read(), Added::default());
+        }
+    }
+}
