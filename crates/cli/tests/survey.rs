@@ -128,6 +128,7 @@ fn the_keys_of_chains_and_layers_stay() {
         keys(&report),
         [
             "chains",
+            "growth",
             "layers",
             "long-chain",
             "made-at",
@@ -224,7 +225,7 @@ fn the_page_goes_to_its_file_beside_the_text() {
     assert!(stdout(&output).contains("2 disks"));
     let html = fs::read_to_string(&page).unwrap();
     assert!(html.starts_with("<!DOCTYPE html>") && html.ends_with("</html>\n"));
-    assert_eq!(html.matches("<svg ").count(), 9);
+    assert_eq!(html.matches("<svg ").count(), 10);
 }
 
 #[test]

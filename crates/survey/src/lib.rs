@@ -13,6 +13,7 @@
 //! | `risk` | what endangers a chain, and how badly |
 //! | `times` | when layers were made, as far as anything tells |
 //! | `model` | what a chain costs stock QEMU and vmstrata, from measurements |
+//! | [`history`] | how long chains were before |
 //! | `deep` | clusters that no disk can see any more, from the L2 tables |
 //! | [`report`], [`text`], [`page`] | the result as data, for a terminal, as one HTML page |
 //!
@@ -25,6 +26,7 @@
 mod crawl;
 mod deep;
 mod graph;
+pub mod history;
 mod human;
 mod image;
 mod model;

@@ -17,6 +17,7 @@ use crate::crawl::{Found, LeftOut};
 pub use crate::deep::Deep;
 use crate::deep::{self, LayerUse};
 use crate::graph::Graph;
+use crate::history::{self, Growth, Surveyed};
 pub use crate::model::Cost;
 use crate::model::{self, Curves};
 use crate::risk::{RiskKind, Severity};
@@ -44,6 +45,8 @@ pub struct Report {
     pub summary: Totals,
     /// When snapshots were taken.
     pub snapshots: Snapshots,
+    /// The longest chain over time.
+    pub growth: Growth,
     /// What all chains cost, and the model behind it.
     pub savings: Savings,
     /// What the L2 tables say, where they were read.
@@ -169,7 +172,7 @@ pub(crate) fn build(
 ) -> Report {
     let chains = chains::chains(graph);
     let layers = chains::layers(graph, deep);
-    Report {
+    let mut report = Report {
         schema: SCHEMA,
         made_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
         roots: options.roots.iter().map(|root| root.display().to_string()).collect(),
@@ -177,12 +180,15 @@ pub(crate) fn build(
         scanned: scanned(found),
         summary: totals(&chains, &layers),
         snapshots: snapshots::snapshots(graph),
+        growth: Growth { by_layers: history::by_layers(graph), surveys: Vec::new() },
         savings: savings(&chains, layers.len()),
         deep: deep.map(deep::sum),
         risks: risks(graph),
         chains,
         layers,
-    }
+    };
+    report.growth.surveys.push(Surveyed::of(&report));
+    report
 }
 
 fn scanned(found: &Found) -> Scanned {

@@ -62,7 +62,7 @@ fn every_plot_has_axes_with_units_and_is_told_in_words() {
     let html = page::render(&report);
     let document = parse(&html);
     let plots: Vec<_> = elements(&document, "svg").collect();
-    assert_eq!(plots.len(), 9);
+    assert_eq!(plots.len(), 10);
     for plot in plots {
         let label = plot.attribute("aria-label").unwrap();
         assert_eq!(plot.attribute("role"), Some("img"));

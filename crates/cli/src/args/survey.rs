@@ -26,6 +26,9 @@ pub struct SurveyArgs {
     /// Write one self-contained page with plots and tables to FILE
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
+    /// Append what is found to FILE, a line a survey, and show it beside what earlier surveys of the same directories found
+    #[arg(long, value_name = "FILE")]
+    pub history: Option<PathBuf>,
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
@@ -41,6 +44,7 @@ Examples:
   vmstrata survey /srv/vm --json | jq -r '.risks[] | [.kind, .chains, .path] | @tsv'
   vmstrata survey /srv/vm --json | jq '[.chains[].layers] | max'
   vmstrata survey /srv/vm --deep --json | jq '.deep'
+  vmstrata survey /srv/vm --history /var/lib/vmstrata/survey.jsonl --html fleet.html      every night: how chains grow
 
 Only headers are read (with --deep, L2 tables too), and no lock is taken: disks in use can be looked at. A file counts
 as an image if it starts like qcow2, if its name ends in .qcow2, .qcow, .raw or .img, or if an image names it as its

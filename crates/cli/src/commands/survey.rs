@@ -20,9 +20,12 @@ const THREADS_USUAL_MAX: usize = 8;
 /// Looks at everything and shows it.
 ///
 /// # Errors
-/// When a directory cannot be entered, or the page not be written.
+/// When a directory cannot be entered, the history not be read, or the page not be written.
 pub fn run(args: &SurveyArgs) -> Result<ExitCode> {
-    let report = survey(&options(args))?;
+    let mut report = survey(&options(args))?;
+    if let Some(file) = &args.history {
+        report.continue_history(file)?;
+    }
     if let Some(file) = &args.html {
         let page = vmstrata_survey::page::render(&report);
         fs::write(file, page).with_context(|| format!("cannot write {}", file.display()))?;

@@ -37,6 +37,23 @@ pub(super) struct Axis {
 /// Marks that fit an axis.
 const TICKS_MAX: usize = 9;
 
+const DAY: f64 = 86_400.0;
+/// Between marks of times, in seconds.
+const TIME_STEPS: [f64; 12] = [
+    600.0,
+    3600.0,
+    3.0 * 3600.0,
+    6.0 * 3600.0,
+    12.0 * 3600.0,
+    DAY,
+    2.0 * DAY,
+    7.0 * DAY,
+    14.0 * DAY,
+    30.0 * DAY,
+    91.0 * DAY,
+    365.0 * DAY,
+];
+
 impl Axis {
     /// Shares from 0 to 100 %.
     pub(super) fn percent(label: &'static str) -> Self {
@@ -74,6 +91,27 @@ impl Axis {
     pub(super) fn steps(label: &'static str, names: impl Iterator<Item = &'static str>) -> Self {
         let ticks: Vec<_> = names.enumerate().map(|(at, name)| (at as f64, name.to_owned())).collect();
         Self { label, spread: Spread::Linear, min: -0.5, max: ticks.len() as f64 - 0.5, ticks }
+    }
+
+    /// Moments, in seconds since 1970.
+    pub(super) fn times(label: &'static str, values: impl Iterator<Item = f64>) -> Self {
+        let (low, high) = span(values, (0.0, DAY));
+        // At least an hour, so that there is something to mark.
+        let (low, high) = (low.min(high - 3600.0), high);
+        let fits = |step: &&f64| (high - low) / **step <= TICKS_MAX as f64 - 1.0;
+        let step = TIME_STEPS.iter().find(fits).copied().unwrap_or(((high - low) / 8.0 / DAY).ceil() * DAY);
+        let label_of = |at: f64| {
+            let text = super::utc(at as u64);
+            // `2026-11-21`, or `11-21 23:00` where days are too far apart.
+            if step < DAY { text[5..16].to_owned() } else { text[..10].to_owned() }
+        };
+        let first = (low / step).ceil() as u64;
+        let ticks = (first..)
+            .map(|at| at as f64 * step)
+            .take_while(|at| *at <= high)
+            .map(|at| (at, label_of(at)))
+            .collect();
+        Self { label, spread: Spread::Linear, min: low, max: high, ticks }
     }
 
     /// Where `value` lies, from 0 at the lower end to 1 at the upper.
@@ -148,6 +186,23 @@ mod tests {
                 assert!(axis.min() < axis.max());
             }
         }
+    }
+
+    #[test]
+    fn times_are_marked_by_what_tells_them_apart() {
+        let day = 1_795_302_119.0 - 1_795_302_119.0 % DAY;
+        let axis = |len: f64| Axis::times("t", [day, day + len].into_iter());
+        assert_eq!(labels(&axis(2.0 * DAY))[..2], ["11-21 00:00", "11-21 06:00"]);
+        assert_eq!(labels(&axis(6.0 * DAY))[..2], ["2026-11-21", "2026-11-22"]);
+        for len in [0.0, 1.0, 3600.0, 40.0 * DAY, 400.0 * DAY, 20_000.0 * DAY] {
+            let axis = axis(len);
+            assert!((2..=10).contains(&axis.ticks.len()), "{len}: {axis:?}");
+            assert!(
+                axis.ticks.iter().all(|(at, _)| (axis.min()..=axis.max()).contains(at)),
+                "{len}: {axis:?}"
+            );
+        }
+        assert_eq!(Axis::times("t", [5.0].into_iter()).place(5.0), 1.0);
     }
 
     #[test]

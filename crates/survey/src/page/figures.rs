@@ -4,6 +4,7 @@ use super::axis::Axis;
 use super::cdf::{self, Quantity, Series};
 use super::plot::{Ink, Plot};
 use super::scatter::{self, Point};
+use super::utc;
 use crate::human::{bytes, count, counted};
 use crate::report::{Chain, Report};
 use crate::times::WINDOWS;
@@ -13,11 +14,15 @@ pub(super) fn all(report: &Report) -> String {
     let sections = [
         ("Sizes", vec![disk_sizes(report), host_sizes(report)]),
         ("Chains", vec![chain_lengths(report), length_and_size(report)]),
+        ("Growth", longest_chain(report).into_iter().collect()),
         ("Sharing", vec![sharing(report), chains_of_layers(report)]),
         ("Snapshots", vec![snapshots(report)]),
         ("What vmstrata would change", vec![memory(report), reads(report)]),
     ];
     let section = |(title, figures): (&str, Vec<String>)| {
+        if figures.is_empty() {
+            return String::new();
+        }
         format!(
             "<section>\n<h2>{title}</h2>\n<div class=\"plots\">\n{}</div>\n</section>\n",
             figures.concat()
@@ -113,6 +118,61 @@ fn length_and_size(report: &Report) -> String {
         format!("{}, {}", counted(x, "layer"), bytes(y))
     });
     plot.figure("Each disc is a disk, or as many as it is large.")
+}
+
+/// The paper's Figure 5, where anything can be dated.
+fn longest_chain(report: &Report) -> Option<String> {
+    let (growth, now) = (&report.growth, report.made_at as f64);
+    let mut by_layers: Vec<(f64, f64)> =
+        growth.by_layers.iter().map(|longest| (longest.at as f64, f64::from(longest.layers))).collect();
+    by_layers.retain(|(at, _)| *at <= now);
+    let surveys: Vec<(f64, f64)> = growth
+        .surveys
+        .iter()
+        .map(|survey| (survey.made_at as f64, f64::from(survey.longest_chain)))
+        .collect();
+    if by_layers.is_empty() && surveys.len() < 2 {
+        return None;
+    }
+    let all = || by_layers.iter().chain(&surveys);
+    let x = Axis::times("UTC", all().map(|(at, _)| *at).chain([now]));
+    let y = Axis::counts("layers of the longest chain (log)", all().map(|(_, layers)| *layers));
+    let told = format!("The longest chain has {} now.", counted(report.summary.chain_length.max, "layer"));
+    let mut plot = Plot::new("Longest chain over time.", told, x, y).alone();
+    draw_growth(&mut plot, &by_layers, now);
+    if surveys.len() > 1 {
+        plot.line("b", &surveys);
+        plot.name(Ink::Second, "as surveys found it");
+        for (at, layers) in thinned(&surveys) {
+            let says = format!("{}: {}", utc(at as u64), counted(layers, "layer"));
+            plot.disc("hit b", plot.place(at, layers), 7.0, &[&says]);
+        }
+    }
+    Some(plot.figure(
+        "As the layers that are there now were made, so without those that were merged since; and as earlier surveys found it, \
+         with --history (the paper's Figure 5).",
+    ))
+}
+
+fn draw_growth(plot: &mut Plot, steps: &[(f64, f64)], now: f64) {
+    let Some(&(_, last)) = steps.last() else { return };
+    let mut line = vec![steps[0]];
+    for pair in steps.windows(2) {
+        line.extend([(pair[1].0, pair[0].1), pair[1]]);
+    }
+    line.push((now, last));
+    plot.line("a", &line);
+    plot.name(Ink::First, "by layers");
+    for (at, layers) in thinned(steps) {
+        let says = format!("{} since {}", counted(layers, "layer"), utc(at as u64));
+        plot.disc("hit a", plot.place(at, layers), 7.0, &[&says]);
+    }
+}
+
+/// As many of them as can be pointed at, the last among them.
+fn thinned(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, f64)> {
+    const POINTS_MAX: usize = 100;
+    points.iter().rev().step_by(points.len().div_ceil(POINTS_MAX).max(1)).copied()
 }
 
 fn sharing(report: &Report) -> String {
