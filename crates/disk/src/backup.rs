@@ -16,6 +16,7 @@
 //! | `packed` | a compressed file: its tables come last, the header at the very end |
 //! | `content` | what one file stores, whatever lies below it |
 //! | [`manifest`](Manifest), `coming` | what a backup is, and the checksums of all of it; how it gets its name with the file |
+//! | `raw_disk` | a restored disk as its bytes |
 //! | `verify`, `restore` | comparing with the manifest, and making a disk again |
 //!
 //! Only frozen layers are read, so a backup is a state of the disk however long it takes. An incremental backup has the
@@ -35,6 +36,7 @@ mod packed;
 mod pipeline;
 mod plain;
 mod plan;
+mod raw_disk;
 mod region;
 mod restore;
 mod run;
@@ -49,7 +51,7 @@ pub use fault::BackupFault;
 pub use manifest::{
     Digest, FileSum, Link, MANIFEST_SUFFIX, Manifest, ManifestDraft, RegionSum, State, manifest_path,
 };
-pub use restore::{RestoreOptions, restore};
+pub use restore::{RestoreFormat, RestoreOptions, restore};
 pub use run::backup;
 pub use verify::verify;
 use vmstrata_qcow2::CompressionType;

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueEnum};
 use vmstrata_disk::Format;
+use vmstrata_disk::backup::RestoreFormat;
 use vmstrata_qcow2::CompressionType;
 
-use super::BackingArgs;
+use super::{BackingArgs, ControlArgs};
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;
 
@@ -56,9 +57,13 @@ Exit codes: 0 shown, 1 the states cannot be compared, 64 wrong usage; with --exi
 #[derive(Debug, Args)]
 #[command(after_help = BACKUP_HELP, group = ArgGroup::new("job").required(true).args(["output", "verify"]))]
 pub struct BackupArgs {
-    /// The state to back up: DISK@SNAPSHOT, or the file of a frozen layer
+    /// The state to back up: DISK@SNAPSHOT, or the file of a frozen layer; with --snapshot the disk
     #[arg(required_unless_present = "verify")]
     pub state: Option<PathBuf>,
+    /// Take the snapshot NAME of the disk first, served or not, and back that up; the date and time if NAME is omitted. It stays, for
+    /// the next incremental backup
+    #[arg(long, value_name = "NAME", num_args = 0..=1, conflicts_with = "verify")]
+    pub snapshot: Option<Option<String>>,
     /// Where the backup goes; - for standard output
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
@@ -89,6 +94,9 @@ pub struct BackupArgs {
     /// Where backing files may be.
     #[command(flatten)]
     pub backing: BackingArgs,
+    /// The server that may be serving the disk.
+    #[command(flatten)]
+    pub server: ControlArgs,
     /// Replace FILE if it exists
     #[arg(long)]
     pub force: bool,
@@ -102,13 +110,16 @@ pub struct BackupArgs {
 
 const BACKUP_HELP: &str = "\
 Examples:
+  vmstrata backup web.qcow2 --snapshot monday -o monday.qcow2
+  vmstrata backup web.qcow2 --snapshot tuesday --since web.qcow2@monday --previous monday.qcow2 -o tuesday.qcow2
   vmstrata backup web.qcow2@monday -o monday.qcow2 --compress zstd
   vmstrata backup web.qcow2@tuesday --since web.qcow2@monday --previous monday.qcow2 -o tuesday.qcow2
   vmstrata backup web.qcow2@monday -o - --manifest monday.qcow2.manifest.json | ssh vault 'cat > monday.qcow2'
   vmstrata backup --verify tuesday.qcow2
 
 A backup is an ordinary qcow2 file; an incremental one has the previous one as its backing file. Beside it lies
-FILE.manifest.json with SHA-256 sums of all of it. A disk in use is backed up by a snapshot of it.
+FILE.manifest.json with SHA-256 sums of all of it. A disk in use is backed up by a snapshot of it, which --snapshot takes. That
+stays until it is deleted: the next incremental backup is of what changed since.
 Exit codes: 0 made or sound, 1 not made (FILE is left as it was) or damaged, 64 wrong usage.";
 
 /// `vmstrata restore`
@@ -118,9 +129,12 @@ pub struct RestoreArgs {
     /// A full backup, then the incremental ones on top of it, oldest first
     #[arg(required = true)]
     pub files: Vec<PathBuf>,
-    /// The disk to make
+    /// The disk to make; with --format raw a block device, too
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
+    /// What to make: an image, or the bytes of the disk
+    #[arg(long, short = 'f', value_name = "FORMAT", value_enum, default_value_t = RestoreAs::Qcow2)]
+    pub format: RestoreAs,
     /// How to compress clusters
     #[arg(long, value_name = "TYPE", default_value = "none")]
     pub compress: Packing,
@@ -142,10 +156,29 @@ const RESTORE_HELP: &str = "\
 Examples:
   vmstrata restore monday.qcow2 -o web.qcow2
   vmstrata restore monday.qcow2 tuesday.qcow2 wednesday.qcow2 -o web.qcow2
+  vmstrata restore monday.qcow2 tuesday.qcow2 --format raw --force -o /dev/vg/web
 
 Every backup is compared with its manifest, and each manifest with the one before it; the disk appears under its
-name only when all of that is right.
+name only when all of that is right. A block device is written after that, with zeros where the disk has none; it must be unused.
 Exit codes: 0 restored, 1 not restored (FILE is left as it was), 64 wrong usage.";
+
+/// What a disk is restored as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum RestoreAs {
+    /// A qcow2 image
+    Qcow2,
+    /// The disk's bytes, in a file with holes or on a block device
+    Raw,
+}
+
+impl From<RestoreAs> for RestoreFormat {
+    fn from(restore: RestoreAs) -> Self {
+        match restore {
+            RestoreAs::Qcow2 => Self::Qcow2,
+            RestoreAs::Raw => Self::Raw,
+        }
+    }
+}
 
 /// How fast a job may be.
 #[derive(Debug, Args)]

@@ -14,8 +14,9 @@ use vmstrata_disk::backup::{
     BackupOptions, BackupReport, BackupTarget, MANIFEST_SUFFIX, Manifest, ManifestDraft, backup,
     manifest_path, verify,
 };
-use vmstrata_disk::{ResourceOptions, Resources};
+use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 
+use super::snapshot;
 use super::states::{explain, resolve};
 use crate::args::BackupArgs;
 use crate::output::{Progress, print, print_json};
@@ -26,6 +27,9 @@ use crate::units::short_size;
 #[serde(rename_all = "kebab-case")]
 pub struct Report<'a> {
     file: &'a str,
+    /// The snapshot that it is of, if it is called so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot: Option<String>,
     incremental: bool,
     /// Length of the backup's file.
     bytes: u64,
@@ -43,6 +47,7 @@ impl<'a> Report<'a> {
         let manifest = &report.manifest;
         Self {
             file,
+            snapshot: manifest.state.snapshot.clone(),
             incremental: manifest.builds_on.is_some(),
             bytes: manifest.file.bytes,
             stored_bytes: report.stored_bytes,
@@ -109,6 +114,33 @@ fn to_stdout(args: &BackupArgs, state: &Path) -> Result<()> {
 }
 
 fn make(
+    args: &BackupArgs,
+    state: &Path,
+    target: BackupTarget<'_>,
+    output: Option<&Path>,
+) -> Result<BackupReport> {
+    let Some(name) = &args.snapshot else { return make_of(args, state, target, output) };
+    ensure!(
+        state.symlink_metadata().is_ok() || !state.to_string_lossy().contains('@'),
+        "{}: is a snapshot: with --snapshot name the disk, of which one is taken",
+        state.display()
+    );
+    let open = OpenOptions {
+        read_only: true,
+        format: args.format,
+        allow_backing: args.backing.allow_backing.clone(),
+        ..OpenOptions::default()
+    };
+    let name = snapshot::take(state, name.as_deref(), args.format, &open, &args.server)?;
+    let taken = format!("{}@{name}", state.display());
+    if !args.quiet {
+        eprintln!("vmstrata: {taken} taken");
+    }
+    let made = make_of(args, Path::new(&taken), target, output);
+    made.with_context(|| format!("{taken} was taken, and stays; its backup was not made"))
+}
+
+fn make_of(
     args: &BackupArgs,
     state: &Path,
     target: BackupTarget<'_>,

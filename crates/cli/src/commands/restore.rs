@@ -36,6 +36,7 @@ pub fn run(args: &RestoreArgs) -> Result<ExitCode> {
     let exists = args.output.symlink_metadata().is_ok();
     ensure!(args.force || !exists, "{}: exists already; --force replaces it", args.output.display());
     let options = RestoreOptions {
+        format: args.format.into(),
         replace: args.force,
         compression: args.compress.compression(),
         bytes_per_second: args.speed.limit,

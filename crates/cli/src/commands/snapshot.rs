@@ -13,11 +13,11 @@ use anyhow::{Result, anyhow, bail};
 use vmstrata_disk::snapshot::{
     self, PrepareOptions, RevertOptions, Snapshot, SnapshotInfo, find, list, now_ns,
 };
-use vmstrata_disk::{ErrorKind, ResourceOptions, Resources};
+use vmstrata_disk::{ErrorKind, Format, OpenOptions, ResourceOptions, Resources};
 
 use crate::args::{
-    Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs, SnapshotDeleteArgs,
-    SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
+    ControlArgs, Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs,
+    SnapshotDeleteArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
@@ -63,6 +63,30 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
         format!("{}: snapshot {} taken: {}\n", created.disk.display(), info.name, created.layer.display())
     };
     Ok(print(&created.iter().map(line).collect::<String>())?)
+}
+
+/// Takes a snapshot of one disk, served or not, and says nothing of it. Returns its name: the time unless there is one.
+///
+/// # Errors
+/// What could not be done; the disk is then as it was.
+pub fn take(
+    disk: &Path,
+    name: Option<&str>,
+    format: Option<Format>,
+    open: &OpenOptions,
+    server: &ControlArgs,
+) -> Result<String> {
+    let taken_ns = now_ns();
+    let name = name.map_or_else(|| time::compact(taken_ns), str::to_owned);
+    let info = SnapshotInfo { name: name.clone(), taken_ns, ..SnapshotInfo::default() };
+    let disks = [disk.to_owned()];
+    if let Some(live) = live::Live::find(&disks, server)? {
+        live::warn_unless_quiesced(&live.take(&info, None, None)?);
+    } else {
+        let prepare = PrepareOptions { format, ..PrepareOptions::default() };
+        snapshot::create(&disks, &info, open, &prepare, &resources(None))?;
+    }
+    Ok(name)
 }
 
 fn run_delete(args: &SnapshotDeleteArgs) -> Result<()> {

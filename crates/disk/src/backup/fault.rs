@@ -107,6 +107,23 @@ pub enum BackupFault {
         /// The older state.
         file: String,
     },
+    /// A device on which the disk does not fit.
+    #[error("the device has {found} bytes, and the disk {size}")]
+    DeviceTooSmall {
+        /// Bytes of the device.
+        found: u64,
+        /// Bytes of the disk.
+        size: u64,
+    },
+    /// A qcow2 image is to be written to a block device.
+    #[error("it is a block device, which gets a disk's bytes and no image: restore in raw format")]
+    ImageOnDevice,
+    /// Bytes of a disk are to be compressed.
+    #[error("a disk in raw format is not compressed")]
+    CompressedRaw,
+    /// A device is to be overwritten without a word.
+    #[error("it is a block device, and all that is on it will be lost: say that it is to be replaced")]
+    DeviceNotReplaced,
     /// An incremental backup without a name for what it builds upon.
     #[error("an incremental backup needs the previous backup, or the name of its backing file")]
     NoBackingName,

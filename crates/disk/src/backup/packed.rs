@@ -38,6 +38,11 @@ impl PackedRegion {
         Self { region, packed, sum }
     }
 
+    /// What it stores, before it was packed.
+    pub(super) fn region(&self) -> &Region {
+        &self.region
+    }
+
     /// Bytes of the disk in it.
     pub(super) fn data_bytes(&self) -> u64 {
         self.region.data.len() as u64

@@ -18,6 +18,7 @@ use super::manifest::Manifest;
 use super::packed::{PackedFile, PackedRegion};
 use super::pipeline::{Crew, in_order};
 use super::plan::Planned;
+use super::raw_disk::{RawDisk, is_device, open_device};
 use super::region::{REGION_BYTES, Region, is_zero};
 use super::verify::check_file;
 use super::{BackupReport, Watch};
@@ -26,9 +27,21 @@ use crate::diff::DiffKind;
 use crate::error::{Error, Result};
 use crate::resources::Resources;
 
+/// What a disk is restored as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RestoreFormat {
+    /// An image.
+    #[default]
+    Qcow2,
+    /// Its bytes, in a file or on a block device.
+    Raw,
+}
+
 /// How to restore.
 #[derive(Clone, Debug, Default)]
 pub struct RestoreOptions {
+    /// As what.
+    pub format: RestoreFormat,
     /// Replace what is at the target.
     pub replace: bool,
     /// Compress the disk's clusters.
@@ -43,7 +56,8 @@ pub struct RestoreOptions {
 ///
 /// # Errors
 /// A file that is damaged, or does not build upon the one before it; a target that is there already (unless it is to
-/// be replaced) or cannot be written. The target is then as it was.
+/// be replaced) or cannot be written. The target is then as it was; a block device, which is written in its place, is so only if
+/// the backups are not sound.
 pub fn restore(
     files: &[PathBuf],
     target: &Path,
@@ -52,6 +66,7 @@ pub fn restore(
     watch: Watch<'_>,
 ) -> Result<BackupReport> {
     let started = Instant::now();
+    check_target(target, options).map_err(|fault| Error::from(fault).in_file(target))?;
     let manifests = read_chain(files)?;
     let mut done = 0;
     // Half of the work: the regions are the other half.
@@ -77,6 +92,15 @@ pub fn restore(
     Ok(BackupReport { manifest: newest.manifest.clone(), stored_bytes, took: started.elapsed() })
 }
 
+fn check_target(target: &Path, options: &RestoreOptions) -> Result<(), BackupFault> {
+    match (options.format, is_device(target)) {
+        (RestoreFormat::Qcow2, true) => Err(BackupFault::ImageOnDevice),
+        (RestoreFormat::Raw, _) if options.compression.is_some() => Err(BackupFault::CompressedRaw),
+        (RestoreFormat::Raw, true) if !options.replace => Err(BackupFault::DeviceNotReplaced),
+        _ => Ok(()),
+    }
+}
+
 /// Reads the manifests and makes sure that each backup builds upon the one before it.
 fn read_chain(files: &[PathBuf]) -> Result<Vec<Manifest>> {
     let read = files.iter().map(|path| Manifest::of(path));
@@ -97,7 +121,7 @@ fn read_chain(files: &[PathBuf]) -> Result<Vec<Manifest>> {
     Ok(manifests)
 }
 
-/// Lays all regions over each other and writes the disk; the bytes stored in it.
+/// Writes the disk to its target; the bytes stored in it.
 fn write_disk(
     layers: &[Content],
     shape: &Shape,
@@ -106,8 +130,36 @@ fn write_disk(
     options: &RestoreOptions,
     watch: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<u64> {
+    if is_device(target) {
+        let (device, _lock) = open_device(target, shape.size)?;
+        let to = Restored::Raw(RawDisk::new(&device, shape.size, true));
+        return lay_out(layers, shape, starts, to, options, watch);
+    }
     let (_replaced, draft) = reserve(target, options.replace)?;
-    let mut file = PackedFile::new(&draft.file, shape);
+    let to = match options.format {
+        RestoreFormat::Qcow2 => Restored::Packed(Box::new(PackedFile::new(&draft.file, shape))),
+        RestoreFormat::Raw => Restored::Raw(RawDisk::new(&draft.file, shape.size, false)),
+    };
+    let stored = lay_out(layers, shape, starts, to, options, watch)?;
+    draft.publish(target, options.replace)?;
+    Ok(stored)
+}
+
+/// Where the disk goes.
+enum Restored<'a> {
+    Packed(Box<PackedFile<'a>>),
+    Raw(RawDisk<'a>),
+}
+
+/// Lays all regions over each other, in order; the bytes stored.
+fn lay_out(
+    layers: &[Content],
+    shape: &Shape,
+    starts: &[u64],
+    mut to: Restored<'_>,
+    options: &RestoreOptions,
+    watch: &mut dyn FnMut(u64, u64) -> bool,
+) -> Result<u64> {
     let crew = Crew::new(options.threads, options.bytes_per_second);
     let (mut stored, mut laid, all) = (0, 0, starts.len() as u64);
     let jobs = starts.iter().copied().map(GuestOffset::new);
@@ -117,15 +169,20 @@ fn write_disk(
     };
     in_order(&crew, jobs, lay, |region| {
         if let Some(region) = region {
-            file.put(&region)?;
+            match &mut to {
+                Restored::Packed(file) => file.put(&region)?,
+                Restored::Raw(disk) => disk.put(region.region())?,
+            }
             stored += region.data_bytes();
             laid += 1;
         }
         // The first half was reading the files as a whole.
         if watch(all + laid, all * 2) { Ok(()) } else { Err(BackupFault::Stopped.into()) }
     })?;
-    file.finish()?;
-    draft.publish(target, options.replace)?;
+    match to {
+        Restored::Packed(file) => file.finish()?,
+        Restored::Raw(disk) => disk.finish()?,
+    }
     Ok(stored)
 }
 

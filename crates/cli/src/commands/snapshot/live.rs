@@ -13,7 +13,7 @@ use vmstrata_disk::snapshot::SnapshotInfo;
 use super::report::{Reverted, Taken, TakenOne};
 use super::text;
 use crate::args::{
-    ControlArgs, FlattenArgs, MergeArgs, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs,
+    ControlArgs, FlattenArgs, MergeArgs, Quiesce, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs,
 };
 use crate::client::Client;
 use crate::commands::backup::watched;
@@ -77,17 +77,7 @@ impl Live {
     /// # Errors
     /// What the server says.
     pub fn create(&self, info: &SnapshotInfo, args: &SnapshotCreateArgs) -> Result<()> {
-        let agent = args.agent.as_deref().map(std::path::absolute).transpose()?;
-        let spec = SnapshotSpec {
-            disks: self.disks.iter().map(|(_, name)| name.clone()).collect(),
-            name: info.name.clone(),
-            taken_ns: info.taken_ns,
-            labels: info.labels.iter().cloned().collect(),
-            group: info.group.clone(),
-            agent: agent.as_deref().map(text),
-            quiesce: args.quiesce.map(Into::into),
-        };
-        let taken: SnapshotTaken = self.client.post("/v1/snapshots", &spec)?;
+        let taken = self.take(info, args.agent.as_deref(), args.quiesce)?;
         let layers = self.disks.iter().zip(&taken.disks);
         if args.common.json {
             let one = |((disk, _), layer): (&(PathBuf, String), &vmstrata_api::SnapshotLayer)| {
@@ -109,10 +99,31 @@ impl Live {
                 info.name
             )
         };
-        if let Some(why) = &taken.not_quiesced_because {
-            eprintln!("vmstrata: warning: not quiesced: {why}");
-        }
+        warn_unless_quiesced(&taken);
         Ok(print(&layers.map(line).collect::<String>())?)
+    }
+
+    /// The same, and says nothing of it.
+    ///
+    /// # Errors
+    /// What the server says.
+    pub fn take(
+        &self,
+        info: &SnapshotInfo,
+        agent: Option<&Path>,
+        quiesce: Option<Quiesce>,
+    ) -> Result<SnapshotTaken> {
+        let agent = agent.map(std::path::absolute).transpose()?;
+        let spec = SnapshotSpec {
+            disks: self.disks.iter().map(|(_, name)| name.clone()).collect(),
+            name: info.name.clone(),
+            taken_ns: info.taken_ns,
+            labels: info.labels.iter().cloned().collect(),
+            group: info.group.clone(),
+            agent: agent.as_deref().map(text),
+            quiesce: quiesce.map(Into::into),
+        };
+        self.client.post("/v1/snapshots", &spec)
     }
 
     /// Has the server delete snapshots of the first disk, and waits until it has.
@@ -181,6 +192,13 @@ impl Live {
             bail!("{}: {error}", self.disks[0].0.display());
         }
         Ok(job)
+    }
+}
+
+/// Says so if a guest was to stand still and did not.
+pub fn warn_unless_quiesced(taken: &SnapshotTaken) {
+    if let Some(why) = &taken.not_quiesced_because {
+        eprintln!("vmstrata: warning: not quiesced: {why}");
     }
 }
 
