@@ -23,7 +23,8 @@ use crate::units::short_size;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Most files listed one by one that stay for one reason; `--json` lists all.
 const LISTED_MAX: usize = 6;
-const STOPPED: &str = "every state that was to stay is as it was; begin it again to complete it";
+/// What there is to say of a merge that ended before all was done.
+pub const STOPPED: &str = "every state that was to stay is as it was; begin it again to complete it";
 
 /// What was done, for scripts.
 #[derive(Debug, Default, Serialize)]

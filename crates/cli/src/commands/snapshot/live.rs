@@ -17,6 +17,7 @@ use crate::args::{
 };
 use crate::client::Client;
 use crate::commands::backup::watched;
+use crate::commands::merge::STOPPED;
 use crate::output::{print, print_json};
 use crate::units::short_size;
 
@@ -188,7 +189,9 @@ impl Live {
             self.client.until_ended(job, |job| goes_on(job.done, job.total))
         })?;
         if job.state != JobState::Done {
-            let error = job.error.unwrap_or_else(|| format!("job {} was cancelled", job.id));
+            let left =
+                if matches!(asked, JobSpec::IndexBuild { .. }) { "what is built stays" } else { STOPPED };
+            let error = job.error.unwrap_or_else(|| format!("job {} was cancelled: {left}", job.id));
             bail!("{}: {error}", self.disks[0].0.display());
         }
         Ok(job)
