@@ -90,6 +90,20 @@ fn a_layer_that_is_as_its_index_knows_it_is_not_suspected() {
     assert_eq!(code(), Some(3), "changed since");
 }
 
+/// However soon after: the times of files tell nothing of the first minute, and a cleared bit does.
+#[test]
+fn an_indexed_layer_that_another_program_wrote_is_suspected_at_once() {
+    let images = Images::new();
+    let disk = images.name("web.qcow2");
+    run_ok(["create", &disk, "16M"]);
+    run_ok(["snapshot", "create", &disk, "--name", "monday"]);
+    assert_eq!(survey(&images, &[]).status.code(), Some(0));
+    images.write_layer("web.monday.qcow2", &["write 0 64k"]);
+    let output = survey(&images, &[]);
+    assert_eq!(output.status.code(), Some(3), "{}", stdout(&output));
+    assert!(stdout(&output).contains("another program had it open for writing"), "{}", stdout(&output));
+}
+
 #[test]
 fn a_chain_may_be_as_long_as_the_operator_says() {
     let images = Images::new();
@@ -107,6 +121,16 @@ fn what_cannot_be_surveyed_is_1_and_wrong_usage_64() {
     assert!(message.contains("gone") && message.lines().count() == 1, "{message}");
     let message = run_err(1, ["survey", &images.name(""), "--html", &images.name("no/page.html")]);
     assert!(message.contains("cannot write") && message.contains("page.html"), "{message}");
+    let nothing = Images::new();
+    let text = stdout(&survey(&nothing, &[]));
+    assert!(text.contains("No image was found."), "{text}");
+    let sums: Value = serde_json::from_slice(&survey(&nothing, &["--json"]).stdout).expect("JSON");
+    assert!(sums["savings"]["open-s"].as_f64().unwrap().is_sign_positive(), "{sums}");
+    // What was found is not lost with the history that it does not go into.
+    fs::write(images.path("history"), "not one of ours\n").unwrap();
+    let output = survey(&images, &["--history", &images.name("history")]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stdout(&output).contains("2 disks in 3 layer files") && stderr(&output).contains("line 1"));
     run_err(64, ["survey"]);
     run_err(64, ["survey", "/", "--threads", "0"]);
     run_err(64, ["survey", "/", "--long-chain", "0"]);

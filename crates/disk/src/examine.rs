@@ -1,23 +1,24 @@
 //! Looking at one file of a tree of images: what it is, what its header says, where it says its backing file is.
 //!
 //! Place in the data flow: beside the engine, for `vmstrata survey`, which looks at every file of a host once and puts
-//! the chains together by itself. Like [`crate::inspect`] it reads headers only and takes no lock; unlike it, a header
-//! that cannot be used is a finding about the file, not the end.
+//! the chains together by itself. Like [`crate::inspect`] it takes no lock; unlike it, what cannot be used is a finding
+//! about the file, not the end. Read are the header and the L1 table: a file that was cut short shows there.
 //!
-//! Bounded for hostile files: one header cluster is read, and nothing is opened that the gate does not let through.
+//! Bounded for hostile files: one header cluster is read, of the L1 table what the file really has, and nothing is
+//! opened that the gate does not let through.
 
 mod clusters;
 
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, StatxFlags};
-use vmstrata_qcow2::{Autoclear, Extensions, Header, SnapshotInfo};
+use vmstrata_qcow2::{Autoclear, Header, SnapshotInfo};
 use vmstrata_store::{FileIdentity, Gate, Permission, Store, is_held};
-use vmstrata_types::HostOffset;
 
 pub use self::clusters::{OwnCluster, own_clusters};
-use crate::chain::{Qcow2Head, SESSION_MASK, backing_of, probe};
+use crate::chain::{Qcow2Head, SESSION_MASK, backing_of, is_being_dropped, probe};
 use crate::error::{Error, Result};
+use crate::index::is_link_stale;
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role};
 
@@ -45,6 +46,12 @@ pub struct ImageHead {
     pub backing: Option<BackingPlace>,
     /// What the image says of the snapshot that its backing file is; `None` too where that cannot be read.
     pub snapshot: Option<SnapshotInfo>,
+    /// Whether deleting the snapshot in it was begun and not completed: its own state is lost, those above it are right.
+    pub is_half_deleted: bool,
+    /// Whether another program has had it open for writing since vmstrata made its index.
+    pub was_written_since_indexed: bool,
+    /// What is wrong with its L1 table. Nothing is said of an image that someone writes, or did when he was killed.
+    pub l1: Result<()>,
 }
 
 /// A backing file as an image names it.
@@ -72,35 +79,33 @@ impl ImageHead {
 pub fn examine(path: &Path, gate: &Gate) -> Result<Examined> {
     let opened = LocalFiles.open(path, Role::Inspected, gate)?;
     let (allocated_bytes, born_ns) = extent_and_birth(&opened).map_err(|error| error.in_file(path))?;
+    let writer = has_writer(&*opened.store);
     let head = probe(&*opened.store, opened.identity.len)
-        .map(|head| head.map(|head| image_head(path, head, &*opened.store)))
+        .and_then(|head| head.map(|head| image_head(path, head, &*opened.store, writer)).transpose())
         .map_err(|error| error.in_file(path));
-    Ok(Examined {
-        identity: opened.identity,
-        allocated_bytes,
-        born_ns,
-        writer: has_writer(&*opened.store),
-        head,
-    })
+    Ok(Examined { identity: opened.identity, allocated_bytes, born_ns, writer, head })
 }
 
-fn image_head(path: &Path, head: Qcow2Head, store: &dyn Store) -> ImageHead {
+fn image_head(path: &Path, head: Qcow2Head, store: &dyn Store, writer: bool) -> Result<ImageHead> {
+    let is_half_deleted = is_being_dropped(path, Some(&head));
     let place = backing_of(path, Some(&head)).transpose();
     let backing = head.backing_name.zip(place).map(|(name, place)| BackingPlace { name, place });
-    let snapshot = if backing.is_some() { snapshot_info(&head.header, store) } else { None };
-    ImageHead { header: head.header, backing, snapshot }
-}
-
-/// Bytes in which vmstrata keeps all extensions that it writes.
-const EXTENSIONS_PROBE: usize = 4096;
-
-/// A record that cannot be read is as good as none: it is there for people, and nothing depends on it.
-fn snapshot_info(header: &Header, store: &dyn Store) -> Option<SnapshotInfo> {
-    let end = header.extensions_end().min(EXTENSIONS_PROBE);
-    let mut bytes = vec![0; end];
-    store.read_padded(&mut bytes, HostOffset::ZERO).ok()?;
-    let extensions = Extensions::parse(&bytes, header.header_length as usize, end).ok()?;
-    SnapshotInfo::parse(SnapshotInfo::find(&extensions)?).ok()
+    // A record that cannot be read is as good as none: it is there for people, and nothing depends on it.
+    let record = head.snapshot.filter(|_| backing.is_some());
+    let snapshot = record.and_then(|record| SnapshotInfo::parse(&record).ok());
+    let was_written_since_indexed = is_link_stale(store, &head.header)?;
+    let mut head = ImageHead {
+        header: head.header,
+        backing,
+        snapshot,
+        is_half_deleted,
+        was_written_since_indexed,
+        l1: Ok(()),
+    };
+    if !writer && !head.is_in_session() {
+        head.l1 = clusters::check_l1(store, &head.header).map_err(|error| error.in_file(path));
+    }
+    Ok(head)
 }
 
 /// Where nothing can be locked nothing can be known: no writer is then reported.

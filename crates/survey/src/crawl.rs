@@ -59,10 +59,11 @@ struct Crawl<'a> {
 /// A root or an allowed directory that does not resolve.
 pub(crate) fn crawl(options: &SurveyOptions) -> Result<(Found, Gate), SurveyError> {
     let mut allowed = options.allow_backing.clone();
-    let mut tasks = Vec::new();
+    let (mut tasks, mut roots) = (Vec::new(), Vec::new());
     for root in &options.roots {
         let canonical =
             root.canonicalize().map_err(|source| GateError::Directory { path: root.clone(), source })?;
+        roots.push(canonical.clone());
         if canonical.is_dir() {
             allowed.push(canonical.clone());
             tasks.push(Task::Directory(canonical, 0));
@@ -84,6 +85,7 @@ pub(crate) fn crawl(options: &SurveyOptions) -> Result<(Found, Gate), SurveyErro
         }
     });
     let mut found = crawl.state.into_inner().found;
+    found.roots = roots;
     found.put_in_order();
     Ok((found, crawl.gate))
 }

@@ -24,7 +24,9 @@ use vmstrata_disk::own_clusters;
 use vmstrata_store::Gate;
 
 use self::ranges::Ranges;
+use crate::crawl::Found;
 use crate::graph::Graph;
+use crate::image::Fault;
 use crate::limits;
 
 /// Runs of hidden bytes kept for one tree of layers at a time, in 16 bytes each.
@@ -45,11 +47,12 @@ pub struct Deep {
 }
 
 /// What the tables of one layer say.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LayerUse {
     pub(crate) mapped: u64,
     pub(crate) hidden: u64,
-    pub(crate) failed: bool,
+    /// Why there is nothing to be said.
+    pub(crate) fault: Option<Fault>,
 }
 
 /// Reads the tables of every qcow2 layer; `None` for the others.
@@ -71,12 +74,22 @@ pub(crate) fn read(graph: &Graph<'_>, gate: &Gate, threads: usize) -> Vec<Option
     found.into_inner()
 }
 
+/// Tells the images what their tables turned out to be.
+pub(crate) fn blame(found: &mut Found, layers: &[Option<LayerUse>]) {
+    for (image, layer) in found.images.iter_mut().zip(layers) {
+        let is_open = image.is_open();
+        if let (Some(facts), Some(layer), false) = (&mut image.qcow2, layer, is_open) {
+            facts.tables = layer.fault.clone().or(facts.tables.take());
+        }
+    }
+}
+
 /// Sums up over all layers.
 pub(crate) fn sum(layers: &[Option<LayerUse>]) -> Deep {
     let mut deep = Deep::default();
     for layer in layers.iter().flatten() {
-        deep.layers_read += u64::from(!layer.failed);
-        deep.layers_failed += u64::from(layer.failed);
+        deep.layers_read += u64::from(layer.fault.is_none());
+        deep.layers_failed += u64::from(layer.fault.is_some());
         deep.mapped_bytes = deep.mapped_bytes.saturating_add(layer.mapped);
         deep.hidden_bytes = deep.hidden_bytes.saturating_add(layer.hidden);
     }
@@ -139,9 +152,9 @@ impl Tree<'_> {
                 }
                 own.push(start, end);
             });
-            if read.is_err() {
+            if let Err(error) = read {
                 own = Ranges::default();
-                layer = LayerUse { failed: true, ..LayerUse::default() };
+                layer = LayerUse { fault: Some(Fault::of(&error)), ..LayerUse::default() };
             }
         }
         // Several entries may claim one cluster of a damaged file: it gives back no more than it takes.

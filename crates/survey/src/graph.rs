@@ -103,6 +103,17 @@ impl<'a> Graph<'a> {
                         format!("{name}: marked corrupt; `vmstrata check` tells what is wrong"),
                     );
                 }
+                if let (Some(fault), false) = (&facts.tables, self.used_as_raw[at]) {
+                    add(fault.kind, fault.message.clone());
+                }
+                if facts.half_deleted {
+                    add(
+                        RiskKind::HalfDeleted,
+                        format!(
+                            "{name}: deleting this snapshot was begun and not completed: delete it again"
+                        ),
+                    );
+                }
                 if (facts.marked_dirty || facts.in_session) && !image.writer {
                     add(
                         RiskKind::Unclean,
@@ -121,11 +132,21 @@ impl<'a> Graph<'a> {
     /// Layers that changed under their overlays: one risk a layer, however many overlays it has.
     fn judge_changes(&self, faults: &mut Vec<(usize, Fault)>) {
         let mut changed: BTreeMap<usize, (String, u32)> = BTreeMap::new();
+        for (at, image) in self.images.iter().enumerate().filter(|(at, _)| self.users[*at] > 0) {
+            if written_since_indexed(image) {
+                let message = format!(
+                    "{}: another program had it open for writing since vmstrata made its index",
+                    image.path.display()
+                );
+                faults.push((at, Fault { kind: RiskKind::Changed, message }));
+            }
+        }
         for (at, image) in self.images.iter().enumerate() {
             let Some(below) = self.below[at] else { continue };
             let layer = &self.images[below];
             // What vmstrata itself merges into a layer changes nothing of what it says; the layer's index is made then.
             if let Some(message) = times::changed_since(layer, image)
+                && !written_since_indexed(layer)
                 && !is_as_indexed(&layer.path)
             {
                 changed.entry(below).or_insert((message, 0)).1 += 1;
@@ -176,6 +197,10 @@ impl<'a> Graph<'a> {
             faults.push((top, Fault { kind, message }));
         }
     }
+}
+
+fn written_since_indexed(image: &Image) -> bool {
+    image.qcow2.as_ref().is_some_and(|facts| facts.written_since_indexed)
 }
 
 fn set_of_each(images: usize, faults: &[(usize, Fault)]) -> Vec<RiskSet> {

@@ -39,6 +39,10 @@ pub(crate) struct Qcow2Facts {
     pub(crate) below: Option<Below>,
     /// The snapshot that the layer below is: its name, and when it was taken, in ns since 1970.
     pub(crate) snapshot: Option<(String, i64)>,
+    pub(crate) half_deleted: bool,
+    pub(crate) written_since_indexed: bool,
+    /// What is wrong with its tables, as far as they were read.
+    pub(crate) tables: Option<Fault>,
 }
 
 /// A file that is an image, or was meant to be.
@@ -84,6 +88,11 @@ impl Image {
         }
     }
 
+    /// Whether it is not closed: someone writes it, or was killed while he did. Its tables may then be on their way.
+    pub(crate) fn is_open(&self) -> bool {
+        self.writer || self.qcow2.as_ref().is_some_and(|facts| facts.in_session)
+    }
+
     /// Takes in another name of the same file.
     pub(crate) fn merge_name(&mut self, path: &Path) {
         if path < self.path {
@@ -107,6 +116,9 @@ impl Qcow2Facts {
                 // A time past 2262 is none.
                 Some((snapshot.name.clone(), i64::try_from(snapshot.taken_ns).ok()?))
             }),
+            half_deleted: head.is_half_deleted,
+            written_since_indexed: head.was_written_since_indexed,
+            tables: head.l1.as_ref().err().map(Fault::of),
         }
     }
 }
@@ -128,6 +140,7 @@ impl Fault {
                 | ParseErrorKind::UnsupportedVersion { .. } => RiskKind::Unsupported,
                 _ => RiskKind::Corrupt,
             },
+            ErrorKind::Entry { .. } | ErrorKind::Truncated { .. } => RiskKind::Corrupt,
             _ => RiskKind::Unreadable,
         };
         Self { kind, message: error.to_string() }
@@ -168,6 +181,9 @@ pub(crate) mod tests {
             backing_name: below.map(str::to_owned),
             below: below.map(on),
             snapshot: None,
+            half_deleted: false,
+            written_since_indexed: false,
+            tables: None,
         };
         Image { qcow2: Some(facts), ..raw_image(name) }
     }

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!   crawl ──► images ──► graph ──► risk, times, model, deep ──► report ──► text, page, JSON
-//!   (files)   (headers)  (chains)        (findings)             (data)       (renderings)
+//!   (files)   (headers,  (chains)        (findings)             (data)       (renderings)
+//!              L1 tables)
 //! ```
 //!
 //! | module | what it knows |
@@ -110,8 +111,12 @@ pub enum SurveyError {
 /// A root or an allowed directory that cannot be resolved; everything below them that cannot be read is part of the
 /// report.
 pub fn survey(options: &SurveyOptions) -> Result<Report, SurveyError> {
-    let (found, gate) = crawl::crawl(options)?;
+    let (mut found, gate) = crawl::crawl(options)?;
+    let deep = options.deep.then(|| {
+        let layers = deep::read(&graph::Graph::new(&found, options.long_chain), &gate, options.threads);
+        deep::blame(&mut found, &layers);
+        layers
+    });
     let graph = graph::Graph::new(&found, options.long_chain);
-    let deep = options.deep.then(|| deep::read(&graph, &gate, options.threads));
     Ok(report::build(options, &found, &graph, deep.as_deref()))
 }

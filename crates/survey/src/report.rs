@@ -35,7 +35,7 @@ pub struct Report {
     pub schema: u32,
     /// When the survey was made, in seconds since 1970.
     pub made_at: u64,
-    /// What was looked at, as named.
+    /// What was looked at, as paths from the root of the host's files.
     pub roots: Vec<String>,
     /// Chains of more layers are called long.
     pub long_chain: usize,
@@ -158,6 +158,15 @@ pub struct Risk {
     pub chains: u32,
 }
 
+impl Risk {
+    /// Where and what: the message, after the layer's file where that is not in it. What is wrong with a backing file names
+    /// that file, not the layer that names it.
+    pub(crate) fn told(&self) -> String {
+        let (path, message) = (&self.path, &self.message);
+        if message.contains(path.as_str()) { message.clone() } else { format!("{path}: {message}") }
+    }
+}
+
 const MODEL: &str = "stock QEMU, a disk: 138 KiB a layer, and at most an L2 cache a layer of what its L2 tables can take \
                      (whole disk / cluster size * 8 bytes; the file's size; 32 MiB; the least of these). vmstrata, one \
                      server: 7 MiB, 512 bytes a layer file, and at most 8 bytes a cluster of each disk, 64 MiB for all \
@@ -175,7 +184,7 @@ pub(crate) fn build(
     let mut report = Report {
         schema: SCHEMA,
         made_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
-        roots: options.roots.iter().map(|root| root.display().to_string()).collect(),
+        roots: found.roots.iter().map(|root| root.display().to_string()).collect(),
         long_chain: options.long_chain,
         scanned: scanned(found),
         summary: totals(&chains, &layers),
@@ -235,14 +244,19 @@ fn savings(chains: &[Chain], layers: usize) -> Savings {
         stock_memory_min: sum(|cost| cost.stock_memory_min),
         stock_memory_max: sum(|cost| cost.stock_memory_max),
         memory_max: model::OURS_BASE_BYTES + maps + layers as u64 * model::OURS_LAYER_BYTES,
-        stock_open_s: chains.iter().map(|chain| chain.cost.stock_open_s).sum(),
-        open_s: chains.iter().map(|chain| chain.cost.open_s).sum(),
+        stock_open_s: seconds(chains.iter().map(|chain| chain.cost.stock_open_s)),
+        open_s: seconds(chains.iter().map(|chain| chain.cost.open_s)),
         stock_reads_per_s: Summary::of(chains.iter().map(|chain| chain.cost.stock_reads_per_s)),
         reads_per_s: Summary::of(chains.iter().map(|chain| chain.cost.reads_per_s)),
         beyond_measured: chains.iter().filter(|chain| chain.cost.beyond_measured).count() as u64,
         measured: Curves::measured().source.clone(),
         model: MODEL,
     }
+}
+
+/// The sum of none is 0, and not -0, as `Sum` has it.
+fn seconds(of_each: impl Iterator<Item = f64>) -> f64 {
+    of_each.fold(0.0, |sum, one| sum + one)
 }
 
 fn risks(graph: &Graph<'_>) -> Vec<Risk> {

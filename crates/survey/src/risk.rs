@@ -8,7 +8,7 @@ use serde::Serialize;
 pub enum Severity {
     /// The chain may serve wrong data, or will stop working when something else happens.
     Suspect,
-    /// The chain cannot be opened.
+    /// The chain cannot be opened, or not be read in full.
     Broken,
 }
 
@@ -22,7 +22,8 @@ pub enum RiskKind {
     Loop,
     /// A file that cannot be opened or read, or is none.
     Unreadable,
-    /// A header that breaks the format, or a file that is not what its name or its overlay says.
+    /// A header or a table that breaks the format or leads past the end of a file that was cut short, or a file that is not
+    /// what its name or its overlay says.
     Corrupt,
     /// A backing file outside the directories allowed.
     Outside,
@@ -34,6 +35,8 @@ pub enum RiskKind {
     MarkedCorrupt,
     /// An image that was not closed: refcounts to be rebuilt, or a journal to be taken up.
     Unclean,
+    /// A snapshot whose deleting was begun and not completed: it cannot be used, and takes room.
+    HalfDeleted,
     /// A layer that may have been written to after its overlay was made.
     Changed,
     /// A layer that someone has open for writing while overlays stand on it.
@@ -44,7 +47,7 @@ pub enum RiskKind {
 
 impl RiskKind {
     /// All kinds, worst first.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Missing,
         Self::Loop,
         Self::Unreadable,
@@ -54,6 +57,7 @@ impl RiskKind {
         Self::Unsupported,
         Self::MarkedCorrupt,
         Self::Unclean,
+        Self::HalfDeleted,
         Self::Changed,
         Self::Written,
         Self::Long,
@@ -69,9 +73,12 @@ impl RiskKind {
             | Self::Outside
             | Self::TooLong
             | Self::Unsupported => Severity::Broken,
-            Self::MarkedCorrupt | Self::Unclean | Self::Changed | Self::Written | Self::Long => {
-                Severity::Suspect
-            }
+            Self::MarkedCorrupt
+            | Self::Unclean
+            | Self::HalfDeleted
+            | Self::Changed
+            | Self::Written
+            | Self::Long => Severity::Suspect,
         }
     }
 
@@ -87,6 +94,7 @@ impl RiskKind {
             Self::Unsupported => "unsupported",
             Self::MarkedCorrupt => "marked-corrupt",
             Self::Unclean => "unclean",
+            Self::HalfDeleted => "half-deleted",
             Self::Changed => "changed",
             Self::Written => "written",
             Self::Long => "long",

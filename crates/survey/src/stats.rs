@@ -31,7 +31,7 @@ impl Summary {
         let quantile = |share: f64| sorted[((share * sorted.len() as f64).ceil() as usize).max(1) - 1];
         Self {
             count: sorted.len() as u64,
-            total: sorted.iter().sum(),
+            total: sorted.iter().fold(0.0, |sum, one| sum + one),
             min,
             p50: quantile(0.5),
             p90: quantile(0.9),

@@ -6,7 +6,7 @@ use crate::human::{bytes, count, counted, duration};
 use crate::report::{Chain, Report, Risk, Summary};
 use crate::risk::Severity;
 
-/// Chains and risks listed; `--json` and the page have all.
+/// Risks listed; `--json` has all, and the page more.
 const LISTED: usize = 20;
 /// Longest chains listed.
 const LONGEST: usize = 5;
@@ -139,6 +139,9 @@ fn write_longest(out: &mut String, chains: &[Chain]) -> Result {
 fn write_risks(out: &mut String, report: &Report) -> Result {
     let totals = &report.summary;
     let (broken, suspect) = (totals.chains_broken, totals.chains_suspect);
+    if report.chains.is_empty() {
+        return writeln!(out, "\nNo image was found.");
+    }
     if broken + suspect == 0 {
         return writeln!(out, "\nNo chain is at risk.");
     }
@@ -152,15 +155,13 @@ fn write_risks(out: &mut String, report: &Report) -> Result {
     report.risks.iter().take(LISTED).try_for_each(|risk| write_risk(out, risk))?;
     match report.risks.len().saturating_sub(LISTED) {
         0 => Ok(()),
-        more => writeln!(out, "  ... and {more} more: --json and --html list them"),
+        more => writeln!(out, "  ... and {more} more: --json lists them all"),
     }
 }
 
 fn write_risk(out: &mut String, risk: &Risk) -> Result {
     let mark = if risk.severity == Severity::Broken { '!' } else { ' ' };
-    // What is wrong with a backing file names that file, not the layer that names it.
-    let of = if risk.message.contains(&risk.path) { String::new() } else { format!("{}: ", risk.path) };
-    let what = printable(&(of + &risk.message));
+    let what = printable(&risk.told());
     writeln!(out, "{mark} {:<15}{:>7}  {what}", risk.kind.name(), risk.chains)
 }
 

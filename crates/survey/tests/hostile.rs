@@ -6,10 +6,13 @@ use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Tree, chain, patch, risks, set_mtime, tool};
+use vmstrata_qcow2::SnapshotInfo;
+use vmstrata_qcow2::extension::magic;
 use vmstrata_survey::{RiskKind, Severity, SurveyOptions, survey};
 
 const BACKING_FILE_OFFSET: usize = 8;
@@ -82,6 +85,73 @@ fn headers_that_were_cut_or_damaged_are_corrupt_and_what_we_cannot_do_is_unsuppo
     assert_eq!(report.scanned.images, 9);
     // A size that was not read is not in the statistics.
     assert_eq!(report.summary.virtual_size.count, 2);
+}
+
+/// A copy that was broken off, as `rsync` or `cp` leaves it, has its header and its L1 table.
+#[test]
+fn a_file_that_was_cut_short_is_corrupt_by_its_l1_table() {
+    let tree = Tree::new();
+    let base = tree.create("base.qcow2", &["16M"]);
+    let top = tree.overlay("top.qcow2", "base.qcow2");
+    tool("qemu-io", ["-c", "write -q 0 1M", base.to_str().unwrap()]);
+    assert!(tree.survey().risks.is_empty());
+    let cut = |len| fs::File::options().write(true).open(&base).unwrap().set_len(len).unwrap();
+    // Past the L2 table, which stock tools put before the data: only its entries tell.
+    cut(fs::metadata(&base).unwrap().len() - (512 << 10));
+    assert!(tree.survey().risks.is_empty());
+    let deep = survey(&SurveyOptions { deep: true, ..tree.options() }).unwrap();
+    assert_eq!(risks(&deep), [(RiskKind::Corrupt, "base.qcow2".to_owned())]);
+    assert!(deep.risks[0].message.contains("a data cluster lies at"), "{}", deep.risks[0].message);
+    assert_eq!(chain(&deep, &top).severity, Some(Severity::Broken));
+    cut(0x3_0200);
+    let report = tree.survey();
+    assert_eq!(risks(&report), [(RiskKind::Corrupt, "base.qcow2".to_owned())]);
+    assert!(report.risks[0].message.contains("an L2 table lies at"), "{}", report.risks[0].message);
+    assert_eq!((chain(&report, &top).layers, chain(&report, &top).severity), (2, Some(Severity::Broken)));
+}
+
+/// Whoever says that a layer is raw says that it has no tables.
+#[test]
+fn the_tables_of_what_is_used_as_raw_are_nobodys() {
+    let tree = Tree::new();
+    let base = tree.create("base.qcow2", &["16M"]);
+    tool("qemu-io", ["-c", "write -q 0 1M", base.to_str().unwrap()]);
+    fs::File::options().write(true).open(&base).unwrap().set_len(0x3_0200).unwrap();
+    tree.create("top.qcow2", &["-u", "-b", "base.qcow2", "-F", "raw", "3M"]);
+    assert!(tree.survey().risks.is_empty());
+    assert!(survey(&SurveyOptions { deep: true, ..tree.options() }).unwrap().risks.is_empty());
+}
+
+#[test]
+fn a_half_deleted_snapshot_is_told_and_is_none() {
+    let tree = Tree::new();
+    tree.quick("base.qcow2", None);
+    let record = SnapshotInfo { name: "monday".to_owned(), taken_ns: 1, ..SnapshotInfo::default() };
+    tree.quick_snapshot("disk.qcow2", Some("base.qcow2"), Some(record));
+    let named = |report: &vmstrata_survey::Report| report.layers[0].snapshot.clone();
+    let report = tree.survey();
+    assert_eq!((report.risks.len(), named(&report)), (0, Some("monday".to_owned())));
+    // What a merge writes into a layer before it overwrites it: the name that it will have.
+    let base = tree.path("base.qcow2");
+    let mut mark = magic::DROPPED.to_be_bytes().to_vec();
+    mark.extend(10u32.to_be_bytes());
+    mark.extend(b"disk.qcow2\0\0\0\0\0\0");
+    patch(&base, extensions_end(&base), &mark);
+    let report = tree.survey();
+    assert_eq!(risks(&report), [(RiskKind::HalfDeleted, "base.qcow2".to_owned())]);
+    assert_eq!(named(&report), None);
+    assert_eq!(chain(&report, &tree.path("disk.qcow2")).severity, Some(Severity::Suspect));
+}
+
+/// Where the list of extensions has its end, which is eight zeros.
+fn extensions_end(image: &Path) -> usize {
+    let bytes = fs::read(image).unwrap();
+    let word = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap());
+    let mut at = word(100) as usize;
+    while word(at) != 0 {
+        at += 8 + (word(at + 4) as usize).next_multiple_of(8);
+    }
+    at
 }
 
 #[test]

@@ -129,7 +129,7 @@ fn a_tree_without_images_has_a_page_that_says_so() {
     let document = parse(&html);
     assert!(html.contains("No image was found"));
     assert_eq!(elements(&document, "svg").count(), 0);
-    assert!(vmstrata_survey::text::render(&tree.survey()).contains("No chain is at risk"));
+    assert!(vmstrata_survey::text::render(&tree.survey()).contains("No image was found"));
 }
 
 #[test]

@@ -23,9 +23,8 @@ const THREADS_USUAL_MAX: usize = 8;
 /// When a directory cannot be entered, the history not be read, or the page not be written.
 pub fn run(args: &SurveyArgs) -> Result<ExitCode> {
     let mut report = survey(&options(args))?;
-    if let Some(file) = &args.history {
-        report.continue_history(file)?;
-    }
+    // What was found is shown even where it cannot be put with what was found before.
+    let history = args.history.as_ref().map(|file| report.continue_history(file)).transpose();
     if let Some(file) = &args.html {
         let page = vmstrata_survey::page::render(&report);
         fs::write(file, page).with_context(|| format!("cannot write {}", file.display()))?;
@@ -35,6 +34,7 @@ pub fn run(args: &SurveyArgs) -> Result<ExitCode> {
     } else {
         print(&text::render(&report))?;
     }
+    history?;
     Ok(ExitCode::from(exit_code(&report)))
 }
 

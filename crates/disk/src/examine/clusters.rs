@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 use std::path::Path;
 
-use vmstrata_qcow2::L2Entry;
+use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{Gate, Store};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
@@ -33,22 +33,23 @@ pub struct OwnCluster {
 /// A raw file has no clusters, and nothing is visited. No lock is taken.
 ///
 /// # Errors
-/// A file that cannot be opened or read, or a header or table entry that breaks the format.
+/// A file that cannot be opened or read, a header or table entry that breaks the format, or a cluster past the file's end.
 pub fn own_clusters(path: &Path, gate: &Gate, mut visit: impl FnMut(OwnCluster)) -> Result<()> {
     let opened = LocalFiles.open(path, Role::Inspected, gate)?;
     let mut scan = || -> Result<()> {
         let store = &*opened.store;
         let Some(head) = probe(store, opened.identity.len)? else { return Ok(()) };
-        let scan = Scan {
-            store,
-            tables: Tables::of(&head.header),
-            size: head.header.size,
-            file_len: opened.identity.len,
-            has_snapshots: head.header.snapshot_count > 0,
-        };
-        scan.run(&mut visit)
+        Scan::new(store, &head.header)?.run(&mut visit)
     };
     scan().map_err(|error| error.in_file(path))
+}
+
+/// Makes sure that every L2 table lies within the file.
+///
+/// # Errors
+/// A file that cannot be read, an L1 entry that breaks the format or leads past the file's end.
+pub(super) fn check_l1(store: &dyn Store, header: &Header) -> Result<()> {
+    Scan::new(store, header)?.l1(&mut |_, _| Ok(()))
 }
 
 struct Scan<'a> {
@@ -59,21 +60,42 @@ struct Scan<'a> {
     has_snapshots: bool,
 }
 
-impl Scan<'_> {
+impl<'a> Scan<'a> {
+    fn new(store: &'a dyn Store, header: &Header) -> Result<Self> {
+        Ok(Self {
+            store,
+            tables: Tables::of(header),
+            size: header.size,
+            file_len: store.len().while_trying("read the file's length")?,
+            has_snapshots: header.snapshot_count > 0,
+        })
+    }
+
     fn run(&self, visit: &mut impl FnMut(OwnCluster)) -> Result<()> {
         let mut seen = HashSet::new();
         let mut table_bytes = vec![0; self.cluster() as usize];
+        self.l1(&mut |l1_index, table| match seen.insert(table) {
+            true => self.table(table, l1_index, &mut table_bytes, visit),
+            false => Ok(()),
+        })
+    }
+
+    /// Calls `visit` with the index and the L2 table of every L1 entry that has one.
+    fn l1(&self, visit: &mut impl FnMut(usize, HostOffset) -> Result<()>) -> Result<()> {
         let mut bytes = Vec::new();
         let entries = self.tables.l1_entries as usize;
         for first in (0..entries).step_by(L1_BATCH) {
             let at = self.tables.l1_at + first as u64 * 8;
             bytes.resize((entries - first).min(L1_BATCH) * 8, 0);
+            if self.is_hole(at, bytes.len() as u64).while_trying("read the L1 table").map_err(|e| e.at(at))? {
+                continue;
+            }
             self.store.read_exact(&mut bytes, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
             for (number, raw) in words(&bytes).enumerate().filter(|&(_, raw)| raw != 0) {
                 let table = table_of(&self.tables, raw, self.file_len)
                     .map_err(|error| error.at(at + number as u64 * 8))?;
-                if let Some(table) = table.filter(|table| seen.insert(*table)) {
-                    self.table(table, first + number, &mut table_bytes, visit)?;
+                if let Some(table) = table {
+                    visit(first + number, table)?;
                 }
             }
         }
@@ -84,6 +106,12 @@ impl Scan<'_> {
         self.tables.geometry.cluster_bits.size()
     }
 
+    /// Whether the file has nothing but a hole in the `len` bytes at `at`.
+    fn is_hole(&self, at: HostOffset, len: u64) -> std::io::Result<bool> {
+        let (is_data, end) = self.store.extent(at)?;
+        Ok(!is_data && end >= at + len)
+    }
+
     fn table(
         &self,
         table: HostOffset,
@@ -92,8 +120,7 @@ impl Scan<'_> {
         visit: &mut impl FnMut(OwnCluster),
     ) -> Result<()> {
         let mut read = || -> std::io::Result<bool> {
-            let (is_data, end) = self.store.extent(table)?;
-            if !is_data && end >= table + self.cluster() {
+            if self.is_hole(table, self.cluster())? {
                 return Ok(false);
             }
             self.store.read_exact(bytes, table).map(|()| true)
@@ -106,14 +133,27 @@ impl Scan<'_> {
             if at.get() >= self.size {
                 break;
             }
-            let entry = self.tables.entries.l2(raw).map_err(|entry| {
-                crate::Error::from(ErrorKind::Entry { table: "L2 table", entry }).at(table + index as u64 * 8)
-            })?;
+            let entry = self.entry(raw).map_err(|error| error.at(table + index as u64 * 8))?;
             if let Some(host_bytes) = self.host_bytes(entry) {
                 visit(OwnCluster { range: self.range(at), host_bytes });
             }
         }
         Ok(())
+    }
+
+    /// The last cluster of a file may be cut short, and reads as zeros behind that; none begins past the end.
+    fn entry(&self, raw: u64) -> Result<L2Entry> {
+        let entry =
+            self.tables.entries.l2(raw).map_err(|entry| ErrorKind::Entry { table: "L2 table", entry })?;
+        let (what, at) = match entry {
+            L2Entry::Data { host, .. } => ("a data cluster", host),
+            L2Entry::Compressed { host, .. } => ("a compressed cluster", host),
+            L2Entry::Unallocated | L2Entry::Zero { .. } => return Ok(entry),
+        };
+        if at.get() >= self.file_len {
+            return Err(ErrorKind::Truncated { what, at, file_len: self.file_len }.into());
+        }
+        Ok(entry)
     }
 
     fn range(&self, at: GuestOffset) -> GuestRange {

@@ -50,6 +50,17 @@ pub(super) fn link_stands(header: &Header) -> bool {
     header.autoclear.contains(Autoclear::INDEX) && header.autoclear.bits() & SESSION_MASK == 0
 }
 
+/// Whether a header has a link that does not stand: another program has opened the image for writing, and cleared the bit.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn is_link_stale(store: &dyn Store, header: &Header) -> Result<bool> {
+    if header.autoclear.contains(Autoclear::INDEX) || header.autoclear.bits() & SESSION_MASK != 0 {
+        return Ok(false);
+    }
+    Ok(find_link(store, header)?.is_some_and(|found| found.link.is_some()))
+}
+
 /// The root that the header's link leads to.
 ///
 /// # Errors

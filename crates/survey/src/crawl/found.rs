@@ -38,6 +38,8 @@ pub struct Omitted {
 /// See the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
+    /// What was looked at, in full.
+    pub(crate) roots: Vec<PathBuf>,
     pub(crate) files: u64,
     pub(crate) directories: u64,
     /// In order of their paths once the crawl is done.

@@ -114,10 +114,10 @@ fn length_and_size(report: &Report) -> String {
         count: 1,
         name: &chain.path,
     });
-    scatter::draw(&mut plot, "a", "chain", points, |x, y, _| {
+    let largest = scatter::draw(&mut plot, "a", "chain", points, |x, y, _| {
         format!("{}, {}", counted(x, "layer"), bytes(y))
     });
-    plot.figure("Each disc is a disk, or as many as it is large.")
+    plot.figure(&format!("Each disc is a disk, or several that are alike. {largest}"))
 }
 
 /// The paper's Figure 5, where anything can be dated.
@@ -189,10 +189,10 @@ fn sharing(report: &Report) -> String {
         .collect();
     plot.line("guide", &most);
     let points = points(&report.chains, |chain| (f64::from(chain.layers), f64::from(chain.shared)));
-    scatter::draw(&mut plot, "a", "chain", points, |x, y, _| {
+    let largest = scatter::draw(&mut plot, "a", "chain", points, |x, y, _| {
         format!("{}, {} shared", counted(x, "layer"), count(y))
     });
-    plot.figure("Backing files that more than one disk stands on (the paper's Figure 8); the line is all but the active layer.")
+    plot.figure(&format!("Backing files that more than one disk stands on (the paper's Figure 8); the line is all but the active layer. {largest}"))
 }
 
 fn chains_of_layers(report: &Report) -> String {
@@ -210,10 +210,12 @@ fn chains_of_layers(report: &Report) -> String {
         count: 1,
         name: &layer.path,
     });
-    scatter::draw(&mut plot, "b", "layer", points, |x, y, _| {
+    let largest = scatter::draw(&mut plot, "b", "layer", points, |x, y, _| {
         format!("at place {}, in {}", count(x), counted(y, "chain"))
     });
-    plot.figure("Base images stand at the left and high: every disk made from one adds a chain.")
+    plot.figure(&format!(
+        "Base images stand at the left and high: every disk made from one adds a chain. {largest}"
+    ))
 }
 
 fn snapshots(report: &Report) -> String {
@@ -230,13 +232,11 @@ fn snapshots(report: &Report) -> String {
         count: point.count,
         name: "",
     });
-    scatter::draw(&mut plot, "a", "snapshot", points, |x, y, here| {
+    let largest = scatter::draw(&mut plot, "a", "snapshot", points, |x, y, here| {
         let share = here as f64 * 100.0 / total;
         format!("place {}, {} ({share:.2} % of all)", count(x), WINDOWS[y as usize].1)
     });
-    plot.figure(
-        "Snapshots by their place in the chain and the time since the link before (the paper's Figure 9).",
-    )
+    plot.figure(&format!("Snapshots by their place in the chain and the time since the link before (the paper's Figure 9). {largest}"))
 }
 
 fn memory(report: &Report) -> String {

@@ -1,4 +1,4 @@
-//! Scatter plots: things by two figures; what would lie on one spot is one disc, as large as it counts.
+//! Scatter plots: things by two figures; what would lie on one spot is one disc, its area as large as it counts.
 
 use std::collections::BTreeMap;
 
@@ -6,9 +6,9 @@ use super::plot::Plot;
 use crate::human::counted;
 
 /// Points closer than this on the drawing are drawn as one; it bounds the page whatever is surveyed.
-const SPOT: f64 = 5.0;
+const SPOT: f64 = 8.0;
 const RADIUS_MIN: f64 = 3.0;
-const RADIUS_MAX: f64 = 16.0;
+const RADIUS_MAX: f64 = 13.0;
 
 /// A thing to be drawn.
 pub(super) struct Point<'a> {
@@ -27,14 +27,15 @@ struct Spot<'a> {
     name: &'a str,
 }
 
-/// Draws the points; `says` tells of a spot's figures, to which its count and an example are added.
+/// Draws the points; `says` tells of a spot's figures, to which its count and an example are added. Returns what the largest
+/// disc stands for, in words.
 pub(super) fn draw<'a>(
     plot: &mut Plot,
     class: &str,
     noun: &str,
     points: impl Iterator<Item = Point<'a>>,
     says: impl Fn(f64, f64, u64) -> String,
-) {
+) -> String {
     let mut spots: BTreeMap<(i64, i64), Spot<'a>> = BTreeMap::new();
     for point in points {
         let (x, y) = plot.place(point.x, point.y);
@@ -61,4 +62,5 @@ pub(super) fn draw<'a>(
         let lines = if spot.name.is_empty() { &lines[..1] } else { &lines[..] };
         plot.disc(&format!("dot {class}"), plot.place(spot.x, spot.y), radius, lines);
     }
+    format!("The largest disc is {}.", counted(most, noun))
 }

@@ -24,18 +24,17 @@ pub(super) fn risks(report: &Report) -> String {
             count(more as f64)
         ),
     };
-    let table = table(&["risk", "chains", "layer", "what"], &rows);
+    let table = table(&["risk", "chains", "where and what"], &rows);
     format!("<section>\n<h2>At risk</h2>\n{table}{more}</section>\n")
 }
 
 fn risk(risk: &Risk) -> String {
     let class = if risk.severity == Severity::Broken { "broken" } else { "suspect" };
     format!(
-        "<tr><td><span class=\"mark {class}\">{}</span></td><td class=\"n\">{}</td><td><code>{}</code></td><td>{}</td></tr>\n",
+        "<tr><td><span class=\"mark {class}\">{}</span></td><td class=\"n\">{}</td><td class=\"path\">{}</td></tr>\n",
         risk.kind.name(),
         count(risk.chains.into()),
-        escape(&risk.path),
-        escape(&risk.message)
+        escape(&risk.told())
     )
 }
 
@@ -53,7 +52,7 @@ pub(super) fn longest(report: &Report) -> String {
 fn chain(chain: &Chain) -> String {
     let cost = &chain.cost;
     format!(
-        "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
+        "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"path\"><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
          <td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>\n",
         count(chain.layers.into()),
         count(chain.shared.into()),
@@ -79,7 +78,7 @@ pub(super) fn most_shared(report: &Report) -> String {
 
 fn layer(layer: &Layer) -> String {
     format!(
-        "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>\n",
+        "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"path\"><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>\n",
         count(layer.chains.into()),
         count(layer.overlays.into()),
         escape(&layer.path),
@@ -91,8 +90,9 @@ fn layer(layer: &Layer) -> String {
 
 fn table(head: &[&str], rows: &[String]) -> String {
     // Columns of text; all others are numbers, set to the right.
-    let class =
-        |name: &str| if matches!(name, "risk" | "layer" | "what" | "disk") { "" } else { " class=\"n\"" };
+    let class = |name: &str| {
+        if matches!(name, "risk" | "layer" | "where and what" | "disk") { "" } else { " class=\"n\"" }
+    };
     let head: String =
         head.iter().map(|name| format!("<th scope=\"col\"{}>{name}</th>", class(name))).collect();
     format!(

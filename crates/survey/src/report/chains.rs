@@ -52,7 +52,7 @@ pub struct Layer {
     pub virtual_size: u64,
     /// Bytes the file takes on the host.
     pub allocated: u64,
-    /// The snapshot that it is, as an overlay of it says.
+    /// The snapshot that it is, as an overlay of it says, unless that is half deleted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
     /// Its backing file's name as stored.
@@ -100,7 +100,7 @@ fn chain(graph: &Graph<'_>, top: usize) -> Chain {
 }
 
 pub(super) fn layers(graph: &Graph<'_>, deep: Option<&[Option<LayerUse>]>) -> Vec<Layer> {
-    let read = |at: usize| deep.and_then(|layers| layers[at]).filter(|layer| !layer.failed);
+    let read = |at: usize| deep.and_then(|layers| layers[at].as_ref()).filter(|layer| layer.fault.is_none());
     let longest = longest_chains(graph);
     let mut names = snapshot_names(graph);
     let layers = graph.images.iter().enumerate().map(|(at, image)| Layer {
@@ -130,7 +130,9 @@ fn snapshot_names(graph: &Graph<'_>) -> Vec<Option<String>> {
     let mut names: Vec<Option<String>> = vec![None; graph.images.len()];
     for (image, below) in graph.images.iter().zip(&graph.below) {
         let snapshot = image.qcow2.as_ref().and_then(|facts| facts.snapshot.as_ref());
-        if let (Some(below), Some((name, _))) = (below, snapshot) {
+        if let (Some(below), Some((name, _))) = (below, snapshot)
+            && !graph.images[*below].qcow2.as_ref().is_some_and(|facts| facts.half_deleted)
+        {
             names[*below].get_or_insert_with(|| name.clone());
         }
     }
