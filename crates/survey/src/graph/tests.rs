@@ -1,4 +1,7 @@
+use vmstrata_disk::Format;
+
 use super::*;
+use crate::image::Below;
 use crate::image::tests::{qcow2_image, raw_image};
 
 fn found(images: Vec<Image>) -> Found {
