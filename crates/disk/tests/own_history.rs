@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use common::stock::{content, path_str, qemu_img, qemu_io};
 use vmstrata_disk::merge::{
-    Kept, LayerRef, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
+    Direction, Kept, LayerRef, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
 };
 use vmstrata_disk::snapshot::{self, PrepareOptions, Pruning, RevertOptions, SnapshotInfo, list};
 use vmstrata_disk::{
@@ -206,4 +206,40 @@ fn what_is_meant_is_known_by_its_files() {
     delete(&disk, "older", &options).unwrap();
     assert_eq!(named.ranges(&disk, &options).unwrap(), []);
     assert_eq!(names(&disk, &options), seen(&[("nightly", true)]));
+}
+
+/// Merged downwards, a dropped layer's file goes on as that of the one above, which nobody meant.
+#[test]
+fn the_layer_that_got_the_file_of_a_dropped_one_is_not_meant() {
+    let dir = common::scratch();
+    let (disk, options) = (dir.path().join("web.qcow2"), OpenOptions::default());
+    let range = |layer| MergeRange { first: LayerIndex::new(layer), last: LayerIndex::new(layer) };
+    let merge = |layer| {
+        let down = MergeOptions { direction: Direction::Down, beyond_own: true, ..MergeOptions::default() };
+        Merge::new(&disk, range(layer), &down, &resources()).and_then(Merge::run).unwrap();
+    };
+    new_disk(&disk, None);
+    take(&disk, &["one", "two", "three", "four"]);
+    let named = Meant::named(&disk, &["one".to_owned(), "three".to_owned()], &options).unwrap();
+    assert_eq!(named.ranges(&disk, &options).unwrap(), [range(2), range(0)]);
+    merge(2);
+    assert_eq!(names(&disk, &options), seen(&[("four", true), ("two", true), ("one", true)]));
+    assert_eq!(named.ranges(&disk, &options).unwrap(), [range(0)]);
+    merge(0);
+    assert_eq!(named.ranges(&disk, &options).unwrap(), []);
+    // Nor is one without a name, which only its place tells.
+    let path = |number: usize| dir.path().join(format!("{number}.qcow2"));
+    new_disk(&path(0), None);
+    (1..4).for_each(|number| stock_overlay(&path(number), &format!("{}.qcow2", number - 1)));
+    let disk = path(3);
+    let lowest = LayerRef::Number(0);
+    let meant = Meant::between(&disk, &lowest, &lowest, &options).unwrap();
+    let down = MergeOptions {
+        direction: Direction::Down,
+        removal: Removal::All,
+        beyond_own: true,
+        ..MergeOptions::default()
+    };
+    Merge::new(&disk, range(0), &down, &resources()).and_then(Merge::run).unwrap();
+    assert_eq!(meant.ranges(&disk, &options).unwrap(), []);
 }

@@ -1,7 +1,8 @@
 //! Which layers are meant, whatever happens to names and numbers meanwhile.
 //!
-//! A disk in use gets layers while others are dropped, and a name that has become free may be given again: what was asked for is
-//! known by its files.
+//! A disk in use gets layers while others are dropped, a name that has become free may be given again, and so may the number of a
+//! file: the file of a dropped layer even stays, as that of the next one, where layers are merged downwards. So a layer is known by
+//! its file and by what is recorded of it as a snapshot, where nothing is by its file and its place.
 
 use std::path::{Path, PathBuf};
 
@@ -26,9 +27,35 @@ pub enum LayerRef {
 /// Layers of a disk that are to be dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Meant {
-    files: Vec<FileId>,
+    layers: Vec<Known>,
     /// They were not chosen as snapshots of the disk.
     beyond_own: bool,
+}
+
+/// A layer, as it is known again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Known {
+    file: FileId,
+    what: What,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum What {
+    /// A snapshot, by its name and its time, which no other has.
+    Snapshot(String, u64),
+    /// A layer without a record, at this place.
+    Nameless(PathBuf),
+}
+
+impl Known {
+    fn of(layer: &Snapshot) -> Self {
+        let what = match &layer.info {
+            Some(info) => What::Snapshot(info.name.clone(), info.taken_ns),
+            // Links may lead there otherwise when a layer above is gone.
+            None => What::Nameless(layer.layer.canonicalize().unwrap_or_else(|_| layer.layer.clone())),
+        };
+        Self { file: layer.file, what }
+    }
 }
 
 impl Meant {
@@ -47,16 +74,16 @@ impl Meant {
             let found = snapshot::pick(snapshots, name).map_err(|error| error.in_file(disk))?;
             Ok::<_, Error>(found.depth - 1)
         };
-        let mut files = Vec::with_capacity(names.len());
+        let mut layers = Vec::with_capacity(names.len());
         for name in names {
             let (from, to) = match (depth_of(name), name.split_once("..")) {
                 (Ok(depth), _) => (depth, depth),
                 (Err(_), Some((from, to))) => (depth_of(from)?, depth_of(to)?),
                 (Err(error), None) => return Err(error),
             };
-            files.extend(snapshots[from.min(to)..=from.max(to)].iter().map(|snapshot| snapshot.file));
+            layers.extend(snapshots[from.min(to)..=from.max(to)].iter().map(Known::of));
         }
-        Ok(Self { files, beyond_own: false })
+        Ok(Self { layers, beyond_own: false })
     }
 
     /// All layers from one to the other, in either order, with or without names. Which those are is settled here; whether they
@@ -70,7 +97,7 @@ impl Meant {
         let layers = snapshot::list(disk, options)?;
         let (one, other) = (number_of(one, disk, &layers)?, number_of(other, disk, &layers)?);
         let numbers = one.min(other)..=one.max(other);
-        Ok(Self { files: files_of(&layers, |number| numbers.contains(&number)), beyond_own: true })
+        Ok(Self { layers: known_of(&layers, |number| numbers.contains(&number)), beyond_own: true })
     }
 
     /// All layers between `base`, which stays with all that it stands on, and the disk's active one.
@@ -80,7 +107,7 @@ impl Meant {
     pub fn above(disk: &Path, base: &LayerRef, options: &OpenOptions) -> Result<Self> {
         let layers = snapshot::list(disk, options)?;
         let base = number_of(base, disk, &layers)?;
-        Ok(Self { files: files_of(&layers, |number| number > base), beyond_own: false })
+        Ok(Self { layers: known_of(&layers, |number| number > base), beyond_own: false })
     }
 
     /// All layers below the disk's active one.
@@ -88,7 +115,7 @@ impl Meant {
     /// # Errors
     /// As [`snapshot::list`].
     pub fn below(disk: &Path, options: &OpenOptions) -> Result<Self> {
-        Ok(Self { files: files_of(&snapshot::list(disk, options)?, |_| true), beyond_own: false })
+        Ok(Self { layers: known_of(&snapshot::list(disk, options)?, |_| true), beyond_own: false })
     }
 
     /// Where those are that the disk still stands on, in as few ranges as possible, the newest first: in that order no range
@@ -102,7 +129,7 @@ impl Meant {
 
     pub(super) fn ranges_in(&self, disk: &Path, snapshots: &[Snapshot]) -> Result<Vec<MergeRange>> {
         let mut ranges: Vec<MergeRange> = Vec::new();
-        for snapshot in snapshots.iter().filter(|snapshot| self.files.contains(&snapshot.file)) {
+        for snapshot in snapshots.iter().filter(|snapshot| self.has(snapshot)) {
             let layer = snapshots.len() - snapshot.depth;
             match ranges.last_mut() {
                 Some(range) if range.first.index() == layer + 1 => range.first = index_of(layer),
@@ -119,12 +146,16 @@ impl Meant {
             None => Ok(ranges),
         }
     }
+
+    fn has(&self, layer: &Snapshot) -> bool {
+        // Finding out where a layer is takes a system call for each part of its path.
+        self.layers.iter().any(|known| known.file == layer.file && *known == Known::of(layer))
+    }
 }
 
-/// The files of those whose numbers are wanted.
-fn files_of(layers: &[Snapshot], wanted: impl Fn(usize) -> bool) -> Vec<FileId> {
-    let found = layers.iter().filter(|layer| wanted(layers.len() - layer.depth));
-    found.map(|layer| layer.file).collect()
+/// Those whose numbers are wanted.
+fn known_of(layers: &[Snapshot], wanted: impl Fn(usize) -> bool) -> Vec<Known> {
+    layers.iter().filter(|layer| wanted(layers.len() - layer.depth)).map(Known::of).collect()
 }
 
 /// The number of a layer among those below the active one.
