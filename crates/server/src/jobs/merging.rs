@@ -45,8 +45,9 @@ impl Goes for Below {
     const KIND: &'static str = "flatten";
 }
 
-/// How often to begin again when a snapshot is taken at a moment at which the layers must not change.
-const AGAIN_MAX: u32 = 5;
+/// How often to begin again, without having come any further, when a snapshot is taken at a moment at which the layers must not
+/// change.
+const AGAIN_MAX: u32 = 20;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -114,7 +115,9 @@ impl<G: Goes> Merging<G> {
             again: 0,
             goes: PhantomData,
         };
-        work.begin()?;
+        if let Err(error) = work.begin() {
+            work.or_again(error)?;
+        }
         work.total = work.merge.as_ref().map_or(0, Merge::total) * (work.waiting.len() as u64 + 1);
         Ok(work)
     }
@@ -133,15 +136,20 @@ impl<G: Goes> Merging<G> {
 
     /// Begins again if the error says that a snapshot was taken at a moment at which the layers must not change: what was
     /// copied is found, and what was dropped is not there any more.
-    fn or_again(&mut self, error: Error) -> Result<(), Error> {
-        let Error::Disk(cause) = &error else { return Err(error) };
-        let is_changed = matches!(cause.kind(), ErrorKind::Merge(MergeFault::LayersChanged));
-        if !is_changed || self.again == AGAIN_MAX {
-            return Err(error);
+    fn or_again(&mut self, mut error: Error) -> Result<(), Error> {
+        loop {
+            let Error::Disk(cause) = &error else { return Err(error) };
+            let is_changed = matches!(cause.kind(), ErrorKind::Merge(MergeFault::LayersChanged));
+            if !is_changed || self.again == AGAIN_MAX {
+                return Err(error);
+            }
+            self.again += 1;
+            self.merge = None;
+            match self.begin() {
+                Ok(()) => return Ok(()),
+                Err(again) => error = again,
+            }
         }
-        self.again += 1;
-        self.merge = None;
-        self.begin()
     }
 
     /// Begins with the next range; the one before lets go of the disk first.
@@ -180,6 +188,7 @@ impl<G: Goes> Work for Merging<G> {
             Ok(bytes) => bytes,
             Err(error) => return self.or_again(error.into()).map(|()| Step::default()),
         };
+        self.again = 0;
         let failure = if action == Action::Remove { stays(&merge.merged().kept) } else { None };
         Ok(Step { bytes, failure })
     }
