@@ -24,8 +24,6 @@ pub enum Role {
     Indexed,
     /// The same for a frozen layer that is copied into: there must be no readers that know its tables, but for this process.
     CopiedInto,
-    /// The same for a frozen layer whose own content is lost meanwhile: nobody else may begin to read it.
-    WrittenDown,
 }
 
 /// An open file of a chain.
@@ -68,7 +66,6 @@ impl Opener for LocalFiles {
             Role::Inspected => FileOptions { lock: None, ..FileOptions::FROZEN },
             Role::Indexed => written(LockKind::Unchanged),
             Role::CopiedInto => written(LockKind::CopiedInto),
-            Role::WrittenDown => written(LockKind::WrittenDown),
         };
         let file = gate.open(path, options.access)?;
         let store = FileStore::new(file, path, &options)?;

@@ -176,6 +176,31 @@ fn names(disk: &Path) -> Vec<(String, bool)> {
 }
 
 /// Whoever stands on the layer, or on one between, has it kept as it is: the other way is taken.
+/// Who may read a state does not change by what file it is in.
+#[test]
+fn what_takes_a_layers_place_gets_its_owner_and_its_mode() {
+    use std::fs::{Permissions, set_permissions};
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
+    let dir = common::scratch();
+    let disk = history(dir.path());
+    let [lowest, above] = ["web.mon.qcow2", "web.tue.qcow2"].map(|name| dir.path().join(name));
+    let is_root = lowest.metadata().unwrap().uid() == 0;
+    for (file, mode) in [(&lowest, 0o600), (&above, 0o644)] {
+        set_permissions(file, Permissions::from_mode(mode)).unwrap();
+    }
+    if is_root {
+        chown(&above, Some(65534), Some(65534)).unwrap();
+    }
+    let who = || {
+        let found = above.metadata().unwrap();
+        (found.uid(), found.gid(), found.mode() & 0o777)
+    };
+    let before = who();
+    assert!(delete(&disk, "mon", Direction::Down).unwrap().is_down);
+    assert_eq!(who(), before);
+    assert_eq!(before.2, 0o644);
+}
+
 #[test]
 fn a_layer_that_somebody_else_stands_on_is_not_written() {
     let dir = common::scratch();

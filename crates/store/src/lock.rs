@@ -71,9 +71,6 @@ pub enum LockKind {
     /// The same for a file that is copied into. Its tables change, though not in what they say together with the layers below:
     /// whoever begins to read it would know tables that do not last, so none of ours may begin meanwhile.
     CopiedInto,
-    /// The same for a file whose own content is lost, as what layers above it hold is written down into it: nobody at all may
-    /// begin to read it. Those who do already are this process, which knows.
-    WrittenDown,
 }
 
 impl LockKind {
@@ -81,7 +78,7 @@ impl LockKind {
         match self {
             Self::Active => permission != Permission::WriteUnchanged,
             Self::Frozen => permission == Permission::ConsistentRead,
-            Self::Unchanged | Self::CopiedInto | Self::WrittenDown => {
+            Self::Unchanged | Self::CopiedInto => {
                 matches!(permission, Permission::ConsistentRead | Permission::WriteUnchanged)
             }
         }
@@ -94,18 +91,7 @@ impl LockKind {
                 matches!(permission, Permission::ConsistentRead | Permission::WriteUnchanged)
             }
             Self::Unchanged | Self::CopiedInto => permission == Permission::ConsistentRead,
-            Self::WrittenDown => false,
         }
-    }
-
-    /// Whether those who have the permission already are let be.
-    fn bears(self, permission: Permission) -> bool {
-        self.shares(permission) || self == Self::WrittenDown && permission == Permission::ConsistentRead
-    }
-
-    /// Whether none of ours may begin to read the file.
-    fn copies_into(self) -> bool {
-        matches!(self, Self::CopiedInto | Self::WrittenDown)
     }
 }
 
@@ -128,7 +114,7 @@ pub enum LockError {
     },
     /// Another process copies into the file.
     #[error(
-        "layers are being merged into {}, and its tables change meanwhile: try again when that is done (`vmstrata job list` shows how far it is)",
+        "layers are being merged, and {} is written meanwhile: try again when that is done (`vmstrata job list` shows how far it is)",
         path.display()
     )]
     CopiedInto {
@@ -231,7 +217,7 @@ fn claim(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
             }
         }
     }
-    if kind.copies_into() {
+    if kind == LockKind::CopiedInto {
         control(fd, libc::F_OFD_SETLK, libc::F_RDLCK, COPIED_INTO).map_err(Refusal::Io)?;
     }
     Ok(())
@@ -243,7 +229,7 @@ fn check(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
         return Err(Refusal::CopiedInto);
     }
     for permission in Permission::ALL {
-        let against = [(DENIED_BASE, kind.holds(permission)), (HELD_BASE, !kind.bears(permission))];
+        let against = [(DENIED_BASE, kind.holds(permission)), (HELD_BASE, !kind.shares(permission))];
         for (base, _) in against.into_iter().filter(|(_, wanted)| *wanted) {
             let found = control(fd, libc::F_OFD_GETLK, libc::F_WRLCK, base + permission as i64);
             if found.map_err(Refusal::Io)? != libc::F_UNLCK {

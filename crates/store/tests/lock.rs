@@ -81,27 +81,6 @@ fn no_reader_of_ours_begins_while_a_file_is_copied_into() {
     drop(open(ACTIVE_AT_ONCE).expect("nothing is left locked"));
 }
 
-#[test]
-fn nobody_begins_to_read_a_file_that_is_written_down_into() {
-    let directory = images();
-    let open = |options| store(directory.path(), "base.qcow2", options);
-    let down = FileOptions { lock: Some(LockKind::WrittenDown), ..UNCHANGED };
-    let reader = open(FileOptions::FROZEN).expect("this process, which knows");
-    let writer = open(down).expect("beside a reader");
-    let refused = open(FileOptions::FROZEN).expect_err("what it held is lost");
-    assert!(matches!(refused, FileError::Lock(LockError::CopiedInto { .. })), "{refused}");
-    open(down).expect_err("one at a time");
-    for name in ["base.qcow2", "top.qcow2"] {
-        let (read, text) = run("qemu-io", &["-r", "-c", "read 0 4k", name], directory.path());
-        assert!(!read && text.contains("lock"), "{name}: {text}");
-    }
-    vmstrata_store::Store::give_up_writing(&writer).expect("a reader's lock now");
-    let (read, text) = run("qemu-io", &["-r", "-c", "read 0 4k", "top.qcow2"], directory.path());
-    assert!(read, "{text}");
-    drop((reader, writer));
-    drop(open(ACTIVE_AT_ONCE).expect("nothing is left locked"));
-}
-
 /// A QEMU process that has an image open until it is dropped.
 struct Holder(Child);
 

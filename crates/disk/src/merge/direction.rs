@@ -11,6 +11,7 @@ use std::sync::Arc;
 use vmstrata_qcow2::Incompatible;
 use vmstrata_store::FileId;
 
+use super::down::Failed;
 use super::mark::Mark;
 use super::plan::{Link, layers_of_others, map_up_to};
 use super::push::Costs;
@@ -89,6 +90,17 @@ impl Asked<'_> {
         Ok(None)
     }
 
+    /// Merging downwards has failed: as long as nothing is lost, there is the other way.
+    ///
+    /// # Errors
+    /// What it failed with, if that way was asked for, or dropped layers are marked.
+    pub(crate) fn or_up_after<T>(&self, failed: Failed) -> Result<Option<T>> {
+        if failed.is_marked || self.options.direction != Direction::Auto {
+            return Err(failed.error);
+        }
+        self.or_up(failed.error.to_string())
+    }
+
     fn look(&self, by_cost: bool) -> Result<std::result::Result<Option<Downwards>, String>> {
         if let Err(reason) = self.check_range().and_then(|()| self.check_files()) {
             return Ok(Err(reason));
@@ -121,7 +133,8 @@ impl Asked<'_> {
         }
         let all = remove::dropped(self.links, self.range);
         let kept = all.iter().find_map(|layer| self.options.removal.wants(layer).err());
-        kept.map_or(Ok(()), |why| Err(why.to_string()))
+        kept.map_or(Ok(()), |why| Err(why.to_string()))?;
+        check_open_files(self.dropped().len())
     }
 
     /// The lowest layer's file takes the place of the one that stays.
@@ -134,6 +147,7 @@ impl Asked<'_> {
                 return Err(format!("{} is no qcow2 file with a single name", link.path.display()));
             }
         }
+        check_owner(&self.dropped()[0].path, &target.path)?;
         let name = target.path.file_name().and_then(|name| name.to_str());
         if name.is_none() || !clones::is_beside(&self.dropped()[0].path, &target.path) {
             return Err("the layer above lies in another directory".to_owned());
@@ -198,6 +212,30 @@ impl Asked<'_> {
         let ours = [(self.ours)(above), held.to_vec()].concat();
         let by = holder_among(&ours).or_else(|| users.in_use(above, &self.here, &ours));
         by.map_or(Ok(()), |by| Err(format!("it is in use by {by}")))
+    }
+}
+
+/// All dropped layers are open until the merge is done.
+fn check_open_files(layers: usize) -> Against {
+    let most = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    let most = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    let free = most.saturating_sub(open);
+    // The other half is for those who use disks meanwhile.
+    if layers > free / 2 {
+        return Err(format!("{layers} files would be held open, and this process may open {free} more"));
+    }
+    Ok(())
+}
+
+/// What takes a file's place gets its owner.
+fn check_owner(lowest: &Path, target: &Path) -> Against {
+    let [lowest, target] =
+        [lowest, target].map(|path| path.metadata().map(|found| (found.uid(), found.gid())));
+    match (lowest, target) {
+        (Ok(lowest), Ok(target)) if lowest == target || rustix::process::geteuid().is_root() => Ok(()),
+        (Err(error), _) | (_, Err(error)) => Err(error.to_string()),
+        _ => Err("the layer above is somebody else's, and only root gives files away".to_owned()),
     }
 }
 

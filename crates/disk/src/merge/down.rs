@@ -17,6 +17,7 @@
 //! - All of them are on stable storage before the rename, and that is before a file is removed.
 //! - Before the first write, nobody else stands on a dropped layer or uses one, and each is marked ([`super::mark`]) and locked.
 
+use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -29,6 +30,7 @@ use super::mark::Mark;
 use super::plan::{Link, map_up_to};
 use super::room::Room;
 use super::{Copier, target};
+use crate::access;
 use crate::active::Active;
 use crate::chain::Top as OpenTop;
 use crate::clones;
@@ -84,6 +86,13 @@ impl Held {
     }
 }
 
+/// Why nothing can be written down.
+pub(crate) struct Failed {
+    pub(crate) error: Error,
+    /// Whether the dropped layers are marked already, or some of them.
+    pub(crate) is_marked: bool,
+}
+
 /// Makes everything ready to write into the lowest dropped layer, and marks the dropped ones. `tell` is given the objects that
 /// allow for that before anything is written.
 ///
@@ -91,9 +100,20 @@ impl Held {
 /// A layer that is in use, or cannot be opened, read or written.
 pub(crate) fn open(
     asked: &Asked<'_>,
+    found: Downwards,
+    role: Role,
+    tell: impl FnOnce(&Held) -> Result<()>,
+) -> std::result::Result<Copier, Failed> {
+    let mut is_marked = false;
+    open_and_mark(asked, found, role, tell, &mut is_marked).map_err(|error| Failed { error, is_marked })
+}
+
+fn open_and_mark(
+    asked: &Asked<'_>,
     mut found: Downwards,
     role: Role,
     tell: impl FnOnce(&Held) -> Result<()>,
+    is_marked: &mut bool,
 ) -> Result<Copier> {
     let (first, links) = (asked.range.first.index(), asked.links);
     let below = first.checked_sub(1);
@@ -110,12 +130,13 @@ pub(crate) fn open(
     let size = active.size();
     let layers = Layers::new(size, Top::Qcow2(Arc::clone(&active)), below.clone(), asked.resources);
     let state = Layers::new(size, Top::Frozen, Some(Arc::clone(&found.state)), asked.resources);
-    let ready = || -> Result<Room> {
+    let mut ready = || -> Result<Room> {
         let room = Room::find(&lowest.path, layers.push_demand(&state)?)?;
         let locked: Vec<_> = held.layers.iter().map(|layer| layer.identity.file).collect();
         asked
             .check_unused(&found.users, &locked)
             .map_err(|reason| Error::from(super::MergeFault::NotDown { reason }).in_file(&lowest.path))?;
+        *is_marked = true;
         for (number, top) in [&lowest].into_iter().chain(&others).enumerate() {
             let mark = Mark::plan(top, links, first + number, asked.new_name())?;
             mark.write(&*top.opened.store).map_err(|error| error.in_file(&top.path))?;
@@ -157,6 +178,9 @@ impl Down {
     /// # Errors
     /// A host that cannot rename or flush: the one or the other is there.
     pub(super) fn take_place(&self, lowest: &Active) -> Result<()> {
+        // Whoever may read the one that stays, and nobody else, may read what takes its place.
+        let file = File::open(&self.from).while_trying("open it to set its owner");
+        file.and_then(|file| access::copy(&self.to, &file)).map_err(|error| error.in_file(&self.from))?;
         // They speak of files that these names do not lead to any more.
         for file in [&self.from, &self.to] {
             let _ = std::fs::remove_file(sidecar_of(file));

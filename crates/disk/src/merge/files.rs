@@ -57,8 +57,14 @@ impl Files {
         let opened = |file| resources.files().open_store(file);
         let here = Here { needs: &|_| false, store: &opened };
         let asked = Asked { disk, links: &links, range, options, resources, here, ours: &|_| vec![own] };
-        let copier = match asked.choose()? {
-            Some(found) => down::open(&asked, found, Role::Active(CacheMode::Host), |_| Ok(()))?,
+        let down = match asked.choose()? {
+            Some(found) => down::open(&asked, found, Role::Active(CacheMode::Host), |_| Ok(()))
+                .map(Some)
+                .or_else(|failed| asked.or_up_after(failed))?,
+            None => None,
+        };
+        let copier = match down {
+            Some(down) => down,
             None => open_target(disk, &links, range, &users, options, resources)?,
         };
         let (disk, open, resources) = (disk.to_owned(), options.open.clone(), Arc::clone(resources));

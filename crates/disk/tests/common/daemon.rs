@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::stock::{path_str, text, try_qemu_io};
+use super::stock::{path_str, qemu_img, text, try_qemu_io};
 
 /// For how long an answer or an event is waited for.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -182,6 +182,13 @@ impl Drop for Daemon {
 pub struct Guest(String);
 
 impl Guest {
+    /// All that it reads, by way of a file in `dir`.
+    pub fn content(&self, dir: &Path) -> Vec<u8> {
+        let out = dir.join("read-by-guest");
+        qemu_img(&["convert", "-f", "raw", "-O", "raw", &self.0, path_str(&out)]);
+        std::fs::read(out).expect("converted")
+    }
+
     /// Writes `byte` to all of `range`, and notes it in `model`.
     pub fn write(&self, model: &mut [u8], byte: u8, range: Range<usize>) {
         let command = format!("write -q -P {byte} {} {}", range.start, range.len());

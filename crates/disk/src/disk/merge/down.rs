@@ -10,7 +10,8 @@
 //! after the rename that last one's path leads to another file.
 //!
 //! The states of dropped layers are lost with the first write. So these are claimed: no disk of this process stands on one, and
-//! none is opened that would; other processes find them locked ([`Role::WrittenDown`]).
+//! none is opened that would; other processes of ours find them locked ([`Role::CopiedInto`]). Stock tools may begin to read the
+//! layer that stays, or a disk on it, as what they read is not touched.
 
 use std::sync::Arc;
 
@@ -53,7 +54,21 @@ impl Running {
         if let Err(reason) = self.claim_all(dropped) {
             return asked.or_up(reason);
         }
-        down::open(&asked, found, Role::WrittenDown, |held| self.put_held(links, held)).map(Some)
+        let opened = down::open(&asked, found, Role::CopiedInto, |held| self.put_held(links, held));
+        opened.map(Some).or_else(|failed| {
+            if !failed.is_marked {
+                self.put_back();
+            }
+            asked.or_up_after(failed)
+        })
+    }
+
+    /// Lets the dropped layers be like others again.
+    fn put_back(&mut self) {
+        let changing = self.disk.change();
+        self.grow_no_more(&self.disk.layers_now());
+        drop(changing);
+        self.give_up_claims();
     }
 
     /// Makes sure that no disk of this process stands on one of the dropped layers, or will.

@@ -8,6 +8,7 @@ use super::Running;
 use crate::disk::Indexing;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Layer;
+use crate::layers::Layers;
 use crate::merge::{Copier, MergeFault};
 
 impl Running {
@@ -40,19 +41,14 @@ impl Running {
 
     fn relink_frozen(&mut self, copier: &Copier) -> Result<()> {
         let (disk, target) = (Arc::clone(&self.disk), &copier.target);
+        // Before the files are changed: afterwards requests must get the shorter chain.
+        self.settled_layers()?;
         copier.settle(|| disk.epochs.synchronize())?;
         copier.relink()?;
         copier.let_go();
         let layer = self.settled_target(copier)?;
         loop {
-            let before = {
-                let _changing = disk.change();
-                arc_swap::Guard::into_inner(disk.layers_now())
-            };
-            if before.before.is_some() {
-                // A snapshot that could not be settled.
-                return Err(Error::from(MergeFault::LayersChanged).in_file(&disk.path));
-            }
+            let before = self.settled_layers()?;
             let old = before.frozen.as_ref().ok_or(MergeFault::LayersChanged)?;
             let (first, above) = (self.range.first.index(), self.range.target().index() + 1);
             let is_there = |layer: &Arc<Layer>| layer.identity.file == target.identity.file;
@@ -71,6 +67,19 @@ impl Running {
                 return Ok(());
             }
         }
+    }
+
+    /// The layers of now.
+    ///
+    /// # Errors
+    /// [`MergeFault::LayersChanged`]: a snapshot that could not be settled.
+    fn settled_layers(&self) -> Result<Arc<Layers>> {
+        let _changing = self.disk.change();
+        let layers = arc_swap::Guard::into_inner(self.disk.layers_now());
+        if layers.before.is_some() {
+            return Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path));
+        }
+        Ok(layers)
     }
 
     /// The target as a layer that grows no more.

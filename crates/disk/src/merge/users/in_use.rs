@@ -47,30 +47,43 @@ impl Users {
         patiently(|| {
             let seen = holders_of(&set).first().map(Holder::to_string);
             seen.or_else(|| {
-                let locked = files.iter().find(|(file, path)| is_locked(path, **file, here))?;
-                Some(format!("{}, which has {}", Holder::unseen(), locked.1.display()))
+                let mut locked = files.iter().filter(|(file, path)| is_locked(path, **file, here)).peekable();
+                locked.peek()?;
+                // A file that was closed to make room for others is open for as long as a request reads it.
+                let own = Own::now();
+                let other = locked.find(|(file, _)| !own.has_twice(**file, here))?;
+                Some(format!("{}, which has {}", Holder::unseen(), other.1.display()))
             })
         })
     }
 }
 
 /// Of `layers`, the files that this process has open beside the open file that it knows: those locks look like somebody else's.
-/// So may all be if it cannot see what it has open.
 pub(crate) fn open_twice(layers: &[Link], here: &Here<'_>) -> Vec<FileId> {
-    let mut counts: HashMap<FileId, usize> = HashMap::new();
-    let descriptors = std::fs::read_dir("/proc/self/fd");
-    let is_seen = descriptors.is_ok();
-    for entry in descriptors.into_iter().flatten() {
-        if let Some(open) = entry.ok().and_then(|entry| std::fs::metadata(entry.path()).ok()) {
-            *counts.entry(FileId { dev: open.dev(), ino: open.ino() }).or_default() += 1;
+    let own = Own::now();
+    layers.iter().map(|link| link.file).filter(|&file| own.has_twice(file, here)).collect()
+}
+
+/// How often this process has files open; `None` where it cannot see that.
+struct Own(Option<HashMap<FileId, usize>>);
+
+impl Own {
+    fn now() -> Self {
+        let Ok(descriptors) = std::fs::read_dir("/proc/self/fd") else { return Self(None) };
+        let mut counts: HashMap<FileId, usize> = HashMap::new();
+        for entry in descriptors {
+            if let Some(open) = entry.ok().and_then(|entry| std::fs::metadata(entry.path()).ok()) {
+                *counts.entry(FileId { dev: open.dev(), ino: open.ino() }).or_default() += 1;
+            }
         }
+        Self(Some(counts))
     }
-    let files = layers.iter().map(|link| link.file);
-    let is_twice = |&file: &FileId| {
-        let open = if is_seen { counts.get(&file).copied().unwrap_or(0) } else { 1 };
+
+    /// Whether it has the file open beside the open file that it knows, or may have.
+    fn has_twice(&self, file: FileId, here: &Here<'_>) -> bool {
+        let open = self.0.as_ref().map_or(1, |counts| counts.get(&file).copied().unwrap_or(0));
         open > usize::from((here.store)(file).is_some())
-    };
-    files.filter(is_twice).collect()
+    }
 }
 
 /// Another process that has one of `files` open, as far as this user may see it.
