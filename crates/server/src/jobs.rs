@@ -1,7 +1,7 @@
 //! Long work beside the guests: a loop of `select -> Action -> apply` that can be watched, slowed, paused and ended.
 //!
 //! ```text
-//!   POST /v1/jobs ──► Jobs::start ──► thread: ┌─► wait: paused? over the limit? ──► select ──► apply ─┐
+//!   POST /v1/jobs ──► Slot::start ──► thread: ┌─► wait: paused? over the limit? ──► select ──► apply ─┐
 //!   GET, POST /v1/jobs/{id} ◄──► Control ◄────┘◄──────────── progress, events ◄────────────────────────┘
 //! ```
 //!
@@ -16,6 +16,7 @@ mod control;
 mod index_build;
 mod merging;
 
+use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -86,6 +87,8 @@ pub(crate) struct Jobs {
 #[derive(Debug, Default)]
 struct Table {
     jobs: Vec<Arc<Control>>,
+    /// Kinds and disks of the jobs that are about to begin.
+    reserved: Vec<(&'static str, String)>,
     next: u64,
 }
 
@@ -99,34 +102,23 @@ impl Jobs {
         self.ended_as.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
-    /// Begins work on a disk, on a thread of its own.
+    /// Makes sure that work of this kind can begin on a disk. Making the work may be what changes the disk first, so room is
+    /// found before.
     ///
     /// # Errors
     /// Too many jobs; the same work on the same disk under way already.
-    pub(crate) fn start<W: Work>(
-        self: &Arc<Self>,
-        disk: &str,
-        limit: Option<u64>,
-        work: W,
-    ) -> Result<JobStatus, Error> {
+    pub(crate) fn reserve<W: Work>(self: &Arc<Self>, disk: &str) -> Result<Slot<W>, Error> {
         let mut table = self.table.lock();
         let live = table.jobs.iter().filter(|job| !job.is_ended());
-        if live.clone().any(|job| job.is_about(W::KIND, disk)) {
+        let is_reserved = table.reserved.iter().any(|(kind, of)| *kind == W::KIND && of == disk);
+        if is_reserved || live.clone().any(|job| job.is_about(W::KIND, disk)) {
             return Err(Error::JobExists { kind: W::KIND, disk: disk.to_owned() });
         }
-        if live.count() >= JOBS_MAX {
+        if live.count() + table.reserved.len() >= JOBS_MAX {
             return Err(Error::TooManyJobs { max: JOBS_MAX });
         }
-        table.next += 1;
-        let control = Arc::new(Control::new::<W>(table.next, disk, work.total(), limit));
-        let (jobs, shared) = (Arc::clone(self), Arc::clone(&control));
-        let thread = std::thread::Builder::new().name(format!("job-{}", table.next));
-        let spawned = thread.spawn(move || jobs.run(&shared, work));
-        spawned.map_err(|source| Error::System { action: "start a thread for a job", source })?;
-        table.jobs.push(Arc::clone(&control));
-        table.forget_oldest();
-        let _ = self.events.send(Event::Job { job: control.status() });
-        Ok(control.status())
+        table.reserved.push((W::KIND, disk.to_owned()));
+        Ok(Slot { jobs: Arc::clone(self), disk: disk.to_owned(), kind: PhantomData })
     }
 
     /// Jobs under way, and the last ones that ended.
@@ -205,6 +197,42 @@ impl Jobs {
             }
         }
         Ok(false)
+    }
+}
+
+/// Room for one job.
+#[derive(Debug)]
+pub(crate) struct Slot<W: Work> {
+    jobs: Arc<Jobs>,
+    disk: String,
+    kind: PhantomData<fn(W)>,
+}
+
+impl<W: Work> Slot<W> {
+    /// Begins the work, on a thread of its own.
+    ///
+    /// # Errors
+    /// A host that has no thread left.
+    pub(crate) fn start(self, limit: Option<u64>, work: W) -> Result<JobStatus, Error> {
+        let mut table = self.jobs.table.lock();
+        table.next += 1;
+        let control = Arc::new(Control::new::<W>(table.next, &self.disk, work.total(), limit));
+        let (jobs, shared) = (Arc::clone(&self.jobs), Arc::clone(&control));
+        let thread = std::thread::Builder::new().name(format!("job-{}", table.next));
+        let spawned = thread.spawn(move || jobs.run(&shared, work));
+        spawned.map_err(|source| Error::System { action: "start a thread for a job", source })?;
+        table.jobs.push(Arc::clone(&control));
+        table.forget_oldest();
+        let _ = self.jobs.events.send(Event::Job { job: control.status() });
+        Ok(control.status())
+    }
+}
+
+impl<W: Work> Drop for Slot<W> {
+    fn drop(&mut self) {
+        let reserved = &mut self.jobs.table.lock().reserved;
+        let own = reserved.iter().position(|(kind, disk)| *kind == W::KIND && *disk == self.disk);
+        own.map(|own| reserved.swap_remove(own));
     }
 }
 

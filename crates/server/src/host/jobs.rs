@@ -61,13 +61,7 @@ impl Host {
     pub fn start_job(&self, asked: JobSpec) -> Result<JobStatus, Error> {
         check_limit(asked.bytes_per_second())?;
         match asked {
-            JobSpec::IndexBuild { disk, bytes_per_second } => {
-                let (_change, table) = self.begin_change()?;
-                let (_, open) = table.lend(&disk, BEGINNING)?;
-                drop(table);
-                let work = IndexBuild::new(&open, false)?;
-                self.keep_job(&disk, || self.jobs.start(&disk, bytes_per_second, work))
-            }
+            JobSpec::IndexBuild { disk, bytes_per_second } => self.start_indexing(&disk, bytes_per_second),
             JobSpec::SnapshotDelete {
                 disk,
                 snapshots,
@@ -99,14 +93,26 @@ impl Host {
         }
     }
 
+    fn start_indexing(&self, disk: &str, bytes_per_second: Option<u64>) -> Result<JobStatus, Error> {
+        let (_change, table) = self.begin_change()?;
+        let (_, open) = table.lend(disk, BEGINNING)?;
+        drop(table);
+        let slot = self.jobs.reserve(disk)?;
+        let work = IndexBuild::new(&open, false)?;
+        self.keep_job(disk, || slot.start(bytes_per_second, work))
+    }
+
     /// Has the index of a disk made anew that was opened with one that does not hold any more.
     pub(super) fn mend_index(&self, name: &str, disk: &Arc<Disk>) {
         if !disk.lost_its_index() {
             return;
         }
-        let started = IndexBuild::new(disk, true)
-            .and_then(|work| self.keep_job(name, || self.jobs.start(name, Some(DEFAULT_LIMIT), work)));
-        match started {
+        let start = || {
+            let slot = self.jobs.reserve(name)?;
+            let work = IndexBuild::new(disk, true)?;
+            self.keep_job(name, || slot.start(Some(DEFAULT_LIMIT), work))
+        };
+        match start() {
             Ok(job) => tracing::info!(disk = name, job = job.id, "its index is made anew"),
             Err(error) => tracing::warn!(disk = name, %error, "its index is not made anew"),
         }
@@ -138,9 +144,10 @@ impl Host {
         let (spec, open) = table.lend(disk, BEGINNING)?;
         let options = MergeOptions { open: self.open_options(spec), ..how };
         drop(table);
+        let slot = self.jobs.reserve(disk)?;
         let work = make(Arc::clone(&open), options)?;
         let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));
-        self.keep_job(disk, || self.jobs.start(disk, limit, work))
+        self.keep_job(disk, || slot.start(limit, work))
     }
 
     /// Starts a job unless its disk has gone meanwhile: none begins after the disk's jobs were ended.

@@ -5,6 +5,7 @@ use vmstrata_api::JobState;
 use super::*;
 
 /// Work whose steps wait for the test.
+#[derive(Debug)]
 struct Steps {
     left: u64,
     gate: mpsc::Receiver<Step>,
@@ -41,15 +42,10 @@ fn jobs() -> Arc<Jobs> {
 fn start(jobs: &Arc<Jobs>, disk: &str, limit: Option<u64>) -> (u64, mpsc::Sender<Step>) {
     let (open, gate) = mpsc::channel();
     let (begun, steps) = mpsc::channel();
-    let status = jobs.start(disk, limit, Steps { left: 3, gate, begun }).unwrap();
+    let status = jobs.reserve(disk).unwrap().start(limit, Steps { left: 3, gate, begun }).unwrap();
     assert_eq!((status.state, status.total), (JobState::Running, 3));
     steps.recv_timeout(Duration::from_secs(10)).expect("the first step begins");
     (status.id, open)
-}
-
-/// Work that is not begun.
-fn refused() -> Steps {
-    Steps { left: 1, gate: mpsc::channel().1, begun: mpsc::channel().0 }
 }
 
 fn wait_for(jobs: &Jobs, id: u64, what: &str, holds: impl Fn(&JobStatus) -> bool) -> JobStatus {
@@ -117,7 +113,7 @@ impl Drop for Panics {
 fn a_job_that_panics_has_failed_and_nobody_waits_for_it() {
     let jobs = jobs();
     let (dropped, is_dropped) = mpsc::channel();
-    let id = jobs.start("a", None, Panics(dropped)).unwrap().id;
+    let id = jobs.reserve("a").unwrap().start(None, Panics(dropped)).unwrap().id;
     wait_for(&jobs, id, "the end", |status| status.state.is_ended());
     jobs.end(None);
     is_dropped.try_recv().expect("what it held is let go");
@@ -146,7 +142,7 @@ fn a_paused_job_stands_still_until_it_is_resumed() {
 fn a_cancelled_job_ends_after_its_step_and_frees_its_place() {
     let jobs = jobs();
     let (id, open) = start(&jobs, "a", None);
-    let again = jobs.start("a", None, refused());
+    let again = jobs.reserve::<Steps>("a");
     assert!(matches!(again, Err(Error::JobExists { .. })), "{again:?}");
     jobs.change(id, JobChange::Cancel).unwrap();
     open.send(step(1)).unwrap();
@@ -154,6 +150,20 @@ fn a_cancelled_job_ends_after_its_step_and_frees_its_place() {
     assert!(status.state == JobState::Cancelled && status.done <= 1, "{status:?}");
     // What has ended stays as it is.
     assert_eq!(jobs.change(id, JobChange::Resume).unwrap().state, JobState::Cancelled);
+    start(&jobs, "a", None);
+}
+
+#[test]
+fn a_place_is_taken_before_the_work_is_made_and_free_again_when_it_is_not() {
+    let jobs = jobs();
+    let slot = jobs.reserve::<Steps>("a").unwrap();
+    let again = jobs.reserve::<Steps>("a");
+    assert!(matches!(again, Err(Error::JobExists { .. })), "{again:?}");
+    let others: Vec<_> =
+        (1..JOBS_MAX).map(|disk| jobs.reserve::<Steps>(&disk.to_string()).unwrap()).collect();
+    let more = jobs.reserve::<Steps>("more");
+    assert!(matches!(more, Err(Error::TooManyJobs { .. })), "{more:?}");
+    drop((slot, others));
     start(&jobs, "a", None);
 }
 
@@ -199,7 +209,7 @@ fn ending_waits_for_the_jobs_of_the_disk_and_leaves_the_others() {
 fn jobs_are_bounded_and_old_ones_forgotten() {
     let jobs = jobs();
     let gates: Vec<_> = (0..JOBS_MAX).map(|disk| start(&jobs, &disk.to_string(), None)).collect();
-    let more = jobs.start("more", None, refused());
+    let more = jobs.reserve::<Steps>("more");
     assert!(matches!(more, Err(Error::TooManyJobs { .. })), "{more:?}");
     for (id, gate) in gates {
         drop(gate);
