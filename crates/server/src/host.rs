@@ -30,14 +30,14 @@ mod stats;
 mod users;
 mod waiting;
 
-use std::collections::HashSet;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::broadcast;
-use vmstrata_api::Event;
+use vmstrata_api::{DoorSpec, Event};
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::nbd::{self, TlsMode};
 
@@ -87,8 +87,8 @@ struct Table {
     doors: Vec<(u64, Door)>,
     /// Doors that are not open, by their numbers.
     waiting: Vec<WaitingDoor>,
-    /// Doors that were added while the server, or the one before it, ran.
-    added_doors: HashSet<u64>,
+    /// Doors that were added while the server, or the one before it, ran, also while they are shut for a moment.
+    added_doors: BTreeMap<u64, DoorSpec>,
     next_door: u64,
     /// Changes under way.
     changes: usize,
@@ -202,6 +202,12 @@ impl Host {
     pub(crate) fn tell(&self, event: Event) {
         // Nobody listening is no failure.
         let _ = self.events.send(event);
+    }
+
+    /// A door is gone for good.
+    fn door_is_gone(&self, id: u64) {
+        self.table.lock().added_doors.remove(&id);
+        self.tell(Event::DoorRemoved { id });
     }
 
     fn begin_change(&self) -> Result<(Change<'_>, MutexGuard<'_, Table>), Error> {

@@ -1,10 +1,12 @@
 //! Disks and doors that are added to the running server, and those that were added to the one before.
 
+use std::path::Path;
+
 use vmstrata_api as api;
 use vmstrata_export::nbd::Address;
 
 use super::waiting::Wanted;
-use super::{Host, Table};
+use super::{Change, Host, Table};
 use crate::added::{Added, Place};
 use crate::error::Error;
 use crate::spec::{DiskSpec, VhostUserSpec};
@@ -16,9 +18,10 @@ impl Host {
     /// As [`Host::add_disk`].
     pub fn add_disk_by_hand(&self, spec: DiskSpec) -> Result<(), Error> {
         let name = spec.name.clone();
+        let change = self.begin_change()?.0;
         self.add_disk(spec)?;
         self.table.lock().disk_is_added(&name);
-        self.note_added();
+        self.note_added(&change);
         Ok(())
     }
 
@@ -27,12 +30,14 @@ impl Host {
     /// # Errors
     /// As [`Host::add_vhost_user`] and [`Host::add_nbd`].
     pub fn add_door_by_hand(&self, door: api::DoorSpec) -> Result<u64, Error> {
-        let id = match wanted(door)? {
+        let wanted = wanted(door)?;
+        let change = self.begin_change()?.0;
+        let id = match wanted {
             Wanted::VhostUser(spec) => self.add_vhost_user(spec)?,
             Wanted::Nbd(address) => self.add_nbd(&address)?,
         };
-        self.table.lock().added_doors.insert(id);
-        self.note_added();
+        self.table.lock().door_is_added(id);
+        self.note_added(&change);
         Ok(id)
     }
 
@@ -42,8 +47,8 @@ impl Host {
     /// # Errors
     /// A server that is ending.
     pub(crate) fn take_over(&self, place: Place, forget: bool) -> Result<(), Error> {
+        let change = self.begin_change()?.0;
         let added = if forget { Added::default() } else { place.read() };
-        *self.added.lock() = Some(place);
         for disk in added.disks {
             if let Some(spec) = self.new_disk(disk) {
                 tracing::info!(disk = spec.name, "was added to the server before");
@@ -56,10 +61,12 @@ impl Host {
             if let Some(wanted) = self.new_door(door) {
                 tracing::info!(at = wanted.place(), "was added to the server before");
                 let id = self.add_door_or_wait(wanted)?;
-                self.table.lock().added_doors.insert(id);
+                self.table.lock().door_is_added(id);
             }
         }
-        self.note_added();
+        // Whoever asks this server meanwhile changes nothing of the note: it is whole at any time.
+        *self.added.lock() = Some(place);
+        self.note_added(&change);
         Ok(())
     }
 
@@ -82,8 +89,8 @@ impl Host {
         (leads_somewhere && table.places().all(|place| place != wanted.place())).then_some(wanted)
     }
 
-    /// Writes down what was added and is there.
-    pub(super) fn note_added(&self) {
+    /// Writes down what was added and is there, as part of the change that it is: a server that ends waits for it.
+    pub(super) fn note_added(&self, _: &Change<'_>) {
         // Held while it is written: the last change is what is read.
         let place = self.added.lock();
         let Some(place) = &*place else { return };
@@ -94,10 +101,21 @@ impl Host {
     }
 }
 
+/// What is asked for, with the socket's whole path: the successor may be started elsewhere.
 fn wanted(door: api::DoorSpec) -> Result<Wanted, Error> {
+    let absolute = |path: &Path| {
+        std::path::absolute(path)
+            .map_err(|source| Error::System { action: "find the directory it was started in", source })
+    };
     Ok(match door {
-        api::DoorSpec::VhostUser(asked) => Wanted::VhostUser(VhostUserSpec::try_from(asked)?),
-        api::DoorSpec::Nbd(asked) => Wanted::Nbd(asked.address.parse::<Address>()?),
+        api::DoorSpec::VhostUser(asked) => {
+            let spec = VhostUserSpec::try_from(asked)?;
+            Wanted::VhostUser(VhostUserSpec { socket: absolute(&spec.socket)?, ..spec })
+        }
+        api::DoorSpec::Nbd(asked) => Wanted::Nbd(match asked.address.parse::<Address>()? {
+            Address::Unix(path) => Address::Unix(absolute(&path)?),
+            address => address,
+        }),
     })
 }
 
@@ -108,15 +126,19 @@ impl Table {
         }
     }
 
+    fn door_is_added(&mut self, id: u64) {
+        let open = self.doors.iter().map(|(id, door)| (*id, door.spec()));
+        let mut all = open.chain(self.waiting.iter().map(|door| (door.id, door.wanted.spec())));
+        let added = all.find(|(number, _)| *number == id);
+        self.added_doors.extend(added);
+    }
+
     /// What was added and is there.
     fn added(&self) -> Added {
         let disks = self.disks.iter().filter(|entry| entry.is_added);
-        let open = self.doors.iter().map(|(id, door)| (*id, door.spec()));
-        let waiting = self.waiting.iter().map(|door| (door.id, door.wanted.spec()));
-        let doors = open.chain(waiting).filter(|(id, _)| self.added_doors.contains(id));
         Added {
             disks: disks.map(|entry| (&entry.spec).into()).collect(),
-            doors: doors.map(|(_, door)| door).collect(),
+            doors: self.added_doors.values().cloned().collect(),
         }
     }
 

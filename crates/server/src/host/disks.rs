@@ -108,9 +108,9 @@ impl Host {
     /// No such disk; one that is not served, or that something is being done with; unless `force`, one that a guest is attached
     /// to: nothing has changed. An image that could not be closed clean: the disk is gone all the same.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<(), Error> {
-        let (_change, table) = self.begin_change()?;
+        let (change, table) = self.begin_change()?;
         drop(table);
-        if self.remove_waiting_disk(name)? {
+        if self.remove_waiting_disk(name, &change)? {
             return Ok(());
         }
         let mut table = self.unused(name, PATIENCE)?;
@@ -123,17 +123,17 @@ impl Host {
         let waiting = table.forget_waiting_doors(name);
         let shared = table.nbd();
         drop(table);
-        waiting.into_iter().for_each(|id| self.tell(Event::DoorRemoved { id }));
+        waiting.into_iter().for_each(|id| self.door_is_gone(id));
         self.jobs.end(Some(name));
         for (id, door) in own {
             // Nothing is flushed by a vhost-user door; closing the disk does that.
             let _ = door.close();
-            self.tell(Event::DoorRemoved { id });
+            self.door_is_gone(id);
         }
         withdraw(name, &shared);
         let closed = close_and_release(name, disk);
         self.table.lock().forget(name);
-        self.note_added();
+        self.note_added(&change);
         let error = closed.as_ref().err().map(Error::to_string);
         self.tell(Event::DiskRemoved { disk: name.to_owned(), error });
         closed

@@ -188,12 +188,12 @@ impl Host {
     /// No such door; unless `force`, one that a guest is attached by: nothing has changed. What NBD clients wrote cannot be
     /// flushed: the door is gone all the same.
     pub fn remove_door(&self, id: u64, force: bool) -> Result<(), Error> {
-        let (_change, mut table) = self.begin_change()?;
+        let (change, mut table) = self.begin_change()?;
         if let Some(at) = table.waiting.iter().position(|door| door.id == id) {
             table.waiting.remove(at);
             drop(table);
-            self.note_added();
-            self.tell(Event::DoorRemoved { id });
+            self.door_is_gone(id);
+            self.note_added(&change);
             return Ok(());
         }
         let at = table.doors.iter().position(|(number, _)| *number == id);
@@ -203,9 +203,9 @@ impl Host {
         }
         let (_, door) = table.doors.remove(at);
         drop(table);
-        self.note_added();
         let closed = door.close();
-        self.tell(Event::DoorRemoved { id });
+        self.door_is_gone(id);
+        self.note_added(&change);
         closed
     }
 }

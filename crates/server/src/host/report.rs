@@ -44,7 +44,7 @@ impl Host {
         let table = self.table.lock();
         let open = table.doors.iter().map(|(id, door)| door.status(*id, tls));
         let mut doors: Vec<_> = open.chain(table.waiting.iter().map(|door| door.status(tls))).collect();
-        doors.iter_mut().for_each(|door| door.added = table.added_doors.contains(&door.id));
+        doors.iter_mut().for_each(|door| door.added = table.added_doors.contains_key(&door.id));
         doors.sort_by_key(|door| door.id);
         doors
     }

@@ -36,7 +36,7 @@ impl Host {
     /// A guest, a client or a snapshot that uses the disk, no such snapshot, a read-only disk: nothing has changed. Whatever the host
     /// reports: the disk is served as it was, or is gone if it cannot be opened again.
     pub fn revert(&self, name: &str, asked: RevertSpec) -> Result<SnapshotReverted, Error> {
-        let (_change, table) = self.begin_change()?;
+        let (change, table) = self.begin_change()?;
         let (spec, disk) = table.serving(name)?;
         let (spec, path) = (spec.clone(), disk.path().to_owned());
         table.check_idle(name)?;
@@ -49,10 +49,10 @@ impl Host {
             return Err(vmstrata_disk::Error::from(vmstrata_disk::ErrorKind::ReadOnly).into());
         }
         snapshot::find(&path, &asked.snapshot, &options.open)?;
-        let (disk, doors) = self.take_out(name)?;
+        let (disk, doors) = self.take_out(name).inspect_err(|_| self.note_added(&change))?;
         let reverted = close_and_release(name, disk)
             .and_then(|()| Ok(snapshot::revert(&path, &asked.snapshot, &options, &self.resources)?));
-        let back = self.put_back(&spec, doors);
+        let back = self.put_back(&spec, doors).inspect_err(|_| self.note_added(&change));
         let reverted = reverted?;
         back?;
         self.tell(Event::SnapshotReverted { disk: name.to_owned(), snapshot: asked.snapshot.clone() });
@@ -115,7 +115,7 @@ impl Host {
             }
             Err(error) => {
                 self.table.lock().forget(&spec.name);
-                doors.iter().for_each(|(id, _)| self.tell(Event::DoorRemoved { id: *id }));
+                doors.iter().for_each(|(id, _)| self.door_is_gone(*id));
                 self.tell(Event::DiskRemoved { disk: spec.name.clone(), error: Some(error.to_string()) });
                 Err(error)
             }
@@ -131,7 +131,7 @@ impl Host {
                     self.table.lock().add_door(Some(id), door);
                 }
                 Err(error) => {
-                    self.tell(Event::DoorRemoved { id });
+                    self.door_is_gone(id);
                     result = result.and(Err(error));
                 }
             }

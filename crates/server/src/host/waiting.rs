@@ -18,7 +18,7 @@ use vmstrata_export::nbd::Address;
 
 use super::background::Background;
 use super::users::PATIENCE;
-use super::{Host, Phase, Table};
+use super::{Change, Host, Phase, Table};
 use crate::error::{Error, told};
 use crate::spec::{DiskSpec, VhostUserSpec};
 
@@ -187,7 +187,7 @@ impl Host {
     ///
     /// # Errors
     /// It is being opened right now, and that takes long.
-    pub(super) fn remove_waiting_disk(&self, name: &str) -> Result<bool, Error> {
+    pub(super) fn remove_waiting_disk(&self, name: &str, change: &Change<'_>) -> Result<bool, Error> {
         let deadline = Instant::now() + PATIENCE;
         let mut table = self.table.lock();
         while table.wait(name).is_some_and(|wait| wait.is_tried) {
@@ -201,8 +201,8 @@ impl Host {
         table.forget(name);
         let doors = table.forget_waiting_doors(name);
         drop(table);
-        self.note_added();
-        doors.into_iter().for_each(|id| self.tell(Event::DoorRemoved { id }));
+        doors.into_iter().for_each(|id| self.door_is_gone(id));
+        self.note_added(change);
         self.tell(Event::DiskRemoved { disk: name.to_owned(), error: None });
         Ok(true)
     }
