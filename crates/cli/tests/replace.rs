@@ -109,7 +109,22 @@ fn a_server_that_could_not_open_a_disk_replaces_none() {
     let nbd = format!("unix:{}", images.name("nbd.sock"));
     let disk = format!("path={}", path.display());
     let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
-    for (broken, part) in [("torn.qcow2", "gone.qcow2"), ("nothing.qcow2", "nothing.qcow2")] {
+    // A guest of its own has one, another process the backing file of another.
+    let in_use = images.create("in-use.qcow2", &["16M"]);
+    images.create("on-it.qcow2", &["-b", "in-use.qcow2", "-F", "qcow2"]);
+    let mut holder =
+        Command::new("qemu-io").arg(&in_use).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut orders = holder.stdin.take().unwrap();
+    tell(&mut orders, "length");
+    let mut answer = BufReader::new(holder.stdout.take().unwrap());
+    answer.read_line(&mut String::new()).unwrap();
+    let all = [
+        ("torn.qcow2", "gone.qcow2"),
+        ("nothing.qcow2", "nothing.qcow2"),
+        ("in-use.qcow2", "in-use.qcow2 is in use"),
+        ("on-it.qcow2", "in-use.qcow2 is in use"),
+    ];
+    for (broken, part) in all {
         let output = vmstrata()
             .args(["serve", "--replace", "--runtime-dir"])
             .arg(server.control().parent().unwrap())
@@ -121,6 +136,8 @@ fn a_server_that_could_not_open_a_disk_replaces_none() {
         assert!(said.contains("to be replaced goes on") && said.contains(part), "{said}");
         tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 1 0 64k", &server.uri("web")]);
     }
+    drop(orders);
+    assert!(holder.wait().unwrap().success());
     assert!(server.stop().success());
 }
 

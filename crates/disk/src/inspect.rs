@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::snapshot::{MAX_TABLE_LEN, Snapshot, parse_table};
 use vmstrata_qcow2::{Header, ParseErrorKind};
-use vmstrata_store::Gate;
+use vmstrata_store::{FileError, FileId, Gate, LockKind, check_free};
 
 use crate::chain::{OpenOptions, Roles, Top, backing_of, open_layer, plain_name, walk};
 use crate::error::{Error, IoContext as _, Result};
@@ -53,6 +53,24 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>> {
     let mut heads = below.into_iter().collect::<Result<Vec<_>>>()?;
     heads.push(LayerHead { snapshots, ..head_of(top)? });
     Ok(heads)
+}
+
+/// Makes sure that none of the chain's files is locked against [`crate::Disk::open`] now, but for those that `passes`: who
+/// holds them will have let go by then. Takes no lock.
+///
+/// # Errors
+/// As [`inspect`]; a file that is in use.
+pub fn check_locks(path: &Path, options: &OpenOptions, passes: impl Fn(FileId) -> bool) -> Result<()> {
+    let check = |file: &Top, kind| {
+        let Some(fd) = file.opened.store.raw().filter(|_| !passes(file.opened.identity.file)) else {
+            return Ok(());
+        };
+        check_free(fd, &file.path, kind).map_err(|error| FileError::from(error).into())
+    };
+    let roles = Roles { top: Role::Inspected, below: Role::Inspected };
+    let (top, below) = walk(path, options, roles, &LocalFiles, |layer| check(&layer, LockKind::Frozen))?;
+    below.into_iter().collect::<Result<()>>()?;
+    check(&top, if options.read_only { LockKind::Frozen } else { LockKind::Active })
 }
 
 /// Reads the header of the one file `path`, whatever lies below it.

@@ -84,7 +84,7 @@ pub use disk::{Disk, Indexing, LayerInfo, ResizeFault, Resized, Shrink, Taken, T
 pub use error::{Error, ErrorKind, Result};
 pub use examine::{BackingPlace, Examined, ImageHead, OwnCluster, examine, own_clusters};
 pub use extents::{Extent, ExtentKind};
-pub use inspect::{LayerHead, inspect, inspect_layer, probe_backing};
+pub use inspect::{LayerHead, check_locks, inspect, inspect_layer, probe_backing};
 pub use layer::Format;
 pub use opener::{LocalFiles, Opened, Opener, Role};
 pub use queue::{IoQueue, WATCHED_MAX};

@@ -4,6 +4,7 @@
 //! A socket that somebody listens on is no fault: that is the server to be replaced. Nor is, for a server that keeps going, what the
 //! other one has not open either: nobody loses it.
 
+use std::collections::HashSet;
 use std::fs::{metadata, symlink_metadata};
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs as _};
@@ -14,6 +15,7 @@ use rustix::fs::{Access, access};
 use vmstrata_api::{DiskStatus, DoorSpec, DoorStatus, ServerStatus};
 use vmstrata_export::nbd::{self, Address};
 use vmstrata_export::vhost_user;
+use vmstrata_store::FileId;
 
 use crate::error::{Error, told};
 use crate::host;
@@ -24,7 +26,7 @@ use crate::spec::VhostUserSpec;
 /// `status` says.
 ///
 /// # Errors
-/// An image that cannot be read or has a layer that cannot, no such snapshot, a certificate that cannot be used, a socket that
+/// An image that cannot be read, has a layer that cannot, or is in use by somebody else, no such snapshot, a certificate that cannot be used, a socket that
 /// cannot be made, an address that nothing is known of.
 pub fn rehearse(options: &Options, status: &ServerStatus) -> Result<(), Error> {
     options.tls_mode()?;
@@ -36,9 +38,14 @@ pub fn rehearse(options: &Options, status: &ServerStatus) -> Result<(), Error> {
         }
         looked => looked,
     };
+    // Which it lets go of when it ends.
+    let held: HashSet<FileId> = status.disks.iter().flat_map(files_of).collect();
     for disk in &options.disks {
         let is_open = |other: &DiskStatus| other.name == disk.name && other.open_error.is_none();
-        waits(status.disks.iter().any(is_open), host::look_at(disk, &options.allow_backing))?;
+        waits(
+            status.disks.iter().any(is_open),
+            host::look_at(disk, &options.allow_backing, |file| held.contains(&file)),
+        )?;
     }
     let is_open =
         |place: &str| status.doors.iter().any(|door| door.open_error.is_none() && place_of(door) == place);
@@ -49,6 +56,14 @@ pub fn rehearse(options: &Options, status: &ServerStatus) -> Result<(), Error> {
         waits(is_open(&spec.socket.to_string_lossy()), vhost_user_door(spec))?;
     }
     Ok(())
+}
+
+/// The file that a disk of the other server is written to, and the one that its name leads to.
+fn files_of(disk: &DiskStatus) -> impl Iterator<Item = FileId> + use<> {
+    let written = disk.file.map(|file| FileId { dev: file.device, ino: file.inode });
+    let named = Path::new(&disk.path).metadata().ok();
+    let named = named.filter(|_| disk.open_error.is_none()).map(|found| FileId::of(&found));
+    written.into_iter().chain(named)
 }
 
 fn place_of(door: &DoorStatus) -> &str {

@@ -18,6 +18,7 @@ use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 use vmstrata_types::HostOffset;
 
 use crate::direct::Direct;
+use crate::identity::{FileId, FileIdentity};
 use crate::lock::{self, LockError, LockKind};
 use crate::{Access, Segment, Store, View, transfer, view};
 
@@ -61,28 +62,6 @@ impl FileOptions {
         lock: Some(LockKind::Frozen),
         lock_patience: Duration::ZERO,
     };
-}
-
-/// Which file this is and whether it has changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct FileIdentity {
-    /// The file itself, by whatever name it was opened.
-    pub file: FileId,
-    /// Bytes up to the end.
-    pub len: u64,
-    /// Time of the last change to the data, in ns since 1970.
-    pub mtime_ns: i64,
-    /// Time of the last change to data or attributes, in ns since 1970.
-    pub ctime_ns: i64,
-}
-
-/// A file, whatever its names: equal for all links to one file, and for all nodes of one block device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct FileId {
-    /// The file system's device number; for a block device its own number.
-    pub dev: u64,
-    /// The inode number; 0, which no file system uses, for a block device.
-    pub ino: u64,
 }
 
 /// Why a file could not be made a store.
@@ -158,14 +137,9 @@ impl FileStore {
     /// Whatever the kernel reports.
     pub fn identity(&self) -> io::Result<FileIdentity> {
         let metadata = self.file.metadata()?;
-        let file = if self.is_block_device {
-            FileId { dev: metadata.rdev(), ino: 0 }
-        } else {
-            FileId { dev: metadata.dev(), ino: metadata.ino() }
-        };
         let ns = |seconds: i64, ns: i64| seconds.saturating_mul(1_000_000_000).saturating_add(ns);
         Ok(FileIdentity {
-            file,
+            file: FileId::of(&metadata),
             len: self.len()?,
             mtime_ns: ns(metadata.mtime(), metadata.mtime_nsec()),
             ctime_ns: ns(metadata.ctime(), metadata.ctime_nsec()),

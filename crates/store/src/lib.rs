@@ -19,6 +19,7 @@ mod fault;
 mod file;
 mod gate;
 mod guard;
+mod identity;
 mod lock;
 mod memory;
 mod open_store;
@@ -38,10 +39,11 @@ pub use fault::{
     Crash, CrashKind, Effect, Fault, FaultPlan, FaultStore, Moment, Operation, OperationKind, Record,
     StoreId, Survivors, When,
 };
-pub use file::{CacheMode, FileError, FileId, FileIdentity, FileOptions, FileStore};
+pub use file::{CacheMode, FileError, FileOptions, FileStore};
 pub use gate::{Access, Gate, GateError};
 pub use guard::Guard;
-pub use lock::{LockError, LockKind, Permission, is_held};
+pub use identity::{FileId, FileIdentity};
+pub use lock::{LockError, LockKind, Permission, check_free, is_held};
 pub use memory::MemoryStore;
 pub use open_store::OpenStore;
 pub use prefetch::prefetch;

@@ -153,14 +153,10 @@ pub(crate) fn lock(
     loop {
         match try_lock(fd, kind) {
             Ok(()) => return Ok(()),
-            Err(Refusal::Conflict { permission, held }) if Instant::now() >= deadline => {
-                return Err(LockError::Conflict { path: path.to_owned(), permission, held });
+            Err(Refusal::Conflict { .. } | Refusal::CopiedInto) if Instant::now() < deadline => {
+                thread::sleep(RETRY_EVERY);
             }
-            Err(Refusal::CopiedInto) if Instant::now() >= deadline => {
-                return Err(LockError::CopiedInto { path: path.to_owned() });
-            }
-            Err(Refusal::Conflict { .. } | Refusal::CopiedInto) => thread::sleep(RETRY_EVERY),
-            Err(Refusal::Io(source)) => return Err(LockError::Unsupported { path: path.to_owned(), source }),
+            Err(refusal) => return Err(refusal.of(path)),
         }
     }
 }
@@ -169,6 +165,17 @@ enum Refusal {
     Conflict { permission: Permission, held: bool },
     CopiedInto,
     Io(io::Error),
+}
+
+impl Refusal {
+    fn of(self, path: &Path) -> LockError {
+        let path = path.to_owned();
+        match self {
+            Self::Conflict { permission, held } => LockError::Conflict { path, permission, held },
+            Self::CopiedInto => LockError::CopiedInto { path },
+            Self::Io(source) => LockError::Unsupported { path, source },
+        }
+    }
 }
 
 /// One attempt: claim every byte, then look for contradicting claims; on refusal every claim is withdrawn.
@@ -238,6 +245,16 @@ fn check(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
         }
     }
     Ok(())
+}
+
+/// Whether a lock of this kind on the file behind `fd`, which need not be locked itself, would be refused now.
+///
+/// Takes no lock, so it is in nobody's way; the answer is as old as it is.
+///
+/// # Errors
+/// The refusal, or a file system that does not lock.
+pub fn check_free(fd: BorrowedFd<'_>, path: &Path, kind: LockKind) -> Result<(), LockError> {
+    check(fd, kind).map_err(|refusal| refusal.of(path))
 }
 
 /// Whether someone else has claimed `permission` for the file behind `fd`, which need not be locked itself.

@@ -5,7 +5,6 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use vmstrata_store::FileId;
@@ -83,7 +82,7 @@ impl fmt::Display for Holder {
 /// The other processes that have the file at `path` open, as far as this user may see them.
 pub fn holders(path: &Path) -> Vec<Holder> {
     let Ok(file) = path.metadata() else { return Vec::new() };
-    holders_of(&HashSet::from([FileId { dev: file.dev(), ino: file.ino() }]))
+    holders_of(&HashSet::from([FileId::of(&file)]))
 }
 
 /// The other processes that have any of `files` open, as far as this user may see them.
@@ -97,7 +96,7 @@ fn has_open(pid: u32, files: &HashSet<FileId>) -> bool {
     let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
     descriptors
         .filter_map(|entry| std::fs::metadata(entry.ok()?.path()).ok())
-        .any(|open| files.contains(&FileId { dev: open.dev(), ino: open.ino() }))
+        .any(|open| files.contains(&FileId::of(&open)))
 }
 
 fn holder(pid: u32) -> Holder {

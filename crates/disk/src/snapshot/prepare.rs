@@ -277,7 +277,6 @@ impl Drop for Prepared {
 
 /// Which file `path` names, itself and not what a link leads to.
 pub(super) fn file_at(path: &Path) -> Result<FileId> {
-    use std::os::unix::fs::MetadataExt;
     let found = path.symlink_metadata().while_trying("examine").map_err(|error| error.in_file(path))?;
-    Ok(FileId { dev: found.dev(), ino: found.ino() })
+    Ok(FileId::of(&found))
 }

@@ -1,7 +1,6 @@
 //! The name that a disk's file keeps when its own goes to the overlay.
 
 use std::fs::Metadata;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
@@ -56,5 +55,5 @@ impl Drop for SecondName {
 
 /// Whether what is there is a name of this file.
 pub(super) fn is(there: &Metadata, file: FileId) -> bool {
-    FileId { dev: there.dev(), ino: there.ino() } == file
+    FileId::of(there) == file
 }

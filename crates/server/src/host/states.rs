@@ -5,7 +5,8 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 use vmstrata_disk::snapshot::Snapshot;
-use vmstrata_disk::{Format, OpenOptions, inspect, snapshot};
+use vmstrata_disk::{Format, OpenOptions, check_locks, snapshot};
+use vmstrata_store::FileId;
 
 use crate::error::Error;
 use crate::spec::{CloneOf, DiskSpec, SpecError, StateError};
@@ -23,11 +24,16 @@ pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOp
     }
 }
 
-/// Reads the headers of the chain that is opened for `spec`. A clone that is to be made is not: its snapshot's are read.
+/// Reads the headers of the chain that is opened for `spec`, and looks at its files' locks, but for those of files that `passes`.
+/// A clone that is to be made is not opened: its snapshot is looked for.
 ///
 /// # Errors
-/// As [`make_clone`] and [`find`], and a layer that cannot be read.
-pub(crate) fn look_at(spec: &DiskSpec, allow_backing: &[PathBuf]) -> Result<(), Error> {
+/// As [`make_clone`] and [`find`], a layer that cannot be read, and one that is in use.
+pub(crate) fn look_at(
+    spec: &DiskSpec,
+    allow_backing: &[PathBuf],
+    passes: impl Fn(FileId) -> bool,
+) -> Result<(), Error> {
     let options = open_options(spec, allow_backing);
     if let Some(clone_of) = &spec.clone_of {
         if spec.path.symlink_metadata().is_err() {
@@ -37,8 +43,7 @@ pub(crate) fn look_at(spec: &DiskSpec, allow_backing: &[PathBuf]) -> Result<(), 
         check_clone(spec, clone_of, &options)?;
     }
     let (path, options) = find(spec, options)?;
-    inspect(&path, &options)?;
-    Ok(())
+    Ok(check_locks(&path, &options, passes)?)
 }
 
 /// Makes the clone that `spec` is of a snapshot, if it is one and is not there.

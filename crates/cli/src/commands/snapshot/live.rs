@@ -1,6 +1,5 @@
 //! Snapshots of disks that a server serves: the server takes them.
 
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
@@ -9,6 +8,7 @@ use vmstrata_api::{
     SnapshotSpec, SnapshotTaken,
 };
 use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_store::FileId;
 
 use super::report::{Reverted, Taken, TakenOne};
 use super::text;
@@ -220,8 +220,6 @@ fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
 }
 
 fn number_of(path: &Path) -> Option<FileNumber> {
-    let file = path.metadata().ok()?;
-    let is_device = file.file_type().is_block_device();
-    let (device, inode) = if is_device { (file.rdev(), 0) } else { (file.dev(), file.ino()) };
-    Some(FileNumber { device, inode })
+    let file = FileId::of(&path.metadata().ok()?);
+    Some(FileNumber { device: file.dev, inode: file.ino })
 }

@@ -3,7 +3,6 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -73,7 +72,7 @@ impl Own {
         let mut counts: HashMap<FileId, usize> = HashMap::new();
         for entry in descriptors {
             if let Some(open) = entry.ok().and_then(|entry| std::fs::metadata(entry.path()).ok()) {
-                *counts.entry(FileId { dev: open.dev(), ino: open.ino() }).or_default() += 1;
+                *counts.entry(FileId::of(&open)).or_default() += 1;
             }
         }
         Self(Some(counts))
