@@ -128,6 +128,16 @@ fn what_exists_is_kept_unless_forced() {
     for command in [&["backup", &states[1], "-o", &full][..], &["restore", &full, "-o", &states[0]]] {
         assert!(run_err(1, command).contains("--force"));
     }
+    let before = std::fs::read(&states[0]).unwrap();
+    for command in [&["backup", &states[1], "-o", &states[0]][..], &["restore", &full, "-o", &states[0]]] {
+        let refused = run_err(1, [command, &["--force"]].concat());
+        assert!(
+            refused.contains("a file of the disk") || refused.contains("1.qcow2 stands on it"),
+            "{refused}"
+        );
+    }
+    assert_eq!(std::fs::read(&states[0]).unwrap(), before);
+    assert!(run_err(1, ["restore", &full, "-o", "-"]).contains("not to a pipe"));
     run_ok(["backup", &states[1], "-o", &full, "--force"]);
     assert_same(&states[1], &full);
     let message = run_err(
@@ -245,6 +255,8 @@ fn a_backup_killed_at_any_step_of_replacing_another_leaves_one_of_the_two() {
         run_ok(incremental);
         run_ok(["restore", &full, &inc, "-o", &restored, "--force"]);
         assert_same(&later, &restored);
+        // What stands on it keeps a backup from being replaced.
+        std::fs::remove_file(&inc).unwrap();
         seen[usize::from(is_new)] += 1;
     }
     let named = files(&images, "full.").into_iter().filter(|name| !name.starts_with('.'));
@@ -519,25 +531,37 @@ fn a_disk_is_backed_up_in_one_step() {
     assert!(refused.contains("mon") && !Path::new(&last).exists(), "{refused}");
     let refused = server.ask_err(["backup", &mon, "--snapshot", "-o", &last]);
     assert!(refused.contains("name the disk"), "{refused}");
+    // What is known before the snapshot is told before.
+    let later = format!("{web}@tue");
+    for (args, part) in [
+        (&["-o", &last, "--previous", &last, "--since", &mon][..], "last"),
+        (&["-o", &last, "--previous", &full, "--since", &later], "tue"),
+        (&["-o", &images.name("none/last")], "none/last"),
+        (&["-o", &web, "--force"], "a file of the disk"),
+        (&["-o", &images.name("web.mon.qcow2"), "--force"], "a file of the disk"),
+    ] {
+        let refused = server.ask_err([&["backup", &web, "--snapshot", "wed"], args].concat());
+        assert!(refused.contains(part) && !refused.contains("was taken"), "{refused}");
+    }
     // The snapshot is there although its backup cannot be made, and is told.
-    let refused = server.ask_err([
-        "backup",
-        &web,
-        "--snapshot",
-        "wed",
-        "--previous",
-        &last,
-        "--since",
-        &mon,
-        "-o",
-        &last,
-    ]);
+    let refused = vmstrata()
+        .args(["backup", &web, "--snapshot", "wed", "-o", "-", "--manifest", &images.name("m")])
+        .env("VMSTRATA_CONTROL", server.control())
+        .stdout(std::fs::File::options().write(true).open("/dev/full").unwrap())
+        .output()
+        .unwrap();
+    let refused = stderr(&refused);
     assert!(refused.contains("@wed was taken, and stays"), "{refused}");
     assert!(server.stop().success());
     let named = run_json(["backup", &web, "--snapshot", "--quiet", "--json", "-o", &last]);
     assert!(named["snapshot"].as_str().unwrap().ends_with('Z'), "the time: {named}");
     let names = run_json(["snapshot", "list", &web, "--json"])["snapshots"].clone();
     assert_eq!(names.as_array().unwrap().len(), 4);
+    // Offline nobody but the chain itself knows whose file it is.
+    for own in [&web, &images.name("web.mon.qcow2")] {
+        let refused = run_err(1, ["backup", &web, "--snapshot", "-o", own, "--force"]);
+        assert!(refused.contains("a file of the disk"), "{refused}");
+    }
     let restored = images.name("restored.qcow2");
     run_ok(["restore", &full, &inc, "-o", &restored]);
     assert_same(&images.name("web.tue.qcow2"), &restored);

@@ -142,7 +142,7 @@ fn an_image_cannot_replace_a_layer_below_itself() {
     images.create("top.qcow2", &["-b", "base.qcow2", "-F", "qcow2"]);
     let before = fs::read(images.path("base.qcow2")).unwrap();
     let message = run_err(1, ["create", &images.name("base.qcow2"), "-b", "top.qcow2", "--force"]);
-    assert!(message.contains("base.qcow2") && message.contains("loops"), "{message}");
+    assert!(message.contains("base.qcow2") && message.contains("stands on it"), "{message}");
     assert_eq!(fs::read(images.path("base.qcow2")).unwrap(), before);
 }
 

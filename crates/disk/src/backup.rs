@@ -25,6 +25,7 @@
 //! Invariant: under a backup's name there is either what was there before or a whole backup, and its manifest is there: under
 //! its own name, or (until the process that made it comes to that) under one that it has first.
 
+mod before;
 mod coming;
 mod compress;
 mod content;
@@ -47,6 +48,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use before::check;
 pub use fault::BackupFault;
 pub use manifest::{
     Digest, FileSum, Link, MANIFEST_SUFFIX, Manifest, ManifestDraft, RegionSum, State, manifest_path,

@@ -22,6 +22,7 @@ use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::mark;
+use crate::merge::users::Users;
 use crate::opener::{LocalFiles, Opened, Opener, Role, directory_of};
 use crate::snapshot::disk_name;
 
@@ -68,7 +69,8 @@ impl Default for CreateOptions {
 /// With [`CreateOptions::force`] a symbolic link at `path` is itself replaced.
 ///
 /// # Errors
-/// A file that is there already (without `force`), that is locked, or is not a regular file (with it); a backing
+/// A file that is there already (without `force`), that is locked, that an image stands on, or that is not a regular file (with
+/// it); a backing
 /// file that cannot be read, is not of the format said, or stands on the very file that is to be replaced; no size;
 /// options that the format does not allow; whatever the host reports. `path` is then as it was.
 pub fn create(path: &Path, options: &CreateOptions) -> Result<()> {
@@ -121,7 +123,7 @@ pub(crate) fn refuse_existing(path: &Path) -> Result<Replaced> {
     }
 }
 
-/// Makes sure that no one uses the file that is to be replaced.
+/// Makes sure that no one uses or needs the file that is to be replaced.
 fn lock_existing(path: &Path) -> Result<Replaced> {
     let kind = match path.symlink_metadata() {
         Ok(metadata) => metadata.file_type(),
@@ -137,8 +139,13 @@ fn lock_existing(path: &Path) -> Result<Replaced> {
     let file = Gate::unrestricted().open(path, Access::ReadWrite)?;
     let options = FileOptions { lock_patience: Duration::ZERO, ..FileOptions::ACTIVE };
     let store = FileStore::new(file, path, &options).map_err(Error::from)?;
-    let identity = store.identity().while_trying("examine the file to be replaced")?;
-    Ok(Some((store, identity.file)))
+    let file = store.identity().while_trying("examine the file to be replaced")?.file;
+    let mut users = Users::find(&[directory_of(path)]);
+    users.follow_told([path].into_iter());
+    match users.of(file) {
+        Some(image) => Err(ErrorKind::StoodOn { image: image.clone() }.into()),
+        None => Ok(Some((store, file))),
+    }
 }
 
 /// Opens the backing file; returns its virtual size in bytes.
@@ -199,7 +206,8 @@ fn refuse_loop(
 /// replaced must be held until that is done.
 ///
 /// # Errors
-/// A file that is there already (without `replace`), that someone uses, or is not a regular file (with it).
+/// A file that is there already (without `replace`), that someone uses, that an image stands on, or that is not a regular file
+/// (with it).
 pub(crate) fn reserve(path: &Path, replace: bool) -> Result<(Option<FileStore>, Draft)> {
     let replaced = if replace { lock_existing(path)? } else { refuse_existing(path)? };
     Ok((replaced.map(|(store, _)| store), Draft::beside(path)?))

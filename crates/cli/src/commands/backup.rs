@@ -12,7 +12,7 @@ use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use vmstrata_disk::backup::{
     BackupOptions, BackupReport, BackupTarget, MANIFEST_SUFFIX, Manifest, ManifestDraft, backup,
-    manifest_path, verify,
+    check as check_before, manifest_path, verify,
 };
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 
@@ -82,7 +82,7 @@ pub fn run(args: &BackupArgs) -> Result<ExitCode> {
 fn check(args: &BackupArgs, file: &Path) -> Result<()> {
     let resources = Resources::new(ResourceOptions::default());
     let report = watched("verifying", args.quiet, |watch| {
-        verify(file, &resources, watch).map_err(|error| explain(&error))
+        verify(&image_of(file), &resources, watch).map_err(|error| explain(&error))
     })?;
     say(args, &file.display().to_string(), &report, "sound")
 }
@@ -119,7 +119,8 @@ fn make(
     target: BackupTarget<'_>,
     output: Option<&Path>,
 ) -> Result<BackupReport> {
-    let Some(name) = &args.snapshot else { return make_of(args, state, target, output) };
+    let options = options(args, output)?;
+    let Some(name) = &args.snapshot else { return make_of(args, state, target, &options) };
     ensure!(
         state.symlink_metadata().is_ok() || !state.to_string_lossy().contains('@'),
         "{}: is a snapshot: with --snapshot name the disk, of which one is taken",
@@ -131,12 +132,14 @@ fn make(
         allow_backing: args.backing.allow_backing.clone(),
         ..OpenOptions::default()
     };
+    // A snapshot of which no backup can be made is one too many.
+    check_before(state, &target, &options).map_err(|error| explain(&error))?;
     let name = snapshot::take(state, name.as_deref(), args.format, &open, &args.server)?;
     let taken = format!("{}@{name}", state.display());
     if !args.quiet {
         eprintln!("vmstrata: {taken} taken");
     }
-    let made = make_of(args, Path::new(&taken), target, output);
+    let made = make_of(args, Path::new(&taken), target, &options);
     made.with_context(|| format!("{taken} was taken, and stays; its backup was not made"))
 }
 
@@ -144,13 +147,20 @@ fn make_of(
     args: &BackupArgs,
     state: &Path,
     target: BackupTarget<'_>,
-    output: Option<&Path>,
+    options: &BackupOptions,
 ) -> Result<BackupReport> {
     let state = resolve(state, args.format, &args.backing)?;
+    let resources = Resources::new(ResourceOptions::default());
+    watched("backing up", args.quiet, |watch| {
+        backup(&state, target, options, &resources, watch).map_err(|error| explain(&error))
+    })
+}
+
+fn options(args: &BackupArgs, output: Option<&Path>) -> Result<BackupOptions> {
     let since = args.since.as_deref().map(|since| resolve(since, None, &args.backing)).transpose()?;
     let previous = args.previous.as_deref().map(|file| Previous::find(file, output)).transpose()?;
     let (previous, name) = previous.map_or((None, None), |found| (Some(found.manifest), Some(found.name)));
-    let options = BackupOptions {
+    Ok(BackupOptions {
         since,
         backing_name: args.backing_name.clone().or(name),
         previous,
@@ -158,10 +168,6 @@ fn make_of(
         allow_backing: args.backing.allow_backing.clone(),
         bytes_per_second: args.speed.limit,
         threads: args.speed.threads,
-    };
-    let resources = Resources::new(ResourceOptions::default());
-    watched("backing up", args.quiet, |watch| {
-        backup(&state, target, &options, &resources, watch).map_err(|error| explain(&error))
     })
 }
 
@@ -175,8 +181,7 @@ struct Previous {
 impl Previous {
     /// By its own name, or its manifest's.
     fn find(file: &Path, output: Option<&Path>) -> Result<Self> {
-        let text = file.to_str().with_context(|| format!("{}: not UTF-8", file.display()))?;
-        let image = text.strip_suffix(MANIFEST_SUFFIX).map_or_else(|| file.to_owned(), PathBuf::from);
+        let image = image_of(file);
         let manifest = Manifest::of(&image).map_err(|error| explain(&error))?;
         if let Some(output) = output {
             let same =
@@ -185,6 +190,12 @@ impl Previous {
         }
         Ok(Self { manifest, name: backing_name(&image, output)? })
     }
+}
+
+/// A backup's file, which may be named by its manifest.
+pub fn image_of(file: &Path) -> PathBuf {
+    let image = file.to_str().and_then(|name| name.strip_suffix(MANIFEST_SUFFIX));
+    image.map_or_else(|| file.to_owned(), PathBuf::from)
 }
 
 /// Beside the new backup the file's name alone, so that the two can be moved together; elsewhere its path.

@@ -7,7 +7,7 @@ use serde::Serialize;
 use vmstrata_disk::backup::{RestoreOptions, restore};
 use vmstrata_disk::{ResourceOptions, Resources};
 
-use super::backup::watched;
+use super::backup::{image_of, watched};
 use super::states::explain;
 use crate::args::RestoreArgs;
 use crate::output::{counted, print, print_json};
@@ -33,6 +33,10 @@ struct Report {
 /// # Errors
 /// When a backup is damaged or missing, or the disk cannot be written.
 pub fn run(args: &RestoreArgs) -> Result<ExitCode> {
+    ensure!(
+        args.output.as_os_str() != "-",
+        "a disk is restored to a file or a device, not to a pipe: name one"
+    );
     let exists = args.output.symlink_metadata().is_ok();
     ensure!(args.force || !exists, "{}: exists already; --force replaces it", args.output.display());
     let options = RestoreOptions {
@@ -43,8 +47,9 @@ pub fn run(args: &RestoreArgs) -> Result<ExitCode> {
         threads: args.speed.threads,
     };
     let resources = Resources::new(ResourceOptions::default());
+    let files: Vec<_> = args.files.iter().map(|file| image_of(file)).collect();
     let done = watched("restoring", args.quiet, |watch| {
-        restore(&args.files, &args.output, &options, &resources, watch).map_err(|error| explain(&error))
+        restore(&files, &args.output, &options, &resources, watch).map_err(|error| explain(&error))
     })?;
     let report = Report {
         file: args.output.display().to_string(),

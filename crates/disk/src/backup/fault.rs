@@ -23,6 +23,9 @@ pub enum BackupFault {
         /// The newest one that is known.
         known: u32,
     },
+    /// A backup in the place of the disk that it is of.
+    #[error("is a file of the disk that is to be backed up: choose another name")]
+    OntoItself,
     /// A manifest that does not match its own checksum.
     #[error("the manifest is damaged: it does not match its own checksum")]
     ManifestDamaged,

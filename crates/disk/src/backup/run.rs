@@ -6,6 +6,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use vmstrata_types::{GuestOffset, GuestRange};
 
+use super::before::{check_previous, check_target, link};
 use super::coming::Coming;
 use super::fault::BackupFault;
 use super::head::{Shape, cluster_bits};
@@ -28,6 +29,8 @@ use crate::snapshot;
 
 /// Runs of allocation asked for at a time.
 const BATCH: usize = 4096;
+/// Bytes of a disk looked at in one go.
+const LOOK: u64 = 64 << 30;
 
 /// Backs up a state.
 ///
@@ -44,11 +47,8 @@ pub fn backup(
 ) -> Result<BackupReport> {
     let started = Instant::now();
     let link = link(options)?;
-    let to_stream = matches!(target, BackupTarget::Stream(_));
-    if to_stream && options.compression.is_some() {
-        return Err(BackupFault::CompressedStream.into());
-    }
-    let (disk, plan) = open(state, options, resources)?;
+    check_target(&state.path, &target, options)?;
+    let (disk, plan) = open(state, options, resources, watch)?;
     if plan.has_more_regions_than(REGIONS_MAX) {
         return Err(BackupFault::TooMuch { most: REGIONS_MAX as u64 * REGION_BYTES }.into());
     }
@@ -78,6 +78,7 @@ fn open(
     state: &snapshot::State,
     options: &BackupOptions,
     resources: &Arc<Resources>,
+    watch: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<(Arc<Disk>, Plan)> {
     let open = OpenOptions {
         read_only: true,
@@ -87,7 +88,7 @@ fn open(
     };
     let disk = Disk::open(&state.path, &open, resources)?;
     let plan = match &options.since {
-        None => plan_all(&disk)?,
+        None => plan_all(&disk, watch)?,
         Some(since) => {
             let since = since.clone().as_known_to(state, &open)?;
             plan_changes(&since, state, &disk, options, resources)?
@@ -96,49 +97,20 @@ fn open(
     Ok((disk, plan))
 }
 
-/// What an incremental backup builds upon.
-fn link(options: &BackupOptions) -> Result<Option<Link>> {
-    let Some(since) = &options.since else {
-        if options.backing_name.is_some() || options.previous.is_some() {
-            return Err(BackupFault::FullWithBacking.into());
-        }
-        return Ok(None);
-    };
-    let file = options.backing_name.clone().ok_or(BackupFault::NoBackingName)?;
-    let manifest_sha256 = options.previous.as_ref().map(|previous| previous.sha256);
-    Ok(Some(Link { file, since: State::of(since).file, manifest_sha256 }))
-}
-
-/// Refuses to store changes since a state of `size` bytes on top of a backup of another.
-fn check_previous(previous: &Manifest, since: &snapshot::State, size: u64) -> Result<(), BackupFault> {
-    let (found, expected) = (&previous.state, State::of(since));
-    if found.file != expected.file {
-        return Err(BackupFault::OtherState { found: found.file.clone(), expected: expected.file });
-    }
-    if previous.disk_bytes != size {
-        return Err(BackupFault::OtherSize { found: previous.disk_bytes, expected: size });
-    }
-    match found.is_same_snapshot(&expected) {
-        Some(true) => Ok(()),
-        Some(false) => Err(BackupFault::OtherSnapshot { file: expected.file }),
-        None => {
-            tracing::warn!(state = %since.path.display(), "it is not known when this state was taken, or not of which the previous backup is: they are taken for the same by their names");
-            Ok(())
-        }
-    }
-}
-
 /// Every cluster that does not read as zeros without being read.
-fn plan_all(disk: &Disk) -> Result<Plan> {
+fn plan_all(disk: &Disk, watch: &mut dyn FnMut(u64, u64) -> bool) -> Result<Plan> {
     let mut plan = Plan::new(cluster_bits(disk.cluster_bits(), disk.size()), disk.size());
     let mut rest = GuestRange::new(GuestOffset::ZERO, disk.size());
     while rest.len > 0 {
-        let extents = disk.extents(rest, BATCH)?;
+        let extents = disk.extents(GuestRange::new(rest.start, rest.len.min(LOOK)), BATCH)?;
         for extent in extents.iter().filter(|extent| !extent.kind.reads_zero()) {
             plan.mark(extent.range, DiffKind::Data)?;
         }
         let next = extents.last().expect("a range that is not empty has an extent").range.end();
         rest = GuestRange::new(next, disk.size() - next.get());
+        if !watch(0, disk.size()) {
+            return Err(BackupFault::Stopped.into());
+        }
     }
     Ok(plan)
 }
@@ -158,7 +130,14 @@ fn plan_changes(
     };
     let diff = Diff::open(&since.path, &state.path, &diff_options, resources)?;
     if let Some(previous) = &options.previous {
-        check_previous(previous, since, diff.old_size())?;
+        check_previous(previous, since)?;
+        if previous.disk_bytes != diff.old_size() {
+            let (found, expected) = (previous.disk_bytes, diff.old_size());
+            return Err(BackupFault::OtherSize { found, expected }.into());
+        }
+        if previous.state.is_same_snapshot(&State::of(since)).is_none() {
+            tracing::warn!(state = %since.path.display(), "it is not known when this state was taken, or not of which the previous backup is: they are taken for the same by their names");
+        }
     }
     let mut plan = Plan::new(cluster_bits(disk.cluster_bits(), disk.size()), disk.size());
     for extent in diff.extents() {

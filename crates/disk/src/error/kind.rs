@@ -109,6 +109,12 @@ pub enum ErrorKind {
         /// The other state's newest layer.
         other: std::path::PathBuf,
     },
+    /// A file that is to be replaced, and that another image needs.
+    #[error("{} stands on it: replacing it would destroy that image; choose another name, or remove that image first", image.display())]
+    StoodOn {
+        /// An image that names it as its backing file.
+        image: std::path::PathBuf,
+    },
     /// More layers than can be numbered.
     #[error("the backing chain is longer than {MAX_LAYERS} layers")]
     TooLong,

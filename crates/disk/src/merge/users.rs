@@ -268,7 +268,7 @@ pub(super) fn missing(layer: &Path) -> Vec<Told> {
 }
 
 /// The files that the image at `path` may stand on: one, or none; for a `json:` description all that it names.
-pub(super) fn below(path: &Path) -> Result<Vec<PathBuf>> {
+pub(crate) fn below(path: &Path) -> Result<Vec<PathBuf>> {
     let opened = LocalFiles.open(path, Role::Inspected, &Gate::unrestricted())?;
     let text = backing_text(&*opened.store, opened.identity.len).map_err(|error| error.in_file(path))?;
     let Some(text) = text else { return Ok(Vec::new()) };
