@@ -45,7 +45,7 @@ use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 
 pub use build::{IndexBuild, IndexBuilder, IndexOptions, IndexOutcome, IndexedFile, build};
 pub use drop::{IndexDropped, remove};
-pub(crate) use home::{is_link_stale, sidecar_of};
+pub(crate) use home::{forget_sidecar, is_link_stale, sidecar_of};
 pub use load::is_as_indexed;
 pub(crate) use load::{Found, load};
 pub(crate) use looks::Looks;

@@ -3,11 +3,13 @@
 mod common;
 mod index_support;
 
-use common::stock::content;
+use std::os::unix::fs::PermissionsExt as _;
+
+use common::stock::{content, path_str, qemu_img};
 use common::{for_seeds, random};
 use index_support::{Chain, Maker, random_chain};
 use rand::Rng as _;
-use vmstrata_disk::index::{IndexOptions, remove};
+use vmstrata_disk::index::{IndexOptions, build, remove};
 use vmstrata_types::ClusterBits;
 
 #[test]
@@ -38,6 +40,45 @@ fn stock_files_stay_untouched_beside_their_sidecars() {
     assert_eq!(chain.verify(), ["none", "good", "good", "good"]);
     assert!((0..3).map(stock).eq(before));
     chain.assert_clean();
+}
+
+/// What is no index is not taken for one because of its name, and whoever may not read a layer may not read its sidecar.
+#[test]
+fn a_sidecar_takes_no_other_files_place_and_has_its_layers_permissions() {
+    let mut chain = Chain::new();
+    for _ in 0..3 {
+        chain.add(Maker::Stock, 4 << 20, ClusterBits::DEFAULT);
+    }
+    let private = std::fs::Permissions::from_mode(0o600);
+    std::fs::set_permissions(&chain.files[1], private).expect("ours");
+    for precious in ["precious", ""] {
+        std::fs::write(chain.sidecar(0), precious).expect("written");
+        let built = build(chain.top(), &IndexOptions::default()).expect("the chain is read");
+        let said = format!("{:?}", built.layers[0].outcome);
+        assert!(said.contains("SidecarTaken"), "{said}");
+        assert_eq!(std::fs::read_to_string(chain.sidecar(0)).expect("there"), precious);
+        let mode = chain.sidecar(1).metadata().expect("there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        std::fs::remove_file(chain.sidecar(1)).expect("there");
+    }
+    std::fs::remove_file(chain.sidecar(0)).expect("there");
+    assert_eq!(chain.build(), ["sidecar"; 2]);
+}
+
+/// Version 2 has no bit that says that the link holds, though what was made as version 3 keeps the room for the link.
+#[test]
+fn an_image_amended_to_version_2_gets_a_sidecar() {
+    let chain = Chain::ours(3);
+    chain.build();
+    let before = content(chain.top(), "qcow2");
+    qemu_img(&["amend", "-q", "-f", "qcow2", "-o", "compat=0.10", path_str(&chain.files[0])]);
+    assert_eq!(chain.build(), ["sidecar", "file"]);
+    assert_eq!(chain.verify(), ["good"; 2]);
+    qemu_img(&["amend", "-q", "-f", "qcow2", "-o", "compat=1.1", path_str(&chain.files[0])]);
+    chain.build();
+    assert_eq!(chain.verify(), ["good"; 2]);
+    chain.assert_clean();
+    assert!(content(chain.top(), "qcow2") == before);
 }
 
 #[test]

@@ -32,7 +32,7 @@ use vmstrata_types::LayerIndex;
 
 pub use link::{IndexLink, link_place};
 pub use pointer::{ChainId, PagePointer, decode_inner, encode_inner};
-pub use root::Root;
+pub use root::{MAGIC, Root};
 pub use table::{BackingFormat, LayerRecord, RecordBacking, RecordTables, Stamp, TablePage, pack};
 
 /// Bytes of a page.

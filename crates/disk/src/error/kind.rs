@@ -172,6 +172,9 @@ pub enum ErrorKind {
         /// Why not.
         reason: &'static str,
     },
+    /// A file that is no index has the name that an index would have.
+    #[error("is no index of vmstrata, and has the name that one would have: move it away")]
+    SidecarTaken,
     /// A frozen layer was changed under an open disk.
     #[error("the file was changed by someone else while the disk was open: close the disk and open it again")]
     Changed,

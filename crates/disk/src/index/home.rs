@@ -3,9 +3,11 @@
 //! In the file, the header's link leads to the root, if the autoclear bit stands and no one is writing the image; neither
 //! is believed further than to look there. A sidecar has its root at its start.
 
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
-use vmstrata_qcow2::index::{IndexLink, PAGE_LEN, Page, Root, link_place};
+use vmstrata_qcow2::index::{IndexLink, MAGIC, PAGE_LEN, Page, Root, link_place};
 use vmstrata_qcow2::{Autoclear, Header};
 use vmstrata_store::{Gate, Store};
 use vmstrata_types::HostOffset;
@@ -72,6 +74,30 @@ pub(super) fn root_in_file(store: &dyn Store, head: &Qcow2Head) -> Result<Option
     let (root, crc) = Root::parse(&page, link.root)?;
     let linked = crc == link.root_crc && root.generation == link.generation;
     Ok(linked.then_some(root))
+}
+
+/// Whether what has a sidecar's name is one; `None` if nothing has it.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(super) fn is_sidecar(path: &Path) -> io::Result<Option<bool>> {
+    match path.symlink_metadata() {
+        Ok(found) if found.is_file() => {}
+        Ok(_) => return Ok(Some(false)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    let mut begin = Vec::new();
+    File::open(path)?.take(MAGIC.len() as u64).read_to_end(&mut begin)?;
+    Ok(Some(begin == MAGIC))
+}
+
+/// Removes the sidecar of a layer that goes, if it has one: it is of use to nobody then.
+pub(crate) fn forget_sidecar(layer: &Path) {
+    let path = sidecar_of(layer);
+    if matches!(is_sidecar(&path), Ok(Some(true))) {
+        let _ = std::fs::remove_file(path);
+    }
 }
 
 /// Opens the sidecar of the layer at `path` and reads its root; `None` when there is none.

@@ -20,11 +20,12 @@ use vmstrata_types::{HostOffset, LayerIndex};
 
 use super::digest::Content;
 use super::free::Used;
-use super::home::{LinkFound, find_link, root_in_file, root_in_sidecar, sidecar_of};
+use super::home::{LinkFound, find_link, is_sidecar, root_in_file, root_in_sidecar, sidecar_of};
 use super::link::write_link;
+use crate::access;
 use crate::chain::Top;
 use crate::draft::Draft;
-use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::opener::{Opened, Opener, Role};
 use crate::times;
 
@@ -97,8 +98,9 @@ impl Place {
 
     fn in_file(top: &Top, content: &Content, gate: &Gate, opener: &dyn Opener) -> Result<Option<Self>> {
         let Some(head) = &top.head else { return Ok(None) };
-        if head.header.incompatible.intersects(Incompatible::DIRTY | Incompatible::CORRUPT) {
-            // Refcounts that may be too low do not say what is free.
+        // Refcounts that may be too low do not say what is free; version 2 has no bit that tools would clear.
+        let unsure = head.header.incompatible.intersects(Incompatible::DIRTY | Incompatible::CORRUPT);
+        if unsure || head.header.version < 3 {
             return Ok(None);
         }
         let Some(LinkFound { at: link_at, .. }) = find_link(&*top.opened.store, &head.header)? else {
@@ -136,7 +138,12 @@ impl Place {
     fn in_sidecar(top: &Top, gate: &Gate, opener: &dyn Opener) -> Result<Self> {
         let old = root_in_sidecar(&top.path, gate, opener).ok().flatten();
         let path = sidecar_of(&top.path);
+        let there = is_sidecar(&path).while_trying("examine").map_err(|error| error.in_file(&path))?;
+        if there == Some(false) {
+            return Err(Error::from(ErrorKind::SidecarTaken).in_file(&path));
+        }
         let draft = Draft::beside(&path)?;
+        access::copy(&top.path, &draft.file)?;
         let file = draft.file.try_clone().while_trying("make the index's file")?;
         let options = FileOptions { lock: None, cache: CacheMode::Host, ..FileOptions::ACTIVE };
         let store = Arc::new(FileStore::new(file, &path, &options)?);

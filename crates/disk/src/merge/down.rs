@@ -36,7 +36,7 @@ use crate::chain::Top as OpenTop;
 use crate::clones;
 use crate::draft::flush_directory;
 use crate::error::{Error, IoContext as _, Result};
-use crate::index::sidecar_of;
+use crate::index::forget_sidecar;
 use crate::layer::Layer;
 use crate::layers::{Layers, Top};
 use crate::opener::Role;
@@ -183,7 +183,7 @@ impl Down {
         file.and_then(|file| access::copy(&self.to, &file)).map_err(|error| error.in_file(&self.from))?;
         // They speak of files that these names do not lead to any more.
         for file in [&self.from, &self.to] {
-            let _ = std::fs::remove_file(sidecar_of(file));
+            forget_sidecar(file);
         }
         let renamed =
             std::fs::rename(&self.from, &self.to).while_trying("give it the name of the layer above");

@@ -11,7 +11,7 @@ use super::plan::{Link, MergeRange, layers_of_others};
 use super::users::{FILES_MAX, Here, Users, below, is_open, missing};
 use super::{MergeFault, MergeOptions};
 use crate::clones;
-use crate::index::sidecar_of;
+use crate::index::forget_sidecar;
 use crate::opener::{LocalFiles, Opener as _};
 
 /// Which files of dropped layers are removed, if no one needs them.
@@ -192,7 +192,7 @@ fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(),
         return Err(Kept::InUse);
     }
     // First, so that a process killed in between leaves nothing that speaks of a file that is gone.
-    let _ = std::fs::remove_file(sidecar_of(&layer.path));
+    forget_sidecar(&layer.path);
     clones::forget(&layer.path);
     below(&layer.path).unwrap_or_default().iter().for_each(|below| clones::take_back(below, &layer.path));
     std::fs::remove_file(&layer.path).map_err(failed)

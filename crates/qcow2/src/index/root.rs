@@ -6,7 +6,8 @@ use vmstrata_types::{ClusterBits, HostOffset, LayerIndex, MAX_LAYERS};
 
 use super::{ChainId, IndexError, LEAF_WORDS, MAX_LEAVES, PAGE_LEN, Page, PagePointer, VERSION, le, wrong};
 
-const MAGIC: &[u8; 8] = b"VMSINDEX";
+/// What a root begins with, and with it every sidecar.
+pub const MAGIC: &[u8; 8] = b"VMSINDEX";
 
 /// Where each field lies in the page. What follows is zero.
 mod field {
