@@ -8,6 +8,7 @@ mod durable;
 mod index;
 mod killed;
 mod latch;
+mod look;
 mod merge;
 mod open;
 mod resize;
@@ -73,6 +74,7 @@ pub struct Disk {
     /// Whether its chain had an index that did not hold any more when the chain was read.
     lost_index: AtomicBool,
     index_loss: anew::IndexLoss,
+    looked: Mutex<look::Looked>,
     /// Those to call when the layers have changed.
     queues: Mutex<Vec<Weak<Mailbox>>>,
 }
@@ -157,6 +159,7 @@ impl Disk {
             merging: AtomicBool::new(false),
             lost_index: AtomicBool::new(false),
             index_loss: anew::IndexLoss::default(),
+            looked: Mutex::default(),
             queues: Mutex::default(),
         }
     }

@@ -15,7 +15,7 @@ use crate::opener::{Opened, Opener, Role};
 
 /// Whether a file is what it was, as far as a look at it tells. (The change time is no witness: it also moves when a
 /// file is linked or gets another owner. Nor is the length: an index makes a file longer and puts its time back.)
-fn same_state(now: &FileIdentity, then: &FileIdentity) -> bool {
+pub(crate) fn same_state(now: &FileIdentity, then: &FileIdentity) -> bool {
     (now.file, now.mtime_ns) == (then.file, then.mtime_ns)
 }
 

@@ -59,6 +59,7 @@ mod inspect;
 mod journal;
 mod layer;
 mod layers;
+mod lookout;
 mod map;
 mod mark;
 pub mod merge;

@@ -1,7 +1,7 @@
 //! Reading, one request at a time: runs from the map, bytes from the files.
 
 use vmstrata_qcow2::L2Entry;
-use vmstrata_store::{Segment, copy_from_slice, fill_zero, slice, total_len};
+use vmstrata_store::{Segment, Store, copy_from_slice, fill_zero, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 
 use crate::active::Active;
@@ -91,10 +91,24 @@ impl Layers {
         let read = read.map_err(|error| error.at(host).in_layer(layer).in_file(self.path_of(layer)))?;
         let len = total_len(into);
         if read < len {
+            if self.lacks_a_cluster(layer, host + (len as u64 - 1), &**store) {
+                return Err(Error::from(ErrorKind::Changed).in_layer(layer).in_file(self.path_of(layer)));
+            }
             // The file's last cluster need not be whole; what is not there was never written.
             fill_zero(&slice(into, read, len - read));
         }
         Ok(())
+    }
+
+    /// Whether nothing is there any more of the cluster that has the byte at `last` of a frozen layer's file: when the map was
+    /// made, some of it was.
+    fn lacks_a_cluster(&self, layer: LayerIndex, last: HostOffset, store: &dyn Store) -> bool {
+        let map = self.frozen.as_ref().filter(|_| self.is_frozen(layer));
+        let tables = map.and_then(|map| map.layer(layer).tables.as_ref());
+        tables.is_some_and(|tables| {
+            let start = last.get() - last.get() % tables.geometry.cluster_bits.size();
+            store.len().is_ok_and(|len| len <= start)
+        })
     }
 
     /// The tables of a qcow2 layer.

@@ -34,10 +34,16 @@ pub struct ResourceOptions {
     pub journal_dir: Option<PathBuf>,
     /// After how long clusters that were written in part are copied up if nothing needs them whole before; `None`: not.
     pub copy_up_after: Option<Duration>,
+    /// How often to look whether someone else has changed frozen layers, 256 of each disk at a time; `None`: only what requests
+    /// meet is noticed.
+    pub look_every: Option<Duration>,
 }
 
 /// Long enough for whoever writes a file from start to end.
 const COPY_UP_AFTER: Duration = Duration::from_millis(5);
+
+/// A chain of 1,000 layers is looked through in four seconds.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 impl Default for ResourceOptions {
     fn default() -> Self {
@@ -47,6 +53,7 @@ impl Default for ResourceOptions {
             workers: 4,
             journal_dir: None,
             copy_up_after: Some(COPY_UP_AFTER),
+            look_every: Some(LOOK_EVERY),
         }
     }
 }
@@ -89,7 +96,7 @@ impl Resources {
             files: Arc::new(FileTable::new(opener, options.max_open_files)),
             clusters: ClusterCache::default(),
             workers: Workers::new(options.workers),
-            upkeep: Upkeep::new(options.copy_up_after),
+            upkeep: Upkeep::new(options.copy_up_after, options.look_every),
             journal_dir: options.journal_dir,
             layers: Mutex::default(),
             maps: Mutex::default(),

@@ -7,6 +7,7 @@ use crossbeam_channel::{RecvTimeoutError, Sender};
 
 use crate::copier::{Copier, Disks};
 use crate::disk::Disk;
+use crate::lookout::Lookout;
 
 /// How often the thread looks at every disk.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -20,15 +21,18 @@ pub(crate) struct Upkeep {
     disks: Arc<Disks>,
     /// None where nothing is copied before it must be.
     copier: Option<Copier>,
+    /// None where only what requests meet is noticed.
+    _lookout: Option<Lookout>,
     _end: Sender<()>,
 }
 
 impl Upkeep {
-    /// Starts the threads; what first writes put off is copied up after `copy_up_after`.
+    /// Starts the threads; what first writes put off is copied up after `copy_up_after`, and frozen layers are looked at every
+    /// `look_every`.
     ///
     /// # Panics
     /// When the host cannot start a thread.
-    pub(crate) fn new(copy_up_after: Option<Duration>) -> Self {
+    pub(crate) fn new(copy_up_after: Option<Duration>, look_every: Option<Duration>) -> Self {
         let (end, ended) = crossbeam_channel::bounded(0);
         let disks: Arc<Disks> = Arc::default();
         let watched = Arc::clone(&disks);
@@ -46,7 +50,8 @@ impl Upkeep {
         };
         std::thread::Builder::new().name("upkeep".into()).spawn(look).expect("the host can start threads");
         let copier = copy_up_after.map(|age| Copier::new(Arc::clone(&disks), age));
-        Self { disks, copier, _end: end }
+        let _lookout = look_every.map(|period| Lookout::new(Arc::clone(&disks), period));
+        Self { disks, copier, _lookout, _end: end }
     }
 
     /// A cluster was written in part.

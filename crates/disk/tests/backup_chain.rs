@@ -308,6 +308,11 @@ fn what_is_there_is_replaced_only_when_asked_and_only_when_unused() {
     // The state itself is in use, by this very backup.
     assert!(replace(&pair.states[1], &pair.states[0]).is_err());
     assert!(std::fs::read(&pair.files[0]).unwrap() == before);
+    // The incremental one stands on it.
+    let error = patiently(|| replace(&pair.states[1], &pair.files[0])).unwrap_err();
+    assert!(error.to_string().contains("stands on it"), "{error}");
+    assert!(std::fs::read(&pair.files[0]).unwrap() == before);
+    std::fs::remove_file(&pair.files[1]).unwrap();
     patiently(|| replace(&pair.states[1], &pair.files[0])).unwrap();
     check_verifies(&pair.files[0]).unwrap();
     assert!(content(&pair.files[0], "qcow2") == content(&pair.states[1], "qcow2"));

@@ -158,11 +158,34 @@ fn an_image_is_not_put_in_the_place_of_its_own_base() {
         force: true,
         ..CreateOptions::default()
     };
+    let error = create(&base, &on(&base)).unwrap_err();
+    assert!(matches!(error.kind(), ErrorKind::Loop { .. }), "{error}");
     create(&overlay, &on(&base)).unwrap();
     for below in [&base, &overlay] {
         let error = create(&base, &on(below)).unwrap_err();
-        assert!(matches!(error.kind(), ErrorKind::Loop { .. }), "{error}");
+        assert!(matches!(error.kind(), ErrorKind::StoodOn { .. }), "{error}");
     }
+    create(&overlay, &on(&base)).unwrap();
+    // One that stock tools made elsewhere, of which nothing is known here.
+    let elsewhere = tempfile::tempdir().unwrap();
+    let stock = elsewhere.path().join("stock.qcow2");
+    std::fs::remove_file(&overlay).unwrap();
+    run(
+        "qemu-img",
+        &[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-F",
+            "qcow2",
+            "-b",
+            base.to_str().unwrap(),
+            stock.to_str().unwrap(),
+        ],
+    );
+    let error = create(&base, &on(&stock)).unwrap_err();
+    assert!(matches!(error.kind(), ErrorKind::Loop { .. }), "{error}");
     create(&overlay, &on(&base)).unwrap();
     qemu_io(&overlay, &["read -P 0 0 1M"]);
 }

@@ -45,6 +45,7 @@ impl MemoryFile {
             journal_dir: journal_dir.map(Path::to_owned),
             // The same bytes do the same each time.
             copy_up_after: None,
+            look_every: None,
         };
         let resources = Resources::with_opener(options, Arc::new(self.clone()));
         Disk::open(Path::new(NAME), &OpenOptions { read_only, ..OpenOptions::default() }, &resources)

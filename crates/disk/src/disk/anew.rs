@@ -2,7 +2,8 @@
 //!
 //! Layers that an index answers for are opened, and so locked, when they are first read. Until then any program may change
 //! them: commit into them, repair them, or open them for writing and do nothing. A request that meets such a layer has the
-//! chain read again, as when a disk is opened, and is carried out on what is there.
+//! chain read again, as when a disk is opened, and is carried out on what is there. Layers that no request meets are looked at
+//! from time to time (`look.rs`).
 //!
 //! ```text
 //!   request ──► Changed ──► chain read anew, under `changing` ──► new layers, new map ──► the same request
@@ -82,7 +83,7 @@ impl Disk {
     }
 
     /// Takes the chain as it is now, unless its layers have changed since `generation`; `file` is the one that has.
-    fn take_anew(&self, generation: u64, file: Option<&Path>) -> Result<()> {
+    pub(super) fn take_anew(&self, generation: u64, file: Option<&Path>) -> Result<()> {
         let _changing = self.change();
         if self.generation() != generation {
             return Ok(());
