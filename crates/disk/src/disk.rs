@@ -207,7 +207,7 @@ impl Disk {
 
     /// How often the layers have changed.
     #[inline]
-    pub(crate) fn generation(&self) -> u64 {
+    pub fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
 

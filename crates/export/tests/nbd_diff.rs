@@ -7,6 +7,7 @@ use std::path::Path;
 use nbd_common::client::{ACK, Client, context_query, extents};
 use nbd_common::{Fixture, SIZE, Setup, Style, run, text};
 use serde_json::Value;
+use vmstrata_disk::merge::{Direction, Merge, MergeOptions, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo};
 use vmstrata_disk::{Diff, DiffKind, DiffOptions, OpenOptions, ResourceOptions, Resources};
 use vmstrata_export::nbd::protocol::CommandFlags;
@@ -182,6 +183,46 @@ fn a_snapshot_is_known_by_its_name_too() {
     let mut client = connect(&fixture);
     for name in ["tue", "x/mon", "mon.qcow2"] {
         assert_eq!(names(&mut client, SET, &[&format!("vmstrata:diff:{name}")]), [], "{name}");
+    }
+}
+
+/// Whoever backs up by a difference must not be given that to another state than he asked for.
+#[test]
+fn a_snapshot_that_gets_the_name_of_a_deleted_one_is_another() {
+    for direction in [Direction::Up, Direction::Down] {
+        let directory = tempfile::tempdir().unwrap();
+        let web = directory.path().join("web.qcow2");
+        run("qemu-img", &["create", "-q", "-f", "qcow2", text(&web), "1M"]);
+        let fixture = Fixture::serve(directory, &web, Setup::default());
+        let mut taken_ns = 0;
+        let mut take = |name: &str| {
+            taken_ns += 1;
+            let info = SnapshotInfo { name: name.to_owned(), taken_ns, ..SnapshotInfo::default() };
+            fixture.disk.snapshot(&info).unwrap();
+            fixture.disk.settle().unwrap();
+        };
+        take("mon");
+        take("tue");
+        let mut client = connect(&fixture);
+        assert_eq!(names(&mut client, SET, &["vmstrata:diff:mon", "vmstrata:diff:tue"]).len(), 2);
+        client.go("disk");
+        let mut ask = || client.call(Command::BlockStatus, CommandFlags::empty(), 0, MIB);
+        assert_eq!(ask().unwrap().len(), 2);
+        run("qemu-io", &["-f", "raw", "-c", "write 64k 64k", &fixture.uri()]);
+        take("wed");
+        let parts = ask().unwrap().iter().map(|chunk| extents(chunk).1.len()).collect::<Vec<_>>();
+        assert_eq!(parts, [3, 3], "others that are taken change nothing");
+        let ranges = ranges_of(&web, &["mon".to_owned()], &OpenOptions::default()).unwrap();
+        let options = MergeOptions { direction, ..MergeOptions::default() };
+        Merge::of_disk(&fixture.disk, ranges[0], &options).unwrap().run().unwrap();
+        ask().unwrap_err();
+        take("mon");
+        ask().unwrap_err();
+        let mut client = connect(&fixture);
+        assert_eq!(names(&mut client, SET, &["vmstrata:diff:mon", "vmstrata:diff:tue"]).len(), 2);
+        client.go("disk");
+        let now = client.call(Command::BlockStatus, CommandFlags::empty(), 0, MIB).unwrap();
+        assert_eq!(now.iter().map(|chunk| extents(chunk).1.len()).collect::<Vec<_>>(), [1, 3]);
     }
 }
 

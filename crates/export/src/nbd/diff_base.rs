@@ -2,12 +2,13 @@
 //!
 //! Names are only ever compared with those of the disk's own layers: nothing is opened because a client names it but the headers
 //! of layers whose files are called as those of such a snapshot are, to see whether they are its. That is done once, when the
-//! client selects; where the layer's file is in the chain is looked up anew for each request, because it may change while the
-//! disk runs.
+//! client selects; where the layer is in the chain is looked up anew after each change of the layers.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use vmstrata_disk::snapshot::{self, frozen_path};
+use parking_lot::Mutex;
+use vmstrata_disk::snapshot::{self, SnapshotInfo, frozen_path};
 use vmstrata_disk::{Disk, Extent, ExtentKind, Format, LayerInfo};
 use vmstrata_types::LayerIndex;
 
@@ -30,6 +31,35 @@ struct Selected {
     /// As the client calls it.
     name: String,
     file: PathBuf,
+    /// What the layer above it says of it. A snapshot may go, and another get its name, its file's name, even its file.
+    record: Option<SnapshotInfo>,
+    found: Arc<Mutex<Option<Found>>>,
+}
+
+/// Where a layer is, and since which change of the layers.
+type Found = (u64, Option<Base>);
+
+impl Selected {
+    fn new(name: &str, layer: &LayerInfo, layers: &[LayerInfo]) -> Self {
+        let record = layers.get(layer.index.index() + 1).and_then(recorded_above);
+        Self { name: name.to_owned(), file: layer.path.clone(), record, found: Arc::default() }
+    }
+
+    /// Where it is now. The layers' headers are looked at after the layers have changed only.
+    fn base(&self, disk: &Disk) -> Option<Base> {
+        let generation = disk.generation();
+        let mut found = self.found.lock();
+        if let Some((_, base)) = found.filter(|(since, _)| *since == generation) {
+            return base;
+        }
+        let layers = disk.layers();
+        let base = Base::in_file(&layers, &self.file).filter(|base| {
+            let above = layers.get(base.layer.index() + 1);
+            above.and_then(recorded_above) == self.record
+        });
+        *found = Some((generation, base));
+        base
+    }
 }
 
 impl Selection {
@@ -50,7 +80,7 @@ impl Selection {
         }
         if let Some(layer) = find(disk, layers, name) {
             self.set.insert(Context::Diff(slot));
-            self.bases.push(Selected { name: name.to_owned(), file: layer.path.clone() });
+            self.bases.push(Selected::new(name, layer, layers));
         }
     }
 
@@ -69,7 +99,7 @@ impl Selection {
     /// # Panics
     /// When nothing was selected in this place.
     pub(crate) fn base(&self, slot: DiffSlot, disk: &Disk) -> Option<Base> {
-        Base::in_file(&disk.layers(), &self.bases[slot.get()].file)
+        self.bases[slot.get()].base(disk)
     }
 }
 
@@ -123,11 +153,13 @@ fn recorded<'a>(layers: &'a [LayerInfo], name: &str) -> Option<&'a LayerInfo> {
 /// The snapshot that the upper layer of a pair says the lower one is, if the lower one's file is called so.
 fn snapshot_of(pair: &[LayerInfo]) -> Option<String> {
     let file = file_name(&pair[0])?;
-    if pair[1].format != Format::Qcow2 {
-        return None;
-    }
-    let name = snapshot::recorded_in(&pair[1].path)?.name;
+    let name = recorded_above(&pair[1])?.name;
     FORMATS.into_iter().any(|format| file.ends_with(&format!(".{name}.{format}"))).then_some(name)
+}
+
+/// What a layer says of the one below it.
+fn recorded_above(layer: &LayerInfo) -> Option<SnapshotInfo> {
+    if layer.format == Format::Qcow2 { snapshot::recorded_in(&layer.path) } else { None }
 }
 
 fn file_name(layer: &LayerInfo) -> Option<&str> {
