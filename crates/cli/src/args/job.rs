@@ -106,7 +106,8 @@ pub enum JobCommand {
         /// The job's number
         id: u64,
     },
-    /// End a job after the step that is under way; what is done stays done
+    /// End a job after the step that is under way; what is done stays done, and a snapshot that is half deleted (into the lowest
+    /// layer) can only be deleted again
     #[command(after_help = "Examples:\n  vmstrata job cancel 3")]
     Cancel {
         /// The job's number

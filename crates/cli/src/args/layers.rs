@@ -144,7 +144,8 @@ Examples:
   vmstrata merge web.qcow2 --from web-mon.qcow2 --to web-fri.qcow2
 
 For chains whose layers have no names, as other tools make them; `snapshot delete` takes those that have. Both ends go: what
-they hold and the layer above them lacks is copied into that one, which then stands on what is below them. (block-commit of
+they hold and the layer above them lacks is copied into that one, which then stands on what is below them; or, with --remove, where
+that is less to copy and nobody else needs them, what that one holds into the lowest of them, which takes its place. (block-commit of
 QEMU and virsh names as BASE the layer that stays: the lowest that goes is the one above it.) Snapshots of this disk among them go,
 too; those of another disk are refused. All other layers read as they did.
 Which layers are meant is settled when it begins, so that snapshots taken meanwhile change nothing. Numbers change whenever layers are

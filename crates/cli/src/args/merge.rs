@@ -136,7 +136,9 @@ const DELETE_HELP: &str = "\
 Examples:
   vmstrata snapshot delete web.qcow2 mon
   vmstrata snapshot delete web.qcow2 mon wed..sat
-  vmstrata snapshot delete web.qcow2 mon --json | jq -r '.kept[].reason'
+  vmstrata snapshot delete web.qcow2 mon --json | jq -r '.kept[]?.reason'     why files stayed
+
+With --json: of a disk that nobody uses what was dropped and what was kept; of a served one the job, as `vmstrata job list` has it.
 
 The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above, or, where
 that is less to copy and nobody else stands on the deleted ones, what is above into the lowest of them, which takes its place.

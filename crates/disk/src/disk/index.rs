@@ -5,6 +5,7 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use vmstrata_types::{GuestOffset, GuestRange};
 
@@ -16,6 +17,9 @@ use crate::layer::Format;
 use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
 use crate::opener::Role;
+
+/// How long to do without an index before one is tried again.
+const AGAIN_AFTER: Duration = Duration::from_secs(600);
 
 impl Disk {
     /// Adds an index to the layer at `path`, which was frozen just now on top of `before`'s frozen layers: writes the
@@ -37,12 +41,12 @@ impl Disk {
         extend().inspect_err(missing).ok().map(Arc::new)
     }
 
-    /// Makes the indices of a chain that has none, and goes on with them. Tries once: it reads the tables of every layer,
-    /// which no snapshot should wait for again and again.
+    /// Makes the indices of a chain that has none, and goes on with them. It reads the tables of every layer, which no snapshot
+    /// should wait for again and again: where that was in vain, a full host or a locked layer, it is tried again later.
     pub(super) fn index_whole(&self) {
         let is_indexed = |map: &FrozenMap| map.index().is_some();
         if self.layers_now().frozen.as_deref().is_none_or(is_indexed)
-            || self.settling.unindexed.load(Ordering::Relaxed)
+            || self.settling.unindexed_since.lock().is_some_and(|since| since.elapsed() < AGAIN_AFTER)
         {
             return;
         }
@@ -66,7 +70,7 @@ impl Disk {
                 let indexed = Arc::new(indexed);
                 self.resources.offer_map(&indexed);
                 self.put_layers_and_call(layers.settled(indexed));
-                self.settling.unindexed.store(false, Ordering::Relaxed);
+                *self.settling.unindexed_since.lock() = None;
                 return;
             }
             Ok(None) => "a layer cannot have one".to_owned(),
@@ -74,7 +78,7 @@ impl Disk {
         };
         let disk = self.path.display();
         tracing::warn!(%disk, why, "the chain gets no index: it opens slower; see `vmstrata index build`");
-        self.settling.unindexed.store(true, Ordering::Relaxed);
+        *self.settling.unindexed_since.lock() = Some(Instant::now());
     }
 
     fn indexed(&self, map: &FrozenMap) -> Result<Option<FrozenMap>> {

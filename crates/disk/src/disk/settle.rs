@@ -14,8 +14,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
-use parking_lot::MutexGuard;
+use parking_lot::{Mutex, MutexGuard};
 use vmstrata_store::{FileIdentity, Gate};
 
 use super::Disk;
@@ -42,8 +43,8 @@ pub(super) struct Settling {
     /// Whether there is something, or being done.
     pending: AtomicBool,
     pub(super) failures: AtomicU64,
-    /// Set when the chain could not be given an index.
-    pub(super) unindexed: AtomicBool,
+    /// When the chain could not be given an index last.
+    pub(super) unindexed_since: Mutex<Option<Instant>>,
 }
 
 impl Disk {

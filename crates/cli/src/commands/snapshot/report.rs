@@ -156,6 +156,9 @@ pub fn show(snapshot: &Snapshot) -> String {
         ("name", row.name.unwrap_or("-").to_owned()),
         ("taken", row.time.clone().unwrap_or_else(|| "-".to_owned())),
     ];
+    lines.extend(
+        row.being_deleted.then(|| ("state", "being deleted; it can only be deleted again".to_owned())),
+    );
     lines.extend(row.group.map(|group| ("group", group.to_owned())));
     lines.extend(row.cloned_from.map(|disk| ("cloned from", disk.to_owned())));
     lines.extend(row.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
