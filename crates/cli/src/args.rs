@@ -11,6 +11,7 @@ mod layers;
 mod map;
 mod merge;
 mod prune;
+mod reflow;
 mod resize;
 mod serve;
 mod snapshot;

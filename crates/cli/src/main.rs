@@ -28,12 +28,10 @@ mod units;
 use std::io;
 use std::process::ExitCode;
 
-use clap::Parser;
-
 use args::{Cli, Command, EXIT_USAGE, LogFormat};
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::of_process() {
         Ok(cli) => cli,
         Err(error) => {
             // Nobody is left to be told when the terminal is gone.

@@ -1,0 +1,73 @@
+//! The texts below the options: written in lines as wide as the source, and shown as wide as the terminal.
+
+use clap::{Command, CommandFactory as _, FromArgMatches as _};
+
+use super::Cli;
+
+/// A line of the source that is at least so long goes on in the next one.
+const FULL: usize = 90;
+
+impl Cli {
+    /// What this process was asked.
+    ///
+    /// # Errors
+    /// Wrong usage, and help.
+    pub fn of_process() -> Result<Self, clap::Error> {
+        let mut command = reflowed(Self::command());
+        let matches = command.try_get_matches_from_mut(std::env::args_os())?;
+        Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+    }
+}
+
+/// A command whose help, and whose subcommands', is wrapped by paragraphs.
+fn reflowed(command: Command) -> Command {
+    let text = command.get_after_help().map(|text| reflow(&text.to_string()));
+    let command = match text {
+        Some(text) => command.after_help(text),
+        None => command,
+    };
+    command.mut_subcommands(reflowed)
+}
+
+/// Joins the lines of paragraphs; examples and lists, which are indented, stay as they are.
+fn reflow(text: &str) -> String {
+    let mut out = String::new();
+    let mut is_open = false;
+    for line in text.lines() {
+        if !out.is_empty() {
+            let goes_on = is_open && !line.is_empty() && !line.starts_with([' ', '\t']);
+            out.push(if goes_on && !line.starts_with("Exit codes:") { ' ' } else { '\n' });
+        }
+        out.push_str(line);
+        is_open = line.len() >= FULL && !line.starts_with([' ', '\t']);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paragraphs_are_joined_and_examples_are_not() {
+        let long = "x".repeat(FULL);
+        let text =
+            format!("Examples:\n  {long}\n  short\n\n{long}\n{long}\nend.\nNext.\n{long}\nExit codes: 0");
+        let expected =
+            format!("Examples:\n  {long}\n  short\n\n{long} {long} end.\nNext.\n{long}\nExit codes: 0");
+        assert_eq!(reflow(&text), expected);
+    }
+
+    #[test]
+    fn every_text_keeps_its_words() {
+        fn check(before: &Command, after: &Command) {
+            let words = |command: &Command| {
+                let text = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+                text.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+            };
+            assert_eq!(words(before), words(after));
+            before.get_subcommands().zip(after.get_subcommands()).for_each(|(one, other)| check(one, other));
+        }
+        check(&Cli::command(), &reflowed(Cli::command()));
+    }
+}
