@@ -74,6 +74,7 @@ fn every_operation_answers_as_the_document_says() {
         200,
     );
     jobs(&mut client);
+    client.ask("GET", &format!("/v1/doors/{}", door["id"]), &Value::Null, 200);
     client.ask("DELETE", &format!("/v1/doors/{}", door["id"]), &Value::Null, 204);
     client.ask("DELETE", "/v1/disks/other", &Value::Null, 204);
     client.ask("POST", "/v1/shutdown", &Value::Null, 202);

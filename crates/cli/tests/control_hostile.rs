@@ -186,6 +186,42 @@ fn a_crowd_finds_the_door_shut_and_the_server_unmoved() {
     assert!(server.stop().success());
 }
 
+/// Whoever only listens leaves room for those who ask.
+#[test]
+fn streams_of_events_take_half_of_the_places_at_most() {
+    let images = Images::new();
+    let server = start(&images);
+    let control = server.control();
+    let listen = || {
+        let mut stream = connect(&control);
+        stream.write_all(b"GET /v1/events HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+        let mut begin = [0; 12];
+        stream.read_exact(&mut begin).unwrap();
+        (stream, String::from_utf8_lossy(&begin).into_owned())
+    };
+    let listening: Vec<_> = (0..32).map(|_| listen()).collect();
+    assert!(listening.iter().all(|(_, said)| said.ends_with("200")));
+    assert!(listen().1.ends_with("503"));
+    still_serves(&server);
+    drop(listening);
+    support::wait_until("a place", || listen().1.ends_with("200"));
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_name_that_is_no_text_is_a_problem_like_others() {
+    let images = Images::new();
+    let server = start(&images);
+    for path in ["/v1/disks/%ff", "/v1/doors/%ff", "/v1/jobs/%ff"] {
+        let answer = ask(&server.control(), "GET", path, "");
+        assert_eq!((answer.status, &answer.json()["kind"]), (422, &"invalid".into()), "{path}");
+    }
+    let door = ask(&server.control(), "GET", "/v1/doors/1", "").json();
+    assert_eq!(door["id"], 1, "{door}");
+    assert_eq!(ask(&server.control(), "GET", "/v1/doors/99", "").json()["kind"], "no-such-door");
+    assert!(server.stop().success());
+}
+
 /// Waits until the disk `b` is in a state, or is not there.
 fn wait_for(server: &Server, state: Option<&str>) {
     let start = Instant::now();

@@ -42,10 +42,10 @@ fn run(seed: u64, kills: bool) {
 
 #[test]
 fn every_state_reads_as_its_array() {
-    for_seeds(4, |seed| run(seed, false));
+    for_seeds(6, |seed| run(seed, false));
 }
 
 #[test]
 fn every_state_reads_as_its_array_though_processes_are_killed() {
-    for_seeds(4, |seed| run(seed, true));
+    for_seeds(6, |seed| run(seed, true));
 }

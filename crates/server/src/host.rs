@@ -198,6 +198,11 @@ impl Host {
         self.events.subscribe()
     }
 
+    /// How many listen.
+    pub(crate) fn event_readers(&self) -> usize {
+        self.events.receiver_count()
+    }
+
     /// Tells whoever listens.
     pub(crate) fn tell(&self, event: Event) {
         // Nobody listening is no failure.

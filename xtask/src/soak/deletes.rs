@@ -19,6 +19,8 @@ use super::progress::{Progress, Who};
 const AT_ONCE: usize = 12;
 /// The newest ones stay: they are what is being taken.
 const NEWEST: usize = 4;
+/// With fewer, nothing is deleted any more.
+pub(super) const LEFT_MIN: usize = NEWEST + AT_ONCE + 1;
 /// The longest without a delete.
 const HEADWAY: Duration = Duration::from_secs(300);
 
@@ -131,8 +133,8 @@ fn delete_all(
 
 /// A few snapshots from the middle of `names`, which are the newest first: neighbours mostly.
 fn choose<'a>(names: &'a [String], most: usize, random: &mut SmallRng) -> Vec<&'a str> {
-    let Some(middle) = names.get(NEWEST..).filter(|middle| middle.len() > AT_ONCE) else { return Vec::new() };
-    let count = random.random_range(1..=AT_ONCE).min(most);
+    let Some(middle) = names.get(NEWEST..).filter(|_| names.len() > LEFT_MIN) else { return Vec::new() };
+    let count = random.random_range(1..=AT_ONCE).min(most).min(names.len() - LEFT_MIN);
     let start = random.random_range(0..=middle.len() - count);
     let neighbours = &middle[start..start + count];
     // Now and then one stays in between, and falls into a range of its own.

@@ -81,7 +81,12 @@ pub struct Outcome {
 /// # Errors
 /// When the guest complains, a byte is wrong, a layer is not sound, or something takes for ever.
 pub fn run(options: &Options) -> Result<Outcome> {
-    ensure!(options.deletes < options.snapshots, "some snapshots must be left");
+    let deletes_max = options.snapshots.saturating_sub(deletes::LEFT_MIN);
+    ensure!(
+        options.deletes <= deletes_max,
+        "of {} snapshots {deletes_max} can be deleted",
+        options.snapshots
+    );
     server::raise_file_limit()?;
     build::vmstrata()?;
     std::fs::create_dir_all(&options.dir)?;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -29,6 +29,15 @@ pub enum Address {
         /// The port.
         port: u16,
     },
+}
+
+impl Address {
+    /// Whether other hosts may reach it, as far as its name tells.
+    pub fn is_reached_from_elsewhere(&self) -> bool {
+        let Self::Tcp { host, .. } = self else { return false };
+        let bare = host.trim_start_matches('[').trim_end_matches(']');
+        bare != "localhost" && !bare.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+    }
 }
 
 impl FromStr for Address {
@@ -178,6 +187,9 @@ mod tests {
         ] {
             assert_eq!(text.parse::<Address>().unwrap().to_string(), shown);
         }
+        let is_open = |text: &str| text.parse::<Address>().unwrap().is_reached_from_elsewhere();
+        assert!(["tcp:[::]", "tcp:0.0.0.0:0", "tcp:host"].into_iter().all(is_open));
+        assert!(!["unix:/a", "tcp:localhost", "tcp:[::1]:7", "tcp:127.0.0.2:1"].into_iter().any(is_open));
         for text in ["", "unix:", "tcp:", "tcp::1", "tcp:h:x", "tcp:h:70000", "tcp:[::1]7", "/run/nbd.sock"] {
             assert!(text.parse::<Address>().is_err(), "{text}");
         }

@@ -44,7 +44,7 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(disks::show, disks::remove))
         .routes(routes!(disks::resize))
         .routes(routes!(doors::list, doors::add))
-        .routes(routes!(doors::remove))
+        .routes(routes!(doors::show, doors::remove))
         .routes(routes!(snapshots::take))
         .routes(routes!(snapshots::revert))
         .routes(routes!(jobs::list, jobs::start))

@@ -10,7 +10,7 @@ pub(super) mod status;
 
 use std::sync::Arc;
 
-use axum::extract::FromRequestParts;
+use axum::extract::{FromRequestParts, Path};
 use axum::http::request::Parts;
 
 use super::problem::Failure;
@@ -26,6 +26,20 @@ async fn apart<T: Send + 'static>(
         Ok(result) => result.map_err(Failure::from),
         Err(error) => {
             Err(Failure::new(500, "internal", format!("the server failed in carrying this out: {error}")))
+        }
+    }
+}
+
+/// The last name in a path.
+pub(in crate::control) struct Segment(String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Segment {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Failure> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path(segment)) => Ok(Self(segment)),
+            Err(rejected) => Err(Failure::new(422, "invalid", rejected.body_text())),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vmstrata_api::{self as api, Event};
 use vmstrata_disk::Disk;
-use vmstrata_export::nbd::{self, Address, Export, Exports, Limits, Listener};
+use vmstrata_export::nbd::{self, Address, Export, Exports, Limits, Listener, TlsMode};
 use vmstrata_export::vhost_user;
 
 use super::waiting::Wanted;
@@ -166,6 +166,9 @@ impl Host {
         drop(table);
         let listener = Listener::bind(address)?;
         let address = listener.address().clone();
+        if address.is_reached_from_elsewhere() && matches!(self.tls, TlsMode::Off) {
+            tracing::warn!(%address, "whoever reaches this address can read and write all disks: give it TLS (--nbd-tls-cert, --nbd-tls-key, --nbd-tls-client-ca), or take an address of this host alone");
+        }
         let mut table = self.table.lock();
         table.check_waits(waited)?;
         let exports = Exports::new();

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use vmstrata_api::{DiskDetail, DiskList, DiskSpec, SizeChange, SizeSpec};
 
-use super::{Removal, apart};
+use super::{Removal, Segment, apart};
 use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::error::Error;
@@ -29,7 +29,7 @@ pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Result<Js
 )]
 pub(in crate::control) async fn show(
     State(host): State<Arc<Host>>,
-    Path(name): Path<String>,
+    Segment(name): Segment,
 ) -> Result<Json<DiskDetail>, Failure> {
     apart(host, move |host| host.disk(&name)).await.map(Json)
 }
@@ -64,7 +64,7 @@ pub(in crate::control) async fn add(
 )]
 pub(in crate::control) async fn resize(
     State(host): State<Arc<Host>>,
-    Path(name): Path<String>,
+    Segment(name): Segment,
     Body(asked): Body<SizeSpec>,
 ) -> Result<Json<SizeChange>, Failure> {
     apart(host, move |host| host.resize(&name, &asked)).await.map(Json)
@@ -81,7 +81,7 @@ pub(in crate::control) async fn resize(
 )]
 pub(in crate::control) async fn remove(
     State(host): State<Arc<Host>>,
-    Path(name): Path<String>,
+    Segment(name): Segment,
     how: Removal,
 ) -> Result<StatusCode, Failure> {
     apart(host, move |host| host.remove_disk(&name, how.force)).await?;

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use vmstrata_api::{DoorList, DoorSpec, DoorStatus};
 
-use super::{Removal, apart, number};
+use super::{Removal, Segment, apart, number};
 use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::error::Error;
@@ -35,6 +35,21 @@ pub(in crate::control) async fn add(
     Ok((StatusCode::CREATED, [(header::LOCATION, location)], Json(added)))
 }
 
+/// One door
+#[utoipa::path(
+    get, path = "/v1/doors/{id}", tag = "doors", operation_id = "show_door",
+    params(("id" = u64, Path, description = "The door's number")),
+    responses((status = OK, description = "As it is now", body = DoorStatus))
+)]
+pub(in crate::control) async fn show(
+    State(host): State<Arc<Host>>,
+    Segment(id): Segment,
+) -> Result<Json<DoorStatus>, Failure> {
+    let id = number(&id, "no-such-door")?;
+    let door = host.doors().into_iter().find(|door| door.id == id);
+    Ok(Json(door.ok_or(Error::NoSuchDoor { id })?))
+}
+
 fn add_door(host: &Host, asked: DoorSpec) -> Result<DoorStatus, Error> {
     let id = host.add_door_by_hand(asked)?;
     let opened = host.doors().into_iter().find(|door| door.id == id);
@@ -53,7 +68,7 @@ fn add_door(host: &Host, asked: DoorSpec) -> Result<DoorStatus, Error> {
 )]
 pub(in crate::control) async fn remove(
     State(host): State<Arc<Host>>,
-    Path(id): Path<String>,
+    Segment(id): Segment,
     how: Removal,
 ) -> Result<StatusCode, Failure> {
     let id = number(&id, "no-such-door")?;

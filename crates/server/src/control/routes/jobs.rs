@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use vmstrata_api::{JobChange, JobList, JobSpec, JobStatus};
 
-use super::{apart, number};
+use super::{Segment, apart, number};
 use crate::control::body::{Body, BodyOfNames};
 use crate::control::problem::Failure;
 use crate::host::Host;
@@ -42,7 +42,7 @@ pub(in crate::control) async fn start(
 )]
 pub(in crate::control) async fn show(
     State(host): State<Arc<Host>>,
-    Path(id): Path<String>,
+    Segment(id): Segment,
 ) -> Result<Json<JobStatus>, Failure> {
     let id = number(&id, "no-such-job")?;
     Ok(Json(host.job(id)?))
@@ -57,7 +57,7 @@ pub(in crate::control) async fn show(
 )]
 pub(in crate::control) async fn change(
     State(host): State<Arc<Host>>,
-    Path(id): Path<String>,
+    Segment(id): Segment,
     Body(change): Body<JobChange>,
 ) -> Result<Json<JobStatus>, Failure> {
     let id = number(&id, "no-such-job")?;

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::StatusCode;
 use vmstrata_api::{RevertSpec, SnapshotReverted, SnapshotSpec, SnapshotTaken};
 
-use super::apart;
+use super::{Segment, apart};
 use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::host::Host;
@@ -35,7 +35,7 @@ pub(in crate::control) async fn take(
 )]
 pub(in crate::control) async fn revert(
     State(host): State<Arc<Host>>,
-    Path(name): Path<String>,
+    Segment(name): Segment,
     Body(asked): Body<RevertSpec>,
 ) -> Result<Json<SnapshotReverted>, Failure> {
     apart(host, move |host| host.revert(&name, asked)).await.map(Json)
