@@ -119,6 +119,33 @@ fn a_repair_that_changes_no_table_costs_one_index() {
     recovers(&chain);
 }
 
+/// What they add, internal snapshots and bitmaps, may take the clusters of the index, and is kept by whatever comes later.
+#[test]
+fn internal_snapshots_and_bitmaps_in_a_layer_take_an_index_at_most() {
+    for commands in [
+        &[&["snapshot", "-c", "inner"][..]][..],
+        &[&["bitmap", "--add", "-f", "qcow2"]],
+        &[&["snapshot", "-c", "inner"], &["snapshot", "-a", "inner"], &["snapshot", "-d", "inner"]],
+        &[&["snapshot", "-c", "inner"], &["bitmap", "--add", "-f", "qcow2"]],
+    ] {
+        let chain = indexed(5);
+        let layer = path_str(&chain.files[2]);
+        for command in commands {
+            let name = if command[0] == "bitmap" { &["dirty"][..] } else { &[] };
+            qemu_img(&[command, &[layer][..], name].concat());
+        }
+        let verdicts = chain.verify();
+        assert_eq!((&verdicts[..2], verdicts[2]), (&["good"; 2][..], "missing"), "{commands:?}");
+        recovers(&chain);
+        let said = qemu_img(&["info", "--output=json", layer]);
+        let did = |part: &str| commands.iter().any(|command| command.contains(&part));
+        assert_eq!(said.contains("\"inner\""), did("-c") && !did("-d"), "{commands:?}: {said}");
+        assert_eq!(said.contains("\"dirty\""), did("--add"), "{commands:?}: {said}");
+        chain.remove();
+        chain.assert_clean();
+    }
+}
+
 #[test]
 fn a_layer_that_was_cut_short_is_noticed() {
     let chain = indexed(5);
