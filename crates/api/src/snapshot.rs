@@ -16,8 +16,9 @@ pub struct SnapshotSpec {
     pub disks: Vec<String>,
     /// What to call it: up to 100 of `A-Z a-z 0-9 . _ -`.
     pub name: String,
-    /// When it is taken, in ns since 1970, as the caller's clock says.
-    pub taken_ns: u64,
+    /// When it is taken, in ns since 1970, as the caller's clock says; if omitted, as the server's does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub taken_ns: Option<u64>,
     /// Free-form labels.
     #[serde(default, skip_serializing_if = "is_default")]
     pub labels: BTreeMap<String, String>,

@@ -170,7 +170,7 @@ fn snapshots_of_nothing_and_by_no_name_and_jobs_without_speed_are_refused() {
     let path = images.create("a.qcow2", &["16M"]);
     let server = Server::start(&["--disk", &disk(&path, "web"), "--nbd", &unix(&images)]);
     for (to, body, words) in [
-        ("/v1/snapshots", r#"{"disks":[],"name":"mon","taken_ns":0}"#, "one disk at least"),
+        ("/v1/snapshots", r#"{"disks":[],"name":"mon"}"#, "one disk at least"),
         ("/v1/snapshots", r#"{"disks":["web"],"name":"../x y","taken_ns":0}"#, "../x y"),
         (
             "/v1/jobs",

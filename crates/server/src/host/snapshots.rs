@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 
 use vmstrata_api::{Event, Quiesce, SnapshotLayer, SnapshotSpec, SnapshotTaken};
-use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_disk::snapshot::{SnapshotInfo, now_ns};
 use vmstrata_disk::{Disk, Taken, Together};
 
 use super::quiesce::{WithAgent, longest_label, quiesce};
@@ -38,7 +38,7 @@ impl Host {
         let how = asked.quiesce.unwrap_or(default);
         let info = |label: Option<(String, String)>| SnapshotInfo {
             name: asked.name.clone(),
-            taken_ns: asked.taken_ns,
+            taken_ns: asked.taken_ns.unwrap_or_else(now_ns),
             labels: asked.labels.clone().into_iter().chain(label).collect(),
             group: asked.group.clone(),
             origin: None,

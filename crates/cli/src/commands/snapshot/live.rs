@@ -118,7 +118,7 @@ impl Live {
         let spec = SnapshotSpec {
             disks: self.disks.iter().map(|(_, name)| name.clone()).collect(),
             name: info.name.clone(),
-            taken_ns: info.taken_ns,
+            taken_ns: Some(info.taken_ns),
             labels: info.labels.iter().cloned().collect(),
             group: info.group.clone(),
             agent: agent.as_deref().map(text),

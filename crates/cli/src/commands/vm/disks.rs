@@ -113,7 +113,12 @@ impl ServedDisks {
 
     /// Disks by their names, of which a process that is gone may have asked the snapshot `name`, taken at `taken_ns`.
     pub(super) fn asked(client: Client, names: Vec<String>, name: &str, taken_ns: u64) -> Self {
-        let spec = SnapshotSpec { disks: names, name: name.to_owned(), taken_ns, ..SnapshotSpec::default() };
+        let spec = SnapshotSpec {
+            disks: names,
+            name: name.to_owned(),
+            taken_ns: Some(taken_ns),
+            ..SnapshotSpec::default()
+        };
         Self { client, spec, paths: Vec::new(), media: Vec::new(), is_taken: false }
     }
 
@@ -134,7 +139,10 @@ impl ServedDisks {
             let open = OpenOptions { allow_backing: vec!["/".into()], ..OpenOptions::default() };
             let known = snapshot::list(Path::new(&disk.path), &open)?;
             let infos = known.iter().filter_map(|snapshot| snapshot.info.as_ref());
-            if infos.clone().any(|info| info.name == self.spec.name && info.taken_ns == self.spec.taken_ns) {
+            if infos
+                .clone()
+                .any(|info| info.name == self.spec.name && Some(info.taken_ns) == self.spec.taken_ns)
+            {
                 self.delete(&disk.name)?;
                 deleted = true;
             }

@@ -77,7 +77,7 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
     let spec = SnapshotSpec {
         disks: Vec::new(),
         name: name.clone(),
-        taken_ns,
+        taken_ns: Some(taken_ns),
         labels: labels.iter().cloned().chain([with_memory(&args.guest, &name)]).collect(),
         group: Some(group(&args.guest, &name)),
         agent: None,
