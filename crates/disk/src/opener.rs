@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmstrata_store::{Access, CacheMode, FileIdentity, FileOptions, FileStore, Gate, LockKind, Store};
 
@@ -56,13 +57,17 @@ pub trait Opener: Send + Sync + std::fmt::Debug {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LocalFiles;
 
+/// How long to try to lock a frozen layer: so that a server that was killed while it merged keeps its successor from nothing, and
+/// a tool that writes to a layer for a moment no guest's request.
+const DYING: Duration = Duration::from_secs(1);
+
 impl Opener for LocalFiles {
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened> {
         let written =
             |lock| FileOptions { access: Access::ReadWrite, lock: Some(lock), ..FileOptions::FROZEN };
         let options = match role {
             Role::Active(cache) => FileOptions { cache, ..FileOptions::ACTIVE },
-            Role::Frozen => FileOptions::FROZEN,
+            Role::Frozen => FileOptions { lock_patience: DYING, ..FileOptions::FROZEN },
             Role::Inspected => FileOptions { lock: None, ..FileOptions::FROZEN },
             Role::Indexed => written(LockKind::Unchanged),
             Role::CopiedInto => written(LockKind::CopiedInto),

@@ -11,9 +11,10 @@ use common::flat::{assert_same, range, read, write};
 use common::stock::{path_str, qemu_img, try_qemu_io};
 use common::{open, open_read_only, scratch, stock};
 use vmstrata_disk::{
-    CheckOptions, CreateOptions, Disk, Error, ErrorKind, Format, OpenOptions, ResourceOptions, Resources,
-    create,
+    CheckOptions, CreateOptions, Disk, Error, ErrorKind, Format, LocalFiles, OpenOptions, Opener as _,
+    ResourceOptions, Resources, Role, create,
 };
+use vmstrata_store::Gate;
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 const CLUSTER: u64 = 4096;
@@ -374,4 +375,23 @@ fn files_that_qemu_writes_are_refused_and_files_that_it_reads_are_shared() {
     assert!(refused.contains("in use"), "{refused}");
     drop(reader);
     open(&base).close().unwrap();
+}
+
+/// The kernel holds the files of a killed process until its I/O has ended: a server that was killed while it merged must not keep its
+/// successor from starting.
+#[test]
+fn a_layer_that_a_dying_process_merged_into_is_waited_for() {
+    let dir = scratch();
+    let [base, top] = ["base", "top"].map(|name| dir.path().join(name));
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&base), "1M"]);
+    qcow2(&top, "base");
+    let dying = LocalFiles.open(&base, Role::CopiedInto, &Gate::unrestricted()).unwrap();
+    let dead = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        drop(dying);
+    });
+    drop(open(&top));
+    dead.join().unwrap();
+    let _merging = LocalFiles.open(&base, Role::CopiedInto, &Gate::unrestricted()).unwrap();
+    assert_refused(&top, &["base", "being merged"]);
 }
