@@ -1,6 +1,7 @@
 //! The texts below the options: written in lines as wide as the source, and shown as wide as the terminal.
 
-use clap::{Command, CommandFactory as _, FromArgMatches as _};
+use clap::error::ErrorKind;
+use clap::{Command, CommandFactory as _, Parser as _};
 
 use super::Cli;
 
@@ -13,9 +14,11 @@ impl Cli {
     /// # Errors
     /// Wrong usage, and help.
     pub fn of_process() -> Result<Self, clap::Error> {
-        let mut command = reflowed(Self::command());
-        let matches = command.try_get_matches_from_mut(std::env::args_os())?;
-        Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+        // Who asks for no help waits for none of its texts.
+        Self::try_parse().map_err(|error| match error.kind() {
+            ErrorKind::DisplayHelp => reflowed(Self::command()).try_get_matches().err().unwrap_or(error),
+            _ => error,
+        })
     }
 }
 

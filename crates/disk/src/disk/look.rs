@@ -37,9 +37,6 @@ impl Disk {
             return;
         }
         let Some((path, now)) = looked.find_changed(&layers, most) else { return };
-        if looked.told.get(&path) == Some(&now) {
-            return;
-        }
         looked.differing.clear();
         if let Err(error) = self.take_anew(generation, Some(&path)) {
             tracing::warn!(disk = %self.path.display(), layer = %path.display(), %error, "a layer was changed by someone else, and the chain cannot be read anew: the disk goes on with what it knows; close it and open it again");
@@ -49,7 +46,8 @@ impl Disk {
 }
 
 impl Looked {
-    /// Looks at some layers; one that was found changed before, and is as it was then, and how it is.
+    /// Looks at some layers; one that was found changed before and is as it was then, unless the chain could not be read anew
+    /// with it, and how it is.
     fn find_changed(&mut self, layers: &Layers, most: usize) -> Option<(Box<Path>, Option<FileIdentity>)> {
         let map = layers.frozen.as_ref()?;
         let opener = layers.resources.files().opener();
@@ -63,7 +61,10 @@ impl Looked {
             if now.is_some_and(|now| same_state(&now, &layer.identity)) {
                 self.differing.remove(&layer.path);
                 self.told.remove(&layer.path);
-            } else if self.differing.insert(layer.path.clone(), now) == Some(now) && changed.is_none() {
+            } else if self.told.get(&layer.path) != Some(&now)
+                && self.differing.insert(layer.path.clone(), now) == Some(now)
+                && changed.is_none()
+            {
                 changed = Some((layer.path.clone(), now));
             }
         }

@@ -30,7 +30,7 @@ async fn apart<T: Send + 'static>(
     }
 }
 
-/// The last name in a path.
+/// The name or number in a path.
 pub(in crate::control) struct Segment(String);
 
 impl<S: Send + Sync> FromRequestParts<S> for Segment {

@@ -49,6 +49,14 @@ impl Host {
         doors
     }
 
+    /// One door.
+    ///
+    /// # Errors
+    /// No such door.
+    pub fn door(&self, id: u64) -> Result<api::DoorStatus, Error> {
+        self.doors().into_iter().find(|door| door.id == id).ok_or(Error::NoSuchDoor { id })
+    }
+
     /// One disk, with its chain and its doors.
     ///
     /// # Errors

@@ -46,15 +46,12 @@ pub(in crate::control) async fn show(
     Segment(id): Segment,
 ) -> Result<Json<DoorStatus>, Failure> {
     let id = number(&id, "no-such-door")?;
-    let door = host.doors().into_iter().find(|door| door.id == id);
-    Ok(Json(door.ok_or(Error::NoSuchDoor { id })?))
+    Ok(Json(host.door(id)?))
 }
 
 fn add_door(host: &Host, asked: DoorSpec) -> Result<DoorStatus, Error> {
-    let id = host.add_door_by_hand(asked)?;
-    let opened = host.doors().into_iter().find(|door| door.id == id);
     // Someone may have closed it again already.
-    opened.ok_or(Error::NoSuchDoor { id })
+    host.door(host.add_door_by_hand(asked)?)
 }
 
 /// Close a door: requests in flight are finished, its clients are let go, its disks stay
