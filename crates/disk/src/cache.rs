@@ -212,7 +212,26 @@ impl PageCache {
 
     /// Copies the page's words; false when it is not here (or is replaced meanwhile).
     pub(crate) fn copy(&self, key: PageKey, words: &mut [u64; PAGE_WORDS]) -> bool {
-        (0..PAGE_WORDS).all(|slot| self.get(key, slot).map(|word| words[slot] = word).is_some())
+        let Some(way) = self.ways(key).find(|way| self.tags[*way].load(Ordering::Relaxed) == key.0) else {
+            return false;
+        };
+        let version = self.versions[way].load(Ordering::Acquire);
+        let frame = self.frames[way].load(Ordering::Relaxed) as usize;
+        // The tag may have changed before the version was looked at.
+        if version & 1 == 1 || frame == 0 || self.tags[way].load(Ordering::Relaxed) != key.0 {
+            return false;
+        }
+        let first = (frame - 1) * PAGE_WORDS;
+        for (word, cell) in words.iter_mut().zip(&self.words[first..first + PAGE_WORDS]) {
+            // Acquire, as in `get`.
+            *word = cell.load(Ordering::Acquire);
+        }
+        fence(Ordering::Acquire);
+        let is_same = self.versions[way].load(Ordering::Relaxed) == version;
+        if is_same {
+            self.referenced[way].store(true, Ordering::Relaxed);
+        }
+        is_same
     }
 
     /// Changes one word of the page if the page is here.

@@ -221,7 +221,8 @@ impl FrozenMap {
             return Some(Run { source: Source::Hole, len });
         }
         let (key, slot) = self.key(at);
-        let entry = MapEntry::from_word(self.cache.get(key, slot)?);
+        let word = self.cache.get(key, slot).or_else(|| self.word_made_now(at))?;
+        let entry = MapEntry::from_word(word);
         let within = at.within(self.unit);
         let len = len.min(self.unit.size() - within).min(self.size - at.get());
         let (layer, source) = match entry.mapping(self.unit) {

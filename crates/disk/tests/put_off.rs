@@ -16,7 +16,7 @@ use common::{for_seeds, open, random, scratch, small_resources};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::snapshot::SnapshotInfo;
-use vmstrata_disk::{Disk, ErrorKind, OpenOptions};
+use vmstrata_disk::{Disk, ErrorKind, OpenOptions, snapshot_together};
 use vmstrata_store::{Effect, Fault, FaultPlan, Operation, OperationKind, Record, When};
 
 const CLUSTER: usize = 64 << 10;
@@ -197,6 +197,37 @@ fn what_the_host_has_in_memory_is_copied_up_at_once() {
     assert_eq!(longest, CLUSTER);
     assert_reads(&disk, &made.model, "copied up");
     assert_eq!(reads(&plan, || disk.flush().unwrap()), 0, "something was left to copy");
+    made.assert_on_disk();
+}
+
+#[test]
+fn nor_is_it_put_off_right_after_a_snapshot() {
+    let plan = FaultPlan::recording();
+    plan.read_now();
+    let mut made = made(51);
+    let disk = made.open(&plan);
+    for cluster in (0..CLUSTERS).step_by(2) {
+        made.write(&disk, cluster * CLUSTER, PART).unwrap();
+    }
+    let mut states = Vec::new();
+    for name in ["first", "second", "third"] {
+        let info = SnapshotInfo { name: name.into(), ..SnapshotInfo::default() };
+        let taken = snapshot_together(&[&disk], &info).unwrap();
+        assert!(disk.is_settling(), "the map of the layers is the provisional one");
+        states.push((taken[0].layer.clone(), made.model.clone()));
+        let longest = longest_write(&plan, || {
+            for cluster in (0..CLUSTERS).step_by(states.len()) {
+                made.write(&disk, cluster * CLUSTER + cluster % 16 * PART, PART).unwrap();
+            }
+        });
+        assert_eq!(longest, CLUSTER);
+        assert_eq!(reads(&plan, || disk.flush().unwrap()), 0, "something was left to copy");
+        assert_reads(&disk, &made.model, "copied up");
+    }
+    disk.close().unwrap();
+    for (layer, model) in states {
+        assert_same(&content(&layer, "qcow2"), &model, 0, "a snapshot as qemu-img reads it");
+    }
     made.assert_on_disk();
 }
 

@@ -50,6 +50,10 @@ proptest! {
                 if let Some(found) = cache.get(PageKey::new(owner, number), slot) {
                     prop_assert_eq!(found, words[slot]);
                 }
+                let mut copied = [0; PAGE_WORDS];
+                if cache.copy(PageKey::new(owner, number), &mut copied) {
+                    prop_assert_eq!(&copied[..], words);
+                }
             }
         }
     }
@@ -72,6 +76,10 @@ fn racing_readers_never_see_another_pages_word() {
                     if let Some(word) = cache.get(PageKey::new(1, number), 3) {
                         assert_eq!(word, number << 16 | 3);
                         hits += 1;
+                    }
+                    let mut words = [0; PAGE_WORDS];
+                    if cache.copy(PageKey::new(1, number), &mut words) {
+                        assert_eq!(words[..], page(number));
                     }
                 }
             });

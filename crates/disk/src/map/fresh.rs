@@ -84,19 +84,64 @@ impl FrozenMap {
             Some(below) => below.page(first_unit)?,
             None => self.scan_page(0..newest, first_unit, scratch)?,
         };
-        let Some(active) = fresh.active() else { return Ok(words) };
+        if let Some(active) = fresh.active() {
+            self.put_active(active, first_unit, &mut words, |cluster| active.entry(cluster))?;
+        }
+        Ok(words)
+    }
+
+    /// Makes the page that holds `at`, if all that it is made of is in memory, and returns its word at `slot`.
+    ///
+    /// The first writes after a snapshot all come here at once: none of them should wait for a worker, nor be put off.
+    #[cold]
+    pub(super) fn word_made_now(&self, at: GuestOffset) -> Option<u64> {
+        let fresh = self.fresh.as_ref()?;
+        let (key, slot) = self.key(at);
+        let first_unit = (at.get() >> self.unit.get()) - slot as u64;
+        let _filling = self.filling.try_lock()?;
+        if !self.cache.contains(key) {
+            self.cache.fill(key, &self.fresh_page_now(fresh, first_unit)?);
+        }
+        self.cache.get(key, slot)
+    }
+
+    /// As [`FrozenMap::fresh_page`], from memory alone.
+    fn fresh_page_now(&self, fresh: &Fresh, first_unit: u64) -> Option<[u64; PAGE_WORDS]> {
+        let mut words = [0; PAGE_WORDS];
+        let is_raw = |map: &FrozenMap| map.layers.len() == 1 && map.base_is_raw();
+        // A raw base has no words.
+        if fresh.before.frozen.as_ref().is_some_and(|map| !is_raw(map)) {
+            let below = fresh.below(self)?;
+            below.cache.copy(below.owner.key(first_unit >> PAGE_SHIFT), &mut words).then_some(())?;
+        }
+        if let Some(active) = fresh.active() {
+            let entry = |cluster| active.lookup(cluster).ok_or(());
+            self.put_active(active, first_unit, &mut words, entry).ok()?;
+        }
+        Some(words)
+    }
+
+    /// Puts over a page's words what the layer that was active says of its units.
+    fn put_active<E>(
+        &self,
+        active: &Active,
+        first_unit: u64,
+        words: &mut [u64; PAGE_WORDS],
+        entry: impl Fn(u64) -> Result<u64, E>,
+    ) -> Result<(), E> {
+        let newest = self.layers.len() - 1;
         let visible = &self.layers[newest];
         let merge = Merge::new(visible, newest, self.unit).expect("an active layer with tables");
         let bits = active.tables.geometry.cluster_bits;
         let first = first_unit << self.unit.get();
         let end = (first + ((PAGE_WORDS as u64) << self.unit.get())).min(visible.layer.size);
         for cluster in first >> bits.get()..end.div_ceil(bits.size()) {
-            let raw = active.entry(cluster)?;
+            let raw = entry(cluster)?;
             if raw != 0 {
-                merge.put(GuestOffset::new(cluster << bits.get()), raw, first_unit, &mut words);
+                merge.put(GuestOffset::new(cluster << bits.get()), raw, first_unit, words);
             }
         }
-        Ok(words)
+        Ok(())
     }
 
     /// The words of a page, through the cache.
