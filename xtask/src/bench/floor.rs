@@ -59,19 +59,25 @@ impl Files {
     }
 }
 
-/// Writes of 4 KiB at random positions of a new file of `len` bytes in `dir`, which the page cache holds in pieces of a
-/// cluster, a second, by one thread; as many such rates as asked for, each over `time`, without a pause between.
+/// Writes of 4 KiB at random positions of a file of `len` bytes in `dir`, which the page cache holds in pieces of a cluster,
+/// a second, by one thread; as many such rates as asked for, each over `time`, and each of another new file.
 ///
 /// # Errors
 /// When no file can be made or written.
-pub(super) fn write_file(dir: &Path, len: u64, time: Duration, rates: usize) -> Result<Vec<f64>> {
-    let file = tempfile::tempfile_in(dir)?;
-    for at in (0..len).step_by(CLUSTER as usize) {
-        file.write_all_at(&[1; CLUSTER as usize], at)?;
-    }
-    let blocks = len / BLOCK as u64;
-    let write = |index| file.write_all_at(&[2; BLOCK], mix(index) % blocks * BLOCK as u64);
-    (0..rates).map(|_| rate(time, write)).collect()
+pub(super) fn write_files(dir: &Path, len: u64, time: Duration, rates: usize) -> Result<Vec<f64>> {
+    let mut last = None;
+    let rates = (0..rates).map(|_| {
+        let file = tempfile::tempfile_in(dir)?;
+        for at in (0..len).step_by(CLUSTER as usize) {
+            file.write_all_at(&[1; CLUSTER as usize], at)?;
+        }
+        let blocks = len / BLOCK as u64;
+        let rate = rate(time, |index| file.write_all_at(&[2; BLOCK], mix(index) % blocks * BLOCK as u64));
+        // Its memory is not to be that of the next one.
+        last = Some(file);
+        rate
+    });
+    rates.collect()
 }
 
 /// How often a second `one` is done, with numbers from 0 on.
@@ -131,7 +137,7 @@ mod tests {
         assert!(files.read(Duration::from_millis(1), 0).unwrap() > 0.0);
         assert!(Files::open(&[path("none")]).is_err());
         assert!(copy_clusters(&path("one"), dir.path(), Duration::from_millis(1)).unwrap() > 0.0);
-        let rates = write_file(dir.path(), 2 * CLUSTER, Duration::from_millis(1), 3).unwrap();
+        let rates = write_files(dir.path(), 2 * CLUSTER, Duration::from_millis(1), 3).unwrap();
         assert!(rates.len() == 3 && rates.iter().all(|rate| *rate > 0.0), "{rates:?}");
     }
 }

@@ -154,6 +154,19 @@ impl Trace {
         Some(*latencies.select_nth_unstable(place).1)
     }
 
+    /// So many requests in each second, each of a millisecond.
+    #[cfg(test)]
+    pub(super) fn of_rates(rates: &[u32]) -> Self {
+        let second = Duration::from_secs(1);
+        let requests = rates.iter().zip(0..).flat_map(|(rate, number)| {
+            (1..=*rate).map(move |index| {
+                let end = second * number + second * index / (rate + 1);
+                Request::new(end - Duration::from_millis(1), end)
+            })
+        });
+        Self { requests: requests.collect() }
+    }
+
     fn first_after(&self, moment: Duration) -> usize {
         self.requests.partition_point(|request| request.end() <= moment)
     }

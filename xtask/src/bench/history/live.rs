@@ -19,6 +19,7 @@ use super::super::stalls::{Stall, Stalls};
 use super::disk::{self, History, Layer};
 use super::guest::{Guest, Trace};
 use super::take::{self, Take, Taken};
+use super::throughput::{self, Throughput};
 use super::{BLOCK, CLUSTER, Options, Pace, SEED};
 use crate::chain::pattern::{Writer, mix};
 
@@ -50,14 +51,7 @@ pub(super) struct Felt {
     undisturbed: Vec<f64>,
     /// The same where no snapshot was taken, ms.
     usual: Vec<f64>,
-    /// Requests in the second after over those in the second before.
-    throughput: Vec<f64>,
-    /// The same, all seconds together.
-    together: f64,
-    /// Of those snapshots in whose two seconds the machine itself did not stand still.
-    undisturbed_throughput: Vec<f64>,
-    /// The same where no snapshot was taken: the second before over the one before that.
-    steady: Vec<f64>,
+    throughput: Throughput,
     /// Of the command, ms.
     commands: Vec<f64>,
     /// For how long writes were held, as the server says, ms.
@@ -173,12 +167,13 @@ impl Course {
             .inspect_err(|error| eprintln!("cannot tell when the machine stands still: {error}"));
         for index in 0..pace.close + pace.spaced {
             let spaced = index >= pace.close;
-            // Spaced ones have a whole second after and two before, in which nothing else is done.
-            let [after, before] = if spaced { [1.05, 2.1] } else { [0.2, 0.3] };
+            // Spaced ones have a whole second after and two before, in which nothing else is done but that memory is freed.
+            let [after, held, before] = if spaced { [1.05, 1.0, 1.1] } else { [0.2, 0.2, 0.1] };
             std::thread::sleep(pace.second.mul_f64(after));
             let memory = hold_touched_memory(dir, GAP_MEMORY)?;
-            std::thread::sleep(pace.second.mul_f64(before));
+            std::thread::sleep(pace.second.mul_f64(held));
             drop(memory);
+            std::thread::sleep(pace.second.mul_f64(before));
             let from = guest.now();
             let taken = take.take(&name(first + self.moments.len()))?;
             self.moments.push(Moment { from, to: guest.now(), taken, spaced });
@@ -221,35 +216,22 @@ impl Felt {
             let to = moment.from.saturating_sub(course.after());
             ms(trace.longest(to.saturating_sub(len), to))
         });
-        let requests = |from: Duration| trace.completed(from, from + second) as f64;
-        // Requests in the second from a moment on, over those in the second up to it.
-        let change = |at: Duration| requests(at) / requests(at - second);
-        // The second after begins with the command, not with its end: what it disturbs counts.
         let spaced: Vec<Duration> = moments.iter().filter(|one| one.spaced).map(|one| one.from).collect();
-        let ran = |at: &&Duration| course.ran(at.saturating_sub(second), **at + second);
-        let after: f64 = spaced.iter().map(|at| requests(*at)).sum();
-        let before: f64 = spaced.iter().map(|at| requests(*at - second)).sum();
         Self {
             longest: moments.iter().map(longest).collect(),
             undisturbed: course.undisturbed().map(longest).collect(),
             usual: usual.collect(),
-            throughput: spaced.iter().map(|at| change(*at)).collect(),
-            together: after / before,
-            undisturbed_throughput: spaced.iter().filter(ran).map(|at| change(*at)).collect(),
-            steady: spaced.iter().map(|at| change(*at - second)).collect(),
+            throughput: Throughput::new(trace, &spaced, second, |from, to| course.ran(from, to)),
             commands: moments.iter().map(|moment| ms(moment.taken.command)).collect(),
             pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),
         }
     }
 }
 
-/// Rows of both. `alone` are the writes of a loop without any server, second by second.
+/// Rows of both. `alone` are the writes of a loop without any server, each second into another file.
 pub(super) fn rows(ours: &Felt, qemu: &Felt, alone: &[f64], report: &mut Report) {
-    let changes: Vec<f64> = alone.windows(2).map(|pair| pair[1] / pair[0]).collect();
     latency_rows(ours, qemu, report);
-    throughput_rows(ours, qemu, report);
-    let loop_alone = "the same of a loop of `pwrite` into a file, without a server, worst";
-    report.add(Row::smallest(loop_alone, "", &changes));
+    throughput::rows(&ours.throughput, &qemu.throughput, alone, report);
     let command = "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)";
     let bound = median(&qemu.commands);
     beside(report, Row::median(command, "ms", &ours.commands).at_most(bound), &qemu.commands);
@@ -271,22 +253,6 @@ fn latency_rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
     report.add(Row::largest(usual, "ms", &ours.usual).beside(largest(&qemu.usual)));
     beside(report, Row::median("the same, median", "ms", &ours.usual), &qemu.usual);
     report.add(Row::largest("writes held, as the server reports it", "ms", &ours.pauses));
-}
-
-fn throughput_rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
-    let after = "writes in the second after / before a snapshot, median";
-    beside(report, Row::median(after, "", &ours.throughput).at_least(0.9), &qemu.throughput);
-    let together = Row::median("the same, all seconds together", "", &[ours.together]).at_least(0.9);
-    report.add(together.beside(qemu.together));
-    let worst = Row::smallest("the same, worst snapshot", "", &ours.throughput).at_least(0.9);
-    report.add(worst.beside(range(&qemu.throughput).0));
-    if !ours.undisturbed_throughput.is_empty() && !qemu.undisturbed_throughput.is_empty() {
-        let quiet = "the same, worst of those in whose two seconds the machine did not stand still";
-        let quiet = Row::smallest(quiet, "", &ours.undisturbed_throughput).at_least(0.9);
-        report.add(quiet.beside(range(&qemu.undisturbed_throughput).0));
-    }
-    let steady = "writes in a second / in the one before it, without a snapshot, worst";
-    report.add(Row::smallest(steady, "", &ours.steady).beside(range(&qemu.steady).0));
 }
 
 /// Adds a row with the median of what QEMU shows.

@@ -21,6 +21,7 @@ mod opened;
 mod reads;
 mod space;
 mod take;
+mod throughput;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -171,7 +172,7 @@ fn measure_live(options: &Options, dir: &Path, said: &dyn Fn(&str), report: &mut
     let qemu = live::qemu(options, dir)?;
     said("the machine alone");
     let pace = options.pace;
-    let alone = floor::write_file(dir, options.working_set, pace.second, pace.spaced + 1)?;
+    let alone = floor::write_files(dir, options.working_set, pace.second, pace.spaced + 1)?;
     live::rows(&felt, &qemu, &alone, report);
     said("differences");
     changes::measure(&history, options.rounds, report)?;

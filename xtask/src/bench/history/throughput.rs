@@ -1,0 +1,114 @@
+//! What a snapshot costs a writing guest in throughput.
+//!
+//! ```text
+//!    layer n ─────────────────────┤ snapshot ├─ layer n+1 ───────────────────────────────┤ snapshot ├─
+//!                    │ second before │ second after │            │ later second │
+//! ```
+//!
+//! After a snapshot the guest's working set lies in other memory than before, which may be faster or slower by itself and
+//! stays so for as long as the layer is written to: a virtual machine's host backs some of its memory worse. That changes
+//! with each snapshot, one way or the other, and has nothing to do with who serves the disk. So the second after is set
+//! beside the second before, for all snapshots together, and for each of them beside a later second on the same layer.
+
+use std::time::Duration;
+
+use super::super::report::{Report, Row};
+use super::super::results::{median, range};
+use super::guest::Trace;
+
+/// Requests of a second over those of another; one value a snapshot.
+pub(super) struct Throughput {
+    /// The second after over the second before.
+    after: Vec<f64>,
+    /// The same, all seconds together.
+    together: f64,
+    /// The second after over a later one on the same layer, where the machine did not stand still in either; of all snapshots
+    /// if there is no such.
+    later: Vec<f64>,
+    /// Where no snapshot was taken: the second before over the one before that.
+    steady: Vec<f64>,
+}
+
+impl Throughput {
+    /// Of snapshots whose commands began at these moments: what they disturb counts as after. Two seconds before and one after,
+    /// nothing else was done. `ran` tells whether the machine did not stand still between two moments.
+    pub(super) fn new(
+        trace: &Trace,
+        snapshots: &[Duration],
+        second: Duration,
+        ran: impl Fn(Duration, Duration) -> bool,
+    ) -> Self {
+        let requests = |from: Duration| trace.completed(from, from + second) as f64;
+        let (after, before) = (|at: Duration| requests(at), |at: Duration| requests(at - second));
+        let each =
+            |value: &dyn Fn(Duration) -> f64| snapshots.iter().map(|at| value(*at)).collect::<Vec<_>>();
+        let on_one_layer = snapshots.windows(2).map(|pair| {
+            let [at, next] = [pair[0], pair[1]];
+            (ran(at, at + second) && ran(next - second, next), after(at) / before(next))
+        });
+        let (undisturbed, disturbed): (Vec<_>, Vec<_>) = on_one_layer.partition(|(ran, _)| *ran);
+        let later = if undisturbed.is_empty() { disturbed } else { undisturbed };
+        Self {
+            after: each(&|at| after(at) / before(at)),
+            together: each(&after).iter().sum::<f64>() / each(&before).iter().sum::<f64>(),
+            later: later.into_iter().map(|(_, ratio)| ratio).collect(),
+            steady: each(&|at| before(at) / before(at - second)),
+        }
+    }
+}
+
+/// Rows of both. `alone` are the writes of a loop without any server, each second into another file.
+pub(super) fn rows(ours: &Throughput, qemu: &Throughput, alone: &[f64], report: &mut Report) {
+    let smallest = |values: &[f64]| range(values).0;
+    let after = "writes in the second after / before a snapshot, median";
+    let after = Row::median(after, "", &ours.after).at_least(0.9);
+    report.add(after.beside(median(&qemu.after)));
+    let together = Row::median("the same, all seconds together", "", &[ours.together]).at_least(0.9);
+    report.add(together.beside(qemu.together));
+    if !ours.later.is_empty() && !qemu.later.is_empty() {
+        let later =
+            "writes in the second after a snapshot / in a later one on the same layer, worst snapshot";
+        let later = Row::smallest(later, "", &ours.later).at_least(0.9);
+        report.add(later.beside(smallest(&qemu.later)));
+    }
+    let worst = Row::smallest("writes in the second after / before a snapshot, worst", "", &ours.after);
+    report.add(worst.beside(smallest(&qemu.after)));
+    let steady = "writes in a second / in the one before it, on one layer, without a snapshot, worst";
+    report.add(Row::smallest(steady, "", &ours.steady).beside(smallest(&qemu.steady)));
+    let changes: Vec<f64> = alone.windows(2).map(|pair| pair[1] / pair[0]).collect();
+    let moved = "the same of a loop of `pwrite`, without a server, each second in another file, worst";
+    report.add(Row::smallest(moved, "", &changes));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_second_is_set_beside_the_right_one() {
+        let second = Duration::from_secs(1);
+        // Writes a second: two layers, the second one faster throughout; each is slower in its first second.
+        let trace = Trace::of_rates(&[10, 10, 10, 18, 20, 20, 20, 9, 10]);
+        let snapshots = [3 * second, 7 * second];
+        let throughput = Throughput::new(&trace, &snapshots, second, |_, _| true);
+        assert_eq!(throughput.after, [1.8, 0.45]);
+        assert_eq!(throughput.later, [0.9]);
+        assert_eq!(throughput.steady, [1.0, 1.0]);
+        assert!((throughput.together - 27.0 / 30.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn seconds_in_which_the_machine_stood_still_tell_nothing_of_a_layer() {
+        let second = Duration::from_secs(1);
+        let trace = Trace::of_rates(&[10, 10, 10, 10, 10, 9, 10, 10, 10, 10]);
+        let snapshots = [2 * second, 5 * second, 9 * second];
+        let later = |stall: Duration| {
+            let ran = |from, to| !(from..to).contains(&stall);
+            Throughput::new(&trace, &snapshots, second, ran).later
+        };
+        assert_eq!(later(20 * second), [1.0, 0.9]);
+        assert_eq!(later(4 * second), [0.9], "the second before the next one");
+        assert_eq!(later(5 * second), [1.0], "the second after the other one");
+        assert_eq!(later(3 * second), [1.0, 0.9], "in neither");
+    }
+}
