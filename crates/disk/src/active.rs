@@ -13,6 +13,7 @@
 mod commit;
 mod l1;
 mod locks;
+mod page;
 mod partial;
 mod publish;
 mod recover;
@@ -26,14 +27,14 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
-use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
+use vmstrata_types::{GuestOffset, LayerIndex};
 
 use crate::alloc::Allocator;
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
 use crate::changes::{Changes, Freed};
-use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::flusher::Flusher;
-use crate::layer::{Tables, table_of, words};
+use crate::layer::Tables;
 use crate::resources::Resources;
 use crate::write::Guess;
 use l1::L1;
@@ -69,9 +70,6 @@ pub(crate) struct Active {
     l1_lock: Mutex<()>,
     locks: EntryLocks,
 }
-
-/// Reads a part of a table.
-type ReadTable<'a> = dyn Fn(&mut [u8], HostOffset) -> io::Result<()> + 'a;
 
 /// A cluster's entry and what it was before.
 #[derive(Clone, Copy, Debug)]
@@ -227,48 +225,6 @@ impl Active {
             return Ok(raw);
         }
         self.read_entry(cluster, guard, &|bytes, at| self.store.read_exact(bytes, at))
-    }
-
-    /// A cluster's raw entry from the image; fills the page if all of it is locked.
-    fn read_entry(&self, cluster: u64, guard: &EntryGuard<'_>, read: &ReadTable<'_>) -> Result<u64> {
-        let (key, slot) = self.key(cluster);
-        let first = cluster - slot as u64;
-        // Changes are looked at before the image: one that a commit writes meanwhile, and then forgets, is seen in
-        // one of the two places. (No others of what is locked can be noted.)
-        let mut changed: Vec<(u64, u64)> = Vec::new();
-        self.changes.overlay(first..first + PAGE_WORDS as u64, |cluster, raw| changed.push((cluster, raw)));
-        let mut page = [0; PAGE_WORDS];
-        self.read_entries(first, &mut page, read).map_err(|e| e.in_layer(self.index).in_file(&self.path))?;
-        for (cluster, raw) in changed {
-            page[(cluster - first) as usize] = raw;
-        }
-        if guard.is_of_page() {
-            self.cache.fill(key, &page);
-        }
-        Ok(page[slot])
-    }
-
-    /// What the image says of the clusters from `first` on.
-    fn read_entries(&self, first: u64, page: &mut [u64; PAGE_WORDS], read: &ReadTable<'_>) -> Result<()> {
-        let l2_bits = self.tables.geometry.l2_bits;
-        let mut bytes = [0; PAGE_WORDS * 8];
-        let mut done = 0;
-        while done < PAGE_WORDS {
-            let cluster = first + done as u64;
-            let within = cluster & ((1 << l2_bits) - 1);
-            let count = (PAGE_WORDS - done).min((1 << l2_bits) - within as usize);
-            let raw = self.l1_entry(cluster >> l2_bits).unwrap_or(0);
-            let table = table_of(&self.tables, raw, u64::MAX)?;
-            if let Some(table) = table {
-                let bytes = &mut bytes[..count * 8];
-                let at = table + within * 8;
-                read(bytes, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
-                let found = words(bytes).map(Partial::never_from_an_image);
-                page[done..done + count].iter_mut().zip(found).for_each(|(to, raw)| *to = raw);
-            }
-            done += count;
-        }
-        Ok(())
     }
 
     /// Clusters from `cluster` on whose entries lie in the same page and the same L2 table: one lock and one table

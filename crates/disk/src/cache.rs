@@ -11,8 +11,8 @@
 //! saw the version change starts over. One word is updated in place with a plain atomic store, so a lookup sees
 //! the old or the new word. Fills and updates of one set exclude each other by the set's mutex (a leaf lock).
 //!
-//! Frames are handed out one after another, so a small working set stays small in memory; the budget is never
-//! passed, because there are no more frames than fit.
+//! Frames are handed out one after another, those of dropped pages first, so a small working set stays small in memory;
+//! the budget is never passed, because there are no more frames than fit.
 
 mod owner;
 
@@ -69,7 +69,7 @@ pub(crate) struct PageCache {
     tags: Box<[AtomicU64]>,
     /// Seqlock version of each way; odd while the page is replaced.
     versions: Box<[AtomicU32]>,
-    /// Frame of each way, plus one; 0 until its first fill, then constant.
+    /// Frame of each way, plus one; 0 while it has none.
     frames: Box<[AtomicU32]>,
     /// Set by lookups, cleared by the clock hand: a page in use gets a second chance.
     referenced: Box<[AtomicBool]>,
@@ -78,6 +78,8 @@ pub(crate) struct PageCache {
     /// Clock hand of each set; the lock orders fills and updates of the set.
     hands: Box<[Mutex<u8>]>,
     frames_used: AtomicU32,
+    /// Frames without a way; they have memory.
+    spare: Mutex<Vec<u32>>,
     /// Pages put in: each was missed by someone, or read ahead.
     fills: AtomicU64,
 }
@@ -102,6 +104,7 @@ impl PageCache {
             words: bytemuck::zeroed_slice_box(ways * PAGE_WORDS),
             hands: (0..sets).map(|_| Mutex::new(0)).collect(),
             frames_used: AtomicU32::new(0),
+            spare: Mutex::default(),
             fills: AtomicU64::new(0),
         }
     }
@@ -182,14 +185,15 @@ impl PageCache {
             .find(|&way| self.tags[way].load(Ordering::Relaxed) == key.0)
             .or_else(|| ways.clone().find(|&way| self.tags[way].load(Ordering::Relaxed) == 0))
             .unwrap_or_else(|| self.victim(ways.start, &mut hand));
+        // Before the fence: who sees words of this page in a frame that had another one sees that other one's end, too.
+        let frame = match self.frames[way].load(Ordering::Relaxed) {
+            0 => self.take_frame(),
+            frame => frame,
+        };
         let version = self.versions[way].load(Ordering::Relaxed);
         self.versions[way].store(version.wrapping_add(1), Ordering::Relaxed);
         fence(Ordering::Release);
-        let mut frame = self.frames[way].load(Ordering::Relaxed);
-        if frame == 0 {
-            frame = self.frames_used.fetch_add(1, Ordering::Relaxed) + 1;
-            self.frames[way].store(frame, Ordering::Relaxed);
-        }
+        self.frames[way].store(frame, Ordering::Relaxed);
         let first = (frame as usize - 1) * PAGE_WORDS;
         for (cell, &word) in self.words[first..first + PAGE_WORDS].iter().zip(words) {
             cell.store(word, Ordering::Relaxed);
@@ -252,14 +256,36 @@ impl PageCache {
             let _hand = hand.lock();
             for way in set * WAYS..(set + 1) * WAYS {
                 if self.tags[way].load(Ordering::Relaxed) >> PAGE_BITS == u64::from(owner) {
-                    let version = self.versions[way].load(Ordering::Relaxed);
-                    self.versions[way].store(version.wrapping_add(1), Ordering::Relaxed);
-                    fence(Ordering::Release);
-                    self.tags[way].store(0, Ordering::Relaxed);
-                    self.versions[way].store(version.wrapping_add(2), Ordering::Release);
+                    self.empty(way);
                 }
             }
         }
+    }
+
+    /// Drops a page; whoever still asks for it has to make it again.
+    pub(crate) fn forget_page(&self, key: PageKey) {
+        let mut ways = self.ways(key);
+        let _hand = self.hands[ways.start / WAYS].lock();
+        if let Some(way) = ways.find(|&way| self.tags[way].load(Ordering::Relaxed) == key.0) {
+            self.empty(way);
+        }
+    }
+
+    /// Under the lock of the way's set.
+    fn empty(&self, way: usize) {
+        let version = self.versions[way].load(Ordering::Relaxed);
+        self.versions[way].store(version.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::Release);
+        self.tags[way].store(0, Ordering::Relaxed);
+        let frame = self.frames[way].swap(0, Ordering::Relaxed);
+        self.versions[way].store(version.wrapping_add(2), Ordering::Release);
+        self.spare.lock().push(frame);
+    }
+
+    /// A frame, plus one.
+    fn take_frame(&self) -> u32 {
+        let spare = self.spare.lock().pop();
+        spare.unwrap_or_else(|| self.frames_used.fetch_add(1, Ordering::Relaxed) + 1)
     }
 }
 

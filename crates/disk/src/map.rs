@@ -20,6 +20,7 @@ mod build;
 mod fresh;
 mod indexed;
 pub(crate) mod merge;
+mod pages;
 mod replaced;
 
 use std::ops::Range;
@@ -36,6 +37,7 @@ use crate::index::Index;
 use crate::layer::{Layer, Scratch};
 use fresh::Fresh;
 use merge::Merge;
+use pages::Pages;
 
 /// Where the bytes of a run come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +86,7 @@ struct Visible {
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct FrozenMap {
-    owner: Arc<Owner>,
+    pages: Arc<Pages>,
     unit: ClusterBits,
     /// Virtual size of the newest frozen layer.
     size: u64,
@@ -128,9 +130,8 @@ impl FrozenMap {
             .collect();
         visible.reverse();
         let layers = visible.into_boxed_slice();
-        let owner = Arc::new(owner);
         Ok(Self {
-            owner,
+            pages: Pages::new(owner),
             unit,
             size,
             layers,
@@ -147,7 +148,7 @@ impl FrozenMap {
         let ends = self.layers.iter().map(|visible| visible.end);
         let layers = layers.into_iter().zip(ends).map(|(layer, end)| Visible { layer, end });
         Self {
-            owner: Arc::clone(&self.owner),
+            pages: Arc::clone(&self.pages),
             unit: self.unit,
             size: self.size,
             layers: layers.collect(),
@@ -187,7 +188,7 @@ impl FrozenMap {
 
     fn key(&self, at: GuestOffset) -> (PageKey, usize) {
         let unit = at.get() >> self.unit.get();
-        (self.owner.key(unit >> PAGE_SHIFT), unit as usize & (PAGE_WORDS - 1))
+        (self.pages.key(unit >> PAGE_SHIFT), unit as usize & (PAGE_WORDS - 1))
     }
 
     /// The run at `at`, at most `len` bytes; `None` when its page must be filled first ([`FrozenMap::fill`]).

@@ -15,6 +15,11 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
+    /// What tells it from other owners in use.
+    pub(crate) fn number(&self) -> u32 {
+        self.number
+    }
+
     /// The key of a page of this owner.
     #[inline]
     pub(crate) fn key(&self, page: u64) -> PageKey {

@@ -30,15 +30,33 @@ fn the_budget_holds_however_many_pages_are_put_in() {
     assert!(cache.capacity_pages() * FRAME_COST > 1 << 19);
 }
 
+#[test]
+fn the_memory_of_dropped_pages_is_used_again() {
+    let cache = PageCache::new(1 << 20);
+    for owner in 1..50 {
+        (0..20).for_each(|number| cache.fill(PageKey::new(owner, number), &page(number)));
+        cache.forget_page(PageKey::new(owner, 3));
+        assert!(!cache.contains(PageKey::new(owner, 3)) && cache.contains(PageKey::new(owner, 4)));
+        cache.forget(owner);
+    }
+    assert_eq!(cache.pages_used(), 20);
+}
+
 proptest! {
     /// Whatever is found is what was put in last; what is not found was evicted, never wrong.
     #[test]
-    fn never_a_wrong_word(operations in prop::collection::vec((1u32..4, 0u64..200, 0usize..512, any::<u64>(), any::<bool>()), 1..400)) {
+    fn never_a_wrong_word(operations in prop::collection::vec((1u32..4, 0u64..200, 0usize..512, any::<u64>(), 0..8), 1..400)) {
         let cache = PageCache::new(200 << 10);
         let mut model: HashMap<(u32, u64), Vec<u64>> = HashMap::new();
-        for (owner, number, slot, word, is_fill) in operations {
+        for (owner, number, slot, word, operation) in operations {
             let key = PageKey::new(owner, number);
-            if is_fill {
+            if operation == 7 {
+                cache.forget(owner);
+                model.retain(|(of, _), _| *of != owner);
+            } else if operation == 6 {
+                cache.forget_page(key);
+                model.remove(&(owner, number));
+            } else if operation % 2 == 1 {
                 let words: Vec<u64> = (0..PAGE_WORDS as u64).map(|at| word.wrapping_add(at)).collect();
                 cache.fill(key, &words);
                 model.insert((owner, number), words);
@@ -46,6 +64,7 @@ proptest! {
                 cache.update(key, slot, word);
                 words[slot] = word;
             }
+            prop_assert!(model.contains_key(&(owner, number)) || !cache.contains(key));
             for (&(owner, number), words) in &model {
                 if let Some(found) = cache.get(PageKey::new(owner, number), slot) {
                     prop_assert_eq!(found, words[slot]);
@@ -59,7 +78,8 @@ proptest! {
     }
 }
 
-/// Readers race with fills that reuse the same few ways: a word must belong to the page it was asked of.
+/// Readers race with fills that reuse the same few ways, and the memory of dropped pages: a word must belong to the page it was
+/// asked of.
 #[test]
 fn racing_readers_never_see_another_pages_word() {
     let cache = Arc::new(PageCache::new(0));
@@ -87,6 +107,9 @@ fn racing_readers_never_see_another_pages_word() {
         for round in 0..20_000u64 {
             let number = round % 400;
             cache.fill(PageKey::new(1, number), &page(number));
+            if round % 3 == 0 {
+                cache.forget_page(PageKey::new(1, round * 7 % 400));
+            }
         }
         stop.store(true, Ordering::Relaxed);
     });

@@ -49,7 +49,7 @@ impl FrozenMap {
         let mut page = [0; PAGE_WORDS];
         for (number, words) in words.chunks(PAGE_WORDS).enumerate() {
             page.iter_mut().zip(words).for_each(|(word, merged)| *word = merged.load(Ordering::Relaxed));
-            self.cache.fill(self.owner.key(number as u64), &page);
+            self.cache.fill(self.pages.key(number as u64), &page);
         }
         tracing::debug!(layers = self.layers.len(), bytes = pages as usize * PAGE_BYTES, "map built");
         Ok(())

@@ -4,6 +4,7 @@
 //! still on their way to its file. Until they are there, the map asks the layer itself, which knows them, and takes
 //! what lies below from the map of before: nothing is read again, however long the chain.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use vmstrata_types::GuestOffset;
@@ -25,8 +26,8 @@ pub(super) struct Fresh {
 
 impl Fresh {
     /// The map of before, where its pages can be taken over.
-    fn below(&self, map: &FrozenMap) -> Option<&FrozenMap> {
-        self.before.frozen.as_deref().filter(|below| below.unit == map.unit)
+    fn below(&self, map: &FrozenMap) -> Option<&Arc<FrozenMap>> {
+        self.before.frozen.as_ref().filter(|below| below.unit == map.unit)
     }
 
     fn active(&self) -> Option<&Active> {
@@ -54,22 +55,41 @@ impl FrozenMap {
 
     /// The same map once the tables of its newest layer are in its file, as which it is `newest` now.
     ///
-    /// Pages that the map of before had in memory are taken over first: making them again would take reading the tables
-    /// of every layer.
+    /// It has the pages that the map of before has in memory: making them again would take reading the tables of every layer.
     ///
     /// # Errors
     /// Tables that cannot be read.
     pub(crate) fn settled(&self, newest: Arc<Layer>) -> Result<Self> {
-        if let Some(below) = self.fresh.as_ref().and_then(|fresh| fresh.below(self)) {
-            for page in 0..self.size.div_ceil(self.unit.size()).div_ceil(PAGE_WORDS as u64) {
-                if self.cache.contains(below.owner.key(page)) {
-                    self.fill(GuestOffset::new(page << PAGE_SHIFT << self.unit.get()))?;
-                }
-            }
-        }
         let mut layers: Vec<Arc<Layer>> = self.layers().cloned().collect();
         *layers.last_mut().expect("a frozen chain has a layer") = newest;
-        Ok(self.over_layers(layers))
+        let mut settled = self.over_layers(layers);
+        if let Some(fresh) = &self.fresh
+            && let (Some(below), Some(active)) = (fresh.below(self), fresh.active())
+        {
+            let count = self.size.div_ceil(self.unit.size()).div_ceil(PAGE_WORDS as u64);
+            let is_own = |page| self.is_changed(below, active, page);
+            settled.pages = self.pages.over(&below.pages, count, is_own)?;
+        }
+        Ok(settled)
+    }
+
+    /// Whether a page says something else than `below`'s. If that one is in memory, this one takes its place.
+    fn is_changed(&self, below: &Arc<Self>, active: &Active, page: u64) -> Result<bool> {
+        let (old, new, first_unit) = (below.pages.key(page), self.pages.key(page), page << PAGE_SHIFT);
+        let mut clusters = self.clusters(active, first_unit);
+        let entries = active.page(clusters.start)?;
+        // Of a disk that became shorter, the pages of before say more.
+        if self.size >= below.size && clusters.all(|cluster| entry(&entries, cluster) == 0) {
+            self.cache.forget_page(new);
+            return Ok(false);
+        }
+        if self.cache.contains(old) {
+            self.fill(GuestOffset::new(first_unit << self.unit.get()))?;
+            if Arc::strong_count(below) == 1 && below.pages.has_alone(page) {
+                self.cache.forget_page(old);
+            }
+        }
+        Ok(true)
     }
 
     /// A page from the map of before and from the layer that was active in it.
@@ -85,7 +105,8 @@ impl FrozenMap {
             None => self.scan_page(0..newest, first_unit, scratch)?,
         };
         if let Some(active) = fresh.active() {
-            self.put_active(active, first_unit, &mut words, |cluster| active.entry(cluster))?;
+            let entries = active.page(self.clusters(active, first_unit).start)?;
+            self.put_active(active, first_unit, &mut words, &entries);
         }
         Ok(words)
     }
@@ -112,44 +133,53 @@ impl FrozenMap {
         // A raw base has no words.
         if fresh.before.frozen.as_ref().is_some_and(|map| !is_raw(map)) {
             let below = fresh.below(self)?;
-            below.cache.copy(below.owner.key(first_unit >> PAGE_SHIFT), &mut words).then_some(())?;
+            below.cache.copy(below.pages.key(first_unit >> PAGE_SHIFT), &mut words).then_some(())?;
         }
         if let Some(active) = fresh.active() {
-            let entry = |cluster| active.lookup(cluster).ok_or(());
-            self.put_active(active, first_unit, &mut words, entry).ok()?;
+            let entries = active.page_now(self.clusters(active, first_unit).start)?;
+            self.put_active(active, first_unit, &mut words, &entries);
         }
         Some(words)
     }
 
     /// Puts over a page's words what the layer that was active says of its units.
-    fn put_active<E>(
+    fn put_active(
         &self,
         active: &Active,
         first_unit: u64,
         words: &mut [u64; PAGE_WORDS],
-        entry: impl Fn(u64) -> Result<u64, E>,
-    ) -> Result<(), E> {
+        entries: &[u64; PAGE_WORDS],
+    ) {
         let newest = self.layers.len() - 1;
-        let visible = &self.layers[newest];
-        let merge = Merge::new(visible, newest, self.unit).expect("an active layer with tables");
+        let merge = Merge::new(&self.layers[newest], newest, self.unit).expect("an active layer with tables");
         let bits = active.tables.geometry.cluster_bits;
-        let first = first_unit << self.unit.get();
-        let end = (first + ((PAGE_WORDS as u64) << self.unit.get())).min(visible.layer.size);
-        for cluster in first >> bits.get()..end.div_ceil(bits.size()) {
-            let raw = entry(cluster)?;
+        for cluster in self.clusters(active, first_unit) {
+            let raw = entry(entries, cluster);
             if raw != 0 {
                 merge.put(GuestOffset::new(cluster << bits.get()), raw, first_unit, words);
             }
         }
-        Ok(())
+    }
+
+    /// The clusters of the layer that was active which a page's units lie in: at most a page of entries, and within one.
+    fn clusters(&self, active: &Active, first_unit: u64) -> Range<u64> {
+        let bits = active.tables.geometry.cluster_bits;
+        let first = first_unit << self.unit.get();
+        let end = (first + ((PAGE_WORDS as u64) << self.unit.get())).min(self.size);
+        first >> bits.get()..end.div_ceil(bits.size())
     }
 
     /// The words of a page, through the cache.
     pub(super) fn page(&self, first_unit: u64) -> Result<[u64; PAGE_WORDS]> {
         let mut words = [0; PAGE_WORDS];
-        while !self.cache.copy(self.owner.key(first_unit >> PAGE_SHIFT), &mut words) {
+        while !self.cache.copy(self.pages.key(first_unit >> PAGE_SHIFT), &mut words) {
             self.fill(GuestOffset::new(first_unit << self.unit.get()))?;
         }
         Ok(words)
     }
+}
+
+/// A cluster's raw entry in the page of entries that holds it.
+fn entry(entries: &[u64; PAGE_WORDS], cluster: u64) -> u64 {
+    entries[cluster as usize % PAGE_WORDS]
 }

@@ -38,7 +38,7 @@ impl FrozenMap {
         let dropped = (old.layers.len() - self.layers.len()) as u16;
         let (mut scratch, mut words) = (Scratch::default(), [0; PAGE_WORDS]);
         for page in 0..self.size.min(old.size).div_ceil(self.unit.size()).div_ceil(PAGE_WORDS as u64) {
-            if !self.cache.copy(old.owner.key(page), &mut words) {
+            if !self.cache.copy(old.pages.key(page), &mut words) {
                 continue;
             }
             let first_unit = page << PAGE_SHIFT;
@@ -51,7 +51,7 @@ impl FrozenMap {
                 *word =
                     if is_above { entry.lowered(dropped).word() } else { merged[unit].max(beneath[unit]) };
             }
-            self.cache.fill(self.owner.key(page), &words);
+            self.cache.fill(self.pages.key(page), &words);
         }
         Ok(())
     }

@@ -73,7 +73,7 @@ proptest! {
             let expected = afresh(&map, &resources);
             let mut words = [0; PAGE_WORDS];
             for page in 0..(SIZE / 512).div_ceil(PAGE_WORDS as u64) {
-                prop_assert!(map.cache.copy(map.owner.key(page), &mut words), "page {page} is in memory");
+                prop_assert!(map.cache.copy(map.pages.key(page), &mut words), "page {page} is in memory");
                 prop_assert_eq!(words, expected.page(page << PAGE_SHIFT).unwrap(), "page {}", page);
             }
         }
