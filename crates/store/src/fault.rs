@@ -160,6 +160,10 @@ impl Store for FaultStore {
         self.inner.give_up_writing()
     }
 
+    fn give_back_room(&self) -> io::Result<()> {
+        self.inner.give_back_room()
+    }
+
     fn set_len(&self, len: u64) -> io::Result<()> {
         self.change(Operation::SetLen { len }, || self.inner.set_len(len))
     }

@@ -20,7 +20,7 @@ use vmstrata_types::HostOffset;
 use crate::direct::Direct;
 use crate::identity::{FileId, FileIdentity};
 use crate::lock::{self, LockError, LockKind};
-use crate::{Access, Segment, Store, View, transfer, view};
+use crate::{Access, Segment, Store, View, room, transfer, view};
 
 /// Whether file data goes through the host's page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -231,6 +231,10 @@ impl Store for FileStore {
             return if unchanged { Ok(()) } else { Err(io::ErrorKind::Unsupported.into()) };
         }
         self.file.set_len(len)
+    }
+
+    fn give_back_room(&self) -> io::Result<()> {
+        room::give_back(&self.file)
     }
 
     fn extent(&self, at: HostOffset) -> io::Result<(bool, HostOffset)> {

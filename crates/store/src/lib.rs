@@ -26,6 +26,7 @@ mod open_store;
 mod places;
 mod prefetch;
 mod ring;
+pub mod room;
 mod segment;
 mod transfer;
 pub mod turns;
@@ -116,6 +117,14 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// # Errors
     /// Whatever the home reports.
     fn set_len(&self, len: u64) -> io::Result<()>;
+
+    /// Gives back room that was set aside past the end ([`room::set_aside`]).
+    ///
+    /// # Errors
+    /// Whatever the home reports.
+    fn give_back_room(&self) -> io::Result<()> {
+        Ok(())
+    }
 
     /// The end of the run of data, or of the hole, that `at` lies in: `(is_data, end)`.
     ///

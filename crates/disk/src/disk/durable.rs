@@ -149,6 +149,7 @@ pub(crate) fn leave_clean(active: &Active, wait: impl FnOnce()) -> Result<()> {
     active.reclaim(wait)?;
     let leave = || -> Result<()> {
         active.alloc.release_claimed()?;
+        give_back_room(active);
         // Refcounts first: whoever finds no session in the header takes them to be right.
         active.flusher.flush().while_trying("flush")?;
         if active.tables.version >= FEATURES_SINCE { write_session(active, 0) } else { Ok(()) }
@@ -167,9 +168,17 @@ pub(super) fn end_session(active: &Active, wait: impl FnOnce()) -> Result<()> {
     active.reclaim(wait)?;
     let end = || -> Result<()> {
         active.alloc.release_claimed()?;
+        give_back_room(active);
         if active.tables.version >= FEATURES_SINCE { put_session(active, 0) } else { Ok(()) }
     };
     end().map_err(|error| error.in_file(&active.path))
+}
+
+/// Gives back what was set aside for the file to grow into. It is right without that.
+fn give_back_room(active: &Active) {
+    if let Err(error) = active.store.give_back_room() {
+        tracing::debug!(layer = %active.path.display(), %error, "room past the end of the file is kept");
+    }
 }
 
 /// Brings the end of a session to stable storage; the journal goes.

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::SnapshotInfo;
-use vmstrata_store::FileId;
+use vmstrata_store::{FileId, room};
 
 use super::fault::SnapshotFault;
 use super::overlay::{self, Below};
@@ -106,7 +106,11 @@ pub(crate) fn prepare_live(
     format: Format,
 ) -> Result<(Prepared, PathBuf)> {
     check_path(active)?;
-    make_ready(active, info, &Below::read(active, format)?, PrepareOptions::default().on_step)
+    let below = Below::read(active, format)?;
+    let (prepared, frozen) = make_ready(active, info, &below, PrepareOptions::default().on_step)?;
+    // The guest goes on writing as it does: about as much as since the last snapshot.
+    room::set_aside(&prepared.overlay.file, below.identity.len);
+    Ok((prepared, frozen))
 }
 
 fn make_ready(
