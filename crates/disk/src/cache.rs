@@ -250,12 +250,13 @@ impl PageCache {
         }
     }
 
-    /// Drops every page of an owner, which must not be used any more.
-    pub(crate) fn forget(&self, owner: u32) {
+    /// Drops every page of some owners; they must not be used any more.
+    pub(crate) fn forget(&self, is_one: impl Fn(u32) -> bool) {
         for (set, hand) in self.hands.iter().enumerate() {
             let _hand = hand.lock();
             for way in set * WAYS..(set + 1) * WAYS {
-                if self.tags[way].load(Ordering::Relaxed) >> PAGE_BITS == u64::from(owner) {
+                let tag = self.tags[way].load(Ordering::Relaxed);
+                if tag != 0 && is_one((tag >> PAGE_BITS) as u32) {
                     self.empty(way);
                 }
             }

@@ -1,5 +1,6 @@
 //! Names for someone's pages in the cache.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -11,6 +12,8 @@ use crate::error::{ErrorKind, Result};
 #[derive(Debug)]
 pub(crate) struct Owner {
     number: u32,
+    /// Whether it may have pages.
+    has_pages: bool,
     owners: Arc<Owners>,
 }
 
@@ -28,13 +31,23 @@ impl Owner {
 
     /// Drops every page of this owner; none of them may be in use.
     pub(crate) fn forget_pages(&self) {
-        self.owners.cache.forget(self.number);
+        self.owners.cache.forget(|number| number == self.number);
+    }
+
+    /// Drops several owners of one cache: their pages are looked for once, not once each.
+    pub(crate) fn drop_all(mut owners: Vec<Self>) {
+        let Some(first) = owners.first() else { return };
+        let numbers: HashSet<u32> = owners.iter().map(|owner| owner.number).collect();
+        first.owners.cache.forget(|number| numbers.contains(&number));
+        owners.iter_mut().for_each(|owner| owner.has_pages = false);
     }
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        self.forget_pages();
+        if self.has_pages {
+            self.forget_pages();
+        }
         self.owners.names.lock().free.push(self.number);
     }
 }
@@ -73,7 +86,7 @@ impl Owners {
                 names.last
             }
         };
-        Ok(Owner { number, owners: Arc::clone(self) })
+        Ok(Owner { number, has_pages: true, owners: Arc::clone(self) })
     }
 }
 
@@ -93,6 +106,19 @@ mod tests {
         let again = owners.take().unwrap();
         assert_eq!(again.key(5), key);
         assert!(!owners.cache.contains(key));
+    }
+
+    #[test]
+    fn owners_that_are_dropped_together_leave_no_pages() {
+        let owners = Owners::new(Arc::new(PageCache::new(1 << 20)));
+        let mut held: Vec<Owner> = (0..10).map(|_| owners.take().unwrap()).collect();
+        let keys: Vec<_> = held.iter().map(|owner| owner.key(5)).collect();
+        keys.iter().for_each(|key| owners.cache.fill(*key, &[7; PAGE_WORDS]));
+        Owner::drop_all(held.split_off(1));
+        Owner::drop_all(Vec::new());
+        assert!(owners.cache.contains(keys[0]));
+        assert!(keys[1..].iter().all(|key| !owners.cache.contains(*key)));
+        assert_eq!(owners.names.lock().free.len(), 9);
     }
 
     #[test]

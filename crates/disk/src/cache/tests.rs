@@ -16,7 +16,7 @@ fn a_page_is_found_word_by_word_until_forgotten() {
     assert_eq!(cache.get(key, 511), Some(7 << 16 | 511));
     cache.update(key, 5, 99);
     assert_eq!(cache.get(key, 5), Some(99));
-    cache.forget(1);
+    cache.forget(|owner| owner == 1);
     assert_eq!(cache.get(key, 5), None);
 }
 
@@ -37,7 +37,7 @@ fn the_memory_of_dropped_pages_is_used_again() {
         (0..20).for_each(|number| cache.fill(PageKey::new(owner, number), &page(number)));
         cache.forget_page(PageKey::new(owner, 3));
         assert!(!cache.contains(PageKey::new(owner, 3)) && cache.contains(PageKey::new(owner, 4)));
-        cache.forget(owner);
+        cache.forget(|other| other == owner);
     }
     assert_eq!(cache.pages_used(), 20);
 }
@@ -51,7 +51,7 @@ proptest! {
         for (owner, number, slot, word, operation) in operations {
             let key = PageKey::new(owner, number);
             if operation == 7 {
-                cache.forget(owner);
+                cache.forget(|other| other == owner);
                 model.retain(|(of, _), _| *of != owner);
             } else if operation == 6 {
                 cache.forget_page(key);

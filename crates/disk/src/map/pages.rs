@@ -10,6 +10,7 @@
 //! A page on which the newest layer has nothing says the same as without that layer, and goes by the same name: a snapshot
 //! costs the pages that changed since the last one, however large the disk.
 
+use std::mem;
 use std::sync::Arc;
 
 use crate::cache::{Owner, PageKey};
@@ -71,5 +72,12 @@ impl Pages {
 
     fn all_owners(&self) -> impl Iterator<Item = &Arc<Owner>> {
         self.others.iter().chain([&self.own])
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        let others = mem::take(&mut self.others).into_iter();
+        Owner::drop_all(others.filter_map(Arc::into_inner).collect());
     }
 }
