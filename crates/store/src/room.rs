@@ -18,8 +18,8 @@ const ROOM_MAX: u64 = 64 << 20;
 const ROOM_MIN: u64 = 1 << 20;
 /// What is set aside is at most this part of what is free.
 const PART_OF_FREE: u64 = 64;
-/// The file system that gains by it. Others allocate at the write, or at no cost, or take long to set anything aside.
-const EXT4: i64 = 0xEF53;
+/// `f_type` of the file system that gains by it (and of ext2 and ext3, which refuse). Others allocate at the write, or at no cost, or take long to set anything aside.
+pub(crate) const EXT4: i64 = 0xEF53;
 
 /// Allocates room past the end of `file` for about `len` more bytes; its length stays. [`give_back`] undoes it.
 pub fn set_aside(file: &File, len: u64) {

@@ -30,7 +30,7 @@ use vmstrata_types::HostOffset;
 
 use crate::guard::{Guard, is_any_lost};
 use crate::places::place_for;
-use crate::{Segment, prefetch, total_len};
+use crate::{Segment, prefetch, room, total_len};
 
 /// What a bit stands for; no larger than any host's page.
 const PAGE: u64 = 4096;
@@ -41,7 +41,7 @@ const WORD: u64 = PAGE * 64;
 /// that the host took back is waited for by whoever touches it, and nobody should wait so for a network, or for a
 /// program.
 const LOCAL: [i64; 6] = [
-    0xEF53,      // ext2, ext3, ext4
+    room::EXT4,  // and ext2, ext3
     0x5846_5342, // XFS
     0x9123_683E, // Btrfs
     0xF2F5_2010, // F2FS

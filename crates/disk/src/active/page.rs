@@ -10,7 +10,7 @@ use crate::error::{IoContext as _, Result};
 use crate::layer::{table_of, words};
 
 /// Reads a part of a table.
-pub(super) type ReadTable<'a> = dyn Fn(&mut [u8], HostOffset) -> io::Result<()> + 'a;
+type ReadTable<'a> = dyn Fn(&mut [u8], HostOffset) -> io::Result<()> + 'a;
 
 impl Active {
     /// The raw entries of the page that holds the cluster, if they are in memory or there are no tables for any of them.

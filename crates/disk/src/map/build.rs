@@ -20,8 +20,7 @@ impl FrozenMap {
     /// # Errors
     /// The first table, in any order, that cannot be read.
     pub(crate) fn build(&self) -> Result<()> {
-        let units = self.size.div_ceil(self.unit.size());
-        let pages = units.div_ceil(PAGE_WORDS as u64);
+        let pages = self.page_count();
         if self.layers.len() < BUILD_FROM_LAYERS || pages > self.cache.capacity_pages() / 2 {
             return Ok(());
         }

@@ -66,9 +66,8 @@ impl FrozenMap {
         if let Some(fresh) = &self.fresh
             && let (Some(below), Some(active)) = (fresh.below(self), fresh.active())
         {
-            let count = self.size.div_ceil(self.unit.size()).div_ceil(PAGE_WORDS as u64);
             let is_own = |page| self.is_changed(below, active, page);
-            settled.pages = self.pages.over(&below.pages, count, is_own)?;
+            settled.pages = self.pages.over(&below.pages, self.page_count(), is_own)?;
         }
         Ok(settled)
     }

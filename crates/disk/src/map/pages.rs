@@ -13,7 +13,8 @@
 use std::mem;
 use std::sync::Arc;
 
-use crate::cache::{Owner, PageKey};
+use super::FrozenMap;
+use crate::cache::{Owner, PAGE_WORDS, PageKey};
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -72,6 +73,13 @@ impl Pages {
 
     fn all_owners(&self) -> impl Iterator<Item = &Arc<Owner>> {
         self.others.iter().chain([&self.own])
+    }
+}
+
+impl FrozenMap {
+    /// Pages that cover the disk.
+    pub(super) fn page_count(&self) -> u64 {
+        self.size.div_ceil(self.unit.size()).div_ceil(PAGE_WORDS as u64)
     }
 }
 

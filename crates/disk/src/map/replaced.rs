@@ -37,7 +37,7 @@ impl FrozenMap {
         }
         let dropped = (old.layers.len() - self.layers.len()) as u16;
         let (mut scratch, mut words) = (Scratch::default(), [0; PAGE_WORDS]);
-        for page in 0..self.size.min(old.size).div_ceil(self.unit.size()).div_ceil(PAGE_WORDS as u64) {
+        for page in 0..self.page_count().min(old.page_count()) {
             if !self.cache.copy(old.pages.key(page), &mut words) {
                 continue;
             }
