@@ -13,6 +13,9 @@ use super::results::Machine;
 const LOOK: Duration = Duration::from_millis(250);
 const IDLE_LOOKS: u32 = 4;
 
+/// The page cache takes a write of so many bytes in one piece, as it does a new cluster.
+const PIECE: usize = 64 << 10;
+
 /// Describes this machine from `/proc`.
 pub fn machine() -> Machine {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
@@ -92,20 +95,33 @@ pub fn touch_free_memory(bytes: usize) {
     std::hint::black_box(&pages);
 }
 
-/// Touches `bytes` of free memory as [`touch_free_memory`] does, but by way of the page cache, and holds on to it until the
-/// file is closed: what then fills pages of files meets the same memory, before the host has taken that back. Nothing of
-/// it moves this process's address space, which would hold up other threads that touch new memory.
+/// Memory that the machine really has, set free in pieces that stay there until somebody needs them.
 ///
-/// # Errors
-/// When no file can be made in `dir`, or written.
-pub fn hold_touched_memory(dir: &Path, bytes: usize) -> io::Result<fs::File> {
-    // The file has no name, and is gone before anything of it has been written to disk.
-    let mut file = tempfile::tempfile_in(dir)?;
-    let piece = vec![0; 64 << 10];
-    for _ in 0..bytes / piece.len() {
-        file.write_all(&piece)?;
+/// As with [`touch_free_memory`], but by way of the page cache: what then fills pages of files meets the same memory, and
+/// nothing of it moves this process's address space, which would hold up other threads that touch new memory. Of the memory
+/// touched, every other piece is kept. What is free between them cannot grow together again, and only what is free in large
+/// pieces is given to the host, two seconds later (free page reporting): that would take the memory away before it is used,
+/// and hold the whole machine up meanwhile.
+#[derive(Debug)]
+pub struct FreeMemory {
+    _kept: fs::File,
+}
+
+impl FreeMemory {
+    /// Sets `bytes` free, and keeps as much until this is dropped.
+    ///
+    /// # Errors
+    /// When no file can be made in `dir`, or written.
+    pub fn touched(dir: &Path, bytes: usize) -> io::Result<Self> {
+        // The files have no names, and are gone before anything of them has been written to disk.
+        let [mut free, mut kept] = [tempfile::tempfile_in(dir)?, tempfile::tempfile_in(dir)?];
+        let piece = vec![0; PIECE];
+        for _ in 0..bytes / PIECE {
+            free.write_all(&piece)?;
+            kept.write_all(&piece)?;
+        }
+        Ok(Self { _kept: kept })
     }
-    Ok(file)
 }
 
 /// First line of `program --version`, or that it is missing.
@@ -138,6 +154,14 @@ fn date(days: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn as_much_memory_is_kept_as_set_free_and_no_file_is_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let memory = FreeMemory::touched(dir.path(), 1 << 20).unwrap();
+        assert_eq!(memory._kept.metadata().unwrap().len(), 1 << 20);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
 
     #[test]
     fn dates() {

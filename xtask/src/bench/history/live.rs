@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::super::client::Client;
-use super::super::machine::{hold_touched_memory, touch_free_memory};
+use super::super::machine::FreeMemory;
 use super::super::qmp::Qmp;
 use super::super::report::{Report, Row};
 use super::super::results::{median, range};
@@ -24,7 +24,9 @@ use super::{BLOCK, CLUSTER, Options, Pace, SEED};
 use crate::chain::pattern::{Writer, mix};
 
 /// Memory made ready for a snapshot: more than the copies that it causes.
-const GAP_MEMORY: usize = 256 << 20;
+const MEMORY: usize = 128 << 20;
+/// Close snapshots that memory is made ready for at a time.
+const TOGETHER: usize = 5;
 
 /// A snapshot under a writing guest.
 struct Moment {
@@ -161,27 +163,40 @@ impl Course {
         take: &mut dyn Take,
         dir: &Path,
     ) -> Result<()> {
-        touch_free_memory(8 * GAP_MEMORY);
-        std::thread::sleep(pace.second);
         let stalls = Stalls::watch()
             .inspect_err(|error| eprintln!("cannot tell when the machine stands still: {error}"));
-        for index in 0..pace.close + pace.spaced {
-            let spaced = index >= pace.close;
-            // Spaced ones have a whole second after and two before, in which nothing else is done but that memory is freed.
-            let [after, held, before] = if spaced { [1.05, 1.0, 1.1] } else { [0.2, 0.2, 0.1] };
-            std::thread::sleep(pace.second.mul_f64(after));
-            let memory = hold_touched_memory(dir, GAP_MEMORY)?;
-            std::thread::sleep(pace.second.mul_f64(held));
-            drop(memory);
-            std::thread::sleep(pace.second.mul_f64(before));
-            let from = guest.now();
-            let taken = take.take(&name(first + self.moments.len()))?;
-            self.moments.push(Moment { from, to: guest.now(), taken, spaced });
+        let close = (0..pace.close).step_by(TOGETHER).map(|done| (pace.close - done).min(TOGETHER));
+        for count in close {
+            let _memory = self.make_ready(dir, count)?;
+            for _ in 0..count {
+                self.take(guest, false, first, take)?;
+                std::thread::sleep(pace.second.mul_f64(0.5));
+            }
         }
-        std::thread::sleep(pace.second.mul_f64(1.1));
+        for _ in 0..pace.spaced {
+            let _memory = self.make_ready(dir, 1)?;
+            // Two whole seconds before and one after, in which nothing else is done.
+            std::thread::sleep(pace.second.mul_f64(2.1));
+            self.take(guest, true, first, take)?;
+            std::thread::sleep(pace.second.mul_f64(1.1));
+        }
         let of_guest = |stall: Stall| (guest.time_of(stall.from), guest.time_of(stall.to));
         let seen = stalls.ok().map(|stalls| stalls.end().into_iter().map(of_guest));
         self.stalls = self.stalls.take().zip(seen).map(|(all, seen)| all.into_iter().chain(seen).collect());
+        Ok(())
+    }
+
+    /// Memory for `count` snapshots, when the host is done with what was free before.
+    fn make_ready(&self, dir: &Path, count: usize) -> Result<FreeMemory> {
+        let memory = FreeMemory::touched(dir, count * MEMORY)?;
+        std::thread::sleep(self.pace.second.mul_f64(2.3));
+        Ok(memory)
+    }
+
+    fn take(&mut self, guest: &Guest, spaced: bool, first: usize, take: &mut dyn Take) -> Result<()> {
+        let from = guest.now();
+        let taken = take.take(&name(first + self.moments.len()))?;
+        self.moments.push(Moment { from, to: guest.now(), taken, spaced });
         Ok(())
     }
 
