@@ -1,7 +1,7 @@
 //! A guest that works without a break in a thread of its own, and a trace of its requests.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -24,10 +24,17 @@ const REQUESTS: usize = 1 << 27;
 /// Longer than any request takes; a server that is silent for longer ends the run.
 const LATENCY_MAX: Duration = Duration::from_secs(60);
 
+/// By how much of it a second may differ from the one before, and how many seconds to look at, on a machine that is busy with
+/// something else.
+const UNEVEN: f64 = 0.03;
+const COUNTS_MAX: usize = 20;
+
 /// A guest at work.
 pub(super) struct Guest {
     thread: JoinHandle<Result<(Client, Trace)>>,
     stop: Arc<AtomicBool>,
+    /// Requests so far.
+    completed: Arc<AtomicU64>,
     /// Times of the trace count from here.
     epoch: Instant,
 }
@@ -44,9 +51,10 @@ impl Guest {
     }
 
     fn start_with(mut client: Client, access: Access, span: u64) -> Self {
-        let (stop, epoch) = (Arc::new(AtomicBool::new(false)), Instant::now());
+        let (stop, completed, epoch) = (Arc::default(), Arc::default(), Instant::now());
         let mut recorder = Recorder {
             stop: Arc::clone(&stop),
+            completed: Arc::clone(&completed),
             epoch,
             started: [Duration::ZERO; DEPTH],
             requests: Vec::with_capacity(REQUESTS),
@@ -56,12 +64,27 @@ impl Guest {
             client.run_watched(&load, span, &mut recorder)?;
             Ok((client, Trace { requests: recorder.requests }))
         });
-        Self { thread, stop, epoch }
+        Self { thread, stop, completed, epoch }
     }
 
     /// Time since the guest began.
     pub(super) fn now(&self) -> Duration {
         self.epoch.elapsed()
+    }
+
+    /// Requests completed so far.
+    pub(super) fn completed(&self) -> u64 {
+        self.completed.load(Ordering::Relaxed)
+    }
+
+    /// Waits until as many requests have been completed in one `second` as in the one before, nearly, which ended just now.
+    pub(super) fn wait_until_even(&self, second: Duration) {
+        let mut before = self.completed();
+        until_even(|| {
+            std::thread::sleep(second);
+            let now = self.completed();
+            now - std::mem::replace(&mut before, now)
+        });
     }
 
     /// Of another clock's moment; what was before the guest is its beginning.
@@ -76,6 +99,19 @@ impl Guest {
     pub(super) fn stop(self) -> Result<(Client, Trace)> {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().map_err(|_| anyhow!("the guest panicked"))?
+    }
+}
+
+/// Counts until two counts in a row differ by little, or there were [`COUNTS_MAX`].
+fn until_even(mut count: impl FnMut() -> u64) {
+    let mut last = count();
+    for _ in 1..COUNTS_MAX {
+        let next = count();
+        let is_even = (next as f64 / last as f64 - 1.0).abs() <= UNEVEN;
+        if is_even {
+            break;
+        }
+        last = next;
     }
 }
 
@@ -106,6 +142,7 @@ impl Request {
 
 struct Recorder {
     stop: Arc<AtomicBool>,
+    completed: Arc<AtomicU64>,
     epoch: Instant,
     started: [Duration; DEPTH],
     requests: Vec<Request>,
@@ -118,6 +155,7 @@ impl Watch for Recorder {
 
     fn completed(&mut self, slot: usize) {
         self.requests.push(Request::new(self.started[slot], self.epoch.elapsed()));
+        self.completed.store(self.requests.len() as u64, Ordering::Relaxed);
     }
 
     fn goes_on(&self) -> bool {
@@ -209,6 +247,19 @@ mod tests {
     }
 
     #[test]
+    fn counts_until_two_are_nearly_equal() {
+        let looked_at = |counts: &[u64]| {
+            let mut left = counts.iter();
+            until_even(|| *left.next().unwrap());
+            counts.len() - left.len()
+        };
+        assert_eq!(looked_at(&[100, 102, 0]), 2);
+        assert_eq!(looked_at(&[100, 104, 90, 92, 0]), 4);
+        let uneven: Vec<u64> = (0..30).map(|index| 100 + index % 2 * 10).collect();
+        assert_eq!(looked_at(&uneven), COUNTS_MAX);
+    }
+
+    #[test]
     fn completions_of_a_window() {
         let trace = trace();
         assert_eq!(trace.completed(ms(0), ms(100)), 10);
@@ -223,7 +274,8 @@ mod tests {
         let target = super::super::super::client::Target::RawFile(path);
         let guest = Guest::start(Client::connect(&target, 1, false).unwrap(), 1 << 19);
         std::thread::sleep(ms(20));
-        let now = guest.now();
+        let (now, completed) = (guest.now(), guest.completed());
+        assert!(completed > 0);
         let (mut client, trace) = guest.stop().unwrap();
         assert!(trace.completed(Duration::ZERO, now) > 0);
         let writer = crate::chain::pattern::Writer::client(ROUND);

@@ -41,6 +41,8 @@ struct Moment {
 struct Course {
     pace: Pace,
     moments: Vec<Moment>,
+    /// Before each spaced snapshot, a moment at which none was taken.
+    controls: Vec<Duration>,
     /// From when to when the machine itself stood still; `None` where that cannot be told.
     stalls: Option<Vec<(Duration, Duration)>>,
 }
@@ -143,7 +145,7 @@ fn change(client: &mut Client, history: &mut History, clusters: &[u64], index: u
 /// still time and again, twice as many are enough.
 fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Path) -> Result<Course> {
     let wanted = pace.close + pace.spaced;
-    let mut course = Course { pace, moments: Vec::new(), stalls: Some(Vec::new()) };
+    let mut course = Course { pace, moments: Vec::new(), controls: Vec::new(), stalls: Some(Vec::new()) };
     let mut next = pace;
     while next.close + next.spaced > 0 {
         course.go_on(guest, next, first, take, dir)?;
@@ -175,8 +177,11 @@ impl Course {
         }
         for _ in 0..pace.spaced {
             let _memory = self.make_ready(dir, 1)?;
-            // Two whole seconds before and one after, in which nothing else is done.
-            std::thread::sleep(pace.second.mul_f64(2.1));
+            // In the seconds before and after nothing else is done.
+            guest.wait_until_even(pace.second);
+            self.controls.push(guest.now());
+            std::thread::sleep(pace.second.mul_f64(1.1));
+            guest.wait_until_even(pace.second);
             self.take(guest, true, first, take)?;
             std::thread::sleep(pace.second.mul_f64(1.1));
         }
@@ -236,7 +241,9 @@ impl Felt {
             longest: moments.iter().map(longest).collect(),
             undisturbed: course.undisturbed().map(longest).collect(),
             usual: usual.collect(),
-            throughput: Throughput::new(trace, &spaced, second, |from, to| course.ran(from, to)),
+            throughput: Throughput::new(trace, [&spaced, &course.controls], second, |from, to| {
+                course.ran(from, to)
+            }),
             commands: moments.iter().map(|moment| ms(moment.taken.command)).collect(),
             pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),
         }

@@ -1,15 +1,18 @@
 //! What a snapshot costs a writing guest in throughput.
 //!
 //! ```text
-//!    layer n ─────────────────────┤ snapshot ├─ layer n+1 ───────────────────────────────┤ snapshot ├─
-//!                    │ second before │ second after │            │ later second │
+//!   ─┤ second before │ second after ├──┤ second before ┤ snapshot ├ second after │        │ later second ├─
+//!            control, on layer n                       │              on layer n+1
 //! ```
+//!
+//! A machine that is busy with something else does more in one second and less in the next, whoever serves the disk. So the
+//! seconds that are compared begin when the guest has written as much in a second as in the one before, nearly; and before
+//! each snapshot there is a control: two such seconds between which nothing happens. What they show is the machine's part.
 //!
 //! After a snapshot the guest's working set lies in other memory than before, which may be faster or slower by itself and
 //! stays so for as long as the layer is written to: a virtual machine's host backs some of its memory worse. That changes
-//! with each snapshot, one way or the other, and has nothing to do with who serves the disk. So the second after is set
-//! beside the second before and beside a later second on the same layer, of many snapshots together. What a single pair of seconds
-//! shows at worst keeps the same bound, and stands beside the worst of seconds without a snapshot, and without a server.
+//! with each snapshot, one way or the other, and has nothing to do with who serves the disk. So the second after is also set
+//! beside a later second on the same layer, of many snapshots together.
 
 use std::time::Duration;
 
@@ -28,23 +31,25 @@ pub(super) struct Throughput {
     /// The second after over a later one on the same layer, where the machine did not stand still in either; of all snapshots
     /// if there is no such.
     later: Vec<f64>,
-    /// Where no snapshot was taken: the second before over the one before that.
-    steady: Vec<f64>,
+    /// Where no snapshot was taken: the second after over the second before.
+    controls: Vec<f64>,
 }
 
 impl Throughput {
-    /// Of snapshots whose commands began at these moments: what they disturb counts as after. Two seconds before and one after,
-    /// nothing else was done. `ran` tells whether the machine did not stand still between two moments.
+    /// Of snapshots whose commands began at these moments (what they disturb counts as after) and controls. One second before
+    /// and one after, nothing else was done. `ran` tells whether the machine did not stand still between two moments.
     pub(super) fn new(
         trace: &Trace,
-        snapshots: &[Duration],
+        [snapshots, controls]: [&[Duration]; 2],
         second: Duration,
         ran: impl Fn(Duration, Duration) -> bool,
     ) -> Self {
         let requests = |from: Duration| trace.completed(from, from + second) as f64;
         let (after, before) = (|at: Duration| requests(at), |at: Duration| requests(at - second));
-        let each =
-            |value: &dyn Fn(Duration) -> f64| snapshots.iter().map(|at| value(*at)).collect::<Vec<_>>();
+        let each = |moments: &[Duration], value: &dyn Fn(Duration) -> f64| {
+            moments.iter().map(|at| value(*at)).collect::<Vec<_>>()
+        };
+        let sum = |value: &dyn Fn(Duration) -> f64| each(snapshots, value).iter().sum::<f64>();
         let on_one_layer = snapshots.windows(2).map(|pair| {
             let [at, next] = [pair[0], pair[1]];
             (ran(at, at + second) && ran(next - second, next), after(at) / before(next))
@@ -55,10 +60,10 @@ impl Throughput {
         let ran_both = |at: &&Duration| ran(**at - second, **at + second);
         Self {
             undisturbed: snapshots.iter().filter(ran_both).map(|at| change(*at)).collect(),
-            after: each(&change),
-            together: each(&after).iter().sum::<f64>() / each(&before).iter().sum::<f64>(),
+            after: each(snapshots, &change),
+            together: sum(&after) / sum(&before),
             later: later.into_iter().map(|(_, ratio)| ratio).collect(),
-            steady: each(&|at| before(at) / before(at - second)),
+            controls: each(controls, &change),
         }
     }
 }
@@ -84,8 +89,10 @@ pub(super) fn rows(ours: &Throughput, qemu: &Throughput, alone: &[f64], report: 
         let quiet = Row::smallest(quiet, "", &ours.undisturbed).at_least(0.9);
         report.add(quiet.beside(smallest(&qemu.undisturbed)));
     }
-    let steady = "writes in a second / in the one before it, on one layer, without a snapshot, worst";
-    report.add(Row::smallest(steady, "", &ours.steady).beside(smallest(&qemu.steady)));
+    let controls = "the same of two seconds between which no snapshot was taken, median";
+    report.add(Row::median(controls, "", &ours.controls).beside(median(&qemu.controls)));
+    let controls = "the same, worst";
+    report.add(Row::smallest(controls, "", &ours.controls).beside(smallest(&qemu.controls)));
     let changes: Vec<f64> = alone.windows(2).map(|pair| pair[1] / pair[0]).collect();
     let moved = "the same of a loop of `pwrite`, without a server, each second in another file, worst";
     report.add(Row::smallest(moved, "", &changes));
@@ -100,11 +107,11 @@ mod tests {
         let second = Duration::from_secs(1);
         // Writes a second: two layers, the second one faster throughout; each is slower in its first second.
         let trace = Trace::of_rates(&[10, 10, 10, 18, 20, 20, 20, 9, 10]);
-        let snapshots = [3 * second, 7 * second];
-        let throughput = Throughput::new(&trace, &snapshots, second, |_, _| true);
+        let (snapshots, controls) = ([3 * second, 7 * second], [2 * second, 4 * second]);
+        let throughput = Throughput::new(&trace, [&snapshots, &controls], second, |_, _| true);
         assert_eq!(throughput.after, [1.8, 0.45]);
         assert_eq!(throughput.later, [0.9]);
-        assert_eq!(throughput.steady, [1.0, 1.0]);
+        assert_eq!(throughput.controls, [1.0, 20.0 / 18.0]);
         assert!((throughput.together - 27.0 / 30.0).abs() < 1e-9);
     }
 
@@ -115,14 +122,14 @@ mod tests {
         let snapshots = [2 * second, 5 * second, 9 * second];
         let later = |stall: Duration| {
             let ran = |from, to| !(from..to).contains(&stall);
-            Throughput::new(&trace, &snapshots, second, ran).later
+            Throughput::new(&trace, [&snapshots, &[]], second, ran).later
         };
         assert_eq!(later(20 * second), [1.0, 0.9]);
         assert_eq!(later(4 * second), [0.9], "the second before the next one");
         assert_eq!(later(5 * second), [1.0], "the second after the other one");
         assert_eq!(later(3 * second), [1.0, 0.9], "in neither");
         let ran = |from, to| !(from..to).contains(&(5 * second));
-        let undisturbed = Throughput::new(&trace, &snapshots, second, ran).undisturbed;
+        let undisturbed = Throughput::new(&trace, [&snapshots, &[]], second, ran).undisturbed;
         assert_eq!(undisturbed, [1.0, 1.0], "all but the one whose second after it was");
     }
 }
