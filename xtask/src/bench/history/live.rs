@@ -10,7 +10,6 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::super::client::Client;
-use super::super::machine::FreeMemory;
 use super::super::qmp::Qmp;
 use super::super::report::{Report, Row};
 use super::super::results::{median, range};
@@ -169,14 +168,14 @@ impl Course {
             .inspect_err(|error| eprintln!("cannot tell when the machine stands still: {error}"));
         let close = (0..pace.close).step_by(TOGETHER).map(|done| (pace.close - done).min(TOGETHER));
         for count in close {
-            let _memory = self.make_ready(dir, count)?;
+            let _memory = pace.memory(dir, count * MEMORY)?;
             for _ in 0..count {
                 self.take(guest, false, first, take)?;
                 std::thread::sleep(pace.second.mul_f64(0.5));
             }
         }
         for _ in 0..pace.spaced {
-            let _memory = self.make_ready(dir, 1)?;
+            let _memory = pace.memory(dir, MEMORY)?;
             // In the seconds before and after nothing else is done.
             guest.wait_until_even(pace.second);
             self.controls.push(guest.now());
@@ -189,13 +188,6 @@ impl Course {
         let seen = stalls.ok().map(|stalls| stalls.end().into_iter().map(of_guest));
         self.stalls = self.stalls.take().zip(seen).map(|(all, seen)| all.into_iter().chain(seen).collect());
         Ok(())
-    }
-
-    /// Memory for `count` snapshots, when the host is done with what was free before.
-    fn make_ready(&self, dir: &Path, count: usize) -> Result<FreeMemory> {
-        let memory = FreeMemory::touched(dir, count * MEMORY)?;
-        std::thread::sleep(self.pace.second.mul_f64(2.3));
-        Ok(memory)
     }
 
     fn take(&mut self, guest: &Guest, spaced: bool, first: usize, take: &mut dyn Take) -> Result<()> {

@@ -109,7 +109,7 @@ fn of_server(
         }
         merge.take(&format!("kept{round}"))?;
     }
-    let (mut client, felt) = rounds(client, options, &mut *merge)?;
+    let (mut client, felt) = rounds(client, options, &mut *merge, dir)?;
     for round in 0..options.rounds {
         (0..2).try_for_each(|half| check(&mut client, part(options, round, half), round))?;
     }
@@ -119,12 +119,13 @@ fn of_server(
 }
 
 /// The guest at work, and every round's merge under it.
-fn rounds(client: Client, options: &Options, merge: &mut dyn Merge) -> Result<(Client, Felt)> {
+fn rounds(client: Client, options: &Options, merge: &mut dyn Merge, dir: &Path) -> Result<(Client, Felt)> {
     let guest = Guest::start_mixed(client, size(options), options.working_set);
     // By then each cluster that the guest writes is its disk's own.
     std::thread::sleep(options.pace.second * 2);
     let mut windows = Vec::new();
     for round in 0..options.rounds {
+        let _memory = options.pace.memory(dir, 2 * options.merged as usize)?;
         let rest = guest.now();
         std::thread::sleep(options.pace.second * 3);
         let from = guest.now();

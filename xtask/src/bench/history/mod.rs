@@ -30,6 +30,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 
 use super::floor;
+use super::machine::FreeMemory;
 use super::report::Report;
 use super::server;
 use super::shown::Shown;
@@ -96,6 +97,15 @@ pub struct Pace {
     pub close: usize,
     /// What is looked at before and after.
     pub second: Duration,
+}
+
+impl Pace {
+    /// Sets memory free for what comes next, and waits until the host is done with what was free before.
+    fn memory(&self, dir: &Path, bytes: usize) -> Result<FreeMemory> {
+        let memory = FreeMemory::touched(dir, bytes)?;
+        std::thread::sleep(self.second.mul_f64(2.3));
+        Ok(memory)
+    }
 }
 
 impl Options {
