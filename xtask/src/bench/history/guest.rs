@@ -24,9 +24,9 @@ const REQUESTS: usize = 1 << 27;
 /// Longer than any request takes; a server that is silent for longer ends the run.
 const LATENCY_MAX: Duration = Duration::from_secs(60);
 
-/// By how much of it a second may differ from the one before, and how many seconds to look at, on a machine that is busy with
-/// something else.
-const UNEVEN: f64 = 0.03;
+/// The most by which a second differs from the one before it, as a share of that, if both are taken to be alike.
+const UNEVEN_MAX: f64 = 0.03;
+/// Seconds to look at in vain: a machine may be busy with something else for long.
 const COUNTS_MAX: usize = 20;
 
 /// A guest at work.
@@ -73,11 +73,11 @@ impl Guest {
     }
 
     /// Requests completed so far.
-    pub(super) fn completed(&self) -> u64 {
+    fn completed(&self) -> u64 {
         self.completed.load(Ordering::Relaxed)
     }
 
-    /// Waits until as many requests have been completed in one `second` as in the one before, nearly, which ended just now.
+    /// Waits until as many requests have been completed in the last `second` as in the one before, nearly; not for ever.
     pub(super) fn wait_until_even(&self, second: Duration) {
         let mut before = self.completed();
         until_even(|| {
@@ -107,7 +107,7 @@ fn until_even(mut count: impl FnMut() -> u64) {
     let mut last = count();
     for _ in 1..COUNTS_MAX {
         let next = count();
-        let is_even = (next as f64 / last as f64 - 1.0).abs() <= UNEVEN;
+        let is_even = (next as f64 / last as f64 - 1.0).abs() <= UNEVEN_MAX;
         if is_even {
             break;
         }

@@ -233,7 +233,7 @@ impl Felt {
             longest: moments.iter().map(longest).collect(),
             undisturbed: course.undisturbed().map(longest).collect(),
             usual: usual.collect(),
-            throughput: Throughput::new(trace, [&spaced, &course.controls], second, |from, to| {
+            throughput: Throughput::new(trace, &spaced, &course.controls, second, |from, to| {
                 course.ran(from, to)
             }),
             commands: moments.iter().map(|moment| ms(moment.taken.command)).collect(),

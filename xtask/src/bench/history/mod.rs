@@ -100,7 +100,8 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Sets memory free for what comes next, and waits until the host is done with what was free before.
+    /// Sets memory free for what comes next, and waits until the host is done with what was free before: it begins with that after
+    /// two seconds. (Where a `second` is shorter, figures mean little anyway.)
     fn memory(&self, dir: &Path, bytes: usize) -> Result<FreeMemory> {
         let memory = FreeMemory::touched(dir, bytes)?;
         std::thread::sleep(self.second.mul_f64(2.3));

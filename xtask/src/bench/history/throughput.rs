@@ -40,30 +40,28 @@ impl Throughput {
     /// and one after, nothing else was done. `ran` tells whether the machine did not stand still between two moments.
     pub(super) fn new(
         trace: &Trace,
-        [snapshots, controls]: [&[Duration]; 2],
+        snapshots: &[Duration],
+        controls: &[Duration],
         second: Duration,
         ran: impl Fn(Duration, Duration) -> bool,
     ) -> Self {
         let requests = |from: Duration| trace.completed(from, from + second) as f64;
         let (after, before) = (|at: Duration| requests(at), |at: Duration| requests(at - second));
-        let each = |moments: &[Duration], value: &dyn Fn(Duration) -> f64| {
-            moments.iter().map(|at| value(*at)).collect::<Vec<_>>()
-        };
-        let sum = |value: &dyn Fn(Duration) -> f64| each(snapshots, value).iter().sum::<f64>();
+        let sum = |value: &dyn Fn(Duration) -> f64| snapshots.iter().map(|at| value(*at)).sum::<f64>();
         let on_one_layer = snapshots.windows(2).map(|pair| {
             let [at, next] = [pair[0], pair[1]];
             (ran(at, at + second) && ran(next - second, next), after(at) / before(next))
         });
         let (quiet, others): (Vec<_>, Vec<_>) = on_one_layer.partition(|(ran, _)| *ran);
         let later = if quiet.is_empty() { others } else { quiet };
-        let change = |at: Duration| after(at) / before(at);
+        let change = |at: &Duration| after(*at) / before(*at);
         let ran_both = |at: &&Duration| ran(**at - second, **at + second);
         Self {
-            undisturbed: snapshots.iter().filter(ran_both).map(|at| change(*at)).collect(),
-            after: each(snapshots, &change),
+            undisturbed: snapshots.iter().filter(ran_both).map(change).collect(),
+            after: snapshots.iter().map(change).collect(),
             together: sum(&after) / sum(&before),
             later: later.into_iter().map(|(_, ratio)| ratio).collect(),
-            controls: each(controls, &change),
+            controls: controls.iter().map(change).collect(),
         }
     }
 }
@@ -108,7 +106,7 @@ mod tests {
         // Writes a second: two layers, the second one faster throughout; each is slower in its first second.
         let trace = Trace::of_rates(&[10, 10, 10, 18, 20, 20, 20, 9, 10]);
         let (snapshots, controls) = ([3 * second, 7 * second], [2 * second, 4 * second]);
-        let throughput = Throughput::new(&trace, [&snapshots, &controls], second, |_, _| true);
+        let throughput = Throughput::new(&trace, &snapshots, &controls, second, |_, _| true);
         assert_eq!(throughput.after, [1.8, 0.45]);
         assert_eq!(throughput.later, [0.9]);
         assert_eq!(throughput.controls, [1.0, 20.0 / 18.0]);
@@ -122,14 +120,14 @@ mod tests {
         let snapshots = [2 * second, 5 * second, 9 * second];
         let later = |stall: Duration| {
             let ran = |from, to| !(from..to).contains(&stall);
-            Throughput::new(&trace, [&snapshots, &[]], second, ran).later
+            Throughput::new(&trace, &snapshots, &[], second, ran).later
         };
         assert_eq!(later(20 * second), [1.0, 0.9]);
         assert_eq!(later(4 * second), [0.9], "the second before the next one");
         assert_eq!(later(5 * second), [1.0], "the second after the other one");
         assert_eq!(later(3 * second), [1.0, 0.9], "in neither");
         let ran = |from, to| !(from..to).contains(&(5 * second));
-        let undisturbed = Throughput::new(&trace, [&snapshots, &[]], second, ran).undisturbed;
+        let undisturbed = Throughput::new(&trace, &snapshots, &[], second, ran).undisturbed;
         assert_eq!(undisturbed, [1.0, 1.0], "all but the one whose second after it was");
     }
 }
