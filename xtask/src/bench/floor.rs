@@ -59,25 +59,39 @@ impl Files {
     }
 }
 
-/// Writes of 4 KiB at random positions of a file of `len` bytes in `dir`, which the page cache holds in pieces of a cluster,
-/// a second, by one thread; as many such rates as asked for, each over `time`, and each of another new file.
+/// Writes of 4 KiB a second at random positions of files of `len` bytes in `dir`, which the page cache holds in pieces of a
+/// cluster, by one thread for each processor, each with a file of its own; as many such rates as asked for, each over `time`,
+/// and each of other new files.
 ///
 /// # Errors
 /// When no file can be made or written.
 pub(super) fn write_files(dir: &Path, len: u64, time: Duration, rates: usize) -> Result<Vec<f64>> {
-    let mut last = None;
+    let threads = thread::available_parallelism()?.get();
+    let blocks = len / BLOCK as u64;
+    let write = |file: &File| {
+        rate(time, |index| file.write_all_at(&[2; BLOCK], mix(index) % blocks * BLOCK as u64))
+    };
+    let mut last = Vec::new();
     let rates = (0..rates).map(|_| {
-        let file = tempfile::tempfile_in(dir)?;
-        for at in (0..len).step_by(CLUSTER as usize) {
-            file.write_all_at(&[1; CLUSTER as usize], at)?;
-        }
-        let blocks = len / BLOCK as u64;
-        let rate = rate(time, |index| file.write_all_at(&[2; BLOCK], mix(index) % blocks * BLOCK as u64));
-        // Its memory is not to be that of the next one.
-        last = Some(file);
+        let files = (0..threads).map(|_| new_file(dir, len)).collect::<Result<Vec<_>>>()?;
+        let rate = thread::scope(|scope| {
+            let writing: Vec<_> = files.iter().map(|file| scope.spawn(|| write(file))).collect();
+            writing.into_iter().map(|thread| thread.join().expect("writing does not panic")).sum()
+        });
+        // Their memory is not to be that of the next ones.
+        last = files;
         rate
     });
     rates.collect()
+}
+
+/// A file without a name, of `len` bytes.
+fn new_file(dir: &Path, len: u64) -> Result<File> {
+    let file = tempfile::tempfile_in(dir)?;
+    for at in (0..len).step_by(CLUSTER as usize) {
+        file.write_all_at(&[1; CLUSTER as usize], at)?;
+    }
+    Ok(file)
 }
 
 /// How often a second `one` is done, with numbers from 0 on.

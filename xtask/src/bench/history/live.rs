@@ -107,8 +107,9 @@ pub(super) fn qemu(options: &Options, dir: &Path) -> Result<Felt> {
     let mut take = take::Qemu { qmp, dir: dir.to_owned(), active, size: options.size };
     let guest = Guest::start(client, options.working_set);
     let pace = Pace {
-        spaced: options.pace.spaced.div_ceil(4),
-        close: options.pace.close.div_ceil(6),
+        // As many of one kind to one of the other: what a flush takes depends on how long ago the last one was.
+        spaced: options.pace.spaced.div_ceil(3),
+        close: options.pace.close.div_ceil(3),
         ..options.pace
     };
     let course = paced(&guest, pace, 0, &mut take, dir)?;
@@ -242,7 +243,7 @@ impl Felt {
     }
 }
 
-/// Rows of both. `alone` are the writes of a loop without any server, each second into another file.
+/// Rows of both. `alone` are the writes of a second without any server ([`throughput::rows`]).
 pub(super) fn rows(ours: &Felt, qemu: &Felt, alone: &[f64], report: &mut Report) {
     latency_rows(ours, qemu, report);
     throughput::rows(&ours.throughput, &qemu.throughput, alone, report);

@@ -66,7 +66,7 @@ impl Throughput {
     }
 }
 
-/// Rows of both. `alone` are the writes of a loop without any server, each second into another file.
+/// Rows of both. `alone` are the writes of a second without any server: as many loops as processors, each second into other files.
 pub(super) fn rows(ours: &Throughput, qemu: &Throughput, alone: &[f64], report: &mut Report) {
     let smallest = |values: &[f64]| range(values).0;
     let after = "writes in the second after / before a snapshot, median";
@@ -92,7 +92,7 @@ pub(super) fn rows(ours: &Throughput, qemu: &Throughput, alone: &[f64], report: 
     let controls = "the same, worst";
     report.add(Row::smallest(controls, "", &ours.controls).beside(smallest(&qemu.controls)));
     let changes: Vec<f64> = alone.windows(2).map(|pair| pair[1] / pair[0]).collect();
-    let moved = "the same of a loop of `pwrite`, without a server, each second in another file, worst";
+    let moved = "the same of loops of `pwrite`, without a server, one a processor, each second in other files, worst";
     report.add(Row::smallest(moved, "", &changes));
 }
 
