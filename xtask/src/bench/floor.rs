@@ -68,9 +68,8 @@ impl Files {
 pub(super) fn write_files(dir: &Path, len: u64, time: Duration, rates: usize) -> Result<Vec<f64>> {
     let threads = thread::available_parallelism()?.get();
     let blocks = len / BLOCK as u64;
-    let write = |file: &File| {
-        rate(time, |index| file.write_all_at(&[2; BLOCK], mix(index) % blocks * BLOCK as u64))
-    };
+    let write =
+        |file: &File| rate(time, |index| file.write_all_at(&[2; BLOCK], mix(index) % blocks * BLOCK as u64));
     let mut last = Vec::new();
     let rates = (0..rates).map(|_| {
         let files = (0..threads).map(|_| new_file(dir, len)).collect::<Result<Vec<_>>>()?;

@@ -55,8 +55,10 @@ pub(super) struct Felt {
     /// The same where no snapshot was taken, ms.
     usual: Vec<f64>,
     throughput: Throughput,
-    /// Of the command, ms.
+    /// Of the command, ms: of snapshots that were taken seconds after the last one.
     commands: Vec<f64>,
+    /// Of those that were taken close to the last one: what was active had not been flushed before.
+    close_commands: Vec<f64>,
     /// For how long writes were held, as the server says, ms.
     pauses: Vec<f64>,
 }
@@ -229,6 +231,10 @@ impl Felt {
             let to = moment.from.saturating_sub(course.after());
             ms(trace.longest(to.saturating_sub(len), to))
         });
+        let commands = |spaced: bool| {
+            let those = moments.iter().filter(|moment| moment.spaced == spaced);
+            those.map(|moment| ms(moment.taken.command)).collect()
+        };
         let spaced: Vec<Duration> = moments.iter().filter(|one| one.spaced).map(|one| one.from).collect();
         Self {
             longest: moments.iter().map(longest).collect(),
@@ -237,7 +243,8 @@ impl Felt {
             throughput: Throughput::new(trace, &spaced, &course.controls, second, |from, to| {
                 course.ran(from, to)
             }),
-            commands: moments.iter().map(|moment| ms(moment.taken.command)).collect(),
+            commands: commands(true),
+            close_commands: commands(false),
             pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),
         }
     }
@@ -250,6 +257,9 @@ pub(super) fn rows(ours: &Felt, qemu: &Felt, alone: &[f64], report: &mut Report)
     let command = "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)";
     let bound = median(&qemu.commands);
     beside(report, Row::median(command, "ms", &ours.commands).at_most(bound), &qemu.commands);
+    let close = "the same, of snapshots half a second after the last one";
+    let bound = median(&qemu.close_commands);
+    beside(report, Row::median(close, "ms", &ours.close_commands).at_most(bound), &qemu.close_commands);
 }
 
 fn latency_rows(ours: &Felt, qemu: &Felt, report: &mut Report) {

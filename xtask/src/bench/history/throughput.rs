@@ -92,7 +92,8 @@ pub(super) fn rows(ours: &Throughput, qemu: &Throughput, alone: &[f64], report: 
     let controls = "the same, worst";
     report.add(Row::smallest(controls, "", &ours.controls).beside(smallest(&qemu.controls)));
     let changes: Vec<f64> = alone.windows(2).map(|pair| pair[1] / pair[0]).collect();
-    let moved = "the same of loops of `pwrite`, without a server, one a processor, each second in other files, worst";
+    let moved =
+        "the same of loops of `pwrite`, without a server, one a processor, each second in other files, worst";
     report.add(Row::smallest(moved, "", &changes));
 }
 
