@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The screen is redrawn in place with the escape sequences every terminal knows; the terminal keeps its mode, so
-//! Ctrl-C ends it as it ends any program.
+//! Ctrl-C ends it as it ends any program. What does not fit in the window is cut off, or each redrawing would scroll it.
 
 mod rates;
 
@@ -16,6 +16,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Result;
+use rustix::termios::tcgetwinsize;
 use vmstrata_api::{JobList, ServerStatus, StatsList};
 
 use self::rates::{DiskRates, rates};
@@ -56,8 +57,22 @@ fn show(text: &str, live: bool) -> Result<()> {
         return Ok(print(&format!("{text}\n"))?);
     }
     let mut out = stdout().lock();
+    // Anew each time: windows change. A terminal that does not know its size says 0.
+    let size = tcgetwinsize(&out).ok().filter(|size| size.ws_row > 0 && size.ws_col > 0);
+    let text = size.map_or_else(|| text.to_owned(), |size| fit(text, size.ws_row.into(), size.ws_col.into()));
     write!(out, "\x1b[H{}\x1b[J", text.replace('\n', "\x1b[K\n"))?;
     Ok(out.flush()?)
+}
+
+/// As much of it as a window of `rows` and `columns` holds, the cursor's line below it included.
+fn fit(text: &str, rows: usize, columns: usize) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    let room = rows.saturating_sub(1);
+    let fitting = if lines.len() <= room { lines.len() } else { room.saturating_sub(1) };
+    let hidden = lines.len() - fitting;
+    let note = (hidden > 0).then(|| format!("… {hidden} more lines: a taller window or --once shows them"));
+    let cut = |line: &str| line.chars().take(columns).chain(['\n']).collect::<String>();
+    lines[..fitting].iter().copied().chain(note.as_deref()).map(cut).collect()
 }
 
 fn screen(client: &Client, now: &StatsList, disks: &[DiskRates]) -> Result<String> {
@@ -69,7 +84,8 @@ fn screen(client: &Client, now: &StatsList, disks: &[DiskRates]) -> Result<Strin
         let share = percent(job.done, job.total);
         format!("job {} on {}: {share:.0} % of {} {}\n", job.id, job.disk, job.total, job.unit)
     });
-    Ok(format!("{headline}\n\n{}{failed}{}", table(disks), running.collect::<String>()))
+    // What is wrong or under way comes first: a window may be too small for all disks.
+    Ok(format!("{headline}\n{failed}{}\n{}", running.collect::<String>(), table(disks)))
 }
 
 fn table(disks: &[DiskRates]) -> Table<13> {
@@ -119,6 +135,17 @@ pub fn time(bound_us: Option<f64>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_cut_off_and_said() {
+        assert_eq!(fit("ab\ncd\n", 3, 80), "ab\ncd\n");
+        assert_eq!(fit("µ│cd\nef", 24, 2), "µ│\nef\n");
+        let text = "1\n2\n3\n4\n5\n";
+        assert_eq!(fit(text, 6, 80), text);
+        let note = "… 3 more lines: a taller window or --once shows them\n";
+        assert_eq!(fit(text, 4, 80), format!("1\n2\n{note}"), "and the cursor's line");
+        assert_eq!(fit(text, 1, 3), "… 5\n", "there is always something");
+    }
 
     #[test]
     fn numbers_are_short() {
