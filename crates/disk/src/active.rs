@@ -11,6 +11,7 @@
 //! Lock order: page lock, then cluster lock, then L1 lock, then the allocator's or the changes' lock.
 
 mod commit;
+mod growth;
 mod l1;
 mod locks;
 mod page;
@@ -27,7 +28,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
-use vmstrata_types::{GuestOffset, LayerIndex};
+use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
 use crate::alloc::Allocator;
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
@@ -37,6 +38,7 @@ use crate::flusher::Flusher;
 use crate::layer::Tables;
 use crate::resources::Resources;
 use crate::write::Guess;
+use growth::Growth;
 use l1::L1;
 use locks::EntryLocks;
 
@@ -69,6 +71,7 @@ pub(crate) struct Active {
     l1: ArcSwap<L1>,
     l1_lock: Mutex<()>,
     locks: EntryLocks,
+    growth: Mutex<Growth>,
 }
 
 /// A cluster's entry and what it was before.
@@ -116,6 +119,7 @@ impl Active {
             l1: ArcSwap::from_pointee(l1),
             l1_lock: Mutex::new(()),
             locks: EntryLocks::default(),
+            growth: Mutex::new(Growth::from(HostOffset::new(identity.len))),
             flusher,
             file: OpenStore::new(Arc::clone(&store)),
             store,

@@ -147,6 +147,11 @@ impl Allocator {
         Allocated { at: self.cluster_at(first), clusters: count, zeroed }
     }
 
+    /// Where the clusters that were ever handed out end.
+    pub(crate) fn end(&self) -> HostOffset {
+        self.cluster_at(self.state.lock().fresh_from)
+    }
+
     /// A cluster's refcount; `None` where no block says.
     fn refcount_of(&self, state: &mut State, cluster: u64) -> Result<Option<u64>> {
         let per_block = self.entries_per_block();

@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -202,6 +202,15 @@ impl Store for FileStore {
 
     fn flush(&self) -> io::Result<()> {
         retry(|| rustix::fs::fdatasync(&self.file))
+    }
+
+    fn begin_write_out(&self, at: HostOffset, len: u64) {
+        if self.direct.is_none()
+            && let (Ok(at), Ok(len)) = (at.get().try_into(), len.try_into())
+        {
+            // SAFETY: takes no pointer. An error of a write is left for the next flush to tell.
+            unsafe { libc::sync_file_range(self.file.as_raw_fd(), at, len, libc::SYNC_FILE_RANGE_WRITE) };
+        }
     }
 
     fn punch_hole(&self, at: HostOffset, len: u64) -> io::Result<()> {

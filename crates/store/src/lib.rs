@@ -100,6 +100,10 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// After an error nothing is known of the writes since the last success: do not retry, stop writing.
     fn flush(&self) -> io::Result<()>;
 
+    /// Asks the host to begin writing out a range that it has in memory only. A wish: nothing waits for it or is told of what
+    /// becomes of it, and only [`Store::flush`] says what is on stable storage.
+    fn begin_write_out(&self, _at: HostOffset, _len: u64) {}
+
     /// Makes a range read as zeros and gives its space back; a range past the end is cut there.
     ///
     /// # Errors

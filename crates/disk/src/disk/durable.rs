@@ -91,6 +91,15 @@ impl Disk {
         left
     }
 
+    /// Has the host begin to write out what the active layer has grown by, once that has rested since the last call; false when it
+    /// has not grown since.
+    pub(crate) fn write_out(&self) -> bool {
+        match &self.layers_now().top {
+            Top::Qcow2(active) => active.write_out(),
+            Top::Raw(_) | Top::Frozen => false,
+        }
+    }
+
     /// Commits changes that wait since `age` or longer, and gives back clusters that no one uses any more.
     pub(crate) fn tend(&self, age: Duration) {
         let _tending = self.tending.lock();

@@ -176,6 +176,9 @@ fn take_all<'disk>(
     let (published, mut failed) = publish(switches, linked.collect::<Result<_>>()?);
     let (uncommitted, pause) = Switch::make(published);
     cut();
+    for disk in disks {
+        disk.resources.upkeep().layer_is_new();
+    }
     let mut done = Vec::with_capacity(disks.len());
     for uncommitted in uncommitted {
         match uncommitted.commit() {
