@@ -28,7 +28,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
-use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
+use vmstrata_types::{GuestOffset, LayerIndex};
 
 use crate::alloc::Allocator;
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
@@ -110,6 +110,7 @@ impl Active {
             index,
             tables,
             size: AtomicU64::new(header.size),
+            growth: Mutex::new(Growth::from(alloc.end())),
             alloc,
             changes: Changes::new(header.cluster_bits),
             autoclear: 0,
@@ -119,7 +120,6 @@ impl Active {
             l1: ArcSwap::from_pointee(l1),
             l1_lock: Mutex::new(()),
             locks: EntryLocks::default(),
-            growth: Mutex::new(Growth::from(HostOffset::new(identity.len))),
             flusher,
             file: OpenStore::new(Arc::clone(&store)),
             store,

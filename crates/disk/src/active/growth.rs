@@ -3,7 +3,7 @@
 //! In the moments after a snapshot a guest's first writes make new clusters, with what is copied up around them: for a few
 //! bytes of the guest's, megabytes that whoever flushes next would wait for. A host that has to find room for them (a sparse
 //! file, a thin volume) takes twice as long the first time. So the host is asked to begin when new clusters have rested for a
-//! moment: until then the guest may fill them itself. What is written once more later costs no more than without.
+//! moment: until then the guest may fill them itself. Clusters that it writes to again before the next flush are written twice.
 
 use std::ops::Range;
 
@@ -57,7 +57,7 @@ mod tests {
         assert_eq!(growth.look(at(400)), (at(100)..at(300), true));
         assert_eq!(growth.look(at(400)), (at(300)..at(400), false));
         assert_eq!(growth.look(at(400)), (at(400)..at(400), false));
-        // Shorter than before: an index that lay past the end was dropped.
+        // An end that goes back is no growth.
         let mut growth = Growth::from(at(900));
         assert_eq!(growth.look(at(500)), (at(900)..at(900), false));
         assert_eq!(growth.look(at(1000)), (at(900)..at(900), true));

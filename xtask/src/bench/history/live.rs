@@ -57,7 +57,7 @@ pub(super) struct Felt {
     throughput: Throughput,
     /// Of the command, ms: of snapshots that were taken seconds after the last one.
     commands: Vec<f64>,
-    /// Of those that were taken close to the last one: what was active had not been flushed before.
+    /// Of those that were taken close to the last one, ms.
     close_commands: Vec<f64>,
     /// For how long writes were held, as the server says, ms.
     pauses: Vec<f64>,
@@ -255,11 +255,12 @@ pub(super) fn rows(ours: &Felt, qemu: &Felt, alone: &[f64], report: &mut Report)
     latency_rows(ours, qemu, report);
     throughput::rows(&ours.throughput, &qemu.throughput, alone, report);
     let command = "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)";
-    let bound = median(&qemu.commands);
-    beside(report, Row::median(command, "ms", &ours.commands).at_most(bound), &qemu.commands);
     let close = "the same, of snapshots half a second after the last one";
-    let bound = median(&qemu.close_commands);
-    beside(report, Row::median(close, "ms", &ours.close_commands).at_most(bound), &qemu.close_commands);
+    let compared =
+        [(command, &ours.commands, &qemu.commands), (close, &ours.close_commands, &qemu.close_commands)];
+    for (name, ours, qemu) in compared {
+        beside(report, Row::median(name, "ms", ours).at_most(median(qemu)), qemu);
+    }
 }
 
 fn latency_rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
