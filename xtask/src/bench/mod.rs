@@ -13,6 +13,7 @@
 mod cached;
 pub mod client;
 pub mod describe;
+pub mod distance;
 mod floor;
 pub mod history;
 pub mod load;

@@ -69,7 +69,7 @@ impl Stalls {
 }
 
 /// Gives the calling thread one processor, and precedence over all ordinary threads.
-fn before_all_others(processor: usize) -> io::Result<()> {
+pub(super) fn before_all_others(processor: usize) -> io::Result<()> {
     let mut only = CpuSet::new();
     only.set(processor);
     sched_setaffinity(None, &only)?;

@@ -1,4 +1,4 @@
-//! A guest that works without a break in a thread of its own, and a trace of its requests.
+//! A guest that works without a break in a thread of its own.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,6 +10,7 @@ use anyhow::{Result, anyhow};
 use super::super::client::Client;
 use super::super::load::{Access, Load, Watch};
 use super::BLOCK;
+use super::trace::Trace;
 
 const DEPTH: usize = 8;
 /// Who writes, when data is looked at.
@@ -20,9 +21,6 @@ const TIME_MAX: Duration = Duration::from_secs(600);
 /// Requests that memory is set aside for before the first: growing would hold up the guest that is measured. What is not
 /// needed is never touched.
 const REQUESTS: usize = 1 << 27;
-
-/// Longer than any request takes; a server that is silent for longer ends the run.
-const LATENCY_MAX: Duration = Duration::from_secs(60);
 
 /// The most by which a second differs from the one before it, as a share of that, if both are taken to be alike.
 const UNEVEN_MAX: f64 = 0.03;
@@ -57,12 +55,12 @@ impl Guest {
             completed: Arc::clone(&completed),
             epoch,
             started: [Duration::ZERO; DEPTH],
-            requests: Vec::with_capacity(REQUESTS),
+            trace: Trace::with_capacity(REQUESTS),
         };
         let load = Load { access, block: BLOCK, depth: DEPTH, time: TIME_MAX, seed: 5 };
         let thread = std::thread::spawn(move || {
             client.run_watched(&load, span, &mut recorder)?;
-            Ok((client, Trace { requests: recorder.requests }))
+            Ok((client, recorder.trace))
         });
         Self { thread, stop, completed, epoch }
     }
@@ -115,37 +113,12 @@ fn until_even(mut count: impl FnMut() -> u64) {
     }
 }
 
-/// A completed request: times in nanoseconds, as there are many.
-#[derive(Clone, Copy, Debug)]
-struct Request {
-    end: u64,
-    latency: u64,
-}
-
-impl Request {
-    fn new(start: Duration, end: Duration) -> Self {
-        Self { end: end.as_nanos() as u64, latency: (end - start).as_nanos() as u64 }
-    }
-
-    fn start(self) -> Duration {
-        Duration::from_nanos(self.end - self.latency)
-    }
-
-    fn end(self) -> Duration {
-        Duration::from_nanos(self.end)
-    }
-
-    fn latency(self) -> Duration {
-        Duration::from_nanos(self.latency)
-    }
-}
-
 struct Recorder {
     stop: Arc<AtomicBool>,
     completed: Arc<AtomicU64>,
     epoch: Instant,
     started: [Duration; DEPTH],
-    requests: Vec<Request>,
+    trace: Trace,
 }
 
 impl Watch for Recorder {
@@ -154,8 +127,8 @@ impl Watch for Recorder {
     }
 
     fn completed(&mut self, slot: usize) {
-        self.requests.push(Request::new(self.started[slot], self.epoch.elapsed()));
-        self.completed.store(self.requests.len() as u64, Ordering::Relaxed);
+        self.trace.push(self.started[slot], self.epoch.elapsed());
+        self.completed.store(self.trace.len() as u64, Ordering::Relaxed);
     }
 
     fn goes_on(&self) -> bool {
@@ -163,88 +136,9 @@ impl Watch for Recorder {
     }
 }
 
-/// All requests of a guest, as they completed.
-#[derive(Debug)]
-pub(super) struct Trace {
-    requests: Vec<Request>,
-}
-
-impl Trace {
-    /// Requests completed between two moments.
-    pub(super) fn completed(&self, from: Duration, to: Duration) -> usize {
-        self.first_after(to) - self.first_after(from)
-    }
-
-    /// The longest latency among requests that were under way at some time between two moments, and ended.
-    pub(super) fn longest(&self, from: Duration, to: Duration) -> Duration {
-        let later = &self.requests[self.first_after(from)..];
-        let near = later.iter().take_while(|request| request.end() <= to + LATENCY_MAX);
-        let under_way = near.filter(|request| request.start() < to);
-        under_way.map(|request| request.latency()).max().unwrap_or_default()
-    }
-
-    /// The latency that `part` of the requests completed between two moments keep, such as 0.99; `None` if there were none.
-    pub(super) fn percentile(&self, part: f64, from: Duration, to: Duration) -> Option<Duration> {
-        let window = &self.requests[self.first_after(from)..self.first_after(to)];
-        let mut latencies: Vec<Duration> = window.iter().map(|request| request.latency()).collect();
-        let rank = (latencies.len() as f64 * part).ceil() as usize;
-        let place = rank.checked_sub(1).filter(|place| *place < latencies.len())?;
-        Some(*latencies.select_nth_unstable(place).1)
-    }
-
-    /// So many requests in each second, each of a millisecond.
-    #[cfg(test)]
-    pub(super) fn of_rates(rates: &[u32]) -> Self {
-        let second = Duration::from_secs(1);
-        let requests = rates.iter().zip(0..).flat_map(|(rate, number)| {
-            (1..=*rate).map(move |index| {
-                let end = second * number + second * index / (rate + 1);
-                Request::new(end - Duration::from_millis(1), end)
-            })
-        });
-        Self { requests: requests.collect() }
-    }
-
-    fn first_after(&self, moment: Duration) -> usize {
-        self.requests.partition_point(|request| request.end() <= moment)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn ms(ms: u64) -> Duration {
-        Duration::from_millis(ms)
-    }
-
-    /// One request every 10 ms, one of which hangs from 100 to 160 ms.
-    fn trace() -> Trace {
-        let quick = |index: u64| Request::new(ms(10 * index), ms(10 * index + 2));
-        let mut requests: Vec<Request> = (0..10).map(quick).collect();
-        requests.push(Request::new(ms(100), ms(160)));
-        requests.extend((16..40).map(quick));
-        Trace { requests }
-    }
-
-    #[test]
-    fn a_request_counts_where_it_was_under_way() {
-        let trace = trace();
-        assert_eq!(trace.longest(ms(0), ms(95)), ms(2));
-        assert_eq!(trace.longest(ms(110), ms(111)), ms(60));
-        assert_eq!(trace.longest(ms(95), ms(105)), ms(60));
-        assert_eq!(trace.longest(ms(170), ms(300)), ms(2));
-    }
-
-    #[test]
-    fn percentiles_are_of_what_completed_in_the_window() {
-        let trace = trace();
-        assert_eq!(trace.percentile(0.99, ms(0), ms(95)), Some(ms(2)));
-        assert_eq!(trace.percentile(0.5, ms(0), ms(400)), Some(ms(2)));
-        assert_eq!(trace.percentile(0.99, ms(0), ms(400)), Some(ms(60)), "one of 35");
-        assert_eq!(trace.percentile(0.9, ms(0), ms(400)), Some(ms(2)));
-        assert_eq!(trace.percentile(0.99, ms(103), ms(150)), None);
-    }
 
     #[test]
     fn counts_until_two_are_nearly_equal() {
@@ -260,20 +154,13 @@ mod tests {
     }
 
     #[test]
-    fn completions_of_a_window() {
-        let trace = trace();
-        assert_eq!(trace.completed(ms(0), ms(100)), 10);
-        assert_eq!(trace.completed(ms(100), ms(155)), 0);
-    }
-
-    #[test]
     fn a_guest_writes_until_it_is_stopped() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.raw");
         std::fs::write(&path, vec![0; 1 << 20]).unwrap();
         let target = super::super::super::client::Target::RawFile(path);
         let guest = Guest::start(Client::connect(&target, 1, false).unwrap(), 1 << 19);
-        std::thread::sleep(ms(20));
+        std::thread::sleep(Duration::from_millis(20));
         let (now, completed) = (guest.now(), guest.completed());
         assert!(completed > 0);
         let (mut client, trace) = guest.stop().unwrap();

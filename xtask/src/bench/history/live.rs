@@ -14,11 +14,12 @@ use super::super::qmp::Qmp;
 use super::super::report::{Report, Row};
 use super::super::results::{median, range};
 use super::super::server::{Disk, Kind, Server};
-use super::super::stalls::{Stall, Stalls};
 use super::disk::{self, History, Layer};
-use super::guest::{Guest, Trace};
+use super::guest::Guest;
+use super::machine::{Machine, Watch};
 use super::take::{self, Take, Taken};
 use super::throughput::{self, Throughput};
+use super::trace::Trace;
 use super::{BLOCK, CLUSTER, Options, Pace, SEED};
 use crate::chain::pattern::{Writer, mix};
 
@@ -42,8 +43,7 @@ struct Course {
     moments: Vec<Moment>,
     /// Before each spaced snapshot, a moment at which none was taken.
     controls: Vec<Duration>,
-    /// From when to when the machine itself stood still; `None` where that cannot be told.
-    stalls: Option<Vec<(Duration, Duration)>>,
+    machine: Machine,
 }
 
 /// What a guest felt, and what the commands took: one value a snapshot.
@@ -147,11 +147,11 @@ fn change(client: &mut Client, history: &mut History, clusters: &[u64], index: u
 /// still time and again, twice as many are enough.
 fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Path) -> Result<Course> {
     let wanted = pace.close + pace.spaced;
-    let mut course = Course { pace, moments: Vec::new(), controls: Vec::new(), stalls: Some(Vec::new()) };
+    let mut course = Course { pace, moments: Vec::new(), controls: Vec::new(), machine: Machine::unseen() };
     let mut next = pace;
     while next.close + next.spaced > 0 {
         course.go_on(guest, next, first, take, dir)?;
-        let missing = if course.stalls.is_some() { wanted - course.undisturbed().count() } else { 0 };
+        let missing = if course.machine.is_known() { wanted - course.undisturbed().count() } else { 0 };
         next = Pace { spaced: 0, close: missing.min(2 * wanted - course.moments.len()), ..pace };
     }
     Ok(course)
@@ -167,8 +167,7 @@ impl Course {
         take: &mut dyn Take,
         dir: &Path,
     ) -> Result<()> {
-        let stalls = Stalls::watch()
-            .inspect_err(|error| eprintln!("cannot tell when the machine stands still: {error}"));
+        let watch = Watch::begin();
         let close = (0..pace.close).step_by(TOGETHER).map(|done| (pace.close - done).min(TOGETHER));
         for count in close {
             let _memory = pace.memory(dir, count * MEMORY)?;
@@ -187,9 +186,7 @@ impl Course {
             self.take(guest, true, first, take)?;
             std::thread::sleep(pace.second.mul_f64(1.1));
         }
-        let of_guest = |stall: Stall| (guest.time_of(stall.from), guest.time_of(stall.to));
-        let seen = stalls.ok().map(|stalls| stalls.end().into_iter().map(of_guest));
-        self.stalls = self.stalls.take().zip(seen).map(|(all, seen)| all.into_iter().chain(seen).collect());
+        self.machine.add(watch, guest);
         Ok(())
     }
 
@@ -200,15 +197,9 @@ impl Course {
         Ok(())
     }
 
-    /// Whether the machine is known not to have stood still.
-    fn ran(&self, from: Duration, to: Duration) -> bool {
-        let within = |stall: &(Duration, Duration)| stall.0 < to && stall.1 > from;
-        self.stalls.as_ref().is_some_and(|stalls| !stalls.iter().any(within))
-    }
-
-    /// The snapshots during which it did not.
+    /// The snapshots during which the machine is known not to have stood still.
     fn undisturbed(&self) -> impl Iterator<Item = &Moment> {
-        self.moments.iter().filter(|moment| self.ran(moment.from, self.felt_until(moment)))
+        self.moments.iter().filter(|moment| self.machine.ran(moment.from, self.felt_until(moment)))
     }
 
     /// For how long after its command a snapshot is looked at.
@@ -240,9 +231,7 @@ impl Felt {
             longest: moments.iter().map(longest).collect(),
             undisturbed: course.undisturbed().map(longest).collect(),
             usual: usual.collect(),
-            throughput: Throughput::new(trace, &spaced, &course.controls, second, |from, to| {
-                course.ran(from, to)
-            }),
+            throughput: Throughput::new(trace, &spaced, &course.controls, second, &course.machine),
             commands: commands(true),
             close_commands: commands(false),
             pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),

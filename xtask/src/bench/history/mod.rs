@@ -16,12 +16,14 @@ mod changes;
 mod disk;
 mod guest;
 mod live;
+mod machine;
 mod merging;
 mod opened;
 mod reads;
 mod space;
 mod take;
 mod throughput;
+mod trace;
 
 use std::fs;
 use std::path::{Path, PathBuf};
