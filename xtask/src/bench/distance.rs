@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::stalls::before_all_others;
+use super::watcher;
 
 /// How often is looked.
 const STEP: Duration = Duration::from_millis(20);
@@ -57,15 +57,7 @@ impl Distances {
         let (stop, ball, start) = (Arc::new(AtomicBool::new(false)), Arc::<Ball>::default(), Instant::now());
         let thread = |processor: usize, side: fn(&Ball, u64) -> Option<Duration>| {
             let (stop, ball) = (Arc::clone(&stop), Arc::clone(&ball));
-            let (tell, told) = std::sync::mpsc::channel();
-            let thread = std::thread::spawn(move || {
-                let ready = before_all_others(processor);
-                let is_ready = ready.is_ok();
-                let _ = tell.send(ready);
-                if is_ready { look(&stop, start, |turn| side(&ball, turn)) } else { Vec::new() }
-            });
-            told.recv().map_err(|_| io::Error::other("a thread that watches the machine ended"))??;
-            Ok::<_, io::Error>(thread)
+            watcher::spawn(processor, move || look(&stop, start, |turn| side(&ball, turn)))
         };
         let (asker, answerer) = (thread(0, ask)?, thread(1, answer)?);
         Ok(Self { stop, asker, answerer })

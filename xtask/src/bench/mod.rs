@@ -34,3 +34,4 @@ pub mod stalls;
 pub mod table;
 pub mod targets;
 mod turns;
+mod watcher;

@@ -6,13 +6,12 @@
 //! keep from running, sleeps for a moment again and again, and notes when it overslept.
 
 use std::io;
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::thread::{CpuSet, gettid, sched_setaffinity};
+use super::watcher;
 
 /// How often is looked.
 const STEP: Duration = Duration::from_millis(1);
@@ -44,15 +43,8 @@ impl Stalls {
         let stop = Arc::new(AtomicBool::new(false));
         let processors = std::thread::available_parallelism()?.get();
         let watchers = (0..processors).map(|processor| {
-            let (stop, (tell, told)) = (Arc::clone(&stop), std::sync::mpsc::channel());
-            let watcher = std::thread::spawn(move || {
-                let ready = before_all_others(processor);
-                let is_ready = ready.is_ok();
-                let _ = tell.send(ready);
-                if is_ready { look(&stop) } else { Vec::new() }
-            });
-            told.recv().map_err(|_| io::Error::other("a thread that watches the machine ended"))??;
-            Ok(watcher)
+            let stop = Arc::clone(&stop);
+            watcher::spawn(processor, move || look(&stop))
         });
         let watchers = watchers.collect::<io::Result<_>>()?;
         Ok(Self { stop, watchers })
@@ -66,17 +58,6 @@ impl Stalls {
         self.stop.store(true, Ordering::Relaxed);
         self.watchers.into_iter().flat_map(|watcher| watcher.join().expect("it only looks")).collect()
     }
-}
-
-/// Gives the calling thread one processor, and precedence over all ordinary threads.
-pub(super) fn before_all_others(processor: usize) -> io::Result<()> {
-    let mut only = CpuSet::new();
-    only.set(processor);
-    sched_setaffinity(None, &only)?;
-    let thread = gettid().as_raw_nonzero().to_string();
-    let mut change = Command::new("chrt");
-    let changed = change.args(["--fifo", "--pid", "1", &thread]).stderr(Stdio::null()).status()?;
-    if changed.success() { Ok(()) } else { Err(io::Error::from(io::ErrorKind::PermissionDenied)) }
 }
 
 fn look(stop: &AtomicBool) -> Vec<Stall> {
@@ -112,7 +93,7 @@ mod tests {
     fn what_keeps_a_processor_from_a_watcher_is_a_stall() {
         let Ok(stalls) = Stalls::watch() else { return };
         let hog = || {
-            before_all_others(0).unwrap();
+            watcher::before_all_others(0).unwrap();
             let start = Instant::now();
             while start.elapsed() < Duration::from_millis(20) {}
             start
