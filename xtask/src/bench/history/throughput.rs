@@ -11,9 +11,9 @@
 //!
 //! Where the machine is seen to change between the two, as it stood still or its processors came to lie nearer together or
 //! farther apart, they tell nothing of a snapshot. And there are changes that cannot be seen, and that make more of a difference
-//! to a single pair than a snapshot does. So a snapshot is judged by itself alone where that can be done: by what part the second
-//! after kept of what its own typical two hundredth would have made of it, as a snapshot's work is done within a few of them. That
-//! the typical ones are as good as before is what the median of all pairs tells.
+//! to a single pair than a snapshot does. So each snapshot is judged by itself alone, too: by what part the second after kept of what
+//! its own typical two hundredth would have made of it, as a snapshot's work is done within a few of them. That the typical ones
+//! are as good as before is what the median of all pairs tells.
 //!
 //! After a snapshot the guest's working set lies in other memory than before, which may be faster or slower by itself and
 //! stays so for as long as the layer is written to: a virtual machine's host backs some of its memory worse. That changes
@@ -119,13 +119,13 @@ const FIGURES: [Figure; 9] = [
         BOUND,
     ),
     ("the same without a snapshot, worst", Of::Worst, |of| &of.controls.kept, None),
-    // These tell more of the machine than of the snapshot, as what stands below them shows.
-    ("writes in the second after / before a snapshot, worst snapshot", Of::Worst, |of| &of.after, None),
+    // What stands below these two shows how much of them is the machine's.
+    ("writes in the second after / before a snapshot, worst snapshot", Of::Worst, |of| &of.after, BOUND),
     (
         "the same, worst of those in whose two seconds the machine neither stood still nor moved its processors",
         Of::Worst,
         |of| &of.undisturbed,
-        None,
+        BOUND,
     ),
     (
         "the same of two seconds between which no snapshot was taken, median",
