@@ -4,7 +4,8 @@
 //! come through the [`Store`] trait from any thread; [`crate::Ring`]s read and write the raw descriptor.
 //!
 //! Invariants:
-//! - The lock asked for is held from construction until the store is dropped.
+//! - The lock asked for is held from construction until the store is dropped, and on the open file that [`crate::Ring`]s use:
+//!   requests that a killed process left in the kernel keep that open, so nobody else has the file before they are done.
 //! - The length is never cached: a ring, or another descriptor of ours, may extend the file.
 
 use std::fs::File;
@@ -109,15 +110,15 @@ impl FileStore {
     /// [`FileError`]: locked by someone else, or the kernel refused to say what it is.
     pub fn new(file: File, path: &Path, options: &FileOptions) -> Result<Self, FileError> {
         let failed = |source| FileError::Examine { path: path.to_owned(), source };
-        if let Some(kind) = options.lock {
-            lock::lock(file.as_fd(), path, kind, options.lock_patience)?;
-        }
-        let is_owner = spare_access_time(&file);
-        let is_block_device = file.metadata().map_err(failed)?.file_type().is_block_device();
         let direct = match options.cache {
             CacheMode::Host => None,
             CacheMode::Direct => Direct::open(&file, options.access).map_err(failed)?,
         };
+        if let Some(kind) = options.lock {
+            lock::lock(ring_fd(&file, direct.as_ref()), path, kind, options.lock_patience)?;
+        }
+        let is_owner = spare_access_time(&file);
+        let is_block_device = file.metadata().map_err(failed)?.file_type().is_block_device();
         Ok(Self { file, path: path.to_owned(), lock: options.lock, is_owner, is_block_device, direct })
     }
 
@@ -170,6 +171,11 @@ impl FileStore {
     fn write_zeros(&self, at: u64, end: u64) -> io::Result<()> {
         self.write_all(&vec![0; (end - at) as usize], HostOffset::new(at))
     }
+}
+
+/// The open file that rings read and write.
+fn ring_fd<'a>(file: &'a File, direct: Option<&'a Direct>) -> BorrowedFd<'a> {
+    direct.map_or_else(|| file.as_fd(), Direct::fd)
 }
 
 fn fallocate(file: &File, flags: FallocateFlags, at: u64, len: u64) -> io::Result<()> {
@@ -264,7 +270,7 @@ impl Store for FileStore {
     }
 
     fn raw(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.direct.as_ref().map_or_else(|| self.file.as_fd(), Direct::fd))
+        Some(ring_fd(&self.file, self.direct.as_ref()))
     }
 
     fn view(&self) -> Option<View> {
@@ -276,7 +282,7 @@ impl Store for FileStore {
 
     fn give_up_writing(&self) -> io::Result<()> {
         let writes = self.lock.is_some_and(|kind| kind != LockKind::Frozen);
-        if writes { lock::downgrade(self.file.as_fd()) } else { Ok(()) }
+        if writes { lock::downgrade(ring_fd(&self.file, self.direct.as_ref())) } else { Ok(()) }
     }
 
     fn raw_alignment(&self) -> usize {
