@@ -19,7 +19,7 @@ mod tests;
 mod wait;
 
 use std::fmt;
-use std::io;
+use std::io::{self, Write as _};
 use std::thread;
 
 use io_uring::{IoUring, squeue};
@@ -254,7 +254,8 @@ impl Drop for Ring {
         self.drain();
         while self.in_flight() > 0 {
             if let Err(error) = self.finish_some() {
-                eprintln!("cannot wait for {} requests of a ring: {error}", self.in_flight());
+                let waits = self.in_flight();
+                let _ = writeln!(io::stderr(), "cannot wait for {waits} requests of a ring: {error}");
                 std::process::abort();
             }
         }
