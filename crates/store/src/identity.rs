@@ -34,4 +34,9 @@ impl FileId {
             Self { dev: found.dev(), ino: found.ino() }
         }
     }
+
+    /// Whether it is a block device.
+    pub fn is_device(&self) -> bool {
+        self.ino == 0
+    }
 }

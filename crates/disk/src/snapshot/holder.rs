@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::path::Path;
 
-use vmstrata_store::FileId;
+use vmstrata_store::{FileId, Holders};
 
 /// What kind of program it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,16 +87,7 @@ pub fn holders(path: &Path) -> Vec<Holder> {
 
 /// The other processes that have any of `files` open, as far as this user may see them.
 pub(crate) fn holders_of(files: &HashSet<FileId>) -> Vec<Holder> {
-    let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
-    let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
-    pids.filter(|&pid| pid != std::process::id() && has_open(pid, files)).map(holder).collect()
-}
-
-fn has_open(pid: u32, files: &HashSet<FileId>) -> bool {
-    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
-    descriptors
-        .filter_map(|entry| std::fs::metadata(entry.ok()?.path()).ok())
-        .any(|open| files.contains(&FileId::of(&open)))
+    Holders::of(files).pids.into_iter().map(holder).collect()
 }
 
 fn holder(pid: u32) -> Holder {

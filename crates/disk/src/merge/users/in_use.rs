@@ -1,13 +1,13 @@
 //! Processes that use a file: known by what they have open, and by their locks.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmstrata_store::{FileId, OpenStore, Permission, is_held};
+use vmstrata_store::{FileId, OpenFiles, OpenStore, Permission, is_held};
 
 use super::Users;
 use crate::merge::plan::Link;
@@ -63,24 +63,17 @@ pub(crate) fn open_twice(layers: &[Link], here: &Here<'_>) -> Vec<FileId> {
     layers.iter().map(|link| link.file).filter(|&file| own.has_twice(file, here)).collect()
 }
 
-/// How often this process has files open; `None` where it cannot see that.
-struct Own(Option<HashMap<FileId, usize>>);
+/// The files that this process has open; `None` where it cannot see that.
+struct Own(Option<OpenFiles>);
 
 impl Own {
     fn now() -> Self {
-        let Ok(descriptors) = std::fs::read_dir("/proc/self/fd") else { return Self(None) };
-        let mut counts: HashMap<FileId, usize> = HashMap::new();
-        for entry in descriptors {
-            if let Some(open) = entry.ok().and_then(|entry| std::fs::metadata(entry.path()).ok()) {
-                *counts.entry(FileId::of(&open)).or_default() += 1;
-            }
-        }
-        Self(Some(counts))
+        Self(OpenFiles::own().ok())
     }
 
     /// Whether it has the file open beside the open file that it knows, or may have.
     fn has_twice(&self, file: FileId, here: &Here<'_>) -> bool {
-        let open = self.0.as_ref().map_or(1, |counts| counts.get(&file).copied().unwrap_or(0));
+        let open = self.0.as_ref().map_or(1, |own| own.count(file));
         open > usize::from((here.store)(file).is_some())
     }
 }
