@@ -28,7 +28,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
-use vmstrata_types::{GuestOffset, LayerIndex};
+use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
 use crate::alloc::Allocator;
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
@@ -44,6 +44,7 @@ use locks::EntryLocks;
 
 pub(crate) use locks::{EntryGuard, PageGuards};
 pub(crate) use partial::{Partial, Parts, is_partial};
+pub use recover::Mismatch;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -129,6 +130,15 @@ impl Active {
     /// Whether a flush or a write of the tables failed: nothing more is known of what is on stable storage.
     pub(crate) fn is_lost(&self) -> bool {
         self.flusher.has_failed() || self.changes.has_failed()
+    }
+
+    /// Gives back a new cluster that no entry leads to. Once the disk is lost it stays counted: a broken journal may still name
+    /// it, and would then be refused.
+    pub(crate) fn free_unpublished(&self, at: HostOffset) {
+        if !self.is_lost() {
+            // What cannot be given back is leaked.
+            let _ = self.alloc.free(at, self.tables.geometry.cluster_bits.size());
+        }
     }
 
     /// Number of the guest cluster that holds `at`.

@@ -23,9 +23,7 @@ use crate::opener::{Opener, Role, directory_of};
 use crate::resources::Resources;
 use indexed::Search;
 
-pub(crate) use file::{
-    SESSION_MASK, Top, check_state, check_state_at, is_being_dropped, open_layer, open_top, raw_size,
-};
+pub(crate) use file::{Top, check_state, check_state_at, is_being_dropped, open_layer, open_top, raw_size};
 pub(crate) use head::{Qcow2Head, backing_of, backing_text, has_magic, plain_name, probe, read_head};
 
 /// How to open a disk.
@@ -43,6 +41,18 @@ pub struct OpenOptions {
     pub format: Option<Format>,
     /// Whether `format` is that of the very file, as the layer above names it: a raw one is then raw whatever is in it.
     pub format_is_exact: bool,
+    /// What happens to the unflushed writes of a killed process that cannot be taken up.
+    pub unflushed: Unflushed,
+}
+
+/// What to do with completed writes of a killed process that cannot be taken up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Unflushed {
+    /// Refuse the disk: nothing is lost.
+    #[default]
+    Keep,
+    /// Go on without them, as after a power failure.
+    Discard,
 }
 
 impl OpenOptions {
@@ -65,6 +75,7 @@ impl Default for OpenOptions {
             allow_backing: Vec::new(),
             format: None,
             format_is_exact: false,
+            unflushed: Unflushed::Keep,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Changes of the active layer's tables on their way to the image, and the order in which they get there.
 //!
 //! ```text
-//!   write: data ──► note (journal, memory) ──► visible to lookups ──► request completes
+//!   write: data ──► record (journal, then memory) ──► visible to lookups ──► request completes
 //!   commit:  flush ──► write L1 and L2 entries ──► flush ──► freed clusters may be reclaimed
 //!            data and refcounts                    tables
 //! ```
@@ -17,11 +17,15 @@
 //! Words of clusters that are written in part ([`crate::active::Partial`]) are noted like entries, and stay noted: a commit
 //! takes them along to the next one, in memory and in the journal, until the cluster is whole. A flush makes them whole first, and leaves those that it cannot.
 //!
+//! Nothing is noted that is not in the journal: where that has no room, the caller commits, which begins the journal anew, and
+//! tries again ([`Changes::note_or_commit`]). So what a killed process leaves is never behind the image.
+//!
 //! Lock order: the commit lock, then the state's lock. The state's lock is never held during a flush.
 
 mod partials;
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -29,7 +33,7 @@ use parking_lot::Mutex;
 use vmstrata_types::{ClusterBits, HostOffset};
 
 use crate::active::is_partial;
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::journal::{Journal, Record, Slot};
 use partials::{Partials, Welcome};
 
@@ -37,6 +41,9 @@ pub(crate) use partials::Refusal;
 
 /// Changes noted before a writer must commit them itself: bounds memory and journal.
 const MAX_NOTED: usize = 131_072;
+
+/// Commits before a change is given up that others leave no room in the journal.
+const ROOM_TRIES: usize = 8;
 
 /// A run of bytes of the image that an entry no longer refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,17 +79,16 @@ struct State {
     reclaimable: Vec<Freed>,
     /// When the oldest change of `open` was noted.
     since: Option<Instant>,
-    /// Their words are in `open`.
+    /// Their words are in `open`, and nothing is pending below them: the image has no entry for them.
     partials: Partials,
+    /// Why the journal took the last change not.
+    refused: Option<io::Error>,
 }
 
 #[derive(Debug, Default)]
 struct Batch {
     entries: BTreeMap<Slot, u64>,
     freed: Vec<Freed>,
-    /// The journal lacks some of it. Later changes may build on that (entries in a table that is lacking), so they
-    /// are not safe either until this is in the image.
-    unjournalled: bool,
 }
 
 /// What noting a change asks of the one who made it.
@@ -91,10 +97,12 @@ struct Batch {
 pub(crate) enum Noted {
     /// The change is as durable as it must be before the next flush.
     Safe,
-    /// It could not be journalled, or too much waits: commit before completing the request.
+    /// Too much waits: commit before completing the request.
     MustCommit,
     /// Nothing was noted: no cluster may begin to be written in part now.
     Refused,
+    /// Nothing was noted: the journal could not take it. A commit makes room.
+    NoRoom,
 }
 
 /// How a commit reaches the image.
@@ -116,6 +124,7 @@ impl Changes {
             reclaimable: Vec::new(),
             since: None,
             partials: Partials::default(),
+            refused: None,
         };
         Self {
             bits,
@@ -127,8 +136,11 @@ impl Changes {
         }
     }
 
-    /// Notes changes in `journal` from now on.
-    pub(crate) fn use_journal(&self, journal: Option<Journal>) {
+    /// Records changes in `journal` from now on. What it has of an earlier session goes: the image does not name that any more.
+    pub(crate) fn use_journal(&self, mut journal: Option<Journal>) {
+        if let Some(journal) = &mut journal {
+            journal.drop_older();
+        }
         self.state.lock().journal = journal;
     }
 
@@ -142,20 +154,73 @@ impl Changes {
     /// Notes changes whose data is written, and the clusters they let go of.
     pub(crate) fn note(&self, records: &[Record], freed: &[Freed]) -> Noted {
         let mut state = self.state.lock();
-        if !state.partials.admits(records) {
+        let begin = records.iter().filter(|record| partials::begins(record)).count();
+        if begin > 0 && !state.admits_partials(begin) {
             return Noted::Refused;
         }
-        let journalled = state.journal.as_mut().is_none_or(|journal| journal.append(records).is_ok());
-        state.open.unjournalled |= !journalled;
-        let journalled = !state.open.unjournalled && !state.closing.unjournalled;
+        if let Err(error) = state.journal.as_mut().map_or(Ok(()), |journal| journal.append(records)) {
+            if state.is_journal_broken() {
+                self.failed.store(true, Ordering::SeqCst);
+            }
+            state.refused = Some(error);
+            return Noted::NoRoom;
+        }
+        for record in records.iter().filter(|record| partials::begins(record)) {
+            let pending = state.closing.entries.contains_key(&record.slot)
+                || state.open.entries.contains_key(&record.slot);
+            assert!(!pending, "a cluster is written in part over an entry that the image does not have yet");
+        }
         state.open.entries.extend(records.iter().map(|record| (record.slot, record.new)));
         for &run in freed {
             merge(&mut state.open.freed, run, self.bits);
         }
         state.since.get_or_insert_with(Instant::now);
         state.partials.note(records, &self.welcome);
-        let journalled = journalled && !state.commit_each;
-        if journalled && state.open.entries.len() < MAX_NOTED { Noted::Safe } else { Noted::MustCommit }
+        let is_full = state.open.entries.len() >= MAX_NOTED;
+        if is_full || state.commit_each { Noted::MustCommit } else { Noted::Safe }
+    }
+
+    /// As [`Changes::note`]; commits first where the journal has no room.
+    ///
+    /// # Errors
+    /// A commit that failed, or a journal that cannot be written: nothing was noted.
+    pub(crate) fn note_or_commit(
+        &self,
+        records: &[Record],
+        freed: &[Freed],
+        target: &impl CommitTarget,
+    ) -> Result<Noted> {
+        for _ in 0..ROOM_TRIES {
+            match self.note(records, freed) {
+                Noted::NoRoom => self.make_room(target)?,
+                noted => return Ok(noted),
+            }
+        }
+        Err(self.no_room())
+    }
+
+    /// Commits, so that the journal begins anew.
+    fn make_room(&self, target: &impl CommitTarget) -> Result<()> {
+        let turn = self.state.lock().turn();
+        self.commit(target)?;
+        if self.state.lock().turn() == turn { Err(self.no_room()) } else { Ok(()) }
+    }
+
+    /// Why the journal did not take a change.
+    pub(crate) fn no_room(&self) -> Error {
+        let mut state = self.state.lock();
+        let source = state.refused.take().unwrap_or_else(|| io::Error::other("it takes no records"));
+        let error = Error::io("write the volatile journal, as every change of the tables has to", source);
+        match &state.journal {
+            Some(journal) => error.in_file(journal.path()),
+            None => error,
+        }
+    }
+
+    /// Whether a change of this cluster's entry waits for a commit, or is being written by one.
+    pub(crate) fn is_pending(&self, cluster: u64) -> bool {
+        let state = self.state.lock();
+        [&state.open, &state.closing].iter().any(|batch| batch.entries.contains_key(&Slot::L2(cluster)))
     }
 
     /// Puts noted entries for `clusters` over what the image says of them.
@@ -219,14 +284,14 @@ impl Changes {
     fn begin(&self) -> bool {
         let mut state = self.state.lock();
         let stay = state.partials.records(&state.open.entries);
-        if state.open.entries.len() == stay.len() {
+        if state.open.entries.len() == stay.len() && state.refused.is_none() {
             // What stays has been tried, and waits for its next turn.
             state.since = (!stay.is_empty()).then(Instant::now);
             return false;
         }
-        if let Some(journal) = &mut state.journal {
-            // If there is no room for the other half, this one goes on: longer, and as true.
-            let _ = journal.turn(&stay);
+        // If the other half cannot be begun, this one goes on: longer, and as true.
+        if state.journal.as_mut().is_some_and(|journal| journal.turn(&stay).is_ok()) {
+            state.refused = None;
         }
         state.closing = std::mem::take(&mut state.open);
         state.open.entries = stay.iter().map(|record| (record.slot, record.new)).collect();
@@ -242,8 +307,7 @@ impl Changes {
             merge(&mut state.reclaimable, run, self.bits);
         }
         if let Some(journal) = &mut state.journal {
-            // Stale notes are harmless: each says what the image already says.
-            let _ = journal.drop_older();
+            journal.drop_older();
         }
     }
 
@@ -267,6 +331,24 @@ impl Changes {
     }
 }
 
+impl State {
+    /// The turn of the journal.
+    fn turn(&self) -> u64 {
+        self.journal.as_ref().map_or(0, Journal::turn_now)
+    }
+
+    fn is_journal_broken(&self) -> bool {
+        self.journal.as_ref().is_some_and(Journal::is_broken)
+    }
+
+    /// Whether so many more clusters may begin to be written in part: a commit must find room in the journal for all of them.
+    fn admits_partials(&mut self, more: usize) -> bool {
+        let staying = self.partials.len() + more;
+        let reserved = |journal: &mut Journal| journal.reserve(staying).is_ok();
+        self.partials.are_admitted() && self.journal.as_mut().is_none_or(reserved)
+    }
+}
+
 /// Adds a run, joining it to the last one where it goes on from there with a new cluster. (Two compressed clusters
 /// that meet inside a host cluster are two users of it, and must be counted as two.)
 fn merge(runs: &mut Vec<Freed>, run: Freed, bits: ClusterBits) {
@@ -278,8 +360,10 @@ fn merge(runs: &mut Vec<Freed>, run: Freed, bits: ClusterBits) {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::cell::RefCell;
+
+    use super::*;
+    use crate::journal;
 
     #[derive(Default)]
     struct Log(RefCell<Vec<String>>);
@@ -316,30 +400,22 @@ mod tests {
     }
 
     #[test]
-    fn what_builds_on_a_change_that_the_journal_lacks_must_be_committed_too() {
+    fn a_change_that_the_journal_has_no_room_for_is_made_after_a_commit() {
         let dir = tempfile::tempdir().unwrap();
-        let image = vmstrata_store::FileId { dev: 1, ino: 2 };
-        let (mut journal, _) = Journal::open(dir.path(), image, 0).unwrap();
-        journal.reset(7).unwrap();
+        let (mut journal, subject) = journal::tests::fresh(dir.path());
         journal.limit(64 + 32);
         let changes = Changes::new(ClusterBits::DEFAULT);
         changes.use_journal(Some(journal));
-        assert_eq!(
-            changes.note(&[change(1, 1), change(2, 2)], &[]),
-            Noted::MustCommit,
-            "too long for the journal"
-        );
-        assert_eq!(
-            changes.note(&[change(3, 3)], &[]),
-            Noted::MustCommit,
-            "fits, but what it builds on is lacking"
-        );
-        assert!(changes.begin());
-        assert_eq!(changes.note(&[change(4, 4)], &[]), Noted::MustCommit, "the commit is not done");
-        changes.end();
-        assert!(changes.begin());
-        changes.end();
-        assert_eq!(changes.note(&[change(5, 5)], &[]), Noted::Safe);
+        let found = || journal::look(dir.path(), &subject).unwrap().records;
+        assert_eq!(changes.note(&[change(1, 1)], &[]), Noted::Safe);
+        assert_eq!(changes.note(&[change(2, 2)], &[]), Noted::NoRoom, "one record is the limit");
+        assert_eq!(found(), [change(1, 1)]);
+        let log = Log::default();
+        assert_eq!(changes.note_or_commit(&[change(2, 2)], &[], &log).unwrap(), Noted::Safe);
+        assert_eq!(*log.0.borrow(), ["flush", "{L2(1): 1}", "flush"], "what was noted before, and no more");
+        assert_eq!(found(), [change(2, 2)]);
+        changes.note_or_commit(&[change(3, 3), change(4, 4)], &[], &log).unwrap_err();
+        assert!(!changes.is_pending(3), "too long for any half, and not made");
     }
 
     #[test]

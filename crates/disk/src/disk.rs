@@ -41,6 +41,8 @@ use latch::WhenLatched;
 pub(crate) use durable::leave_clean;
 pub use index::Indexing;
 pub(crate) use merge::Running;
+#[cfg(test)]
+pub(crate) use open::open_top;
 pub(crate) use open::{FEATURES_SINCE, write_session};
 pub use resize::{ResizeFault, Resized, Shrink};
 pub use snapshot::{Taken, Together, snapshot_together};
@@ -106,7 +108,7 @@ impl Disk {
             .or_else(|error| check_state_at(path, &**resources.files().opener()).and(Err(error)))?;
         chain.top.check_state()?;
         if chain.unfinished && !options.read_only {
-            killed::finish_snapshot(chain, options.cache, resources)?;
+            killed::finish_snapshot(chain, (options.cache, options.unflushed), resources)?;
             chain = read_chain(path, options, resources)?;
         }
         if options.read_only && (chain.unfinished || chain.top.is_in_session()) {
@@ -120,7 +122,8 @@ impl Disk {
         } else {
             let frozen = if below.is_empty() { None } else { Some(resources.share_map(below, index)?) };
             let depth = frozen.as_ref().map_or(0, |map| map.layers().len());
-            (open::open_top(top, index_of(depth), || Ok(frozen.clone()), resources)?, frozen)
+            let place = (index_of(depth), options.unflushed);
+            (open::open_top(top, place, || Ok(frozen.clone()), resources)?, frozen)
         };
         let layers = Layers::new(size, top, frozen, resources);
         let disk = Arc::new(Self { lost_index: lost_index.into(), ..Self::over(path, options, layers) });

@@ -16,11 +16,12 @@ use vmstrata_qcow2::{Autoclear, Header, SnapshotInfo};
 use vmstrata_store::{FileIdentity, Gate, Permission, Store, is_held};
 
 pub use self::clusters::{OwnCluster, own_clusters};
-use crate::chain::{Qcow2Head, SESSION_MASK, backing_of, is_being_dropped, probe};
+use crate::chain::{Qcow2Head, backing_of, is_being_dropped, probe};
 use crate::error::{Error, Result};
 use crate::index::is_link_stale;
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role};
+use crate::session::SESSION_MASK;
 
 /// A file as it was found.
 #[derive(Debug)]

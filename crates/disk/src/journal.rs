@@ -3,36 +3,59 @@
 //! A mapping may reach the image only after the data it points to is on stable storage, else a power failure could
 //! show a cluster full of garbage where flushed data was. But a guest outlives its storage server: when the server
 //! is killed and started again, writes that completed must still be there. So every change of the tables is
-//! noted in a file that survives the process and not the machine (`/run` is memory), and taken up again by the next
+//! recorded in a file that survives the process and not the machine (`/run` is memory), and replayed by the next
 //! server. After a power failure the journal is gone, and with it only what was never flushed.
 //!
-//! Two files take turns. When a commit begins, new notes go to the other one; when it is done, the first is emptied. A half
-//! begins with what the commit leaves, and its header is written last: a half that is believed has all of that.
+//! Two files, the halves, take turns. When a commit begins, new records go to the other half, which begins with what the
+//! commit leaves; when it is done, the first half is dropped.
 //!
 //! ```text
 //!   header, 64 bytes: magic, boot id, device, inode, turn, session, check
 //!   record, 32 bytes: table and index │ old raw entry │ new raw entry │ check
 //! ```
 //!
+//! Invariants:
+//! - A change is in the journal before a lookup, or the image, shows it. A record that cannot be written is a change that
+//!   is not made.
+//! - The valid halves, in order of their turns, hold every value that a slot has had since the one the image holds, that one
+//!   included.
+//! - Both halves have room for what stays of a commit and for one publication more, so a full file system makes commits
+//!   frequent, and stops nothing.
+//!
+//! The second needs little of a failing write: a half is valid once its header is written, which is last; a record counts
+//! with its own turn only, so old ones behind the new ones are none. Where a write failed and what it left cannot be
+//! overwritten either, nothing more is recorded ([`Journal::is_broken`]).
+//!
 //! Nothing in a journal is believed unless the image still is what it was: its header names the same session (any
-//! stock writer clears those autoclear bits), each entry in the image still has a value noted for it (or what taking up
-//! makes of the newest), and the refcount of every new cluster is 1. Integers are little-endian: a journal never leaves its
-//! machine.
+//! stock writer clears those autoclear bits), each entry in the image still has a value recorded for it (or what replaying
+//! makes of the newest), the refcount of every new cluster is 1, and no two entries lead to one. Integers are
+//! little-endian: a journal never leaves its machine.
 
-use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use vmstrata_store::FileId;
+use smallvec::SmallVec;
+use vmstrata_store::{FileId, Gate, Store};
+use vmstrata_types::HostOffset;
 
-const MAGIC: &[u8; 8] = b"VMSJRNL1";
+use crate::error::{IoContext as _, Result};
+use crate::opener::{Opener, Role};
+use crate::session::BootId;
+
+const MAGIC: &[u8; 8] = b"VMSJRNL2";
 const HEADER_LEN: u64 = 64;
 const RECORD_LEN: usize = 32;
 /// Set in a record's index when it is about an L1 entry.
 const L1_FLAG: u64 = 1 << 63;
 /// A journal longer than this was not written by us: commits keep them far shorter.
-const MAX_LEN: u64 = 64 << 20;
+const LEN_MAX: u64 = 64 << 20;
+/// Most records written at once: as many as one page of entries has.
+const TOGETHER_MAX: u64 = 512;
+/// By so many bytes room is made.
+const ROOM_STEP: u64 = 4 << 10;
+/// Room that a half keeps when it is dropped: what the most partial clusters need, and one publication.
+const ROOM_KEPT: u64 = 1 << 20 | 128 << 10;
 
 /// One change of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,15 +69,25 @@ pub(crate) struct Record {
 
 /// An entry of the image's tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Slot {
+pub enum Slot {
     /// Entry of the L1 table.
     L1(u64),
     /// L2 entry of this guest cluster.
     L2(u64),
 }
 
+impl std::fmt::Display for Slot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::L1(index) => write!(f, "L1 entry {index}"),
+            Self::L2(cluster) => write!(f, "entry of guest cluster {cluster}"),
+        }
+    }
+}
+
 impl Record {
-    fn encode(&self) -> [u8; RECORD_LEN] {
+    /// `seed` is the turn's ([`Subject::seed`]): a record of another turn does not pass its check.
+    fn encode(&self, seed: u32) -> [u8; RECORD_LEN] {
         let index = match self.slot {
             Slot::L1(index) => index | L1_FLAG,
             Slot::L2(cluster) => cluster,
@@ -63,14 +96,14 @@ impl Record {
         bytes[..8].copy_from_slice(&index.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.old.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.new.to_le_bytes());
-        let check = u64::from(crc32c::crc32c(&bytes[..24])) | 1 << 32;
+        let check = u64::from(crc32c::crc32c_append(seed, &bytes[..24])) | 1 << 32;
         bytes[24..].copy_from_slice(&check.to_le_bytes());
         bytes
     }
 
-    fn decode(bytes: &[u8; RECORD_LEN]) -> Option<Self> {
+    fn decode(bytes: &[u8; RECORD_LEN], seed: u32) -> Option<Self> {
         let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-        if word(24) != u64::from(crc32c::crc32c(&bytes[..24])) | 1 << 32 {
+        if word(24) != u64::from(crc32c::crc32c_append(seed, &bytes[..24])) | 1 << 32 {
             return None;
         }
         let index = word(0);
@@ -79,87 +112,20 @@ impl Record {
     }
 }
 
-/// The two files of one image.
-#[derive(Debug)]
-pub(crate) struct Journal {
-    halves: [Half; 2],
-    current: usize,
-    turn: u64,
-    image: FileId,
-    session: u64,
-    boot_id: [u8; 16],
-    /// Longest a half may grow; commits come long before.
-    len_max: u64,
+/// Which image and which process a journal belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Subject {
+    pub(crate) image: FileId,
+    pub(crate) boot: BootId,
+    /// The session number in the image's header.
+    pub(crate) session: u64,
 }
 
-#[derive(Debug)]
-struct Half {
-    path: PathBuf,
-    file: File,
-    len: u64,
-}
-
-impl Journal {
-    /// Opens or makes the journal of an image in `dir`; returns what the process of that session left there, oldest
-    /// first. Call [`Journal::reset`] or [`Journal::go_on`] before the first note.
-    ///
-    /// # Errors
-    /// A directory or file that cannot be made, read or written.
-    pub(crate) fn open(dir: &Path, image: FileId, session: u64) -> io::Result<(Self, Vec<Record>)> {
-        std::fs::create_dir_all(dir)?;
-        let boot_id = boot_id()?;
-        let open = |half: u8| -> io::Result<Half> {
-            let path = dir.join(format!("{:x}-{:x}.{half}.journal", image.dev, image.ino));
-            let file = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .mode(0o600)
-                .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits().cast_signed())
-                .open(&path)?;
-            Ok(Half { path, file, len: 0 })
-        };
-        let mut journal = Self {
-            halves: [open(0)?, open(1)?],
-            current: 0,
-            turn: 0,
-            image,
-            session,
-            boot_id,
-            len_max: MAX_LEN,
-        };
-        let mut found: Vec<(u64, usize, Vec<Record>)> = Vec::new();
-        for (number, half) in journal.halves.iter().enumerate() {
-            found.extend(journal.read(half)?.map(|(turn, records)| (turn, number, records)));
-        }
-        found.sort_by_key(|(turn, ..)| *turn);
-        if let Some((turn, number, _)) = found.last() {
-            (journal.turn, journal.current) = (*turn, *number);
-        }
-        Ok((journal, found.into_iter().flat_map(|(.., records)| records).collect()))
-    }
-
-    /// Turn and records of a half, if it is of this image and this boot.
-    fn read(&self, half: &Half) -> io::Result<Option<(u64, Vec<Record>)>> {
-        let len = half.file.metadata()?.len();
-        if !(HEADER_LEN..=MAX_LEN).contains(&len) {
-            return Ok(None);
-        }
-        let mut bytes = vec![0; len as usize];
-        half.file.read_exact_at(&mut bytes, 0)?;
-        let turn = u64::from_le_bytes(bytes[40..48].try_into().expect("eight bytes"));
-        if bytes[..HEADER_LEN as usize] != self.header(turn) {
-            return Ok(None);
-        }
-        let records = bytes[HEADER_LEN as usize..].as_chunks().0.iter().map_while(Record::decode).collect();
-        Ok(Some((turn, records)))
-    }
-
+impl Subject {
     fn header(&self, turn: u64) -> [u8; HEADER_LEN as usize] {
         let mut bytes = [0; HEADER_LEN as usize];
         bytes[..8].copy_from_slice(MAGIC);
-        bytes[8..24].copy_from_slice(&self.boot_id);
+        bytes[8..24].copy_from_slice(&self.boot.0);
         bytes[24..32].copy_from_slice(&self.image.dev.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.image.ino.to_le_bytes());
         bytes[40..48].copy_from_slice(&turn.to_le_bytes());
@@ -169,70 +135,168 @@ impl Journal {
         bytes
     }
 
-    /// Empties both halves for a new session: what they held is in the image now, or not worth believing.
+    /// Differs for every turn of a session, and in all likelihood for the turns of two sessions.
+    fn seed(&self, turn: u64) -> u32 {
+        crc32c::crc32c_append(crc32c::crc32c(&self.session.to_le_bytes()), &(turn as u32).to_le_bytes())
+    }
+
+    /// Where the halves of an image's journal lie.
+    fn paths(&self, dir: &Path) -> [PathBuf; 2] {
+        let FileId { dev, ino } = self.image;
+        [0, 1].map(|half| dir.join(format!("{dev:x}-{ino:x}.{half}.journal")))
+    }
+
+    /// What the bytes of the halves say. A half of another image or boot says nothing.
+    pub(crate) fn read(&self, halves: [&[u8]; 2]) -> (Found, Option<Newest>) {
+        let mut valid = Vec::new();
+        let mut of_other_sessions = 0;
+        for (number, bytes) in halves.into_iter().enumerate() {
+            let Some((header, records)) = bytes.split_at_checked(HEADER_LEN as usize) else { continue };
+            let word = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
+            let (turn, subject) = (word(40), Self { session: word(48), ..*self });
+            if header != subject.header(turn) {
+                continue;
+            }
+            let seed = subject.seed(turn);
+            let decoded = records.as_chunks().0.iter().map_while(|record| Record::decode(record, seed));
+            if subject == *self {
+                valid.push((Newest { turn, number }, decoded.collect::<Vec<_>>()));
+            } else {
+                of_other_sessions += decoded.count();
+            }
+        }
+        valid.sort_by_key(|(half, _)| half.turn);
+        let newest = valid.last().map(|(half, _)| *half);
+        let records = valid.into_iter().flat_map(|(_, records)| records).collect();
+        (Found { records, is_there: newest.is_some(), of_other_sessions }, newest)
+    }
+}
+
+/// The half that was begun last.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Newest {
+    turn: u64,
+    number: usize,
+}
+
+fn bytes_of(store: &dyn Store) -> io::Result<Vec<u8>> {
+    let len = store.len()?;
+    let mut bytes = vec![0; if len > LEN_MAX { 0 } else { len as usize }];
+    store.read_padded(&mut bytes, HostOffset::ZERO)?;
+    Ok(bytes)
+}
+
+/// What processes left in a journal.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Found {
+    /// Oldest first.
+    pub(crate) records: Vec<Record>,
+    /// Whether there is a journal of the session, be it empty.
+    pub(crate) is_there: bool,
+    /// How many records there are of other sessions of this image and boot.
+    pub(crate) of_other_sessions: usize,
+}
+
+/// Reads the journal of an image, and changes nothing.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn look(dir: &Path, subject: &Subject) -> io::Result<Found> {
+    let read = |path: PathBuf| match std::fs::read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        read => read,
+    };
+    let [first, second] = subject.paths(dir);
+    Ok(subject.read([&read(first)?, &read(second)?]).0)
+}
+
+/// The two files of one image.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    halves: [Half; 2],
+    current: usize,
+    /// The turn of the half that was begun last, or that failed to be: no two have records of one turn.
+    turn: u64,
+    subject: Subject,
+    /// Longest a half may grow; commits come long before.
+    len_max: u64,
+    is_broken: bool,
+}
+
+#[derive(Debug)]
+struct Half {
+    path: PathBuf,
+    store: Arc<dyn Store>,
+    turn: u64,
+    /// Bytes of this turn.
+    len: u64,
+    /// Bytes that the file has: what lies within can be written though the file system is full.
+    room: u64,
+}
+
+impl Half {
+    fn make_room(&mut self, len: u64) -> io::Result<()> {
+        if len > self.room {
+            let zeros = vec![0; (len.next_multiple_of(ROOM_STEP) - self.room) as usize];
+            self.store.write_all(&zeros, HostOffset::new(self.room))?;
+            self.room += zeros.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Makes the half none.
+    fn drop_header(&mut self) -> io::Result<()> {
+        self.len = 0;
+        if self.room == 0 {
+            return Ok(());
+        }
+        self.store.write_all(&[0; HEADER_LEN as usize], HostOffset::ZERO)
+    }
+}
+
+impl Journal {
+    /// Opens or makes the journal of an image in `dir`; returns what the process of the subject's session left there. Call
+    /// [`Journal::begin`] before the first record.
+    ///
+    /// # Errors
+    /// A directory or file that cannot be made, read or written.
+    pub(crate) fn open(dir: &Path, subject: Subject, opener: &dyn Opener) -> Result<(Self, Found)> {
+        let in_dir = |error: crate::Error| error.in_file(dir);
+        std::fs::create_dir_all(dir).while_trying("make the directory of the journals").map_err(in_dir)?;
+        let open = |path: PathBuf| -> Result<Half> {
+            let store = opener.open(&path, Role::Journal, &Gate::unrestricted())?.store;
+            let room = store.len().while_trying("look at the journal").map_err(|e| e.in_file(&path))?;
+            Ok(Half { path, store, turn: 0, len: 0, room })
+        };
+        let [first, second] = subject.paths(dir);
+        let halves = [open(first)?, open(second)?];
+        Self::of(halves, subject).while_trying("read the volatile journal").map_err(in_dir)
+    }
+
+    fn of(halves: [Half; 2], subject: Subject) -> io::Result<(Self, Found)> {
+        let (first, second) = (bytes_of(&*halves[0].store)?, bytes_of(&*halves[1].store)?);
+        let (found, newest) = subject.read([&first, &second]);
+        let Newest { turn, number: current } = newest.unwrap_or(Newest { turn: 0, number: 0 });
+        Ok((Self { halves, current, turn, subject, len_max: LEN_MAX, is_broken: false }, found))
+    }
+
+    /// Begins `session` with `staying`, the changes that are in no image yet. What was found remains, and is the journal for
+    /// as long as the image names the session of before: drop it when that is over ([`Journal::drop_older`]).
     ///
     /// # Errors
     /// A file that cannot be written.
-    pub(crate) fn reset(&mut self, session: u64) -> io::Result<()> {
-        self.session = session;
-        for number in 0..2 {
-            self.clear(number)?;
-        }
-        self.start(0, &[])
-    }
-
-    /// Goes on with the session that it was opened for: what was found is in the image now, but for `staying`.
-    ///
-    /// # Errors
-    /// A file that cannot be written: what was found is there still.
-    pub(crate) fn go_on(&mut self, staying: &[Record]) -> io::Result<()> {
+    pub(crate) fn begin(&mut self, session: u64, staying: &[Record]) -> io::Result<()> {
+        self.subject.session = session;
         self.turn(staying)?;
-        self.drop_older()
+        self.reserve(staying.len())
     }
 
-    fn clear(&mut self, number: usize) -> io::Result<()> {
-        self.halves[number].len = 0;
-        self.halves[number].file.set_len(0)
-    }
-
-    fn start(&mut self, number: usize, with: &[Record]) -> io::Result<()> {
-        // Nothing old may follow the new notes.
-        self.clear(number)?;
-        let records: Vec<u8> = with.iter().flat_map(Record::encode).collect();
-        let header = self.header(self.turn + 1);
-        let half = &mut self.halves[number];
-        let written = half.file.write_all_at(&records, HEADER_LEN);
-        // Last: without it the half is none, whether it has no room or its writer is killed here.
-        if let Err(error) = written.and_then(|()| half.file.write_all_at(&header, 0)) {
-            let _ = self.clear(number);
-            return Err(error);
-        }
-        half.len = HEADER_LEN + records.len() as u64;
-        (self.turn, self.current) = (self.turn + 1, number);
-        Ok(())
-    }
-
-    /// Notes changes; they are kept once this returns.
+    /// Makes sure that `staying` records of a commit would have room.
     ///
     /// # Errors
-    /// A journal directory that is full, or a journal that is too long to be believed: the caller must commit
-    /// instead.
-    pub(crate) fn append(&mut self, records: &[Record]) -> io::Result<()> {
-        let bytes: smallvec::SmallVec<[u8; 4 * RECORD_LEN]> =
-            records.iter().flat_map(Record::encode).collect();
-        let half = &mut self.halves[self.current];
-        if half.len + bytes.len() as u64 > self.len_max {
-            return Err(io::ErrorKind::FileTooLarge.into());
-        }
-        if let Err(error) = half.file.write_all_at(&bytes, half.len) {
-            // Records that fitted would stand behind the next one, and be taken for newer.
-            if half.file.set_len(half.len).is_err() {
-                half.len = self.len_max;
-            }
-            return Err(error);
-        }
-        half.len += bytes.len() as u64;
-        Ok(())
+    /// A file system without room for them.
+    pub(crate) fn reserve(&mut self, staying: usize) -> io::Result<()> {
+        self.halves[1 - self.current].make_room(room_for(staying))
     }
 
     /// Begins a commit: later changes go to the other half, which begins with `staying`, those that the commit leaves.
@@ -240,15 +304,77 @@ impl Journal {
     /// # Errors
     /// A file that cannot be written; then the current half goes on.
     pub(crate) fn turn(&mut self, staying: &[Record]) -> io::Result<()> {
-        self.start(1 - self.current, staying)
+        self.check_sound()?;
+        self.turn += 1;
+        let (turn, other) = (self.turn, 1 - self.current);
+        let (header, seed) = (self.subject.header(turn), self.subject.seed(turn));
+        let half = &mut self.halves[other];
+        half.make_room(room_for(staying.len()))?;
+        // Valid or not, the half is an older one until it has its new header.
+        half.drop_header()?;
+        let records: Vec<u8> = staying.iter().flat_map(|record| record.encode(seed)).collect();
+        let written = half.store.write_all(&records, HostOffset::new(HEADER_LEN));
+        if let Err(error) = written.and_then(|()| half.store.write_all(&header, HostOffset::ZERO)) {
+            // A half with a header of this turn would count as newer than the one that goes on.
+            self.is_broken = half.drop_header().is_err();
+            return Err(error);
+        }
+        (half.turn, half.len) = (turn, HEADER_LEN + records.len() as u64);
+        self.current = other;
+        Ok(())
     }
 
-    /// Ends a commit: what was noted before it is in the image.
+    /// Records changes; they are kept once this returns.
     ///
     /// # Errors
-    /// A file that cannot be written.
-    pub(crate) fn drop_older(&mut self) -> io::Result<()> {
-        self.clear(1 - self.current)
+    /// A file system without room, or a half that is too long: nothing is recorded then, and a turn may help.
+    pub(crate) fn append(&mut self, records: &[Record]) -> io::Result<()> {
+        self.check_sound()?;
+        let seed = self.subject.seed(self.turn_now());
+        let bytes: SmallVec<[u8; 4 * RECORD_LEN]> =
+            records.iter().flat_map(|record| record.encode(seed)).collect();
+        let half = &mut self.halves[self.current];
+        let end = half.len + bytes.len() as u64;
+        if end > self.len_max {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        half.make_room(end)?;
+        if let Err(error) = half.store.write_all(&bytes, HostOffset::new(half.len)) {
+            // Records of changes that are not made must not be replayed.
+            let undone = half.store.write_all(&vec![0; bytes.len()], HostOffset::new(half.len));
+            self.is_broken = undone.is_err();
+            return Err(error);
+        }
+        half.len = end;
+        Ok(())
+    }
+
+    /// Ends a commit: what was recorded before it is in the image. A half that cannot be dropped is harmless: it is whole, and
+    /// older.
+    pub(crate) fn drop_older(&mut self) {
+        let half = &mut self.halves[1 - self.current];
+        if half.drop_header().is_ok() && half.room > ROOM_KEPT && half.store.set_len(ROOM_KEPT).is_ok() {
+            half.room = ROOM_KEPT;
+        }
+    }
+
+    /// Whether it is not known what a half holds: nothing more is recorded.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.is_broken
+    }
+
+    fn check_sound(&self) -> io::Result<()> {
+        if self.is_broken { Err(io::Error::other("an earlier write of it failed")) } else { Ok(()) }
+    }
+
+    /// The turn of the half that takes the records.
+    pub(crate) fn turn_now(&self) -> u64 {
+        self.halves[self.current].turn
+    }
+
+    /// The half that takes the records.
+    pub(crate) fn path(&self) -> &Path {
+        &self.halves[self.current].path
     }
 
     /// Lets halves grow to `len_max` bytes only.
@@ -260,19 +386,16 @@ impl Journal {
     /// Removes the files, when the image is closed cleanly.
     pub(crate) fn remove(&self) {
         for half in &self.halves {
-            // A file that stays behind is not believed: its image's autoclear bit is clear.
+            // A file that stays behind is not believed: its image's autoclear bits are clear.
             let _ = std::fs::remove_file(&half.path);
         }
     }
 }
 
-/// The kernel's name for this boot.
-fn boot_id() -> io::Result<[u8; 16]> {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
-    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    let id = u128::from_str_radix(&digits, 16).map_err(io::Error::other)?;
-    Ok(id.to_le_bytes())
+/// What a half needs to take `staying` records of a commit and one publication more.
+fn room_for(staying: usize) -> u64 {
+    HEADER_LEN + (staying as u64 + TOGETHER_MAX) * RECORD_LEN as u64
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -3,11 +3,17 @@
 //! [`LocalFiles`] is what everyone uses. Tests put their own [`Opener`] in its place, to wrap every file of a
 //! chain in a store that fails, delays and records.
 
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmstrata_store::{Access, CacheMode, FileIdentity, FileOptions, FileStore, Gate, LockKind, Store};
+use rustix::fs::OFlags;
+use vmstrata_store::{
+    Access, CacheMode, FileError, FileId, FileIdentity, FileOptions, FileStore, Gate, Holders, LockError,
+    LockKind, OpenFiles, Store,
+};
 
 use crate::error::{IoContext as _, Result};
 
@@ -25,6 +31,9 @@ pub enum Role {
     Indexed,
     /// The same for a frozen layer that is copied into: there must be no readers that know its tables, but for this process.
     CopiedInto,
+    /// Half of the volatile journal of an image: made where it is not there yet, for its owner alone. No lock: the image's
+    /// covers it.
+    Journal,
 }
 
 /// An open file of a chain.
@@ -61,6 +70,9 @@ pub struct LocalFiles;
 /// a tool that writes to a layer for a moment no guest's request.
 const DYING: Duration = Duration::from_secs(1);
 
+/// How long to go on trying to lock an active layer's file while no process has it open.
+const LINGERING: Duration = Duration::from_secs(60);
+
 impl Opener for LocalFiles {
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened> {
         let written =
@@ -71,9 +83,20 @@ impl Opener for LocalFiles {
             Role::Inspected => FileOptions { lock: None, ..FileOptions::FROZEN },
             Role::Indexed => written(LockKind::Unchanged),
             Role::CopiedInto => written(LockKind::CopiedInto),
+            Role::Journal => FileOptions { access: Access::ReadWrite, lock: None, ..FileOptions::FROZEN },
         };
-        let file = gate.open(path, options.access)?;
-        let store = FileStore::new(file, path, &options)?;
+        let file = match role {
+            Role::Journal => create_private(path).map_err(|error| error.in_file(path))?,
+            _ => gate.open(path, options.access)?,
+        };
+        let store = match FileStore::new(file, path, &options) {
+            Err(FileError::Lock(LockError::Conflict { .. })) if is_held_by_nobody(path, role) => {
+                tracing::warn!(file = %path.display(), "locked, and no process has it open: waiting for the I/O of a killed one");
+                let options = FileOptions { lock_patience: LINGERING, ..options };
+                FileStore::new(gate.open(path, options.access)?, path, &options)?
+            }
+            store => store?,
+        };
         let identity =
             store.identity().while_trying("read the file's identity").map_err(|e| e.in_file(path))?;
         Ok(Opened { store: Arc::new(store), identity })
@@ -85,6 +108,30 @@ impl Opener for LocalFiles {
             None => Ok(self.open(path, Role::Inspected, gate)?.identity),
         }
     }
+}
+
+/// Whether the lock on the file of an active layer is what a killed process has left: requests that its device has not answered.
+fn is_held_by_nobody(path: &Path, role: Role) -> bool {
+    let Ok(file) = path.metadata().map(|metadata| FileId::of(&metadata)) else { return false };
+    let holders = || Holders::of([&file]);
+    matches!(role, Role::Active(_))
+        && OpenFiles::own().is_ok_and(|own| own.count(file) == 0)
+        && matches!(holders(), Holders { pids, is_partial: false } if pids.is_empty())
+}
+
+/// Opens a file for its owner alone, and makes it where it is not there.
+fn create_private(path: &Path) -> Result<File> {
+    let flags = OFlags::NOFOLLOW.bits().cast_signed();
+    let mut options = File::options();
+    let file = options
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(flags)
+        .open(path);
+    file.while_trying("open or make it")
 }
 
 /// The directory that relative backing names in `path` are relative to.

@@ -10,7 +10,7 @@ use vmstrata_store::Store;
 use vmstrata_types::HostOffset;
 
 use super::Active;
-use crate::changes::Freed;
+use crate::changes::{Freed, Noted};
 use crate::error::{Error, IoContext as _, Result};
 use crate::journal::{Record, Slot};
 use crate::layer::{Tables, table_of, words};
@@ -96,7 +96,9 @@ impl Active {
             self.store.read_exact(&mut bytes, old).while_trying("read an L2 table").map_err(|e| e.at(old))?;
         }
         let at = self.alloc.allocate(1)?.at;
-        self.put_table(index, raw, at, &bytes)
+        self.put_table(index, raw, at, &bytes, |record, freed| {
+            self.changes.note_or_commit(std::slice::from_ref(record), freed, self)
+        })
     }
 
     /// Makes sure of the same where there is no table yet, without waiting but for the host's page cache; `None` when someone
@@ -111,7 +113,14 @@ impl Active {
             0 => {
                 let at = self.alloc.try_allocate()?.at;
                 let bytes = vec![0; self.tables.geometry.cluster_bits.size() as usize];
-                self.put_table(index, 0, at, &bytes).ok()
+                let note = |record: &Record, freed: &[Freed]| match self
+                    .changes
+                    .note(std::slice::from_ref(record), freed)
+                {
+                    Noted::NoRoom => Err(self.changes.no_room()),
+                    noted => Ok(noted),
+                };
+                self.put_table(index, 0, at, &bytes, note).ok()
             }
             raw => (raw & COPIED != 0).then_some(()),
         }
@@ -119,16 +128,21 @@ impl Active {
 
     /// Writes a new L2 table to `at`, a cluster that was allocated for it, and puts it in place of the one that `raw` leads
     /// to. The caller holds the L1 lock.
-    fn put_table(&self, index: u64, raw: u64, at: HostOffset, bytes: &[u8]) -> Result<()> {
+    fn put_table(
+        &self,
+        index: u64,
+        raw: u64,
+        at: HostOffset,
+        bytes: &[u8],
+        note: impl FnOnce(&Record, &[Freed]) -> Result<Noted>,
+    ) -> Result<()> {
         let len = self.tables.geometry.cluster_bits.size();
-        if let Err(error) = self.store.write_all(bytes, at).while_trying("write a new L2 table") {
-            let _ = self.alloc.free(at, len);
-            return Err(error.at(at));
-        }
         let new = at.get() | COPIED;
         let freed = table_of(&self.tables, raw, u64::MAX)?.map(|at| Freed { at, len });
         let record = Record { slot: Slot::L1(index), old: raw, new };
-        let noted = self.changes.note(&[record], freed.as_slice());
+        let written = self.store.write_all(bytes, at).while_trying("write a new L2 table");
+        let noted = written.map_err(|error| error.at(at)).and_then(|()| note(&record, freed.as_slice()));
+        let noted = noted.inspect_err(|_| self.free_unpublished(at))?;
         // Only now: whoever sees the table notes entries in it, and a journal that has those must have this one.
         self.l1.load().entries[index as usize].store(new, Ordering::Release);
         self.settle(noted)

@@ -1,5 +1,7 @@
 //! Making changes of entries seen, and giving back what nothing leads to any more.
 
+use smallvec::SmallVec;
+
 use super::{Active, Change, EntryGuard};
 use crate::changes::{Freed, Noted};
 use crate::error::Result;
@@ -9,33 +11,33 @@ impl Active {
     /// Publishes changes of entries that lie in one page and one L2 table and are locked. The data they lead to is written.
     ///
     /// # Errors
-    /// A commit that failed where the changes could not be journalled.
+    /// A commit that failed, or a journal that cannot be written: in the latter case nothing is published.
     pub(crate) fn publish(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Result<()> {
-        self.settle(self.note(changed, freed, guard))
+        let noted = self.changes.note_or_commit(&records(changed), freed, self)?;
+        self.show(changed, guard);
+        self.settle(noted)
     }
 
     /// As [`Active::publish`], but that it is left to the caller to do what was noted asks for.
-    pub(crate) fn note(&self, changed: &[Change], freed: &[Freed], _guard: &EntryGuard<'_>) -> Noted {
-        let records: smallvec::SmallVec<[Record; 4]> = changed
-            .iter()
-            .map(|change| Record { slot: Slot::L2(change.cluster), old: change.old, new: change.new })
-            .collect();
-        let noted = self.changes.note(&records, freed);
-        if noted != Noted::Refused {
-            for change in changed {
-                let (key, slot) = self.key(change.cluster);
-                self.cache.update(key, slot, change.new);
-            }
+    pub(crate) fn note(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Noted {
+        let noted = self.changes.note(&records(changed), freed);
+        if matches!(noted, Noted::Safe | Noted::MustCommit) {
+            self.show(changed, guard);
         }
         noted
     }
 
-    pub(super) fn settle(&self, noted: Noted) -> Result<()> {
-        match noted {
-            Noted::Safe => Ok(()),
-            Noted::MustCommit => self.changes.commit(self),
-            Noted::Refused => unreachable!("only a cluster that begins to be written in part is refused"),
+    /// Shows lookups what was noted.
+    fn show(&self, changed: &[Change], _guard: &EntryGuard<'_>) {
+        for change in changed {
+            let (key, slot) = self.key(change.cluster);
+            self.cache.update(key, slot, change.new);
         }
+    }
+
+    /// Commits where what was noted asks for it.
+    pub(super) fn settle(&self, noted: Noted) -> Result<()> {
+        if noted == Noted::MustCommit { self.changes.commit(self) } else { Ok(()) }
     }
 
     /// Gives back clusters that nothing leads to any more; `wait` returns once no request can still see them.
@@ -53,4 +55,10 @@ impl Active {
             .try_for_each(|run| self.alloc.free(run.at, run.len))
             .map_err(|error| error.in_file(&self.path))
     }
+}
+
+fn records(changed: &[Change]) -> SmallVec<[Record; 4]> {
+    let record =
+        |change: &Change| Record { slot: Slot::L2(change.cluster), old: change.old, new: change.new };
+    changed.iter().map(record).collect()
 }

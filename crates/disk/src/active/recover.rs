@@ -1,12 +1,14 @@
 //! Taking up what a killed process left in its journal.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::sync::atomic::Ordering;
 
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::COPIED;
+use vmstrata_types::HostOffset;
 
-use super::{Active, Change, Partial};
+use super::{Active, Change};
 use crate::changes::Freed;
 use crate::error::Result;
 use crate::journal::{Record, Slot};
@@ -15,43 +17,55 @@ use crate::layer::table_of;
 impl Active {
     /// Takes up what a killed process left in its journal, if the image is still what it was then.
     ///
-    /// Returns false, having changed nothing, when it is not.
+    /// Returns why not when it is not; nothing was changed then.
     ///
     /// # Errors
     /// Tables or refcounts that cannot be read.
-    pub(crate) fn take_up(&self, found: &[Record]) -> Result<bool> {
+    pub(crate) fn take_up(&self, found: &[Record]) -> Result<Result<(), Mismatch>> {
         let mut histories: BTreeMap<Slot, Vec<u64>> = BTreeMap::new();
         for record in found {
             histories.entry(record.slot).or_default().extend([record.old, record.new]);
         }
         let mut newest = Vec::with_capacity(histories.len());
+        let mut led_to = HashMap::with_capacity(histories.len());
         for (&slot, history) in &histories {
             let last = *history.last().expect("two values a record");
-            let (now, sole_user) = match slot {
-                Slot::L1(index) => (self.l1_entry(index), self.is_sole_table(last)?),
-                Slot::L2(cluster) if self.is_in_own_table(cluster, &histories) => {
-                    (Some(self.entry(cluster)?), self.is_sole_user(last)?)
-                }
-                Slot::L2(_) => (None, false),
+            let now = match slot {
+                Slot::L1(index) => self.l1_entry(index),
+                Slot::L2(cluster) if self.is_in_own_table(cluster, &histories) => Some(self.entry(cluster)?),
+                Slot::L2(_) => None,
             };
-            match now.and_then(|now| self.newest(history, now)) {
-                Some(new) if sole_user => newest.push((slot, new)),
-                _ => return Ok(false),
+            let Some(new) = now.and_then(|now| self.newest(history, now)) else {
+                return Ok(Err(Mismatch::Entry { slot, now }));
+            };
+            if let Some(host) = self.host_of(slot, last) {
+                let refcount = host.map_or(Ok(0), |host| self.alloc.refcount(host))?;
+                if refcount != 1 {
+                    return Ok(Err(Mismatch::Refcount { slot, host, refcount }));
+                }
+                if let Some(other) = led_to.insert(host, slot) {
+                    return Ok(Err(Mismatch::Shared { slots: [other, slot], host }));
+                }
             }
+            newest.push((slot, new));
         }
         // Pages were filled through the old tables.
         self.owner.forget_pages();
         // Slots are in order, L1 first: L2 entries may be in tables that they lead to.
         newest.into_iter().try_for_each(|(slot, new)| self.take_up_one(slot, new))?;
-        Ok(true)
+        Ok(Ok(()))
     }
 
     /// What an entry with this history is to be; `None` if it is something else `now`.
     fn newest(&self, history: &[u64], now: u64) -> Option<u64> {
         let last = *history.last()?;
-        // Whoever takes the journal up makes the cluster whole, and may be stopped when the image says so.
-        let whole = || self.partial(last).map(Partial::whole);
-        if history.contains(&now) { Some(last) } else { whole().filter(|whole| *whole == now) }
+        match self.partial(last) {
+            // Whoever took the journal up made the cluster whole, and was stopped when the image said so.
+            Some(partial) if now == partial.whole() => Some(now),
+            // Nothing was pending when it began: the image has no entry for it.
+            Some(_) => (now == 0).then_some(last),
+            None => history.contains(&now).then_some(last),
+        }
     }
 
     fn take_up_one(&self, slot: Slot, new: u64) -> Result<()> {
@@ -89,25 +103,66 @@ impl Active {
         index < self.l1.load().entries.len() as u64 && table & COPIED != 0
     }
 
-    fn is_sole_table(&self, raw: u64) -> Result<bool> {
-        match self.tables.entries.l1(raw) {
-            Ok(entry) => entry.table.map_or(Ok(false), |table| Ok(self.alloc.refcount(table)? == 1)),
-            Err(_) => Ok(false),
+    /// The cluster that a newest entry leads to, if to any; `Some(None)` where no entry of ours does.
+    fn host_of(&self, slot: Slot, raw: u64) -> Option<Option<HostOffset>> {
+        if let Slot::L1(_) = slot {
+            return self.tables.entries.l1(raw).map_or(Some(None), |entry| entry.table.map(Some));
         }
-    }
-
-    /// Whether the cluster that an entry of ours leads to, if any, is counted exactly once.
-    fn is_sole_user(&self, raw: u64) -> Result<bool> {
         if let Some(partial) = self.partial(raw) {
-            return Ok(self.alloc.refcount(partial.host)? == 1);
+            return Some(Some(partial.host));
         }
         match self.tables.entries.l2(raw) {
-            Ok(L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. }) => {
-                Ok(self.alloc.refcount(host)? == 1)
-            }
-            Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) => Ok(true),
+            Ok(L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. }) => Some(Some(host)),
+            Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) => None,
             // Never written by us.
-            Ok(L2Entry::Compressed { .. }) | Err(_) => Ok(false),
+            Ok(L2Entry::Compressed { .. }) | Err(_) => Some(None),
+        }
+    }
+}
+
+/// Why a journal is not about its image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mismatch {
+    /// The image has an entry that the journal knows nothing of.
+    Entry {
+        /// Which entry.
+        slot: Slot,
+        /// What the image has; `None` where it has no table of its own for it.
+        now: Option<u64>,
+    },
+    /// An entry of the journal leads to a cluster that is not its own.
+    Refcount {
+        /// Which entry.
+        slot: Slot,
+        /// The cluster; `None` for an entry that vmstrata never writes.
+        host: Option<HostOffset>,
+        /// How many users the image counts.
+        refcount: u64,
+    },
+    /// Two entries lead to one cluster.
+    Shared {
+        /// Which entries.
+        slots: [Slot; 2],
+        /// The cluster.
+        host: Option<HostOffset>,
+    },
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Entry { slot, now: Some(now) } => {
+                write!(f, "the image's {slot} is {now:#x}, which the journal knows nothing of")
+            }
+            Self::Entry { slot, now: None } => write!(f, "the image has no table of its own for {slot}"),
+            Self::Refcount { slot, host: Some(host), refcount } => {
+                write!(f, "{slot} leads to the cluster at {host}, whose refcount is {refcount}")
+            }
+            Self::Refcount { slot, host: None, .. } => write!(f, "{slot} is none that vmstrata writes"),
+            Self::Shared { slots: [one, other], host } => {
+                let host = host.unwrap_or(HostOffset::ZERO);
+                write!(f, "{one} and {other} lead to one cluster, at {host}")
+            }
         }
     }
 }

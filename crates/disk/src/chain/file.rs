@@ -11,10 +11,8 @@ use crate::layer::Format;
 use crate::mark;
 use crate::merge::MergeFault;
 use crate::opener::{Opened, Opener, Role};
+use crate::session::SESSION_MASK;
 
-/// Autoclear bits that name the process that writes an image: bit 63 set, bits 32 to 62 drawn anew for each. Any
-/// stock writer clears them, so a journal that does not name the same number is not about this state of the image.
-pub(crate) const SESSION_MASK: u64 = 0xFFFF_FFFF_0000_0000;
 /// Raw files are counted in sectors: the last one reads as if padded with zeros.
 const SECTOR: u64 = 512;
 

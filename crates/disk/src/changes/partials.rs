@@ -29,11 +29,19 @@ pub(super) struct Welcome {
     stuck: AtomicBool,
 }
 
+/// Whether a cluster begins to be written in part by this change.
+pub(super) fn begins(record: &Record) -> bool {
+    record.old == 0 && is_partial(record.new)
+}
+
 impl Partials {
-    /// Whether these changes may be noted: while more clusters in part are refused, none may begin to be one.
-    pub(super) fn admits(&self, records: &[Record]) -> bool {
-        let begins = |record: &Record| record.old == 0 && is_partial(record.new);
-        self.refusals == 0 || !records.iter().any(begins)
+    /// Whether more clusters may begin to be written in part.
+    pub(super) fn are_admitted(&self) -> bool {
+        self.refusals == 0
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.clusters.len()
     }
 
     /// Takes notice of changes.
@@ -128,10 +136,9 @@ mod tests {
     use super::*;
     use crate::active::{Partial, Parts};
     use crate::error::Result;
-    use crate::journal::Journal;
+    use crate::journal;
 
     const BITS: ClusterBits = ClusterBits::DEFAULT;
-    const IMAGE: vmstrata_store::FileId = vmstrata_store::FileId { dev: 1, ino: 2 };
 
     /// The entries that were written.
     #[derive(Default)]
@@ -158,11 +165,11 @@ mod tests {
     #[test]
     fn a_commit_writes_no_word_of_a_partial_cluster_and_keeps_it_in_the_journal() {
         let dir = tempfile::tempdir().unwrap();
-        let (mut journal, _) = Journal::open(dir.path(), IMAGE, 0).unwrap();
-        journal.reset(7).unwrap();
+        let (journal, subject) = journal::tests::fresh(dir.path());
         let changes = Changes::new(BITS);
         changes.use_journal(Some(journal));
-        let (image, found) = (Image::default(), || Journal::open(dir.path(), IMAGE, 7).unwrap().1);
+        let found = || journal::look(dir.path(), &subject).unwrap().records;
+        let image = Image::default();
         let part = word(0x5_0000, 3);
         assert_eq!(changes.note(&[record(1, 0, part), record(2, 0, 0x6_0000)], &[]), Noted::Safe);
         changes.commit(&image).unwrap();

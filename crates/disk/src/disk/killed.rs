@@ -10,7 +10,7 @@ use vmstrata_store::{CacheMode, Gate};
 
 use super::durable::leave_clean;
 use super::open::open_top;
-use crate::chain::{Chain, open_layer};
+use crate::chain::{Chain, Unflushed, open_layer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layers::{Layers, Top, index_of};
 use crate::opener::Role;
@@ -20,7 +20,11 @@ use crate::resources::Resources;
 ///
 /// # Errors
 /// A file that is in use, is not the one that was found in the chain, or cannot be written.
-pub(super) fn finish_snapshot(chain: Chain, cache: CacheMode, resources: &Arc<Resources>) -> Result<()> {
+pub(super) fn finish_snapshot(
+    chain: Chain,
+    (cache, unflushed): (CacheMode, Unflushed),
+    resources: &Arc<Resources>,
+) -> Result<()> {
     let Chain { top, mut below, index, .. } = chain;
     let layer = below.pop().expect("the unfinished layer");
     let (path, file, format) = (layer.path.clone(), layer.identity.file, layer.format());
@@ -38,7 +42,7 @@ pub(super) fn finish_snapshot(chain: Chain, cache: CacheMode, resources: &Arc<Re
         asked = if below.is_empty() { None } else { Some(resources.share_map(below, None)?) };
         Ok(asked.clone())
     };
-    let top = open_top(backing, index, map, resources)?;
+    let top = open_top(backing, (index, unflushed), map, resources)?;
     let layers = Layers::new(size, top, asked, resources);
     // A frozen layer has whole clusters only. Where one is not, what lies below was asked for.
     layers.complete_all()?;

@@ -10,22 +10,28 @@ use vmstrata_store::{OpenStore, Store};
 use vmstrata_types::{HostOffset, LayerIndex};
 
 use crate::active::Active;
-use crate::chain::{Qcow2Head, SESSION_MASK, Top as OpenTop, read_head};
+use crate::chain::{Qcow2Head, Top as OpenTop, Unflushed, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
-use crate::journal::Journal;
+use crate::journal::{Journal, Record, Subject};
 use crate::layers::{Layers, RawTop, Top};
 use crate::map::FrozenMap;
+use crate::opener::Opener;
 use crate::resources::Resources;
+use crate::session::{BootId, SESSION_MASK, new_session};
 use crate::write::NotWhole;
 
 /// Version 2 headers have no feature bits.
 pub(crate) const FEATURES_SINCE: u32 = 3;
 
 /// Makes the top file ready for writes; `below` is asked for what lies below it where that is needed.
-pub(super) fn open_top(
+///
+/// # Errors
+/// A file that cannot be used or repaired; a journal of a killed process that is missing or does not fit, unless what it has
+/// may be discarded: the journal is kept.
+pub(crate) fn open_top(
     top: OpenTop,
-    index: LayerIndex,
+    (index, unflushed): (LayerIndex, Unflushed),
     below: impl FnOnce() -> Result<Option<Arc<FrozenMap>>>,
     resources: &Arc<Resources>,
 ) -> Result<Top> {
@@ -51,65 +57,105 @@ pub(super) fn open_top(
         return Ok(Top::Qcow2(Arc::new(active)));
     }
     active.autoclear = distrust_bitmaps(&active, &head, identity.len).map_err(in_file)?;
-    let (old, new) = (header.autoclear.bits() & SESSION_MASK, new_session());
+    let old = header.autoclear.bits() & SESSION_MASK;
     let active = Arc::new(active);
     let layers = || Ok(Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), below()?, resources));
-    let journal = match resources.journal_dir() {
-        None => None,
-        Some(dir) => Some(take_over(&active, dir, (old, new), layers)?),
+    let (journal, new) = match resources.journal_dir() {
+        None => {
+            refuse_missing(old, None, unflushed).map_err(in_file)?;
+            (None, new_session())
+        }
+        Some(dir) => {
+            let opener = &**resources.files().opener();
+            let (journal, new) = take_over(&active, dir, (old, unflushed), layers, opener)?;
+            (Some(journal), new)
+        }
     };
-    let (journal, session) = journal.unzip();
-    write_session(&active, session.unwrap_or(new)).map_err(in_file)?;
+    write_session(&active, new).map_err(in_file)?;
     active.changes.use_journal(journal);
     Ok(Top::Qcow2(active))
 }
 
-/// Opens the image's journal, takes up what the process of session `old` left in it, and begins session `new`; or goes on with
-/// the old one, which the journal then keeps what cannot be brought to the image for. Returns the session. `layers` are the
-/// image's and those below it.
+/// Opens the image's journal, takes up what the process of session `old` left in it, and begins a new session with what cannot
+/// be brought to the image. Returns the new session. `layers` are the image's and those below it.
+///
+/// The journal of the old session is one until the image names the new one: a process may be killed in between.
 fn take_over(
     active: &Active,
     dir: &Path,
-    (old, new): (u64, u64),
+    (old, unflushed): (u64, Unflushed),
     layers: impl FnOnce() -> Result<Layers>,
+    opener: &dyn Opener,
 ) -> Result<(Journal, u64)> {
-    let in_dir = |error: Error| error.in_file(dir);
-    let opened = Journal::open(dir, active.identity.file, old).while_trying("open the volatile journal");
-    let (mut journal, found) = opened.map_err(in_dir)?;
-    recover(active, old, &found, layers).map_err(|error| error.in_file(&active.path))?;
-    let staying = active.changes.partial_records();
-    let (written, session) = match &*staying {
-        [] => (journal.reset(new), new),
-        // At no time is the image without a journal that says what it lacks.
-        staying => (journal.go_on(staying), old),
-    };
-    written.while_trying("write the volatile journal").map_err(in_dir)?;
-    Ok((journal, session))
+    let in_file = |error: Error| error.in_file(&active.path);
+    let boot = BootId::now().while_trying("read the kernel's boot id")?;
+    let subject = Subject { image: active.identity.file, boot, session: old };
+    let (mut journal, found) = Journal::open(dir, subject, opener)?;
+    if found.is_there {
+        recover(active, dir, (&found.records, unflushed), layers).map_err(in_file)?;
+    } else {
+        refuse_missing(old, Some((dir, boot)), unflushed).map_err(in_file)?;
+        if old == 0 && found.of_other_sessions > 0 {
+            tracing::warn!(disk = %active.path.display(), changes = found.of_other_sessions, "another program wrote the image after its server was killed: the server's unflushed writes are lost");
+        }
+    }
+    let new = boot.new_session();
+    let begun = journal.begin(new, &active.changes.partial_records());
+    begun.while_trying("write the volatile journal").map_err(|error| error.in_file(journal.path()))?;
+    Ok((journal, new))
 }
 
-/// Takes up the journal of a killed process, if there is one. Clusters in part whose rest cannot be read stay as they are.
-fn recover(
-    active: &Active,
-    session: u64,
-    found: &[crate::journal::Record],
-    layers: impl FnOnce() -> Result<Layers>,
-) -> Result<()> {
-    if session == 0 || found.is_empty() {
+/// Refuses an image whose last writer was killed in this boot and left its journal elsewhere.
+fn refuse_missing(session: u64, place: Option<(&Path, BootId)>, unflushed: Unflushed) -> Result<()> {
+    if session == 0 {
         return Ok(());
     }
-    if active.take_up(found)? {
-        if !active.changes.partials().is_empty() {
-            match layers()?.complete_all() {
-                Err(NotWhole::Own(error)) => return Err(error),
-                // It was logged.
-                Ok(()) | Err(NotWhole::Below(..)) => {}
-            }
-        }
-        active.changes.commit(active)?;
-        tracing::info!(disk = %active.path.display(), changes = found.len(), "took up the writes of a killed process");
-    } else {
-        tracing::warn!(disk = %active.path.display(), "the image was changed since a process writing it was killed: its unflushed writes are dropped");
+    let boot =
+        place.map_or_else(BootId::now, |(_, boot)| Ok(boot)).while_trying("read the kernel's boot id")?;
+    if !boot.has_journal(session) {
+        return Ok(());
     }
+    match unflushed {
+        Unflushed::Keep => {
+            Err(ErrorKind::JournalMissing { dir: place.map(|(dir, _)| dir.to_owned()) }.into())
+        }
+        Unflushed::Discard => {
+            tracing::warn!(
+                "the unflushed writes of a killed process are discarded, as asked: its journal is missing"
+            );
+            Ok(())
+        }
+    }
+}
+
+/// Takes up the journal of a killed process. Clusters in part whose rest cannot be read stay as they are.
+fn recover(
+    active: &Active,
+    dir: &Path,
+    (found, unflushed): (&[Record], Unflushed),
+    layers: impl FnOnce() -> Result<Layers>,
+) -> Result<()> {
+    if found.is_empty() {
+        return Ok(());
+    }
+    if let Err(mismatch) = active.take_up(found)? {
+        return match unflushed {
+            Unflushed::Keep => Err(ErrorKind::JournalMismatch { mismatch, dir: dir.to_owned() }.into()),
+            Unflushed::Discard => {
+                tracing::warn!(disk = %active.path.display(), %mismatch, changes = found.len(), "the unflushed writes of a killed process are discarded, as asked");
+                Ok(())
+            }
+        };
+    }
+    if !active.changes.partials().is_empty() {
+        match layers()?.complete_all() {
+            Err(NotWhole::Own(error)) => return Err(error),
+            // It was logged.
+            Ok(()) | Err(NotWhole::Below(..)) => {}
+        }
+    }
+    active.changes.commit(active)?;
+    tracing::info!(disk = %active.path.display(), changes = found.len(), "took up the writes of a killed process");
     Ok(())
 }
 
@@ -141,12 +187,6 @@ pub(super) fn put_session(active: &Active, session: u64) -> Result<()> {
     let bits = session | active.autoclear;
     let written = active.store.write_all(&bits.to_be_bytes(), at);
     written.while_trying("write the header").map_err(|error| error.at(at))
-}
-
-/// A number that no earlier process used for this image, in all likelihood; never 0.
-fn new_session() -> u64 {
-    use std::hash::{BuildHasher as _, RandomState};
-    (RandomState::new().hash_one(std::process::id()) & SESSION_MASK) | 1 << 63
 }
 
 /// Marks the image's persistent bitmaps as not to be trusted: they do not follow our writes. Returns the autoclear bit

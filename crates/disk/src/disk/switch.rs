@@ -21,7 +21,7 @@ use super::Disk;
 use super::durable::end_session;
 use super::open::{FEATURES_SINCE, open_top};
 use super::settle::Unsettled;
-use crate::chain::open_layer;
+use crate::chain::{Unflushed, open_layer};
 use crate::changes::Refusal;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Layer};
@@ -147,7 +147,8 @@ impl Disk {
         overlay.path = self.path.clone();
         let newest = provisional(before, names.frozen);
         let map = Arc::new(FrozenMap::over(before, newest, self.resources.new_owner()?)?);
-        let top = open_top(overlay, index_of(depth), || Ok(Some(Arc::clone(&map))), &self.resources)?;
+        let place = (index_of(depth), Unflushed::Keep);
+        let top = open_top(overlay, place, || Ok(Some(Arc::clone(&map))), &self.resources)?;
         let mut after = Layers::new(before.size, top, Some(map), &self.resources);
         after.before = Some(Arc::clone(before));
         let after = Unpublished(Some(after));

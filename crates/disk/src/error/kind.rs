@@ -205,6 +205,26 @@ pub enum ErrorKind {
         /// The first failure.
         cause: String,
     },
+    /// An image whose writer was killed in this boot, without the journal that has the writer's unflushed writes.
+    #[error(
+        "its last writer was killed, and the journal of the writes that it had not flushed is not {}: give the runtime directory of that server (`--runtime-dir`), or go on without those writes (`--discard-unflushed`)",
+        in_directory(dir.as_deref())
+    )]
+    JournalMissing {
+        /// Where it was looked for; `None` where no directory was given.
+        dir: Option<std::path::PathBuf>,
+    },
+    /// A journal of a killed writer that does not fit the image. It is kept.
+    #[error(
+        "the journal of its killed writer, in {}, does not fit the image: {mismatch}; nothing was changed: restore what was changed since, or go on without the writes that were not flushed (`--discard-unflushed`)",
+        dir.display()
+    )]
+    JournalMismatch {
+        /// What does not fit.
+        mismatch: crate::active::Mismatch,
+        /// The directory of the journal.
+        dir: std::path::PathBuf,
+    },
     /// A request after [`crate::Disk::close`].
     #[error("the disk is closed")]
     Closed,
@@ -229,4 +249,8 @@ pub enum ErrorKind {
     /// An image that may not be written as it is.
     #[error("{0}")]
     Create(#[from] vmstrata_qcow2::CreateError),
+}
+
+fn in_directory(dir: Option<&std::path::Path>) -> String {
+    dir.map_or_else(|| "known here".to_owned(), |dir| format!("in {}", dir.display()))
 }

@@ -15,10 +15,11 @@ use vmstrata_store::{Gate, Permission, Store, is_held};
 
 use super::IndexLayer;
 use super::write::record_tables;
-use crate::chain::{Qcow2Head, SESSION_MASK, open_layer};
+use crate::chain::{Qcow2Head, open_layer};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Tables, table_of, words};
 use crate::opener::{Opener, Role};
+use crate::session::SESSION_MASK;
 
 /// Starts every digest, so that a later definition cannot be taken for this one.
 const DOMAIN: &[u8; 16] = b"vmstrata layer 1";

@@ -12,9 +12,10 @@ use vmstrata_qcow2::{Autoclear, Header};
 use vmstrata_store::{Gate, Store};
 use vmstrata_types::HostOffset;
 
-use crate::chain::{Qcow2Head, SESSION_MASK};
+use crate::chain::Qcow2Head;
 use crate::error::{IoContext as _, Result};
 use crate::opener::{Opened, Opener, Role};
+use crate::session::SESSION_MASK;
 
 /// A header's extensions are looked for this far; images that vmstrata makes have theirs in the first sector.
 const LINK_PROBE: usize = 4096;

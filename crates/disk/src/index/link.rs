@@ -6,8 +6,8 @@ use vmstrata_qcow2::{Autoclear, Header};
 use vmstrata_store::Store;
 use vmstrata_types::HostOffset;
 
-use crate::chain::SESSION_MASK;
 use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::session::SESSION_MASK;
 
 /// A sector is written whole or not at all.
 const SECTOR: usize = 512;

@@ -1,11 +1,30 @@
-use super::*;
+use std::sync::Arc;
 
-fn image(ino: u64) -> FileId {
-    FileId { dev: 1, ino }
+use vmstrata_store::{Effect, Fault, FaultPlan, FaultStore, MemoryStore, OperationKind, StoreId, When};
+
+use super::*;
+use crate::opener::LocalFiles;
+
+const EIO: i32 = 5;
+
+fn subject(ino: u64, session: u64) -> Subject {
+    Subject { image: FileId { dev: 1, ino }, boot: BootId([7; 16]), session }
 }
 
-fn reopen(dir: &tempfile::TempDir, ino: u64, session: u64) -> Vec<Record> {
-    Journal::open(dir.path(), image(ino), session).unwrap().1
+/// A journal in a session of its own.
+pub(crate) fn fresh(dir: &Path) -> (Journal, Subject) {
+    let (mut journal, found) = Journal::open(dir, subject(7, 0), &LocalFiles).unwrap();
+    assert_eq!(found, Found::default());
+    journal.begin(77, &[]).unwrap();
+    (journal, subject(7, 77))
+}
+
+fn found_in(dir: &tempfile::TempDir, ino: u64, session: u64) -> Vec<Record> {
+    let looked = look(dir.path(), &subject(ino, session)).unwrap();
+    let (_, opened) = Journal::open(dir.path(), subject(ino, session), &LocalFiles).unwrap();
+    assert_eq!(looked, opened);
+    assert!(looked.is_there || looked.records.is_empty());
+    looked.records
 }
 
 fn record(cluster: u64) -> Record {
@@ -13,105 +32,186 @@ fn record(cluster: u64) -> Record {
 }
 
 #[test]
-fn what_was_noted_is_found_again_in_order_across_turns() {
+fn what_was_recorded_is_found_again_in_order_across_turns() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut journal, found) = Journal::open(dir.path(), image(7), 0).unwrap();
-    assert!(found.is_empty());
-    journal.reset(77).unwrap();
+    let (mut journal, _) = fresh(dir.path());
     journal.append(&[record(1), record(2)]).unwrap();
     journal.turn(&[]).unwrap();
     let table = Record { slot: Slot::L1(3), old: 1, new: 2 };
     journal.append(&[table]).unwrap();
-    drop(journal);
-    let (mut journal, found) = Journal::open(dir.path(), image(7), 77).unwrap();
-    assert_eq!(found, [record(1), record(2), table]);
-    journal.reset(78).unwrap();
-    journal.append(&[record(4)]).unwrap();
-    journal.turn(&[]).unwrap();
+    assert_eq!(found_in(&dir, 7, 77), [record(1), record(2), table]);
+    journal.turn(&[table]).unwrap();
     journal.append(&[record(5)]).unwrap();
-    journal.drop_older().unwrap();
-    assert_eq!(reopen(&dir, 7, 78), [record(5)]);
-    assert!(reopen(&dir, 7, 77).is_empty(), "notes of another session were believed");
-    assert!(reopen(&dir, 8, 78).is_empty(), "notes about another image were believed");
+    journal.drop_older();
+    assert_eq!(found_in(&dir, 7, 77), [table, record(5)]);
+    assert!(found_in(&dir, 8, 77).is_empty(), "records about another image were believed");
+    assert!(found_in(&dir, 7, 78).is_empty(), "records of another session were believed");
     journal.remove();
-    assert!(reopen(&dir, 7, 78).is_empty());
+    assert!(!look(dir.path(), &subject(7, 77)).unwrap().is_there);
 }
 
 #[test]
-fn who_takes_a_journal_up_may_leave_some_of_it_there() {
+fn a_session_takes_over_without_a_moment_that_has_no_journal() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
-    journal.reset(77).unwrap();
+    let (mut journal, _) = fresh(dir.path());
     // Whichever half is the newer one.
     for round in 0..4 {
+        let (session, next) = (77 + round, 78 + round);
         journal.append(&[record(10 * round + 1), record(10 * round + 2)]).unwrap();
         if round % 2 == 1 {
             journal.turn(&[record(10 * round + 2)]).unwrap();
-            journal.append(&[record(10 * round + 3)]).unwrap();
         }
-        drop(journal);
-        let (mut again, found) = Journal::open(dir.path(), image(7), 77).unwrap();
-        assert!(found.contains(&record(10 * round + 2)));
-        again.go_on(&[record(10 * round + 2)]).unwrap();
-        assert_eq!(reopen(&dir, 7, 77), [record(10 * round + 2)]);
+        let (mut again, found) = Journal::open(dir.path(), subject(7, session), &LocalFiles).unwrap();
+        again.begin(next, &[record(10 * round + 2)]).unwrap();
+        assert!(found_in(&dir, 7, session).ends_with(&[record(10 * round + 2)]), "{found:?}");
+        assert_eq!(found_in(&dir, 7, next), [record(10 * round + 2)]);
+        let other = look(dir.path(), &subject(7, 0)).unwrap();
+        assert!(!other.is_there && other.of_other_sessions >= 2, "what is lost without it");
+        again.drop_older();
+        assert!(found_in(&dir, 7, session).is_empty());
         journal = again;
     }
 }
 
-/// A half that could not be emptied must not show its old notes behind the new ones.
 #[test]
 fn a_half_that_is_begun_again_holds_nothing_old() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
-    journal.reset(77).unwrap();
+    let (mut journal, _) = fresh(dir.path());
     journal.append(&[record(1), record(2), record(3)]).unwrap();
     journal.turn(&[]).unwrap();
     journal.append(&[record(4)]).unwrap();
     journal.turn(&[]).unwrap();
     journal.append(&[record(5)]).unwrap();
-    assert_eq!(reopen(&dir, 7, 77), [record(4), record(5)]);
+    assert_eq!(found_in(&dir, 7, 77), [record(4), record(5)]);
 }
 
 #[test]
 fn a_journal_grows_to_its_limit_only() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
-    journal.reset(77).unwrap();
+    let (mut journal, _) = fresh(dir.path());
     journal.limit(HEADER_LEN + RECORD_LEN as u64);
     journal.append(&[record(1)]).unwrap();
     assert!(journal.append(&[record(2)]).is_err());
     journal.turn(&[]).unwrap();
     journal.append(&[record(3)]).unwrap();
-    assert_eq!(reopen(&dir, 7, 77), [record(1), record(3)]);
+    assert_eq!(found_in(&dir, 7, 77), [record(1), record(3)]);
 }
 
 #[test]
 fn a_torn_record_ends_the_journal_and_another_boot_voids_it() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut journal, _) = Journal::open(dir.path(), image(7), 0).unwrap();
-    journal.reset(77).unwrap();
+    let (mut journal, _) = fresh(dir.path());
     journal.append(&[record(1), record(2)]).unwrap();
-    let half = &journal.halves[0];
-    half.file.set_len(HEADER_LEN + RECORD_LEN as u64 + 9).unwrap();
-    assert_eq!(reopen(&dir, 7, 77), [record(1)]);
-    half.file.write_all_at(&[0xFF], 9).unwrap();
-    assert!(reopen(&dir, 7, 77).is_empty());
+    let half = &journal.halves[journal.current].store;
+    half.write_all(&[0xFF], HostOffset::new(HEADER_LEN + RECORD_LEN as u64 + 9)).unwrap();
+    assert_eq!(found_in(&dir, 7, 77), [record(1)]);
+    half.write_all(&[0xFF], HostOffset::new(9)).unwrap();
+    assert!(found_in(&dir, 7, 77).is_empty());
+}
+
+#[test]
+fn a_full_file_system_leaves_room_for_what_stays_and_one_publication() {
+    let Some(room) = little_room(16) else { return };
+    let (mut journal, subject) = fresh(&room);
+    let most: Vec<Record> = (1000..1000 + TOGETHER_MAX).map(record).collect();
+    let staying: Vec<Record> = (0..200).map(record).collect();
+    journal.reserve(staying.len()).unwrap();
+    fill(&room);
+    assert!(journal.reserve(2000).is_err(), "no room for these");
+    for _ in 0..4 {
+        while journal.append(&most[..100]).is_ok() {}
+        let before = look(&room, &subject).unwrap().records;
+        assert!(before.ends_with(&most[..100]), "what does not fit leaves nothing");
+        journal.turn(&staying).unwrap();
+        journal.append(&most).unwrap();
+        let found = look(&room, &subject).unwrap().records;
+        assert!(found.starts_with(&before) && found.ends_with(&most), "both halves are whole");
+        journal.drop_older();
+        journal.turn(&staying[..10]).unwrap();
+        journal.drop_older();
+        journal.reserve(staying.len()).unwrap();
+    }
+}
+
+/// Every write of a half in turn fails, does part of its work, or all of it; and once or for good.
+#[test]
+fn a_failed_write_loses_no_record_and_leaves_none_of_a_change_that_is_not_made() {
+    for nth in 0.. {
+        let mut has_failed = false;
+        for (bytes, for_good) in
+            [0, 32, 40, 64, 1 << 20].into_iter().flat_map(|bytes| [(bytes, false), (bytes, true)])
+        {
+            let plan = FaultPlan::new();
+            let memory = [Arc::new(MemoryStore::new()), Arc::new(MemoryStore::new())];
+            let half = |number: usize| Half {
+                path: PathBuf::new(),
+                store: Arc::new(FaultStore::new(Arc::clone(&memory[number]) as _, &plan, StoreId(0))),
+                turn: 0,
+                len: 0,
+                room: 0,
+            };
+            let (mut journal, _) = Journal::of([half(0), half(1)], subject(7, 0)).unwrap();
+            let when = if for_good { When::From(nth) } else { When::Nth(nth) };
+            let effect = Effect::Tear { bytes, errno: EIO };
+            plan.add(Fault { kind: Some(OperationKind::Write), store: None, when, effect });
+            has_failed |= !play(&mut journal, &memory);
+        }
+        if !has_failed {
+            break;
+        }
+    }
+}
+
+/// Records, turns and drops; what is found after each step is what was recorded. Returns whether all went well.
+fn play(journal: &mut Journal, halves: &[Arc<MemoryStore>; 2]) -> bool {
+    let mut went_well = journal.begin(77, &[]).is_ok();
+    if !went_well {
+        return false;
+    }
+    // As an image sees it: what was recorded, of which a commit leaves every third.
+    let mut made: Vec<Record> = Vec::new();
+    let found = || subject(7, 77).read([&halves[0].to_vec(), &halves[1].to_vec()]).0.records;
+    for step in 0..12u64 {
+        let records: Vec<Record> = (0..=step % 3).map(|n| record(100 * step + n)).collect();
+        match journal.append(&records) {
+            Ok(()) => made.extend(&records),
+            Err(_) => {
+                went_well = false;
+                let found = found();
+                assert!(
+                    journal.is_broken() || !records.iter().any(|record| found.contains(record)),
+                    "{step}"
+                );
+            }
+        }
+        assert!(made.iter().all(|record| found().contains(record)), "step {step}");
+        if step % 4 == 3 {
+            let staying: Vec<Record> = made.iter().step_by(3).copied().collect();
+            went_well &= journal.turn(&staying).is_ok();
+            assert!(made.iter().all(|record| found().contains(record)), "turn {step}");
+            journal.drop_older();
+            made = staying;
+            assert!(made.iter().all(|record| found().contains(record)), "drop {step}");
+        }
+    }
+    went_well
 }
 
 /// Where a test that needs a little file system of its own finds it.
 const ROOM: &str = "VMSTRATA_TEST_ROOM";
 
-/// A file system in memory of `pages` pages; `None` in the process that has `test` run where there is one.
-fn little_room(test: &str, pages: usize) -> Option<std::path::PathBuf> {
+/// A file system in memory of `pages` pages; `None` in the process that has the test run where there is one.
+fn little_room(pages: usize) -> Option<PathBuf> {
     if let Some(room) = std::env::var_os(ROOM) {
         return Some(room.into());
     }
     let script = "mount -t tmpfs -o size=$1 tmpfs \"$0\" || exit 99; shift; exec \"$@\"";
     let (room, size) = (tempfile::tempdir().unwrap(), format!("{}k", pages * 4));
+    let test = std::thread::current().name().expect("a test's thread has its name").to_owned();
     let output = std::process::Command::new("unshare")
         .args(["-rm", "sh", "-c", script])
         .args([room.path().as_os_str(), size.as_ref(), std::env::current_exe().unwrap().as_os_str()])
-        .args(["--exact", test, "--nocapture"])
+        .args(["--exact", &test, "--nocapture"])
         .env(ROOM, room.path())
         .output()
         .unwrap();
@@ -119,46 +219,8 @@ fn little_room(test: &str, pages: usize) -> Option<std::path::PathBuf> {
     None
 }
 
-/// Leaves a file system that has only `pages` pages left.
-fn fill(room: &Path, pages: u64) {
+/// Leaves a file system no page.
+fn fill(room: &Path) {
     let free = rustix::fs::statvfs(room).unwrap().f_bfree;
-    std::fs::write(room.join("filler"), vec![1; (free - pages) as usize * 4096]).unwrap();
-}
-
-/// What stays of a commit may be more than there is room for. The half that was begun must not be taken for a newer one than
-/// that which goes on.
-#[test]
-fn a_half_that_has_no_room_for_what_stays_is_none() {
-    let test = "journal::tests::a_half_that_has_no_room_for_what_stays_is_none";
-    let Some(room) = little_room(test, 8) else { return };
-    let (mut journal, _) = Journal::open(&room, image(7), 0).unwrap();
-    journal.reset(77).unwrap();
-    let staying: Vec<Record> = (0..200).map(record).collect();
-    journal.append(&staying[..10]).unwrap();
-    fill(&room, 1);
-    assert!(journal.turn(&staying).is_err(), "200 records in one page");
-    let newer = Record { slot: Slot::L2(3), old: 3 << 16, new: 99 << 16 };
-    journal.append(&[newer]).unwrap();
-    let (_, found) = Journal::open(&room, image(7), 77).unwrap();
-    assert_eq!((&found[..10], &found[10..]), (&staying[..10], &[newer][..]));
-}
-
-/// A note that did not fit leaves nothing behind the one that comes next.
-#[test]
-fn a_note_that_has_no_room_leaves_nothing() {
-    let Some(room) = little_room("journal::tests::a_note_that_has_no_room_leaves_nothing", 8) else { return };
-    let (mut journal, _) = Journal::open(&room, image(7), 0).unwrap();
-    journal.reset(77).unwrap();
-    // All of the page but two records' room.
-    let mut noted: Vec<Record> = (0..124).map(record).collect();
-    journal.append(&noted).unwrap();
-    fill(&room, 0);
-    assert!(
-        journal.append(&[record(200), record(201), record(202)]).is_err(),
-        "the third needs another page"
-    );
-    noted.push(record(203));
-    journal.append(&noted[124..]).unwrap();
-    let (_, found) = Journal::open(&room, image(7), 77).unwrap();
-    assert_eq!((found.len(), &found[124..]), (125, &noted[124..]));
+    std::fs::write(room.join("filler"), vec![1; free as usize * 4096]).unwrap();
 }

@@ -12,7 +12,7 @@
 //! flush, all of it would be gone after a power failure anyway, and a killed process leaves the word in the journal
 //! ([`crate::changes`]).
 //!
-//! Invariants: a cluster in part had no entry and lies within the disk whole. A part counts as written once its bytes are.
+//! Invariants: a cluster in part had no entry, in memory and in the image, and lies within the disk whole. A part counts as written once its bytes are.
 //! Parts become written, and a cluster whole, under the cluster's lock.
 
 use vmstrata_store::{PADDING_MAX, Segment, slice, total_len};
@@ -40,7 +40,7 @@ struct Piece {
 /// What happened to a piece.
 enum Put {
     Done,
-    /// No cluster may begin to be written in part now.
+    /// The cluster cannot be written in part now.
     Refused,
 }
 
@@ -118,9 +118,12 @@ impl Layers {
         })
     }
 
-    /// Whether a cluster without an entry should be written in part. One that is written whole needs no copying.
+    /// Whether a cluster without an entry should be written in part. One that is written whole needs no copying; the one of
+    /// which the image has an entry, while another is pending, would be left to that entry by a commit.
     fn may_begin(&self, active: &Active, piece: Piece) -> bool {
-        piece.len < active.tables.geometry.cluster_bits.size() && active.changes.welcomes_partials()
+        piece.len < active.tables.geometry.cluster_bits.size()
+            && active.changes.welcomes_partials()
+            && !active.changes.is_pending(piece.cluster)
     }
 
     fn put_or_free(
@@ -135,7 +138,7 @@ impl Layers {
         if let (Some(space), Err(_) | Ok(Put::Refused)) = (space, &put)
             && active.lookup(piece.cluster) == Some(raw)
         {
-            let _ = active.alloc.free(space.at, active.tables.geometry.cluster_bits.size());
+            active.free_unpublished(space.at);
         }
         put
     }
@@ -175,7 +178,7 @@ impl Layers {
                 }
                 Ok(Put::Done)
             }
-            Noted::Refused => Ok(Put::Refused),
+            Noted::Refused | Noted::NoRoom => Ok(Put::Refused),
             // A commit writes no word of this kind: whole first.
             Noted::MustCommit => Ok(self.whole_entry(active, piece.cluster, guard).map(|_| Put::Done)?),
         }
