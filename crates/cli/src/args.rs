@@ -21,7 +21,7 @@ mod vm;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use vmstrata_disk::Format;
+use vmstrata_disk::{Format, Unflushed};
 
 pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
 pub use self::control::{
@@ -130,6 +130,32 @@ pub struct BackingArgs {
     pub allow_backing: Vec<PathBuf>,
 }
 
+/// What a server that was killed left of a disk, for commands that close the disk first.
+#[derive(Clone, Debug, Default, Args)]
+pub struct JournalArgs {
+    /// Where the journals of killed servers are
+    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
+    #[arg(long, value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
+    /// Go on without the writes that a killed server had not flushed, where its journal is missing or does not fit the disk:
+    /// they are lost, as after a power failure
+    #[arg(long)]
+    pub discard_unflushed: bool,
+}
+
+impl JournalArgs {
+    /// What happens to writes that cannot be taken up.
+    pub fn unflushed(&self) -> Unflushed {
+        if self.discard_unflushed { Unflushed::Discard } else { Unflushed::Keep }
+    }
+
+    /// Where to look for journals; `None` where there is no such directory, and so no journal.
+    pub fn dir(&self) -> Option<PathBuf> {
+        let dir = self.runtime_dir.clone().unwrap_or_else(vmstrata_server::default_dir);
+        Some(dir).filter(|dir| dir.is_dir())
+    }
+}
+
 /// `vmstrata create`
 #[derive(Debug, Args)]
 #[command(after_help = CREATE_HELP)]
@@ -228,6 +254,12 @@ pub struct CheckArgs {
     /// Check a disk while it is in use: what is found may be a change half made
     #[arg(long, short = 'U', conflicts_with = "repair")]
     pub force_share: bool,
+    /// What a killed server left.
+    #[command(flatten)]
+    pub journal: JournalArgs,
+    /// Where backing files may be, which a repair needs after a killed server.
+    #[command(flatten)]
+    pub backing: BackingArgs,
     /// Print the result as JSON, with the fields of `qemu-img check --output=json`
     #[arg(long)]
     pub json: bool,
@@ -242,6 +274,9 @@ Examples:
   vmstrata check web.qcow2 --repair leaks                    give lost space back, change nothing else
   vmstrata check web.qcow2 --json | jq .corruptions
   for f in *.qcow2; do vmstrata check \"$f\" -q || echo \"$f: $?\"; done
+
+Of a disk whose server was killed, the writes that wait in the server's journal are no leaks; a repair takes them up first, or
+refuses where it cannot. (`qemu-img check -r` knows nothing of them, and destroys them.)
 
 Exit codes, as qemu-img check has them:
   0   clean, or everything found was repaired

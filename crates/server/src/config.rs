@@ -168,6 +168,7 @@ impl Settings {
             },
             runtime_dir: self.runtime_dir,
             forget_added: false,
+            discard_unflushed: false,
             ready_fd: None,
             control: self.control.unwrap_or_default(),
             control_patience: Duration::ZERO,

@@ -33,6 +33,7 @@ mod waiting;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -65,6 +66,8 @@ pub struct Host {
     resources: Arc<Resources>,
     limits: ResourceOptions,
     allow_backing: Vec<PathBuf>,
+    /// Whether disks are opened without unflushed writes that cannot be taken up.
+    discards_unflushed: AtomicBool,
     tls: TlsMode,
     guards: Guards,
     table: Mutex<Table>,
@@ -175,6 +178,7 @@ impl Host {
             resources,
             limits,
             allow_backing: options.allow_backing.clone(),
+            discards_unflushed: AtomicBool::new(options.discard_unflushed),
             tls: options.tls_mode()?,
             guards,
             table: Mutex::default(),
@@ -186,6 +190,11 @@ impl Host {
             started: Instant::now(),
             added: Mutex::default(),
         }))
+    }
+
+    /// From now on no disk is opened without the unflushed writes of a killed server.
+    pub(crate) fn keep_unflushed(&self) {
+        self.discards_unflushed.store(false, Ordering::Relaxed);
     }
 
     /// Lets guests go on that a killed server left frozen, once their disks are served.

@@ -25,6 +25,8 @@ pub struct Options {
     pub keep_going: bool,
     /// Do not take over what was added to the server before.
     pub forget_added: bool,
+    /// Open the disks, those that were added too, without unflushed writes of a killed server that cannot be taken up.
+    pub discard_unflushed: bool,
     /// Sockets for guests.
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.

@@ -30,6 +30,7 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
         let served = host.start_retention().and_then(|_retention| {
             open_all(options, &host)?;
             added.map_or(Ok(()), |place| host.take_over(place, options.forget_added))?;
+            host.keep_unflushed();
             let _reopening = host.start_reopening()?;
             serve(options, &host, &mut shutdown, on_ready)
         });

@@ -7,9 +7,9 @@ use clap::Args;
 use vmstrata_api::JobSpec;
 use vmstrata_disk::merge::LayerRef;
 
-use super::ControlArgs;
 use super::merge::{Into, MergeHowArgs, RemoveFiles};
 use super::snapshot::SnapshotCommonArgs;
+use super::{ControlArgs, JournalArgs};
 
 impl MergeHowArgs {
     /// The job that drops a range of layers from a served disk.
@@ -125,10 +125,9 @@ pub struct MergeArgs {
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
-    /// Where the journals of killed servers are
-    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
+    /// What a killed server left.
+    #[command(flatten)]
+    pub journal: JournalArgs,
     /// The server that may be serving it.
     #[command(flatten)]
     pub server: ControlArgs,
@@ -169,10 +168,9 @@ pub struct FlattenArgs {
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
-    /// Where the journals of killed servers are
-    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
+    /// What a killed server left.
+    #[command(flatten)]
+    pub journal: JournalArgs,
     /// The server that may be serving it.
     #[command(flatten)]
     pub server: ControlArgs,

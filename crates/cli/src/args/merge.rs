@@ -6,8 +6,8 @@ use clap::{Args, ValueEnum};
 use vmstrata_api::JobSpec;
 use vmstrata_disk::merge::{Direction, Removal};
 
-use super::ControlArgs;
 use super::snapshot::SnapshotCommonArgs;
+use super::{ControlArgs, JournalArgs};
 
 /// What becomes of the files of dropped layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -120,10 +120,9 @@ pub struct SnapshotDeleteArgs {
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
-    /// Where the journals of killed servers are
-    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
+    /// What a killed server left.
+    #[command(flatten)]
+    pub journal: JournalArgs,
     /// The server that may be serving it.
     #[command(flatten)]
     pub server: ControlArgs,

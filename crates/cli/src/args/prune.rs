@@ -6,7 +6,7 @@ use clap::Args;
 use vmstrata_disk::snapshot::Keep;
 
 use super::snapshot::SnapshotCommonArgs;
-use super::{ControlArgs, MergeHowArgs};
+use super::{ControlArgs, JournalArgs, MergeHowArgs};
 
 /// `vmstrata snapshot prune`
 #[derive(Debug, Args)]
@@ -26,10 +26,9 @@ pub struct SnapshotPruneArgs {
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
-    /// Where the journals of killed servers are
-    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
+    /// What a killed server left.
+    #[command(flatten)]
+    pub journal: JournalArgs,
     /// The server that may be serving it.
     #[command(flatten)]
     pub server: ControlArgs,

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::ControlArgs;
 use super::snapshot::SnapshotCommonArgs;
+use super::{ControlArgs, JournalArgs};
 use crate::units::parse_size;
 
 /// `vmstrata resize`
@@ -20,10 +20,9 @@ pub struct ResizeArgs {
     /// Let the disk become smaller: what is past its new end is lost
     #[arg(long)]
     pub shrink: bool,
-    /// Where the journals of killed servers are
-    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
+    /// What a killed server left.
+    #[command(flatten)]
+    pub journal: JournalArgs,
     /// The server that may be serving it.
     #[command(flatten)]
     pub server: ControlArgs,

@@ -71,6 +71,10 @@ pub struct ServeArgs {
     /// Begin without the disks and doors that were added to the server before on this control socket
     #[arg(long, conflicts_with = "no_control")]
     pub forget_added: bool,
+    /// Open disks without the writes that a killed server had not flushed, where its journal is missing or does not fit the
+    /// disk: they are lost, as after a power failure. For those that are opened at the start
+    #[arg(long)]
+    pub discard_unflushed: bool,
     /// Listen for no commands
     #[arg(long)]
     pub no_control: bool,

@@ -6,7 +6,7 @@ use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use vmstrata_disk::{Format, OpenOptions};
 
-use super::BackingArgs;
+use super::{BackingArgs, JournalArgs};
 use crate::disk_spec::format_parser;
 
 /// `vmstrata snapshot`
@@ -118,10 +118,9 @@ pub struct SnapshotCreateArgs {
     /// Whether file systems are frozen [default: always with --agent, auto without]
     #[arg(long, value_name = "WHEN", value_enum)]
     pub quiesce: Option<Quiesce>,
-    /// Where the journals of killed servers are
-    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
+    /// What a killed server left.
+    #[command(flatten)]
+    pub journal: JournalArgs,
     /// The server that may be serving them.
     #[command(flatten)]
     pub server: super::ControlArgs,
@@ -199,10 +198,9 @@ pub struct SnapshotRevertArgs {
     /// Go back although images stand on the disk as it is now, and will read other data then
     #[arg(long)]
     pub force: bool,
-    /// Where the journals of killed servers are
-    /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
+    /// What a killed server left.
+    #[command(flatten)]
+    pub journal: JournalArgs,
     /// The server that may be serving it.
     #[command(flatten)]
     pub server: super::ControlArgs,

@@ -29,6 +29,7 @@ struct Report {
     check_errors: u64,
     corruptions: u64,
     leaks: u64,
+    journaled: u64,
     corruptions_fixed: u64,
     leaks_fixed: u64,
     image_end_offset: u64,
@@ -73,6 +74,7 @@ impl Report {
             check_errors: found.check_errors,
             corruptions: found.corruptions,
             leaks: found.leaks,
+            journaled: found.journaled,
             corruptions_fixed: found.corruptions_fixed,
             leaks_fixed: found.leaks_fixed,
             image_end_offset: found.image_end_offset.get(),
@@ -115,6 +117,13 @@ impl Report {
             writeln!(out, "repaired: {}, {}", counted(corruptions, "corruption"), counted(leaks, "leak"))?;
         }
         writeln!(out, "{}: {}", self.filename, self.verdict())?;
+        if self.journaled > 0 {
+            let clusters = counted(self.journaled, "cluster");
+            writeln!(
+                out,
+                "its server was killed: {clusters} belong to writes in the server's journal, which the next one takes up"
+            )?;
+        }
         writeln!(
             out,
             "{} of {} clusters allocated ({:.1} %), {} compressed, {} fragmented; the image ends at {:#x}",
@@ -171,6 +180,9 @@ fn options(args: &CheckArgs) -> CheckOptions {
             Some(Repair::All) => check::Repair::All,
         },
         force_share: args.force_share,
+        journal_dir: args.journal.dir(),
+        unflushed: args.journal.unflushed(),
+        allow_backing: args.backing.allow_backing.clone(),
         findings_max: FINDINGS_MAX,
         progress: Some(Arc::new(move |now| line.update(phase_name(now.phase), now.done, now.total))),
         ..CheckOptions::default()
@@ -191,10 +203,18 @@ mod tests {
     use vmstrata_types::HostOffset;
 
     use super::*;
+    use crate::args::{BackingArgs, JournalArgs};
 
     fn report(found: &CheckReport) -> Report {
-        let args =
-            CheckArgs { file: "a.qcow2".into(), repair: None, force_share: false, json: false, quiet: true };
+        let args = CheckArgs {
+            file: "a.qcow2".into(),
+            repair: None,
+            force_share: false,
+            journal: JournalArgs::default(),
+            backing: BackingArgs { allow_backing: Vec::new() },
+            json: false,
+            quiet: true,
+        };
         Report::new(&args, found)
     }
 

@@ -14,8 +14,8 @@ use vmstrata_server::Bucket;
 
 use super::backup::watched;
 use super::snapshot::live::Live;
-use super::snapshot::resources;
-use crate::args::{FlattenArgs, MergeArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
+use super::snapshot::{open_options, resources};
+use crate::args::{FlattenArgs, JournalArgs, MergeArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
 
@@ -83,9 +83,10 @@ impl Report {
 pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
     let ranges = ranges_of(&args.disk, &args.names, &args.common.open())?;
     let removal = if args.keep_files { Removal::Nothing } else { Removal::Snapshots };
-    let (open, forget_missing, direction) = (args.common.open(), args.how.forget_missing, args.into.into());
+    let open = open_options(&args.common, &args.journal);
+    let (forget_missing, direction) = (args.how.forget_missing, args.into.into());
     let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
-    let report = merge(&args.disk, &ranges, &options, args.how.limit, args.runtime_dir.as_deref())?;
+    let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
     report.tell(&format!("{} deleted", args.names.join(", ")), &args.common)
 }
 
@@ -96,7 +97,7 @@ pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
 pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
     let open = OpenOptions { read_only: true, ..OpenOptions::default() };
     let options = MergeOptions { open: open.clone(), ..MergeOptions::default() };
-    let resources = resources(None);
+    let resources = resources(&JournalArgs::default());
     for range in ranges_of(disk, names, &open)? {
         Merge::new(disk, range, &options, &resources)?.run()?;
     }
@@ -112,7 +113,7 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
         live.merge(args)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let ([one, other], open) = (args.layers.ends(), args.common.open());
+    let ([one, other], open) = (args.layers.ends(), open_options(&args.common, &args.journal));
     let ranges = Meant::between(&args.disk, &one, &other, &open)?.ranges(&args.disk, &open)?;
     let options = MergeOptions {
         open,
@@ -121,7 +122,7 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
         beyond_own: true,
         direction: args.into.into(),
     };
-    let report = merge(&args.disk, &ranges, &options, args.how.limit, args.runtime_dir.as_deref())?;
+    let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
     report.tell(&format!("{} dropped", args.layers.in_words()), &args.common)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -135,7 +136,7 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
         live.flatten(args)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let open = args.common.open();
+    let open = open_options(&args.common, &args.journal);
     let meant = match &args.onto {
         Some(base) => Meant::above(&args.disk, &LayerRef::File(base.clone()), &open)?,
         None => Meant::below(&args.disk, &open)?,
@@ -144,8 +145,7 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
     let (removal, forget_missing) = (args.remove.into(), args.how.forget_missing);
     let direction = Direction::Up;
     let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
-    let runtime = args.runtime_dir.as_deref();
-    let report = merge(&args.disk, &ranges, &options, args.how.limit, runtime)?;
+    let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
     report.tell(&args.done(), &args.common)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -155,9 +155,9 @@ fn merge(
     ranges: &[MergeRange],
     options: &MergeOptions,
     limit: Option<u64>,
-    runtime_dir: Option<&Path>,
+    journal: &JournalArgs,
 ) -> Result<Report> {
-    let resources = resources(runtime_dir);
+    let resources = resources(journal);
     let mut report = Report { disk: disk.display().to_string(), ..Report::default() };
     let mut bucket = Bucket::new(limit, Instant::now());
     watched("merging", false, |goes_on| {

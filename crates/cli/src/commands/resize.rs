@@ -9,7 +9,7 @@ use vmstrata_api::{DiskDetail, SizeChange, SizeSpec, encode_segment};
 use vmstrata_disk::{Disk, OpenOptions, Shrink};
 
 use super::snapshot::live::Live;
-use super::snapshot::resources;
+use super::snapshot::{open_options, resources};
 use crate::args::ResizeArgs;
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
@@ -60,8 +60,8 @@ fn of_server(args: &ResizeArgs, live: &Live) -> Result<Report> {
 }
 
 fn of_file(args: &ResizeArgs) -> Result<Report> {
-    let options = OpenOptions { read_only: false, ..args.common.open() };
-    let disk = Disk::open(&args.disk, &options, &resources(args.runtime_dir.as_deref()))?;
+    let options = OpenOptions { read_only: false, ..open_options(&args.common, &args.journal) };
+    let disk = Disk::open(&args.disk, &options, &resources(&args.journal))?;
     let shrink = if args.shrink { Shrink::Allow } else { Shrink::Refuse };
     let resized = args.size.of(disk.size()).and_then(|size| Ok(disk.resize(size, shrink)?));
     // Whatever came of it, the image is left clean.

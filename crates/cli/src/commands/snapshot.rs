@@ -16,8 +16,8 @@ use vmstrata_disk::snapshot::{
 use vmstrata_disk::{ErrorKind, Format, OpenOptions, ResourceOptions, Resources};
 
 use crate::args::{
-    ControlArgs, Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs,
-    SnapshotDeleteArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
+    ControlArgs, JournalArgs, Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs,
+    SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
@@ -51,9 +51,9 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
             args.disks[0].display()
         );
     }
-    let resources = resources(args.runtime_dir.as_deref());
+    let (resources, open) = (resources(&args.journal), open_options(&args.common, &args.journal));
     let prepare = PrepareOptions { format: args.common.format, ..PrepareOptions::default() };
-    let created = snapshot::create(&args.disks, &info, &args.common.open(), &prepare, &resources)?;
+    let created = snapshot::create(&args.disks, &info, &open, &prepare, &resources)?;
     if args.common.json {
         let taken = created.iter().map(TakenOne::new).collect();
         print_json(&Taken::new(&info, taken))?;
@@ -84,7 +84,7 @@ pub fn take(
         live::warn_unless_quiesced(&live.take(&info, None, None)?);
     } else {
         let prepare = PrepareOptions { format, ..PrepareOptions::default() };
-        snapshot::create(&disks, &info, open, &prepare, &resources(None))?;
+        snapshot::create(&disks, &info, open, &prepare, &resources(&JournalArgs::default()))?;
     }
     Ok(name)
 }
@@ -97,13 +97,13 @@ fn run_delete(args: &SnapshotDeleteArgs) -> Result<()> {
 }
 
 /// For disks that must be closed first.
-pub fn resources(runtime_dir: Option<&Path>) -> Arc<Resources> {
-    let runtime = runtime_dir.map_or_else(vmstrata_server::default_dir, Path::to_owned);
-    Resources::new(ResourceOptions {
-        // Where there is no directory there is no journal.
-        journal_dir: Some(runtime).filter(|dir| dir.is_dir()),
-        ..ResourceOptions::default()
-    })
+pub fn resources(journal: &JournalArgs) -> Arc<Resources> {
+    Resources::new(ResourceOptions { journal_dir: journal.dir(), ..ResourceOptions::default() })
+}
+
+/// How the files of such a disk are opened.
+pub fn open_options(common: &SnapshotCommonArgs, journal: &JournalArgs) -> OpenOptions {
+    OpenOptions { unflushed: journal.unflushed(), ..common.open() }
 }
 
 fn described(args: &SnapshotCreateArgs, taken_ns: u64) -> SnapshotInfo {
@@ -155,11 +155,10 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
     let options = RevertOptions {
         keep: args.keep.clone(),
         force: args.force,
-        open: args.common.open(),
+        open: open_options(&args.common, &args.journal),
         prepare: PrepareOptions { format: args.common.format, ..PrepareOptions::default() },
     };
-    let reverted =
-        snapshot::revert(&args.disk, &args.name, &options, &resources(args.runtime_dir.as_deref()))?;
+    let reverted = snapshot::revert(&args.disk, &args.name, &options, &resources(&args.journal))?;
     let dropped = reverted.dropped.iter().map(|snapshot| text(&snapshot.layer)).collect();
     Reverted::new(args, text(&reverted.layer), dropped).tell(args.common.json)
 }

@@ -151,6 +151,8 @@ impl Part<'_> {
         let countable = references.min(max);
         if refcount < countable {
             tally.add(at, FindingKind::RefcountTooLow { refcount, references });
+        } else if refcount == 1 && countable == 0 && self.image.journaled.contains(&at) {
+            tally.journaled += 1;
         } else if refcount > countable {
             tally.add(at, FindingKind::Leak { refcount, references });
         }

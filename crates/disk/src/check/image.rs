@@ -3,6 +3,8 @@
 //! Unlike opening a disk, a check wants to see a file that was cut short: tables that the header puts past the
 //! end of the file read as zeros here, and are found out when their clusters are counted.
 
+use std::collections::HashSet;
+
 use vmstrata_qcow2::bitmap::BitmapsExtension;
 use vmstrata_qcow2::entry::HOST_OFFSET_LIMIT;
 use vmstrata_qcow2::{Autoclear, Header, ParseError, ParseErrorKind};
@@ -28,6 +30,8 @@ pub(super) struct Image<'a> {
     pub(super) header: Header,
     /// `None` also where the image says that its bitmaps are out of date: they hold nothing then.
     pub(super) bitmaps: Option<Result<BitmapsExtension, ParseError>>,
+    /// Clusters that belong to the journal of a killed process: they are in use though nothing refers to them.
+    pub(super) journaled: HashSet<HostOffset>,
 }
 
 impl<'a> Image<'a> {
@@ -51,7 +55,7 @@ impl<'a> Image<'a> {
         if clusters > CLUSTERS_MAX {
             return Err(ErrorKind::CheckTooLarge { clusters, max: CLUSTERS_MAX }.into());
         }
-        Ok(Self { store, options, file_len, header, bitmaps })
+        Ok(Self { store, options, file_len, header, bitmaps, journaled: HashSet::new() })
     }
 
     pub(super) fn bits(&self) -> ClusterBits {

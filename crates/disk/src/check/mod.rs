@@ -32,6 +32,7 @@ mod counts;
 mod entries;
 mod finding;
 mod image;
+mod journal;
 mod read;
 mod refcounts;
 mod repair;
@@ -40,14 +41,17 @@ mod roots;
 mod scan;
 mod snapshots;
 
+use std::collections::HashSet;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use finding::{Finding, FindingKind, Severity};
 pub use report::CheckReport;
 use vmstrata_store::{CacheMode, Gate, Store};
+use vmstrata_types::HostOffset;
 
+use crate::chain::Unflushed;
 use crate::error::Result;
 use crate::opener::{LocalFiles, Opener, Role};
 
@@ -94,6 +98,12 @@ pub struct CheckOptions {
     pub force_share: bool,
     /// Findings to return; all are counted.
     pub findings_max: usize,
+    /// Where the journals of killed processes are.
+    pub journal_dir: Option<PathBuf>,
+    /// What happens to the unflushed writes of a killed process that a repair cannot take up.
+    pub unflushed: Unflushed,
+    /// Directories, beside the image's own, in which backing files may lie: taking a journal up may have to read them.
+    pub allow_backing: Vec<PathBuf>,
     /// Bytes of memory for counting references, about one per cluster in use.
     pub memory_bytes_max: u64,
     /// Called now and then, from several threads.
@@ -106,6 +116,9 @@ impl Default for CheckOptions {
             repair: Repair::None,
             force_share: false,
             findings_max: 100,
+            journal_dir: None,
+            unflushed: Unflushed::Keep,
+            allow_backing: Vec::new(),
             memory_bytes_max: 1 << 30,
             progress: None,
         }
@@ -117,6 +130,8 @@ impl fmt::Debug for CheckOptions {
         f.debug_struct("CheckOptions")
             .field("repair", &self.repair)
             .field("force_share", &self.force_share)
+            .field("journal_dir", &self.journal_dir)
+            .field("unflushed", &self.unflushed)
             .field("findings_max", &self.findings_max)
             .field("memory_bytes_max", &self.memory_bytes_max)
             .finish_non_exhaustive()
@@ -128,8 +143,11 @@ impl fmt::Debug for CheckOptions {
 /// Without repair the file is locked as a reader locks it, with repair as a writer: a running QEMU, or a server
 /// that has it open for writing, is in the way of both.
 ///
+/// Where the process that wrote the image was killed, its journal counts: what it leads to is not leaked, and a repair takes it
+/// up first.
+///
 /// # Errors
-/// A file that cannot be opened, is locked, is not qcow2, or whose header no one could use; an image that needs
+/// A journal that a repair cannot take up; a file that cannot be opened, is locked, is not qcow2, or whose header no one could use; an image that needs
 /// more memory than allowed; whatever the store reports. Damage that a check can describe is not an error.
 pub fn check(path: &Path, options: &CheckOptions) -> Result<CheckReport> {
     let role = match options.repair {
@@ -137,8 +155,18 @@ pub fn check(path: &Path, options: &CheckOptions) -> Result<CheckReport> {
         Repair::None => Role::Frozen,
         Repair::Leaks | Repair::All => Role::Active(CacheMode::Host),
     };
-    let opened = LocalFiles.open(path, role, &Gate::unrestricted())?;
-    check_store(&*opened.store, options).map_err(|error| error.in_file(path))
+    let repairs = options.repair != Repair::None;
+    let mut opened = LocalFiles.open(path, role, &Gate::unrestricted())?;
+    let mut pending = journal::pending(&opened, options).map_err(|error| error.in_file(path))?;
+    if repairs && let Some(left) = &pending {
+        // Opening the disk takes the lock itself.
+        drop(opened);
+        left.take_up(path, options)?;
+        opened = LocalFiles.open(path, role, &Gate::unrestricted())?;
+        pending = None;
+    }
+    let clusters = pending.map(|left| left.clusters).unwrap_or_default();
+    check_with_journal(&*opened.store, clusters, options).map_err(|error| error.in_file(path))
 }
 
 /// Checks the image in a store that is open, and locked if need be.
@@ -146,8 +174,20 @@ pub fn check(path: &Path, options: &CheckOptions) -> Result<CheckReport> {
 /// # Errors
 /// As [`check`].
 pub fn check_store(store: &dyn Store, options: &CheckOptions) -> Result<CheckReport> {
+    check_with_journal(store, HashSet::new(), options)
+}
+
+/// As [`check_store`]; `journaled` are host clusters that belong to a journal.
+fn check_with_journal(
+    store: &dyn Store,
+    journaled: HashSet<HostOffset>,
+    options: &CheckOptions,
+) -> Result<CheckReport> {
     match options.repair {
-        Repair::None => Ok(scan::scan(&image::Image::read(store, options)?)?.report),
+        Repair::None => {
+            let image = image::Image { journaled, ..image::Image::read(store, options)? };
+            Ok(scan::scan(&image)?.report)
+        }
         Repair::Leaks | Repair::All => repair::repair(store, options),
     }
 }

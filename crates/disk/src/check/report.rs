@@ -13,6 +13,8 @@ pub struct CheckReport {
     pub corruptions: u64,
     /// Clusters whose refcount is too high.
     pub leaks: u64,
+    /// Clusters that only the journal of a killed process leads to: no leaks, as the next server takes it up.
+    pub journaled: u64,
     /// Parts that could not be checked; with any of these the other numbers say little.
     pub check_errors: u64,
     /// Corruptions that the repair removed.
@@ -81,6 +83,8 @@ pub(super) struct Tally {
     pub(super) total: u64,
     pub(super) corruptions: u64,
     pub(super) leaks: u64,
+    /// Clusters that only a journal leads to.
+    pub(super) journaled: u64,
     pub(super) check_errors: u64,
     /// Findings that hide references: [`FindingKind::hides_references`].
     pub(super) unfollowed: u64,
@@ -90,7 +94,16 @@ impl Tally {
     /// A tally that keeps at most `limit` findings.
     pub(super) fn new(limit: usize) -> Self {
         let first = BinaryHeap::new();
-        Self { limit, first, total: 0, corruptions: 0, leaks: 0, check_errors: 0, unfollowed: 0 }
+        Self {
+            limit,
+            first,
+            total: 0,
+            corruptions: 0,
+            leaks: 0,
+            journaled: 0,
+            check_errors: 0,
+            unfollowed: 0,
+        }
     }
 
     /// Notes a finding once.
@@ -124,6 +137,7 @@ impl Tally {
     pub(super) fn merge(&mut self, other: Self) {
         self.corruptions = self.corruptions.saturating_add(other.corruptions);
         self.leaks += other.leaks;
+        self.journaled += other.journaled;
         self.check_errors += other.check_errors;
         self.total += other.total;
         self.unfollowed += other.unfollowed;

@@ -225,6 +225,14 @@ pub enum ErrorKind {
         /// The directory of the journal.
         dir: std::path::PathBuf,
     },
+    /// A repair that would destroy the unflushed writes of a killed process.
+    #[error(
+        "its last writer was killed, and its unflushed writes cannot be taken up before the repair: {source}; put that right, or repair without them (`--discard-unflushed`)"
+    )]
+    JournalStuck {
+        /// Why not.
+        source: Box<crate::Error>,
+    },
     /// A request after [`crate::Disk::close`].
     #[error("the disk is closed")]
     Closed,

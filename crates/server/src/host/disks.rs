@@ -1,10 +1,11 @@
 //! Disks come and go.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use vmstrata_api::Event;
-use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_disk::{Disk, OpenOptions, Unflushed};
 use vmstrata_export::nbd::{self, Export};
 
 use super::doors::Door;
@@ -57,7 +58,10 @@ impl Host {
     }
 
     pub(super) fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
-        let (path, options) = states::find(spec, self.open_options(spec))?;
+        let (path, mut options) = states::find(spec, self.open_options(spec))?;
+        if self.discards_unflushed.load(Ordering::Relaxed) {
+            options.unflushed = Unflushed::Discard;
+        }
         let disk = Disk::open(&path, &options, &self.resources)?;
         self.watch(&spec.name, &disk);
         let layers = disk.layers().len();

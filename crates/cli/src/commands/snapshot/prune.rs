@@ -45,7 +45,7 @@ pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
         keep_files: false,
         into: crate::args::Into::default(),
         how: args.how,
-        runtime_dir: args.runtime_dir.clone(),
+        journal: args.journal.clone(),
         server: args.server.clone(),
         common: args.common.clone(),
     })
