@@ -43,7 +43,7 @@ pub use index::Indexing;
 pub(crate) use merge::Running;
 #[cfg(test)]
 pub(crate) use open::open_top;
-pub(crate) use open::{FEATURES_SINCE, write_session};
+pub(crate) use open::{FEATURES_SINCE, forsake_journal, write_session};
 pub use resize::{ResizeFault, Resized, Shrink};
 pub use snapshot::{Taken, Together, snapshot_together};
 

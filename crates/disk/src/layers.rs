@@ -20,7 +20,7 @@ use vmstrata_types::{ClusterBits, LayerIndex};
 
 use crate::active::Active;
 use crate::blocks::BlockOrder;
-use crate::disk::LayerInfo;
+use crate::disk::{LayerInfo, forsake_journal};
 use crate::error::{IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::layer::Format;
@@ -167,12 +167,12 @@ impl Layers {
         own || self.before.as_ref().is_some_and(|before| before.is_lost())
     }
 
-    /// Removes the journals of files whose flushes fail.
+    /// Removes the journals of files whose flushes fail. Their guests know: the flush was refused.
     pub(crate) fn remove_lost_journals(&self) {
         if let Top::Qcow2(active) = &self.top
             && active.flusher.has_failed()
         {
-            active.changes.remove_journal();
+            forsake_journal(active);
         }
         self.before.iter().for_each(|before| before.remove_lost_journals());
     }

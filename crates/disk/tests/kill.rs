@@ -15,16 +15,19 @@ use common::ledger::{BLOCK, Ledger, Step, THREADS, steps, striped, take};
 use common::shape::{LayerShape, make};
 use common::{for_seeds, random, scratch, small_resources, stock};
 use rand::Rng as _;
-use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Resources, Unflushed};
 
 const STEPS: usize = 4000;
 /// What the child finds its orders in: seed, cluster size, "journal", "none" or "threads", and the image.
 const ORDERS: &str = "VMSTRATA_TEST_CHILD";
 
-fn open(top: &Path, journal: bool) -> Arc<Disk> {
+fn resources(top: &Path, journal: bool) -> Arc<Resources> {
     let journals = top.parent().expect("in a directory").join("journals");
-    let resources = small_resources(journal.then_some(journals.as_path()));
-    Disk::open(top, &OpenOptions::default(), &resources).expect("the disk opens")
+    small_resources(journal.then_some(journals.as_path()))
+}
+
+fn open(top: &Path, journal: bool) -> Arc<Disk> {
+    Disk::open(top, &OpenOptions::default(), &resources(top, journal)).expect("the disk opens")
 }
 
 fn workload(seed: u64, size: u64, cluster: u64) -> Vec<Step> {
@@ -222,9 +225,10 @@ fn a_journal_is_not_believed_once_stock_tools_wrote_to_the_image() {
     });
 }
 
-/// A journal without its first note, that of the table its entries are in, must be refused and not followed.
+/// A journal without its first record, that of the table its entries are in: the disk is refused, and nothing is lost until that
+/// is asked for.
 #[test]
-fn a_journal_that_lacks_a_table_is_refused() {
+fn a_journal_that_does_not_fit_refuses_the_disk_and_is_kept() {
     let dir = scratch();
     let layer = LayerShape { operations: 0, ..LayerShape::qcow2(16, 1 << 20) };
     let made = make(dir.path(), &[layer], &mut random("kill", 0));
@@ -234,13 +238,37 @@ fn a_journal_that_lacks_a_table_is_refused() {
     let journals = std::fs::read_dir(dir.path().join("journals")).expect("a directory");
     let half = journals
         .map(|entry| entry.expect("listed").path())
-        .find(|path| std::fs::metadata(path).expect("there").len() > 64);
-    let half = half.expect("a half with notes");
+        .find(|path| std::fs::read(path).expect("reads")[64..96] != [0; 32]);
+    let half = half.expect("a half with records");
     let bytes = std::fs::read(&half).expect("reads");
-    assert_eq!(bytes.len(), 64 + 2 * 32, "a note of the table and one of the cluster");
-    std::fs::write(&half, [&bytes[..64], &bytes[96..]].concat()).expect("written");
+    assert!(
+        bytes[96..128] != [0; 32] && bytes[128..160] == [0; 32],
+        "one of the table and one of the cluster"
+    );
+    let lacking = [&bytes[..64], &bytes[96..]].concat();
+    std::fs::write(&half, &lacking).expect("written");
+    for _ in 0..2 {
+        let refused =
+            Disk::open(&made.top, &OpenOptions::default(), &resources(&made.top, true)).unwrap_err();
+        assert!(matches!(refused.kind(), ErrorKind::JournalMismatch { .. }), "{refused}");
+        assert!(
+            refused.to_string().contains("guest cluster 0")
+                && refused.to_string().contains("--discard-unflushed")
+        );
+        assert_eq!(std::fs::read(&half).expect("reads"), lacking, "it is kept");
+    }
+    std::fs::write(&half, &bytes).expect("written");
     let disk = open(&made.top, true);
-    assert_same(&read(&disk, 0, 65536).expect("reads"), &[0; 65536], 0, "after a journal that was refused");
+    assert_same(&read(&disk, 0, 65536).expect("reads"), &[0x11; 65536], 0, "with the journal as it was");
+    write(&disk, 65536, &[0x22; 65536]).expect("writes");
+    drop(disk);
+    let journals = dir.path().join("journals");
+    std::fs::rename(&journals, dir.path().join("elsewhere")).expect("renamed");
+    let refused = Disk::open(&made.top, &OpenOptions::default(), &resources(&made.top, true)).unwrap_err();
+    assert!(matches!(refused.kind(), ErrorKind::JournalMissing { .. }), "{refused}");
+    let options = OpenOptions { unflushed: Unflushed::Discard, ..OpenOptions::default() };
+    let disk = Disk::open(&made.top, &options, &resources(&made.top, true)).expect("as asked");
+    assert_same(&read(&disk, 65536, 65536).expect("reads"), &[0; 65536], 0, "without its unflushed writes");
     disk.close().expect("closes");
     drop(disk);
     stock::assert_safe(&made.top);

@@ -175,6 +175,16 @@ fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
     if sound { Ok(head) } else { Err(ErrorKind::MarkedCorrupt.into()) }
 }
 
+/// Removes the journal of an image of which nothing is known any more, and has the header say that there is none: else the next
+/// process would be refused for want of it.
+pub(crate) fn forsake_journal(active: &Active) {
+    active.changes.remove_journal();
+    if active.tables.version >= FEATURES_SINCE {
+        // Where that fails, too, the next process is refused.
+        let _ = put_session(active, new_session());
+    }
+}
+
 /// Writes the autoclear bits, and flushes.
 pub(crate) fn write_session(active: &Active, session: u64) -> Result<()> {
     put_session(active, session)?;
