@@ -108,8 +108,8 @@ fn new_disk(dir: &Path) -> PathBuf {
 }
 
 fn snapshot_of(disk: &Path, name: &str) -> vmstrata_disk::Result<Vec<snapshot::Created>> {
-    let disks = [disk.to_owned()];
-    let (open, resources) = (OpenOptions::default(), small_resources(None));
+    let (disks, journals) = ([disk.to_owned()], disk.with_file_name("journals"));
+    let (open, resources) = (OpenOptions::default(), small_resources(Some(&journals)));
     snapshot::create(&disks, &named(name), &open, &PrepareOptions::default(), &resources)
 }
 
