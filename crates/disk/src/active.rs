@@ -102,6 +102,7 @@ impl Active {
             return Err(kind.into());
         }
         let (l1, l2_tables) = l1::read(&*store, header, &tables, identity.len)?;
+        l1::make_room(&*store, header);
         let flusher = Arc::new(Flusher::new(Arc::clone(&store)));
         let (bytes_of, flushes) = (Arc::clone(&store), Arc::clone(&flusher));
         let alloc = Allocator::open(bytes_of, flushes, header, l2_tables.into_iter(), identity.len)?;

@@ -41,6 +41,22 @@ pub(super) fn read(
     Ok((L1 { at, entries: words(&bytes).map(AtomicU64::new).collect() }, l2_tables))
 }
 
+/// Gives an L1 table that lies in a hole of its file, as that of a new image does, its space: a commit that meets a full host
+/// cannot be undone, so it must need none.
+pub(super) fn make_room(store: &dyn Store, header: &Header) {
+    let mut at = header.l1_table_offset;
+    let end = at + u64::from(header.l1_size) * 8;
+    while at < end {
+        let Ok((is_data, next)) = store.extent(at) else { return };
+        let next = next.min(end);
+        // A host that is full already has none to give: that is for the writes to find out.
+        if next <= at || !is_data && store.write_all(&vec![0; (next - at) as usize], at).is_err() {
+            return;
+        }
+        at = next;
+    }
+}
+
 impl Active {
     /// What leads to the tables, for whoever reads the file from now on.
     pub(crate) fn tables_now(&self) -> Tables {
