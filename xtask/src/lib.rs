@@ -7,6 +7,7 @@
 //!   guest   a small Linux that boots in stock QEMU in seconds
 //!   demo    500 snapshots, stock QEMU and vmstrata side by side
 //!   soak    1,000 snapshots under a guest, most of them deleted, the server killed meanwhile
+//!   stress  stamped sectors over all doors, through kills, full disks and merges, against a model
 //! ```
 //!
 //! Nothing here ships: the crates under `crates/` never depend on this one. The chain generator writes the
@@ -20,4 +21,5 @@ pub mod demo;
 pub mod guest;
 pub mod size;
 pub mod soak;
+pub mod stress;
 pub mod tidy;

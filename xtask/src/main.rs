@@ -11,6 +11,7 @@ mod demo_command;
 mod fuzz_command;
 mod load_command;
 mod soak_command;
+mod stress_command;
 
 /// Chores of this repository.
 #[derive(Parser)]
@@ -32,6 +33,8 @@ enum Command {
     Fuzz(fuzz_command::Fuzz),
     /// A guest through 1,000 snapshots, most deleted from the middle, the server killed now and then.
     Soak(soak_command::Soak),
+    /// Stamped sectors over all doors, through kills, full disks and merges, against a model.
+    Stress(stress_command::Stress),
     /// Run one load against a vhost-user-blk socket or a raw file.
     Load(load_command::LoadCommand),
 }
@@ -49,6 +52,7 @@ fn main() -> Result<()> {
         Command::Demo(demo) => demo.run(),
         Command::Fuzz(fuzz) => fuzz.run(),
         Command::Soak(soak) => soak.run(),
+        Command::Stress(stress) => stress.run(),
         Command::Load(load) => load.run(),
     }
 }

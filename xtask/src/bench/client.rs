@@ -245,6 +245,30 @@ impl Client {
     }
 }
 
+/// Hands what was queued to the device.
+///
+/// # Errors
+/// When the device cannot be told.
+pub fn submit(queue: &mut Blkioq) -> Result<()> {
+    Ok(queue.do_io(&mut [], 0, None, None).map(drop)?)
+}
+
+/// Waits for completions, for `wait` at most: the number that each request was given, and 0 or a negative error number.
+///
+/// # Errors
+/// When the device cannot be asked.
+pub fn completed(queue: &mut Blkioq, mut wait: Duration) -> Result<Vec<(usize, i32)>> {
+    let mut completions = [const { MaybeUninit::<Completion>::uninit() }; BATCH];
+    let done = match queue.do_io(&mut completions, 1, Some(&mut wait), None) {
+        Ok(done) => done,
+        Err(error) if error.errno() == blkio::Errno::TIME => 0,
+        Err(error) => return Err(error.into()),
+    };
+    // SAFETY: `do_io` has filled in the first `done` completions.
+    let filled = completions[..done].iter().map(|completion| unsafe { completion.assume_init_ref() });
+    Ok(filled.map(|completion| (completion.user_data, completion.ret)).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;

@@ -1,0 +1,393 @@
+//! The workers: each has a connection, draws requests, and tells the model what was asked and what was answered.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Error, anyhow};
+use rand::Rng as _;
+use rand::rngs::SmallRng;
+
+use super::config::{Config, Style};
+use super::door::{Ask, Door, Reply, Request};
+use super::model::{Change, Claim, Model, Sectors, Tick, Watch};
+use super::place::Place;
+use super::stamp;
+use super::trail::Event;
+
+/// The longest that an answer may take.
+const ANSWER_MAX: Duration = Duration::from_secs(60);
+/// How often a worker looks whether it is to end.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What was done, for the line of a round.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    pub(super) reads: AtomicU64,
+    pub(super) writes: AtomicU64,
+    pub(super) trims: AtomicU64,
+    pub(super) zeroes: AtomicU64,
+    pub(super) flushes: AtomicU64,
+    /// Requests that failed while there was no room.
+    pub(super) refused: AtomicU64,
+    /// Requests whose answer a kill has kept.
+    pub(super) lost: AtomicU64,
+}
+
+impl Counts {
+    fn count(&self, ask: Ask) {
+        let counter = match ask {
+            Ask::Read => &self.reads,
+            Ask::Write => &self.writes,
+            Ask::Trim => &self.trims,
+            Ask::Zero { .. } => &self.zeroes,
+            Ask::Flush => &self.flushes,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// All requests that were answered.
+    pub(super) fn requests(&self) -> u64 {
+        [&self.reads, &self.writes, &self.trims, &self.zeroes, &self.flushes]
+            .iter()
+            .map(|counter| counter.load(Ordering::Relaxed))
+            .sum()
+    }
+}
+
+/// What workers, disturbances and judges of a round share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) config: Config,
+    pub(super) place: Place,
+    pub(super) counts: Counts,
+    model: Mutex<Model>,
+    /// No new requests; a worker ends when it has its answers.
+    stop: AtomicBool,
+    /// A kill is coming: connections may end.
+    kill: AtomicBool,
+    /// The server is dead: no answer comes any more.
+    dead: AtomicBool,
+    /// Whether a file system was filled, and how often that has changed.
+    full: AtomicBool,
+    full_changes: AtomicU64,
+    failure: Mutex<Option<Error>>,
+    failed: Condvar,
+}
+
+impl Shared {
+    pub(super) fn new(config: Config, place: Place, model: Model) -> Self {
+        Self {
+            config,
+            place,
+            counts: Counts::default(),
+            model: Mutex::new(model),
+            stop: AtomicBool::new(false),
+            kill: AtomicBool::new(false),
+            dead: AtomicBool::new(false),
+            full: AtomicBool::new(false),
+            full_changes: AtomicU64::new(0),
+            failure: Mutex::new(None),
+            failed: Condvar::new(),
+        }
+    }
+
+    pub(super) fn model(&self) -> MutexGuard<'_, Model> {
+        self.model.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a note into the trail.
+    pub(super) fn note(&self, text: String) {
+        self.model().trail.push(Event::Note(text));
+    }
+
+    /// The first failure is the one that is told.
+    fn fail(&self, error: Error) {
+        let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        failure.get_or_insert(error);
+        self.stop.store(true, Ordering::SeqCst);
+        self.failed.notify_all();
+    }
+
+    /// # Errors
+    /// What a worker failed with.
+    pub(super) fn check(&self) -> anyhow::Result<()> {
+        let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        failure.take().map_or(Ok(()), Err)
+    }
+
+    /// Lets the workers work for a while.
+    ///
+    /// # Errors
+    /// As soon as one of them fails, with that.
+    pub(super) fn rest(&self, time: Duration) -> anyhow::Result<()> {
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.failed.wait_timeout_while(failure, time, |failure| failure.is_none());
+        let (mut failure, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        failure.take().map_or(Ok(()), Err)
+    }
+
+    /// Begins a life of the server.
+    pub(super) fn begin(&self) {
+        for flag in [&self.stop, &self.kill, &self.dead] {
+            flag.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// No new requests.
+    pub(super) fn stop(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+    }
+
+    /// A kill is coming.
+    pub(super) fn expect_kill(&self) {
+        self.kill.store(true, Ordering::SeqCst);
+    }
+
+    /// The server is dead.
+    pub(super) fn died(&self) {
+        self.dead.store(true, Ordering::SeqCst);
+    }
+
+    /// From now on requests may fail, or they may not.
+    pub(super) fn set_full(&self, full: bool) {
+        self.full.store(full, Ordering::SeqCst);
+        self.full_changes.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Whether what began when there had been `changes` changes may have met a full file system.
+    pub(super) fn met_full(&self, changes: u64) -> bool {
+        self.full.load(Ordering::SeqCst) || self.full_changes() != changes || self.place.images.is_scarce()
+    }
+
+    pub(super) fn full_changes(&self) -> u64 {
+        self.full_changes.load(Ordering::SeqCst)
+    }
+}
+
+enum Doing {
+    Change(Claim),
+    Read(Watch),
+    Flush(Tick),
+}
+
+struct InFlight {
+    doing: Doing,
+    request: Request,
+    since: Instant,
+    full_changes: u64,
+}
+
+/// A connection at work.
+pub(super) struct Worker<D> {
+    pub(super) door: D,
+    pub(super) name: String,
+    pub(super) style: Style,
+    pub(super) random: SmallRng,
+    pub(super) shared: Arc<Shared>,
+}
+
+impl<D: Door> Worker<D> {
+    /// Works until it is told to stop, or the server dies.
+    pub(super) fn run(mut self) {
+        let mut slots: Vec<Option<InFlight>> = (0..self.shared.config.depth).map(|_| None).collect();
+        let worked = self.work(&mut slots);
+        // Dropped by a kill, or at an error: what it asked for may have happened.
+        for lost in slots.into_iter().flatten() {
+            self.shared.counts.lost.fetch_add(1, Ordering::Relaxed);
+            self.forget(lost.doing);
+        }
+        if let Err(error) = worked {
+            self.shared.fail(error.context(self.name));
+        }
+    }
+
+    fn forget(&self, doing: Doing) {
+        let mut model = self.shared.model();
+        match doing {
+            Doing::Change(claim) => model.doubt(claim),
+            Doing::Read(watch) => drop(model.viewed(watch)),
+            Doing::Flush(_) => {}
+        }
+    }
+
+    fn work(&mut self, slots: &mut [Option<InFlight>]) -> anyhow::Result<()> {
+        let flag = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
+        loop {
+            if flag(&self.shared.dead) {
+                return Ok(());
+            }
+            if !flag(&self.shared.stop) {
+                for (number, slot) in slots.iter_mut().enumerate().filter(|(_, slot)| slot.is_none()) {
+                    let Some((doing, request)) = self.draw() else { continue };
+                    let data = match &doing {
+                        Doing::Change(claim) if claim.change == Change::Write => data_of(claim),
+                        _ => Vec::new(),
+                    };
+                    let full_changes = self.shared.full_changes();
+                    *slot = Some(InFlight { doing, request, since: Instant::now(), full_changes });
+                    if let Err(error) = self.door.submit(number, &request, &data) {
+                        return self.lost(error);
+                    }
+                }
+            } else if slots.iter().all(Option::is_none) {
+                return Ok(());
+            }
+            if slots.iter().all(Option::is_none) {
+                continue;
+            }
+            match self.door.replies(LOOK) {
+                Ok(replies) => replies.into_iter().try_for_each(|reply| self.answered(slots, reply))?,
+                Err(error) => return self.lost(error),
+            }
+            if let Some(slow) = slots.iter().flatten().find(|doing| doing.since.elapsed() > ANSWER_MAX)
+                && !flag(&self.shared.kill)
+            {
+                return Err(anyhow!("no answer for {ANSWER_MAX:?} to {:?}", slow.request));
+            }
+        }
+    }
+
+    fn lost(&self, error: io::Error) -> anyhow::Result<()> {
+        if self.shared.kill.load(Ordering::SeqCst) { Ok(()) } else { Err(error).context("connection lost") }
+    }
+
+    fn answered(&self, slots: &mut [Option<InFlight>], reply: Reply) -> anyhow::Result<()> {
+        let slot = slots.get_mut(reply.slot).and_then(Option::take);
+        let InFlight { doing, request, full_changes, .. } = slot.context("an answer to nothing")?;
+        let found = match reply.result {
+            Ok(found) => found,
+            Err(errno) => {
+                self.forget(doing);
+                if self.shared.met_full(full_changes) {
+                    self.shared.counts.refused.fetch_add(1, Ordering::Relaxed);
+                    return Ok(());
+                }
+                return Err(anyhow!("error {errno} though there is room: {request:?}"));
+            }
+        };
+        self.shared.counts.count(request.ask);
+        let mut model = self.shared.model();
+        match doing {
+            Doing::Change(claim) => model.done(claim, request.fua),
+            Doing::Flush(asked) => model.flushed(asked),
+            Doing::Read(watch) => {
+                let range = watch.range;
+                model.read(watch, &found).with_context(|| format!("read of {range:?}"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The next request; `None` where a change to the same sectors is in flight.
+    fn draw(&mut self) -> Option<(Doing, Request)> {
+        let ask = self.ask();
+        let fua =
+            self.door.has_fua() && !matches!(ask, Ask::Read | Ask::Flush) && self.random.random_ratio(1, 12);
+        let mut model = self.shared.model();
+        if ask == Ask::Flush {
+            let request = Request { ask, range: Sectors::new(0, 0), fua: false };
+            return Some((Doing::Flush(model.flush()), request));
+        }
+        let limit = model.limit().min(self.door.sectors());
+        let range = range(&self.shared.config, self.style, ask, limit, &mut self.random);
+        let request = Request { ask, range, fua };
+        let change = match ask {
+            Ask::Write => Change::Write,
+            Ask::Zero { .. } => Change::Zero,
+            Ask::Trim => Change::Trim,
+            Ask::Read | Ask::Flush => return Some((Doing::Read(model.watch(range)), request)),
+        };
+        Some((Doing::Change(model.claim(range, change)?), request))
+    }
+
+    fn ask(&mut self) -> Ask {
+        let [reads, writes, trims, zeroes, _flushes] = match self.style {
+            Style::Mixed => [30, 40, 12, 12, 6],
+            Style::Rewriter => [5, 60, 30, 3, 2],
+            Style::Long => [25, 45, 12, 15, 3],
+            Style::Flusher => [4, 8, 3, 0, 85],
+            Style::Reader => [88, 6, 2, 2, 2],
+        };
+        let drawn = self.random.random_range(0..100);
+        if drawn < reads {
+            Ask::Read
+        } else if drawn < reads + writes {
+            Ask::Write
+        } else if drawn < reads + writes + trims {
+            Ask::Trim
+        } else if drawn < reads + writes + trims + zeroes {
+            Ask::Zero { unmap: self.random.random() }
+        } else {
+            Ask::Flush
+        }
+    }
+}
+
+fn data_of(claim: &Claim) -> Vec<u8> {
+    let mut data = vec![0; claim.range.bytes()];
+    stamp::fill(&mut data, claim.range.start, claim.value);
+    data
+}
+
+/// Draws where a request falls: parts of a cluster, whole clusters, or runs that begin and end anywhere.
+fn range(config: &Config, style: Style, ask: Ask, limit: u64, random: &mut SmallRng) -> Sectors {
+    let cluster = config.cluster();
+    let clusters = limit.div_ceil(cluster);
+    let hot = config.hot.min(clusters);
+    let which = if random.random_ratio(4, 5) {
+        random.random_range(0..hot)
+    } else {
+        random.random_range(0..clusters)
+    };
+    let base = which * cluster;
+    let shape = match (style, ask) {
+        (Style::Rewriter, Ask::Trim) => 4,
+        (Style::Rewriter, Ask::Write) => random.random_range(0..3),
+        (Style::Long, _) => random.random_range(4..8),
+        _ => random.random_range(0..8),
+    };
+    let longest = config.longest();
+    let (start, count) = match shape {
+        // A sixteenth of a cluster, which may be noted as written alone.
+        0 | 1 => {
+            let part = (cluster / 16).max(1);
+            (base + random.random_range(0..cluster.min(16)) * part, part)
+        }
+        2 => (base + random.random_range(0..cluster), random.random_range(1..=cluster.min(64))),
+        3 => (base + random.random_range(0..cluster), 1),
+        4 => (base, cluster),
+        5 => (base, cluster * random.random_range(1..=4)),
+        _ => (base + random.random_range(0..cluster), random.random_range(1..=longest)),
+    };
+    let start = start.min(limit - 1);
+    Sectors::new(start, count.min(longest.max(cluster)).min(limit - start))
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::SeedableRng as _;
+
+    use super::*;
+
+    #[test]
+    fn ranges_are_of_every_kind_and_stay_on_the_disk() {
+        let mut random = SmallRng::seed_from_u64(1);
+        for seed in 0..13 {
+            let config = Config::draw(seed, &mut random);
+            let (cluster, mut whole, mut parts, mut crossing) = (config.cluster(), 0, 0, 0);
+            for _ in 0..500 {
+                let range = range(&config, Style::Mixed, Ask::Write, config.sectors, &mut random);
+                assert!(range.count > 0 && range.end() <= config.sectors, "{range:?}");
+                whole += usize::from(range.start % cluster == 0 && range.count == cluster);
+                parts += usize::from(range.count < cluster);
+                crossing += usize::from(range.start / cluster != (range.end() - 1) / cluster);
+            }
+            assert!(
+                whole > 20 && crossing > 20 && (parts > 20 || cluster == 1),
+                "{whole} {parts} {crossing}"
+            );
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! One round: a disk of its own, a few lives of its server, and what is checked between them.
+//!
+//! ```text
+//!   make the disk ──► start ──► read all, check ──► load and disturbances ──► kill, journal kept or lost ──► stock check ─┐
+//!                       ▲                                       └──► stop ──► stock check, stock read of disk, snapshots ─┤
+//!                       └─────────────────────────────────────────────────────────────────────────────────────────────────┘
+//! ```
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow};
+use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng as _};
+
+use super::below;
+use super::config::{Config, Style};
+use super::disturb::{Disturber, Tally};
+use super::door::Door;
+use super::judge::{self, Leaks};
+use super::load::{Shared, Worker};
+use super::model::{Journal, Model, Sectors, Wrong};
+use super::nbd::Nbd;
+use super::place::Place;
+use super::server::{NAME, Server, Setup};
+use super::snapshots::Snapshots;
+use super::vhost::{self, Guest};
+
+/// How a life of the server ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Kill(Journal),
+    Stop,
+}
+
+/// What a round did.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Done {
+    pub(super) tally: Tally,
+    pub(super) kills: u32,
+    pub(super) lost_journals: u32,
+    pub(super) stops: u32,
+    pub(super) judged: usize,
+}
+
+/// A round under way.
+pub(super) struct Round {
+    pub(super) shared: Arc<Shared>,
+    setup: Setup,
+    random: SmallRng,
+    snapshots: Snapshots,
+    done: Done,
+}
+
+impl Round {
+    /// Makes the disk in `dir`.
+    ///
+    /// # Errors
+    /// When a tool fails.
+    pub(super) fn make(seed: u64, dir: &Path, sockets: &Path, options: &Given) -> Result<Self> {
+        let mut random = SmallRng::seed_from_u64(seed);
+        let config = Config::draw(seed, &mut random);
+        let place = Place::make(dir, config.media, options.mounts)?;
+        let (disk, values) = below::make(&config, &options.program, &place.images.path, &mut random)?;
+        let setup = Setup {
+            program: options.program.clone(),
+            disk,
+            run: place.run.path.clone(),
+            out: place.out.clone(),
+            sockets: sockets.to_owned(),
+            direct: config.direct,
+            knows_discard: options.knows_discard,
+        };
+        let shared = Arc::new(Shared::new(config, place, Model::new(values)));
+        Ok(Self { shared, setup, random, snapshots: Snapshots::default(), done: Done::default() })
+    }
+
+    /// Runs it; `progress` is called now and then.
+    ///
+    /// # Errors
+    /// The first thing that is wrong.
+    pub(super) fn run(&mut self, progress: &dyn Fn(&Shared)) -> Result<Done> {
+        let lives = self.shared.config.lives;
+        let mut journal = Journal::Kept;
+        let mut sizes = vec![self.shared.config.sectors];
+        for life in 1..=lives {
+            let end = if life == lives {
+                End::Stop
+            } else {
+                match self.random.random_range(0..8) {
+                    0..4 => End::Kill(Journal::Kept),
+                    4..7 => End::Kill(Journal::Lost),
+                    _ => End::Stop,
+                }
+            };
+            self.shared.note(format!("life {life}"));
+            (journal, sizes) = self
+                .live(journal, &sizes, end, progress)
+                .with_context(|| format!("life {life} of {lives}, to end with {end:?}"))?;
+        }
+        Ok(self.done)
+    }
+
+    /// One life of the server, and the checks after it.
+    fn live(
+        &mut self,
+        journal: Journal,
+        sizes: &[u64],
+        end: End,
+        progress: &dyn Fn(&Shared),
+    ) -> Result<(Journal, Vec<u64>)> {
+        let server = self.setup.start(journal == Journal::Lost)?;
+        judge::served(&self.shared, &self.setup, sizes)?;
+        self.shared.begin();
+        let (workers, guest) = self.connect()?;
+        let ends = Instant::now() + Duration::from_millis(self.random.random_range(700..2500));
+        let shared = Arc::clone(&self.shared);
+        let (random, tally) = (&mut self.random, &mut self.done.tally);
+        let mut disturber = Disturber::new(&shared, &self.setup, &mut self.snapshots, random, tally, ends);
+        let worked = disturber.run(&|| progress(&shared));
+        let ended = match (&worked, end) {
+            (Ok(()), End::Kill(_)) => {
+                shared.expect_kill();
+                let killed = server.kill().map(|()| None);
+                shared.died();
+                killed
+            }
+            _ => Ok(Some(server)),
+        };
+        shared.stop();
+        let joined = workers
+            .into_iter()
+            .try_for_each(|worker| worker.join().map_err(|_| anyhow!("a worker panicked")));
+        drop(guest);
+        worked?;
+        let server = ended.with_context(|| self.setup.last_log())?;
+        joined?;
+        shared.check()?;
+        let sizes = disturber.finish()?;
+        shared.place.images.empty()?;
+        shared.set_full(false);
+        shared.place.run.empty()?;
+        let journal = match (end, server) {
+            (End::Kill(journal), _) => {
+                self.killed(journal)?;
+                journal
+            }
+            (End::Stop, Some(server)) => {
+                self.stopped(server, &sizes)?;
+                Journal::Kept
+            }
+            (End::Stop, None) => unreachable!("only a kill takes the server"),
+        };
+        Ok((journal, sizes))
+    }
+
+    fn killed(&mut self, journal: Journal) -> Result<()> {
+        self.done.kills += 1;
+        if journal == Journal::Lost {
+            self.done.lost_journals += 1;
+            self.shared.place.run.wipe()?;
+        }
+        self.shared.model().killed(journal);
+        judge::check(&self.setup.disk, Leaks::Allowed).context("after a kill")?;
+        self.snapshots.reconcile(&self.setup, journal)
+    }
+
+    fn stopped(&mut self, server: Server, sizes: &[u64]) -> Result<()> {
+        self.done.stops += 1;
+        judge::served(&self.shared, &self.setup, sizes)?;
+        server.stop().with_context(|| self.setup.last_log())?;
+        judge::check(&self.setup.disk, Leaks::Refused).context("after a clean end")?;
+        let now = judge::now(&mut self.shared.model());
+        judge::compare(&self.setup.disk, "qcow2", &self.setup.out, &now)?;
+        self.snapshots.reconcile(&self.setup, Journal::Kept)?;
+        self.done.judged += self.snapshots.judge(&self.setup)?;
+        Ok(())
+    }
+
+    /// The connections of a life, each with a worker.
+    fn connect(&mut self) -> Result<(Vec<JoinHandle<()>>, Guest)> {
+        let config = self.shared.config.clone();
+        let mut workers = Vec::new();
+        let bytes = Sectors::new(0, config.longest().max(config.cluster())).bytes();
+        let mut guest = vhost::connect(&self.setup.vhost(), config.vhost.len(), config.depth, bytes)?;
+        for (number, (style, queue)) in config.vhost.iter().zip(guest.queues.drain(..)).enumerate() {
+            workers.push(self.worker(queue, format!("vhost-user, queue {number}, {style:?}"), *style));
+        }
+        for (number, style) in config.nbd.iter().enumerate() {
+            let structured = self.random.random();
+            let door = Nbd::connect(&self.setup.nbd(), NAME, structured)?;
+            workers.push(self.worker(door, format!("NBD, connection {number}, {style:?}"), *style));
+        }
+        Ok((workers, guest))
+    }
+
+    fn worker(&mut self, door: impl Door + 'static, name: String, style: Style) -> JoinHandle<()> {
+        let random = SmallRng::from_rng(&mut self.random);
+        let worker = Worker { door, name, style, random, shared: Arc::clone(&self.shared) };
+        std::thread::spawn(move || worker.run())
+    }
+
+    /// What there is to say of an error: it, what happened to the sectors, and where the files are.
+    pub(super) fn explain(&self, error: &anyhow::Error) -> String {
+        let mut text = format!("{error:#}\n");
+        let wrong = error.chain().find_map(|cause| cause.downcast_ref::<Wrong>());
+        if let Some(wrong) = wrong {
+            let cluster = self.shared.config.cluster();
+            let first = wrong.sector / cluster * cluster;
+            let trail = self.shared.model().trail.of(Sectors::new(first, cluster));
+            let path = self.setup.out.join("trail");
+            text +=
+                &format!("cluster {}, sectors {first} to {}", wrong.sector / cluster, first + cluster - 1);
+            match std::fs::write(&path, trail) {
+                Ok(()) => text += &format!("; what happened to it: {}\n", path.display()),
+                Err(error) => text += &format!("; its trail cannot be written: {error}\n"),
+            }
+        }
+        text += &format!("the server logged:\n{}\n", self.setup.last_log());
+        match self.shared.place.keep() {
+            Ok(kept) => text += &format!("files: {}", kept.display()),
+            Err(error) => text += &format!("the files cannot be kept: {error:#}"),
+        }
+        text
+    }
+
+    /// Requests that were answered.
+    pub(super) fn requests(&self) -> u64 {
+        self.shared.counts.requests()
+    }
+
+    /// The line of the round.
+    pub(super) fn line(&self, done: &Done) -> String {
+        let counts = &self.shared.counts;
+        let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        let tally = &done.tally;
+        format!(
+            "{} writes, {} reads, {} trims, {} zeroes, {} flushes, {} refused, {} lost; {} kills ({} journals lost), \
+             {} stops, {} snapshots, {} deleted, {} judged, {} flattens, {} resizes, {} jobs paused, {} cancelled, \
+             {} times full, {} times no room for journals, {} commands refused",
+            get(&counts.writes),
+            get(&counts.reads),
+            get(&counts.trims),
+            get(&counts.zeroes),
+            get(&counts.flushes),
+            get(&counts.refused),
+            get(&counts.lost),
+            done.kills,
+            done.lost_journals,
+            done.stops,
+            tally.snapshots,
+            tally.deletes,
+            done.judged,
+            tally.flattens,
+            tally.resizes,
+            tally.paused,
+            tally.cancelled,
+            tally.full,
+            tally.run_full,
+            tally.refused,
+        )
+    }
+}
+
+/// What all rounds of a run have in common.
+#[derive(Clone, Debug)]
+pub(super) struct Given {
+    pub(super) program: std::path::PathBuf,
+    pub(super) mounts: bool,
+    pub(super) knows_discard: bool,
+}
