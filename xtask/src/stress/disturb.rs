@@ -444,4 +444,10 @@ impl<'a> Disturber<'a> {
 }
 
 /// What a command may be refused with though there is room.
-const REFUSALS: &[&str] = &["being merged", "half deleted", "job"];
+const REFUSALS: &[&str] = &[
+    // Of another job, or of one that was cancelled.
+    "being merged",
+    "half deleted",
+    // `--into down` with nothing but the active layer above.
+    "what stays cannot be written down into it",
+];

@@ -19,11 +19,23 @@ use super::stamp::SECTOR;
 /// Sectors that are read at once.
 const STEP: u64 = 2048;
 
-/// Leaks are what a kill may leave, until the image is opened again.
+/// Leaks are what a kill may leave, until they are repaired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Leaks {
     Allowed,
     Refused,
+}
+
+/// Has `vmstrata check` repair the leaks of every layer of a disk that nobody has open.
+///
+/// # Errors
+/// When it fails.
+pub(super) fn repair(setup: &Setup) -> Result<()> {
+    for (layer, _) in chain(&setup.disk)?.into_iter().filter(|(_, is_qcow2)| *is_qcow2) {
+        let layer = layer.to_str().context("a path that is text")?;
+        setup.command(&["check", "--repair", "leaks", layer], false)?.wait()?.good()?;
+    }
+    Ok(())
 }
 
 /// All files of the chain, newest first, each with whether it is qcow2.

@@ -20,6 +20,7 @@ use rustix::fs::{FallocateFlags, fallocate, statvfs, syncfs};
 use super::config::Media;
 
 const FILLER: &str = "filler";
+const EXT4: &str = "images.ext4";
 /// Bytes of the file system of the images.
 const IMAGES: u64 = 640 << 20;
 const IMAGES_IN_MEMORY: u64 = 320 << 20;
@@ -89,7 +90,8 @@ impl Room {
 impl Drop for Room {
     fn drop(&mut self) {
         if self.mounted {
-            let _ = Command::new("umount").arg(&self.path).status();
+            // The kernel may still be taking a killed server's ring apart: then it goes when that is done.
+            let _ = Command::new("umount").arg("--lazy").arg(&self.path).status();
         }
     }
 }
@@ -115,7 +117,7 @@ impl Place {
         if mounts {
             match media {
                 Media::Tmpfs => mount_tmpfs(&images, IMAGES_IN_MEMORY)?,
-                Media::Ext4 => mount_ext4(&dir.join("images.ext4"), &images)?,
+                Media::Ext4 => mount_ext4(&dir.join(EXT4), &images)?,
             }
         }
         let images = Room { path: images, mounted: mounts };
@@ -125,7 +127,7 @@ impl Place {
         Ok(Self { images, run: Room { path: run, mounted: mounts }, out, dir: dir.to_owned() })
     }
 
-    /// Copies what is to be looked at after an error out of the mounts, which go.
+    /// Copies what is to be looked at after an error out of the mounts, which go later.
     pub(super) fn keep(&self) -> Result<PathBuf> {
         let kept = self.dir.join("kept");
         for room in [&self.images, &self.run] {
@@ -139,7 +141,11 @@ impl Place {
                 .status()?;
             ensure!(copied.success(), "cannot copy {} to {}", room.path.display(), to.display());
         }
-        Ok(kept)
+        // The mount keeps it for as long as it needs it.
+        match fs::remove_file(self.dir.join(EXT4)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
+            _ => Ok(kept),
+        }
     }
 }
 

@@ -62,6 +62,11 @@ pub(super) fn fill(bytes: &mut [u8], sector: u64, value: Value) {
     }
 }
 
+/// The words of a sector.
+pub(super) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
+    bytes.chunks(8).map(|word| u64::from_le_bytes(word.try_into().expect("eight bytes")))
+}
+
 /// Reads the stamp of one sector.
 pub(super) fn read(bytes: &[u8], sector: u64) -> Found {
     let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight bytes"));

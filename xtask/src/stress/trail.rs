@@ -115,6 +115,6 @@ mod tests {
             trail.push(Event::Flushed { asked: id });
         }
         let told = trail.of(Sectors::new(9, 1));
-        assert!(told.contains("\n1 done") && !told.contains("0 done") && !told.contains("2 done"), "{told}");
+        assert!(told.contains("1 Write") && !told.contains("0 Write") && !told.contains("2 Write"), "{told}");
     }
 }
