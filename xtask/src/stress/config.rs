@@ -33,7 +33,7 @@ pub(super) enum Media {
 pub(super) enum Style {
     /// Some of everything.
     Mixed,
-    /// Discards a cluster and writes parts of it.
+    /// Discards a cluster and then writes parts of it.
     Rewriter,
     /// Long requests at any alignment.
     Long,
@@ -63,6 +63,8 @@ pub(super) struct Config {
     pub(super) depth: usize,
     /// Clusters that most requests fall into.
     pub(super) hot: u64,
+    /// Whether the image begins with clusters that were used and given back.
+    pub(super) aged: bool,
     /// Times that the server is started.
     pub(super) lives: u32,
 }
@@ -100,7 +102,10 @@ impl Config {
             8 => Style::Flusher,
             _ => Style::Reader,
         };
-        let nbd = (0..random.random_range(1..=3)).map(|_| style(random)).collect();
+        let mut nbd: Vec<Style> = (0..random.random_range(1..=3)).map(|_| style(random)).collect();
+        if random.random() {
+            nbd.push(Style::Flusher);
+        }
         let vhost = (0..random.random_range(1..=2)).map(|_| style(random)).collect();
         Self {
             cluster_bits,
@@ -114,7 +119,8 @@ impl Config {
             vhost,
             depth: random.random_range(1..=4),
             hot: random.random_range(4..=40),
-            lives: random.random_range(2..=3),
+            lives: random.random_range(3..=6),
+            aged: random.random(),
         }
     }
 
@@ -148,6 +154,9 @@ impl fmt::Display for Config {
         )?;
         if self.below != Below::Nothing && self.below_sectors != self.sectors {
             write!(f, " ({} sectors)", self.below_sectors)?;
+        }
+        if self.aged {
+            f.write_str(", aged")?;
         }
         write!(f, ", NBD {:?}, vhost-user {:?}, depth {}", self.nbd, self.vhost, self.depth)
     }

@@ -138,6 +138,13 @@ impl<'a> Disturber<'a> {
     /// Whether a command was right to fail. What follows a delete that was cancelled or refused may be refused, too.
     fn may_fail(&mut self, ended: &Ended, full_changes: u64, known: &[&str]) -> Result<()> {
         self.tally.refused += 1;
+        eprintln!(
+            "XX run_full={} full={} {}: {}",
+            self.run_is_full,
+            self.shared.met_full(full_changes),
+            ended.words,
+            ended.stderr.trim()
+        );
         let is_known = known.iter().any(|words| ended.stderr.contains(words));
         if is_known || self.run_is_full || self.shared.met_full(full_changes) {
             return Ok(());

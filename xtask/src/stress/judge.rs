@@ -11,13 +11,15 @@ use serde_json::Value as Json;
 
 use super::door::{Ask, Door, Request};
 use super::load::Shared;
-use super::model::{Model, Sectors, View};
+use super::model::{Change, Model, Sectors, View};
 use super::nbd::Nbd;
 use super::server::{NAME, PATIENCE, Setup};
 use super::stamp::SECTOR;
 
 /// Sectors that are read at once.
 const STEP: u64 = 2048;
+/// Clusters that are used before the load begins.
+const AGED_MAX: usize = 1000;
 
 /// Leaks are what a kill may leave, until they are repaired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,16 +123,47 @@ pub(super) fn served(shared: &Shared, setup: &Setup, sizes: &[u64]) -> Result<()
     while at < sectors {
         let range = Sectors::new(at, STEP.min(sectors - at));
         let watch = shared.model().watch(range);
-        let bytes = one(&mut nbd, &Request { ask: Ask::Read, range, fua: false })?;
+        let bytes = one(&mut nbd, Ask::Read, range, &[])?;
         shared.model().read(watch, &bytes).context("the whole disk read after a start")?;
         at += STEP;
     }
     Ok(())
 }
 
+/// Writes a sector of each cluster and discards them all, so that the image has clusters that are free and not new.
+///
+/// # Errors
+/// When a request fails.
+pub(super) fn age(shared: &Shared, setup: &Setup) -> Result<()> {
+    let mut nbd = Nbd::connect(&setup.nbd(), NAME, false)?;
+    let sectors = nbd.sectors();
+    let mut change = |range: Sectors, change: Change| -> Result<()> {
+        let claim = shared.model().claim(range, change).context("nothing is in flight")?;
+        let ask = if change == Change::Write { Ask::Write } else { Ask::Trim };
+        let answered = one(&mut nbd, ask, range, &claim.data());
+        let mut model = shared.model();
+        match answered {
+            Ok(_) => model.done(claim, false),
+            Err(_) => model.doubt(claim),
+        }
+        answered.map(drop)
+    };
+    let cluster = shared.config.cluster();
+    for start in (0..sectors).step_by(cluster as usize).take(AGED_MAX) {
+        change(Sectors::new(start, 1), Change::Write)?;
+    }
+    let all = Sectors::new(0, sectors.min(cluster * AGED_MAX as u64));
+    change(all, Change::Trim)?;
+    let asked = shared.model().flush();
+    one(&mut nbd, Ask::Flush, Sectors::new(0, 0), &[])?;
+    shared.model().flushed(asked);
+    Ok(())
+}
+
 /// One request, and its answer.
-fn one(nbd: &mut Nbd, request: &Request) -> Result<Vec<u8>> {
-    nbd.submit(0, request, &[])?;
+fn one(nbd: &mut Nbd, ask: Ask, range: Sectors, data: &[u8]) -> Result<Vec<u8>> {
+    let request = Request { ask, range, fua: false };
+    nbd.submit(0, &request, data)?;
     let until = Instant::now() + PATIENCE;
     while Instant::now() < until {
         if let Some(reply) = nbd.replies(Duration::from_millis(100))?.pop() {

@@ -1,5 +1,6 @@
 //! The workers: each has a connection, draws requests, and tells the model what was asked and what was answered.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,7 +14,6 @@ use super::config::{Config, Style};
 use super::door::{Ask, Door, Reply, Request};
 use super::model::{Change, Claim, Model, Sectors, Tick, Watch};
 use super::place::Place;
-use super::stamp;
 use super::trail::Event;
 
 /// The longest that an answer may take.
@@ -186,6 +186,8 @@ pub(super) struct Worker<D> {
     pub(super) style: Style,
     pub(super) random: SmallRng,
     pub(super) shared: Arc<Shared>,
+    /// What was drawn and is to come next.
+    pub(super) next: VecDeque<(Ask, Sectors)>,
 }
 
 impl<D: Door> Worker<D> {
@@ -222,8 +224,8 @@ impl<D: Door> Worker<D> {
                 for (number, slot) in slots.iter_mut().enumerate().filter(|(_, slot)| slot.is_none()) {
                     let Some((doing, request)) = self.draw() else { continue };
                     let data = match &doing {
-                        Doing::Change(claim) if claim.change == Change::Write => data_of(claim),
-                        _ => Vec::new(),
+                        Doing::Change(claim) => claim.data(),
+                        Doing::Read(_) | Doing::Flush(_) => Vec::new(),
                     };
                     let full_changes = self.shared.full_changes();
                     *slot = Some(InFlight { doing, request, since: Instant::now(), full_changes });
@@ -282,7 +284,10 @@ impl<D: Door> Worker<D> {
 
     /// The next request; `None` where a change to the same sectors is in flight.
     fn draw(&mut self) -> Option<(Doing, Request)> {
-        let ask = self.ask();
+        let (ask, drawn) = match self.next.pop_front() {
+            Some((ask, range)) => (ask, Some(range)),
+            None => (self.ask(), None),
+        };
         let fua =
             self.door.has_fua() && !matches!(ask, Ask::Read | Ask::Flush) && self.random.random_ratio(1, 12);
         let mut model = self.shared.model();
@@ -291,7 +296,16 @@ impl<D: Door> Worker<D> {
             return Some((Doing::Flush(model.flush()), request));
         }
         let limit = model.limit().min(self.door.sectors());
-        let range = range(&self.shared.config, self.style, ask, limit, &mut self.random);
+        let range = drawn.filter(|range| range.end() <= limit);
+        let range =
+            range.unwrap_or_else(|| range_of(&self.shared.config, self.style, ask, limit, &mut self.random));
+        if self.style == Style::Rewriter && ask == Ask::Trim {
+            // Two parts of what is given back, at once.
+            let part = (range.count / 16).max(1);
+            let parts = [self.random.random_range(0..16), self.random.random_range(0..16)];
+            let part = parts.map(|number| (Ask::Write, Sectors::new(range.start + number * part, part)));
+            self.next.extend(part.into_iter().filter(|(_, part)| part.end() <= range.end()));
+        }
         let request = Request { ask, range, fua };
         let change = match ask {
             Ask::Write => Change::Write,
@@ -305,7 +319,7 @@ impl<D: Door> Worker<D> {
     fn ask(&mut self) -> Ask {
         let [reads, writes, trims, zeroes, _flushes] = match self.style {
             Style::Mixed => [30, 40, 12, 12, 6],
-            Style::Rewriter => [5, 60, 30, 3, 2],
+            Style::Rewriter => [6, 10, 80, 2, 2],
             Style::Long => [25, 45, 12, 15, 3],
             Style::Flusher => [4, 8, 3, 0, 85],
             Style::Reader => [88, 6, 2, 2, 2],
@@ -325,14 +339,8 @@ impl<D: Door> Worker<D> {
     }
 }
 
-fn data_of(claim: &Claim) -> Vec<u8> {
-    let mut data = vec![0; claim.range.bytes()];
-    stamp::fill(&mut data, claim.range.start, claim.value);
-    data
-}
-
 /// Draws where a request falls: parts of a cluster, whole clusters, or runs that begin and end anywhere.
-fn range(config: &Config, style: Style, ask: Ask, limit: u64, random: &mut SmallRng) -> Sectors {
+fn range_of(config: &Config, style: Style, ask: Ask, limit: u64, random: &mut SmallRng) -> Sectors {
     let cluster = config.cluster();
     let clusters = limit.div_ceil(cluster);
     let hot = config.hot.min(clusters);
@@ -378,7 +386,7 @@ mod tests {
             let config = Config::draw(seed, &mut random);
             let (cluster, mut whole, mut parts, mut crossing) = (config.cluster(), 0, 0, 0);
             for _ in 0..500 {
-                let range = range(&config, Style::Mixed, Ask::Write, config.sectors, &mut random);
+                let range = range_of(&config, Style::Mixed, Ask::Write, config.sectors, &mut random);
                 assert!(range.count > 0 && range.end() <= config.sectors, "{range:?}");
                 whole += usize::from(range.start % cluster == 0 && range.count == cluster);
                 parts += usize::from(range.count < cluster);

@@ -131,6 +131,18 @@ pub(super) struct Claim {
     pub(super) value: Value,
 }
 
+impl Claim {
+    /// What a write sends; nothing for other changes.
+    pub(super) fn data(&self) -> Vec<u8> {
+        if self.change != Change::Write {
+            return Vec::new();
+        }
+        let mut data = vec![0; self.range.bytes()];
+        stamp::fill(&mut data, self.range.start, self.value);
+        data
+    }
+}
+
 /// What a read that began at some time, or a snapshot, may find.
 #[derive(Debug)]
 pub(super) struct Watch {

@@ -20,7 +20,6 @@ use rustix::fs::{FallocateFlags, fallocate, statvfs, syncfs};
 use super::config::Media;
 
 const FILLER: &str = "filler";
-const EXT4: &str = "images.ext4";
 /// Bytes of the file system of the images.
 const IMAGES: u64 = 640 << 20;
 const IMAGES_IN_MEMORY: u64 = 320 << 20;
@@ -117,7 +116,7 @@ impl Place {
         if mounts {
             match media {
                 Media::Tmpfs => mount_tmpfs(&images, IMAGES_IN_MEMORY)?,
-                Media::Ext4 => mount_ext4(&dir.join(EXT4), &images)?,
+                Media::Ext4 => mount_ext4(&images)?,
             }
         }
         let images = Room { path: images, mounted: mounts };
@@ -141,11 +140,7 @@ impl Place {
                 .status()?;
             ensure!(copied.success(), "cannot copy {} to {}", room.path.display(), to.display());
         }
-        // The mount keeps it for as long as it needs it.
-        match fs::remove_file(self.dir.join(EXT4)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
-            _ => Ok(kept),
-        }
+        Ok(kept)
     }
 }
 
@@ -159,10 +154,14 @@ fn mount_tmpfs(at: &Path, bytes: u64) -> Result<()> {
     run(Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={bytes},mode=755"), "tmpfs"]).arg(at))
 }
 
-fn mount_ext4(file: &Path, at: &Path) -> Result<()> {
-    File::create(file)?.set_len(IMAGES)?;
-    run(Command::new("mkfs.ext4").args(["-q", "-F", "-m", "0", "-O", "^resize_inode"]).arg(file))?;
-    run(Command::new("mount").args(["-o", "loop"]).arg(file).arg(at))
+/// The file below it lies in memory where there is room, as flushes are many. It has no name: the mount alone keeps it.
+fn mount_ext4(at: &Path) -> Result<()> {
+    let memory = Path::new("/dev/shm");
+    let dir = if memory.is_dir() { memory } else { at.parent().context("a directory above")? };
+    let file = tempfile::NamedTempFile::new_in(dir)?;
+    file.as_file().set_len(IMAGES)?;
+    run(Command::new("mkfs.ext4").args(["-q", "-F", "-m", "0", "-O", "^resize_inode"]).arg(file.path()))?;
+    run(Command::new("mount").args(["-o", "loop"]).arg(file.path()).arg(at))
 }
 
 /// Whether this process may mount; otherwise why not.
@@ -178,7 +177,7 @@ pub(super) fn can_mount(dir: &Path) -> Result<Option<String>> {
         drop(Room { path: at.clone(), mounted: true });
         Ok(())
     };
-    let tried = room(mount_tmpfs(&at, RUN)).and_then(|()| room(mount_ext4(&probe.path().join("ext4"), &at)));
+    let tried = room(mount_tmpfs(&at, RUN)).and_then(|()| room(mount_ext4(&at)));
     Ok(tried.err().map(|error| format!("{error:#}").trim().to_owned()))
 }
 

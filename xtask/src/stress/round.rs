@@ -6,6 +6,7 @@
 //!                       └─────────────────────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -40,6 +41,7 @@ enum End {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Done {
     pub(super) tally: Tally,
+    pub(super) starts: u32,
     pub(super) kills: u32,
     pub(super) lost_journals: u32,
     pub(super) stops: u32,
@@ -123,9 +125,13 @@ impl Round {
     ) -> Result<(Journal, Vec<u64>)> {
         let server = self.setup.start(journal == Journal::Lost)?;
         judge::served(&self.shared, &self.setup, sizes)?;
+        if self.shared.config.aged && self.done.starts == 0 {
+            judge::age(&self.shared, &self.setup)?;
+        }
+        self.done.starts += 1;
         self.shared.begin();
         let (workers, guest) = self.connect()?;
-        let ends = Instant::now() + Duration::from_millis(self.random.random_range(700..2500));
+        let ends = Instant::now() + Duration::from_millis(self.random.random_range(300..1800));
         let shared = Arc::clone(&self.shared);
         let (random, tally) = (&mut self.random, &mut self.done.tally);
         let mut disturber = Disturber::new(&shared, &self.setup, &mut self.snapshots, random, tally, ends);
@@ -215,7 +221,8 @@ impl Round {
 
     fn worker(&mut self, door: impl Door + 'static, name: String, style: Style) -> JoinHandle<()> {
         let random = SmallRng::from_rng(&mut self.random);
-        let worker = Worker { door, name, style, random, shared: Arc::clone(&self.shared) };
+        let worker =
+            Worker { door, name, style, random, shared: Arc::clone(&self.shared), next: VecDeque::new() };
         std::thread::spawn(move || worker.run())
     }
 
@@ -254,7 +261,7 @@ impl Round {
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         let tally = &done.tally;
         format!(
-            "{} writes, {} reads, {} trims, {} zeroes, {} flushes, {} refused, {} lost; {} kills ({} journals lost), \
+            "{} writes, {} reads, {} trims, {} zeroes, {} flushes, {} refused, {} lost; {} starts, {} kills ({} journals lost), \
              {} stops, {} snapshots, {} deleted, {} judged, {} flattens, {} resizes, {} jobs paused, {} cancelled, \
              {} times full, {} times no room for journals, {} commands refused",
             get(&counts.writes),
@@ -264,6 +271,7 @@ impl Round {
             get(&counts.flushes),
             get(&counts.refused),
             get(&counts.lost),
+            done.starts,
             done.kills,
             done.lost_journals,
             done.stops,
