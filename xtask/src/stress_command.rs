@@ -39,13 +39,18 @@ impl Stress {
             Some(minutes) => Length::Time(Duration::from_secs_f64(minutes * 60.0)),
             None => Length::Rounds(self.rounds),
         };
-        let rounds = stress::run(&stress::Options {
+        let outcome = stress::run(&stress::Options {
             seed: self.seed,
             length,
             dir: self.dir.unwrap_or_else(|| super::root().join("target/stress")),
             server: self.server,
         })?;
-        println!("{rounds} rounds from seed {} in {} s, no error", self.seed, start.elapsed().as_secs());
+        println!(
+            "{} rounds from seed {} in {} s, no error",
+            outcome.rounds,
+            self.seed,
+            start.elapsed().as_secs()
+        );
         Ok(())
     }
 }

@@ -73,35 +73,10 @@ impl Config {
     /// Draws the configuration of `seed`. Thirteen seeds in a row have all cluster sizes.
     pub(super) fn draw(seed: u64, random: &mut SmallRng) -> Self {
         let cluster_bits = 9 + (seed * 5 % 13) as u32;
-        let cluster = 1u64 << cluster_bits >> SECTOR.trailing_zeros();
-        // Small clusters make many tables, large ones few clusters.
-        let mib = match cluster_bits {
-            ..=12 => random.random_range(8..=16),
-            13..=18 => random.random_range(16..=48),
-            _ => 64,
-        };
-        let mut sectors = (mib << 20) / SECTOR as u64;
-        if random.random_ratio(1, 3) {
-            // A last cluster that is not whole.
-            sectors += random.random_range(0..cluster.max(8));
-        }
-        let below = match random.random_range(0..8) {
-            0..3 => Below::Nothing,
-            3 => Below::Raw,
-            4 => Below::Compressed,
-            5 => Below::Version2,
-            _ => Below::Mixed,
-        };
+        let media = if random.random_ratio(1, 4) { Media::Tmpfs } else { Media::Ext4 };
+        let sectors = sectors(cluster_bits, media, random);
         let below_sectors =
             if random.random_ratio(1, 3) { sectors - random.random_range(0..sectors / 2) } else { sectors };
-        let media = if random.random_ratio(1, 4) { Media::Tmpfs } else { Media::Ext4 };
-        let style = |random: &mut SmallRng| match random.random_range(0..10) {
-            0..4 => Style::Mixed,
-            4..7 => Style::Rewriter,
-            7 => Style::Long,
-            8 => Style::Flusher,
-            _ => Style::Reader,
-        };
         let mut nbd: Vec<Style> = (0..random.random_range(1..=3)).map(|_| style(random)).collect();
         if random.random() {
             nbd.push(Style::Flusher);
@@ -112,7 +87,7 @@ impl Config {
             sectors,
             direct: media == Media::Ext4 && random.random(),
             version2: random.random_ratio(1, 6),
-            below,
+            below: below(random),
             below_sectors,
             media,
             nbd,
@@ -132,6 +107,40 @@ impl Config {
     /// Sectors of the longest request.
     pub(super) fn longest(&self) -> u64 {
         (self.cluster() * 8).clamp(128, 4096)
+    }
+}
+
+fn sectors(cluster_bits: u32, media: Media, random: &mut SmallRng) -> u64 {
+    // Small clusters make many tables, large ones few clusters; a file system in memory takes memory.
+    let mib = match cluster_bits {
+        ..=12 => random.random_range(8..=16),
+        _ if media == Media::Tmpfs => random.random_range(16..=24),
+        13..=18 => random.random_range(16..=48),
+        _ => 64,
+    };
+    let sectors = (mib << 20) / SECTOR as u64;
+    let cluster = 1u64 << cluster_bits >> SECTOR.trailing_zeros();
+    // Now and then a last cluster that is not whole.
+    sectors + if random.random_ratio(1, 3) { random.random_range(0..cluster.max(8)) } else { 0 }
+}
+
+fn below(random: &mut SmallRng) -> Below {
+    match random.random_range(0..8) {
+        0..3 => Below::Nothing,
+        3 => Below::Raw,
+        4 => Below::Compressed,
+        5 => Below::Version2,
+        _ => Below::Mixed,
+    }
+}
+
+fn style(random: &mut SmallRng) -> Style {
+    match random.random_range(0..10) {
+        0..4 => Style::Mixed,
+        4..7 => Style::Rewriter,
+        7 => Style::Long,
+        8 => Style::Flusher,
+        _ => Style::Reader,
     }
 }
 

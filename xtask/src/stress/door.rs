@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use super::model::Sectors;
+use super::view::Sectors;
 
 /// What a request asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,11 +10,12 @@ use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use serde_json::Value as Json;
 
 use super::door::{Ask, Door, Request};
-use super::load::Shared;
-use super::model::{Change, Model, Sectors, View};
+use super::model::{Change, Model};
 use super::nbd::Nbd;
 use super::server::{NAME, PATIENCE, Setup};
+use super::shared::Shared;
 use super::stamp::SECTOR;
+use super::view::{Sectors, View};
 
 /// Sectors that are read at once.
 const STEP: u64 = 2048;
@@ -43,7 +44,7 @@ pub(super) fn repair(setup: &Setup) -> Result<()> {
 /// All files of the chain, newest first, each with whether it is qcow2.
 fn chain(disk: &Path) -> Result<Vec<(PathBuf, bool)>> {
     let mut info = Command::new("qemu-img");
-    let info = info.args(["info", "--backing-chain", "--output=json"]).arg(disk).output()?;
+    let info = info.args(["info", "-U", "--backing-chain", "--output=json"]).arg(disk).output()?;
     ensure!(info.status.success(), "qemu-img info: {}", String::from_utf8_lossy(&info.stderr));
     let chain: Vec<Json> = serde_json::from_slice(&info.stdout)?;
     let file = |layer: &Json| -> Result<(PathBuf, bool)> {
@@ -53,13 +54,13 @@ fn chain(disk: &Path) -> Result<Vec<(PathBuf, bool)>> {
     chain.iter().map(file).collect()
 }
 
-/// Has `qemu-img check` judge every layer of a disk that nobody has open.
+/// Has `qemu-img check` judge every layer of a disk that nobody writes. A killed server's locks may linger, so none is asked for.
 ///
 /// # Errors
 /// When one of them is not sound.
 pub(super) fn check(disk: &Path, leaks: Leaks) -> Result<()> {
     for (layer, _) in chain(disk)?.into_iter().filter(|(_, is_qcow2)| *is_qcow2) {
-        let checked = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&layer).output()?;
+        let checked = Command::new("qemu-img").args(["check", "-U", "-f", "qcow2"]).arg(&layer).output()?;
         let code = checked.status.code();
         if code == Some(0) || (code == Some(3) && leaks == Leaks::Allowed) {
             continue;

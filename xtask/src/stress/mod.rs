@@ -16,18 +16,25 @@
 mod below;
 mod config;
 mod disturb;
+mod done;
 mod door;
+mod full;
+mod history;
+mod jobs;
 mod judge;
 mod load;
 mod model;
 mod nbd;
 mod place;
+mod resize;
 mod round;
 mod server;
+mod shared;
 mod snapshots;
 mod stamp;
 mod trail;
 mod vhost;
+mod view;
 mod wait;
 
 use std::io::{IsTerminal as _, Write as _};
@@ -63,11 +70,20 @@ pub struct Options {
     pub server: Option<PathBuf>,
 }
 
+/// What a run did.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Rounds, all of them without an error.
+    pub rounds: u64,
+    /// What was left out, and why.
+    pub left_out: Option<String>,
+}
+
 /// Runs it, and prints a line a round.
 ///
 /// # Errors
 /// The first thing that is wrong, with where the files are.
-pub fn run(options: &Options) -> Result<u64> {
+pub fn run(options: &Options) -> Result<Outcome> {
     raise_file_limit()?;
     let program = match &options.server {
         Some(program) => program.canonicalize().with_context(|| program.display().to_string())?,
@@ -77,11 +93,12 @@ pub fn run(options: &Options) -> Result<u64> {
         }
     };
     std::fs::create_dir_all(&options.dir)?;
-    let refused = place::can_mount(&options.dir)?;
-    if let Some(why) = &refused {
-        println!("no mounts ({why}): full file systems are left out");
+    let left_out =
+        place::can_mount(&options.dir)?.map(|why| format!("full file systems are left out: {why}"));
+    if let Some(left_out) = &left_out {
+        println!("{left_out}");
     }
-    let given = Given { knows_discard: Setup::knows_discard(&program)?, program, mounts: refused.is_none() };
+    let given = Given { knows_discard: Setup::knows_discard(&program)?, program, mounts: left_out.is_none() };
     let start = Instant::now();
     let mut rounds = 0;
     let goes_on = |rounds: u64| match options.length {
@@ -92,7 +109,7 @@ pub fn run(options: &Options) -> Result<u64> {
         one(options, &given, rounds, start)?;
         rounds += 1;
     }
-    Ok(rounds)
+    Ok(Outcome { rounds, left_out })
 }
 
 fn one(options: &Options, given: &Given, number: u64, start: Instant) -> Result<()> {
@@ -102,7 +119,7 @@ fn one(options: &Options, given: &Given, number: u64, start: Instant) -> Result<
     let mut round =
         Round::make(seed, dir.path(), sockets.path(), given).with_context(|| format!("seed {seed}"))?;
     let began = Instant::now();
-    let progress = |shared: &load::Shared| {
+    let progress = |shared: &shared::Shared| {
         let rate = shared.counts.requests() as f64 / began.elapsed().as_secs_f64();
         progress(&format!("seed {seed}: {rate:.0} requests/s, {}", left(options.length, number, start)));
     };
@@ -111,7 +128,11 @@ fn one(options: &Options, given: &Given, number: u64, start: Instant) -> Result<
     let config = &round.shared.config;
     match ran {
         Ok(done) => {
-            println!("seed {seed} ({config}): {}; {:.1} s", round.line(&done), began.elapsed().as_secs_f64());
+            println!(
+                "seed {seed} ({config}): {}; {:.1} s",
+                done.line(&round.shared.counts),
+                began.elapsed().as_secs_f64()
+            );
             drop(round);
             Ok(dir.close()?)
         }

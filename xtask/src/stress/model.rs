@@ -16,101 +16,14 @@
 //!   history is next looked at.
 
 use std::collections::HashMap;
-use std::fmt;
 
+use super::history::{Entry, Fate, History, Tick};
 use super::stamp::{self, Found, SECTOR, Value};
 use super::trail::{Event, Trail};
+use super::view::{Sectors, View, Wrong};
 
 /// Values below are those of layers that were there before the load.
 const FIRST_TICK: u64 = 1 << 32;
-
-/// A point in the order of requests and answers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Tick(u64);
-
-/// A run of sectors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Sectors {
-    pub(super) start: u64,
-    pub(super) count: u64,
-}
-
-impl Sectors {
-    pub(super) const fn new(start: u64, count: u64) -> Self {
-        Self { start, count }
-    }
-
-    pub(super) const fn end(self) -> u64 {
-        self.start + self.count
-    }
-
-    pub(super) const fn has(self, sector: u64) -> bool {
-        self.start <= sector && sector < self.end()
-    }
-
-    pub(super) const fn overlaps(self, other: Self) -> bool {
-        self.start < other.end() && other.start < self.end()
-    }
-
-    /// Offset in bytes.
-    pub(super) const fn offset(self) -> u64 {
-        self.start * SECTOR as u64
-    }
-
-    /// Length in bytes.
-    pub(super) const fn bytes(self) -> usize {
-        self.count as usize * SECTOR
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
-    InFlight,
-    Maybe,
-    Done(Tick),
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Entry {
-    value: Value,
-    fate: Fate,
-}
-
-/// What became of one sector; never empty.
-#[derive(Clone, Debug)]
-struct History(Vec<Entry>);
-
-impl History {
-    fn of(value: Value) -> Self {
-        Self(vec![Entry { value, fate: Fate::Done(Tick(0)) }])
-    }
-
-    /// Drops what no crash can bring back any more.
-    fn prune(&mut self, flushed: Tick) {
-        let covered = |entry: &Entry| matches!(entry.fate, Fate::Done(tick) if tick < flushed);
-        if let Some(last) = self.0.iter().rposition(covered)
-            && last > 0
-        {
-            self.0.drain(..last);
-        }
-    }
-
-    /// The entries that a read may find.
-    fn current(&self) -> &[Entry] {
-        let done = |entry: &Entry| matches!(entry.fate, Fate::Done(_));
-        &self.0[self.0.iter().rposition(done).unwrap_or(0)..]
-    }
-
-    /// Gives the last entry its fate; a doubt that is there already is not doubled.
-    fn settle(&mut self, fate: Fate) {
-        let Some((last, before)) = self.0.split_last_mut() else { return };
-        debug_assert_eq!(last.fate, Fate::InFlight, "an entry is settled once");
-        last.fate = fate;
-        if fate == Fate::Maybe && before.last() == Some(last) {
-            self.0.pop();
-        }
-    }
-}
 
 /// What a request that changes sectors does to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,93 +63,6 @@ pub(super) struct Watch {
     pub(super) range: Sectors,
     view: View,
 }
-
-/// The values that a range of sectors may hold.
-#[derive(Clone, Debug, Default)]
-pub(super) struct View {
-    start: u64,
-    /// One of each sector's values.
-    first: Vec<Value>,
-    /// All others.
-    more: Vec<(u64, Value)>,
-    /// What was in flight, or began meanwhile.
-    meanwhile: Vec<(Sectors, Value)>,
-}
-
-impl View {
-    /// Sectors that it speaks of.
-    pub(super) fn len(&self) -> u64 {
-        self.first.len() as u64
-    }
-
-    /// Whether a read beside a change may have found this: the host copies neither in one step, so words of both may meet in
-    /// a sector.
-    fn may_be_torn(&self, sector: u64, bytes: &[u8]) -> bool {
-        let mut words: Vec<u64> = self.allowed(sector).iter().map(|value| value.0).collect();
-        words.push(sector);
-        stamp::words(bytes).all(|word| words.contains(&word))
-    }
-
-    fn is_quiet(&self, sector: u64) -> bool {
-        !self.meanwhile.iter().any(|(range, _)| range.has(sector))
-    }
-
-    fn allowed(&self, sector: u64) -> Vec<Value> {
-        let mut values = vec![self.first[(sector - self.start) as usize]];
-        values.extend(self.more.iter().filter(|(of, _)| *of == sector).map(|(_, value)| *value));
-        values.extend(self.meanwhile.iter().filter(|(range, _)| range.has(sector)).map(|(_, value)| *value));
-        values
-    }
-
-    /// Checks the sectors in `bytes`, which begin at `sector`, and were read when nothing was in flight.
-    ///
-    /// # Errors
-    /// The first sector with a value that it may not hold.
-    pub(super) fn check(&self, sector: u64, bytes: &[u8]) -> Result<(), Wrong> {
-        self.check_with(sector, bytes, |_, _| false)
-    }
-
-    /// As [`View::check`], of a read that ran beside the changes.
-    fn check_beside(&self, sector: u64, bytes: &[u8]) -> Result<(), Wrong> {
-        self.check_with(sector, bytes, |sector, bytes| {
-            !self.is_quiet(sector) && self.may_be_torn(sector, bytes)
-        })
-    }
-
-    fn check_with(
-        &self,
-        sector: u64,
-        bytes: &[u8],
-        excuse: impl Fn(u64, &[u8]) -> bool,
-    ) -> Result<(), Wrong> {
-        for (sector, bytes) in (sector..).zip(bytes.chunks(SECTOR)) {
-            let found = stamp::read(bytes, sector);
-            let first = self.first[(sector - self.start) as usize];
-            let is_right = |value: Value| value == first || self.allowed(sector).contains(&value);
-            if !matches!(found, Found::Value(value) if is_right(value)) && !excuse(sector, bytes) {
-                return Err(Wrong { sector, found, allowed: self.allowed(sector) });
-            }
-        }
-        Ok(())
-    }
-}
-
-/// A sector that holds what it may not.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Wrong {
-    pub(super) sector: u64,
-    pub(super) found: Found,
-    pub(super) allowed: Vec<Value>,
-}
-
-impl fmt::Display for Wrong {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let allowed: Vec<String> = self.allowed.iter().map(Value::to_string).collect();
-        write!(f, "sector {}: found {}, allowed {}", self.sector, self.found, allowed.join(" or "))
-    }
-}
-
-impl std::error::Error for Wrong {}
 
 /// What is left of a journal after a kill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -335,8 +161,7 @@ impl Model {
         for history in self.of(claim.range) {
             history.settle(fate);
             if is_stable && fate != Fate::Maybe {
-                let last = history.0.len() - 1;
-                history.0.drain(..last);
+                history.keep_last();
             }
         }
         self.trail.push(Event::Done { id: claim.id, is_stable });
@@ -426,20 +251,7 @@ impl Model {
             return;
         }
         let flushed = self.flushed;
-        for history in &mut self.sectors {
-            history.prune(flushed);
-            if history.0.len() == 1 {
-                continue;
-            }
-            let mut kept: Vec<Entry> = Vec::with_capacity(history.0.len());
-            for entry in &history.0 {
-                if kept.iter().all(|other| other.value != entry.value) {
-                    let fate = if kept.is_empty() { entry.fate } else { Fate::Maybe };
-                    kept.push(Entry { value: entry.value, fate });
-                }
-            }
-            history.0 = kept;
-        }
+        self.sectors.iter_mut().for_each(|history| history.lose(flushed));
     }
 
     /// The disk has another size: what is new holds zeros, on stable storage.

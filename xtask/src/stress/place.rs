@@ -21,8 +21,9 @@ use super::config::Media;
 
 const FILLER: &str = "filler";
 /// Bytes of the file system of the images.
-const IMAGES: u64 = 640 << 20;
-const IMAGES_IN_MEMORY: u64 = 320 << 20;
+const IMAGES: u64 = 1 << 30;
+/// Of one that takes its memory when it is filled.
+const IMAGES_IN_MEMORY: u64 = 512 << 20;
 const RUN: u64 = 1 << 20;
 /// With less than this, requests may fail for want of room.
 const SCARCE: u64 = 8 << 20;

@@ -9,43 +9,34 @@
 use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::{Context as _, Result, ensure};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 
 use super::below;
 use super::config::{Config, Style};
-use super::disturb::{Disturber, Tally};
+use super::disturb::Disturber;
+use super::done::Done;
 use super::door::Door;
 use super::judge::{self, Leaks};
-use super::load::{Shared, Worker};
-use super::model::{Journal, Model, Sectors, Wrong};
+use super::load::Worker;
+use super::model::{Journal, Model};
 use super::nbd::Nbd;
 use super::place::Place;
 use super::server::{NAME, Server, Setup};
+use super::shared::Shared;
 use super::snapshots::Snapshots;
 use super::vhost::{self, Guest};
+use super::view::{Sectors, Wrong};
 
 /// How a life of the server ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     Kill(Journal),
     Stop,
-}
-
-/// What a round did.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Done {
-    pub(super) tally: Tally,
-    pub(super) starts: u32,
-    pub(super) kills: u32,
-    pub(super) lost_journals: u32,
-    pub(super) stops: u32,
-    pub(super) judged: usize,
 }
 
 /// A round under way.
@@ -115,7 +106,8 @@ impl Round {
         Ok(self.done)
     }
 
-    /// One life of the server, and the checks after it.
+    /// One life of the server, and the checks after it. Returns what is left of the journal, and the sizes that the disk may
+    /// have.
     fn live(
         &mut self,
         journal: Journal,
@@ -129,47 +121,54 @@ impl Round {
             judge::age(&self.shared, &self.setup)?;
         }
         self.done.starts += 1;
-        self.shared.begin();
-        let (workers, guest) = self.connect()?;
-        let ends = Instant::now() + Duration::from_millis(self.random.random_range(300..1800));
-        let shared = Arc::clone(&self.shared);
-        let (random, tally) = (&mut self.random, &mut self.done.tally);
-        let mut disturber = Disturber::new(&shared, &self.setup, &mut self.snapshots, random, tally, ends);
-        let worked = disturber.run(&|| progress(&shared));
-        let ended = match (&worked, end) {
-            (Ok(()), End::Kill(_)) => {
-                shared.expect_kill();
-                let killed = server.kill().map(|()| None);
-                shared.died();
-                killed
-            }
-            _ => Ok(Some(server)),
-        };
-        shared.stop();
-        let joined = workers
-            .into_iter()
-            .try_for_each(|worker| worker.join().map_err(|_| anyhow!("a worker panicked")));
-        drop(guest);
-        worked?;
-        let server = ended.with_context(|| self.setup.last_log())?;
-        joined?;
-        shared.check()?;
-        let sizes = disturber.finish()?;
-        shared.place.images.empty()?;
-        shared.set_full(false);
-        shared.place.run.empty()?;
-        let journal = match (end, server) {
-            (End::Kill(journal), _) => {
-                self.killed(journal)?;
-                journal
-            }
-            (End::Stop, Some(server)) => {
+        let (server, sizes) = self.load(server, end, progress)?;
+        self.shared.place.images.empty()?;
+        self.shared.set_full(false);
+        self.shared.place.run.empty()?;
+        let journal = match (server, end) {
+            (Some(server), _) => {
                 self.stopped(server, &sizes)?;
                 Journal::Kept
             }
-            (End::Stop, None) => unreachable!("only a kill takes the server"),
+            (None, End::Kill(journal)) => {
+                self.killed(journal)?;
+                journal
+            }
+            (None, End::Stop) => Journal::Kept,
         };
         Ok((journal, sizes))
+    }
+
+    /// Load and disturbances, to the end of the life. Returns the server, unless it was killed.
+    fn load(
+        &mut self,
+        server: Server,
+        end: End,
+        progress: &dyn Fn(&Shared),
+    ) -> Result<(Option<Server>, Vec<u64>)> {
+        let shared = Arc::clone(&self.shared);
+        shared.begin();
+        let (workers, guest) = self.connect()?;
+        let ends = Instant::now() + Duration::from_millis(self.random.random_range(300..1800));
+        let (random, tally) = (&mut self.random, &mut self.done.tally);
+        let mut disturber = Disturber::new(&shared, &self.setup, &mut self.snapshots, random, tally, ends);
+        let worked = disturber.run(&|| progress(&shared));
+        let ended = if worked.is_ok() && end != End::Stop {
+            shared.expect_kill();
+            let killed = server.kill().map(|()| None);
+            shared.died();
+            killed
+        } else {
+            Ok(Some(server))
+        };
+        shared.stop();
+        let joined: Vec<_> = workers.into_iter().map(JoinHandle::join).collect();
+        drop(guest);
+        worked?;
+        let server = ended.with_context(|| self.setup.last_log())?;
+        ensure!(joined.iter().all(|worker| worker.is_ok()), "a worker panicked");
+        shared.check()?;
+        Ok((server, disturber.finish()?))
     }
 
     fn killed(&mut self, journal: Journal) -> Result<()> {
@@ -178,10 +177,15 @@ impl Round {
         if journal == Journal::Lost {
             self.done.lost_journals += 1;
             self.shared.place.run.wipe()?;
+            self.snapshots.journal_lost();
         }
         self.shared.model().killed(journal);
+        // Now and then the next server starts at once.
+        if self.random.random_ratio(1, 3) {
+            return Ok(());
+        }
         judge::check(&self.setup.disk, Leaks::Allowed).context("after a kill")?;
-        self.snapshots.reconcile(&self.setup, journal)
+        self.snapshots.reconcile(&self.setup)
     }
 
     fn stopped(&mut self, server: Server, sizes: &[u64]) -> Result<()> {
@@ -197,7 +201,7 @@ impl Round {
         }
         let now = judge::now(&mut self.shared.model());
         judge::compare(&self.setup.disk, "qcow2", &self.setup.out, &now)?;
-        self.snapshots.reconcile(&self.setup, Journal::Kept)?;
+        self.snapshots.reconcile(&self.setup)?;
         self.done.judged += self.snapshots.judge(&self.setup)?;
         Ok(())
     }
@@ -230,17 +234,19 @@ impl Round {
     pub(super) fn explain(&self, error: &anyhow::Error) -> String {
         let mut text = format!("{error:#}\n");
         let wrong = error.chain().find_map(|cause| cause.downcast_ref::<Wrong>());
-        if let Some(wrong) = wrong {
+        let range = wrong.map_or(Sectors::new(0, 0), |wrong| {
             let cluster = self.shared.config.cluster();
-            let first = wrong.sector / cluster * cluster;
-            let trail = self.shared.model().trail.of(Sectors::new(first, cluster));
-            let path = self.setup.out.join("trail");
-            text +=
-                &format!("cluster {}, sectors {first} to {}", wrong.sector / cluster, first + cluster - 1);
-            match std::fs::write(&path, trail) {
-                Ok(()) => text += &format!("; what happened to it: {}\n", path.display()),
-                Err(error) => text += &format!("; its trail cannot be written: {error}\n"),
-            }
+            Sectors::new(wrong.sector / cluster * cluster, cluster)
+        });
+        if let Some(wrong) = wrong {
+            let number = wrong.sector / self.shared.config.cluster();
+            text += &format!("cluster {number}, sectors {} to {}; ", range.start, range.end() - 1);
+        }
+        let path = self.setup.out.join("trail");
+        let trail = self.shared.model().trail.of(range);
+        match std::fs::write(&path, trail) {
+            Ok(()) => text += &format!("what happened: {}\n", path.display()),
+            Err(error) => text += &format!("what happened cannot be written: {error}\n"),
         }
         text += &format!("the server logged:\n{}\n", self.setup.last_log());
         match self.shared.place.keep() {
@@ -253,39 +259,6 @@ impl Round {
     /// Requests that were answered.
     pub(super) fn requests(&self) -> u64 {
         self.shared.counts.requests()
-    }
-
-    /// The line of the round.
-    pub(super) fn line(&self, done: &Done) -> String {
-        let counts = &self.shared.counts;
-        let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-        let tally = &done.tally;
-        format!(
-            "{} writes, {} reads, {} trims, {} zeroes, {} flushes, {} refused, {} lost; {} starts, {} kills ({} journals lost), \
-             {} stops, {} snapshots, {} deleted, {} judged, {} flattens, {} resizes, {} jobs paused, {} cancelled, \
-             {} times full, {} times no room for journals, {} commands refused",
-            get(&counts.writes),
-            get(&counts.reads),
-            get(&counts.trims),
-            get(&counts.zeroes),
-            get(&counts.flushes),
-            get(&counts.refused),
-            get(&counts.lost),
-            done.starts,
-            done.kills,
-            done.lost_journals,
-            done.stops,
-            tally.snapshots,
-            tally.deletes,
-            done.judged,
-            tally.flattens,
-            tally.resizes,
-            tally.paused,
-            tally.cancelled,
-            tally.full,
-            tally.run_full,
-            tally.refused,
-        )
     }
 }
 

@@ -6,8 +6,8 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::Value as Json;
 
 use super::judge;
-use super::model::{Journal, View};
 use super::server::Setup;
+use super::view::View;
 
 /// How sure it is that a snapshot is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,12 +81,18 @@ impl Snapshots {
         rows.iter().map(listed).collect()
     }
 
-    /// Compares the list with the files of a disk that nobody has open; whatever was in doubt is decided by it. What was
-    /// not answered need not be whole when the journal is lost.
+    /// The journal is lost: what was not answered need not be whole.
+    pub(super) fn journal_lost(&mut self) {
+        for snapshot in self.all.iter_mut().filter(|snapshot| snapshot.presence == Presence::MaybeTaken) {
+            snapshot.view = None;
+        }
+    }
+
+    /// Compares the list with the files of a disk that nobody has open; whatever was in doubt is decided by it.
     ///
     /// # Errors
     /// When a snapshot is missing, or there against what was asked for.
-    pub(super) fn reconcile(&mut self, setup: &Setup, journal: Journal) -> Result<()> {
+    pub(super) fn reconcile(&mut self, setup: &Setup) -> Result<()> {
         let listed = Self::list(setup)?;
         let named: Vec<&Listed> = listed.iter().filter(|row| !row.name.is_empty()).collect();
         let row = |name: &str| named.iter().find(|row| row.name == name);
@@ -110,12 +116,7 @@ impl Snapshots {
             (_, None) => false,
             (_, Some(row)) => !row.being_deleted,
         });
-        for snapshot in &mut self.all {
-            if snapshot.presence == Presence::MaybeTaken && journal == Journal::Lost {
-                snapshot.view = None;
-            }
-            snapshot.presence = Presence::Sure;
-        }
+        self.all.iter_mut().for_each(|snapshot| snapshot.presence = Presence::Sure);
         Ok(())
     }
 

@@ -3,8 +3,9 @@
 use std::collections::{HashSet, VecDeque};
 use std::fmt::{self, Write as _};
 
-use super::model::{Change, Journal, Sectors};
+use super::model::{Change, Journal};
 use super::stamp::Value;
+use super::view::Sectors;
 
 /// Events kept.
 const KEPT: usize = 300_000;
