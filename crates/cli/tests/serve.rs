@@ -403,3 +403,28 @@ fn logs_can_be_json() {
     assert!(server.log().contains("opened: 1 layer"), "{}", server.log());
     assert!(server.stop().success());
 }
+
+/// Every line of the log fails to be written, from the first on.
+#[test]
+fn a_log_that_cannot_be_written_ends_no_server() {
+    let images = Images::new();
+    let path = images.create("web.qcow2", &["1M"]);
+    let (runtime, full) = (tempfile::tempdir().unwrap(), fs::File::options().write(true).open("/dev/full"));
+    let mut server = vmstrata()
+        .env("RUST_LOG", "debug")
+        .args(["serve", "--json", "--disk", &disk(&path, ""), "--nbd", &unix(&images)])
+        .arg("--runtime-dir")
+        .arg(runtime.path())
+        .stdout(Stdio::piped())
+        .stderr(full.unwrap())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let ready: serde_json::Value = serde_json::from_str(&line).expect("it is ready");
+    let uri = ready["disks"][0]["nbd"][0]["uri"].as_str().unwrap().to_owned();
+    nbd_io(&uri, "write -P 7 0 64k");
+    kill_process(Pid::from_child(&server), Signal::TERM).unwrap();
+    assert!(server.wait().unwrap().success(), "it ends clean");
+    assert_clean(&path);
+}

@@ -19,7 +19,8 @@ fn little_room(mib: usize) -> Option<PathBuf> {
         return None;
     }
     let dir = tempfile::tempdir().unwrap();
-    let script = "truncate -s $1M $0.img && mkfs.ext4 -qF $0.img && mount -o loop $0.img $0 && shift && exec \"$@\"";
+    let script =
+        "truncate -s $1M $0.img && mkfs.ext4 -qF $0.img && mount -o loop $0.img $0 && shift && exec \"$@\"";
     let test = std::thread::current().name().unwrap().to_owned();
     let room = dir.path().join("room");
     std::fs::create_dir(&room).unwrap();

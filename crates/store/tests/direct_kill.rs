@@ -1,132 +1,22 @@
 //! A killed process's direct writes that its device has not answered keep the file locked.
 
-use std::ffi::OsStr;
+mod common;
+
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Condvar, Mutex};
-use std::time::{Duration, SystemTime};
+use std::sync::Arc;
+use std::time::Duration;
 
-use fuser::{
-    Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner,
-    OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, Request, Session,
-    WriteFlags,
-};
+use common::{Held, PATIENCE, Question};
 use vmstrata_store::{
     Access, AlignedBuf, CacheMode, FileError, FileOptions, FileStore, Gate, LockError, OpenStore, Ring,
     Segment, SegmentVec,
 };
 use vmstrata_types::HostOffset;
 
-const BYTES: u64 = 8 << 20;
-const DISK: INodeNo = INodeNo(2);
-const PATIENCE: Duration = Duration::from_secs(30);
 /// The device, in the process that is killed.
 const DEVICE: &str = "VMSTRATA_TEST_DEVICE";
-
-/// Writes, which are held back as long as somebody wants that.
-#[derive(Debug, Default)]
-struct Held {
-    state: Mutex<(bool, usize)>,
-    changed: Condvar,
-}
-
-impl Held {
-    fn hold(&self, holds: bool) {
-        self.state.lock().unwrap().0 = holds;
-        self.changed.notify_all();
-    }
-
-    fn pass(&self) {
-        let mut state = self.state.lock().unwrap();
-        state.1 += 1;
-        self.changed.notify_all();
-        drop(self.changed.wait_while(state, |(holds, _)| *holds).unwrap());
-    }
-
-    fn wait_for_a_write(&self) {
-        let state = self.state.lock().unwrap();
-        let (state, timeout) =
-            self.changed.wait_timeout_while(state, PATIENCE, |(_, writes)| *writes == 0).unwrap();
-        assert!(!timeout.timed_out(), "no write has reached the device: {state:?}");
-    }
-}
-
-/// A file system of one file, `disk`, which reads as zeros.
-struct OneDisk(Arc<Held>);
-
-fn attr(ino: INodeNo) -> FileAttr {
-    let (kind, size) = if ino == DISK { (FileType::RegularFile, BYTES) } else { (FileType::Directory, 0) };
-    let now = SystemTime::UNIX_EPOCH;
-    FileAttr {
-        ino,
-        size,
-        blocks: size / 512,
-        atime: now,
-        mtime: now,
-        ctime: now,
-        crtime: now,
-        kind,
-        perm: 0o700,
-        nlink: 1,
-        uid: 0,
-        gid: 0,
-        rdev: 0,
-        blksize: 4096,
-        flags: 0,
-    }
-}
-
-impl Filesystem for OneDisk {
-    fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        match name == "disk" {
-            true => reply.entry(&PATIENCE, &attr(DISK), Generation(0)),
-            false => reply.error(Errno::ENOENT),
-        }
-    }
-
-    fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        reply.attr(&PATIENCE, &attr(ino));
-    }
-
-    fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
-        reply.opened(FileHandle(0), FopenFlags::empty());
-    }
-
-    fn read(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        _: u64,
-        size: u32,
-        _: OpenFlags,
-        _: Option<LockOwner>,
-        reply: ReplyData,
-    ) {
-        reply.data(&vec![0; size as usize]);
-    }
-
-    fn write(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        _: u64,
-        data: &[u8],
-        _: WriteFlags,
-        _: OpenFlags,
-        _: Option<LockOwner>,
-        reply: ReplyWrite,
-    ) {
-        self.0.pass();
-        reply.written(data.len() as u32);
-    }
-
-    fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
-        reply.ok();
-    }
-}
 
 /// A loop device, detached when it is dropped.
 struct Loop(PathBuf);
@@ -175,15 +65,10 @@ fn a_killed_process_s_direct_write_in_flight_keeps_the_file_locked() {
     if let Some(device) = std::env::var_os(DEVICE) {
         return write_and_wait(device.as_ref());
     }
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: mounts and loop devices need root");
-        return;
-    }
     let (dir, held) = (tempfile::tempdir().unwrap(), Arc::new(Held::default()));
-    let session = Session::new(OneDisk(Arc::clone(&held)), dir.path(), &Config::default());
-    let session = session.and_then(Session::spawn).expect("FUSE");
+    let Some(session) = common::mount(dir.path(), &held) else { return };
     let device = Loop::over(&dir.path().join("disk"));
-    held.hold(true);
+    held.hold(Some(Question::Write));
     let test = std::thread::current().name().unwrap().to_owned();
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", &test, "--nocapture"])
@@ -193,11 +78,11 @@ fn a_killed_process_s_direct_write_in_flight_keeps_the_file_locked() {
         .unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
     assert!(lines.map_while(Result::ok).any(|line| line.contains("submitted")), "it has ended");
-    held.wait_for_a_write();
+    held.wait_for_one();
     child.kill().unwrap();
     child.wait().unwrap();
     let refused = open(&device.0, Duration::ZERO);
-    held.hold(false);
+    held.hold(None);
     assert!(matches!(refused, Err(FileError::Lock(LockError::Conflict { .. }))), "{refused:?}");
     open(&device.0, PATIENCE).expect("the write is done, and with it the lock is gone");
     drop(device);
