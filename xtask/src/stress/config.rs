@@ -65,6 +65,9 @@ pub(super) struct Config {
     pub(super) hot: u64,
     /// Whether the image begins with clusters that were used and given back.
     pub(super) aged: bool,
+    /// Nothing but clusters that are given back and written anew beside flushes, and no layer below: what becomes of a
+    /// cluster without an entry.
+    pub(super) focused: bool,
     /// Times that the server is started.
     pub(super) lives: u32,
 }
@@ -81,21 +84,27 @@ impl Config {
         if random.random() {
             nbd.push(Style::Flusher);
         }
-        let vhost = (0..random.random_range(1..=2)).map(|_| style(random)).collect();
+        let mut vhost: Vec<Style> = (0..random.random_range(1..=2)).map(|_| style(random)).collect();
+        let focused = random.random_ratio(1, 4);
+        if focused {
+            nbd = vec![Style::Rewriter, Style::Rewriter, Style::Flusher, Style::Flusher];
+            vhost = vec![Style::Rewriter];
+        }
         Self {
             cluster_bits,
             sectors,
             direct: media == Media::Ext4 && random.random(),
             version2: random.random_ratio(1, 6),
-            below: below(random),
+            below: if focused { Below::Nothing } else { below(random) },
+            focused,
             below_sectors,
             media,
             nbd,
             vhost,
-            depth: random.random_range(1..=4),
+            depth: if focused { 1 } else { random.random_range(1..=4) },
             hot: random.random_range(4..=40),
             lives: random.random_range(3..=6),
-            aged: random.random(),
+            aged: focused || random.random(),
         }
     }
 
@@ -163,6 +172,9 @@ impl fmt::Display for Config {
         )?;
         if self.below != Below::Nothing && self.below_sectors != self.sectors {
             write!(f, " ({} sectors)", self.below_sectors)?;
+        }
+        if self.focused {
+            f.write_str(", focused")?;
         }
         if self.aged {
             f.write_str(", aged")?;

@@ -97,7 +97,8 @@ impl<'a> Disturber<'a> {
                 self.shared.rest(self.ends.saturating_duration_since(Instant::now()))?;
                 break;
             }
-            match self.random.random_range(0..20) {
+            let kinds = if self.shared.config.focused { 17..25 } else { 0..20 };
+            match self.random.random_range(kinds) {
                 0..6 => self.snapshot()?,
                 6..9 => self.delete()?,
                 9..12 => self.delete_job()?,

@@ -172,7 +172,13 @@ impl<D: Door> Worker<D> {
             Ask::Trim => Change::Trim,
             Ask::Read | Ask::Flush => return Some((Doing::Read(model.watch(range)), request)),
         };
-        Some((Doing::Change(model.claim(range, change)?), request))
+        let Some(claim) = model.claim(range, change) else {
+            // What was to come next waits for what is in flight there.
+            self.next.extend(drawn.map(|range| (ask, range)));
+            self.next.rotate_right(usize::from(drawn.is_some()));
+            return None;
+        };
+        Some((Doing::Change(claim), request))
     }
 
     fn ask(&mut self) -> Ask {

@@ -149,7 +149,11 @@ impl Round {
         let shared = Arc::clone(&self.shared);
         shared.begin();
         let (workers, guest) = self.connect()?;
-        let ends = Instant::now() + Duration::from_millis(self.random.random_range(300..1800));
+        // Clusters that were given back can be used again some seconds later.
+        let is_long = self.random.random_ratio(1, 4) || (shared.config.aged && self.done.starts == 1);
+        let time =
+            if is_long { self.random.random_range(3000..6000) } else { self.random.random_range(300..1800) };
+        let ends = Instant::now() + Duration::from_millis(time);
         let (random, tally) = (&mut self.random, &mut self.done.tally);
         let mut disturber = Disturber::new(&shared, &self.setup, &mut self.snapshots, random, tally, ends);
         let worked = disturber.run(&|| progress(&shared));
