@@ -98,3 +98,13 @@ fn unflushed_writes_are_lost_only_where_that_is_asked_for() {
     run_ok(["check", &disk, "--repair", "leaks", "--runtime-dir", dir, "--discard-unflushed"]);
     assert_eq!(unflushed(&serve(runtime, &images, &[])), "lost");
 }
+
+#[test]
+fn a_check_without_the_journal_does_not_call_leaks_safe_to_repair() {
+    let (_images, disk, _runtime) = killed();
+    let elsewhere = TempDir::new().unwrap();
+    let output = support::run(["check", &disk, "--runtime-dir", elsewhere.path().to_str().unwrap()]);
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(3), "{said}");
+    assert!(said.contains("2 leaks at most") && said.contains("--runtime-dir") && !said.contains("safe"), "{said}");
+}

@@ -30,6 +30,7 @@ struct Report {
     corruptions: u64,
     leaks: u64,
     journaled: u64,
+    journal_missing: bool,
     corruptions_fixed: u64,
     leaks_fixed: u64,
     image_end_offset: u64,
@@ -75,6 +76,7 @@ impl Report {
             corruptions: found.corruptions,
             leaks: found.leaks,
             journaled: found.journaled,
+            journal_missing: found.journal_missing,
             corruptions_fixed: found.corruptions_fixed,
             leaks_fixed: found.leaks_fixed,
             image_end_offset: found.image_end_offset.get(),
@@ -145,6 +147,11 @@ impl Report {
             EXIT_CORRUPT => format!(
                 "{}, {}; do not write to it: copy it, then --repair all on the copy",
                 counted(self.corruptions, "corruption"),
+                counted(self.leaks, "leak")
+            ),
+            EXIT_LEAKS if self.journal_missing => format!(
+                "{} at most: its server was killed, and the server's journal, which is not in the runtime directory \
+                 (--runtime-dir), says which of them are unflushed writes",
                 counted(self.leaks, "leak")
             ),
             EXIT_LEAKS => {

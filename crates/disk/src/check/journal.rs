@@ -23,8 +23,8 @@ use crate::session::{BootId, SESSION_MASK};
 /// Unflushed writes of a killed process.
 #[derive(Debug)]
 pub(super) struct Pending {
-    /// Host clusters that the newest entries of the journal lead to; none where it is missing.
-    pub(super) clusters: HashSet<HostOffset>,
+    /// Host clusters that the newest entries of the journal lead to; `None` where it is missing.
+    pub(super) clusters: Option<HashSet<HostOffset>>,
 }
 
 /// What a killed process left of an image, if it left anything.
@@ -50,7 +50,7 @@ pub(super) fn pending(opened: &Opened, options: &CheckOptions) -> Result<Option<
     }
     let newest: BTreeMap<Slot, u64> = found.records.iter().map(|record| (record.slot, record.new)).collect();
     let clusters = newest.into_iter().filter_map(|(slot, raw)| host_of(&head.header, slot, raw));
-    Ok(Some(Pending { clusters: clusters.collect() }))
+    Ok(Some(Pending { clusters: found.is_there.then(|| clusters.collect()) }))
 }
 
 fn host_of(header: &Header, slot: Slot, raw: u64) -> Option<HostOffset> {

@@ -165,8 +165,10 @@ pub fn check(path: &Path, options: &CheckOptions) -> Result<CheckReport> {
         opened = LocalFiles.open(path, role, &Gate::unrestricted())?;
         pending = None;
     }
-    let clusters = pending.map(|left| left.clusters).unwrap_or_default();
-    check_with_journal(&*opened.store, clusters, options).map_err(|error| error.in_file(path))
+    let journal_missing = pending.as_ref().is_some_and(|left| left.clusters.is_none());
+    let clusters = pending.and_then(|left| left.clusters).unwrap_or_default();
+    let report = check_with_journal(&*opened.store, clusters, options);
+    report.map(|report| CheckReport { journal_missing, ..report }).map_err(|error| error.in_file(path))
 }
 
 /// Checks the image in a store that is open, and locked if need be.

@@ -15,6 +15,9 @@ pub struct CheckReport {
     pub leaks: u64,
     /// Clusters that only the journal of a killed process leads to: no leaks, as the next server takes it up.
     pub journaled: u64,
+    /// Whether a process of this boot was killed that wrote the image, and its journal is not where it was looked for: what seems
+    /// leaked may be its unflushed writes.
+    pub journal_missing: bool,
     /// Parts that could not be checked; with any of these the other numbers say little.
     pub check_errors: u64,
     /// Corruptions that the repair removed.

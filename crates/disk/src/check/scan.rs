@@ -147,6 +147,7 @@ fn report(image: &Image<'_>, tally: Tally, stats: Stats, image_end_offset: HostO
         corruptions: tally.corruptions,
         leaks: tally.leaks,
         journaled: tally.journaled,
+        journal_missing: false,
         check_errors: tally.check_errors,
         corruptions_fixed: 0,
         leaks_fixed: 0,
