@@ -106,5 +106,8 @@ fn a_check_without_the_journal_does_not_call_leaks_safe_to_repair() {
     let output = support::run(["check", &disk, "--runtime-dir", elsewhere.path().to_str().unwrap()]);
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(output.status.code(), Some(3), "{said}");
-    assert!(said.contains("2 leaks at most") && said.contains("--runtime-dir") && !said.contains("safe"), "{said}");
+    assert!(
+        said.contains("2 leaks at most") && said.contains("--runtime-dir") && !said.contains("safe"),
+        "{said}"
+    );
 }

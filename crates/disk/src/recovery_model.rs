@@ -128,21 +128,24 @@ impl Opener for MemoryFiles {
     fn open(&self, path: &Path, role: Role, _gate: &Gate) -> crate::Result<Opened> {
         let files = Arc::clone(self.0.lock().as_ref().expect("a sequence runs"));
         let name = path.file_name().unwrap().to_str().unwrap();
-        let opened = |ino, store: Arc<dyn Store>| {
+        let opened = |ino, store: Arc<dyn Store>, faults: Option<StoreId>| {
             let len = store.len().unwrap();
             let identity = FileIdentity { file: FileId { dev: 1, ino }, len, mtime_ns: 1, ctime_ns: 1 };
+            let store = match faults {
+                Some(id) => Arc::new(FaultStore::new(store, &files.plan.lock(), id)),
+                None => store,
+            };
             Ok(Opened { store, identity })
         };
-        let faulty = |id, store| Arc::new(FaultStore::new(store, &files.plan.lock(), id));
         match (role, name) {
             (Role::Journal, _) => {
                 let [first, second] = files.halves.lock().clone();
                 let (bytes, other) =
                     if name.ends_with(".0.journal") { (first, second) } else { (second, first) };
-                opened(3, faulty(JOURNAL, Arc::new(Half { bytes, other, files: Arc::clone(&files) })))
+                opened(3, Arc::new(Half { bytes, other, files: Arc::clone(&files) }), Some(JOURNAL))
             }
-            (_, "image") => opened(1, faulty(IMAGE, Arc::clone(&*files.image.lock()) as _)),
-            (_, "base") => opened(2, Arc::clone(&files.base) as _),
+            (_, "image") => opened(1, Arc::clone(&*files.image.lock()) as _, Some(IMAGE)),
+            (_, "base") => opened(2, Arc::clone(&files.base) as _, None),
             _ => panic!("{name} is opened as {role:?}"),
         }
     }
