@@ -2,8 +2,10 @@
 
 mod support;
 
+use std::process::Command;
+
 use support::server::Server;
-use support::{Images, run_err, run_json, run_ok, tool, tool_ok};
+use support::{Images, run_err, run_json, run_ok, tool};
 use tempfile::TempDir;
 
 /// Writes 1 and flushes, then writes 2 and 3 and does not.
@@ -16,7 +18,10 @@ fn killed() -> (Images, String, TempDir) {
     run_ok(["create", &disk, "16M"]);
     let server = serve(TempDir::new().unwrap(), &images, &[]);
     let uri = server.uri("web");
-    tool_ok("nbdsh", ["-u", &uri, "-c", WRITES]);
+    // Debian's nbdsh needs Debian's Python.
+    let path = format!("/usr/bin:{}", std::env::var("PATH").unwrap_or_default());
+    let wrote = Command::new("nbdsh").args(["-u", &uri, "-c", WRITES]).env("PATH", path).status();
+    assert!(wrote.expect("nbdsh").success());
     let runtime = server.crash();
     (images, disk, runtime)
 }
