@@ -113,10 +113,17 @@ impl Opener for LocalFiles {
 /// Whether the lock on the file of an active layer is what a killed process has left: requests that its device has not answered.
 fn is_held_by_nobody(path: &Path, role: Role) -> bool {
     let Ok(file) = path.metadata().map(|metadata| FileId::of(&metadata)) else { return false };
-    let holders = || Holders::of([&file]);
-    matches!(role, Role::Active(_))
-        && OpenFiles::own().is_ok_and(|own| own.count(file) == 0)
-        && matches!(holders(), Holders { pids, is_partial: false } if pids.is_empty())
+    if !matches!(role, Role::Active(_)) || OpenFiles::own().map_or(true, |own| own.count(file) > 0) {
+        return false;
+    }
+    let Holders { pids, unseen } = Holders::of([&file]);
+    pids.is_empty() && !unseen.into_iter().any(uses_images)
+}
+
+/// Whether a process that cannot be looked into is one that uses images, by its name.
+fn uses_images(pid: u32) -> bool {
+    let program = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    ["qemu", "kvm", "vmstrata", "cloud-hypervis"].iter().any(|name| program.starts_with(name))
 }
 
 /// Opens a file for its owner alone, and makes it where it is not there.

@@ -44,15 +44,15 @@ struct Mount {
 pub struct Holders {
     /// Their numbers.
     pub pids: Vec<u32>,
-    /// Whether there are processes that this user may not look at.
-    pub is_partial: bool,
+    /// Those that this user may not look at: they may be such.
+    pub unseen: Vec<u32>,
 }
 
 impl Holders {
     /// Those of now.
     pub fn of<'a>(files: impl IntoIterator<Item = &'a FileId> + Clone) -> Self {
         let mut found = Self::default();
-        let Ok(processes) = fs::read_dir("/proc") else { return Self { is_partial: true, ..found } };
+        let Ok(processes) = fs::read_dir("/proc") else { return found };
         let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
         for pid in pids.filter(|&pid| pid != std::process::id()) {
             match OpenFiles::of(pid) {
@@ -61,7 +61,8 @@ impl Holders {
                 }
                 Ok(_) => {}
                 // One that ended meanwhile has nothing open.
-                Err(error) => found.is_partial |= error.kind() == io::ErrorKind::PermissionDenied,
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => found.unseen.push(pid),
+                Err(_) => {}
             }
         }
         found

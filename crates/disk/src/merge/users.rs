@@ -13,7 +13,7 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use vmstrata_store::{FileId, Gate};
+use vmstrata_store::{FileId, Gate, RemoteMounts};
 use vmstrata_types::MAX_LAYERS;
 
 use super::Kept;
@@ -59,12 +59,14 @@ pub(crate) struct Users {
     looked: usize,
     /// Directories that were looked into.
     directories: HashSet<PathBuf>,
+    /// File systems that nobody waits for here: what lies on them is not looked at.
+    remote: RemoteMounts,
 }
 
 impl Users {
     /// Looks at all images below `directories`.
     pub(crate) fn find(directories: &[PathBuf]) -> Self {
-        let mut users = Self::default();
+        let mut users = Self { remote: RemoteMounts::but(directories), ..Self::default() };
         directories.iter().for_each(|directory| users.look_below(directory));
         users
     }
@@ -93,7 +95,11 @@ impl Users {
                 let kind = entry.and_then(|entry| Ok((entry.file_type()?, entry)));
                 match kind {
                     Ok((kind, entry)) if kind.is_dir() && entry.file_name() == LOST => {}
-                    Ok((kind, entry)) if kind.is_dir() => waiting.push((entry.path(), depth + 1)),
+                    Ok((kind, entry)) if kind.is_dir() => {
+                        if !self.is_remote(&entry.path()) {
+                            waiting.push((entry.path(), depth + 1));
+                        }
+                    }
                     Ok((_, entry)) => self.look(entry.path()),
                     Err(error) => self.overlook(&directory, &error),
                 }
@@ -108,16 +114,31 @@ impl Users {
         users
     }
 
+    /// Whether a path leads onto a file system that may not answer; who lies there may have been overlooked.
+    fn is_remote(&mut self, path: &Path) -> bool {
+        let is_remote = self.remote.hold(path);
+        if is_remote {
+            self.overlook(
+                path,
+                &"it lies on a file system of another host or of a program, which may not answer",
+            );
+        }
+        is_remote
+    }
+
     /// Looks at a file, or where a link to one leads.
     fn look(&mut self, path: PathBuf) {
         // Links that lead nowhere, and what is neither a file nor a link to one, stand on nothing.
-        if path.metadata().is_ok_and(|metadata| metadata.is_file()) {
+        if !self.is_remote(&path) && path.metadata().is_ok_and(|metadata| metadata.is_file()) {
             self.enter(path);
         }
     }
 
     /// Notes what the image that `path` leads to may stand on, and returns it: by its own place, and by that of a link to it.
     fn enter(&mut self, path: PathBuf) -> Vec<PathBuf> {
+        if self.is_remote(&path) {
+            return Vec::new();
+        }
         let real = match path.canonicalize() {
             Ok(real) => real,
             Err(error) => {
@@ -130,8 +151,9 @@ impl Users {
             below.extend(self.note(path, &real));
         }
         // Of several names those that lead somewhere are meant; one that leads nowhere is for the caller to wonder about.
-        if below.iter().any(|path| path.exists()) {
-            below.retain(|path| path.exists());
+        let exists = |path: &PathBuf| !self.remote.hold(path) && path.exists();
+        if below.iter().any(exists) {
+            below.retain(exists);
         }
         below
     }
@@ -145,7 +167,8 @@ impl Users {
                 return Vec::new();
             }
         };
-        for backing in &below {
+        // What lies on such a file system is none of the layers asked about.
+        for backing in below.iter().filter(|backing| !self.remote.hold(backing)) {
             if let Ok(identity) = LocalFiles.identity(backing, &Gate::unrestricted()) {
                 let users = self.by_file.entry(identity.file).or_default();
                 let user = User { path: path.clone(), real: real.to_owned() };
@@ -168,6 +191,9 @@ impl Users {
     }
 
     fn follow(&mut self, disk: PathBuf) {
+        if self.is_remote(&disk) {
+            return;
+        }
         if disk.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
             // Whoever deleted or moved it may have left its snapshots.
             return self.look_beside(&disk);
@@ -262,8 +288,11 @@ fn directories(layers: &[Link], disk: &Path, open: &OpenOptions) -> Vec<PathBuf>
 
 /// Those who told that they stand on the layer and are not where they said.
 pub(super) fn missing(layer: &Path) -> Vec<Told> {
-    let is_gone =
-        |told: &Told| told.disk.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
+    let remote = RemoteMounts::but([directory_of(layer)]);
+    let is_gone = |told: &Told| {
+        !remote.hold(&told.disk)
+            && told.disk.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
+    };
     clones::who_told(layer).unwrap_or_default().into_iter().filter(is_gone).collect()
 }
 

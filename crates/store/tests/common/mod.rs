@@ -12,13 +12,13 @@ use fuser::{
 };
 
 /// Longer than anything takes.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 const BYTES: u64 = 8 << 20;
 const DISK: INodeNo = INodeNo(2);
 
 /// Questions that the file system does not answer for a while.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Question {
+pub(crate) enum Question {
     /// To write.
     Write,
     /// What a file is like.
@@ -27,14 +27,14 @@ pub enum Question {
 
 /// What is held back, and how many questions of that kind came.
 #[derive(Debug, Default)]
-pub struct Held {
+pub(crate) struct Held {
     state: Mutex<(Option<Question>, usize)>,
     changed: Condvar,
 }
 
 impl Held {
     /// Holds questions of one kind back, or answers all.
-    pub fn hold(&self, question: Option<Question>) {
+    pub(crate) fn hold(&self, question: Option<Question>) {
         *self.state.lock().unwrap() = (question, 0);
         self.changed.notify_all();
     }
@@ -50,7 +50,7 @@ impl Held {
 
     /// Waits until a question is held back.
     #[allow(dead_code, reason = "not every test waits for one")]
-    pub fn wait_for_one(&self) {
+    pub(crate) fn wait_for_one(&self) {
         let state = self.state.lock().unwrap();
         let (state, timeout) =
             self.changed.wait_timeout_while(state, PATIENCE, |(_, held)| *held == 0).unwrap();
@@ -62,7 +62,7 @@ impl Held {
 struct OneDisk(Arc<Held>);
 
 /// Mounts it on `dir`, until what is returned is dropped; `None` where this user may not.
-pub fn mount(dir: &Path, held: &Arc<Held>) -> Option<BackgroundSession> {
+pub(crate) fn mount(dir: &Path, held: &Arc<Held>) -> Option<BackgroundSession> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: mounts need root");
         return None;
