@@ -5,7 +5,7 @@ mod vhost_common;
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -16,8 +16,11 @@ use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vhost_common::driver::{Descriptor, GUEST_BASE, INDIRECT, NEXT, USER_BASE, WRITE};
-use vhost_common::frontend::{Connection, FLUSH, Guest, MEMORY_LEN, event, negotiate, signalled};
+use vhost_common::frontend::{
+    Connection, FLUSH, Guest, MEMORY_LEN, event, fill, make_blocking, negotiate, signalled,
+};
 use vhost_common::{Served, options};
+use vmm_sys_util::eventfd::EventFd;
 
 fn served() -> Served {
     Served::qcow2(1 << 20, options(2, 1))
@@ -174,25 +177,39 @@ fn rings_that_break_the_rules_stop() {
 }
 
 #[test]
-fn a_kick_descriptor_that_is_no_event_breaks_its_queue_only() {
+fn only_eventfds_are_taken_for_kicks_calls_and_errors() {
     let served = served();
+    let (reader, _writer) = std::io::pipe().unwrap();
+    // SAFETY: the descriptor is open and owned by nobody else.
+    let pipe = unsafe { EventFd::from_raw_fd(reader.into_raw_fd()) };
+    refuses(&served, |frontend, _| frontend.set_vring_kick(0, &pipe).is_ok());
+    refuses(&served, |frontend, _| frontend.set_vring_call(0, &pipe).is_ok());
+    refuses(&served, |frontend, _| frontend.set_vring_err(0, &pipe).is_ok());
+}
+
+/// The frontend shares the open file description, and with it `O_NONBLOCK`.
+#[test]
+fn a_full_event_that_blocks_holds_up_nobody() {
+    let mut served = served();
     let mut guest = Guest::new(16);
     let mut connection = guest.connect(&served.socket());
-    let (reader, writer) = std::io::pipe().unwrap();
-    drop(writer);
-    // SAFETY: the descriptor is open and owned by nobody else.
-    let end_of_file = unsafe {
-        <vmm_sys_util::eventfd::EventFd as std::os::fd::FromRawFd>::from_raw_fd({
-            use std::os::fd::IntoRawFd;
-            reader.into_raw_fd()
-        })
-    };
-    connection.frontend.set_vring_kick(0, &end_of_file).unwrap();
-    connection.frontend.get_vring_base(0).unwrap();
-    connection.start();
     assert_eq!(connection.write(0, &[1; 512]), 0);
-    drop(connection);
-    honest_frontend_is_served(&served);
+    fill(&connection.call);
+    make_blocking(&connection.call);
+    make_blocking(&connection.kick);
+    for _ in 0..20 {
+        let event = connection.driver.used_index();
+        connection.driver.set_used_event(event);
+        connection.offer(0, FLUSH, 0, 0);
+        connection.kick();
+        assert_eq!(connection.answer(), (0, 0));
+        connection.frontend.set_vring_call(0, &connection.call).unwrap();
+    }
+    connection.frontend.set_vring_err(0, &connection.call).unwrap();
+    connection.driver.offer(16);
+    connection.kick();
+    connection.frontend.get_vring_base(0).unwrap();
+    served.stop();
 }
 
 #[test]

@@ -6,6 +6,7 @@
 //!        │         └─► FaultStore   any other store, with failures, delays and a record of every operation
 //!        ├─► Ring  ──► the raw file below a FileStore, many operations at a time
 //!        └─► View  ──► its pages in the host's page cache, without a system call
+//!   export ──► EventNotifier ──► an eventfd of another process, without ever waiting
 //! ```
 //!
 //! A store knows nothing of disks: it reads, writes, flushes, and gives space back. [`Store`] is the one seam
@@ -23,6 +24,7 @@ mod identity;
 mod lock;
 mod memory;
 mod mounts;
+mod notifier;
 mod open_files;
 mod open_store;
 mod places;
@@ -49,6 +51,7 @@ pub use identity::{FileId, FileIdentity};
 pub use lock::{LockError, LockKind, Permission, check_free, is_held};
 pub use memory::MemoryStore;
 pub use mounts::RemoteMounts;
+pub use notifier::EventNotifier;
 pub use open_files::{Holders, OpenFiles};
 pub use open_store::OpenStore;
 pub use prefetch::prefetch;

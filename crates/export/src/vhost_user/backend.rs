@@ -1,7 +1,7 @@
 //! The messages of the vhost-user protocol: what the frontend says, turned into queues that run.
 //!
 //! ```text
-//!   socket ─► vhost::BackendReqHandler ─► Backend (`messages`) ─► Worker::start / stop / set_call
+//!   socket ─► vhost::BackendReqHandler ─► Backend (`messages`) ─► Worker::start / stop
 //! ```
 //!
 //! Every message that changes a ring, the memory or the features stops the queues it concerns, which waits
@@ -12,11 +12,11 @@
 
 mod messages;
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use vhost::vhost_user::VhostUserVirtioFeatures;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use vmstrata_store::EventNotifier;
 
 use super::config::Device;
 use super::dirty::DirtyLog;
@@ -47,8 +47,8 @@ enum StartError {
     Memory(#[from] MemoryError),
     #[error(transparent)]
     Inflight(#[from] InflightError),
-    #[error("cannot duplicate a descriptor: {0}")]
-    Descriptor(#[from] std::io::Error),
+    #[error("cannot set up what signals its driver: {0}")]
+    Notifier(#[from] std::io::Error),
 }
 
 impl Backend {
@@ -85,10 +85,8 @@ impl Backend {
         let Some(addresses) = self.vrings[index].ready() else { return };
         match self.assemble(index, addresses) {
             Ok(parts) => {
-                if let Some(call) = &parts.call {
-                    // A predecessor may have been killed between answering and calling.
-                    notify::signal(call);
-                }
+                // A predecessor may have been killed between answering and calling.
+                notify::call(&parts.call);
                 self.worker(index).start(parts);
                 self.vrings[index].running = true;
                 tracing::debug!(queue = index, "queue started");
@@ -96,13 +94,14 @@ impl Backend {
             Err(error) => {
                 tracing::warn!(queue = index, %error, "queue not started");
                 if let Some(err) = &self.vrings[index].err {
-                    notify::signal(err);
+                    notify::call_once(err);
                 }
             }
         }
     }
 
-    fn assemble(&self, index: usize, addresses: RingAddresses) -> Result<QueueParts, StartError> {
+    fn assemble(&mut self, index: usize, addresses: RingAddresses) -> Result<QueueParts, StartError> {
+        let call = self.notifier(index)?;
         let vring = &self.vrings[index];
         let has = |bit: u32| self.features & (1 << bit) != 0;
         let layout = RingLayout {
@@ -113,12 +112,10 @@ impl Backend {
             event_idx: has(VIRTIO_RING_F_EVENT_IDX),
             indirect: has(VIRTIO_RING_F_INDIRECT_DESC),
         };
-        let clone = |fd: &Option<OwnedFd>| fd.as_ref().map(OwnedFd::try_clone).transpose();
         let kick = match &vring.kick {
-            Kick::Event(fd) => Some(fd.try_clone()?),
+            Kick::Event(fd) => Some(Arc::clone(fd)),
             Kick::Polled | Kick::Unset => None,
         };
-        let (call, err) = (clone(&vring.call)?, clone(&vring.err)?);
         let region = self.inflight.clone();
         let inflight =
             region.map(|region| InflightQueue::new(region, index as u16, vring.size)).transpose()?;
@@ -132,9 +129,16 @@ impl Backend {
             ring_size: vring.size,
             kick,
             call,
-            err,
+            err: vring.err.clone(),
             features: self.features,
         })
+    }
+
+    /// What signals the driver of queue `index`.
+    fn notifier(&mut self, index: usize) -> std::io::Result<Arc<EventNotifier>> {
+        let call = &mut self.vrings[index].call;
+        let notifier = call.take().map_or_else(|| EventNotifier::new().map(Arc::new), Ok)?;
+        Ok(Arc::clone(call.insert(notifier)))
     }
 
     /// Stops queue `index`, changes it, and starts it again if it is complete.

@@ -10,6 +10,7 @@ use std::time::Duration;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use virtio_bindings::virtio_blk::VIRTIO_BLK_F_FLUSH;
 use vmstrata_disk::{Disk, IoQueue};
+use vmstrata_store::EventNotifier;
 
 use super::config::{Device, DeviceParts};
 use super::dirty::DirtyLog;
@@ -88,8 +89,8 @@ impl HostileQueue {
             serial: "fuzz",
         });
         let features = if setup.write_through { 0 } else { 1 << VIRTIO_BLK_F_FLUSH };
-        let parts =
-            QueueParts { index: 0, ring, ring_size: size, kick: None, call: None, err: None, features };
+        let call = Arc::new(EventNotifier::new().expect("a ring of the kernel"));
+        let parts = QueueParts { index: 0, ring, ring_size: size, kick: None, call, err: None, features };
         let io = IoQueue::new(disk, 64).expect("a ring of the kernel");
         Some(Self { io, queue: Queue::new(parts, Arc::new(device), 0), counters: Counters::default() })
     }

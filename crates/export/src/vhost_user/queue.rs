@@ -15,6 +15,7 @@ use std::sync::mpsc::SyncSender;
 use std::time::Instant;
 
 use vmstrata_disk::{Completion, IoQueue};
+use vmstrata_store::EventNotifier;
 
 use super::config::Device;
 use super::notify;
@@ -45,10 +46,10 @@ pub(super) struct QueueParts {
     pub(super) ring: Ring,
     pub(super) ring_size: u16,
     /// Absent: the driver expects to be polled.
-    pub(super) kick: Option<OwnedFd>,
-    /// Absent: the driver polls.
-    pub(super) call: Option<OwnedFd>,
-    pub(super) err: Option<OwnedFd>,
+    pub(super) kick: Option<Arc<OwnedFd>>,
+    /// Without an event: the driver polls.
+    pub(super) call: Arc<EventNotifier>,
+    pub(super) err: Option<Arc<OwnedFd>>,
     /// The features its driver negotiated.
     pub(super) features: u64,
 }
@@ -98,7 +99,7 @@ impl Queue {
 
     /// What to watch for kicks.
     pub(super) fn kick(&self) -> Option<&OwnedFd> {
-        self.parts.kick.as_ref().filter(|_| self.is_running())
+        self.parts.kick.as_deref().filter(|_| self.is_running())
     }
 
     /// Whether the queue must be looked at because its driver will not kick.
@@ -118,14 +119,6 @@ impl Queue {
     /// Takes nothing more: the kick descriptor does not behave like one.
     pub(super) fn break_kick(&mut self) {
         self.state = State::Broken;
-    }
-
-    /// Notifies through `call` from now on, once at once: the driver may have waited on the old one.
-    pub(super) fn set_call(&mut self, call: Option<OwnedFd>) {
-        if let Some(call) = &call {
-            notify::signal(call);
-        }
-        self.parts.call = call;
     }
 
     /// Takes requests from the ring and pushes them; how many.
@@ -152,7 +145,7 @@ impl Queue {
         tracing::error!(queue = self.index(), %error, "queue stopped: its driver broke the rules; reset the device");
         self.state = State::Broken;
         if let Some(err) = &self.parts.err {
-            notify::signal(err);
+            notify::call_once(err);
         }
     }
 
@@ -185,11 +178,8 @@ impl Queue {
     /// Shows the driver what was answered, and calls it if it wants to be called.
     #[inline]
     pub(super) fn publish(&mut self, counters: &Counters) {
-        if self.parts.ring.publish()
-            && let Some(call) = &self.parts.call
-        {
+        if self.parts.ring.publish() && notify::call(&self.parts.call) {
             counters.calls.add(1);
-            notify::signal(call);
         }
     }
 

@@ -1,6 +1,9 @@
 //! What the frontend has said about one queue, until there is enough to run it.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use vmstrata_store::EventNotifier;
 
 /// How a driver tells that it made something available.
 #[derive(Debug, Default)]
@@ -10,7 +13,7 @@ pub(super) enum Kick {
     Unset,
     /// It does not; the queue is to be polled.
     Polled,
-    Event(OwnedFd),
+    Event(Arc<OwnedFd>),
 }
 
 /// Where the frontend put the parts of a ring, in its own addresses.
@@ -30,8 +33,9 @@ pub(super) struct Vring {
     pub(super) next_available: u16,
     pub(super) addresses: Option<RingAddresses>,
     pub(super) kick: Kick,
-    pub(super) call: Option<OwnedFd>,
-    pub(super) err: Option<OwnedFd>,
+    /// Made when it is first needed, and shared with the I/O thread: another event takes effect at once.
+    pub(super) call: Option<Arc<EventNotifier>>,
+    pub(super) err: Option<Arc<OwnedFd>>,
     pub(super) enabled: bool,
     /// Whether an I/O thread has it.
     pub(super) running: bool,

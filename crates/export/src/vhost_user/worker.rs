@@ -14,7 +14,6 @@
 mod orders;
 mod thread;
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
@@ -94,11 +93,6 @@ impl Worker {
         let (reply, stopped): (_, Receiver<Stopped>) = sync_channel(1);
         self.mailbox.send(Order::Stop { index, reply });
         stopped.recv().expect("the I/O thread runs until told to exit")
-    }
-
-    /// Changes where a running queue notifies its driver.
-    pub(super) fn set_call(&self, index: u16, call: Option<OwnedFd>) {
-        self.mailbox.send(Order::SetCall { index, call });
     }
 
     pub(super) fn add_stats(&self, sum: &mut Stats) {

@@ -1,12 +1,12 @@
 //! A frontend without a guest: the protocol through crate `vhost`, the rings through [`Driver`].
 
 use std::fs::File;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, OFlags, fcntl_getfl, fcntl_setfl, ftruncate, memfd_create};
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight};
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
@@ -96,6 +96,21 @@ impl Guest {
 
 pub fn event() -> EventFd {
     EventFd::new(EFD_NONBLOCK).unwrap()
+}
+
+/// Fills the event's counter, whatever is in it.
+pub fn fill(event: &EventFd) {
+    while event.write(u64::MAX - 1).is_err() {
+        let _ = event.read();
+    }
+}
+
+/// Makes writes to the event wait if it is full, and reads if it is empty; the server's, too: it has the same open file
+/// description.
+pub fn make_blocking(event: &EventFd) {
+    // SAFETY: open as long as `event`.
+    let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
+    fcntl_setfl(fd, fcntl_getfl(fd).unwrap() - OFlags::NONBLOCK).unwrap();
 }
 
 /// Connects and agrees on everything that is offered; also gives a handle on the socket, to say what crate

@@ -1,7 +1,7 @@
 //! The messages one by one: each is checked, then changes the connection's state.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use vhost::vhost_user::message::{
@@ -38,8 +38,9 @@ fn region_info(region: &VhostUserMemoryRegion) -> RegionInfo {
     }
 }
 
-fn adopt(file: Option<File>) -> Result<Option<OwnedFd>> {
-    file.map(|file| notify::adopt(file.into())).transpose().map_err(MessageError::ReqHandlerError)
+fn adopt(file: Option<File>) -> Result<Option<Arc<OwnedFd>>> {
+    let adopted = file.map(|file| notify::adopt(file.into()).map(Arc::new));
+    adopted.transpose().map_err(MessageError::ReqHandlerError)
 }
 
 impl VhostUserBackendReqHandlerMut for Backend {
@@ -145,12 +146,17 @@ impl VhostUserBackendReqHandlerMut for Backend {
     /// Frontends change this often while a guest masks and unmasks its interrupts: nothing is stopped.
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let index = self.index(index.into())?;
-        let call = adopt(fd)?;
-        if self.vrings[index].running {
-            let twin = call.as_ref().map(OwnedFd::try_clone).transpose();
-            self.worker(index).set_call(index as u16, twin.map_err(MessageError::ReqHandlerError)?);
+        let event = adopt(fd)?;
+        if event.is_none() && self.vrings[index].call.is_none() {
+            return Ok(());
         }
-        self.vrings[index].call = call;
+        let notifier = self.notifier(index).map_err(MessageError::ReqHandlerError)?;
+        let event = event.as_ref().map(|event| event.as_fd());
+        notifier.set(event).map_err(MessageError::ReqHandlerError)?;
+        if self.vrings[index].running {
+            // The driver may have waited on the old one.
+            notify::call(&notifier);
+        }
         Ok(())
     }
 

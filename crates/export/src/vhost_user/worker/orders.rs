@@ -13,11 +13,10 @@ use super::super::queue::{QueueParts, Stopped};
 pub(super) enum Order {
     Start(Box<QueueParts>),
     Stop { index: u16, reply: SyncSender<Stopped> },
-    SetCall { index: u16, call: Option<OwnedFd> },
     Exit,
 }
 
-/// Where orders wait.
+/// Where orders wait: two for each queue at most, as the control thread waits until a queue has stopped.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     orders: Mutex<Vec<Order>>,
@@ -67,7 +66,6 @@ impl std::fmt::Debug for Order {
         match self {
             Self::Start(parts) => write!(f, "Start({})", parts.index),
             Self::Stop { index, .. } => write!(f, "Stop({index})"),
-            Self::SetCall { index, .. } => write!(f, "SetCall({index})"),
             Self::Exit => write!(f, "Exit"),
         }
     }

@@ -129,11 +129,6 @@ impl Loop {
                     queue.begin_stop(reply);
                     self.stopping = true;
                 }
-                Order::SetCall { index, call } => {
-                    if let Some(queue) = self.queue(index) {
-                        queue.set_call(call);
-                    }
-                }
                 Order::Exit => return std::ops::ControlFlow::Break(()),
             }
         }
@@ -189,7 +184,7 @@ impl Loop {
     fn kicked(&mut self, slot: usize) {
         self.counters.kicks.add(1);
         let Some(queue) = &mut self.slots[slot] else { return };
-        if !queue.kick().is_some_and(notify::take) {
+        if !queue.kick().is_some_and(notify::take_theirs) {
             tracing::error!(queue = queue.index(), "queue stopped: its kick descriptor is no event");
             queue.break_kick();
         }
