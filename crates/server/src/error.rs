@@ -95,6 +95,14 @@ pub enum Error {
         /// Its name.
         name: String,
     },
+    /// Storage that does not answer, or a guest's memory.
+    #[error(
+        "{what} could not be ended in time, as requests are still under way: the files stay locked until those are answered or this server ends"
+    )]
+    NotEnded {
+        /// A door, or disks.
+        what: String,
+    },
     /// A disk whose content would change under whoever uses it.
     #[error(
         "disk '{name}' is in use by {by}, under whom it would change: detach that first, or make a disk of its own of the snapshot with `vmstrata snapshot clone`"

@@ -34,7 +34,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::broadcast;
@@ -52,13 +52,16 @@ pub(crate) use self::waiting::Wanted;
 use self::waiting::{Wait, WaitingDoor};
 use crate::added::Place;
 use crate::agent::Guards;
-use crate::error::{Error, NotClean};
+use crate::error::Error;
 use crate::jobs::Jobs;
 use crate::options::Options;
 use crate::spec::DiskSpec;
 
 /// Events kept for a reader that is slow to take them.
 const EVENTS_KEPT: usize = 256;
+/// How long the end waits for what is under way, and then for each disk to be closed after the one before. Together with all
+/// that ends beside, this is less than service managers allow (90 s with systemd).
+const END_PATIENCE: Duration = Duration::from_secs(30);
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -233,22 +236,23 @@ impl Host {
         Ok((Change(self), table))
     }
 
-    /// Ends everything: no more changes, every job ended, every door drained and closed, every disk closed clean.
+    /// Ends everything: no more changes, every job ended, every door drained and closed, every disk closed clean. What does not
+    /// end in time is left behind.
     ///
     /// # Errors
-    /// What could not be flushed or closed clean; the others were all the same.
+    /// What could not be closed, or not clean; the others were all the same.
     pub fn close(&self) -> Result<(), Error> {
+        let deadline = Instant::now() + END_PATIENCE;
         let doors = {
             let mut table = self.table.lock();
             table.is_ending = true;
-            while table.changes > 0 {
-                self.settled.wait(&mut table);
-            }
+            self.settled.wait_while_until(&mut table, |table| table.changes > 0, deadline);
             table.waiting.clear();
             std::mem::take(&mut table.doors)
         };
-        self.jobs.end(None);
-        let drained = doors.into_iter().map(|(_, door)| door.close()).fold(Ok(()), Result::and);
+        doors.iter().for_each(|(_, door)| door.begin_close());
+        self.jobs.end_all(deadline);
+        let drained = doors.into_iter().map(|(_, door)| door.close_unflushed()).fold(Ok(()), Result::and);
         drained.and(self.close_disks())
     }
 
@@ -263,8 +267,21 @@ impl Host {
             }
             closing
         };
-        let failures = disks.into_iter().filter_map(|(name, disk)| disks::close(name, &disk).err());
-        let failures: Vec<NotClean> = failures.collect();
-        if failures.is_empty() { Ok(()) } else { Err(Error::NotClean { failures }) }
+        let (failures, open) = disks::close_all(disks, END_PATIENCE);
+        for name in &open {
+            tracing::error!(
+                disk = name,
+                "not closed in time: its storage does not answer; its journal replays when it is opened"
+            );
+        }
+        if !failures.is_empty() {
+            return Err(Error::NotClean { failures });
+        }
+        let names: Vec<String> = open.into_iter().map(|name| format!("'{name}'")).collect();
+        if names.is_empty() {
+            Ok(())
+        } else {
+            Err(Error::NotEnded { what: format!("disk {}", names.join(", ")) })
+        }
     }
 }

@@ -154,6 +154,15 @@ impl Jobs {
 
     /// Cancels the jobs of a disk, or all, and waits until their threads have ended.
     pub(crate) fn end(&self, disk: Option<&str>) {
+        self.end_until(disk, None);
+    }
+
+    /// As [`Jobs::end`] of all jobs, but waits until `deadline` only.
+    pub(crate) fn end_all(&self, deadline: Instant) {
+        self.end_until(None, Some(deadline));
+    }
+
+    fn end_until(&self, disk: Option<&str>, deadline: Option<Instant>) {
         let mut table = self.table.lock();
         loop {
             let meant = |job: &&Arc<Control>| disk.is_none_or(|disk| job.disk() == disk) && !job.is_ended();
@@ -162,7 +171,13 @@ impl Jobs {
                 return;
             }
             live.iter().for_each(|job| job.change(JobChange::Cancel));
-            self.ended.wait(&mut table);
+            match deadline {
+                None => self.ended.wait(&mut table),
+                Some(deadline) if self.ended.wait_until(&mut table, deadline).timed_out() => {
+                    return tracing::error!("jobs do not end in time");
+                }
+                Some(_) => {}
+            }
         }
     }
 

@@ -149,7 +149,8 @@ impl Server {
         result
     }
 
-    fn stop(&self) {
+    /// As [`Server::shutdown`], without the flush: for whoever closes the disks next.
+    pub fn stop(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         let _ = rustix::io::write(&self.shared.stop_event, &1u64.to_ne_bytes());
         for acceptor in self.acceptors.lock().drain(..) {

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Error;
 
@@ -17,6 +18,7 @@ const MODE: u32 = 0o600;
 pub(super) struct SocketFile {
     listener: UnixListener,
     path: PathBuf,
+    is_closed: AtomicBool,
 }
 
 impl SocketFile {
@@ -30,7 +32,7 @@ impl SocketFile {
         let listener = UnixListener::bind(path).map_err(failed)?;
         set_permissions(path, Permissions::from_mode(MODE)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
-        Ok(Self { listener, path: path.to_owned() })
+        Ok(Self { listener, path: path.to_owned(), is_closed: AtomicBool::new(false) })
     }
 
     /// The next connection, if one waits.
@@ -49,6 +51,13 @@ impl SocketFile {
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
+
+    /// Removes the socket: from now on the path may be another's.
+    pub(super) fn close(&self) {
+        if !self.is_closed.swap(true, Ordering::AcqRel) {
+            let _ = remove_file(&self.path);
+        }
+    }
 }
 
 impl AsFd for SocketFile {
@@ -59,7 +68,7 @@ impl AsFd for SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let _ = remove_file(&self.path);
+        self.close();
     }
 }
 

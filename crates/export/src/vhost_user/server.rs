@@ -1,12 +1,12 @@
 //! One disk on one socket: the control thread, and the life of a connection.
 
+mod options;
 mod stop;
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -18,89 +18,23 @@ use super::back_channel::BackChannel;
 use super::backend::Backend;
 use super::config::{Device, DeviceParts};
 use super::listener::SocketFile;
-use super::stats::Stats;
+use super::stats::{Counters, Stats};
 use super::worker::{Worker, WorkerOptions};
-use stop::Stop;
+pub use options::Options;
+use stop::{Stop, WhenEnded};
 
-/// Most queues of a device.
-const QUEUES_MAX: u16 = 256;
-/// Largest ring (virtio 1.2 allows 32768; no driver asks for more than 1024).
-const QUEUE_SIZE_MAX: u16 = 4096;
-/// Queues of one I/O thread: it waits for their kicks in one call, which takes so many descriptors.
-const QUEUES_PER_THREAD_MAX: usize = 61;
 /// Requests one I/O thread is prepared for; more wait a little, and cost memory.
 const DEPTH_MAX: usize = 256;
-
-/// How a disk is served.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// Queues offered, 1 to 256. A frontend that wants more refuses to start (QEMU wants one for each
-    /// virtual processor unless told otherwise), and one not used costs nothing: hence 16 or the number of
-    /// processors, whichever is more.
-    pub queues: u16,
-    /// Largest ring accepted: a power of two up to 4096. 1024 unless set.
-    pub queue_size_max: u16,
-    /// Threads that do I/O; the queues are spread over them. At least one for every 61 queues. The number of
-    /// processors unless set, at most 4.
-    pub io_threads: usize,
-    /// What the guest reads as the disk's serial number; the first 20 bytes count.
-    pub serial: String,
-    /// Microseconds a thread looks for more work before it sleeps, at most; 0 makes it sleep at once.
-    pub poll_us: u32,
-    /// Refuses writes even if the disk would take them.
-    pub read_only: bool,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        Self {
-            queues: processors.clamp(16, usize::from(QUEUES_MAX)) as u16,
-            queue_size_max: 1024,
-            io_threads: processors.min(4),
-            serial: String::new(),
-            poll_us: 40,
-            read_only: false,
-        }
-    }
-}
-
-impl Options {
-    fn check(&self) -> Result<(), Error> {
-        let threads_min = usize::from(self.queues).div_ceil(QUEUES_PER_THREAD_MAX);
-        let size = self.queue_size_max;
-        let checks = [
-            ("queues", (1..=QUEUES_MAX).contains(&self.queues), "1 to 256", u64::from(self.queues)),
-            (
-                "queue_size_max",
-                size.is_power_of_two() && size <= QUEUE_SIZE_MAX,
-                "a power of two up to 4096",
-                u64::from(size),
-            ),
-            (
-                "io_threads",
-                (threads_min..=usize::from(self.queues)).contains(&self.io_threads),
-                "at least one for every 61 queues, at most one a queue",
-                self.io_threads as u64,
-            ),
-            ("poll_us", self.poll_us <= 10_000, "at most 10000", u64::from(self.poll_us)),
-        ];
-        match checks.into_iter().find(|(_, holds, ..)| !holds) {
-            Some((name, _, allowed, value)) => Err(Error::Option { name, allowed, value }),
-            None => Ok(()),
-        }
-    }
-}
 
 /// A disk being served. Dropping it is [`Server::shutdown`].
 #[derive(Debug)]
 pub struct Server {
-    path: PathBuf,
+    socket: Arc<SocketFile>,
     device: Arc<Device>,
     back: Arc<BackChannel>,
     stop: Arc<Stop>,
-    workers: Option<Arc<[Worker]>>,
-    control: Option<JoinHandle<()>>,
+    stop_limit: Duration,
+    counters: Vec<Arc<Counters>>,
 }
 
 impl Server {
@@ -117,26 +51,32 @@ impl Server {
             queues: options.queues,
             serial: &options.serial,
         }));
-        let socket = SocketFile::bind(path)?;
+        let socket = Arc::new(SocketFile::bind(path)?);
         let workers = spawn_workers(&disk, &device, &options)?;
         let stop = Arc::new(Stop::new().map_err(Error::Thread)?);
         let back = Arc::<BackChannel>::default();
+        let counters = workers.iter().map(Worker::counters).collect();
         let control = Control {
-            socket,
+            socket: Arc::clone(&socket),
             device: Arc::clone(&device),
             back: Arc::clone(&back),
-            workers: Arc::clone(&workers),
+            workers,
             queue_size_max: options.queue_size_max,
             stop: Arc::clone(&stop),
         };
-        let thread = std::thread::Builder::new().name("vhost-control".into()).spawn(move || control.run());
-        let control = Some(thread.map_err(Error::Thread)?);
-        Ok(Self { path: path.to_owned(), device, back, stop, workers: Some(workers), control })
+        let ended = WhenEnded::new(&stop);
+        let run = move || {
+            // Dropped after the other, with which the I/O threads end.
+            let (_ended, control) = (ended, control);
+            control.run();
+        };
+        std::thread::Builder::new().name("vhost-control".into()).spawn(run).map_err(Error::Thread)?;
+        Ok(Self { socket, device, back, stop, stop_limit: options.stop_limit, counters })
     }
 
     /// The socket.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.socket.path()
     }
 
     /// The disk has another size: requests may use it, and the guest is told. Returns whether there was one to tell.
@@ -148,7 +88,7 @@ impl Server {
     /// What was done so far.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
-        self.workers.iter().flat_map(|workers| workers.iter()).for_each(|worker| worker.add_stats(&mut sum));
+        self.counters.iter().for_each(|counters| counters.add_to(&mut sum));
         sum
     }
 
@@ -164,25 +104,34 @@ impl Server {
         self.stop.request_if_idle()
     }
 
-    /// Finishes what is in flight, closes the connection and removes the socket. The disk stays open.
-    pub fn shutdown(mut self) {
-        self.end();
+    /// Begins to stop, and returns at once: of many servers, none then waits for another.
+    pub fn begin_shutdown(&self) {
+        self.stop.request();
     }
 
-    fn end(&mut self) {
+    /// Finishes what is in flight, closes the connection and removes the socket. The disk stays open.
+    ///
+    /// Returns whether that was done within the limit, which counts from [`Server::begin_shutdown`]. Else the socket is gone,
+    /// and what hangs (storage that does not answer, a descriptor of the frontend's that cannot be closed) keeps its threads,
+    /// and the disk, until it answers or the process ends.
+    pub fn shutdown(self) -> bool {
+        self.end()
+    }
+
+    fn end(&self) -> bool {
         self.stop.request();
-        if let Some(control) = self.control.take()
-            && control.join().is_err()
-        {
-            tracing::error!(path = %self.path.display(), "the control thread panicked");
-        }
-        self.workers = None;
+        let is_over = self.stop.wait_ended(self.stop_limit);
+        self.socket.close();
+        is_over
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.end();
+        if !self.end() {
+            let (path, limit) = (self.path().display(), self.stop_limit);
+            tracing::error!(%path, "not stopped within {limit:?}: storage, or a descriptor of the frontend's, does not answer");
+        }
     }
 }
 
@@ -199,7 +148,7 @@ fn spawn_workers(disk: &Arc<Disk>, device: &Arc<Device>, options: &Options) -> R
 
 /// The control thread: accepts a frontend and does what it says, one at a time.
 struct Control {
-    socket: SocketFile,
+    socket: Arc<SocketFile>,
     device: Arc<Device>,
     back: Arc<BackChannel>,
     workers: Arc<[Worker]>,
@@ -208,7 +157,7 @@ struct Control {
 }
 
 impl Control {
-    fn run(self) {
+    fn run(&self) {
         while !self.stop.is_requested() {
             wait_readable([self.stop.as_fd(), self.socket.as_fd()]);
             let Some(stream) = self.socket.accept() else { continue };
@@ -291,31 +240,4 @@ fn is_readable(fd: impl AsFd) -> bool {
     let mut polled = [PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)];
     let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
     poll(&mut polled, Some(&now)).is_ok() && !polled[0].revents().is_empty()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn defaults_are_allowed() {
-        Options::default().check().unwrap();
-    }
-
-    #[test]
-    fn options_out_of_range_are_named() {
-        let base = Options { queues: 2, io_threads: 1, ..Options::default() };
-        base.check().unwrap();
-        let named = |options: Options| match options.check() {
-            Err(Error::Option { name, .. }) => name,
-            other => panic!("{other:?}"),
-        };
-        assert_eq!(named(Options { queues: 0, ..base.clone() }), "queues");
-        assert_eq!(named(Options { queue_size_max: 100, ..base.clone() }), "queue_size_max");
-        assert_eq!(named(Options { queue_size_max: 8192, ..base.clone() }), "queue_size_max");
-        assert_eq!(named(Options { io_threads: 0, ..base.clone() }), "io_threads");
-        assert_eq!(named(Options { io_threads: 3, ..base.clone() }), "io_threads");
-        assert_eq!(named(Options { queues: 62, io_threads: 1, ..base.clone() }), "io_threads");
-        assert_eq!(named(Options { poll_us: 10_001, ..base }), "poll_us");
-    }
 }

@@ -25,7 +25,7 @@ use vmstrata_store::turns;
 use super::Error;
 use super::config::Device;
 use super::queue::{QueueParts, Stopped};
-use super::stats::{Counters, Stats};
+use super::stats::Counters;
 use orders::{Mailbox, Order};
 use thread::Loop;
 
@@ -95,8 +95,8 @@ impl Worker {
         stopped.recv().expect("the I/O thread runs until told to exit")
     }
 
-    pub(super) fn add_stats(&self, sum: &mut Stats) {
-        self.counters.add_to(sum);
+    pub(super) fn counters(&self) -> Arc<Counters> {
+        Arc::clone(&self.counters)
     }
 }
 

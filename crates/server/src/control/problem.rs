@@ -83,6 +83,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::Ending => (503, "ending"),
         Error::NotClean { .. } => (500, "not-clean"),
         Error::NbdFlush(_) => (500, "not-flushed"),
+        Error::NotEnded { .. } => (504, "not-ended"),
         Error::Disk(engine) => classify_engine(engine.kind()),
         Error::VhostUser { source, .. } => classify_vhost_user(source),
         Error::Nbd(nbd::Error::Bind { .. }) => (409, "cannot-listen"),

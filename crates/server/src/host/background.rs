@@ -1,13 +1,18 @@
 //! Threads that look after a host beside its requests.
 
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use crate::error::Error;
+
+/// How long to wait for a thread's end: storage that does not answer must not keep a server from ending.
+const END_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A thread that works until this is dropped.
 pub(crate) struct Background {
     end: Box<dyn Fn() + Send + Sync>,
-    thread: Option<JoinHandle<()>>,
+    /// Closed when the thread ends.
+    ended: Receiver<()>,
 }
 
 impl Background {
@@ -21,18 +26,21 @@ impl Background {
         work: impl FnOnce() + Send + 'static,
         end: impl Fn() + Send + Sync + 'static,
     ) -> Result<Self, Error> {
+        let (running, ended) = channel();
+        let work = move || {
+            let _running = running;
+            work();
+        };
         let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(work);
-        let thread = spawned.map_err(|source| Error::System { action, source })?;
-        Ok(Self { end: Box::new(end), thread: Some(thread) })
+        spawned.map_err(|source| Error::System { action, source })?;
+        Ok(Self { end: Box::new(end), ended })
     }
 }
 
 impl Drop for Background {
     fn drop(&mut self) {
         (self.end)();
-        if let Some(thread) = self.thread.take() {
-            // A panic is in the log.
-            let _ = thread.join();
-        }
+        // A panic is in the log; the end closes the channel.
+        let _ = self.ended.recv_timeout(END_PATIENCE);
     }
 }

@@ -1,9 +1,11 @@
 //! Disks come and go.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use vmstrata_api::Event;
 use vmstrata_disk::{Disk, OpenOptions, Unflushed};
 use vmstrata_export::nbd::{self, Export};
@@ -16,6 +18,8 @@ use crate::spec::{DiskSpec, SpecError};
 
 /// How long to wait for housekeeping that looks at a disk for the last time.
 const LAST_LOOK: Duration = Duration::from_secs(5);
+/// Disks that are closed at one time: storage that hangs holds up one of these each.
+const CLOSED_AT_ONCE: usize = 32;
 
 impl Host {
     /// Opens a disk and exports it through every NBD door.
@@ -110,7 +114,7 @@ impl Host {
     ///
     /// # Errors
     /// No such disk; one that is not served, or that something is being done with; unless `force`, one that a guest is attached
-    /// to: nothing has changed. An image that could not be closed clean: the disk is gone all the same.
+    /// to: nothing has changed. An image that could not be closed clean, or at all in time: the disk is gone all the same.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<(), Error> {
         let (change, table) = self.begin_change()?;
         drop(table);
@@ -129,13 +133,14 @@ impl Host {
         drop(table);
         waiting.into_iter().for_each(|id| self.door_is_gone(id));
         self.jobs.end(Some(name));
+        let mut ended = Ok(());
         for (id, door) in own {
-            // Nothing is flushed by a vhost-user door; closing the disk does that.
-            let _ = door.close();
+            ended = ended.and(door.close());
             self.door_is_gone(id);
         }
         withdraw(name, &shared);
-        let closed = close_and_release(name, disk);
+        // Closing would wait for what is still under way.
+        let closed = ended.and_then(|()| close_and_release(name, disk));
         self.table.lock().forget(name);
         self.note_added(&change);
         let error = closed.as_ref().err().map(Error::to_string);
@@ -158,6 +163,43 @@ pub(super) fn close(name: String, disk: &Disk) -> Result<(), NotClean> {
         tracing::error!(disk = name, "cannot be closed clean: {source}");
         NotClean { name, source }
     })
+}
+
+/// Closes disks, several at a time, until none of them has been closed for as long as `patience`. Returns those that could not
+/// be closed clean, and the names of those that were not closed.
+pub(super) fn close_all(
+    disks: Vec<(String, Arc<Disk>)>,
+    patience: Duration,
+) -> (Vec<NotClean>, BTreeSet<String>) {
+    let mut open: BTreeSet<String> = disks.iter().map(|(name, _)| name.clone()).collect();
+    let threads = disks.len().min(CLOSED_AT_ONCE);
+    let disks = Arc::new(Mutex::new(disks.into_iter()));
+    let (tell, told) = mpsc::channel();
+    for _ in 0..threads {
+        let (disks, tell) = (Arc::clone(&disks), tell.clone());
+        let work = move || {
+            while let Some((name, disk)) = next(&disks) {
+                let closed = close(name.clone(), &disk);
+                drop(disk);
+                // Nobody listens any more when the time is over.
+                let _ = tell.send((name, closed));
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("close".to_owned()).spawn(work) {
+            tracing::warn!(%error, "cannot start a thread to close disks");
+        }
+    }
+    drop(tell);
+    let mut failures = Vec::new();
+    while let Ok((name, closed)) = told.recv_timeout(patience) {
+        open.remove(&name);
+        failures.extend(closed.err());
+    }
+    (failures, open)
+}
+
+fn next(disks: &Mutex<std::vec::IntoIter<(String, Arc<Disk>)>>) -> Option<(String, Arc<Disk>)> {
+    disks.lock().next()
 }
 
 /// Closes a disk, and lets go of its files.
@@ -195,7 +237,7 @@ mod tests {
     use vmstrata_disk::{
         CreateOptions, LocalFiles, Opened, Opener, ResourceOptions, Resources, Role, create,
     };
-    use vmstrata_store::{FaultPlan, FaultStore, Gate, OperationKind, StoreId};
+    use vmstrata_store::{Effect, Fault, FaultPlan, FaultStore, Gate, OperationKind, StoreId, When};
     use vmstrata_types::{GuestOffset, GuestRange};
 
     use super::*;
@@ -249,6 +291,29 @@ mod tests {
         disk.flush().unwrap_err();
         assert_eq!(events.try_recv(), Ok(Event::DiskFailed { disk: "bad".to_owned(), error: why }));
         assert!(events.try_recv().is_err(), "told twice");
+    }
+
+    #[test]
+    fn a_disk_whose_storage_hangs_keeps_no_other_from_being_closed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (host, plan, bad) = host_and_bad_disk(dir.path());
+        let good = open(&dir.path().join("good.qcow2"), &host.resources);
+        let disks = [bad, good].map(|entry| match entry.phase {
+            Phase::Serving(disk) => (entry.spec.name, disk),
+            _ => unreachable!("just opened"),
+        });
+        plan.add(Fault {
+            kind: Some(OperationKind::Flush),
+            store: None,
+            when: When::From(0),
+            effect: Effect::Hold,
+        });
+        let (failures, open) = close_all(disks.into(), Duration::from_secs(3));
+        assert!(failures.is_empty());
+        assert_eq!(open, BTreeSet::from(["bad".to_owned()]));
+        let again = Disk::open(&dir.path().join("good.qcow2"), &OpenOptions::default(), &host.resources);
+        again.expect("it is unlocked").close().unwrap();
+        plan.clear();
     }
 
     #[test]

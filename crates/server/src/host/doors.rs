@@ -67,11 +67,29 @@ impl Door {
     /// Lets nobody in any more and finishes what is in flight.
     pub(super) fn close(self) -> Result<(), Error> {
         match self {
-            Self::VhostUser { server, .. } => {
-                server.shutdown();
-                Ok(())
+            Self::VhostUser { spec, server } => {
+                let what = || format!("the door {}", spec.socket.display());
+                if server.shutdown() { Ok(()) } else { Err(Error::NotEnded { what: what() }) }
             }
             Self::Nbd { server, .. } => server.shutdown().map_err(Error::NbdFlush),
+        }
+    }
+
+    /// Begins to close a door to a guest, and waits for nothing.
+    pub(super) fn begin_close(&self) {
+        if let Self::VhostUser { server, .. } = self {
+            server.begin_shutdown();
+        }
+    }
+
+    /// As [`Door::close`], for one whose disks are closed next, which flushes them.
+    pub(super) fn close_unflushed(self) -> Result<(), Error> {
+        match self {
+            Self::VhostUser { .. } => self.close(),
+            Self::Nbd { server, .. } => {
+                server.stop();
+                Ok(())
+            }
         }
     }
 

@@ -4,9 +4,11 @@ use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::super::notify;
 
@@ -16,6 +18,30 @@ pub(super) struct Stop {
     requested: AtomicBool,
     event: OwnedFd,
     connection: Mutex<Option<UnixStream>>,
+    end: Mutex<End>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct End {
+    requested_at: Option<Instant>,
+    is_over: bool,
+}
+
+/// Says that the server has ended, when it is dropped.
+pub(super) struct WhenEnded(Arc<Stop>);
+
+impl WhenEnded {
+    pub(super) fn new(stop: &Arc<Stop>) -> Self {
+        Self(Arc::clone(stop))
+    }
+}
+
+impl Drop for WhenEnded {
+    fn drop(&mut self) {
+        self.0.end.lock().is_over = true;
+        self.0.changed.notify_all();
+    }
 }
 
 impl Stop {
@@ -25,13 +51,18 @@ impl Stop {
     /// When the process has no descriptor left.
     pub(super) fn new() -> io::Result<Self> {
         let event = notify::event()?;
-        Ok(Self { requested: AtomicBool::new(false), event, connection: Mutex::default() })
+        Ok(Self {
+            requested: AtomicBool::new(false),
+            event,
+            connection: Mutex::default(),
+            end: Mutex::default(),
+            changed: Condvar::new(),
+        })
     }
 
     /// Ends the connection, and lets nobody in any more.
     pub(super) fn request(&self) {
-        self.requested.store(true, Ordering::Release);
-        notify::signal(&self.event);
+        self.note_request();
         if let Some(connection) = &*self.connection.lock() {
             let _ = connection.shutdown(Shutdown::Both);
         }
@@ -43,9 +74,22 @@ impl Stop {
         if connection.is_some() {
             return false;
         }
-        self.requested.store(true, Ordering::Release);
-        notify::signal(&self.event);
+        self.note_request();
         true
+    }
+
+    fn note_request(&self) {
+        self.requested.store(true, Ordering::Release);
+        self.end.lock().requested_at.get_or_insert_with(Instant::now);
+        notify::signal(&self.event);
+    }
+
+    /// Waits until the server has ended, but no longer than `limit` after that was requested first; whether it has.
+    pub(super) fn wait_ended(&self, limit: Duration) -> bool {
+        let mut end = self.end.lock();
+        let deadline = end.requested_at.unwrap_or_else(Instant::now) + limit;
+        self.changed.wait_while_until(&mut end, |end| !end.is_over, deadline);
+        end.is_over
     }
 
     /// Makes a connection known; `false` when the server is ending.
