@@ -4,13 +4,17 @@
 //!
 //! The `vhost` crate takes the socket out of the message and cannot send this; so the control thread looks at each message
 //! before it is handled, and keeps a descriptor of its own. No answer is asked for: nothing here waits for a frontend.
+//! Only a unix socket is kept: closing another descriptor may take as long as the frontend likes, and others share the lock.
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 
 use parking_lot::Mutex;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recv, recvmsg, send};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recv, recvmsg, send,
+    sockopt,
+};
 
 /// Request, flags and size, four bytes each, in the machine's order.
 const HEADER_LEN: usize = 12;
@@ -52,7 +56,8 @@ impl BackChannel {
             RecvAncillaryMessage::ScmRights(sockets) => Some(sockets),
             _ => None,
         });
-        *self.socket.lock() = sockets.flatten().last();
+        let is_kept = |socket: &OwnedFd| sockopt::socket_domain(socket) == Ok(AddressFamily::UNIX);
+        *self.socket.lock() = sockets.flatten().last().filter(is_kept);
     }
 
     /// The frontend has gone.
@@ -86,7 +91,7 @@ mod tests {
         [request, FLAGS, 0].map(u32::to_ne_bytes).concat()
     }
 
-    fn send_with(to: &UnixStream, request: u32, socket: &UnixStream) {
+    fn send_with(to: &UnixStream, request: u32, socket: impl AsFd) {
         let fds = [socket.as_fd()];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -116,6 +121,16 @@ mod tests {
         drop(theirs);
         assert!(!channel.config_changed());
         assert_eq!(ours.read(&mut bytes).unwrap(), 0, "nothing keeps it open");
+    }
+
+    #[test]
+    fn only_a_unix_socket_is_kept() {
+        let channel = BackChannel::default();
+        let (frontend, backend) = UnixStream::pair().unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        send_with(&frontend, SET_BACKEND_REQ_FD, &listener);
+        channel.look_at(&backend);
+        assert!(channel.socket.lock().is_none());
     }
 
     /// A frontend that does not read, or hands over what is no socket, holds nobody up.
