@@ -41,6 +41,9 @@ pub struct VhostUserSpec {
     /// Other sockets may serve the same writable disk: the user sees to it that one guest runs at a time.
     #[serde(default, skip_serializing_if = "is_default")]
     pub share: bool,
+    /// The guest's memory may be in any file; else in a memfd, or on tmpfs or hugetlbfs. `vm restore --lazy` needs this.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub any_memory: bool,
 }
 
 /// An address for NBD clients of all disks: what `--nbd` says on the command line.

@@ -11,7 +11,7 @@ use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
 use crate::key_values::KeyValues;
 
 const DISK_KEYS: [&str; 9] = ["path", "name", "read-only", "cache", "format", "at", "clone", "agent", "keep"];
-const VHOST_USER_KEYS: [&str; 5] = ["queues", "threads", "poll-us", "serial", "share"];
+const VHOST_USER_KEYS: [&str; 6] = ["queues", "threads", "poll-us", "serial", "share", "any-memory"];
 
 /// Reads `--format` and its like: the formats a layer can have, by the names qemu-img knows.
 pub fn format_parser() -> impl TypedValueParser<Value = Format> {
@@ -72,7 +72,7 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep })
 }
 
-/// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share]`.
+/// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]`.
 ///
 /// # Errors
 /// Names the part that is missing, unknown, repeated or malformed.
@@ -83,9 +83,9 @@ pub fn parse_vhost_user(text: &str) -> Result<VhostUserSpec> {
     let threads = list.take_number::<NonZeroU16>("threads")?.map(u16::from);
     let poll_us = list.take_number("poll-us")?;
     let serial = list.take("serial")?;
-    let share = list.take_flag("share")?;
+    let (share, any_memory) = (list.take_flag("share")?, list.take_flag("any-memory")?);
     list.finish(&VHOST_USER_KEYS)?;
-    Ok(api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share }.try_into()?)
+    Ok(api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory }.try_into()?)
 }
 
 #[cfg(test)]
@@ -159,16 +159,17 @@ mod tests {
     #[test]
     fn every_key_of_a_vhost_user_socket_is_read() {
         let socket =
-            parse_vhost_user("web=/run/a=b.sock,queues=4,threads=2,poll-us=50,serial=WEB-1,share").unwrap();
+            parse_vhost_user("web=/run/a=b.sock,queues=4,threads=2,poll-us=50,serial=WEB-1,share,any-memory")
+                .unwrap();
         assert_eq!(socket.disk, "web");
         assert_eq!(socket.socket, Path::new("/run/a=b.sock"));
         assert_eq!(socket.queues, NonZeroU16::new(4));
         assert_eq!(socket.threads, NonZeroU16::new(2));
         assert_eq!(socket.poll_us, Some(50));
         assert_eq!(socket.serial.as_deref(), Some("WEB-1"));
-        assert!(socket.share);
+        assert!(socket.share && socket.any_memory);
         let plain = parse_vhost_user("web=s").unwrap();
-        assert!(plain.queues.is_none() && !plain.share);
+        assert!(plain.queues.is_none() && !plain.share && !plain.any_memory);
     }
 
     #[test]

@@ -152,6 +152,8 @@ pub struct VhostUserSpec {
     pub serial: Option<String>,
     /// Whether other sockets may serve the same writable disk: the user sees to it that one guest runs at a time.
     pub share: bool,
+    /// Whether the guest's memory may be in any file.
+    pub any_memory: bool,
 }
 
 impl TryFrom<api::VhostUserSpec> for VhostUserSpec {
@@ -175,6 +177,7 @@ impl TryFrom<api::VhostUserSpec> for VhostUserSpec {
             poll_us: asked.poll_us,
             serial: asked.serial,
             share: asked.share,
+            any_memory: asked.any_memory,
         })
     }
 }
@@ -189,6 +192,7 @@ impl From<&VhostUserSpec> for api::VhostUserSpec {
             poll_us: spec.poll_us,
             serial: spec.serial.clone(),
             share: spec.share,
+            any_memory: spec.any_memory,
         }
     }
 }

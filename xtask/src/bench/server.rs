@@ -283,7 +283,11 @@ pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
             let read_only = if disk.writable { "" } else { ",read-only" };
             let mut command = Command::new(vmstrata());
             command.arg("serve").arg("--disk").arg(format!("path={file},name=disk,cache=host{read_only}"));
-            command.arg("--vhost-user").arg(format!("disk={vhost}")).arg("--nbd").arg(format!("unix:{nbd}"));
+            command
+                .arg("--vhost-user")
+                .arg(format!("disk={vhost},any-memory"))
+                .arg("--nbd")
+                .arg(format!("unix:{nbd}"));
             command.arg(format!("--control={control}"));
             if let Some(backing) = &disk.backing {
                 command.arg("--allow-backing").arg(backing);

@@ -37,7 +37,8 @@ pub struct ServeArgs {
     /// With --at: serve, for writing, a clone of that snapshot, which is made unless it is there: the disk's key clone=FILE
     #[arg(long, value_name = "FILE", requires = "at")]
     pub clone: Option<String>,
-    /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share] (repeatable)
+    /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]
+    /// (repeatable)
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
     pub vhost_user: Vec<VhostUserSpec>,
     /// An address for NBD clients of all disks: unix:/path or tcp:host:port (repeatable)

@@ -12,6 +12,7 @@
 
 mod messages;
 
+use std::fs::File;
 use std::sync::Arc;
 
 use vhost::vhost_user::VhostUserVirtioFeatures;
@@ -21,10 +22,11 @@ use vmstrata_store::EventNotifier;
 use super::config::Device;
 use super::dirty::DirtyLog;
 use super::inflight::{InflightError, InflightQueue, InflightRegion};
-use super::memory::{GuestMemory, MemoryError};
+use super::memory::{GuestMemory, MemoryError, RegionInfo};
 use super::notify;
 use super::queue::QueueParts;
 use super::ring::{Logging, Ring, RingLayout};
+use super::shared_file::SharedFile;
 use super::vring::{Kick, RingAddresses, Vring};
 use super::worker::Worker;
 
@@ -33,6 +35,8 @@ pub(super) struct Backend {
     device: Arc<Device>,
     workers: Arc<[Worker]>,
     queue_size_max: u16,
+    /// Whether guests' memory may be in any file.
+    any_memory: bool,
     features: u64,
     memory: Arc<GuestMemory>,
     inflight: Option<Arc<InflightRegion>>,
@@ -53,11 +57,26 @@ enum StartError {
 
 impl Backend {
     /// A connection that has said nothing yet.
-    pub(super) fn new(device: Arc<Device>, workers: Arc<[Worker]>, queue_size_max: u16) -> Self {
+    pub(super) fn new(
+        device: Arc<Device>,
+        workers: Arc<[Worker]>,
+        queue_size_max: u16,
+        any_memory: bool,
+    ) -> Self {
         device.reset();
         let vrings = (0..device.queues).map(|_| Vring::default()).collect();
         let memory = Arc::new(GuestMemory::default());
-        Self { device, workers, queue_size_max, features: 0, memory, inflight: None, dirty: None, vrings }
+        Self {
+            device,
+            workers,
+            queue_size_max,
+            any_memory,
+            features: 0,
+            memory,
+            inflight: None,
+            dirty: None,
+            vrings,
+        }
     }
 
     /// Stops all queues, with everything in flight answered.
@@ -132,6 +151,18 @@ impl Backend {
             err: vring.err.clone(),
             features: self.features,
         })
+    }
+
+    /// A memory table with one more region.
+    fn with_region(
+        &self,
+        memory: &GuestMemory,
+        info: RegionInfo,
+        file: File,
+    ) -> Result<GuestMemory, MemoryError> {
+        let file = if self.any_memory { Ok(SharedFile::trusted(file)) } else { SharedFile::new(file) };
+        let file = file.map_err(|source| MemoryError::File { guest: info.guest, source })?;
+        memory.with_region(info, file)
     }
 
     /// What signals the driver of queue `index`.

@@ -12,9 +12,8 @@ use std::fs::File;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use rustix::fs::fstat;
-
 use super::guarded::GuardedMapping;
+use super::shared_file::SharedFile;
 
 /// Bytes of guest memory a bit stands for, whatever the guest's pages are (`VHOST_LOG_PAGE`).
 const PAGE: u64 = 4096;
@@ -26,8 +25,8 @@ pub(super) enum DirtyError {
     TooSmall { offset: u64, len: u64, file_len: u64 },
     #[error("too much memory is shared with this process: no room for a dirty log")]
     TooMany,
-    #[error("cannot map the dirty log")]
-    Map(#[source] std::io::Error),
+    #[error("cannot map the dirty log: {0}")]
+    Map(std::io::Error),
 }
 
 /// The frontend's bitmap.
@@ -47,10 +46,10 @@ impl DirtyLog {
     /// Maps `len` bytes at `offset` of `file`.
     ///
     /// # Errors
-    /// When the file is shorter, or cannot be mapped.
+    /// When the file is shorter, cannot be mapped, or is no [`SharedFile`].
     pub(super) fn attach(file: File, offset: u64, len: u64) -> Result<Self, DirtyError> {
-        let stat = fstat(&file).map_err(|errno| DirtyError::Map(errno.into()))?;
-        let file_len = u64::try_from(stat.st_size).unwrap_or(0);
+        let file = SharedFile::new(file).map_err(DirtyError::Map)?;
+        let file_len = file.len().map_err(DirtyError::Map)?;
         let too_small = DirtyError::TooSmall { offset, len, file_len };
         if len == 0 || offset.checked_add(len).is_none_or(|end| end > file_len) {
             return Err(too_small);

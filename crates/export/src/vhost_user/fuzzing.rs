@@ -18,6 +18,7 @@ use super::inflight::{InflightQueue, InflightRegion};
 use super::memory::{GuestMemory, RegionInfo};
 use super::queue::{Queue, QueueParts};
 use super::ring::{Logging, Ring, RingLayout};
+use super::shared_file::SharedFile;
 use super::stats::Counters;
 
 /// Bytes of guest memory, in two regions that touch.
@@ -137,7 +138,7 @@ impl HostileQueue {
 
 fn guest_memory(file: &File) -> GuestMemory {
     let region = |start: u64, len| RegionInfo { guest: start, len, user: start, file_offset: start };
-    let twin = || file.try_clone().expect("a descriptor");
+    let twin = || SharedFile::trusted(file.try_clone().expect("a descriptor"));
     let first = GuestMemory::default().with_region(region(0, SPLIT), twin()).expect("a region");
     first.with_region(region(SPLIT, MEMORY_LEN - SPLIT), twin()).expect("another")
 }

@@ -9,9 +9,11 @@ use std::os::fd::AsFd;
 use std::ptr::NonNull;
 
 use rustix::fs::{SealFlags, fcntl_add_seals, fstatfs};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::param::page_size;
-use vm_memory::{FileOffset, MmapRegion};
 use vmstrata_store::Guard;
+
+use super::shared_file::SharedFile;
 
 /// `f_type` of hugetlbfs, and of memfds with huge pages.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
@@ -21,38 +23,69 @@ const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 pub(super) struct GuardedMapping {
     // Released before the mapping goes.
     _guard: Guard,
-    mapping: MmapRegion<()>,
+    mapping: Mapping,
     /// Bytes of the mapping before the part.
     lead: usize,
 }
 
 impl GuardedMapping {
     /// Maps `len` bytes at `offset`, which the file has; `None` when too many mappings are guarded. The file cannot be shrunk
-    /// from now on, if it takes seals.
+    /// from now on, if it takes seals. Its descriptor is closed: a frontend may share hundreds.
     ///
     /// # Errors
     /// A file that cannot be mapped shared.
-    pub(super) fn new(file: File, offset: u64, len: usize) -> io::Result<Option<Self>> {
-        refuse_shrinking(&file);
+    pub(super) fn new(file: SharedFile, offset: u64, len: usize) -> io::Result<Option<Self>> {
+        let file = file.file();
+        refuse_shrinking(file);
         // All of the last page, too: what is put in a mapping's place, and unmapped, must be whole pages.
-        let page = page_size_of(&file)?;
+        let page = page_size_of(file)?;
         let lead = (offset % page as u64) as usize;
         let size = lead.checked_add(len).and_then(|size| size.checked_next_multiple_of(page));
         let size = size.ok_or(io::ErrorKind::InvalidInput)?;
-        let mapping = MmapRegion::from_file(FileOffset::new(file, offset - lead as u64), size);
-        let mapping = mapping.map_err(io::Error::other)?;
+        let mapping = Mapping::new(file, offset - lead as u64, size)?;
         // SAFETY: the whole of a mapping that this owns, and that only raw copies and atomics touch.
-        let guard = unsafe { Guard::new(mapping.as_ptr(), size) };
+        let guard = unsafe { Guard::new(mapping.start.as_ptr(), size) };
         Ok(guard.map(|guard| Self { _guard: guard, mapping, lead }))
     }
 
     /// Where the part begins.
     pub(super) fn start(&self) -> NonNull<u8> {
-        let start = NonNull::new(self.mapping.as_ptr()).expect("a mapping is nowhere at null");
         // SAFETY: the mapping has `lead` bytes before the part.
-        unsafe { start.add(self.lead) }
+        unsafe { self.mapping.start.add(self.lead) }
     }
 }
+
+/// Whole pages of a file, mapped shared.
+#[derive(Debug)]
+struct Mapping {
+    start: NonNull<u8>,
+    size: usize,
+}
+
+// SAFETY: memory of the process, wherever it is used from.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; who may access it when is the concern of whoever asks for its address.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(file: &File, offset: u64, size: usize) -> io::Result<Self> {
+        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
+        // SAFETY: a new mapping, where the kernel finds room.
+        let start = unsafe { mmap(std::ptr::null_mut(), size, access, flags, file, offset)? };
+        let start = NonNull::new(start.cast()).expect("a mapping is nowhere at null");
+        Ok(Self { start, size })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: all of a mapping of ours, which nobody uses any more.
+        if let Err(errno) = unsafe { munmap(self.start.as_ptr().cast(), self.size) } {
+            tracing::error!(%errno, "cannot unmap memory of a guest");
+        }
+    }
+}
+
 /// Bytes that a mapping of the file is a multiple of.
 fn page_size_of(file: &File) -> io::Result<usize> {
     let system = fstatfs(file)?;
@@ -81,7 +114,7 @@ mod tests {
         let file = File::from(memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap());
         ftruncate(&file, LEN as u64).unwrap();
         let twin = file.try_clone().unwrap();
-        let guarded = GuardedMapping::new(file, 0, LEN).unwrap().unwrap();
+        let guarded = GuardedMapping::new(SharedFile::new(file).unwrap(), 0, LEN).unwrap().unwrap();
         let last = guarded.start().as_ptr().wrapping_add(LEN - 1);
         // SAFETY: inside the mapping.
         unsafe { last.write_volatile(7) };
@@ -103,7 +136,8 @@ mod tests {
         assert!(huge > page_size());
         ftruncate(&file, 2 * LEN.next_multiple_of(huge) as u64).unwrap();
         let twin = file.try_clone().unwrap();
-        let guarded = GuardedMapping::new(file, huge as u64 / 2, 0x3000).unwrap().unwrap();
+        let guarded =
+            GuardedMapping::new(SharedFile::new(file).unwrap(), huge as u64 / 2, 0x3000).unwrap().unwrap();
         let first = guarded.start();
         assert_eq!(first.addr().get() % huge, huge / 2);
         // Where the host has no huge pages to give, the first access fails by itself.

@@ -31,9 +31,10 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 
-use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::guarded::{GuardedMapping, refuse_shrinking};
+use super::shared_file::SharedFile;
 
 /// The only version of the layout there is; zero marks a queue that was never used.
 const VERSION: u16 = 1;
@@ -70,8 +71,8 @@ pub(super) enum InflightError {
     TooSmall { len: u64, needed: u64 },
     #[error("the inflight region starts at {offset:#x} of its file, not on a page")]
     Offset { offset: u64 },
-    #[error("cannot create or map the inflight region")]
-    Map(#[source] std::io::Error),
+    #[error("cannot create or map the inflight region: {0}")]
+    Map(std::io::Error),
     #[error("too much memory is shared with this process: no room for one more inflight region")]
     TooMany,
     #[error("queue {index} of {size} descriptors does not fit the inflight region")]
@@ -118,7 +119,7 @@ impl InflightRegion {
     /// Maps what a frontend kept for `queues` queues of `queue_size` descriptors; up to `queue_size_max` if it has more room.
     ///
     /// # Errors
-    /// When the file is too small for what the frontend says it holds, or cannot be mapped.
+    /// When the file is too small for what the frontend says it holds, cannot be mapped, or is no [`SharedFile`].
     pub(super) fn attach(
         file: File,
         (offset, len): (u64, u64),
@@ -138,8 +139,8 @@ impl InflightRegion {
         if offset % 4096 != 0 {
             return Err(InflightError::Offset { offset });
         }
-        let stat = fstat(&file).map_err(|errno| InflightError::Map(errno.into()))?;
-        let file_len = u64::try_from(stat.st_size).unwrap_or(0);
+        let file = SharedFile::new(file).map_err(InflightError::Map)?;
+        let file_len = file.len().map_err(InflightError::Map)?;
         if offset.checked_add(needed).is_none_or(|end| end > file_len) {
             return Err(InflightError::TooSmall { len: file_len, needed });
         }

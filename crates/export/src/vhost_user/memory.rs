@@ -12,19 +12,16 @@
 //! The guest, and the frontend, write this memory whenever they like. So no Rust reference to it is ever
 //! made, every value is read once into a local before it is checked, and no address is used untranslated.
 //!
-//! **Assumption about the memory file**: it must be a memfd, a file on tmpfs or hugetlbfs, shared and large
-//! enough. Its size is checked when it arrives and sealed against shrinking where the file allows it; what
-//! happens when a frontend shrinks an unsealed file all the same is in `fault`.
+//! **Assumption about the memory file**: it is a [`SharedFile`], and large enough. Its size is checked when it arrives and sealed against shrinking where the file allows it; what
+//! happens when a frontend shrinks an unsealed file all the same is in `guarded`.
 
 mod segments;
 
-use std::fs::File;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::fs::fstat;
-
 use super::guarded::GuardedMapping;
+use super::shared_file::SharedFile;
 pub(super) use segments::SegmentBuilder;
 
 /// Most regions a frontend may share; what QEMU's memory hotplug can use.
@@ -43,10 +40,12 @@ pub(super) enum MemoryError {
     FileTooSmall { guest: u64, file_len: u64, needed: u64 },
     #[error("no memory region at guest address {guest:#x} (+{len:#x}) to remove")]
     NoSuchRegion { guest: u64, len: u64 },
-    #[error(
-        "cannot map the memory region at guest address {guest:#x}: is it a memfd or a file on tmpfs or hugetlbfs, shared?"
-    )]
+    #[error("cannot map the memory region at guest address {guest:#x}: {source}")]
     Map { guest: u64, source: std::io::Error },
+    #[error(
+        "the memory region at guest address {guest:#x} is refused: {source}; a guest whose memory is elsewhere (restored with --lazy) needs a socket with any-memory"
+    )]
+    File { guest: u64, source: std::io::Error },
     #[error(
         "{what} at frontend address {user:#x} (+{len:#x}) is not inside one shared memory region, or not aligned"
     )]
@@ -89,7 +88,7 @@ impl GuestMemory {
     ///
     /// # Errors
     /// When the region overlaps another, its file is too small, or it cannot be mapped.
-    pub(super) fn with_region(&self, info: RegionInfo, file: File) -> Result<Self, MemoryError> {
+    pub(super) fn with_region(&self, info: RegionInfo, file: SharedFile) -> Result<Self, MemoryError> {
         let (guest, len) = (info.guest, info.len);
         if self.regions.len() >= MAX_REGIONS {
             return Err(MemoryError::TooManyRegions);
@@ -171,13 +170,12 @@ impl GuestMemory {
 }
 
 impl Region {
-    fn map(info: RegionInfo, file: File) -> Result<Self, MemoryError> {
+    fn map(info: RegionInfo, file: SharedFile) -> Result<Self, MemoryError> {
         let guest = info.guest;
         let failed = |source: std::io::Error| MemoryError::Map { guest, source };
-        let stat = fstat(&file).map_err(|errno| failed(errno.into()))?;
         let needed = info.file_offset.checked_add(info.len);
         let needed = needed.ok_or(MemoryError::Overlap { guest, len: info.len })?;
-        let file_len = u64::try_from(stat.st_size).unwrap_or(0);
+        let file_len = file.len().map_err(failed)?;
         if file_len < needed {
             return Err(MemoryError::FileTooSmall { guest, file_len, needed });
         }

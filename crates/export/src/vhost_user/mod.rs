@@ -18,7 +18,7 @@
 //! | `ring` | the split virtqueue |
 //! | `request`, `config` | what requests mean, and what the device says about itself |
 //! | `memory`, `inflight`, `dirty` | the memory that the frontend shares, and what is noted in it |
-//! | `fault` | what happens when the frontend takes that memory away |
+//! | `shared_file`, `guarded` | which files that may be, and what happens when the frontend takes the memory away |
 //!
 //! One frontend at a time is served on a socket; when it goes, whatever it had in flight is finished and the
 //! socket is open for the next. A frontend may be hostile: it can stop its own queues, nothing else.
@@ -42,6 +42,7 @@ mod queue;
 mod request;
 mod ring;
 mod server;
+mod shared_file;
 mod stats;
 mod vring;
 mod worker;

@@ -62,6 +62,7 @@ impl Server {
             back: Arc::clone(&back),
             workers,
             queue_size_max: options.queue_size_max,
+            any_memory: options.any_memory,
             stop: Arc::clone(&stop),
         };
         let ended = WhenEnded::new(&stop);
@@ -153,6 +154,7 @@ struct Control {
     back: Arc<BackChannel>,
     workers: Arc<[Worker]>,
     queue_size_max: u16,
+    any_memory: bool,
     stop: Arc<Stop>,
 }
 
@@ -182,7 +184,8 @@ impl Control {
     fn serve(&self, stream: UnixStream, twin: UnixStream) {
         let path = self.socket.path().display();
         tracing::info!(%path, "frontend connected");
-        let backend = Backend::new(Arc::clone(&self.device), Arc::clone(&self.workers), self.queue_size_max);
+        let (device, workers) = (Arc::clone(&self.device), Arc::clone(&self.workers));
+        let backend = Backend::new(device, workers, self.queue_size_max, self.any_memory);
         let mut handler = BackendReqHandler::from_stream(stream, Arc::new(Mutex::new(backend)));
         // A stop that was requested before the connection could be seen by it ends here.
         while !self.stop.is_requested() {

@@ -63,6 +63,8 @@ struct VhostUser {
     serial: Option<String>,
     #[serde(default)]
     share: bool,
+    #[serde(default)]
+    any_memory: bool,
 }
 
 /// A size or a place: a number needs no quotes.
@@ -168,9 +170,9 @@ fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
 }
 
 fn vhost_user_spec(socket: VhostUser, directory: &Path) -> Result<VhostUserSpec, ConfigFault> {
-    let VhostUser { disk, socket, queues, threads, poll_us, serial, share } = socket;
+    let VhostUser { disk, socket, queues, threads, poll_us, serial, share, any_memory } = socket;
     let socket = directory.join(socket).display().to_string();
-    let asked = api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share };
+    let asked = api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory };
     Ok(VhostUserSpec::try_from(asked)?)
 }
 

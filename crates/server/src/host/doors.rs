@@ -270,5 +270,6 @@ fn vhost_user_options(spec: &VhostUserSpec) -> vhost_user::Options {
     if let Some(serial) = &spec.serial {
         options.serial.clone_from(serial);
     }
+    options.any_memory = spec.any_memory;
     options
 }

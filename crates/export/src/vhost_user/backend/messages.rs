@@ -87,7 +87,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
     ) -> Result<Option<Vec<u64>>> {
         let mut memory = GuestMemory::default();
         for (region, file) in regions.iter().zip(files) {
-            memory = memory.with_region(region_info(region), file).map_err(refused)?;
+            memory = self.with_region(&memory, region_info(region), file).map_err(refused)?;
         }
         self.change_all(|this| this.memory = Arc::new(memory));
         Ok(None)
@@ -232,7 +232,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         file: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<u64>> {
-        let memory = self.memory.with_region(region_info(region), file).map_err(refused)?;
+        let memory = self.with_region(&self.memory, region_info(region), file).map_err(refused)?;
         self.change_all(|this| this.memory = Arc::new(memory));
         Ok(None)
     }

@@ -1,3 +1,5 @@
+use std::fs::File;
+
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use vmstrata_store::Segment;
 
@@ -9,14 +11,18 @@ pub(in crate::vhost_user) fn memfd(len: u64) -> File {
     File::from(fd)
 }
 
+fn shared(len: u64) -> SharedFile {
+    SharedFile::new(memfd(len)).unwrap()
+}
+
 fn region(guest: u64, len: u64, file_offset: u64) -> RegionInfo {
     RegionInfo { guest, len, user: guest + 0x7000_0000_0000, file_offset }
 }
 
 fn two_regions() -> GuestMemory {
     let memory =
-        GuestMemory::default().with_region(region(0x10_0000, 0x4000, 0x1000), memfd(0x5000)).unwrap();
-    memory.with_region(region(0, 0x2000, 0), memfd(0x2000)).unwrap()
+        GuestMemory::default().with_region(region(0x10_0000, 0x4000, 0x1000), shared(0x5000)).unwrap();
+    memory.with_region(region(0, 0x2000, 0), shared(0x2000)).unwrap()
 }
 
 #[test]
@@ -37,7 +43,9 @@ fn the_file_offset_is_where_the_region_starts() {
     use std::os::unix::fs::FileExt;
     let file = memfd(0x5000);
     file.write_all_at(b"x", 0x1234).unwrap();
-    let memory = GuestMemory::default().with_region(region(0x8000, 0x1000, 0x1200), file).unwrap();
+    let memory = GuestMemory::default()
+        .with_region(region(0x8000, 0x1000, 0x1200), SharedFile::new(file).unwrap())
+        .unwrap();
     let (host, _) = memory.translate(0x8034, 1).unwrap();
     // SAFETY: one byte inside the mapping that `memory` keeps.
     assert_eq!(unsafe { host.read_volatile() }, b'x');
@@ -57,7 +65,7 @@ fn ring_parts_lie_inside_one_region_and_are_aligned() {
 #[test]
 fn overlapping_short_and_wrapping_regions_are_refused() {
     let memory = two_regions();
-    let refused = |info, file| memory.with_region(info, file).unwrap_err();
+    let refused = |info, file: File| memory.with_region(info, SharedFile::new(file).unwrap()).unwrap_err();
     assert!(matches!(refused(region(0x1fff, 0x10, 0), memfd(0x1000)), MemoryError::Overlap { .. }));
     assert!(matches!(refused(region(0xf_f000, 0x1001, 0), memfd(0x2000)), MemoryError::Overlap { .. }));
     assert!(matches!(refused(region(0x4000, 0, 0), memfd(0x1000)), MemoryError::Overlap { .. }));
@@ -88,6 +96,7 @@ fn neighbours_are_joined_and_the_last_byte_taken_off() {
 fn a_sealed_file_cannot_shrink() {
     let file = memfd(0x2000);
     let twin = file.try_clone().unwrap();
-    let _memory = GuestMemory::default().with_region(region(0, 0x2000, 0), file).unwrap();
+    let _memory =
+        GuestMemory::default().with_region(region(0, 0x2000, 0), SharedFile::new(file).unwrap()).unwrap();
     assert!(ftruncate(&twin, 0).is_err());
 }

@@ -7,6 +7,7 @@ use vmstrata_store::{Segment, copy_from_slice, copy_to_slice};
 
 use super::super::inflight::InflightRegion;
 use super::super::memory::{RegionInfo, tests::memfd};
+use super::super::shared_file::SharedFile;
 use super::*;
 
 #[allow(unreachable_pub, reason = "shared with the tests of the whole door")]
@@ -34,9 +35,10 @@ impl Bench {
         let twin = file.try_clone().unwrap();
         // Two regions that touch, so that buffers can cross from one into the other.
         let split = DATA + 0x1000;
-        let memory = GuestMemory::default().with_region(info(0, split), file).unwrap();
+        let memory =
+            GuestMemory::default().with_region(info(0, split), SharedFile::new(file).unwrap()).unwrap();
         let rest = info(split, MEMORY_LEN - split);
-        let memory = memory.with_region(rest, twin.try_clone().unwrap()).unwrap();
+        let memory = memory.with_region(rest, SharedFile::new(twin.try_clone().unwrap()).unwrap()).unwrap();
         Self { driver: Driver::new(twin, size, 0, start), memory: Arc::new(memory), event_idx }
     }
 

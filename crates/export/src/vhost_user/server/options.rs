@@ -31,6 +31,9 @@ pub struct Options {
     pub poll_us: u32,
     /// Refuses writes even if the disk would take them.
     pub read_only: bool,
+    /// Takes memory from files on any file system, not only memfds and files on tmpfs or hugetlbfs. One that does not answer
+    /// then holds up threads that serve this disk and others.
+    pub any_memory: bool,
     /// Longest time for what is in flight when the server stops, 30 s unless set. Past it, the server lets its threads be.
     pub stop_limit: Duration,
 }
@@ -45,6 +48,7 @@ impl Default for Options {
             serial: String::new(),
             poll_us: 40,
             read_only: false,
+            any_memory: false,
             stop_limit: STOP_LIMIT,
         }
     }
