@@ -1,11 +1,12 @@
 //! Threads for requests that may block, and the mailboxes through which their results come back.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Weak};
+mod lanes;
 
-use crossbeam_channel::{Receiver, Sender};
-use parking_lot::Mutex;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 use smallvec::SmallVec;
 use vmstrata_store::turns;
@@ -14,6 +15,7 @@ use crate::disk::Disk;
 use crate::error::{IoContext as _, Result};
 use crate::request::Request;
 use crate::write::{TOGETHER_MAX, is_small_write};
+use lanes::{DiskId, Lanes};
 
 /// A request on its way through a worker.
 #[derive(Debug)]
@@ -43,98 +45,128 @@ enum Work {
 }
 
 /// The threads of a process. They end when this is dropped and the jobs are done.
+///
+/// Disks take turns, and none can have all threads: see [`Lanes::next`].
 #[derive(Debug)]
 pub(crate) struct Workers {
-    jobs: Arc<Sender<Work>>,
+    queue: Arc<Queue>,
 }
 
 impl Workers {
-    /// Starts `count` threads, at least one.
+    /// Starts threads for `count` jobs of a disk at a time, at least one, and as many again for other disks.
     ///
     /// # Panics
     /// When the host cannot start a thread.
     pub(crate) fn new(count: usize) -> Self {
-        let (jobs, queue) = crossbeam_channel::unbounded::<Work>();
-        let (jobs, threads) = (Arc::new(jobs), count.max(1));
+        let busy_max = count.max(1);
+        let threads = 2 * busy_max;
+        let lanes = Lanes::new(busy_max, threads);
+        let queue = Arc::new(Queue { lanes: Mutex::new(lanes), changed: Condvar::new() });
         for number in 0..threads {
-            let (queue, again) = (queue.clone(), Arc::downgrade(&jobs));
+            let queue = Arc::clone(&queue);
             std::thread::Builder::new()
                 .name(format!("worker-{number}"))
                 .spawn(move || {
                     turns::answer_promptly();
-                    work(&queue, &again, threads);
+                    queue.work(busy_max);
                 })
                 .expect("the host can start threads");
         }
-        Self { jobs }
+        Self { queue }
     }
 
     pub(crate) fn send(&self, job: Job) {
-        self.give(Work::CarryOut(job));
+        self.queue.lanes.lock().add(DiskId::of(&job.disk), Work::CarryOut(job));
+        self.queue.changed.notify_one();
     }
 
     /// Drops `what`, which may take long: the last to close a large file that was deleted frees its space.
     pub(crate) fn let_go(&self, what: impl Send + 'static) {
-        self.give(Work::LetGo(Box::new(what)));
-    }
-
-    fn give(&self, work: Work) {
-        // The work itself cannot be shown.
-        assert!(self.jobs.send(work).is_ok(), "workers live as long as their sender");
+        self.queue.lanes.lock().add(DiskId::NONE, Work::LetGo(Box::new(what)));
+        self.queue.changed.notify_one();
     }
 }
 
-/// Carries jobs out until there is no one left to send any. What is left of a long one goes to the end of the queue, `again`.
-fn work(queue: &Receiver<Work>, again: &Weak<Sender<Work>>, threads: usize) {
-    let mut jobs = Vec::with_capacity(TOGETHER_MAX);
-    let mut odd = None;
-    while let Some(first) = odd.take().or_else(|| queue.recv().ok()) {
-        match first {
-            Work::LetGo(what) => drop(what),
-            Work::CarryOut(job) => {
-                let Some(job) = carry_out_start(job, again) else { continue };
-                jobs.push(job);
-                odd = gather(queue, queue.len() / threads, &mut jobs);
-                carry_out(&mut jobs);
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.queue.lanes.lock().is_open = false;
+        self.queue.changed.notify_all();
+    }
+}
+
+/// What the threads share.
+struct Queue {
+    lanes: Mutex<Lanes>,
+    /// Signalled when there may be work for one more thread.
+    changed: Condvar,
+}
+
+impl Queue {
+    /// Carries jobs out until there is no one left to send any.
+    fn work(&self, threads: usize) {
+        let mut jobs = Vec::with_capacity(TOGETHER_MAX);
+        while let Some((disk, work)) = self.take() {
+            match work {
+                Work::LetGo(what) => drop(what),
+                Work::CarryOut(job) => {
+                    if let Some(job) = self.carry_out_start(disk, job) {
+                        let is_small = is_small_write(&job.request);
+                        jobs.push(job);
+                        if is_small {
+                            self.lanes.lock().gather(disk, threads, &mut jobs);
+                        }
+                        carry_out(&mut jobs);
+                    }
+                }
+            }
+            self.lanes.lock().done(disk);
+        }
+        // The others may have waited for the last job.
+        self.changed.notify_all();
+    }
+
+    /// Waits for work; `None` when there will be no more.
+    fn take(&self) -> Option<(DiskId, Work)> {
+        let mut lanes = self.lanes.lock();
+        loop {
+            if let Some(taken) = lanes.take() {
+                if lanes.next().is_some() {
+                    self.changed.notify_one();
+                }
+                return Some(taken);
+            }
+            if lanes.is_done() {
+                return None;
+            }
+            self.changed.wait(&mut lanes);
+        }
+    }
+
+    /// Carries out the start of a long job, and sends the rest on its way, to the end of the queue; returns what is short
+    /// enough to be carried out at once, if that is left.
+    fn carry_out_start(&self, disk: DiskId, mut job: Job) -> Option<Job> {
+        while job.request.is_long() {
+            // All of it, before any of it is carried out.
+            let checked = job.disk.check(&job.request);
+            if let Err(error) = checked.and_then(|()| job.disk.run(&job.request.split_front())) {
+                job.end(Err(error));
+                return None;
+            }
+            let mut lanes = self.lanes.lock();
+            // Without anybody who can send something that would wait, it is carried out here.
+            if lanes.is_open {
+                lanes.add(disk, Work::CarryOut(job));
+                return None;
             }
         }
+        Some(job)
     }
 }
 
-/// Carries out the start of a long job, and sends the rest on its way; returns what is short enough to be carried out at once,
-/// if that is left.
-fn carry_out_start(mut job: Job, again: &Weak<Sender<Work>>) -> Option<Job> {
-    while job.request.is_long() {
-        // All of it, before any of it is carried out.
-        let checked = job.disk.check(&job.request);
-        if let Err(error) = checked.and_then(|()| job.disk.run(&job.request.split_front())) {
-            job.end(Err(error));
-            return None;
-        }
-        // Without it nobody can send anything that would wait.
-        if let Some(again) = again.upgrade() {
-            assert!(again.send(Work::CarryOut(job)).is_ok(), "this thread receives");
-            return None;
-        }
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Queue").finish_non_exhaustive()
     }
-    Some(job)
-}
-
-/// Adds up to `share` small writes to the same disk that wait to the one in `jobs`; returns what was none, if that
-/// was met. A thread takes no more than its share: what waits for a slow store should wait on all threads at once.
-fn gather(queue: &Receiver<Work>, share: usize, jobs: &mut Vec<Job>) -> Option<Work> {
-    if !is_small_write(&jobs[0].request) {
-        return None;
-    }
-    while jobs.len() < TOGETHER_MAX.min(1 + share) {
-        match queue.try_recv().ok()? {
-            Work::CarryOut(job) if is_small_write(&job.request) && Arc::ptr_eq(&job.disk, &jobs[0].disk) => {
-                jobs.push(job);
-            }
-            other => return Some(other),
-        }
-    }
-    None
 }
 
 fn carry_out(jobs: &mut Vec<Job>) {

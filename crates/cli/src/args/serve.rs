@@ -102,7 +102,8 @@ pub struct ResourceArgs {
     /// Files of layers kept open at once; from the process's limit if omitted
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(16..))]
     pub max_open_files: Option<u32>,
-    /// Threads for what cannot be done without waiting; the number of CPUs, at least 2, if omitted
+    /// Threads that one disk may have for what cannot be done without waiting, of twice as many for all; the number of CPUs, at
+    /// least 2, if omitted
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub workers: Option<u32>,
     /// Where volatile journals go: memory-backed, kept over a restart of the server
