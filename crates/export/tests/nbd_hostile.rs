@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use nbd_common::{Client, Fixture, SIZE, Setup, Style, chain_content};
 use proptest::prelude::*;
+use rustix::net::{RecvFlags, recv};
 use vmstrata_export::nbd::Limits;
 use vmstrata_export::nbd::protocol::CommandFlags as F;
 use vmstrata_export::nbd::protocol::request::{Command, Request};
@@ -151,6 +152,48 @@ fn a_crowd_is_turned_away_and_the_next_is_let_in() {
     inside.pop();
     wait_for_connections(&fixture, 4);
     assert_eq!(fixture.client(Style::Simple).read(0, 1).unwrap(), [0x11]);
+}
+
+/// Reads all of the disk in one reply, which is in memory as a whole until the client has taken it.
+fn ask_for_everything(client: &mut Client) {
+    client.send(Command::Read, F::empty(), 0, SIZE);
+}
+
+/// Whether a reply has begun to arrive; waits for it unless told not to.
+fn has_reply(client: &Client, flags: RecvFlags) -> bool {
+    matches!(recv(&client.socket, &mut [0u8; 1], flags | RecvFlags::PEEK), Ok((1, 1)))
+}
+
+#[test]
+fn requests_wait_for_memory_and_others_go_on() {
+    let limits = Limits { budget_bytes: 0, stall: Duration::from_secs(3600), ..Limits::default() };
+    let fixture = Fixture::chain_with(Setup { limits: Some(limits), ..Setup::default() });
+    // At least 32 MiB: five of these, which take 8 each less their own 2, leave too little for a sixth.
+    let mut holders: Vec<_> = (0..5).map(|_| fixture.client(Style::Simple)).collect();
+    holders.iter_mut().for_each(ask_for_everything);
+    holders.iter().for_each(|holder| assert!(has_reply(holder, RecvFlags::empty())));
+    let mut waits = fixture.client(Style::Simple);
+    ask_for_everything(&mut waits);
+    while_serving(&fixture, || {
+        let mut other = fixture.client(Style::Simple);
+        other.write(5 << 20, &[7; 100_000]).unwrap();
+        assert_eq!(other.read(5 << 20, 100_000).unwrap(), [7; 100_000], "its own memory is enough");
+        assert!(!has_reply(&waits, RecvFlags::DONTWAIT));
+    });
+    drop(holders.pop());
+    assert_eq!(waits.chunk().payload.len() as u64, 8 + SIZE);
+}
+
+#[test]
+fn clients_that_take_no_replies_are_cut_off_when_others_wait() {
+    let limits = Limits { budget_bytes: 0, stall: Duration::from_millis(50), ..Limits::default() };
+    let fixture = Fixture::chain_with(Setup { limits: Some(limits), ..Setup::default() });
+    let mut holders: Vec<_> = (0..5).map(|_| fixture.client(Style::Simple)).collect();
+    holders.iter_mut().for_each(ask_for_everything);
+    holders.iter().for_each(|holder| assert!(has_reply(holder, RecvFlags::empty())));
+    let mut waits = fixture.client(Style::Simple);
+    ask_for_everything(&mut waits);
+    assert_eq!(waits.chunk().payload.len() as u64, 8 + SIZE);
 }
 
 #[test]

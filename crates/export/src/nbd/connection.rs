@@ -15,6 +15,7 @@ use smallvec::SmallVec;
 use super::error::End;
 use super::handshake::Agreement;
 use super::limits::Limits;
+use super::memory::Share;
 use super::receive::ReceiveBuffer;
 use super::session::{Pause, Session};
 use super::transport::{Received, Transport};
@@ -31,15 +32,17 @@ const BULK: usize = 32 << 10;
 pub(crate) fn serve(
     transport: Transport,
     agreement: Agreement,
+    share: Share,
     limits: &Limits,
     stop: &AtomicBool,
 ) -> Result<(), End> {
     let mut connection = Connection {
-        session: Session::new(agreement, limits)?,
+        session: Session::new(agreement, share, limits)?,
         writable: writable_event(&transport)?,
         transport,
         rx: ReceiveBuffer::new(),
         may_read: true,
+        waits_since: None,
         stop,
     };
     connection.run()?;
@@ -64,6 +67,8 @@ struct Connection<'a> {
     rx: ReceiveBuffer,
     /// The socket may have bytes that were not received yet.
     may_read: bool,
+    /// Since when it waits for memory, and has not looked who keeps it.
+    waits_since: Option<Instant>,
     stop: &'a AtomicBool,
 }
 
@@ -128,33 +133,53 @@ impl Connection<'_> {
     fn sleep(&mut self, pause: Pause) -> Result<(), End> {
         let wants_input = pause == Pause::Input;
         let wants_output = self.has_output();
+        let timeout = self.waiting_for_memory();
         assert!(
-            wants_input || wants_output || self.session.in_flight() > 0,
+            wants_input || wants_output || timeout.is_some() || self.session.in_flight() > 0,
             "a connection that waits for nothing"
         );
         let may_read = if self.session.in_flight() == 0 {
-            let Some(call) = self.session.engine().rest() else { return Ok(()) };
-            let (may_read, called) = self.transport.poll(wants_input, wants_output, call)?;
+            let Some((call, turn)) = self.session.rest() else { return Ok(()) };
+            let (may_read, called) = self.transport.poll((wants_input, wants_output), call, turn, timeout)?;
             self.session.engine().roused(called);
             may_read
         } else {
-            self.wait_for_engine(wants_input, wants_output)
+            self.wait_for_engine(wants_input, wants_output, timeout)
         };
+        if timeout.is_some() {
+            self.session.share().called();
+        }
         self.may_read |= wants_input && may_read;
         self.transport.flush()?;
         Ok(())
     }
 
+    /// How long to wait at most for memory that others have, if the connection does; by then some of them may be stalled.
+    fn waiting_for_memory(&mut self) -> Option<Duration> {
+        let share = self.session.share();
+        if share.turn().is_none() {
+            self.waits_since = None;
+            return None;
+        }
+        let (budget, now) = (share.budget(), Instant::now());
+        let since = self.waits_since.get_or_insert(now);
+        if now.duration_since(*since) >= budget.stall() {
+            budget.cut_stalled();
+            *since = now;
+        }
+        Some(budget.stall())
+    }
+
     /// Sleeps for a piece or the socket; says whether the socket may be readable.
-    fn wait_for_engine(&mut self, wants_input: bool, wants_output: bool) -> bool {
-        let mut watched = SmallVec::<[_; 2]>::new();
+    fn wait_for_engine(&mut self, wants_input: bool, wants_output: bool, timeout: Option<Duration>) -> bool {
+        let mut watched = SmallVec::<[_; 3]>::new();
         if wants_input {
             watched.push(self.transport.socket());
         }
         if wants_output {
             watched.push(self.writable.as_fd());
         }
-        let ready = self.session.engine().wait(&watched);
+        let ready = self.session.wait(&mut watched, timeout);
         ready & 1 != 0
     }
 }

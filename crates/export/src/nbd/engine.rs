@@ -5,6 +5,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use smallvec::smallvec;
 use vmstrata_disk::{Completion, Disk, Error, IoQueue, Op, Request};
@@ -106,9 +107,9 @@ impl Engine {
         }
     }
 
-    /// Sleeps until a piece is finished or one of `watched` is readable; says which.
-    pub(crate) fn wait(&mut self, watched: &[BorrowedFd<'_>]) -> u64 {
-        self.queue.wait(watched, None)
+    /// Sleeps until a piece is finished, one of `watched` is readable, or `timeout` has passed; says which.
+    pub(crate) fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> u64 {
+        self.queue.wait(watched, timeout)
     }
 
     /// As [`IoQueue::rest`].

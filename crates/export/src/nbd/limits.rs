@@ -35,6 +35,11 @@ pub struct Limits {
     pub requests: u32,
     /// Payload memory of one connection, in bytes; a single larger request is still served, alone.
     pub payload_bytes: usize,
+    /// Payload memory of all connections, beside 2 MiB for each. Requests wait for it before their payload is read. Not less than
+    /// the longest payload.
+    pub budget_bytes: usize,
+    /// Time in which a client must take a MiB of its replies, or all, while other clients wait for memory.
+    pub stall: Duration,
     /// Time from connecting until an export is chosen.
     pub handshake: Duration,
     /// Options in one handshake.
@@ -49,6 +54,8 @@ impl Default for Limits {
             connections: 256,
             requests: 128,
             payload_bytes: 32 << 20,
+            budget_bytes: 256 << 20,
+            stall: Duration::from_secs(10),
             handshake: Duration::from_secs(10),
             options: 128,
             shutdown: Duration::from_secs(5),

@@ -10,7 +10,7 @@
 //!
 //! Speaks fixed newstyle with structured replies, extended headers, block status (`contexts`), FUA, trim,
 //! write zeroes, cache, multi-conn and TLS. Everything a client can make the server hold is bounded by
-//! [`Limits`]; a client that sends garbage, sends nothing, or does not read loses or blocks its own connection
+//! [`Limits`] (memory by `memory`); a client that sends garbage, sends nothing, or does not read loses or blocks its own connection
 //! only. Errors of a disk are told to clients as a number and logged here in full.
 //!
 //! Lock order: the table of exports and the registry of connections are never held together. A connection registers
@@ -29,6 +29,7 @@ mod exports;
 mod handshake;
 mod limits;
 mod listener;
+mod memory;
 mod outgoing;
 pub mod protocol;
 mod receive;
@@ -54,6 +55,8 @@ pub use self::error::{CredentialFault, Error, ExportFault};
 pub use self::exports::{Export, Exports};
 pub use self::limits::Limits;
 pub use self::listener::{Address, DEFAULT_PORT, Listener};
+use self::memory::Budget;
+use self::protocol::MAX_PAYLOAD;
 use self::registry::{Registry, Ticket};
 pub use self::tls::{TlsConfig, TlsMode};
 use self::transport::Transport;
@@ -74,6 +77,7 @@ struct Shared {
     tls: TlsMode,
     limits: Limits,
     connections: Arc<Registry>,
+    budget: Arc<Budget>,
     /// The last connection was refused for want of room.
     is_full: AtomicBool,
     stop: AtomicBool,
@@ -91,7 +95,10 @@ impl Server {
             eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::Start { source: errno.into() })?;
         let connections = Arc::default();
         let (is_full, stop) = (AtomicBool::new(false), AtomicBool::new(false));
-        let shared = Arc::new(Shared { exports, tls, limits, connections, is_full, stop, stop_event });
+        // Whatever the longest request needs is there when nobody else has any.
+        let budget = Budget::new(limits.budget_bytes.max(MAX_PAYLOAD as usize), limits.stall);
+        let shared = Shared { exports, tls, limits, connections, budget, is_full, stop, stop_event };
+        let shared = Arc::new(shared);
         Ok(Self { shared, acceptors: Mutex::default() })
     }
 
@@ -247,7 +254,8 @@ impl Shared {
                     return Ok(());
                 }
                 tracing::debug!(export = agreement.export.name(), style = ?agreement.style, "export chosen");
-                connection::serve(transport, agreement, &self.limits, &self.stop)
+                let share = self.budget.join(transport.shared_socket())?;
+                connection::serve(transport, agreement, share, &self.limits, &self.stop)
             }
         }
     }

@@ -127,9 +127,15 @@ mod tests {
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
+    use std::time::Duration;
 
     use super::*;
+    use crate::nbd::memory::{Budget, tests::share};
     use crate::nbd::protocol::reply::{ReplyTo, Style};
+
+    fn pool() -> BufferPool {
+        BufferPool::new(share(&Budget::new(64 << 20, Duration::ZERO)))
+    }
 
     fn head(cookie: u64) -> Head {
         Head::done(Style::Simple, ReplyTo { cookie, offset: 0 })
@@ -150,7 +156,7 @@ mod tests {
             whole.extend_from_slice(head(cookie).as_bytes());
             whole.extend_from_slice(b"abcdefg");
         }
-        let mut pool = BufferPool::default();
+        let mut pool = pool();
         for done in 0..whole.len() {
             let (slices, offered) = out.slices();
             assert_eq!(
@@ -168,10 +174,10 @@ mod tests {
     #[test]
     fn a_client_that_does_not_read_gets_everything_later() {
         let (mut transport, mut client) = pair();
-        let (mut out, mut pool) = (Outgoing::default(), BufferPool::default());
+        let (mut out, mut pool) = (Outgoing::default(), pool());
         let mut expected = Vec::new();
         for cookie in 0..300 {
-            let mut buffer = pool.take(10_000);
+            let mut buffer = pool.take(10_000).unwrap();
             buffer.bytes_mut().fill(cookie as u8);
             expected.extend_from_slice(head(cookie).as_bytes());
             expected.extend_from_slice(buffer.bytes());
@@ -195,7 +201,7 @@ mod tests {
     #[test]
     fn waiting_payloads_are_bounded() {
         let (mut transport, mut client) = pair();
-        let (mut out, mut pool) = (Outgoing::default(), BufferPool::default());
+        let (mut out, mut pool) = (Outgoing::default(), pool());
         out.push(head(1), Payload::Bytes(vec![0; MAX_OUTGOING_BYTES]));
         assert!(out.is_full());
         let reader = std::thread::spawn(move || {

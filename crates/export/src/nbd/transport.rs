@@ -6,11 +6,12 @@
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, Shutdown};
+use smallvec::SmallVec;
 
 use super::error::End;
 use super::tls::{Fill, TlsConfig, TlsSession};
@@ -41,6 +42,10 @@ impl Transport {
 
     pub(crate) fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+
+    pub(crate) fn shared_socket(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.socket)
     }
 
     pub(crate) fn is_tls(&self) -> bool {
@@ -148,17 +153,27 @@ impl Transport {
         self.tls.as_ref().is_some_and(|tls| tls.is_pending())
     }
 
-    /// Sleeps until the socket is ready for what is wanted, or `call` is readable; says whether the socket may be readable, and
-    /// whether `call` is.
+    /// Sleeps until the socket is ready for what is wanted, or `call` or `turn` is readable, or `timeout` has passed; says
+    /// whether the socket may be readable, and whether `call` is.
     ///
     /// # Errors
-    /// Whatever keeps the system from waiting.
-    pub(crate) fn poll(&self, input: bool, output: bool, call: BorrowedFd<'_>) -> Result<(bool, bool), End> {
+    /// [`End::Gone`] when the client has gone and neither direction is wanted, which would show it. Whatever keeps the system
+    /// from waiting.
+    pub(crate) fn poll(
+        &self,
+        (input, output): (bool, bool),
+        call: BorrowedFd<'_>,
+        turn: Option<BorrowedFd<'_>>,
+        timeout: Option<Duration>,
+    ) -> Result<(bool, bool), End> {
         let mut wanted = PollFlags::empty();
         wanted.set(PollFlags::IN, input);
         wanted.set(PollFlags::OUT, output);
-        let mut polled = [PollFd::new(&*self.socket, wanted), PollFd::new(&call, PollFlags::IN)];
-        match poll(&mut polled, None) {
+        let mut polled = SmallVec::<[_; 3]>::new();
+        polled.extend([PollFd::new(&*self.socket, wanted), PollFd::new(&call, PollFlags::IN)]);
+        polled.extend(turn.as_ref().map(|turn| PollFd::new(turn, PollFlags::IN)));
+        match poll(&mut polled, timeout.map(timespec).as_ref()) {
+            Ok(_) if wanted.is_empty() && !polled[0].revents().is_empty() => Err(End::Gone),
             // Errors and hang-ups show up in the next call for either direction.
             Ok(_) => {
                 Ok((polled[0].revents().intersects(!PollFlags::OUT), polled[1].revents() == PollFlags::IN))
@@ -194,11 +209,14 @@ impl Transport {
         if left.is_zero() {
             return Err(End::Timeout);
         }
-        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match poll(&mut [PollFd::new(&*self.socket, ready)], Some(&timeout)) {
+        match poll(&mut [PollFd::new(&*self.socket, ready)], Some(&timespec(left))) {
             Ok(0) => Err(End::Timeout),
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
     }
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() }
 }

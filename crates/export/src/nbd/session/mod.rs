@@ -11,13 +11,14 @@
 //! or a reply has left, so a connection never holds more than its limits. Pieces of any number of requests
 //! are under way together, and replies leave in the order in which they become ready.
 //!
-//! Invariants: the session pauses for [`Pause::Room`] only while a piece is under way or a reply waits; a
-//! task is removed when its last piece has completed, and only then gets its last reply chunk.
+//! Invariants: the session pauses for [`Pause::Room`] only while a piece is under way, a reply waits, or other connections
+//! have the memory; a task is removed when its last piece has completed, and only then gets its last reply chunk.
 
 mod complete;
 mod read;
 mod span;
 mod status;
+mod wait;
 mod write;
 
 use std::sync::Arc;
@@ -37,6 +38,7 @@ use super::error::End;
 use super::exports::Export;
 use super::handshake::Agreement;
 use super::limits::{Limits, ROUND_BYTES};
+use super::memory::Share;
 use super::outgoing::{Outgoing, Payload};
 use super::protocol::reply::{Head, ReplyTo};
 use super::protocol::request::{Command, Request};
@@ -124,14 +126,14 @@ impl Session {
     ///
     /// # Errors
     /// Whatever keeps the engine from making a queue.
-    pub(crate) fn new(agreement: Agreement, limits: &Limits) -> Result<Self, Error> {
+    pub(crate) fn new(agreement: Agreement, share: Share, limits: &Limits) -> Result<Self, Error> {
         let Agreement { export, style, contexts } = agreement;
         Ok(Self {
             engine: Engine::new(export.disk().clone(), limits.requests.max(1))?,
             tasks: Slab::new(),
             current: Current::Idle,
             runs: Default::default(),
-            pool: BufferPool::default(),
+            pool: BufferPool::new(share),
             out: Outgoing::default(),
             finished: Vec::new(),
             terms: Terms::new(&export, style, contexts.set),
@@ -169,6 +171,7 @@ impl Session {
                 return Ok(pause);
             }
         }
+        self.pool.share().give_up();
         Ok(Pause::Closed)
     }
 
@@ -232,12 +235,6 @@ impl Session {
         None
     }
 
-    /// Whether a piece with `len` bytes of payload can be taken on now.
-    fn has_room(&self, len: usize) -> bool {
-        let lent = self.pool.lent();
-        self.engine.has_room() && (lent == 0 || lent + BufferPool::cost(len) <= self.payload_bytes)
-    }
-
     /// Starts a piece of a task; `is_last` when no more follow.
     fn push(&mut self, task: u32, op: Op, range: GuestRange, buffer: Option<Buffer>, is_last: bool) {
         let state = self.tasks.get_mut(task);
@@ -273,7 +270,9 @@ impl Session {
 
     /// Sends what the client takes; returns the bytes.
     pub(crate) fn send(&mut self, transport: &mut Transport) -> Result<usize, End> {
-        self.out.send(transport, &mut self.pool)
+        let sent = self.out.send(transport, &mut self.pool)?;
+        self.pool.share().client_took(sent, !self.out.is_empty());
+        Ok(sent)
     }
 
     /// Whether replies wait for the client to read.

@@ -44,12 +44,16 @@ impl Session {
     pub(super) fn read(&mut self, mut reading: Reading, round: &mut usize) -> Option<Pause> {
         while reading.next < reading.end {
             let (len, is_hole) = self.next_run(&reading);
-            let pause = if self.out.is_full() || !(is_hole || self.has_room(len as usize)) {
-                Some(Pause::Room)
+            let (buffer, pause) = if self.out.is_full() {
+                (None, Some(Pause::Room))
             } else if *round >= ROUND_BYTES {
-                Some(Pause::Round)
+                (None, Some(Pause::Round))
+            } else if is_hole {
+                (None, None)
             } else {
-                None
+                let buffer = self.buffer(len as usize);
+                let pause = if buffer.is_none() { Some(Pause::Room) } else { None };
+                (buffer, pause)
             };
             if pause.is_some() {
                 self.current = Current::Read(reading);
@@ -58,12 +62,11 @@ impl Session {
             let range = GuestRange::new(reading.next, len);
             reading.next = range.end();
             let is_last = reading.next == reading.end;
-            if is_hole {
-                self.send_hole(reading.task, range, is_last);
-            } else {
-                let buffer = self.pool.take(len as usize);
-                self.push(reading.task, Op::Read, range, Some(buffer), is_last);
+            if buffer.is_some() {
+                self.push(reading.task, Op::Read, range, buffer, is_last);
                 *round += len as usize;
+            } else {
+                self.send_hole(reading.task, range, is_last);
             }
         }
         None

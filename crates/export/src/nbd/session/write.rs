@@ -47,11 +47,13 @@ impl Session {
             let len = self.write_piece_len(writing.next, writing.end);
             let (mut buffer, mut filled) = match writing.filling.take() {
                 Some(filling) => filling,
-                None if self.has_room(len as usize) => (self.pool.take(len as usize), 0),
-                None => {
-                    self.current = Current::Write(writing);
-                    return Some(Pause::Room);
-                }
+                None => match self.buffer(len as usize) {
+                    Some(buffer) => (buffer, 0),
+                    None => {
+                        self.current = Current::Write(writing);
+                        return Some(Pause::Room);
+                    }
+                },
             };
             filled += rx.copy_to(&mut buffer.bytes_mut()[filled..]);
             if filled < buffer.len() {
