@@ -154,6 +154,18 @@ fn a_crowd_is_turned_away_and_the_next_is_let_in() {
     assert_eq!(fixture.client(Style::Simple).read(0, 1).unwrap(), [0x11]);
 }
 
+#[test]
+fn silent_clients_keep_nobody_out() {
+    let limits = Limits { connections: 5, ..Limits::default() };
+    let fixture = Fixture::chain_with(Setup { limits: Some(limits), ..Setup::default() });
+    let mut inside = fixture.client(Style::Simple);
+    let silent: Vec<_> = (0..20).map(|_| Client::connect_raw(&fixture.socket())).collect();
+    assert_eq!(fixture.client(Style::Simple).read(0, 1).unwrap(), [0x11]);
+    assert_eq!(inside.read(0, 1).unwrap(), [0x11], "one that has chosen stays");
+    drop(silent);
+    wait_for_connections(&fixture, 1);
+}
+
 /// Reads all of the disk in one reply, which is in memory as a whole until the client has taken it.
 fn ask_for_everything(client: &mut Client) {
     client.send(Command::Read, F::empty(), 0, SIZE);

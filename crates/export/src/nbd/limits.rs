@@ -29,8 +29,11 @@ pub(crate) const MAX_STATUS_CLUSTERS: u64 = 1 << 18;
 /// What one server grants its clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at one time; more are closed as soon as they are accepted.
+    /// Connections at one time. One more takes the place of one that has not chosen an export yet; without such a one it is
+    /// closed as soon as it is accepted.
     pub connections: usize,
+    /// Connections from one address of another host, or of this one over TCP.
+    pub connections_per_address: usize,
     /// Pieces of requests one connection has in the engine at a time.
     pub requests: u32,
     /// Payload memory of one connection, in bytes; a single larger request is still served, alone.
@@ -52,6 +55,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             connections: 256,
+            connections_per_address: 128,
             requests: 128,
             payload_bytes: 32 << 20,
             budget_bytes: 256 << 20,

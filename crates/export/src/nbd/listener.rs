@@ -2,14 +2,14 @@
 
 use std::fmt;
 use std::io;
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use rustix::net::{SocketFlags, accept_with, sockopt};
+use rustix::net::{SocketFlags, acceptfrom_with, sockopt};
 
 use super::Error;
 use super::limits::SOCKET_BUFFER;
@@ -114,11 +114,13 @@ impl Listener {
         &self.address
     }
 
-    /// The next connection, non-blocking; `None` when none is waiting.
-    pub(crate) fn accept(&self) -> io::Result<Option<OwnedFd>> {
+    /// The next connection, non-blocking, and where it comes from if that is another host, or this one over TCP; `None` when
+    /// none is waiting.
+    pub(crate) fn accept(&self) -> io::Result<Option<(OwnedFd, Option<IpAddr>)>> {
         use rustix::io::Errno;
-        let socket = match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            Ok(socket) => socket,
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (socket, from) = match acceptfrom_with(&self.socket, flags) {
+            Ok((socket, from)) => (socket, from.and_then(|from| SocketAddr::try_from(from).ok())),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Ok(None),
             Err(errno) => return Err(errno.into()),
         };
@@ -130,7 +132,7 @@ impl Listener {
             }
             Address::Unix(_) => enlarge_buffer(&socket),
         }
-        Ok(Some(socket))
+        Ok(Some((socket, from.map(|from| from.ip().to_canonical()))))
     }
 }
 

@@ -40,6 +40,7 @@ mod tls;
 mod transport;
 
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -184,7 +185,7 @@ impl Shared {
                 return;
             }
             match listener.accept() {
-                Ok(Some(socket)) => self.admit(socket),
+                Ok(Some((socket, address))) => self.admit(socket, address),
                 Ok(None) => {}
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
@@ -197,9 +198,9 @@ impl Shared {
         }
     }
 
-    fn admit(self: &Arc<Self>, socket: OwnedFd) {
+    fn admit(self: &Arc<Self>, socket: OwnedFd, address: Option<IpAddr>) {
         let socket = Arc::new(socket);
-        let Some(ticket) = self.connections.admit(socket.clone(), self.limits.connections) else {
+        let Some(ticket) = self.connections.admit(socket.clone(), address, &self.limits) else {
             // A crowd at the door must not fill the log: once is said for each time the house fills up.
             if !self.is_full.swap(true, Ordering::Relaxed) {
                 tracing::warn!(limit = self.limits.connections, "too many connections: more are refused");
@@ -244,11 +245,10 @@ impl Shared {
     }
 
     fn serve(&self, ticket: &Ticket, mut transport: Transport) -> Result<(), End> {
-        let agreement = handshake::negotiate(&mut transport, &self.exports, &self.tls, &self.limits)?;
-        match agreement {
+        let (exports, tls) = (&self.exports, &self.tls);
+        match handshake::negotiate(&mut transport, exports, tls, &self.limits, ticket)? {
             None => Ok(()),
             Some(agreement) => {
-                ticket.choose(&agreement.export);
                 // Withdrawn while it was being chosen: whoever did that may not have seen this connection.
                 if !self.exports.has(&agreement.export) {
                     return Ok(());

@@ -18,6 +18,7 @@ use super::protocol::option::{
 };
 use super::protocol::reply::Style;
 use super::protocol::{ClientFlags, HandshakeFlags, INIT_MAGIC, MAX_PAYLOAD, OPTION_MAGIC};
+use super::registry::Ticket;
 use super::tls::TlsMode;
 use super::transport::Transport;
 
@@ -42,12 +43,14 @@ pub(crate) fn negotiate(
     exports: &Exports,
     tls: &TlsMode,
     limits: &Limits,
+    ticket: &Ticket,
 ) -> Result<Option<Agreement>, End> {
     let deadline = Instant::now() + limits.handshake;
     let mut handshake = Handshake {
         transport,
         exports,
         tls,
+        ticket,
         deadline,
         client: ClientFlags::empty(),
         style: Style::Simple,
@@ -76,6 +79,7 @@ struct Handshake<'a> {
     transport: &'a mut Transport,
     exports: &'a Exports,
     tls: &'a TlsMode,
+    ticket: &'a Ticket,
     deadline: Instant,
     client: ClientFlags,
     style: Style,
@@ -113,6 +117,10 @@ impl Handshake<'_> {
         self.transport.read_exact(&mut self.data, self.deadline)?;
         let data = std::mem::take(&mut self.data);
         let step = self.answer(kind, &data);
+        if let Ok(Step::Transmit(agreement)) = &step {
+            // Before the client knows: it must not be taken for a silent one any more.
+            self.ticket.choose(&agreement.export);
+        }
         self.data = data;
         self.transport.write_all(&self.reply, self.deadline)?;
         match step? {
