@@ -11,4 +11,5 @@
 //! until checked; no client can harm another one, or take more memory than its door's limits say.
 
 pub mod nbd;
+mod unix_socket;
 pub mod vhost_user;

@@ -72,6 +72,7 @@ pub struct Host {
     /// Whether disks are opened without unflushed writes that cannot be taken up.
     discards_unflushed: AtomicBool,
     tls: TlsMode,
+    nbd_mode: Option<u32>,
     guards: Guards,
     table: Mutex<Table>,
     /// Signalled when a change ends.
@@ -183,6 +184,7 @@ impl Host {
             allow_backing: options.allow_backing.clone(),
             discards_unflushed: AtomicBool::new(options.discard_unflushed),
             tls: options.tls_mode()?,
+            nbd_mode: options.nbd_mode,
             guards,
             table: Mutex::default(),
             settled: Condvar::new(),

@@ -31,6 +31,8 @@ pub struct Options {
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.
     pub nbd: Vec<Address>,
+    /// Permissions of unix sockets for NBD clients; `None` for their owner alone.
+    pub nbd_mode: Option<u32>,
     /// Require TLS of NBD clients.
     pub nbd_tls: Option<TlsFiles>,
     /// Directories in which backing files are opened, beside that of the disk itself.

@@ -213,6 +213,20 @@ pub fn parse_metrics(text: &str) -> Result<SocketAddr, MetricsError> {
     }
 }
 
+/// A text that is no permissions.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("permissions of a socket are octal digits up to 666, as in 600 or 660")]
+pub struct ModeError;
+
+/// Reads permissions of a socket: who may connect.
+///
+/// # Errors
+/// When there are none.
+pub fn parse_mode(text: &str) -> Result<u32, ModeError> {
+    let mode = u32::from_str_radix(text, 8).map_err(|_| ModeError)?;
+    if mode & !0o666 == 0 { Ok(mode) } else { Err(ModeError) }
+}
+
 fn stem(path: &str) -> Result<String, SpecError> {
     let stem = Path::new(path).file_stem().ok_or_else(|| SpecError::NoStem { path: path.to_owned() })?;
     Ok(stem.to_string_lossy().into_owned())
@@ -245,6 +259,14 @@ mod tests {
     fn disk(path: &str, name: Option<&str>) -> Result<DiskSpec, SpecError> {
         api::DiskSpec { path: path.to_owned(), name: name.map(str::to_owned), ..Default::default() }
             .try_into()
+    }
+
+    #[test]
+    fn permissions_of_a_socket_are_octal() {
+        assert_eq!(["600", "0660", "0"].map(parse_mode), [Ok(0o600), Ok(0o660), Ok(0)]);
+        for text in ["", "68", "777", "1600", "rw", "-1", "0o600"] {
+            assert_eq!(parse_mode(text), Err(ModeError), "{text}");
+        }
     }
 
     #[test]

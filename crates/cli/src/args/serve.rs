@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use vmstrata_api as api;
 use vmstrata_export::nbd::Address;
 use vmstrata_server::config::Settings;
-use vmstrata_server::spec::{DiskSpec, VhostUserSpec, parse_metrics};
+use vmstrata_server::spec::{DiskSpec, VhostUserSpec, parse_metrics, parse_mode};
 use vmstrata_server::{ControlPlace, TlsFiles};
 
 use super::BackingArgs;
@@ -44,6 +44,9 @@ pub struct ServeArgs {
     /// An address for NBD clients of all disks: unix:/path or tcp:host:port (repeatable)
     #[arg(long, value_name = "ADDRESS")]
     pub nbd: Vec<Address>,
+    /// Permissions of the unix sockets among them, in octal: who may connect, and so read and write all disks [default: 600]
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    pub nbd_mode: Option<u32>,
     /// Require TLS of NBD clients: the server's certificate chain (PEM)
     #[arg(long, value_name = "FILE", requires_all = ["nbd_tls_key", "nbd"])]
     pub nbd_tls_cert: Option<PathBuf>,
@@ -162,6 +165,7 @@ impl ServeArgs {
             keep_going: self.keep_going,
             vhost_user: self.vhost_user.clone(),
             nbd: self.nbd.clone(),
+            nbd_mode: self.nbd_mode,
             nbd_tls,
             allow_backing: self.backing.allow_backing.clone(),
             metadata_cache_bytes: self.resources.metadata_cache,

@@ -5,7 +5,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -13,6 +13,7 @@ use rustix::net::{SocketFlags, acceptfrom_with, sockopt};
 
 use super::Error;
 use super::limits::SOCKET_BUFFER;
+use crate::unix_socket::{OWNER_ONLY, listen_at};
 
 /// The port IANA has reserved for NBD.
 pub const DEFAULT_PORT: u16 = 10809;
@@ -82,20 +83,27 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Binds and listens. A socket file that a dead server left behind is replaced.
+    /// Binds and listens. A socket file that a dead server left behind is replaced; the new one is its owner's alone.
     ///
     /// # Errors
     /// [`Error::Bind`], for example when another server listens there.
     pub fn bind(address: &Address) -> Result<Self, Error> {
-        Self::try_bind(address).map_err(|source| Error::Bind { address: address.to_string(), source })
+        Self::bind_with_mode(address, OWNER_ONLY)
     }
 
-    fn try_bind(address: &Address) -> io::Result<Self> {
+    /// As [`Listener::bind`]; who may connect to a unix socket is a matter of the permissions `mode`, whatever the umask.
+    ///
+    /// # Errors
+    /// As [`Listener::bind`].
+    pub fn bind_with_mode(address: &Address, mode: u32) -> Result<Self, Error> {
+        Self::try_bind(address, mode).map_err(|source| Error::Bind { address: address.to_string(), source })
+    }
+
+    fn try_bind(address: &Address, mode: u32) -> io::Result<Self> {
         match address {
             Address::Unix(path) => {
                 remove_stale(path)?;
-                let listener = UnixListener::bind(path)?;
-                listener.set_nonblocking(true)?;
+                let listener = listen_at(path, mode)?;
                 let file = identity(path).ok();
                 Ok(Self { socket: listener.into(), address: address.clone(), file })
             }
@@ -176,6 +184,8 @@ fn remove_stale(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::*;
 
     #[test]

@@ -1,17 +1,15 @@
 //! The socket a frontend connects to.
 
-use std::fs::{Permissions, metadata, remove_file, set_permissions};
+use std::fs::{metadata, remove_file};
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Error;
-
-/// Who may connect: the owner. Whoever connects can read and write the disk.
-const MODE: u32 = 0o600;
+use crate::unix_socket::{OWNER_ONLY, listen_at};
 
 /// A listening socket, removed when dropped.
 #[derive(Debug)]
@@ -29,9 +27,7 @@ impl SocketFile {
     pub(super) fn bind(path: &Path) -> Result<Self, Error> {
         remove_stale(path)?;
         let failed = |source| Error::Listen { path: path.to_owned(), source };
-        let listener = UnixListener::bind(path).map_err(failed)?;
-        set_permissions(path, Permissions::from_mode(MODE)).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
+        let listener = listen_at(path, OWNER_ONLY).map_err(failed)?;
         Ok(Self { listener, path: path.to_owned(), is_closed: AtomicBool::new(false) })
     }
 
@@ -89,6 +85,8 @@ fn remove_stale(path: &Path) -> Result<(), Error> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
 
     #[test]
@@ -98,7 +96,7 @@ mod tests {
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "the standard listener leaves its file");
         let first = SocketFile::bind(&path).unwrap();
-        assert_eq!(metadata(&path).unwrap().permissions().mode() & 0o777, MODE);
+        assert_eq!(metadata(&path).unwrap().permissions().mode() & 0o777, OWNER_ONLY);
         assert!(matches!(SocketFile::bind(&path), Err(Error::InUse { .. })));
         drop(first);
         assert!(!path.exists());

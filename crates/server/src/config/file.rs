@@ -11,7 +11,7 @@ use vmstrata_export::nbd::Address;
 use super::{ConfigFault, Settings};
 use crate::options::{ControlPlace, TlsFiles};
 use crate::size::parse_size;
-use crate::spec::{DiskSpec, VhostUserSpec, parse_metrics};
+use crate::spec::{DiskSpec, VhostUserSpec, parse_metrics, parse_mode};
 
 /// What is wrong, and the byte at which.
 type At = (usize, ConfigFault);
@@ -23,6 +23,7 @@ struct File {
     vhost_user: Vec<Spanned<VhostUser>>,
     keep_going: bool,
     nbd: Vec<Spanned<String>>,
+    nbd_mode: Option<Spanned<String>>,
     nbd_tls_cert: Option<Spanned<PathBuf>>,
     nbd_tls_key: Option<Spanned<PathBuf>>,
     nbd_tls_client_ca: Option<Spanned<PathBuf>>,
@@ -102,6 +103,7 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         keep_going: file.keep_going,
         vhost_user: each(file.vhost_user, |socket| vhost_user_spec(socket, directory))?,
         nbd: each(file.nbd, |address| nbd_address(&address, directory))?,
+        nbd_mode: one(file.nbd_mode, |mode| Ok(parse_mode(&mode)?))?,
         nbd_tls,
         allow_backing: file.allow_backing.into_iter().map(here).collect(),
         metadata_cache_bytes: one(file.metadata_cache, |size| Ok(parse_size(&size.into_string())?))?,

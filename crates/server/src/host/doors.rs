@@ -182,7 +182,10 @@ impl Host {
         let (_change, table) = self.begin_change()?;
         // Names may have to be resolved for this, which takes as long as it takes.
         drop(table);
-        let listener = Listener::bind(address)?;
+        let listener = match self.nbd_mode {
+            None => Listener::bind(address)?,
+            Some(mode) => Listener::bind_with_mode(address, mode)?,
+        };
         let address = listener.address().clone();
         if address.is_reached_from_elsewhere() && matches!(self.tls, TlsMode::Off) {
             tracing::warn!(%address, "whoever reaches this address can read and write all disks: give it TLS (--nbd-tls-cert, --nbd-tls-key, --nbd-tls-client-ca), or take an address of this host alone");
