@@ -18,11 +18,7 @@ mod stress_command;
 #[command(name = "cargo xtask", version)]
 enum Command {
     /// Check the rules of the sources that the compiler does not.
-    Tidy {
-        /// Lower and remove entries of xtask/tidy.toml that allow.
-        #[arg(long)]
-        shrink: bool,
-    },
+    Tidy,
     /// Make a qcow2 chain, or verify a disk against one.
     Chain(chain_command::Chain),
     /// Measure against stock QEMU and the floor.
@@ -46,7 +42,7 @@ fn root() -> &'static Path {
 
 fn main() -> Result<()> {
     match Command::parse() {
-        Command::Tidy { shrink } => tidy(shrink),
+        Command::Tidy => tidy(),
         Command::Chain(chain) => chain.run(),
         Command::Bench(bench) => bench.run(),
         Command::Demo(demo) => demo.run(),
@@ -57,10 +53,7 @@ fn main() -> Result<()> {
     }
 }
 
-fn tidy(shrink: bool) -> Result<()> {
-    if shrink {
-        xtask::tidy::shrink(root())?;
-    }
+fn tidy() -> Result<()> {
     let complaints = xtask::tidy::check(root())?;
     complaints.iter().for_each(|complaint| println!("{complaint}"));
     ensure!(complaints.is_empty(), "{} to mend", complaints.len());

@@ -8,7 +8,6 @@
 //!
 //! A rule reports every offence it finds, each as one line with the place and what to do.
 
-pub mod exceptions;
 pub mod layers;
 pub mod lexer;
 pub mod sizes;
@@ -20,7 +19,6 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 use crate::bench::{history, memory, publish};
-use exceptions::Exceptions;
 use lexer::{Token, tokens};
 
 /// One Rust source file.
@@ -63,25 +61,12 @@ const UNSAFE_ALLOWED: [&str; 5] = [
 /// When files cannot be read or git and cargo do not run.
 pub fn check(root: &Path) -> Result<Vec<String>> {
     let sources = sources(root)?;
-    let exceptions = root.join("xtask/tidy.toml");
-    let exceptions = Exceptions::parse(&fs::read_to_string(&exceptions).context("xtask/tidy.toml")?)?;
     let mut complaints = layers::check(&layers::read(root)?);
     complaints.extend(sources.iter().filter_map(missing_docs));
     complaints.extend(sources.iter().filter_map(forbidden_unsafe));
-    complaints.extend(exceptions.judge(&sizes::measure(&sources)));
+    complaints.extend(sizes::judge(&sizes::measure(&sources)));
     complaints.extend(stale_tables(root)?);
     Ok(complaints)
-}
-
-/// Rewrites `xtask/tidy.toml` with today's sizes: entries shrink or go, none is added and none grows.
-///
-/// # Errors
-/// As [`check`].
-pub fn shrink(root: &Path) -> Result<()> {
-    let path = root.join("xtask/tidy.toml");
-    let exceptions = Exceptions::parse(&fs::read_to_string(&path).context("xtask/tidy.toml")?)?;
-    let shrunk = exceptions.shrink(&sizes::measure(&sources(root)?));
-    Ok(fs::write(path, shrunk.to_text())?)
 }
 
 /// All Rust files git knows or would add, so that build output and other checkouts stay out.

@@ -14,13 +14,14 @@ pub enum Unit {
     Function,
 }
 
-/// Whether the code ships.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// Part of a crate.
-    Code,
-    /// A test or benchmark.
-    Test,
+impl Unit {
+    /// More than a concept needs.
+    const fn lines_max(self) -> usize {
+        match self {
+            Self::File => 800,
+            Self::Function => 100,
+        }
+    }
 }
 
 /// One measured thing.
@@ -30,8 +31,6 @@ pub struct Size {
     pub name: String,
     /// What it is.
     pub unit: Unit,
-    /// Whether it ships.
-    pub role: Role,
     /// Its length.
     pub lines: usize,
 }
@@ -41,21 +40,23 @@ pub fn measure(sources: &[Source]) -> Vec<Size> {
     sources.iter().flat_map(measure_file).collect()
 }
 
+/// Everything that is too long.
+pub fn judge(sizes: &[Size]) -> Vec<String> {
+    let is_long = |size: &&Size| size.lines > size.unit.lines_max();
+    let complaint = |Size { name, unit, lines }: &Size| {
+        format!("{name}: {lines} lines, {} are allowed: split it", unit.lines_max())
+    };
+    sizes.iter().filter(is_long).map(complaint).collect()
+}
+
 fn measure_file(source: &Source) -> Vec<Size> {
     let test_mods = test_modules(&source.tokens);
-    let in_tests = |line: usize| source.is_test() || test_mods.iter().any(|lines| lines.contains(&line));
-    let role = |test| if test { Role::Test } else { Role::Code };
     let test_lines: usize = test_mods.iter().map(|lines| lines.end() - lines.start() + 1).sum();
-    let file = Size {
-        name: source.path.clone(),
-        unit: Unit::File,
-        role: role(source.is_test()),
-        lines: source.text.lines().count() - test_lines,
-    };
+    let file =
+        Size { name: source.path.clone(), unit: Unit::File, lines: source.text.lines().count() - test_lines };
     let function = |(name, lines): (String, RangeInclusive<usize>)| Size {
         name: format!("{}::{name}", source.path),
         unit: Unit::Function,
-        role: role(in_tests(*lines.start())),
         lines: lines.end() - lines.start() + 1,
     };
     std::iter::once(file).chain(functions(&source.tokens).into_iter().map(function)).collect()
@@ -147,21 +148,26 @@ mod tests {
     #[test]
     fn functions_with_bodies_are_measured_from_fn_to_brace() {
         let sizes = measure(&[Source::new("crates/a/src/lib.rs".into(), TEXT.into())]);
-        let lines: Vec<_> = sizes.iter().map(|size| (size.name.as_str(), size.role, size.lines)).collect();
+        let lines: Vec<_> = sizes.iter().map(|size| (size.name.as_str(), size.lines)).collect();
         assert_eq!(
             lines,
             [
-                ("crates/a/src/lib.rs", Role::Code, 10),
-                ("crates/a/src/lib.rs::short", Role::Code, 3),
-                ("crates/a/src/lib.rs::with_body", Role::Code, 3),
-                ("crates/a/src/lib.rs::a_test", Role::Test, 2),
+                ("crates/a/src/lib.rs", 10),
+                ("crates/a/src/lib.rs::short", 3),
+                ("crates/a/src/lib.rs::with_body", 3),
+                ("crates/a/src/lib.rs::a_test", 2),
             ]
         );
     }
 
     #[test]
-    fn files_below_tests_are_tests() {
-        let sizes = measure(&[Source::new("crates/a/tests/b.rs".into(), "fn a() {}\n".into())]);
-        assert!(sizes.iter().all(|size| size.role == Role::Test));
+    fn what_is_too_long_is_named_with_its_limit() {
+        let size = |unit, lines| Size { name: "a.rs".into(), unit, lines };
+        let sizes = [(Unit::File, 800), (Unit::Function, 100), (Unit::File, 801), (Unit::Function, 101)];
+        let complaints = judge(&sizes.map(|(unit, lines)| size(unit, lines)));
+        assert_eq!(
+            complaints,
+            ["a.rs: 801 lines, 800 are allowed: split it", "a.rs: 101 lines, 100 are allowed: split it"]
+        );
     }
 }
