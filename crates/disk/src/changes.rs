@@ -62,7 +62,7 @@ pub(crate) struct Changes {
     committing: Mutex<u64>,
     /// Commits asked for.
     asked: AtomicU64,
-    /// A commit failed; there will be no others.
+    /// A commit failed, or the journal broke; there will be no other commits.
     failed: AtomicBool,
     welcome: Welcome,
 }
@@ -155,8 +155,13 @@ impl Changes {
     pub(crate) fn note(&self, records: &[Record], freed: &[Freed]) -> Noted {
         let mut state = self.state.lock();
         let begin = records.iter().filter(|record| partials::begins(record)).count();
-        if begin > 0 && !state.admits_partials(begin) {
-            return Noted::Refused;
+        if begin > 0 {
+            let is_pending = |record: &Record| state.is_pending(record.slot);
+            let over = records.iter().filter(|record| partials::begins(record)).any(is_pending);
+            assert!(!over, "a cluster is written in part over an entry that the image does not have yet");
+            if !state.admits_partials(begin) {
+                return Noted::Refused;
+            }
         }
         if let Err(error) = state.journal.as_mut().map_or(Ok(()), |journal| journal.append(records)) {
             if state.is_journal_broken() {
@@ -164,11 +169,6 @@ impl Changes {
             }
             state.refused = Some(error);
             return Noted::NoRoom;
-        }
-        for record in records.iter().filter(|record| partials::begins(record)) {
-            let pending = state.closing.entries.contains_key(&record.slot)
-                || state.open.entries.contains_key(&record.slot);
-            assert!(!pending, "a cluster is written in part over an entry that the image does not have yet");
         }
         state.open.entries.extend(records.iter().map(|record| (record.slot, record.new)));
         for &run in freed {
@@ -219,8 +219,7 @@ impl Changes {
 
     /// Whether a change of this cluster's entry waits for a commit, or is being written by one.
     pub(crate) fn is_pending(&self, cluster: u64) -> bool {
-        let state = self.state.lock();
-        [&state.open, &state.closing].iter().any(|batch| batch.entries.contains_key(&Slot::L2(cluster)))
+        self.state.lock().is_pending(Slot::L2(cluster))
     }
 
     /// Puts noted entries for `clusters` over what the image says of them.
@@ -254,7 +253,8 @@ impl Changes {
         }
         let covers = self.asked.load(Ordering::SeqCst);
         let done = self.commit_open(target);
-        self.failed.store(done.is_err(), Ordering::SeqCst);
+        // A journal may have broken meanwhile: that stays.
+        self.failed.fetch_or(done.is_err(), Ordering::SeqCst);
         if done.is_ok() {
             *covered = covers;
         }
@@ -335,6 +335,10 @@ impl State {
     /// The turn of the journal.
     fn turn(&self) -> u64 {
         self.journal.as_ref().map_or(0, Journal::turn_now)
+    }
+
+    fn is_pending(&self, slot: Slot) -> bool {
+        [&self.open, &self.closing].iter().any(|batch| batch.entries.contains_key(&slot))
     }
 
     fn is_journal_broken(&self) -> bool {
