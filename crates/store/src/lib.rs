@@ -50,7 +50,7 @@ pub use guard::Guard;
 pub use identity::{FileId, FileIdentity};
 pub use lock::{LockError, LockKind, Permission, check_free, is_held};
 pub use memory::MemoryStore;
-pub use mounts::RemoteMounts;
+pub use mounts::SilentMounts;
 pub use notifier::EventNotifier;
 pub use open_files::{Holders, OpenFiles};
 pub use open_store::OpenStore;

@@ -1,11 +1,18 @@
-//! File systems that may never answer: of other hosts, and of programs.
+//! File systems that do not answer: of other hosts, and of programs.
 //!
-//! Whoever looks through directories that are not its own meets mounts that have nothing to do with it. A path that leads onto one
-//! is told here without a question to it: the kernel's list of mounts has their places.
+//! Whoever looks through directories that are not its own meets mounts that have nothing to do with it, and may hang. A path that
+//! leads onto one is told here without a question to it: the kernel's list of mounts has their places. Which of them answer, threads
+//! of their own find out; one that waits for a mount waits alone.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Component, Path, PathBuf};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rustix::fs::{AtFlags, CWD, StatxFlags};
 
 /// Kinds whose names begin so; those of the kernel's own control files do not count.
 const REMOTE: [&str; 9] = ["fuse", "nfs", "cifs", "smb3", "ceph", "9p", "afs", "lustre", "autofs"];
@@ -13,12 +20,19 @@ const LOCAL: [&str; 2] = ["fusectl", "nfsd"];
 /// Links followed before a path is given up.
 const LINKS_MAX: usize = 40;
 
-/// Where such file systems are mounted.
-#[derive(Clone, Debug, Default)]
-pub struct RemoteMounts(Vec<PathBuf>);
+/// How long a file system may take to answer.
+const PATIENCE: Duration = Duration::from_secs(1);
 
-impl RemoteMounts {
-    /// Those of now, but for those that one of the directories `used` lies on: who uses them waits for them anyway.
+/// Mounts that a thread has asked, and that have not answered yet.
+static ASKED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Where file systems are mounted that do not answer.
+#[derive(Clone, Debug, Default)]
+pub struct SilentMounts(Vec<PathBuf>);
+
+impl SilentMounts {
+    /// Those of now, but for those that one of the directories `used` lies on: who uses them waits for them anyway. Waits for a
+    /// second where there are some.
     pub fn but<P: AsRef<Path>>(used: impl IntoIterator<Item = P>) -> Self {
         let mut mounts = remote(&std::fs::read("/proc/self/mountinfo").unwrap_or_default());
         if mounts.is_empty() {
@@ -29,7 +43,7 @@ impl RemoteMounts {
                 mounts.retain(|mount| !directory.starts_with(mount));
             }
         }
-        Self(mounts)
+        Self(silent(mounts))
     }
 
     /// Whether an absolute path, or a symbolic link on its way, leads onto one of them.
@@ -61,6 +75,36 @@ impl RemoteMounts {
         }
         false
     }
+}
+
+/// Those of `mounts` that do not answer in time.
+fn silent(mut mounts: Vec<PathBuf>) -> Vec<PathBuf> {
+    let (tell, answers) = mpsc::channel();
+    let mut asked = 0;
+    for mount in &mounts {
+        let mut pending = ASKED.lock();
+        if !pending.contains(mount) {
+            pending.push(mount.clone());
+            let (mount, tell) = (mount.clone(), tell.clone());
+            let ask = move || {
+                // Not what the kernel remembers. An error is an answer.
+                let flags = AtFlags::STATX_FORCE_SYNC;
+                let _ = rustix::fs::statx(CWD, &mount, flags, StatxFlags::BASIC_STATS);
+                ASKED.lock().retain(|pending| *pending != mount);
+                // Nobody may be waiting any more.
+                let _ = tell.send(mount);
+            };
+            asked += usize::from(thread::Builder::new().name("ask-mount".to_owned()).spawn(ask).is_ok());
+        }
+    }
+    let deadline = Instant::now() + PATIENCE;
+    while asked > 0
+        && let Ok(answered) = answers.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+    {
+        mounts.retain(|mount| *mount != answered);
+        asked -= 1;
+    }
+    mounts
 }
 
 /// The places of remote file systems in a `mountinfo`.
@@ -119,13 +163,13 @@ mod tests {
         link("nas", "link");
         link("./link/../link/images", "second");
         link("loop", "loop");
-        let mounts = RemoteMounts(vec![root.join("nas")]);
+        let mounts = SilentMounts(vec![root.join("nas")]);
         for held in ["nas", "nas/images", "nas/gone", "link", "link/images", "second", "local/../nas"] {
             assert!(mounts.hold(&root.join(held)) || held.starts_with("local"), "{held}");
         }
         for not in ["local", "gone", "loop", "nas2"] {
             assert!(!mounts.hold(&root.join(not)), "{not}");
         }
-        assert!(!RemoteMounts::default().hold(&root.join("nas")));
+        assert!(!SilentMounts::default().hold(&root.join("nas")));
     }
 }

@@ -13,7 +13,7 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use vmstrata_store::{FileId, Gate, RemoteMounts};
+use vmstrata_store::{FileId, Gate, SilentMounts};
 use vmstrata_types::MAX_LAYERS;
 
 use super::Kept;
@@ -59,14 +59,14 @@ pub(crate) struct Users {
     looked: usize,
     /// Directories that were looked into.
     directories: HashSet<PathBuf>,
-    /// File systems that nobody waits for here: what lies on them is not looked at.
-    remote: RemoteMounts,
+    /// File systems that nobody waits for: what lies on them is not looked at.
+    silent: SilentMounts,
 }
 
 impl Users {
     /// Looks at all images below `directories`.
     pub(crate) fn find(directories: &[PathBuf]) -> Self {
-        let mut users = Self { remote: RemoteMounts::but(directories), ..Self::default() };
+        let mut users = Self { silent: SilentMounts::but(directories), ..Self::default() };
         directories.iter().for_each(|directory| users.look_below(directory));
         users
     }
@@ -96,7 +96,7 @@ impl Users {
                 match kind {
                     Ok((kind, entry)) if kind.is_dir() && entry.file_name() == LOST => {}
                     Ok((kind, entry)) if kind.is_dir() => {
-                        if !self.is_remote(&entry.path()) {
+                        if !self.is_silent(&entry.path()) {
                             waiting.push((entry.path(), depth + 1));
                         }
                     }
@@ -114,29 +114,26 @@ impl Users {
         users
     }
 
-    /// Whether a path leads onto a file system that may not answer; who lies there may have been overlooked.
-    fn is_remote(&mut self, path: &Path) -> bool {
-        let is_remote = self.remote.hold(path);
-        if is_remote {
-            self.overlook(
-                path,
-                &"it lies on a file system of another host or of a program, which may not answer",
-            );
+    /// Whether a path leads onto a file system that does not answer; who lies there may have been overlooked.
+    fn is_silent(&mut self, path: &Path) -> bool {
+        let is_silent = self.silent.hold(path);
+        if is_silent {
+            self.overlook(path, &"its file system does not answer");
         }
-        is_remote
+        is_silent
     }
 
     /// Looks at a file, or where a link to one leads.
     fn look(&mut self, path: PathBuf) {
         // Links that lead nowhere, and what is neither a file nor a link to one, stand on nothing.
-        if !self.is_remote(&path) && path.metadata().is_ok_and(|metadata| metadata.is_file()) {
+        if !self.is_silent(&path) && path.metadata().is_ok_and(|metadata| metadata.is_file()) {
             self.enter(path);
         }
     }
 
     /// Notes what the image that `path` leads to may stand on, and returns it: by its own place, and by that of a link to it.
     fn enter(&mut self, path: PathBuf) -> Vec<PathBuf> {
-        if self.is_remote(&path) {
+        if self.is_silent(&path) {
             return Vec::new();
         }
         let real = match path.canonicalize() {
@@ -151,7 +148,7 @@ impl Users {
             below.extend(self.note(path, &real));
         }
         // Of several names those that lead somewhere are meant; one that leads nowhere is for the caller to wonder about.
-        let exists = |path: &PathBuf| !self.remote.hold(path) && path.exists();
+        let exists = |path: &PathBuf| !self.silent.hold(path) && path.exists();
         if below.iter().any(exists) {
             below.retain(exists);
         }
@@ -168,7 +165,7 @@ impl Users {
             }
         };
         // What lies on such a file system is none of the layers asked about.
-        for backing in below.iter().filter(|backing| !self.remote.hold(backing)) {
+        for backing in below.iter().filter(|backing| !self.silent.hold(backing)) {
             if let Ok(identity) = LocalFiles.identity(backing, &Gate::unrestricted()) {
                 let users = self.by_file.entry(identity.file).or_default();
                 let user = User { path: path.clone(), real: real.to_owned() };
@@ -191,7 +188,7 @@ impl Users {
     }
 
     fn follow(&mut self, disk: PathBuf) {
-        if self.is_remote(&disk) {
+        if self.is_silent(&disk) {
             return;
         }
         if disk.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
@@ -288,9 +285,9 @@ fn directories(layers: &[Link], disk: &Path, open: &OpenOptions) -> Vec<PathBuf>
 
 /// Those who told that they stand on the layer and are not where they said.
 pub(super) fn missing(layer: &Path) -> Vec<Told> {
-    let remote = RemoteMounts::but([directory_of(layer)]);
+    let silent = SilentMounts::but([directory_of(layer)]);
     let is_gone = |told: &Told| {
-        !remote.hold(&told.disk)
+        !silent.hold(&told.disk)
             && told.disk.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
     };
     clones::who_told(layer).unwrap_or_default().into_iter().filter(is_gone).collect()
