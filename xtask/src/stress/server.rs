@@ -59,7 +59,7 @@ impl Setup {
     pub(super) fn last_log(&self) -> String {
         let log = fs::read_to_string(self.log()).unwrap_or_default();
         let lines: Vec<&str> = log.lines().collect();
-        lines[lines.len().saturating_sub(12)..].join("\n")
+        lines[lines.len().saturating_sub(30)..].join("\n")
     }
 
     /// Starts the server, and waits until it is ready.
@@ -81,6 +81,8 @@ impl Setup {
         command.arg("--vhost-user").arg(format!("{NAME}={}", self.vhost().display()));
         command.arg("--runtime-dir").arg(&self.run).arg(format!("--control={}", self.control().display()));
         command.args(["--ready-fd", "1"]);
+        // Why each request fails, not only the first few.
+        command.env("RUST_LOG", "info,vmstrata_export=debug");
         if journal_is_lost && self.knows_discard {
             command.arg(DISCARD);
         }

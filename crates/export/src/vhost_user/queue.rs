@@ -166,7 +166,7 @@ impl Queue {
                 Report::LogLast => {
                     tracing::warn!(queue, %error, "request failed; more of this queue's are not logged for a minute");
                 }
-                Report::Skip => {}
+                Report::Skip => tracing::debug!(queue, %error, "request failed"),
             }
         }
         if pending.parts == 0 {

@@ -107,7 +107,7 @@ impl Session {
             MAX_REPORTED => {
                 tracing::warn!(export, %range, %error, "request failed; more of this client's are not logged");
             }
-            _ => {}
+            _ => tracing::debug!(export, %range, %error, "request failed"),
         }
     }
 }
