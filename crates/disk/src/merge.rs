@@ -59,7 +59,7 @@ pub use plan::{MergeRange, all_of, ranges_of};
 pub use remove::{Kept, Removal};
 pub use room::available_bytes;
 
-pub(crate) use copier::Copier;
+pub(crate) use copier::{Copier, let_go};
 
 use std::path::PathBuf;
 

@@ -157,7 +157,7 @@ impl Copier {
 }
 
 /// Gives up the lock of who writes a layer.
-pub(super) fn let_go(store: &dyn Store, path: &Path) {
+pub(crate) fn let_go(store: &dyn Store, path: &Path) {
     if let Err(error) = store.give_up_writing() {
         tracing::warn!(file = %path.display(), %error, "a merged layer stays locked for a while");
     }

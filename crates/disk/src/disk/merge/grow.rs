@@ -14,7 +14,7 @@ use crate::map::FrozenMap;
 use crate::merge::plan::{Link, below_of, map_up_to};
 use crate::merge::relink::Relink;
 use crate::merge::users::{Users, holder_among, open_twice};
-use crate::merge::{Copier, MergeFault, target};
+use crate::merge::{Copier, MergeFault, let_go, target};
 use crate::opener::Role;
 
 impl Running {
@@ -97,6 +97,11 @@ impl Running {
         let identity = resources.files().opener().identity(&layer.path, &Gate::unrestricted())?;
         if identity.file != layer.identity.file {
             return Err(ErrorKind::Changed.into());
+        }
+        // Requests that still have this object keep its file open. Its lock is that of who copies into a layer, which would refuse
+        // the layer to whoever opens it for a read.
+        if let Some(file) = layer.open_file() {
+            let_go(&**file, &layer.path);
         }
         let layer = Layer::new(layer.path.to_path_buf(), identity, layer.size, layer.tables);
         Ok(resources.share_layer(layer))
