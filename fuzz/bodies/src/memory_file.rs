@@ -8,7 +8,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use vmstrata_disk::{Disk, Error, ErrorKind, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role};
+use vmstrata_disk::{
+    Disk, Error, ErrorKind, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,
+};
 use vmstrata_store::{FileId, FileIdentity, Gate, MemoryStore, Segment, Store, total_len};
 use vmstrata_types::HostOffset;
 
@@ -38,6 +40,18 @@ impl MemoryFile {
     /// # Errors
     /// As [`Disk::open`].
     pub(crate) fn open(&self, read_only: bool, journal_dir: Option<&Path>) -> Result<Arc<Disk>, Error> {
+        self.open_with(OpenOptions { read_only, ..OpenOptions::default() }, journal_dir)
+    }
+
+    /// As [`MemoryFile::open`].
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub(crate) fn open_with(
+        &self,
+        open: OpenOptions,
+        journal_dir: Option<&Path>,
+    ) -> Result<Arc<Disk>, Error> {
         let options = ResourceOptions {
             metadata_cache_bytes: 1 << 20,
             max_open_files: 4,
@@ -48,7 +62,7 @@ impl MemoryFile {
             look_every: None,
         };
         let resources = Resources::with_opener(options, Arc::new(self.clone()));
-        Disk::open(Path::new(NAME), &OpenOptions { read_only, ..OpenOptions::default() }, &resources)
+        Disk::open(Path::new(NAME), &open, &resources)
     }
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
@@ -57,7 +71,10 @@ impl MemoryFile {
 }
 
 impl Opener for MemoryFile {
-    fn open(&self, path: &Path, _role: Role, _gate: &Gate) -> Result<Opened, Error> {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened, Error> {
+        if role == Role::Journal {
+            return LocalFiles.open(path, role, gate);
+        }
         // Written to between two openings, a file is never in the same state again.
         static TIME: AtomicI64 = AtomicI64::new(0);
         let is_base = path.file_name().is_some_and(|name| name == BASE);
