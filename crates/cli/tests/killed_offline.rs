@@ -1,4 +1,4 @@
-//! What a killed server had not flushed is there for whoever comes next: a check, a repair, an offline command, a server.
+//! Checks, repairs, offline commands and the next server keep the unflushed writes of a killed server.
 
 mod support;
 

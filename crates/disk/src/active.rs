@@ -45,6 +45,7 @@ use locks::EntryLocks;
 pub(crate) use locks::{EntryGuard, PageGuards};
 pub(crate) use partial::{Partial, Parts, is_partial};
 pub use recover::Mismatch;
+pub(crate) use recover::host_of;
 
 /// See the module documentation.
 #[derive(Debug)]

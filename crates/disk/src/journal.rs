@@ -191,7 +191,7 @@ fn bytes_of(store: &dyn Store) -> io::Result<Vec<u8>> {
 pub(crate) struct Found {
     /// Oldest first.
     pub(crate) records: Vec<Record>,
-    /// Whether there is a journal of the session, be it empty.
+    /// Whether there is a journal of the session. It may be empty.
     pub(crate) is_there: bool,
     /// How many records there are of other sessions of this image and boot.
     pub(crate) of_other_sessions: usize,
@@ -281,7 +281,7 @@ impl Journal {
     }
 
     /// Begins `session` with `staying`, the changes that are in no image yet. What was found remains, and is the journal for
-    /// as long as the image names the session of before: drop it when that is over ([`Journal::drop_older`]).
+    /// as long as the image names the earlier session: drop it when that is over ([`Journal::drop_older`]).
     ///
     /// # Errors
     /// A file that cannot be written.

@@ -185,7 +185,7 @@ impl Model {
     }
 }
 
-/// What happened, for whoever looks into a failure.
+/// The steps of a sequence, printed when it fails.
 type Log = Arc<Mutex<Vec<String>>>;
 
 /// The process that serves the disk.

@@ -5,10 +5,10 @@ use std::fmt;
 use std::sync::atomic::Ordering;
 
 use vmstrata_qcow2::L2Entry;
-use vmstrata_qcow2::entry::COPIED;
-use vmstrata_types::HostOffset;
+use vmstrata_qcow2::entry::{COPIED, EntryFormat};
+use vmstrata_types::{ClusterBits, HostOffset};
 
-use super::{Active, Change};
+use super::{Active, Change, Partial};
 use crate::changes::Freed;
 use crate::error::Result;
 use crate::journal::{Record, Slot};
@@ -26,6 +26,7 @@ impl Active {
         for record in found {
             histories.entry(record.slot).or_default().extend([record.old, record.new]);
         }
+        let bits = self.tables.geometry.cluster_bits;
         let mut newest = Vec::with_capacity(histories.len());
         let mut led_to = HashMap::with_capacity(histories.len());
         for (&slot, history) in &histories {
@@ -38,7 +39,7 @@ impl Active {
             let Some(new) = now.and_then(|now| self.newest(history, now)) else {
                 return Ok(Err(Mismatch::Entry { slot, now }));
             };
-            if let Some(host) = self.host_of(slot, last) {
+            if let Some(host) = host_of(self.tables.entries, bits, (slot, last)) {
                 let refcount = host.map_or(Ok(0), |host| self.alloc.refcount(host))?;
                 if refcount != 1 {
                     return Ok(Err(Mismatch::Refcount { slot, host, refcount }));
@@ -60,7 +61,7 @@ impl Active {
     fn newest(&self, history: &[u64], now: u64) -> Option<u64> {
         let last = *history.last()?;
         match self.partial(last) {
-            // Whoever took the journal up made the cluster whole, and was stopped when the image said so.
+            // An earlier replay made the cluster whole, and was killed after it wrote the entry.
             Some(partial) if now == partial.whole() => Some(now),
             // Nothing was pending when it began: the image has no entry for it.
             Some(_) => (now == 0).then_some(last),
@@ -102,21 +103,24 @@ impl Active {
         // Not only those of the disk: a process may have been killed while it made room past the disk's end.
         index < self.l1.load().entries.len() as u64 && table & COPIED != 0
     }
+}
 
-    /// The cluster that a newest entry leads to, if to any; `Some(None)` where no entry of ours does.
-    fn host_of(&self, slot: Slot, raw: u64) -> Option<Option<HostOffset>> {
-        if let Slot::L1(_) = slot {
-            return self.tables.entries.l1(raw).map_or(Some(None), |entry| entry.table.map(Some));
-        }
-        if let Some(partial) = self.partial(raw) {
-            return Some(Some(partial.host));
-        }
-        match self.tables.entries.l2(raw) {
-            Ok(L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. }) => Some(Some(host)),
-            Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) => None,
-            // Never written by us.
-            Ok(L2Entry::Compressed { .. }) | Err(_) => Some(None),
-        }
+/// The cluster that a journal's entry leads to, if to any; `Some(None)` for an entry that vmstrata never writes.
+pub(crate) fn host_of(
+    entries: EntryFormat,
+    bits: ClusterBits,
+    (slot, raw): (Slot, u64),
+) -> Option<Option<HostOffset>> {
+    if let Slot::L1(_) = slot {
+        return entries.l1(raw).map_or(Some(None), |entry| entry.table.map(Some));
+    }
+    if let Some(partial) = Partial::from_word(raw, bits) {
+        return Some(Some(partial.host));
+    }
+    match entries.l2(raw) {
+        Ok(L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. }) => Some(Some(host)),
+        Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) => None,
+        Ok(L2Entry::Compressed { .. }) | Err(_) => Some(None),
     }
 }
 

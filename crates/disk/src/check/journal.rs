@@ -5,12 +5,11 @@ use std::path::Path;
 
 use vmstrata_qcow2::entry::EntryFormat;
 use vmstrata_qcow2::header::field;
-use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{CacheMode, Gate, Store};
 use vmstrata_types::HostOffset;
 
 use super::{CheckOptions, Repair};
-use crate::active::Partial;
+use crate::active::host_of;
 use crate::chain::{OpenOptions, Unflushed, read_head};
 use crate::disk::{Disk, FEATURES_SINCE};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
@@ -49,20 +48,10 @@ pub(super) fn pending(opened: &Opened, options: &CheckOptions) -> Result<Option<
         return Ok(None);
     }
     let newest: BTreeMap<Slot, u64> = found.records.iter().map(|record| (record.slot, record.new)).collect();
-    let clusters = newest.into_iter().filter_map(|(slot, raw)| host_of(&head.header, slot, raw));
+    let bits = head.header.cluster_bits;
+    let entries = EntryFormat::new(head.header.version, bits);
+    let clusters = newest.into_iter().filter_map(|entry| host_of(entries, bits, entry).flatten());
     Ok(Some(Pending { clusters: found.is_there.then(|| clusters.collect()) }))
-}
-
-fn host_of(header: &Header, slot: Slot, raw: u64) -> Option<HostOffset> {
-    let entries = EntryFormat::new(header.version, header.cluster_bits);
-    match slot {
-        Slot::L1(_) => entries.l1(raw).ok()?.table,
-        Slot::L2(_) => match (Partial::from_word(raw, header.cluster_bits), entries.l2(raw)) {
-            (Some(partial), _) => Some(partial.host),
-            (None, Ok(L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. })) => Some(host),
-            _ => None,
-        },
-    }
 }
 
 impl Pending {

@@ -59,7 +59,7 @@ pub(crate) struct Users {
     looked: usize,
     /// Directories that were looked into.
     directories: HashSet<PathBuf>,
-    /// File systems that nobody waits for: what lies on them is not looked at.
+    /// File systems that do not answer: the search skips them.
     silent: SilentMounts,
 }
 

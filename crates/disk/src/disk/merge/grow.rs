@@ -98,8 +98,8 @@ impl Running {
         if identity.file != layer.identity.file {
             return Err(ErrorKind::Changed.into());
         }
-        // Requests that still have this object keep its file open. Its lock is that of who copies into a layer, which would refuse
-        // the layer to whoever opens it for a read.
+        // Requests that still have this object keep its file open, with a writer's lock. The lock would refuse the layer to readers
+        // that open it.
         if let Some(file) = layer.open_file() {
             let_go(&**file, &layer.path);
         }
