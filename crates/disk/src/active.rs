@@ -18,6 +18,7 @@ mod page;
 mod partial;
 mod publish;
 mod recover;
+mod space;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,7 +29,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
-use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
+use vmstrata_types::{GuestOffset, LayerIndex};
 
 use crate::alloc::Allocator;
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
@@ -46,6 +47,7 @@ pub(crate) use locks::{EntryGuard, PageGuards};
 pub(crate) use partial::{Partial, Parts, is_partial};
 pub use recover::Mismatch;
 pub(crate) use recover::host_of;
+pub(crate) use space::NewClusters;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -132,15 +134,6 @@ impl Active {
     /// Whether a flush or a write of the tables failed: nothing more is known of what is on stable storage.
     pub(crate) fn is_lost(&self) -> bool {
         self.flusher.has_failed() || self.changes.has_failed()
-    }
-
-    /// Gives back a new cluster that no entry leads to. Once the disk is lost it stays counted: a broken journal may still name
-    /// it, and would then be refused.
-    pub(crate) fn free_unpublished(&self, at: HostOffset) {
-        if !self.is_lost() {
-            // What cannot be given back is leaked.
-            let _ = self.alloc.free(at, self.tables.geometry.cluster_bits.size());
-        }
     }
 
     /// Number of the guest cluster that holds `at`.

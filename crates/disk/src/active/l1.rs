@@ -9,7 +9,7 @@ use vmstrata_qcow2::header::field;
 use vmstrata_store::Store;
 use vmstrata_types::HostOffset;
 
-use super::Active;
+use super::{Active, NewClusters};
 use crate::changes::{Freed, Noted};
 use crate::error::{Error, IoContext as _, Result};
 use crate::journal::{Record, Slot};
@@ -111,8 +111,8 @@ impl Active {
         if let Some(old) = old {
             self.store.read_exact(&mut bytes, old).while_trying("read an L2 table").map_err(|e| e.at(old))?;
         }
-        let at = self.alloc.allocate(1)?.at;
-        self.put_table(index, raw, at, &bytes, |record, freed| {
+        let space = self.allocate(1)?;
+        self.put_table(index, raw, space, &bytes, |record, freed| {
             self.changes.note_or_commit(std::slice::from_ref(record), freed, self)
         })
     }
@@ -127,7 +127,7 @@ impl Active {
         let index = cluster >> self.tables.geometry.l2_bits;
         match self.l1_entry(index)? {
             0 => {
-                let at = self.alloc.try_allocate()?.at;
+                let space = self.try_allocate()?;
                 let bytes = vec![0; self.tables.geometry.cluster_bits.size() as usize];
                 let note = |record: &Record, freed: &[Freed]| match self
                     .changes
@@ -136,29 +136,30 @@ impl Active {
                     Noted::NoRoom => Err(self.changes.no_room()),
                     noted => Ok(noted),
                 };
-                self.put_table(index, 0, at, &bytes, note).ok()
+                self.put_table(index, 0, space, &bytes, note).ok()
             }
             raw => (raw & COPIED != 0).then_some(()),
         }
     }
 
-    /// Writes a new L2 table to `at`, a cluster that was allocated for it, and puts it in place of the one that `raw` leads
+    /// Writes a new L2 table to `space`, a cluster that was allocated for it, and puts it in place of the one that `raw` leads
     /// to. The caller holds the L1 lock.
     fn put_table(
         &self,
         index: u64,
         raw: u64,
-        at: HostOffset,
+        space: NewClusters<'_>,
         bytes: &[u8],
         note: impl FnOnce(&Record, &[Freed]) -> Result<Noted>,
     ) -> Result<()> {
-        let len = self.tables.geometry.cluster_bits.size();
+        let (at, len) = (space.at, self.tables.geometry.cluster_bits.size());
         let new = at.get() | COPIED;
         let freed = table_of(&self.tables, raw, u64::MAX)?.map(|at| Freed { at, len });
         let record = Record { slot: Slot::L1(index), old: raw, new };
         let written = self.store.write_all(bytes, at).while_trying("write a new L2 table");
-        let noted = written.map_err(|error| error.at(at)).and_then(|()| note(&record, freed.as_slice()));
-        let noted = noted.inspect_err(|_| self.free_unpublished(at))?;
+        written.map_err(|error| error.at(at))?;
+        let noted = note(&record, freed.as_slice())?;
+        space.keep();
         // Only now: whoever sees the table notes entries in it, and a journal that has those must have this one.
         self.l1.load().entries[index as usize].store(new, Ordering::Release);
         self.settle(noted)

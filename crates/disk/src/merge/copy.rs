@@ -189,17 +189,15 @@ impl Layers {
             active.publish(&changes, &[], &page).map_err(in_file)?;
             return Ok((old.len() as u64, 0));
         }
-        let space = active.alloc.allocate(old.len() as u64).map_err(in_file)?;
-        let bytes = space.clusters << bits.get();
-        if let Err(error) = self.copy_below(active, GuestOffset::new(first << bits.get()), space.at, bytes) {
-            let _ = active.alloc.free(space.at, bytes);
-            return Err(error.into());
-        }
+        let space = active.allocate(old.len() as u64)?;
+        let (passed, bytes) = (space.clusters, space.clusters << bits.get());
+        self.copy_below(active, GuestOffset::new(first << bits.get()), space.at, bytes)?;
         let place = |number: usize| (space.at + ((number as u64) << bits.get())).get() | COPIED;
         let changes: Vec<Change> =
             (0..space.clusters as usize).map(|number| change(number, place(number))).collect();
         active.publish(&changes, &[], &page).map_err(in_file)?;
-        Ok((space.clusters, bytes))
+        space.keep();
+        Ok((passed, bytes))
     }
 }
 

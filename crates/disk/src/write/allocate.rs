@@ -45,23 +45,15 @@ impl Layers {
         }
         active.ensure_table(first).map_err(|error| error.in_file(&active.path))?;
         let kept = self.kept_cluster(active, old[0])?;
-        let space = match kept {
-            Some(space) => space,
-            None => active.alloc.allocate(old.len() as u64).map_err(|error| error.in_file(&active.path))?,
-        };
+        let new = if kept.is_none() { Some(active.allocate(old.len() as u64)?) } else { None };
+        let space = kept.or(new.as_deref().copied()).expect("the one or the other");
         old.truncate(space.clusters as usize);
-        let written = self.write_new(active, at, from, space, &old);
-        let bytes = match written {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                if kept.is_none() {
-                    let _ = active.alloc.free(space.at, space.clusters << bits.get());
-                }
-                return Err(error);
-            }
-        };
+        let bytes = self.write_new(active, at, from, space, &old)?;
         publish_new(active, first, space.at, &old, kept.is_none(), &page)
             .map_err(|error| error.in_file(&active.path))?;
+        if let Some(new) = new {
+            new.keep();
+        }
         Ok(bytes)
     }
 

@@ -18,8 +18,7 @@
 use vmstrata_store::{PADDING_MAX, Segment, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
-use crate::active::{Active, Change, EntryGuard, Partial, Parts};
-use crate::alloc::Allocated;
+use crate::active::{Active, Change, EntryGuard, NewClusters, Partial, Parts};
 use crate::changes::Noted;
 use crate::error::{Error, IoContext as _, Result};
 use crate::layers::{Layers, Top};
@@ -66,12 +65,12 @@ impl Layers {
             Some(_) => None,
             None if raw == 0 && self.may_begin(active, piece) => {
                 active.ensure_table(piece.cluster).map_err(in_file)?;
-                Some(active.alloc.allocate(1).map_err(in_file)?)
+                Some(active.allocate(1)?)
             }
             None => return Ok(0),
         };
         let part = slice(from, 0, piece.len as usize);
-        Ok(match self.put_or_free(active, piece, &part, (raw, space), &guard)? {
+        Ok(match self.put(active, piece, &part, (raw, space), &guard)? {
             Put::Done => piece.len as usize,
             Put::Refused => 0,
         })
@@ -89,11 +88,11 @@ impl Layers {
             Some(_) => None,
             None if raw == 0 && self.may_begin(active, piece) => {
                 active.try_ensure_table(piece.cluster)?;
-                Some(active.alloc.try_allocate()?)
+                Some(active.try_allocate()?)
             }
             None => return None,
         };
-        let put = self.put_or_free(active, piece, from, (raw, space), &guard);
+        let put = self.put(active, piece, from, (raw, space), &guard);
         matches!(put, Ok(Put::Done)).then_some(())
     }
 
@@ -126,40 +125,23 @@ impl Layers {
             && !active.changes.is_pending(piece.cluster)
     }
 
-    fn put_or_free(
-        &self,
-        active: &Active,
-        piece: Piece,
-        from: &[Segment<'_>],
-        (raw, space): (u64, Option<Allocated>),
-        guard: &EntryGuard<'_>,
-    ) -> Result<Put> {
-        let put = self.put(active, piece, from, (raw, space), guard);
-        if let (Some(space), Err(_) | Ok(Put::Refused)) = (space, &put)
-            && active.lookup(piece.cluster) == Some(raw)
-        {
-            active.free_unpublished(space.at);
-        }
-        put
-    }
-
     /// Writes the bytes, and says so.
     fn put(
         &self,
         active: &Active,
         piece: Piece,
         from: &[Segment<'_>],
-        (raw, space): (u64, Option<Allocated>),
+        (raw, space): (u64, Option<NewClusters<'_>>),
         guard: &EntryGuard<'_>,
     ) -> Result<Put> {
         let bits = active.tables.geometry.cluster_bits;
         let start = GuestOffset::new(piece.cluster << bits.get());
-        let (partial, should_be_zeros) = match (active.partial(raw), space) {
+        let (partial, should_be_zeros) = match (active.partial(raw), &space) {
             (Some(partial), _) => (partial, false),
             (None, Some(space)) => (Partial::new(space.at, bits), self.is_zero(start, bits.size())),
             (None, None) => unreachable!("a cluster lies somewhere"),
         };
-        let in_zeros = space.is_some_and(|space| space.zeroed);
+        let in_zeros = space.as_ref().is_some_and(|space| space.zeroed);
         let pads = space.is_some() && !(in_zeros && should_be_zeros) && bits.size() <= PADDED_MAX;
         let place = Place { host: partial.host, pads, should_be_zeros };
         let is_filled = self.write_piece(active, piece, from, place)?;
@@ -169,9 +151,16 @@ impl Layers {
         let change = Change { cluster: piece.cluster, old: raw, new };
         if is_whole {
             active.publish(&[change], &[], guard).map_err(|error| error.in_file(&active.path))?;
+            if let Some(new) = space {
+                new.keep();
+            }
             return Ok(Put::Done);
         }
-        match active.note(&[change], &[], guard) {
+        let noted = active.note(&[change], &[], guard);
+        if let (Noted::Safe | Noted::MustCommit, Some(new)) = (noted, space) {
+            new.keep();
+        }
+        match noted {
             Noted::Safe => {
                 if raw == 0 {
                     self.resources.upkeep().put_off();

@@ -120,29 +120,21 @@ impl Layers {
         if firsts.len() < 2 {
             return;
         }
-        let Ok(space) = active.alloc.allocate(firsts.len() as u64) else { return };
+        let Ok(mut space) = active.allocate(firsts.len() as u64) else { return };
         firsts.truncate(space.clusters as usize);
-        let bits = active.tables.geometry.cluster_bits;
-        if self.write_clusters(active, &mut firsts, space).is_err() {
-            let _ = active.alloc.free(space.at, space.clusters << bits.get());
+        if self.write_clusters(active, &mut firsts, *space).is_err() {
             return;
         }
         let granule = |first: &First<'_>| first.cluster + active.run_limit(first.cluster);
-        let mut published = 0;
         for run in firsts.chunk_by(|one, other| granule(one) == granule(other)) {
-            let host = space.at + ((published as u64) << bits.get());
-            let result = publish(active, run, host, &pages);
+            let result = publish(active, run, space.at, &pages);
             let failed = result.is_err();
-            // After an error the others of the run are written again, in place.
+            // After an error the others are written again, each alone.
             done(run[0].number, result);
-            published += run.len();
             if failed {
-                let rest = ((firsts.len() - published) as u64) << bits.get();
-                if rest > 0 {
-                    let _ = active.alloc.free(host + ((run.len() as u64) << bits.get()), rest);
-                }
                 return;
             }
+            space.keep_first(run.len() as u64);
             run[1..].iter().for_each(|first| done(first.number, Ok(())));
         }
     }
