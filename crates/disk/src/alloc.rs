@@ -260,11 +260,12 @@ impl Allocator {
     /// A host that cannot write.
     pub(crate) fn release_claimed(&self) -> Result<()> {
         let mut state = self.state.lock();
-        let claimed = std::mem::replace(&mut state.claimed, 0..0);
-        if claimed.is_empty() {
-            return Ok(());
+        let claimed = state.claimed.clone();
+        if !claimed.is_empty() {
+            self.set_range(&mut state, claimed.clone(), 0)?;
+            state.hint = state.hint.min(claimed.start);
+            state.claimed = 0..0;
         }
-        state.hint = state.hint.min(claimed.start);
-        self.set_range(&mut state, claimed, 0)
+        Ok(())
     }
 }

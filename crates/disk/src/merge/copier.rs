@@ -30,6 +30,7 @@ pub(crate) struct Copier {
     pub(crate) way: Way,
     pub(crate) room: Room,
     at: GuestOffset,
+    is_settled: bool,
 }
 
 /// Where to layers are merged.
@@ -49,7 +50,7 @@ impl Copier {
         relink: Relink,
         room: Room,
     ) -> Self {
-        Self { target, layers, after, way: Way::Up(relink), room, at: GuestOffset::ZERO }
+        Self { target, layers, after, way: Way::Up(relink), room, at: GuestOffset::ZERO, is_settled: false }
     }
 
     /// Into a layer that is frozen, or whose disk is not in use: `layers` are the target over all below it.
@@ -81,6 +82,7 @@ impl Copier {
             way: Way::Down(Box::new(down)),
             room,
             at: GuestOffset::ZERO,
+            is_settled: false,
         }
     }
 
@@ -107,13 +109,30 @@ impl Copier {
     }
 
     /// Brings what was copied into a frozen target to stable storage, and leaves a clean file. `wait` returns once no
-    /// request can still see what was replaced.
+    /// request can still see what was replaced. Done once, it is done; after an error it may be tried again.
     ///
     /// # Errors
     /// A host that cannot write or flush.
-    pub(crate) fn settle(&self, wait: impl FnOnce()) -> Result<()> {
-        self.target.changes.commit(&*self.target)?;
-        leave_clean(&self.target, wait)
+    pub(crate) fn settle(&mut self, wait: impl FnOnce()) -> Result<()> {
+        if !self.is_settled {
+            self.target.changes.commit(&*self.target)?;
+            leave_clean(&self.target, wait)?;
+            self.is_settled = true;
+        }
+        Ok(())
+    }
+
+    /// Ends early: what is copied into a frozen target stays, and nothing is leaked if the host lets it.
+    pub(crate) fn leave(&mut self, wait: impl FnOnce()) {
+        // The active layer of a running disk is settled by that.
+        if self.layers.is_none() || self.is_settled {
+            return;
+        }
+        let settled = self.settle(wait);
+        self.let_go();
+        if let Err(error) = settled {
+            tracing::warn!(file = %self.target.path.display(), %error, "a merge ended early: clusters may be leaked until `vmstrata check --repair=leaks`");
+        }
     }
 
     /// Lets the target stand on what is left below it, or in the place of the layer above, when all that was copied is on stable

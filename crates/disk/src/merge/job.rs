@@ -67,6 +67,15 @@ enum Host {
     Running(Box<Running>),
 }
 
+impl Host {
+    /// Returns once no request can still see what was replaced.
+    fn wait(&self) {
+        if let Self::Running(running) = self {
+            running.disk.epochs.synchronize();
+        }
+    }
+}
+
 impl Merge {
     /// Makes everything ready to drop the layers in `range` from the chain of `disk`, which nobody serves. Nothing is
     /// written yet, but that a disk that was not closed is opened and closed, and that the target's index falls.
@@ -148,16 +157,17 @@ impl Merge {
                 self.uncommitted = 0;
             }
             Action::Relink => {
-                let copier = self.copier.take().expect("copying comes first");
+                let mut copier = self.copier.take().expect("copying comes first");
                 self.stage = Stage::Done;
                 if !self.merged.is_down {
                     self.tell_of_target();
                 }
                 self.announce(copier.target.identity.file);
-                match &mut self.host {
-                    Host::Files(_) => copier.settle(|| ()).and_then(|()| copier.relink())?,
-                    Host::Running(running) => running.relink(&copier)?,
-                }
+                let relinked = match &mut self.host {
+                    Host::Files(_) => copier.settle(|| ()).and_then(|()| copier.relink()),
+                    Host::Running(running) => running.relink(&mut copier),
+                };
+                relinked.inspect_err(|_| copier.leave(|| self.host.wait()))?;
                 if let Way::Down(down) = &copier.way {
                     self.took_place(down, copier.target.identity.file);
                 }
@@ -228,19 +238,9 @@ impl Merge {
 }
 
 impl Drop for Merge {
-    /// Ends a job that was not finished: what is copied stays, nothing is leaked if the host lets it.
     fn drop(&mut self) {
-        // The active layer of a running disk is settled by that.
-        let Some(copier) = self.copier.take().filter(|copier| copier.layers.is_some()) else { return };
-        let wait = || {
-            if let Host::Running(running) = &self.host {
-                running.disk.epochs.synchronize();
-            }
-        };
-        let settled = copier.settle(wait);
-        copier.let_go();
-        if let Err(error) = settled {
-            tracing::warn!(file = %copier.target.path.display(), %error, "a merge ended early: clusters may be leaked until `vmstrata check --repair=leaks`");
+        if let Some(mut copier) = self.copier.take() {
+            copier.leave(|| self.host.wait());
         }
     }
 }

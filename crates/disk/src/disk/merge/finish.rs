@@ -16,7 +16,7 @@ impl Running {
     ///
     /// # Errors
     /// A host that cannot write or flush; layers that changed meanwhile.
-    pub(crate) fn relink(&mut self, copier: &Copier) -> Result<()> {
+    pub(crate) fn relink(&mut self, copier: &mut Copier) -> Result<()> {
         if copier.layers.is_some() {
             self.relink_frozen(copier)?
         } else {
@@ -39,8 +39,8 @@ impl Running {
         Ok(())
     }
 
-    fn relink_frozen(&mut self, copier: &Copier) -> Result<()> {
-        let (disk, target) = (Arc::clone(&self.disk), &copier.target);
+    fn relink_frozen(&mut self, copier: &mut Copier) -> Result<()> {
+        let (disk, target) = (Arc::clone(&self.disk), Arc::clone(&copier.target));
         // Before the files are changed: afterwards requests must get the shorter chain.
         self.settled_layers()?;
         copier.settle(|| disk.epochs.synchronize())?;
