@@ -27,7 +27,14 @@ impl Disturber<'_> {
         if is_shorter {
             words.push("--shrink");
         }
-        match self.command(&words)? {
+        let outcome = match self.command(&words)? {
+            // Version 2 cannot say zeros: until the header has the new size, what lies below shows in what is cut off.
+            Outcome::Running(running) if is_shorter && self.shared.config.version2 => {
+                Outcome::Ended(running.wait()?)
+            }
+            outcome => outcome,
+        };
+        match outcome {
             Outcome::Running(running) => self.cut.push(Cut::Resize { running, sectors, claim }),
             Outcome::Ended(ended) => {
                 self.resized(sectors, claim, ended.status.success());
