@@ -341,3 +341,32 @@ fn who_asks_for_much_at_once_lets_others_pass() {
         disk.close().unwrap();
     }
 }
+
+/// The image alone has what a killed process leaves of a disk of version 2.
+#[test]
+fn a_write_into_a_cluster_that_is_not_in_the_image_yet_is_not_done_before_it_is() {
+    let dir = scratch();
+    let path = dir.path().join("old.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "compat=0.10", path_str(&path), "1M"]);
+    let plan = FaultPlan::new();
+    let resources = FaultyFiles::new(&plan).resources_with(Some(dir.path().join("journals")));
+    let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
+    write(&disk, 0, &[1; 512]).unwrap();
+    let hold = |kind| Fault { kind: Some(kind), store: None, when: When::From(0), effect: Effect::Hold };
+    plan.add(hold(OperationKind::Flush));
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| write(&disk, 65536, &[2; 512]));
+        assert!(plan.wait_until_held(1, PATIENCE));
+        let second = scope.spawn(|| write(&disk, 65536 + 8192, &[3; 512]));
+        std::thread::sleep(Duration::from_millis(200));
+        let left = dir.path().join("left.qcow2");
+        let is_answered = second.is_finished();
+        std::fs::copy(&path, &left).unwrap();
+        plan.clear();
+        first.join().unwrap().unwrap();
+        second.join().unwrap().unwrap();
+        let found = read(&open_read_only(&left), 65536 + 8192, 1).unwrap();
+        assert!(!is_answered || found == [3], "it was answered, and a killed process loses it");
+    });
+    disk.close().unwrap();
+}

@@ -14,8 +14,10 @@ impl Active {
     /// A commit that failed, or a journal that cannot be written: in the latter case nothing is published.
     pub(crate) fn publish(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Result<()> {
         let noted = self.changes.note_or_commit(&records(changed), freed, self)?;
+        // First: whoever sees a new cluster writes into it, and is done when its bytes are.
+        self.settle(noted)?;
         self.show(changed, guard);
-        self.settle(noted)
+        Ok(())
     }
 
     /// As [`Active::publish`], but that it is left to the caller to do what was noted asks for.
