@@ -56,6 +56,18 @@ pub(crate) fn copy(like: &Path, to: impl AsFd) -> Result<()> {
     Ok(())
 }
 
+/// Lets the owner of a file that was made like a read-only one write it.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(crate) fn let_owner_write(file: impl AsFd) -> Result<()> {
+    let set = rustix::fs::fstat(&file).and_then(|found| {
+        let mode = Mode::from_raw_mode(found.st_mode) | Mode::RUSR | Mode::WUSR;
+        rustix::fs::fchmod(&file, mode)
+    });
+    set.map_err(|errno| Error::io("set its permissions", errno.into()))
+}
+
 /// Gives the file away as far as we may; false if its group is not the one that is wanted.
 fn give(wanted: &Metadata, to: impl AsFd) -> Result<bool> {
     let group = Gid::from_raw(wanted.gid());

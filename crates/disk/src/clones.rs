@@ -18,25 +18,26 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest as _, Sha256};
+use vmstrata_store::Place;
 
-use crate::draft::flush_directory;
 use crate::error::{IoContext as _, Result};
 use crate::opener::directory_of;
 
 const SUFFIX: &str = ".clones";
 
 /// What a disk has told.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(crate) struct Told {
     /// The link beside the layer.
-    pub(crate) link: PathBuf,
+    link: Place,
     /// The disk.
     pub(crate) disk: PathBuf,
 }
 
-fn directory(layer: &Path) -> Option<PathBuf> {
-    let name = layer.file_name()?.to_str()?;
-    Some(directory_of(layer).join(format!(".{name}{SUFFIX}")))
+/// The directory of the links; `None` for a name that has none.
+fn directory(layer: &Path) -> io::Result<Option<Place>> {
+    let place = Place::of(layer)?;
+    Ok(place.name().to_str().map(|name| place.directory().place(format!(".{name}{SUFFIX}"))))
 }
 
 /// Tells those who care for `layer` that the disk at `disk` stands on it. On stable storage when this returns.
@@ -44,18 +45,19 @@ fn directory(layer: &Path) -> Option<PathBuf> {
 /// # Errors
 /// Whatever the host reports, such as a directory that may not be written.
 pub(crate) fn tell(layer: &Path, disk: &Path) -> Result<()> {
-    let Some(directory) = directory(layer) else { return Ok(()) };
-    let tell = || -> io::Result<bool> {
+    let tell = || -> io::Result<()> {
+        let Some(place) = directory(layer)? else { return Ok(()) };
         let disk = real(disk)?;
-        let made = is_new(std::fs::create_dir(&directory))?;
-        let linked = is_new(std::os::unix::fs::symlink(&disk, directory.join(link_name(&disk))))?;
-        Ok(made || linked)
+        let made = is_new(place.create_directory(0o777))?;
+        let links = place.open_directory()?;
+        let linked = is_new(links.place(link_name(&disk)).create_link(&disk))?;
+        if made || linked {
+            links.sync()?;
+            place.directory().sync()?;
+        }
+        Ok(())
     };
-    let in_layer = |error: crate::Error| error.in_file(layer);
-    if tell().while_trying("tell that a disk stands on the layer").map_err(in_layer)? {
-        flush_directory(&directory.join("link")).and_then(|()| flush_directory(layer)).map_err(in_layer)?;
-    }
-    Ok(())
+    tell().while_trying("tell that a disk stands on the layer").map_err(|error| error.in_file(layer))
 }
 
 /// Tells of a disk wherever its chain, given by its files from the base up, goes on in another directory. That it cannot be told
@@ -88,17 +90,20 @@ pub(crate) fn is_beside(one: &Path, other: &Path) -> bool {
 /// # Errors
 /// A directory that is there and cannot be read: then anybody may have.
 pub(crate) fn who_told(layer: &Path) -> io::Result<Vec<Told>> {
-    let Some(directory) = directory(layer) else { return Ok(Vec::new()) };
-    let entries = match std::fs::read_dir(&directory) {
-        Ok(entries) => entries,
+    let links = directory(layer).and_then(|place| place.map(|place| place.open_directory()).transpose());
+    let links = match links {
+        Ok(Some(links)) => links,
+        Ok(None) => return Ok(Vec::new()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
     let mut told = Vec::new();
-    for entry in entries {
-        let link = entry?.path();
-        // Whatever else is there is nobody's word.
-        if let Ok(disk) = std::fs::read_link(&link) {
+    for entry in links.entries()? {
+        let (link, _) = entry?;
+        // Whatever else is there is nobody's word, and nothing of ours.
+        if let Ok(disk) = link.read_link()
+            && link.name() == &*link_name(&disk)
+        {
             told.push(Told { link, disk });
         }
     }
@@ -108,10 +113,10 @@ pub(crate) fn who_told(layer: &Path) -> io::Result<Vec<Told>> {
 /// The layer goes: so does what was told of it.
 pub(crate) fn forget(layer: &Path) {
     for told in who_told(layer).unwrap_or_default() {
-        let _ = std::fs::remove_file(told.link);
+        let _ = told.link.remove();
     }
-    if let Some(directory) = directory(layer) {
-        let _ = std::fs::remove_dir(directory);
+    if let Ok(Some(place)) = directory(layer) {
+        let _ = place.remove_directory();
     }
 }
 
@@ -119,7 +124,7 @@ pub(crate) fn forget(layer: &Path) {
 pub(crate) fn take_back(layer: &Path, image: &Path) {
     let Ok(real) = real(image) else { return };
     for told in who_told(layer).unwrap_or_default().into_iter().filter(|told| told.disk == real) {
-        let _ = std::fs::remove_file(told.link);
+        let _ = told.link.remove();
     }
 }
 
@@ -160,14 +165,14 @@ mod tests {
         for dir in ["golden", "a", "b"] {
             std::fs::create_dir(root.join(dir)).unwrap();
         }
-        assert_eq!(who_told(&layer).unwrap(), []);
+        assert!(who_told(&layer).unwrap().is_empty());
         for disk in disks.iter().chain(&disks) {
             tell(&layer, disk).unwrap();
         }
         let mut told: Vec<PathBuf> = who_told(&layer).unwrap().into_iter().map(|told| told.disk).collect();
         told.sort();
         assert_eq!(told, disks);
-        assert_eq!(who_told(&layer.with_file_name("web.v8.qcow2")).unwrap(), []);
+        assert!(who_told(&layer.with_file_name("web.v8.qcow2")).unwrap().is_empty());
         forget(&layer);
         assert_eq!(std::fs::read_dir(root.join("golden")).unwrap().count(), 0);
     }

@@ -16,6 +16,7 @@ use vmstrata_qcow2::{CompressionType, LayerRecord, NewBacking, NewImage, Refcoun
 use vmstrata_store::{Access, FileId, FileOptions, FileStore, Gate};
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
+use crate::access;
 use crate::chain::{Qcow2Head, check_state, plain_name, probe, read_head};
 use crate::clones;
 use crate::draft::Draft;
@@ -110,7 +111,7 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
     if let Some((name, _)) = &options.backing {
         clones::tell_of_chain(path, [resolve(path, name)?.as_path(), path].into_iter());
     }
-    write_new(path, &image, options.force)
+    write_new(path, &image, options.force, replaced.is_some())
 }
 
 type Replaced = Option<(FileStore, FileId)>;
@@ -210,7 +211,11 @@ fn refuse_loop(
 /// (with it).
 pub(crate) fn reserve(path: &Path, replace: bool) -> Result<(Option<FileStore>, Draft)> {
     let replaced = if replace { lock_existing(path)? } else { refuse_existing(path)? };
-    Ok((replaced.map(|(store, _)| store), Draft::beside(path)?))
+    let draft = Draft::beside(path)?;
+    if replaced.is_some() {
+        access::copy(path, &draft.file)?;
+    }
+    Ok((replaced.map(|(store, _)| store), draft))
 }
 
 /// Writes the image into a new file.
@@ -225,8 +230,11 @@ pub(crate) fn fill(file: &File, image: &NewImage) -> Result<()> {
     Ok(())
 }
 
-fn write_new(path: &Path, image: &NewImage, replace: bool) -> Result<()> {
-    let draft = Draft::beside(path)?;
+fn write_new(path: &Path, image: &NewImage, replace: bool, is_replaced: bool) -> Result<()> {
+    let draft = Draft::with_mode(path, 0o644)?;
+    if is_replaced {
+        access::copy(path, &draft.file)?;
+    }
     fill(&draft.file, image)?;
     draft.publish(path, replace)
 }

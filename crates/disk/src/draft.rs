@@ -4,24 +4,27 @@
 //! file system is full. It is written without a name, flushed, and then named; the directory is flushed last. A process that
 //! is killed so leaves nothing behind. On file systems that know no files without a name (NFS), and while it replaces
 //! another file, a draft has a temporary name.
+//!
+//! A draft is its owner's alone until whoever makes it says otherwise ([`crate::access`]).
 
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
-use rustix::io::Errno;
+use vmstrata_store::{Directory, Place};
 
-use crate::error::{Error, IoContext as _, Result};
-use crate::opener::directory_of;
+use crate::error::{IoContext as _, Result};
+
+/// What a file is made with that is its owner's alone.
+pub(crate) const PRIVATE: u32 = 0o600;
 
 /// A file on its way to its name.
 #[derive(Debug)]
 pub(crate) struct Draft {
     pub(crate) file: File,
+    directory: Directory,
     name: Option<Name>,
 }
 
@@ -29,12 +32,13 @@ pub(crate) struct Draft {
 #[derive(Debug)]
 pub(crate) struct Temporary {
     pub(crate) file: File,
+    path: PathBuf,
     name: Name,
 }
 
 /// A name that goes with its owner.
 #[derive(Debug)]
-struct Name(PathBuf);
+struct Name(Place);
 
 impl Draft {
     /// A new, empty file in the directory of `path`.
@@ -42,47 +46,49 @@ impl Draft {
     /// # Errors
     /// Whatever the host reports.
     pub(crate) fn beside(path: &Path) -> Result<Self> {
-        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
-        match rustix::fs::open(directory_of(path), flags, mode()) {
-            Ok(file) => Ok(Self { file: file.into(), name: None }),
-            // Without such files, or by kernels that do not know the flag, a directory is opened for writing.
-            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT) => {
-                let Temporary { file, name } = Temporary::named(path, "new")?;
-                Ok(Self { file, name: Some(name) })
-            }
-            Err(errno) => Err(Error::io("create the image", errno.into())),
-        }
+        Self::with_mode(path, PRIVATE)
     }
 
-    /// Brings the file to stable storage and gives it its final name.
+    /// As [`Draft::beside`], for those whom `mode` names.
+    ///
+    /// # Errors
+    /// The same.
+    pub(crate) fn with_mode(path: &Path, mode: u32) -> Result<Self> {
+        let make = || -> io::Result<Self> {
+            let place = Place::of(path)?;
+            let directory = place.directory().clone();
+            if let Some(file) = directory.unnamed(mode)? {
+                return Ok(Self { file, directory, name: None });
+            }
+            let (file, name) = free_name(&place, "new", |name| name.create(mode))?;
+            Ok(Self { file, directory, name: Some(name) })
+        };
+        make().while_trying("create the image")
+    }
+
+    /// Brings the file to stable storage and gives it its final name, that of `path`, in the directory that it was made in.
     ///
     /// # Errors
     /// A file of that name, unless it may be replaced; whatever the host reports.
-    pub(crate) fn publish(self, path: &Path, replace: bool) -> Result<()> {
+    pub(crate) fn publish(mut self, path: &Path, replace: bool) -> Result<()> {
         self.file.sync_all().while_trying("flush the new image")?;
-        self.give_name(path, replace)?;
-        flush_directory(path)
+        let place = self.directory.place(path.file_name().unwrap_or_default());
+        self.give_name(&place, replace).while_trying("name the new image")?;
+        self.directory.sync().while_trying("flush the image's directory")
     }
 
-    fn give_name(mut self, path: &Path, replace: bool) -> Result<()> {
-        let named =
-            |done: rustix::io::Result<()>| done.map_err(io::Error::from).while_trying("name the new image");
+    fn give_name(&mut self, place: &Place, replace: bool) -> io::Result<()> {
         let name = match self.name.take() {
             Some(name) => name,
-            None => match link(&self.file, path) {
+            None => match place.give_to(&self.file) {
                 // A link never replaces anything.
-                Err(Errno::EXIST) if replace => free_name(path, "new", |name| link(&self.file, name))?.1,
-                linked => return named(linked),
+                Err(error) if replace && error.kind() == io::ErrorKind::AlreadyExists => {
+                    free_name(place, "new", |name| name.give_to(&self.file))?.1
+                }
+                given => return given,
             },
         };
-        if replace {
-            return named(rustix::fs::rename(&name.0, path));
-        }
-        named(match rustix::fs::renameat_with(CWD, &name.0, CWD, path, RenameFlags::NOREPLACE) {
-            // File systems without that flag have links.
-            Err(Errno::INVAL | Errno::NOSYS) => rustix::fs::link(&name.0, path),
-            done => done,
-        })
+        if replace { name.0.rename(place) } else { name.0.rename_new(place) }
     }
 }
 
@@ -92,58 +98,46 @@ impl Temporary {
     /// # Errors
     /// Whatever the host reports.
     pub(crate) fn named(path: &Path, purpose: &str) -> Result<Self> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        let (file, name) = free_name(path, purpose, |name| rustix::fs::open(name, flags, mode()))?;
-        Ok(Self { file: file.into(), name })
+        let make = || free_name(&Place::of(path)?, purpose, |name| name.create(PRIVATE));
+        let (file, name) = make().while_trying("create the image")?;
+        Ok(Self { file, path: name.0.path(), name })
+    }
+
+    pub(crate) fn place(&self) -> &Place {
+        &self.name.0
     }
 
     pub(crate) fn path(&self) -> &Path {
-        &self.name.0
+        &self.path
     }
 }
 
 impl Drop for Name {
     fn drop(&mut self) {
         // Fails after the rename, when the name is gone.
-        let _ = std::fs::remove_file(&self.0);
+        let _ = self.0.remove();
     }
-}
-
-fn mode() -> Mode {
-    Mode::from_raw_mode(0o644)
 }
 
 /// Does what makes a file under a temporary name, with the first name that is free.
 fn free_name<T>(
-    path: &Path,
+    place: &Place,
     purpose: &str,
-    make: impl Fn(&Path) -> rustix::io::Result<T>,
-) -> Result<(T, Name)> {
+    make: impl Fn(&Place) -> io::Result<T>,
+) -> io::Result<(T, Name)> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    let file_name = path.file_name().ok_or(Errno::ISDIR).map_err(io::Error::from);
-    let file_name = file_name.while_trying("create the image")?;
     loop {
         let mut name = OsString::from(".");
-        name.push(file_name);
+        name.push(place.name());
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         name.push(format!(".{}-{number}.{purpose}", std::process::id()));
-        let name = directory_of(path).join(name);
+        let name = place.directory().place(name);
         match make(&name) {
             Ok(made) => return Ok((made, Name(name))),
             // Left by a process of the same number.
-            Err(Errno::EXIST) => {}
-            Err(errno) => return Err(Error::io("create the image", errno.into())),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
         }
-    }
-}
-
-/// Gives a file without a name one.
-fn link(file: &File, name: &Path) -> rustix::io::Result<()> {
-    let place = format!("/proc/self/fd/{}", file.as_raw_fd());
-    match rustix::fs::linkat(CWD, place, CWD, name, AtFlags::SYMLINK_FOLLOW) {
-        // No /proc: a privilege, or a new kernel, makes up for it.
-        Err(Errno::NOENT) => rustix::fs::linkat(file, "", CWD, name, AtFlags::EMPTY_PATH),
-        done => done,
     }
 }
 
@@ -152,8 +146,8 @@ fn link(file: &File, name: &Path) -> rustix::io::Result<()> {
 /// # Errors
 /// Whatever the host reports.
 pub(crate) fn flush_directory(path: &Path) -> Result<()> {
-    let directory = File::open(directory_of(path)).while_trying("open the image's directory")?;
-    rustix::fs::fsync(directory.as_fd()).map_err(io::Error::from).while_trying("flush the image's directory")
+    let flushed = Place::of(path).and_then(|place| place.directory().sync());
+    flushed.while_trying("flush the image's directory")
 }
 
 #[cfg(test)]
@@ -187,9 +181,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.qcow2");
         let named = |text: &str| {
-            let Temporary { mut file, name } = Temporary::named(&path, "new").unwrap();
+            let Temporary { mut file, name, .. } = Temporary::named(&path, "new").unwrap();
             file.write_all(text.as_bytes()).unwrap();
-            Draft { file, name: Some(name) }
+            Draft { file, directory: name.0.directory().clone(), name: Some(name) }
         };
         named("first").publish(&path, false).unwrap();
         named("none").publish(&path, false).unwrap_err();

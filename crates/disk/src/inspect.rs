@@ -95,8 +95,7 @@ pub fn probe_backing(image: &Path, name: &Path) -> Result<Format> {
 }
 
 fn head_of(file: Top) -> Result<LayerHead> {
-    let metadata =
-        std::fs::metadata(&file.path).while_trying("examine").map_err(|e| e.in_file(&file.path))?;
+    let metadata = file.path.metadata().while_trying("examine").map_err(|e| e.in_file(&file.path))?;
     let backing = backing_of(&file.path, file.head.as_ref())?;
     let (header, backing_name, backing_format) = match file.head {
         Some(head) => (Some(head.header), head.backing_name, head.backing_format),

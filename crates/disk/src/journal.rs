@@ -31,12 +31,12 @@
 //! makes of the newest), the refcount of every new cluster is 1, and no two entries lead to one. Integers are
 //! little-endian: a journal never leaves its machine.
 
-use std::io;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use smallvec::SmallVec;
-use vmstrata_store::{FileId, Gate, Store};
+use vmstrata_store::{Access, Directory, FileId, Gate, Place, Store};
 use vmstrata_types::HostOffset;
 
 use crate::error::{IoContext as _, Result};
@@ -202,9 +202,13 @@ pub(crate) struct Found {
 /// # Errors
 /// A file that cannot be read.
 pub(crate) fn look(dir: &Path, subject: &Subject) -> io::Result<Found> {
-    let read = |path: PathBuf| match std::fs::read(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-        read => read,
+    let read = |path: PathBuf| {
+        let mut bytes = Vec::new();
+        match Place::of(&path).and_then(|place| place.open(Access::ReadOnly)) {
+            Ok(mut file) => file.read_to_end(&mut bytes).map(|_| bytes),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(bytes),
+            Err(error) => Err(error),
+        }
     };
     let [first, second] = subject.paths(dir);
     Ok(subject.read([&read(first)?, &read(second)?]).0)
@@ -262,7 +266,7 @@ impl Journal {
     /// A directory or file that cannot be made, read or written.
     pub(crate) fn open(dir: &Path, subject: Subject, opener: &dyn Opener) -> Result<(Self, Found)> {
         let in_dir = |error: crate::Error| error.in_file(dir);
-        std::fs::create_dir_all(dir).while_trying("make the directory of the journals").map_err(in_dir)?;
+        Directory::open_or_create(dir).while_trying("make the directory of the journals").map_err(in_dir)?;
         let open = |path: PathBuf| -> Result<Half> {
             let store = opener.open(&path, Role::Journal, &Gate::unrestricted())?.store;
             let room = store.len().while_trying("look at the journal").map_err(|e| e.in_file(&path))?;
@@ -387,7 +391,7 @@ impl Journal {
     pub(crate) fn remove(&self) {
         for half in &self.halves {
             // A file that stays behind is not believed: its image's autoclear bits are clear.
-            let _ = std::fs::remove_file(&half.path);
+            let _ = Place::of(&half.path).and_then(|place| place.remove());
         }
     }
 }

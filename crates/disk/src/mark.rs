@@ -18,10 +18,11 @@
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::OFlags;
+use vmstrata_store::{Access, Place};
+
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 use vmstrata_qcow2::OverlayMark;
@@ -113,8 +114,7 @@ fn head_of(opened: &Opened) -> Result<Option<Qcow2Head>> {
 /// The mark that the note has; `None` if there is no note.
 fn read_note(note: &Path, disk: &Path) -> Result<Option<OverlayMark>> {
     let fail = |fault| ErrorKind::Note { note: note.to_owned(), fault };
-    let options = File::options().read(true).custom_flags(OFlags::NOFOLLOW.bits() as i32).open(note);
-    let file = match options {
+    let file = match Place::of(note).and_then(|place| place.open(Access::ReadOnly)) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(_) => return Err(fail("cannot be read").into()),

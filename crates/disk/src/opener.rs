@@ -3,18 +3,16 @@
 //! [`LocalFiles`] is what everyone uses. Tests put their own [`Opener`] in its place, to wrap every file of a
 //! chain in a store that fails, delays and records.
 
-use std::fs::File;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::fs::OFlags;
 use vmstrata_store::{
     Access, CacheMode, FileError, FileId, FileIdentity, FileOptions, FileStore, Gate, Holders, LockError,
-    LockKind, OpenFiles, Store,
+    LockKind, OpenFiles, Place, Store,
 };
 
+use crate::draft::PRIVATE;
 use crate::error::{IoContext as _, Result};
 
 /// What a file is opened for.
@@ -86,7 +84,10 @@ impl Opener for LocalFiles {
             Role::Journal => FileOptions { access: Access::ReadWrite, lock: None, ..FileOptions::FROZEN },
         };
         let file = match role {
-            Role::Journal => create_private(path).map_err(|error| error.in_file(path))?,
+            Role::Journal => {
+                let made = Place::of(path).and_then(|place| place.open_or_create(PRIVATE));
+                made.while_trying("open or make it").map_err(|error| error.in_file(path))?
+            }
             _ => gate.open(path, options.access)?,
         };
         let store = match FileStore::new(file, path, &options) {
@@ -122,23 +123,8 @@ fn is_held_by_nobody(path: &Path, role: Role) -> bool {
 
 /// Whether a process that cannot be looked into is one that uses images, by its name.
 fn uses_images(pid: u32) -> bool {
-    let program = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let program = vmstrata_store::proc::program(pid);
     ["qemu", "kvm", "vmstrata", "cloud-hypervis"].iter().any(|name| program.starts_with(name))
-}
-
-/// Opens a file for its owner alone, and makes it where it is not there.
-fn create_private(path: &Path) -> Result<File> {
-    let flags = OFlags::NOFOLLOW.bits().cast_signed();
-    let mut options = File::options();
-    let file = options
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(flags)
-        .open(path);
-    file.while_trying("open or make it")
 }
 
 /// The directory that relative backing names in `path` are relative to.

@@ -28,7 +28,7 @@ impl BootId {
     /// # Errors
     /// A host without `/proc`.
     pub(crate) fn now() -> io::Result<Self> {
-        let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+        let text = vmstrata_store::proc::boot_id()?;
         let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
         let id = u128::from_str_radix(&digits, 16).map_err(io::Error::other)?;
         Ok(Self(id.to_le_bytes()))

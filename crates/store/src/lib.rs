@@ -16,6 +16,7 @@
 //! `unsafe` lives here so that it need not live in the engine.
 
 mod direct;
+mod directory;
 mod fault;
 mod file;
 mod gate;
@@ -29,6 +30,7 @@ mod open_files;
 mod open_store;
 mod places;
 mod prefetch;
+pub mod proc;
 mod ring;
 pub mod room;
 mod segment;
@@ -40,6 +42,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
 
+pub use directory::{Directory, Entry, Place, open_device, open_named};
 pub use fault::{
     Crash, CrashKind, Effect, Fault, FaultPlan, FaultStore, Moment, Operation, OperationKind, Record,
     StoreId, Survivors, When,

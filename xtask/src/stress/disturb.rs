@@ -273,6 +273,8 @@ pub(super) const REFUSALS: &[&str] = &[
     // Of another job, or of one that was cancelled.
     "being merged",
     "half deleted",
+    // The file system is small, also where nobody fills it.
+    "there is no room for what is copied",
     // `--into down` with nothing but the active layer above.
     "what stays cannot be written down into it",
 ];

@@ -10,6 +10,7 @@
 
 pub mod layers;
 pub mod lexer;
+pub mod seam;
 pub mod sizes;
 
 use std::fs;
@@ -64,6 +65,7 @@ pub fn check(root: &Path) -> Result<Vec<String>> {
     let mut complaints = layers::check(&layers::read(root)?);
     complaints.extend(sources.iter().filter_map(missing_docs));
     complaints.extend(sources.iter().filter_map(forbidden_unsafe));
+    complaints.extend(sources.iter().flat_map(seam::check));
     complaints.extend(sizes::judge(&sizes::measure(&sources)));
     complaints.extend(stale_tables(root)?);
     Ok(complaints)

@@ -67,7 +67,7 @@ fn is(tokens: &[Token], at: usize, text: &str) -> bool {
 }
 
 /// Lines of each `#[cfg(test)] mod name { ... }`, attribute included.
-fn test_modules(tokens: &[Token]) -> Vec<RangeInclusive<usize>> {
+pub(super) fn test_modules(tokens: &[Token]) -> Vec<RangeInclusive<usize>> {
     const HEAD: [&str; 8] = ["#", "[", "cfg", "(", "test", ")", "]", "mod"];
     let begins = |at: &usize| HEAD.iter().enumerate().all(|(offset, text)| is(tokens, at + offset, text));
     let module = |at: usize| {

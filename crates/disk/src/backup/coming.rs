@@ -3,9 +3,10 @@
 
 use std::path::{Path, PathBuf};
 
+use vmstrata_store::Place;
+
 use super::manifest::{Manifest, manifest_path};
 use super::verify::check_file;
-use crate::draft::flush_directory;
 use crate::error::{IoContext as _, Result};
 
 /// What is added to a manifest's name while the file that it is of is not there yet.
@@ -42,14 +43,18 @@ impl Coming {
     /// # Errors
     /// Whatever the host reports: the backup is whole all the same.
     pub(super) fn arrive(self) -> Result<()> {
-        let renamed = std::fs::rename(&self.new, &self.path).while_trying("name the backup's manifest");
-        renamed.and_then(|()| flush_directory(&self.path)).map_err(|error| error.in_file(&self.path))
+        let arrive = || {
+            let place = Place::of(&self.path)?;
+            Place::of(&self.new)?.rename(&place)?;
+            place.directory().sync()
+        };
+        arrive().while_trying("name the backup's manifest").map_err(|error| error.in_file(&self.path))
     }
 
     /// The file did not get its name.
     pub(super) fn leave(self) {
         // One that stays describes no file, and the next backup replaces it.
-        let _ = std::fs::remove_file(&self.new);
+        let _ = Place::of(&self.new).and_then(|new| new.remove());
     }
 }
 

@@ -8,6 +8,8 @@ use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
+use vmstrata_store::open_named;
+
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
@@ -145,7 +147,7 @@ impl Manifest {
     /// A file that cannot be read, is no manifest of a known version, or does not match its own checksum.
     pub fn read(path: &Path) -> Result<Self> {
         let read = || -> Result<Self> {
-            let file = File::open(path).while_trying("open the backup's manifest")?;
+            let file = open_named(path).while_trying("open the backup's manifest")?;
             let mut bytes = Vec::new();
             file.take(BYTES_MAX).read_to_end(&mut bytes).while_trying("read the backup's manifest")?;
             Self::parse(&bytes)

@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _};
 use std::path::Path;
 use std::time::Duration;
 
@@ -41,10 +41,8 @@ pub(super) fn is_device(path: &Path) -> bool {
 /// # Errors
 /// A device in use, or too small; whatever the host reports.
 pub(super) fn open_device(path: &Path, size: u64) -> Result<(File, FileStore)> {
-    // For a block device this means that no file system and no other such opener has it.
-    let flags = rustix::fs::OFlags::EXCL.bits() as i32;
-    let file = File::options().read(true).write(true).custom_flags(flags).open(path);
-    let file = file.while_trying("open the device, which nothing else may use")?;
+    let file =
+        vmstrata_store::open_device(path).while_trying("open the device, which nothing else may use")?;
     let found = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0)).map_err(io::Error::from);
     let found = found.while_trying("find the device's size")?;
     if found < size {

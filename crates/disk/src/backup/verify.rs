@@ -1,9 +1,10 @@
 //! Comparing a backup with its manifest.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
+
+use vmstrata_store::open_named;
 
 use vmstrata_types::GuestOffset;
 
@@ -55,7 +56,7 @@ pub fn verify(path: &Path, resources: &Arc<Resources>, watch: Watch<'_>) -> Resu
 /// A file that cannot be read or does not match; [`BackupFault::Stopped`] when `watch` says so.
 pub(super) fn check_file(path: &Path, manifest: &Manifest, watch: &mut dyn FnMut(u64) -> bool) -> Result<()> {
     let mut check = || -> Result<()> {
-        let file = File::open(path).while_trying("open the backup")?;
+        let file = open_named(path).while_trying("open the backup")?;
         let found = file.metadata().while_trying("examine the backup")?.len();
         let expected = manifest.file.bytes;
         if found != expected {

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use vmstrata_store::Place;
+
 use vmstrata_qcow2::index::IndexError;
 use vmstrata_qcow2::{Autoclear, Incompatible};
 
@@ -96,7 +98,8 @@ fn remove_sidecar(chain: &Links, link: &Link) -> Result<bool> {
         Err(error) if matches!(error.kind(), ErrorKind::Index(kind) if *kind != IndexError::Missing) => {}
         Err(error) => return Err(error),
     }
-    std::fs::remove_file(&path)
+    Place::of(&path)
+        .and_then(|place| place.remove())
         .while_trying("remove the index")
         .map_err(|error: Error| error.in_file(&path))?;
     Ok(true)

@@ -3,13 +3,12 @@
 //! In the file, the header's link leads to the root, if the autoclear bit stands and no one is writing the image; neither
 //! is believed further than to look there. A sidecar has its root at its start.
 
-use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::index::{IndexLink, MAGIC, PAGE_LEN, Page, Root, link_place};
 use vmstrata_qcow2::{Autoclear, Header};
-use vmstrata_store::{Gate, Store};
+use vmstrata_store::{Access, Gate, Place, Store};
 use vmstrata_types::HostOffset;
 
 use crate::chain::Qcow2Head;
@@ -82,14 +81,15 @@ pub(super) fn root_in_file(store: &dyn Store, head: &Qcow2Head) -> Result<Option
 /// # Errors
 /// A file that cannot be read.
 pub(super) fn is_sidecar(path: &Path) -> io::Result<Option<bool>> {
-    match path.symlink_metadata() {
-        Ok(found) if found.is_file() => {}
-        Ok(_) => return Ok(Some(false)),
+    let file = match Place::of(path).and_then(|place| place.open(Access::ReadOnly)) {
+        Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        // No file.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => return Ok(Some(false)),
         Err(error) => return Err(error),
-    }
+    };
     let mut begin = Vec::new();
-    File::open(path)?.take(MAGIC.len() as u64).read_to_end(&mut begin)?;
+    file.take(MAGIC.len() as u64).read_to_end(&mut begin)?;
     Ok(Some(begin == MAGIC))
 }
 
@@ -97,7 +97,7 @@ pub(super) fn is_sidecar(path: &Path) -> io::Result<Option<bool>> {
 pub(crate) fn forget_sidecar(layer: &Path) {
     let path = sidecar_of(layer);
     if matches!(is_sidecar(&path), Ok(Some(true))) {
-        let _ = std::fs::remove_file(path);
+        let _ = Place::of(&path).and_then(|place| place.remove());
     }
 }
 

@@ -219,7 +219,7 @@ impl Asked<'_> {
 fn check_open_files(layers: usize) -> Against {
     let most = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let most = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
-    let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    let open = vmstrata_store::proc::open_descriptors();
     let free = most.saturating_sub(open);
     // The other half is for those who use disks meanwhile.
     if layers > free / 2 {

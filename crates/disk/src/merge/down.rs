@@ -17,11 +17,10 @@
 //! - All of them are on stable storage before the rename, and that is before a file is removed.
 //! - Before the first write, nobody else stands on a dropped layer or uses one, and each is marked ([`super::mark`]) and locked.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_store::{FileIdentity, OpenStore};
+use vmstrata_store::{Access, FileIdentity, OpenStore, Place};
 use vmstrata_types::GuestRange;
 
 use super::copier::let_go;
@@ -34,7 +33,6 @@ use crate::access;
 use crate::active::Active;
 use crate::chain::Top as OpenTop;
 use crate::clones;
-use crate::draft::flush_directory;
 use crate::error::{Error, IoContext as _, Result};
 use crate::index::forget_sidecar;
 use crate::layer::Layer;
@@ -179,16 +177,20 @@ impl Down {
     /// A host that cannot rename or flush: the one or the other is there.
     pub(super) fn take_place(&self, lowest: &Active) -> Result<()> {
         // Whoever may read the one that stays, and nobody else, may read what takes its place.
-        let file = File::open(&self.from).while_trying("open it to set its owner");
+        let places = || Ok((Place::of(&self.from)?, Place::of(&self.to)?));
+        let (from, to) =
+            places().while_trying("find its directory").map_err(|error: Error| error.in_file(&self.from))?;
+        let file = from.open(Access::ReadOnly).while_trying("open it to set its owner");
         file.and_then(|file| access::copy(&self.to, &file)).map_err(|error| error.in_file(&self.from))?;
         // They speak of files that these names do not lead to any more.
         for file in [&self.from, &self.to] {
             forget_sidecar(file);
         }
-        let renamed =
-            std::fs::rename(&self.from, &self.to).while_trying("give it the name of the layer above");
+        let renamed = from
+            .rename(&to)
+            .and_then(|()| to.directory().sync())
+            .while_trying("give it the name of the layer above");
         renamed.map_err(|error| error.in_file(&self.from))?;
-        flush_directory(&self.to)?;
         clones::forget(&self.from);
         self.unmark(lowest).or_else(|error| {
             // It is true, and so in nobody's way.

@@ -22,12 +22,11 @@
 mod note;
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use vmstrata_store::FileId;
+use vmstrata_store::{Access, FileId, Place};
 
-use self::note::{Note, Noted, draft_of, identity, is_file, note_elsewhere, note_of};
+use self::note::{Note, Noted, draft_of, identity, is_file, note_elsewhere, note_of, remove_note};
 use super::plan::{self, Link};
 use super::remove::{Dropped, Kept, Removal, Wanted, remove};
 use super::users::{Here, Users};
@@ -110,13 +109,13 @@ pub(super) fn waiting_of(disk: &Path, links: &[Link]) -> Vec<Dropped> {
 fn settle(disk: &Path, open: &OpenOptions) {
     let Some(place) = note_of(disk) else { return };
     settle_elsewhere(&place, disk, open);
-    let _ = std::fs::remove_file(place);
+    remove_note(&place);
 }
 
 /// Of the notes that the one at `place` leads to.
 fn settle_elsewhere(place: &Path, disk: &Path, open: &OpenOptions) {
     for place in Note::read(place).ok().flatten().iter().flat_map(|note| note.places_elsewhere(disk, open)) {
-        let _ = std::fs::remove_file(place);
+        remove_note(&place);
     }
 }
 
@@ -129,7 +128,7 @@ pub(crate) fn sweep_files(disk: &Path, open: &OpenOptions) {
 /// writer, and no merge of it is under way.
 pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
     let Some(place) = note_of(disk) else { return };
-    let _ = std::fs::remove_file(draft_of(&place));
+    remove_note(&draft_of(&place));
     if !is_file(&place) {
         return;
     }
@@ -182,7 +181,7 @@ fn left(disk: &Path, note: &Note, open: &OpenOptions) -> Result<(Vec<Dropped>, V
     let target = links.iter().find(|link| (link.file.dev, link.file.ino) == note.target);
     let Some(target) = target.filter(|_| !left.is_empty()) else { return Ok((Vec::new(), links)) };
     // The header that a killed process wrote may be in the page cache alone, and so may the name that it gave.
-    let flushed = File::open(&target.path).and_then(|file| file.sync_all());
+    let flushed = Place::of(&target.path).and_then(|place| place.open(Access::ReadOnly)?.sync_all());
     flushed.while_trying("flush").map_err(|error| error.in_file(&target.path))?;
     flush_directory(&target.path)?;
     Ok((left.into_iter().map(|(_, dropped)| dropped).collect(), links))

@@ -5,14 +5,13 @@
 
 use std::path::PathBuf;
 
-use vmstrata_store::{FileId, Gate};
+use vmstrata_store::{FileId, Place};
 
 use super::plan::{Link, MergeRange, layers_of_others};
 use super::users::{FILES_MAX, Here, Users, below, is_open, missing};
 use super::{MergeFault, MergeOptions};
 use crate::clones;
 use crate::index::forget_sidecar;
-use crate::opener::{LocalFiles, Opener as _};
 
 /// Which files of dropped layers are removed, if no one needs them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -183,9 +182,10 @@ fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(),
     if let Some(told) = missing(&layer.path).into_iter().next().filter(|_| !wanted.forget_missing) {
         return Err(Kept::Missing { by: told.disk });
     }
-    let kind = layer.path.symlink_metadata().map_err(failed)?;
-    let now = LocalFiles.identity(&layer.path, &Gate::unrestricted()).map_err(|_| Kept::Replaced)?;
-    if kind.is_symlink() || now.file != layer.file {
+    // What is looked at here is what is removed below, whatever the path leads to by then.
+    let place = Place::of(&layer.path).map_err(failed)?;
+    let is_it = || place.look().is_ok_and(|found| found.is_file() && found.file() == layer.file);
+    if !is_it() {
         return Err(Kept::Replaced);
     }
     if wanted.by_others || (wanted.here.needs)(layer.file) || is_open(&layer.path, layer.file, &wanted.here) {
@@ -195,7 +195,7 @@ fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(),
     forget_sidecar(&layer.path);
     clones::forget(&layer.path);
     below(&layer.path).unwrap_or_default().iter().for_each(|below| clones::take_back(below, &layer.path));
-    std::fs::remove_file(&layer.path).map_err(failed)
+    if is_it() { place.remove().map_err(failed) } else { Err(Kept::Replaced) }
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]

@@ -13,7 +13,9 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use vmstrata_store::{FileId, Gate, SilentMounts};
+use rustix::fs::FileType;
+
+use vmstrata_store::{Directory, FileId, Gate, SilentMounts};
 use vmstrata_types::MAX_LAYERS;
 
 use super::Kept;
@@ -79,7 +81,7 @@ impl Users {
             if !self.directories.insert(directory.clone()) {
                 continue;
             }
-            let entries = match std::fs::read_dir(&directory) {
+            let entries = match Directory::open(&directory).and_then(|directory| directory.entries()) {
                 Ok(entries) => entries,
                 Err(error) => {
                     self.overlook(&directory, &error);
@@ -92,15 +94,14 @@ impl Users {
                     self.gap = Some(Gap::TooMany);
                     return;
                 }
-                let kind = entry.and_then(|entry| Ok((entry.file_type()?, entry)));
-                match kind {
-                    Ok((kind, entry)) if kind.is_dir() && entry.file_name() == LOST => {}
-                    Ok((kind, entry)) if kind.is_dir() => {
+                match entry {
+                    Ok((entry, FileType::Directory)) if entry.name() == LOST => {}
+                    Ok((entry, FileType::Directory)) => {
                         if !self.is_silent(&entry.path()) {
                             waiting.push((entry.path(), depth + 1));
                         }
                     }
-                    Ok((_, entry)) => self.look(entry.path()),
+                    Ok((entry, _)) => self.look(entry.path()),
                     Err(error) => self.overlook(&directory, &error),
                 }
             }
@@ -207,7 +208,8 @@ impl Users {
     fn look_beside(&mut self, disk: &Path) {
         let Ok(directory) = directory_of(disk).canonicalize() else { return };
         let is_new = self.directories.insert(directory.clone());
-        let Some(entries) = is_new.then(|| std::fs::read_dir(directory).ok()).flatten() else { return };
+        let read = || Directory::open(&directory)?.entries();
+        let Some(entries) = is_new.then(read).and_then(std::io::Result::ok) else { return };
         for entry in entries {
             self.looked += 1;
             if self.looked > FILES_MAX {
@@ -215,7 +217,7 @@ impl Users {
                 return;
             }
             match entry {
-                Ok(entry) => self.look(entry.path()),
+                Ok((entry, _)) => self.look(entry.path()),
                 Err(error) => self.overlook(disk, &error),
             }
         }

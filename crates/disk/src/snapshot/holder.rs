@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::path::Path;
 
-use vmstrata_store::{FileId, Holders};
+use vmstrata_store::{FileId, Holders, proc};
 
 /// What kind of program it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,8 +91,7 @@ pub(crate) fn holders_of(files: &HashSet<FileId>) -> Vec<Holder> {
 }
 
 fn holder(pid: u32) -> Holder {
-    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    let program: String = name.trim_end().chars().map(|c| if c.is_control() { '?' } else { c }).collect();
+    let program: String = proc::program(pid).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
     Holder { kind: HolderKind::of(&program), program, pid }
 }
 

@@ -6,14 +6,16 @@
 //! itself can be taken up.
 
 use std::ffi::OsStr;
-use std::fs::DirEntry;
+use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use sha2::{Digest as _, Sha256};
-use vmstrata_store::{FileId, Gate};
+use rustix::fs::FileType;
 
-use super::prepare::{Step, file_at};
+use sha2::{Digest as _, Sha256};
+use vmstrata_store::{FileId, Gate, Place};
+
+use super::prepare::Step;
 use crate::chain::{backing_of, open_layer};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
@@ -41,12 +43,11 @@ fn sum(name: &OsStr) -> String {
 /// Whatever the host reports.
 pub(super) fn sweep(active: &Path, identity: FileId, on_step: fn(Step)) -> Result<()> {
     let Some(file_name) = active.file_name().and_then(|name| name.to_str()) else { return Ok(()) };
-    for entry in entries(active)? {
-        let entry = entry?;
-        let name = entry.file_name();
-        let Some(left) = name.to_str().and_then(|name| Left::parse(name, file_name)) else { continue };
-        if entry.file_type().is_ok_and(|kind| kind.is_file()) {
-            let overlay = entry.path();
+    for (overlay, kind) in entries(active)? {
+        let Some(left) = overlay.name().to_str().and_then(|name| Left::parse(name, file_name)) else {
+            continue;
+        };
+        if kind == FileType::RegularFile {
             let kept = left.sum.map(|sum| kept(sum, active, identity)).transpose()?.flatten();
             for second in second_name(&overlay, active, identity).into_iter().chain(kept) {
                 on_step(Step::Unlink);
@@ -60,16 +61,20 @@ pub(super) fn sweep(active: &Path, identity: FileId, on_step: fn(Step)) -> Resul
 }
 
 /// What lies beside the disk.
-fn entries(active: &Path) -> Result<impl Iterator<Item = Result<DirEntry>>> {
-    let entries = std::fs::read_dir(directory_of(active)).while_trying("read the disk's directory")?;
-    Ok(entries.map(|entry| entry.while_trying("read the disk's directory")))
+fn entries(active: &Path) -> Result<Vec<(Place, FileType)>> {
+    let read = || -> io::Result<_> { Place::of(active)?.directory().entries()?.collect() };
+    read().while_trying("read the disk's directory")
 }
 
-fn remove(path: &Path) -> Result<()> {
-    tracing::info!(file = %path.display(), "removed what an interrupted snapshot left");
-    std::fs::remove_file(path)
+fn remove(file: &Place) -> Result<()> {
+    tracing::info!(file = %file.path().display(), "removed what an interrupted snapshot left");
+    file.remove()
         .while_trying("remove what an interrupted snapshot left")
-        .map_err(|e| e.in_file(path))
+        .map_err(|error| error.in_file(&file.path()))
+}
+
+fn is(place: &Place, file: FileId) -> bool {
+    place.look().is_ok_and(|found| found.file() == file)
 }
 
 /// What the name of a temporary overlay says.
@@ -92,27 +97,24 @@ impl<'a> Left<'a> {
 }
 
 /// The second name with this sum that was given to the active file.
-fn kept(wanted: &str, active: &Path, identity: FileId) -> Result<Option<PathBuf>> {
-    for entry in entries(active)? {
-        let entry = entry?;
-        let is_second = Some(&*entry.file_name()) != active.file_name() && sum(&entry.file_name()) == wanted;
-        if is_second && file_at(&entry.path()).is_ok_and(|file| file == identity) {
-            return Ok(Some(entry.path()));
-        }
-    }
-    Ok(None)
+fn kept(wanted: &str, active: &Path, identity: FileId) -> Result<Option<Place>> {
+    let is_second = |place: &Place| Some(place.name()) != active.file_name() && sum(place.name()) == wanted;
+    let mut places = entries(active)?.into_iter().map(|(place, _)| place);
+    Ok(places.find(|place| is_second(place) && is(place, identity)))
 }
 
 /// The second name of the active file that the overlay at `left` was to stand on.
 ///
 /// An overlay that was not finished has none: the name is given after the overlay was flushed.
-fn second_name(left: &Path, active: &Path, identity: FileId) -> Option<PathBuf> {
+fn second_name(overlay: &Place, active: &Path, identity: FileId) -> Option<Place> {
+    let left = overlay.path();
     let file =
-        open_layer(left, Role::Inspected, Some(Format::Qcow2), &Gate::unrestricted(), &LocalFiles).ok()?;
-    let (second, _) = backing_of(left, file.head.as_ref()).ok()??;
+        open_layer(&left, Role::Inspected, Some(Format::Qcow2), &Gate::unrestricted(), &LocalFiles).ok()?;
+    let (second, _) = backing_of(&left, file.head.as_ref()).ok()??;
     let is_beside = second.file_name().is_some_and(|name| directory_of(active).join(name) == normal(&second));
     let is_second = is_beside && second.file_name() != active.file_name();
-    (is_second && file_at(&second).ok()? == identity).then_some(second)
+    let second = overlay.directory().place(second.file_name()?);
+    (is_second && is(&second, identity)).then_some(second)
 }
 
 /// `a/./b` as `a/b`, which is how components are compared.

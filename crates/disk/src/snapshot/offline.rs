@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmstrata_qcow2::SnapshotInfo;
-use vmstrata_store::{Access, FileError, FileId, FileOptions, FileStore, Gate, LockError};
+use vmstrata_store::{Access, FileError, FileId, FileOptions, FileStore, Gate, LockError, Place};
 
 use super::fault::{SnapshotFault, group_broken};
 use super::holder::{Holder, holders};
@@ -17,6 +17,7 @@ use super::overlay::Below;
 use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
 use super::stood_on::StoodOn;
 use super::{extend, names};
+use crate::access;
 use crate::chain::OpenOptions;
 use crate::clones;
 use crate::create::{fill, refuse_existing};
@@ -29,6 +30,9 @@ use crate::resources::Resources;
 
 /// For how long to try again while someone has the disk: a moment, as killed processes keep theirs.
 const PATIENCE: Duration = Duration::from_millis(500);
+
+/// How often to look again at a disk whose file is another one by then.
+const TRIES: usize = 100;
 
 /// A snapshot that was taken.
 #[derive(Clone, Debug)]
@@ -93,7 +97,7 @@ fn ready_one(
 
 /// Locks a disk that was closed, closing it if its last writer did not.
 pub(crate) fn lock_settled(disk: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<FileStore> {
-    loop {
+    for _ in 0..TRIES {
         let lock = lock(disk)?;
         if !Below::read_disk(disk, open.format)?.is_open {
             return Ok(lock);
@@ -102,6 +106,7 @@ pub(crate) fn lock_settled(disk: &Path, open: &OpenOptions, resources: &Arc<Reso
         drop(lock);
         close(disk, open, resources)?;
     }
+    Err(SnapshotFault::Replaced.into())
 }
 
 /// Takes up what a killed process left of a disk, and of a snapshot of it that it was about to take.
@@ -121,9 +126,10 @@ fn finished(found: &Snapshot) -> Result<(Opened, Below)> {
 
 /// Locks the file that `disk` leads to against all others.
 fn lock(disk: &Path) -> Result<FileStore> {
-    check_path(disk)?;
-    loop {
-        let file = Gate::unrestricted().open(disk, Access::ReadWrite)?;
+    let place = Place::of(disk).while_trying("find the disk's directory")?;
+    for _ in 0..TRIES {
+        check_path(disk)?;
+        let file = place.open(Access::ReadWrite).while_trying("open the disk")?;
         let options = FileOptions { lock_patience: PATIENCE, ..FileOptions::ACTIVE };
         let store = match FileStore::new(file, disk, &options) {
             Ok(store) => store,
@@ -135,6 +141,7 @@ fn lock(disk: &Path) -> Result<FileStore> {
             return Ok(store);
         }
     }
+    Err(SnapshotFault::Replaced.into())
 }
 
 fn in_use(disk: &Path) -> Error {
@@ -244,6 +251,8 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
             SnapshotInfo { origin: names::disk_name(disk), ..found.info.clone().expect("found by its name") };
         let image = below.overlay(name_from(output, &found.layer)?, &info, None)?;
         let draft = Draft::beside(output)?;
+        access::copy(disk, &draft.file)?;
+        access::let_owner_write(&draft.file)?;
         fill(&draft.file, &image)?;
         // Before it is there: whoever looks finds a link without a disk, not a disk without a link.
         clones::tell_of_chain(output, layers_up_to(&found, &snapshots).chain([output]));

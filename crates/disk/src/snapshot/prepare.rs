@@ -1,6 +1,5 @@
 //! The change itself, in two halves: everything that can fail or take time, and one rename.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::SnapshotInfo;
@@ -246,8 +245,9 @@ impl Prepared {
             if file_at(&self.active)? != self.identity {
                 return Err(SnapshotFault::Replaced.into());
             }
-            let renamed = rustix::fs::rename(self.overlay.path(), &self.active);
-            renamed.map_err(io::Error::from).while_trying("rename the overlay")
+            let overlay = self.overlay.place();
+            let active = overlay.directory().place(self.active.file_name().unwrap_or_default());
+            overlay.rename(&active).while_trying("rename the overlay")
         };
         rename().map_err(|error| error.in_file(&self.active))?;
         self.is_published = true;

@@ -1,10 +1,11 @@
 //! The name that a disk's file keeps when its own goes to the overlay.
 
 use std::fs::Metadata;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
-use vmstrata_store::FileId;
+use vmstrata_store::{FileId, Place};
 
 use super::fault::SnapshotFault;
 use super::prepare::Step;
@@ -13,6 +14,7 @@ use crate::error::{Error, Result};
 /// A name that a file got from us, taken back unless it is to stay.
 #[derive(Debug)]
 pub(super) struct SecondName {
+    place: Place,
     path: PathBuf,
     on_step: fn(Step),
     is_ours: bool,
@@ -24,13 +26,20 @@ impl SecondName {
     /// # Errors
     /// A name that is taken, or a file system without second names.
     pub(super) fn give(active: &Path, path: PathBuf, on_step: fn(Step)) -> Result<Self> {
-        match rustix::fs::link(active, &path) {
-            Ok(()) => Ok(Self { path, on_step, is_ours: true }),
-            Err(Errno::EXIST) => Err(SnapshotFault::Exists { path }.into()),
-            Err(errno @ (Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS | Errno::MLINK | Errno::XDEV)) => {
-                Err(SnapshotFault::NoLinks { path, source: errno.into() }.into())
-            }
-            Err(errno) => Err(Error::io("give the file its second name", errno.into())),
+        let give = || -> io::Result<Place> {
+            let place = Place::of(&path)?;
+            Place::of(active)?.link(&place)?;
+            Ok(place)
+        };
+        match give() {
+            Ok(place) => Ok(Self { place, path, on_step, is_ours: true }),
+            Err(error) => Err(match Errno::from_io_error(&error) {
+                Some(Errno::EXIST) => SnapshotFault::Exists { path }.into(),
+                Some(Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS | Errno::MLINK | Errno::XDEV) => {
+                    SnapshotFault::NoLinks { path, source: error }.into()
+                }
+                _ => Error::io("give the file its second name", error),
+            }),
         }
     }
 
@@ -48,7 +57,7 @@ impl Drop for SecondName {
     fn drop(&mut self) {
         if self.is_ours {
             (self.on_step)(Step::Unlink);
-            let _ = std::fs::remove_file(&self.path);
+            let _ = self.place.remove();
         }
     }
 }

@@ -1,9 +1,8 @@
 //! The end of the job: who has to know that the chain is shorter, and the files that go.
 
-use std::fs::File;
 use std::path::Path;
 
-use vmstrata_store::FileId;
+use vmstrata_store::{Access, FileId, Place};
 
 use super::{Host, Merge};
 use crate::chain::OpenOptions;
@@ -17,7 +16,7 @@ use crate::merge::{Removal, leftovers};
 
 /// Brings a file to stable storage with its time of change, which a flush leaves out.
 fn sync(path: &Path) -> Result<()> {
-    let synced = File::open(path).and_then(|file| file.sync_all());
+    let synced = Place::of(path).and_then(|place| place.open(Access::ReadOnly)?.sync_all());
     synced.while_trying("flush").map_err(|error| error.in_file(path))
 }
 

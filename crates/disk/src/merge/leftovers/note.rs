@@ -1,14 +1,12 @@
 //! The note itself: what is in it, where it lies, and how it is written and read.
 
-use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use vmstrata_store::{FileId, FileIdentity, Gate};
+use vmstrata_store::{Access, FileId, FileIdentity, Gate, Place};
 
 use crate::chain::OpenOptions;
-use crate::draft::flush_directory;
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, Opener as _, directory_of};
 
@@ -63,27 +61,36 @@ impl Noted {
 impl Note {
     /// Writes a new one.
     pub(super) fn write(&self, place: &Path) -> Result<()> {
-        let written = self.write_to(place);
-        written.while_trying("write down what is to be removed").map_err(|error| error.in_file(place))?;
-        flush_directory(place)
+        let write = || -> io::Result<()> {
+            let place = Place::of(place)?;
+            self.write_to(&place)?;
+            place.directory().sync()
+        };
+        write().while_trying("write down what is to be removed").map_err(|error| error.in_file(place))
     }
 
     /// Writes one in the place of another that may be there: whatever happens, what waits is in the one or in the other.
     pub(super) fn replace(&self, place: &Path) -> Result<()> {
-        let draft = draft_of(place);
-        let _ = std::fs::remove_file(&draft);
-        let written = self.write_to(&draft).and_then(|()| std::fs::rename(&draft, place));
-        if written.is_err() {
-            let _ = std::fs::remove_file(&draft);
-        }
-        written.while_trying("write down what is to be removed").map_err(|error| error.in_file(place))?;
-        flush_directory(place)
+        let replace = || -> io::Result<()> {
+            remove_note(&draft_of(place));
+            let draft = Place::of(&draft_of(place))?;
+            let place = draft.directory().place(place.file_name().unwrap_or_default());
+            if place.look().is_ok_and(|found| !found.is_file()) {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            let written = self.write_to(&draft).and_then(|()| draft.rename(&place));
+            if written.is_err() {
+                remove_note(&draft_of(&place.path()));
+            }
+            written?;
+            place.directory().sync()
+        };
+        replace().while_trying("write down what is to be removed").map_err(|error| error.in_file(place))
     }
 
-    fn write_to(&self, place: &Path) -> io::Result<()> {
+    fn write_to(&self, place: &Place) -> io::Result<()> {
         let text = serde_json::to_vec(self).expect("text and numbers");
-        // Not through a link that someone put there.
-        let mut file = File::options().write(true).create_new(true).open(place)?;
+        let mut file = place.create(0o644)?;
         file.write_all(&text)?;
         file.sync_all()
     }
@@ -91,7 +98,8 @@ impl Note {
     /// The note; `None` if it was not finished, and so nothing came of that merge.
     pub(super) fn read(place: &Path) -> Result<Option<Self>> {
         let mut text = Vec::new();
-        let read = File::open(place).and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
+        let file = Place::of(place).and_then(|place| place.open(Access::ReadOnly));
+        let read = file.and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
         read.while_trying("read what is to be removed")?;
         Ok(serde_json::from_slice(&text).ok())
     }
@@ -133,7 +141,17 @@ pub(super) fn note_elsewhere(disk: &Path, directory: &Path, target: (u64, u64)) 
 }
 
 pub(super) fn is_file(place: &Path) -> bool {
-    place.symlink_metadata().is_ok_and(|found| found.is_file())
+    Place::of(place).and_then(|place| place.look()).is_ok_and(|found| found.is_file())
+}
+
+/// Removes a note, if there is one; what else has its name is not ours.
+pub(super) fn remove_note(place: &Path) {
+    let is_file = |place: &Place| place.look().is_ok_and(|found| found.is_file());
+    if let Ok(place) = Place::of(place)
+        && is_file(&place)
+    {
+        let _ = place.remove();
+    }
 }
 
 pub(super) fn identity(path: &Path) -> Result<FileIdentity> {

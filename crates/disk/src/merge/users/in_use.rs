@@ -1,13 +1,12 @@
 //! Processes that use a file: known by what they have open, and by their locks.
 
 use std::collections::HashSet;
-use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmstrata_store::{FileId, OpenFiles, OpenStore, Permission, is_held};
+use vmstrata_store::{FileId, OpenFiles, OpenStore, Permission, is_held, open_named};
 
 use super::Users;
 use crate::merge::plan::Link;
@@ -102,7 +101,7 @@ fn is_locked(path: &Path, file: FileId, here: &Here<'_>) -> bool {
     };
     match (here.store)(file) {
         Some(store) => store.raw().is_some_and(held),
-        None => File::open(path).is_ok_and(|file| held(file.as_fd())),
+        None => open_named(path).is_ok_and(|file| held(file.as_fd())),
     }
 }
 

@@ -113,8 +113,8 @@ impl Reader {
         let args: Vec<&str> = call.args.split(", ").collect();
         let number = |place: usize| first_number(args[place]);
         match call.name {
-            "open" => self.open(call, args[0], args[1]),
-            "openat" => self.open(call, args[1], args[2]),
+            "open" => self.open(call, &args, 0),
+            "openat" => self.open(call, &args, 1),
             "dup" | "fcntl" if call.name == "dup" || args[1].starts_with("F_DUPFD") => {
                 if let Some(open) = self.open.get(&number(0)).cloned() {
                     self.open.insert(call.result as u64, open);
@@ -152,18 +152,29 @@ impl Reader {
         }
     }
 
-    fn below(&self, arg: &str) -> Option<PathBuf> {
-        let path: PathBuf = PathBuf::from(text_of(arg)).components().collect();
-        path.strip_prefix(&self.traced.root).ok().map(Path::to_owned)
+    /// The path at a place among the arguments, below the directory; before it is the descriptor that it is relative to.
+    fn below(&self, args: &[&str], place: usize) -> Option<PathBuf> {
+        let path: PathBuf = PathBuf::from(text_of(args[place])).components().collect();
+        if path.is_absolute() {
+            return path.strip_prefix(&self.traced.root).ok().map(Path::to_owned);
+        }
+        let from = args.get(place.checked_sub(1)?)?;
+        let number = from.starts_with(|c: char| c.is_ascii_digit()).then(|| first_number(from))?;
+        match self.open.get(&number)? {
+            Open::Directory(directory) if path == Path::new(".") => Some(directory.clone()),
+            Open::Directory(directory) => Some(directory.join(path)),
+            _ => None,
+        }
     }
 
-    fn open(&mut self, call: &Call<'_>, path: &str, flags: &str) {
+    fn open(&mut self, call: &Call<'_>, args: &[&str], place: usize) {
+        let (path, flags) = (args[place], args[place + 1]);
         // Opened again, by a path that is certain.
         if let Some(Open::File { store, .. }) = self.descriptor(path).cloned() {
             self.open.insert(call.result as u64, Open::File { store, at: 0 });
             return;
         }
-        let Some(name) = self.below(path) else { return };
+        let Some(name) = self.below(args, place) else { return };
         let is_directory = name.as_os_str().is_empty() || self.names.get(&name) == Some(&Node::Directory);
         let open = if name == Path::new(MARKS) {
             Open::Marks
@@ -214,16 +225,15 @@ impl Reader {
     }
 
     fn rename(&mut self, call: &Call<'_>, args: &[&str]) {
-        let is_path = |arg: &&&str| arg.starts_with('"');
-        let paths: Vec<&str> = args.iter().filter(is_path).copied().collect();
-        let Some(name) = paths.last().and_then(|path| self.below(path)) else { return };
+        let paths: Vec<usize> = (0..args.len()).filter(|&place| args[place].starts_with('"')).collect();
+        let Some(name) = paths.last().and_then(|&place| self.below(args, place)) else { return };
         let changes = match call.name {
             "unlink" | "unlinkat" | "rmdir" => vec![(name, None)],
             "mkdir" | "mkdirat" => vec![(name, Some(Node::Directory))],
-            "symlink" | "symlinkat" => vec![(name, Some(Node::Link(text_of(paths[0]).into())))],
-            "link" | "linkat" => vec![(name, Some(self.linked(paths[0])))],
+            "symlink" | "symlinkat" => vec![(name, Some(Node::Link(text_of(args[paths[0]]).into())))],
+            "link" | "linkat" => vec![(name, Some(self.linked(args, paths[0])))],
             "rename" | "renameat" | "renameat2" => {
-                let old = self.below(paths[0]).expect("renamed within the directory");
+                let old = self.below(args, paths[0]).expect("renamed within the directory");
                 assert_eq!(old.parent(), name.parent(), "no test expects more");
                 let node = self.names.get(&old).cloned().expect("a name that is there");
                 vec![(old, None), (name, Some(node))]
@@ -240,11 +250,11 @@ impl Reader {
     }
 
     /// What a first argument of `link` leads to.
-    fn linked(&self, arg: &str) -> Node {
-        if let Some(Open::File { store, .. }) = self.descriptor(arg) {
+    fn linked(&self, args: &[&str], place: usize) -> Node {
+        if let Some(Open::File { store, .. }) = self.descriptor(args[place]) {
             return Node::File(*store);
         }
-        self.below(arg).and_then(|old| self.names.get(&old).cloned()).expect("a name that is there")
+        self.below(args, place).and_then(|old| self.names.get(&old).cloned()).expect("a name that is there")
     }
 
     fn renamed(&mut self, call: &Call<'_>, changes: Vec<(PathBuf, Option<Node>)>) {
