@@ -253,7 +253,7 @@ impl Vault {
 
     /// Holds the homes that can be held: one that fails must not keep others from being read.
     fn hold_to_read(&self) -> Vec<Held> {
-        let hold = |home: &Arc<dyn Home>| match home.hold(Hold::Shared) {
+        let hold = |home: &Arc<dyn Home>| match home.hold(Hold::Read) {
             Ok(held) => held,
             Err(error) => {
                 tracing::warn!("{}: read without being held: {error}", home.describe());

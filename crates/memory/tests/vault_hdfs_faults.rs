@@ -137,12 +137,12 @@ fn who_deletes_is_alone(cluster: &mut Cluster) {
     let address = cluster.home("/holds");
     let (one, two) = (home(&address), home(&address));
     let held = |home: &Arc<dyn Home>, how| home.hold(how).expect("asks");
-    let shared = [held(&one, Hold::Shared), held(&two, Hold::Shared), held(&one, Hold::Shared)];
+    let shared = [held(&one, Hold::Write), held(&two, Hold::Write), held(&one, Hold::Write)];
     assert!(held(&one, Hold::AloneOrNot).is_none() && held(&two, Hold::AloneOrNot).is_none());
     drop(shared);
     let alone = held(&one, Hold::AloneOrNot);
     assert!(alone.is_some() && held(&two, Hold::AloneOrNot).is_none());
-    let waiting = std::thread::spawn(move || drop(two.hold(Hold::Shared).expect("waits")));
+    let waiting = std::thread::spawn(move || drop(two.hold(Hold::Write).expect("waits")));
     drop(alone);
     waiting.join().expect("gets it");
     assert!(held(&one, Hold::Alone).is_some());
@@ -172,7 +172,7 @@ fn a_stalled_collector_cannot_delete(cluster: &mut Cluster) {
     let (stalled, other) = (home(&address), home(&address));
     let alone = stalled.hold(Hold::AloneOrNot).expect("asks").expect("nobody else does");
     let_holds_expire(cluster, true);
-    let shared = other.hold(Hold::Shared).expect("takes over");
+    let shared = other.hold(Hold::Write).expect("takes over");
     let name = ObjectName { owner: saved.id, kind: ObjectKind::Critical };
     let refused = stalled.delete(name).expect_err("its hold is gone").to_string();
     assert!(refused.contains("hold on it was lost"), "{refused}");

@@ -116,14 +116,14 @@ impl Home for DirectoryHome {
         let opened = OpenOptions::new().write(true).create(true).truncate(false).open(&path);
         // Who only reads can do so from a directory that cannot be written, where nobody deletes either.
         let file = match opened {
-            Err(error) if how == Hold::Shared && cannot_write(&error) => match File::open(&path) {
+            Err(error) if how == Hold::Read && cannot_write(&error) => match File::open(&path) {
                 Ok(file) => file,
                 Err(_) => return Ok(Some(Box::new(()))),
             },
             other => other?,
         };
         let operation = match how {
-            Hold::Shared => FlockOperation::LockShared,
+            Hold::Read | Hold::Write => FlockOperation::LockShared,
             Hold::Alone => FlockOperation::LockExclusive,
             Hold::AloneOrNot => FlockOperation::NonBlockingLockExclusive,
         };
@@ -231,7 +231,7 @@ mod tests {
     fn who_deletes_is_alone() {
         let dir = tempfile::tempdir().unwrap();
         let home = DirectoryHome::open(dir.path()).unwrap();
-        let shared = [home.hold(Hold::Shared).unwrap(), home.hold(Hold::Shared).unwrap()];
+        let shared = [home.hold(Hold::Read).unwrap(), home.hold(Hold::Write).unwrap()];
         assert!(home.hold(Hold::AloneOrNot).unwrap().is_none());
         drop(shared);
         assert!(home.hold(Hold::AloneOrNot).unwrap().is_some());

@@ -259,11 +259,12 @@ impl Home for HdfsHome {
 
     fn hold(&self, how: Hold) -> io::Result<Option<Held>> {
         match how {
-            Hold::Shared => match self.hold_shared() {
+            Hold::Read => match self.hold_shared() {
                 // Who only reads can do so from a directory that it may not write.
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(Some(Box::new(()))),
                 held => Ok(Some(Box::new(held?))),
             },
+            Hold::Write => Ok(Some(Box::new(self.hold_shared()?))),
             Hold::AloneOrNot => self.hold_alone(),
             Hold::Alone => loop {
                 if let Some(held) = self.hold_alone()? {

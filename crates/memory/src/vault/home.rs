@@ -17,8 +17,10 @@ pub struct DeviceId(pub u64);
 /// How a home is to be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// With others, to write new objects or to read: nothing is deleted meanwhile.
-    Shared,
+    /// With others, to read: nothing is deleted meanwhile.
+    Read,
+    /// With others, to read and to write new objects.
+    Write,
     /// Alone, to delete; waits.
     Alone,
     /// Alone, if nobody else holds it now.

@@ -32,7 +32,7 @@ impl Vault {
     /// # Errors
     /// When no home can be read, or a copy cannot be written.
     pub fn repair(&self, ids: &[SnapshotId], one_device: OneDevice) -> Result<Repaired> {
-        let _held = self.hold(Hold::Shared)?;
+        let _held = self.hold(Hold::Write)?;
         let survey = Survey::take(self)?;
         let ids = self.ids_or_all(&survey, ids)?;
         let mut checked = Checked::default();

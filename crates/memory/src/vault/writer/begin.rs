@@ -26,7 +26,7 @@ impl Writer {
         check_name(&new.name)?;
         check_layout(&new.layout)?;
         vault.collect_if_idle();
-        let held = HeldHomes(vault.hold(Hold::Shared)?.unwrap_or_default());
+        let held = HeldHomes(vault.hold(Hold::Write)?.unwrap_or_default());
         let survey = Survey::take(vault)?;
         let mut info = describe(&new);
         let listed = survey.snapshots(vault);
