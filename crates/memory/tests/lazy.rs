@@ -15,7 +15,7 @@ use vault_support::fault::{Effect, Plan, faulty};
 use vault_support::{Guest, Homes, Known, bytes, flip, new_snapshot, open, policy, save};
 use vmstrata_memory::capture::BoxError;
 use vmstrata_memory::restore::lazy::{
-    Give, Lazily, LazyMemory, MemoryFile, Mounted, PageError, PageSource, prepare,
+    Give, Lazily, LazyMemory, MemoryFile, Mounted, PageError, PageSource, detach, prepare,
 };
 use vmstrata_memory::restore::{Filled, RestoreError};
 use vmstrata_memory::vault::{Closing, Deleted, Hiding, Mask, Vault, Want};
@@ -307,6 +307,9 @@ fn mounted_files_are_the_memory() {
     let (mut low, mut high) = (open("low").unwrap(), open("high").unwrap());
     assert_eq!((low.metadata().unwrap().len(), high.metadata().unwrap().len()), (50 * PAGE, 70 * PAGE));
     assert!(open("other").is_err());
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&at, &link).unwrap();
+    assert!(detach(&link).is_err() && open("low").is_ok());
     mounted.detach().unwrap();
     assert!(!at.exists());
     high.seek(SeekFrom::Start(5000)).unwrap();

@@ -84,7 +84,8 @@ impl Mounted {
 /// # Errors
 /// When one of them is still there.
 pub fn detach(dir: &Path) -> io::Result<()> {
-    match unmount(dir, UnmountFlags::DETACH) {
+    // What a link leads to is not this program's.
+    match unmount(dir, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
         Err(rustix::io::Errno::PERM) => {
             Command::new("fusermount3").args(["-u", "-z", "--"]).arg(dir).status()?;
         }
