@@ -2,9 +2,11 @@
 
 mod support;
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
-use support::{run, run_err, run_json, run_ok};
+use support::{run, run_err, run_json, run_ok, stderr};
 use tempfile::TempDir;
 use vmstrata_memory::vault::{Closing, DiskState, NewSnapshot, OneDevice, Policy, SnapshotId, Vault};
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
@@ -110,6 +112,25 @@ fn snapshots_are_deleted_and_pruned() {
     run_err(64, homes.args(&["delete"]));
     run_err(64, homes.args(&["prune", "web", "--keep", "often=2"]));
     run_err(64, ["vm", "list"]);
+}
+
+#[test]
+fn a_vault_that_others_can_write_to_is_read_with_a_warning_and_not_written() {
+    let homes = Homes::new();
+    homes.save("mon", 20_000);
+    let dir = homes.0.path().join("b");
+    let set_mode = |mode| std::fs::set_permissions(&dir, Permissions::from_mode(mode)).unwrap();
+    set_mode(0o777);
+    let remedy = format!("chmod 700 {}", dir.display());
+    let listed = run(homes.args(&["list"]));
+    assert!(listed.status.success() && stderr(&listed).contains(&remedy), "{}", stderr(&listed));
+    for command in [&["delete", "web@mon"][..], &["repair"]] {
+        let said = run_err(1, homes.args(command));
+        let last = said.lines().last().unwrap();
+        assert!(last.contains("others can write to it") && last.contains(&remedy), "{said}");
+    }
+    set_mode(0o700);
+    run_ok(homes.args(&["delete", "web@mon"]));
 }
 
 #[test]

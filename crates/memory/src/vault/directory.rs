@@ -1,17 +1,30 @@
 //! A directory as a home: an object is a file, written under a name of its own and renamed.
 //!
 //! The file `lock` is held with `flock`: shared by writers and readers, alone by who deletes.
+//!
+//! Files are made for this user alone, in a directory that nobody else can enter ([`private`]). Links in it are not followed,
+//! and what is no regular file is refused, without waiting for it: neither is the vault's.
+//!
+//! The directory is opened anew for each operation, so its file system can be unmounted meanwhile, and be mounted again.
 
-use std::fs::{self, File, OpenOptions};
+mod private;
+
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{FlockOperation, flock, statvfs};
+use rustix::fs::{
+    AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, fstat, fstatvfs, fsync, openat, renameat,
+    statat, unlinkat,
+};
+use rustix::io::Errno;
 
 use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored};
 use super::name::ObjectName;
+use private::Access;
 
 const LOCK: &str = "lock";
 const UNFINISHED: &str = ".new";
@@ -26,25 +39,79 @@ pub struct DirectoryHome {
 }
 
 impl DirectoryHome {
-    /// The home in a directory that exists.
+    /// The home in a directory that exists. One that others can enter can be read, with a warning.
     ///
     /// # Errors
     /// When there is no directory of that name: a disk that is not mounted must not become a directory on another one.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let about = fs::metadata(path)?;
-        if !about.is_dir() {
-            return Err(io::ErrorKind::NotADirectory.into());
+        let dir = open_directory(path)?;
+        let access = Access::of(&dir)?;
+        if !access.is_private() {
+            tracing::warn!("{}: others can enter it: {access}; {}", path.display(), access.remedy(path));
         }
-        Ok(Self { path: path.to_owned(), device: DeviceId(about.dev()) })
+        Ok(Self { path: path.to_owned(), device: DeviceId(fstat(&dir)?.st_dev) })
     }
 
-    fn file(&self, name: ObjectName) -> PathBuf {
-        self.path.join(name.to_string())
+    fn to_read(&self) -> io::Result<OwnedFd> {
+        open_directory(&self.path)
     }
 
-    fn sync_names(&self) -> io::Result<()> {
-        File::open(&self.path)?.sync_all()
+    /// # Errors
+    /// Also when others can enter it.
+    fn to_write(&self) -> io::Result<OwnedFd> {
+        let dir = open_directory(&self.path)?;
+        private::close(&dir, &self.path)?;
+        Ok(dir)
     }
+
+    /// The file to be locked; `None` for a reader where nobody has written with a lock, and none can be made.
+    fn lock_file(&self, how: Hold) -> io::Result<Option<File>> {
+        let make = OFlags::RDWR | OFlags::CREATE;
+        if how != Hold::Read {
+            return open_file(&self.to_write()?, LOCK, make).map(Some);
+        }
+        let dir = self.to_read()?;
+        // In another user's vault it would be a file that this user cannot lock.
+        if Access::of(&dir)?.is_ours() {
+            match open_file(&dir, LOCK, make) {
+                Err(error) if cannot_write(&error) => {}
+                opened => return opened.map(Some),
+            }
+        }
+        match open_file(&dir, LOCK, OFlags::RDONLY) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            opened => opened.map(Some),
+        }
+    }
+}
+
+fn open_directory(path: &Path) -> io::Result<OwnedFd> {
+    Ok(rustix::fs::open(path, OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+/// Opens a regular file of a directory; one that is made is for this user alone.
+fn open_file(dir: &OwnedFd, name: &str, flags: OFlags) -> io::Result<File> {
+    let always = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = match openat(dir, name, flags | always, Mode::RUSR | Mode::WUSR) {
+        Ok(file) => Some(file).filter(is_regular),
+        // What links, sockets and directories answer.
+        Err(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => None,
+        Err(error) => return Err(error.into()),
+    };
+    let refused = || io::Error::new(io::ErrorKind::InvalidData, format!("{name} is not a regular file"));
+    file.map(File::from).ok_or_else(refused)
+}
+
+fn is_regular(file: &OwnedFd) -> bool {
+    fstat(file).is_ok_and(|about| FileType::from_raw_mode(about.st_mode).is_file())
+}
+
+/// The object that a file of this name was to become.
+fn unfinished_object(file_name: &str) -> Option<ObjectName> {
+    let (name, by) = file_name.strip_prefix('.')?.strip_suffix(UNFINISHED)?.rsplit_once('.')?;
+    let (process, count) = by.split_once('-')?;
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    ObjectName::parse(name).filter(|_| is_number(process) && is_number(count))
 }
 
 impl Home for DirectoryHome {
@@ -57,54 +124,76 @@ impl Home for DirectoryHome {
     }
 
     fn free_bytes(&self) -> io::Result<u64> {
-        let about = statvfs(&self.path)?;
+        let about = fstatvfs(&self.to_read()?)?;
         Ok(about.f_bavail.saturating_mul(about.f_frsize))
     }
 
+    /// What has an object's name and is no regular file is listed, too: it cannot be opened, so what it needs is not known,
+    /// and nothing that it may need is collected.
     fn list(&self) -> io::Result<Vec<Stored>> {
+        let dir = self.to_read()?;
         let mut objects = Vec::new();
-        for entry in fs::read_dir(&self.path)? {
+        for entry in Dir::read_from(&dir)? {
             let entry = entry?;
-            let Some(name) = entry.file_name().to_str().and_then(ObjectName::parse) else { continue };
-            match entry.metadata() {
-                Ok(about) => objects.push(Stored { name, len: about.len(), copies: 1 }),
+            let Some(name) = entry.file_name().to_str().ok().and_then(ObjectName::parse) else { continue };
+            match statat(&dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW) {
+                Ok(about) => objects.push(Stored { name, len: about.st_size.cast_unsigned(), copies: 1 }),
                 // Deleted since its name was read.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
+                Err(Errno::NOENT) => {}
+                Err(error) => return Err(error.into()),
             }
         }
         Ok(objects)
     }
 
     fn create(&self, name: ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
-        // A name of its own, as another process may be repairing the same object.
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let unfinished = self.path.join(format!(".{name}.{}-{count}{UNFINISHED}", std::process::id()));
-        let file = OpenOptions::new().write(true).create(true).truncate(true).open(&unfinished)?;
-        Ok(Box::new(NewFile { file, unfinished, target: self.file(name), published: false }))
+        let dir = self.to_write()?;
+        loop {
+            // A name of its own, as another process may be repairing the same object.
+            let count = COUNT.fetch_add(1, Ordering::Relaxed);
+            let unfinished = format!(".{name}.{}-{count}{UNFINISHED}", std::process::id());
+            let file = match open_file(&dir, &unfinished, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL) {
+                // Left by a process of the same number.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                file => file?,
+            };
+            return Ok(Box::new(NewFile {
+                dir,
+                file,
+                unfinished,
+                target: name.to_string(),
+                published: false,
+            }));
+        }
     }
 
     fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>> {
-        let file = File::open(self.file(name))?;
+        let file = open_file(&self.to_read()?, &name.to_string(), OFlags::RDONLY)?;
         let len = file.metadata()?.len();
         Ok(Box::new(OpenFile { file, len }))
     }
 
     fn delete(&self, name: ObjectName) -> io::Result<()> {
-        match fs::remove_file(self.file(name)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => self.sync_names(),
+        let dir = self.to_write()?;
+        match unlinkat(&dir, name.to_string(), AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(fsync(&dir)?),
+            Err(error) => Err(error.into()),
         }
     }
 
     fn sweep(&self) -> io::Result<usize> {
+        let dir = self.to_write()?;
         let mut swept = 0;
-        for entry in fs::read_dir(&self.path)? {
+        for entry in Dir::read_from(&dir)? {
             let entry = entry?;
-            let file_name = entry.file_name();
-            let name = file_name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(UNFINISHED));
-            if name.and_then(|name| ObjectName::parse(name.rsplit_once('.')?.0)).is_some() {
-                fs::remove_file(entry.path())?;
+            let name = entry.file_name();
+            if name.to_str().ok().and_then(unfinished_object).is_none() {
+                continue;
+            }
+            let about = statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
+            // No writer has made anything else.
+            if FileType::from_raw_mode(about.st_mode).is_file() {
+                unlinkat(&dir, name, AtFlags::empty())?;
                 swept += 1;
             }
         }
@@ -112,16 +201,7 @@ impl Home for DirectoryHome {
     }
 
     fn hold(&self, how: Hold) -> io::Result<Option<Held>> {
-        let path = self.path.join(LOCK);
-        let opened = OpenOptions::new().write(true).create(true).truncate(false).open(&path);
-        // Who only reads can do so from a directory that cannot be written, where nobody deletes either.
-        let file = match opened {
-            Err(error) if how == Hold::Read && cannot_write(&error) => match File::open(&path) {
-                Ok(file) => file,
-                Err(_) => return Ok(Some(Box::new(()))),
-            },
-            other => other?,
-        };
+        let Some(file) = self.lock_file(how)? else { return Ok(Some(Box::new(()))) };
         let operation = match how {
             Hold::Read | Hold::Write => FlockOperation::LockShared,
             Hold::Alone => FlockOperation::LockExclusive,
@@ -129,7 +209,7 @@ impl Home for DirectoryHome {
         };
         match flock(&file, operation) {
             Ok(()) => Ok(Some(Box::new(file))),
-            Err(rustix::io::Errno::WOULDBLOCK) if how == Hold::AloneOrNot => Ok(None),
+            Err(Errno::WOULDBLOCK) if how == Hold::AloneOrNot => Ok(None),
             Err(error) => Err(error.into()),
         }
     }
@@ -140,9 +220,10 @@ fn cannot_write(error: &io::Error) -> bool {
 }
 
 struct NewFile {
+    dir: OwnedFd,
     file: File,
-    unfinished: PathBuf,
-    target: PathBuf,
+    unfinished: String,
+    target: String,
     published: bool,
 }
 
@@ -156,9 +237,9 @@ impl NewObject for NewFile {
     }
 
     fn publish(mut self: Box<Self>) -> io::Result<()> {
-        fs::rename(&self.unfinished, &self.target)?;
+        renameat(&self.dir, &self.unfinished, &self.dir, &self.target)?;
         self.published = true;
-        File::open(self.target.parent().unwrap_or(Path::new(".")))?.sync_all()
+        Ok(fsync(&self.dir)?)
     }
 }
 
@@ -166,7 +247,7 @@ impl Drop for NewFile {
     fn drop(&mut self) {
         if !self.published {
             // What cannot be removed now is swept later.
-            let _ = fs::remove_file(&self.unfinished);
+            let _ = unlinkat(&self.dir, &self.unfinished, AtFlags::empty());
         }
     }
 }
@@ -188,6 +269,11 @@ impl ObjectReader for OpenFile {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use rustix::fs::{CWD, mknodat};
+
     use super::super::name::{ObjectKind, SnapshotId};
     use super::*;
 
@@ -195,9 +281,13 @@ mod tests {
         ObjectName { owner: SnapshotId::draw(), kind: ObjectKind::Clean }
     }
 
+    fn private_directory() -> tempfile::TempDir {
+        tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap()
+    }
+
     #[test]
     fn an_object_appears_when_it_is_published_and_not_before() {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = private_directory();
         let home = DirectoryHome::open(dir.path()).unwrap();
         let name = name();
         let mut object = home.create(name, 1).unwrap();
@@ -217,7 +307,7 @@ mod tests {
 
     #[test]
     fn what_is_not_finished_goes_with_its_writer_or_is_swept() {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = private_directory();
         let home = DirectoryHome::open(dir.path()).unwrap();
         drop(home.create(name(), 1).unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -229,13 +319,79 @@ mod tests {
 
     #[test]
     fn who_deletes_is_alone() {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = private_directory();
         let home = DirectoryHome::open(dir.path()).unwrap();
         let shared = [home.hold(Hold::Read).unwrap(), home.hold(Hold::Write).unwrap()];
         assert!(home.hold(Hold::AloneOrNot).unwrap().is_none());
         drop(shared);
         assert!(home.hold(Hold::AloneOrNot).unwrap().is_some());
         assert!(home.hold(Hold::Alone).unwrap().is_some());
+    }
+
+    /// A repair writes objects whose names anyone can know.
+    #[test]
+    fn a_link_where_an_object_is_to_be_written_is_passed_over() {
+        let (dir, outside) = (private_directory(), tempfile::tempdir().unwrap());
+        let (home, name) = (DirectoryHome::open(dir.path()).unwrap(), name());
+        let theirs = outside.path().join("theirs");
+        fs::write(&theirs, "theirs").unwrap();
+        let next = COUNT.load(Ordering::Relaxed);
+        for count in next..next + 100 {
+            let planted = format!(".{name}.{}-{count}{UNFINISHED}", std::process::id());
+            symlink(&theirs, dir.path().join(planted)).unwrap();
+        }
+        symlink(&theirs, dir.path().join(name.to_string())).unwrap();
+        let mut object = home.create(name, 1).unwrap();
+        object.append(b"ours").unwrap();
+        object.publish().unwrap();
+        assert_eq!(fs::read(&theirs).unwrap(), b"theirs");
+        assert_eq!(fs::read(dir.path().join(name.to_string())).unwrap(), b"ours");
+        assert!(fs::symlink_metadata(dir.path().join(name.to_string())).unwrap().is_file());
+    }
+
+    #[test]
+    fn only_files_that_a_writer_has_left_are_swept() {
+        let (dir, name) = (private_directory(), name());
+        let home = DirectoryHome::open(dir.path()).unwrap();
+        let at = |by: &str| dir.path().join(format!(".{name}.{by}{UNFINISHED}"));
+        fs::write(at("1-2"), "").unwrap();
+        for others in ["x", "1", "1-", "-2", "1-x", "1-2-3"] {
+            fs::write(at(others), "").unwrap();
+        }
+        symlink("/nowhere", at("1-3")).unwrap();
+        fs::create_dir(at("1-4")).unwrap();
+        assert_eq!(home.sweep().unwrap(), 1);
+        assert!(!at("1-2").exists());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 8);
+    }
+
+    /// A FIFO that was waited for would make this test hang.
+    #[test]
+    fn what_is_no_regular_file_is_neither_opened_nor_locked() {
+        let (dir, outside, name) = (private_directory(), tempfile::tempdir().unwrap(), name());
+        let home = DirectoryHome::open(dir.path()).unwrap();
+        let theirs = outside.path().join("theirs");
+        let file_names = [name.to_string(), LOCK.to_owned()];
+        let holds = [Hold::Read, Hold::Write, Hold::Alone, Hold::AloneOrNot];
+        let plant: [&dyn Fn(&Path); 4] = [
+            &|at| symlink(&theirs, at).unwrap(),
+            &|at| mknodat(CWD, at, FileType::Fifo, Mode::RWXU, 0).unwrap(),
+            &|at| mknodat(CWD, at, FileType::Socket, Mode::RWXU, 0).unwrap(),
+            &|at| fs::create_dir(at).unwrap(),
+        ];
+        for (kind, plant) in plant.into_iter().enumerate() {
+            file_names.iter().for_each(|name| plant(&dir.path().join(name)));
+            let tried = std::iter::once(home.open(name).err()).chain(holds.map(|how| home.hold(how).err()));
+            let said: Vec<String> =
+                tried.map(|error| error.map_or_else(String::new, |error| error.to_string())).collect();
+            assert!(said.iter().all(|said| said.contains("is not a regular file")), "{kind}: {said:?}");
+            assert_eq!(home.list().unwrap().len(), 1, "{kind}");
+            for name in &file_names {
+                let at = dir.path().join(name);
+                fs::remove_file(&at).or_else(|_| fs::remove_dir(&at)).unwrap();
+            }
+        }
+        assert!(!theirs.exists());
     }
 
     #[test]

@@ -15,7 +15,7 @@ pub type Result<T, E = VaultError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum VaultError {
     /// A home did not do what was asked.
-    #[error("{home}: {action} {object}")]
+    #[error("{home}: {action}{}{object}", if object.is_empty() { "" } else { " " })]
     Home {
         /// The home.
         home: String,
