@@ -18,11 +18,13 @@ use std::fs::{self, File, TryLockError};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+
+use rustix::fs::OFlags;
 
 use super::{AgentFault, Patience, thaw_left};
 
@@ -70,7 +72,7 @@ impl Guards {
     /// # Errors
     /// [`AgentFault::Busy`] if someone else has it for longer than `patience`; a runtime directory without room.
     pub(super) fn note(&self, socket: &Path, patience: Duration) -> Result<Note, AgentFault> {
-        fs::create_dir_all(&self.dir)?;
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir)?;
         let mut hash = DefaultHasher::new();
         socket.hash(&mut hash);
         Note::lock(self.dir.join(format!("{:016x}", hash.finish())), patience, true)
@@ -134,12 +136,13 @@ impl Note {
         let deadline = Instant::now() + patience;
         loop {
             let mut options = File::options();
-            let file = options.read(true).write(true).create(create).truncate(false).open(&path)?;
+            options.read(true).write(true).create(create).truncate(false).mode(0o600);
+            let file = options.custom_flags(OFlags::NOFOLLOW.bits().cast_signed()).open(&path)?;
             match file.try_lock() {
                 Ok(()) => {
                     let locked = file.metadata()?;
                     // Whoever had it has removed it, as a rule.
-                    if fs::metadata(&path).is_ok_and(|there| there.ino() == locked.ino()) {
+                    if fs::symlink_metadata(&path).is_ok_and(|there| there.ino() == locked.ino()) {
                         return Ok(Self { path, file, may_be_frozen: locked.len() > 0 });
                     }
                 }

@@ -315,6 +315,23 @@ fn a_guest_that_a_killed_server_left_frozen_is_thawed_before_it_is_frozen_again(
     assert_eq!(agent.heard(), [vec![ROUND[0], thaw, ROUND[1], thaw], ROUND.to_vec()]);
 }
 
+/// A note says where the next server thaws a guest.
+#[test]
+fn notes_are_for_their_user_alone_and_links_are_no_notes() {
+    let agent = Scripted::start(|_, command| properly(command));
+    let (guards, socket) = (guards(&agent.socket()), agent.socket());
+    let dir = socket.parent().unwrap().join("frozen");
+    let mode = |path: &Path| std::fs::symlink_metadata(path).unwrap().permissions().mode() & 0o777;
+    let note = guards.note(&socket, SHORT.sync).unwrap();
+    let path = std::fs::read_dir(&dir).unwrap().next().unwrap().unwrap().path();
+    assert_eq!((mode(&dir), mode(&path)), (0o700, 0o600));
+    drop(note);
+    let theirs = dir.with_file_name("theirs");
+    std::os::unix::fs::symlink(&theirs, &path).unwrap();
+    assert!(matches!(guards.note(&socket, SHORT.sync), Err(AgentFault::Io(_))));
+    assert!(!theirs.exists());
+}
+
 #[test]
 fn one_guest_is_frozen_by_one_snapshot_at_a_time() {
     let agent = Scripted::start(|_, command| properly(command));
