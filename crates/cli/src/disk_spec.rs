@@ -10,7 +10,8 @@ use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
 
 use crate::key_values::KeyValues;
 
-const DISK_KEYS: [&str; 9] = ["path", "name", "read-only", "cache", "format", "at", "clone", "agent", "keep"];
+const DISK_KEYS: [&str; 10] =
+    ["path", "name", "read-only", "cache", "format", "at", "clone", "agent", "keep", "backing"];
 const VHOST_USER_KEYS: [&str; 6] = ["queues", "threads", "poll-us", "serial", "share", "any-memory"];
 
 /// Reads `--format` and its like: the formats a layer can have, by the names qemu-img knows.
@@ -38,7 +39,7 @@ fn parse_cache(text: &str) -> Result<api::CacheMode> {
 }
 
 /// Reads `path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
-/// [,agent=SOCKET][,keep=RULE,,RULE...]`.
+/// [,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -68,8 +69,12 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     let format = list.take("format")?.map(|value| parse_format(&value)).transpose()?;
     let (at, clone, agent) = (list.take("at")?, list.take("clone")?, list.take("agent")?);
     let keep = list.take("keep")?;
+    let backing = list.take("backing")?.map(|paths| match &*paths {
+        "none" => Vec::new(),
+        paths => paths.split(':').map(str::to_owned).collect(),
+    });
     list.finish(&DISK_KEYS)?;
-    Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep })
+    Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep, backing })
 }
 
 /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]`.
@@ -113,7 +118,8 @@ mod tests {
                 format: None,
                 clone_of: None,
                 agent: None,
-                keep: None
+                keep: None,
+                backing: None
             }
         );
     }
@@ -130,6 +136,9 @@ mod tests {
         assert_eq!(disk.format, Some(Format::Raw));
         assert!(!parse_disk("path=a,read-only=off").unwrap().read_only);
         assert_eq!(parse_disk("path=a,cache=host,format=qcow2").unwrap().format, Some(Format::Qcow2));
+        let backing = |text| parse_disk(text).unwrap().backing;
+        assert_eq!(backing("path=a,backing=none"), Some(Vec::new()));
+        assert_eq!(backing("path=a,backing=/b.raw:/c"), Some(vec!["/b.raw".into(), "/c".into()]));
         let kept = parse_disk("path=a,keep=daily=7,,weekly=4").unwrap().keep;
         assert_eq!(kept.unwrap().to_string(), "daily=7,weekly=4");
     }

@@ -34,8 +34,10 @@ pub struct OpenOptions {
     /// How the active layer's data passes the host's page cache. Frozen layers always use the page cache, which
     /// all disks on one base share.
     pub cache: CacheMode,
-    /// Directories, beside the disk's own, in which backing files may lie.
+    /// Directories, or files, that backing files may lie in, or be; beside what lies in the disk's own directory.
     pub allow_backing: Vec<PathBuf>,
+    /// Whether `allow_backing` says all: what lies in the disk's own directory is none of its backing files then.
+    pub allow_backing_alone: bool,
     /// What the disk is, or was before its first snapshot; `None` looks at its first bytes. Name `Raw` for disks whose
     /// guest is not trusted: it could write a qcow2 header. That stays right after snapshots (`docs/format.md`).
     pub format: Option<Format>,
@@ -61,9 +63,21 @@ impl OpenOptions {
     /// # Errors
     /// A directory that cannot be opened.
     pub(crate) fn gate(&self, path: &Path) -> Result<Gate> {
-        let mut allowed = self.allow_backing.clone();
-        allowed.push(directory_of(path));
-        Ok(Gate::new(&allowed)?)
+        Ok(Gate::new(self.allowed(path))?)
+    }
+
+    /// Where the backing files of the disk at `path` may lie.
+    pub(crate) fn allowed(&self, path: &Path) -> Vec<PathBuf> {
+        let own = (!self.allow_backing_alone).then(|| directory_of(path));
+        self.allow_backing.iter().cloned().chain(own).collect()
+    }
+
+    /// Refuses a disk that could not stand on what lies beside it, as it would with a snapshot.
+    ///
+    /// # Errors
+    /// [`GateError::Outside`].
+    pub(crate) fn check_beside(&self, path: &Path) -> Result<()> {
+        if self.allow_backing_alone { Ok(self.gate(path)?.look(path).map(drop)?) } else { Ok(()) }
     }
 }
 
@@ -73,6 +87,7 @@ impl Default for OpenOptions {
             read_only: false,
             cache: CacheMode::Host,
             allow_backing: Vec::new(),
+            allow_backing_alone: false,
             format: None,
             format_is_exact: false,
             unflushed: Unflushed::Keep,

@@ -1,4 +1,5 @@
-//! What somebody who may write a disk's directory has put there: links to what is not theirs, and pipes that nobody writes to.
+//! What somebody who may write a disk's directory has put there: links to what is not theirs, pipes that nobody writes to, and
+//! images that name what is not theirs.
 
 mod common;
 
@@ -158,4 +159,34 @@ fn a_clone_is_for_those_whom_the_disk_is_for() {
         assert_eq!((found.mode() & 0o777, found.uid(), found.gid()), (wanted, like.uid(), like.gid()));
         std::fs::remove_file(&clone).unwrap();
     }
+}
+
+/// In a directory that several tenants' disks share, an image can name another's snapshot.
+#[test]
+fn a_disk_with_a_list_of_backing_files_reads_nothing_else() {
+    let dir = scratch();
+    let victim = disk(dir.path());
+    let layer = victim.with_file_name("web.s1.qcow2");
+    let evil = victim.with_file_name("evil.qcow2");
+    let backing = Some((layer.clone(), vmstrata_disk::Format::Qcow2));
+    create(&evil, &CreateOptions { backing, ..CreateOptions::default() }).unwrap();
+    let alone = |allow_backing: Vec<PathBuf>| OpenOptions {
+        allow_backing,
+        allow_backing_alone: true,
+        ..OpenOptions::default()
+    };
+    let resources = Resources::new(ResourceOptions::default());
+    let open = |path: &Path, options: &OpenOptions| Disk::open(path, options, &resources);
+    open(&evil, &OpenOptions::default()).unwrap().close().unwrap();
+    let refused = open(&evil, &alone(Vec::new())).unwrap_err().to_string();
+    assert!(refused.contains("outside the allowed directories"), "{refused}");
+    open(&evil, &alone(vec![layer])).unwrap().close().unwrap();
+    open(&evil, &alone(vec![dir.path().to_owned()])).unwrap().close().unwrap();
+    // It could not be opened again with a snapshot beside it.
+    let single = victim.with_file_name("single.qcow2");
+    create(&single, &CreateOptions { size: Some(MIB), ..CreateOptions::default() }).unwrap();
+    let single = open(&single, &alone(Vec::new())).unwrap();
+    let refused = single.snapshot(&named("s1")).unwrap_err().to_string();
+    assert!(refused.contains("outside the allowed directories"), "{refused}");
+    single.close().unwrap();
 }

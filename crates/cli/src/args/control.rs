@@ -101,7 +101,7 @@ pub enum DiskCommand {
     )]
     Add {
         /// path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
-        /// [,agent=SOCKET][,keep=RULE,,RULE...], as for `serve --disk`
+        /// [,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]], as for `serve --disk`
         #[arg(value_name = "SPEC", value_parser = parse_api_disk)]
         spec: api::DiskSpec,
         /// Which server.

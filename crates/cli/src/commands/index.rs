@@ -40,6 +40,7 @@ fn options(common: &IndexCommonArgs, top: bool, doing: &'static str) -> IndexOpt
     let line = Progress::new(common.quiet);
     IndexOptions {
         allow_backing: common.backing.allow_backing.clone(),
+        allow_backing_alone: false,
         format: common.format,
         include_top: top,
         keep_unread: false,

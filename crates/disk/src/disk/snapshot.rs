@@ -46,6 +46,7 @@ impl Disk {
             return Err(Error::from(ErrorKind::Closed).in_file(&self.path));
         }
         self.check_writable()?;
+        self.options.check_beside(&self.path)?;
         let (format, file) = match &self.layers_now().top {
             Top::Qcow2(active) => (Format::Qcow2, active.identity.file),
             Top::Raw(raw) => (Format::Raw, raw.identity.file),

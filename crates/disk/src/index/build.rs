@@ -19,13 +19,15 @@ use super::{Index, IndexLayer};
 use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
-use crate::opener::{LocalFiles, Opener, Role, directory_of};
+use crate::opener::{LocalFiles, Opener, Role};
 
 /// What to do with the indices of a chain.
 #[derive(Clone, Default)]
 pub struct IndexOptions {
     /// Directories, beside the disk's own, in which backing files may lie.
     pub allow_backing: Vec<PathBuf>,
+    /// As [`OpenOptions::allow_backing_alone`].
+    pub allow_backing_alone: bool,
     /// The disk's format; `None` looks at its first bytes.
     pub format: Option<Format>,
     /// Take the disk's own file for a frozen layer too; it must not be written meanwhile.
@@ -43,6 +45,7 @@ impl IndexOptions {
     pub(crate) fn of_disk(open: &OpenOptions, opener: Option<&Arc<dyn Opener>>) -> Self {
         Self {
             allow_backing: open.allow_backing.clone(),
+            allow_backing_alone: open.allow_backing_alone,
             format: open.format,
             keep_unread: true,
             opener: opener.cloned(),
@@ -53,9 +56,10 @@ impl IndexOptions {
 
 impl std::fmt::Debug for IndexOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { allow_backing, format, include_top, keep_unread, opener: _, progress: _ } = self;
+        let Self { allow_backing, allow_backing_alone, format, include_top, keep_unread, .. } = self;
         f.debug_struct("IndexOptions")
             .field("allow_backing", allow_backing)
+            .field("allow_backing_alone", allow_backing_alone)
             .field("format", format)
             .field("include_top", include_top)
             .field("keep_unread", keep_unread)
@@ -119,6 +123,7 @@ impl Links {
         let opener = options.opener.clone().unwrap_or_else(|| Arc::new(LocalFiles));
         let open = OpenOptions {
             allow_backing: options.allow_backing.clone(),
+            allow_backing_alone: options.allow_backing_alone,
             format: options.format,
             ..OpenOptions::default()
         };
@@ -131,9 +136,7 @@ impl Links {
         if options.include_top {
             links.push(link(top));
         }
-        let mut allowed = options.allow_backing.clone();
-        allowed.push(directory_of(path));
-        let gate = if links.is_empty() { Gate::unrestricted() } else { Gate::new(&allowed)? };
+        let gate = if links.is_empty() { Gate::unrestricted() } else { open.gate(path)? };
         Ok(Self { links, gate, opener })
     }
 

@@ -51,6 +51,7 @@ struct Disk {
     clone: Option<String>,
     agent: Option<String>,
     keep: Option<String>,
+    backing: Option<Vec<String>>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -166,8 +167,8 @@ fn each<T, U>(
 }
 
 fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
-    let Disk { path, name, read_only, cache, format, at, clone, agent, keep } = disk;
-    let asked = api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep };
+    let Disk { path, name, read_only, cache, format, at, clone, agent, keep, backing } = disk;
+    let asked = api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep, backing };
     Ok(DiskSpec::try_from(asked)?.seen_from(directory))
 }
 

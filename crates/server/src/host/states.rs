@@ -18,7 +18,8 @@ pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOp
     OpenOptions {
         read_only: spec.read_only,
         cache: spec.cache,
-        allow_backing: allow_backing.to_vec(),
+        allow_backing: spec.backing.clone().unwrap_or_else(|| allow_backing.to_vec()),
+        allow_backing_alone: spec.backing.is_some(),
         format,
         ..OpenOptions::default()
     }

@@ -29,6 +29,8 @@ pub struct DiskSpec {
     pub agent: Option<PathBuf>,
     /// Which of its snapshots to keep; `None` keeps all.
     pub keep: Option<Keep>,
+    /// All that its backing files may be, or lie in; `None` leaves it to the server.
+    pub backing: Option<Vec<PathBuf>>,
 }
 
 /// The snapshot that a clone starts from.
@@ -99,7 +101,8 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
         });
         let agent = asked.agent.map(PathBuf::from);
         let keep = asked.keep.map(|keep| keep.parse()).transpose()?;
-        Ok(Self { path: path.into(), name, read_only, cache, format, clone_of, agent, keep })
+        let backing = asked.backing.map(|backing| backing.into_iter().map(PathBuf::from).collect());
+        Ok(Self { path: path.into(), name, read_only, cache, format, clone_of, agent, keep, backing })
     }
 }
 
@@ -126,6 +129,7 @@ impl From<&DiskSpec> for api::DiskSpec {
             clone,
             agent: spec.agent.as_deref().map(text),
             keep: spec.keep.as_ref().map(Keep::to_string),
+            backing: spec.backing.as_ref().map(|backing| backing.iter().map(|path| text(path)).collect()),
         }
     }
 }
@@ -141,6 +145,8 @@ impl DiskSpec {
             clone_of.disk = absolute(&clone_of.disk)?;
         }
         self.agent = self.agent.map(absolute).transpose()?;
+        let backing = self.backing.map(|backing| backing.into_iter().map(absolute).collect());
+        self.backing = backing.transpose()?;
         Ok(self)
     }
 
@@ -152,6 +158,9 @@ impl DiskSpec {
             clone_of.disk = directory.join(&clone_of.disk);
         }
         self.agent = self.agent.map(|agent| directory.join(agent));
+        for path in self.backing.iter_mut().flatten() {
+            *path = directory.join(&*path);
+        }
         self
     }
 }
@@ -190,6 +199,7 @@ mod tests {
             format: Some(api::Format::Raw),
             agent: text("/run/agent.sock"),
             keep: text("daily=7,weekly=4"),
+            backing: Some(vec!["/golden".to_owned()]),
             ..api::DiskSpec::default()
         };
         for asked in [

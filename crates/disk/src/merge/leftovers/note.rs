@@ -111,7 +111,7 @@ impl Note {
 
     /// The notes of the same merge in other directories, as far as they may be looked into.
     pub(super) fn places_elsewhere(&self, disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
-        let allowed = [directory_of(disk)].into_iter().chain(open.allow_backing.iter().cloned());
+        let allowed = open.allowed(disk).into_iter();
         let allowed: Vec<PathBuf> = allowed.filter_map(|directory| directory.canonicalize().ok()).collect();
         let found = self.elsewhere.iter().filter_map(|directory| Path::new(directory).canonicalize().ok());
         let found = found.filter(|directory| allowed.iter().any(|allowed| directory.starts_with(allowed)));
