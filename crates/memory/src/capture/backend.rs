@@ -34,9 +34,9 @@ pub(super) fn open(backend: &Backend, pid: u32) -> Result<File, MachineError> {
     if metadata.len() < backend.bytes {
         return Err(refuse(format!("has {} bytes of {}", metadata.len(), backend.bytes)));
     }
-    if !is_held(&descriptors, &metadata) {
+    if !is_held(&descriptors, pid, &metadata) {
         return Err(refuse(format!(
-            "is not the file that QEMU (process {pid}) has: it was replaced since QEMU started"
+            "is not the file that QEMU (process {pid}) has: it was replaced since QEMU started, or is another user's"
         )));
     }
     Ok(file)
@@ -73,12 +73,24 @@ fn removed<'a>(descriptors: &'a [PathBuf], backend: &Backend) -> Option<&'a Path
     descriptors.iter().find(is_it).map(PathBuf::as_path)
 }
 
-/// Whether the process has the file open. Of a process that cannot be looked into, it is believed.
-fn is_held(descriptors: &[PathBuf], file: &Metadata) -> bool {
+/// Whether the process has the file open. Of a process that cannot be looked into, it is believed if the file is its user's:
+/// a QEMU that was taken over must not name another guest's disk, which this process may read and QEMU may not.
+fn is_held(descriptors: &[PathBuf], pid: u32, file: &Metadata) -> bool {
     let same = |link: &PathBuf| {
         fs::metadata(link).is_ok_and(|held| (held.dev(), held.ino()) == (file.dev(), file.ino()))
     };
-    descriptors.is_empty() || descriptors.iter().any(same)
+    if descriptors.is_empty() {
+        user(pid).is_none_or(|user| user == file.uid())
+    } else {
+        descriptors.iter().any(same)
+    }
+}
+
+/// The effective user of a process; `None` of one that is not to be seen from here.
+fn user(pid: u32) -> Option<u32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    ids.split_whitespace().nth(1)?.parse().ok()
 }
 
 #[cfg(test)]
@@ -104,6 +116,20 @@ mod tests {
         // Nobody but this test has the new file open, and it has closed it.
         let replaced = open(&backend(path.clone(), 8192), std::os::unix::process::parent_id()).unwrap_err();
         assert!(replaced.to_string().contains("was replaced"), "{replaced}");
+    }
+
+    #[test]
+    fn a_file_of_another_user_is_not_believed_to_be_the_processs() {
+        let own = tempfile::NamedTempFile::new().unwrap();
+        let metadata = own.as_file().metadata().unwrap();
+        let pid = std::process::id();
+        assert_eq!(user(pid), Some(metadata.uid()));
+        assert!(is_held(&[], pid, &metadata));
+        assert!(is_held(&[], u32::MAX, &metadata), "nothing is known of that process");
+        if metadata.uid() == 0 {
+            std::os::unix::fs::fchown(own.as_file(), Some(61001), None).unwrap();
+            assert!(!is_held(&[], pid, &own.as_file().metadata().unwrap()));
+        }
     }
 
     #[test]
