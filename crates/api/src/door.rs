@@ -44,6 +44,15 @@ pub struct VhostUserSpec {
     /// The guest's memory may be in any file; else in a memfd, or on tmpfs or hugetlbfs. `vm restore --lazy` needs this.
     #[serde(default, skip_serializing_if = "is_default")]
     pub any_memory: bool,
+    /// The group of the socket, by name or number, whose members may connect too. The server's user must be one of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "vmstrata-guests")]
+    pub group: Option<String>,
+    /// Permissions of the socket, in octal; 660 with a group and 600 without if omitted. Whoever may connect can read and
+    /// write the disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "660")]
+    pub mode: Option<String>,
 }
 
 /// An address for NBD clients of all disks: what `--nbd` says on the command line.

@@ -12,7 +12,8 @@ use crate::key_values::KeyValues;
 
 const DISK_KEYS: [&str; 10] =
     ["path", "name", "read-only", "cache", "format", "at", "clone", "agent", "keep", "backing"];
-const VHOST_USER_KEYS: [&str; 6] = ["queues", "threads", "poll-us", "serial", "share", "any-memory"];
+const VHOST_USER_KEYS: [&str; 8] =
+    ["queues", "threads", "poll-us", "serial", "share", "any-memory", "group", "mode"];
 
 /// Reads `--format` and its like: the formats a layer can have, by the names qemu-img knows.
 pub fn format_parser() -> impl TypedValueParser<Value = Format> {
@@ -77,7 +78,7 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep, backing })
 }
 
-/// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]`.
+/// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory][,group=GROUP][,mode=MODE]`.
 ///
 /// # Errors
 /// Names the part that is missing, unknown, repeated or malformed.
@@ -89,14 +90,18 @@ pub fn parse_vhost_user(text: &str) -> Result<VhostUserSpec> {
     let poll_us = list.take_number("poll-us")?;
     let serial = list.take("serial")?;
     let (share, any_memory) = (list.take_flag("share")?, list.take_flag("any-memory")?);
+    let (group, mode) = (list.take("group")?, list.take("mode")?);
     list.finish(&VHOST_USER_KEYS)?;
-    Ok(api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory }.try_into()?)
+    let asked =
+        api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory, group, mode };
+    Ok(asked.try_into()?)
 }
 
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
+    use vmstrata_export::SocketAccess;
     use vmstrata_store::CacheMode;
 
     use super::*;
@@ -168,7 +173,7 @@ mod tests {
     #[test]
     fn every_key_of_a_vhost_user_socket_is_read() {
         let socket =
-            parse_vhost_user("web=/run/a=b.sock,queues=4,threads=2,poll-us=50,serial=WEB-1,share,any-memory")
+            parse_vhost_user("web=/run/a=b.sock,queues=4,threads=2,poll-us=50,serial=WEB-1,share,any-memory,group=guests,mode=620")
                 .unwrap();
         assert_eq!(socket.disk, "web");
         assert_eq!(socket.socket, Path::new("/run/a=b.sock"));
@@ -177,8 +182,10 @@ mod tests {
         assert_eq!(socket.poll_us, Some(50));
         assert_eq!(socket.serial.as_deref(), Some("WEB-1"));
         assert!(socket.share && socket.any_memory);
+        assert_eq!((socket.access.group.as_deref(), socket.access.mode), (Some("guests"), Some(0o620)));
         let plain = parse_vhost_user("web=s").unwrap();
         assert!(plain.queues.is_none() && !plain.share && !plain.any_memory);
+        assert_eq!(plain.access, SocketAccess::default());
     }
 
     #[test]
@@ -190,6 +197,8 @@ mod tests {
             ("web=s,queues=65536", "'queues' is a number"),
             ("web=s,poll-us=x", "'poll-us' is a number"),
             ("web=s,serial=123456789012345678901", "carries 20"),
+            ("web=s,mode=888", "octal digits up to 666"),
+            ("web=s,group=", "'group' needs a value"),
             ("web=s,read-only", "unknown key 'read-only'"),
         ] {
             let error = error_of(parse_vhost_user(text));

@@ -187,7 +187,7 @@ fn where_there_is_none_to_replace_a_server_is_the_first() {
     assert_clean(&path);
 }
 
-/// A socket in a directory that nobody made, in the place of a file, or on a host that nobody knows.
+/// A socket in a directory that nobody made, in the place of a file, for a group that is not there, or on a host that nobody knows.
 #[test]
 fn a_server_that_could_not_open_a_door_replaces_none() {
     let images = Images::new();
@@ -200,6 +200,8 @@ fn a_server_that_could_not_open_a_door_replaces_none() {
     for (flag, place, part) in [
         ("--vhost-user", format!("web={missing}"), "No such file or directory"),
         ("--vhost-user", format!("web={}", path.display()), "not a socket"),
+        ("--vhost-user", format!("web={},group=nosuchgroup", images.name("web.sock")), "there is no group"),
+        ("--nbd-group", "nosuchgroup".to_owned(), "there is no group"),
         ("--nbd", format!("unix:{missing}"), "No such file or directory"),
         ("--nbd", format!("unix:{}", path.display()), "not a socket"),
         ("--nbd", host, "hhh"),

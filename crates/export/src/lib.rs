@@ -13,3 +13,5 @@
 pub mod nbd;
 mod unix_socket;
 pub mod vhost_user;
+
+pub use unix_socket::SocketAccess;

@@ -19,7 +19,8 @@
 //!
 //! [[vhost-user]]
 //! disk = "web"
-//! socket = "/run/vmstrata/web.sock"
+//! socket = "/run/vmstrata-guests/web.sock"
+//! group = "vmstrata-guests"
 //! queues = 4
 //! ```
 
@@ -29,11 +30,12 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, Address};
 
 use crate::options::{ControlPlace, Limits, Options, TlsFiles};
 use crate::size::SizeError;
-use crate::spec::{DiskSpec, MetricsError, ModeError, SpecError, VhostUserSpec};
+use crate::spec::{DiskSpec, MetricsError, SpecError, VhostUserSpec};
 
 /// A configuration file that cannot be used, and where in it the reason is.
 #[derive(Debug, thiserror::Error)]
@@ -69,9 +71,6 @@ pub enum ConfigFault {
     /// A place for metrics that is none.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
-    /// Permissions that are none.
-    #[error(transparent)]
-    Mode(#[from] ModeError),
     /// A number outside its range.
     #[error("{key} is {allowed}, not {value}")]
     Range {
@@ -101,8 +100,8 @@ pub struct Settings {
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.
     pub nbd: Vec<Address>,
-    /// Permissions of the unix sockets among them.
-    pub nbd_mode: Option<u32>,
+    /// Who may connect to the unix sockets among them.
+    pub nbd_access: SocketAccess,
     /// Require TLS of NBD clients.
     pub nbd_tls: Option<TlsFiles>,
     /// Directories in which backing files are opened.
@@ -145,7 +144,10 @@ impl Settings {
             keep_going: self.keep_going || others.keep_going,
             vhost_user: first(self.vhost_user, others.vhost_user),
             nbd: first(self.nbd, others.nbd),
-            nbd_mode: self.nbd_mode.or(others.nbd_mode),
+            nbd_access: SocketAccess {
+                group: self.nbd_access.group.or(others.nbd_access.group),
+                mode: self.nbd_access.mode.or(others.nbd_access.mode),
+            },
             nbd_tls: self.nbd_tls.or(others.nbd_tls),
             allow_backing: first(self.allow_backing, others.allow_backing),
             metadata_cache_bytes: self.metadata_cache_bytes.or(others.metadata_cache_bytes),
@@ -165,7 +167,7 @@ impl Settings {
             keep_going: self.keep_going,
             vhost_user: self.vhost_user,
             nbd: self.nbd,
-            nbd_mode: self.nbd_mode,
+            nbd_access: self.nbd_access,
             nbd_tls: self.nbd_tls,
             allow_backing: self.allow_backing,
             limits: Limits {

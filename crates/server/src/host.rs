@@ -40,6 +40,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::broadcast;
 use vmstrata_api::{DoorSpec, Event};
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
+use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
 
 pub(crate) use self::counts::Counted;
@@ -72,7 +73,7 @@ pub struct Host {
     /// Whether disks are opened without unflushed writes that cannot be taken up.
     discards_unflushed: AtomicBool,
     tls: TlsMode,
-    nbd_mode: Option<u32>,
+    nbd_access: SocketAccess,
     guards: Guards,
     table: Mutex<Table>,
     /// Signalled when a change ends.
@@ -184,7 +185,7 @@ impl Host {
             allow_backing: options.allow_backing.clone(),
             discards_unflushed: AtomicBool::new(options.discard_unflushed),
             tls: options.tls_mode()?,
-            nbd_mode: options.nbd_mode,
+            nbd_access: options.nbd_access.clone(),
             guards,
             table: Mutex::default(),
             settled: Condvar::new(),

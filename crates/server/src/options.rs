@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmstrata_disk::{ResourceOptions, Resources};
+use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{Address, TlsConfig, TlsMode};
 
 use crate::error::Error;
@@ -31,8 +32,8 @@ pub struct Options {
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.
     pub nbd: Vec<Address>,
-    /// Permissions of unix sockets for NBD clients; `None` for their owner alone.
-    pub nbd_mode: Option<u32>,
+    /// Who may connect to unix sockets for NBD clients.
+    pub nbd_access: SocketAccess,
     /// Require TLS of NBD clients.
     pub nbd_tls: Option<TlsFiles>,
     /// Directories in which backing files are opened, beside that of the disk itself.

@@ -14,7 +14,7 @@ use std::path::Path;
 use rustix::fs::{Access, access};
 use vmstrata_api::{DiskStatus, DoorSpec, DoorStatus, ServerStatus};
 use vmstrata_export::nbd::{self, Address};
-use vmstrata_export::vhost_user;
+use vmstrata_export::{SocketAccess, vhost_user};
 use vmstrata_store::FileId;
 
 use crate::error::{Error, told};
@@ -50,7 +50,7 @@ pub fn rehearse(options: &Options, status: &ServerStatus) -> Result<(), Error> {
     let is_open =
         |place: &str| status.doors.iter().any(|door| door.open_error.is_none() && place_of(door) == place);
     for address in &options.nbd {
-        waits(is_open(&address.to_string()), nbd_door(address))?;
+        waits(is_open(&address.to_string()), nbd_door(address, &options.nbd_access))?;
     }
     for spec in &options.vhost_user {
         waits(is_open(&spec.socket.to_string_lossy()), vhost_user_door(spec))?;
@@ -81,12 +81,12 @@ fn metrics_port(address: SocketAddr) -> Result<(), Error> {
     }
 }
 
-fn nbd_door(address: &Address) -> Result<(), Error> {
+fn nbd_door(address: &Address, access: &SocketAccess) -> Result<(), Error> {
     let found = match address {
         Address::Unix(path) if symlink_metadata(path).is_ok_and(|found| !found.file_type().is_socket()) => {
             Err(io::Error::new(io::ErrorKind::AlreadyExists, "it exists and is not a socket"))
         }
-        Address::Unix(path) => directory_of(path),
+        Address::Unix(path) => directory_of(path).and_then(|()| access.check()),
         Address::Tcp { host, port } => (host.as_str(), *port).to_socket_addrs().map(drop),
     };
     found.map_err(|source| nbd::Error::Bind { address: address.to_string(), source }.into())
@@ -97,7 +97,9 @@ fn vhost_user_door(spec: &VhostUserSpec) -> Result<(), Error> {
     let found = if metadata(&path).is_ok_and(|found| !found.file_type().is_socket()) {
         Err(vhost_user::Error::NotASocket { path })
     } else {
-        directory_of(&path).map_err(|source| vhost_user::Error::Listen { path, source })
+        directory_of(&path)
+            .and_then(|()| spec.access.check())
+            .map_err(|source| vhost_user::Error::Listen { path, source })
     };
     found.map_err(|source| Error::VhostUser { disk: spec.disk.clone(), source })
 }

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 use vmstrata_api as api;
 use vmstrata_disk::snapshot::KeepError;
+use vmstrata_export::SocketAccess;
 
 pub use self::disk::{CloneOf, DiskSpec, StateError};
 pub(crate) use self::together::check_guests;
@@ -71,6 +72,12 @@ pub enum SpecError {
         /// Its length.
         len: usize,
     },
+    /// Permissions that are none.
+    #[error(transparent)]
+    Mode(#[from] ModeError),
+    /// A group without a name.
+    #[error("a socket's group has a name or a number")]
+    GroupEmpty,
     /// A file that only its own directory could find.
     #[error("'{path}' is relative, and the server has another directory: give its absolute path")]
     Relative {
@@ -154,6 +161,8 @@ pub struct VhostUserSpec {
     pub share: bool,
     /// Whether the guest's memory may be in any file.
     pub any_memory: bool,
+    /// Who may connect.
+    pub access: SocketAccess,
 }
 
 impl TryFrom<api::VhostUserSpec> for VhostUserSpec {
@@ -178,6 +187,10 @@ impl TryFrom<api::VhostUserSpec> for VhostUserSpec {
             serial: asked.serial,
             share: asked.share,
             any_memory: asked.any_memory,
+            access: SocketAccess {
+                group: asked.group.map(parse_group).transpose()?,
+                mode: asked.mode.as_deref().map(parse_mode).transpose()?,
+            },
         })
     }
 }
@@ -193,6 +206,8 @@ impl From<&VhostUserSpec> for api::VhostUserSpec {
             serial: spec.serial.clone(),
             share: spec.share,
             any_memory: spec.any_memory,
+            group: spec.access.group.clone(),
+            mode: spec.access.mode.map(|mode| format!("{mode:o}")),
         }
     }
 }
@@ -225,6 +240,14 @@ pub struct ModeError;
 pub fn parse_mode(text: &str) -> Result<u32, ModeError> {
     let mode = u32::from_str_radix(text, 8).map_err(|_| ModeError)?;
     if mode & !0o666 == 0 { Ok(mode) } else { Err(ModeError) }
+}
+
+/// Takes the name or number of a socket's group; whether there is such a group shows when the socket is made.
+///
+/// # Errors
+/// When it is empty.
+pub fn parse_group(text: String) -> Result<String, SpecError> {
+    if text.is_empty() { Err(SpecError::GroupEmpty) } else { Ok(text) }
 }
 
 fn stem(path: &str) -> Result<String, SpecError> {
@@ -295,6 +318,12 @@ mod tests {
         assert_eq!(socket(asked(String::new())), SpecError::SocketEmpty);
         let zero = api::VhostUserSpec { queues: Some(0), ..asked("s".into()) };
         assert_eq!(socket(zero), SpecError::Zero { what: "queues" });
+        let shown = api::VhostUserSpec { group: Some("guests".into()), mode: Some("660".into()), ..longest };
+        assert_eq!(api::VhostUserSpec::from(&VhostUserSpec::try_from(shown.clone()).unwrap()), shown);
+        let mode = api::VhostUserSpec { mode: Some("777".into()), ..asked("s".into()) };
+        assert_eq!(socket(mode), SpecError::Mode(ModeError));
+        let group = api::VhostUserSpec { group: Some(String::new()), ..asked("s".into()) };
+        assert_eq!(socket(group), SpecError::GroupEmpty);
         let serial = api::VhostUserSpec { serial: Some("s".repeat(21)), ..asked("s".into()) };
         assert_eq!(socket(serial), SpecError::SerialTooLong { len: 21 });
     }

@@ -188,6 +188,7 @@ pub enum DoorCommand {
 #[group(required = true, multiple = false)]
 pub struct NewDoor {
     /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]
+    /// [,group=GROUP][,mode=MODE]
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
     pub vhost_user: Option<VhostUserSpec>,
     /// An address for NBD clients of all disks: unix:/path or tcp:host:port

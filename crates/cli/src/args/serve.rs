@@ -4,8 +4,10 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use vmstrata_api as api;
+use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::Address;
 use vmstrata_server::config::Settings;
 use vmstrata_server::spec::{DiskSpec, VhostUserSpec, parse_metrics, parse_mode};
@@ -39,13 +41,18 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE", requires = "at")]
     pub clone: Option<String>,
     /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]
-    /// (repeatable)
+    /// [,group=GROUP][,mode=MODE] (repeatable); with a group, its members may connect, too, and so read and write the disk
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
     pub vhost_user: Vec<VhostUserSpec>,
     /// An address for NBD clients of all disks: unix:/path or tcp:host:port (repeatable)
     #[arg(long, value_name = "ADDRESS")]
     pub nbd: Vec<Address>,
-    /// Permissions of the unix sockets among them, in octal: who may connect, and so read and write all disks [default: 600]
+    /// The group of the unix sockets among them, by name or number: its members may connect, too. The server's user must be
+    /// one of them
+    #[arg(long, value_name = "GROUP", value_parser = NonEmptyStringValueParser::new())]
+    pub nbd_group: Option<String>,
+    /// Permissions of the unix sockets among them, in octal: who may connect, and so read and write all disks
+    /// [default: 600, with --nbd-group 660]
     #[arg(long, value_name = "MODE", value_parser = parse_mode)]
     pub nbd_mode: Option<u32>,
     /// Require TLS of NBD clients: the server's certificate chain (PEM)
@@ -166,7 +173,7 @@ impl ServeArgs {
             keep_going: self.keep_going,
             vhost_user: self.vhost_user.clone(),
             nbd: self.nbd.clone(),
-            nbd_mode: self.nbd_mode,
+            nbd_access: SocketAccess { group: self.nbd_group.clone(), mode: self.nbd_mode },
             nbd_tls,
             allow_backing: self.backing.allow_backing.clone(),
             metadata_cache_bytes: self.resources.metadata_cache,

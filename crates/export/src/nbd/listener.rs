@@ -13,7 +13,7 @@ use rustix::net::{SocketFlags, acceptfrom_with, sockopt};
 
 use super::Error;
 use super::limits::SOCKET_BUFFER;
-use crate::unix_socket::{OWNER_ONLY, listen_at};
+use crate::unix_socket::{SocketAccess, listen_at};
 
 /// The port IANA has reserved for NBD.
 pub const DEFAULT_PORT: u16 = 10809;
@@ -88,22 +88,22 @@ impl Listener {
     /// # Errors
     /// [`Error::Bind`], for example when another server listens there.
     pub fn bind(address: &Address) -> Result<Self, Error> {
-        Self::bind_with_mode(address, OWNER_ONLY)
+        Self::bind_for(address, &SocketAccess::default())
     }
 
-    /// As [`Listener::bind`]; who may connect to a unix socket is a matter of the permissions `mode`, whatever the umask.
+    /// As [`Listener::bind`]; who may connect to a unix socket is what `access` says, whatever the umask.
     ///
     /// # Errors
     /// As [`Listener::bind`].
-    pub fn bind_with_mode(address: &Address, mode: u32) -> Result<Self, Error> {
-        Self::try_bind(address, mode).map_err(|source| Error::Bind { address: address.to_string(), source })
+    pub fn bind_for(address: &Address, access: &SocketAccess) -> Result<Self, Error> {
+        Self::try_bind(address, access).map_err(|source| Error::Bind { address: address.to_string(), source })
     }
 
-    fn try_bind(address: &Address, mode: u32) -> io::Result<Self> {
+    fn try_bind(address: &Address, access: &SocketAccess) -> io::Result<Self> {
         match address {
             Address::Unix(path) => {
                 remove_stale(path)?;
-                let listener = listen_at(path, mode)?;
+                let listener = listen_at(path, access)?;
                 let file = identity(path).ok();
                 Ok(Self { socket: listener.into(), address: address.clone(), file })
             }

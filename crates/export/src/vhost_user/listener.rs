@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Error;
-use crate::unix_socket::{OWNER_ONLY, listen_at};
+use crate::unix_socket::{SocketAccess, listen_at};
 
 /// A listening socket, removed when dropped.
 #[derive(Debug)]
@@ -20,14 +20,14 @@ pub(super) struct SocketFile {
 }
 
 impl SocketFile {
-    /// Listens at `path`, in place of a socket nobody listens on any more.
+    /// Listens at `path`, in place of a socket nobody listens on any more, and lets in whom `access` names.
     ///
     /// # Errors
     /// When somebody does listen there, when there is something else, or when the system refuses.
-    pub(super) fn bind(path: &Path) -> Result<Self, Error> {
+    pub(super) fn bind(path: &Path, access: &SocketAccess) -> Result<Self, Error> {
         remove_stale(path)?;
         let failed = |source| Error::Listen { path: path.to_owned(), source };
-        let listener = listen_at(path, OWNER_ONLY).map_err(failed)?;
+        let listener = listen_at(path, access).map_err(failed)?;
         Ok(Self { listener, path: path.to_owned(), is_closed: AtomicBool::new(false) })
     }
 
@@ -89,15 +89,19 @@ mod tests {
 
     use super::*;
 
+    fn bind(path: &Path) -> Result<SocketFile, Error> {
+        SocketFile::bind(path, &SocketAccess::default())
+    }
+
     #[test]
     fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("disk.sock");
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "the standard listener leaves its file");
-        let first = SocketFile::bind(&path).unwrap();
-        assert_eq!(metadata(&path).unwrap().permissions().mode() & 0o777, OWNER_ONLY);
-        assert!(matches!(SocketFile::bind(&path), Err(Error::InUse { .. })));
+        let first = bind(&path).unwrap();
+        assert_eq!(metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(matches!(bind(&path), Err(Error::InUse { .. })));
         drop(first);
         assert!(!path.exists());
     }
@@ -107,7 +111,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("precious");
         std::fs::write(&path, "data").unwrap();
-        assert!(matches!(SocketFile::bind(&path), Err(Error::NotASocket { .. })));
+        assert!(matches!(bind(&path), Err(Error::NotASocket { .. })));
         assert_eq!(std::fs::read(&path).unwrap(), b"data");
     }
 }

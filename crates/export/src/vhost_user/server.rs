@@ -38,7 +38,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves `disk` on a socket at `path`, which only its owner may use, from now on.
+    /// Serves `disk` on a socket at `path`, for whom the options let in, from now on.
     ///
     /// # Errors
     /// When an option is out of range, somebody else listens at `path`, or the system refuses.
@@ -51,7 +51,7 @@ impl Server {
             queues: options.queues,
             serial: &options.serial,
         }));
-        let socket = Arc::new(SocketFile::bind(path)?);
+        let socket = Arc::new(SocketFile::bind(path, &options.access)?);
         let workers = spawn_workers(&disk, &device, &options)?;
         let stop = Arc::new(Stop::new().map_err(Error::Thread)?);
         let back = Arc::<BackChannel>::default();

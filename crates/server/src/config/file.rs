@@ -6,12 +6,13 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use toml::Spanned;
 use vmstrata_api as api;
+use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::Address;
 
 use super::{ConfigFault, Settings};
 use crate::options::{ControlPlace, TlsFiles};
 use crate::size::parse_size;
-use crate::spec::{DiskSpec, VhostUserSpec, parse_metrics, parse_mode};
+use crate::spec::{DiskSpec, SpecError, VhostUserSpec, parse_group, parse_metrics, parse_mode};
 
 /// What is wrong, and the byte at which.
 type At = (usize, ConfigFault);
@@ -23,6 +24,7 @@ struct File {
     vhost_user: Vec<Spanned<VhostUser>>,
     keep_going: bool,
     nbd: Vec<Spanned<String>>,
+    nbd_group: Option<Spanned<String>>,
     nbd_mode: Option<Spanned<String>>,
     nbd_tls_cert: Option<Spanned<PathBuf>>,
     nbd_tls_key: Option<Spanned<PathBuf>>,
@@ -67,6 +69,8 @@ struct VhostUser {
     share: bool,
     #[serde(default)]
     any_memory: bool,
+    group: Option<String>,
+    mode: Option<String>,
 }
 
 /// A size or a place: a number needs no quotes.
@@ -104,7 +108,10 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         keep_going: file.keep_going,
         vhost_user: each(file.vhost_user, |socket| vhost_user_spec(socket, directory))?,
         nbd: each(file.nbd, |address| nbd_address(&address, directory))?,
-        nbd_mode: one(file.nbd_mode, |mode| Ok(parse_mode(&mode)?))?,
+        nbd_access: SocketAccess {
+            group: one(file.nbd_group, |group| Ok(parse_group(group)?))?,
+            mode: one(file.nbd_mode, |mode| Ok(parse_mode(&mode).map_err(SpecError::from)?))?,
+        },
         nbd_tls,
         allow_backing: file.allow_backing.into_iter().map(here).collect(),
         metadata_cache_bytes: one(file.metadata_cache, |size| Ok(parse_size(&size.into_string())?))?,
@@ -173,9 +180,10 @@ fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
 }
 
 fn vhost_user_spec(socket: VhostUser, directory: &Path) -> Result<VhostUserSpec, ConfigFault> {
-    let VhostUser { disk, socket, queues, threads, poll_us, serial, share, any_memory } = socket;
+    let VhostUser { disk, socket, queues, threads, poll_us, serial, share, any_memory, group, mode } = socket;
     let socket = directory.join(socket).display().to_string();
-    let asked = api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory };
+    let asked =
+        api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory, group, mode };
     Ok(VhostUserSpec::try_from(asked)?)
 }
 

@@ -23,6 +23,8 @@ fn every_key_is_read() {
     let settings = parse(
         r#"
         nbd = ["unix:/run/nbd.sock", "tcp:[::1]:7"]
+        nbd-group = "backup"
+        nbd-mode = "620"
         nbd-tls-cert = "/pki/cert.pem"
         nbd-tls-key = "/pki/key.pem"
         nbd-tls-client-ca = "/pki/ca.pem"
@@ -54,6 +56,8 @@ fn every_key_is_read() {
         poll-us = 50
         serial = "WEB-1"
         share = true
+        group = "guests"
+        mode = "660"
         "#,
     )
     .unwrap();
@@ -64,6 +68,8 @@ fn every_key_is_read() {
     assert_eq!((db.cache, db.format), (CacheMode::Direct, Some(Format::Raw)));
     let socket = &settings.vhost_user[0];
     assert_eq!((socket.queues, socket.poll_us, socket.share), (NonZeroU16::new(4), Some(50), true));
+    assert_eq!((socket.access.group.as_deref(), socket.access.mode), (Some("guests"), Some(0o660)));
+    assert_eq!(settings.nbd_access, SocketAccess { group: Some("backup".into()), mode: Some(0o620) });
     assert_eq!(settings.nbd[1], "tcp:[::1]:7".parse().unwrap());
     assert_eq!(settings.nbd_tls.as_ref().unwrap().client_ca.as_deref(), Some(Path::new("/pki/ca.pem")));
     assert_eq!(settings.control, Some(ControlPlace::At("/run/vms/c.sock".into())));
@@ -96,6 +102,9 @@ fn what_is_wrong_is_said_with_its_line() {
         ("\n[[disk]]\npath = \"a\"\nname = \"b=c\"", 2, "no '='"),
         ("[[disk]]\npath = \"a\"\ncache = \"none\"", 3, "unknown variant `none`"),
         ("\n[[vhost-user]]\ndisk = \"a\"\nsocket = \"s\"\nqueues = 0", 2, "'queues' is at least 1"),
+        ("\nnbd-mode = \"rw\"", 2, "octal digits up to 666"),
+        ("\nnbd-group = \"\"", 2, "a name or a number"),
+        ("\n[[vhost-user]]\ndisk = \"a\"\nsocket = \"s\"\nmode = \"888\"", 2, "octal digits up to 666"),
         ("metadata-cache = \"1.5G\"", 1, "1536M"),
         ("metrics = \"localhost\"", 1, "as in 9100"),
         ("\nnbd-tls-cert = \"c\"", 2, "go together"),

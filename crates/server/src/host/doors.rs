@@ -182,10 +182,7 @@ impl Host {
         let (_change, table) = self.begin_change()?;
         // Names may have to be resolved for this, which takes as long as it takes.
         drop(table);
-        let listener = match self.nbd_mode {
-            None => Listener::bind(address)?,
-            Some(mode) => Listener::bind_with_mode(address, mode)?,
-        };
+        let listener = Listener::bind_for(address, &self.nbd_access)?;
         let address = listener.address().clone();
         if address.is_reached_from_elsewhere() && matches!(self.tls, TlsMode::Off) {
             tracing::warn!(%address, "whoever reaches this address can read and write all disks: give it TLS (--nbd-tls-cert, --nbd-tls-key, --nbd-tls-client-ca), or take an address of this host alone");
@@ -274,5 +271,6 @@ fn vhost_user_options(spec: &VhostUserSpec) -> vhost_user::Options {
         options.serial.clone_from(serial);
     }
     options.any_memory = spec.any_memory;
+    options.access.clone_from(&spec.access);
     options
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::super::Error;
+use crate::unix_socket::SocketAccess;
 
 /// Most queues of a device.
 const QUEUES_MAX: u16 = 256;
@@ -34,6 +35,8 @@ pub struct Options {
     /// Takes memory from files on any file system, not only memfds and files on tmpfs or hugetlbfs. One that does not answer
     /// then holds up threads that serve this disk and others.
     pub any_memory: bool,
+    /// Who may connect: the socket's owner alone unless set.
+    pub access: SocketAccess,
     /// Longest time for what is in flight when the server stops, 30 s unless set. Past it, the server lets its threads be.
     pub stop_limit: Duration,
 }
@@ -49,6 +52,7 @@ impl Default for Options {
             poll_us: 40,
             read_only: false,
             any_memory: false,
+            access: SocketAccess::default(),
             stop_limit: STOP_LIMIT,
         }
     }

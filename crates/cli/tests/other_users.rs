@@ -1,0 +1,221 @@
+//! The server as one user, QEMU as another: the group of a socket lets QEMU in, and nothing else of the server's does.
+//!
+//! Only root can be several users: as anybody else these tests have nothing to try.
+
+mod support;
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::{Pid, Signal, geteuid, kill_process};
+use support::{Images, assert_clean, stderr, tool_ok, wait_until};
+
+/// Numbers of users and of a group that no host has.
+const SERVER: u32 = 61_001;
+const QEMU: u32 = 61_002;
+const STRANGER: u32 = 61_003;
+const GUESTS: u32 = 61_010;
+
+/// Connects to the socket that it is given.
+const CONNECT: &str = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])";
+
+/// Writes its second sector, says K at the first serial port, and stops.
+#[rustfmt::skip]
+const BOOT_SECTOR: [u8; 28] = [
+    0x31, 0xc0,             // xor ax, ax
+    0x8e, 0xc0,             // mov es, ax
+    0xbb, 0x00, 0x7c,       // mov bx, 0x7c00: this sector
+    0xb8, 0x01, 0x03,       // mov ax, 0x0301: write one sector
+    0xb9, 0x02, 0x00,       // mov cx, 0x0002: to cylinder 0, sector 2
+    0xb6, 0x00,             // mov dh, 0: head 0; the drive is in dl
+    0xcd, 0x13,             // int 0x13
+    0x72, 0x06,             // jc hlt
+    0xba, 0xf8, 0x03,       // mov dx, 0x3f8
+    0xb0, b'K',             // mov al, 'K'
+    0xee,                   // out dx, al
+    0xf4,                   // hlt
+    0xeb, 0xfd,             // jmp hlt
+];
+
+/// A program to be run as a user with no groups but its own and these.
+fn as_user(user: u32, groups: &[u32], program: impl AsRef<Path>) -> Command {
+    let groups: Vec<String> = groups.iter().map(u32::to_string).collect();
+    let mut command = Command::new("setpriv");
+    command.args([
+        &format!("--reuid={user}"),
+        &format!("--regid={user}"),
+        "--no-new-privs",
+        "--bounding-set=-all",
+    ]);
+    command.arg(if groups.is_empty() {
+        "--clear-groups".into()
+    } else {
+        format!("--groups={}", groups.join(","))
+    });
+    // What root has in directories of its own is not for others to run.
+    command.arg("--").arg(program.as_ref()).current_dir("/").env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+    command
+}
+
+/// A server as a user of its own, with a disk behind both kinds of doors, in directories as the packaging makes them.
+struct Server {
+    child: Child,
+    program: PathBuf,
+    images: Images,
+}
+
+impl Server {
+    fn start() -> Self {
+        let images = Images::new();
+        fs::set_permissions(images.path("."), Permissions::from_mode(0o755)).unwrap();
+        // Where the build has it, other users need not get to.
+        let program = images.path("vmstrata");
+        fs::copy(env!("CARGO_BIN_EXE_vmstrata"), &program).unwrap();
+        for (name, group, mode) in [("vms", SERVER, 0o755), ("run", SERVER, 0o700), ("guests", GUESTS, 0o750)]
+        {
+            fs::create_dir(images.path(name)).unwrap();
+            chown(images.path(name), Some(SERVER), Some(group)).unwrap();
+            fs::set_permissions(images.path(name), Permissions::from_mode(mode)).unwrap();
+        }
+        let disk = images.create("vms/web.qcow2", &["1M"]);
+        let mut sector = [0; 512];
+        sector[..BOOT_SECTOR.len()].copy_from_slice(&BOOT_SECTOR);
+        sector[510..].copy_from_slice(&[0x55, 0xaa]);
+        let boot = images.path("boot");
+        fs::write(&boot, sector).unwrap();
+        images.write_layer("vms/web.qcow2", &[&format!("write -s {} 0 512", boot.display())]);
+        chown(&disk, Some(SERVER), Some(SERVER)).unwrap();
+        fs::set_permissions(&disk, Permissions::from_mode(0o600)).unwrap();
+        let child = as_user(SERVER, &[GUESTS], &program)
+            .args(["serve", "--disk", &format!("path={},name=web", disk.display())])
+            .args(["--vhost-user", &format!("web={},share,group={GUESTS}", images.name("guests/web.sock"))])
+            .args(["--nbd", &format!("unix:{}", images.name("guests/nbd.sock"))])
+            .args(["--nbd-group", &GUESTS.to_string(), "--runtime-dir", &images.name("run")])
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let server = Self { child, program, images };
+        for socket in ["guests/web.sock", "guests/nbd.sock", "run/control.sock"] {
+            wait_until(socket, || server.images.path(socket).exists());
+        }
+        server
+    }
+
+    /// Whether a user can connect to a socket; if not, it is the permissions that forbid it.
+    fn lets_in(&self, user: u32, groups: &[u32], socket: &str) -> bool {
+        let mut connect = as_user(user, groups, "python3");
+        let tried = connect.args(["-c", CONNECT, &self.images.name(socket)]).output().unwrap();
+        let said = stderr(&tried);
+        assert!(
+            tried.status.success() || said.contains("PermissionError"),
+            "{user} {groups:?} {socket}: {said}"
+        );
+        tried.status.success()
+    }
+
+    /// Ends the server, which leaves its image clean.
+    fn stop(mut self) {
+        kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
+        assert!(self.child.wait().unwrap().success());
+        assert_clean(&self.images.path("vms/web.qcow2"));
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_member_of_the_sockets_group_gets_to_the_doors_and_to_nothing_else() {
+    if !geteuid().is_root() {
+        return;
+    }
+    let server = Server::start();
+    let doors = ["guests/web.sock", "guests/nbd.sock"];
+    for (user, groups, is_member) in
+        [(QEMU, &[GUESTS][..], true), (STRANGER, &[], false), (STRANGER, &[STRANGER + 1], false)]
+    {
+        for door in doors {
+            assert_eq!(server.lets_in(user, groups, door), is_member, "{user} {groups:?}: {door}");
+        }
+        assert!(!server.lets_in(user, groups, "run/control.sock"), "{user} {groups:?}");
+        let image = server.images.path("vms/web.qcow2");
+        let read = as_user(user, groups, "cat").arg(image).output().unwrap();
+        assert!(!read.status.success() && stderr(&read).contains("Permission denied"), "{}", stderr(&read));
+        // Nor can it put a socket of its own in a door's place.
+        let removed =
+            as_user(user, groups, "rm").arg("-f").arg(server.images.path(doors[0])).status().unwrap();
+        assert!(!removed.success());
+    }
+    // The permissions of the socket count, and not only those of its directory.
+    fs::set_permissions(server.images.path("guests"), Permissions::from_mode(0o755)).unwrap();
+    assert!(!server.lets_in(STRANGER, &[], doors[0]) && !server.lets_in(STRANGER, &[], doors[1]));
+    assert!(server.lets_in(SERVER, &[], "run/control.sock"));
+    server.stop();
+}
+
+#[test]
+fn a_group_that_the_server_is_no_member_of_is_refused() {
+    if !geteuid().is_root() {
+        return;
+    }
+    let server = Server::start();
+    for (group, part) in
+        [(STRANGER.to_string(), "is not a member of"), ("nosuchgroup".into(), "there is no group")]
+    {
+        let socket = server.images.name("guests/2.sock");
+        let refused = as_user(SERVER, &[GUESTS], &server.program)
+            .args(["door", "add", "--control", &server.images.name("run/control.sock")])
+            .args(["--vhost-user", &format!("web={socket},share,group={group}")])
+            .output()
+            .unwrap();
+        assert_eq!(refused.status.code(), Some(1));
+        assert!(stderr(&refused).contains(part), "{}", stderr(&refused));
+        assert!(!Path::new(&socket).exists());
+    }
+    server.stop();
+}
+
+#[test]
+fn a_guest_of_another_user_boots_from_its_disk_and_writes_to_it() {
+    if !geteuid().is_root() {
+        return;
+    }
+    let server = Server::start();
+    let console = server.images.path("console");
+    let qemu = as_user(QEMU, &[GUESTS], "qemu-system-x86_64")
+        .args(["-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg", "-serial", "stdio"])
+        .args(["-object", "memory-backend-memfd,id=mem,size=64M,share=on"])
+        .args(["-machine", "q35,memory-backend=mem", "-m", "64M"])
+        .args(["-chardev", &format!("socket,id=web,path={}", server.images.name("guests/web.sock"))])
+        .args(["-device", "vhost-user-blk-pci,chardev=web,bootindex=0"])
+        .stdin(Stdio::null())
+        .stdout(fs::File::create(&console).unwrap())
+        .spawn()
+        .unwrap();
+    let mut qemu = Qemu(qemu);
+    wait_until("the guest", || {
+        assert!(qemu.0.try_wait().unwrap().is_none(), "QEMU ended");
+        fs::read(&console).unwrap().ends_with(b"K")
+    });
+    drop(qemu);
+    let uri = format!("nbd+unix:///web?socket={}", server.images.name("guests/nbd.sock"));
+    let sectors = tool_ok("qemu-io", ["-r", "-f", "raw", "-c", "read -v 512 16", &uri]);
+    assert!(sectors.contains("31 c0 8e c0"), "{sectors}");
+    server.stop();
+}
+
+/// A guest that ends with the test.
+struct Qemu(Child);
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
