@@ -4,6 +4,7 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -11,9 +12,15 @@ use rustix::process::{Pid, Signal, kill_process};
 use support::http::{ask, connect};
 use support::{Images, assert_clean, stderr, tool, tool_ok, wait_until};
 
-fn unit(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd").join(name)
+fn packaged(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging").join(name)
 }
+
+fn unit(name: &str) -> PathBuf {
+    packaged("systemd").join(name)
+}
+
+const SERVICES: [&str; 3] = ["vmstrata.service", "vmstrata-prune@.service", "vmstrata-vm-snapshot@.service"];
 
 /// A process that ends with the test.
 struct Running(Child);
@@ -73,16 +80,61 @@ fn the_first_command_starts_the_server_on_a_socket_that_was_there_before_it() {
 #[test]
 fn the_units_are_understood_and_leave_little_exposed() {
     let dir = tempfile::tempdir().unwrap();
-    let text = fs::read_to_string(unit("vmstrata.service")).unwrap();
-    let here = text.replace("/usr/bin/vmstrata", env!("CARGO_BIN_EXE_vmstrata"));
-    assert_ne!(here, text, "the unit starts another program");
-    let service = dir.path().join("vmstrata.service");
-    fs::write(&service, here).unwrap();
     fs::copy(unit("vmstrata-control.socket"), dir.path().join("vmstrata-control.socket")).unwrap();
-    let verified = tool("systemd-analyze", ["verify", "--man=no", service.to_str().unwrap()]);
-    assert!(verified.status.success() && stderr(&verified).is_empty(), "{}", stderr(&verified));
-    let security = ["security", "--offline=true", "--threshold=20", service.to_str().unwrap()];
-    assert!(tool("systemd-analyze", security).status.success(), "more is exposed than a level of 2.0");
+    for name in SERVICES {
+        let text = fs::read_to_string(unit(name)).unwrap();
+        let here = text.replace("/usr/bin/vmstrata", env!("CARGO_BIN_EXE_vmstrata"));
+        assert_ne!(here, text, "{name} starts another program");
+        let service = dir.path().join(name);
+        fs::write(&service, here).unwrap();
+        let verified = tool("systemd-analyze", ["verify", "--man=no", service.to_str().unwrap()]);
+        assert!(verified.status.success() && stderr(&verified).is_empty(), "{}", stderr(&verified));
+        let security = ["security", "--offline=true", "--threshold=20", service.to_str().unwrap()];
+        let exposed = tool("systemd-analyze", security);
+        assert!(exposed.status.success(), "{name} is exposed more than to a level of 2.0");
+    }
+}
+
+/// The values that a unit gives a key.
+fn values(name: &str, key: &str) -> Vec<String> {
+    let text = fs::read_to_string(unit(name)).unwrap();
+    let values = text.lines().filter_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+    values.map(str::to_owned).collect()
+}
+
+#[test]
+fn the_units_run_as_a_user_whose_directories_let_qemu_to_its_sockets_alone() {
+    for name in SERVICES {
+        assert_eq!(values(name, "User"), ["vmstrata"], "{name}");
+    }
+    assert_eq!(values("vmstrata-control.socket", "SocketUser"), ["vmstrata"]);
+    assert_eq!(values("vmstrata-control.socket", "SocketMode"), ["0600"]);
+    let root = tempfile::tempdir().unwrap();
+    let at = format!("--root={}", root.path().display());
+    fs::create_dir(root.path().join("etc")).unwrap();
+    tool_ok("systemd-sysusers", [&at, packaged("sysusers.d/vmstrata.conf").to_str().unwrap()]);
+    let users = fs::read_to_string(root.path().join("etc/passwd")).unwrap();
+    let groups = fs::read_to_string(root.path().join("etc/group")).unwrap();
+    let number = |table: &str, name: &str| -> u32 {
+        let entry = table.lines().find(|line| line.split(':').next() == Some(name)).unwrap();
+        entry.split(':').nth(2).unwrap().parse().unwrap()
+    };
+    let server = number(&users, "vmstrata");
+    let (own, guests) = (number(&groups, "vmstrata"), number(&groups, "vmstrata-guests"));
+    assert!(groups.lines().any(|line| line.starts_with("vmstrata-guests:") && line.ends_with(":vmstrata")));
+    if !rustix::process::geteuid().is_root() {
+        // Others cannot give directories away.
+        return;
+    }
+    tool_ok("systemd-tmpfiles", [&at, "--create", packaged("tmpfiles.d/vmstrata.conf").to_str().unwrap()]);
+    for (dir, owner, group, mode) in [
+        ("vmstrata", server, own, 0o700),
+        ("vmstrata-guests", server, guests, 0o750),
+        ("vmstrata-monitors", 0, guests, 0o3770),
+    ] {
+        let made = fs::metadata(root.path().join("run").join(dir)).unwrap();
+        assert_eq!((made.uid(), made.gid(), made.mode() & 0o7777), (owner, group, mode), "{dir}");
+    }
 }
 
 /// The system calls that a list of names and @sets stands for.
@@ -146,7 +198,7 @@ fn every_system_call_of_a_busy_server_passes_the_filter_of_the_unit() {
             "--disk",
             &format!("path={},name=top", top.display()),
             "--vhost-user",
-            &format!("top={guest}"),
+            &format!("top={guest},group={}", rustix::process::getegid().as_raw()),
         ])
         .args([
             "--nbd",
@@ -186,7 +238,8 @@ fn every_system_call_of_a_busy_server_passes_the_filter_of_the_unit() {
     kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::TERM).unwrap();
     assert!(server.0.wait().unwrap().success());
     let used = traced(&fs::read_to_string(&trace).unwrap());
-    for needed in ["io_uring_setup", "io_uring_enter", "fdatasync", "accept4", "flock", "mincore"] {
+    for needed in ["io_uring_setup", "io_uring_enter", "fdatasync", "accept4", "flock", "mincore", "fchownat"]
+    {
         // The filter would mean little if the trace had not seen these.
         assert!(used.contains(needed), "{needed} was not traced: {used:?}");
     }

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Uses vmstrata as its units run it under systemd: started by its socket, in its sandbox, restarted, killed and upgraded.
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
-uri='nbd+unix:///web?socket=/run/vmstrata/nbd.sock'
+uri='nbd+unix:///web?socket=/run/vmstrata-guests/nbd.sock'
 
 off() {
     sync
@@ -35,6 +35,8 @@ confined() {
 }
 
 echo "guest: up"
+# As whoever installs it does.
+chown -R vmstrata: /srv/vms && chmod 700 /srv/vms || fail "chown"
 [ "$(of_service ActiveState)" = inactive ] || fail "the service runs before anyone has asked"
 systemctl is-active --quiet vmstrata-control.socket || fail "nothing listens"
 vmstrata status || fail "the first command is not answered"
@@ -52,15 +54,26 @@ confined CapEff 0000000000000000
 confined NoNewPrivs 1
 # Whether a disk is refused for this reason.
 refused() {
-    cp /srv/vms/other.qcow2 "$1" || fail "copy to $1"
+    cp -p /srv/vms/other.qcow2 "$1" || fail "copy to $1"
     said=$(vmstrata disk add "path=$1$2" 2>&1) && fail "$1$2 was opened"
     [[ "$said" = *"$3"* ]] || fail "$1$2: $said"
 }
-cp /srv/vms/web.s1.qcow2 /srv/vms/other.qcow2 || fail "copy"
+cp -p /srv/vms/web.s1.qcow2 /srv/vms/other.qcow2 || fail "copy"
 vmstrata disk add path=/srv/vms/other.qcow2,name=other && vmstrata disk remove other || fail "a disk where images are"
 refused /etc/vmstrata/other.qcow2 "" "Read-only file system"
 refused /home/other.qcow2 ",read-only" "ermission denied"
 echo "guest: the sandbox lets it serve and no more"
+
+# What a QEMU can do that was taken over: use the sockets of its group, and no more.
+as_nobody() {
+    chroot --userspec=nobody:nogroup "$1" / "${@:2}" > /dev/null 2>&1
+}
+as_nobody --groups=vmstrata-guests nbdinfo "$uri" || fail "the group cannot connect"
+as_nobody --groups= nbdinfo "$uri" && fail "others can connect"
+as_nobody --groups=vmstrata-guests vmstrata status && fail "the group has the control socket"
+as_nobody --groups=vmstrata-guests cat /srv/vms/web.qcow2 && fail "the group can read the image"
+[ "$(stat -c %U "/proc/$(of_service MainPID)")" = vmstrata ] || fail "the server runs as another user"
+echo "guest: the group gets to its sockets and no further"
 
 # The pruning unit, in a sandbox of its own: of two snapshots one goes.
 vmstrata snapshot create /srv/vms/web.qcow2 --name s2 || fail "snapshot"

@@ -41,7 +41,8 @@ Requires=basic.target units-test.service
 After=basic.target
 ";
 const CONFIG: &str = r#"
-nbd = ["unix:/run/vmstrata/nbd.sock"]
+nbd = ["unix:/run/vmstrata-guests/nbd.sock"]
+nbd-group = "vmstrata-guests"
 
 [[disk]]
 path = "/srv/vms/web.qcow2"
@@ -90,10 +91,17 @@ fn install(tree: &Path) -> Result<()> {
     make_executable(&put("usr/lib/units-test", TEST)?)?;
 
     // vmstrata itself, as packaging/ has it; its socket is enabled.
-    let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/systemd");
+    let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging");
     for unit in ["vmstrata.service", "vmstrata-control.socket", "vmstrata-prune@.service"] {
-        fs::copy(packaging.join(unit), tree.join(UNITS).join(unit))?;
+        fs::copy(packaging.join("systemd").join(unit), tree.join(UNITS).join(unit))?;
     }
+    for kind in ["sysusers.d", "tmpfiles.d"] {
+        let into = tree.join("usr/lib").join(kind);
+        fs::create_dir_all(&into)?;
+        fs::copy(packaging.join(kind).join("vmstrata.conf"), into.join("vmstrata.conf"))?;
+    }
+    let root = format!("--root={}", tree.display());
+    must(Command::new("systemd-sysusers").arg(root).arg(packaging.join("sysusers.d/vmstrata.conf")))?;
     let enabled = tree.join("etc/systemd/system/sockets.target.wants");
     fs::create_dir_all(&enabled)?;
     let socket = "vmstrata-control.socket";
