@@ -351,3 +351,21 @@ fn an_empty_disk_can_be_backed_up() {
     assert_clean(&file);
     restore_to(std::slice::from_ref(&file), &dir.path().join("restored")).unwrap();
 }
+
+/// Whoever may read neither the disk nor the directory of backups reads no backup elsewhere.
+#[test]
+fn backups_and_restored_disks_are_their_makers_alone() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let Pair { dir, states, .. } = pair(None);
+    let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o777;
+    let (file, restored) = (dir.path().join("private.qcow2"), dir.path().join("restored.qcow2"));
+    to_file(&states[0], &file, &BackupOptions::default()).unwrap();
+    restore_to(std::slice::from_ref(&file), &restored).unwrap();
+    assert_eq!([mode(&file), mode(&manifest_path(&file)), mode(&restored)], [0o600; 3]);
+    // What is replaced says for whom it is.
+    std::fs::set_permissions(&restored, std::fs::Permissions::from_mode(0o640)).unwrap();
+    let options = RestoreOptions { replace: true, ..RestoreOptions::default() };
+    let files = std::slice::from_ref(&file);
+    patiently(|| restore(files, &restored, &options, &resources(), &mut |_, _| true)).unwrap();
+    assert_eq!(mode(&restored), 0o640);
+}
