@@ -55,6 +55,18 @@ pub enum Error {
         /// The disk.
         disk: String,
     },
+    /// As many requests wait for a disk as may: the others are for other disks.
+    #[error(
+        "{waiting} requests wait for disk '{disk}' already, the first for {doing}: its storage may not answer"
+    )]
+    Crowded {
+        /// The disk's name.
+        disk: String,
+        /// How many wait.
+        waiting: usize,
+        /// What the first of them is about, a participle with its object.
+        doing: &'static str,
+    },
     /// As many jobs are under way as may be.
     #[error("{max} jobs are under way, as many as may be")]
     TooManyJobs {

@@ -73,6 +73,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::NoSuchJob { .. } => (404, "no-such-job"),
         Error::JobExists { .. } => (409, "job-exists"),
         Error::TooManyJobs { .. } => (503, "too-many-jobs"),
+        Error::Crowded { .. } => (503, "crowded"),
         Error::NotOpen { .. } => (409, "not-open"),
         Error::Busy { .. } => (409, "busy"),
         Error::Attached { .. } | Error::GuestAttached { .. } => (409, "attached"),

@@ -317,6 +317,34 @@ mod tests {
     }
 
     #[test]
+    fn requests_for_a_disk_whose_storage_hangs_leave_room_for_other_disks() {
+        let dir = tempfile::tempdir().unwrap();
+        let (host, plan, bad) = host_and_bad_disk(dir.path());
+        let good = open(&dir.path().join("good.qcow2"), &host.resources);
+        host.table.lock().disks.extend([bad, good]);
+        let hold = Effect::Hold;
+        plan.add(Fault { kind: Some(OperationKind::Flush), store: None, when: When::From(0), effect: hold });
+        let take = |disk: &str, name: String| {
+            let disks = vec![disk.to_owned()];
+            host.snapshot(vmstrata_api::SnapshotSpec { disks, name, ..Default::default() })
+        };
+        std::thread::scope(|scope| {
+            let waiting: Vec<_> =
+                (0..8).map(|number| scope.spawn(move || take("bad", format!("s{number}")))).collect();
+            let until = std::time::Instant::now() + Duration::from_secs(20);
+            while !matches!(host.table.lock().lend("bad", "being looked at"), Err(Error::Crowded { .. })) {
+                assert!(std::time::Instant::now() < until, "eight of them wait");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let crowded = take("bad", "s8".to_owned()).unwrap_err().to_string();
+            assert!(crowded.starts_with("8 requests wait for disk 'bad' already"), "{crowded}");
+            take("good", "s".to_owned()).unwrap();
+            plan.clear();
+            assert!(waiting.into_iter().all(|waiting| waiting.join().unwrap().is_ok()));
+        });
+    }
+
+    #[test]
     fn a_disk_that_cannot_be_closed_clean_is_an_error_and_the_others_are_closed_all_the_same() {
         let dir = tempfile::tempdir().unwrap();
         let (host, plan, bad) = host_and_bad_disk(dir.path());

@@ -16,6 +16,9 @@ use crate::spec::DiskSpec;
 
 /// How long to wait for them. One that takes longer waits for a guest's agent, as a rule.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+/// Requests that may wait for one disk: a quarter of those that may wait for any, so that storage that hangs keeps nobody from
+/// other disks.
+const WAITING_MAX: usize = 8;
 
 /// What is being done with a disk at the moment.
 #[derive(Debug, Default)]
@@ -57,10 +60,19 @@ impl Deref for Lent {
 }
 
 impl Users {
-    /// Lends `disk` for `doing`, a participle with its object.
-    pub(super) fn lend(self: &Arc<Self>, disk: &Arc<Disk>, doing: &'static str) -> Lent {
-        self.doing.lock().push(doing);
-        Lent { disk: Arc::clone(disk), _use: Use { of: Arc::clone(self), doing } }
+    /// Lends `disk`, which is called `name`, for `doing`, a participle with its object.
+    ///
+    /// # Errors
+    /// [`Error::Crowded`].
+    fn lend(self: &Arc<Self>, name: &str, disk: &Arc<Disk>, doing: &'static str) -> Result<Lent, Error> {
+        let mut now = self.doing.lock();
+        if let [first, ..] = now[..]
+            && now.len() >= WAITING_MAX
+        {
+            return Err(Error::Crowded { disk: name.to_owned(), waiting: now.len(), doing: first });
+        }
+        now.push(doing);
+        Ok(Lent { disk: Arc::clone(disk), _use: Use { of: Arc::clone(self), doing } })
     }
 
     /// What someone does.
@@ -85,7 +97,7 @@ impl Table {
     pub(super) fn lend(&self, name: &str, doing: &'static str) -> Result<(&DiskSpec, Lent), Error> {
         let (spec, disk) = self.serving(name)?;
         let users = &self.entry(name).expect("it is served").users;
-        Ok((spec, users.lend(disk, doing)))
+        Ok((spec, users.lend(name, disk, doing)?))
     }
 }
 
