@@ -36,9 +36,8 @@ pub struct DiskSpec {
     /// with a guest's memory. Left out, all are kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep: Option<String>,
-    /// All that its backing files may be, or lie in: files and directories; with an empty list it has none. Left out, they may
-    /// lie in the disk's own directory and where the server allows them for all disks. A disk that may not stand on what lies
-    /// beside it takes no snapshots.
+    /// The files and directories that backing files may be or lie in; an empty list allows none. If omitted: the disk's own
+    /// directory, and those that the server allows for all disks. Snapshots need the disk's own directory in the list.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backing: Option<Vec<String>>,
 }

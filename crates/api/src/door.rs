@@ -48,8 +48,8 @@ pub struct VhostUserSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "vmstrata-guests")]
     pub group: Option<String>,
-    /// Permissions of the socket, in octal; 660 with a group and 600 without if omitted. Whoever may connect can read and
-    /// write the disk.
+    /// Permissions of the socket, in octal. Default: 660 with a group, 600 without. A client that connects can read and write
+    /// the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "660")]
     pub mode: Option<String>,

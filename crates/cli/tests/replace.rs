@@ -187,7 +187,7 @@ fn where_there_is_none_to_replace_a_server_is_the_first() {
     assert_clean(&path);
 }
 
-/// A socket in a directory that nobody made, in the place of a file, for a group that is not there, or on a host that nobody knows.
+/// A socket in a missing directory, where a file lies, for an unknown group, or on an unknown host.
 #[test]
 fn a_server_that_could_not_open_a_door_replaces_none() {
     let images = Images::new();

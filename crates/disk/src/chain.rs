@@ -72,7 +72,7 @@ impl OpenOptions {
         self.allow_backing.iter().cloned().chain(own).collect()
     }
 
-    /// Refuses a disk that could not stand on what lies beside it, as it would with a snapshot.
+    /// Makes sure that a file in the disk's own directory, as a snapshot makes one, may be its backing file.
     ///
     /// # Errors
     /// [`GateError::Outside`].

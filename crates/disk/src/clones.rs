@@ -100,7 +100,7 @@ pub(crate) fn who_told(layer: &Path) -> io::Result<Vec<Told>> {
     let mut told = Vec::new();
     for entry in links.entries()? {
         let (link, _) = entry?;
-        // Whatever else is there is nobody's word, and nothing of ours.
+        // Skip entries that vmstrata did not make.
         if let Ok(disk) = link.read_link()
             && link.name() == &*link_name(&disk)
         {

@@ -5,7 +5,7 @@
 //! is killed so leaves nothing behind. On file systems that know no files without a name (NFS), and while it replaces
 //! another file, a draft has a temporary name.
 //!
-//! A draft is its owner's alone until whoever makes it says otherwise ([`crate::access`]).
+//! A new draft has mode 0600; [`crate::access`] widens it.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -13,7 +13,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use vmstrata_store::{Directory, Place};
+use vmstrata_store::{Directory, Place, open_named};
 
 use crate::error::{IoContext as _, Result};
 
@@ -139,6 +139,15 @@ fn free_name<T>(
             Err(error) => return Err(error),
         }
     }
+}
+
+/// Brings the file at `path` to stable storage with its time of change, which a flush leaves out.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(crate) fn flush_file(path: &Path) -> Result<()> {
+    let flushed = open_named(path).and_then(|file| file.sync_all());
+    flushed.while_trying("flush").map_err(|error| error.in_file(path))
 }
 
 /// Brings the names in the directory of `path` to stable storage.

@@ -354,19 +354,21 @@ fn a_write_into_a_cluster_that_is_not_in_the_image_yet_is_not_done_before_it_is(
     write(&disk, 0, &[1; 512]).unwrap();
     let hold = |kind| Fault { kind: Some(kind), store: None, when: When::From(0), effect: Effect::Hold };
     plan.add(hold(OperationKind::Flush));
+    let left = dir.path().join("left.qcow2");
     std::thread::scope(|scope| {
         let first = scope.spawn(|| write(&disk, 65536, &[2; 512]));
         assert!(plan.wait_until_held(1, PATIENCE));
-        let second = scope.spawn(|| write(&disk, 65536 + 8192, &[3; 512]));
-        std::thread::sleep(Duration::from_millis(200));
-        let left = dir.path().join("left.qcow2");
-        let is_answered = second.is_finished();
-        std::fs::copy(&path, &left).unwrap();
+        let seen = read(&disk, 65536, 1).unwrap();
+        let second = scope.spawn(|| {
+            write(&disk, 65536 + 8192, &[3; 512]).unwrap();
+            std::fs::copy(&path, &left).unwrap();
+        });
         plan.clear();
         first.join().unwrap().unwrap();
-        second.join().unwrap().unwrap();
+        second.join().unwrap();
+        assert_eq!(seen, [0], "a request that sees the cluster writes into it, and is answered");
         let found = read(&open_read_only(&left), 65536 + 8192, 1).unwrap();
-        assert!(!is_answered || found == [3], "it was answered, and a killed process loses it");
+        assert_eq!(found, [3], "it was answered, and a killed process loses it");
     });
     disk.close().unwrap();
 }

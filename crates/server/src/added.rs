@@ -19,9 +19,9 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use vmstrata_api as api;
+use vmstrata_store::proc::boot_id;
 
 const VERSION: u32 = 1;
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// What was added, as it was asked for.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -108,10 +108,6 @@ impl Place {
         // The directory is in memory: there is nothing to flush.
         std::fs::rename(&draft, &self.path)
     }
-}
-
-fn boot_id() -> io::Result<String> {
-    Ok(std::fs::read_to_string(BOOT_ID)?.trim().to_owned())
 }
 
 #[cfg(test)]

@@ -153,6 +153,11 @@ impl Place {
         Ok(Entry(rustix::fs::statat(&self.directory.fd, &self.name, AtFlags::SYMLINK_NOFOLLOW)?))
     }
 
+    /// Whether a regular file has the name.
+    pub fn is_file(&self) -> bool {
+        self.look().is_ok_and(|found| found.is_file())
+    }
+
     /// Opens the regular file of this name.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ impl Active {
     /// A commit that failed, or a journal that cannot be written: in the latter case nothing is published.
     pub(crate) fn publish(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Result<()> {
         let noted = self.changes.note_or_commit(&records(changed), freed, self)?;
-        // First: whoever sees a new cluster writes into it, and is done when its bytes are.
+        // Commit first: a request that sees a new cluster writes into it and completes without a commit of its own.
         self.settle(noted)?;
         self.show(changed, guard);
         Ok(())

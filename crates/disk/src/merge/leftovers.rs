@@ -24,7 +24,7 @@ mod note;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use vmstrata_store::{Access, FileId, Place};
+use vmstrata_store::FileId;
 
 use self::note::{Note, Noted, draft_of, identity, is_file, note_elsewhere, note_of, remove_note};
 use super::plan::{self, Link};
@@ -32,7 +32,7 @@ use super::remove::{Dropped, Kept, Removal, Wanted, remove};
 use super::users::{Here, Users};
 use crate::chain::OpenOptions;
 use crate::clones;
-use crate::draft::flush_directory;
+use crate::draft::{flush_directory, flush_file};
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, directory_of};
 
@@ -181,8 +181,7 @@ fn left(disk: &Path, note: &Note, open: &OpenOptions) -> Result<(Vec<Dropped>, V
     let target = links.iter().find(|link| (link.file.dev, link.file.ino) == note.target);
     let Some(target) = target.filter(|_| !left.is_empty()) else { return Ok((Vec::new(), links)) };
     // The header that a killed process wrote may be in the page cache alone, and so may the name that it gave.
-    let flushed = Place::of(&target.path).and_then(|place| place.open(Access::ReadOnly)?.sync_all());
-    flushed.while_trying("flush").map_err(|error| error.in_file(&target.path))?;
+    flush_file(&target.path)?;
     flush_directory(&target.path)?;
     Ok((left.into_iter().map(|(_, dropped)| dropped).collect(), links))
 }

@@ -18,13 +18,13 @@ use std::fs::{self, File, TryLockError};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::fs::OFlags;
+use vmstrata_store::{Access, FileId, Place};
 
 use super::{AgentFault, Patience, thaw_left};
 
@@ -135,14 +135,13 @@ impl Note {
     fn lock(path: PathBuf, patience: Duration, create: bool) -> Result<Self, AgentFault> {
         let deadline = Instant::now() + patience;
         loop {
-            let mut options = File::options();
-            options.read(true).write(true).create(create).truncate(false).mode(0o600);
-            let file = options.custom_flags(OFlags::NOFOLLOW.bits().cast_signed()).open(&path)?;
+            let place = Place::of(&path)?;
+            let file = if create { place.open_or_create(0o600)? } else { place.open(Access::ReadWrite)? };
             match file.try_lock() {
                 Ok(()) => {
                     let locked = file.metadata()?;
                     // Whoever had it has removed it, as a rule.
-                    if fs::symlink_metadata(&path).is_ok_and(|there| there.ino() == locked.ino()) {
+                    if place.look().is_ok_and(|there| there.file() == FileId::of(&locked)) {
                         return Ok(Self { path, file, may_be_frozen: locked.len() > 0 });
                     }
                 }

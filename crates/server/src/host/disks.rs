@@ -334,7 +334,7 @@ mod tests {
             let until = std::time::Instant::now() + Duration::from_secs(20);
             while !matches!(host.table.lock().lend("bad", "being looked at"), Err(Error::Crowded { .. })) {
                 assert!(std::time::Instant::now() < until, "eight of them wait");
-                std::thread::sleep(Duration::from_millis(10));
+                std::thread::yield_now();
             }
             let crowded = take("bad", "s8".to_owned()).unwrap_err().to_string();
             assert!(crowded.starts_with("8 requests wait for disk 'bad' already"), "{crowded}");

@@ -2,23 +2,16 @@
 
 use std::path::Path;
 
-use vmstrata_store::{Access, FileId, Place};
+use vmstrata_store::FileId;
 
 use super::{Host, Merge};
 use crate::chain::OpenOptions;
 use crate::clones;
-use crate::draft::flush_directory;
-use crate::error::{IoContext as _, Result};
+use crate::draft::{flush_directory, flush_file};
 use crate::merge::down::Down;
 use crate::merge::remove::{self, Wanted};
 use crate::merge::users::{Here, Users};
 use crate::merge::{Removal, leftovers};
-
-/// Brings a file to stable storage with its time of change, which a flush leaves out.
-fn sync(path: &Path) -> Result<()> {
-    let synced = Place::of(path).and_then(|place| place.open(Access::ReadOnly)?.sync_all());
-    synced.while_trying("flush").map_err(|error| error.in_file(path))
-}
 
 impl Merge {
     fn disk(&self) -> (&Path, &OpenOptions) {
@@ -55,7 +48,7 @@ impl Merge {
         let announced = || {
             if self.merged.is_down {
                 // The note knows them by the times that their marks gave them.
-                dropped.iter().try_for_each(|layer| sync(&layer.path))?;
+                dropped.iter().try_for_each(|layer| flush_file(&layer.path))?;
             }
             leftovers::announce(disk, open, target, &dropped)
         };

@@ -141,14 +141,13 @@ pub(super) fn note_elsewhere(disk: &Path, directory: &Path, target: (u64, u64)) 
 }
 
 pub(super) fn is_file(place: &Path) -> bool {
-    Place::of(place).and_then(|place| place.look()).is_ok_and(|found| found.is_file())
+    Place::of(place).is_ok_and(|place| place.is_file())
 }
 
 /// Removes a note, if there is one; what else has its name is not ours.
 pub(super) fn remove_note(place: &Path) {
-    let is_file = |place: &Place| place.look().is_ok_and(|found| found.is_file());
     if let Ok(place) = Place::of(place)
-        && is_file(&place)
+        && place.is_file()
     {
         let _ = place.remove();
     }
