@@ -27,6 +27,9 @@ pub(crate) struct Stress {
     /// Directory for the images; that of a round that fails is kept.
     #[arg(long)]
     dir: Option<PathBuf>,
+    /// Write what was done to this file, as docs/measurements/stress.md is.
+    #[arg(long)]
+    report: Option<PathBuf>,
     /// The `vmstrata` to run; built from this checkout if omitted.
     #[arg(long)]
     server: Option<PathBuf>,
@@ -51,6 +54,9 @@ impl Stress {
             self.seed,
             start.elapsed().as_secs()
         );
+        if let Some(report) = self.report {
+            std::fs::write(&report, stress::page(self.seed, start.elapsed(), &outcome))?;
+        }
         Ok(())
     }
 }

@@ -25,6 +25,7 @@ mod judge;
 mod load;
 mod model;
 mod nbd;
+mod page;
 mod place;
 mod resize;
 mod round;
@@ -45,6 +46,8 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::bench::server::{raise_file_limit, vmstrata};
 use crate::build;
+pub use done::Figures;
+pub use page::page;
 use round::{Given, Round};
 use server::Setup;
 
@@ -75,6 +78,8 @@ pub struct Options {
 pub struct Outcome {
     /// Rounds, all of them without an error.
     pub rounds: u64,
+    /// What they did.
+    pub figures: Figures,
     /// What was left out, and why.
     pub left_out: Option<String>,
 }
@@ -100,19 +105,19 @@ pub fn run(options: &Options) -> Result<Outcome> {
     }
     let given = Given { knows_discard: Setup::knows_discard(&program)?, program, mounts: left_out.is_none() };
     let start = Instant::now();
-    let mut rounds = 0;
+    let (mut rounds, mut figures) = (0, Figures::default());
     let goes_on = |rounds: u64| match options.length {
         Length::Rounds(count) => rounds < count,
         Length::Time(time) => start.elapsed() < time,
     };
     while goes_on(rounds) {
-        one(options, &given, rounds, start)?;
+        figures.add(&one(options, &given, rounds, start)?);
         rounds += 1;
     }
-    Ok(Outcome { rounds, left_out })
+    Ok(Outcome { rounds, figures, left_out })
 }
 
-fn one(options: &Options, given: &Given, number: u64, start: Instant) -> Result<()> {
+fn one(options: &Options, given: &Given, number: u64, start: Instant) -> Result<Figures> {
     let seed = options.seed + number;
     let dir = tempfile::Builder::new().prefix(&format!("stress-{seed}-")).tempdir_in(&options.dir)?;
     let sockets = tempfile::Builder::new().prefix("stress-").tempdir()?;
@@ -128,13 +133,11 @@ fn one(options: &Options, given: &Given, number: u64, start: Instant) -> Result<
     let config = &round.shared.config;
     match ran {
         Ok(done) => {
-            println!(
-                "seed {seed} ({config}): {}; {:.1} s",
-                done.line(&round.shared.counts),
-                began.elapsed().as_secs_f64()
-            );
+            let figures = done.figures(&round.shared.counts);
+            println!("seed {seed} ({config}): {}; {:.1} s", figures.line(), began.elapsed().as_secs_f64());
             drop(round);
-            Ok(dir.close()?)
+            dir.close()?;
+            Ok(figures)
         }
         Err(error) => {
             let told = round.explain(&error);
