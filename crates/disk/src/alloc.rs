@@ -152,6 +152,22 @@ impl Allocator {
         self.cluster_at(self.state.lock().fresh_from)
     }
 
+    /// Where the clusters that count as used end; past the end of the file where the last ones were never written.
+    ///
+    /// # Errors
+    /// A block that cannot be read.
+    pub(crate) fn used_end(&self) -> Result<HostOffset> {
+        let mut state = self.state.lock();
+        for index in (0..state.table.len()).rev() {
+            let Some(block) = self.block(&mut state, index)? else { continue };
+            let entries = self.entries_per_block();
+            if let Some(last) = (0..entries).rev().find(|&entry| self.order.get(block, entry as usize) > 0) {
+                return Ok(self.cluster_at(index as u64 * entries + last + 1));
+            }
+        }
+        Ok(HostOffset::ZERO)
+    }
+
     /// A cluster's refcount; `None` where no block says.
     fn refcount_of(&self, state: &mut State, cluster: u64) -> Result<Option<u64>> {
         let per_block = self.entries_per_block();

@@ -151,7 +151,7 @@ fn every_completed_write_survives_a_killed_process() {
                 if round % 2 == 0 {
                     disk.close().expect("closes");
                     drop(disk);
-                    stock::assert_safe(&made.top);
+                    stock::assert_clean(&made.top);
                     assert_same(&stock::content(&made.top, "qcow2"), &before, 0, "as qemu-img reads it");
                 }
             }
@@ -188,7 +188,7 @@ fn every_completed_write_of_several_threads_survives_a_killed_process() {
         }
         disk.close().expect("closes");
         drop(disk);
-        stock::assert_safe(&made.top);
+        stock::assert_clean(&made.top);
     });
 }
 
@@ -271,5 +271,31 @@ fn a_journal_that_does_not_fit_refuses_the_disk_and_is_kept() {
     assert_same(&read(&disk, 65536, 65536).expect("reads"), &[0; 65536], 0, "without its unflushed writes");
     disk.close().expect("closes");
     drop(disk);
-    stock::assert_safe(&made.top);
+    stock::assert_clean(&made.top);
+}
+
+#[test]
+fn what_a_killed_process_leaked_is_freed_when_the_disk_is_opened_again() {
+    let dir = scratch();
+    let layer = LayerShape { operations: 0, ..LayerShape::qcow2(16, 1 << 20) };
+    let made = make(dir.path(), &[layer], &mut random("kill", 0));
+    for (journal, at) in [(true, 0), (false, 524_288)] {
+        let disk = open(&made.top, journal);
+        write(&disk, at, &[0x11; 65536]).expect("writes");
+        disk.flush().expect("flushes");
+        write(&disk, at + 131_072, &[0x22; 65536]).expect("writes");
+        // As if killed.
+        drop(disk);
+        // Clusters are claimed past the end of the file, where no check looks; a copy that is longer shows them.
+        let copy = dir.path().join("copy");
+        std::fs::copy(&made.top, &copy).expect("copied");
+        FileOptions::new().write(true).open(&copy).expect("opens").set_len(16 << 20).expect("extended");
+        assert_eq!(stock::check(&copy).code, 3, "with leaks");
+        let disk = open(&made.top, journal);
+        assert_same(&read(&disk, at, 65536).expect("reads"), &[0x11; 65536], at, "what was flushed");
+        write(&disk, at + 262_144, &[0x33; 65536]).expect("writes");
+        disk.close().expect("closes");
+        drop(disk);
+        stock::assert_clean(&made.top);
+    }
 }

@@ -11,6 +11,7 @@ use vmstrata_types::{HostOffset, LayerIndex};
 
 use crate::active::Active;
 use crate::chain::{Qcow2Head, Top as OpenTop, Unflushed, read_head};
+use crate::check::{CheckOptions, Repair, check_store};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Journal, Record, Subject};
@@ -49,8 +50,11 @@ pub(crate) fn open_top(
         return Err(in_file(ErrorKind::BlockTooLarge { cluster, block }.into()));
     }
     let identity = opened.identity;
-    let mut active = Active::open(&path, Arc::clone(&opened.store), identity, header, index, resources)
-        .map_err(|error| in_file(error.in_layer(index)))?;
+    let open = || {
+        Active::open(&path, Arc::clone(&opened.store), identity, header, index, resources)
+            .map_err(|error| in_file(error.in_layer(index)))
+    };
+    let mut active = open()?;
     if header.version < FEATURES_SINCE {
         // No bit would say whether a journal is about this state of the image.
         active.changes.commit_each_change(resources.journal_dir().is_some());
@@ -58,7 +62,7 @@ pub(crate) fn open_top(
     }
     active.autoclear = distrust_bitmaps(&active, &head, identity.len).map_err(in_file)?;
     let old = header.autoclear.bits() & SESSION_MASK;
-    let active = Arc::new(active);
+    let mut active = Arc::new(active);
     let layers = || Ok(Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), below()?, resources));
     let (journal, new) = match resources.journal_dir() {
         None => {
@@ -71,6 +75,12 @@ pub(crate) fn open_top(
             (Some(journal), new)
         }
     };
+    if old != 0 && free_leaks(&active) {
+        // What is in memory of the tables and refcounts was read before.
+        let mut again = open()?;
+        again.autoclear = active.autoclear;
+        active = Arc::new(again);
+    }
     write_session(&active, new).map_err(in_file)?;
     active.changes.use_journal(journal);
     Ok(Top::Qcow2(active))
@@ -157,6 +167,52 @@ fn recover(
     active.changes.commit(active)?;
     tracing::info!(disk = %active.path.display(), changes = found.len(), "took up the writes of a killed process");
     Ok(())
+}
+
+/// Clusters of a file up to which it is searched for leaks: its tables have 64 MiB then, and guests wait for as long as reading
+/// them takes.
+const SEARCHED_CLUSTERS_MAX: u64 = 8 << 20;
+
+/// Gives back the clusters that a killed process had claimed and nothing leads to, so that the layer is clean once it is frozen.
+/// Returns whether the image may have changed.
+///
+/// Not being able to is no reason to refuse the disk: the clusters stay leaked.
+fn free_leaks(active: &Active) -> bool {
+    if !active.changes.partials().is_empty() {
+        // Only the journal leads to those.
+        return false;
+    }
+    let disk = active.path.display();
+    let free = || -> Result<Option<u64>> {
+        active.reclaim(|| ())?;
+        active.alloc.release_claimed()?;
+        let len = active.store.len().while_trying("read the file's length")?;
+        // A check looks no further than to the end of the file, and clusters are claimed past it.
+        let end = len.max(active.alloc.used_end()?.get());
+        if end >> active.tables.geometry.cluster_bits.get() > SEARCHED_CLUSTERS_MAX {
+            return Ok(None);
+        }
+        if end > len {
+            active.store.set_len(end).while_trying("extend the file")?;
+        }
+        let options = CheckOptions { repair: Repair::Leaks, findings_max: 0, ..CheckOptions::default() };
+        let checked = check_store(&*active.store, &options);
+        if end > len {
+            active.store.set_len(len).while_trying("cut the file to its length")?;
+        }
+        Ok(Some(checked?.leaks_fixed))
+    };
+    match free() {
+        Ok(Some(0)) => {}
+        Ok(Some(clusters)) => tracing::info!(%disk, clusters, "freed what a killed process had leaked"),
+        Ok(None) => {
+            tracing::info!(%disk, "not searched for leaked clusters after a crash, as it is large: `vmstrata check --repair=leaks` frees them");
+        }
+        Err(error) => {
+            tracing::warn!(%disk, %error, "clusters that a killed process leaked stay: `vmstrata check --repair=leaks` frees them");
+        }
+    }
+    true
 }
 
 /// Refuses an image marked corrupt; repairs one whose refcounts were left behind.
