@@ -10,8 +10,8 @@ use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
 
 use crate::key_values::KeyValues;
 
-const DISK_KEYS: [&str; 10] =
-    ["path", "name", "read-only", "cache", "format", "at", "clone", "agent", "keep", "backing"];
+const DISK_KEYS: [&str; 11] =
+    ["path", "name", "read-only", "force", "cache", "format", "at", "clone", "agent", "keep", "backing"];
 const VHOST_USER_KEYS: [&str; 8] =
     ["queues", "threads", "poll-us", "serial", "share", "any-memory", "group", "mode"];
 
@@ -39,7 +39,7 @@ fn parse_cache(text: &str) -> Result<api::CacheMode> {
     }
 }
 
-/// Reads `path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
+/// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
 /// [,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]`.
 ///
 /// # Errors
@@ -65,7 +65,7 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     let mut list = KeyValues::parse(text)?;
     let path = list.take("path")?.context("'path' is missing, as in path=web.qcow2,name=web")?;
     let name = list.take("name")?;
-    let read_only = list.take_flag("read-only")?;
+    let (read_only, force) = (list.take_flag("read-only")?, list.take_flag("force")?);
     let cache = list.take("cache")?.map_or(Ok(api::CacheMode::Host), |value| parse_cache(&value))?;
     let format = list.take("format")?.map(|value| parse_format(&value)).transpose()?;
     let (at, clone, agent) = (list.take("at")?, list.take("clone")?, list.take("agent")?);
@@ -75,7 +75,7 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
         paths => paths.split(':').map(str::to_owned).collect(),
     });
     list.finish(&DISK_KEYS)?;
-    Ok(api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep, backing })
+    Ok(api::DiskSpec { path, name, read_only, force, cache, format, at, clone, agent, keep, backing })
 }
 
 /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory][,group=GROUP][,mode=MODE]`.
@@ -119,6 +119,7 @@ mod tests {
                 path: "/vms/web.v2.qcow2".into(),
                 name: "web.v2".into(),
                 read_only: false,
+                force: false,
                 cache: CacheMode::Host,
                 format: None,
                 clone_of: None,

@@ -144,3 +144,22 @@ fn a_client_that_does_nothing_does_not_keep_deleted_layers() {
     reads(&disk, 1, "0 64k");
     assert_clean(Path::new(&disk));
 }
+
+#[test]
+fn a_snapshots_file_is_served_read_only_and_resized_by_nobody() {
+    let images = Images::new();
+    images.create("web.qcow2", &["16M"]);
+    images.write_layer("web.qcow2", &["write -P 1 0 1M"]);
+    support::run_ok(["snapshot", "create", &images.name("web.qcow2"), "--name", "a"]);
+    let (layer, socket) = (images.name("web.a.qcow2"), format!("unix:{}", images.name("nbd.sock")));
+    let server = Server::start(&["--disk", &format!("path={layer},name=a"), "--nbd", &socket]);
+    assert!(server.log().contains("served read-only") && server.log().contains("web.qcow2 stands on it"));
+    assert_eq!(server.ready["disks"][0]["read_only"], true);
+    let info = tool_json("nbdinfo", ["--json", &server.uri("a")]);
+    assert_eq!(info["exports"][0]["is_read_only"], true);
+    assert!(server.stop().success());
+    let said = run_err(1, ["resize", &layer, "32M"]);
+    assert!(said.contains("web.qcow2 stands on it") && said.contains("clone"), "{said}");
+    support::run_ok(["resize", &layer, "32M", "--force"]);
+    reads(&images.name("web.qcow2"), 1, "0 1M");
+}

@@ -43,6 +43,8 @@ pub struct OpenOptions {
     pub format: Option<Format>,
     /// Whether `format` is that of the very file, as the layer above names it: a raw one is then raw whatever is in it.
     pub format_is_exact: bool,
+    /// Write the disk although images stand on it, which then read other data.
+    pub force: bool,
     /// What happens to the unflushed writes of a killed process that cannot be taken up.
     pub unflushed: Unflushed,
 }
@@ -90,6 +92,7 @@ impl Default for OpenOptions {
             allow_backing_alone: false,
             format: None,
             format_is_exact: false,
+            force: false,
             unflushed: Unflushed::Keep,
         }
     }

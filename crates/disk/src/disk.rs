@@ -29,7 +29,7 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 use crate::chain::{Chain, OpenOptions, check_state_at, freeze, read_chain};
 use crate::clones;
 use crate::epoch::Epochs;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::layers::{Layers, Top, index_of};
 use crate::resources::Resources;
@@ -104,6 +104,7 @@ impl Disk {
     /// # Errors
     /// Anything wrong with any file of the chain, with the file's name, layer and offset.
     pub fn open(path: &Path, options: &OpenOptions, resources: &Arc<Resources>) -> Result<Arc<Self>> {
+        let in_file = |error: Error| error.in_file(path);
         let mut chain = read_chain(path, options, resources)
             .or_else(|error| check_state_at(path, &**resources.files().opener()).and(Err(error)))?;
         chain.top.check_state()?;
@@ -115,6 +116,13 @@ impl Disk {
             tracing::warn!(disk = %path.display(), "its writer was killed, or is at work: what was written last shows once the disk has been opened for writing");
         }
         let Chain { top, mut below, index, lost_index, .. } = chain;
+        if !options.read_only && !options.force {
+            let file = (path, top.opened.identity.file);
+            let found = resources.beside().standing_on(file, below.iter().map(|layer| &*layer.path));
+            if let Some(image) = found.while_trying("look for images that stand on it").map_err(in_file)? {
+                return Err(in_file(ErrorKind::IsBase { image }.into()));
+            }
+        }
         let size = top.size;
         let (top, frozen) = if options.read_only {
             below.push(freeze(top, resources));

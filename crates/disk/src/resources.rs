@@ -16,6 +16,7 @@ use crate::files::FileTable;
 use crate::index::Index;
 use crate::layer::Layer;
 use crate::map::FrozenMap;
+use crate::merge::users::Beside;
 use crate::opener::{LocalFiles, Opener};
 use crate::upkeep::Upkeep;
 use crate::workers::Workers;
@@ -70,6 +71,7 @@ pub struct Resources {
     layers: Mutex<HashMap<FileIdentity, Weak<Layer>>>,
     maps: Mutex<HashMap<FileIdentity, Weak<FrozenMap>>>,
     merging: Mutex<HashSet<FileId>>,
+    beside: Beside,
 }
 
 /// How full the shared structures are.
@@ -101,6 +103,7 @@ impl Resources {
             layers: Mutex::default(),
             maps: Mutex::default(),
             merging: Mutex::default(),
+            beside: Beside::default(),
         })
     }
 
@@ -140,6 +143,11 @@ impl Resources {
     /// Frozen layers that are being copied into: no other disk may stand on them until that is done.
     pub(crate) fn merging(&self) -> &Mutex<HashSet<FileId>> {
         &self.merging
+    }
+
+    /// What the images beside disks stand on.
+    pub(crate) fn beside(&self) -> &Beside {
+        &self.beside
     }
 
     /// A name for someone's pages in the cache.

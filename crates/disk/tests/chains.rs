@@ -374,7 +374,8 @@ fn files_that_qemu_writes_are_refused_and_files_that_it_reads_are_shared() {
     let refused = try_open(&base, &OpenOptions::default()).unwrap_err().to_string();
     assert!(refused.contains("in use"), "{refused}");
     drop(reader);
-    open(&base).close().unwrap();
+    let forced = OpenOptions { force: true, ..OpenOptions::default() };
+    try_open(&base, &forced).unwrap().close().unwrap();
 }
 
 /// The kernel holds the files of a killed process until its I/O has ended: a server that was killed while it merged must not keep its

@@ -20,6 +20,9 @@ pub struct ResizeArgs {
     /// Let the disk become smaller: what is past its new end is lost
     #[arg(long)]
     pub shrink: bool,
+    /// Resize it although images stand on it, which then read other data
+    #[arg(long)]
+    pub force: bool,
     /// What a killed server left.
     #[command(flatten)]
     pub journal: JournalArgs,

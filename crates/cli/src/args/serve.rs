@@ -24,7 +24,7 @@ pub struct ServeArgs {
     /// Read settings from this TOML file; flags that are given win over it
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// A disk: path=FILE[,name=NAME][,read-only][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
+    /// A disk: path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
     /// [,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]] (repeatable); keep=daily=7,,weekly=4 has the server
     /// delete other snapshots; backing= names all that its backing files may be, or lie in, instead of its own directory
     #[arg(

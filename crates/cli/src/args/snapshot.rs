@@ -118,6 +118,9 @@ pub struct SnapshotCreateArgs {
     /// Whether file systems are frozen [default: always with --agent, auto without]
     #[arg(long, value_name = "WHEN", value_enum)]
     pub quiesce: Option<Quiesce>,
+    /// Take it although images stand on the disk itself; what is written to the disk then changes those
+    #[arg(long)]
+    pub force: bool,
     /// What a killed server left.
     #[command(flatten)]
     pub journal: JournalArgs,

@@ -51,7 +51,8 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
             args.disks[0].display()
         );
     }
-    let (resources, open) = (resources(&args.journal), open_options(&args.common, &args.journal));
+    let open = OpenOptions { force: args.force, ..open_options(&args.common, &args.journal) };
+    let resources = resources(&args.journal);
     let prepare = PrepareOptions { format: args.common.format, ..PrepareOptions::default() };
     let created = snapshot::create(&args.disks, &info, &open, &prepare, &resources)?;
     if args.common.json {
@@ -154,8 +155,7 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
     }
     let options = RevertOptions {
         keep: args.keep.clone(),
-        force: args.force,
-        open: open_options(&args.common, &args.journal),
+        open: OpenOptions { force: args.force, ..open_options(&args.common, &args.journal) },
         prepare: PrepareOptions { format: args.common.format, ..PrepareOptions::default() },
     };
     let reverted = snapshot::revert(&args.disk, &args.name, &options, &resources(&args.journal))?;

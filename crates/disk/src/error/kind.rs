@@ -115,6 +115,12 @@ pub enum ErrorKind {
         /// An image that names it as its backing file.
         image: std::path::PathBuf,
     },
+    /// A file that is to be written, and that another image needs as it is.
+    #[error("{} stands on it and would read other data: for a disk to write to, make one on it (`vmstrata create NEW --backing FILE`, or `vmstrata snapshot clone` of a snapshot); to change this one, make that image stand alone (`vmstrata flatten`), delete it, or say --force", image.display())]
+    IsBase {
+        /// An image that names it as its backing file.
+        image: std::path::PathBuf,
+    },
     /// More layers than can be numbered.
     #[error("the backing chain is longer than {MAX_LAYERS} layers")]
     TooLong,

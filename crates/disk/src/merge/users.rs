@@ -7,6 +7,7 @@
 //! of other users, which `/proc` does not; a disk that was opened by its index has locked its newest layers only, so those
 //! are what is looked at.
 
+mod beside;
 mod in_use;
 
 use std::collections::{HashMap, HashSet};
@@ -25,6 +26,7 @@ use crate::clones::{self, Told};
 use crate::error::Result;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
 
+pub(crate) use self::beside::Beside;
 pub(super) use self::in_use::is_open;
 pub(crate) use self::in_use::{Here, holder_among, open_twice};
 

@@ -61,12 +61,6 @@ pub enum SnapshotFault {
         /// Who uses it, or one that stands on it in turn.
         by: String,
     },
-    /// An image stands on what would be replaced by other content.
-    #[error("{} stands on it as it is now, and would read other data: make that image stand alone (`vmstrata flatten`), delete it, or say --force", image.display())]
-    StoodOn {
-        /// One of them.
-        image: PathBuf,
-    },
     /// No snapshot of that name.
     #[error("it has no snapshot {name:?}{}", known(have))]
     NoSuchSnapshot {

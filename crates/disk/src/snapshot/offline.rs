@@ -91,7 +91,9 @@ fn ready_one(
     if let Some(taken) = list(disk, open)?.into_iter().find(|other| other.name() == Some(&info.name)) {
         return Err(SnapshotFault::NameTaken { name: info.name.clone(), layer: taken.layer }.into());
     }
-    StoodOn::find(disk, open)?.refuse_if_in_use()?;
+    let stood_on = StoodOn::find(disk, open)?;
+    stood_on.refuse_if_in_use()?;
+    stood_on.refuse_unless(open.force)?;
     Ok((lock, prepare(disk, info, options)?))
 }
 
@@ -154,8 +156,6 @@ fn in_use(disk: &Path) -> Error {
 pub struct RevertOptions {
     /// Another name for what is active now; `None` lets it go.
     pub keep: Option<PathBuf>,
-    /// Go back although images stand on what is active now, which will then read other data.
-    pub force: bool,
     /// How the disk is to be looked at.
     pub open: OpenOptions,
     /// As for [`prepare`].
@@ -209,7 +209,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     // What a killed process left stands on the disk, too, and is gone by now.
     let stood_on = StoodOn::find(disk, &options.open)?;
     stood_on.refuse_if_in_use()?;
-    stood_on.refuse_unless(options.force)?;
+    stood_on.refuse_unless(options.open.force)?;
     prepared.flush()?;
     if let Some(keep) = keep.filter(|keep| file_at(keep).ok() != Some(identity)) {
         prepared.link(keep.to_owned())?;

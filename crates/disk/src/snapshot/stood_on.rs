@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use super::fault::SnapshotFault;
 use crate::chain::OpenOptions;
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::merge::plan::{Link, links};
 use crate::merge::users::{Here, Users};
 use crate::opener::LocalFiles;
@@ -55,7 +55,7 @@ impl StoodOn {
     /// An image that stands on the file, unless `forced`.
     pub(super) fn refuse_unless(&self, forced: bool) -> Result<()> {
         match self.image().filter(|_| !forced) {
-            Some(image) => Err(SnapshotFault::StoodOn { image }.into()),
+            Some(image) => Err(ErrorKind::IsBase { image }.into()),
             None => Ok(()),
         }
     }

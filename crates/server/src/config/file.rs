@@ -47,6 +47,8 @@ struct Disk {
     #[serde(default)]
     read_only: bool,
     #[serde(default)]
+    force: bool,
+    #[serde(default)]
     cache: api::CacheMode,
     format: Option<api::Format>,
     at: Option<String>,
@@ -174,8 +176,9 @@ fn each<T, U>(
 }
 
 fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
-    let Disk { path, name, read_only, cache, format, at, clone, agent, keep, backing } = disk;
-    let asked = api::DiskSpec { path, name, read_only, cache, format, at, clone, agent, keep, backing };
+    let Disk { path, name, read_only, force, cache, format, at, clone, agent, keep, backing } = disk;
+    let asked =
+        api::DiskSpec { path, name, read_only, force, cache, format, at, clone, agent, keep, backing };
     Ok(DiskSpec::try_from(asked)?.seen_from(directory))
 }
 

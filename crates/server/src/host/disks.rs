@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use vmstrata_api::Event;
-use vmstrata_disk::{Disk, OpenOptions, Unflushed};
+use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Unflushed};
 use vmstrata_export::nbd::{self, Export};
 
 use super::doors::Door;
@@ -66,7 +66,13 @@ impl Host {
         if self.discards_unflushed.load(Ordering::Relaxed) {
             options.unflushed = Unflushed::Discard;
         }
-        let disk = Disk::open(&path, &options, &self.resources)?;
+        let disk = Disk::open(&path, &options, &self.resources).or_else(|error| match error.kind() {
+            ErrorKind::IsBase { .. } => {
+                tracing::warn!(disk = spec.name, "served read-only: {error} (the disk's key `force`)");
+                Disk::open(&path, &OpenOptions { read_only: true, ..options }, &self.resources)
+            }
+            _ => Err(error),
+        })?;
         self.watch(&spec.name, &disk);
         let layers = disk.layers().len();
         let noun = if layers == 1 { "layer" } else { "layers" };

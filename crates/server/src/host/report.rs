@@ -114,7 +114,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
             Phase::Waiting(wait) => Some(wait.why.clone()),
             _ => None,
         },
-        read_only: entry.spec.read_only,
+        read_only: disk.map_or(entry.spec.read_only, |disk| disk.is_read_only()),
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),
         failed: disk.and_then(|disk| disk.failure().map(str::to_owned)),

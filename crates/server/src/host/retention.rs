@@ -131,7 +131,7 @@ impl Host {
         let (path, options) = {
             let table = self.table.lock();
             let (spec, disk) = table.serving(name)?;
-            if spec.read_only {
+            if disk.is_read_only() {
                 return Ok(());
             }
             (disk.path().to_owned(), self.open_options(spec))

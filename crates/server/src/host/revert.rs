@@ -16,8 +16,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use vmstrata_api::{Event, RevertSpec, SnapshotReverted};
-use vmstrata_disk::Disk;
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions};
+use vmstrata_disk::{Disk, OpenOptions};
 
 use super::disks::close_and_release;
 use super::doors::Door;
@@ -38,14 +38,14 @@ impl Host {
     pub fn revert(&self, name: &str, asked: RevertSpec) -> Result<SnapshotReverted, Error> {
         let (change, table) = self.begin_change()?;
         let (spec, disk) = table.serving(name)?;
-        let (spec, path) = (spec.clone(), disk.path().to_owned());
+        let (spec, path, is_read_only) = (spec.clone(), disk.path().to_owned(), disk.is_read_only());
         table.check_idle(name)?;
         drop(table);
         let open = self.open_options(&spec);
         let prepare = PrepareOptions { format: open.format, ..PrepareOptions::default() };
-        let options =
-            RevertOptions { keep: asked.keep.map(PathBuf::from), force: asked.force, open, prepare };
-        if spec.read_only {
+        let open = OpenOptions { force: asked.force, ..open };
+        let options = RevertOptions { keep: asked.keep.map(PathBuf::from), open, prepare };
+        if is_read_only {
             return Err(vmstrata_disk::Error::from(vmstrata_disk::ErrorKind::ReadOnly).into());
         }
         snapshot::find(&path, &asked.snapshot, &options.open)?;

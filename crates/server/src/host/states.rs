@@ -17,6 +17,7 @@ pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOp
     let format = if spec.clone_of.is_some() { Some(Format::Qcow2) } else { spec.format };
     OpenOptions {
         read_only: spec.read_only,
+        force: spec.force,
         cache: spec.cache,
         allow_backing: spec.backing.clone().unwrap_or_else(|| allow_backing.to_vec()),
         allow_backing_alone: spec.backing.is_some(),

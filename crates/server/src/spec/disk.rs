@@ -19,6 +19,8 @@ pub struct DiskSpec {
     pub name: String,
     /// Whether writes are refused.
     pub read_only: bool,
+    /// Whether it is written although images stand on it.
+    pub force: bool,
     /// How the active layer's data passes the host's page cache.
     pub cache: CacheMode,
     /// `None` looks at the file.
@@ -102,7 +104,18 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
         let agent = asked.agent.map(PathBuf::from);
         let keep = asked.keep.map(|keep| keep.parse()).transpose()?;
         let backing = asked.backing.map(|backing| backing.into_iter().map(PathBuf::from).collect());
-        Ok(Self { path: path.into(), name, read_only, cache, format, clone_of, agent, keep, backing })
+        Ok(Self {
+            path: path.into(),
+            name,
+            read_only,
+            force: asked.force,
+            cache,
+            format,
+            clone_of,
+            agent,
+            keep,
+            backing,
+        })
     }
 }
 
@@ -117,6 +130,7 @@ impl From<&DiskSpec> for api::DiskSpec {
             path,
             name: Some(spec.name.clone()),
             read_only: spec.read_only,
+            force: spec.force,
             cache: match spec.cache {
                 CacheMode::Host => api::CacheMode::Host,
                 CacheMode::Direct => api::CacheMode::Direct,
