@@ -44,6 +44,10 @@ pub struct VhostUserSpec {
     /// The guest's memory may be in any file; else in a memfd, or on tmpfs or hugetlbfs. `vm restore --lazy` needs this.
     #[serde(default, skip_serializing_if = "is_default")]
     pub any_memory: bool,
+    /// The owner of the socket, by name or number, who may connect. Only a server that runs as root can give it to another user.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "libvirt-qemu")]
+    pub owner: Option<String>,
     /// The group of the socket, by name or number, whose members may connect too. The server's user must be one of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "vmstrata-guests")]

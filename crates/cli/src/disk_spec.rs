@@ -12,8 +12,8 @@ use crate::key_values::KeyValues;
 
 const DISK_KEYS: [&str; 11] =
     ["path", "name", "read-only", "force", "cache", "format", "at", "clone", "agent", "keep", "backing"];
-const VHOST_USER_KEYS: [&str; 8] =
-    ["queues", "threads", "poll-us", "serial", "share", "any-memory", "group", "mode"];
+const VHOST_USER_KEYS: [&str; 9] =
+    ["queues", "threads", "poll-us", "serial", "share", "any-memory", "owner", "group", "mode"];
 
 /// Reads `--format` and its like: the formats a layer can have, by the names qemu-img knows.
 pub fn format_parser() -> impl TypedValueParser<Value = Format> {
@@ -78,7 +78,8 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     Ok(api::DiskSpec { path, name, read_only, force, cache, format, at, clone, agent, keep, backing })
 }
 
-/// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory][,group=GROUP][,mode=MODE]`.
+/// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory][,owner=USER][,group=GROUP]
+/// [,mode=MODE]`.
 ///
 /// # Errors
 /// Names the part that is missing, unknown, repeated or malformed.
@@ -90,10 +91,10 @@ pub fn parse_vhost_user(text: &str) -> Result<VhostUserSpec> {
     let poll_us = list.take_number("poll-us")?;
     let serial = list.take("serial")?;
     let (share, any_memory) = (list.take_flag("share")?, list.take_flag("any-memory")?);
-    let (group, mode) = (list.take("group")?, list.take("mode")?);
+    let (owner, group, mode) = (list.take("owner")?, list.take("group")?, list.take("mode")?);
     list.finish(&VHOST_USER_KEYS)?;
     let asked =
-        api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory, group, mode };
+        api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory, owner, group, mode };
     Ok(asked.try_into()?)
 }
 
@@ -174,7 +175,7 @@ mod tests {
     #[test]
     fn every_key_of_a_vhost_user_socket_is_read() {
         let socket =
-            parse_vhost_user("web=/run/a=b.sock,queues=4,threads=2,poll-us=50,serial=WEB-1,share,any-memory,group=guests,mode=620")
+            parse_vhost_user("web=/run/a=b.sock,queues=4,threads=2,poll-us=50,serial=WEB-1,share,any-memory,owner=qemu,group=guests,mode=620")
                 .unwrap();
         assert_eq!(socket.disk, "web");
         assert_eq!(socket.socket, Path::new("/run/a=b.sock"));
@@ -183,7 +184,12 @@ mod tests {
         assert_eq!(socket.poll_us, Some(50));
         assert_eq!(socket.serial.as_deref(), Some("WEB-1"));
         assert!(socket.share && socket.any_memory);
-        assert_eq!((socket.access.group.as_deref(), socket.access.mode), (Some("guests"), Some(0o620)));
+        let access = SocketAccess {
+            owner: Some("qemu".into()),
+            group: Some("guests".into()),
+            mode: Some(0o620),
+        };
+        assert_eq!(socket.access, access);
         let plain = parse_vhost_user("web=s").unwrap();
         assert!(plain.queues.is_none() && !plain.share && !plain.any_memory);
         assert_eq!(plain.access, SocketAccess::default());

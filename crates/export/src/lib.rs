@@ -11,7 +11,9 @@
 //! until checked; no client can harm another one, or take more memory than its door's limits say.
 
 pub mod nbd;
+mod reach;
 mod unix_socket;
 pub mod vhost_user;
 
+pub use reach::warn_if_libvirt_is_kept_out;
 pub use unix_socket::SocketAccess;

@@ -8,13 +8,13 @@ use std::path::Path;
 
 use nix::unistd;
 use rustix::fs::{
-    AtFlags, Gid, Mode, OFlags, RenameFlags, chmodat, chownat, fchmod, fstat, mkdirat, open, openat,
+    AtFlags, Gid, Mode, OFlags, RenameFlags, Uid, chmodat, chownat, fchmod, fstat, mkdirat, open, openat,
     renameat_with, unlinkat,
 };
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
 use rustix::process::{getegid, geteuid, getgroups, umask};
-use rustix::thread::{UnshareFlags, unshare_unsafe};
+use rustix::thread::{CapabilitySet, UnshareFlags, capabilities, unshare_unsafe};
 
 /// Clients that may wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -22,6 +22,8 @@ const BACKLOG: i32 = 128;
 /// Who may connect to a unix socket beside root. Whoever connects can read and write the disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SocketAccess {
+    /// The owner of the socket, by name or number; that of the process unless said.
+    pub owner: Option<String>,
     /// The group of the socket, by name or number; that of the process, or of the directory, if it is not said.
     pub group: Option<String>,
     /// The permissions of the socket. Unless they are said, the owner may connect, and the group if that is said.
@@ -32,9 +34,14 @@ impl SocketAccess {
     /// Whether this process can make a socket with this access.
     ///
     /// # Errors
-    /// A group that there is not, or that this process is no member of.
+    /// A user or group that there is not, or that this process may not give files to.
     pub fn check(&self) -> io::Result<()> {
-        self.group.as_deref().map(group_id).transpose().map(drop)
+        self.ids().map(drop)
+    }
+
+    fn ids(&self) -> io::Result<(Option<Uid>, Option<Gid>)> {
+        let owner = self.owner.as_deref().map(owner_id).transpose()?;
+        Ok((owner, self.group.as_deref().map(group_id).transpose()?))
     }
 
     fn mode(&self) -> Mode {
@@ -46,17 +53,17 @@ impl SocketAccess {
 /// Listens at `path`, where there must be nothing, and lets in whom `access` names; accepts without waiting.
 ///
 /// # Errors
-/// A group that there is not, or that this process is no member of; whatever else the system reports.
+/// As [`SocketAccess::check`]; whatever else the system reports.
 pub(crate) fn listen_at(path: &Path, access: &SocketAccess) -> io::Result<UnixListener> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     let address = SocketAddrUnix::new(path)?;
-    match &access.group {
-        None => {
+    match access.ids()? {
+        (None, None) => {
             bind_with_mode(&socket, &address, access.mode())?;
             listen(&socket, BACKLOG)?;
         }
-        Some(group) => listen_for_group(&socket, path, group, access.mode())?,
+        ids => listen_for(&socket, path, ids, access.mode())?,
     }
     Ok(socket.into())
 }
@@ -83,13 +90,17 @@ fn bind_with_mode(socket: &OwnedFd, address: &SocketAddrUnix, mode: Mode) -> io:
     Ok(bound?)
 }
 
-/// Listens at `path` with a socket of this group.
+/// Listens at `path` with a socket of this owner and group.
 ///
-/// A socket has the group of the process that binds it, and can get another one by its name only. So it is bound in a directory
-/// that no other user can enter, gets its group and permissions there, and is moved to `path` when it listens: whoever finds it
+/// A socket has owner and group of the process that binds it, and can get others by its name only. So it is bound in a directory
+/// that no other user can enter, gets its owner, group and permissions there, and is moved to `path` when it listens: whoever finds it
 /// there finds it as it stays. (What lists sockets by the paths they were bound at, as ss(8) does, shows the name alone.)
-fn listen_for_group(socket: &OwnedFd, path: &Path, group: &str, mode: Mode) -> io::Result<()> {
-    let group_id = group_id(group)?;
+fn listen_for(
+    socket: &OwnedFd,
+    path: &Path,
+    (owner, group): (Option<Uid>, Option<Gid>),
+    mode: Mode,
+) -> io::Result<()> {
     let name = path.file_name().ok_or(Errno::INVAL)?;
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let parent = open(parent, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
@@ -97,8 +108,9 @@ fn listen_for_group(socket: &OwnedFd, path: &Path, group: &str, mode: Mode) -> i
     // By its descriptor: its path may be longer than an address may be, and lead elsewhere by now.
     let address = Path::new("/proc/self/fd").join(private.dir.as_raw_fd().to_string()).join(BOUND);
     bind(socket, &SocketAddrUnix::new(&address)?)?;
-    chownat(&private.dir, BOUND, None, Some(group_id), AtFlags::SYMLINK_NOFOLLOW)?;
     chmodat(&private.dir, BOUND, mode, AtFlags::empty())?;
+    // Last: only the owner may change the permissions.
+    chownat(&private.dir, BOUND, owner, group, AtFlags::SYMLINK_NOFOLLOW)?;
     listen(socket, BACKLOG)?;
     private.give_out(name)
 }
@@ -149,6 +161,34 @@ impl Drop for PrivateDir {
     }
 }
 
+/// Whether this process may give its files to any user and group: root may, unless that was taken from it.
+fn may_give_away() -> io::Result<bool> {
+    Ok(capabilities(None)?.effective.contains(CapabilitySet::CHOWN))
+}
+
+/// The number of a user that this process may give its files to.
+fn owner_id(owner: &str) -> io::Result<Uid> {
+    let number = match owner.parse() {
+        Ok(number) => number,
+        Err(_) => match unistd::User::from_name(owner)? {
+            Some(found) => found.uid.as_raw(),
+            None => {
+                return Err(io::Error::new(io::ErrorKind::NotFound, format!("there is no user '{owner}'")));
+            }
+        },
+    };
+    let id = Uid::from_raw(number);
+    if id == geteuid() || may_give_away()? {
+        Ok(id)
+    } else {
+        let why = format!(
+            "the server may not give a socket to the user '{owner}': only root may (CAP_CHOWN); \
+             say group= with a group of both users instead"
+        );
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+    }
+}
+
 /// The number of a group that this process may give its files to.
 fn group_id(group: &str) -> io::Result<Gid> {
     let number = match group.parse() {
@@ -161,7 +201,7 @@ fn group_id(group: &str) -> io::Result<Gid> {
         },
     };
     let id = Gid::from_raw(number);
-    if geteuid().is_root() || getegid() == id || getgroups()?.contains(&id) {
+    if may_give_away()? || getegid() == id || getgroups()?.contains(&id) {
         Ok(id)
     } else {
         let why = format!("the server's user is not a member of the group '{group}'");
@@ -178,7 +218,30 @@ mod tests {
     use super::*;
 
     fn access(group: Option<&str>, mode: Option<u32>) -> SocketAccess {
-        SocketAccess { group: group.map(str::to_owned), mode }
+        SocketAccess { owner: None, group: group.map(str::to_owned), mode }
+    }
+
+    #[test]
+    fn a_socket_belongs_to_the_owner_it_was_given() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let owned = |owner: &str| SocketAccess { owner: Some(owner.to_owned()), ..SocketAccess::default() };
+        if may_give_away().unwrap() {
+            // Again, as after a restart.
+            for _ in 0..2 {
+                let _listener = listen_at(&path, &owned("61002")).unwrap();
+                let made = metadata(&path).unwrap();
+                assert_eq!((made.uid(), made.mode() & 0o777), (61002, 0o600));
+                std::fs::remove_file(&path).unwrap();
+            }
+        } else {
+            let refused = listen_at(&path, &owned("0")).unwrap_err();
+            assert!(refused.to_string().contains("only root may"), "{refused}");
+        }
+        let own = geteuid().as_raw().to_string();
+        let _listener = listen_at(&path, &owned(&own)).unwrap();
+        let unknown = owned("no such user").check().unwrap_err();
+        assert!(unknown.to_string().contains("there is no user 'no such user'"), "{unknown}");
     }
 
     /// The umask is what it is here: that of a process cannot be changed under other tests.

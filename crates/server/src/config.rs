@@ -145,6 +145,7 @@ impl Settings {
             vhost_user: first(self.vhost_user, others.vhost_user),
             nbd: first(self.nbd, others.nbd),
             nbd_access: SocketAccess {
+                owner: self.nbd_access.owner.or(others.nbd_access.owner),
                 group: self.nbd_access.group.or(others.nbd_access.group),
                 mode: self.nbd_access.mode.or(others.nbd_access.mode),
             },

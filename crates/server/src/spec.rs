@@ -75,9 +75,9 @@ pub enum SpecError {
     /// Permissions that are none.
     #[error(transparent)]
     Mode(#[from] ModeError),
-    /// A group without a name.
-    #[error("a socket's group has a name or a number")]
-    GroupEmpty,
+    /// An owner or a group without a name.
+    #[error("a socket's owner and group have a name or a number")]
+    AccountEmpty,
     /// A file that only its own directory could find.
     #[error("'{path}' is relative, and the server has another directory: give its absolute path")]
     Relative {
@@ -188,7 +188,8 @@ impl TryFrom<api::VhostUserSpec> for VhostUserSpec {
             share: asked.share,
             any_memory: asked.any_memory,
             access: SocketAccess {
-                group: asked.group.map(parse_group).transpose()?,
+                owner: asked.owner.map(parse_account).transpose()?,
+                group: asked.group.map(parse_account).transpose()?,
                 mode: asked.mode.as_deref().map(parse_mode).transpose()?,
             },
         })
@@ -206,6 +207,7 @@ impl From<&VhostUserSpec> for api::VhostUserSpec {
             serial: spec.serial.clone(),
             share: spec.share,
             any_memory: spec.any_memory,
+            owner: spec.access.owner.clone(),
             group: spec.access.group.clone(),
             mode: spec.access.mode.map(|mode| format!("{mode:o}")),
         }
@@ -242,12 +244,12 @@ pub fn parse_mode(text: &str) -> Result<u32, ModeError> {
     if mode & !0o666 == 0 { Ok(mode) } else { Err(ModeError) }
 }
 
-/// Takes the name or number of a socket's group; whether there is such a group shows when the socket is made.
+/// Takes the name or number of a socket's owner or group; whether there is one shows when the socket is made.
 ///
 /// # Errors
 /// When it is empty.
-pub fn parse_group(text: String) -> Result<String, SpecError> {
-    if text.is_empty() { Err(SpecError::GroupEmpty) } else { Ok(text) }
+pub fn parse_account(text: String) -> Result<String, SpecError> {
+    if text.is_empty() { Err(SpecError::AccountEmpty) } else { Ok(text) }
 }
 
 fn stem(path: &str) -> Result<String, SpecError> {
@@ -318,12 +320,17 @@ mod tests {
         assert_eq!(socket(asked(String::new())), SpecError::SocketEmpty);
         let zero = api::VhostUserSpec { queues: Some(0), ..asked("s".into()) };
         assert_eq!(socket(zero), SpecError::Zero { what: "queues" });
-        let shown = api::VhostUserSpec { group: Some("guests".into()), mode: Some("660".into()), ..longest };
+        let shown = api::VhostUserSpec {
+            owner: Some("qemu".into()),
+            group: Some("guests".into()),
+            mode: Some("660".into()),
+            ..longest
+        };
         assert_eq!(api::VhostUserSpec::from(&VhostUserSpec::try_from(shown.clone()).unwrap()), shown);
         let mode = api::VhostUserSpec { mode: Some("777".into()), ..asked("s".into()) };
         assert_eq!(socket(mode), SpecError::Mode(ModeError));
         let group = api::VhostUserSpec { group: Some(String::new()), ..asked("s".into()) };
-        assert_eq!(socket(group), SpecError::GroupEmpty);
+        assert_eq!(socket(group), SpecError::AccountEmpty);
         let serial = api::VhostUserSpec { serial: Some("s".repeat(21)), ..asked("s".into()) };
         assert_eq!(socket(serial), SpecError::SerialTooLong { len: 21 });
     }

@@ -41,12 +41,16 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE", requires = "at")]
     pub clone: Option<String>,
     /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]
-    /// [,group=GROUP][,mode=MODE] (repeatable); with a group, its members may connect, too, and so read and write the disk
+    /// [,owner=USER][,group=GROUP][,mode=MODE] (repeatable); its owner, and with a group its members, may connect and so
+    /// read and write the disk; only root can give it another owner
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
     pub vhost_user: Vec<VhostUserSpec>,
     /// An address for NBD clients of all disks: unix:/path or tcp:host:port (repeatable)
     #[arg(long, value_name = "ADDRESS")]
     pub nbd: Vec<Address>,
+    /// The owner of the unix sockets among them, by name or number, who may connect; only root can give them another
+    #[arg(long, value_name = "USER", value_parser = NonEmptyStringValueParser::new())]
+    pub nbd_owner: Option<String>,
     /// The group of the unix sockets among them, by name or number: its members may connect, too. The server's user must be
     /// one of them
     #[arg(long, value_name = "GROUP", value_parser = NonEmptyStringValueParser::new())]
@@ -173,7 +177,11 @@ impl ServeArgs {
             keep_going: self.keep_going,
             vhost_user: self.vhost_user.clone(),
             nbd: self.nbd.clone(),
-            nbd_access: SocketAccess { group: self.nbd_group.clone(), mode: self.nbd_mode },
+            nbd_access: SocketAccess {
+                owner: self.nbd_owner.clone(),
+                group: self.nbd_group.clone(),
+                mode: self.nbd_mode,
+            },
             nbd_tls,
             allow_backing: self.backing.allow_backing.clone(),
             metadata_cache_bytes: self.resources.metadata_cache,

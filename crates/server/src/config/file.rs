@@ -12,7 +12,7 @@ use vmstrata_export::nbd::Address;
 use super::{ConfigFault, Settings};
 use crate::options::{ControlPlace, TlsFiles};
 use crate::size::parse_size;
-use crate::spec::{DiskSpec, SpecError, VhostUserSpec, parse_group, parse_metrics, parse_mode};
+use crate::spec::{DiskSpec, SpecError, VhostUserSpec, parse_account, parse_metrics, parse_mode};
 
 /// What is wrong, and the byte at which.
 type At = (usize, ConfigFault);
@@ -24,6 +24,7 @@ struct File {
     vhost_user: Vec<Spanned<VhostUser>>,
     keep_going: bool,
     nbd: Vec<Spanned<String>>,
+    nbd_owner: Option<Spanned<String>>,
     nbd_group: Option<Spanned<String>>,
     nbd_mode: Option<Spanned<String>>,
     nbd_tls_cert: Option<Spanned<PathBuf>>,
@@ -71,6 +72,7 @@ struct VhostUser {
     share: bool,
     #[serde(default)]
     any_memory: bool,
+    owner: Option<String>,
     group: Option<String>,
     mode: Option<String>,
 }
@@ -111,7 +113,8 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         vhost_user: each(file.vhost_user, |socket| vhost_user_spec(socket, directory))?,
         nbd: each(file.nbd, |address| nbd_address(&address, directory))?,
         nbd_access: SocketAccess {
-            group: one(file.nbd_group, |group| Ok(parse_group(group)?))?,
+            owner: one(file.nbd_owner, |owner| Ok(parse_account(owner)?))?,
+            group: one(file.nbd_group, |group| Ok(parse_account(group)?))?,
             mode: one(file.nbd_mode, |mode| Ok(parse_mode(&mode).map_err(SpecError::from)?))?,
         },
         nbd_tls,
@@ -183,10 +186,10 @@ fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
 }
 
 fn vhost_user_spec(socket: VhostUser, directory: &Path) -> Result<VhostUserSpec, ConfigFault> {
-    let VhostUser { disk, socket, queues, threads, poll_us, serial, share, any_memory, group, mode } = socket;
+    let VhostUser { disk, socket, queues, threads, poll_us, serial, share, any_memory, owner, group, mode } = socket;
     let socket = directory.join(socket).display().to_string();
     let asked =
-        api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory, group, mode };
+        api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory, owner, group, mode };
     Ok(VhostUserSpec::try_from(asked)?)
 }
 

@@ -23,6 +23,7 @@ fn every_key_is_read() {
     let settings = parse(
         r#"
         nbd = ["unix:/run/nbd.sock", "tcp:[::1]:7"]
+        nbd-owner = "operator"
         nbd-group = "backup"
         nbd-mode = "620"
         nbd-tls-cert = "/pki/cert.pem"
@@ -56,6 +57,7 @@ fn every_key_is_read() {
         poll-us = 50
         serial = "WEB-1"
         share = true
+        owner = "qemu"
         group = "guests"
         mode = "660"
         "#,
@@ -68,8 +70,13 @@ fn every_key_is_read() {
     assert_eq!((db.cache, db.format), (CacheMode::Direct, Some(Format::Raw)));
     let socket = &settings.vhost_user[0];
     assert_eq!((socket.queues, socket.poll_us, socket.share), (NonZeroU16::new(4), Some(50), true));
-    assert_eq!((socket.access.group.as_deref(), socket.access.mode), (Some("guests"), Some(0o660)));
-    assert_eq!(settings.nbd_access, SocketAccess { group: Some("backup".into()), mode: Some(0o620) });
+    let access = |owner: &str, group: &str, mode| SocketAccess {
+        owner: Some(owner.into()),
+        group: Some(group.into()),
+        mode: Some(mode),
+    };
+    assert_eq!(socket.access, access("qemu", "guests", 0o660));
+    assert_eq!(settings.nbd_access, access("operator", "backup", 0o620));
     assert_eq!(settings.nbd[1], "tcp:[::1]:7".parse().unwrap());
     assert_eq!(settings.nbd_tls.as_ref().unwrap().client_ca.as_deref(), Some(Path::new("/pki/ca.pem")));
     assert_eq!(settings.control, Some(ControlPlace::At("/run/vms/c.sock".into())));

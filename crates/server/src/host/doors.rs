@@ -6,7 +6,7 @@ use std::sync::Arc;
 use vmstrata_api::{self as api, Event};
 use vmstrata_disk::Disk;
 use vmstrata_export::nbd::{self, Address, Export, Exports, Limits, Listener, TlsMode};
-use vmstrata_export::vhost_user;
+use vmstrata_export::{vhost_user, warn_if_libvirt_is_kept_out};
 
 use super::waiting::Wanted;
 use super::{Host, Phase};
@@ -162,9 +162,11 @@ impl Host {
         check_guests(&spec, disk_spec.read_only, others.chain(waiting))?;
         let disk = Arc::clone(disk);
         table.check_waits(waited)?;
+        let socket = spec.socket.clone();
         let door = Door::vhost_user(spec, &disk)?;
         let id = table.add_door(waited, door);
         drop(table);
+        warn_if_libvirt_is_kept_out(&socket);
         self.tell(Event::DoorAdded { id });
         Ok(id)
     }
