@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 use support::http::{ask, connect};
@@ -134,6 +134,39 @@ fn the_units_run_as_a_user_whose_directories_let_qemu_to_its_sockets_alone() {
     ] {
         let made = fs::metadata(root.path().join("run").join(dir)).unwrap();
         assert_eq!((made.uid(), made.gid(), made.mode() & 0o7777), (owner, group, mode), "{dir}");
+    }
+}
+
+/// What `apparmor_parser` says of the profile of a guest's QEMU as libvirt makes it, with `local` as the host's additions.
+fn guest_profile(local: &str) -> Output {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir_all(dir.path().join("local/abstractions")).unwrap();
+    fs::write(dir.path().join("local/abstractions/libvirt-qemu"), local).unwrap();
+    let profile = dir.path().join("profile");
+    // Where libvirt is not installed, what its abstraction ends with is enough.
+    let libvirts = if Path::new("/etc/apparmor.d/abstractions/libvirt-qemu").exists() {
+        "include <abstractions/libvirt-qemu>"
+    } else {
+        "include <local/abstractions/libvirt-qemu>"
+    };
+    fs::write(&profile, format!("include <tunables/global>\nprofile guest {{\n{libvirts}\n}}\n")).unwrap();
+    let here = dir.path().to_str().unwrap();
+    tool("apparmor_parser", ["-Q", "-K", "-I", here, "-I", "/etc/apparmor.d", profile.to_str().unwrap()])
+}
+
+#[test]
+fn the_rules_for_apparmor_are_part_of_the_profile_of_a_guest() {
+    if Command::new("apparmor_parser").arg("--version").output().is_err() {
+        eprintln!("skipped: apparmor_parser is not installed");
+        return;
+    }
+    let rules = fs::read_to_string(packaged("apparmor/libvirt-qemu")).unwrap();
+    let parsed = guest_profile(&rules);
+    assert!(parsed.status.success(), "{}", stderr(&parsed));
+    assert!(!guest_profile("/run/vmstrata-guests/*.sock nonsense,").status.success(), "it is not read");
+    for dir in ["vmstrata-guests", "vmstrata-monitors"] {
+        let tmpfiles = fs::read_to_string(packaged("tmpfiles.d/vmstrata.conf")).unwrap();
+        assert!(rules.contains(&format!("\n/run/{dir}/")) && tmpfiles.contains(&format!("d /run/{dir} ")));
     }
 }
 
