@@ -31,15 +31,17 @@ pub struct NbdAttachment {
     pub uri: String,
     /// Arguments for a QEMU command line, two by two.
     pub qemu: Vec<String>,
+    /// An element for a libvirt domain.
+    pub libvirt: String,
 }
 
 impl VhostUserAttachment {
-    /// The lines for `spec`.
-    pub fn new(spec: &VhostUserSpec) -> Self {
+    /// The lines for `spec`, as the guest's disk of this number, from 0.
+    pub fn new(spec: &VhostUserSpec, number: usize) -> Self {
         let socket = absolute(Path::new(&spec.socket));
         Self {
             qemu: vhost_user_qemu(spec, &socket),
-            libvirt: vhost_user_libvirt(spec, &socket),
+            libvirt: vhost_user_libvirt(spec, &socket, number),
             cloud_hypervisor: vhost_user_cloud_hypervisor(spec, &socket),
             socket,
         }
@@ -58,8 +60,8 @@ impl VhostUserAttachment {
 }
 
 impl NbdAttachment {
-    /// The lines for export `disk` at `address`.
-    pub fn new(disk: &str, address: &Address, tls: bool) -> Self {
+    /// The lines for export `disk` at `address`, as the guest's disk of this number, from 0.
+    pub fn new(disk: &str, address: &Address, tls: bool, number: usize) -> Self {
         let scheme = if tls { "nbds" } else { "nbd" };
         let export = encode_segment(disk);
         let uri = match address {
@@ -71,13 +73,17 @@ impl NbdAttachment {
             }
             Address::Tcp { host, port } => format!("{scheme}://{host}:{port}/{export}"),
         };
-        Self { qemu: nbd_qemu(disk, address, tls), uri }
+        Self {
+            qemu: nbd_qemu(disk, address, tls),
+            libvirt: nbd_libvirt(disk, address, tls, number),
+            uri,
+        }
     }
 
     /// The lines as a person reads them, below the line that names the disk.
     pub fn to_text(&self) -> String {
-        let qemu = indent(&shell_lines(&self.qemu));
-        format!("  NBD at {}\n    QEMU:\n{qemu}\n", shell_quote(&self.uri))
+        let (qemu, libvirt) = (indent(&shell_lines(&self.qemu)), indent(&self.libvirt));
+        format!("  NBD at {}\n    QEMU:\n{qemu}\n    libvirt:\n{libvirt}\n", shell_quote(&self.uri))
     }
 }
 
@@ -104,7 +110,7 @@ fn queues_option(spec: &VhostUserSpec, prefix: &str) -> String {
     spec.queues.map_or_else(String::new, |queues| format!("{prefix}{queues}"))
 }
 
-fn vhost_user_libvirt(spec: &VhostUserSpec, socket: &str) -> String {
+fn vhost_user_libvirt(spec: &VhostUserSpec, socket: &str, number: usize) -> String {
     format!(
         "<memoryBacking>
   <source type='memfd'/>
@@ -116,11 +122,24 @@ fn vhost_user_libvirt(spec: &VhostUserSpec, socket: &str) -> String {
   <source type='unix' path='{}'>
     <reconnect enabled='yes' timeout='1'/>
   </source>
-  <target dev='vda' bus='virtio'/>
+  <target dev='{}' bus='virtio'/>
 </disk>",
         spec.queues.map_or_else(String::new, |queues| format!(" queues='{queues}'")),
-        xml_escape(socket)
+        xml_escape(socket),
+        libvirt_target(number)
     )
+}
+
+/// What libvirt calls a guest's virtio disk of this number: vda to vdz, then vdaa and so on.
+fn libvirt_target(number: usize) -> String {
+    let mut letters = Vec::new();
+    let mut left = number + 1;
+    while left > 0 {
+        left -= 1;
+        letters.push(char::from(b'a' + (left % 26) as u8));
+        left /= 26;
+    }
+    format!("vd{}", letters.iter().rev().collect::<String>())
 }
 
 fn vhost_user_cloud_hypervisor(spec: &VhostUserSpec, socket: &str) -> Vec<String> {
@@ -151,6 +170,27 @@ fn nbd_qemu(disk: &str, address: &Address, tls: bool) -> Vec<String> {
     arguments.push("-device".to_owned());
     arguments.push(format!("virtio-blk-pci,drive={id}"));
     arguments
+}
+
+/// A guest whose server is restarted must wait. libvirt has no setting for that on which its versions agree, so the guest stops,
+/// and goes on with `virsh resume`; without this the guest gets an error, and ext4 aborts its journal.
+fn nbd_libvirt(disk: &str, address: &Address, tls: bool, number: usize) -> String {
+    let host = match address {
+        Address::Unix(path) => format!("transport='unix' socket='{}'", xml_escape(&absolute(path))),
+        Address::Tcp { host, port } => format!("name='{}' port='{port}'", xml_escape(host)),
+    };
+    format!(
+        "<disk type='network' device='disk'>
+  <driver name='qemu' type='raw' error_policy='stop' rerror_policy='stop'/>
+  <source protocol='nbd' name='{}'{}>
+    <host {host}/>
+  </source>
+  <target dev='{}' bus='virtio'/>
+</disk>",
+        xml_escape(disk),
+        if tls { " tls='yes'" } else { "" },
+        libvirt_target(number)
+    )
 }
 
 /// An absolute form of `path`, without asking the file system: sockets do not exist yet.
@@ -216,7 +256,7 @@ mod tests {
 
     #[test]
     fn qemu_gets_shared_memory_a_reconnecting_socket_and_the_queues() {
-        let lines = VhostUserAttachment::new(&spec("web=/run/web.sock,queues=4"));
+        let lines = VhostUserAttachment::new(&spec("web=/run/web.sock,queues=4"), 0);
         let joined = lines.qemu.join(" ");
         assert_eq!(
             joined,
@@ -229,7 +269,7 @@ mod tests {
 
     #[test]
     fn without_a_number_the_queues_are_left_to_the_hypervisor() {
-        let lines = VhostUserAttachment::new(&spec("web=/run/web.sock"));
+        let lines = VhostUserAttachment::new(&spec("web=/run/web.sock"), 0);
         assert_eq!(lines.qemu[9], "vhost-user-blk-pci,id=web,chardev=vhost-web");
         assert!(lines.libvirt.contains("<driver name='qemu' type='raw'/>"), "{}", lines.libvirt);
         assert_eq!(lines.cloud_hypervisor[3], "vhost_user=true,socket=/run/web.sock");
@@ -237,16 +277,24 @@ mod tests {
 
     #[test]
     fn hostile_socket_names_are_quoted_for_where_they_go() {
-        let lines = VhostUserAttachment::new(&spec("web=/run/a,,b'<&>.sock"));
+        let lines = VhostUserAttachment::new(&spec("web=/run/a,,b'<&>.sock"), 0);
         assert!(lines.qemu[7].contains("path=/run/a,,b'<&>.sock,reconnect"), "{}", lines.qemu[7]);
         assert!(lines.libvirt.contains("path='/run/a,b&apos;&lt;&amp;&gt;.sock'"), "{}", lines.libvirt);
         assert!(lines.to_text().contains(r"path=/run/a,,b'\''<&>.sock"), "{}", lines.to_text());
     }
 
     #[test]
+    fn each_disk_has_a_target_of_its_own() {
+        let targets = [0, 1, 25, 26, 701, 702].map(libvirt_target);
+        assert_eq!(targets, ["vda", "vdb", "vdz", "vdaa", "vdzz", "vdaaa"]);
+        let lines = VhostUserAttachment::new(&spec("web=/run/web.sock"), 1);
+        assert!(lines.libvirt.contains("<target dev='vdb' "), "{}", lines.libvirt);
+    }
+
+    #[test]
     fn sockets_are_shown_absolute() {
         let here = std::env::current_dir().unwrap();
-        let lines = VhostUserAttachment::new(&spec("web=web.sock"));
+        let lines = VhostUserAttachment::new(&spec("web=web.sock"), 0);
         assert_eq!(Path::new(&lines.socket), here.join("web.sock"));
     }
 
@@ -260,7 +308,7 @@ mod tests {
     #[test]
     fn nbd_uris_follow_the_uri_specification() {
         let uri =
-            |disk: &str, address: &str, tls| NbdAttachment::new(disk, &address.parse().unwrap(), tls).uri;
+            |disk: &str, address: &str, tls| NbdAttachment::new(disk, &address.parse().unwrap(), tls, 0).uri;
         assert_eq!(uri("web", "unix:/run/n b.sock", false), "nbd+unix:///web?socket=/run/n%20b.sock");
         assert_eq!(uri("a b/c", "tcp:localhost", false), "nbd://localhost:10809/a%20b%2Fc");
         assert_eq!(uri("web", "tcp:[::1]:7", true), "nbds://[::1]:7/web");
@@ -269,7 +317,8 @@ mod tests {
 
     #[test]
     fn qemu_gets_a_reconnecting_nbd_node() {
-        let lines = NbdAttachment::new("a,b", &"unix:/run/x,y.sock".parse().unwrap(), true).qemu.join(" ");
+        let address = "unix:/run/x,y.sock".parse().unwrap();
+        let lines = NbdAttachment::new("a,b", &address, true, 0).qemu.join(" ");
         assert_eq!(
             lines,
             "-object tls-creds-x509,id=tls,endpoint=client,dir=/path/to/pki \

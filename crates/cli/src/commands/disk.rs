@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use vmstrata_api::{DiskDetail, DiskSpec, encode_segment};
+use vmstrata_api::{DiskDetail, DiskList, DiskSpec, encode_segment};
 
 use crate::args::{DiskArgs, DiskCommand};
 use crate::attach::absolute;
@@ -22,13 +22,18 @@ use crate::units::short_size;
 pub fn run(args: &DiskArgs) -> Result<ExitCode> {
     match &args.command {
         DiskCommand::Show { name, server, json } => {
-            let shown: DiskDetail =
-                Client::new(server)?.get(&format!("/v1/disks/{}", encode_segment(name)))?;
-            if *json { print_json(&shown)? } else { print(&show::to_text(&shown))? }
+            let client = Client::new(server)?;
+            let shown: DiskDetail = client.get(&format!("/v1/disks/{}", encode_segment(name)))?;
+            if *json {
+                print_json(&shown)?;
+            } else {
+                print(&show::to_text(&shown, number(&client, &shown)?))?;
+            }
         }
         DiskCommand::Add { spec, server, json } => {
-            let added = add(&Client::new(server)?, spec)?;
-            if *json { print_json(&added)? } else { print(&to_text(&added))? }
+            let client = Client::new(server)?;
+            let added = add(&client, spec)?;
+            if *json { print_json(&added)? } else { print(&to_text(&added, number(&client, &added)?))? }
         }
         DiskCommand::Remove { name, force, server, json } => {
             let (client, path) = (Client::new(server)?, format!("/v1/disks/{}", encode_segment(name)));
@@ -56,11 +61,17 @@ fn add(client: &Client, spec: &DiskSpec) -> Result<DiskDetail> {
     client.post("/v1/disks", &spec)
 }
 
-fn to_text(added: &DiskDetail) -> String {
+/// The place of a disk in the server's list, from 0.
+fn number(client: &Client, disk: &DiskDetail) -> Result<usize> {
+    let disks = client.get::<DiskList>("/v1/disks")?.disks;
+    Ok(disks.iter().position(|other| other.name == disk.disk.name).unwrap_or_default())
+}
+
+fn to_text(added: &DiskDetail, number: usize) -> String {
     let disk = &added.disk;
     let layers = counted(disk.layers.unwrap_or_default(), "layer");
     let size = short_size(disk.size_bytes.unwrap_or_default());
-    let attach = attachments(&disk.name, &added.doors);
+    let attach = attachments(&disk.name, number, &added.doors);
     let hint = if added.doors.is_empty() {
         format!("  no door leads to it: vmstrata door add --vhost-user {}=/path.sock\n", disk.name)
     } else {

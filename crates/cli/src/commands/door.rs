@@ -64,14 +64,14 @@ fn is_meant(door: &DoorStatus, text: &str) -> bool {
 }
 
 fn to_text(client: &Client, added: &DoorStatus) -> Result<String> {
-    let disks: Vec<String> = match &added.door {
-        DoorSpec::VhostUser(spec) => vec![spec.disk.clone()],
-        DoorSpec::Nbd(_) => {
-            client.get::<DiskList>("/v1/disks")?.disks.into_iter().map(|disk| disk.name).collect()
-        }
+    let disks = client.get::<DiskList>("/v1/disks")?.disks;
+    let leads_to = |disk: &str| match &added.door {
+        DoorSpec::VhostUser(spec) => spec.disk == disk,
+        DoorSpec::Nbd(_) => true,
     };
-    let shown =
-        disks.iter().map(|disk| format!("{disk}:\n{}", attachments(disk, std::slice::from_ref(added))));
+    let shown = disks.iter().enumerate().filter(|(_, disk)| leads_to(&disk.name)).map(|(number, disk)| {
+        format!("{}:\n{}", disk.name, attachments(&disk.name, number, std::slice::from_ref(added)))
+    });
     Ok(format!("door {}\n{}", added.id, shown.collect::<String>()))
 }
 

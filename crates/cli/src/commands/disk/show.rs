@@ -8,8 +8,8 @@ use crate::commands::top::time;
 use crate::output::{Table, counted};
 use crate::units::short_size;
 
-/// All that is known of a disk, as a person reads it.
-pub fn to_text(shown: &DiskDetail) -> String {
+/// All that is known of the server's disk of this number, from 0, as a person reads it.
+pub fn to_text(shown: &DiskDetail, number: usize) -> String {
     let disk = &shown.disk;
     let size = disk.size_bytes.map_or_else(|| "-".to_owned(), short_size);
     let layers = counted(disk.layers.unwrap_or_default(), "layer");
@@ -17,7 +17,7 @@ pub fn to_text(shown: &DiskDetail) -> String {
         format!("{}: {}, {}, {size}, {layers}, {}\n", disk.name, state(disk), mode(disk), disk.path);
     text.extend(disk.failed.iter().map(|why| format!("  takes no more writes: {why}\n")));
     text.extend(disk.open_error.iter().map(|why| format!("  not open, and tried again: {why}\n")));
-    text += &attachments(&disk.name, &shown.doors);
+    text += &attachments(&disk.name, number, &shown.doors);
     if let Some(stats) = &shown.stats {
         text += &format!("\n{}{}", requests(stats), depths(&stats.read_depths));
     }

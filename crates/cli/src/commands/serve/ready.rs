@@ -33,15 +33,15 @@ struct DiskReport {
 
 impl Report {
     pub fn new(status: &ServerStatus) -> Self {
-        let disks = status.disks.iter().map(|disk| DiskReport {
+        let disks = status.disks.iter().enumerate().map(|(number, disk)| DiskReport {
             name: disk.name.clone(),
             path: disk.path.clone(),
             size: disk.size_bytes.unwrap_or_default(),
             read_only: disk.read_only,
             layers: disk.layers.unwrap_or_default(),
             open_error: disk.open_error.clone(),
-            vhost_user: status.doors.iter().filter_map(|door| vhost_user(door, &disk.name)).collect(),
-            nbd: status.doors.iter().filter_map(|door| nbd(door, &disk.name)).collect(),
+            vhost_user: status.doors.iter().filter_map(|door| vhost_user(door, &disk.name, number)).collect(),
+            nbd: status.doors.iter().filter_map(|door| nbd(door, &disk.name, number)).collect(),
         });
         Self { event: "ready", disks: disks.collect() }
     }
@@ -70,24 +70,25 @@ impl DiskReport {
     }
 }
 
-/// How to attach the disk through these doors, as a person reads it.
-pub fn attachments(disk: &str, doors: &[DoorStatus]) -> String {
-    let guests = doors.iter().filter_map(|door| vhost_user(door, disk)).map(|guest| guest.to_text());
-    guests.chain(doors.iter().filter_map(|door| nbd(door, disk)).map(|client| client.to_text())).collect()
+/// How to attach the server's disk of this number, from 0, through these doors, as a person reads it.
+pub fn attachments(disk: &str, number: usize, doors: &[DoorStatus]) -> String {
+    let guests = doors.iter().filter_map(|door| vhost_user(door, disk, number)).map(|guest| guest.to_text());
+    let clients = doors.iter().filter_map(|door| nbd(door, disk, number)).map(|client| client.to_text());
+    guests.chain(clients).collect()
 }
 
 /// How to attach the disk through this door, if it is a vhost-user socket that leads to it.
-fn vhost_user(door: &DoorStatus, disk: &str) -> Option<VhostUserAttachment> {
+fn vhost_user(door: &DoorStatus, disk: &str, number: usize) -> Option<VhostUserAttachment> {
     match &door.door {
-        DoorSpec::VhostUser(spec) if spec.disk == disk => Some(VhostUserAttachment::new(spec)),
+        DoorSpec::VhostUser(spec) if spec.disk == disk => Some(VhostUserAttachment::new(spec, number)),
         _ => None,
     }
 }
 
 /// How to attach the disk through this door, if it is an NBD address.
-fn nbd(door: &DoorStatus, disk: &str) -> Option<NbdAttachment> {
+fn nbd(door: &DoorStatus, disk: &str, number: usize) -> Option<NbdAttachment> {
     match &door.door {
-        DoorSpec::Nbd(spec) => Some(NbdAttachment::new(disk, &spec.address.parse().ok()?, door.tls)),
+        DoorSpec::Nbd(spec) => Some(NbdAttachment::new(disk, &spec.address.parse().ok()?, door.tls, number)),
         DoorSpec::VhostUser(_) => None,
     }
 }
