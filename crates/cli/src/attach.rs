@@ -73,11 +73,7 @@ impl NbdAttachment {
             }
             Address::Tcp { host, port } => format!("{scheme}://{host}:{port}/{export}"),
         };
-        Self {
-            qemu: nbd_qemu(disk, address, tls),
-            libvirt: nbd_libvirt(disk, address, tls, number),
-            uri,
-        }
+        Self { qemu: nbd_qemu(disk, address, tls), libvirt: nbd_libvirt(disk, address, tls, number), uri }
     }
 
     /// The lines as a person reads them, below the line that names the disk.
@@ -173,7 +169,7 @@ fn nbd_qemu(disk: &str, address: &Address, tls: bool) -> Vec<String> {
 }
 
 /// A guest whose server is restarted must wait. libvirt has no setting for that on which its versions agree, so the guest stops,
-/// and goes on with `virsh resume`; without this the guest gets an error, and ext4 aborts its journal.
+/// and goes on with `virsh resume`, which QEMU 7.2 needs twice; without this the guest gets an error, and ext4 aborts its journal.
 fn nbd_libvirt(disk: &str, address: &Address, tls: bool, number: usize) -> String {
     let host = match address {
         Address::Unix(path) => format!("transport='unix' socket='{}'", xml_escape(&absolute(path))),

@@ -93,8 +93,19 @@ pub fn parse_vhost_user(text: &str) -> Result<VhostUserSpec> {
     let (share, any_memory) = (list.take_flag("share")?, list.take_flag("any-memory")?);
     let (owner, group, mode) = (list.take("owner")?, list.take("group")?, list.take("mode")?);
     list.finish(&VHOST_USER_KEYS)?;
-    let asked =
-        api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory, owner, group, mode };
+    let asked = api::VhostUserSpec {
+        disk,
+        socket,
+        queues,
+        threads,
+        poll_us,
+        serial,
+        share,
+        any_memory,
+        owner,
+        group,
+        mode,
+    };
     Ok(asked.try_into()?)
 }
 
@@ -184,11 +195,8 @@ mod tests {
         assert_eq!(socket.poll_us, Some(50));
         assert_eq!(socket.serial.as_deref(), Some("WEB-1"));
         assert!(socket.share && socket.any_memory);
-        let access = SocketAccess {
-            owner: Some("qemu".into()),
-            group: Some("guests".into()),
-            mode: Some(0o620),
-        };
+        let access =
+            SocketAccess { owner: Some("qemu".into()), group: Some("guests".into()), mode: Some(0o620) };
         assert_eq!(socket.access, access);
         let plain = parse_vhost_user("web=s").unwrap();
         assert!(plain.queues.is_none() && !plain.share && !plain.any_memory);

@@ -108,12 +108,11 @@ impl Obstacle {
                 format!("say group=GROUP with a group of {user}, or, of a server of root, owner={user}")
             }
         };
-        let verb = if *is_dir { "enter" } else { "connect to" };
+        let at = if *is_dir { format!(": it may not enter {}", path.display()) } else { String::new() };
         format!(
-            "libvirt runs QEMU as {user}, which cannot connect to {}: it may not {verb} {} ({owner}:{group}, {mode:04o}); \
+            "libvirt runs QEMU as {user}, which may not connect to {}{at} ({owner}:{group}, {mode:04o}); \
              a guest of qemu:///system would wait for its disk without a message; {remedy}",
-            socket.display(),
-            path.display()
+            socket.display()
         )
     }
 }
@@ -176,7 +175,10 @@ mod tests {
         assert!(socket.contains("QEMU as stranger") && socket.contains("(root:root, 0600)"), "{socket}");
         assert!(socket.contains("owner=stranger"), "{socket}");
         let shut = at("/run", true, 0, 0o700);
-        assert!(shut.contains("it may not enter /run ") && shut.contains("that stranger can enter"), "{shut}");
+        assert!(
+            shut.contains("it may not enter /run ") && shut.contains("that stranger can enter"),
+            "{shut}"
+        );
         let members = at("/run", true, 61_010, 0o750);
         assert!(members.contains("usermod -aG 61010 stranger"), "{members}");
     }

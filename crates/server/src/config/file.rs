@@ -186,10 +186,22 @@ fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
 }
 
 fn vhost_user_spec(socket: VhostUser, directory: &Path) -> Result<VhostUserSpec, ConfigFault> {
-    let VhostUser { disk, socket, queues, threads, poll_us, serial, share, any_memory, owner, group, mode } = socket;
+    let VhostUser { disk, socket, queues, threads, poll_us, serial, share, any_memory, owner, group, mode } =
+        socket;
     let socket = directory.join(socket).display().to_string();
-    let asked =
-        api::VhostUserSpec { disk, socket, queues, threads, poll_us, serial, share, any_memory, owner, group, mode };
+    let asked = api::VhostUserSpec {
+        disk,
+        socket,
+        queues,
+        threads,
+        poll_us,
+        serial,
+        share,
+        any_memory,
+        owner,
+        group,
+        mode,
+    };
     Ok(VhostUserSpec::try_from(asked)?)
 }
 
