@@ -79,6 +79,20 @@ need_cargo_tool() {
     cargo install --locked "$1"
 }
 
+# Makes promtool run. It is taken out of its package: installing that would start a Prometheus server.
+need_promtool() {
+    local tools=$PWD/target/tools
+    PATH=$PATH:$tools/usr/bin
+    have promtool && return
+    have apt-get || die "please install promtool"
+    say "fetching promtool"
+    mkdir -p "$tools"
+    (cd "$tools" && apt-get download -q prometheus)
+    dpkg-deb -x "$tools"/prometheus_*.deb "$tools"
+    rm "$tools"/prometheus_*.deb
+    have promtool || die "no promtool in Debian's package prometheus"
+}
+
 # Makes apt know the packages that test guests are made of; they are unpacked, never installed.
 need_package_lists() {
     apt-cache show linux-image-cloud-amd64 >/dev/null 2>&1 && return

@@ -180,3 +180,23 @@ fn metrics_have_histograms_that_add_up() {
     assert!(value(r#"vmstrata_disk_request_bytes_total{disk="web",kind="read"}"#) >= f64::from(3 << 20));
     assert!(server.stop().success());
 }
+
+#[test]
+fn metrics_pass_promtool() {
+    // A package of Prometheus's: `scripts/test` fetches it.
+    if std::process::Command::new("promtool").arg("--version").output().is_err() {
+        return eprintln!("skipped: promtool is not installed");
+    }
+    let images = Images::new();
+    let server = start(&images);
+    tool_ok("qemu-io", ["-f", "raw", "-r", "-c", "read 0 1M", &server.uri("web")]);
+    let metrics = images.path("metrics");
+    std::fs::write(&metrics, ask(&server.control(), "GET", "/v1/metrics", "").body).unwrap();
+    let checked = std::process::Command::new("promtool")
+        .args(["check", "metrics"])
+        .stdin(std::fs::File::open(&metrics).unwrap())
+        .output()
+        .unwrap();
+    assert!(checked.status.success(), "{checked:?}");
+    assert!(server.stop().success());
+}

@@ -1,13 +1,14 @@
 //! `/v1/metrics`: the server's numbers as Prometheus and OpenMetrics read them, taken when they are asked for.
 
 mod disks;
+mod format;
 mod process;
 
 use std::fmt;
 use std::sync::Arc;
 
 use axum::extract::State;
-use axum::http::header;
+use axum::http::{HeaderMap, header};
 use axum::response::IntoResponse;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, text};
@@ -15,17 +16,25 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 use vmstrata_api::{DiskState, DoorCounters, DoorSpec, DoorStatus, JobStatus, NamedStats, ServerStatus};
 
+use self::format::Format;
 use self::process::Process;
 use super::apart;
 use crate::control::problem::Failure;
 use crate::host::{Counted, Host};
 
-/// What a scraper is told the text is.
-const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-
-/// The server's numbers for Prometheus
-#[utoipa::path(get, path = "/v1/metrics", tag = "server", responses((status = OK, description = "OpenMetrics text", body = String, content_type = "application/openmetrics-text")))]
-pub(in crate::control) async fn metrics(State(host): State<Arc<Host>>) -> Result<impl IntoResponse, Failure> {
+/// The server's numbers for Prometheus, in the format that `Accept` prefers
+#[utoipa::path(
+    get, path = "/v1/metrics", tag = "server",
+    responses((
+        status = OK, description = "The Prometheus text format, or OpenMetrics",
+        content((String = "text/plain"), (String = "application/openmetrics-text"))
+    ))
+)]
+pub(in crate::control) async fn metrics(
+    State(host): State<Arc<Host>>,
+    headers: HeaderMap,
+) -> Result<impl IntoResponse, Failure> {
+    let format = Format::preferred(&headers);
     let look = |host: &Host| Numbers {
         status: host.status(),
         stats: host.stats().disks,
@@ -34,9 +43,10 @@ pub(in crate::control) async fn metrics(State(host): State<Arc<Host>>) -> Result
         process: Process::now(),
     };
     let text = apart(host, move |host| Ok(encode(look(host)))).await?;
-    Ok(([(header::CONTENT_TYPE, OPEN_METRICS)], text))
+    Ok(([(header::CONTENT_TYPE, format.media_type())], format.write(text)))
 }
 
+/// The numbers as OpenMetrics text.
 fn encode(numbers: Numbers) -> String {
     let mut registry = Registry::with_prefix("vmstrata");
     registry.register_collector(Box::new(numbers));
