@@ -29,6 +29,9 @@ pub struct SizeChange {
     pub pause_us: u64,
     /// Guests that were told. Others see the size when they look at their device next, or start anew.
     pub guests_told: u64,
+    /// NBD clients that are connected: NBD cannot tell them, so they see the size when they connect again.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub nbd_clients: u64,
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok};
+use support::{Holder, Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, wait_until};
 
 const MIB: u64 = 1 << 20;
 
@@ -74,6 +74,13 @@ fn a_served_disk_is_resized_by_the_server_under_its_clients() {
     assert!(refused.contains("--shrink"), "{refused}");
     let shown: Value = serde_json::from_str(&server.ask_ok(["status", "--json"])).expect("JSON");
     assert_eq!(shown["disks"][0]["size_bytes"], size);
+    let client = Holder::open(Path::new(&uri), true);
+    let again = size.to_string();
+    assert!(
+        server.ask_ok(["resize", &disk, &again]).contains("1 NBD client must reconnect to see the new size")
+    );
+    client.close();
+    wait_until("the client is gone", || !server.ask_ok(["resize", &disk, &again]).contains("reconnect"));
     // Whoever does not ask the server is told that the disk is in use.
     assert!(run_err(1, ["resize", &disk, "9G"]).contains(&disk));
     server.ask_ok(["snapshot", "create", &disk, "--name", "after"]);

@@ -155,6 +155,11 @@ impl Table {
         self.doors.iter().filter_map(|(_, door)| door.nbd()).collect()
     }
 
+    /// Connections of NBD clients that use a disk.
+    fn nbd_clients(&self, name: &str) -> usize {
+        self.nbd().iter().map(|door| door.connections_of(name)).sum()
+    }
+
     fn forget(&mut self, name: &str) {
         self.disks.retain(|entry| entry.spec.name != name);
     }

@@ -25,6 +25,9 @@ struct Report {
     pause_us: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     guests_told: Option<u64>,
+    /// They have to connect again.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    nbd_clients: Option<u64>,
 }
 
 /// Runs the command.
@@ -56,6 +59,7 @@ fn of_server(args: &ResizeArgs, live: &Live) -> Result<Report> {
         size_bytes: done.size_bytes,
         pause_us: Some(done.pause_us),
         guests_told: Some(done.guests_told),
+        nbd_clients: Some(done.nbd_clients),
     })
 }
 
@@ -75,6 +79,7 @@ fn of_file(args: &ResizeArgs) -> Result<Report> {
         size_bytes: resized.to,
         pause_us: None,
         guests_told: None,
+        nbd_clients: None,
     })
 }
 
@@ -83,10 +88,15 @@ impl Report {
         let (disk, from, to) = (&self.disk, short_size(self.from_bytes), short_size(self.size_bytes));
         let told =
             self.guests_told.map(|told| format!(" ({} told)", counted(told, "guest"))).unwrap_or_default();
+        let reconnect = match self.nbd_clients {
+            None | Some(0) => String::new(),
+            Some(1) => "1 NBD client must reconnect to see the new size\n".to_owned(),
+            Some(clients) => format!("{clients} NBD clients must reconnect to see the new size\n"),
+        };
         if self.from_bytes == self.size_bytes {
-            format!("{disk}: has {to} already{told}\n")
+            format!("{disk}: has {to} already{told}\n{reconnect}")
         } else {
-            format!("{disk}: {to}, was {from}{told}\n")
+            format!("{disk}: {to}, was {from}{told}\n{reconnect}")
         }
     }
 }

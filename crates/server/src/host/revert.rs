@@ -143,7 +143,7 @@ impl Host {
 impl Table {
     /// Refuses a disk that a guest or an NBD client uses.
     fn check_idle(&self, name: &str) -> Result<(), Error> {
-        let clients: usize = self.nbd().iter().map(|door| door.connections_of(name)).sum();
+        let clients = self.nbd_clients(name);
         let guest = self.doors.iter().find_map(|(_, door)| door.guest_of(name));
         let by = match (guest, clients) {
             (Some(socket), _) => format!("the guest at {}", socket.display()),

@@ -25,6 +25,7 @@ impl Host {
         });
         // Not what was asked for: someone else may have resized it since.
         let told = guests.filter(|server| server.set_size(disk.size())).count();
+        let nbd_clients = table.nbd_clients(name);
         drop(table);
         if resized.from != resized.to {
             self.tell(Event::DiskResized { disk: name.to_owned(), size_bytes: resized.to });
@@ -35,6 +36,7 @@ impl Host {
             size_bytes: resized.to,
             pause_us: u64::try_from(resized.pause.as_micros()).unwrap_or(u64::MAX),
             guests_told: told as u64,
+            nbd_clients: nbd_clients as u64,
         })
     }
 }
