@@ -55,6 +55,12 @@ pub enum SpecError {
         /// The path.
         path: String,
     },
+    /// A path that no file can have.
+    #[error("'{key}' is a path: it is not empty and has no NUL")]
+    Path {
+        /// What the path is for.
+        key: &'static str,
+    },
     /// A socket without a path.
     #[error("a socket needs a path")]
     SocketEmpty,
@@ -269,11 +275,16 @@ fn check_name(name: &str) -> Result<(), SpecError> {
     }
 }
 
+/// Refuses a path that no file can have.
+pub(crate) fn check_path(key: &'static str, path: &str) -> Result<(), SpecError> {
+    if path.is_empty() || path.contains('\0') { Err(SpecError::Path { key }) } else { Ok(()) }
+}
+
 fn check_socket(path: &str) -> Result<(), SpecError> {
     match path.len() {
         0 => Err(SpecError::SocketEmpty),
         len if len > SOCKET_PATH_BYTES_MAX => Err(SpecError::SocketTooLong { len, path: path.to_owned() }),
-        _ => Ok(()),
+        _ => check_path("socket", path),
     }
 }
 

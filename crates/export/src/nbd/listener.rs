@@ -46,6 +46,9 @@ impl FromStr for Address {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         let fail = || Error::Address { text: text.to_owned() };
+        if text.contains('\0') {
+            return Err(fail());
+        }
         if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
             return Ok(Self::Unix(path.into()));
         }

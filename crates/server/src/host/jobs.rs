@@ -10,7 +10,7 @@ use vmstrata_disk::merge::{Direction, LayerRef, MergeOptions, Removal};
 use super::{Host, Phase};
 use crate::error::Error;
 use crate::jobs::{DEFAULT_LIMIT, Flatten, IndexBuild, MergeLayers, SnapshotDelete, Work};
-use crate::spec::SpecError;
+use crate::spec::{SpecError, check_path};
 
 /// A limit of 0 would be a pause that does not say so.
 fn check_limit(bytes_per_second: Option<u64>) -> Result<(), Error> {
@@ -41,6 +41,7 @@ fn layer_ref(layer: api::LayerRef) -> Result<LayerRef, Error> {
     match layer {
         api::LayerRef::Number(number) => Ok(LayerRef::Number(number as usize)),
         api::LayerRef::File(path) => {
+            check_path("file", &path)?;
             if Path::new(&path).is_absolute() {
                 Ok(LayerRef::File(path.into()))
             } else {

@@ -24,7 +24,7 @@ use super::doors::Door;
 use super::users::PATIENCE;
 use super::{Host, Phase, Table};
 use crate::error::Error;
-use crate::spec::{DiskSpec, VhostUserSpec};
+use crate::spec::{DiskSpec, VhostUserSpec, check_path};
 
 /// The doors of a disk that is taken out, with their numbers.
 type Doors = Vec<(u64, VhostUserSpec)>;
@@ -37,6 +37,7 @@ impl Host {
     /// reports: the disk is served as it was, or is gone if it cannot be opened again.
     pub fn revert(&self, name: &str, asked: RevertSpec) -> Result<SnapshotReverted, Error> {
         let (change, table) = self.begin_change()?;
+        asked.keep.as_deref().map_or(Ok(()), |keep| check_path("keep", keep))?;
         let (spec, disk) = table.serving(name)?;
         let (spec, path, is_read_only) = (spec.clone(), disk.path().to_owned(), disk.is_read_only());
         table.check_idle(name)?;

@@ -14,7 +14,7 @@ use super::users::Lent;
 use super::{Host, Table};
 use crate::agent::Patience;
 use crate::error::Error;
-use crate::spec::SpecError;
+use crate::spec::{SpecError, check_path};
 
 impl Host {
     /// Takes a snapshot of some disks at one instant. It is on stable storage then, and gets its index afterwards.
@@ -32,6 +32,7 @@ impl Host {
     fn take_snapshot(&self, asked: SnapshotSpec) -> Result<SnapshotTaken, Error> {
         let (_change, table) = self.begin_change()?;
         check_disks(&asked.disks)?;
+        asked.agent.as_deref().map_or(Ok(()), |agent| check_path("agent", agent))?;
         let (disks, agents) = table.with_agents(&asked)?;
         drop(table);
         let default = if asked.agent.is_some() { Quiesce::Always } else { Quiesce::Auto };

@@ -8,7 +8,7 @@ use vmstrata_disk::Format;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_store::CacheMode;
 
-use super::{SpecError, check_name, stem};
+use super::{SpecError, check_name, check_path, stem};
 
 /// A disk to open.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,6 +78,12 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
     fn try_from(asked: api::DiskSpec) -> Result<Self, SpecError> {
         if let Some(at) = asked.at.as_ref().filter(|at| !is_snapshot_name(at)) {
             return Err(StateError::Name(at.clone()).into());
+        }
+        let paths =
+            [("path", Some(&asked.path)), ("clone", asked.clone.as_ref()), ("agent", asked.agent.as_ref())];
+        let backing = asked.backing.iter().flatten().map(|path| ("backing", Some(path)));
+        for (key, path) in paths.into_iter().chain(backing) {
+            path.map_or(Ok(()), |path| check_path(key, path))?;
         }
         let read_only = asked.read_only || asked.at.is_some() && asked.clone.is_none();
         let (path, called, clone_of) = match (asked.at, asked.clone) {
