@@ -31,6 +31,9 @@ pub struct SnapshotSpec {
     /// Whether the guest's file systems are frozen for it; if omitted, `always` with `agent`, `auto` without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quiesce: Option<Quiesce>,
+    /// Whether the paths of raw disks may become qcow2: a snapshot puts an overlay there. Refused otherwise.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub convert_raw: bool,
 }
 
 /// Whether guests' file systems are frozen for a snapshot.
@@ -70,6 +73,9 @@ pub struct SnapshotLayer {
     pub disk: String,
     /// The layer's file.
     pub layer: String,
+    /// Whether the disk was a raw file: its path is qcow2 from now on, and what opens that file itself must say so.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub was_raw: bool,
 }
 
 /// A snapshot to go back to.

@@ -407,7 +407,7 @@ fn disguised(images: &Images) -> String {
     images.create("secret.qcow2", &["1M"]);
     images.write_layer("secret.qcow2", &["write -P 7 0 1M"]);
     let disk = images.create("web.img", &["-b", "secret.qcow2", "-F", "qcow2"]).to_str().unwrap().to_owned();
-    run_ok(["snapshot", "create", &disk, "--name", "mon", "-f", "raw"]);
+    run_ok(["snapshot", "create", &disk, "--name", "mon", "-f", "raw", "--convert-raw"]);
     images.write_layer("web.img", &["write -P 5 0 512"]);
     run_ok(["snapshot", "create", &disk, "--name", "tue"]);
     disk

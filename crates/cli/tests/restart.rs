@@ -26,7 +26,9 @@ fn a_raw_disk_goes_on_after_every_command_with_what_was_said_of_it_at_first() {
     let start = || Server::start(&["--disk", &spec, "--nbd", &nbd]);
     let server = start();
     io(&server, "web", "write -P 1 0 64k");
-    server.ask_ok(["snapshot", "create", &disk, "--name", "mon"]);
+    let said = server.ask_err(["snapshot", "create", &disk, "--name", "mon"]);
+    assert!(said.contains("--convert-raw"), "{said}");
+    server.ask_ok(["snapshot", "create", &disk, "--name", "mon", "--convert-raw"]);
     io(&server, "web", "write -P 2 0 64k");
     assert!(server.stop().success());
 
@@ -72,7 +74,8 @@ fn a_nightly_command_names_a_raw_disk_as_on_the_first_night() {
     std::os::unix::fs::FileExt::write_all_at(&file, &[1; 1 << 20], 0).unwrap();
     file.set_len(4 << 20).unwrap();
     for night in ["mon", "tue", "wed"] {
-        run_ok(["snapshot", "create", &disk, "-f", "raw", "--name", night]);
+        let said = run_ok(["snapshot", "create", &disk, "-f", "raw", "--convert-raw", "--name", night]);
+        assert_eq!(said.contains("type='qcow2'"), night == "mon", "{said}");
     }
     let listed = run_json(["snapshot", "list", &disk, "-f", "raw", "--json"]);
     assert_eq!(names(&listed), ["wed", "tue", "mon"]);

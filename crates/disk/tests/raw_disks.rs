@@ -10,10 +10,10 @@ use common::flat::{assert_reads, write};
 use common::stock::{assert_clean, path_str, qemu_img};
 use common::{open_with, scratch};
 use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Removal};
-use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, SnapshotInfo, clone, list};
+use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, SnapshotFault, SnapshotInfo, clone, list};
 use vmstrata_disk::{
-    CreateOptions, Diff, DiffOptions, Disk, ErrorKind, Format, OpenOptions, ResourceOptions, Resources,
-    create,
+    CreateOptions, Diff, DiffOptions, Disk, Error, ErrorKind, Format, OpenOptions, ResourceOptions,
+    Resources, Together, create,
 };
 use vmstrata_types::LayerIndex;
 
@@ -52,7 +52,8 @@ impl Raw {
     }
 
     fn take(&self, name: &str) -> PathBuf {
-        let options = PrepareOptions { format: Some(Format::Raw), ..PrepareOptions::default() };
+        let options =
+            PrepareOptions { format: Some(Format::Raw), convert_raw: true, ..PrepareOptions::default() };
         let disks = std::slice::from_ref(&self.disk);
         let taken = snapshot::create(disks, &named(name), &raw(), &options, &resources()).unwrap();
         taken.into_iter().next().unwrap().layer
@@ -224,4 +225,29 @@ fn a_clone_of_a_raw_disk_is_qcow2_and_nothing_is_made_on_its_overlay_as_raw() {
         |path: &Path| create(path, &CreateOptions { backing: backing.clone(), ..CreateOptions::default() });
     let error = made(&web.dir.path().join("wrong.qcow2")).unwrap_err();
     assert!(matches!(error.kind(), ErrorKind::Overlay), "{error}");
+}
+
+fn stays_raw(error: &Error) {
+    assert!(matches!(error.kind(), ErrorKind::Snapshot(SnapshotFault::StaysRaw)), "{error}");
+    assert!(error.to_string().contains("--convert-raw"), "{error}");
+}
+
+#[test]
+fn the_path_of_a_raw_disk_becomes_qcow2_only_where_it_may() {
+    let web = Raw::new();
+    let image = web.dir.path().join("root.qcow2");
+    create(&image, &CreateOptions { size: Some(SIZE), ..CreateOptions::default() }).unwrap();
+    let group = [image.clone(), web.disk.clone()];
+    let take = |convert_raw| {
+        let options = PrepareOptions { convert_raw, ..PrepareOptions::default() };
+        snapshot::create(&group, &named("mon"), &OpenOptions::default(), &options, &resources())
+    };
+    stays_raw(&take(false).unwrap_err());
+    let disks = group.each_ref().map(|path| common::open(path));
+    stays_raw(&Together::of(&[&*disks[0], &*disks[1]]).check(&named("mon"), false).unwrap_err());
+    drop(disks);
+    assert_eq!(std::fs::read(&web.disk).unwrap(), web.model);
+    assert!(list(&image, &OpenOptions::default()).unwrap().is_empty(), "all or none");
+    let taken = take(true).unwrap();
+    assert_eq!(taken.iter().map(|taken| taken.was_raw).collect::<Vec<_>>(), [false, true]);
 }

@@ -121,6 +121,9 @@ pub struct SnapshotCreateArgs {
     /// Take it although images stand on the disk itself; what is written to the disk then changes those
     #[arg(long)]
     pub force: bool,
+    /// Let the paths of raw disks become qcow2: their snapshots are overlays
+    #[arg(long)]
+    pub convert_raw: bool,
     /// What a killed server left.
     #[command(flatten)]
     pub journal: JournalArgs,
@@ -142,6 +145,8 @@ Examples:
 
 A disk that a server serves goes on being written meanwhile; writes are held for about a millisecond.
 What was written stays where it is, under a second name: it takes no time and no space but for an empty image.
+A raw disk is refused without --convert-raw, for its path leads to a qcow2 overlay afterwards. What opens that file itself must
+then say so (libvirt: <driver type='qcow2'/>); guests behind this server's sockets see a raw disk as before.
 Exit codes: 0 taken, 1 not taken (every disk is as it was; where a host fails between two disks of a group, the message names
 those that have the snapshot), 64 wrong usage.";
 

@@ -133,6 +133,9 @@ pub struct VmSnapshotArgs {
     /// monthly, yearly, each with how many
     #[arg(long, value_name = "RULES", requires = "every")]
     pub keep: Option<Keep>,
+    /// Let the paths of raw disks become qcow2: their snapshots are overlays
+    #[arg(long)]
+    pub convert_raw: bool,
     /// A disk of the guest, as the server calls it (repeatable) [default: those whose sockets QEMU is connected to]
     #[arg(long = "disk", value_name = "NAME")]
     pub disks: Vec<String>,

@@ -53,7 +53,11 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
     }
     let open = OpenOptions { force: args.force, ..open_options(&args.common, &args.journal) };
     let resources = resources(&args.journal);
-    let prepare = PrepareOptions { format: args.common.format, ..PrepareOptions::default() };
+    let prepare = PrepareOptions {
+        format: args.common.format,
+        convert_raw: args.convert_raw,
+        ..PrepareOptions::default()
+    };
     let created = snapshot::create(&args.disks, &info, &open, &prepare, &resources)?;
     if args.common.json {
         let taken = created.iter().map(TakenOne::new).collect();
@@ -61,9 +65,18 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
         return Ok(());
     }
     let line = |created: &snapshot::Created| {
-        format!("{}: snapshot {} taken: {}\n", created.disk.display(), info.name, created.layer.display())
+        let (disk, layer, note) = (&created.disk, &created.layer, note(&created.disk, created.was_raw));
+        format!("{}: snapshot {} taken: {}\n{note}", disk.display(), info.name, layer.display())
     };
     Ok(print(&created.iter().map(line).collect::<String>())?)
+}
+
+/// What to do about a disk that was raw before its snapshot.
+pub const NOW_QCOW2: &str = "it is qcow2 from now on: what opens this file itself must say so (libvirt: <driver type='qcow2'/>); guests behind vmstrata's sockets keep type='raw'";
+
+/// [`NOW_QCOW2`] of a disk that `was_raw`, as a line.
+fn note(disk: &Path, was_raw: bool) -> String {
+    if was_raw { format!("{}: {NOW_QCOW2}\n", disk.display()) } else { String::new() }
 }
 
 /// Takes a snapshot of one disk, served or not, and says nothing of it. Returns its name: the time unless there is one.
@@ -82,7 +95,7 @@ pub fn take(
     let info = SnapshotInfo { name: name.clone(), taken_ns, ..SnapshotInfo::default() };
     let disks = [disk.to_owned()];
     if let Some(live) = live::Live::find(&disks, server)? {
-        live::warn_unless_quiesced(&live.take(&info, None, None)?);
+        live::warn_unless_quiesced(&live.take(&info, None, None, false)?);
     } else {
         let prepare = PrepareOptions { format, ..PrepareOptions::default() };
         snapshot::create(&disks, &info, open, &prepare, &resources(&JournalArgs::default()))?;

@@ -22,6 +22,8 @@ pub struct Taken {
     pub layer: PathBuf,
     /// For how long writes were held; reads were not.
     pub pause: Duration,
+    /// Whether the disk was a raw file: its path is qcow2 from now on.
+    pub was_raw: bool,
 }
 
 impl Disk {
@@ -60,8 +62,11 @@ impl Disk {
     }
 
     /// Refuses a snapshot that cannot be taken, having changed nothing.
-    fn check_snapshot(&self, info: &SnapshotInfo) -> Result<()> {
+    fn check_snapshot(&self, info: &SnapshotInfo, convert_raw: bool) -> Result<()> {
         let format = self.active_format()?;
+        if format == Format::Raw && !convert_raw {
+            return Err(Error::from(SnapshotFault::StaysRaw).in_file(&self.path));
+        }
         self.check_name(&info.name, format)?;
         check_ready(&self.path, info, format).map_err(|error| error.in_file(&self.path))
     }
@@ -121,18 +126,19 @@ impl<'disk> Together<'disk> {
         Self { disks: disks.to_vec(), changing: hold_all(disks) }
     }
 
-    /// Refuses a snapshot that could not be taken of all of them, before anything is done for it.
+    /// Refuses a snapshot that could not be taken of all of them, before anything is done for it; of a raw disk unless its path
+    /// may become qcow2 (`convert_raw`).
     ///
     /// # Errors
-    /// A disk that takes no writes, a name that is taken or none, a record that does not fit: nothing has changed.
-    pub fn check(&self, info: &SnapshotInfo) -> Result<()> {
+    /// A disk that takes no writes, a name that is taken or none, a record that does not fit, a raw disk: nothing has changed.
+    pub fn check(&self, info: &SnapshotInfo, convert_raw: bool) -> Result<()> {
         let infos = (0..).map(|number| info.for_disk(number));
-        self.disks.iter().zip(infos).try_for_each(|(disk, info)| disk.check_snapshot(&info))
+        self.disks.iter().zip(infos).try_for_each(|(disk, info)| disk.check_snapshot(&info, convert_raw))
     }
 }
 
 /// Takes a snapshot of several disks at one instant: no write is in one of them that began after one that is missing in
-/// another had completed. As [`Disk::snapshot`] for each, but that something is left to do ([`Disk::settle`]); returned in
+/// another had completed; the path of a raw one becomes qcow2. As [`Disk::snapshot`] for each, but that something is left to do ([`Disk::settle`]); returned in
 /// the order of `disks`.
 ///
 /// # Errors
@@ -143,7 +149,7 @@ impl<'disk> Together<'disk> {
 /// When a disk is named twice.
 pub fn snapshot_together(disks: &[&Disk], info: &SnapshotInfo) -> Result<Vec<Taken>> {
     let together = Together::of(disks);
-    together.check(info)?;
+    together.check(info, true)?;
     together.take(info, || {})
 }
 
@@ -166,6 +172,7 @@ fn take_all<'disk>(
     cut: impl FnOnce(),
 ) -> Result<Vec<Taken>> {
     let infos = (0..).map(|number| info.for_disk(number));
+    let were_raw: Vec<bool> = disks.iter().map(|disk| matches!(disk.layers_now().top, Top::Raw(_))).collect();
     let prepared = disks.iter().zip(infos).map(|(disk, info)| disk.prepare_snapshot(&info));
     let prepared = prepared.collect::<Result<Vec<_>>>()?;
     let mut switches = Vec::with_capacity(disks.len());
@@ -197,7 +204,7 @@ fn take_all<'disk>(
         return Err(group_broken(done, error));
     }
     tracing::info!(snapshot = info.name, disks = disks.len(), pause_us = pause.as_micros(), "snapshot taken");
-    Ok(layers.into_iter().map(|layer| Taken { layer, pause }).collect())
+    Ok(layers.into_iter().zip(were_raw).map(|(layer, was_raw)| Taken { layer, pause, was_raw }).collect())
 }
 
 /// Gives the active file the name by which the overlay knows it.

@@ -16,6 +16,11 @@ pub enum SnapshotFault {
         "it is a symbolic link: name the file it leads to, because tools look for the layers below beside the name they are given"
     )]
     SymbolicLink,
+    /// A raw disk whose path is to stay raw.
+    #[error(
+        "it is a raw disk, and a snapshot makes its path a qcow2 overlay on the raw file: what opens the path as raw then reads the overlay's tables. If the path may become qcow2, take its first snapshot with `vmstrata snapshot create --convert-raw`"
+    )]
+    StaysRaw,
     /// Neither a file nor a link.
     #[error("it is not a regular file: only files can get a second name, which is what a snapshot is")]
     NotAFile,

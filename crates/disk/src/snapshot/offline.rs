@@ -24,6 +24,7 @@ use crate::create::{fill, refuse_existing};
 use crate::disk::Disk;
 use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::layer::Format;
 use crate::merge::leftovers;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role, directory_of};
 use crate::resources::Resources;
@@ -41,6 +42,8 @@ pub struct Created {
     pub disk: PathBuf,
     /// The file that holds its state of now.
     pub layer: PathBuf,
+    /// Whether the disk was a raw file: its path is qcow2 from now on.
+    pub was_raw: bool,
 }
 
 /// Takes the snapshot `info` of every one of `disks`: all are made ready before the first is changed.
@@ -49,8 +52,8 @@ pub struct Created {
 /// taken up before its file is frozen.
 ///
 /// # Errors
-/// A disk that is in use, or one that stands on it; a disk that has a snapshot of that name, or as [`prepare`]: nothing has
-/// then changed. If the host fails in the middle of several disks, [`SnapshotFault::GroupBroken`] names those that have the snapshot.
+/// A disk that is in use, or one that stands on it; a raw one, unless it may become qcow2; a disk that has a snapshot of that
+/// name, or as [`prepare`]: nothing has then changed. If the host fails in the middle of several disks, [`SnapshotFault::GroupBroken`] names those that have the snapshot.
 pub fn create(
     disks: &[PathBuf],
     info: &SnapshotInfo,
@@ -65,13 +68,13 @@ pub fn create(
         ready.push(held);
     }
     let mut created: Vec<Created> = Vec::with_capacity(disks.len());
-    for (disk, (lock, prepared)) in disks.iter().zip(ready) {
+    for (disk, (lock, prepared, was_raw)) in disks.iter().zip(ready) {
         let layer = prepared.frozen_path().to_owned();
         prepared.publish().map_err(|error| {
             group_broken(created.iter().map(|created| created.disk.display().to_string()).collect(), error)
         })?;
         drop(lock);
-        created.push(Created { disk: disk.clone(), layer });
+        created.push(Created { disk: disk.clone(), layer, was_raw });
     }
     for created in &created {
         extend::index_newest(&created.disk, open);
@@ -85,16 +88,23 @@ fn ready_one(
     open: &OpenOptions,
     options: &PrepareOptions,
     resources: &Arc<Resources>,
-) -> Result<(FileStore, Prepared)> {
+) -> Result<(FileStore, Prepared, bool)> {
     let lock = lock_settled(disk, open, resources)?;
+    let was_raw = Below::read_disk(disk, options.format)?.format == Format::Raw;
+    if was_raw && !options.convert_raw {
+        return Err(SnapshotFault::StaysRaw.into());
+    }
     leftovers::sweep_files(disk, open);
     if let Some(taken) = list(disk, open)?.into_iter().find(|other| other.name() == Some(&info.name)) {
         return Err(SnapshotFault::NameTaken { name: info.name.clone(), layer: taken.layer }.into());
     }
+    // The overlay of an interrupted snapshot stands on the disk, too.
+    let identity = lock.identity().while_trying("examine the disk")?.file;
+    super::leftovers::sweep(disk, identity, options.on_step)?;
     let stood_on = StoodOn::find(disk, open)?;
     stood_on.refuse_if_in_use()?;
     stood_on.refuse_unless(open.force)?;
-    Ok((lock, prepare(disk, info, options)?))
+    Ok((lock, prepare(disk, info, options)?, was_raw))
 }
 
 /// Locks a disk that was closed, closing it if its last writer did not.

@@ -18,13 +18,15 @@ use crate::layer::Format;
 pub struct PrepareOptions {
     /// As [`crate::OpenOptions::format`].
     pub format: Option<Format>,
+    /// Whether the path of a raw disk may become qcow2: [`super::create`] refuses it otherwise.
+    pub convert_raw: bool,
     /// Called before each change of the file system: where tests of crashes stop.
     pub on_step: fn(Step),
 }
 
 impl Default for PrepareOptions {
     fn default() -> Self {
-        Self { format: None, on_step: |_| {} }
+        Self { format: None, convert_raw: false, on_step: |_| {} }
     }
 }
 

@@ -124,6 +124,7 @@ fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
         ErrorKind::Snapshot(
             SnapshotFault::Exists { .. } | SnapshotFault::NameTaken { .. } | SnapshotFault::KeepExists { .. },
         ) => (409, "name-taken"),
+        ErrorKind::Snapshot(SnapshotFault::StaysRaw) => (409, "stays-raw"),
         ErrorKind::Resize(ResizeFault::WouldShrink { .. }) => (409, "would-shrink"),
         ErrorKind::Resize(ResizeFault::Merging) => (409, "busy"),
         ErrorKind::Resize(_) => (422, "invalid"),

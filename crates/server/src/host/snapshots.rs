@@ -47,7 +47,7 @@ impl Host {
         let all: Vec<&Disk> = disks.iter().map(|disk| &***disk).collect();
         // Guests stand still for the cut alone: whatever else has to be waited for is waited for before, and what can be refused is.
         let together = Together::of(&all);
-        together.check(&info(longest_label(&agents)))?;
+        together.check(&info(longest_label(&agents)), asked.convert_raw)?;
         let mut quiesced = quiesce(&agents, how, Patience::default(), &self.guards)?;
         let info = info(quiesced.label());
         let mut thawed = None;
@@ -58,7 +58,7 @@ impl Host {
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
         let told = |(disk, taken): (String, Taken)| {
             self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
-            SnapshotLayer { disk, layer: taken.layer.display().to_string() }
+            SnapshotLayer { disk, layer: taken.layer.display().to_string(), was_raw: taken.was_raw }
         };
         let disks = asked.disks.into_iter().zip(taken).map(told).collect();
         thawed?;

@@ -11,7 +11,7 @@ use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_store::FileId;
 
 use super::report::{Reverted, Taken, TakenOne};
-use super::text;
+use super::{note, text};
 use crate::args::{
     ControlArgs, FlattenArgs, MergeArgs, Quiesce, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs,
 };
@@ -78,17 +78,17 @@ impl Live {
     /// # Errors
     /// What the server says.
     pub fn create(&self, info: &SnapshotInfo, args: &SnapshotCreateArgs) -> Result<()> {
-        let taken = self.take(info, args.agent.as_deref(), args.quiesce)?;
+        let taken = self.take(info, args.agent.as_deref(), args.quiesce, args.convert_raw)?;
         let layers = self.disks.iter().zip(&taken.disks);
         if args.common.json {
             let one = |((disk, _), layer): (&(PathBuf, String), &vmstrata_api::SnapshotLayer)| {
-                TakenOne::named(text(disk), layer.layer.clone())
+                TakenOne::named(text(disk), layer.layer.clone(), layer.was_raw)
             };
             let snapshots = layers.map(one).collect();
             return Ok(print_json(&Taken::new(info, snapshots).live(&taken))?);
         }
         let line = |((disk, _), layer): (&(PathBuf, String), &vmstrata_api::SnapshotLayer)| {
-            let (disk, layer) = (disk.display(), &layer.layer);
+            let (note, disk, layer) = (note(disk, layer.was_raw), disk.display(), &layer.layer);
             let held_ms = taken.pause_us as f64 / 1000.0;
             let quiesced = match (taken.quiesced, &taken.not_quiesced_because) {
                 (true, _) => "quiesced, ",
@@ -96,7 +96,7 @@ impl Live {
                 (false, None) => "",
             };
             format!(
-                "{disk}: snapshot {} taken: {layer} ({quiesced}writes held for {held_ms:.1} ms)\n",
+                "{disk}: snapshot {} taken: {layer} ({quiesced}writes held for {held_ms:.1} ms)\n{note}",
                 info.name
             )
         };
@@ -113,6 +113,7 @@ impl Live {
         info: &SnapshotInfo,
         agent: Option<&Path>,
         quiesce: Option<Quiesce>,
+        convert_raw: bool,
     ) -> Result<SnapshotTaken> {
         let agent = agent.map(std::path::absolute).transpose()?;
         let spec = SnapshotSpec {
@@ -123,6 +124,7 @@ impl Live {
             group: info.group.clone(),
             agent: agent.as_deref().map(text),
             quiesce: quiesce.map(Into::into),
+            convert_raw,
         };
         self.client.post("/v1/snapshots", &spec)
     }

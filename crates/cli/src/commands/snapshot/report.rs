@@ -35,17 +35,20 @@ pub struct Taken {
 pub struct TakenOne {
     disk: String,
     layer: String,
+    /// Whether the disk was a raw file, and is qcow2 from now on.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    was_raw: bool,
 }
 
 impl TakenOne {
     /// From the engine's answer.
     pub fn new(created: &Created) -> Self {
-        Self::named(text(&created.disk), text(&created.layer))
+        Self::named(text(&created.disk), text(&created.layer), created.was_raw)
     }
 
     /// From what a server says.
-    pub fn named(disk: String, layer: String) -> Self {
-        Self { disk, layer }
+    pub fn named(disk: String, layer: String, was_raw: bool) -> Self {
+        Self { disk, layer, was_raw }
     }
 }
 

@@ -14,6 +14,7 @@ use vmstrata_memory::vault::DiskState;
 
 use crate::args::{Into, MergeHowArgs};
 use crate::client::Client;
+use crate::commands::snapshot::NOW_QCOW2;
 use crate::key_values::escape;
 
 /// How long a snapshot that was asked for may still come to be, after who asked is gone.
@@ -177,8 +178,11 @@ impl Disks for ServedDisks {
         if self.paths.is_empty() {
             return Ok(Vec::new());
         }
-        let _taken: SnapshotTaken = self.client.post("/v1/snapshots", &self.spec)?;
+        let taken: SnapshotTaken = self.client.post("/v1/snapshots", &self.spec)?;
         self.is_taken = true;
+        for (path, _) in self.paths.iter().zip(&taken.disks).filter(|(_, layer)| layer.was_raw) {
+            eprintln!("vmstrata: {path}: {NOW_QCOW2}");
+        }
         let state = |path: &String| DiskState { disk: path.clone(), snapshot: self.spec.name.clone() };
         Ok(self.paths.iter().map(state).collect())
     }

@@ -83,6 +83,7 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
         agent: None,
         // The guest is held: it cannot be asked to settle anything, and its memory holds what is not settled.
         quiesce: Some(Quiesce::Never),
+        convert_raw: args.convert_raw,
     };
     let mut served = ServedDisks::find(Client::new(&args.server)?, &mut qmp, &args.disks, spec)?;
     if served.names().is_empty() {
