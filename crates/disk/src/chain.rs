@@ -24,7 +24,9 @@ use crate::resources::Resources;
 use indexed::Search;
 
 pub(crate) use file::{Top, check_state, check_state_at, is_being_dropped, open_layer, open_top, raw_size};
-pub(crate) use head::{Qcow2Head, backing_of, backing_text, has_magic, plain_name, probe, read_head};
+pub(crate) use head::{
+    Qcow2Head, backing_of, backing_text, has_magic, image_format, plain_name, probe, read_head,
+};
 
 /// How to open a disk.
 #[derive(Clone, Debug)]

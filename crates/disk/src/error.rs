@@ -96,7 +96,7 @@ impl Error {
                 _ => Errno::IO,
             },
             ErrorKind::OutOfRange { .. } | ErrorKind::BufferLength { .. } => Errno::INVAL,
-            ErrorKind::ReadOnly => Errno::PERM,
+            ErrorKind::ReadOnly | ErrorKind::HeaderWrite { .. } => Errno::PERM,
             ErrorKind::Full { .. } => Errno::NOSPC,
             ErrorKind::Closed => Errno::SHUTDOWN,
             _ => Errno::IO,

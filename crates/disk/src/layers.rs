@@ -26,6 +26,7 @@ use crate::flusher::Flusher;
 use crate::layer::Format;
 use crate::map::FrozenMap;
 use crate::resources::Resources;
+use crate::write::HeaderGuard;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -76,6 +77,8 @@ pub(crate) struct RawTop {
     /// The same store, for rings.
     pub(crate) file: Arc<OpenStore>,
     pub(crate) flusher: Arc<Flusher>,
+    /// Present where the format was not said.
+    pub(crate) guard: Option<Arc<HeaderGuard>>,
 }
 
 impl Layers {

@@ -2,10 +2,12 @@
 //! cover copied up.
 //!
 //! [`allocate`] writes what needs new clusters, [`together`] small writes of that kind several at a time; [`part`] writes a
-//! part of a new cluster, and puts the copying off, unless [`at_hand`] has done it; [`whole`] does the copying.
+//! part of a new cluster, and puts the copying off, unless [`at_hand`] has done it; [`whole`] does the copying. [`guarded`]
+//! keeps headers of images off raw disks.
 
 mod allocate;
 mod at_hand;
+mod guarded;
 mod part;
 mod together;
 mod whole;
@@ -20,9 +22,10 @@ use crate::active::Active;
 use crate::disk::Disk;
 use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
-use crate::layers::{Layers, Top};
+use crate::layers::{Layers, RawTop, Top};
 
 pub(crate) use at_hand::Guess;
+pub(crate) use guarded::HeaderGuard;
 pub(crate) use together::{TOGETHER_MAX, is_small_write};
 pub(crate) use whole::NotWhole;
 
@@ -69,8 +72,7 @@ impl Layers {
             Top::Qcow2(active) => active,
             Top::Raw(raw) => {
                 let host = HostOffset::new(at.get());
-                let written = self.overwrite(&*raw.store, from, host).while_trying("write");
-                return written.map_err(|error| error.at(host).in_file(&raw.path));
+                return self.write_raw(raw, at, from).map_err(|error| error.at(host).in_file(&raw.path));
             }
             Top::Frozen => unreachable!("checked to be writable"),
         };
@@ -86,6 +88,18 @@ impl Layers {
             done += if wrote > 0 { wrote } else { self.write_allocating(active, here, &rest)? };
         }
         Ok(())
+    }
+
+    fn write_raw(&self, raw: &RawTop, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
+        let done = match &raw.guard {
+            Some(guard) if raw.guards(at) => self.write_guarded(raw, guard, at, from)?,
+            _ => 0,
+        };
+        let rest = slice(from, done, total_len(from) - done);
+        if rest.is_empty() {
+            return Ok(());
+        }
+        self.overwrite(&*raw.store, &rest, HostOffset::new(at.get() + done as u64)).while_trying("write")
     }
 
     /// Writes bytes that other requests may be writing around: see [`crate::blocks`].

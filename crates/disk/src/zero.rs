@@ -68,7 +68,8 @@ impl Layers {
             Top::Qcow2(active) => self.clear_clusters(active, range, purpose),
             Top::Raw(raw) => {
                 let at = HostOffset::new(range.start.get());
-                let punched = purpose != Purpose::Zero && raw.store.punch_hole(at, range.len).is_ok();
+                let may_punch = purpose != Purpose::Zero && !raw.guards_rest_of(range);
+                let punched = may_punch && raw.store.punch_hole(at, range.len).is_ok();
                 if punched || purpose == Purpose::Discard { Ok(()) } else { self.write_zero_bytes(range) }
             }
             Top::Frozen => unreachable!("checked to be writable"),

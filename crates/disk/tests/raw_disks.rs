@@ -6,15 +6,20 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::flat::{assert_reads, write};
+use common::flat::{assert_reads, range, read, write};
+use common::io::Client;
 use common::stock::{assert_clean, path_str, qemu_img};
 use common::{open_with, scratch};
+use vmstrata_disk::check::{self, CheckOptions};
 use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Removal};
-use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, SnapshotFault, SnapshotInfo, clone, list};
-use vmstrata_disk::{
-    CreateOptions, Diff, DiffOptions, Disk, Error, ErrorKind, Format, OpenOptions, ResourceOptions,
-    Resources, Together, create,
+use vmstrata_disk::snapshot::{
+    self, PrepareOptions, RevertOptions, SnapshotFault, SnapshotInfo, clone, list,
 };
+use vmstrata_disk::{
+    CreateOptions, Diff, DiffOptions, Disk, Error, ErrorKind, Format, Op, OpenOptions, ResourceOptions,
+    Resources, Together, create, examine, inspect, probe_backing,
+};
+use vmstrata_store::Gate;
 use vmstrata_types::LayerIndex;
 
 const SIZE: u64 = 1 << 20;
@@ -250,4 +255,111 @@ fn the_path_of_a_raw_disk_becomes_qcow2_only_where_it_may() {
     assert!(list(&image, &OpenOptions::default()).unwrap().is_empty(), "all or none");
     let taken = take(true).unwrap();
     assert_eq!(taken.iter().map(|taken| taken.was_raw).collect::<Vec<_>>(), [false, true]);
+}
+
+/// A qcow2 header, which names another's image.
+fn header(dir: &Path) -> Vec<u8> {
+    let path = dir.join("evil.qcow2");
+    let evil = path_str(&path);
+    qemu_img(&["create", "-q", "-u", "-f", "qcow2", "-b", "secret.qcow2", "-F", "qcow2", evil, "1M"]);
+    std::fs::read(&path).unwrap()[..512].to_vec()
+}
+
+#[test]
+fn a_guest_writes_no_header_to_a_disk_that_was_taken_for_raw() {
+    let mut web = Raw::new();
+    let header = header(web.dir.path());
+    let disk = common::open(&web.disk);
+    let refused = |result: Result<(), Error>| {
+        let error = result.unwrap_err();
+        assert!(matches!(error.kind(), ErrorKind::HeaderWrite { .. }), "{error}");
+        assert!(error.to_string().contains("format=raw"), "{error}");
+        assert_eq!(error.errno(), rustix::io::Errno::PERM.raw_os_error());
+    };
+    refused(write(&disk, 0, &header));
+    let mut queue = Client::new(&disk, 8);
+    for fua in [false, true] {
+        queue.push(Op::Write { fua }, 0, 512, Some(&header));
+        refused(queue.drain().pop().expect("one").result);
+    }
+    // Piece by piece: the last one makes the header.
+    write(&disk, 2, &header[2..512]).unwrap();
+    web.model[2..512].copy_from_slice(&header[2..]);
+    refused(write(&disk, 0, &header[..2]));
+    write(&disk, 0, b"QED\x01").unwrap();
+    web.model[..4].copy_from_slice(b"QED\x01");
+    refused(disk.write_zeroes(range(3, 1), true));
+    disk.discard(range(3, 1)).unwrap();
+    // What is no header is written, and what lies behind the first sector may be anything.
+    let rest = [&[5; 512][..], &header].concat();
+    for at in [0, 512] {
+        queue.push(Op::Write { fua: false }, at, 1024, Some(&rest));
+        queue.drain().pop().expect("one").result.unwrap();
+        web.model[at as usize..at as usize + 1024].copy_from_slice(&rest);
+    }
+    assert_reads(&disk, &web.model, "but for what was refused");
+    drop((queue, disk));
+    let said = open_with(&web.disk, &raw());
+    write(&said, 0, &header).unwrap();
+    assert_eq!(read(&said, 0, 512).unwrap(), header, "format=raw lets it through");
+}
+
+#[test]
+fn images_of_other_formats_are_refused_by_name_and_raw_where_said() {
+    let dir = scratch();
+    let source = dir.path().join("source.raw");
+    std::fs::write(&source, [0x42; 1 << 20]).unwrap();
+    let mut count = 0;
+    for (format, options) in [
+        ("qcow", ""),
+        ("qed", ""),
+        ("vmdk", ""),
+        ("vmdk", "subformat=monolithicFlat"),
+        ("vdi", ""),
+        ("vhdx", ""),
+        ("vpc", ""),
+        ("vpc", "subformat=fixed"),
+        ("parallels", ""),
+    ] {
+        count += 1;
+        let path = dir.path().join(format!("{count}.img"));
+        let image = path_str(&path);
+        let mut convert = vec!["convert", "-f", "raw", "-O", format, path_str(&source), image];
+        if !options.is_empty() {
+            convert.extend(["-o", options]);
+        }
+        qemu_img(&convert);
+        let refused = |error: Error| {
+            let said = error.to_string();
+            assert!(matches!(error.kind(), ErrorKind::Foreign { .. }), "{format} {options}: {said}");
+            assert!(said.contains(&format!("a {format} image")) && said.contains("format=raw"), "{said}");
+        };
+        let open = OpenOptions::default();
+        refused(Disk::open(&path, &open, &resources()).unwrap_err());
+        refused(inspect(&path, &open).unwrap_err());
+        refused(examine(&path, &Gate::unrestricted()).unwrap().head.unwrap_err());
+        refused(probe_backing(&dir.path().join("new"), &path).unwrap_err());
+        refused(check::check(&path, &CheckOptions::default()).unwrap_err());
+        let prepare = PrepareOptions { convert_raw: true, ..PrepareOptions::default() };
+        refused(snapshot::create(&[path.clone()], &named("s"), &open, &prepare, &resources()).unwrap_err());
+        let overlay = dir.path().join("overlay.qcow2");
+        let made = CreateOptions {
+            backing: Some((path.clone(), Format::Raw)),
+            force: true,
+            ..CreateOptions::default()
+        };
+        create(&overlay, &made).unwrap();
+        common::open(&overlay).close().unwrap();
+        forget_backing_format(&overlay);
+        refused(Disk::open(&overlay, &open, &resources()).unwrap_err());
+        open_with(&path, &raw()).close().unwrap();
+    }
+}
+
+/// Makes the header say nothing of the format below.
+fn forget_backing_format(overlay: &Path) {
+    let mut bytes = std::fs::read(overlay).unwrap();
+    let at = bytes.windows(4).position(|word| word == [0xe2, 0x79, 0x2a, 0xca]).expect("it says it");
+    bytes[at..at + 4].copy_from_slice(b"none");
+    std::fs::write(overlay, bytes).unwrap();
 }

@@ -16,6 +16,7 @@
 //! | [`overlay_mark`] | what tells the overlay of a raw disk from what its guest wrote |
 //! | [`index`] | vmstrata's own map of a whole chain, outside the tables |
 //! | [`create`] | the bytes of an empty image |
+//! | [`probe`] | by which first and last bytes a file is known for an image |
 //!
 //! Invariants: nothing here allocates more than the bytes it was given allow, nothing panics on any input that
 //! came from a file, and no value leaves a parser that QEMU's own limits would refuse. Versions 2 and 3 are
@@ -49,6 +50,7 @@ pub mod geometry;
 pub mod header;
 pub mod index;
 pub mod overlay_mark;
+pub mod probe;
 pub mod refcount;
 pub mod snapshot;
 pub mod snapshot_info;
@@ -61,5 +63,6 @@ pub use feature::{Autoclear, Compatible, CompressionType, Incompatible};
 pub use geometry::Geometry;
 pub use header::{BackingName, EncodeError, Header};
 pub use overlay_mark::OverlayMark;
+pub use probe::ImageFormat;
 pub use refcount::RefcountOrder;
 pub use snapshot_info::{LayerRecord, SnapshotInfo, SnapshotInfoError};

@@ -133,7 +133,9 @@ impl Fault {
             {
                 RiskKind::Missing
             }
-            ErrorKind::BackingName { .. } | ErrorKind::BackingFormat { .. } => RiskKind::Unsupported,
+            ErrorKind::BackingName { .. } | ErrorKind::BackingFormat { .. } | ErrorKind::Foreign { .. } => {
+                RiskKind::Unsupported
+            }
             ErrorKind::Format(parse) => match parse.kind {
                 ParseErrorKind::Unsupported { .. }
                 | ParseErrorKind::UnknownFeatures { .. }

@@ -25,6 +25,8 @@ pub(crate) struct Top {
     pub(crate) size: u64,
     /// `None` for a raw file.
     pub(crate) head: Option<Qcow2Head>,
+    /// Whether its format is what its bytes look like, as none was said.
+    pub(crate) is_probed: bool,
 }
 
 impl Top {
@@ -117,5 +119,5 @@ fn read_top(path: &Path, opened: Opened, format: Option<Format>) -> Result<Top> 
         Ok((size, head))
     };
     let (size, head) = read().map_err(|error| error.in_file(path))?;
-    Ok(Top { path: path.to_owned(), opened, size, head })
+    Ok(Top { path: path.to_owned(), opened, size, head, is_probed: format.is_none() })
 }

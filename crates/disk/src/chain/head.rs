@@ -3,7 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::extension::magic;
-use vmstrata_qcow2::{Extensions, Header, OverlayMark, ParseError, ParseErrorKind, SnapshotInfo};
+use vmstrata_qcow2::probe::PROBE_LEN;
+use vmstrata_qcow2::{
+    Extensions, Header, ImageFormat, OverlayMark, ParseError, ParseErrorKind, SnapshotInfo,
+};
 use vmstrata_store::Store;
 use vmstrata_types::HostOffset;
 
@@ -36,8 +39,30 @@ const HEADER_MAX: usize = 2 << 20;
 const MAGIC: &[u8; 4] = b"QFI\xfb";
 
 /// The header if the file starts like a qcow2 image; `None` for a raw file.
+///
+/// # Errors
+/// [`ErrorKind::Foreign`] for an image of another format; a header that cannot be used; whatever the host reports.
 pub(crate) fn probe(store: &dyn Store, file_len: u64) -> Result<Option<Qcow2Head>> {
-    if has_magic(store)? { read_head(store, file_len).map(Some) } else { Ok(None) }
+    match image_format(store, file_len)? {
+        Some(ImageFormat::Qcow2) => read_head(store, file_len).map(Some),
+        Some(format) => Err(ErrorKind::Foreign { format }.into()),
+        None => Ok(None),
+    }
+}
+
+/// What the file looks like; `None` for bytes that are no image of a known format: a raw disk.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(crate) fn image_format(store: &dyn Store, file_len: u64) -> Result<Option<ImageFormat>> {
+    let mut bytes = [0; PROBE_LEN];
+    store.read_padded(&mut bytes, HostOffset::ZERO).while_trying("read the first bytes")?;
+    let Some(end) = file_len.checked_sub(PROBE_LEN as u64) else { return Ok(ImageFormat::of_start(&bytes)) };
+    if let Some(format) = ImageFormat::of_start(&bytes) {
+        return Ok(Some(format));
+    }
+    store.read_padded(&mut bytes, HostOffset::new(end)).while_trying("read the last bytes")?;
+    Ok(ImageFormat::of_end(&bytes))
 }
 
 /// Whether the file starts like a qcow2 image.

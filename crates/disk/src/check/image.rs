@@ -7,7 +7,7 @@ use std::collections::HashSet;
 
 use vmstrata_qcow2::bitmap::BitmapsExtension;
 use vmstrata_qcow2::entry::HOST_OFFSET_LIMIT;
-use vmstrata_qcow2::{Autoclear, Header, ParseError, ParseErrorKind};
+use vmstrata_qcow2::{Autoclear, Header, ImageFormat, ParseError, ParseErrorKind};
 use vmstrata_store::Store;
 use vmstrata_types::{ClusterBits, HostOffset};
 
@@ -15,6 +15,7 @@ use super::counts::{Counts, Use};
 use super::finding::FindingKind;
 use super::report::Tally;
 use super::{CheckOptions, Phase, Progress};
+use crate::chain::image_format;
 use crate::error::{ErrorKind, IoContext as _, Result};
 
 /// Most clusters of a file that can be checked; QEMU's limit too.
@@ -41,6 +42,10 @@ impl<'a> Image<'a> {
     /// Not a qcow2 image, or one whose header no one could use; more clusters than [`CLUSTERS_MAX`].
     pub(super) fn read(store: &'a dyn Store, options: &'a CheckOptions) -> Result<Self> {
         let file_len = store.len().while_trying("read the length of the file")?;
+        match image_format(store, file_len)? {
+            Some(ImageFormat::Qcow2) | None => {}
+            Some(format) => return Err(ErrorKind::Foreign { format }.into()),
+        }
         let mut bytes = vec![0; file_len.min(PROBE) as usize];
         store.read_exact(&mut bytes, HostOffset::ZERO).while_trying("read the header")?;
         let header = parse_header(&bytes, file_len)?;

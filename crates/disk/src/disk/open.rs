@@ -17,7 +17,7 @@ use crate::flusher::Flusher;
 use crate::journal::{Journal, Record, Subject};
 use crate::layers::{Layers, RawTop, Top};
 use crate::map::FrozenMap;
-use crate::opener::Opener;
+use crate::opener::{Opened, Opener};
 use crate::resources::Resources;
 use crate::session::{BootId, SESSION_MASK, new_session};
 use crate::write::NotWhole;
@@ -36,11 +36,16 @@ pub(crate) fn open_top(
     below: impl FnOnce() -> Result<Option<Arc<FrozenMap>>>,
     resources: &Arc<Resources>,
 ) -> Result<Top> {
-    let OpenTop { path, opened, head, .. } = top;
+    let OpenTop { path, opened, head, is_probed, .. } = top;
     let Some(head) = head else {
         let flusher = Arc::new(Flusher::new(Arc::clone(&opened.store)));
         let file = OpenStore::new(Arc::clone(&opened.store));
-        return Ok(Top::Raw(RawTop { path, store: opened.store, identity: opened.identity, file, flusher }));
+        let guard = is_probed.then(Arc::default);
+        if is_probed {
+            tracing::warn!(disk = %path.display(), "its format was not said, and its first bytes say raw: writes that would make it look like another are refused; say format=raw if it is");
+        }
+        let Opened { store, identity } = opened;
+        return Ok(Top::Raw(RawTop { path, store, identity, file, flusher, guard }));
     };
     let in_file = |error: Error| error.in_file(&path);
     let head = repaired(head, &opened.store).map_err(in_file)?;

@@ -3,7 +3,7 @@
 use std::io;
 
 use thiserror::Error as ThisError;
-use vmstrata_qcow2::{EntryError, ParseError};
+use vmstrata_qcow2::{EntryError, ImageFormat, ParseError};
 use vmstrata_store::{FileError, GateError};
 use vmstrata_types::{GuestRange, HostOffset, MAX_LAYERS};
 
@@ -77,6 +77,22 @@ pub enum ErrorKind {
     BackingFormat {
         /// The format in the image.
         name: String,
+    },
+    /// An image of a format that is not read, in the place of one whose format was not said.
+    #[error(
+        "it is a {format} image, which vmstrata does not read: convert it (`qemu-img convert -O qcow2 FILE NEW`); if these bytes are the disk itself, say format=raw (of a backing file `qemu-img rebase -u -F raw`)"
+    )]
+    Foreign {
+        /// Its format.
+        format: ImageFormat,
+    },
+    /// A write of an image's header to a raw disk whose format was not said.
+    #[error(
+        "the guest would write the header of a {format} image to a disk that was taken for raw by its first bytes: whoever opens it next would take it for that image; say format=raw to let such writes through"
+    )]
+    HeaderWrite {
+        /// The format of the image.
+        format: ImageFormat,
     },
     /// A disk that is said to be raw, of which it cannot be told whether its file is that or the overlay of a snapshot.
     #[error(

@@ -10,7 +10,7 @@ use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{Gate, Store};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
-use crate::chain::probe;
+use crate::chain::{has_magic, read_head};
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::{Tables, table_of, words};
 use crate::opener::{LocalFiles, Opener as _, Role};
@@ -38,7 +38,10 @@ pub fn own_clusters(path: &Path, gate: &Gate, mut visit: impl FnMut(OwnCluster))
     let opened = LocalFiles.open(path, Role::Inspected, gate)?;
     let mut scan = || -> Result<()> {
         let store = &*opened.store;
-        let Some(head) = probe(store, opened.identity.len)? else { return Ok(()) };
+        if !has_magic(store)? {
+            return Ok(());
+        }
+        let head = read_head(store, opened.identity.len)?;
         Scan::new(store, &head.header)?.run(&mut visit)
     };
     scan().map_err(|error| error.in_file(path))

@@ -71,6 +71,7 @@ impl Layers {
                     let (at, found) = counters.looked_up(in_place)?;
                     (active.index, &active.file, at, found)
                 }
+                Top::Raw(raw) if raw.guards(here) => return None,
                 Top::Raw(raw) => (LayerIndex::BASE, &raw.file, HostOffset::new(here.get()), len - done),
                 Top::Frozen => return None,
             };

@@ -111,9 +111,10 @@ fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
         ErrorKind::File(_) => (422, "file"),
         ErrorKind::Gate(_) => (422, "file-not-allowed"),
         ErrorKind::Io { .. } => (500, "io"),
-        ErrorKind::Format(_) | ErrorKind::BackingFormat { .. } | ErrorKind::BackingName { .. } => {
-            (422, "not-supported")
-        }
+        ErrorKind::Format(_)
+        | ErrorKind::Foreign { .. }
+        | ErrorKind::BackingFormat { .. }
+        | ErrorKind::BackingName { .. } => (422, "not-supported"),
         ErrorKind::Entry { .. }
         | ErrorKind::Truncated { .. }
         | ErrorKind::Decompress

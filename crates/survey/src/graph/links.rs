@@ -25,10 +25,12 @@ impl Links {
             faults: Vec::new(),
         };
         for (at, image) in images.iter().enumerate() {
-            links.faults.extend(image.fault.clone().map(|fault| (at, fault)));
             // A file that is only ever used as raw has no header, whatever its guest wrote there.
             let (all, raw) = uses[at];
-            let Some(facts) = image.qcow2.as_ref().filter(|_| raw == 0 || raw < all) else { continue };
+            let is_raw = raw > 0 && raw == all;
+            let counts = |fault: &&Fault| !is_raw || fault.kind != RiskKind::Unsupported;
+            links.faults.extend(image.fault.as_ref().filter(counts).map(|fault| (at, fault.clone())));
+            let Some(facts) = image.qcow2.as_ref().filter(|_| !is_raw) else { continue };
             match &facts.below {
                 None => {}
                 Some(Below::Broken(fault)) => links.faults.push((at, fault.clone())),
