@@ -115,6 +115,29 @@ fn snapshots_are_deleted_and_pruned() {
 }
 
 #[test]
+fn deleting_takes_the_name_of_a_snapshot_not_of_a_guest() {
+    let homes = Homes::new();
+    assert!(run_err(1, homes.args(&["delete", "web"])).contains("web: no snapshots of this guest"));
+    let ids = [homes.save("mon", 20_000), homes.save("tue", 20_001)];
+    for args in [&["delete", "web"][..], &["delete", "web@mon", "web"], &["delete", "web", "--dry-run"]] {
+        let refused = run_err(1, homes.args(args));
+        assert!(
+            refused.contains("it has web@tue, web@mon") && refused.contains("vmstrata vm delete web@tue"),
+            "{refused}"
+        );
+    }
+    let plan = run_ok(homes.args(&["delete", "web@mon", "--dry-run"]));
+    assert!(plan.starts_with("1 snapshot to delete\n  web@mon\nweb.qcow2@mon stays"), "{plan}");
+    let by_id = ids[1].to_string();
+    let plan = run_json(homes.args(&["delete", &by_id, "--disks", "--dry-run", "--json"]));
+    assert_eq!(plan["delete"], serde_json::json!(["web@tue"]));
+    assert_eq!(plan["delete-disk-snapshots"], serde_json::json!(["web.qcow2@tue"]));
+    assert_eq!(run_json(homes.args(&["list", "--json"]))["snapshots"].as_array().unwrap().len(), 2);
+    let said = run_ok(homes.args(&["delete", &by_id]));
+    assert!(said.starts_with("web@tue: deleted\n"), "an id is told by its name: {said}");
+}
+
+#[test]
 fn a_vault_that_others_can_write_to_is_read_with_a_warning_and_not_written() {
     let homes = Homes::new();
     homes.save("mon", 20_000);

@@ -104,9 +104,12 @@ Exit codes: 0 shown, 1 not found or lost, 64 wrong usage.";
 #[derive(Debug, Args)]
 #[command(after_help = DELETE_HELP)]
 pub struct VmDeleteArgs {
-    /// The snapshots: GUEST@NAME, GUEST for its newest, or an id
+    /// The snapshots: GUEST@NAME, or an id
     #[arg(required = true, value_name = "SNAPSHOT")]
     pub snapshots: Vec<Which>,
+    /// Say what would be deleted, and delete nothing
+    #[arg(long, short = 'n')]
+    pub dry_run: bool,
     /// Where they are kept.
     #[command(flatten)]
     pub vault: VaultArgs,
@@ -120,9 +123,10 @@ pub struct VmDeleteArgs {
 
 const DELETE_HELP: &str = "\
 Examples:
+  vmstrata vm delete web@mon --dry-run --vault /srv/a --vault /srv/b --vault /srv/c
   vmstrata vm delete web@mon --disks --vault /srv/a --vault /srv/b --vault /srv/c
 
-Others keep every page they share with what is deleted. All homes must be there. Snapshots of the guest's disks that
+A guest alone names no snapshot here: it is refused with the names there are. Others keep every page they share with what is deleted. All homes must be there. Snapshots of the guest's disks that
 were taken at the same instant stay without --disks, and are told.
 Exit codes: 0 deleted, 1 not, or not everywhere: delete again, 64 wrong usage.";
 

@@ -7,7 +7,7 @@ mod report;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use vmstrata_disk::snapshot::Keep;
 use vmstrata_memory::vault::{Deleted, DiskState, HomeAddress, Info, Listed, SnapshotId, Vault, Which};
 
@@ -80,10 +80,35 @@ fn run_show(args: &VmShowArgs) -> Result<()> {
 
 fn run_delete(args: &VmDeleteArgs) -> Result<()> {
     let vault = open(&args.vault)?;
+    let listed = vault.list()?;
+    args.snapshots.iter().try_for_each(|which| refuse_unnamed(which, &listed))?;
     let ids = ids(&vault, &args.snapshots)?;
-    let names = args.snapshots.iter().map(ToString::to_string).collect();
-    let disks = disks_of(&vault.list()?, &ids);
+    let names = ids.iter().map(|id| title(*id, &listed)).collect();
+    let disks = disks_of(&listed, &ids);
+    if args.dry_run {
+        return report::tell_delete_plan(names, &disks, args.disks.disks, args.json);
+    }
     delete(&vault, &ids, names, disks, &args.disks)?.tell(args.json)
+}
+
+/// Refuses a guest alone: which of its snapshots is the newest may have changed since the user looked.
+fn refuse_unnamed(which: &Which, listed: &[Listed]) -> Result<()> {
+    let Which::Newest(guest) = which else { return Ok(()) };
+    let infos = listed.iter().filter_map(|listed| listed.info.as_ref().ok());
+    let titles: Vec<String> = infos.filter(|info| info.guest == *guest).map(Info::title).collect();
+    match &titles[..] {
+        [] => bail!("{guest}: no snapshots of this guest in the vault"),
+        [newest, ..] => bail!(
+            "{guest}: names a guest, not a snapshot; it has {}: delete one by its name, as in vmstrata vm delete {newest}",
+            titles.join(", ")
+        ),
+    }
+}
+
+/// `GUEST@NAME` of a snapshot; its id where what is known of it is lost.
+fn title(id: SnapshotId, listed: &[Listed]) -> String {
+    let info = listed.iter().find(|listed| listed.id == id).and_then(|listed| listed.info.as_ref().ok());
+    info.map_or_else(|| id.to_string(), Info::title)
 }
 
 /// The snapshots of disks that were taken with snapshots of memory.

@@ -231,8 +231,7 @@ pub struct Gone {
 impl Gone {
     /// Of snapshots called `deleted`, with what is left of their disks'.
     pub fn new(deleted: Vec<String>, freed: Option<u64>, left: &[DiskState]) -> Self {
-        let disk_snapshots_left = left.iter().map(|state| format!("{}@{}", state.disk, state.snapshot));
-        Self { deleted, freed, disk_snapshots_left: disk_snapshots_left.collect() }
+        Self { deleted, freed, disk_snapshots_left: disk_snapshots(left) }
     }
 
     /// Prints it.
@@ -262,6 +261,38 @@ impl Gone {
             None => lines + "the vault is in use: what is no longer needed is freed later\n",
         }
     }
+}
+
+/// `DISK@NAME` of each.
+fn disk_snapshots(states: &[DiskState]) -> Vec<String> {
+    states.iter().map(|state| format!("{}@{}", state.disk, state.snapshot)).collect()
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct DeletePlan {
+    delete: Vec<String>,
+    /// Snapshots of disks that would be deleted, too.
+    delete_disk_snapshots: Vec<String>,
+    /// Snapshots of disks that would stay.
+    keep_disk_snapshots: Vec<String>,
+}
+
+/// Says what deleting snapshots by their names would delete.
+///
+/// # Errors
+/// When stdout does not take it.
+pub fn tell_delete_plan(delete: Vec<String>, disks: &[DiskState], with_disks: bool, json: bool) -> Result<()> {
+    let (gone, stay) = if with_disks { (disks, &[][..]) } else { (&[][..], disks) };
+    let (gone, stay) = (disk_snapshots(gone), disk_snapshots(stay));
+    if json {
+        let plan = DeletePlan { delete, delete_disk_snapshots: gone, keep_disk_snapshots: stay };
+        return Ok(print_json(&plan)?);
+    }
+    let mut said = counted((delete.len() + gone.len()) as u64, "snapshot") + " to delete\n";
+    delete.iter().chain(&gone).for_each(|name| said += &format!("  {name}\n"));
+    stay.iter().for_each(|name| said += &format!("{name} stays (--disks deletes such snapshots, too)\n"));
+    Ok(print(&said)?)
 }
 
 #[derive(Debug, Serialize)]
