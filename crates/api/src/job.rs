@@ -48,6 +48,10 @@ pub enum JobSpec {
         first: LayerRef,
         /// The other end, which goes too.
         last: LayerRef,
+        /// Go on although named snapshots of the disk are among the layers, whose states are lost. Without it such a job is refused,
+        /// with their names.
+        #[serde(default, skip_serializing_if = "is_default")]
+        drop_snapshots: bool,
         /// What becomes of their files.
         #[serde(default, skip_serializing_if = "is_default")]
         remove: RemoveFiles,
@@ -70,6 +74,10 @@ pub enum JobSpec {
         /// The layer that stays, with all that it stands on; none if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         onto: Option<LayerRef>,
+        /// Go on although named snapshots of the disk are among the layers, whose states are lost. Without it such a job is refused,
+        /// with their names.
+        #[serde(default, skip_serializing_if = "is_default")]
+        drop_snapshots: bool,
         /// What becomes of the files that it stood on.
         #[serde(default, skip_serializing_if = "is_default")]
         remove: RemoveFiles,
@@ -123,9 +131,9 @@ pub enum MergeInto {
 #[serde(rename_all = "snake_case")]
 pub enum RemoveFiles {
     /// All stay.
-    #[default]
     None,
-    /// Those of this disk's own snapshots go; a base, and what came with a clone, stays.
+    /// Those of this disk's own snapshots go that nobody needs; a base, and what came with a clone, stays.
+    #[default]
     Snapshots,
     /// All in the disk's own directory go that no image vmstrata knows of stands on, and nobody has open.
     All,

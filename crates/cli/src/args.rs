@@ -33,13 +33,13 @@ pub use self::index::{
 pub use self::job::{JobArgs, JobCommand};
 pub use self::layers::{FlattenArgs, LayersArgs, MergeArgs};
 pub use self::map::MapArgs;
-pub use self::merge::{Into, MergeHowArgs, RemoveFiles, SnapshotDeleteArgs};
+pub use self::merge::{Into, LoseArgs, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::resize::ResizeArgs;
 pub use self::serve::{LogFormat, ServeArgs, ThawGuardArgs};
 pub use self::snapshot::{
     Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
-    SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
+    SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 pub use self::survey::SurveyArgs;
 pub use self::vm::{

@@ -93,8 +93,8 @@ fn jobs(client: &mut Client) {
     let kinds = [
         json!({ "kind": "index_build", "disk": "web" }),
         json!({ "kind": "snapshot_delete", "disk": "other", "snapshots": ["s1"] }),
-        json!({ "kind": "merge", "disk": "web", "first": { "number": 0 }, "last": { "number": 0 }, "remove": "none" }),
-        json!({ "kind": "flatten", "disk": "web" }),
+        json!({ "kind": "merge", "disk": "web", "first": { "number": 0 }, "last": { "number": 0 }, "drop_snapshots": true, "remove": "none" }),
+        json!({ "kind": "flatten", "disk": "web", "drop_snapshots": true, "remove": "none" }),
     ];
     for kind in kinds {
         let id = client.ask("POST", "/v1/jobs", &kind, 201).json()["id"].clone();

@@ -122,7 +122,7 @@ fn deleting_what_a_clone_needs() {
 #[test]
 fn flattening() {
     Trial::new(with_history).kill_anywhere(&Operation::of(
-        &|images| command(images, "flatten %web.qcow2 --remove all --runtime-dir %run"),
+        &|images| command(images, "flatten %web.qcow2 --yes --remove all --runtime-dir %run"),
         &next,
     ));
 }
@@ -201,7 +201,7 @@ fn flattening_a_clone_and_removing_what_is_elsewhere() {
         }
     });
     let args = |images: &Images| {
-        let line = "flatten %vms/web.qcow2 --remove all --runtime-dir %run --allow-backing %.";
+        let line = "flatten %vms/web.qcow2 --yes --remove all --runtime-dir %run --allow-backing %.";
         command(images, line)
     };
     trial.kill_anywhere(&Operation::of(&args, &|images| {

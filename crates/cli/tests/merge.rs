@@ -66,13 +66,13 @@ fn a_clone_is_flattened_and_its_origin_stays() {
     let disk = with_history(&images);
     let clone = images.name("clone.qcow2");
     run_ok(["snapshot", "clone", &disk, "s2", "-o", &clone]);
-    let said = run_ok(["flatten", &clone, "--remove", "snapshots"]);
+    let said = run_ok(["flatten", &clone]);
     assert!(said.starts_with(&format!("{clone}: flat: 4 MiB copied, 0 files removed\n")), "{said}");
     assert!(said.contains("web.s2.qcow2 stays: it is not a snapshot"), "{said}");
     assert_eq!((chain(&clone).len(), chain(&disk).len()), (1, 6));
     assert_state(&images, "clone.qcow2", 3);
     assert_state(&images, "web.qcow2", 5);
-    run_ok(["flatten", &disk, "--remove", "all"]);
+    run_ok(["flatten", &disk, "--remove", "all", "--yes"]);
     assert_state(&images, "web.qcow2", 5);
     assert_eq!(chain(&disk).len(), 1);
     let left = std::fs::read_dir(images.path("web.qcow2").parent().unwrap()).unwrap().count();
@@ -82,12 +82,76 @@ fn a_clone_is_flattened_and_its_origin_stays() {
 }
 
 #[test]
+fn named_snapshots_are_not_flattened_or_merged_away_unasked() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let before = images.files();
+    for args in
+        [&["flatten", &disk][..], &["flatten", &disk, "--keep-files"], &["merge", &disk, "--layers", "0..4"]]
+    {
+        let refused = run_err(1, args.iter().copied());
+        assert!(refused.contains("it would lose 5 snapshots (s4, s3, s2, s1, s0)"), "{refused}");
+        assert!(refused.contains("--yes lets them go"), "{refused}");
+    }
+    let plan = run_json(["flatten", &disk, "--dry-run", "--json"]);
+    assert_eq!(plan["snapshots"], json!(["s4", "s3", "s2", "s1", "s0"]));
+    let layers = plan["layers"].as_array().unwrap();
+    assert!(layers.iter().all(|layer| layer["removed"] == json!(true)), "{plan}");
+    let sizes = layers.iter().map(|layer| layer["actual-size"].as_u64().unwrap());
+    assert_eq!(plan["freed-bytes"].as_u64().unwrap(), sizes.sum::<u64>());
+    // A clone keeps what it stands on, and all below that.
+    let clone = images.name("clone.qcow2");
+    run_ok(["snapshot", "clone", &disk, "s1", "-o", &clone]);
+    let plan = run_ok(["merge", &disk, "--layers", "1..3", "--yes", "--dry-run"]);
+    assert!(plan.contains("3 layers to drop, 3 snapshots lost with them"), "{plan}");
+    assert!(plan.contains("stays: ") && plan.contains("clone.qcow2 stands on it"), "{plan}");
+    assert_eq!(plan.matches("removed").count(), 2, "{plan}");
+    let plan = run_ok(["snapshot", "delete", &disk, "s4", "--dry-run"]);
+    assert!(plan.contains("1 layer to drop, 1 snapshot lost with them") && plan.contains("s4"), "{plan}");
+    std::fs::remove_file(&clone).unwrap();
+    assert_eq!(images.files(), before, "nothing has changed");
+    assert_eq!(chain(&disk).len(), 6);
+    // What was foreseen is what happens.
+    let report = run_json(["flatten", &disk, "--yes", "--json"]);
+    assert_eq!((report["removed"].as_array().unwrap().len(), &report["kept"]), (5, &json!([])));
+    assert_eq!(images.files(), ["web.qcow2"]);
+    assert_state(&images, "web.qcow2", 5);
+}
+
+#[test]
+fn a_server_asks_for_the_loss_of_named_snapshots_too() {
+    let images = Images::new();
+    let disk = with_history(&images);
+    let served = format!("path={disk},name=web");
+    let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    for args in [
+        &["flatten", &disk][..],
+        &["merge", &disk, "--layers", "0..1"],
+        &["job", "flatten", "web"],
+        &["job", "merge", "web", "--layers", "0..1"],
+    ] {
+        let refused = server.ask_err(args.iter().copied());
+        assert!(refused.contains("it would drop") && refused.contains("drop_snapshots=true"), "{refused}");
+    }
+    // A dry run passes over the server's own locks.
+    let plan = server.ask_ok(["flatten", &disk, "--dry-run"]);
+    assert!(plan.contains("5 layers to drop, 5 snapshots lost") && !plan.contains("stays: "), "{plan}");
+    assert!(images.path("web.s0.qcow2").exists());
+    server.ask_ok(["merge", &disk, "--layers", "0..1", "--yes"]);
+    assert!(!images.path("web.s0.qcow2").exists() && !images.path("web.s1.qcow2").exists());
+    server.ask_ok(["flatten", &disk, "--yes"]);
+    assert!(server.stop().success());
+    assert_eq!(images.files(), ["web.qcow2"]);
+    assert_state(&images, "web.qcow2", 5);
+}
+
+#[test]
 fn a_served_disk_is_merged_by_its_server() {
     let images = Images::new();
     let disk = with_history(&images);
     let served = format!("path={disk},name=web");
     let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
-    assert!(run_err(1, ["flatten", &disk]).contains("in use"));
+    assert!(run_err(1, ["flatten", &disk, "--yes"]).contains("in use"));
     let control = server.control();
     let control = control.to_str().unwrap();
     let said = run_ok(["snapshot", "delete", &disk, "s1", "s3", "--control", control]);
@@ -134,16 +198,16 @@ fn a_served_disk_is_flattened_while_it_is_used() {
     let write = |pattern: u8, at: &str| {
         tool_ok("qemu-io", ["-f", "raw", "-c", &format!("write -P {pattern} {at}"), &uri]);
     };
-    let begun = server.ask_ok(["job", "flatten", "web", "--limit", "1M", "--json"]);
+    let begun = server.ask_ok(["job", "flatten", "web", "--yes", "--keep-files", "--limit", "1M", "--json"]);
     assert!(begun.contains(r#""kind": "flatten""#) && begun.contains("1048576"), "{begun}");
     // Written and discarded under the job, also where it has not been yet.
     write(99, "12M 1M");
     write(98, "5M 64k");
     tool_ok("qemu-io", ["-f", "raw", "-c", "discard 4M 64k", &uri]);
-    assert!(server.ask_err(["flatten", &disk]).contains("already"), "one at a time");
+    assert!(server.ask_err(["flatten", &disk, "--yes"]).contains("already"), "one at a time");
     server.ask_ok(["job", "cancel", "1"]);
     let said = loop {
-        let said = server.ask(["flatten", &disk]);
+        let said = server.ask(["flatten", &disk, "--yes", "--keep-files"]);
         if said.status.success() {
             break String::from_utf8(said.stdout).unwrap();
         }
@@ -187,7 +251,7 @@ fn flattening_a_served_disk_removes_what_it_is_asked_to_and_keeps_what_others_ne
     run_ok(["snapshot", "clone", &disk, "s1", "-o", &clone]);
     let served = format!("path={disk},name=web");
     let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
-    let said = server.ask_ok(["flatten", &disk, "--remove", "snapshots"]);
+    let said = server.ask_ok(["flatten", &disk, "--yes"]);
     assert!(said.contains("web.s1.qcow2 stays: ") && said.contains("clone.qcow2 stands on it"), "{said}");
     assert!(said.contains("; and another file"), "s0, which s1 stands on: {said}");
     assert!(server.stop().success());

@@ -52,7 +52,7 @@ fn a_raw_disk_goes_on_after_every_command_with_what_was_said_of_it_at_first() {
     }
     assert!(said.status.success(), "{said:?}");
     io(&server, "web", "read -P 3 64k 4k");
-    server.ask_ok(["flatten", &disk]);
+    server.ask_ok(["flatten", &disk, "--yes"]);
     assert!(server.stop().success());
 
     let server = start();
@@ -106,7 +106,7 @@ fn a_clone_goes_on_when_it_does_not_stand_on_its_snapshot_any_more() {
         &["snapshot", "create", &ci, "--name", "mine"],
         &["snapshot", "revert", &ci, "mon", "--yes"],
         &["snapshot", "create", &ci, "--name", "later"],
-        &["flatten", &ci],
+        &["flatten", &ci, "--yes"],
     ];
     for (turn, command) in commands.into_iter().enumerate() {
         let server = start();

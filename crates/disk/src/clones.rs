@@ -12,18 +12,25 @@
 //! A link decides nothing but that someone looks: a disk that does not stand on the layer any more does not keep it. The
 //! other way around, a disk that has not told, because a stock tool made it or the layer's directory could not be written,
 //! is known by its locks only, while it is in use.
+//!
+//! A hold on the layer's own state ([`crate::snapshot::hold`]) lies in the same directory: `hold.TAG`, which leads to `NAME@TIME`, no
+//! path.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest as _, Sha256};
-use vmstrata_store::Place;
+use vmstrata_qcow2::SnapshotInfo;
+use vmstrata_qcow2::snapshot_info::is_snapshot_name;
+use vmstrata_store::{Directory, Place};
 
 use crate::error::{IoContext as _, Result};
 use crate::opener::directory_of;
 
 const SUFFIX: &str = ".clones";
+/// How the name of a hold begins.
+const HOLD: &str = "hold.";
 
 /// What a disk has told.
 #[derive(Clone, Debug)]
@@ -45,19 +52,108 @@ fn directory(layer: &Path) -> io::Result<Option<Place>> {
 /// # Errors
 /// Whatever the host reports, such as a directory that may not be written.
 pub(crate) fn tell(layer: &Path, disk: &Path) -> Result<()> {
-    let tell = || -> io::Result<()> {
-        let Some(place) = directory(layer)? else { return Ok(()) };
-        let disk = real(disk)?;
-        let made = is_new(place.create_directory(0o777))?;
-        let links = place.open_directory()?;
-        let linked = is_new(links.place(link_name(&disk)).create_link(&disk))?;
-        if made || linked {
-            links.sync()?;
-            place.directory().sync()?;
+    let tell = || real(disk).and_then(|disk| link(layer, &link_name(&disk), &disk));
+    let told = tell().while_trying("tell that a disk stands on the layer");
+    told.map(|_| ()).map_err(|error| error.in_file(layer))
+}
+
+/// Makes a link in the layer's directory of links; returns whether it was not there. On stable storage when this returns.
+fn link(layer: &Path, name: &str, target: &Path) -> io::Result<bool> {
+    let Some(place) = directory(layer)? else { return Ok(false) };
+    let made = is_new(place.create_directory(0o777))?;
+    let links = place.open_directory()?;
+    let linked = is_new(links.place(name).create_link(target))?;
+    if made || linked {
+        links.sync()?;
+        place.directory().sync()?;
+    }
+    Ok(linked)
+}
+
+/// Holds the layer, which is the snapshot `info`, under `tag`. Returns whether there was no such hold.
+///
+/// # Errors
+/// Whatever the host reports, such as a directory that may not be written.
+pub(crate) fn hold(layer: &Path, tag: &str, info: &SnapshotInfo) -> Result<bool> {
+    let held = || -> io::Result<bool> {
+        if holds(layer, info)?.iter().any(|known| known == tag) {
+            return Ok(false);
         }
-        Ok(())
+        // One of a snapshot that is gone has no meaning.
+        release_link(layer, tag)?;
+        link(layer, &format!("{HOLD}{tag}"), Path::new(&state_text(info)))
     };
-    tell().while_trying("tell that a disk stands on the layer").map_err(|error| error.in_file(layer))
+    held().while_trying("hold the snapshot").map_err(|error| error.in_file(layer))
+}
+
+/// Releases the hold `tag` of the layer. Returns whether there was one.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(crate) fn release(layer: &Path, tag: &str) -> Result<bool> {
+    release_link(layer, tag).while_trying("release the snapshot").map_err(|error| error.in_file(layer))
+}
+
+fn release_link(layer: &Path, tag: &str) -> io::Result<bool> {
+    let Some(links) = links_of(layer)? else { return Ok(false) };
+    match links.place(format!("{HOLD}{tag}")).remove() {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(error),
+    }
+    links.sync()?;
+    if let Some(place) = directory(layer)? {
+        // Others may have links there.
+        let _ = place.remove_directory();
+    }
+    Ok(true)
+}
+
+/// The tags under which the layer is held as the snapshot `info`, in order.
+///
+/// # Errors
+/// A directory that is there and cannot be read.
+pub(crate) fn holds(layer: &Path, info: &SnapshotInfo) -> io::Result<Vec<String>> {
+    let state = state_text(info);
+    let held = all_holds(layer)?.into_iter().filter(|(_, held)| held.as_os_str() == &*state);
+    let mut tags: Vec<String> = held.map(|(tag, _)| tag).collect();
+    tags.sort();
+    Ok(tags)
+}
+
+/// The tag of some hold of the layer, of whatever state.
+pub(crate) fn some_hold(layer: &Path) -> Option<String> {
+    all_holds(layer).unwrap_or_default().into_iter().next().map(|(tag, _)| tag)
+}
+
+fn all_holds(layer: &Path) -> io::Result<Vec<(String, PathBuf)>> {
+    let Some(links) = links_of(layer)? else { return Ok(Vec::new()) };
+    let mut found = Vec::new();
+    for entry in links.entries()? {
+        let (link, _) = entry?;
+        let tag = link.name().to_str().and_then(|name| name.strip_prefix(HOLD)).map(str::to_owned);
+        // A disk that is called `hold` has an absolute path.
+        if let Some(tag) = tag.filter(|tag| is_snapshot_name(tag))
+            && let Ok(state) = link.read_link()
+            && !state.is_absolute()
+        {
+            found.push((tag, state));
+        }
+    }
+    Ok(found)
+}
+
+/// What the link of a hold leads to: names are given again, times are not.
+fn state_text(info: &SnapshotInfo) -> String {
+    format!("{}@{}", info.name, info.taken_ns)
+}
+
+/// The layer's directory of links, if there is one.
+fn links_of(layer: &Path) -> io::Result<Option<Directory>> {
+    match directory(layer).and_then(|place| place.map(|place| place.open_directory()).transpose()) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        links => links,
+    }
 }
 
 /// Tells of a disk wherever its chain, given by its files from the base up, goes on in another directory. That it cannot be told
@@ -90,13 +186,7 @@ pub(crate) fn is_beside(one: &Path, other: &Path) -> bool {
 /// # Errors
 /// A directory that is there and cannot be read: then anybody may have.
 pub(crate) fn who_told(layer: &Path) -> io::Result<Vec<Told>> {
-    let links = directory(layer).and_then(|place| place.map(|place| place.open_directory()).transpose());
-    let links = match links {
-        Ok(Some(links)) => links,
-        Ok(None) => return Ok(Vec::new()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(error),
-    };
+    let Some(links) = links_of(layer)? else { return Ok(Vec::new()) };
     let mut told = Vec::new();
     for entry in links.entries()? {
         let (link, _) = entry?;
@@ -175,6 +265,29 @@ mod tests {
         assert!(who_told(&layer.with_file_name("web.v8.qcow2")).unwrap().is_empty());
         forget(&layer);
         assert_eq!(std::fs::read_dir(root.join("golden")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_hold_is_of_one_state_and_no_disk_that_told() {
+        let root = tempfile::tempdir().unwrap();
+        let layer = root.path().join("web.mon.qcow2");
+        let info = |taken_ns| SnapshotInfo { name: "mon".to_owned(), taken_ns, ..SnapshotInfo::default() };
+        assert!(!release(&layer, "backup").unwrap());
+        assert!(hold(&layer, "backup", &info(1)).unwrap());
+        assert!(!hold(&layer, "backup", &info(1)).unwrap(), "it is held already");
+        assert!(hold(&layer, "audit", &info(1)).unwrap());
+        // A disk whose link begins as a hold's does.
+        tell(&layer, &root.path().join("hold.qcow2")).unwrap();
+        assert_eq!(holds(&layer, &info(1)).unwrap(), ["audit", "backup"]);
+        assert_eq!(who_told(&layer).unwrap().len(), 1);
+        assert!(holds(&layer, &info(2)).unwrap().is_empty(), "another snapshot of that name");
+        assert!(hold(&layer, "backup", &info(2)).unwrap());
+        assert_eq!(holds(&layer, &info(1)).unwrap(), ["audit"]);
+        for tag in ["audit", "backup"] {
+            assert!(release(&layer, tag).unwrap());
+        }
+        forget(&layer);
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
     #[test]

@@ -39,6 +39,7 @@ pub(crate) mod direction;
 pub(crate) mod down;
 mod fault;
 mod files;
+mod forecast;
 mod job;
 pub(crate) mod leftovers;
 mod mark;
@@ -53,6 +54,7 @@ pub(crate) mod users;
 
 pub use direction::Direction;
 pub use fault::MergeFault;
+pub use forecast::{Forecast, Going};
 pub use job::{Action, Merge};
 pub use meant::{LayerRef, Meant};
 pub use plan::{MergeRange, all_of, ranges_of};

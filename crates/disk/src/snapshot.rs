@@ -22,6 +22,7 @@
 
 mod extend;
 mod fault;
+mod hold;
 mod holder;
 mod keep;
 mod leftovers;
@@ -42,6 +43,7 @@ pub use vmstrata_qcow2::{SnapshotInfo, SnapshotInfoError};
 
 pub use fault::SnapshotFault;
 pub(crate) use fault::group_broken;
+pub use hold::{DEFAULT_TAG, Held, hold, release};
 pub(crate) use holder::holders_of;
 pub use holder::{Holder, HolderKind, holders};
 pub use keep::{Keep, KeepError};

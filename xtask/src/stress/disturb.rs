@@ -221,7 +221,7 @@ impl<'a> Disturber<'a> {
         }
         let remove = if self.random.random() { "snapshots" } else { "none" };
         let (disk, full_changes) = (self.disk()?, self.shared.full_changes());
-        match self.command(&["flatten", "--remove", remove, disk])? {
+        match self.command(&["flatten", "--yes", "--remove", remove, disk])? {
             Outcome::Running(running) => self.cut.push(Cut::Delete { running: Some(running), names }),
             Outcome::Ended(ended) => {
                 self.snapshots.deleted(&names, ended.status.success());

@@ -79,6 +79,13 @@ pub struct BackupArgs {
     /// Name of the backing file to store; the --previous file if omitted
     #[arg(long, value_name = "NAME", requires = "since")]
     pub backing_name: Option<String>,
+    /// Hold the snapshot that is backed up under TAG, so that no command or rule drops it; the --since one is let go of once this
+    /// backup is made
+    #[arg(long, value_name = "TAG", default_value = "backup", conflicts_with = "verify")]
+    pub hold_tag: String,
+    /// Hold nothing, and let go of nothing: for a backup that no incremental one will build upon
+    #[arg(long, conflicts_with_all = ["hold_tag", "verify"])]
+    pub no_hold: bool,
     /// How to compress clusters
     #[arg(long, value_name = "TYPE", default_value = "none")]
     pub compress: Packing,
@@ -119,7 +126,9 @@ Examples:
 
 A backup is an ordinary qcow2 file; an incremental one has the previous one as its backing file. Beside it lies
 FILE.manifest.json with SHA-256 sums of all of it. A disk in use is backed up by a snapshot of it, which --snapshot takes. That
-stays until it is deleted: the next incremental backup is of what changed since.
+stays, and is held under the tag backup: the next incremental backup is of what changed since. When that is made, its own snapshot is
+held instead. A full backup begins a new series and leaves the hold of the one before: `vmstrata snapshot release` ends that one, or
+--no-hold where full backups are all that is made. Two series of one disk need two tags (--hold-tag).
 Exit codes: 0 made or sound, 1 not made (FILE is left as it was) or damaged, 64 wrong usage.";
 
 /// `vmstrata restore`

@@ -4,7 +4,7 @@ use clap::{Args, Subcommand};
 
 use std::path::PathBuf;
 
-use super::{ControlArgs, Into, LayersArgs, MergeHowArgs, RemoveFiles};
+use super::{ControlArgs, Into, LayersArgs, MergeHowArgs, RemoveArgs};
 use crate::units::parse_size;
 
 /// `vmstrata job`
@@ -67,10 +67,13 @@ pub enum JobCommand {
         /// Which layers go.
         #[command(flatten)]
         layers: LayersArgs,
-        /// What becomes of their files
-        #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
-        remove: RemoveFiles,
-        /// Which way what stays and what goes are brought together; down takes --remove
+        /// Let go of the disk's named snapshots among them
+        #[arg(long, short)]
+        yes: bool,
+        /// What becomes of their files.
+        #[command(flatten)]
+        remove: RemoveArgs,
+        /// Which way what stays and what goes are brought together; down takes files that are removed
         #[arg(long, value_name = "WAY", value_enum, default_value_t)]
         into: Into,
         /// How.
@@ -79,7 +82,7 @@ pub enum JobCommand {
     },
     /// Let a served disk stand on nothing, or on its base alone, in the background
     #[command(
-        after_help = "Examples:\n  vmstrata job flatten web\n  vmstrata job flatten web --remove snapshots --limit 20M\n  vmstrata job flatten web --onto /srv/golden.qcow2"
+        after_help = "Examples:\n  vmstrata job flatten web\n  vmstrata job flatten web --yes --limit 20M\n  vmstrata job flatten web --onto /srv/golden.qcow2"
     )]
     Flatten {
         /// The disk's name
@@ -87,9 +90,12 @@ pub enum JobCommand {
         /// Drop only what is between FILE, one of its layers, and the disk
         #[arg(long, value_name = "FILE")]
         onto: Option<PathBuf>,
-        /// What becomes of the files that it stood on
-        #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
-        remove: RemoveFiles,
+        /// Let go of the disk's named snapshots
+        #[arg(long, short)]
+        yes: bool,
+        /// What becomes of the files that it stood on.
+        #[command(flatten)]
+        remove: RemoveArgs,
         /// How.
         #[command(flatten)]
         how: MergeHowArgs,
@@ -130,7 +136,7 @@ const HELP: &str = "\
 Examples:
   vmstrata job index-build web --limit 20M
   vmstrata job snapshot-delete web monday..friday
-  vmstrata job flatten web --remove snapshots --limit 20M
+  vmstrata job flatten web --yes --limit 20M
   vmstrata job list
   vmstrata job limit 3 5M
   vmstrata job cancel 3

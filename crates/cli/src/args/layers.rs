@@ -7,7 +7,7 @@ use clap::Args;
 use vmstrata_api::JobSpec;
 use vmstrata_disk::merge::LayerRef;
 
-use super::merge::{Into, MergeHowArgs, RemoveFiles};
+use super::merge::{Into, LoseArgs, MergeHowArgs, RemoveArgs};
 use super::snapshot::SnapshotCommonArgs;
 use super::{ControlArgs, JournalArgs};
 
@@ -16,13 +16,21 @@ impl MergeHowArgs {
     ///
     /// # Errors
     /// A file that has no absolute path.
-    pub fn merge(self, disk: &str, layers: &LayersArgs, remove: RemoveFiles, into: Into) -> Result<JobSpec> {
+    pub fn merge(
+        self,
+        disk: &str,
+        layers: &LayersArgs,
+        drop_snapshots: bool,
+        remove: RemoveArgs,
+        into: Into,
+    ) -> Result<JobSpec> {
         let [first, last] = layers.ends();
         Ok(JobSpec::Merge {
             disk: disk.to_owned(),
             first: asked(&first)?,
             last: asked(&last)?,
-            remove: remove.into(),
+            drop_snapshots,
+            remove: remove.which().into(),
             into: into.into(),
             forget_missing: self.forget_missing,
             bytes_per_second: self.limit,
@@ -33,12 +41,19 @@ impl MergeHowArgs {
     ///
     /// # Errors
     /// A file that has no absolute path.
-    pub fn flatten(self, disk: &str, onto: Option<&Path>, remove: RemoveFiles) -> Result<JobSpec> {
+    pub fn flatten(
+        self,
+        disk: &str,
+        onto: Option<&Path>,
+        drop_snapshots: bool,
+        remove: RemoveArgs,
+    ) -> Result<JobSpec> {
         let onto = onto.map(|base| asked(&LayerRef::File(base.to_owned()))).transpose()?;
         Ok(JobSpec::Flatten {
             disk: disk.to_owned(),
             onto,
-            remove: remove.into(),
+            drop_snapshots,
+            remove: remove.which().into(),
             forget_missing: self.forget_missing,
             bytes_per_second: self.limit,
         })
@@ -116,10 +131,13 @@ pub struct MergeArgs {
     /// Which layers go.
     #[command(flatten)]
     pub layers: LayersArgs,
-    /// What becomes of their files
-    #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
-    pub remove: RemoveFiles,
-    /// Which way what stays and what goes are brought together; down takes --remove
+    /// Whether snapshots may be lost.
+    #[command(flatten)]
+    pub lose: LoseArgs,
+    /// What becomes of their files.
+    #[command(flatten)]
+    pub remove: RemoveArgs,
+    /// Which way what stays and what goes are brought together; down takes files that are removed
     #[arg(long, value_name = "WAY", value_enum, default_value_t)]
     pub into: Into,
     /// How.
@@ -138,15 +156,16 @@ pub struct MergeArgs {
 
 const MERGE_HELP: &str = "\
 Examples:
+  vmstrata merge web.qcow2 --layers 1..498 --dry-run         says what would go, and changes nothing
   vmstrata merge web.qcow2 --layers 1..498                   of 500: the base (0) and the disk (499) stay
-  vmstrata merge web.qcow2 --layers 1..498 --remove all      and so that their files go
+  vmstrata merge web.qcow2 --layers 1..498 --remove all      also files that are no snapshots of this disk
   vmstrata merge web.qcow2 --from web-mon.qcow2 --to web-fri.qcow2
 
 For chains whose layers have no names, as other tools make them; `snapshot delete` takes those that have. Both ends go: what
-they hold and the layer above them lacks is copied into that one, which then stands on what is below them; or, with --remove, where
+they hold and the layer above them lacks is copied into that one, which then stands on what is below them; or, where all files go,
 that is less to copy and nobody else needs them, what that one holds into the lowest of them, which takes its place. (block-commit of
-QEMU and virsh names as BASE the layer that stays: the lowest that goes is the one above it.) Snapshots of this disk among them go,
-too; those of another disk are refused. All other layers read as they did.
+QEMU and virsh names as BASE the layer that stays: the lowest that goes is the one above it.) Named snapshots of this disk among them
+are lost, which takes --yes; held ones and those of another disk are refused. All other layers read as they did.
 Which layers are meant is settled when it begins, so that snapshots taken meanwhile change nothing. Numbers change whenever layers are
 dropped, as by a keep= rule: where that may happen, name files.
 A file that another disk stands on stays, as far as that is known: see `vmstrata flatten --help`. A served disk goes on being
@@ -162,9 +181,12 @@ pub struct FlattenArgs {
     /// Drop only what is between FILE, one of the layers, and the disk, which then stands on FILE alone and what that stands on
     #[arg(long, value_name = "FILE")]
     pub onto: Option<PathBuf>,
-    /// What becomes of the files that it stood on
-    #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::None)]
-    pub remove: RemoveFiles,
+    /// Whether snapshots may be lost.
+    #[command(flatten)]
+    pub lose: LoseArgs,
+    /// What becomes of the files that it stood on.
+    #[command(flatten)]
+    pub remove: RemoveArgs,
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
@@ -188,8 +210,10 @@ impl FlattenArgs {
 
 const FLATTEN_HELP: &str = "\
 Examples:
-  vmstrata flatten clone.qcow2                     a disk of its own; the files it stood on stay
-  vmstrata flatten web.qcow2 --remove snapshots    without history; its snapshots' files go
+  vmstrata flatten clone.qcow2                     a disk of its own; what it was cloned from stays
+  vmstrata flatten web.qcow2 --dry-run             says which snapshots and files would go, and changes nothing
+  vmstrata flatten web.qcow2 --yes                 without history; its snapshots go, with their files
+  vmstrata flatten web.qcow2 --yes --keep-files    the files stay, as `vmstrata snapshot list --all` shows
   vmstrata flatten web.qcow2 --onto golden.qcow2   a disk on golden.qcow2, with nothing between them
 
 What the disk needs of the layers below is copied into its own file, which then stands on nothing (or on what --onto names). A served disk goes on

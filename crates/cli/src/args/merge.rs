@@ -44,6 +44,35 @@ impl From<RemoveFiles> for Removal {
     }
 }
 
+/// What becomes of the files of dropped layers, as it is asked for.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct RemoveArgs {
+    /// What becomes of the files of the layers that go
+    #[arg(long, value_name = "WHICH", value_enum, default_value_t = RemoveFiles::Snapshots)]
+    remove: RemoveFiles,
+    /// Leave all of them where they are: --remove none
+    #[arg(long, conflicts_with = "remove")]
+    keep_files: bool,
+}
+
+impl RemoveArgs {
+    /// Which go.
+    pub fn which(self) -> RemoveFiles {
+        if self.keep_files { RemoveFiles::None } else { self.remove }
+    }
+}
+
+/// Whether a command may lose named snapshots.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct LoseArgs {
+    /// Let go of the disk's named snapshots among the layers: without it the command is refused where there are some
+    #[arg(long, short)]
+    pub yes: bool,
+    /// Say what would go, and change nothing
+    #[arg(long, short = 'n')]
+    pub dry_run: bool,
+}
+
 /// Which way layers are merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Into {
@@ -114,6 +143,9 @@ pub struct SnapshotDeleteArgs {
     /// Leave the snapshots' files where they are
     #[arg(long)]
     pub keep_files: bool,
+    /// Say what would go, and change nothing
+    #[arg(long, short = 'n')]
+    pub dry_run: bool,
     /// Which way what stays and what goes are brought together
     #[arg(long, value_name = "WAY", value_enum, default_value_t)]
     pub into: Into,

@@ -42,6 +42,12 @@ pub enum SnapshotCommand {
     Revert(SnapshotRevertArgs),
     /// Make a new disk that starts as a snapshot
     Clone(SnapshotCloneArgs),
+    /// Keep a snapshot from being dropped, by whatever command or rule, until it is released
+    #[command(after_help = HOLD_HELP)]
+    Hold(SnapshotHoldArgs),
+    /// Release a hold
+    #[command(after_help = HOLD_HELP)]
+    Release(SnapshotHoldArgs),
     /// Delete snapshots, wherever they are in the chain
     Delete(super::SnapshotDeleteArgs),
     /// Delete the snapshots that no rule keeps
@@ -189,6 +195,32 @@ Examples:
 
 Exit codes: 0 shown, 1 no such snapshot or the chain cannot be read, 64 wrong usage.";
 
+/// `vmstrata snapshot hold` and `vmstrata snapshot release`
+#[derive(Debug, Args)]
+pub struct SnapshotHoldArgs {
+    /// The disk, which may be in use
+    pub disk: PathBuf,
+    /// The snapshot
+    pub name: String,
+    /// Who holds it: up to 100 of A-Z a-z 0-9 . _ -
+    #[arg(long, short, value_name = "TAG", default_value = vmstrata_disk::snapshot::DEFAULT_TAG)]
+    pub tag: String,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+const HOLD_HELP: &str = "\
+Examples:
+  vmstrata snapshot hold web.qcow2 before-audit --tag audit
+  vmstrata snapshot list web.qcow2 --json | jq -r '.snapshots[] | select(.holds != []) | .name'
+  vmstrata snapshot release web.qcow2 before-audit --tag audit
+
+While a snapshot has a hold, `snapshot delete` and `prune`, `merge`, `flatten`, a revert to an older one, and the rules of a server
+refuse to drop it, or leave it out. It may have several holds, of different tags; each is released by itself. `vmstrata backup` holds
+what it was made from under the tag backup, and moves that hold with each incremental backup.
+Exit codes: 0 done (also if it was held under this tag already), 1 not, 64 wrong usage.";
+
 /// `vmstrata snapshot revert`
 #[derive(Debug, Args)]
 #[command(after_help = REVERT_HELP)]
@@ -224,7 +256,7 @@ Examples:
   vmstrata snapshot revert web.qcow2 mon --keep web-broken.qcow2
 
 Snapshots newer than NAME are not removed: their files stay, and a disk kept with --keep still stands on them.
-Images that stand on the disk itself, not on a snapshot of it, would read other data: it is refused without --force, and
+It is refused while one of those is held (vmstrata snapshot hold). Images that stand on the disk itself, not on a snapshot of it, would read other data: it is refused without --force, and
 while one of them is in use.
 A served disk goes back while no guest and no client is connected to it, and is behind the same doors again then.
 Exit codes: 0 reverted, 1 not (the disk is as it was), 64 wrong usage.";

@@ -14,6 +14,7 @@ use vmstrata_disk::backup::{
     BackupOptions, BackupReport, BackupTarget, MANIFEST_SUFFIX, Manifest, ManifestDraft, backup,
     check as check_before, manifest_path, verify,
 };
+use vmstrata_disk::snapshot::State;
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 
 use super::snapshot;
@@ -149,11 +150,41 @@ fn make_of(
     target: BackupTarget<'_>,
     options: &BackupOptions,
 ) -> Result<BackupReport> {
+    let text = state.display();
     let state = resolve(state, args.format, &args.backing)?;
     let resources = Resources::new(ResourceOptions::default());
-    watched("backing up", args.quiet, |watch| {
+    // Before the first byte: a rule may drop it meanwhile.
+    let is_held_now = !args.no_hold
+        && state.hold(&args.hold_tag).unwrap_or_else(|error| {
+            eprintln!(
+                "vmstrata: warning: {text} is not held, so keep it yourself until the next incremental backup: {error}"
+            );
+            false
+        });
+    let made = watched("backing up", args.quiet, |watch| {
         backup(&state, target, options, &resources, watch).map_err(|error| explain(&error))
-    })
+    });
+    match &made {
+        Ok(_) => let_go_of_since(args, &state, options),
+        Err(_) if is_held_now => warn_if_held_still(&state, &args.hold_tag),
+        Err(_) => {}
+    }
+    made
+}
+
+/// The snapshot that an incremental backup began from is needed no more: the next one begins from this backup's.
+fn let_go_of_since(args: &BackupArgs, state: &State, options: &BackupOptions) {
+    let since = options.since.as_ref().filter(|since| !args.no_hold && since.path != state.path);
+    if let Some(since) = since {
+        warn_if_held_still(since, &args.hold_tag);
+    }
+}
+
+/// Releases a hold, and warns if it cannot be.
+fn warn_if_held_still(state: &State, tag: &str) {
+    if let Err(error) = state.release(tag) {
+        eprintln!("vmstrata: warning: {} is still held ({tag}): {error}", state.path.display());
+    }
 }
 
 fn options(args: &BackupArgs, output: Option<&Path>) -> Result<BackupOptions> {

@@ -34,11 +34,11 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
         JobCommand::SnapshotDelete { disk, snapshots, keep_files, into, how } => {
             client.post("/v1/jobs", &how.delete(disk, snapshots, *keep_files, *into))?
         }
-        JobCommand::Merge { disk, layers, remove, into, how } => {
-            client.post("/v1/jobs", &how.merge(disk, layers, *remove, *into)?)?
+        JobCommand::Merge { disk, layers, yes, remove, into, how } => {
+            client.post("/v1/jobs", &how.merge(disk, layers, *yes, *remove, *into)?)?
         }
-        JobCommand::Flatten { disk, onto, remove, how } => {
-            client.post("/v1/jobs", &how.flatten(disk, onto.as_deref(), *remove)?)?
+        JobCommand::Flatten { disk, onto, yes, remove, how } => {
+            client.post("/v1/jobs", &how.flatten(disk, onto.as_deref(), *yes, *remove)?)?
         }
         JobCommand::Pause { id } => change(*id, JobChange::Pause)?,
         JobCommand::Resume { id } => change(*id, JobChange::Resume)?,

@@ -8,15 +8,15 @@ use anyhow::{Result, ensure};
 use serde::Serialize;
 use vmstrata_disk::OpenOptions;
 use vmstrata_disk::merge::{
-    Direction, LayerRef, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
+    Direction, Forecast, Going, LayerRef, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
 };
 use vmstrata_server::Bucket;
 
 use super::backup::watched;
 use super::snapshot::live::Live;
 use super::snapshot::{open_options, resources};
-use crate::args::{FlattenArgs, JournalArgs, MergeArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
-use crate::output::{counted, print, print_json};
+use crate::args::{FlattenArgs, JournalArgs, LoseArgs, MergeArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
+use crate::output::{Table, counted, print, print_json};
 use crate::units::short_size;
 
 /// How often is looked whether to go on, while waiting for the speed limit.
@@ -82,12 +82,26 @@ impl Report {
 /// What could not be done; the chain is sound.
 pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
     let ranges = ranges_of(&args.disk, &args.names, &args.common.open())?;
+    let options = delete_options(args);
+    let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
+    report.tell(&format!("{} deleted", args.names.join(", ")), &args.common)
+}
+
+/// Says what deleting snapshots would do.
+///
+/// # Errors
+/// What would refuse it.
+pub fn foresee_delete(args: &SnapshotDeleteArgs, is_served: bool) -> Result<()> {
+    let ranges = ranges_of(&args.disk, &args.names, &args.common.open())?;
+    let forecast = Forecast::of(&args.disk, &ranges, &delete_options(args), is_served)?;
+    tell_forecast(&args.disk, &forecast, &args.common)
+}
+
+fn delete_options(args: &SnapshotDeleteArgs) -> MergeOptions {
     let removal = if args.keep_files { Removal::Nothing } else { Removal::Snapshots };
     let open = open_options(&args.common, &args.journal);
     let (forget_missing, direction) = (args.how.forget_missing, args.into.into());
-    let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
-    let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
-    report.tell(&format!("{} deleted", args.names.join(", ")), &args.common)
+    MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
 }
 
 /// Deletes snapshots of a disk that nobody serves, and says nothing of it.
@@ -109,7 +123,8 @@ pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
 /// # Errors
 /// What could not be done; the disk reads as it did.
 pub fn run(args: &MergeArgs) -> Result<ExitCode> {
-    if let Some(live) = Live::find(std::slice::from_ref(&args.disk), &args.server)? {
+    let live = Live::find(std::slice::from_ref(&args.disk), &args.server)?;
+    if let Some(live) = live.as_ref().filter(|_| !args.lose.dry_run) {
         live.merge(args)?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -117,13 +132,15 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
     let ranges = Meant::between(&args.disk, &one, &other, &open)?.ranges(&args.disk, &open)?;
     let options = MergeOptions {
         open,
-        removal: args.remove.into(),
+        removal: args.remove.which().into(),
         forget_missing: args.how.forget_missing,
         beyond_own: true,
         direction: args.into.into(),
     };
-    let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
-    report.tell(&format!("{} dropped", args.layers.in_words()), &args.common)?;
+    if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.common)? {
+        let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
+        report.tell(&format!("{} dropped", args.layers.in_words()), &args.common)?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -132,7 +149,8 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
 /// # Errors
 /// What could not be done; the disk reads as it did.
 pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
-    if let Some(live) = Live::find(std::slice::from_ref(&args.disk), &args.server)? {
+    let live = Live::find(std::slice::from_ref(&args.disk), &args.server)?;
+    if let Some(live) = live.as_ref().filter(|_| !args.lose.dry_run) {
         live.flatten(args)?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -142,12 +160,110 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
         None => Meant::below(&args.disk, &open)?,
     };
     let ranges = meant.ranges(&args.disk, &open)?;
-    let (removal, forget_missing) = (args.remove.into(), args.how.forget_missing);
+    let (removal, forget_missing) = (args.remove.which().into(), args.how.forget_missing);
     let direction = Direction::Up;
     let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
-    let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
-    report.tell(&args.done(), &args.common)?;
+    if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.common)? {
+        let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
+        report.tell(&args.done(), &args.common)?;
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether layers are to be dropped: with `--dry-run` it is only said what would go.
+///
+/// # Errors
+/// Named snapshots that would be lost without `--yes`.
+fn agreed(
+    disk: &Path,
+    ranges: &[MergeRange],
+    options: &MergeOptions,
+    lose: LoseArgs,
+    is_served: bool,
+    common: &SnapshotCommonArgs,
+) -> Result<bool> {
+    if lose.yes && !lose.dry_run {
+        return Ok(true);
+    }
+    let forecast = Forecast::of(disk, ranges, options, is_served)?;
+    if lose.dry_run {
+        tell_forecast(disk, &forecast, common)?;
+        return Ok(false);
+    }
+    let lost = forecast.lost();
+    ensure!(
+        lost.is_empty(),
+        "{}: it would lose {} ({}), and remove files of {}: --yes lets them go, --dry-run shows all that goes",
+        disk.display(),
+        counted(lost.len() as u64, "snapshot"),
+        lost.join(", "),
+        short_size(forecast.freed_bytes())
+    );
+    Ok(true)
+}
+
+/// What would go, for scripts.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Plan {
+    disk: String,
+    /// The disk's snapshots that are lost.
+    snapshots: Vec<String>,
+    /// Newest first.
+    layers: Vec<PlannedLayer>,
+    /// Bytes of the files that are removed.
+    freed_bytes: u64,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct PlannedLayer {
+    layer: usize,
+    file: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot: Option<String>,
+    actual_size: u64,
+    /// Whether its file goes.
+    removed: bool,
+    /// Why it stays.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<String>,
+}
+
+fn tell_forecast(disk: &Path, forecast: &Forecast, common: &SnapshotCommonArgs) -> Result<()> {
+    let layer = |layer: &Going| PlannedLayer {
+        layer: layer.number,
+        file: layer.path.display().to_string(),
+        snapshot: layer.snapshot.clone(),
+        actual_size: layer.allocated_bytes,
+        removed: layer.kept.is_none(),
+        reason: layer.kept.as_ref().map(ToString::to_string),
+    };
+    let (disk, snapshots) = (disk.display().to_string(), forecast.lost());
+    let layers = forecast.layers.iter().map(layer).collect();
+    let plan = Plan { disk, snapshots, layers, freed_bytes: forecast.freed_bytes() };
+    if common.json { Ok(print_json(&plan)?) } else { Ok(print(&plan.text())?) }
+}
+
+impl Plan {
+    fn text(&self) -> String {
+        let (layers, lost) = (self.layers.len() as u64, self.snapshots.len() as u64);
+        let mut text = format!(
+            "{}: {} to drop, {} lost with them; files of {} to remove, after copying what is still needed of them\n",
+            self.disk,
+            counted(layers, "layer"),
+            counted(lost, "snapshot"),
+            short_size(self.freed_bytes)
+        );
+        let mut table = Table::new(["LAYER", "SNAPSHOT", "SIZE ON DISK", "FILE", "THEN"]);
+        for layer in &self.layers {
+            let then = layer.reason.as_ref().map_or("removed".to_owned(), |why| format!("stays: {why}"));
+            let (name, size) = (layer.snapshot.as_deref().unwrap_or("-"), short_size(layer.actual_size));
+            table.row([layer.layer.to_string(), name.to_owned(), size, layer.file.clone(), then]);
+        }
+        text += &table.to_string();
+        text
+    }
 }
 
 fn merge(

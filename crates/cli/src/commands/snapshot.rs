@@ -17,7 +17,8 @@ use vmstrata_disk::{ErrorKind, Format, OpenOptions, ResourceOptions, Resources};
 
 use crate::args::{
     ControlArgs, JournalArgs, Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs,
-    SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
+    SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs,
+    SnapshotShowArgs,
 };
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
@@ -34,6 +35,8 @@ pub fn run(args: &SnapshotArgs) -> Result<ExitCode> {
         SnapshotCommand::Show(args) => run_show(args),
         SnapshotCommand::Revert(args) => run_revert(args),
         SnapshotCommand::Clone(args) => run_clone(args),
+        SnapshotCommand::Hold(args) => run_hold(args),
+        SnapshotCommand::Release(args) => run_release(args),
         SnapshotCommand::Delete(args) => run_delete(args),
         SnapshotCommand::Prune(args) => prune::run(args),
     }?;
@@ -105,6 +108,7 @@ pub fn take(
 
 fn run_delete(args: &SnapshotDeleteArgs) -> Result<()> {
     match live::Live::find(std::slice::from_ref(&args.disk), &args.server)? {
+        live if args.dry_run => super::merge::foresee_delete(args, live.is_some()),
         Some(live) => live.delete(args),
         None => super::merge::delete(args),
     }
@@ -157,6 +161,17 @@ fn run_show(args: &SnapshotShowArgs) -> Result<()> {
         return Ok(());
     }
     Ok(print(&report::show(&found))?)
+}
+
+fn run_hold(args: &SnapshotHoldArgs) -> Result<()> {
+    let is_new = snapshot::hold(&args.disk, &args.name, &args.tag, &args.common.open())?;
+    let how = if is_new { "held" } else { "held already" };
+    report::Holding::new(args, true).tell(how, args.common.json)
+}
+
+fn run_release(args: &SnapshotHoldArgs) -> Result<()> {
+    snapshot::release(&args.disk, &args.name, &args.tag, &args.common.open())?;
+    report::Holding::new(args, false).tell("released", args.common.json)
 }
 
 fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {

@@ -107,6 +107,15 @@ impl Images {
         self.path(name).to_str().expect("UTF-8").to_owned()
     }
 
+    /// The names of all that is in it, in order.
+    pub fn files(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.dir.path()).expect("lists");
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.expect("lists").file_name().into_string().expect("UTF-8")).collect();
+        names.sort();
+        names
+    }
+
     /// `qemu-img create -f qcow2` with these arguments after the file.
     pub fn create(&self, name: &str, args: &[&str]) -> PathBuf {
         let path = self.path(name);

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 use super::Kept;
+use crate::snapshot::Held;
 
 /// Why layers cannot be dropped as asked.
 #[derive(Debug, Error)]
@@ -97,7 +98,30 @@ pub enum MergeFault {
         /// What stands against it.
         why: Kept,
     },
+    /// A snapshot that nothing may drop.
+    #[error(transparent)]
+    Held(Held),
+    /// Named snapshots would go that nobody agreed to lose.
+    #[error(
+        "it would drop {}: --yes lets {} go (drop_snapshots=true in a job), --dry-run shows all that goes",
+        plural("snapshot", names),
+        if names.len() == 1 { "it" } else { "them" }
+    )]
+    LosesSnapshots {
+        /// Their names, newest first.
+        names: Vec<String>,
+    },
     /// Another merge of the disk is under way.
     #[error("layers of this disk are being merged already")]
     Busy,
+}
+
+/// `snapshot a`, or `3 snapshots (a, b, c)`.
+fn plural(what: &str, names: &[String]) -> String {
+    const SHOWN: usize = 8;
+    match names {
+        [name] => format!("{what} {name}"),
+        _ if names.len() <= SHOWN => format!("{} {what}s ({})", names.len(), names.join(", ")),
+        _ => format!("{} {what}s ({}, and others)", names.len(), names[..SHOWN].join(", ")),
+    }
 }

@@ -13,7 +13,7 @@ use super::plan::Link;
 use super::remove::{self, Dropped};
 use super::{MergeOptions, MergeRange, Merged};
 use crate::disk::{Disk, Running};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::resources::Resources;
 
 /// Bytes copied before they are brought to stable storage: what a crash makes a later attempt copy again.
@@ -157,6 +157,11 @@ impl Merge {
                 self.uncommitted = 0;
             }
             Action::Relink => {
+                if !self.merged.is_down {
+                    // A hold may have been placed while it was copied.
+                    let refused = self.range.refuse_held(&self.links, &self.options);
+                    refused.map_err(|fault| Error::from(fault).in_file(self.disk().0))?;
+                }
                 let mut copier = self.copier.take().expect("copying comes first");
                 self.stage = Stage::Done;
                 if !self.merged.is_down {

@@ -147,7 +147,7 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
             let mut users = Users::standing_on(&links, disk, open);
             users.follow_told(left.iter().map(|layer| layer.path.as_path()));
             let by_others = here.is_used_by_others(&users, &links);
-            let wanted = Wanted { removal: Removal::All, forget_missing: false, here, by_others };
+            let wanted = Wanted { removal: Removal::All, forget_missing: false, here: Some(here), by_others };
             let (removed, kept) = remove(&left, &mut users, &wanted);
             for file in removed {
                 tracing::info!(file = %file.display(), "removed what an interrupted merge left");

@@ -118,6 +118,20 @@ impl Meant {
         Ok(Self { layers: known_of(&snapshot::list(disk, options)?, |_| true), beyond_own: false })
     }
 
+    /// Refuses layers among which the disk has named snapshots: their states are lost.
+    ///
+    /// # Errors
+    /// [`MergeFault::LosesSnapshots`]; otherwise as [`snapshot::list`].
+    pub fn refuse_loss(&self, disk: &Path, options: &OpenOptions) -> Result<()> {
+        let layers = snapshot::list(disk, options)?;
+        let own = layers.iter().filter(|layer| layer.is_own() && self.has(layer));
+        let names: Vec<String> = own.filter_map(|layer| layer.name().map(str::to_owned)).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        Err(Error::from(MergeFault::LosesSnapshots { names }).in_file(disk))
+    }
+
     /// Where those are that the disk still stands on, in as few ranges as possible, the newest first: in that order no range
     /// moves another.
     ///

@@ -18,7 +18,7 @@ use crate::layers::index_of;
 use crate::map::FrozenMap;
 use crate::opener::{Opener, Role, directory_of};
 use crate::resources::Resources;
-use crate::snapshot::{self, disk_name, name_from};
+use crate::snapshot::{self, Held, disk_name, name_from};
 
 /// Layers to drop, both ends included; the layer above the last is the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +56,7 @@ impl MergeRange {
         if let Some(link) = changed.find_map(holds) {
             return Err(MergeFault::InternalSnapshots { path: link.path.clone(), count: link.internal });
         }
+        self.refuse_held(links, options)?;
         let of_others = layers_of_others(links);
         let is_named = || links[first + 1..=last + 1].iter().any(|link| link.info().is_some());
         if self.target().index() >= of_others || options.beyond_own && !is_named() {
@@ -64,6 +65,21 @@ impl MergeRange {
         let said = links[last + 2..=of_others].iter().find_map(Link::origin);
         let disk = said.or_else(|| disk_name(&links[of_others - 1].path)).unwrap_or_default();
         Err(MergeFault::OfAnotherDisk { disk })
+    }
+}
+
+impl MergeRange {
+    /// Refuses to drop a snapshot that is held, unless it stays another disk's, with its file.
+    pub(crate) fn refuse_held(self, links: &[Link], options: &MergeOptions) -> Result<(), MergeFault> {
+        let disk = &links[links.len() - 1].path;
+        for (layer, dropped) in (self.first.index()..=self.last.index()).rev().zip(dropped(links, self)) {
+            let is_lost = dropped.is_lost(options.removal);
+            let held = |info: SnapshotInfo| Held::find(disk, &links[layer].path, &info);
+            if let Some(held) = links[layer + 1].info().filter(|_| is_lost).and_then(held) {
+                return Err(MergeFault::Held(held));
+            }
+        }
+        Ok(())
     }
 }
 

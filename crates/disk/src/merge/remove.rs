@@ -71,6 +71,15 @@ pub enum Kept {
         /// What was wrong.
         reason: String,
     },
+    /// It is held.
+    #[error("it is held ({tag}): vmstrata snapshot release")]
+    Held {
+        /// The tag of one of its holds.
+        tag: String,
+    },
+    /// Nothing records that it was dropped.
+    #[error("nothing records that it was a snapshot of this disk: it may be a disk of its own")]
+    Unrecorded,
     /// Another file has its name now, or a link does.
     #[error("its path leads elsewhere")]
     Replaced,
@@ -85,7 +94,10 @@ pub enum Kept {
 impl Kept {
     /// Whether the file may be removed later.
     pub(super) fn may_end(&self) -> bool {
-        !matches!(self, Self::Asked | Self::NotASnapshot | Self::Elsewhere | Self::Replaced)
+        !matches!(
+            self,
+            Self::Asked | Self::NotASnapshot | Self::Elsewhere | Self::Replaced | Self::Unrecorded
+        )
     }
 }
 
@@ -97,6 +109,13 @@ pub(crate) struct Dropped {
     pub(super) is_own_snapshot: bool,
     /// In the disk's directory.
     pub(super) is_beside: bool,
+}
+
+impl Dropped {
+    /// Whether its state, if it has a name, is lost: it is this disk's own, or its file goes.
+    pub(super) fn is_lost(&self, removal: Removal) -> bool {
+        self.is_own_snapshot || removal.wants(self).is_ok()
+    }
 }
 
 /// The files of the layers in `range`, newest first.
@@ -135,7 +154,8 @@ pub(super) struct Wanted<'a> {
     pub(super) removal: Removal,
     /// Disks that told of themselves and are not where they were are taken to be deleted.
     pub(super) forget_missing: bool,
-    pub(super) here: Here<'a>,
+    /// `None` to foresee what becomes of a disk that another process has: its locks say nothing.
+    pub(super) here: Option<Here<'a>>,
     /// Another process uses the disk's layers, or a disk on them, and may know of them as they were before.
     pub(super) by_others: bool,
 }
@@ -171,7 +191,24 @@ impl Removal {
     }
 }
 
+/// Which of the files would not be removed, and why.
+pub(super) fn foresee(dropped: &[Dropped], users: &mut Users, wanted: &Wanted<'_>) -> Vec<Option<Kept>> {
+    let mut foresee_one =
+        |layer: &Dropped| may_go(layer, users, wanted).map(|_| users.forget(&layer.path)).err();
+    dropped.iter().map(&mut foresee_one).collect()
+}
+
 fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(), Kept> {
+    let place = may_go(layer, users, wanted)?;
+    // First, so that a process killed in between leaves nothing that speaks of a file that is gone.
+    forget_sidecar(&layer.path);
+    clones::forget(&layer.path);
+    below(&layer.path).unwrap_or_default().iter().for_each(|below| clones::take_back(below, &layer.path));
+    if is_at(layer, &place) { place.remove().map_err(failed) } else { Err(Kept::Replaced) }
+}
+
+/// Where the file is that nothing stands against removing.
+fn may_go(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<Place, Kept> {
     wanted.removal.wants(layer)?;
     if let Some(by) = users.of(layer.file) {
         return Err(Kept::Needed { by: by.clone() });
@@ -182,20 +219,23 @@ fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(),
     if let Some(told) = missing(&layer.path).into_iter().next().filter(|_| !wanted.forget_missing) {
         return Err(Kept::Missing { by: told.disk });
     }
-    // What is looked at here is what is removed below, whatever the path leads to by then.
+    if let Some(tag) = clones::some_hold(&layer.path) {
+        return Err(Kept::Held { tag });
+    }
+    // What is looked at here is what is removed, whatever the path leads to by then.
     let place = Place::of(&layer.path).map_err(failed)?;
-    let is_it = || place.look().is_ok_and(|found| found.is_file() && found.file() == layer.file);
-    if !is_it() {
+    if !is_at(layer, &place) {
         return Err(Kept::Replaced);
     }
-    if wanted.by_others || (wanted.here.needs)(layer.file) || is_open(&layer.path, layer.file, &wanted.here) {
+    let is_used = |here: Here<'_>| (here.needs)(layer.file) || is_open(&layer.path, layer.file, &here);
+    if wanted.by_others || wanted.here.is_some_and(is_used) {
         return Err(Kept::InUse);
     }
-    // First, so that a process killed in between leaves nothing that speaks of a file that is gone.
-    forget_sidecar(&layer.path);
-    clones::forget(&layer.path);
-    below(&layer.path).unwrap_or_default().iter().for_each(|below| clones::take_back(below, &layer.path));
-    if is_it() { place.remove().map_err(failed) } else { Err(Kept::Replaced) }
+    Ok(place)
+}
+
+fn is_at(layer: &Dropped, place: &Place) -> bool {
+    place.look().is_ok_and(|found| found.is_file() && found.file() == layer.file)
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use super::hold::Held;
 use super::holder::Holder;
 
 /// Why a snapshot cannot be taken, found or used as asked.
@@ -28,7 +29,7 @@ pub enum SnapshotFault {
     #[error("its name is not UTF-8, so no image can have it as its backing file: rename it")]
     NotUtf8,
     /// The name of the snapshot's file is taken.
-    #[error("a snapshot's file {} exists already: choose another name", path.display())]
+    #[error("a snapshot's file {} exists already: choose another name, or see with `vmstrata snapshot list --all` whether it is left over and `vmstrata gc` removes it", path.display())]
     Exists {
         /// The file.
         path: PathBuf,
@@ -72,6 +73,29 @@ pub enum SnapshotFault {
         /// The name.
         name: String,
         /// The names there are, newest first.
+        have: Vec<String>,
+    },
+    /// A snapshot that nothing may drop.
+    #[error(transparent)]
+    Held(Held),
+    /// A snapshot that is no state any more.
+    #[error("its snapshot {name} is being deleted: it cannot be held")]
+    BeingDeleted {
+        /// Its name.
+        name: String,
+    },
+    /// A text that is no tag.
+    #[error("{tag:?} is no tag of a hold: up to 100 of A-Z a-z 0-9 . _ -")]
+    Tag {
+        /// The text.
+        tag: String,
+    },
+    /// No hold of that tag.
+    #[error("it is not held under {tag:?}: {}", if have.is_empty() { "nothing holds it".to_owned() } else { format!("its holds are {}", have.join(", ")) })]
+    NoSuchHold {
+        /// The tag.
+        tag: String,
+        /// The tags there are.
         have: Vec<String>,
     },
     /// A layer that its last writer has not finished.

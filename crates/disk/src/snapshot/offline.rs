@@ -11,6 +11,7 @@ use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_store::{Access, FileError, FileId, FileOptions, FileStore, Gate, LockError, Place};
 
 use super::fault::{SnapshotFault, group_broken};
+use super::hold::Held;
 use super::holder::{Holder, holders};
 use super::list::{Snapshot, layers_up_to, list, pick};
 use super::overlay::Below;
@@ -208,6 +209,10 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     let mut snapshots = list(disk, &options.open)?;
     let found = pick(&snapshots, name).cloned().map_err(|error| error.in_file(disk))?;
     let info = SnapshotInfo { origin: found.owner.clone(), ..found.info.clone().expect("found by its name") };
+    for newer in snapshots[..found.depth - 1].iter().filter(|newer| newer.is_own()) {
+        let held = newer.info.as_ref().and_then(|info| Held::find(disk, &newer.layer, info));
+        held.map_or(Ok(()), |held| Err(SnapshotFault::Held(held)))?;
+    }
     if let Some(keep) = &options.keep {
         check_keep(disk, keep, identity)?;
     }

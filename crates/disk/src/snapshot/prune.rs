@@ -15,6 +15,8 @@ pub struct Pruning<'a> {
     pub delete: Vec<&'a str>,
     /// Those that are left alone for the sake of a guest's memory, which is worth nothing without them.
     pub with_memory: Vec<&'a str>,
+    /// Those that no rule keeps and that are held, and so stay.
+    pub held: Vec<&'a str>,
     /// Those of the first two that say they were taken after now, or after one that stands on them: the clock was wrong.
     pub misdated: Vec<&'a str>,
 }
@@ -40,12 +42,18 @@ impl<'a> Pruning<'a> {
             let those = looked_at.iter().zip(&decided).filter(move |(_, kept)| **kept == wanted);
             those.map(|(info, _)| info.name.as_str())
         };
+        let is_held = |name: &&str| {
+            let of_name = |snapshot: &&Snapshot| snapshot.is_own() && snapshot.name() == Some(*name);
+            let found = snapshots.iter().find(of_name);
+            found.is_some_and(|found| found.holds().is_ok_and(|holds| !holds.is_empty()))
+        };
+        let (held, unheld): (Vec<&str>, Vec<&str>) = named(false).partition(is_held);
         let half_deleted = half_deleted.iter().map(|(_, info)| info.name.as_str());
         let with_memory = with_memory.iter().map(|info| info.name.as_str()).collect();
         let sound = looked_at.iter().zip(no_later_than(&taken, now_ns));
         let misdated = sound.filter(|(info, sound)| info.taken_ns != *sound);
         let misdated = misdated.map(|(info, _)| info.name.as_str()).collect();
-        let (keep, delete) = (named(true).collect(), named(false).chain(half_deleted).collect());
-        Self { keep, delete, with_memory, misdated }
+        let (keep, delete) = (named(true).collect(), unheld.into_iter().chain(half_deleted).collect());
+        Self { keep, delete, with_memory, held, misdated }
     }
 }

@@ -3,6 +3,7 @@
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use vmstrata_api::{PROBLEM_TYPE, Problem};
+use vmstrata_disk::merge::MergeFault;
 use vmstrata_disk::snapshot::SnapshotFault;
 use vmstrata_disk::{ErrorKind, ResizeFault};
 use vmstrata_export::{nbd, vhost_user};
@@ -126,6 +127,8 @@ fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
             SnapshotFault::Exists { .. } | SnapshotFault::NameTaken { .. } | SnapshotFault::KeepExists { .. },
         ) => (409, "name-taken"),
         ErrorKind::Snapshot(SnapshotFault::StaysRaw) => (409, "stays-raw"),
+        ErrorKind::Snapshot(SnapshotFault::Held(_)) | ErrorKind::Merge(MergeFault::Held(_)) => (409, "held"),
+        ErrorKind::Merge(MergeFault::LosesSnapshots { .. }) => (409, "loses-snapshots"),
         ErrorKind::Resize(ResizeFault::WouldShrink { .. }) => (409, "would-shrink"),
         ErrorKind::Resize(ResizeFault::Merging) => (409, "busy"),
         ErrorKind::Resize(_) => (422, "invalid"),

@@ -77,18 +77,27 @@ impl Host {
                     SnapshotDelete::new(open, &snapshots, options)
                 })
             }
-            JobSpec::Merge { disk, first, last, remove, into, forget_missing, bytes_per_second } => {
+            JobSpec::Merge {
+                disk,
+                first,
+                last,
+                drop_snapshots,
+                remove,
+                into,
+                forget_missing,
+                bytes_per_second,
+            } => {
                 let ends = [layer_ref(first)?, layer_ref(last)?];
                 let how = how(remove, into, forget_missing);
                 self.start_merging(&disk, how, bytes_per_second, |open, options| {
-                    MergeLayers::new(open, ends.each_ref(), options)
+                    MergeLayers::new(open, ends.each_ref(), drop_snapshots, options)
                 })
             }
-            JobSpec::Flatten { disk, onto, remove, forget_missing, bytes_per_second } => {
+            JobSpec::Flatten { disk, onto, drop_snapshots, remove, forget_missing, bytes_per_second } => {
                 let onto = onto.map(layer_ref).transpose()?;
                 let how = how(remove, MergeInto::Up, forget_missing);
                 self.start_merging(&disk, how, bytes_per_second, |open, options| {
-                    Flatten::new(open, onto.as_ref(), options)
+                    Flatten::new(open, onto.as_ref(), drop_snapshots, options)
                 })
             }
         }

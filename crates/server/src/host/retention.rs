@@ -137,7 +137,10 @@ impl Host {
             (disk.path().to_owned(), self.open_options(spec))
         };
         let snapshots = list(&path, &options)?;
-        let Pruning { delete, misdated, .. } = Pruning::of(&snapshots, keep, &[], now_ns());
+        let Pruning { delete, held, misdated, .. } = Pruning::of(&snapshots, keep, &[], now_ns());
+        if !held.is_empty() {
+            tracing::debug!(disk = name, "no rule keeps {}, but holds do", held.join(", "));
+        }
         if delete.is_empty() {
             return Ok(());
         }

@@ -77,9 +77,17 @@ impl Merging<Layers> {
     /// Finds the layers from one to the other.
     ///
     /// # Errors
-    /// No such layers; named ones of another disk; layers that cannot be dropped; another merge that ended at this moment.
-    pub(crate) fn new(disk: Arc<Disk>, ends: [&LayerRef; 2], options: MergeOptions) -> Result<Self, Error> {
+    /// Named snapshots among them, unless `drop_snapshots`; no such layers; named ones of another disk; layers that cannot be dropped; another merge that ended at this moment.
+    pub(crate) fn new(
+        disk: Arc<Disk>,
+        ends: [&LayerRef; 2],
+        drop_snapshots: bool,
+        options: MergeOptions,
+    ) -> Result<Self, Error> {
         let meant = Meant::between(disk.path(), ends[0], ends[1], &options.open)?;
+        if !drop_snapshots {
+            meant.refuse_loss(disk.path(), &options.open)?;
+        }
         Self::of(disk, meant, MergeOptions { beyond_own: true, ..options })
     }
 }
@@ -89,16 +97,20 @@ impl Merging<Below> {
     /// steps. A snapshot that is taken meanwhile stays: the layer that was active then is what gets flat.
     ///
     /// # Errors
-    /// No such layer to stand on; layers that cannot be dropped; a snapshot that was taken at this moment.
+    /// Named snapshots that would go, unless `drop_snapshots`; no such layer to stand on; layers that cannot be dropped; a snapshot that was taken at this moment.
     pub(crate) fn new(
         disk: Arc<Disk>,
         onto: Option<&LayerRef>,
+        drop_snapshots: bool,
         options: MergeOptions,
     ) -> Result<Self, Error> {
         let meant = match onto {
             Some(base) => Meant::above(disk.path(), base, &options.open)?,
             None => Meant::below(disk.path(), &options.open)?,
         };
+        if !drop_snapshots {
+            meant.refuse_loss(disk.path(), &options.open)?;
+        }
         Self::of(disk, meant, options)
     }
 }

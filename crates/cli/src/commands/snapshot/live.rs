@@ -143,7 +143,7 @@ impl Live {
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn merge(&self, args: &MergeArgs) -> Result<()> {
-        let asked = args.how.merge(self.name(), &args.layers, args.remove, args.into)?;
+        let asked = args.how.merge(self.name(), &args.layers, args.lose.yes, args.remove, args.into)?;
         self.run_job(&asked, &format!("{} dropped", args.layers.in_words()), args.common.json)
     }
 
@@ -152,7 +152,7 @@ impl Live {
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn flatten(&self, args: &FlattenArgs) -> Result<()> {
-        let asked = args.how.flatten(self.name(), args.onto.as_deref(), args.remove)?;
+        let asked = args.how.flatten(self.name(), args.onto.as_deref(), args.lose.yes, args.remove)?;
         self.run_job(&asked, &args.done(), args.common.json)
     }
 

@@ -18,6 +18,9 @@ struct Plan<'a> {
     /// Left alone for the sake of snapshots of memory.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     with_memory: Vec<&'a str>,
+    /// Kept by no rule, but by holds.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    held: Vec<&'a str>,
     /// Taken, they say, after now or after a newer one.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     misdated: Vec<&'a str>,
@@ -29,9 +32,9 @@ struct Plan<'a> {
 /// What could not be deleted; every state of the disk that is left is as it was.
 pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
     let snapshots = list(&args.disk, &args.common.open())?;
-    let Pruning { keep, delete, with_memory, misdated } =
+    let Pruning { keep, delete, with_memory, held, misdated } =
         Pruning::of(&snapshots, &args.keep, &args.label, now_ns());
-    let plan = Plan { disk: text(&args.disk), keep, delete, with_memory, misdated };
+    let plan = Plan { disk: text(&args.disk), keep, delete, with_memory, held, misdated };
     if args.dry_run || plan.delete.is_empty() {
         return plan.tell(args);
     }
@@ -43,6 +46,7 @@ pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
         disk: args.disk.clone(),
         names,
         keep_files: false,
+        dry_run: false,
         into: crate::args::Into::default(),
         how: args.how,
         journal: args.journal.clone(),
@@ -67,13 +71,19 @@ impl Plan<'_> {
     }
 
     fn notes(&self) -> impl Iterator<Item = String> {
-        self.left_alone().into_iter().chain(self.wrong_clock())
+        self.left_alone().into_iter().chain(self.held()).chain(self.wrong_clock())
     }
 
     fn wrong_clock(&self) -> Option<String> {
         let names = self.misdated.join(", ");
         (!names.is_empty())
             .then(|| format!("the clock was wrong when {names} was taken, or is now: rules go by the order"))
+    }
+
+    fn held(&self) -> Option<String> {
+        let names = self.held.join(", ");
+        (!names.is_empty())
+            .then(|| format!("no rule keeps {names}, but holds do: vmstrata snapshot release lets them go"))
     }
 
     fn left_alone(&self) -> Option<String> {

@@ -8,7 +8,7 @@ use vmstrata_api::SnapshotTaken;
 use vmstrata_disk::snapshot::{Created, Snapshot, SnapshotInfo};
 
 use super::{text, time};
-use crate::args::{SnapshotCloneArgs, SnapshotRevertArgs};
+use crate::args::{SnapshotCloneArgs, SnapshotHoldArgs, SnapshotRevertArgs};
 use crate::output::{Table, counted, print, print_json};
 use crate::units::{exact_size, short_size};
 
@@ -89,6 +89,8 @@ pub struct Row<'a> {
     time: Option<String>,
     time_ns: Option<u64>,
     labels: BTreeMap<&'a str, &'a str>,
+    /// The tags of its holds.
+    holds: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     group: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -115,6 +117,7 @@ impl<'a> Row<'a> {
             time: info.map(|info| time::rfc3339(info.taken_ns)),
             time_ns: info.map(|info| info.taken_ns),
             labels: labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect(),
+            holds: snapshot.holds().unwrap_or_default(),
             group: info.and_then(|info| info.group.as_deref()),
             cloned_from: snapshot.origin.as_deref(),
             layer: text(&snapshot.layer),
@@ -131,6 +134,7 @@ impl<'a> Row<'a> {
         let mut labels: Vec<String> =
             self.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
         labels.extend(self.group.map(|group| format!("(group {group})")));
+        labels.extend((!self.holds.is_empty()).then(|| format!("(held: {})", self.holds.join(", "))));
         labels.extend(self.cloned_from.map(|disk| format!("(cloned from {disk})")));
         labels.extend(self.being_deleted.then(|| "(being deleted)".to_owned()));
         labels.join(" ")
@@ -163,6 +167,7 @@ pub fn show(snapshot: &Snapshot) -> String {
         row.being_deleted.then(|| ("state", "being deleted; it can only be deleted again".to_owned())),
     );
     lines.extend(row.group.map(|group| ("group", group.to_owned())));
+    lines.extend(row.holds.iter().map(|tag| ("held", tag.clone())));
     lines.extend(row.cloned_from.map(|disk| ("cloned from", disk.to_owned())));
     lines.extend(row.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
     lines.push(("layer", format!("{} ({})", row.layer, row.format)));
@@ -170,6 +175,33 @@ pub fn show(snapshot: &Snapshot) -> String {
     lines.push(("disk size", exact_size(row.virtual_size)));
     lines.push(("size on disk", exact_size(row.actual_size)));
     lines.iter().map(|(what, value)| format!("{what:<13} {value}\n")).collect()
+}
+
+/// A hold that was placed or released.
+#[derive(Debug, Serialize)]
+pub struct Holding {
+    disk: String,
+    snapshot: String,
+    tag: String,
+    held: bool,
+}
+
+impl Holding {
+    /// The hold that was asked for.
+    pub fn new(args: &SnapshotHoldArgs, held: bool) -> Self {
+        Self { disk: text(&args.disk), snapshot: args.name.clone(), tag: args.tag.clone(), held }
+    }
+
+    /// Prints it.
+    ///
+    /// # Errors
+    /// When nobody reads it.
+    pub fn tell(&self, how: &str, json: bool) -> anyhow::Result<()> {
+        if json {
+            return Ok(print_json(self)?);
+        }
+        Ok(print(&format!("{}@{}: {how} ({})\n", self.disk, self.snapshot, self.tag))?)
+    }
 }
 
 /// A disk that went back.

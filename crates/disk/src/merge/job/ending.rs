@@ -14,7 +14,7 @@ use crate::merge::users::{Here, Users};
 use crate::merge::{Removal, leftovers};
 
 impl Merge {
-    fn disk(&self) -> (&Path, &OpenOptions) {
+    pub(super) fn disk(&self) -> (&Path, &OpenOptions) {
         match &self.host {
             Host::Files(files) => (&files.disk, &self.options.open),
             Host::Running(running) => (running.disk.path(), running.disk.options()),
@@ -69,7 +69,7 @@ impl Merge {
         let (removal, forget_missing) = (self.options.removal, self.options.forget_missing);
         let mut remove = |here: Here<'_>| {
             let by_others = here.is_used_by_others(&users, above);
-            let wanted = Wanted { removal, forget_missing, here, by_others };
+            let wanted = Wanted { removal, forget_missing, here: Some(here), by_others };
             remove::remove(&dropped, &mut users, &wanted)
         };
         let (removed, kept) = match &self.host {

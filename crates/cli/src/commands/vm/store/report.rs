@@ -282,7 +282,12 @@ struct DeletePlan {
 ///
 /// # Errors
 /// When stdout does not take it.
-pub fn tell_delete_plan(delete: Vec<String>, disks: &[DiskState], with_disks: bool, json: bool) -> Result<()> {
+pub fn tell_delete_plan(
+    delete: Vec<String>,
+    disks: &[DiskState],
+    with_disks: bool,
+    json: bool,
+) -> Result<()> {
     let (gone, stay) = if with_disks { (disks, &[][..]) } else { (&[][..], disks) };
     let (gone, stay) = (disk_snapshots(gone), disk_snapshots(stay));
     if json {

@@ -1,0 +1,87 @@
+//! What dropping layers would do to files and names, found out without a change and without a lock.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use super::plan::{layers_of_others, links};
+use super::remove::{Kept, Wanted, dropped, foresee};
+use super::users::{Here, Users};
+use super::{MergeOptions, MergeRange};
+use crate::error::{Error, Result};
+use crate::opener::LocalFiles;
+
+/// A layer that would go.
+#[derive(Clone, Debug)]
+pub struct Going {
+    /// Its number, counted from the base.
+    pub number: usize,
+    /// Its file.
+    pub path: PathBuf,
+    /// The snapshot of this disk that is lost with it.
+    pub snapshot: Option<String>,
+    /// Bytes of the host's storage that its file takes.
+    pub allocated_bytes: u64,
+    /// Why its file would stay; `None` if it would be removed.
+    pub kept: Option<Kept>,
+}
+
+/// What would go, newest first.
+#[derive(Clone, Debug, Default)]
+pub struct Forecast {
+    /// The layers.
+    pub layers: Vec<Going>,
+}
+
+impl Forecast {
+    /// What dropping these ranges of layers of `disk` would do. `is_served`: another process has the disk, and would do it; its
+    /// locks are passed over.
+    ///
+    /// # Errors
+    /// What would refuse it before anything is copied; a chain that cannot be read.
+    pub fn of(disk: &Path, ranges: &[MergeRange], options: &MergeOptions, is_served: bool) -> Result<Self> {
+        let links = links(disk, &options.open, &LocalFiles)?;
+        let Some(first) = ranges.iter().map(|range| range.first.index()).min() else {
+            return Ok(Self::default());
+        };
+        for range in ranges {
+            range.check(&links, options).map_err(|fault| Error::from(fault).in_file(disk))?;
+        }
+        let mut users = Users::standing_on(&links[first..], disk, &options.open);
+        let here = (!is_served).then_some(Here::NOTHING);
+        let own_from = layers_of_others(&links);
+        let mut layers = Vec::new();
+        for range in ranges {
+            let target = range.target().index();
+            // It will stand on what lies below.
+            users.forget(&links[target].path);
+            let dropped = dropped(&links, *range);
+            let by_others = here.is_some_and(|here| here.is_used_by_others(&users, &links[target..]));
+            let (removal, forget_missing) = (options.removal, options.forget_missing);
+            let wanted = Wanted { removal, forget_missing, here, by_others };
+            let kept = foresee(&dropped, &mut users, &wanted);
+            let numbers = (range.first.index()..=range.last.index()).rev();
+            layers.extend(numbers.zip(dropped).zip(kept).map(|((number, dropped), kept)| {
+                let info = links[number + 1].info().filter(|_| number >= own_from);
+                let allocated_bytes = dropped.path.metadata().map_or(0, |found| found.blocks() * 512);
+                Going {
+                    number,
+                    path: dropped.path,
+                    snapshot: info.map(|info| info.name),
+                    allocated_bytes,
+                    kept,
+                }
+            }));
+        }
+        Ok(Self { layers })
+    }
+
+    /// The names of the disk's snapshots that are lost, newest first.
+    pub fn lost(&self) -> Vec<String> {
+        self.layers.iter().filter_map(|layer| layer.snapshot.clone()).collect()
+    }
+
+    /// Bytes of the files that are removed. What other layers need of them is copied first.
+    pub fn freed_bytes(&self) -> u64 {
+        self.layers.iter().filter(|layer| layer.kept.is_none()).map(|layer| layer.allocated_bytes).sum()
+    }
+}
