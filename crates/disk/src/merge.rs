@@ -40,6 +40,7 @@ pub(crate) mod down;
 mod fault;
 mod files;
 mod forecast;
+pub(crate) mod holes;
 mod job;
 pub(crate) mod leftovers;
 mod mark;

@@ -35,7 +35,7 @@ thread_local! {
 }
 
 /// Runs `work` with `len` bytes of the thread's own; what is in them is left over. `work` must not ask for them again.
-fn with_scratch<T>(len: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
+pub(crate) fn with_scratch<T>(len: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
     SCRATCH.with_borrow_mut(|scratch| {
         if scratch.len() < len {
             *scratch = AlignedBuf::zeroed(len.next_power_of_two());

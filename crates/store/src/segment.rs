@@ -150,6 +150,25 @@ pub fn copy_to_slice(segments: &[Segment<'_>], into: &mut [u8]) {
     assert_eq!(done, into.len(), "fewer bytes in the segments than asked for");
 }
 
+/// Whether `bytes` are all zeros; looks no further than the first 4 KiB that are not.
+pub fn is_zero(bytes: &[u8]) -> bool {
+    // Compared in large strides, which the compiler turns into vector instructions.
+    bytes.chunks(4096).all(|chunk| chunk.iter().fold(0, |any, byte| any | byte) == 0)
+}
+
+/// As [`is_zero`], of memory that others may be changing meanwhile.
+pub fn are_zero(segments: &[Segment<'_>]) -> bool {
+    let mut bytes = [0; 512];
+    segments.iter().all(|segment| {
+        (0..segment.len()).step_by(bytes.len()).all(|at| {
+            let part = &mut bytes[..(segment.len() - at).min(512)];
+            // SAFETY: as in `fill_zero`; the destination is a part of `bytes`.
+            unsafe { part.as_mut_ptr().copy_from(segment.address().wrapping_add(at), part.len()) };
+            is_zero(part)
+        })
+    })
+}
+
 /// A zeroed heap buffer aligned to 4 KiB, so that direct I/O can use it.
 #[derive(Debug)]
 pub struct AlignedBuf {
@@ -224,6 +243,20 @@ mod tests {
         fill_zero(&slice(&segments, 0, 1));
         drop(part);
         assert_eq!(&bytes, b"\0bWXYZgh");
+    }
+
+    #[test]
+    fn one_byte_anywhere_is_not_zeros() {
+        let mut bytes = [0; 9000];
+        assert!(is_zero(&bytes) && is_zero(&[]) && are_zero(&[]));
+        for at in [0, 511, 512, 4095, 4096, 8999] {
+            bytes[at] = 1;
+            assert!(!is_zero(&bytes), "{at}");
+            let (left, right) = bytes.split_at_mut(700);
+            assert!(!are_zero(&[Segment::from_mut(left), Segment::from_mut(right)]), "{at}");
+            bytes[at] = 0;
+            assert!(are_zero(&[Segment::from_mut(&mut bytes)]));
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! A region: the unit in which a backup is read, hashed and written.
 
 use sha2::{Digest as _, Sha256};
-use vmstrata_store::Segment;
+use vmstrata_store::{Segment, is_zero};
 use vmstrata_types::{ClusterBits, GuestOffset};
 
 use super::manifest::{Digest, RegionSum};
@@ -98,11 +98,6 @@ impl Region {
         }
         Some(RegionSum { start: first.at.get() / REGION_BYTES * REGION_BYTES, sha256: Digest::of(hash) })
     }
-}
-
-pub(super) fn is_zero(bytes: &[u8]) -> bool {
-    // Compared in large strides, which the compiler turns into vector instructions.
-    bytes.chunks(4096).all(|chunk| chunk.iter().fold(0, |any, byte| any | byte) == 0)
 }
 
 #[cfg(test)]

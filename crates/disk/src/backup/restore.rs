@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use vmstrata_qcow2::CompressionType;
+use vmstrata_store::is_zero;
 use vmstrata_types::{ClusterBits, GuestOffset};
 
 use super::content::Content;
@@ -19,7 +20,7 @@ use super::packed::{PackedFile, PackedRegion};
 use super::pipeline::{Crew, in_order};
 use super::plan::Planned;
 use super::raw_disk::{RawDisk, is_device, open_device};
-use super::region::{REGION_BYTES, Region, is_zero};
+use super::region::{REGION_BYTES, Region};
 use super::verify::check_file;
 use super::{BackupReport, Watch};
 use crate::create::reserve;

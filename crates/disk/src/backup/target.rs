@@ -5,9 +5,9 @@ use std::io::{self, Read as _, Seek as _, Write};
 use std::os::unix::fs::FileExt as _;
 
 use sha2::{Digest as _, Sha256};
+use vmstrata_store::is_zero;
 
 use super::manifest::{Digest, FileSum};
-use super::region::is_zero;
 use crate::error::{IoContext as _, Result};
 
 /// Zeros of a file are left as holes in pieces of this size.

@@ -36,6 +36,8 @@ use crate::epoch::thread_shard;
 use crate::error::{Error, IoContext as _, Result};
 use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
+use crate::merge::copy::After;
+use crate::merge::holes::Holes;
 use crate::merge::plan::{Link, below_of, links, map_up_to};
 use crate::merge::relink::Relink;
 use crate::merge::remove::refuse_overlooked;
@@ -193,6 +195,7 @@ impl Running {
     fn room(&self, links: &[Link], after: Option<&FrozenMap>) -> Result<Room> {
         let disk = &self.disk;
         let (mut at, mut demand) = (0, 0);
+        let after = After { map: after, holes: &Holes::default() };
         while at < disk.size() {
             let _guard = disk.epochs.guard(thread_shard());
             let layers = disk.layers_now();
@@ -232,7 +235,7 @@ impl Running {
         disk.check_changeable()?;
         let layers = disk.layers_now();
         self.check_top(&layers, copier)?;
-        layers.pull_up(part, copier.after.as_deref()).map_err(|error| disk.latch_if_lost(error))
+        layers.pull_up(part, copier.after()).map_err(|error| disk.latch_if_lost(error))
     }
 
     fn check_top(&self, layers: &Layers, copier: &Copier) -> Result<()> {

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use vmstrata_store::Store;
 use vmstrata_types::{GuestOffset, GuestRange};
 
+use super::copy::After;
 use super::down::Down;
+use super::holes::Holes;
 use super::relink::Relink;
 use super::room::Room;
 use crate::active::Active;
@@ -29,6 +31,7 @@ pub(crate) struct Copier {
     pub(crate) after: Option<Arc<FrozenMap>>,
     pub(crate) way: Way,
     pub(crate) room: Room,
+    holes: Holes,
     at: GuestOffset,
     is_settled: bool,
 }
@@ -50,7 +53,7 @@ impl Copier {
         relink: Relink,
         room: Room,
     ) -> Self {
-        Self { target, layers, after, way: Way::Up(relink), room, at: GuestOffset::ZERO, is_settled: false }
+        Self::going(Way::Up(relink), target, layers, after, room)
     }
 
     /// Into a layer that is frozen, or whose disk is not in use: `layers` are the target over all below it.
@@ -63,7 +66,8 @@ impl Copier {
         after: Option<Arc<FrozenMap>>,
         relink: Relink,
     ) -> Result<Self> {
-        let demand = layers.demand(GuestRange::new(GuestOffset::ZERO, target.size()), after.as_deref())?;
+        let later = After { map: after.as_deref(), holes: &Holes::default() };
+        let demand = layers.demand(GuestRange::new(GuestOffset::ZERO, target.size()), later)?;
         let room = Room::find(&target.path, demand)?;
         Ok(Self::new(target, Some(layers), after, relink, room))
     }
@@ -75,15 +79,23 @@ impl Copier {
         down: Down,
         room: Room,
     ) -> Self {
-        Self {
-            target,
-            layers: Some(layers),
-            after,
-            way: Way::Down(Box::new(down)),
-            room,
-            at: GuestOffset::ZERO,
-            is_settled: false,
-        }
+        Self::going(Way::Down(Box::new(down)), target, Some(layers), after, room)
+    }
+
+    fn going(
+        way: Way,
+        target: Arc<Active>,
+        layers: Option<Layers>,
+        after: Option<Arc<FrozenMap>>,
+        room: Room,
+    ) -> Self {
+        let (holes, at) = (Holes::default(), GuestOffset::ZERO);
+        Self { target, layers, after, way, room, holes, at, is_settled: false }
+    }
+
+    /// What the target will stand on.
+    pub(crate) fn after(&self) -> After<'_> {
+        After { map: self.after.as_deref(), holes: &self.holes }
     }
 
     /// Copies what lies in `range` into a target that is frozen, or whose disk is not in use; returns the bytes written.
@@ -92,8 +104,8 @@ impl Copier {
     /// A layer that cannot be read, a host that is full or cannot write.
     pub(super) fn copy(&self, layers: &Layers, range: GuestRange) -> Result<u64> {
         match &self.way {
-            Way::Up(_) => layers.pull_up(range, self.after.as_deref()),
-            Way::Down(down) => down.copy(layers, range),
+            Way::Up(_) => layers.pull_up(range, self.after()),
+            Way::Down(down) => down.copy(layers, range, &self.holes),
         }
     }
 

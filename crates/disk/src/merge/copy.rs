@@ -7,21 +7,39 @@
 //!            └──► map of those that stay ──► the same? ──┴─no──► copy what the first says
 //! ```
 //!
-//! The two maps number the layers that stay alike, so "the same" is: the same place in the same layer, or zeros in both.
+//! The two maps number the layers that stay alike, so "the same" is: the same place in the same layer, or zeros in both. Holes
+//! of layers' files count as zeros ([`super::holes`]), and so do clusters that turn out to be zeros when they are read.
 
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::{COPIED, ZERO_FLAG};
+use vmstrata_store::is_zero;
 use vmstrata_types::{GuestOffset, GuestRange};
 
-use crate::active::{Active, Change};
-use crate::error::Result;
+use super::holes::Holes;
+use crate::active::{Active, Change, NewClusters};
+use crate::error::{IoContext as _, Result};
 use crate::layers::{Layers, Top};
 use crate::map::{FrozenMap, Run, Source};
+use crate::write::with_scratch;
 
 /// Most bytes copied while the target's page is locked.
 const RUN_BYTES: u64 = 256 << 10;
 /// Zero clusters exist since this version.
 const ZEROS_SINCE: u32 = 3;
+
+/// What will lie below the target, and the holes of what does now.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct After<'a> {
+    /// `None` is no layers at all.
+    pub(crate) map: Option<&'a FrozenMap>,
+    pub(crate) holes: &'a Holes,
+}
+
+impl After<'_> {
+    fn locate(self, at: GuestOffset, len: u64) -> Result<Run> {
+        self.map.map_or(Ok(Run { source: Source::Hole, len }), |map| map.locate(at, len))
+    }
+}
 
 /// What the target must get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,20 +50,20 @@ enum Need {
 }
 
 impl Layers {
-    /// Copies into the active layer what lies below its clusters in `range` and reads otherwise in `after`; `None` is no
-    /// layers at all. Returns the bytes written.
+    /// Copies into the active layer what lies below its clusters in `range` and reads otherwise in `after`. Returns
+    /// the bytes written.
     ///
     /// # Errors
     /// A layer that cannot be read, a host that is full or cannot write: part of it may have been copied.
     ///
     /// # Panics
     /// Without an active layer that has clusters.
-    pub(crate) fn pull_up(&self, range: GuestRange, after: Option<&FrozenMap>) -> Result<u64> {
+    pub(crate) fn pull_up(&self, range: GuestRange, after: After<'_>) -> Result<u64> {
         let active = self.target();
         let mut at = range.start;
         let mut copied = 0;
         while let Some((first, count, need)) = self.next_run(active, at, range.end(), after)? {
-            let (passed, bytes) = self.pull_run(active, first, count, need)?;
+            let (passed, bytes) = self.pull_run(active, first, count, need, after)?;
             copied += bytes;
             at = GuestOffset::new((first + passed) << active.tables.geometry.cluster_bits.get());
         }
@@ -59,7 +77,7 @@ impl Layers {
     ///
     /// # Panics
     /// As [`Layers::pull_up`].
-    pub(crate) fn demand(&self, range: GuestRange, after: Option<&FrozenMap>) -> Result<u64> {
+    pub(crate) fn demand(&self, range: GuestRange, after: After<'_>) -> Result<u64> {
         let active = self.target();
         let bits = active.tables.geometry.cluster_bits;
         let mut at = range.start;
@@ -88,7 +106,7 @@ impl Layers {
         active: &Active,
         at: GuestOffset,
         end: GuestOffset,
-        after: Option<&FrozenMap>,
+        after: After<'_>,
     ) -> Result<Option<(u64, u64, Need)>> {
         let bits = active.tables.geometry.cluster_bits;
         let end = end.get().min(self.size);
@@ -120,13 +138,33 @@ impl Layers {
     }
 
     /// What both maps say of the bytes at `at`, as far as each says one thing.
-    fn both(&self, at: GuestOffset, len: u64, after: Option<&FrozenMap>) -> Result<(Run, Run)> {
+    fn both(&self, at: GuestOffset, len: u64, after: After<'_>) -> Result<(Run, Run)> {
         let before = self.locate_below(at, len)?;
-        let after = match after {
-            Some(map) => map.locate(at, before.len)?,
-            None => Run { source: Source::Hole, len: before.len },
-        };
-        Ok((before, after))
+        let later = after.locate(at, before.len)?;
+        if before.source == later.source {
+            return Ok((before, later));
+        }
+        Ok((self.cut(before, after.holes), self.cut(later, after.holes)))
+    }
+
+    /// `run`, cut where data and holes of its file meet.
+    pub(super) fn cut(&self, run: Run, holes: &Holes) -> Run {
+        holes.cut(run, |layer, host| self.store_of(layer).ok()?.extent(host).ok())
+    }
+
+    /// Whether a cluster reads as zeros without an entry of the target.
+    fn is_zero_after(&self, active: &Active, cluster: u64, after: After<'_>) -> Result<bool> {
+        let bits = active.tables.geometry.cluster_bits;
+        let mut at = GuestOffset::new(cluster << bits.get());
+        let end = (at + bits.size()).get().min(self.size);
+        while at.get() < end {
+            let run = after.locate(at, end - at.get())?;
+            if !run.source.is_zero() {
+                return Ok(false);
+            }
+            at = at + run.len;
+        }
+        Ok(true)
     }
 
     /// The first place from `at` on where the maps differ.
@@ -134,28 +172,28 @@ impl Layers {
         &self,
         mut at: GuestOffset,
         end: u64,
-        map: Option<&FrozenMap>,
+        after: After<'_>,
     ) -> Result<Option<GuestOffset>> {
         while at.get() < end {
-            let (before, after) = self.both(at, end - at.get(), map)?;
-            if differ(before, after) {
+            let (before, later) = self.both(at, end - at.get(), after)?;
+            if differ(before, later) {
                 return Ok(Some(at));
             }
-            at = at + before.len.min(after.len);
+            at = at + before.len.min(later.len);
         }
         Ok(None)
     }
 
-    fn need(&self, active: &Active, cluster: u64, map: Option<&FrozenMap>) -> Result<Need> {
+    fn need(&self, active: &Active, cluster: u64, after: After<'_>) -> Result<Need> {
         let bits = active.tables.geometry.cluster_bits;
         let mut at = GuestOffset::new(cluster << bits.get());
         let end = (at + bits.size()).get().min(self.size);
         let (mut differs, mut zeros) = (false, true);
         while at.get() < end {
-            let (before, after) = self.both(at, end - at.get(), map)?;
-            differs |= differ(before, after);
+            let (before, later) = self.both(at, end - at.get(), after)?;
+            differs |= differ(before, later);
             zeros &= before.source.is_zero();
-            at = at + before.len.min(after.len);
+            at = at + before.len.min(later.len);
         }
         Ok(match (differs, zeros) {
             (false, _) => Need::Nothing,
@@ -166,7 +204,14 @@ impl Layers {
 
     /// Gives the first of `count` clusters that have no entry what they need; returns how many clusters are done with, and
     /// the bytes written.
-    fn pull_run(&self, active: &Active, first: u64, count: u64, need: Need) -> Result<(u64, u64)> {
+    fn pull_run(
+        &self,
+        active: &Active,
+        first: u64,
+        count: u64,
+        need: Need,
+        after: After<'_>,
+    ) -> Result<(u64, u64)> {
         let page = active.lock_page(first);
         let mut old: Vec<u64> = Vec::new();
         for cluster in first..first + count {
@@ -179,25 +224,105 @@ impl Layers {
         if old.is_empty() || need == Need::Nothing {
             return Ok((old.len().max(1) as u64, 0));
         }
-        let in_file = |error: crate::Error| error.in_file(&active.path);
-        active.ensure_table(first).map_err(in_file)?;
-        let bits = active.tables.geometry.cluster_bits;
-        let change =
-            |number: usize, new: u64| Change { cluster: first + number as u64, old: old[number], new };
-        if need == Need::Zeros {
-            let changes: Vec<Change> = (0..old.len()).map(|number| change(number, ZERO_FLAG)).collect();
-            active.publish(&changes, &[], &page).map_err(in_file)?;
-            return Ok((old.len() as u64, 0));
+        let mut copied = Copied::default();
+        match need {
+            Need::Zeros => copied.zeros(first, &old),
+            _ => self.copy_run(active, first, &old, after, &mut copied)?,
         }
-        let space = active.allocate(old.len() as u64)?;
-        let (passed, bytes) = (space.clusters, space.clusters << bits.get());
-        self.copy_below(active, GuestOffset::new(first << bits.get()), space.at, bytes)?;
-        let place = |number: usize| (space.at + ((number as u64) << bits.get())).get() | COPIED;
-        let changes: Vec<Change> =
-            (0..space.clusters as usize).map(|number| change(number, place(number))).collect();
-        active.publish(&changes, &[], &page).map_err(in_file)?;
-        space.keep();
-        Ok((passed, bytes))
+        if !copied.changes.is_empty() {
+            let in_file = |error: crate::Error| error.in_file(&active.path);
+            active.ensure_table(first).map_err(in_file)?;
+            active.publish(&copied.changes, &[], &page).map_err(in_file)?;
+        }
+        copied.space.into_iter().for_each(NewClusters::keep);
+        Ok((old.len() as u64, copied.bytes))
+    }
+
+    /// Writes what lies below the clusters from `first` on, whose entries are `old`, into new ones; those that are zeros get
+    /// none.
+    fn copy_run<'a>(
+        &self,
+        active: &'a Active,
+        first: u64,
+        old: &[u64],
+        after: After<'_>,
+        copied: &mut Copied<'a>,
+    ) -> Result<()> {
+        let bits = active.tables.geometry.cluster_bits;
+        let size = bits.size() as usize;
+        with_scratch(old.len() * size, |bytes| {
+            self.copy_up(active, 0, GuestOffset::new(first << bits.get()), bytes)?;
+            // `[cluster]`: how it becomes zeros, if it does.
+            let mut zeros = Vec::with_capacity(old.len());
+            for (number, cluster) in bytes.chunks_exact(size).enumerate() {
+                let cluster = is_zero(cluster).then_some(first + number as u64);
+                zeros.push(
+                    cluster.map(|cluster| self.zeros_for(active, cluster, after)).transpose()?.flatten(),
+                );
+            }
+            let mut at = 0;
+            for run in zeros.chunk_by(|one, other| one == other) {
+                let (cluster, old) = (first + at as u64, &old[at..at + run.len()]);
+                match run[0] {
+                    Some(Zeros::Unsaid) => {}
+                    Some(Zeros::Entry) => copied.zeros(cluster, old),
+                    None => copied.data(active, cluster, old, &bytes[at * size..][..run.len() * size])?,
+                }
+                at += run.len();
+            }
+            Ok(())
+        })
+    }
+
+    /// How a cluster of zeros is said; `None` where it has to be written, as version 2 has no other way.
+    fn zeros_for(&self, active: &Active, cluster: u64, after: After<'_>) -> Result<Option<Zeros>> {
+        if self.is_zero_after(active, cluster, after)? {
+            return Ok(Some(Zeros::Unsaid));
+        }
+        Ok((active.tables.version >= ZEROS_SINCE).then_some(Zeros::Entry))
+    }
+}
+
+/// How a cluster comes to read as zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Zeros {
+    /// Nothing lies below it.
+    Unsaid,
+    /// By an entry.
+    Entry,
+}
+
+/// What a run of clusters gets, until entries lead to it.
+#[derive(Debug, Default)]
+struct Copied<'a> {
+    changes: Vec<Change>,
+    space: Vec<NewClusters<'a>>,
+    bytes: u64,
+}
+
+impl<'a> Copied<'a> {
+    fn zeros(&mut self, first: u64, old: &[u64]) {
+        let zeros = (first..).zip(old).map(|(cluster, &old)| Change { cluster, old, new: ZERO_FLAG });
+        self.changes.extend(zeros);
+    }
+
+    fn data(&mut self, active: &'a Active, mut first: u64, mut old: &[u64], mut bytes: &[u8]) -> Result<()> {
+        let bits = active.tables.geometry.cluster_bits;
+        while !old.is_empty() {
+            let space = active.allocate(old.len() as u64)?;
+            let (at, count) = (space.at, space.clusters);
+            self.space.push(space);
+            let (now, later) = bytes.split_at((count << bits.get()) as usize);
+            let written = active.store.write_all(now, at).while_trying("write");
+            written.map_err(|error| error.at(at).in_file(&active.path))?;
+            let entry = |number: u64| (at + (number << bits.get())).get() | COPIED;
+            let change =
+                |(number, &old): (u64, &u64)| Change { cluster: first + number, old, new: entry(number) };
+            self.changes.extend((0..).zip(&old[..count as usize]).map(change));
+            self.bytes += now.len() as u64;
+            (first, old, bytes) = (first + count, &old[count as usize..], later);
+        }
+        Ok(())
     }
 }
 

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use vmstrata_qcow2::Incompatible;
 use vmstrata_store::FileId;
+use vmstrata_types::LayerIndex;
 
 use super::down::Failed;
 use super::mark::Mark;
@@ -105,12 +106,17 @@ impl Asked<'_> {
         if let Err(reason) = self.check_range().and_then(|()| self.check_files()) {
             return Ok(Err(reason));
         }
-        if let Err(reason) = self.check_heads()? {
-            return Ok(Err(reason));
-        }
+        let tops = match self.check_heads()? {
+            Ok(tops) => tops,
+            Err(reason) => return Ok(Err(reason)),
+        };
         let (first, target) = (self.range.first, self.range.target().index());
         let state = map_up_to(self.disk, self.links, target, &self.options.open, self.resources)?;
-        let costs = Costs::of(&state, first)?;
+        let extent =
+            |layer: LayerIndex, at| tops.get(layer.index() - first.index())?.opened.store.extent(at).ok();
+        let costs = Costs::of(&state, first, extent)?;
+        // What this process has open twice says nothing of others.
+        drop(tops);
         tracing::debug!(disk = %self.disk.display(), ?costs, "bytes that merging would copy");
         if by_cost && costs.up <= costs.down {
             return Ok(Ok(None));
@@ -155,10 +161,11 @@ impl Asked<'_> {
         Ok(())
     }
 
-    fn check_heads(&self) -> Result<Against> {
+    /// Looks at the dropped layers and the one that stays, and returns them open.
+    fn check_heads(&self) -> Result<std::result::Result<Vec<Top>, String>> {
         let (first, target) = (self.range.first.index(), self.range.target().index());
         let opener = &**self.resources.files().opener();
-        let mut shape = None;
+        let (mut shape, mut tops) = (None, Vec::new());
         for layer in first..=target {
             let top = self.links[layer].open(Role::Inspected, opener)?;
             if let Err(reason) = check_head(&top) {
@@ -170,18 +177,18 @@ impl Asked<'_> {
             }
             if layer == target {
                 // What took its place would be a state under its name.
-                let half = is_being_dropped(&top.path, top.head.as_ref());
-                return Ok(if half {
-                    Err(format!("{} is half deleted", top.path.display()))
-                } else {
-                    Ok(())
-                });
+                if is_being_dropped(&top.path, top.head.as_ref()) {
+                    return Ok(Err(format!("{} is half deleted", top.path.display())));
+                }
+                tops.push(top);
+                break;
             }
             if let Err(error) = Mark::plan(&top, self.links, layer, self.new_name()) {
                 return Ok(Err(error.to_string()));
             }
+            tops.push(top);
         }
-        Ok(Ok(()))
+        Ok(Ok(tops))
     }
 
     /// The name of the file that stays.

@@ -25,6 +25,7 @@ use vmstrata_types::GuestRange;
 
 use super::copier::let_go;
 use super::direction::{Asked, Downwards};
+use super::holes::Holes;
 use super::mark::Mark;
 use super::plan::{Link, map_up_to};
 use super::room::Room;
@@ -129,7 +130,7 @@ fn open_and_mark(
     let layers = Layers::new(size, Top::Qcow2(Arc::clone(&active)), below.clone(), asked.resources);
     let state = Layers::new(size, Top::Frozen, Some(Arc::clone(&found.state)), asked.resources);
     let mut ready = || -> Result<Room> {
-        let room = Room::find(&lowest.path, layers.push_demand(&state)?)?;
+        let room = Room::find(&lowest.path, layers.push_demand(&state, &Holes::default())?)?;
         let locked: Vec<_> = held.layers.iter().map(|layer| layer.identity.file).collect();
         asked
             .check_unused(&found.users, &locked)
@@ -152,8 +153,8 @@ impl Down {
     ///
     /// # Errors
     /// As [`Layers::push_down`].
-    pub(super) fn copy(&self, into: &Layers, range: GuestRange) -> Result<u64> {
-        into.push_down(range, &self.state)
+    pub(super) fn copy(&self, into: &Layers, range: GuestRange, holes: &Holes) -> Result<u64> {
+        into.push_down(range, &self.state, holes)
     }
 
     /// The file's path once the merge is done.

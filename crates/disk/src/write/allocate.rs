@@ -153,7 +153,7 @@ impl Layers {
     }
 
     /// Reads what a cluster held before; past the end of the disk there are zeros.
-    pub(super) fn copy_up(&self, active: &Active, raw: u64, at: GuestOffset, into: &mut [u8]) -> Result<()> {
+    pub(crate) fn copy_up(&self, active: &Active, raw: u64, at: GuestOffset, into: &mut [u8]) -> Result<()> {
         let there = self.size.saturating_sub(at.get()).min(into.len() as u64) as usize;
         into[there..].fill(0);
         if there == 0 {
