@@ -133,6 +133,7 @@ fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
         ErrorKind::Resize(ResizeFault::Merging) => (409, "busy"),
         ErrorKind::Resize(_) => (422, "invalid"),
         ErrorKind::ReadOnly => (409, "read-only"),
+        ErrorKind::IsBase { .. } => (409, "stood-on"),
         ErrorKind::Latched { .. } => (500, "latched"),
         ErrorKind::Closed => (409, "busy"),
         _ => (422, "engine"),
