@@ -75,14 +75,14 @@ fn removed<'a>(descriptors: &'a [PathBuf], backend: &Backend) -> Option<&'a Path
 
 /// Whether the process has the file open. Of a process that cannot be looked into, it is believed if the file is its user's:
 /// a QEMU that was taken over must not name another guest's disk, which this process may read and QEMU may not.
+///
+/// With CAP_DAC_READ_SEARCH the descriptors can be listed, and none followed.
 fn is_held(descriptors: &[PathBuf], pid: u32, file: &Metadata) -> bool {
-    let same = |link: &PathBuf| {
-        fs::metadata(link).is_ok_and(|held| (held.dev(), held.ino()) == (file.dev(), file.ino()))
-    };
-    if descriptors.is_empty() {
+    let mut held = descriptors.iter().filter_map(|link| fs::metadata(link).ok()).peekable();
+    if held.peek().is_none() {
         user(pid).is_none_or(|user| user == file.uid())
     } else {
-        descriptors.iter().any(same)
+        held.any(|held| (held.dev(), held.ino()) == (file.dev(), file.ino()))
     }
 }
 
@@ -125,6 +125,7 @@ mod tests {
         let pid = std::process::id();
         assert_eq!(user(pid), Some(metadata.uid()));
         assert!(is_held(&[], pid, &metadata));
+        assert!(is_held(&[PathBuf::from("/proc/self/fd/none")], pid, &metadata), "it cannot be followed");
         assert!(is_held(&[], u32::MAX, &metadata), "nothing is known of that process");
         if metadata.uid() == 0 {
             std::os::unix::fs::fchown(own.as_file(), Some(61001), None).unwrap();
