@@ -210,6 +210,71 @@ fn a_guest_of_another_user_boots_from_its_disk_and_writes_to_it() {
     server.stop();
 }
 
+/// The command of a unit of ours, for an instance, with what its environment says.
+fn command_of(unit: &str, instance: &str, environment: &[(&str, &str)]) -> Vec<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd").join(unit);
+    let text = fs::read_to_string(path).unwrap();
+    let command = text.lines().find_map(|line| line.strip_prefix("ExecStart=")).unwrap();
+    let words = command.split(' ').map(|word| {
+        let variable = word.strip_prefix("${").and_then(|word| word.strip_suffix('}'));
+        let value = variable.map(|name| environment.iter().find(|(other, _)| *other == name).unwrap().1);
+        value.unwrap_or(word).replace("%i", instance)
+    });
+    words.collect()
+}
+
+#[test]
+fn the_unit_for_snapshots_of_memory_takes_a_guest_of_another_user() {
+    if !geteuid().is_root() {
+        return;
+    }
+    let server = Server::start();
+    let shm = tempfile::tempdir_in("/dev/shm").unwrap();
+    // As the packaging makes them.
+    let monitors = server.images.path("monitors");
+    fs::create_dir(&monitors).unwrap();
+    for dir in [&monitors, &shm.path().to_owned()] {
+        chown(dir, Some(0), Some(GUESTS)).unwrap();
+        fs::set_permissions(dir, Permissions::from_mode(0o3770)).unwrap();
+    }
+    let vault = server.images.path("vault");
+    fs::create_dir(&vault).unwrap();
+    chown(&vault, Some(SERVER), Some(SERVER)).unwrap();
+    fs::set_permissions(&vault, Permissions::from_mode(0o700)).unwrap();
+    let (monitor, memory) = (monitors.join("web.qmp"), shm.path().join("web.memory"));
+    let mut qemu = as_user(QEMU, &[GUESTS], "sh");
+    qemu.args(["-c", "umask 0007; exec \"$@\"", "sh", "qemu-system-x86_64"])
+        .args(["-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg", "-m", "64M"])
+        .args([
+            "-object",
+            &format!("memory-backend-file,id=mem,size=64M,share=on,mem-path={}", memory.display()),
+        ])
+        .args(["-machine", "q35,memory-backend=mem"])
+        .args(["-chardev", &format!("socket,id=web,path={}", server.images.name("guests/web.sock"))])
+        .args(["-device", "vhost-user-blk-pci,chardev=web"])
+        .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+    let _qemu = Qemu(qemu.stdin(Stdio::null()).spawn().unwrap());
+    wait_until("the monitor", || monitor.exists());
+    let environment =
+        [("VMSTRATA_QMP", monitor.to_str().unwrap()), ("VMSTRATA_EVERY", "1s"), ("VMSTRATA_KEEP", "last=2")];
+    let command = command_of("vmstrata-vm-snapshot@.service", "web", &environment);
+    let log = server.images.path("log");
+    let file = fs::File::create(&log).unwrap();
+    let mut unit = as_user(SERVER, &[GUESTS], "sh");
+    unit.args(["-c", "umask 0077; exec \"$@\"", "sh", server.program.to_str().unwrap()]).args(&command[1..]);
+    unit.arg("--copies=1").env("VMSTRATA_VAULT", &vault);
+    unit.env("VMSTRATA_CONTROL", server.images.path("run/control.sock"));
+    let mut unit = unit.stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
+    let said = || fs::read_to_string(&log).unwrap();
+    wait_until("two snapshots", || {
+        assert!(unit.try_wait().unwrap().is_none() && !said().contains("no snapshot"), "{}", said());
+        said().matches("and 1 disk taken").count() > 1
+    });
+    kill_process(Pid::from_child(&unit), Signal::TERM).unwrap();
+    assert!(unit.wait().unwrap().success(), "{}", said());
+    server.stop();
+}
+
 /// A guest that ends with the test.
 struct Qemu(Child);
 

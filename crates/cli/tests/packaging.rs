@@ -131,6 +131,7 @@ fn the_units_run_as_a_user_whose_directories_let_qemu_to_its_sockets_alone() {
         ("vmstrata", server, own, 0o700),
         ("vmstrata-guests", server, guests, 0o750),
         ("vmstrata-monitors", 0, guests, 0o3770),
+        ("../dev/shm/vmstrata", 0, guests, 0o3770),
     ] {
         let made = fs::metadata(root.path().join("run").join(dir)).unwrap();
         assert_eq!((made.uid(), made.gid(), made.mode() & 0o7777), (owner, group, mode), "{dir}");
@@ -164,9 +165,9 @@ fn the_rules_for_apparmor_are_part_of_the_profile_of_a_guest() {
     let parsed = guest_profile(&rules);
     assert!(parsed.status.success(), "{}", stderr(&parsed));
     assert!(!guest_profile("/run/vmstrata-guests/*.sock nonsense,").status.success(), "it is not read");
-    for dir in ["vmstrata-guests", "vmstrata-monitors"] {
-        let tmpfiles = fs::read_to_string(packaged("tmpfiles.d/vmstrata.conf")).unwrap();
-        assert!(rules.contains(&format!("\n/run/{dir}/")) && tmpfiles.contains(&format!("d /run/{dir} ")));
+    let tmpfiles = fs::read_to_string(packaged("tmpfiles.d/vmstrata.conf")).unwrap();
+    for dir in ["/run/vmstrata-guests", "/run/vmstrata-monitors", "/dev/shm/vmstrata"] {
+        assert!(rules.contains(&format!("\n{dir}/")) && tmpfiles.contains(&format!("d {dir} ")), "{dir}");
     }
 }
 
