@@ -5,9 +5,9 @@
 mod support;
 
 use std::fs::{self, Permissions};
-use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use support::{Images, assert_clean, stderr, tool_ok, wait_until};
@@ -198,7 +198,7 @@ fn a_guest_of_another_user_boots_from_its_disk_and_writes_to_it() {
         .stdout(fs::File::create(&console).unwrap())
         .spawn()
         .unwrap();
-    let mut qemu = Qemu(qemu);
+    let mut qemu = Ended(qemu);
     wait_until("the guest", || {
         assert!(qemu.0.try_wait().unwrap().is_none(), "QEMU ended");
         fs::read(&console).unwrap().ends_with(b"K")
@@ -208,6 +208,98 @@ fn a_guest_of_another_user_boots_from_its_disk_and_writes_to_it() {
     let sectors = tool_ok("qemu-io", ["-r", "-f", "raw", "-c", "read -v 512 16", &uri]);
     assert!(sectors.contains("31 c0 8e c0"), "{sectors}");
     server.stop();
+}
+
+/// What a tenant plants beside the disk `web.qcow2` in the directory `$1`: pipes, and then a link to the directory `$2` in place of that
+/// of the clones of a snapshot. In a sticky directory it cannot remove what is the server's.
+const PIPES: &str = r#"
+cd "$1"
+for name in web.qcow2.vmso web.s2.qcow2.vmsx .web.qcow2.dropped .web.qcow2.dropped.new; do
+    rm -f $name; mkfifo $name || :
+done 2>/dev/null
+"#;
+const LINK: &str = r#"cd "$1" && rm -rf .web.s2.qcow2.clones && ln -s "$2" .web.s2.qcow2.clones"#;
+
+#[test]
+fn what_a_tenant_plants_beside_a_disk_leads_the_server_to_nothing_else() {
+    if !geteuid().is_root() {
+        return;
+    }
+    let images = Images::new();
+    fs::set_permissions(images.path("."), Permissions::from_mode(0o755)).unwrap();
+    let program = images.path("vmstrata");
+    fs::copy(env!("CARGO_BIN_EXE_vmstrata"), &program).unwrap();
+    // As in planted.rs of the crate disk, with links as in a directory of services.
+    let (victim, real) = (images.path("wants"), images.path("real.service"));
+    fs::write(&real, "unit").unwrap();
+    fs::create_dir(&victim).unwrap();
+    let links = ["firewall.service", "sshd.service"];
+    for link in links {
+        symlink(&real, victim.join(link)).unwrap();
+    }
+    for path in [&victim, &real] {
+        chown(path, Some(SERVER), Some(SERVER)).unwrap();
+    }
+    for (at, (owner, mode, is_served)) in [STRANGER, 0]
+        .into_iter()
+        .flat_map(|owner| [0o777, 0o1777].map(|mode| (owner, mode)))
+        .flat_map(|(owner, mode)| [true, false].map(|is_served| (owner, mode, is_served)))
+        .enumerate()
+    {
+        let case = format!("owner {owner}, {mode:o}, served: {is_served}");
+        let (dir, run) = (images.path(&at.to_string()), images.path(&format!("run{at}")));
+        for (path, owner, mode) in [(&dir, owner, mode), (&run, SERVER, 0o700)] {
+            fs::create_dir(path).unwrap();
+            chown(path, Some(owner), Some(owner)).unwrap();
+            fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        }
+        let (disk, control) = (dir.join("web.qcow2"), run.join("control.sock"));
+        let disk = disk.to_str().unwrap();
+        let server = |args: &[&str]| -> Output {
+            let mut command = as_user(SERVER, &[], "timeout");
+            if control.exists() {
+                command.env("VMSTRATA_CONTROL", &control);
+            }
+            command.arg("30").arg(&program).args(args).output().unwrap()
+        };
+        for args in [
+            &["create", disk, "1M"][..],
+            &["snapshot", "create", disk, "--name", "s1"],
+            &["snapshot", "create", disk, "--name", "s2"],
+            &["snapshot", "create", disk, "--name", "s3"],
+        ] {
+            let done = server(args);
+            assert!(done.status.success(), "{case}: {}", stderr(&done));
+        }
+        let served = is_served.then(|| {
+            let mut command = as_user(SERVER, &[], &program);
+            command.args(["serve", "--disk", &format!("path={disk}"), "--nbd"]);
+            command.arg(format!("unix:{}", run.join("nbd.sock").display()));
+            let child = command.arg("--runtime-dir").arg(&run).stdout(Stdio::null()).spawn().unwrap();
+            wait_until("the server", || control.exists());
+            Ended(child)
+        });
+        for (plant, args) in [
+            (PIPES, &["snapshot", "delete", disk, "s1"][..]),
+            (LINK, &["snapshot", "delete", disk, "s2"]),
+            (LINK, &["snapshot", "prune", disk, "--keep", "last=1"]),
+        ] {
+            let mut tenant = as_user(STRANGER, &[], "sh");
+            assert!(tenant.args(["-c", plant, "sh"]).arg(&dir).arg(&victim).status().unwrap().success());
+            let done = server(args);
+            // Refused or carried out, as it may, but not waited for.
+            let why = stderr(&done);
+            assert!(matches!(done.status.code(), Some(0 | 1)), "{case}: {args:?}: {:?}: {why}", done.status);
+        }
+        drop(served);
+        let mut left: Vec<_> =
+            fs::read_dir(&victim).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, links, "{case}");
+        assert_eq!(fs::read(&real).unwrap(), b"unit", "{case}");
+        assert_eq!(fs::metadata(&victim).unwrap().uid(), SERVER, "{case}");
+        assert!(dir.join(".web.s2.qcow2.clones").is_symlink(), "{case}: it is not the server's to remove");
+    }
 }
 
 /// The command of a unit of ours, for an instance, with what its environment says.
@@ -253,7 +345,7 @@ fn the_unit_for_snapshots_of_memory_takes_a_guest_of_another_user() {
         .args(["-chardev", &format!("socket,id=web,path={}", server.images.name("guests/web.sock"))])
         .args(["-device", "vhost-user-blk-pci,chardev=web"])
         .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
-    let _qemu = Qemu(qemu.stdin(Stdio::null()).spawn().unwrap());
+    let _qemu = Ended(qemu.stdin(Stdio::null()).spawn().unwrap());
     wait_until("the monitor", || monitor.exists());
     let environment =
         [("VMSTRATA_QMP", monitor.to_str().unwrap()), ("VMSTRATA_EVERY", "1s"), ("VMSTRATA_KEEP", "last=2")];
@@ -275,10 +367,10 @@ fn the_unit_for_snapshots_of_memory_takes_a_guest_of_another_user() {
     server.stop();
 }
 
-/// A guest that ends with the test.
-struct Qemu(Child);
+/// A process that ends with the test.
+struct Ended(Child);
 
-impl Drop for Qemu {
+impl Drop for Ended {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
