@@ -66,6 +66,34 @@ pub struct NbdSpec {
     /// `unix:/path` or `tcp:host:port`; port 0 takes any free one.
     #[schema(example = "unix:/run/nbd.sock")]
     pub address: String,
+    /// Clients may write. A disk has one writer: a client is refused while a guest, or a client of another door, is attached
+    /// for writing.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub rw: bool,
+    /// Clients may write beside writers that come in by other doors that say so, too: the user sees to it that one writes at a time.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub share: bool,
+    /// Let everybody in who reaches the address: without it, one that other hosts can reach needs TLS with client certificates.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub insecure: bool,
+    /// Let in only these clients, who show certificates; all whom TLS lets in if omitted.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub allow: Vec<ClientRights>,
+}
+
+/// What a client may do that shows a certificate.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ClientRights {
+    /// A name in the certificate: `CN=` and its common name, `DNS=` or `URI=` and one of its alternative names.
+    #[schema(example = "CN=backup", pattern = "^(CN|DNS|URI)=.")]
+    pub client: String,
+    /// It may write.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub rw: bool,
+    /// The disks it may use; all if omitted.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub disks: Vec<String>,
 }
 
 /// A door of the server.
@@ -129,7 +157,8 @@ mod tests {
             serde_json::from_str(r#"{"kind":"vhost_user","disk":"web","socket":"/run/web.sock"}"#).unwrap();
         assert!(matches!(door, DoorSpec::VhostUser(VhostUserSpec { share: false, queues: None, .. })));
         let door: DoorSpec = serde_json::from_str(r#"{"kind":"nbd","address":"tcp:localhost"}"#).unwrap();
-        assert_eq!(door, DoorSpec::Nbd(NbdSpec { address: "tcp:localhost".to_owned() }));
+        let readers = NbdSpec { address: "tcp:localhost".to_owned(), ..NbdSpec::default() };
+        assert_eq!(door, DoorSpec::Nbd(readers));
         for wrong in [
             r#"{"kind":"nbd","address":"unix:s","disk":"web"}"#,
             r#"{"kind":"fuse","path":"/mnt"}"#,

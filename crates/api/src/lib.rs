@@ -32,7 +32,7 @@ mod status;
 pub use disk::{
     CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, FileNumber, Format, LayerStatus,
 };
-pub use door::{DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
+pub use door::{ClientRights, DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
 pub use event::Event;
 pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeInto, RemoveFiles};
 pub use problem::{PROBLEM_TYPE, Problem};

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use serde::Serialize;
-use vmstrata_api::{VhostUserSpec, encode_segment};
+use vmstrata_api::{NbdSpec, VhostUserSpec, encode_segment};
 use vmstrata_export::nbd::Address;
 
 use crate::key_values::escape;
@@ -60,8 +60,10 @@ impl VhostUserAttachment {
 }
 
 impl NbdAttachment {
-    /// The lines for export `disk` at `address`, as the guest's disk of this number, from 0.
-    pub fn new(disk: &str, address: &Address, tls: bool, number: usize) -> Self {
+    /// The lines for export `disk` through the door of `spec`, if that has an address, as the guest's disk of this number, from 0.
+    pub fn new(disk: &str, spec: &NbdSpec, tls: bool, number: usize) -> Option<Self> {
+        let address = &spec.address.parse().ok()?;
+        let writes = spec.rw || spec.allow.iter().any(|right| right.rw);
         let scheme = if tls { "nbds" } else { "nbd" };
         let export = encode_segment(disk);
         let uri = match address {
@@ -73,7 +75,8 @@ impl NbdAttachment {
             }
             Address::Tcp { host, port } => format!("{scheme}://{host}:{port}/{export}"),
         };
-        Self { qemu: nbd_qemu(disk, address, tls), libvirt: nbd_libvirt(disk, address, tls, number), uri }
+        let libvirt = nbd_libvirt(disk, address, (tls, writes), number);
+        Some(Self { qemu: nbd_qemu(disk, address, tls, writes), libvirt, uri })
     }
 
     /// The lines as a person reads them, below the line that names the disk.
@@ -144,7 +147,7 @@ fn vhost_user_cloud_hypervisor(spec: &VhostUserSpec, socket: &str) -> Vec<String
     vec!["--memory".to_owned(), "size=2G,shared=on".to_owned(), "--disk".to_owned(), disk]
 }
 
-fn nbd_qemu(disk: &str, address: &Address, tls: bool) -> Vec<String> {
+fn nbd_qemu(disk: &str, address: &Address, tls: bool, writes: bool) -> Vec<String> {
     let id = qemu_id(disk);
     let server = match address {
         Address::Unix(path) => format!("server.type=unix,server.path={}", escape(&absolute(path))),
@@ -160,8 +163,11 @@ fn nbd_qemu(disk: &str, address: &Address, tls: bool) -> Vec<String> {
         credentials = ",tls-creds=tls";
     }
     arguments.push("-blockdev".to_owned());
-    let node =
-        format!("driver=nbd,node-name={id},{server},export={},reconnect-delay=60{credentials}", escape(disk));
+    let read_only = if writes { "" } else { ",read-only=on" };
+    let node = format!(
+        "driver=nbd,node-name={id},{server},export={},reconnect-delay=60{read_only}{credentials}",
+        escape(disk)
+    );
     arguments.push(node);
     arguments.push("-device".to_owned());
     arguments.push(format!("virtio-blk-pci,drive={id}"));
@@ -170,7 +176,7 @@ fn nbd_qemu(disk: &str, address: &Address, tls: bool) -> Vec<String> {
 
 /// A guest whose server is restarted must wait. libvirt has no setting for that on which its versions agree, so the guest stops,
 /// and goes on with `virsh resume`, which QEMU 7.2 needs twice; without this the guest gets an error, and ext4 aborts its journal.
-fn nbd_libvirt(disk: &str, address: &Address, tls: bool, number: usize) -> String {
+fn nbd_libvirt(disk: &str, address: &Address, (tls, writes): (bool, bool), number: usize) -> String {
     let host = match address {
         Address::Unix(path) => format!("transport='unix' socket='{}'", xml_escape(&absolute(path))),
         Address::Tcp { host, port } => format!("name='{}' port='{port}'", xml_escape(host)),
@@ -181,11 +187,12 @@ fn nbd_libvirt(disk: &str, address: &Address, tls: bool, number: usize) -> Strin
   <source protocol='nbd' name='{}'{}>
     <host {host}/>
   </source>
-  <target dev='{}' bus='virtio'/>
+  <target dev='{}' bus='virtio'/>{}
 </disk>",
         xml_escape(disk),
         if tls { " tls='yes'" } else { "" },
-        libvirt_target(number)
+        libvirt_target(number),
+        if writes { "" } else { "\n  <readonly/>" }
     )
 }
 
@@ -250,6 +257,11 @@ mod tests {
         (&crate::disk_spec::parse_vhost_user(text).unwrap()).into()
     }
 
+    fn nbd(disk: &str, door: &str, tls: bool) -> NbdAttachment {
+        let spec = crate::disk_spec::parse_nbd(door).unwrap();
+        NbdAttachment::new(disk, &(&spec).into(), tls, 0).unwrap()
+    }
+
     #[test]
     fn qemu_gets_shared_memory_a_reconnecting_socket_and_the_queues() {
         let lines = VhostUserAttachment::new(&spec("web=/run/web.sock,queues=4"), 0);
@@ -303,8 +315,7 @@ mod tests {
 
     #[test]
     fn nbd_uris_follow_the_uri_specification() {
-        let uri =
-            |disk: &str, address: &str, tls| NbdAttachment::new(disk, &address.parse().unwrap(), tls, 0).uri;
+        let uri = |disk: &str, address: &str, tls| nbd(disk, address, tls).uri;
         assert_eq!(uri("web", "unix:/run/n b.sock", false), "nbd+unix:///web?socket=/run/n%20b.sock");
         assert_eq!(uri("a b/c", "tcp:localhost", false), "nbd://localhost:10809/a%20b%2Fc");
         assert_eq!(uri("web", "tcp:[::1]:7", true), "nbds://[::1]:7/web");
@@ -313,14 +324,15 @@ mod tests {
 
     #[test]
     fn qemu_gets_a_reconnecting_nbd_node() {
-        let address = "unix:/run/x,y.sock".parse().unwrap();
-        let lines = NbdAttachment::new("a,b", &address, true, 0).qemu.join(" ");
+        let lines = nbd("a,b", "unix:/run/x,,y.sock,rw", true).qemu.join(" ");
         assert_eq!(
             lines,
             "-object tls-creds-x509,id=tls,endpoint=client,dir=/path/to/pki \
              -blockdev driver=nbd,node-name=a_b,server.type=unix,server.path=/run/x,,y.sock,export=a,,b,\
              reconnect-delay=60,tls-creds=tls -device virtio-blk-pci,drive=a_b"
         );
+        let read = nbd("web", "unix:/s", false).qemu.join(" ");
+        assert!(read.contains("reconnect-delay=60,read-only=on -device"), "{read}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! How `--disk` and `--vhost-user` are written; what they may say is checked by the server's own rules.
+//! How `--disk`, `--vhost-user` and `--nbd` are written; what they may say is checked by the server's own rules.
 
 use std::num::NonZeroU16;
 
@@ -6,12 +6,13 @@ use anyhow::{Context, Result, bail};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use vmstrata_api as api;
 use vmstrata_disk::Format;
-use vmstrata_server::spec::{DiskSpec, VhostUserSpec};
+use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec};
 
 use crate::key_values::KeyValues;
 
 const DISK_KEYS: [&str; 11] =
     ["path", "name", "read-only", "force", "cache", "format", "at", "clone", "agent", "keep", "backing"];
+const NBD_KEYS: [&str; 4] = ["rw", "share", "insecure", "allow"];
 const VHOST_USER_KEYS: [&str; 9] =
     ["queues", "threads", "poll-us", "serial", "share", "any-memory", "owner", "group", "mode"];
 
@@ -109,6 +110,28 @@ pub fn parse_vhost_user(text: &str) -> Result<VhostUserSpec> {
     Ok(asked.try_into()?)
 }
 
+/// Reads `ADDRESS[,rw][,share][,insecure][,allow=CLIENT[:ro|:rw[:DISK...]],,...]`.
+///
+/// # Errors
+/// Names the part that is unknown, repeated or malformed.
+pub fn parse_nbd(text: &str) -> Result<NbdSpec> {
+    let mut list = KeyValues::parse(text)?;
+    let address = list.take_head().unwrap_or_default();
+    let (rw, share, insecure) =
+        (list.take_flag("rw")?, list.take_flag("share")?, list.take_flag("insecure")?);
+    let allow = list.take("allow")?.map(|rights| rights.split(',').map(client_rights).collect());
+    list.finish(&NBD_KEYS)?;
+    Ok(api::NbdSpec { address, rw, share, insecure, allow: allow.unwrap_or_default() }.try_into()?)
+}
+
+/// A client's name may have colons, as URIs do: it ends before `:ro` or `:rw`.
+fn client_rights(text: &str) -> api::ClientRights {
+    let parts: Vec<&str> = text.split(':').collect();
+    let end = parts.iter().position(|part| matches!(*part, "ro" | "rw")).unwrap_or(parts.len());
+    let disks = parts.iter().skip(end + 1).map(|&disk| disk.to_owned()).collect();
+    api::ClientRights { client: parts[..end].join(":"), rw: parts.get(end) == Some(&"rw"), disks }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -201,6 +224,35 @@ mod tests {
         let plain = parse_vhost_user("web=s").unwrap();
         assert!(plain.queues.is_none() && !plain.share && !plain.any_memory);
         assert_eq!(plain.access, SocketAccess::default());
+    }
+
+    #[test]
+    fn every_key_of_an_nbd_door_is_read() {
+        let door = parse_nbd("unix:/run/a=b,,c.sock,rw,share").unwrap();
+        assert_eq!(door.address.to_string(), "unix:/run/a=b,c.sock");
+        assert!(door.rw && door.share && !door.insecure && !parse_nbd("unix:/s").unwrap().rw);
+        let door =
+            parse_nbd("tcp:[::]:7,insecure,allow=CN=backup,,URI=spiffe://a/b:rw:web:db,,DNS=c:ro").unwrap();
+        let rights = |client: &str, rw, disks: &[&str]| api::ClientRights {
+            client: client.to_owned(),
+            rw,
+            disks: disks.iter().map(|&disk| disk.to_owned()).collect(),
+        };
+        let all = [
+            rights("CN=backup", false, &[]),
+            rights("URI=spiffe://a/b", true, &["web", "db"]),
+            rights("DNS=c", false, &[]),
+        ];
+        assert!(door.insecure && door.allow == all, "{door:?}");
+        for (text, part) in [
+            ("/run/nbd.sock", "is no NBD address"),
+            ("unix:/s,readwrite", "unknown key 'readwrite'"),
+            ("unix:/s,allow=backup", "'backup' names no client"),
+            ("unix:/s,rw,allow=CN=backup", "'rw' is for all clients"),
+        ] {
+            let error = error_of(parse_nbd(text));
+            assert!(error.contains(part), "{text}: {error}");
+        }
     }
 
     #[test]

@@ -43,6 +43,15 @@ impl KeyValues {
         }
     }
 
+    /// Removes and returns the first part, whatever it is: the address that opens a list.
+    pub fn take_head(&mut self) -> Option<String> {
+        if self.pairs.is_empty() {
+            return None;
+        }
+        let (key, value) = self.pairs.remove(0);
+        Some(value.map_or(key.clone(), |value| format!("{key}={value}")))
+    }
+
     /// Removes `key` and returns its value.
     ///
     /// # Errors

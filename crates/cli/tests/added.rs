@@ -36,15 +36,19 @@ fn io(uri: &str, command: &str) {
 fn what_was_added_outlives_a_server_that_is_killed_stopped_or_replaced() {
     let images = Images::new();
     let [web, db] = ["web.qcow2", "db.qcow2"].map(|name| images.create(name, &["16M"]));
-    let args =
-        ["--disk", &format!("path={}", web.display()), "--nbd", &format!("unix:{}", images.name("nbd.sock"))];
+    let args = [
+        "--disk",
+        &format!("path={}", web.display()),
+        "--nbd",
+        &format!("unix:{},rw", images.name("nbd.sock")),
+    ];
     let server = Server::start(&args);
     assert_eq!(added(&server), (vec![], vec![]));
     let spec = format!("path={},name=data,keep=last=3", db.display());
     server.ask_ok(["disk", "add", &spec]);
     let socket = images.name("data.sock");
     server.ask_ok(["door", "add", "--vhost-user", &format!("data={socket},queues=2,serial=abc")]);
-    server.ask_ok(["door", "add", "--nbd", "tcp:127.0.0.1:0"]);
+    server.ask_ok(["door", "add", "--nbd", "tcp:127.0.0.1:0,rw"]);
     let before = added(&server);
     assert_eq!((&before.0[..], before.1.len()), (&["data".to_owned()][..], 2));
     let address = before.1.iter().find(|place| place.starts_with("tcp:")).expect("an address").clone();
@@ -104,8 +108,12 @@ fn tempfile_of(runtime: &Path) -> tempfile::TempDir {
 fn what_was_added_and_cannot_be_opened_waits_and_can_be_forgotten() {
     let images = Images::new();
     let [web, db] = ["web.qcow2", "db.qcow2"].map(|name| images.create(name, &["16M"]));
-    let args =
-        ["--disk", &format!("path={}", web.display()), "--nbd", &format!("unix:{}", images.name("nbd.sock"))];
+    let args = [
+        "--disk",
+        &format!("path={}", web.display()),
+        "--nbd",
+        &format!("unix:{},rw", images.name("nbd.sock")),
+    ];
     let server = Server::start(&args);
     server.ask_ok(["disk", "add", &format!("path={}", db.display())]);
     let runtime = server.crash();

@@ -372,7 +372,7 @@ fn the_frozen_layers_of_a_served_disk_are_compared_and_backed_up_while_it_is_wri
     move_away(&images, "tuesday.qcow2");
     let [web, monday, tuesday] =
         ["web", "monday", "tuesday"].map(|name| images.name(&format!("{name}.qcow2")));
-    let (disk, nbd) = (format!("path={web},name=web"), format!("unix:{}", images.name("nbd.sock")));
+    let (disk, nbd) = (format!("path={web},name=web"), format!("unix:{},rw", images.name("nbd.sock")));
     let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
     let uri = server.uri("web");
     tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 3 8M 64k", &uri]);
@@ -486,7 +486,7 @@ fn snapshots_are_compared_and_backed_up_by_name() {
 fn a_running_disk_is_backed_up_by_its_snapshots() {
     let images = Images::new();
     let web = images.create("web.qcow2", &["16M"]).to_str().unwrap().to_owned();
-    let (disk, nbd) = (format!("path={web},name=web"), format!("unix:{}", images.name("nbd.sock")));
+    let (disk, nbd) = (format!("path={web},name=web"), format!("unix:{},rw", images.name("nbd.sock")));
     let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
     let uri = server.uri("web");
     for (name, write) in
@@ -514,7 +514,7 @@ fn a_running_disk_is_backed_up_by_its_snapshots() {
 fn a_disk_is_backed_up_in_one_step() {
     let images = Images::new();
     let web = images.create("web.qcow2", &["16M"]).to_str().unwrap().to_owned();
-    let (disk, nbd) = (format!("path={web},name=web"), format!("unix:{}", images.name("nbd.sock")));
+    let (disk, nbd) = (format!("path={web},name=web"), format!("unix:{},rw", images.name("nbd.sock")));
     let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
     let (uri, [full, inc, last]) = (server.uri("web"), ["full", "inc", "last"].map(|name| images.name(name)));
     tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 1 0 1M", &uri]);

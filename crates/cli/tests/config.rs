@@ -14,7 +14,7 @@ fn a_server_of_a_file_serves_what_the_file_says_and_flags_win() {
     images.create("base.qcow2", &["16M"]);
     let top = images.create("web.qcow2", &["-b", "base.qcow2", "-F", "qcow2"]);
     let config = images.path("vmstrata.toml");
-    let text = "nbd = [\"unix:nbd.sock\"]\nworkers = 3\ncontrol = \"file.sock\"\n\
+    let text = "nbd = [{ address = \"unix:nbd.sock\", rw = true }]\nworkers = 3\ncontrol = \"file.sock\"\n\
                 [[disk]]\npath = \"web.qcow2\"\n[[vhost-user]]\ndisk = \"web\"\nsocket = \"web.sock\"\n";
     fs::write(&config, text).unwrap();
     let by_flag = images.name("flag.sock");
@@ -33,7 +33,8 @@ fn a_server_may_start_empty_and_be_told_its_disks() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);
     let config = images.path("vmstrata.toml");
-    fs::write(&config, format!("nbd = [\"unix:{}\"]\n", images.name("nbd.sock"))).unwrap();
+    fs::write(&config, format!("nbd = [{{ address = \"unix:{}\", rw = true }}]\n", images.name("nbd.sock")))
+        .unwrap();
     let server = Server::start(&["--config", config.to_str().unwrap()]);
     assert_eq!(server.ready["disks"].as_array().unwrap().len(), 0);
     server.ask_ok(["disk", "add", &format!("path={},name=late", path.display())]);

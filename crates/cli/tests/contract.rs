@@ -36,7 +36,7 @@ impl Client {
 fn every_operation_answers_as_the_document_says() {
     let images = Images::new();
     let (web, other) = (images.create("web.qcow2", &["16M"]), images.create("other.qcow2", &["16M"]));
-    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let nbd = format!("unix:{},rw", images.name("nbd.sock"));
     let server = Server::start(&["--disk", &format!("path={},name=web", web.display()), "--nbd", &nbd]);
     tool_ok(
         "qemu-io",

@@ -12,14 +12,14 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use support::http::{ask, connect};
 use support::server::Server;
-use support::{Images, assert_clean, run_err, stderr, tool, tool_ok, vmstrata, wait_until};
+use support::{Holder, Images, assert_clean, run_err, stderr, tool, tool_ok, vmstrata, wait_until};
 
 fn disk(path: &Path, name: &str) -> String {
     format!("path={},name={name}", path.display())
 }
 
 fn unix(images: &Images) -> String {
-    format!("unix:{}", images.name("nbd.sock"))
+    format!("unix:{},rw", images.name("nbd.sock"))
 }
 
 fn uri(images: &Images, name: &str) -> String {
@@ -97,7 +97,8 @@ fn doors_come_and_go_and_say_how_to_attach() {
     assert!(server.ask_err(["door", "add", "--vhost-user", &second]).contains("two guests"));
     assert!(!images.path("second.sock").exists());
     let tcp: Value =
-        serde_json::from_str(&server.ask_ok(["door", "add", "--nbd", "tcp:127.0.0.1:0", "--json"])).unwrap();
+        serde_json::from_str(&server.ask_ok(["door", "add", "--nbd", "tcp:127.0.0.1:0,rw", "--json"]))
+            .unwrap();
     let address = tcp["door"]["address"].as_str().unwrap();
     let port = address.rsplit(':').next().unwrap();
     nbd_io(&format!("nbd://127.0.0.1:{port}/web"), "write -P 5 0 64k");
@@ -207,7 +208,7 @@ fn status_shows_what_is_served() {
     let path = images.long_chain(12);
     let server = Server::start(&["--disk", &disk(&path, "long"), "--nbd", &unix(&images)]);
     let text = server.ask_ok(["status"]);
-    assert!(text.contains("long  serving  writable") && text.contains(&unix(&images)), "{text}");
+    assert!(text.contains("long  serving  writable") && text.contains(&images.name("nbd.sock")), "{text}");
     let status = ask(&server.control(), "GET", "/v1/status", "").json();
     assert_eq!(status["disks"][0]["layers"], 12);
     assert_eq!(status["pid"], server.pid().as_raw_pid());
@@ -252,7 +253,7 @@ fn a_control_socket_belongs_to_one_server_and_is_taken_over_from_a_dead_one() {
         "--disk",
         &disk(&two, "two"),
         "--nbd",
-        &format!("unix:{}", images.name("two.sock")),
+        &format!("unix:{},rw", images.name("two.sock")),
         "--runtime-dir",
         &images.name("run"),
         "--control",
@@ -278,7 +279,7 @@ fn a_second_server_in_the_same_runtime_directory_serves_without_a_control_socket
     let (one, two) = (images.create("one.qcow2", &["16M"]), images.create("two.qcow2", &["16M"]));
     let first = Server::start(&["--disk", &disk(&one, "one"), "--nbd", &unix(&images)]);
     let shared = first.control().parent().unwrap().to_str().unwrap().to_owned();
-    let nbd = format!("unix:{}", images.name("two.sock"));
+    let nbd = format!("unix:{},rw", images.name("two.sock"));
     // The last --runtime-dir would be an error beside the one of `start`: hence by hand.
     let mut second = vmstrata()
         .args(["serve", "--disk", &disk(&two, "two"), "--nbd", &nbd, "--runtime-dir", &shared])
@@ -401,5 +402,63 @@ fn the_openapi_document_is_served() {
     let committed = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/openapi.json");
     let committed: Value = serde_json::from_str(&std::fs::read_to_string(committed).unwrap()).unwrap();
     assert_eq!(served, committed);
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_disk_has_one_writer_through_all_doors_and_any_number_of_readers() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let (guest, reads) = (images.name("guest.sock"), images.name("reads.sock"));
+    let start = |share: &str| {
+        let (vhost_user, writes) = (format!("a={guest}{share}"), format!("{}{share}", unix(&images)));
+        let doors = ["--vhost-user", &vhost_user, "--nbd", &writes, "--nbd", &format!("unix:{reads}")];
+        Server::start(&[&["--disk", &disk(&path, "a")], &doors[..]].concat())
+    };
+    let write = |server: &Server| tool("qemu-io", ["-f", "raw", "-c", "write 0 64k", &server.uri("a")]);
+    let attach = |server: &Server| {
+        let frontend = connect(Path::new(&guest));
+        wait_until("the guest", || {
+            let doors = ask(&server.control(), "GET", "/v1/doors", "").json();
+            let mut doors = doors["doors"].as_array().unwrap().iter();
+            doors.any(|door| door["door"]["kind"] == "vhost_user" && door["connections"] == 1)
+        });
+        frontend
+    };
+    let server = start("");
+    let attached = attach(&server);
+    assert!(!write(&server).status.success());
+    let by = format!("attached for writing by the guest at {guest}");
+    assert!(server.log().contains(&by), "{by}: {}", server.log());
+    let reader = format!("nbd+unix:///a?socket={reads}");
+    tool_ok("qemu-io", ["-f", "raw", "-r", "-c", "read 0 64k", &reader]);
+    assert!(tool("nbdinfo", ["--is", "read-only", &reader]).status.success());
+    drop(attached);
+    wait_until("the guest is gone", || write(&server).status.success());
+    let client = Holder::open(Path::new(&server.uri("a")), false);
+    let mut second = connect(Path::new(&guest));
+    assert_eq!(second.read(&mut [0]).unwrap(), 0, "the frontend is turned away");
+    wait_until("the log", || server.log().contains("attached for writing by NBD clients of unix:"));
+    client.close();
+    assert!(server.stop().success());
+    let server = start(",share");
+    let _attached = attach(&server);
+    assert!(write(&server).status.success(), "{}", server.log());
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_door_that_other_hosts_reach_is_refused_unless_it_is_called_insecure() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let spec = disk(&path, "a");
+    let said = run_err(64, ["serve", "--disk", &spec, "--nbd", "tcp:0.0.0.0:0"]);
+    assert!(said.contains("--nbd-tls-client-ca") && said.contains("say insecure"), "{said}");
+    let said = run_err(64, ["serve", "--disk", &spec, "--nbd", "unix:s", "--metrics", "0.0.0.0:9100"]);
+    assert!(said.contains("0.0.0.0:9100,insecure"), "{said}");
+    let server = Server::start(&["--disk", &spec, "--nbd", &unix(&images)]);
+    assert!(server.ask_err(["door", "add", "--nbd", "tcp:0.0.0.0:0"]).contains("say insecure"));
+    let named = server.ask_err(["door", "add", "--nbd", "tcp:localhost:0,allow=CN=backup:ro"]);
+    assert!(named.contains("--nbd-tls-client-ca"), "{named}");
     assert!(server.stop().success());
 }

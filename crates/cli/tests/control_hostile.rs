@@ -18,7 +18,7 @@ use support::{Holder, Images, stderr, tool_ok};
 fn start(images: &Images) -> Server {
     let path = images.create("a.qcow2", &["16M"]);
     let (disk, nbd) =
-        (format!("path={},name=a", path.display()), format!("unix:{}", images.name("nbd.sock")));
+        (format!("path={},name=a", path.display()), format!("unix:{},rw", images.name("nbd.sock")));
     Server::start(&["--disk", &disk, "--nbd", &nbd])
 }
 

@@ -135,7 +135,7 @@ fn the_index_of_a_served_disk_is_built_by_its_server() {
     let images = Images::new();
     let disk = chain(&images);
     let disk = disk.to_str().expect("UTF-8");
-    let door = format!("unix:{}", images.name("nbd.sock"));
+    let door = format!("unix:{},rw", images.name("nbd.sock"));
     let server = Server::start(&["--disk", &format!("path={disk},name=web"), "--nbd", &door]);
     let jobs = || ask(&server.control(), "GET", "/v1/jobs", "").json()["jobs"].as_array().unwrap().clone();
     let before = jobs().len();

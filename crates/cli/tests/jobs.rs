@@ -23,7 +23,7 @@ fn start(images: &Images) -> Server {
         );
     }
     let disk = format!("path={},name=web", images.name("29.qcow2"));
-    Server::start(&["--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))])
+    Server::start(&["--disk", &disk, "--nbd", &format!("unix:{},rw", images.name("nbd.sock"))])
 }
 
 fn job(server: &Server, args: &[&str]) -> Value {
@@ -79,7 +79,7 @@ fn an_index_that_no_longer_holds_is_made_anew_by_the_server() {
     run_ok(["index", "build", &images.name("29.qcow2")]);
     images.write_layer("14.qcow2", &["write -P 77 15M 64k"]);
     let disk = format!("path={},name=web", images.name("29.qcow2"));
-    let server = Server::start(&["--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let server = Server::start(&["--disk", &disk, "--nbd", &format!("unix:{},rw", images.name("nbd.sock"))]);
     let done = wait_for(&server, "1", "done");
     assert_eq!((&done["kind"], &done["failures"]), (&"index_build".into(), &0.into()), "{done}");
     tool_ok("qemu-io", ["-r", "-f", "raw", "-c", "read -P 77 15M 64k", &server.uri("web")]);
@@ -153,7 +153,7 @@ fn snapshots_are_dropped_from_a_disk_while_it_is_written() {
     let images = Images::new();
     run_ok(["create", &images.name("web.qcow2"), "64M"]);
     let disk = format!("path={},name=web", images.name("web.qcow2"));
-    let server = Server::start(&["--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let server = Server::start(&["--disk", &disk, "--nbd", &format!("unix:{},rw", images.name("nbd.sock"))]);
     let uri = server.uri("web");
     let io = |command: &str| {
         let said = tool_ok("qemu-io", ["-f", "raw", "-c", command, &uri]);

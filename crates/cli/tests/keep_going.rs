@@ -32,7 +32,7 @@ fn one_missing_image_keeps_nobody_from_the_others_and_is_served_when_it_appears(
     let disks = ["a", "b", "c"].map(|name| format!("path={}", images.name(&format!("{name}.qcow2"))));
     images.create("a.qcow2", &["16M"]);
     images.create("c.qcow2", &["16M"]);
-    let (nbd, guest) = (format!("unix:{}", images.name("nbd.sock")), images.name("b.sock"));
+    let (nbd, guest) = (format!("unix:{},rw", images.name("nbd.sock")), images.name("b.sock"));
     let vhost_user = format!("b={guest}");
     let args = ["--disk", &disks[0], "--disk", &disks[1], "--disk", &disks[2], "--nbd", &nbd];
     let args = [&args[..], &["--vhost-user", &vhost_user]].concat();
@@ -81,7 +81,7 @@ fn one_missing_image_keeps_nobody_from_the_others_and_is_served_when_it_appears(
 fn a_disk_that_waits_is_given_up_by_removing_it() {
     let images = Images::new();
     let disk = format!("path={}", images.name("a.qcow2"));
-    let (nbd, guest) = (format!("unix:{}", images.name("nbd.sock")), images.name("a.sock"));
+    let (nbd, guest) = (format!("unix:{},rw", images.name("nbd.sock")), images.name("a.sock"));
     let vhost_user = format!("a={guest}");
     let args = ["--keep-going", "--disk", &disk, "--nbd", &nbd, "--vhost-user", &vhost_user];
     let server = Server::start(&args);
@@ -103,7 +103,7 @@ fn a_door_whose_directory_is_missing_is_opened_when_the_directory_appears() {
     let path = images.create("a.qcow2", &["16M"]);
     let config = images.path("vmstrata.toml");
     let text = format!(
-        "keep-going = true\nnbd = [\"unix:nbd.sock\", \"unix:late/nbd.sock\"]\n\
+        "keep-going = true\nnbd = [{{ address = \"unix:nbd.sock\", rw = true }}, \"unix:late/nbd.sock\"]\n\
          [[disk]]\npath = {path:?}\n[[vhost-user]]\ndisk = \"a\"\nsocket = \"late/a.sock\"\n"
     );
     std::fs::write(&config, text).unwrap();

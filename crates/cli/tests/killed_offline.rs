@@ -28,7 +28,7 @@ fn killed() -> (Images, String, TempDir) {
 
 fn serve(runtime: TempDir, images: &Images, more: &[&str]) -> Server {
     let (disk, nbd) =
-        (format!("path={}", images.name("web.qcow2")), format!("unix:{}", images.name("nbd.sock")));
+        (format!("path={}", images.name("web.qcow2")), format!("unix:{},rw", images.name("nbd.sock")));
     Server::start_in(runtime, &[&["--disk", &disk, "--nbd", &nbd], more].concat())
 }
 
@@ -86,7 +86,7 @@ fn unflushed_writes_are_lost_only_where_that_is_asked_for() {
     let (images, disk, runtime) = killed();
     let elsewhere = TempDir::new().unwrap();
     let spec = format!("path={disk}");
-    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let nbd = format!("unix:{},rw", images.name("nbd.sock"));
     let dir = elsewhere.path().to_str().unwrap();
     let said = run_err(1, ["serve", "--disk", &spec, "--nbd", &nbd, "--no-control", "--runtime-dir", dir]);
     assert!(said.contains("web.qcow2") && said.contains("--discard-unflushed"), "{said}");

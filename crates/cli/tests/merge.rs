@@ -150,7 +150,8 @@ fn a_served_disk_is_merged_by_its_server() {
     let images = Images::new();
     let disk = with_history(&images);
     let served = format!("path={disk},name=web");
-    let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let server =
+        Server::start(&["--disk", &served, "--nbd", &format!("unix:{},rw", images.name("nbd.sock"))]);
     assert!(run_err(1, ["flatten", &disk, "--yes"]).contains("in use"));
     let control = server.control();
     let control = control.to_str().unwrap();
@@ -193,7 +194,8 @@ fn a_served_disk_is_flattened_while_it_is_used() {
     let clone = images.name("clone.qcow2");
     run_ok(["snapshot", "clone", &disk, "s1", "-o", &clone]);
     let served = format!("path={disk},name=web");
-    let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let server =
+        Server::start(&["--disk", &served, "--nbd", &format!("unix:{},rw", images.name("nbd.sock"))]);
     let uri = server.uri("web");
     let write = |pattern: u8, at: &str| {
         tool_ok("qemu-io", ["-f", "raw", "-c", &format!("write -P {pattern} {at}"), &uri]);
@@ -250,7 +252,8 @@ fn flattening_a_served_disk_removes_what_it_is_asked_to_and_keeps_what_others_ne
     let clone = images.name("clone.qcow2");
     run_ok(["snapshot", "clone", &disk, "s1", "-o", &clone]);
     let served = format!("path={disk},name=web");
-    let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let server =
+        Server::start(&["--disk", &served, "--nbd", &format!("unix:{},rw", images.name("nbd.sock"))]);
     let said = server.ask_ok(["flatten", &disk, "--yes"]);
     assert!(said.contains("web.s1.qcow2 stays: ") && said.contains("clone.qcow2 stands on it"), "{said}");
     assert!(said.contains("; and another file"), "s0, which s1 stands on: {said}");
@@ -270,7 +273,8 @@ fn the_oldest_snapshot_of_a_served_disk_goes_by_what_copies_less() {
     let disk = with_history(&images);
     qemu_io(&images, "web.s0.qcow2", "write -P 1 8M 4M");
     let served = format!("path={disk},name=web,keep=last=4");
-    let server = Server::start(&["--disk", &served, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let server =
+        Server::start(&["--disk", &served, "--nbd", &format!("unix:{},rw", images.name("nbd.sock"))]);
     wait_until("the rule's job", || {
         let listed: Value = serde_json::from_str(&server.ask_ok(["job", "list", "--json"])).unwrap();
         let mut jobs = listed["jobs"].as_array().unwrap().iter();

@@ -154,7 +154,7 @@ fn layers_that_cannot_go_are_refused_before_anything_changes() {
 
 fn serve(images: &Images) -> Server {
     let disk = format!("path={},name=web", images.name("9.qcow2"));
-    Server::start(&["--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))])
+    Server::start(&["--disk", &disk, "--nbd", &format!("unix:{},rw", images.name("nbd.sock"))])
 }
 
 /// What the guest of the server sees and writes meanwhile.

@@ -91,7 +91,7 @@ impl Server {
         let child = as_user(SERVER, &[GUESTS], &program)
             .args(["serve", "--disk", &format!("path={},name=web", disk.display())])
             .args(["--vhost-user", &format!("web={},share,group={GUESTS}", images.name("guests/web.sock"))])
-            .args(["--nbd", &format!("unix:{}", images.name("guests/nbd.sock"))])
+            .args(["--nbd", &format!("unix:{},rw,share", images.name("guests/nbd.sock"))])
             .args(["--nbd-group", &GUESTS.to_string(), "--runtime-dir", &images.name("run")])
             .stdout(Stdio::null())
             .spawn()

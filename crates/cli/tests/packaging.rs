@@ -43,7 +43,7 @@ fn the_first_command_starts_the_server_on_a_socket_that_was_there_before_it() {
             "--disk",
             &format!("path={}", path.display()),
             "--nbd",
-            &format!("unix:{}", images.name("nbd.sock")),
+            &format!("unix:{},rw", images.name("nbd.sock")),
         ])
         .args(["--runtime-dir", &images.name("run")])
         .env_clear()
@@ -65,7 +65,7 @@ fn the_first_command_starts_the_server_on_a_socket_that_was_there_before_it() {
         "--disk",
         &format!("path={}", path.display()),
         "--nbd",
-        &format!("unix:{}", images.name("2.sock")),
+        &format!("unix:{},rw", images.name("2.sock")),
     ]);
     let second = second.args(["--runtime-dir", &images.name("run2")]).output().unwrap();
     assert_eq!(second.status.code(), Some(1));
@@ -236,7 +236,7 @@ fn every_system_call_of_a_busy_server_passes_the_filter_of_the_unit() {
         ])
         .args([
             "--nbd",
-            &format!("unix:{nbd}"),
+            &format!("unix:{nbd},rw"),
             "--nbd",
             "tcp:localhost:0",
             "--runtime-dir",

@@ -45,7 +45,7 @@ fn count(told: &Mutex<Vec<String>>, command: &str) -> usize {
 }
 
 fn serve(images: &Images, disks: &[(&str, &str)]) -> Server {
-    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let nbd = format!("unix:{},rw", images.name("nbd.sock"));
     let specs: Vec<String> = disks
         .iter()
         .map(|(name, agent)| {

@@ -77,7 +77,7 @@ fn wait_frozen(guest: &Shared, frozen: bool) {
 
 fn start(images: &Images, agent: &str, runtime: Option<TempDir>) -> Server {
     let disk = format!("path={},agent={agent}", images.name("web.qcow2"));
-    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let nbd = format!("unix:{},rw", images.name("nbd.sock"));
     let runtime = runtime.unwrap_or_else(|| tempfile::tempdir().unwrap());
     Server::start_in(runtime, &["--disk", &disk, "--nbd", &nbd])
 }

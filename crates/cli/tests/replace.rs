@@ -51,7 +51,7 @@ fn clients_of_a_replaced_server_see_no_error_and_nothing_is_lost() {
         "--disk",
         &format!("path={},name=web", path.display()),
         "--nbd",
-        &format!("unix:{}", images.name("nbd.sock")),
+        &format!("unix:{},rw", images.name("nbd.sock")),
     ];
     let mut server = Server::start(&args);
     let first = server.pid();
@@ -106,7 +106,7 @@ fn a_server_that_could_not_open_a_disk_replaces_none() {
     let images = Images::new();
     let path = images.create("web.qcow2", &["16M"]);
     images.create("torn.qcow2", &["-u", "-b", "gone.qcow2", "-F", "qcow2", "16M"]);
-    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let nbd = format!("unix:{},rw", images.name("nbd.sock"));
     let disk = format!("path={}", path.display());
     let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
     // A guest of its own has one, another process the backing file of another.
@@ -147,13 +147,13 @@ fn what_waits_in_both_servers_is_in_nobodys_way() {
     let images = Images::new();
     let path = images.create("web.qcow2", &["16M"]);
     images.create("torn.qcow2", &["-u", "-b", "gone.qcow2", "-F", "qcow2", "16M"]);
-    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let nbd = format!("unix:{},rw", images.name("nbd.sock"));
     let (disk, torn) = (format!("path={}", path.display()), format!("path={}", images.name("torn.qcow2")));
     let args = ["--keep-going", "--disk", &disk, "--disk", &torn, "--nbd", &nbd];
     let mut server = Server::start(&args);
     for broken in [
         &["--disk", &format!("{torn},name=web"), "--nbd", &nbd][..],
-        &["--disk", &disk, "--nbd", &nbd, "--metrics", "192.0.2.1:9100"],
+        &["--disk", &disk, "--nbd", &nbd, "--metrics", "192.0.2.1:9100,insecure"],
     ] {
         let output = vmstrata()
             .args(["serve", "--replace", "--keep-going", "--runtime-dir"])
@@ -176,8 +176,13 @@ fn where_there_is_none_to_replace_a_server_is_the_first() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);
     let disk = format!("path={},name=a", path.display());
-    let server =
-        Server::start(&["--replace", "--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let server = Server::start(&[
+        "--replace",
+        "--disk",
+        &disk,
+        "--nbd",
+        &format!("unix:{},rw", images.name("nbd.sock")),
+    ]);
     assert!(server.control().exists());
     // Asked twice at once, as by two servers that are to replace it: it ends clean all the same.
     let request = b"POST /v1/shutdown HTTP/1.1\r\nHost: test\r\nContent-Length: 0\r\n\r\n";
@@ -192,11 +197,11 @@ fn where_there_is_none_to_replace_a_server_is_the_first() {
 fn a_server_that_could_not_open_a_door_replaces_none() {
     let images = Images::new();
     let path = images.create("web.qcow2", &["16M"]);
-    let (nbd, disk) = (format!("unix:{}", images.name("nbd.sock")), format!("path={}", path.display()));
+    let (nbd, disk) = (format!("unix:{},rw", images.name("nbd.sock")), format!("path={}", path.display()));
     let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
     let missing = images.name("no-such-directory/web.sock");
     // Longer than any host's name, so that nobody is asked for it.
-    let host = format!("tcp:{}:7", "h".repeat(300));
+    let host = format!("tcp:{}:7,insecure", "h".repeat(300));
     for (flag, place, part) in [
         ("--vhost-user", format!("web={missing}"), "No such file or directory"),
         ("--vhost-user", format!("web={}", path.display()), "not a socket"),

@@ -50,7 +50,7 @@ fn a_served_disk_is_resized_by_the_server_under_its_clients() {
     let images = Images::new();
     images.create("web.qcow2", &["64M"]);
     let disk = images.name("web.qcow2");
-    let socket = format!("unix:{}", images.name("nbd.sock"));
+    let socket = format!("unix:{},rw", images.name("nbd.sock"));
     let vhost = format!("web={}", images.name("web.sock"));
     let server = Server::start(&[
         "--disk",

@@ -22,7 +22,7 @@ fn a_raw_disk_goes_on_after_every_command_with_what_was_said_of_it_at_first() {
     let images = Images::new();
     let disk = images.name("web.img");
     std::fs::File::create(&disk).unwrap().set_len(16 << 20).unwrap();
-    let (spec, nbd) = (format!("path={disk},format=raw"), format!("unix:{}", images.name("nbd.sock")));
+    let (spec, nbd) = (format!("path={disk},format=raw"), format!("unix:{},rw", images.name("nbd.sock")));
     let start = || Server::start(&["--disk", &spec, "--nbd", &nbd]);
     let server = start();
     io(&server, "web", "write -P 1 0 64k");
@@ -99,7 +99,7 @@ fn a_clone_goes_on_when_it_does_not_stand_on_its_snapshot_any_more() {
     for name in ["mon", "tue"] {
         run_ok(["snapshot", "create", &disk, "--name", name]);
     }
-    let (ci, nbd) = (images.name("ci.qcow2"), format!("unix:{}", images.name("nbd.sock")));
+    let (ci, nbd) = (images.name("ci.qcow2"), format!("unix:{},rw", images.name("nbd.sock")));
     let (origin, clone) = (format!("path={disk}"), format!("path={disk},at=tue,clone={ci}"));
     let start = || Server::start(&["--disk", &origin, "--disk", &clone, "--nbd", &nbd]);
     let commands: [&[&str]; 4] = [
@@ -138,7 +138,7 @@ fn a_relative_path_means_the_file_in_the_directory_of_whoever_says_it() {
     let control = runtime.join("control.sock");
     let mut server = support::vmstrata()
         .current_dir(Path::new(&served).parent().unwrap())
-        .args(["serve", "--json", "--disk", "path=web.qcow2", "--nbd", "unix:nbd.sock", "--runtime-dir"])
+        .args(["serve", "--json", "--disk", "path=web.qcow2", "--nbd", "unix:nbd.sock,rw", "--runtime-dir"])
         .arg(&runtime)
         .stdout(std::process::Stdio::piped())
         .spawn()

@@ -18,8 +18,9 @@ use support::{Holder, Images, assert_clean, run_json, run_ok, tool_ok};
 fn start(images: &Images) -> (Server, String, String) {
     images.create("web.qcow2", &["16M"]);
     let (disk, guest) = (images.name("web.qcow2"), images.name("guest.sock"));
-    let (nbd, spec) = (format!("unix:{}", images.name("nbd.sock")), format!("path={disk},name=web"));
-    let server = Server::start(&["--disk", &spec, "--vhost-user", &format!("web={guest}"), "--nbd", &nbd]);
+    let (nbd, spec) = (format!("unix:{},rw,share", images.name("nbd.sock")), format!("path={disk},name=web"));
+    let server =
+        Server::start(&["--disk", &spec, "--vhost-user", &format!("web={guest},share"), "--nbd", &nbd]);
     for number in 1..=3 {
         io(&server, &format!("write -P {number} 0 64k"));
         if number < 3 {

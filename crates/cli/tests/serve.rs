@@ -19,7 +19,7 @@ fn disk(path: &Path, more: &str) -> String {
 }
 
 fn unix(images: &Images) -> String {
-    format!("unix:{}", images.name("nbd.sock"))
+    format!("unix:{},rw", images.name("nbd.sock"))
 }
 
 /// Runs one qemu-io command on an NBD export, which must not fail.
@@ -115,7 +115,8 @@ fn read_only_disks_can_be_served_twice_and_not_be_written() {
     let path = images.create("a.qcow2", &["16M"]);
     let spec = disk(&path, ",read-only");
     let first = Server::start(&["--disk", &spec, "--nbd", &unix(&images)]);
-    let second = Server::start(&["--disk", &spec, "--nbd", &format!("unix:{}", images.name("second.sock"))]);
+    let second =
+        Server::start(&["--disk", &spec, "--nbd", &format!("unix:{},rw", images.name("second.sock"))]);
     let refused = tool("qemu-io", ["-f", "raw", "-c", "write 0 64k", &first.uri("disk")]);
     assert!(!refused.status.success(), "{refused:?}");
     assert_eq!(tool_json("nbdinfo", ["--json", &second.uri("disk")])["exports"][0]["is_read_only"], true);
@@ -127,7 +128,7 @@ fn two_disks_on_one_base_are_served_side_by_side() {
     let images = Images::new();
     images.create("base.qcow2", &["16M"]);
     images.write_layer("base.qcow2", &["write -P 9 0 1M"]);
-    let mut args = vec!["--nbd".to_owned(), "tcp:127.0.0.1:0".to_owned()];
+    let mut args = vec!["--nbd".to_owned(), "tcp:127.0.0.1:0,rw".to_owned()];
     for name in ["one", "two"] {
         let path = images.create(&format!("{name}.qcow2"), &["-b", "base.qcow2", "-F", "qcow2"]);
         args.extend(["--disk".to_owned(), format!("path={}", path.display())]);
@@ -340,7 +341,7 @@ fn what_keeps_a_server_from_starting_is_said_and_nothing_is_left_locked() {
         (&["--disk", &orphan, "--nbd", &nbd], "gone.qcow2"),
         (&["--disk", &good, "--nbd", &on_file], "cannot listen"),
         (&["--disk", &good, "--vhost-user", &vhost_on_file], "not a socket"),
-        (&["--disk", &good, "--nbd", "tcp:host.invalid:1"], "host.invalid"),
+        (&["--disk", &good, "--nbd", "tcp:host.invalid:1,insecure"], "host.invalid"),
         (&["--disk", &good, "--nbd", &nbd, "--nbd-tls-cert", &pem, "--nbd-tls-key", &pem], "bad.pem"),
         (&["--disk", &good, "--nbd", &nbd, "--ready-fd", "987654"], "--ready-fd 987654"),
         (&["--disk", &orphan, "--nbd", &nbd, "--allow-backing", "/absent/dir"], "/absent/dir"),

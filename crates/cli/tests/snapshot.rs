@@ -122,7 +122,7 @@ fn a_disk_that_is_served_is_refused_with_what_to_do() {
     images.create("web.qcow2", &["4M"]);
     let disk = images.name("web.qcow2");
     let socket = images.name("nbd.sock");
-    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &format!("unix:{socket}")]);
+    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &format!("unix:{socket},rw")]);
     let error = run_err(1, ["snapshot", "create", &disk]);
     assert!(error.contains("in use by vmstrata (process ") && error.contains("ask it"), "{error}");
     assert_eq!(run_json(["snapshot", "list", &disk, "--json"])["snapshots"], json!([]));
@@ -296,7 +296,7 @@ fn asks(uri: &str, commands: &[&str]) -> String {
 fn a_snapshot_is_served_as_it_was_and_written_only_as_a_clone() {
     let images = Images::new();
     let disk = with_history(&images);
-    let (clone, door) = (images.name("ci.qcow2"), format!("unix:{}", images.name("nbd.sock")));
+    let (clone, door) = (images.name("ci.qcow2"), format!("unix:{},rw", images.name("nbd.sock")));
     let specs = [
         format!("path={disk}"),
         format!("path={disk},at=mon"),
@@ -335,7 +335,7 @@ fn a_snapshot_is_served_as_it_was_and_written_only_as_a_clone() {
 fn the_only_disk_is_served_at_a_snapshot_by_a_flag() {
     let images = Images::new();
     let disk = with_history(&images);
-    let (clone, door) = (images.name("ci.qcow2"), format!("unix:{}", images.name("nbd.sock")));
+    let (clone, door) = (images.name("ci.qcow2"), format!("unix:{},rw", images.name("nbd.sock")));
     let spec = format!("path={disk}");
     let server = Server::start(&["--disk", &spec, "--at", "mon", "--nbd", &door]);
     let said = asks(&server.uri("web@mon"), &["read -P 1 0 1M"]);
@@ -348,7 +348,14 @@ fn the_only_disk_is_served_at_a_snapshot_by_a_flag() {
     reads(&images, "web.qcow2", 3, "0 1M");
 
     let config = images.path("vmstrata.toml");
-    std::fs::write(&config, format!("nbd = [\"{door}\"]\n[[disk]]\npath = \"{disk}\"\n")).unwrap();
+    std::fs::write(
+        &config,
+        format!(
+            "nbd = [{{ address = \"unix:{}\", rw = true }}]\n[[disk]]\npath = \"{disk}\"\n",
+            images.name("nbd.sock")
+        ),
+    )
+    .unwrap();
     let at_key = format!("path={disk},at=mon");
     let wrong: [(&[&str], &str); 5] = [
         (&["--disk", &spec, "--disk", "path=b", "--at", "mon"], "there are 2"),

@@ -91,7 +91,7 @@ fn what_a_guests_memory_needs_is_left_alone() {
 fn a_disk_that_is_served_is_pruned_while_it_is_served() {
     let images = Images::new();
     let disk = with_history(&images);
-    let socket = format!("unix:{}", images.name("nbd.sock"));
+    let socket = format!("unix:{},rw", images.name("nbd.sock"));
     let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &socket]);
     let uri = server.uri("web");
     qemu_io(&uri, &["-f", "raw"], "write -P 9 7M 64k");
@@ -114,7 +114,7 @@ fn a_served_disk_with_rules_is_pruned_by_its_server() {
     let web = images.name("web.qcow2");
     run_ok(["snapshot", "create", &web, "--name", "before"]);
     let disk = format!("path={web},name=web,keep=last=2");
-    let server = Server::start(&["--disk", &disk, "--nbd", &format!("unix:{}", images.name("nbd.sock"))]);
+    let server = Server::start(&["--disk", &disk, "--nbd", &format!("unix:{},rw", images.name("nbd.sock"))]);
     for number in 0..5 {
         let write = format!("write -P {} {number}M 64k", number + 1);
         tool_ok("qemu-io", ["-f", "raw", "-c", &write, &server.uri("web")]);

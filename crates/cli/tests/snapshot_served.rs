@@ -12,7 +12,7 @@ use support::{Images, assert_clean, run_err, run_json, stderr, tool_json, tool_o
 
 /// A server with these disks of `images`, each behind one NBD socket.
 fn serve(images: &Images, disks: &[&str]) -> Server {
-    let socket = format!("unix:{}", images.name("nbd.sock"));
+    let socket = format!("unix:{},rw", images.name("nbd.sock"));
     let specs: Vec<String> = disks.iter().map(|disk| format!("path={}", images.name(disk))).collect();
     let mut args: Vec<&str> = specs.iter().flat_map(|spec| ["--disk", spec.as_str()]).collect();
     args.extend(["--nbd", &socket]);

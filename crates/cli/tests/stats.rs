@@ -16,7 +16,7 @@ fn start(images: &Images) -> Server {
     let top = images.create("top.qcow2", &["-b", "middle.qcow2", "-F", "qcow2"]);
     images.write_layer("top.qcow2", &["write -P 3 2M 1M"]);
     let disk = format!("path={},name=web", top.display());
-    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let nbd = format!("unix:{},rw", images.name("nbd.sock"));
     Server::start(&["--disk", &disk, "--nbd", &nbd])
 }
 
@@ -100,7 +100,7 @@ fn compressed_bytes_are_counted_as_what_they_are_read_as() {
     let (plain, packed) = (images.name("plain.qcow2"), images.name("packed.qcow2"));
     tool_ok("qemu-img", ["convert", "-c", "-O", "qcow2", &plain, &packed]);
     let top = images.create("top.qcow2", &["-b", "packed.qcow2", "-F", "qcow2"]);
-    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let nbd = format!("unix:{},rw", images.name("nbd.sock"));
     let server = Server::start(&["--disk", &format!("path={},name=web", top.display()), "--nbd", &nbd]);
     let before = stats(&server);
     io(&server, &["read -P 1 64k 256k"]);

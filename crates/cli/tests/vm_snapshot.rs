@@ -102,7 +102,7 @@ fn periodic_snapshots_go_on_without_the_guest_and_keep_what_the_rules_say() {
     let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
     images.create("web.qcow2", &["16M"]);
     let (disk, nbd) = (images.name("web.qcow2"), images.name("nbd.sock"));
-    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &format!("unix:{nbd}")]);
+    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &format!("unix:{nbd},rw")]);
     let export = format!("driver=nbd,node-name=disk,export=web,server.type=unix,server.path={nbd}");
     let devices = ["-blockdev", &export, "-device", "virtio-blk-pci,drive=disk"];
     let machine = || Machine::start(&memory.path().join("memory"), images.path("qmp"), &devices);

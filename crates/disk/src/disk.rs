@@ -4,6 +4,7 @@
 //! and [`crate::zero`] move them, [`crate::queue`] does so asynchronously.
 
 mod anew;
+mod attached;
 mod durable;
 mod index;
 mod killed;
@@ -38,6 +39,7 @@ use crate::turnstile::Turnstile;
 use crate::workers::Mailbox;
 use latch::WhenLatched;
 
+pub use attached::{AttachedWriter, HasWriter};
 pub(crate) use durable::leave_clean;
 pub use index::Indexing;
 pub(crate) use merge::Running;
@@ -79,6 +81,7 @@ pub struct Disk {
     looked: Mutex<look::Looked>,
     /// Those to call when the layers have changed.
     queues: Mutex<Vec<Weak<Mailbox>>>,
+    attached: Arc<attached::Attached>,
 }
 
 /// A layer of a disk.
@@ -172,6 +175,7 @@ impl Disk {
             index_loss: anew::IndexLoss::default(),
             looked: Mutex::default(),
             queues: Mutex::default(),
+            attached: Arc::default(),
         }
     }
 

@@ -85,7 +85,10 @@ pub use chain::{OpenOptions, Unflushed};
 pub use check::{CheckOptions, CheckReport, Repair, check};
 pub use create::{CreateOptions, create};
 pub use diff::{ChangedBytes, Diff, DiffExtent, DiffExtents, DiffKind, DiffOptions};
-pub use disk::{Disk, Indexing, LayerInfo, ResizeFault, Resized, Shrink, Taken, Together, snapshot_together};
+pub use disk::{
+    AttachedWriter, Disk, HasWriter, Indexing, LayerInfo, ResizeFault, Resized, Shrink, Taken, Together,
+    snapshot_together,
+};
 pub use error::{Error, ErrorKind, Result};
 pub use examine::{BackingPlace, Examined, ImageHead, OwnCluster, examine, own_clusters};
 pub use extents::{Extent, ExtentKind};

@@ -21,6 +21,28 @@ fn last(replies: &[(u32, Vec<u8>)]) -> u32 {
 }
 
 #[test]
+fn a_second_writer_is_refused_by_name_and_readers_are_not() {
+    let fixture = Fixture::chain();
+    fixture.server().exports().add(Export::new("reads", fixture.disk.clone()).with_read_only()).unwrap();
+    let guest = fixture.disk.attach_writer("the guest at /run/web.sock", false).unwrap();
+    let mut client = Client::connect(&fixture.socket());
+    let replies = client.option(7, &info_query("disk", &[]));
+    let said = String::from_utf8_lossy(&replies[0].1).into_owned();
+    assert!(replies[0].0 == ERR_POLICY && said.contains("the guest at /run/web.sock"), "{replies:?}");
+    assert_eq!(last(&client.option(6, &info_query("disk", &[]))), ACK, "INFO attaches nothing");
+    let mut old = Client::connect(&fixture.socket());
+    old.send_option(1, b"disk");
+    assert!(old.is_hung_up(), "EXPORT_NAME cannot be told");
+    client.go("reads");
+    drop(guest);
+    // Connections through one door are one writer.
+    let mut both = [fixture.client(Style::Structured), fixture.client(Style::Structured)];
+    both.iter_mut().for_each(|client| client.write(0, &[1; 512]).unwrap());
+    let refused = fixture.disk.attach_writer("a guest", true).unwrap_err();
+    assert!(refused.by.contains(&format!("unix:{}", fixture.socket().display())), "{refused}");
+}
+
+#[test]
 fn unknown_and_malformed_options_are_refused_and_the_next_is_understood() {
     let fixture = Fixture::chain();
     let mut client = Client::connect(&fixture.socket());

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use nbd_common::client::{ACK, info_query};
 use nbd_common::{Client, Fixture, Setup, chain_content, make_chain, run, text, try_run};
-use vmstrata_export::nbd::{Address, Error, Listener, TlsConfig, TlsMode};
+use vmstrata_export::nbd::{Address, ClientRight, Error, Export, Listener, TlsConfig, TlsMode};
 
 const ERR_INVALID: u32 = 0x8000_0003;
 const ERR_TLS_REQD: u32 = 0x8000_0005;
@@ -136,6 +136,29 @@ fn client_certificates_are_checked_against_their_authority() {
     let strict = Tls::new(TlsMode::Require, Some("other-ca-cert.pem"));
     let refused = try_run("nbdinfo", &[&strict.uri("nbds")]);
     assert!(!refused.status.success(), "the client's certificate is of another authority");
+}
+
+#[test]
+fn clients_find_the_exports_that_their_certificates_have_rights_to() {
+    let tls = Tls::new(TlsMode::Require, Some("ca-cert.pem"));
+    let right = |client: &str, writes| vec![ClientRight { client: client.to_owned(), writes }];
+    for (name, clients) in [
+        ("reads", right("CN=client", false)),
+        ("writes", right("DNS=client", true)),
+        ("no", right("CN=clien", true)),
+    ] {
+        let export = Export::new(name, tls.fixture.disk.clone()).with_clients(clients);
+        tls.fixture.server().exports().add(export).unwrap();
+    }
+    let uri = |export: &str| tls.uri("nbds").replace("/disk?", &format!("/{export}?"));
+    let listed = run("nbdinfo", &["--list", "--json", &tls.uri("nbds")]);
+    let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+    for (name, is_listed) in [("reads", true), ("writes", true), ("no", false)] {
+        assert_eq!(listed.contains(&format!("\"{name}\"")), is_listed, "{name}: {listed}");
+    }
+    assert!(try_run("nbdinfo", &["--is", "read-only", &uri("reads")]).status.success());
+    assert!(!try_run("nbdinfo", &["--is", "read-only", &uri("writes")]).status.success());
+    assert!(!try_run("nbdinfo", &[&uri("no")]).status.success());
 }
 
 #[test]

@@ -116,7 +116,11 @@ mod tests {
 
     fn some() -> Added {
         let disk = api::DiskSpec { path: "/vms/web.qcow2".to_owned(), ..api::DiskSpec::default() };
-        let door = api::DoorSpec::Nbd(api::NbdSpec { address: "unix:/run/nbd.sock".to_owned() });
+        let door = api::DoorSpec::Nbd(api::NbdSpec {
+            address: "unix:/run/nbd.sock".to_owned(),
+            rw: true,
+            ..Default::default()
+        });
         Added { disks: vec![disk], doors: vec![door] }
     }
 

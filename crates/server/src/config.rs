@@ -10,7 +10,7 @@
 //! What belongs to one start and not to a server (`--json`, `--ready-fd`, `--log-format`) is a flag only.
 //!
 //! ```toml
-//! nbd = ["unix:/run/vmstrata/nbd.sock"]
+//! nbd = ["unix:/run/vmstrata/nbd.sock", { address = "unix:/run/vmstrata/restore.sock", rw = true }]
 //! metadata-cache = "256M"
 //! allow-backing = ["/srv/golden"]
 //!
@@ -31,11 +31,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use vmstrata_export::SocketAccess;
-use vmstrata_export::nbd::{self, Address};
 
 use crate::options::{ControlPlace, Limits, Options, TlsFiles};
 use crate::size::SizeError;
-use crate::spec::{DiskSpec, MetricsError, SpecError, VhostUserSpec};
+use crate::spec::{DiskSpec, MetricsError, NbdError, NbdSpec, SpecError, VhostUserSpec};
 
 /// A configuration file that cannot be used, and where in it the reason is.
 #[derive(Debug, thiserror::Error)]
@@ -62,9 +61,9 @@ pub enum ConfigFault {
     /// A disk or socket that makes no sense.
     #[error(transparent)]
     Spec(#[from] SpecError),
-    /// An address that is none.
+    /// An NBD door that makes no sense.
     #[error(transparent)]
-    Address(#[from] nbd::Error),
+    Nbd(#[from] NbdError),
     /// A size that is none.
     #[error(transparent)]
     Size(#[from] SizeError),
@@ -99,7 +98,7 @@ pub struct Settings {
     /// Sockets for guests.
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.
-    pub nbd: Vec<Address>,
+    pub nbd: Vec<NbdSpec>,
     /// Who may connect to the unix sockets among them.
     pub nbd_access: SocketAccess,
     /// Require TLS of NBD clients.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use vmstrata_export::{nbd, vhost_user};
 
 use crate::agent::AgentFault;
-use crate::spec::SpecError;
+use crate::spec::{NbdError, SpecError};
 
 /// See the module documentation.
 #[derive(Debug, thiserror::Error)]
@@ -234,6 +234,15 @@ pub enum Error {
         /// Why.
         source: io::Error,
     },
+}
+
+impl From<NbdError> for Error {
+    fn from(error: NbdError) -> Self {
+        match error {
+            NbdError::Address(error) => error.into(),
+            NbdError::Spec(error) => error.into(),
+        }
+    }
 }
 
 /// The error and its causes, leaving out a cause whose words the error above it has already.

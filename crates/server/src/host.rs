@@ -73,6 +73,8 @@ pub struct Host {
     /// Whether disks are opened without unflushed writes that cannot be taken up.
     discards_unflushed: AtomicBool,
     tls: TlsMode,
+    /// Whether NBD clients have to show certificates.
+    knows_nbd_clients: bool,
     nbd_access: SocketAccess,
     guards: Guards,
     table: Mutex<Table>,
@@ -190,6 +192,7 @@ impl Host {
             allow_backing: options.allow_backing.clone(),
             discards_unflushed: AtomicBool::new(options.discard_unflushed),
             tls: options.tls_mode()?,
+            knows_nbd_clients: options.knows_nbd_clients(),
             nbd_access: options.nbd_access.clone(),
             guards,
             table: Mutex::default(),

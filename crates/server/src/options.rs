@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use vmstrata_disk::{ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
-use vmstrata_export::nbd::{Address, TlsConfig, TlsMode};
+use vmstrata_export::nbd::{TlsConfig, TlsMode};
 
 use crate::error::Error;
 use crate::limits;
 use crate::runtime_dir;
-use crate::spec::{DiskSpec, SpecError, VhostUserSpec, check_together};
+use crate::spec::{DiskSpec, NbdSpec, SpecError, VhostUserSpec, check_together};
 
 /// Fewer workers than this and one slow flush would hold up everything that may block.
 const WORKERS_MIN: usize = 2;
@@ -31,7 +31,7 @@ pub struct Options {
     /// Sockets for guests.
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.
-    pub nbd: Vec<Address>,
+    pub nbd: Vec<NbdSpec>,
     /// Who may connect to unix sockets for NBD clients.
     pub nbd_access: SocketAccess,
     /// Require TLS of NBD clients.
@@ -100,7 +100,13 @@ impl Options {
     /// # Errors
     /// Names the disk or socket that does not fit.
     pub fn check(&self) -> Result<(), SpecError> {
-        check_together(&self.disks, &self.vhost_user, &self.nbd)
+        check_together(&self.disks, &self.vhost_user, &self.nbd)?;
+        self.nbd.iter().try_for_each(|door| door.check_clients(self.knows_nbd_clients()))
+    }
+
+    /// Whether NBD clients have to show certificates.
+    pub(crate) fn knows_nbd_clients(&self) -> bool {
+        self.nbd_tls.as_ref().is_some_and(|tls| tls.client_ca.is_some())
     }
 
     /// Makes what the disks will share. Returns it with the limits that it keeps to.

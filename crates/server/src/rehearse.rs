@@ -20,7 +20,7 @@ use vmstrata_store::FileId;
 use crate::error::{Error, told};
 use crate::host;
 use crate::options::Options;
-use crate::spec::VhostUserSpec;
+use crate::spec::{NbdSpec, VhostUserSpec};
 
 /// Looks at what a server with these options would open, without opening it for itself, in the place of one that serves what
 /// `status` says.
@@ -49,7 +49,7 @@ pub fn rehearse(options: &Options, status: &ServerStatus) -> Result<(), Error> {
     }
     let is_open =
         |place: &str| status.doors.iter().any(|door| door.open_error.is_none() && place_of(door) == place);
-    for address in &options.nbd {
+    for NbdSpec { address, .. } in &options.nbd {
         waits(is_open(&address.to_string()), nbd_door(address, &options.nbd_access))?;
     }
     for spec in &options.vhost_user {

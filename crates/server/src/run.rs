@@ -53,7 +53,7 @@ fn open_all(options: &Options, host: &Arc<Host>) -> Result<(), Error> {
         return doors.try_for_each(|door| host.add_door_or_wait(door).map(drop));
     }
     options.disks.iter().try_for_each(|disk| host.add_disk(disk.clone()))?;
-    options.nbd.iter().try_for_each(|address| host.add_nbd(address).map(drop))?;
+    options.nbd.iter().try_for_each(|door| host.add_nbd(door).map(drop))?;
     options.vhost_user.iter().try_for_each(|socket| host.add_vhost_user(socket.clone()).map(drop))
 }
 

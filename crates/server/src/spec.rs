@@ -10,6 +10,7 @@
 //! clients ask for it as export name.
 
 mod disk;
+mod nbd;
 mod together;
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -21,6 +22,7 @@ use vmstrata_disk::snapshot::KeepError;
 use vmstrata_export::SocketAccess;
 
 pub use self::disk::{CloneOf, DiskSpec, StateError};
+pub use self::nbd::{NbdError, NbdSpec};
 pub(crate) use self::together::check_guests;
 pub use self::together::check_together;
 
@@ -140,6 +142,32 @@ pub enum SpecError {
     /// Rules that are none for what to keep of a disk's snapshots.
     #[error("keep: {0}")]
     Keep(#[from] KeepError),
+    /// A right to write for everybody, and rights for some.
+    #[error("'rw' is for all clients of a door, and 'allow' names some: say rw with those that may write")]
+    WritersTwice,
+    /// A client that no certificate names so.
+    #[error("'{client}' names no client: write CN=, DNS= or URI= and a name in its certificate")]
+    ClientName {
+        /// What was said.
+        client: String,
+    },
+    /// Rights of clients that nobody could tell apart.
+    #[error(
+        "'allow' of {address} names clients by their certificates: require those with --nbd-tls-client-ca"
+    )]
+    ClientsUnknown {
+        /// The address.
+        address: String,
+    },
+    /// Disks for everybody.
+    #[error(
+        "{address} can be reached from other hosts, by clients that nobody knows: require certificates of them \
+         (--nbd-tls-cert, --nbd-tls-key, --nbd-tls-client-ca), take an address of this host alone, or say insecure"
+    )]
+    Exposed {
+        /// The address.
+        address: String,
+    },
     /// Two doors at one path.
     #[error("socket {} is given twice", path.display())]
     SocketTwice {
@@ -222,18 +250,33 @@ impl From<&VhostUserSpec> for api::VhostUserSpec {
 
 /// A text that is no place for metrics.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("metrics are served on a port, or an address and a port, as in 9100, 192.0.2.1:9100 or [::]:9100")]
-pub struct MetricsError;
+pub enum MetricsError {
+    /// No port.
+    #[error(
+        "metrics are served on a port, or an address and a port, as in 9100, [::1]:9100 or 192.0.2.1:9100,insecure"
+    )]
+    Place,
+    /// Numbers for everybody.
+    #[error(
+        "metrics on {0} can be read from other hosts, without TLS: take a port of this host alone, or say {0},insecure"
+    )]
+    Exposed(SocketAddr),
+}
 
-/// Reads a port, or an address with a port: metrics are for this host alone unless an address says otherwise.
+/// Reads a port, or an address with a port: metrics are for this host alone unless `,insecure` says otherwise.
 ///
 /// # Errors
-/// When it is neither.
+/// When it is neither; an address that other hosts can reach.
 pub fn parse_metrics(text: &str) -> Result<SocketAddr, MetricsError> {
-    match text.parse::<u16>() {
-        Ok(port) => Ok((Ipv4Addr::LOCALHOST, port).into()),
-        Err(_) => text.parse().map_err(|_| MetricsError),
-    }
+    let (place, is_insecure) = match text.strip_suffix(",insecure") {
+        Some(place) => (place, true),
+        None => (text, false),
+    };
+    let address: SocketAddr = match place.parse::<u16>() {
+        Ok(port) => (Ipv4Addr::LOCALHOST, port).into(),
+        Err(_) => place.parse().map_err(|_| MetricsError::Place)?,
+    };
+    if address.ip().is_loopback() || is_insecure { Ok(address) } else { Err(MetricsError::Exposed(address)) }
 }
 
 /// A text that is no permissions.
@@ -302,6 +345,20 @@ mod tests {
         assert_eq!(["600", "0660", "0"].map(parse_mode), [Ok(0o600), Ok(0o660), Ok(0)]);
         for text in ["", "68", "777", "1600", "rw", "-1", "0o600"] {
             assert_eq!(parse_mode(text), Err(ModeError), "{text}");
+        }
+    }
+
+    #[test]
+    fn metrics_are_for_this_host_unless_they_are_called_insecure() {
+        let read = |text| parse_metrics(text).map(|address| address.to_string());
+        for (text, address) in
+            [("9100", "127.0.0.1:9100"), ("[::1]:1", "[::1]:1"), ("0.0.0.0:1,insecure", "0.0.0.0:1")]
+        {
+            assert_eq!(read(text).as_deref(), Ok(address));
+        }
+        assert!(matches!(read("[::]:9100"), Err(MetricsError::Exposed(_))));
+        for text in ["", "x", "9100,insecur", "localhost:1"] {
+            assert_eq!(read(text), Err(MetricsError::Place), "{text}");
         }
     }
 

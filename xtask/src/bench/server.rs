@@ -280,14 +280,14 @@ pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
             command
         }
         Kind::Vmstrata => {
-            let read_only = if disk.writable { "" } else { ",read-only" };
+            let (read_only, rw) = if disk.writable { ("", ",rw,share") } else { (",read-only", "") };
             let mut command = Command::new(vmstrata());
             command.arg("serve").arg("--disk").arg(format!("path={file},name=disk,cache=host{read_only}"));
             command
                 .arg("--vhost-user")
-                .arg(format!("disk={vhost},any-memory"))
+                .arg(format!("disk={vhost},any-memory,share"))
                 .arg("--nbd")
-                .arg(format!("unix:{nbd}"));
+                .arg(format!("unix:{nbd}{rw}"));
             command.arg(format!("--control={control}"));
             if let Some(backing) = &disk.backing {
                 command.arg("--allow-backing").arg(backing);

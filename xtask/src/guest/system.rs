@@ -41,7 +41,7 @@ Requires=basic.target units-test.service
 After=basic.target
 ";
 const CONFIG: &str = r#"
-nbd = ["unix:/run/vmstrata-guests/nbd.sock"]
+nbd = [{ address = "unix:/run/vmstrata-guests/nbd.sock", rw = true }]
 nbd-group = "vmstrata-guests"
 
 [[disk]]

@@ -103,7 +103,7 @@ pub fn run(options: &Options) -> Result<Outcome> {
     if let Some(left_out) = &left_out {
         println!("{left_out}");
     }
-    let given = Given { knows_discard: Setup::knows_discard(&program)?, program, mounts: left_out.is_none() };
+    let given = Given { knows: Setup::knows(&program)?, program, mounts: left_out.is_none() };
     let start = Instant::now();
     let (mut rounds, mut figures) = (0, Figures::default());
     let goes_on = |rounds: u64| match options.length {

@@ -26,7 +26,7 @@ use super::load::Worker;
 use super::model::{Journal, Model};
 use super::nbd::Nbd;
 use super::place::Place;
-use super::server::{NAME, Server, Setup};
+use super::server::{Knows, NAME, Server, Setup};
 use super::shared::Shared;
 use super::snapshots::Snapshots;
 use super::vhost::{self, Guest};
@@ -67,7 +67,7 @@ impl Round {
             out: place.out.clone(),
             sockets: sockets.to_owned(),
             direct: config.direct,
-            knows_discard: options.knows_discard,
+            knows: options.knows,
         };
         let shared = Arc::new(Shared::new(config, place, Model::new(values)));
         Ok(Self {
@@ -271,5 +271,5 @@ impl Round {
 pub(super) struct Given {
     pub(super) program: std::path::PathBuf,
     pub(super) mounts: bool,
-    pub(super) knows_discard: bool,
+    pub(super) knows: Knows,
 }

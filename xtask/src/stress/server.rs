@@ -27,16 +27,25 @@ pub(super) struct Setup {
     /// Of the sockets: their paths must be short.
     pub(super) sockets: PathBuf,
     pub(super) direct: bool,
-    /// Whether it knows the flag for a disk whose journal is lost.
-    pub(super) knows_discard: bool,
+    pub(super) knows: Knows,
+}
+
+/// What a program knows, which may be an older one.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Knows {
+    /// The flag for a disk whose journal is lost.
+    discard: bool,
+    /// Doors whose clients only read unless `rw` is said.
+    rw: bool,
 }
 
 impl Setup {
-    /// Whether `program` knows the flag for a disk whose journal is lost.
-    pub(super) fn knows_discard(program: &Path) -> Result<bool> {
+    /// What `program` knows.
+    pub(super) fn knows(program: &Path) -> Result<Knows> {
         let help = Command::new(program).args(["serve", "--help"]).output();
         let help = help.with_context(|| format!("{} does not run", program.display()))?;
-        Ok(String::from_utf8_lossy(&help.stdout).contains(DISCARD))
+        let help = String::from_utf8_lossy(&help.stdout);
+        Ok(Knows { discard: help.contains(DISCARD), rw: help.contains("[,rw]") })
     }
 
     pub(super) fn nbd(&self) -> PathBuf {
@@ -77,13 +86,15 @@ impl Setup {
             .arg("serve")
             .arg("--disk")
             .arg(format!("path={},name={NAME},cache={cache}", self.disk.display()));
-        command.arg("--nbd").arg(format!("unix:{}", self.nbd().display()));
-        command.arg("--vhost-user").arg(format!("{NAME}={}", self.vhost().display()));
+        // Both write at the same time, each its own part.
+        let writes = if self.knows.rw { ",rw,share" } else { "" };
+        command.arg("--nbd").arg(format!("unix:{}{writes}", self.nbd().display()));
+        command.arg("--vhost-user").arg(format!("{NAME}={},share", self.vhost().display()));
         command.arg("--runtime-dir").arg(&self.run).arg(format!("--control={}", self.control().display()));
         command.args(["--ready-fd", "1"]);
         // Why each request fails, not only the first few.
         command.env("RUST_LOG", "info,vmstrata_export=debug");
-        if journal_is_lost && self.knows_discard {
+        if journal_is_lost && self.knows.discard {
             command.arg(DISCARD);
         }
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);

@@ -4,10 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use vmstrata_api as api;
-use vmstrata_export::nbd::Address;
-use vmstrata_server::spec::VhostUserSpec;
+use vmstrata_server::spec::{NbdSpec, VhostUserSpec};
 
-use crate::disk_spec::{parse_api_disk, parse_vhost_user};
+use crate::disk_spec::{parse_api_disk, parse_nbd, parse_vhost_user};
 
 /// Which server is meant.
 #[derive(Clone, Debug, Args)]
@@ -191,15 +190,17 @@ pub struct NewDoor {
     /// [,group=GROUP][,mode=MODE]
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
     pub vhost_user: Option<VhostUserSpec>,
-    /// An address for NBD clients of all disks: unix:/path or tcp:host:port
-    #[arg(long, value_name = "ADDRESS")]
-    pub nbd: Option<Address>,
+    /// An address for NBD clients of all disks, who read: unix:/path or tcp:host:port[,rw][,share][,insecure]
+    /// [,allow=CLIENT[:ro|:rw[:DISK...]],,CLIENT...], as for `serve --nbd`
+    #[arg(long, value_name = "SPEC", value_parser = parse_nbd)]
+    pub nbd: Option<NbdSpec>,
 }
 
 const DOOR_HELP: &str = "\
 Examples:
   vmstrata door add --vhost-user web=/run/web.sock,queues=4
   vmstrata door add --nbd unix:/run/nbd.sock
+  vmstrata door add --nbd unix:/run/restore.sock,rw
   vmstrata door remove /run/web.sock
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";

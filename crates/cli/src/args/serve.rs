@@ -8,13 +8,12 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use vmstrata_api as api;
 use vmstrata_export::SocketAccess;
-use vmstrata_export::nbd::Address;
 use vmstrata_server::config::Settings;
-use vmstrata_server::spec::{DiskSpec, VhostUserSpec, parse_metrics, parse_mode};
+use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec, parse_metrics, parse_mode};
 use vmstrata_server::{ControlPlace, TlsFiles};
 
 use super::BackingArgs;
-use crate::disk_spec::{parse_disk_to_serve, parse_vhost_user};
+use crate::disk_spec::{parse_disk_to_serve, parse_nbd, parse_vhost_user};
 use crate::units::parse_size;
 
 /// `vmstrata serve`
@@ -45,9 +44,11 @@ pub struct ServeArgs {
     /// read and write the disk; only root can give it another owner
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
     pub vhost_user: Vec<VhostUserSpec>,
-    /// An address for NBD clients of all disks: unix:/path or tcp:host:port (repeatable)
-    #[arg(long, value_name = "ADDRESS")]
-    pub nbd: Vec<Address>,
+    /// An address for NBD clients of all disks, who read: unix:/path or tcp:host:port[,rw][,share][,insecure]
+    /// [,allow=CLIENT[:ro|:rw[:DISK...]],,CLIENT...] (repeatable); rw lets them write; allow= lets in only clients whose
+    /// certificates have the name CN=NAME, DNS=NAME or URI=NAME
+    #[arg(long, value_name = "SPEC", value_parser = parse_nbd)]
+    pub nbd: Vec<NbdSpec>,
     /// The owner of the unix sockets among them, by name or number, who may connect; only root can give them another
     #[arg(long, value_name = "USER", value_parser = NonEmptyStringValueParser::new())]
     pub nbd_owner: Option<String>,
@@ -55,7 +56,7 @@ pub struct ServeArgs {
     /// one of them
     #[arg(long, value_name = "GROUP", value_parser = NonEmptyStringValueParser::new())]
     pub nbd_group: Option<String>,
-    /// Permissions of the unix sockets among them, in octal: who may connect, and so read and write all disks
+    /// Permissions of the unix sockets among them, in octal: who may connect, and so read (with rw, write) all disks
     /// [default: 600, with --nbd-group 660]
     #[arg(long, value_name = "MODE", value_parser = parse_mode)]
     pub nbd_mode: Option<u32>,
@@ -94,8 +95,9 @@ pub struct ServeArgs {
     /// Listen for no commands
     #[arg(long)]
     pub no_control: bool,
-    /// Serve metrics for Prometheus at http://ADDRESS:PORT/metrics; a port alone is on the loopback address
-    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = parse_metrics)]
+    /// Serve metrics for Prometheus at http://ADDRESS:PORT/metrics; a port alone is on the loopback address, and one that other
+    /// hosts can reach says insecure
+    #[arg(long, value_name = "[ADDRESS:]PORT[,insecure]", value_parser = parse_metrics)]
     pub metrics: Option<SocketAddr>,
     /// Print the ready report as one JSON line
     #[arg(long)]
@@ -143,6 +145,11 @@ socket and so on. Paths in it are seen from its directory. A flag replaces the f
 
 A server that cannot open one of its disks or doors does not start. With --keep-going it serves the others, and tries again
 until it can or until `vmstrata disk remove` or `door remove` gives it up; status, metrics and the log say why it waits.
+
+A disk has one writer: while a guest is attached, an NBD client of a door with rw is refused by name, and the other way
+round, unless both doors say share. Connections through one door are one writer; readers may always come in.
+
+An NBD address that other hosts can reach needs TLS with client certificates, or says insecure.
 
 A comma inside a value is written twice: path=/a,,b.qcow2. When ready, the server prints how to attach each
 disk to QEMU, libvirt, cloud-hypervisor and NBD clients. Under systemd use Type=notify.

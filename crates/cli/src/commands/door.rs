@@ -44,12 +44,12 @@ fn asked(door: &NewDoor) -> Result<DoorSpec> {
         let socket = absolute(&spec.socket);
         return Ok(DoorSpec::VhostUser(VhostUserSpec { socket, ..spec.into() }));
     }
-    let address = door.nbd.as_ref().context("either --vhost-user or --nbd")?;
-    let address = match address {
+    let spec = door.nbd.as_ref().context("either --vhost-user or --nbd")?;
+    let address = match &spec.address {
         Address::Unix(path) => Address::Unix(absolute(path).into()),
         tcp @ Address::Tcp { .. } => tcp.clone(),
     };
-    Ok(DoorSpec::Nbd(NbdSpec { address: address.to_string() }))
+    Ok(DoorSpec::Nbd(NbdSpec { address: address.to_string(), ..spec.into() }))
 }
 
 /// Whether a person who writes `text` means this door.
@@ -90,7 +90,8 @@ mod tests {
             tls: false,
             counters: None,
         };
-        let nbd = door(DoorSpec::Nbd(NbdSpec { address: "unix:/run/nbd.sock".to_owned() }));
+        let nbd =
+            door(DoorSpec::Nbd(NbdSpec { address: "unix:/run/nbd.sock".to_owned(), ..NbdSpec::default() }));
         for text in ["7", "unix:/run/nbd.sock", "/run/nbd.sock"] {
             assert!(is_meant(&nbd, text), "{text}");
         }

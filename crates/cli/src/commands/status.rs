@@ -91,6 +91,8 @@ fn disk_row(disk: &DiskStatus) -> [String; 7] {
 fn door_row(door: &DoorStatus) -> [String; 5] {
     let (kind, disk, at) = match &door.door {
         DoorSpec::VhostUser(spec) => ("vhost-user", spec.disk.as_str(), &spec.socket),
+        DoorSpec::Nbd(spec) if !spec.allow.is_empty() => ("nbd, by client", "(all)", &spec.address),
+        DoorSpec::Nbd(spec) if spec.rw => ("nbd, rw", "(all)", &spec.address),
         DoorSpec::Nbd(spec) => ("nbd", "(all)", &spec.address),
     };
     let used = match (&door.door, door.connections.unwrap_or_default()) {

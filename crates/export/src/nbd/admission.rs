@@ -21,15 +21,9 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
-    pub(crate) fn new(export: &Export, style: Style, contexts: ContextSet) -> Self {
+    pub(crate) fn new(export: &Export, read_only: bool, style: Style, contexts: ContextSet) -> Self {
         let disk = export.disk();
-        Self {
-            size: disk.size(),
-            read_only: export.is_read_only(),
-            style,
-            contexts,
-            cluster_size: disk.cluster_bits().size(),
-        }
+        Self { size: disk.size(), read_only, style, contexts, cluster_size: disk.cluster_bits().size() }
     }
 }
 

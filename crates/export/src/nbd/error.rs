@@ -87,6 +87,8 @@ pub(crate) enum End {
     UnknownFlags { flags: u32 },
     #[error("the client asked for an export that it cannot have")]
     NoExport,
+    #[error(transparent)]
+    HasWriter(#[from] vmstrata_disk::HasWriter),
     #[error("the client announced a message of {len} bytes, more than is allowed")]
     TooBig { len: u64 },
     #[error(transparent)]

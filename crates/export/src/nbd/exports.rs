@@ -17,13 +17,33 @@ pub struct Export {
     description: String,
     disk: Arc<Disk>,
     read_only: bool,
+    share: bool,
+    /// Who may use it, and who of them may write; `None` lets everybody do both.
+    clients: Option<Vec<ClientRight>>,
+}
+
+/// What a client may do with an export that is not for everybody.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClientRight {
+    /// A name in the client's certificate: `CN=`, `DNS=` or `URI=`, and the name.
+    pub client: String,
+    /// Whether it may write.
+    pub writes: bool,
+}
+
+/// An export as one client sees it.
+#[derive(Clone, Debug)]
+pub(crate) struct Visible {
+    pub(crate) export: Arc<Export>,
+    /// Whether this client may not write.
+    pub(crate) read_only: bool,
 }
 
 impl Export {
     /// `disk` under a name; writable if the disk is.
     pub fn new(name: impl Into<String>, disk: Arc<Disk>) -> Self {
         let read_only = disk.is_read_only();
-        Self { name: name.into(), description: String::new(), disk, read_only }
+        Self { name: name.into(), description: String::new(), disk, read_only, share: false, clients: None }
     }
 
     /// Adds a text that clients show to people.
@@ -35,6 +55,18 @@ impl Export {
     /// Refuses all writing commands, even where the disk would take them.
     pub fn with_read_only(mut self) -> Self {
         self.read_only = true;
+        self
+    }
+
+    /// Lets others write the disk at the same time, if they say so, too.
+    pub fn with_share(mut self) -> Self {
+        self.share = true;
+        self
+    }
+
+    /// Lets only these clients use the export; others do not see it.
+    pub fn with_clients(mut self, clients: Vec<ClientRight>) -> Self {
+        self.clients = Some(clients);
         self
     }
 
@@ -58,7 +90,27 @@ impl Export {
         self.read_only
     }
 
-    /// What clients are told this export can do.
+    /// Whether writers of the disk beside this export are allowed.
+    pub(crate) fn shares(&self) -> bool {
+        self.share
+    }
+
+    /// Whether a client with these names may not write; `None` when it may not even read.
+    fn is_read_only_for(&self, names: &[String]) -> Option<bool> {
+        let Some(clients) = &self.clients else { return Some(self.read_only) };
+        let mut own = clients.iter().filter(|right| names.contains(&right.client)).peekable();
+        own.peek()?;
+        Some(self.read_only || !own.any(|right| right.writes))
+    }
+}
+
+impl Visible {
+    fn of(export: &Arc<Export>, names: &[String]) -> Option<Self> {
+        let read_only = export.is_read_only_for(names)?;
+        Some(Self { export: Arc::clone(export), read_only })
+    }
+
+    /// What the client is told this export can do.
     pub(crate) fn flags(&self, style: Style, has_contexts: bool) -> TransmissionFlags {
         use TransmissionFlags as F;
         let mut flags = F::HAS_FLAGS | F::SEND_FLUSH | F::SEND_FUA | F::SEND_CACHE;
@@ -127,24 +179,31 @@ impl Exports {
         self.0.write().default = Some(name.into());
     }
 
-    /// The export a client means by `name`.
-    pub fn resolve(&self, name: &str) -> Option<Arc<Export>> {
+    /// The export that a client with these names means by `name`.
+    pub(crate) fn resolve(&self, name: &str, names: &[String]) -> Option<Visible> {
         let table = self.0.read();
+        let visible = |export| Visible::of(export, names);
         if let Some(export) = table.by_name.get(name) {
-            return Some(export.clone());
+            return visible(export);
         }
         if !name.is_empty() {
             return None;
         }
-        match &table.default {
-            Some(default) => table.by_name.get(default).cloned(),
-            None if table.by_name.len() == 1 => table.by_name.values().next().cloned(),
-            None => None,
+        if let Some(default) = &table.default {
+            return table.by_name.get(default).and_then(visible);
         }
+        let mut all = table.by_name.values().filter_map(visible);
+        let first = all.next()?;
+        all.next().is_none().then_some(first)
     }
 
     /// All exports by name.
     pub fn list(&self) -> Vec<Arc<Export>> {
         self.0.read().by_name.values().cloned().collect()
+    }
+
+    /// Those that a client with these names may use.
+    pub(crate) fn list_for(&self, names: &[String]) -> Vec<Visible> {
+        self.0.read().by_name.values().filter_map(|export| Visible::of(export, names)).collect()
     }
 }

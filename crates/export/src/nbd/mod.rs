@@ -53,7 +53,8 @@ use vmstrata_store::turns;
 
 use self::error::End;
 pub use self::error::{CredentialFault, Error, ExportFault};
-pub use self::exports::{Export, Exports};
+pub use self::exports::{ClientRight, Export, Exports};
+use self::handshake::Caller;
 pub use self::limits::Limits;
 pub use self::listener::{Address, DEFAULT_PORT, Listener};
 use self::memory::Budget;
@@ -177,6 +178,7 @@ impl Drop for Server {
 impl Shared {
     fn accept_from(self: &Arc<Self>, listener: &Listener) {
         tracing::info!(address = %listener.address(), "NBD server listens");
+        let door = Arc::new(listener.address().clone());
         loop {
             let mut ready =
                 [PollFd::new(listener, PollFlags::IN), PollFd::new(&self.stop_event, PollFlags::IN)];
@@ -185,7 +187,7 @@ impl Shared {
                 return;
             }
             match listener.accept() {
-                Ok(Some((socket, address))) => self.admit(socket, address),
+                Ok(Some((socket, address))) => self.admit(socket, address, &door),
                 Ok(None) => {}
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
@@ -198,7 +200,7 @@ impl Shared {
         }
     }
 
-    fn admit(self: &Arc<Self>, socket: OwnedFd, address: Option<IpAddr>) {
+    fn admit(self: &Arc<Self>, socket: OwnedFd, address: Option<IpAddr>, door: &Arc<Address>) {
         let socket = Arc::new(socket);
         let Some(ticket) = self.connections.admit(socket.clone(), address, &self.limits) else {
             // A crowd at the door must not fill the log: once is said for each time the house fills up.
@@ -208,18 +210,18 @@ impl Shared {
             return;
         };
         self.is_full.store(false, Ordering::Relaxed);
-        if let Err(error) = self.spawn(ticket, socket) {
+        if let Err(error) = self.spawn(ticket, socket, Arc::clone(door)) {
             tracing::warn!(%error, "cannot start a thread for a connection");
         }
     }
 
-    fn spawn(self: &Arc<Self>, ticket: Ticket, socket: Arc<OwnedFd>) -> io::Result<()> {
+    fn spawn(self: &Arc<Self>, ticket: Ticket, socket: Arc<OwnedFd>, door: Arc<Address>) -> io::Result<()> {
         let shared = self.clone();
         let thread = std::thread::Builder::new().name(format!("nbd-{}", ticket.id()));
         thread.spawn(move || {
             turns::answer_promptly();
             let connection = ticket.id();
-            match shared.serve(&ticket, Transport::new(socket)) {
+            match shared.serve(Caller { ticket: &ticket, door: &door }, Transport::new(socket)) {
                 Ok(()) | Err(End::Gone) => tracing::debug!(connection, "NBD connection closed"),
                 Err(end @ End::Engine(_)) => tracing::error!(connection, %end, "NBD connection failed"),
                 Err(end) => tracing::info!(connection, %end, "NBD connection ended"),
@@ -244,16 +246,19 @@ impl Shared {
         left
     }
 
-    fn serve(&self, ticket: &Ticket, mut transport: Transport) -> Result<(), End> {
+    fn serve(&self, caller: Caller<'_>, mut transport: Transport) -> Result<(), End> {
         let (exports, tls) = (&self.exports, &self.tls);
-        match handshake::negotiate(&mut transport, exports, tls, &self.limits, ticket)? {
+        match handshake::negotiate(&mut transport, exports, tls, &self.limits, caller)? {
             None => Ok(()),
-            Some(agreement) => {
+            Some(mut agreement) => {
+                // Until nothing is in flight any more.
+                let _writer = agreement.writer.take();
+                let export = &agreement.visible.export;
                 // Withdrawn while it was being chosen: whoever did that may not have seen this connection.
-                if !self.exports.has(&agreement.export) {
+                if !self.exports.has(export) {
                     return Ok(());
                 }
-                tracing::debug!(export = agreement.export.name(), style = ?agreement.style, "export chosen");
+                tracing::debug!(export = export.name(), read_only = agreement.visible.read_only, style = ?agreement.style, "export chosen");
                 let share = self.budget.join(transport.shared_socket())?;
                 connection::serve(transport, agreement, share, &self.limits, &self.stop)
             }

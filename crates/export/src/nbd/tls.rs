@@ -90,6 +90,56 @@ fn authorities(path: &Path) -> Result<RootCertStore, CredentialFault> {
     Ok(roots)
 }
 
+/// The common names, DNS names and URIs that a certificate is for, as `CN=`, `DNS=` and `URI=`.
+fn certificate_names(certificate: &CertificateDer<'_>) -> Vec<String> {
+    let Ok(parsed) = webpki::EndEntityCert::try_from(certificate) else { return Vec::new() };
+    let common = common_names(parsed.subject()).into_iter().map(|name| format!("CN={name}"));
+    let dns = parsed.valid_dns_names().map(|name| format!("DNS={name}"));
+    common.chain(dns).chain(parsed.valid_uri_names().map(|name| format!("URI={name}"))).collect()
+}
+
+/// The common names in a subject (X.501 `RDNSequence`): a sequence of sets of sequences of a type and a value.
+fn common_names(subject: &[u8]) -> Vec<&str> {
+    const SEQUENCE: u8 = 0x30;
+    const SET: u8 = 0x31;
+    const OID: u8 = 0x06;
+    const COMMON_NAME: [u8; 3] = [0x55, 0x04, 0x03];
+    /// UTF8String, PrintableString and IA5String.
+    const STRINGS: [u8; 3] = [0x0c, 0x13, 0x16];
+    // webpki leaves the outermost header out.
+    let sets = Values(subject).filter(|(tag, _)| *tag == SET);
+    let pairs = sets.flat_map(|(_, set)| Values(set)).filter(|(tag, _)| *tag == SEQUENCE);
+    let names = pairs.filter_map(|(_, pair)| {
+        let mut pair = Values(pair);
+        let (tag, name) =
+            pair.next().filter(|kind| *kind == (OID, &COMMON_NAME[..])).and_then(|_| pair.next())?;
+        STRINGS.contains(&tag).then(|| std::str::from_utf8(name).ok())?
+    });
+    names.collect()
+}
+
+/// The tags and contents of DER values that stand one behind the other; ends where they are none.
+struct Values<'a>(&'a [u8]);
+
+impl<'a> Iterator for Values<'a> {
+    type Item = (u8, &'a [u8]);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let (&[tag, short], rest) = self.0.split_first_chunk()?;
+        let (len, rest) = match short {
+            0..=0x7f => (usize::from(short), rest),
+            0x81..=0x84 => {
+                let (long, rest) = rest.split_at_checked(usize::from(short & 0x7f))?;
+                (long.iter().fold(0, |len, byte| len << 8 | usize::from(*byte)), rest)
+            }
+            _ => return None,
+        };
+        let (content, rest) = rest.split_at_checked(len)?;
+        self.0 = rest;
+        Some((tag, content))
+    }
+}
+
 /// What one read of ciphertext brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fill {
@@ -113,6 +163,11 @@ impl TlsSession {
     pub(crate) fn handshake_wants_write(&self) -> Option<bool> {
         let pending = self.0.is_handshaking() || self.0.wants_write();
         pending.then(|| self.0.wants_write())
+    }
+
+    /// The names in the client's certificate, which rustls has verified.
+    pub(crate) fn client_names(&self) -> Vec<String> {
+        self.0.peer_certificates().and_then(<[_]>::first).map(certificate_names).unwrap_or_default()
     }
 
     /// Takes up what the client sent.

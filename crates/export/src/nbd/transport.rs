@@ -52,6 +52,11 @@ impl Transport {
         self.tls.is_some()
     }
 
+    /// The names in the client's certificate; none without one.
+    pub(crate) fn client_names(&self) -> Vec<String> {
+        self.tls.as_ref().map(|tls| tls.client_names()).unwrap_or_default()
+    }
+
     /// Reads exactly `into`.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
-use vmstrata_disk::Disk;
+use vmstrata_disk::{AttachedWriter, Disk, HasWriter};
 
 use super::Error;
 use super::back_channel::BackChannel;
@@ -58,6 +58,8 @@ impl Server {
         let counters = workers.iter().map(Worker::counters).collect();
         let control = Control {
             socket: Arc::clone(&socket),
+            writes: (!(options.read_only || disk.is_read_only())).then(|| Arc::clone(&disk)),
+            share: options.share,
             device: Arc::clone(&device),
             back: Arc::clone(&back),
             workers,
@@ -150,6 +152,9 @@ fn spawn_workers(disk: &Arc<Disk>, device: &Arc<Device>, options: &Options) -> R
 /// The control thread: accepts a frontend and does what it says, one at a time.
 struct Control {
     socket: Arc<SocketFile>,
+    /// The disk, if frontends may write it.
+    writes: Option<Arc<Disk>>,
+    share: bool,
     device: Arc<Device>,
     back: Arc<BackChannel>,
     workers: Arc<[Worker]>,
@@ -160,12 +165,25 @@ struct Control {
 
 impl Control {
     fn run(&self) {
+        // A frontend that reconnects every second must not fill the log.
+        let mut told = None;
         while !self.stop.is_requested() {
             wait_readable([self.stop.as_fd(), self.socket.as_fd()]);
             let Some(stream) = self.socket.accept() else { continue };
             if self.stop.is_requested() {
                 return;
             }
+            let writer = match self.attach_writer() {
+                Ok(writer) => writer,
+                Err(HasWriter { by }) => {
+                    if told.as_ref() != Some(&by) {
+                        tracing::warn!(path = %self.socket.path().display(), "frontend refused: the disk is attached for writing by {by}");
+                    }
+                    told = Some(by);
+                    continue;
+                }
+            };
+            told = None;
             let twins = || {
                 stream.set_nonblocking(false)?;
                 Ok::<_, std::io::Error>((stream.try_clone()?, stream.try_clone()?))
@@ -178,7 +196,15 @@ impl Control {
                 }
                 Err(error) => tracing::warn!(%error, "cannot set up a connection"),
             }
+            // Nothing is in flight any more.
+            drop(writer);
         }
+    }
+
+    /// The place of a frontend among the disk's writers, if it may write.
+    fn attach_writer(&self) -> Result<Option<AttachedWriter>, HasWriter> {
+        let name = || format!("the guest at {}", self.socket.path().display());
+        self.writes.as_ref().map(|disk| disk.attach_writer(&name(), self.share)).transpose()
     }
 
     fn serve(&self, stream: UnixStream, twin: UnixStream) {

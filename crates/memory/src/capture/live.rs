@@ -177,7 +177,7 @@ fn refuse_writers(qmp: &mut Qmp) -> Result<(), CaptureError> {
     match device.or_else(network) {
         Some(writer) => Err(CaptureError::Live {
             why: format!(
-                "{writer} writes its memory behind QEMU's back (disks can be served over NBD instead)"
+                "{writer} writes its memory behind QEMU's back (disks can be served over NBD instead, with rw)"
             ),
         }),
         None => Ok(()),

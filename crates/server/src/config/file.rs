@@ -1,18 +1,20 @@
 //! The file as it is written: keys, types, and the line each value stands on.
 
+use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{self, Deserializer, Visitor};
 use toml::Spanned;
 use vmstrata_api as api;
 use vmstrata_export::SocketAccess;
-use vmstrata_export::nbd::Address;
 
 use super::{ConfigFault, Settings};
 use crate::options::{ControlPlace, TlsFiles};
 use crate::size::parse_size;
-use crate::spec::{DiskSpec, SpecError, VhostUserSpec, parse_account, parse_metrics, parse_mode};
+use crate::spec::{DiskSpec, NbdSpec, SpecError, VhostUserSpec, parse_account, parse_metrics, parse_mode};
 
 /// What is wrong, and the byte at which.
 type At = (usize, ConfigFault);
@@ -23,7 +25,7 @@ struct File {
     disk: Vec<Spanned<Disk>>,
     vhost_user: Vec<Spanned<VhostUser>>,
     keep_going: bool,
-    nbd: Vec<Spanned<String>>,
+    nbd: Vec<Spanned<Nbd>>,
     nbd_owner: Option<Spanned<String>>,
     nbd_group: Option<Spanned<String>>,
     nbd_mode: Option<Spanned<String>>,
@@ -77,6 +79,32 @@ struct VhostUser {
     mode: Option<String>,
 }
 
+/// An NBD door: its address, or a table with more.
+#[derive(Clone, Debug)]
+struct Nbd(api::NbdSpec);
+
+impl<'de> Deserialize<'de> for Nbd {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct AddressOrTable;
+        impl<'de> Visitor<'de> for AddressOrTable {
+            type Value = Nbd;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an address, or a table with an address")
+            }
+
+            fn visit_str<E: de::Error>(self, address: &str) -> Result<Nbd, E> {
+                Ok(Nbd(api::NbdSpec { address: address.to_owned(), ..api::NbdSpec::default() }))
+            }
+
+            fn visit_map<A: de::MapAccess<'de>>(self, table: A) -> Result<Nbd, A::Error> {
+                api::NbdSpec::deserialize(MapAccessDeserializer::new(table)).map(Nbd)
+            }
+        }
+        deserializer.deserialize_any(AddressOrTable)
+    }
+}
+
 /// A size or a place: a number needs no quotes.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
@@ -111,7 +139,7 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         disks: each(file.disk, |disk| disk_spec(disk, directory))?,
         keep_going: file.keep_going,
         vhost_user: each(file.vhost_user, |socket| vhost_user_spec(socket, directory))?,
-        nbd: each(file.nbd, |address| nbd_address(&address, directory))?,
+        nbd: each(file.nbd, |Nbd(door)| Ok(NbdSpec::try_from(door)?.seen_from(directory)))?,
         nbd_access: SocketAccess {
             owner: one(file.nbd_owner, |owner| Ok(parse_account(owner)?))?,
             group: one(file.nbd_group, |group| Ok(parse_account(group)?))?,
@@ -203,13 +231,6 @@ fn vhost_user_spec(socket: VhostUser, directory: &Path) -> Result<VhostUserSpec,
         mode,
     };
     Ok(VhostUserSpec::try_from(asked)?)
-}
-
-fn nbd_address(text: &str, directory: &Path) -> Result<Address, ConfigFault> {
-    Ok(match text.parse()? {
-        Address::Unix(path) => Address::Unix(directory.join(path)),
-        tcp @ Address::Tcp { .. } => tcp,
-    })
 }
 
 fn in_range(

@@ -18,11 +18,15 @@ fn parse(text: &str) -> Result<Settings, ConfigError> {
     })
 }
 
+fn nbd(address: &str) -> NbdSpec {
+    vmstrata_api::NbdSpec { address: address.to_owned(), ..Default::default() }.try_into().unwrap()
+}
+
 #[test]
 fn every_key_is_read() {
     let settings = parse(
         r#"
-        nbd = ["unix:/run/nbd.sock", "tcp:[::1]:7"]
+        nbd = ["unix:/run/nbd.sock", { address = "tcp:[::1]:7", allow = [{ client = "CN=ci", rw = true, disks = ["web"] }] }]
         nbd-owner = "operator"
         nbd-group = "backup"
         nbd-mode = "620"
@@ -77,7 +81,12 @@ fn every_key_is_read() {
     };
     assert_eq!(socket.access, access("qemu", "guests", 0o660));
     assert_eq!(settings.nbd_access, access("operator", "backup", 0o620));
-    assert_eq!(settings.nbd[1], "tcp:[::1]:7".parse().unwrap());
+    let [readers, some] = &settings.nbd[..] else { panic!("{settings:?}") };
+    assert_eq!((readers.rw, &some.address), (false, &"tcp:[::1]:7".parse().unwrap()));
+    assert_eq!(
+        (some.allow[0].client.as_str(), some.allow[0].rw, some.allow[0].disks.len()),
+        ("CN=ci", true, 1)
+    );
     assert_eq!(settings.nbd_tls.as_ref().unwrap().client_ca.as_deref(), Some(Path::new("/pki/ca.pem")));
     assert_eq!(settings.control, Some(ControlPlace::At("/run/vms/c.sock".into())));
     assert_eq!(settings.metrics, Some("127.0.0.1:9100".parse().unwrap()));
@@ -100,6 +109,10 @@ fn an_empty_file_leaves_everything_to_the_defaults() {
 fn what_is_wrong_is_said_with_its_line() {
     for (text, line, part) in [
         ("nbd = [\n\"unix:a\",\n\"/b\"\n]", 3, "'/b' is no NBD address"),
+        ("nbd = [\n{ address = \"unix:a\", rx = true }]", 2, "unknown field `rx`"),
+        ("nbd = [{ address = \"unix:a\", allow = [{ client = \"a\" }] }]", 1, "'a' names no client"),
+        ("nbd = [7]", 1, "an address, or a table"),
+        ("metrics = \"0.0.0.0:9100\"", 1, "say 0.0.0.0:9100,insecure"),
         ("\nworkers = 0", 2, "workers is 1 to 1024, not 0"),
         ("max-open-files = 15", 1, "at least 16, not 15"),
         ("\n\nreadonly = true", 3, "unknown field `readonly`"),
@@ -140,12 +153,12 @@ fn flags_win_and_a_list_replaces_a_list() {
     let file = parse("workers = 3\nmetadata-cache = \"1M\"\nnbd = [\"unix:/a\", \"unix:/b\"]").unwrap();
     let flags = Settings {
         workers: Some(5),
-        nbd: vec!["unix:/c".parse().unwrap()],
+        nbd: vec![nbd("unix:/c")],
         control: Some(ControlPlace::Off),
         ..Settings::default()
     };
     let both = flags.over(file);
     assert_eq!((both.workers, both.metadata_cache_bytes), (Some(5), Some(1 << 20)));
-    assert_eq!(both.nbd, ["unix:/c".parse().unwrap()]);
+    assert_eq!(both.nbd, [nbd("unix:/c")]);
     assert_eq!(both.control, Some(ControlPlace::Off));
 }

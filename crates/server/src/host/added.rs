@@ -1,15 +1,12 @@
 //! Disks and doors that are added to the running server, and those that were added to the one before.
 
-use std::path::Path;
-
 use vmstrata_api as api;
-use vmstrata_export::nbd::Address;
 
 use super::waiting::Wanted;
 use super::{Change, Host, Table};
 use crate::added::{Added, Place};
 use crate::error::Error;
-use crate::spec::{DiskSpec, VhostUserSpec};
+use crate::spec::{DiskSpec, NbdSpec, VhostUserSpec};
 
 impl Host {
     /// As [`Host::add_disk`], for somebody who asks the running server: its successor opens the disk, too.
@@ -34,7 +31,7 @@ impl Host {
         let change = self.begin_change()?.0;
         let id = match wanted {
             Wanted::VhostUser(spec) => self.add_vhost_user(spec)?,
-            Wanted::Nbd(address) => self.add_nbd(&address)?,
+            Wanted::Nbd(spec) => self.add_nbd(&spec)?,
         };
         self.table.lock().door_is_added(id);
         self.note_added(&change);
@@ -103,19 +100,14 @@ impl Host {
 
 /// What is asked for, with the socket's whole path: the successor may be started elsewhere.
 fn wanted(door: api::DoorSpec) -> Result<Wanted, Error> {
-    let absolute = |path: &Path| {
-        std::path::absolute(path)
-            .map_err(|source| Error::System { action: "find the directory it was started in", source })
-    };
+    let failed = |source| Error::System { action: "find the directory it was started in", source };
     Ok(match door {
         api::DoorSpec::VhostUser(asked) => {
             let spec = VhostUserSpec::try_from(asked)?;
-            Wanted::VhostUser(VhostUserSpec { socket: absolute(&spec.socket)?, ..spec })
+            let socket = std::path::absolute(&spec.socket).map_err(failed)?;
+            Wanted::VhostUser(VhostUserSpec { socket, ..spec })
         }
-        api::DoorSpec::Nbd(asked) => Wanted::Nbd(match asked.address.parse::<Address>()? {
-            Address::Unix(path) => Address::Unix(absolute(&path)?),
-            address => address,
-        }),
+        api::DoorSpec::Nbd(asked) => Wanted::Nbd(NbdSpec::try_from(asked)?.absolute().map_err(failed)?),
     })
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Unflushed};
-use vmstrata_export::nbd::{self, Export};
+use vmstrata_export::nbd;
 
 use super::doors::Door;
 use super::users::{Lent, PATIENCE};
@@ -100,18 +100,17 @@ impl Host {
     /// Shows an open disk to NBD clients, and to whoever opens a door.
     pub(super) fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<Lent, Error> {
         let mut table = self.table.lock();
-        let doors = table.nbd();
-        let show = |door: &Arc<nbd::Server>| door.exports().add(Export::new(&spec.name, Arc::clone(&disk)));
-        match doors.iter().try_for_each(show) {
+        match table.doors.iter().try_for_each(|(_, door)| door.show(&spec.name, &disk)) {
             Ok(()) => {
                 table.set_phase(&spec.name, Phase::Serving(disk));
                 table.lend(&spec.name, "being opened").map(|(_, lent)| lent)
             }
             Err(error) => {
+                let doors = table.nbd();
                 drop(table);
                 withdraw(&spec.name, &doors);
                 close_and_release(&spec.name, disk)?;
-                Err(error.into())
+                Err(error)
             }
         }
     }

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use vmstrata_api::{self as api, Event};
 use vmstrata_disk::Disk;
-use vmstrata_export::nbd::{self, Address, Export, Exports, Limits, Listener, TlsMode};
+use vmstrata_export::nbd::{self, Exports, Limits, Listener};
 use vmstrata_export::{vhost_user, warn_if_libvirt_is_kept_out};
 
 use super::waiting::Wanted;
 use super::{Host, Phase};
 use crate::error::Error;
-use crate::spec::{VhostUserSpec, check_guests};
+use crate::spec::{NbdSpec, VhostUserSpec, check_guests};
 
 /// What lets clients in.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(super) enum Door {
     /// One disk, for one guest.
     VhostUser { spec: VhostUserSpec, server: vhost_user::Server },
     /// All disks. A server for each address, so that each can go alone.
-    Nbd { address: Address, server: Arc<nbd::Server> },
+    Nbd { spec: NbdSpec, server: Arc<nbd::Server> },
 }
 
 impl Door {
@@ -27,6 +27,14 @@ impl Door {
         match self {
             Self::VhostUser { .. } => None,
             Self::Nbd { server, .. } => Some(Arc::clone(server)),
+        }
+    }
+
+    /// Shows a disk to NBD clients, if it is for those.
+    pub(super) fn show(&self, name: &str, disk: &Arc<Disk>) -> Result<(), Error> {
+        match self {
+            Self::VhostUser { .. } => Ok(()),
+            Self::Nbd { spec, server } => Ok(server.exports().add(spec.export(name, disk))?),
         }
     }
 
@@ -97,7 +105,7 @@ impl Door {
     pub(super) fn spec(&self) -> api::DoorSpec {
         match self {
             Self::VhostUser { spec, .. } => api::DoorSpec::VhostUser(spec.into()),
-            Self::Nbd { address, .. } => api::DoorSpec::Nbd(api::NbdSpec { address: address.to_string() }),
+            Self::Nbd { spec, .. } => api::DoorSpec::Nbd(spec.into()),
         }
     }
 
@@ -174,32 +182,32 @@ impl Host {
     /// Opens an address for NBD clients of all disks. Returns its number.
     ///
     /// # Errors
-    /// An address that cannot be had.
-    pub fn add_nbd(&self, address: &Address) -> Result<u64, Error> {
-        self.open_nbd(address, None)
+    /// An address that cannot be had, or that would let in whom nobody knows.
+    pub fn add_nbd(&self, spec: &NbdSpec) -> Result<u64, Error> {
+        self.open_nbd(spec, None)
     }
 
     /// The same, for a door that may have waited under this number.
-    pub(super) fn open_nbd(&self, address: &Address, waited: Option<u64>) -> Result<u64, Error> {
+    pub(super) fn open_nbd(&self, spec: &NbdSpec, waited: Option<u64>) -> Result<u64, Error> {
         let (_change, table) = self.begin_change()?;
         // Names may have to be resolved for this, which takes as long as it takes.
         drop(table);
-        let listener = Listener::bind_for(address, &self.nbd_access)?;
-        let address = listener.address().clone();
-        if address.is_reached_from_elsewhere() && matches!(self.tls, TlsMode::Off) {
-            tracing::warn!(%address, "whoever reaches this address can read and write all disks: give it TLS (--nbd-tls-cert, --nbd-tls-key, --nbd-tls-client-ca), or take an address of this host alone");
-        }
+        spec.check_clients(self.knows_nbd_clients)?;
+        let listener = Listener::bind_for(&spec.address, &self.nbd_access)?;
+        let spec = NbdSpec { address: listener.address().clone(), ..spec.clone() };
         let mut table = self.table.lock();
         table.check_waits(waited)?;
-        let exports = Exports::new();
+        let server = nbd::Server::new(Exports::new(), self.tls.clone(), Limits::default())?;
+        let door = Door::Nbd { spec, server: Arc::new(server) };
         for entry in &table.disks {
             if let Phase::Serving(disk) = &entry.phase {
-                exports.add(Export::new(&entry.spec.name, Arc::clone(disk)))?;
+                door.show(&entry.spec.name, disk)?;
             }
         }
-        let server = nbd::Server::new(exports, self.tls.clone(), Limits::default())?;
-        server.listen(listener)?;
-        let id = table.add_door(waited, Door::Nbd { address, server: Arc::new(server) });
+        if let Some(server) = door.nbd() {
+            server.listen(listener)?;
+        }
+        let id = table.add_door(waited, door);
         drop(table);
         self.tell(Event::DoorAdded { id });
         Ok(id)
@@ -273,6 +281,7 @@ fn vhost_user_options(spec: &VhostUserSpec) -> vhost_user::Options {
         options.serial.clone_from(serial);
     }
     options.any_memory = spec.any_memory;
+    options.share = spec.share;
     options.access.clone_from(&spec.access);
     options
 }

@@ -14,13 +14,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_api::{self as api, Event};
-use vmstrata_export::nbd::Address;
 
 use super::background::Background;
 use super::users::PATIENCE;
 use super::{Change, Host, Phase, Table};
 use crate::error::{Error, told};
-use crate::spec::{DiskSpec, VhostUserSpec};
+use crate::spec::{DiskSpec, NbdSpec, VhostUserSpec};
 
 /// The time before the first new try.
 const DELAY_MIN: Duration = Duration::from_secs(1);
@@ -63,7 +62,7 @@ fn why(error: &Error) -> String {
 #[derive(Clone, Debug)]
 pub(crate) enum Wanted {
     VhostUser(VhostUserSpec),
-    Nbd(Address),
+    Nbd(NbdSpec),
 }
 
 impl Wanted {
@@ -74,14 +73,14 @@ impl Wanted {
     pub(super) fn spec(&self) -> api::DoorSpec {
         match self {
             Self::VhostUser(spec) => api::DoorSpec::VhostUser(spec.into()),
-            Self::Nbd(address) => api::DoorSpec::Nbd(api::NbdSpec { address: address.to_string() }),
+            Self::Nbd(spec) => api::DoorSpec::Nbd(spec.into()),
         }
     }
 
     pub(super) fn place(&self) -> String {
         match self {
             Self::VhostUser(spec) => spec.socket.display().to_string(),
-            Self::Nbd(address) => address.to_string(),
+            Self::Nbd(spec) => spec.address.to_string(),
         }
     }
 }
@@ -179,7 +178,7 @@ impl Host {
     fn open_door(&self, wanted: &Wanted, waited: Option<u64>) -> Result<u64, Error> {
         match wanted {
             Wanted::VhostUser(spec) => self.open_vhost_user(spec.clone(), waited),
-            Wanted::Nbd(address) => self.open_nbd(address, waited),
+            Wanted::Nbd(spec) => self.open_nbd(spec, waited),
         }
     }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use vmstrata_export::nbd::Address;
 
-use super::{DiskSpec, SpecError, VhostUserSpec};
+use super::{DiskSpec, NbdSpec, SpecError, VhostUserSpec};
 
 /// Checks that the parts fit together: every name is one disk's, every socket is used once, every disk has a door.
 ///
@@ -13,7 +13,7 @@ use super::{DiskSpec, SpecError, VhostUserSpec};
 pub fn check_together(
     disks: &[DiskSpec],
     sockets: &[VhostUserSpec],
-    nbd: &[Address],
+    nbd: &[NbdSpec],
 ) -> Result<(), SpecError> {
     for (at, socket) in sockets.iter().enumerate() {
         let Some(disk) = disks.iter().find(|disk| disk.name == socket.disk) else {
@@ -47,9 +47,9 @@ pub(crate) fn check_guests<'a>(
     }
 }
 
-fn check_sockets_differ(sockets: &[VhostUserSpec], nbd: &[Address]) -> Result<(), SpecError> {
+fn check_sockets_differ(sockets: &[VhostUserSpec], nbd: &[NbdSpec]) -> Result<(), SpecError> {
     let mut paths: Vec<&Path> = sockets.iter().map(|socket| socket.socket.as_path()).collect();
-    paths.extend(nbd.iter().filter_map(|address| match address {
+    paths.extend(nbd.iter().filter_map(|door| match &door.address {
         Address::Unix(path) => Some(path.as_path()),
         Address::Tcp { .. } => None,
     }));
@@ -76,10 +76,13 @@ mod tests {
         api::VhostUserSpec { disk, socket, share, ..Default::default() }.try_into().unwrap()
     }
 
+    fn nbd(address: &str) -> NbdSpec {
+        api::NbdSpec { address: address.to_owned(), ..Default::default() }.try_into().unwrap()
+    }
+
     #[test]
     fn what_fits_together_passes() {
-        let nbd: Address = "unix:b".parse().unwrap();
-        check_together(&[disk(false)], &[socket("web", "a", false)], &[nbd]).unwrap();
+        check_together(&[disk(false)], &[socket("web", "a", false)], &[nbd("unix:b")]).unwrap();
         check_together(&[disk(true)], &[socket("web", "a", false), socket("web", "b", false)], &[]).unwrap();
         check_together(&[disk(false)], &[socket("web", "a", true), socket("web", "b", true)], &[]).unwrap();
     }
@@ -87,7 +90,7 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_named() {
         let web = || vec![disk(false)];
-        let nbd = |text: &str| vec![text.parse::<Address>().unwrap()];
+        let nbd = |text: &str| vec![nbd(text)];
         let two = |share| vec![socket("web", "a", share), socket("web", "b", false)];
         for (disks, sockets, doors, part) in [
             (vec![disk(false), disk(false)], vec![], nbd("unix:b"), "two disks are named 'web'"),

@@ -88,7 +88,7 @@ fn vhost_user(door: &DoorStatus, disk: &str, number: usize) -> Option<VhostUserA
 /// How to attach the disk through this door, if it is an NBD address.
 fn nbd(door: &DoorStatus, disk: &str, number: usize) -> Option<NbdAttachment> {
     match &door.door {
-        DoorSpec::Nbd(spec) => Some(NbdAttachment::new(disk, &spec.address.parse().ok()?, door.tls, number)),
+        DoorSpec::Nbd(spec) => NbdAttachment::new(disk, spec, door.tls, number),
         DoorSpec::VhostUser(_) => None,
     }
 }

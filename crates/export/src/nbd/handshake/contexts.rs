@@ -19,9 +19,10 @@ impl Handshake<'_> {
         let Ok(query) = ContextQuery::decode(data) else {
             return self.put(kind, ReplyKind::ErrInvalid, b"malformed data");
         };
-        let Some(export) = self.exports.resolve(query.export) else {
+        let Some(export) = self.exports.resolve(query.export, &self.names) else {
             return self.put(kind, ReplyKind::ErrUnknown, b"no export has this name");
         };
+        let export = export.export;
         if is_set {
             let selection = Selection::of(query.queries(), export.disk());
             for (context, name) in selection.names() {

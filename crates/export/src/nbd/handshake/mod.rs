@@ -8,10 +8,13 @@ mod contexts;
 use std::sync::Arc;
 use std::time::Instant;
 
+use vmstrata_disk::{AttachedWriter, HasWriter};
+
 use super::diff_base::Selection;
 use super::error::End;
-use super::exports::{Export, Exports};
+use super::exports::{Export, Exports, Visible};
 use super::limits::Limits;
+use super::listener::Address;
 use super::protocol::option::{
     INFO_BLOCK_SIZE, INFO_DESCRIPTION, INFO_EXPORT, INFO_NAME, InfoQuery, MAX_OPTION_DATA, OptionHeader,
     OptionKind, ReplyKind, decode_export_name, encode_reply_header,
@@ -30,9 +33,19 @@ const MAX_SKIPPED: u32 = 1 << 20;
 /// What the two sides agreed on.
 #[derive(Debug)]
 pub(crate) struct Agreement {
-    pub(crate) export: Arc<Export>,
+    pub(crate) visible: Visible,
     pub(crate) style: Style,
     pub(crate) contexts: Selection,
+    /// The connection's place among the disk's writers, if it may write.
+    pub(crate) writer: Option<AttachedWriter>,
+}
+
+/// A client, and where it came in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Caller<'a> {
+    pub(crate) ticket: &'a Ticket,
+    /// The address that it connected to.
+    pub(crate) door: &'a Address,
 }
 
 /// Negotiates with a new client.
@@ -43,14 +56,15 @@ pub(crate) fn negotiate(
     exports: &Exports,
     tls: &TlsMode,
     limits: &Limits,
-    ticket: &Ticket,
+    caller: Caller<'_>,
 ) -> Result<Option<Agreement>, End> {
     let deadline = Instant::now() + limits.handshake;
     let mut handshake = Handshake {
         transport,
         exports,
         tls,
-        ticket,
+        caller,
+        names: Vec::new(),
         deadline,
         client: ClientFlags::empty(),
         style: Style::Simple,
@@ -79,7 +93,9 @@ struct Handshake<'a> {
     transport: &'a mut Transport,
     exports: &'a Exports,
     tls: &'a TlsMode,
-    ticket: &'a Ticket,
+    caller: Caller<'a>,
+    /// Names in the client's certificate.
+    names: Vec<String>,
     deadline: Instant,
     client: ClientFlags,
     style: Style,
@@ -119,7 +135,7 @@ impl Handshake<'_> {
         let step = self.answer(kind, &data);
         if let Ok(Step::Transmit(agreement)) = &step {
             // Before the client knows: it must not be taken for a silent one any more.
-            self.ticket.choose(&agreement.export);
+            self.caller.ticket.choose(&agreement.visible.export);
         }
         self.data = data;
         self.transport.write_all(&self.reply, self.deadline)?;
@@ -171,13 +187,14 @@ impl Handshake<'_> {
     }
 
     fn export_name(&mut self, data: &[u8]) -> Result<Step, End> {
-        let export = decode_export_name(data).ok().and_then(|name| self.exports.resolve(name));
-        let Some(export) = export.filter(|_| !self.style.is_extended()) else {
+        let export = decode_export_name(data).ok().and_then(|name| self.exports.resolve(name, &self.names));
+        let Some(visible) = export.filter(|_| !self.style.is_extended()) else {
             return Err(End::NoExport);
         };
-        let agreement = self.agree(export);
-        self.reply.extend(agreement.export.disk().size().to_be_bytes());
-        let flags = agreement.export.flags(agreement.style, !agreement.contexts.set.is_empty());
+        let mut agreement = self.agree(visible);
+        agreement.writer = self.attach_writer(&agreement.visible)?;
+        self.reply.extend(agreement.visible.export.disk().size().to_be_bytes());
+        let flags = agreement.visible.flags(agreement.style, !agreement.contexts.set.is_empty());
         self.reply.extend(flags.bits().to_be_bytes());
         if !self.client.contains(ClientFlags::NO_ZEROES) {
             self.reply.extend([0; 124]);
@@ -185,20 +202,29 @@ impl Handshake<'_> {
         Ok(Step::Transmit(agreement))
     }
 
-    fn agree(&self, export: Arc<Export>) -> Agreement {
+    fn agree(&self, visible: Visible) -> Agreement {
         // Contexts count only for the export they were selected for.
         let contexts = match &self.contexts {
-            Some((selected, contexts)) if Arc::ptr_eq(selected, &export) => contexts.clone(),
+            Some((selected, contexts)) if Arc::ptr_eq(selected, &visible.export) => contexts.clone(),
             _ => Selection::default(),
         };
-        Agreement { export, style: self.style, contexts }
+        Agreement { visible, style: self.style, contexts, writer: None }
+    }
+
+    /// The place of a client that may write among the disk's writers: connections through one door have one together.
+    fn attach_writer(&self, visible: &Visible) -> Result<Option<AttachedWriter>, HasWriter> {
+        if visible.read_only {
+            return Ok(None);
+        }
+        let name = format!("NBD clients of {}", self.caller.door);
+        visible.export.disk().attach_writer(&name, visible.export.shares()).map(Some)
     }
 
     fn list(&mut self, data: &[u8]) {
         if !data.is_empty() {
             return self.put(OptionKind::List, ReplyKind::ErrInvalid, b"LIST takes no data");
         }
-        for export in self.exports.list() {
+        for Visible { export, .. } in self.exports.list_for(&self.names) {
             let name = export.name().as_bytes();
             let item = [&(name.len() as u32).to_be_bytes(), name, export.description().as_bytes()].concat();
             self.put(OptionKind::List, ReplyKind::Server, &item);
@@ -211,12 +237,23 @@ impl Handshake<'_> {
             self.put(kind, ReplyKind::ErrInvalid, b"malformed data");
             return Step::Next;
         };
-        let Some(export) = self.exports.resolve(query.export) else {
+        let Some(visible) = self.exports.resolve(query.export, &self.names) else {
             self.put(kind, ReplyKind::ErrUnknown, b"no export has this name");
             return Step::Next;
         };
-        let agreement = self.agree(export.clone());
-        let flags = export.flags(agreement.style, !agreement.contexts.set.is_empty());
+        let mut agreement = self.agree(visible.clone());
+        if kind == OptionKind::Go {
+            match self.attach_writer(&visible) {
+                Ok(writer) => agreement.writer = writer,
+                Err(error) => {
+                    tracing::warn!(export = visible.export.name(), "NBD client refused: {error}");
+                    self.put(kind, ReplyKind::ErrPolicy, error.to_string().as_bytes());
+                    return Step::Next;
+                }
+            }
+        }
+        let export = &visible.export;
+        let flags = visible.flags(agreement.style, !agreement.contexts.set.is_empty());
         let size = export.disk().size().to_be_bytes();
         self.put_info(kind, INFO_EXPORT, &[&size[..], &flags.bits().to_be_bytes()].concat());
         if query.wants_name {
@@ -263,6 +300,7 @@ impl Handshake<'_> {
     fn start_tls(&mut self) -> Result<Step, End> {
         let config = self.tls.config().expect("checked in accepts_tls");
         self.transport.start_tls(config, self.deadline)?;
+        self.names = self.transport.client_names();
         // What was agreed on in plain text may have been tampered with.
         self.style = Style::Simple;
         self.contexts = None;

@@ -35,7 +35,7 @@ use super::buffers::{Buffer, BufferPool};
 use super::diff_base::Selection;
 use super::engine::{Engine, Piece};
 use super::error::End;
-use super::exports::Export;
+use super::exports::{Export, Visible};
 use super::handshake::Agreement;
 use super::limits::{Limits, ROUND_BYTES};
 use super::memory::Share;
@@ -127,7 +127,8 @@ impl Session {
     /// # Errors
     /// Whatever keeps the engine from making a queue.
     pub(crate) fn new(agreement: Agreement, share: Share, limits: &Limits) -> Result<Self, Error> {
-        let Agreement { export, style, contexts } = agreement;
+        let Agreement { visible, style, contexts, .. } = agreement;
+        let Visible { export, read_only } = visible;
         Ok(Self {
             engine: Engine::new(export.disk().clone(), limits.requests.max(1))?,
             tasks: Slab::new(),
@@ -136,7 +137,7 @@ impl Session {
             pool: BufferPool::new(share),
             out: Outgoing::default(),
             finished: Vec::new(),
-            terms: Terms::new(&export, style, contexts.set),
+            terms: Terms::new(&export, read_only, style, contexts.set),
             contexts,
             export,
             payload_bytes: limits.payload_bytes,

@@ -32,6 +32,8 @@ pub struct Options {
     pub poll_us: u32,
     /// Refuses writes even if the disk would take them.
     pub read_only: bool,
+    /// Other exports that say so, too, may write the disk at the same time.
+    pub share: bool,
     /// Takes memory from files on any file system, not only memfds and files on tmpfs or hugetlbfs. One that does not answer
     /// then holds up threads that serve this disk and others.
     pub any_memory: bool,
@@ -51,6 +53,7 @@ impl Default for Options {
             serial: String::new(),
             poll_us: 40,
             read_only: false,
+            share: false,
             any_memory: false,
             access: SocketAccess::default(),
             stop_limit: STOP_LIMIT,
