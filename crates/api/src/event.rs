@@ -58,6 +58,11 @@ pub enum Event {
         /// Its size.
         size_bytes: u64,
     },
+    /// A change was made, or tried.
+    Changed {
+        /// The change, and who made it.
+        change: crate::Change,
+    },
     /// A job began, ended, or is at another step; not every step is told.
     Job {
         /// The job as it is now.
@@ -82,6 +87,7 @@ impl Event {
             Self::SnapshotTaken { .. } => "snapshot_taken",
             Self::SnapshotReverted { .. } => "snapshot_reverted",
             Self::DiskResized { .. } => "disk_resized",
+            Self::Changed { .. } => "changed",
             Self::Job { .. } => "job",
             Self::Missed { .. } => "missed",
         }

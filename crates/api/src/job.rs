@@ -92,6 +92,26 @@ pub enum JobSpec {
 }
 
 impl JobSpec {
+    /// The disk that it is about.
+    pub fn disk(&self) -> &str {
+        match self {
+            Self::IndexBuild { disk, .. }
+            | Self::SnapshotDelete { disk, .. }
+            | Self::Merge { disk, .. }
+            | Self::Flatten { disk, .. } => disk,
+        }
+    }
+
+    /// The kind's name, as it is written.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::IndexBuild { .. } => "index_build",
+            Self::SnapshotDelete { .. } => "snapshot_delete",
+            Self::Merge { .. } => "merge",
+            Self::Flatten { .. } => "flatten",
+        }
+    }
+
     /// How fast it may write, if that is said.
     pub fn bytes_per_second(&self) -> Option<u64> {
         match self {

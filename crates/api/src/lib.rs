@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod change;
 mod disk;
 mod door;
 mod event;
@@ -28,7 +29,9 @@ mod size;
 mod snapshot;
 mod stats;
 mod status;
+pub mod time;
 
+pub use change::{Change, ChangedBy, Outcome};
 pub use disk::{
     CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, FileNumber, Format, LayerStatus,
 };

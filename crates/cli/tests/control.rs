@@ -2,7 +2,7 @@
 
 mod support;
 
-use std::io::Read;
+use std::io::{Read, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -461,4 +461,59 @@ fn a_door_that_other_hosts_reach_is_refused_unless_it_is_called_insecure() {
     let named = server.ask_err(["door", "add", "--nbd", "tcp:localhost:0,allow=CN=backup:ro"]);
     assert!(named.contains("--nbd-tls-client-ca"), "{named}");
     assert!(server.stop().success());
+}
+
+#[test]
+fn the_audit_file_says_who_changed_what() {
+    let images = Images::new();
+    let (a, b) = (images.create("a.qcow2", &["16M"]), images.create("b.qcow2", &["16M"]));
+    let audit = images.name("audit");
+    let server = Server::start(&["--disk", &disk(&a, "a"), "--nbd", &unix(&images), "--audit", &audit]);
+    let mut events = connect(&server.control());
+    events.write_all(b"GET /v1/events HTTP/1.1\r\nHost: test\r\n\r\n").unwrap();
+    wait_until("the stream", || events.read(&mut [0; 1 << 12]).unwrap() > 0);
+    server.ask_ok(["disk", "add", &disk(&b, "b")]);
+    server.ask_ok(["door", "add", "--vhost-user", &format!("b={}", images.name("b.sock"))]);
+    for name in ["mon", "tue"] {
+        server.ask_ok(["snapshot", "create", a.to_str().unwrap(), "--name", name]);
+    }
+    server.ask_ok(["snapshot", "delete", a.to_str().unwrap(), "mon"]);
+    server.ask_err(["resize", a.to_str().unwrap(), "1M"]);
+    server.ask_ok(["resize", a.to_str().unwrap(), "32M"]);
+    server.ask_ok(["door", "remove", &images.name("b.sock")]);
+    server.ask_ok(["disk", "remove", "b"]);
+    let text = std::fs::read_to_string(&audit).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let uid = rustix::process::getuid().as_raw();
+    assert!(
+        lines.iter().all(|line| line["by"]["uid"] == uid && line["by"]["pid"].as_i64() > Some(0)),
+        "{text}"
+    );
+    let said = |line: &Value| {
+        let text = |key: &str| line[key].as_str().unwrap_or_default().to_owned();
+        (text("change"), line["disks"][0].as_str().unwrap_or_default().to_owned(), text("outcome"))
+    };
+    let expected = [
+        ("disk_add", "b", "done"),
+        ("door_add", "b", "done"),
+        ("snapshot_create", "a", "done"),
+        ("snapshot_create", "a", "done"),
+        ("job_start", "a", "done"),
+        ("snapshot_delete", "a", "done"),
+        ("disk_resize", "a", "failed"),
+        ("disk_resize", "a", "done"),
+        ("door_remove", "b", "done"),
+        ("disk_remove", "b", "done"),
+    ];
+    let expected =
+        expected.map(|(change, disk, outcome)| (change.to_owned(), disk.to_owned(), outcome.to_owned()));
+    assert_eq!(lines.iter().map(said).collect::<Vec<_>>(), expected);
+    assert_eq!((&lines[2]["object"], &lines[7]["bytes"]), (&json!("mon"), &json!(32 << 20)));
+    assert!(lines[6]["error"].as_str().unwrap().contains("shrink"), "{}", lines[6]);
+    let log = server.log();
+    assert!(log.contains("change snapshot_create") && log.contains(&format!("uid {uid}, pid ")), "{log}");
+    assert!(server.stop().success());
+    let mut heard = String::new();
+    events.read_to_string(&mut heard).unwrap();
+    assert_eq!(heard.matches("event: changed").count(), lines.len(), "{heard}");
 }

@@ -269,7 +269,7 @@ fn a_guest_starts_from_the_printed_xml_and_outlives_its_server() {
     boot_disk(&libvirt.images, "vms/data.qcow2");
     let sockets = "--vhost-user web=/run/vmstrata-guests/web.sock,group=vmstrata-guests \
                    --vhost-user data=/run/vmstrata-guests/data.sock,group=vmstrata-guests \
-                   --nbd unix:/run/vmstrata-guests/nbd.sock --nbd-group vmstrata-guests";
+                   --nbd unix:/run/vmstrata-guests/nbd.sock,rw --nbd-group vmstrata-guests";
     let args = format!("--disk path=/srv/vms/web.qcow2 --disk path=/srv/vms/data.qcow2 {sockets}");
     let server = libvirt.serve(scratch(), &args);
     let ((memory, web), (_, data)) = (printed(&server, 0, "vhost_user"), printed(&server, 1, "vhost_user"));
@@ -390,7 +390,7 @@ fn a_running_guest_is_adopted_and_given_back_as_documented() {
     for_qemu(&theirs);
     libvirt.images.create("vms/other.qcow2", &["1M"]);
     let server =
-        libvirt.serve(scratch(), "--disk path=/srv/vms/other.qcow2 --nbd unix:/run/vmstrata-guests/nbd.sock");
+        libvirt.serve(scratch(), "--disk path=/srv/vms/other.qcow2 --nbd unix:/run/vmstrata-guests/nbd.sock,rw");
     let memory = "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>";
     let disk = format!(
         "<disk type='file' device='disk'><driver name='qemu' type='qcow2'/><source file='{}'/>\

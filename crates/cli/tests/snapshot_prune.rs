@@ -143,6 +143,8 @@ fn a_served_disk_with_rules_is_pruned_by_its_server() {
     args.extend(reads.iter().flat_map(|read| ["-c", read]));
     args.push(server.ready["disks"][0]["nbd"][0]["uri"].as_str().unwrap());
     tool_ok("qemu-io", args);
+    let log = server.log();
+    assert!(log.contains("change snapshot_delete") && log.contains("by=retention"), "{log}");
     assert!(server.stop().success());
     assert_clean(Path::new(&web));
 }

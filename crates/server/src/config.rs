@@ -117,6 +117,8 @@ pub struct Settings {
     pub control: Option<ControlPlace>,
     /// Where Prometheus may fetch metrics over TCP.
     pub metrics: Option<SocketAddr>,
+    /// Where changes are written down.
+    pub audit: Option<PathBuf>,
 }
 
 impl Settings {
@@ -156,6 +158,7 @@ impl Settings {
             runtime_dir: self.runtime_dir.or(others.runtime_dir),
             control: self.control.or(others.control),
             metrics: self.metrics.or(others.metrics),
+            audit: self.audit.or(others.audit),
         }
     }
 
@@ -182,6 +185,7 @@ impl Settings {
             control: self.control.unwrap_or_default(),
             control_patience: Duration::ZERO,
             metrics: self.metrics,
+            audit: self.audit,
             thaw_guard: None,
         }
     }

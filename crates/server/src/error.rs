@@ -226,6 +226,14 @@ pub enum Error {
         /// What is wrong.
         fault: SocketFault,
     },
+    /// Changes cannot be written down.
+    #[error("--audit {}: cannot write to it", path.display())]
+    Audit {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// The address for metrics cannot be had.
     #[error("cannot serve metrics on {address}")]
     Metrics {

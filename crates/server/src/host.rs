@@ -53,6 +53,7 @@ pub(crate) use self::waiting::Wanted;
 use self::waiting::{Wait, WaitingDoor};
 use crate::added::Place;
 use crate::agent::Guards;
+use crate::audit::Audit;
 use crate::error::Error;
 use crate::jobs::Jobs;
 use crate::options::Options;
@@ -81,6 +82,7 @@ pub struct Host {
     /// Signalled when a change ends.
     settled: Condvar,
     events: broadcast::Sender<Event>,
+    pub(crate) audit: Audit,
     jobs: Arc<Jobs>,
     due: Arc<Due>,
     counts: Counts,
@@ -181,11 +183,12 @@ impl Host {
     /// A host without disks and doors.
     ///
     /// # Errors
-    /// A certificate that cannot be used.
+    /// A certificate that cannot be used, an audit file that cannot be written.
     pub(crate) fn new(options: &Options, runtime_dir: PathBuf) -> Result<Arc<Self>, Error> {
         let guards = Guards::new(&runtime_dir, options.thaw_guard.clone());
         let (resources, limits) = options.resources(runtime_dir);
         let events = broadcast::Sender::new(EVENTS_KEPT);
+        let audit = Audit::new(events.clone(), options.audit.as_deref())?;
         Ok(Arc::new(Self {
             resources,
             limits,
@@ -197,7 +200,8 @@ impl Host {
             guards,
             table: Mutex::default(),
             settled: Condvar::new(),
-            jobs: Arc::new(Jobs::new(events.clone())),
+            jobs: Arc::new(Jobs::new(events.clone(), audit.clone())),
+            audit,
             events,
             due: Arc::default(),
             counts: Counts::default(),

@@ -24,13 +24,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::broadcast;
-use vmstrata_api::{Event, JobChange, JobState, JobStatus};
+use vmstrata_api::{ChangedBy, Event, JobChange, JobStatus, Outcome};
 
 pub use self::bucket::Bucket;
 use self::control::Control;
 pub(crate) use self::index_build::IndexBuild;
 pub(crate) use self::merging::{DEFAULT_LIMIT, Flatten, MergeLayers, SnapshotDelete};
-use crate::error::Error;
+use crate::audit::{Audit, What};
+use crate::error::{Error, told};
 
 /// Jobs under way at one time.
 const JOBS_MAX: usize = 64;
@@ -80,6 +81,7 @@ pub(crate) struct Jobs {
     /// Signalled when a job ends.
     ended: Condvar,
     events: broadcast::Sender<Event>,
+    audit: Audit,
     /// How many were done, were cancelled, and failed.
     ended_as: [AtomicU64; 3],
 }
@@ -93,8 +95,8 @@ struct Table {
 }
 
 impl Jobs {
-    pub(crate) fn new(events: broadcast::Sender<Event>) -> Self {
-        Self { table: Mutex::default(), ended: Condvar::new(), events, ended_as: Default::default() }
+    pub(crate) fn new(events: broadcast::Sender<Event>, audit: Audit) -> Self {
+        Self { table: Mutex::default(), ended: Condvar::new(), events, audit, ended_as: Default::default() }
     }
 
     /// How many jobs were done, were cancelled, and failed.
@@ -186,16 +188,24 @@ impl Jobs {
         // then, also while it unwinds.
         let result = catch_unwind(AssertUnwindSafe(|| self.work(job, work)));
         let result = result.unwrap_or(Err(Error::JobPanicked { kind: W::KIND }));
+        let reached = job.status();
+        let (how, outcome, error) = match &result {
+            Ok(true) => (0, Outcome::Done, reached.error),
+            Ok(false) => (1, Outcome::Cancelled, reached.error),
+            Err(error) => (2, Outcome::Failed, Some(told(error))),
+        };
+        let what = What::of(W::KIND, [reached.disk]).object(format!("job {}", reached.id));
+        // Before anybody can see that the job has ended, and without the lock: storage may not answer.
+        self.audit.record(
+            job.by(),
+            What { bytes: Some(reached.bytes), ..what },
+            job.took(),
+            (outcome, error),
+        );
         let _table = self.table.lock();
         job.end(result);
         let status = job.status();
-        let how = match status.state {
-            JobState::Done => 0,
-            JobState::Cancelled => 1,
-            _ => 2,
-        };
         self.ended_as[how].fetch_add(1, Ordering::Relaxed);
-        tracing::info!(job = status.id, kind = status.kind, disk = status.disk, state = ?status.state, "job ended");
         let _ = self.events.send(Event::Job { job: status });
         self.ended.notify_all();
     }
@@ -228,10 +238,10 @@ impl<W: Work> Slot<W> {
     ///
     /// # Errors
     /// A host that has no thread left.
-    pub(crate) fn start(self, limit: Option<u64>, work: W) -> Result<JobStatus, Error> {
+    pub(crate) fn start(self, limit: Option<u64>, by: ChangedBy, work: W) -> Result<JobStatus, Error> {
         let mut table = self.jobs.table.lock();
         table.next += 1;
-        let control = Arc::new(Control::new::<W>(table.next, &self.disk, work.total(), limit));
+        let control = Arc::new(Control::new::<W>((table.next, by), &self.disk, work.total(), limit));
         let (jobs, shared) = (Arc::clone(&self.jobs), Arc::clone(&control));
         let thread = std::thread::Builder::new().name(format!("job-{}", table.next));
         let spawned = thread.spawn(move || jobs.run(&shared, work));

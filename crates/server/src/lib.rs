@@ -12,6 +12,7 @@
 //! | [`host`] | which disks and doors there are, and how they come and go |
 //! | `jobs` | long work in steps: progress, speed limit, pause, cancel |
 //! | `added` | what was added to a running server, for its successor |
+//! | `audit` | who changed what |
 //! | `agent` | guests that stand still for a snapshot |
 //! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
 //! | `run`, `rehearse`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
@@ -23,6 +24,7 @@
 
 mod added;
 mod agent;
+mod audit;
 pub mod config;
 mod control;
 mod error;

@@ -50,6 +50,8 @@ pub struct Options {
     pub control_patience: Duration,
     /// Where Prometheus may fetch metrics over TCP.
     pub metrics: Option<SocketAddr>,
+    /// Where changes are written down.
+    pub audit: Option<PathBuf>,
     /// The program whose command `thaw-guard` is [`crate::thaw_guard`]: run while a guest is frozen.
     pub thaw_guard: Option<PathBuf>,
 }

@@ -99,6 +99,10 @@ pub struct ServeArgs {
     /// hosts can reach says insecure
     #[arg(long, value_name = "[ADDRESS:]PORT[,insecure]", value_parser = parse_metrics)]
     pub metrics: Option<SocketAddr>,
+    /// Append a JSON line to this file for each change of disks and doors: what, by whom, how it ended. The file may be renamed
+    /// or cut at any time
+    #[arg(long, value_name = "FILE")]
+    pub audit: Option<PathBuf>,
     /// Print the ready report as one JSON line
     #[arg(long)]
     pub json: bool,
@@ -197,6 +201,7 @@ impl ServeArgs {
             runtime_dir: self.resources.runtime_dir.clone(),
             control,
             metrics: self.metrics,
+            audit: self.audit.clone(),
         })
     }
 

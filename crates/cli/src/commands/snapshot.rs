@@ -3,13 +3,13 @@
 pub mod live;
 mod prune;
 mod report;
-pub mod time;
 
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
+use vmstrata_api::time;
 use vmstrata_disk::snapshot::{
     self, PrepareOptions, RevertOptions, Snapshot, SnapshotInfo, find, list, now_ns,
 };

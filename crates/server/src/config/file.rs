@@ -40,6 +40,7 @@ struct File {
     control: Option<Spanned<PathBuf>>,
     no_control: bool,
     metrics: Option<Spanned<Text>>,
+    audit: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -154,6 +155,7 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         workers: one(file.workers, |workers| in_range("workers", workers, 1..1025, "1 to 1024"))?,
         runtime_dir: file.runtime_dir.map(here),
         control,
+        audit: file.audit.map(here),
         metrics: one(file.metrics, |place| Ok(parse_metrics(&place.into_string())?))?,
     })
 }

@@ -41,6 +41,7 @@ fn every_key_is_read() {
         runtime-dir = "/run/vms"
         control = "/run/vms/c.sock"
         metrics = 9100
+        audit = "/var/log/vmstrata/audit"
 
         [[disk]]
         path = "web.qcow2"
@@ -91,6 +92,7 @@ fn every_key_is_read() {
     assert_eq!(settings.control, Some(ControlPlace::At("/run/vms/c.sock".into())));
     assert_eq!(settings.metrics, Some("127.0.0.1:9100".parse().unwrap()));
     let options = settings.into_options();
+    assert_eq!(options.audit.as_deref(), Some(Path::new("/var/log/vmstrata/audit")));
     assert!(options.keep_going);
     assert_eq!(options.limits.metadata_cache_bytes, 256 << 20);
     assert_eq!((options.limits.max_open_files, options.limits.workers), (Some(100), Some(3)));

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
+use axum::{Extension, Router};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
@@ -12,6 +12,7 @@ use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use vmstrata_api::ChangedBy;
 
 use super::{LAST_WORDS, Places, router};
 use crate::host::Host;
@@ -56,7 +57,11 @@ async fn accept_unix(listener: Option<UnixListener>, crowd: &Crowd<'_>, router: 
     let Some(listener) = listener else { return std::future::pending().await };
     loop {
         match listener.accept().await {
-            Ok((stream, _)) => crowd.admit(stream, router),
+            Ok((stream, _)) => {
+                let peer = stream.peer_cred().map(|peer| (peer.uid(), peer.pid()));
+                let (uid, pid) = peer.unwrap_or((u32::MAX, None));
+                crowd.admit(stream, &router.clone().layer(Extension(ChangedBy::Client { uid, pid })));
+            }
             Err(error) => refused(&error).await,
         }
     }

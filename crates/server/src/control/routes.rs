@@ -12,8 +12,10 @@ use std::sync::Arc;
 
 use axum::extract::{FromRequestParts, Path};
 use axum::http::request::Parts;
+use vmstrata_api::ChangedBy;
 
 use super::problem::Failure;
+use crate::audit::What;
 use crate::error::Error;
 use crate::host::Host;
 
@@ -28,6 +30,16 @@ async fn apart<T: Send + 'static>(
             Err(Failure::new(500, "internal", format!("the server failed in carrying this out: {error}")))
         }
     }
+}
+
+/// As [`apart`], for what changes something: it is told who changed what.
+async fn changing<T: Send + 'static>(
+    host: Arc<Host>,
+    by: ChangedBy,
+    what: What,
+    work: impl FnOnce(&Host, &mut What) -> Result<T, Error> + Send + 'static,
+) -> Result<T, Failure> {
+    apart(host, move |host| host.audit.change(by, what, |what| work(host, what))).await
 }
 
 /// The name or number in a path.

@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_api::{self as api, JobChange, JobSpec, JobStatus, MergeInto, RemoveFiles};
+use vmstrata_api::{self as api, ChangedBy, JobChange, JobSpec, JobStatus, MergeInto, RemoveFiles};
 use vmstrata_disk::Disk;
 use vmstrata_disk::merge::{Direction, LayerRef, MergeOptions, Removal};
 
 use super::{Host, Phase};
+use crate::audit::What;
 use crate::error::Error;
 use crate::jobs::{DEFAULT_LIMIT, Flatten, IndexBuild, MergeLayers, SnapshotDelete, Work};
 use crate::spec::{SpecError, check_path};
@@ -59,10 +60,22 @@ impl Host {
     ///
     /// # Errors
     /// No such disk; a job of the kind under way already; a chain that cannot be read; a limit of 0.
-    pub fn start_job(&self, asked: JobSpec) -> Result<JobStatus, Error> {
+    pub fn start_job(&self, asked: JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
+        let what = What::of("job_start", [asked.disk().to_owned()]);
+        self.audit.change(by, what, |what| {
+            what.object = Some(asked.kind().to_owned());
+            let started = self.begin_job(asked, by)?;
+            what.object = Some(format!("job {}: {}", started.id, started.kind));
+            Ok(started)
+        })
+    }
+
+    fn begin_job(&self, asked: JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
         check_limit(asked.bytes_per_second())?;
         match asked {
-            JobSpec::IndexBuild { disk, bytes_per_second } => self.start_indexing(&disk, bytes_per_second),
+            JobSpec::IndexBuild { disk, bytes_per_second } => {
+                self.start_indexing(&disk, bytes_per_second, by)
+            }
             JobSpec::SnapshotDelete {
                 disk,
                 snapshots,
@@ -73,7 +86,7 @@ impl Host {
             } => {
                 let remove = if keep_files { RemoveFiles::None } else { RemoveFiles::Snapshots };
                 let how = how(remove, into, forget_missing);
-                self.start_merging(&disk, how, bytes_per_second, |open, options| {
+                self.start_merging(&disk, how, (bytes_per_second, by), |open, options| {
                     SnapshotDelete::new(open, &snapshots, options)
                 })
             }
@@ -89,27 +102,32 @@ impl Host {
             } => {
                 let ends = [layer_ref(first)?, layer_ref(last)?];
                 let how = how(remove, into, forget_missing);
-                self.start_merging(&disk, how, bytes_per_second, |open, options| {
+                self.start_merging(&disk, how, (bytes_per_second, by), |open, options| {
                     MergeLayers::new(open, ends.each_ref(), drop_snapshots, options)
                 })
             }
             JobSpec::Flatten { disk, onto, drop_snapshots, remove, forget_missing, bytes_per_second } => {
                 let onto = onto.map(layer_ref).transpose()?;
                 let how = how(remove, MergeInto::Up, forget_missing);
-                self.start_merging(&disk, how, bytes_per_second, |open, options| {
+                self.start_merging(&disk, how, (bytes_per_second, by), |open, options| {
                     Flatten::new(open, onto.as_ref(), drop_snapshots, options)
                 })
             }
         }
     }
 
-    fn start_indexing(&self, disk: &str, bytes_per_second: Option<u64>) -> Result<JobStatus, Error> {
+    fn start_indexing(
+        &self,
+        disk: &str,
+        bytes_per_second: Option<u64>,
+        by: ChangedBy,
+    ) -> Result<JobStatus, Error> {
         let (_change, table) = self.begin_change()?;
         let (_, open) = table.lend(disk, BEGINNING)?;
         drop(table);
         let slot = self.jobs.reserve(disk)?;
         let work = IndexBuild::new(&open, false)?;
-        self.keep_job(disk, || slot.start(bytes_per_second, work))
+        self.keep_job(disk, || slot.start(bytes_per_second, by, work))
     }
 
     /// Has the index of a disk made anew that was opened with one that does not hold any more.
@@ -120,7 +138,7 @@ impl Host {
         let start = || {
             let slot = self.jobs.reserve(name)?;
             let work = IndexBuild::new(disk, true)?;
-            self.keep_job(name, || slot.start(Some(DEFAULT_LIMIT), work))
+            self.keep_job(name, || slot.start(Some(DEFAULT_LIMIT), ChangedBy::Server, work))
         };
         match start() {
             Ok(job) => tracing::info!(disk = name, job = job.id, "its index is made anew"),
@@ -147,7 +165,7 @@ impl Host {
         &self,
         disk: &str,
         how: MergeOptions,
-        bytes_per_second: Option<u64>,
+        (bytes_per_second, by): (Option<u64>, ChangedBy),
         make: impl FnOnce(Arc<Disk>, MergeOptions) -> Result<W, Error>,
     ) -> Result<JobStatus, Error> {
         let (_change, table) = self.begin_change()?;
@@ -157,7 +175,7 @@ impl Host {
         let slot = self.jobs.reserve(disk)?;
         let work = make(Arc::clone(&open), options)?;
         let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));
-        self.keep_job(disk, || slot.start(limit, work))
+        self.keep_job(disk, || slot.start(limit, by, work))
     }
 
     /// Starts a job unless its disk has gone meanwhile: none begins after the disk's jobs were ended.

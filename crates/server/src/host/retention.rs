@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
-use vmstrata_api::{JobSpec, MergeInto};
+use vmstrata_api::{ChangedBy, JobSpec, MergeInto};
 use vmstrata_disk::ErrorKind;
 use vmstrata_disk::merge::{MergeFault, available_bytes};
 use vmstrata_disk::snapshot::{Keep, Pruning, list, now_ns};
@@ -157,14 +157,15 @@ impl Host {
         if self.due.no_room.lock().get(name).is_some_and(is_known) {
             return Ok(());
         }
-        let job = self.start_job(JobSpec::SnapshotDelete {
+        let job = JobSpec::SnapshotDelete {
             disk: name.to_owned(),
             snapshots: snapshots.clone(),
             keep_files: false,
             into: MergeInto::Auto,
             forget_missing: false,
             bytes_per_second: None,
-        });
+        };
+        let job = self.start_job(job, ChangedBy::Retention);
         self.due.remember(name, snapshots, job.as_ref().err());
         let job = job?;
         tracing::info!(disk = name, job = job.id, %keep, "deleting {}, which no rule keeps", delete.join(", "));

@@ -1,9 +1,9 @@
 //! One job as its thread and those who control it share it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use vmstrata_api::{JobChange, JobState, JobStatus};
+use vmstrata_api::{ChangedBy, JobChange, JobState, JobStatus};
 
 use super::bucket::Bucket;
 use super::{Step, Work};
@@ -13,6 +13,8 @@ use crate::error::Error;
 #[derive(Debug)]
 pub(super) struct Control {
     id: u64,
+    /// Who began it.
+    by: ChangedBy,
     kind: &'static str,
     disk: String,
     unit: &'static str,
@@ -35,7 +37,12 @@ struct Progress {
 }
 
 impl Control {
-    pub(super) fn new<W: Work>(id: u64, disk: &str, total: u64, limit: Option<u64>) -> Self {
+    pub(super) fn new<W: Work>(
+        (id, by): (u64, ChangedBy),
+        disk: &str,
+        total: u64,
+        limit: Option<u64>,
+    ) -> Self {
         let began = Instant::now();
         let progress = Progress {
             state: JobState::Running,
@@ -49,6 +56,7 @@ impl Control {
         };
         Self {
             id,
+            by,
             kind: W::KIND,
             disk: disk.to_owned(),
             unit: W::UNIT,
@@ -60,6 +68,16 @@ impl Control {
 
     pub(super) fn id(&self) -> u64 {
         self.id
+    }
+
+    /// Who began it.
+    pub(super) fn by(&self) -> ChangedBy {
+        self.by
+    }
+
+    /// How long it has been under way.
+    pub(super) fn took(&self) -> Duration {
+        self.progress.lock().ended.unwrap_or_else(Instant::now).duration_since(self.began)
     }
 
     pub(super) fn disk(&self) -> &str {

@@ -35,14 +35,17 @@ impl Work for Steps {
 }
 
 fn jobs() -> Arc<Jobs> {
-    Arc::new(Jobs::new(broadcast::Sender::new(16)))
+    let events = broadcast::Sender::new(16);
+    let audit = Audit::new(events.clone(), None).unwrap();
+    Arc::new(Jobs::new(events, audit))
 }
 
 /// Begins a job; its first step is under way.
 fn start(jobs: &Arc<Jobs>, disk: &str, limit: Option<u64>) -> (u64, mpsc::Sender<Step>) {
     let (open, gate) = mpsc::channel();
     let (begun, steps) = mpsc::channel();
-    let status = jobs.reserve(disk).unwrap().start(limit, Steps { left: 3, gate, begun }).unwrap();
+    let status =
+        jobs.reserve(disk).unwrap().start(limit, ChangedBy::Server, Steps { left: 3, gate, begun }).unwrap();
     assert_eq!((status.state, status.total), (JobState::Running, 3));
     steps.recv_timeout(Duration::from_secs(10)).expect("the first step begins");
     (status.id, open)
@@ -75,10 +78,17 @@ fn a_job_runs_to_its_end_and_tells_of_it() {
     let status = wait_for(&jobs, id, "the end", |status| status.state == JobState::Done);
     assert_eq!((status.done, status.bytes, status.failures), (3, 15, 1));
     assert_eq!(status.error.as_deref(), Some("damaged"));
-    let mut told = Vec::new();
-    while let Ok(Event::Job { job }) = events.try_recv() {
-        told.push(job.state);
+    let (mut told, mut changes) = (Vec::new(), Vec::new());
+    while let Ok(event) = events.try_recv() {
+        match event {
+            Event::Job { job } => told.push(job.state),
+            Event::Changed { change } => {
+                changes.push((change.change, change.by, change.bytes, change.outcome))
+            }
+            other => panic!("{other:?}"),
+        }
     }
+    assert_eq!(changes, [("steps".to_owned(), ChangedBy::Server, Some(15), Outcome::Done)]);
     assert_eq!((told.first(), told.last()), (Some(&JobState::Running), Some(&JobState::Done)));
 }
 
@@ -113,7 +123,7 @@ impl Drop for Panics {
 fn a_job_that_panics_has_failed_and_nobody_waits_for_it() {
     let jobs = jobs();
     let (dropped, is_dropped) = mpsc::channel();
-    let id = jobs.reserve("a").unwrap().start(None, Panics(dropped)).unwrap().id;
+    let id = jobs.reserve("a").unwrap().start(None, ChangedBy::Server, Panics(dropped)).unwrap().id;
     wait_for(&jobs, id, "the end", |status| status.state.is_ended());
     jobs.end(None);
     is_dropped.try_recv().expect("what it held is let go");

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Serialize;
-use vmstrata_api::SnapshotTaken;
+use vmstrata_api::{SnapshotTaken, time};
 use vmstrata_disk::snapshot::{Created, Snapshot, SnapshotInfo};
 
-use super::{text, time};
+use super::text;
 use crate::args::{SnapshotCloneArgs, SnapshotHoldArgs, SnapshotRevertArgs};
 use crate::output::{Table, counted, print, print_json};
 use crate::units::{exact_size, short_size};

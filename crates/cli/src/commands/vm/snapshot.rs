@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
-use vmstrata_api::{Quiesce, SnapshotSpec};
+use vmstrata_api::{Quiesce, SnapshotSpec, time};
 use vmstrata_disk::snapshot::{MEMORY_LABEL, now_ns};
 use vmstrata_memory::Introspection;
 use vmstrata_memory::capture::{self, Before, Channel, Control, Mode, Report, Request};
@@ -20,7 +20,6 @@ use super::periodic;
 use super::states::States;
 use crate::args::{VmMode, VmSnapshotArgs};
 use crate::client::Client;
-use crate::commands::snapshot::time;
 use crate::output::{counted, print, print_json, print_json_line};
 use crate::units::short_size;
 

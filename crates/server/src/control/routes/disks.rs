@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
-use vmstrata_api::{DiskDetail, DiskList, DiskSpec, SizeChange, SizeSpec};
+use axum::{Extension, Json};
+use vmstrata_api::{ChangedBy, DiskDetail, DiskList, DiskSpec, SizeChange, SizeSpec};
 
-use super::{Removal, Segment, apart};
+use super::{Removal, Segment, apart, changing};
+use crate::audit::What;
 use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::error::Error;
@@ -42,15 +43,17 @@ pub(in crate::control) async fn show(
 )]
 pub(in crate::control) async fn add(
     State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
     Body(asked): Body<DiskSpec>,
 ) -> Result<impl IntoResponse, Failure> {
     let asked = spec::DiskSpec::try_from(asked).map_err(Error::from)?;
-    let add = move |host: &Host| {
+    let what = What::of("disk_add", [asked.name.clone()]).object(asked.path.display().to_string());
+    let add = move |host: &Host, _: &mut What| {
         let name = asked.name.clone();
         host.add_disk_by_hand(asked)?;
         host.disk(&name)
     };
-    let added = apart(host, add).await?;
+    let added = changing(host, by, what, add).await?;
     let location = format!("/v1/disks/{}", vmstrata_api::encode_segment(&added.disk.name));
     Ok((StatusCode::CREATED, [(header::LOCATION, location)], Json(added)))
 }
@@ -64,10 +67,12 @@ pub(in crate::control) async fn add(
 )]
 pub(in crate::control) async fn resize(
     State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
     Segment(name): Segment,
     Body(asked): Body<SizeSpec>,
 ) -> Result<Json<SizeChange>, Failure> {
-    apart(host, move |host| host.resize(&name, &asked)).await.map(Json)
+    let what = What { bytes: Some(asked.size_bytes), ..What::of("disk_resize", [name.clone()]) };
+    changing(host, by, what, move |host, _| host.resize(&name, &asked)).await.map(Json)
 }
 
 /// Close a disk: its doors are drained, its image is left clean, its files are unlocked
@@ -81,9 +86,11 @@ pub(in crate::control) async fn resize(
 )]
 pub(in crate::control) async fn remove(
     State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
     Segment(name): Segment,
     how: Removal,
 ) -> Result<StatusCode, Failure> {
-    apart(host, move |host| host.remove_disk(&name, how.force)).await?;
+    let what = What::of("disk_remove", [name.clone()]);
+    changing(host, by, what, move |host, _| host.remove_disk(&name, how.force)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

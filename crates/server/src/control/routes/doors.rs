@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
-use vmstrata_api::{DoorList, DoorSpec, DoorStatus};
+use axum::{Extension, Json};
+use vmstrata_api::{ChangedBy, DoorList, DoorSpec, DoorStatus};
 
-use super::{Removal, Segment, apart, number};
+use super::{Removal, Segment, changing, number};
+use crate::audit::What;
 use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::error::Error;
@@ -28,9 +29,11 @@ pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Json<Door
 )]
 pub(in crate::control) async fn add(
     State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
     Body(asked): Body<DoorSpec>,
 ) -> Result<impl IntoResponse, Failure> {
-    let added = apart(host, move |host| add_door(host, asked)).await?;
+    let what = about("door_add", &asked);
+    let added = changing(host, by, what, move |host, _| add_door(host, asked)).await?;
     let location = format!("/v1/doors/{}", added.id);
     Ok((StatusCode::CREATED, [(header::LOCATION, location)], Json(added)))
 }
@@ -49,6 +52,14 @@ pub(in crate::control) async fn show(
     Ok(Json(host.door(id)?))
 }
 
+/// The place of a door, and the disk that it is for.
+fn about(change: &'static str, door: &DoorSpec) -> What {
+    match door {
+        DoorSpec::VhostUser(spec) => What::of(change, [spec.disk.clone()]).object(&spec.socket),
+        DoorSpec::Nbd(spec) => What::of(change, []).object(&spec.address),
+    }
+}
+
 fn add_door(host: &Host, asked: DoorSpec) -> Result<DoorStatus, Error> {
     // Someone may have closed it again already.
     host.door(host.add_door_by_hand(asked)?)
@@ -65,10 +76,12 @@ fn add_door(host: &Host, asked: DoorSpec) -> Result<DoorStatus, Error> {
 )]
 pub(in crate::control) async fn remove(
     State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
     Segment(id): Segment,
     how: Removal,
 ) -> Result<StatusCode, Failure> {
     let id = number(&id, "no-such-door")?;
-    apart(host, move |host| host.remove_door(id, how.force)).await?;
+    let what = about("door_remove", &host.door(id)?.door);
+    changing(host, by, what, move |host, _| host.remove_door(id, how.force)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

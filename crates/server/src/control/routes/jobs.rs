@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
-use vmstrata_api::{JobChange, JobList, JobSpec, JobStatus};
+use axum::{Extension, Json};
+use vmstrata_api::{ChangedBy, JobChange, JobList, JobSpec, JobStatus};
 
-use super::{Segment, apart, number};
+use super::{Segment, apart, changing, number};
+use crate::audit::What;
 use crate::control::body::{Body, BodyOfNames};
 use crate::control::problem::Failure;
 use crate::host::Host;
@@ -27,9 +28,10 @@ pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Json<JobL
 )]
 pub(in crate::control) async fn start(
     State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
     Body(asked): BodyOfNames<JobSpec>,
 ) -> Result<impl IntoResponse, Failure> {
-    let begun = apart(host, move |host| host.start_job(asked)).await?;
+    let begun = apart(host, move |host| host.start_job(asked, by)).await?;
     let location = format!("/v1/jobs/{}", begun.id);
     Ok((StatusCode::CREATED, [(header::LOCATION, location)], Json(begun)))
 }
@@ -57,9 +59,19 @@ pub(in crate::control) async fn show(
 )]
 pub(in crate::control) async fn change(
     State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
     Segment(id): Segment,
     Body(change): Body<JobChange>,
 ) -> Result<Json<JobStatus>, Failure> {
     let id = number(&id, "no-such-job")?;
-    Ok(Json(host.change_job(id, change)?))
+    let how = match change {
+        JobChange::Pause => "pause".to_owned(),
+        JobChange::Resume => "resume".to_owned(),
+        JobChange::Cancel => "cancel".to_owned(),
+        JobChange::Limit { bytes_per_second: None } => "no limit".to_owned(),
+        JobChange::Limit { bytes_per_second: Some(bytes) } => format!("limit {bytes} bytes a second"),
+    };
+    let disk = host.job(id).ok().map(|job| job.disk);
+    let what = What::of("job_change", disk).object(format!("job {id}: {how}"));
+    changing(host, by, what, move |host, _| host.change_job(id, change)).await.map(Json)
 }

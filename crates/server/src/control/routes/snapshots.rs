@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
-use vmstrata_api::{RevertSpec, SnapshotReverted, SnapshotSpec, SnapshotTaken};
+use axum::{Extension, Json};
+use vmstrata_api::{ChangedBy, RevertSpec, SnapshotReverted, SnapshotSpec, SnapshotTaken};
 
-use super::{Segment, apart};
+use super::{Segment, changing};
+use crate::audit::What;
 use crate::control::body::Body;
 use crate::control::problem::Failure;
 use crate::host::Host;
@@ -20,9 +21,11 @@ use crate::host::Host;
 )]
 pub(in crate::control) async fn take(
     State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
     Body(asked): Body<SnapshotSpec>,
 ) -> Result<(StatusCode, Json<SnapshotTaken>), Failure> {
-    let taken = apart(host, move |host| host.snapshot(asked)).await?;
+    let what = What::of("snapshot_create", asked.disks.clone()).object(&asked.name);
+    let taken = changing(host, by, what, move |host, _| host.snapshot(asked)).await?;
     Ok((StatusCode::CREATED, Json(taken)))
 }
 
@@ -35,8 +38,10 @@ pub(in crate::control) async fn take(
 )]
 pub(in crate::control) async fn revert(
     State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
     Segment(name): Segment,
     Body(asked): Body<RevertSpec>,
 ) -> Result<Json<SnapshotReverted>, Failure> {
-    apart(host, move |host| host.revert(&name, asked)).await.map(Json)
+    let what = What::of("snapshot_revert", [name.clone()]).object(&asked.snapshot);
+    changing(host, by, what, move |host, _| host.revert(&name, asked)).await.map(Json)
 }

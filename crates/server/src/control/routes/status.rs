@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
-use vmstrata_api::{ServerStatus, StatsList};
+use axum::{Extension, Json};
+use vmstrata_api::{ChangedBy, ServerStatus, StatsList};
 
-use super::apart;
+use super::{apart, changing};
+use crate::audit::What;
 use crate::control::problem::Failure;
 use crate::host::Host;
 
@@ -25,8 +26,11 @@ pub(in crate::control) async fn stats(State(host): State<Arc<Host>>) -> Result<J
 
 /// End the server as SIGTERM does: doors are drained, images closed clean
 #[utoipa::path(post, path = "/v1/shutdown", tag = "server", operation_id = "shutdown", responses((status = ACCEPTED, description = "It is ending; its control socket goes last")))]
-pub(in crate::control) async fn shutdown() -> Result<StatusCode, Failure> {
-    crate::shutdown::ask().map_err(Failure::from)?;
+pub(in crate::control) async fn shutdown(
+    State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
+) -> Result<StatusCode, Failure> {
+    changing(host, by, What::of("shutdown", []), |_, _| crate::shutdown::ask()).await?;
     Ok(StatusCode::ACCEPTED)
 }
 

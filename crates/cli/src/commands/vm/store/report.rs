@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use serde::Serialize;
+use vmstrata_api::time;
 use vmstrata_memory::vault::{DiskState, Info, Listed, Savings};
 
-use super::super::super::snapshot::time;
 use crate::output::{Table, counted, percent, print, print_json, print_json_line};
 use crate::units::{exact_size, short_size};
 

@@ -1,0 +1,75 @@
+//! Changes of a server's disks and doors, and who made them.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// A change that was made, or tried: a line of the server's audit file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Change {
+    /// When it ended, as RFC 3339 has it, in UTC.
+    #[schema(example = "2026-11-21T23:59:59Z")]
+    pub time: String,
+    /// What was changed: `disk_add`, `disk_remove`, `disk_resize`, `door_add`, `door_remove`, `snapshot_create`,
+    /// `snapshot_revert`, `job_start`, `job_change`, `shutdown`; when a job has ended, the kind of the job.
+    #[schema(example = "snapshot_create")]
+    pub change: String,
+    /// The disks, by what the server calls them; none for what is about no disk.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<String>,
+    /// What of them: a snapshot, a door, a job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub object: Option<String>,
+    /// Who made it.
+    pub by: ChangedBy,
+    /// Bytes: a disk's new size, what a job has written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    /// How long it took.
+    pub duration_ms: u64,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Why it failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Who made a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum ChangedBy {
+    /// A client of the control socket.
+    Client {
+        /// Its user.
+        uid: u32,
+        /// Its process, which may have ended since.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pid: Option<i32>,
+    },
+    /// The server, by the rules of what snapshots to keep.
+    Retention,
+    /// The server by itself: it makes indices anew.
+    Server,
+}
+
+impl std::fmt::Display for ChangedBy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Client { uid, pid: Some(pid) } => write!(f, "uid {uid}, pid {pid}"),
+            Self::Client { uid, pid: None } => write!(f, "uid {uid}"),
+            Self::Retention => f.write_str("retention"),
+            Self::Server => f.write_str("server"),
+        }
+    }
+}
+
+/// How a change ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// It is made.
+    Done,
+    /// It was ended before that, because someone asked for it.
+    Cancelled,
+    /// It was refused, or failed.
+    Failed,
+}
