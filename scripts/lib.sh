@@ -93,6 +93,16 @@ need_promtool() {
     have promtool || die "no promtool in Debian's package prometheus"
 }
 
+# Sets SCHEMATHESIS to the program, which is installed for this repository alone; fails where that cannot be had.
+need_schemathesis() {
+    local tools=$PWD/target/tools/schemathesis
+    SCHEMATHESIS=$tools/bin/schemathesis
+    [ -x "$SCHEMATHESIS" ] && return
+    say "installing schemathesis"
+    python3 -c 'import ensurepip' 2>/dev/null || as_root apt-get install -q -y --no-install-recommends python3-venv || return
+    python3 -m venv "$tools" && "$tools/bin/pip" install -q schemathesis==4.32.5
+}
+
 # Makes apt know the packages that test guests are made of; they are unpacked, never installed.
 need_package_lists() {
     apt-cache show linux-image-cloud-amd64 >/dev/null 2>&1 && return

@@ -10,9 +10,11 @@ use crate::is_default;
 #[serde(deny_unknown_fields)]
 pub struct DiskSpec {
     /// The active layer's file, absolute or seen from where the server was started. It is shown absolute.
+    #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
     pub path: String,
     /// What sockets and clients call the disk; the file's name without its last suffix if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(min_length = 1, max_length = 255, pattern = r"^[^=\x00-\x1f\x7f-\x9f]+$")]
     pub name: Option<String>,
     /// Refuse writes; the file is then locked for reading only.
     #[serde(default, skip_serializing_if = "is_default")]
@@ -28,16 +30,22 @@ pub struct DiskSpec {
     pub format: Option<Format>,
     /// Serve the disk as it was at this snapshot; read-only, unless as a clone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(max_length = 100, pattern = "^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
     pub at: Option<String>,
     /// Serve a clone of that snapshot: this file, made unless it is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
     pub clone: Option<String>,
     /// The socket of the agent in the disk's guest, which freezes its file systems for snapshots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
     pub agent: Option<String>,
     /// Which of its snapshots to keep, as in `daily=7,weekly=4`: the server deletes the others by itself, but for those taken
     /// with a guest's memory. Left out, all are kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(
+        pattern = "^(last|hourly|daily|weekly|monthly|yearly)=0*[1-9][0-9]{0,8}(,(last|hourly|daily|weekly|monthly|yearly)=0*[1-9][0-9]{0,8})*$"
+    )]
     pub keep: Option<String>,
     /// The files and directories that backing files may be or lie in; an empty list allows none. If omitted: the disk's own
     /// directory, and those that the server allows for all disks. Snapshots need the disk's own directory in the list.

@@ -20,8 +20,10 @@ pub enum DoorSpec {
 #[serde(deny_unknown_fields)]
 pub struct VhostUserSpec {
     /// The name of the disk it serves.
+    #[schema(min_length = 1, max_length = 255, pattern = r"^[^=\x00-\x1f\x7f-\x9f]+$")]
     pub disk: String,
     /// The socket to listen on.
+    #[schema(min_length = 1, max_length = 107, pattern = r"^[^\x00]+$")]
     pub socket: String,
     /// How many virtqueues are offered; as many as are likely to be asked for if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -29,7 +31,7 @@ pub struct VhostUserSpec {
     pub queues: Option<u16>,
     /// How many threads serve them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(minimum = 1)]
+    #[schema(minimum = 1, maximum = 256)]
     pub threads: Option<u16>,
     /// How many microseconds a thread looks for work before it sleeps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -37,6 +39,7 @@ pub struct VhostUserSpec {
     pub poll_us: Option<u32>,
     /// What the guest reads as the disk's serial number, at most 20 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(max_length = 20)]
     pub serial: Option<String>,
     /// Other sockets may serve the same writable disk: the user sees to it that one guest runs at a time.
     #[serde(default, skip_serializing_if = "is_default")]
@@ -50,12 +53,12 @@ pub struct VhostUserSpec {
     pub owner: Option<String>,
     /// The group of the socket, by name or number, whose members may connect too. The server's user must be one of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(example = "vmstrata-guests")]
+    #[schema(example = "vmstrata-guests", min_length = 1)]
     pub group: Option<String>,
     /// Permissions of the socket, in octal. Default: 660 with a group, 600 without. A client that connects can read and write
     /// the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(example = "660")]
+    #[schema(example = "660", pattern = "^0*[0246]{1,3}$")]
     pub mode: Option<String>,
 }
 
@@ -64,7 +67,7 @@ pub struct VhostUserSpec {
 #[serde(deny_unknown_fields)]
 pub struct NbdSpec {
     /// `unix:/path` or `tcp:host:port`; port 0 takes any free one.
-    #[schema(example = "unix:/run/nbd.sock")]
+    #[schema(example = "unix:/run/nbd.sock", pattern = r"^(unix|tcp):[^\x00]+$")]
     pub address: String,
     /// Clients may write. A disk has one writer: a client is refused while a guest, or a client of another door, is attached
     /// for writing.

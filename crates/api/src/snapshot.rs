@@ -15,6 +15,7 @@ pub struct SnapshotSpec {
     #[schema(min_items = 1)]
     pub disks: Vec<String>,
     /// What to call it: up to 100 of `A-Z a-z 0-9 . _ -`.
+    #[schema(max_length = 100, pattern = "^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
     pub name: String,
     /// When it is taken, in ns since 1970, as the caller's clock says; if omitted, as the server's does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -24,9 +25,11 @@ pub struct SnapshotSpec {
     pub labels: BTreeMap<String, String>,
     /// What snapshots of several disks at one instant have in common.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(max_length = 64, pattern = "^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
     pub group: Option<String>,
     /// The socket of the agent in the guest of all these disks; that of each disk if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
     pub agent: Option<String>,
     /// Whether the guest's file systems are frozen for it; if omitted, `always` with `agent`, `auto` without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -87,6 +90,7 @@ pub struct RevertSpec {
     /// Keep what is active now as this file, a disk of its own: in the same directory, absolute or seen from where the server was
     /// started. It is let go if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
     pub keep: Option<String>,
     /// Go back although images stand on what is active now, which will then read other data.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

@@ -1,11 +1,12 @@
 //! Which path leads to which handler, and the OpenAPI document made from the same list.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use axum::Router;
+use serde_json::{Map, Value, json};
 use utoipa::OpenApi as _;
-use utoipa::openapi::schema::{Components, Schema};
-use utoipa::openapi::{ContentBuilder, OpenApi, Ref, RefOr, Response, ResponseBuilder};
+use utoipa::openapi::{ContentBuilder, OpenApi, Ref, Response, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -73,30 +74,68 @@ pub fn openapi() -> OpenApi {
             operation.responses.responses.insert("default".to_owned(), problem().into());
         }
     }
-    document.components.iter_mut().for_each(open_what_is_extended);
-    document
+    let mut document = serde_json::to_value(&document).expect("a document is plain data");
+    close_requests(&mut document);
+    serde_json::from_value(document).expect("it is a document still")
 }
 
-/// A schema to which others add fields must not say that there are no more: nothing would be valid as one of those.
-fn open_what_is_extended(components: &mut Components) {
-    let extended: Vec<String> = components.schemas.values().flat_map(extended_by).collect();
-    for name in extended {
-        if let Some(RefOr::T(Schema::Object(object))) = components.schemas.get_mut(&name) {
-            object.additional_properties = None;
-        }
+/// Says of each object in a request that it has no fields but those that are named: the server refuses others.
+fn close_requests(document: &mut Value) {
+    let schemas = document["components"]["schemas"].clone();
+    let mut asked = BTreeSet::new();
+    let paths = document["paths"].as_object().into_iter().flat_map(Map::values);
+    for operation in paths.filter_map(Value::as_object).flat_map(Map::values) {
+        refer(&operation["requestBody"], &schemas, &mut asked);
+    }
+    for name in asked {
+        close(&mut document["components"]["schemas"][name], &schemas);
     }
 }
 
-/// The schemas that this one, or one of its variants, adds to.
-fn extended_by(schema: &RefOr<Schema>) -> Vec<String> {
-    let name = |part: &RefOr<Schema>| match part {
-        RefOr::Ref(part) => part.ref_location.rsplit('/').next().map(str::to_owned),
-        RefOr::T(_) => None,
-    };
+/// Collects the names of the schemas that `value` refers to.
+fn refer(value: &Value, schemas: &Value, found: &mut BTreeSet<String>) {
+    match value {
+        Value::Array(values) => values.iter().for_each(|value| refer(value, schemas, found)),
+        Value::Object(fields) => {
+            let name = fields.get("$ref").and_then(Value::as_str).and_then(|to| to.rsplit('/').next());
+            if let Some(name) = name.filter(|name| found.insert((*name).to_owned())) {
+                refer(&schemas[name], schemas, found);
+            }
+            fields.values().for_each(|value| refer(value, schemas, found));
+        }
+        _ => {}
+    }
+}
+
+/// Parts that make one object become one: each alone would refuse the fields of the others.
+fn close(schema: &mut Value, schemas: &Value) {
+    if let Some(parts) = schema.get("allOf").and_then(Value::as_array) {
+        let mut whole = json!({ "type": "object", "required": [], "properties": {} });
+        for part in parts {
+            let name = part["$ref"].as_str().and_then(|to| to.rsplit('/').next());
+            let part = name.map_or(part, |name| &schemas[name]);
+            for (to, from) in [("required", &part["required"]), ("properties", &part["properties"])] {
+                match (&mut whole[to], from) {
+                    (Value::Array(to), Value::Array(from)) => to.extend(from.iter().cloned()),
+                    (Value::Object(to), Value::Object(from)) => to.extend(from.clone()),
+                    _ => {}
+                }
+            }
+        }
+        if let Some(said) = schema.get("description") {
+            whole["description"] = said.clone();
+        }
+        *schema = whole;
+    }
     match schema {
-        RefOr::T(Schema::OneOf(one)) => one.items.iter().flat_map(extended_by).collect(),
-        RefOr::T(Schema::AllOf(all)) => all.items.iter().filter_map(name).collect(),
-        _ => Vec::new(),
+        Value::Array(values) => values.iter_mut().for_each(|value| close(value, schemas)),
+        Value::Object(fields) => {
+            if fields.contains_key("properties") {
+                fields.entry("additionalProperties").or_insert(Value::Bool(false));
+            }
+            fields.values_mut().for_each(|value| close(value, schemas));
+        }
+        _ => {}
     }
 }
 
@@ -112,6 +151,21 @@ fn problem() -> Response {
 #[cfg(test)]
 mod tests {
     use std::path::Path;
+
+    #[test]
+    fn what_a_request_may_not_have_is_refused_by_its_schema() {
+        let document = serde_json::to_value(super::openapi()).unwrap();
+        let schemas = &document["components"]["schemas"];
+        let closed = |schema: &serde_json::Value| schema["additionalProperties"] == false;
+        assert!(
+            ["DiskSpec", "SizeSpec", "SnapshotSpec", "RevertSpec"].iter().all(|name| closed(&schemas[name]))
+        );
+        for name in ["DoorSpec", "JobSpec", "JobChange", "LayerRef"] {
+            let variants = schemas[name]["oneOf"].as_array().unwrap();
+            assert!(variants.iter().all(closed), "{name}: {variants:?}");
+        }
+        assert_eq!(schemas["DoorSpec"]["oneOf"][0]["properties"]["queues"]["maximum"], 256);
+    }
 
     #[test]
     fn the_committed_openapi_document_is_that_of_the_types() {
