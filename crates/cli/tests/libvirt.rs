@@ -406,13 +406,18 @@ fn a_running_guest_is_adopted_and_given_back_as_documented() {
     // It writes to ours, and no more to its own.
     fs::write(&theirs, "").unwrap();
     libvirt.await_write("old");
+    let [give_back, give_back_running] = scripts("Give it back").try_into().unwrap();
+    libvirt.shell_ok(give_back_running);
+    libvirt.await_write("old");
+    let adopt_again = adopt.lines().last().unwrap();
+    libvirt.shell_ok(adopt_again);
+    libvirt.await_write("old");
     libvirt.shell_ok(next_start);
     libvirt.await_write("old");
     let status = server.ask_ok(["status"]);
     assert!(status.contains("guest attached"), "{status}");
     // A privileged libvirtd does this itself.
     for_qemu(&libvirt.images.path("vms/old.qcow2"));
-    let [give_back] = scripts("Give it back").try_into().unwrap();
     libvirt.shell_ok(give_back);
     libvirt.await_write("old");
     libvirt.shell_ok("virsh destroy old");
