@@ -86,6 +86,28 @@ fn a_disk_removed_in_the_middle_of_writes_is_left_clean_and_the_server_goes_on()
 }
 
 #[test]
+fn a_file_that_the_server_has_is_refused_at_once_by_the_name_it_has_it_under() {
+    let images = Images::new();
+    let path = images.create("web.qcow2", &["16M"]);
+    let overlay = images.create("overlay.qcow2", &["-b", "web.qcow2", "-F", "qcow2"]);
+    let server = Server::start(&["--disk", &disk(&path, "web"), "--nbd", &unix(&images)]);
+    std::fs::hard_link(&path, images.path("hard.qcow2")).unwrap();
+    std::os::unix::fs::symlink(&path, images.path("soft.qcow2")).unwrap();
+    let start = Instant::now();
+    for again in [&path, &images.path("hard.qcow2"), &images.path("soft.qcow2")] {
+        let said = server.ask_err(["disk", "add", &disk(again, "again")]);
+        assert!(said.contains("already served as 'web'"), "{said}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(4), "no lock is waited for: {:?}", start.elapsed());
+    // What stands on it needs its content to stay.
+    let said = server.ask_err(["disk", "add", &disk(&overlay, "above")]);
+    assert!(said.contains("web.qcow2 is already served as 'web'"), "{said}");
+    let asked = format!("{{\"path\":{:?},\"name\":\"again\"}}", path.to_str().unwrap());
+    assert_eq!(ask(&server.control(), "POST", "/v1/disks", &asked).status, 409);
+    assert!(server.stop().success());
+}
+
+#[test]
 fn doors_come_and_go_and_say_how_to_attach() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);

@@ -258,9 +258,14 @@ fn walk_below<T>(
             gate = Some(options.gate(path)?);
         }
         let gate = gate.as_ref().expect("made above");
-        let layer = open_layer(&name, role, format, gate, opener)?;
+        let loops = |earlier| Error::from(ErrorKind::Loop { earlier }).in_file(&name);
+        let layer = open_layer(&name, role, format, gate, opener).map_err(|error| {
+            // A lock on a file that was met is this chain's own.
+            let met = || met.get(&opener.identity(&name, gate).ok()?.file).copied();
+            error.is_lock().then(met).flatten().map_or(error, loops)
+        })?;
         if let Some(earlier) = met.insert(layer.opened.identity.file, below.len() + 1) {
-            return Err(Error::from(ErrorKind::Loop { earlier }).in_file(&name));
+            return Err(loops(earlier));
         }
         next = backing_of(&layer.path, layer.head.as_ref())?;
         let Some(kept) = keep(layer) else { break };

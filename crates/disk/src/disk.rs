@@ -199,6 +199,15 @@ impl Disk {
         }
     }
 
+    /// Whether nobody else may open `file`, or write it if that is meant (`writes`), while this disk is open.
+    pub fn excludes(&self, file: FileId, writes: bool) -> bool {
+        let is_layer = || {
+            let layers = self.layers_now();
+            layers.frozen.iter().flat_map(|map| map.layers()).any(|layer| layer.identity.file == file)
+        };
+        self.active_file() == Some(file) || writes && is_layer()
+    }
+
     /// Whether writes are refused because the disk was opened so.
     pub fn is_read_only(&self) -> bool {
         self.options.read_only

@@ -60,6 +60,11 @@ impl Error {
         matches!(self.kind(), ErrorKind::Changed)
     }
 
+    /// Whether a file is in use in a way that excludes this one.
+    pub fn is_lock(&self) -> bool {
+        matches!(self.kind(), ErrorKind::File(FileError::Lock(LockError::Conflict { .. })))
+    }
+
     pub(crate) fn io(action: &'static str, source: io::Error) -> Self {
         ErrorKind::Io { action, source }.into()
     }

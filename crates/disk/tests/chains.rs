@@ -231,6 +231,9 @@ fn loops_are_found_however_the_files_are_named() {
     qcow2(&path("self"), "self");
     let error = assert_refused(&path("self"), &["loops", "self"]);
     assert!(matches!(error.kind(), ErrorKind::Loop { earlier: 0 }));
+    // Opened for writing, it has its own lock in the way.
+    let error = try_open(&path("self"), &OpenOptions::default()).unwrap_err();
+    assert!(matches!(error.kind(), ErrorKind::Loop { earlier: 0 }), "{error}");
     qcow2(&path("a"), "b");
     qcow2(&path("b"), "c");
     qcow2(&path("c"), "link");

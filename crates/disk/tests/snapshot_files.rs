@@ -50,7 +50,8 @@ fn resources() -> Arc<Resources> {
 }
 
 fn take_offline(disks: &[&Path], name: &str) -> Result<Vec<PathBuf>, Error> {
-    let (open, options) = (OpenOptions::default(), PrepareOptions::default());
+    let open = OpenOptions::default();
+    let options = PrepareOptions { convert_raw: true, ..PrepareOptions::default() };
     let disks: Vec<PathBuf> = disks.iter().map(|disk| (*disk).to_owned()).collect();
     let created = snapshot::create(&disks, &info(name), &open, &options, &resources())?;
     Ok(created.into_iter().map(|created| created.layer).collect())

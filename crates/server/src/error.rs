@@ -29,6 +29,14 @@ pub enum Error {
         /// Why.
         source: vhost_user::Error,
     },
+    /// A file that is one of the server's disks, or a layer of one, already.
+    #[error("{} is already served as '{name}': use that disk, or remove it first", path.display())]
+    Served {
+        /// The file.
+        path: PathBuf,
+        /// The disk.
+        name: String,
+    },
     /// No disk has this name.
     #[error("no disk is named '{name}'")]
     NoSuchDisk {

@@ -69,6 +69,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::Spec(SpecError::NameTaken { .. }) => (409, "name-taken"),
         Error::Spec(SpecError::TwoGuests { .. }) => (409, "two-guests"),
         Error::Spec(_) => (422, "invalid"),
+        Error::Served { .. } => (409, "already-served"),
         Error::NoSuchDisk { .. } => (404, "no-such-disk"),
         Error::NoSuchDoor { .. } => (404, "no-such-door"),
         Error::NoSuchJob { .. } => (404, "no-such-job"),

@@ -1,6 +1,7 @@
 //! Disks come and go.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use parking_lot::Mutex;
 use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Unflushed};
 use vmstrata_export::nbd;
+use vmstrata_store::{FileError, FileId, LockError};
 
 use super::doors::Door;
 use super::users::{Lent, PATIENCE};
@@ -66,13 +68,16 @@ impl Host {
         if self.discards_unflushed.load(Ordering::Relaxed) {
             options.unflushed = Unflushed::Discard;
         }
+        // Else its lock would be taken for another process's.
+        self.refuse_served(spec, &path)?;
         let disk = Disk::open(&path, &options, &self.resources).or_else(|error| match error.kind() {
             ErrorKind::IsBase { .. } => {
                 tracing::warn!(disk = spec.name, "served read-only: {error} (the disk's key `force`)");
                 Disk::open(&path, &OpenOptions { read_only: true, ..options }, &self.resources)
             }
             _ => Err(error),
-        })?;
+        });
+        let disk = disk.map_err(|error| self.if_served(spec, error))?;
         self.watch(&spec.name, &disk);
         let layers = disk.layers().len();
         let noun = if layers == 1 { "layer" } else { "layers" };
@@ -80,6 +85,35 @@ impl Host {
         let due = Arc::clone(&self.due);
         disk.call_when_index_lost(move || due.now());
         Ok(disk)
+    }
+
+    /// Refuses a file that another disk of this server has.
+    fn refuse_served(&self, spec: &DiskSpec, path: &Path) -> Result<(), Error> {
+        // What cannot be looked at is said when it is opened.
+        let Ok(file) = path.metadata().map(|found| FileId::of(&found)) else { return Ok(()) };
+        let others: Vec<(String, Arc<Disk>)> = {
+            let table = self.table.lock();
+            let serving = |entry: &Entry| match &entry.phase {
+                Phase::Serving(disk) => Some((entry.spec.name.clone(), Arc::clone(disk))),
+                _ => None,
+            };
+            table.disks.iter().filter(|entry| entry.spec.name != spec.name).filter_map(serving).collect()
+        };
+        match others.into_iter().find(|(_, disk)| disk.excludes(file, !spec.read_only)) {
+            Some((name, _)) => Err(Error::Served { path: path.to_owned(), name }),
+            None => Ok(()),
+        }
+    }
+
+    /// Why a disk cannot be opened, where a lock of this very server is in the way.
+    fn if_served(&self, spec: &DiskSpec, error: vmstrata_disk::Error) -> Error {
+        let served = match error.kind() {
+            ErrorKind::File(FileError::Lock(LockError::Conflict { path, .. })) => {
+                self.refuse_served(spec, path)
+            }
+            _ => Ok(()),
+        };
+        served.err().unwrap_or(Error::Disk(error))
     }
 
     /// Has everybody told when the disk takes no more writes.
@@ -237,8 +271,6 @@ fn release(name: &str, mut disk: Arc<Disk>) -> Result<(), Error> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use vmstrata_disk::{
         CreateOptions, LocalFiles, Opened, Opener, ResourceOptions, Resources, Role, create,
     };
