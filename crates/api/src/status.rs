@@ -15,6 +15,9 @@ pub struct ServerStatus {
     pub pid: u32,
     /// Seconds since it began to serve.
     pub uptime_seconds: u64,
+    /// Why the host does not let it use io_uring, if it does not: threads carry requests out then, which is slower.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub io_uring_refused: Option<String>,
     /// What its disks share.
     pub resources: ResourceStatus,
     /// The disks, in the order in which they were added.

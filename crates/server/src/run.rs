@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use vmstrata_api::ServerStatus;
+use vmstrata_store::io_uring_refused;
 
 use crate::added::Place;
 use crate::control::{Control, Places};
@@ -21,6 +22,9 @@ use crate::shutdown::Shutdown;
 pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<(), Error> {
     let mut shutdown =
         Shutdown::new().map_err(|source| Error::System { action: "take over the signals", source })?;
+    if let Some(error) = io_uring_refused() {
+        tracing::warn!(%error, "the host does not let this process use io_uring: threads carry requests out, which is slower; allow io_uring_setup, io_uring_enter and io_uring_register in the container's seccomp profile, or set kernel.io_uring_disabled=0");
+    }
     let runtime_dir = options.runtime_dir()?;
     let places = Places::take(options, &runtime_dir)?;
     let added = places.control().map(|control| Place::new(&runtime_dir, &control));

@@ -4,7 +4,7 @@
 //!   disk ──► Store ──► FileStore    a local file or block device, with QEMU-compatible locks
 //!        │         ├─► MemoryStore  a byte vector, for tests
 //!        │         └─► FaultStore   any other store, with failures, delays and a record of every operation
-//!        ├─► Ring  ──► the raw file below a FileStore, many operations at a time
+//!        ├─► Ring  ──► the raw file below a FileStore, many operations at a time, with or without io_uring
 //!        └─► View  ──► its pages in the host's page cache, without a system call
 //!   export ──► EventNotifier ──► an eventfd of another process, without ever waiting
 //! ```
@@ -58,7 +58,7 @@ pub use notifier::EventNotifier;
 pub use open_files::{Holders, OpenFiles};
 pub use open_store::OpenStore;
 pub use prefetch::prefetch;
-pub use ring::{PinnedFile, Ring, RingCompletion, RingFile};
+pub use ring::{PinnedFile, Ring, RingCompletion, RingFile, io_uring_refused};
 pub use segment::{
     AlignedBuf, PADDING_MAX, Segment, SegmentVec, are_zero, copy_from_slice, copy_to_slice, fill_zero,
     is_zero, slice, total_len,

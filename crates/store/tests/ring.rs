@@ -33,6 +33,11 @@ fn segments(buf: &mut [u8], pieces: usize) -> SegmentVec<'static> {
     buf.chunks_mut(piece).map(|part| unsafe { Segment::new(part.as_mut_ptr(), part.len()) }).collect()
 }
 
+/// One of each kind.
+fn rings(depth: u32) -> [Ring; 2] {
+    [Ring::new(depth).expect("ring"), Ring::of_threads().expect("ring")]
+}
+
 /// Submits, and waits until `count` requests have completed.
 fn complete(ring: &mut Ring, count: usize) -> Vec<RingCompletion> {
     let deadline = Instant::now() + PATIENCE;
@@ -63,42 +68,49 @@ fn clear(fd: &OwnedFd) {
 #[test]
 fn reads_and_writes_arrive_whole() {
     let store = file_store(&pattern(65536), CacheMode::Host);
-    let mut ring = Ring::new(8).expect("ring");
-    for pieces in [1, 3, 4, 9] {
-        let mut buf = vec![0; 10_000];
-        ring.push_read(OpenStore::new(store.clone()), segments(&mut buf, pieces), HostOffset::new(777), 5);
-        let done = complete(&mut ring, 1);
-        assert_eq!((done[0].token, done[0].expected), (5, 10_000));
-        assert_eq!(*done[0].result.as_ref().expect("read"), 10_000);
-        assert_eq!(buf, pattern(65536)[777..10_777]);
+    for mut ring in rings(8) {
+        for pieces in [1, 3, 4, 9] {
+            let mut buf = vec![0; 10_000];
+            ring.push_read(
+                OpenStore::new(store.clone()),
+                segments(&mut buf, pieces),
+                HostOffset::new(777),
+                5,
+            );
+            let done = complete(&mut ring, 1);
+            assert_eq!((done[0].token, done[0].expected), (5, 10_000));
+            assert_eq!(*done[0].result.as_ref().expect("read"), 10_000);
+            assert_eq!(buf, pattern(65536)[777..10_777]);
 
-        let mut out = vec![pieces as u8; 5000];
-        ring.push_write(
-            OpenStore::new(store.clone()),
-            segments(&mut out, pieces),
-            HostOffset::new(100_000),
-            6,
-        );
-        assert_eq!(*complete(&mut ring, 1)[0].result.as_ref().expect("write"), 5000);
-        let mut back = vec![0; 5000];
-        store.read_exact(&mut back, HostOffset::new(100_000)).expect("read back");
-        assert_eq!(back, out);
+            let mut out = vec![pieces as u8; 5000];
+            ring.push_write(
+                OpenStore::new(store.clone()),
+                segments(&mut out, pieces),
+                HostOffset::new(100_000),
+                6,
+            );
+            assert_eq!(*complete(&mut ring, 1)[0].result.as_ref().expect("write"), 5000);
+            let mut back = vec![0; 5000];
+            store.read_exact(&mut back, HostOffset::new(100_000)).expect("read back");
+            assert_eq!(back, out);
+        }
+        assert_eq!(ring.in_flight(), 0);
     }
-    assert_eq!(ring.in_flight(), 0);
 }
 
 #[test]
 fn the_end_of_the_file_cuts_reads_short() {
     let store = file_store(&pattern(1000), CacheMode::Host);
-    let mut ring = Ring::new(8).expect("ring");
-    let (mut tail, mut beyond) = (vec![0; 512], vec![0; 512]);
-    ring.push_read(OpenStore::new(store.clone()), segments(&mut tail, 1), HostOffset::new(900), 0);
-    ring.push_read(OpenStore::new(store.clone()), segments(&mut beyond, 2), HostOffset::new(5000), 1);
-    let mut done = complete(&mut ring, 2);
-    done.sort_by_key(|completion| completion.token);
-    assert_eq!(*done[0].result.as_ref().expect("tail"), 100);
-    assert_eq!(tail[..100], pattern(1000)[900..]);
-    assert_eq!(*done[1].result.as_ref().expect("beyond"), 0);
+    for mut ring in rings(8) {
+        let (mut tail, mut beyond) = (vec![0; 512], vec![0; 512]);
+        ring.push_read(OpenStore::new(store.clone()), segments(&mut tail, 1), HostOffset::new(900), 0);
+        ring.push_read(OpenStore::new(store.clone()), segments(&mut beyond, 2), HostOffset::new(5000), 1);
+        let mut done = complete(&mut ring, 2);
+        done.sort_by_key(|completion| completion.token);
+        assert_eq!(*done[0].result.as_ref().expect("tail"), 100);
+        assert_eq!(tail[..100], pattern(1000)[900..]);
+        assert_eq!(*done[1].result.as_ref().expect("beyond"), 0);
+    }
 }
 
 #[test]
@@ -107,11 +119,12 @@ fn errors_carry_their_errno() {
     let read_only = std::fs::File::open(file.path()).expect("open");
     let options = FileOptions { lock: None, ..FileOptions::FROZEN };
     let store: Arc<dyn Store> = Arc::new(FileStore::new(read_only, file.path(), &options).expect("store"));
-    let mut ring = Ring::new(8).expect("ring");
-    let mut buf = vec![0; 512];
-    ring.push_write(OpenStore::new(store.clone()), segments(&mut buf, 1), HostOffset::ZERO, 1);
-    let done = complete(&mut ring, 1);
-    assert_eq!(done[0].result.as_ref().unwrap_err().raw_os_error(), Some(libc::EBADF));
+    for mut ring in rings(8) {
+        let mut buf = vec![0; 512];
+        ring.push_write(OpenStore::new(store.clone()), segments(&mut buf, 1), HostOffset::ZERO, 1);
+        let done = complete(&mut ring, 1);
+        assert_eq!(done[0].result.as_ref().unwrap_err().raw_os_error(), Some(libc::EBADF));
+    }
 }
 
 #[test]
@@ -119,26 +132,27 @@ fn far_more_requests_than_the_ring_is_deep() {
     let content = pattern(1 << 20);
     for cache in [CacheMode::Host, CacheMode::Direct] {
         let store = file_store(&content, cache);
-        let mut ring = Ring::new(8).expect("ring");
-        let mut bufs: Vec<AlignedBuf> = (0..2000).map(|_| AlignedBuf::zeroed(4096)).collect();
-        for round in 0..3 {
-            for (i, buf) in bufs.iter_mut().enumerate() {
-                buf.fill(0);
-                ring.push_read(
-                    OpenStore::new(store.clone()),
-                    segments(buf, 1 + i % 2),
-                    offset_of(i),
-                    i as u64,
-                );
-            }
-            assert!(ring.in_flight() <= 2000);
-            let mut done = complete(&mut ring, 2000);
-            done.sort_by_key(|completion| completion.token);
-            for (i, completion) in done.iter().enumerate() {
-                assert_eq!(completion.token, i as u64, "round {round}");
-                assert_eq!(*completion.result.as_ref().expect("read"), 4096);
-                let at = offset_of(i).get() as usize;
-                assert_eq!(bufs[i][..], content[at..at + 4096]);
+        for mut ring in rings(8) {
+            let mut bufs: Vec<AlignedBuf> = (0..2000).map(|_| AlignedBuf::zeroed(4096)).collect();
+            for round in 0..3 {
+                for (i, buf) in bufs.iter_mut().enumerate() {
+                    buf.fill(0);
+                    ring.push_read(
+                        OpenStore::new(store.clone()),
+                        segments(buf, 1 + i % 2),
+                        offset_of(i),
+                        i as u64,
+                    );
+                }
+                assert!(ring.in_flight() <= 2000);
+                let mut done = complete(&mut ring, 2000);
+                done.sort_by_key(|completion| completion.token);
+                for (i, completion) in done.iter().enumerate() {
+                    assert_eq!(completion.token, i as u64, "round {round}");
+                    assert_eq!(*completion.result.as_ref().expect("read"), 4096);
+                    let at = offset_of(i).get() as usize;
+                    assert_eq!(bufs[i][..], content[at..at + 4096]);
+                }
             }
         }
     }
@@ -151,12 +165,13 @@ fn offset_of(i: usize) -> HostOffset {
 #[test]
 fn more_segments_than_the_kernel_takes_complete_short() {
     let store = file_store(&pattern(8192), CacheMode::Host);
-    let mut ring = Ring::new(8).expect("ring");
-    let mut buf = vec![0; 3000];
-    ring.push_read(OpenStore::new(store.clone()), segments(&mut buf, 1500), HostOffset::ZERO, 1);
-    let done = complete(&mut ring, 1);
-    assert_eq!((*done[0].result.as_ref().expect("read"), done[0].expected), (2048, 3000));
-    assert_eq!(buf[..2048], pattern(8192)[..2048]);
+    for mut ring in rings(8) {
+        let mut buf = vec![0; 3000];
+        ring.push_read(OpenStore::new(store.clone()), segments(&mut buf, 1500), HostOffset::ZERO, 1);
+        let done = complete(&mut ring, 1);
+        assert_eq!((*done[0].result.as_ref().expect("read"), done[0].expected), (2048, 3000));
+        assert_eq!(buf[..2048], pattern(8192)[..2048]);
+    }
 }
 
 #[test]
@@ -174,75 +189,79 @@ fn stores_without_a_descriptor_are_refused() {
 
 #[test]
 fn a_wait_ends_with_its_timeout() {
-    let mut ring = Ring::new(8).expect("ring");
-    let idle = event();
-    for watched in [&[][..], &[idle.as_fd()]] {
+    for mut ring in rings(8) {
+        let idle = event();
+        for watched in [&[][..], &[idle.as_fd()]] {
+            let start = Instant::now();
+            assert_eq!(ring.wait(watched, Some(Duration::from_millis(30))).expect("wait"), 0);
+            assert!(start.elapsed() >= Duration::from_millis(29));
+            assert!(start.elapsed() < PATIENCE);
+        }
         let start = Instant::now();
-        assert_eq!(ring.wait(watched, Some(Duration::from_millis(30))).expect("wait"), 0);
-        assert!(start.elapsed() >= Duration::from_millis(29));
-        assert!(start.elapsed() < PATIENCE);
+        assert_eq!(ring.wait(&[], Some(Duration::ZERO)).expect("wait"), 0);
+        assert!(start.elapsed() < Duration::from_secs(1));
     }
-    let start = Instant::now();
-    assert_eq!(ring.wait(&[], Some(Duration::ZERO)).expect("wait"), 0);
-    assert!(start.elapsed() < Duration::from_secs(1));
 }
 
 #[test]
 fn watched_descriptors_are_reported_by_position() {
-    let mut ring = Ring::new(8).expect("ring");
-    let fds: Vec<OwnedFd> = (0..5).map(|_| event()).collect();
-    let watched: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-    for round in 0..3 {
-        signal(&fds[3]);
-        assert_eq!(ring.wait(&watched, Some(PATIENCE)).expect("wait"), 1 << 3, "round {round}");
-        // Not cleared: still readable, so reported again.
-        assert_eq!(ring.wait(&watched, Some(PATIENCE)).expect("wait"), 1 << 3, "round {round}");
-        clear(&fds[3]);
-        signal(&fds[0]);
-        signal(&fds[4]);
-        let mut seen = 0;
-        while seen != 0b10001 {
-            let mask = ring.wait(&watched, Some(PATIENCE)).expect("wait");
-            assert_ne!(mask, 0, "timed out");
-            seen |= mask;
+    for mut ring in rings(8) {
+        let fds: Vec<OwnedFd> = (0..5).map(|_| event()).collect();
+        let watched: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        for round in 0..3 {
+            signal(&fds[3]);
+            assert_eq!(ring.wait(&watched, Some(PATIENCE)).expect("wait"), 1 << 3, "round {round}");
+            // Not cleared: still readable, so reported again.
+            assert_eq!(ring.wait(&watched, Some(PATIENCE)).expect("wait"), 1 << 3, "round {round}");
+            clear(&fds[3]);
+            signal(&fds[0]);
+            signal(&fds[4]);
+            let mut seen = 0;
+            while seen != 0b10001 {
+                let mask = ring.wait(&watched, Some(PATIENCE)).expect("wait");
+                assert_ne!(mask, 0, "timed out");
+                seen |= mask;
+            }
+            clear(&fds[0]);
+            clear(&fds[4]);
+            // What is armed now saw the old signals at most once more.
+            while ring.wait(&watched, Some(Duration::from_millis(20))).expect("wait") != 0 {}
         }
-        clear(&fds[0]);
-        clear(&fds[4]);
-        // What is armed now saw the old signals at most once more.
-        while ring.wait(&watched, Some(Duration::from_millis(20))).expect("wait") != 0 {}
     }
 }
 
 #[test]
 fn a_signal_ends_a_sleep() {
-    let mut ring = Ring::new(8).expect("ring");
-    let fd = Arc::new(event());
-    let other = Arc::clone(&fd);
-    let signaller = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(50));
-        signal(&other);
-    });
-    assert_eq!(ring.wait(&[fd.as_fd()], None).expect("wait"), 1);
-    signaller.join().expect("signaller");
+    for mut ring in rings(8) {
+        let fd = Arc::new(event());
+        let other = Arc::clone(&fd);
+        let signaller = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            signal(&other);
+        });
+        assert_eq!(ring.wait(&[fd.as_fd()], None).expect("wait"), 1);
+        signaller.join().expect("signaller");
+    }
 }
 
 #[test]
 fn the_watched_set_may_change_from_wait_to_wait() {
-    let mut ring = Ring::new(8).expect("ring");
-    let (a, b, c) = (event(), event(), event());
-    let short = Some(Duration::from_millis(10));
-    assert_eq!(ring.wait(&[a.as_fd(), b.as_fd()], short).expect("wait"), 0);
-    // Dropped from the set, `a` is not seen any more.
-    signal(&a);
-    assert_eq!(ring.wait(&[b.as_fd(), c.as_fd()], short).expect("wait"), 0);
-    // Positions follow the set.
-    signal(&c);
-    assert_eq!(ring.wait(&[c.as_fd(), b.as_fd(), a.as_fd()], Some(PATIENCE)).expect("wait") & 0b001, 1);
-    clear(&c);
-    let mut seen = 0;
-    while seen & 0b100 == 0 {
-        seen = ring.wait(&[c.as_fd(), b.as_fd(), a.as_fd()], Some(PATIENCE)).expect("wait");
-        assert_ne!(seen, 0, "timed out");
+    for mut ring in rings(8) {
+        let (a, b, c) = (event(), event(), event());
+        let short = Some(Duration::from_millis(10));
+        assert_eq!(ring.wait(&[a.as_fd(), b.as_fd()], short).expect("wait"), 0);
+        // Dropped from the set, `a` is not seen any more.
+        signal(&a);
+        assert_eq!(ring.wait(&[b.as_fd(), c.as_fd()], short).expect("wait"), 0);
+        // Positions follow the set.
+        signal(&c);
+        assert_eq!(ring.wait(&[c.as_fd(), b.as_fd(), a.as_fd()], Some(PATIENCE)).expect("wait") & 0b001, 1);
+        clear(&c);
+        let mut seen = 0;
+        while seen & 0b100 == 0 {
+            seen = ring.wait(&[c.as_fd(), b.as_fd(), a.as_fd()], Some(PATIENCE)).expect("wait");
+            assert_ne!(seen, 0, "timed out");
+        }
     }
 }
 
@@ -264,66 +283,74 @@ fn an_unwatched_number_may_mean_another_file() {
 
 #[test]
 fn closing_the_other_end_of_a_watched_socket_wakes() {
-    let mut ring = Ring::new(8).expect("ring");
-    let (mine, theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
-    assert_eq!(ring.wait(&[mine.as_fd()], Some(Duration::from_millis(10))).expect("wait"), 0);
-    drop(theirs);
-    assert_eq!(ring.wait(&[mine.as_fd()], Some(PATIENCE)).expect("wait"), 1);
-    assert_eq!((&mine).read(&mut [0; 1]).expect("read"), 0);
+    for mut ring in rings(8) {
+        let (mine, theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
+        assert_eq!(ring.wait(&[mine.as_fd()], Some(Duration::from_millis(10))).expect("wait"), 0);
+        drop(theirs);
+        assert_eq!(ring.wait(&[mine.as_fd()], Some(PATIENCE)).expect("wait"), 1);
+        assert_eq!((&mine).read(&mut [0; 1]).expect("read"), 0);
+    }
 }
 
 #[test]
 fn an_unwatched_socket_is_let_go() {
-    let mut ring = Ring::new(8).expect("ring");
-    let (mine, mut theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
-    theirs.set_read_timeout(Some(PATIENCE)).expect("timeout");
-    assert_eq!(ring.wait(&[mine.as_fd()], Some(Duration::from_millis(10))).expect("wait"), 0);
-    ring.unwatch(mine.as_fd()).expect("unwatch");
-    drop(mine);
-    assert_eq!(theirs.read(&mut [0; 1]).expect("the end, not a timeout"), 0);
+    for mut ring in rings(8) {
+        let (mine, mut theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
+        theirs.set_read_timeout(Some(PATIENCE)).expect("timeout");
+        assert_eq!(ring.wait(&[mine.as_fd()], Some(Duration::from_millis(10))).expect("wait"), 0);
+        ring.unwatch(mine.as_fd()).expect("unwatch");
+        drop(mine);
+        assert_eq!(theirs.read(&mut [0; 1]).expect("the end, not a timeout"), 0);
+    }
 }
 
 #[test]
 fn completions_and_signals_come_through_one_wait() {
     let content = pattern(1 << 20);
     let store = file_store(&content, CacheMode::Direct);
-    let mut ring = Ring::new(16).expect("ring");
-    let fd = event();
-    let mut bufs: Vec<AlignedBuf> = (0..16).map(|_| AlignedBuf::zeroed(4096)).collect();
-    let (mut signals, mut done) = (0, Vec::new());
-    for round in 0..200 {
-        for (i, buf) in bufs.iter_mut().enumerate() {
-            ring.push_read(OpenStore::new(store.clone()), segments(buf, 1), offset_of(i + round), i as u64);
-        }
-        signal(&fd);
-        ring.submit().expect("submit");
-        let mut completed = 0;
-        let mut signalled = false;
-        while completed < 16 || !signalled {
-            let mask = ring.wait(&[fd.as_fd()], Some(PATIENCE)).expect("wait");
-            if mask == 1 && rustix::io::read(&fd, &mut [0; 8]).is_ok() {
-                signalled = true;
-                signals += 1;
+    for mut ring in rings(16) {
+        let fd = event();
+        let mut bufs: Vec<AlignedBuf> = (0..16).map(|_| AlignedBuf::zeroed(4096)).collect();
+        let (mut signals, mut done) = (0, Vec::new());
+        for round in 0..200 {
+            for (i, buf) in bufs.iter_mut().enumerate() {
+                ring.push_read(
+                    OpenStore::new(store.clone()),
+                    segments(buf, 1),
+                    offset_of(i + round),
+                    i as u64,
+                );
             }
-            ring.reap(&mut done);
-            completed += done.len();
-            assert!(done.drain(..).all(|completion| completion.result.expect("read") == 4096));
+            signal(&fd);
+            ring.submit().expect("submit");
+            let mut completed = 0;
+            let mut signalled = false;
+            while completed < 16 || !signalled {
+                let mask = ring.wait(&[fd.as_fd()], Some(PATIENCE)).expect("wait");
+                if mask == 1 && rustix::io::read(&fd, &mut [0; 8]).is_ok() {
+                    signalled = true;
+                    signals += 1;
+                }
+                ring.reap(&mut done);
+                completed += done.len();
+                assert!(done.drain(..).all(|completion| completion.result.expect("read") == 4096));
+            }
+            for (i, buf) in bufs.iter().enumerate() {
+                let at = offset_of(i + round).get() as usize;
+                assert_eq!(buf[..], content[at..at + 4096]);
+            }
         }
-        for (i, buf) in bufs.iter().enumerate() {
-            let at = offset_of(i + round).get() as usize;
-            assert_eq!(buf[..], content[at..at + 4096]);
-        }
+        assert_eq!(signals, 200);
     }
-    assert_eq!(signals, 200);
 }
 
 #[test]
 fn dropping_a_ring_waits_for_what_is_in_flight() {
     let content = pattern(4 << 20);
     let store = file_store(&content, CacheMode::Direct);
-    for submitted in [true, false] {
+    let with = |submitted: bool| rings(64).map(|ring| (ring, submitted));
+    for (mut ring, submitted) in [true, false].into_iter().flat_map(with) {
         let mut bufs: Vec<AlignedBuf> = (0..64).map(|_| AlignedBuf::zeroed(65536)).collect();
-        let mut ring = Ring::new(64).expect("ring");
         for (i, buf) in bufs.iter_mut().enumerate() {
             ring.push_read(
                 OpenStore::new(store.clone()),
@@ -388,40 +415,42 @@ fn a_ring_may_be_made_used_and_dropped_on_different_threads() {
 #[test]
 fn a_wait_that_need_not_sleep_submits_too() {
     let store = file_store(&pattern(4096), CacheMode::Host);
-    let mut ring = Ring::new(8).expect("ring");
-    let (fd, mut done) = (event(), Vec::new());
-    assert_eq!(ring.wait(&[fd.as_fd()], Some(Duration::ZERO)).expect("wait"), 0);
-    signal(&fd);
-    // The ring knows of the signal before the wait, which then returns at once.
-    ring.reap(&mut done);
-    let mut buf = vec![0; 4096];
-    ring.push_read(OpenStore::new(store.clone()), segments(&mut buf, 1), HostOffset::ZERO, 0);
-    assert_eq!(ring.wait(&[fd.as_fd()], Some(PATIENCE)).expect("wait"), 1);
-    let deadline = Instant::now() + PATIENCE;
-    while done.is_empty() {
-        assert!(Instant::now() < deadline, "never submitted");
+    for mut ring in rings(8) {
+        let (fd, mut done) = (event(), Vec::new());
+        assert_eq!(ring.wait(&[fd.as_fd()], Some(Duration::ZERO)).expect("wait"), 0);
+        signal(&fd);
+        // The ring knows of the signal before the wait, which then returns at once.
         ring.reap(&mut done);
+        let mut buf = vec![0; 4096];
+        ring.push_read(OpenStore::new(store.clone()), segments(&mut buf, 1), HostOffset::ZERO, 0);
+        assert_eq!(ring.wait(&[fd.as_fd()], Some(PATIENCE)).expect("wait"), 1);
+        let deadline = Instant::now() + PATIENCE;
+        while done.is_empty() {
+            assert!(Instant::now() < deadline, "never submitted");
+            ring.reap(&mut done);
+        }
+        assert_eq!(buf, pattern(4096));
     }
-    assert_eq!(buf, pattern(4096));
 }
 
 #[test]
 fn reads_apart_fill_their_segments_like_others() {
     let content: Vec<u8> = (0..1 << 20).map(|at: u32| (at / 7) as u8).collect();
     let store = file_store(&content, CacheMode::Host);
-    let mut ring = Ring::new(8).expect("ring");
-    let mut buf = vec![0; content.len()];
-    for (number, part) in buf.chunks_mut(1 << 18).enumerate() {
-        let at = HostOffset::new((number as u64) << 18);
-        ring.push_read_apart(OpenStore::new(store.clone()), segments(part, 1), at, number as u64);
+    for mut ring in rings(8) {
+        let mut buf = vec![0; content.len()];
+        for (number, part) in buf.chunks_mut(1 << 18).enumerate() {
+            let at = HostOffset::new((number as u64) << 18);
+            ring.push_read_apart(OpenStore::new(store.clone()), segments(part, 1), at, number as u64);
+        }
+        let mut done = Vec::new();
+        while done.len() < 4 {
+            ring.wait(&[], None).expect("waits");
+            ring.reap(&mut done);
+        }
+        assert!(done.iter().all(|part| part.result.as_ref().is_ok_and(|&moved| moved == 1 << 18)));
+        assert_eq!(buf, content);
     }
-    let mut done = Vec::new();
-    while done.len() < 4 {
-        ring.wait(&[], None).expect("waits");
-        ring.reap(&mut done);
-    }
-    assert!(done.iter().all(|part| part.result.as_ref().is_ok_and(|&moved| moved == 1 << 18)));
-    assert_eq!(buf, content);
 }
 
 #[test]

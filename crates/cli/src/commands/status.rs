@@ -47,7 +47,7 @@ pub fn headline(status: &ServerStatus) -> String {
     )
 }
 
-/// A line for each disk that takes no more writes, and for each disk and door that is not open.
+/// A line for each disk that takes no more writes, for each disk and door that is not open, and for a host without io_uring.
 pub fn failures(status: &ServerStatus) -> String {
     let failed = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.failed.as_ref()?)));
     let failed = failed.map(|(name, why)| format!("{name} takes no more writes: {why}\n"));
@@ -55,7 +55,9 @@ pub fn failures(status: &ServerStatus) -> String {
     let disks = disks.map(|(name, why)| format!("{name} is not open, and is tried again: {why}\n"));
     let doors = status.doors.iter().filter_map(|door| Some((door.id, door.open_error.as_ref()?)));
     let doors = doors.map(|(id, why)| format!("door {id} is not open, and is tried again: {why}\n"));
-    failed.chain(disks).chain(doors).collect()
+    let slow = status.io_uring_refused.iter();
+    let slow = slow.map(|why| format!("io_uring is refused, and threads carry requests out: {why}\n"));
+    failed.chain(disks).chain(doors).chain(slow).collect()
 }
 
 /// What a disk is doing, in a word or two.

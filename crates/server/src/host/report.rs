@@ -3,6 +3,7 @@
 use vmstrata_api as api;
 use vmstrata_disk::{Disk, Format, LayerInfo};
 use vmstrata_export::nbd::TlsMode;
+use vmstrata_store::io_uring_refused;
 
 use super::stats::translate;
 use super::{Entry, Host, Phase};
@@ -15,6 +16,7 @@ impl Host {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
             uptime_seconds: self.started.elapsed().as_secs(),
+            io_uring_refused: io_uring_refused().map(ToString::to_string),
             resources: self.resource_status(),
             disks: self.disks(),
             doors: self.doors(),

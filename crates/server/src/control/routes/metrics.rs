@@ -83,6 +83,11 @@ impl Numbers {
         let used = &server.resources;
         for (name, help, value) in [
             ("uptime_seconds", "Seconds since the server began to serve", server.uptime_seconds),
+            (
+                "io_uring",
+                "Whether requests go through io_uring, not through threads because the host forbids it",
+                u64::from(server.io_uring_refused.is_none()),
+            ),
             ("metadata_cache_bytes", "Metadata pages in memory", used.metadata_cache_bytes),
             ("metadata_cache_max_bytes", "The most there may be", used.metadata_cache_max_bytes),
             ("layer_files_open", "Files of frozen layers open now", used.open_files),
@@ -215,6 +220,7 @@ mod tests {
             version: "1.2.3".to_owned(),
             pid: 1,
             uptime_seconds: 7,
+            io_uring_refused: None,
             resources: ResourceStatus::default(),
             disks: vec![disk],
             doors: Vec::new(),
@@ -231,6 +237,7 @@ mod tests {
         for line in [
             r#"vmstrata_build_info{version="1.2.3"} 1"#,
             r#"vmstrata_uptime_seconds 7"#,
+            "vmstrata_io_uring 1",
             r#"vmstrata_disk_size_bytes{disk="we\"b\\"} 1073741824"#,
             r#"vmstrata_disk_layers{disk="we\"b\\"} 300"#,
             r#"vmstrata_disk_failed{disk="we\"b\\"} 1"#,

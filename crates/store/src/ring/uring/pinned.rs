@@ -4,7 +4,7 @@
 //! request for a pinned file touches nothing that belongs to that file in user space, neither its store nor a reference
 //! count: with a thousand files in turn, each of those would be a cache miss.
 //!
-//! Invariant: an index is given to one file only between two calls of [`super::Ring::unpin_all`], and no entry that names
+//! Invariant: an index is given to one file only between two calls of [`crate::Ring::unpin_all`], and no entry that names
 //! it waits to be submitted across that call.
 
 use std::num::NonZeroU32;
@@ -14,7 +14,7 @@ use io_uring::Submitter;
 
 use crate::OpenStore;
 
-/// A file that a ring holds on to; good until the ring's next [`super::Ring::unpin_all`].
+/// A file that a ring holds on to; good until the ring's next [`crate::Ring::unpin_all`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PinnedFile(pub(super) NonZeroU32);
 

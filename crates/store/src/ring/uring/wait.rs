@@ -1,6 +1,6 @@
 //! Sleeping until a completion or a watched descriptor wakes the ring's thread.
 //!
-//! Place in the data flow: the part of [`Ring`] that [`super::poll`] keeps the books of. Polls are entries of
+//! Place in the data flow: the part of [`Uring`] that [`super::poll`] keeps the books of. Polls are entries of
 //! the same queues as requests, so one system call submits requests, arms polls, and waits for both.
 
 use std::io;
@@ -10,26 +10,15 @@ use std::time::Duration;
 use io_uring::opcode;
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 
-use super::Ring;
+use super::Uring;
 use super::poll::{IGNORED, PollTag};
 
-impl Ring {
-    /// Submits what is queued, then sleeps until a completion is there to reap, one of `watched` is readable (or
-    /// closed by its other end, or in error), or `timeout` has passed. May wake for no reason.
-    ///
-    /// Returns which of `watched` are readable, a bit for each position. Readiness may be out of date: use descriptors
-    /// that do not block.
-    ///
-    /// The ring holds on to what it watches until a `wait` is called without it, or [`Ring::unwatch`]. Before
-    /// a descriptor is closed one of the two must happen: the ring knows descriptors by number, and would not
-    /// see that the number means another file now.
-    ///
-    /// # Errors
-    /// What `io_uring_enter` reports and trying again does not cure.
-    ///
-    /// # Panics
-    /// When more than 64 descriptors are watched.
-    pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64> {
+impl Uring {
+    pub(in crate::ring) fn wait(
+        &mut self,
+        watched: &[BorrowedFd<'_>],
+        timeout: Option<Duration>,
+    ) -> io::Result<u64> {
         self.run_deferred();
         self.drain();
         self.arm(watched)?;
@@ -42,11 +31,7 @@ impl Ring {
         Ok(self.watches.take_fired())
     }
 
-    /// Stops watching `fd`; to be called before it is closed.
-    ///
-    /// # Errors
-    /// As [`Ring::submit`].
-    pub fn unwatch(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
+    pub(in crate::ring) fn unwatch(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
         let stale = self.watches.forget(fd.as_raw_fd());
         self.remove_polls(&stale)
     }

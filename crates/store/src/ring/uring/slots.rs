@@ -1,6 +1,6 @@
 //! The requests of a ring, where the kernel finds them.
 //!
-//! Place in the data flow: [`super::Ring`] fills a slot for each request, and empties it at its completion.
+//! Place in the data flow: [`crate::Ring`] fills a slot for each request, and empties it at its completion.
 //!
 //! Invariant: between the two, what the kernel may use stays alive and stays where it is: the store with its
 //! descriptor, and the segments.
@@ -9,21 +9,13 @@ use io_uring::types::Fd;
 use io_uring::{opcode, squeue};
 use vmstrata_types::HostOffset;
 
+use super::super::Direction;
 use super::pinned::{PinnedFile, RingFile};
 use crate::transfer::SEGMENTS_MAX;
 use crate::{Segment, SegmentVec, total_len};
 
 /// Most bytes the kernel moves in one request (`MAX_RW_COUNT`).
 const BYTES_MAX: usize = i32::MAX as usize & !0xfff;
-
-/// Which way the bytes go.
-#[derive(Clone, Copy)]
-pub(super) enum Direction {
-    /// From the store.
-    Read,
-    /// To the store.
-    Write,
-}
 
 /// Slots by index; used over and over, so that requests need no allocation.
 pub(super) struct Slots {

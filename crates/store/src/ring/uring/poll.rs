@@ -1,6 +1,6 @@
 //! The descriptors a ring watches, and the one-shot polls armed for them.
 //!
-//! Place in the data flow: bookkeeping of [`super::Ring::wait`]; makes no system call.
+//! Place in the data flow: bookkeeping of [`crate::Ring::wait`]; makes no system call.
 //!
 //! Invariants: positions are those of the last `wait`; every armed poll has a tag never used before, so a
 //! completion that comes after its poll was removed finds no watch.

@@ -12,7 +12,7 @@ use crate::{FileOptions, FileStore, Segment, Store};
 /// Linux 5.10 has no timeouts in `io_uring_enter`.
 #[test]
 fn waits_work_without_timed_enters() {
-    let mut ring = Ring::new(8).unwrap();
+    let mut ring = Uring::new(8).unwrap();
     ring.timed_enter = false;
     let event = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
     let start = std::time::Instant::now();
@@ -44,7 +44,7 @@ fn slots_are_used_again() {
     let options = FileOptions { lock: None, ..FileOptions::ACTIVE };
     let store: Arc<dyn Store> =
         Arc::new(FileStore::new(file.reopen().unwrap(), file.path(), &options).unwrap());
-    let mut ring = Ring::new(8).unwrap();
+    let mut ring = Uring::new(8).unwrap();
     let mut done = Vec::new();
     for round in 0..100 {
         for token in 0..8 {
