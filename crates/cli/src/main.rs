@@ -54,6 +54,9 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Serve(serve) => logging::start(serve.log_format, "info"),
         _ => logging::start(LogFormat::Text, "warn"),
     }
+    if !matches!(command, Command::Completions(_)) {
+        vmstrata_store::proc::check()?;
+    }
     match command {
         Command::Create(args) => commands::create::run(&args),
         Command::Info(args) => commands::info::run(&args),

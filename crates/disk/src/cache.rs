@@ -16,10 +16,13 @@
 
 mod owner;
 
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 
 use parking_lot::Mutex;
 use vmstrata_store::prefetch;
+
+use crate::error::{Error, Result};
 
 /// Words in a page: 4 KiB of 8-byte entries.
 pub(crate) const PAGE_WORDS: usize = 512;
@@ -90,23 +93,34 @@ impl std::fmt::Debug for PageCache {
     }
 }
 
+fn zeroed<T: bytemuck::Zeroable>(len: usize) -> Result<Box<[T]>> {
+    bytemuck::try_zeroed_slice_box(len).map_err(|()| {
+        let action =
+            "set the metadata cache aside (a smaller --metadata-cache or a higher limit, ulimit -v, helps)";
+        Error::io(action, io::ErrorKind::OutOfMemory.into())
+    })
+}
+
 impl PageCache {
     /// A cache that never holds more than `budget_bytes` (at least 32 pages, 128 KiB).
-    pub(crate) fn new(budget_bytes: u64) -> Self {
+    ///
+    /// # Errors
+    /// A host that does not give this process as much address space.
+    pub(crate) fn new(budget_bytes: u64) -> Result<Self> {
         let ways = usize::try_from(budget_bytes / FRAME_COST).unwrap_or(usize::MAX);
         let sets = (ways / WAYS).clamp(MIN_SETS, MAX_SETS);
         let ways = sets * WAYS;
-        Self {
-            tags: bytemuck::zeroed_slice_box(ways),
-            versions: bytemuck::zeroed_slice_box(ways),
-            frames: bytemuck::zeroed_slice_box(ways),
+        Ok(Self {
+            tags: zeroed(ways)?,
+            versions: zeroed(ways)?,
+            frames: zeroed(ways)?,
             referenced: (0..ways).map(|_| AtomicBool::new(false)).collect(),
-            words: bytemuck::zeroed_slice_box(ways * PAGE_WORDS),
+            words: zeroed(ways * PAGE_WORDS)?,
             hands: (0..sets).map(|_| Mutex::new(0)).collect(),
             frames_used: AtomicU32::new(0),
             spare: Mutex::default(),
             fills: AtomicU64::new(0),
-        }
+        })
     }
 
     /// Pages that fit.

@@ -12,6 +12,8 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use parking_lot::Mutex;
 
 use crate::disk::Disk;
+use crate::error::Result;
+use crate::threads;
 
 /// How long it has a disk to itself, and the pause after it.
 const BURST: Duration = Duration::from_millis(1);
@@ -36,14 +38,14 @@ struct Ends {
 impl Copier {
     /// Starts the thread, for clusters that have been in part for `age`.
     ///
-    /// # Panics
-    /// When the host cannot start a thread.
-    pub(crate) fn new(disks: Arc<Disks>, age: Duration) -> Self {
+    /// # Errors
+    /// A host that cannot start a thread.
+    pub(crate) fn new(disks: Arc<Disks>, age: Duration) -> Result<Self> {
         let ((wake, woken), (end, ended)) = (bounded(1), bounded(0));
         let ends = Ends { woken, ended };
         let work = move || while ends.woken.recv().is_ok() && copy_all(&disks, age, &ends) {};
-        std::thread::Builder::new().name("copier".into()).spawn(work).expect("the host can start threads");
-        Self { wake, _end: end }
+        threads::start("copier", work)?;
+        Ok(Self { wake, _end: end })
     }
 
     /// There is something to do.

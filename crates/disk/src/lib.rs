@@ -73,6 +73,7 @@ mod resources;
 mod session;
 pub mod snapshot;
 pub mod stats;
+mod threads;
 mod times;
 mod turnstile;
 mod upkeep;

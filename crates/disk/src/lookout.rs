@@ -11,6 +11,8 @@ use std::time::Duration;
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 
 use crate::copier::Disks;
+use crate::error::Result;
+use crate::threads;
 
 /// The most layers of a disk looked at in one go: a look takes about a microsecond.
 const LAYERS_MAX: usize = 256;
@@ -25,9 +27,9 @@ pub(crate) struct Lookout {
 impl Lookout {
     /// Starts the thread.
     ///
-    /// # Panics
-    /// When the host cannot start a thread.
-    pub(crate) fn new(disks: Arc<Disks>, period: Duration) -> Self {
+    /// # Errors
+    /// A host that cannot start a thread.
+    pub(crate) fn new(disks: Arc<Disks>, period: Duration) -> Result<Self> {
         let (end, ended) = bounded::<Infallible>(0);
         let look = move || {
             while ended.recv_timeout(period) == Err(RecvTimeoutError::Timeout) {
@@ -37,7 +39,7 @@ impl Lookout {
                 }
             }
         };
-        std::thread::Builder::new().name("lookout".into()).spawn(look).expect("the host can start threads");
-        Self { _end: end }
+        threads::start("lookout", look)?;
+        Ok(Self { _end: end })
     }
 }

@@ -87,24 +87,42 @@ pub struct ResourceUse {
 
 impl Resources {
     /// Resources for disks made of local files.
+    ///
+    /// # Errors
+    /// A host that cannot start their threads.
+    pub fn start(options: ResourceOptions) -> Result<Arc<Self>> {
+        Self::start_with(options, Arc::new(LocalFiles))
+    }
+
+    /// As [`Resources::start`], where there is nobody to tell.
+    ///
+    /// # Panics
+    /// When the host cannot start their threads.
     pub fn new(options: ResourceOptions) -> Arc<Self> {
         Self::with_opener(options, Arc::new(LocalFiles))
     }
 
-    /// Resources whose files are opened by `opener`.
+    /// The same, with files that are opened by `opener`.
+    ///
+    /// # Panics
+    /// As [`Resources::new`].
     pub fn with_opener(options: ResourceOptions, opener: Arc<dyn Opener>) -> Arc<Self> {
-        Arc::new(Self {
-            owners: Owners::new(Arc::new(PageCache::new(options.metadata_cache_bytes))),
+        Self::start_with(options, opener).expect("the host can start threads")
+    }
+
+    fn start_with(options: ResourceOptions, opener: Arc<dyn Opener>) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            owners: Owners::new(Arc::new(PageCache::new(options.metadata_cache_bytes)?)),
             files: Arc::new(FileTable::new(opener, options.max_open_files)),
             clusters: ClusterCache::default(),
-            workers: Workers::new(options.workers),
-            upkeep: Upkeep::new(options.copy_up_after, options.look_every),
+            workers: Workers::new(options.workers)?,
+            upkeep: Upkeep::new(options.copy_up_after, options.look_every)?,
             journal_dir: options.journal_dir,
             layers: Mutex::default(),
             maps: Mutex::default(),
             merging: Mutex::default(),
             beside: Beside::default(),
-        })
+        }))
     }
 
     /// How full the shared structures are now.

@@ -8,7 +8,9 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
 use crate::copier::{Copier, Disks};
 use crate::disk::Disk;
+use crate::error::Result;
 use crate::lookout::Lookout;
+use crate::threads;
 
 /// How often the thread looks at every disk.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -34,17 +36,16 @@ impl Upkeep {
     /// Starts the threads; what first writes put off is copied up after `copy_up_after`, and frozen layers are looked at every
     /// `look_every`.
     ///
-    /// # Panics
-    /// When the host cannot start a thread.
-    pub(crate) fn new(copy_up_after: Option<Duration>, look_every: Option<Duration>) -> Self {
+    /// # Errors
+    /// A host that cannot start a thread.
+    pub(crate) fn new(copy_up_after: Option<Duration>, look_every: Option<Duration>) -> Result<Self> {
         let (wake, woken) = bounded(1);
         let disks: Arc<Disks> = Arc::default();
         let watched = Arc::clone(&disks);
-        let look = move || tend_all(&watched, &woken);
-        std::thread::Builder::new().name("upkeep".into()).spawn(look).expect("the host can start threads");
-        let copier = copy_up_after.map(|age| Copier::new(Arc::clone(&disks), age));
-        let _lookout = look_every.map(|period| Lookout::new(Arc::clone(&disks), period));
-        Self { disks, copier, _lookout, wake }
+        threads::start("upkeep", move || tend_all(&watched, &woken))?;
+        let copier = copy_up_after.map(|age| Copier::new(Arc::clone(&disks), age)).transpose()?;
+        let _lookout = look_every.map(|period| Lookout::new(Arc::clone(&disks), period)).transpose()?;
+        Ok(Self { disks, copier, _lookout, wake })
     }
 
     /// A cluster was written in part.

@@ -14,6 +14,7 @@ use vmstrata_store::turns;
 use crate::disk::Disk;
 use crate::error::{IoContext as _, Result};
 use crate::request::Request;
+use crate::threads;
 use crate::write::{TOGETHER_MAX, is_small_write};
 use lanes::{DiskId, Lanes};
 
@@ -55,24 +56,23 @@ pub(crate) struct Workers {
 impl Workers {
     /// Starts threads for `count` jobs of a disk at a time, at least one, and as many again for other disks.
     ///
-    /// # Panics
-    /// When the host cannot start a thread.
-    pub(crate) fn new(count: usize) -> Self {
+    /// # Errors
+    /// A host that cannot start them.
+    pub(crate) fn new(count: usize) -> Result<Self> {
         let busy_max = count.max(1);
         let threads = 2 * busy_max;
         let lanes = Lanes::new(busy_max, threads);
         let queue = Arc::new(Queue { lanes: Mutex::new(lanes), changed: Condvar::new() });
+        // Dropped on an error, it ends those that have begun.
+        let workers = Self { queue };
         for number in 0..threads {
-            let queue = Arc::clone(&queue);
-            std::thread::Builder::new()
-                .name(format!("worker-{number}"))
-                .spawn(move || {
-                    turns::answer_promptly();
-                    queue.work(busy_max);
-                })
-                .expect("the host can start threads");
+            let queue = Arc::clone(&workers.queue);
+            threads::start(format!("worker-{number}"), move || {
+                turns::answer_promptly();
+                queue.work(busy_max);
+            })?;
         }
-        Self { queue }
+        Ok(workers)
     }
 
     pub(crate) fn send(&self, job: Job) {

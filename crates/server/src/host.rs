@@ -186,7 +186,7 @@ impl Host {
     /// A certificate that cannot be used, an audit file that cannot be written.
     pub(crate) fn new(options: &Options, runtime_dir: PathBuf) -> Result<Arc<Self>, Error> {
         let guards = Guards::new(&runtime_dir, options.thaw_guard.clone());
-        let (resources, limits) = options.resources(runtime_dir);
+        let (resources, limits) = options.resources(runtime_dir)?;
         let events = broadcast::Sender::new(EVENTS_KEPT);
         let audit = Audit::new(events.clone(), options.audit.as_deref())?;
         Ok(Arc::new(Self {

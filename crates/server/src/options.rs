@@ -112,7 +112,10 @@ impl Options {
     }
 
     /// Makes what the disks will share. Returns it with the limits that it keeps to.
-    pub(crate) fn resources(&self, runtime_dir: PathBuf) -> (Arc<Resources>, ResourceOptions) {
+    ///
+    /// # Errors
+    /// A host that cannot start its threads.
+    pub(crate) fn resources(&self, runtime_dir: PathBuf) -> Result<(Arc<Resources>, ResourceOptions), Error> {
         let open_files = limits::raise_open_files();
         let processors = std::thread::available_parallelism().map_or(WORKERS_MIN, usize::from);
         let options = ResourceOptions {
@@ -122,7 +125,7 @@ impl Options {
             journal_dir: Some(runtime_dir),
             ..ResourceOptions::default()
         };
-        (Resources::new(options.clone()), options)
+        Ok((Resources::start(options.clone())?, options))
     }
 
     pub(crate) fn runtime_dir(&self) -> Result<PathBuf, Error> {

@@ -34,6 +34,7 @@ pub mod proc;
 mod ring;
 pub mod room;
 mod segment;
+mod share;
 mod transfer;
 pub mod turns;
 mod view;
@@ -63,6 +64,7 @@ pub use segment::{
     AlignedBuf, PADDING_MAX, Segment, SegmentVec, are_zero, copy_from_slice, copy_to_slice, fill_zero,
     is_zero, slice, total_len,
 };
+pub use share::on_threads;
 pub use view::{View, major_faults};
 use vmstrata_types::HostOffset;
 

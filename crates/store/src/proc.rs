@@ -18,5 +18,20 @@ pub fn open_descriptors() -> usize {
 /// # Errors
 /// A host without `/proc`.
 pub fn boot_id() -> io::Result<String> {
-    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+    const PATH: &str = "/proc/sys/kernel/random/boot_id";
+    let told =
+        |error: io::Error| io::Error::new(error.kind(), format!("{PATH}: {error}; mount all of /proc here"));
+    Ok(fs::read_to_string(PATH).map_err(told)?.trim().to_owned())
+}
+
+/// Makes sure that this process sees itself in `/proc`, by which files are opened as they were found.
+///
+/// # Errors
+/// A host, or a container, without it.
+pub fn check() -> io::Result<()> {
+    fs::metadata("/proc/self/fd").map(drop).map_err(|error| {
+        let told =
+            format!("/proc is not mounted here, which vmstrata needs (mount -t proc proc /proc): {error}");
+        io::Error::new(error.kind(), told)
+    })
 }

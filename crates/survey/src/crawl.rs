@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_disk::{Error, ErrorKind, Format, ImageHead, examine};
-use vmstrata_store::{Access, FileId, Gate, GateError};
+use vmstrata_store::{Access, FileId, Gate, GateError, on_threads};
 
 pub use self::found::Omitted;
 pub(crate) use self::found::{Found, LeftOut};
@@ -79,11 +79,7 @@ pub(crate) fn crawl(options: &SurveyOptions) -> Result<(Found, Gate), SurveyErro
         state: Mutex::new(State { tasks, ..State::default() }),
         changed: Condvar::new(),
     };
-    std::thread::scope(|scope| {
-        for _ in 0..options.threads.clamp(1, limits::THREADS_MAX) {
-            scope.spawn(|| crawl.work());
-        }
-    });
+    on_threads(options.threads.clamp(1, limits::THREADS_MAX), || crawl.work());
     let mut found = crawl.state.into_inner().found;
     found.roots = roots;
     found.put_in_order();

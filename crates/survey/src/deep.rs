@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use serde::Serialize;
 use vmstrata_disk::own_clusters;
-use vmstrata_store::Gate;
+use vmstrata_store::{Gate, on_threads};
 
 use self::ranges::Ranges;
 use crate::crawl::Found;
@@ -60,15 +60,11 @@ pub(crate) fn read(graph: &Graph<'_>, gate: &Gate, threads: usize) -> Vec<Option
     let trees = trees(graph);
     let next = AtomicUsize::new(0);
     let found = Mutex::new(vec![None; graph.images.len()]);
-    std::thread::scope(|scope| {
-        for _ in 0..threads.clamp(1, limits::THREADS_MAX) {
-            scope.spawn(|| {
-                while let Some(tree) = trees.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let uses = Tree { graph, gate, waiting: HashMap::new(), runs: 0 }.read(tree);
-                    let mut found = found.lock();
-                    uses.into_iter().for_each(|(at, layer)| found[at] = Some(layer));
-                }
-            });
+    on_threads(threads.clamp(1, limits::THREADS_MAX), || {
+        while let Some(tree) = trees.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let uses = Tree { graph, gate, waiting: HashMap::new(), runs: 0 }.read(tree);
+            let mut found = found.lock();
+            uses.into_iter().for_each(|(at, layer)| found[at] = Some(layer));
         }
     });
     found.into_inner()

@@ -81,7 +81,7 @@ pub fn run(args: &BackupArgs) -> Result<ExitCode> {
 }
 
 fn check(args: &BackupArgs, file: &Path) -> Result<()> {
-    let resources = Resources::new(ResourceOptions::default());
+    let resources = Resources::start(ResourceOptions::default())?;
     let report = watched("verifying", args.quiet, |watch| {
         verify(&image_of(file), &resources, watch).map_err(|error| explain(&error))
     })?;
@@ -152,7 +152,7 @@ fn make_of(
 ) -> Result<BackupReport> {
     let text = state.display();
     let state = resolve(state, args.format, &args.backing)?;
-    let resources = Resources::new(ResourceOptions::default());
+    let resources = Resources::start(ResourceOptions::default())?;
     // Before the first byte: a rule may drop it meanwhile.
     let is_held_now = !args.no_hold
         && state.hold(&args.hold_tag).unwrap_or_else(|error| {

@@ -66,7 +66,7 @@ pub fn run(args: &DiffArgs) -> Result<ExitCode> {
 }
 
 fn compare(args: &DiffArgs) -> Result<Total> {
-    let resources = Resources::new(ResourceOptions::default());
+    let resources = Resources::start(ResourceOptions::default())?;
     let old = resolve(&args.old, args.old_format, &args.backing)?;
     let new = resolve(&args.new, args.format, &args.backing)?;
     let options = DiffOptions {

@@ -82,7 +82,7 @@ impl Run {
 /// # Errors
 /// When the chain cannot be opened or read, or the range does not lie on the disk.
 pub fn run(args: &MapArgs) -> Result<ExitCode> {
-    let resources = Resources::new(ResourceOptions::default());
+    let resources = Resources::start(ResourceOptions::default())?;
     let options = OpenOptions {
         read_only: true,
         allow_backing: args.backing.allow_backing.clone(),

@@ -111,7 +111,7 @@ fn delete_options(args: &SnapshotDeleteArgs) -> MergeOptions {
 pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
     let open = OpenOptions { read_only: true, ..OpenOptions::default() };
     let options = MergeOptions { open: open.clone(), ..MergeOptions::default() };
-    let resources = resources(&JournalArgs::default());
+    let resources = resources(&JournalArgs::default())?;
     for range in ranges_of(disk, names, &open)? {
         Merge::new(disk, range, &options, &resources)?.run()?;
     }
@@ -273,7 +273,7 @@ fn merge(
     limit: Option<u64>,
     journal: &JournalArgs,
 ) -> Result<Report> {
-    let resources = resources(journal);
+    let resources = resources(journal)?;
     let mut report = Report { disk: disk.display().to_string(), ..Report::default() };
     let mut bucket = Bucket::new(limit, Instant::now());
     watched("merging", false, |goes_on| {

@@ -66,7 +66,7 @@ fn of_server(args: &ResizeArgs, live: &Live) -> Result<Report> {
 fn of_file(args: &ResizeArgs) -> Result<Report> {
     let options =
         OpenOptions { read_only: false, force: args.force, ..open_options(&args.common, &args.journal) };
-    let disk = Disk::open(&args.disk, &options, &resources(&args.journal))?;
+    let disk = Disk::open(&args.disk, &options, &resources(&args.journal)?)?;
     let shrink = if args.shrink { Shrink::Allow } else { Shrink::Refuse };
     let resized = args.size.of(disk.size()).and_then(|size| Ok(disk.resize(size, shrink)?));
     // Whatever came of it, the image is left clean.

@@ -46,7 +46,7 @@ pub fn run(args: &RestoreArgs) -> Result<ExitCode> {
         bytes_per_second: args.speed.limit,
         threads: args.speed.threads,
     };
-    let resources = Resources::new(ResourceOptions::default());
+    let resources = Resources::start(ResourceOptions::default())?;
     let files: Vec<_> = args.files.iter().map(|file| image_of(file)).collect();
     let done = watched("restoring", args.quiet, |watch| {
         restore(&files, &args.output, &options, &resources, watch).map_err(|error| explain(&error))

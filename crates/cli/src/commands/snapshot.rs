@@ -55,7 +55,7 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
         );
     }
     let open = OpenOptions { force: args.force, ..open_options(&args.common, &args.journal) };
-    let resources = resources(&args.journal);
+    let resources = resources(&args.journal)?;
     let prepare = PrepareOptions {
         format: args.common.format,
         convert_raw: args.convert_raw,
@@ -101,7 +101,7 @@ pub fn take(
         live::warn_unless_quiesced(&live.take(&info, None, None, false)?);
     } else {
         let prepare = PrepareOptions { format, ..PrepareOptions::default() };
-        snapshot::create(&disks, &info, open, &prepare, &resources(&JournalArgs::default()))?;
+        snapshot::create(&disks, &info, open, &prepare, &resources(&JournalArgs::default())?)?;
     }
     Ok(name)
 }
@@ -115,8 +115,11 @@ fn run_delete(args: &SnapshotDeleteArgs) -> Result<()> {
 }
 
 /// For disks that must be closed first.
-pub fn resources(journal: &JournalArgs) -> Arc<Resources> {
-    Resources::new(ResourceOptions { journal_dir: journal.dir(), ..ResourceOptions::default() })
+///
+/// # Errors
+/// A host that cannot start their threads.
+pub fn resources(journal: &JournalArgs) -> vmstrata_disk::Result<Arc<Resources>> {
+    Resources::start(ResourceOptions { journal_dir: journal.dir(), ..ResourceOptions::default() })
 }
 
 /// How the files of such a disk are opened.
@@ -186,7 +189,7 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
         open: OpenOptions { force: args.force, ..open_options(&args.common, &args.journal) },
         prepare: PrepareOptions { format: args.common.format, ..PrepareOptions::default() },
     };
-    let reverted = snapshot::revert(&args.disk, &args.name, &options, &resources(&args.journal))?;
+    let reverted = snapshot::revert(&args.disk, &args.name, &options, &resources(&args.journal)?)?;
     let dropped = reverted.dropped.iter().map(|snapshot| text(&snapshot.layer)).collect();
     Reverted::new(args, text(&reverted.layer), dropped).tell(args.common.json)
 }

@@ -8,6 +8,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use parking_lot::Mutex;
 
 use crate::error::Result;
+use crate::threads::no_thread;
 
 /// Jobs under way or done and not taken, for each thread.
 const AHEAD: usize = 2;
@@ -72,14 +73,20 @@ pub(super) fn in_order<J: Send, R: Send>(
 ) -> Result<()> {
     let (send, receive) = bounded::<(J, Sender<Result<R>>)>(crew.threads * AHEAD);
     std::thread::scope(|scope| {
-        for _ in 0..crew.threads {
+        for number in 0..crew.threads {
             let (receive, work) = (receive.clone(), &work);
-            scope.spawn(move || {
+            let run = move || {
                 for (job, reply) in receive {
                     // Nobody waits for it any more after an error.
                     let _ = reply.send(work(job));
                 }
-            });
+            };
+            match std::thread::Builder::new().spawn_scoped(scope, run) {
+                Ok(_) => {}
+                Err(error) if number == 0 => return Err(no_thread(error)),
+                // Fewer do it, too.
+                Err(_) => break,
+            }
         }
         drop(receive);
         // Dropped at the end of this closure, which ends the threads.

@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn a_name_is_given_again_without_the_pages_of_before() {
-        let owners = Owners::new(Arc::new(PageCache::new(0)));
+        let owners = Owners::new(Arc::new(PageCache::new(0).unwrap()));
         let (one, other) = (owners.take().unwrap(), owners.take().unwrap());
         assert_ne!(one.key(5), other.key(5));
         let key = one.key(5);
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn owners_that_are_dropped_together_leave_no_pages() {
-        let owners = Owners::new(Arc::new(PageCache::new(1 << 20)));
+        let owners = Owners::new(Arc::new(PageCache::new(1 << 20).unwrap()));
         let mut held: Vec<Owner> = (0..10).map(|_| owners.take().unwrap()).collect();
         let keys: Vec<_> = held.iter().map(|owner| owner.key(5)).collect();
         keys.iter().for_each(|key| owners.cache.fill(*key, &[7; PAGE_WORDS]));
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn names_do_not_run_out_while_they_are_given_back() {
-        let owners = Owners::new(Arc::new(PageCache::new(0)));
+        let owners = Owners::new(Arc::new(PageCache::new(0).unwrap()));
         for _ in 0..3 {
             let held: Vec<Owner> = (0..100).map(|_| owners.take().unwrap()).collect();
             assert_eq!(held.len(), 100);

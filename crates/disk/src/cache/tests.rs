@@ -9,7 +9,7 @@ fn page(seed: u64) -> Vec<u64> {
 
 #[test]
 fn a_page_is_found_word_by_word_until_forgotten() {
-    let cache = PageCache::new(1 << 20);
+    let cache = PageCache::new(1 << 20).unwrap();
     let key = PageKey::new(1, 42);
     assert_eq!(cache.get(key, 0), None);
     cache.fill(key, &page(7));
@@ -22,7 +22,7 @@ fn a_page_is_found_word_by_word_until_forgotten() {
 
 #[test]
 fn the_budget_holds_however_many_pages_are_put_in() {
-    let cache = PageCache::new(1 << 20);
+    let cache = PageCache::new(1 << 20).unwrap();
     for number in 0..10_000 {
         cache.fill(PageKey::new(1, number), &page(number));
     }
@@ -32,7 +32,7 @@ fn the_budget_holds_however_many_pages_are_put_in() {
 
 #[test]
 fn the_memory_of_dropped_pages_is_used_again() {
-    let cache = PageCache::new(1 << 20);
+    let cache = PageCache::new(1 << 20).unwrap();
     for owner in 1..50 {
         (0..20).for_each(|number| cache.fill(PageKey::new(owner, number), &page(number)));
         cache.forget_page(PageKey::new(owner, 3));
@@ -46,7 +46,7 @@ proptest! {
     /// Whatever is found is what was put in last; what is not found was evicted, never wrong.
     #[test]
     fn never_a_wrong_word(operations in prop::collection::vec((1u32..4, 0u64..200, 0usize..512, any::<u64>(), 0..8), 1..400)) {
-        let cache = PageCache::new(200 << 10);
+        let cache = PageCache::new(200 << 10).unwrap();
         let mut model: HashMap<(u32, u64), Vec<u64>> = HashMap::new();
         for (owner, number, slot, word, operation) in operations {
             let key = PageKey::new(owner, number);
@@ -82,7 +82,7 @@ proptest! {
 /// asked of.
 #[test]
 fn racing_readers_never_see_another_pages_word() {
-    let cache = Arc::new(PageCache::new(0));
+    let cache = Arc::new(PageCache::new(0).unwrap());
     let stop = Arc::new(AtomicBool::new(false));
     std::thread::scope(|scope| {
         for _ in 0..2 {

@@ -63,7 +63,7 @@ impl Pending {
     pub(super) fn take_up(&self, path: &Path, options: &CheckOptions) -> Result<()> {
         debug_assert!(options.repair != Repair::None);
         let journal_dir = options.journal_dir.clone();
-        let resources = Resources::new(ResourceOptions { journal_dir, ..ResourceOptions::default() });
+        let resources = Resources::start(ResourceOptions { journal_dir, ..ResourceOptions::default() })?;
         let open = OpenOptions {
             format: Some(Format::Qcow2),
             allow_backing: options.allow_backing.clone(),

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
+use vmstrata_store::on_threads;
 use vmstrata_types::HostOffset;
 
 use super::Phase;
@@ -39,14 +40,7 @@ pub(super) fn in_parallel<T: Send>(
         }
         result
     };
-    let workers = workers(jobs);
-    if workers == 1 {
-        return Ok(vec![run()?]);
-    }
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(run)).collect();
-        threads.into_iter().map(|thread| thread.join().expect("a worker panicked")).collect()
-    })
+    on_threads(workers(jobs), run).into_iter().collect()
 }
 
 /// Reads the clusters that start at `offsets`, sorted and distinct, and calls `visit` with the number and the

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
+use vmstrata_store::on_threads;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::FrozenMap;
@@ -24,22 +25,20 @@ impl FrozenMap {
         if self.layers.len() < BUILD_FROM_LAYERS || pages > self.cache.capacity_pages() / 2 {
             return Ok(());
         }
-        let words: Box<[AtomicU64]> = bytemuck::zeroed_slice_box(pages as usize * PAGE_WORDS);
+        // Without room for all of it, pages are made when they are asked for.
+        let words = bytemuck::try_zeroed_slice_box(pages as usize * PAGE_WORDS);
+        let Ok(words): Result<Box<[AtomicU64]>, ()> = words else { return Ok(()) };
         let next = AtomicUsize::new(0);
         let failed = Mutex::new(None);
-        std::thread::scope(|scope| {
-            for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(8) {
-                scope.spawn(|| {
-                    let mut scratch = Scratch::default();
-                    while let index = next.fetch_add(1, Ordering::Relaxed)
-                        && index < self.layers.len()
-                    {
-                        if let Err(error) = self.merge_layer(index, &words, &mut scratch) {
-                            failed.lock().get_or_insert(error);
-                            next.store(self.layers.len(), Ordering::Relaxed);
-                        }
-                    }
-                });
+        on_threads(std::thread::available_parallelism().map_or(1, usize::from).min(8), || {
+            let mut scratch = Scratch::default();
+            while let index = next.fetch_add(1, Ordering::Relaxed)
+                && index < self.layers.len()
+            {
+                if let Err(error) = self.merge_layer(index, &words, &mut scratch) {
+                    failed.lock().get_or_insert(error);
+                    next.store(self.layers.len(), Ordering::Relaxed);
+                }
             }
         });
         if let Some(error) = failed.into_inner() {

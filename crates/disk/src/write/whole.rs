@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+use vmstrata_store::on_threads;
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use super::with_scratch;
@@ -149,12 +151,12 @@ fn complete_by_threads(clusters: &[u64], complete: &Complete<'_>) -> Result<(), 
         return Ok(());
     }
     let share = clusters.len().div_ceil(THREADS);
-    std::thread::scope(|scope| {
-        let run = |share| scope.spawn(move || complete_in_turn(share, complete, Duration::MAX).0);
-        let threads: Vec<_> = clusters.chunks(share).map(run).collect();
-        let ended = threads.into_iter().map(|thread| thread.join().expect("copying does not panic"));
-        ended.fold(Ok(()), worse)
-    })
+    let shares = Mutex::new(clusters.chunks(share));
+    let run = || {
+        let shares = std::iter::from_fn(|| shares.lock().next());
+        shares.map(|share| complete_in_turn(share, complete, Duration::MAX).0).fold(Ok(()), worse)
+    };
+    on_threads(THREADS, run).into_iter().fold(Ok(()), worse)
 }
 
 /// What is to be told of two clusters: the first error, but one of the active layer itself before any of those below.

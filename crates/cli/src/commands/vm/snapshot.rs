@@ -94,7 +94,7 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
     for other in served.others(&mut qmp)? {
         eprintln!("vmstrata: warning: {other} is not served by vmstrata, and not in the snapshot");
     }
-    let request = request(args, labels, &name, taken_ns);
+    let request = request(args, labels, &name, taken_ns)?;
     let channel = Channel::new()?;
     let before = Before::of(&mut qmp, request.mode)?;
     let guard = Guard::start(&monitor, &before, &channel, (args, &name, taken_ns), &served)?;
@@ -127,8 +127,9 @@ fn group(guest: &str, name: &str) -> String {
     format!("{guest}.{name}").chars().take(64).collect()
 }
 
-fn request(args: &VmSnapshotArgs, labels: &[(String, String)], name: &str, taken_ns: u64) -> Request {
-    Request {
+fn request(args: &VmSnapshotArgs, labels: &[(String, String)], name: &str, taken_ns: u64) -> Result<Request> {
+    let refill = (!args.no_refill).then(|| States::new(&args.backing)).transpose()?;
+    Ok(Request {
         guest: args.guest.clone(),
         name: name.to_owned(),
         taken_ns,
@@ -146,8 +147,8 @@ fn request(args: &VmSnapshotArgs, labels: &[(String, String)], name: &str, taken
             VmMode::Live => Mode::Live,
         },
         introspect: Some(Introspection::of),
-        refill: (!args.no_refill).then(|| Arc::new(States::new(&args.backing)) as Arc<dyn OpenDisk>),
-    }
+        refill: refill.map(|states| Arc::new(states) as Arc<dyn OpenDisk>),
+    })
 }
 
 /// Set once someone interrupts or ends this process.

@@ -23,10 +23,13 @@ pub(super) struct States {
 
 impl States {
     /// Backing files may be where `backing` says.
-    pub(super) fn new(backing: &BackingArgs) -> Self {
+    ///
+    /// # Errors
+    /// A host that cannot start the threads that reading takes.
+    pub(super) fn new(backing: &BackingArgs) -> vmstrata_disk::Result<Self> {
         let allow_backing = backing.allow_backing.clone();
         let options = OpenOptions { read_only: true, allow_backing, ..OpenOptions::default() };
-        Self { options, resources: Resources::new(ResourceOptions::default()) }
+        Ok(Self { options, resources: Resources::start(ResourceOptions::default())? })
     }
 }
 

@@ -1,25 +1,27 @@
-//! A ring on a host that forbids io_uring. In a process of its own: the kernel is asked once.
+//! A host that refuses io_uring, or threads. In a process of its own: of io_uring the kernel is asked once.
 
 use std::io::Write as _;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 
 use vmstrata_store::{
-    EventNotifier, FileOptions, FileStore, OpenStore, Ring, Segment, SegmentVec, io_uring_refused,
+    EventNotifier, FileOptions, FileStore, OpenStore, Ring, Segment, SegmentVec, io_uring_refused, on_threads,
 };
 use vmstrata_types::HostOffset;
 
-/// From now on this thread, and those that it starts, may not make an io_uring, as in a container.
-fn forbid_io_uring() {
+/// From now on the kernel refuses these calls to this thread, and to those that it starts, as in a container.
+fn forbid(calls: &[libc::c_long], errno: i32) {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const IS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
     const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
     let step = |code, jf, k| libc::sock_filter { code, jt: 0, jf, k };
-    let mut filter = [
-        step(LOAD, 0, 0),
-        step(IS, 1, libc::SYS_io_uring_setup as u32),
-        step(RETURN, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
-        step(RETURN, 0, libc::SECCOMP_RET_ALLOW),
-    ];
+    let mut filter = vec![step(LOAD, 0, 0)];
+    for &call in calls {
+        filter.push(step(IS, 1, call as u32));
+        filter.push(step(RETURN, 0, libc::SECCOMP_RET_ERRNO | errno as u32));
+    }
+    filter.push(step(RETURN, 0, libc::SECCOMP_RET_ALLOW));
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
     // SAFETY: it has no memory.
     let alone = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
@@ -31,7 +33,7 @@ fn forbid_io_uring() {
 #[test]
 fn where_io_uring_is_forbidden_threads_stand_in_for_it() {
     let read = std::thread::spawn(|| {
-        forbid_io_uring();
+        forbid(&[libc::SYS_io_uring_setup], libc::EPERM);
         let refused = io_uring_refused().and_then(std::io::Error::raw_os_error);
         assert_eq!(refused, Some(libc::EPERM));
         EventNotifier::new().expect("the kernel has the older interface").set(None).expect("set");
@@ -53,4 +55,24 @@ fn where_io_uring_is_forbidden_threads_stand_in_for_it() {
         buf
     });
     assert_eq!(read.join().expect("reads"), [7; 4096]);
+}
+
+#[test]
+fn where_there_are_no_more_threads_one_does_all_the_work() {
+    let (left, done) = (AtomicUsize::new(100), AtomicUsize::new(0));
+    let work = || {
+        while left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_ok() {
+            done.fetch_add(1, Relaxed);
+        }
+        std::thread::current().id()
+    };
+    let threads = std::thread::scope(|scope| {
+        let alone = || {
+            forbid(&[libc::SYS_clone, libc::SYS_clone3], libc::EAGAIN);
+            on_threads(4, work)
+        };
+        scope.spawn(alone).join().expect("it does not panic")
+    });
+    assert_eq!((threads.len(), done.into_inner()), (1, 100));
+    assert_eq!(on_threads(4, || std::thread::current().id()).len(), 4, "where there are");
 }
