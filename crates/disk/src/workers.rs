@@ -283,7 +283,7 @@ mod tests {
             }
         }
         let (tell, told) = mpsc::channel();
-        let workers = Workers::new(2);
+        let workers = Workers::new(2).unwrap();
         workers.let_go(Tell(tell));
         assert!(told.recv().unwrap().unwrap().starts_with("worker-"));
     }

@@ -341,7 +341,10 @@ fn images_of_other_formats_are_refused_by_name_and_raw_where_said() {
         refused(probe_backing(&dir.path().join("new"), &path).unwrap_err());
         refused(check::check(&path, &CheckOptions::default()).unwrap_err());
         let prepare = PrepareOptions { convert_raw: true, ..PrepareOptions::default() };
-        refused(snapshot::create(&[path.clone()], &named("s"), &open, &prepare, &resources()).unwrap_err());
+        refused(
+            snapshot::create(std::slice::from_ref(&path), &named("s"), &open, &prepare, &resources())
+                .unwrap_err(),
+        );
         let overlay = dir.path().join("overlay.qcow2");
         let made = CreateOptions {
             backing: Some((path.clone(), Format::Raw)),
