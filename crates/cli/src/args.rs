@@ -5,6 +5,7 @@
 
 mod backup;
 mod control;
+mod gc;
 mod index;
 mod job;
 mod layers;
@@ -27,6 +28,7 @@ pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
 pub use self::control::{
     ControlArgs, DiskArgs, DiskCommand, DoorArgs, DoorCommand, NewDoor, StatusArgs, TopArgs,
 };
+pub use self::gc::GcArgs;
 pub use self::index::{
     IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
 };
@@ -91,6 +93,8 @@ pub enum Command {
     Merge(Box<MergeArgs>),
     /// Let a disk stand on nothing, or on its base alone: copy what it needs of the layers below into its own file
     Flatten(Box<FlattenArgs>),
+    /// Remove files that disks let go of and left behind, where nothing needs them
+    Gc(Box<GcArgs>),
     /// Give a disk another size, also while its guest runs
     Resize(Box<ResizeArgs>),
     /// Show what changed between two states of a disk

@@ -66,6 +66,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Snapshot(args) => commands::snapshot::run(&args),
         Command::Merge(args) => commands::merge::run(&args),
         Command::Flatten(args) => commands::merge::flatten(&args),
+        Command::Gc(args) => commands::gc::run(&args),
         Command::Resize(args) => commands::resize::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),

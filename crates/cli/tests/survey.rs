@@ -218,6 +218,7 @@ fn the_keys_of_everything_else_stay() {
             "directories",
             "files",
             "images",
+            "left-over",
             "links",
             "special",
             "too-deep",

@@ -15,6 +15,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use parking_lot::{Condvar, Mutex};
+use vmstrata_disk::merge::noted_in;
 use vmstrata_disk::{Error, ErrorKind, Format, ImageHead, examine};
 use vmstrata_store::{Access, FileId, Gate, GateError, on_threads};
 
@@ -171,6 +172,7 @@ impl Crawl<'_> {
     /// Looks at a regular file that was found on the way, unless it was looked at by another name.
     fn meet(&self, path: &Path) {
         self.count_file();
+        noted_in(path).iter().for_each(|file| self.leave_out(LeftOut::LeftOver, file));
         match fs::symlink_metadata(path) {
             Ok(_) if entry::is_in_the_making(path) => self.leave_out(LeftOut::Unfinished, path),
             Ok(metadata) if self.state.lock().found.merge_name(entry::file_id(&metadata), path) => {}

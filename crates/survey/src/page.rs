@@ -123,6 +123,7 @@ fn left_out(report: &Report) -> String {
         (&scanned.links, "symbolic links, which are not followed"),
         (&scanned.special, "special files, which are not opened"),
         (&scanned.unfinished, "overlays of unfinished snapshots"),
+        (&scanned.left_over, "files that disks let go of (vmstrata gc)"),
         (&scanned.too_deep, "directories too deep to enter"),
         (&scanned.too_many, "images beyond the limit of a survey"),
     ];

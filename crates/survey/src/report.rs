@@ -78,6 +78,8 @@ pub struct Scanned {
     pub special: Omitted,
     /// Overlays of snapshots under way, or left by one that was killed.
     pub unfinished: Omitted,
+    /// Layers that their disks let go of and that were left where they are; they are among the images, too.
+    pub left_over: Omitted,
     /// Directories deeper than is looked.
     pub too_deep: Omitted,
     /// Images beyond the most that are taken in.
@@ -209,6 +211,7 @@ fn scanned(found: &Found) -> Scanned {
         links: found.omitted(LeftOut::Link),
         special: found.omitted(LeftOut::Special),
         unfinished: found.omitted(LeftOut::Unfinished),
+        left_over: found.omitted(LeftOut::LeftOver),
         too_deep: found.omitted(LeftOut::TooDeep),
         too_many: found.omitted(LeftOut::TooMany),
     }

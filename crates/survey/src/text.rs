@@ -179,6 +179,11 @@ fn write_left_out(out: &mut String, report: &Report) -> Result {
         let first = omitted.paths.first().map(|path| printable(path)).unwrap_or_default();
         writeln!(out, "Left out: {} {what}, such as {first}", count(omitted.count as f64))?;
     }
+    let left = &scanned.left_over;
+    if let Some(first) = left.paths.first() {
+        let (count, first) = (count(left.count as f64), printable(first));
+        writeln!(out, "Left over: {count} files that disks let go of, such as {first}: see vmstrata gc")?;
+    }
     Ok(())
 }
 

@@ -162,6 +162,9 @@ those that have the snapshot), 64 wrong usage.";
 pub struct SnapshotListArgs {
     /// The disk, which may be in use
     pub disk: PathBuf,
+    /// List also files of snapshots that the disk does not stand on any more, and what needs them
+    #[arg(long, short)]
+    pub all: bool,
     /// Common options.
     #[command(flatten)]
     pub common: SnapshotCommonArgs,
@@ -172,6 +175,7 @@ Examples:
   vmstrata snapshot list web.qcow2
   vmstrata snapshot list web.qcow2 --json | jq -r '.snapshots[] | select(.labels.job == \"nightly\") | .name'
 
+With --all come files that were left behind, whose names cannot be used again until `vmstrata gc` or somebody removes them.
 Layers that nobody named are listed as '-': backing files that other tools made are states of the disk too.
 Exit codes: 0 listed, 1 the chain cannot be read, 64 wrong usage.";
 
@@ -255,7 +259,8 @@ Examples:
   vmstrata snapshot revert web.qcow2 mon --yes
   vmstrata snapshot revert web.qcow2 mon --keep web-broken.qcow2
 
-Snapshots newer than NAME are not removed: their files stay, and a disk kept with --keep still stands on them.
+Snapshots newer than NAME are not removed: their files stay, and a disk kept with --keep still stands on them. `snapshot list --all`
+shows them, and `vmstrata gc` removes those that nothing needs.
 It is refused while one of those is held (vmstrata snapshot hold). Images that stand on the disk itself, not on a snapshot of it, would read other data: it is refused without --force, and
 while one of them is in use.
 A served disk goes back while no guest and no client is connected to it, and is behind the same doors again then.

@@ -7,6 +7,7 @@ pub mod create;
 pub mod diff;
 pub mod disk;
 pub mod door;
+pub mod gc;
 pub mod index;
 pub mod info;
 pub mod job;

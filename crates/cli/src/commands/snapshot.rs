@@ -20,7 +20,8 @@ use crate::args::{
     SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs,
     SnapshotShowArgs,
 };
-use crate::output::{counted, print, print_json};
+use crate::commands::gc;
+use crate::output::{Table, counted, print, print_json};
 use crate::units::short_size;
 use report::{Cloned, Listed, Reverted, Row, Taken, TakenOne};
 
@@ -141,14 +142,21 @@ fn described(args: &SnapshotCreateArgs, taken_ns: u64) -> SnapshotInfo {
 
 fn run_list(args: &SnapshotListArgs) -> Result<()> {
     let snapshots = list(&args.disk, &args.common.open())?;
+    let left = args.all.then(|| gc::left_over(&args.disk, &args.common)).transpose()?;
     if args.common.json {
-        print_json(&Listed::new(&args.disk, &snapshots))?;
+        print_json(&Listed::new(&args.disk, &snapshots, left))?;
         return Ok(());
     }
     for snapshot in &snapshots {
         warn(snapshot);
     }
-    Ok(print(&report::table(&args.disk, &snapshots))?)
+    let mut said = report::table(&args.disk, &snapshots);
+    if let Some(left) = left.filter(|left| !left.is_empty()) {
+        let mut table = Table::new(gc::COLUMNS);
+        left.iter().for_each(|file| table.row(file.row("nothing needs it: vmstrata gc removes it")));
+        said += &format!("\n{table}");
+    }
+    Ok(print(&said)?)
 }
 
 fn warn(snapshot: &Snapshot) {

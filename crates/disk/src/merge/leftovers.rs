@@ -26,7 +26,8 @@ use std::path::{Path, PathBuf};
 
 use vmstrata_store::FileId;
 
-use self::note::{Note, Noted, draft_of, identity, is_file, note_elsewhere, note_of, remove_note};
+pub(super) use self::note::{LeftNote, NOTES, Noted, is_file, left_note_of};
+use self::note::{Note, draft_of, identity, note_elsewhere, note_of, remove_note};
 use super::plan::{self, Link};
 use super::remove::{Dropped, Kept, Removal, Wanted, remove};
 use super::users::{Here, Users};
@@ -71,7 +72,7 @@ pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &
 }
 
 /// The files that wait, by the disk's note.
-fn waiting(disk: &Path) -> Vec<Noted> {
+pub(super) fn waiting(disk: &Path) -> Vec<Noted> {
     let note =
         note_of(disk).filter(|place| is_file(place)).and_then(|place| Note::read(&place).ok().flatten());
     note.map(|note| note.waiting).unwrap_or_default()
@@ -187,7 +188,7 @@ fn left(disk: &Path, note: &Note, open: &OpenOptions) -> Result<(Vec<Dropped>, V
 }
 
 /// Those of the files that are in the directory, and still what they were; with their positions.
-fn find(directory: &Path, files: &[Noted]) -> Vec<(usize, Dropped)> {
+pub(super) fn find(directory: &Path, files: &[Noted]) -> Vec<(usize, Dropped)> {
     let is_there = |noted: &&Noted| {
         let name = Path::new(&noted.name);
         let is_beside = name.file_name() == Some(name.as_os_str());

@@ -26,7 +26,7 @@ use crate::disk::Disk;
 use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
-use crate::merge::leftovers;
+use crate::merge::{leftovers, orphans};
 use crate::opener::{LocalFiles, Opened, Opener as _, Role, directory_of};
 use crate::resources::Resources;
 
@@ -157,6 +157,11 @@ fn lock(disk: &Path) -> Result<FileStore> {
     Err(SnapshotFault::Replaced.into())
 }
 
+/// The writer's lock of a disk that nobody else has.
+pub(crate) fn lock_if_free(disk: &Path) -> Option<FileStore> {
+    lock(disk).ok()
+}
+
 fn in_use(disk: &Path) -> Error {
     let holder = holders(disk).into_iter().next().unwrap_or_else(Holder::unseen);
     SnapshotFault::InUse { holder }.into()
@@ -232,6 +237,8 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     clones::tell_of_chain(disk, layers_up_to(&found, &snapshots).chain([disk]));
     let left = snapshots[..found.depth - 1].iter().rev().map(|snapshot| snapshot.layer.as_path());
     clones::tell_of_left([found.layer.as_path()].into_iter().chain(left).chain(options.keep.as_deref()));
+    let own = snapshots[..found.depth - 1].iter().filter(|snapshot| snapshot.is_own());
+    orphans::note_left(disk, own.map(|snapshot| snapshot.layer.as_path()), false);
     prepared.publish()?;
     drop((lock, held));
     snapshots.truncate(found.depth - 1);

@@ -24,6 +24,8 @@ pub(crate) enum LeftOut {
     Unfinished,
     /// An image beyond [`limits::IMAGES_MAX`].
     TooMany,
+    /// Not left out at all: a layer that its disk let go of, by the disk's note.
+    LeftOver,
 }
 
 /// Things of one sort that were left out: all counted, some listed.
@@ -46,7 +48,7 @@ pub(crate) struct Found {
     pub(crate) images: Vec<Image>,
     by_id: HashMap<FileId, usize>,
     entered: HashSet<FileId>,
-    left_out: [(u64, BTreeSet<PathBuf>); 6],
+    left_out: [(u64, BTreeSet<PathBuf>); 7],
 }
 
 impl Found {

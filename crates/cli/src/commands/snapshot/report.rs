@@ -9,6 +9,7 @@ use vmstrata_disk::snapshot::{Created, Snapshot, SnapshotInfo};
 
 use super::text;
 use crate::args::{SnapshotCloneArgs, SnapshotHoldArgs, SnapshotRevertArgs};
+use crate::commands::gc::LeftOver;
 use crate::output::{Table, counted, print, print_json};
 use crate::units::{exact_size, short_size};
 
@@ -69,15 +70,19 @@ impl Taken {
 
 /// A disk's snapshots.
 #[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Listed<'a> {
     disk: String,
     snapshots: Vec<Row<'a>>,
+    /// Files that it does not stand on any more, where they were asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    left_over: Option<Vec<LeftOver>>,
 }
 
 impl<'a> Listed<'a> {
-    /// Those of `disk`.
-    pub fn new(disk: &Path, snapshots: &'a [Snapshot]) -> Self {
-        Self { disk: text(disk), snapshots: snapshots.iter().map(Row::new).collect() }
+    /// Those of `disk`, and what it left behind.
+    pub fn new(disk: &Path, snapshots: &'a [Snapshot], left_over: Option<Vec<LeftOver>>) -> Self {
+        Self { disk: text(disk), snapshots: snapshots.iter().map(Row::new).collect(), left_over }
     }
 }
 

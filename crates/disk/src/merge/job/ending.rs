@@ -11,7 +11,7 @@ use crate::draft::{flush_directory, flush_file};
 use crate::merge::down::Down;
 use crate::merge::remove::{self, Wanted};
 use crate::merge::users::{Here, Users};
-use crate::merge::{Removal, leftovers};
+use crate::merge::{Kept, Removal, leftovers, orphans};
 
 impl Merge {
     pub(super) fn disk(&self) -> (&Path, &OpenOptions) {
@@ -77,6 +77,17 @@ impl Merge {
             Host::Running(running) => running.here(remove),
         };
         let _ = flush_directory(disk);
+        let left = |path: &Path| dropped.iter().any(|layer| layer.path == path && layer.is_own_snapshot);
+        let asked: Vec<&Path> =
+            kept.iter().filter(|(_, why)| *why == Kept::Asked).map(|(path, _)| path.as_path()).collect();
+        if asked.iter().any(|path| left(path)) {
+            let by_others = |here: Here<'_>| here.is_used_by_others(&users, above);
+            let by_others = match &self.host {
+                Host::Files(_) => by_others(Here::NOTHING),
+                Host::Running(running) => running.here(by_others),
+            };
+            orphans::note_left(disk, asked.into_iter().filter(|path| left(path)), by_others);
+        }
         let was_waiting = |path: &Path| waiting.iter().any(|layer| layer.path == path);
         if removal == Removal::Nothing {
             leftovers::leave(disk, open, waiting.iter().map(|layer| layer.path.as_path()));

@@ -3,6 +3,7 @@
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use vmstrata_store::{Access, FileId, FileIdentity, Gate, Place};
 
@@ -12,6 +13,10 @@ use crate::opener::{LocalFiles, Opener as _, directory_of};
 
 /// How the note's name ends; it begins as the disk's, after a dot.
 const SUFFIX: &str = ".dropped";
+/// The same, of the note of files that stay until somebody asks for their removal.
+const LEFT: &str = ".left";
+/// How the names of notes end.
+pub(in crate::merge) const NOTES: [&str; 2] = [SUFFIX, LEFT];
 /// Longer notes are not ours: this is one of 65,535 files with names of 200 bytes.
 const BYTES_MAX: u64 = 32 << 20;
 
@@ -29,12 +34,22 @@ pub(super) struct Note {
     pub(super) elsewhere: Vec<String>,
 }
 
-/// A file that is to go.
-#[derive(Debug, Serialize, Deserialize)]
+/// Files that were left when the disk let go of them: see [`crate::merge::orphans`].
+#[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Noted {
+pub(in crate::merge) struct LeftNote {
+    pub(in crate::merge) left: Vec<Noted>,
+    /// Left while another process used the disk, which may know of them as its layers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(in crate::merge) shared: Vec<Noted>,
+}
+
+/// A file that is to go.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(in crate::merge) struct Noted {
     /// In the note's directory.
-    pub(super) name: String,
+    pub(in crate::merge) name: String,
     pub(super) dev: u64,
     pub(super) ino: u64,
     len: u64,
@@ -46,7 +61,7 @@ pub(super) struct Noted {
 
 impl Noted {
     /// `None` for a name that no note can have.
-    pub(super) fn of(path: &Path, position: usize) -> Result<Option<Self>> {
+    pub(in crate::merge) fn of(path: &Path, position: usize) -> Result<Option<Self>> {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return Ok(None) };
         let FileIdentity { file: FileId { dev, ino }, len, mtime_ns, .. } = identity(path)?;
         Ok(Some(Self { name: name.to_owned(), dev, ino, len, mtime_ns, position }))
@@ -63,7 +78,7 @@ impl Note {
     pub(super) fn write(&self, place: &Path) -> Result<()> {
         let write = || -> io::Result<()> {
             let place = Place::of(place)?;
-            self.write_to(&place)?;
+            write_to(self, &place)?;
             place.directory().sync()
         };
         write().while_trying("write down what is to be removed").map_err(|error| error.in_file(place))
@@ -71,37 +86,12 @@ impl Note {
 
     /// Writes one in the place of another that may be there: whatever happens, what waits is in the one or in the other.
     pub(super) fn replace(&self, place: &Path) -> Result<()> {
-        let replace = || -> io::Result<()> {
-            remove_note(&draft_of(place));
-            let draft = Place::of(&draft_of(place))?;
-            let place = draft.directory().place(place.file_name().unwrap_or_default());
-            if place.look().is_ok_and(|found| !found.is_file()) {
-                return Err(io::ErrorKind::AlreadyExists.into());
-            }
-            let written = self.write_to(&draft).and_then(|()| draft.rename(&place));
-            if written.is_err() {
-                remove_note(&draft_of(&place.path()));
-            }
-            written?;
-            place.directory().sync()
-        };
-        replace().while_trying("write down what is to be removed").map_err(|error| error.in_file(place))
-    }
-
-    fn write_to(&self, place: &Place) -> io::Result<()> {
-        let text = serde_json::to_vec(self).expect("text and numbers");
-        let mut file = place.create(0o644)?;
-        file.write_all(&text)?;
-        file.sync_all()
+        replace(self, place)
     }
 
     /// The note; `None` if it was not finished, and so nothing came of that merge.
     pub(super) fn read(place: &Path) -> Result<Option<Self>> {
-        let mut text = Vec::new();
-        let file = Place::of(place).and_then(|place| place.open(Access::ReadOnly));
-        let read = file.and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
-        read.while_trying("read what is to be removed")?;
-        Ok(serde_json::from_slice(&text).ok())
+        read(place)
     }
 
     /// Whether it was written before files were removed, and not after.
@@ -122,6 +112,72 @@ impl Note {
     }
 }
 
+impl LeftNote {
+    /// The note, if there is one that can be read.
+    pub(in crate::merge) fn read(place: &Path) -> Option<Self> {
+        if is_file(place) { read(place).ok().flatten() } else { None }
+    }
+
+    /// Writes it in the place of another that may be there; without files there is none.
+    pub(in crate::merge) fn replace(&self, place: &Path) -> Result<()> {
+        if self.left.is_empty() && self.shared.is_empty() {
+            remove_note(place);
+            return Ok(());
+        }
+        replace(self, place)
+    }
+
+    pub(in crate::merge) fn retain(&mut self, stays: impl Fn(&Noted) -> bool) {
+        self.left.retain(&stays);
+        self.shared.retain(&stays);
+    }
+
+    /// Forgets files that are gone, or others by now.
+    pub(in crate::merge) fn retain_there(&mut self, directory: &Path) {
+        self.retain(|noted| identity(&directory.join(&noted.name)).is_ok_and(|found| noted.is(&found)));
+    }
+}
+
+fn replace(note: &impl Serialize, place: &Path) -> Result<()> {
+    let replace = || -> io::Result<()> {
+        remove_note(&draft_of(place));
+        let draft = Place::of(&draft_of(place))?;
+        let place = draft.directory().place(place.file_name().unwrap_or_default());
+        if place.look().is_ok_and(|found| !found.is_file()) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let written = write_to(note, &draft).and_then(|()| draft.rename(&place));
+        if written.is_err() {
+            remove_note(&draft_of(&place.path()));
+        }
+        written?;
+        place.directory().sync()
+    };
+    replace().while_trying("write down what is to be removed").map_err(|error| error.in_file(place))
+}
+
+fn write_to(note: &impl Serialize, place: &Place) -> io::Result<()> {
+    let text = serde_json::to_vec(note).expect("text and numbers");
+    let mut file = place.create(0o644)?;
+    file.write_all(&text)?;
+    file.sync_all()
+}
+
+/// `None` for what is no whole note.
+fn read<T: DeserializeOwned>(place: &Path) -> Result<Option<T>> {
+    let mut text = Vec::new();
+    let file = Place::of(place).and_then(|place| place.open(Access::ReadOnly));
+    let read = file.and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
+    read.while_trying("read what is to be removed")?;
+    Ok(serde_json::from_slice(&text).ok())
+}
+
+/// The note of files that stay.
+pub(in crate::merge) fn left_note_of(disk: &Path) -> Option<PathBuf> {
+    let name = disk.file_name()?.to_str()?;
+    Some(directory_of(disk).join(format!(".{name}{LEFT}")))
+}
+
 pub(super) fn note_of(disk: &Path) -> Option<PathBuf> {
     let name = disk.file_name()?.to_str()?;
     Some(directory_of(disk).join(format!(".{name}{SUFFIX}")))
@@ -140,7 +196,7 @@ pub(super) fn note_elsewhere(disk: &Path, directory: &Path, target: (u64, u64)) 
     Some(directory.join(format!(".{name}.{:x}-{:x}{SUFFIX}", target.0, target.1)))
 }
 
-pub(super) fn is_file(place: &Path) -> bool {
+pub(in crate::merge) fn is_file(place: &Path) -> bool {
     Place::of(place).is_ok_and(|place| place.is_file())
 }
 
