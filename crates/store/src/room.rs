@@ -8,6 +8,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::MetadataExt;
 
 use rustix::fs::{FallocateFlags, fallocate, fstatfs};
@@ -37,21 +38,42 @@ pub fn set_aside(file: &File, len: u64) {
     }
 }
 
-/// Gives back what is allocated to `file` past its end, as far as that can be told: a file with holes may keep as much as those
-/// leave free.
+/// Gives back what is allocated to `file` past its end, where the file system can tell.
 ///
 /// # Errors
 /// Whatever the kernel reports.
 pub(crate) fn give_back(file: &File) -> io::Result<()> {
     let metadata = file.metadata()?;
     let len = metadata.len();
-    // The file system's own tables count, too.
-    let usual = len + (64 << 10) + len / 2048;
-    if metadata.is_file() && metadata.blocks() * 512 > usual {
+    // The block that the end lies in belongs to both.
+    if metadata.is_file()
+        && extents_from(file, len.next_multiple_of(metadata.blksize().max(1)))
+            .is_ok_and(|extents| extents > 0)
+    {
         // The same length: blocks past it go nevertheless.
         file.set_len(len)?;
     }
     Ok(())
+}
+
+/// How many extents are allocated to `file` from `start` on, also past its end, which `SEEK_DATA` never tells.
+fn extents_from(file: &File, start: u64) -> io::Result<u32> {
+    /// `struct fiemap` of linux/fiemap.h, without room for extents: they are counted.
+    #[repr(C)]
+    struct Fiemap {
+        start: u64,
+        length: u64,
+        flags: u32,
+        mapped_extents: u32,
+        extent_count: u32,
+        reserved: u32,
+    }
+    const FS_IOC_FIEMAP: libc::Ioctl = 0xC020_660B;
+    let mut map =
+        Fiemap { start, length: u64::MAX - start, flags: 0, mapped_extents: 0, extent_count: 0, reserved: 0 };
+    // SAFETY: the kernel reads and writes the structure, and nothing behind it, as it has room for no extents.
+    let done = unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut map) };
+    if done == 0 { Ok(map.mapped_extents) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
@@ -75,6 +97,24 @@ mod tests {
         assert_eq!(file.metadata().unwrap().len(), 100_000);
         give_back(&file).unwrap();
         assert_eq!((allocated(), file.metadata().unwrap().len()), (before, 100_000));
+    }
+
+    /// The room fits into what the holes leave free.
+    #[test]
+    fn a_file_with_holes_gives_its_room_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = File::create(dir.path().join("a")).unwrap();
+        if fstatfs(&file).unwrap().f_type != EXT4 {
+            return;
+        }
+        std::io::Write::write_all(&mut &file, &[7; 5000]).unwrap();
+        file.set_len((1 << 30) + 1).unwrap();
+        let allocated = || file.metadata().unwrap().blocks() * 512;
+        set_aside(&file, 8 << 20);
+        assert!(allocated() >= 8 << 20);
+        give_back(&file).unwrap();
+        assert!(allocated() < 1 << 20, "{}", allocated());
+        assert_eq!(file.metadata().unwrap().len(), (1 << 30) + 1);
     }
 
     #[test]
