@@ -171,6 +171,18 @@ fn what_one_disk_overwrote_and_another_sees_is_not_hidden() {
     assert_eq!(layer(&tree.survey(), &base).hidden, None);
 }
 
+/// As `du` counts: clusters that were allocated and never written take nothing.
+#[test]
+fn clusters_in_holes_of_their_file_give_nothing_back() {
+    let tree = Tree::new();
+    let base = tree.create("base.qcow2", &["-o", "preallocation=metadata", "64M"]);
+    write(&base, &["write -q 1M 2M".into()]);
+    write(&tree.overlay("top.qcow2", "base.qcow2"), &["write -q 0 16M".into()]);
+    let report = deep(&tree);
+    let found = layer(&report, &base);
+    assert_eq!((found.mapped, found.hidden), (Some(2 * MIB), Some(2 * MIB)));
+}
+
 #[test]
 fn a_cluster_that_an_internal_snapshot_keeps_gives_nothing_back() {
     let tree = Tree::new();

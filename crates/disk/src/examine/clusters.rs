@@ -8,11 +8,13 @@ use std::path::Path;
 
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{Gate, Store};
-use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
+use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 
 use crate::chain::{has_magic, read_head};
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::{Tables, table_of, words};
+use crate::map::{Run, Source};
+use crate::merge::holes::Holes;
 use crate::opener::{LocalFiles, Opener as _, Role};
 
 /// L1 entries read in one go.
@@ -23,8 +25,8 @@ const L1_BATCH: usize = 4096;
 pub struct OwnCluster {
     /// The guest's bytes, cut at the end of the disk.
     pub range: GuestRange,
-    /// Bytes of the file that nothing but this cluster needs; 0 for zeros without a cluster, and where a refcount
-    /// above one lets an internal snapshot keep them.
+    /// Bytes that the host has for the file and that nothing but this cluster needs; none in its holes, for zeros without a
+    /// cluster, and where a refcount above one lets an internal snapshot keep them.
     pub host_bytes: u64,
 }
 
@@ -61,6 +63,7 @@ struct Scan<'a> {
     size: u64,
     file_len: u64,
     has_snapshots: bool,
+    holes: Holes,
 }
 
 impl<'a> Scan<'a> {
@@ -71,6 +74,7 @@ impl<'a> Scan<'a> {
             size: header.size,
             file_len: store.len().while_trying("read the file's length")?,
             has_snapshots: header.snapshot_count > 0,
+            holes: Holes::default(),
         })
     }
 
@@ -163,12 +167,24 @@ impl<'a> Scan<'a> {
         GuestRange::new(at, self.cluster().min(self.size - at.get()))
     }
 
+    /// Bytes that the host has for the cluster at `at`.
+    fn on_host(&self, at: HostOffset) -> u64 {
+        let (mut done, mut there) = (0, 0);
+        while done < self.cluster() {
+            let run = Run { source: Source::Data(LayerIndex::BASE, at + done), len: self.cluster() - done };
+            let run = self.holes.cut(run, |_, at| self.store.extent(at).ok());
+            there += if run.source.is_zero() { 0 } else { run.len };
+            done += run.len;
+        }
+        there
+    }
+
     /// `None` where the entry says nothing.
     fn host_bytes(&self, entry: L2Entry) -> Option<u64> {
         match entry {
             L2Entry::Unallocated => None,
-            L2Entry::Data { copied: true, .. } | L2Entry::Zero { host: Some(_), copied: true } => {
-                Some(self.cluster())
+            L2Entry::Data { host, copied: true } | L2Entry::Zero { host: Some(host), copied: true } => {
+                Some(self.on_host(host))
             }
             L2Entry::Data { .. } | L2Entry::Zero { .. } => Some(0),
             // A compressed cluster's entry does not tell its refcount.
