@@ -25,6 +25,9 @@ pub struct DiskSpec {
     /// How the active layer's data passes the host's page cache.
     #[serde(default, skip_serializing_if = "is_default")]
     pub cache: CacheMode,
+    /// What becomes of the guest's writes of whole clusters of zeros.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub detect_zeroes: DetectZeroes,
     /// What the disk holds, or held before its first snapshot; looked up in the file if omitted. With `clone`, that of the disk it is made of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
@@ -62,6 +65,19 @@ pub enum CacheMode {
     Host,
     /// Around it.
     Direct,
+}
+
+/// What becomes of writes of whole clusters of zeros.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DetectZeroes {
+    /// They are written as all others.
+    #[default]
+    Off,
+    /// The clusters are marked as zeros, and keep their space.
+    On,
+    /// The clusters are marked as zeros, and their space is given back to the host.
+    Unmap,
 }
 
 /// How a file keeps a disk's bytes.
@@ -117,6 +133,9 @@ pub struct DiskStatus {
     pub open_error: Option<String>,
     /// Whether writes are refused.
     pub read_only: bool,
+    /// What becomes of the guest's writes of whole clusters of zeros.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub detect_zeroes: DetectZeroes,
     /// Virtual size; absent unless the disk is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_bytes: Option<u64>,

@@ -33,7 +33,8 @@ pub mod time;
 
 pub use change::{Change, ChangedBy, Outcome};
 pub use disk::{
-    CacheMode, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, FileNumber, Format, LayerStatus,
+    CacheMode, DetectZeroes, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, FileNumber, Format,
+    LayerStatus,
 };
 pub use door::{ClientRights, DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
 pub use event::Event;

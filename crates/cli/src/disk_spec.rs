@@ -10,8 +10,20 @@ use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec};
 
 use crate::key_values::KeyValues;
 
-const DISK_KEYS: [&str; 11] =
-    ["path", "name", "read-only", "force", "cache", "format", "at", "clone", "agent", "keep", "backing"];
+const DISK_KEYS: [&str; 12] = [
+    "path",
+    "name",
+    "read-only",
+    "force",
+    "cache",
+    "detect-zeroes",
+    "format",
+    "at",
+    "clone",
+    "agent",
+    "keep",
+    "backing",
+];
 const NBD_KEYS: [&str; 4] = ["rw", "share", "insecure", "allow"];
 const VHOST_USER_KEYS: [&str; 9] =
     ["queues", "threads", "poll-us", "serial", "share", "any-memory", "owner", "group", "mode"];
@@ -40,8 +52,17 @@ fn parse_cache(text: &str) -> Result<api::CacheMode> {
     }
 }
 
-/// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,format=qcow2|raw][,at=SNAPSHOT[,clone=FILE]]
-/// [,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]`.
+fn parse_detect_zeroes(text: &str) -> Result<api::DetectZeroes> {
+    match text {
+        "off" => Ok(api::DetectZeroes::Off),
+        "on" => Ok(api::DetectZeroes::On),
+        "unmap" => Ok(api::DetectZeroes::Unmap),
+        other => bail!("detect-zeroes is off, on or unmap, not '{other}'"),
+    }
+}
+
+/// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,format=qcow2|raw]
+/// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -68,6 +89,9 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     let name = list.take("name")?;
     let (read_only, force) = (list.take_flag("read-only")?, list.take_flag("force")?);
     let cache = list.take("cache")?.map_or(Ok(api::CacheMode::Host), |value| parse_cache(&value))?;
+    let detect_zeroes = list.take("detect-zeroes")?;
+    let detect_zeroes =
+        detect_zeroes.map_or(Ok(api::DetectZeroes::Off), |value| parse_detect_zeroes(&value))?;
     let format = list.take("format")?.map(|value| parse_format(&value)).transpose()?;
     let (at, clone, agent) = (list.take("at")?, list.take("clone")?, list.take("agent")?);
     let keep = list.take("keep")?;
@@ -76,7 +100,20 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
         paths => paths.split(':').map(str::to_owned).collect(),
     });
     list.finish(&DISK_KEYS)?;
-    Ok(api::DiskSpec { path, name, read_only, force, cache, format, at, clone, agent, keep, backing })
+    Ok(api::DiskSpec {
+        path,
+        name,
+        read_only,
+        force,
+        cache,
+        detect_zeroes,
+        format,
+        at,
+        clone,
+        agent,
+        keep,
+        backing,
+    })
 }
 
 /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory][,owner=USER][,group=GROUP]
@@ -136,6 +173,7 @@ fn client_rights(text: &str) -> api::ClientRights {
 mod tests {
     use std::path::Path;
 
+    use vmstrata_disk::DetectZeroes;
     use vmstrata_export::SocketAccess;
     use vmstrata_store::CacheMode;
 
@@ -156,6 +194,7 @@ mod tests {
                 read_only: false,
                 force: false,
                 cache: CacheMode::Host,
+                detect_zeroes: DetectZeroes::Off,
                 format: None,
                 clone_of: None,
                 agent: None,
@@ -177,6 +216,10 @@ mod tests {
         assert_eq!(disk.format, Some(Format::Raw));
         assert!(!parse_disk("path=a,read-only=off").unwrap().read_only);
         assert_eq!(parse_disk("path=a,cache=host,format=qcow2").unwrap().format, Some(Format::Qcow2));
+        let detected = |text| parse_disk(text).unwrap().detect_zeroes;
+        assert_eq!(detected("path=a,detect-zeroes=off"), DetectZeroes::Off);
+        assert_eq!(detected("path=a,detect-zeroes=on"), DetectZeroes::On);
+        assert_eq!(detected("path=a,detect-zeroes=unmap"), DetectZeroes::Unmap);
         let backing = |text| parse_disk(text).unwrap().backing;
         assert_eq!(backing("path=a,backing=none"), Some(Vec::new()));
         assert_eq!(backing("path=a,backing=/b.raw:/c"), Some(vec!["/b.raw".into(), "/c".into()]));
@@ -191,6 +234,7 @@ mod tests {
             ("name=web", "'path' is missing"),
             ("path=a,readonly", "unknown key 'readonly'"),
             ("path=a,cache=none", "cache is host or direct"),
+            ("path=a,detect-zeroes=yes", "detect-zeroes is off, on or unmap"),
             ("path=a,format=vmdk", "format is qcow2 or raw"),
             ("path=/", "is not a file"),
             ("path=a,clone=b", "a clone is made of a snapshot"),

@@ -3,6 +3,7 @@
 mod support;
 
 use std::io::{Read, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -62,6 +63,24 @@ fn disks_come_and_go_while_another_one_is_written() {
     assert!(status.success(), "the writer noticed: {said}");
     assert!(server.stop().success());
     assert_clean(&busy);
+}
+
+#[test]
+fn a_disk_shows_that_it_detects_zeroes_and_does() {
+    let images = Images::new();
+    let path = images.create("disk.qcow2", &["16M"]);
+    let spec = disk(&path, "disk") + ",detect-zeroes=unmap";
+    let server = Server::start(&["--disk", &spec, "--nbd", &unix(&images)]);
+    let shown: Value = serde_json::from_str(&server.ask_ok(["disk", "show", "disk", "--json"])).unwrap();
+    assert_eq!(shown["detect_zeroes"], "unmap");
+    assert!(server.ask_ok(["disk", "show", "disk"]).contains("detect-zeroes=unmap"));
+    for pattern in [7, 0] {
+        nbd_io(&uri(&images, "disk"), &format!("write -P {pattern} 0 8M"));
+    }
+    assert!(server.stop().success());
+    let on_host = path.metadata().unwrap().blocks() * 512;
+    assert!(on_host < 1 << 20, "{on_host}");
+    assert_clean(&path);
 }
 
 #[test]

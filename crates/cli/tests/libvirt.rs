@@ -389,8 +389,8 @@ fn a_running_guest_is_adopted_and_given_back_as_documented() {
     };
     for_qemu(&theirs);
     libvirt.images.create("vms/other.qcow2", &["1M"]);
-    let server =
-        libvirt.serve(scratch(), "--disk path=/srv/vms/other.qcow2 --nbd unix:/run/vmstrata-guests/nbd.sock,rw");
+    let server = libvirt
+        .serve(scratch(), "--disk path=/srv/vms/other.qcow2 --nbd unix:/run/vmstrata-guests/nbd.sock,rw");
     let memory = "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>";
     let disk = format!(
         "<disk type='file' device='disk'><driver name='qemu' type='qcow2'/><source file='{}'/>\

@@ -47,8 +47,22 @@ pub struct OpenOptions {
     pub format_is_exact: bool,
     /// Write the disk although images stand on it, which then read other data.
     pub force: bool,
+    /// What becomes of writes of zeros that come through a queue.
+    pub detect_zeroes: DetectZeroes,
     /// What happens to the unflushed writes of a killed process that cannot be taken up.
     pub unflushed: Unflushed,
+}
+
+/// What becomes of a request that writes nothing but zeros to at least one whole cluster, by the names of QEMU's option.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DetectZeroes {
+    /// It is written as any other.
+    #[default]
+    Off,
+    /// The clusters are marked as zeros, and keep their space.
+    On,
+    /// The clusters are marked as zeros, and their space is given back.
+    Unmap,
 }
 
 /// What to do with completed writes of a killed process that cannot be taken up.
@@ -95,6 +109,7 @@ impl Default for OpenOptions {
             format: None,
             format_is_exact: false,
             force: false,
+            detect_zeroes: DetectZeroes::Off,
             unflushed: Unflushed::Keep,
         }
     }

@@ -82,7 +82,7 @@ mod write;
 mod zero;
 
 pub use active::Mismatch;
-pub use chain::{OpenOptions, Unflushed};
+pub use chain::{DetectZeroes, OpenOptions, Unflushed};
 pub use check::{CheckOptions, CheckReport, Repair, check};
 pub use create::{CreateOptions, create};
 pub use diff::{ChangedBytes, Diff, DiffExtent, DiffExtents, DiffKind, DiffOptions};

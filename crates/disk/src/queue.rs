@@ -24,8 +24,9 @@ mod write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmstrata_store::{Ring, RingCompletion, SegmentVec, slice};
+use vmstrata_store::{Ring, RingCompletion, SegmentVec, are_zero, slice};
 
+use crate::chain::DetectZeroes;
 use crate::disk::Disk;
 use crate::epoch::{Member, Phase, next_shard};
 use crate::error::{IoContext as _, Result};
@@ -70,6 +71,7 @@ pub struct IoQueue {
     moved: Vec<RingCompletion>,
     replies: Vec<(u32, Result<()>)>,
     stats: QueueStats,
+    detect_zeroes: DetectZeroes,
     /// The request that is being pushed.
     begun: Begun,
 }
@@ -99,6 +101,7 @@ impl IoQueue {
         Ok(Self {
             layers: arc_swap::Guard::into_inner(disk.layers_now()),
             stats: disk.stats.join(),
+            detect_zeroes: disk.options().detect_zeroes,
             begun: Begun::default(),
             disk,
             ring: Ring::new(depth).while_trying("set up io_uring")?,
@@ -143,15 +146,31 @@ impl IoQueue {
         self.start(request);
     }
 
-    fn start(&mut self, request: Request) {
+    fn start(&mut self, mut request: Request) {
         let phase = self.member.enter(&self.disk.epochs);
         if let Err(error) = self.disk.check(&request) {
             return self.finish_now(request.token, phase, Err(error));
+        }
+        if self.detect_zeroes != DetectZeroes::Off {
+            self.detect_zeroes(&mut request);
         }
         match request.op {
             Op::Read => self.read_soon(request, phase),
             Op::Write { fua: false } => self.push_write(request, phase),
             _ => self.leave_to_worker(request, phase),
+        }
+    }
+
+    /// Makes a write of zeros a request for zeros, where whole clusters gain by it.
+    #[cold]
+    fn detect_zeroes(&self, request: &mut Request) {
+        let Op::Write { fua } = request.op else { return };
+        let (range, bits) = (request.range, self.layers.cluster_bits());
+        let first = range.start.align_up(bits);
+        let whole = if range.end().get() == self.disk.size() { 1 } else { bits.size() };
+        if range.end().get() >= first.get() + whole && are_zero(&request.segments) {
+            request.op = Op::WriteZeroes { unmap: self.detect_zeroes == DetectZeroes::Unmap, fua };
+            request.segments.clear();
         }
     }
 

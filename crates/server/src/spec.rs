@@ -21,6 +21,7 @@ use vmstrata_api as api;
 use vmstrata_disk::snapshot::KeepError;
 use vmstrata_export::SocketAccess;
 
+pub(crate) use self::disk::shown_detect_zeroes;
 pub use self::disk::{CloneOf, DiskSpec, StateError};
 pub use self::nbd::{NbdError, NbdSpec};
 pub(crate) use self::together::check_guests;

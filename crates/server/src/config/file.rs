@@ -54,6 +54,8 @@ struct Disk {
     force: bool,
     #[serde(default)]
     cache: api::CacheMode,
+    #[serde(default)]
+    detect_zeroes: api::DetectZeroes,
     format: Option<api::Format>,
     at: Option<String>,
     clone: Option<String>,
@@ -209,9 +211,22 @@ fn each<T, U>(
 }
 
 fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
-    let Disk { path, name, read_only, force, cache, format, at, clone, agent, keep, backing } = disk;
-    let asked =
-        api::DiskSpec { path, name, read_only, force, cache, format, at, clone, agent, keep, backing };
+    let Disk { path, name, read_only, force, cache, detect_zeroes, format, at, clone, agent, keep, backing } =
+        disk;
+    let asked = api::DiskSpec {
+        path,
+        name,
+        read_only,
+        force,
+        cache,
+        detect_zeroes,
+        format,
+        at,
+        clone,
+        agent,
+        keep,
+        backing,
+    };
     Ok(DiskSpec::try_from(asked)?.seen_from(directory))
 }
 

@@ -1,6 +1,6 @@
 use std::num::NonZeroU16;
 
-use vmstrata_disk::Format;
+use vmstrata_disk::{DetectZeroes, Format};
 use vmstrata_store::CacheMode;
 
 use super::*;
@@ -52,6 +52,7 @@ fn every_key_is_read() {
         name = "db"
         read-only = true
         cache = "direct"
+        detect-zeroes = "unmap"
         format = "raw"
 
         [[vhost-user]]
@@ -73,6 +74,7 @@ fn every_key_is_read() {
     assert_eq!(web.keep.as_ref().map(ToString::to_string).as_deref(), Some("daily=7,weekly=4"));
     assert_eq!((db.name.as_str(), db.path.as_path(), db.read_only), ("db", Path::new("/abs/db.img"), true));
     assert_eq!((db.cache, db.format), (CacheMode::Direct, Some(Format::Raw)));
+    assert_eq!((web.detect_zeroes, db.detect_zeroes), (DetectZeroes::Off, DetectZeroes::Unmap));
     let socket = &settings.vhost_user[0];
     assert_eq!((socket.queues, socket.poll_us, socket.share), (NonZeroU16::new(4), Some(50), true));
     let access = |owner: &str, group: &str, mode| SocketAccess {

@@ -8,6 +8,7 @@ use vmstrata_store::io_uring_refused;
 use super::stats::translate;
 use super::{Entry, Host, Phase};
 use crate::error::Error;
+use crate::spec::shown_detect_zeroes;
 
 impl Host {
     /// The server, its disks and its doors.
@@ -117,6 +118,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
             _ => None,
         },
         read_only: disk.map_or(entry.spec.read_only, |disk| disk.is_read_only()),
+        detect_zeroes: shown_detect_zeroes(entry.spec.detect_zeroes),
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),
         failed: disk.and_then(|disk| disk.failure().map(str::to_owned)),

@@ -19,6 +19,7 @@ pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOp
         read_only: spec.read_only,
         force: spec.force,
         cache: spec.cache,
+        detect_zeroes: spec.detect_zeroes,
         allow_backing: spec.backing.clone().unwrap_or_else(|| allow_backing.to_vec()),
         allow_backing_alone: spec.backing.is_some(),
         format,

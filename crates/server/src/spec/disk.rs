@@ -4,8 +4,8 @@ use std::io;
 use std::path::{Path, PathBuf, absolute};
 
 use vmstrata_api as api;
-use vmstrata_disk::Format;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
+use vmstrata_disk::{DetectZeroes, Format};
 use vmstrata_store::CacheMode;
 
 use super::{SpecError, check_name, check_path, stem};
@@ -23,6 +23,8 @@ pub struct DiskSpec {
     pub force: bool,
     /// How the active layer's data passes the host's page cache.
     pub cache: CacheMode,
+    /// What becomes of writes of zeros.
+    pub detect_zeroes: DetectZeroes,
     /// `None` looks at the file.
     pub format: Option<Format>,
     /// What `path` is to be a clone of, and is made as unless it is there.
@@ -103,6 +105,11 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             api::CacheMode::Host => CacheMode::Host,
             api::CacheMode::Direct => CacheMode::Direct,
         };
+        let detect_zeroes = match asked.detect_zeroes {
+            api::DetectZeroes::Off => DetectZeroes::Off,
+            api::DetectZeroes::On => DetectZeroes::On,
+            api::DetectZeroes::Unmap => DetectZeroes::Unmap,
+        };
         let format = asked.format.map(|format| match format {
             api::Format::Qcow2 => Format::Qcow2,
             api::Format::Raw => Format::Raw,
@@ -116,6 +123,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             read_only,
             force: asked.force,
             cache,
+            detect_zeroes,
             format,
             clone_of,
             agent,
@@ -141,6 +149,7 @@ impl From<&DiskSpec> for api::DiskSpec {
                 CacheMode::Host => api::CacheMode::Host,
                 CacheMode::Direct => api::CacheMode::Direct,
             },
+            detect_zeroes: shown_detect_zeroes(spec.detect_zeroes),
             format: spec.format.map(|format| match format {
                 Format::Qcow2 => api::Format::Qcow2,
                 Format::Raw => api::Format::Raw,
@@ -151,6 +160,15 @@ impl From<&DiskSpec> for api::DiskSpec {
             keep: spec.keep.as_ref().map(Keep::to_string),
             backing: spec.backing.as_ref().map(|backing| backing.iter().map(|path| text(path)).collect()),
         }
+    }
+}
+
+/// As the API says it.
+pub(crate) fn shown_detect_zeroes(detect_zeroes: DetectZeroes) -> api::DetectZeroes {
+    match detect_zeroes {
+        DetectZeroes::Off => api::DetectZeroes::Off,
+        DetectZeroes::On => api::DetectZeroes::On,
+        DetectZeroes::Unmap => api::DetectZeroes::Unmap,
     }
 }
 
@@ -216,6 +234,7 @@ mod tests {
         let rules = api::DiskSpec {
             path: "/vms/web.qcow2".to_owned(),
             cache: api::CacheMode::Direct,
+            detect_zeroes: api::DetectZeroes::Unmap,
             format: Some(api::Format::Raw),
             agent: text("/run/agent.sock"),
             keep: text("daily=7,weekly=4"),

@@ -1,6 +1,8 @@
 //! `vmstrata disk show`: a disk of a running server, what was done to it, and its chain.
 
-use vmstrata_api::{DepthStats, DiskDetail, DiskStats, Format, KindStats, Latency, LayerStatus};
+use vmstrata_api::{
+    DepthStats, DetectZeroes, DiskDetail, DiskStats, Format, KindStats, Latency, LayerStatus,
+};
 
 use crate::commands::serve::attachments;
 use crate::commands::status::{mode, state};
@@ -17,6 +19,11 @@ pub fn to_text(shown: &DiskDetail, number: usize) -> String {
         format!("{}: {}, {}, {size}, {layers}, {}\n", disk.name, state(disk), mode(disk), disk.path);
     text.extend(disk.failed.iter().map(|why| format!("  takes no more writes: {why}\n")));
     text.extend(disk.open_error.iter().map(|why| format!("  not open, and tried again: {why}\n")));
+    text += match disk.detect_zeroes {
+        DetectZeroes::Off => "",
+        DetectZeroes::On => "  detect-zeroes=on\n",
+        DetectZeroes::Unmap => "  detect-zeroes=unmap\n",
+    };
     text += &attachments(&disk.name, number, &shown.doors);
     if let Some(stats) = &shown.stats {
         text += &format!("\n{}{}", requests(stats), depths(&stats.read_depths));

@@ -208,6 +208,7 @@ mod tests {
             state: DiskState::Serving,
             open_error: None,
             read_only: false,
+            detect_zeroes: vmstrata_api::DetectZeroes::Off,
             size_bytes: Some(1 << 30),
             layers: Some(300),
             failed: Some("EIO".to_owned()),
