@@ -150,6 +150,33 @@ fn periodic_snapshots_go_on_without_the_guest_and_keep_what_the_rules_say() {
     assert!(tool_json("qemu-img", ["info", "-U", "--output=json", &disk])["format"] == "qcow2");
 }
 
+#[test]
+fn periodic_snapshots_go_on_after_the_program_was_replaced() {
+    let images = Images::new();
+    let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
+    let _guest = Machine::start(&memory.path().join("memory"), images.path("qmp"), &[]);
+    let (program, log) = (images.path("vmstrata"), images.path("log"));
+    std::fs::copy(env!("CARGO_BIN_EXE_vmstrata"), &program).expect("copies");
+    std::fs::create_dir_all(images.path("vault")).expect("a directory");
+    let file = File::create(&log).expect("a log");
+    let mut periodic = Command::new(&program);
+    periodic.args(["vm", "snapshot", "web", "--copies", "1", "--every", "1s", "--vault"]);
+    periodic.arg(images.path("vault")).arg("--qmp").arg(images.path("qmp"));
+    periodic.env("VMSTRATA_CONTROL", images.path("no-server"));
+    periodic.stdout(file.try_clone().expect("a file")).stderr(file);
+    let mut periodic = periodic.spawn().expect("starts");
+    let said = |words: &str| std::fs::read_to_string(&log).expect("a log").matches(words).count();
+    wait_until("a snapshot", || said(" taken (") > 0);
+    // What an upgrade leaves at the path need not even be a program.
+    std::fs::write(images.path("new"), "another version").expect("writes");
+    std::fs::rename(images.path("new"), &program).expect("replaces");
+    let before = said(" taken (");
+    wait_until("two more rounds", || said(" taken (") > before + 1 || said("no snapshot") > 0);
+    kill_process(Pid::from_child(&periodic), Signal::TERM).expect("it runs");
+    assert!(periodic.wait().expect("ends").success());
+    assert_eq!(said("no snapshot"), 0, "{}", std::fs::read_to_string(&log).unwrap_or_default());
+}
+
 /// A monitor may be another's for a while, or break off: the guest waits for its stream to be read all that time.
 #[test]
 fn a_guard_reads_on_until_qemu_does_what_it_says() {

@@ -22,3 +22,6 @@ pub mod status;
 pub mod survey;
 pub mod top;
 pub mod vm;
+
+/// This program's file, to start it once more: also when another version was installed over the path it was started from.
+pub const OWN_PROGRAM: &str = "/proc/self/exe";

@@ -33,8 +33,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
         ready_fd: args.ready_fd,
         forget_added: args.forget_added,
         discard_unflushed: args.discard_unflushed,
-        // Also when another version was installed over the file that this one was started from.
-        thaw_guard: Some(PathBuf::from("/proc/self/exe")),
+        thaw_guard: Some(PathBuf::from(super::OWN_PROGRAM)),
         ..flags.over(file).into_options()
     };
     if let Err(error) = options.check() {

@@ -23,6 +23,7 @@ use vmstrata_memory::vault::{VaultError, Which};
 use super::disks::ServedDisks;
 use crate::args::{ResumeGuardArgs, VmSnapshotArgs};
 use crate::client::Client;
+use crate::commands::OWN_PROGRAM;
 
 /// How long is tried to put QEMU back to what it was.
 const PUT_BACK_MAX: Duration = Duration::from_secs(3600);
@@ -49,8 +50,7 @@ impl Guard {
         (args, name, taken_ns): (&VmSnapshotArgs, &str, u64),
         disks: &ServedDisks,
     ) -> Result<Self> {
-        let program = std::env::current_exe().context("this program's own file")?;
-        let mut command = Command::new(program);
+        let mut command = Command::new(OWN_PROGRAM);
         command.args(["vm", "resume-guard"]).arg(monitor).process_group(0);
         command.args(["--snapshot", &format!("{}@{name}", args.guest), "--taken-ns", &taken_ns.to_string()]);
         for home in args.vault.vault.iter().flat_map(|homes| &homes.0) {
