@@ -101,6 +101,35 @@ fn what_is_lost_names_the_newest_older_snapshot_that_is_whole() {
     homes.assert_nothing_left();
 }
 
+/// A guest that runs meets a lost page when it touches it, and its QEMU is ended: it must not be started.
+#[test]
+fn a_lazy_restore_refuses_lost_pages_before_qemu_is_started() {
+    let homes = Homes::new();
+    let ids = [("mon", 1), ("tue", 2)].map(|(name, number)| homes.save(name, number));
+    let started = homes.path("started");
+    let script = format!("touch {}", started.display());
+    let refused = |flags: &[&str]| {
+        let start = std::time::Instant::now();
+        let said = run_err(1, homes.args("web@tue", flags, &script));
+        assert!(said.contains("web@tue: frame 0x0 is lost") && said.contains("whole is web@mon"), "{said}");
+        assert!(!started.exists(), "{flags:?}: QEMU was started");
+        (said.lines().last().map(str::to_owned), start.elapsed())
+    };
+    let object = |home: &str| homes.path(home).join(format!("{}.critical", ids[1]));
+    // Cut off before the extent ends: its header can still be read.
+    for home in ["a", "b"] {
+        std::fs::File::options().write(true).open(object(home)).expect("opens").set_len(90).expect("cuts");
+    }
+    assert_eq!(refused(&["--lazy"]).0, refused(&[]).0, "both ways say the same");
+    for home in ["a", "b"] {
+        std::fs::remove_file(object(home)).expect("removes");
+    }
+    let (said, took) = refused(&["--lazy"]);
+    assert_eq!(said, refused(&[]).0);
+    assert!(took < Duration::from_secs(10), "a guest's patience is 30 s: {took:?}");
+    homes.assert_nothing_left();
+}
+
 /// Ended while QEMU is started: QEMU ends too, and neither files nor mounts are left.
 #[test]
 fn a_restore_that_is_ended_leaves_nothing() {

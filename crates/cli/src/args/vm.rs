@@ -230,7 +230,8 @@ hold are read from them first, and compared with what they were; what is not the
 With --lazy the guest answers at once, whatever its size. This command serves the guest's memory until QEMU ends: if it is
 killed, QEMU is too (SIGBUS) when the guest touches a page it has not touched before. The same happens where a page that
 the guest needs cannot be read from any copy for --page-patience. It needs /dev/fuse, fusermount3 (package fuse3) unless
-root, and room in --memory-dir for all that was stored.
+root, and room in --memory-dir for all that was stored. A snapshot whose copies are missing or cut short is refused before QEMU is started;
+damage inside them is found when it is read.
 Exit codes: QEMU's; 1 the guest was not started, 64 wrong usage.";
 
 /// `vmstrata vm resume-guard`

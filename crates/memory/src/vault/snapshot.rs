@@ -240,6 +240,27 @@ impl Snapshot {
         Err(tried)
     }
 
+    /// Checks, by lengths and tables alone, that each page the guest needs lies within a copy of its object. Quick for any
+    /// size of memory; damage inside an extent is found when it is read.
+    ///
+    /// # Errors
+    /// [`VaultError::PageLost`] names the first page that no copy can have.
+    pub fn check_present(&self) -> Result<()> {
+        for (first, _, Entry { class, content }) in self.metadata.pages.runs() {
+            let Content::At(place) = content else { continue };
+            let object = &self.objects[usize::from(place.object)];
+            if class != PageClass::Critical || object.has(place.extent) {
+                continue;
+            }
+            let mut tried = object.unusable.clone();
+            let short = |copy: &OpenCopy| format!("{}: extent {} is not there", copy.place, place.extent);
+            tried.extend(object.copies.iter().map(short));
+            let frame = pages::frame(&self.metadata.info.layout, first);
+            return Err(VaultError::PageLost { snapshot: self.metadata.info.title(), frame, tried });
+        }
+        Ok(())
+    }
+
     fn note(&self, problems: &[String]) {
         if !problems.is_empty() {
             self.problems.lock().extend(problems.iter().cloned());
@@ -269,6 +290,15 @@ impl Opened {
         }
         opened.find_extents();
         opened
+    }
+
+    /// Whether a copy is long enough to hold an extent.
+    fn has(&self, extent: u32) -> bool {
+        let Some(place) = self.contents.extents.get(extent as usize).filter(|place| place.len > 0) else {
+            return false;
+        };
+        let end = place.offset.saturating_add(place.len.into());
+        self.copies.iter().any(|copy| copy.reader.len() >= end)
     }
 
     /// Takes the table of extents from a copy that has a whole one; else finds what extents there are.

@@ -56,6 +56,8 @@ fn restore(args: &VmRestoreArgs, vault: &Arc<Vault>, which: &Which, start: Insta
     for problem in snapshot.problems() {
         eprintln!("vmstrata: warning: {problem}");
     }
+    // A guest that is restored lazily would meet the loss only when it touches the page.
+    snapshot.check_present().map_err(RestoreError::from)?;
     let ending = Ending::watch()?;
     if args.lazy.lazy {
         lazy::run(args, vault, snapshot, &ending, start)
