@@ -221,7 +221,8 @@ pub fn shell_lines(arguments: &[String]) -> String {
     lines.join(" \\\n")
 }
 
-fn shell_quote(word: &str) -> String {
+/// `word` as a shell reads it.
+pub fn shell_quote(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=,./:+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         word.to_owned()

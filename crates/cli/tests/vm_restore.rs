@@ -6,10 +6,12 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use support::{run_err, vmstrata};
+use support::server::Server;
+use support::{Images, run, run_err, run_json, run_ok, stderr, vmstrata};
 use tempfile::TempDir;
+use vmstrata_disk::snapshot::recorded_in;
 use vmstrata_memory::capture::{CAPTURED, DEVICES};
-use vmstrata_memory::vault::{Closing, NewSnapshot, OneDevice, Policy, SnapshotId, Vault};
+use vmstrata_memory::vault::{Closing, DiskState, NewSnapshot, OneDevice, Policy, SnapshotId, Vault};
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
 
 const MACHINE: &str =
@@ -33,6 +35,11 @@ impl Homes {
 
     /// 16 critical pages that no other snapshot has.
     fn save(&self, name: &str, number: u8) -> SnapshotId {
+        self.save_with(name, number, number.into(), Vec::new())
+    }
+
+    /// The same, taken with disks.
+    fn save_with(&self, name: &str, number: u8, taken_ns: u64, disks: Vec<DiskState>) -> SnapshotId {
         let vault = Vault::open_directories(&[self.path("a"), self.path("b")]).expect("opens");
         let layout = Layout::split_at_4g(16 << 12, 16 << 12).expect("a layout");
         let policy = Policy { critical_copies: 2, one_device: OneDevice::Allow, ..Policy::default() };
@@ -44,7 +51,7 @@ impl Homes {
         }
         let blobs = [(CAPTURED, MACHINE.as_bytes()), (DEVICES, &b"state"[..])];
         let blobs = blobs.map(|(name, bytes)| (name.to_owned(), bytes.to_vec())).into();
-        writer.finish(Closing { taken_ns: number.into(), blobs, ..Closing::default() }).expect("saves").id
+        writer.finish(Closing { taken_ns, disks, blobs, ..Closing::default() }).expect("saves").id
     }
 
     /// Overwrites an object of pages, or the metadata, in these homes.
@@ -152,5 +159,161 @@ fn a_restore_that_is_ended_leaves_nothing() {
         assert!(!PathBuf::from(format!("/proc/{}", qemu.trim())).exists());
         homes.assert_nothing_left();
         std::fs::remove_file(started).expect("removes");
+    }
+}
+
+/// A snapshot of memory with a disk that stands on its own of the same instant.
+struct WithDisk {
+    homes: Homes,
+    images: Images,
+    disk: String,
+}
+
+impl WithDisk {
+    fn new() -> Self {
+        let (homes, images) = (Homes::new(), Images::new());
+        let disk = images.create("web.qcow2", &["16M"]);
+        let disk = disk.to_str().expect("UTF-8").to_owned();
+        run_ok(["snapshot", "create", &disk, "--name", "mon"]);
+        let taken_ns = recorded_in(disk.as_ref()).expect("a snapshot").taken_ns;
+        homes.save_with("mon", 1, taken_ns, vec![DiskState { disk: disk.clone(), snapshot: "mon".into() }]);
+        Self { homes, images, disk }
+    }
+
+    /// Restores with a script as QEMU that notes its options, these among them, and fails; what is said, and those options.
+    fn restore(&self, flags: &[&str], options: &[&str]) -> (String, Option<String>) {
+        let noted = self.images.path("noted");
+        let _ = std::fs::remove_file(&noted);
+        let mut args =
+            self.homes.args("web@mon", flags, &format!("echo \"$@\" > {}; exit 3", noted.display()));
+        args.extend(["sh"].iter().chain(options).map(|word| (*word).to_owned()));
+        if !flags.contains(&"--control") {
+            args.splice(2..2, ["--control".to_owned(), self.images.name("no-server")]);
+        }
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        (stderr(&output), std::fs::read_to_string(noted).ok())
+    }
+
+    fn drive(&self) -> String {
+        format!("if=virtio,file={}", self.disk)
+    }
+
+    /// Carries out the command that a refusal names.
+    fn do_as_told(said: &str) {
+        let line =
+            said.lines().find_map(|line| line.trim_start().strip_prefix("vmstrata ")).expect("a command");
+        run_ok(line.split("   ").next().expect("words").split(' '));
+    }
+}
+
+#[test]
+fn a_guest_is_not_started_on_a_disk_in_another_state() {
+    let it = WithDisk::new();
+    let drive = it.drive();
+    let drive = ["-drive", drive.as_str()];
+    let refused = |why: &str| {
+        let (said, started) = it.restore(&[], &drive);
+        assert!(said.contains(why) && started.is_none(), "{why}: {said}");
+        said
+    };
+    let starts = |flags: &[&str]| {
+        let (said, started) = it.restore(flags, &drive);
+        assert!(started.is_some(), "{said}");
+        said
+    };
+    starts(&[]);
+    let json = format!(r#"{{"driver":"qcow2","file":{{"driver":"file","filename":"{}"}}}}"#, it.disk);
+    assert!(it.restore(&[], &["-blockdev", &json]).1.is_some());
+    let (said, started) = it.restore(&[], &["-drive", "file=other.qcow2"]);
+    assert!(said.contains("is not a disk of QEMU's command line") && started.is_none(), "{said}");
+
+    it.images.write_layer("web.qcow2", &["write -P 7 1M 64k"]);
+    let said = refused("1 cluster written since");
+    assert!(starts(&["--force"]).contains("warning: "), "forced");
+    WithDisk::do_as_told(&said);
+    starts(&[]);
+
+    run_ok(["snapshot", "create", &it.disk, "--name", "tue"]);
+    WithDisk::do_as_told(&refused("1 snapshot taken since: tue"));
+    starts(&[]);
+    std::fs::remove_file(&it.disk).expect("removes");
+    it.images.create("web.qcow2", &["16M"]);
+    refused("does not stand on the snapshot mon");
+    run_ok(["snapshot", "create", &it.disk, "--name", "mon2"]);
+    refused("does not stand on the snapshot mon");
+}
+
+#[test]
+fn a_clone_takes_the_place_of_a_disk_in_another_state() {
+    let it = WithDisk::new();
+    it.images.write_layer("web.qcow2", &["write -P 7 1M 64k"]);
+    let before = it.images.files();
+    let (said, started) = it.restore(&["--clone-disks"], &["-drive", &it.drive()]);
+    let clone = it.images.name("web.mon.clone.qcow2");
+    assert!(
+        started.as_deref().unwrap_or_default().contains(&format!("if=virtio,file={clone} ")),
+        "{said}{started:?}"
+    );
+    assert!(said.contains(&format!("{clone}: clone of {} at mon", it.disk)), "{said}");
+    // It did not run on it.
+    let after = it.images.files();
+    let disks = |files: &[String]| files.iter().filter(|file| file.ends_with("qcow2")).count();
+    assert_eq!(disks(&before), disks(&after), "{after:?}");
+    // A clone by hand, and where the disk is now.
+    run_ok(["snapshot", "clone", &it.disk, "mon", "-o", &clone]);
+    let (said, started) = it.restore(&["--disk", &clone], &["-drive", &format!("file={clone}")]);
+    assert!(started.is_some(), "{said}");
+}
+
+#[test]
+fn a_served_disk_is_found_behind_its_socket_and_cloned_by_its_server() {
+    let it = WithDisk::new();
+    let (vhost, nbd) = (it.images.name("web.sock"), it.images.name("nbd.sock"));
+    let server = Server::start(&[
+        "--disk",
+        &format!("path={}", it.disk),
+        "--vhost-user",
+        &format!("web={vhost}"),
+        "--nbd",
+        &format!("unix:{nbd}"),
+    ]);
+    let control = server.control().display().to_string();
+    let url = format!("nbd+unix:///web?socket={nbd}");
+    let ways = [
+        format!("socket,id=c,path={vhost}"),
+        format!("driver=nbd,node-name=d,export=web,server.type=unix,server.path={nbd}"),
+        format!("if=virtio,file={url}"),
+    ];
+    let served = || {
+        let listed: serde_json::Value = run_json(["status", "--control", &control, "--json"]);
+        listed["disks"].as_array().expect("disks").len()
+    };
+    let restore = |flags: &[&str], way: &str| {
+        it.restore(&[&["--control", control.as_str()][..], flags].concat(), &["-x", way])
+    };
+    for way in &ways {
+        let (said, started) = restore(&[], way);
+        assert!(started.is_some_and(|options| options.contains(way)), "{way}: {said}");
+    }
+    assert!(restore(&[], "path=/other.sock").0.contains("no socket there leads to it"));
+    // In the server's memory, and not in the file yet.
+    support::tool_ok("qemu-io", ["-f", "raw", "-t", "unsafe", "-c", "write -P 7 1M 64k", url.as_str()]);
+    for (way, now) in ways.iter().zip([
+        format!("path={}", it.images.name("web.mon.clone.sock")),
+        format!("export=web.mon.clone,server.type=unix,server.path={nbd}"),
+        format!("nbd+unix:///web.mon.clone?socket={nbd}"),
+    ]) {
+        let (said, started) = restore(&[], way);
+        assert!(said.contains("written since") || said.contains("since the server opened it"), "{said}");
+        assert!(started.is_none(), "{said}");
+        let (said, started) = restore(&["--clone-disks"], way);
+        assert!(
+            started.as_deref().is_some_and(|options| options.contains(&now)),
+            "{way}: {said} {started:?}"
+        );
+        // The guest did not run: nothing is left of the clone.
+        assert_eq!(served(), 1, "{way}");
+        assert!(!it.images.path("web.mon.clone.qcow2").exists());
     }
 }

@@ -205,6 +205,51 @@ fn a_guard_reads_on_until_qemu_does_what_it_says() {
     assert_eq!(status["running"], true);
 }
 
+/// A machine goes on from its snapshot on a clone of its disk, while what was written to the disk since stays.
+#[test]
+fn a_machine_is_restored_on_a_clone_of_its_disk() {
+    let images = Images::new();
+    let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
+    images.create("web.qcow2", &["16M"]);
+    let (disk, nbd) = (images.name("web.qcow2"), images.name("nbd.sock"));
+    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &format!("unix:{nbd}")]);
+    let export = format!("driver=nbd,node-name=disk,export=web,server.type=unix,server.path={nbd}");
+    let devices = ["-blockdev", &export, "-device", "virtio-blk-pci,drive=disk"];
+    let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &devices);
+    let mut take = snapshot(&images, &machine.monitor);
+    take.env("VMSTRATA_CONTROL", server.control()).args(["--name", "mon"]);
+    assert!(take.status().expect("runs").success());
+    drop(machine);
+    let url = format!("nbd+unix:///web?socket={nbd}");
+    support::tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 7 1M 64k", url.as_str()]);
+
+    let qemu = |flags: &[&str]| {
+        let mut restore = vmstrata();
+        restore.args(["vm", "restore", "web@mon", "--vault"]).arg(images.path("vault")).args(flags);
+        restore.arg("--qmp").arg(images.path("qmp")).arg("--memory-dir").arg(memory.path());
+        restore.args(["--", "qemu-system-x86_64", "-nodefaults", "-display", "none", "-accel", "tcg"]);
+        restore.args(["-machine", "q35,memory-backend=mem", "-m", "64"]).args(devices);
+        restore.env("VMSTRATA_CONTROL", server.control());
+        restore
+    };
+    let refused = qemu(&[]).output().expect("runs");
+    assert!(stderr(&refused).contains("snapshot revert"), "{}", stderr(&refused));
+    let log = images.path("log");
+    let mut restore =
+        qemu(&["--clone-disks"]).stderr(File::create(&log).expect("a log")).spawn().expect("starts");
+    let said = |words: &str| std::fs::read_to_string(&log).expect("a log").contains(words);
+    wait_until("the guest", || said("restored in") || restore.try_wait().expect("waits").is_some());
+    assert!(said("restored in"), "{}", std::fs::read_to_string(&log).unwrap_or_default());
+    kill_process(Pid::from_child(&restore), Signal::TERM).expect("it runs");
+    restore.wait().expect("ends");
+    assert!(images.path("web.mon.clone.qcow2").exists(), "it is the guest's disk now");
+    let clone = format!("nbd+unix:///web.mon.clone?socket={nbd}");
+    let read = |url: &str, pattern: &str| {
+        support::tool_ok("qemu-io", ["-r", "-f", "raw", "-c", &format!("read -P {pattern} 1M 64k"), url])
+    };
+    assert!(!read(&clone, "0").contains("failed") && !read(&url, "7").contains("failed"));
+}
+
 fn vm_list(images: &Images) -> Value {
     support::run_json(["vm", "list", "web", "--json", "--vault", &images.name("vault")])
 }

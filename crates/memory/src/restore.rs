@@ -11,8 +11,10 @@ mod error;
 mod incoming;
 pub mod lazy;
 mod memory;
+mod options;
 
 pub use command::{BackendFile, CommandError, restart};
 pub use error::RestoreError;
 pub use incoming::{Incoming, ready, resume};
 pub use memory::{Filled, fill};
+pub use options::{Pair, edit};

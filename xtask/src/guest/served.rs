@@ -142,6 +142,8 @@ impl ServedGuest {
         let moved = self.door.socket(self.server.insert(serve(&self.disk)?)).display().to_string();
         self.arguments.iter_mut().for_each(|word| *word = word.replace(&socket, &moved));
         let mut restore = self.vm_monitored(&["restore", snapshot], homes)?;
+        // The disk may have the same bytes at another snapshot: the caller knows.
+        restore.args((snapshot.split_once('@').map(|(_, own)| own) != Some(name)).then_some("--force"));
         restore.args(flags).args(["--", "qemu-system-x86_64"]).args(&self.arguments);
         self.vm = Vm::start(restore)?;
         Ok(())

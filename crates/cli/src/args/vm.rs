@@ -178,7 +178,7 @@ pub enum VmMode {
 }
 
 /// `vmstrata vm restore`
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(after_help = RESTORE_HELP)]
 pub struct VmRestoreArgs {
     /// The snapshot: GUEST@NAME, GUEST for its newest, or an id
@@ -187,14 +187,24 @@ pub struct VmRestoreArgs {
     #[command(flatten)]
     pub vault: VaultArgs,
     /// Restore no page of clean cache: the guest reads them again from its disks
-    #[arg(long, conflicts_with_all = ["no_refill", "disks"])]
+    #[arg(long, conflicts_with = "no_refill")]
     pub no_cache: bool,
     /// Leave pages of cache out that have to be read from the disks: the guest reads them again when it needs them
     #[arg(long)]
     pub no_refill: bool,
     /// Where a disk of the snapshot is now, in the order of `vm show` (repeatable) [default: where it was]
-    #[arg(long = "disk", value_name = "FILE", conflicts_with = "no_refill")]
+    #[arg(long = "disk", value_name = "FILE")]
     pub disks: Vec<PathBuf>,
+    /// Start the guest on clones of its disks as they were at the snapshot, made beside them or in DIR
+    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
+    #[expect(clippy::option_option, reason = "an option whose value may be left out")]
+    pub clone_disks: Option<Option<PathBuf>>,
+    /// Start the guest although its disks are not as the snapshot left them: it may destroy its file systems
+    #[arg(long, conflicts_with = "clone_disks")]
+    pub force: bool,
+    /// The server that may be serving the disks.
+    #[command(flatten)]
+    pub server: ControlArgs,
     /// Where backing files of the disks may be.
     #[command(flatten)]
     pub backing: BackingArgs,
@@ -219,11 +229,15 @@ const RESTORE_HELP: &str = "\
 Examples:
   vmstrata snapshot revert web.qcow2 mon --keep web.before.qcow2      the disk, before it is served again
   vmstrata vm restore web@mon --vault /srv/a --vault /srv/b -- qemu-system-x86_64 -machine q35 ...
+  vmstrata vm restore web@mon --vault /srv/a --vault /srv/b --clone-disks -- qemu-system-x86_64 -machine q35 ...
   vmstrata vm restore web@mon --vault /srv/b --no-cache -- qemu-system-x86_64 -machine q35 ...
   vmstrata vm restore web@mon --vault /srv/a --vault /srv/b --lazy -- qemu-system-x86_64 -machine q35 ...
 
 The command line is the one the guest was started with: its memory is pointed to the snapshot's, and -incoming and a
-monitor are added. The guest's disks must be at the snapshot of the same instant. Pages of cache that the snapshot does not
+monitor are added. Each disk of the snapshot must be one that QEMU opens or finds behind a socket of the server, stand on its
+snapshot of the same instant, and not have been written since: else the guest is not started, and the message says what puts it
+right. --clone-disks makes clones that are, and has the command line and the server lead to them: their files stay, as the guest's
+disks. Pages of cache that the snapshot does not
 hold are read from them first, and compared with what they were; what is not there any more the guest reads again (with
 --lazy, all of them). The command ends when QEMU does, with its exit code; told to end (SIGTERM, SIGINT, SIGHUP), it ends QEMU.
 

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::options::split;
+
 /// The file that is to be a backend's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackendFile {
@@ -130,21 +132,6 @@ fn object(file: &BackendFile) -> Result<String, CommandError> {
     let (id, bytes, path) = (&file.id, file.bytes, escaped(&file.path)?);
     let share = if file.share { "on" } else { "off" };
     Ok(format!("memory-backend-file,id={id},size={bytes},mem-path={path},share={share}"))
-}
-
-/// The words of a list in which a doubled comma is a comma.
-fn split(list: &str) -> Vec<String> {
-    let mut words = vec![String::new()];
-    let mut rest = list.chars().peekable();
-    while let Some(next) = rest.next() {
-        let word = words.last_mut().expect("never empty");
-        match next {
-            ',' if rest.next_if_eq(&',').is_some() => word.push(','),
-            ',' => words.push(String::new()),
-            _ => word.push(next),
-        }
-    }
-    words
 }
 
 fn escaped(path: &Path) -> Result<String, CommandError> {

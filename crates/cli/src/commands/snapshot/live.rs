@@ -210,7 +210,7 @@ pub fn warn_unless_quiesced(taken: &SnapshotTaken) {
 /// Whether a file is that of a disk that a server serves.
 ///
 /// A relative path, as older servers tell it, says nothing: it is seen from the server's directory.
-fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
+pub fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
     let Some(file) = number_of(disk) else { return false };
     if served.file == Some(file) {
         return true;

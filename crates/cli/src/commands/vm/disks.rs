@@ -209,7 +209,7 @@ fn blocks(qmp: &mut Qmp) -> Result<Vec<(String, String)>> {
 }
 
 /// Whether QEMU's name of a medium is that of an export at the address of a door.
-fn is_export(file: &str, address: &str, export: &str) -> bool {
+pub(super) fn is_export(file: &str, address: &str, export: &str) -> bool {
     let expected = match address.split_once(':') {
         Some(("unix", path)) => format!("nbd+unix:///{export}?socket={path}"),
         Some(("tcp", at)) => format!("nbd://{at}/{export}"),

@@ -1,5 +1,6 @@
 //! `vmstrata vm restore`: a guest started from a snapshot.
 
+mod disks;
 mod eager;
 mod ending;
 mod lazy;
@@ -21,6 +22,7 @@ use vmstrata_memory::vault::{Snapshot, Vault, Want, Which};
 use super::states::{States, moved};
 use crate::args::VmRestoreArgs;
 use crate::units::short_size;
+use disks::GuestDisks;
 use ending::Ending;
 
 /// How long QEMU may take until its monitor answers.
@@ -59,10 +61,33 @@ fn restore(args: &VmRestoreArgs, vault: &Arc<Vault>, which: &Which, start: Insta
     // A guest that is restored lazily would meet the loss only when it touches the page.
     snapshot.check_present().map_err(RestoreError::from)?;
     let ending = Ending::watch()?;
+    let disks = GuestDisks::find(args, snapshot.info())?;
+    let Some(dir) = &args.clone_disks else {
+        disks.check()?;
+        drop(disks);
+        return start_guest(args, vault, snapshot, &ending, start);
+    };
+    let (qemu, clones) = disks.clone_all(dir.as_deref(), &ending)?;
+    drop(disks);
+    let on_clones = VmRestoreArgs { qemu, ..args.clone() };
+    let done = start_guest(&on_clones, vault, snapshot, &ending, start);
+    if !ending.has_begun() {
+        clones.remove();
+    }
+    done
+}
+
+fn start_guest(
+    args: &VmRestoreArgs,
+    vault: &Arc<Vault>,
+    snapshot: Snapshot,
+    ending: &Ending,
+    start: Instant,
+) -> Result<ExitCode> {
     if args.lazy.lazy {
-        lazy::run(args, vault, snapshot, &ending, start)
+        lazy::run(args, vault, snapshot, ending, start)
     } else {
-        eager::run(args, snapshot, &ending, start)
+        eager::run(args, snapshot, ending, start)
     }
 }
 

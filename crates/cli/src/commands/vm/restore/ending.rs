@@ -91,6 +91,11 @@ impl Ending {
         lock(&self.0).begun = true;
     }
 
+    /// Whether its guest runs, or ran.
+    pub(super) fn has_begun(&self) -> bool {
+        lock(&self.0).begun
+    }
+
     /// Waits until QEMU has ended.
     pub(super) fn wait(&self, mut qemu: Child) -> io::Result<ExitStatus> {
         let pid = lock(&self.0).qemu;

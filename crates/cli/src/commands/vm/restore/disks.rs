@@ -1,0 +1,414 @@
+//! The guest's disks before it runs: each must be as it was at the instant of the memory, or a clone of that takes its place.
+//!
+//! ```text
+//!   disks of the snapshot ─► QEMU's command line, a server's sockets: how QEMU gets to each ─► Disk
+//!     as left?  on its snapshot (name and time), nothing written since ──► start
+//!     else      refused with what puts it right; --clone-disks: a clone, and the command line leads to it
+//! ```
+//!
+//! A guest goes on with what its memory says of its file systems: on a disk in another state it destroys them.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+use vmstrata_api::{
+    DiskDetail, DiskList, DiskSpec, DiskStatus, DoorList, DoorSpec, DoorStatus, encode_segment,
+};
+use vmstrata_disk::{OpenOptions, own_clusters, snapshot};
+use vmstrata_memory::restore::{Pair, edit};
+use vmstrata_memory::vault::{DiskState, Info};
+use vmstrata_store::{FileId, Gate};
+
+use super::super::disks::is_export;
+use super::super::states::moved;
+use super::Ending;
+use crate::args::{ControlArgs, VmRestoreArgs};
+use crate::attach::{absolute, shell_quote};
+use crate::client::Client;
+use crate::commands::snapshot::live::is_file_of;
+use crate::output::counted;
+
+/// How QEMU gets to a disk.
+#[derive(Clone, Debug)]
+enum Way {
+    /// It opens the file.
+    File,
+    /// Through a door of the server.
+    Door(DoorSpec),
+}
+
+/// A disk of the snapshot.
+struct Disk {
+    state: DiskState,
+    way: Option<Way>,
+    /// What the server says of it, if it serves it.
+    served: Option<DiskStatus>,
+}
+
+/// The guest's disks, and the server that may serve them.
+pub(super) struct GuestDisks<'a> {
+    args: &'a VmRestoreArgs,
+    info: &'a Info,
+    client: Client,
+    disks: Vec<Disk>,
+}
+
+impl<'a> GuestDisks<'a> {
+    /// Finds the disks of the snapshot `info`, where they are now.
+    ///
+    /// # Errors
+    /// As [`moved`]; what the server says.
+    pub(super) fn find(args: &'a VmRestoreArgs, info: &'a Info) -> Result<Self> {
+        let client = Client::new(&args.server)?;
+        let states = moved(&info.disks, &args.disks)?;
+        let (mut served, mut doors) = (Vec::new(), Vec::new());
+        if !states.is_empty() && client.is_answered() {
+            served = client.get::<DiskList>("/v1/disks")?.disks;
+            doors = client.get::<DoorList>("/v1/doors")?.doors;
+        }
+        let disk = |state: DiskState| {
+            let path = Path::new(&state.disk);
+            let served = served.iter().find(|served| is_file_of(served, path)).cloned();
+            let way = find_way(&args.qemu, path, served.as_ref(), &doors);
+            Disk { state, way, served }
+        };
+        let disks = states.into_iter().map(disk).collect();
+        Ok(Self { args, info, client, disks })
+    }
+
+    /// Checks that each disk is the one that QEMU gets, and as the snapshot left it. With `--force`, says what is not.
+    ///
+    /// # Errors
+    /// Disks that are not, with what to do.
+    pub(super) fn check(&self) -> Result<()> {
+        let wrong: Vec<String> = self.disks.iter().filter_map(|disk| self.wrong(disk)).collect();
+        if self.args.force {
+            wrong.iter().for_each(|wrong| eprintln!("vmstrata: warning: {wrong}"));
+            return Ok(());
+        }
+        match &wrong[..] {
+            [] => Ok(()),
+            wrong => bail!(
+                "{}\nThe guest would destroy its file systems: it is not started (--force starts it all the same)",
+                wrong.join("\n")
+            ),
+        }
+    }
+
+    /// What is wrong with a disk, and what to do.
+    fn wrong(&self, disk: &Disk) -> Option<String> {
+        let path = &disk.state.disk;
+        if disk.way.is_none() {
+            return Some(self.not_used(disk));
+        }
+        let snapshots = match self.newer(disk) {
+            Ok(newer) => newer,
+            Err(error) => return Some(format!("{error:#}")),
+        };
+        let why = match &snapshots[..] {
+            [] => match self.written(disk) {
+                Ok(None) => return None,
+                Ok(Some(written)) => written,
+                Err(error) => return Some(format!("{path}: {error:#}")),
+            },
+            newer => format!("{} taken since: {}", counted(newer.len() as u64, "snapshot"), newer.join(", ")),
+        };
+        let name = &disk.state.snapshot;
+        let keep = unused(Path::new(path), None, &format!("before-{name}"));
+        let revert = ["snapshot", "revert", path, name, "--keep", &keep.to_string_lossy()].map(shell_quote);
+        Some(format!(
+            "{path} is not as {} left it: {why}\n  vmstrata {}   puts it back, and keeps what it is now; or start the guest on clones with --clone-disks",
+            self.info.title(),
+            revert.join(" ")
+        ))
+    }
+
+    fn not_used(&self, disk: &Disk) -> String {
+        let path = &disk.state.disk;
+        let server = match self.client.is_answered() {
+            true => format!("no socket there leads to it by the server at {}", self.client.path().display()),
+            false => format!("no server answers at {}", self.client.path().display()),
+        };
+        format!(
+            "{path} is not a disk of QEMU's command line: no option there names it, and {server}\n  \
+             name the files that are the guest's disks now with --disk, or their server with --control"
+        )
+    }
+
+    /// The snapshots of a disk that are newer than its state, which is in its chain.
+    fn newer(&self, disk: &Disk) -> Result<Vec<String>> {
+        let DiskState { disk: path, snapshot: name } = &disk.state;
+        let snapshots = snapshot::list(Path::new(path), &self.options(disk))?;
+        let is_it = |found: &snapshot::Snapshot| {
+            let info = found.info.as_ref();
+            info.is_some_and(|info| info.name == *name && info.taken_ns == self.info.taken_ns)
+        };
+        let Some(at) = snapshots.iter().position(is_it) else {
+            bail!(
+                "{path} does not stand on the snapshot {name} that was taken with {}\n  \
+                 name the files that do with --disk, in the order of `vmstrata vm show`",
+                self.info.title()
+            );
+        };
+        let name_of = |found: &snapshot::Snapshot| found.name().unwrap_or("one without a name").to_owned();
+        Ok(snapshots[..at].iter().map(name_of).collect())
+    }
+
+    /// What was written to a disk since it stands on its newest snapshot.
+    fn written(&self, disk: &Disk) -> Result<Option<String>> {
+        let mut clusters = 0;
+        own_clusters(Path::new(&disk.state.disk), &Gate::unrestricted(), |_| clusters += 1)?;
+        if clusters > 0 {
+            return Ok(Some(format!("{} written since", counted(clusters, "cluster"))));
+        }
+        let Some(served) = &disk.served else { return Ok(None) };
+        // The server may hold writes that are not in the file yet.
+        let detail: DiskDetail = self.client.get(&format!("/v1/disks/{}", encode_segment(&served.name)))?;
+        let changes = detail
+            .stats
+            .map_or(0, |stats| stats.write.requests + stats.discard.requests + stats.write_zeroes.requests);
+        Ok((changes > 0).then(|| format!("{} since the server opened it", counted(changes, "write"))))
+    }
+
+    /// How a disk's headers are read; a server has found its chain fit to open.
+    fn options(&self, disk: &Disk) -> OpenOptions {
+        let allowed =
+            if disk.served.is_some() { vec!["/".into()] } else { self.args.backing.allow_backing.clone() };
+        OpenOptions { allow_backing: allowed, ..OpenOptions::default() }
+    }
+
+    /// Makes a clone of each disk as it was at the snapshot, and returns QEMU's command line with the clones in their place.
+    ///
+    /// # Errors
+    /// A disk that QEMU does not get, or that has no such snapshot; what the host or the server says. Nothing is left then.
+    pub(super) fn clone_all(&self, dir: Option<&Path>, ending: &Ending) -> Result<(Vec<String>, Clones)> {
+        let (mut qemu, mut clones) = (self.args.qemu.clone(), Clones::default());
+        for disk in &self.disks {
+            let Some(way) = &disk.way else { bail!("{}", self.not_used(disk)) };
+            self.newer(disk)?;
+            match self.clone_one(disk, way, dir, ending, &mut clones) {
+                Ok(changed) => qemu = replaced(&qemu, Path::new(&disk.state.disk), way, &changed),
+                Err(error) => {
+                    clones.remove();
+                    return Err(error);
+                }
+            }
+        }
+        Ok((qemu, clones))
+    }
+
+    /// Makes a clone; returns what QEMU is to be given: a path, a socket or an export.
+    fn clone_one(
+        &self,
+        disk: &Disk,
+        way: &Way,
+        dir: Option<&Path>,
+        ending: &Ending,
+        clones: &mut Clones,
+    ) -> Result<Changed> {
+        let DiskState { disk: path, snapshot: name } = &disk.state;
+        let file = PathBuf::from(absolute(&unused(Path::new(path), dir, &format!("{name}.clone"))));
+        let mut made = Made { file: file.clone(), disk: None, server: self.args.server.clone() };
+        let changed = match (way, &disk.served) {
+            (Way::File, _) | (_, None) => {
+                snapshot::clone(Path::new(path), name, &file, &self.options(disk))?;
+                Changed { to: file.display().to_string(), export: String::new() }
+            }
+            (Way::Door(door), Some(served)) => {
+                let added = self.serve_clone(served, name, &file)?;
+                made.disk = Some(added.clone());
+                let undo = made.clone();
+                self.lead_to(door, &served.name, &added).inspect_err(|_| undo.remove())?
+            }
+        };
+        eprintln!("vmstrata: {}: clone of {path} at {name}, the guest's disk from now on", file.display());
+        let undo = made.clone();
+        ending.undo(move || undo.remove());
+        clones.0.push(made);
+        Ok(changed)
+    }
+
+    /// Has the server serve a clone; returns its name there.
+    fn serve_clone(&self, served: &DiskStatus, name: &str, file: &Path) -> Result<String> {
+        let detail: DiskDetail = self.client.get(&format!("/v1/disks/{}", encode_segment(&served.name)))?;
+        let layers = detail.chain.iter().filter_map(|layer| Path::new(&layer.path).parent());
+        let mut backing: Vec<String> =
+            layers.chain(file.parent()).map(|dir| dir.display().to_string()).collect();
+        backing.sort();
+        backing.dedup();
+        let spec = DiskSpec {
+            path: served.path.clone(),
+            at: Some(name.to_owned()),
+            clone: Some(file.display().to_string()),
+            backing: Some(backing),
+            // Not the file's own: several guests may have a disk of that name.
+            name: Some(file.file_stem().unwrap_or_default().to_string_lossy().into_owned()),
+            ..DiskSpec::default()
+        };
+        let added: DiskDetail = self.client.post("/v1/disks", &spec)?;
+        Ok(added.disk.name)
+    }
+
+    /// Has a door like that of the disk `old` lead to the disk `new`.
+    fn lead_to(&self, door: &DoorSpec, old: &str, new: &str) -> Result<Changed> {
+        match door {
+            DoorSpec::VhostUser(door) => {
+                let socket = Path::new(&door.socket).with_file_name(format!("{new}.sock"));
+                let to = absolute(&socket);
+                let mut door = door.clone();
+                (door.disk, door.socket) = (new.to_owned(), to.clone());
+                let _: DoorStatus = self.client.post("/v1/doors", &DoorSpec::VhostUser(door))?;
+                Ok(Changed { to, export: String::new() })
+            }
+            DoorSpec::Nbd(_) => Ok(Changed { to: new.to_owned(), export: old.to_owned() }),
+        }
+    }
+}
+
+/// What QEMU is given instead of a path or a socket; or of the export of that name.
+struct Changed {
+    to: String,
+    export: String,
+}
+
+/// Clones that were made.
+#[derive(Default)]
+pub(super) struct Clones(Vec<Made>);
+
+impl Clones {
+    /// Removes them: the guest did not run on them.
+    pub(super) fn remove(&self) {
+        self.0.iter().for_each(Made::remove);
+    }
+}
+
+#[derive(Clone)]
+struct Made {
+    file: PathBuf,
+    /// What the server calls it.
+    disk: Option<String>,
+    server: ControlArgs,
+}
+
+impl Made {
+    fn remove(&self) {
+        if let Some(disk) = &self.disk {
+            let path = format!("/v1/disks/{}?force=true", encode_segment(disk));
+            if let Err(error) = Client::new(&self.server).and_then(|client| client.delete(&path)) {
+                eprintln!("vmstrata: warning: the clone {disk} is still served: {error:#}");
+                return;
+            }
+        }
+        // One that is gone is as it should be.
+        let _ = std::fs::remove_file(&self.file);
+    }
+}
+
+/// A name that no file has: STEM.WHAT.qcow2 beside the disk or in `dir`, or with a number.
+fn unused(disk: &Path, dir: Option<&Path>, what: &str) -> PathBuf {
+    let name = |what: &str| {
+        let beside = snapshot::frozen_path(disk, what, vmstrata_disk::Format::Qcow2);
+        let beside = beside.unwrap_or_else(|| disk.with_file_name(format!("disk.{what}.qcow2")));
+        match dir {
+            Some(dir) => dir.join(beside.file_name().unwrap_or_default()),
+            None => beside,
+        }
+    };
+    let numbered = (2..).map(|number| name(&format!("{what}-{number}")));
+    std::iter::once(name(what))
+        .chain(numbered)
+        .find(|path| path.symlink_metadata().is_err())
+        .expect("endless")
+}
+
+/// How a command line gets to the disk at `path`, which may be served.
+fn find_way(qemu: &[String], path: &Path, served: Option<&DiskStatus>, doors: &[DoorStatus]) -> Option<Way> {
+    let file = Way::File;
+    let is_there = |way: &Way, export: &str| {
+        let mut found = false;
+        let _ = edit(qemu, |pairs| found |= hits(pairs, path, way, export).next().is_some());
+        found
+    };
+    if is_there(&file, "") {
+        return Some(file);
+    }
+    let name = &served?.name;
+    let leads = |door: &&DoorStatus| match &door.door {
+        DoorSpec::VhostUser(door) => door.disk == *name,
+        DoorSpec::Nbd(_) => true,
+    };
+    let mut ways = doors.iter().filter(leads).map(|door| Way::Door(door.door.clone()));
+    ways.find(|way| is_there(way, name))
+}
+
+/// The command line with what leads to a disk replaced.
+fn replaced(qemu: &[String], path: &Path, way: &Way, changed: &Changed) -> Vec<String> {
+    edit(qemu, |pairs| {
+        let at: Vec<usize> = hits(pairs, path, way, &changed.export).collect();
+        for at in at {
+            let value = &mut pairs[at].1;
+            let is_url = way.is_nbd() && value.contains(':');
+            *value = match (is_url, value.strip_prefix("file:")) {
+                (true, _) => with_export(value, &changed.export, &changed.to),
+                (false, Some(_)) => format!("file:{}", changed.to),
+                (false, None) => changed.to.clone(),
+            };
+        }
+    })
+}
+
+impl Way {
+    fn is_nbd(&self) -> bool {
+        matches!(self, Self::Door(DoorSpec::Nbd(_)))
+    }
+}
+
+/// An NBD address with another export's name.
+fn with_export(url: &str, old: &str, new: &str) -> String {
+    for (before, after) in [("/", "?"), ("exportname=", "")] {
+        let from = format!("{before}{old}{after}");
+        if let Some(at) = url.find(&from) {
+            return format!("{}{before}{new}{after}{}", &url[..at], &url[at + from.len()..]);
+        }
+    }
+    url.strip_suffix(old).map_or_else(|| url.to_owned(), |head| format!("{head}{new}"))
+}
+
+/// The places of the values in `pairs` that lead to the disk at `path` this way; `export` is its name there.
+fn hits(pairs: &[Pair], path: &Path, way: &Way, export: &str) -> std::vec::IntoIter<usize> {
+    let same_path = |value: &str, path: &Path| {
+        let value = Path::new(value);
+        value == path
+            || value.canonicalize().is_ok_and(|value| path.canonicalize().is_ok_and(|path| path == value))
+    };
+    let is_hit = |(key, value): &Pair| match way {
+        Way::File => {
+            let file = |path: &Path| path.metadata().ok().map(|found| FileId::of(&found));
+            let named = Path::new(value.strip_prefix("file:").unwrap_or(value));
+            file(path).is_some_and(|id| file(named) == Some(id))
+        }
+        Way::Door(DoorSpec::VhostUser(door)) => same_path(value, Path::new(&door.socket)),
+        Way::Door(DoorSpec::Nbd(door)) => {
+            let is_here = match door.address.split_once(':') {
+                Some(("unix", socket)) => {
+                    value == &format!("nbd:unix:{socket}:exportname={export}")
+                        || pairs.iter().any(|(_, value)| same_path(value, Path::new(socket)))
+                }
+                Some((_, at)) => {
+                    let (host, port) = at.rsplit_once(':').unwrap_or((at, "10809"));
+                    let has = |end: &str, text: &str| {
+                        pairs.iter().any(|(key, value)| key.ends_with(end) && value == text)
+                    };
+                    value == &format!("nbd:{at}:exportname={export}")
+                        || has("host", host) && has("port", port)
+                }
+                None => false,
+            };
+            let is_export_key = key.ends_with("export") && value == export;
+            is_export(value, &door.address, export)
+                || is_here && (is_export_key || value.ends_with(&format!("exportname={export}")))
+        }
+    };
+    let hits: Vec<usize> = (0..pairs.len()).filter(|&at| is_hit(&pairs[at])).collect();
+    hits.into_iter()
+}
