@@ -108,8 +108,8 @@ fn a_disk_removed_in_the_middle_of_writes_is_left_clean_and_the_server_goes_on()
 fn a_file_that_the_server_has_is_refused_at_once_by_the_name_it_has_it_under() {
     let images = Images::new();
     let path = images.create("web.qcow2", &["16M"]);
-    let overlay = images.create("overlay.qcow2", &["-b", "web.qcow2", "-F", "qcow2"]);
     let server = Server::start(&["--disk", &disk(&path, "web"), "--nbd", &unix(&images)]);
+    let overlay = images.create("overlay.qcow2", &["-u", "-b", "web.qcow2", "-F", "qcow2", "16M"]);
     std::fs::hard_link(&path, images.path("hard.qcow2")).unwrap();
     std::os::unix::fs::symlink(&path, images.path("soft.qcow2")).unwrap();
     let start = Instant::now();

@@ -99,7 +99,7 @@ fn a_file_that_cannot_be_served_is_named_in_the_problem() {
     std::fs::write(&version, bytes).unwrap();
     images.create("orphan.qcow2", &["-u", "-b", "/absent/base.qcow2", "-F", "qcow2", "16M"]);
     for (name, status, kind) in [
-        ("a.qcow2", 409, "file-in-use"),
+        ("a.qcow2", 409, "already-served"),
         ("absent.qcow2", 422, "file-not-allowed"),
         ("orphan.qcow2", 422, "file-not-allowed"),
         ("version.qcow2", 422, "not-supported"),

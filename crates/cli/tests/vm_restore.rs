@@ -276,7 +276,7 @@ fn a_served_disk_is_found_behind_its_socket_and_cloned_by_its_server() {
         "--vhost-user",
         &format!("web={vhost}"),
         "--nbd",
-        &format!("unix:{nbd}"),
+        &format!("unix:{nbd},rw"),
     ]);
     let control = server.control().display().to_string();
     let url = format!("nbd+unix:///web?socket={nbd}");

@@ -212,7 +212,7 @@ fn a_machine_is_restored_on_a_clone_of_its_disk() {
     let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
     images.create("web.qcow2", &["16M"]);
     let (disk, nbd) = (images.name("web.qcow2"), images.name("nbd.sock"));
-    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &format!("unix:{nbd}")]);
+    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &format!("unix:{nbd},rw")]);
     let export = format!("driver=nbd,node-name=disk,export=web,server.type=unix,server.path={nbd}");
     let devices = ["-blockdev", &export, "-device", "virtio-blk-pci,drive=disk"];
     let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &devices);

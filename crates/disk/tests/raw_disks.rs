@@ -355,7 +355,7 @@ fn images_of_other_formats_are_refused_by_name_and_raw_where_said() {
         common::open(&overlay).close().unwrap();
         forget_backing_format(&overlay);
         refused(Disk::open(&overlay, &open, &resources()).unwrap_err());
-        open_with(&path, &raw()).close().unwrap();
+        open_with(&path, &OpenOptions { force: true, ..raw() }).close().unwrap();
     }
 }
 

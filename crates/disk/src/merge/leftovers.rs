@@ -106,6 +106,17 @@ pub(super) fn waiting_of(disk: &Path, links: &[Link]) -> Vec<Dropped> {
     found.into_iter().map(|(_, dropped)| dropped).collect()
 }
 
+/// Forgets those of the files that wait that are gone. What an interrupted merge left stays noted. The caller holds the disk's
+/// writer's lock, or the disk is gone.
+pub(super) fn forget_gone(disk: &Path, open: &OpenOptions) {
+    let note =
+        note_of(disk).filter(|place| is_file(place)).and_then(|place| Note::read(&place).ok().flatten());
+    if let Some(note) = note.filter(|note| !note.is_of_killed()) {
+        let there = find(&directory_of(disk), &note.waiting);
+        leave(disk, open, there.iter().map(|(_, file)| file.path.as_path()));
+    }
+}
+
 /// Forgets the notes: what they name is gone, or stays.
 fn settle(disk: &Path, open: &OpenOptions) {
     let Some(place) = note_of(disk) else { return };

@@ -23,7 +23,7 @@ use rustix::fs::FileType;
 use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 use vmstrata_store::{Directory, FileId};
 
-use super::leftovers::{LeftNote, Noted, find, is_file, left_note_of, waiting};
+use super::leftovers::{self, LeftNote, Noted, find, is_file, left_note_of, waiting};
 use super::plan::{Link, links};
 use super::remove::{Dropped, Kept, Removal, Wanted, foresee, remove};
 use super::users::{Here, Users};
@@ -80,7 +80,7 @@ pub fn collect(disk: &Path, options: &CollectOptions) -> Result<Vec<Orphan>> {
     if found.iter().any(|orphan| orphan.kept.is_none()) {
         flush_directory(disk)?;
     }
-    forget_gone(disk);
+    forget_gone(disk, &options.open);
     Ok(found)
 }
 
@@ -225,11 +225,12 @@ pub(crate) fn note_left<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>, 
     }
 }
 
-/// Lets the note forget files that are gone, or that are others by now.
-fn forget_gone(disk: &Path) {
-    let Some(place) = left_note_of(disk).filter(|place| is_file(place)) else { return };
-    // The disk's writer may be about to write it.
+/// Lets the notes forget files that are gone, or that are others by now.
+fn forget_gone(disk: &Path, open: &OpenOptions) {
+    // The disk's writer may be about to write them.
     let Some(_lock) = is_gone(disk).then_some(None).or_else(|| lock_if_free(disk).map(Some)) else { return };
+    leftovers::forget_gone(disk, open);
+    let Some(place) = left_note_of(disk).filter(|place| is_file(place)) else { return };
     let mut note = LeftNote::read(&place).unwrap_or_default();
     note.retain_there(&directory_of(disk));
     if let Err(error) = note.replace(&place) {

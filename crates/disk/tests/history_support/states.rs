@@ -128,7 +128,7 @@ impl World {
         let known: HashSet<&Path> = self.model.there().map(|id| &*self.model.images[id].path).collect();
         for path in [0, 1].into_iter().flat_map(|number| files(&self.directory(number))) {
             let name = path.to_str().unwrap();
-            let is_note = name.ends_with(".vmsx") || name.ends_with(".dropped");
+            let is_note = [".vmsx", ".dropped", ".left"].iter().any(|end| name.ends_with(end));
             assert!(is_note || known.contains(&*path), "{name} is left");
         }
     }

@@ -43,7 +43,12 @@ impl Beside {
         (path, file): (&Path, FileId),
         chain: impl Iterator<Item = &'a Path>,
     ) -> io::Result<Option<PathBuf>> {
-        let path = path.canonicalize()?;
+        let path = match path.canonicalize() {
+            Ok(path) => path,
+            // A file that is in memory, or was moved away since it was opened, has nothing beside it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
         let directory = directory_of(&path);
         let in_directory = |path: &&Path| directory_of(path).canonicalize().is_ok_and(|dir| dir == directory);
         // Neighbours in a chain mostly lie in one directory: each other one is looked up once.
