@@ -162,6 +162,35 @@ fn a_restore_that_is_ended_leaves_nothing() {
     }
 }
 
+/// What a server allows for its disks need not be said again.
+#[test]
+fn a_served_disk_may_stand_where_its_server_allows_it() {
+    let it = WithDisk::new();
+    std::fs::create_dir(it.images.path("golden")).expect("a directory");
+    let base = it.images.name("golden/base.qcow2");
+    it.images.create("golden/base.qcow2", &["16M"]);
+    std::fs::remove_file(&it.disk).expect("removes");
+    it.images.create("web.qcow2", &["-b", &base, "-F", "qcow2"]);
+    let nbd = it.images.name("nbd.sock");
+    let disk = format!("path={}", it.disk);
+    let address = format!("unix:{nbd}");
+    let golden = it.images.name("golden");
+    let server = Server::start(&["--disk", &disk, "--nbd", &address, "--allow-backing", &golden]);
+    server.ask_ok(["snapshot", "create", &it.disk, "--name", "tue"]);
+    let taken_ns = recorded_in(it.disk.as_ref()).expect("a snapshot").taken_ns;
+    let state = DiskState { disk: it.disk.clone(), snapshot: "tue".into() };
+    it.homes.save_with("tue", 2, taken_ns, vec![state]);
+    let control = server.control().display().to_string();
+    let url = format!("nbd+unix:///web?socket={nbd}");
+    for flags in [&[][..], &["--clone-disks"]] {
+        let mut args =
+            it.homes.args("web@tue", &[&["--control", control.as_str()][..], flags].concat(), "exit 3");
+        args.push(url.clone());
+        let said = run_err(1, args);
+        assert!(said.contains("did not start: exit status: 3"), "{said}");
+    }
+}
+
 /// A snapshot of memory with a disk that stands on its own of the same instant.
 struct WithDisk {
     homes: Homes,

@@ -205,6 +205,39 @@ fn a_guard_reads_on_until_qemu_does_what_it_says() {
     assert_eq!(status["running"], true);
 }
 
+#[test]
+fn copies_are_those_of_the_newest_snapshot_and_what_devices_allow() {
+    let images = Images::new();
+    let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
+    let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &[]);
+    for home in ["a", "b"] {
+        std::fs::create_dir(images.path(home)).expect("a directory");
+    }
+    let vault = format!("{}:{}", images.name("a"), images.name("b"));
+    let take = |name: &str, flags: &[&str]| {
+        let mut command = vmstrata();
+        command.args(["vm", "snapshot", "web", "--name", name, "--vault", &vault]).args(flags);
+        let command =
+            command.arg("--qmp").arg(&machine.monitor).env("VMSTRATA_CONTROL", images.path("no-server"));
+        stderr(&command.output().expect("runs"))
+    };
+    let copies = || {
+        let listed = support::run_json(["vm", "list", "web", "--json", "--vault", &vault]);
+        listed["snapshots"][0]["copies"].as_u64().expect("a number")
+    };
+    let said = take("one", &[]);
+    assert!(said.contains("1 copy instead of 3") && said.contains("on one device"), "{said}");
+    assert_eq!(copies(), 1);
+    let said = take("meant", &["--copies", "1"]);
+    assert!(!said.contains("instead of"), "{said}");
+    // What is asked for is not made less of.
+    assert!(take("refused", &["--copies", "2"]).contains("would share a device"));
+    take("two", &["--copies", "2", "--one-device"]);
+    let said = take("inherited", &["--one-device"]);
+    assert!(said.contains("2 copies instead of 3") && said.contains("no more homes"), "{said}");
+    assert_eq!(copies(), 2);
+}
+
 /// A machine goes on from its snapshot on a clone of its disk, while what was written to the disk since stays.
 #[test]
 fn a_machine_is_restored_on_a_clone_of_its_disk() {

@@ -192,6 +192,17 @@ fn a_namenode_that_is_not_there_is_an_error() {
 }
 
 #[test]
+fn a_vault_that_is_not_there_is_told_with_what_makes_it() {
+    let homes = Homes::new();
+    let gone = homes.0.path().join("gone").display().to_string();
+    let said = run_err(1, ["vm", "list", "--vault", &gone]);
+    let expected = format!(
+        "no home of the vault can be opened: {gone}: no such directory; `mkdir -m 700 {gone}` makes it"
+    );
+    assert!(said.contains(&expected), "{said}");
+}
+
+#[test]
 fn a_missing_directory_is_a_warning_and_deletes_nothing() {
     let homes = Homes::new();
     homes.save("mon", 20_000);

@@ -105,12 +105,13 @@ pub struct VmSnapshotArgs {
     /// Where to keep it.
     #[command(flatten)]
     pub vault: VaultArgs,
-    /// Copies of what the guest cannot live without
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=16))]
-    pub copies: u8,
-    /// Copies of what it can read again from its disks; 0 for none
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=16))]
-    pub clean_copies: u8,
+    /// Copies of what the guest cannot live without [default: as its newest snapshot has, else 3; fewer, with a warning, where the
+    /// vault has fewer devices]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub copies: Option<u8>,
+    /// Copies of what it can read again from its disks; 0 for none [default: as its newest snapshot has, else 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
+    pub clean_copies: Option<u8>,
     /// Store pages of cache also where the snapshot of the disks has the same bytes
     #[arg(long)]
     pub no_refill: bool,

@@ -50,7 +50,13 @@ impl HomeAddress {
     /// When there is no such directory, or it cannot be reached.
     pub fn open(&self) -> io::Result<Arc<dyn Home>> {
         match self {
-            Self::Directory(path) => Ok(Arc::new(DirectoryHome::open(path)?)),
+            Self::Directory(path) => match DirectoryHome::open(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    let remedy = format!("no such directory; `mkdir -m 700 {}` makes it", path.display());
+                    Err(io::Error::new(error.kind(), remedy))
+                }
+                opened => Ok(Arc::new(opened?)),
+            },
             #[cfg(feature = "hdfs")]
             Self::Hdfs(address) => Ok(Arc::new(super::hdfs::HdfsHome::open(address)?)),
             #[cfg(not(feature = "hdfs"))]

@@ -41,6 +41,21 @@ pub(super) fn choose(vault: &Vault, policy: &Policy, preferred: &[usize]) -> Res
     distribute(candidates, policy.critical_copies, policy.one_device)
 }
 
+impl Vault {
+    /// How many copies its homes can keep; with [`OneDevice::Refuse`], of which no device has two, but for a home that sees
+    /// to its copies itself.
+    pub fn copies_max(&self, one_device: OneDevice) -> u8 {
+        let mut devices = Vec::new();
+        let counts = self.homes.iter().filter(|home| {
+            let is_new = !devices.contains(&home.device());
+            devices.push(home.device());
+            is_new || one_device == OneDevice::Allow
+        });
+        let copies: usize = counts.map(|home| usize::from(home.max_copies())).sum();
+        u8::try_from(copies).map_or(Policy::MAX_COPIES, |copies| copies.min(Policy::MAX_COPIES))
+    }
+}
+
 /// The homes for clean pages: among `shares`, so that every copy is beside one of the metadata; the fullest last.
 pub(super) fn choose_clean(vault: &Vault, shares: &[Share], copies: u8) -> Vec<Share> {
     let mut shares = shares.to_vec();

@@ -1,12 +1,15 @@
 //! The disks of a guest that a server serves: found, and snapshotted while the guest is held.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::json;
-use vmstrata_api::{DiskList, DoorList, DoorSpec, JobState, JobStatus, SnapshotSpec, SnapshotTaken};
+use vmstrata_api::{
+    DiskDetail, DiskList, DoorList, DoorSpec, JobState, JobStatus, SnapshotSpec, SnapshotTaken,
+    encode_segment,
+};
 use vmstrata_disk::{OpenOptions, snapshot};
 use vmstrata_memory::capture::{BoxError, Disks};
 use vmstrata_memory::qmp::Qmp;
@@ -151,6 +154,18 @@ impl ServedDisks {
         Ok(deleted)
     }
 
+    /// The directories that the layers of their chains are in.
+    ///
+    /// # Errors
+    /// What the server says.
+    pub(super) fn backing(&self) -> Result<Vec<PathBuf>> {
+        let mut all = Vec::new();
+        for disk in &self.spec.disks {
+            all.extend(layer_directories(&self.client, disk)?);
+        }
+        Ok(all)
+    }
+
     /// What the server calls them.
     pub(super) fn names(&self) -> &[String] {
         &self.spec.disks
@@ -195,6 +210,19 @@ impl Disks for ServedDisks {
             eprintln!("vmstrata: warning: snapshot {name} of {disks} is left over: {error:#}");
         }
     }
+}
+
+/// The directories that the layers of a served disk are in: all that its backing files need to be allowed.
+///
+/// # Errors
+/// What the server says.
+pub(super) fn layer_directories(client: &Client, disk: &str) -> Result<Vec<PathBuf>> {
+    let detail: DiskDetail = client.get(&format!("/v1/disks/{}", encode_segment(disk)))?;
+    let parents = detail.chain.iter().filter_map(|layer| Path::new(&layer.path).parent());
+    let mut directories: Vec<PathBuf> = parents.map(Path::to_owned).collect();
+    directories.sort();
+    directories.dedup();
+    Ok(directories)
 }
 
 /// Media that the guest can write to: QEMU's name of the drive, and of the file.

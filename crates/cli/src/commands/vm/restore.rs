@@ -22,7 +22,7 @@ use vmstrata_memory::vault::{Snapshot, Vault, Want, Which};
 use super::states::{States, moved};
 use crate::args::VmRestoreArgs;
 use crate::units::short_size;
-use disks::GuestDisks;
+use disks::{Clones, GuestDisks};
 use ending::Ending;
 
 /// How long QEMU may take until its monitor answers.
@@ -62,15 +62,13 @@ fn restore(args: &VmRestoreArgs, vault: &Arc<Vault>, which: &Which, start: Insta
     snapshot.check_present().map_err(RestoreError::from)?;
     let ending = Ending::watch()?;
     let disks = GuestDisks::find(args, snapshot.info())?;
-    let Some(dir) = &args.clone_disks else {
-        disks.check()?;
-        drop(disks);
-        return start_guest(args, vault, snapshot, &ending, start);
+    let (qemu, clones) = match &args.clone_disks {
+        Some(dir) => disks.clone_all(dir.as_deref(), &ending)?,
+        None => (args.qemu.clone(), disks.check().map(|()| Clones::default())?),
     };
-    let (qemu, clones) = disks.clone_all(dir.as_deref(), &ending)?;
+    let args = VmRestoreArgs { qemu, backing: disks.backing()?, ..args.clone() };
     drop(disks);
-    let on_clones = VmRestoreArgs { qemu, ..args.clone() };
-    let done = start_guest(&on_clones, vault, snapshot, &ending, start);
+    let done = start_guest(&args, vault, snapshot, &ending, start);
     if !ending.has_begun() {
         clones.remove();
     }

@@ -10,15 +10,14 @@ use vmstrata_api::{Quiesce, SnapshotSpec, time};
 use vmstrata_disk::snapshot::{MEMORY_LABEL, now_ns};
 use vmstrata_memory::Introspection;
 use vmstrata_memory::capture::{self, Before, Channel, Control, Mode, Report, Request};
-use vmstrata_memory::disk::OpenDisk;
-use vmstrata_memory::vault::{OneDevice, Policy};
+use vmstrata_memory::vault::{OneDevice, Policy, Vault};
 use vmstrata_qcow2::snapshot_info::MAX_LABELS;
 
 use super::disks::ServedDisks;
 use super::guard::Guard;
 use super::periodic;
 use super::states::States;
-use crate::args::{VmMode, VmSnapshotArgs};
+use crate::args::{BackingArgs, VmMode, VmSnapshotArgs};
 use crate::client::Client;
 use crate::output::{counted, print, print_json, print_json_line};
 use crate::units::short_size;
@@ -94,7 +93,13 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
     for other in served.others(&mut qmp)? {
         eprintln!("vmstrata: warning: {other} is not served by vmstrata, and not in the snapshot");
     }
-    let request = request(args, labels, &name, taken_ns)?;
+    let copies = copies(args, &vault)?;
+    let mut request = request(args, labels, &name, taken_ns, copies);
+    if !args.no_refill {
+        // A server has found its chains fit to open, wherever their layers are.
+        let allowed = args.backing.allow_backing.iter().cloned().chain(served.backing()?).collect();
+        request.refill = Some(Arc::new(States::new(&BackingArgs { allow_backing: allowed })?));
+    }
     let channel = Channel::new()?;
     let before = Before::of(&mut qmp, request.mode)?;
     let guard = Guard::start(&monitor, &before, &channel, (args, &name, taken_ns), &served)?;
@@ -127,16 +132,66 @@ fn group(guest: &str, name: &str) -> String {
     format!("{guest}.{name}").chars().take(64).collect()
 }
 
-fn request(args: &VmSnapshotArgs, labels: &[(String, String)], name: &str, taken_ns: u64) -> Result<Request> {
-    let refill = (!args.no_refill).then(|| States::new(&args.backing)).transpose()?;
-    Ok(Request {
+/// How many copies are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Copies {
+    critical: u8,
+    clean: u8,
+}
+
+impl Copies {
+    const DEFAULT: Self = Self { critical: 3, clean: 1 };
+}
+
+/// The copies that were asked for; else as many as the guest's newest snapshot has, or the default, as far as the vault's homes
+/// have room for them. Says where that is fewer.
+fn copies(args: &VmSnapshotArgs, vault: &Vault) -> Result<Copies> {
+    let listed = vault.list()?;
+    let infos = listed.iter().filter_map(|listed| listed.info.as_ref().ok());
+    let newest = infos.into_iter().find(|info| info.guest == args.guest);
+    let before = newest
+        .map_or(Copies::DEFAULT, |info| Copies { critical: info.critical_copies, clean: info.clean_copies });
+    let room = vault.copies_max(if args.one_device { OneDevice::Allow } else { OneDevice::Refuse });
+    let critical = args.copies.unwrap_or(before.critical.min(room.max(1)));
+    let wanted = before.critical.max(Copies::DEFAULT.critical);
+    if args.copies.is_none() && critical < wanted {
+        let copies = |count: u8| if count == 1 { "1 copy".to_owned() } else { format!("{count} copies") };
+        let why = if critical < room {
+            format!(
+                "its newest snapshot has no more; --copies {} uses the room that there is",
+                wanted.min(room)
+            )
+        } else if args.one_device {
+            "the vault has no more homes; name others with --vault".to_owned()
+        } else if critical == 1 {
+            "the vault is on one device, and its snapshots are lost with it; name homes on other devices with --vault".to_owned()
+        } else {
+            "the vault is on no more devices; name homes on others with --vault".to_owned()
+        };
+        eprintln!(
+            "vmstrata: warning: {}: {} instead of {wanted}: {why} (--copies {critical} says that it is meant)",
+            args.guest,
+            copies(critical)
+        );
+    }
+    Ok(Copies { critical, clean: args.clean_copies.unwrap_or(before.clean).min(critical) })
+}
+
+fn request(
+    args: &VmSnapshotArgs,
+    labels: &[(String, String)],
+    name: &str,
+    taken_ns: u64,
+    copies: Copies,
+) -> Request {
+    Request {
         guest: args.guest.clone(),
         name: name.to_owned(),
         taken_ns,
         labels: labels.to_vec(),
         policy: Policy {
-            critical_copies: args.copies,
-            clean_copies: args.clean_copies.min(args.copies),
+            critical_copies: copies.critical,
+            clean_copies: copies.clean,
             one_device: if args.one_device { OneDevice::Allow } else { OneDevice::Refuse },
             level: args.level,
             ..Policy::default()
@@ -147,8 +202,8 @@ fn request(args: &VmSnapshotArgs, labels: &[(String, String)], name: &str, taken
             VmMode::Live => Mode::Live,
         },
         introspect: Some(Introspection::of),
-        refill: refill.map(|states| Arc::new(states) as Arc<dyn OpenDisk>),
-    })
+        refill: None,
+    }
 }
 
 /// Set once someone interrupts or ends this process.

@@ -7,9 +7,11 @@ mod report;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use vmstrata_disk::snapshot::Keep;
-use vmstrata_memory::vault::{Deleted, DiskState, HomeAddress, Info, Listed, SnapshotId, Vault, Which};
+use vmstrata_memory::vault::{
+    Deleted, DiskState, HomeAddress, Info, Listed, SnapshotId, Vault, VaultError, Which,
+};
 
 use crate::args::{
     DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmShowArgs, VmStoreCommand,
@@ -40,7 +42,12 @@ pub fn run(command: &VmStoreCommand) -> Result<ExitCode> {
 /// When none is there.
 pub fn open(args: &VaultArgs) -> Result<Arc<Vault>> {
     let addresses: Vec<HomeAddress> = args.vault.iter().flat_map(|homes| homes.0.clone()).collect();
-    let vault = Vault::open_at(&addresses).context("no home of the vault can be opened")?;
+    let vault = Vault::open_at(&addresses).map_err(|error| match error {
+        VaultError::Home { home, source, .. } => {
+            anyhow!("no home of the vault can be opened: {home}: {source}")
+        }
+        other => other.into(),
+    })?;
     for missing in vault.missing() {
         eprintln!("vmstrata: warning: {missing}");
     }

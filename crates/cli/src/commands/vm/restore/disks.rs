@@ -19,10 +19,10 @@ use vmstrata_memory::restore::{Pair, edit};
 use vmstrata_memory::vault::{DiskState, Info};
 use vmstrata_store::{FileId, Gate};
 
-use super::super::disks::is_export;
+use super::super::disks::{is_export, layer_directories};
 use super::super::states::moved;
 use super::Ending;
-use crate::args::{ControlArgs, VmRestoreArgs};
+use crate::args::{BackingArgs, ControlArgs, VmRestoreArgs};
 use crate::attach::{absolute, shell_quote};
 use crate::client::Client;
 use crate::commands::snapshot::live::is_file_of;
@@ -138,7 +138,7 @@ impl<'a> GuestDisks<'a> {
     /// The snapshots of a disk that are newer than its state, which is in its chain.
     fn newer(&self, disk: &Disk) -> Result<Vec<String>> {
         let DiskState { disk: path, snapshot: name } = &disk.state;
-        let snapshots = snapshot::list(Path::new(path), &self.options(disk))?;
+        let snapshots = snapshot::list(Path::new(path), &self.options(disk)?)?;
         let is_it = |found: &snapshot::Snapshot| {
             let info = found.info.as_ref();
             info.is_some_and(|info| info.name == *name && info.taken_ns == self.info.taken_ns)
@@ -170,11 +170,25 @@ impl<'a> GuestDisks<'a> {
         Ok((changes > 0).then(|| format!("{} since the server opened it", counted(changes, "write"))))
     }
 
-    /// How a disk's headers are read; a server has found its chain fit to open.
-    fn options(&self, disk: &Disk) -> OpenOptions {
-        let allowed =
-            if disk.served.is_some() { vec!["/".into()] } else { self.args.backing.allow_backing.clone() };
-        OpenOptions { allow_backing: allowed, ..OpenOptions::default() }
+    /// How a disk's headers are read.
+    fn options(&self, disk: &Disk) -> Result<OpenOptions> {
+        let mut allow_backing = self.args.backing.allow_backing.clone();
+        if let Some(served) = &disk.served {
+            allow_backing.extend(layer_directories(&self.client, &served.name)?);
+        }
+        Ok(OpenOptions { allow_backing, ..OpenOptions::default() })
+    }
+
+    /// Where backing files of the disks may be: also where a server has found them.
+    ///
+    /// # Errors
+    /// What the server says.
+    pub(super) fn backing(&self) -> Result<BackingArgs> {
+        let mut allow_backing = self.args.backing.allow_backing.clone();
+        for served in self.disks.iter().filter_map(|disk| disk.served.as_ref()) {
+            allow_backing.extend(layer_directories(&self.client, &served.name)?);
+        }
+        Ok(BackingArgs { allow_backing })
     }
 
     /// Makes a clone of each disk as it was at the snapshot, and returns QEMU's command line with the clones in their place.
@@ -211,7 +225,7 @@ impl<'a> GuestDisks<'a> {
         let mut made = Made { file: file.clone(), disk: None, server: self.args.server.clone() };
         let changed = match (way, &disk.served) {
             (Way::File, _) | (_, None) => {
-                snapshot::clone(Path::new(path), name, &file, &self.options(disk))?;
+                snapshot::clone(Path::new(path), name, &file, &self.options(disk)?)?;
                 Changed { to: file.display().to_string(), export: String::new() }
             }
             (Way::Door(door), Some(served)) => {
@@ -230,12 +244,9 @@ impl<'a> GuestDisks<'a> {
 
     /// Has the server serve a clone; returns its name there.
     fn serve_clone(&self, served: &DiskStatus, name: &str, file: &Path) -> Result<String> {
-        let detail: DiskDetail = self.client.get(&format!("/v1/disks/{}", encode_segment(&served.name)))?;
-        let layers = detail.chain.iter().filter_map(|layer| Path::new(&layer.path).parent());
-        let mut backing: Vec<String> =
-            layers.chain(file.parent()).map(|dir| dir.display().to_string()).collect();
-        backing.sort();
-        backing.dedup();
+        let mut backing = layer_directories(&self.client, &served.name)?;
+        backing.extend(file.parent().map(Path::to_owned));
+        let backing = backing.iter().map(|dir| dir.display().to_string()).collect();
         let spec = DiskSpec {
             path: served.path.clone(),
             at: Some(name.to_owned()),
