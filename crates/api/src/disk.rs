@@ -19,7 +19,8 @@ pub struct DiskSpec {
     /// Refuse writes; the file is then locked for reading only.
     #[serde(default, skip_serializing_if = "is_default")]
     pub read_only: bool,
-    /// Write the disk although images stand on it, which then read other data; without it, such a disk is served read-only.
+    /// Write the disk although it is a backing file of other images, which then read other data. Without this, such a disk is
+    /// served read-only.
     #[serde(default, skip_serializing_if = "is_default")]
     pub force: bool,
     /// How the active layer's data passes the host's page cache.

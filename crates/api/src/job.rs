@@ -152,7 +152,7 @@ pub enum MergeInto {
 pub enum RemoveFiles {
     /// All stay.
     None,
-    /// Those of this disk's own snapshots go that nobody needs; a base, and what came with a clone, stays.
+    /// Remove the files of this disk's own snapshots unless another disk needs them. Keep a base, and the layers a clone came with.
     #[default]
     Snapshots,
     /// All in the disk's own directory go that no image vmstrata knows of stands on, and nobody has open.

@@ -308,13 +308,8 @@ fn rows() -> Vec<[&'static str; 3]> {
     .collect()
 }
 
-#[test]
-fn what_virsh_cannot_do_is_as_documented_and_ours_does_it() {
-    if !is_there() {
-        return;
-    }
-    let libvirt = Libvirt::start();
-    boot_disk(&libvirt.images, "vms/web.qcow2");
+/// The guest `web`, which runs on its disk and has written to it, and the server of that.
+fn start_web(libvirt: &Libvirt) -> Server {
     let server = libvirt.serve(
         scratch(),
         "--disk path=/srv/vms/web.qcow2 --vhost-user web=/run/vmstrata-guests/web.sock,group=vmstrata-guests",
@@ -323,6 +318,17 @@ fn what_virsh_cannot_do_is_as_documented_and_ours_does_it() {
     libvirt.define("web", memory, disk);
     libvirt.shell_ok("virsh start web");
     libvirt.await_write("web");
+    server
+}
+
+#[test]
+fn what_virsh_cannot_do_is_as_documented_and_ours_does_it() {
+    if !is_there() {
+        return;
+    }
+    let libvirt = Libvirt::start();
+    boot_disk(&libvirt.images, "vms/web.qcow2");
+    let _server = start_web(&libvirt);
     let is_the_documented = libvirt.shell_ok("virsh --version").starts_with("9.0.");
     let rows = rows();
     assert!(rows.len() > 10, "{rows:?}");
@@ -354,14 +360,7 @@ fn memory_and_disks_go_back_to_one_instant_as_documented() {
     }
     let libvirt = Libvirt::start();
     let path = boot_disk(&libvirt.images, "vms/web.qcow2");
-    let server = libvirt.serve(
-        scratch(),
-        "--disk path=/srv/vms/web.qcow2 --vhost-user web=/run/vmstrata-guests/web.sock,group=vmstrata-guests",
-    );
-    let (memory, disk) = printed(&server, 0, "vhost_user");
-    libvirt.define("web", memory, disk);
-    libvirt.shell_ok("virsh start web");
-    libvirt.await_write("web");
+    let server = start_web(&libvirt);
     let [take, go_back] = scripts("Memory and disks at one instant").try_into().unwrap();
     // Nothing goes on between the two.
     let paused = take.replace("vmstrata snapshot", "virsh domstate web --reason\nvmstrata snapshot");

@@ -15,8 +15,8 @@ pub struct GcArgs {
     /// Remove what can go; without it that is only listed
     #[arg(long, short)]
     pub yes: bool,
-    /// Take disks that were cloned from what is left, and are not where they were, for deleted; else they may have been moved, and
-    /// the files they stand on stay
+    /// Treat clones that are missing from their recorded path as deleted. By default gc assumes that they were moved, and keeps
+    /// their backing files
     #[arg(long)]
     pub forget_missing: bool,
     /// Common options.
@@ -30,8 +30,8 @@ Examples:
   vmstrata gc web.qcow2 --yes
   vmstrata gc /vms --json | jq '.[\"freed-bytes\"]'
 
-Going back, and `merge`, `flatten` and `snapshot delete` with --keep-files, leave files of snapshots behind that the disk does not
-stand on any more, and note them beside it. What goes is a file that is noted, has not changed since, and that nothing needs: no image
-in its directory, below --allow-backing or known by its back-reference stands on it, no hold is on it, no process has it open. A
-file that is only called as a snapshot of the disk would be is listed, and stays: it may be a disk of its own.
+`snapshot revert`, and `merge`, `flatten` and `snapshot delete` with --keep-files, leave snapshot files behind that the disk no longer uses, and record
+them in a note beside the disk. gc removes a recorded file if it has not changed since, no image uses it as its backing file, no hold
+is on it, and no process has it open. It looks for images in the file's directory, below --allow-backing, and by back-reference. gc
+lists an unrecorded file whose name looks like a snapshot of the disk, and keeps it: it may be a disk of its own.
 Exit codes: 0 done (also when there was nothing to do), 1 not, 64 wrong usage.";
