@@ -239,7 +239,7 @@ impl Changes {
     /// Calls that wait for each other share one commit.
     ///
     /// # Errors
-    /// A flush or a table write that failed, now or before; the caller must latch the disk, because nothing more is
+    /// A flush or a table write that failed, now or before; the caller must fail the disk, because nothing more is
     /// known of what is on stable storage.
     pub(crate) fn commit(&self, target: &impl CommitTarget) -> Result<()> {
         let mine = self.asked.fetch_add(1, Ordering::SeqCst) + 1;
@@ -249,7 +249,7 @@ impl Changes {
         }
         if self.has_failed() {
             // Whoever waited for the commit that failed must not be told that all is well.
-            return Err(ErrorKind::Latched { cause: "the commit before this one failed".to_owned() }.into());
+            return Err(ErrorKind::Failed { cause: "the commit before this one failed".to_owned() }.into());
         }
         let covers = self.asked.load(Ordering::SeqCst);
         let done = self.commit_open(target);

@@ -17,9 +17,9 @@ use vmstrata_store::{Access, FileId, FileOptions, FileStore, Gate};
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use crate::access;
+use crate::atomic_file::AtomicFile;
 use crate::chain::{Qcow2Head, check_state, plain_name, probe, read_head};
 use crate::clones;
-use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::mark;
@@ -209,9 +209,9 @@ fn refuse_loop(
 /// # Errors
 /// A file that is there already (without `replace`), that someone uses, that an image stands on, or that is not a regular file
 /// (with it).
-pub(crate) fn reserve(path: &Path, replace: bool) -> Result<(Option<FileStore>, Draft)> {
+pub(crate) fn reserve(path: &Path, replace: bool) -> Result<(Option<FileStore>, AtomicFile)> {
     let replaced = if replace { lock_existing(path)? } else { refuse_existing(path)? };
-    let draft = Draft::beside(path)?;
+    let draft = AtomicFile::beside(path)?;
     if replaced.is_some() {
         access::copy(path, &draft.file)?;
     }
@@ -231,7 +231,7 @@ pub(crate) fn fill(file: &File, image: &NewImage) -> Result<()> {
 }
 
 fn write_new(path: &Path, image: &NewImage, replace: bool, is_replaced: bool) -> Result<()> {
-    let draft = Draft::with_mode(path, 0o644)?;
+    let draft = AtomicFile::with_mode(path, 0o644)?;
     if is_replaced {
         access::copy(path, &draft.file)?;
     }

@@ -6,9 +6,9 @@
 mod anew;
 mod attached;
 mod durable;
+mod failed;
 mod index;
 mod killed;
-mod latch;
 mod look;
 mod merge;
 mod open;
@@ -35,9 +35,9 @@ use crate::layer::Format;
 use crate::layers::{Layers, Top, index_of};
 use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
-use crate::turnstile::Turnstile;
 use crate::workers::Mailbox;
-use latch::WhenLatched;
+use crate::write_gate::WriteGate;
+use failed::WhenFailed;
 
 pub use attached::{AttachedWriter, HasWriter};
 pub(crate) use durable::leave_clean;
@@ -58,12 +58,12 @@ pub struct Disk {
     layers: ArcSwap<Layers>,
     /// As in `layers`; queues look at it before every request.
     generation: AtomicU64,
-    pub(crate) writers: Turnstile,
+    pub(crate) write_gate: WriteGate,
     pub(crate) resources: Arc<Resources>,
     pub(crate) epochs: Epochs,
     pub(crate) stats: Arc<StatsSet>,
-    latch: OnceLock<String>,
-    when_latched: OnceLock<WhenLatched>,
+    failure: OnceLock<String>,
+    on_failure: OnceLock<WhenFailed>,
     closed: AtomicBool,
     /// Held while the disk is tended, and while the session on a file ends: nothing is written to it after that.
     tending: Mutex<()>,
@@ -138,7 +138,7 @@ impl Disk {
         };
         let layers = Layers::new(size, top, frozen, resources);
         let disk = Arc::new(Self { lost_index: lost_index.into(), ..Self::over(path, options, layers) });
-        resources.upkeep().watch(&disk);
+        resources.maintenance().watch(&disk);
         if let Err(error) = disk.enter_beside_merges() {
             // As if it had not been opened.
             let _ = disk.close();
@@ -160,11 +160,11 @@ impl Disk {
             resources: Arc::clone(&layers.resources),
             layers: ArcSwap::from_pointee(layers),
             generation: AtomicU64::new(0),
-            writers: Turnstile::default(),
+            write_gate: WriteGate::default(),
             epochs: Epochs::default(),
             stats: Arc::default(),
-            latch: OnceLock::new(),
-            when_latched: OnceLock::new(),
+            failure: OnceLock::new(),
+            on_failure: OnceLock::new(),
             closed: AtomicBool::new(false),
             tending: Mutex::new(()),
             changing: Mutex::new(None),

@@ -98,7 +98,7 @@ impl IndexLayer {
 
     /// The layer, its file not open yet.
     pub(crate) fn layer(&self) -> Layer {
-        Layer::new(self.path.clone(), self.identity, self.record.size, self.tables()).into_hearsay()
+        Layer::new(self.path.clone(), self.identity, self.record.size, self.tables()).into_unverified()
     }
 }
 

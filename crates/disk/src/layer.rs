@@ -68,7 +68,7 @@ pub(crate) struct Layer {
     /// `None` for a raw file.
     pub(crate) tables: Option<Tables>,
     /// Whether size and tables are what an index says, and the file has not been asked yet.
-    is_hearsay: AtomicBool,
+    is_unverified: AtomicBool,
     file: ArcSwapOption<OpenStore>,
     /// Set on use, cleared by the table's clock hand.
     used: AtomicBool,
@@ -89,7 +89,7 @@ impl Layer {
             identity,
             size,
             tables,
-            is_hearsay: AtomicBool::new(false),
+            is_unverified: AtomicBool::new(false),
             file: ArcSwapOption::empty(),
             used: AtomicBool::new(false),
             held: AtomicBool::new(false),
@@ -97,13 +97,13 @@ impl Layer {
     }
 
     /// The same, known from an index only: the file is asked when it is opened.
-    pub(crate) fn into_hearsay(self) -> Self {
-        Self { is_hearsay: AtomicBool::new(true), ..self }
+    pub(crate) fn into_unverified(self) -> Self {
+        Self { is_unverified: AtomicBool::new(true), ..self }
     }
 
     /// Whether nobody has compared it with its file's header yet.
-    pub(crate) fn is_hearsay(&self) -> bool {
-        self.is_hearsay.load(Ordering::Relaxed)
+    pub(crate) fn is_unverified(&self) -> bool {
+        self.is_unverified.load(Ordering::Relaxed)
     }
 
     /// Makes sure that the file says of itself what this layer says.
@@ -111,7 +111,7 @@ impl Layer {
     /// # Errors
     /// [`ErrorKind::Changed`], and a header that cannot be read.
     pub(crate) fn confirm(&self, store: &dyn Store, file_len: u64) -> Result<()> {
-        if !self.is_hearsay() {
+        if !self.is_unverified() {
             return Ok(());
         }
         let (size, tables) = match self.tables {
@@ -124,7 +124,7 @@ impl Layer {
         if (size, tables) != (self.size, self.tables) {
             return Err(ErrorKind::Changed.into());
         }
-        self.is_hearsay.store(false, Ordering::Relaxed);
+        self.is_unverified.store(false, Ordering::Relaxed);
         Ok(())
     }
 

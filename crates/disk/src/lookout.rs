@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 
-use crate::copier::Disks;
+use crate::completer::Disks;
 use crate::error::Result;
 use crate::threads;
 

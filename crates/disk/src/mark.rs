@@ -28,8 +28,8 @@ use serde::{Deserialize, Serialize};
 use vmstrata_qcow2::OverlayMark;
 
 use crate::access;
+use crate::atomic_file::AtomicFile;
 use crate::chain::{Qcow2Head, has_magic, read_head};
-use crate::draft::Draft;
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::opener::Opened;
@@ -145,7 +145,7 @@ fn draw() -> Result<OverlayMark> {
 
 /// Writes the note, for the users of `disk`.
 fn write_note(note: &Path, disk: &Path, mark: OverlayMark) -> Result<()> {
-    let mut draft = Draft::beside(note)?;
+    let mut draft = AtomicFile::beside(note)?;
     access::copy(disk, &draft.file)?;
     let text = serde_json::to_string(&Note { version: VERSION, mark: mark.to_string() });
     let text = text.expect("plain data");

@@ -12,7 +12,7 @@ use vmstrata_store::{
     LockKind, OpenFiles, Place, Store,
 };
 
-use crate::draft::PRIVATE;
+use crate::atomic_file::PRIVATE;
 use crate::error::{IoContext as _, Result};
 
 /// What a file is opened for.

@@ -15,10 +15,10 @@ use crate::error::Result;
 use crate::files::FileTable;
 use crate::index::Index;
 use crate::layer::Layer;
+use crate::maintenance::Maintenance;
 use crate::map::FrozenMap;
 use crate::merge::users::Beside;
 use crate::opener::{LocalFiles, Opener};
-use crate::upkeep::Upkeep;
 use crate::workers::Workers;
 
 /// Limits of a process.
@@ -66,7 +66,7 @@ pub struct Resources {
     files: Arc<FileTable>,
     clusters: ClusterCache,
     workers: Workers,
-    upkeep: Upkeep,
+    maintenance: Maintenance,
     journal_dir: Option<PathBuf>,
     layers: Mutex<HashMap<FileIdentity, Weak<Layer>>>,
     maps: Mutex<HashMap<FileIdentity, Weak<FrozenMap>>>,
@@ -116,7 +116,7 @@ impl Resources {
             files: Arc::new(FileTable::new(opener, options.max_open_files)),
             clusters: ClusterCache::default(),
             workers: Workers::new(options.workers)?,
-            upkeep: Upkeep::new(options.copy_up_after, options.look_every)?,
+            maintenance: Maintenance::new(options.copy_up_after, options.look_every)?,
             journal_dir: options.journal_dir,
             layers: Mutex::default(),
             maps: Mutex::default(),
@@ -150,8 +150,8 @@ impl Resources {
         &self.workers
     }
 
-    pub(crate) fn upkeep(&self) -> &Upkeep {
-        &self.upkeep
+    pub(crate) fn maintenance(&self) -> &Maintenance {
+        &self.maintenance
     }
 
     pub(crate) fn journal_dir(&self) -> Option<&PathBuf> {

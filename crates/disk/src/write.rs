@@ -57,11 +57,11 @@ impl Disk {
     /// As [`Disk::write`], on the chain as it is known.
     pub(crate) fn write_once(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
         let _guard = self.epochs.guard(thread_shard());
-        let _inside = self.writers.pass();
+        let _inside = self.write_gate.enter();
         let len = total_len(from);
         self.check_range(GuestRange::new(at, len as u64))?;
         self.check_writable()?;
-        self.layers_now().write(at, from).map_err(|error| self.latch_if_lost(error))
+        self.layers_now().write(at, from).map_err(|error| self.fail_if_lost(error))
     }
 }
 

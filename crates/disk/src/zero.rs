@@ -51,13 +51,13 @@ impl Disk {
 
     fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
         let _guard = self.epochs.guard(thread_shard());
-        let _inside = self.writers.pass();
+        let _inside = self.write_gate.enter();
         self.check_range(range)?;
         self.check_writable()?;
         if range.len == 0 {
             return Ok(());
         }
-        self.layers_now().clear(range, purpose).map_err(|error| self.latch_if_lost(error))
+        self.layers_now().clear(range, purpose).map_err(|error| self.fail_if_lost(error))
     }
 }
 

@@ -106,7 +106,7 @@ impl Outcome {
                 }
             }
             Err(error) if self.must_refuse && !matches!(step, Step::Read { .. }) => {
-                let ErrorKind::Latched { cause } = error.kind() else { panic!("{fault:?}: {error}") };
+                let ErrorKind::Failed { cause } = error.kind() else { panic!("{fault:?}: {error}") };
                 assert!(!cause.is_empty() && error.errno() == EIO);
             }
             Err(_) => {

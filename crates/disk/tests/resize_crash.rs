@@ -202,8 +202,8 @@ fn a_full_host_leaves_a_disk_as_it_was() {
         let written = write(&disk, 0, &[1; 512]);
         if nth == 1 {
             // Which header a power failure would show is not known.
-            let latched = written.unwrap_err();
-            assert!(matches!(latched.kind(), ErrorKind::Latched { .. }), "{latched}");
+            let failed = written.unwrap_err();
+            assert!(matches!(failed.kind(), ErrorKind::Failed { .. }), "{failed}");
             continue;
         }
         written.expect("the disk goes on");

@@ -16,7 +16,7 @@ use sha2::{Digest as _, Sha256};
 pub use super::digest::Digest;
 use super::fault::BackupFault;
 use super::region::REGION_BYTES;
-use crate::draft::Draft;
+use crate::atomic_file::AtomicFile;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::snapshot;
 
@@ -231,7 +231,7 @@ impl Manifest {
 /// A place for a manifest: made before the backup, so that it is known that there is one.
 #[derive(Debug)]
 pub struct ManifestDraft {
-    draft: Draft,
+    draft: AtomicFile,
     path: PathBuf,
 }
 
@@ -241,7 +241,7 @@ impl ManifestDraft {
     /// # Errors
     /// Whatever the host reports.
     pub fn beside(path: &Path) -> Result<Self> {
-        let draft = Draft::beside(path).map_err(|error| error.in_file(path))?;
+        let draft = AtomicFile::beside(path).map_err(|error| error.in_file(path))?;
         Ok(Self { draft, path: path.to_owned() })
     }
 

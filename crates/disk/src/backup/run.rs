@@ -18,11 +18,11 @@ use super::plan::{Plan, Planned};
 use super::region::{REGION_BYTES, Region};
 use super::target::{Output, sum_of};
 use super::{BackupOptions, BackupReport, BackupTarget, Watch};
+use crate::atomic_file::AtomicFile;
 use crate::chain::OpenOptions;
 use crate::create::{refuse_existing, reserve};
 use crate::diff::{Diff, DiffKind, DiffOptions};
 use crate::disk::Disk;
-use crate::draft::Draft;
 use crate::error::Result;
 use crate::resources::Resources;
 use crate::snapshot;
@@ -220,7 +220,7 @@ impl Job<'_> {
         out.finish()
     }
 
-    fn write_packed(&mut self, draft: &Draft) -> Result<FileSum> {
+    fn write_packed(&mut self, draft: &AtomicFile) -> Result<FileSum> {
         let (disk, shape) = (self.disk, self.shape);
         let mut file = PackedFile::new(&draft.file, shape);
         let read = |clusters| Ok(PackedRegion::new(Region::read(disk, clusters, shape.bits)?, shape));

@@ -34,9 +34,9 @@ impl Disk {
     pub(super) fn commit(&self) -> Result<()> {
         let completed = self.complete_all();
         if let Err(NotWhole::Own(error)) = completed {
-            return Err(self.latch_if_lost(error));
+            return Err(self.fail_if_lost(error));
         }
-        self.layers_now().commit().map_err(|error| self.latch(error))?;
+        self.layers_now().commit().map_err(|error| self.fail(error))?;
         Ok(completed?)
     }
 
@@ -69,7 +69,7 @@ impl Disk {
     /// Copies up what is missing of some of `clusters`, until a moment; returns those that are left.
     pub(crate) fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64] {
         let _tending = self.tending.lock();
-        if self.closed.load(Ordering::Acquire) || self.latch.get().is_some() {
+        if self.closed.load(Ordering::Acquire) || self.failure.get().is_some() {
             return &[];
         }
         let layers = arc_swap::Guard::into_inner(self.layers_now());
@@ -82,7 +82,7 @@ impl Disk {
                 // The next commit tries it again.
                 active.partials_are_stuck(Some(&why));
                 if let NotWhole::Own(error) = why {
-                    self.latch_if_lost(error);
+                    self.fail_if_lost(error);
                     return &[];
                 }
             }
@@ -105,14 +105,14 @@ impl Disk {
         let _tending = self.tending.lock();
         let layers = self.layers_now();
         let Top::Qcow2(active) = &layers.top else { return };
-        if self.closed.load(Ordering::Acquire) || self.latch.get().is_some() {
+        if self.closed.load(Ordering::Acquire) || self.failure.get().is_some() {
             return;
         }
         if active.changes.waited(age) {
             // Said by whoever noticed first; what could be committed is.
             let _ = self.commit();
         }
-        if self.latch.get().is_none() {
+        if self.failure.get().is_none() {
             self.reclaim(active);
         }
     }
@@ -138,14 +138,14 @@ impl Disk {
         }
         let _tending = self.tending.lock();
         self.epochs.synchronize();
-        if self.latch.get().is_some() {
+        if self.failure.get().is_some() {
             return self.check_writable();
         }
         self.commit()?;
         let layers = self.layers_now();
         let Top::Qcow2(active) = &layers.top else { return Ok(()) };
         let left = leave_clean(active, || self.epochs.synchronize());
-        left.map_err(|error| self.latch(error))
+        left.map_err(|error| self.fail(error))
     }
 }
 

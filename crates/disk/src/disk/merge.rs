@@ -107,7 +107,7 @@ impl Disk {
         work(Here { needs: &needs, store: &store })
     }
 
-    /// Refuses to change the layers of a disk that is closed, read-only or latched.
+    /// Refuses to change the layers of a disk that is closed, read-only or failed.
     pub(super) fn check_changeable(&self) -> Result<()> {
         self.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
         self.check_writable()
@@ -187,7 +187,7 @@ impl Running {
         let relink = plan().map_err(|error| error.in_file(&active.path))?;
         let promised = layers.over(layers.frozen.clone(), after.clone());
         // No writer may be inside that does not know of the promise.
-        self.disk.writers.closed(|| self.disk.put_layers_and_call(promised));
+        self.disk.write_gate.quiesce(|| self.disk.put_layers_and_call(promised));
         Ok(Copier::new(Arc::clone(active), None, after, relink, room))
     }
 
@@ -231,11 +231,11 @@ impl Running {
     fn pull_up_part(&self, copier: &Copier, part: GuestRange) -> Result<u64> {
         let disk = &self.disk;
         let _guard = disk.epochs.guard(thread_shard());
-        let _inside = disk.writers.pass();
+        let _inside = disk.write_gate.enter();
         disk.check_changeable()?;
         let layers = disk.layers_now();
         self.check_top(&layers, copier)?;
-        layers.pull_up(part, copier.after()).map_err(|error| disk.latch_if_lost(error))
+        layers.pull_up(part, copier.after()).map_err(|error| disk.fail_if_lost(error))
     }
 
     fn check_top(&self, layers: &Layers, copier: &Copier) -> Result<()> {
@@ -265,5 +265,5 @@ impl Drop for Running {
 
 /// The other disks of this process.
 fn others(disk: &Arc<Disk>) -> impl Iterator<Item = Arc<Disk>> {
-    disk.resources.upkeep().disks().into_iter().filter(|other| !Arc::ptr_eq(other, disk))
+    disk.resources.maintenance().disks().into_iter().filter(|other| !Arc::ptr_eq(other, disk))
 }

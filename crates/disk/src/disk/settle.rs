@@ -123,7 +123,7 @@ impl Disk {
     fn end(&self, before: &Layers) -> Result<(FileIdentity, Option<Tables>)> {
         match &before.top {
             Top::Qcow2(active) => {
-                session_ended(active).map_err(|error| self.latch(error))?;
+                session_ended(active).map_err(|error| self.fail(error))?;
                 Ok((active.identity, Some(active.tables_now())))
             }
             Top::Raw(raw) => Ok((raw.identity, None)),

@@ -185,7 +185,7 @@ fn take_all<'disk>(
     let (uncommitted, pause) = Switch::make(published);
     cut();
     for disk in disks {
-        disk.resources.upkeep().layer_is_new();
+        disk.resources.maintenance().layer_is_new();
     }
     let mut done = Vec::with_capacity(disks.len());
     for uncommitted in uncommitted {
@@ -222,7 +222,7 @@ fn publish<'disk>(
     for (switch, prepared) in switches.into_iter().zip(prepared) {
         // Once renamed, what is written must go to the overlay, or nowhere.
         let flushed =
-            prepared.rename().map(|renamed| renamed.flush().map_err(|error| switch.disk().latch(error)));
+            prepared.rename().map(|renamed| renamed.flush().map_err(|error| switch.disk().fail(error)));
         match flushed.and_then(|flushed| flushed) {
             Ok(()) => published.push(switch),
             Err(error) => return (published, Some(error)),

@@ -95,7 +95,7 @@ impl<'disk> Switch<'disk> {
     pub(super) fn make(mut switches: Vec<Self>) -> (Vec<Uncommitted<'disk>>, Duration) {
         let disks: Vec<&Disk> = switches.iter().map(|switch| switch.disk).collect();
         let began = Instant::now();
-        with_all_closed(&disks, &mut || {
+        with_all_quiesced(&disks, &mut || {
             for switch in &mut switches {
                 switch.disk.put_layers(switch.after.0.take().expect("a change is made once"));
             }
@@ -109,10 +109,10 @@ impl<'disk> Switch<'disk> {
     }
 }
 
-fn with_all_closed<T>(disks: &[&Disk], change: &mut dyn FnMut() -> T) -> T {
+fn with_all_quiesced<T>(disks: &[&Disk], change: &mut dyn FnMut() -> T) -> T {
     match disks {
         [] => change(),
-        [disk, others @ ..] => disk.writers.closed(|| with_all_closed(others, change)),
+        [disk, others @ ..] => disk.write_gate.quiesce(|| with_all_quiesced(others, change)),
     }
 }
 
@@ -124,7 +124,7 @@ impl<'disk> Uncommitted<'disk> {
     /// A host that cannot flush or write: the disk takes no more writes.
     pub(super) fn commit(self) -> Result<(&'disk Disk, Unsettled)> {
         let Self { disk, unsettled } = self;
-        disk.commit_frozen(&unsettled).map_err(|error| disk.latch(error))?;
+        disk.commit_frozen(&unsettled).map_err(|error| disk.fail(error))?;
         Ok((disk, unsettled))
     }
 }
@@ -159,7 +159,7 @@ impl Disk {
     /// Makes every cluster whole; it stays so until what is returned is dropped.
     fn keep_whole(&self, layers: &Layers) -> Result<Option<Refusal>> {
         let Top::Qcow2(active) = &layers.top else { return Ok(None) };
-        let complete_all = || self.complete_all().map_err(|why| self.latch_if_lost(why.into()));
+        let complete_all = || self.complete_all().map_err(|why| self.fail_if_lost(why.into()));
         // Most while others may still be written in part.
         complete_all()?;
         let refusal = Refusal::of(active);

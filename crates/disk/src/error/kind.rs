@@ -223,7 +223,7 @@ pub enum ErrorKind {
     #[error(
         "an earlier flush or metadata write failed ({cause}); the disk takes no more writes: see to the store, then open it again"
     )]
-    Latched {
+    Failed {
         /// The first failure.
         cause: String,
     },

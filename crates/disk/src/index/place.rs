@@ -23,8 +23,8 @@ use super::free::Used;
 use super::home::{LinkFound, find_link, is_sidecar, root_in_file, root_in_sidecar, sidecar_of};
 use super::link::write_link;
 use crate::access;
+use crate::atomic_file::AtomicFile;
 use crate::chain::Top;
-use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::opener::{Opened, Opener, Role};
 use crate::times;
@@ -41,7 +41,7 @@ pub(super) struct Place {
     waiting: Vec<u8>,
     len_before: u64,
     link_at: Option<HostOffset>,
-    draft: Option<Draft>,
+    draft: Option<AtomicFile>,
     undo: Option<Undo>,
     /// What the file's own generation was.
     pub(super) replaces: u64,
@@ -142,7 +142,7 @@ impl Place {
         if there == Some(false) {
             return Err(Error::from(ErrorKind::SidecarTaken).in_file(&path));
         }
-        let draft = Draft::beside(&path)?;
+        let draft = AtomicFile::beside(&path)?;
         access::copy(&top.path, &draft.file)?;
         let file = draft.file.try_clone().while_trying("make the index's file")?;
         let options = FileOptions { lock: None, cache: CacheMode::Host, ..FileOptions::ACTIVE };

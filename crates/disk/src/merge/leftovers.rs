@@ -27,13 +27,13 @@ use std::path::{Path, PathBuf};
 use vmstrata_store::FileId;
 
 pub(super) use self::note::{LeftNote, NOTES, Noted, is_file, left_note_of};
-use self::note::{Note, draft_of, identity, note_elsewhere, note_of, remove_note};
+use self::note::{Note, atomic_file_of, identity, note_elsewhere, note_of, remove_note};
 use super::plan::{self, Link};
 use super::remove::{Dropped, Kept, Removal, Wanted, remove};
 use super::users::{Here, Users};
+use crate::atomic_file::{flush_directory, flush_file};
 use crate::chain::OpenOptions;
 use crate::clones;
-use crate::draft::{flush_directory, flush_file};
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, directory_of};
 
@@ -140,7 +140,7 @@ pub(crate) fn sweep_files(disk: &Path, open: &OpenOptions) {
 /// writer, and no merge of it is under way.
 pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
     let Some(place) = note_of(disk) else { return };
-    remove_note(&draft_of(&place));
+    remove_note(&atomic_file_of(&place));
     if !is_file(&place) {
         return;
     }

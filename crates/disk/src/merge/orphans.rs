@@ -27,8 +27,8 @@ use super::leftovers::{self, LeftNote, Noted, find, is_file, left_note_of, waiti
 use super::plan::{Link, links};
 use super::remove::{Dropped, Kept, Removal, Wanted, foresee, remove};
 use super::users::{Here, Users};
+use crate::atomic_file::flush_directory;
 use crate::chain::OpenOptions;
-use crate::draft::flush_directory;
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, directory_of};
 use crate::snapshot::{lock_if_free, stem};

@@ -96,7 +96,7 @@ fn writes_wait_without_a_worker_while_the_layers_change() {
     assert_eq!(drain(&mut queue), 1);
     let at_workers = || disk.stats().at_workers[Kind::Write as usize];
     let before = at_workers();
-    disk.writers.closed(|| {
+    disk.write_gate.quiesce(|| {
         [0, 4096].into_iter().for_each(|at| queue.push(write_at(at)));
         queue.submit();
         let mut ended = Vec::new();
@@ -120,7 +120,7 @@ fn a_queue_that_ends_waits_for_writes_that_are_held() {
     std::thread::scope(|scope| {
         let disk = &disk;
         scope.spawn(move || {
-            disk.writers.closed(|| {
+            disk.write_gate.quiesce(|| {
                 closed.send(()).unwrap();
                 std::thread::sleep(Duration::from_millis(20));
             });

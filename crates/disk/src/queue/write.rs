@@ -19,7 +19,7 @@ impl IoQueue {
     /// Starts a write; a worker makes those that must wait for more than the host's page cache. All wait while the layers
     /// change.
     pub(super) fn push_write(&mut self, request: Request, phase: Phase) {
-        let Some(writing) = self.disk.writers.try_pass(&mut self.writer) else {
+        let Some(writing) = self.disk.write_gate.try_enter(&mut self.writer) else {
             return self.hold(request, phase);
         };
         // Only now: layers change only while no writer is inside.
@@ -36,14 +36,14 @@ impl IoQueue {
             }
             None => self.leave_to_worker(request, phase),
         }
-        self.disk.writers.leave(&mut self.writer, writing);
+        self.disk.write_gate.leave(&mut self.writer, writing);
     }
 
     /// Keeps a write until the layers have changed: that takes less time than a worker, which would wait as well.
     fn hold(&mut self, request: Request, phase: Phase) {
         self.member.leave(&self.disk.epochs, phase);
         if self.held.is_empty() {
-            self.disk.writers.call_when_open(&self.mailbox);
+            self.disk.write_gate.call_when_open(&self.mailbox);
         }
         self.held.push((request, self.begun));
     }

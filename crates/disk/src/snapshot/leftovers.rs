@@ -84,7 +84,7 @@ struct Left<'a> {
 }
 
 impl<'a> Left<'a> {
-    /// `name`, if it is what [`crate::draft::Temporary::named`] calls an overlay of the disk `disk`.
+    /// `name`, if it is what [`crate::atomic_file::Temporary::named`] calls an overlay of the disk `disk`.
     fn parse(name: &'a str, disk: &str) -> Option<Self> {
         let middle = name.strip_prefix('.')?.strip_prefix(disk)?.strip_prefix('.')?;
         let middle = middle.strip_suffix(PURPOSE)?.strip_suffix('.')?;

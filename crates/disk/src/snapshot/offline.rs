@@ -19,11 +19,11 @@ use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
 use super::stood_on::StoodOn;
 use super::{extend, names};
 use crate::access;
+use crate::atomic_file::AtomicFile;
 use crate::chain::OpenOptions;
 use crate::clones;
 use crate::create::{fill, refuse_existing};
 use crate::disk::Disk;
-use crate::draft::Draft;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::merge::{leftovers, orphans};
@@ -272,7 +272,7 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
         let info =
             SnapshotInfo { origin: names::disk_name(disk), ..found.info.clone().expect("found by its name") };
         let image = below.overlay(name_from(output, &found.layer)?, &info, None)?;
-        let draft = Draft::beside(output)?;
+        let draft = AtomicFile::beside(output)?;
         access::copy(disk, &draft.file)?;
         access::let_owner_write(&draft.file)?;
         fill(&draft.file, &image)?;

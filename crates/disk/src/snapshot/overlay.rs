@@ -12,9 +12,9 @@ use vmstrata_types::ClusterBits;
 
 use super::prepare::Step;
 use crate::access;
+use crate::atomic_file::Temporary;
 use crate::chain::{OpenOptions, Top, open_layer, open_top};
 use crate::create::fill;
-use crate::draft::Temporary;
 use crate::error::{ErrorKind, Result};
 use crate::layer::Format;
 use crate::mark;

@@ -9,7 +9,7 @@ use super::fault::SnapshotFault;
 use super::overlay::{self, Below};
 use super::second_name::{self, SecondName};
 use super::{leftovers, names};
-use crate::draft::{Temporary, flush_directory};
+use crate::atomic_file::{Temporary, flush_directory};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
 

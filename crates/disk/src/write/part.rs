@@ -163,7 +163,7 @@ impl Layers {
         match noted {
             Noted::Safe => {
                 if raw == 0 {
-                    self.resources.upkeep().put_off();
+                    self.resources.maintenance().cluster_is_partial();
                 }
                 Ok(Put::Done)
             }

@@ -73,7 +73,7 @@ impl Disk {
     /// Carries out those of `requests` that are first writes.
     fn write_first(&self, requests: &[&Request], results: &mut Results) {
         let _guard = self.epochs.guard(thread_shard());
-        let _inside = self.writers.pass();
+        let _inside = self.write_gate.enter();
         let layers = self.layers_now();
         let Top::Qcow2(active) = &layers.top else { return };
         let size = active.tables.geometry.cluster_bits.size();
@@ -88,7 +88,7 @@ impl Disk {
         firsts.dedup_by_key(|first| first.cluster);
         firsts.truncate(most);
         layers.write_firsts(active, firsts, |number, result| {
-            results[number] = Some(result.map_err(|error| self.latch_if_lost(error)));
+            results[number] = Some(result.map_err(|error| self.fail_if_lost(error)));
         });
     }
 }

@@ -135,7 +135,7 @@ fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
         ErrorKind::Resize(_) => (422, "invalid"),
         ErrorKind::ReadOnly => (409, "read-only"),
         ErrorKind::IsBase { .. } => (409, "stood-on"),
-        ErrorKind::Latched { .. } => (500, "latched"),
+        ErrorKind::Failed { .. } => (500, "failed"),
         ErrorKind::Closed => (409, "busy"),
         _ => (422, "engine"),
     }

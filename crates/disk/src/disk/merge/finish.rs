@@ -33,8 +33,8 @@ impl Running {
         disk.check_changeable()?;
         let layers = disk.layers_now();
         self.check_top(&layers, copier)?;
-        layers.commit().map_err(|error| disk.latch(error))?;
-        copier.relink().map_err(|error| disk.latch_if_lost(error))?;
+        layers.commit().map_err(|error| disk.fail(error))?;
+        copier.relink().map_err(|error| disk.fail_if_lost(error))?;
         disk.put_layers_and_call(layers.over(copier.after.clone(), None));
         Ok(())
     }

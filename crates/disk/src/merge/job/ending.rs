@@ -5,9 +5,9 @@ use std::path::Path;
 use vmstrata_store::FileId;
 
 use super::{Host, Merge};
+use crate::atomic_file::{flush_directory, flush_file};
 use crate::chain::OpenOptions;
 use crate::clones;
-use crate::draft::{flush_directory, flush_file};
 use crate::merge::down::Down;
 use crate::merge::remove::{self, Wanted};
 use crate::merge::users::{Here, Users};

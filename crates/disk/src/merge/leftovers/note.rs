@@ -140,15 +140,15 @@ impl LeftNote {
 
 fn replace(note: &impl Serialize, place: &Path) -> Result<()> {
     let replace = || -> io::Result<()> {
-        remove_note(&draft_of(place));
-        let draft = Place::of(&draft_of(place))?;
+        remove_note(&atomic_file_of(place));
+        let draft = Place::of(&atomic_file_of(place))?;
         let place = draft.directory().place(place.file_name().unwrap_or_default());
         if place.look().is_ok_and(|found| !found.is_file()) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         let written = write_to(note, &draft).and_then(|()| draft.rename(&place));
         if written.is_err() {
-            remove_note(&draft_of(&place.path()));
+            remove_note(&atomic_file_of(&place.path()));
         }
         written?;
         place.directory().sync()
@@ -184,7 +184,7 @@ pub(super) fn note_of(disk: &Path) -> Option<PathBuf> {
 }
 
 /// Where a note is until it is whole. Only the disk's writer is ever there.
-pub(super) fn draft_of(place: &Path) -> PathBuf {
+pub(super) fn atomic_file_of(place: &Path) -> PathBuf {
     let mut name = place.as_os_str().to_owned();
     name.push(".new");
     name.into()

@@ -24,7 +24,7 @@ pub(crate) type Disks = Mutex<Vec<Weak<Disk>>>;
 
 /// See the module documentation. The thread ends when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Copier {
+pub(crate) struct Completer {
     wake: Sender<()>,
     _end: Sender<Infallible>,
 }
@@ -35,7 +35,7 @@ struct Ends {
     ended: Receiver<Infallible>,
 }
 
-impl Copier {
+impl Completer {
     /// Starts the thread, for clusters that have been in part for `age`.
     ///
     /// # Errors
@@ -44,7 +44,7 @@ impl Copier {
         let ((wake, woken), (end, ended)) = (bounded(1), bounded(0));
         let ends = Ends { woken, ended };
         let work = move || while ends.woken.recv().is_ok() && copy_all(&disks, age, &ends) {};
-        threads::start("copier", work)?;
+        threads::start("completer", work)?;
         Ok(Self { wake, _end: end })
     }
 

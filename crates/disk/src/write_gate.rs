@@ -1,11 +1,11 @@
-//! Holding writers back while a disk's layers change.
+//! The gate that writers pass, so that they can be held back while a disk's layers change.
 //!
-//! A writer passes before it looks anything up and leaves when its change is published. [`Turnstile::closed`] lets no
-//! one pass, waits until those inside have left, runs what must not meet a writer, and lets everyone pass again. Readers
-//! do not come through here: what they found stays readable.
+//! A writer enters before it looks anything up and leaves when its change is published. [`WriteGate::quiesce`] closes the
+//! gate, waits until the writers inside have left, runs a change, and opens the gate again. Readers do not enter: what they
+//! found stays readable.
 //!
-//! Invariant: a writer that passed sees the layers as the last closed run left them. It looks at them only after it has
-//! passed; either the closing run waited for it, or it saw the turnstile closed.
+//! Invariant: a writer inside sees the layers as the last quiesced change left them. It looks at them only after it has
+//! entered: either the change waited for it, or it saw the gate closed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,19 +17,19 @@ use crate::workers::Mailbox;
 
 /// See the module documentation.
 #[derive(Debug, Default)]
-pub(crate) struct Turnstile {
+pub(crate) struct WriteGate {
     inside: Epochs,
     closed: AtomicBool,
-    /// Held by who closes it.
+    /// Held while the gate is closed: one change at a time.
     closing: Mutex<()>,
     /// Those to call when it opens, besides the threads that wait for `opened`.
     waiting: Mutex<Vec<Arc<Mailbox>>>,
     opened: Condvar,
 }
 
-impl Turnstile {
-    /// Passes, waiting while it is closed; the guard leaves.
-    pub(crate) fn pass(&self) -> Guard<'_> {
+impl WriteGate {
+    /// Enters, waiting while the gate is closed; dropping the guard leaves.
+    pub(crate) fn enter(&self) -> Guard<'_> {
         loop {
             let guard = self.inside.guard(thread_shard());
             if !self.closed.load(Ordering::SeqCst) {
@@ -43,9 +43,9 @@ impl Turnstile {
         }
     }
 
-    /// Passes as one of a thread's writers; `None` while it is closed.
+    /// Enters as one of a thread's writers; `None` while the gate is closed.
     #[inline]
-    pub(crate) fn try_pass(&self, member: &mut Member) -> Option<Phase> {
+    pub(crate) fn try_enter(&self, member: &mut Member) -> Option<Phase> {
         let phase = member.enter(&self.inside);
         if self.closed.load(Ordering::SeqCst) {
             member.leave(&self.inside, phase);
@@ -54,7 +54,7 @@ impl Turnstile {
         Some(phase)
     }
 
-    /// Ends what [`Turnstile::try_pass`] began.
+    /// Ends what [`WriteGate::try_enter`] began.
     #[inline]
     pub(crate) fn leave(&self, member: &mut Member, phase: Phase) {
         member.leave(&self.inside, phase);
@@ -71,7 +71,7 @@ impl Turnstile {
     }
 
     /// Runs `change` while no writer is inside.
-    pub(crate) fn closed<T>(&self, change: impl FnOnce() -> T) -> T {
+    pub(crate) fn quiesce<T>(&self, change: impl FnOnce() -> T) -> T {
         let _one_at_a_time = self.closing.lock();
         let reopen = Reopen(self);
         self.closed.store(true, Ordering::SeqCst);
@@ -82,8 +82,8 @@ impl Turnstile {
     }
 }
 
-/// Opens the turnstile again, whatever happens meanwhile.
-struct Reopen<'a>(&'a Turnstile);
+/// Opens the gate again, also after a panic.
+struct Reopen<'a>(&'a WriteGate);
 
 impl Drop for Reopen<'_> {
     fn drop(&mut self) {
@@ -99,16 +99,16 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicU64;
 
-    /// Writers of both kinds change two numbers that are equal whenever the turnstile is closed.
+    /// Writers of both kinds change two numbers that are equal whenever the write_gate is closed.
     #[test]
     fn a_closed_run_never_meets_a_writer() {
-        let turnstile = Turnstile::default();
+        let write_gate = WriteGate::default();
         let numbers = [AtomicU64::new(0), AtomicU64::new(0)];
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
-                    let _inside = turnstile.pass();
+                    let _inside = write_gate.enter();
                     numbers.iter().for_each(|number| {
                         number.fetch_add(1, Ordering::Relaxed);
                     });
@@ -117,11 +117,11 @@ mod tests {
             scope.spawn(|| {
                 let mut member = Member::new(1);
                 while !stop.load(Ordering::Relaxed) {
-                    let Some(phase) = turnstile.try_pass(&mut member) else { continue };
+                    let Some(phase) = write_gate.try_enter(&mut member) else { continue };
                     numbers.iter().for_each(|number| {
                         number.fetch_add(1, Ordering::Relaxed);
                     });
-                    turnstile.leave(&mut member, phase);
+                    write_gate.leave(&mut member, phase);
                 }
             });
             let _stop = StopAtEnd(&stop);
@@ -129,7 +129,7 @@ mod tests {
             // Until writers have got through, however late their threads begin.
             while rounds < 200 || last == 0 {
                 let [one, other] =
-                    turnstile.closed(|| numbers.each_ref().map(|number| number.load(Ordering::SeqCst)));
+                    write_gate.quiesce(|| numbers.each_ref().map(|number| number.load(Ordering::SeqCst)));
                 assert_eq!(one, other, "a writer was inside");
                 (rounds, last) = (rounds + 1, last.max(one));
                 std::thread::yield_now();
@@ -148,9 +148,9 @@ mod tests {
 
     #[test]
     fn it_opens_again_when_the_closed_run_panics() {
-        let turnstile = Turnstile::default();
-        let run = || turnstile.closed(|| panic!("on purpose"));
+        let write_gate = WriteGate::default();
+        let run = || write_gate.quiesce(|| panic!("on purpose"));
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err());
-        drop(turnstile.pass());
+        drop(write_gate.enter());
     }
 }

@@ -22,7 +22,7 @@ pub(crate) const PRIVATE: u32 = 0o600;
 
 /// A file on its way to its name.
 #[derive(Debug)]
-pub(crate) struct Draft {
+pub(crate) struct AtomicFile {
     pub(crate) file: File,
     directory: Directory,
     name: Option<Name>,
@@ -40,7 +40,7 @@ pub(crate) struct Temporary {
 #[derive(Debug)]
 struct Name(Place);
 
-impl Draft {
+impl AtomicFile {
     /// A new, empty file in the directory of `path`.
     ///
     /// # Errors
@@ -49,7 +49,7 @@ impl Draft {
         Self::with_mode(path, PRIVATE)
     }
 
-    /// As [`Draft::beside`], for those whom `mode` names.
+    /// As [`AtomicFile::beside`], for those whom `mode` names.
     ///
     /// # Errors
     /// The same.
@@ -175,13 +175,13 @@ mod tests {
         let path = dir.path().join("a.qcow2");
         for (replace, text) in [(false, "first"), (true, "second")] {
             let before = names(dir.path());
-            let mut draft = Draft::beside(&path).unwrap();
+            let mut draft = AtomicFile::beside(&path).unwrap();
             draft.file.write_all(text.as_bytes()).unwrap();
             assert_eq!(names(dir.path()), before);
             draft.publish(&path, replace).unwrap();
             assert_eq!(std::fs::read(&path).unwrap(), text.as_bytes());
         }
-        Draft::beside(&path).unwrap().publish(&path, false).unwrap_err();
+        AtomicFile::beside(&path).unwrap().publish(&path, false).unwrap_err();
         assert_eq!((std::fs::read(&path).unwrap(), names(dir.path()).len()), (b"second".to_vec(), 1));
     }
 
@@ -192,7 +192,7 @@ mod tests {
         let named = |text: &str| {
             let Temporary { mut file, name, .. } = Temporary::named(&path, "new").unwrap();
             file.write_all(text.as_bytes()).unwrap();
-            Draft { file, directory: name.0.directory().clone(), name: Some(name) }
+            AtomicFile { file, directory: name.0.directory().clone(), name: Some(name) }
         };
         named("first").publish(&path, false).unwrap();
         named("none").publish(&path, false).unwrap_err();

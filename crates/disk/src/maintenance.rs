@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
-use crate::copier::{Copier, Disks};
+use crate::completer::{Completer, Disks};
 use crate::disk::Disk;
 use crate::error::Result;
 use crate::lookout::Lookout;
@@ -22,17 +22,17 @@ const COMMIT_AGE: Duration = Duration::from_secs(5);
 
 /// See the module documentation. The thread ends when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Upkeep {
+pub(crate) struct Maintenance {
     disks: Arc<Disks>,
     /// None where nothing is copied before it must be.
-    copier: Option<Copier>,
+    completer: Option<Completer>,
     /// None where only what requests meet is noticed.
     _lookout: Option<Lookout>,
     /// Wakes the thread, and ends it when this is dropped.
     wake: Sender<()>,
 }
 
-impl Upkeep {
+impl Maintenance {
     /// Starts the threads; what first writes put off is copied up after `copy_up_after`, and frozen layers are looked at every
     /// `look_every`.
     ///
@@ -42,17 +42,17 @@ impl Upkeep {
         let (wake, woken) = bounded(1);
         let disks: Arc<Disks> = Arc::default();
         let watched = Arc::clone(&disks);
-        threads::start("upkeep", move || tend_all(&watched, &woken))?;
-        let copier = copy_up_after.map(|age| Copier::new(Arc::clone(&disks), age)).transpose()?;
+        threads::start("maintenance", move || tend_all(&watched, &woken))?;
+        let completer = copy_up_after.map(|age| Completer::new(Arc::clone(&disks), age)).transpose()?;
         let _lookout = look_every.map(|period| Lookout::new(Arc::clone(&disks), period)).transpose()?;
-        Ok(Self { disks, copier, _lookout, wake })
+        Ok(Self { disks, completer, _lookout, wake })
     }
 
     /// A cluster was written in part.
     #[inline]
-    pub(crate) fn put_off(&self) {
-        if let Some(copier) = &self.copier {
-            copier.wake();
+    pub(crate) fn cluster_is_partial(&self) {
+        if let Some(completer) = &self.completer {
+            completer.wake();
         }
     }
 

@@ -6,12 +6,12 @@ use super::Disk;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Told once why a disk takes no more writes.
-pub(super) struct WhenLatched {
+pub(super) struct WhenFailed {
     tell: Box<dyn Fn(&str) + Send + Sync>,
     is_told: AtomicBool,
 }
 
-impl WhenLatched {
+impl WhenFailed {
     fn tell(&self, cause: &str) {
         if !self.is_told.swap(true, Ordering::AcqRel) {
             (self.tell)(cause);
@@ -19,9 +19,9 @@ impl WhenLatched {
     }
 }
 
-impl std::fmt::Debug for WhenLatched {
+impl std::fmt::Debug for WhenFailed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("WhenLatched").field("is_told", &self.is_told).finish_non_exhaustive()
+        f.debug_struct("WhenFailed").field("is_told", &self.is_told).finish_non_exhaustive()
     }
 }
 
@@ -31,18 +31,18 @@ impl Disk {
         if self.is_read_only() {
             return Err(Error::from(ErrorKind::ReadOnly).in_file(&self.path));
         }
-        match self.latch.get() {
-            Some(cause) => Err(Error::from(ErrorKind::Latched { cause: cause.clone() }).in_file(&self.path)),
+        match self.failure.get() {
+            Some(cause) => Err(Error::from(ErrorKind::Failed { cause: cause.clone() }).in_file(&self.path)),
             None => Ok(()),
         }
     }
 
     /// Remembers that nothing more is known of what is on stable storage: the disk takes no more writes.
-    pub(crate) fn latch(&self, error: Error) -> Error {
-        let first = self.latch.set(error.to_string()).is_ok();
+    pub(crate) fn fail(&self, error: Error) -> Error {
+        let first = self.failure.set(error.to_string()).is_ok();
         if first {
             tracing::error!(disk = %self.path.display(), %error, "disk takes no more writes");
-            self.tell_latched();
+            self.tell_failed();
         }
         // What their journals lead to may never have reached the disk, copied-up bytes among it.
         self.layers_now().remove_lost_journals();
@@ -51,24 +51,24 @@ impl Disk {
 
     /// Why the disk takes no more writes, if it does not: nothing is known any more of what is on stable storage.
     pub fn failure(&self) -> Option<&str> {
-        self.latch.get().map(String::as_str)
+        self.failure.get().map(String::as_str)
     }
 
     /// Has `tell` called when the disk takes no more writes ([`Disk::failure`]); at once, if that is so already. On whatever
     /// thread finds out, and once. Only the first who asks is told.
     pub fn when_failed(&self, tell: impl Fn(&str) + Send + Sync + 'static) {
-        let _ = self.when_latched.set(WhenLatched { tell: Box::new(tell), is_told: AtomicBool::new(false) });
-        self.tell_latched();
+        let _ = self.on_failure.set(WhenFailed { tell: Box::new(tell), is_told: AtomicBool::new(false) });
+        self.tell_failed();
     }
 
-    fn tell_latched(&self) {
-        if let (Some(cause), Some(when)) = (self.latch.get(), self.when_latched.get()) {
+    fn tell_failed(&self) {
+        if let (Some(cause), Some(when)) = (self.failure.get(), self.on_failure.get()) {
             when.tell(cause);
         }
     }
 
     /// Latches the disk if the error is of the kind after which nothing is known of what is on stable storage.
-    pub(crate) fn latch_if_lost(&self, error: Error) -> Error {
-        if self.latch.get().is_none() && self.layers_now().is_lost() { self.latch(error) } else { error }
+    pub(crate) fn fail_if_lost(&self, error: Error) -> Error {
+        if self.failure.get().is_none() && self.layers_now().is_lost() { self.fail(error) } else { error }
     }
 }
