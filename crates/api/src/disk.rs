@@ -148,10 +148,10 @@ pub struct DiskStatus {
     pub failed: Option<String>,
     /// Whether its last snapshot, which is on stable storage, still gets its index.
     #[serde(default, skip_serializing_if = "is_default")]
-    pub settling: bool,
+    pub finalizing: bool,
     /// How often a snapshot was taken and did not get its index: the log says why.
     #[serde(default, skip_serializing_if = "is_default")]
-    pub settle_failures: u64,
+    pub finalize_failures: u64,
     /// Lookups of where a run of a read or write lies that the metadata in memory answered, since the disk was opened.
     #[serde(default, skip_serializing_if = "is_default")]
     pub metadata_hits: u64,

@@ -44,7 +44,7 @@ pub enum JobSpec {
     Merge {
         /// The disk.
         disk: String,
-        /// One end of the range, which goes too. Which layers are meant is settled when the job begins.
+        /// One end of the range, which goes too. The layers are chosen when the job begins.
         first: LayerRef,
         /// The other end, which goes too.
         last: LayerRef,

@@ -67,10 +67,10 @@ fn a_served_disk_takes_snapshots_while_it_is_written() {
     assert!(shown.replace(' ', "").contains("\"layers\":22"), "{shown}");
     // The last one's index is written without being waited for, and nobody asks for it.
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
-    while status().contains("settling") && std::time::Instant::now() < deadline {
+    while status().contains("finalizing") && std::time::Instant::now() < deadline {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    assert!(!status().contains("settl"), "{}", status());
+    assert!(!status().contains("finaliz"), "{}", status());
     assert!(server.stop().success());
     for number in 0..20u8 {
         let layer = images.name(&format!("web.s{number}.qcow2"));

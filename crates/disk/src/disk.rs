@@ -7,13 +7,13 @@ mod anew;
 mod attached;
 mod durable;
 mod failed;
+mod finalize;
 mod index;
 mod killed;
 mod look;
 mod merge;
 mod open;
 mod resize;
-mod settle;
 mod snapshot;
 mod switch;
 
@@ -69,8 +69,8 @@ pub struct Disk {
     tending: Mutex<()>,
     /// Held while the layers change, and while the disk is closed; holds what the last snapshot left to do. Taken before
     /// `tending`.
-    changing: Mutex<Option<settle::Unsettled>>,
-    settling: settle::Settling,
+    changing: Mutex<Option<finalize::PendingFinalize>>,
+    finalizing: finalize::Finalizing,
     /// Names that snapshots of the chain have, or had; `None` until one is asked for.
     snapshot_names: Mutex<Option<HashSet<String>>>,
     /// Whether layers are being merged.
@@ -168,7 +168,7 @@ impl Disk {
             closed: AtomicBool::new(false),
             tending: Mutex::new(()),
             changing: Mutex::new(None),
-            settling: settle::Settling::default(),
+            finalizing: finalize::Finalizing::default(),
             snapshot_names: Mutex::default(),
             merging: AtomicBool::new(false),
             lost_index: AtomicBool::new(false),

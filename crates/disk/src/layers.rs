@@ -94,8 +94,8 @@ impl Layers {
         Self { generation: 0, size, top, frozen, resources, blocks, before: None, merging_to: None }
     }
 
-    /// The same active layer over `map`, with nothing left to settle.
-    pub(crate) fn settled(&self, map: Arc<FrozenMap>) -> Self {
+    /// The same active layer over `map`, with nothing left to finalize.
+    pub(crate) fn finalized(&self, map: Arc<FrozenMap>) -> Self {
         self.over(Some(map), self.merging_to.clone())
     }
 

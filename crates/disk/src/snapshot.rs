@@ -53,7 +53,7 @@ pub(crate) use names::disk_name;
 pub use names::frozen_path;
 pub(crate) use names::{ENDINGS, stem};
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
-pub(crate) use offline::{lock_if_free, lock_settled, name_from};
+pub(crate) use offline::{lock_finalized, lock_if_free, name_from};
 pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};
 pub(crate) use prepare::{check_ready, prepare_live};
 pub use prune::{MEMORY_LABEL, Pruning};

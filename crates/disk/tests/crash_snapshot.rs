@@ -66,12 +66,12 @@ struct Recording {
     /// What each snapshot holds, and when it had been taken.
     states: Vec<(Vec<u8>, Moment)>,
     /// When nothing was left to do for it, where that is known.
-    settled: Vec<Moment>,
+    finalized: Vec<Moment>,
     opened: Moment,
 }
 
-/// `settles`: whether each snapshot is settled before the disk is used again, or by the next one.
-fn record(seed: u64, shape: LayerShape, settles: bool) -> Recording {
+/// `finalizes`: whether each snapshot is finalized before the disk is used again, or by the next one.
+fn record(seed: u64, shape: LayerShape, finalizes: bool) -> Recording {
     let dir = scratch();
     let mut random = random("snapshots", seed);
     let made = make(dir.path(), &[shape], &mut random);
@@ -83,7 +83,7 @@ fn record(seed: u64, shape: LayerShape, settles: bool) -> Recording {
     let opened = plan.now();
     let mut ledger = Ledger::new(&made.model, made.cluster);
     let (mut done, mut states, mut active) = (Vec::new(), Vec::new(), vec![(file_of(&made.top), opened)]);
-    let mut settled = Vec::new();
+    let mut finalized = Vec::new();
     for round in 0..=SNAPSHOTS {
         for step in steps(&mut random, STEPS, ledger.size(), made.cluster) {
             let began = plan.now();
@@ -99,10 +99,10 @@ fn record(seed: u64, shape: LayerShape, settles: bool) -> Recording {
             // What it returned of is on stable storage.
             done.push((Step::Flush, began, plan.now()));
             states.push((content, plan.now()));
-            assert!(disk.is_settling());
-            if settles {
-                disk.settle().expect("no faults here");
-                settled.push(plan.now());
+            assert!(disk.is_finalizing());
+            if finalizes {
+                disk.finalize().expect("no faults here");
+                finalized.push(plan.now());
             }
             active.push((file_of(&made.top), began));
         }
@@ -116,7 +116,7 @@ fn record(seed: u64, shape: LayerShape, settles: bool) -> Recording {
         let store = StoreId(number as u32);
         File { store, before: known[number].1.clone(), published: published(&log, store, began) }
     });
-    Recording { files: files.collect(), log, ledger, steps: done, states, settled, opened }
+    Recording { files: files.collect(), log, ledger, steps: done, states, finalized, opened }
 }
 
 fn file_of(path: &Path) -> FileId {
@@ -192,8 +192,8 @@ fn snapshots_survive_power_failures() {
             (0..24).map(|_| Moment(random.random_range(recording.opened.0..=end.0))).collect();
         // Every operation of the freezing of a layer in turn.
         let ends = recording.states.iter().map(|(_, taken)| *taken);
-        let settled = recording.settled.iter().copied().chain(ends.skip(recording.settled.len()));
-        for (file, end) in recording.files[1..].iter().zip(settled) {
+        let finalized = recording.finalized.iter().copied().chain(ends.skip(recording.finalized.len()));
+        for (file, end) in recording.files[1..].iter().zip(finalized) {
             moments.extend((file.published.0..=end.0 + 1).map(Moment));
         }
         for at in moments {

@@ -109,7 +109,7 @@ fn run(work: Work, bits: u32, nth: u64, whose: Whose) -> bool {
     for number in 0..3 {
         run.change(12);
         assert!(run.snapshot(number));
-        run.disk.settle().unwrap();
+        run.disk.finalize().unwrap();
     }
     let before = plan.count(Some(OperationKind::Write));
     match whose {

@@ -364,14 +364,15 @@ fn assert_completed(chain: &Chain, states: &States, what: &dyn std::fmt::Debug) 
     assert!(list(chain.top(), &OpenOptions::default()).unwrap().iter().all(|state| !state.is_being_deleted));
 }
 
-/// Between which moments the lowest layer got its new name: after it was settled, and before its mark was taken away.
+/// Between which moments the lowest layer got its new name: after it was finalized, and before its mark was taken away.
 fn renamed(log: &[vmstrata_store::Record], lowest: vmstrata_store::StoreId) -> (u64, u64) {
     let of_lowest: Vec<_> = log.iter().filter(|record| record.store == lowest).collect();
     let is_session = |operation: &Operation| matches!(operation, Operation::Write { at, bytes } if *at == HostOffset::new(88) && bytes.len() == 8);
-    let settled = of_lowest.iter().rposition(|record| is_session(&record.operation)).expect("it was settled");
-    assert_eq!(of_lowest[settled + 1].operation, Operation::Flush);
-    let after = of_lowest.get(settled + 2).expect("the mark goes");
-    (of_lowest[settled + 1].completed.expect("flushed").0, after.issued.0)
+    let finalized =
+        of_lowest.iter().rposition(|record| is_session(&record.operation)).expect("it was finalized");
+    assert_eq!(of_lowest[finalized + 1].operation, Operation::Flush);
+    let after = of_lowest.get(finalized + 2).expect("the mark goes");
+    (of_lowest[finalized + 1].completed.expect("flushed").0, after.issued.0)
 }
 
 #[test]

@@ -330,9 +330,9 @@ fn other_disks_of_the_server_are_protected() {
 
 /// Its file is open, and not yet one of those that are known to be.
 #[test]
-fn a_snapshot_that_is_not_settled_is_in_nobodys_way() {
+fn merging_works_beside_a_snapshot_that_is_not_finalized() {
     let dir = scratch();
-    let mut random = random("not settled", 1);
+    let mut random = random("not finalized", 1);
     let mut history = History::new(disk_in(dir.path(), "cluster_size=64k"));
     for _ in 0..3 {
         (0..8).for_each(|_| history.change(&mut random));
@@ -345,12 +345,12 @@ fn a_snapshot_that_is_not_settled_is_in_nobodys_way() {
             for name in ["one", "other"] {
                 snapshot_together(&[&history.disk], &named(name)).unwrap();
             }
-            assert!(history.disk.is_settling());
+            assert!(history.disk.is_finalizing());
         }
         job.apply(action).unwrap();
     }
     assert_eq!((job.merged().removed.len(), &job.merged().kept[..]), (1, &[][..]));
-    assert!(history.disk.is_settling(), "it was settled first");
+    assert!(history.disk.is_finalizing(), "it was finalized first");
 }
 
 /// It read all layers, and sleeps: their locks must not look like those of somebody else.

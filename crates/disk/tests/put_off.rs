@@ -213,7 +213,7 @@ fn nor_is_it_put_off_right_after_a_snapshot() {
     for name in ["first", "second", "third"] {
         let info = SnapshotInfo { name: name.into(), ..SnapshotInfo::default() };
         let taken = snapshot_together(&[&disk], &info).unwrap();
-        assert!(disk.is_settling(), "the map of the layers is the provisional one");
+        assert!(disk.is_finalizing(), "the map of the layers is the provisional one");
         states.push((taken[0].layer.clone(), made.model.clone()));
         let longest = longest_write(&plan, || {
             for cluster in (0..CLUSTERS).step_by(states.len()) {

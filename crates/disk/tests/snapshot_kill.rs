@@ -57,9 +57,9 @@ fn child_that_takes_snapshots_until_it_is_killed() {
             let name = format!("{}-{step}", std::process::id());
             let info = SnapshotInfo { name, ..SnapshotInfo::default() };
             snapshot_together(&[&disk], &info).expect("takes a snapshot");
-            // Every other one is settled by the next.
+            // Every other one is finalized by the next.
             if step % 2 == 0 {
-                disk.settle().expect("settles");
+                disk.finalize().expect("finalizes");
             }
         }
     });

@@ -334,14 +334,14 @@ fn is_indexed(path: &Path) -> bool {
 /// A snapshot is answered when it is on stable storage. What is left to do then is done by whoever comes next, once.
 #[test]
 fn what_a_snapshot_leaves_to_do_is_done_before_anything_else_changes() {
-    for next in ["settle", "snapshot", "close", "nothing"] {
+    for next in ["finalize", "snapshot", "close", "nothing"] {
         let dir = scratch();
         let path = disk_in(dir.path(), "qcow2", &[]);
         let disk = open(&path);
         write(&disk, 0, &[7; 4096]).unwrap();
         let taken = snapshot_together(&[&disk], &named("one")).unwrap();
         let layer = &taken[0].layer;
-        assert!(disk.is_settling(), "before {next}");
+        assert!(disk.is_finalizing(), "before {next}");
         // Others may use it at once.
         assert_clean(layer);
         assert_eq!(content(layer, "qcow2")[..4096], [7; 4096]);
@@ -350,14 +350,14 @@ fn what_a_snapshot_leaves_to_do_is_done_before_anything_else_changes() {
         disk.flush().unwrap();
         assert_eq!(read(&disk, 0, 4096).unwrap(), [8; 4096]);
         match next {
-            "settle" => disk.settle().unwrap(),
+            "finalize" => disk.finalize().unwrap(),
             "snapshot" => _ = snapshot_together(&[&disk], &named("two")).unwrap(),
             "close" => disk.close().unwrap(),
             _ => {}
         }
         assert_eq!(is_indexed(layer), next != "nothing", "after {next}");
-        assert_eq!(disk.settle_failures(), 0);
-        assert_eq!(disk.is_settling(), matches!(next, "snapshot" | "nothing"), "after {next}");
+        assert_eq!(disk.finalize_failures(), 0);
+        assert_eq!(disk.is_finalizing(), matches!(next, "snapshot" | "nothing"), "after {next}");
         drop(disk);
         assert_eq!(read(&open(&path), 0, 4096).unwrap(), [8; 4096]);
     }
@@ -372,9 +372,9 @@ fn a_layer_that_was_replaced_gets_no_index_and_the_disk_goes_on() {
     let layer = snapshot_together(&[&disk], &named("one")).unwrap().remove(0).layer;
     std::fs::copy(&layer, dir.path().join("other")).unwrap();
     std::fs::rename(dir.path().join("other"), &layer).unwrap();
-    let error = disk.settle().unwrap_err().to_string();
+    let error = disk.finalize().unwrap_err().to_string();
     assert!(error.contains("one"), "{error}");
-    assert!(disk.settle_failures() > 0 && !disk.is_settling());
+    assert!(disk.finalize_failures() > 0 && !disk.is_finalizing());
     assert_eq!(read(&disk, 0, 4096).unwrap(), [7; 4096]);
     write(&disk, 4096, &[9; 4096]).unwrap();
     disk.snapshot(&named("two")).unwrap();

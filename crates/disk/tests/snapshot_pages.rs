@@ -19,7 +19,7 @@ const PAGE_BYTES: u64 = 4096;
 
 fn take(disk: &Disk, name: &str) {
     snapshot_together(&[disk], &SnapshotInfo { name: name.into(), ..SnapshotInfo::default() }).unwrap();
-    disk.settle().unwrap();
+    disk.finalize().unwrap();
 }
 
 /// A disk of [`PAGES`] pages with a layer below the active one, all of whose pages are in memory.
@@ -113,13 +113,13 @@ fn maps_that_share_pages_differ_where_their_layers_do() {
             }
             let info = SnapshotInfo { name: format!("round{round}"), ..SnapshotInfo::default() };
             let taken = snapshot_together(&[disk], &info).unwrap();
-            // Before it is settled, and after.
-            for when in ["taken", "settled"] {
+            // Before it is finalized, and after.
+            for when in ["taken", "finalized"] {
                 for at in (0..size).step_by(256 * CLUSTER as usize) {
                     let found = read(disk, at, 4096).unwrap();
                     assert_same(&found, &model[at as usize..][..4096], at, when);
                 }
-                disk.settle().unwrap();
+                disk.finalize().unwrap();
             }
             if round % 4 == 3 {
                 states.push((taken[0].layer.clone(), model.clone()));

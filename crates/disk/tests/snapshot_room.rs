@@ -29,7 +29,7 @@ fn room(path: &Path) -> u64 {
 fn take(disk: &Disk, name: &str) -> std::path::PathBuf {
     let info = SnapshotInfo { name: name.into(), ..SnapshotInfo::default() };
     let taken = snapshot_together(&[disk], &info).unwrap();
-    disk.settle().unwrap();
+    disk.finalize().unwrap();
     taken[0].layer.clone()
 }
 

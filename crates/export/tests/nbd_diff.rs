@@ -199,7 +199,7 @@ fn a_snapshot_that_gets_the_name_of_a_deleted_one_is_another() {
             taken_ns += 1;
             let info = SnapshotInfo { name: name.to_owned(), taken_ns, ..SnapshotInfo::default() };
             fixture.disk.snapshot(&info).unwrap();
-            fixture.disk.settle().unwrap();
+            fixture.disk.finalize().unwrap();
         };
         take("mon");
         take("tue");

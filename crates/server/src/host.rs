@@ -80,7 +80,7 @@ pub struct Host {
     guards: Guards,
     table: Mutex<Table>,
     /// Signalled when a change ends.
-    settled: Condvar,
+    changed: Condvar,
     events: broadcast::Sender<Event>,
     pub(crate) audit: Audit,
     jobs: Arc<Jobs>,
@@ -175,7 +175,7 @@ struct Change<'a>(&'a Host);
 impl Drop for Change<'_> {
     fn drop(&mut self) {
         self.0.table.lock().changes -= 1;
-        self.0.settled.notify_all();
+        self.0.changed.notify_all();
     }
 }
 
@@ -199,7 +199,7 @@ impl Host {
             nbd_access: options.nbd_access.clone(),
             guards,
             table: Mutex::default(),
-            settled: Condvar::new(),
+            changed: Condvar::new(),
             jobs: Arc::new(Jobs::new(events.clone(), audit.clone())),
             audit,
             events,
@@ -261,7 +261,7 @@ impl Host {
         let doors = {
             let mut table = self.table.lock();
             table.is_ending = true;
-            self.settled.wait_while_until(&mut table, |table| table.changes > 0, deadline);
+            self.changed.wait_while_until(&mut table, |table| table.changes > 0, deadline);
             table.waiting.clear();
             std::mem::take(&mut table.doors)
         };

@@ -99,11 +99,11 @@ impl FaultStore {
         let admission = self.plan.admit(self.id, OperationKind::of(&operation));
         let ticket = self.plan.issue(self.id, || operation);
         if let Admission::Cut { errno: Some(errno), .. } = admission {
-            self.plan.settle(ticket, false);
+            self.plan.completed(ticket, false);
             return Err(io::Error::from_raw_os_error(errno));
         }
         let result = call();
-        self.plan.settle(ticket, result.is_ok());
+        self.plan.completed(ticket, result.is_ok());
         result
     }
 }
@@ -140,7 +140,7 @@ impl Store for FaultStore {
             .inner
             .write_all(&bytes, at)
             .and_then(|()| errno.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno))));
-        self.plan.settle(ticket, result.is_ok());
+        self.plan.completed(ticket, result.is_ok());
         result
     }
 

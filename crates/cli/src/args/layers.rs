@@ -166,7 +166,7 @@ they hold and the layer above them lacks is copied into that one, which then sta
 that is less to copy and nobody else needs them, what that one holds into the lowest of them, which takes its place. (block-commit of
 QEMU and virsh names as BASE the layer that stays: the lowest that goes is the one above it.) Named snapshots of this disk among them
 are lost, which takes --yes; held ones and those of another disk are refused. All other layers read as they did.
-Which layers are meant is settled when it begins, so that snapshots taken meanwhile change nothing. Numbers change whenever layers are
+The layers are chosen when it begins, so that snapshots taken meanwhile change nothing. Numbers change whenever layers are
 dropped, as by a keep= rule: where that may happen, name files.
 A file that another disk stands on stays, as far as that is known: see `vmstrata flatten --help`. A served disk goes on being
 used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again.

@@ -65,7 +65,7 @@ pub fn state(disk: &DiskStatus) -> &'static str {
     match disk.state {
         DiskState::Opening => "opening",
         DiskState::Serving if disk.failed.is_some() => "failed",
-        DiskState::Serving if disk.settling => "serving, indexing",
+        DiskState::Serving if disk.finalizing => "serving, indexing",
         DiskState::Serving => "serving",
         DiskState::Closing => "closing",
         DiskState::Waiting => "not open",

@@ -162,7 +162,7 @@ impl Active {
         space.keep();
         // Only now: whoever sees the table notes entries in it, and a journal that has those must have this one.
         self.l1.load().entries[index as usize].store(new, Ordering::Release);
-        self.settle(noted)
+        self.commit_if_due(noted)
     }
 
     /// Makes the L1 table longer in the file if its last cluster has room for `entries`; returns whether it has. The new ones

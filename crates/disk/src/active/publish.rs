@@ -15,7 +15,7 @@ impl Active {
     pub(crate) fn publish(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Result<()> {
         let noted = self.changes.note_or_commit(&records(changed), freed, self)?;
         // Commit first: a request that sees a new cluster writes into it and completes without a commit of its own.
-        self.settle(noted)?;
+        self.commit_if_due(noted)?;
         self.show(changed, guard);
         Ok(())
     }
@@ -38,7 +38,7 @@ impl Active {
     }
 
     /// Commits where what was noted asks for it.
-    pub(super) fn settle(&self, noted: Noted) -> Result<()> {
+    pub(super) fn commit_if_due(&self, noted: Noted) -> Result<()> {
         if noted == Noted::MustCommit { self.changes.commit(self) } else { Ok(()) }
     }
 

@@ -76,7 +76,7 @@ impl Active {
                 if old != new {
                     let len = self.tables.geometry.cluster_bits.size();
                     let freed = table_of(&self.tables, old, u64::MAX)?.map(|at| Freed { at, len });
-                    self.settle(self.changes.note(&[Record { slot, old, new }], freed.as_slice()))?;
+                    self.commit_if_due(self.changes.note(&[Record { slot, old, new }], freed.as_slice()))?;
                 }
                 Ok(())
             }

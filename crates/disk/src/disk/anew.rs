@@ -90,8 +90,8 @@ impl Disk {
         }
         self.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
         let before = arc_swap::Guard::into_inner(self.layers_now());
-        let is_settled = before.before.is_none() && before.merging_to.is_none();
-        if !is_settled || self.merging.load(Ordering::Acquire) {
+        let is_finalized = before.before.is_none() && before.merging_to.is_none();
+        if !is_finalized || self.merging.load(Ordering::Acquire) {
             return Err(ErrorKind::NotIndexable { reason: "its layers are being merged" }.into());
         }
         let chain = reread_chain(&self.path, file, &self.options, &self.resources)?;
@@ -133,7 +133,7 @@ impl Disk {
         let lost_index = had_index && map.index().is_none();
         let after = match &before.top {
             Top::Frozen => Layers::new(size, Top::Frozen, Some(map), &self.resources),
-            _ => before.settled(map),
+            _ => before.finalized(map),
         };
         self.put_layers_and_call(after);
         tracing::info!(disk = %self.path.display(), lost_index, "a layer was changed: the chain was read anew");

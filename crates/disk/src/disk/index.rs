@@ -35,7 +35,7 @@ impl Disk {
             Ok(index)
         };
         let missing = |error: &crate::Error| {
-            self.settling.failures.fetch_add(1, Ordering::Relaxed);
+            self.finalizing.failures.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(%error, "the new layer gets no index");
         };
         extend().inspect_err(missing).ok().map(Arc::new)
@@ -46,7 +46,7 @@ impl Disk {
     pub(super) fn index_whole(&self) {
         let is_indexed = |map: &FrozenMap| map.index().is_some();
         if self.layers_now().frozen.as_deref().is_none_or(is_indexed)
-            || self.settling.unindexed_since.lock().is_some_and(|since| since.elapsed() < AGAIN_AFTER)
+            || self.finalizing.unindexed_since.lock().is_some_and(|since| since.elapsed() < AGAIN_AFTER)
         {
             return;
         }
@@ -69,8 +69,8 @@ impl Disk {
             Ok(Some(indexed)) => {
                 let indexed = Arc::new(indexed);
                 self.resources.offer_map(&indexed);
-                self.put_layers_and_call(layers.settled(indexed));
-                *self.settling.unindexed_since.lock() = None;
+                self.put_layers_and_call(layers.finalized(indexed));
+                *self.finalizing.unindexed_since.lock() = None;
                 return;
             }
             Ok(None) => "a layer cannot have one".to_owned(),
@@ -78,7 +78,7 @@ impl Disk {
         };
         let disk = self.path.display();
         tracing::warn!(%disk, why, "the chain gets no index: it opens slower; see `vmstrata index build`");
-        *self.settling.unindexed_since.lock() = Some(Instant::now());
+        *self.finalizing.unindexed_since.lock() = Some(Instant::now());
     }
 
     fn indexed(&self, map: &FrozenMap) -> Result<Option<FrozenMap>> {

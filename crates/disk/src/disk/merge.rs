@@ -29,7 +29,7 @@ use std::sync::atomic::Ordering;
 use vmstrata_store::FileId;
 use vmstrata_types::{GuestOffset, GuestRange};
 
-use super::settle::Changing;
+use super::finalize::Changing;
 use super::{Disk, Indexing};
 use crate::chain::{OpenOptions, read_head};
 use crate::epoch::thread_shard;
@@ -97,7 +97,7 @@ impl Disk {
             let layers = self.layers_now();
             match &layers.top {
                 Top::Qcow2(active) if active.identity.file == file => Some(Arc::clone(&active.file)),
-                // Of a snapshot that is not settled, or a layer that grows, the disk alone has the file.
+                // Of a snapshot that is not finalized, or a layer that grows, the disk alone has the file.
                 _ => self.resources.files().open_store(file).or_else(|| {
                     let mut frozen = layers.frozen.iter().flat_map(|map| map.layers());
                     frozen.find(|layer| layer.identity.file == file)?.open_file()

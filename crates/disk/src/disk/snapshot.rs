@@ -7,7 +7,7 @@ use std::time::Duration;
 use vmstrata_store::Gate;
 
 use super::Disk;
-use super::settle::Changing;
+use super::finalize::Changing;
 use super::switch::{NewNames, Switch};
 use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
@@ -31,14 +31,14 @@ impl Disk {
     /// writes from now on, under the disk's own path.
     ///
     /// Everything that completed before the call is in the snapshot, nothing that begins after it returned is. When it
-    /// returns, the snapshot is on stable storage, and settled ([`Disk::settle`]).
+    /// returns, the snapshot is on stable storage, and finalized ([`Disk::finalize`]).
     ///
     /// # Errors
     /// A disk that takes no writes, a name that is taken or none, a host that cannot make the files: nothing has changed.
     /// Or a host that cannot flush or write what was active: the disk takes no more writes.
     pub fn snapshot(&self, info: &SnapshotInfo) -> Result<Taken> {
         let mut taken = snapshot_together(&[self], info)?;
-        self.settle()?;
+        self.finalize()?;
         Ok(taken.pop().expect("one for each disk"))
     }
 
@@ -138,7 +138,7 @@ impl<'disk> Together<'disk> {
 }
 
 /// Takes a snapshot of several disks at one instant: no write is in one of them that began after one that is missing in
-/// another had completed; the path of a raw one becomes qcow2. As [`Disk::snapshot`] for each, but that something is left to do ([`Disk::settle`]); returned in
+/// another had completed; the path of a raw one becomes qcow2. As [`Disk::snapshot`] for each, but that something is left to do ([`Disk::finalize`]); returned in
 /// the order of `disks`.
 ///
 /// # Errors
@@ -190,9 +190,9 @@ fn take_all<'disk>(
     let mut done = Vec::with_capacity(disks.len());
     for uncommitted in uncommitted {
         match uncommitted.commit() {
-            Ok((disk, unsettled)) => {
+            Ok((disk, pending)) => {
                 let held = changing.iter_mut().find(|(other, _)| std::ptr::eq(*other, disk));
-                disk.leave_unsettled(unsettled, &mut held.expect("all are held").1);
+                disk.leave_pending(pending, &mut held.expect("all are held").1);
                 done.push(disk.path.display().to_string());
             }
             Err(error) => {

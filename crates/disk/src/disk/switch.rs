@@ -1,12 +1,12 @@
 //! Giving a running disk a new active layer: the engine's part of a snapshot.
 //!
 //! ```text
-//!   open the overlay ─► publish its name ─► hold writers ─► swap ─► let them go ─► commit ─► (settle)
+//!   open the overlay ─► publish its name ─► hold writers ─► swap ─► let them go ─► commit ─► (finalize)
 //!        all I/O on new files               └── memory only ──┘     data, tables, clean header
 //! ```
 //!
 //! Writers wait only for those under way and for the swap; readers do not wait at all. What was active goes on to be
-//! asked for its entries ([`crate::map::FrozenMap::over`]) until the snapshot is settled ([`super::settle`]). A flush of the
+//! asked for its entries ([`crate::map::FrozenMap::over`]) until the snapshot is finalized ([`super::finalize`]). A flush of the
 //! guest meanwhile brings both to stable storage, the older one first.
 
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ use vmstrata_types::MAX_LAYERS;
 
 use super::Disk;
 use super::durable::end_session;
+use super::finalize::PendingFinalize;
 use super::open::{FEATURES_SINCE, open_top};
-use super::settle::Unsettled;
 use crate::chain::{Unflushed, open_layer};
 use crate::changes::Refusal;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
@@ -65,7 +65,7 @@ impl Drop for Unpublished {
 #[derive(Debug)]
 pub(super) struct Uncommitted<'disk> {
     disk: &'disk Disk,
-    unsettled: Unsettled,
+    pending: PendingFinalize,
 }
 
 impl<'disk> Switch<'disk> {
@@ -103,7 +103,7 @@ impl<'disk> Switch<'disk> {
         let pause = began.elapsed();
         let uncommitted = switches.into_iter().map(|switch| {
             let Self { disk, frozen, before, .. } = switch;
-            Uncommitted { disk, unsettled: Unsettled { before, path: frozen } }
+            Uncommitted { disk, pending: PendingFinalize { before, path: frozen } }
         });
         (uncommitted.collect(), pause)
     }
@@ -122,10 +122,10 @@ impl<'disk> Uncommitted<'disk> {
     ///
     /// # Errors
     /// A host that cannot flush or write: the disk takes no more writes.
-    pub(super) fn commit(self) -> Result<(&'disk Disk, Unsettled)> {
-        let Self { disk, unsettled } = self;
-        disk.commit_frozen(&unsettled).map_err(|error| disk.fail(error))?;
-        Ok((disk, unsettled))
+    pub(super) fn commit(self) -> Result<(&'disk Disk, PendingFinalize)> {
+        let Self { disk, pending } = self;
+        disk.commit_frozen(&pending).map_err(|error| disk.fail(error))?;
+        Ok((disk, pending))
     }
 }
 
@@ -167,8 +167,8 @@ impl Disk {
         Ok(Some(refusal))
     }
 
-    fn commit_frozen(&self, unsettled: &Unsettled) -> Result<()> {
-        let Unsettled { before, path } = unsettled;
+    fn commit_frozen(&self, pending: &PendingFinalize) -> Result<()> {
+        let PendingFinalize { before, path } = pending;
         before.commit()?;
         match &before.top {
             Top::Qcow2(active) => {

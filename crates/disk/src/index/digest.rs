@@ -208,7 +208,7 @@ const COARSE_TICK: Duration = Duration::from_secs(2);
 
 /// The time of a file's last change as something that tells it from later changes: waits for the moment when a later
 /// one must get another time. `None` when that is not soon, as on file systems that keep whole seconds.
-pub(super) fn settled(mtime_ns: i64) -> Option<i64> {
+pub(super) fn stable_mtime(mtime_ns: i64) -> Option<i64> {
     let tick = if mtime_ns % 1_000_000_000 == 0 { COARSE_TICK } else { TICK };
     let changed = SystemTime::UNIX_EPOCH + Duration::from_nanos(u64::try_from(mtime_ns).ok()?);
     let age = changed.elapsed().ok()?;
@@ -230,19 +230,19 @@ mod tests {
     }
 
     #[test]
-    fn a_time_is_settled_when_a_later_change_must_get_another() {
+    fn a_time_is_stable_when_a_later_change_must_get_another() {
         let old = now_ns() - 5_000_000_000;
-        assert_eq!(settled(old), Some(old));
+        assert_eq!(stable_mtime(old), Some(old));
         let young = now_ns() / 10 * 10 + 1;
-        assert_eq!(settled(young), Some(young));
+        assert_eq!(stable_mtime(young), Some(young));
         assert!(now_ns() - young >= 20_000_000, "it waited");
     }
 
     #[test]
     fn times_that_tell_nothing_are_not_waited_for() {
         let whole_second = now_ns() / 1_000_000_000 * 1_000_000_000;
-        assert_eq!(settled(whole_second), None);
-        assert_eq!(settled(now_ns() + 60_000_000_001), None, "a clock that went back");
-        assert_eq!(settled(-1), None);
+        assert_eq!(stable_mtime(whole_second), None);
+        assert_eq!(stable_mtime(now_ns() + 60_000_000_001), None, "a clock that went back");
+        assert_eq!(stable_mtime(-1), None);
     }
 }

@@ -11,7 +11,7 @@ use vmstrata_qcow2::index::{
 use vmstrata_store::Gate;
 use vmstrata_types::{HostOffset, LayerIndex};
 
-use super::digest::{Content, digest, settled};
+use super::digest::{Content, digest, stable_mtime};
 use super::leaves::{Merger, WINDOW, Words, unit_of, windows};
 use super::place::Place;
 use super::tree::Tree;
@@ -33,7 +33,7 @@ pub(super) fn describe(top: &Top, home: Home, below: Option<&IndexLayer>) -> Res
     let identity = top.opened.identity;
     let describe = || -> Result<_> {
         let content = digest(&*top.opened.store, top.head.as_ref(), identity.len)?;
-        let stamp = Stamp { len: identity.len, mtime_ns: settled(identity.mtime_ns) };
+        let stamp = Stamp { len: identity.len, mtime_ns: stable_mtime(identity.mtime_ns) };
         let record = LayerRecord {
             size: top.size,
             tables: top.head.as_ref().map(|head| record_tables(&Tables::of(&head.header))),

@@ -59,17 +59,17 @@ impl FrozenMap {
     ///
     /// # Errors
     /// Tables that cannot be read.
-    pub(crate) fn settled(&self, newest: Arc<Layer>) -> Result<Self> {
+    pub(crate) fn finalized(&self, newest: Arc<Layer>) -> Result<Self> {
         let mut layers: Vec<Arc<Layer>> = self.layers().cloned().collect();
         *layers.last_mut().expect("a frozen chain has a layer") = newest;
-        let mut settled = self.over_layers(layers);
+        let mut finalized = self.over_layers(layers);
         if let Some(fresh) = &self.fresh
             && let (Some(below), Some(active)) = (fresh.below(self), fresh.active())
         {
             let is_own = |page| self.is_changed(below, active, page);
-            settled.pages = self.pages.over(&below.pages, self.page_count(), is_own)?;
+            finalized.pages = self.pages.over(&below.pages, self.page_count(), is_own)?;
         }
-        Ok(settled)
+        Ok(finalized)
     }
 
     /// Whether a page says something else than `below`'s. If that one is in memory, this one takes its place.

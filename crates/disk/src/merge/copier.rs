@@ -33,7 +33,7 @@ pub(crate) struct Copier {
     pub(crate) room: Room,
     holes: Holes,
     at: GuestOffset,
-    is_settled: bool,
+    is_finalized: bool,
 }
 
 /// Where to layers are merged.
@@ -90,7 +90,7 @@ impl Copier {
         room: Room,
     ) -> Self {
         let (holes, at) = (Holes::default(), GuestOffset::ZERO);
-        Self { target, layers, after, way, room, holes, at, is_settled: false }
+        Self { target, layers, after, way, room, holes, at, is_finalized: false }
     }
 
     /// What the target will stand on.
@@ -125,24 +125,24 @@ impl Copier {
     ///
     /// # Errors
     /// A host that cannot write or flush.
-    pub(crate) fn settle(&mut self, wait: impl FnOnce()) -> Result<()> {
-        if !self.is_settled {
+    pub(crate) fn finalize(&mut self, wait: impl FnOnce()) -> Result<()> {
+        if !self.is_finalized {
             self.target.changes.commit(&*self.target)?;
             leave_clean(&self.target, wait)?;
-            self.is_settled = true;
+            self.is_finalized = true;
         }
         Ok(())
     }
 
     /// Ends early: what is copied into a frozen target stays, and nothing is leaked if the host lets it.
     pub(crate) fn leave(&mut self, wait: impl FnOnce()) {
-        // The active layer of a running disk is settled by that.
-        if self.layers.is_none() || self.is_settled {
+        // The active layer of a running disk is finalized by that.
+        if self.layers.is_none() || self.is_finalized {
             return;
         }
-        let settled = self.settle(wait);
+        let finalized = self.finalize(wait);
         self.let_go();
-        if let Err(error) = settled {
+        if let Err(error) = finalized {
             tracing::warn!(file = %self.target.path.display(), %error, "a merge ended early: clusters may be leaked until `vmstrata check --repair=leaks`");
         }
     }

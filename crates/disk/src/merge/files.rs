@@ -21,7 +21,7 @@ use crate::index::{self, IndexOptions};
 use crate::layers::{Layers, Top};
 use crate::opener::Role;
 use crate::resources::Resources;
-use crate::snapshot::lock_settled;
+use crate::snapshot::lock_finalized;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ impl Files {
         options: &MergeOptions,
         resources: &Arc<Resources>,
     ) -> Result<(Self, Vec<Link>, Copier)> {
-        let lock = lock_settled(disk, &options.open, resources)?;
+        let lock = lock_finalized(disk, &options.open, resources)?;
         leftovers::sweep_files(disk, &options.open);
         let links = plan::links(disk, &options.open, &**resources.files().opener())?;
         range.check(&links, options).map_err(|fault| Error::from(fault).in_file(disk))?;

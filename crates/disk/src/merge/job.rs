@@ -169,7 +169,7 @@ impl Merge {
                 }
                 self.announce(copier.target.identity.file);
                 let relinked = match &mut self.host {
-                    Host::Files(_) => copier.settle(|| ()).and_then(|()| copier.relink()),
+                    Host::Files(_) => copier.finalize(|| ()).and_then(|()| copier.relink()),
                     Host::Running(running) => running.relink(&mut copier),
                 };
                 relinked.inspect_err(|_| copier.leave(|| self.host.wait()))?;

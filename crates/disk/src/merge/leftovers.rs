@@ -54,7 +54,7 @@ pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &
         return Ok(());
     }
     let waiting = waiting(disk);
-    settle_elsewhere(&place, disk, open);
+    remove_notes_elsewhere(&place, disk, open);
     let (target, files) =
         ((target.dev, target.ino), by_directory.remove(&directory(disk)?).unwrap_or_default());
     let elsewhere = by_directory.keys().filter_map(|path| path.to_str().map(str::to_owned)).collect();
@@ -84,10 +84,10 @@ pub(super) fn leave<'a>(disk: &Path, open: &OpenOptions, later: impl Iterator<It
     let waiting: Vec<Noted> =
         beside.filter_map(|(position, path)| Noted::of(path, position).ok().flatten()).collect();
     if waiting.is_empty() {
-        return settle(disk, open);
+        return remove_notes(disk, open);
     }
     let Some(place) = note_of(disk) else { return };
-    settle_elsewhere(&place, disk, open);
+    remove_notes_elsewhere(&place, disk, open);
     let note = Note { target: (0, 0), files: Vec::new(), waiting, elsewhere: Vec::new() };
     if let Err(error) = note.replace(&place) {
         tracing::warn!(%error, "files of dropped layers stay, and will not be removed later");
@@ -118,14 +118,14 @@ pub(super) fn forget_gone(disk: &Path, open: &OpenOptions) {
 }
 
 /// Forgets the notes: what they name is gone, or stays.
-fn settle(disk: &Path, open: &OpenOptions) {
+fn remove_notes(disk: &Path, open: &OpenOptions) {
     let Some(place) = note_of(disk) else { return };
-    settle_elsewhere(&place, disk, open);
+    remove_notes_elsewhere(&place, disk, open);
     remove_note(&place);
 }
 
 /// Of the notes that the one at `place` leads to.
-fn settle_elsewhere(place: &Path, disk: &Path, open: &OpenOptions) {
+fn remove_notes_elsewhere(place: &Path, disk: &Path, open: &OpenOptions) {
     for place in Note::read(place).ok().flatten().iter().flat_map(|note| note.places_elsewhere(disk, open)) {
         remove_note(&place);
     }
@@ -146,7 +146,7 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
     }
     let swept = Note::read(&place).and_then(|note| {
         let Some(note) = note else {
-            settle(disk, open);
+            remove_notes(disk, open);
             return Ok(());
         };
         if !note.is_of_killed() {

@@ -86,7 +86,7 @@ impl Meant {
         Ok(Self { layers, beyond_own: false })
     }
 
-    /// All layers from one to the other, in either order, with or without names. Which those are is settled here; whether they
+    /// All layers from one to the other, in either order, with or without names. which those are is decided here; whether they
     /// may be dropped, which takes [`MergeOptions::beyond_own`] below the end of the disk's own history, when they are.
     ///
     /// [`MergeOptions::beyond_own`]: super::MergeOptions::beyond_own

@@ -90,7 +90,7 @@ fn ready_one(
     options: &PrepareOptions,
     resources: &Arc<Resources>,
 ) -> Result<(FileStore, Prepared, bool)> {
-    let lock = lock_settled(disk, open, resources)?;
+    let lock = lock_finalized(disk, open, resources)?;
     let was_raw = Below::read_disk(disk, options.format)?.format == Format::Raw;
     if was_raw && !options.convert_raw {
         return Err(SnapshotFault::StaysRaw.into());
@@ -109,7 +109,11 @@ fn ready_one(
 }
 
 /// Locks a disk that was closed, closing it if its last writer did not.
-pub(crate) fn lock_settled(disk: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<FileStore> {
+pub(crate) fn lock_finalized(
+    disk: &Path,
+    open: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<FileStore> {
     for _ in 0..TRIES {
         let lock = lock(disk)?;
         if !Below::read_disk(disk, open.format)?.is_open {

@@ -115,7 +115,7 @@ impl World {
             return false;
         }
         if self.slots[slot].guest.is_some() {
-            self.disk(slot).settle().unwrap();
+            self.disk(slot).finalize().unwrap();
         }
         self.wake_queues();
         let begun = match &self.slots[slot].guest {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::error::CaptureError;
 use super::live;
-use super::pause::{self, cancel, go_on, settle};
+use super::pause::{self, cancel, go_on, wait_for_end};
 use super::take::{IGNORE_SHARED, Mode};
 use crate::qmp::{Qmp, QmpError};
 
@@ -37,7 +37,7 @@ impl Before {
     /// # Errors
     /// When QEMU does not answer.
     pub fn put_back(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        if !settle(qmp, Instant::now() + END_MAX)? {
+        if !wait_for_end(qmp, Instant::now() + END_MAX)? {
             cancel(qmp)?;
         }
         if self.ran {

@@ -16,7 +16,7 @@ pub(super) const SET_CAPABILITIES: &str = "migrate-set-capabilities";
 /// How often QEMU is asked how far it is.
 const POLL: Duration = Duration::from_millis(2);
 /// How long a migration that was cancelled, or has ended, may take until nothing is left of it.
-const SETTLE_MAX: Duration = Duration::from_secs(10);
+const END_MAX: Duration = Duration::from_secs(10);
 
 /// QEMU's answer to `query-status`.
 #[derive(Debug, Deserialize)]
@@ -89,14 +89,14 @@ pub(super) fn cancel(qmp: &mut Qmp) -> Result<(), QmpError> {
     if migration(qmp)?.is_under_way() {
         qmp.tell("migrate_cancel", json!({}))?;
     }
-    settle(qmp, Instant::now() + SETTLE_MAX).map(drop)
+    wait_for_end(qmp, Instant::now() + END_MAX).map(drop)
 }
 
 /// Waits until a migration has ended and nothing is left of it; whether that came before the deadline.
 ///
 /// QEMU cleans up a moment after the end, and then looks at capabilities again: one that was turned off too early would
 /// leave the guest's memory tracked.
-pub(super) fn settle(qmp: &mut Qmp, deadline: Instant) -> Result<bool, QmpError> {
+pub(super) fn wait_for_end(qmp: &mut Qmp, deadline: Instant) -> Result<bool, QmpError> {
     while migration(qmp)?.is_under_way() || is_kept(qmp)? {
         if Instant::now() > deadline {
             return Ok(false);
@@ -185,8 +185,8 @@ pub(super) fn with_capability<T>(
     let done = run(qmp);
     if !before {
         // What is left on changes how a later migration of the user's works; a QEMU that is gone does not mind.
-        let settled = settle(qmp, Instant::now() + SETTLE_MAX);
-        let off = settled.and_then(|_| set_capability(qmp, name, false));
+        let ended = wait_for_end(qmp, Instant::now() + END_MAX);
+        let off = ended.and_then(|_| set_capability(qmp, name, false));
         if done.is_ok() {
             off?;
         }

@@ -103,7 +103,7 @@ impl Guards {
         for note in notes.flatten() {
             let thaw = move || {
                 // Its second process may be at it.
-                if let Err(fault) = settle(note.path(), GUARD_PATIENCE + Patience::default().thaw) {
+                if let Err(fault) = thaw_if_left(note.path(), GUARD_PATIENCE + Patience::default().thaw) {
                     tracing::error!(note = %note.path().display(), %fault, "a guest may be frozen since its server was killed: send guest-fsfreeze-thaw to its agent");
                 }
             };
@@ -115,7 +115,7 @@ impl Guards {
 }
 
 /// Thaws the guest of a note that a killed server left, if it is frozen.
-fn settle(path: PathBuf, patience: Duration) -> Result<(), AgentFault> {
+fn thaw_if_left(path: PathBuf, patience: Duration) -> Result<(), AgentFault> {
     let mut note = match Note::lock(path, patience, false) {
         Ok(note) => note,
         Err(AgentFault::Io(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

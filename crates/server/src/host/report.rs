@@ -122,8 +122,8 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),
         failed: disk.and_then(|disk| disk.failure().map(str::to_owned)),
-        settling: disk.is_some_and(|disk| disk.is_settling()),
-        settle_failures: disk.map_or(0, |disk| disk.settle_failures()),
+        finalizing: disk.is_some_and(|disk| disk.is_finalizing()),
+        finalize_failures: disk.map_or(0, |disk| disk.finalize_failures()),
         metadata_hits: stats.metadata_hits[0],
         metadata_misses: stats.metadata_misses[0],
     }

@@ -54,7 +54,7 @@ impl Host {
         let taken = together.take(&info, || thawed = Some(quiesced.thaw(how)));
         let thawed = thawed.unwrap_or_else(|| quiesced.thaw(how));
         let taken = taken?;
-        settle_later(disks, Arc::clone(&self.due));
+        finalize_later(disks, Arc::clone(&self.due));
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
         let told = |(disk, taken): (String, Taken)| {
             self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
@@ -87,13 +87,13 @@ impl Table {
 
 /// Has what the snapshot left to do done, and what it makes superfluous deleted. Failures are logged and counted where they
 /// happen. A disk is held while it is its turn only: whoever closes it before does this himself.
-fn settle_later(disks: Vec<Lent>, due: Arc<Due>) {
+fn finalize_later(disks: Vec<Lent>, due: Arc<Due>) {
     let disks: Vec<Weak<Disk>> = disks.into_iter().map(|disk| Arc::downgrade(&disk)).collect();
-    let settle = move || {
-        disks.iter().filter_map(Weak::upgrade).for_each(|disk| _ = disk.settle());
+    let finalize = move || {
+        disks.iter().filter_map(Weak::upgrade).for_each(|disk| _ = disk.finalize());
         due.now();
     };
-    if let Err(error) = std::thread::Builder::new().name("settle".into()).spawn(settle) {
+    if let Err(error) = std::thread::Builder::new().name("finalize".into()).spawn(finalize) {
         tracing::warn!(%error, "a snapshot gets its index later: no thread");
     }
 }

@@ -190,7 +190,7 @@ impl Host {
         let deadline = Instant::now() + PATIENCE;
         let mut table = self.table.lock();
         while table.wait(name).is_some_and(|wait| wait.is_tried) {
-            if self.settled.wait_until(&mut table, deadline).timed_out() {
+            if self.changed.wait_until(&mut table, deadline).timed_out() {
                 return Err(Error::Busy { name: name.to_owned(), doing: "being opened" });
             }
         }

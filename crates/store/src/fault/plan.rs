@@ -250,7 +250,7 @@ impl FaultPlan {
     }
 
     /// Logs how an operation ended.
-    pub(super) fn settle(&self, ticket: Ticket, succeeded: bool) {
+    pub(super) fn completed(&self, ticket: Ticket, succeeded: bool) {
         let Ticket(Some(index)) = ticket else { return };
         let mut state = self.state.lock();
         let now = state.tick();

@@ -79,7 +79,7 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
         labels: labels.iter().cloned().chain([with_memory(&args.guest, &name)]).collect(),
         group: Some(group(&args.guest, &name)),
         agent: None,
-        // The guest is held: it cannot be asked to settle anything, and its memory holds what is not settled.
+        // The guest is held: it cannot be asked to finalize anything, and its memory holds what is not finalized.
         quiesce: Some(Quiesce::Never),
         convert_raw: args.convert_raw,
     };

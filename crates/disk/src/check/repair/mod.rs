@@ -3,7 +3,7 @@
 //! Order of writes within a round, with a flush after each step, so that a crash at any point leaves an image no
 //! worse than it was and the next repair finishes the work:
 //!
-//! 1. refcounts, in place ([`refcounts::settle`]) or in new structures past all that is in use, which the header
+//! 1. refcounts, in place ([`refcounts::repair_in_place`]) or in new structures past all that is in use, which the header
 //!    is then switched to ([`refcounts::rebuild`]): from here on they are right for every reference there is;
 //! 2. table entries ([`tables::mend`]): flags that follow from the refcounts, and bits that must not be there;
 //! 3. when a scan finds the image free of corruption, the dirty and corrupt bits of the header.
@@ -64,7 +64,7 @@ fn mend(image: &Image<'_>, scan: &Scan) -> Result<bool> {
         refcounts::rebuild(image, &scan.disk, scan.free_from..scan.free_from)?;
         true
     } else {
-        refcounts::settle(image, scan)?
+        refcounts::repair_in_place(image, scan)?
     };
     let entries = tables::mend(image.store, image.options, scan)?;
     Ok(written || entries > 0)

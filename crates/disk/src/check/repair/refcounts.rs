@@ -18,7 +18,7 @@ use crate::error::{ErrorKind, IoContext as _, Result};
 ///
 /// # Errors
 /// Whatever the store reports.
-pub(super) fn settle(image: &Image<'_>, scan: &Scan) -> Result<bool> {
+pub(super) fn repair_in_place(image: &Image<'_>, scan: &Scan) -> Result<bool> {
     let size = image.bits().size();
     let clusters = image.clusters();
     let blocks = scan.disk.blocks_below(image, clusters.div_ceil(1 << scan.disk.block_bits) as usize);
@@ -32,7 +32,7 @@ pub(super) fn settle(image: &Image<'_>, scan: &Scan) -> Result<bool> {
             .map_err(|e| e.at(at))?;
         // Sound structures have each block once; damaged ones are rebuilt.
         let first = (indices[0] as u64) << scan.disk.block_bits;
-        if settle_block(image, scan, first, &mut block) {
+        if repair_block(image, scan, first, &mut block) {
             write(image.store, at, &block, "write a refcount block")?;
             written = true;
         }
@@ -45,7 +45,7 @@ pub(super) fn settle(image: &Image<'_>, scan: &Scan) -> Result<bool> {
 }
 
 /// Corrects one block, which starts with the refcount of `first`; tells whether it changed.
-fn settle_block(image: &Image<'_>, scan: &Scan, first: u64, block: &mut [u8]) -> bool {
+fn repair_block(image: &Image<'_>, scan: &Scan, first: u64, block: &mut [u8]) -> bool {
     let order = image.header.refcount_order;
     let end = image.clusters().min(first + (1 << scan.disk.block_bits));
     let raise = image.options.repair == Repair::All;

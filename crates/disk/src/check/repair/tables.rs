@@ -163,10 +163,10 @@ impl Mender<'_> {
     fn copied(&self, raw: u64, offset: u64) -> u64 {
         let cluster = offset >> self.image.bits().get();
         let is_one = self.disk.is_one(cluster);
-        let settled = (self.counts.get(cluster).references == 1) == is_one;
-        if !settled && self.image.options.repair != Repair::All {
+        let is_right = (self.counts.get(cluster).references == 1) == is_one;
+        if !is_right && self.image.options.repair != Repair::All {
             return raw;
         }
-        if is_one && settled { raw | COPIED } else { raw & !COPIED }
+        if is_one && is_right { raw | COPIED } else { raw & !COPIED }
     }
 }

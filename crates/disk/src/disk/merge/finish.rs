@@ -42,13 +42,13 @@ impl Running {
     fn relink_frozen(&mut self, copier: &mut Copier) -> Result<()> {
         let (disk, target) = (Arc::clone(&self.disk), Arc::clone(&copier.target));
         // Before the files are changed: afterwards requests must get the shorter chain.
-        self.settled_layers()?;
-        copier.settle(|| disk.epochs.synchronize())?;
+        self.finalized_layers()?;
+        copier.finalize(|| disk.epochs.synchronize())?;
         copier.relink()?;
         copier.let_go();
-        let layer = self.settled_target(copier)?;
+        let layer = self.finalized_target(copier)?;
         loop {
-            let before = self.settled_layers()?;
+            let before = self.finalized_layers()?;
             let old = before.frozen.as_ref().ok_or(MergeFault::LayersChanged)?;
             let (first, above) = (self.range.first.index(), self.range.target().index() + 1);
             let is_there = |layer: &Arc<Layer>| layer.identity.file == target.identity.file;
@@ -72,8 +72,8 @@ impl Running {
     /// The layers of now.
     ///
     /// # Errors
-    /// [`MergeFault::LayersChanged`]: a snapshot that could not be settled.
-    fn settled_layers(&self) -> Result<Arc<Layers>> {
+    /// [`MergeFault::LayersChanged`]: a snapshot that could not be finalized.
+    fn finalized_layers(&self) -> Result<Arc<Layers>> {
         let _changing = self.disk.change();
         let layers = arc_swap::Guard::into_inner(self.disk.layers_now());
         if layers.before.is_some() {
@@ -83,7 +83,7 @@ impl Running {
     }
 
     /// The target as a layer that grows no more.
-    fn settled_target(&self, copier: &Copier) -> Result<Arc<Layer>> {
+    fn finalized_target(&self, copier: &Copier) -> Result<Arc<Layer>> {
         let (target, resources) = (&copier.target, &self.disk.resources);
         let path = copier.path();
         let identity = resources.files().opener().identity(path, &Gate::unrestricted())?;

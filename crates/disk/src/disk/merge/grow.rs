@@ -73,12 +73,12 @@ impl Running {
     pub(super) fn grow_no_more(&self, layers: &Layers) {
         let Some(map) = &layers.frozen else { return };
         let grows = |(_, layer): &(usize, &Arc<Layer>)| layer.identity.len == u64::MAX;
-        let mut settled: Option<FrozenMap> = None;
+        let mut finalized: Option<FrozenMap> = None;
         for (index, layer) in map.layers().enumerate().filter(grows) {
-            match self.settled(layer) {
+            match self.finalized(layer) {
                 Ok(layer) => {
-                    let now = settled.as_ref().unwrap_or(map).with_layers(index, [layer]);
-                    settled = Some(now);
+                    let now = finalized.as_ref().unwrap_or(map).with_layers(index, [layer]);
+                    finalized = Some(now);
                 }
                 // It is still open, as it was.
                 Err(error) => {
@@ -86,13 +86,13 @@ impl Running {
                 }
             }
         }
-        if let Some(map) = settled {
+        if let Some(map) = finalized {
             self.disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
         }
     }
 
     /// The same layer as one that does not grow.
-    fn settled(&self, layer: &Layer) -> Result<Arc<Layer>> {
+    fn finalized(&self, layer: &Layer) -> Result<Arc<Layer>> {
         let resources = &self.disk.resources;
         let identity = resources.files().opener().identity(&layer.path, &Gate::unrestricted())?;
         if identity.file != layer.identity.file {

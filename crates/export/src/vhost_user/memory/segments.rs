@@ -36,7 +36,7 @@ impl SegmentBuilder {
             self.last_len += len;
             return;
         }
-        self.settle();
+        self.end_run();
         (self.last, self.last_len) = (host.as_ptr(), len);
     }
 
@@ -51,12 +51,12 @@ impl SegmentBuilder {
     /// The finished segments.
     #[inline]
     pub(in crate::vhost_user) fn finish(mut self) -> SegmentVec<'static> {
-        self.settle();
+        self.end_run();
         self.segments
     }
 
     #[inline]
-    fn settle(&mut self) {
+    fn end_run(&mut self) {
         if self.last_len > 0 {
             // SAFETY: whoever pushed the run promised that it stays mapped for the request's lifetime.
             self.segments.push(unsafe { Segment::new(self.last, self.last_len) });

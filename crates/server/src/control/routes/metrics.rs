@@ -121,12 +121,12 @@ impl Numbers {
         let failed = of_disks(|disk| u64::from(disk.failed.is_some()));
         let help = "1 if the disk takes no more writes because its storage failed: it is served for reading";
         gauges(encoder, "disk_failed", help, failed)?;
-        let settling = of_disks(|disk| u64::from(disk.settling));
-        gauges(encoder, "disk_settling", "1 while the last snapshot gets its index", settling)?;
+        let finalizing = of_disks(|disk| u64::from(disk.finalizing));
+        gauges(encoder, "disk_finalizing", "1 while the last snapshot gets its index", finalizing)?;
         let help = "Snapshots that were taken and did not get their index";
         let mut family =
-            encoder.encode_descriptor("disk_settle_failures", help, None, MetricType::Counter)?;
-        for (labels, failures) in of_disks(|disk| disk.settle_failures) {
+            encoder.encode_descriptor("disk_finalize_failures", help, None, MetricType::Counter)?;
+        for (labels, failures) in of_disks(|disk| disk.finalize_failures) {
             family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&failures, None)?;
         }
         Ok(())
@@ -212,8 +212,8 @@ mod tests {
             size_bytes: Some(1 << 30),
             layers: Some(300),
             failed: Some("EIO".to_owned()),
-            settling: true,
-            settle_failures: 4,
+            finalizing: true,
+            finalize_failures: 4,
             metadata_hits: 0,
             metadata_misses: 0,
         };
@@ -242,8 +242,8 @@ mod tests {
             r#"vmstrata_disk_size_bytes{disk="we\"b\\"} 1073741824"#,
             r#"vmstrata_disk_layers{disk="we\"b\\"} 300"#,
             r#"vmstrata_disk_failed{disk="we\"b\\"} 1"#,
-            r#"vmstrata_disk_settling{disk="we\"b\\"} 1"#,
-            r#"vmstrata_disk_settle_failures_total{disk="we\"b\\"} 4"#,
+            r#"vmstrata_disk_finalizing{disk="we\"b\\"} 1"#,
+            r#"vmstrata_disk_finalize_failures_total{disk="we\"b\\"} 4"#,
             "vmstrata_snapshots_total 3",
             "vmstrata_snapshot_pause_seconds_total 0.0015",
             r#"vmstrata_jobs{state="running"} 0"#,

@@ -2,14 +2,14 @@
 //! history (its index), and a map that reads the layer's tables from its file.
 //!
 //! ```text
-//!   snapshot ──► answered ──► Disk::settle, on a thread of whoever runs the disk ──► index, map of files alone
+//!   snapshot ──► answered ──► Disk::finalize, on a thread of whoever runs the disk ──► index, map of files alone
 //!                    └── or first thing in whatever changes the layers next, or closes the disk
 //! ```
 //!
 //! Nothing here can undo the snapshot. Killed before it is done, a process leaves a layer without an index, which the next
 //! one reads without, and its journal, which says what the file says.
 //!
-//! Invariant: at most one snapshot of a disk is unsettled, the newest.
+//! Invariant: at most one snapshot of a disk is pending, the newest.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use crate::layers::{Layers, Top};
 
 /// A snapshot of which something is left to do.
 #[derive(Debug)]
-pub(super) struct Unsettled {
+pub(super) struct PendingFinalize {
     /// The layers of before it; their active one is frozen now.
     pub(super) before: Arc<Layers>,
     /// The name of that layer.
@@ -35,11 +35,11 @@ pub(super) struct Unsettled {
 }
 
 /// Held by who changes the layers.
-pub(super) type Changing<'a> = MutexGuard<'a, Option<Unsettled>>;
+pub(super) type Changing<'a> = MutexGuard<'a, Option<PendingFinalize>>;
 
 /// How it goes with what snapshots leave to do.
 #[derive(Debug, Default)]
-pub(super) struct Settling {
+pub(super) struct Finalizing {
     /// Whether there is something, or being done.
     pending: AtomicBool,
     pub(super) failures: AtomicU64,
@@ -54,32 +54,32 @@ impl Disk {
     /// # Errors
     /// A host that cannot flush: the disk takes no more writes. A layer that was replaced: it goes without an index. What
     /// failed is counted and not tried again.
-    pub fn settle(&self) -> Result<()> {
+    pub fn finalize(&self) -> Result<()> {
         let mut changing = self.changing.lock();
-        let Some(unsettled) = changing.take() else { return Ok(()) };
-        let settled = self.settle_now(&unsettled);
-        self.settling.pending.store(false, Ordering::Release);
-        settled.inspect_err(|error| {
-            self.settling.failures.fetch_add(1, Ordering::Relaxed);
-            tracing::error!(layer = %unsettled.path.display(), %error, "the snapshot is safe, and not settled");
+        let Some(pending) = changing.take() else { return Ok(()) };
+        let finalized = self.finalize_now(&pending);
+        self.finalizing.pending.store(false, Ordering::Release);
+        finalized.inspect_err(|error| {
+            self.finalizing.failures.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(layer = %pending.path.display(), "snapshot taken; finalizing it failed: {error}");
         })
     }
 
     /// Whether something is left to do for the last snapshot.
-    pub fn is_settling(&self) -> bool {
-        self.settling.pending.load(Ordering::Acquire)
+    pub fn is_finalizing(&self) -> bool {
+        self.finalizing.pending.load(Ordering::Acquire)
     }
 
     /// How often something could not be done that a snapshot had left to do.
-    pub fn settle_failures(&self) -> u64 {
-        self.settling.failures.load(Ordering::Relaxed)
+    pub fn finalize_failures(&self) -> u64 {
+        self.finalizing.failures.load(Ordering::Relaxed)
     }
 
     /// Keeps others from changing the layers; what the last snapshot left to do is done.
     pub(super) fn change(&self) -> Changing<'_> {
         loop {
             // An error is counted, and stands in nobody's way.
-            let _ = self.settle();
+            let _ = self.finalize();
             let changing = self.changing.lock();
             if changing.is_none() {
                 return changing;
@@ -88,14 +88,14 @@ impl Disk {
     }
 
     /// Leaves something to do.
-    pub(super) fn leave_unsettled(&self, unsettled: Unsettled, changing: &mut Option<Unsettled>) {
-        assert!(changing.is_none(), "the snapshot before is settled first");
-        self.settling.pending.store(true, Ordering::Release);
-        *changing = Some(unsettled);
+    pub(super) fn leave_pending(&self, pending: PendingFinalize, changing: &mut Option<PendingFinalize>) {
+        assert!(changing.is_none(), "the snapshot before is finalized first");
+        self.finalizing.pending.store(true, Ordering::Release);
+        *changing = Some(pending);
     }
 
-    fn settle_now(&self, unsettled: &Unsettled) -> Result<()> {
-        let Unsettled { before, path } = unsettled;
+    fn finalize_now(&self, pending: &PendingFinalize) -> Result<()> {
+        let PendingFinalize { before, path } = pending;
         let (identity, tables) = self.end(before)?;
         let index = self.index_newest(before, path);
         let opener = self.resources.files().opener();
@@ -107,13 +107,13 @@ impl Disk {
         // Now, not in the first request for it.
         self.resources.files().store(&newest)?;
         let layers = self.layers_now();
-        let map = layers.frozen.as_ref().expect("what was active is frozen").settled(newest)?;
+        let map = layers.frozen.as_ref().expect("what was active is frozen").finalized(newest)?;
         let map = Arc::new(match index {
             Some(index) => map.with_index(index),
             None => map,
         });
         self.resources.offer_map(&map);
-        self.put_layers_and_call(layers.settled(map));
+        self.put_layers_and_call(layers.finalized(map));
         drop(layers);
         self.index_whole();
         Ok(())
