@@ -38,7 +38,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::flusher::Flusher;
 use crate::layer::Tables;
 use crate::resources::Resources;
-use crate::write::Guess;
+use crate::write::Backoff;
 use growth::Growth;
 use l1::L1;
 use locks::EntryLocks;
@@ -68,7 +68,7 @@ pub(crate) struct Active {
     /// Autoclear bits that stay set: of structures that are right although we write.
     pub(crate) autoclear: u64,
     /// Whether the host has in memory what first writes are written over.
-    pub(crate) at_hand: Guess,
+    pub(crate) copy_up_backoff: Backoff,
     owner: Owner,
     cache: Arc<PageCache>,
     /// Another one takes its place while no writer is inside.
@@ -119,7 +119,7 @@ impl Active {
             alloc,
             changes: Changes::new(header.cluster_bits),
             autoclear: 0,
-            at_hand: Guess::default(),
+            copy_up_backoff: Backoff::default(),
             owner: resources.new_owner()?,
             cache: Arc::clone(resources.cache()),
             l1: ArcSwap::from_pointee(l1),

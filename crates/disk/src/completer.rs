@@ -66,9 +66,9 @@ impl Ends {
 /// Copies until nothing is put off; false when it is time to end.
 fn copy_all(disks: &Disks, age: Duration, ends: &Ends) -> bool {
     loop {
-        let put_off = |disk: &Weak<Disk>| Some((disk.clone(), disk.upgrade()?.put_off()));
+        let deferred = |disk: &Weak<Disk>| Some((disk.clone(), disk.upgrade()?.deferred()));
         let open = disks.lock().clone();
-        let found: Vec<(Weak<Disk>, Vec<u64>)> = open.iter().filter_map(put_off).collect();
+        let found: Vec<(Weak<Disk>, Vec<u64>)> = open.iter().filter_map(deferred).collect();
         if found.iter().all(|(_, clusters)| clusters.is_empty()) {
             return true;
         }

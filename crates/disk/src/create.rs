@@ -18,8 +18,8 @@ use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use crate::access;
 use crate::atomic_file::AtomicFile;
+use crate::back_refs;
 use crate::chain::{Qcow2Head, check_state, plain_name, probe, read_head};
-use crate::clones;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::mark;
@@ -109,7 +109,7 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
         None => Err(error),
     })?;
     if let Some((name, _)) = &options.backing {
-        clones::tell_of_chain(path, [resolve(path, name)?.as_path(), path].into_iter());
+        back_refs::record_chain(path, [resolve(path, name)?.as_path(), path].into_iter());
     }
     write_new(path, &image, options.force, replaced.is_some())
 }
@@ -142,7 +142,7 @@ fn lock_existing(path: &Path) -> Result<Replaced> {
     let store = FileStore::new(file, path, &options).map_err(Error::from)?;
     let file = store.identity().while_trying("examine the file to be replaced")?.file;
     let mut users = Users::find(&[directory_of(path)]);
-    users.follow_told([path].into_iter());
+    users.follow_back_refs([path].into_iter());
     match users.of(file) {
         Some(image) => Err(ErrorKind::StoodOn { image: image.clone() }.into()),
         None => Ok(Some((store, file))),

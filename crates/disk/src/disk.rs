@@ -27,8 +27,8 @@ use parking_lot::Mutex;
 use vmstrata_store::FileId;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 
+use crate::back_refs;
 use crate::chain::{Chain, OpenOptions, check_state_at, freeze, read_chain};
-use crate::clones;
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
@@ -147,7 +147,7 @@ impl Disk {
         if !options.read_only {
             let layers = disk.layers_now();
             let below = layers.frozen.iter().flat_map(|map| map.layers()).map(|layer| &*layer.path);
-            clones::tell_of_chain(path, below.chain([path]));
+            back_refs::record_chain(path, below.chain([path]));
         }
         Ok(disk)
     }

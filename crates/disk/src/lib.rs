@@ -35,13 +35,13 @@ mod access;
 mod active;
 mod alloc;
 mod atomic_file;
+mod back_refs;
 pub mod backup;
 mod blocks;
 mod cache;
 mod chain;
 mod changes;
 pub mod check;
-mod clones;
 mod completer;
 mod compressed;
 pub mod create;
@@ -50,12 +50,10 @@ mod disk;
 mod entry;
 mod epoch;
 mod error;
-mod examine;
 mod extents;
 mod files;
 mod flusher;
 pub mod index;
-mod inspect;
 mod journal;
 mod layer;
 mod layers;
@@ -65,6 +63,7 @@ mod map;
 mod mark;
 pub mod merge;
 mod opener;
+mod probe;
 mod queue;
 mod read;
 #[cfg(test)]
@@ -91,12 +90,14 @@ pub use disk::{
     snapshot_together,
 };
 pub use error::{Error, ErrorKind, Result};
-pub use examine::{BackingPlace, Examined, ImageHead, OwnCluster, examine, own_clusters};
 pub use extents::{Extent, ExtentKind};
-pub use inspect::{LayerHead, check_locks, inspect, inspect_layer, probe_backing};
 pub use journal::Slot;
 pub use layer::Format;
 pub use opener::{LocalFiles, Opened, Opener, Role};
+pub use probe::{
+    BackingPlace, ImageHead, LayerHead, OwnCluster, ProbedFile, check_locks, own_clusters, probe_backing,
+    probe_chain, probe_file, probe_layer,
+};
 pub use queue::{IoQueue, WATCHED_MAX};
 pub use request::{Completion, Op, Request};
 pub use resources::{ResourceOptions, ResourceUse, Resources};

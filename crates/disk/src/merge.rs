@@ -27,14 +27,16 @@
 //!   passes over what is there.
 //! - Whether the header has room for the new name, and the file system for what will be copied, is known before anything is.
 //! - A file is removed only if it was a snapshot of this disk and nobody needs it ([`users`], [`remove`]). What a killed process
-//!   did not come to remove goes later ([`leftovers`]).
+//!   did not come to remove goes later ([`cleanup`]).
 //! - A frozen target is written only while no other process uses it, or a disk that stands on it: whoever opens one later
 //!   finds its index void and its file locked.
 //!
 //! Lock order: as in [`crate::active`].
 
+pub(crate) mod cleanup;
 mod copier;
 pub(crate) mod copy;
+mod deleting;
 pub(crate) mod direction;
 pub(crate) mod down;
 mod fault;
@@ -42,15 +44,13 @@ mod files;
 mod forecast;
 pub(crate) mod holes;
 mod job;
-pub(crate) mod leftovers;
-mod mark;
-mod meant;
 pub(crate) mod orphans;
 pub(crate) mod plan;
 mod push;
 pub(crate) mod relink;
 pub(crate) mod remove;
 pub(crate) mod room;
+mod selection;
 pub(crate) mod target;
 pub(crate) mod users;
 
@@ -58,11 +58,11 @@ pub use direction::Direction;
 pub use fault::MergeFault;
 pub use forecast::{Forecast, Going};
 pub use job::{Action, Merge};
-pub use meant::{LayerRef, Meant};
 pub use orphans::{CollectOptions, Orphan, collect, disks_with_orphans, noted_in, orphans};
 pub use plan::{MergeRange, all_of, ranges_of};
 pub use remove::{Kept, Removal};
 pub use room::available_bytes;
+pub use selection::{LayerRef, Selection};
 
 pub(crate) use copier::{Copier, let_go};
 

@@ -2,11 +2,11 @@
 //! cover copied up.
 //!
 //! [`allocate`] writes what needs new clusters, [`together`] small writes of that kind several at a time; [`part`] writes a
-//! part of a new cluster, and puts the copying off, unless [`at_hand`] has done it; [`whole`] does the copying. [`guarded`]
+//! part of a new cluster, and puts the copying off, unless [`cached`] has done it; [`whole`] does the copying. [`guarded`]
 //! keeps headers of images off raw disks.
 
 mod allocate;
-mod at_hand;
+mod cached;
 mod guarded;
 mod part;
 mod together;
@@ -24,7 +24,7 @@ use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::layers::{Layers, RawTop, Top};
 
-pub(crate) use at_hand::Guess;
+pub(crate) use cached::Backoff;
 pub(crate) use guarded::HeaderGuard;
 pub(crate) use together::{TOGETHER_MAX, is_small_write};
 pub(crate) use whole::NotWhole;

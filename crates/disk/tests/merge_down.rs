@@ -256,7 +256,7 @@ fn a_snapshot_that_is_half_deleted_is_refused_until_it_is_deleted() {
     let ranges = vmstrata_disk::merge::ranges_of(&disk, &["mon".to_owned()], &open).unwrap();
     let mut begun = Merge::new(&disk, ranges[0], &options(Direction::Down), &resources()).unwrap();
     let oldest = dir.path().join("web.mon.qcow2");
-    let shut = vmstrata_disk::inspect(&oldest, &open);
+    let shut = vmstrata_disk::probe_chain(&oldest, &open);
     assert!(shut.is_ok(), "looking takes no lock");
     assert!(Disk::open(&oldest, &OpenOptions { read_only: true, ..open.clone() }, &resources()).is_err());
     let action = begun.select().unwrap();

@@ -20,7 +20,7 @@ use vmstrata_disk::merge::{
     Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal, all_of, ranges_of,
 };
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
-use vmstrata_disk::{CreateOptions, Disk, ErrorKind, OpenOptions, create, examine};
+use vmstrata_disk::{CreateOptions, Disk, ErrorKind, OpenOptions, create, probe_file};
 use vmstrata_store::{FileError, Gate};
 use vmstrata_types::LayerIndex;
 
@@ -363,7 +363,7 @@ fn every_state_is_whole(disk: &Path, but_one_being_taken: bool) {
     snapshots.retain(|snapshot| !snapshot.is_being_deleted);
     for (age, snapshot) in snapshots.iter().enumerate() {
         assert_safe(&snapshot.layer);
-        let head = examine(&snapshot.layer, &Gate::unrestricted()).unwrap().head.unwrap().unwrap();
+        let head = probe_file(&snapshot.layer, &Gate::unrestricted()).unwrap().head.unwrap().unwrap();
         if !(but_one_being_taken && age == 0 && head.is_in_session()) {
             numbers(&open_read_only(&snapshot.layer), &snapshot.layer.display().to_string());
         }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use common::stock::{content, path_str, qemu_img, qemu_io};
 use vmstrata_disk::merge::{
-    Direction, Kept, LayerRef, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
+    Direction, Kept, LayerRef, Merge, MergeOptions, MergeRange, Merged, Removal, Selection, ranges_of,
 };
 use vmstrata_disk::snapshot::{self, PrepareOptions, Pruning, RevertOptions, SnapshotInfo, list};
 use vmstrata_disk::{
@@ -168,8 +168,8 @@ fn layers_chosen_by_number_are_the_same_when_numbers_have_moved() {
         Merge::new(&disk, range, &options, &resources()).and_then(Merge::run)
     };
     let (two, three) = (LayerRef::Number(2), LayerRef::File(path(3)));
-    let between = Meant::between(&disk, &three, &two, &options).unwrap();
-    let above = Meant::above(&disk, &two, &options).unwrap();
+    let between = Selection::between(&disk, &three, &two, &options).unwrap();
+    let above = Selection::above(&disk, &two, &options).unwrap();
     assert_eq!(between.ranges(&disk, &options).unwrap(), [range(2, 3)]);
     assert_eq!(above.ranges(&disk, &options).unwrap(), [range(3, 4)]);
     assert!(drop(range(1, 1), false).is_err(), "not of the disk's own history");
@@ -179,8 +179,8 @@ fn layers_chosen_by_number_are_the_same_when_numbers_have_moved() {
     assert_eq!(above.ranges(&disk, &options).unwrap(), [range(2, 3)]);
     for other in [LayerRef::Number(5), LayerRef::File(disk.clone()), LayerRef::File(path(1))] {
         let refused = [
-            Meant::between(&disk, &two, &other, &options).unwrap_err(),
-            Meant::above(&disk, &other, &options).unwrap_err(),
+            Selection::between(&disk, &two, &other, &options).unwrap_err(),
+            Selection::above(&disk, &other, &options).unwrap_err(),
         ];
         for refused in refused {
             assert!(matches!(refused.kind(), ErrorKind::Merge(_)), "{refused}");
@@ -195,8 +195,8 @@ fn what_is_meant_is_known_by_its_files() {
     let (disk, options) = (dir.path().join("web.qcow2"), OpenOptions::default());
     new_disk(&disk, None);
     take(&disk, &["older", "nightly"]);
-    let named = Meant::named(&disk, &["nightly".to_owned(), "older".to_owned()], &options).unwrap();
-    let below = Meant::below(&disk, &options).unwrap();
+    let named = Selection::named(&disk, &["nightly".to_owned(), "older".to_owned()], &options).unwrap();
+    let below = Selection::below(&disk, &options).unwrap();
     delete(&disk, "nightly", &options).unwrap();
     take(&disk, &["nightly"]);
     let lowest = MergeRange { first: LayerIndex::new(0), last: LayerIndex::new(0) };
@@ -220,7 +220,7 @@ fn the_layer_that_got_the_file_of_a_dropped_one_is_not_meant() {
     };
     new_disk(&disk, None);
     take(&disk, &["one", "two", "three", "four"]);
-    let named = Meant::named(&disk, &["one".to_owned(), "three".to_owned()], &options).unwrap();
+    let named = Selection::named(&disk, &["one".to_owned(), "three".to_owned()], &options).unwrap();
     assert_eq!(named.ranges(&disk, &options).unwrap(), [range(2), range(0)]);
     merge(2);
     assert_eq!(names(&disk, &options), seen(&[("four", true), ("two", true), ("one", true)]));
@@ -233,7 +233,7 @@ fn the_layer_that_got_the_file_of_a_dropped_one_is_not_meant() {
     (1..4).for_each(|number| stock_overlay(&path(number), &format!("{}.qcow2", number - 1)));
     let disk = path(3);
     let lowest = LayerRef::Number(0);
-    let meant = Meant::between(&disk, &lowest, &lowest, &options).unwrap();
+    let meant = Selection::between(&disk, &lowest, &lowest, &options).unwrap();
     let down = MergeOptions {
         direction: Direction::Down,
         removal: Removal::All,

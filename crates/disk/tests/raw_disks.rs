@@ -17,7 +17,7 @@ use vmstrata_disk::snapshot::{
 };
 use vmstrata_disk::{
     CreateOptions, Diff, DiffOptions, Disk, Error, ErrorKind, Format, Op, OpenOptions, ResourceOptions,
-    Resources, Together, create, examine, inspect, probe_backing,
+    Resources, Together, create, probe_backing, probe_chain, probe_file,
 };
 use vmstrata_store::Gate;
 use vmstrata_types::LayerIndex;
@@ -336,8 +336,8 @@ fn images_of_other_formats_are_refused_by_name_and_raw_where_said() {
         };
         let open = OpenOptions::default();
         refused(Disk::open(&path, &open, &resources()).unwrap_err());
-        refused(inspect(&path, &open).unwrap_err());
-        refused(examine(&path, &Gate::unrestricted()).unwrap().head.unwrap_err());
+        refused(probe_chain(&path, &open).unwrap_err());
+        refused(probe_file(&path, &Gate::unrestricted()).unwrap().head.unwrap_err());
         refused(probe_backing(&dir.path().join("new"), &path).unwrap_err());
         refused(check::check(&path, &CheckOptions::default()).unwrap_err());
         let prepare = PrepareOptions { convert_raw: true, ..PrepareOptions::default() };

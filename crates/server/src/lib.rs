@@ -15,7 +15,7 @@
 //! | `audit` | who changed what |
 //! | `agent` | guests that stand still for a snapshot |
 //! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
-//! | `run`, `rehearse`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
+//! | `run`, `preflight`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
 //!
 //! The control thread is never on the road of data: a request of a guest or an NBD client neither passes it nor
 //! waits for it.
@@ -33,7 +33,7 @@ mod jobs;
 mod limits;
 mod notify;
 mod options;
-mod rehearse;
+mod preflight;
 mod run;
 mod runtime_dir;
 mod shutdown;
@@ -46,6 +46,6 @@ pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
 pub use host::Host;
 pub use jobs::Bucket;
 pub use options::{ControlPlace, Limits, Options, TlsFiles};
-pub use rehearse::rehearse;
+pub use preflight::preflight;
 pub use run::run;
 pub use runtime_dir::default_dir;

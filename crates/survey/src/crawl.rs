@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_disk::merge::noted_in;
-use vmstrata_disk::{Error, ErrorKind, Format, ImageHead, examine};
+use vmstrata_disk::{Error, ErrorKind, Format, ImageHead, probe_file};
 use vmstrata_store::{Access, FileId, Gate, GateError, on_threads};
 
 pub use self::found::Omitted;
@@ -184,7 +184,7 @@ impl Crawl<'_> {
     /// Looks at a file; `named` files are images whatever they look like.
     fn look_at(&self, path: &Path, named: bool) {
         let expected = entry::expected(path);
-        match examine(path, &self.gate) {
+        match probe_file(path, &self.gate) {
             Ok(found) => {
                 if self.state.lock().found.merge_name(found.identity.file, path) {
                     return;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use vmstrata_disk::{Error, ErrorKind, Examined, Format, ImageHead};
+use vmstrata_disk::{Error, ErrorKind, Format, ImageHead, ProbedFile};
 use vmstrata_qcow2::{Incompatible, ParseErrorKind};
 use vmstrata_store::{FileId, GateError};
 use vmstrata_types::ClusterBits;
@@ -64,7 +64,11 @@ pub(crate) struct Image {
 
 impl Image {
     /// An image of what was found at `path`; `below` is where its backing file was found to be.
-    pub(crate) fn new(path: &Path, found: Examined, below: impl FnOnce(&ImageHead) -> Option<Below>) -> Self {
+    pub(crate) fn new(
+        path: &Path,
+        found: ProbedFile,
+        below: impl FnOnce(&ImageHead) -> Option<Below>,
+    ) -> Self {
         let (qcow2, fault) = match &found.head {
             Ok(head) => (head.as_ref().map(|head| Qcow2Facts::new(head, below(head))), None),
             Err(error) => (None, Some(Fault::of(error))),

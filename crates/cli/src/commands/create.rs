@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use vmstrata_disk::{CreateOptions, Format, create, inspect_layer, probe_backing};
+use vmstrata_disk::{CreateOptions, Format, create, probe_backing, probe_layer};
 use vmstrata_qcow2::{CompressionType, RefcountOrder};
 use vmstrata_types::ClusterBits;
 
@@ -24,7 +24,7 @@ pub fn run(args: &CreateArgs) -> Result<ExitCode> {
     );
     let options = options(args)?;
     create(&args.file, &options)?;
-    let made = inspect_layer(&args.file, Some(Format::Qcow2))?;
+    let made = probe_layer(&args.file, Some(Format::Qcow2))?;
     if args.json {
         print_json(&Layer::of_alone(&made))?;
     } else {

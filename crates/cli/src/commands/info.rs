@@ -8,7 +8,7 @@ mod text;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use vmstrata_disk::{OpenOptions, inspect, snapshot};
+use vmstrata_disk::{OpenOptions, probe_chain, snapshot};
 
 pub use self::report::Layer;
 
@@ -27,7 +27,7 @@ pub fn run(args: &InfoArgs) -> Result<ExitCode> {
         ..OpenOptions::default()
     };
     let state = snapshot::resolve(&args.file, &options)?;
-    let chain = inspect(&state.path, &state.open_options(options))?;
+    let chain = probe_chain(&state.path, &state.open_options(options))?;
     let report = report::Report::new(&chain, args.chain);
     if args.json {
         print_json(&report)?;

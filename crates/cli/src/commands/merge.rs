@@ -8,7 +8,8 @@ use anyhow::{Result, ensure};
 use serde::Serialize;
 use vmstrata_disk::OpenOptions;
 use vmstrata_disk::merge::{
-    Direction, Forecast, Going, LayerRef, Meant, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
+    Direction, Forecast, Going, LayerRef, Merge, MergeOptions, MergeRange, Merged, Removal, Selection,
+    ranges_of,
 };
 use vmstrata_server::Bucket;
 
@@ -129,7 +130,7 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let ([one, other], open) = (args.layers.ends(), open_options(&args.common, &args.journal));
-    let ranges = Meant::between(&args.disk, &one, &other, &open)?.ranges(&args.disk, &open)?;
+    let ranges = Selection::between(&args.disk, &one, &other, &open)?.ranges(&args.disk, &open)?;
     let options = MergeOptions {
         open,
         removal: args.remove.which().into(),
@@ -155,11 +156,11 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let open = open_options(&args.common, &args.journal);
-    let meant = match &args.onto {
-        Some(base) => Meant::above(&args.disk, &LayerRef::File(base.clone()), &open)?,
-        None => Meant::below(&args.disk, &open)?,
+    let selection = match &args.onto {
+        Some(base) => Selection::above(&args.disk, &LayerRef::File(base.clone()), &open)?,
+        None => Selection::below(&args.disk, &open)?,
     };
-    let ranges = meant.ranges(&args.disk, &open)?;
+    let ranges = selection.ranges(&args.disk, &open)?;
     let (removal, forget_missing) = (args.remove.which().into(), args.how.forget_missing);
     let direction = Direction::Up;
     let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };

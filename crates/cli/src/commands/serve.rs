@@ -87,7 +87,7 @@ fn ask_to_end(options: &mut Options) -> Result<()> {
         // What this one cannot open the other goes on serving.
         let goes_on = "the server that is to be replaced goes on";
         let status: ServerStatus = client.get("/v1/status").context(goes_on)?;
-        vmstrata_server::rehearse(options, &status).context(goes_on)?;
+        vmstrata_server::preflight(options, &status).context(goes_on)?;
         client.tell("/v1/shutdown")?;
         options.control_patience = REPLACE_PATIENCE;
     }

@@ -22,8 +22,8 @@ use vmstrata_store::FileId;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::Disk;
+use crate::back_refs;
 use crate::chain::{Chain, freeze, reread_chain};
-use crate::clones;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Layer;
 use crate::layers::{Layers, Top};
@@ -126,7 +126,7 @@ impl Disk {
             return Err(Error::from(ErrorKind::Changed).in_file(&replaced.path));
         }
         if !self.is_read_only() {
-            clones::tell_of_chain(&self.path, below.iter().map(|layer| &*layer.path).chain([&*self.path]));
+            back_refs::record_chain(&self.path, below.iter().map(|layer| &*layer.path).chain([&*self.path]));
         }
         let map = self.resources.share_map(below, index)?;
         let had_index = before.frozen.as_ref().is_some_and(|map| map.has_index());

@@ -59,7 +59,7 @@ impl Disk {
     }
 
     /// The clusters that are written in part, unless it is of no use now to copy up the rest.
-    pub(crate) fn put_off(&self) -> Vec<u64> {
+    pub(crate) fn deferred(&self) -> Vec<u64> {
         match &self.layers_now().top {
             Top::Qcow2(active) => active.changes.partials_to_copy(),
             Top::Raw(_) | Top::Frozen => Vec::new(),

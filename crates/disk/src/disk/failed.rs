@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::Disk;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Told once why a disk takes no more writes.
+/// BackRef once why a disk takes no more writes.
 pub(super) struct WhenFailed {
     tell: Box<dyn Fn(&str) + Send + Sync>,
     is_told: AtomicBool,

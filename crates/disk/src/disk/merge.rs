@@ -42,8 +42,8 @@ use crate::merge::plan::{Link, below_of, links, map_up_to};
 use crate::merge::relink::Relink;
 use crate::merge::remove::refuse_overlooked;
 use crate::merge::room::Room;
-use crate::merge::users::{Here, Users};
-use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, leftovers};
+use crate::merge::users::{LocalHolders, Users};
+use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, cleanup};
 
 /// Most bytes of the disk looked at before others get their turn.
 const TURN: u64 = 256 << 10;
@@ -87,11 +87,11 @@ impl Disk {
 
     /// Removes what a killed merge left.
     fn sweep_merged(self: &Arc<Self>) {
-        self.here(|here| leftovers::sweep(&self.path, &self.options, here));
+        self.with_local_holders(|here| cleanup::sweep(&self.path, &self.options, here));
     }
 
     /// Does something with what this process has to do with files.
-    fn here<T>(self: &Arc<Self>, work: impl FnOnce(Here<'_>) -> T) -> T {
+    fn with_local_holders<T>(self: &Arc<Self>, work: impl FnOnce(LocalHolders<'_>) -> T) -> T {
         let needs = |file| self.stands_on(file) || others(self).any(|other| other.stands_on(file));
         let store = |file| {
             let layers = self.layers_now();
@@ -104,7 +104,7 @@ impl Disk {
                 }),
             }
         };
-        work(Here { needs: &needs, store: &store })
+        work(LocalHolders { needs: &needs, store: &store })
     }
 
     /// Refuses to change the layers of a disk that is closed, read-only or failed.
@@ -208,8 +208,8 @@ impl Running {
     }
 
     /// As [`Disk::here`].
-    pub(crate) fn here<T>(&self, work: impl FnOnce(Here<'_>) -> T) -> T {
-        self.disk.here(work)
+    pub(crate) fn with_local_holders<T>(&self, work: impl FnOnce(LocalHolders<'_>) -> T) -> T {
+        self.disk.with_local_holders(work)
     }
 
     /// Copies into the active layer.

@@ -36,7 +36,7 @@ pub struct IndexOptions {
     pub keep_unread: bool,
     /// What opens the files; `None` opens those of this host.
     pub opener: Option<Arc<dyn Opener>>,
-    /// Told how many layers are done, of how many.
+    /// BackRef how many layers are done, of how many.
     pub progress: Option<Arc<dyn Fn(u64, u64) + Send + Sync>>,
 }
 

@@ -12,14 +12,14 @@ use vmstrata_qcow2::Incompatible;
 use vmstrata_store::FileId;
 use vmstrata_types::LayerIndex;
 
+use super::deleting::DeletingFlag;
 use super::down::Failed;
-use super::mark::Mark;
 use super::plan::{Link, layers_of_others, map_up_to};
 use super::push::Costs;
-use super::users::{Here, Users, holder_among, missing};
+use super::users::{LocalHolders, Users, holder_among, missing};
 use super::{MergeFault, MergeOptions, MergeRange, remove};
+use crate::back_refs;
 use crate::chain::{Top, is_being_dropped};
-use crate::clones;
 use crate::error::{Error, Result};
 use crate::layer::Format;
 use crate::map::FrozenMap;
@@ -55,7 +55,7 @@ pub(crate) struct Asked<'a> {
     pub(crate) options: &'a MergeOptions,
     pub(crate) resources: &'a Arc<Resources>,
     /// This process.
-    pub(crate) here: Here<'a>,
+    pub(crate) here: LocalHolders<'a>,
     /// Those of some layers whose locks say nothing of others, because this process has them: it is asked when that matters.
     pub(crate) ours: &'a dyn Fn(&[Link]) -> Vec<FileId>,
 }
@@ -155,7 +155,7 @@ impl Asked<'_> {
         }
         check_owner(&self.dropped()[0].path, &target.path)?;
         let name = target.path.file_name().and_then(|name| name.to_str());
-        if name.is_none() || !clones::is_beside(&self.dropped()[0].path, &target.path) {
+        if name.is_none() || !back_refs::is_beside(&self.dropped()[0].path, &target.path) {
             return Err("the layer above lies in another directory".to_owned());
         }
         Ok(())
@@ -183,7 +183,7 @@ impl Asked<'_> {
                 tops.push(top);
                 break;
             }
-            if let Err(error) = Mark::plan(&top, self.links, layer, self.new_name()) {
+            if let Err(error) = DeletingFlag::plan(&top, self.links, layer, self.new_name()) {
                 return Ok(Err(error.to_string()));
             }
             tops.push(top);
@@ -206,8 +206,8 @@ impl Asked<'_> {
             if let Some(other) = users.other_than(layer.file, above.file) {
                 return Err(format!("{} stands on {}", other.display(), layer.path.display()));
             }
-            if let Some(told) = missing(&layer.path).first().filter(|_| !self.options.forget_missing) {
-                return Err(format!("{} was made on it, and is not there now", told.disk.display()));
+            if let Some(back_ref) = missing(&layer.path).first().filter(|_| !self.options.forget_missing) {
+                return Err(format!("{} was made on it, and is not there now", back_ref.disk.display()));
             }
         }
         self.check_unused(users, &[])

@@ -24,16 +24,16 @@ use vmstrata_store::{Access, FileIdentity, OpenStore, Place};
 use vmstrata_types::GuestRange;
 
 use super::copier::let_go;
+use super::deleting::DeletingFlag;
 use super::direction::{Asked, Downwards};
 use super::holes::Holes;
-use super::mark::Mark;
 use super::plan::{Link, map_up_to};
 use super::room::Room;
 use super::{Copier, target};
 use crate::access;
 use crate::active::Active;
+use crate::back_refs;
 use crate::chain::Top as OpenTop;
-use crate::clones;
 use crate::error::{Error, IoContext as _, Result};
 use crate::index::forget_sidecar;
 use crate::layer::Layer;
@@ -137,7 +137,7 @@ fn open_and_mark(
             .map_err(|reason| Error::from(super::MergeFault::NotDown { reason }).in_file(&lowest.path))?;
         *is_marked = true;
         for (number, top) in [&lowest].into_iter().chain(&others).enumerate() {
-            let mark = Mark::plan(top, links, first + number, asked.new_name())?;
+            let mark = DeletingFlag::plan(top, links, first + number, asked.new_name())?;
             mark.write(&*top.opened.store).map_err(|error| error.in_file(&top.path))?;
         }
         Ok(room)
@@ -192,7 +192,7 @@ impl Down {
             .and_then(|()| to.directory().sync())
             .while_trying("give it the name of the layer above");
         renamed.map_err(|error| error.in_file(&self.from))?;
-        clones::forget(&self.from);
+        back_refs::remove_all(&self.from);
         self.unmark(lowest).or_else(|error| {
             // It is true, and so in nobody's way.
             tracing::warn!(file = %self.to.display(), %error, "a merged layer keeps a mark that it does not need");
@@ -202,7 +202,7 @@ impl Down {
 
     fn unmark(&self, lowest: &Active) -> Result<()> {
         let layer = self.links.len() - 1;
-        let mark = Mark::plan_removal(&*lowest.store, &self.links, layer)?;
+        let mark = DeletingFlag::plan_removal(&*lowest.store, &self.links, layer)?;
         lowest.alloc.exclusively(|| mark.write(&*lowest.store))
     }
 }

@@ -13,8 +13,8 @@ use super::direction::Asked;
 use super::plan::{self, Link, below_of, map_up_to};
 use super::relink::Relink;
 use super::remove::refuse_overlooked;
-use super::users::{Here, Users};
-use super::{MergeFault, MergeOptions, MergeRange, down, leftovers, target};
+use super::users::{LocalHolders, Users};
+use super::{MergeFault, MergeOptions, MergeRange, cleanup, down, target};
 use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{self, IndexOptions};
@@ -45,7 +45,7 @@ impl Files {
         resources: &Arc<Resources>,
     ) -> Result<(Self, Vec<Link>, Copier)> {
         let lock = lock_finalized(disk, &options.open, resources)?;
-        leftovers::sweep_files(disk, &options.open);
+        cleanup::sweep_files(disk, &options.open);
         let links = plan::links(disk, &options.open, &**resources.files().opener())?;
         range.check(&links, options).map_err(|fault| Error::from(fault).in_file(disk))?;
         // The target's own lock takes the place of the disk's.
@@ -55,7 +55,7 @@ impl Files {
             .map_err(|fault| Error::from(fault).in_file(disk))?;
         let own = links[links.len() - 1].file;
         let opened = |file| resources.files().open_store(file);
-        let here = Here { needs: &|_| false, store: &opened };
+        let here = LocalHolders { needs: &|_| false, store: &opened };
         let asked = Asked { disk, links: &links, range, options, resources, here, ours: &|_| vec![own] };
         let down = match asked.choose()? {
             Some(found) => down::open(&asked, found, Role::Active(CacheMode::Host), |_| Ok(()))
@@ -89,7 +89,7 @@ impl Files {
 
 /// Refuses a target, the lowest of `above`, that a disk in use stands on, but for files that only we can have open.
 fn refuse_users(above: &[Link], users: &Users, ours: &[FileId]) -> Result<()> {
-    match users.in_use(above, &Here::NOTHING, ours) {
+    match users.in_use(above, &LocalHolders::NOTHING, ours) {
         Some(by) => Err(Error::from(MergeFault::TargetInUse { by }).in_file(&above[0].path)),
         None => Ok(()),
     }

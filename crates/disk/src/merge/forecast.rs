@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::plan::{layers_of_others, links};
 use super::remove::{Kept, Wanted, dropped, foresee};
-use super::users::{Here, Users};
+use super::users::{LocalHolders, Users};
 use super::{MergeOptions, MergeRange};
 use crate::error::{Error, Result};
 use crate::opener::LocalFiles;
@@ -47,7 +47,7 @@ impl Forecast {
             range.check(&links, options).map_err(|fault| Error::from(fault).in_file(disk))?;
         }
         let mut users = Users::standing_on(&links[first..], disk, &options.open);
-        let here = (!is_served).then_some(Here::NOTHING);
+        let here = (!is_served).then_some(LocalHolders::NOTHING);
         let own_from = layers_of_others(&links);
         let mut layers = Vec::new();
         for range in ranges {

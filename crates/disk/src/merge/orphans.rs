@@ -23,10 +23,10 @@ use rustix::fs::FileType;
 use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 use vmstrata_store::{Directory, FileId};
 
-use super::leftovers::{self, LeftNote, Noted, find, is_file, left_note_of, waiting};
+use super::cleanup::{self, Intent, LeftNote, find, is_file, left_note_path, waiting};
 use super::plan::{Link, links};
 use super::remove::{Dropped, Kept, Removal, Wanted, foresee, remove};
-use super::users::{Here, Users};
+use super::users::{LocalHolders, Users};
 use crate::atomic_file::flush_directory;
 use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
@@ -118,16 +118,16 @@ fn go_through(disk: &Path, options: &CollectOptions, removes: bool) -> Result<Ve
 
 fn wanted(options: &CollectOptions, by_others: bool) -> Wanted<'static> {
     let forget_missing = options.forget_missing;
-    Wanted { removal: Removal::Snapshots, forget_missing, here: Some(Here::NOTHING), by_others }
+    Wanted { removal: Removal::Snapshots, forget_missing, here: Some(LocalHolders::NOTHING), by_others }
 }
 
 /// What is known before a file is looked at.
 struct Search {
     disk: PathBuf,
     links: Vec<Link>,
-    /// Noted as left, of which no other process could know as layers of the disk, newest first.
+    /// Intent as left, of which no other process could know as layers of the disk, newest first.
     left: Vec<Dropped>,
-    /// Noted as needed by somebody, or left while another process used the disk.
+    /// Intent as needed by somebody, or left while another process used the disk.
     shared: Vec<Dropped>,
     users: Users,
 }
@@ -140,9 +140,9 @@ impl Search {
             Err(_) if is_gone(disk) => Vec::new(),
             Err(error) => return Err(error),
         };
-        let note = left_note_of(disk).and_then(|place| LeftNote::read(&place)).unwrap_or_default();
+        let note = left_note_path(disk).and_then(|place| LeftNote::read(&place)).unwrap_or_default();
         let directory = directory_of(disk);
-        let there = |noted: &[Noted]| -> Vec<Dropped> {
+        let there = |noted: &[Intent]| -> Vec<Dropped> {
             let found = find(&directory, noted).into_iter().map(|(_, dropped)| dropped);
             found.filter(|dropped| links.iter().all(|link| link.file != dropped.file)).collect()
         };
@@ -155,13 +155,13 @@ impl Search {
         }
         shared.retain(|file| left.iter().all(|known| known.file != file.file));
         let mut users = Users::standing_on(&links, disk, open);
-        users.follow_told(left.iter().chain(&shared).map(|file| file.path.as_path()));
+        users.follow_back_refs(left.iter().chain(&shared).map(|file| file.path.as_path()));
         Ok(Self { disk: disk.to_owned(), links, left, shared, users })
     }
 
     /// Whether another process has the disk, or one that stands on it: it may know of dropped layers as the disk's.
     fn is_in_use(&self) -> bool {
-        !self.shared.is_empty() && self.users.in_use(&self.links, &Here::NOTHING, &[]).is_some()
+        !self.shared.is_empty() && self.users.in_use(&self.links, &LocalHolders::NOTHING, &[]).is_some()
     }
 
     /// Files with names of the disk's snapshots that are noted nowhere, and that no image stands on.
@@ -208,10 +208,10 @@ fn snapshot_name<'a>(disk: &Path, file: &'a str) -> Option<&'a str> {
 /// Notes that the disk lets go of these layers, given newest first, whose files stay. Those in other directories are not noted. That
 /// it cannot be noted is no reason not to let go: then they are listed, and stay.
 pub(crate) fn note_left<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>, by_others: bool) {
-    let Some(place) = left_note_of(disk) else { return };
-    let beside = files.filter(|path| crate::clones::is_beside(path, disk)).enumerate();
-    let new: Vec<Noted> =
-        beside.filter_map(|(position, path)| Noted::of(path, position).ok().flatten()).collect();
+    let Some(place) = left_note_path(disk) else { return };
+    let beside = files.filter(|path| crate::back_refs::is_beside(path, disk)).enumerate();
+    let new: Vec<Intent> =
+        beside.filter_map(|(position, path)| Intent::of(path, position).ok().flatten()).collect();
     if new.is_empty() {
         return;
     }
@@ -229,8 +229,8 @@ pub(crate) fn note_left<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>, 
 fn forget_gone(disk: &Path, open: &OpenOptions) {
     // The disk's writer may be about to write them.
     let Some(_lock) = is_gone(disk).then_some(None).or_else(|| lock_if_free(disk).map(Some)) else { return };
-    leftovers::forget_gone(disk, open);
-    let Some(place) = left_note_of(disk).filter(|place| is_file(place)) else { return };
+    cleanup::forget_gone(disk, open);
+    let Some(place) = left_note_path(disk).filter(|place| is_file(place)) else { return };
     let mut note = LeftNote::read(&place).unwrap_or_default();
     note.retain_there(&directory_of(disk));
     if let Err(error) = note.replace(&place) {
@@ -261,17 +261,14 @@ pub fn disks_with_orphans(directory: &Path) -> Result<Vec<PathBuf>> {
 /// The disk whose note is called so.
 fn noted_disk(name: &str) -> Option<&str> {
     let name = name.strip_prefix('.')?;
-    super::leftovers::NOTES
-        .iter()
-        .find_map(|suffix| name.strip_suffix(suffix))
-        .filter(|disk| !disk.is_empty())
+    super::cleanup::NOTES.iter().find_map(|suffix| name.strip_suffix(suffix)).filter(|disk| !disk.is_empty())
 }
 
 /// The files that the note at `note` says are left, if it is one, as far as they are still what they were.
 pub fn noted_in(note: &Path) -> Vec<PathBuf> {
     let Some(disk) = note.file_name().and_then(|name| noted_disk(name.to_str()?)) else { return Vec::new() };
     let disk = directory_of(note).join(disk);
-    let left = left_note_of(&disk).filter(|place| place == note).and_then(|place| LeftNote::read(&place));
+    let left = left_note_path(&disk).filter(|place| place == note).and_then(|place| LeftNote::read(&place));
     let noted = match left {
         Some(note) => [note.left, note.shared].concat(),
         None => waiting(&disk),

@@ -7,9 +7,9 @@ use vmstrata_qcow2::{LayerRecord, SnapshotInfo};
 use vmstrata_store::{FileId, Gate};
 use vmstrata_types::LayerIndex;
 
-use super::meant::Meant;
 use super::relink::Below;
 use super::remove::dropped;
+use super::selection::Selection;
 use super::{MergeFault, MergeOptions};
 use crate::chain::{Chain, OpenOptions, Roles, Top, freeze, open_layer, read_chain, walk};
 use crate::error::{Error, ErrorKind, Result};
@@ -102,7 +102,7 @@ pub fn all_of(layers: usize) -> Option<MergeRange> {
 pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result<Vec<MergeRange>> {
     // Once: depths count from the top, where a disk in use gets layers.
     let snapshots = snapshot::list(disk, options)?;
-    Meant::named_in(disk, names, &snapshots)?.ranges_in(disk, &snapshots)
+    Selection::named_in(disk, names, &snapshots)?.ranges_in(disk, &snapshots)
 }
 
 /// A file of the chain.

@@ -8,9 +8,9 @@ use std::path::PathBuf;
 use vmstrata_store::{FileId, Place};
 
 use super::plan::{Link, MergeRange, layers_of_others};
-use super::users::{FILES_MAX, Here, Users, below, is_open, missing};
+use super::users::{FILES_MAX, LocalHolders, Users, below, is_open, missing};
 use super::{MergeFault, MergeOptions};
-use crate::clones;
+use crate::back_refs;
 use crate::index::forget_sidecar;
 
 /// Which files of dropped layers are removed, if no one needs them.
@@ -127,7 +127,7 @@ pub(crate) fn dropped(links: &[Link], range: MergeRange) -> Vec<Dropped> {
         path: links[layer].path.clone(),
         file: links[layer].file,
         is_own_snapshot: layer >= of_others && links[layer + 1].info().is_some(),
-        is_beside: clones::is_beside(&links[layer].path, disk),
+        is_beside: back_refs::is_beside(&links[layer].path, disk),
     };
     layers.rev().map(of).collect()
 }
@@ -155,7 +155,7 @@ pub(super) struct Wanted<'a> {
     /// Disks that told of themselves and are not where they were are taken to be deleted.
     pub(super) forget_missing: bool,
     /// `None` to foresee what becomes of a disk that another process has: its locks say nothing.
-    pub(super) here: Option<Here<'a>>,
+    pub(super) here: Option<LocalHolders<'a>>,
     /// Another process uses the disk's layers, or a disk on them, and may know of them as they were before.
     pub(super) by_others: bool,
 }
@@ -202,8 +202,8 @@ fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(),
     let place = may_go(layer, users, wanted)?;
     // First, so that a process killed in between leaves nothing that speaks of a file that is gone.
     forget_sidecar(&layer.path);
-    clones::forget(&layer.path);
-    below(&layer.path).unwrap_or_default().iter().for_each(|below| clones::take_back(below, &layer.path));
+    back_refs::remove_all(&layer.path);
+    below(&layer.path).unwrap_or_default().iter().for_each(|below| back_refs::remove(below, &layer.path));
     if is_at(layer, &place) { place.remove().map_err(failed) } else { Err(Kept::Replaced) }
 }
 
@@ -216,10 +216,10 @@ fn may_go(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<Place, 
     if let Some(why) = users.overlooked() {
         return Err(why);
     }
-    if let Some(told) = missing(&layer.path).into_iter().next().filter(|_| !wanted.forget_missing) {
-        return Err(Kept::Missing { by: told.disk });
+    if let Some(back_ref) = missing(&layer.path).into_iter().next().filter(|_| !wanted.forget_missing) {
+        return Err(Kept::Missing { by: back_ref.disk });
     }
-    if let Some(tag) = clones::some_hold(&layer.path) {
+    if let Some(tag) = back_refs::some_hold(&layer.path) {
         return Err(Kept::Held { tag });
     }
     // What is looked at here is what is removed, whatever the path leads to by then.
@@ -227,7 +227,8 @@ fn may_go(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<Place, 
     if !is_at(layer, &place) {
         return Err(Kept::Replaced);
     }
-    let is_used = |here: Here<'_>| (here.needs)(layer.file) || is_open(&layer.path, layer.file, &here);
+    let is_used =
+        |here: LocalHolders<'_>| (here.needs)(layer.file) || is_open(&layer.path, layer.file, &here);
     if wanted.by_others || wanted.here.is_some_and(is_used) {
         return Err(Kept::InUse);
     }

@@ -1,4 +1,4 @@
-//! Who needs a file: images that name it as their backing file, disks elsewhere that told ([`crate::clones`]), and processes that
+//! Who needs a file: images that name it as their backing file, disks elsewhere by their back-references ([`crate::back_refs`]), and processes that
 //! have it open, or have a disk open that stands on it.
 //!
 //! Images are looked for in directories, at any depth up to a limit. Whatever is found and cannot be understood may need the
@@ -21,14 +21,14 @@ use vmstrata_types::MAX_LAYERS;
 
 use super::Kept;
 use super::plan::Link;
+use crate::back_refs::{self, BackRef};
 use crate::chain::{OpenOptions, backing_text, plain_name};
-use crate::clones::{self, Told};
 use crate::error::Result;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
 
 pub(crate) use self::beside::Beside;
 pub(super) use self::in_use::is_open;
-pub(crate) use self::in_use::{Here, holder_among, open_twice};
+pub(crate) use self::in_use::{LocalHolders, holder_among, open_twice};
 
 /// Most files looked at. Of each that is no image, and of each that stands on nothing, only the first bytes are read and
 /// nothing is kept.
@@ -113,7 +113,7 @@ impl Users {
     /// Looks for all that may stand on some layers of a disk.
     pub(crate) fn standing_on(layers: &[Link], disk: &Path, open: &OpenOptions) -> Self {
         let mut users = Self::find(&directories(layers, disk, open));
-        users.follow_told(layers.iter().map(|link| link.path.as_path()));
+        users.follow_back_refs(layers.iter().map(|link| link.path.as_path()));
         users
     }
 
@@ -180,11 +180,11 @@ impl Users {
         below
     }
 
-    /// Follows what was told of layers: down the chain of each disk that is there.
-    pub(crate) fn follow_told<'a>(&mut self, layers: impl Iterator<Item = &'a Path>) {
+    /// Follows the back-references of layers: down the chain of each disk that is there.
+    pub(crate) fn follow_back_refs<'a>(&mut self, layers: impl Iterator<Item = &'a Path>) {
         for layer in layers {
-            match clones::who_told(layer) {
-                Ok(told) => told.into_iter().for_each(|told| self.follow(told.disk)),
+            match back_refs::of_layer(layer) {
+                Ok(found) => found.into_iter().for_each(|back_ref| self.follow(back_ref.disk)),
                 Err(error) => self.overlook(layer, &error),
             }
         }
@@ -287,14 +287,14 @@ fn directories(layers: &[Link], disk: &Path, open: &OpenOptions) -> Vec<PathBuf>
     all
 }
 
-/// Those who told that they stand on the layer and are not where they said.
-pub(super) fn missing(layer: &Path) -> Vec<Told> {
+/// The back-references of a layer whose disks are gone.
+pub(super) fn missing(layer: &Path) -> Vec<BackRef> {
     let silent = SilentMounts::but([directory_of(layer)]);
-    let is_gone = |told: &Told| {
-        !silent.hold(&told.disk)
-            && told.disk.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
+    let is_gone = |back_ref: &BackRef| {
+        !silent.hold(&back_ref.disk)
+            && back_ref.disk.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
     };
-    clones::who_told(layer).unwrap_or_default().into_iter().filter(is_gone).collect()
+    back_refs::of_layer(layer).unwrap_or_default().into_iter().filter(is_gone).collect()
 }
 
 /// The files that the image at `path` may stand on: one, or none; for a `json:` description all that it names.

@@ -1,6 +1,6 @@
 //! Holds: snapshots that nothing may drop until the hold is released.
 //!
-//! A hold is a link in the directory of back-references beside the snapshot's file ([`crate::clones`]), as a disk elsewhere that
+//! A hold is a link in the directory of back-references beside the snapshot's file ([`crate::back_refs`]), as a disk elsewhere that
 //! stands on the file leaves one. Its name is the tag; it leads to the very state that is held, so a snapshot that gets the name
 //! of a lost one is not held by what is left of that. The frozen file itself is not written.
 //!
@@ -15,8 +15,8 @@ use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 
 use super::fault::SnapshotFault;
 use super::list::{Snapshot, State, find};
+use crate::back_refs;
 use crate::chain::OpenOptions;
-use crate::clones;
 use crate::error::Result;
 
 /// The tag of a hold that somebody places by hand and gives none.
@@ -41,8 +41,8 @@ pub struct Held {
 impl Held {
     /// The holds of the snapshot `info` of `disk`, whose file is `layer`, if it has any.
     pub(crate) fn find(disk: &Path, layer: &Path, info: &SnapshotInfo) -> Option<Self> {
-        // A directory of back-references that cannot be read keeps the file: see `clones::who_told`.
-        let tags = clones::holds(layer, info).unwrap_or_default();
+        // A directory of back-references that cannot be read keeps the file: see `back_refs::of_layer`.
+        let tags = back_refs::holds(layer, info).unwrap_or_default();
         let (disk, name) = (disk.display().to_string(), info.name.clone());
         (!tags.is_empty()).then_some(Self { disk, name, tags })
     }
@@ -54,7 +54,7 @@ impl Snapshot {
     /// # Errors
     /// Whatever the host reports.
     pub fn holds(&self) -> io::Result<Vec<String>> {
-        self.info.as_ref().map_or_else(|| Ok(Vec::new()), |info| clones::holds(&self.layer, info))
+        self.info.as_ref().map_or_else(|| Ok(Vec::new()), |info| back_refs::holds(&self.layer, info))
     }
 }
 
@@ -66,7 +66,7 @@ impl State {
     /// As [`hold`].
     pub fn hold(&self, tag: &str) -> Result<bool> {
         check_tag(tag)?;
-        self.info.as_ref().map_or(Ok(false), |info| clones::hold(&self.path, tag, info))
+        self.info.as_ref().map_or(Ok(false), |info| back_refs::hold(&self.path, tag, info))
     }
 
     /// Releases that hold. Returns whether there was one.
@@ -75,7 +75,7 @@ impl State {
     /// As [`release`].
     pub fn release(&self, tag: &str) -> Result<bool> {
         check_tag(tag)?;
-        clones::release(&self.path, tag)
+        back_refs::release(&self.path, tag)
     }
 }
 
@@ -96,13 +96,13 @@ pub fn hold(disk: &Path, name: &str, tag: &str, options: &OpenOptions) -> Result
     };
     let found = look()?;
     let info = found.info.as_ref().expect("found by its name");
-    let is_new = clones::hold(&found.layer, tag, info)?;
+    let is_new = back_refs::hold(&found.layer, tag, info)?;
     // It may have been dropped in between.
     match look() {
         Ok(again) if again.info == found.info => Ok(is_new),
         gone => {
             if is_new {
-                clones::release(&found.layer, tag)?;
+                back_refs::release(&found.layer, tag)?;
             }
             gone.and(Err(crate::Error::from(SnapshotFault::Replaced).in_file(disk)))
         }
@@ -116,7 +116,7 @@ pub fn hold(disk: &Path, name: &str, tag: &str, options: &OpenOptions) -> Result
 pub fn release(disk: &Path, name: &str, tag: &str, options: &OpenOptions) -> Result<()> {
     check_tag(tag)?;
     let found = find(disk, name, options)?;
-    if clones::release(&found.layer, tag)? {
+    if back_refs::release(&found.layer, tag)? {
         return Ok(());
     }
     let have = found.holds().unwrap_or_default();

@@ -57,7 +57,7 @@ impl Snapshot {
 /// The snapshots of the disk at `path`, newest first. Reads headers only and takes no lock.
 ///
 /// # Errors
-/// As [`crate::inspect`].
+/// As [`crate::probe_chain`].
 pub fn list(path: &Path, options: &OpenOptions) -> Result<Vec<Snapshot>> {
     let roles = Roles { top: Role::Inspected, below: Role::Inspected };
     let (top, mut layers) = walk(path, options, roles, &LocalFiles, Seen::of)?;

@@ -20,13 +20,13 @@ use super::stood_on::StoodOn;
 use super::{extend, names};
 use crate::access;
 use crate::atomic_file::AtomicFile;
+use crate::back_refs;
 use crate::chain::OpenOptions;
-use crate::clones;
 use crate::create::{fill, refuse_existing};
 use crate::disk::Disk;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
-use crate::merge::{leftovers, orphans};
+use crate::merge::{cleanup, orphans};
 use crate::opener::{LocalFiles, Opened, Opener as _, Role, directory_of};
 use crate::resources::Resources;
 
@@ -95,13 +95,13 @@ fn ready_one(
     if was_raw && !options.convert_raw {
         return Err(SnapshotFault::StaysRaw.into());
     }
-    leftovers::sweep_files(disk, open);
+    cleanup::sweep_files(disk, open);
     if let Some(taken) = list(disk, open)?.into_iter().find(|other| other.name() == Some(&info.name)) {
         return Err(SnapshotFault::NameTaken { name: info.name.clone(), layer: taken.layer }.into());
     }
     // The overlay of an interrupted snapshot stands on the disk, too.
     let identity = lock.identity().while_trying("examine the disk")?.file;
-    super::leftovers::sweep(disk, identity, options.on_step)?;
+    super::interrupted::sweep(disk, identity, options.on_step)?;
     let stood_on = StoodOn::find(disk, open)?;
     stood_on.refuse_if_in_use()?;
     stood_on.refuse_unless(open.force)?;
@@ -238,9 +238,9 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
     if let Some(keep) = keep.filter(|keep| file_at(keep).ok() != Some(identity)) {
         prepared.link(keep.to_owned())?;
     }
-    clones::tell_of_chain(disk, layers_up_to(&found, &snapshots).chain([disk]));
+    back_refs::record_chain(disk, layers_up_to(&found, &snapshots).chain([disk]));
     let left = snapshots[..found.depth - 1].iter().rev().map(|snapshot| snapshot.layer.as_path());
-    clones::tell_of_left([found.layer.as_path()].into_iter().chain(left).chain(options.keep.as_deref()));
+    back_refs::record_left([found.layer.as_path()].into_iter().chain(left).chain(options.keep.as_deref()));
     let own = snapshots[..found.depth - 1].iter().filter(|snapshot| snapshot.is_own());
     orphans::note_left(disk, own.map(|snapshot| snapshot.layer.as_path()), false);
     prepared.publish()?;
@@ -281,7 +281,7 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
         access::let_owner_write(&draft.file)?;
         fill(&draft.file, &image)?;
         // Before it is there: whoever looks finds a link without a disk, not a disk without a link.
-        clones::tell_of_chain(output, layers_up_to(&found, &snapshots).chain([output]));
+        back_refs::record_chain(output, layers_up_to(&found, &snapshots).chain([output]));
         if file_at(&found.layer)? != stood_on.identity.file {
             return Err(SnapshotFault::Replaced.into());
         }

@@ -8,7 +8,7 @@ use vmstrata_store::{FileId, room};
 use super::fault::SnapshotFault;
 use super::overlay::{self, Below};
 use super::second_name::{self, SecondName};
-use super::{leftovers, names};
+use super::{interrupted, names};
 use crate::atomic_file::{Temporary, flush_directory};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
@@ -175,9 +175,9 @@ impl Prepared {
         on_step: fn(Step),
     ) -> Result<Self> {
         on_step(Step::Sweep);
-        leftovers::sweep(active, identity, on_step)?;
+        interrupted::sweep(active, identity, on_step)?;
         on_step(Step::Make);
-        let overlay = overlay::make(active, &leftovers::purpose(keep), image)?;
+        let overlay = overlay::make(active, &interrupted::purpose(keep), image)?;
         let active = active.to_owned();
         Ok(Self { overlay, active, identity, second: None, is_published: false, on_step })
     }

@@ -15,7 +15,7 @@ use super::fault::SnapshotFault;
 use crate::chain::OpenOptions;
 use crate::error::{ErrorKind, Result};
 use crate::merge::plan::{Link, links};
-use crate::merge::users::{Here, Users};
+use crate::merge::users::{LocalHolders, Users};
 use crate::opener::LocalFiles;
 
 /// Images that stand on a disk's active file, of which the caller has the writer's lock.
@@ -45,7 +45,7 @@ impl StoodOn {
     pub(super) fn refuse_if_in_use(&self) -> Result<()> {
         let Some(image) = self.image() else { return Ok(()) };
         let layers = std::slice::from_ref(&self.active);
-        match self.users.in_use(layers, &Here::NOTHING, &[self.active.file]) {
+        match self.users.in_use(layers, &LocalHolders::NOTHING, &[self.active.file]) {
             Some(by) => Err(SnapshotFault::StoodOnInUse { image, by }.into()),
             None => Ok(()),
         }

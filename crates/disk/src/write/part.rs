@@ -7,7 +7,7 @@
 //! ```
 //!
 //! After a snapshot every first write to a cluster had to read and write all of the cluster before it was answered. Where that
-//! would mean waiting for what lies below (else see [`super::at_hand`]) it writes its own bytes, and zeros that nobody reads;
+//! would mean waiting for what lies below (else see [`super::cached`]) it writes its own bytes, and zeros that nobody reads;
 //! what the guest writes itself before it flushes is never copied. Nothing is promised by that which was not before: until a
 //! flush, all of it would be gone after a power failure anyway, and a killed process leaves the word in the journal
 //! ([`crate::changes`]).
@@ -97,7 +97,7 @@ impl Layers {
     }
 
     /// Whether a request that lies in one cluster without an entry would be written as a part of it.
-    pub(super) fn would_put_off(&self, active: &Active, at: GuestOffset, len: u64) -> bool {
+    pub(super) fn would_defer(&self, active: &Active, at: GuestOffset, len: u64) -> bool {
         self.piece_of(active, at, len).is_some_and(|piece| self.may_begin(active, piece))
     }
 

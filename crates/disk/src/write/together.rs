@@ -187,7 +187,7 @@ impl First<'_> {
     /// Looks at the cluster's entry: whether it plainly needs a cluster, and has a table to be entered in.
     fn needs_cluster(&mut self, layers: &Layers, active: &Active, pages: &PageGuards<'_>) -> Result<bool> {
         self.old = active.entry_locked(self.cluster, pages.of(self.cluster))?;
-        if self.old == 0 && layers.would_put_off(active, self.at, self.len as u64) {
+        if self.old == 0 && layers.would_defer(active, self.at, self.len as u64) {
             // Nothing need be copied now.
             return Ok(false);
         }

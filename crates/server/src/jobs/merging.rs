@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_disk::merge::{Action, Kept, LayerRef, Meant, Merge, MergeFault, MergeOptions, MergeRange};
+use vmstrata_disk::merge::{Action, Kept, LayerRef, Merge, MergeFault, MergeOptions, MergeRange, Selection};
 use vmstrata_disk::{Disk, ErrorKind};
 
 use super::{Step, Work};
@@ -54,7 +54,7 @@ const AGAIN_MAX: u32 = 20;
 pub(crate) struct Merging<G> {
     disk: Arc<Disk>,
     options: MergeOptions,
-    meant: Meant,
+    selection: Selection,
     waiting: VecDeque<MergeRange>,
     merge: Option<Merge>,
     total: u64,
@@ -68,8 +68,8 @@ impl Merging<Snapshots> {
     /// # Errors
     /// No such snapshot; layers that cannot be dropped; another merge that ended at this moment.
     pub(crate) fn new(disk: Arc<Disk>, snapshots: &[String], options: MergeOptions) -> Result<Self, Error> {
-        let meant = Meant::named(disk.path(), snapshots, &options.open)?;
-        Self::of(disk, meant, options)
+        let selection = Selection::named(disk.path(), snapshots, &options.open)?;
+        Self::of(disk, selection, options)
     }
 }
 
@@ -84,11 +84,11 @@ impl Merging<Layers> {
         drop_snapshots: bool,
         options: MergeOptions,
     ) -> Result<Self, Error> {
-        let meant = Meant::between(disk.path(), ends[0], ends[1], &options.open)?;
+        let selection = Selection::between(disk.path(), ends[0], ends[1], &options.open)?;
         if !drop_snapshots {
-            meant.refuse_loss(disk.path(), &options.open)?;
+            selection.refuse_loss(disk.path(), &options.open)?;
         }
-        Self::of(disk, meant, MergeOptions { beyond_own: true, ..options })
+        Self::of(disk, selection, MergeOptions { beyond_own: true, ..options })
     }
 }
 
@@ -104,23 +104,23 @@ impl Merging<Below> {
         drop_snapshots: bool,
         options: MergeOptions,
     ) -> Result<Self, Error> {
-        let meant = match onto {
-            Some(base) => Meant::above(disk.path(), base, &options.open)?,
-            None => Meant::below(disk.path(), &options.open)?,
+        let selection = match onto {
+            Some(base) => Selection::above(disk.path(), base, &options.open)?,
+            None => Selection::below(disk.path(), &options.open)?,
         };
         if !drop_snapshots {
-            meant.refuse_loss(disk.path(), &options.open)?;
+            selection.refuse_loss(disk.path(), &options.open)?;
         }
-        Self::of(disk, meant, options)
+        Self::of(disk, selection, options)
     }
 }
 
 impl<G: Goes> Merging<G> {
-    fn of(disk: Arc<Disk>, meant: Meant, options: MergeOptions) -> Result<Self, Error> {
+    fn of(disk: Arc<Disk>, selection: Selection, options: MergeOptions) -> Result<Self, Error> {
         let mut work = Self {
             disk,
             options,
-            meant,
+            selection,
             waiting: VecDeque::new(),
             merge: None,
             total: 0,
@@ -136,11 +136,11 @@ impl<G: Goes> Merging<G> {
 
     /// Begins with the newest of what is left to drop.
     fn begin(&mut self) -> Result<(), Error> {
-        let ranges = self.meant.ranges(self.disk.path(), &self.options.open)?;
+        let ranges = self.selection.ranges(self.disk.path(), &self.options.open)?;
         self.waiting = ranges.clone().into();
         self.merge_next()?;
         // From now on no one else drops layers. Ranges count from the base, so those that were meant are the same still.
-        if self.meant.ranges(self.disk.path(), &self.options.open)? != ranges {
+        if self.selection.ranges(self.disk.path(), &self.options.open)? != ranges {
             return Err(vmstrata_disk::Error::from(MergeFault::LayersChanged).into());
         }
         Ok(())

@@ -23,7 +23,7 @@ use crate::layer::Layer;
 use crate::merge::direction::Asked;
 use crate::merge::down::{self, Held};
 use crate::merge::plan::Link;
-use crate::merge::users::{Here, open_twice};
+use crate::merge::users::{LocalHolders, open_twice};
 use crate::merge::{Copier, MergeOptions};
 use crate::opener::Role;
 
@@ -35,12 +35,12 @@ impl Running {
     pub(super) fn write_down(&mut self, links: &[Link], options: &MergeOptions) -> Result<Option<Copier>> {
         let disk = Arc::clone(&self.disk);
         let options = MergeOptions { open: disk.options.clone(), ..options.clone() };
-        disk.here(|here| self.write_down_from(here, links, &options))
+        disk.with_local_holders(|here| self.write_down_from(here, links, &options))
     }
 
     fn write_down_from(
         &mut self,
-        here: Here<'_>,
+        here: LocalHolders<'_>,
         links: &[Link],
         options: &MergeOptions,
     ) -> Result<Option<Copier>> {

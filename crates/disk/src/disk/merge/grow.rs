@@ -58,7 +58,7 @@ impl Running {
     /// Refuses a target that another process uses, or a disk of another process that stands on it.
     fn refuse_users(&self, links: &[Link], users: &Users) -> Result<()> {
         let above = &links[self.range.target().index()..];
-        let in_use = self.disk.here(|here| {
+        let in_use = self.disk.with_local_holders(|here| {
             // A queue without requests may have the target as it was before, and so has a merge of it.
             let but = open_twice(&above[..1], &here);
             holder_among(&but).or_else(|| users.in_use(above, &here, &but))

@@ -6,12 +6,12 @@ use vmstrata_store::FileId;
 
 use super::{Host, Merge};
 use crate::atomic_file::{flush_directory, flush_file};
+use crate::back_refs;
 use crate::chain::OpenOptions;
-use crate::clones;
 use crate::merge::down::Down;
 use crate::merge::remove::{self, Wanted};
-use crate::merge::users::{Here, Users};
-use crate::merge::{Kept, Removal, leftovers, orphans};
+use crate::merge::users::{LocalHolders, Users};
+use crate::merge::{Kept, Removal, cleanup, orphans};
 
 impl Merge {
     pub(super) fn disk(&self) -> (&Path, &OpenOptions) {
@@ -27,8 +27,8 @@ impl Merge {
             (self.range.first.index(), self.range.last.index(), self.range.target().index());
         let stays = first.checked_sub(1);
         let path = |layer: usize| self.links[layer].path.as_path();
-        clones::tell_of_chain(self.disk().0, stays.into_iter().chain([target]).map(path));
-        clones::tell_of_left((stays.unwrap_or(first)..=last).map(path));
+        back_refs::record_chain(self.disk().0, stays.into_iter().chain([target]).map(path));
+        back_refs::record_left((stays.unwrap_or(first)..=last).map(path));
     }
 
     /// The lowest dropped layer is in the place of the one above them.
@@ -50,7 +50,7 @@ impl Merge {
                 // The note knows them by the times that their marks gave them.
                 dropped.iter().try_for_each(|layer| flush_file(&layer.path))?;
             }
-            leftovers::announce(disk, open, target, &dropped)
+            cleanup::announce(disk, open, target, &dropped)
         };
         if let Err(error) = announced() {
             tracing::warn!(%error, "killed now, the merge would leave the files of dropped layers behind");
@@ -62,37 +62,37 @@ impl Merge {
         let first = self.range.first.index();
         let target = if self.merged.is_down { first } else { self.range.target().index() };
         let above = &self.links[target..];
-        let waiting = leftovers::waiting_of(disk, &self.links);
+        let waiting = cleanup::waiting_of(disk, &self.links);
         let dropped = [self.dropped.clone(), waiting.clone()].concat();
         let mut users = Users::standing_on(&self.links[first..], disk, open);
-        users.follow_told(waiting.iter().map(|layer| layer.path.as_path()));
+        users.follow_back_refs(waiting.iter().map(|layer| layer.path.as_path()));
         let (removal, forget_missing) = (self.options.removal, self.options.forget_missing);
-        let mut remove = |here: Here<'_>| {
+        let mut remove = |here: LocalHolders<'_>| {
             let by_others = here.is_used_by_others(&users, above);
             let wanted = Wanted { removal, forget_missing, here: Some(here), by_others };
             remove::remove(&dropped, &mut users, &wanted)
         };
         let (removed, kept) = match &self.host {
-            Host::Files(_) => remove(Here::NOTHING),
-            Host::Running(running) => running.here(remove),
+            Host::Files(_) => remove(LocalHolders::NOTHING),
+            Host::Running(running) => running.with_local_holders(remove),
         };
         let _ = flush_directory(disk);
         let left = |path: &Path| dropped.iter().any(|layer| layer.path == path && layer.is_own_snapshot);
         let asked: Vec<&Path> =
             kept.iter().filter(|(_, why)| *why == Kept::Asked).map(|(path, _)| path.as_path()).collect();
         if asked.iter().any(|path| left(path)) {
-            let by_others = |here: Here<'_>| here.is_used_by_others(&users, above);
+            let by_others = |here: LocalHolders<'_>| here.is_used_by_others(&users, above);
             let by_others = match &self.host {
-                Host::Files(_) => by_others(Here::NOTHING),
-                Host::Running(running) => running.here(by_others),
+                Host::Files(_) => by_others(LocalHolders::NOTHING),
+                Host::Running(running) => running.with_local_holders(by_others),
             };
             orphans::note_left(disk, asked.into_iter().filter(|path| left(path)), by_others);
         }
         let was_waiting = |path: &Path| waiting.iter().any(|layer| layer.path == path);
         if removal == Removal::Nothing {
-            leftovers::leave(disk, open, waiting.iter().map(|layer| layer.path.as_path()));
+            cleanup::leave(disk, open, waiting.iter().map(|layer| layer.path.as_path()));
         } else {
-            leftovers::leave(disk, open, leftovers::later(&kept));
+            cleanup::leave(disk, open, cleanup::later(&kept));
         }
         let kept = kept.into_iter().filter(|(path, _)| !was_waiting(path)).collect();
         let (waited, mut removed): (Vec<_>, Vec<_>) = removed.into_iter().partition(|path| was_waiting(path));

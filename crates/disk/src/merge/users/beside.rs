@@ -2,7 +2,7 @@
 //!
 //! Opening must stay cheap: only the file's own directory is read, without those below it, and of the files there not those of the
 //! disk's own chain, which cannot stand on its top. What was read is remembered for a moment, as a server opens many disks of one
-//! directory in a row. Disks elsewhere are known by what they told ([`crate::clones`]).
+//! directory in a row. Disks elsewhere are known by what they told ([`crate::back_refs`]).
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -61,7 +61,7 @@ impl Beside {
             return Ok(Some(image));
         }
         let mut users = Users::default();
-        users.follow_told([&*path].into_iter());
+        users.follow_back_refs([&*path].into_iter());
         Ok(users.of(file).cloned())
     }
 

@@ -17,16 +17,16 @@ const PATIENCE: Duration = Duration::from_millis(500);
 
 /// What this process itself has to do with files.
 #[derive(Clone, Copy)]
-pub(crate) struct Here<'a> {
+pub(crate) struct LocalHolders<'a> {
     /// Whether one of its disks stands on a file.
     pub(crate) needs: &'a dyn Fn(FileId) -> bool,
     /// Its open file, through which its own locks are not seen.
     pub(crate) store: &'a dyn Fn(FileId) -> Option<Arc<OpenStore>>,
 }
 
-impl Here<'_> {
+impl LocalHolders<'_> {
     /// No disk of this process is open; of one it has the writer's lock.
-    pub(crate) const NOTHING: Here<'static> = Here { needs: &|_| false, store: &|_| None };
+    pub(crate) const NOTHING: LocalHolders<'static> = LocalHolders { needs: &|_| false, store: &|_| None };
 
     /// Whether another process uses one of a disk's `layers`, or a disk that stands on one. The topmost is this process's own.
     pub(in crate::merge) fn is_used_by_others(&self, users: &Users, layers: &[Link]) -> bool {
@@ -38,7 +38,7 @@ impl Here<'_> {
 impl Users {
     /// Who, beside this process, uses one of `layers`, or a disk that stands on one: `but` are the files that nobody else can
     /// have open.
-    pub(crate) fn in_use(&self, layers: &[Link], here: &Here<'_>, but: &[FileId]) -> Option<String> {
+    pub(crate) fn in_use(&self, layers: &[Link], here: &LocalHolders<'_>, but: &[FileId]) -> Option<String> {
         let mut files = self.above(layers);
         files.retain(|file, _| !but.contains(file));
         let set: HashSet<FileId> = files.keys().copied().collect();
@@ -57,7 +57,7 @@ impl Users {
 }
 
 /// Of `layers`, the files that this process has open beside the open file that it knows: those locks look like somebody else's.
-pub(crate) fn open_twice(layers: &[Link], here: &Here<'_>) -> Vec<FileId> {
+pub(crate) fn open_twice(layers: &[Link], here: &LocalHolders<'_>) -> Vec<FileId> {
     let own = Own::now();
     layers.iter().map(|link| link.file).filter(|&file| own.has_twice(file, here)).collect()
 }
@@ -71,7 +71,7 @@ impl Own {
     }
 
     /// Whether it has the file open beside the open file that it knows, or may have.
-    fn has_twice(&self, file: FileId, here: &Here<'_>) -> bool {
+    fn has_twice(&self, file: FileId, here: &LocalHolders<'_>) -> bool {
         let open = self.0.as_ref().map_or(1, |own| own.count(file));
         open > usize::from((here.store)(file).is_some())
     }
@@ -87,14 +87,14 @@ pub(crate) fn holder_among(files: &[FileId]) -> Option<String> {
 }
 
 /// Whether someone else has the file open.
-pub(in crate::merge) fn is_open(path: &Path, file: FileId, here: &Here<'_>) -> bool {
+pub(in crate::merge) fn is_open(path: &Path, file: FileId, here: &LocalHolders<'_>) -> bool {
     let open =
         || (is_locked(path, file, here) || !holders_of(&HashSet::from([file])).is_empty()).then_some(());
     patiently(open).is_some()
 }
 
 /// Whether anyone has it locked, but for this process.
-fn is_locked(path: &Path, file: FileId, here: &Here<'_>) -> bool {
+fn is_locked(path: &Path, file: FileId, here: &LocalHolders<'_>) -> bool {
     let held = |fd: BorrowedFd<'_>| {
         let permissions = [Permission::ConsistentRead, Permission::Write];
         permissions.iter().any(|&permission| is_held(fd, permission).unwrap_or(true))

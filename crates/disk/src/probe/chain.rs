@@ -46,7 +46,7 @@ pub struct LayerHead {
 ///
 /// # Errors
 /// As [`crate::Disk::open`], but for locks.
-pub fn inspect(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>> {
+pub fn probe_chain(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>> {
     let roles = Roles { top: Role::Inspected, below: Role::Inspected };
     let (top, below) = walk(path, options, roles, &LocalFiles, head_of)?;
     let snapshots = read_snapshots(&top).map_err(|error| error.in_file(path))?;
@@ -59,7 +59,7 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>> {
 /// holds them will have let go by then. Takes no lock.
 ///
 /// # Errors
-/// As [`inspect`]; a file that is in use.
+/// As [`probe_chain`]; a file that is in use.
 pub fn check_locks(path: &Path, options: &OpenOptions, passes: impl Fn(FileId) -> bool) -> Result<()> {
     let check = |file: &Top, kind| {
         let Some(fd) = file.opened.store.raw().filter(|_| !passes(file.opened.identity.file)) else {
@@ -77,7 +77,7 @@ pub fn check_locks(path: &Path, options: &OpenOptions, passes: impl Fn(FileId) -
 ///
 /// # Errors
 /// A file that cannot be opened or breaks the format.
-pub fn inspect_layer(path: &Path, format: Option<Format>) -> Result<LayerHead> {
+pub fn probe_layer(path: &Path, format: Option<Format>) -> Result<LayerHead> {
     let file = open_layer(path, Role::Inspected, format, &Gate::unrestricted(), &LocalFiles)?;
     let snapshots = read_snapshots(&file).map_err(|error| error.in_file(path))?;
     Ok(LayerHead { snapshots, ..head_of(file)? })
@@ -88,10 +88,10 @@ pub fn inspect_layer(path: &Path, format: Option<Format>) -> Result<LayerHead> {
 /// It is guessed from the file's first bytes: whoever can write those decides what it is.
 ///
 /// # Errors
-/// A name that is not a plain file's; otherwise as [`inspect_layer`].
+/// A name that is not a plain file's; otherwise as [`probe_layer`].
 pub fn probe_backing(image: &Path, name: &Path) -> Result<Format> {
     let plain = plain_name(&name.to_string_lossy())?.to_owned();
-    Ok(inspect_layer(&directory_of(image).join(plain), None)?.format)
+    Ok(probe_layer(&directory_of(image).join(plain), None)?.format)
 }
 
 fn head_of(file: Top) -> Result<LayerHead> {

@@ -22,13 +22,13 @@ const BYTES_MAX: u64 = 32 << 20;
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Note {
+pub(super) struct Intents {
     /// The image that is about to stand on something else: device and inode.
     pub(super) target: (u64, u64),
-    pub(super) files: Vec<Noted>,
+    pub(super) files: Vec<Intent>,
     /// Those that earlier merges could not remove, as somebody needed them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) waiting: Vec<Noted>,
+    pub(super) waiting: Vec<Intent>,
     /// Other directories in which a note of this merge lies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) elsewhere: Vec<String>,
@@ -38,16 +38,16 @@ pub(super) struct Note {
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(in crate::merge) struct LeftNote {
-    pub(in crate::merge) left: Vec<Noted>,
+    pub(in crate::merge) left: Vec<Intent>,
     /// Left while another process used the disk, which may know of them as its layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(in crate::merge) shared: Vec<Noted>,
+    pub(in crate::merge) shared: Vec<Intent>,
 }
 
 /// A file that is to go.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(in crate::merge) struct Noted {
+pub(in crate::merge) struct Intent {
     /// In the note's directory.
     pub(in crate::merge) name: String,
     pub(super) dev: u64,
@@ -59,7 +59,7 @@ pub(in crate::merge) struct Noted {
     pub(super) position: usize,
 }
 
-impl Noted {
+impl Intent {
     /// `None` for a name that no note can have.
     pub(in crate::merge) fn of(path: &Path, position: usize) -> Result<Option<Self>> {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return Ok(None) };
@@ -73,7 +73,7 @@ impl Noted {
     }
 }
 
-impl Note {
+impl Intents {
     /// Writes a new one.
     pub(super) fn write(&self, place: &Path) -> Result<()> {
         let write = || -> io::Result<()> {
@@ -106,7 +106,7 @@ impl Note {
         let found = self.elsewhere.iter().filter_map(|directory| Path::new(directory).canonicalize().ok());
         let found = found.filter(|directory| allowed.iter().any(|allowed| directory.starts_with(allowed)));
         found
-            .filter_map(|directory| note_elsewhere(disk, &directory, self.target))
+            .filter_map(|directory| intents_path_in(disk, &directory, self.target))
             .filter(|place| is_file(place))
             .collect()
     }
@@ -121,13 +121,13 @@ impl LeftNote {
     /// Writes it in the place of another that may be there; without files there is none.
     pub(in crate::merge) fn replace(&self, place: &Path) -> Result<()> {
         if self.left.is_empty() && self.shared.is_empty() {
-            remove_note(place);
+            remove_intents(place);
             return Ok(());
         }
         replace(self, place)
     }
 
-    pub(in crate::merge) fn retain(&mut self, stays: impl Fn(&Noted) -> bool) {
+    pub(in crate::merge) fn retain(&mut self, stays: impl Fn(&Intent) -> bool) {
         self.left.retain(&stays);
         self.shared.retain(&stays);
     }
@@ -140,7 +140,7 @@ impl LeftNote {
 
 fn replace(note: &impl Serialize, place: &Path) -> Result<()> {
     let replace = || -> io::Result<()> {
-        remove_note(&atomic_file_of(place));
+        remove_intents(&atomic_file_of(place));
         let draft = Place::of(&atomic_file_of(place))?;
         let place = draft.directory().place(place.file_name().unwrap_or_default());
         if place.look().is_ok_and(|found| !found.is_file()) {
@@ -148,7 +148,7 @@ fn replace(note: &impl Serialize, place: &Path) -> Result<()> {
         }
         let written = write_to(note, &draft).and_then(|()| draft.rename(&place));
         if written.is_err() {
-            remove_note(&atomic_file_of(&place.path()));
+            remove_intents(&atomic_file_of(&place.path()));
         }
         written?;
         place.directory().sync()
@@ -173,12 +173,12 @@ fn read<T: DeserializeOwned>(place: &Path) -> Result<Option<T>> {
 }
 
 /// The note of files that stay.
-pub(in crate::merge) fn left_note_of(disk: &Path) -> Option<PathBuf> {
+pub(in crate::merge) fn left_note_path(disk: &Path) -> Option<PathBuf> {
     let name = disk.file_name()?.to_str()?;
     Some(directory_of(disk).join(format!(".{name}{LEFT}")))
 }
 
-pub(super) fn note_of(disk: &Path) -> Option<PathBuf> {
+pub(super) fn intents_path(disk: &Path) -> Option<PathBuf> {
     let name = disk.file_name()?.to_str()?;
     Some(directory_of(disk).join(format!(".{name}{SUFFIX}")))
 }
@@ -191,7 +191,7 @@ pub(super) fn atomic_file_of(place: &Path) -> PathBuf {
 }
 
 /// The note in another directory: disks of the same name may have layers there.
-pub(super) fn note_elsewhere(disk: &Path, directory: &Path, target: (u64, u64)) -> Option<PathBuf> {
+pub(super) fn intents_path_in(disk: &Path, directory: &Path, target: (u64, u64)) -> Option<PathBuf> {
     let name = disk.file_name()?.to_str()?;
     Some(directory.join(format!(".{name}.{:x}-{:x}{SUFFIX}", target.0, target.1)))
 }
@@ -201,7 +201,7 @@ pub(in crate::merge) fn is_file(place: &Path) -> bool {
 }
 
 /// Removes a note, if there is one; what else has its name is not ours.
-pub(super) fn remove_note(place: &Path) {
+pub(super) fn remove_intents(place: &Path) {
     if let Ok(place) = Place::of(place)
         && place.is_file()
     {

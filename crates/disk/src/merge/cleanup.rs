@@ -19,21 +19,21 @@
 //!
 //! Invariant: before a file goes, the header that does not lead to it any more is on stable storage.
 
-mod note;
+mod intents;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use vmstrata_store::FileId;
 
-pub(super) use self::note::{LeftNote, NOTES, Noted, is_file, left_note_of};
-use self::note::{Note, atomic_file_of, identity, note_elsewhere, note_of, remove_note};
+pub(super) use self::intents::{Intent, LeftNote, NOTES, is_file, left_note_path};
+use self::intents::{Intents, atomic_file_of, identity, intents_path, intents_path_in, remove_intents};
 use super::plan::{self, Link};
 use super::remove::{Dropped, Kept, Removal, Wanted, remove};
-use super::users::{Here, Users};
+use super::users::{LocalHolders, Users};
 use crate::atomic_file::{flush_directory, flush_file};
+use crate::back_refs;
 use crate::chain::OpenOptions;
-use crate::clones;
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, directory_of};
 
@@ -42,11 +42,11 @@ use crate::opener::{LocalFiles, directory_of};
 /// # Errors
 /// Whatever the host reports. The note beside the disk is then as it was, and others lead nowhere.
 pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &[Dropped]) -> Result<()> {
-    let Some(place) = note_of(disk) else { return Ok(()) };
+    let Some(place) = intents_path(disk) else { return Ok(()) };
     let directory = |path: &Path| directory_of(path).canonicalize().while_trying("find a layer's directory");
-    let mut by_directory: BTreeMap<PathBuf, Vec<Noted>> = BTreeMap::new();
+    let mut by_directory: BTreeMap<PathBuf, Vec<Intent>> = BTreeMap::new();
     for (position, file) in files.iter().enumerate() {
-        if let Some(noted) = Noted::of(&file.path, position)? {
+        if let Some(noted) = Intent::of(&file.path, position)? {
             by_directory.entry(directory(&file.path)?).or_default().push(noted);
         }
     }
@@ -54,15 +54,16 @@ pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &
         return Ok(());
     }
     let waiting = waiting(disk);
-    remove_notes_elsewhere(&place, disk, open);
+    remove_intents_elsewhere(&place, disk, open);
     let (target, files) =
         ((target.dev, target.ino), by_directory.remove(&directory(disk)?).unwrap_or_default());
     let elsewhere = by_directory.keys().filter_map(|path| path.to_str().map(str::to_owned)).collect();
     // The one that leads to the others comes first, so that none stays that nothing leads to.
-    Note { target, files, waiting, elsewhere }.replace(&place)?;
+    Intents { target, files, waiting, elsewhere }.replace(&place)?;
     for (directory, files) in by_directory {
-        let Some(place) = note_elsewhere(disk, &directory, target) else { continue };
-        if let Err(error) = (Note { target, files, waiting: Vec::new(), elsewhere: Vec::new() }).write(&place)
+        let Some(place) = intents_path_in(disk, &directory, target) else { continue };
+        if let Err(error) =
+            (Intents { target, files, waiting: Vec::new(), elsewhere: Vec::new() }).write(&place)
         {
             // A directory that takes no note may not let its files go either.
             tracing::warn!(%error, "killed now, the merge would leave dropped layers there");
@@ -72,23 +73,24 @@ pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &
 }
 
 /// The files that wait, by the disk's note.
-pub(super) fn waiting(disk: &Path) -> Vec<Noted> {
-    let note =
-        note_of(disk).filter(|place| is_file(place)).and_then(|place| Note::read(&place).ok().flatten());
+pub(super) fn waiting(disk: &Path) -> Vec<Intent> {
+    let note = intents_path(disk)
+        .filter(|place| is_file(place))
+        .and_then(|place| Intents::read(&place).ok().flatten());
     note.map(|note| note.waiting).unwrap_or_default()
 }
 
 /// What could be removed is: notes only those files that may go later, as far as they lie beside the disk.
 pub(super) fn leave<'a>(disk: &Path, open: &OpenOptions, later: impl Iterator<Item = &'a Path>) {
-    let beside = later.filter(|path| clones::is_beside(path, disk)).enumerate();
-    let waiting: Vec<Noted> =
-        beside.filter_map(|(position, path)| Noted::of(path, position).ok().flatten()).collect();
+    let beside = later.filter(|path| back_refs::is_beside(path, disk)).enumerate();
+    let waiting: Vec<Intent> =
+        beside.filter_map(|(position, path)| Intent::of(path, position).ok().flatten()).collect();
     if waiting.is_empty() {
-        return remove_notes(disk, open);
+        return remove_all_intents(disk, open);
     }
-    let Some(place) = note_of(disk) else { return };
-    remove_notes_elsewhere(&place, disk, open);
-    let note = Note { target: (0, 0), files: Vec::new(), waiting, elsewhere: Vec::new() };
+    let Some(place) = intents_path(disk) else { return };
+    remove_intents_elsewhere(&place, disk, open);
+    let note = Intents { target: (0, 0), files: Vec::new(), waiting, elsewhere: Vec::new() };
     if let Err(error) = note.replace(&place) {
         tracing::warn!(%error, "files of dropped layers stay, and will not be removed later");
     }
@@ -109,8 +111,9 @@ pub(super) fn waiting_of(disk: &Path, links: &[Link]) -> Vec<Dropped> {
 /// Forgets those of the files that wait that are gone. What an interrupted merge left stays noted. The caller holds the disk's
 /// writer's lock, or the disk is gone.
 pub(super) fn forget_gone(disk: &Path, open: &OpenOptions) {
-    let note =
-        note_of(disk).filter(|place| is_file(place)).and_then(|place| Note::read(&place).ok().flatten());
+    let note = intents_path(disk)
+        .filter(|place| is_file(place))
+        .and_then(|place| Intents::read(&place).ok().flatten());
     if let Some(note) = note.filter(|note| !note.is_of_killed()) {
         let there = find(&directory_of(disk), &note.waiting);
         leave(disk, open, there.iter().map(|(_, file)| file.path.as_path()));
@@ -118,35 +121,36 @@ pub(super) fn forget_gone(disk: &Path, open: &OpenOptions) {
 }
 
 /// Forgets the notes: what they name is gone, or stays.
-fn remove_notes(disk: &Path, open: &OpenOptions) {
-    let Some(place) = note_of(disk) else { return };
-    remove_notes_elsewhere(&place, disk, open);
-    remove_note(&place);
+fn remove_all_intents(disk: &Path, open: &OpenOptions) {
+    let Some(place) = intents_path(disk) else { return };
+    remove_intents_elsewhere(&place, disk, open);
+    remove_intents(&place);
 }
 
 /// Of the notes that the one at `place` leads to.
-fn remove_notes_elsewhere(place: &Path, disk: &Path, open: &OpenOptions) {
-    for place in Note::read(place).ok().flatten().iter().flat_map(|note| note.places_elsewhere(disk, open)) {
-        remove_note(&place);
+fn remove_intents_elsewhere(place: &Path, disk: &Path, open: &OpenOptions) {
+    for place in Intents::read(place).ok().flatten().iter().flat_map(|note| note.places_elsewhere(disk, open))
+    {
+        remove_intents(&place);
     }
 }
 
 /// As [`sweep`], of a disk that this process has not open, but whose writer's lock it has.
 pub(crate) fn sweep_files(disk: &Path, open: &OpenOptions) {
-    sweep(disk, open, Here::NOTHING);
+    sweep(disk, open, LocalHolders::NOTHING);
 }
 
 /// Removes what a killed merge of the disk left, if there is anything. The caller holds the disk's writer's lock, or is its
 /// writer, and no merge of it is under way.
-pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
-    let Some(place) = note_of(disk) else { return };
-    remove_note(&atomic_file_of(&place));
+pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: LocalHolders<'_>) {
+    let Some(place) = intents_path(disk) else { return };
+    remove_intents(&atomic_file_of(&place));
     if !is_file(&place) {
         return;
     }
-    let swept = Note::read(&place).and_then(|note| {
+    let swept = Intents::read(&place).and_then(|note| {
         let Some(note) = note else {
-            remove_notes(disk, open);
+            remove_all_intents(disk, open);
             return Ok(());
         };
         if !note.is_of_killed() {
@@ -157,7 +161,7 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
             Vec::new()
         } else {
             let mut users = Users::standing_on(&links, disk, open);
-            users.follow_told(left.iter().map(|layer| layer.path.as_path()));
+            users.follow_back_refs(left.iter().map(|layer| layer.path.as_path()));
             let by_others = here.is_used_by_others(&users, &links);
             let wanted = Wanted { removal: Removal::All, forget_missing: false, here: Some(here), by_others };
             let (removed, kept) = remove(&left, &mut users, &wanted);
@@ -180,10 +184,11 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: Here<'_>) {
 }
 
 /// The files that are still what they were and that the disk does not stand on, for good: newest first; and what it stands on.
-fn left(disk: &Path, note: &Note, open: &OpenOptions) -> Result<(Vec<Dropped>, Vec<Link>)> {
+fn left(disk: &Path, note: &Intents, open: &OpenOptions) -> Result<(Vec<Dropped>, Vec<Link>)> {
     let links = plan::links(disk, open, &LocalFiles)?;
     let elsewhere = note.places_elsewhere(disk, open);
-    let read = |place: &PathBuf| Note::read(place).ok().flatten().filter(|found| found.target == note.target);
+    let read =
+        |place: &PathBuf| Intents::read(place).ok().flatten().filter(|found| found.target == note.target);
     let mut left = find(&directory_of(disk), &note.files);
     for place in &elsewhere {
         left.extend(read(place).into_iter().flat_map(|note| find(&directory_of(place), &note.files)));
@@ -199,13 +204,13 @@ fn left(disk: &Path, note: &Note, open: &OpenOptions) -> Result<(Vec<Dropped>, V
 }
 
 /// Those of the files that are in the directory, and still what they were; with their positions.
-pub(super) fn find(directory: &Path, files: &[Noted]) -> Vec<(usize, Dropped)> {
-    let is_there = |noted: &&Noted| {
+pub(super) fn find(directory: &Path, files: &[Intent]) -> Vec<(usize, Dropped)> {
+    let is_there = |noted: &&Intent| {
         let name = Path::new(&noted.name);
         let is_beside = name.file_name() == Some(name.as_os_str());
         is_beside && identity(&directory.join(name)).is_ok_and(|found| noted.is(&found))
     };
-    let dropped = |noted: &Noted| Dropped {
+    let dropped = |noted: &Intent| Dropped {
         path: directory.join(&noted.name),
         file: FileId { dev: noted.dev, ino: noted.ino },
         is_own_snapshot: true,

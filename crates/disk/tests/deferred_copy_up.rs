@@ -343,7 +343,7 @@ fn parts_written_while_others_copy_up_are_not_lost() {
     assert_same(&content(&made.top, "qcow2"), &model, 0, "as qemu-img reads it");
 }
 
-const ORDERS: &str = "VMSTRATA_TEST_PUT_OFF";
+const ORDERS: &str = "VMSTRATA_TEST_DEFERRED";
 
 /// Writes a part of each cluster, all parts of some, and is killed.
 #[test]

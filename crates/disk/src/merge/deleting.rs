@@ -1,10 +1,10 @@
-//! Marking layers whose own state is about to be lost.
+//! The flag of a layer whose own state is about to be lost.
 //!
-//! What is written down into a layer is seen by nobody who reads it through the layers above, as those have the same clusters
-//! themselves. Its own state, and those of dropped layers between, are gone with the first write, though. So before that
-//! each gets a mark in its header: the file name under which what it holds will be a state again, that of the layer
-//! whose place it takes. Whoever opens a state looks for it ([`Top::check_state`]); by its last step, a rename, the
-//! merge makes it true. A mark changes nothing else: stock tools do not know it, and chains above it are sound.
+//! A commit writes into a layer what the layers above it have already, so readers through those layers see no change. The
+//! layer's own state, and those of dropped layers between, are lost with the first write. So the merge first writes a flag into
+//! the header of each: the file name under which its content will be a state again, that of the layer whose place it takes.
+//! Opening a state checks the flag ([`Top::check_state`]); the merge's last step, a rename, makes the name true. Stock tools
+//! ignore the flag, and chains above stay sound.
 
 use vmstrata_qcow2::{Extension, Extensions, extension::magic};
 use vmstrata_store::Store;
@@ -14,12 +14,12 @@ use super::relink::{Below, Relink};
 use crate::chain::{Qcow2Head, Top, read_head};
 use crate::error::{ErrorKind, IoContext as _, Result};
 
-/// The writes that mark a layer, or take its mark away.
+/// The writes that set the flag of a layer, or clear it.
 #[derive(Debug)]
-pub(super) struct Mark(Relink);
+pub(super) struct DeletingFlag(Relink);
 
-impl Mark {
-    /// Finds out how the layer in `top`, one of `links`, can be marked as right under `name` only.
+impl DeletingFlag {
+    /// Finds out how the layer in `top`, one of `links`, can be flagged as right under `name` only.
     ///
     /// # Errors
     /// A header without room, or that cannot be read.
@@ -28,10 +28,10 @@ impl Mark {
         Self::plan_as(&*top.opened.store, head, links, layer, Some(name)).map_err(|e| e.in_file(&top.path))
     }
 
-    /// Finds out how the mark of the layer in `store` can be taken away.
+    /// Finds out how the flag of the layer in `store` can be cleared.
     ///
     /// # Errors
-    /// As [`Mark::plan`].
+    /// As [`DeletingFlag::plan`].
     pub(super) fn plan_removal(store: &dyn Store, links: &[Link], layer: usize) -> Result<Self> {
         let head = read_head(store, store.len().while_trying("read the file's length")?)?;
         Self::plan_as(store, &head, links, layer, None)
@@ -61,7 +61,7 @@ impl Mark {
     /// Writes it. On stable storage when this returns.
     ///
     /// # Errors
-    /// A host that cannot write or flush: the layer is marked or not.
+    /// A host that cannot write or flush: the flag is set or not.
     pub(super) fn write(&self, store: &dyn Store) -> Result<()> {
         let flush = || store.flush().while_trying("flush the header");
         if self.0.write_body(store)? {

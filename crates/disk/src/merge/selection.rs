@@ -26,15 +26,15 @@ pub enum LayerRef {
 
 /// Layers of a disk that are to be dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Meant {
-    layers: Vec<Known>,
+pub struct Selection {
+    layers: Vec<LayerId>,
     /// They were not chosen as snapshots of the disk.
     beyond_own: bool,
 }
 
 /// A layer, as it is known again.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Known {
+struct LayerId {
     file: FileId,
     what: What,
 }
@@ -47,7 +47,7 @@ enum What {
     Nameless(PathBuf),
 }
 
-impl Known {
+impl LayerId {
     fn of(layer: &Snapshot) -> Self {
         let what = match &layer.info {
             Some(info) => What::Snapshot(info.name.clone(), info.taken_ns),
@@ -58,7 +58,7 @@ impl Known {
     }
 }
 
-impl Meant {
+impl Selection {
     /// These snapshots of the disk. `A..B` is the snapshots A and B, in either order, and all layers between them; a snapshot
     /// that is called so goes first.
     ///
@@ -81,7 +81,7 @@ impl Meant {
                 (Err(_), Some((from, to))) => (depth_of(from)?, depth_of(to)?),
                 (Err(error), None) => return Err(error),
             };
-            layers.extend(snapshots[from.min(to)..=from.max(to)].iter().map(Known::of));
+            layers.extend(snapshots[from.min(to)..=from.max(to)].iter().map(LayerId::of));
         }
         Ok(Self { layers, beyond_own: false })
     }
@@ -163,13 +163,13 @@ impl Meant {
 
     fn has(&self, layer: &Snapshot) -> bool {
         // Finding out where a layer is takes a system call for each part of its path.
-        self.layers.iter().any(|known| known.file == layer.file && *known == Known::of(layer))
+        self.layers.iter().any(|known| known.file == layer.file && *known == LayerId::of(layer))
     }
 }
 
 /// Those whose numbers are wanted.
-fn known_of(layers: &[Snapshot], wanted: impl Fn(usize) -> bool) -> Vec<Known> {
-    layers.iter().filter(|layer| wanted(layers.len() - layer.depth)).map(Known::of).collect()
+fn known_of(layers: &[Snapshot], wanted: impl Fn(usize) -> bool) -> Vec<LayerId> {
+    layers.iter().filter(|layer| wanted(layers.len() - layer.depth)).map(LayerId::of).collect()
 }
 
 /// The number of a layer among those below the active one.

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use common::scratch;
 use common::stock::{path_str, qemu_img};
-use vmstrata_disk::{Disk, ErrorKind, Format, OpenOptions, ResourceOptions, Resources, examine};
+use vmstrata_disk::{Disk, ErrorKind, Format, OpenOptions, ResourceOptions, Resources, probe_file};
 use vmstrata_store::Gate;
 
 fn create(path: &Path, args: &[&str]) {
@@ -23,7 +23,7 @@ fn a_file_says_what_it_is_and_when_it_was_made() {
     create(&base, &["16M"]);
     create(&top, &["-b", "base", "-F", "qcow2"]);
     std::fs::write(&raw, "not an image").unwrap();
-    let found = examine(&top, &Gate::unrestricted()).unwrap();
+    let found = probe_file(&top, &Gate::unrestricted()).unwrap();
     let metadata = std::fs::metadata(&top).unwrap();
     assert_eq!(found.identity.file.ino, metadata.ino());
     assert_eq!(found.allocated_bytes, metadata.blocks() * 512);
@@ -36,7 +36,7 @@ fn a_file_says_what_it_is_and_when_it_was_made() {
     assert_eq!(head.header.size, 16 << 20);
     let backing = head.backing.expect("named");
     assert_eq!((backing.name.as_str(), backing.place.unwrap()), ("base", (base, Some(Format::Qcow2))));
-    assert!(examine(&raw, &Gate::unrestricted()).unwrap().head.unwrap().is_none());
+    assert!(probe_file(&raw, &Gate::unrestricted()).unwrap().head.unwrap().is_none());
 }
 
 #[test]
@@ -46,9 +46,9 @@ fn a_bad_header_and_a_bad_name_are_findings() {
     create(&cut, &["16M"]);
     std::fs::File::options().write(true).open(&cut).unwrap().set_len(60).unwrap();
     create(&net, &["-u", "-b", "nbd://host/x", "-F", "raw", "16M"]);
-    let error = examine(&cut, &Gate::unrestricted()).unwrap().head.unwrap_err();
+    let error = probe_file(&cut, &Gate::unrestricted()).unwrap().head.unwrap_err();
     assert!(matches!(error.kind(), ErrorKind::Format(_)) && error.path() == Some(&cut), "{error}");
-    let backing = examine(&net, &Gate::unrestricted()).unwrap().head.unwrap().unwrap().backing.unwrap();
+    let backing = probe_file(&net, &Gate::unrestricted()).unwrap().head.unwrap().unwrap().backing.unwrap();
     assert_eq!(backing.name, "nbd://host/x");
     assert!(matches!(backing.place.unwrap_err().kind(), ErrorKind::BackingName { .. }));
 }
@@ -58,7 +58,7 @@ fn a_writer_is_seen_and_not_disturbed() {
     let dir = scratch();
     let path = dir.path().join("disk");
     create(&path, &["16M"]);
-    let writer = || examine(&path, &Gate::unrestricted()).unwrap().writer;
+    let writer = || probe_file(&path, &Gate::unrestricted()).unwrap().writer;
     assert!(!writer());
     let mut child = Command::new("qemu-io")
         .arg(&path)
@@ -82,7 +82,7 @@ fn our_own_session_shows_while_it_lasts() {
     let options = ResourceOptions { journal_dir: Some(dir.path().to_owned()), ..ResourceOptions::default() };
     let disk = Disk::open(&path, &OpenOptions::default(), &Resources::new(options)).unwrap();
     let look = || {
-        let found = examine(&path, &Gate::unrestricted()).unwrap();
+        let found = probe_file(&path, &Gate::unrestricted()).unwrap();
         (found.writer, found.head.unwrap().unwrap().is_in_session())
     };
     assert_eq!(look(), (true, true));
@@ -98,8 +98,8 @@ fn what_the_gate_keeps_out_is_not_looked_at() {
     create(&outside, &["16M"]);
     std::os::unix::fs::symlink(&outside, &inside).unwrap();
     let gate = Gate::new([dir.path()]).unwrap();
-    assert!(matches!(examine(&inside, &gate).unwrap_err().kind(), ErrorKind::Gate(_)));
+    assert!(matches!(probe_file(&inside, &gate).unwrap_err().kind(), ErrorKind::Gate(_)));
     let fifo = dir.path().join("fifo");
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
-    assert!(matches!(examine(&fifo, &gate).unwrap_err().kind(), ErrorKind::Gate(_)));
+    assert!(matches!(probe_file(&fifo, &gate).unwrap_err().kind(), ErrorKind::Gate(_)));
 }

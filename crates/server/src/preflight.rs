@@ -30,7 +30,7 @@ use crate::spec::{NbdSpec, VhostUserSpec};
 /// # Errors
 /// An image that cannot be read, has a layer that cannot, or is in use by somebody else, no such snapshot, a certificate that cannot be used, a socket that
 /// cannot be made, an address that nothing is known of.
-pub fn rehearse(options: &Options, status: &ServerStatus) -> Result<(), Error> {
+pub fn preflight(options: &Options, status: &ServerStatus) -> Result<(), Error> {
     options.tls_mode()?;
     options.metrics.map_or(Ok(()), metrics_port)?;
     Audit::new(broadcast::Sender::new(1), options.audit.as_deref())?;

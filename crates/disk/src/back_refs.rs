@@ -1,17 +1,16 @@
-//! Disks in other directories that stand on a layer, as far as they told.
+//! Back-references: which disks in other directories stand on a layer.
 //!
 //! ```text
 //!   /golden/web.v7.qcow2                                           the layer
 //!   /golden/.web.v7.qcow2.clones/ci-42.qcow2.9d01… ──► /vms/ci-42.qcow2   symbolic link to a disk
 //! ```
 //!
-//! Images beside a layer are found by looking at them ([`crate::merge::users`]); nobody can look everywhere. So whoever makes a
-//! disk on a layer in another directory, or opens such a disk for writing, leaves a link beside the layer, and
-//! whoever would remove or change the layer follows the links. What a disk lets go of and what stays has links of its own.
+//! Images beside a layer are found by looking at them ([`crate::merge::users`]); images anywhere cannot be. So a disk that is
+//! made on a layer in another directory, or opened for writing there, leaves a link beside the layer. A command that would
+//! remove or change the layer follows the links. A disk that lets go of layers leaves links for those that stay.
 //!
-//! A link decides nothing but that someone looks: a disk that does not stand on the layer any more does not keep it. The
-//! other way around, a disk that has not told, because a stock tool made it or the layer's directory could not be written,
-//! is known by its locks only, while it is in use.
+//! A link alone keeps nothing: the disk that it names must still stand on the layer. A disk without a link, because a stock
+//! tool made it or the layer's directory could not be written, is known by its locks only, while it is in use.
 //!
 //! A hold on the layer's own state ([`crate::snapshot::hold`]) lies in the same directory: `hold.TAG`, which leads to `NAME@TIME`, no
 //! path.
@@ -32,9 +31,9 @@ const SUFFIX: &str = ".clones";
 /// How the name of a hold begins.
 const HOLD: &str = "hold.";
 
-/// What a disk has told.
+/// A disk that stands on a layer.
 #[derive(Clone, Debug)]
-pub(crate) struct Told {
+pub(crate) struct BackRef {
     /// The link beside the layer.
     link: Place,
     /// The disk.
@@ -47,14 +46,14 @@ fn directory(layer: &Path) -> io::Result<Option<Place>> {
     Ok(place.name().to_str().map(|name| place.directory().place(format!(".{name}{SUFFIX}"))))
 }
 
-/// Tells those who care for `layer` that the disk at `disk` stands on it. On stable storage when this returns.
+/// Records that the disk at `disk` stands on `layer`. On stable storage when this returns.
 ///
 /// # Errors
 /// Whatever the host reports, such as a directory that may not be written.
-pub(crate) fn tell(layer: &Path, disk: &Path) -> Result<()> {
-    let tell = || real(disk).and_then(|disk| link(layer, &link_name(&disk), &disk));
-    let told = tell().while_trying("tell that a disk stands on the layer");
-    told.map(|_| ()).map_err(|error| error.in_file(layer))
+pub(crate) fn record(layer: &Path, disk: &Path) -> Result<()> {
+    let made = || real(disk).and_then(|disk| link(layer, &link_name(&disk), &disk));
+    let back_ref = made().while_trying("record that a disk stands on the layer");
+    back_ref.map(|_| ()).map_err(|error| error.in_file(layer))
 }
 
 /// Makes a link in the layer's directory of links; returns whether it was not there. On stable storage when this returns.
@@ -156,23 +155,22 @@ fn links_of(layer: &Path) -> io::Result<Option<Directory>> {
     }
 }
 
-/// Tells of a disk wherever its chain, given by its files from the base up, goes on in another directory. That it cannot be told
-/// is no reason not to use the disk, and is said once.
-pub(crate) fn tell_of_chain<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>) {
+/// Records a disk wherever its chain, given by its files from the base up, goes on in another directory. A failure is logged;
+/// the disk can be used all the same.
+pub(crate) fn record_chain<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>) {
     let files: Vec<&Path> = files.collect();
     for pair in files.windows(2) {
         let [below, above] = pair else { unreachable!("windows of two") };
-        if let Err(error) = if is_beside(below, above) { Ok(()) } else { tell(below, disk) } {
-            tracing::info!(disk = %disk.display(), %error, "who deletes snapshots there will not know of this disk while it is not in use, unless told by --allow-backing");
+        if let Err(error) = if is_beside(below, above) { Ok(()) } else { record(below, disk) } {
+            tracing::info!(disk = %disk.display(), %error, "the disk cannot be recorded beside its backing file: name its directory with --allow-backing when snapshots there are deleted");
         }
     }
 }
 
-/// Tells of images that stay and that a disk lets go of, given from the one below them on: each in its own name, as nobody
-/// comes to them from the disk any more.
-pub(crate) fn tell_of_left<'a>(files: impl Iterator<Item = &'a Path>) {
+/// Records the images that a disk lets go of and that stay, given from the one below them on: each in its own name.
+pub(crate) fn record_left<'a>(files: impl Iterator<Item = &'a Path>) {
     let files: Vec<&Path> = files.collect();
-    files.windows(2).for_each(|pair| tell_of_chain(pair[1], pair.iter().copied()));
+    files.windows(2).for_each(|pair| record_chain(pair[1], pair.iter().copied()));
 }
 
 /// Whether two files are in one directory.
@@ -181,40 +179,40 @@ pub(crate) fn is_beside(one: &Path, other: &Path) -> bool {
     one == other || one.canonicalize().is_ok_and(|one| other.canonicalize().is_ok_and(|other| one == other))
 }
 
-/// Who told, in no order.
+/// The back-references of a layer, in no order.
 ///
 /// # Errors
-/// A directory that is there and cannot be read: then anybody may have.
-pub(crate) fn who_told(layer: &Path) -> io::Result<Vec<Told>> {
+/// A directory that is there and cannot be read.
+pub(crate) fn of_layer(layer: &Path) -> io::Result<Vec<BackRef>> {
     let Some(links) = links_of(layer)? else { return Ok(Vec::new()) };
-    let mut told = Vec::new();
+    let mut found = Vec::new();
     for entry in links.entries()? {
         let (link, _) = entry?;
         // Skip entries that vmstrata did not make.
         if let Ok(disk) = link.read_link()
             && link.name() == &*link_name(&disk)
         {
-            told.push(Told { link, disk });
+            found.push(BackRef { link, disk });
         }
     }
-    Ok(told)
+    Ok(found)
 }
 
-/// The layer goes: so does what was told of it.
-pub(crate) fn forget(layer: &Path) {
-    for told in who_told(layer).unwrap_or_default() {
-        let _ = told.link.remove();
+/// Removes the back-references of a layer that goes.
+pub(crate) fn remove_all(layer: &Path) {
+    for back_ref in of_layer(layer).unwrap_or_default() {
+        let _ = back_ref.link.remove();
     }
     if let Ok(Some(place)) = directory(layer) {
         let _ = place.remove_directory();
     }
 }
 
-/// The image at `image` is gone: it stands on the layer no more.
-pub(crate) fn take_back(layer: &Path, image: &Path) {
+/// Removes the back-reference of an image that is gone.
+pub(crate) fn remove(layer: &Path, image: &Path) {
     let Ok(real) = real(image) else { return };
-    for told in who_told(layer).unwrap_or_default().into_iter().filter(|told| told.disk == real) {
-        let _ = told.link.remove();
+    for back_ref in of_layer(layer).unwrap_or_default().into_iter().filter(|back_ref| back_ref.disk == real) {
+        let _ = back_ref.link.remove();
     }
 }
 
@@ -247,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_told_is_known_until_the_layer_is_gone() {
+    fn back_refs_are_known_until_the_layer_is_gone() {
         let root = tempfile::tempdir().unwrap();
         let root = root.path().canonicalize().unwrap();
         let layer = root.join("golden/web.v7.qcow2");
@@ -255,20 +253,21 @@ mod tests {
         for dir in ["golden", "a", "b"] {
             std::fs::create_dir(root.join(dir)).unwrap();
         }
-        assert!(who_told(&layer).unwrap().is_empty());
+        assert!(of_layer(&layer).unwrap().is_empty());
         for disk in disks.iter().chain(&disks) {
-            tell(&layer, disk).unwrap();
+            record(&layer, disk).unwrap();
         }
-        let mut told: Vec<PathBuf> = who_told(&layer).unwrap().into_iter().map(|told| told.disk).collect();
-        told.sort();
-        assert_eq!(told, disks);
-        assert!(who_told(&layer.with_file_name("web.v8.qcow2")).unwrap().is_empty());
-        forget(&layer);
+        let mut disks_found: Vec<PathBuf> =
+            of_layer(&layer).unwrap().into_iter().map(|back_ref| back_ref.disk).collect();
+        disks_found.sort();
+        assert_eq!(disks_found, disks);
+        assert!(of_layer(&layer.with_file_name("web.v8.qcow2")).unwrap().is_empty());
+        remove_all(&layer);
         assert_eq!(std::fs::read_dir(root.join("golden")).unwrap().count(), 0);
     }
 
     #[test]
-    fn a_hold_is_of_one_state_and_no_disk_that_told() {
+    fn a_hold_is_of_one_state_and_is_no_back_ref() {
         let root = tempfile::tempdir().unwrap();
         let layer = root.path().join("web.mon.qcow2");
         let info = |taken_ns| SnapshotInfo { name: "mon".to_owned(), taken_ns, ..SnapshotInfo::default() };
@@ -277,16 +276,16 @@ mod tests {
         assert!(!hold(&layer, "backup", &info(1)).unwrap(), "it is held already");
         assert!(hold(&layer, "audit", &info(1)).unwrap());
         // A disk whose link begins as a hold's does.
-        tell(&layer, &root.path().join("hold.qcow2")).unwrap();
+        record(&layer, &root.path().join("hold.qcow2")).unwrap();
         assert_eq!(holds(&layer, &info(1)).unwrap(), ["audit", "backup"]);
-        assert_eq!(who_told(&layer).unwrap().len(), 1);
+        assert_eq!(of_layer(&layer).unwrap().len(), 1);
         assert!(holds(&layer, &info(2)).unwrap().is_empty(), "another snapshot of that name");
         assert!(hold(&layer, "backup", &info(2)).unwrap());
         assert_eq!(holds(&layer, &info(1)).unwrap(), ["audit"]);
         for tag in ["audit", "backup"] {
             assert!(release(&layer, tag).unwrap());
         }
-        forget(&layer);
+        remove_all(&layer);
         assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
@@ -298,8 +297,8 @@ mod tests {
             std::fs::create_dir(path(dir)).unwrap();
         }
         let files = ["golden/a", "golden/b", "web/c", "web/d"].map(path);
-        tell_of_chain(&files[3], files.iter().map(PathBuf::as_path));
-        let told = files.each_ref().map(|file| who_told(file).unwrap().len());
-        assert_eq!(told, [0, 1, 0, 0]);
+        record_chain(&files[3], files.iter().map(PathBuf::as_path));
+        let counts = files.each_ref().map(|file| of_layer(file).unwrap().len());
+        assert_eq!(counts, [0, 1, 0, 0]);
     }
 }

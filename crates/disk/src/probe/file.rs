@@ -1,13 +1,11 @@
 //! Looking at one file of a tree of images: what it is, what its header says, where it says its backing file is.
 //!
 //! Place in the data flow: beside the engine, for `vmstrata survey`, which looks at every file of a host once and puts
-//! the chains together by itself. Like [`crate::inspect`] it takes no lock; unlike it, what cannot be used is a finding
+//! the chains together by itself. Like [`super::chain`] it takes no lock; unlike it, what cannot be used is a finding
 //! about the file, not the end. Read are the header and the L1 table: a file that was cut short shows there.
 //!
 //! Bounded for hostile files: one header cluster is read, of the L1 table what the file really has, and nothing is
 //! opened that the gate does not let through.
-
-mod clusters;
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +13,6 @@ use rustix::fs::{AtFlags, StatxFlags};
 use vmstrata_qcow2::{Autoclear, Header, SnapshotInfo};
 use vmstrata_store::{FileIdentity, Gate, Permission, Store, is_held};
 
-pub use self::clusters::{OwnCluster, own_clusters};
 use crate::chain::{Qcow2Head, backing_of, is_being_dropped, probe};
 use crate::error::{Error, Result};
 use crate::index::is_link_stale;
@@ -25,7 +22,7 @@ use crate::session::SESSION_MASK;
 
 /// A file as it was found.
 #[derive(Debug)]
-pub struct Examined {
+pub struct ProbedFile {
     /// Which file it is, and what tells whether it has changed.
     pub identity: FileIdentity,
     /// Bytes of the host's storage that it takes.
@@ -76,15 +73,15 @@ impl ImageHead {
 /// Looks at the file `path` if `gate` lets it through.
 ///
 /// # Errors
-/// A file that cannot be opened; what is wrong with a file that can is in [`Examined::head`].
-pub fn examine(path: &Path, gate: &Gate) -> Result<Examined> {
+/// A file that cannot be opened; what is wrong with a file that can is in [`ProbedFile::head`].
+pub fn probe_file(path: &Path, gate: &Gate) -> Result<ProbedFile> {
     let opened = LocalFiles.open(path, Role::Inspected, gate)?;
     let (allocated_bytes, born_ns) = extent_and_birth(&opened).map_err(|error| error.in_file(path))?;
     let writer = has_writer(&*opened.store);
     let head = probe(&*opened.store, opened.identity.len)
         .and_then(|head| head.map(|head| image_head(path, head, &*opened.store, writer)).transpose())
         .map_err(|error| error.in_file(path));
-    Ok(Examined { identity: opened.identity, allocated_bytes, born_ns, writer, head })
+    Ok(ProbedFile { identity: opened.identity, allocated_bytes, born_ns, writer, head })
 }
 
 fn image_head(path: &Path, head: Qcow2Head, store: &dyn Store, writer: bool) -> Result<ImageHead> {
@@ -104,7 +101,7 @@ fn image_head(path: &Path, head: Qcow2Head, store: &dyn Store, writer: bool) -> 
         l1: Ok(()),
     };
     if !writer && !head.is_in_session() {
-        head.l1 = clusters::check_l1(store, &head.header).map_err(|error| error.in_file(path));
+        head.l1 = super::clusters::check_l1(store, &head.header).map_err(|error| error.in_file(path));
     }
     Ok(head)
 }

@@ -26,16 +26,16 @@ use crate::map::Source;
 /// After this many misses in a row, and after more, one in 1,024 first writes still tries.
 const MISSES_MAX: u32 = 10;
 
-/// Whether what lies below is worth asking for: a guess from what the last tries found.
+/// Whether what lies below is worth asking for: backs off while the last tries found nothing.
 #[derive(Debug, Default)]
-pub(crate) struct Guess {
+pub(crate) struct Backoff {
     /// In a row.
     misses: AtomicU32,
     /// First writes that do not try before the next one that does.
     passes: AtomicU32,
 }
 
-impl Guess {
+impl Backoff {
     /// Counts a first write; true if it should try. (Writers that count at the same time may count as one.)
     fn tries(&self) -> bool {
         let left = self.passes.load(Ordering::Relaxed);
@@ -65,13 +65,13 @@ impl Layers {
         host: HostOffset,
         (within, from): (usize, &[Segment<'_>]),
     ) -> Result<bool> {
-        if !active.at_hand.tries() {
+        if !active.copy_up_backoff.tries() {
             return Ok(false);
         }
         let size = active.tables.geometry.cluster_bits.size() as usize;
         with_scratch(size, |bytes| {
             let is_there = self.read_below_now(start, bytes);
-            is_there.iter().for_each(|is_there| active.at_hand.found(*is_there));
+            is_there.iter().for_each(|is_there| active.copy_up_backoff.found(*is_there));
             if is_there != Some(true) {
                 return Ok(false);
             }
@@ -110,14 +110,17 @@ mod tests {
 
     #[test]
     fn misses_in_a_row_make_tries_rarer_and_one_hit_brings_them_back() {
-        let guess = Guess::default();
-        let passed = |guess: &Guess| (0..).take_while(|_| !guess.tries()).count();
+        let backoff = Backoff::default();
+        let passed = |backoff: &Backoff| (0..).take_while(|_| !backoff.tries()).count();
         for misses in 1..=12 {
-            assert!(guess.tries() || passed(&guess) == (1 << (misses - 1).min(MISSES_MAX)) - 2, "{misses}");
-            guess.found(false);
+            assert!(
+                backoff.tries() || passed(&backoff) == (1 << (misses - 1).min(MISSES_MAX)) - 2,
+                "{misses}"
+            );
+            backoff.found(false);
         }
-        assert_eq!(passed(&guess), 1023);
-        guess.found(true);
-        assert!((0..100).all(|_| guess.tries()), "it is there");
+        assert_eq!(passed(&backoff), 1023);
+        backoff.found(true);
+        assert!((0..100).all(|_| backoff.tries()), "it is there");
     }
 }
