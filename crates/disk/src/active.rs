@@ -43,7 +43,7 @@ use growth::Growth;
 use l1::L1;
 use locks::EntryLocks;
 
-pub(crate) use locks::{EntryGuard, PageGuards};
+pub(crate) use locks::EntryGuard;
 pub(crate) use partial::{Partial, Parts, is_partial};
 pub use recover::Mismatch;
 pub(crate) use recover::host_of;
@@ -180,11 +180,6 @@ impl Active {
     /// Excludes other changes of the entries of the cluster's page.
     pub(crate) fn lock_page(&self, cluster: u64) -> EntryGuard<'_> {
         self.locks.lock_page(cluster)
-    }
-
-    /// As [`Active::lock_page`] for several clusters at once.
-    pub(crate) fn lock_pages(&self, clusters: impl Iterator<Item = u64>) -> PageGuards<'_> {
-        self.locks.lock_pages(clusters)
     }
 
     /// Excludes other changes of the cluster's entry, once its page is in memory: under this lock it cannot be filled.

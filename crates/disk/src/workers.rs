@@ -8,14 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
-use smallvec::SmallVec;
 use vmstrata_store::turns;
 
 use crate::disk::Disk;
 use crate::error::{IoContext as _, Result};
 use crate::request::Request;
 use crate::threads;
-use crate::write::{TOGETHER_MAX, is_small_write};
 use lanes::{DiskId, Lanes};
 
 /// A request on its way through a worker.
@@ -32,6 +30,12 @@ pub(crate) struct Job {
 }
 
 impl Job {
+    fn carry_out(self) {
+        let run = if self.is_part { Disk::run_once } else { Disk::run };
+        let result = run(&self.disk, &self.request);
+        self.end(result);
+    }
+
     fn end(self, result: Result<()>) {
         let Self { disk, slot, reply_to, .. } = self;
         // The disk goes first: whoever reads the reply may want to be its last user.
@@ -69,7 +73,7 @@ impl Workers {
             let queue = Arc::clone(&workers.queue);
             threads::start(format!("worker-{number}"), move || {
                 turns::answer_promptly();
-                queue.work(busy_max);
+                queue.work();
             })?;
         }
         Ok(workers)
@@ -103,19 +107,13 @@ struct Queue {
 
 impl Queue {
     /// Carries jobs out until there is no one left to send any.
-    fn work(&self, threads: usize) {
-        let mut jobs = Vec::with_capacity(TOGETHER_MAX);
+    fn work(&self) {
         while let Some((disk, work)) = self.take() {
             match work {
                 Work::LetGo(what) => drop(what),
                 Work::CarryOut(job) => {
                     if let Some(job) = self.carry_out_start(disk, job) {
-                        let is_small = is_small_write(&job.request);
-                        jobs.push(job);
-                        if is_small {
-                            self.lanes.lock().gather(disk, threads, &mut jobs);
-                        }
-                        carry_out(&mut jobs);
+                        job.carry_out();
                     }
                 }
             }
@@ -167,17 +165,6 @@ impl std::fmt::Debug for Queue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Queue").finish_non_exhaustive()
     }
-}
-
-fn carry_out(jobs: &mut Vec<Job>) {
-    let results = {
-        let requests: SmallVec<[&Request; TOGETHER_MAX]> = jobs.iter().map(|job| &job.request).collect();
-        match &jobs[..] {
-            [Job { disk, request, is_part: true, .. }] => vec![disk.run_once(request)],
-            _ => jobs[0].disk.run_together(&requests),
-        }
-    };
-    jobs.drain(..).zip(results).for_each(|(job, result)| job.end(result));
 }
 
 /// Results for one queue. Its descriptor is readable while results wait that were posted to a sleeping queue.

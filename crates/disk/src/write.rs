@@ -1,15 +1,13 @@
 //! Writing: in place where the active layer owns the cluster, else into a new cluster, with what the request does not
 //! cover copied up.
 //!
-//! [`allocate`] writes what needs new clusters, [`together`] small writes of that kind several at a time; [`part`] writes a
-//! part of a new cluster, and puts the copying off, unless [`cached`] has done it; [`whole`] does the copying. [`guarded`]
-//! keeps headers of images off raw disks.
+//! [`allocate`] writes what needs new clusters; [`part`] writes a part of a new cluster and defers the copy-up, unless [`cached`]
+//! has done it; [`whole`] completes clusters. [`guarded`] keeps headers of images off raw disks.
 
 mod allocate;
 mod cached;
 mod guarded;
 mod part;
-mod together;
 mod whole;
 
 use std::cell::RefCell;
@@ -26,7 +24,6 @@ use crate::layers::{Layers, RawTop, Top};
 
 pub(crate) use cached::Backoff;
 pub(crate) use guarded::HeaderGuard;
-pub(crate) use together::{TOGETHER_MAX, is_small_write};
 pub(crate) use whole::NotWhole;
 
 thread_local! {

@@ -11,7 +11,6 @@
 //! Lock order: the page, then the cluster.
 
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use smallvec::SmallVec;
 
 use crate::cache::PAGE_SHIFT;
 
@@ -41,9 +40,6 @@ enum Held<'locks> {
     },
 }
 
-/// Several pages, locked.
-pub(crate) struct PageGuards<'locks>(SmallVec<[(usize, EntryGuard<'locks>); 8]>);
-
 impl Default for EntryLocks {
     fn default() -> Self {
         Self {
@@ -56,25 +52,13 @@ impl Default for EntryLocks {
 impl EntryLocks {
     /// Locks the page of `cluster`.
     pub(super) fn lock_page(&self, cluster: u64) -> EntryGuard<'_> {
-        self.lock_page_number(page_number(cluster))
+        EntryGuard(Held::Page { _page: self.pages[page_number(cluster)].write() })
     }
 
     /// Locks the page of `cluster` if no one has it or one of its clusters locked.
     pub(super) fn try_lock_page(&self, cluster: u64) -> Option<EntryGuard<'_>> {
         let page = self.pages[page_number(cluster)].try_write()?;
         Some(EntryGuard(Held::Page { _page: page }))
-    }
-
-    fn lock_page_number(&self, number: usize) -> EntryGuard<'_> {
-        EntryGuard(Held::Page { _page: self.pages[number].write() })
-    }
-
-    /// Locks the pages of `clusters`, each lock once and in order, so that no two callers wait for each other.
-    pub(super) fn lock_pages(&self, clusters: impl Iterator<Item = u64>) -> PageGuards<'_> {
-        let mut numbers: SmallVec<[usize; 8]> = clusters.map(page_number).collect();
-        numbers.sort_unstable();
-        numbers.dedup();
-        PageGuards(numbers.into_iter().map(|number| (number, self.lock_page_number(number))).collect())
     }
 
     /// Locks `cluster`.
@@ -99,17 +83,6 @@ impl EntryGuard<'_> {
     }
 }
 
-impl<'locks> PageGuards<'locks> {
-    /// The lock of the page of `cluster`.
-    ///
-    /// # Panics
-    /// When that page was not locked.
-    pub(crate) fn of(&self, cluster: u64) -> &EntryGuard<'locks> {
-        let found = self.0.iter().find(|(held, _)| *held == page_number(cluster));
-        &found.expect("the page of each cluster asked for was locked").1
-    }
-}
-
 fn page_number(cluster: u64) -> usize {
     (cluster >> PAGE_SHIFT) as usize % PAGE_LOCKS
 }
@@ -121,19 +94,6 @@ fn cluster_number(cluster: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn pages_that_share_a_lock_are_locked_once() {
-        let locks = EntryLocks::default();
-        let pages = [70, 3, 6, 3, 67, 6].map(|page| page << PAGE_SHIFT);
-        let guards = locks.lock_pages(pages.into_iter());
-        assert_eq!(guards.0.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [3, 6]);
-        let is_free = |page: u64| locks.try_lock_cluster(page << PAGE_SHIFT).is_some();
-        assert!(!is_free(3) && is_free(4));
-        assert!(std::ptr::eq(guards.of(67 << PAGE_SHIFT), guards.of((3 << PAGE_SHIFT) + 1)));
-        drop(guards);
-        assert!(is_free(3));
-    }
 
     #[test]
     fn a_cluster_excludes_itself_and_its_page_but_no_other_cluster() {

@@ -34,13 +34,6 @@ impl NewClusters<'_> {
     pub(crate) fn keep(mut self) {
         self.space.clusters = 0;
     }
-
-    /// Entries lead to the first `clusters` of them now.
-    pub(crate) fn keep_first(&mut self, clusters: u64) {
-        let bits = self.active.tables.geometry.cluster_bits;
-        self.space.at = self.space.at + (clusters << bits.get());
-        self.space.clusters -= clusters;
-    }
 }
 
 impl Deref for NewClusters<'_> {

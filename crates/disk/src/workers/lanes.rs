@@ -3,9 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::{Job, Work};
+use super::Work;
 use crate::disk::Disk;
-use crate::write::{TOGETHER_MAX, is_small_write};
 
 /// Which disk work is for: its address, while it has any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,19 +83,6 @@ impl Lanes {
         self.lanes[at].busy -= 1;
         if self.lanes[at].busy == 0 && self.lanes[at].waiting.is_empty() {
             self.lanes.remove(at);
-        }
-    }
-
-    /// Adds up to its share of the small writes that wait for `disk` to the one in `jobs`. A thread takes no more than that:
-    /// what waits for a slow store should wait on all threads at once.
-    pub(super) fn gather(&mut self, disk: DiskId, threads: usize, jobs: &mut Vec<Job>) {
-        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.disk == disk) else { return };
-        let share = lane.waiting.len() / threads;
-        let is_small = |work: &mut Work| matches!(work, Work::CarryOut(job) if is_small_write(&job.request));
-        while jobs.len() < TOGETHER_MAX.min(1 + share)
-            && let Some(Work::CarryOut(job)) = lane.waiting.pop_front_if(is_small)
-        {
-            jobs.push(job);
         }
     }
 }

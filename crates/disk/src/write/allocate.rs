@@ -16,7 +16,7 @@ use crate::error::{IoContext as _, Result};
 use crate::layers::Layers;
 
 /// Most bytes allocated, written and published at once.
-pub(super) const RUN_BYTES: u64 = 2 << 20;
+const RUN_BYTES: u64 = 2 << 20;
 
 /// What of the first and last cluster of a new run the request does not cover.
 #[derive(Clone, Copy, Debug)]

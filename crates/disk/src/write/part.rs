@@ -96,11 +96,6 @@ impl Layers {
         matches!(put, Ok(Put::Done)).then_some(())
     }
 
-    /// Whether a request that lies in one cluster without an entry would be written as a part of it.
-    pub(super) fn would_defer(&self, active: &Active, at: GuestOffset, len: u64) -> bool {
-        self.piece_of(active, at, len).is_some_and(|piece| self.may_begin(active, piece))
-    }
-
     /// What of `len` bytes at `at` lies in the first cluster; `None` when that are no whole parts, or the cluster lies past
     /// the disk's end in part.
     fn piece_of(&self, active: &Active, at: GuestOffset, len: u64) -> Option<Piece> {
