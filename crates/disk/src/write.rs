@@ -62,29 +62,65 @@ impl Disk {
     }
 }
 
+/// Whether a write may wait for metadata, for other writers of its cluster, or for a slow store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    May,
+    MustNot,
+}
+
 impl Layers {
     /// As [`Disk::write`], checked and entered.
     pub(crate) fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
-        let active = match &self.top {
-            Top::Qcow2(active) => active,
+        match &self.top {
+            Top::Qcow2(active) => self.write_active(active, at, from, Wait::May).map(drop),
             Top::Raw(raw) => {
                 let host = HostOffset::new(at.get());
-                return self.write_raw(raw, at, from).map_err(|error| error.at(host).in_file(&raw.path));
+                self.write_raw(raw, at, from).map_err(|error| error.at(host).in_file(&raw.path))
             }
             Top::Frozen => unreachable!("checked to be writable"),
-        };
+        }
+    }
+
+    /// As [`Layers::write`], from memory and without waiting but for the host's page cache; false where that cannot be done:
+    /// any part of the range may then have been written.
+    pub(crate) fn try_write(&self, at: GuestOffset, from: &[Segment<'_>]) -> bool {
+        let Top::Qcow2(active) = &self.top else { return false };
+        // Around the page cache a write may wait for those beside it; one of whole clusters is allocated by a worker.
+        let is_small = (total_len(from) as u64) < active.tables.geometry.cluster_bits.size();
+        is_small
+            && self.blocks.is_none()
+            && self.write_active(active, at, from, Wait::MustNot).is_ok_and(|written| written)
+    }
+
+    /// Writes to the active layer: what it owns in place, else parts of new clusters, else whole new clusters. False when
+    /// the rest would have to wait and must not.
+    fn write_active(
+        &self,
+        active: &Active,
+        at: GuestOffset,
+        from: &[Segment<'_>],
+        wait: Wait,
+    ) -> Result<bool> {
         let len = total_len(from);
         let mut done = 0;
         while done < len {
             let here = at + done as u64;
             let rest = slice(from, done, len - done);
-            let mut wrote = self.write_in_place(active, here, &rest)?;
+            let Some(mut wrote) = self.write_in_place(active, here, &rest, wait)? else { return Ok(false) };
             if wrote == 0 {
-                wrote = self.write_part(active, here, &rest)?;
+                let Some(part) = self.write_part(active, here, &rest, wait)? else { return Ok(false) };
+                wrote = part;
             }
-            done += if wrote > 0 { wrote } else { self.write_allocating(active, here, &rest)? };
+            if wrote == 0 {
+                if wait == Wait::MustNot {
+                    return Ok(false);
+                }
+                wrote = self.write_allocating(active, here, &rest)?;
+            }
+            done += wrote;
         }
-        Ok(())
+        Ok(true)
     }
 
     fn write_raw(&self, raw: &RawTop, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
@@ -147,12 +183,21 @@ impl Layers {
         Some((place, found))
     }
 
-    /// Overwrites what may be overwritten at the start of the request; returns how many bytes.
-    fn write_in_place(&self, active: &Active, at: GuestOffset, from: &[Segment<'_>]) -> Result<usize> {
+    /// Overwrites what may be overwritten at the start of the request; returns how many bytes, `None` when that takes waiting
+    /// and must not.
+    fn write_in_place(
+        &self,
+        active: &Active,
+        at: GuestOffset,
+        from: &[Segment<'_>],
+        wait: Wait,
+    ) -> Result<Option<usize>> {
         let len = total_len(from) as u64;
         let (place, found) = loop {
             match self.lookup_in_place(active, at, len) {
                 Some(found) => break found,
+                // Locking the cluster reads the page, if that takes no waiting.
+                None if wait == Wait::MustNot => break (HostOffset::ZERO, 0),
                 None => {
                     // Some page of the range is missing: fill the first, then go on with what is there.
                     active.entry(active.cluster_of(at))?;
@@ -165,12 +210,16 @@ impl Layers {
                 }
             }
         };
+        // A store without a descriptor may block for any time.
+        if found > 0 && wait == Wait::MustNot && active.file.ring_alignment().is_none() {
+            return Ok(None);
+        }
         if found > 0 {
             let part = slice(from, 0, found as usize);
             let written = self.overwrite(&*active.store, &part, place).while_trying("write");
             written.map_err(|error| error.at(place).in_file(&active.path))?;
         }
-        Ok(found as usize)
+        Ok(Some(found as usize))
     }
 }
 

@@ -31,7 +31,7 @@ impl IoQueue {
                 return self.start_write(request, phase, writing, parts);
             }
             Some(parts) => self.write_now(request, phase, &parts),
-            None if is_current && self.write_part_now(&request) => {
+            None if is_current && self.write_unplanned(&request) => {
                 self.finish_now(request.token, phase, Ok(()));
             }
             None => self.leave_to_worker(request, phase),
@@ -88,9 +88,9 @@ impl IoQueue {
         }
     }
 
-    /// Writes a part of a cluster that is not there yet, here and now; false when a worker has to.
-    fn write_part_now(&mut self, request: &Request) -> bool {
-        let write = || self.layers.try_write_part(request.range.start, &request.segments).is_some();
+    /// Writes what cannot simply be overwritten, here and now; false when a worker has to.
+    fn write_unplanned(&mut self, request: &Request) -> bool {
+        let write = || self.layers.try_write(request.range.start, &request.segments);
         patiently(&mut self.writes_wait_until, write)
     }
 }

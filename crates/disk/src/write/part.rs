@@ -18,10 +18,11 @@
 use vmstrata_store::{PADDING_MAX, Segment, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
+use super::Wait;
 use crate::active::{Active, Change, EntryGuard, NewClusters, Partial, Parts};
 use crate::changes::Noted;
-use crate::error::{Error, IoContext as _, Result};
-use crate::layers::{Layers, Top};
+use crate::error::{IoContext as _, Result};
+use crate::layers::Layers;
 
 /// New clusters of up to this many bytes are written all at once, zeros for what is not known yet: the host's page cache then
 /// holds them in one piece, and writes them back as one.
@@ -55,45 +56,29 @@ struct Place {
 
 impl Layers {
     /// Writes whole parts of one cluster at the start of the request; returns how many bytes, 0 when the cluster cannot be
-    /// written in part.
-    pub(super) fn write_part(&self, active: &Active, at: GuestOffset, from: &[Segment<'_>]) -> Result<usize> {
-        let Some(piece) = self.piece_of(active, at, total_len(from) as u64) else { return Ok(0) };
-        let guard = active.lock_cluster(piece.cluster)?;
-        let raw = active.entry_locked(piece.cluster, &guard)?;
-        let in_file = |error: Error| error.in_file(&active.path);
+    /// written in part, `None` when that takes waiting and must not.
+    pub(super) fn write_part(
+        &self,
+        active: &Active,
+        at: GuestOffset,
+        from: &[Segment<'_>],
+        wait: Wait,
+    ) -> Result<Option<usize>> {
+        let Some(piece) = self.piece_of(active, at, total_len(from) as u64) else { return Ok(Some(0)) };
+        let Some((guard, raw)) = lock_entry(active, piece.cluster, wait)? else { return Ok(None) };
         let space = match active.partial(raw) {
             Some(_) => None,
             None if raw == 0 && self.may_begin(active, piece) => {
-                active.ensure_table(piece.cluster).map_err(in_file)?;
-                Some(active.allocate(1)?)
+                let Some(new) = new_cluster(active, piece.cluster, wait)? else { return Ok(None) };
+                Some(new)
             }
-            None => return Ok(0),
+            None => return Ok(Some(0)),
         };
         let part = slice(from, 0, piece.len as usize);
-        Ok(match self.put(active, piece, &part, (raw, space), &guard)? {
+        Ok(Some(match self.put(active, piece, &part, (raw, space), &guard)? {
             Put::Done => piece.len as usize,
             Put::Refused => 0,
-        })
-    }
-
-    /// As [`Layers::write_part`] for a whole request, from memory and without waiting but for the host's page cache; `None`
-    /// when someone else has to carry it out, whatever of it was done.
-    pub(crate) fn try_write_part(&self, at: GuestOffset, from: &[Segment<'_>]) -> Option<()> {
-        let Top::Qcow2(active) = &self.top else { return None };
-        let len = total_len(from) as u64;
-        let piece = self.piece_of(active, at, len).filter(|piece| piece.len == len)?;
-        let guard = active.try_lock_cluster(piece.cluster)?;
-        let raw = active.lookup(piece.cluster)?;
-        let space = match active.partial(raw) {
-            Some(_) => None,
-            None if raw == 0 && self.may_begin(active, piece) => {
-                active.try_ensure_table(piece.cluster)?;
-                Some(active.try_allocate()?)
-            }
-            None => return None,
-        };
-        let put = self.put(active, piece, from, (raw, space), &guard);
-        matches!(put, Ok(Put::Done)).then_some(())
+        }))
     }
 
     /// What of `len` bytes at `at` lies in the first cluster; `None` when that are no whole parts, or the cluster lies past
@@ -190,4 +175,23 @@ impl Layers {
     fn is_zero(&self, at: GuestOffset, len: u64) -> bool {
         self.below(at, len).is_some_and(|run| run.source.is_zero() && run.len == len)
     }
+}
+
+/// Locks a cluster and returns its entry; `None` when that takes waiting and must not.
+fn lock_entry(active: &Active, cluster: u64, wait: Wait) -> Result<Option<(EntryGuard<'_>, u64)>> {
+    if wait == Wait::MustNot {
+        return Ok(active.try_lock_cluster(cluster).and_then(|guard| Some((guard, active.lookup(cluster)?))));
+    }
+    let guard = active.lock_cluster(cluster)?;
+    let raw = active.entry_locked(cluster, &guard)?;
+    Ok(Some((guard, raw)))
+}
+
+/// Allocates a cluster, with a table for its entry; `None` when that takes waiting and must not.
+fn new_cluster(active: &Active, cluster: u64, wait: Wait) -> Result<Option<NewClusters<'_>>> {
+    if wait == Wait::MustNot {
+        return Ok(active.try_ensure_table(cluster).and_then(|()| active.try_allocate()));
+    }
+    active.ensure_table(cluster).map_err(|error| error.in_file(&active.path))?;
+    active.allocate(1).map(Some)
 }
