@@ -10,14 +10,16 @@
 //!
 //! Lock order: page lock, then cluster lock, then L1 lock, then the allocator's or the changes' lock.
 
+mod backoff;
 mod commit;
 mod growth;
 mod l1;
 mod locks;
 mod page;
-mod partial;
 mod publish;
 mod recover;
+mod refusal;
+pub(crate) mod session;
 mod space;
 
 use std::io;
@@ -37,16 +39,16 @@ use crate::changes::{Changes, Freed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::flusher::Flusher;
 use crate::layer::Tables;
-use crate::resources::Resources;
-use crate::write::Backoff;
 use growth::Growth;
 use l1::L1;
 use locks::EntryLocks;
 
+use crate::partial::Partial;
+pub(crate) use backoff::Backoff;
 pub(crate) use locks::EntryGuard;
-pub(crate) use partial::{Partial, Parts, is_partial};
 pub use recover::Mismatch;
 pub(crate) use recover::host_of;
+pub(crate) use refusal::Refusal;
 pub(crate) use space::NewClusters;
 
 /// See the module documentation.
@@ -97,7 +99,7 @@ impl Active {
         identity: FileIdentity,
         header: &Header,
         index: LayerIndex,
-        resources: &Resources,
+        (owner, cache): (Owner, Arc<PageCache>),
     ) -> Result<Self> {
         let tables = Tables::of(header);
         if header.size >> header.cluster_bits.get() >> PAGE_SHIFT >= PageKey::MAX_PAGES {
@@ -120,8 +122,8 @@ impl Active {
             changes: Changes::new(header.cluster_bits),
             autoclear: 0,
             copy_up_backoff: Backoff::default(),
-            owner: resources.new_owner()?,
-            cache: Arc::clone(resources.cache()),
+            owner,
+            cache,
             l1: ArcSwap::from_pointee(l1),
             l1_lock: Mutex::new(()),
             locks: EntryLocks::default(),

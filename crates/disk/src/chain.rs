@@ -4,29 +4,23 @@
 //! headers are read here. Memory and time are bounded by [`MAX_LAYERS`], by the size of a header cluster, and by
 //! a check of every file's identity against those already met.
 
-mod borders;
 mod file;
-mod head;
-mod indexed;
+pub(crate) mod raw_overlay;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use vmstrata_store::{CacheMode, Gate};
 use vmstrata_types::MAX_LAYERS;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::Index;
-use crate::layer::{Format, Layer, Tables};
+use crate::layer::Format;
 use crate::opener::{Opener, Role, directory_of};
-use crate::resources::Resources;
-use indexed::Search;
 
-pub(crate) use file::{Top, check_state, check_state_at, is_being_dropped, open_layer, open_top, raw_size};
-pub(crate) use head::{
+pub(crate) use crate::head::{
     Qcow2Head, backing_of, backing_text, has_magic, image_format, plain_name, probe, read_head,
 };
+pub(crate) use file::{Top, check_state, check_state_at, is_being_dropped, open_layer, open_top};
 
 /// How to open a disk.
 #[derive(Clone, Debug)]
@@ -115,117 +109,6 @@ impl Default for OpenOptions {
     }
 }
 
-/// A chain as read from its headers.
-#[derive(Debug)]
-pub(crate) struct Chain {
-    pub(crate) top: Top,
-    /// The layers below the top, base first.
-    pub(crate) below: Vec<Arc<Layer>>,
-    /// Whether a process was killed while it made the layer below the top a frozen one.
-    pub(crate) unfinished: bool,
-    /// Of the newest layer that has one, or of one below it.
-    pub(crate) index: Option<Arc<Index>>,
-    /// Whether a layer above that had an index that does not hold any more, or has none.
-    pub(crate) lost_index: bool,
-}
-
-/// Reads the headers of the chain whose active layer is `path`, down to the first layer whose index knows what those
-/// below it say.
-///
-/// # Errors
-/// As [`walk`].
-pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
-    let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
-    read_in_role(path, role, HashSet::new(), options, resources)
-}
-
-/// As [`read_chain`], for whoever has the disk at `path` open already: its own file is only looked at. What an index says of
-/// the file `changed` is not believed without its digest.
-///
-/// # Errors
-/// As [`walk`].
-pub(crate) fn reread_chain(
-    path: &Path,
-    changed: Option<&Path>,
-    options: &OpenOptions,
-    resources: &Resources,
-) -> Result<Chain> {
-    let role = if options.read_only { Role::Frozen } else { Role::Inspected };
-    read_in_role(path, role, changed.map(Path::to_owned).into_iter().collect(), options, resources)
-}
-
-fn read_in_role(
-    path: &Path,
-    role: Role,
-    mut doubted: HashSet<PathBuf>,
-    options: &OpenOptions,
-    resources: &Resources,
-) -> Result<Chain> {
-    loop {
-        match read_doubting(path, role, &doubted, options, resources) {
-            // It is not what an index says, or it was changed since that was read: the next look is closer.
-            Err(error)
-                if error.is_change() && error.path().is_some_and(|file| doubted.insert(file.into())) => {}
-            done => return done,
-        }
-    }
-}
-
-fn read_doubting(
-    path: &Path,
-    role: Role,
-    doubted: &HashSet<PathBuf>,
-    options: &OpenOptions,
-    resources: &Resources,
-) -> Result<Chain> {
-    let opener = resources.files().opener();
-    let top = open_named(path, role, options, &**opener)?;
-    let mut search = Search::new(&top, options, doubted, opener)?;
-    let mut index = if options.read_only { search.ask(&top) } else { None };
-    let (mut unfinished, mut newest, mut above) = (None, None, Vec::new());
-    // Of a disk's own index, the disk itself is the last layer.
-    let mut indexed = index.as_ref().map_or(0, |index| index.layers().len() - 1);
-    if index.is_none() {
-        above = walk_below(path, &top, options, Role::Frozen, &**opener, |layer| {
-            unfinished.get_or_insert(layer.is_in_session());
-            index = search.ask(&layer);
-            let layer = freeze(layer, resources);
-            if index.is_some() {
-                newest = Some(layer);
-                return None;
-            }
-            Some(layer)
-        })?;
-        // The newest that the index answers for is open.
-        indexed = index.as_ref().map_or(0, |index| index.layers().len() - 1);
-    }
-    if indexed + usize::from(newest.is_some()) + above.len() >= MAX_LAYERS {
-        return Err(Error::from(ErrorKind::TooLong).in_file(path));
-    }
-    let lost_index = search.has_met_changes() || index.is_some() && !above.is_empty();
-    let known = index.iter().flat_map(|index| &index.layers()[..indexed]);
-    let below: Vec<Arc<Layer>> =
-        known.map(|layer| resources.share_layer(layer.layer())).chain(newest).chain(above).collect();
-    borders::hold(path, &below, resources.files())?;
-    Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), index, lost_index })
-}
-
-/// How often a path may lead to another file than it did when that was opened.
-const RENAMES_MAX: u32 = 16;
-
-/// Opens the file on top of a chain, and makes sure that it is the one that `path` leads to: a snapshot may give the name
-/// to another file while the lock is waited for.
-fn open_named(path: &Path, role: Role, options: &OpenOptions, opener: &dyn Opener) -> Result<Top> {
-    for _ in 0..RENAMES_MAX {
-        let top = open_top(path, role, options, opener)?;
-        let is_there = || opener.identity(path, &Gate::unrestricted());
-        if role == Role::Frozen || is_there()?.file == top.opened.identity.file {
-            return Ok(top);
-        }
-    }
-    Err(Error::from(ErrorKind::Changed).in_file(path))
-}
-
 /// What the files of a chain are opened for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Roles {
@@ -252,7 +135,7 @@ pub(crate) fn walk<T>(
 
 /// Follows the chain down from an open `top` until `keep` has seen enough; returns what it made of each layer below the
 /// top, lowest first.
-fn walk_below<T>(
+pub(crate) fn walk_below<T>(
     path: &Path,
     top: &Top,
     options: &OpenOptions,
@@ -288,18 +171,4 @@ fn walk_below<T>(
     }
     below.reverse();
     Ok(below)
-}
-
-/// Makes an open file a shared frozen layer.
-pub(crate) fn freeze(file: Top, resources: &Resources) -> Arc<Layer> {
-    if file.is_in_session() {
-        tracing::warn!(
-            file = %file.path.display(),
-            "the process that wrote this file did not close it: what it had not flushed is in its journal, if anywhere; to take that up, open the file itself for writing once, with the same journal directory"
-        );
-    }
-    let tables = file.head.as_ref().map(|head| Tables::of(&head.header));
-    let layer = resources.share_layer(Layer::new(file.path, file.opened.identity, file.size, tables));
-    resources.files().adopt(&layer, &file.opened);
-    layer
 }

@@ -14,7 +14,7 @@
 //! A cluster that an entry let go of stays as it is until the change is on stable storage and the requests that may
 //! still see it are done ([`Changes::take_reclaimable`]).
 //!
-//! Words of clusters that are written in part ([`crate::active::Partial`]) are noted like entries, and stay noted: a commit
+//! Words of clusters that are written in part ([`crate::partial::Partial`]) are noted like entries, and stay noted: a commit
 //! takes them along to the next one, in memory and in the journal, until the cluster is whole. A flush makes them whole first, and leaves those that it cannot.
 //!
 //! Nothing is noted that is not in the journal: where that has no room, the caller commits, which begins the journal anew, and
@@ -32,12 +32,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use vmstrata_types::{ClusterBits, HostOffset};
 
-use crate::active::is_partial;
 use crate::error::{Error, ErrorKind, Result};
 use crate::journal::{Journal, Record, Slot};
+use crate::partial::is_partial;
 use partials::{Partials, Welcome};
-
-pub(crate) use partials::Refusal;
 
 /// Changes noted before a writer must commit them itself: bounds memory and journal.
 const MAX_NOTED: usize = 131_072;

@@ -18,14 +18,14 @@ use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use crate::access;
 use crate::atomic_file::AtomicFile;
-use crate::back_refs;
+use crate::chain::raw_overlay;
 use crate::chain::{Qcow2Head, check_state, plain_name, probe, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
-use crate::mark;
-use crate::merge::users::Users;
+use crate::names::disk_name;
 use crate::opener::{LocalFiles, Opened, Opener, Role, directory_of};
-use crate::snapshot::disk_name;
+use crate::refs::Users;
+use crate::refs::back_refs;
 
 /// What a new image is to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -156,7 +156,9 @@ fn check_backing(path: &Path, name: &Path, format: Format, replaced: Option<File
         let opened = LocalFiles.open(&resolved, Role::Inspected, &Gate::unrestricted())?;
         let head = match format {
             // Any bytes are a raw disk, also those of a qcow2 image, but for one that took a raw disk's place.
-            Format::Raw if mark::is_overlay(&resolved, &opened)? => return Err(ErrorKind::Overlay.into()),
+            Format::Raw if raw_overlay::is_overlay(&resolved, &opened)? => {
+                return Err(ErrorKind::Overlay.into());
+            }
             Format::Raw => None,
             Format::Qcow2 => Some(read_head(&*opened.store, opened.identity.len)?),
         };

@@ -11,9 +11,11 @@ mod finalize;
 mod index;
 mod killed;
 mod look;
+mod maintained;
 mod merge;
 mod open;
 mod resize;
+mod run;
 mod snapshot;
 mod switch;
 
@@ -25,14 +27,15 @@ use std::sync::{Arc, OnceLock, Weak};
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use vmstrata_store::FileId;
-use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
+use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 
-use crate::back_refs;
-use crate::chain::{Chain, OpenOptions, check_state_at, freeze, read_chain};
+use crate::chain::{OpenOptions, check_state_at};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::layer::Format;
+use crate::layers::LayerInfo;
 use crate::layers::{Layers, Top, index_of};
+use crate::loading::{Chain, freeze, read_chain};
+use crate::refs::back_refs;
 use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
 use crate::workers::Mailbox;
@@ -40,12 +43,10 @@ use crate::write_gate::WriteGate;
 use failed::WhenFailed;
 
 pub use attached::{AttachedWriter, HasWriter};
-pub(crate) use durable::leave_clean;
 pub use index::Indexing;
 pub(crate) use merge::Running;
 #[cfg(test)]
 pub(crate) use open::open_top;
-pub(crate) use open::{FEATURES_SINCE, forsake_journal, write_session};
 pub use resize::{ResizeFault, Resized, Shrink};
 pub use snapshot::{Taken, Together, snapshot_together};
 
@@ -82,23 +83,6 @@ pub struct Disk {
     /// Those to call when the layers have changed.
     queues: Mutex<Vec<Weak<Mailbox>>>,
     attached: Arc<attached::Attached>,
-}
-
-/// A layer of a disk.
-#[derive(Clone, Debug)]
-pub struct LayerInfo {
-    /// Its place in the chain.
-    pub index: LayerIndex,
-    /// Its file.
-    pub path: PathBuf,
-    /// How it keeps its bytes.
-    pub format: Format,
-    /// Virtual size in bytes.
-    pub size: u64,
-    /// Size of its clusters, if it has any.
-    pub cluster_bits: Option<ClusterBits>,
-    /// Bytes of its file when it was opened.
-    pub file_len: u64,
 }
 
 impl Disk {
@@ -138,7 +122,8 @@ impl Disk {
         };
         let layers = Layers::new(size, top, frozen, resources);
         let disk = Arc::new(Self { lost_index: lost_index.into(), ..Self::over(path, options, layers) });
-        resources.maintenance().watch(&disk);
+        let maintained: std::sync::Weak<Self> = Arc::downgrade(&disk);
+        resources.maintenance().watch(maintained);
         if let Err(error) = disk.enter_beside_merges() {
             // As if it had not been opened.
             let _ = disk.close();

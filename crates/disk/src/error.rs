@@ -33,6 +33,12 @@ impl Error {
         &self.0.kind
     }
 
+    /// The fault of one kind of work, if it is of type `F`: `MergeFault`, `SnapshotFault`, `BackupFault` or `ResizeFault`.
+    pub fn fault<F: std::error::Error + 'static>(&self) -> Option<&F> {
+        let ErrorKind::Fault(fault) = self.kind() else { return None };
+        fault.downcast_ref()
+    }
+
     /// The file it happened in.
     pub fn path(&self) -> Option<&Path> {
         self.0.path.as_deref()
@@ -128,7 +134,18 @@ macro_rules! lift {
 }
 
 lift!(ParseError, GateError, FileError, vmstrata_qcow2::CreateError, vmstrata_qcow2::index::IndexError);
-lift!(crate::snapshot::SnapshotFault, crate::merge::MergeFault, crate::disk::ResizeFault);
+
+/// Makes an error of a module's own faults.
+macro_rules! fault {
+    ($fault:ty) => {
+        impl From<$fault> for $crate::error::Error {
+            fn from(fault: $fault) -> Self {
+                $crate::error::ErrorKind::Fault(Box::new(fault)).into()
+            }
+        }
+    };
+}
+pub(crate) use fault;
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

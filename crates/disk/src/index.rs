@@ -45,7 +45,7 @@ use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 
 pub use build::{IndexBuild, IndexBuilder, IndexOptions, IndexOutcome, IndexedFile, build};
 pub use drop::{IndexDropped, remove};
-pub(crate) use home::{forget_sidecar, is_link_stale, sidecar_of};
+pub(crate) use home::{forget_sidecar, is_link_stale};
 pub use load::is_as_indexed;
 pub(crate) use load::{Found, load};
 pub(crate) use looks::Looks;
@@ -55,6 +55,7 @@ pub(crate) use write::extend;
 use crate::entry::{MapEntry, Mapping};
 use crate::error::{IoContext as _, Result};
 use crate::layer::{Layer, Tables};
+use crate::names::sidecar_of;
 use crate::opener::{Opener, Role};
 use tree::Tree;
 

@@ -13,26 +13,9 @@ use vmstrata_qcow2::{CompressionType, EntryFormat, Geometry, Header};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 
-use crate::chain::{raw_size, read_head};
 use crate::error::{ErrorKind, IoContext as _, Result};
-
-/// How a layer keeps its bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
-    /// Guest offset and host offset are the same.
-    Raw,
-    /// Clusters found through L1 and L2 tables.
-    Qcow2,
-}
-
-impl std::fmt::Display for Format {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Raw => "raw",
-            Self::Qcow2 => "qcow2",
-        })
-    }
-}
+pub use crate::head::Format;
+use crate::head::{raw_size, read_head};
 
 /// What is needed to walk the tables of a qcow2 file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,18 +15,18 @@ mod locate;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{ClusterBits, LayerIndex};
 
 use crate::active::Active;
+use crate::active::session::forsake_journal;
 use crate::blocks::BlockOrder;
-use crate::disk::{LayerInfo, forsake_journal};
 use crate::error::{IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::layer::Format;
-use crate::map::FrozenMap;
+use crate::map::{Before, FrozenMap};
 use crate::resources::Resources;
-use crate::write::HeaderGuard;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -79,6 +79,39 @@ pub(crate) struct RawTop {
     pub(crate) flusher: Arc<Flusher>,
     /// Present where the format was not said.
     pub(crate) guard: Option<Arc<HeaderGuard>>,
+}
+
+/// Orders the writes to the first sector, which may bring a header piece by piece; holds whether a refusal was logged.
+pub(crate) type HeaderGuard = Mutex<bool>;
+
+/// A layer of a disk.
+#[derive(Clone, Debug)]
+pub struct LayerInfo {
+    /// Its place in the chain.
+    pub index: LayerIndex,
+    /// Its file.
+    pub path: PathBuf,
+    /// How it keeps its bytes.
+    pub format: Format,
+    /// Virtual size in bytes.
+    pub size: u64,
+    /// Size of its clusters, if it has any.
+    pub cluster_bits: Option<ClusterBits>,
+    /// Bytes of its file when it was opened.
+    pub file_len: u64,
+}
+
+impl Before for Layers {
+    fn frozen(&self) -> Option<&Arc<FrozenMap>> {
+        self.frozen.as_ref()
+    }
+
+    fn active(&self) -> Option<&Active> {
+        match &self.top {
+            Top::Qcow2(active) => Some(active),
+            Top::Raw(_) | Top::Frozen => None,
+        }
+    }
 }
 
 impl Layers {

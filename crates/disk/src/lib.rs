@@ -35,14 +35,12 @@ mod access;
 mod active;
 mod alloc;
 mod atomic_file;
-mod back_refs;
 pub mod backup;
 mod blocks;
 mod cache;
 mod chain;
 mod changes;
 pub mod check;
-mod completer;
 mod compressed;
 pub mod create;
 mod diff;
@@ -53,21 +51,25 @@ mod error;
 mod extents;
 mod files;
 mod flusher;
+mod fold;
+mod head;
 pub mod index;
 mod journal;
 mod layer;
 mod layers;
-mod lookout;
+mod loading;
 mod maintenance;
 mod map;
-mod mark;
 pub mod merge;
+mod names;
 mod opener;
+mod partial;
 mod probe;
 mod queue;
 mod read;
 #[cfg(test)]
 mod recovery_model;
+mod refs;
 mod request;
 mod resources;
 mod session;
@@ -86,13 +88,14 @@ pub use check::{CheckOptions, CheckReport, Repair, check};
 pub use create::{CreateOptions, create};
 pub use diff::{ChangedBytes, Diff, DiffExtent, DiffExtents, DiffKind, DiffOptions};
 pub use disk::{
-    AttachedWriter, Disk, HasWriter, Indexing, LayerInfo, ResizeFault, Resized, Shrink, Taken, Together,
+    AttachedWriter, Disk, HasWriter, Indexing, ResizeFault, Resized, Shrink, Taken, Together,
     snapshot_together,
 };
 pub use error::{Error, ErrorKind, Result};
 pub use extents::{Extent, ExtentKind};
 pub use journal::Slot;
 pub use layer::Format;
+pub use layers::LayerInfo;
 pub use opener::{LocalFiles, Opened, Opener, Role};
 pub use probe::{
     BackingPlace, ImageHead, LayerHead, OwnCluster, ProbedFile, check_locks, own_clusters, probe_backing,

@@ -1,16 +1,50 @@
 //! The housekeeping thread: commits changes that no guest flushes, gives back clusters that no one uses, and has files written
 //! out while they grow.
 
+mod completer;
+mod layer_watch;
+
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use parking_lot::Mutex;
+use vmstrata_store::FileId;
 
-use crate::completer::{Completer, Disks};
-use crate::disk::Disk;
 use crate::error::Result;
-use crate::lookout::Lookout;
 use crate::threads;
+
+use completer::Completer;
+use layer_watch::LayerWatch;
+
+/// What the threads do for a disk.
+pub(crate) trait Maintained: std::fmt::Debug + Send + Sync {
+    /// The clusters that are written in part, unless it is of no use now to copy up the rest.
+    fn deferred(&self) -> Vec<u64>;
+
+    /// Copies up what is missing of some of `clusters`, until a moment; returns those that are left.
+    fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64];
+
+    /// Has the host begin to write out what the active layer has grown by, once that has rested since the last call; false
+    /// when it has not grown since.
+    fn write_out(&self) -> bool;
+
+    /// Commits changes that wait since `age` or longer, and gives back clusters that no one uses any more.
+    fn tend(&self, age: Duration);
+
+    /// Looks at the files of the next `most` frozen layers, and takes the chain as it is now if one was changed.
+    fn look_at_layers(&self, most: usize);
+
+    /// Whether one of its frozen layers is this file.
+    fn stands_on(&self, file: FileId) -> bool;
+
+    /// The path of its active layer.
+    fn path(&self) -> &Path;
+}
+
+/// The disks that are open.
+pub(crate) type Disks = Mutex<Vec<Weak<dyn Maintained>>>;
 
 /// How often the thread looks at every disk.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -27,7 +61,7 @@ pub(crate) struct Maintenance {
     /// None where nothing is copied before it must be.
     completer: Option<Completer>,
     /// None where only what requests meet is noticed.
-    _lookout: Option<Lookout>,
+    _layer_watch: Option<LayerWatch>,
     /// Wakes the thread, and ends it when this is dropped.
     wake: Sender<()>,
 }
@@ -44,8 +78,9 @@ impl Maintenance {
         let watched = Arc::clone(&disks);
         threads::start("maintenance", move || tend_all(&watched, &woken))?;
         let completer = copy_up_after.map(|age| Completer::new(Arc::clone(&disks), age)).transpose()?;
-        let _lookout = look_every.map(|period| Lookout::new(Arc::clone(&disks), period)).transpose()?;
-        Ok(Self { disks, completer, _lookout, wake })
+        let _layer_watch =
+            look_every.map(|period| LayerWatch::new(Arc::clone(&disks), period)).transpose()?;
+        Ok(Self { disks, completer, _layer_watch, wake })
     }
 
     /// A cluster was written in part.
@@ -63,12 +98,12 @@ impl Maintenance {
     }
 
     /// The disks that are open.
-    pub(crate) fn disks(&self) -> Vec<Arc<Disk>> {
+    pub(crate) fn disks(&self) -> Vec<Arc<dyn Maintained>> {
         self.disks.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    pub(crate) fn watch(&self, disk: &Arc<Disk>) {
-        self.disks.lock().push(Arc::downgrade(disk));
+    pub(crate) fn watch(&self, disk: Weak<dyn Maintained>) {
+        self.disks.lock().push(disk);
     }
 }
 

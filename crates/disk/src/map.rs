@@ -19,7 +19,6 @@
 mod build;
 mod fresh;
 mod indexed;
-pub(crate) mod merge;
 mod pages;
 mod replaced;
 
@@ -33,11 +32,14 @@ use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
 use crate::entry::{MapEntry, Mapping};
 use crate::error::{Error, ErrorKind, Result};
 use crate::files::FileTable;
+use crate::fold::Merge;
+use crate::fold::Visible;
 use crate::index::Index;
 use crate::layer::{Layer, Scratch};
 use fresh::Fresh;
-use merge::Merge;
 use pages::Pages;
+
+pub(crate) use fresh::Before;
 
 /// Where the bytes of a run come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,13 +76,6 @@ impl Source {
 pub(crate) struct Run {
     pub(crate) source: Source,
     pub(crate) len: u64,
-}
-
-#[derive(Debug)]
-struct Visible {
-    layer: Arc<Layer>,
-    /// Guest offset from which on the layer, and all below it, are hidden.
-    end: u64,
 }
 
 /// See the module documentation.

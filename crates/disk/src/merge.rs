@@ -52,15 +52,15 @@ pub(crate) mod remove;
 pub(crate) mod room;
 mod selection;
 pub(crate) mod target;
-pub(crate) mod users;
 
+pub use crate::refs::Kept;
 pub use direction::Direction;
 pub use fault::MergeFault;
 pub use forecast::{Forecast, Going};
 pub use job::{Action, Merge};
 pub use orphans::{CollectOptions, Orphan, collect, disks_with_orphans, noted_in, orphans};
 pub use plan::{MergeRange, all_of, ranges_of};
-pub use remove::{Kept, Removal};
+pub use remove::Removal;
 pub use room::available_bytes;
 pub use selection::{LayerRef, Selection};
 

@@ -25,9 +25,10 @@ use vmstrata_store::{
 };
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 
+use crate::active::session::leave_clean;
 use crate::chain::{Unflushed, open_layer};
 use crate::check::{CheckOptions, check_store};
-use crate::disk::{leave_clean, open_top};
+use crate::disk::open_top;
 use crate::layers::{Layers, Top, index_of};
 use crate::map::FrozenMap;
 use crate::zero::Purpose;
@@ -238,7 +239,7 @@ impl Shared {
             let opener = &**self.resources.files().opener();
             let base =
                 open_layer(Path::new("base"), Role::Frozen, Some(Format::Raw), &Gate::unrestricted(), opener);
-            let layer = crate::chain::freeze(base.unwrap(), &self.resources);
+            let layer = crate::loading::freeze(base.unwrap(), &self.resources);
             self.resources.share_map(vec![layer], None).unwrap()
         });
         Arc::clone(made)

@@ -1,9 +1,8 @@
 //! A request as the doors hand it in, and how a thread that may block carries it out.
 
-use vmstrata_store::{Segment, SegmentVec, slice, total_len};
+use vmstrata_store::{SegmentVec, slice};
 use vmstrata_types::{ClusterBits, GuestRange};
 
-use crate::disk::Disk;
 use crate::error::Result;
 
 /// What to do.
@@ -106,47 +105,6 @@ impl Request {
             op => op,
         };
         Self { op, range: GuestRange::new(start, first), segments, token: self.token }
-    }
-}
-
-impl Disk {
-    /// Refuses a request that makes no sense for this disk.
-    pub(crate) fn check(&self, request: &Request) -> Result<()> {
-        if request.op.has_buffers() {
-            self.check_buffers(request.range, total_len(&request.segments))?;
-        } else if request.op != Op::Flush {
-            self.check_range(request.range)?;
-        }
-        if request.op.changes_disk() { self.check_writable() } else { Ok(()) }
-    }
-
-    /// Carries a request out, blocking until it is done.
-    ///
-    /// # Errors
-    /// As the method for the operation.
-    pub fn run(&self, request: &Request) -> Result<()> {
-        self.on_chain(|| self.run_once(request))
-    }
-
-    /// As [`Disk::run`], on the chain as it is known.
-    pub(crate) fn run_once(&self, request: &Request) -> Result<()> {
-        self.check(request)?;
-        let segments: &[Segment<'_>] = &request.segments;
-        let range = request.range;
-        match request.op {
-            Op::Read => self.read_counted(range.start, segments),
-            Op::Write { fua } => self.write_once(range.start, segments).and_then(|()| self.flush_if(fua)),
-            Op::Flush => self.flush(),
-            Op::Discard => self.discard(range),
-            Op::WriteZeroes { unmap, fua } => {
-                self.write_zeroes(range, unmap).and_then(|()| self.flush_if(fua))
-            }
-            Op::Prefetch => self.prefetch(range),
-        }
-    }
-
-    fn flush_if(&self, fua: bool) -> Result<()> {
-        if fua { self.flush() } else { Ok(()) }
     }
 }
 

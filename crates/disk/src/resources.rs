@@ -17,8 +17,8 @@ use crate::index::Index;
 use crate::layer::Layer;
 use crate::maintenance::Maintenance;
 use crate::map::FrozenMap;
-use crate::merge::users::Beside;
 use crate::opener::{LocalFiles, Opener};
+use crate::refs::Beside;
 use crate::workers::Workers;
 
 /// Limits of a process.
@@ -174,6 +174,14 @@ impl Resources {
     /// When a million are in use.
     pub(crate) fn new_owner(&self) -> Result<Owner> {
         self.owners.take()
+    }
+
+    /// The cache, and a name for someone's pages in it.
+    ///
+    /// # Errors
+    /// As [`Resources::new_owner`].
+    pub(crate) fn new_pages(&self) -> Result<(Owner, Arc<PageCache>)> {
+        Ok((self.new_owner()?, Arc::clone(self.cache())))
     }
 
     /// The layer of this very file in this very state that others already hold, or else this one.

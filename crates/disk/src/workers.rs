@@ -2,6 +2,7 @@
 
 mod lanes;
 
+use std::fmt::Debug;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
@@ -10,16 +11,27 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 use vmstrata_store::turns;
 
-use crate::disk::Disk;
 use crate::error::{IoContext as _, Result};
 use crate::request::Request;
 use crate::threads;
 use lanes::{DiskId, Lanes};
 
+/// What requests are carried out on: a disk.
+pub(crate) trait CarryOut: Debug + Send + Sync {
+    /// Refuses a request that makes no sense.
+    fn check(&self, request: &Request) -> Result<()>;
+
+    /// Carries a request out, and again on the chain as it is now if a layer was changed.
+    fn run(&self, request: &Request) -> Result<()>;
+
+    /// As [`CarryOut::run`], on the chain as it is known.
+    fn run_once(&self, request: &Request) -> Result<()>;
+}
+
 /// A request on its way through a worker.
 #[derive(Debug)]
 pub(crate) struct Job {
-    pub(crate) disk: Arc<Disk>,
+    pub(crate) disk: Arc<dyn CarryOut>,
     pub(crate) request: Request,
     /// Whether the queue has parts of the request under way. It must then not wait for who changes the layers, as that one may
     /// wait for the queue; the queue sends all of it again.
@@ -31,8 +43,8 @@ pub(crate) struct Job {
 
 impl Job {
     fn carry_out(self) {
-        let run = if self.is_part { Disk::run_once } else { Disk::run };
-        let result = run(&self.disk, &self.request);
+        let Self { disk, request, .. } = &self;
+        let result = if self.is_part { disk.run_once(request) } else { disk.run(request) };
         self.end(result);
     }
 

@@ -14,16 +14,12 @@ use std::cell::RefCell;
 
 use vmstrata_qcow2::L2Entry;
 use vmstrata_store::{AlignedBuf, Segment, Store, slice, total_len};
-use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
+use vmstrata_types::{GuestOffset, HostOffset};
 
 use crate::active::Active;
-use crate::disk::Disk;
-use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::layers::{Layers, RawTop, Top};
 
-pub(crate) use cached::Backoff;
-pub(crate) use guarded::HeaderGuard;
 pub(crate) use whole::NotWhole;
 
 thread_local! {
@@ -39,27 +35,6 @@ pub(crate) fn with_scratch<T>(len: usize, work: impl FnOnce(&mut [u8]) -> T) -> 
         }
         work(&mut scratch[..len])
     })
-}
-
-impl Disk {
-    /// Writes `from` at `at`. It can be read once this returns, and is durable after the next [`Disk::flush`].
-    ///
-    /// # Errors
-    /// A disk that takes no writes, a range that does not fit it, or a host that is full or cannot write: any part
-    /// of the range may then have been written.
-    pub fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
-        self.on_chain(|| self.write_once(at, from))
-    }
-
-    /// As [`Disk::write`], on the chain as it is known.
-    pub(crate) fn write_once(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
-        let _guard = self.epochs.guard(thread_shard());
-        let _inside = self.write_gate.enter();
-        let len = total_len(from);
-        self.check_range(GuestRange::new(at, len as u64))?;
-        self.check_writable()?;
-        self.layers_now().write(at, from).map_err(|error| self.fail_if_lost(error))
-    }
 }
 
 /// Whether a write may wait for metadata, for other writers of its cluster, or for a slow store.

@@ -9,8 +9,6 @@ use vmstrata_store::{AlignedBuf, Segment};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::{Active, Change};
-use crate::disk::Disk;
-use crate::epoch::thread_shard;
 use crate::error::Result;
 use crate::layers::{Layers, Top};
 use crate::map::Source;
@@ -29,37 +27,7 @@ pub(crate) enum Purpose {
 }
 
 /// Bytes of zeros written at once.
-const ZERO_CHUNK: usize = 256 << 10;
-
-impl Disk {
-    /// Makes a range read as zeros; with `unmap` its space is given back.
-    ///
-    /// # Errors
-    /// As [`Disk::write`].
-    pub fn write_zeroes(&self, range: GuestRange, unmap: bool) -> Result<()> {
-        self.clear(range, if unmap { Purpose::ZeroAndFree } else { Purpose::Zero })
-    }
-
-    /// Gives the space of a range back. Whole clusters read as zeros afterwards (except in version 2 images with a
-    /// backing file, which cannot say so: there they are left alone); parts of clusters are left alone.
-    ///
-    /// # Errors
-    /// As [`Disk::write`].
-    pub fn discard(&self, range: GuestRange) -> Result<()> {
-        self.clear(range, Purpose::Discard)
-    }
-
-    fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
-        let _guard = self.epochs.guard(thread_shard());
-        let _inside = self.write_gate.enter();
-        self.check_range(range)?;
-        self.check_writable()?;
-        if range.len == 0 {
-            return Ok(());
-        }
-        self.layers_now().clear(range, purpose).map_err(|error| self.fail_if_lost(error))
-    }
-}
+pub(crate) const ZERO_CHUNK: usize = 256 << 10;
 
 impl Layers {
     /// As [`Disk::write_zeroes`] and [`Disk::discard`], checked and entered.
@@ -191,21 +159,4 @@ enum Cleared {
     Must(u64),
     /// By writing zeros: the image has no other way to say it.
     Write,
-}
-
-impl Disk {
-    /// Reads a range into the host's page cache, as far as that is useful.
-    ///
-    /// # Errors
-    /// As [`Disk::read`].
-    pub fn prefetch(&self, range: GuestRange) -> Result<()> {
-        let mut buf = AlignedBuf::zeroed(ZERO_CHUNK.min(range.len as usize));
-        let mut done = 0;
-        while done < range.len {
-            let part = (range.len - done).min(buf.len() as u64);
-            self.read(range.start + done, &[Segment::from_mut(&mut buf[..part as usize])])?;
-            done += part;
-        }
-        Ok(())
-    }
 }

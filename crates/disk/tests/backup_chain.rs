@@ -215,7 +215,7 @@ fn damage_to_any_byte_is_noticed() {
             file.write_all_at(&[bytes[at] ^ 0x10], at as u64).unwrap();
             let result = check_verifies(path);
             let error = result.expect_err(&format!("byte {at} was damaged"));
-            assert!(matches!(error.kind(), ErrorKind::Backup(_)), "byte {at}: {error}");
+            assert!(error.fault::<vmstrata_disk::backup::BackupFault>().is_some(), "byte {at}: {error}");
             file.write_all_at(&bytes[at..=at], at as u64).unwrap();
         }
         check_verifies(path).expect("whole again");

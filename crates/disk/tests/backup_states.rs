@@ -52,10 +52,7 @@ fn back_up(of: &State, name: &str, previous: Option<(State, &Path)>) -> Result<P
 }
 
 fn fault(error: &Error) -> &BackupFault {
-    match error.kind() {
-        ErrorKind::Backup(fault) => fault,
-        other => panic!("{other}"),
-    }
+    error.fault().unwrap_or_else(|| panic!("{error}"))
 }
 
 /// The week's first backup failed, so that of the week before is still there under its name; the snapshot was taken again.

@@ -265,7 +265,7 @@ fn whoever_reads_a_dropped_state_keeps_it() {
     let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
     let reader = Disk::open(&oldest, &read_only, &guest.resources).unwrap();
     let refused = merge(&guest.disk, range(0, 0), Direction::Down).unwrap_err();
-    assert!(matches!(refused.kind(), ErrorKind::Merge(MergeFault::NotDown { .. })), "{refused}");
+    assert!(matches!(refused.fault(), Some(MergeFault::NotDown { .. })), "{refused}");
     assert!(refused.to_string().contains("in use by the disk"), "{refused}");
     assert_reads(&reader, &guest.states[0].1, "the reader");
     drop(reader);
@@ -308,7 +308,7 @@ fn states_above_what_is_written_over_are_there_for_stock_tools() {
     // Cancelled, it is no state any more, and the one above it is.
     drop(job);
     let error = Disk::open(&oldest, &read_only, &guest.resources).unwrap_err();
-    assert!(matches!(error.kind(), ErrorKind::Merge(MergeFault::BeingDropped)), "{error}");
+    assert!(matches!(error.kind(), ErrorKind::BeingDropped), "{error}");
     assert_same(&content(&above, "qcow2"), &guest.states[1].1, 0, "above it");
     let other = Disk::open(&above, &read_only, &guest.resources).unwrap();
     assert_reads(&other, &guest.states[1].1, "above it");

@@ -327,7 +327,7 @@ fn child_that_merges_until_it_is_killed() {
             let range = MergeRange { first: index(first), last: index(last) };
             let merge = |way| Merge::of_disk(&disk, range, &options(way)).and_then(Merge::run);
             match merge([Direction::Up, Direction::Down][random.random_range(0..2)]) {
-                Err(error) if matches!(error.kind(), ErrorKind::Merge(MergeFault::NotDown { .. })) => {
+                Err(error) if matches!(error.fault(), Some(MergeFault::NotDown { .. })) => {
                     merge(Direction::Up)
                 }
                 merged => merged,

@@ -10,7 +10,7 @@ use common::flat::{read, write};
 use common::stock::{assert_clean, path_str, qemu_io};
 use vmstrata_disk::merge::{Direction, Merge, MergeFault, MergeOptions, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo};
-use vmstrata_disk::{CreateOptions, Disk, Error, ErrorKind, OpenOptions, ResourceOptions, Resources, create};
+use vmstrata_disk::{CreateOptions, Disk, Error, OpenOptions, ResourceOptions, Resources, create};
 
 /// Where a test that needs a little file system of its own finds it.
 const ROOM: &str = "VMSTRATA_TEST_ROOM";
@@ -82,8 +82,7 @@ fn a_merge_without_room_is_refused_before_it_copies_anything() {
         let running = is_running.then(|| common::open(&disk));
         let free = available(&room);
         let refused = begin(&disk, running.as_ref(), "s1").unwrap_err();
-        let ErrorKind::Merge(MergeFault::NoSpace { demand, reserve, available: found }) = refused.kind()
-        else {
+        let Some(MergeFault::NoSpace { demand, reserve, available: found }) = refused.fault() else {
             panic!("{refused}")
         };
         assert_eq!((*demand, *reserve), (20 * MIB, MIB), "running: {is_running}");
@@ -125,7 +124,7 @@ fn a_merge_ends_where_others_fill_the_file_system() {
     let filler = room.join("filler");
     std::fs::write(&filler, vec![1; (available(&room) - MIB) as usize]).unwrap();
     let ended = job.apply(job.select().unwrap()).unwrap_err();
-    assert!(matches!(ended.kind(), ErrorKind::Merge(MergeFault::NoSpace { .. })), "{ended}");
+    assert!(matches!(ended.fault(), Some(MergeFault::NoSpace { .. })), "{ended}");
     drop(job);
     assert!(whole(&disk) == before);
     std::fs::remove_file(filler).unwrap();

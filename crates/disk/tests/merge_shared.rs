@@ -440,8 +440,7 @@ fn an_image_that_cannot_be_read_keeps_everything() {
     std::fs::write(&torn, header).unwrap();
     // Before anything is copied: no file could be removed after that.
     let refused = golden.begin("s1").unwrap_err();
-    let ErrorKind::Merge(MergeFault::Overlooked { why: Kept::Unread { path, reason } }) = refused.kind()
-    else {
+    let Some(MergeFault::Overlooked { why: Kept::Unread { path, reason } }) = refused.fault() else {
         panic!("{refused}")
     };
     assert!(*path == torn && !reason.is_empty(), "{path:?}: {reason}");

@@ -218,7 +218,7 @@ impl Watched {
 fn is_half_deleted(path: &Path) -> bool {
     let open = OpenOptions { read_only: true, ..OpenOptions::default() };
     let opened = Disk::open(path, &open, &resources());
-    opened.is_err_and(|error| matches!(error.kind(), ErrorKind::Merge(MergeFault::BeingDropped)))
+    opened.is_err_and(|error| matches!(error.kind(), ErrorKind::BeingDropped))
 }
 
 /// What the indices of the layers are, from the base up.

@@ -233,7 +233,7 @@ fn a_clone_of_a_raw_disk_is_qcow2_and_nothing_is_made_on_its_overlay_as_raw() {
 }
 
 fn stays_raw(error: &Error) {
-    assert!(matches!(error.kind(), ErrorKind::Snapshot(SnapshotFault::StaysRaw)), "{error}");
+    assert!(matches!(error.fault(), Some(SnapshotFault::StaysRaw)), "{error}");
     assert!(error.to_string().contains("--convert-raw"), "{error}");
 }
 

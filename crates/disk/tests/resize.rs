@@ -38,8 +38,7 @@ fn named(name: impl std::fmt::Display) -> SnapshotInfo {
 }
 
 fn fault(error: &vmstrata_disk::Error) -> &ResizeFault {
-    let ErrorKind::Resize(fault) = error.kind() else { panic!("{error}") };
-    fault
+    error.fault().unwrap_or_else(|| panic!("{error}"))
 }
 
 #[test]

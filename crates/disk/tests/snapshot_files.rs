@@ -72,10 +72,7 @@ fn files(dir: &Path) -> Vec<String> {
 }
 
 fn fault(error: &Error) -> &SnapshotFault {
-    match error.kind() {
-        ErrorKind::Snapshot(fault) => fault,
-        other => panic!("{other}"),
-    }
+    error.fault().unwrap_or_else(|| panic!("{error}"))
 }
 
 fn chain_of(path: &Path) -> Vec<serde_json::Value> {

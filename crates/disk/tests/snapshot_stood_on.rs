@@ -48,10 +48,7 @@ fn back(disk: &Path, name: &str, force: bool) -> Result<(), Error> {
 }
 
 fn fault(error: &Error) -> &SnapshotFault {
-    match error.kind() {
-        ErrorKind::Snapshot(fault) => fault,
-        other => panic!("{other}"),
-    }
+    error.fault().unwrap_or_else(|| panic!("{error}"))
 }
 
 /// The image for whose sake something was refused.

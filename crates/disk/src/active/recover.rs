@@ -170,3 +170,5 @@ impl fmt::Display for Mismatch {
         }
     }
 }
+
+impl std::error::Error for Mismatch {}

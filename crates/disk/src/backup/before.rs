@@ -10,8 +10,8 @@ use super::manifest::{Link, Manifest, State};
 use super::{BackupOptions, BackupTarget};
 use crate::create::reserve;
 use crate::error::{Error, Result};
-use crate::merge::users::below;
 use crate::opener::{LocalFiles, Opener as _};
+use crate::refs::below;
 use crate::snapshot;
 
 /// Makes sure, as far as that is known before, that a state of the disk `disk` can be backed up: whoever takes a snapshot for it

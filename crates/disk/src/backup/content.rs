@@ -11,11 +11,12 @@ use super::fault::BackupFault;
 use super::manifest::Manifest;
 use super::plan::{Plan, Planned};
 use super::region::{REGION_BYTES, Region};
-use crate::chain::{freeze, open_layer};
+use crate::chain::open_layer;
 use crate::compressed::Key;
 use crate::diff::DiffKind;
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Layer, Scratch, Tables};
+use crate::loading::freeze;
 use crate::opener::Role;
 use crate::resources::Resources;
 

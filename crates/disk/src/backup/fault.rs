@@ -154,3 +154,5 @@ pub enum BackupFault {
     #[error("stopped before it was done")]
     Stopped,
 }
+
+crate::error::fault!(BackupFault);

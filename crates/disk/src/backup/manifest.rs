@@ -17,7 +17,7 @@ pub use super::digest::Digest;
 use super::fault::BackupFault;
 use super::region::REGION_BYTES;
 use crate::atomic_file::AtomicFile;
-use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::error::{Error, IoContext as _, Result};
 use crate::snapshot;
 
 /// What the manifest of `FILE` is called: `FILE` with this at its end.
@@ -253,12 +253,6 @@ impl ManifestDraft {
         let written = manifest.write_to(&self.draft.file).while_trying("write the backup's manifest");
         let published = written.and_then(|()| self.draft.publish(&self.path, replace));
         published.map_err(|error: Error| error.in_file(&self.path))
-    }
-}
-
-impl From<BackupFault> for Error {
-    fn from(fault: BackupFault) -> Self {
-        ErrorKind::from(fault).into()
     }
 }
 

@@ -5,16 +5,12 @@ use std::path::{Path, PathBuf};
 use vmstrata_store::Gate;
 
 use super::OpenOptions;
-use super::head::{Qcow2Head, probe, read_head};
-use crate::error::{Error, Result};
+use super::raw_overlay;
+use crate::error::{Error, ErrorKind, Result};
+use crate::head::{Qcow2Head, probe, read_head};
 use crate::layer::Format;
-use crate::mark;
-use crate::merge::MergeFault;
 use crate::opener::{Opened, Opener, Role};
 use crate::session::SESSION_MASK;
-
-/// Raw files are counted in sectors: the last one reads as if padded with zeros.
-const SECTOR: u64 = 512;
 
 /// The open file on top of a chain.
 #[derive(Debug)]
@@ -48,10 +44,10 @@ impl Top {
 /// being dropped ([`crate::merge`]). Below those it is right.
 ///
 /// # Errors
-/// [`MergeFault::BeingDropped`].
+/// [`ErrorKind::BeingDropped`].
 pub(crate) fn check_state(path: &Path, head: Option<&Qcow2Head>) -> Result<()> {
     if is_being_dropped(path, head) {
-        return Err(Error::from(MergeFault::BeingDropped).in_file(path));
+        return Err(Error::from(ErrorKind::BeingDropped).in_file(path));
     }
     Ok(())
 }
@@ -73,11 +69,6 @@ pub(crate) fn is_being_dropped(path: &Path, head: Option<&Qcow2Head>) -> bool {
     valid_as.is_some_and(|name| path.file_name() != Some(name.as_ref()))
 }
 
-/// The disk that a raw file of so many bytes is.
-pub(crate) fn raw_size(file_len: u64) -> u64 {
-    file_len.next_multiple_of(SECTOR)
-}
-
 /// Opens the file of a disk, or of a state of one: no other file names it and says what it is.
 ///
 /// # Errors
@@ -86,7 +77,7 @@ pub(crate) fn open_top(path: &Path, role: Role, options: &OpenOptions, opener: &
     let opened = opener.open(path, role, &Gate::unrestricted())?;
     let format = match options.format {
         Some(Format::Raw) if !options.format_is_exact => {
-            Some(mark::format_of(path, &opened).map_err(|error| error.in_file(path))?)
+            Some(raw_overlay::format_of(path, &opened).map_err(|error| error.in_file(path))?)
         }
         format => format,
     };
@@ -115,7 +106,7 @@ fn read_top(path: &Path, opened: Opened, format: Option<Format>) -> Result<Top> 
             Some(Format::Qcow2) => Some(read_head(&*opened.store, file_len)?),
             None => probe(&*opened.store, file_len)?,
         };
-        let size = head.as_ref().map_or(raw_size(file_len), |head| head.header.size);
+        let size = head.as_ref().map_or(crate::head::raw_size(file_len), |head| head.header.size);
         Ok((size, head))
     };
     let (size, head) = read().map_err(|error| error.in_file(path))?;

@@ -1,12 +1,11 @@
 //! Clusters that are written in part: which there are, and whether more of them are welcome.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::Changes;
-use crate::active::{Active, is_partial};
 use crate::journal::{Record, Slot};
+use crate::partial::is_partial;
 
 /// Most clusters whose copying is put off: bounds what a flush or a snapshot has to do first.
 const PARTIALS_MAX: usize = 32_768;
@@ -102,27 +101,11 @@ impl Changes {
         self.welcome.stuck.swap(stuck, Ordering::Relaxed) != stuck
     }
 
-    fn refuse(&self, more: isize) {
+    /// Counts who lets no cluster begin to be written in part.
+    pub(crate) fn refuse_partials(&self, more: isize) {
         let partials = &mut self.state.lock().partials;
         partials.refusals = partials.refusals.strict_add_signed(more);
         self.welcome.refusals.store(partials.refusals, Ordering::Relaxed);
-    }
-}
-
-/// Until this is dropped, no cluster begins to be written in part: those that are become fewer only.
-#[derive(Debug)]
-pub(crate) struct Refusal(Arc<Active>);
-
-impl Refusal {
-    pub(crate) fn of(active: &Arc<Active>) -> Self {
-        active.changes.refuse(1);
-        Self(Arc::clone(active))
-    }
-}
-
-impl Drop for Refusal {
-    fn drop(&mut self) {
-        self.0.changes.refuse(-1);
     }
 }
 
@@ -134,9 +117,9 @@ mod tests {
 
     use super::super::{CommitTarget, Noted};
     use super::*;
-    use crate::active::{Partial, Parts};
     use crate::error::Result;
     use crate::journal;
+    use crate::partial::{Partial, Parts};
 
     const BITS: ClusterBits = ClusterBits::DEFAULT;
 
@@ -189,12 +172,12 @@ mod tests {
         let (part, more) = (word(0x5_0000, 3), word(0x5_0000, 4));
         assert_eq!(changes.note(&[record(1, 0, part)], &[]), Noted::Safe);
         assert!(changes.welcomes_partials());
-        changes.refuse(1);
+        changes.refuse_partials(1);
         assert!(!changes.welcomes_partials());
         assert_eq!(changes.note(&[record(2, 0, word(0x6_0000, 0))], &[]), Noted::Refused);
         assert_eq!(changes.note(&[record(1, part, more)], &[]), Noted::Safe);
         assert_eq!(changes.partials(), [1]);
-        changes.refuse(-1);
+        changes.refuse_partials(-1);
         assert_eq!(changes.note(&[record(2, 0, word(0x6_0000, 0))], &[]), Noted::Safe);
         assert_eq!(changes.partials(), [1, 2]);
         assert!(changes.partials_are_stuck(true));

@@ -10,8 +10,9 @@ use vmstrata_types::HostOffset;
 
 use super::{CheckOptions, Repair};
 use crate::active::host_of;
+use crate::active::session::FEATURES_SINCE;
 use crate::chain::{OpenOptions, Unflushed, read_head};
-use crate::disk::{Disk, FEATURES_SINCE};
+use crate::disk::Disk;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::journal::{Slot, Subject, look};
 use crate::layer::Format;

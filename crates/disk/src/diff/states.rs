@@ -8,9 +8,10 @@ use vmstrata_store::{FileId, Gate};
 use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use super::DiffOptions;
-use crate::chain::{OpenOptions, backing_of, freeze, open_layer, open_top};
+use crate::chain::{OpenOptions, backing_of, open_layer, open_top};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::{Format, Layer};
+use crate::loading::freeze;
 use crate::opener::{Role, directory_of};
 use crate::resources::Resources;
 

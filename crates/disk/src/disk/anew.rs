@@ -22,11 +22,11 @@ use vmstrata_store::FileId;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::Disk;
-use crate::back_refs;
-use crate::chain::{Chain, freeze, reread_chain};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Layer;
 use crate::layers::{Layers, Top};
+use crate::loading::{Chain, freeze, reread_chain};
+use crate::refs::back_refs;
 
 /// How often a request meets changed layers before it is an error: as many may change under way.
 const TRIES: usize = 4;

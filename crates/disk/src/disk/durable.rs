@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::Disk;
-use super::open::{FEATURES_SINCE, put_session, write_session};
 use crate::active::Active;
+use crate::active::session::leave_clean;
 use crate::epoch::thread_shard;
-use crate::error::{IoContext as _, Result};
+use crate::error::Result;
 use crate::layers::{Layers, Top};
 use crate::write::NotWhole;
 
@@ -47,7 +46,7 @@ impl Disk {
     }
 
     /// Makes a cluster of these layers' active one whole, by the layers that lie below it now.
-    fn complete_one(&self, layers: &Layers, cluster: u64) -> Result<(), NotWhole> {
+    pub(super) fn complete_one(&self, layers: &Layers, cluster: u64) -> Result<(), NotWhole> {
         // Layers that are dropped meanwhile wait for it.
         let _guard = self.epochs.guard(thread_shard());
         let now = self.layers_now();
@@ -55,65 +54,6 @@ impl Disk {
             (Top::Qcow2(active), Top::Qcow2(top)) if Arc::ptr_eq(active, top) => now.complete_one(cluster),
             // Frozen meanwhile, and whole since then.
             _ => Ok(()),
-        }
-    }
-
-    /// The clusters that are written in part, unless it is of no use now to copy up the rest.
-    pub(crate) fn deferred(&self) -> Vec<u64> {
-        match &self.layers_now().top {
-            Top::Qcow2(active) => active.changes.partials_to_copy(),
-            Top::Raw(_) | Top::Frozen => Vec::new(),
-        }
-    }
-
-    /// Copies up what is missing of some of `clusters`, until a moment; returns those that are left.
-    pub(crate) fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64] {
-        let _tending = self.tending.lock();
-        if self.closed.load(Ordering::Acquire) || self.failure.get().is_some() {
-            return &[];
-        }
-        let layers = arc_swap::Guard::into_inner(self.layers_now());
-        let Top::Qcow2(active) = &layers.top else { return &[] };
-        let mut left = clusters;
-        while let [cluster, rest @ ..] = left
-            && Instant::now() < until
-        {
-            if let Err(why) = self.complete_one(&layers, *cluster) {
-                // The next commit tries it again.
-                active.partials_are_stuck(Some(&why));
-                if let NotWhole::Own(error) = why {
-                    self.fail_if_lost(error);
-                    return &[];
-                }
-            }
-            left = rest;
-        }
-        left
-    }
-
-    /// Has the host begin to write out what the active layer has grown by, once that has rested since the last call; false when it
-    /// has not grown since.
-    pub(crate) fn write_out(&self) -> bool {
-        match &self.layers_now().top {
-            Top::Qcow2(active) => active.write_out(),
-            Top::Raw(_) | Top::Frozen => false,
-        }
-    }
-
-    /// Commits changes that wait since `age` or longer, and gives back clusters that no one uses any more.
-    pub(crate) fn tend(&self, age: Duration) {
-        let _tending = self.tending.lock();
-        let layers = self.layers_now();
-        let Top::Qcow2(active) = &layers.top else { return };
-        if self.closed.load(Ordering::Acquire) || self.failure.get().is_some() {
-            return;
-        }
-        if active.changes.waited(age) {
-            // Said by whoever noticed first; what could be committed is.
-            let _ = self.commit();
-        }
-        if self.failure.get().is_none() {
-            self.reclaim(active);
         }
     }
 
@@ -147,55 +87,4 @@ impl Disk {
         let left = leave_clean(active, || self.epochs.synchronize());
         left.map_err(|error| self.fail(error))
     }
-}
-
-/// Ends the session on a file whose changes are all committed: stock tools find it as they leave theirs. `wait` returns once
-/// no request can still see clusters that nothing leads to any more.
-///
-/// # Errors
-/// What could not be flushed or written; the file is then as after a crash.
-pub(crate) fn leave_clean(active: &Active, wait: impl FnOnce()) -> Result<()> {
-    active.reclaim(wait)?;
-    let leave = || -> Result<()> {
-        active.alloc.release_claimed()?;
-        give_back_room(active);
-        // Refcounts first: whoever finds no session in the header takes them to be right.
-        active.flusher.flush().while_trying("flush")?;
-        if active.tables.version >= FEATURES_SINCE { write_session(active, 0) } else { Ok(()) }
-    };
-    leave().map_err(|error| error.in_file(&active.path))?;
-    active.changes.remove_journal();
-    Ok(())
-}
-
-/// As [`leave_clean`], as far as other processes see the file; [`session_ended`] brings it to stable storage. A power
-/// failure in between may leak clusters that were let go of.
-///
-/// # Errors
-/// What could not be written; the file is then as after a crash.
-pub(super) fn end_session(active: &Active, wait: impl FnOnce()) -> Result<()> {
-    active.reclaim(wait)?;
-    let end = || -> Result<()> {
-        active.alloc.release_claimed()?;
-        give_back_room(active);
-        if active.tables.version >= FEATURES_SINCE { put_session(active, 0) } else { Ok(()) }
-    };
-    end().map_err(|error| error.in_file(&active.path))
-}
-
-/// Gives back what was set aside for the file to grow into. It is right without that.
-fn give_back_room(active: &Active) {
-    if let Err(error) = active.store.give_back_room() {
-        tracing::debug!(layer = %active.path.display(), %error, "room past the end of the file is kept");
-    }
-}
-
-/// Brings the end of a session to stable storage; the journal goes.
-///
-/// # Errors
-/// A host that cannot flush.
-pub(super) fn session_ended(active: &Active) -> Result<()> {
-    active.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&active.path))?;
-    active.changes.remove_journal();
-    Ok(())
 }

@@ -20,7 +20,7 @@ use parking_lot::{Mutex, MutexGuard};
 use vmstrata_store::{FileIdentity, Gate};
 
 use super::Disk;
-use super::durable::session_ended;
+use crate::active::session::session_ended;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::{Layer, Tables};
 use crate::layers::{Layers, Top};

@@ -8,11 +8,12 @@ use std::sync::Arc;
 
 use vmstrata_store::{CacheMode, Gate};
 
-use super::durable::leave_clean;
 use super::open::open_top;
-use crate::chain::{Chain, Unflushed, open_layer};
+use crate::active::session::leave_clean;
+use crate::chain::{Unflushed, open_layer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layers::{Layers, Top, index_of};
+use crate::loading::Chain;
 use crate::opener::Role;
 use crate::resources::Resources;
 

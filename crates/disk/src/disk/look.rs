@@ -4,11 +4,9 @@
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::atomic::Ordering;
 
 use vmstrata_store::{FileIdentity, Gate};
 
-use super::Disk;
 use crate::files::same_state;
 use crate::layers::Layers;
 
@@ -18,37 +16,19 @@ pub(super) struct Looked {
     /// The layer that is looked at next.
     next: usize,
     /// Files that are not what they were, as they were found last; `None` for one that is gone.
-    differing: HashMap<Box<Path>, Option<FileIdentity>>,
+    pub(super) differing: HashMap<Box<Path>, Option<FileIdentity>>,
     /// Those that the chain could not be read anew with.
-    told: HashMap<Box<Path>, Option<FileIdentity>>,
-}
-
-impl Disk {
-    /// Looks at the next `most` frozen layers, and takes the chain as it is now if one was changed.
-    pub(crate) fn look_at_layers(&self, most: usize) {
-        let generation = self.generation();
-        let layers = arc_swap::Guard::into_inner(self.layers_now());
-        let mut looked = self.looked.lock();
-        let is_changing =
-            layers.before.is_some() || layers.merging_to.is_some() || self.merging.load(Ordering::Acquire);
-        if self.closed.load(Ordering::Acquire) || is_changing {
-            // What this process changes itself it knows.
-            looked.differing.clear();
-            return;
-        }
-        let Some((path, now)) = looked.find_changed(&layers, most) else { return };
-        looked.differing.clear();
-        if let Err(error) = self.take_anew(generation, Some(&path)) {
-            tracing::warn!(disk = %self.path.display(), layer = %path.display(), %error, "a layer was changed by someone else, and the chain cannot be read anew: the disk goes on with what it knows; close it and open it again");
-            looked.told.insert(path, now);
-        }
-    }
+    pub(super) told: HashMap<Box<Path>, Option<FileIdentity>>,
 }
 
 impl Looked {
     /// Looks at some layers; one that was found changed before and is as it was then, unless the chain could not be read anew
     /// with it, and how it is.
-    fn find_changed(&mut self, layers: &Layers, most: usize) -> Option<(Box<Path>, Option<FileIdentity>)> {
+    pub(super) fn find_changed(
+        &mut self,
+        layers: &Layers,
+        most: usize,
+    ) -> Option<(Box<Path>, Option<FileIdentity>)> {
         let map = layers.frozen.as_ref()?;
         let opener = layers.resources.files().opener();
         let mut changed = None;

@@ -35,15 +35,17 @@ use crate::chain::{OpenOptions, read_head};
 use crate::epoch::thread_shard;
 use crate::error::{Error, IoContext as _, Result};
 use crate::layers::{Layers, Top};
+use crate::maintenance::Maintained;
 use crate::map::FrozenMap;
 use crate::merge::copy::After;
 use crate::merge::holes::Holes;
-use crate::merge::plan::{Link, below_of, links, map_up_to};
+use crate::merge::plan::{below_of, map_up_to};
 use crate::merge::relink::Relink;
 use crate::merge::remove::refuse_overlooked;
 use crate::merge::room::Room;
-use crate::merge::users::{LocalHolders, Users};
 use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, cleanup};
+use crate::refs::{Link, links};
+use crate::refs::{LocalHolders, Users};
 
 /// Most bytes of the disk looked at before others get their turn.
 const TURN: u64 = 256 << 10;
@@ -63,12 +65,6 @@ pub(crate) struct Running {
 impl Disk {
     pub(crate) fn options(&self) -> &OpenOptions {
         &self.options
-    }
-
-    /// Whether one of its frozen layers is this file.
-    fn stands_on(&self, file: FileId) -> bool {
-        let layers = self.layers_now();
-        layers.frozen.as_ref().is_some_and(|map| map.layers().any(|layer| layer.identity.file == file))
     }
 
     /// Refuses a disk that was just opened over a layer that is being copied into, and removes what a killed merge of it
@@ -264,6 +260,8 @@ impl Drop for Running {
 }
 
 /// The other disks of this process.
-fn others(disk: &Arc<Disk>) -> impl Iterator<Item = Arc<Disk>> {
-    disk.resources.maintenance().disks().into_iter().filter(|other| !Arc::ptr_eq(other, disk))
+fn others(disk: &Arc<Disk>) -> impl Iterator<Item = Arc<dyn Maintained>> {
+    let is_it = std::ptr::from_ref::<Disk>(disk).cast::<()>();
+    let disks = disk.resources.maintenance().disks().into_iter();
+    disks.filter(move |other| !std::ptr::addr_eq(Arc::as_ptr(other), is_it))
 }

@@ -4,12 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_qcow2::bitmap::BitmapsExtension;
-use vmstrata_qcow2::header::field;
 use vmstrata_qcow2::{Autoclear, Incompatible};
 use vmstrata_store::{OpenStore, Store};
-use vmstrata_types::{HostOffset, LayerIndex};
+use vmstrata_types::LayerIndex;
 
 use crate::active::Active;
+use crate::active::session::{FEATURES_SINCE, write_session};
 use crate::chain::{Qcow2Head, Top as OpenTop, Unflushed, read_head};
 use crate::check::{CheckOptions, Repair, check_store};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
@@ -21,9 +21,6 @@ use crate::opener::{Opened, Opener};
 use crate::resources::Resources;
 use crate::session::{BootId, SESSION_MASK, new_session};
 use crate::write::NotWhole;
-
-/// Version 2 headers have no feature bits.
-pub(crate) const FEATURES_SINCE: u32 = 3;
 
 /// Makes the top file ready for writes; `below` is asked for what lies below it where that is needed.
 ///
@@ -56,7 +53,7 @@ pub(crate) fn open_top(
     }
     let identity = opened.identity;
     let open = || {
-        Active::open(&path, Arc::clone(&opened.store), identity, header, index, resources)
+        Active::open(&path, Arc::clone(&opened.store), identity, header, index, resources.new_pages()?)
             .map_err(|error| in_file(error.in_layer(index)))
     };
     let mut active = open()?;
@@ -155,7 +152,9 @@ fn recover(
     }
     if let Err(mismatch) = active.take_up(found)? {
         return match unflushed {
-            Unflushed::Keep => Err(ErrorKind::JournalMismatch { mismatch, dir: dir.to_owned() }.into()),
+            Unflushed::Keep => {
+                Err(ErrorKind::JournalMismatch { mismatch: Box::new(mismatch), dir: dir.to_owned() }.into())
+            }
             Unflushed::Discard => {
                 tracing::warn!(disk = %active.path.display(), %mismatch, changes = found.len(), "the unflushed writes of a killed process are discarded, as asked");
                 Ok(())
@@ -234,30 +233,6 @@ fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
     let head = read_head(&**store, len)?;
     let sound = !head.header.incompatible.intersects(Incompatible::CORRUPT | Incompatible::DIRTY);
     if sound { Ok(head) } else { Err(ErrorKind::MarkedCorrupt.into()) }
-}
-
-/// Removes the journal of an image of which nothing is known any more, and has the header say that there is none: else the next
-/// process would be refused for want of it.
-pub(crate) fn forsake_journal(active: &Active) {
-    active.changes.remove_journal();
-    if active.tables.version >= FEATURES_SINCE {
-        // Where that fails, too, the next process is refused.
-        let _ = put_session(active, new_session());
-    }
-}
-
-/// Writes the autoclear bits, and flushes.
-pub(crate) fn write_session(active: &Active, session: u64) -> Result<()> {
-    put_session(active, session)?;
-    active.flusher.flush().while_trying("flush the header")
-}
-
-/// Writes the autoclear bits: ours, and none that stand for structures we do not keep up to date.
-pub(super) fn put_session(active: &Active, session: u64) -> Result<()> {
-    let at = HostOffset::new(field::AUTOCLEAR);
-    let bits = session | active.autoclear;
-    let written = active.store.write_all(&bits.to_be_bytes(), at);
-    written.while_trying("write the header").map_err(|error| error.at(at))
 }
 
 /// Marks the image's persistent bitmaps as not to be trusted: they do not follow our writes. Returns the autoclear bit

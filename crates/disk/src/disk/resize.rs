@@ -84,6 +84,8 @@ pub enum ResizeFault {
     InternalSnapshots,
 }
 
+crate::error::fault!(ResizeFault);
+
 /// What a resize did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resized {

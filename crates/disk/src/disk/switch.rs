@@ -18,15 +18,15 @@ use vmstrata_store::{FileIdentity, Gate, Store};
 use vmstrata_types::MAX_LAYERS;
 
 use super::Disk;
-use super::durable::end_session;
 use super::finalize::PendingFinalize;
-use super::open::{FEATURES_SINCE, open_top};
+use super::open::open_top;
+use crate::active::Refusal;
+use crate::active::session::{FEATURES_SINCE, end_session};
 use crate::chain::{Unflushed, open_layer};
-use crate::changes::Refusal;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Layer};
 use crate::layers::{Layers, Top, index_of};
-use crate::map::FrozenMap;
+use crate::map::{Before, FrozenMap};
 use crate::opener::Role;
 
 /// The new files of a snapshot.
@@ -146,7 +146,12 @@ impl Disk {
         }
         overlay.path = self.path.clone();
         let newest = provisional(before, names.frozen);
-        let map = Arc::new(FrozenMap::over(before, newest, self.resources.new_owner()?)?);
+        let map = Arc::new(FrozenMap::over(
+            Arc::clone(before) as Arc<dyn Before>,
+            newest,
+            self.resources.new_pages()?,
+            Arc::clone(self.resources.files()),
+        )?);
         let place = (index_of(depth), Unflushed::Keep);
         let top = open_top(overlay, place, || Ok(Some(Arc::clone(&map))), &self.resources)?;
         let mut after = Layers::new(before.size, top, Some(map), &self.resources);

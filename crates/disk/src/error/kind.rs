@@ -200,6 +200,11 @@ pub enum ErrorKind {
     /// A frozen layer was changed under an open disk.
     #[error("the file was changed by someone else while the disk was open: close the disk and open it again")]
     Changed,
+    /// A layer whose own state is not there any more.
+    #[error(
+        "the snapshot in it is being deleted, and what it held is overwritten in part: only deleting it again is possible, which completes it"
+    )]
+    BeingDropped,
     /// A request that does not lie on the disk.
     #[error("request {range} does not fit the disk of {size} bytes")]
     OutOfRange {
@@ -243,7 +248,7 @@ pub enum ErrorKind {
     )]
     JournalMismatch {
         /// What does not fit.
-        mismatch: crate::active::Mismatch,
+        mismatch: Box<dyn std::error::Error + Send + Sync>,
         /// The directory of the journal.
         dir: std::path::PathBuf,
     },
@@ -264,18 +269,9 @@ pub enum ErrorKind {
         /// The structure that cannot grow.
         what: &'static str,
     },
-    /// A backup that is damaged, or that cannot be made or restored as asked.
+    /// What can go wrong in one kind of work only, such as a merge: see [`Error::fault`](crate::Error::fault).
     #[error("{0}")]
-    Backup(#[from] crate::backup::BackupFault),
-    /// A snapshot that cannot be taken, found or used as asked.
-    #[error("{0}")]
-    Snapshot(#[from] crate::snapshot::SnapshotFault),
-    /// Layers that cannot be dropped as asked.
-    #[error("{0}")]
-    Merge(#[from] crate::merge::MergeFault),
-    /// A size that the disk cannot have.
-    #[error("{0}")]
-    Resize(#[from] crate::disk::ResizeFault),
+    Fault(Box<dyn std::error::Error + Send + Sync>),
     /// An image that may not be written as it is.
     #[error("{0}")]
     Create(#[from] vmstrata_qcow2::CreateError),

@@ -10,10 +10,11 @@ use vmstrata_qcow2::{Autoclear, Incompatible};
 use super::build::{IndexOptions, Link, Links};
 use super::digest::{Content, digest};
 use super::free::Used;
-use super::home::{find_link, root_in_file, root_in_sidecar, sidecar_of};
+use super::home::{find_link, root_in_file, root_in_sidecar};
 use super::link::write_link;
 use crate::chain::{Qcow2Head, Top};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::names::sidecar_of;
 use crate::opener::Role;
 use crate::times;
 

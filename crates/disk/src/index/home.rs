@@ -4,7 +4,7 @@
 //! is believed further than to look there. A sidecar has its root at its start.
 
 use std::io::{self, Read as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use vmstrata_qcow2::index::{IndexLink, MAGIC, PAGE_LEN, Page, Root, link_place};
 use vmstrata_qcow2::{Autoclear, Header};
@@ -13,18 +13,12 @@ use vmstrata_types::HostOffset;
 
 use crate::chain::Qcow2Head;
 use crate::error::{IoContext as _, Result};
+use crate::names::sidecar_of;
 use crate::opener::{Opened, Opener, Role};
 use crate::session::SESSION_MASK;
 
 /// A header's extensions are looked for this far; images that vmstrata makes have theirs in the first sector.
 const LINK_PROBE: usize = 4096;
-
-/// The path of the sidecar of the layer at `path`.
-pub(crate) fn sidecar_of(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".vmsx");
-    name.into()
-}
 
 /// The link in a header, and where it is.
 #[derive(Clone, Copy, Debug)]

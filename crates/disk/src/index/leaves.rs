@@ -10,8 +10,8 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 use super::IndexLayer;
 use crate::entry::MapEntry;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fold::Merge;
 use crate::layer::Scratch;
-use crate::map::merge::Merge;
 use crate::opener::{Opener, Role};
 
 /// Leaves merged together: a bound on memory, 4 MiB.

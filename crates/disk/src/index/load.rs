@@ -13,13 +13,14 @@ use vmstrata_store::{Gate, Store};
 use vmstrata_types::LayerIndex;
 
 use super::digest::{Seen, digest_file};
-use super::home::{link_stands, root_in_file, root_in_sidecar, sidecar_of};
+use super::home::{link_stands, root_in_file, root_in_sidecar};
 use super::looks::Looks;
 use super::tree::Tree;
 use super::{Index, IndexLayer, is_as_recorded};
 use crate::chain::{Top, open_layer, plain_name};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Tables;
+use crate::names::sidecar_of;
 use crate::opener::{LocalFiles, Opener, Role, directory_of};
 
 /// What a layer's index turned out to be worth.

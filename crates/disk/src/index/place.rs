@@ -20,12 +20,13 @@ use vmstrata_types::{HostOffset, LayerIndex};
 
 use super::digest::Content;
 use super::free::Used;
-use super::home::{LinkFound, find_link, is_sidecar, root_in_file, root_in_sidecar, sidecar_of};
+use super::home::{LinkFound, find_link, is_sidecar, root_in_file, root_in_sidecar};
 use super::link::write_link;
 use crate::access;
 use crate::atomic_file::AtomicFile;
 use crate::chain::Top;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::names::sidecar_of;
 use crate::opener::{Opened, Opener, Role};
 use crate::times;
 

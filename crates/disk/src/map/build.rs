@@ -7,9 +7,9 @@ use vmstrata_store::on_threads;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::FrozenMap;
-use super::merge::Merge;
 use crate::cache::{PAGE_BYTES, PAGE_WORDS};
 use crate::error::Result;
+use crate::fold::Merge;
 use crate::layer::Scratch;
 
 /// Shorter chains are not read ahead: filling one of their pages costs a few reads.

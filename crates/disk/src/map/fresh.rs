@@ -10,32 +10,37 @@ use std::sync::Arc;
 use vmstrata_types::GuestOffset;
 
 use super::FrozenMap;
-use super::merge::Merge;
 use crate::active::Active;
-use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS};
+use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache};
 use crate::error::Result;
+use crate::files::FileTable;
+use crate::fold::Merge;
 use crate::layer::{Layer, Scratch};
-use crate::layers::{Layers, Top};
+
+/// Layers of which the active one is about to be the newest of a map.
+pub(crate) trait Before: std::fmt::Debug + Send + Sync {
+    /// The map of the frozen ones.
+    fn frozen(&self) -> Option<&Arc<FrozenMap>>;
+
+    /// The active one; `None` for a raw file, whose bytes need no tables.
+    fn active(&self) -> Option<&Active>;
+}
 
 /// What a map needs while its newest layer's tables are not all in its file.
 #[derive(Debug)]
 pub(super) struct Fresh {
     /// The layers of before; their active layer is this map's newest.
-    before: Arc<Layers>,
+    before: Arc<dyn Before>,
 }
 
 impl Fresh {
     /// The map of before, where its pages can be taken over.
     fn below(&self, map: &FrozenMap) -> Option<&Arc<FrozenMap>> {
-        self.before.frozen.as_ref().filter(|below| below.unit == map.unit)
+        self.before.frozen().filter(|below| below.unit == map.unit)
     }
 
     fn active(&self) -> Option<&Active> {
-        match &self.before.top {
-            Top::Qcow2(active) => Some(active),
-            // Its bytes need no tables.
-            Top::Raw(_) | Top::Frozen => None,
-        }
+        self.before.active()
     }
 }
 
@@ -44,12 +49,16 @@ impl FrozenMap {
     ///
     /// # Errors
     /// As [`FrozenMap::new`].
-    pub(crate) fn over(before: &Arc<Layers>, newest: Arc<Layer>, owner: Owner) -> Result<Self> {
-        let resources = &before.resources;
-        let below = before.frozen.iter().flat_map(|map| map.layers().cloned());
+    pub(crate) fn over(
+        before: Arc<dyn Before>,
+        newest: Arc<Layer>,
+        (owner, cache): (Owner, Arc<PageCache>),
+        files: Arc<FileTable>,
+    ) -> Result<Self> {
+        let below = before.frozen().into_iter().flat_map(|map| map.layers().cloned());
         let layers: Vec<Arc<Layer>> = below.chain([newest]).collect();
-        let mut map = Self::new(owner, layers, Arc::clone(resources.cache()), Arc::clone(resources.files()))?;
-        map.fresh = Some(Fresh { before: Arc::clone(before) });
+        let mut map = Self::new(owner, layers, cache, files)?;
+        map.fresh = Some(Fresh { before });
         Ok(map)
     }
 
@@ -130,7 +139,7 @@ impl FrozenMap {
         let mut words = [0; PAGE_WORDS];
         let is_raw = |map: &FrozenMap| map.layers.len() == 1 && map.base_is_raw();
         // A raw base has no words.
-        if fresh.before.frozen.as_ref().is_some_and(|map| !is_raw(map)) {
+        if fresh.before.frozen().is_some_and(|map| !is_raw(map)) {
             let below = fresh.below(self)?;
             below.cache.copy(below.pages.key(first_unit >> PAGE_SHIFT), &mut words).then_some(())?;
         }

@@ -28,14 +28,15 @@ use vmstrata_store::FileId;
 
 pub(super) use self::intents::{Intent, LeftNote, NOTES, is_file, left_note_path};
 use self::intents::{Intents, atomic_file_of, identity, intents_path, intents_path_in, remove_intents};
-use super::plan::{self, Link};
-use super::remove::{Dropped, Kept, Removal, Wanted, remove};
-use super::users::{LocalHolders, Users};
+use super::remove::{Dropped, Removal, Wanted, remove};
 use crate::atomic_file::{flush_directory, flush_file};
-use crate::back_refs;
 use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, directory_of};
+use crate::refs::Kept;
+use crate::refs::back_refs;
+use crate::refs::{self, Link};
+use crate::refs::{LocalHolders, Users};
 
 /// Notes that these files go once `target` does not stand on them any more.
 ///
@@ -185,7 +186,7 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: LocalHolders<'_>) {
 
 /// The files that are still what they were and that the disk does not stand on, for good: newest first; and what it stands on.
 fn left(disk: &Path, note: &Intents, open: &OpenOptions) -> Result<(Vec<Dropped>, Vec<Link>)> {
-    let links = plan::links(disk, open, &LocalFiles)?;
+    let links = refs::links(disk, open, &LocalFiles)?;
     let elsewhere = note.places_elsewhere(disk, open);
     let read =
         |place: &PathBuf| Intents::read(place).ok().flatten().filter(|found| found.target == note.target);

@@ -9,10 +9,10 @@
 use vmstrata_qcow2::{Extension, Extensions, extension::magic};
 use vmstrata_store::Store;
 
-use super::plan::Link;
 use super::relink::{Below, Relink};
 use crate::chain::{Qcow2Head, Top, read_head};
 use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::refs::Link;
 
 /// The writes that set the flag of a layer, or clear it.
 #[derive(Debug)]

@@ -14,16 +14,17 @@ use vmstrata_types::LayerIndex;
 
 use super::deleting::DeletingFlag;
 use super::down::Failed;
-use super::plan::{Link, layers_of_others, map_up_to};
+use super::plan::map_up_to;
 use super::push::Costs;
-use super::users::{LocalHolders, Users, holder_among, missing};
 use super::{MergeFault, MergeOptions, MergeRange, remove};
-use crate::back_refs;
 use crate::chain::{Top, is_being_dropped};
 use crate::error::{Error, Result};
 use crate::layer::Format;
 use crate::map::FrozenMap;
 use crate::opener::Role;
+use crate::refs::back_refs;
+use crate::refs::{Link, layers_of_others};
+use crate::refs::{LocalHolders, Users, holder_among, missing};
 use crate::resources::Resources;
 
 /// Which way layers are merged.

@@ -27,18 +27,19 @@ use super::copier::let_go;
 use super::deleting::DeletingFlag;
 use super::direction::{Asked, Downwards};
 use super::holes::Holes;
-use super::plan::{Link, map_up_to};
+use super::plan::map_up_to;
 use super::room::Room;
 use super::{Copier, target};
 use crate::access;
 use crate::active::Active;
-use crate::back_refs;
 use crate::chain::Top as OpenTop;
 use crate::error::{Error, IoContext as _, Result};
 use crate::index::forget_sidecar;
 use crate::layer::Layer;
 use crate::layers::{Layers, Top};
 use crate::opener::Role;
+use crate::refs::Link;
+use crate::refs::back_refs;
 
 /// The way down; see the module documentation.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-use super::Kept;
+use crate::refs::Kept;
 use crate::snapshot::Held;
 
 /// Why layers cannot be dropped as asked.
@@ -76,11 +76,6 @@ pub enum MergeFault {
         /// Who uses it.
         by: String,
     },
-    /// A layer whose own state is not there any more.
-    #[error(
-        "the snapshot in it is being deleted, and what it held is overwritten in part: only deleting it again is possible, which completes it"
-    )]
-    BeingDropped,
     /// What is above cannot be written down into the lowest dropped layer.
     #[error("what stays cannot be written down into it: {reason}")]
     NotDown {
@@ -115,6 +110,8 @@ pub enum MergeFault {
     #[error("layers of this disk are being merged already")]
     Busy,
 }
+
+crate::error::fault!(MergeFault);
 
 /// `snapshot a`, or `3 snapshots (a, b, c)`.
 fn plural(what: &str, names: &[String]) -> String {

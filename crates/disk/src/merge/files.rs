@@ -10,16 +10,17 @@ use vmstrata_store::{CacheMode, FileId, FileStore};
 
 use super::copier::Copier;
 use super::direction::Asked;
-use super::plan::{self, Link, below_of, map_up_to};
+use super::plan::{below_of, map_up_to};
 use super::relink::Relink;
 use super::remove::refuse_overlooked;
-use super::users::{LocalHolders, Users};
 use super::{MergeFault, MergeOptions, MergeRange, cleanup, down, target};
 use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{self, IndexOptions};
 use crate::layers::{Layers, Top};
 use crate::opener::Role;
+use crate::refs::{self, Link};
+use crate::refs::{LocalHolders, Users};
 use crate::resources::Resources;
 use crate::snapshot::lock_finalized;
 
@@ -46,7 +47,7 @@ impl Files {
     ) -> Result<(Self, Vec<Link>, Copier)> {
         let lock = lock_finalized(disk, &options.open, resources)?;
         cleanup::sweep_files(disk, &options.open);
-        let links = plan::links(disk, &options.open, &**resources.files().opener())?;
+        let links = refs::links(disk, &options.open, &**resources.files().opener())?;
         range.check(&links, options).map_err(|fault| Error::from(fault).in_file(disk))?;
         // The target's own lock takes the place of the disk's.
         let lock = (range.target().index() + 1 < links.len()).then_some(lock);

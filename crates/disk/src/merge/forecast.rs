@@ -3,12 +3,13 @@
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use super::plan::{layers_of_others, links};
-use super::remove::{Kept, Wanted, dropped, foresee};
-use super::users::{LocalHolders, Users};
+use super::remove::{Wanted, dropped, foresee};
 use super::{MergeOptions, MergeRange};
 use crate::error::{Error, Result};
 use crate::opener::LocalFiles;
+use crate::refs::Kept;
+use crate::refs::{LocalHolders, Users};
+use crate::refs::{layers_of_others, links};
 
 /// A layer that would go.
 #[derive(Clone, Debug)]

@@ -9,11 +9,11 @@ use vmstrata_types::GuestRange;
 
 use super::copier::{Copier, WINDOW, Way};
 use super::files::Files;
-use super::plan::Link;
 use super::remove::{self, Dropped};
 use super::{MergeOptions, MergeRange, Merged};
 use crate::disk::{Disk, Running};
 use crate::error::{Error, Result};
+use crate::refs::Link;
 use crate::resources::Resources;
 
 /// Bytes copied before they are brought to stable storage: what a crash makes a later attempt copy again.

@@ -24,14 +24,16 @@ use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 use vmstrata_store::{Directory, FileId};
 
 use super::cleanup::{self, Intent, LeftNote, find, is_file, left_note_path, waiting};
-use super::plan::{Link, links};
-use super::remove::{Dropped, Kept, Removal, Wanted, foresee, remove};
-use super::users::{LocalHolders, Users};
+use super::remove::{Dropped, Removal, Wanted, foresee, remove};
 use crate::atomic_file::flush_directory;
 use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
+use crate::names::stem;
 use crate::opener::{LocalFiles, directory_of};
-use crate::snapshot::{lock_if_free, stem};
+use crate::refs::Kept;
+use crate::refs::{Link, links};
+use crate::refs::{LocalHolders, Users};
+use crate::snapshot::lock_if_free;
 
 /// A file that a disk does not stand on any more.
 #[derive(Clone, Debug)]
@@ -209,7 +211,7 @@ fn snapshot_name<'a>(disk: &Path, file: &'a str) -> Option<&'a str> {
 /// it cannot be noted is no reason not to let go: then they are listed, and stay.
 pub(crate) fn note_left<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>, by_others: bool) {
     let Some(place) = left_note_path(disk) else { return };
-    let beside = files.filter(|path| crate::back_refs::is_beside(path, disk)).enumerate();
+    let beside = files.filter(|path| crate::refs::back_refs::is_beside(path, disk)).enumerate();
     let new: Vec<Intent> =
         beside.filter_map(|(position, path)| Intent::of(path, position).ok().flatten()).collect();
     if new.is_empty() {

@@ -7,11 +7,13 @@ use std::path::PathBuf;
 
 use vmstrata_store::{FileId, Place};
 
-use super::plan::{Link, MergeRange, layers_of_others};
-use super::users::{FILES_MAX, LocalHolders, Users, below, is_open, missing};
+use super::plan::MergeRange;
 use super::{MergeFault, MergeOptions};
-use crate::back_refs;
 use crate::index::forget_sidecar;
+use crate::refs::Kept;
+use crate::refs::back_refs;
+use crate::refs::{Link, layers_of_others};
+use crate::refs::{LocalHolders, Users, below, is_open, missing};
 
 /// Which files of dropped layers are removed, if no one needs them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,80 +27,6 @@ pub enum Removal {
     Everywhere,
     /// None.
     Nothing,
-}
-
-/// Why a file was not removed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum Kept {
-    /// It was not asked for.
-    #[error("it was to be kept")]
-    Asked,
-    /// Not a snapshot of this disk.
-    #[error("it is not a snapshot that was taken of this disk")]
-    NotASnapshot,
-    /// In a directory that is not the disk's.
-    #[error(
-        "it is in another directory, and disks that nobody knows of may stand on it: --remove everywhere removes it too"
-    )]
-    Elsewhere,
-    /// An image stands on it.
-    #[error("{} stands on it", by.display())]
-    Needed {
-        /// The image.
-        by: PathBuf,
-    },
-    /// A disk told that it stands on it, and is not where it was.
-    #[error(
-        "{} was made on it and is not there now: if it was deleted, and not moved, delete again with --forget-missing",
-        by.display()
-    )]
-    Missing {
-        /// The disk.
-        by: PathBuf,
-    },
-    /// Someone has it open.
-    #[error("it is in use")]
-    InUse,
-    /// Images that may need it were not all looked at.
-    #[error("there are more than {FILES_MAX} files, or directories too deep, among which others may need it")]
-    TooMany,
-    /// An image that may need it cannot be read.
-    #[error("{} may stand on it, and cannot be read: {reason}", path.display())]
-    Unread {
-        /// The image, or a directory of images.
-        path: PathBuf,
-        /// What was wrong.
-        reason: String,
-    },
-    /// It is held.
-    #[error("it is held ({tag}): vmstrata snapshot release")]
-    Held {
-        /// The tag of one of its holds.
-        tag: String,
-    },
-    /// Nothing records that it was dropped.
-    #[error("nothing records that it was a snapshot of this disk: it may be a disk of its own")]
-    Unrecorded,
-    /// Another file has its name now, or a link does.
-    #[error("its path leads elsewhere")]
-    Replaced,
-    /// The host refused.
-    #[error("it cannot be removed: {reason}")]
-    Failed {
-        /// What the host said.
-        reason: String,
-    },
-}
-
-impl Kept {
-    /// Whether the file may be removed later.
-    pub(super) fn may_end(&self) -> bool {
-        !matches!(
-            self,
-            Self::Asked | Self::NotASnapshot | Self::Elsewhere | Self::Replaced | Self::Unrecorded
-        )
-    }
 }
 
 /// The file of a dropped layer.

@@ -12,8 +12,8 @@ use vmstrata_types::{HostOffset, LayerIndex};
 
 use super::MergeFault;
 use crate::active::Active;
+use crate::active::session::{FEATURES_SINCE, write_session};
 use crate::chain::Top;
-use crate::disk::{FEATURES_SINCE, write_session};
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::resources::Resources;
 use crate::times;
@@ -33,7 +33,8 @@ pub(crate) fn open(top: &Top, index: LayerIndex, resources: &Resources) -> Resul
             return Err(MergeFault::Unclosed.into());
         }
         let store = Arc::clone(&top.opened.store);
-        let mut active = Active::open(&top.path, store, top.opened.identity, header, index, resources)?;
+        let mut active =
+            Active::open(&top.path, store, top.opened.identity, header, index, resources.new_pages()?)?;
         // What guests read does not change, so bitmaps stay true. Bits of others fall, as for every writer.
         active.autoclear = (header.autoclear & Autoclear::BITMAPS).bits();
         if header.version >= FEATURES_SINCE && header.autoclear.bits() != active.autoclear {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 use super::hold::Held;
-use super::holder::Holder;
+use crate::refs::Holder;
 
 /// Why a snapshot cannot be taken, found or used as asked.
 #[derive(Debug, Error)]
@@ -124,6 +124,8 @@ pub enum SnapshotFault {
         source: Box<crate::Error>,
     },
 }
+
+crate::error::fault!(SnapshotFault);
 
 /// What went wrong with one disk of a group of which those in `done` have their snapshot.
 pub(crate) fn group_broken(done: Vec<String>, error: crate::Error) -> crate::Error {

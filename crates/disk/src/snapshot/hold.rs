@@ -1,6 +1,6 @@
 //! Holds: snapshots that nothing may drop until the hold is released.
 //!
-//! A hold is a link in the directory of back-references beside the snapshot's file ([`crate::back_refs`]), as a disk elsewhere that
+//! A hold is a link in the directory of back-references beside the snapshot's file ([`crate::refs::back_refs`]), as a disk elsewhere that
 //! stands on the file leaves one. Its name is the tag; it leads to the very state that is held, so a snapshot that gets the name
 //! of a lost one is not held by what is left of that. The frozen file itself is not written.
 //!
@@ -15,9 +15,9 @@ use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 
 use super::fault::SnapshotFault;
 use super::list::{Snapshot, State, find};
-use crate::back_refs;
 use crate::chain::OpenOptions;
 use crate::error::Result;
+use crate::refs::back_refs;
 
 /// The tag of a hold that somebody places by hand and gives none.
 pub const DEFAULT_TAG: &str = "manual";

@@ -8,10 +8,10 @@ use vmstrata_store::Gate;
 use vmstrata_store::FileId;
 
 use super::fault::SnapshotFault;
-use super::names::disk_name;
 use crate::chain::{OpenOptions, Roles, Top, is_being_dropped, open_layer, walk};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
+use crate::names::disk_name;
 use crate::opener::{LocalFiles, Role};
 
 /// A layer below the active one: a state of the disk that can be gone back to.

@@ -10,24 +10,25 @@ use std::time::Duration;
 use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_store::{Access, FileError, FileId, FileOptions, FileStore, Gate, LockError, Place};
 
+use super::extend;
 use super::fault::{SnapshotFault, group_broken};
 use super::hold::Held;
-use super::holder::{Holder, holders};
 use super::list::{Snapshot, layers_up_to, list, pick};
 use super::overlay::Below;
 use super::prepare::{PrepareOptions, Prepared, check_path, file_at, prepare};
 use super::stood_on::StoodOn;
-use super::{extend, names};
 use crate::access;
 use crate::atomic_file::AtomicFile;
-use crate::back_refs;
 use crate::chain::OpenOptions;
 use crate::create::{fill, refuse_existing};
 use crate::disk::Disk;
-use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::error::{Error, IoContext as _, Result};
 use crate::layer::Format;
 use crate::merge::{cleanup, orphans};
+use crate::names;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role, directory_of};
+use crate::refs::back_refs;
+use crate::refs::{Holder, holders};
 use crate::resources::Resources;
 
 /// For how long to try again while someone has the disk: a moment, as killed processes keep theirs.
@@ -204,7 +205,7 @@ pub fn revert(
 ) -> Result<Reverted> {
     let reverted = match back(disk, name, options) {
         // What is active is closed first only where it must be: going back is the way out of a damaged one.
-        Err(error) if matches!(error.kind(), ErrorKind::Snapshot(SnapshotFault::Unfinished { .. })) => {
+        Err(error) if matches!(error.fault(), Some(SnapshotFault::Unfinished { .. })) => {
             close(disk, &options.open, resources).and_then(|()| back(disk, name, options))
         }
         reverted => reverted,
@@ -305,7 +306,7 @@ pub(crate) fn name_from(image: &Path, layer: &Path) -> Result<String> {
     } else {
         to.join(file)
     };
-    let name = path.to_str().ok_or(ErrorKind::from(SnapshotFault::NotUtf8))?;
+    let name = path.to_str().ok_or(SnapshotFault::NotUtf8)?;
     Ok(if path.is_absolute() { name.to_owned() } else { names::sibling(name) })
 }
 

@@ -13,11 +13,11 @@ use vmstrata_types::ClusterBits;
 use super::prepare::Step;
 use crate::access;
 use crate::atomic_file::Temporary;
+use crate::chain::raw_overlay;
 use crate::chain::{OpenOptions, Top, open_layer, open_top};
 use crate::create::fill;
 use crate::error::{ErrorKind, Result};
 use crate::layer::Format;
-use crate::mark;
 use crate::opener::{LocalFiles, Role};
 
 /// What a new overlay takes over from the layer it stands on.
@@ -90,7 +90,7 @@ impl Below {
         if began_raw {
             on_step(Step::Mark);
         }
-        mark::of_overlay(disk, began_raw)
+        raw_overlay::of_overlay(disk, began_raw)
     }
 
     /// Whether the disk that has this layer was a raw file at first.

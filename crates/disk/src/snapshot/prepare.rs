@@ -6,12 +6,13 @@ use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_store::{FileId, room};
 
 use super::fault::SnapshotFault;
+use super::interrupted;
 use super::overlay::{self, Below};
 use super::second_name::{self, SecondName};
-use super::{interrupted, names};
 use crate::atomic_file::{Temporary, flush_directory};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
+use crate::names;
 
 /// How to prepare a snapshot.
 #[derive(Clone, Copy, Debug)]

@@ -14,9 +14,9 @@ use std::path::{Path, PathBuf};
 use super::fault::SnapshotFault;
 use crate::chain::OpenOptions;
 use crate::error::{ErrorKind, Result};
-use crate::merge::plan::{Link, links};
-use crate::merge::users::{LocalHolders, Users};
 use crate::opener::LocalFiles;
+use crate::refs::{Link, links};
+use crate::refs::{LocalHolders, Users};
 
 /// Images that stand on a disk's active file, of which the caller has the writer's lock.
 pub(super) struct StoodOn {

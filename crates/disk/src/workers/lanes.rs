@@ -3,8 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::Work;
-use crate::disk::Disk;
+use super::{CarryOut, Work};
 
 /// Which disk work is for: its address, while it has any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,8 +13,8 @@ impl DiskId {
     /// Of work that is for no disk.
     pub(super) const NONE: Self = Self(0);
 
-    pub(super) fn of(disk: &Arc<Disk>) -> Self {
-        Self(Arc::as_ptr(disk) as usize)
+    pub(super) fn of(disk: &Arc<dyn CarryOut>) -> Self {
+        Self(Arc::as_ptr(disk).cast::<()>() as usize)
     }
 }
 

@@ -12,8 +12,6 @@
 //! A read that finds nothing is not free, as the host begins to fetch the bytes. So after misses it is tried more and
 //! more rarely, and a disk whose lower layers lie on something slow is not held up.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use vmstrata_store::{Segment, copy_to_slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
@@ -22,35 +20,6 @@ use crate::active::Active;
 use crate::error::{IoContext as _, Result};
 use crate::layers::Layers;
 use crate::map::Source;
-
-/// After this many misses in a row, and after more, one in 1,024 first writes still tries.
-const MISSES_MAX: u32 = 10;
-
-/// Whether what lies below is worth asking for: backs off while the last tries found nothing.
-#[derive(Debug, Default)]
-pub(crate) struct Backoff {
-    /// In a row.
-    misses: AtomicU32,
-    /// First writes that do not try before the next one that does.
-    passes: AtomicU32,
-}
-
-impl Backoff {
-    /// Counts a first write; true if it should try. (Writers that count at the same time may count as one.)
-    fn tries(&self) -> bool {
-        let left = self.passes.load(Ordering::Relaxed);
-        if left > 0 {
-            self.passes.store(left - 1, Ordering::Relaxed);
-        }
-        left == 0
-    }
-
-    fn found(&self, it_was_there: bool) {
-        let misses = if it_was_there { 0 } else { self.misses.load(Ordering::Relaxed) + 1 };
-        self.misses.store(misses.min(MISSES_MAX), Ordering::Relaxed);
-        self.passes.store((1 << misses.min(MISSES_MAX)) - 1, Ordering::Relaxed);
-    }
-}
 
 impl Layers {
     /// Writes a new cluster to `host`: `from`, beginning `within` bytes into it, and around that what lies below the guest's
@@ -101,26 +70,5 @@ impl Layers {
             done += run.len as usize;
         }
         Some(true)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn misses_in_a_row_make_tries_rarer_and_one_hit_brings_them_back() {
-        let backoff = Backoff::default();
-        let passed = |backoff: &Backoff| (0..).take_while(|_| !backoff.tries()).count();
-        for misses in 1..=12 {
-            assert!(
-                backoff.tries() || passed(&backoff) == (1 << (misses - 1).min(MISSES_MAX)) - 2,
-                "{misses}"
-            );
-            backoff.found(false);
-        }
-        assert_eq!(passed(&backoff), 1023);
-        backoff.found(true);
-        assert!((0..100).all(|_| backoff.tries()), "it is there");
     }
 }

@@ -3,17 +3,13 @@
 //! A guest that writes the header of an image there would have its disk taken for that image by whoever opens it next, and read
 //! the files that the header names. QEMU refuses such writes for the same reason.
 
-use parking_lot::Mutex;
 use vmstrata_qcow2::ImageFormat;
 use vmstrata_qcow2::probe::PROBE_LEN;
 use vmstrata_store::{Segment, copy_to_slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::error::{ErrorKind, IoContext as _, Result};
-use crate::layers::{Layers, RawTop};
-
-/// Orders the writes to the first sector, which may bring a header piece by piece; holds whether a refusal was logged.
-pub(crate) type HeaderGuard = Mutex<bool>;
+use crate::layers::{HeaderGuard, Layers, RawTop};
 
 impl RawTop {
     /// Whether a write at `at` may bring a header.

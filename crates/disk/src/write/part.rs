@@ -19,10 +19,11 @@ use vmstrata_store::{PADDING_MAX, Segment, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use super::Wait;
-use crate::active::{Active, Change, EntryGuard, NewClusters, Partial, Parts};
+use crate::active::{Active, Change, EntryGuard, NewClusters};
 use crate::changes::Noted;
 use crate::error::{IoContext as _, Result};
 use crate::layers::Layers;
+use crate::partial::{Partial, Parts};
 
 /// New clusters of up to this many bytes are written all at once, zeros for what is not known yet: the host's page cache then
 /// holds them in one piece, and writes them back as one.

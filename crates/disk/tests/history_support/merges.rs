@@ -126,7 +126,7 @@ impl World {
             self.model.images[self.slots[slot].active].is_unclean = false;
         }
         if let Err(error) = &begun
-            && matches!(error.kind(), ErrorKind::Merge(MergeFault::NotDown { .. }))
+            && matches!(error.fault(), Some(MergeFault::NotDown { .. }))
         {
             assert_eq!(options.direction, Direction::Down, "{error}");
             self.say(error);

@@ -87,7 +87,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::NotClean { .. } => (500, "not-clean"),
         Error::NbdFlush(_) => (500, "not-flushed"),
         Error::NotEnded { .. } => (504, "not-ended"),
-        Error::Disk(engine) => classify_engine(engine.kind()),
+        Error::Disk(engine) => classify_engine(engine),
         Error::VhostUser { source, .. } => classify_vhost_user(source),
         Error::Nbd(nbd::Error::Bind { .. }) => (409, "cannot-listen"),
         Error::Nbd(nbd::Error::Start { .. }) => (500, "system"),
@@ -102,13 +102,32 @@ fn classify_vhost_user(error: &vhost_user::Error) -> (u16, &'static str) {
         vhost_user::Error::NotASocket { .. } => (409, "not-a-socket"),
         vhost_user::Error::Listen { .. } => (409, "cannot-listen"),
         vhost_user::Error::Option { .. } => (422, "invalid"),
-        vhost_user::Error::Disk(engine) => classify_engine(engine.kind()),
+        vhost_user::Error::Disk(engine) => classify_engine(engine),
         _ => (500, "system"),
     }
 }
 
-fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
-    match kind {
+fn classify_engine(error: &vmstrata_disk::Error) -> (u16, &'static str) {
+    match error.fault() {
+        Some(
+            SnapshotFault::Exists { .. } | SnapshotFault::NameTaken { .. } | SnapshotFault::KeepExists { .. },
+        ) => return (409, "name-taken"),
+        Some(SnapshotFault::StaysRaw) => return (409, "stays-raw"),
+        Some(SnapshotFault::Held(_)) => return (409, "held"),
+        _ => {}
+    }
+    match error.fault() {
+        Some(MergeFault::Held(_)) => return (409, "held"),
+        Some(MergeFault::LosesSnapshots { .. }) => return (409, "loses-snapshots"),
+        _ => {}
+    }
+    match error.fault() {
+        Some(ResizeFault::WouldShrink { .. }) => return (409, "would-shrink"),
+        Some(ResizeFault::Merging) => return (409, "busy"),
+        Some(_) => return (422, "invalid"),
+        None => {}
+    }
+    match error.kind() {
         ErrorKind::File(FileError::Lock(_)) => (409, "file-in-use"),
         ErrorKind::File(_) => (422, "file"),
         ErrorKind::Gate(_) => (422, "file-not-allowed"),
@@ -124,15 +143,6 @@ fn classify_engine(kind: &ErrorKind) -> (u16, &'static str) {
         | ErrorKind::MarkedCorrupt
         | ErrorKind::Changed => (422, "damaged"),
         ErrorKind::Loop { .. } | ErrorKind::TooLong | ErrorKind::TooLarge { .. } => (422, "chain"),
-        ErrorKind::Snapshot(
-            SnapshotFault::Exists { .. } | SnapshotFault::NameTaken { .. } | SnapshotFault::KeepExists { .. },
-        ) => (409, "name-taken"),
-        ErrorKind::Snapshot(SnapshotFault::StaysRaw) => (409, "stays-raw"),
-        ErrorKind::Snapshot(SnapshotFault::Held(_)) | ErrorKind::Merge(MergeFault::Held(_)) => (409, "held"),
-        ErrorKind::Merge(MergeFault::LosesSnapshots { .. }) => (409, "loses-snapshots"),
-        ErrorKind::Resize(ResizeFault::WouldShrink { .. }) => (409, "would-shrink"),
-        ErrorKind::Resize(ResizeFault::Merging) => (409, "busy"),
-        ErrorKind::Resize(_) => (422, "invalid"),
         ErrorKind::ReadOnly => (409, "read-only"),
         ErrorKind::IsBase { .. } => (409, "stood-on"),
         ErrorKind::Failed { .. } => (500, "failed"),

@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_api::{ChangedBy, JobSpec, MergeInto};
-use vmstrata_disk::ErrorKind;
 use vmstrata_disk::merge::{MergeFault, available_bytes};
 use vmstrata_disk::snapshot::{Keep, Pruning, list, now_ns};
 
@@ -82,10 +81,8 @@ impl Due {
 /// How many bytes would have to be free for what was refused, if it was for want of them.
 fn room_wanted(error: &Error) -> Option<u64> {
     let Error::Disk(cause) = error else { return None };
-    match cause.kind() {
-        ErrorKind::Merge(MergeFault::NoSpace { demand, reserve, .. }) => {
-            Some(demand.saturating_add(*reserve))
-        }
+    match cause.fault() {
+        Some(MergeFault::NoSpace { demand, reserve, .. }) => Some(demand.saturating_add(*reserve)),
         _ => None,
     }
 }

@@ -5,8 +5,8 @@ use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use vmstrata_disk::Disk;
 use vmstrata_disk::merge::{Action, Kept, LayerRef, Merge, MergeFault, MergeOptions, MergeRange, Selection};
-use vmstrata_disk::{Disk, ErrorKind};
 
 use super::{Step, Work};
 use crate::error::Error;
@@ -151,7 +151,7 @@ impl<G: Goes> Merging<G> {
     fn or_again(&mut self, mut error: Error) -> Result<(), Error> {
         loop {
             let Error::Disk(cause) = &error else { return Err(error) };
-            let is_changed = matches!(cause.kind(), ErrorKind::Merge(MergeFault::LayersChanged));
+            let is_changed = matches!(cause.fault(), Some(MergeFault::LayersChanged));
             if !is_changed || self.again == AGAIN_MAX {
                 return Err(error);
             }

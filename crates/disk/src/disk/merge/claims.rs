@@ -3,7 +3,7 @@
 use super::{Running, others};
 use crate::error::{Error, Result};
 use crate::merge::MergeFault;
-use crate::merge::plan::Link;
+use crate::refs::Link;
 
 impl Running {
     /// Makes sure that no other disk of this process stands on a layer, or will.
@@ -17,7 +17,7 @@ impl Running {
         }
         self.claimed.push(link.file);
         let here = others(disk).find(|other| other.stands_on(link.file));
-        let here = here.map(|other| format!("the disk {}", other.path.display()));
+        let here = here.map(|other| format!("the disk {}", other.path().display()));
         here.map_or(Ok(()), |by| Err(Error::from(MergeFault::TargetInUse { by }).in_file(&link.path)))
     }
 

@@ -22,10 +22,10 @@ use crate::error::Result;
 use crate::layer::Layer;
 use crate::merge::direction::Asked;
 use crate::merge::down::{self, Held};
-use crate::merge::plan::Link;
-use crate::merge::users::{LocalHolders, open_twice};
 use crate::merge::{Copier, MergeOptions};
 use crate::opener::Role;
+use crate::refs::Link;
+use crate::refs::{LocalHolders, open_twice};
 
 impl Running {
     /// Begins to write down into the lowest dropped layer, if that is the way to take.

@@ -11,11 +11,12 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::layer::{Layer, Tables};
 use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
-use crate::merge::plan::{Link, below_of, map_up_to};
+use crate::merge::plan::{below_of, map_up_to};
 use crate::merge::relink::Relink;
-use crate::merge::users::{Users, holder_among, open_twice};
 use crate::merge::{Copier, MergeFault, let_go, target};
 use crate::opener::Role;
+use crate::refs::Link;
+use crate::refs::{Users, holder_among, open_twice};
 
 impl Running {
     /// Begins to copy into a frozen layer.

@@ -6,12 +6,12 @@ use vmstrata_store::FileId;
 
 use super::{Host, Merge};
 use crate::atomic_file::{flush_directory, flush_file};
-use crate::back_refs;
 use crate::chain::OpenOptions;
 use crate::merge::down::Down;
 use crate::merge::remove::{self, Wanted};
-use crate::merge::users::{LocalHolders, Users};
 use crate::merge::{Kept, Removal, cleanup, orphans};
+use crate::refs::back_refs;
+use crate::refs::{LocalHolders, Users};
 
 impl Merge {
     pub(super) fn disk(&self) -> (&Path, &OpenOptions) {

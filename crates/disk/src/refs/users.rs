@@ -1,4 +1,4 @@
-//! Who needs a file: images that name it as their backing file, disks elsewhere by their back-references ([`crate::back_refs`]), and processes that
+//! Who needs a file: images that name it as their backing file, disks elsewhere by their back-references ([`crate::refs::back_refs`]), and processes that
 //! have it open, or have a disk open that stands on it.
 //!
 //! Images are looked for in directories, at any depth up to a limit. Whatever is found and cannot be understood may need the
@@ -6,9 +6,6 @@
 //! look for what a relative name means beside the name that they were given. Locks tell of processes on other hosts too, and of those
 //! of other users, which `/proc` does not; a disk that was opened by its index has locked its newest layers only, so those
 //! are what is looked at.
-
-mod beside;
-mod in_use;
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -19,16 +16,12 @@ use rustix::fs::FileType;
 use vmstrata_store::{Directory, FileId, Gate, SilentMounts};
 use vmstrata_types::MAX_LAYERS;
 
-use super::Kept;
-use super::plan::Link;
-use crate::back_refs::{self, BackRef};
+use super::back_refs::{self, BackRef};
+use super::kept::Kept;
+use super::link::Link;
 use crate::chain::{OpenOptions, backing_text, plain_name};
 use crate::error::Result;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
-
-pub(crate) use self::beside::Beside;
-pub(super) use self::in_use::is_open;
-pub(crate) use self::in_use::{LocalHolders, holder_among, open_twice};
 
 /// Most files looked at. Of each that is no image, and of each that stands on nothing, only the first bytes are read and
 /// nothing is kept.
@@ -236,7 +229,7 @@ impl Users {
     }
 
     /// An image that names the file as its backing file, other than `above`.
-    pub(super) fn other_than(&self, file: FileId, above: FileId) -> Option<&PathBuf> {
+    pub(crate) fn other_than(&self, file: FileId, above: FileId) -> Option<&PathBuf> {
         let is_other = |path: &&PathBuf| {
             LocalFiles.identity(path, &Gate::unrestricted()).map_or(true, |found| found.file != above)
         };
@@ -244,7 +237,7 @@ impl Users {
     }
 
     /// Why someone may have been overlooked, as a reason to keep a file.
-    pub(super) fn overlooked(&self) -> Option<Kept> {
+    pub(crate) fn overlooked(&self) -> Option<Kept> {
         Some(match self.gap.as_ref()? {
             Gap::TooMany => Kept::TooMany,
             Gap::Unread { path, reason } => Kept::Unread { path: path.clone(), reason: reason.clone() },
@@ -252,7 +245,7 @@ impl Users {
     }
 
     /// A removed image needs nothing any more.
-    pub(super) fn forget(&mut self, path: &Path) {
+    pub(crate) fn forget(&mut self, path: &Path) {
         let Ok(path) =
             directory_of(path).canonicalize().map(|dir| dir.join(path.file_name().unwrap_or_default()))
         else {
@@ -262,7 +255,7 @@ impl Users {
     }
 
     /// All images that stand on `layers`, directly or not, and these themselves.
-    fn above(&self, layers: &[Link]) -> HashMap<FileId, PathBuf> {
+    pub(super) fn above(&self, layers: &[Link]) -> HashMap<FileId, PathBuf> {
         let mut found: HashMap<FileId, PathBuf> =
             layers.iter().map(|link| (link.file, link.path.clone())).collect();
         let mut next: Vec<FileId> = found.keys().copied().collect();
@@ -288,7 +281,7 @@ fn directories(layers: &[Link], disk: &Path, open: &OpenOptions) -> Vec<PathBuf>
 }
 
 /// The back-references of a layer whose disks are gone.
-pub(super) fn missing(layer: &Path) -> Vec<BackRef> {
+pub(crate) fn missing(layer: &Path) -> Vec<BackRef> {
     let silent = SilentMounts::but([directory_of(layer)]);
     let is_gone = |back_ref: &BackRef| {
         !silent.hold(&back_ref.disk)

@@ -2,7 +2,7 @@
 //!
 //! Opening must stay cheap: only the file's own directory is read, without those below it, and of the files there not those of the
 //! disk's own chain, which cannot stand on its top. What was read is remembered for a moment, as a server opens many disks of one
-//! directory in a row. Disks elsewhere are known by what they told ([`crate::back_refs`]).
+//! directory in a row. Disks elsewhere are known by what they told ([`crate::refs::back_refs`]).
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use rustix::fs::FileType;
 use vmstrata_store::{Directory, FileId, Gate};
 
-use super::{Users, below};
+use super::users::{Users, below};
 use crate::opener::{LocalFiles, Opener as _, directory_of};
 
 /// For how long a directory that was not changed meanwhile counts as read. Changing a header in place does not change it.

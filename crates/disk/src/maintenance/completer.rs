@@ -1,4 +1,4 @@
-//! Copying up what first writes put off.
+//! Copying up what first writes deferred.
 //!
 //! The next flush or snapshot would otherwise do all of it at once. The thread leaves new clusters alone for a moment, as
 //! whoever writes a file from start to end fills them; then it copies, and stops after each burst to see whether the disk is
@@ -9,18 +9,14 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use parking_lot::Mutex;
 
-use crate::disk::Disk;
+use super::{Disks, Maintained};
 use crate::error::Result;
 use crate::threads;
 
 /// How long it has a disk to itself, and the pause after it.
 const BURST: Duration = Duration::from_millis(1);
 const PAUSE: Duration = Duration::from_micros(200);
-
-/// The disks that are open.
-pub(crate) type Disks = Mutex<Vec<Weak<Disk>>>;
 
 /// See the module documentation. The thread ends when this is dropped.
 #[derive(Debug)]
@@ -63,12 +59,12 @@ impl Ends {
     }
 }
 
-/// Copies until nothing is put off; false when it is time to end.
+/// Copies until nothing is deferred; false when it is time to end.
 fn copy_all(disks: &Disks, age: Duration, ends: &Ends) -> bool {
     loop {
-        let deferred = |disk: &Weak<Disk>| Some((disk.clone(), disk.upgrade()?.deferred()));
+        let deferred = |disk: &Weak<dyn Maintained>| Some((disk.clone(), disk.upgrade()?.deferred()));
         let open = disks.lock().clone();
-        let found: Vec<(Weak<Disk>, Vec<u64>)> = open.iter().filter_map(deferred).collect();
+        let found: Vec<(Weak<dyn Maintained>, Vec<u64>)> = open.iter().filter_map(deferred).collect();
         if found.iter().all(|(_, clusters)| clusters.is_empty()) {
             return true;
         }

@@ -20,8 +20,8 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::files::FileTable;
 use crate::layer::Layer;
+use crate::names::{ENDINGS, stem};
 use crate::opener::directory_of;
-use crate::snapshot::{ENDINGS, stem};
 
 /// Opens that one of the layers `below` the disk at `path` (base first) on which it was made, and keeps it open.
 ///

@@ -53,7 +53,7 @@ impl Holder {
     }
 
     /// What to do about it.
-    pub(super) fn advice(&self) -> String {
+    pub(crate) fn advice(&self) -> String {
         match self.kind {
             HolderKind::Qemu => format!(
                 "it is in use by a running virtual machine, {self}: shut the machine down, or let it have the disk through `vmstrata serve`, which takes snapshots of running disks"

@@ -30,8 +30,15 @@ pub(crate) fn disk_name(disk: &Path) -> Option<String> {
 
 /// How an image in the same directory names the file `file_name` as its backing file: a colon must not look like the
 /// end of a protocol's name.
-pub(super) fn sibling(file_name: &str) -> String {
+pub(crate) fn sibling(file_name: &str) -> String {
     if file_name.contains(':') { format!("./{file_name}") } else { file_name.to_owned() }
+}
+
+/// The path of the sidecar of the layer at `path`.
+pub(crate) fn sidecar_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".vmsx");
+    name.into()
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 
-use crate::completer::Disks;
+use super::Disks;
 use crate::error::Result;
 use crate::threads;
 
@@ -20,11 +20,11 @@ const LAYERS_MAX: usize = 256;
 /// See the module documentation. The thread ends when this is dropped, once it has looked at the disk that it is at: on a
 /// file server that does not answer a look may take for ever, and nobody waits for it.
 #[derive(Debug)]
-pub(crate) struct Lookout {
+pub(crate) struct LayerWatch {
     _end: Sender<Infallible>,
 }
 
-impl Lookout {
+impl LayerWatch {
     /// Starts the thread.
     ///
     /// # Errors
@@ -39,7 +39,7 @@ impl Lookout {
                 }
             }
         };
-        threads::start("lookout", look)?;
+        threads::start("layer-watch", look)?;
         Ok(Self { _end: end })
     }
 }

@@ -11,8 +11,25 @@ use vmstrata_store::Store;
 use vmstrata_types::HostOffset;
 
 use crate::error::{ErrorKind, IoContext as _, Result};
-use crate::layer::Format;
 use crate::opener::directory_of;
+
+/// How a layer keeps its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// Guest offset and host offset are the same.
+    Raw,
+    /// Clusters found through L1 and L2 tables.
+    Qcow2,
+}
+
+impl std::fmt::Display for Format {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        })
+    }
+}
 
 /// The header of a qcow2 file with what follows it.
 #[derive(Debug)]
@@ -36,6 +53,8 @@ pub(crate) struct Qcow2Head {
 const HEAD_PROBE: usize = 4096;
 /// The largest cluster.
 const HEADER_MAX: usize = 2 << 20;
+/// Raw files are counted in sectors: the last one reads as if padded with zeros.
+const SECTOR: u64 = 512;
 const MAGIC: &[u8; 4] = b"QFI\xfb";
 
 /// The header if the file starts like a qcow2 image; `None` for a raw file.
@@ -166,6 +185,11 @@ pub(crate) fn plain_name(name: &str) -> Result<&str> {
     // As in QEMU, a colon before the first slash ends the name of a protocol.
     let first_part = name.split('/').next().unwrap_or(name);
     if first_part.contains(':') { refuse("a protocol other than file:") } else { Ok(name) }
+}
+
+/// The disk that a raw file of so many bytes is.
+pub(crate) fn raw_size(file_len: u64) -> u64 {
+    file_len.next_multiple_of(SECTOR)
 }
 
 #[cfg(test)]

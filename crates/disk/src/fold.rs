@@ -1,14 +1,21 @@
 //! Turning the L2 entries of one layer into entries of the map.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use vmstrata_qcow2::L2Entry;
 use vmstrata_types::{ClusterBits, GuestOffset, LayerIndex};
 
-use super::Visible;
 use crate::cache::PAGE_WORDS;
 use crate::entry::{MapEntry, Mapping};
 use crate::layer::Layer;
+
+#[derive(Debug)]
+pub(crate) struct Visible {
+    pub(crate) layer: Arc<Layer>,
+    /// Guest offset from which on the layer, and all below it, are hidden.
+    pub(crate) end: u64,
+}
 
 /// Turns L2 entries of one layer into map entries.
 pub(crate) struct Merge {
@@ -21,7 +28,7 @@ pub(crate) struct Merge {
 
 impl Merge {
     /// `None` for a raw layer, which the map leaves to [`Mapping::Hole`].
-    pub(super) fn new(visible: &Visible, index: usize, unit: ClusterBits) -> Option<Self> {
+    pub(crate) fn new(visible: &Visible, index: usize, unit: ClusterBits) -> Option<Self> {
         let index = LayerIndex::new(u16::try_from(index).expect("chains are shorter than 65,536"));
         Self::of(&visible.layer, index, unit)
     }
@@ -36,7 +43,7 @@ impl Merge {
 
     /// Puts one cluster's entries over those of a page that starts at `first_unit`.
     #[inline]
-    pub(super) fn put(&self, cluster: GuestOffset, raw: u64, first_unit: u64, words: &mut [u64; PAGE_WORDS]) {
+    pub(crate) fn put(&self, cluster: GuestOffset, raw: u64, first_unit: u64, words: &mut [u64; PAGE_WORDS]) {
         let page = first_unit..first_unit + PAGE_WORDS as u64;
         for (unit, entry) in self.entries(cluster, raw).clip(page) {
             let word = &mut words[(unit - first_unit) as usize];

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use vmstrata_store::{FileId, OpenFiles, OpenStore, Permission, is_held, open_named};
 
-use super::Users;
-use crate::merge::plan::Link;
-use crate::snapshot::{Holder, holders_of};
+use super::link::Link;
+use super::users::Users;
+use super::{Holder, holders_of};
 
 /// A process that is being started holds the files of its parent for a moment, and one that was killed its own.
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -29,7 +29,7 @@ impl LocalHolders<'_> {
     pub(crate) const NOTHING: LocalHolders<'static> = LocalHolders { needs: &|_| false, store: &|_| None };
 
     /// Whether another process uses one of a disk's `layers`, or a disk that stands on one. The topmost is this process's own.
-    pub(in crate::merge) fn is_used_by_others(&self, users: &Users, layers: &[Link]) -> bool {
+    pub(crate) fn is_used_by_others(&self, users: &Users, layers: &[Link]) -> bool {
         let own = layers.last().map(|link| link.file);
         users.in_use(layers, self, own.as_slice()).is_some()
     }
@@ -87,7 +87,7 @@ pub(crate) fn holder_among(files: &[FileId]) -> Option<String> {
 }
 
 /// Whether someone else has the file open.
-pub(in crate::merge) fn is_open(path: &Path, file: FileId, here: &LocalHolders<'_>) -> bool {
+pub(crate) fn is_open(path: &Path, file: FileId, here: &LocalHolders<'_>) -> bool {
     let open =
         || (is_locked(path, file, here) || !holders_of(&HashSet::from([file])).is_empty()).then_some(());
     patiently(open).is_some()

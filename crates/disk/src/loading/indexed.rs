@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use vmstrata_store::Gate;
 
-use super::{OpenOptions, Top};
+use crate::chain::{OpenOptions, Top};
 use crate::error::Result;
 use crate::index::{self, Found, Index, Looks};
 use crate::opener::Opener;

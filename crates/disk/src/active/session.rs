@@ -1,0 +1,86 @@
+//! The session of a writer on the active layer, which its header names.
+
+use vmstrata_qcow2::header::field;
+use vmstrata_types::HostOffset;
+
+use super::Active;
+use crate::error::{IoContext as _, Result};
+use crate::session::new_session;
+
+/// Version 2 headers have no feature bits.
+pub(crate) const FEATURES_SINCE: u32 = 3;
+
+/// Ends the session on a file whose changes are all committed: stock tools find it as they leave theirs. `wait` returns once
+/// no request can still see clusters that nothing leads to any more.
+///
+/// # Errors
+/// What could not be flushed or written; the file is then as after a crash.
+pub(crate) fn leave_clean(active: &Active, wait: impl FnOnce()) -> Result<()> {
+    active.reclaim(wait)?;
+    let leave = || -> Result<()> {
+        active.alloc.release_claimed()?;
+        give_back_room(active);
+        // Refcounts first: whoever finds no session in the header takes them to be right.
+        active.flusher.flush().while_trying("flush")?;
+        if active.tables.version >= FEATURES_SINCE { write_session(active, 0) } else { Ok(()) }
+    };
+    leave().map_err(|error| error.in_file(&active.path))?;
+    active.changes.remove_journal();
+    Ok(())
+}
+
+/// As [`leave_clean`], as far as other processes see the file; [`session_ended`] brings it to stable storage. A power
+/// failure in between may leak clusters that were let go of.
+///
+/// # Errors
+/// What could not be written; the file is then as after a crash.
+pub(crate) fn end_session(active: &Active, wait: impl FnOnce()) -> Result<()> {
+    active.reclaim(wait)?;
+    let end = || -> Result<()> {
+        active.alloc.release_claimed()?;
+        give_back_room(active);
+        if active.tables.version >= FEATURES_SINCE { put_session(active, 0) } else { Ok(()) }
+    };
+    end().map_err(|error| error.in_file(&active.path))
+}
+
+/// Gives back what was set aside for the file to grow into. It is right without that.
+fn give_back_room(active: &Active) {
+    if let Err(error) = active.store.give_back_room() {
+        tracing::debug!(layer = %active.path.display(), %error, "room past the end of the file is kept");
+    }
+}
+
+/// Brings the end of a session to stable storage; the journal goes.
+///
+/// # Errors
+/// A host that cannot flush.
+pub(crate) fn session_ended(active: &Active) -> Result<()> {
+    active.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&active.path))?;
+    active.changes.remove_journal();
+    Ok(())
+}
+
+/// Removes the journal of an image of which nothing is known any more, and has the header say that there is none: else the next
+/// process would be refused for want of it.
+pub(crate) fn forsake_journal(active: &Active) {
+    active.changes.remove_journal();
+    if active.tables.version >= FEATURES_SINCE {
+        // Where that fails, too, the next process is refused.
+        let _ = put_session(active, new_session());
+    }
+}
+
+/// Writes the autoclear bits, and flushes.
+pub(crate) fn write_session(active: &Active, session: u64) -> Result<()> {
+    put_session(active, session)?;
+    active.flusher.flush().while_trying("flush the header")
+}
+
+/// Writes the autoclear bits: ours, and none that stand for structures we do not keep up to date.
+pub(crate) fn put_session(active: &Active, session: u64) -> Result<()> {
+    let at = HostOffset::new(field::AUTOCLEAR);
+    let bits = session | active.autoclear;
+    let written = active.store.write_all(&bits.to_be_bytes(), at);
+    written.while_trying("write the header").map_err(|error| error.at(at))
+}

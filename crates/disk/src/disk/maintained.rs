@@ -1,0 +1,96 @@
+//! What the maintenance threads do for a disk.
+
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use vmstrata_store::FileId;
+
+use super::Disk;
+use crate::layers::Top;
+use crate::maintenance::Maintained;
+use crate::write::NotWhole;
+
+impl Maintained for Disk {
+    fn deferred(&self) -> Vec<u64> {
+        match &self.layers_now().top {
+            Top::Qcow2(active) => active.changes.partials_to_copy(),
+            Top::Raw(_) | Top::Frozen => Vec::new(),
+        }
+    }
+
+    fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64] {
+        let _tending = self.tending.lock();
+        if self.closed.load(Ordering::Acquire) || self.failure.get().is_some() {
+            return &[];
+        }
+        let layers = arc_swap::Guard::into_inner(self.layers_now());
+        let Top::Qcow2(active) = &layers.top else { return &[] };
+        let mut left = clusters;
+        while let [cluster, rest @ ..] = left
+            && Instant::now() < until
+        {
+            if let Err(why) = self.complete_one(&layers, *cluster) {
+                // The next commit tries it again.
+                active.partials_are_stuck(Some(&why));
+                if let NotWhole::Own(error) = why {
+                    self.fail_if_lost(error);
+                    return &[];
+                }
+            }
+            left = rest;
+        }
+        left
+    }
+
+    fn write_out(&self) -> bool {
+        match &self.layers_now().top {
+            Top::Qcow2(active) => active.write_out(),
+            Top::Raw(_) | Top::Frozen => false,
+        }
+    }
+
+    fn tend(&self, age: Duration) {
+        let _tending = self.tending.lock();
+        let layers = self.layers_now();
+        let Top::Qcow2(active) = &layers.top else { return };
+        if self.closed.load(Ordering::Acquire) || self.failure.get().is_some() {
+            return;
+        }
+        if active.changes.waited(age) {
+            // Said by whoever noticed first; what could be committed is.
+            let _ = self.commit();
+        }
+        if self.failure.get().is_none() {
+            self.reclaim(active);
+        }
+    }
+
+    fn look_at_layers(&self, most: usize) {
+        let generation = self.generation();
+        let layers = arc_swap::Guard::into_inner(self.layers_now());
+        let mut looked = self.looked.lock();
+        let is_changing =
+            layers.before.is_some() || layers.merging_to.is_some() || self.merging.load(Ordering::Acquire);
+        if self.closed.load(Ordering::Acquire) || is_changing {
+            // What this process changes itself it knows.
+            looked.differing.clear();
+            return;
+        }
+        let Some((path, now)) = looked.find_changed(&layers, most) else { return };
+        looked.differing.clear();
+        if let Err(error) = self.take_anew(generation, Some(&path)) {
+            tracing::warn!(disk = %self.path.display(), layer = %path.display(), %error, "a layer was changed by someone else, and the chain cannot be read anew: the disk goes on with what it knows; close it and open it again");
+            looked.told.insert(path, now);
+        }
+    }
+
+    fn stands_on(&self, file: FileId) -> bool {
+        let layers = self.layers_now();
+        layers.frozen.as_ref().is_some_and(|map| map.layers().any(|layer| layer.identity.file == file))
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+}
