@@ -8,6 +8,7 @@
 //!
 //! A rule reports every offence it finds, each as one line with the place and what to do.
 
+pub mod circles;
 pub mod layers;
 pub mod lexer;
 pub mod seam;
@@ -65,6 +66,7 @@ pub fn check(root: &Path) -> Result<Vec<String>> {
     let mut complaints = layers::check(&layers::read(root)?);
     complaints.extend(sources.iter().filter_map(missing_docs));
     complaints.extend(sources.iter().filter_map(forbidden_unsafe));
+    complaints.extend(circles::check(&sources));
     complaints.extend(sources.iter().flat_map(seam::check));
     complaints.extend(sizes::judge(&sizes::measure(&sources)));
     complaints.extend(stale_tables(root)?);
