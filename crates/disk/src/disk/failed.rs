@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::Disk;
 use crate::error::{Error, ErrorKind, Result};
 
-/// BackRef once why a disk takes no more writes.
+/// Called once with why a disk takes no more writes.
 pub(super) struct WhenFailed {
     tell: Box<dyn Fn(&str) + Send + Sync>,
     is_told: AtomicBool,
@@ -67,7 +67,7 @@ impl Disk {
         }
     }
 
-    /// Latches the disk if the error is of the kind after which nothing is known of what is on stable storage.
+    /// Fails the disk if the error is of the kind after which nothing is known of what is on stable storage.
     pub(crate) fn fail_if_lost(&self, error: Error) -> Error {
         if self.failure.get().is_none() && self.layers_now().is_lost() { self.fail(error) } else { error }
     }
