@@ -64,6 +64,9 @@ struct MemoryBench {
     /// MiB of a guest.
     #[arg(long, default_value_t = 1024)]
     mib: u32,
+    /// MiB of the large guests; 0 leaves them out.
+    #[arg(long, default_value_t = 4096)]
+    large_mib: u32,
     /// Directory for disks and vaults, which are removed at the end (about 10 GiB).
     #[arg(long)]
     dir: Option<PathBuf>,
@@ -154,6 +157,7 @@ impl MemoryBench {
         ensure!(unknown.is_none(), "no work {unknown:?}: there are {:?}", memory::WORKS);
         Ok(memory::Options {
             mib: self.mib,
+            large_mib: Some(self.large_mib).filter(|mib| *mib > 0),
             works: self.works,
             rounds: self.rounds,
             publish: (!self.no_write).then(|| root.to_owned()),

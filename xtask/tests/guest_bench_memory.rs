@@ -26,7 +26,12 @@ fn a_small_guest_is_taken_compared_and_restored() {
     assert!((saved - causes).abs() < 1.0, "{causes} of {saved}");
     assert!(saved > 50.0 && row("… of it, by: read again from the disk") > 1.0, "{saved}");
     assert!(row("bytes of the next snapshot / of the first") < 1.0);
-    assert!(row("restore until the guest runs, no cache") > 0.0);
+    for mode in ["stop", "copy", "live"] {
+        assert!(row(&format!("guest held, mode `{mode}`")) > 0.0);
+        assert!(row(&format!("time of a snapshot, mode `{mode}`")) > 0.0);
+    }
+    let runs = row("restore until the guest runs, no cache");
+    assert!(row("restore until the guest's next piece of work, no cache") > runs && runs > 0.0);
     let left: Vec<_> =
         std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(left.iter().all(|name| name.to_string_lossy().starts_with("root-")), "{left:?}");

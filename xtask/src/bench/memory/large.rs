@@ -1,4 +1,4 @@
-//! What takes longer the larger a guest is: to find the class of every page, and to start it again.
+//! What takes longer the larger a guest is: to find the class of every page, to take it, and to start it again.
 
 use std::process::Command;
 use std::time::Instant;
@@ -8,9 +8,9 @@ use anyhow::Result;
 use super::super::machine::settle;
 use super::super::server;
 use super::Options;
-use super::rollback;
-use super::sample::{Sample, Samples};
+use super::sample::{Of, Sample, Samples};
 use super::stage::Stage;
+use super::{rollback, taken};
 use crate::guest::{Guest, Task, must};
 
 /// Work that leaves most of a large guest's memory free, and work that fills it with file cache.
@@ -21,16 +21,21 @@ const TIMES: usize = 5;
 
 /// Measures guests with `mib` of memory.
 pub(super) fn measure(guest: &Guest, mib: u32, options: &Options, samples: &mut Samples) -> Result<()> {
+    samples.of = Of::Large(mib);
     {
         let stage = Stage::boot(guest, Task::Work(ROOMY), mib, &options.dir)?;
-        classify(&stage, options.rounds, Sample::Classify, samples)?;
+        classify(&stage, options.rounds, samples)?;
     }
+    samples.of = Of::LargeFull(mib);
     let mut stage = Stage::boot(guest, Task::Work(FULL), mib, &options.dir)?;
-    classify(&stage, options.rounds, Sample::ClassifyFull, samples)?;
-    rollback::measure_large(&mut stage, options.rounds, samples)
+    classify(&stage, options.rounds, samples)?;
+    for round in 0..options.rounds {
+        taken::modes(&stage, round, samples)?;
+    }
+    rollback::measure(&mut stage, options.rounds, samples)
 }
 
-fn classify(stage: &Stage, rounds: usize, sample: Sample, samples: &mut Samples) -> Result<()> {
+fn classify(stage: &Stage, rounds: usize, samples: &mut Samples) -> Result<()> {
     settle();
     for _ in 0..rounds * TIMES {
         let start = Instant::now();
@@ -38,7 +43,7 @@ fn classify(stage: &Stage, rounds: usize, sample: Sample, samples: &mut Samples)
         let mut pages = Command::new("taskset");
         pages.args(["--cpu-list", "0"]).arg(server::vmstrata());
         must(pages.args(["vm", "pages", "--json", "--pause", "--qmp"]).arg(stage.guest.monitor()))?;
-        samples.add(sample, start.elapsed().as_secs_f64());
+        samples.add(Sample::Classify, start.elapsed().as_secs_f64());
     }
     Ok(())
 }

@@ -2,10 +2,10 @@
 //!
 //! ```text
 //!   for each kind of work:  Stage (guest of 1 GiB at work, its disk served by vmstrata)
-//!      ├─ taken     vm snapshot into empty vaults: bytes by cause, duration, pause
+//!      ├─ taken     vm snapshot in every mode into empty vaults: bytes by cause, duration, pause
 //!      ├─ copies    the same memory as three full copies, and compressed; QEMU's migrate to a file
 //!      └─ rollback  the guest killed and restored, with and without its cache: time, and work done afterwards
-//!   large: guests of 4 GiB, their pages classified on one processor, and one full of file cache restored
+//!   large: guests of 4 GiB, their pages classified on one processor, and one full of file cache taken and restored
 //!      └──► report (rows beside their bounds) ──► docs/measurements/memory.json, README
 //! ```
 //!

@@ -4,28 +4,39 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use super::sample::{Sample, Samples};
+use super::sample::{Of, Sample, Samples};
 use super::stage::Stage;
 use super::taken;
 
 /// For how long work is counted afterwards.
 const AFTER: Duration = Duration::from_secs(10);
+/// Longest that a guest takes for a piece of work.
+const ANSWER_MAX: Duration = Duration::from_secs(300);
+/// What a guest says after each piece of work.
+const DID: &str = "guest: did ";
 /// The peer of the others: every page was stored.
 const ALL: &str = "all pages";
-const REFILL: &str = "cache from the disk";
+pub(super) const REFILL: &str = "cache from the disk";
 const NO_CACHE: &str = "no cache";
 pub(super) const LAZY: &str = "lazily";
 /// How a guest can be restored, with which flags.
 const WAYS: [(&str, &[&str]); 4] =
     [(ALL, &[]), (REFILL, &[]), (NO_CACHE, &["--no-cache"]), (LAZY, &["--lazy"])];
 
-/// Restores the guest in every way.
+/// Restores the guest in every way; counts the work that those at work do afterwards.
 pub(super) fn measure(stage: &mut Stage, rounds: usize, samples: &mut Samples) -> Result<()> {
     taken::take_both(stage)?;
     for _ in 0..rounds {
         for (way, flags) in WAYS {
-            samples.add(Sample::Restore(way), restore(stage, way, flags)?);
-            samples.add(Sample::Work(way), work(stage)?);
+            let name = if way == ALL { taken::WHOLE } else { taken::REFILLED };
+            let runs = stage.restore(name, taken::REFILLED, name, flags)?;
+            samples.add(Sample::Restore(way), runs.as_secs_f64());
+            let answers = stage.guest.vm.wait_for(DID, ANSWER_MAX)?;
+            samples.add(Sample::Answer(way), answers.as_secs_f64());
+            if samples.of == Of::Work {
+                let pieces = 1 + pieces(stage, AFTER.saturating_sub(answers - runs))?;
+                samples.add(Sample::Work(way), f64::from(pieces));
+            }
         }
         samples.divided(Sample::Restore(NO_CACHE), Sample::Restore(ALL), Sample::RestoreRatio);
         for way in [REFILL, NO_CACHE, LAZY] {
@@ -35,31 +46,12 @@ pub(super) fn measure(stage: &mut Stage, rounds: usize, samples: &mut Samples) -
     Ok(())
 }
 
-/// The same of a large guest, of which only the time is looked at.
-pub(super) fn measure_large(stage: &mut Stage, rounds: usize, samples: &mut Samples) -> Result<()> {
-    taken::take_both(stage)?;
-    for _ in 0..rounds {
-        for (way, flags) in WAYS {
-            samples.add(Sample::RestoreLarge(way), restore(stage, way, flags)?);
-        }
-        let ratio = Sample::RestoreRatioLarge;
-        samples.divided(Sample::RestoreLarge(NO_CACHE), Sample::RestoreLarge(ALL), ratio);
-    }
-    Ok(())
-}
-
-/// Seconds until the guest runs again.
-fn restore(stage: &mut Stage, way: &str, flags: &[&str]) -> Result<f64> {
-    let name = if way == ALL { taken::WHOLE } else { taken::REFILLED };
-    Ok(stage.restore(name, taken::REFILLED, name, flags)?.as_secs_f64())
-}
-
 /// Pieces of work that the guest does from now on, in a time.
-fn work(stage: &mut Stage) -> Result<f64> {
-    let end = Instant::now() + AFTER;
+fn pieces(stage: &mut Stage, time: Duration) -> Result<u32> {
+    let end = Instant::now() + time;
     let mut pieces = 0;
-    while stage.guest.vm.saw("guest: did ", end.saturating_duration_since(Instant::now()))? {
+    while stage.guest.vm.saw(DID, end.saturating_duration_since(Instant::now()))? {
         pieces += 1;
     }
-    Ok(f64::from(pieces))
+    Ok(pieces)
 }

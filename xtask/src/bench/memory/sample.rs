@@ -4,7 +4,30 @@ use std::collections::BTreeMap;
 
 use super::super::report::{Report, Row};
 use super::super::results::median;
-use super::rollback::LAZY;
+use super::rollback::{LAZY, REFILL};
+
+/// The guest that a figure is of; rows are in this order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Of {
+    /// One of those at work.
+    #[default]
+    Work,
+    /// A large one with so many MiB, most of them free.
+    Large(u32),
+    /// A large one with so many MiB, full of file cache.
+    LargeFull(u32),
+}
+
+impl Of {
+    fn prefix(self) -> String {
+        let gib = |mib: u32| f64::from(mib) / 1024.0;
+        match self {
+            Self::Work => String::new(),
+            Self::Large(mib) => format!("{} GiB: ", gib(mib)),
+            Self::LargeFull(mib) => format!("{} GiB full of cache: ", gib(mib)),
+        }
+    }
+}
 
 /// A figure that is measured many times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -39,58 +62,50 @@ pub(super) enum Sample {
     Restore(&'static str),
     /// Those without cache over those with it.
     RestoreRatio,
-    /// The same of a large guest whose memory is full of file cache.
-    RestoreLarge(&'static str),
-    /// Those without cache over those with it.
-    RestoreRatioLarge,
+    /// Seconds until a restored guest has done its next piece of work, by how it was restored.
+    Answer(&'static str),
     /// Pieces of work in the seconds after.
     Work(&'static str),
     /// Those, over those after a restore with all pages.
     WorkAfter(&'static str),
-    /// Seconds for the classes of all pages of a large guest.
+    /// Seconds for the classes of all pages.
     Classify,
-    /// The same of one that is full of file cache.
-    ClassifyFull,
 }
 
 /// All samples.
 #[derive(Debug, Default)]
-pub(super) struct Samples(BTreeMap<Sample, Vec<f64>>);
+pub(super) struct Samples {
+    all: BTreeMap<(Of, Sample), Vec<f64>>,
+    /// The guest of those to come.
+    pub(super) of: Of,
+}
 
 impl Samples {
     /// Adds one, and says it.
     pub(super) fn add(&mut self, sample: Sample, value: f64) {
-        eprintln!("         {sample:?} {value:.3}");
-        self.0.entry(sample).or_default().push(value);
+        eprintln!("         {}{sample:?} {value:.3}", self.of.prefix());
+        self.all.entry((self.of, sample)).or_default().push(value);
     }
 
     /// Adds what the last of one is over the last of another.
     pub(super) fn divided(&mut self, one: Sample, other: Sample, quotient: Sample) {
-        let last = |sample| self.of(sample).and_then(|values| values.last()).copied();
+        let last = |sample| self.all.get(&(self.of, sample)).and_then(|values| values.last()).copied();
         if let (Some(one), Some(other)) = (last(one), last(other).filter(|other| *other > 0.0)) {
             self.add(quotient, one / other);
         }
     }
 
-    fn of(&self, sample: Sample) -> Option<&[f64]> {
-        self.0.get(&sample).map(Vec::as_slice)
-    }
-
     /// The report's rows: those that were measured.
     pub(super) fn rows(&self, report: &mut Report) {
-        for (&sample, values) in &self.0 {
-            if let Some(row) = self.row(sample, values) {
+        for (&(of, sample), values) in &self.all {
+            if let Some(row) = self.row(of, sample, values) {
                 report.add(row);
             }
         }
     }
 
-    fn row(&self, sample: Sample, values: &[f64]) -> Option<Row> {
-        let row = |name: &str, unit: &str| Row::median(name, unit, values);
-        let beside = |row: Row, other: Sample| match self.of(other) {
-            Some(values) => row.beside(median(values)),
-            None => row,
-        };
+    fn row(&self, of: Of, sample: Sample, values: &[f64]) -> Option<Row> {
+        let row = |name: &str, unit: &str| Row::median(&format!("{}{name}", of.prefix()), unit, values);
         Some(match sample {
             Sample::Saved => row("space saved of three full copies", "%").at_least(85.0),
             Sample::SavedBy(cause) => row(&format!("… of it, by: {cause}"), "%"),
@@ -100,48 +115,36 @@ impl Samples {
             Sample::QemuBytes => row("bytes, all copies / QEMU's one file", ""),
             Sample::QemuCompressedBytes => row("bytes, all copies / QEMU's one compressed file", ""),
             Sample::Seconds(mode) => {
-                beside(row(&format!("time of a snapshot, mode `{mode}`"), "s"), Sample::QemuSeconds)
+                let row = row(&format!("time of a snapshot, mode `{mode}`"), "s");
+                match self.all.get(&(of, Sample::QemuSeconds)) {
+                    Some(qemu) => row.beside(median(qemu)),
+                    None => row,
+                }
             }
             Sample::SecondsOfCopies(mode) => {
-                row(&format!("time of a snapshot, mode `{mode}` / of three full copies"), "").at_most(0.25)
+                let row = row(&format!("time of a snapshot, mode `{mode}` / of three full copies"), "");
+                if mode == "live" { row } else { row.at_most(0.25) }
             }
             Sample::CopiesSeconds => row("time of three full copies", "s"),
             Sample::QemuCompressedSeconds => row("time of QEMU's compressed migration", "s"),
             Sample::QemuSeconds | Sample::Work(_) => return None,
-            Sample::Restore(_)
-            | Sample::RestoreRatio
-            | Sample::RestoreLarge(_)
-            | Sample::RestoreRatioLarge
-            | Sample::WorkAfter(_) => after_restore(sample, values),
             Sample::NextSeconds => row("time of the next snapshot, in the same vault", "s"),
             Sample::NextBytes => row("bytes of the next snapshot / of the first", ""),
-            Sample::Pause("live") => row("guest held, mode `live`", "ms").at_most(100.0),
-            Sample::Pause(mode) => row(&format!("guest held, mode `{mode}`"), "ms"),
-            Sample::Classify => row("classes of all pages of 4 GiB, one processor", "s").at_most(0.3),
-            Sample::ClassifyFull => {
-                row("4 GiB full of cache: classes of all pages, one processor", "s").at_most(0.3)
+            Sample::Pause(mode) => {
+                let row = row(&format!("guest held, mode `{mode}`"), "ms");
+                if mode == "live" { row.at_most(100.0) } else { row }
             }
+            Sample::Restore(how) => {
+                let row = row(&format!("restore until the guest runs, {how}"), "s");
+                if how == LAZY { row.at_most(1.0) } else { row }
+            }
+            Sample::RestoreRatio => row("restore without cache / with all pages", "").at_most(0.35),
+            Sample::Answer(how) => row(&format!("restore until the guest's next piece of work, {how}"), "s"),
+            Sample::WorkAfter(how) => {
+                let row = row(&format!("work in the 10 s after restore, {how} / all pages"), "");
+                if how == REFILL { row.at_least(0.95) } else { row }
+            }
+            Sample::Classify => row("classes of all pages, one processor", "s").at_most(0.3),
         })
-    }
-}
-
-fn after_restore(sample: Sample, values: &[f64]) -> Row {
-    let row = |name: &str, unit: &str| Row::median(name, unit, values);
-    match sample {
-        Sample::Restore(how @ LAZY) => row(&format!("restore until the guest runs, {how}"), "s").at_most(1.0),
-        Sample::Restore(how) => row(&format!("restore until the guest runs, {how}"), "s"),
-        Sample::RestoreLarge(how) => {
-            let row = row(&format!("4 GiB full of cache: restore until the guest runs, {how}"), "s");
-            if how == LAZY { row.at_most(1.0) } else { row }
-        }
-        Sample::RestoreRatioLarge => {
-            row("4 GiB full of cache: restore without cache / with all pages", "").at_most(0.35)
-        }
-        Sample::RestoreRatio => row("restore without cache / with all pages", "").at_most(0.35),
-        Sample::WorkAfter(how @ "cache from the disk") => {
-            row(&format!("work in the 10 s after restore, {how} / all pages"), "").at_least(0.95)
-        }
-        Sample::WorkAfter(how) => row(&format!("work in the 10 s after restore, {how} / all pages"), ""),
-        other => unreachable!("{other:?} is none of a restore"),
     }
 }

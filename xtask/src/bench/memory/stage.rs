@@ -71,7 +71,7 @@ impl Stage {
 
     /// The homes of a vault.
     pub(super) fn vault(&self, name: &str) -> Vec<PathBuf> {
-        (0..COPIES).map(|copy| self.dir().join(format!("{name}-{copy}"))).collect()
+        (0..COPIES).map(|copy| self.dir().join(format!("vault-{name}-{copy}"))).collect()
     }
 
     /// `vmstrata vm WORDS --vault ...`

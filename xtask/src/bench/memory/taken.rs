@@ -19,13 +19,11 @@ const CAUSES: [(&str, &str); 6] = [
     ("zstd", "zstd"),
 ];
 
-/// How the first snapshots are taken: with the guest held as full copies hold it, and as it is by default.
-pub(super) const MODES: [&str; 2] = ["stop", "copy"];
+/// How the first snapshots are taken, each into an empty vault; the last way is the default.
+pub(super) const MODES: [&str; 3] = ["stop", "live", "copy"];
 
-/// The vault of all rounds; each begins with an empty one.
-pub(super) const VAULT: &str = "vault";
-/// That of snapshots for which the guest is held until they are stored.
-const STOPPED: &str = "stopped";
+/// The vault of the first snapshots in the default mode, and of what follows them.
+const VAULT: &str = "copy";
 /// The vault of a snapshot with every page of clean cache, and its name.
 pub(super) const WHOLE: &str = "whole";
 /// The same of one at the same instant whose clean cache lies on the disk.
@@ -36,17 +34,23 @@ pub(super) fn name(round: usize) -> String {
     format!("s{round}")
 }
 
-/// Takes one.
-pub(super) fn measure(stage: &Stage, round: usize, samples: &mut Samples) -> Result<()> {
-    let name = name(round);
-    for (mode, vault) in MODES.into_iter().zip([STOPPED, VAULT]) {
+/// Takes one in every mode.
+pub(super) fn modes(stage: &Stage, round: usize, samples: &mut Samples) -> Result<()> {
+    for mode in MODES {
         // There is none before the first round.
-        stage.vault(vault).iter().filter(|home| home.exists()).try_for_each(fs::remove_dir_all)?;
-        let name = if vault == VAULT { name.clone() } else { format!("{name}-{mode}") };
-        let taken = take(stage, &name, &["--mode", mode], vault)?;
+        stage.vault(mode).iter().filter(|home| home.exists()).try_for_each(fs::remove_dir_all)?;
+        // The disk has one snapshot of a name.
+        let taken = take(stage, &format!("{}-{mode}", name(round)), &["--mode", mode], mode)?;
         samples.add(Sample::Seconds(mode), number(&taken, "seconds")?);
         samples.add(Sample::Pause(mode), number(&taken, "pause-ms")?);
     }
+    Ok(())
+}
+
+/// The same, and what the last one saved.
+pub(super) fn measure(stage: &Stage, round: usize, samples: &mut Samples) -> Result<()> {
+    modes(stage, round, samples)?;
+    let name = format!("{}-{VAULT}", name(round));
     let shown = stage.vm_command(&["show", &format!("guest@{name}"), "--json"], VAULT)?.output()?;
     let shown = parsed(&shown.stdout)?;
     let saved = &shown["savings"];
@@ -59,14 +63,12 @@ pub(super) fn measure(stage: &Stage, round: usize, samples: &mut Samples) -> Res
     Ok(())
 }
 
-/// Takes another one of the same guest beside it, some time later, and one while the guest runs on.
+/// Takes another one of the same guest beside it, some time later.
 pub(super) fn measure_next(stage: &Stage, round: usize, samples: &mut Samples) -> Result<()> {
     let first = used(stage)?;
     let taken = take(stage, &format!("{}-next", name(round)), &[], VAULT)?;
     samples.add(Sample::NextSeconds, number(&taken, "seconds")?);
     samples.add(Sample::NextBytes, (used(stage)? - first) as f64 / first as f64);
-    let live = take(stage, &format!("{}-live", name(round)), &["--mode", "live"], VAULT)?;
-    samples.add(Sample::Pause("live"), number(&live, "pause-ms")?);
     Ok(())
 }
 
