@@ -59,40 +59,6 @@ impl Files {
     }
 }
 
-/// Writes of 4 KiB a second at random positions of files of `len` bytes in `dir`, which the page cache holds in pieces of a
-/// cluster, by one thread for each processor, each with a file of its own; as many such rates as asked for, each over `time`,
-/// and each of other new files.
-///
-/// # Errors
-/// When no file can be made or written.
-pub(super) fn write_files(dir: &Path, len: u64, time: Duration, rates: usize) -> Result<Vec<f64>> {
-    let threads = thread::available_parallelism()?.get();
-    let blocks = len / BLOCK as u64;
-    let write =
-        |file: &File| rate(time, |index| file.write_all_at(&[2; BLOCK], mix(index) % blocks * BLOCK as u64));
-    let mut last = Vec::new();
-    let rates = (0..rates).map(|_| {
-        let files = (0..threads).map(|_| new_file(dir, len)).collect::<Result<Vec<_>>>()?;
-        let rate = thread::scope(|scope| {
-            let writing: Vec<_> = files.iter().map(|file| scope.spawn(|| write(file))).collect();
-            writing.into_iter().map(|thread| thread.join().expect("writing does not panic")).sum()
-        });
-        // Their memory is not to be that of the next ones.
-        last = files;
-        rate
-    });
-    rates.collect()
-}
-
-/// A file without a name, of `len` bytes.
-fn new_file(dir: &Path, len: u64) -> Result<File> {
-    let file = tempfile::tempfile_in(dir)?;
-    for at in (0..len).step_by(CLUSTER as usize) {
-        file.write_all_at(&[1; CLUSTER as usize], at)?;
-    }
-    Ok(file)
-}
-
 /// How often a second `one` is done, with numbers from 0 on.
 fn rate(time: Duration, mut one: impl FnMut(u64) -> io::Result<()>) -> Result<f64> {
     let start = Instant::now();
@@ -141,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_read_and_written_and_clusters_are_copied() {
+    fn files_are_read_and_clusters_are_copied() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         std::fs::write(path("one"), vec![1; 3 * CLUSTER as usize]).unwrap();
@@ -150,7 +116,5 @@ mod tests {
         assert!(files.read(Duration::from_millis(1), 0).unwrap() > 0.0);
         assert!(Files::open(&[path("none")]).is_err());
         assert!(copy_clusters(&path("one"), dir.path(), Duration::from_millis(1)).unwrap() > 0.0);
-        let rates = write_files(dir.path(), 2 * CLUSTER, Duration::from_millis(1), 3).unwrap();
-        assert!(rates.len() == 3 && rates.iter().all(|rate| *rate > 0.0), "{rates:?}");
     }
 }

@@ -1,9 +1,20 @@
 //! What was measured, row by row beside its bounds: the files of `docs/measurements` that have rows are this structure.
+//!
+//! It is shown as tables: rows with a bound in the README, all rows and how they were measured on the report's page.
 
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-use super::results::{Machine, median, range};
+use super::results::{Machine, quantile, quartiles};
+use super::shown::{Blocks, Shown};
+use super::table::{number, with_quartiles};
 use super::{machine, server};
+
+const HEAD: &str = "| figure | bound | vmstrata | stock QEMU | |\n|---|---|--:|--:|---|\n";
 
 /// What a value must keep.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -24,10 +35,10 @@ pub struct Row {
     pub unit: String,
     /// What it must keep, if anything.
     pub bound: Option<Bound>,
-    /// The value that is judged: the samples' median, largest or smallest, as the name says.
+    /// The value that is judged: the samples' median, unless the name says otherwise.
     pub value: f64,
-    /// Smallest and largest sample.
-    pub range: (f64, f64),
+    /// The samples' quartiles; only beside a median.
+    pub quartiles: Option<(f64, f64)>,
     /// Number of samples.
     pub samples: usize,
     /// The same of stock QEMU.
@@ -35,14 +46,17 @@ pub struct Row {
 }
 
 impl Row {
-    fn new(name: &str, unit: &str, values: &[f64], judged: impl Fn(&[f64]) -> f64) -> Self {
-        assert!(!values.is_empty(), "{name}: nothing was measured");
+    /// The value that `part` of the samples are no larger than counts, such as 0.99.
+    ///
+    /// # Panics
+    /// When there are no values, as for the others.
+    pub fn quantile(name: &str, unit: &str, values: &[f64], part: f64) -> Self {
         Self {
             name: name.to_owned(),
             unit: unit.to_owned(),
             bound: None,
-            value: judged(values),
-            range: range(values),
+            value: quantile(values, part),
+            quartiles: (part == 0.5).then(|| quartiles(values)),
             samples: values.len(),
             qemu: None,
         }
@@ -51,9 +65,9 @@ impl Row {
     /// The median counts.
     ///
     /// # Panics
-    /// When there are no values, as for the others.
+    /// When there are no values.
     pub fn median(name: &str, unit: &str, values: &[f64]) -> Self {
-        Self::new(name, unit, values, median)
+        Self::quantile(name, unit, values, 0.5)
     }
 
     /// The largest value counts.
@@ -61,15 +75,7 @@ impl Row {
     /// # Panics
     /// When there are no values.
     pub fn largest(name: &str, unit: &str, values: &[f64]) -> Self {
-        Self::new(name, unit, values, |values| range(values).1)
-    }
-
-    /// The smallest value counts.
-    ///
-    /// # Panics
-    /// When there are no values.
-    pub fn smallest(name: &str, unit: &str, values: &[f64]) -> Self {
-        Self::new(name, unit, values, |values| range(values).0)
+        Self::quantile(name, unit, values, 1.0)
     }
 
     /// With a bound.
@@ -137,6 +143,72 @@ impl Report {
     }
 }
 
+fn blocks(report: &Report) -> Blocks {
+    let bounded = report.rows.iter().filter(|row| row.bound.is_some());
+    let circumstances = report.machine.circumstances(&report.versions, &report.date);
+    let short: String = bounded.map(line).collect();
+    Blocks { short: format!("{HEAD}{short}\n{circumstances}\n"), whole: markdown(report) }
+}
+
+/// All rows, and how they were measured.
+fn markdown(report: &Report) -> String {
+    let mut text = String::from(HEAD);
+    report.rows.iter().for_each(|row| text.push_str(&line(row)));
+    text.push('\n');
+    for (name, value) in &report.parameters {
+        _ = writeln!(text, "- {name}: {value}");
+    }
+    _ = writeln!(text, "\n{}", report.machine.circumstances(&report.versions, &report.date));
+    text
+}
+
+fn line(row: &Row) -> String {
+    let with_unit = |value: f64| format!("{} {}", number(value), row.unit).trim_end().to_owned();
+    let bound = row.bound.map_or(String::new(), |bound| match bound {
+        Bound::AtLeast(bound) => format!("at least {}", with_unit(bound)),
+        Bound::AtMost(bound) => format!("at most {}", with_unit(bound)),
+    });
+    let verdict = match row.met() {
+        Some(true) => "holds",
+        Some(false) => "**missed**",
+        None => "",
+    };
+    let qemu = row.qemu.map_or(String::new(), with_unit);
+    let value = with_quartiles(row.value, row.quartiles.unwrap_or((row.value, row.value)));
+    let value = format!("{value} {}", row.unit);
+    format!("| {} | {bound} | {} | {qemu} | {verdict} |\n", row.name, value.trim_end())
+}
+
+impl Shown {
+    /// Prints a report and, below a repository's root, writes it and what shows it.
+    ///
+    /// # Errors
+    /// When a file cannot be written or has no place for the table.
+    pub(super) fn publish(&self, root: Option<&Path>, report: &Report) -> Result<()> {
+        println!("{}", markdown(report));
+        let Some(root) = root else { return Ok(()) };
+        let file = root.join(self.file);
+        fs::create_dir_all(file.parent().context("a file in a directory")?)?;
+        let mut json = serde_json::to_string_pretty(report)?;
+        json.push('\n');
+        fs::write(file, json)?;
+        self.write(root, &blocks(report))
+    }
+
+    /// The tables of the report kept in this measurement's file; nothing while there is none.
+    ///
+    /// # Errors
+    /// When the file is no report.
+    pub fn of_report(&self, root: &Path) -> Result<Option<Blocks>> {
+        let file = root.join(self.file);
+        if !file.is_file() {
+            return Ok(None);
+        }
+        let report: Report = serde_json::from_slice(&fs::read(&file)?).context(self.file)?;
+        Ok(Some(blocks(&report)))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,10 +216,10 @@ mod tests {
     #[test]
     fn what_counts_is_what_the_row_says() {
         let values = [3.0, 1.0, 2.0];
-        assert_eq!(Row::median("a", "ms", &values).value, 2.0);
-        assert_eq!(Row::largest("a", "ms", &values).value, 3.0);
-        let row = Row::smallest("a", "ms", &values);
-        assert_eq!((row.value, row.range, row.samples, row.met()), (1.0, (1.0, 3.0), 3, None));
+        let row = Row::median("a", "ms", &values);
+        assert_eq!((row.value, row.quartiles, row.samples, row.met()), (2.0, Some((1.5, 2.5)), 3, None));
+        let row = Row::largest("a", "ms", &values);
+        assert_eq!((row.value, row.quartiles), (3.0, None));
     }
 
     #[test]
@@ -157,5 +229,47 @@ mod tests {
         assert_eq!(row.clone().at_least(0.91).met(), Some(false));
         assert_eq!(row.clone().at_most(0.9).met(), Some(true));
         assert_eq!(row.at_most(0.89).met(), Some(false));
+    }
+
+    const SHOWN: Shown =
+        Shown { file: "docs/measurements/x.json", page: "docs/measurements/x.md", mark: "bench:x" };
+
+    fn report() -> Report {
+        let mut report = Report::new("qemu-img", vec![("all of it".into(), "x".into())]);
+        report.rows.push(Row::median("open", "ms", &[12.0, 13.0, 14.0]).at_most(20.0).beside(4350.0));
+        report.rows.push(Row::median("throughput", "", &[0.8]).at_least(0.9));
+        report.rows.push(Row::largest("noise", "ms", &[0.25]));
+        report
+    }
+
+    #[test]
+    fn rows_show_bound_value_peer_and_verdict() {
+        let text = markdown(&report());
+        assert!(
+            text.contains("| open | at most 20.0 ms | 13.0 (12.5–13.5) ms | 4,400 ms | holds |\n"),
+            "{text}"
+        );
+        assert!(text.contains("| throughput | at least 0.900 | 0.800 |  | **missed** |\n"), "{text}");
+        assert!(text.contains("| noise |  | 0.250 ms |  |  |\n"), "{text}");
+    }
+
+    #[test]
+    fn the_readme_shows_what_has_a_bound() {
+        let Blocks { short, whole } = blocks(&report());
+        assert!(whole.contains("| noise |") && whole.contains("- all of it: x\n"), "{whole}");
+        assert!(short.contains("| open |") && !short.contains("noise"), "{short}");
+    }
+
+    #[test]
+    fn what_is_published_agrees_with_itself() {
+        let root = tempfile::tempdir().unwrap();
+        assert!(SHOWN.of_report(root.path()).unwrap().is_none(), "nothing measured yet");
+        fs::create_dir_all(root.path().join("docs/measurements")).unwrap();
+        for file in ["README.md", SHOWN.page] {
+            fs::write(root.path().join(file), "# x\n<!-- bench:x -->\n<!-- /bench:x -->\n").unwrap();
+        }
+        SHOWN.publish(Some(root.path()), &report()).unwrap();
+        let read = SHOWN.of_report(root.path()).unwrap().expect("a report");
+        assert_eq!(SHOWN.stale(root.path(), &read).unwrap(), None, "tidy would complain");
     }
 }

@@ -100,10 +100,8 @@ pub struct Cell {
     pub samples: usize,
     /// The middle one.
     pub median: f64,
-    /// The smallest.
-    pub min: f64,
-    /// The largest.
-    pub max: f64,
+    /// What a quarter of them is below, and a quarter above.
+    pub quartiles: (f64, f64),
 }
 
 /// A ratio (or a plain value) beside what it must be.
@@ -115,8 +113,8 @@ pub struct Ratio {
     pub target: String,
     /// The median over the pairs.
     pub value: f64,
-    /// Smallest and largest over the pairs.
-    pub range: (f64, f64),
+    /// Quartiles over the pairs.
+    pub quartiles: (f64, f64),
     /// Whether the value keeps the bound.
     pub met: bool,
 }
@@ -169,22 +167,34 @@ pub struct Results {
     pub samples: Vec<Sample>,
 }
 
-/// The middle value; the mean of the two middle ones for an even number.
+/// The value that `part` of the values are no larger than, such as 0.99; between two of them in proportion.
 ///
 /// # Panics
 /// When `values` is empty or holds a NaN.
-pub fn median(values: &[f64]) -> f64 {
+pub fn quantile(values: &[f64], part: f64) -> f64 {
+    assert!(!values.is_empty(), "nothing was measured");
+    assert!(values.iter().all(|value| !value.is_nan()), "a NaN among samples");
     let mut sorted = values.to_vec();
-    sorted.sort_by(|a, b| a.partial_cmp(b).expect("no NaN among samples"));
-    let middle = sorted.len() / 2;
-    if sorted.len().is_multiple_of(2) { (sorted[middle - 1] + sorted[middle]) / 2.0 } else { sorted[middle] }
+    sorted.sort_by(f64::total_cmp);
+    let place = (sorted.len() - 1) as f64 * part;
+    let (low, high) = (sorted[place.floor() as usize], sorted[place.ceil() as usize]);
+    low + (high - low) * place.fract()
 }
 
-/// Smallest and largest.
-pub fn range(values: &[f64]) -> (f64, f64) {
-    values
-        .iter()
-        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(*value), high.max(*value)))
+/// The middle value; the mean of the two middle ones for an even number.
+///
+/// # Panics
+/// As [`quantile`].
+pub fn median(values: &[f64]) -> f64 {
+    quantile(values, 0.5)
+}
+
+/// What a quarter of the values is below, and a quarter above.
+///
+/// # Panics
+/// As [`quantile`].
+pub fn quartiles(values: &[f64]) -> (f64, f64) {
+    (quantile(values, 0.25), quantile(values, 0.75))
 }
 
 /// One cell per figure, server and chain length, sorted.
@@ -197,9 +207,9 @@ pub fn cells(samples: &[Sample]) -> Vec<Cell> {
         let same =
             |sample: &&Sample| (sample.figure, sample.server, sample.layers) == (figure, server, layers);
         let values: Vec<f64> = samples.iter().filter(same).map(|sample| sample.value).collect();
-        let (min, max) = range(&values);
-        let unit = figure.unit().to_owned();
-        Cell { figure, server, layers, unit, samples: values.len(), median: median(&values), min, max }
+        let (unit, samples) = (figure.unit().to_owned(), values.len());
+        let (median, quartiles) = (median(&values), quartiles(&values));
+        Cell { figure, server, layers, unit, samples, median, quartiles }
     };
     keys.into_iter().map(cell).collect()
 }
@@ -239,9 +249,13 @@ mod tests {
     }
 
     #[test]
-    fn medians_of_odd_and_even_numbers() {
+    fn quantiles_lie_between_values_in_proportion() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert_eq!(quartiles(&[5.0, 1.0, 2.0, 4.0, 3.0]), (2.0, 4.0));
+        assert_eq!(quartiles(&[2.0]), (2.0, 2.0));
+        let hundred: Vec<f64> = (0..=100).map(f64::from).collect();
+        assert_eq!((quantile(&hundred, 0.99), quantile(&hundred, 1.0)), (99.0, 100.0));
     }
 
     #[test]
@@ -257,6 +271,6 @@ mod tests {
         let cells = cells(&[sample(1, 1, 10.0), sample(50, 50, 30.0), sample(1, 50, 20.0)]);
         assert_eq!(cells.len(), 2);
         assert_eq!((cells[0].layers, cells[0].samples, cells[0].median), (1, 2, 15.0));
-        assert_eq!((cells[0].min, cells[0].max), (10.0, 20.0));
+        assert_eq!(cells[0].quartiles, (12.5, 17.5));
     }
 }

@@ -92,8 +92,14 @@ fn ratio_row(ratio: &Ratio) -> String {
         _ => "",
     });
     let verdict = if ratio.met { "holds" } else { "**missed**" };
-    let measured = format!("{} {unit}", number(ratio.value));
+    let measured = format!("{} {unit}", with_quartiles(ratio.value, ratio.quartiles));
     format!("| {} | {} | {} | {verdict} |\n", ratio.name, ratio.target, measured.trim_end())
+}
+
+/// A median with its quartiles, unless they look the same.
+pub(super) fn with_quartiles(median: f64, (low, high): (f64, f64)) -> String {
+    let [median, low, high] = [median, low, high].map(number);
+    if low == median && high == median { median } else { format!("{median} ({low}–{high})") }
 }
 
 /// Three significant digits, thousands separated.
@@ -127,6 +133,8 @@ mod tests {
     fn numbers_have_three_digits() {
         let texts: Vec<_> = [0.0361, 0.95, 3.456, 34.56, 345.6, 34_567.0, 1_234_567.0].map(number).into();
         assert_eq!(texts, ["0.036", "0.950", "3.46", "34.6", "346", "34,600", "1,234,600"]);
+        assert_eq!(with_quartiles(1.0, (0.5, 2.0)), "1.00 (0.500–2.00)");
+        assert_eq!(with_quartiles(1.0, (1.0, 1.001)), "1.00");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What the benchmark must show, and how it is computed from samples.
 
-use super::results::{Figure, Ratio, Sample, median, range};
+use super::results::{Figure, Ratio, Sample, median, quartiles};
 use super::server::Kind;
 use super::table::thousands;
 
@@ -78,7 +78,7 @@ impl Target {
             Bound::AtLeast(bound) => (value >= bound, format!("at least {bound}{}", self.unit())),
             Bound::AtMost(bound) => (value <= bound, format!("at most {bound}{}", self.unit())),
         };
-        Some(Ratio { name: self.name(), target, value, range: range(&values), met })
+        Some(Ratio { name: self.name(), target, value, quartiles: quartiles(&values), met })
     }
 
     fn values(&self, samples: &[Sample]) -> Vec<f64> {
@@ -153,7 +153,7 @@ mod tests {
         ];
         let ratios = ratios(&samples);
         assert_eq!(ratios.len(), 1, "{ratios:?}");
-        assert_eq!((ratios[0].value, ratios[0].range, ratios[0].met), (5.0, (4.0, 6.0), true));
+        assert_eq!((ratios[0].value, ratios[0].quartiles, ratios[0].met), (5.0, (4.5, 5.5), true));
     }
 
     #[test]

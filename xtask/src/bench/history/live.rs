@@ -2,6 +2,14 @@
 //!
 //! First the history: snapshots with a known number of changed clusters between. Then, at the end of the long chain,
 //! snapshots under a guest that writes without a break, whose every request is timed.
+//!
+//! ```text
+//!   ─┤ second │ second ├─ snapshot ─┤ second ├─
+//!       └ control ┘ └─── effect ──────┘
+//! ```
+//!
+//! A shared machine does more in one second and less in the next, whoever serves the disk. The control, two seconds between
+//! which nothing happens, shows the machine's part.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -12,13 +20,11 @@ use anyhow::{Context, Result};
 use super::super::client::Client;
 use super::super::qmp::Qmp;
 use super::super::report::{Report, Row};
-use super::super::results::{median, range};
+use super::super::results::{median, quantile};
 use super::super::server::{Disk, Kind, Server};
 use super::disk::{self, History, Layer};
 use super::guest::Guest;
-use super::machine::{Machine, Watch};
 use super::take::{self, Take, Taken};
-use super::throughput::{self, Throughput};
 use super::trace::Trace;
 use super::{BLOCK, CLUSTER, Options, Pace, SEED};
 use crate::chain::pattern::{Writer, mix};
@@ -33,28 +39,21 @@ struct Moment {
     from: Duration,
     to: Duration,
     taken: Taken,
-    /// Nothing else was done in the second before and the second after.
+    /// In the two seconds before and in the second after nothing else was done.
     spaced: bool,
 }
 
-/// What happened under a writing guest, in the guest's time.
-struct Course {
-    pace: Pace,
-    moments: Vec<Moment>,
-    /// Before each spaced snapshot, a moment at which none was taken.
-    controls: Vec<Duration>,
-    machine: Machine,
-}
-
 /// What a guest felt, and what the commands took: one value a snapshot.
+#[derive(Default)]
 pub(super) struct Felt {
     /// Longest latency of a request around a snapshot, ms.
     longest: Vec<f64>,
-    /// Of those snapshots during which the machine itself did not stand still, ms; of none where that cannot be told.
-    undisturbed: Vec<f64>,
-    /// The same where no snapshot was taken, ms.
+    /// The same in as long a time before it, ms.
     usual: Vec<f64>,
-    throughput: Throughput,
+    /// Requests of the second after a snapshot over those of the second before.
+    after: Vec<f64>,
+    /// The same of two seconds between which no snapshot was taken.
+    control: Vec<f64>,
     /// Of the command, ms: of snapshots that were taken seconds after the last one.
     commands: Vec<f64>,
     /// Of those that were taken close to the last one, ms.
@@ -84,15 +83,15 @@ pub(super) fn vmstrata(options: &Options, dir: &Path, report: &mut Report) -> Re
         history.push(&name(index), (index > 0).then_some(clusters));
     }
     let guest = Guest::start(client, options.working_set);
-    let course = paced(&guest, options.pace, quiet, &mut take, dir)?;
+    let moments = paced(&guest, options.pace, quiet, &mut take, dir)?;
     let (mut client, trace) = guest.stop()?;
-    (quiet..quiet + course.moments.len()).for_each(|index| history.push(&name(index), None));
+    (quiet..options.snapshots).for_each(|index| history.push(&name(index), None));
     history.verify(&mut client, 2000)?;
     let memory = server.resident_bytes()? as f64 / f64::from(1 << 20);
     report.add(Row::median("memory after all snapshots were taken live", "MiB", &[memory]));
     drop(client);
     server.stop()?;
-    Ok((history, Felt::new(&course, &trace)))
+    Ok((history, Felt::new(&moments, options.pace.second, &trace)))
 }
 
 /// Takes snapshots of a disk of the same kind through stock QEMU: fewer, as they take their time.
@@ -114,11 +113,11 @@ pub(super) fn qemu(options: &Options, dir: &Path) -> Result<Felt> {
         close: options.pace.close.div_ceil(3),
         ..options.pace
     };
-    let course = paced(&guest, pace, 0, &mut take, dir)?;
+    let moments = paced(&guest, pace, 0, &mut take, dir)?;
     let (client, trace) = guest.stop()?;
     drop(client);
     server.stop()?;
-    Ok(Felt::new(&course, &trace))
+    Ok(Felt::new(&moments, pace.second, &trace))
 }
 
 fn name(index: usize) -> String {
@@ -143,134 +142,78 @@ fn change(client: &mut Client, history: &mut History, clusters: &[u64], index: u
     Ok(())
 }
 
-/// Snapshots at their moments; more, close ones, until the machine itself ran during as many as were asked for. Where it stands
-/// still time and again, twice as many are enough.
-fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Path) -> Result<Course> {
-    let wanted = pace.close + pace.spaced;
-    let mut course = Course { pace, moments: Vec::new(), controls: Vec::new(), machine: Machine::unseen() };
-    let mut next = pace;
-    while next.close + next.spaced > 0 {
-        course.go_on(guest, next, first, take, dir)?;
-        let missing = if course.machine.is_known() { wanted - course.undisturbed().count() } else { 0 };
-        next = Pace { spaced: 0, close: missing.min(2 * wanted - course.moments.len()), ..pace };
-    }
-    Ok(course)
-}
-
-impl Course {
-    /// Takes close snapshots, then those with a second before and after.
-    fn go_on(
-        &mut self,
-        guest: &Guest,
-        pace: Pace,
-        first: usize,
-        take: &mut dyn Take,
-        dir: &Path,
-    ) -> Result<()> {
-        let watch = Watch::begin();
-        let close = (0..pace.close).step_by(TOGETHER).map(|done| (pace.close - done).min(TOGETHER));
-        for count in close {
-            let _memory = pace.memory(dir, count * MEMORY)?;
-            for _ in 0..count {
-                self.take(guest, false, first, take)?;
-                std::thread::sleep(pace.second.mul_f64(0.5));
-            }
-        }
-        for _ in 0..pace.spaced {
-            let _memory = pace.memory(dir, MEMORY)?;
-            // In the seconds before and after nothing else is done.
-            guest.wait_until_even(pace.second);
-            self.controls.push(guest.now());
-            std::thread::sleep(pace.second.mul_f64(1.1));
-            guest.wait_until_even(pace.second);
-            self.take(guest, true, first, take)?;
-            std::thread::sleep(pace.second.mul_f64(1.1));
-        }
-        self.machine.add(watch, guest);
-        Ok(())
-    }
-
-    fn take(&mut self, guest: &Guest, spaced: bool, first: usize, take: &mut dyn Take) -> Result<()> {
+/// Takes close snapshots, then spaced ones.
+fn paced(guest: &Guest, pace: Pace, first: usize, take: &mut dyn Take, dir: &Path) -> Result<Vec<Moment>> {
+    let mut moments = Vec::new();
+    let mut one = |spaced| -> Result<()> {
         let from = guest.now();
-        let taken = take.take(&name(first + self.moments.len()))?;
-        self.moments.push(Moment { from, to: guest.now(), taken, spaced });
+        let taken = take.take(&name(first + moments.len()))?;
+        moments.push(Moment { from, to: guest.now(), taken, spaced });
         Ok(())
+    };
+    for done in (0..pace.close).step_by(TOGETHER) {
+        let count = (pace.close - done).min(TOGETHER);
+        let _memory = pace.memory(dir, count * MEMORY)?;
+        for _ in 0..count {
+            one(false)?;
+            std::thread::sleep(pace.second.mul_f64(0.5));
+        }
     }
-
-    /// The snapshots during which the machine is known not to have stood still.
-    fn undisturbed(&self) -> impl Iterator<Item = &Moment> {
-        self.moments.iter().filter(|moment| self.machine.ran(moment.from, self.felt_until(moment)))
+    for _ in 0..pace.spaced {
+        let _memory = pace.memory(dir, MEMORY)?;
+        std::thread::sleep(pace.second.mul_f64(2.1));
+        one(true)?;
+        std::thread::sleep(pace.second.mul_f64(1.1));
     }
-
-    /// For how long after its command a snapshot is looked at.
-    fn after(&self) -> Duration {
-        self.pace.second.mul_f64(0.1)
-    }
-
-    fn felt_until(&self, moment: &Moment) -> Duration {
-        moment.to + self.after()
-    }
+    Ok(moments)
 }
 
 impl Felt {
-    fn new(course: &Course, trace: &Trace) -> Self {
-        let (moments, second) = (&course.moments, course.pace.second);
+    fn new(moments: &[Moment], second: Duration, trace: &Trace) -> Self {
         let ms = |time: Duration| time.as_secs_f64() * 1000.0;
-        let longest = |moment: &Moment| ms(trace.longest(moment.from, course.felt_until(moment)));
-        let usual = moments.iter().map(|moment| {
-            let len = course.felt_until(moment) - moment.from;
-            let to = moment.from.saturating_sub(course.after());
-            ms(trace.longest(to.saturating_sub(len), to))
-        });
-        let commands = |spaced: bool| {
-            let those = moments.iter().filter(|moment| moment.spaced == spaced);
-            those.map(|moment| ms(moment.taken.command)).collect()
-        };
-        let spaced: Vec<Duration> = moments.iter().filter(|one| one.spaced).map(|one| one.from).collect();
-        Self {
-            longest: moments.iter().map(longest).collect(),
-            undisturbed: course.undisturbed().map(longest).collect(),
-            usual: usual.collect(),
-            throughput: Throughput::new(trace, &spaced, &course.controls, second, &course.machine),
-            commands: commands(true),
-            close_commands: commands(false),
-            pauses: moments.iter().filter_map(|moment| moment.taken.pause.map(ms)).collect(),
+        let mut felt = Self::default();
+        for Moment { from, to, taken, spaced } in moments {
+            // A snapshot is felt until some time after its command.
+            let after = second.mul_f64(0.1);
+            let len = *to + after - *from;
+            felt.longest.push(ms(trace.longest(*from, *from + len)));
+            let before = from.saturating_sub(after);
+            felt.usual.push(ms(trace.longest(before.saturating_sub(len), before)));
+            felt.pauses.extend(taken.pause.map(ms));
+            if *spaced {
+                felt.commands.push(ms(taken.command));
+                felt.after.push(trace.change(*from, second));
+                felt.control.push(trace.change(*from - second, second));
+            } else {
+                felt.close_commands.push(ms(taken.command));
+            }
         }
+        felt
     }
 }
 
-/// Rows of both. `alone` are the writes of a second without any server ([`throughput::rows`]).
-pub(super) fn rows(ours: &Felt, qemu: &Felt, alone: &[f64], report: &mut Report) {
-    latency_rows(ours, qemu, report);
-    throughput::rows(&ours.throughput, &qemu.throughput, alone, report);
+/// Rows of both.
+pub(super) fn rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
+    let longest = "snapshot of the live disk: longest latency of a 4 KiB write, QD8";
+    let usual = "the same in as long a time without a snapshot";
+    for (part, words) in [(0.5, ""), (0.99, ", p99 of them")] {
+        let row = |name: &str, ours: &[f64], qemu: &[f64]| {
+            Row::quantile(&format!("{name}{words}"), "ms", ours, part).beside(quantile(qemu, part))
+        };
+        report.add(row(longest, &ours.longest, &qemu.longest).at_most(5.0));
+        report.add(row(usual, &ours.usual, &qemu.usual));
+    }
+    report.add(Row::median("writes held, as the server reports it", "ms", &ours.pauses));
+    let mut add = |row: Row, qemu: &[f64]| report.add(row.beside(median(qemu)));
+    let after = "writes in the second after / before a snapshot";
+    let control = "the same of two seconds between which no snapshot was taken";
+    add(Row::median(after, "", &ours.after).at_least(0.9), &qemu.after);
+    add(Row::median(control, "", &ours.control), &qemu.control);
     let command = "time of the command (QEMU: `qemu-img create -b`, `blockdev-snapshot-sync`)";
     let close = "the same, of snapshots half a second after the last one";
     let compared =
         [(command, &ours.commands, &qemu.commands), (close, &ours.close_commands, &qemu.close_commands)];
     for (name, ours, qemu) in compared {
-        beside(report, Row::median(name, "ms", ours).at_most(median(qemu)), qemu);
+        add(Row::median(name, "ms", ours).at_most(median(qemu)), qemu);
     }
-}
-
-fn latency_rows(ours: &Felt, qemu: &Felt, report: &mut Report) {
-    let largest = |values: &[f64]| range(values).1;
-    let longest = "snapshot of the live disk: longest latency of any 4 KiB write, QD8";
-    let usual = "longest latency in as long a time without a snapshot";
-    report.add(Row::largest(longest, "ms", &ours.longest).at_most(5.0).beside(largest(&qemu.longest)));
-    beside(report, Row::median("the same, median of the snapshots", "ms", &ours.longest), &qemu.longest);
-    if !ours.undisturbed.is_empty() && !qemu.undisturbed.is_empty() {
-        let share = |felt: &Felt| 1.0 - felt.undisturbed.len() as f64 / felt.longest.len() as f64;
-        let stalled = "snapshots during which the machine itself stood still for 3 ms or longer";
-        report.add(Row::median(stalled, "of all", &[share(ours)]).beside(share(qemu)));
-        let quiet = Row::largest("longest latency of the other snapshots", "ms", &ours.undisturbed);
-        report.add(quiet.at_most(5.0).beside(largest(&qemu.undisturbed)));
-    }
-    report.add(Row::largest(usual, "ms", &ours.usual).beside(largest(&qemu.usual)));
-    beside(report, Row::median("the same, median", "ms", &ours.usual), &qemu.usual);
-    report.add(Row::largest("writes held, as the server reports it", "ms", &ours.pauses));
-}
-
-/// Adds a row with the median of what QEMU shows.
-fn beside(report: &mut Report, row: Row, qemu: &[f64]) {
-    report.add(row.beside(median(qemu)));
 }

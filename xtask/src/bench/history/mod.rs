@@ -16,13 +16,11 @@ mod changes;
 mod disk;
 mod guest;
 mod live;
-mod machine;
 mod merging;
 mod opened;
 mod reads;
 mod space;
 mod take;
-mod throughput;
 mod trace;
 
 use std::fs;
@@ -31,7 +29,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
-use super::floor;
 use super::machine::FreeMemory;
 use super::report::Report;
 use super::server;
@@ -95,7 +92,7 @@ impl Part {
 pub struct Pace {
     /// Snapshots with a whole `second` before and after, for throughput.
     pub spaced: usize,
-    /// Further ones, for latency only. As many more are taken as the machine itself stood still during, of both.
+    /// Further ones, for latency only.
     pub close: usize,
     /// What is looked at before and after.
     pub second: Duration,
@@ -183,10 +180,7 @@ fn measure_live(options: &Options, dir: &Path, said: &dyn Fn(&str), report: &mut
     let (history, felt) = live::vmstrata(options, dir, report)?;
     said("the same by stock QEMU");
     let qemu = live::qemu(options, dir)?;
-    said("the machine alone");
-    let pace = options.pace;
-    let alone = floor::write_files(dir, options.working_set, pace.second, pace.spaced + 1)?;
-    live::rows(&felt, &qemu, &alone, report);
+    live::rows(&felt, &qemu, report);
     said("differences");
     changes::measure(&history, options.rounds, report)?;
     said("qemu-img check of every layer");
@@ -201,13 +195,7 @@ fn parameters(options: &Options) -> Vec<(String, String)> {
     vec![
         named("disk", format!("{} GiB, 90 % of its 64 KiB clusters mapped", options.size >> 30)),
         named("snapshots", options.snapshots.to_string()),
-        named(
-            "snapshots under a writing guest",
-            format!(
-                "{}, and more instead of those during which the machine stood still",
-                pace.spaced + pace.close
-            ),
-        ),
+        named("snapshots under a writing guest", (pace.spaced + pace.close).to_string()),
         named("guest", format!("4 KiB random writes, QD8, to {} MiB", options.working_set >> 20)),
         named(
             "guest during merges",

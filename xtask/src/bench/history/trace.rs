@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use super::super::results::median;
-
 /// Longer than any request takes; a server that is silent for longer ends the run.
 const LATENCY_MAX: Duration = Duration::from_secs(60);
 
@@ -50,25 +48,14 @@ impl Trace {
         self.requests.push(Request::new(start, end));
     }
 
-    /// Requests so far.
-    #[inline]
-    pub(super) fn len(&self) -> usize {
-        self.requests.len()
-    }
-
     /// Requests completed between two moments.
     pub(super) fn completed(&self, from: Duration, to: Duration) -> usize {
         self.first_after(to) - self.first_after(from)
     }
 
-    /// Requests completed between two moments, over those that there would be if each of so many equal parts of that time had as
-    /// many as the median one.
-    pub(super) fn evenness(&self, from: Duration, to: Duration, parts: u32) -> f64 {
-        let part = (to - from) / parts;
-        let start = |index: u32| from + part * index;
-        let counts = (0..parts).map(|index| self.completed(start(index), start(index + 1)) as f64);
-        let counts: Vec<f64> = counts.collect();
-        counts.iter().sum::<f64>() / (f64::from(parts) * median(&counts).max(1.0))
+    /// Requests completed in the `second` after `at`, over those in the one before.
+    pub(super) fn change(&self, at: Duration, second: Duration) -> f64 {
+        self.completed(at, at + second) as f64 / self.completed(at - second, at) as f64
     }
 
     /// The longest latency among requests that were under way at some time between two moments, and ended.
@@ -86,19 +73,6 @@ impl Trace {
         let rank = (latencies.len() as f64 * part).ceil() as usize;
         let place = rank.checked_sub(1).filter(|place| *place < latencies.len())?;
         Some(*latencies.select_nth_unstable(place).1)
-    }
-
-    /// So many requests in each second, each of a millisecond.
-    #[cfg(test)]
-    pub(super) fn of_rates(rates: &[u32]) -> Self {
-        let second = Duration::from_secs(1);
-        let requests = rates.iter().zip(0..).flat_map(|(rate, number)| {
-            (1..=*rate).map(move |index| {
-                let end = second * number + second * index / (rate + 1);
-                Request::new(end - Duration::from_millis(1), end)
-            })
-        });
-        Self { requests: requests.collect() }
     }
 
     fn first_after(&self, moment: Duration) -> usize {
@@ -143,17 +117,11 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_is_what_a_second_is_uneven_by() {
-        let trace = trace();
-        assert!((trace.evenness(ms(5), ms(95), 9) - 1.0).abs() < 1e-9);
-        // Nothing completes from 95 to 155, and one more from 155 to 165.
-        assert!((trace.evenness(ms(5), ms(205), 20) - 15.0 / 20.0).abs() < 1e-9);
-    }
-
-    #[test]
     fn completions_of_a_window() {
         let trace = trace();
         assert_eq!(trace.completed(ms(0), ms(100)), 10);
         assert_eq!(trace.completed(ms(100), ms(155)), 0);
+        assert_eq!(trace.change(ms(205), ms(20)), 1.0);
+        assert_eq!(trace.change(ms(100), ms(60)), 1.0 / 6.0);
     }
 }
