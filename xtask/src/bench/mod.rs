@@ -12,7 +12,6 @@
 
 mod cached;
 pub mod client;
-pub mod describe;
 mod floor;
 pub mod history;
 pub mod load;
@@ -30,4 +29,3 @@ pub mod session;
 pub mod shown;
 pub mod table;
 pub mod targets;
-mod turns;

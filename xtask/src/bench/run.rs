@@ -8,7 +8,7 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
@@ -17,10 +17,10 @@ use super::floor;
 use super::load::Access;
 use super::machine::{by_turns, settle, touch_free_memory};
 use super::prepared::{self, Prepared};
-use super::results::{Figure, Results, Sample};
+use super::results::{Figure, Results, Sample, cells};
 use super::server::{self, Disk, Kind};
 use super::session::{self, Reader, Session, Timing, Values};
-use super::{describe, publish};
+use super::{machine, publish, targets};
 use crate::chain::{self, Backing, Base, Plan, Shape, image};
 
 /// What the command line asks for.
@@ -119,7 +119,7 @@ pub fn run(options: &Options) -> Result<Results> {
     if options.boot {
         bench.boots()?;
     }
-    let results = describe::results(options, bench.samples);
+    let results = results(options, bench.samples);
     println!("{}", publish::markdown(&results));
     if let Some(root) = &options.publish {
         publish::write(root, &results)?;
@@ -294,4 +294,59 @@ const fn qemu_rounds(layers: u32) -> u32 {
         101..=500 => 2,
         _ => 1,
     }
+}
+
+/// The results file for `samples`.
+fn results(options: &Options, samples: Vec<Sample>) -> Results {
+    Results {
+        date: machine::today(),
+        machine: machine::machine(),
+        versions: named([
+            ("qemu", machine::version("qemu-storage-daemon")),
+            ("vmstrata", machine::version(&server::vmstrata().display().to_string())),
+            ("fio", machine::version("fio")),
+            ("libnbd", machine::version("nbdcopy")),
+        ]),
+        commands: commands(),
+        parameters: parameters(options),
+        cells: cells(&samples),
+        ratios: targets::ratios(&samples),
+        samples,
+    }
+}
+
+fn named<const N: usize>(pairs: [(&str, String); N]) -> Vec<(String, String)> {
+    pairs.map(|(name, value)| (name.to_owned(), value)).into()
+}
+
+fn commands() -> Vec<(String, String)> {
+    named([
+        ("qemu", command_line(Kind::Qemu)),
+        ("vmstrata", command_line(Kind::Vmstrata)),
+        ("vhost-user client", "libblkio virtio-blk-vhost-user, one queue, interrupts".into()),
+        ("floor client", "libblkio io_uring on a raw file through the page cache".into()),
+        ("nbd client", "fio --ioengine=nbd --rw=randread --bs=4k --iodepth=16".into()),
+        ("copy", "nbdcopy URI null:".into()),
+        ("all of it", "cargo xtask bench chain".into()),
+    ])
+}
+
+fn command_line(kind: Kind) -> String {
+    let disk = Disk { path: "DISK".into(), writable: false, backing: None };
+    let command = server::command(kind, &disk, Path::new("DIR"));
+    let program = Path::new(command.get_program()).file_name().unwrap_or_default().to_owned();
+    let words = std::iter::once(program.as_os_str()).chain(command.get_args());
+    words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
+}
+
+fn parameters(options: &Options) -> Vec<(String, String)> {
+    let seconds = |time: Duration| format!("{} s", time.as_secs_f64());
+    named([
+        ("disk", format!("{} MiB", options.size >> 20)),
+        ("fill", FILL.to_string()),
+        ("cluster", format!("{} KiB", CLUSTER >> 10)),
+        ("rounds", options.rounds.to_string()),
+        ("timed run", seconds(options.timing.run)),
+        ("warm-up", seconds(options.timing.warm_up)),
+    ])
 }
