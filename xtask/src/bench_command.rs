@@ -12,7 +12,7 @@ use xtask::bench::session::Timing;
 use xtask::bench::{history, memory, publish};
 use xtask::size::parse_size;
 
-/// Measure, and write the results into docs/measurements and the README.
+/// Measure, and write the results below docs and into README.md.
 #[derive(Args)]
 pub(crate) struct Bench {
     #[command(subcommand)]
@@ -48,7 +48,7 @@ struct HistoryBench {
     /// Directory for the files, which are removed at the end (about 15 GiB).
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// Print only; leave docs/measurements and README.md alone.
+    /// Print only; write no file below docs, nor README.md.
     #[arg(long)]
     no_write: bool,
 }
@@ -70,7 +70,7 @@ struct MemoryBench {
     /// Directory for disks and vaults, which are removed at the end (about 10 GiB).
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// Print only; leave docs/measurements and README.md alone.
+    /// Print only; write no file below docs, nor README.md.
     #[arg(long)]
     no_write: bool,
 }
@@ -95,7 +95,7 @@ struct ChainBench {
     /// Directory for the chains (about 15 GiB for the default lengths).
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// Print only; leave docs/measurements and README.md alone.
+    /// Print only; write no file below docs, nor README.md.
     #[arg(long)]
     no_write: bool,
     /// Leave out the guest boots.

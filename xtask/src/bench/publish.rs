@@ -10,8 +10,12 @@ use super::shown::{Blocks, Shown};
 use super::{plot, table};
 
 /// Where chains are shown.
-pub const SHOWN: Shown =
-    Shown { file: "docs/measurements/chain.json", page: "docs/measurements/chain.md", mark: "bench:chain" };
+pub const SHOWN: Shown = Shown {
+    file: "docs/measurements/chain.json",
+    summary: "README.md",
+    page: "docs/measurements/chain.md",
+    mark: "bench:chain",
+};
 
 /// Writes `docs/measurements/chain.json`, the plot beside it, and the tables.
 ///
@@ -61,7 +65,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         assert!(blocks(root.path()).unwrap().is_none(), "nothing measured yet");
         fs::create_dir_all(root.path().join("docs/measurements")).unwrap();
-        for file in ["README.md", SHOWN.page] {
+        for file in [SHOWN.summary, SHOWN.page] {
             fs::write(root.path().join(file), "# x\n<!-- bench:chain -->\n<!-- /bench:chain -->\n").unwrap();
         }
         write(root.path(), &super::super::results::example()).unwrap();

@@ -1,6 +1,6 @@
 //! What was measured, row by row beside its bounds: the files of `docs/measurements` that have rows are this structure.
 //!
-//! It is shown as tables: rows with a bound in the README, all rows and how they were measured on the report's page.
+//! It is shown as tables: rows with a bound in the summary, all rows and how they were measured on the report's page.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -231,8 +231,12 @@ mod tests {
         assert_eq!(row.at_most(0.89).met(), Some(false));
     }
 
-    const SHOWN: Shown =
-        Shown { file: "docs/measurements/x.json", page: "docs/measurements/x.md", mark: "bench:x" };
+    const SHOWN: Shown = Shown {
+        file: "docs/measurements/x.json",
+        summary: "README.md",
+        page: "docs/measurements/x.md",
+        mark: "bench:x",
+    };
 
     fn report() -> Report {
         let mut report = Report::new("qemu-img", vec![("all of it".into(), "x".into())]);
@@ -254,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_readme_shows_what_has_a_bound() {
+    fn the_summary_shows_what_has_a_bound() {
         let Blocks { short, whole } = blocks(&report());
         assert!(whole.contains("| noise |") && whole.contains("- all of it: x\n"), "{whole}");
         assert!(short.contains("| open |") && !short.contains("noise"), "{short}");
@@ -265,7 +269,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         assert!(SHOWN.of_report(root.path()).unwrap().is_none(), "nothing measured yet");
         fs::create_dir_all(root.path().join("docs/measurements")).unwrap();
-        for file in ["README.md", SHOWN.page] {
+        for file in [SHOWN.summary, SHOWN.page] {
             fs::write(root.path().join(file), "# x\n<!-- bench:x -->\n<!-- /bench:x -->\n").unwrap();
         }
         SHOWN.publish(Some(root.path()), &report()).unwrap();

@@ -1,4 +1,4 @@
-//! Where a measurement is shown: what matters most in the README, all of it on a page in `docs/measurements`.
+//! Where a measurement is shown: what matters most on the page that users read, all of it on a page in `docs/measurements`.
 //!
 //! Both hold a block between two marker lines that is a function of the measurement's JSON file; `cargo xtask tidy`
 //! fails when one says anything else.
@@ -13,6 +13,8 @@ use anyhow::{Context, Result};
 pub struct Shown {
     /// The measurement, from the repository's root.
     pub file: &'static str,
+    /// The page with what matters most.
+    pub summary: &'static str,
     /// The page with everything.
     pub page: &'static str,
     /// The word in the comments before and after the block.
@@ -22,7 +24,7 @@ pub struct Shown {
 /// The text of both blocks, markers not included.
 #[derive(Clone, Debug)]
 pub struct Blocks {
-    /// For the README.
+    /// For the summary.
     pub short: String,
     /// For the page.
     pub whole: String,
@@ -57,7 +59,7 @@ impl Shown {
     }
 
     fn files<'a>(&self, blocks: &'a Blocks) -> [(&'static str, &'a str); 2] {
-        [("README.md", &blocks.short), (self.page, &blocks.whole)]
+        [(self.summary, &blocks.short), (self.page, &blocks.whole)]
     }
 
     /// `text` with what is between the marker lines replaced.
@@ -74,7 +76,7 @@ impl Shown {
 mod tests {
     use super::*;
 
-    const SHOWN: Shown = Shown { file: "x.json", page: "x.md", mark: "bench:x" };
+    const SHOWN: Shown = Shown { file: "x.json", summary: "README.md", page: "x.md", mark: "bench:x" };
 
     #[test]
     fn both_blocks_are_replaced_and_nothing_else() {

@@ -3,7 +3,7 @@
 //! ```text
 //!   git's files ──► lexer (tokens without comments and strings) ──► sizes, unsafe, docs ──┐
 //!   cargo metadata ──► layers (who may depend on whom) ──────────────────────────────────┼──► complaints
-//!   docs/measurements/*.json ──► README's tables ────────────────────────────────────────┘
+//!   docs/measurements/*.json ──► tables in README and docs ──────────────────────────────┘
 //! ```
 //!
 //! A rule reports every offence it finds, each as one line with the place and what to do.

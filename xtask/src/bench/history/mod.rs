@@ -6,7 +6,7 @@
 //!   opened, space, changes: the same files, opened, checked by qemu-img, compared ◄──────────┘
 //!   merging: snapshots from the middle deleted, a guest at work on another disk, through both
 //!   reads: 1,000 layers / 1 layer, on chains whose data is there
-//!      └──► report (rows beside their bounds) ──► docs/measurements/history.json, README
+//!      └──► report (rows beside their bounds) ──► docs/measurements/history.json, docs/snapshots.md
 //! ```
 //!
 //! The history is made by the commands that users have, one process each, and everything is measured from outside. Data
@@ -37,6 +37,7 @@ use super::shown::Shown;
 /// Where the results are kept.
 pub const SHOWN: Shown = Shown {
     file: "docs/measurements/history.json",
+    summary: "docs/snapshots.md",
     page: "docs/measurements/history.md",
     mark: "bench:history",
 };

@@ -6,7 +6,7 @@
 //!      ├─ copies    the same memory as three full copies, and compressed; QEMU's migrate to a file
 //!      └─ rollback  the guest killed and restored, with and without its cache: time, and work done afterwards
 //!   large: guests of 4 GiB, their pages classified on one processor, and one full of file cache taken and restored
-//!      └──► report (rows beside their bounds) ──► docs/measurements/memory.json, README
+//!      └──► report (rows beside their bounds) ──► docs/measurements/memory.json, docs/memory-snapshots.md
 //! ```
 //!
 //! Everything is done by the commands that users have and measured from outside. All copies lie on one disk, so times are
@@ -35,6 +35,7 @@ use crate::guest::Guest;
 /// Where the results are kept.
 pub const SHOWN: Shown = Shown {
     file: "docs/measurements/memory.json",
+    summary: "docs/memory-snapshots.md",
     page: "docs/measurements/memory.md",
     mark: "bench:memory",
 };
