@@ -29,7 +29,6 @@ mod size;
 mod snapshot;
 mod stats;
 mod status;
-pub mod time;
 
 pub use change::{Change, ChangedBy, Outcome};
 pub use disk::{

@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::OFlags;
 use tokio::sync::broadcast;
-use vmstrata_api::{Change, ChangedBy, Event, Outcome, time};
+use vmstrata_api::{Change, ChangedBy, Event, Outcome};
 use vmstrata_disk::snapshot::now_ns;
+use vmstrata_types::time;
 
 use crate::error::{Error, told};
 

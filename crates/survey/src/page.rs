@@ -18,6 +18,8 @@ mod tiles;
 
 use std::fmt::Write;
 
+use vmstrata_types::time;
+
 use crate::human::{bytes, count};
 use crate::report::Report;
 
@@ -66,15 +68,8 @@ fn subtitle(report: &Report) -> String {
 /// `2026-11-21 23:01 UTC`.
 fn utc(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    // Days to civil date, counted in eras of 400 years that begin on 1 March.
-    let shifted = days + 719_468;
-    let (era, day) = (shifted / 146_097, shifted % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let (date, number) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
-    let year = era * 400 + year + u64::from(number <= 2);
-    format!("{year:04}-{number:02}-{date:02} {:02}:{:02} UTC", rest / 3600, rest / 60 % 60)
+    let [year, month, day] = time::date(days);
+    format!("{year:04}-{month:02}-{day:02} {:02}:{:02} UTC", rest / 3600, rest / 60 % 60)
 }
 
 fn model(report: &Report) -> String {

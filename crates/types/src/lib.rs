@@ -6,6 +6,8 @@
 //!
 //! No I/O, no dependencies.
 
+pub mod time;
+
 use std::fmt;
 
 /// Declares a byte offset: arithmetic with lengths is allowed, with other kinds of offset it is not.

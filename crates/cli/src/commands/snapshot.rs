@@ -9,11 +9,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
-use vmstrata_api::time;
 use vmstrata_disk::snapshot::{
     self, PrepareOptions, RevertOptions, Snapshot, SnapshotInfo, find, list, now_ns,
 };
 use vmstrata_disk::{ErrorKind, Format, OpenOptions, ResourceOptions, Resources};
+use vmstrata_types::time;
 
 use crate::args::{
     ControlArgs, JournalArgs, Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs,

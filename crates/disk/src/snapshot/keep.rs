@@ -11,6 +11,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use vmstrata_types::time::date;
+
 /// One kind of rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Period {
@@ -45,24 +47,13 @@ impl Period {
             Self::Hour => taken_ns / NS_PER_HOUR,
             Self::Day => day,
             Self::Week => (day + DAYS_SINCE_MONDAY) / 7,
-            Self::Month => year_and_month(day).0 * 12 + year_and_month(day).1,
-            Self::Year => year_and_month(day).0,
+            Self::Month => {
+                let [year, month, _] = date(day);
+                year * 12 + month
+            }
+            Self::Year => date(day)[0],
         }
     }
-}
-
-/// Year and month (March is 0, so that a leap day ends a year) of a day since 1970-01-01, made to count on from month to
-/// month: January and February count to the year before.
-fn year_and_month(day: u64) -> (u64, u64) {
-    const DAYS_OF_ERA: u64 = 146_097;
-    let since = day + 719_468;
-    let (era, day) = (since / DAYS_OF_ERA, since % DAYS_OF_ERA);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let march_based = (5 * day + 2) / 153;
-    let year = era * 400 + year;
-    // Ten months from March to December.
-    if march_based < 10 { (year, march_based + 2) } else { (year + 1, march_based - 10) }
 }
 
 /// Rules for what to keep; see the module documentation.

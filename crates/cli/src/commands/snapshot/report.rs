@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Serialize;
-use vmstrata_api::{SnapshotTaken, time};
+use vmstrata_api::SnapshotTaken;
 use vmstrata_disk::snapshot::{Created, Snapshot, SnapshotInfo};
+use vmstrata_types::time;
 
 use super::text;
 use crate::args::{SnapshotCloneArgs, SnapshotHoldArgs, SnapshotRevertArgs};

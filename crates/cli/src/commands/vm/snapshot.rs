@@ -6,12 +6,13 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
-use vmstrata_api::{Quiesce, SnapshotSpec, time};
+use vmstrata_api::{Quiesce, SnapshotSpec};
 use vmstrata_disk::snapshot::{MEMORY_LABEL, now_ns};
 use vmstrata_memory::Introspection;
 use vmstrata_memory::capture::{self, Before, Channel, Control, Mode, Report, Request};
 use vmstrata_memory::vault::{OneDevice, Policy, Vault};
 use vmstrata_qcow2::snapshot_info::MAX_LABELS;
+use vmstrata_types::time;
 
 use super::disks::ServedDisks;
 use super::guard::Guard;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use serde::Serialize;
-use vmstrata_api::time;
 use vmstrata_memory::vault::{DiskState, Info, Listed, Savings};
+use vmstrata_types::time;
 
 use crate::output::{Table, counted, percent, print, print_json, print_json_line};
 use crate::units::{exact_size, short_size};

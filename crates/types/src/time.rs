@@ -1,12 +1,12 @@
 //! Instants as people write them, in UTC: a snapshot's name must not depend on where it was taken.
 
-/// `20261121T235959.123Z`: fit for a file name, in the order of time.
+/// ns since 1970 as `20261121T235959.123Z`: fit for a file name, in the order of time.
 pub fn compact(ns: u64) -> String {
     let [year, month, day, hour, minute, second] = fields(ns);
     format!("{year:04}{month:02}{day:02}T{hour:02}{minute:02}{second:02}.{:03}Z", ns / 1_000_000 % 1000)
 }
 
-/// `2026-11-21T23:59:59Z`, as RFC 3339 has it.
+/// ns since 1970 as `2026-11-21T23:59:59Z`, as RFC 3339 has it.
 pub fn rfc3339(ns: u64) -> String {
     let [year, month, day, hour, minute, second] = fields(ns);
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
@@ -19,8 +19,8 @@ fn fields(ns: u64) -> [u64; 6] {
     [year, month, day, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60]
 }
 
-/// The Gregorian date of a day since 1970-01-01. Years are counted from 1 March, so that a leap day ends one.
-fn date(day: u64) -> [u64; 3] {
+/// Year, month and day of the month (both from 1) of a day since 1970-01-01. Years are counted from 1 March, so that a leap day ends one.
+pub fn date(day: u64) -> [u64; 3] {
     const DAYS_OF_ERA: u64 = 146_097;
     let since = day + 719_468;
     let (era, day) = (since / DAYS_OF_ERA, since % DAYS_OF_ERA);
