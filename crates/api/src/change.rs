@@ -73,3 +73,26 @@ pub enum Outcome {
     /// It was refused, or failed.
     Failed,
 }
+
+impl std::fmt::Display for Outcome {
+    /// The word of the JSON.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Done => "done",
+            Self::Cancelled => "cancelled",
+            Self::Failed => "failed",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_outcome_is_the_same_word_in_a_log_line_and_in_json() {
+        for outcome in [Outcome::Done, Outcome::Cancelled, Outcome::Failed] {
+            assert_eq!(serde_json::to_value(outcome).unwrap(), outcome.to_string());
+        }
+    }
+}

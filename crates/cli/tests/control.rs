@@ -552,6 +552,7 @@ fn the_audit_file_says_who_changed_what() {
     assert_eq!((&lines[2]["object"], &lines[7]["bytes"]), (&json!("mon"), &json!(32 << 20)));
     assert!(lines[6]["error"].as_str().unwrap().contains("shrink"), "{}", lines[6]);
     let log = server.log();
+    assert!(log.contains("outcome=done") && log.contains("outcome=failed"), "{log}");
     assert!(log.contains("change snapshot_create") && log.contains(&format!("uid {uid}, pid ")), "{log}");
     assert!(server.stop().success());
     let mut heard = String::new();

@@ -96,7 +96,7 @@ impl Audit {
         let What { change, disks, object, bytes } = what;
         let duration_ms = u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
         tracing::info!(
-            disk = disks.join(", "), object = object.as_deref(), %by, bytes, duration_ms, ?outcome, error = error.as_deref(),
+            disk = disks.join(", "), object = object.as_deref(), %by, bytes, duration_ms, %outcome, error = error.as_deref(),
             "change {change}"
         );
         let time = time::rfc3339(now_ns());

@@ -227,8 +227,8 @@ fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
     if !head.header.incompatible.contains(Incompatible::DIRTY) {
         return Ok(head);
     }
-    let report = crate::check::repair_dirty(store)?;
-    tracing::info!(?report, "repaired the refcounts of an image that was not closed");
+    let crate::check::CheckReport { corruptions_fixed, leaks_fixed, .. } = crate::check::repair_dirty(store)?;
+    tracing::info!(corruptions_fixed, leaks_fixed, "repaired the refcounts of an image that was not closed");
     let len = store.len().while_trying("read the file's length")?;
     let head = read_head(&**store, len)?;
     let sound = !head.header.incompatible.intersects(Incompatible::CORRUPT | Incompatible::DIRTY);
