@@ -51,6 +51,7 @@ pub(crate) mod relink;
 pub(crate) mod remove;
 pub(crate) mod room;
 mod selection;
+mod space;
 pub(crate) mod target;
 
 pub use crate::refs::Kept;
@@ -96,6 +97,8 @@ pub struct Merged {
     pub is_down: bool,
     /// Files removed, newest layer first.
     pub removed: Vec<PathBuf>,
+    /// Bytes of the host's storage that are free by that, less what the copying took.
+    pub freed_bytes: u64,
     /// Files of dropped layers that are still there, and why.
     pub kept: Vec<(PathBuf, Kept)>,
 }

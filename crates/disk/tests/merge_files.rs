@@ -3,6 +3,7 @@
 mod common;
 mod index_support;
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -395,4 +396,37 @@ fn files_with_internal_snapshots_are_neither_relinked_nor_removed() {
             qemu_io(&chain.files[holder], &["read -q -P 1 0 64k".to_owned()]);
         }
     }
+}
+
+/// Bytes that the files of a directory take.
+fn du(dir: &Path) -> u64 {
+    let files = std::fs::read_dir(dir).unwrap();
+    files.map(|file| file.unwrap().metadata().unwrap().blocks() * 512).sum()
+}
+
+/// Random chains, with and without indices, merged either way, with files removed and kept.
+#[test]
+fn the_freed_bytes_are_the_change_of_du() {
+    for_seeds(12, |seed| {
+        let mut random = random("freeing", seed);
+        let layers = random.random_range(3..8);
+        let mut chain = random_chain(&mut random, layers);
+        if random.random() {
+            chain.build();
+        }
+        let dir = chain.top().parent().unwrap().to_owned();
+        while chain.files.len() > 1 {
+            let first = random.random_range(0..chain.files.len() - 1);
+            let last = random.random_range(first..chain.files.len() - 1);
+            let removal = if random.random_bool(0.8) { Removal::All } else { Removal::Nothing };
+            let before = du(&dir);
+            let Ok(merged) = merge(chain.top(), range(first, last), &MergeOptions { removal, ..all() })
+            else {
+                break;
+            };
+            let what = format!("seed {seed}: {first}..={last} of {}: {merged:?}", chain.files.len());
+            assert_eq!(merged.freed_bytes, before.saturating_sub(du(&dir)), "{what}");
+            chain.files.drain(first..=last);
+        }
+    });
 }

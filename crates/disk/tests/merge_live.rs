@@ -4,6 +4,7 @@
 mod common;
 
 use std::os::fd::AsFd as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,7 +14,9 @@ use common::io::Client;
 use common::stock::{assert_clean, content, path_str, qemu_img};
 use common::{for_seeds, open, open_read_only, random, scratch};
 use rand::Rng as _;
-use vmstrata_disk::merge::{Action, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of};
+use vmstrata_disk::merge::{
+    Action, Direction, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
+};
 use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
 use vmstrata_disk::{Disk, Error, Op, OpenOptions, ResourceOptions, Resources, snapshot_together};
 use vmstrata_types::LayerIndex;
@@ -448,4 +451,38 @@ fn what_a_name_means_does_not_move_while_snapshots_are_taken() {
         stop.store(true, Ordering::Relaxed);
     });
     disk.close().unwrap();
+}
+
+/// Into a frozen layer and into the active one, while the guest's writes make the disk larger.
+#[test]
+fn the_freed_bytes_of_a_disk_in_use_leave_out_what_the_guest_writes() {
+    const MIB: u64 = 1 << 20;
+    let dir = scratch();
+    let mut history = History::new(disk_in(dir.path(), "cluster_size=64k"));
+    for at in 0..2 {
+        // The second hides half of the first.
+        write(&history.disk, at * MIB / 2, &vec![7; MIB as usize]).unwrap();
+        history.snapshot();
+    }
+    // With the index beside it.
+    let taken = |path: &Path| {
+        let of = |path: PathBuf| path.metadata().map_or(0, |found| found.blocks() * 512);
+        of(path.to_owned()) + of(format!("{}.vmsx", path.display()).into())
+    };
+    for (into_active, copied) in [(false, MIB / 2), (true, MIB * 3 / 2)] {
+        let layers: Vec<_> = history.states.iter().map(|state| state.0.clone()).collect();
+        let before: u64 = layers.iter().map(|path| taken(path)).sum();
+        let (removal, direction) = (Removal::All, Direction::Up);
+        let options = MergeOptions { removal, direction, ..MergeOptions::default() };
+        let mut job = Merge::of_disk(&history.disk, range(0, 0), &options).unwrap();
+        while let Some(action) = job.select() {
+            write(&history.disk, 4 * MIB, &vec![8; 3 * MIB as usize]).unwrap();
+            job.apply(action).unwrap();
+        }
+        assert_eq!(job.merged().copied_bytes, copied);
+        let now = if into_active { copied } else { taken(&layers[1]) };
+        assert_eq!(job.merged().freed_bytes, before - now);
+        drop(job);
+        history.states.remove(0);
+    }
 }

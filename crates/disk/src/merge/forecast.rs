@@ -1,9 +1,9 @@
 //! What dropping layers would do to files and names, found out without a change and without a lock.
 
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use super::remove::{Wanted, dropped, foresee};
+use super::space::allocated_bytes;
 use super::{MergeOptions, MergeRange};
 use crate::error::{Error, Result};
 use crate::opener::LocalFiles;
@@ -20,7 +20,7 @@ pub struct Going {
     pub path: PathBuf,
     /// The snapshot of this disk that is lost with it.
     pub snapshot: Option<String>,
-    /// Bytes of the host's storage that its file takes.
+    /// Bytes of the host's storage that its file takes, and the index beside it.
     pub allocated_bytes: u64,
     /// Why its file would stay; `None` if it would be removed.
     pub kept: Option<Kept>,
@@ -63,7 +63,7 @@ impl Forecast {
             let numbers = (range.first.index()..=range.last.index()).rev();
             layers.extend(numbers.zip(dropped).zip(kept).map(|((number, dropped), kept)| {
                 let info = links[number + 1].info().filter(|_| number >= own_from);
-                let allocated_bytes = dropped.path.metadata().map_or(0, |found| found.blocks() * 512);
+                let allocated_bytes = allocated_bytes(&dropped.path);
                 Going {
                     number,
                     path: dropped.path,

@@ -2,7 +2,7 @@
 
 mod ending;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_types::GuestRange;
@@ -10,6 +10,7 @@ use vmstrata_types::GuestRange;
 use super::copier::{Copier, WINDOW, Way};
 use super::files::Files;
 use super::remove::{self, Dropped};
+use super::space::allocated_bytes;
 use super::{MergeOptions, MergeRange, Merged};
 use crate::disk::{Disk, Running};
 use crate::error::{Error, Result};
@@ -55,7 +56,47 @@ pub struct Merge {
     host: Host,
     stage: Stage,
     uncommitted: u64,
+    space: Space,
     merged: Merged,
+}
+
+/// What the layers took of the host's storage when the job began, to tell what it frees.
+#[derive(Debug)]
+struct Space {
+    /// From the lowest dropped layer on; but not the active layer of a running disk, which guests write.
+    layers: Vec<PathBuf>,
+    bytes: u64,
+    /// Whether what is copied goes to that one.
+    copies_into_active: bool,
+}
+
+impl Space {
+    fn of(links: &[Link], range: MergeRange, host: &Host) -> Self {
+        let active = links.len() - 1;
+        let (end, copies_into_active) = match host {
+            Host::Files(_) => (links.len(), false),
+            Host::Running(_) => (active, range.target().index() == active),
+        };
+        let layers: Vec<_> = links[range.first.index()..end].iter().map(|link| link.path.clone()).collect();
+        Self { bytes: allocated(&layers), layers, copies_into_active }
+    }
+
+    /// Counts these, too, which are still there.
+    fn add(&mut self, layers: impl Iterator<Item = PathBuf>) {
+        let layers: Vec<_> = layers.collect();
+        self.bytes += allocated(&layers);
+        self.layers.extend(layers);
+    }
+
+    /// Bytes that are free now and were not at the beginning, when `copied` were copied.
+    fn freed(&self, copied: u64) -> u64 {
+        let grown = if self.copies_into_active { copied } else { 0 };
+        self.bytes.saturating_sub(allocated(&self.layers) + grown)
+    }
+}
+
+fn allocated(layers: &[PathBuf]) -> u64 {
+    layers.iter().map(|path| allocated_bytes(path)).sum()
 }
 
 /// Whose disk it is.
@@ -103,6 +144,7 @@ impl Merge {
 
     fn with(host: Host, links: Vec<Link>, copier: Copier, range: MergeRange, options: &MergeOptions) -> Self {
         let mut dropped = remove::dropped(&links, range);
+        let space = Space::of(&links, range, &host);
         let is_down = matches!(copier.way, Way::Down(_));
         if is_down {
             // The lowest stays, under another name.
@@ -117,6 +159,7 @@ impl Merge {
             host,
             stage: Stage::Copying,
             uncommitted: 0,
+            space,
             merged: Merged { is_down, ..Merged::default() },
         }
     }

@@ -16,7 +16,6 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FileType;
@@ -25,6 +24,7 @@ use vmstrata_store::{Directory, FileId};
 
 use super::cleanup::{self, Intent, LeftNote, find, is_file, left_note_path, waiting};
 use super::remove::{Dropped, Removal, Wanted, foresee, remove};
+use super::space::allocated_bytes;
 use crate::atomic_file::flush_directory;
 use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
@@ -42,7 +42,7 @@ pub struct Orphan {
     pub path: PathBuf,
     /// The snapshot whose name its file name has.
     pub name: Option<String>,
-    /// Bytes of the host's storage that it takes.
+    /// Bytes of the host's storage that it takes, and the index beside it.
     pub allocated_bytes: u64,
     /// Why it stays; `None` for one that can go, or is gone.
     pub kept: Option<Kept>,
@@ -51,7 +51,7 @@ pub struct Orphan {
 impl Orphan {
     fn of(disk: &Path, path: PathBuf, kept: Option<Kept>) -> Self {
         let name = path.file_name().and_then(|file| snapshot_name(disk, file.to_str()?)).map(str::to_owned);
-        let allocated_bytes = path.symlink_metadata().map_or(0, |found| found.blocks() * 512);
+        let allocated_bytes = allocated_bytes(&path);
         Self { path, name, allocated_bytes, kept }
     }
 }

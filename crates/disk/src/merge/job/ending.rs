@@ -58,11 +58,12 @@ impl Merge {
     }
 
     pub(super) fn remove(&mut self) {
+        let waiting = cleanup::waiting_of(self.disk().0, &self.links);
+        self.space.add(waiting.iter().map(|layer| layer.path.clone()));
         let (disk, open) = self.disk();
         let first = self.range.first.index();
         let target = if self.merged.is_down { first } else { self.range.target().index() };
         let above = &self.links[target..];
-        let waiting = cleanup::waiting_of(disk, &self.links);
         let dropped = [self.dropped.clone(), waiting.clone()].concat();
         let mut users = Users::standing_on(&self.links[first..], disk, open);
         users.follow_back_refs(waiting.iter().map(|layer| layer.path.as_path()));
@@ -99,6 +100,7 @@ impl Merge {
         // A lowest layer that took another's place is there already.
         removed.append(&mut self.merged.removed);
         removed.extend(waited);
+        self.merged.freed_bytes = self.space.freed(self.merged.copied_bytes);
         (self.merged.removed, self.merged.kept) = (removed, kept);
     }
 }
