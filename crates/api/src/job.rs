@@ -225,6 +225,9 @@ pub struct JobStatus {
     pub unit: String,
     /// Bytes written so far.
     pub bytes: u64,
+    /// What it has removed so far; absent for a kind that removes nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub removed: Option<Removed>,
     /// Bytes a second that it may write; absent when there is no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
@@ -235,6 +238,15 @@ pub struct JobStatus {
     /// Why it failed, or the first of the errors that were passed over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+}
+
+/// Files that a job has removed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Removed {
+    /// How many.
+    pub files: u64,
+    /// Bytes of the host's storage that are free by that, less what was copied out of them.
+    pub freed_bytes: u64,
 }
 
 /// Jobs under way, and the last ones that ended.

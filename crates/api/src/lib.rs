@@ -37,7 +37,7 @@ pub use disk::{
 };
 pub use door::{ClientRights, DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
 pub use event::Event;
-pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeInto, RemoveFiles};
+pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeInto, RemoveFiles, Removed};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use segment::encode_segment;
 pub use size::{SizeChange, SizeSpec};

@@ -2,6 +2,8 @@
 
 mod support;
 
+use std::os::unix::fs::MetadataExt as _;
+
 use serde_json::{Value, json};
 use support::server::Server;
 use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, wait_until};
@@ -38,12 +40,18 @@ fn assert_state(images: &Images, name: &str, newest: u8) {
     assert_clean(&images.path(name));
 }
 
+/// Bytes that all files take.
+fn du(images: &Images) -> u64 {
+    images.files().iter().map(|name| images.path(name).metadata().unwrap().blocks() * 512).sum()
+}
+
 #[test]
 fn snapshots_are_deleted_from_anywhere_in_the_chain() {
     let images = Images::new();
     let disk = with_history(&images);
     let said = run_ok(["snapshot", "delete", &disk, "s1", "s2", "s4"]);
-    assert!(said.contains("s1, s2, s4 deleted: 4 MiB copied, 3 files removed"), "{said}");
+    assert!(said.contains("s1, s2, s4 deleted: 4 MiB copied, 3 files removed, "), "{said}");
+    assert!(said.ends_with(" MiB freed\n"), "{said}");
     assert_eq!(chain(&disk), ["web.qcow2", "web.s3.qcow2", "web.s0.qcow2"]);
     assert_state(&images, "web.qcow2", 5);
     assert_state(&images, "web.s3.qcow2", 4);
@@ -67,7 +75,10 @@ fn a_clone_is_flattened_and_its_origin_stays() {
     let clone = images.name("clone.qcow2");
     run_ok(["snapshot", "clone", &disk, "s2", "-o", &clone]);
     let said = run_ok(["flatten", &clone]);
-    assert!(said.starts_with(&format!("{clone}: flat: 4 MiB copied, 0 files removed\n")), "{said}");
+    assert!(
+        said.starts_with(&format!("{clone}: flat: 4 MiB copied, 0 files removed, 0 B freed\n")),
+        "{said}"
+    );
     assert!(said.contains("web.s2.qcow2 stays: it is not a snapshot"), "{said}");
     assert_eq!((chain(&clone).len(), chain(&disk).len()), (1, 6));
     assert_state(&images, "clone.qcow2", 3);
@@ -155,8 +166,13 @@ fn a_served_disk_is_merged_by_its_server() {
     assert!(run_err(1, ["flatten", &disk, "--yes"]).contains("in use"));
     let control = server.control();
     let control = control.to_str().unwrap();
+    let before = du(&images);
     let said = run_ok(["snapshot", "delete", &disk, "s1", "s3", "--control", control]);
-    assert!(said.contains("s1, s3 deleted: 2 MiB copied"), "{said}");
+    assert!(said.contains("s1, s3 deleted: 2 MiB copied, 2 files removed, "), "{said}");
+    let jobs: Value = serde_json::from_str(&server.ask_ok(["job", "list", "--json"])).unwrap();
+    let removed = json!({ "files": 2, "freed_bytes": before - du(&images) });
+    assert_eq!(jobs["jobs"][0]["removed"], removed);
+    assert!(said.ends_with(" freed\n"), "{said}");
     assert!(!images.path("web.s1.qcow2").exists() && !images.path("web.s3.qcow2").exists());
     run_ok(["snapshot", "delete", &disk, "s2", "--keep-files", "--control", control]);
     assert!(images.path("web.s2.qcow2").exists(), "it was to be kept");
@@ -299,7 +315,9 @@ fn a_snapshot_is_deleted_the_way_that_copies_less() {
     qemu_io(&images, "web.s0.qcow2", "write -P 1 8M 4M");
     let refused = run_err(1, ["snapshot", "delete", &disk, "s4", "--into", "down"]);
     assert!(refused.contains("the layer above is the one that takes the writes"), "{refused}");
+    let before = du(&images);
     let report = run_json(["snapshot", "delete", &disk, "s0", "--json"]);
+    assert_eq!(report["freed-bytes"], before - du(&images), "{report}");
     assert_eq!(report["copied-down-bytes"], json!(2 << 20), "the oldest holds 5 MiB: {report}");
     assert_eq!(report["removed"], json!([images.name("web.s0.qcow2")]));
     assert_eq!(chain(&disk), ["web.qcow2", "web.s4.qcow2", "web.s3.qcow2", "web.s2.qcow2", "web.s1.qcow2"]);

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::broadcast;
-use vmstrata_api::{ChangedBy, Event, JobChange, JobStatus, Outcome};
+use vmstrata_api::{ChangedBy, Event, JobChange, JobStatus, Outcome, Removed};
 
 pub use self::bucket::Bucket;
 use self::control::Control;
@@ -48,6 +48,8 @@ pub(crate) trait Work: Send + 'static {
     const KIND: &'static str;
     /// What a step is, in the plural.
     const UNIT: &'static str;
+    /// Whether it removes files.
+    const REMOVES_FILES: bool = false;
 
     /// Steps there are, about.
     fn total(&self) -> u64;
@@ -70,6 +72,8 @@ pub(crate) trait Work: Send + 'static {
 pub(crate) struct Step {
     /// Bytes written, which the speed limit is about.
     pub(crate) bytes: u64,
+    /// Files removed.
+    pub(crate) removed: Removed,
     /// Why the step was passed over, if it was.
     pub(crate) failure: Option<String>,
 }
@@ -195,13 +199,9 @@ impl Jobs {
             Err(error) => (2, Outcome::Failed, Some(told(error))),
         };
         let what = What::of(W::KIND, [reached.disk]).object(format!("job {}", reached.id));
+        let bytes = reached.removed.map_or(reached.bytes, |removed| removed.freed_bytes);
         // Before anybody can see that the job has ended, and without the lock: storage may not answer.
-        self.audit.record(
-            job.by(),
-            What { bytes: Some(reached.bytes), ..what },
-            job.took(),
-            (outcome, error),
-        );
+        self.audit.record(job.by(), What { bytes: Some(bytes), ..what }, job.took(), (outcome, error));
         let _table = self.table.lock();
         job.end(result);
         let status = job.status();

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
+use vmstrata_api::Removed;
 use vmstrata_disk::OpenOptions;
 use vmstrata_disk::merge::{
     Direction, Forecast, Going, LayerRef, Merge, MergeOptions, MergeRange, Merged, Removal, Selection,
@@ -36,6 +37,8 @@ struct Report {
     /// Of these, bytes that were copied down into a deleted layer, which then took the place of the one above.
     copied_down_bytes: u64,
     removed: Vec<String>,
+    /// Bytes of the host's storage that are free by that, less what the copying took.
+    freed_bytes: u64,
     kept: Vec<KeptFile>,
 }
 
@@ -45,11 +48,18 @@ struct KeptFile {
     reason: String,
 }
 
+/// What was done, in one line: the same whether a server did it or not.
+pub fn line(disk: &str, done: &str, copied_bytes: u64, removed: Removed) -> String {
+    let (copied, freed) = (short_size(copied_bytes), short_size(removed.freed_bytes));
+    format!("{disk}: {done}: {copied} copied, {} removed, {freed} freed\n", counted(removed.files, "file"))
+}
+
 impl Report {
     fn add(&mut self, merged: &Merged) {
         self.copied_bytes += merged.copied_bytes;
         self.copied_down_bytes += if merged.is_down { merged.copied_bytes } else { 0 };
         self.removed.extend(merged.removed.iter().map(|file| file.display().to_string()));
+        self.freed_bytes += merged.freed_bytes;
         let kept = |(file, why): &(std::path::PathBuf, vmstrata_disk::merge::Kept)| KeptFile {
             file: file.display().to_string(),
             reason: why.to_string(),
@@ -58,8 +68,8 @@ impl Report {
     }
 
     fn text(&self, done: &str) -> String {
-        let (copied, files) = (short_size(self.copied_bytes), counted(self.removed.len() as u64, "file"));
-        let mut text = format!("{}: {done}: {copied} copied, {files} removed\n", self.disk);
+        let removed = Removed { files: self.removed.len() as u64, freed_bytes: self.freed_bytes };
+        let mut text = line(&self.disk, done, self.copied_bytes, removed);
         for kept in self.kept.chunk_by(|one, next| one.reason == next.reason) {
             match kept {
                 [first, .., last] if kept.len() > LISTED_MAX => {

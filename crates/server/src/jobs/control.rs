@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use vmstrata_api::{ChangedBy, JobChange, JobState, JobStatus};
+use vmstrata_api::{ChangedBy, JobChange, JobState, JobStatus, Removed};
 
 use super::bucket::Bucket;
 use super::{Step, Work};
@@ -30,6 +30,7 @@ struct Progress {
     done: u64,
     total: u64,
     bytes: u64,
+    removed: Option<Removed>,
     failures: u64,
     error: Option<String>,
     bucket: Bucket,
@@ -49,6 +50,7 @@ impl Control {
             done: 0,
             total,
             bytes: 0,
+            removed: W::REMOVES_FILES.then(Removed::default),
             failures: 0,
             error: None,
             bucket: Bucket::new(limit, began),
@@ -72,7 +74,7 @@ impl Control {
 
     /// Who began it.
     pub(super) fn by(&self) -> ChangedBy {
-        self.by
+        self.by.clone()
     }
 
     /// How long it has been under way.
@@ -104,6 +106,7 @@ impl Control {
             total: progress.total.max(progress.done),
             unit: self.unit.to_owned(),
             bytes: progress.bytes,
+            removed: progress.removed,
             bytes_per_second: progress.bucket.limit(),
             seconds: until.duration_since(self.began).as_secs(),
             failures: progress.failures,
@@ -151,6 +154,10 @@ impl Control {
         let mut progress = self.progress.lock();
         progress.done += 1;
         progress.bytes += step.bytes;
+        if let Some(removed) = &mut progress.removed {
+            removed.files += step.removed.files;
+            removed.freed_bytes += step.removed.freed_bytes;
+        }
         progress.bucket.take(step.bytes, Instant::now());
         if let Some(failure) = step.failure {
             progress.failures += 1;

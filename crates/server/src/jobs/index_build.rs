@@ -41,8 +41,8 @@ impl Work for IndexBuild {
         let Some(IndexedFile { outcome, .. }) = self.indexing.step()? else { return Ok(Step::default()) };
         Ok(match outcome {
             IndexOutcome::Kept | IndexOutcome::NotNeeded => Step::default(),
-            IndexOutcome::Built { bytes, .. } => Step { bytes, failure: None },
-            IndexOutcome::Failed(error) => Step { bytes: 0, failure: Some(error.to_string()) },
+            IndexOutcome::Built { bytes, .. } => Step { bytes, ..Step::default() },
+            IndexOutcome::Failed(error) => Step { failure: Some(error.to_string()), ..Step::default() },
         })
     }
 }

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use vmstrata_api::Removed;
 use vmstrata_disk::Disk;
 use vmstrata_disk::merge::{Action, Kept, LayerRef, Merge, MergeFault, MergeOptions, MergeRange, Selection};
 
@@ -177,6 +178,7 @@ impl<G: Goes> Work for Merging<G> {
     type Action = Action;
     const KIND: &'static str = G::KIND;
     const UNIT: &'static str = "steps";
+    const REMOVES_FILES: bool = true;
 
     fn total(&self) -> u64 {
         self.total
@@ -201,8 +203,12 @@ impl<G: Goes> Work for Merging<G> {
             Err(error) => return self.or_again(error.into()).map(|()| Step::default()),
         };
         self.again = 0;
-        let failure = if action == Action::Remove { stays(&merge.merged().kept) } else { None };
-        Ok(Step { bytes, failure })
+        if action != Action::Remove {
+            return Ok(Step { bytes, ..Step::default() });
+        }
+        let merged = merge.merged();
+        let removed = Removed { files: merged.removed.len() as u64, freed_bytes: merged.freed_bytes };
+        Ok(Step { bytes, removed, failure: stays(&merged.kept) })
     }
 }
 

@@ -64,7 +64,7 @@ fn wait_for(jobs: &Jobs, id: u64, what: &str, holds: impl Fn(&JobStatus) -> bool
 }
 
 fn step(bytes: u64) -> Step {
-    Step { bytes, failure: None }
+    Step { bytes, ..Step::default() }
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn a_job_runs_to_its_end_and_tells_of_it() {
     let mut events = jobs.events.subscribe();
     let (id, open) = start(&jobs, "a", None);
     open.send(step(10)).unwrap();
-    open.send(Step { bytes: 0, failure: Some("damaged".to_owned()) }).unwrap();
+    open.send(Step { failure: Some("damaged".to_owned()), ..Step::default() }).unwrap();
     open.send(step(5)).unwrap();
     let status = wait_for(&jobs, id, "the end", |status| status.state == JobState::Done);
     assert_eq!((status.done, status.bytes, status.failures), (3, 15, 1));

@@ -17,9 +17,8 @@ use crate::args::{
 };
 use crate::client::Client;
 use crate::commands::backup::watched;
-use crate::commands::merge::STOPPED;
+use crate::commands::merge::{STOPPED, line};
 use crate::output::{print, print_json};
-use crate::units::short_size;
 
 /// Disks that a server serves, and what it calls them.
 pub struct Live {
@@ -174,7 +173,8 @@ impl Live {
         if json {
             return Ok(print_json(&job)?);
         }
-        let mut text = format!("{}: {done}: {} copied\n", self.disks[0].0.display(), short_size(job.bytes));
+        let disk = text(&self.disks[0].0);
+        let mut text = line(&disk, done, job.bytes, job.removed.unwrap_or_default());
         // Files that stay, and why.
         text.extend(job.error.map(|kept| kept + "\n"));
         Ok(print(&text)?)
