@@ -51,7 +51,6 @@ pub(crate) mod relink;
 pub(crate) mod remove;
 pub(crate) mod room;
 mod selection;
-mod space;
 pub(crate) mod target;
 
 pub use crate::refs::Kept;

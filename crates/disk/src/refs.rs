@@ -6,6 +6,7 @@ mod holder;
 mod in_use;
 mod kept;
 mod link;
+mod space;
 mod users;
 
 pub(crate) use beside::Beside;
@@ -14,4 +15,5 @@ pub use holder::{Holder, HolderKind, holders};
 pub(crate) use in_use::{LocalHolders, holder_among, is_open, open_twice};
 pub use kept::Kept;
 pub(crate) use link::{Link, layers_of_others, links};
+pub(crate) use space::allocated_bytes;
 pub(crate) use users::{Users, below, missing};

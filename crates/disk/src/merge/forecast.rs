@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use super::remove::{Wanted, dropped, foresee};
-use super::space::allocated_bytes;
 use super::{MergeOptions, MergeRange};
 use crate::error::{Error, Result};
 use crate::opener::LocalFiles;
 use crate::refs::Kept;
+use crate::refs::allocated_bytes;
 use crate::refs::{LocalHolders, Users};
 use crate::refs::{layers_of_others, links};
 

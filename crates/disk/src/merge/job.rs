@@ -10,11 +10,11 @@ use vmstrata_types::GuestRange;
 use super::copier::{Copier, WINDOW, Way};
 use super::files::Files;
 use super::remove::{self, Dropped};
-use super::space::allocated_bytes;
 use super::{MergeOptions, MergeRange, Merged};
 use crate::disk::{Disk, Running};
 use crate::error::{Error, Result};
 use crate::refs::Link;
+use crate::refs::allocated_bytes;
 use crate::resources::Resources;
 
 /// Bytes copied before they are brought to stable storage: what a crash makes a later attempt copy again.
@@ -77,8 +77,10 @@ impl Space {
             Host::Files(_) => (links.len(), false),
             Host::Running(_) => (active, range.target().index() == active),
         };
-        let layers: Vec<_> = links[range.first.index()..end].iter().map(|link| link.path.clone()).collect();
-        Self { bytes: allocated(&layers), layers, copies_into_active }
+        let links = &links[range.first.index()..end];
+        // As they were found: to open the target may have written to it.
+        let bytes = links.iter().map(|link| link.allocated_bytes).sum();
+        Self { layers: links.iter().map(|link| link.path.clone()).collect(), bytes, copies_into_active }
     }
 
     /// Counts these, too, which are still there.

@@ -24,13 +24,13 @@ use vmstrata_store::{Directory, FileId};
 
 use super::cleanup::{self, Intent, LeftNote, find, is_file, left_note_path, waiting};
 use super::remove::{Dropped, Removal, Wanted, foresee, remove};
-use super::space::allocated_bytes;
 use crate::atomic_file::flush_directory;
 use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
 use crate::names::stem;
 use crate::opener::{LocalFiles, directory_of};
 use crate::refs::Kept;
+use crate::refs::allocated_bytes;
 use crate::refs::{Link, links};
 use crate::refs::{LocalHolders, Users};
 use crate::snapshot::lock_if_free;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use vmstrata_qcow2::{LayerRecord, SnapshotInfo};
 use vmstrata_store::{FileId, Gate};
 
+use super::space::allocated_bytes;
 use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
@@ -24,6 +25,8 @@ pub(crate) struct Link {
     pub(crate) has_index: bool,
     /// Snapshots within the file, of stock tools' making, which have tables of their own over the same backing file.
     pub(crate) internal: u32,
+    /// What it took of the host's storage, with the index beside it.
+    pub(crate) allocated_bytes: u64,
 }
 
 impl Link {
@@ -34,6 +37,7 @@ impl Link {
         });
         let format = if top.head.is_some() { Format::Qcow2 } else { Format::Raw };
         let internal = top.head.as_ref().map_or(0, |head| head.header.snapshot_count);
+        let allocated_bytes = allocated_bytes(&top.path);
         let (backing_name, record) = top.head.map_or((None, None), |head| (head.backing_name, head.snapshot));
         Self {
             file: top.opened.identity.file,
@@ -43,6 +47,7 @@ impl Link {
             record,
             has_index,
             internal,
+            allocated_bytes,
         }
     }
 
