@@ -1,27 +1,29 @@
-//! Changes of a server's disks and doors, and who made them.
+//! Changes of disks, doors and snapshots, by a server or by a command without one, and who made them.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A change that was made, or tried: a line of the server's audit file.
+/// A change that was made, or tried: a line of an audit file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Change {
     /// When it ended, as RFC 3339 has it, in UTC.
     #[schema(example = "2026-11-21T23:59:59Z")]
     pub time: String,
-    /// What was changed: `disk_add`, `disk_remove`, `disk_resize`, `door_add`, `door_remove`, `snapshot_create`,
-    /// `snapshot_revert`, `job_start`, `job_change`, `shutdown`; when a job has ended, the kind of the job.
+    /// What was changed. By a server: `disk_add`, `disk_remove`, `disk_resize`, `door_add`, `door_remove`, `snapshot_create`,
+    /// `snapshot_revert`, `job_start`, `job_change`, `shutdown`; when a job has ended, the kind of the job. By a command without a
+    /// server: those of these that it can make, and `disk_create`, `disk_repair`, `disk_backup`, `disk_restore`, `snapshot_clone`,
+    /// `snapshot_hold`, `snapshot_release`, `index_drop`, `gc`, `vm_snapshot`, `vm_restore`, `vm_delete`, `vm_repair`.
     #[schema(example = "snapshot_create")]
     pub change: String,
-    /// The disks, by what the server calls them; none for what is about no disk.
+    /// The disks, by what the server calls them, or by their paths where no server was asked; none for what is about no disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<String>,
-    /// What of them: a snapshot, a door, a job.
+    /// What of them: snapshots, a door, a job, a file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub object: Option<String>,
     /// Who made it.
     pub by: ChangedBy,
-    /// Bytes: a disk's new size, what a job has written.
+    /// Bytes: a disk's size, what was stored, what a deletion or a merge has freed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
     /// How long it took.
@@ -34,7 +36,7 @@ pub struct Change {
 }
 
 /// Who made a change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum ChangedBy {
     /// A client of the control socket.
@@ -44,6 +46,14 @@ pub enum ChangedBy {
         /// Its process, which may have ended since.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pid: Option<i32>,
+    },
+    /// A command that no server carried out.
+    Local {
+        /// Its user.
+        uid: u32,
+        /// That user's name, where the host knows it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        name: Option<String>,
     },
     /// The server, by the rules of what snapshots to keep.
     Retention,
@@ -56,6 +66,8 @@ impl std::fmt::Display for ChangedBy {
         match self {
             Self::Client { uid, pid: Some(pid) } => write!(f, "uid {uid}, pid {pid}"),
             Self::Client { uid, pid: None } => write!(f, "uid {uid}"),
+            Self::Local { uid, name: Some(name) } => write!(f, "{name}, uid {uid}"),
+            Self::Local { uid, name: None } => write!(f, "uid {uid}"),
             Self::Retention => f.write_str("retention"),
             Self::Server => f.write_str("server"),
         }

@@ -62,6 +62,10 @@ pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+    /// Append a JSON line to FILE for each change of disks, doors and snapshots: what, by whom, how it ended. FILE may be renamed
+    /// or cut at any time. What a server does is in the server's
+    #[arg(long, global = true, value_name = "FILE", env = "VMSTRATA_AUDIT")]
+    pub audit: Option<PathBuf>,
 }
 
 const HELP: &str = "\

@@ -17,6 +17,7 @@
 
 mod args;
 mod attach;
+mod audit;
 mod client;
 mod commands;
 mod disk_spec;
@@ -39,11 +40,12 @@ fn main() -> ExitCode {
             return if error.use_stderr() { ExitCode::from(EXIT_USAGE) } else { ExitCode::SUCCESS };
         }
     };
+    audit::start(cli.audit);
     match run(cli.command) {
         Ok(code) => code,
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vmstrata: error: {}", output::visible_lines(&one_line(&error)));
+            eprintln!("vmstrata: error: {}", output::visible_lines(&vmstrata_server::told(error.as_ref())));
             ExitCode::FAILURE
         }
     }
@@ -84,13 +86,6 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The error and its causes, leaving out a cause whose words the error above it has already.
-fn one_line(error: &anyhow::Error) -> String {
-    let mut causes = error.chain().map(ToString::to_string);
-    let first = causes.next().unwrap_or_default();
-    causes.fold(first, |line, cause| if line.contains(&cause) { line } else { format!("{line}: {cause}") })
-}
-
 /// Whether the reader of stdout, such as `head`, had seen enough.
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
@@ -106,8 +101,8 @@ mod tests {
     fn a_cause_is_told_once() {
         let cause = || io::Error::from(io::ErrorKind::NotFound);
         let told = anyhow::Error::new(cause()).context(format!("cannot open a.qcow2: {}", cause()));
-        assert_eq!(one_line(&told), "cannot open a.qcow2: entity not found");
+        assert_eq!(vmstrata_server::told(told.as_ref()), "cannot open a.qcow2: entity not found");
         let untold = anyhow::Error::new(cause()).context("cannot open a.qcow2");
-        assert_eq!(one_line(&untold), "cannot open a.qcow2: entity not found");
+        assert_eq!(vmstrata_server::told(untold.as_ref()), "cannot open a.qcow2: entity not found");
     }
 }

@@ -5,20 +5,7 @@ mod support;
 use std::io::Write;
 use std::process::{Command, Stdio};
 
-use support::{run, run_err, run_ok, vmstrata};
-
-/// The commands that the help of `command` lists.
-fn commands_of(command: &[&str]) -> Vec<String> {
-    let help = run_ok(command.iter().copied().chain(["--help"]));
-    let listed = help.split_once("\nCommands:\n").map_or("", |(_, rest)| rest);
-    let lines = listed.lines().take_while(|line| !line.is_empty());
-    let names = lines.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
-    names
-        .filter_map(|line| line.split_whitespace().next())
-        .filter(|n| *n != "help")
-        .map(str::to_owned)
-        .collect()
-}
+use support::{commands_of, run, run_err, run_ok, vmstrata};
 
 /// Checks a command and those below it; how many there are.
 fn check_help(command: &[&str]) -> usize {

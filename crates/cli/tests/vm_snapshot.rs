@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use support::server::Server;
-use support::{Images, stderr, tool_json, vmstrata, wait_until};
+use support::{Images, audited, stderr, tool_json, vmstrata, wait_until};
 use vmstrata_memory::qmp::Qmp;
 
 /// A machine whose firmware finds nothing to start; killed when dropped.
@@ -249,8 +249,9 @@ fn a_machine_is_restored_on_a_clone_of_its_disk() {
     let export = format!("driver=nbd,node-name=disk,export=web,server.type=unix,server.path={nbd}");
     let devices = ["-blockdev", &export, "-device", "virtio-blk-pci,drive=disk"];
     let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &devices);
+    let audit = images.path("audit");
     let mut take = snapshot(&images, &machine.monitor);
-    take.env("VMSTRATA_CONTROL", server.control()).args(["--name", "mon"]);
+    take.env("VMSTRATA_CONTROL", server.control()).env("VMSTRATA_AUDIT", &audit).args(["--name", "mon"]);
     assert!(take.status().expect("runs").success());
     drop(machine);
     let url = format!("nbd+unix:///web?socket={nbd}");
@@ -262,7 +263,7 @@ fn a_machine_is_restored_on_a_clone_of_its_disk() {
         restore.arg("--qmp").arg(images.path("qmp")).arg("--memory-dir").arg(memory.path());
         restore.args(["--", "qemu-system-x86_64", "-nodefaults", "-display", "none", "-accel", "tcg"]);
         restore.args(["-machine", "q35,memory-backend=mem", "-m", "64"]).args(devices);
-        restore.env("VMSTRATA_CONTROL", server.control());
+        restore.env("VMSTRATA_CONTROL", server.control()).env("VMSTRATA_AUDIT", &audit);
         restore
     };
     let refused = qemu(&[]).output().expect("runs");
@@ -281,6 +282,12 @@ fn a_machine_is_restored_on_a_clone_of_its_disk() {
         support::tool_ok("qemu-io", ["-r", "-f", "raw", "-c", &format!("read -P {pattern} 1M 64k"), url])
     };
     assert!(!read(&clone, "0").contains("failed") && !read(&url, "7").contains("failed"));
+    let told: Vec<_> =
+        audited(&audit).iter().map(|line| (line["change"].clone(), line["disks"].clone())).collect();
+    let cloned = images.name("web.mon.clone.qcow2");
+    let expected = [("vm_snapshot", "web"), ("vm_restore", &cloned)]
+        .map(|(change, disk)| (json!(change), json!([disk])));
+    assert_eq!(told, expected, "the disk's own snapshot is in its server's");
 }
 
 fn vm_list(images: &Images) -> Value {

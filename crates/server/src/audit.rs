@@ -1,7 +1,8 @@
 //! Who changed what: a log line, an event, and a line of the audit file for each change.
 //!
 //! ```text
-//!   control requests ──► Host::audited ─┐
+//!   control requests ──► Audit::change ─┐
+//!   commands without a server ──► same ─┤
 //!   ends of jobs ──► Jobs ──────────────┴─► Audit::record ──► log, events, file
 //! ```
 //!
@@ -23,28 +24,33 @@ use crate::error::{Error, told};
 
 /// Where changes are told.
 #[derive(Clone, Debug)]
-pub(crate) struct Audit {
+pub struct Audit {
     events: broadcast::Sender<Event>,
     file: Option<PathBuf>,
 }
 
 /// What is being changed.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct What {
-    pub(crate) change: &'static str,
-    pub(crate) disks: Vec<String>,
-    pub(crate) object: Option<String>,
-    pub(crate) bytes: Option<u64>,
+pub struct What {
+    /// Its kind, as [`Change::change`] has it.
+    pub change: &'static str,
+    /// The disks.
+    pub disks: Vec<String>,
+    /// What of them.
+    pub object: Option<String>,
+    /// Bytes, as [`Change::bytes`] has them.
+    pub bytes: Option<u64>,
 }
 
 impl What {
     /// Something about `disks`.
-    pub(crate) fn of(change: &'static str, disks: impl IntoIterator<Item = String>) -> Self {
+    pub fn of(change: &'static str, disks: impl IntoIterator<Item = String>) -> Self {
         Self { change, disks: disks.into_iter().collect(), ..Self::default() }
     }
 
     /// About this of them.
-    pub(crate) fn object(mut self, object: impl Into<String>) -> Self {
+    #[must_use]
+    pub fn object(mut self, object: impl Into<String>) -> Self {
         self.object = Some(object.into());
         self
     }
@@ -65,21 +71,29 @@ impl Audit {
         Ok(Self { events, file })
     }
 
+    /// Tells nobody of changes but the log and `file`.
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn without_events(file: Option<&Path>) -> Result<Self, Error> {
+        Self::new(broadcast::Sender::new(1), file)
+    }
+
     /// Does `work`, which may complete what is said of it, and tells of it.
     ///
     /// # Errors
     /// Those of the work.
-    pub(crate) fn change<T>(
+    pub fn change<T, E: AsRef<dyn std::error::Error>>(
         &self,
         by: ChangedBy,
         mut what: What,
-        work: impl FnOnce(&mut What) -> Result<T, Error>,
-    ) -> Result<T, Error> {
+        work: impl FnOnce(&mut What) -> Result<T, E>,
+    ) -> Result<T, E> {
         let began = Instant::now();
         let done = work(&mut what);
         let (outcome, error) = match &done {
             Ok(_) => (Outcome::Done, None),
-            Err(error) => (Outcome::Failed, Some(told(error))),
+            Err(error) => (Outcome::Failed, Some(told(error.as_ref()))),
         };
         self.record(by, what, began.elapsed(), (outcome, error));
         done
@@ -140,8 +154,8 @@ mod tests {
     use super::*;
 
     fn changed(audit: &Audit, disk: &str) {
-        let done = audit.change(ChangedBy::Server, What::of("disk_add", [disk.to_owned()]), |_| Ok(()));
-        done.unwrap();
+        let what = What::of("disk_add", [disk.to_owned()]);
+        audit.change(ChangedBy::Server, what, |_| Ok::<_, Error>(())).unwrap();
     }
 
     #[test]

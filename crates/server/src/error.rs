@@ -261,10 +261,16 @@ impl From<NbdError> for Error {
     }
 }
 
+impl AsRef<dyn std::error::Error> for Error {
+    fn as_ref(&self) -> &(dyn std::error::Error + 'static) {
+        self
+    }
+}
+
 /// The error and its causes, leaving out a cause whose words the error above it has already.
-pub(crate) fn told(error: &Error) -> String {
+pub fn told(error: &(dyn std::error::Error + 'static)) -> String {
     let mut told = error.to_string();
-    let mut cause = std::error::Error::source(error);
+    let mut cause = error.source();
     while let Some(next) = cause {
         let words = next.to_string();
         if !told.contains(&words) {

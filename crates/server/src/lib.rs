@@ -41,8 +41,9 @@ pub mod size;
 pub mod spec;
 
 pub use agent::{AgentFault, thaw_guard};
+pub use audit::{Audit, What};
 pub use control::{is_managers, openapi};
-pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
+pub use error::{Error, NotClean, RuntimeDirFault, SocketFault, told};
 pub use host::Host;
 pub use jobs::Bucket;
 pub use options::{ControlPlace, Limits, Options, TlsFiles};

@@ -12,7 +12,6 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
 use rustix::fs::{Access, access};
-use tokio::sync::broadcast;
 use vmstrata_api::{DiskStatus, DoorSpec, DoorStatus, ServerStatus};
 use vmstrata_export::nbd::{self, Address};
 use vmstrata_export::{SocketAccess, vhost_user};
@@ -33,7 +32,7 @@ use crate::spec::{NbdSpec, VhostUserSpec};
 pub fn preflight(options: &Options, status: &ServerStatus) -> Result<(), Error> {
     options.tls_mode()?;
     options.metrics.map_or(Ok(()), metrics_port)?;
-    Audit::new(broadcast::Sender::new(1), options.audit.as_deref())?;
+    Audit::without_events(options.audit.as_deref())?;
     let waits = |is_open: bool, looked: Result<(), Error>| match looked {
         Err(error) if options.keep_going && !is_open => {
             tracing::warn!("will be tried again: {}", told(&error));

@@ -1,7 +1,7 @@
 //! The command line of `vmstrata serve`.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use clap::builder::NonEmptyStringValueParser;
@@ -100,10 +100,6 @@ pub struct ServeArgs {
     /// hosts can reach says insecure
     #[arg(long, value_name = "[ADDRESS:]PORT[,insecure]", value_parser = parse_metrics)]
     pub metrics: Option<SocketAddr>,
-    /// Append a JSON line to this file for each change of disks and doors: what, by whom, how it ended. The file may be renamed
-    /// or cut at any time
-    #[arg(long, value_name = "FILE")]
-    pub audit: Option<PathBuf>,
     /// Print the ready report as one JSON line
     #[arg(long)]
     pub json: bool,
@@ -202,7 +198,7 @@ impl ServeArgs {
             runtime_dir: self.resources.runtime_dir.clone(),
             control,
             metrics: self.metrics,
-            audit: self.audit.clone(),
+            audit: crate::audit::file().map(Path::to_owned),
         })
     }
 

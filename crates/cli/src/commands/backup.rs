@@ -20,6 +20,7 @@ use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 use super::snapshot;
 use super::states::{explain, resolve};
 use crate::args::BackupArgs;
+use crate::audit;
 use crate::output::{Progress, print, print_json};
 use crate::units::short_size;
 
@@ -145,6 +146,23 @@ fn make(
 }
 
 fn make_of(
+    args: &BackupArgs,
+    state: &Path,
+    target: BackupTarget<'_>,
+    options: &BackupOptions,
+) -> Result<BackupReport> {
+    let output = match &target {
+        BackupTarget::File { path, .. } => audit::text(path),
+        BackupTarget::Stream(_) => "-".to_owned(),
+    };
+    audit::change(audit::of("disk_backup", [state]).object(output), |what| {
+        let made = copy(args, state, target, options)?;
+        what.bytes = Some(made.manifest.file.bytes);
+        Ok(made)
+    })
+}
+
+fn copy(
     args: &BackupArgs,
     state: &Path,
     target: BackupTarget<'_>,

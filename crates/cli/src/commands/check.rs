@@ -10,6 +10,7 @@ use vmstrata_disk::check::{self, CheckOptions, CheckReport, Finding, Phase, Seve
 use vmstrata_disk::{OpenOptions, snapshot};
 
 use crate::args::{CheckArgs, Repair};
+use crate::audit;
 use crate::output::{Progress, counted, percent, print, print_json};
 
 /// Findings listed; the counters count all.
@@ -168,7 +169,11 @@ impl Report {
 /// When the image cannot be opened, locked or read.
 pub fn run(args: &CheckArgs) -> Result<ExitCode> {
     let state = snapshot::resolve(&args.file, &OpenOptions::default())?;
-    let found = check::check(&state.path, &options(args))?;
+    let check = || Ok(check::check(&state.path, &options(args))?);
+    let found = match args.repair {
+        Some(_) => audit::change(audit::of("disk_repair", [&state.path]), |_| check())?,
+        None => check()?,
+    };
     let report = Report::new(args, &found);
     if args.json {
         print_json(&report)?;

@@ -9,6 +9,7 @@ use vmstrata_types::ClusterBits;
 
 use super::info::Layer;
 use crate::args::{Compression, CreateArgs};
+use crate::audit;
 use crate::output::{print, print_json};
 use crate::units::short_size;
 
@@ -23,8 +24,13 @@ pub fn run(args: &CreateArgs) -> Result<ExitCode> {
         args.file.display()
     );
     let options = options(args)?;
-    create(&args.file, &options)?;
-    let made = probe_layer(&args.file, Some(Format::Qcow2))?;
+    let what = audit::of("disk_create", [&args.file]);
+    let made = audit::change(what, |what| {
+        create(&args.file, &options)?;
+        let made = probe_layer(&args.file, Some(Format::Qcow2))?;
+        what.bytes = Some(made.virtual_size);
+        Ok(made)
+    })?;
     if args.json {
         print_json(&Layer::of_alone(&made))?;
     } else {

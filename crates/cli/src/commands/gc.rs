@@ -8,6 +8,7 @@ use serde::Serialize;
 use vmstrata_disk::merge::{CollectOptions, Kept, Orphan, collect, disks_with_orphans, orphans};
 
 use crate::args::{GcArgs, SnapshotCommonArgs};
+use crate::audit;
 use crate::output::{Table, counted, print, print_json};
 use crate::units::short_size;
 
@@ -92,12 +93,16 @@ pub fn run(args: &GcArgs) -> Result<ExitCode> {
     let disks: Vec<PathBuf> =
         if args.path.is_dir() { disks_with_orphans(&args.path)? } else { vec![args.path.clone()] };
     let mut report = Report { dry_run: !args.yes, disks: Vec::new(), freed_bytes: 0 };
-    for disk in disks {
-        let found = if args.yes { collect(&disk, &options)? } else { orphans(&disk, &options)? };
-        let gone = found.iter().filter(|orphan| orphan.kept.is_none());
-        report.freed_bytes += gone.map(|orphan| orphan.allocated_bytes).sum::<u64>();
-        let files = found.iter().map(LeftOver::new).collect();
-        report.disks.push(OfDisk { disk: disk.display().to_string(), files });
+    if args.yes {
+        audit::change(audit::of("gc", &disks), |what| {
+            for disk in &disks {
+                report.add(disk, &collect(disk, &options)?);
+                what.bytes = Some(report.freed_bytes);
+            }
+            Ok(())
+        })?;
+    } else {
+        disks.iter().try_for_each(|disk| orphans(disk, &options).map(|found| report.add(disk, &found)))?;
     }
     if args.common.json {
         print_json(&report)?
@@ -108,6 +113,13 @@ pub fn run(args: &GcArgs) -> Result<ExitCode> {
 }
 
 impl Report {
+    fn add(&mut self, disk: &Path, found: &[Orphan]) {
+        let gone = found.iter().filter(|orphan| orphan.kept.is_none());
+        self.freed_bytes += gone.map(|orphan| orphan.allocated_bytes).sum::<u64>();
+        let files = found.iter().map(LeftOver::new).collect();
+        self.disks.push(OfDisk { disk: disk.display().to_string(), files });
+    }
+
     fn text(&self) -> String {
         let (goes, done) = if self.dry_run { ("can go", "would go") } else { ("removed", "removed") };
         let mut text = String::new();

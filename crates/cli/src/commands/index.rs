@@ -12,6 +12,7 @@ use vmstrata_disk::index::{
 
 use super::snapshot::live::Live;
 use crate::args::{IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs};
+use crate::audit;
 use crate::output::{Progress, counted, print, print_json};
 
 const EXIT_WRONG: u8 = 2;
@@ -131,7 +132,11 @@ fn run_build(args: &IndexBuildArgs) -> Result<ExitCode> {
     if let Some(live) = live {
         return build_served(&live, args);
     }
-    let built = build(&args.disk, &options(&args.common, args.top, "indexing"))?;
+    let built = audit::change(audit::of("index_build", [&args.disk]), |what| {
+        let built = build(&args.disk, &options(&args.common, args.top, "indexing"))?;
+        what.bytes = Some(built.layers.iter().map(|layer| BuiltLayer::new(layer).bytes).sum());
+        Ok(built)
+    })?;
     let layers: Vec<BuiltLayer> = built.layers.iter().map(BuiltLayer::new).collect();
     let count = |outcome| layers.iter().filter(|layer| layer.outcome == outcome).count() as u64;
     let bytes: u64 = layers.iter().map(|layer| layer.bytes).sum();
@@ -238,7 +243,9 @@ impl DroppedLayer {
 }
 
 fn run_drop(args: &IndexDropArgs) -> Result<ExitCode> {
-    let dropped = remove(&args.disk, &options(&args.common, true, "dropping"))?;
+    let dropped = audit::change(audit::of("index_drop", [&args.disk]), |_| {
+        Ok(remove(&args.disk, &options(&args.common, true, "dropping"))?)
+    })?;
     let layers: Vec<DroppedLayer> = dropped.iter().map(DroppedLayer::new).collect();
     let count = layers.iter().filter(|layer| layer.dropped).count() as u64;
     let failed = layers.iter().any(|layer| layer.reason.is_some());

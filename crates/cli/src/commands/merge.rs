@@ -18,6 +18,7 @@ use super::backup::watched;
 use super::snapshot::live::Live;
 use super::snapshot::{open_options, resources};
 use crate::args::{FlattenArgs, JournalArgs, LoseArgs, MergeArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
+use crate::audit::{self, What};
 use crate::output::{Table, counted, print, print_json};
 use crate::units::short_size;
 
@@ -94,7 +95,8 @@ impl Report {
 pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
     let ranges = ranges_of(&args.disk, &args.names, &args.common.open())?;
     let options = delete_options(args);
-    let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
+    let what = audit::of("snapshot_delete", [&args.disk]).object(args.names.join(", "));
+    let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.journal)?;
     report.tell(&format!("{} deleted", args.names.join(", ")), &args.common)
 }
 
@@ -123,10 +125,12 @@ pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
     let open = OpenOptions { read_only: true, ..OpenOptions::default() };
     let options = MergeOptions { open: open.clone(), ..MergeOptions::default() };
     let resources = resources(&JournalArgs::default())?;
-    for range in ranges_of(disk, names, &open)? {
-        Merge::new(disk, range, &options, &resources)?.run()?;
-    }
-    Ok(())
+    audit::change(audit::of("snapshot_delete", [disk]).object(names.join(", ")), |what| {
+        for range in ranges_of(disk, names, &open)? {
+            *what.bytes.get_or_insert(0) += Merge::new(disk, range, &options, &resources)?.run()?.freed_bytes;
+        }
+        Ok(())
+    })
 }
 
 /// Runs `vmstrata merge`.
@@ -149,7 +153,8 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
         direction: args.into.into(),
     };
     if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.common)? {
-        let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
+        let what = audit::of("merge", [&args.disk]).object(args.layers.in_words());
+        let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.journal)?;
         report.tell(&format!("{} dropped", args.layers.in_words()), &args.common)?;
     }
     Ok(ExitCode::SUCCESS)
@@ -175,7 +180,9 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
     let direction = Direction::Up;
     let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
     if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.common)? {
-        let report = merge(&args.disk, &ranges, &options, args.how.limit, &args.journal)?;
+        let what = audit::of("flatten", [&args.disk]);
+        let what = What { object: args.onto.as_deref().map(audit::text), ..what };
+        let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.journal)?;
         report.tell(&args.done(), &args.common)?;
     }
     Ok(ExitCode::SUCCESS)
@@ -278,6 +285,7 @@ impl Plan {
 }
 
 fn merge(
+    what: What,
     disk: &Path,
     ranges: &[MergeRange],
     options: &MergeOptions,
@@ -287,22 +295,26 @@ fn merge(
     let resources = resources(journal)?;
     let mut report = Report { disk: disk.display().to_string(), ..Report::default() };
     let mut bucket = Bucket::new(limit, Instant::now());
-    watched("merging", false, |goes_on| {
-        let mut done = 0;
-        for &range in ranges {
-            let mut merge = Merge::new(disk, range, options, &resources)?;
-            let total = merge.total() * ranges.len() as u64;
-            while let Some(action) = merge.select() {
-                while goes_on(done, total) && !bucket.wait(Instant::now()).is_zero() {
-                    std::thread::sleep(bucket.wait(Instant::now()).min(LOOK_EVERY));
+    let go = |what: &mut What| {
+        watched("merging", false, |goes_on| {
+            let mut done = 0;
+            for &range in ranges {
+                let mut merge = Merge::new(disk, range, options, &resources)?;
+                let total = merge.total() * ranges.len() as u64;
+                while let Some(action) = merge.select() {
+                    while goes_on(done, total) && !bucket.wait(Instant::now()).is_zero() {
+                        std::thread::sleep(bucket.wait(Instant::now()).min(LOOK_EVERY));
+                    }
+                    ensure!(goes_on(done, total), "{}: ended before all was done: {STOPPED}", disk.display());
+                    bucket.take(merge.apply(action)?, Instant::now());
+                    done += 1;
                 }
-                ensure!(goes_on(done, total), "{}: ended before all was done: {STOPPED}", disk.display());
-                bucket.take(merge.apply(action)?, Instant::now());
-                done += 1;
+                report.add(merge.merged());
+                what.bytes = Some(report.freed_bytes);
             }
-            report.add(merge.merged());
-        }
-        Ok(())
-    })?;
+            Ok(())
+        })
+    };
+    audit::change(what, go)?;
     Ok(report)
 }

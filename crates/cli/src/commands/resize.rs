@@ -11,6 +11,7 @@ use vmstrata_disk::{Disk, OpenOptions, Shrink};
 use super::snapshot::live::Live;
 use super::snapshot::{open_options, resources};
 use crate::args::ResizeArgs;
+use crate::audit::{self, What};
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
 
@@ -37,7 +38,7 @@ struct Report {
 pub fn run(args: &ResizeArgs) -> Result<ExitCode> {
     let report = match Live::find(slice::from_ref(&args.disk), &args.server)? {
         Some(live) => of_server(args, &live)?,
-        None => of_file(args)?,
+        None => audit::change(audit::of("disk_resize", [&args.disk]), |what| of_file(args, what))?,
     };
     if args.common.json {
         print_json(&report)?
@@ -63,12 +64,15 @@ fn of_server(args: &ResizeArgs, live: &Live) -> Result<Report> {
     })
 }
 
-fn of_file(args: &ResizeArgs) -> Result<Report> {
+fn of_file(args: &ResizeArgs, what: &mut What) -> Result<Report> {
     let options =
         OpenOptions { read_only: false, force: args.force, ..open_options(&args.common, &args.journal) };
     let disk = Disk::open(&args.disk, &options, &resources(&args.journal)?)?;
     let shrink = if args.shrink { Shrink::Allow } else { Shrink::Refuse };
-    let resized = args.size.of(disk.size()).and_then(|size| Ok(disk.resize(size, shrink)?));
+    let resized = args.size.of(disk.size()).and_then(|size| {
+        what.bytes = Some(size);
+        Ok(disk.resize(size, shrink)?)
+    });
     // Whatever came of it, the image is left clean.
     let closed = disk.close();
     let resized = resized?;

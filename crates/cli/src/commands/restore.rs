@@ -10,6 +10,7 @@ use vmstrata_disk::{ResourceOptions, Resources};
 use super::backup::{image_of, watched};
 use super::states::explain;
 use crate::args::RestoreArgs;
+use crate::audit::{self, What};
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
 
@@ -48,8 +49,14 @@ pub fn run(args: &RestoreArgs) -> Result<ExitCode> {
     };
     let resources = Resources::start(ResourceOptions::default())?;
     let files: Vec<_> = args.files.iter().map(|file| image_of(file)).collect();
-    let done = watched("restoring", args.quiet, |watch| {
-        restore(&files, &args.output, &options, &resources, watch).map_err(|error| explain(&error))
+    let last = args.files.last().map(|file| audit::text(file));
+    let what = What { object: last, ..audit::of("disk_restore", [&args.output]) };
+    let done = audit::change(what, |what| {
+        let done = watched("restoring", args.quiet, |watch| {
+            restore(&files, &args.output, &options, &resources, watch).map_err(|error| explain(&error))
+        })?;
+        what.bytes = Some(done.stored_bytes);
+        Ok(done)
     })?;
     let report = Report {
         file: args.output.display().to_string(),

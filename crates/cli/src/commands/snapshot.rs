@@ -20,6 +20,7 @@ use crate::args::{
     SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs,
     SnapshotShowArgs,
 };
+use crate::audit::{self, What};
 use crate::commands::gc;
 use crate::output::{Table, counted, print, print_json};
 use crate::units::short_size;
@@ -62,7 +63,9 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
         convert_raw: args.convert_raw,
         ..PrepareOptions::default()
     };
-    let created = snapshot::create(&args.disks, &info, &open, &prepare, &resources)?;
+    let what = audit::of("snapshot_create", &args.disks).object(&info.name);
+    let create = |_: &mut What| Ok(snapshot::create(&args.disks, &info, &open, &prepare, &resources)?);
+    let created = audit::change(what, create)?;
     if args.common.json {
         let taken = created.iter().map(TakenOne::new).collect();
         print_json(&Taken::new(&info, taken))?;
@@ -102,7 +105,10 @@ pub fn take(
         live::warn_unless_quiesced(&live.take(&info, None, None, false)?);
     } else {
         let prepare = PrepareOptions { format, ..PrepareOptions::default() };
-        snapshot::create(&disks, &info, open, &prepare, &resources(&JournalArgs::default())?)?;
+        let resources = resources(&JournalArgs::default())?;
+        audit::change(audit::of("snapshot_create", &disks).object(&name), |_| {
+            Ok(snapshot::create(&disks, &info, open, &prepare, &resources)?)
+        })?;
     }
     Ok(name)
 }
@@ -175,14 +181,22 @@ fn run_show(args: &SnapshotShowArgs) -> Result<()> {
 }
 
 fn run_hold(args: &SnapshotHoldArgs) -> Result<()> {
-    let is_new = snapshot::hold(&args.disk, &args.name, &args.tag, &args.common.open())?;
+    let is_new = audit::change(of_hold("snapshot_hold", args), |_| {
+        Ok(snapshot::hold(&args.disk, &args.name, &args.tag, &args.common.open())?)
+    })?;
     let how = if is_new { "held" } else { "held already" };
     report::Holding::new(args, true).tell(how, args.common.json)
 }
 
 fn run_release(args: &SnapshotHoldArgs) -> Result<()> {
-    snapshot::release(&args.disk, &args.name, &args.tag, &args.common.open())?;
+    audit::change(of_hold("snapshot_release", args), |_| {
+        Ok(snapshot::release(&args.disk, &args.name, &args.tag, &args.common.open())?)
+    })?;
     report::Holding::new(args, false).tell("released", args.common.json)
+}
+
+fn of_hold(change: &'static str, args: &SnapshotHoldArgs) -> What {
+    audit::of(change, [&args.disk]).object(format!("{} ({})", args.name, args.tag))
 }
 
 fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
@@ -197,7 +211,10 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
         open: OpenOptions { force: args.force, ..open_options(&args.common, &args.journal) },
         prepare: PrepareOptions { format: args.common.format, ..PrepareOptions::default() },
     };
-    let reverted = snapshot::revert(&args.disk, &args.name, &options, &resources(&args.journal)?)?;
+    let resources = resources(&args.journal)?;
+    let reverted = audit::change(audit::of("snapshot_revert", [&args.disk]).object(&args.name), |_| {
+        Ok(snapshot::revert(&args.disk, &args.name, &options, &resources)?)
+    })?;
     let dropped = reverted.dropped.iter().map(|snapshot| text(&snapshot.layer)).collect();
     Reverted::new(args, text(&reverted.layer), dropped).tell(args.common.json)
 }
@@ -223,15 +240,16 @@ fn refuse_to_lose(args: &SnapshotRevertArgs) -> Result<()> {
 }
 
 fn run_clone(args: &SnapshotCloneArgs) -> Result<()> {
-    let layer =
-        snapshot::clone(&args.disk, &args.name, &args.output, &args.common.open()).map_err(|error| {
-            match error.kind() {
-                ErrorKind::Io { source, .. } if source.kind() == std::io::ErrorKind::AlreadyExists => {
-                    anyhow!("{}: exists already", args.output.display())
-                }
-                _ => error.into(),
+    let state = format!("{}@{}", audit::text(&args.disk), args.name);
+    let layer = audit::change(audit::of("snapshot_clone", [&args.output]).object(state), |_| {
+        let cloned = snapshot::clone(&args.disk, &args.name, &args.output, &args.common.open());
+        cloned.map_err(|error| match error.kind() {
+            ErrorKind::Io { source, .. } if source.kind() == std::io::ErrorKind::AlreadyExists => {
+                anyhow!("{}: exists already", args.output.display())
             }
-        })?;
+            _ => error.into(),
+        })
+    })?;
     let report = Cloned::new(args, &layer);
     if args.common.json { Ok(print_json(&report)?) } else { Ok(print(&report.text())?) }
 }

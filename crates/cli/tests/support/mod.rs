@@ -23,7 +23,11 @@ use tempfile::TempDir;
 /// The command under test, with nothing of the caller's environment that changes what it prints.
 pub fn vmstrata() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vmstrata"));
-    command.env_remove("RUST_LOG").env_remove("NOTIFY_SOCKET").env_remove("VMSTRATA_CONTROL");
+    command
+        .env_remove("RUST_LOG")
+        .env_remove("NOTIFY_SOCKET")
+        .env_remove("VMSTRATA_CONTROL")
+        .env_remove("VMSTRATA_AUDIT");
     command
 }
 
@@ -52,6 +56,25 @@ pub fn run_err<S: AsRef<OsStr>>(code: i32, args: impl IntoIterator<Item = S>) ->
     assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
     assert!(!message.contains("panicked"), "{message}");
     message
+}
+
+/// The commands that the help of `command` lists.
+pub fn commands_of(command: &[&str]) -> Vec<String> {
+    let help = run_ok(command.iter().copied().chain(["--help"]));
+    let listed = help.split_once("\nCommands:\n").map_or("", |(_, rest)| rest);
+    let lines = listed.lines().take_while(|line| !line.is_empty());
+    let names = lines.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+    names
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|n| *n != "help")
+        .map(str::to_owned)
+        .collect()
+}
+
+/// The lines of an audit file.
+pub fn audited(file: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
 }
 
 /// Waits until something holds: not for ever, but longer than anything takes on a loaded machine.

@@ -62,7 +62,7 @@ impl Host {
     /// No such disk; a job of the kind under way already; a chain that cannot be read; a limit of 0.
     pub fn start_job(&self, asked: JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
         let what = What::of("job_start", [asked.disk().to_owned()]);
-        self.audit.change(by, what, |what| {
+        self.audit.change(by.clone(), what, |what| {
             what.object = Some(asked.kind().to_owned());
             let started = self.begin_job(asked, by)?;
             what.object = Some(format!("job {}: {}", started.id, started.kind));

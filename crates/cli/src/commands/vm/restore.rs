@@ -21,6 +21,7 @@ use vmstrata_memory::vault::{Snapshot, Vault, Want, Which};
 
 use super::states::{States, moved};
 use crate::args::VmRestoreArgs;
+use crate::audit::{self, What};
 use crate::units::short_size;
 use disks::{Clones, GuestDisks};
 use ending::Ending;
@@ -63,7 +64,14 @@ fn restore(args: &VmRestoreArgs, vault: &Arc<Vault>, which: &Which, start: Insta
     let ending = Ending::watch()?;
     let disks = GuestDisks::find(args, snapshot.info())?;
     let (qemu, clones) = match &args.clone_disks {
-        Some(dir) => disks.clone_all(dir.as_deref(), &ending)?,
+        Some(dir) => {
+            let what = What::of("vm_restore", []).object(snapshot.info().title());
+            audit::change(what, |what| {
+                let (qemu, clones) = disks.clone_all(dir.as_deref(), &ending)?;
+                what.disks = clones.files();
+                Ok((qemu, clones))
+            })?
+        }
         None => (args.qemu.clone(), disks.check().map(|()| Clones::default())?),
     };
     let args = VmRestoreArgs { qemu, backing: disks.backing()?, ..args.clone() };

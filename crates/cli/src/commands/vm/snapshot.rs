@@ -19,6 +19,7 @@ use super::guard::Guard;
 use super::periodic;
 use super::states::States;
 use crate::args::{BackingArgs, VmMode, VmSnapshotArgs};
+use crate::audit::{self, What};
 use crate::client::Client;
 use crate::output::{counted, print, print_json, print_json_line};
 use crate::units::short_size;
@@ -105,7 +106,13 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
     let before = Before::of(&mut qmp, request.mode)?;
     let guard = Guard::start(&monitor, &before, &channel, (args, &name, taken_ns), &served)?;
     let control = Control { cancel, channel };
-    let report = capture::snapshot(&mut qmp, &vault, &request, &mut served, control);
+    let what = What::of("vm_snapshot", served.names().to_vec()).object(format!("{}@{name}", args.guest));
+    let report = audit::change(what, |what| {
+        let report = capture::snapshot(&mut qmp, &vault, &request, &mut served, control)?;
+        let stats = &report.saved.stats;
+        what.bytes = Some(stats.bytes_critical + stats.bytes_clean);
+        Ok(report)
+    });
     // QEMU serves one client at a time: a guard that had to act would need the monitor.
     drop(qmp);
     drop(guard);

@@ -16,6 +16,7 @@ use vmstrata_memory::vault::{
 use crate::args::{
     DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmShowArgs, VmStoreCommand,
 };
+use crate::audit::{self, What};
 use crate::output::{print, print_json};
 pub use report::Gone;
 use report::{Row, Shown};
@@ -133,10 +134,14 @@ fn delete(
     disks: Vec<DiskState>,
     wanted: &DiskSnapshotArgs,
 ) -> Result<Gone> {
-    let freed = match vault.delete(ids)? {
-        Deleted::Collected(collected) => Some(collected.bytes),
-        Deleted::Later => None,
-    };
+    let what = What { object: Some(names.join(", ")), ..What::of("vm_delete", []) };
+    let freed = audit::change(what, |what| {
+        what.bytes = match vault.delete(ids)? {
+            Deleted::Collected(collected) => Some(collected.bytes),
+            Deleted::Later => None,
+        };
+        Ok(what.bytes)
+    })?;
     let left = if wanted.disks { belonging::delete(&disks, &wanted.server) } else { disks };
     Ok(Gone::new(names, freed, &left))
 }

@@ -287,6 +287,11 @@ struct Changed {
 pub(super) struct Clones(Vec<Made>);
 
 impl Clones {
+    /// Their files.
+    pub(super) fn files(&self) -> Vec<String> {
+        self.0.iter().map(|made| crate::audit::text(&made.file)).collect()
+    }
+
     /// Removes them: the guest did not run on them.
     pub(super) fn remove(&self) {
         self.0.iter().for_each(Made::remove);

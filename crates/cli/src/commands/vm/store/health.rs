@@ -8,6 +8,7 @@ use vmstrata_memory::vault::{Health, OneDevice};
 
 use super::{ids, open};
 use crate::args::{VmRepairArgs, VmVerifyArgs};
+use crate::audit::{self, What};
 use crate::output::{Progress, counted, print, print_json};
 
 const EXIT_LOST: u8 = 2;
@@ -73,7 +74,10 @@ pub fn run_verify(args: &VmVerifyArgs) -> Result<ExitCode> {
 pub fn run_repair(args: &VmRepairArgs) -> Result<ExitCode> {
     let vault = open(&args.vault)?;
     let one_device = if args.one_device { OneDevice::Allow } else { OneDevice::Refuse };
-    let repaired = vault.repair(&ids(&vault, &args.snapshots)?, one_device)?;
+    let ids = ids(&vault, &args.snapshots)?;
+    let titles = args.snapshots.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let what = What { object: Some(titles).filter(|titles| !titles.is_empty()), ..What::of("vm_repair", []) };
+    let repaired = audit::change(what, |_| Ok(vault.repair(&ids, one_device)?))?;
     if args.json {
         let snapshots = repaired.health.iter().map(Row::new).collect();
         print_json(&Report { made: &repaired.made, snapshots })?;
