@@ -13,7 +13,7 @@
 //! | `metadata`, `info`, `pages`, `hiding`, `refill` | the object that makes a snapshot, and its parts |
 //! | `object`, `extent` | objects of pages, and the compressed pieces that they are made of |
 //! | `writer`, `known` | writing a snapshot; finding pages that are in the store already |
-//! | `snapshot` | reading one, by page or all at once |
+//! | `snapshot`, `sources` | reading one, by page or all at once, from whichever copies are whole |
 //! | `collect` | deleting, and removing what nobody needs |
 //! | `verify`, `repair` | reading every byte of every copy; making copies again from those that are whole |
 //!
@@ -47,6 +47,7 @@ mod policy;
 mod refill;
 mod repair;
 mod snapshot;
+mod sources;
 mod stats;
 mod survey;
 mod verify;

@@ -4,7 +4,8 @@ use std::io;
 
 use super::super::error::{Result, VaultError};
 use super::super::pages::{self, Content, Entry, PageNumber, Place};
-use super::{ExtentKey, Snapshot};
+use super::super::sources::ExtentKey;
+use super::Snapshot;
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::PageClass;
 
@@ -103,7 +104,7 @@ impl Snapshot {
             .ok_or(VaultError::Page { frame, reason: "the machine has no such page" })?;
         let Content::At(place) = self.metadata.pages.get(number).content else { return Ok(()) };
         let lost = |tried| VaultError::PageLost { snapshot: self.info().title(), frame, tried };
-        let extent = self.extent((place.object, place.extent)).map_err(lost)?;
+        let extent = self.sources.extent((place.object, place.extent)).map_err(lost)?;
         for piece in order.of((place.object, place.extent)) {
             for by in 0..piece.len {
                 let frame = pages::frame(layout, PageNumber(piece.first.0 + by));

@@ -64,7 +64,7 @@ impl Snapshot {
         lost: &Mutex<Vec<Frame>>,
     ) -> Result<()> {
         let layout = &self.metadata.info.layout;
-        let read = self.read_extent(group[0].extent(), reader);
+        let read = self.sources.read_extent(group[0].extent(), reader);
         let pages = if read.is_ok() { reader.pages().as_chunks().0 } else { &[] };
         for piece in group {
             let (mut number, mut left, mut slot) = (piece.first.0, piece.len, usize::from(piece.place.slot));
