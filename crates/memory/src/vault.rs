@@ -10,7 +10,8 @@
 //! |---|---|
 //! | [`home`], [`address`] | where objects live, and how people name such a place |
 //! | [`directory`], `hdfs` | directories of this host and of HDFS as such places |
-//! | `metadata`, `info`, `pages`, `hiding`, `refill` | the object that makes a snapshot, and its parts |
+//! | `metadata`, `info` | the object that makes a snapshot |
+//! | `tables`, `pages`, `hiding`, `refill` | what it says of the guest's pages, as pages of its own |
 //! | `object`, `extent` | objects of pages, and the compressed pieces that they are made of |
 //! | `writer`, `known` | writing a snapshot; finding pages that are in the store already |
 //! | `snapshot`, `sources` | reading one, by page or all at once, from whichever copies are whole |
@@ -50,6 +51,7 @@ mod snapshot;
 mod sources;
 mod stats;
 mod survey;
+mod tables;
 mod verify;
 mod writer;
 

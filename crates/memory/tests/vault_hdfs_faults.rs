@@ -248,7 +248,7 @@ fn writers_race_with_who_deletes(cluster: &mut Cluster) {
     let needed = listed.iter().flat_map(|listed| {
         let metadata = ObjectName { owner: listed.id, kind: ObjectKind::Metadata };
         let objects = &listed.info.as_ref().expect("is whole").objects;
-        objects.iter().map(|object| object.name).chain([metadata])
+        objects.values().map(|object| object.name).chain([metadata])
     });
     let needed: BTreeSet<String> = needed.map(|name| format!("/race/{name}")).collect();
     let left: BTreeSet<String> = all_files(&client(cluster), "/race").into_iter().collect();

@@ -101,7 +101,7 @@ impl Vault {
         let mut unknown = Vec::new();
         for listed in survey.snapshots(self) {
             match listed.info {
-                Ok(info) => needed.extend(info.objects.iter().map(|object| object.name)),
+                Ok(info) => needed.extend(info.objects.values().map(|object| object.name)),
                 Err(_) => unknown.push(ObjectName { owner: listed.id, kind: ObjectKind::Metadata }),
             }
         }

@@ -110,11 +110,13 @@ pub enum VaultError {
         /// What is wrong.
         reason: &'static str,
     },
-    /// No copy of a snapshot's metadata can be read.
-    #[error("snapshot {id}: its metadata is lost; tried {}", tried.join("; "))]
+    /// No copy of a snapshot's metadata, or of a part of it, can be read.
+    #[error("snapshot {snapshot}: its metadata is lost; tried {}", tried.join("; "))]
     MetadataLost {
         /// The snapshot.
         id: SnapshotId,
+        /// Guest and name; the id where nothing is known of it.
+        snapshot: String,
         /// Each copy, with what was wrong.
         tried: Vec<String>,
     },

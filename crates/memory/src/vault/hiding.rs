@@ -1,6 +1,10 @@
 //! How to hide a lost page of clean cache from its guest: the bits to clear, recorded when the snapshot was taken.
 
+use std::ops::Range;
+
 use super::bytes::{Malformed, Put, Take};
+use super::error::Result;
+use super::tables::{PutPiece, piece_of};
 use crate::address::{Frame, PAGE_BITS, Physical};
 
 /// Bits to clear in the guest's memory.
@@ -84,11 +88,24 @@ impl Hiding {
         &self.masks[from..self.frames[index].1]
     }
 
+    /// Gives `each` what it says of [`PIECE_PAGES`] frames after another, where it says anything.
+    pub(super) fn encode_pieces(&self, each: &mut PutPiece<'_>) -> Result<()> {
+        let mut from = 0;
+        for frames in self.frames.chunk_by(|(one, _), (next, _)| piece_of(*one) == piece_of(*next)) {
+            let mut piece = Put::default();
+            self.encode(from..from + frames.len(), &mut piece);
+            each(&piece.0)?;
+            from += frames.len();
+        }
+        Ok(())
+    }
+
     /// Addresses as steps from those of the page before: struct pages lie side by side, so steps repeat.
-    pub(super) fn encode(&self, put: &mut Put) {
-        put.varint(self.frames.len() as u64);
+    fn encode(&self, indices: Range<usize>, put: &mut Put) {
+        put.varint(indices.len() as u64);
         let (mut last, mut before) = (0, Vec::new());
-        for (frame, masks) in self.iter() {
+        for index in indices {
+            let (frame, masks) = (self.frames[index].0, self.masks_of(index));
             put.varint(frame.get() - last);
             last = frame.get();
             put.varint(masks.len() as u64);
@@ -101,27 +118,26 @@ impl Hiding {
         }
     }
 
-    pub(super) fn decode(take: &mut Take<'_>) -> Result<Self, Malformed> {
+    /// Adds what a piece says, behind all others.
+    pub(super) fn decode_more(&mut self, take: &mut Take<'_>) -> Result<(), Malformed> {
         let count = take.varint()?;
-        let mut hiding = Self::default();
         // The masks of the page before lie in front of those of the page.
-        let (mut last, mut before) = (0u64, 0usize);
-        for index in 0..count {
-            let step = take.varint()?;
-            let frame = last.checked_add(step).filter(|frame| *frame < 1 << (64 - PAGE_BITS));
-            last = frame.filter(|_| step > 0 || index == 0).ok_or(Malformed("frames are out of order"))?;
+        let (mut last, mut before) = (0u64, self.masks.len());
+        for _ in 0..count {
+            let frame = last.checked_add(take.varint()?).filter(|frame| *frame < 1 << (64 - PAGE_BITS));
+            let is_next = |frame: &u64| self.frames.last().is_none_or(|(before, _)| before.get() < *frame);
+            last = frame.filter(is_next).ok_or(Malformed("frames are out of order"))?;
             let masks = take.varint()?;
-            let from = hiding.masks.len();
+            let from = self.masks.len();
             for index in 0..masks {
                 let place = usize::try_from(index).ok().and_then(|index| before.checked_add(index));
-                let base =
-                    place.filter(|place| *place < from).map_or(0, |place| hiding.masks[place].at.get());
-                hiding.masks.push(decode_mask(take, base)?);
+                let base = place.filter(|place| *place < from).map_or(0, |place| self.masks[place].at.get());
+                self.masks.push(decode_mask(take, base)?);
             }
             before = from;
-            hiding.frames.push((Frame::new(last), hiding.masks.len()));
+            self.frames.push((Frame::new(last), self.masks.len()));
         }
-        Ok(hiding)
+        Ok(())
     }
 }
 
@@ -155,6 +171,16 @@ mod tests {
         )
     }
 
+    fn pieces(hiding: &Hiding) -> Vec<Vec<u8>> {
+        let mut pieces = Vec::new();
+        let mut take = |piece: &[u8]| {
+            pieces.push(piece.to_vec());
+            Ok(())
+        };
+        hiding.encode_pieces(&mut take).unwrap();
+        pieces
+    }
+
     proptest! {
         #[test]
         fn masks_read_back(
@@ -162,11 +188,17 @@ mod tests {
         ) {
             let pages: Vec<_> = pages.into_iter().map(|(at, masks)| (Frame::new(at), masks)).collect();
             let hiding = Hiding::new(pages.iter().rev().cloned().collect());
-            let mut put = Put::default();
-            hiding.encode(&mut put);
-            let mut take = Take(&put.0);
-            prop_assert_eq!(&Hiding::decode(&mut take).unwrap(), &hiding);
-            take.end().unwrap();
+            let mut read = Hiding::default();
+            let pieces = pieces(&hiding);
+            for piece in &pieces {
+                let mut take = Take(piece);
+                read.decode_more(&mut take).unwrap();
+                take.end().unwrap();
+            }
+            prop_assert_eq!(&read, &hiding);
+            if let Some(piece) = pieces.last() {
+                prop_assert!(read.decode_more(&mut Take(piece)).is_err());
+            }
             let mut find = hiding.finder();
             for (frame, masks) in pages.iter().chain(pages.iter().rev()) {
                 prop_assert_eq!(hiding.get(*frame), Some(masks.as_slice()));
@@ -184,9 +216,8 @@ mod tests {
         let page =
             |at: u64| (Frame::new(at), vec![mask(0x1000_0000 + at * 64), mask(0x2000_0000 + at * 104)]);
         let hiding = Hiding::new((0..1000).map(page).collect());
-        let mut put = Put::default();
-        hiding.encode(&mut put);
-        assert!(put.0.len() < 11 * 1000, "{}", put.0.len());
-        assert!(zstd::bulk::compress(&put.0, 1).unwrap().len() < 200);
+        let [piece] = &pieces(&hiding)[..] else { panic!("one piece") };
+        assert!(piece.len() < 11 * 1000, "{}", piece.len());
+        assert!(zstd::bulk::compress(piece, 1).unwrap().len() < 200);
     }
 }

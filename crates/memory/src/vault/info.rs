@@ -1,5 +1,7 @@
 //! What is known of a snapshot, beside its pages.
 
+use std::collections::BTreeMap;
+
 use super::bytes::{Malformed, Put, Take};
 use super::error::{Result, VaultError};
 use super::name::{ObjectKind, ObjectName, SnapshotId, check_name};
@@ -60,8 +62,8 @@ pub struct Info {
     pub clean_copies: u8,
     /// The snapshot that unchanged pages were looked for in.
     pub parent: Option<SnapshotId>,
-    /// Where its pages lie.
-    pub objects: Vec<ObjectUse>,
+    /// Where its pages lie, by the numbers that stand for them. An object keeps its number in the guest's next snapshots.
+    pub objects: BTreeMap<u16, ObjectUse>,
     /// What it holds and costs.
     pub stats: Stats,
 }
@@ -114,7 +116,8 @@ impl Info {
             put.u64(block.file_offset);
         }
         put.u16(self.objects.len() as u16);
-        for object in &self.objects {
+        for (number, object) in &self.objects {
+            put.u16(*number);
             put.bytes(&object.name.owner.to_bytes());
             put.u8(object.name.kind as u8);
             put.u8(object.copies);
@@ -135,7 +138,7 @@ impl Info {
             labels: several(take, |take| Ok((take.text()?, take.text()?)))?,
             disks: several(take, |take| Ok(DiskState { disk: take.text()?, snapshot: take.text()? }))?,
             layout: decode_layout(take)?,
-            objects: several(take, decode_object)?,
+            objects: decode_objects(take)?,
             stats: Stats::decode(take)?,
         };
         let copies = 1..=Policy::MAX_COPIES;
@@ -173,6 +176,12 @@ fn decode_layout(take: &mut Take<'_>) -> Result<Layout, Malformed> {
     Layout::new(several(take, block)?).map_err(|_| Malformed("its memory blocks are no machine"))
 }
 
+fn decode_objects(take: &mut Take<'_>) -> Result<BTreeMap<u16, ObjectUse>, Malformed> {
+    let objects = several(take, |take| Ok((take.u16()?, decode_object(take)?)))?;
+    let in_order = objects.is_sorted_by(|(one, _), (next, _)| one < next);
+    if in_order { Ok(objects.into_iter().collect()) } else { Err(Malformed("objects are out of order")) }
+}
+
 fn decode_object(take: &mut Take<'_>) -> Result<ObjectUse, Malformed> {
     let owner = SnapshotId::from_bytes(take.id()?);
     let kind = match take.u8()? {
@@ -198,11 +207,10 @@ pub(super) fn example() -> Info {
         critical_copies: 3,
         clean_copies: 1,
         parent: Some(SnapshotId::from_bytes([4; 16])),
-        objects: vec![ObjectUse {
-            name: ObjectName { owner: id, kind: ObjectKind::Critical },
-            copies: 3,
-            len: 12345,
-        }],
+        objects: BTreeMap::from([(
+            7,
+            ObjectUse { name: ObjectName { owner: id, kind: ObjectKind::Critical }, copies: 3, len: 12345 },
+        )]),
         stats: Stats { pages: 5, free: 1, ..Stats::default() },
     }
 }

@@ -6,18 +6,19 @@
 //! Invariants: a place is given for a page only if its object is kept in as many copies as the page's class asks for, each
 //! beside a copy of the new snapshot's metadata; what a critical page finds is in an object of critical pages.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry as MapEntry;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use parking_lot::Mutex;
 
 use super::info::{Info, MAX_OBJECTS, ObjectUse};
-use super::name::ObjectKind;
+use super::metadata::Outline;
+use super::name::{ObjectKind, ObjectName};
 use super::object::{self, Hash};
 use super::pages::{Content, PageNumber, Pages, Place};
 use super::place::Share;
 use super::survey::Survey;
-use super::{Listed, Vault, metadata};
+use super::{Listed, Vault};
 use crate::class::PageClass;
 
 /// Tables, so that threads seldom wait for one another; a power of two.
@@ -47,13 +48,15 @@ pub(super) enum Found {
 }
 
 /// What is known of the pages in the store.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Known {
     critical: Table,
     clean: Table,
     last: Option<Last>,
-    /// Objects that places lead to, after the two of the new snapshot.
-    pub(super) older: Vec<ObjectUse>,
+    /// Objects of older snapshots that places lead to, by their numbers in the new snapshot.
+    pub(super) older: BTreeMap<u16, ObjectUse>,
+    /// The numbers of the new snapshot's own objects, by kind.
+    pub(super) own: [u16; 2],
     /// The guest's last snapshot.
     pub(super) parent: Option<super::SnapshotId>,
 }
@@ -62,20 +65,17 @@ pub(super) struct Known {
 #[derive(Debug)]
 struct Last {
     pages: Pages,
-    /// `[its object]`: index among the new snapshot's objects, kind, and `[extent]` the index of the first hash.
+    /// `[number]`
     objects: Vec<Option<LastObject>>,
 }
 
 #[derive(Debug)]
 struct LastObject {
-    index: u16,
     kind: ObjectKind,
+    /// `[extent]`: the index of its first hash.
     first: Vec<u32>,
     hashes: Vec<Hash>,
 }
-
-/// Objects of the new snapshot itself, which come first in its table.
-pub(super) const OWN_OBJECTS: usize = 2;
 
 /// Where the new snapshot goes.
 #[derive(Clone, Copy, Debug)]
@@ -85,6 +85,18 @@ pub(super) struct Shares<'a> {
 }
 
 impl Known {
+    /// Nothing.
+    pub(super) fn nothing() -> Self {
+        Self {
+            critical: Table::default(),
+            clean: Table::default(),
+            last: None,
+            older: BTreeMap::new(),
+            own: [0, 1],
+            parent: None,
+        }
+    }
+
     /// What older snapshots have, those of `guest` first, as far as it may be used by one that goes to `shares`.
     pub(super) fn load(
         vault: &Vault,
@@ -92,34 +104,47 @@ impl Known {
         info: &Info,
         shares: Shares<'_>,
     ) -> Self {
-        let mut known = Self::default();
+        let mut known = Self::nothing();
         let all: Vec<&Info> = listed.iter().filter_map(|listed: &Listed| listed.info.as_ref().ok()).collect();
         let (own, others): (Vec<&Info>, Vec<&Info>) =
             all.into_iter().partition(|other| other.guest == info.guest);
-        let last = own.first().filter(|last| last.layout == info.layout).copied();
+        let parent = own.first().copied();
+        let outline = match parent.map(|parent| Outline::read_whole(vault, survey, parent.id)).transpose() {
+            Ok(outline) => outline,
+            // Pages of its tables would be found again, and be lost again.
+            Err(tried) => {
+                let title = parent.map(Info::title).unwrap_or_default();
+                let tried = tried.join("; ");
+                tracing::warn!("{title}: its metadata is lost, so nothing of it is shared; tried {tried}");
+                return known;
+            }
+        };
+        let mut numbers = Numbers::after(parent);
+        known.own = [numbers.take(), numbers.take()];
         let mut pages = 0;
-        let mut last_objects = Vec::new();
-        if let Some(last) = last {
-            last_objects.resize_with(last.objects.len(), || None);
-        }
-        for (of, object) in objects(&own, &others) {
-            let seen = known.older.iter().any(|older| older.name == object.name);
-            if seen || known.older.len() + OWN_OBJECTS >= MAX_OBJECTS || pages > MAX_OLDER_PAGES {
+        let (mut last_objects, mut seen) = (Vec::new(), BTreeSet::new());
+        for object in objects(&own, &others) {
+            if !seen.insert(object.name)
+                || known.older.len() + known.own.len() >= MAX_OBJECTS
+                || pages > MAX_OLDER_PAGES
+            {
                 continue;
             }
-            let Some(loaded) = known.add(vault, survey, object, shares) else { continue };
+            let inherited = numbers.inherited.get(&object.name).copied();
+            let number = inherited.unwrap_or_else(|| numbers.free());
+            let Some(loaded) = known.add(vault, survey, (number, object), shares) else { continue };
             pages += loaded.hashes.len();
-            if let Some(last) = last.filter(|last| std::ptr::eq(*last, of)) {
-                let index = last.objects.iter().position(|other| other.name == object.name);
-                last_objects[index.expect("it came from this table")] = Some(loaded);
+            if inherited.is_none() {
+                numbers.take();
+            } else {
+                let index = usize::from(number);
+                last_objects.resize_with(last_objects.len().max(index + 1), || None);
+                last_objects[index] = Some(loaded);
             }
         }
-        known.parent = last.map(|last| last.id);
-        known.last = last.and_then(|last| {
-            let name = super::ObjectName { owner: last.id, kind: ObjectKind::Metadata };
-            let read = survey.first_good(vault, name, |reader| metadata::Outline::read(last.id, reader));
-            Some(Last { pages: read.ok()?.pages, objects: last_objects })
-        });
+        known.parent = parent.map(|parent| parent.id);
+        let outline = outline.filter(|outline| outline.info.layout == info.layout);
+        known.last = outline.map(|outline| Last { pages: outline.pages, objects: last_objects });
         known
     }
 
@@ -128,7 +153,7 @@ impl Known {
         &mut self,
         vault: &Vault,
         survey: &Survey,
-        object: ObjectUse,
+        (number, object): (u16, ObjectUse),
         shares: Shares<'_>,
     ) -> Option<LastObject> {
         let copies = usable_copies(survey, object, shares)?;
@@ -145,17 +170,16 @@ impl Known {
         if count as usize != hashes.len() {
             return None;
         }
-        let index = (OWN_OBJECTS + self.older.len()) as u16;
-        self.older.push(ObjectUse { copies, ..object });
+        self.older.insert(number, ObjectUse { copies, ..object });
         let table = self.table(object.name.kind);
         for (extent, (start, place)) in first.iter().zip(&contents.extents).enumerate() {
             for slot in 0..place.pages {
                 let hash = hashes[*start as usize + usize::from(slot)];
-                let place = Place { object: index, extent: extent as u32, slot };
+                let place = Place { object: number, extent: extent as u32, slot };
                 table.shard(&hash).lock().entry(hash).or_insert(place);
             }
         }
-        Some(LastObject { index, kind: object.name.kind, first, hashes })
+        Some(LastObject { kind: object.name.kind, first, hashes })
     }
 
     fn table(&self, kind: ObjectKind) -> &Table {
@@ -170,7 +194,7 @@ impl Known {
         let fits = class == PageClass::Clean || object.kind == ObjectKind::Critical;
         let index = *object.first.get(place.extent as usize)? as usize + usize::from(place.slot);
         let same = fits && object.hashes.get(index)? == hash;
-        same.then_some(Place { object: object.index, ..place })
+        same.then_some(place)
     }
 
     /// Where a page of `class` with this hash is; or, when it is nowhere, notes that it is at what `offer` gives.
@@ -198,10 +222,41 @@ impl Known {
     }
 }
 
-/// Objects that snapshots use, each with a snapshot that does; those of the guest's newest first.
-fn objects<'a>(own: &[&'a Info], others: &[&'a Info]) -> impl Iterator<Item = (&'a Info, ObjectUse)> {
+/// Numbers for the objects of a new snapshot.
+struct Numbers {
+    /// Those of its parent's objects, which keep them: what is said of unchanged pages stays the same bytes.
+    inherited: HashMap<ObjectName, u16>,
+    /// All others, in order.
+    free: std::vec::IntoIter<u16>,
+}
+
+impl Numbers {
+    fn after(parent: Option<&Info>) -> Self {
+        let taken: BTreeMap<u16, ObjectUse> = parent.map(|parent| parent.objects.clone()).unwrap_or_default();
+        let free: Vec<u16> = (0..=u16::MAX).filter(|number| !taken.contains_key(number)).collect();
+        let inherited = taken.into_iter().map(|(number, object)| (object.name, number)).collect();
+        Self { inherited, free: free.into_iter() }
+    }
+
+    /// The first that no object has.
+    fn free(&self) -> u16 {
+        self.free.as_slice()[0]
+    }
+
+    /// Gives it to an object. There are enough: a snapshot has at most [`MAX_OBJECTS`], and so has its parent.
+    fn take(&mut self) -> u16 {
+        self.free.next().expect("there are more numbers than objects of two snapshots")
+    }
+}
+
+/// Objects that snapshots use: those of the guest's newest first, of each the newest first.
+fn objects<'a>(own: &[&'a Info], others: &[&'a Info]) -> impl Iterator<Item = ObjectUse> + use<'a> {
     let infos: Vec<&Info> = own.iter().chain(others).copied().collect();
-    infos.into_iter().flat_map(|info| info.objects.iter().map(move |object| (info, *object)))
+    infos.into_iter().flat_map(|info| {
+        let mut objects: Vec<ObjectUse> = info.objects.values().copied().collect();
+        objects.sort_by_key(|object| std::cmp::Reverse(object.name));
+        objects
+    })
 }
 
 /// How many copies of an object a snapshot that goes to `shares` could count on; `None` when they are too few.

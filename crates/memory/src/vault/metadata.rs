@@ -1,52 +1,46 @@
-//! The object that makes a snapshot: what is known of it, where its pages lie, and what the guest's devices were.
+//! The object that makes a snapshot: what is known of it, and where its tables lie.
 //!
 //! ```text
-//!  header │ table of sections │ section │ section │ ...
+//!  header │ table of sections │ info │ index of the tables
 //! ```
 //!
 //! Sections are compressed, and have a checksum each; the first is [`Info`], so that a list of snapshots needs no more.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 
+use super::Vault;
 use super::bytes::{Malformed, Put, Take};
 use super::hiding::Hiding;
 use super::home::ObjectReader;
 use super::info::Info;
-use super::name::SnapshotId;
-use super::pages::Pages;
-use super::refill::{self, Refill};
+use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::pages::{Pages, Place};
+use super::refill::Refill;
+use super::sources::Sources;
+use super::survey::Survey;
+use super::tables::Index;
 use crate::address::{Frame, PAGE_BYTES};
+use crate::class::PageClass;
 
 const MAGIC: &[u8; 8] = b"VMSMEMRY";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEADER: usize = 40;
 const ENTRY: usize = 24;
-const MAX_SECTIONS: usize = 64;
+const SECTIONS: usize = 2;
 /// Of a section, before compression.
-pub(super) const MAX_SECTION: u64 = 1 << 30;
-/// Sections of a kind that only who wrote them understands.
-pub(super) const MAX_BLOBS: usize = MAX_SECTIONS - 4;
-/// Bytes of such a section's name.
-pub(super) const MAX_BLOB_NAME: usize = 100;
+const MAX_SECTION: u64 = 1 << 30;
 /// Sections are small, and read often: worth more than the speed of level 1.
 const LEVEL: i32 = 3;
 
 const INFO: u32 = 1;
-const PAGES: u32 = 2;
-const HIDING: u32 = 3;
-const REFILL: u32 = 4;
-const BLOB: u32 = 5;
+const TABLES: u32 = 2;
 
-/// All that a metadata object holds.
+/// What a metadata object holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Metadata {
     pub(super) info: Info,
-    pub(super) pages: Pages,
-    pub(super) hiding: Hiding,
-    /// In order of frames.
-    pub(super) refill: Vec<(Frame, Refill)>,
-    pub(super) blobs: BTreeMap<String, Vec<u8>>,
+    pub(super) tables: Index,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -61,19 +55,8 @@ struct Section {
 impl Metadata {
     /// The object's bytes.
     pub(super) fn encode(&self) -> Vec<u8> {
-        let mut sections = vec![
-            (INFO, section(|put| self.info.encode(put))),
-            (PAGES, section(|put| self.pages.encode(put))),
-            (HIDING, section(|put| self.hiding.encode(put))),
-            (REFILL, section(|put| refill::encode(&self.refill, put))),
-        ];
-        sections.extend(self.blobs.iter().map(|(name, blob)| {
-            let write = |put: &mut Put| {
-                put.text(name);
-                put.bytes(blob);
-            };
-            (BLOB, section(write))
-        }));
+        let sections =
+            [(INFO, section(|put| self.info.encode(put))), (TABLES, section(|put| self.tables.encode(put)))];
         let mut head = Put::default();
         head.bytes(MAGIC);
         head.u32(VERSION);
@@ -98,68 +81,80 @@ impl Metadata {
         head.0
     }
 
-    /// Reads the whole object of the snapshot `id`.
+    /// Reads the object of the snapshot `id`, and checks every byte of it.
     pub(super) fn read(id: SnapshotId, reader: &dyn ObjectReader) -> Result<Self, Malformed> {
-        let Outline { info, pages, blobs, hiding, refill } = Outline::read(id, reader)?;
-        let (hiding, refill) = (hiding.decode()?, refill.decode(info.disks.len())?);
-        Ok(Self { info, pages, hiding, refill, blobs })
+        let [info, tables] = sections(id, reader)?;
+        let info = Stored::read(info, INFO, reader)?.decode(|take| Info::decode(id, take))?;
+        let count = info.layout.bytes() / PAGE_BYTES as u64;
+        let tables = Stored::read(tables, TABLES, reader)?.decode(|take| Index::decode(take, count))?;
+        check_objects(&info, tables.objects())?;
+        Ok(Self { info, tables })
     }
 }
 
-/// A metadata object whose large tables, which not all need, are decoded when they are asked for.
+/// What a snapshot says of its guest's pages. Large tables, which not all need, are read when they are asked for.
 #[derive(Debug)]
 pub(super) struct Outline {
     pub(super) info: Info,
     pub(super) pages: Pages,
-    pub(super) blobs: BTreeMap<String, Vec<u8>>,
-    pub(super) hiding: HidingSection,
-    pub(super) refill: RefillSection,
+    tables: Index,
 }
 
 impl Outline {
-    /// Reads the object of the snapshot `id`, and checks every byte of it.
-    pub(super) fn read(id: SnapshotId, reader: &dyn ObjectReader) -> Result<Self, Malformed> {
-        let sections = sections(id, reader)?;
-        let (info, rest) = sections.split_first().ok_or(Malformed("it has no sections"))?;
-        let info = decode_info(id, *info, reader)?;
-        let count = info.layout.bytes() / PAGE_BYTES as u64;
-        let (mut pages, mut blobs) = (None, BTreeMap::new());
-        let (mut hiding, mut refill) = (HidingSection(None), RefillSection(None));
-        for section in rest {
-            let stored = Stored::read(*section, reader)?;
-            match section.kind {
-                PAGES => pages = Some(stored.decode(|take| Pages::decode(take, count))?),
-                HIDING => hiding = HidingSection(Some(stored)),
-                REFILL => refill = RefillSection(Some(stored)),
-                BLOB => blobs.extend([stored.decode(decode_blob)?]),
-                _ => return Err(Malformed("a section is of no known kind")),
-            }
-        }
-        let pages = pages.ok_or(Malformed("it has no pages"))?;
-        check_objects(&info, &pages)?;
-        Ok(Self { info, pages, blobs, hiding, refill })
+    /// Reads it, and every page of its tables, from whichever copies are whole.
+    ///
+    /// # Errors
+    /// Each copy with what was wrong.
+    pub(super) fn read_whole(vault: &Vault, survey: &Survey, id: SnapshotId) -> Result<Self, Vec<String>> {
+        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let metadata = survey.first_good(vault, name, |reader| Metadata::read(id, reader))?;
+        let used: BTreeSet<u16> = metadata.tables.objects().map(|(object, _)| object).collect();
+        let objects = metadata.info.objects.iter().filter(|(number, _)| used.contains(number));
+        let sources = Sources::open(vault, survey, &objects.map(|(at, object)| (*at, *object)).collect());
+        let outline = Self::of(metadata, &sources)?;
+        outline.tables.check(&sources)?;
+        Ok(outline)
     }
-}
 
-/// What hides pages; none if there is no such section.
-#[derive(Debug)]
-pub(super) struct HidingSection(Option<Stored>);
-
-impl HidingSection {
-    pub(super) fn decode(&self) -> Result<Hiding, Malformed> {
-        self.0.as_ref().map_or_else(|| Ok(Hiding::default()), |stored| stored.decode(Hiding::decode))
+    /// What the snapshot with this metadata says; its tables lie in `sources`.
+    ///
+    /// # Errors
+    /// As [`Self::read_whole`].
+    pub(super) fn of(metadata: Metadata, sources: &Sources) -> Result<Self, Vec<String>> {
+        let Metadata { info, tables } = metadata;
+        let pages = tables.pages(sources, info.layout.bytes() / PAGE_BYTES as u64)?;
+        check_objects(&info, pages.objects()).map_err(|malformed| vec![malformed.0.to_owned()])?;
+        Ok(Self { info, pages, tables })
     }
-}
 
-/// What is on the guest's disks; nothing if there is no such section.
-#[derive(Debug)]
-pub(super) struct RefillSection(Option<Stored>);
+    /// Where in its objects all it needs is stored, the pages of its tables too; each with how many that follow one another.
+    #[expect(dead_code, reason = "what is live in an object is asked for by who compacts it")]
+    pub(super) fn places(&self) -> impl Iterator<Item = (Place, u64)> + '_ {
+        self.tables.places().chain(self.pages.places())
+    }
 
-impl RefillSection {
-    /// For a guest with so many disks.
-    pub(super) fn decode(&self, disks: usize) -> Result<Vec<(Frame, Refill)>, Malformed> {
-        let decode = |stored: &Stored| stored.decode(|take| refill::decode(take, disks));
-        self.0.as_ref().map_or_else(|| Ok(Vec::new()), decode)
+    /// What hides pages.
+    ///
+    /// # Errors
+    /// As [`Self::read_whole`].
+    pub(super) fn hiding(&self, sources: &Sources) -> Result<Hiding, Vec<String>> {
+        self.tables.hiding(sources)
+    }
+
+    /// Clean pages that lie on the guest's disks.
+    ///
+    /// # Errors
+    /// As [`Self::read_whole`].
+    pub(super) fn refill(&self, sources: &Sources) -> Result<Vec<(Frame, Refill)>, Vec<String>> {
+        self.tables.refill(sources, self.info.disks.len())
+    }
+
+    /// What only who wrote it understands, by name.
+    ///
+    /// # Errors
+    /// As [`Self::read_whole`].
+    pub(super) fn blobs(&self, sources: &Sources) -> Result<BTreeMap<String, Vec<u8>>, Vec<String>> {
+        self.tables.blobs(sources)
     }
 }
 
@@ -172,7 +167,10 @@ struct Stored {
 }
 
 impl Stored {
-    fn read(section: Section, reader: &dyn ObjectReader) -> Result<Self, Malformed> {
+    fn read(section: Section, kind: u32, reader: &dyn ObjectReader) -> Result<Self, Malformed> {
+        if section.kind != kind {
+            return Err(Malformed("a section is of another kind"));
+        }
         if u64::from(section.plain) > MAX_SECTION {
             return Err(Malformed("a section is too long"));
         }
@@ -209,34 +207,20 @@ impl Stored {
     }
 }
 
-fn decode_blob(take: &mut Take<'_>) -> Result<(String, Vec<u8>), Malformed> {
-    let name = take.text()?;
-    Ok((name, take.bytes(take.0.len())?.to_vec()))
-}
-
 /// Every page lies in an object of the table, and critical ones among critical ones.
-fn check_objects(info: &Info, pages: &Pages) -> Result<(), Malformed> {
+fn check_objects(info: &Info, mut used: impl Iterator<Item = (u16, PageClass)>) -> Result<(), Malformed> {
     let sound = |(object, class)| {
-        let object: Option<&super::info::ObjectUse> = info.objects.get(usize::from(object));
-        object.is_some_and(|object| {
-            class != crate::class::PageClass::Critical
-                || object.name.kind == super::name::ObjectKind::Critical
-        })
+        info.objects
+            .get(&object)
+            .is_some_and(|object| class != PageClass::Critical || object.name.kind == ObjectKind::Critical)
     };
-    if pages.objects().all(sound) { Ok(()) } else { Err(Malformed("a page lies in no object")) }
+    if used.all(sound) { Ok(()) } else { Err(Malformed("a page lies in no object")) }
 }
 
 /// Reads what is known of the snapshot `id`, and not its pages.
 pub(super) fn read_info(id: SnapshotId, reader: &dyn ObjectReader) -> Result<Info, Malformed> {
-    let sections = sections(id, reader)?;
-    decode_info(id, *sections.first().ok_or(Malformed("it has no sections"))?, reader)
-}
-
-fn decode_info(id: SnapshotId, section: Section, reader: &dyn ObjectReader) -> Result<Info, Malformed> {
-    if section.kind != INFO {
-        return Err(Malformed("it does not begin with what is known of the snapshot"));
-    }
-    Stored::read(section, reader)?.decode(|take| Info::decode(id, take))
+    let [info, _] = sections(id, reader)?;
+    Stored::read(info, INFO, reader)?.decode(|take| Info::decode(id, take))
 }
 
 fn section(write: impl FnOnce(&mut Put)) -> Vec<u8> {
@@ -254,7 +238,7 @@ fn read(reader: &dyn ObjectReader, at: u64, len: usize) -> Result<Vec<u8>, Malfo
     Ok(bytes)
 }
 
-fn sections(id: SnapshotId, reader: &dyn ObjectReader) -> Result<Vec<Section>, Malformed> {
+fn sections(id: SnapshotId, reader: &dyn ObjectReader) -> Result<[Section; SECTIONS], Malformed> {
     let mut bytes = read(reader, 0, HEADER)?;
     let mut take = Take(&bytes);
     if take.bytes(8)? != MAGIC {
@@ -264,27 +248,27 @@ fn sections(id: SnapshotId, reader: &dyn ObjectReader) -> Result<Vec<Section>, M
         return Err(Malformed("its version is not known"));
     }
     let (crc, found, count) = (take.u32()?, SnapshotId::from_bytes(take.id()?), take.u32()? as usize);
-    if count > MAX_SECTIONS {
-        return Err(Malformed("it has too many sections"));
-    }
-    bytes.extend(read(reader, HEADER as u64, count * ENTRY)?);
+    bytes.extend(read(reader, HEADER as u64, SECTIONS * ENTRY)?);
     bytes[12..16].fill(0);
     if crc != crc32c::crc32c(&bytes) {
         return Err(Malformed("the header's checksum does not match"));
+    }
+    if count != SECTIONS {
+        return Err(Malformed("it has another number of sections"));
     }
     if found != id {
         return Err(Malformed("another snapshot is in its place"));
     }
     let mut take = Take(&bytes[HEADER..]);
     let mut offset = bytes.len() as u64;
-    let mut sections = Vec::with_capacity(count);
-    for _ in 0..count {
+    let mut next = || -> Result<Section, Malformed> {
         let section =
             Section { kind: take.u32()?, plain: take.u32()?, stored: take.u32()?, crc: take.u32()?, offset };
         take.u64()?;
         offset += u64::from(section.stored);
-        sections.push(section);
-    }
+        Ok(section)
+    };
+    let sections = [next()?, next()?];
     let is_whole = offset == reader.len();
     if is_whole { Ok(sections) } else { Err(Malformed("it has another length than its header says")) }
 }

@@ -107,6 +107,11 @@ pub(super) fn trailer(offset: u64, extents: &[ExtentPlace], hashes: &[Vec<Hash>]
     put.0
 }
 
+/// The length of an end with so many extents and pages.
+pub(super) fn trailer_len(extents: usize, pages: usize) -> u64 {
+    (pages * size_of::<Hash>() + extents * ENTRY + TAIL) as u64
+}
+
 struct Tail {
     hashes: u64,
     extents: u32,

@@ -3,7 +3,9 @@
 //! Pages are counted in the order of the layout's blocks, holes left out.
 
 use super::bytes::{Malformed, Put, Take};
+use super::error::Result;
 use super::extent::MAX_PAGES;
+use super::tables::{PIECE_PAGES, PutPiece};
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::{ClassMap, PageClass};
 use crate::ram::Layout;
@@ -15,7 +17,7 @@ pub(super) struct PageNumber(pub(super) u64);
 /// Where a page's bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Place {
-    /// Index into the snapshot's table of objects.
+    /// The number of the object in the snapshot.
     pub(super) object: u16,
     pub(super) extent: u32,
     /// Index of the page in its extent.
@@ -90,7 +92,7 @@ struct Run {
 }
 
 /// Where all pages of a machine are.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Pages {
     /// In order of `first`, which is 0 for the first.
     runs: Vec<Run>,
@@ -100,17 +102,26 @@ pub(super) struct Pages {
 impl Pages {
     /// From the words of all pages; the second value is the first page whose word is none.
     pub(super) fn new(words: impl Iterator<Item = u64>) -> Result<Self, PageNumber> {
-        let mut pages = Self { runs: Vec::new(), count: 0 };
+        let mut pages = Self::default();
         for word in words {
             let entry = Entry::from_word(word).ok_or(PageNumber(pages.count))?;
-            let goes_on =
-                pages.runs.last().is_some_and(|run| run.entry.after(pages.count - run.first) == entry);
-            if !goes_on {
-                pages.runs.push(Run { first: pages.count, entry });
-            }
-            pages.count += 1;
+            pages.push(entry, 1);
         }
         Ok(pages)
+    }
+
+    /// Adds a run of pages at the end.
+    pub(super) fn push(&mut self, entry: Entry, len: u64) {
+        let goes_on = self.runs.last().is_some_and(|run| run.entry.after(self.count - run.first) == entry);
+        if !goes_on {
+            self.runs.push(Run { first: self.count, entry });
+        }
+        self.count += len;
+    }
+
+    /// The number of pages.
+    pub(super) fn count(&self) -> u64 {
+        self.count
     }
 
     /// What is known of a page of the machine.
@@ -127,6 +138,14 @@ impl Pages {
         self.runs.iter().zip(ends).map(|(run, end)| (PageNumber(run.first), end - run.first, run.entry))
     }
 
+    /// Where pages are stored, each with how many that follow one another.
+    pub(super) fn places(&self) -> impl Iterator<Item = (Place, u64)> + '_ {
+        self.runs().filter_map(|(_, len, entry)| match entry.content {
+            Content::At(place) => Some((place, len)),
+            Content::Absent | Content::Zero => None,
+        })
+    }
+
     /// The objects that pages lie in, with the classes of those pages; many times each.
     pub(super) fn objects(&self) -> impl Iterator<Item = (u16, PageClass)> + '_ {
         self.runs.iter().filter_map(|run| match run.entry.content {
@@ -135,42 +154,58 @@ impl Pages {
         })
     }
 
-    /// Gives objects new numbers.
-    pub(super) fn renumber(&mut self, new: &[Option<u16>]) {
-        for run in &mut self.runs {
-            if let Content::At(place) = &mut run.entry.content {
-                place.object = new[usize::from(place.object)].expect("an object with pages has a number");
+    pub(super) fn encode(&self, put: &mut Put) {
+        self.runs().for_each(|(_, len, entry)| put_run(put, entry, len));
+    }
+
+    /// Gives `each` what it says of [`PIECE_PAGES`] pages after another.
+    pub(super) fn encode_pieces(&self, each: &mut PutPiece<'_>) -> Result<()> {
+        let mut piece = Put::default();
+        for (PageNumber(first), len, entry) in self.runs() {
+            let (mut at, end) = (first, first + len);
+            while at < end {
+                let border = (at / PIECE_PAGES + 1) * PIECE_PAGES;
+                let to = end.min(border);
+                put_run(&mut piece, entry.after(at - first), to - at);
+                at = to;
+                if at == border {
+                    each(&piece.0)?;
+                    piece.0.clear();
+                }
             }
         }
+        if piece.0.is_empty() { Ok(()) } else { each(&piece.0) }
     }
 
-    pub(super) fn encode(&self, put: &mut Put) {
-        put.u32(u32::try_from(self.runs.len()).expect("a run is at least a page of the machine"));
-        for (_, len, entry) in self.runs() {
-            put.u64(entry.to_word());
-            put.varint(len);
-        }
-    }
-
-    /// Reads the pages of a machine that has `count` of them.
+    /// Reads all that is left, which are `count` pages.
     pub(super) fn decode(take: &mut Take<'_>, count: u64) -> Result<Self, Malformed> {
-        let runs = take.u32()?;
-        let mut pages = Self { runs: Vec::new(), count: 0 };
-        for _ in 0..runs {
+        let mut pages = Self::default();
+        pages.decode_more(take, count)?;
+        Ok(pages)
+    }
+
+    /// Adds all that is left, which are `count` pages.
+    pub(super) fn decode_more(&mut self, take: &mut Take<'_>, count: u64) -> Result<(), Malformed> {
+        let end = self.count + count;
+        while !take.0.is_empty() {
             let entry = Entry::from_word(take.u64()?).ok_or(Malformed("a page is of no known kind"))?;
             let len = take.varint()?;
             let fits = match entry.content {
                 Content::At(place) => len <= (MAX_PAGES as u64).saturating_sub(place.slot.into()),
                 _ => true,
             };
-            if len == 0 || !fits || len > count - pages.count {
+            if len == 0 || !fits || len > end - self.count {
                 return Err(Malformed("a run of pages is too long"));
             }
-            pages.runs.push(Run { first: pages.count, entry });
-            pages.count += len;
+            self.push(entry, len);
         }
-        if pages.count == count { Ok(pages) } else { Err(Malformed("it does not have all pages")) }
+        if self.count == end { Ok(()) } else { Err(Malformed("it does not have all pages")) }
     }
+}
+
+fn put_run(put: &mut Put, entry: Entry, len: u64) {
+    put.u64(entry.to_word());
+    put.varint(len);
 }
 
 /// The page at `frame`, if the machine has it.

@@ -3,7 +3,9 @@
 use smallvec::SmallVec;
 
 use super::bytes::{Malformed, Put, Take};
+use super::error::Result;
 use super::object::Hash;
+use super::tables::{PutPiece, piece_of};
 use crate::address::{Frame, PAGE_BITS, PAGE_BYTES};
 
 /// A part of a page on a disk.
@@ -52,8 +54,17 @@ pub(super) fn fit(pieces: &[DiskPiece], disks: usize) -> bool {
     bytes <= PAGE_BYTES && pieces.iter().all(sound)
 }
 
-/// Writes the table, which is in order of frames.
-pub(super) fn encode(table: &[(Frame, Refill)], put: &mut Put) {
+/// Gives `each` what a table, which is in order of frames, says of [`PIECE_PAGES`](super::tables::PIECE_PAGES) frames after
+/// another, where it says anything.
+pub(super) fn encode_pieces(table: &[(Frame, Refill)], each: &mut PutPiece<'_>) -> Result<()> {
+    table.chunk_by(|(one, _), (next, _)| piece_of(*one) == piece_of(*next)).try_for_each(|piece| {
+        let mut put = Put::default();
+        encode(piece, &mut put);
+        each(&put.0)
+    })
+}
+
+fn encode(table: &[(Frame, Refill)], put: &mut Put) {
     put.varint(table.len() as u64);
     let (mut last, mut end) = (0, 0);
     for (frame, refill) in table {
@@ -71,19 +82,23 @@ pub(super) fn encode(table: &[(Frame, Refill)], put: &mut Put) {
     table.iter().for_each(|(_, refill)| put.bytes(&refill.hash));
 }
 
-/// Reads the table of a snapshot of so many disks.
-pub(super) fn decode(take: &mut Take<'_>, disks: usize) -> Result<Vec<(Frame, Refill)>, Malformed> {
+/// Adds a piece, behind all others, of the table of a snapshot of so many disks.
+pub(super) fn decode_more(
+    table: &mut Vec<(Frame, Refill)>,
+    take: &mut Take<'_>,
+    disks: usize,
+) -> Result<(), Malformed> {
     let count = take.varint()?;
     // Each page has a hash at the end.
     if count > (take.0.len() / size_of::<Hash>()) as u64 {
         return Err(Malformed("it ends too early"));
     }
-    let mut table = Vec::with_capacity(count as usize);
+    let first = table.len();
     let (mut last, mut end) = (0u64, 0);
-    for index in 0..count {
-        let step = take.varint()?;
-        let frame = last.checked_add(step).filter(|frame| *frame < 1 << (64 - PAGE_BITS));
-        last = frame.filter(|_| step > 0 || index == 0).ok_or(Malformed("frames are out of order"))?;
+    for _ in 0..count {
+        let frame = last.checked_add(take.varint()?).filter(|frame| *frame < 1 << (64 - PAGE_BITS));
+        let is_next = |frame: &u64| table.last().is_none_or(|(before, _)| before.get() < *frame);
+        last = frame.filter(is_next).ok_or(Malformed("frames are out of order"))?;
         let mut pieces = DiskPieces::new();
         for _ in 0..take.varint()? {
             let piece = decode_piece(take, end)?;
@@ -95,10 +110,10 @@ pub(super) fn decode(take: &mut Take<'_>, disks: usize) -> Result<Vec<(Frame, Re
         }
         table.push((Frame::new(last), Refill { hash: [0; 16], pieces }));
     }
-    for (_, refill) in &mut table {
+    for (_, refill) in &mut table[first..] {
         refill.hash = take.id()?;
     }
-    Ok(table)
+    Ok(())
 }
 
 fn decode_piece(take: &mut Take<'_>, end: u64) -> Result<DiskPiece, Malformed> {
@@ -125,18 +140,29 @@ mod tests {
             (1, vec![piece(0, (1 << 40) + 4096, 4096)]),
             (9, vec![piece(1, 1024, 1024), piece(0, 0, 1024), piece(1, 2048, 2048)]),
             (10, vec![]),
+            (1024, vec![piece(0, 1 << 40, 4096)]),
         ]
         .into_iter()
         .map(|(at, pieces)| (Frame::new(at), Refill::new(&page(at as u8), pieces)))
         .collect();
-        let mut put = Put::default();
-        encode(&table, &mut put);
-        let mut take = Take(&put.0);
-        assert_eq!(decode(&mut take, 2).unwrap(), table);
-        take.end().unwrap();
-        assert!(decode(&mut Take(&put.0), 1).is_err(), "a disk that is not there");
-        for len in 0..put.0.len() {
-            assert!(decode(&mut Take(&put.0[..len]), 2).is_err(), "{len}");
+        let mut pieces = Vec::new();
+        let mut take_piece = |piece: &[u8]| {
+            pieces.push(piece.to_vec());
+            Ok(())
+        };
+        encode_pieces(&table, &mut take_piece).unwrap();
+        let [first, second] = &pieces[..] else { panic!("two pieces") };
+        let decode = |piece: &[u8], disks: usize| {
+            let (mut read, mut take) = (Vec::new(), Take(piece));
+            decode_more(&mut read, &mut take, disks)?;
+            take.end().map(|()| read)
+        };
+        assert_eq!([decode(first, 2).unwrap(), decode(second, 2).unwrap()].concat(), table);
+        let mut twice = table.clone();
+        assert!(decode_more(&mut twice, &mut Take(second), 2).is_err(), "frames that are there");
+        assert!(decode(first, 1).is_err(), "a disk that is not there");
+        for len in 0..first.len() {
+            assert!(decode(&first[..len], 2).is_err(), "{len}");
         }
         assert!(table[2].1.is(&page(9)) && !table[2].1.is(&page(8)));
     }

@@ -42,7 +42,7 @@ impl Vault {
             let Some(metadata) = metadata else { continue };
             let shares = self.shares_of(&survey, &metadata.info, one_device)?;
             let mut all_there = true;
-            for object in &metadata.info.objects {
+            for object in metadata.info.objects.values() {
                 let found = checked.object(self, &survey, object.name);
                 let is_clean = object.name.kind == ObjectKind::Clean;
                 let whole: Vec<usize> = found.whole().collect();
@@ -63,7 +63,7 @@ impl Vault {
 
     /// Where a snapshot should be: where it is, and as many other homes as are needed and there.
     fn shares_of(&self, survey: &Survey, info: &Info, one_device: OneDevice) -> Result<Vec<Share>> {
-        let names = info.objects.iter().map(|object| object.name);
+        let names = info.objects.values().map(|object| object.name);
         let names = names.chain([ObjectName { owner: info.id, kind: ObjectKind::Metadata }]);
         let preferred: Vec<usize> =
             names.flat_map(|name| survey.copies(name)).map(|copy| copy.home).collect();

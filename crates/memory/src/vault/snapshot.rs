@@ -9,12 +9,11 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use super::Vault;
-use super::bytes::Malformed;
 use super::error::{Result, VaultError};
 use super::hiding::Hiding;
 use super::home::Held;
 use super::info::Info;
-use super::metadata::Outline;
+use super::metadata::{Metadata, Outline};
 use super::name::{ObjectKind, ObjectName, SnapshotId};
 use super::pages::{self, Content, Entry};
 use super::refill::Refill;
@@ -42,6 +41,7 @@ pub enum Page {
 /// A snapshot that is open for reading. What it needs is not collected before it is dropped.
 pub struct Snapshot {
     metadata: Outline,
+    blobs: BTreeMap<String, Vec<u8>>,
     hiding: OnceLock<Hiding>,
     refill: OnceLock<Vec<(Frame, Refill)>>,
     sources: Sources,
@@ -58,11 +58,18 @@ impl Snapshot {
     pub(super) fn open(vault: &Vault, id: SnapshotId, survey: &Survey, held: Vec<Held>) -> Result<Self> {
         let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
         let metadata = survey
-            .first_good(vault, name, |reader| Outline::read(id, reader))
-            .map_err(|tried| VaultError::MetadataLost { id, tried })?;
+            .first_good(vault, name, |reader| Metadata::read(id, reader))
+            .map_err(|tried| VaultError::MetadataLost { id, snapshot: id.to_string(), tried })?;
+        let title = metadata.info.title();
         let sources = Sources::open(vault, survey, &metadata.info.objects);
+        let read = Outline::of(metadata, &sources).and_then(|outline| {
+            let blobs = outline.blobs(&sources)?;
+            Ok((outline, blobs))
+        });
+        let (metadata, blobs) =
+            read.map_err(|tried| VaultError::MetadataLost { id, snapshot: title, tried })?;
         let (hiding, refill) = (OnceLock::new(), OnceLock::new());
-        Ok(Self { metadata, hiding, refill, sources, _held: held })
+        Ok(Self { metadata, blobs, hiding, refill, sources, _held: held })
     }
 
     /// What is known of it.
@@ -75,46 +82,43 @@ impl Snapshot {
         pages::classes(&self.metadata.info.layout, &self.metadata.pages)
     }
 
-    /// What hides pages of clean cache. Decoded when it is first asked for.
+    /// What hides pages of clean cache. Read when it is first asked for.
     ///
     /// # Errors
-    /// [`VaultError::MetadataLost`] when it is not what it should be, although its checksum matches.
+    /// [`VaultError::MetadataLost`] when no copy of it can be read.
     pub fn hiding(&self) -> Result<&Hiding> {
-        self.decoded(&self.hiding, || self.metadata.hiding.decode())
+        self.kept(&self.hiding, || self.metadata.hiding(&self.sources))
     }
 
-    /// Clean pages that lie on the guest's disks, in order of frames. Decoded when it is first asked for.
+    /// Clean pages that lie on the guest's disks, in order of frames. Read when it is first asked for.
     ///
     /// # Errors
     /// As [`Self::hiding`].
     pub fn refill(&self) -> Result<&[(Frame, Refill)]> {
-        let disks = self.metadata.info.disks.len();
-        self.decoded(&self.refill, || self.metadata.refill.decode(disks)).map(Vec::as_slice)
+        self.kept(&self.refill, || self.metadata.refill(&self.sources)).map(Vec::as_slice)
     }
 
-    fn decoded<'a, T>(
+    fn kept<'a, T>(
         &self,
         kept: &'a OnceLock<T>,
-        decode: impl FnOnce() -> Result<T, Malformed>,
+        read: impl FnOnce() -> Result<T, Vec<String>>,
     ) -> Result<&'a T> {
         if let Some(kept) = kept.get() {
             return Ok(kept);
         }
-        let decoded = decode().map_err(|malformed| {
-            let id = self.metadata.info.id;
-            VaultError::MetadataLost { id, tried: vec![malformed.0.to_owned()] }
-        })?;
-        Ok(kept.get_or_init(|| decoded))
+        let (id, snapshot) = (self.metadata.info.id, self.metadata.info.title());
+        let read = read().map_err(|tried| VaultError::MetadataLost { id, snapshot, tried })?;
+        Ok(kept.get_or_init(|| read))
     }
 
     /// What the writer kept under this name.
     pub fn blob(&self, name: &str) -> Option<&[u8]> {
-        self.metadata.blobs.get(name).map(Vec::as_slice)
+        self.blobs.get(name).map(Vec::as_slice)
     }
 
     /// All that the writer kept by name.
     pub fn blobs(&self) -> &BTreeMap<String, Vec<u8>> {
-        &self.metadata.blobs
+        &self.blobs
     }
 
     /// Copies that could not be read so far, each with the reason: there are fewer than there should be.

@@ -3,7 +3,7 @@
 //! Whatever copy is whole will do; one that is missing or damaged is passed over and noted.
 
 use std::cell::RefCell;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -21,7 +21,7 @@ use crate::address::PAGE_BYTES;
 /// Extents kept after their pages were read: neighbours are often read next. Some 8 MiB.
 const CACHED_EXTENTS: usize = 64;
 
-/// An extent's object, as an index into the snapshot's table, and number.
+/// The number of an extent's object in the snapshot, and its own in that object.
 pub(super) type ExtentKey = (u16, u32);
 /// An extent with its pages.
 type Cached = (ExtentKey, Arc<Vec<u8>>);
@@ -31,9 +31,9 @@ thread_local! {
     static READER: RefCell<ExtentReader> = RefCell::default();
 }
 
-/// The objects of a snapshot, as its table counts them.
+/// The objects of a snapshot, by their numbers.
 pub(super) struct Sources {
-    objects: Vec<Opened>,
+    objects: BTreeMap<u16, Opened>,
     /// Those unpacked last, first.
     cache: Mutex<VecDeque<Cached>>,
     problems: Mutex<BTreeSet<String>>,
@@ -56,10 +56,10 @@ struct OpenCopy {
 
 impl Sources {
     /// Opens all copies of these objects.
-    pub(super) fn open(vault: &Vault, survey: &Survey, objects: &[ObjectUse]) -> Self {
-        let objects: Vec<Opened> =
-            objects.iter().map(|object| Opened::open(vault, survey, *object)).collect();
-        let problems = objects.iter().flat_map(|object| object.unusable.iter().cloned()).collect();
+    pub(super) fn open(vault: &Vault, survey: &Survey, objects: &BTreeMap<u16, ObjectUse>) -> Self {
+        let open = |(number, object): (&u16, &ObjectUse)| (*number, Opened::open(vault, survey, *object));
+        let objects: BTreeMap<u16, Opened> = objects.iter().map(open).collect();
+        let problems = objects.values().flat_map(|object| object.unusable.iter().cloned()).collect();
         Self { objects, cache: Mutex::default(), problems: Mutex::new(problems) }
     }
 
@@ -93,7 +93,7 @@ impl Sources {
         if usize::from(place.slot) < extent.len() / PAGE_BYTES {
             return Ok(Arc::clone(extent));
         }
-        let object = self.objects[usize::from(place.object)].name;
+        let object = self.objects[&place.object].name;
         Err(vec![format!("{object}: extent {} has fewer pages", place.extent)])
     }
 
@@ -117,7 +117,7 @@ impl Sources {
         (object, number): ExtentKey,
         reader: &mut ExtentReader,
     ) -> Result<(), Vec<String>> {
-        let opened = &self.objects[usize::from(object)];
+        let opened = &self.objects[&object];
         let mut tried = opened.unusable.clone();
         let id = ExtentId { object: opened.name, number };
         let place = opened.contents.extents.get(number as usize).copied().unwrap_or_default();
@@ -139,7 +139,7 @@ impl Sources {
     /// # Errors
     /// Each copy with what is wrong.
     pub(super) fn check_present(&self, (object, extent): ExtentKey) -> Result<(), Vec<String>> {
-        let object = &self.objects[usize::from(object)];
+        let object = &self.objects[&object];
         if object.has(extent) {
             return Ok(());
         }

@@ -32,11 +32,11 @@ pub struct Stats {
     pub stored_critical: u64,
     /// Clean pages written.
     pub stored_clean: u64,
-    /// Bytes of one copy of the object with critical pages.
+    /// Bytes of one copy of the object with critical pages, without those of metadata.
     pub bytes_critical: u64,
     /// Bytes of one copy of the object with clean pages.
     pub bytes_clean: u64,
-    /// Bytes of one copy of the metadata; 0 where it is read from the metadata itself.
+    /// Bytes that one copy of the metadata added; without those of its own object where it is read from that.
     pub bytes_metadata: u64,
     /// Copies of critical pages and metadata.
     pub copies_critical: u64,

@@ -7,10 +7,11 @@ use super::error::{Result, VaultError};
 use super::extent::{ExtentId, ExtentReader};
 use super::home::ObjectReader;
 use super::info::Info;
-use super::metadata::Metadata;
+use super::metadata::{Metadata, Outline};
 use super::name::{ObjectKind, ObjectName, SnapshotId};
 use super::object::{self, Contents, Hash};
-use super::pages::Content;
+use super::pages::{Content, Place};
+use super::sources::Sources;
 use super::survey::{Survey, wrong};
 use super::{Vault, Which};
 use crate::address::PAGE_BYTES;
@@ -27,14 +28,21 @@ pub struct Health {
     pub lost_critical: u64,
     /// Stored clean pages that no copy has.
     pub lost_clean: u64,
+    /// Pages of its metadata that no copy has: what else is lost is then not known.
+    pub lost_metadata: u64,
     /// Copies that are missing or damaged, each with what is wrong.
     pub problems: Vec<String>,
 }
 
 impl Health {
+    fn unknown(id: SnapshotId) -> Self {
+        let (lost_critical, lost_clean, lost_metadata) = Default::default();
+        Self { id, title: None, lost_critical, lost_clean, lost_metadata, problems: Vec::new() }
+    }
+
     /// Whether the guest can be restored.
     pub fn is_whole(&self) -> bool {
-        self.title.is_some() && self.lost_critical == 0
+        self.title.is_some() && self.lost_critical == 0 && self.lost_metadata == 0
     }
 
     /// Whether everything is there in as many copies as it should be.
@@ -140,28 +148,52 @@ impl Vault {
     }
 
     pub(super) fn check(&self, survey: &Survey, checked: &mut Checked, id: SnapshotId) -> Health {
-        let mut health = Health { id, title: None, lost_critical: 0, lost_clean: 0, problems: Vec::new() };
+        let mut health = Health::unknown(id);
         let (metadata, whole) = self.check_metadata(survey, id, &mut health.problems);
         let Some(metadata) = metadata else { return health };
         let info = &metadata.info;
         health.title = Some(info.title());
         let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
         note_missing(survey, name, &whole, info.critical_copies, &mut health.problems);
-        for object in &info.objects {
+        for object in info.objects.values() {
             let found = checked.object(self, survey, object.name);
             health.problems.extend(found.copies.iter().filter_map(|copy| copy.problem.clone()));
             let whole: Vec<usize> = found.whole().collect();
             note_missing(survey, object.name, &whole, object.copies, &mut health.problems);
         }
-        for (_, len, entry) in metadata.pages.runs() {
+        let mut has =
+            |place: Place| checked.object(self, survey, info.objects[&place.object].name).has(place.extent);
+        let lost = metadata.tables.places().filter(|(place, _)| !has(*place));
+        health.lost_metadata = lost.map(|(_, len)| len).sum();
+        if health.lost_metadata > 0 {
+            return health;
+        }
+        let outline = match self.read_tables(survey, metadata.clone()) {
+            Ok(outline) => outline,
+            Err(tried) => {
+                health.title = None;
+                health.problems.extend(tried);
+                return health;
+            }
+        };
+        for (_, len, entry) in outline.pages.runs() {
             let Content::At(place) = entry.content else { continue };
-            let name = info.objects[usize::from(place.object)].name;
-            if !checked.object(self, survey, name).has(place.extent) {
+            if !has(place) {
                 let is_clean = entry.class == PageClass::Clean;
                 *(if is_clean { &mut health.lost_clean } else { &mut health.lost_critical }) += len;
             }
         }
         health
+    }
+
+    /// Reads and decodes all of a snapshot's tables.
+    fn read_tables(&self, survey: &Survey, metadata: Metadata) -> Result<Outline, Vec<String>> {
+        let sources = Sources::open(self, survey, &metadata.info.objects);
+        let outline = Outline::of(metadata, &sources)?;
+        outline.hiding(&sources)?;
+        outline.refill(&sources)?;
+        outline.blobs(&sources)?;
+        Ok(outline)
     }
 
     /// What a copy of the metadata says, and the homes that have a good one.

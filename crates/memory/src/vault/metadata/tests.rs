@@ -1,34 +1,22 @@
-use super::super::hiding::Mask;
 use super::super::home::Bytes;
 use super::super::info::example;
-use super::super::pages::{Content, Entry, Place};
-use super::super::refill::DiskPiece;
+use super::super::pages::Content;
+use super::super::tables::Tables;
 use super::*;
-use crate::address::Physical;
-use crate::class::PageClass;
 
-fn entry(class: PageClass, content: Content) -> u64 {
-    Entry { class, content }.to_word()
-}
-
+/// Metadata whose tables are of no further interest: each page lies at the next place.
 fn metadata() -> Metadata {
-    let place = Content::At(Place { object: 0, extent: 0, slot: 3 });
-    let words = [
-        entry(PageClass::Free, Content::Absent),
-        entry(PageClass::Clean, Content::Absent),
-        entry(PageClass::Critical, place),
-        entry(PageClass::Clean, place),
-        entry(PageClass::Critical, Content::Zero),
-    ];
-    let mask = Mask { at: Physical::new(0x1234), width: 8, clear: 8 };
-    let pieces = [DiskPiece { disk: 0, offset: 1 << 30, len: 4096 }];
-    Metadata {
-        info: example(),
-        pages: Pages::new(words.into_iter()).unwrap(),
-        hiding: Hiding::new(vec![(Frame::new(1), vec![mask])]),
-        refill: vec![(Frame::new(1), Refill::new(&[1; PAGE_BYTES], pieces.to_vec()))],
-        blobs: BTreeMap::from([("state".to_owned(), vec![7; 1000]), ("empty".to_owned(), Vec::new())]),
-    }
+    let info = example();
+    let (pages, hiding) = (Pages::default(), Hiding::default());
+    let blobs = BTreeMap::from([("state".to_owned(), vec![7; 10_000]), ("empty".to_owned(), Vec::new())]);
+    let tables = Tables { pages: &pages, hiding: &hiding, refill: &[], blobs: &blobs };
+    let mut slot = 0;
+    let put = |_: &[u8; PAGE_BYTES]| {
+        slot += 1;
+        Ok(Content::At(Place { object: 7, extent: 0, slot }))
+    };
+    let tables = tables.write(&mut { put }).unwrap();
+    Metadata { info, tables }
 }
 
 #[test]
@@ -56,9 +44,9 @@ fn every_flipped_bit_and_every_cut_is_noticed() {
 }
 
 #[test]
-fn critical_pages_never_lie_among_clean_ones() {
+fn tables_never_lie_among_clean_pages() {
     let mut metadata = metadata();
-    metadata.info.objects[0].name.kind = super::super::name::ObjectKind::Clean;
+    metadata.info.objects.get_mut(&7).unwrap().name.kind = ObjectKind::Clean;
     let read = Metadata::read(metadata.info.id, &Bytes(metadata.encode()));
     assert_eq!(read, Err(Malformed("a page lies in no object")));
 }

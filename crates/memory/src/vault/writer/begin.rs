@@ -1,5 +1,6 @@
 //! The first step of a writer: where the copies go, what the store has already, and the threads.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
@@ -36,17 +37,20 @@ impl Writer {
             let clean_copies = new.policy.clean_copies;
             Known::load(vault, (&survey, &listed), &info, Shares { critical: &shares, clean_copies })
         } else {
-            Known::default()
+            Known::nothing()
         };
         info.parent = known.parent;
         let pages = new.layout.bytes() / PAGE_BYTES as u64;
-        let output =
-            |kind, shares: Vec<Share>| Output::new(vault, ObjectName { owner: info.id, kind }, shares);
+        let output = |kind, shares: Vec<Share>| {
+            Output::new(vault, ObjectName { owner: info.id, kind }, known.own[kind as usize], shares)
+        };
+        let critical = output(ObjectKind::Critical, shares.clone());
+        let clean = output(ObjectKind::Clean, place::choose_clean(vault, &shares, new.policy.clean_copies));
         let shared = Arc::new(Shared {
             words: (0..pages).map(|_| AtomicU64::new(0)).collect(),
             known,
-            critical: output(ObjectKind::Critical, shares.clone()),
-            clean: output(ObjectKind::Clean, place::choose_clean(vault, &shares, new.policy.clean_copies)),
+            critical,
+            clean,
             policy: new.policy,
             failed: AtomicBool::new(false),
             error: Mutex::new(None),
@@ -99,7 +103,7 @@ fn describe(new: &NewSnapshot) -> Info {
         critical_copies: new.policy.critical_copies,
         clean_copies: new.policy.clean_copies,
         parent: None,
-        objects: Vec::new(),
+        objects: BTreeMap::new(),
         stats: Stats::default(),
     }
 }

@@ -1,17 +1,22 @@
 //! The last step of a writer: everything to stable storage, and then the object that makes it a snapshot.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::super::error::{Result, VaultError};
 use super::super::info::ObjectUse;
-use super::super::metadata::{self, Metadata};
+use super::super::metadata::Metadata;
 use super::super::name::{ObjectKind, ObjectName};
 use super::super::pages::{self, PageNumber, Pages};
 use super::super::survey::Survey;
+use super::super::tables::{self, Index, Tables};
 use super::begin::refuse_second;
 use super::output::Copies;
+use super::worker::Worker;
 use super::{Closing, Saved, Writer};
+use crate::address::PAGE_BYTES;
+use crate::class::PageClass;
 
 impl Writer {
     /// Writes what is left, and makes it a snapshot. On failure nothing is listed.
@@ -23,22 +28,25 @@ impl Writer {
         check_blobs(&closing)?;
         self.stop()?;
         let words = self.shared.words.iter().map(|word| word.load(Ordering::Relaxed));
-        let mut pages = Pages::new(words).map_err(|first| self.incomplete(first))?;
-        let own = [self.shared.critical.finish()?, self.shared.clean.finish()?];
-        self.stats.bytes_critical = own[0].map_or(0, |object| object.len);
-        self.stats.bytes_clean = own[1].map_or(0, |object| object.len);
-        self.stats.copies_critical = self.info.critical_copies.into();
-        self.stats.copies_clean = self.info.clean_copies.into();
-        self.info.objects = objects_in_use(&mut pages, own, &self.shared.known.older);
+        let pages = Pages::new(words).map_err(|first| self.incomplete(first))?;
         let Closing { taken_ns, labels, disks, hiding, blobs } = closing;
         (self.info.taken_ns, self.info.labels, self.info.disks) = (taken_ns, labels, disks);
-        self.info.stats = self.stats;
-        self.info.check()?;
         let mut refill = std::mem::take(&mut self.refill);
         refill.sort_unstable_by_key(|(frame, _)| *frame);
         self.check_disks(&refill)?;
-        let metadata = Metadata { info: self.info.clone(), pages, hiding, refill, blobs };
-        self.stats.bytes_metadata = self.publish(&metadata)?;
+        self.stats.bytes_critical = self.shared.critical.len();
+        let tables = Tables { pages: &pages, hiding: &hiding, refill: &refill, blobs: &blobs };
+        let tables = self.write_tables(&tables)?;
+        let own = [self.shared.critical.finish()?, self.shared.clean.finish()?];
+        let len = |object: Option<ObjectUse>| object.map_or(0, |object| object.len);
+        self.stats.bytes_metadata = len(own[0]) - self.stats.bytes_critical;
+        self.stats.bytes_clean = len(own[1]);
+        self.stats.copies_critical = self.info.critical_copies.into();
+        self.stats.copies_clean = self.info.clean_copies.into();
+        self.info.stats = self.stats;
+        self.info.objects = self.objects_in_use(pages.objects().chain(tables.objects()), own);
+        self.info.check()?;
+        self.stats.bytes_metadata += self.publish(&Metadata { info: self.info.clone(), tables })?;
         self.is_saved = true;
         Ok(Saved { id: self.info.id, stats: self.stats })
     }
@@ -53,6 +61,28 @@ impl Writer {
             self.stats.add(thread.join().map_err(|_| VaultError::Worker)?);
         }
         self.shared.check()
+    }
+
+    /// Adds the pages of the tables to the critical ones, in extents of their own: whoever reads them reads little else.
+    fn write_tables(&self, tables: &Tables<'_>) -> Result<Index> {
+        let mut worker = Worker::new(&self.shared)?;
+        let index = tables.write(&mut |page| worker.keep_table(page))?;
+        worker.flush(PageClass::Critical)?;
+        Ok(index)
+    }
+
+    /// Of the objects that pages may lie in, those `used`. One that was written stays with its snapshot, even if no page came
+    /// to lie in it.
+    fn objects_in_use(
+        &self,
+        used: impl Iterator<Item = (u16, PageClass)>,
+        own: [Option<ObjectUse>; 2],
+    ) -> BTreeMap<u16, ObjectUse> {
+        let known = &self.shared.known;
+        let used: BTreeSet<u16> = used.map(|(number, _)| number).collect();
+        let older = known.older.iter().filter(|(number, _)| used.contains(number));
+        let own = known.own.into_iter().zip(own).filter_map(|(number, object)| Some((number, object?)));
+        older.map(|(number, object)| (*number, *object)).chain(own).collect()
     }
 
     fn incomplete(&self, first: PageNumber) -> VaultError {
@@ -97,31 +127,11 @@ fn check_blobs(closing: &Closing) -> Result<()> {
         let (value, most) = (value.try_into().unwrap_or(i64::MAX), most as i64);
         if value <= most { Ok(()) } else { Err(VaultError::Limit { what, value, least: 0, most }) }
     };
-    most("the number of blobs", closing.blobs.len(), metadata::MAX_BLOBS as u64)?;
+    most("the number of blobs", closing.blobs.len(), tables::MAX_BLOBS as u64)?;
     closing.blobs.iter().try_for_each(|(name, blob)| {
-        most("the length of a blob's name", name.len(), metadata::MAX_BLOB_NAME as u64)?;
-        most("the length of a blob", blob.len(), metadata::MAX_SECTION - metadata::MAX_BLOB_NAME as u64 - 2)
+        most("the length of a blob's name", name.len(), tables::MAX_BLOB_NAME as u64)?;
+        most("the length of a blob", blob.len(), tables::MAX_PAGES * PAGE_BYTES as u64)
     })
-}
-
-/// The objects that pages lie in, and pages that count only those.
-fn objects_in_use(pages: &mut Pages, own: [Option<ObjectUse>; 2], older: &[ObjectUse]) -> Vec<ObjectUse> {
-    let all: Vec<Option<ObjectUse>> = own.into_iter().chain(older.iter().copied().map(Some)).collect();
-    let mut is_used = vec![false; all.len()];
-    for (object, _) in pages.objects() {
-        is_used[usize::from(object)] = true;
-    }
-    let mut used = Vec::new();
-    let mut new = vec![None; all.len()];
-    for (index, object) in all.into_iter().enumerate() {
-        // An object that was written stays with its snapshot, even if no page came to lie in it.
-        if let Some(object) = object.filter(|_| is_used[index] || index < super::super::known::OWN_OBJECTS) {
-            new[index] = Some(used.len() as u16);
-            used.push(object);
-        }
-    }
-    pages.renumber(&new);
-    used
 }
 
 impl Drop for Writer {

@@ -18,6 +18,8 @@ use super::super::place::Share;
 pub(super) struct Output {
     vault: Arc<Vault>,
     pub(super) name: ObjectName,
+    /// Its number in the new snapshot.
+    pub(super) number: u16,
     shares: Vec<Share>,
     next: AtomicU32,
     state: Mutex<State>,
@@ -82,8 +84,15 @@ impl Copies {
 }
 
 impl Output {
-    pub(super) fn new(vault: &Arc<Vault>, name: ObjectName, shares: Vec<Share>) -> Self {
-        Self { vault: Arc::clone(vault), name, shares, next: AtomicU32::new(0), state: Mutex::default() }
+    pub(super) fn new(vault: &Arc<Vault>, name: ObjectName, number: u16, shares: Vec<Share>) -> Self {
+        Self {
+            vault: Arc::clone(vault),
+            name,
+            number,
+            shares,
+            next: AtomicU32::new(0),
+            state: Mutex::default(),
+        }
     }
 
     /// Whether pages can be kept here at all.
@@ -121,6 +130,13 @@ impl Output {
         state.hashes[index] = hashes.to_vec();
         state.offset += bytes.len() as u64;
         Ok(())
+    }
+
+    /// Bytes that the object would have if it ended here.
+    pub(super) fn len(&self) -> u64 {
+        let state = self.state.lock();
+        let pages = state.hashes.iter().map(Vec::len).sum();
+        if state.offset == 0 { 0 } else { state.offset + object::trailer_len(state.extents.len(), pages) }
     }
 
     /// Ends the object and brings it to stable storage under its name; `None` when it has no pages.

@@ -4,12 +4,12 @@ use crossbeam_channel::{Receiver, Sender};
 
 use super::super::error::{Result, VaultError};
 use super::super::extent::{self, ExtentId};
-use super::super::known::{Found, OWN_OBJECTS};
+use super::super::known::Found;
 use super::super::object::{self, Hash};
 use super::super::pages::{Content, Entry, PageNumber, Place};
 use super::super::stats::Stats;
 use super::output::Output;
-use super::{Batch, Shared};
+use super::{Batch, Shared, is_zero};
 use crate::address::PAGE_BYTES;
 use crate::class::PageClass;
 
@@ -43,7 +43,17 @@ pub(super) fn run(shared: &Shared, batches: &Receiver<Batch>, emptied: &Sender<B
     worker.stats
 }
 
-struct Worker<'a> {
+/// What became of a page.
+enum Kept {
+    /// It was there.
+    Found(Place),
+    Stored(Place),
+    /// It is not to be kept.
+    Dropped,
+}
+
+/// Hashes pages, and packs into extents those that the store does not have.
+pub(super) struct Worker<'a> {
     shared: &'a Shared,
     compressor: zstd::bulk::Compressor<'static>,
     critical: Open,
@@ -61,7 +71,7 @@ struct Open {
 }
 
 impl<'a> Worker<'a> {
-    fn new(shared: &'a Shared) -> Result<Self> {
+    pub(super) fn new(shared: &'a Shared) -> Result<Self> {
         let level = shared.policy.level;
         let compressor = zstd::bulk::Compressor::new(level).map_err(|_| VaultError::Worker)?;
         let (critical, clean) = Default::default();
@@ -83,26 +93,53 @@ impl<'a> Worker<'a> {
             self.count_found(class, place);
             return Ok(Content::At(place));
         }
-        let is_wanted = self.output(class).is_wanted();
-        let offered = if is_wanted { Some(self.next_place(class)?) } else { None };
-        match (self.shared.known.find_or_claim(class, &hash, || offered), offered) {
-            (Found::At(place), _) => {
+        match self.keep(class, bytes, hash)? {
+            Kept::Found(place) => {
                 self.count_found(class, place);
                 Ok(Content::At(place))
             }
-            (Found::New, Some(place)) => {
-                self.store(class, bytes, hash)?;
+            Kept::Stored(place) => {
+                let is_clean = class == PageClass::Clean;
+                *(if is_clean { &mut self.stats.stored_clean } else { &mut self.stats.stored_critical }) += 1;
                 Ok(Content::At(place))
             }
-            (Found::New, None) => {
+            Kept::Dropped => {
                 self.stats.dropped += 1;
                 Ok(Content::Absent)
             }
         }
     }
 
+    /// Where a page of the snapshot's tables is from now on.
+    ///
+    /// # Errors
+    /// What the homes say.
+    pub(super) fn keep_table(&mut self, bytes: &[u8; PAGE_BYTES]) -> Result<Content> {
+        if is_zero(bytes) {
+            return Ok(Content::Zero);
+        }
+        match self.keep(PageClass::Critical, bytes, object::hash(bytes))? {
+            Kept::Found(place) | Kept::Stored(place) => Ok(Content::At(place)),
+            Kept::Dropped => Ok(Content::Absent),
+        }
+    }
+
+    /// Finds the page in the store, or stores it.
+    fn keep(&mut self, class: PageClass, bytes: &[u8], hash: Hash) -> Result<Kept> {
+        let is_wanted = self.output(class).is_wanted();
+        let offered = if is_wanted { Some(self.next_place(class)?) } else { None };
+        match (self.shared.known.find_or_claim(class, &hash, || offered), offered) {
+            (Found::At(place), _) => Ok(Kept::Found(place)),
+            (Found::New, Some(place)) => {
+                self.store(class, bytes, hash)?;
+                Ok(Kept::Stored(place))
+            }
+            (Found::New, None) => Ok(Kept::Dropped),
+        }
+    }
+
     fn count_found(&mut self, class: PageClass, place: Place) {
-        let is_own = usize::from(place.object) < OWN_OBJECTS;
+        let is_own = self.shared.known.own.contains(&place.object);
         let count = match (class, is_own) {
             (PageClass::Clean, true) => &mut self.stats.same_clean,
             (PageClass::Clean, false) => &mut self.stats.older_clean,
@@ -129,17 +166,11 @@ impl<'a> Worker<'a> {
             None => *open.number.insert(output.reserve()?),
         };
         let slot = open.hashes.len() as u8;
-        Ok(Place { object: output.name.kind as u16, extent, slot })
+        Ok(Place { object: output.number, extent, slot })
     }
 
     fn store(&mut self, class: PageClass, bytes: &[u8], hash: Hash) -> Result<()> {
         let most = self.shared.policy.extent_pages;
-        let stored = if class == PageClass::Clean {
-            &mut self.stats.stored_clean
-        } else {
-            &mut self.stats.stored_critical
-        };
-        *stored += 1;
         let open = self.open(class);
         open.pages.extend_from_slice(bytes);
         open.hashes.push(hash);
@@ -147,7 +178,10 @@ impl<'a> Worker<'a> {
     }
 
     /// Writes the open extent of `class`, if it has pages.
-    fn flush(&mut self, class: PageClass) -> Result<()> {
+    ///
+    /// # Errors
+    /// What the homes say.
+    pub(super) fn flush(&mut self, class: PageClass) -> Result<()> {
         let output = self.output(class);
         let mut open = std::mem::take(self.open(class));
         let Some(number) = open.number else { return Ok(()) };

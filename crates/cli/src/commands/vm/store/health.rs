@@ -24,6 +24,7 @@ struct Row<'a> {
     complete: bool,
     lost_critical_pages: u64,
     lost_clean_pages: u64,
+    lost_metadata_pages: u64,
     problems: &'a [String],
 }
 
@@ -36,6 +37,7 @@ impl<'a> Row<'a> {
             complete: health.is_complete(),
             lost_critical_pages: health.lost_critical,
             lost_clean_pages: health.lost_clean,
+            lost_metadata_pages: health.lost_metadata,
             problems: &health.problems,
         }
     }
@@ -109,7 +111,8 @@ fn text(health: &Health) -> String {
     };
     let critical = lost(health.lost_critical, "critical page");
     let clean = lost(health.lost_clean, "clean page");
-    let mut lines = format!("{title}: {verdict}{critical}{clean}\n");
+    let metadata = lost(health.lost_metadata, "metadata page");
+    let mut lines = format!("{title}: {verdict}{critical}{clean}{metadata}\n");
     for problem in &health.problems {
         lines += &format!("  {problem}\n");
     }

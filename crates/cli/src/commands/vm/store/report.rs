@@ -72,7 +72,7 @@ impl<'a> Row<'a> {
 
 fn savings(info: &Info, listed: &Listed) -> Savings {
     let mut stats = info.stats;
-    stats.bytes_metadata = listed.metadata_len;
+    stats.bytes_metadata += listed.metadata_len;
     stats.savings()
 }
 
