@@ -54,20 +54,24 @@ fn snapshot(images: &Images, monitor: &Path) -> Command {
 }
 
 #[test]
-fn a_machine_is_taken_live_and_its_second_snapshot_stores_what_changed() {
+fn a_machine_is_taken_live_and_stores_what_changed_unless_it_is_full() {
     let images = Images::new();
     let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
     let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &[]);
     let take = |name: &str| -> Value {
         let mut command = snapshot(&images, &machine.monitor);
-        let output = command.args(["--mode", "live", "--json", "--name", name]).output().expect("runs");
+        command.args(["--mode", "live", "--json", "--full-every", "2", "--name", name]);
+        let output = command.output().expect("runs");
         assert!(output.status.success(), "{}", stderr(&output));
         serde_json::from_slice(&output.stdout).expect("JSON")
     };
-    let (first, second) = (take("first"), take("second"));
+    let [first, second, third] = ["first", "second", "third"].map(take);
     assert_eq!(first["pages"], 16384);
     let stored = |taken: &Value| taken["stored-pages"].as_u64().expect("a number");
     assert!(stored(&first) > 16 && stored(&second) < stored(&first), "{first}\n{second}");
+    assert!(stored(&third) > stored(&second), "{second}\n{third}");
+    let full = [&first, &second, &third].map(|taken| taken["full"] == true);
+    assert_eq!(full, [true, false, true]);
 }
 
 #[test]

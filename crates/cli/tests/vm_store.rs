@@ -70,10 +70,16 @@ fn snapshots_are_listed_and_shown() {
         listed["snapshots"].as_array().unwrap().iter().map(|row| row["name"].clone()).collect();
     assert_eq!(names, ["tue", "mon"]);
     assert_eq!(listed["snapshots"][0]["parent"], ids[0].to_string());
+    let steps: Vec<_> =
+        [0, 1].map(|row| (&listed["snapshots"][row]["step"], &listed["snapshots"][row]["full"])).into();
+    assert_eq!(steps, [(&1.into(), &false.into()), (&0.into(), &true.into())]);
     assert_eq!(run_ok(homes.args(&["list", "db"])), "no snapshots\n");
     let table = run_ok(homes.args(&["list"]));
     assert!(
-        table.contains("web@tue") && table.contains("2024-10-04T00:00:00Z") && table.contains("64 KiB"),
+        table.contains("  full  ")
+            && table.contains("web@tue")
+            && table.contains("2024-10-04T00:00:00Z")
+            && table.contains("64 KiB"),
         "{table}"
     );
 
@@ -87,7 +93,12 @@ fn snapshots_are_listed_and_shown() {
     let sum: i64 = causes.iter().map(|cause| saved[cause].as_i64().unwrap()).sum();
     assert_eq!(sum, saved["full-copies"].as_i64().unwrap());
     let text = run_ok(homes.args(&["show", "web"]));
-    assert!(text.contains("web@tue") && text.contains("9 critical, 4 clean, 3 free"), "{text}");
+    assert!(
+        text.contains("1 since a full one")
+            && text.contains("web@tue")
+            && text.contains("9 critical, 4 clean, 3 free"),
+        "{text}"
+    );
     assert!(run_err(1, homes.args(&["show", "web@wed"])).contains("no snapshot web@wed"));
 }
 

@@ -118,6 +118,10 @@ pub struct VmSnapshotArgs {
     /// Let copies lie on one device, where they are lost together
     #[arg(long)]
     pub one_device: bool,
+    /// Make each N-th snapshot of the guest full: it needs no older one's pages, so damage to one object touches at most N of the
+    /// guest's snapshots; 0 for never
+    #[arg(long, value_name = "N", default_value_t = vmstrata_memory::vault::Policy::FULL_EVERY)]
+    pub full_every: u32,
     /// Compression level of zstd, -7 to 19
     #[arg(long, value_name = "LEVEL", default_value_t = 1, allow_hyphen_values = true)]
     pub level: i32,

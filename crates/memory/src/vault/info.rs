@@ -62,6 +62,8 @@ pub struct Info {
     pub clean_copies: u8,
     /// The snapshot that unchanged pages were looked for in.
     pub parent: Option<SnapshotId>,
+    /// Snapshots that it builds on, one on another; 0 for a full one, whose pages lie in no older snapshot's objects.
+    pub step: u32,
     /// Where its pages lie, by the numbers that stand for them. An object keeps its number in the guest's next snapshots.
     pub objects: BTreeMap<u16, ObjectUse>,
     /// What it holds and costs.
@@ -72,6 +74,11 @@ impl Info {
     /// `GUEST@NAME`.
     pub fn title(&self) -> String {
         format!("{}@{}", self.guest, self.name)
+    }
+
+    /// Whether it needs no object of an older snapshot.
+    pub fn is_full(&self) -> bool {
+        self.step == 0
     }
 
     /// Checks what callers give.
@@ -99,6 +106,7 @@ impl Info {
         put.u8(self.critical_copies);
         put.u8(self.clean_copies);
         put.bytes(&self.parent.map_or([0; 16], SnapshotId::to_bytes));
+        put.u32(self.step);
         put.u16(self.labels.len() as u16);
         for (key, value) in &self.labels {
             put.text(key);
@@ -135,6 +143,7 @@ impl Info {
             critical_copies: take.u8()?,
             clean_copies: take.u8()?,
             parent: Some(take.id()?).filter(|id| *id != [0; 16]).map(SnapshotId::from_bytes),
+            step: take.u32()?,
             labels: several(take, |take| Ok((take.text()?, take.text()?)))?,
             disks: several(take, |take| Ok(DiskState { disk: take.text()?, snapshot: take.text()? }))?,
             layout: decode_layout(take)?,
@@ -207,6 +216,7 @@ pub(super) fn example() -> Info {
         critical_copies: 3,
         clean_copies: 1,
         parent: Some(SnapshotId::from_bytes([4; 16])),
+        step: 3,
         objects: BTreeMap::from([(
             7,
             ObjectUse { name: ObjectName { owner: id, kind: ObjectKind::Critical }, copies: 3, len: 12345 },

@@ -57,8 +57,10 @@ pub(super) struct Known {
     pub(super) older: BTreeMap<u16, ObjectUse>,
     /// The numbers of the new snapshot's own objects, by kind.
     pub(super) own: [u16; 2],
-    /// The guest's last snapshot.
+    /// The guest's last snapshot, if the new one builds on it.
     pub(super) parent: Option<super::SnapshotId>,
+    /// The new snapshot's, if it comes to need older objects.
+    pub(super) step: u32,
 }
 
 /// The guest's last snapshot.
@@ -94,6 +96,7 @@ impl Known {
             older: BTreeMap::new(),
             own: [0, 1],
             parent: None,
+            step: 0,
         }
     }
 
@@ -102,13 +105,17 @@ impl Known {
         vault: &Vault,
         (survey, listed): (&Survey, &[Listed]),
         info: &Info,
-        shares: Shares<'_>,
+        (shares, full_every): (Shares<'_>, u32),
     ) -> Self {
         let mut known = Self::nothing();
         let all: Vec<&Info> = listed.iter().filter_map(|listed: &Listed| listed.info.as_ref().ok()).collect();
         let (own, others): (Vec<&Info>, Vec<&Info>) =
             all.into_iter().partition(|other| other.guest == info.guest);
         let parent = own.first().copied();
+        known.step = parent.map_or(1, |parent| parent.step.saturating_add(1));
+        if full_every > 0 && known.step >= full_every {
+            return known;
+        }
         let outline = match parent.map(|parent| Outline::read_whole(vault, survey, parent.id)).transpose() {
             Ok(outline) => outline,
             // Pages of its tables would be found again, and be lost again.
@@ -123,7 +130,11 @@ impl Known {
         known.own = [numbers.take(), numbers.take()];
         let mut pages = 0;
         let (mut last_objects, mut seen) = (Vec::new(), BTreeSet::new());
-        for object in objects(&own, &others) {
+        let looked_at = match parent {
+            Some(parent) if full_every > 0 => vec![parent],
+            _ => own.iter().chain(&others).copied().collect(),
+        };
+        for object in objects(looked_at) {
             if !seen.insert(object.name)
                 || known.older.len() + known.own.len() >= MAX_OBJECTS
                 || pages > MAX_OLDER_PAGES
@@ -249,9 +260,8 @@ impl Numbers {
     }
 }
 
-/// Objects that snapshots use: those of the guest's newest first, of each the newest first.
-fn objects<'a>(own: &[&'a Info], others: &[&'a Info]) -> impl Iterator<Item = ObjectUse> + use<'a> {
-    let infos: Vec<&Info> = own.iter().chain(others).copied().collect();
+/// Objects that snapshots use, of each the newest first.
+fn objects(infos: Vec<&Info>) -> impl Iterator<Item = ObjectUse> {
     infos.into_iter().flat_map(|info| {
         let mut objects: Vec<ObjectUse> = info.objects.values().copied().collect();
         objects.sort_by_key(|object| std::cmp::Reverse(object.name));

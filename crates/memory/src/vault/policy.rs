@@ -22,8 +22,12 @@ pub struct Policy {
     pub clean_copies: u8,
     /// Whether copies may share a device.
     pub one_device: OneDevice,
-    /// Whether pages that the store has already are stored again.
+    /// Whether pages that the store has already are not stored again.
     pub dedup: bool,
+    /// Each so many-th snapshot of a guest is full: it needs no object of an older one. Those between build on one another,
+    /// and the first of a guest on other guests'. So a damaged object touches at most so many of a guest's snapshots. 0: none
+    /// need be full, and pages are looked for in all that the store has.
+    pub full_every: u32,
     /// Compression level of zstd, -7 to 19.
     pub level: i32,
     /// Pages compressed together, 1 to 64: more shrink further, fewer are quicker to read one of.
@@ -41,6 +45,7 @@ impl Default for Policy {
             clean_copies: 1,
             one_device: OneDevice::Refuse,
             dedup: true,
+            full_every: Self::FULL_EVERY,
             level: 1,
             extent_pages: 32,
             threads: 0,
@@ -52,6 +57,9 @@ impl Default for Policy {
 impl Policy {
     /// The most copies of anything.
     pub const MAX_COPIES: u8 = 16;
+
+    /// [`Self::full_every`] unless told otherwise: a quarter of a day of snapshots each 15 minutes, a day of hourly ones.
+    pub const FULL_EVERY: u32 = 24;
 
     /// Checks the limits.
     pub(super) fn check(&self) -> Result<()> {

@@ -71,6 +71,8 @@ pub struct Closing {
 pub struct Saved {
     /// Tells it from all others.
     pub id: SnapshotId,
+    /// Whether it needs no object of an older snapshot.
+    pub is_full: bool,
     /// What it holds and costs.
     pub stats: Stats,
 }

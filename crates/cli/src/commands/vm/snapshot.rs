@@ -39,6 +39,8 @@ struct Shown {
     /// Why every page counts as critical.
     #[serde(skip_serializing_if = "Option::is_none")]
     unreadable: Option<String>,
+    /// Whether it needs no object of an older snapshot.
+    full: bool,
     pages: u64,
     free_pages: u64,
     clean_pages: u64,
@@ -201,6 +203,7 @@ fn request(
             critical_copies: copies.critical,
             clean_copies: copies.clean,
             one_device: if args.one_device { OneDevice::Allow } else { OneDevice::Refuse },
+            full_every: args.full_every,
             level: args.level,
             ..Policy::default()
         },
@@ -233,6 +236,7 @@ fn show(args: &VmSnapshotArgs, name: &str, report: &Report) -> Result<()> {
         disks: report.disks.iter().map(|disk| disk.disk.clone()).collect(),
         kernel: report.kernel.clone().ok(),
         unreadable: report.kernel.clone().err(),
+        full: report.saved.is_full,
         pages: stats.pages,
         free_pages: stats.free,
         clean_pages: stats.clean,
@@ -249,8 +253,9 @@ fn show(args: &VmSnapshotArgs, name: &str, report: &Report) -> Result<()> {
     let memory = short_size(stats.pages << vmstrata_memory::PAGE_BITS);
     let disks = counted(shown.disks.len() as u64, "disk");
     let stored = short_size(shown.stored_bytes);
+    let full = if shown.full { "full, " } else { "" };
     let held = format!("held for {:.1} ms, {:.1} s in all, {stored} stored", shown.pause_ms, shown.seconds);
-    print(&format!("{}: {memory} of memory and {disks} taken ({held})\n", shown.snapshot))?;
+    print(&format!("{}: {memory} of memory and {disks} taken ({full}{held})\n", shown.snapshot))?;
     if let Some(why) = &shown.unreadable {
         eprintln!("vmstrata: every page is stored as critical: {why}");
     }

@@ -34,8 +34,8 @@ impl Writer {
         refuse_second(&listed, &info)?;
         let shares = place::choose(vault, &new.policy, &homes_of_last(&listed, &survey, &info))?;
         let known = if new.policy.dedup {
-            let clean_copies = new.policy.clean_copies;
-            Known::load(vault, (&survey, &listed), &info, Shares { critical: &shares, clean_copies })
+            let to = Shares { critical: &shares, clean_copies: new.policy.clean_copies };
+            Known::load(vault, (&survey, &listed), &info, (to, new.policy.full_every))
         } else {
             Known::nothing()
         };
@@ -103,6 +103,7 @@ fn describe(new: &NewSnapshot) -> Info {
         critical_copies: new.policy.critical_copies,
         clean_copies: new.policy.clean_copies,
         parent: None,
+        step: 0,
         objects: BTreeMap::new(),
         stats: Stats::default(),
     }

@@ -45,10 +45,13 @@ impl Writer {
         self.stats.copies_clean = self.info.clean_copies.into();
         self.info.stats = self.stats;
         self.info.objects = self.objects_in_use(pages.objects().chain(tables.objects()), own);
+        let is_older = |object: &ObjectUse| object.name.owner != self.info.id;
+        let needs_older = self.info.objects.values().any(is_older);
+        self.info.step = if needs_older { self.shared.known.step } else { 0 };
         self.info.check()?;
         self.stats.bytes_metadata += self.publish(&Metadata { info: self.info.clone(), tables })?;
         self.is_saved = true;
-        Ok(Saved { id: self.info.id, stats: self.stats })
+        Ok(Saved { id: self.info.id, is_full: self.info.is_full(), stats: self.stats })
     }
 
     /// Lets the threads end, and takes what they counted.

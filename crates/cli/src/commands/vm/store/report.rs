@@ -33,6 +33,10 @@ pub struct Row<'a> {
     clean_copies: Option<u8>,
     metadata_copies: usize,
     parent: Option<String>,
+    /// Whether it needs no object of an older snapshot.
+    full: Option<bool>,
+    /// How many it builds on.
+    step: Option<u32>,
     disks: Vec<Disk<'a>>,
     labels: BTreeMap<&'a str, &'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -63,6 +67,8 @@ impl<'a> Row<'a> {
             clean_copies: info.map(|info| info.clean_copies),
             metadata_copies: listed.metadata_copies,
             parent: info.and_then(|info| info.parent).map(|id| id.to_string()),
+            full: info.map(Info::is_full),
+            step: info.map(|info| info.step),
             disks: disks.iter().map(|state| Disk { disk: &state.disk, snapshot: &state.snapshot }).collect(),
             labels: labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect(),
             damage: listed.info.as_ref().err().map(Vec::as_slice),
@@ -85,14 +91,21 @@ pub fn table(listed: &[Listed]) -> String {
     if listed.is_empty() {
         return "no snapshots\n".to_owned();
     }
-    let mut table = Table::new(["SNAPSHOT", "TAKEN", "MEMORY", "COST", "COPIES", "ID"]);
+    let mut table = Table::new(["SNAPSHOT", "TAKEN", "MEMORY", "COST", "COPIES", "STEP", "ID"]);
     for listed in listed {
         let row = Row::new(listed);
         let size = |bytes: Option<u64>| bytes.map_or_else(|| "-".to_owned(), short_size);
         let title = listed.info.as_ref().map_or_else(|_| "(lost)".to_owned(), Info::title);
         let copies = row.copies.map_or_else(|| "-".to_owned(), |copies| copies.to_string());
         let time = row.time.unwrap_or_else(|| "-".to_owned());
-        table.row([title, time, size(row.memory_size), size(row.cost), copies, row.id]);
+        let step = row.step.map_or_else(
+            || "-".to_owned(),
+            |step| match step {
+                0 => "full".to_owned(),
+                _ => step.to_string(),
+            },
+        );
+        table.row([title, time, size(row.memory_size), size(row.cost), copies, step, row.id]);
     }
     table.to_string()
 }
@@ -188,6 +201,11 @@ impl<'a> Shown<'a> {
             let copies =
                 format!("{} of critical pages, {} of clean", info.critical_copies, info.clean_copies);
             lines.push(("copies", copies));
+            let step = match info.step {
+                0 => "full: it needs no older snapshot's pages".to_owned(),
+                step => format!("{step} since a full one, whose pages it needs"),
+            };
+            lines.push(("step", step));
         }
         let pages = &self.pages;
         let split = format!("{} critical, {} clean, {} free", pages.critical, pages.clean, pages.free);
