@@ -153,6 +153,9 @@ impl Index {
     /// Reads the index of a machine that has `count` pages.
     pub(super) fn decode(take: &mut Take<'_>, count: u64) -> Result<Self, Malformed> {
         let tables = take.u16()?;
+        if usize::from(tables) > MAX_BLOBS + 3 {
+            return Err(Malformed("it has too many tables"));
+        }
         let mut index = Self { tables: Vec::new(), places: Pages::default() };
         for _ in 0..tables {
             let kind = match take.u8()? {

@@ -111,6 +111,11 @@ fn lengths_of_tables_are_bounded() {
     assert!(!fits(&[(Kind::Pages, 1), (Kind::Hiding, 2), (blob("a"), MAX_PAGES - 1)]));
     assert!(!fits(&[(Kind::Pages, 1), (blob("a"), u64::MAX), (blob("b"), 2)]));
     assert!(!fits(&[(Kind::Pages, u64::MAX)]));
+    let several = |blobs: usize| {
+        let fixed = [Kind::Pages, Kind::Hiding, Kind::Refill].map(|kind| (kind, 1)).into_iter();
+        fixed.chain((0..blobs).map(|at| (blob(&at.to_string()), 0))).collect::<Vec<_>>()
+    };
+    assert!(fits(&several(MAX_BLOBS)) && !fits(&several(MAX_BLOBS + 1)));
     assert!(!fits(&[(Kind::Hiding, 1), (Kind::Pages, 1)]) && !fits(&[]), "pages come first");
     assert!(!fits(&[(Kind::Pages, 1), (blob("a"), 1), (blob("a"), 1)]), "twice");
     assert!(decoded(&[(Kind::Pages, 2)], &[(place(0), 1)]).is_err(), "places of fewer pages");
