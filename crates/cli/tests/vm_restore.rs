@@ -3,11 +3,12 @@
 mod support;
 
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use support::server::Server;
-use support::{Images, run, run_err, run_json, run_ok, stderr, vmstrata};
+use support::{Images, run, run_err, run_json, run_ok, stderr, vmstrata, wait_until};
 use tempfile::TempDir;
 use vmstrata_disk::snapshot::recorded_in;
 use vmstrata_memory::capture::{CAPTURED, DEVICES};
@@ -143,29 +144,86 @@ fn a_lazy_restore_refuses_lost_pages_before_qemu_is_started() {
     homes.assert_nothing_left();
 }
 
+/// A restore that was started with a script as QEMU, which runs by now.
+struct Restoring {
+    restore: Child,
+    qemu: PathBuf,
+}
+
+impl Restoring {
+    fn start(homes: &Homes, flags: &[&str], qemu: &[&str]) -> Self {
+        let started = homes.path("started");
+        let script = format!("echo $$ > {0}.new; mv {0}.new {0}; exec sleep 600", started.display());
+        let mut command = vmstrata();
+        command.args(homes.args("web@mon", flags, &script)).args(qemu).stderr(Stdio::null());
+        let mut restore = command.spawn().expect("starts");
+        wait_until("QEMU", || started.exists() || restore.try_wait().expect("waits").is_some());
+        let pid = std::fs::read_to_string(&started).expect("QEMU was started");
+        std::fs::remove_file(started).expect("removes");
+        Self { restore, qemu: PathBuf::from(format!("/proc/{}", pid.trim())) }
+    }
+
+    /// Whether QEMU runs: one that has ended may wait for its parent.
+    fn runs(&self) -> bool {
+        self.qemu.join("exe").exists()
+    }
+
+    fn end(&mut self, signal: Signal) -> ExitStatus {
+        kill_process(Pid::from_child(&self.restore), signal).expect("it runs");
+        self.restore.wait().expect("waits")
+    }
+}
+
 /// Ended while QEMU is started: QEMU ends too, and neither files nor mounts are left.
 #[test]
 fn a_restore_that_is_ended_leaves_nothing() {
     let homes = Homes::new();
     homes.save("mon", 1);
     for flags in [&[][..], &["--lazy"]] {
-        let started = homes.path("started");
-        let script = format!("echo $$ > {0}.new; mv {0}.new {0}; exec sleep 600", started.display());
-        let mut command = vmstrata();
-        command.args(homes.args("web@mon", flags, &script)).stderr(Stdio::null());
-        let mut restore = command.spawn().expect("starts");
-        while !started.exists() {
-            assert_eq!(restore.try_wait().expect("waits"), None, "{flags:?}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let qemu = std::fs::read_to_string(&started).expect("reads");
-        let told = Command::new("kill").args(["-TERM", &restore.id().to_string()]).status().expect("runs");
-        assert!(told.success());
-        assert_eq!(restore.wait().expect("waits").code(), Some(1), "{flags:?}");
-        assert!(!PathBuf::from(format!("/proc/{}", qemu.trim())).exists());
+        let mut restoring = Restoring::start(&homes, flags, &[]);
+        assert_eq!(restoring.end(Signal::TERM).code(), Some(1), "{flags:?}");
+        assert!(!restoring.runs());
         homes.assert_nothing_left();
-        std::fs::remove_file(started).expect("removes");
     }
+}
+
+/// The same with kill -9, by which nothing can be done in the process itself.
+#[test]
+fn a_restore_that_is_killed_before_the_guest_runs_leaves_nothing() {
+    let it = WithDisk::new();
+    it.images.write_layer("web.qcow2", &["write -P 7 1M 64k"]);
+    let (drive, clone) = (it.drive(), it.images.path("web.mon.clone.qcow2"));
+    for flags in [&["--clone-disks"][..], &["--clone-disks", "--lazy"]] {
+        let control = it.images.name("no-server");
+        let flags = [flags, &["--control", &control]].concat();
+        let mut restoring = Restoring::start(&it.homes, &flags, &["sh", "-drive", &drive]);
+        assert!(clone.exists() && restoring.runs());
+        restoring.end(Signal::KILL);
+        wait_until("the clone", || !clone.exists());
+        // It goes last.
+        assert!(!restoring.runs());
+        it.homes.assert_nothing_left();
+    }
+}
+
+/// A server goes on with a clone that it was asked for.
+#[test]
+fn a_killed_restore_leaves_no_clone_with_a_server() {
+    let it = WithDisk::new();
+    let vhost = it.images.name("web.sock");
+    let disk = format!("path={}", it.disk);
+    let server = Server::start(&["--disk", &disk, "--vhost-user", &format!("web={vhost}")]);
+    let control = server.control().display().to_string();
+    let served = || {
+        let listed: serde_json::Value = run_json(["status", "--control", &control, "--json"]);
+        listed["disks"].as_array().expect("disks").len()
+    };
+    let chardev = format!("socket,id=c,path={vhost}");
+    let flags = ["--control", &control, "--clone-disks"];
+    let mut restoring = Restoring::start(&it.homes, &flags, &["sh", "-chardev", &chardev]);
+    assert_eq!(served(), 2);
+    restoring.end(Signal::KILL);
+    wait_until("the clone", || served() == 1 && !it.images.path("web.mon.clone.qcow2").exists());
 }
 
 /// What a server allows for its disks need not be said again.

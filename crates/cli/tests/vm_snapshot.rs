@@ -192,11 +192,16 @@ fn a_guard_reads_on_until_qemu_does_what_it_says() {
     std::fs::create_dir_all(images.path("vault")).expect("a directory");
     let mut guard = {
         let mut command = vmstrata();
-        command.args(["vm", "resume-guard"]).arg(images.path("qmp")).args(["--run", "--snapshot", "web@mon"]);
-        command.args(["--taken-ns", "1"]);
-        command.arg("--vault").arg(images.path("vault")).env("VMSTRATA_CONTROL", images.path("no-server"));
-        command.stdin(Stdio::null()).stdout(reader).spawn().expect("starts")
+        command.args(["vm", "guard"]).stdin(Stdio::piped()).stdout(reader);
+        command.spawn().expect("starts")
     };
+    let undo = json!([{ "Resume": {
+        "monitor": images.path("qmp"), "ran": true, "capability": null, "guest": "web", "name": "mon",
+        "taken_ns": 1, "disks": [], "control": images.path("no-server"), "vault": [images.path("vault")],
+    } }]);
+    // The second line was cut off: what it was for has not begun.
+    let words = format!("{undo}\n{}", "[{\"Remove\":\"/");
+    guard.stdin.take().expect("a pipe").write_all(words.as_bytes()).expect("hears it");
     for _ in 0..2 {
         listener.accept().expect("it tries again").0.write_all(b"{}\n").expect("hears it");
     }

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 use vmstrata_disk::snapshot::Keep;
-use vmstrata_memory::vault::Which;
 
 use super::snapshot::parse_label;
 use super::{BackingArgs, ControlArgs};
@@ -55,9 +54,9 @@ pub enum VmCommand {
     /// Those that look after snapshots that were taken.
     #[command(flatten)]
     Store(VmStoreCommand),
-    /// Lets a guest go on when the process that holds it dies
+    /// Undoes what a killed process leaves
     #[command(hide = true)]
-    ResumeGuard(ResumeGuardArgs),
+    Guard,
 }
 
 /// `vmstrata vm args`
@@ -246,37 +245,12 @@ disks. Pages of cache that the snapshot does not
 hold are read from them first, and compared with what they were; what is not there any more the guest reads again (with
 --lazy, all of them). The command ends when QEMU does, with its exit code; told to end (SIGTERM, SIGINT, SIGHUP), it ends QEMU.
 
+Killed before the guest runs, the command leaves nothing: QEMU, clones and files go with it. Killed later, the guest goes on
+without it, unless it was restored with --lazy.
+
 With --lazy the guest answers at once, whatever its size. This command serves the guest's memory until QEMU ends: if it is
-killed, QEMU is too (SIGBUS) when the guest touches a page it has not touched before. The same happens where a page that
-the guest needs cannot be read from any copy for --page-patience. It needs /dev/fuse, fusermount3 (package fuse3) unless
+killed, QEMU is too. QEMU also ends (SIGBUS) where a page that the guest needs cannot be read from any copy for
+--page-patience. It needs /dev/fuse, fusermount3 (package fuse3) unless
 root, and room in --memory-dir for all that was stored. A snapshot whose copies are missing or cut short is refused before QEMU is started;
 damage inside them is found when it is read.
 Exit codes: QEMU's; 1 the guest was not started, 64 wrong usage.";
-
-/// `vmstrata vm resume-guard`
-#[derive(Debug, Args)]
-pub struct ResumeGuardArgs {
-    /// The socket of QEMU's monitor
-    pub qmp: PathBuf,
-    /// The guest ran
-    #[arg(long)]
-    pub run: bool,
-    /// A migration capability to turn off
-    #[arg(long, value_name = "NAME")]
-    pub unset: Option<String>,
-    /// The snapshot that is taken
-    #[arg(long, value_name = "GUEST@NAME")]
-    pub snapshot: Which,
-    /// When that is, in nanoseconds since 1970
-    #[arg(long, value_name = "NS")]
-    pub taken_ns: u64,
-    /// A disk, as the server calls it, whose snapshot goes if that one does not come to be (repeatable)
-    #[arg(long = "disk", value_name = "NAME")]
-    pub disks: Vec<String>,
-    /// Where it is to be kept.
-    #[command(flatten)]
-    pub vault: VaultArgs,
-    /// The server of the disks.
-    #[command(flatten)]
-    pub server: ControlArgs,
-}

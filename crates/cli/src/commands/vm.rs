@@ -34,7 +34,7 @@ pub fn run(args: &VmArgs) -> Result<ExitCode> {
         VmCommand::Restore(args) => restore::run(args),
         VmCommand::Pages(args) => pages::run(args),
         VmCommand::Store(command) => store::run(command),
-        VmCommand::ResumeGuard(args) => guard::run(args),
+        VmCommand::Guard => Ok(guard::run()),
     }
 }
 

@@ -33,6 +33,18 @@ pub struct VaultArgs {
     pub vault: Vec<Homes>,
 }
 
+impl VaultArgs {
+    /// The same from the words of [`VaultArgs::homes`].
+    pub fn of(homes: &[String]) -> Self {
+        Self { vault: homes.iter().map(|home| Homes(HomeAddress::parse_list(home))).collect() }
+    }
+
+    /// One word for each home.
+    pub fn homes(&self) -> Vec<String> {
+        self.vault.iter().flat_map(|homes| &homes.0).map(ToString::to_string).collect()
+    }
+}
+
 /// Homes in one word, with `:` between them.
 #[derive(Clone, Debug)]
 pub struct Homes(pub Vec<HomeAddress>);

@@ -19,11 +19,12 @@ use vmstrata_memory::refill::Refiller;
 use vmstrata_memory::restore::{BackendFile, Filled, Incoming, RestoreError, ready, restart, resume};
 use vmstrata_memory::vault::{Snapshot, Vault, Want, Which};
 
+use super::guard::Undo;
 use super::states::{States, moved};
 use crate::args::VmRestoreArgs;
 use crate::audit::{self, What};
 use crate::units::short_size;
-use disks::{Clones, GuestDisks};
+use disks::GuestDisks;
 use ending::Ending;
 
 /// How long QEMU may take until its monitor answers.
@@ -63,37 +64,26 @@ fn restore(args: &VmRestoreArgs, vault: &Arc<Vault>, which: &Which, start: Insta
     snapshot.check_present().map_err(RestoreError::from)?;
     let ending = Ending::watch()?;
     let disks = GuestDisks::find(args, snapshot.info())?;
-    let (qemu, clones) = match &args.clone_disks {
+    let qemu = match &args.clone_disks {
         Some(dir) => {
             let what = What::of("vm_restore", []).object(snapshot.info().title());
             audit::change(what, |what| {
                 let (qemu, clones) = disks.clone_all(dir.as_deref(), &ending)?;
-                what.disks = clones.files();
-                Ok((qemu, clones))
+                what.disks = clones;
+                Ok(qemu)
             })?
         }
-        None => (args.qemu.clone(), disks.check().map(|()| Clones::default())?),
+        None => {
+            disks.check()?;
+            args.qemu.clone()
+        }
     };
     let args = VmRestoreArgs { qemu, backing: disks.backing()?, ..args.clone() };
     drop(disks);
-    let done = start_guest(&args, vault, snapshot, &ending, start);
-    if !ending.has_begun() {
-        clones.remove();
-    }
-    done
-}
-
-fn start_guest(
-    args: &VmRestoreArgs,
-    vault: &Arc<Vault>,
-    snapshot: Snapshot,
-    ending: &Ending,
-    start: Instant,
-) -> Result<ExitCode> {
     if args.lazy.lazy {
-        lazy::run(args, vault, snapshot, ending, start)
+        lazy::run(&args, vault, snapshot, &ending, start)
     } else {
-        eager::run(args, snapshot, ending, start)
+        eager::run(&args, snapshot, &ending, start)
     }
 }
 
@@ -185,10 +175,11 @@ struct Ready<'a> {
 }
 
 impl Ready<'_> {
-    /// Gives it the devices, and lets the guest go on unless it is to stay `paused`. Its memory is in place.
-    fn resume(mut self, paused: bool) -> Result<Child> {
+    /// Gives it the devices, and lets the guest go on unless it is to stay `paused`. Its memory is in place. Then only what
+    /// `goes` is to be undone.
+    fn resume(mut self, paused: bool, goes: impl Fn(&Undo) -> bool) -> Result<Child> {
         resume(&mut self.qmp, self.waiting.incoming, !paused)?;
-        self.waiting.ending.begun();
+        self.waiting.ending.begun(goes)?;
         Ok(self.waiting.qemu.take().expect("not resumed yet"))
     }
 }

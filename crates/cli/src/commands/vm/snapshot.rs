@@ -1,6 +1,6 @@
 //! `vmstrata vm snapshot`: memory, devices and disks of a running guest, at one instant.
 
-use std::process::ExitCode;
+use std::process::{ExitCode, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -15,7 +15,7 @@ use vmstrata_qcow2::snapshot_info::MAX_LABELS;
 use vmstrata_types::time;
 
 use super::disks::ServedDisks;
-use super::guard::Guard;
+use super::guard::{Guard, Resume, Undo};
 use super::periodic;
 use super::states::States;
 use crate::args::{BackingArgs, VmMode, VmSnapshotArgs};
@@ -106,7 +106,18 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
     }
     let channel = Channel::new()?;
     let before = Before::of(&mut qmp, request.mode)?;
-    let guard = Guard::start(&monitor, &before, &channel, (args, &name, taken_ns), &served)?;
+    let mut guard = Guard::start(channel.second_reader()?.into(), Stdio::null())?;
+    guard.set(&[Undo::Resume(Resume {
+        monitor,
+        ran: before.ran,
+        capability: before.capability,
+        guest: args.guest.clone(),
+        name: name.clone(),
+        taken_ns,
+        disks: served.names().to_vec(),
+        control: args.server.control.clone(),
+        vault: args.vault.homes(),
+    })])?;
     let control = Control { cancel, channel };
     let what = What::of("vm_snapshot", served.names().to_vec()).object(format!("{}@{name}", args.guest));
     let report = audit::change(what, |what| {
@@ -117,6 +128,7 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
     });
     // QEMU serves one client at a time: a guard that had to act would need the monitor.
     drop(qmp);
+    guard.set(&[])?;
     drop(guard);
     show(args, &name, &report?)
 }

@@ -89,6 +89,8 @@ pub fn detach(dir: &Path) -> io::Result<()> {
         Err(rustix::io::Errno::PERM) => {
             Command::new("fusermount3").args(["-u", "-z", "--"]).arg(dir).status()?;
         }
+        // There is no mount, or no directory.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOENT) => {}
         other => other?,
     }
     fs::remove_dir(dir)

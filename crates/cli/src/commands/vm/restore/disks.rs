@@ -20,9 +20,10 @@ use vmstrata_memory::vault::{DiskState, Info};
 use vmstrata_store::{FileId, Gate};
 
 use super::super::disks::{is_export, layer_directories};
+use super::super::guard::{Clone, Undo};
 use super::super::states::moved;
 use super::Ending;
-use crate::args::{BackingArgs, ControlArgs, VmRestoreArgs};
+use crate::args::{BackingArgs, VmRestoreArgs};
 use crate::attach::{absolute, shell_quote};
 use crate::client::Client;
 use crate::commands::snapshot::live::is_file_of;
@@ -191,59 +192,71 @@ impl<'a> GuestDisks<'a> {
         Ok(BackingArgs { allow_backing })
     }
 
-    /// Makes a clone of each disk as it was at the snapshot, and returns QEMU's command line with the clones in their place.
+    /// Makes a clone of each disk as it was at the snapshot; returns QEMU's command line with the clones in their place, and the
+    /// clones' files.
     ///
     /// # Errors
-    /// A disk that QEMU does not get, or that has no such snapshot; what the host or the server says. Nothing is left then.
-    pub(super) fn clone_all(&self, dir: Option<&Path>, ending: &Ending) -> Result<(Vec<String>, Clones)> {
-        let (mut qemu, mut clones) = (self.args.qemu.clone(), Clones::default());
+    /// A disk that QEMU does not get, or that has no such snapshot; what the host or the server says.
+    pub(super) fn clone_all(
+        &self,
+        dir: Option<&Path>,
+        ending: &Ending,
+    ) -> Result<(Vec<String>, Vec<String>)> {
+        let (mut qemu, mut files) = (self.args.qemu.clone(), Vec::new());
         for disk in &self.disks {
             let Some(way) = &disk.way else { bail!("{}", self.not_used(disk)) };
             self.newer(disk)?;
-            match self.clone_one(disk, way, dir, ending, &mut clones) {
-                Ok(changed) => qemu = replaced(&qemu, Path::new(&disk.state.disk), way, &changed),
-                Err(error) => {
-                    clones.remove();
-                    return Err(error);
-                }
-            }
+            let (changed, file) = self.clone_one(disk, way, dir, ending)?;
+            qemu = replaced(&qemu, Path::new(&disk.state.disk), way, &changed);
+            files.push(crate::audit::text(&file));
         }
-        Ok((qemu, clones))
+        Ok((qemu, files))
     }
 
-    /// Makes a clone; returns what QEMU is to be given: a path, a socket or an export.
+    /// Makes a clone; returns what QEMU is to be given (a path, a socket or an export), and the clone's file.
     fn clone_one(
         &self,
         disk: &Disk,
         way: &Way,
         dir: Option<&Path>,
         ending: &Ending,
-        clones: &mut Clones,
-    ) -> Result<Changed> {
+    ) -> Result<(Changed, PathBuf)> {
         let DiskState { disk: path, snapshot: name } = &disk.state;
         let file = PathBuf::from(absolute(&unused(Path::new(path), dir, &format!("{name}.clone"))));
-        let mut made = Made { file: file.clone(), disk: None, server: self.args.server.clone() };
+        let clone = |served, is_served| {
+            let control = self.args.server.control.clone();
+            Undo::Drop(Clone { file: file.clone(), served, is_served, control })
+        };
         let changed = match (way, &disk.served) {
             (Way::File, _) | (_, None) => {
-                snapshot::clone(Path::new(path), name, &file, &self.options(disk)?)?;
+                ending.undo(clone(None, false))?;
+                let made = snapshot::clone(Path::new(path), name, &file, &self.options(disk)?);
+                // Nothing is left of one that failed, and the file may be another's.
+                made.or_else(|error| ending.change(None).and(Err(error.into())))?;
                 Changed { to: file.display().to_string(), export: String::new() }
             }
             (Way::Door(door), Some(served)) => {
-                let added = self.serve_clone(served, name, &file)?;
-                made.disk = Some(added.clone());
-                let undo = made.clone();
-                self.lead_to(door, &served.name, &added).inspect_err(|_| undo.remove())?
+                // Not the file's own: several guests may have a disk of that name.
+                let name_there = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                ending.undo(clone(Some(name_there.clone()), false))?;
+                let added = self.serve_clone(served, name, &file, name_there);
+                let added = added.or_else(|error| ending.change(None).and(Err(error)))?;
+                ending.change(Some(clone(Some(added.clone()), true)))?;
+                self.lead_to(door, &served.name, &added)?
             }
         };
         eprintln!("vmstrata: {}: clone of {path} at {name}, the guest's disk from now on", file.display());
-        let undo = made.clone();
-        ending.undo(move || undo.remove());
-        clones.0.push(made);
-        Ok(changed)
+        Ok((changed, file))
     }
 
     /// Has the server serve a clone; returns its name there.
-    fn serve_clone(&self, served: &DiskStatus, name: &str, file: &Path) -> Result<String> {
+    fn serve_clone(
+        &self,
+        served: &DiskStatus,
+        name: &str,
+        file: &Path,
+        name_there: String,
+    ) -> Result<String> {
         let mut backing = layer_directories(&self.client, &served.name)?;
         backing.extend(file.parent().map(Path::to_owned));
         let backing = backing.iter().map(|dir| dir.display().to_string()).collect();
@@ -252,8 +265,7 @@ impl<'a> GuestDisks<'a> {
             at: Some(name.to_owned()),
             clone: Some(file.display().to_string()),
             backing: Some(backing),
-            // Not the file's own: several guests may have a disk of that name.
-            name: Some(file.file_stem().unwrap_or_default().to_string_lossy().into_owned()),
+            name: Some(name_there),
             ..DiskSpec::default()
         };
         let added: DiskDetail = self.client.post("/v1/disks", &spec)?;
@@ -280,44 +292,6 @@ impl<'a> GuestDisks<'a> {
 struct Changed {
     to: String,
     export: String,
-}
-
-/// Clones that were made.
-#[derive(Default)]
-pub(super) struct Clones(Vec<Made>);
-
-impl Clones {
-    /// Their files.
-    pub(super) fn files(&self) -> Vec<String> {
-        self.0.iter().map(|made| crate::audit::text(&made.file)).collect()
-    }
-
-    /// Removes them: the guest did not run on them.
-    pub(super) fn remove(&self) {
-        self.0.iter().for_each(Made::remove);
-    }
-}
-
-#[derive(Clone)]
-struct Made {
-    file: PathBuf,
-    /// What the server calls it.
-    disk: Option<String>,
-    server: ControlArgs,
-}
-
-impl Made {
-    fn remove(&self) {
-        if let Some(disk) = &self.disk {
-            let path = format!("/v1/disks/{}?force=true", encode_segment(disk));
-            if let Err(error) = Client::new(&self.server).and_then(|client| client.delete(&path)) {
-                eprintln!("vmstrata: warning: the clone {disk} is still served: {error:#}");
-                return;
-            }
-        }
-        // One that is gone is as it should be.
-        let _ = std::fs::remove_file(&self.file);
-    }
 }
 
 /// A name that no file has: STEM.WHAT.qcow2 beside the disk or in `dir`, or with a number.

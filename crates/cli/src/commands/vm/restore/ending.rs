@@ -1,11 +1,11 @@
-//! Ending in good order when told to: files are removed, and QEMU ends too.
+//! Ending in good order: what a restore made is of no use without its guest, and goes with it.
 //!
-//! Before the guest runs, a signal ends a QEMU that waits for it, removes what was made so far, and ends this process. After
-//! that it is passed on: QEMU ends as it does when it gets the signal itself, and this process ends because QEMU did.
+//! A [`Guard`] knows each step before it is made. As long as the guest does not run, the guard kills QEMU and removes what there
+//! is, whether this process fails, gets a signal or is killed. Later a signal is passed on to QEMU, and this process ends because
+//! QEMU did.
 
 use std::io;
-use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -13,16 +13,20 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use vmstrata_disk::snapshot::now_ns;
 
-/// What a signal is to do.
+use super::super::guard::{Guard, MARK, Undo};
+
 #[derive(Default)]
 struct State {
     /// QEMU, from its start to its end.
     qemu: Option<Pid>,
     /// Whether its guest runs.
     begun: bool,
-    /// Removes what is of no use without it.
-    undo: Vec<Box<dyn Fn() + Send>>,
+    /// In the order in which it was done.
+    undo: Vec<Undo>,
+    /// From the first step to undo on.
+    guard: Option<Guard>,
     /// Signals that QEMU got.
     passed: u32,
 }
@@ -30,8 +34,7 @@ struct State {
 impl State {
     fn told(&mut self) {
         let Some(qemu) = self.qemu.filter(|_| self.begun) else {
-            self.qemu.into_iter().for_each(end);
-            self.undo.iter().for_each(|undo| undo());
+            drop(self.guard.take());
             eprintln!("vmstrata: error: told to end before the guest ran");
             std::process::exit(1);
         };
@@ -40,60 +43,71 @@ impl State {
         let signal = if self.passed == 1 { Signal::TERM } else { Signal::KILL };
         let _ = kill_process(qemu, signal);
     }
+
+    /// Tells the guard of a change.
+    fn set(&mut self) -> Result<()> {
+        let guard = match &mut self.guard {
+            Some(guard) => guard,
+            none => none.insert(Guard::start(Stdio::null(), Stdio::inherit())?),
+        };
+        guard.set(&self.undo)
+    }
 }
 
-/// Kills a child and waits until it is gone.
-fn end(child: Pid) {
-    let _ = kill_process(child, Signal::KILL);
-    wait_for(child, WaitIdOptions::EXITED);
-}
-
-/// Waits for a child's end; it is reaped unless `options` say otherwise.
-fn wait_for(child: Pid, options: WaitIdOptions) {
-    while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(child), options) {}
-}
-
-/// Watches for signals that end this process.
+/// Watches over the end of this process. Dropped, it undoes what is left to undo.
 pub(super) struct Ending(Arc<Mutex<State>>);
 
 impl Ending {
-    /// Begins to watch.
+    /// Begins to watch for signals.
     pub(super) fn watch() -> Result<Self> {
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("watching for signals")?;
         let state = Arc::new(Mutex::new(State::default()));
         let of_thread = Arc::clone(&state);
-        std::thread::spawn(move || signals.forever().for_each(|_| lock(&of_thread).told()));
+        std::thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || signals.forever().for_each(|_| lock(&of_thread).told()))
+            .context("starting the thread that watches for signals")?;
         Ok(Self(state))
     }
 
-    /// Has `undo` called if this process is to end before the guest runs. To be called before there is something to undo.
-    pub(super) fn undo(&self, undo: impl Fn() + Send + 'static) {
-        lock(&self.0).undo.push(Box::new(undo));
+    /// Has `undo` carried out unless the guest runs. To be called before the step itself.
+    pub(super) fn undo(&self, undo: Undo) -> Result<()> {
+        let mut state = lock(&self.0);
+        state.undo.push(undo);
+        state.set()
     }
 
-    /// Has a file removed if this process is to end before the guest runs. To be called before the file is made.
-    pub(super) fn remove(&self, file: PathBuf) {
-        // One that was not made yet, or is gone, is as it should be.
-        self.undo(move || drop(std::fs::remove_file(&file)));
+    /// Takes the newest step back, which was not made, or puts `instead` in its place.
+    pub(super) fn change(&self, instead: Option<Undo>) -> Result<()> {
+        let mut state = lock(&self.0);
+        state.undo.pop();
+        state.undo.extend(instead);
+        state.set()
     }
 
     /// Starts QEMU.
-    pub(super) fn start(&self, command: &mut Command) -> io::Result<Child> {
+    pub(super) fn start(&self, command: &mut Command) -> Result<Child> {
+        let mark = format!("{}-{}", std::process::id(), now_ns());
+        self.undo(Undo::Kill(mark.clone()))?;
         // Held, so that a signal comes before QEMU is started or finds it.
         let mut state = lock(&self.0);
-        let child = command.spawn()?;
+        let child = command.env(MARK, mark).spawn()?;
         state.qemu = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
         Ok(child)
     }
 
-    /// Signals are QEMU's from now on: its guest runs.
-    pub(super) fn begun(&self) {
-        lock(&self.0).begun = true;
+    /// The guest runs: signals are QEMU's from now on, and only what `goes` is to be undone.
+    pub(super) fn begun(&self, goes: impl Fn(&Undo) -> bool) -> Result<()> {
+        let mut state = lock(&self.0);
+        state.begun = true;
+        state.undo.retain(goes);
+        state.set()
     }
 
-    /// Whether its guest runs, or ran.
-    pub(super) fn has_begun(&self) -> bool {
-        lock(&self.0).begun
+    /// Undoes what is left to undo.
+    pub(super) fn finish(&self) {
+        let guard = lock(&self.0).guard.take();
+        drop(guard);
     }
 
     /// Waits until QEMU has ended.
@@ -101,10 +115,17 @@ impl Ending {
         let pid = lock(&self.0).qemu;
         if let Some(pid) = pid {
             // Its process id is kept until no signal can be sent to it any more.
-            wait_for(pid, WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
+            let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+            while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), options) {}
         }
         lock(&self.0).qemu = None;
         qemu.wait()
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.finish();
     }
 }
 

@@ -11,10 +11,10 @@ use anyhow::{Context, Result, bail};
 use vmstrata_memory::PAGE_BITS;
 use vmstrata_memory::capture::Captured;
 use vmstrata_memory::restore::BackendFile;
-use vmstrata_memory::restore::lazy::{Lazily, LazyMemory, Left, MemoryFile, Mounted, detach, prepare};
+use vmstrata_memory::restore::lazy::{Lazily, LazyMemory, Left, MemoryFile, Mounted, prepare};
 use vmstrata_memory::vault::{Snapshot, Vault};
 
-use super::{Ending, Waiting};
+use super::{Ending, Undo, Waiting};
 use crate::args::VmRestoreArgs;
 use crate::output::percent;
 use crate::units::short_size;
@@ -46,21 +46,27 @@ pub(super) fn run(
     };
     let memory = Arc::new(memory);
     let dir = args.memory_dir.join(super::stem(&snapshot));
-    let at = dir.clone();
-    ending.undo(move || drop(detach(&at)));
+    ending.undo(Undo::Detach(dir.clone()))?;
     let files = backends(args, &snapshot, &captured, &dir);
     let mut mounted = mount(&memory, &files, &dir)?;
-    let qemu = Waiting::start(args, &snapshot, &captured, &files, ending)?.ready()?.resume(args.paused)?;
+    let qemu = Waiting::start(args, &snapshot, &captured, &files, ending)?.ready()?;
+    // It cannot go on without this process, which has its memory.
+    let goes = |undo: &Undo| matches!(undo, Undo::Kill(_) | Undo::Detach(_));
+    let qemu = qemu.resume(args.paused, goes)?;
     mounted.detach().with_context(|| dir.display().to_string())?;
     super::told(&snapshot, filled, "restored lazily", start.elapsed());
     tell_left(&title, memory.left());
     drop(snapshot);
     let stop = AtomicBool::new(false);
-    let status = std::thread::scope(|scope| {
-        scope.spawn(|| fill(&memory, &title, args.lazy.fill_rate, &stop));
+    let status = std::thread::scope(|scope| -> Result<_> {
+        let work = || fill(&memory, &title, args.lazy.fill_rate, &stop);
+        let filling = std::thread::Builder::new().name("fill".into()).spawn_scoped(scope, work);
+        if let Err(error) = filling {
+            eprintln!("vmstrata: warning: {title}: only what the guest touches is read: no thread: {error}");
+        }
         let status = ending.wait(qemu);
         stop.store(true, Ordering::Relaxed);
-        status
+        Ok(status?)
     })?;
     tell_left(&title, memory.left());
     Ok(super::exit_code(status))
@@ -76,7 +82,7 @@ fn local_file(dir: &Path, stem: &str, ending: &Ending) -> Result<File> {
         );
     }
     let path = dir.join(format!("{stem}.pages"));
-    ending.remove(path.clone());
+    ending.undo(Undo::Remove(path.clone()))?;
     let file = super::eager::create(&path)?;
     fs::remove_file(&path).with_context(|| path.display().to_string())?;
     Ok(file)

@@ -1,0 +1,228 @@
+//! What a guard undoes.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
+use vmstrata_api::{DiskList, encode_segment};
+use vmstrata_memory::capture::Before;
+use vmstrata_memory::qmp::{Qmp, QmpError};
+use vmstrata_memory::restore::lazy::detach;
+use vmstrata_memory::vault::{VaultError, Which};
+use vmstrata_store::{Access, FileError, FileOptions, FileStore, LockError, Place};
+
+use super::super::{PATIENCE, disks::ServedDisks, store};
+use crate::args::{ControlArgs, VaultArgs};
+use crate::client::Client;
+
+/// The variable in the environment of a QEMU, and of all that it starts, by which a guard finds them.
+pub(in super::super) const MARK: &str = "VMSTRATA_RESTORE";
+
+/// How long is tried to put QEMU back to what it was.
+const PUT_BACK_MAX: Duration = Duration::from_secs(3600);
+/// How soon after a failure.
+const AGAIN: Duration = Duration::from_millis(100);
+/// How long a killed process may take to be gone.
+const END_MAX: Duration = Duration::from_secs(30);
+/// How long a server may take to make a clone that a process asked for which is gone.
+const CLONE_MAX: Duration = Duration::from_secs(30);
+
+/// A step to undo.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(in super::super) enum Undo {
+    /// A capture.
+    Resume(Resume),
+    /// A QEMU that was started with this value of [`MARK`].
+    Kill(String),
+    /// A file.
+    Remove(PathBuf),
+    /// A file system that is mounted on a directory.
+    Detach(PathBuf),
+    /// A disk of a guest that did not run.
+    Drop(Clone),
+}
+
+/// A capture: QEMU goes back to what it was, and the snapshot of the disks is deleted if that of the memory did not come to be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(in super::super) struct Resume {
+    /// The socket of QEMU's monitor.
+    pub(in super::super) monitor: PathBuf,
+    /// Whether the guest ran.
+    pub(in super::super) ran: bool,
+    /// The capability that the capture turns on.
+    pub(in super::super) capability: Option<String>,
+    pub(in super::super) guest: String,
+    pub(in super::super) name: String,
+    pub(in super::super) taken_ns: u64,
+    /// What the server calls the disks.
+    pub(in super::super) disks: Vec<String>,
+    /// Where the server answers.
+    pub(in super::super) control: Option<PathBuf>,
+    /// Homes.
+    pub(in super::super) vault: Vec<String>,
+}
+
+/// A clone of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(in super::super) struct Clone {
+    pub(in super::super) file: PathBuf,
+    /// What the server calls it, if one was asked to serve it.
+    pub(in super::super) served: Option<String>,
+    /// Whether the server answered.
+    pub(in super::super) is_served: bool,
+    /// Where the server answers.
+    pub(in super::super) control: Option<PathBuf>,
+}
+
+impl Undo {
+    /// Undoes it, as far as there is something to undo.
+    ///
+    /// # Errors
+    /// What is left, and why.
+    pub(super) fn carry_out(&self) -> Result<()> {
+        match self {
+            Self::Resume(resume) => resume.carry_out(),
+            Self::Kill(mark) => kill_marked(mark).context("killing QEMU"),
+            Self::Remove(file) => absent(fs::remove_file(file)).with_context(|| file.display().to_string()),
+            Self::Detach(dir) => absent(detach(dir)).with_context(|| dir.display().to_string()),
+            Self::Drop(clone) => clone.carry_out(),
+        }
+    }
+}
+
+/// What is not there need not be removed.
+fn absent(done: io::Result<()>) -> io::Result<()> {
+    done.or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })
+}
+
+impl Resume {
+    fn carry_out(&self) -> Result<()> {
+        let mut state = File::from(io::stdout().as_fd().try_clone_to_owned()?);
+        // Until QEMU is done, or this process is.
+        let read_on = move || io::copy(&mut state, &mut io::sink());
+        std::thread::Builder::new()
+            .name("read-on".into())
+            .spawn(read_on)
+            .context("starting the thread that reads what QEMU writes")?;
+        self.put_back()?;
+        let which = Which::Named { guest: self.guest.clone(), name: self.name.clone() };
+        if !self.disks.is_empty()
+            && matches!(
+                store::open(&VaultArgs::of(&self.vault))?.find_id(&which),
+                Err(VaultError::NotFound(_))
+            )
+        {
+            let client = client(self.control.as_ref())?;
+            ServedDisks::asked(client, self.disks.clone(), &self.name, self.taken_ns).undo_late();
+        }
+        Ok(())
+    }
+
+    /// Puts QEMU back to what it was. Tries again where its monitor does not answer, is another's, or breaks off: as long as
+    /// this process lives it reads what QEMU writes, which the guest waits for.
+    fn put_back(&self) -> Result<(), QmpError> {
+        let before = Before { ran: self.ran, capability: self.capability.clone() };
+        let deadline = Instant::now() + PUT_BACK_MAX;
+        loop {
+            let done = Qmp::connect(&self.monitor, PATIENCE).and_then(|mut qmp| before.put_back(&mut qmp));
+            let is_gone = matches!(done, Err(QmpError::Connect { .. }));
+            if done.is_ok() || is_gone || Instant::now() > deadline {
+                return done;
+            }
+            std::thread::sleep(AGAIN);
+        }
+    }
+}
+
+impl Clone {
+    fn carry_out(&self) -> Result<()> {
+        if let Some(disk) = &self.served {
+            let client = client(self.control.as_ref())?;
+            let deadline = Instant::now() + if self.is_served { Duration::ZERO } else { CLONE_MAX };
+            // A server makes a clone also when who asked for it is gone.
+            while !self.is_listed(&client)? && Instant::now() < deadline {
+                std::thread::sleep(AGAIN);
+            }
+            if self.is_listed(&client)? {
+                let force = if self.is_served { "?force=true" } else { "" };
+                let path = format!("/v1/disks/{}{force}", encode_segment(disk));
+                client.delete(&path).with_context(|| format!("the clone {disk} is still served"))?;
+            }
+        }
+        remove_unused(&self.file).with_context(|| self.file.display().to_string())
+    }
+
+    /// Whether the server serves that file, by that name.
+    fn is_listed(&self, client: &Client) -> Result<bool> {
+        if !client.is_answered() {
+            return Ok(false);
+        }
+        let served: DiskList = client.get("/v1/disks")?;
+        let is_it =
+            |name: &str, path: &str| self.served.as_deref() == Some(name) && Path::new(path) == self.file;
+        Ok(served.disks.iter().any(|disk| is_it(&disk.name, &disk.path)))
+    }
+}
+
+fn client(control: Option<&PathBuf>) -> Result<Client> {
+    Client::new(&ControlArgs { control: control.cloned() })
+}
+
+/// Removes an image, if it is there and no process uses it: its name may have become another's.
+fn remove_unused(image: &Path) -> Result<()> {
+    let place = Place::of(image)?;
+    let file = match place.open(Access::ReadWrite) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        opened => opened?,
+    };
+    match FileStore::new(file, image, &FileOptions::ACTIVE) {
+        Ok(_lock) => Ok(place.remove()?),
+        Err(FileError::Lock(LockError::Conflict { .. })) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Kills the processes whose [`MARK`] has a value, and waits until they are gone.
+fn kill_marked(mark: &str) -> io::Result<()> {
+    let deadline = Instant::now() + END_MAX;
+    loop {
+        let found = marked(mark)?;
+        if found.is_empty() || Instant::now() > deadline {
+            return Ok(());
+        }
+        for process in &found {
+            // One that has ended meanwhile needs no signal.
+            let _ = pidfd_send_signal(process, Signal::KILL);
+        }
+        for process in &found {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = left.try_into().map_err(io::Error::other)?;
+            while let Err(rustix::io::Errno::INTR) =
+                poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left))
+            {}
+        }
+    }
+}
+
+/// The processes of this user whose [`MARK`] has a value.
+fn marked(mark: &str) -> io::Result<Vec<OwnedFd>> {
+    let wanted = format!("{MARK}={mark}");
+    let process = |entry: io::Result<fs::DirEntry>| {
+        let entry = entry.ok()?;
+        let pid = entry.file_name().to_str()?.parse().ok().and_then(Pid::from_raw)?;
+        // Before it is examined: its number may become another's.
+        let process = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        let environment = fs::read(entry.path().join("environ")).ok()?;
+        let is_it = environment.split(|byte| *byte == 0).any(|word| OsStr::from_bytes(word) == &*wanted);
+        is_it.then_some(process)
+    };
+    Ok(fs::read_dir("/proc")?.filter_map(process).collect())
+}
