@@ -10,6 +10,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use vmstrata_store::on_threads;
+
 use super::error::CaptureError;
 use super::memory::{Files, MachineRam, is_hole};
 use crate::address::{PAGE_BYTES, Physical};
@@ -79,11 +81,8 @@ impl StillRam {
             }
             Ok(())
         };
-        std::thread::scope(|scope| {
-            let copiers: Vec<_> = (0..threads).map(|_| scope.spawn(copy_some)).collect();
-            copiers.into_iter().try_for_each(|copier| copier.join().expect("copying does not panic"))
-        })
-        .map_err(|source| RamError::Io { at: Physical::new(0), source }.into())
+        let copied: io::Result<()> = on_threads(threads, copy_some).into_iter().collect();
+        copied.map_err(|source| RamError::Io { at: Physical::new(0), source }.into())
     }
 }
 

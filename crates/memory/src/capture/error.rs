@@ -1,5 +1,7 @@
 //! Why a guest was not captured. It runs on whatever the reason.
 
+use std::io;
+
 use super::machine::MachineError;
 use super::stream::StreamError;
 use crate::qmp::QmpError;
@@ -67,6 +69,9 @@ pub enum CaptureError {
     /// QEMU's stream of memory and devices is not as it should be.
     #[error("the guest's memory could not be read")]
     Stream(#[source] StreamError),
+    /// The host has no more threads for this process.
+    #[error("starting a thread")]
+    Thread(#[source] io::Error),
     /// The caller gave up.
     #[error("cancelled")]
     Cancelled,

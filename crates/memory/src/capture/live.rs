@@ -16,6 +16,7 @@
 use std::io::{self, BufReader, PipeReader};
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use super::copy::StillRam;
@@ -105,19 +106,30 @@ fn copy(
     control: Control<'_>,
 ) -> Result<(StillRam, Taken), CaptureError> {
     let Control { cancel, channel } = control;
-    let mut pause = Pause::begin(qmp)?;
-    let disks = disks.snapshot().map_err(CaptureError::Disks)?;
-    let processor = processor(pause.qmp());
-    let reader = channel.migrate(pause.qmp())?;
     let (first, is_first) = sync_channel(1);
+    let (give, reader) = sync_channel(1);
     let (held, devices) = std::thread::scope(|scope| {
+        // A capture that fails drops it, and the thread ends.
+        let give = give;
         let still = &mut still;
-        let reading = scope.spawn(move || read(reader, starts, still, &first, cancel));
-        let held = wait_first(pause.qmp(), &is_first).and_then(|came| Ok((came, pause.end()?)));
+        // Before QEMU tracks writes: from then on its stream must be read.
+        let reading = Builder::new().name("read-live".into()).spawn_scoped(scope, move || {
+            // None comes where the capture fails before there is one.
+            reader
+                .recv()
+                .map_or_else(|_| Ok(Vec::new()), |reader| read(reader, starts, still, &first, cancel))
+        });
+        let reading = reading.map_err(CaptureError::Thread)?;
+        let mut pause = Pause::begin(qmp)?;
+        let disks = disks.snapshot().map_err(CaptureError::Disks)?;
+        let processor = processor(pause.qmp());
+        give.send(channel.migrate(pause.qmp())?).expect("it waits for one");
+        let came = wait_first(pause.qmp(), &is_first);
+        let held = came.and_then(|came| Ok((came, pause.end()?, disks, processor)));
         // A migration that failed has closed the pipe.
-        (held, reading.join().expect("reading does not panic"))
-    });
-    let (came, pause) = held?;
+        Ok::<_, CaptureError>((held, reading.join().expect("reading does not panic")))
+    })?;
+    let (came, pause, disks, processor) = held?;
     // Why a stream broke off, QEMU knows.
     wait_migrated(qmp, Instant::now() + ALL_MAX, || Ok(()))?;
     let devices = devices?;

@@ -2,7 +2,7 @@
 
 use std::io::{self, PipeReader, PipeWriter, Read, pipe};
 use std::os::fd::AsFd;
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 
 use serde_json::json;
 
@@ -50,12 +50,16 @@ impl Channel {
 }
 
 /// Collects a stream on a thread of its own.
-pub(super) fn collect(reader: PipeReader) -> JoinHandle<io::Result<Vec<u8>>> {
-    std::thread::spawn(move || {
+///
+/// # Errors
+/// [`CaptureError::Thread`].
+pub(super) fn collect(reader: PipeReader) -> Result<JoinHandle<io::Result<Vec<u8>>>, CaptureError> {
+    let work = move || {
         let mut bytes = Vec::new();
         reader.take(STATE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
         Ok(bytes)
-    })
+    };
+    Builder::new().name("devices".into()).spawn(work).map_err(CaptureError::Thread)
 }
 
 /// What [`collect`] collected. The migration has ended, so there is nothing to wait for.

@@ -137,7 +137,7 @@ pub fn take(
 /// The state of the devices of a guest that is held.
 fn devices(qmp: &mut Qmp, channel: Channel, cancel: &AtomicBool) -> Result<Vec<u8>, CaptureError> {
     let reader = channel.migrate(qmp)?;
-    let collecting = state::collect(reader);
+    let collecting = state::collect(reader)?;
     wait_migrated(qmp, Instant::now() + DEVICES_MAX, || cancelled(cancel))?;
     state::collected(collecting)
 }

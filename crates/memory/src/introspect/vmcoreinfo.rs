@@ -10,6 +10,8 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
+use vmstrata_store::on_threads;
+
 use crate::address::{Frame, PAGE_BYTES, Physical, Virtual};
 use crate::ram::{Block, Ram};
 
@@ -104,12 +106,7 @@ fn starts(ram: &dyn Ram) -> Vec<Physical> {
     };
     let threads = thread::available_parallelism().map_or(1, usize::from);
     let threads = threads.min(pieces.len() / PIECES_PER_THREAD);
-    let mut found = thread::scope(|scope| {
-        let others: Vec<_> = (1..threads).map(|_| scope.spawn(look)).collect();
-        let mut found = look();
-        others.into_iter().for_each(|other| found.extend(other.join().expect("looking does not panic")));
-        found
-    });
+    let mut found = on_threads(threads, look).concat();
     found.sort_unstable();
     found
 }

@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
+use vmstrata_store::on_threads;
+
 use crate::address::{Frame, PAGE_BYTES};
 use crate::disk::ReadDisk;
 use crate::vault::DiskPiece;
@@ -64,10 +66,7 @@ pub(super) fn read<E: Send>(
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = threads.min(THREADS_MAX).min(batches.len());
-    std::thread::scope(|scope| {
-        let readers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        readers.into_iter().try_for_each(|reader| reader.join().expect("reading does not panic"))
-    })
+    on_threads(threads, work).into_iter().collect()
 }
 
 fn read_batch<E>(

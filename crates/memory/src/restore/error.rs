@@ -40,6 +40,9 @@ pub enum RestoreError {
     /// A file of the memory cannot be written.
     #[error("the guest's memory cannot be written")]
     Memory(#[from] io::Error),
+    /// The host has no more threads for this process.
+    #[error("starting a thread")]
+    Thread(#[source] io::Error),
     /// The snapshot cannot be restored, and what can be instead was looked for.
     #[error("{lost}; {}", instead(older.as_deref()))]
     Lost {

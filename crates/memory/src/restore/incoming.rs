@@ -2,6 +2,7 @@
 
 use std::io::{Write, pipe};
 use std::os::fd::AsFd;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
@@ -63,7 +64,8 @@ pub fn resume(qmp: &mut Qmp, incoming: Incoming<'_>, go_on: bool) -> Result<(), 
     drop(reader);
     std::thread::scope(|scope| {
         // A QEMU that stops reading is one that failed, and says why itself.
-        scope.spawn(move || drop(writer.write_all(incoming.devices)));
+        let write = move || drop(writer.write_all(incoming.devices));
+        Builder::new().name("devices".into()).spawn_scoped(scope, write).map_err(RestoreError::Thread)?;
         qmp.tell("migrate-incoming", json!({ "uri": format!("fd:{NAME}") }))?;
         wait_loaded(qmp, deadline)
     })?;

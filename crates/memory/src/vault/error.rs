@@ -102,6 +102,9 @@ pub enum VaultError {
     /// A thread that compresses and writes has ended.
     #[error("a thread of the snapshot's writer ended early")]
     Worker,
+    /// The host has no more threads for this process.
+    #[error("starting a thread")]
+    Thread(#[source] io::Error),
     /// An object that is not what it should be.
     #[error("{place}: {reason}")]
     Damaged {

@@ -2,8 +2,10 @@
 
 use std::fs::File;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+
+use vmstrata_store::on_threads;
 
 use super::memory::LazyMemory;
 use super::source::VaultSource;
@@ -51,7 +53,7 @@ pub fn prepare(
     });
     memory.add(Arc::new(source), all);
     let deadline = Instant::now() + lazily.cache_time;
-    warm(&memory, layout, &clean, deadline)?;
+    warm(&memory, layout, &clean, deadline);
     let before = memory.left();
     lost.extend(clean.into_iter().flatten().filter(|frame| memory.give_up(*frame)));
     let absent = lost.len();
@@ -68,16 +70,10 @@ pub fn prepare(
 }
 
 /// Reads pages, some of each extent named, until `deadline`.
-fn warm(
-    memory: &LazyMemory,
-    layout: &Layout,
-    extents: &[Vec<Frame>],
-    deadline: Instant,
-) -> Result<(), RestoreError> {
-    let (next, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
+fn warm(memory: &LazyMemory, layout: &Layout, extents: &[Vec<Frame>], deadline: Instant) {
+    let next = AtomicUsize::new(0);
     let work = || {
-        while !stop.load(Ordering::Relaxed)
-            && Instant::now() < deadline
+        while Instant::now() < deadline
             && let Some(extent) = extents.get(next.fetch_add(1, Ordering::Relaxed))
         {
             let page = extent[0].start().and_then(|start| layout.find(start));
@@ -87,6 +83,5 @@ fn warm(
         }
     };
     let threads = std::thread::available_parallelism().map_or(2, usize::from).min(extents.len());
-    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
-    Ok(())
+    on_threads(threads, work);
 }

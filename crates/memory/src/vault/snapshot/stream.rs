@@ -4,6 +4,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
+use vmstrata_store::on_threads;
 
 use super::super::error::{Result, VaultError};
 use super::super::extent::ExtentReader;
@@ -46,10 +47,7 @@ impl Snapshot {
             Ok(())
         };
         let threads = std::thread::available_parallelism().map_or(2, usize::from).min(groups.len().max(1));
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-            threads.into_iter().try_for_each(|thread| thread.join().map_err(|_| VaultError::Worker)?)
-        })?;
+        on_threads(threads, work).into_iter().collect::<Result<()>>()?;
         lost.extend(more_lost.into_inner());
         lost.sort_unstable();
         Ok(lost)

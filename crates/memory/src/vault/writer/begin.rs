@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::thread::Builder;
 
 use crossbeam_channel::bounded;
 use parking_lot::Mutex;
@@ -55,7 +56,7 @@ impl Writer {
             failed: AtomicBool::new(false),
             error: Mutex::new(None),
         });
-        Ok(Self::start(vault, info, shares, shared, held))
+        Self::start(vault, info, shares, shared, held)
     }
 
     fn start(
@@ -64,17 +65,18 @@ impl Writer {
         shares: Vec<Share>,
         shared: Arc<Shared>,
         held: HeldHomes,
-    ) -> Self {
+    ) -> Result<Self> {
         let waiting = (shared.policy.buffer_bytes / (BATCH_PAGES * PAGE_BYTES)).max(1);
         let (send, receive) = bounded(waiting);
         let (emptied_send, emptied) = bounded(waiting);
         let start = |_| {
             let (shared, receive, emptied) = (Arc::clone(&shared), receive.clone(), emptied_send.clone());
-            std::thread::spawn(move || worker::run(&shared, &receive, &emptied))
+            let work = move || worker::run(&shared, &receive, &emptied);
+            Builder::new().name("store".into()).spawn(work).map_err(VaultError::Thread)
         };
-        let threads = (0..shared.policy.crew()).map(start).collect();
+        let threads = (0..shared.policy.crew()).map(start).collect::<Result<_>>()?;
         let stats = Stats { pages: shared.words.len() as u64, ..Stats::default() };
-        Self {
+        Ok(Self {
             vault: Arc::clone(vault),
             info,
             shares,
@@ -87,7 +89,7 @@ impl Writer {
             stats,
             is_saved: false,
             _held: held,
-        }
+        })
     }
 }
 

@@ -1,7 +1,9 @@
 //! An object of pages while it is written, all its copies at once.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::Builder;
 
 use parking_lot::Mutex;
 
@@ -70,7 +72,9 @@ impl Copies {
             let sync = |(home, object): &mut (usize, Box<dyn NewObject>)| {
                 object.sync().map_err(VaultError::home(vault.home(*home), "flushing", name))
             };
-            let threads: Vec<_> = self.0.iter_mut().map(|copy| scope.spawn(move || sync(copy))).collect();
+            let start = |copy| Builder::new().name("sync".into()).spawn_scoped(scope, move || sync(copy));
+            let threads: io::Result<Vec<_>> = self.0.iter_mut().map(start).collect();
+            let threads = threads.map_err(VaultError::Thread)?;
             threads.into_iter().try_for_each(|thread| thread.join().map_err(|_| VaultError::Worker)?)
         })
     }
