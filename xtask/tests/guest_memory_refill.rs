@@ -95,6 +95,13 @@ fn guest_gets_its_cache_back_from_its_disk() {
     let cold = cached.check();
     cached.restore("refilled", "refilled", &["--lazy", "--cache-time", "60"]);
     let first = cached.check();
+    // It checks its files while they are read for it, and again when all are there.
+    cached.restore("refilled", "refilled", &["--lazy", "--cache-time", "0"]);
+    let later = cached.check();
+    cached.guest.vm.wait_for("all of its memory is here", CHECK_MAX).unwrap();
+    let whole = cached.check();
     eprintln!("the guest read {warm} bytes with its cache, {first} when it ran first, {cold} without");
+    eprintln!("{later} while its cache was read for it, {whole} when all was there");
     assert!(cold >= file_pages * 4096 && warm * 20 < cold && first * 20 < cold, "{warm} {first} {cold}");
+    assert!(later * 20 < cold && whole * 20 < cold, "{later} {whole} {cold}");
 }

@@ -15,6 +15,13 @@ pub trait ReadDisk: Send + Sync {
     /// # Errors
     /// [`io::ErrorKind::UnexpectedEof`] past its end; what kept them from being read.
     fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<()>;
+
+    /// Whether bytes can be read, as far as that is known without reading them all: the files that hold them open, and are
+    /// long enough.
+    ///
+    /// # Errors
+    /// What stands against it.
+    fn check(&self, offset: u64, len: u64) -> io::Result<()>;
 }
 
 /// Who has the disks.
@@ -46,5 +53,10 @@ pub fn open_all(open: &dyn OpenDisk, states: &[DiskState]) -> Vec<Option<Box<dyn
 impl ReadDisk for File {
     fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
         self.read_exact_at(into, offset)
+    }
+
+    fn check(&self, offset: u64, len: u64) -> io::Result<()> {
+        let fits = offset.checked_add(len).is_some_and(|end| self.metadata().is_ok_and(|is| is.len() >= end));
+        if fits { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 }

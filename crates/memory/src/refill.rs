@@ -3,6 +3,7 @@
 //! ```text
 //!   capture:  clean pages ─► Claims: buffer heads, or inode and file system ─► pieces of disks ─► read, compare ─► Found
 //!   restore:  frames without bytes ─► Refiller: their pieces ─► read, compare hashes ─► pages, and those to be hidden
+//!             where the guest runs first: those not reached ─► Later ─► pages as the guest needs them
 //! ```
 //!
 //! The disks are read at the instant of the snapshot, at which a clean page equals what they hold. Everything that says
@@ -10,8 +11,10 @@
 
 mod claims;
 mod find;
+mod later;
 mod reader;
 mod refiller;
 
 pub use find::{Found, find};
+pub use later::Later;
 pub use refiller::Refiller;

@@ -21,8 +21,12 @@ use vmstrata_memory::restore::{Filled, RestoreError};
 use vmstrata_memory::vault::{Closing, Deleted, Hiding, Mask, Vault, Want};
 use vmstrata_memory::{Frame, PAGE_BYTES, PageClass};
 
-const ALL: Lazily =
-    Lazily { want: Want::All, cache_time: Duration::from_secs(600), patience: Duration::ZERO };
+const ALL: Lazily = Lazily {
+    want: Want::All,
+    cache_time: Duration::from_secs(600),
+    refill_later: false,
+    patience: Duration::ZERO,
+};
 const PAGE: u64 = PAGE_BYTES as u64;
 
 fn guest(seed: u64) -> Guest {

@@ -242,8 +242,8 @@ monitor are added. Each disk of the snapshot must be one that QEMU opens or find
 snapshot of the same instant, and not have been written since: else the guest is not started, and the message says what puts it
 right. --clone-disks makes clones that are, and has the command line and the server lead to them: their files stay, as the guest's
 disks. Pages of cache that the snapshot does not
-hold are read from them first, and compared with what they were; what is not there any more the guest reads again (with
---lazy, all of them). The command ends when QEMU does, with its exit code; told to end (SIGTERM, SIGINT, SIGHUP), it ends QEMU.
+hold are read from them first, and compared with what they were; what is not there any more the guest reads again.
+With --lazy they are read while it runs, unless its disks were not checked (--force). The command ends when QEMU does, with its exit code; told to end (SIGTERM, SIGINT, SIGHUP), it ends QEMU.
 
 Killed before the guest runs, the command leaves nothing: QEMU, clones and files go with it. Killed later, the guest goes on
 without it, unless it was restored with --lazy.

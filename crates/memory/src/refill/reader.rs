@@ -1,5 +1,6 @@
 //! Reading many pages from disks: in order of their place there, in large pieces, by several threads.
 
+use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
@@ -57,7 +58,7 @@ pub(super) fn read<E: Send>(
         while !is_over()
             && let Some(batch) = batches.get(next.fetch_add(1, Ordering::Relaxed))
         {
-            if let Err(error) = read_batch(disks, batch, &is_over, &give) {
+            if let Err(error) = read_batch(disks, batch, &is_over, &mut &give) {
                 next.store(batches.len(), Ordering::Relaxed);
                 return Err(error);
             }
@@ -69,21 +70,41 @@ pub(super) fn read<E: Send>(
     on_threads(threads, work).into_iter().collect()
 }
 
-fn read_batch<E>(
+/// Gives each page of a batch that can be put together; nothing is read once `is_over`.
+///
+/// # Errors
+/// The first that `give` returns.
+pub(super) fn read_batch<E>(
     disks: &Disks<'_>,
     batch: &[Wanted<'_>],
     is_over: &impl Fn() -> bool,
-    give: &(impl Fn(&Wanted<'_>, &[u8; PAGE_BYTES]) -> Result<(), E> + Sync),
+    give: &mut impl FnMut(&Wanted<'_>, &[u8; PAGE_BYTES]) -> Result<(), E>,
 ) -> Result<(), E> {
     let mut spans = spans(batch);
     spans.iter_mut().take_while(|_| !is_over()).for_each(|span| span.read(disks));
     // A part of a span that cannot be read must not take the rest with it.
-    let alone = |pieces: &[DiskPiece]| if is_over() { None } else { alone(disks, pieces) };
+    let alone = |pieces: &[DiskPiece]| if is_over() { None } else { alone(disks, pieces).ok() };
     let page = |wanted: &Wanted<'_>| page(&spans, wanted.pieces).or_else(|| alone(wanted.pieces));
     batch.iter().try_for_each(|wanted| match page(wanted) {
         Some(page) => give(wanted, &page),
         None => Ok(()),
     })
+}
+
+/// `[page]`: whether its bytes can be read, as far as [`ReadDisk::check`] tells. What lies side by side is looked up once.
+pub(super) fn readable(disks: &Disks<'_>, pages: &[Wanted<'_>]) -> Vec<bool> {
+    let can_read = |disk: u16, start: u64, end: u64| {
+        let disk = disks.get(usize::from(disk)).copied().flatten();
+        disk.is_some_and(|disk| disk.check(start, end - start).is_ok())
+    };
+    let spans = spans(pages);
+    let sound: Vec<bool> = spans.iter().map(|span| can_read(span.disk, span.start, span.end)).collect();
+    let is_sound = |piece: &DiskPiece| {
+        let after = spans.partition_point(|span| (span.disk, span.start) <= (piece.disk, piece.offset));
+        // What is wrong with a span may lie beside the piece.
+        sound[after - 1] || can_read(piece.disk, piece.offset, piece.offset.saturating_add(piece.len.into()))
+    };
+    pages.iter().map(|page| page.pieces.iter().all(is_sound)).collect()
 }
 
 /// What covers all pieces of a batch, in order.
@@ -123,17 +144,21 @@ fn page(spans: &[Span], pieces: &[DiskPiece]) -> Option<[u8; PAGE_BYTES]> {
     Some(page)
 }
 
-/// The bytes of a page, read for itself; `None` if some cannot be had.
-fn alone(disks: &Disks<'_>, pieces: &[DiskPiece]) -> Option<[u8; PAGE_BYTES]> {
+/// The bytes of a page, read for itself.
+///
+/// # Errors
+/// A disk that is not there, or cannot be read there.
+pub(super) fn alone(disks: &Disks<'_>, pieces: &[DiskPiece]) -> io::Result<[u8; PAGE_BYTES]> {
+    let absent = || io::Error::new(io::ErrorKind::NotFound, "the disk is not there");
     let mut page = [0; PAGE_BYTES];
     let mut rest = &mut page[..];
     for piece in pieces {
-        let disk = disks.get(usize::from(piece.disk)).copied().flatten()?;
-        let (into, later) = rest.split_at_mut_checked(piece.len.into())?;
-        disk.read_at(piece.offset, into).ok()?;
+        let disk = disks.get(usize::from(piece.disk)).copied().flatten().ok_or_else(absent)?;
+        let (into, later) = rest.split_at_mut_checked(piece.len.into()).ok_or(io::ErrorKind::InvalidData)?;
+        disk.read_at(piece.offset, into)?;
         rest = later;
     }
-    Some(page)
+    Ok(page)
 }
 
 impl Span {

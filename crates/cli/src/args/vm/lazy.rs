@@ -12,7 +12,8 @@ pub struct LazyArgs {
     /// Let the guest run before its memory is read: pages are read when it touches them, the rest in the background
     #[arg(long)]
     pub lazy: bool,
-    /// With --lazy: how long to read pages of clean cache before the guest runs; it reads the others again from its disks
+    /// With --lazy: how long to read pages of clean cache before the guest runs. Those that were not read by then come
+    /// in the background if its disks have them; others it reads again itself
     #[arg(long, value_name = "SECONDS", default_value = "0.3", value_parser = parse_seconds, requires = "lazy")]
     pub cache_time: Duration,
     /// With --lazy: the most bytes a second to read in the background; 0 reads only what the guest touches

@@ -1,18 +1,22 @@
 //! The disks of a snapshot of memory, read at their states of the same instant.
 
+use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources, snapshot};
+use vmstrata_disk::{Disk, Extent, OpenOptions, ResourceOptions, Resources, snapshot};
 use vmstrata_memory::capture::BoxError;
 use vmstrata_memory::disk::{OpenDisk, ReadDisk};
 use vmstrata_memory::vault::DiskState;
 use vmstrata_store::Segment;
-use vmstrata_types::GuestOffset;
+use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
 
 use crate::args::BackingArgs;
 use crate::commands::states::explain;
+
+/// Runs of a disk looked up at a time.
+const EXTENTS: usize = 1024;
 
 /// Opens states of disks by their names in the disks' chains.
 #[derive(Debug)]
@@ -40,15 +44,49 @@ impl OpenDisk for States {
         let (format, options) = (Some(found.format), self.options.clone());
         let options = OpenOptions { format, format_is_exact: true, ..options };
         let disk = Disk::open(&found.layer, &options, &self.resources).map_err(|error| explain(&error))?;
-        Ok(Box::new(State(disk)))
+        Ok(Box::new(State { disk, opened: Mutex::default() }))
     }
 }
 
-struct State(Arc<Disk>);
+struct State {
+    disk: Arc<Disk>,
+    /// Bytes of the files of layers that [`State::check`] came to, as far as they open.
+    opened: Mutex<HashMap<LayerIndex, Option<u64>>>,
+}
+
+impl State {
+    /// Bytes of the file of the layer that has `extent`.
+    fn opened(&self, layer: LayerIndex, extent: &Extent) -> Option<u64> {
+        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        *opened.entry(layer).or_insert_with(|| {
+            // Layers open when they are first read.
+            self.read_at(extent.range.start.get(), &mut [0]).ok()?;
+            Some(self.disk.layers().get(layer.index())?.file_len)
+        })
+    }
+}
 
 impl ReadDisk for State {
     fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
-        self.0.read(GuestOffset::new(offset), &[Segment::from_mut(into)]).map_err(io::Error::other)
+        self.disk.read(GuestOffset::new(offset), &[Segment::from_mut(into)]).map_err(io::Error::other)
+    }
+
+    fn check(&self, offset: u64, len: u64) -> io::Result<()> {
+        let mut left = GuestRange::new(GuestOffset::new(offset), len);
+        while left.len > 0 {
+            let extents = self.disk.extents_by_place(left, EXTENTS).map_err(io::Error::other)?;
+            for extent in extents.iter().filter(|extent| !extent.kind.reads_zero()) {
+                let file = extent.layer.and_then(|layer| self.opened(layer, extent));
+                // Where a compressed cluster ends is in its layer's table, which is read.
+                let end = extent.host.map_or(0, |host| host.get().saturating_add(extent.range.len));
+                if file.is_none_or(|bytes| bytes < end) {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+            }
+            let done: u64 = extents.iter().map(|extent| extent.range.len).sum();
+            left = GuestRange::new(left.start + done, left.len - done);
+        }
+        Ok(())
     }
 }
 

@@ -72,6 +72,8 @@ pub struct LazyMemory {
     left: AtomicU64,
     of: u64,
     clears: Clears,
+    /// In the order in which the background reads them.
+    order: Vec<u64>,
     /// Asked in order; emptied when nothing is left.
     sources: RwLock<Vec<Arc<dyn PageSource>>>,
     reading: [Mutex<()>; STRIPES as usize],
@@ -100,6 +102,7 @@ impl LazyMemory {
             left: AtomicU64::new(0),
             of: 0,
             clears: Clears::default(),
+            order: Vec::new(),
             sources: RwLock::default(),
             reading: [const { Mutex::new(()) }; STRIPES as usize],
             placing: Mutex::new(()),
@@ -109,7 +112,8 @@ impl LazyMemory {
         })
     }
 
-    /// Adds a source, and the pages that it is the first to be asked for; those of an earlier source stay with that.
+    /// Adds a source, and the pages that it is the first to be asked for, in the order in which they are read in the background;
+    /// those of an earlier source stay with that.
     pub fn add(&mut self, source: Arc<dyn PageSource>, pages: impl IntoIterator<Item = Frame>) {
         let sources = self.sources.get_mut();
         sources.push(source);
@@ -121,6 +125,7 @@ impl LazyMemory {
                 *origin = first;
                 *self.left.get_mut() += 1;
                 self.of += 1;
+                self.order.push(page);
             }
         }
     }

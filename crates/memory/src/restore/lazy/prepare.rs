@@ -23,21 +23,24 @@ use crate::vault::{Snapshot, Vault, Want};
 pub struct Lazily {
     /// Which pages.
     pub want: Want,
-    /// How long to read pages of clean cache before the guest runs; those not read by then are hidden from it.
+    /// How long to read pages of clean cache before the guest runs.
     pub cache_time: Duration,
+    /// Whether those that are not read by then, and lie on the guest's disks, are read while it runs. All others are hidden
+    /// from it. Only for a guest whose disks are as they were.
+    pub refill_later: bool,
     /// For how long a page that cannot be read is tried again, while the guest waits for it.
     pub patience: Duration,
 }
 
 /// A memory that reads `snapshot` of `vault` as it is needed, kept in `local`, which is empty. Clean pages that the vault does
-/// not give come from `refill`, as far as the time for them goes. What was read already and what is hidden is returned with it.
+/// not give come from `refill`. What was read already and what is hidden is returned with it.
 ///
 /// # Errors
 /// When a clean page that was not read cannot be hidden, or the local file cannot be written.
 pub fn prepare(
     vault: Arc<Vault>,
     snapshot: Arc<Snapshot>,
-    refill: Option<&Refiller<'_>>,
+    refill: Option<Refiller<'_>>,
     local: File,
     lazily: Lazily,
 ) -> Result<(LazyMemory, Filled), RestoreError> {
@@ -51,20 +54,28 @@ pub fn prepare(
         clean.extend((!of_clean.is_empty()).then_some(of_clean));
         all.extend(pages.into_iter().map(|(frame, _)| frame));
     });
+    all.sort_unstable();
     memory.add(Arc::new(source), all);
     let deadline = Instant::now() + lazily.cache_time;
     warm(&memory, layout, &clean, deadline);
     let before = memory.left();
     lost.extend(clean.into_iter().flatten().filter(|frame| memory.give_up(*frame)));
-    let absent = lost.len();
+    let mut refilled = 0;
     if let Some(refill) = refill {
         lost.sort_unstable();
+        let absent = lost.len();
         lost = refill.pages(&lost, Some(deadline), |frame, bytes| memory.put(frame, bytes))?;
+        refilled = (absent - lost.len()) as u64;
+        if lazily.refill_later {
+            let (later, hidden) = refill.later(&lost, &snapshot.info().disks);
+            let frames: Vec<Frame> = later.frames().collect();
+            memory.add(Arc::new(later), frames);
+            lost = hidden;
+        }
     }
     if !lost.is_empty() {
         memory.clear(Clears::hiding(layout, snapshot.hiding()?, &lost)?)?;
     }
-    let refilled = (absent - lost.len()) as u64;
     let pages = before.of - before.pages + refilled;
     Ok((memory, Filled { pages, refilled, hidden: lost.len() as u64 }))
 }

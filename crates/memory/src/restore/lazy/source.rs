@@ -8,19 +8,27 @@ use parking_lot::RwLock;
 
 use crate::address::{Frame, PAGE_BYTES};
 use crate::capture::BoxError;
+use crate::refill::Later;
 use crate::vault::{Order, Snapshot, Vault, VaultError, Want, Which};
 
 /// Takes a page that was read.
 pub type Give<'a> = dyn FnMut(Frame, &[u8; PAGE_BYTES]) -> io::Result<()> + 'a;
 
-/// A place that has pages of a guest's memory as they were when it was captured. Asked by several threads.
+/// A place that has pages of a guest's memory for it to go on with. Asked by several threads.
 pub trait PageSource: Send + Sync + fmt::Debug {
-    /// Reads `frame`, and gives it with all pages that are read along with it. What is given must be right: checked by a
-    /// checksum or a hash. Gives nothing when it does not have the page.
+    /// Reads `frame`, and gives it with all pages that are read along with it. What is given must be what
+    /// the page was, by a checksum or a hash, or what the guest would read in its place. Gives nothing when it does not have the page.
     ///
     /// # Errors
     /// When it has the page and cannot read it now. It may be asked again.
     fn read(&self, frame: Frame, give: &mut Give<'_>) -> Result<(), BoxError>;
+}
+
+/// Clean pages on the guest's disks.
+impl PageSource for Later {
+    fn read(&self, frame: Frame, give: &mut Give<'_>) -> Result<(), BoxError> {
+        Ok(Self::read(self, frame, give)?)
+    }
 }
 
 /// A snapshot in a vault.

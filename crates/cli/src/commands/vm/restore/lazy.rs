@@ -38,11 +38,12 @@ pub(super) fn run(
     let title = snapshot.info().title();
     let snapshot = Arc::new(snapshot);
     let (cache_time, patience) = (args.lazy.cache_time, args.lazy.page_patience);
-    let lazily = Lazily { want: super::want(args), cache_time, patience };
+    // Disks that may have changed have what the guest reads, not what its memory has of them.
+    let lazily = Lazily { want: super::want(args), cache_time, refill_later: !args.force, patience };
     let local = local_file(&args.memory_dir, &super::stem(&snapshot), ending)?;
     let (memory, filled) = {
         let refiller = super::refiller(args, &snapshot)?;
-        prepare(Arc::clone(vault), Arc::clone(&snapshot), refiller.as_ref(), local, lazily)?
+        prepare(Arc::clone(vault), Arc::clone(&snapshot), refiller, local, lazily)?
     };
     let memory = Arc::new(memory);
     let dir = args.memory_dir.join(super::stem(&snapshot));

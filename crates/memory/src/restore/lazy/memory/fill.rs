@@ -14,7 +14,7 @@ impl LazyMemory {
     /// `progress` gets what is left. Pages that cannot be read are left; true when none is.
     pub fn fill(&self, rate: Option<u64>, stop: &AtomicBool, mut progress: impl FnMut(Left)) -> bool {
         let (start, before) = (Instant::now(), self.left().pages);
-        for page in 0..self.origin.len() as u64 {
+        for &page in &self.order {
             if stop.load(Ordering::Relaxed) {
                 return false;
             }
