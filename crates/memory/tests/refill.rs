@@ -12,7 +12,7 @@ use std::time::Duration;
 use vault_support::{Guest, Homes, Known, bytes, new_snapshot, open, policy};
 use vmstrata_memory::disk::ReadDisk;
 use vmstrata_memory::refill::Refiller;
-use vmstrata_memory::restore::lazy::{Lazily, LazyMemory, PageError, prepare};
+use vmstrata_memory::restore::lazy::{Lazily, LazyMemory, Left, PageError, prepare};
 use vmstrata_memory::restore::{Filled, fill};
 use vmstrata_memory::vault::{Closing, DiskPiece, DiskState, Hiding, Mask, Refill, Snapshot, Want};
 use vmstrata_memory::{Frame, PAGE_BYTES, PageClass, Physical};
@@ -49,7 +49,8 @@ fn save(homes: &Homes, guest: &Guest) -> Snapshot {
             writer.page(*frame, page.class, &bytes(page.seed)).unwrap();
             continue;
         }
-        writer.refill(*frame, Refill::new(&bytes(page.seed), vec![piece(number)])).unwrap();
+        let refill = Refill::new(&bytes(page.seed), vec![piece(number)]).hot(number % 10 == 0);
+        writer.refill(*frame, refill).unwrap();
         hiding.push((*frame, vec![Mask { at: Physical::new(number * 4), width: 4, clear: u32::MAX.into() }]));
     }
     let disk = |name: &str| DiskState { disk: name.to_owned(), snapshot: "refilled".to_owned() };
@@ -210,6 +211,18 @@ fn cache_that_was_not_read_in_time_is_read_while_the_guest_runs() {
     assert!(lazy.memory.fill(None, &AtomicBool::new(false), |_| ()));
     lazy.fails.store(true, Ordering::Relaxed);
     assert_eq!(lazy.hidden(), [0; 0], "the disks are not needed any more");
+}
+
+/// What the guest needs for sure comes first, then what it is likely to need.
+#[test]
+fn hot_cache_is_read_before_other_cache() {
+    let lazy = Lazy::new(0, true, |_| ());
+    let (hot, stop) = (PAGES / 10 - 1, AtomicBool::new(false));
+    let tell = |left: Left| stop.store(left.of - left.pages == 1 + hot, Ordering::Relaxed);
+    assert!(!lazy.memory.fill(None, &stop, tell));
+    lazy.fails.store(true, Ordering::Relaxed);
+    let here: Vec<u64> = (0..PAGES).filter(|&number| lazy.page(number).is_ok()).collect();
+    assert_eq!(here, (0..PAGES).step_by(10).collect::<Vec<_>>());
 }
 
 /// What is missing when the guest starts can still be hidden.

@@ -55,13 +55,15 @@ pub struct FilePages {
     pub inode: u64,
     /// Which page of the file the first one is.
     pub index: u64,
+    /// Whether the guest's kernel keeps them longer than others.
+    pub is_hot: bool,
 }
 
 impl FilePages {
     /// These and those behind them, which `next` are; `None` if `next` are others.
     pub(super) fn and(self, next: Self) -> Option<Self> {
         let len = u64::from(self.pages);
-        let of_file = |pages: Self| (pages.device, pages.system, pages.inode);
+        let of_file = |pages: Self| (pages.device, pages.system, pages.inode, pages.is_hot);
         let follow = of_file(self) == of_file(next)
             && self.first.get().checked_add(len) == Some(next.first.get())
             && self.index.checked_add(len) == Some(next.index);
@@ -106,10 +108,15 @@ mod tests {
     fn pages_go_on_where_memory_and_file_both_do() {
         let pages = |first: u64, pages: u32, index: u64| {
             let (device, system) = (DeviceIndex(0), FileSystem::Ext4);
-            FilePages { first: Frame::new(first), pages, device, system, inode: 12, index }
+            FilePages { first: Frame::new(first), pages, device, system, inode: 12, index, is_hot: false }
         };
         assert_eq!(pages(10, 2, 5).and(pages(12, 4, 7)), Some(pages(10, 6, 5)));
-        for next in [pages(13, 1, 7), pages(12, 1, 8), FilePages { inode: 13, ..pages(12, 1, 7) }] {
+        for next in [
+            pages(13, 1, 7),
+            pages(12, 1, 8),
+            FilePages { inode: 13, ..pages(12, 1, 7) },
+            FilePages { is_hot: true, ..pages(12, 1, 7) },
+        ] {
             assert_eq!(pages(10, 2, 5).and(next), None);
         }
         assert_eq!(pages(10, 2, u64::MAX - 1).and(pages(12, 1, 0)), None);

@@ -250,7 +250,15 @@ impl Pass<'_, '_> {
         self.pages.origins.extend(blocks.filter_map(|block| device.origin(first, block)));
         let FileCache { system, inode, .. } = file;
         let Some(at) = head.file_index else { return Some(()) };
-        let folio = FilePages { first, pages, device: index, system, inode, index: at };
+        let folio = FilePages {
+            first,
+            pages,
+            device: index,
+            system,
+            inode,
+            index: at,
+            is_hot: head.flags & self.shapes.flags.hot != 0,
+        };
         let files = &mut self.pages.files;
         match files.last_mut().and_then(|last| Some((last.and(folio)?, last))) {
             Some((longer, last)) => *last = longer,

@@ -193,6 +193,8 @@ pub(super) struct Flags {
     pub poisoned: u64,
     /// What a clean page may have set.
     pub harmless: u64,
+    /// The kernel keeps the page longer than others: it was used again, or came back soon after it went.
+    pub hot: u64,
 }
 
 impl Flags {
@@ -222,6 +224,8 @@ impl Flags {
                 | private
                 | any(&harmless)
                 | any(&["PG_young", "PG_idle", "PG_arch_1"]),
+            // PG_referenced comes and goes with each scan.
+            hot: any(&["PG_active", "PG_workingset"]),
         })
     }
 }

@@ -53,6 +53,16 @@ impl Ext4 {
 }
 
 #[test]
+fn a_page_that_the_kernel_keeps_longer_is_hot() {
+    let mut ext4 = Ext4::new(12);
+    let is_hot =
+        |ext4: &Ext4| pages_of(&ext4.kernel).files.iter().map(|pages| pages.is_hot).collect::<Vec<_>>();
+    assert_eq!(is_hot(&ext4), [false]);
+    ext4.kernel.page(FRAME, Page { flags: ext4.page.flags | 1 << 8, ..ext4.page });
+    assert_eq!(is_hot(&ext4), [true]);
+}
+
+#[test]
 fn a_clean_page_is_hidden_by_its_flag_and_every_buffer_head() {
     let ext4 = Ext4::new(10);
     let pages = pages_of(&ext4.kernel);

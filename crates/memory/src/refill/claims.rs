@@ -32,6 +32,7 @@ impl CleanPage {
 #[derive(Clone, Debug)]
 pub(super) struct Claim {
     pub(super) frame: Frame,
+    pub(super) is_hot: bool,
     /// From the page's first byte on; never empty.
     pub(super) pieces: DiskPieces,
 }
@@ -74,7 +75,7 @@ pub(super) fn claims(
                 pieces.of_file(files.as_mut()?, page, start)
             });
             if told.is_some() && !pieces.pieces.is_empty() {
-                claims.push(Claim { frame: page.frame, pieces: pieces.pieces });
+                claims.push(Claim { frame: page.frame, is_hot: page.folio.is_hot, pieces: pieces.pieces });
             }
         }
     }

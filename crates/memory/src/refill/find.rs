@@ -1,5 +1,6 @@
 //! Which clean pages of a guest the snapshot of its disks holds, byte for byte.
 
+use std::collections::HashSet;
 use std::convert::Infallible;
 
 use parking_lot::Mutex;
@@ -79,11 +80,13 @@ impl Search<'_> {
     fn confirmed(&self, wanted: &[CleanPage], index: u16) -> Vec<(Frame, Refill)> {
         let Some(Some(disk)) = self.disks.get(usize::from(index)) else { return Vec::new() };
         let claims = claims(self.ram, self.pages, wanted, (*disk, index));
+        let hot: HashSet<Frame> =
+            claims.iter().filter(|claim| claim.is_hot).map(|claim| claim.frame).collect();
         let wanted = claims.iter().map(|claim| Wanted { frame: claim.frame, pieces: &claim.pieces });
         let confirmed = Mutex::new(Vec::new());
         let Ok(()) = reader::read(self.disks, wanted.collect(), None, |wanted, page| {
             if self.is(wanted.frame, page) {
-                let refill = Refill::new(page, wanted.pieces);
+                let refill = Refill::new(page, wanted.pieces).hot(hot.contains(&wanted.frame));
                 confirmed.lock().push((wanted.frame, refill));
             }
             Ok::<(), Infallible>(())

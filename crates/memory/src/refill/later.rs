@@ -46,9 +46,10 @@ impl Later {
         Self { pages, groups, index, disks, names }
     }
 
-    /// The pages, in the order in which they are best read.
+    /// The pages, in the order in which they are best read: hot ones first.
     pub fn frames(&self) -> impl Iterator<Item = Frame> {
-        self.pages.iter().map(|(frame, _)| *frame)
+        let of = |is_hot: bool| self.pages.iter().filter(move |(_, refill)| refill.is_hot == is_hot);
+        of(true).chain(of(false)).map(|(frame, _)| *frame)
     }
 
     /// Gives a page, and those beside it on the disk. Gives nothing that is not one of [`Later::frames`].

@@ -29,12 +29,23 @@ pub struct Refill {
     hash: Hash,
     /// From the page's first byte on; what they leave of the page is zeros.
     pub pieces: DiskPieces,
+    /// Whether the guest is likely to need the page soon: its kernel kept it longer than others.
+    pub is_hot: bool,
 }
+
+/// Added to a page's number of pieces, which is always less, if the page is hot.
+const HOT: u64 = 1 << 13;
 
 impl Refill {
     /// For a page with these bytes, which lie in `pieces`; what those leave of it is zeros.
     pub fn new(page: &[u8; PAGE_BYTES], pieces: impl Into<DiskPieces>) -> Self {
-        Self { hash: super::object::hash(page), pieces: pieces.into() }
+        Self { hash: super::object::hash(page), pieces: pieces.into(), is_hot: false }
+    }
+
+    /// The same, of a page that is hot if `is_hot`.
+    #[must_use]
+    pub fn hot(self, is_hot: bool) -> Self {
+        Self { is_hot, ..self }
     }
 
     /// Whether `page` is what was there when the snapshot was taken.
@@ -70,7 +81,7 @@ fn encode(table: &[(Frame, Refill)], put: &mut Put) {
     for (frame, refill) in table {
         put.varint(frame.get() - last);
         last = frame.get();
-        put.varint(refill.pieces.len() as u64);
+        put.varint(refill.pieces.len() as u64 | if refill.is_hot { HOT } else { 0 });
         for piece in &refill.pieces {
             put.varint(piece.disk.into());
             put.delta(end, piece.offset);
@@ -100,7 +111,8 @@ pub(super) fn decode_more(
         let is_next = |frame: &u64| table.last().is_none_or(|(before, _)| before.get() < *frame);
         last = frame.filter(is_next).ok_or(Malformed("frames are out of order"))?;
         let mut pieces = DiskPieces::new();
-        for _ in 0..take.varint()? {
+        let count = take.varint()?;
+        for _ in 0..count & !HOT {
             let piece = decode_piece(take, end)?;
             end = piece.offset.wrapping_add(piece.len.into());
             pieces.push(piece);
@@ -108,7 +120,7 @@ pub(super) fn decode_more(
         if !fit(&pieces, disks) {
             return Err(Malformed("a page does not fit its pieces on disk"));
         }
-        table.push((Frame::new(last), Refill { hash: [0; 16], pieces }));
+        table.push((Frame::new(last), Refill { hash: [0; 16], pieces, is_hot: count & HOT != 0 }));
     }
     for (_, refill) in &mut table[first..] {
         refill.hash = take.id()?;
@@ -143,7 +155,7 @@ mod tests {
             (1024, vec![piece(0, 1 << 40, 4096)]),
         ]
         .into_iter()
-        .map(|(at, pieces)| (Frame::new(at), Refill::new(&page(at as u8), pieces)))
+        .map(|(at, pieces)| (Frame::new(at), Refill::new(&page(at as u8), pieces).hot(at % 2 == 1)))
         .collect();
         let mut pieces = Vec::new();
         let mut take_piece = |piece: &[u8]| {

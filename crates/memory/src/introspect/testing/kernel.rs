@@ -205,7 +205,13 @@ fn enumerations(types: &mut Types) {
     let flags =
         ["PG_locked", "PG_writeback", "PG_referenced", "PG_uptodate", "PG_dirty", "PG_lru", "PG_head"];
     let mut flags: Vec<(&str, u32)> = flags.into_iter().zip(0..).collect();
-    flags.extend([("PG_checked", 10), ("PG_reserved", 13), ("PG_private", 14), ("PG_swapbacked", 17)]);
+    flags.extend([
+        ("PG_checked", 10),
+        ("PG_reserved", 13),
+        ("PG_private", 14),
+        ("PG_swapbacked", 17),
+        ("PG_active", 8),
+    ]);
     flags.push(("__NR_PAGEFLAGS", 24));
     types.enumeration("pageflags", &flags);
     types.enumeration(
