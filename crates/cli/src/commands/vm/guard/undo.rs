@@ -32,6 +32,10 @@ const PUT_BACK_MAX: Duration = Duration::from_secs(3600);
 const AGAIN: Duration = Duration::from_millis(100);
 /// How long a killed process may take to be gone.
 const END_MAX: Duration = Duration::from_secs(30);
+/// How long a process may take to start a program.
+const STARTING_MAX: Duration = Duration::from_secs(1);
+/// How soon it is looked at again meanwhile.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 /// How long a server may take to make a clone that a process asked for which is gone.
 const CLONE_MAX: Duration = Duration::from_secs(30);
 
@@ -192,10 +196,11 @@ fn remove_unused(image: &Path) -> Result<()> {
 
 /// Kills the processes whose [`MARK`] has a value, and waits until they are gone.
 fn kill_marked(mark: &str) -> io::Result<()> {
-    let deadline = Instant::now() + END_MAX;
+    let start = Instant::now();
     loop {
-        let found = marked(mark)?;
-        if found.is_empty() || Instant::now() > deadline {
+        let (found, some_unknown) = marked(mark)?;
+        let longest = if found.is_empty() { STARTING_MAX } else { END_MAX };
+        if found.is_empty() && !some_unknown || start.elapsed() > longest {
             return Ok(());
         }
         for process in &found {
@@ -203,26 +208,49 @@ fn kill_marked(mark: &str) -> io::Result<()> {
             let _ = pidfd_send_signal(process, Signal::KILL);
         }
         for process in &found {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let left = left.try_into().map_err(io::Error::other)?;
+            let left = END_MAX.saturating_sub(start.elapsed()).try_into().map_err(io::Error::other)?;
             while let Err(rustix::io::Errno::INTR) =
                 poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left))
             {}
         }
+        if found.is_empty() {
+            std::thread::sleep(LOOK_AGAIN);
+        }
     }
 }
 
-/// The processes of this user whose [`MARK`] has a value.
-fn marked(mark: &str) -> io::Result<Vec<OwnedFd>> {
+/// The processes of this user whose [`MARK`] has a value, and whether there are some of which that is not known yet.
+fn marked(mark: &str) -> io::Result<(Vec<OwnedFd>, bool)> {
     let wanted = format!("{MARK}={mark}");
-    let process = |entry: io::Result<fs::DirEntry>| {
-        let entry = entry.ok()?;
-        let pid = entry.file_name().to_str()?.parse().ok().and_then(Pid::from_raw)?;
+    let (mut found, mut some_unknown) = (Vec::new(), false);
+    for entry in fs::read_dir("/proc")? {
+        let dir = entry?.path();
+        let pid = dir.file_name().and_then(|name| name.to_str()?.parse().ok()).and_then(Pid::from_raw);
         // Before it is examined: its number may become another's.
-        let process = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-        let environment = fs::read(entry.path().join("environ")).ok()?;
-        let is_it = environment.split(|byte| *byte == 0).any(|word| OsStr::from_bytes(word) == &*wanted);
-        is_it.then_some(process)
-    };
-    Ok(fs::read_dir("/proc")?.filter_map(process).collect())
+        let Some(process) = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()) else { continue };
+        match environment(&dir) {
+            Ok(Some(words)) => {
+                let is_it = words.split(|byte| *byte == 0).any(|word| OsStr::from_bytes(word) == &*wanted);
+                found.extend(is_it.then_some(process));
+            }
+            Ok(None) => some_unknown = true,
+            // It has ended, or is another user's.
+            Err(_) => {}
+        }
+    }
+    Ok((found, some_unknown))
+}
+
+/// The environment of the process whose directory in /proc is `dir`; `None` while it starts another program: for a moment it
+/// has a program, and neither words nor environment.
+fn environment(dir: &Path) -> io::Result<Option<Vec<u8>>> {
+    let read = |name: &str| fs::read(dir.join(name));
+    let words = read("environ")?;
+    if !words.is_empty() {
+        return Ok(Some(words));
+    }
+    let has_words = !read("cmdline")?.is_empty();
+    let words = read("environ")?;
+    let is_known = has_words || !words.is_empty() || fs::read_link(dir.join("exe")).is_err();
+    Ok(is_known.then_some(words))
 }
