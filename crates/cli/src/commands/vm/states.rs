@@ -109,3 +109,36 @@ pub(super) fn moved(states: &[DiskState], files: &[PathBuf]) -> anyhow::Result<V
     };
     Ok(states.iter().zip(files).map(state).collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::process::Command;
+
+    use super::*;
+
+    fn tool(program: &str, args: &[&str]) {
+        assert!(Command::new(program).args(args).output().unwrap().status.success(), "{program} {args:?}");
+    }
+
+    #[test]
+    fn bytes_whose_layer_was_cut_short_cannot_be_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let [base, top] = ["base.qcow2", "top.qcow2"].map(|name| dir.path().join(name).display().to_string());
+        tool("qemu-img", &["create", "-q", "-f", "qcow2", &base, "1M"]);
+        tool("qemu-io", &["-c", "write -P 1 0 64k", "-c", "write -P 2 512k 64k", &base]);
+        let cut = std::fs::metadata(&base).unwrap().len() - 4096;
+        File::options().write(true).open(&base).unwrap().set_len(cut).unwrap();
+        tool("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &base, "-F", "qcow2", &top]);
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let resources = Resources::start(ResourceOptions::default()).unwrap();
+        let disk = Disk::open(top.as_ref(), &options, &resources).unwrap();
+        let state = State { disk, opened: Mutex::default() };
+        let last = (512 << 10) + (60 << 10);
+        // What no layer has is zeros.
+        for (offset, can_read) in [(0, true), (256 << 10, true), (last - 4096, true), (last, false)] {
+            assert_eq!(state.check(offset, 4096).is_ok(), can_read, "{offset}");
+        }
+        assert!(state.check(0, last + 4096).is_err() && state.check((1 << 20) - 512, 4096).is_err());
+    }
+}
