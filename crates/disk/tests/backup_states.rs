@@ -10,7 +10,7 @@ use vmstrata_disk::backup::{
     BackupFault, BackupOptions, BackupTarget, Manifest, RestoreOptions, backup, manifest_path, restore,
 };
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, State, resolve};
-use vmstrata_disk::{CreateOptions, Error, ErrorKind, OpenOptions, create};
+use vmstrata_disk::{CreateOptions, Error, OpenOptions, create};
 
 const MIB: u64 = 1 << 20;
 const NOON: u64 = 1_732_536_000_000_000_000;

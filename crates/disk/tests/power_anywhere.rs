@@ -24,7 +24,7 @@ use power_support::{
 };
 use rand::Rng as _;
 use vmstrata_disk::index::{IndexOptions, IndexVerdict, remove, verify};
-use vmstrata_disk::merge::{Merge, MergeFault, MergeOptions, Removal};
+use vmstrata_disk::merge::{Merge, MergeOptions, Removal};
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions, ResourceOptions, Resources, snapshot};
 use vmstrata_store::{Crash, CrashKind, Moment, Survivors};
 

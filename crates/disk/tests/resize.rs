@@ -16,7 +16,7 @@ use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::SnapshotInfo;
-use vmstrata_disk::{Disk, ErrorKind, Op, OpenOptions, ResizeFault, ResourceOptions, Resources, Shrink};
+use vmstrata_disk::{Disk, Op, OpenOptions, ResizeFault, ResourceOptions, Resources, Shrink};
 use vmstrata_types::LayerIndex;
 
 const MIB: u64 = 1 << 20;

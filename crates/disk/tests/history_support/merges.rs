@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use rand::Rng as _;
+use vmstrata_disk::Error;
 use vmstrata_disk::merge::{
     Action, Direction, Kept, Merge, MergeFault, MergeOptions, MergeRange, Merged, Removal, all_of, ranges_of,
 };
-use vmstrata_disk::{Error, ErrorKind};
 use vmstrata_types::LayerIndex;
 
 use super::model::Id;
