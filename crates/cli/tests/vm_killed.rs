@@ -1,5 +1,5 @@
 //! `vmstrata vm restore` of a machine without a system, killed at one system call after the other: what it leaves is a guest that
-//! goes on, or nothing. The vault's own operations are killed in `memory/tests/vault_kill.rs`.
+//! goes on, or nothing. The commands of the vault are killed so, too.
 
 mod support;
 
@@ -9,9 +9,12 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
-use support::{Images, vmstrata, wait_until};
+use support::killed::{calls, killed_at, some_of};
+use support::{Images, run, run_ok, stderr, vmstrata, wait_until};
 use tempfile::TempDir;
 use vmstrata_memory::qmp::Qmp;
+use vmstrata_memory::vault::{Closing, NewSnapshot, OneDevice, Policy, Vault};
+use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
 
 /// The calls by which a restore makes what it would leave, and by which it gives QEMU the guest.
 const STEPS: [&str; 10] =
@@ -175,4 +178,87 @@ fn a_restore_killed_anywhere_leaves_nothing_or_a_guest_that_goes_on() {
 #[test]
 fn a_lazy_restore_killed_anywhere_leaves_nothing() {
     kill_anywhere(&["--lazy"], |taken| taken.processes().is_empty());
+}
+
+/// A vault with three snapshots of a guest, of which the first lacks a copy.
+fn vault(images: &Images) {
+    let dirs = ["a", "b"].map(|name| images.path(name));
+    dirs.iter().for_each(|dir| fs::create_dir(dir).expect("a directory"));
+    let vault = Vault::open_directories(&dirs).expect("opens");
+    for number in 1..=3u8 {
+        let layout = Layout::split_at_4g(16 << 12, 16 << 12).expect("a layout");
+        let policy = Policy { critical_copies: 2, one_device: OneDevice::Allow, ..Policy::default() };
+        let new = NewSnapshot { guest: "web".to_owned(), name: format!("s{number}"), layout, policy };
+        let mut writer = vault.begin(new).expect("begins");
+        for at in 0..16u8 {
+            let page = [number * 16 + at; PAGE_BYTES];
+            writer.page(Frame::new(at.into()), PageClass::Critical, &page).expect("takes");
+        }
+        let saved = writer.finish(Closing { taken_ns: number.into(), ..Closing::default() }).expect("saves");
+        if number == 1 {
+            fs::remove_file(dirs[0].join(format!("{}.critical", saved.id))).expect("removes");
+        }
+    }
+}
+
+/// Names of a vault's files, without what tells one snapshot from another.
+fn kinds(images: &Images) -> Vec<String> {
+    let kind = |entry: std::io::Result<fs::DirEntry>| {
+        let path = entry.expect("an entry").path();
+        let name = if path.extension().is_some() { path.extension() } else { path.file_name() };
+        name.expect("a name").to_string_lossy().into_owned()
+    };
+    let of = |dir: &str| fs::read_dir(images.path(dir)).expect("lists").map(kind).collect::<Vec<_>>();
+    let mut kinds = [of("a"), of("b")].concat();
+    kinds.sort();
+    kinds
+}
+
+#[test]
+fn a_killed_command_of_the_vault_can_be_made_again_and_leaves_nothing() {
+    let commands: [&[&str]; 4] = [
+        &["delete", "web@s2"],
+        &["prune", "web", "--keep", "last=1"],
+        &["verify"],
+        &["repair", "--one-device"],
+    ];
+    for words in commands {
+        let args = |images: &Images| {
+            let mut args = vec!["vm".to_owned()];
+            args.extend(words.iter().map(|word| (*word).to_owned()));
+            args.extend(["a", "b"].iter().flat_map(|home| ["--vault".to_owned(), images.name(home)]));
+            args
+        };
+        let whole = Images::new();
+        vault(&whole);
+        let vm = |words: &[&str], images: &Images| {
+            let homes = [images.name("a"), images.name("b")];
+            run_ok([&["vm"], words, &["--vault", &homes[0], "--vault", &homes[1]]].concat());
+        };
+        let repaired = |images: &Images| vm(&["repair", "--one-device"], images);
+        // What a killed one leaves goes with the next that deletes.
+        let next = |images: &Images| {
+            repaired(images);
+            vm(&["delete", "web@s3"], images);
+        };
+        if words[0] == "verify" {
+            repaired(&whole);
+        }
+        let made = calls(&args(&whole));
+        next(&whole);
+        for call in some_of(made, 12) {
+            let images = Images::new();
+            vault(&images);
+            if words[0] == "verify" {
+                repaired(&images);
+            }
+            let what = format!("{words:?} killed at {call:?}");
+            assert!(killed_at(&call, &args(&images)), "not {what}");
+            let again = run(args(&images));
+            let said = stderr(&again);
+            assert!(again.status.success() || said.contains("no snapshot"), "{what}: {said}");
+            next(&images);
+            assert_eq!(kinds(&images), kinds(&whole), "{what}");
+        }
+    }
 }
