@@ -45,8 +45,8 @@ pub use self::snapshot::{
 };
 pub use self::survey::SurveyArgs;
 pub use self::vm::{
-    DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmListArgs,
-    VmMode, VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs,
+    DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmGcArgs,
+    VmListArgs, VmMode, VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs,
     VmStoreCommand, VmVerifyArgs,
 };
 use crate::disk_spec::format_parser;

@@ -1,9 +1,9 @@
-//! `vmstrata vm list | show | delete | prune | verify | repair` on a vault with made-up guests.
+//! `vmstrata vm list | show | delete | prune | gc | verify | repair` on a vault with made-up guests.
 
 mod support;
 
 use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
 use support::{run, run_err, run_json, run_ok, stderr};
@@ -40,18 +40,29 @@ impl Homes {
 
     /// 16 pages: 8 critical, 4 clean, 3 free, 1 of zeros.
     fn save(&self, name: &str, day: u64) -> SnapshotId {
+        self.save_with(name, day, |at| [at as u8; PAGE_BYTES], 16)
+    }
+
+    /// The first 9 of every 16 pages are critical, 4 clean, 3 free.
+    fn save_with(
+        &self,
+        name: &str,
+        day: u64,
+        page: impl Fn(u64) -> [u8; PAGE_BYTES],
+        pages: u64,
+    ) -> SnapshotId {
         let vault = Vault::open_directories(&self.paths()).expect("opens");
-        let layout = Layout::split_at_4g(16 << 12, 16 << 12).expect("a layout");
+        let layout = Layout::split_at_4g(pages << 12, pages << 12).expect("a layout");
         let policy = Policy { critical_copies: 2, one_device: OneDevice::Allow, ..Policy::default() };
         let new = NewSnapshot { guest: "web".to_owned(), name: name.to_owned(), layout, policy };
         let mut writer = vault.begin(new).expect("begins");
-        for at in 0..16u8 {
-            let class = match at {
+        for at in 0..pages {
+            let class = match at % 16 {
                 0..9 => PageClass::Critical,
                 9..13 => PageClass::Clean,
                 _ => PageClass::Free,
             };
-            writer.page(Frame::new(at.into()), class, &[at; PAGE_BYTES]).expect("takes");
+            writer.page(Frame::new(at), class, &page(at)).expect("takes");
         }
         let disks = vec![DiskState { disk: "web.qcow2".to_owned(), snapshot: name.to_owned() }];
         let labels = vec![("job".to_owned(), "nightly".to_owned())];
@@ -125,6 +136,61 @@ fn snapshots_are_deleted_and_pruned() {
     run_err(64, ["vm", "list"]);
 }
 
+/// A page that does not shrink.
+fn noise(seed: u64) -> [u8; PAGE_BYTES] {
+    let mut state = seed;
+    std::array::from_fn(|_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 56) as u8
+    })
+}
+
+/// Two snapshots, of which the newer has every fourth page from the older, and that one deleted while the newer is read.
+fn delete_while_in_use(homes: &Homes) {
+    homes.save_with("mon", 20_000, |at| noise(at + 1), 256);
+    homes.save_with("tue", 20_001, |at| noise(if at % 4 == 0 { at + 1 } else { at + 1000 }), 256);
+    let vault = Vault::open_directories(&homes.paths()).expect("opens");
+    let _reader = vault.snapshot(&"web@tue".parse().unwrap()).unwrap();
+    let said = run_ok(homes.args(&["delete", "web@mon"]));
+    assert!(said.contains("the vault is in use") && said.contains("vmstrata vm gc"), "{said}");
+    let refused = run_err(1, homes.args(&["gc"]));
+    assert!(refused.contains("the vault is in use"), "{refused}");
+}
+
+/// Bytes that the vault takes, as `du` counts them.
+fn du(homes: &Homes) -> u64 {
+    let files = homes.paths().into_iter().flat_map(|dir| std::fs::read_dir(dir).unwrap());
+    files.map(|file| file.unwrap().metadata().unwrap().blocks() * 512).sum()
+}
+
+#[test]
+fn gc_frees_what_it_says_and_says_before_what_it_would() {
+    let homes = Homes::new();
+    delete_while_in_use(&homes);
+    let before = du(&homes);
+    let plan = run_json(homes.args(&["gc", "--dry-run", "--json"]));
+    assert_eq!((&plan["dry-run"], &plan["removed"], du(&homes)), (&true.into(), &0.into(), before));
+    assert!(run_ok(homes.args(&["gc", "-n"])).contains("objects to compact, about"));
+    let done = run_json(homes.args(&["gc", "--json"]));
+    assert_eq!((&done["dry-run"], &done["compacted"]), (&false.into(), &plan["compacted"]));
+    let freed = done["freed"].as_u64().unwrap();
+    assert_eq!(freed, before - du(&homes));
+    assert!(freed.abs_diff(plan["freed"].as_u64().unwrap()) < freed / 5, "{plan} {done}");
+    assert_eq!(run_ok(homes.args(&["gc"])), "0 files removed, 0 objects compacted, 0 B freed\n");
+    assert!(run_ok(homes.args(&["verify"])).contains("web@tue: whole"));
+}
+
+#[test]
+fn pruning_frees_what_du_says() {
+    let homes = Homes::new();
+    homes.save_with("mon", 20_000, |at| noise(at + 1), 256);
+    homes.save_with("tue", 20_001, |at| noise(if at % 4 == 0 { at + 1 } else { at + 1000 }), 256);
+    let before = du(&homes);
+    let gone = run_json(homes.args(&["prune", "web", "--keep", "last=1", "--json"]));
+    assert_eq!(gone["freed"].as_u64(), Some(before - du(&homes)));
+    assert!(gone["freed"].as_u64() > Some(1 << 19), "{gone}");
+}
+
 #[test]
 fn deleting_takes_the_name_of_a_snapshot_not_of_a_guest() {
     let homes = Homes::new();
@@ -191,6 +257,44 @@ fn damage_is_told_by_exit_codes_and_repaired() {
     let found: serde_json::Value = serde_json::from_slice(&found.stdout).unwrap();
     assert_eq!((&found[0]["whole"], &found[0]["lost-critical-pages"]), (&false.into(), &8.into()));
     assert_eq!(run(homes.args(&["repair"])).status.code(), Some(2));
+}
+
+#[test]
+fn show_names_the_snapshots_that_use_its_objects() {
+    let homes = Homes::new();
+    let id = homes.save("mon", 20_000);
+    assert!(run_ok(homes.args(&["show", "web@mon"])).contains("2, used by no other snapshot"));
+    homes.save("tue", 20_001);
+    homes.save("wed", 20_002);
+    let shown = run_json(homes.args(&["show", "web@tue", "--json"]));
+    assert_eq!(shown["shared-with"], serde_json::json!(["web@mon", "web@wed"]));
+    let critical = &shown["objects"].as_array().unwrap()[0];
+    assert_eq!(critical["object"], format!("{id}.critical"));
+    assert_eq!((&critical["copies"], &critical["critical-pages"]), (&2.into(), &8.into()));
+    assert_eq!(critical["used-by"], serde_json::json!(["web@wed", "web@mon"]));
+    let text = run_ok(homes.args(&["show", "web@tue"]));
+    assert!(text.contains("2, used by 2 other snapshots"), "{text}");
+    assert!(text.contains("8 critical pages; used by web@wed, web@mon"), "{text}");
+}
+
+#[test]
+fn verify_and_repair_name_every_snapshot_of_a_damaged_object() {
+    let homes = Homes::new();
+    let id = homes.save("mon", 20_000);
+    homes.save("tue", 20_001);
+    homes.save("wed", 20_002);
+    let path = homes.0.path().join("a").join(format!("{id}.critical"));
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[90] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    let found = run(homes.args(&["verify", "web@tue", "--json"]));
+    let found: serde_json::Value = serde_json::from_slice(&found.stdout).unwrap();
+    assert_eq!(found[0]["also-concerned"], serde_json::json!(["web@wed", "web@mon"]));
+    let said = String::from_utf8(run(homes.args(&["verify", "web@tue"])).stdout).unwrap();
+    assert!(said.contains("also concerned: web@wed, web@mon"), "{said}");
+    let repaired = run_json(homes.args(&["repair", "web@tue", "--one-device", "--json"]));
+    assert_eq!(repaired["mended"], serde_json::json!(["web@wed", "web@tue", "web@mon"]));
+    assert_eq!(repaired["snapshots"][0]["also-concerned"], serde_json::json!([]));
 }
 
 #[test]

@@ -15,7 +15,10 @@
 //! | `object`, `extent` | objects of pages, and the compressed pieces that they are made of |
 //! | `writer`, `known` | writing a snapshot; finding pages that are in the store already |
 //! | `snapshot`, `sources` | reading one, by page or all at once, from whichever copies are whole |
+//! | `copies` | an object with all its copies open, which need not lie alike |
 //! | `collect` | deleting, and removing what nobody needs |
+//! | `live`, `compact`, `rewrite` | which pages are needed, and giving back the others |
+//! | `users` | which snapshots use an object |
 //! | `verify`, `repair` | reading every byte of every copy; making copies again from those that are whole |
 //!
 //! What is written is specified in `docs/format-memory.md`.
@@ -30,6 +33,8 @@
 mod address;
 mod bytes;
 mod collect;
+mod compact;
+mod copies;
 mod directory;
 mod error;
 mod extent;
@@ -39,6 +44,7 @@ mod hiding;
 mod home;
 mod info;
 mod known;
+mod live;
 mod metadata;
 mod name;
 mod object;
@@ -47,11 +53,13 @@ mod place;
 mod policy;
 mod refill;
 mod repair;
+mod rewrite;
 mod snapshot;
 mod sources;
 mod stats;
 mod survey;
 mod tables;
+mod users;
 mod verify;
 mod writer;
 
@@ -59,13 +67,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 pub use address::HomeAddress;
-pub use collect::{Collected, Deleted};
+pub use collect::{Collectable, Collected, Deleted};
+pub use compact::Compact;
 pub use directory::DirectoryHome;
 pub use error::{Result, VaultError};
 #[cfg(feature = "hdfs")]
 pub use hdfs::HdfsHome;
 pub use hiding::{Hiding, Mask};
-pub use home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored};
+pub use home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored, Swept};
 pub use info::{DiskState, Info, ObjectUse};
 pub use name::{ObjectKind, ObjectName, SnapshotId};
 pub use policy::{OneDevice, Policy};
@@ -74,6 +83,7 @@ pub use repair::Repaired;
 pub use snapshot::{Order, Page, Snapshot, Want};
 pub use stats::{Savings, Stats};
 pub use survey::Listed;
+pub use users::UsedObject;
 pub use verify::Health;
 pub use writer::{Closing, NewSnapshot, Saved, Writer};
 

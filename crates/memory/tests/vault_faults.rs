@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use vault_support::fault::{Effect, Plan, faulty};
-use vault_support::{Guest, Homes, assert_reads, open, policy, save, save_at};
-use vmstrata_memory::vault::{Deleted, Health, OneDevice, Policy, Result, Vault, Which};
+use vault_support::{Guest, Homes, assert_reads, leave_dead_pages, open, policy, save, save_at};
+use vmstrata_memory::vault::{Compact, Deleted, Health, OneDevice, Policy, Result, Vault, Which};
 
 const EFFECTS: [Effect; 3] =
     [Effect::Once(ErrorKind::StorageFull), Effect::Once(ErrorKind::Other), Effect::Dead];
@@ -120,6 +120,33 @@ fn a_repair_that_fails_makes_nothing_worse() {
             assert!(repaired.health.iter().all(Health::is_complete), "{repaired:?}");
         },
     );
+}
+
+/// Also when a device writes something else than it was given.
+#[test]
+fn a_gc_that_fails_loses_no_page_and_the_next_one_finishes() {
+    for effect in EFFECTS.into_iter().chain([Effect::Garble]) {
+        for at in 0.. {
+            let (homes, guest) = (Homes::new(2), Guest::random(16, &mut SmallRng::seed_from_u64(1)));
+            leave_dead_pages(&homes, &guest, &one_thread());
+            let plan = Plan::new(at, effect);
+            let done = Vault::open(faulty(homes.homes(), &plan)).gc(Compact::All, &mut |_, _| ());
+            let vault = homes.vault();
+            let health = vault.verify(&[], |_, _| ()).expect("verifies");
+            let is_as_before = effect != Effect::Garble || health.iter().all(Health::is_complete);
+            assert!(is_as_before && health.iter().all(Health::is_whole), "{at} {effect:?}: {health:?}");
+            assert_reads(&open(&vault, "1").expect("opens"), &guest, 1, false);
+            vault.gc(Compact::All, &mut |_, _| ()).expect("compacts");
+            assert!(homes.are_alike(), "{at} {effect:?}");
+            assert_eq!(vault.collectable(Compact::All).expect("looks").compact, []);
+            assert_reads(&open(&vault, "1").expect("opens"), &guest, 1, false);
+            if plan.asked.load(Ordering::SeqCst) <= at {
+                done.expect("no fault, no failure");
+                assert!(at > 20, "{at} operations cannot be all");
+                break;
+            }
+        }
+    }
 }
 
 /// One failure never costs a page: there is another copy.

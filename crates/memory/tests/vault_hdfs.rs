@@ -53,6 +53,7 @@ fn snapshots_are_kept_in_hdfs() {
     let home = cluster.home("/v");
     let client = client(&cluster);
     kept_as_asked(&mut cluster, &home, &client);
+    an_object_is_compacted_with_as_many_replicas(&home, &client);
     replicas_that_were_taken_away_are_asked_for_again(&mut cluster, &home, &client);
     who_only_reads_needs_no_hold(&mut cluster, &home);
     hdfs_and_directories_share_a_snapshot(&mut cluster);
@@ -82,6 +83,27 @@ fn kept_as_asked(cluster: &mut Cluster, home: &str, client: &Client) {
     assert!(matches!(vault.delete(&[first.id]), Ok(Deleted::Collected(_))));
     assert_reads(&open(&vault, "2").expect("opens"), &changed, 1, false);
     assert!(matches!(vault.delete(&[second.id]), Ok(Deleted::Collected(gone)) if gone.objects == 3));
+    assert_eq!(files(client, "/v").len(), 0);
+    assert_eq!(client.list_status("/v/.holds", true).expect("lists").len(), 0);
+}
+
+fn an_object_is_compacted_with_as_many_replicas(home: &str, client: &Client) {
+    let vault = vault(home);
+    let first = save(&vault, &guest(1), "1", strict(3, 1));
+    let mut changed = guest(5);
+    let kept = guest(1).pages.into_iter().enumerate().filter(|(at, _)| at % 10 < 2);
+    changed.pages.extend(kept.map(|(_, page)| page));
+    let second = save(&vault, &changed, "2", strict(3, 1));
+    let lengths = || -> usize { files(client, "/v").iter().map(|file| file.length).sum() };
+    let before = lengths();
+    let Ok(Deleted::Collected(gone)) = vault.delete(&[first.id]) else { panic!("nobody else uses it") };
+    assert_eq!((gone.objects, gone.compacted), (0, 2));
+    assert_eq!(gone.bytes as usize, before - lengths());
+    let object = client.get_file_info(&format!("/v/{}.critical", first.id)).expect("is there");
+    assert_eq!(object.replication, Some(3));
+    assert!(health(&vault).iter().all(Health::is_complete), "{:?}", health(&vault));
+    assert_reads(&open(&vault, "2").expect("opens"), &changed, 1, false);
+    assert!(matches!(vault.delete(&[second.id]), Ok(Deleted::Collected(_))));
     assert_eq!(files(client, "/v").len(), 0);
     assert_eq!(client.list_status("/v/.holds", true).expect("lists").len(), 0);
 }

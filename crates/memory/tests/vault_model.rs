@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use vault_support::{Guest, Homes, assert_reads, open, policy, save};
-use vmstrata_memory::vault::{Deleted, Health, OneDevice, SnapshotId};
+use vmstrata_memory::vault::{Compact, Deleted, Health, OneDevice, Result, SnapshotId, Vault};
 
 const HOMES: usize = 4;
 
@@ -57,7 +57,27 @@ impl Model {
     fn delete(&mut self) {
         let Some(name) = self.any() else { return };
         let id = self.kept.remove(&name).expect("kept").id;
-        assert!(matches!(self.homes.vault().delete(&[id]), Ok(Deleted::Collected(_))));
+        self.frees(|vault| vault.delete(&[id]));
+    }
+
+    /// Compacts all of the vault, or of one home without the others.
+    fn gc(&mut self) {
+        let paths = self.homes.paths();
+        let home = self.rng.random_range(0..=paths.len());
+        let gc = |vault: &Vault| vault.gc(Compact::All, &mut |_, _| ());
+        match paths.get(home..=home) {
+            Some(alone) => _ = gc(&Vault::open_directories(alone).expect("opens")).expect("compacts"),
+            None => self.frees(gc),
+        }
+    }
+
+    /// What is said to be freed is what `du` says.
+    fn frees(&self, work: impl Fn(&Vault) -> Result<Deleted>) {
+        let before = self.homes.allocated();
+        let Deleted::Collected(collected) = work(&self.homes.vault()).expect("works") else {
+            panic!("the vault is in use");
+        };
+        assert_eq!(collected.bytes, before - self.homes.allocated());
     }
 
     /// Loses a home, and makes it again from the others. What had one copy there is gone.
@@ -108,7 +128,8 @@ fn a_store_is_what_a_plain_map_is() {
         for _ in 0..16 {
             match model.rng.random_range(0..10) {
                 0..6 => model.save(),
-                6..9 => model.delete(),
+                6..8 => model.delete(),
+                8 => model.gc(),
                 _ => {
                     model.lose_home();
                     has_lost = true;

@@ -17,7 +17,7 @@ use crate::units::{parse_size, parse_time};
 use lazy::LazyArgs;
 pub use pages::{MachineKind, VmPagesArgs};
 pub use store::{
-    DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmRepairArgs, VmShowArgs,
+    DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmGcArgs, VmListArgs, VmPruneArgs, VmRepairArgs, VmShowArgs,
     VmStoreCommand, VmVerifyArgs,
 };
 

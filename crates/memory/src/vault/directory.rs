@@ -17,12 +17,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{
-    AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, fstat, fstatvfs, fsync, openat, renameat,
-    statat, unlinkat,
+    Advice, AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, Stat, fadvise, flock, fstat, fstatvfs,
+    fsync, openat, renameat, statat, unlinkat,
 };
 use rustix::io::Errno;
 
-use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored};
+use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored, Swept};
 use super::name::ObjectName;
 use private::Access;
 
@@ -102,6 +102,11 @@ fn open_file(dir: &OwnedFd, name: &str, flags: OFlags) -> io::Result<File> {
     file.map(File::from).ok_or_else(refused)
 }
 
+/// Bytes of the device that a file takes.
+fn allocated(about: &Stat) -> u64 {
+    about.st_blocks.cast_unsigned() * 512
+}
+
 fn is_regular(file: &OwnedFd) -> bool {
     fstat(file).is_ok_and(|about| FileType::from_raw_mode(about.st_mode).is_file())
 }
@@ -137,7 +142,10 @@ impl Home for DirectoryHome {
             let entry = entry?;
             let Some(name) = entry.file_name().to_str().ok().and_then(ObjectName::parse) else { continue };
             match statat(&dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW) {
-                Ok(about) => objects.push(Stored { name, len: about.st_size.cast_unsigned(), copies: 1 }),
+                Ok(about) => {
+                    let (len, allocated) = (about.st_size.cast_unsigned(), allocated(&about));
+                    objects.push(Stored { name, len, allocated, copies: 1 });
+                }
                 // Deleted since its name was read.
                 Err(Errno::NOENT) => {}
                 Err(error) => return Err(error.into()),
@@ -169,8 +177,7 @@ impl Home for DirectoryHome {
 
     fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>> {
         let file = open_file(&self.to_read()?, &name.to_string(), OFlags::RDONLY)?;
-        let len = file.metadata()?.len();
-        Ok(Box::new(OpenFile { file, len }))
+        OpenFile::boxed(file)
     }
 
     fn delete(&self, name: ObjectName) -> io::Result<()> {
@@ -181,9 +188,9 @@ impl Home for DirectoryHome {
         }
     }
 
-    fn sweep(&self) -> io::Result<usize> {
+    fn sweep(&self) -> io::Result<Swept> {
         let dir = self.to_write()?;
-        let mut swept = 0;
+        let mut swept = Swept::default();
         for entry in Dir::read_from(&dir)? {
             let entry = entry?;
             let name = entry.file_name();
@@ -194,7 +201,7 @@ impl Home for DirectoryHome {
             // No writer has made anything else.
             if FileType::from_raw_mode(about.st_mode).is_file() {
                 unlinkat(&dir, name, AtFlags::empty())?;
-                swept += 1;
+                swept += Swept { objects: 1, bytes: allocated(&about) };
             }
         }
         Ok(swept)
@@ -236,6 +243,13 @@ impl NewObject for NewFile {
         self.file.sync_data()
     }
 
+    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>> {
+        let file = open_file(&self.dir, &self.unfinished, OFlags::RDONLY)?;
+        // What is in memory says nothing about the device.
+        fadvise(&file, 0, None, Advice::DontNeed)?;
+        OpenFile::boxed(file)
+    }
+
     fn publish(mut self: Box<Self>) -> io::Result<()> {
         renameat(&self.dir, &self.unfinished, &self.dir, &self.target)?;
         self.published = true;
@@ -255,6 +269,13 @@ impl Drop for NewFile {
 struct OpenFile {
     file: File,
     len: u64,
+}
+
+impl OpenFile {
+    fn boxed(file: File) -> io::Result<Box<dyn ObjectReader>> {
+        let len = file.metadata()?.len();
+        Ok(Box::new(Self { file, len }))
+    }
 }
 
 impl ObjectReader for OpenFile {
@@ -296,7 +317,7 @@ mod tests {
         object.sync().unwrap();
         assert_eq!(home.list().unwrap(), []);
         object.publish().unwrap();
-        assert_eq!(home.list().unwrap(), [Stored { name, len: 3, copies: 1 }]);
+        assert_eq!(home.list().unwrap(), [Stored { name, len: 3, allocated: 4096, copies: 1 }]);
         let mut read = [0; 2];
         home.open(name).unwrap().read_at(1, &mut read).unwrap();
         assert_eq!(&read, b"bc");
@@ -313,7 +334,7 @@ mod tests {
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         std::mem::forget(home.create(name(), 1).unwrap());
         fs::write(dir.path().join(".other.new"), "").unwrap();
-        assert_eq!(home.sweep().unwrap(), 1);
+        assert_eq!(home.sweep().unwrap().objects, 1);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
@@ -360,7 +381,7 @@ mod tests {
         }
         symlink("/nowhere", at("1-3")).unwrap();
         fs::create_dir(at("1-4")).unwrap();
-        assert_eq!(home.sweep().unwrap(), 1);
+        assert_eq!(home.sweep().unwrap().objects, 1);
         assert!(!at("1-2").exists());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 8);
     }

@@ -14,6 +14,11 @@ use crate::address::PAGE_BYTES;
 pub(super) const MAX_PAGES: usize = 64;
 /// Bytes before the pages.
 pub(super) const HEADER: usize = 16;
+/// Whether a page is all zeros: such pages are not stored.
+pub(super) fn is_zero(page: &[u8; PAGE_BYTES]) -> bool {
+    page.as_chunks::<16>().0.iter().all(|chunk| u128::from_ne_bytes(*chunk) == 0)
+}
+
 /// The most bytes of an extent.
 pub(super) const MAX_LEN: usize = HEADER + MAX_PAGES * PAGE_BYTES;
 
@@ -124,9 +129,29 @@ impl ExtentReader {
         self.unpack(id)
     }
 
-    /// The extent that was read last, as it is stored.
+    /// The extent that was read last, as it is stored; nothing after [`Self::put`].
     pub(super) fn stored(&self) -> &[u8] {
         &self.stored
+    }
+
+    /// Takes pages in place of those that were read last.
+    pub(super) fn put(&mut self, pages: Vec<u8>) {
+        self.stored.clear();
+        (self.plain, self.is_raw) = (pages, false);
+    }
+
+    /// Leaves zeros of all pages but these places.
+    pub(super) fn keep(&mut self, places: u64) {
+        let mut pages = self.pages().to_vec();
+        let each = pages.as_chunks_mut::<PAGE_BYTES>().0.iter_mut().enumerate();
+        each.filter(|(place, _)| places >> place & 1 == 0).for_each(|(_, page)| page.fill(0));
+        self.put(pages);
+    }
+
+    /// The places of the extent that was read last whose pages are not all zeros, a bit for each.
+    pub(super) fn filled(&self) -> u64 {
+        let pages = self.pages().as_chunks().0.iter().enumerate();
+        pages.fold(0, |filled, (place, page)| filled | u64::from(!is_zero(page)) << place)
     }
 
     /// The pages of the extent that was read last.

@@ -4,7 +4,7 @@
 //!   DIR/ID.critical                              an object: replicated as often as its pages ask for, in small blocks
 //!   DIR/.holds/shared-ID/alive                   there is a writer or reader
 //!   DIR/.holds/shared-ID/ID.critical.N.new       what it has not published
-//!   DIR/.holds/alone-ID/                         there is one who deletes, and what it deletes
+//!   DIR/.holds/alone-ID/                         there is one who deletes, what it deletes, and what it has not published
 //! ```
 //!
 //! | module | what it knows |
@@ -27,7 +27,7 @@ use std::time::Duration;
 use hdfs_native::WriteOptions;
 use parking_lot::Mutex;
 
-use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored};
+use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored, Swept};
 use super::name::ObjectName;
 use super::policy::Policy;
 use hold::{HoldDir, Kind, UNFINISHED, lost};
@@ -51,8 +51,8 @@ pub struct HdfsHome {
     alone: Mutex<Weak<HoldDir>>,
     /// Objects begun.
     count: AtomicUsize,
-    /// Unfinished objects that went with expired holds.
-    swept: AtomicUsize,
+    /// What went with expired holds.
+    swept: Mutex<Swept>,
 }
 
 /// What a home has in common with its objects.
@@ -141,7 +141,7 @@ impl HdfsHome {
     /// Holds the directory, unless another does so against that.
     fn take(&self, kind: Kind) -> io::Result<Option<Arc<HoldDir>>> {
         let (hold, swept) = HoldDir::take(&self.common.link, &self.address.dir, kind)?;
-        self.swept.fetch_add(swept, Ordering::Relaxed);
+        *self.swept.lock() += swept;
         Ok(hold.map(Arc::new))
     }
 
@@ -197,13 +197,15 @@ impl Home for HdfsHome {
         let objects = files.iter().filter(|file| !file.isdir).filter_map(|file| {
             let name = ObjectName::parse(file.path.rsplit('/').next()?)?;
             let copies = u8::try_from(file.replication.unwrap_or(1)).unwrap_or(u8::MAX);
-            Some(Stored { name, len: file.length as u64, copies })
+            let len = file.length as u64;
+            Some(Stored { name, len, allocated: len, copies })
         });
         Ok(objects.collect())
     }
 
     fn create(&self, name: ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>> {
-        let Some(hold) = self.shared.lock().upgrade() else {
+        let hold = self.shared.lock().upgrade().or_else(|| self.alone.lock().upgrade());
+        let Some(hold) = hold else {
             return Err(io::Error::other("it is written without being held"));
         };
         let count = self.count.fetch_add(1, Ordering::Relaxed);
@@ -252,9 +254,9 @@ impl Home for HdfsHome {
         link.ask(link.client.delete(&path, false)).map(drop)
     }
 
-    fn sweep(&self) -> io::Result<usize> {
+    fn sweep(&self) -> io::Result<Swept> {
         // They went when the home was held.
-        Ok(self.swept.swap(0, Ordering::Relaxed))
+        Ok(std::mem::take(&mut *self.swept.lock()))
     }
 
     fn hold(&self, how: Hold) -> io::Result<Option<Held>> {

@@ -1,6 +1,6 @@
 //! Where objects live: the one seam between the store and what keeps its bytes.
 //!
-//! An object is written once, appears whole or not at all, and never changes. Directories keep one copy each, so the
+//! An object is written once, and appears whole or not at all. It never changes, but another may take its place. Directories keep one copy each, so the
 //! store puts an object into several of them; a home that replicates by itself (HDFS) is told how many copies to keep.
 //!
 //! Invariant: an object that [`Home::list`] names was complete and on stable storage before it got that name.
@@ -37,8 +37,26 @@ pub struct Stored {
     pub name: ObjectName,
     /// Bytes of one copy.
     pub len: u64,
+    /// Bytes that a copy takes of the device, as `du` counts them; its length where that is not known.
+    pub allocated: u64,
     /// Copies that the home keeps of it.
     pub copies: u8,
+}
+
+/// What writers left that did not come to publish.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Swept {
+    /// Unfinished objects.
+    pub objects: usize,
+    /// Bytes they took, as [`Stored::allocated`].
+    pub bytes: u64,
+}
+
+impl std::ops::AddAssign for Swept {
+    fn add_assign(&mut self, other: Self) {
+        self.objects += other.objects;
+        self.bytes += other.bytes;
+    }
 }
 
 /// A place for objects.
@@ -85,11 +103,11 @@ pub trait Home: Send + Sync + fmt::Debug {
     /// When it may still be there.
     fn delete(&self, name: ObjectName) -> io::Result<()>;
 
-    /// Removes what writers left that did not come to publish; only while held alone. Returns how many.
+    /// Removes what writers left that did not come to publish; only while held alone. Returns what went.
     ///
     /// # Errors
     /// When some may be left.
-    fn sweep(&self) -> io::Result<usize>;
+    fn sweep(&self) -> io::Result<Swept>;
 
     /// Holds the home; `None` only for [`Hold::AloneOrNot`].
     ///
@@ -112,7 +130,13 @@ pub trait NewObject: Send {
     /// When they may not be there.
     fn sync(&mut self) -> io::Result<()>;
 
-    /// Gives it its name, durably. Called after a [`NewObject::sync`] that succeeded.
+    /// Opens what a [`NewObject::sync`] that succeeded brought to stable storage: read from there, as far as that can be told.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>>;
+
+    /// Gives it its name, durably; an object that had it is replaced in one step. Called after a [`NewObject::sync`] that succeeded.
     ///
     /// # Errors
     /// When it may not have its name.

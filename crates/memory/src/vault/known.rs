@@ -11,10 +11,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use parking_lot::Mutex;
 
+use super::bytes::Malformed;
 use super::info::{Info, MAX_OBJECTS, ObjectUse};
 use super::metadata::Outline;
 use super::name::{ObjectKind, ObjectName};
-use super::object::{self, Hash};
+use super::object::{self, Hash, TAIL};
 use super::pages::{Content, PageNumber, Pages, Place};
 use super::place::Share;
 use super::survey::Survey;
@@ -167,8 +168,11 @@ impl Known {
         (number, object): (u16, ObjectUse),
         shares: Shares<'_>,
     ) -> Option<LastObject> {
-        let copies = usable_copies(survey, object, shares)?;
+        let (like, copies) = usable_copies(vault, survey, object, shares)?;
         let read = |reader: &dyn super::ObjectReader| {
+            if object::ends(object.name, reader)? != like {
+                return Err(Malformed("it is not like the copies that are counted"));
+            }
             Ok((object::contents(object.name, reader)?, object::hashes(object.name, reader)?))
         };
         let (contents, hashes) = survey.first_good(vault, object.name, read).ok()?;
@@ -269,18 +273,30 @@ fn objects(infos: Vec<&Info>) -> impl Iterator<Item = ObjectUse> {
     })
 }
 
-/// How many copies of an object a snapshot that goes to `shares` could count on; `None` when they are too few.
-fn usable_copies(survey: &Survey, object: ObjectUse, shares: Shares<'_>) -> Option<u8> {
-    let there = |share: &Share| {
-        let copies = survey.copies(object.name).iter();
-        let whole = copies.filter(|copy| copy.home == share.home && copy.len == object.len);
-        whole.map(|copy| copy.copies.min(share.copies)).sum::<u8>()
-    };
-    let copies: u8 = shares.critical.iter().map(there).sum();
+/// How many copies of an object a snapshot that goes to `shares` could count on, and what those end with: they have the
+/// same pages. `None` when they are too few.
+fn usable_copies(
+    vault: &Vault,
+    survey: &Survey,
+    object: ObjectUse,
+    shares: Shares<'_>,
+) -> Option<([u8; TAIL], u8)> {
+    let mut alike: BTreeMap<[u8; TAIL], u8> = BTreeMap::new();
+    for share in shares.critical {
+        let Some(copy) = survey.copies(object.name).iter().find(|copy| copy.home == share.home) else {
+            continue;
+        };
+        let reader = vault.home(copy.home).open(object.name).ok();
+        if let Some(ends) = reader.and_then(|reader| object::ends(object.name, reader.as_ref()).ok()) {
+            *alike.entry(ends).or_default() += copy.copies.min(share.copies);
+        }
+    }
+    let (ends, copies) = alike.into_iter().max_by_key(|(_, copies)| *copies)?;
     let all: u8 = shares.critical.iter().map(|share| share.copies).sum();
-    match object.name.kind {
+    let copies = match object.name.kind {
         ObjectKind::Critical => (copies >= all).then_some(all),
         ObjectKind::Clean => (shares.clean_copies > 0 && copies >= shares.clean_copies).then_some(copies),
         ObjectKind::Metadata => None,
-    }
+    };
+    Some((ends, copies?))
 }

@@ -97,21 +97,33 @@ impl Metadata {
 pub(super) struct Outline {
     pub(super) info: Info,
     pub(super) pages: Pages,
-    tables: Index,
+    pub(super) tables: Index,
 }
 
 impl Outline {
-    /// Reads it, and every page of its tables, from whichever copies are whole.
+    /// Reads it from whichever copies are whole; returns the objects that its tables lie in with it.
     ///
     /// # Errors
     /// Each copy with what was wrong.
-    pub(super) fn read_whole(vault: &Vault, survey: &Survey, id: SnapshotId) -> Result<Self, Vec<String>> {
+    pub(super) fn read(
+        vault: &Vault,
+        survey: &Survey,
+        id: SnapshotId,
+    ) -> Result<(Self, Sources), Vec<String>> {
         let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
         let metadata = survey.first_good(vault, name, |reader| Metadata::read(id, reader))?;
         let used: BTreeSet<u16> = metadata.tables.objects().map(|(object, _)| object).collect();
         let objects = metadata.info.objects.iter().filter(|(number, _)| used.contains(number));
         let sources = Sources::open(vault, survey, &objects.map(|(at, object)| (*at, *object)).collect());
-        let outline = Self::of(metadata, &sources)?;
+        Ok((Self::of(metadata, &sources)?, sources))
+    }
+
+    /// Reads it, and every page of its tables.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(super) fn read_whole(vault: &Vault, survey: &Survey, id: SnapshotId) -> Result<Self, Vec<String>> {
+        let (outline, sources) = Self::read(vault, survey, id)?;
         outline.tables.check(&sources)?;
         Ok(outline)
     }
@@ -128,7 +140,6 @@ impl Outline {
     }
 
     /// Where in its objects all it needs is stored, the pages of its tables too; each with how many that follow one another.
-    #[expect(dead_code, reason = "what is live in an object is asked for by who compacts it")]
     pub(super) fn places(&self) -> impl Iterator<Item = (Place, u64)> + '_ {
         self.tables.places().chain(self.pages.places())
     }

@@ -22,13 +22,13 @@ pub(super) fn hash(page: &[u8]) -> Hash {
 }
 
 mod scan;
-pub(super) use scan::scan_all;
+pub(super) use scan::scan;
 
 pub(super) const HEADER: usize = 64;
 const MAGIC: &[u8; 8] = b"VMSPAGES";
 const VERSION: u32 = 1;
 
-const TAIL: usize = 40;
+pub(super) const TAIL: usize = 40;
 const TAIL_MAGIC: &[u8; 8] = b"VMSPGEND";
 const ENTRY: usize = 16;
 /// Extents of an object; 2^24 of 64 pages are 4 TiB.
@@ -79,6 +79,13 @@ pub(super) struct ExtentPlace {
 pub(super) struct Contents {
     /// `[extent number]`.
     pub(super) extents: Vec<ExtentPlace>,
+}
+
+impl Contents {
+    /// Where an extent lies; of length 0 when it is not there.
+    pub(super) fn place(&self, extent: u32) -> ExtentPlace {
+        self.extents.get(extent as usize).copied().unwrap_or_default()
+    }
 }
 
 /// The end of an object whose extents end at `offset`.
@@ -164,9 +171,13 @@ fn first(reader: &dyn ObjectReader) -> Result<[u8; HEADER], Malformed> {
 }
 
 fn tail(reader: &dyn ObjectReader) -> Result<Tail, Malformed> {
+    Ok(tail_bytes(reader)?.1)
+}
+
+fn tail_bytes(reader: &dyn ObjectReader) -> Result<([u8; TAIL], Tail), Malformed> {
     let at = reader.len().checked_sub(TAIL as u64).ok_or(Malformed("it ends too early"))?;
-    let bytes = read(reader, at, TAIL)?;
-    Tail::parse(bytes.as_slice().try_into().expect("just that many"), reader.len())
+    let bytes = read(reader, at, TAIL)?.try_into().expect("just that many");
+    Ok((bytes, Tail::parse(&bytes, reader.len())?))
 }
 
 /// The table of extents of an object that is whole as far as its ends go.
@@ -181,6 +192,12 @@ pub(super) fn contents_of_rest(name: ObjectName, reader: &dyn ObjectReader) -> R
         check_header(name, &first)?;
     }
     table(reader)
+}
+
+/// The last bytes of an object that is whole as far as its ends go: copies with the same have the same table and hashes.
+pub(super) fn ends(name: ObjectName, reader: &dyn ObjectReader) -> Result<[u8; TAIL], Malformed> {
+    check_header(name, &first(reader)?)?;
+    Ok(tail_bytes(reader)?.0)
 }
 
 fn table(reader: &dyn ObjectReader) -> Result<Contents, Malformed> {

@@ -1,26 +1,28 @@
 //! Making copies again that are missing or damaged, from those that are whole.
 //!
-//! Copies are the same bytes, so each extent may come from another copy. Objects come first and metadata last, as when the
+//! Each page may come from another copy ([`rewrite`]). Objects come first and metadata last, as when the
 //! snapshot was written: a home that lists a snapshot has what it counts on there.
 
 use super::Vault;
+use super::copies::ObjectCopies;
 use super::error::{Result, VaultError};
-use super::extent::{ExtentId, ExtentReader};
 use super::home::{Hold, ObjectReader};
-use super::info::{Info, ObjectUse};
+use super::info::Info;
+use super::live::PageSet;
 use super::name::{ObjectKind, ObjectName, SnapshotId};
-use super::object::{self, Hash};
 use super::place::{self, Share};
 use super::policy::{OneDevice, Policy};
+use super::rewrite::rewrite;
 use super::survey::Survey;
-use super::verify::{Checked, CheckedObject, Health};
-use crate::address::PAGE_BYTES;
+use super::verify::{Checked, CheckedObject, Health, ids_or_all};
 
 /// What was repaired.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Repaired {
     /// Copies made, as `HOME/OBJECT`.
     pub made: Vec<String>,
+    /// Snapshots whose pages lie in those.
+    pub mended: Vec<String>,
     /// What the snapshots have after that.
     pub health: Vec<Health>,
 }
@@ -34,21 +36,25 @@ impl Vault {
     pub fn repair(&self, ids: &[SnapshotId], one_device: OneDevice) -> Result<Repaired> {
         let _held = self.hold(Hold::Write)?;
         let survey = Survey::take(self)?;
-        let ids = self.ids_or_all(&survey, ids)?;
-        let mut checked = Checked::default();
-        let mut made = Vec::new();
+        let listed = survey.snapshots(self);
+        let ids = ids_or_all(&survey, &listed, ids)?;
+        let mut checked = Checked::new(&listed);
+        let (mut made, mut names) = (Vec::new(), Vec::new());
         for id in &ids {
             let (metadata, whole) = self.check_metadata(&survey, *id, &mut Vec::new());
             let Some(metadata) = metadata else { continue };
             let shares = self.shares_of(&survey, &metadata.info, one_device)?;
+            let (needs, _) = self.needs_by(&survey, &metadata);
             let mut all_there = true;
             for object in metadata.info.objects.values() {
-                let found = checked.object(self, &survey, object.name);
-                let is_clean = object.name.kind == ObjectKind::Clean;
-                let whole: Vec<usize> = found.whole().collect();
+                let (name, needed) = (object.name, &needs[&object.name]);
+                let found = checked.object(self, &survey, name);
+                let is_clean = name.kind == ObjectKind::Clean;
                 let wanted = if is_clean { object.copies } else { all_of(&shares) };
-                let lacking = lacking(&survey, object.name, &whole, &shares, wanted);
-                all_there &= self.repair_object(*object, found, &lacking, &mut made)?;
+                let lacking = lacking(&survey, name, &found.whole(needed), &shares, wanted);
+                let before = made.len();
+                all_there &= self.repair_object(&survey, (name, needed), found, &lacking, &mut made)?;
+                names.extend((made.len() > before).then_some(name));
             }
             if all_there {
                 let name = ObjectName { owner: *id, kind: ObjectKind::Metadata };
@@ -56,9 +62,10 @@ impl Vault {
                 self.repair_metadata(name, &whole, &lacking, &mut made)?;
             }
         }
-        let (survey, mut checked) = (Survey::take(self)?, Checked::default());
+        let mended = checked.users.others(&names, None);
+        let (survey, mut checked) = (Survey::take(self)?, Checked::new(&listed));
         let health = ids.iter().map(|id| self.check(&survey, &mut checked, *id)).collect();
-        Ok(Repaired { made, health })
+        Ok(Repaired { made, mended, health })
     }
 
     /// Where a snapshot should be: where it is, and as many other homes as are needed and there.
@@ -79,54 +86,29 @@ impl Vault {
         }
     }
 
-    /// Makes copies of an object where they lack; false when some of its pages are in no copy, so that none can be made.
-    /// Clean pages that are lost are no obstacle.
+    /// Makes copies of an object where they lack, with all pages that any copy has; false when one that is needed is in no
+    /// copy, so that none can be made. Clean pages that are lost are no obstacle.
     fn repair_object(
         &self,
-        object: ObjectUse,
+        survey: &Survey,
+        (name, needed): (ObjectName, &PageSet),
         found: &CheckedObject,
         lacking: &[Share],
         made: &mut Vec<String>,
     ) -> Result<bool> {
-        if lacking.is_empty() {
-            return Ok(true);
+        let is_there = found.pages.has_all(needed);
+        if lacking.is_empty() || !is_there {
+            return Ok(is_there || name.kind == ObjectKind::Clean);
         }
-        let is_clean = object.name.kind == ObjectKind::Clean;
-        let Some(bytes) = self.gather(object, found) else { return Ok(is_clean) };
-        for share in lacking {
-            self.put(object.name, *share, &bytes, made)?;
-        }
+        let mut object = ObjectCopies::open(self, survey, name);
+        let whole = found.whole(needed);
+        object.copies.sort_by_key(|copy| !whole.contains(&copy.home));
+        let Some(copies) = rewrite(self, &object, &found.pages, lacking)? else {
+            return Ok(name.kind == ObjectKind::Clean);
+        };
+        copies.publish(self, name)?;
+        made.extend(lacking.iter().map(|share| format!("{}/{name}", self.home(share.home).describe())));
         Ok(true)
-    }
-
-    /// The object's bytes from all its copies; `None` when some are nowhere.
-    fn gather(&self, object: ObjectUse, found: &CheckedObject) -> Option<Vec<u8>> {
-        let name = object.name;
-        let open = |home: usize| self.home(home).open(name).ok();
-        if let Some(home) = found.whole().next() {
-            return read_all(open(home)?.as_ref());
-        }
-        let readers: Vec<_> = found.copies.iter().map(|copy| open(copy.home)).collect();
-        let mut extents: Vec<_> =
-            (0u32..).zip(&found.contents.extents).filter(|(_, place)| place.len > 0).collect();
-        extents.sort_by_key(|(_, place)| place.offset);
-        let mut bytes = object::header(name).to_vec();
-        let mut hashes: Vec<Vec<Hash>> = vec![Vec::new(); found.contents.extents.len()];
-        let mut extent = ExtentReader::default();
-        for (number, place) in extents {
-            let has = |index: &usize| found.copies[*index].good.get(number as usize) == Some(&true);
-            let reader = readers[(0..readers.len()).find(has)?].as_ref()?;
-            extent.read(ExtentId { object: name, number }, *place, reader.as_ref()).ok()?;
-            hashes[number as usize] = extent.pages().chunks(PAGE_BYTES).map(object::hash).collect();
-            if place.offset != bytes.len() as u64 {
-                return None;
-            }
-            bytes.extend(extent.stored());
-        }
-        let end = object::trailer(bytes.len() as u64, &found.contents.extents, &hashes);
-        bytes.extend(end);
-        // Extents that no copy has any more leave it shorter.
-        (bytes.len() as u64 == object.len).then_some(bytes)
     }
 
     fn repair_metadata(

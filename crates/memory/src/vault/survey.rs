@@ -16,6 +16,8 @@ pub(super) struct CopyAt {
     pub(super) home: usize,
     /// Bytes of the object.
     pub(super) len: u64,
+    /// Bytes that it takes of the device.
+    pub(super) allocated: u64,
     /// As which the home counts: more than one where it replicates by itself.
     pub(super) copies: u8,
 }
@@ -52,8 +54,9 @@ impl Survey {
         for (index, home) in vault.homes.iter().enumerate() {
             match home.list() {
                 Ok(objects) => {
-                    for Stored { name, len, copies } in objects {
-                        survey.objects.entry(name).or_default().push(CopyAt { home: index, len, copies });
+                    for Stored { name, len, allocated, copies } in objects {
+                        let copy = CopyAt { home: index, len, allocated, copies };
+                        survey.objects.entry(name).or_default().push(copy);
                     }
                 }
                 Err(source) => {
@@ -80,6 +83,11 @@ impl Survey {
     /// As how many copies of an object a home counts; 0 when it has none.
     pub(super) fn copies_in(&self, home: usize, name: ObjectName) -> u8 {
         self.copies(name).iter().find(|copy| copy.home == home).map_or(0, |copy| copy.copies)
+    }
+
+    /// Bytes that all copies of all objects take of their devices.
+    pub(super) fn allocated(&self) -> u64 {
+        self.objects.values().flatten().map(|copy| copy.allocated).sum()
     }
 
     /// The ids of all snapshots.

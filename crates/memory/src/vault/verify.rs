@@ -3,17 +3,19 @@
 use std::collections::BTreeMap;
 
 use super::bytes::Malformed;
+use super::copies::{ObjectCopies, OpenCopy};
 use super::error::{Result, VaultError};
-use super::extent::{ExtentId, ExtentReader};
-use super::home::ObjectReader;
+use super::extent::ExtentReader;
 use super::info::Info;
+use super::live::{self, Needs, PageSet};
 use super::metadata::{Metadata, Outline};
 use super::name::{ObjectKind, ObjectName, SnapshotId};
-use super::object::{self, Contents, Hash};
+use super::object;
 use super::pages::{Content, Place};
 use super::sources::Sources;
 use super::survey::{Survey, wrong};
-use super::{Vault, Which};
+use super::users::Users;
+use super::{Listed, Vault, Which};
 use crate::address::PAGE_BYTES;
 use crate::class::PageClass;
 
@@ -32,12 +34,22 @@ pub struct Health {
     pub lost_metadata: u64,
     /// Copies that are missing or damaged, each with what is wrong.
     pub problems: Vec<String>,
+    /// Other snapshots whose pages lie in the objects that those are of.
+    pub others: Vec<String>,
 }
 
 impl Health {
     fn unknown(id: SnapshotId) -> Self {
         let (lost_critical, lost_clean, lost_metadata) = Default::default();
-        Self { id, title: None, lost_critical, lost_clean, lost_metadata, problems: Vec::new() }
+        Self {
+            id,
+            title: None,
+            lost_critical,
+            lost_clean,
+            lost_metadata,
+            problems: Vec::new(),
+            others: Vec::new(),
+        }
     }
 
     /// Whether the guest can be restored.
@@ -55,8 +67,8 @@ impl Health {
 #[derive(Debug)]
 pub(super) struct CheckedCopy {
     pub(super) home: usize,
-    /// `[extent]`
-    pub(super) good: Vec<bool>,
+    /// Pages that it has.
+    pub(super) pages: PageSet,
     /// What is wrong with it.
     pub(super) problem: Option<String>,
 }
@@ -64,30 +76,34 @@ pub(super) struct CheckedCopy {
 /// An object of pages, after every byte of every copy was read.
 #[derive(Debug, Default)]
 pub(super) struct CheckedObject {
-    pub(super) contents: Contents,
+    /// Pages that any of the copies has.
+    pub(super) pages: PageSet,
     pub(super) copies: Vec<CheckedCopy>,
 }
 
 impl CheckedObject {
-    /// Whether a copy has the extent.
-    pub(super) fn has(&self, extent: u32) -> bool {
-        self.copies.iter().any(|copy| copy.good.get(extent as usize) == Some(&true))
-    }
-
-    /// Homes that have a copy without a fault.
-    pub(super) fn whole(&self) -> impl Iterator<Item = usize> + '_ {
-        self.copies.iter().filter(|copy| copy.problem.is_none()).map(|copy| copy.home)
+    /// Homes that have a copy without a fault, and with all that is needed of it.
+    pub(super) fn whole(&self, needed: &PageSet) -> Vec<usize> {
+        let is_whole = |copy: &&CheckedCopy| copy.problem.is_none() && copy.pages.has_all(needed);
+        self.copies.iter().filter(is_whole).map(|copy| copy.home).collect()
     }
 }
 
 /// What was found of objects, as many snapshots share them.
-#[derive(Debug, Default)]
-pub(super) struct Checked(BTreeMap<ObjectName, CheckedObject>);
+#[derive(Debug)]
+pub(super) struct Checked {
+    objects: BTreeMap<ObjectName, CheckedObject>,
+    pub(super) users: Users,
+}
 
 impl Checked {
+    pub(super) fn new(listed: &[Listed]) -> Self {
+        Self { objects: BTreeMap::new(), users: Users::of(listed) }
+    }
+
     /// Reads every copy of an object, unless that was done before.
     pub(super) fn object(&mut self, vault: &Vault, survey: &Survey, name: ObjectName) -> &CheckedObject {
-        self.0.entry(name).or_insert_with(|| check_object(vault, survey, name))
+        self.objects.entry(name).or_insert_with(|| check_object(vault, survey, name))
     }
 }
 
@@ -99,8 +115,9 @@ impl Vault {
     pub fn verify(&self, ids: &[SnapshotId], mut progress: impl FnMut(u64, u64)) -> Result<Vec<Health>> {
         let _held = self.hold_to_read();
         let survey = Survey::take(self)?;
-        let ids = self.ids_or_all(&survey, ids)?;
-        let mut checked = Checked::default();
+        let listed = survey.snapshots(self);
+        let ids = ids_or_all(&survey, &listed, ids)?;
+        let mut checked = Checked::new(&listed);
         let mut found = Vec::with_capacity(ids.len());
         for id in &ids {
             progress(found.len() as u64, ids.len() as u64);
@@ -133,18 +150,8 @@ impl Vault {
         };
         let infos = listed.iter().filter_map(|listed| listed.info.as_ref().ok());
         let mut older = infos.filter(|info| guest.is_none_or(|guest| info.guest == *guest)).filter(is_older);
-        let mut checked = Checked::default();
+        let mut checked = Checked::new(&listed);
         Ok(older.find(|info| self.check(&survey, &mut checked, info.id).is_whole()).cloned())
-    }
-
-    pub(super) fn ids_or_all(&self, survey: &Survey, ids: &[SnapshotId]) -> Result<Vec<SnapshotId>> {
-        if ids.is_empty() {
-            return Ok(survey.snapshots(self).iter().map(|listed| listed.id).collect());
-        }
-        match ids.iter().find(|id| !survey.has_snapshot(**id)) {
-            Some(id) => Err(VaultError::NotFound(id.to_string())),
-            None => Ok(ids.to_vec()),
-        }
     }
 
     pub(super) fn check(&self, survey: &Survey, checked: &mut Checked, id: SnapshotId) -> Health {
@@ -155,20 +162,27 @@ impl Vault {
         health.title = Some(info.title());
         let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
         note_missing(survey, name, &whole, info.critical_copies, &mut health.problems);
+        let (needs, outline) = self.needs_by(survey, &metadata);
+        let mut concerned = Vec::new();
         for object in info.objects.values() {
+            let before = health.problems.len();
             let found = checked.object(self, survey, object.name);
             health.problems.extend(found.copies.iter().filter_map(|copy| copy.problem.clone()));
-            let whole: Vec<usize> = found.whole().collect();
+            let whole = found.whole(&needs[&object.name]);
             note_missing(survey, object.name, &whole, object.copies, &mut health.problems);
+            concerned.extend((health.problems.len() > before).then_some(object.name));
         }
-        let mut has =
-            |place: Place| checked.object(self, survey, info.objects[&place.object].name).has(place.extent);
-        let lost = metadata.tables.places().filter(|(place, _)| !has(*place));
-        health.lost_metadata = lost.map(|(_, len)| len).sum();
+        health.others = checked.users.others(&concerned, Some(id));
+        let mut lost = |place: Place, len| {
+            let there =
+                checked.object(self, survey, info.objects[&place.object].name).pages.places(place.extent);
+            u64::from((live::places(place.slot, len) & !there).count_ones())
+        };
+        health.lost_metadata = metadata.tables.places().map(|(place, len)| lost(place, len)).sum();
         if health.lost_metadata > 0 {
             return health;
         }
-        let outline = match self.read_tables(survey, metadata.clone()) {
+        let outline = match outline {
             Ok(outline) => outline,
             Err(tried) => {
                 health.title = None;
@@ -178,12 +192,24 @@ impl Vault {
         };
         for (_, len, entry) in outline.pages.runs() {
             let Content::At(place) = entry.content else { continue };
-            if !has(place) {
-                let is_clean = entry.class == PageClass::Clean;
-                *(if is_clean { &mut health.lost_clean } else { &mut health.lost_critical }) += len;
-            }
+            let is_clean = entry.class == PageClass::Clean;
+            *(if is_clean { &mut health.lost_clean } else { &mut health.lost_critical }) += lost(place, len);
         }
         health
+    }
+
+    /// What the snapshot with this metadata needs, and what it says; where its tables cannot be read, only those are needed.
+    pub(super) fn needs_by(
+        &self,
+        survey: &Survey,
+        metadata: &Metadata,
+    ) -> (Needs, Result<Outline, Vec<String>>) {
+        let outline = self.read_tables(survey, metadata.clone());
+        let needs = match &outline {
+            Ok(outline) => live::needs(&outline.info, outline.places()),
+            Err(_) => live::needs(&metadata.info, metadata.tables.places()),
+        };
+        (needs, outline)
     }
 
     /// Reads and decodes all of a snapshot's tables.
@@ -223,6 +249,16 @@ impl Vault {
     }
 }
 
+pub(super) fn ids_or_all(survey: &Survey, listed: &[Listed], ids: &[SnapshotId]) -> Result<Vec<SnapshotId>> {
+    if ids.is_empty() {
+        return Ok(listed.iter().map(|listed| listed.id).collect());
+    }
+    match ids.iter().find(|id| !survey.has_snapshot(**id)) {
+        Some(id) => Err(VaultError::NotFound(id.to_string())),
+        None => Ok(ids.to_vec()),
+    }
+}
+
 fn note_missing(survey: &Survey, name: ObjectName, whole: &[usize], wanted: u8, problems: &mut Vec<String>) {
     let there: u64 = whole.iter().map(|home| u64::from(survey.copies_in(*home, name))).sum();
     if there < wanted.into() {
@@ -232,50 +268,36 @@ fn note_missing(survey: &Survey, name: ObjectName, whole: &[usize], wanted: u8, 
 
 fn check_object(vault: &Vault, survey: &Survey, name: ObjectName) -> CheckedObject {
     let mut checked = CheckedObject::default();
-    let mut readers: Vec<(usize, Box<dyn ObjectReader>)> = Vec::new();
-    for copy in survey.copies(name) {
-        match vault.home(copy.home).open(name) {
-            Ok(reader) => readers.push((copy.home, reader)),
-            Err(error) => {
-                let problem = Some(wrong(vault.home(copy.home), name, error));
-                checked.copies.push(CheckedCopy { home: copy.home, good: Vec::new(), problem });
-            }
-        }
+    let object = ObjectCopies::open(vault, survey, name);
+    for (home, problem) in &object.unopened {
+        let problem = Some(problem.clone());
+        checked.copies.push(CheckedCopy { home: *home, pages: PageSet::default(), problem });
     }
-    let (contents, hashes) = ends(name, &readers);
-    for (home, reader) in &readers {
-        let (good, found) = check_copy(name, reader.as_ref(), &contents, &hashes);
-        let problem = found.err().map(|problem| wrong(vault.home(*home), name, problem.0));
-        checked.copies.push(CheckedCopy { home: *home, good, problem });
+    for copy in &object.copies {
+        let (pages, found) = check_copy(&object, copy);
+        checked.pages.add_all(&pages);
+        let problem = found.err().map(|problem| format!("{}: {}", copy.place, problem.0));
+        checked.copies.push(CheckedCopy { home: copy.home, pages, problem });
     }
-    checked.contents = contents;
     checked
 }
 
-/// The table of extents, and the hashes if a copy has them.
-fn ends(name: ObjectName, readers: &[(usize, Box<dyn ObjectReader>)]) -> (Contents, Vec<Hash>) {
-    let readers: Vec<&dyn ObjectReader> = readers.iter().map(|(_, reader)| reader.as_ref()).collect();
-    let hashes = readers.iter().find_map(|reader| object::hashes(name, *reader).ok()).unwrap_or_default();
-    let contents = readers.iter().find_map(|reader| object::contents_of_rest(name, *reader).ok());
-    (contents.unwrap_or_else(|| object::scan_all(name, &readers)), hashes)
-}
-
-/// Which extents of a copy are good, and what is wrong with it.
-fn check_copy(
-    name: ObjectName,
-    reader: &dyn ObjectReader,
-    contents: &Contents,
-    hashes: &[Hash],
-) -> (Vec<bool>, Result<(), Malformed>) {
-    let mut found = object::contents(name, reader).and_then(|_| object::hashes(name, reader)).map(drop);
-    let mut good = Vec::with_capacity(contents.extents.len());
-    let (mut first, mut extent) = (0, ExtentReader::default());
-    for (number, place) in (0..).zip(&contents.extents) {
-        let hashes = hashes.get(first..first + usize::from(place.pages));
-        first += usize::from(place.pages);
-        let id = ExtentId { object: name, number };
-        let is_unused = place.len == 0;
-        let read = extent.read(id, *place, reader).and_then(|()| match hashes {
+/// Which pages a copy has, and what is wrong with it.
+pub(super) fn check_copy(object: &ObjectCopies, copy: &OpenCopy) -> (PageSet, Result<(), Malformed>) {
+    let reader = copy.reader.as_ref();
+    let hashes = object::contents(object.name, reader).and_then(|_| object::hashes(object.name, reader));
+    let mut found = hashes.as_ref().map(drop).map_err(|malformed| *malformed);
+    // Without a table of its own nothing says which hash is whose.
+    let hashes = if copy.table.is_ok() { hashes.unwrap_or_default() } else { Vec::new() };
+    let (mut pages, mut first, mut extent) = (PageSet::default(), 0, ExtentReader::default());
+    for number in 0..object.extents() {
+        let count = copy.table.as_ref().map_or(0, |table| usize::from(table.place(number).pages));
+        let hashes = hashes.get(first..first + count).filter(|hashes| !hashes.is_empty());
+        first += count;
+        if copy.table.as_ref().is_ok_and(|table| table.place(number).len == 0) {
+            continue;
+        }
+        let read = object.read_copy(copy, number, &mut extent).and_then(|()| match hashes {
             Some(hashes)
                 if !extent.pages().chunks(PAGE_BYTES).map(object::hash).eq(hashes.iter().copied()) =>
             {
@@ -283,10 +305,10 @@ fn check_copy(
             }
             _ => Ok(()),
         });
-        good.push(read.is_ok());
-        if !is_unused {
-            found = found.and(read);
+        if read.is_ok() {
+            pages.add(number, extent.filled());
         }
+        found = found.and(read);
     }
-    (good, found)
+    (pages, found)
 }

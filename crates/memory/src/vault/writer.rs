@@ -23,6 +23,7 @@ use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
 
 use super::error::{Result, VaultError};
+use super::extent::is_zero;
 use super::home::Held;
 use super::info::{DiskState, Info};
 use super::known::Known;
@@ -37,6 +38,7 @@ use crate::address::{Frame, PAGE_BYTES};
 use crate::class::PageClass;
 use crate::ram::Layout;
 use output::Output;
+pub(super) use output::{Building, Copies};
 
 /// A snapshot that is to be written.
 #[derive(Clone, Debug)]
@@ -220,8 +222,4 @@ impl Writer {
         let send = self.send.as_ref().ok_or(VaultError::Worker)?;
         send.send(batch).map_err(|_| VaultError::Worker)
     }
-}
-
-fn is_zero(bytes: &[u8; PAGE_BYTES]) -> bool {
-    bytes.as_chunks::<16>().0.iter().all(|chunk| u128::from_ne_bytes(*chunk) == 0)
 }

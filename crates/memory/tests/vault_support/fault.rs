@@ -4,7 +4,9 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use vmstrata_memory::vault::{DeviceId, Held, Hold, Home, NewObject, ObjectName, ObjectReader, Stored};
+use vmstrata_memory::vault::{
+    DeviceId, Held, Hold, Home, NewObject, ObjectName, ObjectReader, Stored, Swept,
+};
 
 /// What happens at the n-th operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +19,8 @@ pub enum Effect {
     Kill,
     /// Something else happens first.
     Meanwhile,
+    /// If it writes, it writes something else.
+    Garble,
 }
 
 /// What happens meanwhile.
@@ -47,6 +51,12 @@ impl Plan {
     pub fn meanwhile(at: usize, other: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
         let (left, asked) = (AtomicUsize::new(at), AtomicUsize::new(0));
         Arc::new(Self { left, effect: Effect::Meanwhile, meanwhile: Some(Box::new(other)), asked })
+    }
+
+    /// Whether the operation that was asked for last is to write something else.
+    fn garbles(&self) -> bool {
+        let last = self.asked.load(Ordering::SeqCst) - 1;
+        self.effect == Effect::Garble && last == self.left.load(Ordering::SeqCst)
     }
 
     fn step(&self) -> io::Result<()> {
@@ -122,7 +132,7 @@ impl Home for FaultHome {
         self.inner.delete(name)
     }
 
-    fn sweep(&self) -> io::Result<usize> {
+    fn sweep(&self) -> io::Result<Swept> {
         self.plan.step()?;
         self.inner.sweep()
     }
@@ -145,12 +155,22 @@ impl NewObject for FaultObject {
             self.inner.append(&bytes[..bytes.len() / 2])?;
             return Err(error);
         }
+        if self.plan.garbles() {
+            let mut other = bytes.to_vec();
+            other[bytes.len() / 2] ^= 1;
+            return self.inner.append(&other);
+        }
         self.inner.append(bytes)
     }
 
     fn sync(&mut self) -> io::Result<()> {
         self.plan.step()?;
         self.inner.sync()
+    }
+
+    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>> {
+        self.plan.step()?;
+        Ok(Box::new(FaultReader { inner: self.inner.read_back()?, plan: Arc::clone(&self.plan) }))
     }
 
     fn publish(self: Box<Self>) -> io::Result<()> {

@@ -4,6 +4,7 @@
 pub mod fault;
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,8 +13,8 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use tempfile::TempDir;
 use vmstrata_memory::vault::{
-    Closing, DirectoryHome, Home, NewSnapshot, OneDevice, Page, Policy, Result, Saved, Snapshot, Vault,
-    VaultError, Want, Which, Writer,
+    Closing, Deleted, DirectoryHome, Home, NewSnapshot, OneDevice, Page, Policy, Result, Saved, Snapshot,
+    Vault, VaultError, Want, Which, Writer,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
 
@@ -61,6 +62,15 @@ impl Guest {
         let class = [PageClass::Critical, PageClass::Clean, PageClass::Free][rng.random_range(0..3)];
         // Few seeds, so that pages repeat.
         Known { class, seed: rng.random_range(0..40) }
+    }
+
+    /// The pages of `other`, each behind two that nobody else has.
+    pub fn around(other: &Self) -> Self {
+        let theirs: Vec<Known> = other.pages.values().copied().collect();
+        Self::new(theirs.len() as u64 * 3, |page| match page % 3 {
+            2 => theirs[page as usize / 3],
+            _ => Known { class: PageClass::Critical, seed: 1000 + page },
+        })
     }
 
     pub fn give(&self, writer: &mut Writer) -> Result<()> {
@@ -117,6 +127,26 @@ impl Homes {
         self.paths().into_iter().map(names).collect()
     }
 
+    /// Bytes that all files take of their devices, as `du` counts them.
+    pub fn allocated(&self) -> u64 {
+        let files = self.files();
+        let paths = self.paths();
+        let all = paths.iter().zip(&files).flat_map(|(dir, names)| names.iter().map(|name| dir.join(name)));
+        all.map(|path| std::fs::metadata(path).expect("a file").blocks() * 512).sum()
+    }
+
+    /// Whether each critical object is the same bytes in all homes that have it.
+    pub fn are_alike(&self) -> bool {
+        let mut first = BTreeMap::new();
+        let (files, paths) = (self.files(), self.paths());
+        let all = paths.iter().zip(&files).flat_map(|(dir, names)| names.iter().map(move |name| (dir, name)));
+        let mut critical = all.filter(|(_, name)| name.ends_with(".critical"));
+        critical.all(|(dir, name)| {
+            let bytes = std::fs::read(dir.join(name)).expect("reads");
+            *first.entry(name).or_insert_with(|| bytes.clone()) == bytes
+        })
+    }
+
     /// Removes all from a home of which there are other copies.
     pub fn lose_copies(&self, home: usize) {
         for name in self.files()[home].iter().filter(|name| !name.ends_with(".clean")) {
@@ -149,6 +179,15 @@ pub fn save_at(
 /// Saves a snapshot whose time is that of its name, if that is a number.
 pub fn save(vault: &Arc<Vault>, guest: &Guest, name: &str, policy: Policy) -> Saved {
     save_at(vault, guest, name, policy, name.parse().unwrap_or(1)).expect("saves")
+}
+
+/// Makes the snapshot "1" of `guest`, whose pages lie in objects of "0" among pages that nobody needs any more.
+pub fn leave_dead_pages(homes: &Homes, guest: &Guest, policy: &Policy) {
+    let vault = homes.vault();
+    let first = save(&vault, &Guest::around(guest), "0", policy.clone());
+    save(&vault, guest, "1", policy.clone());
+    let _reader = open(&vault, "1").expect("opens");
+    assert_eq!(vault.delete(&[first.id]).expect("deletes"), Deleted::Later);
 }
 
 pub fn open(vault: &Vault, name: &str) -> Result<Snapshot> {

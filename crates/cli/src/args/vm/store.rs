@@ -18,6 +18,8 @@ pub enum VmStoreCommand {
     Delete(VmDeleteArgs),
     /// Delete the snapshots of a guest's memory that no rule keeps
     Prune(VmPruneArgs),
+    /// Give back the space of deleted snapshots
+    Gc(VmGcArgs),
     /// Read every byte of every copy of snapshots
     Verify(VmVerifyArgs),
     /// Make missing and damaged copies again from those that are whole
@@ -107,9 +109,11 @@ const SHOW_HELP: &str = "\
 Examples:
   vmstrata vm show web@mon --vault /srv/a --vault /srv/b --vault /srv/c
   vmstrata vm show web --vault /srv/a --json | jq .savings
+  vmstrata vm show web --vault /srv/a --json | jq '.objects[]'
 
 What was saved is counted against as many full copies of the guest's memory as there are copies of what it needs: one
-cause after another, so that they add up.
+cause after another, so that they add up. Objects hold the pages of several snapshots. When all copies of one are lost, every snapshot
+with critical pages in it is lost, and others lose clean pages.
 Exit codes: 0 shown, 1 not found or lost, 64 wrong usage.";
 
 /// `vmstrata vm delete`
@@ -138,7 +142,8 @@ Examples:
   vmstrata vm delete web@mon --dry-run --vault /srv/a --vault /srv/b --vault /srv/c
   vmstrata vm delete web@mon --disks --vault /srv/a --vault /srv/b --vault /srv/c
 
-A guest alone names no snapshot here: it is refused with the names there are. Others keep every page they share with what is deleted. All homes must be there. Snapshots of the guest's disks that
+A guest alone names no snapshot here: it is refused with the names there are. Others keep every page they share with what is deleted; the space of
+the rest is freed at once, unless others use the vault (vmstrata vm gc). All homes must be there. Snapshots of the guest's disks that
 were taken at the same instant stay without --disks, and are told.
 Exit codes: 0 deleted, 1 not, or not everywhere: delete again, 64 wrong usage.";
 
@@ -175,6 +180,39 @@ Examples:
 
 A rule keeps the newest snapshot of each of the last so many periods that have one, in UTC; what one rule keeps is kept.
 Exit codes: 0 done (also when there was nothing to do), 1 not, or not everywhere, 64 wrong usage.";
+
+/// `vmstrata vm gc`
+#[derive(Debug, Args)]
+#[command(after_help = GC_HELP)]
+pub struct VmGcArgs {
+    /// Compact every object that gets smaller, however little
+    #[arg(long)]
+    pub all: bool,
+    /// Say what would be freed, and change nothing
+    #[arg(long, short = 'n')]
+    pub dry_run: bool,
+    /// Where snapshots are kept.
+    #[command(flatten)]
+    pub vault: VaultArgs,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Show no progress
+    #[arg(long, short)]
+    pub quiet: bool,
+}
+
+const GC_HELP: &str = "\
+Examples:
+  vmstrata vm gc --dry-run --vault /srv/a --vault /srv/b --vault /srv/c
+  vmstrata vm gc --vault /srv/a --vault /srv/b --vault /srv/c
+  vmstrata vm gc --all --vault /srv/a --json | jq .freed
+
+gc removes objects that no snapshot uses. It compacts objects of which snapshots use less than half: it writes them anew without
+the other pages. While unused pages take more than a fifth of what is used, it compacts those with the largest share of them, too.
+`vm snapshot`, `vm delete` and `vm prune` do the same while nobody else uses the vault. All homes must be there; commands that read or
+write the vault wait until gc is done. gc may be killed at any moment, and run again.
+Exit codes: 0 done (also when there was nothing to do), 1 not, for example as the vault is in use, 64 wrong usage.";
 
 /// `vmstrata vm verify`
 #[derive(Debug, Args)]
@@ -229,5 +267,5 @@ Examples:
   vmstrata vm repair --vault /srv/a --vault /srv/new --vault /srv/c     /srv/b is lost, /srv/new is empty
   vmstrata vm repair web@mon --vault /srv/a --vault /srv/b --vault /srv/c
 
-Copies are the same bytes, so copies that have each lost something mend each other.
+Each page is taken from any copy that has it, so copies that have each lost something mend each other.
 Exit codes: as of `vmstrata vm verify`, for what there is afterwards.";

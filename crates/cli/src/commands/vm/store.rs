@@ -1,6 +1,7 @@
 //! Looking after snapshots of memory that were taken.
 
 mod belonging;
+mod gc;
 mod health;
 mod report;
 
@@ -31,6 +32,7 @@ pub fn run(command: &VmStoreCommand) -> Result<ExitCode> {
         VmStoreCommand::Show(args) => run_show(args)?,
         VmStoreCommand::Delete(args) => run_delete(args)?,
         VmStoreCommand::Prune(args) => run_prune(args)?,
+        VmStoreCommand::Gc(args) => gc::run(args)?,
         VmStoreCommand::Verify(args) => return health::run_verify(args),
         VmStoreCommand::Repair(args) => return health::run_repair(args),
     }
@@ -82,7 +84,8 @@ fn run_show(args: &VmShowArgs) -> Result<()> {
     if let Err(tried) = &listed.info {
         anyhow::bail!("snapshot {id}: what is known of it is lost: {}", tried.join("; "));
     }
-    let shown = Shown::new(&listed);
+    let used = vault.used_objects(id)?;
+    let shown = Shown::new(&listed, &used);
     if args.json { Ok(print_json(&shown)?) } else { Ok(print(&shown.text())?) }
 }
 

@@ -19,6 +19,7 @@ use hdfs_native::WriteOptions;
 use hdfs_native::file::FileWriter;
 use parking_lot::Mutex;
 
+use super::super::home::Swept;
 use super::super::name::SnapshotId;
 use super::link::Link;
 
@@ -57,7 +58,7 @@ pub(super) struct HoldDir {
 }
 
 /// A hold, or that another is in its way; and the unfinished objects that were removed with expired ones.
-pub(super) type Taken = (Option<HoldDir>, usize);
+pub(super) type Taken = (Option<HoldDir>, Swept);
 
 impl HoldDir {
     /// Holds the home in the directory `home`, unless another holds it against that.
@@ -69,7 +70,7 @@ impl HoldDir {
         let alive = link.ask(link.client.create(&format!("{path}/{ALIVE}"), options))?;
         // From here on dropping it removes the directory.
         let hold = Self { link: Arc::clone(link), path, _alive: Mutex::new(alive) };
-        let mut swept = 0;
+        let mut swept = Swept::default();
         for other in link.ask(link.client.list_status(&holds, false))? {
             let name = other.path.rsplit('/').next().unwrap_or_default();
             let is_against = name != own && (kind == Kind::Alone || name.starts_with(Kind::Alone.prefix()));
@@ -129,12 +130,15 @@ fn is_alive(link: &Link, hold: &str) -> io::Result<bool> {
 }
 
 /// Removes an expired hold with all that is in it, and counts the unfinished objects.
-fn remove(link: &Link, hold: &str) -> io::Result<usize> {
-    let unfinished = match link.ask(link.client.list_status(hold, false)) {
-        Ok(files) => files.iter().filter(|file| file.path.ends_with(UNFINISHED)).count(),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
+fn remove(link: &Link, hold: &str) -> io::Result<Swept> {
+    let mut unfinished = Swept::default();
+    match link.ask(link.client.list_status(hold, false)) {
+        Ok(files) => files.iter().filter(|file| file.path.ends_with(UNFINISHED)).for_each(|file| {
+            unfinished += Swept { objects: 1, bytes: file.length as u64 };
+        }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(error),
-    };
+    }
     link.ask(link.client.delete(hold, true))?;
     Ok(unfinished)
 }

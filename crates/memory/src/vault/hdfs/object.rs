@@ -45,6 +45,10 @@ impl NewObject for NewFile {
         self.home.link.move_data(self.writer.close())
     }
 
+    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>> {
+        Ok(Box::new(OpenFile::open(&self.home, self.unfinished.clone())?))
+    }
+
     fn publish(mut self: Box<Self>) -> io::Result<()> {
         self.state = State::Publishing;
         let link = &self.home.link;

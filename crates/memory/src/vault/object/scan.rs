@@ -14,7 +14,7 @@ const SECTOR: u64 = 4096;
 const MAX_FALSE_STARTS: u32 = 4096;
 
 /// The extents that are whole; those that are not have length 0.
-pub(super) fn scan(name: ObjectName, reader: &dyn ObjectReader) -> Contents {
+pub(in super::super) fn scan(name: ObjectName, reader: &dyn ObjectReader) -> Contents {
     let search = Search { name, reader };
     let (mut extents, mut at) = (Vec::new(), HEADER as u64);
     while let Some((number, place)) = search.extent_at(at).or_else(|| search.next_after(at)) {
@@ -25,21 +25,6 @@ pub(super) fn scan(name: ObjectName, reader: &dyn ObjectReader) -> Contents {
         at = place.offset + u64::from(place.len);
     }
     Contents { extents }
-}
-
-/// The extents that are whole in any of the copies. Copies are the same bytes, so what one has at a place others have there
-/// too.
-pub(in super::super) fn scan_all(name: ObjectName, copies: &[&dyn ObjectReader]) -> Contents {
-    let mut all = Contents::default();
-    for copy in copies {
-        let found = scan(name, *copy).extents;
-        let extents = &mut all.extents;
-        extents.resize(extents.len().max(found.len()), ExtentPlace::default());
-        for (place, found) in extents.iter_mut().zip(found).filter(|(place, _)| place.len == 0) {
-            *place = found;
-        }
-    }
-    all
 }
 
 struct Search<'a> {

@@ -3,6 +3,7 @@
 use std::io;
 
 use super::super::error::{Result, VaultError};
+use super::super::live;
 use super::super::pages::{self, Content, Entry, PageNumber, Place};
 use super::super::sources::ExtentKey;
 use super::Snapshot;
@@ -28,6 +29,11 @@ pub(super) struct Piece {
 }
 
 impl Piece {
+    /// The places of its pages in the extent, a bit for each.
+    pub(super) fn places(&self) -> u64 {
+        live::places(self.place.slot, self.len)
+    }
+
     /// The object and the number of its extent.
     pub(super) fn extent(&self) -> ExtentKey {
         (self.place.object, self.place.extent)
@@ -91,7 +97,7 @@ impl Snapshot {
     /// is stored of the page.
     ///
     /// # Errors
-    /// [`VaultError::PageLost`] when no copy of the extent can be read, also for a clean page; [`VaultError::Page`] for a page
+    /// [`VaultError::PageLost`] when no copy has the page, also for a clean one; [`VaultError::Page`] for a page
     /// that the machine does not have; [`VaultError::Sink`] when `give` fails.
     pub fn read_around(
         &self,
@@ -103,15 +109,22 @@ impl Snapshot {
         let number = pages::number(layout, frame)
             .ok_or(VaultError::Page { frame, reason: "the machine has no such page" })?;
         let Content::At(place) = self.metadata.pages.get(number).content else { return Ok(()) };
-        let lost = |tried| VaultError::PageLost { snapshot: self.info().title(), frame, tried };
-        let extent = self.sources.extent((place.object, place.extent)).map_err(lost)?;
-        for piece in order.of((place.object, place.extent)) {
+        let (key, own) = ((place.object, place.extent), live::places(place.slot, 1));
+        let pieces = order.of(key);
+        let wanted = pieces.iter().fold(own, |wanted, piece| wanted | piece.places());
+        let (have, tried, extent) = self.sources.extent(key, wanted);
+        if have & own == 0 {
+            return Err(VaultError::PageLost { snapshot: self.info().title(), frame, tried });
+        }
+        for piece in pieces {
             for by in 0..piece.len {
-                let frame = pages::frame(layout, PageNumber(piece.first.0 + by));
                 let slot = usize::from(piece.place.slot) + by as usize;
-                // An extent that has fewer pages than the metadata says gives those it has.
-                let Some(page) = extent.as_chunks().0.get(slot) else { break };
-                give(frame, page).map_err(|source| VaultError::Sink { frame, source })?;
+                if have >> slot & 1 == 0 {
+                    continue;
+                }
+                let frame = pages::frame(layout, PageNumber(piece.first.0 + by));
+                give(frame, &extent.as_chunks().0[slot])
+                    .map_err(|source| VaultError::Sink { frame, source })?;
             }
         }
         Ok(())

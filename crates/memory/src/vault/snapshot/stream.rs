@@ -62,33 +62,27 @@ impl Snapshot {
         lost: &Mutex<Vec<Frame>>,
     ) -> Result<()> {
         let layout = &self.metadata.info.layout;
-        let read = self.sources.read_extent(group[0].extent(), reader);
-        let pages = if read.is_ok() { reader.pages().as_chunks().0 } else { &[] };
+        let wanted = group.iter().fold(0, |wanted, piece| wanted | piece.places());
+        let (have, tried) = self.sources.read_extent(group[0].extent(), wanted, reader);
+        let pages = reader.pages().as_chunks().0;
         for piece in group {
             let (mut number, mut left, mut slot) = (piece.first.0, piece.len, usize::from(piece.place.slot));
             while left > 0 {
                 let (frame, in_block) = pages::run(layout, PageNumber(number));
-                let len = left.min(in_block);
-                let there = pages.get(slot..).unwrap_or_default();
-                let there = &there[..there.len().min(len as usize)];
-                if !there.is_empty() {
-                    sink(frame, there).map_err(|source| VaultError::Sink { frame, source })?;
+                let there = u64::from((have >> slot).trailing_ones()).min(left).min(in_block);
+                if there > 0 {
+                    sink(frame, &pages[slot..slot + there as usize])
+                        .map_err(|source| VaultError::Sink { frame, source })?;
+                } else if piece.class == PageClass::Clean {
+                    lost.lock().push(frame);
+                } else {
+                    let snapshot = self.info().title();
+                    return Err(VaultError::PageLost { snapshot, frame, tried });
                 }
-                let mut absent = (frame.get() + there.len() as u64..frame.get() + len).map(Frame::new);
-                if piece.class == PageClass::Clean {
-                    lost.lock().extend(absent);
-                } else if let Some(frame) = absent.next() {
-                    return Err(self.page_lost(frame, &read));
-                }
-                (number, left, slot) = (number + len, left - len, slot + len as usize);
+                let done = there.max(1);
+                (number, left, slot) = (number + done, left - done, slot + done as usize);
             }
         }
         Ok(())
-    }
-
-    fn page_lost(&self, frame: Frame, read: &Result<(), Vec<String>>) -> VaultError {
-        let short = || vec!["its extent has fewer pages".to_owned()];
-        let tried = read.as_ref().err().cloned().unwrap_or_else(short);
-        VaultError::PageLost { snapshot: self.info().title(), frame, tried }
     }
 }

@@ -39,11 +39,14 @@ fn place(extent: u32) -> Content {
     Content::At(Place { object: OBJECT, extent, slot: 0 })
 }
 
-/// Tables as `write` gives them, with their pages.
+/// Tables as `write` gives them, with their pages but for those of zeros, which the writer never stores.
 fn written(tables: &Tables<'_>) -> (Index, Vec<Vec<u8>>) {
     let mut pages: Vec<Vec<u8>> = Vec::new();
     let index = tables
         .write(&mut |page| {
+            if page.iter().all(|byte| *byte == 0) {
+                return Ok(Content::Zero);
+            }
             pages.push(page.to_vec());
             Ok(place(pages.len() as u32 - 1))
         })

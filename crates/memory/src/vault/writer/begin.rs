@@ -27,7 +27,7 @@ impl Writer {
         check_name(&new.guest)?;
         check_name(&new.name)?;
         check_layout(&new.layout)?;
-        vault.collect_if_idle();
+        vault.remove_if_idle();
         let held = HeldHomes(vault.hold(Hold::Write)?.unwrap_or_default());
         let survey = Survey::take(vault)?;
         let mut info = describe(&new);

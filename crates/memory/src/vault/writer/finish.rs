@@ -51,7 +51,12 @@ impl Writer {
         self.info.check()?;
         self.stats.bytes_metadata += self.publish(&Metadata { info: self.info.clone(), tables })?;
         self.is_saved = true;
-        Ok(Saved { id: self.info.id, is_full: self.info.is_full(), stats: self.stats })
+        let saved = Saved { id: self.info.id, is_full: self.info.is_full(), stats: self.stats };
+        let vault = Arc::clone(&self.vault);
+        // Lets go of the homes.
+        drop(self);
+        vault.collect_if_idle();
+        Ok(saved)
     }
 
     /// Lets the threads end, and takes what they counted.

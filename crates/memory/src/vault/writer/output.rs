@@ -9,7 +9,8 @@ use parking_lot::Mutex;
 
 use super::super::Vault;
 use super::super::error::{Result, VaultError};
-use super::super::home::NewObject;
+use super::super::extent::ExtentId;
+use super::super::home::{NewObject, ObjectReader};
 use super::super::info::ObjectUse;
 use super::super::name::ObjectName;
 use super::super::object::{self, ExtentPlace, Hash, MAX_EXTENTS};
@@ -24,12 +25,13 @@ pub(super) struct Output {
     pub(super) number: u16,
     shares: Vec<Share>,
     next: AtomicU32,
-    state: Mutex<State>,
+    /// `None` before the first extent.
+    building: Mutex<Option<Building>>,
 }
 
+/// The copies of an object while extents are added.
 #[derive(Default)]
-struct State {
-    /// None before the first extent.
+pub(in super::super) struct Building {
     copies: Copies,
     offset: u64,
     /// `[extent]`
@@ -37,19 +39,63 @@ struct State {
     hashes: Vec<Vec<Hash>>,
 }
 
-impl std::fmt::Debug for State {
+impl Building {
+    /// Begins an object in each of the homes.
+    pub(in super::super) fn begin(vault: &Vault, name: ObjectName, shares: &[Share]) -> Result<Self> {
+        let mut copies = Copies::create(vault, name, shares)?;
+        copies.append(vault, name, &object::header(name))?;
+        Ok(Self { copies, offset: object::HEADER as u64, ..Self::default() })
+    }
+
+    /// Adds an extent that is packed.
+    pub(in super::super) fn append(
+        &mut self,
+        vault: &Vault,
+        id: ExtentId,
+        bytes: &[u8],
+        hashes: Vec<Hash>,
+    ) -> Result<()> {
+        self.copies.append(vault, id.object, bytes)?;
+        let index = id.number as usize;
+        if index >= self.extents.len() {
+            self.extents.resize(index + 1, ExtentPlace::default());
+            self.hashes.resize(index + 1, Vec::new());
+        }
+        let (len, pages) = (bytes.len() as u32, hashes.len() as u8);
+        self.extents[index] = ExtentPlace { offset: self.offset, len, pages };
+        self.hashes[index] = hashes;
+        self.offset += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Bytes that the object would have if it ended here.
+    fn len(&self) -> u64 {
+        let pages = self.hashes.iter().map(Vec::len).sum();
+        self.offset + object::trailer_len(self.extents.len(), pages)
+    }
+
+    /// Ends the object and brings it to stable storage; returns its copies, which have no name yet, and its length.
+    pub(in super::super) fn end(mut self, vault: &Vault, name: ObjectName) -> Result<(Copies, u64)> {
+        let end = object::trailer(self.offset, &self.extents, &self.hashes);
+        self.copies.append(vault, name, &end)?;
+        self.copies.sync(vault, name)?;
+        Ok((self.copies, self.offset + end.len() as u64))
+    }
+}
+
+impl std::fmt::Debug for Building {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("State").field("offset", &self.offset).finish_non_exhaustive()
+        f.debug_struct("Building").field("offset", &self.offset).finish_non_exhaustive()
     }
 }
 
 /// Copies of one object that is being written.
 #[derive(Default)]
-pub(super) struct Copies(Vec<(usize, Box<dyn NewObject>)>);
+pub(in super::super) struct Copies(Vec<(usize, Box<dyn NewObject>)>);
 
 impl Copies {
     /// Begins an object in each of the homes.
-    pub(super) fn create(vault: &Vault, name: ObjectName, shares: &[Share]) -> Result<Self> {
+    pub(in super::super) fn create(vault: &Vault, name: ObjectName, shares: &[Share]) -> Result<Self> {
         let mut copies = Vec::with_capacity(shares.len());
         for share in shares {
             let home = vault.home(share.home);
@@ -79,8 +125,21 @@ impl Copies {
         })
     }
 
+    /// Opens what was brought to stable storage, in each home.
+    pub(in super::super) fn read_back(
+        &self,
+        vault: &Vault,
+        name: ObjectName,
+    ) -> Result<Vec<(usize, Box<dyn ObjectReader>)>> {
+        let open = |(home, object): &(usize, Box<dyn NewObject>)| {
+            let reader = object.read_back();
+            Ok((*home, reader.map_err(VaultError::home(vault.home(*home), "reading back", name))?))
+        };
+        self.0.iter().map(open).collect()
+    }
+
     /// Gives all their name.
-    pub(super) fn publish(self, vault: &Vault, name: ObjectName) -> Result<()> {
+    pub(in super::super) fn publish(self, vault: &Vault, name: ObjectName) -> Result<()> {
         self.0.into_iter().try_for_each(|(home, object)| {
             object.publish().map_err(VaultError::home(vault.home(home), "publishing", name))
         })
@@ -89,14 +148,8 @@ impl Copies {
 
 impl Output {
     pub(super) fn new(vault: &Arc<Vault>, name: ObjectName, number: u16, shares: Vec<Share>) -> Self {
-        Self {
-            vault: Arc::clone(vault),
-            name,
-            number,
-            shares,
-            next: AtomicU32::new(0),
-            state: Mutex::default(),
-        }
+        let vault = Arc::clone(vault);
+        Self { vault, name, number, shares, next: AtomicU32::new(0), building: Mutex::default() }
     }
 
     /// Whether pages can be kept here at all.
@@ -116,52 +169,31 @@ impl Output {
 
     /// Adds an extent that is packed.
     pub(super) fn append(&self, number: u32, bytes: &[u8], hashes: &[Hash]) -> Result<()> {
-        let mut state = self.state.lock();
-        let state = &mut *state;
-        if state.offset == 0 {
-            state.copies = Copies::create(&self.vault, self.name, &self.shares)?;
-            state.copies.append(&self.vault, self.name, &object::header(self.name))?;
-            state.offset = object::HEADER as u64;
-        }
-        state.copies.append(&self.vault, self.name, bytes)?;
-        let index = number as usize;
-        if index >= state.extents.len() {
-            state.extents.resize(index + 1, ExtentPlace::default());
-            state.hashes.resize(index + 1, Vec::new());
-        }
-        let (len, pages) = (bytes.len() as u32, hashes.len() as u8);
-        state.extents[index] = ExtentPlace { offset: state.offset, len, pages };
-        state.hashes[index] = hashes.to_vec();
-        state.offset += bytes.len() as u64;
-        Ok(())
+        let mut building = self.building.lock();
+        let building = match &mut *building {
+            Some(building) => building,
+            none => none.insert(Building::begin(&self.vault, self.name, &self.shares)?),
+        };
+        building.append(&self.vault, ExtentId { object: self.name, number }, bytes, hashes.to_vec())
     }
 
     /// Bytes that the object would have if it ended here.
     pub(super) fn len(&self) -> u64 {
-        let state = self.state.lock();
-        let pages = state.hashes.iter().map(Vec::len).sum();
-        if state.offset == 0 { 0 } else { state.offset + object::trailer_len(state.extents.len(), pages) }
+        self.building.lock().as_ref().map_or(0, Building::len)
     }
 
     /// Ends the object and brings it to stable storage under its name; `None` when it has no pages.
     pub(super) fn finish(&self) -> Result<Option<ObjectUse>> {
-        let state = std::mem::take(&mut *self.state.lock());
-        if state.offset == 0 {
-            return Ok(None);
-        }
-        let end = object::trailer(state.offset, &state.extents, &state.hashes);
-        let mut copies = state.copies;
-        copies.append(&self.vault, self.name, &end)?;
-        copies.sync(&self.vault, self.name)?;
+        let Some(building) = self.building.lock().take() else { return Ok(None) };
+        let (copies, len) = building.end(&self.vault, self.name)?;
         copies.publish(&self.vault, self.name)?;
-        let len = state.offset + end.len() as u64;
         let copies = self.shares.iter().map(|share| share.copies).sum();
         Ok(Some(ObjectUse { name: self.name, copies, len }))
     }
 
     /// Removes what was published, when the snapshot comes to nothing.
     pub(super) fn withdraw(&self) {
-        drop(std::mem::take(&mut *self.state.lock()));
+        drop(self.building.lock().take());
         for share in &self.shares {
             // What stays is collected later.
             let _ = self.vault.home(share.home).delete(self.name);

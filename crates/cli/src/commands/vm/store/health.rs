@@ -26,6 +26,8 @@ struct Row<'a> {
     lost_clean_pages: u64,
     lost_metadata_pages: u64,
     problems: &'a [String],
+    /// Other snapshots that use the objects with those problems.
+    also_concerned: &'a [String],
 }
 
 impl<'a> Row<'a> {
@@ -39,6 +41,7 @@ impl<'a> Row<'a> {
             lost_clean_pages: health.lost_clean,
             lost_metadata_pages: health.lost_metadata,
             problems: &health.problems,
+            also_concerned: &health.others,
         }
     }
 }
@@ -47,6 +50,8 @@ impl<'a> Row<'a> {
 #[derive(Debug, Serialize)]
 struct Report<'a> {
     made: &'a [String],
+    /// Snapshots that use what was made again.
+    mended: &'a [String],
     snapshots: Vec<Row<'a>>,
 }
 
@@ -82,10 +87,14 @@ pub fn run_repair(args: &VmRepairArgs) -> Result<ExitCode> {
     let repaired = audit::change(what, |_| Ok(vault.repair(&ids, one_device)?))?;
     if args.json {
         let snapshots = repaired.health.iter().map(Row::new).collect();
-        print_json(&Report { made: &repaired.made, snapshots })?;
+        print_json(&Report { made: &repaired.made, mended: &repaired.mended, snapshots })?;
     } else {
         let made: String = repaired.made.iter().map(|copy| format!("{copy}: made again\n")).collect();
-        print(&(made + &repaired.health.iter().map(text).collect::<String>()))?;
+        let mended = match &repaired.mended[..] {
+            [] => String::new(),
+            mended => format!("used by {}\n", mended.join(", ")),
+        };
+        print(&(made + &mended + &repaired.health.iter().map(text).collect::<String>()))?;
     }
     Ok(exit_code(&repaired.health))
 }
@@ -115,6 +124,9 @@ fn text(health: &Health) -> String {
     let mut lines = format!("{title}: {verdict}{critical}{clean}{metadata}\n");
     for problem in &health.problems {
         lines += &format!("  {problem}\n");
+    }
+    if !health.others.is_empty() {
+        lines += &format!("  also concerned: {}\n", health.others.join(", "));
     }
     lines
 }

@@ -1,10 +1,10 @@
 //! What the commands print: as data for scripts, as text for people.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 use serde::Serialize;
-use vmstrata_memory::vault::{DiskState, Info, Listed, Savings};
+use vmstrata_memory::vault::{DiskState, Info, Listed, Savings, UsedObject};
 use vmstrata_types::time;
 
 use crate::output::{Table, counted, percent, print, print_json, print_json_line};
@@ -118,6 +118,9 @@ pub struct Shown<'a> {
     row: Row<'a>,
     pages: Pages,
     savings: SavingsRow,
+    /// Other snapshots whose pages lie in the same objects.
+    shared_with: Vec<&'a str>,
+    objects: Vec<Object<'a>>,
     #[serde(skip)]
     info: Option<&'a Info>,
 }
@@ -137,6 +140,45 @@ struct Pages {
     stored: u64,
 }
 
+/// An object that pages of the snapshot lie in.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Object<'a> {
+    object: String,
+    copies: u64,
+    /// Bytes of one copy.
+    size: u64,
+    critical_pages: u64,
+    clean_pages: u64,
+    used_by: &'a [String],
+}
+
+impl<'a> Object<'a> {
+    fn new(used: &'a UsedObject) -> Self {
+        Self {
+            object: used.name.to_string(),
+            copies: used.copies,
+            size: used.len,
+            critical_pages: used.critical_pages,
+            clean_pages: used.clean_pages,
+            used_by: &used.others,
+        }
+    }
+
+    fn text(&self) -> String {
+        let copies = if self.copies == 1 { "1 copy".to_owned() } else { format!("{} copies", self.copies) };
+        let pages = [(self.critical_pages, "critical page"), (self.clean_pages, "clean page")];
+        let pages = pages.iter().filter(|(count, _)| *count > 0).map(|(count, kind)| counted(*count, kind));
+        let lost = pages.collect::<Vec<_>>().join(" and ");
+        let users = if self.used_by.is_empty() {
+            String::new()
+        } else {
+            format!("; used by {}", self.used_by.join(", "))
+        };
+        format!("{}: {copies} of {}, {lost}{users}", self.object, short_size(self.size))
+    }
+}
+
 /// Bytes, all copies.
 #[derive(Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -153,8 +195,10 @@ struct SavingsRow {
 }
 
 impl<'a> Shown<'a> {
-    /// As the vault lists it.
-    pub fn new(listed: &'a Listed) -> Self {
+    /// As the vault lists it, with the objects that it uses.
+    pub fn new(listed: &'a Listed, used: &'a [UsedObject]) -> Self {
+        let shared_with: BTreeSet<&str> =
+            used.iter().flat_map(|object| object.others.iter().map(String::as_str)).collect();
         let info = listed.info.as_ref().ok();
         let stats = info.map(|info| info.stats).unwrap_or_default();
         let saved = info.map(|info| savings(info, listed)).unwrap_or_default();
@@ -183,6 +227,8 @@ impl<'a> Shown<'a> {
                 zstd: saved.zstd,
                 cost: saved.used,
             },
+            shared_with: shared_with.into_iter().collect(),
+            objects: used.iter().map(Object::new).collect(),
             info,
         }
     }
@@ -211,6 +257,12 @@ impl<'a> Shown<'a> {
         let split = format!("{} critical, {} clean, {} free", pages.critical, pages.clean, pages.free);
         lines.push(("pages", split));
         lines.push(("stored", counted(pages.stored, "page")));
+        let others = match self.shared_with.len() {
+            0 => "used by no other snapshot".to_owned(),
+            others => format!("used by {}", counted(others as u64, "other snapshot")),
+        };
+        lines.push(("objects", format!("{}, {others}", self.objects.len())));
+        lines.extend(self.objects.iter().map(|object| ("", object.text())));
         let head: String = lines.iter().map(|(what, value)| format!("{what:<13} {value}\n")).collect();
         head + &self.causes()
     }
@@ -276,7 +328,7 @@ impl Gone {
         }
         match self.freed {
             Some(bytes) => lines + &format!("{} freed\n", short_size(bytes)),
-            None => lines + "the vault is in use: what is no longer needed is freed later\n",
+            None => lines + "the vault is in use: the space is freed later (vmstrata vm gc)\n",
         }
     }
 }
