@@ -55,6 +55,7 @@ const STEPS: &[Step] = &[
     step("vm repair --vault %/vault --one-device", "vm_repair", ""),
     step("vm delete web@1 --vault %/vault", "vm_delete", ""),
     step("vm prune web --keep last=1 --vault %/vault", "vm_delete", ""),
+    step("vm gc --vault %/vault", "vm_gc", ""),
 ];
 
 /// Commands that change nothing themselves: they read, or ask a server, whose record it is.

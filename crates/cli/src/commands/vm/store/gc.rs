@@ -6,6 +6,7 @@ use vmstrata_memory::vault::{Compact, Deleted};
 
 use super::open;
 use crate::args::VmGcArgs;
+use crate::audit::{self, What};
 use crate::output::{Progress, counted, print, print_json};
 use crate::units::short_size;
 
@@ -35,11 +36,15 @@ pub fn run(args: &VmGcArgs) -> Result<()> {
         Report { dry_run: true, removed, compacted, freed: would.bytes }
     } else {
         let progress = Progress::new(args.quiet);
-        let done = vault.gc(which, &mut |done, all| progress.update("compacting", done, all))?;
+        let done = audit::change(What::of("vm_gc", []), |what| {
+            let done = vault.gc(which, &mut |done, all| progress.update("compacting", done, all))?;
+            let Deleted::Collected(done) = done else {
+                bail!("the vault is in use: a snapshot is written or read; nothing was freed, retry later");
+            };
+            what.bytes = Some(done.bytes);
+            Ok(done)
+        })?;
         drop(progress);
-        let Deleted::Collected(done) = done else {
-            bail!("the vault is in use: a snapshot is written or read; nothing was freed, retry later");
-        };
         let removed = (done.objects + done.unfinished) as u64;
         Report { dry_run: false, removed, compacted: done.compacted as u64, freed: done.bytes }
     };
