@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use vmstrata_memory::vault::{
     Closing, DeviceId, DiskPiece, DiskState, Held, Hiding, Hold, Home, Mask, NewObject, NewSnapshot,
-    ObjectKind, ObjectName, ObjectReader, Page, Policy, Refill, Stored, Vault, Which,
+    ObjectKind, ObjectName, ObjectReader, Page, Policy, Refill, Stored, Swept, Vault, Which,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
 
@@ -51,6 +51,7 @@ impl Home for Shelf {
         let stored = |(name, bytes): (&ObjectName, &Arc<Vec<u8>>)| Stored {
             name: *name,
             len: bytes.len() as u64,
+            allocated: bytes.len() as u64,
             copies: 1,
         };
         Ok(objects.iter().map(stored).collect())
@@ -70,8 +71,8 @@ impl Home for Shelf {
         Ok(())
     }
 
-    fn sweep(&self) -> io::Result<usize> {
-        Ok(0)
+    fn sweep(&self) -> io::Result<Swept> {
+        Ok(Swept::default())
     }
 
     fn hold(&self, _how: Hold) -> io::Result<Option<Held>> {
@@ -93,6 +94,10 @@ impl NewObject for Writing {
 
     fn sync(&mut self) -> io::Result<()> {
         Ok(())
+    }
+
+    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>> {
+        Ok(Box::new(Reading(Arc::new(self.bytes.clone()))))
     }
 
     fn publish(self: Box<Self>) -> io::Result<()> {
