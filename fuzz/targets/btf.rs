@@ -1,4 +1,4 @@
-//! libFuzzer's door to [`vmstrata_fuzz_bodies::btf`].
+//! The entry point of libFuzzer to [`vmstrata_fuzz_bodies::btf`].
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! libFuzzer's door to [`vmstrata_fuzz_bodies::filesystem`].
+//! The entry point of libFuzzer to [`vmstrata_fuzz_bodies::filesystem`].
 
 #![no_main]
 

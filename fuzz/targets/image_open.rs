@@ -1,4 +1,4 @@
-//! libFuzzer's door to [`vmstrata_fuzz_bodies::image_open`].
+//! The entry point of libFuzzer to [`vmstrata_fuzz_bodies::image_open`].
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! libFuzzer's door to [`vmstrata_fuzz_bodies::migration_stream`].
+//! The entry point of libFuzzer to [`vmstrata_fuzz_bodies::migration_stream`].
 
 #![no_main]
 

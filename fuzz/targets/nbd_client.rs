@@ -1,4 +1,4 @@
-//! libFuzzer's door to [`vmstrata_fuzz_bodies::nbd_client`].
+//! The entry point of libFuzzer to [`vmstrata_fuzz_bodies::nbd_client`].
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! libFuzzer's door to [`vmstrata_fuzz_bodies::nbd_decode`].
+//! The entry point of libFuzzer to [`vmstrata_fuzz_bodies::nbd_decode`].
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! libFuzzer's door to [`vmstrata_fuzz_bodies::qcow2_header`].
+//! The entry point of libFuzzer to [`vmstrata_fuzz_bodies::qcow2_header`].
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! libFuzzer's door to [`vmstrata_fuzz_bodies::vhost_request`].
+//! The entry point of libFuzzer to [`vmstrata_fuzz_bodies::vhost_request`].
 
 #![no_main]
 

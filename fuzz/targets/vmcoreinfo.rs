@@ -1,4 +1,4 @@
-//! libFuzzer's door to [`vmstrata_fuzz_bodies::vmcoreinfo`].
+//! The entry point of libFuzzer to [`vmstrata_fuzz_bodies::vmcoreinfo`].
 
 #![no_main]
 

@@ -85,7 +85,7 @@ fn compare(top: &Path, dir: &Path) -> Result<u64> {
     let mut server =
         Server::start(Kind::Vmstrata, &Disk { path: top.to_owned(), writable: false, backing: None })?;
     server.wait_for_nbd()?;
-    let verified = verify::nbd(&manifest, &server.nbd_uri()).context("through vmstrata's NBD door")?;
+    let verified = verify::nbd(&manifest, &server.nbd_uri()).context("through vmstrata's NBD export")?;
     server.stop()?;
     ensure!(verified.data > 0, "the disk holds no data");
     Ok(verified.data)

@@ -7,7 +7,7 @@
 //!   guest   a small Linux that boots in stock QEMU in seconds
 //!   demo    500 snapshots, stock QEMU and vmstrata side by side
 //!   soak    1,000 snapshots under a guest, most of them deleted, the server killed meanwhile
-//!   stress  stamped sectors over all doors, through kills, full disks and merges, against a model
+//!   stress  stamped sectors over all exports, through kills, full disks and merges, against a model
 //! ```
 //!
 //! Nothing here ships: the crates under `crates/` never depend on this one. The chain generator writes the

@@ -29,7 +29,7 @@ enum Command {
     Fuzz(fuzz_command::Fuzz),
     /// A guest through 1,000 snapshots, most deleted from the middle, the server killed now and then.
     Soak(soak_command::Soak),
-    /// Stamped sectors over all doors, through kills, full disks and merges, against a model.
+    /// Stamped sectors over all exports, through kills, full disks and merges, against a model.
     Stress(stress_command::Stress),
     /// Run one load against a vhost-user-blk socket or a raw file.
     Load(load_command::LoadCommand),

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use counting::{Counting, Door, STEPS_MAX, last_count, must};
+use counting::{Counting, Export, STEPS_MAX, last_count, must};
 use serde_json::Value;
 use tempfile::TempDir;
 use xtask::guest::{Hardware, Task};
@@ -80,7 +80,7 @@ fn counts_on_from(counting: &mut Counting, mode: &str) {
 #[test]
 fn guest_of_two_nodes_on_both_sides_of_the_hole_counts_on_from_its_snapshots() {
     let hardware = |dir: &Path| two_nodes(dir.join("first"), dir);
-    let mut counting = Counting::start_on(Door::Nbd, Task::Count, hardware);
+    let mut counting = Counting::start_on(Export::Nbd, Task::Count, hardware);
     for mode in ["copy", "live"] {
         counts_on_from(&mut counting, mode);
     }
@@ -93,6 +93,6 @@ fn guest_in_huge_pages_counts_on_from_its_snapshots() {
         return;
     };
     let hardware = |dir: &Path| two_nodes(huge.dir.path().join("first"), dir);
-    let mut counting = Counting::start_on(Door::VhostUser, Task::Count, hardware);
+    let mut counting = Counting::start_on(Export::VhostUser, Task::Count, hardware);
     counts_on_from(&mut counting, "copy");
 }

@@ -5,7 +5,7 @@ mod counting;
 use std::path::Path;
 use std::process::Command;
 
-use counting::{Counting, Door, STEPS_MAX, last_count, must};
+use counting::{Counting, Export, STEPS_MAX, last_count, must};
 use xtask::guest::{Task, Vm};
 
 /// Nothing in the background, so that what is read is what the guest touched.
@@ -46,8 +46,8 @@ fn empty(home: &Path) {
     }
 }
 
-fn answers_before_its_memory_is_read(door: Door) {
-    let mut counting = Counting::start(door, Task::Count, 256);
+fn answers_before_its_memory_is_read(export: Export) {
+    let mut counting = Counting::start(export, Task::Count, 256);
     let dir = counting.dir.path().join("pages");
     std::fs::create_dir(&dir).unwrap();
     must(counting.snapshot("mon").args(["--disk", "disk"]));
@@ -77,18 +77,18 @@ fn answers_before_its_memory_is_read(door: Door) {
 
 #[test]
 fn guest_on_an_nbd_disk_answers_before_its_memory_is_read() {
-    answers_before_its_memory_is_read(Door::Nbd);
+    answers_before_its_memory_is_read(Export::Nbd);
 }
 
 #[test]
 fn guest_on_a_vhost_user_disk_answers_before_its_memory_is_read() {
-    answers_before_its_memory_is_read(Door::VhostUser);
+    answers_before_its_memory_is_read(Export::VhostUser);
 }
 
 /// What a lazily restored guest has not touched yet is read for its next snapshot.
 #[test]
 fn guest_that_was_restored_lazily_is_taken_again() {
-    let mut counting = Counting::start(Door::Nbd, Task::Count, 256);
+    let mut counting = Counting::start(Export::Nbd, Task::Count, 256);
     must(counting.snapshot("mon").args(["--disk", "disk"]));
     let at = last_count(&counting.guest.vm);
     counting.restore("mon", &["--lazy"]);
@@ -107,7 +107,7 @@ fn guest_that_was_restored_lazily_is_taken_again() {
 /// A page that the guest needs and that is nowhere ends QEMU: it is never zeros.
 #[test]
 fn guest_does_not_outlive_a_page_that_it_needs() {
-    let mut counting = Counting::start(Door::Nbd, Task::Count, 256);
+    let mut counting = Counting::start(Export::Nbd, Task::Count, 256);
     must(counting.snapshot("mon").args(["--disk", "disk"]));
     counting.restore("mon", &[&ONLY_FAULTS[..], &["--no-cache", "--page-patience", "0"]].concat());
     counting.guest.vm.wait_for("restored lazily", STEPS_MAX).unwrap();

@@ -6,7 +6,7 @@ mod counting;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use counting::{Counting, Door, STEPS_MAX, last_count, must};
+use counting::{Counting, Export, STEPS_MAX, last_count, must};
 use serde_json::Value;
 use xtask::guest::{Task, Vm};
 
@@ -24,7 +24,7 @@ fn json(command: &mut Command) -> Value {
 
 #[test]
 fn guest_that_ran_on_while_it_was_taken_counts_on_from_there() {
-    let mut counting = Counting::start(Door::Nbd, Task::Busy, 512);
+    let mut counting = Counting::start(Export::Nbd, Task::Busy, 512);
     let taken = json(&mut live(&counting, "mon"));
     let at = last_count(&counting.guest.vm);
     assert_eq!(taken["disks"].as_array().unwrap().len(), 1, "the disk is found by its export: {taken}");
@@ -60,7 +60,7 @@ fn pages_are_shown(counting: &mut Counting) {
 
 #[test]
 fn guest_runs_on_whatever_is_killed_while_it_is_taken_live() {
-    let mut counting = Counting::start(Door::Nbd, Task::Busy, 256);
+    let mut counting = Counting::start(Export::Nbd, Task::Busy, 256);
     for (signal, after_ms) in [
         ("KILL", 50),
         ("KILL", 150),

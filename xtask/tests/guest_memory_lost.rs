@@ -19,7 +19,7 @@ use vmstrata_memory::vault::{
 use vmstrata_memory::{Frame, Introspection, PAGE_BITS, PAGE_BYTES, PageClass};
 use xtask::bench::server;
 use xtask::guest::packages::Kernel;
-use xtask::guest::{BOOT_MAX, Door, Hardware, ServedGuest, Task, must, trio};
+use xtask::guest::{BOOT_MAX, Export, Hardware, ServedGuest, Task, must, trio};
 
 /// Far more than a guest needs to check its files, on a busy machine.
 const CHECK_MAX: Duration = Duration::from_secs(180);
@@ -42,7 +42,7 @@ impl Trio {
         must(&mut create).unwrap();
         let memory = Some(dir.path().join("memory"));
         let hardware = Hardware { memory, mib: 384, ..Hardware::default() };
-        let disk = (disk, Door::VhostUser);
+        let disk = (disk, Export::VhostUser);
         let monitor = dir.path().join("qmp");
         let mut guest = ServedGuest::start(&system, disk, Task::Cache, &hardware, monitor).unwrap();
         guest.vm.wait_for("guest: ready", BOOT_MAX).unwrap();

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tempfile::TempDir;
-use xtask::guest::{BOOT_MAX, Door, Guest, Hardware, RootImage, ServedGuest, Task, must, spread};
+use xtask::guest::{BOOT_MAX, Export, Guest, Hardware, RootImage, ServedGuest, Task, must, spread};
 
 /// Far more than a guest needs to read its files, on a busy machine.
 const CHECK_MAX: Duration = Duration::from_secs(120);
@@ -29,7 +29,7 @@ impl Cached {
         let disk = spread(&raw, &dir.path().join("chain"), 3).unwrap();
         let hardware = Hardware { memory: Some(dir.path().join("memory")), ..Hardware::default() };
         let monitor = dir.path().join("qmp");
-        let disk = (disk, Door::VhostUser);
+        let disk = (disk, Export::VhostUser);
         let mut guest = ServedGuest::start(&guest, disk, Task::Cache, &hardware, monitor).unwrap();
         guest.vm.wait_for("guest: cached", BOOT_MAX).unwrap();
         Self { guest, dir }

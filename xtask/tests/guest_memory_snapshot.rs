@@ -6,13 +6,13 @@ mod counting;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use counting::{Counting, Door, STEPS_MAX, last_count, must};
+use counting::{Counting, Export, STEPS_MAX, last_count, must};
 use vmstrata_memory::qmp::Qmp;
 use xtask::guest::{Task, Vm};
 
 #[test]
 fn guest_counts_on_from_its_snapshots_with_and_without_its_cache() {
-    let mut counting = Counting::start(Door::VhostUser, Task::Count, 256);
+    let mut counting = Counting::start(Export::VhostUser, Task::Count, 256);
     let taken = must(&mut counting.snapshot("mon"));
     eprintln!("{}{}", String::from_utf8_lossy(&taken.stdout), String::from_utf8_lossy(&taken.stderr));
     let at = last_count(&counting.guest.vm);
@@ -29,7 +29,7 @@ fn guest_counts_on_from_its_snapshots_with_and_without_its_cache() {
 
 #[test]
 fn guest_runs_on_when_vmstrata_is_killed_at_any_step_of_a_snapshot() {
-    let mut counting = Counting::start(Door::VhostUser, Task::Count, 256);
+    let mut counting = Counting::start(Export::VhostUser, Task::Count, 256);
     for after_ms in [20, 60, 100, 120, 140, 160, 180, 200, 300, 500] {
         let (name, before) = (format!("killed-{after_ms}"), counting.listed());
         let mut snapshot = counting.snapshot(&name);
@@ -65,7 +65,7 @@ fn held_guest_is_taken_once_until_it_runs(counting: &mut Counting) {
 
 #[test]
 fn guest_runs_on_and_nothing_is_listed_when_a_snapshot_fails() {
-    let mut counting = Counting::start(Door::VhostUser, Task::Count, 256);
+    let mut counting = Counting::start(Export::VhostUser, Task::Count, 256);
     // No space in a home: noticed after the disks have their snapshot. First, while no snapshot holds most of the pages.
     let (snapshot, before) = (counting.snapshot("full"), counting.listed());
     let mut limited = Command::new("sh");

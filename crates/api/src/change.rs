@@ -1,4 +1,4 @@
-//! Changes of disks, doors and snapshots, by a server or by a command without one, and who made them.
+//! Changes of disks, exports and snapshots, by a server or by a command without one, and who made them.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -9,7 +9,7 @@ pub struct Change {
     /// When it ended, as RFC 3339 has it, in UTC.
     #[schema(example = "2026-11-21T23:59:59Z")]
     pub time: String,
-    /// What was changed. By a server: `disk_add`, `disk_remove`, `disk_resize`, `door_add`, `door_remove`, `snapshot_create`,
+    /// What was changed. By a server: `disk_add`, `disk_remove`, `disk_resize`, `export_add`, `export_remove`, `snapshot_create`,
     /// `snapshot_revert`, `job_start`, `job_change`, `shutdown`; when a job has ended, the kind of the job. By a command without a
     /// server: those of these that it can make, and `disk_create`, `disk_repair`, `disk_backup`, `disk_restore`, `snapshot_clone`,
     /// `snapshot_hold`, `snapshot_release`, `index_drop`, `gc`, `vm_snapshot`, `vm_restore`, `vm_delete`, `vm_gc`,
@@ -19,7 +19,7 @@ pub struct Change {
     /// The disks, by what the server calls them, or by their paths where no server was asked; none for what is about no disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<String>,
-    /// What of them: snapshots, a door, a job, a file.
+    /// What of them: snapshots, an export, a job, a file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub object: Option<String>,
     /// Who made it.

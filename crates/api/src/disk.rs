@@ -99,7 +99,7 @@ pub enum DiskState {
     Opening,
     /// It is served.
     Serving,
-    /// Its doors are drained and its image is closed clean.
+    /// Its exports are drained and its image is closed clean.
     Closing,
     /// It could not be opened when the server started, which goes on without it and tries again until it is removed.
     Waiting,
@@ -167,7 +167,7 @@ pub struct DiskList {
     pub disks: Vec<DiskStatus>,
 }
 
-/// A disk with its chain and its doors.
+/// A disk with its chain and its exports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskDetail {
     /// What the list of disks says of it.
@@ -175,8 +175,8 @@ pub struct DiskDetail {
     pub disk: DiskStatus,
     /// The layers of its chain, base first.
     pub chain: Vec<LayerStatus>,
-    /// The doors that lead to it.
-    pub doors: Vec<crate::DoorStatus>,
+    /// The exports that lead to it.
+    pub exports: Vec<crate::ExportStatus>,
     /// What was done to it; absent unless it is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stats: Option<crate::DiskStats>,

@@ -27,13 +27,13 @@ pub enum Event {
         /// Why.
         error: String,
     },
-    /// A door is open from now on.
-    DoorAdded {
+    /// An export is open from now on.
+    ExportAdded {
         /// Its number.
         id: u64,
     },
-    /// A door was closed.
-    DoorRemoved {
+    /// An export was closed.
+    ExportRemoved {
         /// Its number.
         id: u64,
     },
@@ -82,8 +82,8 @@ impl Event {
             Self::DiskAdded { .. } => "disk_added",
             Self::DiskRemoved { .. } => "disk_removed",
             Self::DiskFailed { .. } => "disk_failed",
-            Self::DoorAdded { .. } => "door_added",
-            Self::DoorRemoved { .. } => "door_removed",
+            Self::ExportAdded { .. } => "export_added",
+            Self::ExportRemoved { .. } => "export_removed",
             Self::SnapshotTaken { .. } => "snapshot_taken",
             Self::SnapshotReverted { .. } => "snapshot_reverted",
             Self::DiskResized { .. } => "disk_resized",
@@ -105,8 +105,8 @@ mod tests {
             Event::DiskRemoved { disk: "a".to_owned(), error: None },
             Event::DiskFailed { disk: "a".to_owned(), error: "b".to_owned() },
             Event::SnapshotReverted { disk: "a".to_owned(), snapshot: "b".to_owned() },
-            Event::DoorAdded { id: 1 },
-            Event::DoorRemoved { id: 1 },
+            Event::ExportAdded { id: 1 },
+            Event::ExportRemoved { id: 1 },
             Event::DiskResized { disk: "a".to_owned(), size_bytes: 512 },
             Event::Missed { count: 1 },
         ] {

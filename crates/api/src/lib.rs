@@ -1,7 +1,7 @@
 //! The control API, version 1: what `vmstrata serve` and those who control it say to each other.
 //!
 //! ```text
-//!   vmstrata status, disk, door ─┐   JSON over HTTP/1.1    ┌─► server: handlers ──► disks, doors
+//!   vmstrata status, disk, export ─┐   JSON over HTTP/1.1    ┌─► server: handlers ──► disks, exports
 //!   dashboards, orchestrators  ──┼──── on a unix socket ───┤
 //!   curl                       ──┘                         └─► GET /v1/openapi.json: this crate as OpenAPI
 //! ```
@@ -20,8 +20,8 @@
 
 mod change;
 mod disk;
-mod door;
 mod event;
+mod export;
 mod job;
 mod problem;
 mod segment;
@@ -35,8 +35,10 @@ pub use disk::{
     CacheMode, DetectZeroes, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, FileNumber, Format,
     LayerStatus,
 };
-pub use door::{ClientRights, DoorCounters, DoorList, DoorSpec, DoorStatus, NbdSpec, VhostUserSpec};
 pub use event::Event;
+pub use export::{
+    ClientRights, ExportCounters, ExportList, ExportSpec, ExportStatus, NbdSpec, VhostUserSpec,
+};
 pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeInto, RemoveFiles, Removed};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use segment::encode_segment;

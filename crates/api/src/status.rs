@@ -3,9 +3,9 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::{DiskStatus, DoorStatus};
+use crate::{DiskStatus, ExportStatus};
 
-/// The server, its disks and its doors.
+/// The server, its disks and its exports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ServerStatus {
     /// The program's version.
@@ -22,8 +22,8 @@ pub struct ServerStatus {
     pub resources: ResourceStatus,
     /// The disks, in the order in which they were added.
     pub disks: Vec<DiskStatus>,
-    /// The doors, in the order in which they were added.
-    pub doors: Vec<DoorStatus>,
+    /// The exports, in the order in which they were added.
+    pub exports: Vec<ExportStatus>,
 }
 
 /// How full the structures are that all disks of a server share.

@@ -26,7 +26,7 @@ use vmstrata_disk::{Format, Unflushed};
 
 pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
 pub use self::control::{
-    ControlArgs, DiskArgs, DiskCommand, DoorArgs, DoorCommand, NewDoor, StatusArgs, TopArgs,
+    ControlArgs, DiskArgs, DiskCommand, ExportArgs, ExportCommand, NewExport, StatusArgs, TopArgs,
 };
 pub use self::gc::GcArgs;
 pub use self::index::{
@@ -62,7 +62,7 @@ pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
-    /// Append a JSON line to FILE for each change of disks, doors and snapshots: what, by whom, how it ended. FILE may be renamed
+    /// Append a JSON line to FILE for each change of disks, exports and snapshots: what, by whom, how it ended. FILE may be renamed
     /// or cut at any time. What a server does is in the server's
     #[arg(long, global = true, value_name = "FILE", env = "VMSTRATA_AUDIT")]
     pub audit: Option<PathBuf>,
@@ -117,8 +117,8 @@ pub enum Command {
     Top(TopArgs),
     /// Show a disk of a running server, add one, or remove one
     Disk(DiskArgs),
-    /// Add a door to a running server, or remove one
-    Door(DoorArgs),
+    /// Add an export to a running server, or remove one
+    Export(ExportArgs),
     /// Begin, watch and change the long work of a running server
     Job(JobArgs),
     /// Take snapshots of running guests (memory, devices and disks), and start guests from them

@@ -60,7 +60,7 @@ impl VhostUserAttachment {
 }
 
 impl NbdAttachment {
-    /// The lines for export `disk` through the door of `spec`, if that has an address, as the guest's disk of this number, from 0.
+    /// The lines for the disk `disk` through the export of `spec`, if that has an address, as the guest's disk of this number, from 0.
     pub fn new(disk: &str, spec: &NbdSpec, tls: bool, number: usize) -> Option<Self> {
         let address = &spec.address.parse().ok()?;
         let writes = spec.rw || spec.allow.iter().any(|right| right.rw);
@@ -258,8 +258,8 @@ mod tests {
         (&crate::disk_spec::parse_vhost_user(text).unwrap()).into()
     }
 
-    fn nbd(disk: &str, door: &str, tls: bool) -> NbdAttachment {
-        let spec = crate::disk_spec::parse_nbd(door).unwrap();
+    fn nbd(disk: &str, export: &str, tls: bool) -> NbdAttachment {
+        let spec = crate::disk_spec::parse_nbd(export).unwrap();
         NbdAttachment::new(disk, &(&spec).into(), tls, 0).unwrap()
     }
 

@@ -271,11 +271,11 @@ mod tests {
     }
 
     #[test]
-    fn every_key_of_an_nbd_door_is_read() {
-        let door = parse_nbd("unix:/run/a=b,,c.sock,rw,share").unwrap();
-        assert_eq!(door.address.to_string(), "unix:/run/a=b,c.sock");
-        assert!(door.rw && door.share && !door.insecure && !parse_nbd("unix:/s").unwrap().rw);
-        let door =
+    fn every_key_of_an_nbd_export_is_read() {
+        let export = parse_nbd("unix:/run/a=b,,c.sock,rw,share").unwrap();
+        assert_eq!(export.address.to_string(), "unix:/run/a=b,c.sock");
+        assert!(export.rw && export.share && !export.insecure && !parse_nbd("unix:/s").unwrap().rw);
+        let export =
             parse_nbd("tcp:[::]:7,insecure,allow=CN=backup,,URI=spiffe://a/b:rw:web:db,,DNS=c:ro").unwrap();
         let rights = |client: &str, rw, disks: &[&str]| api::ClientRights {
             client: client.to_owned(),
@@ -287,7 +287,7 @@ mod tests {
             rights("URI=spiffe://a/b", true, &["web", "db"]),
             rights("DNS=c", false, &[]),
         ];
-        assert!(door.insecure && door.allow == all, "{door:?}");
+        assert!(export.insecure && export.allow == all, "{export:?}");
         for (text, part) in [
             ("/run/nbd.sock", "is no NBD address"),
             ("unix:/s,readwrite", "unknown key 'readwrite'"),

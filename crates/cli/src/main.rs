@@ -3,7 +3,7 @@
 //! ```text
 //!   args ──► commands/{create,info,map,check,survey,serve,completions} ──► disk, survey, server
 //!        ├─► commands/vm ──► memory (a running QEMU's, through its monitor)
-//!        └─► commands/{status,top,disk,door,job} ──► client ──► a running server's control socket
+//!        └─► commands/{status,top,disk,export,job} ──► client ──► a running server's control socket
 //!                 └──► output (stdout: results; stderr: logs, progress, errors)
 //! ```
 //!
@@ -78,7 +78,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Status(args) => commands::status::run(&args),
         Command::Top(args) => commands::top::run(&args),
         Command::Disk(args) => commands::disk::run(&args),
-        Command::Door(args) => commands::door::run(&args),
+        Command::Export(args) => commands::export::run(&args),
         Command::Job(args) => commands::job::run(&args),
         Command::Vm(args) => commands::vm::run(&args),
         Command::Completions(args) => commands::completions::run(&args),

@@ -1,4 +1,4 @@
-//! Disks and doors that were added to a running server are its successor's, too, however it ended.
+//! Disks and exports that were added to a running server are its successor's, too, however it ended.
 
 mod support;
 
@@ -12,7 +12,7 @@ fn status(server: &Server) -> Value {
     serde_json::from_str(&server.ask_ok(["status", "--json"])).unwrap()
 }
 
-/// Names of disks that were added, and where the doors are that were.
+/// Names of disks that were added, and where the exports are that were.
 fn added(server: &Server) -> (Vec<String>, Vec<String>) {
     let status = status(server);
     let of = |list: &str| {
@@ -20,11 +20,11 @@ fn added(server: &Server) -> (Vec<String>, Vec<String>) {
         all.into_iter().filter(|one| one["added"] == true).collect::<Vec<_>>()
     };
     let text = |value: &Value| value.as_str().unwrap().to_owned();
-    let place = |door: &Value| {
-        let spec = &door["door"];
+    let place = |export: &Value| {
+        let spec = &export["export"];
         text(if spec["kind"] == "nbd" { &spec["address"] } else { &spec["socket"] })
     };
-    (of("disks").iter().map(|disk| text(&disk["name"])).collect(), of("doors").iter().map(place).collect())
+    (of("disks").iter().map(|disk| text(&disk["name"])).collect(), of("exports").iter().map(place).collect())
 }
 
 fn io(uri: &str, command: &str) {
@@ -47,8 +47,8 @@ fn what_was_added_outlives_a_server_that_is_killed_stopped_or_replaced() {
     let spec = format!("path={},name=data,keep=last=3", db.display());
     server.ask_ok(["disk", "add", &spec]);
     let socket = images.name("data.sock");
-    server.ask_ok(["door", "add", "--vhost-user", &format!("data={socket},queues=2,serial=abc")]);
-    server.ask_ok(["door", "add", "--nbd", "tcp:127.0.0.1:0,rw"]);
+    server.ask_ok(["export", "add", "--vhost-user", &format!("data={socket},queues=2,serial=abc")]);
+    server.ask_ok(["export", "add", "--nbd", "tcp:127.0.0.1:0,rw"]);
     let before = added(&server);
     assert_eq!((&before.0[..], before.1.len()), (&["data".to_owned()][..], 2));
     let address = before.1.iter().find(|place| place.starts_with("tcp:")).expect("an address").clone();
@@ -77,7 +77,7 @@ fn what_was_added_outlives_a_server_that_is_killed_stopped_or_replaced() {
     assert_eq!(status(&first)["pid"], second.id());
     support::wait_until("what was added", || added(&first) == before);
     io(&uri, "read -P 7 0 64k");
-    // What is removed is gone for good, with its doors.
+    // What is removed is gone for good, with its exports.
     first.ask_ok(["disk", "remove", "data"]);
     assert_eq!(added(&first), (vec![], vec![address.clone()]));
     rustix::process::kill_process(rustix::process::Pid::from_child(&second), rustix::process::Signal::TERM)

@@ -47,10 +47,10 @@ fn every_operation_answers_as_the_document_says() {
     events.write_all(b"GET /v1/events HTTP/1.1\r\nHost: test\r\n\r\n").unwrap();
 
     client.ask("POST", "/v1/disks", &json!({ "path": other, "name": "other" }), 201);
-    let door = json!({ "kind": "vhost_user", "disk": "other", "socket": images.name("other.sock") });
-    let door = client.ask("POST", "/v1/doors", &door, 201).json();
+    let export = json!({ "kind": "vhost_user", "disk": "other", "socket": images.name("other.sock") });
+    let export = client.ask("POST", "/v1/exports", &export, 201).json();
     let second = format!("unix:{}", images.name("second.sock"));
-    client.ask("POST", "/v1/doors", &json!({ "kind": "nbd", "address": second }), 201);
+    client.ask("POST", "/v1/exports", &json!({ "kind": "nbd", "address": second }), 201);
     for number in 1..=2 {
         let taken = json!({ "disks": ["web", "other"], "name": format!("s{number}"), "taken_ns": number, "labels": { "by": "ops" } });
         client.ask("POST", "/v1/snapshots", &taken, 201);
@@ -60,7 +60,7 @@ fn every_operation_answers_as_the_document_says() {
         "/v1/stats",
         "/v1/disks",
         "/v1/disks/web",
-        "/v1/doors",
+        "/v1/exports",
         "/v1/metrics",
         "/v1/openapi.json",
     ] {
@@ -74,8 +74,8 @@ fn every_operation_answers_as_the_document_says() {
         200,
     );
     jobs(&mut client);
-    client.ask("GET", &format!("/v1/doors/{}", door["id"]), &Value::Null, 200);
-    client.ask("DELETE", &format!("/v1/doors/{}", door["id"]), &Value::Null, 204);
+    client.ask("GET", &format!("/v1/exports/{}", export["id"]), &Value::Null, 200);
+    client.ask("DELETE", &format!("/v1/exports/{}", export["id"]), &Value::Null, 204);
     client.ask("DELETE", "/v1/disks/other", &Value::Null, 204);
     client.ask("POST", "/v1/shutdown", &Value::Null, 202);
     assert!(client.server.wait().success());

@@ -1,4 +1,4 @@
-//! A running server under control: disks and doors come and go, and what was not asked about does not notice.
+//! A running server under control: disks and exports come and go, and what was not asked about does not notice.
 
 mod support;
 
@@ -127,29 +127,29 @@ fn a_file_that_the_server_has_is_refused_at_once_by_the_name_it_has_it_under() {
 }
 
 #[test]
-fn doors_come_and_go_and_say_how_to_attach() {
+fn exports_come_and_go_and_say_how_to_attach() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);
     let server = Server::start(&["--disk", &disk(&path, "web"), "--nbd", &unix(&images)]);
     let guest = images.name("web.sock");
-    let said = server.ask_ok(["door", "add", "--vhost-user", &format!("web={guest},queues=2")]);
+    let said = server.ask_ok(["export", "add", "--vhost-user", &format!("web={guest},queues=2")]);
     assert!(said.contains("vhost-user-blk-pci") && said.contains(&guest), "{said}");
     let second = format!("web={}", images.name("second.sock"));
-    assert!(server.ask_err(["door", "add", "--vhost-user", &second]).contains("two guests"));
+    assert!(server.ask_err(["export", "add", "--vhost-user", &second]).contains("two guests"));
     assert!(!images.path("second.sock").exists());
     let tcp: Value =
-        serde_json::from_str(&server.ask_ok(["door", "add", "--nbd", "tcp:127.0.0.1:0,rw", "--json"]))
+        serde_json::from_str(&server.ask_ok(["export", "add", "--nbd", "tcp:127.0.0.1:0,rw", "--json"]))
             .unwrap();
-    let address = tcp["door"]["address"].as_str().unwrap();
+    let address = tcp["export"]["address"].as_str().unwrap();
     let port = address.rsplit(':').next().unwrap();
     nbd_io(&format!("nbd://127.0.0.1:{port}/web"), "write -P 5 0 64k");
-    let gone: Value = serde_json::from_str(&server.ask_ok(["door", "remove", address, "--json"])).unwrap();
-    assert_eq!(gone["door"]["address"], address);
+    let gone: Value = serde_json::from_str(&server.ask_ok(["export", "remove", address, "--json"])).unwrap();
+    assert_eq!(gone["export"]["address"], address);
     assert!(!tool("nbdinfo", ["--size", &format!("nbd://127.0.0.1:{port}/web")]).status.success());
     nbd_io(&uri(&images, "web"), "read -P 5 0 64k");
-    server.ask_ok(["door", "remove", &guest]);
+    server.ask_ok(["export", "remove", &guest]);
     assert!(!Path::new(&guest).exists(), "the socket was left behind");
-    assert!(server.ask_err(["door", "remove", &guest]).contains("vmstrata status"));
+    assert!(server.ask_err(["export", "remove", &guest]).contains("vmstrata status"));
     let gone: Value = serde_json::from_str(&server.ask_ok(["disk", "remove", "web", "--json"])).unwrap();
     assert_eq!((&gone["name"], &gone["layers"]), (&"web".into(), &1.into()), "{gone}");
     assert!(server.stop().success());
@@ -194,7 +194,7 @@ fn a_guest_that_is_attached_is_shown_and_keeps_its_disk_unless_it_is_taken_by_fo
     wait_until("the guest", || server.ask_ok(["status"]).contains("guest attached, 0 requests"));
     let metrics = ask(&server.control(), "GET", "/v1/metrics", "").body;
     assert!(metrics.contains("vmstrata_vhost_user_attached{disk=\"a\""), "{metrics}");
-    for args in [["disk", "remove", "a"], ["door", "remove", "1"]] {
+    for args in [["disk", "remove", "a"], ["export", "remove", "1"]] {
         let said = server.ask_err(args);
         assert!(said.contains("a guest is attached at") && said.contains("--force"), "{said}");
     }
@@ -237,7 +237,7 @@ fn a_disk_takes_its_own_sockets_with_it() {
     server.ask_ok(["disk", "remove", "a"]);
     assert!(!Path::new(&guest).exists());
     let status: Value = serde_json::from_str(&server.ask_ok(["status", "--json"])).unwrap();
-    assert_eq!((&status["disks"], &status["doors"]), (&Value::Array(vec![]), &Value::Array(vec![])));
+    assert_eq!((&status["disks"], &status["exports"]), (&Value::Array(vec![]), &Value::Array(vec![])));
     server.ask_ok(["disk", "add", &disk(&path, "a")]);
     assert!(server.stop().success());
     assert_clean(&path);
@@ -260,7 +260,7 @@ fn status_shows_what_is_served() {
         (&chain[0]["index"], chain[0]["path"].as_str().unwrap()),
         (&0.into(), &*images.name("0.qcow2"))
     );
-    assert_eq!(detail["doors"][0]["door"]["kind"], "nbd");
+    assert_eq!(detail["exports"][0]["export"]["kind"], "nbd");
     let shown: Value = serde_json::from_str(&server.ask_ok(["disk", "show", "long", "--json"])).unwrap();
     assert_eq!((&shown["chain"], &shown["name"]), (&detail["chain"], &"long".into()));
     nbd_io(&uri(&images, "long"), "read 0 64k");
@@ -277,7 +277,7 @@ fn status_shows_what_is_served() {
 fn without_a_server_the_commands_say_what_to_do() {
     let images = Images::new();
     let socket = images.name("control.sock");
-    for args in [&["status"][..], &["disk", "remove", "a"], &["door", "add", "--nbd", "unix:s"]] {
+    for args in [&["status"][..], &["disk", "remove", "a"], &["export", "add", "--nbd", "unix:s"]] {
         let message = run_err(1, [args, &["--control", &socket]].concat());
         assert!(message.contains("no server listens at") && message.contains("vmstrata serve"), "{message}");
     }
@@ -304,7 +304,7 @@ fn a_control_socket_belongs_to_one_server_and_is_taken_over_from_a_dead_one() {
     let output = vmstrata().args(&asked).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("another server listens there"), "{}", stderr(&output));
-    assert!(!images.path("two.sock").exists(), "it opened doors before it found out");
+    assert!(!images.path("two.sock").exists(), "it opened exports before it found out");
     assert_eq!(ask(&control, "GET", "/v1/disks", "").json()["disks"][0]["name"], "one");
     let runtime = first.crash();
     assert!(control.exists(), "a crash leaves the socket");
@@ -447,22 +447,22 @@ fn the_openapi_document_is_served() {
 }
 
 #[test]
-fn a_disk_has_one_writer_through_all_doors_and_any_number_of_readers() {
+fn a_disk_has_one_writer_through_all_exports_and_any_number_of_readers() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);
     let (guest, reads) = (images.name("guest.sock"), images.name("reads.sock"));
     let start = |share: &str| {
         let (vhost_user, writes) = (format!("a={guest}{share}"), format!("{}{share}", unix(&images)));
-        let doors = ["--vhost-user", &vhost_user, "--nbd", &writes, "--nbd", &format!("unix:{reads}")];
-        Server::start(&[&["--disk", &disk(&path, "a")], &doors[..]].concat())
+        let exports = ["--vhost-user", &vhost_user, "--nbd", &writes, "--nbd", &format!("unix:{reads}")];
+        Server::start(&[&["--disk", &disk(&path, "a")], &exports[..]].concat())
     };
     let write = |server: &Server| tool("qemu-io", ["-f", "raw", "-c", "write 0 64k", &server.uri("a")]);
     let attach = |server: &Server| {
         let frontend = connect(Path::new(&guest));
         wait_until("the guest", || {
-            let doors = ask(&server.control(), "GET", "/v1/doors", "").json();
-            let mut doors = doors["doors"].as_array().unwrap().iter();
-            doors.any(|door| door["door"]["kind"] == "vhost_user" && door["connections"] == 1)
+            let exports = ask(&server.control(), "GET", "/v1/exports", "").json();
+            let mut exports = exports["exports"].as_array().unwrap().iter();
+            exports.any(|export| export["export"]["kind"] == "vhost_user" && export["connections"] == 1)
         });
         frontend
     };
@@ -489,7 +489,7 @@ fn a_disk_has_one_writer_through_all_doors_and_any_number_of_readers() {
 }
 
 #[test]
-fn a_door_that_other_hosts_reach_is_refused_unless_it_is_called_insecure() {
+fn an_export_that_other_hosts_reach_is_refused_unless_it_is_called_insecure() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);
     let spec = disk(&path, "a");
@@ -498,8 +498,8 @@ fn a_door_that_other_hosts_reach_is_refused_unless_it_is_called_insecure() {
     let said = run_err(64, ["serve", "--disk", &spec, "--nbd", "unix:s", "--metrics", "0.0.0.0:9100"]);
     assert!(said.contains("0.0.0.0:9100,insecure"), "{said}");
     let server = Server::start(&["--disk", &spec, "--nbd", &unix(&images)]);
-    assert!(server.ask_err(["door", "add", "--nbd", "tcp:0.0.0.0:0"]).contains("say insecure"));
-    let named = server.ask_err(["door", "add", "--nbd", "tcp:localhost:0,allow=CN=backup:ro"]);
+    assert!(server.ask_err(["export", "add", "--nbd", "tcp:0.0.0.0:0"]).contains("say insecure"));
+    let named = server.ask_err(["export", "add", "--nbd", "tcp:localhost:0,allow=CN=backup:ro"]);
     assert!(named.contains("--nbd-tls-client-ca"), "{named}");
     assert!(server.stop().success());
 }
@@ -514,14 +514,14 @@ fn the_audit_file_says_who_changed_what() {
     events.write_all(b"GET /v1/events HTTP/1.1\r\nHost: test\r\n\r\n").unwrap();
     wait_until("the stream", || events.read(&mut [0; 1 << 12]).unwrap() > 0);
     server.ask_ok(["disk", "add", &disk(&b, "b")]);
-    server.ask_ok(["door", "add", "--vhost-user", &format!("b={}", images.name("b.sock"))]);
+    server.ask_ok(["export", "add", "--vhost-user", &format!("b={}", images.name("b.sock"))]);
     for name in ["mon", "tue"] {
         server.ask_ok(["snapshot", "create", a.to_str().unwrap(), "--name", name]);
     }
     server.ask_ok(["snapshot", "delete", a.to_str().unwrap(), "mon"]);
     server.ask_err(["resize", a.to_str().unwrap(), "1M"]);
     server.ask_ok(["resize", a.to_str().unwrap(), "32M"]);
-    server.ask_ok(["door", "remove", &images.name("b.sock")]);
+    server.ask_ok(["export", "remove", &images.name("b.sock")]);
     server.ask_ok(["disk", "remove", "b"]);
     let text = std::fs::read_to_string(&audit).unwrap();
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -536,14 +536,14 @@ fn the_audit_file_says_who_changed_what() {
     };
     let expected = [
         ("disk_add", "b", "done"),
-        ("door_add", "b", "done"),
+        ("export_add", "b", "done"),
         ("snapshot_create", "a", "done"),
         ("snapshot_create", "a", "done"),
         ("job_start", "a", "done"),
         ("snapshot_delete", "a", "done"),
         ("disk_resize", "a", "failed"),
         ("disk_resize", "a", "done"),
-        ("door_remove", "b", "done"),
+        ("export_remove", "b", "done"),
         ("disk_remove", "b", "done"),
     ];
     let expected =

@@ -44,8 +44,8 @@ fn what_is_not_there_and_what_makes_no_sense_is_a_problem_with_its_kind() {
     for (method, path, body, status, kind) in [
         ("GET", "/v1/disks/none", "", 404, "no-such-disk"),
         ("DELETE", "/v1/disks/none", "", 404, "no-such-disk"),
-        ("DELETE", "/v1/doors/99", "", 404, "no-such-door"),
-        ("DELETE", "/v1/doors/x", "", 404, "no-such-door"),
+        ("DELETE", "/v1/exports/99", "", 404, "no-such-export"),
+        ("DELETE", "/v1/exports/x", "", 404, "no-such-export"),
         ("GET", "/v1/jobs/99", "", 404, "no-such-job"),
         ("POST", "/v1/jobs/1", r#"{"action":"cancel"}"#, 404, "no-such-job"),
         ("POST", "/v1/jobs", r#"{"kind":"index_build","disk":"none"}"#, 404, "no-such-disk"),
@@ -64,15 +64,15 @@ fn what_is_not_there_and_what_makes_no_sense_is_a_problem_with_its_kind() {
         ("POST", "/v1/snapshots", r#"{"disks":["a"],"name":"s","agent":""}"#, 422, "invalid"),
         ("POST", "/v1/disks/a/revert", r#"{"snapshot":"s","keep":""}"#, 422, "invalid"),
         ("POST", "/v1/jobs", r#"{"kind":"flatten","disk":"a","onto":{"file":"/a\u0000"}}"#, 422, "invalid"),
-        ("POST", "/v1/doors", r#"{"kind":"vhost_user","disk":"a","socket":"s\u0000"}"#, 422, "invalid"),
-        ("POST", "/v1/doors", r#"{"kind":"nbd","address":"unix:s\u0000"}"#, 422, "invalid"),
-        ("POST", "/v1/doors", r#"{"kind":"nbd","address":"tcp:h\u0000"}"#, 422, "invalid"),
-        ("POST", "/v1/doors", r#"{"kind":"fuse"}"#, 422, "invalid"),
-        ("POST", "/v1/doors", r#"{"kind":"nbd","address":"/run/x"}"#, 422, "invalid"),
-        ("POST", "/v1/doors", r#"{"kind":"vhost_user","disk":"x","socket":"s"}"#, 404, "no-such-disk"),
+        ("POST", "/v1/exports", r#"{"kind":"vhost_user","disk":"a","socket":"s\u0000"}"#, 422, "invalid"),
+        ("POST", "/v1/exports", r#"{"kind":"nbd","address":"unix:s\u0000"}"#, 422, "invalid"),
+        ("POST", "/v1/exports", r#"{"kind":"nbd","address":"tcp:h\u0000"}"#, 422, "invalid"),
+        ("POST", "/v1/exports", r#"{"kind":"fuse"}"#, 422, "invalid"),
+        ("POST", "/v1/exports", r#"{"kind":"nbd","address":"/run/x"}"#, 422, "invalid"),
+        ("POST", "/v1/exports", r#"{"kind":"vhost_user","disk":"x","socket":"s"}"#, 404, "no-such-disk"),
         (
             "POST",
-            "/v1/doors",
+            "/v1/exports",
             r#"{"kind":"vhost_user","disk":"a","socket":"s","queues":999}"#,
             422,
             "invalid",
@@ -83,7 +83,7 @@ fn what_is_not_there_and_what_makes_no_sense_is_a_problem_with_its_kind() {
     still_serves(&server);
     let status = ask(&server.control(), "GET", "/v1/status", "").json();
     assert_eq!(
-        (status["disks"].as_array().unwrap().len(), status["doors"].as_array().unwrap().len()),
+        (status["disks"].as_array().unwrap().len(), status["exports"].as_array().unwrap().len()),
         (1, 1)
     );
     assert!(server.stop().success());
@@ -113,8 +113,8 @@ fn a_file_that_cannot_be_served_is_named_in_the_problem() {
     let problem = refused(&server, "POST", "/v1/disks", &body, 422, "not-supported");
     assert_eq!(problem["file"].as_str().unwrap(), images.name("version.qcow2"), "{problem}");
     let on_file = images.name("version.qcow2");
-    let door = format!(r#"{{"kind":"vhost_user","disk":"a","socket":{on_file:?}}}"#);
-    refused(&server, "POST", "/v1/doors", &door, 409, "not-a-socket");
+    let export = format!(r#"{{"kind":"vhost_user","disk":"a","socket":{on_file:?}}}"#);
+    refused(&server, "POST", "/v1/exports", &export, 409, "not-a-socket");
     still_serves(&server);
     assert!(server.stop().success());
 }
@@ -174,7 +174,7 @@ fn slow_clients_are_cut_off_and_hold_up_nobody() {
 }
 
 #[test]
-fn a_crowd_finds_the_door_shut_and_the_server_unmoved() {
+fn a_crowd_finds_the_export_shut_and_the_server_unmoved() {
     let images = Images::new();
     let server = start(&images);
     let control = server.control();
@@ -223,13 +223,13 @@ fn streams_of_events_take_half_of_the_places_at_most() {
 fn a_name_that_is_no_text_is_a_problem_like_others() {
     let images = Images::new();
     let server = start(&images);
-    for path in ["/v1/disks/%ff", "/v1/doors/%ff", "/v1/jobs/%ff"] {
+    for path in ["/v1/disks/%ff", "/v1/exports/%ff", "/v1/jobs/%ff"] {
         let answer = ask(&server.control(), "GET", path, "");
         assert_eq!((answer.status, &answer.json()["kind"]), (422, &"invalid".into()), "{path}");
     }
-    let door = ask(&server.control(), "GET", "/v1/doors/1", "").json();
-    assert_eq!(door["id"], 1, "{door}");
-    assert_eq!(ask(&server.control(), "GET", "/v1/doors/99", "").json()["kind"], "no-such-door");
+    let export = ask(&server.control(), "GET", "/v1/exports/1", "").json();
+    assert_eq!(export["id"], 1, "{export}");
+    assert_eq!(ask(&server.control(), "GET", "/v1/exports/99", "").json()["kind"], "no-such-export");
     assert!(server.stop().success());
 }
 

@@ -135,8 +135,8 @@ fn the_index_of_a_served_disk_is_built_by_its_server() {
     let images = Images::new();
     let disk = chain(&images);
     let disk = disk.to_str().expect("UTF-8");
-    let door = format!("unix:{},rw", images.name("nbd.sock"));
-    let server = Server::start(&["--disk", &format!("path={disk},name=web"), "--nbd", &door]);
+    let export = format!("unix:{},rw", images.name("nbd.sock"));
+    let server = Server::start(&["--disk", &format!("path={disk},name=web"), "--nbd", &export]);
     let jobs = || ask(&server.control(), "GET", "/v1/jobs", "").json()["jobs"].as_array().unwrap().clone();
     let before = jobs().len();
     let said = server.ask_ok(["index", "build", disk]);

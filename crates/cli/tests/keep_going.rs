@@ -21,7 +21,7 @@ fn is_served(server: &Server, name: &str) -> bool {
     named(&status(server), name).unwrap()["state"] == "serving"
 }
 
-/// Writes through the NBD door, as a client that comes while the server runs.
+/// Writes through the NBD export, as a client that comes while the server runs.
 fn writes(server: &Server, name: &str) {
     tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 1 0 64k", &server.uri(name)]);
 }
@@ -51,7 +51,7 @@ fn one_missing_image_keeps_nobody_from_the_others_and_is_served_when_it_appears(
     assert_eq!((&b["state"], &b["failed"]), (&"waiting".into(), &Value::Null));
     assert!(b["open_error"].as_str().unwrap().contains("b.qcow2"), "{b}");
     assert!(named(&now, "a").unwrap()["open_error"].is_null());
-    assert_eq!(now["doors"][1]["open_error"], "disk 'b' is not open");
+    assert_eq!(now["exports"][1]["open_error"], "disk 'b' is not open");
     for command in [&["status"][..], &["disk", "show", "b"]] {
         let said = server.ask_ok(command.iter().copied());
         assert!(said.contains("not open") && said.contains("No such file"), "{said}");
@@ -62,7 +62,7 @@ fn one_missing_image_keeps_nobody_from_the_others_and_is_served_when_it_appears(
     for line in [
         "vmstrata_disk_waiting{disk=\"a\"} 0",
         "vmstrata_disk_waiting{disk=\"b\"} 1",
-        "vmstrata_doors_waiting 1",
+        "vmstrata_exports_waiting 1",
     ] {
         assert!(metrics.contains(line), "{line}: {metrics}");
     }
@@ -71,8 +71,8 @@ fn one_missing_image_keeps_nobody_from_the_others_and_is_served_when_it_appears(
     images.create("new.qcow2", &["16M"]);
     std::fs::rename(images.path("new.qcow2"), images.path("b.qcow2")).unwrap();
     wait_until("the disk", || is_served(&server, "b"));
-    wait_until("its door", || Path::new(&guest).exists());
-    wait_until("its status", || status(&server)["doors"][1]["open_error"].is_null());
+    wait_until("its export", || Path::new(&guest).exists());
+    wait_until("its status", || status(&server)["exports"][1]["open_error"].is_null());
     writes(&server, "b");
     assert!(server.stop().success());
 }
@@ -88,7 +88,7 @@ fn a_disk_that_waits_is_given_up_by_removing_it() {
     server.ask_ok(["disk", "remove", "a"]);
     let now = status(&server);
     assert!(named(&now, "a").is_none(), "{now}");
-    assert_eq!(now["doors"].as_array().unwrap().len(), 1, "its door has gone with it: {now}");
+    assert_eq!(now["exports"].as_array().unwrap().len(), 1, "its export has gone with it: {now}");
     // Its name is free, and nobody tries any more to open what was asked for first.
     images.create("a.qcow2", &["16M"]);
     server.ask_ok(["disk", "add", &disk]);
@@ -98,7 +98,7 @@ fn a_disk_that_waits_is_given_up_by_removing_it() {
 }
 
 #[test]
-fn a_door_whose_directory_is_missing_is_opened_when_the_directory_appears() {
+fn an_export_whose_directory_is_missing_is_opened_when_the_directory_appears() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);
     let config = images.path("vmstrata.toml");
@@ -110,21 +110,21 @@ fn a_door_whose_directory_is_missing_is_opened_when_the_directory_appears() {
     let server = Server::start(&["--config", config.to_str().unwrap()]);
     writes(&server, "a");
     let waiting = |server: &Server| -> Vec<Value> {
-        let doors = status(server)["doors"].as_array().unwrap().clone();
-        doors.into_iter().filter(|door| !door["open_error"].is_null()).collect()
+        let exports = status(server)["exports"].as_array().unwrap().clone();
+        exports.into_iter().filter(|export| !export["open_error"].is_null()).collect()
     };
     let wait = waiting(&server);
     assert_eq!((&wait[0]["id"], &wait[1]["id"], wait.len()), (&2.into(), &3.into(), 2), "{wait:?}");
     assert!(wait[1]["open_error"].as_str().unwrap().contains("late/a.sock"), "{wait:?}");
-    assert!(server.ask_ok(["status"]).contains("door 3 is not open"));
-    // A second guest is refused as if the first one's door were open.
+    assert!(server.ask_ok(["status"]).contains("export 3 is not open"));
+    // A second guest is refused as if the first one's export were open.
     let second = format!("a={}", images.name("second.sock"));
-    assert!(server.ask_err(["door", "add", "--vhost-user", &second]).contains("two vhost-user sockets"));
-    server.ask_ok(["door", "remove", "2"]);
+    assert!(server.ask_err(["export", "add", "--vhost-user", &second]).contains("two vhost-user sockets"));
+    server.ask_ok(["export", "remove", "2"]);
     std::fs::create_dir(images.path("late")).unwrap();
-    wait_until("the door", || waiting(&server).is_empty());
+    wait_until("the export", || waiting(&server).is_empty());
     assert!(images.path("late/a.sock").exists());
     assert!(!images.path("late/nbd.sock").exists(), "given up");
-    assert_eq!(status(&server)["doors"][1]["id"], 3, "it has its number still");
+    assert_eq!(status(&server)["exports"][1]["id"], 3, "it has its number still");
     assert!(server.stop().success());
 }

@@ -250,8 +250,8 @@ fn domain(name: &str, memory: &str, disks: &str, console: &Path) -> String {
 }
 
 /// The XML that a ready server prints for a disk: what is for the domain, and what is for its devices.
-fn printed<'a>(server: &'a Server, disk: usize, door: &str) -> (&'a str, &'a str) {
-    let xml = server.ready["disks"][disk][door][0]["libvirt"].as_str().unwrap();
+fn printed<'a>(server: &'a Server, disk: usize, export: &str) -> (&'a str, &'a str) {
+    let xml = server.ready["disks"][disk][export][0]["libvirt"].as_str().unwrap();
     xml.split_once("<!-- inside <devices>: -->").unwrap_or(("", xml))
 }
 

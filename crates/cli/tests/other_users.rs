@@ -59,7 +59,7 @@ fn as_user(user: u32, groups: &[u32], program: impl AsRef<Path>) -> Command {
     command
 }
 
-/// A server as a user of its own, with a disk behind both kinds of doors, in directories as the packaging makes them.
+/// A server as a user of its own, with a disk behind both kinds of exports, in directories as the packaging makes them.
 struct Server {
     child: Child,
     program: PathBuf,
@@ -131,30 +131,30 @@ impl Drop for Server {
 }
 
 #[test]
-fn a_member_of_the_sockets_group_gets_to_the_doors_and_to_nothing_else() {
+fn a_member_of_the_sockets_group_gets_to_the_exports_and_to_nothing_else() {
     if !geteuid().is_root() {
         return;
     }
     let server = Server::start();
-    let doors = ["guests/web.sock", "guests/nbd.sock"];
+    let exports = ["guests/web.sock", "guests/nbd.sock"];
     for (user, groups, is_member) in
         [(QEMU, &[GUESTS][..], true), (STRANGER, &[], false), (STRANGER, &[STRANGER + 1], false)]
     {
-        for door in doors {
-            assert_eq!(server.lets_in(user, groups, door), is_member, "{user} {groups:?}: {door}");
+        for export in exports {
+            assert_eq!(server.lets_in(user, groups, export), is_member, "{user} {groups:?}: {export}");
         }
         assert!(!server.lets_in(user, groups, "run/control.sock"), "{user} {groups:?}");
         let image = server.images.path("vms/web.qcow2");
         let read = as_user(user, groups, "cat").arg(image).output().unwrap();
         assert!(!read.status.success() && stderr(&read).contains("Permission denied"), "{}", stderr(&read));
-        // Nor can it put a socket of its own in a door's place.
+        // Nor can it put a socket of its own in an export's place.
         let removed =
-            as_user(user, groups, "rm").arg("-f").arg(server.images.path(doors[0])).status().unwrap();
+            as_user(user, groups, "rm").arg("-f").arg(server.images.path(exports[0])).status().unwrap();
         assert!(!removed.success());
     }
     // The permissions of the socket count, and not only those of its directory.
     fs::set_permissions(server.images.path("guests"), Permissions::from_mode(0o755)).unwrap();
-    assert!(!server.lets_in(STRANGER, &[], doors[0]) && !server.lets_in(STRANGER, &[], doors[1]));
+    assert!(!server.lets_in(STRANGER, &[], exports[0]) && !server.lets_in(STRANGER, &[], exports[1]));
     assert!(server.lets_in(SERVER, &[], "run/control.sock"));
     server.stop();
 }
@@ -170,7 +170,7 @@ fn a_group_that_the_server_is_no_member_of_is_refused() {
     {
         let socket = server.images.name("guests/2.sock");
         let refused = as_user(SERVER, &[GUESTS], &server.program)
-            .args(["door", "add", "--control", &server.images.name("run/control.sock")])
+            .args(["export", "add", "--control", &server.images.name("run/control.sock")])
             .args(["--vhost-user", &format!("web={socket},share,group={group}")])
             .output()
             .unwrap();

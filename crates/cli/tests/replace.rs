@@ -194,7 +194,7 @@ fn where_there_is_none_to_replace_a_server_is_the_first() {
 
 /// A socket in a missing directory, where a file lies, for an unknown group, or on an unknown host.
 #[test]
-fn a_server_that_could_not_open_a_door_replaces_none() {
+fn a_server_that_could_not_open_a_export_replaces_none() {
     let images = Images::new();
     let path = images.create("web.qcow2", &["16M"]);
     let (nbd, disk) = (format!("unix:{},rw", images.name("nbd.sock")), format!("path={}", path.display()));

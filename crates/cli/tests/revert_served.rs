@@ -14,7 +14,7 @@ use support::http::ask;
 use support::server::Server;
 use support::{Holder, Images, assert_clean, run_json, run_ok, tool_ok};
 
-/// A server of `web.qcow2`, whose first 64 KiB were 1 at s1 and 2 at s2 and are 3 now, behind an NBD door and a guest's.
+/// A server of `web.qcow2`, whose first 64 KiB were 1 at s1 and 2 at s2 and are 3 now, behind an NBD export and a guest's.
 fn start(images: &Images) -> (Server, String, String) {
     images.create("web.qcow2", &["16M"]);
     let (disk, guest) = (images.name("web.qcow2"), images.name("guest.sock"));
@@ -49,27 +49,27 @@ fn revert(server: &Server, args: &[&str]) -> String {
     }
 }
 
-fn doors(server: &Server) -> Value {
-    ask(&server.control(), "GET", "/v1/doors", "").json()["doors"]
+fn exports(server: &Server) -> Value {
+    ask(&server.control(), "GET", "/v1/exports", "").json()["exports"]
         .as_array()
-        .expect("doors")
+        .expect("exports")
         .iter()
-        .map(|door| (door["id"].to_string(), door["address"].clone()))
+        .map(|export| (export["id"].to_string(), export["address"].clone()))
         .collect()
 }
 
 #[test]
-fn a_served_disk_goes_back_behind_its_doors_when_nobody_uses_it() {
+fn a_served_disk_goes_back_behind_its_exports_when_nobody_uses_it() {
     let images = Images::new();
     let (server, disk, guest) = start(&images);
-    let before = doors(&server);
+    let before = exports(&server);
     let said = server.ask_err(["snapshot", "revert", &disk, "s1"]);
     assert!(said.contains("--yes") && said.contains("loses what was written"), "{said}");
     let said = revert(&server, &[&disk, "s1", "--yes"]);
     assert!(said.contains("is as at s1 again") && said.contains("web.s2.qcow2: no longer below"), "{said}");
     io(&server, "read -P 1 0 64k");
-    assert_eq!(doors(&server), before);
-    UnixStream::connect(&guest).expect("the guest's door is open again");
+    assert_eq!(exports(&server), before);
+    UnixStream::connect(&guest).expect("the guest's export is open again");
     let shown = ask(&server.control(), "GET", "/v1/disks/web", "").json();
     assert_eq!((&shown["state"], &shown["layers"]), (&"serving".into(), &2.into()), "{shown}");
     // It is written, and has a history, as before.
@@ -178,10 +178,10 @@ fn slow_agent(images: &Images) -> (String, mpsc::Receiver<()>, mpsc::Sender<()>)
 }
 
 #[test]
-fn a_disk_whose_snapshot_waits_for_the_guest_is_neither_reverted_nor_removed_and_keeps_its_doors() {
+fn a_disk_whose_snapshot_waits_for_the_guest_is_neither_reverted_nor_removed_and_keeps_its_exports() {
     let images = Images::new();
     let (server, disk, guest) = start(&images);
-    let before = doors(&server);
+    let before = exports(&server);
     let (agent, is_asked, go) = slow_agent(&images);
     let mut create = support::vmstrata();
     create.args(["snapshot", "create", &disk, "--name", "s3", "--agent", &agent, "--control"]);
@@ -191,13 +191,13 @@ fn a_disk_whose_snapshot_waits_for_the_guest_is_neither_reverted_nor_removed_and
         let said = server.ask_err(args.iter().copied());
         assert!(said.contains("'web' is having a snapshot taken: try again"), "{args:?}: {said}");
     }
-    assert_eq!(doors(&server), before);
+    assert_eq!(exports(&server), before);
     io(&server, "read -P 3 0 64k");
     go.send(()).unwrap();
     assert!(create.wait().unwrap().success());
     revert(&server, &[&disk, "s1", "--yes"]);
     io(&server, "read -P 1 0 64k");
-    UnixStream::connect(&guest).expect("the guest's door is open");
+    UnixStream::connect(&guest).expect("the guest's export is open");
     assert!(server.stop().success());
     assert_clean(Path::new(&disk));
 }

@@ -284,7 +284,7 @@ fn every_command_has_help_with_examples_and_is_completed() {
     );
 }
 
-/// What stock tools read through an NBD door.
+/// What stock tools read through an NBD export.
 fn asks(uri: &str, commands: &[&str]) -> String {
     let read_only = (!commands.iter().any(|command| command.starts_with("write"))).then_some("-r");
     let commands = commands.iter().flat_map(|command| ["-c", command]);
@@ -296,13 +296,13 @@ fn asks(uri: &str, commands: &[&str]) -> String {
 fn a_snapshot_is_served_as_it_was_and_written_only_as_a_clone() {
     let images = Images::new();
     let disk = with_history(&images);
-    let (clone, door) = (images.name("ci.qcow2"), format!("unix:{},rw", images.name("nbd.sock")));
+    let (clone, export) = (images.name("ci.qcow2"), format!("unix:{},rw", images.name("nbd.sock")));
     let specs = [
         format!("path={disk}"),
         format!("path={disk},at=mon"),
         format!("path={disk},at=tue,clone={clone},name=ci"),
     ];
-    let args = ["--disk", &specs[0], "--disk", &specs[1], "--disk", &specs[2], "--nbd", &door];
+    let args = ["--disk", &specs[0], "--disk", &specs[1], "--disk", &specs[2], "--nbd", &export];
     let server = Server::start(&args);
     let said = asks(&server.uri("web@mon"), &["read -P 1 0 1M"]);
     assert!(said.contains("read 1048576") && !said.contains("failed"), "{said}");
@@ -325,7 +325,7 @@ fn a_snapshot_is_served_as_it_was_and_written_only_as_a_clone() {
         (format!("path={disk},at=wed"), "it has tue, mon"),
         (format!("path={disk},at=mon,clone={clone}"), "is no clone of"),
     ] {
-        let error = run_err(1, ["serve", "--disk", &spec, "--nbd", &door]);
+        let error = run_err(1, ["serve", "--disk", &spec, "--nbd", &export]);
         assert!(error.contains(part), "{error}");
     }
 }
@@ -335,13 +335,13 @@ fn a_snapshot_is_served_as_it_was_and_written_only_as_a_clone() {
 fn the_only_disk_is_served_at_a_snapshot_by_a_flag() {
     let images = Images::new();
     let disk = with_history(&images);
-    let (clone, door) = (images.name("ci.qcow2"), format!("unix:{},rw", images.name("nbd.sock")));
+    let (clone, export) = (images.name("ci.qcow2"), format!("unix:{},rw", images.name("nbd.sock")));
     let spec = format!("path={disk}");
-    let server = Server::start(&["--disk", &spec, "--at", "mon", "--nbd", &door]);
+    let server = Server::start(&["--disk", &spec, "--at", "mon", "--nbd", &export]);
     let said = asks(&server.uri("web@mon"), &["read -P 1 0 1M"]);
     assert!(said.contains("read 1048576") && !said.contains("failed"), "{said}");
     server.stop();
-    let server = Server::start(&["--disk", &spec, "--at", "tue", "--clone", &clone, "--nbd", &door]);
+    let server = Server::start(&["--disk", &spec, "--at", "tue", "--clone", &clone, "--nbd", &export]);
     let said = asks(&server.uri("ci"), &["read -P 2 0 1M", "write -P 5 0 64k", "flush"]);
     assert!(!said.contains("failed"), "{said}");
     server.stop();
@@ -365,7 +365,7 @@ fn the_only_disk_is_served_at_a_snapshot_by_a_flag() {
         (&["--disk", &spec, "--clone", &clone], "--at"),
     ];
     for (args, part) in wrong {
-        let error = run_err(64, ["serve", "--nbd", &door].iter().chain(args));
+        let error = run_err(64, ["serve", "--nbd", &export].iter().chain(args));
         assert!(error.contains(part), "{args:?}: {error}");
     }
     assert!(run_ok(["serve", "--help"]).contains("--at <SNAPSHOT>"), "help");

@@ -48,7 +48,7 @@ fn usage_errors_are_64_so_that_2_and_3_mean_what_check_found() {
 }
 
 #[test]
-fn disks_and_doors_that_do_not_fit_together_are_told_before_anything_is_opened() {
+fn disks_and_exports_that_do_not_fit_together_are_told_before_anything_is_opened() {
     for (args, part) in [
         (&["--disk", "path=absent.qcow2"][..], "nothing serves disk 'absent'"),
         (

@@ -2,7 +2,7 @@
 //! history.
 //!
 //! ```text
-//!   doors (vmstrata-export)
+//!   exports (vmstrata-export)
 //!      │ Request                         ▲ Completion
 //!      ▼                                 │
 //!   queue ── lookup ──► disk ──► active ─┴─ frozen map ──► metadata cache

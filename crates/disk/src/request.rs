@@ -1,4 +1,4 @@
-//! A request as the doors hand it in, and how a thread that may block carries it out.
+//! A request as the exports hand it in, and how a thread that may block carries it out.
 
 use vmstrata_store::{SegmentVec, slice};
 use vmstrata_types::{ClusterBits, GuestRange};

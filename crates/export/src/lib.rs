@@ -1,4 +1,4 @@
-//! The doors to a disk: vhost-user-blk for virtual machines, NBD for everything else.
+//! The exports to a disk: vhost-user-blk for virtual machines, NBD for everything else.
 //!
 //! ```text
 //!   guest ──► virtqueues ──► vhost_user ──┐
@@ -6,9 +6,9 @@
 //!   client ──► sockets ────► nbd ─────────┘
 //! ```
 //!
-//! A door turns what its clients ask into ranges of guest bytes and segments of memory, and nothing else:
-//! it holds no data of its own and decides nothing about layers. What comes in through a door is hostile
-//! until checked; no client can harm another one, or take more memory than its door's limits say.
+//! An export turns what its clients ask into ranges of guest bytes and segments of memory, and nothing else:
+//! it holds no data of its own and decides nothing about layers. What comes in through an export is hostile
+//! until checked; no client can harm another one, or take more memory than its export's limits say.
 
 pub mod nbd;
 mod reach;

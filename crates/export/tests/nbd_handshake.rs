@@ -35,7 +35,7 @@ fn a_second_writer_is_refused_by_name_and_readers_are_not() {
     assert!(old.is_hung_up(), "EXPORT_NAME cannot be told");
     client.go("reads");
     drop(guest);
-    // Connections through one door are one writer.
+    // Connections through one export are one writer.
     let mut both = [fixture.client(Style::Structured), fixture.client(Style::Structured)];
     both.iter_mut().for_each(|client| client.write(0, &[1; 512]).unwrap());
     let refused = fixture.disk.attach_writer("a guest", true).unwrap_err();

@@ -1,4 +1,4 @@
-//! The door through libblkio's driver, as a guest would use it, against a flat array.
+//! The export through libblkio's driver, as a guest would use it, against a flat array.
 
 mod vhost_common;
 

@@ -1,7 +1,7 @@
 //! What was added to a running server, kept for the one that comes after it.
 //!
 //! ```text
-//!   POST /v1/disks, doors ──► Host ──► note in the runtime directory ──► the next server on the same control socket
+//!   POST /v1/disks, exports ──► Host ──► note in the runtime directory ──► the next server on the same control socket
 //!   DELETE                ──►      ──► the note without it
 //! ```
 //!
@@ -27,7 +27,7 @@ const VERSION: u32 = 1;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Added {
     pub(crate) disks: Vec<api::DiskSpec>,
-    pub(crate) doors: Vec<api::DoorSpec>,
+    pub(crate) exports: Vec<api::ExportSpec>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -116,12 +116,12 @@ mod tests {
 
     fn some() -> Added {
         let disk = api::DiskSpec { path: "/vms/web.qcow2".to_owned(), ..api::DiskSpec::default() };
-        let door = api::DoorSpec::Nbd(api::NbdSpec {
+        let export = api::ExportSpec::Nbd(api::NbdSpec {
             address: "unix:/run/nbd.sock".to_owned(),
             rw: true,
             ..Default::default()
         });
-        Added { disks: vec![disk], doors: vec![door] }
+        Added { disks: vec![disk], exports: vec![export] }
     }
 
     #[test]

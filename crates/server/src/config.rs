@@ -61,7 +61,7 @@ pub enum ConfigFault {
     /// A disk or socket that makes no sense.
     #[error(transparent)]
     Spec(#[from] SpecError),
-    /// An NBD door that makes no sense.
+    /// An NBD export that makes no sense.
     #[error(transparent)]
     Nbd(#[from] NbdError),
     /// A size that is none.

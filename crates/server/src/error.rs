@@ -18,10 +18,10 @@ pub enum Error {
     /// The engine refused or failed.
     #[error(transparent)]
     Disk(#[from] vmstrata_disk::Error),
-    /// An NBD door cannot be opened.
+    /// An NBD export cannot be opened.
     #[error(transparent)]
     Nbd(#[from] nbd::Error),
-    /// A vhost-user door cannot be opened.
+    /// A vhost-user export cannot be opened.
     #[error("vhost-user socket of '{disk}'")]
     VhostUser {
         /// The disk it is for.
@@ -43,9 +43,9 @@ pub enum Error {
         /// The name.
         name: String,
     },
-    /// No door has this number.
-    #[error("no door has the number {id}")]
-    NoSuchDoor {
+    /// No export has this number.
+    #[error("no export has the number {id}")]
+    NoSuchExport {
         /// The number.
         id: u64,
     },
@@ -120,7 +120,7 @@ pub enum Error {
         "{what} could not be ended in time, as requests are still under way: the files stay locked until those are answered or this server ends"
     )]
     NotEnded {
-        /// A door, or disks.
+        /// An export, or disks.
         what: String,
     },
     /// A disk whose content would change under whoever uses it.

@@ -1,23 +1,23 @@
-//! The registry: which disks and doors there are, and how they come and go while others are served.
+//! The registry: which disks and exports there are, and how they come and go while others are served.
 //!
 //! ```text
-//!   add_disk ──► Opening ──► Serving ──► Closing ──► gone        remove_disk: doors first, then the disk
-//!                   │           │ add_door, remove_door
+//!   add_disk ──► Opening ──► Serving ──► Closing ──► gone        remove_disk: exports first, then the disk
+//!                   │           │ add_export, remove_export
 //!                   └─ failed   ▼          (at the start also ──► Waiting ──► Opening, see `waiting`)
-//!                            doors: vhost-user (one disk), NBD (all disks)
+//!                            exports: vhost-user (one disk), NBD (all disks)
 //! ```
 //!
-//! `revert` goes from Serving through Closing and Opening to Serving, with the doors shut meanwhile.
+//! `revert` goes from Serving through Closing and Opening to Serving, with the exports shut meanwhile.
 //!
 //! Invariants: a disk that was opened is closed, whatever fails after it; only a crash leaves one open, and then its
-//! journal replays. Nobody closes a disk while it is lent (`users`). No door leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
+//! journal replays. Nobody closes a disk while it is lent (`users`). No export leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
 mod added;
 mod background;
 mod counts;
 mod disks;
-mod doors;
+mod exports;
 mod jobs;
 mod quiesce;
 mod report;
@@ -38,19 +38,19 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::broadcast;
-use vmstrata_api::{DoorSpec, Event};
+use vmstrata_api::{Event, ExportSpec};
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
 
 pub(crate) use self::counts::Counted;
 use self::counts::Counts;
-use self::doors::Door;
+use self::exports::Export;
 use self::retention::Due;
 pub(crate) use self::states::look_at;
 use self::users::Users;
 pub(crate) use self::waiting::Wanted;
-use self::waiting::{Wait, WaitingDoor};
+use self::waiting::{Wait, WaitingExport};
 use crate::added::Place;
 use crate::agent::Guards;
 use crate::audit::Audit;
@@ -96,12 +96,12 @@ struct Table {
     /// In the order in which they were added.
     disks: Vec<Entry>,
     /// By their numbers.
-    doors: Vec<(u64, Door)>,
-    /// Doors that are not open, by their numbers.
-    waiting: Vec<WaitingDoor>,
-    /// Doors that were added while the server, or the one before it, ran, also while they are shut for a moment.
-    added_doors: BTreeMap<u64, DoorSpec>,
-    next_door: u64,
+    exports: Vec<(u64, Export)>,
+    /// Exports that are not open, by their numbers.
+    waiting: Vec<WaitingExport>,
+    /// Exports that were added while the server, or the one before it, ran, also while they are shut for a moment.
+    added_exports: BTreeMap<u64, ExportSpec>,
+    next_export: u64,
     /// Changes under way.
     changes: usize,
     is_ending: bool,
@@ -156,12 +156,12 @@ impl Table {
 
     /// The NBD servers, which all disks go through.
     fn nbd(&self) -> Vec<Arc<nbd::Server>> {
-        self.doors.iter().filter_map(|(_, door)| door.nbd()).collect()
+        self.exports.iter().filter_map(|(_, export)| export.nbd()).collect()
     }
 
     /// Connections of NBD clients that use a disk.
     fn nbd_clients(&self, name: &str) -> usize {
-        self.nbd().iter().map(|door| door.connections_of(name)).sum()
+        self.nbd().iter().map(|export| export.connections_of(name)).sum()
     }
 
     fn forget(&mut self, name: &str) {
@@ -180,7 +180,7 @@ impl Drop for Change<'_> {
 }
 
 impl Host {
-    /// A host without disks and doors.
+    /// A host without disks and exports.
     ///
     /// # Errors
     /// A certificate that cannot be used, an audit file that cannot be written.
@@ -236,10 +236,10 @@ impl Host {
         let _ = self.events.send(event);
     }
 
-    /// A door is gone for good.
-    fn door_is_gone(&self, id: u64) {
-        self.table.lock().added_doors.remove(&id);
-        self.tell(Event::DoorRemoved { id });
+    /// An export is gone for good.
+    fn export_is_gone(&self, id: u64) {
+        self.table.lock().added_exports.remove(&id);
+        self.tell(Event::ExportRemoved { id });
     }
 
     fn begin_change(&self) -> Result<(Change<'_>, MutexGuard<'_, Table>), Error> {
@@ -251,23 +251,24 @@ impl Host {
         Ok((Change(self), table))
     }
 
-    /// Ends everything: no more changes, every job ended, every door drained and closed, every disk closed clean. What does not
+    /// Ends everything: no more changes, every job ended, every export drained and closed, every disk closed clean. What does not
     /// end in time is left behind.
     ///
     /// # Errors
     /// What could not be closed, or not clean; the others were all the same.
     pub fn close(&self) -> Result<(), Error> {
         let deadline = Instant::now() + END_PATIENCE;
-        let doors = {
+        let exports = {
             let mut table = self.table.lock();
             table.is_ending = true;
             self.changed.wait_while_until(&mut table, |table| table.changes > 0, deadline);
             table.waiting.clear();
-            std::mem::take(&mut table.doors)
+            std::mem::take(&mut table.exports)
         };
-        doors.iter().for_each(|(_, door)| door.begin_close());
+        exports.iter().for_each(|(_, export)| export.begin_close());
         self.jobs.end_all(deadline);
-        let drained = doors.into_iter().map(|(_, door)| door.close_unflushed()).fold(Ok(()), Result::and);
+        let drained =
+            exports.into_iter().map(|(_, export)| export.close_unflushed()).fold(Ok(()), Result::and);
         drained.and(self.close_disks())
     }
 

@@ -1,15 +1,15 @@
-//! The disks and doors of a host, and the socket that controls them: what `vmstrata serve` runs.
+//! The disks and exports of a host, and the socket that controls them: what `vmstrata serve` runs.
 //!
 //! ```text
-//!   Options ──► run ─┬─ Host: disks, doors (their threads move the data) ◄───┐
+//!   Options ──► run ─┬─ Host: disks, exports (their threads move the data) ◄───┐
 //!                    ├─ control: one thread, HTTP on a unix socket ──────────┘ add, remove, ask
-//!                    └─ signals ──► doors drained ──► disks closed clean
+//!                    └─ signals ──► exports drained ──► disks closed clean
 //! ```
 //!
 //! | module | what it knows |
 //! |---|---|
 //! | [`spec`], [`config`], `options` | what is asked for, checked before any file is touched |
-//! | [`host`] | which disks and doors there are, and how they come and go |
+//! | [`host`] | which disks and exports there are, and how they come and go |
 //! | `jobs` | long work in steps: progress, speed limit, pause, cancel |
 //! | `added` | what was added to a running server, for its successor |
 //! | `audit` | who changed what |

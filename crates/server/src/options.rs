@@ -103,7 +103,7 @@ impl Options {
     /// Names the disk or socket that does not fit.
     pub fn check(&self) -> Result<(), SpecError> {
         check_together(&self.disks, &self.vhost_user, &self.nbd)?;
-        self.nbd.iter().try_for_each(|door| door.check_clients(self.knows_nbd_clients()))
+        self.nbd.iter().try_for_each(|export| export.check_clients(self.knows_nbd_clients()))
     }
 
     /// Whether NBD clients have to show certificates.

@@ -1,4 +1,4 @@
-//! What a server can know of its disks and doors before it opens them: whoever replaces a server had better know before that
+//! What a server can know of its disks and exports before it opens them: whoever replaces a server had better know before that
 //! one has ended.
 //!
 //! A socket that somebody listens on is no fault: that is the server to be replaced. Nor is, for a server that keeps going, what the
@@ -12,7 +12,7 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
 use rustix::fs::{Access, access};
-use vmstrata_api::{DiskStatus, DoorSpec, DoorStatus, ServerStatus};
+use vmstrata_api::{DiskStatus, ExportSpec, ExportStatus, ServerStatus};
 use vmstrata_export::nbd::{self, Address};
 use vmstrata_export::{SocketAccess, vhost_user};
 use vmstrata_store::FileId;
@@ -49,13 +49,14 @@ pub fn preflight(options: &Options, status: &ServerStatus) -> Result<(), Error> 
             host::look_at(disk, &options.allow_backing, |file| held.contains(&file)),
         )?;
     }
-    let is_open =
-        |place: &str| status.doors.iter().any(|door| door.open_error.is_none() && place_of(door) == place);
+    let is_open = |place: &str| {
+        status.exports.iter().any(|export| export.open_error.is_none() && place_of(export) == place)
+    };
     for NbdSpec { address, .. } in &options.nbd {
-        waits(is_open(&address.to_string()), nbd_door(address, &options.nbd_access))?;
+        waits(is_open(&address.to_string()), nbd_export(address, &options.nbd_access))?;
     }
     for spec in &options.vhost_user {
-        waits(is_open(&spec.socket.to_string_lossy()), vhost_user_door(spec))?;
+        waits(is_open(&spec.socket.to_string_lossy()), vhost_user_export(spec))?;
     }
     Ok(())
 }
@@ -68,10 +69,10 @@ fn files_of(disk: &DiskStatus) -> impl Iterator<Item = FileId> + use<> {
     written.into_iter().chain(named)
 }
 
-fn place_of(door: &DoorStatus) -> &str {
-    match &door.door {
-        DoorSpec::VhostUser(spec) => &spec.socket,
-        DoorSpec::Nbd(spec) => &spec.address,
+fn place_of(export: &ExportStatus) -> &str {
+    match &export.export {
+        ExportSpec::VhostUser(spec) => &spec.socket,
+        ExportSpec::Nbd(spec) => &spec.address,
     }
 }
 
@@ -83,7 +84,7 @@ fn metrics_port(address: SocketAddr) -> Result<(), Error> {
     }
 }
 
-fn nbd_door(address: &Address, access: &SocketAccess) -> Result<(), Error> {
+fn nbd_export(address: &Address, access: &SocketAccess) -> Result<(), Error> {
     let found = match address {
         Address::Unix(path) if symlink_metadata(path).is_ok_and(|found| !found.file_type().is_socket()) => {
             Err(io::Error::new(io::ErrorKind::AlreadyExists, "it exists and is not a socket"))
@@ -94,7 +95,7 @@ fn nbd_door(address: &Address, access: &SocketAccess) -> Result<(), Error> {
     found.map_err(|source| nbd::Error::Bind { address: address.to_string(), source }.into())
 }
 
-fn vhost_user_door(spec: &VhostUserSpec) -> Result<(), Error> {
+fn vhost_user_export(spec: &VhostUserSpec) -> Result<(), Error> {
     let path = spec.socket.clone();
     let found = if metadata(&path).is_ok_and(|found| !found.file_type().is_socket()) {
         Err(vhost_user::Error::NotASocket { path })

@@ -15,10 +15,10 @@ use crate::shutdown::Shutdown;
 
 /// Serves until a signal.
 ///
-/// `on_ready` is called once, when every disk and door is open, before whoever waits for that is told.
+/// `on_ready` is called once, when every disk and export is open, before whoever waits for that is told.
 ///
 /// # Errors
-/// When a disk or door cannot be opened, or a disk cannot be closed clean.
+/// When a disk or export cannot be opened, or a disk cannot be closed clean.
 pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<(), Error> {
     let mut shutdown =
         Shutdown::new().map_err(|source| Error::System { action: "take over the signals", source })?;
@@ -48,16 +48,16 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
     Ok(())
 }
 
-/// Opens all disks and doors; if the server is to keep going, what cannot be opened waits.
+/// Opens all disks and exports; if the server is to keep going, what cannot be opened waits.
 fn open_all(options: &Options, host: &Arc<Host>) -> Result<(), Error> {
     if options.keep_going {
         options.disks.iter().try_for_each(|disk| host.add_disk_or_wait(disk.clone()))?;
         let nbd = options.nbd.iter().cloned().map(Wanted::Nbd);
-        let mut doors = nbd.chain(options.vhost_user.iter().cloned().map(Wanted::VhostUser));
-        return doors.try_for_each(|door| host.add_door_or_wait(door).map(drop));
+        let mut exports = nbd.chain(options.vhost_user.iter().cloned().map(Wanted::VhostUser));
+        return exports.try_for_each(|export| host.add_export_or_wait(export).map(drop));
     }
     options.disks.iter().try_for_each(|disk| host.add_disk(disk.clone()))?;
-    options.nbd.iter().try_for_each(|door| host.add_nbd(door).map(drop))?;
+    options.nbd.iter().try_for_each(|export| host.add_nbd(export).map(drop))?;
     options.vhost_user.iter().try_for_each(|socket| host.add_vhost_user(socket.clone()).map(drop))
 }
 

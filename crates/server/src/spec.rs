@@ -3,10 +3,10 @@
 //! ```text
 //!   --disk, --vhost-user ─┐
 //!   configuration file   ─┼─► api::DiskSpec, api::VhostUserSpec ──► DiskSpec, VhostUserSpec ──► Host
-//!   POST /v1/disks, doors ┘             as written                       checked
+//!   POST /v1/disks, exports ┘             as written                       checked
 //! ```
 //!
-//! Names tie disks and doors together: a disk has one, a vhost-user socket serves the disk of that name, and NBD
+//! Names tie disks and exports together: a disk has one, a vhost-user socket serves the disk of that name, and NBD
 //! clients ask for it as export name.
 
 mod disk;
@@ -133,7 +133,7 @@ pub enum SpecError {
     },
     /// A disk that nobody could reach.
     #[error("nothing serves disk '{disk}': add --vhost-user {disk}=/path.sock or --nbd unix:/path")]
-    NoDoor {
+    NoExport {
         /// The disk.
         disk: String,
     },
@@ -144,7 +144,7 @@ pub enum SpecError {
     #[error("keep: {0}")]
     Keep(#[from] KeepError),
     /// A right to write for everybody, and rights for some.
-    #[error("'rw' is for all clients of a door, and 'allow' names some: say rw with those that may write")]
+    #[error("'rw' is for all clients of an export, and 'allow' names some: say rw with those that may write")]
     WritersTwice,
     /// A client that no certificate names so.
     #[error("'{client}' names no client: write CN=, DNS= or URI= and a name in its certificate")]
@@ -169,7 +169,7 @@ pub enum SpecError {
         /// The address.
         address: String,
     },
-    /// Two doors at one path.
+    /// Two exports at one path.
     #[error("socket {} is given twice", path.display())]
     SocketTwice {
         /// The path.
@@ -184,11 +184,11 @@ pub struct VhostUserSpec {
     pub disk: String,
     /// The socket to listen on.
     pub socket: PathBuf,
-    /// How many virtqueues are offered; `None` leaves it to the door.
+    /// How many virtqueues are offered; `None` leaves it to the export.
     pub queues: Option<NonZeroU16>,
-    /// How many threads serve them; `None` leaves it to the door.
+    /// How many threads serve them; `None` leaves it to the export.
     pub threads: Option<NonZeroU16>,
-    /// How long a queue thread polls before it sleeps; `None` leaves it to the door.
+    /// How long a queue thread polls before it sleeps; `None` leaves it to the export.
     pub poll_us: Option<u32>,
     /// What the guest reads as the disk's serial number.
     pub serial: Option<String>,

@@ -189,7 +189,7 @@ impl GuestRange {
     /// # Panics
     /// When the run passes 2^64: check requests with [`GuestRange::fits`] where they come in.
     pub const fn end(self) -> GuestOffset {
-        self.checked_end().expect("range checked at the door")
+        self.checked_end().expect("range checked when it was taken")
     }
 
     /// Whether the whole run lies on a disk of `disk_size` bytes.

@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn stock_qemu_serves_both_doors_and_stops() {
+    fn stock_qemu_serves_both_exports_and_stops() {
         let dir = tempfile::tempdir().unwrap();
         let plan = crate::chain::Plan {
             layers: 2,

@@ -27,7 +27,7 @@ impl Writer {
         Self(index as u32)
     }
 
-    /// Data written through a door, `round` telling one pass over the disk from another.
+    /// Data written through an export, `round` telling one pass over the disk from another.
     pub const fn client(round: u16) -> Self {
         Self(0x1_0000 | round as u32)
     }

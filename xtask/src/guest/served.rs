@@ -11,14 +11,14 @@ use crate::bench::server::{self, Disk, Kind, Server};
 
 /// How the guest gets to its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Door {
+pub enum Export {
     /// A vhost-user-blk socket.
     VhostUser,
     /// An NBD export.
     Nbd,
 }
 
-impl Door {
+impl Export {
     fn socket(self, server: &Server) -> PathBuf {
         match self {
             Self::VhostUser => server.vhost_user(),
@@ -42,7 +42,7 @@ pub struct ServedGuest {
     /// `None` only while the disk is put back.
     server: Option<Server>,
     disk: PathBuf,
-    door: Door,
+    export: Export,
     /// The monitor that vmstrata uses.
     monitor: PathBuf,
     /// QEMU's arguments, without that monitor.
@@ -56,19 +56,19 @@ impl ServedGuest {
     /// When a server or QEMU does not start.
     pub fn start(
         guest: &Guest,
-        (disk, door): (PathBuf, Door),
+        (disk, export): (PathBuf, Export),
         task: Task,
         hardware: &Hardware,
         monitor: PathBuf,
     ) -> Result<Self> {
         let server = serve(&disk)?;
-        let arguments = Vm::arguments(guest, &door.attach(&server), task, hardware);
+        let arguments = Vm::arguments(guest, &export.attach(&server), task, hardware);
         let arguments: Option<Vec<_>> = arguments.into_iter().map(|word| word.into_string().ok()).collect();
         let arguments = arguments.context("arguments that are text")?;
         let mut command = Command::new("qemu-system-x86_64");
         command.args(&arguments).args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
         let vm = Vm::start(command)?;
-        Ok(Self { vm, server: Some(server), disk, door, monitor, arguments })
+        Ok(Self { vm, server: Some(server), disk, export, monitor, arguments })
     }
 
     /// Who serves the disk.
@@ -132,14 +132,14 @@ impl ServedGuest {
         flags: &[&str],
     ) -> Result<()> {
         self.end()?;
-        let socket = self.door.socket(self.server()).display().to_string();
+        let socket = self.export.socket(self.server()).display().to_string();
         self.server.take().context("a server")?.stop()?;
         let kept = self.disk.with_file_name("after.qcow2");
         // There is none before the first time.
         let _ = fs::remove_file(&kept);
         let mut revert = Command::new(server::vmstrata());
         must(revert.args(["snapshot", "revert"]).arg(&self.disk).arg(name).arg("--keep").arg(kept))?;
-        let moved = self.door.socket(self.server.insert(serve(&self.disk)?)).display().to_string();
+        let moved = self.export.socket(self.server.insert(serve(&self.disk)?)).display().to_string();
         self.arguments.iter_mut().for_each(|word| *word = word.replace(&socket, &moved));
         let mut restore = self.vm_monitored(&["restore", snapshot], homes)?;
         // The disk may have the same bytes at another snapshot: the caller knows.
@@ -171,7 +171,7 @@ impl Drop for ServedGuest {
     }
 }
 
-/// Serves a disk through both doors, for writing.
+/// Serves a disk through both exports, for writing.
 ///
 /// # Errors
 /// When the server does not come that far.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use serde_json::Value as Json;
 
-use super::door::{Ask, Door, Request};
+use super::export::{Ask, Export, Request};
 use super::model::{Change, Model};
 use super::nbd::Nbd;
 use super::server::{NAME, PATIENCE, Setup};

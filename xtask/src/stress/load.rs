@@ -11,7 +11,7 @@ use rand::Rng as _;
 use rand::rngs::SmallRng;
 
 use super::config::{Config, Style};
-use super::door::{Ask, Door, Reply, Request};
+use super::export::{Ask, Export, Reply, Request};
 use super::history::Tick;
 use super::model::{Change, Claim, Watch};
 use super::shared::Shared;
@@ -39,7 +39,7 @@ struct InFlight {
 
 /// A connection at work.
 pub(super) struct Worker<D> {
-    pub(super) door: D,
+    pub(super) export: D,
     pub(super) name: String,
     pub(super) style: Style,
     pub(super) random: SmallRng,
@@ -48,7 +48,7 @@ pub(super) struct Worker<D> {
     pub(super) next: VecDeque<(Ask, Sectors)>,
 }
 
-impl<D: Door> Worker<D> {
+impl<D: Export> Worker<D> {
     /// Works until it is told to stop, or the server dies.
     pub(super) fn run(mut self) {
         let mut slots: Vec<Option<InFlight>> = (0..self.shared.config.depth).map(|_| None).collect();
@@ -88,7 +88,7 @@ impl<D: Door> Worker<D> {
                     let (full_changes, scarce) =
                         (self.shared.full_changes(), self.shared.place.images.is_scarce());
                     *slot = Some(InFlight { doing, request, since: Instant::now(), full_changes, scarce });
-                    if let Err(error) = self.door.submit(number, &request, &data) {
+                    if let Err(error) = self.export.submit(number, &request, &data) {
                         return self.lost(error);
                     }
                 }
@@ -98,7 +98,7 @@ impl<D: Door> Worker<D> {
             if slots.iter().all(Option::is_none) {
                 continue;
             }
-            match self.door.replies(LOOK) {
+            match self.export.replies(LOOK) {
                 Ok(replies) => replies.into_iter().try_for_each(|reply| self.answered(slots, reply))?,
                 Err(error) => return self.lost(error),
             }
@@ -147,14 +147,15 @@ impl<D: Door> Worker<D> {
             Some((ask, range)) => (ask, Some(range)),
             None => (self.ask(), None),
         };
-        let fua =
-            self.door.has_fua() && !matches!(ask, Ask::Read | Ask::Flush) && self.random.random_ratio(1, 12);
+        let fua = self.export.has_fua()
+            && !matches!(ask, Ask::Read | Ask::Flush)
+            && self.random.random_ratio(1, 12);
         let mut model = self.shared.model();
         if ask == Ask::Flush {
             let request = Request { ask, range: Sectors::new(0, 0), fua: false };
             return Some((Doing::Flush(model.flush()), request));
         }
-        let limit = model.limit().min(self.door.sectors());
+        let limit = model.limit().min(self.export.sectors());
         let range = drawn.filter(|range| range.end() <= limit);
         let range =
             range.unwrap_or_else(|| range_of(&self.shared.config, self.style, ask, limit, &mut self.random));

@@ -17,7 +17,7 @@ mod below;
 mod config;
 mod disturb;
 mod done;
-mod door;
+mod export;
 mod full;
 mod history;
 mod jobs;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::door::{Ask, Door, Reply, Request};
+use super::export::{Ask, Export, Reply, Request};
 use super::stamp::SECTOR;
 use super::wait;
 
@@ -219,7 +219,7 @@ fn strange(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("NBD: {what}"))
 }
 
-impl Door for Nbd {
+impl Export for Nbd {
     fn submit(&mut self, slot: usize, request: &Request, data: &[u8]) -> io::Result<()> {
         let command: u16 = match request.ask {
             Ask::Read => 0,

@@ -20,7 +20,7 @@ use super::below;
 use super::config::{Config, Style};
 use super::disturb::Disturber;
 use super::done::Done;
-use super::door::Door;
+use super::export::Export;
 use super::judge::{self, Leaks};
 use super::load::Worker;
 use super::model::{Journal, Model};
@@ -221,16 +221,16 @@ impl Round {
         }
         for (number, style) in config.nbd.iter().enumerate() {
             let structured = self.random.random();
-            let door = Nbd::connect(&self.setup.nbd(), NAME, structured)?;
-            workers.push(self.worker(door, format!("NBD, connection {number}, {style:?}"), *style));
+            let export = Nbd::connect(&self.setup.nbd(), NAME, structured)?;
+            workers.push(self.worker(export, format!("NBD, connection {number}, {style:?}"), *style));
         }
         Ok((workers, guest))
     }
 
-    fn worker(&mut self, door: impl Door + 'static, name: String, style: Style) -> JoinHandle<()> {
+    fn worker(&mut self, export: impl Export + 'static, name: String, style: Style) -> JoinHandle<()> {
         let random = SmallRng::from_rng(&mut self.random);
         let worker =
-            Worker { door, name, style, random, shared: Arc::clone(&self.shared), next: VecDeque::new() };
+            Worker { export, name, style, random, shared: Arc::clone(&self.shared), next: VecDeque::new() };
         std::thread::spawn(move || worker.run())
     }
 

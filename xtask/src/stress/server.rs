@@ -35,7 +35,7 @@ pub(super) struct Setup {
 pub(super) struct Knows {
     /// The flag for a disk whose journal is lost.
     discard: bool,
-    /// Doors whose clients only read unless `rw` is said.
+    /// Exports whose clients only read unless `rw` is said.
     rw: bool,
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Error;
 
 use super::config::Config;
-use super::door::Ask;
+use super::export::Ask;
 use super::model::Model;
 use super::place::Place;
 use super::trail::Event;

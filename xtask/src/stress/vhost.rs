@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use blkio::{Blkio, Blkioq, ReqFlags};
 
-use super::door::{Ask, Door, Reply, Request};
+use super::export::{Ask, Export, Reply, Request};
 use super::stamp::SECTOR;
 use crate::bench::client;
 
@@ -66,7 +66,7 @@ pub(super) fn connect(socket: &Path, queues: usize, depth: usize, request_bytes:
     connected().with_context(|| format!("vhost-user at {}", socket.display()))
 }
 
-impl Door for Vhost {
+impl Export for Vhost {
     fn submit(&mut self, slot: usize, request: &Request, data: &[u8]) -> io::Result<()> {
         let (at, length) = (request.range.offset(), request.range.bytes());
         assert!(length <= self.slot_bytes || !matches!(request.ask, Ask::Read | Ask::Write), "{request:?}");

@@ -64,7 +64,7 @@ const BELOW: &[(&str, &[&str])] = &[
     ("xtask", &[]),
 ];
 
-/// Crates below `export` must not see these: asynchronous runtimes, doors, and clients of a network.
+/// Crates below `export` must not see these: asynchronous runtimes, exports, and clients of a network.
 const FOREIGN_TO_ENGINE: [&str; 16] = [
     "async-std",
     "curl",

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use xtask::bench::server;
-pub use xtask::guest::Door;
+pub use xtask::guest::Export;
 use xtask::guest::{self, BOOT_MAX, Guest, Hardware, RootImage, ServedGuest, Task, Vm, spread};
 
 /// Far more than a guest needs for some steps, on a busy machine.
@@ -26,13 +26,13 @@ pub struct Counting {
 
 impl Counting {
     /// A guest of `mib` MiB that has counted some steps.
-    pub fn start(door: Door, task: Task, mib: u32) -> Self {
+    pub fn start(export: Export, task: Task, mib: u32) -> Self {
         let hardware = |dir: &Path| Hardware { memory: Some(dir.join("memory")), mib, ..Hardware::default() };
-        Self::start_on(door, task, hardware)
+        Self::start_on(export, task, hardware)
     }
 
     /// As [`Counting::start`], on what `hardware` makes of a directory in memory.
-    pub fn start_on(door: Door, task: Task, hardware: impl FnOnce(&Path) -> Hardware) -> Self {
+    pub fn start_on(export: Export, task: Task, hardware: impl FnOnce(&Path) -> Hardware) -> Self {
         xtask::build::vmstrata().unwrap();
         let guest = Guest::here().unwrap();
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -41,7 +41,7 @@ impl Counting {
         let disk = spread(&raw, &dir.path().join("chain"), 2).unwrap();
         let hardware = hardware(dir.path());
         let monitor = dir.path().join("qmp");
-        let mut guest = ServedGuest::start(&guest, (disk, door), task, &hardware, monitor).unwrap();
+        let mut guest = ServedGuest::start(&guest, (disk, export), task, &hardware, monitor).unwrap();
         guest.vm.wait_for("guest: count 3", BOOT_MAX).unwrap();
         Self { guest, dir }
     }

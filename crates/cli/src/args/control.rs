@@ -82,7 +82,7 @@ pub struct DiskArgs {
 /// What can be done to the disks of a running server.
 #[derive(Debug, Subcommand)]
 pub enum DiskCommand {
-    /// Show a disk: its doors, what was done to it, and its chain
+    /// Show a disk: its exports, what was done to it, and its chain
     #[command(after_help = "Examples:\n  vmstrata disk show web\n  vmstrata disk show web --json")]
     Show {
         /// The disk's name
@@ -94,7 +94,7 @@ pub enum DiskCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Open a disk; every NBD door serves it from then on
+    /// Open a disk; every NBD export serves it from then on
     #[command(
         after_help = "Examples:\n  vmstrata disk add path=web.qcow2,name=web\n  vmstrata disk add path=web.qcow2,name=web-mon,at=mon\n  vmstrata disk add path=backup.qcow2,read-only --json"
     )]
@@ -110,7 +110,7 @@ pub enum DiskCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Close a disk: its doors are drained, its image is left clean, its files are unlocked
+    /// Close a disk: its exports are drained, its image is left clean, its files are unlocked
     #[command(after_help = "Examples:\n  vmstrata disk remove web\n  vmstrata disk remove web --force")]
     Remove {
         /// The disk's name
@@ -136,26 +136,26 @@ Examples:
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
 
-/// `vmstrata door`
+/// `vmstrata export`
 #[derive(Debug, Args)]
-#[command(after_help = DOOR_HELP)]
-pub struct DoorArgs {
+#[command(after_help = EXPORT_HELP)]
+pub struct ExportArgs {
     /// What to do.
     #[command(subcommand)]
-    pub command: DoorCommand,
+    pub command: ExportCommand,
 }
 
-/// What can be done to the doors of a running server.
+/// What can be done to the exports of a running server.
 #[derive(Debug, Subcommand)]
-pub enum DoorCommand {
-    /// Open a door to a disk, or to all
+pub enum ExportCommand {
+    /// Open an export to a disk, or to all
     #[command(
-        after_help = "Examples:\n  vmstrata door add --vhost-user web=/run/web.sock,queues=4\n  vmstrata door add --nbd unix:/run/nbd.sock"
+        after_help = "Examples:\n  vmstrata export add --vhost-user web=/run/web.sock,queues=4\n  vmstrata export add --nbd unix:/run/nbd.sock"
     )]
     Add {
         /// What to open.
         #[command(flatten)]
-        door: NewDoor,
+        export: NewExport,
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,
@@ -163,13 +163,13 @@ pub enum DoorCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Close a door: requests in flight are finished, its clients are let go, its disks stay
+    /// Close an export: requests in flight are finished, its clients are let go, its disks stay
     #[command(
-        after_help = "Examples:\n  vmstrata door remove /run/web.sock\n  vmstrata door remove unix:/run/nbd.sock --force"
+        after_help = "Examples:\n  vmstrata export remove /run/web.sock\n  vmstrata export remove unix:/run/nbd.sock --force"
     )]
     Remove {
-        /// The door's number, socket or address, as `vmstrata status` shows it
-        door: String,
+        /// The export's number, socket or address, as `vmstrata status` shows it
+        export: String,
         /// Also from under a guest that is attached
         #[arg(long)]
         force: bool,
@@ -182,10 +182,10 @@ pub enum DoorCommand {
     },
 }
 
-/// One door.
+/// One export.
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
-pub struct NewDoor {
+pub struct NewExport {
     /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]
     /// [,group=GROUP][,mode=MODE]
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
@@ -196,11 +196,11 @@ pub struct NewDoor {
     pub nbd: Option<NbdSpec>,
 }
 
-const DOOR_HELP: &str = "\
+const EXPORT_HELP: &str = "\
 Examples:
-  vmstrata door add --vhost-user web=/run/web.sock,queues=4
-  vmstrata door add --nbd unix:/run/nbd.sock
-  vmstrata door add --nbd unix:/run/restore.sock,rw
-  vmstrata door remove /run/web.sock
+  vmstrata export add --vhost-user web=/run/web.sock,queues=4
+  vmstrata export add --nbd unix:/run/nbd.sock
+  vmstrata export add --nbd unix:/run/restore.sock,rw
+  vmstrata export remove /run/web.sock
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";

@@ -70,7 +70,7 @@ pub struct ServeArgs {
     /// Let in only NBD clients with a certificate signed by these (PEM)
     #[arg(long, value_name = "FILE", requires = "nbd_tls_cert")]
     pub nbd_tls_client_ca: Option<PathBuf>,
-    /// Go on without disks and doors that cannot be opened, and try them again until they can: `vmstrata status` says why
+    /// Go on without disks and exports that cannot be opened, and try them again until they can: `vmstrata status` says why
     #[arg(long)]
     pub keep_going: bool,
     /// Where backing files may be.
@@ -79,14 +79,14 @@ pub struct ServeArgs {
     /// Resources all disks share.
     #[command(flatten)]
     pub resources: ResourceArgs,
-    /// Listen here for `vmstrata status`, `disk`, `door` and others; fail if another server does
+    /// Listen here for `vmstrata status`, `disk`, `export` and others; fail if another server does
     /// [default: control.sock in the runtime directory, unless another server has it]
     #[arg(long, value_name = "PATH", conflicts_with = "no_control")]
     pub control: Option<PathBuf>,
     /// Take over from the server that has the control socket: ask it to drain, close and end, then open the same disks
     #[arg(long, conflicts_with = "no_control")]
     pub replace: bool,
-    /// Begin without the disks and doors that were added to the server before on this control socket
+    /// Begin without the disks and exports that were added to the server before on this control socket
     #[arg(long, conflicts_with = "no_control")]
     pub forget_added: bool,
     /// Open disks without the writes that a killed server had not flushed, where its journal is missing or does not fit the
@@ -144,18 +144,18 @@ The file has the flags' names as keys, without the dashes: nbd = [\"unix:/run/nb
 each disk is a table [[disk]] with path, name and so on, each guest's socket a table [[vhost-user]] with disk,
 socket and so on. Paths in it are seen from its directory. A flag replaces the file's value, lists as a whole.
 
-A server that cannot open one of its disks or doors does not start. With --keep-going it serves the others, and tries again
-until it can or until `vmstrata disk remove` or `door remove` gives it up; status, metrics and the log say why it waits.
+A server that cannot open one of its disks or exports does not start. With --keep-going it serves the others, and tries again
+until it can or until `vmstrata disk remove` or `export remove` gives it up; status, metrics and the log say why it waits.
 
-A disk has one writer: while a guest is attached, an NBD client of a door with rw is refused by name, and the other way
-round, unless both doors say share. Connections through one door are one writer; readers may always come in.
+A disk has one writer: while a guest is attached, an NBD client of an export with rw is refused by name, and the other way
+round, unless both exports say share. Connections through one export are one writer; readers may always come in.
 
 An NBD address that other hosts can reach needs TLS with client certificates, or says insecure.
 
 A comma inside a value is written twice: path=/a,,b.qcow2. When ready, the server prints how to attach each
 disk to QEMU, libvirt, cloud-hypervisor and NBD clients. Under systemd use Type=notify.
 
-An upgrade under running guests: vmstrata serve --replace with the arguments of the server that runs. Disks and doors that were
+An upgrade under running guests: vmstrata serve --replace with the arguments of the server that runs. Disks and exports that were
 added to it are taken over, here as after any other end of a server, until the host is rebooted. Guests with
 reconnect=1 and NBD clients with reconnect-delay wait for a moment and notice nothing else.
 

@@ -263,7 +263,7 @@ Snapshots newer than NAME are not removed: their files stay, and a disk kept wit
 shows them, and `vmstrata gc` removes those that nothing needs.
 It is refused while one of those is held (vmstrata snapshot hold). Images that stand on the disk itself, not on a snapshot of it, would read other data: it is refused without --force, and
 while one of them is in use.
-A served disk goes back while no guest and no client is connected to it, and is behind the same doors again then.
+A served disk goes back while no guest and no client is connected to it, and is behind the same exports again then.
 Exit codes: 0 reverted, 1 not (the disk is as it was), 64 wrong usage.";
 
 /// `vmstrata snapshot clone`

@@ -71,9 +71,9 @@ fn to_text(added: &DiskDetail, number: usize) -> String {
     let disk = &added.disk;
     let layers = counted(disk.layers.unwrap_or_default(), "layer");
     let size = short_size(disk.size_bytes.unwrap_or_default());
-    let attach = attachments(&disk.name, number, &added.doors);
-    let hint = if added.doors.is_empty() {
-        format!("  no door leads to it: vmstrata door add --vhost-user {}=/path.sock\n", disk.name)
+    let attach = attachments(&disk.name, number, &added.exports);
+    let hint = if added.exports.is_empty() {
+        format!("  no export leads to it: vmstrata export add --vhost-user {}=/path.sock\n", disk.name)
     } else {
         String::new()
     };

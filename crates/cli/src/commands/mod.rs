@@ -6,7 +6,7 @@ pub mod completions;
 pub mod create;
 pub mod diff;
 pub mod disk;
-pub mod door;
+pub mod export;
 pub mod gc;
 pub mod index;
 pub mod info;

@@ -16,13 +16,13 @@ use vmstrata_server::{ControlPlace, Options};
 use crate::args::{ControlArgs, EXIT_USAGE, ServeArgs, ThawGuardArgs};
 use crate::client::Client;
 
-/// How long a server that is replaced may take to drain its doors and close its disks.
+/// How long a server that is replaced may take to drain its exports and close its disks.
 const REPLACE_PATIENCE: Duration = Duration::from_secs(300);
 
 /// Serves until a signal.
 ///
 /// # Errors
-/// When the configuration, a disk or a door cannot be used, or a disk cannot be closed clean.
+/// When the configuration, a disk or an export cannot be used, or a disk cannot be closed clean.
 pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let file = args.config.as_deref().map(Settings::read).transpose()?.unwrap_or_default();
     let flags = match args.settings() {

@@ -3,14 +3,14 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use vmstrata_api::{DiskState, DiskStatus, DoorSpec, DoorStatus, ServerStatus};
+use vmstrata_api::{DiskState, DiskStatus, ExportSpec, ExportStatus, ServerStatus};
 
 use crate::args::StatusArgs;
 use crate::client::Client;
 use crate::output::{Table, counted, print, print_json, share, share_of};
 use crate::units::short_size;
 
-/// Shows the server's disks and doors.
+/// Shows the server's disks and exports.
 ///
 /// # Errors
 /// When no server answers.
@@ -27,9 +27,9 @@ pub fn run(args: &StatusArgs) -> Result<ExitCode> {
 fn to_text(status: &ServerStatus) -> String {
     let mut disks = Table::new(["DISK", "STATE", "MODE", "SIZE", "LAYERS", "HITS", "FILE"]);
     status.disks.iter().for_each(|disk| disks.row(disk_row(disk)));
-    let mut doors = Table::new(["DOOR", "KIND", "DISK", "AT", "USE"]);
-    status.doors.iter().for_each(|door| doors.row(door_row(door)));
-    format!("{}\n\n{disks}{}\n{doors}", headline(status), failures(status))
+    let mut exports = Table::new(["EXPORT", "KIND", "DISK", "AT", "USE"]);
+    status.exports.iter().for_each(|export| exports.row(export_row(export)));
+    format!("{}\n\n{disks}{}\n{exports}", headline(status), failures(status))
 }
 
 /// The line that says which server this is and how full it is.
@@ -47,17 +47,17 @@ pub fn headline(status: &ServerStatus) -> String {
     )
 }
 
-/// A line for each disk that takes no more writes, for each disk and door that is not open, and for a host without io_uring.
+/// A line for each disk that takes no more writes, for each disk and export that is not open, and for a host without io_uring.
 pub fn failures(status: &ServerStatus) -> String {
     let failed = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.failed.as_ref()?)));
     let failed = failed.map(|(name, why)| format!("{name} takes no more writes: {why}\n"));
     let disks = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.open_error.as_ref()?)));
     let disks = disks.map(|(name, why)| format!("{name} is not open, and is tried again: {why}\n"));
-    let doors = status.doors.iter().filter_map(|door| Some((door.id, door.open_error.as_ref()?)));
-    let doors = doors.map(|(id, why)| format!("door {id} is not open, and is tried again: {why}\n"));
+    let exports = status.exports.iter().filter_map(|export| Some((export.id, export.open_error.as_ref()?)));
+    let exports = exports.map(|(id, why)| format!("export {id} is not open, and is tried again: {why}\n"));
     let slow = status.io_uring_refused.iter();
     let slow = slow.map(|why| format!("io_uring is refused, and threads carry requests out: {why}\n"));
-    failed.chain(disks).chain(doors).chain(slow).collect()
+    failed.chain(disks).chain(exports).chain(slow).collect()
 }
 
 /// What a disk is doing, in a word or two.
@@ -90,22 +90,22 @@ fn disk_row(disk: &DiskStatus) -> [String; 7] {
     ]
 }
 
-fn door_row(door: &DoorStatus) -> [String; 5] {
-    let (kind, disk, at) = match &door.door {
-        DoorSpec::VhostUser(spec) => ("vhost-user", spec.disk.as_str(), &spec.socket),
-        DoorSpec::Nbd(spec) if !spec.allow.is_empty() => ("nbd, by client", "(all)", &spec.address),
-        DoorSpec::Nbd(spec) if spec.rw => ("nbd, rw", "(all)", &spec.address),
-        DoorSpec::Nbd(spec) => ("nbd", "(all)", &spec.address),
+fn export_row(export: &ExportStatus) -> [String; 5] {
+    let (kind, disk, at) = match &export.export {
+        ExportSpec::VhostUser(spec) => ("vhost-user", spec.disk.as_str(), &spec.socket),
+        ExportSpec::Nbd(spec) if !spec.allow.is_empty() => ("nbd, by client", "(all)", &spec.address),
+        ExportSpec::Nbd(spec) if spec.rw => ("nbd, rw", "(all)", &spec.address),
+        ExportSpec::Nbd(spec) => ("nbd", "(all)", &spec.address),
     };
-    let used = match (&door.door, door.connections.unwrap_or_default()) {
-        _ if door.open_error.is_some() => "not open".to_owned(),
-        (DoorSpec::Nbd(_), connections) => counted(connections, "connection"),
-        (DoorSpec::VhostUser(_), guests) => {
-            let requests = counted(door.counters.unwrap_or_default().requests, "request");
+    let used = match (&export.export, export.connections.unwrap_or_default()) {
+        _ if export.open_error.is_some() => "not open".to_owned(),
+        (ExportSpec::Nbd(_), connections) => counted(connections, "connection"),
+        (ExportSpec::VhostUser(_), guests) => {
+            let requests = counted(export.counters.unwrap_or_default().requests, "request");
             format!("{}, {requests}", if guests > 0 { "guest attached" } else { "no guest" })
         }
     };
-    [door.id.to_string(), kind.to_owned(), disk.to_owned(), at.clone(), used]
+    [export.id.to_string(), kind.to_owned(), disk.to_owned(), at.clone(), used]
 }
 
 /// `3 s`, `5 min 3 s`, `2 h 5 min`, `4 d 2 h`: the two largest units that say something.

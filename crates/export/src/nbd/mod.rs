@@ -178,7 +178,7 @@ impl Drop for Server {
 impl Shared {
     fn accept_from(self: &Arc<Self>, listener: &Listener) {
         tracing::info!(address = %listener.address(), "NBD server listens");
-        let door = Arc::new(listener.address().clone());
+        let export = Arc::new(listener.address().clone());
         loop {
             let mut ready =
                 [PollFd::new(listener, PollFlags::IN), PollFd::new(&self.stop_event, PollFlags::IN)];
@@ -187,7 +187,7 @@ impl Shared {
                 return;
             }
             match listener.accept() {
-                Ok(Some((socket, address))) => self.admit(socket, address, &door),
+                Ok(Some((socket, address))) => self.admit(socket, address, &export),
                 Ok(None) => {}
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
@@ -200,28 +200,28 @@ impl Shared {
         }
     }
 
-    fn admit(self: &Arc<Self>, socket: OwnedFd, address: Option<IpAddr>, door: &Arc<Address>) {
+    fn admit(self: &Arc<Self>, socket: OwnedFd, address: Option<IpAddr>, export: &Arc<Address>) {
         let socket = Arc::new(socket);
         let Some(ticket) = self.connections.admit(socket.clone(), address, &self.limits) else {
-            // A crowd at the door must not fill the log: once is said for each time the house fills up.
+            // A crowd at the export must not fill the log: once is said for each time the house fills up.
             if !self.is_full.swap(true, Ordering::Relaxed) {
                 tracing::warn!(limit = self.limits.connections, "too many connections: more are refused");
             }
             return;
         };
         self.is_full.store(false, Ordering::Relaxed);
-        if let Err(error) = self.spawn(ticket, socket, Arc::clone(door)) {
+        if let Err(error) = self.spawn(ticket, socket, Arc::clone(export)) {
             tracing::warn!(%error, "cannot start a thread for a connection");
         }
     }
 
-    fn spawn(self: &Arc<Self>, ticket: Ticket, socket: Arc<OwnedFd>, door: Arc<Address>) -> io::Result<()> {
+    fn spawn(self: &Arc<Self>, ticket: Ticket, socket: Arc<OwnedFd>, export: Arc<Address>) -> io::Result<()> {
         let shared = self.clone();
         let thread = std::thread::Builder::new().name(format!("nbd-{}", ticket.id()));
         thread.spawn(move || {
             turns::answer_promptly();
             let connection = ticket.id();
-            match shared.serve(Caller { ticket: &ticket, door: &door }, Transport::new(socket)) {
+            match shared.serve(Caller { ticket: &ticket, export: &export }, Transport::new(socket)) {
                 Ok(()) | Err(End::Gone) => tracing::debug!(connection, "NBD connection closed"),
                 Err(end @ End::Engine(_)) => tracing::error!(connection, %end, "NBD connection failed"),
                 Err(end) => tracing::info!(connection, %end, "NBD connection ended"),

@@ -1,4 +1,4 @@
-//! The vhost-user-blk door: a disk for virtual machines, through rings in their own memory.
+//! The vhost-user-blk export: a disk for virtual machines, through rings in their own memory.
 //!
 //! ```text
 //!  frontend (QEMU, cloud-hypervisor, ...)            one server, one disk

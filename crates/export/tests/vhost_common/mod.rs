@@ -1,4 +1,4 @@
-//! What the tests of the vhost-user door share.
+//! What the tests of the vhost-user export share.
 
 #![allow(dead_code, unreachable_pub, reason = "each test uses its own part")]
 

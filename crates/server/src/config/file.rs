@@ -82,7 +82,7 @@ struct VhostUser {
     mode: Option<String>,
 }
 
-/// An NBD door: its address, or a table with more.
+/// An NBD export: its address, or a table with more.
 #[derive(Clone, Debug)]
 struct Nbd(api::NbdSpec);
 
@@ -142,7 +142,7 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         disks: each(file.disk, |disk| disk_spec(disk, directory))?,
         keep_going: file.keep_going,
         vhost_user: each(file.vhost_user, |socket| vhost_user_spec(socket, directory))?,
-        nbd: each(file.nbd, |Nbd(door)| Ok(NbdSpec::try_from(door)?.seen_from(directory)))?,
+        nbd: each(file.nbd, |Nbd(export)| Ok(NbdSpec::try_from(export)?.seen_from(directory)))?,
         nbd_access: SocketAccess {
             owner: one(file.nbd_owner, |owner| Ok(parse_account(owner)?))?,
             group: one(file.nbd_group, |group| Ok(parse_account(group)?))?,

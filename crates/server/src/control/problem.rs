@@ -71,7 +71,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::Spec(_) => (422, "invalid"),
         Error::Served { .. } => (409, "already-served"),
         Error::NoSuchDisk { .. } => (404, "no-such-disk"),
-        Error::NoSuchDoor { .. } => (404, "no-such-door"),
+        Error::NoSuchExport { .. } => (404, "no-such-export"),
         Error::NoSuchJob { .. } => (404, "no-such-job"),
         Error::JobExists { .. } => (409, "job-exists"),
         Error::TooManyJobs { .. } => (503, "too-many-jobs"),

@@ -11,7 +11,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::problem::{no_such_method, no_such_path};
-use super::routes::{disks, doors, events, jobs, metrics, snapshots, status};
+use super::routes::{disks, events, exports, jobs, metrics, snapshots, status};
 use crate::host::Host;
 
 #[derive(utoipa::OpenApi)]
@@ -26,7 +26,7 @@ use crate::host::Host;
     tags(
         (name = "server", description = "The server as a whole"),
         (name = "disks", description = "Disks come and go while others are served"),
-        (name = "doors", description = "Where guests and NBD clients come in"),
+        (name = "exports", description = "Where guests and NBD clients come in"),
         (name = "jobs", description = "Long work beside the guests")
     )
 )]
@@ -44,8 +44,8 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(disks::list, disks::add))
         .routes(routes!(disks::show, disks::remove))
         .routes(routes!(disks::resize))
-        .routes(routes!(doors::list, doors::add))
-        .routes(routes!(doors::show, doors::remove))
+        .routes(routes!(exports::list, exports::add))
+        .routes(routes!(exports::show, exports::remove))
         .routes(routes!(snapshots::take))
         .routes(routes!(snapshots::revert))
         .routes(routes!(jobs::list, jobs::start))
@@ -160,11 +160,11 @@ mod tests {
         assert!(
             ["DiskSpec", "SizeSpec", "SnapshotSpec", "RevertSpec"].iter().all(|name| closed(&schemas[name]))
         );
-        for name in ["DoorSpec", "JobSpec", "JobChange", "LayerRef"] {
+        for name in ["ExportSpec", "JobSpec", "JobChange", "LayerRef"] {
             let variants = schemas[name]["oneOf"].as_array().unwrap();
             assert!(variants.iter().all(closed), "{name}: {variants:?}");
         }
-        assert_eq!(schemas["DoorSpec"]["oneOf"][0]["properties"]["queues"]["maximum"], 256);
+        assert_eq!(schemas["ExportSpec"]["oneOf"][0]["properties"]["queues"]["maximum"], 256);
     }
 
     #[test]

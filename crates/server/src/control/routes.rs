@@ -1,8 +1,8 @@
 //! The handlers, a module for each noun of the paths.
 
 pub(super) mod disks;
-pub(super) mod doors;
 pub(super) mod events;
+pub(super) mod exports;
 pub(super) mod jobs;
 pub(super) mod metrics;
 pub(super) mod snapshots;

@@ -1,4 +1,4 @@
-//! Disks and doors that are added to the running server, and those that were added to the one before.
+//! Disks and exports that are added to the running server, and those that were added to the one before.
 
 use vmstrata_api as api;
 
@@ -22,18 +22,18 @@ impl Host {
         Ok(())
     }
 
-    /// Opens a door for somebody who asks the running server: its successor opens it, too. Returns its number.
+    /// Opens an export for somebody who asks the running server: its successor opens it, too. Returns its number.
     ///
     /// # Errors
     /// As [`Host::add_vhost_user`] and [`Host::add_nbd`].
-    pub fn add_door_by_hand(&self, door: api::DoorSpec) -> Result<u64, Error> {
-        let wanted = wanted(door)?;
+    pub fn add_export_by_hand(&self, export: api::ExportSpec) -> Result<u64, Error> {
+        let wanted = wanted(export)?;
         let change = self.begin_change()?.0;
         let id = match wanted {
             Wanted::VhostUser(spec) => self.add_vhost_user(spec)?,
             Wanted::Nbd(spec) => self.add_nbd(&spec)?,
         };
-        self.table.lock().door_is_added(id);
+        self.table.lock().export_is_added(id);
         self.note_added(&change);
         Ok(id)
     }
@@ -54,11 +54,11 @@ impl Host {
                 self.table.lock().disk_is_added(&name);
             }
         }
-        for door in added.doors {
-            if let Some(wanted) = self.new_door(door) {
+        for export in added.exports {
+            if let Some(wanted) = self.new_export(export) {
                 tracing::info!(at = wanted.place(), "was added to the server before");
-                let id = self.add_door_or_wait(wanted)?;
-                self.table.lock().door_is_added(id);
+                let id = self.add_export_or_wait(wanted)?;
+                self.table.lock().export_is_added(id);
             }
         }
         // Whoever asks this server meanwhile changes nothing of the note: it is whole at any time.
@@ -74,10 +74,11 @@ impl Host {
         self.table.lock().entry(&spec.name).is_none().then_some(spec)
     }
 
-    /// A door that the options do not have, to a disk that is there.
-    fn new_door(&self, door: api::DoorSpec) -> Option<Wanted> {
-        let wanted =
-            wanted(door).inspect_err(|error| tracing::error!(%error, "a door is not taken over")).ok()?;
+    /// An export that the options do not have, to a disk that is there.
+    fn new_export(&self, export: api::ExportSpec) -> Option<Wanted> {
+        let wanted = wanted(export)
+            .inspect_err(|error| tracing::error!(%error, "an export is not taken over"))
+            .ok()?;
         let table = self.table.lock();
         let leads_somewhere = match &wanted {
             Wanted::VhostUser(spec) => table.entry(&spec.disk).is_some(),
@@ -99,15 +100,15 @@ impl Host {
 }
 
 /// What is asked for, with the socket's whole path: the successor may be started elsewhere.
-fn wanted(door: api::DoorSpec) -> Result<Wanted, Error> {
+fn wanted(export: api::ExportSpec) -> Result<Wanted, Error> {
     let failed = |source| Error::System { action: "find the directory it was started in", source };
-    Ok(match door {
-        api::DoorSpec::VhostUser(asked) => {
+    Ok(match export {
+        api::ExportSpec::VhostUser(asked) => {
             let spec = VhostUserSpec::try_from(asked)?;
             let socket = std::path::absolute(&spec.socket).map_err(failed)?;
             Wanted::VhostUser(VhostUserSpec { socket, ..spec })
         }
-        api::DoorSpec::Nbd(asked) => Wanted::Nbd(NbdSpec::try_from(asked)?.absolute().map_err(failed)?),
+        api::ExportSpec::Nbd(asked) => Wanted::Nbd(NbdSpec::try_from(asked)?.absolute().map_err(failed)?),
     })
 }
 
@@ -118,11 +119,11 @@ impl Table {
         }
     }
 
-    fn door_is_added(&mut self, id: u64) {
-        let open = self.doors.iter().map(|(id, door)| (*id, door.spec()));
-        let mut all = open.chain(self.waiting.iter().map(|door| (door.id, door.wanted.spec())));
+    fn export_is_added(&mut self, id: u64) {
+        let open = self.exports.iter().map(|(id, export)| (*id, export.spec()));
+        let mut all = open.chain(self.waiting.iter().map(|export| (export.id, export.wanted.spec())));
         let added = all.find(|(number, _)| *number == id);
-        self.added_doors.extend(added);
+        self.added_exports.extend(added);
     }
 
     /// What was added and is there.
@@ -130,20 +131,20 @@ impl Table {
         let disks = self.disks.iter().filter(|entry| entry.is_added);
         Added {
             disks: disks.map(|entry| (&entry.spec).into()).collect(),
-            doors: self.added_doors.values().cloned().collect(),
+            exports: self.added_exports.values().cloned().collect(),
         }
     }
 
-    /// Where doors are.
+    /// Where exports are.
     fn places(&self) -> impl Iterator<Item = String> {
-        let open = self.doors.iter().map(|(_, door)| place_of(&door.spec()));
-        open.chain(self.waiting.iter().map(|door| door.wanted.place()))
+        let open = self.exports.iter().map(|(_, export)| place_of(&export.spec()));
+        open.chain(self.waiting.iter().map(|export| export.wanted.place()))
     }
 }
 
-fn place_of(door: &api::DoorSpec) -> String {
-    match door {
-        api::DoorSpec::VhostUser(spec) => spec.socket.clone(),
-        api::DoorSpec::Nbd(spec) => spec.address.clone(),
+fn place_of(export: &api::ExportSpec) -> String {
+    match export {
+        api::ExportSpec::VhostUser(spec) => spec.socket.clone(),
+        api::ExportSpec::Nbd(spec) => spec.address.clone(),
     }
 }

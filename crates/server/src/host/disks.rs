@@ -12,7 +12,7 @@ use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Unflushed};
 use vmstrata_export::nbd;
 use vmstrata_store::{FileError, FileId, LockError};
 
-use super::doors::Door;
+use super::exports::Export;
 use super::users::{Lent, PATIENCE};
 use super::{Change, Entry, Host, Phase, states};
 use crate::error::{Error, NotClean};
@@ -24,7 +24,7 @@ const LAST_LOOK: Duration = Duration::from_secs(5);
 const CLOSED_AT_ONCE: usize = 32;
 
 impl Host {
-    /// Opens a disk and exports it through every NBD door.
+    /// Opens a disk, which every NBD export then serves.
     ///
     /// # Errors
     /// A name that is taken, a chain that cannot be opened, a server that is ending.
@@ -131,25 +131,25 @@ impl Host {
         self.let_in(spec, disk)
     }
 
-    /// Shows an open disk to NBD clients, and to whoever opens a door.
+    /// Shows an open disk to NBD clients, and to whoever opens an export.
     pub(super) fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<Lent, Error> {
         let mut table = self.table.lock();
-        match table.doors.iter().try_for_each(|(_, door)| door.show(&spec.name, &disk)) {
+        match table.exports.iter().try_for_each(|(_, export)| export.show(&spec.name, &disk)) {
             Ok(()) => {
                 table.set_phase(&spec.name, Phase::Serving(disk));
                 table.lend(&spec.name, "being opened").map(|(_, lent)| lent)
             }
             Err(error) => {
-                let doors = table.nbd();
+                let exports = table.nbd();
                 drop(table);
-                withdraw(&spec.name, &doors);
+                withdraw(&spec.name, &exports);
                 close_and_release(&spec.name, disk)?;
                 Err(error)
             }
         }
     }
 
-    /// Closes a disk: its doors are drained, its image is left clean, its files are unlocked.
+    /// Closes a disk: its exports are drained, its image is left clean, its files are unlocked.
     ///
     /// # Errors
     /// No such disk; one that is not served, or that something is being done with; unless `force`, one that a guest is attached
@@ -162,20 +162,23 @@ impl Host {
         }
         let mut table = self.unused(name, PATIENCE)?;
         let disk = Arc::clone(table.serving(name)?.1);
-        if let Some(guest) = table.doors.iter().find_map(|(_, door)| door.guest_of(name)).filter(|_| !force) {
+        if let Some(guest) =
+            table.exports.iter().find_map(|(_, export)| export.guest_of(name)).filter(|_| !force)
+        {
             return Err(Error::GuestAttached { socket: guest.to_owned() });
         }
         table.set_phase(name, Phase::Closing);
-        let own: Vec<(u64, Door)> = table.doors.extract_if(.., |(_, door)| door.is_only_for(name)).collect();
-        let waiting = table.forget_waiting_doors(name);
+        let own: Vec<(u64, Export)> =
+            table.exports.extract_if(.., |(_, export)| export.is_only_for(name)).collect();
+        let waiting = table.forget_waiting_exports(name);
         let shared = table.nbd();
         drop(table);
-        waiting.into_iter().for_each(|id| self.door_is_gone(id));
+        waiting.into_iter().for_each(|id| self.export_is_gone(id));
         self.jobs.end(Some(name));
         let mut ended = Ok(());
-        for (id, door) in own {
-            ended = ended.and(door.close());
-            self.door_is_gone(id);
+        for (id, export) in own {
+            ended = ended.and(export.close());
+            self.export_is_gone(id);
         }
         withdraw(name, &shared);
         // Closing would wait for what is still under way.
@@ -189,14 +192,14 @@ impl Host {
 }
 
 /// Lets the NBD clients of a disk go.
-fn withdraw(name: &str, doors: &[Arc<nbd::Server>]) {
-    for door in doors {
+fn withdraw(name: &str, exports: &[Arc<nbd::Server>]) {
+    for export in exports {
         // Clients that still wait find the disk closed.
-        door.withdraw(name);
+        export.withdraw(name);
     }
 }
 
-/// Closes a disk that no door leads to any more.
+/// Closes a disk that no export leads to any more.
 pub(super) fn close(name: String, disk: &Disk) -> Result<(), NotClean> {
     disk.close().map_err(|source| {
         tracing::error!(disk = name, "cannot be closed clean: {source}");

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::spec::shown_detect_zeroes;
 
 impl Host {
-    /// The server, its disks and its doors.
+    /// The server, its disks and its exports.
     pub fn status(&self) -> api::ServerStatus {
         api::ServerStatus {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -20,7 +20,7 @@ impl Host {
             io_uring_refused: io_uring_refused().map(ToString::to_string),
             resources: self.resource_status(),
             disks: self.disks(),
-            doors: self.doors(),
+            exports: self.exports(),
         }
     }
 
@@ -41,26 +41,26 @@ impl Host {
         entries.iter().map(disk_status).collect()
     }
 
-    /// All doors, in the order in which they were added.
-    pub fn doors(&self) -> Vec<api::DoorStatus> {
+    /// All exports, in the order in which they were added.
+    pub fn exports(&self) -> Vec<api::ExportStatus> {
         let tls = !matches!(self.tls, TlsMode::Off);
         let table = self.table.lock();
-        let open = table.doors.iter().map(|(id, door)| door.status(*id, tls));
-        let mut doors: Vec<_> = open.chain(table.waiting.iter().map(|door| door.status(tls))).collect();
-        doors.iter_mut().for_each(|door| door.added = table.added_doors.contains_key(&door.id));
-        doors.sort_by_key(|door| door.id);
-        doors
+        let open = table.exports.iter().map(|(id, export)| export.status(*id, tls));
+        let mut exports: Vec<_> = open.chain(table.waiting.iter().map(|export| export.status(tls))).collect();
+        exports.iter_mut().for_each(|export| export.added = table.added_exports.contains_key(&export.id));
+        exports.sort_by_key(|export| export.id);
+        exports
     }
 
-    /// One door.
+    /// One export.
     ///
     /// # Errors
-    /// No such door.
-    pub fn door(&self, id: u64) -> Result<api::DoorStatus, Error> {
-        self.doors().into_iter().find(|door| door.id == id).ok_or(Error::NoSuchDoor { id })
+    /// No such export.
+    pub fn export(&self, id: u64) -> Result<api::ExportStatus, Error> {
+        self.exports().into_iter().find(|export| export.id == id).ok_or(Error::NoSuchExport { id })
     }
 
-    /// One disk, with its chain and its doors.
+    /// One disk, with its chain and its exports.
     ///
     /// # Errors
     /// No such disk.
@@ -76,12 +76,12 @@ impl Host {
             Phase::Serving(disk) => Some(translate(&disk.stats())),
             _ => None,
         };
-        let leads_here = |door: &api::DoorStatus| match &door.door {
-            api::DoorSpec::VhostUser(spec) => spec.disk == name,
-            api::DoorSpec::Nbd(_) => true,
+        let leads_here = |export: &api::ExportStatus| match &export.export {
+            api::ExportSpec::VhostUser(spec) => spec.disk == name,
+            api::ExportSpec::Nbd(_) => true,
         };
-        let doors = self.doors().into_iter().filter(leads_here).collect();
-        Ok(api::DiskDetail { disk: disk_status(entry), chain, doors, stats })
+        let exports = self.exports().into_iter().filter(leads_here).collect();
+        Ok(api::DiskDetail { disk: disk_status(entry), chain, exports, stats })
     }
 
     /// The table as it is now: what takes longer than copying it is done without its lock.

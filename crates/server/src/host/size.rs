@@ -4,7 +4,7 @@ use vmstrata_api::{Event, SizeChange, SizeSpec};
 use vmstrata_disk::Shrink;
 
 use super::Host;
-use super::doors::Door;
+use super::exports::Export;
 use crate::error::Error;
 
 impl Host {
@@ -19,8 +19,8 @@ impl Host {
         let shrink = if asked.shrink { Shrink::Allow } else { Shrink::Refuse };
         let resized = disk.resize(asked.size_bytes, shrink)?;
         let table = self.table.lock();
-        let guests = table.doors.iter().filter_map(|(_, door)| match door {
-            Door::VhostUser { spec, server } if spec.disk == name => Some(server),
+        let guests = table.exports.iter().filter_map(|(_, export)| match export {
+            Export::VhostUser { spec, server } if spec.disk == name => Some(server),
             _ => None,
         });
         // Not what was asked for: someone else may have resized it since.

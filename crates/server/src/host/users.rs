@@ -1,6 +1,6 @@
-//! Who uses a disk besides its doors and its jobs: a snapshot, a resize, a job that begins. Each is done soon.
+//! Who uses a disk besides its exports and its jobs: a snapshot, a resize, a job that begins. Each is done soon.
 //!
-//! Whoever closes a disk shuts its doors and ends its jobs himself. For these he waits *before* he closes it ([`Host::unused`]):
+//! Whoever closes a disk shuts its exports and ends its jobs himself. For these he waits *before* he closes it ([`Host::unused`]):
 //! the files stay locked until the last reference is gone, and a disk that was closed cannot go on being served.
 
 use std::ops::Deref;
@@ -102,7 +102,7 @@ impl Table {
 }
 
 impl Host {
-    /// The table at a moment at which nobody uses the disk but its doors and its jobs.
+    /// The table at a moment at which nobody uses the disk but its exports and its jobs.
     ///
     /// # Errors
     /// No such disk, one that is not served, or one that is used for longer than `patience`: nothing has changed.

@@ -1,13 +1,13 @@
-//! Disks and doors that cannot be opened now, of a server that goes on without them: they are tried again.
+//! Disks and exports that cannot be opened now, of a server that goes on without them: they are tried again.
 //!
 //! ```text
-//!   start ──► opens? ──no──► waits, and the status says why ──► thread:    opens? ──yes──► served, then its doors
+//!   start ──► opens? ──no──► waits, and the status says why ──► thread:    opens? ──yes──► served, then its exports
 //!                                    ▲                             │ no: after twice the time
 //!                                    └─────────────────────────────┘
 //! ```
 //!
 //! Only what a server was started with waits; what is added to one that runs is opened or refused. A waiting disk has its name
-//! and a waiting door its number, as if they were open, so that nobody else takes them.
+//! and a waiting export its number, as if they were open, so that nobody else takes them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -50,7 +50,7 @@ impl Wait {
     }
 }
 
-/// A reason as the status says it: what is wrong with a disk is said of the disk, and not of its doors again.
+/// A reason as the status says it: what is wrong with a disk is said of the disk, and not of its exports again.
 fn why(error: &Error) -> String {
     match error {
         Error::NotOpen { name, .. } => format!("disk '{name}' is not open"),
@@ -58,7 +58,7 @@ fn why(error: &Error) -> String {
     }
 }
 
-/// A door to open.
+/// An export to open.
 #[derive(Clone, Debug)]
 pub(crate) enum Wanted {
     VhostUser(VhostUserSpec),
@@ -70,10 +70,10 @@ impl Wanted {
         matches!(self, Self::VhostUser(spec) if spec.disk == name)
     }
 
-    pub(super) fn spec(&self) -> api::DoorSpec {
+    pub(super) fn spec(&self) -> api::ExportSpec {
         match self {
-            Self::VhostUser(spec) => api::DoorSpec::VhostUser(spec.into()),
-            Self::Nbd(spec) => api::DoorSpec::Nbd(spec.into()),
+            Self::VhostUser(spec) => api::ExportSpec::VhostUser(spec.into()),
+            Self::Nbd(spec) => api::ExportSpec::Nbd(spec.into()),
         }
     }
 
@@ -85,21 +85,21 @@ impl Wanted {
     }
 }
 
-/// A door that is not open.
+/// An export that is not open.
 #[derive(Clone, Debug)]
-pub(super) struct WaitingDoor {
+pub(super) struct WaitingExport {
     pub(super) id: u64,
     pub(super) wanted: Wanted,
     wait: Wait,
 }
 
-impl WaitingDoor {
-    pub(super) fn status(&self, tls: bool) -> api::DoorStatus {
+impl WaitingExport {
+    pub(super) fn status(&self, tls: bool) -> api::ExportStatus {
         let tls = tls && matches!(self.wanted, Wanted::Nbd(_));
-        let (door, open_error) = (self.wanted.spec(), Some(self.wait.why.clone()));
-        api::DoorStatus {
+        let (export, open_error) = (self.wanted.spec(), Some(self.wait.why.clone()));
+        api::ExportStatus {
             id: self.id,
-            door,
+            export,
             added: false,
             open_error,
             connections: None,
@@ -118,10 +118,10 @@ impl Table {
         }
     }
 
-    /// Gives up the doors of a disk that are not open; their numbers.
-    pub(super) fn forget_waiting_doors(&mut self, name: &str) -> Vec<u64> {
-        let own = self.waiting.extract_if(.., |door| door.wanted.is_only_for(name));
-        own.map(|door| door.id).collect()
+    /// Gives up the exports of a disk that are not open; their numbers.
+    pub(super) fn forget_waiting_exports(&mut self, name: &str) -> Vec<u64> {
+        let own = self.waiting.extract_if(.., |export| export.wanted.is_only_for(name));
+        own.map(|export| export.id).collect()
     }
 
     fn due_disks(&self, now: Instant) -> Vec<DiskSpec> {
@@ -129,8 +129,8 @@ impl Table {
         self.disks.iter().filter(|entry| is_due(&entry.phase)).map(|entry| entry.spec.clone()).collect()
     }
 
-    fn due_doors(&self, now: Instant) -> Vec<WaitingDoor> {
-        self.waiting.iter().filter(|door| door.wait.next <= now).cloned().collect()
+    fn due_exports(&self, now: Instant) -> Vec<WaitingExport> {
+        self.waiting.iter().filter(|export| export.wait.next <= now).cloned().collect()
     }
 
     /// When there is something to try; `None` if nothing waits.
@@ -139,7 +139,7 @@ impl Table {
             Phase::Waiting(wait) => Some(wait.next),
             _ => None,
         });
-        disks.chain(self.waiting.iter().map(|door| door.wait.next)).min()
+        disks.chain(self.waiting.iter().map(|export| export.wait.next)).min()
     }
 }
 
@@ -157,32 +157,32 @@ impl Host {
         Ok(())
     }
 
-    /// As [`Host::add_vhost_user`] and [`Host::add_nbd`], but a door that cannot be opened waits. Returns its number.
+    /// As [`Host::add_vhost_user`] and [`Host::add_nbd`], but an export that cannot be opened waits. Returns its number.
     ///
     /// # Errors
     /// A server that is ending.
-    pub(crate) fn add_door_or_wait(&self, wanted: Wanted) -> Result<u64, Error> {
-        match self.open_door(&wanted, None) {
+    pub(crate) fn add_export_or_wait(&self, wanted: Wanted) -> Result<u64, Error> {
+        match self.open_export(&wanted, None) {
             Err(error) if !matches!(error, Error::Ending) => {
                 tracing::error!(at = wanted.place(), "cannot be opened, and is tried again: {}", why(&error));
                 let mut table = self.table.lock();
-                let id = table.new_door();
-                table.waiting.push(WaitingDoor { id, wanted, wait: Wait::new(&error) });
+                let id = table.new_export();
+                table.waiting.push(WaitingExport { id, wanted, wait: Wait::new(&error) });
                 Ok(id)
             }
             opened => opened,
         }
     }
 
-    /// Opens a door, which may have waited under this number.
-    fn open_door(&self, wanted: &Wanted, waited: Option<u64>) -> Result<u64, Error> {
+    /// Opens an export, which may have waited under this number.
+    fn open_export(&self, wanted: &Wanted, waited: Option<u64>) -> Result<u64, Error> {
         match wanted {
             Wanted::VhostUser(spec) => self.open_vhost_user(spec.clone(), waited),
             Wanted::Nbd(spec) => self.open_nbd(spec, waited),
         }
     }
 
-    /// Gives up a disk that waits, and its doors; `false` if it does not.
+    /// Gives up a disk that waits, and its exports; `false` if it does not.
     ///
     /// # Errors
     /// It is being opened right now, and that takes long.
@@ -198,9 +198,9 @@ impl Host {
             return Ok(false);
         }
         table.forget(name);
-        let doors = table.forget_waiting_doors(name);
+        let exports = table.forget_waiting_exports(name);
         drop(table);
-        doors.into_iter().for_each(|id| self.door_is_gone(id));
+        exports.into_iter().for_each(|id| self.export_is_gone(id));
         self.note_added(change);
         self.tell(Event::DiskRemoved { disk: name.to_owned(), error: None });
         Ok(true)
@@ -243,8 +243,8 @@ impl Host {
         let disks = self.table.lock().due_disks(now);
         disks.iter().for_each(|spec| self.try_disk(spec));
         // Also those of the disks that were opened just now.
-        let doors = self.table.lock().due_doors(Instant::now());
-        doors.iter().for_each(|door| self.try_door(door));
+        let exports = self.table.lock().due_exports(Instant::now());
+        exports.iter().for_each(|export| self.try_export(export));
     }
 
     fn try_disk(&self, spec: &DiskSpec) {
@@ -257,8 +257,8 @@ impl Host {
         let mut table = self.table.lock();
         match opened {
             Ok(()) => {
-                let own = table.waiting.iter_mut().filter(|door| door.wanted.is_only_for(&spec.name));
-                own.for_each(|door| door.wait.next = Instant::now());
+                let own = table.waiting.iter_mut().filter(|export| export.wanted.is_only_for(&spec.name));
+                own.for_each(|export| export.wait.next = Instant::now());
             }
             Err(error) => {
                 if table.wait(&spec.name).is_some_and(|wait| wait.longer(&error)) {
@@ -268,15 +268,15 @@ impl Host {
         }
     }
 
-    fn try_door(&self, door: &WaitingDoor) {
-        match self.open_door(&door.wanted, Some(door.id)) {
-            Ok(id) => tracing::info!(door = id, at = door.wanted.place(), "opened"),
+    fn try_export(&self, export: &WaitingExport) {
+        match self.open_export(&export.wanted, Some(export.id)) {
+            Ok(id) => tracing::info!(export = id, at = export.wanted.place(), "opened"),
             Err(error) => {
                 let mut table = self.table.lock();
                 // Otherwise it was removed meanwhile.
-                let waiting = table.waiting.iter_mut().find(|waiting| waiting.id == door.id);
+                let waiting = table.waiting.iter_mut().find(|waiting| waiting.id == export.id);
                 if waiting.is_some_and(|waiting| waiting.wait.longer(&error)) {
-                    tracing::error!(at = door.wanted.place(), "still cannot be opened: {}", why(&error));
+                    tracing::error!(at = export.wanted.place(), "still cannot be opened: {}", why(&error));
                 }
             }
         }

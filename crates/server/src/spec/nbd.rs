@@ -10,14 +10,14 @@ use vmstrata_export::nbd::{self, Address, ClientRight, Export};
 
 use super::SpecError;
 
-/// An NBD door to open. Clients read; they write only where that is said.
+/// An NBD export to open. Clients read; they write only where that is said.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdSpec {
     /// Where to listen.
     pub address: Address,
     /// Whether clients may write.
     pub rw: bool,
-    /// Whether they may beside writers that come in by other doors that say so, too.
+    /// Whether they may beside writers that come in by other exports that say so, too.
     pub share: bool,
     /// Whether everybody who reaches the address may come in.
     pub insecure: bool,
@@ -25,7 +25,7 @@ pub struct NbdSpec {
     pub allow: Vec<api::ClientRights>,
 }
 
-/// Why a text is no NBD door.
+/// Why a text is no NBD export.
 #[derive(Debug, thiserror::Error)]
 pub enum NbdError {
     /// It has no address.
@@ -77,7 +77,7 @@ impl NbdSpec {
         }
     }
 
-    /// A disk as the clients of this door get it.
+    /// A disk as the clients of this export get it.
     pub(crate) fn export(&self, name: &str, disk: &Arc<Disk>) -> Export {
         let mut export = Export::new(name, Arc::clone(disk));
         if self.share {

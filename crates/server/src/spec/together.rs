@@ -1,4 +1,4 @@
-//! Whether disks and doors that are asked for together fit together.
+//! Whether disks and exports that are asked for together fit together.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use vmstrata_export::nbd::Address;
 
 use super::{DiskSpec, NbdSpec, SpecError, VhostUserSpec};
 
-/// Checks that the parts fit together: every name is one disk's, every socket is used once, every disk has a door.
+/// Checks that the parts fit together: every name is one disk's, every socket is used once, every disk has an export.
 ///
 /// # Errors
 /// Names the disk or socket that does not fit.
@@ -27,7 +27,7 @@ pub fn check_together(
             return Err(SpecError::NameTaken { name: disk.name.clone() });
         }
         if nbd.is_empty() && sockets.iter().all(|socket| socket.disk != disk.name) {
-            return Err(SpecError::NoDoor { disk: disk.name.clone() });
+            return Err(SpecError::NoExport { disk: disk.name.clone() });
         }
     }
     check_sockets_differ(sockets, nbd)
@@ -49,7 +49,7 @@ pub(crate) fn check_guests<'a>(
 
 fn check_sockets_differ(sockets: &[VhostUserSpec], nbd: &[NbdSpec]) -> Result<(), SpecError> {
     let mut paths: Vec<&Path> = sockets.iter().map(|socket| socket.socket.as_path()).collect();
-    paths.extend(nbd.iter().filter_map(|door| match &door.address {
+    paths.extend(nbd.iter().filter_map(|export| match &export.address {
         Address::Unix(path) => Some(path.as_path()),
         Address::Tcp { .. } => None,
     }));
@@ -92,7 +92,7 @@ mod tests {
         let web = || vec![disk(false)];
         let nbd = |text: &str| vec![nbd(text)];
         let two = |share| vec![socket("web", "a", share), socket("web", "b", false)];
-        for (disks, sockets, doors, part) in [
+        for (disks, sockets, exports, part) in [
             (vec![disk(false), disk(false)], vec![], nbd("unix:b"), "two disks are named 'web'"),
             (web(), vec![], vec![], "nothing serves disk 'web'"),
             (web(), vec![socket("db", "a", false)], nbd("unix:b"), "no disk has this name (there are: web)"),
@@ -100,7 +100,7 @@ mod tests {
             (web(), two(true), vec![], "two guests"),
             (web(), vec![socket("web", "a", false)], nbd("unix:a"), "socket a is given twice"),
         ] {
-            let error = check_together(&disks, &sockets, &doors).unwrap_err().to_string();
+            let error = check_together(&disks, &sockets, &exports).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
     }

@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use super::super::machine::settle;
 use super::super::qmp::Qmp;
 use super::{COPIES, Options};
-use crate::guest::{Door, Guest, Hardware, RootImage, ServedGuest, Task, spread};
+use crate::guest::{Export, Guest, Hardware, RootImage, ServedGuest, Task, spread};
 
 /// How long the work may take until the guest is ready, under software emulation on a busy machine.
 const READY_MAX: Duration = Duration::from_secs(900);
@@ -49,7 +49,7 @@ impl Stage {
         let memory = Some(shm.path().join("memory"));
         let hardware = Hardware { memory, mib, arguments: vec!["-qmp".into(), own], ..Hardware::default() };
         let taken = shm.path().join("taken");
-        let mut guest = ServedGuest::start(guest, (disk, Door::Nbd), task, &hardware, taken)?;
+        let mut guest = ServedGuest::start(guest, (disk, Export::Nbd), task, &hardware, taken)?;
         guest.vm.wait_for("guest: ready", READY_MAX)?;
         Ok(Self { guest, dir, shm })
     }

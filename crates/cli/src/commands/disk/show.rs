@@ -24,7 +24,7 @@ pub fn to_text(shown: &DiskDetail, number: usize) -> String {
         DetectZeroes::On => "  detect-zeroes=on\n",
         DetectZeroes::Unmap => "  detect-zeroes=unmap\n",
     };
-    text += &attachments(&disk.name, number, &shown.doors);
+    text += &attachments(&disk.name, number, &shown.exports);
     if let Some(stats) = &shown.stats {
         text += &format!("\n{}{}", requests(stats), depths(&stats.read_depths));
     }

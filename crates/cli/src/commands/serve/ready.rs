@@ -3,7 +3,7 @@
 use std::io;
 
 use serde::Serialize;
-use vmstrata_api::{DoorSpec, DoorStatus, ServerStatus};
+use vmstrata_api::{ExportSpec, ExportStatus, ServerStatus};
 
 use crate::attach::{NbdAttachment, VhostUserAttachment};
 use crate::output::{counted, print, print_json_line};
@@ -40,8 +40,12 @@ impl Report {
             read_only: disk.read_only,
             layers: disk.layers.unwrap_or_default(),
             open_error: disk.open_error.clone(),
-            vhost_user: status.doors.iter().filter_map(|door| vhost_user(door, &disk.name, number)).collect(),
-            nbd: status.doors.iter().filter_map(|door| nbd(door, &disk.name, number)).collect(),
+            vhost_user: status
+                .exports
+                .iter()
+                .filter_map(|export| vhost_user(export, &disk.name, number))
+                .collect(),
+            nbd: status.exports.iter().filter_map(|export| nbd(export, &disk.name, number)).collect(),
         });
         Self { event: "ready", disks: disks.collect() }
     }
@@ -70,25 +74,27 @@ impl DiskReport {
     }
 }
 
-/// How to attach the server's disk of this number, from 0, through these doors, as a person reads it.
-pub fn attachments(disk: &str, number: usize, doors: &[DoorStatus]) -> String {
-    let guests = doors.iter().filter_map(|door| vhost_user(door, disk, number)).map(|guest| guest.to_text());
-    let clients = doors.iter().filter_map(|door| nbd(door, disk, number)).map(|client| client.to_text());
+/// How to attach the server's disk of this number, from 0, through these exports, as a person reads it.
+pub fn attachments(disk: &str, number: usize, exports: &[ExportStatus]) -> String {
+    let guests =
+        exports.iter().filter_map(|export| vhost_user(export, disk, number)).map(|guest| guest.to_text());
+    let clients =
+        exports.iter().filter_map(|export| nbd(export, disk, number)).map(|client| client.to_text());
     guests.chain(clients).collect()
 }
 
-/// How to attach the disk through this door, if it is a vhost-user socket that leads to it.
-fn vhost_user(door: &DoorStatus, disk: &str, number: usize) -> Option<VhostUserAttachment> {
-    match &door.door {
-        DoorSpec::VhostUser(spec) if spec.disk == disk => Some(VhostUserAttachment::new(spec, number)),
+/// How to attach the disk through this export, if it is a vhost-user socket that leads to it.
+fn vhost_user(export: &ExportStatus, disk: &str, number: usize) -> Option<VhostUserAttachment> {
+    match &export.export {
+        ExportSpec::VhostUser(spec) if spec.disk == disk => Some(VhostUserAttachment::new(spec, number)),
         _ => None,
     }
 }
 
-/// How to attach the disk through this door, if it is an NBD address.
-fn nbd(door: &DoorStatus, disk: &str, number: usize) -> Option<NbdAttachment> {
-    match &door.door {
-        DoorSpec::Nbd(spec) => NbdAttachment::new(disk, spec, door.tls, number),
-        DoorSpec::VhostUser(_) => None,
+/// How to attach the disk through this export, if it is an NBD address.
+fn nbd(export: &ExportStatus, disk: &str, number: usize) -> Option<NbdAttachment> {
+    match &export.export {
+        ExportSpec::Nbd(spec) => NbdAttachment::new(disk, spec, export.tls, number),
+        ExportSpec::VhostUser(_) => None,
     }
 }

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::json;
 use vmstrata_api::{
-    DiskDetail, DiskList, DoorList, DoorSpec, JobState, JobStatus, SnapshotSpec, SnapshotTaken,
+    DiskDetail, DiskList, ExportList, ExportSpec, JobState, JobStatus, SnapshotSpec, SnapshotTaken,
     encode_segment,
 };
 use vmstrata_disk::{OpenOptions, snapshot};
@@ -81,18 +81,18 @@ impl ServedDisks {
     fn connected(&mut self, qmp: &mut Qmp, served: &DiskList) -> Result<Vec<String>> {
         let command = std::fs::read(format!("/proc/{}/cmdline", qmp.peer()?)).unwrap_or_default();
         let command = String::from_utf8_lossy(&command).into_owned();
-        let doors: DoorList = self.client.get("/v1/doors")?;
+        let exports: ExportList = self.client.get("/v1/exports")?;
         let media: Vec<String> = blocks(qmp)?.into_iter().map(|block| block.1).collect();
         let mut names = Vec::new();
-        for door in doors.doors {
-            match door.door {
-                DoorSpec::VhostUser(door) if names_path(&command, Path::new(&door.socket)) => {
-                    names.push(door.disk)
+        for export in exports.exports {
+            match export.export {
+                ExportSpec::VhostUser(export) if names_path(&command, Path::new(&export.socket)) => {
+                    names.push(export.disk)
                 }
-                DoorSpec::VhostUser(_) => {}
-                DoorSpec::Nbd(door) => {
+                ExportSpec::VhostUser(_) => {}
+                ExportSpec::Nbd(export) => {
                     for disk in &served.disks {
-                        let is_it = |file: &&String| is_export(file, &door.address, &disk.name);
+                        let is_it = |file: &&String| is_export(file, &export.address, &disk.name);
                         let Some(file) = media.iter().find(is_it) else { continue };
                         names.push(disk.name.clone());
                         self.media.push(file.clone());
@@ -100,7 +100,7 @@ impl ServedDisks {
                 }
             }
         }
-        // A disk may have several doors.
+        // A disk may have several exports.
         names.sort();
         names.dedup();
         Ok(names)
@@ -236,11 +236,11 @@ fn blocks(qmp: &mut Qmp) -> Result<Vec<(String, String)>> {
     Ok(blocks.into_iter().filter_map(writable).collect())
 }
 
-/// Whether QEMU's name of a medium is that of an export at the address of a door.
-pub(super) fn is_export(file: &str, address: &str, export: &str) -> bool {
+/// Whether QEMU's name of a medium is that of the disk `name` at the address of an export.
+pub(super) fn is_export(file: &str, address: &str, name: &str) -> bool {
     let expected = match address.split_once(':') {
-        Some(("unix", path)) => format!("nbd+unix:///{export}?socket={path}"),
-        Some(("tcp", at)) => format!("nbd://{at}/{export}"),
+        Some(("unix", path)) => format!("nbd+unix:///{name}?socket={path}"),
+        Some(("tcp", at)) => format!("nbd://{at}/{name}"),
         _ => return false,
     };
     file == expected

@@ -45,7 +45,7 @@ pub(crate) struct Agreement {
 pub(crate) struct Caller<'a> {
     pub(crate) ticket: &'a Ticket,
     /// The address that it connected to.
-    pub(crate) door: &'a Address,
+    pub(crate) export: &'a Address,
 }
 
 /// Negotiates with a new client.
@@ -211,12 +211,12 @@ impl Handshake<'_> {
         Agreement { visible, style: self.style, contexts, writer: None }
     }
 
-    /// The place of a client that may write among the disk's writers: connections through one door have one together.
+    /// The place of a client that may write among the disk's writers: connections through one export have one together.
     fn attach_writer(&self, visible: &Visible) -> Result<Option<AttachedWriter>, HasWriter> {
         if visible.read_only {
             return Ok(None);
         }
-        let name = format!("NBD clients of {}", self.caller.door);
+        let name = format!("NBD clients of {}", self.caller.export);
         visible.export.disk().attach_writer(&name, visible.export.shares()).map(Some)
     }
 

@@ -10,7 +10,7 @@ use super::super::memory::{RegionInfo, tests::memfd};
 use super::super::shared_file::SharedFile;
 use super::*;
 
-#[allow(unreachable_pub, reason = "shared with the tests of the whole door")]
+#[allow(unreachable_pub, reason = "shared with the tests of the whole export")]
 #[path = "../../../tests/vhost_common/driver.rs"]
 mod driver;
 use driver::{Descriptor, Driver, GUEST_BASE, INDIRECT, NEXT, USER_BASE, WRITE, header};

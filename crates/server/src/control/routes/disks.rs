@@ -22,7 +22,7 @@ pub(in crate::control) async fn list(State(host): State<Arc<Host>>) -> Result<Js
     apart(host, |host| Ok(DiskList { disks: host.disks() })).await.map(Json)
 }
 
-/// One disk, with its chain and its doors
+/// One disk, with its chain and its exports
 #[utoipa::path(
     get, path = "/v1/disks/{name}", tag = "disks", operation_id = "show_disk",
     params(("name" = String, Path, description = "The disk")),
@@ -35,7 +35,7 @@ pub(in crate::control) async fn show(
     apart(host, move |host| host.disk(&name)).await.map(Json)
 }
 
-/// Open a disk; every NBD door serves it from then on
+/// Open a disk; every NBD export serves it from then on
 #[utoipa::path(
     post, path = "/v1/disks", tag = "disks", operation_id = "add_disk",
     request_body = DiskSpec,
@@ -75,7 +75,7 @@ pub(in crate::control) async fn resize(
     changing(host, by, what, move |host, _| host.resize(&name, &asked)).await.map(Json)
 }
 
-/// Close a disk: its doors are drained, its image is left clean, its files are unlocked
+/// Close a disk: its exports are drained, its image is left clean, its files are unlocked
 #[utoipa::path(
     delete, path = "/v1/disks/{name}", tag = "disks", operation_id = "remove_disk",
     params(

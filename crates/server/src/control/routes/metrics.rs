@@ -14,7 +14,9 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
-use vmstrata_api::{DiskState, DoorCounters, DoorSpec, DoorStatus, JobStatus, NamedStats, ServerStatus};
+use vmstrata_api::{
+    DiskState, ExportCounters, ExportSpec, ExportStatus, JobStatus, NamedStats, ServerStatus,
+};
 
 use self::format::Format;
 use self::process::Process;
@@ -71,7 +73,7 @@ impl Collector for Numbers {
         self.disks(&mut encoder)?;
         disks::encode(&self.stats, &mut encoder)?;
         process::encode(self.process, self.counted, &self.jobs, &mut encoder)?;
-        self.doors(&mut encoder)
+        self.exports(&mut encoder)
     }
 }
 
@@ -132,17 +134,22 @@ impl Numbers {
         Ok(())
     }
 
-    fn doors(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
-        let waiting = self.status.doors.iter().filter(|door| door.open_error.is_some()).count() as u64;
-        let help = "Doors that are not open because that failed: the server tries again";
-        encoder.encode_descriptor("doors_waiting", help, None, MetricType::Gauge)?.encode_gauge(&waiting)?;
-        let connections = self.status.doors.iter().filter_map(|door| match &door.door {
-            DoorSpec::Nbd(spec) => Some(([("address", spec.address.as_str())], door.connections?)),
-            DoorSpec::VhostUser(_) => None,
+    fn exports(&self, encoder: &mut DescriptorEncoder) -> fmt::Result {
+        let waiting = self.status.exports.iter().filter(|export| export.open_error.is_some()).count() as u64;
+        let help = "Exports that are not open because that failed: the server tries again";
+        encoder
+            .encode_descriptor("exports_waiting", help, None, MetricType::Gauge)?
+            .encode_gauge(&waiting)?;
+        let connections = self.status.exports.iter().filter_map(|export| match &export.export {
+            ExportSpec::Nbd(spec) => Some(([("address", spec.address.as_str())], export.connections?)),
+            ExportSpec::VhostUser(_) => None,
         });
         gauges(encoder, "nbd_connections", "Connections of NBD clients now", connections)?;
-        let guests =
-            self.status.doors.iter().filter_map(|door| Some((vhost_user(door)?.0, door.connections?)));
+        let guests = self
+            .status
+            .exports
+            .iter()
+            .filter_map(|export| Some((vhost_user(export)?.0, export.connections?)));
         gauges(encoder, "vhost_user_attached", "1 while a guest is attached", guests)?;
         let counters: [(&str, &str, Count); 8] = [
             ("vhost_user_requests", "Requests taken from rings", |counted| counted.requests),
@@ -156,7 +163,7 @@ impl Numbers {
         ];
         for (name, help, value) in counters {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-            for (labels, counted) in self.status.doors.iter().filter_map(vhost_user) {
+            for (labels, counted) in self.status.exports.iter().filter_map(vhost_user) {
                 family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&value(counted), None)?;
             }
         }
@@ -164,18 +171,19 @@ impl Numbers {
     }
 }
 
-/// Which of a door's numbers.
-type Count = fn(&DoorCounters) -> u64;
+/// Which of an export's numbers.
+type Count = fn(&ExportCounters) -> u64;
 
 /// Counters have no exemplars, whose labels these would be.
 type NoLabels = [(&'static str, &'static str); 0];
 
-fn vhost_user(door: &DoorStatus) -> Option<([(&str, &str); 2], &DoorCounters)> {
-    match &door.door {
-        DoorSpec::VhostUser(spec) => {
-            Some(([("disk", spec.disk.as_str()), ("socket", spec.socket.as_str())], door.counters.as_ref()?))
-        }
-        DoorSpec::Nbd(_) => None,
+fn vhost_user(export: &ExportStatus) -> Option<([(&str, &str); 2], &ExportCounters)> {
+    match &export.export {
+        ExportSpec::VhostUser(spec) => Some((
+            [("disk", spec.disk.as_str()), ("socket", spec.socket.as_str())],
+            export.counters.as_ref()?,
+        )),
+        ExportSpec::Nbd(_) => None,
     }
 }
 
@@ -224,7 +232,7 @@ mod tests {
             io_uring_refused: None,
             resources: ResourceStatus::default(),
             disks: vec![disk],
-            doors: Vec::new(),
+            exports: Vec::new(),
         };
         let counted =
             Counted { snapshots: 3, snapshot_pause_us: 1500, jobs_ended: [5, 0, 1], ..Counted::default() };

@@ -34,7 +34,7 @@ pub(in crate::control) async fn take(
     post, path = "/v1/disks/{name}/revert", tag = "disks", operation_id = "revert_disk",
     params(("name" = String, Path, description = "The disk")),
     request_body = RevertSpec,
-    responses((status = OK, description = "It is, behind the same doors", body = SnapshotReverted))
+    responses((status = OK, description = "It is, behind the same exports", body = SnapshotReverted))
 )]
 pub(in crate::control) async fn revert(
     State(host): State<Arc<Host>>,

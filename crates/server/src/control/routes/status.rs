@@ -12,7 +12,7 @@ use crate::audit::What;
 use crate::control::problem::Failure;
 use crate::host::Host;
 
-/// The server, its disks and its doors
+/// The server, its disks and its exports
 #[utoipa::path(get, path = "/v1/status", tag = "server", responses((status = OK, description = "All of it", body = ServerStatus)))]
 pub(in crate::control) async fn status(State(host): State<Arc<Host>>) -> Result<Json<ServerStatus>, Failure> {
     apart(host, |host| Ok(host.status())).await.map(Json)
@@ -24,7 +24,7 @@ pub(in crate::control) async fn stats(State(host): State<Arc<Host>>) -> Result<J
     apart(host, |host| Ok(host.stats())).await.map(Json)
 }
 
-/// End the server as SIGTERM does: doors are drained, images closed clean
+/// End the server as SIGTERM does: exports are drained, images closed clean
 #[utoipa::path(post, path = "/v1/shutdown", tag = "server", operation_id = "shutdown", responses((status = ACCEPTED, description = "It is ending; its control socket goes last")))]
 pub(in crate::control) async fn shutdown(
     State(host): State<Arc<Host>>,

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use vmstrata_api::{
-    DiskDetail, DiskList, DiskSpec, DiskStatus, DoorList, DoorSpec, DoorStatus, encode_segment,
+    DiskDetail, DiskList, DiskSpec, DiskStatus, ExportList, ExportSpec, ExportStatus, encode_segment,
 };
 use vmstrata_disk::{OpenOptions, own_clusters, snapshot};
 use vmstrata_memory::restore::{Pair, edit};
@@ -34,8 +34,8 @@ use crate::output::counted;
 enum Way {
     /// It opens the file.
     File,
-    /// Through a door of the server.
-    Door(DoorSpec),
+    /// Through an export of the server.
+    Export(ExportSpec),
 }
 
 /// A disk of the snapshot.
@@ -62,15 +62,15 @@ impl<'a> GuestDisks<'a> {
     pub(super) fn find(args: &'a VmRestoreArgs, info: &'a Info) -> Result<Self> {
         let client = Client::new(&args.server)?;
         let states = moved(&info.disks, &args.disks)?;
-        let (mut served, mut doors) = (Vec::new(), Vec::new());
+        let (mut served, mut exports) = (Vec::new(), Vec::new());
         if !states.is_empty() && client.is_answered() {
             served = client.get::<DiskList>("/v1/disks")?.disks;
-            doors = client.get::<DoorList>("/v1/doors")?.doors;
+            exports = client.get::<ExportList>("/v1/exports")?.exports;
         }
         let disk = |state: DiskState| {
             let path = Path::new(&state.disk);
             let served = served.iter().find(|served| is_file_of(served, path)).cloned();
-            let way = find_way(&args.qemu, path, served.as_ref(), &doors);
+            let way = find_way(&args.qemu, path, served.as_ref(), &exports);
             Disk { state, way, served }
         };
         let disks = states.into_iter().map(disk).collect();
@@ -235,14 +235,14 @@ impl<'a> GuestDisks<'a> {
                 made.or_else(|error| ending.change(None).and(Err(error.into())))?;
                 Changed { to: file.display().to_string(), export: String::new() }
             }
-            (Way::Door(door), Some(served)) => {
+            (Way::Export(export), Some(served)) => {
                 // Not the file's own: several guests may have a disk of that name.
                 let name_there = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
                 ending.undo(clone(Some(name_there.clone()), false))?;
                 let added = self.serve_clone(served, name, &file, name_there);
                 let added = added.or_else(|error| ending.change(None).and(Err(error)))?;
                 ending.change(Some(clone(Some(added.clone()), true)))?;
-                self.lead_to(door, &served.name, &added)?
+                self.lead_to(export, &served.name, &added)?
             }
         };
         eprintln!("vmstrata: {}: clone of {path} at {name}, the guest's disk from now on", file.display());
@@ -272,18 +272,18 @@ impl<'a> GuestDisks<'a> {
         Ok(added.disk.name)
     }
 
-    /// Has a door like that of the disk `old` lead to the disk `new`.
-    fn lead_to(&self, door: &DoorSpec, old: &str, new: &str) -> Result<Changed> {
-        match door {
-            DoorSpec::VhostUser(door) => {
-                let socket = Path::new(&door.socket).with_file_name(format!("{new}.sock"));
+    /// Has an export like that of the disk `old` lead to the disk `new`.
+    fn lead_to(&self, export: &ExportSpec, old: &str, new: &str) -> Result<Changed> {
+        match export {
+            ExportSpec::VhostUser(export) => {
+                let socket = Path::new(&export.socket).with_file_name(format!("{new}.sock"));
                 let to = absolute(&socket);
-                let mut door = door.clone();
-                (door.disk, door.socket) = (new.to_owned(), to.clone());
-                let _: DoorStatus = self.client.post("/v1/doors", &DoorSpec::VhostUser(door))?;
+                let mut export = export.clone();
+                (export.disk, export.socket) = (new.to_owned(), to.clone());
+                let _: ExportStatus = self.client.post("/v1/exports", &ExportSpec::VhostUser(export))?;
                 Ok(Changed { to, export: String::new() })
             }
-            DoorSpec::Nbd(_) => Ok(Changed { to: new.to_owned(), export: old.to_owned() }),
+            ExportSpec::Nbd(_) => Ok(Changed { to: new.to_owned(), export: old.to_owned() }),
         }
     }
 }
@@ -312,22 +312,27 @@ fn unused(disk: &Path, dir: Option<&Path>, what: &str) -> PathBuf {
 }
 
 /// How a command line gets to the disk at `path`, which may be served.
-fn find_way(qemu: &[String], path: &Path, served: Option<&DiskStatus>, doors: &[DoorStatus]) -> Option<Way> {
+fn find_way(
+    qemu: &[String],
+    path: &Path,
+    served: Option<&DiskStatus>,
+    exports: &[ExportStatus],
+) -> Option<Way> {
     let file = Way::File;
-    let is_there = |way: &Way, export: &str| {
+    let is_there = |way: &Way, name: &str| {
         let mut found = false;
-        let _ = edit(qemu, |pairs| found |= hits(pairs, path, way, export).next().is_some());
+        let _ = edit(qemu, |pairs| found |= hits(pairs, path, way, name).next().is_some());
         found
     };
     if is_there(&file, "") {
         return Some(file);
     }
     let name = &served?.name;
-    let leads = |door: &&DoorStatus| match &door.door {
-        DoorSpec::VhostUser(door) => door.disk == *name,
-        DoorSpec::Nbd(_) => true,
+    let leads = |export: &&ExportStatus| match &export.export {
+        ExportSpec::VhostUser(export) => export.disk == *name,
+        ExportSpec::Nbd(_) => true,
     };
-    let mut ways = doors.iter().filter(leads).map(|door| Way::Door(door.door.clone()));
+    let mut ways = exports.iter().filter(leads).map(|export| Way::Export(export.export.clone()));
     ways.find(|way| is_there(way, name))
 }
 
@@ -349,7 +354,7 @@ fn replaced(qemu: &[String], path: &Path, way: &Way, changed: &Changed) -> Vec<S
 
 impl Way {
     fn is_nbd(&self) -> bool {
-        matches!(self, Self::Door(DoorSpec::Nbd(_)))
+        matches!(self, Self::Export(ExportSpec::Nbd(_)))
     }
 }
 
@@ -364,8 +369,8 @@ fn with_export(url: &str, old: &str, new: &str) -> String {
     url.strip_suffix(old).map_or_else(|| url.to_owned(), |head| format!("{head}{new}"))
 }
 
-/// The places of the values in `pairs` that lead to the disk at `path` this way; `export` is its name there.
-fn hits(pairs: &[Pair], path: &Path, way: &Way, export: &str) -> std::vec::IntoIter<usize> {
+/// The places of the values in `pairs` that lead to the disk at `path` this way; `name` is its name there.
+fn hits(pairs: &[Pair], path: &Path, way: &Way, name: &str) -> std::vec::IntoIter<usize> {
     let same_path = |value: &str, path: &Path| {
         let value = Path::new(value);
         value == path
@@ -377,11 +382,11 @@ fn hits(pairs: &[Pair], path: &Path, way: &Way, export: &str) -> std::vec::IntoI
             let named = Path::new(value.strip_prefix("file:").unwrap_or(value));
             file(path).is_some_and(|id| file(named) == Some(id))
         }
-        Way::Door(DoorSpec::VhostUser(door)) => same_path(value, Path::new(&door.socket)),
-        Way::Door(DoorSpec::Nbd(door)) => {
-            let is_here = match door.address.split_once(':') {
+        Way::Export(ExportSpec::VhostUser(export)) => same_path(value, Path::new(&export.socket)),
+        Way::Export(ExportSpec::Nbd(export)) => {
+            let is_here = match export.address.split_once(':') {
                 Some(("unix", socket)) => {
-                    value == &format!("nbd:unix:{socket}:exportname={export}")
+                    value == &format!("nbd:unix:{socket}:exportname={name}")
                         || pairs.iter().any(|(_, value)| same_path(value, Path::new(socket)))
                 }
                 Some((_, at)) => {
@@ -389,14 +394,13 @@ fn hits(pairs: &[Pair], path: &Path, way: &Way, export: &str) -> std::vec::IntoI
                     let has = |end: &str, text: &str| {
                         pairs.iter().any(|(key, value)| key.ends_with(end) && value == text)
                     };
-                    value == &format!("nbd:{at}:exportname={export}")
-                        || has("host", host) && has("port", port)
+                    value == &format!("nbd:{at}:exportname={name}") || has("host", host) && has("port", port)
                 }
                 None => false,
             };
-            let is_export_key = key.ends_with("export") && value == export;
-            is_export(value, &door.address, export)
-                || is_here && (is_export_key || value.ends_with(&format!("exportname={export}")))
+            let is_export_key = key.ends_with("export") && value == name;
+            is_export(value, &export.address, name)
+                || is_here && (is_export_key || value.ends_with(&format!("exportname={name}")))
         }
     };
     let hits: Vec<usize> = (0..pairs.len()).filter(|&at| is_hit(&pairs[at])).collect();

@@ -32,7 +32,7 @@ fn resident(status: &str) -> Option<u64> {
     Some(kib << 10)
 }
 
-/// Encodes what is not about one disk or door.
+/// Encodes what is not about one disk or export.
 pub(super) fn encode(
     process: Process,
     counted: Counted,

@@ -1,14 +1,14 @@
-//! Doors: where guests and clients come in.
+//! Exports: where guests and clients come in.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::is_default;
 
-/// A door to open.
+/// An export to open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum DoorSpec {
+pub enum ExportSpec {
     /// A vhost-user-blk socket: one disk, for one guest.
     VhostUser(VhostUserSpec),
     /// An NBD address: all disks, by name.
@@ -69,11 +69,11 @@ pub struct NbdSpec {
     /// `unix:/path` or `tcp:host:port`; port 0 takes any free one.
     #[schema(example = "unix:/run/nbd.sock", pattern = r"^(unix|tcp):[^\x00]+$")]
     pub address: String,
-    /// Clients may write. A disk has one writer: a client is refused while a guest, or a client of another door, is attached
+    /// Clients may write. A disk has one writer: a client is refused while a guest, or a client of another export, is attached
     /// for writing.
     #[serde(default, skip_serializing_if = "is_default")]
     pub rw: bool,
-    /// Clients may write beside writers that come in by other doors that say so, too: the user sees to it that one writes at a time.
+    /// Clients may write beside writers that come in by other exports that say so, too: the user sees to it that one writes at a time.
     #[serde(default, skip_serializing_if = "is_default")]
     pub share: bool,
     /// Let everybody in who reaches the address: without it, one that other hosts can reach needs TLS with client certificates.
@@ -99,13 +99,13 @@ pub struct ClientRights {
     pub disks: Vec<String>,
 }
 
-/// A door of the server.
+/// An export of the server.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct DoorStatus {
+pub struct ExportStatus {
     /// Its number, never used again while the server runs.
     pub id: u64,
     /// What was asked for, with a port of 0 replaced by the one that was taken.
-    pub door: DoorSpec,
+    pub export: ExportSpec,
     /// Whether it was added while the server, or one before it, ran.
     #[serde(default, skip_serializing_if = "is_default")]
     pub added: bool,
@@ -117,21 +117,21 @@ pub struct DoorStatus {
     pub connections: Option<u64>,
     /// Whether clients must use TLS.
     pub tls: bool,
-    /// What went through it, where the door counts.
+    /// What went through it, where the export counts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub counters: Option<DoorCounters>,
+    pub counters: Option<ExportCounters>,
 }
 
-/// All doors, in the order in which they were added.
+/// All exports, in the order in which they were added.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct DoorList {
-    /// The doors.
-    pub doors: Vec<DoorStatus>,
+pub struct ExportList {
+    /// The exports.
+    pub exports: Vec<ExportStatus>,
 }
 
-/// What went through a vhost-user door since it was opened.
+/// What went through a vhost-user export since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct DoorCounters {
+pub struct ExportCounters {
     /// Requests taken from rings, of all kinds.
     pub requests: u64,
     /// Requests answered with an error.
@@ -156,18 +156,18 @@ mod tests {
 
     #[test]
     fn the_kind_says_which_fields_there_are() {
-        let door: DoorSpec =
+        let export: ExportSpec =
             serde_json::from_str(r#"{"kind":"vhost_user","disk":"web","socket":"/run/web.sock"}"#).unwrap();
-        assert!(matches!(door, DoorSpec::VhostUser(VhostUserSpec { share: false, queues: None, .. })));
-        let door: DoorSpec = serde_json::from_str(r#"{"kind":"nbd","address":"tcp:localhost"}"#).unwrap();
+        assert!(matches!(export, ExportSpec::VhostUser(VhostUserSpec { share: false, queues: None, .. })));
+        let export: ExportSpec = serde_json::from_str(r#"{"kind":"nbd","address":"tcp:localhost"}"#).unwrap();
         let readers = NbdSpec { address: "tcp:localhost".to_owned(), ..NbdSpec::default() };
-        assert_eq!(door, DoorSpec::Nbd(readers));
+        assert_eq!(export, ExportSpec::Nbd(readers));
         for wrong in [
             r#"{"kind":"nbd","address":"unix:s","disk":"web"}"#,
             r#"{"kind":"fuse","path":"/mnt"}"#,
             r#"{"address":"unix:s"}"#,
         ] {
-            assert!(serde_json::from_str::<DoorSpec>(wrong).is_err(), "{wrong}");
+            assert!(serde_json::from_str::<ExportSpec>(wrong).is_err(), "{wrong}");
         }
     }
 }

@@ -37,7 +37,7 @@ pub(super) struct Reply {
 }
 
 /// A connection with requests in flight.
-pub(super) trait Door: Send {
+pub(super) trait Export: Send {
     /// Sends a request, with its data if it writes. `slot` is free, and below the depth asked for at the start.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Doors come and go.
+//! Exports come and go.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use crate::spec::{NbdSpec, VhostUserSpec, check_guests};
 
 /// What lets clients in.
 #[derive(Debug)]
-pub(super) enum Door {
+pub(super) enum Export {
     /// One disk, for one guest.
     VhostUser { spec: VhostUserSpec, server: vhost_user::Server },
     /// All disks. A server for each address, so that each can go alone.
     Nbd { spec: NbdSpec, server: Arc<nbd::Server> },
 }
 
-impl Door {
+impl Export {
     pub(super) fn nbd(&self) -> Option<Arc<nbd::Server>> {
         match self {
             Self::VhostUser { .. } => None,
@@ -63,7 +63,7 @@ impl Door {
         self.guest().filter(|_| self.is_only_for(disk))
     }
 
-    /// Lets no guest in any more by a vhost-user door that none is connected to; tells how it can be opened again when
+    /// Lets no guest in any more by a vhost-user export that none is connected to; tells how it can be opened again when
     /// this one was dropped. `None` if there is a guest, or it is another kind: nothing has changed.
     pub(super) fn close_if_idle(&self) -> Option<VhostUserSpec> {
         match self {
@@ -76,21 +76,21 @@ impl Door {
     pub(super) fn close(self) -> Result<(), Error> {
         match self {
             Self::VhostUser { spec, server } => {
-                let what = || format!("the door {}", spec.socket.display());
+                let what = || format!("the export {}", spec.socket.display());
                 if server.shutdown() { Ok(()) } else { Err(Error::NotEnded { what: what() }) }
             }
             Self::Nbd { server, .. } => server.shutdown().map_err(Error::NbdFlush),
         }
     }
 
-    /// Begins to close a door to a guest, and waits for nothing.
+    /// Begins to close an export to a guest, and waits for nothing.
     pub(super) fn begin_close(&self) {
         if let Self::VhostUser { server, .. } = self {
             server.begin_shutdown();
         }
     }
 
-    /// As [`Door::close`], for one whose disks are closed next, which flushes them.
+    /// As [`Export::close`], for one whose disks are closed next, which flushes them.
     pub(super) fn close_unflushed(self) -> Result<(), Error> {
         match self {
             Self::VhostUser { .. } => self.close(),
@@ -102,27 +102,27 @@ impl Door {
     }
 
     /// What was asked for, with a port of 0 replaced by the one that was taken.
-    pub(super) fn spec(&self) -> api::DoorSpec {
+    pub(super) fn spec(&self) -> api::ExportSpec {
         match self {
-            Self::VhostUser { spec, .. } => api::DoorSpec::VhostUser(spec.into()),
-            Self::Nbd { spec, .. } => api::DoorSpec::Nbd(spec.into()),
+            Self::VhostUser { spec, .. } => api::ExportSpec::VhostUser(spec.into()),
+            Self::Nbd { spec, .. } => api::ExportSpec::Nbd(spec.into()),
         }
     }
 
-    pub(super) fn status(&self, id: u64, tls: bool) -> api::DoorStatus {
+    pub(super) fn status(&self, id: u64, tls: bool) -> api::ExportStatus {
         match self {
-            Self::VhostUser { server, .. } => api::DoorStatus {
+            Self::VhostUser { server, .. } => api::ExportStatus {
                 id,
-                door: self.spec(),
+                export: self.spec(),
                 added: false,
                 open_error: None,
                 connections: Some(server.is_connected().into()),
                 tls: false,
                 counters: Some(counters(&server.stats())),
             },
-            Self::Nbd { server, .. } => api::DoorStatus {
+            Self::Nbd { server, .. } => api::ExportStatus {
                 id,
-                door: self.spec(),
+                export: self.spec(),
                 added: false,
                 open_error: None,
                 connections: Some(server.connections() as u64),
@@ -133,8 +133,8 @@ impl Door {
     }
 }
 
-fn counters(stats: &vhost_user::Stats) -> api::DoorCounters {
-    api::DoorCounters {
+fn counters(stats: &vhost_user::Stats) -> api::ExportCounters {
+    api::ExportCounters {
         requests: stats.requests,
         errors: stats.errors,
         read_bytes: stats.read_bytes,
@@ -155,27 +155,27 @@ impl Host {
         self.open_vhost_user(spec, None)
     }
 
-    /// The same, for a door that may have waited under this number.
+    /// The same, for an export that may have waited under this number.
     pub(super) fn open_vhost_user(&self, spec: VhostUserSpec, waited: Option<u64>) -> Result<u64, Error> {
         let (_change, mut table) = self.begin_change()?;
         let (disk_spec, disk) = table.serving(&spec.disk)?;
-        let others = table.doors.iter().filter_map(|(_, door)| match door {
-            Door::VhostUser { spec, .. } => Some(spec),
-            Door::Nbd { .. } => None,
+        let others = table.exports.iter().filter_map(|(_, export)| match export {
+            Export::VhostUser { spec, .. } => Some(spec),
+            Export::Nbd { .. } => None,
         });
-        let waiting = table.waiting.iter().filter_map(|door| match &door.wanted {
-            Wanted::VhostUser(spec) if Some(door.id) != waited => Some(spec),
+        let waiting = table.waiting.iter().filter_map(|export| match &export.wanted {
+            Wanted::VhostUser(spec) if Some(export.id) != waited => Some(spec),
             _ => None,
         });
         check_guests(&spec, disk_spec.read_only, others.chain(waiting))?;
         let disk = Arc::clone(disk);
         table.check_waits(waited)?;
         let socket = spec.socket.clone();
-        let door = Door::vhost_user(spec, &disk)?;
-        let id = table.add_door(waited, door);
+        let export = Export::vhost_user(spec, &disk)?;
+        let id = table.add_export(waited, export);
         drop(table);
         warn_if_libvirt_is_kept_out(&socket);
-        self.tell(Event::DoorAdded { id });
+        self.tell(Event::ExportAdded { id });
         Ok(id)
     }
 
@@ -187,7 +187,7 @@ impl Host {
         self.open_nbd(spec, None)
     }
 
-    /// The same, for a door that may have waited under this number.
+    /// The same, for an export that may have waited under this number.
     pub(super) fn open_nbd(&self, spec: &NbdSpec, waited: Option<u64>) -> Result<u64, Error> {
         let (_change, table) = self.begin_change()?;
         // Names may have to be resolved for this, which takes as long as it takes.
@@ -198,69 +198,69 @@ impl Host {
         let mut table = self.table.lock();
         table.check_waits(waited)?;
         let server = nbd::Server::new(Exports::new(), self.tls.clone(), Limits::default())?;
-        let door = Door::Nbd { spec, server: Arc::new(server) };
+        let export = Export::Nbd { spec, server: Arc::new(server) };
         for entry in &table.disks {
             if let Phase::Serving(disk) = &entry.phase {
-                door.show(&entry.spec.name, disk)?;
+                export.show(&entry.spec.name, disk)?;
             }
         }
-        if let Some(server) = door.nbd() {
+        if let Some(server) = export.nbd() {
             server.listen(listener)?;
         }
-        let id = table.add_door(waited, door);
+        let id = table.add_export(waited, export);
         drop(table);
-        self.tell(Event::DoorAdded { id });
+        self.tell(Event::ExportAdded { id });
         Ok(id)
     }
 
-    /// Closes a door: requests in flight are finished, its clients are let go, its disks stay.
+    /// Closes an export: requests in flight are finished, its clients are let go, its disks stay.
     ///
     /// # Errors
-    /// No such door; unless `force`, one that a guest is attached by: nothing has changed. What NBD clients wrote cannot be
-    /// flushed: the door is gone all the same.
-    pub fn remove_door(&self, id: u64, force: bool) -> Result<(), Error> {
+    /// No such export; unless `force`, one that a guest is attached by: nothing has changed. What NBD clients wrote cannot be
+    /// flushed: the export is gone all the same.
+    pub fn remove_export(&self, id: u64, force: bool) -> Result<(), Error> {
         let (change, mut table) = self.begin_change()?;
-        if let Some(at) = table.waiting.iter().position(|door| door.id == id) {
+        if let Some(at) = table.waiting.iter().position(|export| export.id == id) {
             table.waiting.remove(at);
             drop(table);
-            self.door_is_gone(id);
+            self.export_is_gone(id);
             self.note_added(&change);
             return Ok(());
         }
-        let at = table.doors.iter().position(|(number, _)| *number == id);
-        let at = at.ok_or(Error::NoSuchDoor { id })?;
-        if let Some(guest) = table.doors[at].1.guest().filter(|_| !force) {
+        let at = table.exports.iter().position(|(number, _)| *number == id);
+        let at = at.ok_or(Error::NoSuchExport { id })?;
+        if let Some(guest) = table.exports[at].1.guest().filter(|_| !force) {
             return Err(Error::GuestAttached { socket: guest.to_owned() });
         }
-        let (_, door) = table.doors.remove(at);
+        let (_, export) = table.exports.remove(at);
         drop(table);
-        let closed = door.close();
-        self.door_is_gone(id);
+        let closed = export.close();
+        self.export_is_gone(id);
         self.note_added(&change);
         closed
     }
 }
 
 impl super::Table {
-    pub(super) fn new_door(&mut self) -> u64 {
-        self.next_door += 1;
-        self.next_door
+    pub(super) fn new_export(&mut self) -> u64 {
+        self.next_export += 1;
+        self.next_export
     }
 
-    /// Refuses to open a door that waited, and that somebody has given up.
+    /// Refuses to open an export that waited, and that somebody has given up.
     fn check_waits(&self, waited: Option<u64>) -> Result<(), Error> {
         match waited {
-            Some(id) if self.waiting.iter().all(|door| door.id != id) => Err(Error::NoSuchDoor { id }),
+            Some(id) if self.waiting.iter().all(|export| export.id != id) => Err(Error::NoSuchExport { id }),
             _ => Ok(()),
         }
     }
 
-    /// Notes an open door under the number that it had while it was shut, or a new one, and returns that.
-    pub(super) fn add_door(&mut self, number: Option<u64>, door: Door) -> u64 {
-        let id = number.unwrap_or_else(|| self.new_door());
-        self.waiting.retain(|door| door.id != id);
-        self.doors.push((id, door));
-        self.doors.sort_by_key(|(id, _)| *id);
+    /// Notes an open export under the number that it had while it was shut, or a new one, and returns that.
+    pub(super) fn add_export(&mut self, number: Option<u64>, export: Export) -> u64 {
+        let id = number.unwrap_or_else(|| self.new_export());
+        self.waiting.retain(|export| export.id != id);
+        self.exports.push((id, export));
+        self.exports.sort_by_key(|(id, _)| *id);
         id
     }
 }
