@@ -18,7 +18,8 @@
 //! | [`disk`](Disk), `read`, `write`, `zero`, [`extents`](Extent) | where bytes are, and how they move |
 //! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
-//! | `chain`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
+//! | `head`, `chain`, `loading`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
+//! | `refs` | who else needs a file |
 //! | [`diff`](Diff), [`mod@backup`] | what changed between two states of a chain, and copies of a state |
 //! | [`mod@merge`] | dropping layers from a chain |
 //! | [`snapshot`] | taking, finding and going back to states of a disk, as files |
