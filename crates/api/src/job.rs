@@ -166,11 +166,11 @@ pub enum RemoveFiles {
 #[serde(tag = "action", rename_all = "snake_case", deny_unknown_fields)]
 pub enum JobChange {
     /// Stop after the step that is under way, until resumed.
-    Pause,
+    Pause {},
     /// Go on.
-    Resume,
+    Resume {},
     /// End after the step that is under way. What is done stays done.
-    Cancel,
+    Cancel {},
     /// Change how fast it may go.
     Limit {
         /// Bytes a second; null for no limit.
@@ -269,5 +269,6 @@ mod tests {
         assert_eq!(none, JobChange::Limit { bytes_per_second: None });
         assert!(change(r#"{"action":"limit","bytes_per_sec":5}"#).is_err());
         assert!(change(r#"{"action":"stop"}"#).is_err());
+        assert!(change(r#"{"action":"cancel","id":7}"#).is_err(), "a field that it does not have");
     }
 }

@@ -105,7 +105,7 @@ impl Client {
         let path = format!("/v1/jobs/{}", job.id);
         while !job.state.is_ended() {
             if !goes_on(&job) && job.state != JobState::Cancelling {
-                let _: JobStatus = self.post(&path, &JobChange::Cancel)?;
+                let _: JobStatus = self.post(&path, &JobChange::Cancel {})?;
             }
             std::thread::sleep(LOOK_EVERY);
             job = self.get(&path)?;

@@ -176,7 +176,7 @@ impl Jobs {
             if live.is_empty() {
                 return;
             }
-            live.iter().for_each(|job| job.change(JobChange::Cancel));
+            live.iter().for_each(|job| job.change(JobChange::Cancel {}));
             match deadline {
                 None => self.ended.wait(&mut table),
                 Some(deadline) if self.ended.wait_until(&mut table, deadline).timed_out() => {

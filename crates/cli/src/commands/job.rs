@@ -40,9 +40,9 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
         JobCommand::Flatten { disk, onto, yes, remove, how } => {
             client.post("/v1/jobs", &how.flatten(disk, onto.as_deref(), *yes, *remove)?)?
         }
-        JobCommand::Pause { id } => change(*id, JobChange::Pause)?,
-        JobCommand::Resume { id } => change(*id, JobChange::Resume)?,
-        JobCommand::Cancel { id } => change(*id, JobChange::Cancel)?,
+        JobCommand::Pause { id } => change(*id, JobChange::Pause {})?,
+        JobCommand::Resume { id } => change(*id, JobChange::Resume {})?,
+        JobCommand::Cancel { id } => change(*id, JobChange::Cancel {})?,
         JobCommand::Limit { id, limit } => change(*id, JobChange::Limit { bytes_per_second: *limit })?,
     };
     if args.json {

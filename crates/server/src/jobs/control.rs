@@ -118,9 +118,9 @@ impl Control {
     pub(super) fn change(&self, change: JobChange) {
         let mut progress = self.progress.lock();
         progress.state = match (change, progress.state) {
-            (JobChange::Pause, JobState::Running) => JobState::Paused,
-            (JobChange::Resume, JobState::Paused) => JobState::Running,
-            (JobChange::Cancel, JobState::Running | JobState::Paused) => JobState::Cancelling,
+            (JobChange::Pause {}, JobState::Running) => JobState::Paused,
+            (JobChange::Resume {}, JobState::Paused) => JobState::Running,
+            (JobChange::Cancel {}, JobState::Running | JobState::Paused) => JobState::Cancelling,
             (JobChange::Limit { bytes_per_second }, state) => {
                 progress.bucket.set_limit(bytes_per_second, Instant::now());
                 state

@@ -136,7 +136,7 @@ fn a_job_that_panics_has_failed_and_nobody_waits_for_it() {
 fn a_paused_job_stands_still_until_it_is_resumed() {
     let jobs = jobs();
     let (id, open) = start(&jobs, "a", None);
-    jobs.change(id, JobChange::Pause).unwrap();
+    jobs.change(id, JobChange::Pause {}).unwrap();
     for _ in 0..3 {
         open.send(step(0)).unwrap();
     }
@@ -144,7 +144,7 @@ fn a_paused_job_stands_still_until_it_is_resumed() {
     std::thread::sleep(Duration::from_millis(50));
     let paused = jobs.status(id).unwrap();
     assert!(paused.state == JobState::Paused && paused.done <= 1, "{paused:?}");
-    jobs.change(id, JobChange::Resume).unwrap();
+    jobs.change(id, JobChange::Resume {}).unwrap();
     wait_for(&jobs, id, "the end", |status| status.state == JobState::Done);
 }
 
@@ -154,12 +154,12 @@ fn a_cancelled_job_ends_after_its_step_and_frees_its_place() {
     let (id, open) = start(&jobs, "a", None);
     let again = jobs.reserve::<Steps>("a");
     assert!(matches!(again, Err(Error::JobExists { .. })), "{again:?}");
-    jobs.change(id, JobChange::Cancel).unwrap();
+    jobs.change(id, JobChange::Cancel {}).unwrap();
     open.send(step(1)).unwrap();
     let status = wait_for(&jobs, id, "the end", |status| status.state.is_ended());
     assert!(status.state == JobState::Cancelled && status.done <= 1, "{status:?}");
     // What has ended stays as it is.
-    assert_eq!(jobs.change(id, JobChange::Resume).unwrap().state, JobState::Cancelled);
+    assert_eq!(jobs.change(id, JobChange::Resume {}).unwrap().state, JobState::Cancelled);
     start(&jobs, "a", None);
 }
 

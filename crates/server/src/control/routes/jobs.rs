@@ -65,9 +65,9 @@ pub(in crate::control) async fn change(
 ) -> Result<Json<JobStatus>, Failure> {
     let id = number(&id, "no-such-job")?;
     let how = match change {
-        JobChange::Pause => "pause".to_owned(),
-        JobChange::Resume => "resume".to_owned(),
-        JobChange::Cancel => "cancel".to_owned(),
+        JobChange::Pause {} => "pause".to_owned(),
+        JobChange::Resume {} => "resume".to_owned(),
+        JobChange::Cancel {} => "cancel".to_owned(),
         JobChange::Limit { bytes_per_second: None } => "no limit".to_owned(),
         JobChange::Limit { bytes_per_second: Some(bytes) } => format!("limit {bytes} bytes a second"),
     };
