@@ -27,7 +27,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Most files listed one by one that stay for one reason; `--json` lists all.
 const LISTED_MAX: usize = 6;
 /// What there is to say of a merge that ended before all was done.
-pub const STOPPED: &str = "every state that was to stay is as it was; begin it again to complete it";
+pub const STOPPED: &str = "no state that stays was changed; run the command again to complete it";
 
 /// What was done, for scripts.
 #[derive(Debug, Default, Serialize)]

@@ -77,7 +77,7 @@ fn ask_to_end(options: &mut Options) -> Result<()> {
     };
     anyhow::ensure!(
         !vmstrata_server::is_managers(&path),
-        "{}: is the service manager's socket, which starts its own server again whenever someone connects: replace that one with `systemctl restart vmstrata.service`",
+        "{}: is the service manager's socket, which starts its own server at the next connection: replace that one with `systemctl restart vmstrata.service`",
         path.display()
     );
     // From now on a socket that is in use is waited for, and not done without.

@@ -232,7 +232,7 @@ fn refuse_to_lose(args: &SnapshotRevertArgs) -> Result<()> {
         format!("; the disk would no longer stand on {}, whose files stay", counted(newer, "newer snapshot"))
     };
     bail!(
-        "{}: going back to {} loses what was written since {newest}, up to {}{also}: --yes lets it go, --keep FILE keeps it as a disk of its own",
+        "{}: going back to {} loses what was written since {newest}, up to {}{also}: --yes drops it, --keep FILE keeps it as a disk of its own",
         args.disk.display(),
         args.name,
         short_size(own)

@@ -80,7 +80,7 @@ impl Maintained for Disk {
         let Some((path, now)) = looked.find_changed(&layers, most) else { return };
         looked.differing.clear();
         if let Err(error) = self.take_anew(generation, Some(&path)) {
-            tracing::warn!(disk = %self.path.display(), layer = %path.display(), %error, "a layer was changed by someone else, and the chain cannot be read anew: the disk goes on with what it knows; close it and open it again");
+            tracing::warn!(disk = %self.path.display(), layer = %path.display(), %error, "another program changed a layer, and the chain cannot be read again: the disk still uses the old map; close and open it");
             looked.told.insert(path, now);
         }
     }

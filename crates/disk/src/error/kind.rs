@@ -88,7 +88,7 @@ pub enum ErrorKind {
     },
     /// A write of an image's header to a raw disk whose format was not said.
     #[error(
-        "the guest would write the header of a {format} image to a disk that was taken for raw by its first bytes: whoever opens it next would take it for that image; say format=raw to let such writes through"
+        "the write would put the header of a {format} image on a disk that was probed as raw, and the next open would read it as that image; say format=raw to allow such writes"
     )]
     HeaderWrite {
         /// The format of the image.
@@ -198,7 +198,7 @@ pub enum ErrorKind {
     #[error("is no index of vmstrata, and has the name that one would have: move it away")]
     SidecarTaken,
     /// A frozen layer was changed under an open disk.
-    #[error("the file was changed by someone else while the disk was open: close the disk and open it again")]
+    #[error("another program changed the file while the disk was open: close the disk and open it again")]
     Changed,
     /// A layer whose own state is not there any more.
     #[error(

@@ -243,7 +243,7 @@ fn check_owner(lowest: &Path, target: &Path) -> Against {
     match (lowest, target) {
         (Ok(lowest), Ok(target)) if lowest == target || rustix::process::geteuid().is_root() => Ok(()),
         (Err(error), _) | (_, Err(error)) => Err(error.to_string()),
-        _ => Err("the layer above is somebody else's, and only root gives files away".to_owned()),
+        _ => Err("another user owns the layer above, and only root can change a file's owner".to_owned()),
     }
 }
 

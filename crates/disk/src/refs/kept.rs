@@ -16,7 +16,7 @@ pub enum Kept {
     NotASnapshot,
     /// In a directory that is not the disk's.
     #[error(
-        "it is in another directory, and disks that nobody knows of may stand on it: --remove everywhere removes it too"
+        "it is in another directory, where unknown disks may stand on it: --remove everywhere removes it, too"
     )]
     Elsewhere,
     /// An image stands on it.

@@ -25,7 +25,7 @@ pub const DEFAULT_TAG: &str = "manual";
 /// Why a snapshot may not be dropped.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "snapshot {name} is held ({}): `vmstrata snapshot release {disk} {name} --tag {}` lets it go",
+    "snapshot {name} is held ({}): release it with `vmstrata snapshot release {disk} {name} --tag {}`",
     tags.join(", "),
     tags[0]
 )]

@@ -83,7 +83,7 @@ pub(crate) enum End {
     Timeout,
     #[error("the client sent too many options")]
     TooManyOptions,
-    #[error("the client set flags nobody offered: {flags:#x}")]
+    #[error("the client set flags that were not offered: {flags:#x}")]
     UnknownFlags { flags: u32 },
     #[error("the client asked for an export that it cannot have")]
     NoExport,

@@ -53,7 +53,7 @@ impl Live {
         }
         if let Some(other) = disks.iter().find(|disk| found.iter().all(|(known, _)| known != *disk)) {
             bail!(
-                "{}: is not served by {}, which serves {}: one snapshot is of disks of one server, or of files that nobody has open",
+                "{}: is not served by {}, which serves {}: one snapshot is of disks of one server, or of files that no process has open",
                 other.display(),
                 client.path().display(),
                 found[0].0.display()
