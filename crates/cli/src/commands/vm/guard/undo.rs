@@ -152,10 +152,12 @@ impl Clone {
             let client = client(self.control.as_ref())?;
             let deadline = Instant::now() + if self.is_served { Duration::ZERO } else { CLONE_MAX };
             // A server makes a clone also when who asked for it is gone.
-            while !self.is_listed(&client)? && Instant::now() < deadline {
+            let mut is_listed = self.is_listed(&client)?;
+            while !is_listed && Instant::now() < deadline {
                 std::thread::sleep(AGAIN);
+                is_listed = self.is_listed(&client)?;
             }
-            if self.is_listed(&client)? {
+            if is_listed {
                 let force = if self.is_served { "?force=true" } else { "" };
                 let path = format!("/v1/disks/{}{force}", encode_segment(disk));
                 client.delete(&path).with_context(|| format!("the clone {disk} is still served"))?;
