@@ -88,7 +88,7 @@ impl Hiding {
         &self.masks[from..self.frames[index].1]
     }
 
-    /// Gives `each` what it says of [`PIECE_PAGES`] frames after another, where it says anything.
+    /// Gives `each` what it says of [`super::tables::PIECE_PAGES`] frames after another, where it says anything.
     pub(super) fn encode_pieces(&self, each: &mut PutPiece<'_>) -> Result<()> {
         let mut from = 0;
         for frames in self.frames.chunk_by(|(one, _), (next, _)| piece_of(*one) == piece_of(*next)) {

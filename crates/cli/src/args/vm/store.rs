@@ -210,8 +210,8 @@ Examples:
 
 gc removes objects that no snapshot uses. It compacts objects of which snapshots use less than half: it writes them anew without
 the other pages. While unused pages take more than a fifth of what is used, it compacts those with the largest share of them, too.
-`vm snapshot`, `vm delete` and `vm prune` do the same while nobody else uses the vault. All homes must be there; commands that read or
-write the vault wait until gc is done. gc may be killed at any moment, and run again.
+`vm snapshot`, `vm delete` and `vm prune` do the same if no other process uses the vault. gc needs all homes. Commands that read or
+write the vault wait until it is done. It can be killed at any moment and run again.
 Exit codes: 0 done (also when there was nothing to do), 1 not, for example as the vault is in use, 64 wrong usage.";
 
 /// `vmstrata vm verify`

@@ -6,8 +6,8 @@
 //!     └─ ends or is killed: the pipe closes ──► the guard carries out the last list, and ends
 //! ```
 //!
-//! A capture's guard also reads what QEMU writes of the guest, which waits for somebody to read it: the reading end of that pipe
-//! is the guard's standard output.
+//! QEMU blocks until its migration stream is read. So a capture's guard has the reading end of that pipe as its standard output,
+//! and reads on when the holder is gone.
 
 mod undo;
 
@@ -67,7 +67,7 @@ pub(super) fn run() -> ExitCode {
         }
     }
     let mut code = ExitCode::SUCCESS;
-    // What was done last stands on what was done before.
+    // Newest first: later steps depend on earlier ones.
     for error in undo.iter().rev().filter_map(|undo| undo.carry_out().err()) {
         eprintln!("vmstrata: warning: {error:#}");
         code = ExitCode::FAILURE;
