@@ -147,7 +147,7 @@ impl Active {
         (self.owner.key(cluster >> PAGE_SHIFT), cluster as usize & (PAGE_WORDS - 1))
     }
 
-    /// A cluster's raw entry; `None` when its page must be filled first ([`Active::fill`]).
+    /// A cluster's raw entry; `None` when its page must be filled first ([`Active::entry`]).
     #[inline]
     pub(crate) fn lookup(&self, cluster: u64) -> Option<u64> {
         let (key, slot) = self.key(cluster);

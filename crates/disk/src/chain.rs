@@ -1,7 +1,7 @@
 //! Reading a chain: from the active layer's header down to the base, checking every step.
 //!
-//! Data flow: path → [`read_chain`] → [`Chain`] → [`crate::map::FrozenMap`] and [`crate::active::Active`]. Only
-//! headers are read here. Memory and time are bounded by [`MAX_LAYERS`], by the size of a header cluster, and by
+//! Data flow: path → [`walk`] → [`crate::loading`], which asks indexes, too → [`crate::map::FrozenMap`] and
+//! [`crate::active::Active`]. Only headers are read here. Memory and time are bounded by [`MAX_LAYERS`], by the size of a header cluster, and by
 //! a check of every file's identity against those already met.
 
 mod file;
@@ -87,7 +87,7 @@ impl OpenOptions {
     /// Makes sure that a file in the disk's own directory, as a snapshot makes one, may be its backing file.
     ///
     /// # Errors
-    /// [`GateError::Outside`].
+    /// [`vmstrata_store::GateError::Outside`].
     pub(crate) fn check_beside(&self, path: &Path) -> Result<()> {
         if self.allow_backing_alone { Ok(self.gate(path)?.look(path).map(drop)?) } else { Ok(()) }
     }

@@ -18,14 +18,12 @@ use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use crate::access;
 use crate::atomic_file::AtomicFile;
-use crate::chain::raw_overlay;
-use crate::chain::{Qcow2Head, check_state, plain_name, probe, read_head};
+use crate::chain::{Qcow2Head, check_state, plain_name, probe, raw_overlay, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::names::disk_name;
 use crate::opener::{LocalFiles, Opened, Opener, Role, directory_of};
-use crate::refs::Users;
-use crate::refs::back_refs;
+use crate::refs::{Users, back_refs};
 
 /// What a new image is to be.
 #[derive(Clone, Debug, PartialEq, Eq)]

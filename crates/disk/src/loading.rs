@@ -44,7 +44,7 @@ pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resourc
     read_in_role(path, role, HashSet::new(), options, resources)
 }
 
-/// As [`read_chain`], for whoever has the disk at `path` open already: its own file is only looked at. What an index says of
+/// As [`read_chain`], for a process that has the disk at `path` open already: that file is only examined. What an index says of
 /// the file `changed` is not believed without its digest.
 ///
 /// # Errors

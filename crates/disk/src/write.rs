@@ -45,7 +45,7 @@ pub(crate) enum Wait {
 }
 
 impl Layers {
-    /// As [`Disk::write`], checked and entered.
+    /// As [`crate::Disk::write`], checked and entered.
     pub(crate) fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
         match &self.top {
             Top::Qcow2(active) => self.write_active(active, at, from, Wait::May).map(drop),

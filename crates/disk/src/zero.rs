@@ -30,7 +30,7 @@ pub(crate) enum Purpose {
 pub(crate) const ZERO_CHUNK: usize = 256 << 10;
 
 impl Layers {
-    /// As [`Disk::write_zeroes`] and [`Disk::discard`], checked and entered.
+    /// As [`crate::Disk::write_zeroes`] and [`crate::Disk::discard`], checked and entered.
     pub(crate) fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
         match &self.top {
             Top::Qcow2(active) => self.clear_clusters(active, range, purpose),

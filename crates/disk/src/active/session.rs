@@ -20,7 +20,7 @@ pub(crate) fn leave_clean(active: &Active, wait: impl FnOnce()) -> Result<()> {
     let leave = || -> Result<()> {
         active.alloc.release_claimed()?;
         give_back_room(active);
-        // Refcounts first: whoever finds no session in the header takes them to be right.
+        // Refcounts first: a header without a session says that they are right.
         active.flusher.flush().while_trying("flush")?;
         if active.tables.version >= FEATURES_SINCE { write_session(active, 0) } else { Ok(()) }
     };

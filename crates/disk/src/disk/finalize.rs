@@ -2,7 +2,7 @@
 //! history (its index), and a map that reads the layer's tables from its file.
 //!
 //! ```text
-//!   snapshot ──► answered ──► Disk::finalize, on a thread of whoever runs the disk ──► index, map of files alone
+//!   snapshot ──► answered ──► Disk::finalize, on a thread of the server ──► index, map of files alone
 //!                    └── or first thing in whatever changes the layers next, or closes the disk
 //! ```
 //!

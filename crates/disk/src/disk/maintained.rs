@@ -58,7 +58,7 @@ impl Maintained for Disk {
             return;
         }
         if active.changes.waited(age) {
-            // Said by whoever noticed first; what could be committed is.
+            // The first failure was logged; the commit does what it can.
             let _ = self.commit();
         }
         if self.failure.get().is_none() {

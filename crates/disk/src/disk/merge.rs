@@ -44,8 +44,7 @@ use crate::merge::relink::Relink;
 use crate::merge::remove::refuse_overlooked;
 use crate::merge::room::Room;
 use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, cleanup};
-use crate::refs::{Link, links};
-use crate::refs::{LocalHolders, Users};
+use crate::refs::{Link, LocalHolders, Users, links};
 
 /// Most bytes of the disk looked at before others get their turn.
 const TURN: u64 = 256 << 10;
@@ -203,7 +202,7 @@ impl Running {
         Room::find(&links[self.range.target().index()].path, demand)
     }
 
-    /// As [`Disk::here`].
+    /// As [`Disk::with_local_holders`].
     pub(crate) fn with_local_holders<T>(&self, work: impl FnOnce(LocalHolders<'_>) -> T) -> T {
         self.disk.with_local_holders(work)
     }

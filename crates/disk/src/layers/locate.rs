@@ -92,7 +92,7 @@ impl Layers {
         }
     }
 
-    /// As [`Disk::below`], reading tables where need be.
+    /// As [`Layers::below`], reading tables where need be.
     pub(crate) fn locate_below(&self, at: GuestOffset, len: u64) -> Result<Run> {
         match &self.frozen {
             Some(map) => map.locate(at, len),
@@ -100,7 +100,7 @@ impl Layers {
         }
     }
 
-    /// As [`Disk::lookup`], reading tables where need be.
+    /// As [`Layers::lookup`], reading tables where need be.
     pub(crate) fn locate(&self, at: GuestOffset, len: u64) -> Result<Run> {
         loop {
             if let Some(run) = self.lookup(at, len) {

@@ -33,10 +33,7 @@ use crate::atomic_file::{flush_directory, flush_file};
 use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, directory_of};
-use crate::refs::Kept;
-use crate::refs::back_refs;
-use crate::refs::{self, Link};
-use crate::refs::{LocalHolders, Users};
+use crate::refs::{self, Kept, Link, LocalHolders, Users, back_refs};
 
 /// Notes that these files go once `target` does not stand on them any more.
 ///

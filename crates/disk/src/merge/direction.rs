@@ -22,9 +22,7 @@ use crate::error::{Error, Result};
 use crate::layer::Format;
 use crate::map::FrozenMap;
 use crate::opener::Role;
-use crate::refs::back_refs;
-use crate::refs::{Link, layers_of_others};
-use crate::refs::{LocalHolders, Users, holder_among, missing};
+use crate::refs::{Link, LocalHolders, Users, back_refs, holder_among, layers_of_others, missing};
 use crate::resources::Resources;
 
 /// Which way layers are merged.

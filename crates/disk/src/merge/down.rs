@@ -15,7 +15,7 @@
 //! Invariants:
 //! - Nothing is written into the lowest layer but clusters that a layer above it, up to the one that stays, has itself.
 //! - All of them are on stable storage before the rename, and that is before a file is removed.
-//! - Before the first write, nobody else stands on a dropped layer or uses one, and each is marked ([`super::mark`]) and locked.
+//! - Before the first write, nobody else stands on a dropped layer or uses one, and each is marked ([`super::deleting`]) and locked.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -38,8 +38,7 @@ use crate::index::forget_sidecar;
 use crate::layer::Layer;
 use crate::layers::{Layers, Top};
 use crate::opener::Role;
-use crate::refs::Link;
-use crate::refs::back_refs;
+use crate::refs::{Link, back_refs};
 
 /// The way down; see the module documentation.
 #[derive(Debug)]

@@ -19,8 +19,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::index::{self, IndexOptions};
 use crate::layers::{Layers, Top};
 use crate::opener::Role;
-use crate::refs::{self, Link};
-use crate::refs::{LocalHolders, Users};
+use crate::refs::{self, Link, LocalHolders, Users};
 use crate::resources::Resources;
 use crate::snapshot::lock_finalized;
 

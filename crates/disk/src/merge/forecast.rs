@@ -6,10 +6,7 @@ use super::remove::{Wanted, dropped, foresee};
 use super::{MergeOptions, MergeRange};
 use crate::error::{Error, Result};
 use crate::opener::LocalFiles;
-use crate::refs::Kept;
-use crate::refs::allocated_bytes;
-use crate::refs::{LocalHolders, Users};
-use crate::refs::{layers_of_others, links};
+use crate::refs::{Kept, LocalHolders, Users, allocated_bytes, layers_of_others, links};
 
 /// A layer that would go.
 #[derive(Clone, Debug)]

@@ -13,8 +13,7 @@ use super::remove::{self, Dropped};
 use super::{MergeOptions, MergeRange, Merged};
 use crate::disk::{Disk, Running};
 use crate::error::{Error, Result};
-use crate::refs::Link;
-use crate::refs::allocated_bytes;
+use crate::refs::{Link, allocated_bytes};
 use crate::resources::Resources;
 
 /// Bytes copied before they are brought to stable storage: what a crash makes a later attempt copy again.

@@ -29,10 +29,7 @@ use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
 use crate::names::stem;
 use crate::opener::{LocalFiles, directory_of};
-use crate::refs::Kept;
-use crate::refs::allocated_bytes;
-use crate::refs::{Link, links};
-use crate::refs::{LocalHolders, Users};
+use crate::refs::{Kept, Link, LocalHolders, Users, allocated_bytes, links};
 use crate::snapshot::lock_if_free;
 
 /// A file that a disk does not stand on any more.

@@ -1,4 +1,4 @@
-//! Removing the files of dropped layers, unless someone needs them ([`super::users`]).
+//! Removing the files of dropped layers, unless someone needs them ([`crate::refs`]).
 //!
 //! A file is needed by an image that names it as its backing file, and by a process that has it open. Where not all who might
 //! need it could be asked, nothing is removed. What is needed keeps all layers below it.
@@ -10,10 +10,7 @@ use vmstrata_store::{FileId, Place};
 use super::plan::MergeRange;
 use super::{MergeFault, MergeOptions};
 use crate::index::forget_sidecar;
-use crate::refs::Kept;
-use crate::refs::back_refs;
-use crate::refs::{Link, layers_of_others};
-use crate::refs::{LocalHolders, Users, below, is_open, missing};
+use crate::refs::{Kept, Link, LocalHolders, Users, back_refs, below, is_open, layers_of_others, missing};
 
 /// Which files of dropped layers are removed, if no one needs them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -5,7 +5,7 @@
 //!   /golden/.web.v7.qcow2.clones/ci-42.qcow2.9d01… ──► /vms/ci-42.qcow2   symbolic link to a disk
 //! ```
 //!
-//! Images beside a layer are found by looking at them ([`crate::merge::users`]); images anywhere cannot be. So a disk that is
+//! Images beside a layer are found by looking at them ([`super::users`]); images anywhere cannot be. So a disk that is
 //! made on a layer in another directory, or opened for writing there, leaves a link beside the layer. A command that would
 //! remove or change the layer follows the links. A disk that lets go of layers leaves links for those that stay.
 //!

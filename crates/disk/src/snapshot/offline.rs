@@ -27,8 +27,7 @@ use crate::layer::Format;
 use crate::merge::{cleanup, orphans};
 use crate::names;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role, directory_of};
-use crate::refs::back_refs;
-use crate::refs::{Holder, holders};
+use crate::refs::{Holder, back_refs, holders};
 use crate::resources::Resources;
 
 /// For how long to try again while someone has the disk: a moment, as killed processes keep theirs.

@@ -15,8 +15,7 @@ use super::fault::SnapshotFault;
 use crate::chain::OpenOptions;
 use crate::error::{ErrorKind, Result};
 use crate::opener::LocalFiles;
-use crate::refs::{Link, links};
-use crate::refs::{LocalHolders, Users};
+use crate::refs::{Link, LocalHolders, Users, links};
 
 /// Images that stand on a disk's active file, of which the caller has the writer's lock.
 pub(super) struct StoodOn {

@@ -24,8 +24,7 @@ use crate::merge::direction::Asked;
 use crate::merge::down::{self, Held};
 use crate::merge::{Copier, MergeOptions};
 use crate::opener::Role;
-use crate::refs::Link;
-use crate::refs::{LocalHolders, open_twice};
+use crate::refs::{Link, LocalHolders, open_twice};
 
 impl Running {
     /// Begins to write down into the lowest dropped layer, if that is the way to take.

@@ -15,8 +15,7 @@ use crate::merge::plan::{below_of, map_up_to};
 use crate::merge::relink::Relink;
 use crate::merge::{Copier, MergeFault, let_go, target};
 use crate::opener::Role;
-use crate::refs::Link;
-use crate::refs::{Users, holder_among, open_twice};
+use crate::refs::{Link, Users, holder_among, open_twice};
 
 impl Running {
     /// Begins to copy into a frozen layer.

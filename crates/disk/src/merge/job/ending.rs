@@ -10,8 +10,7 @@ use crate::chain::OpenOptions;
 use crate::merge::down::Down;
 use crate::merge::remove::{self, Wanted};
 use crate::merge::{Kept, Removal, cleanup, orphans};
-use crate::refs::back_refs;
-use crate::refs::{LocalHolders, Users};
+use crate::refs::{LocalHolders, Users, back_refs};
 
 impl Merge {
     pub(super) fn disk(&self) -> (&Path, &OpenOptions) {
