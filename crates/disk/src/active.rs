@@ -230,7 +230,7 @@ impl Active {
         if let Some(raw) = self.lookup(cluster) {
             return Ok(raw);
         }
-        self.read_entry(cluster, guard, &|bytes, at| self.store.read_exact(bytes, at))
+        self.read_entry(cluster, guard, &|bytes, at| self.store.read_padded(bytes, at))
     }
 
     /// Clusters from `cluster` on whose entries lie in the same page and the same L2 table: one lock and one table

@@ -87,7 +87,7 @@ impl Allocator {
         let table_at = header.refcount_table_offset;
         let mut bytes = vec![0; header.refcount_table_entries() * 8];
         store
-            .read_exact(&mut bytes, table_at)
+            .read_padded(&mut bytes, table_at)
             .while_trying("read the refcount table")
             .map_err(|e| e.at(table_at))?;
         let mut table = Vec::with_capacity(bytes.len() / 8);
@@ -186,7 +186,7 @@ impl Allocator {
             }
             let mut bytes = vec![0; self.bits.size() as usize].into_boxed_slice();
             self.store
-                .read_exact(&mut bytes, at)
+                .read_padded(&mut bytes, at)
                 .while_trying("read a refcount block")
                 .map_err(|e| e.at(at))?;
             state.blocks.insert(index, bytes);

@@ -181,7 +181,7 @@ impl Layer {
             let count = (last - batch + 1).min(L1_BATCH);
             let at = tables.l1_at + batch as u64 * 8;
             scratch.l1.resize(count * 8, 0);
-            store.read_exact(&mut scratch.l1, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
+            store.read_padded(&mut scratch.l1, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
             for (number, raw) in words(&scratch.l1).enumerate().filter(|&(_, raw)| raw != 0) {
                 let l1_index = batch + number;
                 let table =
@@ -211,7 +211,7 @@ impl Layer {
         let count = geometry.l2_index(GuestOffset::new(end - 1)) + 1 - first;
         buf.resize(count * 8, 0);
         let at = table + first as u64 * 8;
-        store.read_exact(buf, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
+        store.read_padded(buf, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
         for (line, bytes) in buf.chunks(LINE).enumerate() {
             // Most of a long chain's entries are zero: skip them a cache line at a time.
             if words(bytes).fold(0, |any, raw| any | raw) == 0 {
@@ -247,11 +247,12 @@ pub(crate) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word))
 }
 
-/// Decodes an L1 entry and makes sure that its table is in the file.
+/// Decodes an L1 entry and makes sure that its table begins in the file; what is missing of the last one reads as zeros. A
+/// table that begins past the end is an error, though QEMU reads zeros: what the file had there is lost.
 pub(crate) fn table_of(tables: &Tables, raw: u64, file_len: u64) -> Result<Option<HostOffset>> {
     let entry = tables.entries.l1(raw).map_err(|entry| ErrorKind::Entry { table: "L1 table", entry })?;
     match entry.table {
-        Some(at) if at.get().saturating_add(tables.geometry.cluster_bits.size()) > file_len => {
+        Some(at) if at.get() >= file_len => {
             Err(ErrorKind::Truncated { what: "an L2 table", at, file_len }.into())
         }
         table => Ok(table),

@@ -4,8 +4,10 @@
 //! mask worked out beforehand: a valid standard entry costs two tests and one mask. The reason why an entry is
 //! invalid is worked out on a cold path.
 //!
-//! Invariants: whatever [`EntryFormat::l2`] accepts, [`EntryFormat::encode_l2`] turns back into the same 64
-//! bits; no host offset it returns lies in the first cluster, so 0 is free to mean something else. The COPIED flag is passed on as found; only in the active tables does it mean "refcount is one".
+//! Invariants: whatever [`EntryFormat::l2`] accepts, [`EntryFormat::encode_l2`] turns back into the same 64 bits, but for a
+//! COPIED flag that says nothing; no host offset it returns lies in the first cluster, so 0 is free to mean something else.
+//! The COPIED flag is passed on as found; only in the active tables does it mean "refcount is one". Without an offset and on
+//! compressed clusters it says nothing: readers pass over it, as QEMU does.
 //!
 //! Source: the specification, "Cluster mapping".
 
@@ -55,13 +57,14 @@ pub enum EntryError {
         /// The offset in it.
         offset: HostOffset,
     },
-    /// "Refcount is one" of nothing at all. Only images with an external data file may say so.
+    /// "Refcount is one" of no L2 table at all. Only a check reports it: readers pass over the flag, as QEMU does.
     #[error("entry {raw:#018x}: copied flag without a host offset")]
     CopiedWithoutOffset {
         /// The entry.
         raw: u64,
     },
-    /// Compressed clusters are never written in place, so they never have the flag.
+    /// Compressed clusters are never written in place, so they never have the flag. Only a check reports it: readers pass
+    /// over the flag, as QEMU does.
     #[error("entry {raw:#018x}: copied flag on a compressed cluster")]
     CopiedCompressed {
         /// The entry.
@@ -157,22 +160,22 @@ impl EntryFormat {
     /// Decodes an L1 entry.
     ///
     /// # Errors
-    /// Reserved bits, an offset off a cluster boundary, or a copied flag without an offset.
+    /// Reserved bits, or an offset off a cluster boundary.
     #[inline]
     pub const fn l1(&self, raw: u64) -> Result<L1Entry, EntryError> {
         let offset = raw & OFFSET_MASK;
-        if raw & self.l1_invalid != 0 || raw == COPIED {
+        if raw & self.l1_invalid != 0 {
             return Err(self.why_not_standard(raw, L1_RESERVED));
         }
         let table = if offset == 0 { None } else { Some(HostOffset::new(offset)) };
-        Ok(L1Entry { table, copied: raw & COPIED != 0 })
+        Ok(L1Entry { table, copied: table.is_some() && raw & COPIED != 0 })
     }
 
     /// Decodes an L2 entry.
     ///
     /// # Errors
-    /// Reserved bits, an offset off a cluster boundary, the zero flag in version 2, a copied flag on a
-    /// compressed cluster or without an offset, a compressed cluster above 2^56 or over the header.
+    /// Reserved bits, an offset off a cluster boundary, the zero flag in version 2, a compressed cluster above 2^56 or over
+    /// the header.
     #[inline]
     pub const fn l2(&self, raw: u64) -> Result<L2Entry, EntryError> {
         if raw == 0 {
@@ -182,14 +185,16 @@ impl EntryFormat {
             return self.compressed(raw);
         }
         let offset = raw & OFFSET_MASK;
-        if raw & self.l2_invalid != 0 || (offset == 0 && raw & COPIED != 0) {
+        if raw & self.l2_invalid != 0 {
             return Err(self.why_not_standard(raw, L2_RESERVED));
         }
         let (host, copied) = (HostOffset::new(offset), raw & COPIED != 0);
-        if raw & ZERO_FLAG == 0 {
-            return Ok(L2Entry::Data { host, copied });
-        }
-        Ok(L2Entry::Zero { host: if offset == 0 { None } else { Some(host) }, copied })
+        Ok(match (raw & ZERO_FLAG != 0, offset) {
+            (true, 0) => L2Entry::Zero { host: None, copied: false },
+            (true, _) => L2Entry::Zero { host: Some(host), copied },
+            (false, 0) => L2Entry::Unallocated,
+            (false, _) => L2Entry::Data { host, copied },
+        })
     }
 
     #[inline]
@@ -198,9 +203,6 @@ impl EntryFormat {
         let offset = descriptor & ((1 << self.sectors_shift) - 1);
         let sectors = (descriptor >> self.sectors_shift) + 1;
         let host = HostOffset::new(offset);
-        if raw & COPIED != 0 {
-            return Err(EntryError::CopiedCompressed { raw });
-        }
         if offset >= HOST_OFFSET_LIMIT {
             return Err(EntryError::CompressedTooHigh { raw, offset: host });
         }
@@ -219,11 +221,7 @@ impl EntryFormat {
         if raw & self.l2_invalid & ZERO_FLAG != 0 {
             return EntryError::ZeroFlagInVersion2 { raw };
         }
-        let offset = HostOffset::new(raw & OFFSET_MASK);
-        if !offset.is_aligned(self.cluster_bits) {
-            return EntryError::Misaligned { raw, offset };
-        }
-        EntryError::CopiedWithoutOffset { raw }
+        EntryError::Misaligned { raw, offset: HostOffset::new(raw & OFFSET_MASK) }
     }
 
     /// The 64 bits of an L1 entry.

@@ -120,9 +120,6 @@ pub enum ParseErrorKind {
     /// A name with a zero byte in it: other tools would stop reading there and open another file.
     #[error("contains a zero byte")]
     ContainsNul,
-    /// A header extension that may appear once appears again.
-    #[error("appears twice")]
-    Duplicate,
 }
 
 /// `": a, b"`, or nothing for no names.

@@ -113,10 +113,9 @@ fn backing_format(data: &[u8], at: u64) -> Result<String, ParseError> {
         let (value, max) = (data.len() as u64, MAX_BACKING_FORMAT_LEN as u64);
         return Err(fail(ParseErrorKind::OutOfRange { value, min: 0, max }));
     }
-    if data.contains(&0) {
-        return Err(fail(ParseErrorKind::ContainsNul));
-    }
-    String::from_utf8(data.to_vec()).map_err(|_| fail(ParseErrorKind::NotUtf8))
+    // QEMU reads the name up to a zero byte.
+    let name = data.split(|&byte| byte == 0).next().unwrap_or_default();
+    String::from_utf8(name.to_vec()).map_err(|_| fail(ParseErrorKind::NotUtf8))
 }
 
 /// The header extensions of an image, in the order they are stored.
@@ -130,11 +129,10 @@ impl Extensions {
     /// Reads the extensions in `first_cluster[start..end]`: `start` is the header's length, `end` the offset of
     /// the backing file name or the cluster's size ([`crate::Header::extensions_end`]).
     ///
-    /// The list may also end by running out of room, as QEMU allows.
+    /// As QEMU has it, the list may also end by running out of room, and of one known type twice the last counts.
     ///
     /// # Errors
-    /// A record that reaches past `end`, one known type twice, a backing format name that is too long or no
-    /// text, or fewer bytes than `end`.
+    /// A record that reaches past `end`, a backing format name that is too long or no text, or fewer bytes than `end`.
     pub fn parse(first_cluster: &[u8], start: usize, end: usize) -> Result<Self, ParseError> {
         let have = first_cluster.len();
         if have < end {
@@ -155,19 +153,18 @@ impl Extensions {
                 return Err(ParseError::new("header extension length", at as u64 + 4, kind));
             }
             let data = &first_cluster[at + RECORD_HEADER..][..len];
-            found.push(Extension::parse(magic, data, (at + RECORD_HEADER) as u64)?, at as u64)?;
+            found.put(Extension::parse(magic, data, (at + RECORD_HEADER) as u64)?);
             at += RECORD_HEADER + pad8(len);
         }
         Ok(found)
     }
 
-    fn push(&mut self, extension: Extension, at: u64) -> Result<(), ParseError> {
-        let known = !matches!(extension, Extension::Unknown { .. });
-        if known && self.items.iter().any(|other| other.magic() == extension.magic()) {
-            return Err(ParseError::new("header extension type", at, ParseErrorKind::Duplicate));
+    fn put(&mut self, extension: Extension) {
+        let is_known = !matches!(extension, Extension::Unknown { .. });
+        match self.items.iter_mut().find(|other| is_known && other.magic() == extension.magic()) {
+            Some(earlier) => *earlier = extension,
+            None => self.items.push(extension),
         }
-        self.items.push(extension);
-        Ok(())
     }
 
     /// The records and the end mark, padded, ready to follow a header.
@@ -190,10 +187,10 @@ impl Extensions {
         records.sum::<usize>() + RECORD_HEADER
     }
 
-    /// The backing file's format, where the image names it.
+    /// The backing file's format, where the image names it. An empty name names none.
     pub fn backing_format(&self) -> Option<&str> {
         self.items.iter().find_map(|extension| match extension {
-            Extension::BackingFormat(name) => Some(name.as_str()),
+            Extension::BackingFormat(name) if !name.is_empty() => Some(name.as_str()),
             _ => None,
         })
     }

@@ -4,8 +4,9 @@
 //! allocate by the sizes in it. What only makes writing unsafe ([`Incompatible::CORRUPT`],
 //! [`Incompatible::DIRTY`]) is reported, not refused.
 //!
-//! Invariants of a parsed header: tables lie on cluster boundaries, inside the file, not over the header or
-//! each other; the L1 table maps the whole disk; sizes keep within QEMU's limits.
+//! Invariants of a parsed header: tables lie on cluster boundaries, not over the header or each other; the L1 table maps the
+//! whole disk; sizes keep within QEMU's limits. L1 table and refcount table may reach past the end of the file, where they
+//! read as zeros: a tool that never wrote them left them so.
 //!
 //! Source: the specification, "Header".
 
@@ -58,7 +59,7 @@ pub struct Header {
     pub backing_file: Option<BackingName>,
     /// Size of a cluster.
     pub cluster_bits: ClusterBits,
-    /// Size of the disk in bytes.
+    /// Size of the disk in bytes; whole sectors, rounded down as QEMU does.
     pub size: u64,
     /// Always 0: encrypted images are refused.
     pub crypt_method: u32,

@@ -32,7 +32,7 @@ pub(super) fn read(
 ) -> Result<(L1, Vec<HostOffset>)> {
     let mut bytes = vec![0; header.l1_size as usize * 8];
     let at = header.l1_table_offset;
-    store.read_exact(&mut bytes, at).while_trying("read the L1 table").map_err(|error| error.at(at))?;
+    store.read_padded(&mut bytes, at).while_trying("read the L1 table").map_err(|error| error.at(at))?;
     let mut l2_tables = Vec::new();
     for (index, raw) in words(&bytes).enumerate() {
         let table = table_of(tables, raw, file_len).map_err(|error| error.at(at + index as u64 * 8))?;
@@ -48,9 +48,10 @@ pub(super) fn make_room(store: &dyn Store, header: &Header) {
     let end = at + u64::from(header.l1_size) * 8;
     while at < end {
         let Ok((is_data, next)) = store.extent(at) else { return };
-        let next = next.min(end);
+        // Past the end of the file there is no extent.
+        let (is_data, next) = if next <= at { (false, end) } else { (is_data, next.min(end)) };
         // A host that is full already has none to give: that is for the writes to find out.
-        if next <= at || !is_data && store.write_all(&vec![0; (next - at) as usize], at).is_err() {
+        if !is_data && store.write_all(&vec![0; (next - at) as usize], at).is_err() {
             return;
         }
         at = next;
@@ -109,7 +110,10 @@ impl Active {
         let old = table_of(&self.tables, raw, u64::MAX)?;
         let mut bytes = vec![0; self.tables.geometry.cluster_bits.size() as usize];
         if let Some(old) = old {
-            self.store.read_exact(&mut bytes, old).while_trying("read an L2 table").map_err(|e| e.at(old))?;
+            self.store
+                .read_padded(&mut bytes, old)
+                .while_trying("read an L2 table")
+                .map_err(|e| e.at(old))?;
         }
         let space = self.allocate(1)?;
         self.put_table(index, raw, space, &bytes, |record, freed| {

@@ -121,9 +121,6 @@ impl TableWalk<'_> {
         }
         let host = HostOffset::new(raw & OFFSET_MASK);
         if host == HostOffset::ZERO {
-            if raw & COPIED != 0 {
-                self.note(position, EntryError::CopiedWithoutOffset { raw });
-            }
             return;
         }
         let size = self.image.bits().size();

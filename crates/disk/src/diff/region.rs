@@ -160,7 +160,7 @@ impl Cursor {
         let tables = layer.tables.as_ref().expect("a layer that stands on another one is qcow2");
         let at = tables.l1_at + first as u64 * 8;
         let mut bytes = vec![0; count * 8];
-        store.read_exact(&mut bytes, at).while_trying("read the L1 table").map_err(|error| error.at(at))?;
+        store.read_padded(&mut bytes, at).while_trying("read the L1 table").map_err(|error| error.at(at))?;
         self.first = first;
         self.has_table.clear();
         self.has_table.extend(words(&bytes).map(|raw| raw != 0));

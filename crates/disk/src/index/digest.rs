@@ -92,6 +92,9 @@ pub(super) fn digest(store: &dyn Store, head: Option<&Qcow2Head>, file_len: u64)
             ErrorKind::NotIndexable { reason: "a process writes it, or was killed while it did" }.into()
         );
     }
+    if head.backing_name.as_deref().is_some_and(|name| name.starts_with("json:")) {
+        return Err(ErrorKind::NotIndexable { reason: "a json: description names its backing file" }.into());
+    }
     let tables = Tables::of(&head.header);
     hash.update([1]);
     update_header(&mut hash, head, &tables);
@@ -174,7 +177,7 @@ fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len
     for batch in (0..entries).step_by(L1_BATCH) {
         let at = tables.l1_at + batch as u64 * 8;
         l1.resize((entries - batch).min(L1_BATCH) * 8, 0);
-        store.read_exact(&mut l1, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
+        store.read_padded(&mut l1, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
         hash.update(&l1);
         for (number, raw) in words(&l1).enumerate().filter(|&(_, raw)| raw != 0) {
             let table = table_of(tables, raw, file_len).map_err(|e| e.at(at + number as u64 * 8))?;
@@ -183,7 +186,7 @@ fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len
                 return Err(ErrorKind::NotIndexable { reason: "several L1 entries name one L2 table" }.into());
             }
             budget.take(cluster)?;
-            store.read_exact(&mut l2, table).while_trying("read an L2 table").map_err(|e| e.at(table))?;
+            store.read_padded(&mut l2, table).while_trying("read an L2 table").map_err(|e| e.at(table))?;
             hash.update(&l2);
             highest = highest.max(table.get()).max(highest_of(tables, &l2));
             tables_end = tables_end.max(table.get() + cluster);

@@ -96,7 +96,7 @@ impl Refcounts {
     fn read(store: &dyn Store, header: &Header) -> Result<Self> {
         let mut table = vec![0; header.refcount_table_entries() * 8];
         let at = header.refcount_table_offset;
-        store.read_exact(&mut table, at).while_trying("read the refcount table")?;
+        store.read_padded(&mut table, at).while_trying("read the refcount table")?;
         let mut end = at.get() + table.len() as u64;
         let mut met = HashSet::new();
         for raw in words(&table).filter(|&raw| raw != 0) {
@@ -120,7 +120,7 @@ impl Refcounts {
         for (number, raw) in entries.into_iter().enumerate().rev() {
             let Some(at) = block_of(raw, header)? else { continue };
             budget.take(block.len() as u64)?;
-            store.read_exact(&mut block, at).while_trying("read a refcount block").map_err(|e| e.at(at))?;
+            store.read_padded(&mut block, at).while_trying("read a refcount block").map_err(|e| e.at(at))?;
             // Whole words first: most blocks that are all zero are found to be so at once.
             if words(&block).all(|word| word == 0) {
                 continue;

@@ -97,7 +97,7 @@ impl<'a> Scan<'a> {
             if self.is_hole(at, bytes.len() as u64).while_trying("read the L1 table").map_err(|e| e.at(at))? {
                 continue;
             }
-            self.store.read_exact(&mut bytes, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
+            self.store.read_padded(&mut bytes, at).while_trying("read the L1 table").map_err(|e| e.at(at))?;
             for (number, raw) in words(&bytes).enumerate().filter(|&(_, raw)| raw != 0) {
                 let table = table_of(&self.tables, raw, self.file_len)
                     .map_err(|error| error.at(at + number as u64 * 8))?;
@@ -130,7 +130,7 @@ impl<'a> Scan<'a> {
             if self.is_hole(table, self.cluster())? {
                 return Ok(false);
             }
-            self.store.read_exact(bytes, table).map(|()| true)
+            self.store.read_padded(bytes, table).map(|()| true)
         };
         if !read().while_trying("read an L2 table").map_err(|error| error.at(table))? {
             return Ok(());

@@ -3,6 +3,7 @@
 use vmstrata_types::HostOffset;
 
 use super::{Header, MAX_L1_ENTRIES, MAX_REFCOUNT_TABLE_BYTES, MAX_SNAPSHOTS, field};
+use crate::entry::HOST_OFFSET_LIMIT;
 use crate::error::{ParseError, ParseErrorKind};
 use crate::geometry::ENTRY_LEN;
 use crate::snapshot::MIN_ENTRY_LEN;
@@ -19,6 +20,8 @@ struct Table {
     max_count: u64,
     /// Bytes of one entry, at least.
     entry_len: u64,
+    /// Whether it may lie past the end of the file: it was never written then, and reads as zeros.
+    may_be_past_end: bool,
 }
 
 impl Table {
@@ -50,7 +53,7 @@ impl Table {
         if value == 0 {
             return self.fail(ParseErrorKind::Overlaps { other: "header" });
         }
-        if self.end() > file_len {
+        if self.end() > if self.may_be_past_end { HOST_OFFSET_LIMIT } else { file_len } {
             return self.fail(ParseErrorKind::PastEndOfFile { end: self.end(), file_len });
         }
         Ok(())
@@ -69,8 +72,8 @@ impl Header {
     /// Checks what the header says about its tables.
     ///
     /// # Errors
-    /// The first table that is too large, misaligned, past the end of the file, over the header or over
-    /// another table; an L1 table that does not reach the end of the disk; no refcount table at all.
+    /// The first table that is too large, misaligned, over the header or over another table; a snapshot table past the end of
+    /// the file; an L1 table that does not reach the end of the disk; no refcount table at all.
     pub(super) fn check_tables(&self, file_len: u64) -> Result<(), ParseError> {
         let refcounts = self.refcount_table();
         if self.refcount_table_clusters == 0 {
@@ -107,6 +110,7 @@ impl Header {
             count: self.refcount_table_clusters.into(),
             max_count: MAX_REFCOUNT_TABLE_BYTES >> self.cluster_bits.get(),
             entry_len: self.cluster_bits.size(),
+            may_be_past_end: true,
         }
     }
 
@@ -121,6 +125,7 @@ impl Header {
             count: self.l1_size.into(),
             max_count: MAX_L1_ENTRIES.into(),
             entry_len: ENTRY_LEN,
+            may_be_past_end: true,
         }
     }
 
@@ -135,6 +140,7 @@ impl Header {
             count: self.snapshot_count.into(),
             max_count: MAX_SNAPSHOTS.into(),
             entry_len: MIN_ENTRY_LEN as u64,
+            may_be_past_end: false,
         }
     }
 }

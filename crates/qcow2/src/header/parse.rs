@@ -9,6 +9,9 @@ use crate::extension::{Extensions, FeatureKind};
 use crate::feature::{Autoclear, Compatible, CompressionType, Incompatible};
 use crate::refcount::RefcountOrder;
 
+/// Disks are counted in sectors.
+const SECTOR: u64 = 512;
+
 /// Whether a file that starts with `bytes` claims to be qcow2 (of any version).
 pub fn is_qcow2(bytes: &[u8]) -> bool {
     bytes.len() >= 4 && be32(bytes, 0) == MAGIC
@@ -38,7 +41,7 @@ impl Header {
             version,
             backing_file: raw.backing_file(header_length, cluster_bits)?,
             cluster_bits,
-            size: raw.u64(field::SIZE),
+            size: raw.u64(field::SIZE) & !(SECTOR - 1),
             crypt_method: raw.crypt_method()?,
             l1_size: raw.u32(field::L1_SIZE),
             l1_table_offset: HostOffset::new(raw.u64(field::L1_TABLE_OFFSET)),

@@ -78,7 +78,7 @@ fn move_l2(image: &Image<'_>, scan: &Scan, tables: &[u64]) -> Result<()> {
     flush(image.store)?;
     let start = image.header.l1_table_offset;
     let mut l1 = vec![0; image.header.l1_size as usize * 8];
-    image.store.read_exact(&mut l1, start).while_trying("read the L1 table").map_err(|e| e.at(start))?;
+    image.store.read_padded(&mut l1, start).while_trying("read the L1 table").map_err(|e| e.at(start))?;
     for (index, word) in l1.as_chunks::<8>().0.iter().enumerate() {
         let raw = u64::from_be_bytes(*word);
         let Ok(number) = tables.binary_search(&(raw & OFFSET_MASK)) else { continue };
