@@ -7,7 +7,6 @@
 //!
 //! A new draft has mode 0600; [`crate::access`] widens it.
 
-use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,6 +15,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use vmstrata_store::{Directory, Place, open_named};
 
 use crate::error::{IoContext as _, Result};
+use crate::names::beside_name;
 
 /// What a file is made with that is its owner's alone.
 pub(crate) const PRIVATE: u32 = 0o600;
@@ -127,11 +127,9 @@ fn free_name<T>(
 ) -> io::Result<(T, Name)> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
-        let mut name = OsString::from(".");
-        name.push(place.name());
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        name.push(format!(".{}-{number}.{purpose}", std::process::id()));
-        let name = place.directory().place(name);
+        let end = format!(".{}-{number}.{purpose}", std::process::id());
+        let name = place.directory().place(beside_name(place.name(), &end));
         match make(&name) {
             Ok(made) => return Ok((made, Name(name))),
             // Left by a process of the same number.
@@ -161,6 +159,7 @@ pub(crate) fn flush_directory(path: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsString;
     use std::io::Write as _;
 
     use super::*;

@@ -14,11 +14,13 @@ use vmstrata_store::{CacheMode, Gate};
 use vmstrata_types::MAX_LAYERS;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::json_name::Described;
 use crate::layer::Format;
 use crate::opener::{Opener, Role, directory_of};
 
 pub(crate) use crate::head::{
-    Qcow2Head, backing_of, backing_text, has_magic, image_format, plain_name, probe, read_head,
+    Qcow2Head, backing_of, backing_text, described_backing, has_magic, image_format, plain_name, probe,
+    read_head, resolve_name,
 };
 pub(crate) use file::{Top, check_state, check_state_at, is_being_dropped, open_layer, open_top};
 
@@ -147,8 +149,8 @@ pub(crate) fn walk_below<T>(
     let mut below = Vec::new();
     // A disk without backing files needs no gate, whatever its directory is.
     let mut gate = None;
-    let mut next = backing_of(&top.path, top.head.as_ref())?;
-    while let Some((name, format)) = next {
+    let mut next = described_backing(&top.path, top.head.as_ref())?;
+    while let Some(Described { path: name, format, below: expected }) = next {
         if below.len() + 1 >= MAX_LAYERS {
             return Err(Error::from(ErrorKind::TooLong).in_file(path));
         }
@@ -165,7 +167,7 @@ pub(crate) fn walk_below<T>(
         if let Some(earlier) = met.insert(layer.opened.identity.file, below.len() + 1) {
             return Err(loops(earlier));
         }
-        next = backing_of(&layer.path, layer.head.as_ref())?;
+        next = expected.check(&layer.path, described_backing(&layer.path, layer.head.as_ref())?)?;
         let Some(kept) = keep(layer) else { break };
         below.push(kept);
     }

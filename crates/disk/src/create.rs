@@ -18,7 +18,7 @@ use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use crate::access;
 use crate::atomic_file::AtomicFile;
-use crate::chain::{Qcow2Head, check_state, plain_name, probe, raw_overlay, read_head};
+use crate::chain::{Qcow2Head, check_state, probe, raw_overlay, read_head, resolve_name};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::names::disk_name;
@@ -174,9 +174,9 @@ fn check_backing(path: &Path, name: &Path, format: Format, replaced: Option<File
 fn resolve(path: &Path, name: &Path) -> Result<PathBuf> {
     let name = name.to_str().ok_or(ErrorKind::BackingName {
         name: name.to_string_lossy().into_owned(),
-        feature: "bytes that are not UTF-8",
+        feature: "bytes that are not UTF-8".to_owned(),
     })?;
-    Ok(directory_of(path).join(plain_name(name)?))
+    Ok(resolve_name(path, name)?.path)
 }
 
 /// Walks down the backing chain for the file that is to be replaced, as far as it can be read.
@@ -192,8 +192,8 @@ fn refuse_loop(
             return Err(Error::from(ErrorKind::Loop { earlier }).in_file(&path));
         }
         let Some(name) = head.take().and_then(|head| head.backing_name) else { return Ok(()) };
-        let Ok(name) = plain_name(&name) else { return Ok(()) };
-        path = directory_of(&path).join(name);
+        let Ok(below) = resolve_name(&path, &name) else { return Ok(()) };
+        path = below.path;
         let Ok(opened) = LocalFiles.open(&path, Role::Inspected, &Gate::unrestricted()) else {
             return Ok(());
         };

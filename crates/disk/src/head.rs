@@ -11,6 +11,7 @@ use vmstrata_store::Store;
 use vmstrata_types::HostOffset;
 
 use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::json_name::{self, Below, Described};
 use crate::opener::directory_of;
 
 /// How a layer keeps its bytes.
@@ -158,27 +159,47 @@ fn read_start(store: &dyn Store, len: usize, file_len: u64) -> Result<Vec<u8>> {
 
 /// Path and format of the file below, as the header names it.
 pub(crate) fn backing_of(path: &Path, head: Option<&Qcow2Head>) -> Result<Option<(PathBuf, Option<Format>)>> {
+    Ok(described_backing(path, head)?.map(|backing| (backing.path, backing.format)))
+}
+
+/// The file below, as the header describes it.
+pub(crate) fn described_backing(path: &Path, head: Option<&Qcow2Head>) -> Result<Option<Described>> {
     let Some(head) = head else { return Ok(None) };
     let Some(name) = &head.backing_name else { return Ok(None) };
-    let parse = || -> Result<(PathBuf, Option<Format>)> {
-        let plain = plain_name(name)?;
+    let parse = || -> Result<Described> {
+        let described = resolve_name(path, name)?;
         let format = match head.backing_format.as_deref() {
+            _ if described.format.is_some() => described.format,
             None => None,
             Some("qcow2") => Some(Format::Qcow2),
             Some("raw" | "file" | "host_device") => Some(Format::Raw),
             Some(other) => return Err(ErrorKind::BackingFormat { name: other.to_owned() }.into()),
         };
-        Ok((directory_of(path).join(plain), format))
+        Ok(Described { format, ..described })
     };
     parse().map(Some).map_err(|error| error.in_file(path))
 }
 
-/// The file name in a backing name, which QEMU also lets be a URL or a JSON object.
+/// What a backing name in the image at `image` leads to. A plain one is relative to the image's directory.
+pub(crate) fn resolve_name(image: &Path, name: &str) -> Result<Described> {
+    match name.strip_prefix("json:") {
+        Some(description) => json_name::parse(description),
+        None => Ok(Described {
+            path: directory_of(image).join(plain_name(name)?),
+            format: None,
+            below: Below::AsStored,
+        }),
+    }
+}
+
+/// The file name in a backing name that is no description; QEMU lets it also be a URL.
 pub(crate) fn plain_name(name: &str) -> Result<&str> {
     if let Some(plain) = name.strip_prefix("file:") {
         return Ok(plain);
     }
-    let refuse = |feature| Err(ErrorKind::BackingName { name: name.to_owned(), feature }.into());
+    let refuse = |feature: &str| {
+        Err(ErrorKind::BackingName { name: name.to_owned(), feature: feature.to_owned() }.into())
+    };
     if name.starts_with("json:") {
         return refuse("a json: description");
     }

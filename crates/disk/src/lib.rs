@@ -56,6 +56,7 @@ mod fold;
 mod head;
 pub mod index;
 mod journal;
+mod json_name;
 mod layer;
 mod layers;
 mod loading;

@@ -3,7 +3,11 @@
 //! The snapshot NAME of `web.qcow2` is `web.NAME.qcow2` in the same directory, or `web.NAME.raw` when the file is raw.
 //! Two disks whose names differ in a known ending only share such names; the second one to use a name is refused.
 
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
+
+use sha2::{Digest as _, Sha256};
 
 use crate::layer::Format;
 
@@ -41,6 +45,25 @@ pub(crate) fn sidecar_of(path: &Path) -> PathBuf {
     name.into()
 }
 
+/// Bytes of a file's name, at most.
+const NAME_MAX: usize = 255;
+
+/// The hidden name of what belongs to the file `name`: `.NAME` with `end` behind. Of a NAME too long for that the hash stands
+/// in place of its last bytes.
+pub(crate) fn beside_name(name: &OsStr, end: &str) -> OsString {
+    let bytes = name.as_bytes();
+    let room = NAME_MAX.saturating_sub(1 + end.len());
+    let name = if bytes.len() <= room {
+        bytes.to_vec()
+    } else {
+        let hash: String = Sha256::digest(bytes)[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let text = name.to_string_lossy();
+        let kept = text.floor_char_boundary(room.saturating_sub(1 + hash.len()));
+        format!("{}~{hash}", &text[..kept]).into_bytes()
+    };
+    OsString::from_vec([b".", &*name, end.as_bytes()].concat())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -61,5 +84,16 @@ mod tests {
         assert_eq!(sibling("nbd:x.mon.qcow2"), "./nbd:x.mon.qcow2");
         assert_eq!(sibling("web.mon.qcow2"), "web.mon.qcow2");
         assert_eq!(crate::chain::plain_name(&sibling("nbd:x")).unwrap(), "./nbd:x");
+    }
+
+    #[test]
+    fn what_belongs_to_a_file_has_a_name_however_long_the_files_is() {
+        let of = |name: &str| beside_name(OsStr::new(name), ".1-0.new").into_string().unwrap();
+        assert_eq!(of("web.qcow2"), ".web.qcow2.1-0.new");
+        let long = ["x".repeat(255), "x".repeat(254), "ä".repeat(127)].map(|name| of(&name));
+        for (number, name) in long.iter().enumerate() {
+            assert!(name.len() <= NAME_MAX && name.ends_with(".1-0.new"), "{name}");
+            assert!(!long[number + 1..].contains(name), "{name}");
+        }
     }
 }

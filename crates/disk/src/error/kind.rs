@@ -70,7 +70,7 @@ pub enum ErrorKind {
         /// The name in the image.
         name: String,
         /// What in it is not supported.
-        feature: &'static str,
+        feature: String,
     },
     /// A format that is neither qcow2 nor raw.
     #[error("backing format {name:?} is not supported (qcow2 and raw are)")]

@@ -212,7 +212,7 @@ impl<'a> Pages<'a> {
         let layer =
             |index: usize| LayerIndex::new(u16::try_from(index).expect("a root names at most 65,535"));
         let (path, _) = &self.places[&layer(index)];
-        let path = directory_of(path).join(plain_name(&backing.name)?);
+        let path = directory_of(path).join(plain_name(&backing.name).map_err(|_| odd.clone())?);
         self.places.insert(layer(below), (path, backing.home));
         Ok(())
     }

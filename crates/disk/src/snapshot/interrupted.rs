@@ -19,6 +19,7 @@ use super::prepare::Step;
 use crate::chain::{backing_of, open_layer};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
+use crate::names::beside_name;
 use crate::opener::{LocalFiles, Role, directory_of};
 
 /// How the name of a temporary overlay ends.
@@ -86,13 +87,17 @@ struct Left<'a> {
 impl<'a> Left<'a> {
     /// `name`, if it is what [`crate::atomic_file::Temporary::named`] calls an overlay of the disk `disk`.
     fn parse(name: &'a str, disk: &str) -> Option<Self> {
-        let middle = name.strip_prefix('.')?.strip_prefix(disk)?.strip_prefix('.')?;
-        let middle = middle.strip_suffix(PURPOSE)?.strip_suffix('.')?;
-        let (numbers, sum) = middle.split_once('.').map_or((middle, None), |(all, sum)| (all, Some(sum)));
+        let (rest, last) = name.strip_suffix(PURPOSE)?.strip_suffix('.')?.rsplit_once('.')?;
+        let is_sum = last.len() == 2 * SUM && last.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let (rest, numbers, sum) = if is_sum {
+            rest.rsplit_once('.').map(|(rest, all)| (rest, all, Some(last)))?
+        } else {
+            (rest, last, None)
+        };
         let (pid, count) = numbers.split_once('-')?;
         let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        let is_sum = |sum: &str| sum.len() == 2 * SUM && sum.bytes().all(|byte| byte.is_ascii_hexdigit());
-        (number(pid) && number(count) && sum.is_none_or(is_sum)).then_some(Self { sum })
+        let is_own = beside_name(OsStr::new(disk), &name[rest.len()..]) == *name;
+        (number(pid) && number(count) && is_own).then_some(Self { sum })
     }
 }
 
