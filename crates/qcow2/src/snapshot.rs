@@ -32,6 +32,12 @@ pub struct Snapshot {
     pub name: String,
     /// When it was taken, in seconds since 1970.
     pub date_sec: u32,
+    /// The rest of that time, in ns.
+    pub date_nsec: u32,
+    /// For how long the guest had run then, in ns.
+    pub vm_clock_ns: u64,
+    /// Instructions that the guest had run then, where QEMU counted them.
+    pub icount: Option<u64>,
     /// Bytes of VM state stored behind the end of the disk, 0 for none.
     pub vm_state_size: u64,
     /// Size of the disk in bytes when it was taken.
@@ -99,6 +105,9 @@ impl Entry<'_> {
             id: String::from_utf8_lossy(&bytes[id_at..name_at]).into_owned(),
             name: String::from_utf8_lossy(&bytes[name_at..end]).into_owned(),
             date_sec: be32(bytes, 16),
+            date_nsec: be32(bytes, 20),
+            vm_clock_ns: be64(bytes, 24),
+            icount: (extra_len >= 24).then(|| be64(bytes, 56)).filter(|&icount| icount != u64::MAX),
             vm_state_size: if extra_len >= 8 { be64(bytes, 40) } else { be32(bytes, 32).into() },
             disk_size: if extra_len >= 16 { be64(bytes, 48) } else { header.size },
             entry_len: pad8(end),

@@ -8,14 +8,15 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use vmstrata_qcow2::bitmap::{Bitmap, BitmapsExtension};
 use vmstrata_qcow2::snapshot::{MAX_TABLE_LEN, Snapshot, parse_table};
-use vmstrata_qcow2::{Header, ParseErrorKind};
+use vmstrata_qcow2::{Autoclear, Header, ParseErrorKind};
 use vmstrata_store::{FileError, FileId, Gate, LockKind, check_free};
 
-use crate::chain::{OpenOptions, Roles, Top, backing_of, open_layer, plain_name, walk};
+use crate::chain::{OpenOptions, Roles, Top, backing_of, open_layer, resolve_name, walk};
 use crate::error::{Error, IoContext as _, Result};
 use crate::layer::Format;
-use crate::opener::{LocalFiles, Role, directory_of};
+use crate::opener::{LocalFiles, Role};
 
 /// What the file of one layer says of itself.
 #[derive(Clone, Debug)]
@@ -40,6 +41,8 @@ pub struct LayerHead {
     pub backing_path: Option<PathBuf>,
     /// Internal snapshots; of the active layer only, as nobody can load those of another one.
     pub snapshots: Vec<Snapshot>,
+    /// Persistent bitmaps; of the active layer only.
+    pub bitmaps: Vec<Bitmap>,
 }
 
 /// Reads the headers of the chain whose active layer is `path`: base first, never empty.
@@ -49,9 +52,8 @@ pub struct LayerHead {
 pub fn probe_chain(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>> {
     let roles = Roles { top: Role::Inspected, below: Role::Inspected };
     let (top, below) = walk(path, options, roles, &LocalFiles, head_of)?;
-    let snapshots = read_snapshots(&top).map_err(|error| error.in_file(path))?;
     let mut heads = below.into_iter().collect::<Result<Vec<_>>>()?;
-    heads.push(LayerHead { snapshots, ..head_of(top)? });
+    heads.push(whole_head_of(top)?);
     Ok(heads)
 }
 
@@ -78,9 +80,7 @@ pub fn check_locks(path: &Path, options: &OpenOptions, passes: impl Fn(FileId) -
 /// # Errors
 /// A file that cannot be opened or breaks the format.
 pub fn probe_layer(path: &Path, format: Option<Format>) -> Result<LayerHead> {
-    let file = open_layer(path, Role::Inspected, format, &Gate::unrestricted(), &LocalFiles)?;
-    let snapshots = read_snapshots(&file).map_err(|error| error.in_file(path))?;
-    Ok(LayerHead { snapshots, ..head_of(file)? })
+    whole_head_of(open_layer(path, Role::Inspected, format, &Gate::unrestricted(), &LocalFiles)?)
 }
 
 /// The format of the backing file that an image at `image` would call `name`.
@@ -90,8 +90,15 @@ pub fn probe_layer(path: &Path, format: Option<Format>) -> Result<LayerHead> {
 /// # Errors
 /// A name that is not a plain file's; otherwise as [`probe_layer`].
 pub fn probe_backing(image: &Path, name: &Path) -> Result<Format> {
-    let plain = plain_name(&name.to_string_lossy())?.to_owned();
-    Ok(probe_layer(&directory_of(image).join(plain), None)?.format)
+    let named = resolve_name(image, &name.to_string_lossy())?;
+    Ok(probe_layer(&named.path, named.format)?.format)
+}
+
+/// With snapshots and bitmaps.
+fn whole_head_of(file: Top) -> Result<LayerHead> {
+    let read = read_snapshots(&file).and_then(|snapshots| Ok((snapshots, read_bitmaps(&file)?)));
+    let (snapshots, bitmaps) = read.map_err(|error| error.in_file(&file.path))?;
+    Ok(LayerHead { snapshots, bitmaps, ..head_of(file)? })
 }
 
 fn head_of(file: Top) -> Result<LayerHead> {
@@ -112,8 +119,28 @@ fn head_of(file: Top) -> Result<LayerHead> {
         backing_format,
         backing_path: backing.map(|(path, _)| path),
         snapshots: Vec::new(),
+        bitmaps: Vec::new(),
         path: file.path,
     })
+}
+
+/// The bitmaps, unless a writer that does not know them has made the extension void.
+fn read_bitmaps(file: &Top) -> Result<Vec<Bitmap>> {
+    let Some(head) = file.head.as_ref().filter(|head| head.header.autoclear.contains(Autoclear::BITMAPS))
+    else {
+        return Ok(Vec::new());
+    };
+    let Some(data) = &head.bitmaps else { return Ok(Vec::new()) };
+    let (header, file_len) = (&head.header, file.opened.identity.len);
+    let extension = BitmapsExtension::parse(data, u64::from(header.header_length), header, file_len)?;
+    let at = extension.directory_offset;
+    let mut directory = vec![0; usize::try_from(extension.directory_len).expect("at most 64 MiB")];
+    file.opened
+        .store
+        .read_exact(&mut directory, at)
+        .while_trying("read the bitmaps")
+        .map_err(|e| e.at(at))?;
+    Ok(extension.parse_directory(&directory, header, file_len)?)
 }
 
 /// Bytes of the snapshot table read at first: enough for hundreds of snapshots.

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 use vmstrata_disk::{Format, LayerHead};
+use vmstrata_qcow2::bitmap::{Bitmap, BitmapFlags};
 use vmstrata_qcow2::header::Header;
 use vmstrata_qcow2::snapshot::Snapshot;
 use vmstrata_qcow2::{Compatible, CompressionType, Incompatible};
@@ -83,6 +84,15 @@ pub struct SnapshotInfo {
     pub vm_state_size: u64,
     /// When it was made, in seconds since 1970.
     pub date_sec: u32,
+    /// The rest of that time.
+    pub date_nsec: u32,
+    /// For how long the guest had run then.
+    pub vm_clock_sec: u64,
+    /// The rest of that time.
+    pub vm_clock_nsec: u64,
+    /// Instructions that the guest had run then, where QEMU counted them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub icount: Option<u64>,
     /// Bytes of the disk then.
     pub disk_size: u64,
 }
@@ -116,6 +126,20 @@ pub struct Features {
     /// Whether L2 entries have subclusters; version 2 cannot say.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub extended_l2: Option<bool>,
+    /// Persistent bitmaps.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<BitmapInfo>,
+}
+
+/// A persistent bitmap.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct BitmapInfo {
+    /// `in-use` (not to be trusted), `auto` (follows writes).
+    pub flags: Vec<&'static str>,
+    /// Its name.
+    pub name: String,
+    /// Bytes of the disk for each bit.
+    pub granularity: u64,
 }
 
 impl Report {
@@ -172,7 +196,7 @@ impl Layer {
             backing_filename_format: head.backing_format.clone(),
             snapshots: head.snapshots.iter().map(SnapshotInfo::new).collect(),
             format_specific: header
-                .map(|header| FormatSpecific { kind: "qcow2", data: Features::new(header) }),
+                .map(|header| FormatSpecific { kind: "qcow2", data: Features::new(header, &head.bitmaps) }),
         }
     }
 }
@@ -184,13 +208,17 @@ impl SnapshotInfo {
             name: snapshot.name.clone(),
             vm_state_size: snapshot.vm_state_size,
             date_sec: snapshot.date_sec,
+            date_nsec: snapshot.date_nsec,
+            vm_clock_sec: snapshot.vm_clock_ns / 1_000_000_000,
+            vm_clock_nsec: snapshot.vm_clock_ns % 1_000_000_000,
+            icount: snapshot.icount,
             disk_size: snapshot.disk_size,
         }
     }
 }
 
 impl Features {
-    fn new(header: &Header) -> Self {
+    fn new(header: &Header, bitmaps: &[Bitmap]) -> Self {
         let in_version_3 = |value: bool| (header.version >= 3).then_some(value);
         Self {
             compat: if header.version >= 3 { "1.1" } else { "0.10" },
@@ -202,6 +230,19 @@ impl Features {
             refcount_bits: header.refcount_order.width_bits(),
             corrupt: in_version_3(header.incompatible.contains(Incompatible::CORRUPT)),
             extended_l2: in_version_3(header.incompatible.contains(Incompatible::EXTENDED_L2)),
+            bitmaps: bitmaps.iter().map(BitmapInfo::new).collect(),
+        }
+    }
+}
+
+impl BitmapInfo {
+    fn new(bitmap: &Bitmap) -> Self {
+        let named = [(BitmapFlags::IN_USE, "in-use"), (BitmapFlags::AUTO, "auto")];
+        let flags = named.into_iter().filter(|(flag, _)| bitmap.flags.contains(*flag));
+        Self {
+            flags: flags.map(|(_, name)| name).collect(),
+            name: bitmap.name.clone(),
+            granularity: 1 << bitmap.granularity_bits,
         }
     }
 }

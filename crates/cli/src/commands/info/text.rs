@@ -2,7 +2,7 @@
 
 use std::fmt::{Result, Write};
 
-use super::report::{Chain, Layer, Report};
+use super::report::{BitmapInfo, Chain, Layer, Report};
 use crate::output::{counted, visible};
 use crate::units::{exact_size, short_size};
 
@@ -39,6 +39,11 @@ fn write_layer(out: &mut String, layer: &Layer) -> Result {
         if data.corrupt == Some(true) {
             writeln!(out, "state:          marked corrupt: repair it before writing to it")?;
         }
+    }
+    let bitmaps = layer.format_specific.iter().flat_map(|specific| &specific.data.bitmaps);
+    for BitmapInfo { flags, name, granularity } in bitmaps {
+        let flags = if flags.is_empty() { String::new() } else { format!(" ({})", flags.join(", ")) };
+        writeln!(out, "bitmap:         {} of {}{flags}", visible(name), short_size(*granularity))?;
     }
     if layer.dirty_flag {
         writeln!(out, "state:          dirty: refcounts will be rebuilt when it is opened for writing")?;
