@@ -9,7 +9,7 @@ use crate::is_default;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SizeSpec {
-    /// Bytes: a multiple of 512.
+    /// Bytes, rounded up to whole sectors of 512.
     #[schema(minimum = 512, multiple_of = 512)]
     pub size_bytes: u64,
     /// Whether it may be less than now: what is past the new end is lost.

@@ -50,8 +50,8 @@ pub enum Shrink {
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum ResizeFault {
-    /// Not a whole number of sectors, or none.
-    #[error("a disk cannot have {size} bytes: its size is a multiple of 512, and not 0")]
+    /// No bytes, or more than offsets can say.
+    #[error("a disk cannot have {size} bytes: it has at least 512, and fewer than 2^63")]
     Size {
         /// Bytes asked for.
         size: u64,
@@ -98,7 +98,7 @@ pub struct Resized {
 }
 
 impl Disk {
-    /// Gives the disk `size` bytes. New space reads as zeros; when this returns, the size is on stable storage, and requests
+    /// Gives the disk `size` bytes, rounded up to whole sectors. New space reads as zeros; when this returns, the size is on stable storage, and requests
     /// see it.
     ///
     /// # Errors
@@ -110,6 +110,7 @@ impl Disk {
         self.check_changeable()?;
         let layers = arc_swap::Guard::into_inner(self.layers_now());
         let from = layers.size;
+        let size = size.checked_next_multiple_of(SECTOR).unwrap_or(size);
         self.check_size(&layers, size, shrink).map_err(|error| error.in_file(&self.path))?;
         let pause = match size.cmp(&from) {
             std::cmp::Ordering::Equal => Duration::ZERO,
@@ -121,7 +122,7 @@ impl Disk {
     }
 
     fn check_size(&self, layers: &Layers, size: u64, shrink: Shrink) -> Result<()> {
-        if size == 0 || !size.is_multiple_of(SECTOR) || i64::try_from(size).is_err() {
+        if size == 0 || i64::try_from(size).is_err() {
             return Err(ResizeFault::Size { size }.into());
         }
         if size < layers.size && shrink == Shrink::Refuse {
