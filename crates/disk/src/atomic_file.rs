@@ -22,8 +22,9 @@ pub(crate) const PRIVATE: u32 = 0o600;
 
 /// A file on its way to its name.
 #[derive(Debug)]
-pub(crate) struct AtomicFile {
-    pub(crate) file: File,
+pub struct AtomicFile {
+    /// What is to be written.
+    pub file: File,
     directory: Directory,
     name: Option<Name>,
 }
@@ -45,7 +46,7 @@ impl AtomicFile {
     ///
     /// # Errors
     /// Whatever the host reports.
-    pub(crate) fn beside(path: &Path) -> Result<Self> {
+    pub fn beside(path: &Path) -> Result<Self> {
         Self::with_mode(path, PRIVATE)
     }
 
@@ -70,7 +71,7 @@ impl AtomicFile {
     ///
     /// # Errors
     /// A file of that name, unless it may be replaced; whatever the host reports.
-    pub(crate) fn publish(mut self, path: &Path, replace: bool) -> Result<()> {
+    pub fn publish(mut self, path: &Path, replace: bool) -> Result<()> {
         self.file.sync_all().while_trying("flush the new image")?;
         let place = self.directory.place(path.file_name().unwrap_or_default());
         self.give_name(&place, replace).while_trying("name the new image")?;

@@ -78,7 +78,7 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<()> {
 
 fn make(path: &Path, options: &CreateOptions) -> Result<()> {
     // Held until the new image has taken the old one's place.
-    let replaced = if options.force { lock_existing(path)? } else { refuse_existing(path)? };
+    let replaced = take_place(path, options.force)?;
     let mut size = options.size;
     let mut backing = None;
     if let Some((name, format)) = &options.backing {
@@ -114,10 +114,19 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
 
 type Replaced = Option<(FileStore, FileId)>;
 
-pub(crate) fn refuse_existing(path: &Path) -> Result<Replaced> {
+/// Makes sure that a file may be made at `path`; locks the one that is to be replaced.
+fn take_place(path: &Path, replace: bool) -> Result<Replaced> {
+    if replace { lock_existing(path) } else { refuse_existing(path).map(|()| None) }
+}
+
+/// Makes sure that there is nothing at `path`.
+///
+/// # Errors
+/// What is there; whatever the host reports.
+pub fn refuse_existing(path: &Path) -> Result<()> {
     match path.symlink_metadata() {
         Ok(_) => Err(Error::io("create the image", io::ErrorKind::AlreadyExists.into())),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(Error::io("create the image", error)),
     }
 }
@@ -209,8 +218,8 @@ fn refuse_loop(
 /// # Errors
 /// A file that is there already (without `replace`), that someone uses, that an image stands on, or that is not a regular file
 /// (with it).
-pub(crate) fn reserve(path: &Path, replace: bool) -> Result<(Option<FileStore>, AtomicFile)> {
-    let replaced = if replace { lock_existing(path)? } else { refuse_existing(path)? };
+pub fn reserve(path: &Path, replace: bool) -> Result<(Option<FileStore>, AtomicFile)> {
+    let replaced = take_place(path, replace)?;
     let draft = AtomicFile::beside(path)?;
     if replaced.is_some() {
         access::copy(path, &draft.file)?;

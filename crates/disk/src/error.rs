@@ -33,7 +33,7 @@ impl Error {
         &self.0.kind
     }
 
-    /// The fault of one kind of work, if it is of type `F`: `MergeFault`, `SnapshotFault`, `BackupFault` or `ResizeFault`.
+    /// The fault of one kind of work, if it is of type `F`: `MergeFault`, `SnapshotFault` or `ResizeFault`, or one of a crate above.
     pub fn fault<F: std::error::Error + 'static>(&self) -> Option<&F> {
         let ErrorKind::Fault(fault) = self.kind() else { return None };
         fault.downcast_ref()
@@ -71,13 +71,20 @@ impl Error {
         matches!(self.kind(), ErrorKind::File(FileError::Lock(LockError::Conflict { .. })))
     }
 
-    pub(crate) fn io(action: &'static str, source: io::Error) -> Self {
+    /// What the host said when `action` was tried: a verb with its object.
+    pub fn io(action: &'static str, source: io::Error) -> Self {
         ErrorKind::Io { action, source }.into()
+    }
+
+    /// What the host said instead of starting a thread, of which it may have no more for this process.
+    pub fn no_thread(source: io::Error) -> Self {
+        const ACTION: &str = "start a thread (limits on processes or memory may be reached: ulimit -u, ulimit -v, TasksMax=, pids.max)";
+        Self::io(ACTION, source)
     }
 
     /// Adds the file, unless a closer caller knew it already.
     #[must_use]
-    pub(crate) fn in_file(mut self, path: &Path) -> Self {
+    pub fn in_file(mut self, path: &Path) -> Self {
         self.0.path.get_or_insert_with(|| path.to_owned());
         self
     }
@@ -91,7 +98,7 @@ impl Error {
 
     /// Adds the offset in the file, unless known.
     #[must_use]
-    pub(crate) fn at(mut self, at: HostOffset) -> Self {
+    pub fn at(mut self, at: HostOffset) -> Self {
         self.0.at.get_or_insert(at);
         self
     }
@@ -133,7 +140,14 @@ macro_rules! lift {
     )*};
 }
 
-lift!(ParseError, GateError, FileError, vmstrata_qcow2::CreateError, vmstrata_qcow2::index::IndexError);
+lift!(
+    ParseError,
+    GateError,
+    FileError,
+    vmstrata_check::Error,
+    vmstrata_qcow2::CreateError,
+    vmstrata_qcow2::index::IndexError
+);
 
 /// Makes an error of a module's own faults.
 macro_rules! fault {
@@ -172,7 +186,11 @@ impl std::error::Error for Error {
 }
 
 /// Gives host errors the action they interrupted.
-pub(crate) trait IoContext<T> {
+pub trait IoContext<T> {
+    /// As [`Error::io`].
+    ///
+    /// # Errors
+    /// The host's.
     fn while_trying(self, action: &'static str) -> Result<T>;
 }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use arc_swap::ArcSwapOption;
+pub(crate) use vmstrata_qcow2::entry::words;
 use vmstrata_qcow2::{CompressionType, EntryFormat, Geometry, Header};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
@@ -240,11 +241,6 @@ impl Layer {
 pub(crate) struct Scratch {
     l1: Vec<u8>,
     l2: Vec<u8>,
-}
-
-/// Big-endian words, as every table of the format holds them.
-pub(crate) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
-    bytes.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word))
 }
 
 /// Decodes an L1 entry and makes sure that its table begins in the file; what is missing of the last one reads as zeros. A

@@ -20,10 +20,10 @@
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
 //! | `head`, `chain`, `loading`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
 //! | `refs` | who else needs a file |
-//! | [`diff`](Diff), [`mod@backup`] | what changed between two states of a chain, and copies of a state |
+//! | [`frozen`](FrozenLayer) | tables of frozen layers, for those who compare and copy states |
 //! | [`mod@merge`] | dropping layers from a chain |
 //! | [`snapshot`] | taking, finding and going back to states of a disk, as files |
-//! | [`mod@create`], [`mod@check`] | new images, and whether an image is sound |
+//! | [`mod@create`], [`check()`] | new images, and whether a file is sound, with the journal of a killed process |
 //!
 //! Invariants: a read returns the newest completed write; what a flush acknowledged survives a power failure, and
 //! what completed survives a killed process; at every instant the files are a chain that stock tools read correctly
@@ -36,15 +36,13 @@ mod access;
 mod active;
 mod alloc;
 mod atomic_file;
-pub mod backup;
 mod blocks;
 mod cache;
 mod chain;
 mod changes;
-pub mod check;
+mod check;
 mod compressed;
 pub mod create;
-mod diff;
 mod disk;
 mod entry;
 mod epoch;
@@ -53,6 +51,7 @@ mod extents;
 mod files;
 mod flusher;
 mod fold;
+mod frozen;
 mod head;
 pub mod index;
 mod journal;
@@ -85,20 +84,21 @@ mod write_gate;
 mod zero;
 
 pub use active::Mismatch;
+pub use atomic_file::AtomicFile;
 pub use chain::{DetectZeroes, OpenOptions, Unflushed};
-pub use check::{CheckOptions, CheckReport, Repair, check};
+pub use check::{CheckOptions, check};
 pub use create::{CreateOptions, create};
-pub use diff::{ChangedBytes, Diff, DiffExtent, DiffExtents, DiffKind, DiffOptions};
 pub use disk::{
     AttachedWriter, Disk, HasWriter, Indexing, ResizeFault, Resized, Shrink, Taken, Together,
     snapshot_together,
 };
-pub use error::{Error, ErrorKind, Result};
+pub use error::{Error, ErrorKind, IoContext, Result};
 pub use extents::{Extent, ExtentKind};
+pub use frozen::{FrozenChain, FrozenLayer};
 pub use journal::Slot;
 pub use layer::Format;
 pub use layers::LayerInfo;
-pub use opener::{LocalFiles, Opened, Opener, Role};
+pub use opener::{LocalFiles, Opened, Opener, Role, directory_of};
 pub use probe::{
     BackingPlace, ImageHead, LayerHead, OwnCluster, ProbedFile, check_locks, own_clusters, probe_backing,
     probe_chain, probe_file, probe_layer,

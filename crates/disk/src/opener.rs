@@ -128,7 +128,7 @@ fn uses_images(pid: u32) -> bool {
 }
 
 /// The directory that relative backing names in `path` are relative to.
-pub(crate) fn directory_of(path: &Path) -> PathBuf {
+pub fn directory_of(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
         _ => PathBuf::from("."),

@@ -27,7 +27,6 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 
 use crate::active::session::leave_clean;
 use crate::chain::{Unflushed, open_layer};
-use crate::check::{CheckOptions, check_store};
 use crate::disk::open_top;
 use crate::layers::{Layers, Top, index_of};
 use crate::map::FrozenMap;
@@ -431,7 +430,7 @@ impl World {
 
     fn check(&self) {
         let image = self.files.image.lock().clone();
-        let report = check_store(&*image, &CheckOptions::default()).unwrap();
+        let report = vmstrata_check::check(&*image, &vmstrata_check::Options::default()).unwrap();
         assert!(report.corruptions == 0 && report.check_errors == 0, "{report:?}");
     }
 

@@ -1,12 +1,15 @@
 //! New images: stock tools find them flawless, and under their name there is a whole image or what was there before.
 
+#[path = "../../check/tests/support/mod.rs"]
 mod check_support;
+mod common;
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use check_support::*;
+use common::stock::Writer;
 use vmstrata_disk::{CreateOptions, ErrorKind, Format, create};
 use vmstrata_qcow2::{CompressionType, RefcountOrder};
 use vmstrata_types::ClusterBits;

@@ -7,9 +7,10 @@ use std::path::Path;
 use nbd_common::client::{ACK, Client, context_query, extents};
 use nbd_common::{Fixture, SIZE, Setup, Style, run, text};
 use serde_json::Value;
+use vmstrata_backup::{Diff, DiffKind, DiffOptions};
 use vmstrata_disk::merge::{Direction, Merge, MergeOptions, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo};
-use vmstrata_disk::{Diff, DiffKind, DiffOptions, OpenOptions, ResourceOptions, Resources};
+use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 use vmstrata_export::nbd::protocol::CommandFlags;
 use vmstrata_export::nbd::protocol::request::Command;
 

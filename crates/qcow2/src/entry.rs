@@ -293,5 +293,11 @@ const fn flag(copied: bool) -> u64 {
     if copied { COPIED } else { 0 }
 }
 
+/// The entries of a table: big-endian words; what is left of the last one is left out.
+#[inline]
+pub fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word))
+}
+
 #[cfg(test)]
 mod tests;

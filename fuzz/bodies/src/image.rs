@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vmstrata_disk::check::{CheckOptions, CheckReport, check_store};
+use vmstrata_check::{Options, Report};
 use vmstrata_disk::{Disk, Error};
 use vmstrata_store::Segment;
 use vmstrata_types::{GuestOffset, GuestRange};
@@ -54,8 +54,8 @@ pub fn image_open(data: &[u8]) {
     }
 }
 
-pub(crate) fn check(file: &MemoryFile) -> Result<CheckReport, Error> {
-    check_store(&*file.store, &CheckOptions { memory_bytes_max: 16 << 20, ..CheckOptions::default() })
+pub(crate) fn check(file: &MemoryFile) -> Result<Report, vmstrata_check::Error> {
+    vmstrata_check::check(&*file.store, &Options { memory_bytes_max: 16 << 20, ..Options::default() })
 }
 
 fn read(disk: &Disk, at: u64, len: usize) -> Result<Vec<u8>, Error> {

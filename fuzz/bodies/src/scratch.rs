@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use vmstrata_disk::check::{CheckOptions, check};
+use vmstrata_disk::{CheckOptions, check};
 use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, ResourceOptions, Resources, create};
 use vmstrata_store::Segment;
 use vmstrata_types::{ClusterBits, GuestOffset};

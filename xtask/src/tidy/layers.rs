@@ -19,7 +19,9 @@ const BELOW: &[(&str, &[&str])] = &[
     ("vmstrata-types", &[]),
     ("vmstrata-qcow2", &["vmstrata-types"]),
     ("vmstrata-store", &["vmstrata-types"]),
-    ("vmstrata-disk", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
+    ("vmstrata-check", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
+    ("vmstrata-disk", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-check"]),
+    ("vmstrata-backup", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-export", &["vmstrata-types", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-survey", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-memory", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
@@ -42,7 +44,9 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-types",
             "vmstrata-qcow2",
             "vmstrata-store",
+            "vmstrata-check",
             "vmstrata-disk",
+            "vmstrata-backup",
             "vmstrata-export",
             "vmstrata-survey",
             "vmstrata-memory",
@@ -56,6 +60,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-types",
             "vmstrata-qcow2",
             "vmstrata-store",
+            "vmstrata-check",
             "vmstrata-disk",
             "vmstrata-export",
             "vmstrata-memory",
@@ -85,7 +90,14 @@ const FOREIGN_TO_ENGINE: [&str; 16] = [
 ];
 /// The same by first word: `vhost`, `vhost-user-backend`, `virtio-...`.
 const FOREIGN_PREFIXES: [&str; 2] = ["vhost", "tokio-"];
-const ENGINE: [&str; 4] = ["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"];
+const ENGINE: [&str; 6] = [
+    "vmstrata-types",
+    "vmstrata-qcow2",
+    "vmstrata-store",
+    "vmstrata-check",
+    "vmstrata-disk",
+    "vmstrata-backup",
+];
 
 /// The workspace's crates as cargo sees them.
 ///

@@ -5,7 +5,7 @@ use super::Source;
 use super::sizes::test_modules;
 
 /// Where the rule holds.
-const ENGINE: &str = "crates/disk/src/";
+const ENGINE: [&str; 3] = ["crates/check/src/", "crates/disk/src/", "crates/backup/src/"];
 /// What `std::fs` and `rustix::fs` do by a path.
 const BY_PATH: [&str; 26] = [
     "copy",
@@ -39,7 +39,7 @@ const OF_FILE: [&str; 5] = ["create", "create_new", "open", "options", "create_b
 
 /// The offences of one file.
 pub(super) fn check(source: &Source) -> Vec<String> {
-    if source.is_test() || !source.path.starts_with(ENGINE) {
+    if source.is_test() || !ENGINE.iter().any(|engine| source.path.starts_with(engine)) {
         return Vec::new();
     }
     let tests = test_modules(&source.tokens);

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueEnum};
+use vmstrata_backup::RestoreFormat;
 use vmstrata_disk::Format;
-use vmstrata_disk::backup::RestoreFormat;
 use vmstrata_qcow2::CompressionType;
 
 use super::{BackingArgs, ControlArgs};

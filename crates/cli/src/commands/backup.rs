@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, anyhow, ensure};
 use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM};
-use vmstrata_disk::backup::{
+use vmstrata_backup::{
     BackupOptions, BackupReport, BackupTarget, MANIFEST_SUFFIX, Manifest, ManifestDraft, backup,
     check as check_before, manifest_path, verify,
 };

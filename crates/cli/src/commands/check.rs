@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use serde::Serialize;
-use vmstrata_disk::check::{self, CheckOptions, CheckReport, Finding, Phase, Severity};
-use vmstrata_disk::{OpenOptions, snapshot};
+use vmstrata_check::{Finding, Phase, Report as CheckReport, Severity};
+use vmstrata_disk::{CheckOptions, OpenOptions, snapshot};
 
 use crate::args::{CheckArgs, Repair};
 use crate::audit;
@@ -169,7 +169,7 @@ impl Report {
 /// When the image cannot be opened, locked or read.
 pub fn run(args: &CheckArgs) -> Result<ExitCode> {
     let state = snapshot::resolve(&args.file, &OpenOptions::default())?;
-    let check = || Ok(check::check(&state.path, &options(args))?);
+    let check = || Ok(vmstrata_disk::check(&state.path, &options(args))?);
     let found = match args.repair {
         Some(_) => audit::change(audit::of("disk_repair", [&state.path]), |_| check())?,
         None => check()?,
@@ -185,19 +185,22 @@ pub fn run(args: &CheckArgs) -> Result<ExitCode> {
 
 fn options(args: &CheckArgs) -> CheckOptions {
     let line = Progress::new(args.quiet);
-    CheckOptions {
+    let image = vmstrata_check::Options {
         repair: match args.repair {
-            None => check::Repair::None,
-            Some(Repair::Leaks) => check::Repair::Leaks,
-            Some(Repair::All) => check::Repair::All,
+            None => vmstrata_check::Repair::None,
+            Some(Repair::Leaks) => vmstrata_check::Repair::Leaks,
+            Some(Repair::All) => vmstrata_check::Repair::All,
         },
+        findings_max: FINDINGS_MAX,
+        progress: Some(Arc::new(move |now| line.update(phase_name(now.phase), now.done, now.total))),
+        ..vmstrata_check::Options::default()
+    };
+    CheckOptions {
+        image,
         force_share: args.force_share,
         journal_dir: args.journal.dir(),
         unflushed: args.journal.unflushed(),
         allow_backing: args.backing.allow_backing.clone(),
-        findings_max: FINDINGS_MAX,
-        progress: Some(Arc::new(move |now| line.update(phase_name(now.phase), now.done, now.total))),
-        ..CheckOptions::default()
     }
 }
 
@@ -211,7 +214,7 @@ fn phase_name(phase: Phase) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use vmstrata_disk::check::FindingKind;
+    use vmstrata_check::FindingKind;
     use vmstrata_types::HostOffset;
 
     use super::*;

@@ -7,7 +7,8 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use serde::Serialize;
-use vmstrata_disk::{Diff, DiffExtent, DiffKind, DiffOptions, Error, ResourceOptions, Resources};
+use vmstrata_backup::{Diff, DiffExtent, DiffKind, DiffOptions};
+use vmstrata_disk::{Error, ResourceOptions, Resources};
 
 use super::states::{explain, resolve};
 use crate::args::DiffArgs;

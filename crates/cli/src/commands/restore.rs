@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
-use vmstrata_disk::backup::{RestoreOptions, restore};
+use vmstrata_backup::{RestoreOptions, restore};
 use vmstrata_disk::{ResourceOptions, Resources};
 
 use super::backup::{image_of, watched};

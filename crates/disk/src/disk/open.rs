@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use vmstrata_check::{Options as CheckOptions, Repair, Report, check};
 use vmstrata_qcow2::bitmap::BitmapsExtension;
 use vmstrata_qcow2::{Autoclear, Incompatible};
 use vmstrata_store::{OpenStore, Store};
@@ -11,7 +12,6 @@ use vmstrata_types::LayerIndex;
 use crate::active::Active;
 use crate::active::session::{FEATURES_SINCE, write_session};
 use crate::chain::{Qcow2Head, Top as OpenTop, Unflushed, read_head};
-use crate::check::{CheckOptions, Repair, check_store};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Journal, Record, Subject};
@@ -200,7 +200,7 @@ fn free_leaks(active: &Active) -> bool {
             active.store.set_len(end).while_trying("extend the file")?;
         }
         let options = CheckOptions { repair: Repair::Leaks, findings_max: 0, ..CheckOptions::default() };
-        let checked = check_store(&*active.store, &options);
+        let checked = check(&*active.store, &options);
         if end > len {
             active.store.set_len(len).while_trying("cut the file to its length")?;
         }
@@ -227,7 +227,8 @@ fn repaired(head: Qcow2Head, store: &Arc<dyn Store>) -> Result<Qcow2Head> {
     if !head.header.incompatible.contains(Incompatible::DIRTY) {
         return Ok(head);
     }
-    let crate::check::CheckReport { corruptions_fixed, leaks_fixed, .. } = crate::check::repair_dirty(store)?;
+    let options = CheckOptions { repair: Repair::All, findings_max: 0, ..CheckOptions::default() };
+    let Report { corruptions_fixed, leaks_fixed, .. } = check(&**store, &options)?;
     tracing::info!(corruptions_fixed, leaks_fixed, "repaired the refcounts of an image that was not closed");
     let len = store.len().while_trying("read the file's length")?;
     let head = read_head(&**store, len)?;

@@ -119,12 +119,6 @@ pub enum ErrorKind {
         /// Distance from the active layer at which the file was met first.
         earlier: usize,
     },
-    /// Two states of which nothing is the same file.
-    #[error("has no layer in common with {}: only states of one disk, or of disks on one base, can be compared", other.display())]
-    NothingInCommon {
-        /// The other state's newest layer.
-        other: std::path::PathBuf,
-    },
     /// A file that is to be replaced, and that another image needs.
     #[error("{} stands on it: replacing it would destroy that image; choose another name, or remove that image first", image.display())]
     StoodOn {
@@ -159,22 +153,9 @@ pub enum ErrorKind {
     /// A new image without a size, and without a backing file to take it from.
     #[error("a new image needs a size, or a backing file to take it from")]
     SizeMissing,
-    /// A file of more clusters than a check can number.
-    #[error(
-        "the file has {clusters} clusters, more than the {max} that can be checked: copy it with `qemu-img convert`"
-    )]
-    CheckTooLarge {
-        /// Clusters of the file.
-        clusters: u64,
-        /// The most that can be checked.
-        max: u64,
-    },
-    /// An image that references more than a check may count.
-    #[error("checking needs more than the {bytes_max} bytes of memory allowed")]
-    CheckMemory {
-        /// Bytes allowed.
-        bytes_max: u64,
-    },
+    /// A check that could not be done.
+    #[error("{0}")]
+    Check(#[from] vmstrata_check::Error),
     /// Direct I/O in blocks larger than the image's clusters.
     #[error(
         "direct I/O needs clusters of at least {block} bytes here, the image has {cluster}: use cache=host"

@@ -1,7 +1,8 @@
 //! Stock tools as oracles.
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 /// Runs `qemu-img`; panics unless it succeeds.
 pub fn qemu_img(args: &[&str]) -> String {
@@ -157,4 +158,30 @@ pub fn map(path: &Path, format: &str) -> Vec<Mapped> {
             offset: number(line, "offset"),
         })
         .collect()
+}
+
+/// A stock process that has the image open for writing until it is dropped.
+pub struct Writer(Child);
+
+impl Writer {
+    pub fn on(path: &Path) -> Self {
+        let mut child = Command::new("qemu-io")
+            .args(["-f", "qcow2", path.to_str().unwrap()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // It asks for commands once it has the image, and its lock.
+        let mut prompt = [0; 7];
+        child.stdout.as_mut().unwrap().read_exact(&mut prompt).unwrap();
+        assert_eq!(&prompt, b"qemu-io");
+        Self(child)
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        self.0.wait().unwrap();
+    }
 }

@@ -5,8 +5,9 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use rand::Rng as _;
+use vmstrata_check::{Options, Repair};
 use vmstrata_disk::snapshot::list;
-use vmstrata_disk::{CheckOptions, Disk, OpenOptions, Repair, check};
+use vmstrata_disk::{CheckOptions, Disk, OpenOptions, check};
 
 use super::kill::files;
 use super::model::Id;
@@ -122,7 +123,8 @@ impl World {
         self.verify_by_stock();
         for id in self.model.there().filter(|&id| self.model.images[id].may_leak && !self.lost_its_base(id)) {
             let path = &self.model.images[id].path;
-            check(path, &CheckOptions { repair: Repair::Leaks, ..CheckOptions::default() }).unwrap();
+            let image = Options { repair: Repair::Leaks, ..Options::default() };
+            check(path, &CheckOptions { image, ..CheckOptions::default() }).unwrap();
             assert_clean(path);
         }
         let known: HashSet<&Path> = self.model.there().map(|id| &*self.model.images[id].path).collect();

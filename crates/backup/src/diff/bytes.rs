@@ -1,0 +1,98 @@
+//! Comparing what the tables say may have changed byte by byte.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use vmstrata_disk::{Disk, Result};
+use vmstrata_store::Segment;
+use vmstrata_types::{GuestOffset, GuestRange};
+
+use super::{Diff, DiffExtent, DiffExtents, DiffKind, push};
+
+/// Bytes compared at a time; a multiple of every cluster size.
+const PIECE: u64 = 2 << 20;
+
+/// What has changed, in order, in whole units; ends with the first error.
+#[derive(Debug)]
+pub struct ChangedBytes<'a> {
+    extents: DiffExtents<'a>,
+    old: Arc<Disk>,
+    new: Arc<Disk>,
+    unit: usize,
+    /// What of the current extent was not compared yet.
+    rest: Option<DiffExtent>,
+    found: VecDeque<DiffExtent>,
+    failed: bool,
+}
+
+impl<'a> ChangedBytes<'a> {
+    pub(super) fn new(diff: &'a Diff) -> Result<Self> {
+        Ok(Self {
+            extents: diff.extents(),
+            old: diff.disk(diff.states.top(&diff.states.old))?,
+            new: diff.disk(diff.states.top(&diff.states.new))?,
+            unit: usize::try_from(diff.unit().size()).expect("at most 2 MiB"),
+            rest: None,
+            found: VecDeque::new(),
+            failed: false,
+        })
+    }
+
+    /// Compares the next piece; false at the end.
+    fn advance(&mut self) -> Result<bool> {
+        let Some(extent) = self.rest.take().map(Ok).or_else(|| self.extents.next()).transpose()? else {
+            return Ok(false);
+        };
+        let start = extent.range.start;
+        // Pieces end on multiples of their size, so that units are compared whole.
+        let len = extent.range.len.min(PIECE - start.get() % PIECE);
+        if len < extent.range.len {
+            let range = GuestRange::new(start + len, extent.range.len - len);
+            self.rest = Some(DiffExtent { range, ..extent });
+        }
+        let old = read(&self.old, start, len)?;
+        let new = read(&self.new, start, len)?;
+        let mut done = 0;
+        while done < new.len() {
+            let within = usize::try_from(start.get() % self.unit as u64).expect("less than a unit");
+            let unit = if done == 0 { self.unit - within } else { self.unit };
+            let part = done..new.len().min(done + unit);
+            if old[part.clone()] != new[part.clone()] {
+                let is_zero = new[part.clone()].iter().all(|byte| *byte == 0);
+                let kind = if is_zero { DiffKind::Zero } else { DiffKind::Data };
+                let range = GuestRange::new(start + done as u64, part.len() as u64);
+                push(&mut self.found, DiffExtent { range, kind });
+            }
+            done = part.end;
+        }
+        Ok(true)
+    }
+}
+
+/// Reads a range; what lies past the disk's end is zeros.
+fn read(disk: &Disk, at: GuestOffset, len: u64) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(len).expect("a piece is small")];
+    let there = disk.size().saturating_sub(at.get()).min(len);
+    if there > 0 {
+        disk.read(at, &[Segment::from_mut(&mut bytes[..there as usize])])?;
+    }
+    Ok(bytes)
+}
+
+impl Iterator for ChangedBytes<'_> {
+    type Item = Result<DiffExtent>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while self.found.len() < 2 && !self.failed {
+            match self.advance() {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    self.failed = true;
+                    return Some(Err(error));
+                }
+            }
+        }
+        if self.failed { None } else { self.found.pop_front().map(Ok) }
+    }
+}
