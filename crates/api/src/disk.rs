@@ -143,7 +143,7 @@ pub struct DiskStatus {
     /// Layers of the chain, the active one included; absent unless the disk is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<u64>,
-    /// Why it takes no more writes although it is served: its storage failed, and nothing is known any more of what is on it.
+    /// Why it takes no more writes although it is served: its storage failed, or another program changed one of its layers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failed: Option<String>,
     /// Whether its last snapshot, which is on stable storage, still gets its index.

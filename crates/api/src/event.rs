@@ -20,7 +20,7 @@ pub enum Event {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         error: Option<String>,
     },
-    /// A disk takes no more writes: its storage failed. It is served on, for reading.
+    /// A disk takes no more writes: its storage failed, or another program changed a layer. It is served on, for reading.
     DiskFailed {
         /// Its name.
         disk: String,

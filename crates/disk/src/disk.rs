@@ -3,14 +3,12 @@
 //! This module opens and closes disks. [`crate::layers`] answers *where* bytes are; [`crate::read`], [`crate::write`]
 //! and [`crate::zero`] move them, [`crate::queue`] does so asynchronously.
 
-mod anew;
 mod attached;
 mod durable;
 mod failed;
 mod finalize;
 mod index;
 mod killed;
-mod look;
 mod maintained;
 mod merge;
 mod open;
@@ -78,8 +76,6 @@ pub struct Disk {
     merging: AtomicBool,
     /// Whether its chain had an index that did not hold any more when the chain was read.
     lost_index: AtomicBool,
-    index_loss: anew::IndexLoss,
-    looked: Mutex<look::Looked>,
     /// Those to call when the layers have changed.
     queues: Mutex<Vec<Weak<Mailbox>>>,
     attached: Arc<attached::Attached>,
@@ -157,8 +153,6 @@ impl Disk {
             snapshot_names: Mutex::default(),
             merging: AtomicBool::new(false),
             lost_index: AtomicBool::new(false),
-            index_loss: anew::IndexLoss::default(),
-            looked: Mutex::default(),
             queues: Mutex::default(),
             attached: Arc::default(),
         }

@@ -72,15 +72,6 @@ impl Disk {
         limit: usize,
         is_same: impl Fn(&Extent, &Extent) -> bool,
     ) -> Result<Vec<Extent>> {
-        self.on_chain(|| self.collect_once(range, limit, &is_same))
-    }
-
-    fn collect_once(
-        &self,
-        range: GuestRange,
-        limit: usize,
-        is_same: &dyn Fn(&Extent, &Extent) -> bool,
-    ) -> Result<Vec<Extent>> {
         let _guard = self.epochs.guard(thread_shard());
         self.check_range(range)?;
         let mut extents: Vec<Extent> = Vec::new();
@@ -88,7 +79,7 @@ impl Disk {
         let end = range.end();
         let layers = self.layers_now();
         while at < end {
-            let run = layers.locate(at, end - at)?;
+            let run = layers.locate(at, end - at).map_err(|error| self.fail_if_fatal(error))?;
             let extent = layers.extent_of(GuestRange::new(at, run.len), run)?;
             at = at + extent.range.len;
             let full = extents.len() == limit;

@@ -4,10 +4,10 @@
 //! longest, about, is closed; requests under way keep theirs until they are done.
 
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore, Store};
+use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore, Permission, Store, is_held};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Layer;
@@ -19,9 +19,17 @@ pub(crate) fn same_state(now: &FileIdentity, then: &FileIdentity) -> bool {
     (now.file, now.mtime_ns) == (then.file, then.mtime_ns)
 }
 
-/// For how long to wait, and how often to look, while a file's time is not what it was: someone may be writing an index
-/// into it, which takes about as long as two flushes.
-const INDEXING: (Duration, u32) = (Duration::from_millis(20), 25);
+/// A file whose time has changed may be taking an index, which puts the time back: it is looked at again after this pause, so
+/// many times once no process writes it, and for so long in all.
+const INDEXING_PAUSE: Duration = Duration::from_millis(20);
+const INDEXING_LOOKS: u32 = 25;
+const INDEXING_MAX: Duration = Duration::from_secs(30);
+
+/// Whether a process has the file open for writing, as one does that copies into a layer or adds an index.
+pub(crate) fn is_being_written(store: &dyn Store) -> bool {
+    let written = [Permission::Write, Permission::WriteUnchanged];
+    store.raw().is_some_and(|fd| written.iter().any(|&permission| is_held(fd, permission).unwrap_or(false)))
+}
 
 /// The open files of frozen layers, bounded in number.
 #[derive(Debug)]
@@ -66,7 +74,7 @@ impl FileTable {
 
     /// The gate let the file through when the chain was read; it must still be the same file.
     fn open_same(&self, layer: &Layer) -> Result<Arc<dyn Store>> {
-        let (pause, mut looks) = INDEXING;
+        let (began, mut looks) = (Instant::now(), INDEXING_LOOKS);
         loop {
             let opened = self.opener.open(&layer.path, Role::Frozen, &Gate::unrestricted())?;
             if same_state(&opened.identity, &layer.identity) {
@@ -74,11 +82,12 @@ impl FileTable {
                 confirmed.map_err(|error| error.in_file(&layer.path))?;
                 return Ok(opened.store);
             }
-            if looks == 0 || opened.identity.file != layer.identity.file {
+            let is_replaced = opened.identity.file != layer.identity.file;
+            if is_replaced || looks == 0 || began.elapsed() > INDEXING_MAX {
                 return Err(Error::from(ErrorKind::Changed).in_file(&layer.path));
             }
-            looks -= 1;
-            std::thread::sleep(pause);
+            looks -= u32::from(!is_being_written(&*opened.store));
+            std::thread::sleep(INDEXING_PAUSE);
         }
     }
 

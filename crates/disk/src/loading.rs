@@ -5,8 +5,7 @@
 mod borders;
 mod indexed;
 
-use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_store::Gate;
@@ -40,52 +39,20 @@ pub(crate) struct Chain {
 /// # Errors
 /// As [`crate::chain::walk`].
 pub(crate) fn read_chain(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
-    let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
-    read_in_role(path, role, HashSet::new(), options, resources)
-}
-
-/// As [`read_chain`], for a process that has the disk at `path` open already: that file is only examined. What an index says of
-/// the file `changed` is not believed without its digest.
-///
-/// # Errors
-/// As [`crate::chain::walk`].
-pub(crate) fn reread_chain(
-    path: &Path,
-    changed: Option<&Path>,
-    options: &OpenOptions,
-    resources: &Resources,
-) -> Result<Chain> {
-    let role = if options.read_only { Role::Frozen } else { Role::Inspected };
-    read_in_role(path, role, changed.map(Path::to_owned).into_iter().collect(), options, resources)
-}
-
-fn read_in_role(
-    path: &Path,
-    role: Role,
-    mut doubted: HashSet<PathBuf>,
-    options: &OpenOptions,
-    resources: &Resources,
-) -> Result<Chain> {
     loop {
-        match read_doubting(path, role, &doubted, options, resources) {
+        match read_once(path, options, resources) {
             // It is not what an index says, or it was changed since that was read: the next look is closer.
-            Err(error)
-                if error.is_change() && error.path().is_some_and(|file| doubted.insert(file.into())) => {}
+            Err(error) if error.is_change() && error.path().is_some_and(|file| resources.doubt(file)) => {}
             done => return done,
         }
     }
 }
 
-fn read_doubting(
-    path: &Path,
-    role: Role,
-    doubted: &HashSet<PathBuf>,
-    options: &OpenOptions,
-    resources: &Resources,
-) -> Result<Chain> {
+fn read_once(path: &Path, options: &OpenOptions, resources: &Resources) -> Result<Chain> {
+    let role = if options.read_only { Role::Frozen } else { Role::Active(options.cache) };
     let opener = resources.files().opener();
     let top = open_named(path, role, options, &**opener)?;
-    let mut search = Search::new(&top, options, doubted, opener)?;
+    let mut search = Search::new(&top, options, resources.doubted(), opener)?;
     let mut index = if options.read_only { search.ask(&top) } else { None };
     let (mut unfinished, mut newest, mut above) = (None, None, Vec::new());
     // Of a disk's own index, the disk itself is the last layer.

@@ -2,7 +2,6 @@
 //! out while they grow.
 
 mod completer;
-mod layer_watch;
 
 use std::path::Path;
 use std::sync::{Arc, Weak};
@@ -16,7 +15,6 @@ use crate::error::Result;
 use crate::threads;
 
 use completer::Completer;
-use layer_watch::LayerWatch;
 
 /// What the threads do for a disk.
 pub(crate) trait Maintained: std::fmt::Debug + Send + Sync {
@@ -32,9 +30,6 @@ pub(crate) trait Maintained: std::fmt::Debug + Send + Sync {
 
     /// Commits changes that wait since `age` or longer, and gives back clusters that no one uses any more.
     fn tend(&self, age: Duration);
-
-    /// Looks at the files of the next `most` frozen layers, and takes the chain as it is now if one was changed.
-    fn look_at_layers(&self, most: usize);
 
     /// Whether one of its frozen layers is this file.
     fn stands_on(&self, file: FileId) -> bool;
@@ -60,27 +55,22 @@ pub(crate) struct Maintenance {
     disks: Arc<Disks>,
     /// None where nothing is copied before it must be.
     completer: Option<Completer>,
-    /// None where only what requests meet is noticed.
-    _layer_watch: Option<LayerWatch>,
     /// Wakes the thread, and ends it when this is dropped.
     wake: Sender<()>,
 }
 
 impl Maintenance {
-    /// Starts the threads; what first writes put off is copied up after `copy_up_after`, and frozen layers are looked at every
-    /// `look_every`.
+    /// Starts the threads; what first writes deferred is copied up after `copy_up_after`.
     ///
     /// # Errors
     /// A host that cannot start a thread.
-    pub(crate) fn new(copy_up_after: Option<Duration>, look_every: Option<Duration>) -> Result<Self> {
+    pub(crate) fn new(copy_up_after: Option<Duration>) -> Result<Self> {
         let (wake, woken) = bounded(1);
         let disks: Arc<Disks> = Arc::default();
         let watched = Arc::clone(&disks);
         threads::start("maintenance", move || tend_all(&watched, &woken))?;
         let completer = copy_up_after.map(|age| Completer::new(Arc::clone(&disks), age)).transpose()?;
-        let _layer_watch =
-            look_every.map(|period| LayerWatch::new(Arc::clone(&disks), period)).transpose()?;
-        Ok(Self { disks, completer, _layer_watch, wake })
+        Ok(Self { disks, completer, wake })
     }
 
     /// A cluster was written in part.

@@ -227,14 +227,14 @@ impl IoQueue {
     fn send_to_worker(&mut self, slot: u32) {
         let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
         self.stats.counters().sent_to_worker(request.op);
-        self.hand_over(slot, request, false);
+        self.hand_over(slot, request);
     }
 
     /// Has a worker carry `request` out: all of what the slot is about, or a part of it.
-    fn hand_over(&mut self, slot: u32, request: Request, is_part: bool) {
+    fn hand_over(&mut self, slot: u32, request: Request) {
         self.at_workers += 1;
         let (disk, reply_to) = (Arc::clone(&self.disk), Arc::clone(&self.mailbox));
-        let job = Job { disk, request, is_part, slot, reply_to };
+        let job = Job { disk, request, slot, reply_to };
         self.disk.resources.workers().send(job);
     }
 

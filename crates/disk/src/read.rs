@@ -19,7 +19,7 @@ impl Disk {
     /// # Errors
     /// A range that does not fit the disk; a layer that is damaged or cannot be read.
     pub fn read(&self, at: GuestOffset, into: &[Segment<'_>]) -> Result<()> {
-        self.on_chain(|| self.read_noted(at, into, |_, _| {}))
+        self.read_noted(at, into, |_, _| {})
     }
 
     /// The same for someone who uses the disk: it counts from which layers.
@@ -37,7 +37,7 @@ impl Disk {
         let _guard = self.epochs.guard(thread_shard());
         self.check_range(GuestRange::new(at, total_len(into) as u64))?;
         let layers = self.layers_now();
-        layers.read_runs(at, into, |at, len| {
+        let read = layers.read_runs(at, into, |at, len| {
             let run = layers.locate(at, len)?;
             match run.source {
                 Source::Hole | Source::Zero(_) => note(None, run.len),
@@ -47,7 +47,8 @@ impl Disk {
                 Source::Damaged(_) => {}
             }
             Ok(run)
-        })
+        });
+        read.map_err(|error| self.fail_if_fatal(error))
     }
 }
 

@@ -217,7 +217,6 @@ impl Shared {
             workers: 1,
             journal_dir: Some(std::env::temp_dir()),
             copy_up_after: None,
-            look_every: None,
         };
         let resources = Resources::with_opener(options, Arc::clone(&opener) as _);
         let image = new_image(&CreateOptions { cluster_bits: bits, ..CreateOptions::new(size) }).unwrap();

@@ -2,7 +2,7 @@
 //! threads that do what may block.
 
 use std::collections::{HashMap, HashSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -35,16 +35,10 @@ pub struct ResourceOptions {
     pub journal_dir: Option<PathBuf>,
     /// After how long clusters that were written in part are copied up if nothing needs them whole before; `None`: not.
     pub copy_up_after: Option<Duration>,
-    /// How often to look whether someone else has changed frozen layers, 256 of each disk at a time; `None`: only what requests
-    /// meet is noticed.
-    pub look_every: Option<Duration>,
 }
 
 /// Long enough for whoever writes a file from start to end.
 const COPY_UP_AFTER: Duration = Duration::from_millis(5);
-
-/// A chain of 1,000 layers is looked through in four seconds.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 impl Default for ResourceOptions {
     fn default() -> Self {
@@ -54,7 +48,6 @@ impl Default for ResourceOptions {
             workers: 4,
             journal_dir: None,
             copy_up_after: Some(COPY_UP_AFTER),
-            look_every: Some(LOOK_EVERY),
         }
     }
 }
@@ -71,6 +64,7 @@ pub struct Resources {
     layers: Mutex<HashMap<FileIdentity, Weak<Layer>>>,
     maps: Mutex<HashMap<FileIdentity, Weak<FrozenMap>>>,
     merging: Mutex<HashSet<FileId>>,
+    doubted: Mutex<HashSet<PathBuf>>,
     beside: Beside,
 }
 
@@ -116,11 +110,12 @@ impl Resources {
             files: Arc::new(FileTable::new(opener, options.max_open_files)),
             clusters: ClusterCache::default(),
             workers: Workers::new(options.workers)?,
-            maintenance: Maintenance::new(options.copy_up_after, options.look_every)?,
+            maintenance: Maintenance::new(options.copy_up_after)?,
             journal_dir: options.journal_dir,
             layers: Mutex::default(),
             maps: Mutex::default(),
             merging: Mutex::default(),
+            doubted: Mutex::default(),
             beside: Beside::default(),
         }))
     }
@@ -161,6 +156,16 @@ impl Resources {
     /// Frozen layers that are being copied into: no other disk may stand on them until that is done.
     pub(crate) fn merging(&self) -> &Mutex<HashSet<FileId>> {
         &self.merging
+    }
+
+    /// From now on, no index is believed about `file` for its length and time alone; false when that is so already.
+    pub(crate) fn doubt(&self, file: &Path) -> bool {
+        self.doubted.lock().insert(file.to_owned())
+    }
+
+    /// The files that turned out to be something else than an index says.
+    pub(crate) fn doubted(&self) -> HashSet<PathBuf> {
+        self.doubted.lock().clone()
     }
 
     /// What the images beside disks stand on.

@@ -21,11 +21,8 @@ pub(crate) trait CarryOut: Debug + Send + Sync {
     /// Refuses a request that makes no sense.
     fn check(&self, request: &Request) -> Result<()>;
 
-    /// Carries a request out, and again on the chain as it is now if a layer was changed.
+    /// Carries a request out, blocking until it is done.
     fn run(&self, request: &Request) -> Result<()>;
-
-    /// As [`CarryOut::run`], on the chain as it is known.
-    fn run_once(&self, request: &Request) -> Result<()>;
 }
 
 /// A request on its way through a worker.
@@ -33,9 +30,6 @@ pub(crate) trait CarryOut: Debug + Send + Sync {
 pub(crate) struct Job {
     pub(crate) disk: Arc<dyn CarryOut>,
     pub(crate) request: Request,
-    /// Whether the queue has parts of the request under way. It must then not wait for who changes the layers, as that one may
-    /// wait for the queue; the queue sends all of it again.
-    pub(crate) is_part: bool,
     /// Where the queue that sent it keeps its state.
     pub(crate) slot: u32,
     pub(crate) reply_to: Arc<Mailbox>,
@@ -43,8 +37,7 @@ pub(crate) struct Job {
 
 impl Job {
     fn carry_out(self) {
-        let Self { disk, request, .. } = &self;
-        let result = if self.is_part { disk.run_once(request) } else { disk.run(request) };
+        let result = self.disk.run(&self.request);
         self.end(result);
     }
 

@@ -1,5 +1,5 @@
-//! Chains that vmstrata has open with their indices, and a running stock program that would change a layer: it is refused,
-//! or, where vmstrata has not come to need the layer yet, noticed then, and the chain is read as it is.
+//! Chains that vmstrata has open with their indices, and other programs that would change a layer: they are refused, or, where
+//! the layer's file is not open, the disk fails when it opens the file.
 
 mod common;
 mod index_support;
@@ -11,10 +11,10 @@ use std::time::{Duration, SystemTime};
 use common::daemon::Daemon;
 use common::flat::{assert_reads, read, write};
 use common::stock::{content, path_str, qemu_io};
-use common::{open, open_read_only, open_with};
+use common::{open, open_read_only, open_with, small_resources};
 use index_support::{CLUSTER, SIZE, five_layers};
 use serde_json::json;
-use vmstrata_disk::{Indexing, OpenOptions};
+use vmstrata_disk::{Disk, ErrorKind, OpenOptions};
 
 /// All bytes of a file, and when it was changed.
 fn state(files: &[PathBuf]) -> Vec<(Vec<u8>, SystemTime)> {
@@ -70,69 +70,110 @@ fn while_a_chain_is_open_no_stock_program_changes_a_layer() {
 }
 
 /// What a stock program does to the files of a chain.
-type Change = dyn Fn(&mut Daemon, &[PathBuf]);
+type Change = fn(&mut Daemon, &[PathBuf]);
 
 /// Layers that an index answers for are opened, and locked, when they are first read, all but the one that the disk was made
-/// on. Who comes to read one that was changed until then reads the chain as it is now, and need not open the disk again.
+/// on.
 #[test]
-fn a_layer_that_is_changed_before_its_first_use_is_read_as_it_is_now() {
-    let commit = |daemon: &mut Daemon, files: &[PathBuf]| {
+fn a_changed_layer_fails_the_disk_by_its_name() {
+    let commit: Change = |daemon, files| {
         daemon.open_chain_for_reading(&files[..4]);
         let base = path_str(&files[0]);
         let range = json!({ "device": "l3", "top-node": "l1", "base-node": "l0", "backing-file": base });
         daemon.run_job("block-commit", range);
     };
-    let resize = |daemon: &mut Daemon, files: &[PathBuf]| {
+    let resize: Change = |daemon, files| {
         daemon.open_chain(&files[..3]);
         daemon.run("block_resize", json!({ "node-name": "l2", "size": SIZE / 4 }));
     };
-    let changes: [(&Change, bool); 2] = [(&commit, true), (&resize, false)];
-    for (change, read_only) in changes {
+    let touch: Change = |_, files| {
+        qemu_io(&files[2], &["flush".to_owned()]);
+        let later = SystemTime::now() + Duration::from_secs(1);
+        File::options().write(true).open(&files[2]).and_then(|file| file.set_modified(later)).expect("sets");
+    };
+    for (change, read_only) in [(commit, true), (resize, false), (touch, false)] {
         let (chain, expected) = five_layers();
         let disk = open_with(chain.top(), &OpenOptions { read_only, ..OpenOptions::default() });
         let mut daemon = Daemon::start();
         change(&mut daemon, &chain.files);
         daemon.quit();
-        // The disk's own file is locked against stock tools; it has what was written last.
-        let mut now = content(&chain.files[3], "qcow2");
-        now[50 * CLUSTER..55 * CLUSTER].copy_from_slice(&expected[50 * CLUSTER..55 * CLUSTER]);
-        let borders = [0, 10, 30, 50, 55, 60, 500, 530, 1024].map(|cluster| cluster * CLUSTER);
-        for part in borders.windows(2).map(|ends| ends[0]..ends[1]) {
-            let bytes = read(&disk, part.start as u64, part.len()).expect("reads");
-            // As before until the changed layer is met.
-            assert!(bytes == expected[part.clone()] || bytes == now[part.clone()], "{part:?}");
+        let mut met = None;
+        for (number, part) in expected.chunks(10 * CLUSTER).enumerate() {
+            match read(&disk, (number * 10 * CLUSTER) as u64, part.len()) {
+                Ok(bytes) => assert!(bytes == part, "part {number} is neither refused nor as it was"),
+                Err(error) => met = Some(error),
+            }
         }
-        assert_reads(&disk, &now, "while it is open");
-        if !read_only {
-            assert!(disk.take_index_loss() && !disk.take_index_loss(), "told once");
-            let mut indexing = Indexing::of_disk(&disk, true).expect("reads the headers");
-            while indexing.step().expect("makes indices").is_some() {}
-            assert!(!disk.lost_its_index());
-            assert_reads(&disk, &now, "from the new index");
-        }
-        disk.close().expect("closes");
+        let met = met.expect("a changed layer was read");
+        assert!(matches!(met.kind(), ErrorKind::Changed), "{met}");
+        let layer = met.path().expect("named");
+        assert!(chain.files[..3].iter().any(|file| file == layer), "{met}");
+        let why = disk.failure().expect("failed");
+        assert!(why.contains(path_str(layer)) && why.contains("open it again"), "{why}");
+        let refused = write(&disk, 0, &[9; 512]).expect_err("failed");
+        assert!(matches!(refused.kind(), ErrorKind::ReadOnly | ErrorKind::Failed { .. }), "{refused}");
+        let _ = disk.close();
         drop(disk);
+        let now = content(chain.top(), "qcow2");
         assert_reads(&open_read_only(chain.top()), &now, "opened again");
     }
 }
 
-/// Opening a layer for writing clears its bit and moves its time, and nothing else. All that the guest feels is a wait: the
-/// newest layer's index still holds.
+/// What a first write deferred would be copied up from the changed layer.
 #[test]
-fn layers_that_were_opened_for_writing_are_read_on() {
+fn a_copy_up_from_a_changed_layer_fails_the_disk() {
     let (chain, mut expected) = five_layers();
-    let disk = open(chain.top());
-    for file in &chain.files[..3] {
-        qemu_io(file, &["flush".to_owned()]);
-        let later = SystemTime::now() + Duration::from_secs(1);
-        File::options().write(true).open(file).and_then(|file| file.set_modified(later)).expect("sets");
-    }
-    // A small write: the rest of its cluster comes from the layers below.
-    write(&disk, 100, &[9; 50]).expect("writes");
-    expected[100..150].fill(9);
-    assert_reads(&disk, &expected, "while it is open");
-    assert!(!disk.lost_its_index());
-    disk.close().expect("closes");
+    let disk = Disk::open(chain.top(), &OpenOptions::default(), &small_resources(None)).expect("opens");
+    let later = SystemTime::now() + Duration::from_secs(1);
+    File::options().write(true).open(&chain.files[0]).and_then(|file| file.set_modified(later)).expect("sets");
+    let written = write(&disk, 64, &[9; 64]).and_then(|()| disk.flush());
+    assert!(matches!(written.expect_err("changed").kind(), ErrorKind::Changed));
+    assert!(disk.failure().is_some_and(|why| why.contains(path_str(&chain.files[0]))));
+    disk.close().expect_err("failed");
     drop(disk);
-    assert_eq!(chain.verify(), ["missing", "missing", "missing", "good"]);
+    let now = content(chain.top(), "qcow2");
+    expected[64..128].copy_from_slice(&now[64..128]);
+    assert!(now == expected, "nothing else is written");
+}
+
+/// Files are opened again all the time here.
+#[test]
+fn indices_made_and_dropped_by_others_are_no_change() {
+    let (chain, expected) = five_layers();
+    let disk = Disk::open(chain.top(), &OpenOptions::default(), &small_resources(None)).expect("opens");
+    for _ in 0..3 {
+        chain.remove();
+        assert_reads(&disk, &expected, "without indices");
+        chain.build();
+        assert_reads(&disk, &expected, "with new indices");
+    }
+    assert_eq!(disk.failure(), None);
+    disk.close().expect("closes");
+}
+
+/// Somebody without locks takes bytes away under an open file, and puts its time back.
+#[test]
+fn a_file_cut_short_while_it_is_open_reads_as_no_zeros() {
+    let (chain, expected) = five_layers();
+    let disk = open(chain.top());
+    assert_reads(&disk, &expected, "before");
+    let file = File::options().write(true).open(&chain.files[0]).expect("opens");
+    let data = file.metadata().expect("exists");
+    file.set_len(data.len() / 2).and_then(|()| file.set_modified(data.modified()?)).expect("cut");
+    read(&disk, 0, SIZE).expect_err("half of a layer is gone");
+    assert!(disk.failure().is_some_and(|why| why.contains(path_str(&chain.files[0]))));
+}
+
+#[test]
+fn a_layer_that_is_gone_for_a_moment_is_an_error_only_where_it_is_read() {
+    let (chain, expected) = five_layers();
+    let disk = open(chain.top());
+    let aside = chain.files[1].with_extension("aside");
+    std::fs::rename(&chain.files[1], &aside).expect("renamed");
+    let part = 60 * CLUSTER..70 * CLUSTER;
+    assert!(read(&disk, part.start as u64, part.len()).expect("reads") == expected[part]);
+    read(&disk, 20 * CLUSTER as u64, CLUSTER).expect_err("gone");
+    std::fs::rename(&aside, &chain.files[1]).expect("renamed");
+    assert_reads(&disk, &expected, "it is there again");
+    disk.close().expect("closes");
 }

@@ -5,7 +5,6 @@ mod common;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use common::flat::{assert_reads, assert_same, pattern, range, read, some_range, write, zero};
 use common::shape::{LayerShape, Made, make};
@@ -53,7 +52,6 @@ impl Run {
             workers: 1,
             journal_dir: Some(self.journal_dir.clone()),
             copy_up_after: Some(std::time::Duration::from_millis(1)),
-            look_every: Some(Duration::from_millis(1)),
         });
         // A raw disk must be named as one: its guest may write anything to its start.
         let format = self.made.is_raw.then_some(Format::Raw);

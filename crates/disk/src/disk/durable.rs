@@ -33,10 +33,10 @@ impl Disk {
     pub(super) fn commit(&self) -> Result<()> {
         let completed = self.complete_all();
         if let Err(NotWhole::Own(error)) = completed {
-            return Err(self.fail_if_lost(error));
+            return Err(self.fail_if_fatal(error));
         }
         self.layers_now().commit().map_err(|error| self.fail(error))?;
-        Ok(completed?)
+        completed.map_err(|why| self.fail_if_fatal(why.into()))
     }
 
     /// Copies up all that was put off before the call, as far as what lies below can be read.

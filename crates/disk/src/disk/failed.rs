@@ -67,8 +67,13 @@ impl Disk {
         }
     }
 
-    /// Fails the disk if the error is of the kind after which nothing is known of what is on stable storage.
-    pub(crate) fn fail_if_lost(&self, error: Error) -> Error {
-        if self.failure.get().is_none() && self.layers_now().is_lost() { self.fail(error) } else { error }
+    /// Fails the disk after an error that it cannot go on from: what is on stable storage is unknown, or another program changed
+    /// a frozen layer.
+    pub(crate) fn fail_if_fatal(&self, error: Error) -> Error {
+        if let Some(layer) = error.path().filter(|_| error.is_change()) {
+            self.resources.doubt(layer);
+        }
+        let is_fatal = error.is_change() || self.layers_now().is_lost();
+        if is_fatal && self.failure.get().is_none() { self.fail(error) } else { error }
     }
 }

@@ -34,7 +34,7 @@ impl Maintained for Disk {
                 // The next commit tries it again.
                 active.partials_are_stuck(Some(&why));
                 if let NotWhole::Own(error) = why {
-                    self.fail_if_lost(error);
+                    self.fail_if_fatal(error);
                     return &[];
                 }
             }
@@ -63,25 +63,6 @@ impl Maintained for Disk {
         }
         if self.failure.get().is_none() {
             self.reclaim(active);
-        }
-    }
-
-    fn look_at_layers(&self, most: usize) {
-        let generation = self.generation();
-        let layers = arc_swap::Guard::into_inner(self.layers_now());
-        let mut looked = self.looked.lock();
-        let is_changing =
-            layers.before.is_some() || layers.merging_to.is_some() || self.merging.load(Ordering::Acquire);
-        if self.closed.load(Ordering::Acquire) || is_changing {
-            // What this process changes itself it knows.
-            looked.differing.clear();
-            return;
-        }
-        let Some((path, now)) = looked.find_changed(&layers, most) else { return };
-        looked.differing.clear();
-        if let Err(error) = self.take_anew(generation, Some(&path)) {
-            tracing::warn!(disk = %self.path.display(), layer = %path.display(), %error, "another program changed a layer, and the chain cannot be read again: the disk still uses the old map; close and open it");
-            looked.told.insert(path, now);
         }
     }
 

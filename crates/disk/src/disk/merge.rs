@@ -230,7 +230,7 @@ impl Running {
         disk.check_changeable()?;
         let layers = disk.layers_now();
         self.check_top(&layers, copier)?;
-        layers.pull_up(part, copier.after()).map_err(|error| disk.fail_if_lost(error))
+        layers.pull_up(part, copier.after()).map_err(|error| disk.fail_if_fatal(error))
     }
 
     fn check_top(&self, layers: &Layers, copier: &Copier) -> Result<()> {

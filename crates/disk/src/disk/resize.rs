@@ -179,7 +179,7 @@ impl Disk {
             return Ok(Duration::ZERO);
         }
         let extended = active.extend_l1(entries);
-        if extended.map_err(|error| self.fail_if_lost(error.in_file(&self.path)))? {
+        if extended.map_err(|error| self.fail_if_fatal(error.in_file(&self.path)))? {
             let began = Instant::now();
             self.write_gate.quiesce(|| active.know_longer_l1(entries));
             return Ok(began.elapsed());
@@ -189,7 +189,7 @@ impl Disk {
         let began = Instant::now();
         let grown = self.write_gate.quiesce(|| layers.commit().and_then(|()| active.grow_l1(entries)));
         let pause = began.elapsed();
-        grown.map_err(|error| self.fail_if_lost(error.in_file(&self.path)))?;
+        grown.map_err(|error| self.fail_if_fatal(error.in_file(&self.path)))?;
         Ok(pause)
     }
 
@@ -214,14 +214,14 @@ impl Disk {
             self.check_writable()?;
             // Turns end where clusters of every size do.
             let turn = GuestRange::new(at, (range.end() - at).min(TURN - at.get() % TURN));
-            layers.clear(turn, purpose).map_err(|error| self.fail_if_lost(error))?;
+            layers.clear(turn, purpose).map_err(|error| self.fail_if_fatal(error))?;
             at = turn.end();
         }
         Ok(())
     }
 
     fn write_size(&self, active: &Active, size: u64) -> Result<()> {
-        active.write_size(size).map_err(|error| self.fail_if_lost(error.in_file(&self.path)))
+        active.write_size(size).map_err(|error| self.fail_if_fatal(error.in_file(&self.path)))
     }
 
     fn set_raw_len(&self, layers: &Layers, size: u64) -> Result<()> {

@@ -26,17 +26,12 @@ impl Disk {
     /// # Errors
     /// As the method for the operation.
     pub fn run(&self, request: &Request) -> Result<()> {
-        self.on_chain(|| self.run_once(request))
-    }
-
-    /// As [`Disk::run`], on the chain as it is known.
-    pub(crate) fn run_once(&self, request: &Request) -> Result<()> {
         self.check(request)?;
         let segments: &[Segment<'_>] = &request.segments;
         let range = request.range;
         match request.op {
             Op::Read => self.read_counted(range.start, segments),
-            Op::Write { fua } => self.write_once(range.start, segments).and_then(|()| self.flush_if(fua)),
+            Op::Write { fua } => self.write(range.start, segments).and_then(|()| self.flush_if(fua)),
             Op::Flush => self.flush(),
             Op::Discard => self.discard(range),
             Op::WriteZeroes { unmap, fua } => {
@@ -59,10 +54,6 @@ impl CarryOut for Disk {
     fn run(&self, request: &Request) -> Result<()> {
         self.run(request)
     }
-
-    fn run_once(&self, request: &Request) -> Result<()> {
-        self.run_once(request)
-    }
 }
 
 impl Disk {
@@ -72,17 +63,12 @@ impl Disk {
     /// A disk that takes no writes, a range that does not fit it, or a host that is full or cannot write: any part
     /// of the range may then have been written.
     pub fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
-        self.on_chain(|| self.write_once(at, from))
-    }
-
-    /// As [`Disk::write`], on the chain as it is known.
-    pub(crate) fn write_once(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
         let _guard = self.epochs.guard(thread_shard());
         let _inside = self.write_gate.enter();
         let len = total_len(from);
         self.check_range(GuestRange::new(at, len as u64))?;
         self.check_writable()?;
-        self.layers_now().write(at, from).map_err(|error| self.fail_if_lost(error))
+        self.layers_now().write(at, from).map_err(|error| self.fail_if_fatal(error))
     }
 }
 
@@ -112,7 +98,7 @@ impl Disk {
         if range.len == 0 {
             return Ok(());
         }
-        self.layers_now().clear(range, purpose).map_err(|error| self.fail_if_lost(error))
+        self.layers_now().clear(range, purpose).map_err(|error| self.fail_if_fatal(error))
     }
 }
 

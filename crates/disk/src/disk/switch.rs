@@ -164,7 +164,7 @@ impl Disk {
     /// Makes every cluster whole; it stays so until what is returned is dropped.
     fn keep_whole(&self, layers: &Layers) -> Result<Option<Refusal>> {
         let Top::Qcow2(active) = &layers.top else { return Ok(None) };
-        let complete_all = || self.complete_all().map_err(|why| self.fail_if_lost(why.into()));
+        let complete_all = || self.complete_all().map_err(|why| self.fail_if_fatal(why.into()));
         // Most while others may still be written in part.
         complete_all()?;
         let refusal = Refusal::of(active);

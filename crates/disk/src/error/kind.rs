@@ -205,10 +205,8 @@ pub enum ErrorKind {
     /// A write to a disk that is open for reading.
     #[error("the disk is open read-only")]
     ReadOnly,
-    /// A write after a flush or a metadata write failed: nothing more is known of what is on stable storage.
-    #[error(
-        "an earlier flush or metadata write failed ({cause}); the disk takes no more writes: see to the store, then open it again"
-    )]
+    /// A write to a disk that has failed: what is on stable storage is unknown, or a frozen layer was changed.
+    #[error("the disk takes no more writes, as it has failed ({cause}): see to the cause, then open it again")]
     Failed {
         /// The first failure.
         cause: String,

@@ -11,12 +11,13 @@ use std::time::{Duration, SystemTime};
 use sha2::{Digest as _, Sha256};
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::index::{BackingFormat, LayerRecord, RecordTables};
-use vmstrata_store::{Gate, Permission, Store, is_held};
+use vmstrata_store::{Gate, Store};
 
 use super::IndexLayer;
 use super::write::record_tables;
 use crate::chain::{Qcow2Head, open_layer};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::files::is_being_written;
 use crate::layer::{Format, Tables, table_of, words};
 use crate::opener::{Opener, Role};
 use crate::session::SESSION_MASK;
@@ -138,18 +139,13 @@ pub(super) fn digest_file(
         None => Some(layer.layer().format()),
     };
     let top = open_layer(path, Role::Inspected, format, gate, opener)?;
+    // What it says while a process writes it may not last.
     if top.opened.identity != layer.identity || is_being_written(&*top.opened.store) {
         return Err(Error::from(ErrorKind::Changed).in_file(path));
     }
     let content = digest(&*top.opened.store, top.head.as_ref(), top.opened.identity.len)?;
     let tables = top.head.as_ref().map(|head| record_tables(&Tables::of(&head.header)));
     Ok(Seen { digest: content.digest, size: top.size, tables })
-}
-
-/// Whether a process has it open for writing, as one does that copies into a layer: what it says now may not last.
-fn is_being_written(store: &dyn Store) -> bool {
-    let written = [Permission::Write, Permission::WriteUnchanged];
-    store.raw().is_some_and(|fd| written.iter().any(|&permission| is_held(fd, permission).unwrap_or(false)))
 }
 
 fn update_header(hash: &mut Sha256, head: &Qcow2Head, tables: &Tables) {

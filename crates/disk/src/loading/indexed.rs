@@ -33,13 +33,13 @@ impl<'a> Search<'a> {
     pub(super) fn new(
         top: &Top,
         options: &OpenOptions,
-        doubted: &HashSet<PathBuf>,
+        doubted: HashSet<PathBuf>,
         opener: &'a Arc<dyn Opener>,
     ) -> Result<Self> {
         // A disk without backing files needs no gate, whatever its directory is.
         let is_chain = top.head.as_ref().is_some_and(|head| head.backing_name.is_some());
         let gate = if is_chain { Some(options.gate(&top.path)?) } else { None };
-        let looks = Looks::doubting(doubted.clone());
+        let looks = Looks::doubting(doubted);
         Ok(Self { opener, gate, looks, changed: None, has_met_changes: false })
     }
 

@@ -106,7 +106,7 @@ impl IoQueue {
         let slot = self.slot(request, Some(phase), parts.len() + usize::from(apart > 0));
         self.slots[slot as usize].fetches = fetches;
         if let Some(request) = second_half {
-            self.hand_over(slot, request, true);
+            self.hand_over(slot, request);
         }
         for part in parts {
             let of_part = of_part(&segments, &part);

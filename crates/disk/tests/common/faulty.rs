@@ -45,7 +45,6 @@ impl FaultyFiles {
             workers: 1,
             journal_dir,
             copy_up_after: None,
-            look_every: None,
         };
         Resources::with_opener(options, Arc::clone(self) as Arc<dyn Opener>)
     }

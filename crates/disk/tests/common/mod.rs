@@ -80,7 +80,6 @@ pub fn small_resources(journal_dir: Option<&Path>) -> Arc<Resources> {
         journal_dir: journal_dir.map(Path::to_owned),
         // All the time.
         copy_up_after: Some(Duration::from_millis(1)),
-        look_every: Some(Duration::from_millis(1)),
     })
 }
 

@@ -273,7 +273,6 @@ pub(super) fn serving(dir: &Path, random: &mut SmallRng) -> Arc<Resources> {
         workers: 1,
         journal_dir: Some(dir.join("journals")),
         copy_up_after: random.random::<bool>().then_some(Duration::from_millis(1)),
-        look_every: Some(Duration::from_millis(1)),
     })
 }
 

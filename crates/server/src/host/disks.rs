@@ -82,8 +82,6 @@ impl Host {
         let layers = disk.layers().len();
         let noun = if layers == 1 { "layer" } else { "layers" };
         tracing::info!(disk = spec.name, path = %spec.path.display(), bytes = disk.size(), "opened: {layers} {noun}");
-        let due = Arc::clone(&self.due);
-        disk.call_when_index_lost(move || due.now());
         Ok(disk)
     }
 

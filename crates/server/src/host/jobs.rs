@@ -7,7 +7,7 @@ use vmstrata_api::{self as api, ChangedBy, JobChange, JobSpec, JobStatus, MergeI
 use vmstrata_disk::Disk;
 use vmstrata_disk::merge::{Direction, LayerRef, MergeOptions, Removal};
 
-use super::{Host, Phase};
+use super::Host;
 use crate::audit::What;
 use crate::error::Error;
 use crate::jobs::{DEFAULT_LIMIT, Flatten, IndexBuild, MergeLayers, SnapshotDelete, Work};
@@ -144,21 +144,6 @@ impl Host {
             Ok(job) => tracing::info!(disk = name, job = job.id, "its index is made anew"),
             Err(error) => tracing::warn!(disk = name, %error, "its index is not made anew"),
         }
-    }
-
-    /// Has those indices made anew that were lost since their disks were opened: a layer was changed.
-    pub(super) fn mend_indices(&self) {
-        let lost: Vec<(String, Arc<Disk>)> = {
-            let table = self.table.lock();
-            let serving = table.disks.iter().filter_map(|entry| match &entry.phase {
-                Phase::Serving(disk) if disk.take_index_loss() => {
-                    Some((entry.spec.name.clone(), Arc::clone(disk)))
-                }
-                _ => None,
-            });
-            serving.collect()
-        };
-        lost.iter().for_each(|(name, disk)| self.mend_index(name, disk));
     }
 
     fn start_merging<W: Work>(

@@ -96,7 +96,6 @@ impl Host {
         let (host, due) = (Arc::clone(self), Arc::clone(&self.due));
         let look = move || {
             while host.due.wait() {
-                host.mend_indices();
                 host.prune_all();
             }
         };

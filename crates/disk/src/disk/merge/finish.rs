@@ -34,7 +34,7 @@ impl Running {
         let layers = disk.layers_now();
         self.check_top(&layers, copier)?;
         layers.commit().map_err(|error| disk.fail(error))?;
-        copier.relink().map_err(|error| disk.fail_if_lost(error))?;
+        copier.relink().map_err(|error| disk.fail_if_fatal(error))?;
         disk.put_layers_and_call(layers.over(copier.after.clone(), None));
         Ok(())
     }

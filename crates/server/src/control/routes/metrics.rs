@@ -121,7 +121,7 @@ impl Numbers {
         let layers = of_disks(|disk| disk.layers.unwrap_or_default());
         gauges(encoder, "disk_layers", "Layers of the chain", layers)?;
         let failed = of_disks(|disk| u64::from(disk.failed.is_some()));
-        let help = "1 if the disk takes no more writes because its storage failed: it is served for reading";
+        let help = "1 if the disk takes no more writes because it has failed: it is served for reading";
         gauges(encoder, "disk_failed", help, failed)?;
         let finalizing = of_disks(|disk| u64::from(disk.finalizing));
         gauges(encoder, "disk_finalizing", "1 while the last snapshot gets its index", finalizing)?;
