@@ -6,7 +6,7 @@ use crate::disk::Disk;
 use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
-use crate::layers::{Layers, Top};
+use crate::layers::{LayerRef, Layers};
 use crate::map::{Run, Source};
 
 /// A run of guest bytes that come from one layer in one way.
@@ -129,11 +129,10 @@ impl Layers {
     }
 
     fn format_of(&self, layer: LayerIndex) -> Format {
-        match (&self.top, &self.frozen) {
-            (Top::Qcow2(active), _) if layer == active.index => Format::Qcow2,
-            (Top::Raw(_), _) => Format::Raw,
-            (_, Some(map)) => map.layer(layer).format(),
-            _ => unreachable!("a layer above the frozen ones is the active one"),
+        match self.layer(layer) {
+            LayerRef::Active(_) => Format::Qcow2,
+            LayerRef::Raw(_) => Format::Raw,
+            LayerRef::Frozen(frozen) => frozen.format(),
         }
     }
 }

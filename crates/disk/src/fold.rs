@@ -37,7 +37,7 @@ impl Merge {
     pub(crate) fn of(layer: &Layer, index: LayerIndex, unit: ClusterBits) -> Option<Self> {
         let tables = layer.tables.as_ref()?;
         let units_per_cluster = tables.geometry.cluster_bits.size() >> unit.get();
-        let file_len = layer.identity.len;
+        let file_len = layer.len_max();
         Some(Self { index, format: tables.entries, unit, units_per_cluster, file_len })
     }
 

@@ -42,6 +42,15 @@ impl Tables {
     }
 }
 
+/// Whether a layer's file may get longer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Growth {
+    /// Nothing writes it.
+    Frozen,
+    /// A snapshot is bringing it to stable storage, or a merge writes it. Its file stays open.
+    Growing,
+}
+
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Layer {
@@ -51,6 +60,7 @@ pub(crate) struct Layer {
     pub(crate) size: u64,
     /// `None` for a raw file.
     pub(crate) tables: Option<Tables>,
+    pub(crate) growth: Growth,
     /// Whether size and tables are what an index says, and the file has not been asked yet.
     is_unverified: AtomicBool,
     file: ArcSwapOption<OpenStore>,
@@ -73,10 +83,25 @@ impl Layer {
             identity,
             size,
             tables,
+            growth: Growth::Frozen,
             is_unverified: AtomicBool::new(false),
             file: ArcSwapOption::empty(),
             used: AtomicBool::new(false),
             held: AtomicBool::new(false),
+        }
+    }
+
+    /// The same layer while its file may get longer.
+    pub(crate) fn growing(&self) -> Self {
+        let layer = Self::new(self.path.to_path_buf(), self.identity, self.size, self.tables);
+        Self { growth: Growth::Growing, ..layer }
+    }
+
+    /// Bytes before which its tables and clusters lie.
+    pub(crate) fn len_max(&self) -> u64 {
+        match self.growth {
+            Growth::Frozen => self.identity.len,
+            Growth::Growing => u64::MAX,
         }
     }
 
@@ -186,7 +211,7 @@ impl Layer {
             for (number, raw) in words(&scratch.l1).enumerate().filter(|&(_, raw)| raw != 0) {
                 let l1_index = batch + number;
                 let table =
-                    table_of(tables, raw, self.identity.len).map_err(|e| e.at(at + number as u64 * 8))?;
+                    table_of(tables, raw, self.len_max()).map_err(|e| e.at(at + number as u64 * 8))?;
                 let Some(table) = table else { continue };
                 self.scan_table(store, table, l1_index, range, &mut scratch.l2, visit)?;
             }

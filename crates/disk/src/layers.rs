@@ -24,12 +24,12 @@ use crate::active::session::forsake_journal;
 use crate::blocks::BlockOrder;
 use crate::error::{IoContext as _, Result};
 use crate::flusher::Flusher;
-use crate::layer::Format;
+use crate::layer::{Format, Layer};
 use crate::map::{Before, FrozenMap};
 use crate::resources::Resources;
 
 /// See the module documentation.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Layers {
     /// Counts the disk's changes of layers.
     pub(crate) generation: u64,
@@ -43,13 +43,13 @@ pub(crate) struct Layers {
     /// The layers of before the last snapshot, until what was active in them is on stable storage: a flush has to
     /// bring it there first.
     pub(crate) before: Option<Arc<Layers>>,
-    /// While layers below are copied up: the map of those that will be left. A cluster may only be let go of where it reads
-    /// the same in both.
+    /// While layers below are copied up: the map of those that will be left. A cluster may only be freed where it reads the
+    /// same in both.
     pub(crate) merging_to: Option<Arc<FrozenMap>>,
 }
 
 /// What takes the writes.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Top {
     /// Nothing: the disk is read-only and every layer is frozen.
     Frozen,
@@ -83,6 +83,14 @@ pub(crate) struct RawTop {
 
 /// Orders the writes to the first sector, which may bring a header piece by piece; holds whether a refusal was logged.
 pub(crate) type HeaderGuard = Mutex<bool>;
+
+/// One of a disk's layers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum LayerRef<'a> {
+    Active(&'a Active),
+    Raw(&'a RawTop),
+    Frozen(&'a Arc<Layer>),
+}
 
 /// A layer of a disk.
 #[derive(Clone, Debug)]
@@ -125,45 +133,6 @@ impl Layers {
         let blocks = (top.alignment() > 1).then(Arc::default);
         let resources = Arc::clone(resources);
         Self { generation: 0, size, top, frozen, resources, blocks, before: None, merging_to: None }
-    }
-
-    /// The same active layer over `map`, with nothing left to finalize.
-    pub(crate) fn finalized(&self, map: Arc<FrozenMap>) -> Self {
-        self.over(Some(map), self.merging_to.clone())
-    }
-
-    /// The same active layer over `frozen`, of which `merging_to` will be left.
-    pub(crate) fn over(&self, frozen: Option<Arc<FrozenMap>>, merging_to: Option<Arc<FrozenMap>>) -> Self {
-        let Top::Qcow2(active) = &self.top else { unreachable!("an overlay is qcow2") };
-        Self {
-            generation: 0,
-            size: self.size,
-            top: Top::Qcow2(Arc::clone(active)),
-            frozen,
-            resources: Arc::clone(&self.resources),
-            blocks: self.blocks.clone(),
-            before: None,
-            merging_to,
-        }
-    }
-
-    /// The same layers as a disk of another size.
-    pub(crate) fn resized(&self, size: u64) -> Self {
-        let top = match &self.top {
-            Top::Frozen => Top::Frozen,
-            Top::Qcow2(active) => Top::Qcow2(Arc::clone(active)),
-            Top::Raw(raw) => Top::Raw(raw.clone()),
-        };
-        Self {
-            generation: 0,
-            size,
-            top,
-            frozen: self.frozen.clone(),
-            resources: Arc::clone(&self.resources),
-            blocks: self.blocks.clone(),
-            before: self.before.clone(),
-            merging_to: self.merging_to.clone(),
-        }
     }
 
     /// The layer on top: the active one, or the newest frozen one of a disk that is only read.

@@ -10,7 +10,7 @@ use crate::disk::Disk;
 use crate::epoch::thread_shard;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Tables;
-use crate::layers::{Layers, Top};
+use crate::layers::{LayerRef, Layers};
 use crate::map::{Run, Source};
 
 impl Disk {
@@ -104,29 +104,28 @@ impl Layers {
     /// Whether nothing is there any more of the cluster that has the byte at `last` of a frozen layer's file: when the map was
     /// made, some of it was.
     fn lacks_a_cluster(&self, layer: LayerIndex, last: HostOffset, store: &dyn Store) -> bool {
-        let map = self.frozen.as_ref().filter(|_| self.is_frozen(layer));
-        let tables = map.and_then(|map| map.layer(layer).tables.as_ref());
-        tables.is_some_and(|tables| {
-            let start = last.get() - last.get() % tables.geometry.cluster_bits.size();
-            store.len().is_ok_and(|len| len <= start)
-        })
+        let LayerRef::Frozen(frozen) = self.layer(layer) else { return false };
+        let Some(tables) = &frozen.tables else { return false };
+        let start = last.get() - last.get() % tables.geometry.cluster_bits.size();
+        store.len().is_ok_and(|len| len <= start)
     }
 
     /// The tables of a qcow2 layer.
     fn tables_of(&self, layer: LayerIndex) -> &Tables {
-        match (&self.top, &self.frozen) {
-            (Top::Qcow2(active), _) if layer == active.index => &active.tables,
-            (_, Some(map)) => map.layer(layer).tables.as_ref().expect("only qcow2 layers have entries"),
-            _ => unreachable!("a layer above the frozen ones is the active one"),
-        }
+        let tables = match self.layer(layer) {
+            LayerRef::Active(active) => Some(&active.tables),
+            LayerRef::Raw(_) => None,
+            LayerRef::Frozen(frozen) => frozen.tables.as_ref(),
+        };
+        tables.expect("only qcow2 layers have entries")
     }
 
-    /// The raw L2 entry that a layer has for `at`.
+    /// The raw L2 entry that a qcow2 layer has for `at`.
     fn raw_entry(&self, layer: LayerIndex, at: GuestOffset) -> Result<u64> {
-        match (&self.top, &self.frozen) {
-            (Top::Qcow2(active), _) if layer == active.index => active.entry(active.cluster_of(at)),
-            (_, Some(map)) => map.layer(layer).l2_entry(&**self.store_of(layer)?, at),
-            _ => unreachable!("a layer above the frozen ones is the active one"),
+        match self.layer(layer) {
+            LayerRef::Active(active) => active.entry(active.cluster_of(at)),
+            LayerRef::Raw(_) => Ok(0),
+            LayerRef::Frozen(frozen) => frozen.l2_entry(&**self.store_of(layer)?, at),
         }
     }
 
@@ -156,10 +155,10 @@ impl Layers {
         let tables = self.tables_of(layer);
         let bits = tables.geometry.cluster_bits;
         let store = self.store_of(layer)?;
-        let file = match (&self.top, &self.frozen) {
-            (Top::Qcow2(active), _) if layer == active.index => active.identity,
-            (_, Some(map)) => map.layer(layer).identity,
-            _ => unreachable!("a layer above the frozen ones is the active one"),
+        let file = match self.layer(layer) {
+            LayerRef::Active(active) => active.identity,
+            LayerRef::Raw(raw) => raw.identity,
+            LayerRef::Frozen(frozen) => frozen.identity,
         };
         let key = Key { file, guest: at.align_down(bits), raw };
         let cluster = self.resources.clusters().read(key, &**store, tables)?;

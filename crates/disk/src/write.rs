@@ -17,7 +17,7 @@ use vmstrata_store::{AlignedBuf, Segment, Store, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use crate::active::Active;
-use crate::error::{IoContext as _, Result};
+use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layers::{Layers, RawTop, Top};
 
 pub(crate) use whole::NotWhole;
@@ -53,7 +53,7 @@ impl Layers {
                 let host = HostOffset::new(at.get());
                 self.write_raw(raw, at, from).map_err(|error| error.at(host).in_file(&raw.path))
             }
-            Top::Frozen => unreachable!("checked to be writable"),
+            Top::Frozen => Err(ErrorKind::ReadOnly.into()),
         }
     }
 

@@ -9,7 +9,7 @@ use vmstrata_store::{AlignedBuf, Segment};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::{Active, Change};
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::layers::{Layers, Top};
 use crate::map::Source;
 
@@ -40,7 +40,7 @@ impl Layers {
                 let punched = may_punch && raw.store.punch_hole(at, range.len).is_ok();
                 if punched || purpose == Purpose::Discard { Ok(()) } else { self.write_zero_bytes(range) }
             }
-            Top::Frozen => unreachable!("checked to be writable"),
+            Top::Frozen => Err(ErrorKind::ReadOnly.into()),
         }
     }
 

@@ -113,7 +113,7 @@ impl Disk {
             None => map,
         });
         self.resources.offer_map(&map);
-        self.put_layers_and_call(layers.finalized(map));
+        self.put_layers_and_call(Layers { frozen: Some(map), before: None, ..Layers::clone(&layers) });
         drop(layers);
         self.index_whole();
         Ok(())
@@ -127,7 +127,7 @@ impl Disk {
                 Ok((active.identity, Some(active.tables_now())))
             }
             Top::Raw(raw) => Ok((raw.identity, None)),
-            Top::Frozen => unreachable!("a disk without an active layer takes no snapshots"),
+            Top::Frozen => Err(ErrorKind::ReadOnly.into()),
         }
     }
 }

@@ -69,7 +69,7 @@ impl Disk {
             Ok(Some(indexed)) => {
                 let indexed = Arc::new(indexed);
                 self.resources.offer_map(&indexed);
-                self.put_layers_and_call(layers.finalized(indexed));
+                self.put_layers_and_call(Layers { frozen: Some(indexed), ..Layers::clone(&layers) });
                 *self.finalizing.unindexed_since.lock() = None;
                 return;
             }

@@ -180,7 +180,7 @@ impl Running {
             Relink::plan(&*active.store, &head.header, below_of(links, self.range)?.as_ref())
         };
         let relink = plan().map_err(|error| error.in_file(&active.path))?;
-        let promised = layers.over(layers.frozen.clone(), after.clone());
+        let promised = Layers { merging_to: after.clone(), ..Layers::clone(&layers) };
         // No writer may be inside that does not know of the promise.
         self.disk.write_gate.quiesce(|| self.disk.put_layers_and_call(promised));
         Ok(Copier::new(Arc::clone(active), None, after, relink, room))
@@ -248,7 +248,7 @@ impl Drop for Running {
         let changing = disk.change();
         let layers = disk.layers_now();
         if layers.merging_to.is_some() {
-            disk.put_layers_and_call(layers.over(layers.frozen.clone(), None));
+            disk.put_layers_and_call(Layers { merging_to: None, ..Layers::clone(&layers) });
         } else if !self.claimed.is_empty() {
             self.grow_no_more(&layers);
         }

@@ -29,7 +29,7 @@ use crate::cache::{PAGE_SHIFT, PageKey};
 use crate::chain::read_head;
 use crate::epoch::thread_shard;
 use crate::error::{ErrorKind, IoContext as _, Result};
-use crate::layers::{Layers, Top};
+use crate::layers::{Layers, RawTop, Top};
 use crate::zero::Purpose;
 
 /// Sizes are multiples of it.
@@ -152,7 +152,7 @@ impl Disk {
 
     /// Requests that begin from now on are about a disk of `size` bytes.
     fn put_size(&self, layers: &Layers, size: u64) {
-        self.put_layers(layers.resized(size));
+        self.put_layers(Layers { size, ..layers.clone() });
         self.size.store(size, Ordering::Release);
     }
 
@@ -165,8 +165,8 @@ impl Disk {
                 self.hide_new_space(layers, active, size)?;
                 self.write_size(active, size)?;
             }
-            Top::Raw(_) => self.set_raw_len(layers, size)?,
-            Top::Frozen => unreachable!("checked to be writable"),
+            Top::Raw(raw) => self.set_raw_len(raw, size)?,
+            Top::Frozen => return Err(ErrorKind::ReadOnly.into()),
         }
         self.put_size(layers, size);
         Ok(pause)
@@ -198,7 +198,7 @@ impl Disk {
         let below = layers.frozen.as_ref().map_or(0, |map| map.size());
         let end = size.min(below.max(active.tables_end()));
         self.clear_past(
-            &layers.resized(size),
+            &Layers { size, ..layers.clone() },
             GuestRange::new(GuestOffset::new(layers.size), end.saturating_sub(layers.size)),
             Purpose::ZeroAndFree,
         )?;
@@ -224,8 +224,7 @@ impl Disk {
         active.write_size(size).map_err(|error| self.fail_if_fatal(error.in_file(&self.path)))
     }
 
-    fn set_raw_len(&self, layers: &Layers, size: u64) -> Result<()> {
-        let Top::Raw(raw) = &layers.top else { unreachable!("asked for a raw file") };
+    fn set_raw_len(&self, raw: &RawTop, size: u64) -> Result<()> {
         raw.store.set_len(size).while_trying("change the file's length").map_err(|e| e.in_file(&raw.path))?;
         self.commit()
     }
@@ -235,8 +234,8 @@ impl Disk {
         self.epochs.synchronize();
         let cut = match &layers.top {
             Top::Qcow2(active) => self.cut(layers, active, size),
-            Top::Raw(_) => self.set_raw_len(layers, size),
-            Top::Frozen => unreachable!("checked to be writable"),
+            Top::Raw(raw) => self.set_raw_len(raw, size),
+            Top::Frozen => Err(ErrorKind::ReadOnly.into()),
         };
         if cut.is_err() {
             self.put_size(layers, layers.size);

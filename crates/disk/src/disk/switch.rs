@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use vmstrata_store::{FileIdentity, Gate, Store};
+use vmstrata_store::{Gate, Store};
 use vmstrata_types::MAX_LAYERS;
 
 use super::Disk;
@@ -145,7 +145,7 @@ impl Disk {
             return Err(Error::from(kind).in_file(names.overlay));
         }
         overlay.path = self.path.clone();
-        let newest = provisional(before, names.frozen);
+        let newest = provisional(before, names.frozen)?;
         let map = Arc::new(FrozenMap::over(
             Arc::clone(before) as Arc<dyn Before>,
             newest,
@@ -183,7 +183,7 @@ impl Disk {
                 give_up(&*active.store, path)
             }
             Top::Raw(raw) => give_up(&*raw.store, path),
-            Top::Frozen => unreachable!("a disk without an active layer takes no snapshots"),
+            Top::Frozen => Err(ErrorKind::ReadOnly.into()),
         }
     }
 }
@@ -199,17 +199,16 @@ fn make_ready(after: &Unpublished) -> Result<()> {
 }
 
 /// What was active, as a layer whose bytes are read through the file that is open for writing.
-fn provisional(before: &Layers, path: &Path) -> Arc<Layer> {
+fn provisional(before: &Layers, path: &Path) -> Result<Arc<Layer>> {
     let (identity, tables, file) = match &before.top {
         Top::Qcow2(active) => (active.identity, Some(active.tables_now()), &active.file),
         Top::Raw(raw) => (raw.identity, None, &raw.file),
-        Top::Frozen => unreachable!("a disk without an active layer takes no snapshots"),
+        Top::Frozen => return Err(ErrorKind::ReadOnly.into()),
     };
-    // It may still grow; that its entries are sound, the layer itself sees to.
-    let identity = FileIdentity { len: u64::MAX, ..identity };
-    let layer = Layer::new(path.to_owned(), identity, before.size, tables);
+    // That its entries are sound, the layer itself sees to.
+    let layer = Layer::new(path.to_owned(), identity, before.size, tables).growing();
     layer.put_file(Some(Arc::clone(file)));
-    Arc::new(layer)
+    Ok(Arc::new(layer))
 }
 
 fn give_up(store: &dyn Store, path: &Path) -> Result<()> {

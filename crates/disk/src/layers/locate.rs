@@ -7,7 +7,7 @@ use vmstrata_qcow2::L2Entry;
 use vmstrata_store::OpenStore;
 use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
-use super::{Layers, Top};
+use super::{LayerRef, Layers, Top};
 use crate::active::Active;
 use crate::error::Result;
 use crate::map::{Run, Source};
@@ -120,39 +120,51 @@ impl Layers {
         }
     }
 
+    /// The layer at `index`.
+    ///
+    /// # Panics
+    /// When the disk has no such layer.
+    #[inline]
+    pub(crate) fn layer(&self, index: LayerIndex) -> LayerRef<'_> {
+        match &self.top {
+            Top::Qcow2(active) if index == active.index => LayerRef::Active(active),
+            Top::Raw(raw) => LayerRef::Raw(raw),
+            _ => LayerRef::Frozen(self.frozen.as_ref().expect("only the active layer is not frozen").layer(index)),
+        }
+    }
+
     /// The file of a layer, opened now if need be.
     pub(crate) fn store_of(&self, layer: LayerIndex) -> Result<Arc<OpenStore>> {
-        match self.open_store_of(layer) {
-            Some(store) => Ok(store),
-            None => {
-                let map = self.frozen.as_ref().expect("only frozen layers are ever closed");
-                self.resources.files().store(map.layer(layer)).map_err(|error| error.in_layer(layer))
+        match self.layer(layer) {
+            LayerRef::Active(active) => Ok(Arc::clone(&active.file)),
+            LayerRef::Raw(raw) => Ok(Arc::clone(&raw.file)),
+            LayerRef::Frozen(frozen) => {
+                self.resources.files().store(frozen).map_err(|error| error.in_layer(layer))
             }
         }
     }
 
     /// Whether a layer takes no writes.
     pub(crate) fn is_frozen(&self, layer: LayerIndex) -> bool {
-        self.frozen.as_ref().is_some_and(|map| layer.index() < map.layers().len())
+        matches!(self.layer(layer), LayerRef::Frozen(_))
     }
 
     /// The file of a layer if it is open.
     #[inline]
     pub(crate) fn open_store_of(&self, layer: LayerIndex) -> Option<Arc<OpenStore>> {
-        match &self.top {
-            Top::Qcow2(active) if layer == active.index => Some(Arc::clone(&active.file)),
-            Top::Raw(raw) => Some(Arc::clone(&raw.file)),
-            _ => self.frozen.as_ref()?.layer(layer).open_file(),
+        match self.layer(layer) {
+            LayerRef::Active(active) => Some(Arc::clone(&active.file)),
+            LayerRef::Raw(raw) => Some(Arc::clone(&raw.file)),
+            LayerRef::Frozen(frozen) => frozen.open_file(),
         }
     }
 
     /// The file of a layer, for messages.
     pub(crate) fn path_of(&self, layer: LayerIndex) -> &Path {
-        match (&self.top, &self.frozen) {
-            (Top::Qcow2(active), _) if layer == active.index => &active.path,
-            (Top::Raw(raw), _) => &raw.path,
-            (_, Some(map)) => &map.layer(layer).path,
-            _ => unreachable!("a layer above the frozen ones is the active one"),
+        match self.layer(layer) {
+            LayerRef::Active(active) => &active.path,
+            LayerRef::Raw(raw) => &raw.path,
+            LayerRef::Frozen(frozen) => &frozen.path,
         }
     }
 }

@@ -20,7 +20,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_store::{Access, FileIdentity, OpenStore, Place};
+use vmstrata_store::{Access, OpenStore, Place};
 use vmstrata_types::GuestRange;
 
 use super::copier::let_go;
@@ -65,11 +65,7 @@ impl Held {
     fn of(found: &mut Downwards, first: usize) -> Self {
         let dropped: Vec<Arc<Layer>> = found.state.layers().skip(first).cloned().collect();
         let (_, dropped) = dropped.split_last().expect("the one that stays");
-        let grows = |old: &Arc<Layer>| {
-            let identity = FileIdentity { len: u64::MAX, ..old.identity };
-            Arc::new(Layer::new(old.path.to_path_buf(), identity, old.size, old.tables))
-        };
-        let layers: Vec<Arc<Layer>> = dropped.iter().map(grows).collect();
+        let layers: Vec<Arc<Layer>> = dropped.iter().map(|layer| Arc::new(layer.growing())).collect();
         found.state = Arc::new(found.state.with_layers(first, layers.iter().cloned()));
         Self { tops: Vec::new(), layers }
     }

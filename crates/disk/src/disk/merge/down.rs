@@ -15,11 +15,9 @@
 
 use std::sync::Arc;
 
-use vmstrata_store::FileIdentity;
-
 use super::Running;
 use crate::error::Result;
-use crate::layer::Layer;
+use crate::layers::Layers;
 use crate::merge::direction::Asked;
 use crate::merge::down::{self, Held};
 use crate::merge::{Copier, MergeOptions};
@@ -85,11 +83,10 @@ impl Running {
         let (_changing, layers) = self.hold_layers(links)?;
         let map = layers.frozen.as_ref().expect("the dropped layers are in it");
         let stays = map.layer(self.range.target());
-        let identity = FileIdentity { len: u64::MAX, ..stays.identity };
-        let pinned = Layer::new(stays.path.to_path_buf(), identity, stays.size, stays.tables);
+        let pinned = stays.growing();
         pinned.put_file(Some(disk.resources.files().store(stays)?));
         let map = map.with_layers(first, held.layers.iter().cloned().chain([Arc::new(pinned)]));
-        disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
+        disk.put_layers_and_call(Layers { frozen: Some(Arc::new(map)), ..Layers::clone(&layers) });
         disk.epochs.synchronize();
         Ok(())
     }

@@ -35,7 +35,8 @@ impl Running {
         self.check_top(&layers, copier)?;
         layers.commit().map_err(|error| disk.fail(error))?;
         copier.relink().map_err(|error| disk.fail_if_fatal(error))?;
-        disk.put_layers_and_call(layers.over(copier.after.clone(), None));
+        let frozen = copier.after.clone();
+        disk.put_layers_and_call(Layers { frozen, merging_to: None, ..Layers::clone(&layers) });
         Ok(())
     }
 
@@ -63,7 +64,7 @@ impl Running {
             let _changing = disk.change();
             disk.check_changeable()?;
             if Arc::ptr_eq(&before, &disk.layers_now()) {
-                disk.put_layers_and_call(before.over(Some(map), None));
+                disk.put_layers_and_call(Layers { frozen: Some(map), ..Layers::clone(&before) });
                 return Ok(());
             }
         }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use vmstrata_qcow2::Header;
-use vmstrata_store::{FileIdentity, Gate, OpenStore};
+use vmstrata_store::{Gate, OpenStore};
 
 use super::Running;
 use crate::chain::Top as OpenTop;
 use crate::error::{Error, ErrorKind, Result};
-use crate::layer::{Layer, Tables};
+use crate::layer::{Growth, Layer, Tables};
 use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
 use crate::merge::plan::{below_of, map_up_to};
@@ -45,12 +45,11 @@ impl Running {
         let (disk, index) = (&self.disk, self.range.target());
         let (_changing, layers) = self.hold_layers(links)?;
         let map = layers.frozen.as_ref().expect("a frozen target is in it");
-        let identity = FileIdentity { len: u64::MAX, ..top.opened.identity };
         let path = map.layer(index).path.to_path_buf();
-        let growing = Layer::new(path, identity, header.size, Some(Tables::of(header)));
+        let growing = Layer::new(path, top.opened.identity, header.size, Some(Tables::of(header))).growing();
         growing.put_file(Some(OpenStore::new(Arc::clone(&top.opened.store))));
         let map = map.with_layers(index.index(), [Arc::new(growing)]);
-        disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
+        disk.put_layers_and_call(Layers { frozen: Some(Arc::new(map)), ..Layers::clone(&layers) });
         disk.epochs.synchronize();
         Ok(())
     }
@@ -72,7 +71,7 @@ impl Running {
     /// Lets the layers that were written, or kept open meanwhile, be like others again.
     pub(super) fn grow_no_more(&self, layers: &Layers) {
         let Some(map) = &layers.frozen else { return };
-        let grows = |(_, layer): &(usize, &Arc<Layer>)| layer.identity.len == u64::MAX;
+        let grows = |(_, layer): &(usize, &Arc<Layer>)| layer.growth == Growth::Growing;
         let mut finalized: Option<FrozenMap> = None;
         for (index, layer) in map.layers().enumerate().filter(grows) {
             match self.finalized(layer) {
@@ -87,7 +86,7 @@ impl Running {
             }
         }
         if let Some(map) = finalized {
-            self.disk.put_layers_and_call(layers.over(Some(Arc::new(map)), None));
+            self.disk.put_layers_and_call(Layers { frozen: Some(Arc::new(map)), ..layers.clone() });
         }
     }
 
