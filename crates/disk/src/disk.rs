@@ -5,7 +5,6 @@
 
 mod attached;
 mod durable;
-mod failed;
 mod finalize;
 mod index;
 mod killed;
@@ -15,12 +14,13 @@ mod open;
 mod resize;
 mod run;
 mod snapshot;
+mod state;
 mod switch;
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
@@ -38,7 +38,7 @@ use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
 use crate::workers::Mailbox;
 use crate::write_gate::WriteGate;
-use failed::WhenFailed;
+use state::{Service, State};
 
 pub use attached::{AttachedWriter, HasWriter};
 pub use index::Indexing;
@@ -61,21 +61,14 @@ pub struct Disk {
     pub(crate) resources: Arc<Resources>,
     pub(crate) epochs: Epochs,
     pub(crate) stats: Arc<StatsSet>,
-    failure: OnceLock<String>,
-    on_failure: OnceLock<WhenFailed>,
-    closed: AtomicBool,
+    state: State,
     /// Held while the disk is tended, and while the session on a file ends: nothing is written to it after that.
     tending: Mutex<()>,
-    /// Held while the layers change, and while the disk is closed; holds what the last snapshot left to do. Taken before
-    /// `tending`.
-    changing: Mutex<Option<finalize::PendingFinalize>>,
     finalizing: finalize::Finalizing,
     /// Names that snapshots of the chain have, or had; `None` until one is asked for.
     snapshot_names: Mutex<Option<HashSet<String>>>,
-    /// Whether layers are being merged.
-    merging: AtomicBool,
     /// Whether its chain had an index that did not hold any more when the chain was read.
-    lost_index: AtomicBool,
+    lost_index: bool,
     /// Those to call when the layers have changed.
     queues: Mutex<Vec<Weak<Mailbox>>>,
     attached: Arc<attached::Attached>,
@@ -117,7 +110,7 @@ impl Disk {
             (open::open_top(top, place, || Ok(frozen.clone()), resources)?, frozen)
         };
         let layers = Layers::new(size, top, frozen, resources);
-        let disk = Arc::new(Self { lost_index: lost_index.into(), ..Self::over(path, options, layers) });
+        let disk = Arc::new(Self { lost_index, ..Self::over(path, options, layers) });
         let maintained: std::sync::Weak<Self> = Arc::downgrade(&disk);
         resources.maintenance().watch(maintained);
         if let Err(error) = disk.enter_beside_merges() {
@@ -144,15 +137,11 @@ impl Disk {
             write_gate: WriteGate::default(),
             epochs: Epochs::default(),
             stats: Arc::default(),
-            failure: OnceLock::new(),
-            on_failure: OnceLock::new(),
-            closed: AtomicBool::new(false),
+            state: State::default(),
             tending: Mutex::new(()),
-            changing: Mutex::new(None),
             finalizing: finalize::Finalizing::default(),
             snapshot_names: Mutex::default(),
-            merging: AtomicBool::new(false),
-            lost_index: AtomicBool::new(false),
+            lost_index: false,
             queues: Mutex::default(),
             attached: Arc::default(),
         }
@@ -269,7 +258,7 @@ impl Disk {
 
     /// Refuses what does not lie on the disk, and everything once the disk is closed.
     pub(crate) fn check_range(&self, range: GuestRange) -> Result<()> {
-        if self.closed.load(Ordering::Acquire) {
+        if self.state.service() == Service::Closed {
             return Err(Error::from(ErrorKind::Closed).in_file(&self.path));
         }
         let size = self.size();

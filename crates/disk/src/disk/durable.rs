@@ -1,15 +1,15 @@
 //! Bringing a disk to stable storage: flush, housekeeping, and a close that leaves a clean image.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::Disk;
+use super::state::Service;
 use crate::active::Active;
 use crate::active::session::leave_clean;
 use crate::epoch::thread_shard;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::layers::{Layers, Top};
 use crate::write::NotWhole;
 
@@ -73,13 +73,15 @@ impl Disk {
     /// finds everything.
     pub fn close(&self) -> Result<()> {
         let _changing = self.change();
-        if self.closed.swap(true, Ordering::AcqRel) {
-            return Ok(());
-        }
+        let before = self.state.close();
         let _tending = self.tending.lock();
         self.epochs.synchronize();
-        if self.failure.get().is_some() {
-            return self.check_writable();
+        match (before, self.failure()) {
+            (Service::Closed, _) => return Ok(()),
+            (Service::Failed, Some(cause)) if !self.is_read_only() => {
+                return Err(Error::from(ErrorKind::Failed { cause }).in_file(&self.path));
+            }
+            _ => {}
         }
         self.commit()?;
         let layers = self.layers_now();

@@ -13,10 +13,10 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use vmstrata_store::{FileIdentity, Gate};
 
 use super::Disk;
@@ -34,64 +34,26 @@ pub(super) struct PendingFinalize {
     pub(super) path: PathBuf,
 }
 
-/// Held by who changes the layers.
-pub(super) type Changing<'a> = MutexGuard<'a, Option<PendingFinalize>>;
-
 /// How it goes with what snapshots leave to do.
 #[derive(Debug, Default)]
 pub(super) struct Finalizing {
-    /// Whether there is something, or being done.
-    pending: AtomicBool,
     pub(super) failures: AtomicU64,
     /// When the chain could not be given an index last.
     pub(super) unindexed_since: Mutex<Option<Instant>>,
 }
 
 impl Disk {
-    /// Does what the last snapshot left to do ([`crate::snapshot_together`]); nothing if there is nothing. Whoever changes the
-    /// disk's layers next does it otherwise, and waits for it.
-    ///
-    /// # Errors
-    /// A host that cannot flush: the disk takes no more writes. A layer that was replaced: it goes without an index. What
-    /// failed is counted and not tried again.
-    pub fn finalize(&self) -> Result<()> {
-        let mut changing = self.changing.lock();
-        let Some(pending) = changing.take() else { return Ok(()) };
-        let finalized = self.finalize_now(&pending);
-        self.finalizing.pending.store(false, Ordering::Release);
-        finalized.inspect_err(|error| {
+    /// Finalizes a snapshot. What failed is counted, and not tried again.
+    pub(super) fn finalize_pending(&self, pending: &PendingFinalize) -> Result<()> {
+        self.finalize_now(pending).inspect_err(|error| {
             self.finalizing.failures.fetch_add(1, Ordering::Relaxed);
             tracing::error!(layer = %pending.path.display(), "snapshot taken; finalizing it failed: {error}");
         })
     }
 
-    /// Whether something is left to do for the last snapshot.
-    pub fn is_finalizing(&self) -> bool {
-        self.finalizing.pending.load(Ordering::Acquire)
-    }
-
-    /// How often something could not be done that a snapshot had left to do.
+    /// How many times a snapshot could not be finalized.
     pub fn finalize_failures(&self) -> u64 {
         self.finalizing.failures.load(Ordering::Relaxed)
-    }
-
-    /// Keeps others from changing the layers; what the last snapshot left to do is done.
-    pub(super) fn change(&self) -> Changing<'_> {
-        loop {
-            // An error is counted, and stands in nobody's way.
-            let _ = self.finalize();
-            let changing = self.changing.lock();
-            if changing.is_none() {
-                return changing;
-            }
-        }
-    }
-
-    /// Leaves something to do.
-    pub(super) fn leave_pending(&self, pending: PendingFinalize, changing: &mut Option<PendingFinalize>) {
-        assert!(changing.is_none(), "the snapshot before is finalized first");
-        self.finalizing.pending.store(true, Ordering::Release);
-        *changing = Some(pending);
     }
 
     fn finalize_now(&self, pending: &PendingFinalize) -> Result<()> {

@@ -1,12 +1,12 @@
 //! What the maintenance threads do for a disk.
 
 use std::path::Path;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use vmstrata_store::FileId;
 
 use super::Disk;
+use super::state::Service;
 use crate::layers::Top;
 use crate::maintenance::Maintained;
 use crate::write::NotWhole;
@@ -21,7 +21,7 @@ impl Maintained for Disk {
 
     fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64] {
         let _tending = self.tending.lock();
-        if self.closed.load(Ordering::Acquire) || self.failure.get().is_some() {
+        if self.state.service() != Service::Open {
             return &[];
         }
         let layers = arc_swap::Guard::into_inner(self.layers_now());
@@ -54,14 +54,14 @@ impl Maintained for Disk {
         let _tending = self.tending.lock();
         let layers = self.layers_now();
         let Top::Qcow2(active) = &layers.top else { return };
-        if self.closed.load(Ordering::Acquire) || self.failure.get().is_some() {
+        if self.state.service() != Service::Open {
             return;
         }
         if active.changes.waited(age) {
             // The first failure was logged; the commit does what it can.
             let _ = self.commit();
         }
-        if self.failure.get().is_none() {
+        if self.state.service() == Service::Open {
             self.reclaim(active);
         }
     }

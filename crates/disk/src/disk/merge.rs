@@ -24,12 +24,11 @@ mod finish;
 mod grow;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use vmstrata_store::FileId;
 use vmstrata_types::{GuestOffset, GuestRange};
 
-use super::finalize::Changing;
+use super::state::Changing;
 use super::{Disk, Indexing};
 use crate::chain::{OpenOptions, read_head};
 use crate::epoch::thread_shard;
@@ -119,7 +118,7 @@ impl Running {
         range: MergeRange,
         options: &MergeOptions,
     ) -> Result<(Self, Vec<Link>, Copier)> {
-        if disk.merging.swap(true, Ordering::AcqRel) {
+        if disk.state.set_merging(true) {
             return Err(Error::from(MergeFault::Busy).in_file(&disk.path));
         }
         let mut running = Self { disk: Arc::clone(disk), range, claimed: Vec::new(), indexing: None };
@@ -254,7 +253,7 @@ impl Drop for Running {
         }
         drop(changing);
         self.give_up_claims();
-        self.disk.merging.store(false, Ordering::Release);
+        self.disk.state.set_merging(false);
     }
 }
 

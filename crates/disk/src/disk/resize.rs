@@ -128,7 +128,7 @@ impl Disk {
         if size < layers.size && shrink == Shrink::Refuse {
             return Err(ResizeFault::WouldShrink { from: layers.size, to: size }.into());
         }
-        if self.merging.load(Ordering::Acquire) {
+        if self.state.is_merging() {
             return Err(ResizeFault::Merging.into());
         }
         let Top::Qcow2(active) = &layers.top else { return Ok(()) };

@@ -1,13 +1,12 @@
 //! Snapshots of a disk in use.
 
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use vmstrata_store::Gate;
 
 use super::Disk;
-use super::finalize::Changing;
+use super::state::Changing;
 use super::switch::{NewNames, Switch};
 use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
@@ -44,15 +43,12 @@ impl Disk {
 
     /// How the active layer's file is written; refuses a disk that takes no writes, or whose name leads to another file.
     fn active_format(&self) -> Result<Format> {
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::from(ErrorKind::Closed).in_file(&self.path));
-        }
-        self.check_writable()?;
+        self.check_changeable()?;
         self.options.check_beside(&self.path)?;
         let (format, file) = match &self.layers_now().top {
             Top::Qcow2(active) => (Format::Qcow2, active.identity.file),
             Top::Raw(raw) => (Format::Raw, raw.identity.file),
-            Top::Frozen => unreachable!("checked to be writable"),
+            Top::Frozen => return Err(Error::from(ErrorKind::ReadOnly).in_file(&self.path)),
         };
         let opener = self.resources.files().opener();
         if opener.identity(&self.path, &Gate::unrestricted())?.file != file {
@@ -192,7 +188,7 @@ fn take_all<'disk>(
         match uncommitted.commit() {
             Ok((disk, pending)) => {
                 let held = changing.iter_mut().find(|(other, _)| std::ptr::eq(*other, disk));
-                disk.leave_pending(pending, &mut held.expect("all are held").1);
+                held.expect("all are held").1.pending = Some(pending);
                 done.push(disk.path.display().to_string());
             }
             Err(error) => {

@@ -11,7 +11,6 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use vmstrata_store::{Gate, Store};
@@ -75,10 +74,7 @@ impl<'disk> Switch<'disk> {
     /// # Errors
     /// A read-only or closed disk, or an overlay that cannot be opened or is of another size: nothing has changed.
     pub(super) fn prepare(disk: &'disk Disk, names: NewNames<'_>) -> Result<Self> {
-        if disk.closed.load(Ordering::Acquire) {
-            return Err(Error::from(ErrorKind::Closed).in_file(&disk.path));
-        }
-        disk.check_writable()?;
+        disk.check_changeable()?;
         let before = arc_swap::Guard::into_inner(disk.layers_now());
         let after = disk.layers_over(&before, names)?;
         let whole = disk.keep_whole(&before)?;

@@ -121,7 +121,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         detect_zeroes: shown_detect_zeroes(entry.spec.detect_zeroes),
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),
-        failed: disk.and_then(|disk| disk.failure().map(str::to_owned)),
+        failed: disk.and_then(|disk| disk.failure()),
         finalizing: disk.is_some_and(|disk| disk.is_finalizing()),
         finalize_failures: disk.map_or(0, |disk| disk.finalize_failures()),
         metadata_hits: stats.metadata_hits[0],
