@@ -37,7 +37,6 @@ use crate::refs::back_refs;
 use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
 use crate::workers::Mailbox;
-use crate::write_gate::WriteGate;
 use state::{Service, State};
 
 pub use attached::{AttachedWriter, HasWriter};
@@ -57,7 +56,7 @@ pub struct Disk {
     layers: ArcSwap<Layers>,
     /// As in `layers`; queues look at it before every request.
     generation: AtomicU64,
-    pub(crate) write_gate: WriteGate,
+    pub(crate) write_gate: Epochs,
     pub(crate) resources: Arc<Resources>,
     pub(crate) epochs: Epochs,
     pub(crate) stats: Arc<StatsSet>,
@@ -134,7 +133,7 @@ impl Disk {
             resources: Arc::clone(&layers.resources),
             layers: ArcSwap::from_pointee(layers),
             generation: AtomicU64::new(0),
-            write_gate: WriteGate::default(),
+            write_gate: Epochs::default(),
             epochs: Epochs::default(),
             stats: Arc::default(),
             state: State::default(),

@@ -3,7 +3,6 @@
 use vmstrata_types::{GuestRange, HostOffset, LayerIndex};
 
 use crate::disk::Disk;
-use crate::epoch::thread_shard;
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
 use crate::layers::{LayerRef, Layers};
@@ -72,7 +71,7 @@ impl Disk {
         limit: usize,
         is_same: impl Fn(&Extent, &Extent) -> bool,
     ) -> Result<Vec<Extent>> {
-        let _guard = self.epochs.guard(thread_shard());
+        let _guard = self.epochs.enter();
         self.check_range(range)?;
         let mut extents: Vec<Extent> = Vec::new();
         let mut at = range.start;

@@ -80,7 +80,6 @@ mod threads;
 mod times;
 mod workers;
 mod write;
-mod write_gate;
 mod zero;
 
 pub use active::Mismatch;

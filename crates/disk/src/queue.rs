@@ -61,7 +61,7 @@ pub struct IoQueue {
     reads: Vec<Read>,
     in_flight: usize,
     at_workers: usize,
-    /// Writes that wait for the layers to have changed.
+    /// Requests that wait for the disk to resume, and writes that wait for its layers to have changed.
     held: Vec<(Request, Begun)>,
     /// Finished without leaving this thread.
     ready: Vec<Completion>,
@@ -147,7 +147,10 @@ impl IoQueue {
     }
 
     fn start(&mut self, mut request: Request) {
-        let phase = self.member.enter(&self.disk.epochs);
+        let Some(phase) = self.member.try_enter(&self.disk.epochs) else {
+            self.disk.epochs.call_when_open(&self.mailbox);
+            return self.held.push((request, self.begun));
+        };
         if let Err(error) = self.disk.check(&request) {
             return self.finish_now(request.token, phase, Err(error));
         }

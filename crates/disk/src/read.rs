@@ -7,7 +7,6 @@ use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 use crate::active::Active;
 use crate::compressed::Key;
 use crate::disk::Disk;
-use crate::epoch::thread_shard;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Tables;
 use crate::layers::{LayerRef, Layers};
@@ -34,7 +33,7 @@ impl Disk {
         into: &[Segment<'_>],
         note: impl Fn(Option<u16>, u64),
     ) -> Result<()> {
-        let _guard = self.epochs.guard(thread_shard());
+        let _guard = self.epochs.enter();
         self.check_range(GuestRange::new(at, total_len(into) as u64))?;
         let layers = self.layers_now();
         let read = layers.read_runs(at, into, |at, len| {

@@ -8,7 +8,6 @@ use super::Disk;
 use super::state::Service;
 use crate::active::Active;
 use crate::active::session::leave_clean;
-use crate::epoch::thread_shard;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layers::{Layers, Top};
 use crate::write::NotWhole;
@@ -48,7 +47,7 @@ impl Disk {
     /// Makes a cluster of these layers' active one whole, by the layers that lie below it now.
     pub(super) fn complete_one(&self, layers: &Layers, cluster: u64) -> Result<(), NotWhole> {
         // Layers that are dropped meanwhile wait for it.
-        let _guard = self.epochs.guard(thread_shard());
+        let _guard = self.epochs.guard();
         let now = self.layers_now();
         match (&layers.top, &now.top) {
             (Top::Qcow2(active), Top::Qcow2(top)) if Arc::ptr_eq(active, top) => now.complete_one(cluster),
@@ -74,6 +73,8 @@ impl Disk {
     pub fn close(&self) -> Result<()> {
         let _changing = self.change();
         let before = self.state.close();
+        // Requests that wait for a resume are refused.
+        self.resume();
         let _tending = self.tending.lock();
         self.epochs.synchronize();
         match (before, self.failure()) {

@@ -31,7 +31,6 @@ use vmstrata_types::{GuestOffset, GuestRange};
 use super::state::Changing;
 use super::{Disk, Indexing};
 use crate::chain::{OpenOptions, read_head};
-use crate::epoch::thread_shard;
 use crate::error::{Error, IoContext as _, Result};
 use crate::layers::{Layers, Top};
 use crate::maintenance::Maintained;
@@ -191,7 +190,7 @@ impl Running {
         let (mut at, mut demand) = (0, 0);
         let after = After { map: after, holes: &Holes::default() };
         while at < disk.size() {
-            let _guard = disk.epochs.guard(thread_shard());
+            let _guard = disk.epochs.guard();
             let layers = disk.layers_now();
             self.check_links(&layers, links)?;
             let part = GuestRange::new(GuestOffset::new(at), MEASURED.min(disk.size() - at));
@@ -224,7 +223,7 @@ impl Running {
 
     fn pull_up_part(&self, copier: &Copier, part: GuestRange) -> Result<u64> {
         let disk = &self.disk;
-        let _guard = disk.epochs.guard(thread_shard());
+        let _guard = disk.epochs.guard();
         let _inside = disk.write_gate.enter();
         disk.check_changeable()?;
         let layers = disk.layers_now();

@@ -27,7 +27,6 @@ use super::Disk;
 use crate::active::Active;
 use crate::cache::{PAGE_SHIFT, PageKey};
 use crate::chain::read_head;
-use crate::epoch::thread_shard;
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layers::{Layers, RawTop, Top};
 use crate::zero::Purpose;
@@ -209,7 +208,7 @@ impl Disk {
     fn clear_past(&self, layers: &Layers, range: GuestRange, purpose: Purpose) -> Result<()> {
         let mut at = range.start;
         while at < range.end() {
-            let _guard = self.epochs.guard(thread_shard());
+            let _guard = self.epochs.guard();
             let _inside = self.write_gate.enter();
             self.check_writable()?;
             // Turns end where clusters of every size do.

@@ -4,13 +4,23 @@ use vmstrata_store::{AlignedBuf, Segment, total_len};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::Disk;
-use crate::epoch::thread_shard;
 use crate::error::Result;
 use crate::request::{Op, Request};
 use crate::workers::CarryOut;
 use crate::zero::{Purpose, ZERO_CHUNK};
 
 impl Disk {
+    /// Stops requests: returns once none is inside; new ones wait for [`Disk::resume`], or are refused once the disk is closed.
+    /// [`Disk::flush`], snapshots and merges go on. One caller at a time may drain a disk.
+    pub fn drain(&self) {
+        self.epochs.close();
+    }
+
+    /// Lets requests in again.
+    pub fn resume(&self) {
+        self.epochs.open();
+    }
+
     /// Refuses a request that makes no sense for this disk.
     pub(crate) fn check(&self, request: &Request) -> Result<()> {
         if request.op.has_buffers() {
@@ -63,7 +73,7 @@ impl Disk {
     /// A disk that takes no writes, a range that does not fit it, or a host that is full or cannot write: any part
     /// of the range may then have been written.
     pub fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
-        let _guard = self.epochs.guard(thread_shard());
+        let _guard = self.epochs.enter();
         let _inside = self.write_gate.enter();
         let len = total_len(from);
         self.check_range(GuestRange::new(at, len as u64))?;
@@ -91,7 +101,7 @@ impl Disk {
     }
 
     fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
-        let _guard = self.epochs.guard(thread_shard());
+        let _guard = self.epochs.enter();
         let _inside = self.write_gate.enter();
         self.check_range(range)?;
         self.check_writable()?;

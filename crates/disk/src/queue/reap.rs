@@ -49,7 +49,7 @@ impl IoQueue {
         if let Some(writing) = slot.writing.take() {
             // The layers are those that the write began on: they do not change while a writer is inside.
             self.layers.blocks.iter().for_each(|order| order.leave());
-            self.disk.write_gate.leave(&mut self.writer, writing);
+            self.writer.leave(&self.disk.write_gate, writing);
         }
         if slot.failed {
             if let Some(phase) = slot.phase.take() {

@@ -114,6 +114,32 @@ fn writes_wait_without_a_worker_while_the_layers_change() {
 }
 
 #[test]
+fn a_drained_disk_holds_requests_until_it_resumes_or_is_closed() {
+    let (_dir, disk) = empty_disk();
+    let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
+    let mut ended = Vec::new();
+    for closes in [false, true] {
+        disk.drain();
+        queue.push(request(Op::Read, 0, vec![0; LEN].leak()));
+        queue.push(write_at(4096));
+        queue.submit();
+        assert_eq!(queue.reap(&mut ended), 0, "carried out while the disk is drained");
+        assert_eq!((queue.in_flight(), queue.at_others()), (2, 2));
+        if closes {
+            disk.close().unwrap();
+        } else {
+            disk.resume();
+        }
+        while queue.in_flight() > 0 {
+            queue.submit();
+            queue.wait(&[], Some(Duration::from_secs(10)));
+            queue.reap(&mut ended);
+        }
+        assert!(ended.drain(..).all(|completion| completion.result.is_err() == closes));
+    }
+}
+
+#[test]
 fn a_queue_that_ends_waits_for_writes_that_are_held() {
     let (_dir, disk) = empty_disk();
     let (closed, is_closed) = std::sync::mpsc::channel();

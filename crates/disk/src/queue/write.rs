@@ -19,8 +19,11 @@ impl IoQueue {
     /// Starts a write; a worker makes those that must wait for more than the host's page cache. All wait while the layers
     /// change.
     pub(super) fn push_write(&mut self, request: Request, phase: Phase) {
-        let Some(writing) = self.disk.write_gate.try_enter(&mut self.writer) else {
-            return self.hold(request, phase);
+        let Some(writing) = self.writer.try_enter(&self.disk.write_gate) else {
+            // That takes less time than a worker, which would wait as well.
+            self.member.leave(&self.disk.epochs, phase);
+            self.disk.write_gate.call_when_open(&self.mailbox);
+            return self.held.push((request, self.begun));
         };
         // Only now: layers change only while no writer is inside.
         let is_current = self.refresh();
@@ -36,19 +39,10 @@ impl IoQueue {
             }
             None => self.leave_to_worker(request, phase),
         }
-        self.disk.write_gate.leave(&mut self.writer, writing);
+        self.writer.leave(&self.disk.write_gate, writing);
     }
 
-    /// Keeps a write until the layers have changed: that takes less time than a worker, which would wait as well.
-    fn hold(&mut self, request: Request, phase: Phase) {
-        self.member.leave(&self.disk.epochs, phase);
-        if self.held.is_empty() {
-            self.disk.write_gate.call_when_open(&self.mailbox);
-        }
-        self.held.push((request, self.begun));
-    }
-
-    /// Starts the writes that were held; those that must wait again are held again.
+    /// Starts the requests that were held; those that must wait again are held again.
     pub(super) fn start_held(&mut self) {
         for (request, begun) in std::mem::take(&mut self.held) {
             self.begun = begun;
