@@ -78,6 +78,27 @@ pub(crate) struct Run {
     pub(crate) len: u64,
 }
 
+impl Run {
+    /// The run at `at`, at most `len` bytes, of which `step` gives a part at a time.
+    #[inline]
+    pub(crate) fn of_steps(
+        at: GuestOffset,
+        len: u64,
+        step: impl Fn(GuestOffset, u64) -> Option<Self>,
+    ) -> Option<Self> {
+        let mut run = step(at, len)?;
+        while run.len < len {
+            // A page that is missing further on cuts the run short; the next lookup says so.
+            let Some(next) = step(at + run.len, len - run.len) else { break };
+            if next.source != run.source.advanced(run.len) {
+                break;
+            }
+            run.len += next.len;
+        }
+        Some(run)
+    }
+}
+
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct FrozenMap {
@@ -189,16 +210,7 @@ impl FrozenMap {
     /// The run at `at`, at most `len` bytes; `None` when its page must be filled first ([`FrozenMap::fill`]).
     #[inline]
     pub(crate) fn lookup(&self, at: GuestOffset, len: u64) -> Option<Run> {
-        let mut run = self.step(at, len)?;
-        while run.len < len {
-            // A page that is missing further on cuts the run short; the next lookup will say so.
-            let Some(next) = self.step(at + run.len, len - run.len) else { break };
-            if next.source != run.source.advanced(run.len) {
-                break;
-            }
-            run.len += next.len;
-        }
-        Some(run)
+        Run::of_steps(at, len, |at, len| self.step(at, len))
     }
 
     /// Has the processor fetch what [`FrozenMap::lookup`] will look at.

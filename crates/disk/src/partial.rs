@@ -85,8 +85,8 @@ impl Partial {
         FLAG | self.host.get() | u64::from(self.written)
     }
 
-    /// The entry of the same cluster once it is whole.
-    pub(crate) fn whole(self) -> u64 {
+    /// The entry of the same cluster once it is complete.
+    pub(crate) fn complete(self) -> u64 {
         self.host.get() | COPIED
     }
 
@@ -95,13 +95,18 @@ impl Partial {
         if is_partial(raw) { raw ^ FLAG | OTHER_RESERVED } else { raw }
     }
 
+    /// The same with all parts written.
+    pub(crate) fn filled(self) -> Self {
+        Self { written: (1 << count(self.bits)) - 1, ..self }
+    }
+
     /// The same with `parts` written, too.
     pub(crate) fn with(self, parts: Parts) -> Self {
         Self { written: self.written | parts.0, ..self }
     }
 
-    pub(crate) fn is_whole(self) -> bool {
-        self.written == (1 << count(self.bits)) - 1
+    pub(crate) fn is_complete(self) -> bool {
+        self == self.filled()
     }
 
     /// The run that begins `within` bytes into the cluster.
@@ -171,7 +176,7 @@ mod tests {
             prop_assert!(end == bits.size() || is_written(end) != run.is_written);
             let missing: u64 = partial.missing().map(|run| run.len).sum();
             prop_assert_eq!(missing, u64::from(count(bits) - written.count_ones()) * part_size(bits));
-            prop_assert_eq!(partial.is_whole(), missing == 0);
+            prop_assert_eq!(partial.is_complete(), missing == 0);
         }
     }
 }

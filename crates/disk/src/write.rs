@@ -1,14 +1,13 @@
 //! Writing: in place where the active layer owns the cluster, else into a new cluster, with what the request does not
 //! cover copied up.
 //!
-//! [`allocate`] writes what needs new clusters; [`part`] writes a part of a new cluster and defers the copy-up, unless [`cached`]
-//! has done it; [`whole`] completes clusters. [`guarded`] keeps headers of images off raw disks.
+//! [`allocate`] writes what needs new clusters; [`partial`] writes a part of a new cluster and defers the copy-up; [`complete`]
+//! makes it up. [`guarded`] keeps headers of images off raw disks.
 
 mod allocate;
-mod cached;
+mod complete;
 mod guarded;
-mod part;
-mod whole;
+mod partial;
 
 use std::cell::RefCell;
 
@@ -20,7 +19,7 @@ use crate::active::Active;
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layers::{Layers, RawTop, Top};
 
-pub(crate) use whole::NotWhole;
+pub(crate) use complete::Incomplete;
 
 thread_local! {
     /// Where a thread puts together what it writes to new clusters.
@@ -84,7 +83,7 @@ impl Layers {
             let rest = slice(from, done, len - done);
             let Some(mut wrote) = self.write_in_place(active, here, &rest, wait)? else { return Ok(false) };
             if wrote == 0 {
-                let Some(part) = self.write_part(active, here, &rest, wait)? else { return Ok(false) };
+                let Some(part) = self.write_partial(active, here, &rest, wait)? else { return Ok(false) };
                 wrote = part;
             }
             if wrote == 0 {

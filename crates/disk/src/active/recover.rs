@@ -62,7 +62,7 @@ impl Active {
         let last = *history.last()?;
         match self.partial(last) {
             // An earlier replay made the cluster whole, and was killed after it wrote the entry.
-            Some(partial) if now == partial.whole() => Some(now),
+            Some(partial) if now == partial.complete() => Some(now),
             // Nothing was pending when it began: the image has no entry for it.
             Some(_) => (now == 0).then_some(last),
             None => history.contains(&now).then_some(last),

@@ -1,10 +1,10 @@
-//! Keeping clusters from being written in part.
+//! Keeping clusters from becoming partial.
 
 use std::sync::Arc;
 
 use super::Active;
 
-/// Until this is dropped, no cluster begins to be written in part: those that are become fewer only.
+/// Until this is dropped, no cluster becomes partial.
 #[derive(Debug)]
 pub(crate) struct Refusal(Arc<Active>);
 

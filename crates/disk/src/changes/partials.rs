@@ -1,4 +1,4 @@
-//! Clusters that are written in part: which there are, and whether more of them are welcome.
+//! Partial clusters: which there are, and whether more of them are admitted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -18,23 +18,23 @@ pub(super) struct Partials {
     refusals: usize,
 }
 
-/// What whoever thinks of making one looks at first, without a lock.
+/// What a write looks at, without a lock, before it makes one.
 #[derive(Debug, Default)]
 pub(super) struct Welcome {
     count: AtomicUsize,
     refusals: AtomicUsize,
     never: AtomicBool,
-    /// Some could not be made whole.
+    /// Some could not be completed.
     stuck: AtomicBool,
 }
 
-/// Whether a cluster begins to be written in part by this change.
+/// Whether a cluster becomes partial by this change.
 pub(super) fn begins(record: &Record) -> bool {
     record.old == 0 && is_partial(record.new)
 }
 
 impl Partials {
-    /// Whether more clusters may begin to be written in part.
+    /// Whether more clusters may become partial.
     pub(super) fn are_admitted(&self) -> bool {
         self.refusals == 0
     }
@@ -70,7 +70,7 @@ impl Welcome {
 }
 
 impl Changes {
-    /// Whether a cluster may be written in part now. A guess: [`Changes::note`] says for certain.
+    /// Whether a cluster may become partial now. A guess: [`Changes::note`] says for certain.
     #[inline]
     pub(crate) fn welcomes_partials(&self) -> bool {
         let welcome = &self.welcome;
@@ -80,12 +80,12 @@ impl Changes {
             && !welcome.stuck.load(Ordering::Relaxed)
     }
 
-    /// The clusters that are written in part, in order.
+    /// The partial clusters, in order.
     pub(crate) fn partials(&self) -> Vec<u64> {
         self.state.lock().partials.clusters.iter().copied().collect()
     }
 
-    /// The clusters that it is worth making whole before it must be: none while some could not be.
+    /// The clusters that are worth completing before they must be: none while some could not be.
     pub(crate) fn partials_to_copy(&self) -> Vec<u64> {
         if self.welcome.stuck.load(Ordering::Relaxed) { Vec::new() } else { self.partials() }
     }
@@ -96,12 +96,12 @@ impl Changes {
         state.partials.records(&state.open.entries)
     }
 
-    /// While some cannot be made whole, there shall not be more. Returns whether that was not so before.
+    /// While some cannot be completed, no more are admitted. Returns whether that is new.
     pub(crate) fn partials_are_stuck(&self, stuck: bool) -> bool {
         self.welcome.stuck.swap(stuck, Ordering::Relaxed) != stuck
     }
 
-    /// Counts who lets no cluster begin to be written in part.
+    /// Counts those that let no cluster become partial.
     pub(crate) fn refuse_partials(&self, more: isize) {
         let partials = &mut self.state.lock().partials;
         partials.refusals = partials.refusals.strict_add_signed(more);

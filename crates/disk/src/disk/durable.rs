@@ -10,7 +10,7 @@ use crate::active::Active;
 use crate::active::session::leave_clean;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layers::{Layers, Top};
-use crate::write::NotWhole;
+use crate::write::Incomplete;
 
 impl Disk {
     /// Brings everything written before the call to stable storage, with the tables that lead to it.
@@ -31,7 +31,7 @@ impl Disk {
     /// the journal; all else is on stable storage even then.
     pub(super) fn commit(&self) -> Result<()> {
         let completed = self.complete_all();
-        if let Err(NotWhole::Own(error)) = completed {
+        if let Err(Incomplete::Own(error)) = completed {
             return Err(self.fail_if_fatal(error));
         }
         self.layers_now().commit().map_err(|error| self.fail(error))?;
@@ -39,13 +39,13 @@ impl Disk {
     }
 
     /// Copies up all that was put off before the call, as far as what lies below can be read.
-    pub(super) fn complete_all(&self) -> Result<(), NotWhole> {
+    pub(super) fn complete_all(&self) -> Result<(), Incomplete> {
         let layers = arc_swap::Guard::into_inner(self.layers_now());
         layers.complete_each(&|cluster| self.complete_one(&layers, cluster))
     }
 
     /// Makes a cluster of these layers' active one whole, by the layers that lie below it now.
-    pub(super) fn complete_one(&self, layers: &Layers, cluster: u64) -> Result<(), NotWhole> {
+    pub(super) fn complete_one(&self, layers: &Layers, cluster: u64) -> Result<(), Incomplete> {
         // Layers that are dropped meanwhile wait for it.
         let _guard = self.epochs.guard();
         let now = self.layers_now();

@@ -9,7 +9,7 @@ use super::Disk;
 use super::state::Service;
 use crate::layers::Top;
 use crate::maintenance::Maintained;
-use crate::write::NotWhole;
+use crate::write::Incomplete;
 
 impl Maintained for Disk {
     fn deferred(&self) -> Vec<u64> {
@@ -33,7 +33,7 @@ impl Maintained for Disk {
             if let Err(why) = self.complete_one(&layers, *cluster) {
                 // The next commit tries it again.
                 active.partials_are_stuck(Some(&why));
-                if let NotWhole::Own(error) = why {
+                if let Incomplete::Own(error) = why {
                     self.fail_if_fatal(error);
                     return &[];
                 }

@@ -20,7 +20,7 @@ use crate::map::FrozenMap;
 use crate::opener::{Opened, Opener};
 use crate::resources::Resources;
 use crate::session::{BootId, SESSION_MASK, new_session};
-use crate::write::NotWhole;
+use crate::write::Incomplete;
 
 /// Makes the top file ready for writes; `below` is asked for what lies below it where that is needed.
 ///
@@ -163,9 +163,9 @@ fn recover(
     }
     if !active.changes.partials().is_empty() {
         match layers()?.complete_all() {
-            Err(NotWhole::Own(error)) => return Err(error),
+            Err(Incomplete::Own(error)) => return Err(error),
             // It was logged.
-            Ok(()) | Err(NotWhole::Below(..)) => {}
+            Ok(()) | Err(Incomplete::Below(..)) => {}
         }
     }
     active.changes.commit(active)?;

@@ -45,7 +45,7 @@ pub(super) struct Switch<'disk> {
     before: Arc<Layers>,
     after: Unpublished,
     /// A frozen layer has whole clusters only.
-    _whole: Option<Refusal>,
+    _refusal: Option<Refusal>,
 }
 
 /// Layers over a new overlay, until they are a disk's. If they never are, the overlay's journal goes with them.
@@ -77,8 +77,8 @@ impl<'disk> Switch<'disk> {
         disk.check_changeable()?;
         let before = arc_swap::Guard::into_inner(disk.layers_now());
         let after = disk.layers_over(&before, names)?;
-        let whole = disk.keep_whole(&before)?;
-        Ok(Self { disk, frozen: names.frozen.to_owned(), before, after, _whole: whole })
+        let refusal = disk.keep_complete(&before)?;
+        Ok(Self { disk, frozen: names.frozen.to_owned(), before, after, _refusal: refusal })
     }
 
     /// The disk whose layers change.
@@ -158,7 +158,7 @@ impl Disk {
     }
 
     /// Makes every cluster whole; it stays so until what is returned is dropped.
-    fn keep_whole(&self, layers: &Layers) -> Result<Option<Refusal>> {
+    fn keep_complete(&self, layers: &Layers) -> Result<Option<Refusal>> {
         let Top::Qcow2(active) = &layers.top else { return Ok(None) };
         let complete_all = || self.complete_all().map_err(|why| self.fail_if_fatal(why.into()));
         // Most while others may still be written in part.

@@ -19,7 +19,7 @@ impl Layers {
     #[inline]
     pub(crate) fn lookup(&self, at: GuestOffset, len: u64) -> Option<Run> {
         match &self.top {
-            Top::Qcow2(active) => self.lookup_over(active, at, len),
+            Top::Qcow2(active) => Run::of_steps(at, len, |at, len| self.step_over(active, at, len)),
             Top::Raw(_) => {
                 Some(Run { source: Source::Data(LayerIndex::BASE, HostOffset::new(at.get())), len })
             }
@@ -38,19 +38,6 @@ impl Layers {
         }
     }
 
-    #[inline]
-    fn lookup_over(&self, active: &Active, at: GuestOffset, len: u64) -> Option<Run> {
-        let mut run = self.step_over(active, at, len)?;
-        while run.len < len {
-            let Some(next) = self.step_over(active, at + run.len, len - run.len) else { break };
-            if next.source != run.source.advanced(run.len) {
-                break;
-            }
-            run.len += next.len;
-        }
-        Some(run)
-    }
-
     /// The part of a run that one cluster of the active layer answers for.
     #[inline]
     fn step_over(&self, active: &Active, at: GuestOffset, len: u64) -> Option<Run> {
@@ -63,14 +50,14 @@ impl Layers {
             Ok(L2Entry::Unallocated) => return self.below(at, len),
             Ok(L2Entry::Zero { .. }) => Source::Zero(active.index),
             Ok(L2Entry::Compressed { .. }) => Source::Compressed(active.index),
-            Err(_) => return self.step_over_part(active, raw, at, len),
+            Err(_) => return self.step_over_partial(active, raw, at, len),
         };
         Some(Run { source, len })
     }
 
     /// The same where `raw` is no entry of the format: the cluster is written in part, or the entry damaged.
     #[cold]
-    fn step_over_part(&self, active: &Active, raw: u64, at: GuestOffset, len: u64) -> Option<Run> {
+    fn step_over_partial(&self, active: &Active, raw: u64, at: GuestOffset, len: u64) -> Option<Run> {
         let Some(partial) = active.partial(raw) else {
             return Some(Run { source: Source::Damaged(active.index), len });
         };

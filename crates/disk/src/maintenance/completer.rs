@@ -1,8 +1,8 @@
 //! Copying up what first writes deferred.
 //!
 //! The next flush or snapshot would otherwise do all of it at once. The thread leaves new clusters alone for a moment, as
-//! whoever writes a file from start to end fills them; then it copies, and stops after each burst to see whether the disk is
-//! to be closed.
+//! a guest that writes a file from start to end fills them; then it copies, and pauses after each burst so that the disk can be
+//! closed.
 
 use std::convert::Infallible;
 use std::sync::{Arc, Weak};
@@ -32,7 +32,7 @@ struct Ends {
 }
 
 impl Completer {
-    /// Starts the thread, for clusters that have been in part for `age`.
+    /// Starts the thread, for clusters that have been partial for `age`.
     ///
     /// # Errors
     /// A host that cannot start a thread.
@@ -74,7 +74,7 @@ fn copy_all(disks: &Disks, age: Duration, ends: &Ends) -> bool {
         for (disk, clusters) in found {
             let mut left = clusters.as_slice();
             while let [_, ..] = left {
-                // Not held while it sleeps: whoever closes the disk may want to be its last user.
+                // Not held while it sleeps: the caller that closes the disk may have to be its last user.
                 let Some(disk) = disk.upgrade() else { break };
                 left = disk.copy_up_some(left, Instant::now() + BURST);
                 drop(disk);

@@ -86,7 +86,7 @@ impl Layers {
             if need == Need::Data {
                 let page = active.lock_page(first);
                 for cluster in first..first + count {
-                    let raw = self.whole_entry(active, cluster, &page)?;
+                    let raw = self.complete_entry(active, cluster, &page)?;
                     clusters += u64::from(active.decode(raw)? == L2Entry::Unallocated);
                 }
             }
@@ -215,7 +215,7 @@ impl Layers {
         let page = active.lock_page(first);
         let mut old: Vec<u64> = Vec::new();
         for cluster in first..first + count {
-            let raw = self.whole_entry(active, cluster, &page)?;
+            let raw = self.complete_entry(active, cluster, &page)?;
             if active.decode(raw)? != L2Entry::Unallocated {
                 break;
             }

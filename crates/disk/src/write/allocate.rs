@@ -68,7 +68,7 @@ impl Layers {
         let mut old = SmallRaws::new();
         for cluster in first..first + count {
             let raw = if cluster == first {
-                self.whole_entry(active, cluster, page)?
+                self.complete_entry(active, cluster, page)?
             } else {
                 active.entry_locked(cluster, page)?
             };

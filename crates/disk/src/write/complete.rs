@@ -1,4 +1,4 @@
-//! Making clusters whole that are written in part ([`super::part`]): what is missing of them is copied up.
+//! Completing partial clusters ([`super::partial`]): what is missing of them is copied up.
 
 use std::time::{Duration, Instant};
 
@@ -15,49 +15,49 @@ use crate::layers::{Layers, Top};
 const SLOW: Duration = Duration::from_millis(1);
 const THREADS: usize = 8;
 
-/// Why a cluster could not be made whole. Nothing is lost, and it can be tried again.
+/// Why a cluster could not be completed. Nothing is lost, and it can be tried again.
 #[derive(Debug)]
-pub(crate) enum NotWhole {
-    /// What lies below it, here, cannot be read: others may be made whole nevertheless.
+pub(crate) enum Incomplete {
+    /// What lies below it, here, cannot be read: others may be completed nevertheless.
     Below(GuestOffset, Error),
     /// The active layer's tables cannot be read, or its file not be written.
     Own(Error),
 }
 
-impl From<Error> for NotWhole {
+impl From<Error> for Incomplete {
     fn from(error: Error) -> Self {
         Self::Own(error)
     }
 }
 
-impl From<NotWhole> for Error {
-    fn from(why: NotWhole) -> Self {
-        let (NotWhole::Below(_, error) | NotWhole::Own(error)) = why;
+impl From<Incomplete> for Error {
+    fn from(why: Incomplete) -> Self {
+        let (Incomplete::Below(_, error) | Incomplete::Own(error)) = why;
         error
     }
 }
 
-/// Makes a cluster whole, on whoever's thread it is called.
-type Complete<'a> = dyn Fn(u64) -> Result<(), NotWhole> + Sync + 'a;
+/// Completes a cluster, on the thread that calls it.
+type Complete<'a> = dyn Fn(u64) -> Result<(), Incomplete> + Sync + 'a;
 
 impl Layers {
-    /// A cluster's raw entry, for whoever needs the cluster whole: what is missing of it, if anything is, is copied up now.
+    /// Copies up what is missing of a cluster, if anything is, and returns its raw entry.
     ///
     /// # Errors
     /// What lies below cannot be read, or the active layer's file not be written.
-    pub(crate) fn whole_entry(
+    pub(crate) fn complete_entry(
         &self,
         active: &Active,
         cluster: u64,
         guard: &EntryGuard<'_>,
-    ) -> Result<u64, NotWhole> {
+    ) -> Result<u64, Incomplete> {
         let raw = active.entry_locked(cluster, guard)?;
         let Some(partial) = active.partial(raw) else { return Ok(raw) };
         let start = GuestOffset::new(cluster << active.tables.geometry.cluster_bits.get());
         partial.missing().try_for_each(|run| {
             self.copy_below(active, start + run.start, partial.host + run.start, run.len)
         })?;
-        let new = partial.whole();
+        let new = partial.complete();
         let change = Change { cluster, old: raw, new };
         active.publish(&[change], &[], guard).map_err(|error| error.in_file(&active.path))?;
         Ok(new)
@@ -66,40 +66,40 @@ impl Layers {
     /// Writes what lies below `len` bytes at `at` to the active layer's file.
     ///
     /// # Errors
-    /// As [`Layers::whole_entry`].
+    /// As [`Layers::complete_entry`].
     pub(crate) fn copy_below(
         &self,
         active: &Active,
         at: GuestOffset,
         host: HostOffset,
         len: u64,
-    ) -> Result<(), NotWhole> {
+    ) -> Result<(), Incomplete> {
         with_scratch(len as usize, |bytes| {
-            self.copy_up(active, 0, at, bytes).map_err(|error| NotWhole::Below(at, error))?;
+            self.copy_up(active, 0, at, bytes).map_err(|error| Incomplete::Below(at, error))?;
             let written = active.store.write_all(bytes, host).while_trying("write");
             Ok(written.map_err(|error| error.at(host).in_file(&active.path))?)
         })
     }
 
-    /// Makes one cluster whole.
+    /// Completes one cluster.
     ///
     /// # Errors
-    /// As [`Layers::whole_entry`].
-    pub(crate) fn complete_one(&self, cluster: u64) -> Result<(), NotWhole> {
+    /// As [`Layers::complete_entry`].
+    pub(crate) fn complete_one(&self, cluster: u64) -> Result<(), Incomplete> {
         let Top::Qcow2(active) = &self.top else { return Ok(()) };
-        self.whole_entry(active, cluster, &active.lock_cluster(cluster)?).map(drop)
+        self.complete_entry(active, cluster, &active.lock_cluster(cluster)?).map(drop)
     }
 
-    /// Makes all clusters whole that were in part before the call, as far as what lies below them can be read.
+    /// Completes all clusters that were partial before the call, as far as what lies below them can be read.
     ///
     /// # Errors
-    /// As [`Layers::whole_entry`], for one of those that are in part still.
-    pub(crate) fn complete_all(&self) -> Result<(), NotWhole> {
+    /// As [`Layers::complete_entry`], for one of those that are still partial.
+    pub(crate) fn complete_all(&self) -> Result<(), Incomplete> {
         self.complete_each(&|cluster| self.complete_one(cluster))
     }
 
     /// As [`Layers::complete_all`], by `complete`.
-    pub(crate) fn complete_each(&self, complete: &Complete<'_>) -> Result<(), NotWhole> {
+    pub(crate) fn complete_each(&self, complete: &Complete<'_>) -> Result<(), Incomplete> {
         let Top::Qcow2(active) = &self.top else { return Ok(()) };
         let clusters = active.changes.partials();
         let (completed, left) = complete_in_turn(&clusters, complete, SLOW);
@@ -110,14 +110,14 @@ impl Layers {
 }
 
 impl Active {
-    /// Takes notice of why there are clusters that cannot be made whole, if there are any.
-    pub(crate) fn partials_are_stuck(&self, why: Option<&NotWhole>) {
+    /// Records why there are clusters that cannot be completed, if there are any.
+    pub(crate) fn partials_are_stuck(&self, why: Option<&Incomplete>) {
         let is_news = self.changes.partials_are_stuck(why.is_some());
         match why {
-            Some(NotWhole::Below(guest, error)) if is_news => {
+            Some(Incomplete::Below(guest, error)) if is_news => {
                 tracing::warn!(disk = %self.path.display(), %guest, %error, "the rest of a cluster that the guest wrote in part cannot be read: no flush or snapshot succeeds until the layer below is mended, or the guest writes or discards all of the cluster");
             }
-            Some(NotWhole::Own(error)) if is_news => {
+            Some(Incomplete::Own(error)) if is_news => {
                 tracing::warn!(disk = %self.path.display(), %error, "cannot copy up what first writes left");
             }
             _ => {}
@@ -131,12 +131,12 @@ fn complete_in_turn<'a>(
     clusters: &'a [u64],
     complete: &Complete<'_>,
     patience: Duration,
-) -> (Result<(), NotWhole>, &'a [u64]) {
+) -> (Result<(), Incomplete>, &'a [u64]) {
     let mut completed = Ok(());
     for (done, &cluster) in clusters.iter().enumerate() {
         let began = Instant::now();
         completed = worse(completed, complete(cluster));
-        if let Err(NotWhole::Own(_)) = completed {
+        if let Err(Incomplete::Own(_)) = completed {
             return (completed, &[]);
         }
         if began.elapsed() > patience {
@@ -146,7 +146,7 @@ fn complete_in_turn<'a>(
     (completed, &[])
 }
 
-fn complete_by_threads(clusters: &[u64], complete: &Complete<'_>) -> Result<(), NotWhole> {
+fn complete_by_threads(clusters: &[u64], complete: &Complete<'_>) -> Result<(), Incomplete> {
     if clusters.is_empty() {
         return Ok(());
     }
@@ -159,10 +159,10 @@ fn complete_by_threads(clusters: &[u64], complete: &Complete<'_>) -> Result<(), 
     on_threads(THREADS, run).into_iter().fold(Ok(()), worse)
 }
 
-/// What is to be told of two clusters: the first error, but one of the active layer itself before any of those below.
-fn worse(first: Result<(), NotWhole>, second: Result<(), NotWhole>) -> Result<(), NotWhole> {
+/// The error to report of two clusters: the first error, but one of the active layer itself before any of those below.
+fn worse(first: Result<(), Incomplete>, second: Result<(), Incomplete>) -> Result<(), Incomplete> {
     match (first, second) {
-        (Ok(()), second) | (_, second @ Err(NotWhole::Own(_))) => second,
+        (Ok(()), second) | (_, second @ Err(Incomplete::Own(_))) => second,
         (first, _) => first,
     }
 }
