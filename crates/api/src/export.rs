@@ -15,6 +15,24 @@ pub enum ExportSpec {
     Nbd(NbdSpec),
 }
 
+impl ExportSpec {
+    /// Whether it leads to a disk.
+    pub fn serves(&self, disk: &str) -> bool {
+        match self {
+            Self::VhostUser(spec) => spec.disk == disk,
+            Self::Nbd(_) => true,
+        }
+    }
+
+    /// Where its clients connect.
+    pub fn place(&self) -> &str {
+        match self {
+            Self::VhostUser(spec) => &spec.socket,
+            Self::Nbd(spec) => &spec.address,
+        }
+    }
+}
+
 /// A vhost-user-blk socket: what `--vhost-user` says on the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

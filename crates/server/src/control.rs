@@ -38,6 +38,8 @@ use crate::options::{ControlPlace, Options};
 
 /// Threads for changes under way: opening and closing disks. More wait.
 const CHANGES_MAX: usize = 32;
+/// Threads that look after the host beside them: what waits, and snapshots that no rule keeps.
+const LOOKS: usize = 2;
 /// How long requests under way may take when the server ends.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -45,6 +47,7 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Control {
     stop: watch::Sender<bool>,
+    runtime: tokio::runtime::Handle,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -118,22 +121,20 @@ fn bind_within(path: &Path, patience: Duration) -> Result<ControlSocket, Error> 
 }
 
 impl Control {
-    /// Answers for `host` from now on; `None` when there is nowhere to listen.
+    /// Answers for `host` from now on.
     ///
     /// # Errors
     /// A host that is out of threads or descriptors.
-    pub(crate) fn start(host: &Arc<Host>, places: Places) -> Result<Option<Self>, Error> {
-        if places.socket.is_none() && places.metrics.is_none() {
-            return Ok(None);
-        }
+    pub(crate) fn start(host: &Arc<Host>, places: Places) -> Result<Self, Error> {
         let failed = |source| Error::System { action: "start the control thread", source };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
-            .max_blocking_threads(CHANGES_MAX)
+            .max_blocking_threads(CHANGES_MAX + LOOKS)
             .thread_name("control-change")
             .build()
             .map_err(failed)?;
         let (stop, stopped) = watch::channel(false);
+        let handle = runtime.handle().clone();
         let host = Arc::clone(host);
         let serve = move || {
             let served = runtime.block_on(listen::serve(host, places, stopped));
@@ -143,7 +144,13 @@ impl Control {
             runtime.shutdown_timeout(LAST_WORDS);
         };
         let thread = std::thread::Builder::new().name("control".into()).spawn(serve).map_err(failed)?;
-        Ok(Some(Self { stop, thread: Some(thread) }))
+        Ok(Self { stop, runtime: handle, thread: Some(thread) })
+    }
+
+    /// Opens what waits, and deletes snapshots that no rule keeps, from now on.
+    pub(crate) fn look_after(&self, host: &Arc<Host>) {
+        self.runtime.spawn(Arc::clone(host).reconcile());
+        self.runtime.spawn(Arc::clone(host).retain());
     }
 }
 

@@ -252,6 +252,13 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// A relative path, and the directory is gone that it is seen from.
+    pub(crate) fn no_directory(source: io::Error) -> Self {
+        Self::System { action: "find the directory it was started in", source }
+    }
+}
+
 impl From<NbdError> for Error {
     fn from(error: NbdError) -> Self {
         match error {

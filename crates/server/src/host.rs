@@ -3,7 +3,7 @@
 //! ```text
 //!   add_disk ──► Opening ──► Serving ──► Closing ──► gone        remove_disk: exports first, then the disk
 //!                   │           │ add_export, remove_export
-//!                   └─ failed   ▼          (at the start also ──► Waiting ──► Opening, see `waiting`)
+//!                   └─ failed   ▼          (at the start also ──► Waiting ──► Serving, see `reconcile`)
 //!                            exports: vhost-user (one disk), NBD (all disks)
 //! ```
 //!
@@ -13,13 +13,12 @@
 //! journal replays. Nobody closes a disk while it is lent (`users`). No export leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
-mod added;
-mod background;
 mod counts;
 mod disks;
 mod exports;
 mod jobs;
 mod quiesce;
+mod reconcile;
 mod report;
 mod retention;
 mod revert;
@@ -28,35 +27,32 @@ mod snapshots;
 mod states;
 mod stats;
 mod users;
-mod waiting;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use tokio::sync::broadcast;
-use vmstrata_api::{Event, ExportSpec};
+use tokio::sync::{Notify, broadcast};
+use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
 
 pub(crate) use self::counts::Counted;
 use self::counts::Counts;
-use self::exports::Export;
+use self::exports::{Export, State};
+use self::reconcile::Wait;
 use self::retention::Due;
 pub(crate) use self::states::look_at;
 use self::users::Users;
-pub(crate) use self::waiting::Wanted;
-use self::waiting::{Wait, WaitingExport};
-use crate::added::Place;
 use crate::agent::Guards;
 use crate::audit::Audit;
 use crate::error::Error;
 use crate::jobs::Jobs;
 use crate::options::Options;
+use crate::saved::{SavedFile, SavedState};
 use crate::spec::DiskSpec;
 
 /// Events kept for a reader that is slow to take them.
@@ -87,8 +83,10 @@ pub struct Host {
     due: Arc<Due>,
     counts: Counts,
     started: Instant,
-    /// Where it is noted what is added. Taken before the table.
-    added: Mutex<Option<Place>>,
+    /// Where what was added is saved, and what is saved there. Taken before the table.
+    saved: Mutex<Option<(SavedFile, Option<SavedState>)>>,
+    /// Notified when something begins to wait while the server runs.
+    waits: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -96,11 +94,7 @@ struct Table {
     /// In the order in which they were added.
     disks: Vec<Entry>,
     /// By their numbers.
-    exports: Vec<(u64, Export)>,
-    /// Exports that are not open, by their numbers.
-    waiting: Vec<WaitingExport>,
-    /// Exports that were added while the server, or the one before it, ran, also while they are shut for a moment.
-    added_exports: BTreeMap<u64, ExportSpec>,
+    exports: Vec<Export>,
     next_export: u64,
     /// Changes under way.
     changes: usize,
@@ -148,15 +142,27 @@ impl Table {
         }
     }
 
+    fn entry_mut(&mut self, name: &str) -> Option<&mut Entry> {
+        self.disks.iter_mut().find(|entry| entry.spec.name == name)
+    }
+
+    /// The disks that are served, with their names.
+    fn served(&self) -> impl Iterator<Item = (&str, &Arc<Disk>)> {
+        self.disks.iter().filter_map(|entry| match &entry.phase {
+            Phase::Serving(disk) => Some((entry.spec.name.as_str(), disk)),
+            _ => None,
+        })
+    }
+
     fn set_phase(&mut self, name: &str, phase: Phase) {
-        if let Some(entry) = self.disks.iter_mut().find(|entry| entry.spec.name == name) {
+        if let Some(entry) = self.entry_mut(name) {
             entry.phase = phase;
         }
     }
 
     /// The NBD servers, which all disks go through.
     fn nbd(&self) -> Vec<Arc<nbd::Server>> {
-        self.exports.iter().filter_map(|(_, export)| export.nbd()).collect()
+        self.exports.iter().filter_map(Export::nbd).collect()
     }
 
     /// Connections of NBD clients that use a disk.
@@ -174,6 +180,7 @@ struct Change<'a>(&'a Host);
 
 impl Drop for Change<'_> {
     fn drop(&mut self) {
+        self.0.save();
         self.0.table.lock().changes -= 1;
         self.0.changed.notify_all();
     }
@@ -206,7 +213,8 @@ impl Host {
             due: Arc::default(),
             counts: Counts::default(),
             started: Instant::now(),
-            added: Mutex::default(),
+            saved: Mutex::default(),
+            waits: Notify::new(),
         }))
     }
 
@@ -236,12 +244,6 @@ impl Host {
         let _ = self.events.send(event);
     }
 
-    /// An export is gone for good.
-    fn export_is_gone(&self, id: u64) {
-        self.table.lock().added_exports.remove(&id);
-        self.tell(Event::ExportRemoved { id });
-    }
-
     fn begin_change(&self) -> Result<(Change<'_>, MutexGuard<'_, Table>), Error> {
         let mut table = self.table.lock();
         if table.is_ending {
@@ -262,13 +264,12 @@ impl Host {
             let mut table = self.table.lock();
             table.is_ending = true;
             self.changed.wait_while_until(&mut table, |table| table.changes > 0, deadline);
-            table.waiting.clear();
-            std::mem::take(&mut table.exports)
+            let ending = || Error::Ending.to_string();
+            table.exports.iter_mut().map(|export| export.shut(ending())).collect::<Vec<_>>()
         };
-        exports.iter().for_each(|(_, export)| export.begin_close());
+        exports.iter().for_each(State::begin_close);
         self.jobs.end_all(deadline);
-        let drained =
-            exports.into_iter().map(|(_, export)| export.close_unflushed()).fold(Ok(()), Result::and);
+        let drained = exports.into_iter().map(State::close_unflushed).fold(Ok(()), Result::and);
         drained.and(self.close_disks())
     }
 

@@ -11,7 +11,7 @@
 //! | [`spec`], [`config`], `options` | what is asked for, checked before any file is touched |
 //! | [`host`] | which disks and exports there are, and how they come and go |
 //! | `jobs` | long work in steps: progress, speed limit, pause, cancel |
-//! | `added` | what was added to a running server, for its successor |
+//! | `saved` | what was added to a running server, for its successor |
 //! | `audit` | who changed what |
 //! | `agent` | guests that stand still for a snapshot |
 //! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
@@ -22,7 +22,6 @@
 
 #![forbid(unsafe_code)]
 
-mod added;
 mod agent;
 mod audit;
 pub mod config;
@@ -36,6 +35,7 @@ mod options;
 mod preflight;
 mod run;
 mod runtime_dir;
+mod saved;
 mod shutdown;
 pub mod size;
 pub mod spec;

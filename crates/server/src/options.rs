@@ -12,7 +12,7 @@ use vmstrata_export::nbd::{TlsConfig, TlsMode};
 use crate::error::Error;
 use crate::limits;
 use crate::runtime_dir;
-use crate::spec::{DiskSpec, NbdSpec, SpecError, VhostUserSpec, check_together};
+use crate::spec::{DiskSpec, ExportSpec, NbdSpec, SpecError, VhostUserSpec, check_together};
 
 /// Fewer workers than this and one slow flush would hold up everything that may block.
 const WORKERS_MIN: usize = 2;
@@ -104,6 +104,12 @@ impl Options {
     pub fn check(&self) -> Result<(), SpecError> {
         check_together(&self.disks, &self.vhost_user, &self.nbd)?;
         self.nbd.iter().try_for_each(|export| export.check_clients(self.knows_nbd_clients()))
+    }
+
+    /// The exports, NBD first.
+    pub(crate) fn exports(&self) -> impl Iterator<Item = ExportSpec> {
+        let nbd = self.nbd.iter().cloned().map(ExportSpec::Nbd);
+        nbd.chain(self.vhost_user.iter().cloned().map(ExportSpec::VhostUser))
     }
 
     /// Whether NBD clients have to show certificates.

@@ -1,18 +1,18 @@
-//! What a server can know of its disks and exports before it opens them: whoever replaces a server had better know before that
-//! one has ended.
+//! What a server can know of its disks and exports before it opens them. A server that replaces another looks first, while that one
+//! still serves.
 //!
-//! A socket that somebody listens on is no fault: that is the server to be replaced. Nor is, for a server that keeps going, what the
-//! other one has not open either: nobody loses it.
+//! A socket at which another process listens is no fault: that is the server to be replaced. With `keep-going`, what cannot be
+//! opened and the other server has not open either is no fault: it is retried.
 
 use std::collections::HashSet;
-use std::fs::{metadata, symlink_metadata};
+use std::fs::{Metadata, metadata, symlink_metadata};
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs as _};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
 use rustix::fs::{Access, access};
-use vmstrata_api::{DiskStatus, ExportSpec, ExportStatus, ServerStatus};
+use vmstrata_api::{DiskStatus, ExportStatus, ServerStatus};
 use vmstrata_export::nbd::{self, Address};
 use vmstrata_export::{SocketAccess, vhost_user};
 use vmstrata_store::FileId;
@@ -21,14 +21,14 @@ use crate::audit::Audit;
 use crate::error::{Error, told};
 use crate::host;
 use crate::options::Options;
-use crate::spec::{NbdSpec, VhostUserSpec};
+use crate::spec::{ExportSpec, NbdSpec};
 
 /// Looks at what a server with these options would open, without opening it for itself, in the place of one that serves what
 /// `status` says.
 ///
 /// # Errors
-/// An image that cannot be read, has a layer that cannot, or is in use by somebody else, no such snapshot, a certificate that cannot be used, a socket that
-/// cannot be made, an address that nothing is known of.
+/// An image or a layer that cannot be read or is in use by another process, no such snapshot, a certificate that cannot be used, a
+/// socket that cannot be made, an unknown address.
 pub fn preflight(options: &Options, status: &ServerStatus) -> Result<(), Error> {
     options.tls_mode()?;
     options.metrics.map_or(Ok(()), metrics_port)?;
@@ -40,7 +40,7 @@ pub fn preflight(options: &Options, status: &ServerStatus) -> Result<(), Error> 
         }
         looked => looked,
     };
-    // Which it lets go of when it ends.
+    // The other server lets go of these when it ends.
     let held: HashSet<FileId> = status.disks.iter().flat_map(files_of).collect();
     for disk in &options.disks {
         let is_open = |other: &DiskStatus| other.name == disk.name && other.open_error.is_none();
@@ -49,14 +49,10 @@ pub fn preflight(options: &Options, status: &ServerStatus) -> Result<(), Error> 
             host::look_at(disk, &options.allow_backing, |file| held.contains(&file)),
         )?;
     }
-    let is_open = |place: &str| {
-        status.exports.iter().any(|export| export.open_error.is_none() && place_of(export) == place)
-    };
-    for NbdSpec { address, .. } in &options.nbd {
-        waits(is_open(&address.to_string()), nbd_export(address, &options.nbd_access))?;
-    }
-    for spec in &options.vhost_user {
-        waits(is_open(&spec.socket.to_string_lossy()), vhost_user_export(spec))?;
+    for export in options.exports() {
+        let is_open =
+            |other: &ExportStatus| other.open_error.is_none() && other.export.place() == export.place();
+        waits(status.exports.iter().any(is_open), look_at_export(&export, &options.nbd_access))?;
     }
     Ok(())
 }
@@ -69,13 +65,6 @@ fn files_of(disk: &DiskStatus) -> impl Iterator<Item = FileId> + use<> {
     written.into_iter().chain(named)
 }
 
-fn place_of(export: &ExportStatus) -> &str {
-    match &export.export {
-        ExportSpec::VhostUser(spec) => &spec.socket,
-        ExportSpec::Nbd(spec) => &spec.address,
-    }
-}
-
 /// The server to be replaced may have the port.
 fn metrics_port(address: SocketAddr) -> Result<(), Error> {
     match TcpListener::bind(address) {
@@ -84,27 +73,34 @@ fn metrics_port(address: SocketAddr) -> Result<(), Error> {
     }
 }
 
-fn nbd_export(address: &Address, access: &SocketAccess) -> Result<(), Error> {
-    let found = match address {
-        Address::Unix(path) if symlink_metadata(path).is_ok_and(|found| !found.file_type().is_socket()) => {
-            Err(io::Error::new(io::ErrorKind::AlreadyExists, "it exists and is not a socket"))
+fn look_at_export(export: &ExportSpec, nbd_access: &SocketAccess) -> Result<(), Error> {
+    match export {
+        ExportSpec::Nbd(NbdSpec { address, .. }) => {
+            let found = match address {
+                Address::Unix(path) if is_no_socket(symlink_metadata(path)) => {
+                    Err(io::Error::new(io::ErrorKind::AlreadyExists, "it exists and is not a socket"))
+                }
+                Address::Unix(path) => directory_of(path).and_then(|()| nbd_access.check()),
+                Address::Tcp { host, port } => (host.as_str(), *port).to_socket_addrs().map(drop),
+            };
+            found.map_err(|source| nbd::Error::Bind { address: address.to_string(), source }.into())
         }
-        Address::Unix(path) => directory_of(path).and_then(|()| access.check()),
-        Address::Tcp { host, port } => (host.as_str(), *port).to_socket_addrs().map(drop),
-    };
-    found.map_err(|source| nbd::Error::Bind { address: address.to_string(), source }.into())
+        ExportSpec::VhostUser(spec) => {
+            let path = spec.socket.clone();
+            let found = if is_no_socket(metadata(&path)) {
+                Err(vhost_user::Error::NotASocket { path })
+            } else {
+                let usable = directory_of(&path).and_then(|()| spec.access.check());
+                usable.map_err(|source| vhost_user::Error::Listen { path, source })
+            };
+            found.map_err(|source| Error::VhostUser { disk: spec.disk.clone(), source })
+        }
+    }
 }
 
-fn vhost_user_export(spec: &VhostUserSpec) -> Result<(), Error> {
-    let path = spec.socket.clone();
-    let found = if metadata(&path).is_ok_and(|found| !found.file_type().is_socket()) {
-        Err(vhost_user::Error::NotASocket { path })
-    } else {
-        directory_of(&path)
-            .and_then(|()| spec.access.check())
-            .map_err(|source| vhost_user::Error::Listen { path, source })
-    };
-    found.map_err(|source| Error::VhostUser { disk: spec.disk.clone(), source })
+/// Whether something else has the name of a socket.
+fn is_no_socket(found: io::Result<Metadata>) -> bool {
+    found.is_ok_and(|found| !found.file_type().is_socket())
 }
 
 /// Whether a file can be made in the directory of `path`.

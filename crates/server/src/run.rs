@@ -5,12 +5,12 @@ use std::sync::Arc;
 use vmstrata_api::ServerStatus;
 use vmstrata_store::io_uring_refused;
 
-use crate::added::Place;
 use crate::control::{Control, Places};
 use crate::error::Error;
-use crate::host::{Host, Wanted};
+use crate::host::Host;
 use crate::notify;
 use crate::options::Options;
+use crate::saved::SavedFile;
 use crate::shutdown::Shutdown;
 
 /// Serves until a signal.
@@ -27,38 +27,20 @@ pub fn run(options: &Options, on_ready: impl FnOnce(&ServerStatus)) -> Result<()
     }
     let runtime_dir = options.runtime_dir()?;
     let places = Places::take(options, &runtime_dir)?;
-    let added = places.control().map(|control| Place::new(&runtime_dir, &control));
+    let saved = places.control().map(|control| SavedFile::new(&runtime_dir, &control));
     let host = Host::new(options, runtime_dir)?;
-    let control = Control::start(&host, places);
-    let served = control.and_then(|control| {
-        let served = host.start_retention().and_then(|_retention| {
-            open_all(options, &host)?;
-            added.map_or(Ok(()), |place| host.take_over(place, options.forget_added))?;
-            host.keep_unflushed();
-            let _reopening = host.start_reopening()?;
-            serve(options, &host, &mut shutdown, on_ready)
-        });
-        // Answered to the last, so that whoever asks is told that the server is ending and what is still open.
-        let closed = host.close();
-        drop(control);
-        served.and(closed)
+    let control = Control::start(&host, places)?;
+    let served = host.open_wanted(options, saved).and_then(|()| {
+        host.keep_unflushed();
+        control.look_after(&host);
+        serve(options, &host, &mut shutdown, on_ready)
     });
-    served?;
+    // The control thread answers to the last that the server is ending, and what is still open.
+    let closed = host.close();
+    drop(control);
+    served.and(closed)?;
     tracing::info!("ended clean");
     Ok(())
-}
-
-/// Opens all disks and exports; if the server is to keep going, what cannot be opened waits.
-fn open_all(options: &Options, host: &Arc<Host>) -> Result<(), Error> {
-    if options.keep_going {
-        options.disks.iter().try_for_each(|disk| host.add_disk_or_wait(disk.clone()))?;
-        let nbd = options.nbd.iter().cloned().map(Wanted::Nbd);
-        let mut exports = nbd.chain(options.vhost_user.iter().cloned().map(Wanted::VhostUser));
-        return exports.try_for_each(|export| host.add_export_or_wait(export).map(drop));
-    }
-    options.disks.iter().try_for_each(|disk| host.add_disk(disk.clone()))?;
-    options.nbd.iter().try_for_each(|export| host.add_nbd(export).map(drop))?;
-    options.vhost_user.iter().try_for_each(|socket| host.add_vhost_user(socket.clone()).map(drop))
 }
 
 fn serve(

@@ -13,6 +13,7 @@ mod disk;
 mod nbd;
 mod together;
 
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
@@ -246,6 +247,66 @@ impl From<&VhostUserSpec> for api::VhostUserSpec {
             group: spec.access.group.clone(),
             mode: spec.access.mode.map(|mode| format!("{mode:o}")),
         }
+    }
+}
+
+/// An export to open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExportSpec {
+    /// One disk, for one guest.
+    VhostUser(VhostUserSpec),
+    /// All disks, for NBD clients.
+    Nbd(NbdSpec),
+}
+
+impl TryFrom<api::ExportSpec> for ExportSpec {
+    type Error = NbdError;
+
+    fn try_from(asked: api::ExportSpec) -> Result<Self, NbdError> {
+        Ok(match asked {
+            api::ExportSpec::VhostUser(asked) => Self::VhostUser(asked.try_into()?),
+            api::ExportSpec::Nbd(asked) => Self::Nbd(asked.try_into()?),
+        })
+    }
+}
+
+impl From<&ExportSpec> for api::ExportSpec {
+    fn from(spec: &ExportSpec) -> Self {
+        match spec {
+            ExportSpec::VhostUser(spec) => Self::VhostUser(spec.into()),
+            ExportSpec::Nbd(spec) => Self::Nbd(spec.into()),
+        }
+    }
+}
+
+impl ExportSpec {
+    /// The only disk that it serves.
+    pub(crate) fn only_disk(&self) -> Option<&str> {
+        match self {
+            Self::VhostUser(spec) => Some(&spec.disk),
+            Self::Nbd(_) => None,
+        }
+    }
+
+    /// Where its clients connect.
+    pub(crate) fn place(&self) -> String {
+        match self {
+            Self::VhostUser(spec) => spec.socket.display().to_string(),
+            Self::Nbd(spec) => spec.address.to_string(),
+        }
+    }
+
+    /// The same with an absolute path: the next server may be started in another directory.
+    ///
+    /// # Errors
+    /// This process's own directory is gone, and the path is relative.
+    pub(crate) fn absolute(self) -> io::Result<Self> {
+        Ok(match self {
+            Self::VhostUser(spec) => {
+                Self::VhostUser(VhostUserSpec { socket: std::path::absolute(&spec.socket)?, ..spec })
+            }
+            Self::Nbd(spec) => Self::Nbd(spec.absolute()?),
+        })
     }
 }
 

@@ -65,11 +65,8 @@ fn is_meant(export: &ExportStatus, text: &str) -> bool {
 
 fn to_text(client: &Client, added: &ExportStatus) -> Result<String> {
     let disks = client.get::<DiskList>("/v1/disks")?.disks;
-    let leads_to = |disk: &str| match &added.export {
-        ExportSpec::VhostUser(spec) => spec.disk == disk,
-        ExportSpec::Nbd(_) => true,
-    };
-    let shown = disks.iter().enumerate().filter(|(_, disk)| leads_to(&disk.name)).map(|(number, disk)| {
+    let own = disks.iter().enumerate().filter(|(_, disk)| added.export.serves(&disk.name));
+    let shown = own.map(|(number, disk)| {
         format!("{}:\n{}", disk.name, attachments(&disk.name, number, std::slice::from_ref(added)))
     });
     Ok(format!("export {}\n{}", added.id, shown.collect::<String>()))

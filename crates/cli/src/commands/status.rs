@@ -91,11 +91,11 @@ fn disk_row(disk: &DiskStatus) -> [String; 7] {
 }
 
 fn export_row(export: &ExportStatus) -> [String; 5] {
-    let (kind, disk, at) = match &export.export {
-        ExportSpec::VhostUser(spec) => ("vhost-user", spec.disk.as_str(), &spec.socket),
-        ExportSpec::Nbd(spec) if !spec.allow.is_empty() => ("nbd, by client", "(all)", &spec.address),
-        ExportSpec::Nbd(spec) if spec.rw => ("nbd, rw", "(all)", &spec.address),
-        ExportSpec::Nbd(spec) => ("nbd", "(all)", &spec.address),
+    let (kind, disk) = match &export.export {
+        ExportSpec::VhostUser(spec) => ("vhost-user", spec.disk.as_str()),
+        ExportSpec::Nbd(spec) if !spec.allow.is_empty() => ("nbd, by client", "(all)"),
+        ExportSpec::Nbd(spec) if spec.rw => ("nbd, rw", "(all)"),
+        ExportSpec::Nbd(_) => ("nbd", "(all)"),
     };
     let used = match (&export.export, export.connections.unwrap_or_default()) {
         _ if export.open_error.is_some() => "not open".to_owned(),
@@ -105,7 +105,7 @@ fn export_row(export: &ExportStatus) -> [String; 5] {
             format!("{}, {requests}", if guests > 0 { "guest attached" } else { "no guest" })
         }
     };
-    [export.id.to_string(), kind.to_owned(), disk.to_owned(), at.clone(), used]
+    [export.id.to_string(), kind.to_owned(), disk.to_owned(), export.export.place().to_owned(), used]
 }
 
 /// `3 s`, `5 min 3 s`, `2 h 5 min`, `4 d 2 h`: the two largest units that say something.

@@ -24,20 +24,9 @@ const LAST_LOOK: Duration = Duration::from_secs(5);
 const CLOSED_AT_ONCE: usize = 32;
 
 impl Host {
-    /// Opens a disk, which every NBD export then serves.
-    ///
-    /// # Errors
-    /// A name that is taken, a chain that cannot be opened, a server that is ending.
-    pub fn add_disk(&self, spec: DiskSpec) -> Result<(), Error> {
-        let (_change, spec) = self.enter(spec)?;
-        self.open_entered(&spec).inspect_err(|_| self.table.lock().forget(&spec.name))
-    }
-
     /// Takes the name of a disk that is to be opened.
     pub(super) fn enter(&self, spec: DiskSpec) -> Result<(Change<'_>, DiskSpec), Error> {
-        let spec = spec
-            .absolute()
-            .map_err(|source| Error::System { action: "find the directory it was started in", source })?;
+        let spec = spec.absolute().map_err(Error::no_directory)?;
         let (change, mut table) = self.begin_change()?;
         if table.entry(&spec.name).is_some() {
             return Err(SpecError::NameTaken { name: spec.name }.into());
@@ -91,11 +80,8 @@ impl Host {
         let Ok(file) = path.metadata().map(|found| FileId::of(&found)) else { return Ok(()) };
         let others: Vec<(String, Arc<Disk>)> = {
             let table = self.table.lock();
-            let serving = |entry: &Entry| match &entry.phase {
-                Phase::Serving(disk) => Some((entry.spec.name.clone(), Arc::clone(disk))),
-                _ => None,
-            };
-            table.disks.iter().filter(|entry| entry.spec.name != spec.name).filter_map(serving).collect()
+            let others = table.served().filter(|(name, _)| *name != spec.name);
+            others.map(|(name, disk)| (name.to_owned(), Arc::clone(disk))).collect()
         };
         match others.into_iter().find(|(_, disk)| disk.excludes(file, !spec.read_only)) {
             Some((name, _)) => Err(Error::Served { path: path.to_owned(), name }),
@@ -132,7 +118,7 @@ impl Host {
     /// Shows an open disk to NBD clients, and to whoever opens an export.
     pub(super) fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<Lent, Error> {
         let mut table = self.table.lock();
-        match table.exports.iter().try_for_each(|(_, export)| export.show(&spec.name, &disk)) {
+        match table.exports.iter().try_for_each(|export| export.show(&spec.name, &disk)) {
             Ok(()) => {
                 table.set_phase(&spec.name, Phase::Serving(disk));
                 table.lend(&spec.name, "being opened").map(|(_, lent)| lent)
@@ -153,36 +139,31 @@ impl Host {
     /// No such disk; one that is not served, or that something is being done with; unless `force`, one that a guest is attached
     /// to: nothing has changed. An image that could not be closed clean, or at all in time: the disk is gone all the same.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<(), Error> {
-        let (change, table) = self.begin_change()?;
-        drop(table);
-        if self.remove_waiting_disk(name, &change)? {
-            return Ok(());
-        }
+        let _change = self.begin_change()?.0;
         let mut table = self.unused(name, PATIENCE)?;
-        let disk = Arc::clone(table.serving(name)?.1);
-        if let Some(guest) =
-            table.exports.iter().find_map(|(_, export)| export.guest_of(name)).filter(|_| !force)
+        let disk = match table.serving(name) {
+            Ok((_, disk)) => Some(Arc::clone(disk)),
+            Err(Error::NotOpen { .. }) => None,
+            Err(error) => return Err(error),
+        };
+        if let Some(guest) = table.exports.iter().find_map(|export| export.guest_of(name)).filter(|_| !force)
         {
             return Err(Error::GuestAttached { socket: guest.to_owned() });
         }
         table.set_phase(name, Phase::Closing);
-        let own: Vec<(u64, Export)> =
-            table.exports.extract_if(.., |(_, export)| export.is_only_for(name)).collect();
-        let waiting = table.forget_waiting_exports(name);
+        let own: Vec<Export> = table.exports.extract_if(.., |export| export.is_only_for(name)).collect();
         let shared = table.nbd();
         drop(table);
-        waiting.into_iter().for_each(|id| self.export_is_gone(id));
         self.jobs.end(Some(name));
         let mut ended = Ok(());
-        for (id, export) in own {
-            ended = ended.and(export.close());
-            self.export_is_gone(id);
+        for export in own {
+            ended = ended.and(export.state.close());
+            self.tell(Event::ExportRemoved { id: export.id });
         }
         withdraw(name, &shared);
         // Closing would wait for what is still under way.
-        let closed = ended.and_then(|()| close_and_release(name, disk));
+        let closed = ended.and_then(|()| disk.map_or(Ok(()), |disk| close_and_release(name, disk)));
         self.table.lock().forget(name);
-        self.note_added(&change);
         let error = closed.as_ref().err().map(Error::to_string);
         self.tell(Event::DiskRemoved { disk: name.to_owned(), error });
         closed

@@ -8,54 +8,80 @@ use vmstrata_disk::Disk;
 use vmstrata_export::nbd::{self, Exports, Limits, Listener};
 use vmstrata_export::{vhost_user, warn_if_libvirt_is_kept_out};
 
-use super::waiting::Wanted;
-use super::{Host, Phase};
+use super::reconcile::Wait;
+use super::{Host, Table};
 use crate::error::Error;
-use crate::spec::{NbdSpec, VhostUserSpec, check_guests};
+use crate::spec::{ExportSpec, NbdSpec, VhostUserSpec, check_guests};
+
+/// An export that is wanted.
+#[derive(Debug)]
+pub(super) struct Export {
+    pub(super) id: u64,
+    /// What was asked for; once it is open, with the port that was taken in place of 0.
+    pub(super) spec: ExportSpec,
+    /// Whether it was added while the server, or the one before it, ran.
+    pub(super) is_added: bool,
+    pub(super) state: State,
+}
 
 /// What lets clients in.
 #[derive(Debug)]
-pub(super) enum Export {
+pub(super) enum State {
+    /// Nothing yet.
+    Waiting(Wait),
     /// One disk, for one guest.
-    VhostUser { spec: VhostUserSpec, server: vhost_user::Server },
+    VhostUser(vhost_user::Server),
     /// All disks. A server for each address, so that each can go alone.
-    Nbd { spec: NbdSpec, server: Arc<nbd::Server> },
+    Nbd(Arc<nbd::Server>),
 }
 
 impl Export {
     pub(super) fn nbd(&self) -> Option<Arc<nbd::Server>> {
-        match self {
-            Self::VhostUser { .. } => None,
-            Self::Nbd { server, .. } => Some(Arc::clone(server)),
+        match &self.state {
+            State::Nbd(server) => Some(Arc::clone(server)),
+            _ => None,
         }
     }
 
-    /// Shows a disk to NBD clients, if it is for those.
+    pub(super) fn vhost_user(&self) -> Option<&vhost_user::Server> {
+        match &self.state {
+            State::VhostUser(server) => Some(server),
+            _ => None,
+        }
+    }
+
+    pub(super) fn wait(&self) -> Option<&Wait> {
+        match &self.state {
+            State::Waiting(wait) => Some(wait),
+            _ => None,
+        }
+    }
+
+    pub(super) fn wait_mut(&mut self) -> Option<&mut Wait> {
+        match &mut self.state {
+            State::Waiting(wait) => Some(wait),
+            _ => None,
+        }
+    }
+
+    /// Shows a disk to NBD clients, if it is open for those.
     pub(super) fn show(&self, name: &str, disk: &Arc<Disk>) -> Result<(), Error> {
-        match self {
-            Self::VhostUser { .. } => Ok(()),
-            Self::Nbd { spec, server } => Ok(server.exports().add(spec.export(name, disk))?),
+        match (&self.spec, &self.state) {
+            (ExportSpec::Nbd(spec), State::Nbd(server)) => {
+                Ok(server.exports().add(spec.export(name, disk))?)
+            }
+            _ => Ok(()),
         }
     }
 
     /// Whether it goes when the disk goes.
     pub(super) fn is_only_for(&self, disk: &str) -> bool {
-        matches!(self, Self::VhostUser { spec, .. } if spec.disk == disk)
-    }
-
-    /// Opens a vhost-user socket.
-    pub(super) fn vhost_user(spec: VhostUserSpec, disk: &Arc<Disk>) -> Result<Self, Error> {
-        let bound = vhost_user::Server::bind(&spec.socket, Arc::clone(disk), vhost_user_options(&spec));
-        let server = bound.map_err(|source| Error::VhostUser { disk: spec.disk.clone(), source })?;
-        Ok(Self::VhostUser { spec, server })
+        self.spec.only_disk() == Some(disk)
     }
 
     /// The socket at which a guest is attached.
     fn guest(&self) -> Option<&Path> {
-        match self {
-            Self::VhostUser { server, .. } if server.is_connected() => Some(server.path()),
-            _ => None,
-        }
+        self.vhost_user().filter(|server| server.is_connected()).map(vhost_user::Server::path)
     }
 
     /// The socket at which a guest uses `disk` alone.
@@ -63,72 +89,59 @@ impl Export {
         self.guest().filter(|_| self.is_only_for(disk))
     }
 
-    /// Lets no guest in any more by a vhost-user export that none is connected to; tells how it can be opened again when
-    /// this one was dropped. `None` if there is a guest, or it is another kind: nothing has changed.
-    pub(super) fn close_if_idle(&self) -> Option<VhostUserSpec> {
-        match self {
-            Self::VhostUser { spec, server } if server.close_if_idle() => Some(spec.clone()),
-            _ => None,
-        }
+    /// Shuts it for an operation that opens it again, and returns what it was.
+    pub(super) fn shut(&mut self, why: String) -> State {
+        std::mem::replace(&mut self.state, State::Waiting(Wait::shut(why)))
     }
 
-    /// Lets nobody in any more and finishes what is in flight.
+    pub(super) fn status(&self, server_has_tls: bool) -> api::ExportStatus {
+        let (open_error, connections, counters) = match &self.state {
+            State::Waiting(wait) => (Some(wait.why.clone()), None, None),
+            State::VhostUser(server) => {
+                (None, Some(server.is_connected().into()), Some(counters(&server.stats())))
+            }
+            State::Nbd(server) => (None, Some(server.connections() as u64), None),
+        };
+        api::ExportStatus {
+            id: self.id,
+            export: (&self.spec).into(),
+            added: self.is_added,
+            open_error,
+            connections,
+            tls: server_has_tls && matches!(self.spec, ExportSpec::Nbd(_)),
+            counters,
+        }
+    }
+}
+
+impl State {
+    /// Refuses new clients and finishes what is in flight.
     pub(super) fn close(self) -> Result<(), Error> {
         match self {
-            Self::VhostUser { spec, server } => {
-                let what = || format!("the export {}", spec.socket.display());
-                if server.shutdown() { Ok(()) } else { Err(Error::NotEnded { what: what() }) }
+            Self::Waiting(_) => Ok(()),
+            Self::VhostUser(server) => {
+                let what = format!("the export {}", server.path().display());
+                if server.shutdown() { Ok(()) } else { Err(Error::NotEnded { what }) }
             }
-            Self::Nbd { server, .. } => server.shutdown().map_err(Error::NbdFlush),
+            Self::Nbd(server) => server.shutdown().map_err(Error::NbdFlush),
         }
     }
 
     /// Begins to close an export to a guest, and waits for nothing.
     pub(super) fn begin_close(&self) {
-        if let Self::VhostUser { server, .. } = self {
+        if let Self::VhostUser(server) = self {
             server.begin_shutdown();
         }
     }
 
-    /// As [`Export::close`], for one whose disks are closed next, which flushes them.
+    /// As [`State::close`], for one whose disks are closed next, which flushes them.
     pub(super) fn close_unflushed(self) -> Result<(), Error> {
         match self {
-            Self::VhostUser { .. } => self.close(),
-            Self::Nbd { server, .. } => {
+            Self::Nbd(server) => {
                 server.stop();
                 Ok(())
             }
-        }
-    }
-
-    /// What was asked for, with a port of 0 replaced by the one that was taken.
-    pub(super) fn spec(&self) -> api::ExportSpec {
-        match self {
-            Self::VhostUser { spec, .. } => api::ExportSpec::VhostUser(spec.into()),
-            Self::Nbd { spec, .. } => api::ExportSpec::Nbd(spec.into()),
-        }
-    }
-
-    pub(super) fn status(&self, id: u64, tls: bool) -> api::ExportStatus {
-        match self {
-            Self::VhostUser { server, .. } => api::ExportStatus {
-                id,
-                export: self.spec(),
-                added: false,
-                open_error: None,
-                connections: Some(server.is_connected().into()),
-                tls: false,
-                counters: Some(counters(&server.stats())),
-            },
-            Self::Nbd { server, .. } => api::ExportStatus {
-                id,
-                export: self.spec(),
-                added: false,
-                open_error: None,
-                connections: Some(server.connections() as u64),
-                tls,
-                counters: None,
-            },
+            other => other.close(),
         }
     }
 }
@@ -147,69 +160,41 @@ fn counters(stats: &vhost_user::Stats) -> api::ExportCounters {
 }
 
 impl Host {
-    /// Opens a vhost-user socket for a disk that is served. Returns its number.
-    ///
-    /// # Errors
-    /// No such disk; a second guest for a writable disk; a socket that cannot be had.
-    pub fn add_vhost_user(&self, spec: VhostUserSpec) -> Result<u64, Error> {
-        self.open_vhost_user(spec, None)
-    }
-
-    /// The same, for an export that may have waited under this number.
-    pub(super) fn open_vhost_user(&self, spec: VhostUserSpec, waited: Option<u64>) -> Result<u64, Error> {
-        let (_change, mut table) = self.begin_change()?;
-        let (disk_spec, disk) = table.serving(&spec.disk)?;
-        let others = table.exports.iter().filter_map(|(_, export)| match export {
-            Export::VhostUser { spec, .. } => Some(spec),
-            Export::Nbd { .. } => None,
-        });
-        let waiting = table.waiting.iter().filter_map(|export| match &export.wanted {
-            Wanted::VhostUser(spec) if Some(export.id) != waited => Some(spec),
-            _ => None,
-        });
-        check_guests(&spec, disk_spec.read_only, others.chain(waiting))?;
-        let disk = Arc::clone(disk);
-        table.check_waits(waited)?;
-        let socket = spec.socket.clone();
-        let export = Export::vhost_user(spec, &disk)?;
-        let id = table.add_export(waited, export);
-        drop(table);
-        warn_if_libvirt_is_kept_out(&socket);
-        self.tell(Event::ExportAdded { id });
-        Ok(id)
-    }
-
-    /// Opens an address for NBD clients of all disks. Returns its number.
-    ///
-    /// # Errors
-    /// An address that cannot be had, or that would let in whom nobody knows.
-    pub fn add_nbd(&self, spec: &NbdSpec) -> Result<u64, Error> {
-        self.open_nbd(spec, None)
-    }
-
-    /// The same, for an export that may have waited under this number.
-    pub(super) fn open_nbd(&self, spec: &NbdSpec, waited: Option<u64>) -> Result<u64, Error> {
+    /// Opens an export, which waits under the number `waits` if it was wanted before. Returns its number.
+    pub(super) fn open_export(&self, spec: &ExportSpec, waits: Option<u64>) -> Result<u64, Error> {
         let (_change, table) = self.begin_change()?;
-        // Names may have to be resolved for this, which takes as long as it takes.
-        drop(table);
-        spec.check_clients(self.knows_nbd_clients)?;
-        let listener = Listener::bind_for(&spec.address, &self.nbd_access)?;
-        let spec = NbdSpec { address: listener.address().clone(), ..spec.clone() };
-        let mut table = self.table.lock();
-        table.check_waits(waited)?;
-        let server = nbd::Server::new(Exports::new(), self.tls.clone(), Limits::default())?;
-        let export = Export::Nbd { spec, server: Arc::new(server) };
-        for entry in &table.disks {
-            if let Phase::Serving(disk) = &entry.phase {
-                export.show(&entry.spec.name, disk)?;
+        let (mut table, spec, state) = match spec {
+            ExportSpec::VhostUser(spec) => {
+                let state = bind_vhost_user(&table, spec, waits)?;
+                (table, ExportSpec::VhostUser(spec.clone()), state)
             }
-        }
-        if let Some(server) = export.nbd() {
-            server.listen(listener)?;
-        }
-        let id = table.add_export(waited, export);
+            ExportSpec::Nbd(spec) => {
+                // Names may have to be resolved for this, which takes as long as it takes.
+                drop(table);
+                spec.check_clients(self.knows_nbd_clients)?;
+                let listener = Listener::bind_for(&spec.address, &self.nbd_access)?;
+                let spec = NbdSpec { address: listener.address().clone(), ..spec.clone() };
+                let table = self.table.lock();
+                table.check_waits(waits)?;
+                let server = nbd::Server::new(Exports::new(), self.tls.clone(), Limits::default())?;
+                for (name, disk) in table.served() {
+                    server.exports().add(spec.export(name, disk))?;
+                }
+                server.listen(listener)?;
+                (table, ExportSpec::Nbd(spec), State::Nbd(Arc::new(server)))
+            }
+        };
+        let id = match table.exports.iter_mut().find(|export| Some(export.id) == waits) {
+            Some(export) => {
+                (export.spec, export.state) = (spec.clone(), state);
+                export.id
+            }
+            None => table.new_export(spec.clone(), state),
+        };
         drop(table);
-        self.tell(Event::ExportAdded { id });
+        if let ExportSpec::VhostUser(spec) = &spec {
+            warn_if_libvirt_is_kept_out(&spec.socket);
+        }
         Ok(id)
     }
 
@@ -219,49 +204,45 @@ impl Host {
     /// No such export; unless `force`, one that a guest is attached by: nothing has changed. What NBD clients wrote cannot be
     /// flushed: the export is gone all the same.
     pub fn remove_export(&self, id: u64, force: bool) -> Result<(), Error> {
-        let (change, mut table) = self.begin_change()?;
-        if let Some(at) = table.waiting.iter().position(|export| export.id == id) {
-            table.waiting.remove(at);
-            drop(table);
-            self.export_is_gone(id);
-            self.note_added(&change);
-            return Ok(());
-        }
-        let at = table.exports.iter().position(|(number, _)| *number == id);
+        let (_change, mut table) = self.begin_change()?;
+        let at = table.exports.iter().position(|export| export.id == id);
         let at = at.ok_or(Error::NoSuchExport { id })?;
-        if let Some(guest) = table.exports[at].1.guest().filter(|_| !force) {
+        if let Some(guest) = table.exports[at].guest().filter(|_| !force) {
             return Err(Error::GuestAttached { socket: guest.to_owned() });
         }
-        let (_, export) = table.exports.remove(at);
+        let export = table.exports.remove(at);
         drop(table);
-        let closed = export.close();
-        self.export_is_gone(id);
-        self.note_added(&change);
+        let closed = export.state.close();
+        self.tell(Event::ExportRemoved { id });
         closed
     }
 }
 
-impl super::Table {
-    pub(super) fn new_export(&mut self) -> u64 {
+fn bind_vhost_user(table: &Table, spec: &VhostUserSpec, waits: Option<u64>) -> Result<State, Error> {
+    let (disk_spec, disk) = table.serving(&spec.disk)?;
+    let others = table.exports.iter().filter_map(|export| match &export.spec {
+        ExportSpec::VhostUser(spec) if Some(export.id) != waits => Some(spec),
+        _ => None,
+    });
+    check_guests(spec, disk_spec.read_only, others)?;
+    table.check_waits(waits)?;
+    let bound = vhost_user::Server::bind(&spec.socket, Arc::clone(disk), vhost_user_options(spec));
+    Ok(State::VhostUser(bound.map_err(|source| Error::VhostUser { disk: spec.disk.clone(), source })?))
+}
+
+impl Table {
+    /// Notes an export under a new number, and returns that.
+    pub(super) fn new_export(&mut self, spec: ExportSpec, state: State) -> u64 {
         self.next_export += 1;
+        self.exports.push(Export { id: self.next_export, spec, is_added: false, state });
         self.next_export
     }
 
-    /// Refuses to open an export that waited, and that somebody has given up.
-    fn check_waits(&self, waited: Option<u64>) -> Result<(), Error> {
-        match waited {
-            Some(id) if self.waiting.iter().all(|export| export.id != id) => Err(Error::NoSuchExport { id }),
-            _ => Ok(()),
-        }
-    }
-
-    /// Notes an open export under the number that it had while it was shut, or a new one, and returns that.
-    pub(super) fn add_export(&mut self, number: Option<u64>, export: Export) -> u64 {
-        let id = number.unwrap_or_else(|| self.new_export());
-        self.waiting.retain(|export| export.id != id);
-        self.exports.push((id, export));
-        self.exports.sort_by_key(|(id, _)| *id);
-        id
+    /// Refuses to open an export that waited, and that was removed or opened meanwhile.
+    fn check_waits(&self, waits: Option<u64>) -> Result<(), Error> {
+        let Some(id) = waits else { return Ok(()) };
+        let waits = self.exports.iter().any(|export| export.id == id && export.wait().is_some());
+        if waits { Ok(()) } else { Err(Error::NoSuchExport { id }) }
     }
 }
 

@@ -163,7 +163,7 @@ impl Host {
         self.keep_job(disk, || slot.start(limit, by, work))
     }
 
-    /// Starts a job unless its disk has gone meanwhile: none begins after the disk's jobs were ended.
+    /// Starts a job unless its disk has gone or the server is ending: none begins after the disk's jobs were ended.
     fn keep_job(
         &self,
         disk: &str,
@@ -171,6 +171,9 @@ impl Host {
     ) -> Result<JobStatus, Error> {
         let table = self.table.lock();
         table.serving(disk)?;
+        if table.is_ending {
+            return Err(Error::Ending);
+        }
         start()
     }
 

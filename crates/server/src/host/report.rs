@@ -45,11 +45,7 @@ impl Host {
     pub fn exports(&self) -> Vec<api::ExportStatus> {
         let tls = !matches!(self.tls, TlsMode::Off);
         let table = self.table.lock();
-        let open = table.exports.iter().map(|(id, export)| export.status(*id, tls));
-        let mut exports: Vec<_> = open.chain(table.waiting.iter().map(|export| export.status(tls))).collect();
-        exports.iter_mut().for_each(|export| export.added = table.added_exports.contains_key(&export.id));
-        exports.sort_by_key(|export| export.id);
-        exports
+        table.exports.iter().map(|export| export.status(tls)).collect()
     }
 
     /// One export.
@@ -76,11 +72,7 @@ impl Host {
             Phase::Serving(disk) => Some(translate(&disk.stats())),
             _ => None,
         };
-        let leads_here = |export: &api::ExportStatus| match &export.export {
-            api::ExportSpec::VhostUser(spec) => spec.disk == name,
-            api::ExportSpec::Nbd(_) => true,
-        };
-        let exports = self.exports().into_iter().filter(leads_here).collect();
+        let exports = self.exports().into_iter().filter(|export| export.export.serves(name)).collect();
         Ok(api::DiskDetail { disk: disk_status(entry), chain, exports, stats })
     }
 

@@ -1,7 +1,7 @@
 //! Snapshots that no rule of their disk keeps, deleted without anybody asking.
 //!
 //! ```text
-//!   disk added, snapshot taken, some time passed ──► Due ──► thread: list ──► rules ──► job snapshot_delete
+//!   disk added, snapshot taken, some time passed ──► Due ──► retain: list ──► rules ──► job snapshot_delete
 //! ```
 //!
 //! What is deleted is decided when it is looked at, from what the images say: nothing is remembered that a restart may not
@@ -11,13 +11,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
+use tokio::sync::Notify;
 use vmstrata_api::{ChangedBy, JobSpec, MergeInto};
 use vmstrata_disk::merge::{MergeFault, available_bytes};
 use vmstrata_disk::snapshot::{Keep, Pruning, list, now_ns};
 
-use super::background::Background;
-use super::{Host, Phase};
+use super::{Entry, Host};
 use crate::error::Error;
 
 /// Looked at this often, whatever happens.
@@ -26,8 +26,7 @@ const PERIOD: Duration = Duration::from_secs(600);
 /// Whether there may be something to delete, or to make anew.
 #[derive(Debug, Default)]
 pub(super) struct Due {
-    state: Mutex<State>,
-    changed: Condvar,
+    wake: Notify,
     /// By disk: what there was no room to delete.
     no_room: Mutex<HashMap<String, NoRoom>>,
 }
@@ -40,22 +39,10 @@ struct NoRoom {
     wanted: u64,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    is_due: bool,
-    is_ending: bool,
-}
-
 impl Due {
     /// Has all disks looked at.
     pub(super) fn now(&self) {
-        self.state.lock().is_due = true;
-        self.changed.notify_all();
-    }
-
-    fn end(&self) {
-        self.state.lock().is_ending = true;
-        self.changed.notify_all();
+        self.wake.notify_one();
     }
 
     /// Notes why these snapshots of a disk are not deleted, if that is for want of room.
@@ -65,16 +52,6 @@ impl Due {
             Some(wanted) => no_room.insert(disk.to_owned(), NoRoom { snapshots, wanted }),
             None => no_room.remove(disk),
         };
-    }
-
-    /// Waits for the next look; `false` when there is none.
-    fn wait(&self) -> bool {
-        let mut state = self.state.lock();
-        if !state.is_due && !state.is_ending {
-            self.changed.wait_for(&mut state, PERIOD);
-        }
-        state.is_due = false;
-        !state.is_ending
     }
 }
 
@@ -88,30 +65,36 @@ fn room_wanted(error: &Error) -> Option<u64> {
 }
 
 impl Host {
-    /// Begins to look after the disks, on a thread of its own, until what is returned is dropped.
-    ///
-    /// # Errors
-    /// No thread.
-    pub(crate) fn start_retention(self: &Arc<Self>) -> Result<Background, Error> {
-        let (host, due) = (Arc::clone(self), Arc::clone(&self.due));
-        let look = move || {
-            while host.due.wait() {
+    /// Looks after the disks for as long as the server runs.
+    pub(crate) async fn retain(self: Arc<Self>) {
+        loop {
+            let _ = tokio::time::timeout(PERIOD, self.due.wake.notified()).await;
+            let host = Arc::clone(&self);
+            let look = move || {
                 host.prune_all();
+            };
+            if let Err(error) = tokio::task::spawn_blocking(look).await {
+                tracing::error!(%error, "cannot look after the disks");
             }
-        };
-        Background::start("retention", "start the thread that prunes snapshots", look, move || due.end())
+        }
     }
 
     fn prune_all(&self) {
         let with_rules: Vec<(String, Keep)> = {
             let table = self.table.lock();
-            let serving = table.disks.iter().filter(|entry| matches!(entry.phase, Phase::Serving(_)));
-            serving.filter_map(|entry| Some((entry.spec.name.clone(), entry.spec.keep.clone()?))).collect()
+            let keep = |entry: &Entry| Some((entry.spec.name.clone(), entry.spec.keep.clone()?));
+            table.disks.iter().filter_map(keep).collect()
         };
         for (name, keep) in with_rules {
             match self.prune(&name, &keep) {
                 Ok(()) => {}
-                Err(error @ (Error::JobExists { .. } | Error::Busy { .. } | Error::NoSuchDisk { .. })) => {
+                Err(
+                    error @ (Error::JobExists { .. }
+                    | Error::Busy { .. }
+                    | Error::NotOpen { .. }
+                    | Error::NoSuchDisk { .. }
+                    | Error::Ending),
+                ) => {
                     tracing::debug!(disk = name, %error, "is pruned later");
                 }
                 Err(error) => {

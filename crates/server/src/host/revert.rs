@@ -9,8 +9,7 @@
 //! What a guest has read of a disk is in its memory: a disk must not become another one under it. So no guest may be
 //! connected, and no NBD client, and none gets in until the disk is what it was.
 //!
-//! Invariant: whatever fails, the disk is behind its exports again, with the old content or the new; only a disk that cannot
-//! be opened any more is gone.
+//! Invariant: whatever fails, the disk is behind its exports again, with the old content or the new; what cannot be opened waits.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,23 +19,21 @@ use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions};
 use vmstrata_disk::{Disk, OpenOptions};
 
 use super::disks::close_and_release;
-use super::exports::Export;
+use super::exports::State;
+use super::reconcile::Wait;
 use super::users::PATIENCE;
 use super::{Host, Phase, Table};
 use crate::error::Error;
-use crate::spec::{DiskSpec, VhostUserSpec, check_path};
-
-/// The exports of a disk that is taken out, with their numbers.
-type Exports = Vec<(u64, VhostUserSpec)>;
+use crate::spec::{DiskSpec, ExportSpec, check_path};
 
 impl Host {
     /// Makes a disk that nobody uses what it was at a snapshot.
     ///
     /// # Errors
     /// A guest, a client or a snapshot that uses the disk, no such snapshot, a read-only disk: nothing has changed. Whatever the host
-    /// reports: the disk is served as it was, or is gone if it cannot be opened again.
+    /// reports: the disk is served with its old content, or waits until it can be opened.
     pub fn revert(&self, name: &str, asked: RevertSpec) -> Result<SnapshotReverted, Error> {
-        let (change, table) = self.begin_change()?;
+        let (_change, table) = self.begin_change()?;
         asked.keep.as_deref().map_or(Ok(()), |keep| check_path("keep", keep))?;
         let (spec, disk) = table.serving(name)?;
         let (spec, path, is_read_only) = (spec.clone(), disk.path().to_owned(), disk.is_read_only());
@@ -50,10 +47,10 @@ impl Host {
             return Err(vmstrata_disk::Error::from(vmstrata_disk::ErrorKind::ReadOnly).into());
         }
         snapshot::find(&path, &asked.snapshot, &options.open)?;
-        let (disk, exports) = self.take_out(name).inspect_err(|_| self.note_added(&change))?;
+        let disk = self.take_out(name)?;
         let reverted = close_and_release(name, disk)
             .and_then(|()| Ok(snapshot::revert(&path, &asked.snapshot, &options, &self.resources)?));
-        let back = self.put_back(&spec, exports).inspect_err(|_| self.note_added(&change));
+        let back = self.put_back(&spec);
         let reverted = reverted?;
         back?;
         self.tell(Event::SnapshotReverted { disk: name.to_owned(), snapshot: asked.snapshot.clone() });
@@ -67,78 +64,69 @@ impl Host {
     }
 
     /// Shuts the exports of a disk that nobody uses, ends its jobs, and hands it out.
-    fn take_out(&self, name: &str) -> Result<(Arc<Disk>, Exports), Error> {
+    fn take_out(&self, name: &str) -> Result<Arc<Disk>, Error> {
         let mut table = self.unused(name, PATIENCE)?;
         let disk = Arc::clone(table.serving(name)?.1);
         table.check_idle(name)?;
         table.set_phase(name, Phase::Closing);
-        let own: Vec<(u64, Export)> =
-            table.exports.extract_if(.., |(_, export)| export.is_only_for(name)).collect();
+        let own = table.exports.iter_mut().filter(|export| export.is_only_for(name));
+        let own: Vec<(u64, State)> =
+            own.map(|export| (export.id, export.shut(format!("disk '{name}' is being reverted")))).collect();
         let shared = table.nbd();
         drop(table);
         for export in &shared {
             export.exports().remove(name);
         }
-        // Whoever came in since the check is in now, and nobody comes in any more.
+        // A client that came in since the check is in now, and no other comes in.
         let clients: usize = shared.iter().map(|export| export.connections_of(name)).sum();
         let mut by = (clients > 0).then(|| "an NBD client".to_owned());
-        let mut exports = Exports::new();
-        let mut stay = Vec::new();
-        for (id, export) in own {
-            match export.close_if_idle() {
-                Some(spec) => exports.push((id, spec)),
-                None => {
-                    by = Some("a guest".to_owned());
-                    stay.push((id, export));
+        for (id, state) in own {
+            if let State::VhostUser(server) = &state
+                && !server.close_if_idle()
+            {
+                by = Some("a guest".to_owned());
+                // Else it was removed meanwhile.
+                if let Some(export) = self.table.lock().exports.iter_mut().find(|export| export.id == id) {
+                    export.state = state;
                 }
             }
         }
-        self.table.lock().exports.extend(stay);
         if let Some(by) = by {
             let spec = self.table.lock().entry(name).map(|entry| entry.spec.clone());
             let spec = spec.ok_or_else(|| Error::NoSuchDisk { name: name.to_owned() })?;
-            let disk = self.let_in(&spec, disk)?;
-            self.open_exports(&disk, exports)?;
+            drop(self.let_in(&spec, disk)?);
+            self.open_exports(name)?;
             return Err(Error::Attached { name: name.to_owned(), by });
         }
         self.jobs.end(Some(name));
-        Ok((disk, exports))
+        Ok(disk)
     }
 
-    /// Opens a disk that was taken out, and its exports.
-    fn put_back(&self, spec: &DiskSpec, exports: Exports) -> Result<(), Error> {
+    /// Opens a disk that was taken out, and its exports. What cannot be opened waits.
+    fn put_back(&self, spec: &DiskSpec) -> Result<(), Error> {
         self.table.lock().set_phase(&spec.name, Phase::Opening);
-        match self.open_and_let_in(spec) {
-            Ok(disk) => {
-                let opened = self.open_exports(&disk, exports);
-                // The job that did so has ended with the disk.
-                self.mend_index(&spec.name, &disk);
-                opened
-            }
-            Err(error) => {
-                self.table.lock().forget(&spec.name);
-                exports.iter().for_each(|(id, _)| self.export_is_gone(*id));
-                self.tell(Event::DiskRemoved { disk: spec.name.clone(), error: Some(error.to_string()) });
-                Err(error)
-            }
+        let opened = self.open_and_let_in(spec);
+        if let Err(error) = &opened {
+            self.table.lock().set_phase(&spec.name, Phase::Waiting(Wait::new(error)));
         }
+        let exports = self.open_exports(&spec.name);
+        let disk = opened?;
+        // The job that did so has ended with the disk.
+        self.mend_index(&spec.name, &disk);
+        exports
     }
 
-    /// Opens the exports of a disk that is served again. One that cannot be is gone; the others are opened all the same.
-    fn open_exports(&self, disk: &Arc<Disk>, exports: Exports) -> Result<(), Error> {
-        let mut result = Ok(());
-        for (id, spec) in exports {
-            match Export::vhost_user(spec, disk) {
-                Ok(export) => {
-                    self.table.lock().add_export(Some(id), export);
-                }
-                Err(error) => {
-                    self.export_is_gone(id);
-                    result = result.and(Err(error));
-                }
-            }
-        }
-        result
+    /// Opens the exports of a disk that is served again.
+    fn open_exports(&self, disk: &str) -> Result<(), Error> {
+        let own: Vec<(u64, ExportSpec)> = {
+            let table = self.table.lock();
+            let shut =
+                table.exports.iter().filter(|export| export.is_only_for(disk) && export.wait().is_some());
+            shut.map(|export| (export.id, export.spec.clone())).collect()
+        };
+        let opened = own.iter().map(|(id, spec)| self.try_export(*id, spec)).fold(Ok(()), Result::and);
+        self.waits.notify_one();
+        opened
     }
 }
 
@@ -146,7 +134,7 @@ impl Table {
     /// Refuses a disk that a guest or an NBD client uses.
     fn check_idle(&self, name: &str) -> Result<(), Error> {
         let clients = self.nbd_clients(name);
-        let guest = self.exports.iter().find_map(|(_, export)| export.guest_of(name));
+        let guest = self.exports.iter().find_map(|export| export.guest_of(name));
         let by = match (guest, clients) {
             (Some(socket), _) => format!("the guest at {}", socket.display()),
             (None, 0) => return Ok(()),
@@ -154,5 +142,42 @@ impl Table {
             (None, clients) => format!("{clients} NBD clients"),
         };
         Err(Error::Attached { name: name.to_owned(), by })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use vmstrata_api as api;
+    use vmstrata_disk::{CreateOptions, create};
+
+    use super::*;
+    use crate::options::Options;
+
+    #[test]
+    fn a_disk_that_cannot_be_opened_again_waits_with_its_exports() {
+        let dir = tempfile::tempdir().unwrap();
+        let [path, aside, socket] = ["a.qcow2", "aside", "a.sock"].map(|name| dir.path().join(name));
+        create(&path, &CreateOptions { size: Some(1 << 20), ..CreateOptions::default() }).unwrap();
+        let host = Host::new(&Options::default(), dir.path().to_owned()).unwrap();
+        let text = |path: &PathBuf| path.to_str().unwrap().to_owned();
+        let spec: DiskSpec = api::DiskSpec { path: text(&path), ..Default::default() }.try_into().unwrap();
+        host.add_disk(spec.clone()).unwrap();
+        let export = api::VhostUserSpec { disk: "a".into(), socket: text(&socket), ..Default::default() };
+        let id = host.add_export(api::ExportSpec::VhostUser(export)).unwrap();
+
+        close_and_release("a", host.take_out("a").unwrap()).unwrap();
+        std::fs::rename(&path, &aside).unwrap();
+        host.put_back(&spec).unwrap_err();
+        let why = host.disks()[0].open_error.clone().expect("it waits");
+        assert!(why.contains("a.qcow2") && host.disks()[0].added, "{why}");
+        assert_eq!(host.export(id).unwrap().open_error.as_deref(), Some("disk 'a' is not open"));
+
+        std::fs::rename(&aside, &path).unwrap();
+        host.try_what_is_due(Instant::now() + Duration::from_secs(60));
+        assert_eq!(host.disks()[0].state, api::DiskState::Serving);
+        assert!(host.export(id).unwrap().open_error.is_none() && socket.exists());
+        host.close().unwrap();
     }
 }

@@ -19,10 +19,8 @@ impl Host {
         let shrink = if asked.shrink { Shrink::Allow } else { Shrink::Refuse };
         let resized = disk.resize(asked.size_bytes, shrink)?;
         let table = self.table.lock();
-        let guests = table.exports.iter().filter_map(|(_, export)| match export {
-            Export::VhostUser { spec, server } if spec.disk == name => Some(server),
-            _ => None,
-        });
+        let own = table.exports.iter().filter(|export| export.is_only_for(name));
+        let guests = own.filter_map(Export::vhost_user);
         // Not what was asked for: someone else may have resized it since.
         let told = guests.filter(|server| server.set_size(disk.size())).count();
         let nbd_clients = table.nbd_clients(name);

@@ -50,7 +50,7 @@ pub(in crate::control) async fn add(
     let what = What::of("disk_add", [asked.name.clone()]).object(asked.path.display().to_string());
     let add = move |host: &Host, _: &mut What| {
         let name = asked.name.clone();
-        host.add_disk_by_hand(asked)?;
+        host.add_disk(asked)?;
         host.disk(&name)
     };
     let added = changing(host, by, what, add).await?;

@@ -54,15 +54,16 @@ pub(in crate::control) async fn show(
 
 /// The place of an export, and the disk that it is for.
 fn about(change: &'static str, export: &ExportSpec) -> What {
-    match export {
-        ExportSpec::VhostUser(spec) => What::of(change, [spec.disk.clone()]).object(&spec.socket),
-        ExportSpec::Nbd(spec) => What::of(change, []).object(&spec.address),
-    }
+    let disk = match export {
+        ExportSpec::VhostUser(spec) => Some(spec.disk.clone()),
+        ExportSpec::Nbd(_) => None,
+    };
+    What::of(change, disk).object(export.place())
 }
 
 fn add_export(host: &Host, asked: ExportSpec) -> Result<ExportStatus, Error> {
     // Someone may have closed it again already.
-    host.export(host.add_export_by_hand(asked)?)
+    host.export(host.add_export(asked)?)
 }
 
 /// Close an export: requests in flight are finished, its clients are let go, its disks stay

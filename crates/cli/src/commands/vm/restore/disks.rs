@@ -328,11 +328,8 @@ fn find_way(
         return Some(file);
     }
     let name = &served?.name;
-    let leads = |export: &&ExportStatus| match &export.export {
-        ExportSpec::VhostUser(export) => export.disk == *name,
-        ExportSpec::Nbd(_) => true,
-    };
-    let mut ways = exports.iter().filter(leads).map(|export| Way::Export(export.export.clone()));
+    let own = exports.iter().filter(|export| export.export.serves(name));
+    let mut ways = own.map(|export| Way::Export(export.export.clone()));
     ways.find(|way| is_there(way, name))
 }
 
