@@ -233,6 +233,9 @@ pub struct JobStatus {
     pub bytes_per_second: Option<u64>,
     /// Seconds since it began, until it ended.
     pub seconds: u64,
+    /// Seconds until it ends, about; absent before the first step and at the end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds_left: Option<u64>,
     /// Steps that were passed over because of an error.
     pub failures: u64,
     /// Why it failed, or the first of the errors that were passed over.

@@ -125,7 +125,11 @@ fn a_copy_up_from_a_changed_layer_fails_the_disk() {
     let (chain, mut expected) = five_layers();
     let disk = Disk::open(chain.top(), &OpenOptions::default(), &small_resources(None)).expect("opens");
     let later = SystemTime::now() + Duration::from_secs(1);
-    File::options().write(true).open(&chain.files[0]).and_then(|file| file.set_modified(later)).expect("sets");
+    File::options()
+        .write(true)
+        .open(&chain.files[0])
+        .and_then(|file| file.set_modified(later))
+        .expect("sets");
     let written = write(&disk, 64, &[9; 64]).and_then(|()| disk.flush());
     assert!(matches!(written.expect_err("changed").kind(), ErrorKind::Changed));
     assert!(disk.failure().is_some_and(|why| why.contains(path_str(&chain.files[0]))));

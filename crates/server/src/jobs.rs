@@ -1,22 +1,17 @@
-//! Long work beside the guests: a loop of `select -> Action -> apply` that can be watched, slowed, paused and ended.
+//! The jobs of a server: long work beside the guests, as the API shows it.
 //!
 //! ```text
-//!   POST /v1/jobs ──► Slot::start ──► thread: ┌─► wait: paused? over the limit? ──► select ──► apply ─┐
-//!   GET, POST /v1/jobs/{id} ◄──► Control ◄────┘◄──────────── progress, events ◄────────────────────────┘
+//!   POST /v1/jobs ──► Slot::start ──► thread: vmstrata_job::Job::run ──► events
+//!   GET, POST /v1/jobs/{id} ◄──► Jobs ◄────────────┘
 //! ```
 //!
-//! **Adding a kind of job**: implement [`Work`], give it a variant in `api::JobSpec`, and begin it in
-//! `host::jobs`. Each step must leave everything as sound as it was: between two steps a job may be paused for ever,
-//! and a job that was cancelled is not undone.
+//! **Adding a kind of job**: implement [`Work`], give it a [`Kind`] and a variant in `api::JobSpec`, and begin it in `host::jobs`.
 //!
 //! Invariant: a job's thread ends before its disk is closed.
 
-mod bucket;
-mod control;
 mod index_build;
 mod merging;
 
-use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,12 +19,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::broadcast;
-use vmstrata_api::{ChangedBy, Event, JobChange, JobStatus, Outcome, Removed};
+use vmstrata_api::{ChangedBy, Event, JobChange, JobState, JobStatus, Outcome, Removed};
+use vmstrata_job::{Change, Job, State, Work};
 
-pub use self::bucket::Bucket;
-use self::control::Control;
-pub(crate) use self::index_build::IndexBuild;
-pub(crate) use self::merging::{DEFAULT_LIMIT, Flatten, MergeLayers, SnapshotDelete};
+pub(crate) use self::index_build::{INDEX_BUILD, IndexBuild};
+pub(crate) use self::merging::{DEFAULT_LIMIT, FLATTEN, MERGE, Merging, SNAPSHOT_DELETE};
 use crate::audit::{Audit, What};
 use crate::error::{Error, told};
 
@@ -37,45 +31,17 @@ use crate::error::{Error, told};
 const JOBS_MAX: usize = 64;
 /// Jobs that ended and are still listed.
 const ENDED_KEPT: usize = 100;
-/// Progress is told no more often than this.
+/// The least time between two events of progress.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 
-/// Something to be done in steps.
-pub(crate) trait Work: Send + 'static {
-    /// What `select` decides and `apply` carries out.
-    type Action;
-    /// The kind's name in the API.
-    const KIND: &'static str;
+/// A kind of work.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Kind {
+    /// Its name in the API.
+    pub(crate) name: &'static str,
     /// What a step is, in the plural.
-    const UNIT: &'static str;
-    /// Whether it removes files.
-    const REMOVES_FILES: bool = false;
-
-    /// Steps there are, about.
-    fn total(&self) -> u64;
-
-    /// Decides what comes next; `None` when all is done.
-    ///
-    /// # Errors
-    /// What makes going on pointless.
-    fn select(&mut self) -> Result<Option<Self::Action>, Error>;
-
-    /// Carries it out.
-    ///
-    /// # Errors
-    /// What makes going on pointless; for a step that can be passed over see [`Step::failure`].
-    fn apply(&mut self, action: Self::Action) -> Result<Step, Error>;
-}
-
-/// What a step did.
-#[derive(Debug, Default)]
-pub(crate) struct Step {
-    /// Bytes written, which the speed limit is about.
-    pub(crate) bytes: u64,
-    /// Files removed.
-    pub(crate) removed: Removed,
-    /// Why the step was passed over, if it was.
-    pub(crate) failure: Option<String>,
+    unit: &'static str,
+    removes_files: bool,
 }
 
 /// All jobs of a server.
@@ -92,10 +58,51 @@ pub(crate) struct Jobs {
 
 #[derive(Debug, Default)]
 struct Table {
-    jobs: Vec<Arc<Control>>,
+    jobs: Vec<Arc<Entry>>,
     /// Kinds and disks of the jobs that are about to begin.
-    reserved: Vec<(&'static str, String)>,
+    reserved: Vec<(&'static Kind, String)>,
     next: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    id: u64,
+    by: ChangedBy,
+    kind: &'static Kind,
+    disk: String,
+    job: Job,
+}
+
+impl Entry {
+    fn status(&self) -> JobStatus {
+        let progress = self.job.progress();
+        JobStatus {
+            id: self.id,
+            kind: self.kind.name.to_owned(),
+            disk: self.disk.clone(),
+            state: match progress.state {
+                State::Running => JobState::Running,
+                State::Paused => JobState::Paused,
+                State::Cancelling => JobState::Cancelling,
+                State::Done => JobState::Done,
+                State::Cancelled => JobState::Cancelled,
+                State::Failed => JobState::Failed,
+            },
+            done: progress.done,
+            total: progress.total,
+            unit: self.kind.unit.to_owned(),
+            bytes: progress.did.bytes,
+            removed: self.kind.removes_files.then_some(Removed {
+                files: progress.did.removed_files,
+                freed_bytes: progress.did.freed_bytes,
+            }),
+            bytes_per_second: progress.limit,
+            seconds: progress.took.as_secs(),
+            seconds_left: progress.left().map(|left| left.as_secs()),
+            failures: progress.failures,
+            error: progress.did.failure,
+        }
+    }
 }
 
 impl Jobs {
@@ -113,28 +120,28 @@ impl Jobs {
     ///
     /// # Errors
     /// Too many jobs; the same work on the same disk under way already.
-    pub(crate) fn reserve<W: Work>(self: &Arc<Self>, disk: &str) -> Result<Slot<W>, Error> {
+    pub(crate) fn reserve(self: &Arc<Self>, kind: &'static Kind, disk: &str) -> Result<Slot, Error> {
         let mut table = self.table.lock();
-        let live = table.jobs.iter().filter(|job| !job.is_ended());
-        let is_reserved = table.reserved.iter().any(|(kind, of)| *kind == W::KIND && of == disk);
-        if is_reserved || live.clone().any(|job| job.is_about(W::KIND, disk)) {
-            return Err(Error::JobExists { kind: W::KIND, disk: disk.to_owned() });
+        let live = table.jobs.iter().filter(|entry| !entry.job.is_ended());
+        let is_reserved = table.reserved.iter().any(|(other, of)| *other == kind && of == disk);
+        if is_reserved || live.clone().any(|entry| entry.kind == kind && entry.disk == disk) {
+            return Err(Error::JobExists { kind: kind.name, disk: disk.to_owned() });
         }
         if live.count() + table.reserved.len() >= JOBS_MAX {
             return Err(Error::TooManyJobs { max: JOBS_MAX });
         }
-        table.reserved.push((W::KIND, disk.to_owned()));
-        Ok(Slot { jobs: Arc::clone(self), disk: disk.to_owned(), kind: PhantomData })
+        table.reserved.push((kind, disk.to_owned()));
+        Ok(Slot { jobs: Arc::clone(self), kind, disk: disk.to_owned() })
     }
 
     /// Jobs under way, and the last ones that ended.
     pub(crate) fn list(&self) -> Vec<JobStatus> {
-        self.table.lock().jobs.iter().map(|job| job.status()).collect()
+        self.table.lock().jobs.iter().map(|entry| entry.status()).collect()
     }
 
-    fn find(&self, id: u64) -> Result<Arc<Control>, Error> {
+    fn find(&self, id: u64) -> Result<Arc<Entry>, Error> {
         let table = self.table.lock();
-        let found = table.jobs.iter().find(|job| job.id() == id);
+        let found = table.jobs.iter().find(|entry| entry.id == id);
         found.cloned().ok_or(Error::NoSuchJob { id })
     }
 
@@ -151,9 +158,14 @@ impl Jobs {
     /// # Errors
     /// No such job.
     pub(crate) fn change(&self, id: u64, change: JobChange) -> Result<JobStatus, Error> {
-        let job = self.find(id)?;
-        job.change(change);
-        let status = job.status();
+        let entry = self.find(id)?;
+        entry.job.change(match change {
+            JobChange::Pause {} => Change::Pause,
+            JobChange::Resume {} => Change::Resume,
+            JobChange::Cancel {} => Change::Cancel,
+            JobChange::Limit { bytes_per_second } => Change::Limit(bytes_per_second),
+        });
+        let status = entry.status();
         let _ = self.events.send(Event::Job { job: status.clone() });
         Ok(status)
     }
@@ -171,12 +183,12 @@ impl Jobs {
     fn end_until(&self, disk: Option<&str>, deadline: Option<Instant>) {
         let mut table = self.table.lock();
         loop {
-            let meant = |job: &&Arc<Control>| disk.is_none_or(|disk| job.disk() == disk) && !job.is_ended();
-            let live: Vec<_> = table.jobs.iter().filter(meant).cloned().collect();
-            if live.is_empty() {
+            let own = table.jobs.iter().filter(|entry| disk.is_none_or(|disk| entry.disk == disk));
+            let mut live = own.filter(|entry| !entry.job.is_ended()).peekable();
+            if live.peek().is_none() {
                 return;
             }
-            live.iter().for_each(|job| job.change(JobChange::Cancel {}));
+            live.for_each(|entry| entry.job.change(Change::Cancel));
             match deadline {
                 None => self.ended.wait(&mut table),
                 Some(deadline) if self.ended.wait_until(&mut table, deadline).timed_out() => {
@@ -187,86 +199,83 @@ impl Jobs {
         }
     }
 
-    fn run<W: Work>(&self, job: &Control, work: W) {
-        // Whoever closes the disk waits for the end of its jobs: a panic is one, too. What the work holds open is let go by
-        // then, also while it unwinds.
-        let result = catch_unwind(AssertUnwindSafe(|| self.work(job, work)));
-        let result = result.unwrap_or(Err(Error::JobPanicked { kind: W::KIND }));
-        let reached = job.status();
+    fn run<W: Work<Error = Error>>(&self, entry: &Entry, work: W) {
+        let mut last = Instant::now();
+        let tell = |_: &Job| {
+            if last.elapsed() >= TELL_EVERY {
+                last = Instant::now();
+                let _ = self.events.send(Event::Job { job: entry.status() });
+            }
+        };
+        // Closing the disk waits for the end of its jobs: a panic is one, too. By then the work has let go of what it holds open,
+        // also while it unwinds.
+        let result = catch_unwind(AssertUnwindSafe(|| entry.job.run(work, tell)));
+        let result = result.unwrap_or(Err(Error::JobPanicked { kind: entry.kind.name }));
+        let reached = entry.status();
         let (how, outcome, error) = match &result {
             Ok(true) => (0, Outcome::Done, reached.error),
             Ok(false) => (1, Outcome::Cancelled, reached.error),
             Err(error) => (2, Outcome::Failed, Some(told(error))),
         };
-        let what = What::of(W::KIND, [reached.disk]).object(format!("job {}", reached.id));
+        let what = What::of(entry.kind.name, [reached.disk]).object(format!("job {}", reached.id));
         let bytes = reached.removed.map_or(reached.bytes, |removed| removed.freed_bytes);
-        // Before anybody can see that the job has ended, and without the lock: storage may not answer.
-        self.audit.record(job.by(), What { bytes: Some(bytes), ..what }, job.took(), (outcome, error));
+        // Before the end can be seen, and without the lock: storage may not answer.
+        let took = entry.job.progress().took;
+        self.audit.record(entry.by.clone(), What { bytes: Some(bytes), ..what }, took, (outcome, error));
         let _table = self.table.lock();
-        job.end(result);
-        let status = job.status();
+        entry.job.end(result.map_err(|error| error.to_string()));
         self.ended_as[how].fetch_add(1, Ordering::Relaxed);
-        let _ = self.events.send(Event::Job { job: status });
+        let _ = self.events.send(Event::Job { job: entry.status() });
         self.ended.notify_all();
-    }
-
-    /// Does all steps, unless it is to end before: then `false`.
-    fn work<W: Work>(&self, job: &Control, mut work: W) -> Result<bool, Error> {
-        let mut told = Instant::now();
-        while job.may_go_on() {
-            let Some(action) = work.select()? else { return Ok(true) };
-            job.stepped(work.apply(action)?);
-            if told.elapsed() >= TELL_EVERY {
-                told = Instant::now();
-                let _ = self.events.send(Event::Job { job: job.status() });
-            }
-        }
-        Ok(false)
     }
 }
 
 /// Room for one job.
 #[derive(Debug)]
-pub(crate) struct Slot<W: Work> {
+pub(crate) struct Slot {
     jobs: Arc<Jobs>,
+    kind: &'static Kind,
     disk: String,
-    kind: PhantomData<fn(W)>,
 }
 
-impl<W: Work> Slot<W> {
+impl Slot {
     /// Begins the work, on a thread of its own.
     ///
     /// # Errors
     /// A host that has no thread left.
-    pub(crate) fn start(self, limit: Option<u64>, by: ChangedBy, work: W) -> Result<JobStatus, Error> {
+    pub(crate) fn start<W>(self, limit: Option<u64>, by: ChangedBy, work: W) -> Result<JobStatus, Error>
+    where
+        W: Work<Error = Error> + Send + 'static,
+    {
         let mut table = self.jobs.table.lock();
         table.next += 1;
-        let control = Arc::new(Control::new::<W>((table.next, by), &self.disk, work.total(), limit));
-        let (jobs, shared) = (Arc::clone(&self.jobs), Arc::clone(&control));
-        let thread = std::thread::Builder::new().name(format!("job-{}", table.next));
+        let (id, job) = (table.next, Job::new(work.total(), limit));
+        let entry = Arc::new(Entry { id, by, kind: self.kind, disk: self.disk.clone(), job });
+        let (jobs, shared) = (Arc::clone(&self.jobs), Arc::clone(&entry));
+        let thread = std::thread::Builder::new().name(format!("job-{id}"));
         let spawned = thread.spawn(move || jobs.run(&shared, work));
         spawned.map_err(|source| Error::System { action: "start a thread for a job", source })?;
-        table.jobs.push(Arc::clone(&control));
+        table.jobs.push(Arc::clone(&entry));
         table.forget_oldest();
-        let _ = self.jobs.events.send(Event::Job { job: control.status() });
-        Ok(control.status())
+        let _ = self.jobs.events.send(Event::Job { job: entry.status() });
+        Ok(entry.status())
     }
 }
 
-impl<W: Work> Drop for Slot<W> {
+impl Drop for Slot {
     fn drop(&mut self) {
         let reserved = &mut self.jobs.table.lock().reserved;
-        let own = reserved.iter().position(|(kind, disk)| *kind == W::KIND && *disk == self.disk);
+        let own = reserved.iter().position(|(kind, disk)| *kind == self.kind && *disk == self.disk);
         own.map(|own| reserved.swap_remove(own));
     }
 }
 
 impl Table {
     fn forget_oldest(&mut self) {
-        let ended = self.jobs.iter().filter(|job| job.is_ended()).count();
+        let ended = self.jobs.iter().filter(|entry| entry.job.is_ended()).count();
         let mut surplus = ended.saturating_sub(ENDED_KEPT);
-        self.jobs.retain(|job| {
-            let goes = surplus > 0 && job.is_ended();
+        self.jobs.retain(|entry| {
+            let goes = surplus > 0 && entry.job.is_ended();
             surplus -= usize::from(goes);
             !goes
         });

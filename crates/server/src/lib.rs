@@ -10,7 +10,7 @@
 //! |---|---|
 //! | [`spec`], [`config`], `options` | what is asked for, checked before any file is touched |
 //! | [`host`] | which disks and exports there are, and how they come and go |
-//! | `jobs` | long work in steps: progress, speed limit, pause, cancel |
+//! | `jobs` | the jobs of the disks, as the API shows them |
 //! | `saved` | what was added to a running server, for its successor |
 //! | `audit` | who changed what |
 //! | `agent` | guests that stand still for a snapshot |
@@ -45,7 +45,6 @@ pub use audit::{Audit, What};
 pub use control::{is_managers, openapi};
 pub use error::{Error, NotClean, RuntimeDirFault, SocketFault, told};
 pub use host::Host;
-pub use jobs::Bucket;
 pub use options::{ControlPlace, Limits, Options, TlsFiles};
 pub use preflight::preflight;
 pub use run::run;

@@ -26,6 +26,7 @@ const BELOW: &[(&str, &[&str])] = &[
     ("vmstrata-survey", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-memory", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
     ("vmstrata-api", &["vmstrata-types"]),
+    ("vmstrata-job", &[]),
     (
         "vmstrata-server",
         &[
@@ -36,6 +37,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-export",
             "vmstrata-memory",
             "vmstrata-api",
+            "vmstrata-job",
         ],
     ),
     (
@@ -51,6 +53,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-survey",
             "vmstrata-memory",
             "vmstrata-api",
+            "vmstrata-job",
             "vmstrata-server",
         ],
     ),

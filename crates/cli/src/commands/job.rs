@@ -55,12 +55,12 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
 
 fn to_text(jobs: &[JobStatus]) -> String {
     let mut table =
-        Table::new(["JOB", "KIND", "DISK", "STATE", "DONE", "WRITTEN", "FREED", "LIMIT", "ERROR"]);
+        Table::new(["JOB", "KIND", "DISK", "STATE", "DONE", "LEFT", "WRITTEN", "FREED", "LIMIT", "ERROR"]);
     jobs.iter().for_each(|job| table.row(row(job)));
     table.to_string()
 }
 
-fn row(job: &JobStatus) -> [String; 9] {
+fn row(job: &JobStatus) -> [String; 10] {
     let limit = job.bytes_per_second.map(|limit| format!("{}/s", short_size(limit)));
     let errors = match (&job.error, job.failures) {
         (Some(error), more @ 2..) => format!("{error} (and {} more)", more - 1),
@@ -72,6 +72,7 @@ fn row(job: &JobStatus) -> [String; 9] {
         job.disk.clone(),
         state(job.state).to_owned(),
         format!("{} of {} {} ({:.0} %)", job.done, job.total, job.unit, percent(job.done, job.total)),
+        job.seconds_left.map_or_else(|| "-".to_owned(), |seconds| format!("{seconds} s")),
         short_size(job.bytes),
         job.removed.map_or_else(|| "-".to_owned(), |removed| short_size(removed.freed_bytes)),
         limit.unwrap_or_else(|| "-".to_owned()),

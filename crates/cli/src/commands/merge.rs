@@ -12,7 +12,7 @@ use vmstrata_disk::merge::{
     Direction, Forecast, Going, LayerRef, Merge, MergeOptions, MergeRange, Merged, Removal, Selection,
     ranges_of,
 };
-use vmstrata_server::Bucket;
+use vmstrata_job::Bucket;
 
 use super::backup::watched;
 use super::snapshot::live::Live;

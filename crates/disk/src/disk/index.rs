@@ -99,9 +99,7 @@ impl Disk {
     /// none yet that does: making it anew ([`Indexing`]) spares the next one who opens it the tables of all layers.
     pub fn lost_its_index(&self) -> bool {
         let lacks = |map: &Arc<FrozenMap>| map.index().is_none();
-        self.lost_index
-            && !self.is_read_only()
-            && self.layers_now().frozen.as_ref().is_some_and(lacks)
+        self.lost_index && !self.is_read_only() && self.layers_now().frozen.as_ref().is_some_and(lacks)
     }
 }
 

@@ -206,7 +206,9 @@ pub enum ErrorKind {
     #[error("the disk is open read-only")]
     ReadOnly,
     /// A write to a disk that has failed: what is on stable storage is unknown, or a frozen layer was changed.
-    #[error("the disk takes no more writes, as it has failed ({cause}): see to the cause, then open it again")]
+    #[error(
+        "the disk takes no more writes, as it has failed ({cause}): see to the cause, then open it again"
+    )]
     Failed {
         /// The first failure.
         cause: String,

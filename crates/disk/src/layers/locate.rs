@@ -116,7 +116,9 @@ impl Layers {
         match &self.top {
             Top::Qcow2(active) if index == active.index => LayerRef::Active(active),
             Top::Raw(raw) => LayerRef::Raw(raw),
-            _ => LayerRef::Frozen(self.frozen.as_ref().expect("only the active layer is not frozen").layer(index)),
+            _ => LayerRef::Frozen(
+                self.frozen.as_ref().expect("only the active layer is not frozen").layer(index),
+            ),
         }
     }
 

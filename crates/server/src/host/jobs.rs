@@ -4,13 +4,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_api::{self as api, ChangedBy, JobChange, JobSpec, JobStatus, MergeInto, RemoveFiles};
-use vmstrata_disk::Disk;
 use vmstrata_disk::merge::{Direction, LayerRef, MergeOptions, Removal};
+use vmstrata_disk::{Disk, OpenOptions};
 
 use super::Host;
 use crate::audit::What;
 use crate::error::Error;
-use crate::jobs::{DEFAULT_LIMIT, Flatten, IndexBuild, MergeLayers, SnapshotDelete, Work};
+use crate::jobs::{DEFAULT_LIMIT, FLATTEN, INDEX_BUILD, IndexBuild, MERGE, Merging, SNAPSHOT_DELETE};
 use crate::spec::{SpecError, check_path};
 
 /// A limit of 0 would be a pause that does not say so.
@@ -21,8 +21,8 @@ fn check_limit(bytes_per_second: Option<u64>) -> Result<(), Error> {
     }
 }
 
-/// How layers are dropped, but for how their files are looked at.
-fn how(remove: RemoveFiles, into: MergeInto, forget_missing: bool) -> MergeOptions {
+/// How layers are dropped.
+fn how(open: OpenOptions, remove: RemoveFiles, into: MergeInto, forget_missing: bool) -> MergeOptions {
     let removal = match remove {
         RemoveFiles::None => Removal::Nothing,
         RemoveFiles::Snapshots => Removal::Snapshots,
@@ -34,19 +34,19 @@ fn how(remove: RemoveFiles, into: MergeInto, forget_missing: bool) -> MergeOptio
         MergeInto::Up => Direction::Up,
         MergeInto::Down => Direction::Down,
     };
-    MergeOptions { removal, forget_missing, direction, ..MergeOptions::default() }
+    MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
 }
 
 /// A relative path is refused: it is seen from the server's directory.
-fn layer_ref(layer: api::LayerRef) -> Result<LayerRef, Error> {
+fn layer_ref(layer: &api::LayerRef) -> Result<LayerRef, Error> {
     match layer {
-        api::LayerRef::Number(number) => Ok(LayerRef::Number(number as usize)),
+        api::LayerRef::Number(number) => Ok(LayerRef::Number(*number as usize)),
         api::LayerRef::File(path) => {
-            check_path("file", &path)?;
-            if Path::new(&path).is_absolute() {
+            check_path("file", path)?;
+            if Path::new(path).is_absolute() {
                 Ok(LayerRef::File(path.into()))
             } else {
-                Err(SpecError::Relative { path }.into())
+                Err(SpecError::Relative { path: path.clone() }.into())
             }
         }
     }
@@ -71,96 +71,57 @@ impl Host {
     }
 
     fn begin_job(&self, asked: JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
-        check_limit(asked.bytes_per_second())?;
-        match asked {
-            JobSpec::IndexBuild { disk, bytes_per_second } => {
-                self.start_indexing(&disk, bytes_per_second, by)
-            }
-            JobSpec::SnapshotDelete {
-                disk,
-                snapshots,
-                keep_files,
-                into,
-                forget_missing,
-                bytes_per_second,
-            } => {
-                let remove = if keep_files { RemoveFiles::None } else { RemoveFiles::Snapshots };
-                let how = how(remove, into, forget_missing);
-                self.start_merging(&disk, how, (bytes_per_second, by), |open, options| {
-                    SnapshotDelete::new(open, &snapshots, options)
-                })
-            }
-            JobSpec::Merge {
-                disk,
-                first,
-                last,
-                drop_snapshots,
-                remove,
-                into,
-                forget_missing,
-                bytes_per_second,
-            } => {
-                let ends = [layer_ref(first)?, layer_ref(last)?];
-                let how = how(remove, into, forget_missing);
-                self.start_merging(&disk, how, (bytes_per_second, by), |open, options| {
-                    MergeLayers::new(open, ends.each_ref(), drop_snapshots, options)
-                })
-            }
-            JobSpec::Flatten { disk, onto, drop_snapshots, remove, forget_missing, bytes_per_second } => {
-                let onto = onto.map(layer_ref).transpose()?;
-                let how = how(remove, MergeInto::Up, forget_missing);
-                self.start_merging(&disk, how, (bytes_per_second, by), |open, options| {
-                    Flatten::new(open, onto.as_ref(), drop_snapshots, options)
-                })
-            }
-        }
-    }
-
-    fn start_indexing(
-        &self,
-        disk: &str,
-        bytes_per_second: Option<u64>,
-        by: ChangedBy,
-    ) -> Result<JobStatus, Error> {
+        let limit = asked.bytes_per_second();
+        check_limit(limit)?;
         let (_change, table) = self.begin_change()?;
-        let (_, open) = table.lend(disk, BEGINNING)?;
+        let (spec, open) = table.lend(asked.disk(), BEGINNING)?;
+        let open_options = self.open_options(spec);
         drop(table);
-        let slot = self.jobs.reserve(disk)?;
-        let work = IndexBuild::new(&open, false)?;
-        self.keep_job(disk, || slot.start(bytes_per_second, by, work))
+        let reserve = |kind| self.jobs.reserve(kind, asked.disk());
+        let how = |remove, into, forget_missing| how(open_options, remove, into, forget_missing);
+        let (slot, work) = match &asked {
+            JobSpec::IndexBuild { disk, .. } => {
+                let slot = reserve(&INDEX_BUILD)?;
+                let work = IndexBuild::new(&open, false)?;
+                return self.keep_job(disk, || slot.start(limit, by, work));
+            }
+            JobSpec::SnapshotDelete { snapshots, keep_files, into, forget_missing, .. } => {
+                let remove = if *keep_files { RemoveFiles::None } else { RemoveFiles::Snapshots };
+                let slot = reserve(&SNAPSHOT_DELETE)?;
+                let how = how(remove, *into, *forget_missing);
+                (slot, Merging::snapshots(Arc::clone(&open), snapshots, how)?)
+            }
+            JobSpec::Merge { first, last, drop_snapshots, remove, into, forget_missing, .. } => {
+                let ends = [layer_ref(first)?, layer_ref(last)?];
+                let slot = reserve(&MERGE)?;
+                let how = how(*remove, *into, *forget_missing);
+                (slot, Merging::layers(Arc::clone(&open), ends.each_ref(), *drop_snapshots, how)?)
+            }
+            JobSpec::Flatten { onto, drop_snapshots, remove, forget_missing, .. } => {
+                let onto = onto.as_ref().map(layer_ref).transpose()?;
+                let slot = reserve(&FLATTEN)?;
+                let how = how(*remove, MergeInto::Up, *forget_missing);
+                (slot, Merging::flatten(Arc::clone(&open), onto.as_ref(), *drop_snapshots, how)?)
+            }
+        };
+        let limit = Some(limit.unwrap_or(DEFAULT_LIMIT));
+        self.keep_job(asked.disk(), || slot.start(limit, by, work))
     }
 
-    /// Has the index of a disk made anew that was opened with one that does not hold any more.
+    /// Rebuilds the index of a disk that was opened with one that no longer holds.
     pub(super) fn mend_index(&self, name: &str, disk: &Arc<Disk>) {
         if !disk.lost_its_index() {
             return;
         }
         let start = || {
-            let slot = self.jobs.reserve(name)?;
+            let slot = self.jobs.reserve(&INDEX_BUILD, name)?;
             let work = IndexBuild::new(disk, true)?;
             self.keep_job(name, || slot.start(Some(DEFAULT_LIMIT), ChangedBy::Server, work))
         };
         match start() {
-            Ok(job) => tracing::info!(disk = name, job = job.id, "its index is made anew"),
-            Err(error) => tracing::warn!(disk = name, %error, "its index is not made anew"),
+            Ok(job) => tracing::info!(disk = name, job = job.id, "its index is being rebuilt"),
+            Err(error) => tracing::warn!(disk = name, %error, "its index is not rebuilt"),
         }
-    }
-
-    fn start_merging<W: Work>(
-        &self,
-        disk: &str,
-        how: MergeOptions,
-        (bytes_per_second, by): (Option<u64>, ChangedBy),
-        make: impl FnOnce(Arc<Disk>, MergeOptions) -> Result<W, Error>,
-    ) -> Result<JobStatus, Error> {
-        let (_change, table) = self.begin_change()?;
-        let (spec, open) = table.lend(disk, BEGINNING)?;
-        let options = MergeOptions { open: self.open_options(spec), ..how };
-        drop(table);
-        let slot = self.jobs.reserve(disk)?;
-        let work = make(Arc::clone(&open), options)?;
-        let limit = Some(bytes_per_second.unwrap_or(DEFAULT_LIMIT));
-        self.keep_job(disk, || slot.start(limit, by, work))
     }
 
     /// Starts a job unless its disk has gone or the server is ending: none begins after the disk's jobs were ended.

@@ -4,9 +4,13 @@ use std::sync::Arc;
 
 use vmstrata_disk::index::{IndexOutcome, IndexedFile};
 use vmstrata_disk::{Disk, Indexing};
+use vmstrata_job::{Next, Step, Work};
 
-use super::{Step, Work};
+use super::Kind;
 use crate::error::Error;
+
+/// The kind of [`IndexBuild`].
+pub(crate) const INDEX_BUILD: Kind = Kind { name: "index_build", unit: "layers", removes_files: false };
 
 /// See the module documentation. The disk's own file is left alone: it is being written.
 #[derive(Debug)]
@@ -26,15 +30,14 @@ impl IndexBuild {
 
 impl Work for IndexBuild {
     type Action = ();
-    const KIND: &'static str = "index_build";
-    const UNIT: &'static str = "layers";
+    type Error = Error;
 
     fn total(&self) -> u64 {
         self.indexing.layers() as u64
     }
 
-    fn select(&mut self) -> Result<Option<()>, Error> {
-        Ok((!self.indexing.is_done()).then_some(()))
+    fn select(&mut self) -> Result<Next<()>, Error> {
+        Ok(if self.indexing.is_done() { Next::End } else { Next::Step(()) })
     }
 
     fn apply(&mut self, (): ()) -> Result<Step, Error> {

@@ -1,49 +1,28 @@
 //! Dropping layers of a served disk: what only they hold is pulled up, their files go.
 
 use std::collections::VecDeque;
-use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_api::Removed;
 use vmstrata_disk::Disk;
 use vmstrata_disk::merge::{Action, Kept, LayerRef, Merge, MergeFault, MergeOptions, MergeRange, Selection};
+use vmstrata_job::{Next, Step, Work};
 
-use super::{Step, Work};
+use super::Kind;
 use crate::error::Error;
 
 /// Bytes a second unless asked otherwise: little enough for guests not to feel it.
 pub(crate) const DEFAULT_LIMIT: u64 = 64 << 20;
 
 /// Drops snapshots. Neighbours go together, the newest first.
-pub(crate) type SnapshotDelete = Merging<Snapshots>;
+pub(crate) const SNAPSHOT_DELETE: Kind = kind("snapshot_delete");
 /// Drops a range of layers, with or without names.
-pub(crate) type MergeLayers = Merging<Layers>;
+pub(crate) const MERGE: Kind = kind("merge");
 /// Drops everything below the active layer, or down to a layer that stays.
-pub(crate) type Flatten = Merging<Below>;
+pub(crate) const FLATTEN: Kind = kind("flatten");
 
-/// Which layers go: the kind's name in the API.
-pub(crate) trait Goes: std::fmt::Debug + Send + 'static {
-    const KIND: &'static str;
-}
-
-#[derive(Debug)]
-pub(crate) enum Snapshots {}
-#[derive(Debug)]
-pub(crate) enum Layers {}
-#[derive(Debug)]
-pub(crate) enum Below {}
-
-impl Goes for Snapshots {
-    const KIND: &'static str = "snapshot_delete";
-}
-
-impl Goes for Layers {
-    const KIND: &'static str = "merge";
-}
-
-impl Goes for Below {
-    const KIND: &'static str = "flatten";
+const fn kind(name: &'static str) -> Kind {
+    Kind { name, unit: "steps", removes_files: true }
 }
 
 /// How often to begin again, without having come any further, when a snapshot is taken at a moment at which the layers must not
@@ -52,7 +31,7 @@ const AGAIN_MAX: u32 = 20;
 
 /// See the module documentation.
 #[derive(Debug)]
-pub(crate) struct Merging<G> {
+pub(crate) struct Merging {
     disk: Arc<Disk>,
     options: MergeOptions,
     selection: Selection,
@@ -60,26 +39,27 @@ pub(crate) struct Merging<G> {
     merge: Option<Merge>,
     total: u64,
     again: u32,
-    goes: PhantomData<G>,
 }
 
-impl Merging<Snapshots> {
+impl Merging {
     /// Finds the layers of these snapshots.
     ///
     /// # Errors
     /// No such snapshot; layers that cannot be dropped; another merge that ended at this moment.
-    pub(crate) fn new(disk: Arc<Disk>, snapshots: &[String], options: MergeOptions) -> Result<Self, Error> {
+    pub(crate) fn snapshots(
+        disk: Arc<Disk>,
+        snapshots: &[String],
+        options: MergeOptions,
+    ) -> Result<Self, Error> {
         let selection = Selection::named(disk.path(), snapshots, &options.open)?;
         Self::of(disk, selection, options)
     }
-}
 
-impl Merging<Layers> {
     /// Finds the layers from one to the other.
     ///
     /// # Errors
     /// Named snapshots among them, unless `drop_snapshots`; no such layers; named ones of another disk; layers that cannot be dropped; another merge that ended at this moment.
-    pub(crate) fn new(
+    pub(crate) fn layers(
         disk: Arc<Disk>,
         ends: [&LayerRef; 2],
         drop_snapshots: bool,
@@ -91,15 +71,13 @@ impl Merging<Layers> {
         }
         Self::of(disk, selection, MergeOptions { beyond_own: true, ..options })
     }
-}
 
-impl Merging<Below> {
     /// Finds the layers below the active one, down to the one that it is to stand on. A disk that is flat already makes a job of no
     /// steps. A snapshot that is taken meanwhile stays: the layer that was active then is what gets flat.
     ///
     /// # Errors
     /// Named snapshots that would go, unless `drop_snapshots`; no such layer to stand on; layers that cannot be dropped; a snapshot that was taken at this moment.
-    pub(crate) fn new(
+    pub(crate) fn flatten(
         disk: Arc<Disk>,
         onto: Option<&LayerRef>,
         drop_snapshots: bool,
@@ -114,20 +92,10 @@ impl Merging<Below> {
         }
         Self::of(disk, selection, options)
     }
-}
 
-impl<G: Goes> Merging<G> {
     fn of(disk: Arc<Disk>, selection: Selection, options: MergeOptions) -> Result<Self, Error> {
-        let mut work = Self {
-            disk,
-            options,
-            selection,
-            waiting: VecDeque::new(),
-            merge: None,
-            total: 0,
-            again: 0,
-            goes: PhantomData,
-        };
+        let mut work =
+            Self { disk, options, selection, waiting: VecDeque::new(), merge: None, total: 0, again: 0 };
         if let Err(error) = work.begin() {
             work.or_again(error)?;
         }
@@ -174,26 +142,24 @@ impl<G: Goes> Merging<G> {
     }
 }
 
-impl<G: Goes> Work for Merging<G> {
+impl Work for Merging {
     type Action = Action;
-    const KIND: &'static str = G::KIND;
-    const UNIT: &'static str = "steps";
-    const REMOVES_FILES: bool = true;
+    type Error = Error;
 
     fn total(&self) -> u64 {
         self.total
     }
 
-    fn select(&mut self) -> Result<Option<Action>, Error> {
+    fn select(&mut self) -> Result<Next<Action>, Error> {
         while let Some(merge) = &self.merge {
             if let Some(action) = merge.select() {
-                return Ok(Some(action));
+                return Ok(Next::Step(action));
             }
             if let Err(error) = self.merge_next() {
                 self.or_again(error)?;
             }
         }
-        Ok(None)
+        Ok(Next::End)
     }
 
     fn apply(&mut self, action: Action) -> Result<Step, Error> {
@@ -207,12 +173,16 @@ impl<G: Goes> Work for Merging<G> {
             return Ok(Step { bytes, ..Step::default() });
         }
         let merged = merge.merged();
-        let removed = Removed { files: merged.removed.len() as u64, freed_bytes: merged.freed_bytes };
-        Ok(Step { bytes, removed, failure: stays(&merged.kept) })
+        Ok(Step {
+            bytes,
+            removed_files: merged.removed.len() as u64,
+            freed_bytes: merged.freed_bytes,
+            failure: stays(&merged.kept),
+        })
     }
 }
 
-/// What there is to say of files that stay though nobody asked for it.
+/// What there is to say of files that stay without having been asked to.
 fn stays(kept: &[(PathBuf, Kept)]) -> Option<String> {
     let mut kept = kept.iter().filter(|(_, why)| *why != Kept::Asked);
     let (path, why) = kept.next()?;

@@ -1,8 +1,10 @@
 use std::sync::mpsc;
 
-use vmstrata_api::JobState;
+use vmstrata_job::{Next, Step};
 
 use super::*;
+
+const STEPS: Kind = Kind { name: "steps", unit: "steps", removes_files: false };
 
 /// Work whose steps wait for the test.
 #[derive(Debug)]
@@ -14,20 +16,18 @@ struct Steps {
 }
 
 impl Work for Steps {
-    type Action = u64;
-    const KIND: &'static str = "steps";
-    const UNIT: &'static str = "steps";
+    type Action = ();
+    type Error = Error;
 
     fn total(&self) -> u64 {
         self.left
     }
 
-    fn select(&mut self) -> Result<Option<u64>, Error> {
-        Ok((self.left > 0).then_some(self.left))
+    fn select(&mut self) -> Result<Next<()>, Error> {
+        Ok(if self.left > 0 { Next::Step(()) } else { Next::End })
     }
 
-    fn apply(&mut self, action: u64) -> Result<Step, Error> {
-        assert_eq!(action, self.left, "what was selected is what is applied");
+    fn apply(&mut self, (): ()) -> Result<Step, Error> {
         self.left -= 1;
         let _ = self.begun.send(());
         self.gate.recv().map_err(|_| Error::Ending)
@@ -44,8 +44,11 @@ fn jobs() -> Arc<Jobs> {
 fn start(jobs: &Arc<Jobs>, disk: &str, limit: Option<u64>) -> (u64, mpsc::Sender<Step>) {
     let (open, gate) = mpsc::channel();
     let (begun, steps) = mpsc::channel();
-    let status =
-        jobs.reserve(disk).unwrap().start(limit, ChangedBy::Server, Steps { left: 3, gate, begun }).unwrap();
+    let status = jobs
+        .reserve(&STEPS, disk)
+        .unwrap()
+        .start(limit, ChangedBy::Server, Steps { left: 3, gate, begun })
+        .unwrap();
     assert_eq!((status.state, status.total), (JobState::Running, 3));
     steps.recv_timeout(Duration::from_secs(10)).expect("the first step begins");
     (status.id, open)
@@ -97,15 +100,14 @@ struct Panics(mpsc::Sender<()>);
 
 impl Work for Panics {
     type Action = ();
-    const KIND: &'static str = "panics";
-    const UNIT: &'static str = "steps";
+    type Error = Error;
 
     fn total(&self) -> u64 {
         1
     }
 
-    fn select(&mut self) -> Result<Option<()>, Error> {
-        Ok(Some(()))
+    fn select(&mut self) -> Result<Next<()>, Error> {
+        Ok(Next::Step(()))
     }
 
     fn apply(&mut self, (): ()) -> Result<Step, Error> {
@@ -123,7 +125,7 @@ impl Drop for Panics {
 fn a_job_that_panics_has_failed_and_nobody_waits_for_it() {
     let jobs = jobs();
     let (dropped, is_dropped) = mpsc::channel();
-    let id = jobs.reserve("a").unwrap().start(None, ChangedBy::Server, Panics(dropped)).unwrap().id;
+    let id = jobs.reserve(&STEPS, "a").unwrap().start(None, ChangedBy::Server, Panics(dropped)).unwrap().id;
     wait_for(&jobs, id, "the end", |status| status.state.is_ended());
     jobs.end(None);
     is_dropped.try_recv().expect("what it held is let go");
@@ -133,26 +135,10 @@ fn a_job_that_panics_has_failed_and_nobody_waits_for_it() {
 }
 
 #[test]
-fn a_paused_job_stands_still_until_it_is_resumed() {
-    let jobs = jobs();
-    let (id, open) = start(&jobs, "a", None);
-    jobs.change(id, JobChange::Pause {}).unwrap();
-    for _ in 0..3 {
-        open.send(step(0)).unwrap();
-    }
-    // The step that was under way may end, no other begins.
-    std::thread::sleep(Duration::from_millis(50));
-    let paused = jobs.status(id).unwrap();
-    assert!(paused.state == JobState::Paused && paused.done <= 1, "{paused:?}");
-    jobs.change(id, JobChange::Resume {}).unwrap();
-    wait_for(&jobs, id, "the end", |status| status.state == JobState::Done);
-}
-
-#[test]
 fn a_cancelled_job_ends_after_its_step_and_frees_its_place() {
     let jobs = jobs();
     let (id, open) = start(&jobs, "a", None);
-    let again = jobs.reserve::<Steps>("a");
+    let again = jobs.reserve(&STEPS, "a");
     assert!(matches!(again, Err(Error::JobExists { .. })), "{again:?}");
     jobs.change(id, JobChange::Cancel {}).unwrap();
     open.send(step(1)).unwrap();
@@ -166,38 +152,14 @@ fn a_cancelled_job_ends_after_its_step_and_frees_its_place() {
 #[test]
 fn a_place_is_taken_before_the_work_is_made_and_free_again_when_it_is_not() {
     let jobs = jobs();
-    let slot = jobs.reserve::<Steps>("a").unwrap();
-    let again = jobs.reserve::<Steps>("a");
+    let slot = jobs.reserve(&STEPS, "a").unwrap();
+    let again = jobs.reserve(&STEPS, "a");
     assert!(matches!(again, Err(Error::JobExists { .. })), "{again:?}");
-    let others: Vec<_> =
-        (1..JOBS_MAX).map(|disk| jobs.reserve::<Steps>(&disk.to_string()).unwrap()).collect();
-    let more = jobs.reserve::<Steps>("more");
+    let others: Vec<_> = (1..JOBS_MAX).map(|disk| jobs.reserve(&STEPS, &disk.to_string()).unwrap()).collect();
+    let more = jobs.reserve(&STEPS, "more");
     assert!(matches!(more, Err(Error::TooManyJobs { .. })), "{more:?}");
     drop((slot, others));
     start(&jobs, "a", None);
-}
-
-#[test]
-fn an_error_ends_a_job_with_its_words() {
-    let jobs = jobs();
-    let (id, open) = start(&jobs, "a", None);
-    drop(open);
-    let status = wait_for(&jobs, id, "the end", |status| status.state == JobState::Failed);
-    assert_eq!(status.error.as_deref(), Some("the server is ending"));
-}
-
-#[test]
-fn a_limited_job_waits_and_can_be_let_loose() {
-    let jobs = jobs();
-    let (id, open) = start(&jobs, "a", Some(1));
-    for _ in 0..3 {
-        open.send(step(1000)).unwrap();
-    }
-    wait_for(&jobs, id, "the first step", |status| status.done == 1);
-    std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(jobs.status(id).unwrap().done, 1, "a thousand seconds are not over");
-    jobs.change(id, JobChange::Limit { bytes_per_second: None }).unwrap();
-    wait_for(&jobs, id, "the end", |status| status.state == JobState::Done);
 }
 
 #[test]
@@ -219,7 +181,7 @@ fn ending_waits_for_the_jobs_of_the_disk_and_leaves_the_others() {
 fn jobs_are_bounded_and_old_ones_forgotten() {
     let jobs = jobs();
     let gates: Vec<_> = (0..JOBS_MAX).map(|disk| start(&jobs, &disk.to_string(), None)).collect();
-    let more = jobs.reserve::<Steps>("more");
+    let more = jobs.reserve(&STEPS, "more");
     assert!(matches!(more, Err(Error::TooManyJobs { .. })), "{more:?}");
     for (id, gate) in gates {
         drop(gate);
