@@ -398,7 +398,10 @@ fn a_raw_state_is_not_taken_for_what_its_guest_wrote() {
     images.write_layer("secret.qcow2", &["write -P 7 0 1M"]);
     let disguised = images.create("disguised", &["-b", "secret.qcow2", "-F", "qcow2"]);
     let (raw, out) = (disguised.to_str().unwrap(), images.name("out.qcow2"));
-    run_ok(["backup", raw, "-f", "raw", "-o", &out]);
+    assert!(run_err(1, ["backup", raw, "-f", "raw", "-o", &out]).contains("its guest wrote"));
+    let overlay = images.name("overlay.qcow2");
+    run_ok(["create", &overlay, "--backing", raw, "--backing-format", "raw"]);
+    run_ok(["backup", &overlay, "-o", &out]);
     tool_ok("qemu-img", ["compare", "-q", "-f", "raw", "-F", "qcow2", raw, &out]);
 }
 
@@ -406,8 +409,11 @@ fn a_raw_state_is_not_taken_for_what_its_guest_wrote() {
 fn disguised(images: &Images) -> String {
     images.create("secret.qcow2", &["1M"]);
     images.write_layer("secret.qcow2", &["write -P 7 0 1M"]);
-    let disk = images.create("web.img", &["-b", "secret.qcow2", "-F", "qcow2"]).to_str().unwrap().to_owned();
+    let disk = images.name("web.img");
+    std::fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
     run_ok(["snapshot", "create", &disk, "--name", "mon", "-f", "raw", "--convert-raw"]);
+    let forged = images.create("forged", &["-b", "secret.qcow2", "-F", "qcow2"]);
+    std::fs::copy(forged, images.path("web.mon.raw")).unwrap();
     images.write_layer("web.img", &["write -P 5 0 512"]);
     run_ok(["snapshot", "create", &disk, "--name", "tue"]);
     disk

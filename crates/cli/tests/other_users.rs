@@ -214,7 +214,7 @@ fn a_guest_of_another_user_boots_from_its_disk_and_writes_to_it() {
 /// of the clones of a snapshot. In a sticky directory it cannot remove what is the server's.
 const PIPES: &str = r#"
 cd "$1"
-for name in web.qcow2.vmso web.s2.qcow2.vmsx .web.qcow2.dropped .web.qcow2.dropped.new; do
+for name in web.s2.qcow2.vmsx .web.qcow2.dropped .web.qcow2.dropped.new; do
     rm -f $name; mkfifo $name || :
 done 2>/dev/null
 "#;

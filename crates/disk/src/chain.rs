@@ -5,7 +5,6 @@
 //! a check of every file's identity against those already met.
 
 mod file;
-pub(crate) mod raw_overlay;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -36,10 +35,10 @@ pub struct OpenOptions {
     pub allow_backing: Vec<PathBuf>,
     /// Whether `allow_backing` says all: what lies in the disk's own directory is none of its backing files then.
     pub allow_backing_alone: bool,
-    /// What the disk is, or was before its first snapshot; `None` looks at its first bytes. Name `Raw` for disks whose
-    /// guest is not trusted: it could write a qcow2 header. That stays right after snapshots (`docs/format.md`).
+    /// What the disk's file is; `None` looks at its first bytes. Name `Raw` for raw disks whose guest is not trusted: it
+    /// could write a qcow2 header. A file that is said to be raw and begins with such a header is refused.
     pub format: Option<Format>,
-    /// Whether `format` is that of the very file, as the layer above names it: a raw one is then raw whatever is in it.
+    /// Whether `format` comes from the layer above or from an open disk: a raw file is then raw whatever is in it.
     pub format_is_exact: bool,
     /// Write the disk although images stand on it, which then read other data.
     pub force: bool,

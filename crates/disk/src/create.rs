@@ -18,7 +18,7 @@ use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use crate::access;
 use crate::atomic_file::AtomicFile;
-use crate::chain::{Qcow2Head, check_state, probe, raw_overlay, read_head, resolve_name};
+use crate::chain::{Qcow2Head, check_state, probe, read_head, resolve_name};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::names::disk_name;
@@ -99,7 +99,6 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
         index_room: true,
         // What lies below belongs to the disk it was made by.
         record: options.backing.as_ref().and_then(|(name, _)| disk_name(name)).map(LayerRecord::Foreign),
-        mark: None,
     };
     // A header without room for that goes without: no record says as much.
     let image = new_image(&wanted).or_else(|error| match wanted.record {
@@ -162,10 +161,7 @@ fn check_backing(path: &Path, name: &Path, format: Format, replaced: Option<File
     let read = || -> Result<(Opened, u64, Option<Qcow2Head>)> {
         let opened = LocalFiles.open(&resolved, Role::Inspected, &Gate::unrestricted())?;
         let head = match format {
-            // Any bytes are a raw disk, also those of a qcow2 image, but for one that took a raw disk's place.
-            Format::Raw if raw_overlay::is_overlay(&resolved, &opened)? => {
-                return Err(ErrorKind::Overlay.into());
-            }
+            // Any bytes are a raw disk, also those of a qcow2 image.
             Format::Raw => None,
             Format::Qcow2 => Some(read_head(&*opened.store, opened.identity.len)?),
         };

@@ -30,6 +30,7 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 use crate::chain::{OpenOptions, check_state_at};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::layer::Format;
 use crate::layers::LayerInfo;
 use crate::layers::{Layers, Top, index_of};
 use crate::loading::{Chain, freeze, read_chain};
@@ -155,6 +156,19 @@ impl Disk {
     /// The active layer's file, as it was named.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The format of the newest layer's file: a snapshot makes a raw disk qcow2.
+    pub fn format(&self) -> Format {
+        let layers = self.layers_now();
+        match &layers.top {
+            Top::Qcow2(_) => Format::Qcow2,
+            Top::Raw(_) => Format::Raw,
+            Top::Frozen => {
+                let newest = layers.frozen.as_ref().and_then(|map| map.layers().last());
+                newest.expect("a read-only disk has its newest layer").format()
+            }
+        }
     }
 
     /// The file that takes the writes, by whatever name; `None` for a disk that is only read.

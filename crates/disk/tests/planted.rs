@@ -104,7 +104,6 @@ fn at_once<T: Send + 'static>(what: String, work: impl FnOnce() -> T + Send + 's
 #[test]
 fn pipes_beside_a_disk_hold_nothing_up() {
     for name in [
-        "web.qcow2.vmso",
         "web.qcow2.vmsx",
         "web.s1.qcow2.vmsx",
         "web.s2.qcow2.vmsx",

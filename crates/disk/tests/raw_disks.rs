@@ -1,4 +1,4 @@
-//! A disk that is said to be raw: what is said stays right after snapshots, and no guest can turn it against its host.
+//! A disk that is said to be raw: a snapshot makes it qcow2, and no guest can turn that against its host.
 
 mod common;
 
@@ -11,9 +11,7 @@ use common::io::Client;
 use common::stock::{assert_clean, path_str, qemu_img};
 use common::{open_with, scratch};
 use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Removal};
-use vmstrata_disk::snapshot::{
-    self, PrepareOptions, RevertOptions, SnapshotFault, SnapshotInfo, clone, list,
-};
+use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotFault, SnapshotInfo, list};
 use vmstrata_disk::{CheckOptions, check};
 use vmstrata_disk::{
     CreateOptions, Disk, Error, ErrorKind, Format, Op, OpenOptions, ResourceOptions, Resources, Together,
@@ -56,177 +54,84 @@ impl Raw {
         self.model[at..at + 4096].fill(byte);
     }
 
-    fn take(&self, name: &str) -> PathBuf {
-        let options =
-            PrepareOptions { format: Some(Format::Raw), convert_raw: true, ..PrepareOptions::default() };
+    fn take(&self, name: &str, open: &OpenOptions) -> PathBuf {
+        let options = PrepareOptions { format: open.format, convert_raw: true, ..PrepareOptions::default() };
         let disks = std::slice::from_ref(&self.disk);
-        let taken = snapshot::create(disks, &named(name), &raw(), &options, &resources()).unwrap();
+        let taken = snapshot::create(disks, &named(name), open, &options, &resources()).unwrap();
         taken.into_iter().next().unwrap().layer
     }
 
-    fn merge(&self, first: u16, last: u16) {
-        let range = MergeRange { first: LayerIndex::new(first), last: LayerIndex::new(last) };
-        let options = MergeOptions { removal: Removal::All, open: raw(), ..MergeOptions::default() };
-        Merge::new(&self.disk, range, &options, &resources()).unwrap().run().unwrap();
-    }
-
-    fn note(&self) -> PathBuf {
-        self.dir.path().join("web.img.vmso")
-    }
-
-    /// Opened as at first, it is what it was, with these snapshots.
-    fn assert_is(&self, names: &[&str], what: &str) {
-        let disk = open_with(&self.disk, &raw());
+    /// As qcow2 it is what the raw disk was, with these snapshots; as raw it is refused.
+    fn assert_converted(&self, names: &[&str], what: &str) {
+        let qcow2 = OpenOptions { format: Some(Format::Qcow2), ..OpenOptions::default() };
+        let disk = open_with(&self.disk, &qcow2);
         assert_eq!(disk.size(), SIZE, "{what}");
         assert_reads(&disk, &self.model, what);
         disk.close().unwrap();
-        let found = list(&self.disk, &raw()).unwrap();
+        drop(disk);
+        let found = list(&self.disk, &qcow2).unwrap();
         assert_eq!(found.iter().filter_map(|found| found.name()).collect::<Vec<_>>(), names, "{what}");
+        refused_as_raw(&self.disk);
     }
+}
 
-    fn refusal(&self) -> String {
-        let error = Disk::open(&self.disk, &raw(), &resources()).unwrap_err();
-        assert!(matches!(error.kind(), ErrorKind::Unmarked { .. } | ErrorKind::Note { .. }), "{error}");
-        error.to_string()
+/// A file with a qcow2 header is an overlay or has a guest's forgery in it: the refusal names both.
+fn refused_as_raw(disk: &Path) {
+    let error = Disk::open(disk, &raw(), &resources()).unwrap_err();
+    assert!(matches!(error.kind(), ErrorKind::SaidRaw), "{error}");
+    for part in ["format=qcow2", "its guest wrote", "--backing-format raw"] {
+        assert!(error.to_string().contains(part), "{error}");
     }
 }
 
 #[test]
-fn a_raw_disk_is_opened_as_raw_also_after_snapshots_of_its_files() {
+fn a_snapshot_of_its_file_makes_a_raw_disk_qcow2() {
     let mut web = Raw::new();
-    let frozen = web.take("mon");
+    let frozen = web.take("mon", &raw());
     assert_eq!(frozen, web.dir.path().join("web.mon.raw"));
-    web.assert_is(&["mon"], "after the first");
-    let disk = open_with(&web.disk, &raw());
+    web.assert_converted(&["mon"], "after the first");
+    let disk = common::open(&web.disk);
     web.write(&disk, 8192, 9);
     disk.close().unwrap();
     drop(disk);
-    assert_eq!(web.take("tue"), web.dir.path().join("web.tue.qcow2"));
-    web.assert_is(&["tue", "mon"], "after the second");
+    assert_eq!(web.take("tue", &OpenOptions::default()), web.dir.path().join("web.tue.qcow2"));
+    web.assert_converted(&["tue", "mon"], "after the second");
     assert_clean(&web.disk);
 }
 
 #[test]
-fn a_raw_disk_is_opened_as_raw_also_after_a_snapshot_of_the_running_disk() {
+fn a_running_raw_disk_is_qcow2_from_its_first_snapshot_on() {
     let mut web = Raw::new();
     let disk = open_with(&web.disk, &raw());
+    assert_eq!(disk.format(), Format::Raw);
     for (number, name) in ["mon", "tue"].into_iter().enumerate() {
         web.write(&disk, number << 16, 20 + number as u8);
         disk.snapshot(&named(name)).unwrap();
+        assert_eq!(disk.format(), Format::Qcow2);
     }
     web.write(&disk, 3 << 16, 30);
+    // What the running disk asks of its files it asks of a qcow2 file.
+    let range = MergeRange { first: LayerIndex::new(0), last: LayerIndex::new(0) };
+    let options = MergeOptions { removal: Removal::All, ..MergeOptions::default() };
+    Merge::of_disk(&disk, range, &options).unwrap().run().unwrap();
+    disk.snapshot(&named("wed")).unwrap();
     disk.close().unwrap();
     drop(disk);
-    web.assert_is(&["tue", "mon"], "after two");
-}
-
-#[test]
-fn a_raw_disk_is_opened_as_raw_also_after_its_layers_were_dropped_or_gone_back_to() {
-    let mut web = Raw::new();
-    for name in ["mon", "tue", "wed"] {
-        web.take(name);
-    }
-    let at_wed = web.model.clone();
-    let disk = open_with(&web.disk, &raw());
-    web.write(&disk, 0, 40);
-    disk.close().unwrap();
-    drop(disk);
-    web.merge(0, 0);
-    web.assert_is(&["wed", "tue"], "without its raw layer");
-    let prepare = PrepareOptions { format: Some(Format::Raw), ..PrepareOptions::default() };
-    let options = RevertOptions { open: raw(), prepare, ..RevertOptions::default() };
-    snapshot::revert(&web.disk, "wed", &options, &resources()).unwrap();
-    web.model = at_wed;
-    web.assert_is(&["wed", "tue"], "gone back");
-    let layers = list(&web.disk, &raw()).unwrap().len() as u16;
-    web.merge(0, layers - 1);
-    web.assert_is(&[], "flat");
+    web.assert_converted(&["wed", "tue"], "after all");
 }
 
 #[test]
 fn what_a_guest_wrote_is_not_taken_for_an_overlay() {
     let mut web = Raw::new();
-    let secret = web.dir.path().join("secret.qcow2");
-    create(&secret, &CreateOptions { size: Some(SIZE), ..CreateOptions::default() }).unwrap();
-    let plain = web.dir.path().join("forged.qcow2");
-    let size = SIZE.to_string();
-    qemu_img(&[
-        "create",
-        "-q",
-        "-f",
-        "qcow2",
-        "-b",
-        path_str(&secret),
-        "-F",
-        "qcow2",
-        path_str(&plain),
-        &size,
-    ]);
-    let guest_writes = |web: &mut Raw, bytes: &[u8]| {
-        std::fs::File::options().write(true).open(&web.disk).unwrap().write_all_at(bytes, 0).unwrap();
-        web.model[..bytes.len()].copy_from_slice(bytes);
-    };
-    // A stock header is what it is: bytes of the guest's.
-    guest_writes(&mut web, &std::fs::read(&plain).unwrap()[..65536]);
-    web.assert_is(&[], "a stock header");
-    // An overlay of ours from elsewhere: that this is none here cannot be told for sure.
-    let other = Raw::new();
-    other.take("mon");
-    guest_writes(&mut web, &std::fs::read(&other.disk).unwrap()[..65536]);
-    assert!(web.refusal().contains("web.img.vmso"), "{}", web.refusal());
-    // Not by another disk's note either.
-    let note = std::fs::read_to_string(other.note()).unwrap();
-    let digit = note.find("\"mark\":\"").unwrap() + 8;
-    let mut forged = note.into_bytes();
-    forged[digit] = if forged[digit] == b'0' { b'1' } else { b'0' };
-    std::fs::write(web.note(), forged).unwrap();
-    web.refusal();
-}
-
-/// Between the note and the overlay a process may be killed, and the guest goes on writing.
-#[test]
-fn a_note_alone_makes_no_overlay_of_a_raw_file() {
-    let web = Raw::new();
-    let other = Raw::new();
-    other.take("mon");
-    std::fs::copy(other.note(), web.note()).unwrap();
-    web.assert_is(&[], "no header at all");
-    let stock = web.dir.path().join("stock.qcow2");
-    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&stock), "1M"]);
-    std::fs::copy(&stock, &web.disk).unwrap();
-    web.refusal();
-}
-
-#[test]
-fn an_overlay_whose_note_is_lost_or_doubtful_is_refused_and_never_raw() {
-    let web = Raw::new();
-    web.take("mon");
-    let note = std::fs::read(web.note()).unwrap();
-    std::fs::remove_file(web.note()).unwrap();
-    assert!(web.refusal().contains("format=qcow2"), "{}", web.refusal());
-    for doubtful in [&b""[..], b"{}", &note[..note.len() / 2], b"{\"version\":2,\"mark\":\"\"}"] {
-        std::fs::write(web.note(), doubtful).unwrap();
-        assert!(web.refusal().contains("is damaged"), "{}", web.refusal());
-    }
-    let disk = open_with(&web.disk, &OpenOptions { format: Some(Format::Qcow2), ..OpenOptions::default() });
-    assert_reads(&disk, &web.model, "as what it is");
-    drop(disk);
-    std::fs::write(web.note(), note).unwrap();
-    web.assert_is(&["mon"], "the note is back");
-}
-
-#[test]
-fn a_clone_of_a_raw_disk_is_qcow2_and_nothing_is_made_on_its_overlay_as_raw() {
-    let web = Raw::new();
-    web.take("mon");
-    let ci = web.dir.path().join("ci.qcow2");
-    clone(&web.disk, "mon", &ci, &raw()).unwrap();
-    assert_reads(&common::open(&ci), &web.model, "the clone");
+    let forged = header(web.dir.path());
+    std::fs::File::options().write(true).open(&web.disk).unwrap().write_all_at(&forged, 0).unwrap();
+    web.model[..forged.len()].copy_from_slice(&forged);
+    refused_as_raw(&web.disk);
+    // The way out that the refusal names.
+    let on_top = web.dir.path().join("new.qcow2");
     let backing = Some((web.disk.clone(), Format::Raw));
-    let made =
-        |path: &Path| create(path, &CreateOptions { backing: backing.clone(), ..CreateOptions::default() });
-    let error = made(&web.dir.path().join("wrong.qcow2")).unwrap_err();
-    assert!(matches!(error.kind(), ErrorKind::Overlay), "{error}");
+    create(&on_top, &CreateOptions { backing, ..CreateOptions::default() }).unwrap();
+    assert_reads(&common::open(&on_top), &web.model, "as data");
 }
 
 fn stays_raw(error: &Error) {

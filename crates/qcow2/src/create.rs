@@ -16,7 +16,6 @@ use crate::extension::MAX_BACKING_FORMAT_LEN;
 use crate::feature::{Autoclear, Compatible, CompressionType, Incompatible};
 use crate::geometry::{ENTRY_LEN, Geometry};
 use crate::header::{EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
-use crate::overlay_mark::OverlayMark;
 use crate::refcount::{self, RefcountOrder};
 use crate::snapshot_info::{LayerRecord, SnapshotInfoError};
 
@@ -48,8 +47,6 @@ pub struct CreateOptions {
     pub index_room: bool,
     /// What to say of the backing file: which snapshot it is, or whose.
     pub record: Option<LayerRecord>,
-    /// What tells the image from bytes that a guest wrote, where a raw disk was.
-    pub mark: Option<OverlayMark>,
 }
 
 impl CreateOptions {
@@ -66,7 +63,6 @@ impl CreateOptions {
             feature_names: true,
             index_room: false,
             record: None,
-            mark: None,
         }
     }
 }

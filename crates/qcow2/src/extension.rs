@@ -32,15 +32,8 @@ pub mod magic {
     /// The file name under which the layer's own state will be valid again: `VMSD`, ours. Until then it is being dropped, and
     /// right only below the layers above it.
     pub const DROPPED: u32 = 0x564d_5344;
-    /// The mark of a raw disk's overlay: `VMSO`, ours ([`crate::OverlayMark`]).
-    pub const OVERLAY: u32 = 0x564d_534f;
     /// Bytes to be passed over: `VMSP`, ours.
     pub const PADDING: u32 = 0x564d_5350;
-
-    /// Whether vmstrata, and nobody else, writes extensions of this type: their first three letters are `VMS`.
-    pub const fn is_ours(magic: u32) -> bool {
-        magic >> 8 == SNAPSHOT >> 8
-    }
 }
 
 /// Longest backing format name that QEMU accepts.

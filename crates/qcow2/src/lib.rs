@@ -13,7 +13,6 @@
 //! | [`geometry`] | which table entry maps a guest offset |
 //! | [`snapshot`], [`bitmap`] | the tables through which internal snapshots and bitmaps hold clusters |
 //! | [`snapshot_info`] | what an overlay says of the snapshot below it |
-//! | [`overlay_mark`] | what tells the overlay of a raw disk from what its guest wrote |
 //! | [`index`] | vmstrata's own map of a whole chain, outside the tables |
 //! | [`create`] | the bytes of an empty image |
 //! | [`probe`] | by which first and last bytes a file is known for an image |
@@ -49,7 +48,6 @@ pub mod extension;
 pub mod geometry;
 pub mod header;
 pub mod index;
-pub mod overlay_mark;
 pub mod probe;
 pub mod refcount;
 pub mod snapshot;
@@ -62,7 +60,6 @@ pub use extension::{Extension, Extensions};
 pub use feature::{Autoclear, Compatible, CompressionType, Incompatible};
 pub use geometry::Geometry;
 pub use header::{BackingName, EncodeError, Header};
-pub use overlay_mark::OverlayMark;
 pub use probe::ImageFormat;
 pub use refcount::RefcountOrder;
 pub use snapshot_info::{LayerRecord, SnapshotInfo, SnapshotInfoError};

@@ -2,12 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
+use vmstrata_qcow2::ImageFormat;
 use vmstrata_store::Gate;
 
 use super::OpenOptions;
-use super::raw_overlay;
-use crate::error::{Error, ErrorKind, Result};
-use crate::head::{Qcow2Head, probe, read_head};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::head::{Qcow2Head, image_format, probe, read_head};
 use crate::layer::Format;
 use crate::opener::{Opened, Opener, Role};
 use crate::session::SESSION_MASK;
@@ -72,16 +72,22 @@ pub(crate) fn is_being_dropped(path: &Path, head: Option<&Qcow2Head>) -> bool {
 /// Opens the file of a disk, or of a state of one: no other file names it and says what it is.
 ///
 /// # Errors
-/// As [`open_layer`], and a file of a disk that is said to be raw which may also be an overlay.
+/// As [`open_layer`]; [`ErrorKind::SaidRaw`].
 pub(crate) fn open_top(path: &Path, role: Role, options: &OpenOptions, opener: &dyn Opener) -> Result<Top> {
     let opened = opener.open(path, role, &Gate::unrestricted())?;
-    let format = match options.format {
-        Some(Format::Raw) if !options.format_is_exact => {
-            Some(raw_overlay::format_of(path, &opened).map_err(|error| error.in_file(path))?)
-        }
-        format => format,
-    };
-    read_top(path, opened, format)
+    if options.format == Some(Format::Raw) && !options.format_is_exact {
+        refuse_header(path, &opened).map_err(|error| error.in_file(path))?;
+    }
+    read_top(path, opened, options.format)
+}
+
+/// Refuses a file that is said to be raw and begins with a qcow2 header. Snapshots make no overlays of devices.
+fn refuse_header(path: &Path, opened: &Opened) -> Result<()> {
+    let found = image_format(&*opened.store, opened.identity.len)?;
+    if found == Some(ImageFormat::Qcow2) && path.metadata().while_trying("examine")?.is_file() {
+        return Err(ErrorKind::SaidRaw.into());
+    }
+    Ok(())
 }
 
 /// Opens a file of which is known how it keeps its bytes; `None` looks at its first ones.

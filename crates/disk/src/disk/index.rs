@@ -57,7 +57,7 @@ impl Disk {
     }
 
     fn index_options(&self) -> IndexOptions {
-        IndexOptions::of_disk(&self.options, Some(self.resources.files().opener()))
+        IndexOptions::of_disk(&self.options(), Some(self.resources.files().opener()))
     }
 
     /// Goes on with the index that the newest frozen layer has, if it answers for all of them. Whoever calls keeps the layers

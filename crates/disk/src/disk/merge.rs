@@ -60,8 +60,9 @@ pub(crate) struct Running {
 }
 
 impl Disk {
-    pub(crate) fn options(&self) -> &OpenOptions {
-        &self.options
+    /// How the disk is opened again: a snapshot may have made a raw disk qcow2.
+    pub(crate) fn options(&self) -> OpenOptions {
+        OpenOptions { format: Some(self.format()), format_is_exact: true, ..self.options.clone() }
     }
 
     /// Refuses a disk that was just opened over a layer that is being copied into, and removes what a killed merge of it
@@ -80,7 +81,7 @@ impl Disk {
 
     /// Removes what a killed merge left.
     fn sweep_merged(self: &Arc<Self>) {
-        self.with_local_holders(|here| cleanup::sweep(&self.path, &self.options, here));
+        self.with_local_holders(|here| cleanup::sweep(&self.path, &self.options(), here));
     }
 
     /// Does something with what this process has to do with files.
@@ -125,9 +126,9 @@ impl Running {
         drop(disk.change());
         disk.check_changeable()?;
         disk.sweep_merged();
-        let links = links(&disk.path, &disk.options, &**disk.resources.files().opener())?;
+        let links = links(&disk.path, &disk.options(), &**disk.resources.files().opener())?;
         range.check(&links, options).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
-        let users = Users::standing_on(&links[range.first.index()..], &disk.path, &disk.options);
+        let users = Users::standing_on(&links[range.first.index()..], &disk.path, &disk.options());
         refuse_overlooked(&links, range, options, &users)
             .map_err(|fault| Error::from(fault).in_file(&disk.path))?;
         let is_active = range.target().index() + 1 == links.len();
@@ -161,7 +162,7 @@ impl Running {
     fn after(&self, links: &[Link]) -> Result<Option<Arc<FrozenMap>>> {
         let disk = &self.disk;
         let stays = self.range.first.index().checked_sub(1);
-        stays.map(|layer| map_up_to(&disk.path, links, layer, &disk.options, &disk.resources)).transpose()
+        stays.map(|layer| map_up_to(&disk.path, links, layer, &disk.options(), &disk.resources)).transpose()
     }
 
     /// Begins to copy into the active layer.

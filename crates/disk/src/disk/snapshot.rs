@@ -8,7 +8,6 @@ use vmstrata_store::Gate;
 use super::Disk;
 use super::state::Changing;
 use super::switch::{NewNames, Switch};
-use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
 use crate::layers::Top;
@@ -63,19 +62,18 @@ impl Disk {
         if format == Format::Raw && !convert_raw {
             return Err(Error::from(SnapshotFault::StaysRaw).in_file(&self.path));
         }
-        self.check_name(&info.name, format)?;
+        self.check_name(&info.name)?;
         check_ready(&self.path, info, format).map_err(|error| error.in_file(&self.path))
     }
 
     /// Refuses a name that the chain has, under whatever file name: the older state could not be named any more.
-    fn check_name(&self, name: &str, format: Format) -> Result<()> {
+    fn check_name(&self, name: &str) -> Result<()> {
         let mut names = self.snapshot_names.lock();
         // While the disk is open, this process alone gives its chain new names; what was deleted is looked for again.
         if names.as_ref().is_some_and(|names| !names.contains(name)) {
             return Ok(());
         }
-        let options = OpenOptions { format: Some(format), format_is_exact: true, ..self.options.clone() };
-        let snapshots = match list(&self.path, &options) {
+        let snapshots = match list(&self.path, &self.options()) {
             Ok(snapshots) => snapshots,
             Err(error) => {
                 // The disk itself reads what it opened: it goes on, and so do its snapshots.

@@ -94,25 +94,11 @@ pub enum ErrorKind {
         /// The format of the image.
         format: ImageFormat,
     },
-    /// A disk that is said to be raw, of which it cannot be told whether its file is that or the overlay of a snapshot.
+    /// A disk that is said to be raw, whose file begins with a qcow2 header.
     #[error(
-        "the disk is said to be raw, and its file looks like the overlay of a snapshot, but {} does not vouch for it: if it is one (files copied without that note, or a snapshot taken by an older version), say format=qcow2; if its guest wrote that header, serve an overlay of it (`vmstrata create NEW --backing FILE --backing-format raw`)", note.display()
+        "it is said to be raw, and begins with a qcow2 header: if it was converted to qcow2 by a snapshot or another tool, say format=qcow2; if its guest wrote that header, do not, and serve an overlay of it (`vmstrata create NEW --backing FILE --backing-format raw`)"
     )]
-    Unmarked {
-        /// Where the note would be.
-        note: std::path::PathBuf,
-    },
-    /// A note beside a disk that cannot be believed.
-    #[error("{} {fault}: remove it, and say format=qcow2 of this disk from now on", note.display())]
-    Note {
-        /// The note.
-        note: std::path::PathBuf,
-        /// What is wrong with it.
-        fault: &'static str,
-    },
-    /// A raw backing file that is not raw any more.
-    #[error("it is the overlay of a snapshot of a raw disk: its format is qcow2")]
-    Overlay,
+    SaidRaw,
     /// A chain that leads back into itself.
     #[error("the backing chain loops: this file is already layer {earlier} from the top")]
     Loop {

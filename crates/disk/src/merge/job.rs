@@ -139,8 +139,9 @@ impl Merge {
     /// # Errors
     /// As [`Merge::new`]; another merge of the disk; other disks in use that stand on the target.
     pub fn of_disk(disk: &Arc<Disk>, range: MergeRange, options: &MergeOptions) -> Result<Self> {
-        let (running, links, copier) = Running::begin(disk, range, options)?;
-        Ok(Self::with(Host::Running(Box::new(running)), links, copier, range, options))
+        let options = MergeOptions { open: disk.options(), ..options.clone() };
+        let (running, links, copier) = Running::begin(disk, range, &options)?;
+        Ok(Self::with(Host::Running(Box::new(running)), links, copier, range, &options))
     }
 
     fn with(host: Host, links: Vec<Link>, copier: Copier, range: MergeRange, options: &MergeOptions) -> Self {

@@ -77,8 +77,9 @@ pub fn create(
         drop(lock);
         created.push(Created { disk: disk.clone(), layer, was_raw });
     }
+    let open = OpenOptions { format: Some(Format::Qcow2), ..open.clone() };
     for created in &created {
-        extend::index_newest(&created.disk, open);
+        extend::index_newest(&created.disk, &open);
     }
     Ok(created)
 }
@@ -226,8 +227,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
         check_keep(disk, keep, identity)?;
     }
     let (held, below) = finished(&found)?;
-    let mark = below.mark_overlay(disk, options.prepare.on_step)?;
-    let image = below.overlay(name_from(disk, &found.layer)?, &info, mark)?;
+    let image = below.overlay(name_from(disk, &found.layer)?, &info)?;
     let keep = options.keep.as_deref();
     let mut prepared = Prepared::make(disk, identity, &image, keep, options.prepare.on_step)?;
     // What a killed process left stands on the disk, too, and is gone by now.
@@ -275,7 +275,7 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
         let (stood_on, below) = finished(&found)?;
         let info =
             SnapshotInfo { origin: names::disk_name(disk), ..found.info.clone().expect("found by its name") };
-        let image = below.overlay(name_from(output, &found.layer)?, &info, None)?;
+        let image = below.overlay(name_from(output, &found.layer)?, &info)?;
         let draft = AtomicFile::beside(output)?;
         access::copy(disk, &draft.file)?;
         access::let_owner_write(&draft.file)?;

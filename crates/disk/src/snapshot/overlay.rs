@@ -4,16 +4,15 @@ use std::os::fd::AsFd;
 use std::path::Path;
 
 use vmstrata_qcow2::{
-    Compatible, CompressionType, CreateOptions, Header, Incompatible, NewBacking, NewImage, OverlayMark,
-    RefcountOrder, SnapshotInfo, new_image,
+    Compatible, CompressionType, CreateOptions, Header, Incompatible, NewBacking, NewImage, RefcountOrder,
+    SnapshotInfo, new_image,
 };
 use vmstrata_store::{FileIdentity, Gate};
 use vmstrata_types::ClusterBits;
 
-use super::prepare::Step;
 use crate::access;
 use crate::atomic_file::Temporary;
-use crate::chain::{OpenOptions, Top, open_layer, open_top, raw_overlay};
+use crate::chain::{OpenOptions, Top, open_layer, open_top};
 use crate::create::fill;
 use crate::error::{ErrorKind, Result};
 use crate::layer::Format;
@@ -32,7 +31,6 @@ pub(super) struct Below {
     refcount_order: RefcountOrder,
     compression_type: CompressionType,
     lazy_refcounts: bool,
-    has_mark: bool,
 }
 
 impl Below {
@@ -75,48 +73,14 @@ impl Below {
             compression_type: header.map_or(like.compression_type, |header| header.compression_type),
             lazy_refcounts: header
                 .is_some_and(|header| header.compatible.contains(Compatible::LAZY_REFCOUNTS)),
-            has_mark: file.head.as_ref().is_some_and(|head| head.mark.is_some()),
         })
     }
 
-    /// The mark of an overlay that takes the place of `disk` and stands on this layer, noted beside it; `None` for a disk that was
-    /// never a raw file.
-    ///
-    /// # Errors
-    /// A note that cannot be written.
-    pub(super) fn mark_overlay(&self, disk: &Path, on_step: fn(Step)) -> Result<Option<OverlayMark>> {
-        let began_raw = self.began_raw();
-        if began_raw {
-            on_step(Step::Mark);
-        }
-        raw_overlay::of_overlay(disk, began_raw)
-    }
-
-    /// Whether the disk that has this layer was a raw file at first.
-    fn began_raw(&self) -> bool {
-        self.format == Format::Raw || self.has_mark
-    }
-
-    /// Refuses what [`Self::overlay`] would refuse.
-    ///
-    /// # Errors
-    /// As [`Self::overlay`].
-    pub(super) fn check_overlay(&self, name: String, info: &SnapshotInfo) -> Result<()> {
-        // One mark takes as much room as another.
-        let mark = self.began_raw().then(|| OverlayMark::new([0; 16]));
-        self.overlay(name, info, mark).map(drop)
-    }
-
-    /// An empty image on this layer, which it will know as `name`; with a mark where it takes the place of a raw disk.
+    /// An empty image on this layer, which it will know as `name`.
     ///
     /// # Errors
     /// A record or a name for which the header has no room, or that cannot be stored.
-    pub(super) fn overlay(
-        &self,
-        name: String,
-        info: &SnapshotInfo,
-        mark: Option<OverlayMark>,
-    ) -> Result<NewImage> {
+    pub(super) fn overlay(&self, name: String, info: &SnapshotInfo) -> Result<NewImage> {
         let backing = NewBacking { name: name.into_bytes(), format: Some(self.format.to_string()) };
         Ok(new_image(&CreateOptions {
             version: self.version,
@@ -128,7 +92,6 @@ impl Below {
             feature_names: true,
             index_room: true,
             record: Some(info.clone().into()),
-            mark,
             ..CreateOptions::new(self.size)
         })?)
     }

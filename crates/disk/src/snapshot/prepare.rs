@@ -36,8 +36,6 @@ impl Default for PrepareOptions {
 pub enum Step {
     /// Remove what a killed process left.
     Sweep,
-    /// Note the mark of a raw disk's overlays: only of such a disk.
-    Mark,
     /// Make the overlay under its temporary name.
     Make,
     /// Bring the overlay to stable storage.
@@ -124,8 +122,7 @@ fn make_ready(
     info.check().map_err(vmstrata_qcow2::CreateError::from)?;
     let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
     let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
-    let mark = below.mark_overlay(active, on_step)?;
-    let image = below.overlay(names::sibling(name), info, mark)?;
+    let image = below.overlay(names::sibling(name), info)?;
     let prepared = Prepared::make(active, below.identity.file, &image, None, on_step)?;
     Ok((prepared, frozen))
 }
@@ -140,7 +137,7 @@ pub(crate) fn check_ready(active: &Path, info: &SnapshotInfo, format: Format) ->
     let below = Below::read(active, format)?;
     let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
     let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
-    below.check_overlay(names::sibling(name), info)?;
+    below.overlay(names::sibling(name), info)?;
     match frozen.symlink_metadata() {
         // What a killed process left is removed when this is done in earnest.
         Ok(there) if second_name::is(&there, below.identity.file) => Ok(()),

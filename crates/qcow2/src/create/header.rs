@@ -6,7 +6,6 @@ use super::{CreateError, CreateOptions, MIN_NAMED};
 use crate::extension::{Extension, Extensions, FeatureNames, magic};
 use crate::header::{BackingName, Header};
 use crate::index::IndexLink;
-use crate::overlay_mark::OverlayMark;
 
 /// The header's bytes; enters the place of the backing file's name into the header too.
 pub(super) fn encode_header(header: &mut Header, options: &CreateOptions) -> Result<Vec<u8>, CreateError> {
@@ -18,7 +17,6 @@ pub(super) fn encode_header(header: &mut Header, options: &CreateOptions) -> Res
     if let Some(record) = &options.record {
         extensions.items.push(Extension::Unknown { magic: magic::SNAPSHOT, data: record.encode()? });
     }
-    extensions.items.extend(options.mark.map(OverlayMark::extension));
     if options.feature_names && options.version >= 3 && options.cluster_bits >= MIN_NAMED {
         extensions.items.push(Extension::FeatureNames(FeatureNames::known()));
     }

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmstrata_api as api;
+use vmstrata_disk::Format;
 
 use super::exports::State;
 use super::{Host, Phase, Table};
@@ -293,6 +294,17 @@ impl Host {
             }
         }
         opened.map(drop)
+    }
+
+    /// Notes that snapshots have made raw disks qcow2, so that a later server opens them as what they are.
+    pub(super) fn note_converted(&self) {
+        for entry in &mut self.table.lock().disks {
+            let spec = &mut entry.spec;
+            let is_raw = spec.format == Some(Format::Raw) && !spec.read_only && spec.clone_of.is_none();
+            if is_raw && matches!(&entry.phase, Phase::Serving(disk) if disk.format() == Format::Qcow2) {
+                spec.format = Some(Format::Qcow2);
+            }
+        }
     }
 
     /// Saves what was added, if that has changed, as part of the change: a server that ends waits for it.

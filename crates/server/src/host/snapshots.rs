@@ -30,7 +30,7 @@ impl Host {
     }
 
     fn take_snapshot(&self, asked: SnapshotSpec) -> Result<SnapshotTaken, Error> {
-        let (_change, table) = self.begin_change()?;
+        let (change, table) = self.begin_change()?;
         check_disks(&asked.disks)?;
         asked.agent.as_deref().map_or(Ok(()), |agent| check_path("agent", agent))?;
         let (disks, agents) = table.with_agents(&asked)?;
@@ -53,6 +53,7 @@ impl Host {
         let mut thawed = None;
         let taken = together.take(&info, || thawed = Some(quiesced.thaw(how)));
         let thawed = thawed.unwrap_or_else(|| quiesced.thaw(how));
+        self.note_converted();
         let taken = taken?;
         finalize_later(disks, Arc::clone(&self.due));
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();

@@ -31,8 +31,7 @@ impl Running {
     /// [`crate::merge::MergeFault::NotDown`]; a layer that cannot be opened, read or written.
     pub(super) fn write_down(&mut self, links: &[Link], options: &MergeOptions) -> Result<Option<Copier>> {
         let disk = Arc::clone(&self.disk);
-        let options = MergeOptions { open: disk.options.clone(), ..options.clone() };
-        disk.with_local_holders(|here| self.write_down_from(here, links, &options))
+        disk.with_local_holders(|here| self.write_down_from(here, links, options))
     }
 
     fn write_down_from(

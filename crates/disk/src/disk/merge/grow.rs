@@ -26,7 +26,7 @@ impl Running {
         self.claim(link)?;
         // Before it is open a second time, which hides the locks of others.
         self.refuse_users(links, users)?;
-        let below = map_up_to(&disk.path, links, self.range.last.index(), &disk.options, resources)?;
+        let below = map_up_to(&disk.path, links, self.range.last.index(), &disk.options(), resources)?;
         let top = link.open(Role::CopiedInto, &**resources.files().opener())?;
         let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
         let relink = Relink::plan(&*top.opened.store, header, below_of(links, self.range)?.as_ref())

@@ -14,10 +14,11 @@ use crate::refs::{LocalHolders, Users, back_refs};
 
 impl Merge {
     pub(super) fn disk(&self) -> (&Path, &OpenOptions) {
-        match &self.host {
-            Host::Files(files) => (&files.disk, &self.options.open),
-            Host::Running(running) => (running.disk.path(), running.disk.options()),
-        }
+        let disk = match &self.host {
+            Host::Files(files) => &*files.disk,
+            Host::Running(running) => running.disk.path(),
+        };
+        (disk, &self.options.open)
     }
 
     /// The target may be about to stand on a layer in another directory, and dropped layers may stay.
