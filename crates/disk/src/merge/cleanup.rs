@@ -13,82 +13,56 @@
 //!
 //! The note lies beside the disk and names files beside it that are to go, each as the very file it is and was when it was
 //! last written. It decides nothing: a file goes only if the disk does not stand on it, nobody else does
-//! ([`super::remove`]), and it is that file still. Nor does a note lead out of its directory, which who forged it can write:
-//! dropped layers in other directories have a note there. The disk's own note says which directories these are, and only
-//! those are looked into that its backing files may lie in.
+//! ([`super::remove`]), and it is that file still. A note names no files in other directories: those stay after a crash.
 //!
 //! Invariant: before a file goes, the header that does not lead to it any more is on stable storage.
 
 mod intents;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use vmstrata_store::FileId;
 
+use self::intents::{Intents, atomic_file_of, identity, intents_path, remove_intents};
 pub(super) use self::intents::{Intent, LeftNote, NOTES, is_file, left_note_path};
-use self::intents::{Intents, atomic_file_of, identity, intents_path, intents_path_in, remove_intents};
 use super::remove::{Dropped, Removal, Wanted, remove};
 use crate::atomic_file::{flush_directory, flush_file};
 use crate::chain::OpenOptions;
-use crate::error::{IoContext as _, Result};
+use crate::error::Result;
 use crate::opener::{LocalFiles, directory_of};
 use crate::refs::{self, Kept, Link, LocalHolders, Users, back_refs};
 
-/// Notes that these files go once `target` does not stand on them any more.
+/// Notes that these files go once `target` does not stand on them any more, as far as they lie beside the disk.
 ///
 /// # Errors
-/// Whatever the host reports. The note beside the disk is then as it was, and others lead nowhere.
-pub(super) fn announce(disk: &Path, open: &OpenOptions, target: FileId, files: &[Dropped]) -> Result<()> {
+/// Whatever the host reports. The note is then as it was.
+pub(super) fn announce(disk: &Path, target: FileId, files: &[Dropped]) -> Result<()> {
     let Some(place) = intents_path(disk) else { return Ok(()) };
-    let directory = |path: &Path| directory_of(path).canonicalize().while_trying("find a layer's directory");
-    let mut by_directory: BTreeMap<PathBuf, Vec<Intent>> = BTreeMap::new();
-    for (position, file) in files.iter().enumerate() {
-        if let Some(noted) = Intent::of(&file.path, position)? {
-            by_directory.entry(directory(&file.path)?).or_default().push(noted);
-        }
-    }
-    if by_directory.is_empty() {
+    let files = intents_beside(disk, files.iter().map(|file| file.path.as_path()));
+    if files.is_empty() {
         return Ok(());
     }
-    let waiting = waiting(disk);
-    remove_intents_elsewhere(&place, disk, open);
-    let (target, files) =
-        ((target.dev, target.ino), by_directory.remove(&directory(disk)?).unwrap_or_default());
-    let elsewhere = by_directory.keys().filter_map(|path| path.to_str().map(str::to_owned)).collect();
-    // The one that leads to the others comes first, so that none stays that nothing leads to.
-    Intents { target, files, waiting, elsewhere }.replace(&place)?;
-    for (directory, files) in by_directory {
-        let Some(place) = intents_path_in(disk, &directory, target) else { continue };
-        if let Err(error) =
-            (Intents { target, files, waiting: Vec::new(), elsewhere: Vec::new() }).write(&place)
-        {
-            // A directory that takes no note may not let its files go either.
-            tracing::warn!(%error, "killed now, the merge would leave dropped layers there");
-        }
-    }
-    Ok(())
+    Intents { target: (target.dev, target.ino), files, waiting: waiting(disk) }.replace(&place)
+}
+
+/// Those of the files that lie beside the disk and can be examined.
+pub(super) fn intents_beside<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>) -> Vec<Intent> {
+    files.filter(|path| back_refs::is_beside(path, disk)).filter_map(Intent::of).collect()
 }
 
 /// The files that wait, by the disk's note.
 pub(super) fn waiting(disk: &Path) -> Vec<Intent> {
-    let note = intents_path(disk)
-        .filter(|place| is_file(place))
-        .and_then(|place| Intents::read(&place).ok().flatten());
-    note.map(|note| note.waiting).unwrap_or_default()
+    Intents::of(disk).map(|note| note.waiting).unwrap_or_default()
 }
 
-/// What could be removed is: notes only those files that may go later, as far as they lie beside the disk.
-pub(super) fn leave<'a>(disk: &Path, open: &OpenOptions, later: impl Iterator<Item = &'a Path>) {
-    let beside = later.filter(|path| back_refs::is_beside(path, disk)).enumerate();
-    let waiting: Vec<Intent> =
-        beside.filter_map(|(position, path)| Intent::of(path, position).ok().flatten()).collect();
-    if waiting.is_empty() {
-        return remove_all_intents(disk, open);
-    }
+/// Replaces the note by one of the files that may go later, as far as they lie beside the disk.
+pub(super) fn leave<'a>(disk: &Path, later: impl Iterator<Item = &'a Path>) {
     let Some(place) = intents_path(disk) else { return };
-    remove_intents_elsewhere(&place, disk, open);
-    let note = Intents { target: (0, 0), files: Vec::new(), waiting, elsewhere: Vec::new() };
+    let waiting = intents_beside(disk, later);
+    if waiting.is_empty() {
+        return remove_intents(&place);
+    }
+    let note = Intents { target: (0, 0), files: Vec::new(), waiting };
     if let Err(error) = note.replace(&place) {
         tracing::warn!(%error, "files of dropped layers stay, and will not be removed later");
     }
@@ -102,34 +76,16 @@ pub(super) fn later(kept: &[(PathBuf, Kept)]) -> impl Iterator<Item = &Path> {
 /// The files that wait and that the disk does not stand on.
 pub(super) fn waiting_of(disk: &Path, links: &[Link]) -> Vec<Dropped> {
     let mut found = find(&directory_of(disk), &waiting(disk));
-    found.retain(|(_, dropped)| links.iter().all(|link| link.file != dropped.file));
-    found.into_iter().map(|(_, dropped)| dropped).collect()
+    found.retain(|dropped| links.iter().all(|link| link.file != dropped.file));
+    found
 }
 
 /// Forgets those of the files that wait that are gone. What an interrupted merge left stays noted. The caller holds the disk's
 /// writer's lock, or the disk is gone.
-pub(super) fn forget_gone(disk: &Path, open: &OpenOptions) {
-    let note = intents_path(disk)
-        .filter(|place| is_file(place))
-        .and_then(|place| Intents::read(&place).ok().flatten());
-    if let Some(note) = note.filter(|note| !note.is_of_killed()) {
+pub(super) fn forget_gone(disk: &Path) {
+    if let Some(note) = Intents::of(disk).filter(|note| note.files.is_empty()) {
         let there = find(&directory_of(disk), &note.waiting);
-        leave(disk, open, there.iter().map(|(_, file)| file.path.as_path()));
-    }
-}
-
-/// Forgets the notes: what they name is gone, or stays.
-fn remove_all_intents(disk: &Path, open: &OpenOptions) {
-    let Some(place) = intents_path(disk) else { return };
-    remove_intents_elsewhere(&place, disk, open);
-    remove_intents(&place);
-}
-
-/// Of the notes that the one at `place` leads to.
-fn remove_intents_elsewhere(place: &Path, disk: &Path, open: &OpenOptions) {
-    for place in Intents::read(place).ok().flatten().iter().flat_map(|note| note.places_elsewhere(disk, open))
-    {
-        remove_intents(&place);
+        leave(disk, there.iter().map(|file| file.path.as_path()));
     }
 }
 
@@ -148,10 +104,10 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: LocalHolders<'_>) {
     }
     let swept = Intents::read(&place).and_then(|note| {
         let Some(note) = note else {
-            remove_all_intents(disk, open);
+            remove_intents(&place);
             return Ok(());
         };
-        if !note.is_of_killed() {
+        if note.files.is_empty() {
             return Ok(());
         }
         let (left, links) = left(disk, &note, open)?;
@@ -173,7 +129,7 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: LocalHolders<'_>) {
             kept
         };
         let waiting = find(&directory_of(disk), &note.waiting);
-        leave(disk, open, later(&kept).chain(waiting.iter().map(|(_, file)| file.path.as_path())));
+        leave(disk, later(&kept).chain(waiting.iter().map(|file| file.path.as_path())));
         Ok(())
     });
     if let Err(error) = swept {
@@ -184,25 +140,18 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: LocalHolders<'_>) {
 /// The files that are still what they were and that the disk does not stand on, for good: newest first; and what it stands on.
 fn left(disk: &Path, note: &Intents, open: &OpenOptions) -> Result<(Vec<Dropped>, Vec<Link>)> {
     let links = refs::links(disk, open, &LocalFiles)?;
-    let elsewhere = note.places_elsewhere(disk, open);
-    let read =
-        |place: &PathBuf| Intents::read(place).ok().flatten().filter(|found| found.target == note.target);
     let mut left = find(&directory_of(disk), &note.files);
-    for place in &elsewhere {
-        left.extend(read(place).into_iter().flat_map(|note| find(&directory_of(place), &note.files)));
-    }
-    left.retain(|(_, dropped)| links.iter().all(|link| link.file != dropped.file));
-    left.sort_by_key(|(position, _)| *position);
+    left.retain(|dropped| links.iter().all(|link| link.file != dropped.file));
     let target = links.iter().find(|link| (link.file.dev, link.file.ino) == note.target);
     let Some(target) = target.filter(|_| !left.is_empty()) else { return Ok((Vec::new(), links)) };
     // The header that a killed process wrote may be in the page cache alone, and so may the name that it gave.
     flush_file(&target.path)?;
     flush_directory(&target.path)?;
-    Ok((left.into_iter().map(|(_, dropped)| dropped).collect(), links))
+    Ok((left, links))
 }
 
-/// Those of the files that are in the directory, and still what they were; with their positions.
-pub(super) fn find(directory: &Path, files: &[Intent]) -> Vec<(usize, Dropped)> {
+/// Those of the files that are in the directory, and still what they were.
+pub(super) fn find(directory: &Path, files: &[Intent]) -> Vec<Dropped> {
     let is_there = |noted: &&Intent| {
         let name = Path::new(&noted.name);
         let is_beside = name.file_name() == Some(name.as_os_str());
@@ -214,5 +163,5 @@ pub(super) fn find(directory: &Path, files: &[Intent]) -> Vec<(usize, Dropped)> 
         is_own_snapshot: true,
         is_beside: true,
     };
-    files.iter().filter(is_there).map(|noted| (noted.position, dropped(noted))).collect()
+    files.iter().filter(is_there).map(dropped).collect()
 }

@@ -79,7 +79,7 @@ pub fn collect(disk: &Path, options: &CollectOptions) -> Result<Vec<Orphan>> {
     if found.iter().any(|orphan| orphan.kept.is_none()) {
         flush_directory(disk)?;
     }
-    forget_gone(disk, &options.open);
+    forget_gone(disk);
     Ok(found)
 }
 
@@ -142,7 +142,7 @@ impl Search {
         let note = left_note_path(disk).and_then(|place| LeftNote::read(&place)).unwrap_or_default();
         let directory = directory_of(disk);
         let there = |noted: &[Intent]| -> Vec<Dropped> {
-            let found = find(&directory, noted).into_iter().map(|(_, dropped)| dropped);
+            let found = find(&directory, noted).into_iter();
             found.filter(|dropped| links.iter().all(|link| link.file != dropped.file)).collect()
         };
         let left = there(&note.left);
@@ -208,9 +208,7 @@ fn snapshot_name<'a>(disk: &Path, file: &'a str) -> Option<&'a str> {
 /// it cannot be noted is no reason not to let go: then they are listed, and stay.
 pub(crate) fn note_left<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>, by_others: bool) {
     let Some(place) = left_note_path(disk) else { return };
-    let beside = files.filter(|path| crate::refs::back_refs::is_beside(path, disk)).enumerate();
-    let new: Vec<Intent> =
-        beside.filter_map(|(position, path)| Intent::of(path, position).ok().flatten()).collect();
+    let new = cleanup::intents_beside(disk, files);
     if new.is_empty() {
         return;
     }
@@ -225,10 +223,10 @@ pub(crate) fn note_left<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>, 
 }
 
 /// Lets the notes forget files that are gone, or that are others by now.
-fn forget_gone(disk: &Path, open: &OpenOptions) {
+fn forget_gone(disk: &Path) {
     // The disk's writer may be about to write them.
     let Some(_lock) = is_gone(disk).then_some(None).or_else(|| lock_if_free(disk).map(Some)) else { return };
-    cleanup::forget_gone(disk, open);
+    cleanup::forget_gone(disk);
     let Some(place) = left_note_path(disk).filter(|place| is_file(place)) else { return };
     let mut note = LeftNote::read(&place).unwrap_or_default();
     note.retain_there(&directory_of(disk));
@@ -272,5 +270,5 @@ pub fn noted_in(note: &Path) -> Vec<PathBuf> {
         Some(note) => [note.left, note.shared].concat(),
         None => waiting(&disk),
     };
-    find(&directory_of(&disk), &noted).into_iter().map(|(_, file)| file.path).collect()
+    find(&directory_of(&disk), &noted).into_iter().map(|file| file.path).collect()
 }

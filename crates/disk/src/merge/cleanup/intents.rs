@@ -7,7 +7,6 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use vmstrata_store::{Access, FileId, FileIdentity, Gate, Place};
 
-use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
 use crate::opener::{LocalFiles, Opener as _, directory_of};
 
@@ -25,13 +24,11 @@ const BYTES_MAX: u64 = 32 << 20;
 pub(super) struct Intents {
     /// The image that is about to stand on something else: device and inode.
     pub(super) target: (u64, u64),
+    /// Newest first.
     pub(super) files: Vec<Intent>,
     /// Those that earlier merges could not remove, as somebody needed them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) waiting: Vec<Intent>,
-    /// Other directories in which a note of this merge lies.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) elsewhere: Vec<String>,
 }
 
 /// Files that were left when the disk let go of them: see [`crate::merge::orphans`].
@@ -54,17 +51,14 @@ pub(in crate::merge) struct Intent {
     pub(super) ino: u64,
     len: u64,
     mtime_ns: i64,
-    /// Among all that go, newest first.
-    #[serde(default)]
-    pub(super) position: usize,
 }
 
 impl Intent {
-    /// `None` for a name that no note can have.
-    pub(in crate::merge) fn of(path: &Path, position: usize) -> Result<Option<Self>> {
-        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return Ok(None) };
-        let FileIdentity { file: FileId { dev, ino }, len, mtime_ns, .. } = identity(path)?;
-        Ok(Some(Self { name: name.to_owned(), dev, ino, len, mtime_ns, position }))
+    /// `None` for a name that no note can have, and for a file that cannot be examined.
+    pub(in crate::merge) fn of(path: &Path) -> Option<Self> {
+        let name = path.file_name()?.to_str()?.to_owned();
+        let FileIdentity { file: FileId { dev, ino }, len, mtime_ns, .. } = identity(path).ok()?;
+        Some(Self { name, dev, ino, len, mtime_ns })
     }
 
     pub(super) fn is(&self, found: &FileIdentity) -> bool {
@@ -74,16 +68,6 @@ impl Intent {
 }
 
 impl Intents {
-    /// Writes a new one.
-    pub(super) fn write(&self, place: &Path) -> Result<()> {
-        let write = || -> io::Result<()> {
-            let place = Place::of(place)?;
-            write_to(self, &place)?;
-            place.directory().sync()
-        };
-        write().while_trying("write down what is to be removed").map_err(|error| error.in_file(place))
-    }
-
     /// Writes one in the place of another that may be there: whatever happens, what waits is in the one or in the other.
     pub(super) fn replace(&self, place: &Path) -> Result<()> {
         replace(self, place)
@@ -94,21 +78,9 @@ impl Intents {
         read(place)
     }
 
-    /// Whether it was written before files were removed, and not after.
-    pub(super) fn is_of_killed(&self) -> bool {
-        !self.files.is_empty() || !self.elsewhere.is_empty()
-    }
-
-    /// The notes of the same merge in other directories, as far as they may be looked into.
-    pub(super) fn places_elsewhere(&self, disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
-        let allowed = open.allowed(disk).into_iter();
-        let allowed: Vec<PathBuf> = allowed.filter_map(|directory| directory.canonicalize().ok()).collect();
-        let found = self.elsewhere.iter().filter_map(|directory| Path::new(directory).canonicalize().ok());
-        let found = found.filter(|directory| allowed.iter().any(|allowed| directory.starts_with(allowed)));
-        found
-            .filter_map(|directory| intents_path_in(disk, &directory, self.target))
-            .filter(|place| is_file(place))
-            .collect()
+    /// The disk's note, if there is one that can be read.
+    pub(super) fn of(disk: &Path) -> Option<Self> {
+        Self::read(&intents_path(disk).filter(|place| is_file(place))?).ok().flatten()
     }
 }
 
@@ -188,12 +160,6 @@ pub(super) fn atomic_file_of(place: &Path) -> PathBuf {
     let mut name = place.as_os_str().to_owned();
     name.push(".new");
     name.into()
-}
-
-/// The note in another directory: disks of the same name may have layers there.
-pub(super) fn intents_path_in(disk: &Path, directory: &Path, target: (u64, u64)) -> Option<PathBuf> {
-    let name = disk.file_name()?.to_str()?;
-    Some(directory.join(format!(".{name}.{:x}-{:x}{SUFFIX}", target.0, target.1)))
 }
 
 pub(in crate::merge) fn is_file(place: &Path) -> bool {

@@ -44,13 +44,13 @@ impl Merge {
     pub(super) fn announce(&self, target: FileId) {
         let mut dropped = self.dropped.clone();
         dropped.retain(|layer| self.options.removal.wants(layer).is_ok());
-        let (disk, open) = self.disk();
+        let disk = self.disk().0;
         let announced = || {
             if self.merged.is_down {
                 // The note knows them by the times that their marks gave them.
                 dropped.iter().try_for_each(|layer| flush_file(&layer.path))?;
             }
-            cleanup::announce(disk, open, target, &dropped)
+            cleanup::announce(disk, target, &dropped)
         };
         if let Err(error) = announced() {
             tracing::warn!(%error, "killed now, the merge would leave the files of dropped layers behind");
@@ -91,9 +91,9 @@ impl Merge {
         }
         let was_waiting = |path: &Path| waiting.iter().any(|layer| layer.path == path);
         if removal == Removal::Nothing {
-            cleanup::leave(disk, open, waiting.iter().map(|layer| layer.path.as_path()));
+            cleanup::leave(disk, waiting.iter().map(|layer| layer.path.as_path()));
         } else {
-            cleanup::leave(disk, open, cleanup::later(&kept));
+            cleanup::leave(disk, cleanup::later(&kept));
         }
         let kept = kept.into_iter().filter(|(path, _)| !was_waiting(path)).collect();
         let (waited, mut removed): (Vec<_>, Vec<_>) = removed.into_iter().partition(|path| was_waiting(path));
