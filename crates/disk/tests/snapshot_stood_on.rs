@@ -98,7 +98,7 @@ fn no_snapshot_is_taken_below_a_disk_that_someone_has_open() {
         match fault(&error) {
             SnapshotFault::StoodOnInUse { image, by } => {
                 assert_eq!(image.file_name().unwrap(), "ci.s1.qcow2");
-                assert_eq!(*by, format!("sleep (process {})", user.id()));
+                assert_eq!(*by, format!("pid {} (sleep)", user.id()));
             }
             other => panic!("{other}"),
         }

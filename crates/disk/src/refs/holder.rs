@@ -74,7 +74,7 @@ impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
             HolderKind::Unseen => f.write_str("a process that this user may not see"),
-            _ => write!(f, "{} (process {})", self.program, self.pid),
+            _ => write!(f, "pid {} ({})", self.pid, self.program),
         }
     }
 }
