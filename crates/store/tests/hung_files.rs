@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, mpsc};
 
 use common::{Held, PATIENCE, Question};
-use vmstrata_store::{FileId, Holders, OpenFiles, SilentMounts};
+use vmstrata_store::{FileId, Holders, OpenFiles};
 
 #[test]
 fn open_files_of_a_hung_file_system_keep_nobody_waiting() {
@@ -37,23 +37,4 @@ fn open_files_of_a_hung_file_system_keep_nobody_waiting() {
     assert_eq!(found.expect("it did not wait"), (1, vec![child.id()]));
     assert!(asks.join().unwrap());
     drop((hung, session));
-}
-
-#[test]
-fn a_mount_is_silent_only_while_it_does_not_answer() {
-    let (dir, held) = (tempfile::tempdir().unwrap(), Arc::new(Held::default()));
-    let root = dir.path().canonicalize().unwrap();
-    let mount = root.join("mount");
-    std::fs::create_dir(&mount).unwrap();
-    let Some(session) = common::mount(&mount, &held) else { return };
-    let (disk, beside) = (mount.join("disk"), root.join("beside"));
-    let nothing: [&std::path::Path; 0] = [];
-    assert!(!SilentMounts::but(nothing).hold(&disk), "it answers");
-    held.hold(Some(Question::Attributes));
-    let silent = SilentMounts::but(nothing);
-    assert!(silent.hold(&disk) && !silent.hold(&beside));
-    assert!(SilentMounts::but(nothing).hold(&disk), "asked once, it is silent still");
-    held.hold(None);
-    while SilentMounts::but(nothing).hold(&disk) {}
-    drop(session);
 }

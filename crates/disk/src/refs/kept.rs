@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use super::users::FILES_MAX;
-
 /// Why a file was not removed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -37,9 +35,6 @@ pub enum Kept {
     /// Someone has it open.
     #[error("it is in use")]
     InUse,
-    /// Images that may need it were not all looked at.
-    #[error("there are more than {FILES_MAX} files, or directories too deep, among which others may need it")]
-    TooMany,
     /// An image that may need it cannot be read.
     #[error("{} may stand on it, and cannot be read: {reason}", path.display())]
     Unread {

@@ -1,11 +1,11 @@
-//! Who needs a file: images that name it as their backing file, disks elsewhere by their back-references ([`crate::refs::back_refs`]), and processes that
-//! have it open, or have a disk open that stands on it.
+//! Who needs a file: images that name it as their backing file, disks elsewhere by their back-references
+//! ([`crate::refs::back_refs`]), and processes that have it open, or have a disk open that stands on it.
 //!
-//! Images are looked for in directories, at any depth up to a limit. Whatever is found and cannot be understood may need the
-//! file: a name that is no plain file's, a header that cannot be read. A symbolic link to an image is an image of its own: tools
-//! look for what a relative name means beside the name that they were given. Locks tell of processes on other hosts too, and of those
-//! of other users, which `/proc` does not; a disk that was opened by its index has locked its newest layers only, so those
-//! are what is looked at.
+//! Images are looked for in the directories of the layers and of the disk and in those of `--allow-backing`, not below them. An image
+//! that cannot be understood may need the file: its name is no plain file's, or its header cannot be read. A symbolic link to an image
+//! is an image of its own: tools look for what a relative name means beside the name that they were given. Locks tell of processes on
+//! other hosts and of other users, too, which `/proc` does not; a disk that was opened by its index has locked its newest layers
+//! only, so those are what is looked at.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::FileType;
 
-use vmstrata_store::{Directory, FileId, Gate, SilentMounts};
+use vmstrata_store::{Directory, FileId, Gate};
 use vmstrata_types::MAX_LAYERS;
 
 use super::back_refs::{self, BackRef};
@@ -22,21 +22,6 @@ use super::link::Link;
 use crate::chain::{OpenOptions, backing_text, plain_name};
 use crate::error::Result;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
-
-/// Most files looked at. Of each that is no image, and of each that stands on nothing, only the first bytes are read and
-/// nothing is kept.
-pub(super) const FILES_MAX: usize = 1_000_000;
-/// Where file systems put what a repair has found; only root may look into it, and no disk is used there.
-const LOST: &str = "lost+found";
-/// Directories below the given ones are looked into this deep.
-const DEPTH_MAX: usize = 8;
-
-/// Why someone may have been overlooked.
-#[derive(Clone, Debug)]
-pub(super) enum Gap {
-    TooMany,
-    Unread { path: PathBuf, reason: String },
-}
 
 /// An image that names a file as its backing file.
 #[derive(Debug, PartialEq, Eq)]
@@ -51,87 +36,55 @@ struct User {
 #[derive(Debug, Default)]
 pub(crate) struct Users {
     by_file: HashMap<FileId, Vec<User>>,
-    gap: Option<Gap>,
-    /// Files looked at.
-    looked: usize,
+    /// The first path that could not be read.
+    unread: Option<Kept>,
     /// Directories that were looked into.
     directories: HashSet<PathBuf>,
-    /// File systems that do not answer: the search skips them.
-    silent: SilentMounts,
 }
 
 impl Users {
-    /// Looks at all images below `directories`.
+    /// Looks at all images in `directories`.
     pub(crate) fn find(directories: &[PathBuf]) -> Self {
-        let mut users = Self { silent: SilentMounts::but(directories), ..Self::default() };
-        directories.iter().for_each(|directory| users.look_below(directory));
+        let mut users = Self::default();
+        directories.iter().for_each(|directory| users.look_into(directory));
         users
-    }
-
-    /// Looks at all images below a directory, unless that was done.
-    fn look_below(&mut self, directory: &Path) {
-        let mut waiting: Vec<(PathBuf, usize)> =
-            directory.canonicalize().into_iter().map(|path| (path, 0)).collect();
-        while let Some((directory, depth)) = waiting.pop() {
-            if !self.directories.insert(directory.clone()) {
-                continue;
-            }
-            let entries = match Directory::open(&directory).and_then(|directory| directory.entries()) {
-                Ok(entries) => entries,
-                Err(error) => {
-                    self.overlook(&directory, &error);
-                    continue;
-                }
-            };
-            for entry in entries {
-                self.looked += 1;
-                if self.looked > FILES_MAX || depth > DEPTH_MAX {
-                    self.gap = Some(Gap::TooMany);
-                    return;
-                }
-                match entry {
-                    Ok((entry, FileType::Directory)) if entry.name() == LOST => {}
-                    Ok((entry, FileType::Directory)) => {
-                        if !self.is_silent(&entry.path()) {
-                            waiting.push((entry.path(), depth + 1));
-                        }
-                    }
-                    Ok((entry, _)) => self.look(entry.path()),
-                    Err(error) => self.overlook(&directory, &error),
-                }
-            }
-        }
     }
 
     /// Looks for all that may stand on some layers of a disk.
     pub(crate) fn standing_on(layers: &[Link], disk: &Path, open: &OpenOptions) -> Self {
-        let mut users = Self::find(&directories(layers, disk, open));
+        let of_layers = layers.iter().map(|link| directory_of(&link.path)).chain([directory_of(disk)]);
+        let mut directories: Vec<PathBuf> = of_layers.chain(open.allow_backing.iter().cloned()).collect();
+        directories.dedup();
+        let mut users = Self::find(&directories);
         users.follow_back_refs(layers.iter().map(|link| link.path.as_path()));
         users
     }
 
-    /// Whether a path leads onto a file system that does not answer; who lies there may have been overlooked.
-    fn is_silent(&mut self, path: &Path) -> bool {
-        let is_silent = self.silent.hold(path);
-        if is_silent {
-            self.overlook(path, &"its file system does not answer");
+    /// Looks at the images in a directory, unless that was done.
+    fn look_into(&mut self, directory: &Path) {
+        // `--allow-backing` may name a file.
+        let Ok(directory) = directory.canonicalize() else { return };
+        if !directory.is_dir() || !self.directories.insert(directory.clone()) {
+            return;
         }
-        is_silent
-    }
-
-    /// Looks at a file, or where a link to one leads.
-    fn look(&mut self, path: PathBuf) {
-        // Links that lead nowhere, and what is neither a file nor a link to one, stand on nothing.
-        if !self.is_silent(&path) && path.metadata().is_ok_and(|metadata| metadata.is_file()) {
-            self.enter(path);
+        let mut look = || -> io::Result<()> {
+            for entry in Directory::open(&directory)?.entries()? {
+                let (entry, kind) = entry?;
+                let path = entry.path();
+                // Links that lead nowhere, and what is neither a file nor a link to one, stand on nothing.
+                if kind != FileType::Directory && path.metadata().is_ok_and(|found| found.is_file()) {
+                    self.enter(path);
+                }
+            }
+            Ok(())
+        };
+        if let Err(error) = look() {
+            self.overlook(&directory, &error);
         }
     }
 
     /// Notes what the image that `path` leads to may stand on, and returns it: by its own place, and by that of a link to it.
     fn enter(&mut self, path: PathBuf) -> Vec<PathBuf> {
-        if self.is_silent(&path) {
-            return Vec::new();
-        }
         let real = match path.canonicalize() {
             Ok(real) => real,
             Err(error) => {
@@ -144,9 +97,8 @@ impl Users {
             below.extend(self.note(path, &real));
         }
         // Of several names those that lead somewhere are meant; one that leads nowhere is for the caller to wonder about.
-        let exists = |path: &PathBuf| !self.silent.hold(path) && path.exists();
-        if below.iter().any(exists) {
-            below.retain(exists);
+        if below.iter().any(|path| path.exists()) {
+            below.retain(|path| path.exists());
         }
         below
     }
@@ -160,8 +112,7 @@ impl Users {
                 return Vec::new();
             }
         };
-        // What lies on such a file system is none of the layers asked about.
-        for backing in below.iter().filter(|backing| !self.silent.hold(backing)) {
+        for backing in &below {
             if let Ok(identity) = LocalFiles.identity(backing, &Gate::unrestricted()) {
                 let users = self.by_file.entry(identity.file).or_default();
                 let user = User { path: path.clone(), real: real.to_owned() };
@@ -184,43 +135,21 @@ impl Users {
     }
 
     fn follow(&mut self, disk: PathBuf) {
-        if self.is_silent(&disk) {
-            return;
+        if is_gone(&disk) {
+            // A disk that was deleted or moved may have left its snapshots.
+            return self.look_into(&directory_of(&disk));
         }
-        if disk.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            // Whoever deleted or moved it may have left its snapshots.
-            return self.look_beside(&disk);
-        }
-        let mut next = vec![disk];
+        let mut next = vec![disk.clone()];
         for _ in 0..MAX_LAYERS {
             let Some(path) = next.pop() else { return };
             next.extend(self.enter(path));
         }
-        self.gap = Some(Gap::TooMany);
-    }
-
-    /// Looks at the images where a disk was, unless that was done.
-    fn look_beside(&mut self, disk: &Path) {
-        let Ok(directory) = directory_of(disk).canonicalize() else { return };
-        let is_new = self.directories.insert(directory.clone());
-        let read = || Directory::open(&directory)?.entries();
-        let Some(entries) = is_new.then(read).and_then(std::io::Result::ok) else { return };
-        for entry in entries {
-            self.looked += 1;
-            if self.looked > FILES_MAX {
-                self.gap = Some(Gap::TooMany);
-                return;
-            }
-            match entry {
-                Ok((entry, _)) => self.look(entry.path()),
-                Err(error) => self.overlook(disk, &error),
-            }
-        }
+        self.overlook(&disk, &"its chain is too long");
     }
 
     fn overlook(&mut self, path: &Path, error: &dyn std::fmt::Display) {
-        let gap = || Gap::Unread { path: path.to_owned(), reason: error.to_string() };
-        self.gap.get_or_insert_with(gap);
+        let unread = || Kept::Unread { path: path.to_owned(), reason: error.to_string() };
+        self.unread.get_or_insert_with(unread);
     }
 
     /// An image that names the file as its backing file.
@@ -236,12 +165,9 @@ impl Users {
         self.by_file.get(&file)?.iter().map(|user| &user.path).find(is_other)
     }
 
-    /// Why someone may have been overlooked, as a reason to keep a file.
+    /// A path that could not be read, as a reason to keep a file.
     pub(crate) fn overlooked(&self) -> Option<Kept> {
-        Some(match self.gap.as_ref()? {
-            Gap::TooMany => Kept::TooMany,
-            Gap::Unread { path, reason } => Kept::Unread { path: path.clone(), reason: reason.clone() },
-        })
+        self.unread.clone()
     }
 
     /// A removed image needs nothing any more.
@@ -271,23 +197,14 @@ impl Users {
     }
 }
 
-/// Where images may be that need some layers of a disk.
-fn directories(layers: &[Link], disk: &Path, open: &OpenOptions) -> Vec<PathBuf> {
-    let of_layers = layers.iter().map(|link| directory_of(&link.path));
-    let mut all: Vec<PathBuf> =
-        of_layers.chain([directory_of(disk)]).chain(open.allow_backing.iter().cloned()).collect();
-    all.dedup();
-    all
-}
-
 /// The back-references of a layer whose disks are gone.
 pub(crate) fn missing(layer: &Path) -> Vec<BackRef> {
-    let silent = SilentMounts::but([directory_of(layer)]);
-    let is_gone = |back_ref: &BackRef| {
-        !silent.hold(&back_ref.disk)
-            && back_ref.disk.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
-    };
-    back_refs::of_layer(layer).unwrap_or_default().into_iter().filter(is_gone).collect()
+    let back_refs = back_refs::of_layer(layer).unwrap_or_default();
+    back_refs.into_iter().filter(|back_ref| is_gone(&back_ref.disk)).collect()
+}
+
+fn is_gone(disk: &Path) -> bool {
+    disk.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// The files that the image at `path` may stand on: one, or none; for a `json:` description all that it names.
