@@ -30,7 +30,7 @@ pub enum JobSpec {
         keep_files: bool,
         /// Which way what stays and what goes are brought together.
         #[serde(default, skip_serializing_if = "is_default")]
-        into: MergeInto,
+        direction: MergeDirection,
         /// Take disks that were cloned from one of them, and are not where they were, for deleted. Else they may have been moved,
         /// and the file they stand on stays.
         #[serde(default, skip_serializing_if = "is_default")]
@@ -55,9 +55,9 @@ pub enum JobSpec {
         /// What becomes of their files.
         #[serde(default, skip_serializing_if = "is_default")]
         remove: RemoveFiles,
-        /// As for deleting snapshots; down takes files that are to be removed.
+        /// As for deleting snapshots; commit takes files that are to be removed.
         #[serde(default, skip_serializing_if = "is_default")]
-        into: MergeInto,
+        direction: MergeDirection,
         /// As for deleting snapshots.
         #[serde(default, skip_serializing_if = "is_default")]
         forget_missing: bool,
@@ -136,14 +136,15 @@ pub enum LayerRef {
 /// Which way layers are merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum MergeInto {
+pub enum MergeDirection {
     /// The way that copies less, as far as it is open.
     #[default]
     Auto,
-    /// Into the layer above the dropped ones.
-    Up,
-    /// Into the lowest of the dropped ones, which then takes the place of the layer above; refused where others need it.
-    Down,
+    /// Into the layer above the dropped ones, as QEMU's block-stream.
+    Stream,
+    /// Into the base of the dropped ones, which then takes the place of the layer above, as QEMU's block-commit; refused where
+    /// others need it.
+    Commit,
 }
 
 /// What becomes of the files of dropped layers.

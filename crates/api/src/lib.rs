@@ -39,7 +39,9 @@ pub use event::Event;
 pub use export::{
     ClientRights, ExportCounters, ExportList, ExportSpec, ExportStatus, NbdSpec, VhostUserSpec,
 };
-pub use job::{JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeInto, RemoveFiles, Removed};
+pub use job::{
+    JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeDirection, RemoveFiles, Removed,
+};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use segment::encode_segment;
 pub use size::{SizeChange, SizeSpec};

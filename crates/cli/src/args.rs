@@ -35,7 +35,7 @@ pub use self::index::{
 pub use self::job::{JobArgs, JobCommand};
 pub use self::layers::{FlattenArgs, LayersArgs, MergeArgs};
 pub use self::map::MapArgs;
-pub use self::merge::{Into, LoseArgs, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
+pub use self::merge::{LoseArgs, MergeDirection, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::resize::ResizeArgs;
 pub use self::serve::{LogFormat, ServeArgs, ThawGuardArgs};

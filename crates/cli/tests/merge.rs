@@ -298,9 +298,9 @@ fn the_oldest_snapshot_of_a_served_disk_goes_by_what_copies_less() {
         assert_ne!(job["state"], "failed", "{job}");
         job["state"] == "done" && job["bytes"] == 2 << 20
     });
-    let said = server.ask_ok(["snapshot", "delete", &disk, "s1", "--into", "down"]);
+    let said = server.ask_ok(["snapshot", "delete", &disk, "s1", "--direction", "commit"]);
     assert!(said.contains("s1 deleted: 2 MiB copied"), "{said}");
-    let refused = server.ask_err(["snapshot", "delete", &disk, "s4", "--into", "down"]);
+    let refused = server.ask_err(["snapshot", "delete", &disk, "s4", "--direction", "commit"]);
     assert!(refused.contains("the layer above is the one that takes the writes"), "{refused}");
     assert!(server.stop().success());
     assert_eq!(chain(&disk), ["web.qcow2", "web.s4.qcow2", "web.s3.qcow2", "web.s2.qcow2"]);
@@ -313,16 +313,16 @@ fn a_snapshot_is_deleted_the_way_that_copies_less() {
     let images = Images::new();
     let disk = with_history(&images);
     qemu_io(&images, "web.s0.qcow2", "write -P 1 8M 4M");
-    let refused = run_err(1, ["snapshot", "delete", &disk, "s4", "--into", "down"]);
+    let refused = run_err(1, ["snapshot", "delete", &disk, "s4", "--direction", "commit"]);
     assert!(refused.contains("the layer above is the one that takes the writes"), "{refused}");
     let before = du(&images);
     let report = run_json(["snapshot", "delete", &disk, "s0", "--json"]);
     assert_eq!(report["freed-bytes"], before - du(&images), "{report}");
-    assert_eq!(report["copied-down-bytes"], json!(2 << 20), "the oldest holds 5 MiB: {report}");
+    assert_eq!(report["committed-bytes"], json!(2 << 20), "the oldest holds 5 MiB: {report}");
     assert_eq!(report["removed"], json!([images.name("web.s0.qcow2")]));
     assert_eq!(chain(&disk), ["web.qcow2", "web.s4.qcow2", "web.s3.qcow2", "web.s2.qcow2", "web.s1.qcow2"]);
-    let report = run_json(["snapshot", "delete", &disk, "s1", "--into", "up", "--json"]);
-    assert_eq!(report["copied-down-bytes"], json!(0));
+    let report = run_json(["snapshot", "delete", &disk, "s1", "--direction", "stream", "--json"]);
+    assert_eq!(report["committed-bytes"], json!(0));
     assert_state(&images, "web.qcow2", 5);
     assert_state(&images, "web.s2.qcow2", 3);
 }

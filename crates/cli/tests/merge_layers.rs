@@ -68,7 +68,8 @@ fn layers_without_names_go_from_the_middle_of_a_stock_chain() {
     assert_eq!(chain(&images, 4), [4, 3, 2, 1, 0]);
     assert_states(&images, 0..LAYERS);
     // Numbers are those of now. A file that another image stands on stays.
-    let report = run_json(["merge", &disk, "--layers", "1", "--remove", "all", "--into", "up", "--json"]);
+    let report =
+        run_json(["merge", &disk, "--layers", "1", "--remove", "all", "--direction", "stream", "--json"]);
     assert_eq!(report["removed"], json!([]));
     assert!(report["kept"][0]["reason"].as_str().unwrap().contains("2.qcow2 stands on it"), "{report}");
     assert_eq!(chain(&images, 9), [9, 8, 7, 6, 5, 0]);
@@ -83,14 +84,15 @@ fn layers_without_names_go_from_the_middle_of_a_stock_chain() {
 
 #[test]
 fn dropped_layers_are_removed_if_asked_for_either_way() {
-    for into in ["up", "down"] {
+    for direction in ["stream", "commit"] {
         let images = stock_chain();
         let disk = images.name("9.qcow2");
-        let args = ["merge", &disk, "--layers", "3..6", "--remove", "all", "--into", into, "--json"];
+        let args =
+            ["merge", &disk, "--layers", "3..6", "--remove", "all", "--direction", direction, "--json"];
         let report = run_json(args);
-        assert_eq!(report["kept"], json!([]), "{into}: {report}");
-        assert_eq!(there(&images), [0, 1, 2, 7, 8, 9], "{into}");
-        assert_eq!(chain(&images, 9), [9, 8, 7, 2, 1, 0], "{into}");
+        assert_eq!(report["kept"], json!([]), "{direction}: {report}");
+        assert_eq!(there(&images), [0, 1, 2, 7, 8, 9], "{direction}");
+        assert_eq!(chain(&images, 9), [9, 8, 7, 2, 1, 0], "{direction}");
         assert_states(&images, [0, 1, 2, 7, 8, 9]);
     }
 }
@@ -170,13 +172,15 @@ fn layers_of_a_served_stock_chain_go_while_it_is_used() {
     let images = stock_chain();
     let server = serve(&images);
     let disk = images.name("9.qcow2");
-    let refused = server.ask_err(["merge", &disk, "--layers", "3..4", "--into", "down"]);
+    let refused = server.ask_err(["merge", &disk, "--layers", "3..4", "--direction", "commit"]);
     assert!(refused.contains("it is not a snapshot that was taken of this disk"), "{refused}");
-    let said = server.ask_ok(["merge", &disk, "--layers", "3..4", "--into", "down", "--remove", "all"]);
+    let said =
+        server.ask_ok(["merge", &disk, "--layers", "3..4", "--direction", "commit", "--remove", "all"]);
     assert!(said.contains("layers 3 to 4 dropped: 192 KiB copied"), "{said}");
     assert_eq!(there(&images), [0, 1, 2, 5, 6, 7, 8, 9]);
     guest(&server, &["read -P 10 0 64k", "read -P 4 4M 64k", "read -P 5 5M 64k", "read -P 6 6M 64k"]);
-    let said = server.ask_ok(["merge", &disk, "--layers", "3..4", "--remove", "all", "--into", "up"]);
+    let said =
+        server.ask_ok(["merge", &disk, "--layers", "3..4", "--remove", "all", "--direction", "stream"]);
     assert!(said.contains("layers 3 to 4 dropped: 256 KiB copied"), "{said}");
     assert_eq!(chain(&images, 9), [9, 8, 7, 2, 1, 0]);
     assert_eq!(there(&images), [0, 1, 2, 7, 8, 9]);

@@ -7,14 +7,13 @@
 //!   remove                                            the files of 1 and 2, if no one needs them
 //! ```
 //!
-//! **Pull up.** What the dropped layers hold is copied into the layer above them, the *target*, as far as it has nothing
+//! **Stream.** What the dropped layers hold is copied into the layer above them, the *target*, as far as it has nothing
 //! of its own there; then the target's header names what lies below the dropped layers. What the target and all above it
 //! read never changes, so other disks on them are unharmed, and at every instant the files are a chain that stock tools
 //! read right.
 //!
-//! **Write down.** Where that copies less, and nobody else has anything to do with the dropped layers, it is the other way
-//! around: the lowest of them gets what the target and those between have, and then takes the target's place ([`down`]). Which
-//! way is decided by [`direction`].
+//! **Commit.** Where that copies less, and nothing else uses the dropped layers: their *base*, the lowest, gets what the target
+//! and those between have, and then takes the target's place ([`commit`]). [`direction`] chooses.
 //!
 //! Place in the data flow: a job beside the engine, made of bounded steps ([`Merge::select`], [`Merge::apply`]). Copying
 //! is copy-on-write as the engine does it for guests: allocate, write, publish, and commit in the order of
@@ -22,7 +21,7 @@
 //!
 //! Invariants:
 //! - A cluster is copied exactly when the target would read otherwise without the dropped layers: both maps are asked
-//!   ([`copy`]). That covers zeros, sizes, cluster sizes and raw bases without a rule for any of them.
+//!   ([`stream`]). That covers zeros, sizes, cluster sizes and raw bases without a rule for any of them.
 //! - Whatever ends the job early leaves a sound chain and, after a crash, leaked clusters at most. Started again it
 //!   passes over what is there.
 //! - Whether the header has room for the new name, and the file system for what will be copied, is known before anything is.
@@ -34,11 +33,10 @@
 //! Lock order: as in [`crate::active`].
 
 pub(crate) mod cleanup;
+pub(crate) mod commit;
 mod copier;
-pub(crate) mod copy;
 mod deleting;
 pub(crate) mod direction;
-pub(crate) mod down;
 mod fault;
 mod files;
 mod forecast;
@@ -46,11 +44,11 @@ pub(crate) mod holes;
 mod job;
 pub(crate) mod orphans;
 pub(crate) mod plan;
-mod push;
 pub(crate) mod relink;
 pub(crate) mod remove;
 pub(crate) mod room;
 mod selection;
+pub(crate) mod stream;
 pub(crate) mod target;
 
 pub use crate::refs::Kept;
@@ -64,7 +62,7 @@ pub use remove::Removal;
 pub use room::available_bytes;
 pub use selection::{LayerRef, Selection};
 
-pub(crate) use copier::{Copier, let_go};
+pub(crate) use copier::{Copier, Way, let_go};
 
 use std::path::PathBuf;
 
@@ -92,8 +90,8 @@ pub struct MergeOptions {
 pub struct Merged {
     /// Bytes copied into the target.
     pub copied_bytes: u64,
-    /// Whether they were copied into the lowest dropped layer.
-    pub is_down: bool,
+    /// Whether they were copied into the base of the dropped layers.
+    pub is_commit: bool,
     /// Files removed, newest layer first.
     pub removed: Vec<PathBuf>,
     /// Bytes of the host's storage that are free by that, less what the copying took.

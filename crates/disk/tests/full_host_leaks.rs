@@ -134,7 +134,7 @@ fn run(work: Work, bits: u32, nth: u64, whose: Whose) -> bool {
             false
         }
         Work::Merge(direction) => run.merge(1, 1, direction),
-        Work::MergeIntoActive => run.merge(1, 2, Direction::Up),
+        Work::MergeIntoActive => run.merge(1, 2, Direction::Stream),
     };
     let befell = plan.count(Some(OperationKind::Write)) - before > nth;
     plan.clear();
@@ -178,8 +178,8 @@ fn snapshots_that_meet_a_full_host_leak_nothing() {
 
 #[test]
 fn merges_that_meet_a_full_host_leak_nothing() {
-    each(Work::Merge(Direction::Up));
-    each(Work::Merge(Direction::Down));
+    each(Work::Merge(Direction::Stream));
+    each(Work::Merge(Direction::Commit));
     each(Work::MergeIntoActive);
 }
 
@@ -188,8 +188,8 @@ fn journals_that_meet_a_full_host_leak_nothing() {
     for work in [
         Work::Writes,
         Work::Snapshot,
-        Work::Merge(Direction::Up),
-        Work::Merge(Direction::Down),
+        Work::Merge(Direction::Stream),
+        Work::Merge(Direction::Commit),
         Work::MergeIntoActive,
     ] {
         for nth in 0..3 {

@@ -72,7 +72,7 @@ fn child_that_dies_at_a_step() {
     let (how, step, path) = (words.next().unwrap(), words.next().unwrap(), words.next().unwrap());
     let (path, names) = (Path::new(path), ["s0".to_owned(), "s1".to_owned()]);
     let range = ranges_of(path, &names, &OpenOptions::default()).unwrap()[0];
-    let options = options(if how.ends_with("down") { Direction::Down } else { Direction::Up });
+    let options = options(if how.ends_with("commit") { Direction::Commit } else { Direction::Stream });
     let mut merge = match how.starts_with("live") {
         true => Merge::of_disk(&open(path), range, &options),
         false => Merge::new(path, range, &options, &small_resources(None)),
@@ -142,7 +142,7 @@ fn chain(disk: &Path) -> BTreeSet<String> {
 
 #[test]
 fn a_merge_killed_at_any_step_leaves_a_sound_chain_and_nothing_for_good() {
-    for how in ["live-up", "files-up", "live-down", "files-down"] {
+    for how in ["live-stream", "files-stream", "live-commit", "files-commit"] {
         let mut outcomes = BTreeSet::new();
         for step in 0.. {
             let dir = scratch();
@@ -181,7 +181,7 @@ fn a_merge_killed_at_any_step_leaves_a_sound_chain_and_nothing_for_good() {
 fn what_a_killed_merge_left_goes_when_the_disk_is_opened_for_writing_and_not_before() {
     let dir = scratch();
     let disk = new_disk(dir.path());
-    assert!(dies_at("live-up", 1000, &disk));
+    assert!(dies_at("live-stream", 1000, &disk));
     open_read_only(&disk);
     let layer = |name: &str| dir.path().join(name);
     assert!(layer("web.s0.qcow2").exists() && layer("web.s1.qcow2").exists() && layer(NOTE).exists());
@@ -196,7 +196,7 @@ fn only_what_nobody_needs_and_is_what_it_was_goes() {
     let disk = new_disk(dir.path());
     let layer = |name: &str| dir.path().join(name);
     // A clone that came after the merge had looked; a file that was written since; names out of the directory.
-    assert!(dies_at("live-up", 1000, &disk));
+    assert!(dies_at("live-stream", 1000, &disk));
     let note = std::fs::read_to_string(layer(NOTE)).unwrap();
     let (clone, s1) = (layer("clone.qcow2"), layer("web.s1.qcow2"));
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "web.s0.qcow2", path_str(&clone)]);
@@ -255,9 +255,9 @@ fn child_that_merges_until_it_is_killed() {
             let index = |layer: usize| LayerIndex::new(layer as u16);
             let range = MergeRange { first: index(first), last: index(last) };
             let merge = |way| Merge::of_disk(&disk, range, &options(way)).and_then(Merge::run);
-            match merge([Direction::Up, Direction::Down][random.random_range(0..2)]) {
-                Err(error) if matches!(error.fault(), Some(MergeFault::NotDown { .. })) => {
-                    merge(Direction::Up)
+            match merge([Direction::Stream, Direction::Commit][random.random_range(0..2)]) {
+                Err(error) if matches!(error.fault(), Some(MergeFault::NoCommit { .. })) => {
+                    merge(Direction::Stream)
                 }
                 merged => merged,
             }
@@ -288,7 +288,7 @@ fn run_and_kill(disk: &Path, seed: u64, round: u64) {
 
 fn every_state_is_whole(disk: &Path, but_one_being_taken: bool) {
     let mut snapshots = list(disk, &OpenOptions::default()).unwrap();
-    // What a merge downwards began to write over is none any more.
+    // What a commit began to write over is none any more.
     snapshots.retain(|snapshot| !snapshot.is_being_deleted);
     for (age, snapshot) in snapshots.iter().enumerate() {
         assert_safe(&snapshot.layer);

@@ -472,7 +472,7 @@ fn the_freed_bytes_of_a_disk_in_use_leave_out_what_the_guest_writes() {
     for (into_active, copied) in [(false, MIB / 2), (true, MIB * 3 / 2)] {
         let layers: Vec<_> = history.states.iter().map(|state| state.0.clone()).collect();
         let before: u64 = layers.iter().map(|path| taken(path)).sum();
-        let (removal, direction) = (Removal::All, Direction::Up);
+        let (removal, direction) = (Removal::All, Direction::Stream);
         let options = MergeOptions { removal, direction, ..MergeOptions::default() };
         let mut job = Merge::of_disk(&history.disk, range(0, 0), &options).unwrap();
         while let Some(action) = job.select() {

@@ -51,7 +51,7 @@ fn resources() -> Arc<Resources> {
 /// Begins to delete a snapshot, of a disk in use or of files.
 fn begin(disk: &Path, running: Option<&Arc<Disk>>, name: &str) -> Result<Merge, Error> {
     // Upwards, which takes the most room.
-    let options = MergeOptions { direction: Direction::Up, ..MergeOptions::default() };
+    let options = MergeOptions { direction: Direction::Stream, ..MergeOptions::default() };
     let range = ranges_of(disk, &[name.to_owned()], &OpenOptions::default()).unwrap()[0];
     match running {
         Some(running) => Merge::of_disk(running, range, &options),

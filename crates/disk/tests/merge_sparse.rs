@@ -96,7 +96,7 @@ fn a_flattened_disk_takes_no_more_room_than_its_data() {
         create(&disk, if kind == "written" { "compat=0.10" } else { "compat=1.1" }, Some(&base));
         write(&disk, 2, 3 * MIB, MIB);
         let before = content(&disk, "qcow2");
-        let merged = merge(road, &disk, [0, 0], Direction::Up);
+        let merged = merge(road, &disk, [0, 0], Direction::Stream);
         assert_eq!(merged.copied_bytes, MIB, "{what}");
         assert!(on_host(&disk) <= 2 * MIB + SLACK, "{what}: {}", on_host(&disk));
         assert!(content(&disk, "qcow2") == before, "{what}");
@@ -136,7 +136,7 @@ fn zeros_that_hide_data_below_are_copied_up_as_zero_clusters() {
         let dir = scratch();
         let [.., disk] = zeros_over_data(dir.path(), version, is_dug);
         let before = content(&disk, "qcow2");
-        let merged = merge(road, &disk, [2, 2], Direction::Up);
+        let merged = merge(road, &disk, [2, 2], Direction::Stream);
         // Version 2 has no zero clusters: what lies over data below has to be written.
         let hides = if version == "compat=0.10" { 9 * MIB } else { 128 << 10 };
         assert_eq!(merged.copied_bytes, hides, "{what}");
@@ -159,8 +159,8 @@ fn zeros_that_are_written_down_give_room_back() {
         let dir = scratch();
         let [_, _, middle, disk] = zeros_over_data(dir.path(), version, is_dug);
         let states = [&middle, &disk].map(|file| content(file, "qcow2"));
-        let merged = merge(road, &disk, [1, 1], Direction::Down);
-        assert!(merged.is_down, "{what}");
+        let merged = merge(road, &disk, [1, 1], Direction::Commit);
+        assert!(merged.is_commit, "{what}");
         assert_eq!(merged.copied_bytes, 128 << 10, "{what}");
         // What nothing lies below goes; the rest of version 2 has no other way than stored zeros.
         let left = if version == "compat=0.10" { 6 * MIB } else { 128 << 10 };

@@ -206,14 +206,14 @@ fn what_is_meant_is_known_by_its_files() {
     assert_eq!(names(&disk, &options), seen(&[("nightly", true)]));
 }
 
-/// Merged downwards, a dropped layer's file goes on as that of the one above, which nobody meant.
+/// Committed, a dropped layer's file goes on as that of the one above, which nobody meant.
 #[test]
 fn the_layer_that_got_the_file_of_a_dropped_one_is_not_meant() {
     let dir = common::scratch();
     let (disk, options) = (dir.path().join("web.qcow2"), OpenOptions::default());
     let range = |layer| MergeRange { first: LayerIndex::new(layer), last: LayerIndex::new(layer) };
     let merge = |layer| {
-        let down = MergeOptions { direction: Direction::Down, beyond_own: true, ..MergeOptions::default() };
+        let down = MergeOptions { direction: Direction::Commit, beyond_own: true, ..MergeOptions::default() };
         Merge::new(&disk, range(layer), &down, &resources()).and_then(Merge::run).unwrap();
     };
     new_disk(&disk, None);
@@ -233,7 +233,7 @@ fn the_layer_that_got_the_file_of_a_dropped_one_is_not_meant() {
     let lowest = LayerRef::Number(0);
     let meant = Selection::between(&disk, &lowest, &lowest, &options).unwrap();
     let down = MergeOptions {
-        direction: Direction::Down,
+        direction: Direction::Commit,
         removal: Removal::All,
         beyond_own: true,
         ..MergeOptions::default()

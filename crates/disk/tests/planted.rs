@@ -29,7 +29,7 @@ fn take(disk: &Path, name: &str) -> vmstrata_disk::Result<()> {
 fn delete(disk: &Path, name: &str) -> vmstrata_disk::Result<()> {
     let range = ranges_of(disk, &[name.to_owned()], &OpenOptions::default())?[0];
     let resources = Resources::new(ResourceOptions::default());
-    let options = MergeOptions { direction: Direction::Up, ..MergeOptions::default() };
+    let options = MergeOptions { direction: Direction::Stream, ..MergeOptions::default() };
     Merge::new(disk, range, &options, &resources)?.run().map(drop)
 }
 

@@ -114,7 +114,7 @@ impl Watched {
         if self.operation.starts_with("waiting") {
             self.go_on_without_clone(dir.path());
         }
-        if self.operation.ends_with("-down") {
+        if self.operation.ends_with("-commit") {
             self.complete(dir.path(), &what);
         }
         if dropped(self.operation).is_some() {
@@ -137,7 +137,7 @@ impl Watched {
             let range = dropped(self.operation).expect("a merge");
             let merged =
                 Merge::new(&web, range, &how(self.operation), &resources()).unwrap().run().expect(what);
-            assert!(merged.is_down);
+            assert!(merged.is_commit);
         }
         let names = snapshot::list(&web, &OpenOptions::default()).unwrap();
         let names: Vec<_> =
@@ -152,7 +152,7 @@ impl Watched {
         let name = path.file_name().unwrap().to_str().unwrap();
         if is_half_deleted(path) {
             // A state for nobody. Below the one that stays it is right, until that has let go of it.
-            assert!(self.operation.ends_with("-down") && ["web.s0.qcow2", "web.s1.qcow2"].contains(&name));
+            assert!(self.operation.ends_with("-commit") && ["web.s0.qcow2", "web.s1.qcow2"].contains(&name));
             return;
         }
         assert_safe(path);
@@ -267,13 +267,13 @@ fn a_live_merge_into_the_active_layer() {
 }
 
 #[test]
-fn a_live_merge_downwards() {
-    survives("live-down");
+fn a_live_commit() {
+    survives("live-commit");
 }
 
 #[test]
-fn a_merge_of_files_downwards() {
-    survives("files-down");
+fn a_commit_of_files() {
+    survives("files-commit");
 }
 
 #[test]

@@ -190,7 +190,7 @@ fn a_snapshot_is_known_by_its_name_too() {
 /// Whoever backs up by a difference must not be given that to another state than he asked for.
 #[test]
 fn a_snapshot_that_gets_the_name_of_a_deleted_one_is_another() {
-    for direction in [Direction::Up, Direction::Down] {
+    for direction in [Direction::Stream, Direction::Commit] {
         let directory = tempfile::tempdir().unwrap();
         let web = directory.path().join("web.qcow2");
         run("qemu-img", &["create", "-q", "-f", "qcow2", text(&web), "1M"]);

@@ -189,7 +189,7 @@ impl<'a> Disturber<'a> {
     }
 
     pub(super) fn way(&mut self) -> &'static str {
-        ["auto", "up", "down", "down"].choose(self.random).copied().unwrap_or("auto")
+        ["auto", "stream", "commit", "commit"].choose(self.random).copied().unwrap_or("auto")
     }
 
     fn delete(&mut self) -> Result<()> {
@@ -198,7 +198,7 @@ impl<'a> Disturber<'a> {
             return Ok(());
         }
         let full_changes = self.shared.full_changes();
-        let mut words = vec!["snapshot", "delete", "--into", way, disk];
+        let mut words = vec!["snapshot", "delete", "--direction", way, disk];
         words.extend(names.iter().map(String::as_str));
         match self.command(&words)? {
             Outcome::Running(running) => self.cut.push(Cut::Delete { running: Some(running), names }),
@@ -275,6 +275,6 @@ pub(super) const REFUSALS: &[&str] = &[
     "half deleted",
     // The file system is small, also where nobody fills it.
     "there is no room for what is copied",
-    // `--into down` with nothing but the active layer above.
-    "what stays cannot be written down into it",
+    // `--direction commit` with nothing but the active layer above.
+    "what stays cannot be committed into it",
 ];

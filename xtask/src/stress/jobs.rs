@@ -15,7 +15,7 @@ impl Disturber<'_> {
             return Ok(());
         }
         let full_changes = self.shared.full_changes();
-        let mut words = vec!["job", "--json", "snapshot-delete", "--limit", "8M", "--into", way, NAME];
+        let mut words = vec!["job", "--json", "snapshot-delete", "--limit", "8M", "--direction", way, NAME];
         words.extend(names.iter().map(String::as_str));
         self.snapshots.deleted(&names, false);
         let ended = match self.command(&words)? {

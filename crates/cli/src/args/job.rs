@@ -4,7 +4,7 @@ use clap::{Args, Subcommand};
 
 use std::path::PathBuf;
 
-use super::{ControlArgs, Into, LayersArgs, MergeHowArgs, RemoveArgs};
+use super::{ControlArgs, LayersArgs, MergeDirection, MergeHowArgs, RemoveArgs};
 use crate::units::parse_size;
 
 /// `vmstrata job`
@@ -52,7 +52,7 @@ pub enum JobCommand {
         keep_files: bool,
         /// Which way what stays and what goes are brought together
         #[arg(long, value_name = "WAY", value_enum, default_value_t)]
-        into: Into,
+        direction: MergeDirection,
         /// How.
         #[command(flatten)]
         how: MergeHowArgs,
@@ -73,9 +73,9 @@ pub enum JobCommand {
         /// What becomes of their files.
         #[command(flatten)]
         remove: RemoveArgs,
-        /// Which way what stays and what goes are brought together; down takes files that are removed
+        /// Which way what stays and what goes are brought together; commit takes files that are removed
         #[arg(long, value_name = "WAY", value_enum, default_value_t)]
-        into: Into,
+        direction: MergeDirection,
         /// How.
         #[command(flatten)]
         how: MergeHowArgs,

@@ -7,7 +7,7 @@ use clap::Args;
 use vmstrata_api::JobSpec;
 use vmstrata_disk::merge::LayerRef;
 
-use super::merge::{Into, LoseArgs, MergeHowArgs, RemoveArgs};
+use super::merge::{LoseArgs, MergeDirection, MergeHowArgs, RemoveArgs};
 use super::snapshot::SnapshotCommonArgs;
 use super::{ControlArgs, JournalArgs};
 
@@ -22,7 +22,7 @@ impl MergeHowArgs {
         layers: &LayersArgs,
         drop_snapshots: bool,
         remove: RemoveArgs,
-        into: Into,
+        direction: MergeDirection,
     ) -> Result<JobSpec> {
         let [first, last] = layers.ends();
         Ok(JobSpec::Merge {
@@ -31,7 +31,7 @@ impl MergeHowArgs {
             last: asked(&last)?,
             drop_snapshots,
             remove: remove.which().into(),
-            into: into.into(),
+            direction: direction.into(),
             forget_missing: self.forget_missing,
             bytes_per_second: self.limit,
         })
@@ -139,7 +139,7 @@ pub struct MergeArgs {
     pub remove: RemoveArgs,
     /// Which way what stays and what goes are brought together; down takes files that are removed
     #[arg(long, value_name = "WAY", value_enum, default_value_t)]
-    pub into: Into,
+    pub direction: MergeDirection,
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,

@@ -75,32 +75,32 @@ pub struct LoseArgs {
 
 /// Which way layers are merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Into {
+pub enum MergeDirection {
     /// The way that copies less, as far as it is open
     #[default]
     Auto,
     /// Into the layer above the deleted ones
-    Up,
-    /// Into the lowest of the deleted ones, which then takes the place of the layer above; refused where others need it
-    Down,
+    Stream,
+    /// Into the base of the deleted ones, which then takes the place of the layer above; refused where others need it
+    Commit,
 }
 
-impl From<Into> for vmstrata_api::MergeInto {
-    fn from(into: Into) -> Self {
-        match into {
-            Into::Auto => Self::Auto,
-            Into::Up => Self::Up,
-            Into::Down => Self::Down,
+impl From<MergeDirection> for vmstrata_api::MergeDirection {
+    fn from(direction: MergeDirection) -> Self {
+        match direction {
+            MergeDirection::Auto => Self::Auto,
+            MergeDirection::Stream => Self::Stream,
+            MergeDirection::Commit => Self::Commit,
         }
     }
 }
 
-impl From<Into> for Direction {
-    fn from(into: Into) -> Self {
-        match into {
-            Into::Auto => Self::Auto,
-            Into::Up => Self::Up,
-            Into::Down => Self::Down,
+impl From<MergeDirection> for Direction {
+    fn from(direction: MergeDirection) -> Self {
+        match direction {
+            MergeDirection::Auto => Self::Auto,
+            MergeDirection::Stream => Self::Stream,
+            MergeDirection::Commit => Self::Commit,
         }
     }
 }
@@ -119,12 +119,18 @@ pub struct MergeHowArgs {
 
 impl MergeHowArgs {
     /// The job that deletes snapshots of a served disk.
-    pub fn delete(self, disk: &str, snapshots: &[String], keep_files: bool, into: Into) -> JobSpec {
+    pub fn delete(
+        self,
+        disk: &str,
+        snapshots: &[String],
+        keep_files: bool,
+        direction: MergeDirection,
+    ) -> JobSpec {
         JobSpec::SnapshotDelete {
             disk: disk.to_owned(),
             snapshots: snapshots.to_vec(),
             keep_files,
-            into: into.into(),
+            direction: direction.into(),
             forget_missing: self.forget_missing,
             bytes_per_second: self.limit,
         }
@@ -148,7 +154,7 @@ pub struct SnapshotDeleteArgs {
     pub dry_run: bool,
     /// Which way what stays and what goes are brought together
     #[arg(long, value_name = "WAY", value_enum, default_value_t)]
-    pub into: Into,
+    pub direction: MergeDirection,
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
@@ -173,7 +179,7 @@ With --json: of a disk that nobody uses what was dropped and what was kept; of a
 
 The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above, or, where
 that is less to copy and nobody else stands on the deleted ones, what is above into the lowest of them, which takes its place.
-A file that another disk stands on stays: disks beside the snapshots, below --allow-backing, and elsewhere if vmstrata made
+A file that another disk stands on stays: disks beside the snapshots, in --allow-backing, and elsewhere if vmstrata made
 them or has opened them for writing. Interrupted, begin it again: what was copied is not copied twice.
 Exit codes: 0 deleted, 1 not, or not all (every other state of the disk is as it was; `snapshot list` shows a snapshot that is
 half deleted, which can only be deleted again), 64 wrong usage.";

@@ -31,11 +31,11 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
             let asked = JobSpec::IndexBuild { disk: disk.clone(), bytes_per_second: *limit };
             client.post("/v1/jobs", &asked)?
         }
-        JobCommand::SnapshotDelete { disk, snapshots, keep_files, into, how } => {
-            client.post("/v1/jobs", &how.delete(disk, snapshots, *keep_files, *into))?
+        JobCommand::SnapshotDelete { disk, snapshots, keep_files, direction, how } => {
+            client.post("/v1/jobs", &how.delete(disk, snapshots, *keep_files, *direction))?
         }
-        JobCommand::Merge { disk, layers, yes, remove, into, how } => {
-            client.post("/v1/jobs", &how.merge(disk, layers, *yes, *remove, *into)?)?
+        JobCommand::Merge { disk, layers, yes, remove, direction, how } => {
+            client.post("/v1/jobs", &how.merge(disk, layers, *yes, *remove, *direction)?)?
         }
         JobCommand::Flatten { disk, onto, yes, remove, how } => {
             client.post("/v1/jobs", &how.flatten(disk, onto.as_deref(), *yes, *remove)?)?

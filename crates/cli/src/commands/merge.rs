@@ -35,8 +35,8 @@ pub const STOPPED: &str = "no state that stays was changed; run the command agai
 struct Report {
     disk: String,
     copied_bytes: u64,
-    /// Of these, bytes that were copied down into a deleted layer, which then took the place of the one above.
-    copied_down_bytes: u64,
+    /// Of these, bytes that were committed into a deleted layer, which then took the place of the one above.
+    committed_bytes: u64,
     removed: Vec<String>,
     /// Bytes of the host's storage that are free by that, less what the copying took.
     freed_bytes: u64,
@@ -58,7 +58,7 @@ pub fn line(disk: &str, done: &str, copied_bytes: u64, removed: Removed) -> Stri
 impl Report {
     fn add(&mut self, merged: &Merged) {
         self.copied_bytes += merged.copied_bytes;
-        self.copied_down_bytes += if merged.is_down { merged.copied_bytes } else { 0 };
+        self.committed_bytes += if merged.is_commit { merged.copied_bytes } else { 0 };
         self.removed.extend(merged.removed.iter().map(|file| file.display().to_string()));
         self.freed_bytes += merged.freed_bytes;
         let kept = |(file, why): &(std::path::PathBuf, vmstrata_disk::merge::Kept)| KeptFile {
@@ -113,7 +113,7 @@ pub fn foresee_delete(args: &SnapshotDeleteArgs, is_served: bool) -> Result<()> 
 fn delete_options(args: &SnapshotDeleteArgs) -> MergeOptions {
     let removal = if args.keep_files { Removal::Nothing } else { Removal::Snapshots };
     let open = open_options(&args.common, &args.journal);
-    let (forget_missing, direction) = (args.how.forget_missing, args.into.into());
+    let (forget_missing, direction) = (args.how.forget_missing, args.direction.into());
     MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
 }
 
@@ -150,7 +150,7 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
         removal: args.remove.which().into(),
         forget_missing: args.how.forget_missing,
         beyond_own: true,
-        direction: args.into.into(),
+        direction: args.direction.into(),
     };
     if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.common)? {
         let what = audit::of("merge", [&args.disk]).object(args.layers.in_words());
@@ -177,7 +177,7 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
     };
     let ranges = selection.ranges(&args.disk, &open)?;
     let (removal, forget_missing) = (args.remove.which().into(), args.how.forget_missing);
-    let direction = Direction::Up;
+    let direction = Direction::Stream;
     let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
     if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.common)? {
         let what = audit::of("flatten", [&args.disk]);

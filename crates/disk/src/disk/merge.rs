@@ -19,7 +19,7 @@
 //! Lock order: `changing` is held for each change of layers, never while copying.
 
 mod claims;
-mod down;
+mod commit;
 mod finish;
 mod grow;
 
@@ -35,14 +35,14 @@ use crate::error::{Error, IoContext as _, Result};
 use crate::layers::{Layers, Top};
 use crate::maintenance::Maintained;
 use crate::map::FrozenMap;
-use crate::merge::copy::After;
 use crate::merge::holes::Holes;
 use crate::merge::plan::{below_of, map_up_to};
 use crate::merge::relink::Relink;
 use crate::merge::remove::refuse_overlooked;
 use crate::merge::room::Room;
-use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, cleanup};
-use crate::refs::{Link, LocalHolders, Users, links};
+use crate::merge::stream::After;
+use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, Way, cleanup};
+use crate::refs::{ChainFile, LocalHolders, Users, chain_files};
 
 /// Most bytes of the disk looked at before others get their turn.
 const TURN: u64 = 256 << 10;
@@ -117,7 +117,7 @@ impl Running {
         disk: &Arc<Disk>,
         range: MergeRange,
         options: &MergeOptions,
-    ) -> Result<(Self, Vec<Link>, Copier)> {
+    ) -> Result<(Self, Vec<ChainFile>, Copier)> {
         if disk.state.set_merging(true) {
             return Err(Error::from(MergeFault::Busy).in_file(&disk.path));
         }
@@ -126,79 +126,79 @@ impl Running {
         drop(disk.change());
         disk.check_changeable()?;
         disk.sweep_merged();
-        let links = links(&disk.path, &disk.options(), &**disk.resources.files().opener())?;
-        range.check(&links, options).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
-        let users = Users::standing_on(&links[range.first.index()..], &disk.path, &disk.options());
-        refuse_overlooked(&links, range, options, &users)
+        let chain = chain_files(&disk.path, &disk.options(), &**disk.resources.files().opener())?;
+        range.check(&chain, options).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
+        let users = Users::standing_on(&chain[range.first.index()..], &disk.path, &disk.options());
+        refuse_overlooked(&chain, range, options, &users)
             .map_err(|fault| Error::from(fault).in_file(&disk.path))?;
-        let is_active = range.target().index() + 1 == links.len();
-        let copier = match running.write_down(&links, options)? {
-            Some(down) => down,
-            None if is_active => running.promise(&links)?,
-            None => running.let_grow(&links, &users)?,
+        let is_active = range.target().index() + 1 == chain.len();
+        let copier = match running.begin_commit(&chain, options)? {
+            Some(copier) => copier,
+            None if is_active => running.promise(&chain)?,
+            None => running.let_grow(&chain, &users)?,
         };
-        Ok((running, links, copier))
+        Ok((running, chain, copier))
     }
 
     /// The layers of now, which go on being those while the guard is held.
-    fn hold_layers(&self, links: &[Link]) -> Result<(Changing<'_>, Arc<Layers>)> {
+    fn hold_layers(&self, chain: &[ChainFile]) -> Result<(Changing<'_>, Arc<Layers>)> {
         let changing = self.disk.change();
         self.disk.check_changeable()?;
         let layers = arc_swap::Guard::into_inner(self.disk.layers_now());
-        self.check_links(&layers, links)?;
+        self.check_chain(&layers, chain)?;
         Ok((changing, layers))
     }
 
     /// Makes sure that the files lead to the layers that the disk has.
-    fn check_links(&self, layers: &Layers, links: &[Link]) -> Result<()> {
+    fn check_chain(&self, layers: &Layers, chain: &[ChainFile]) -> Result<()> {
         let frozen = layers.frozen.iter().flat_map(|map| map.layers());
-        let same = frozen.zip(links).all(|(layer, link)| layer.identity.file == link.file);
-        if same && links.len() == layers.top_index().index() + 1 && layers.before.is_none() {
+        let same = frozen.zip(chain).all(|(layer, link)| layer.identity.file == link.file);
+        if same && chain.len() == layers.top_index().index() + 1 && layers.before.is_none() {
             return Ok(());
         }
         Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path))
     }
 
-    fn after(&self, links: &[Link]) -> Result<Option<Arc<FrozenMap>>> {
+    fn after(&self, chain: &[ChainFile]) -> Result<Option<Arc<FrozenMap>>> {
         let disk = &self.disk;
         let stays = self.range.first.index().checked_sub(1);
-        stays.map(|layer| map_up_to(&disk.path, links, layer, &disk.options(), &disk.resources)).transpose()
+        stays.map(|layer| map_up_to(&disk.path, chain, layer, &disk.options(), &disk.resources)).transpose()
     }
 
     /// Begins to copy into the active layer.
-    fn promise(&self, links: &[Link]) -> Result<Copier> {
-        let after = self.after(links)?;
-        let room = self.room(links, after.as_deref())?;
-        let (_changing, layers) = self.hold_layers(links)?;
+    fn promise(&self, chain: &[ChainFile]) -> Result<Copier> {
+        let after = self.after(chain)?;
+        let room = self.room(chain, after.as_deref())?;
+        let (_changing, layers) = self.hold_layers(chain)?;
         let Top::Qcow2(active) = &layers.top else {
             return Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path));
         };
         let plan = || -> Result<Relink> {
             let len = active.store.len().while_trying("read the file's length")?;
             let head = read_head(&*active.store, len)?;
-            Relink::plan(&*active.store, &head.header, below_of(links, self.range)?.as_ref())
+            Relink::plan(&*active.store, &head.header, below_of(chain, self.range)?.as_ref())
         };
         let relink = plan().map_err(|error| error.in_file(&active.path))?;
         let promised = Layers { merging_to: after.clone(), ..Layers::clone(&layers) };
         // No writer may be inside that does not know of the promise.
         self.disk.write_gate.quiesce(|| self.disk.put_layers_and_call(promised));
-        Ok(Copier::new(Arc::clone(active), None, after, relink, room))
+        Ok(Copier::new(Arc::clone(active), None, after, Way::Stream(relink), room))
     }
 
     /// The room for what the active layer will need, as it is now.
-    fn room(&self, links: &[Link], after: Option<&FrozenMap>) -> Result<Room> {
+    fn room(&self, chain: &[ChainFile], after: Option<&FrozenMap>) -> Result<Room> {
         let disk = &self.disk;
         let (mut at, mut demand) = (0, 0);
         let after = After { map: after, holes: &Holes::default() };
         while at < disk.size() {
             let _guard = disk.epochs.guard();
             let layers = disk.layers_now();
-            self.check_links(&layers, links)?;
+            self.check_chain(&layers, chain)?;
             let part = GuestRange::new(GuestOffset::new(at), MEASURED.min(disk.size() - at));
             demand += layers.demand(part, after)?;
             at += part.len;
         }
-        Room::find(&links[self.range.target().index()].path, demand)
+        Room::find(&chain[self.range.target().index()].path, demand)
     }
 
     /// As [`Disk::with_local_holders`].
@@ -209,27 +209,27 @@ impl Running {
     /// Copies into the active layer.
     ///
     /// # Errors
-    /// As [`Layers::pull_up`]; a disk that takes no more writes, or has another active layer.
-    pub(crate) fn pull_up(&self, copier: &Copier, range: GuestRange) -> Result<u64> {
+    /// As [`Layers::stream_range`]; a disk that takes no more writes, or has another active layer.
+    pub(crate) fn stream_range(&self, copier: &Copier, range: GuestRange) -> Result<u64> {
         let mut copied = 0;
         let turn = TURN.max(copier.target.tables.geometry.cluster_bits.size());
         let mut done = 0;
         while done < range.len {
             let part = GuestRange::new(range.start + done, turn.min(range.len - done));
-            copied += self.pull_up_part(copier, part)?;
+            copied += self.stream_part(copier, part)?;
             done += part.len;
         }
         Ok(copied)
     }
 
-    fn pull_up_part(&self, copier: &Copier, part: GuestRange) -> Result<u64> {
+    fn stream_part(&self, copier: &Copier, part: GuestRange) -> Result<u64> {
         let disk = &self.disk;
         let _guard = disk.epochs.guard();
         let _inside = disk.write_gate.enter();
         disk.check_changeable()?;
         let layers = disk.layers_now();
         self.check_top(&layers, copier)?;
-        layers.pull_up(part, copier.after()).map_err(|error| disk.fail_if_fatal(error))
+        layers.stream_range(part, copier.after()).map_err(|error| disk.fail_if_fatal(error))
     }
 
     fn check_top(&self, layers: &Layers, copier: &Copier) -> Result<()> {

@@ -23,14 +23,14 @@ use std::path::{Path, PathBuf};
 
 use vmstrata_store::FileId;
 
-use self::intents::{Intents, atomic_file_of, identity, intents_path, remove_intents};
 pub(super) use self::intents::{Intent, LeftNote, NOTES, is_file, left_note_path};
+use self::intents::{Intents, atomic_file_of, identity, intents_path, remove_intents};
 use super::remove::{Dropped, Removal, Wanted, remove};
 use crate::atomic_file::{flush_directory, flush_file};
 use crate::chain::OpenOptions;
 use crate::error::Result;
 use crate::opener::{LocalFiles, directory_of};
-use crate::refs::{self, Kept, Link, LocalHolders, Users, back_refs};
+use crate::refs::{self, ChainFile, Kept, LocalHolders, Users, back_refs};
 
 /// Notes that these files go once `target` does not stand on them any more, as far as they lie beside the disk.
 ///
@@ -74,9 +74,9 @@ pub(super) fn later(kept: &[(PathBuf, Kept)]) -> impl Iterator<Item = &Path> {
 }
 
 /// The files that wait and that the disk does not stand on.
-pub(super) fn waiting_of(disk: &Path, links: &[Link]) -> Vec<Dropped> {
+pub(super) fn waiting_of(disk: &Path, chain: &[ChainFile]) -> Vec<Dropped> {
     let mut found = find(&directory_of(disk), &waiting(disk));
-    found.retain(|dropped| links.iter().all(|link| link.file != dropped.file));
+    found.retain(|dropped| chain.iter().all(|link| link.file != dropped.file));
     found
 }
 
@@ -110,13 +110,13 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: LocalHolders<'_>) {
         if note.files.is_empty() {
             return Ok(());
         }
-        let (left, links) = left(disk, &note, open)?;
+        let (left, chain) = left(disk, &note, open)?;
         let kept = if left.is_empty() {
             Vec::new()
         } else {
-            let mut users = Users::standing_on(&links, disk, open);
+            let mut users = Users::standing_on(&chain, disk, open);
             users.follow_back_refs(left.iter().map(|layer| layer.path.as_path()));
-            let by_others = here.is_used_by_others(&users, &links);
+            let by_others = here.is_used_by_others(&users, &chain);
             let wanted = Wanted { removal: Removal::All, forget_missing: false, here: Some(here), by_others };
             let (removed, kept) = remove(&left, &mut users, &wanted);
             for file in removed {
@@ -138,16 +138,16 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: LocalHolders<'_>) {
 }
 
 /// The files that are still what they were and that the disk does not stand on, for good: newest first; and what it stands on.
-fn left(disk: &Path, note: &Intents, open: &OpenOptions) -> Result<(Vec<Dropped>, Vec<Link>)> {
-    let links = refs::links(disk, open, &LocalFiles)?;
+fn left(disk: &Path, note: &Intents, open: &OpenOptions) -> Result<(Vec<Dropped>, Vec<ChainFile>)> {
+    let chain = refs::chain_files(disk, open, &LocalFiles)?;
     let mut left = find(&directory_of(disk), &note.files);
-    left.retain(|dropped| links.iter().all(|link| link.file != dropped.file));
-    let target = links.iter().find(|link| (link.file.dev, link.file.ino) == note.target);
-    let Some(target) = target.filter(|_| !left.is_empty()) else { return Ok((Vec::new(), links)) };
+    left.retain(|dropped| chain.iter().all(|link| link.file != dropped.file));
+    let target = chain.iter().find(|link| (link.file.dev, link.file.ino) == note.target);
+    let Some(target) = target.filter(|_| !left.is_empty()) else { return Ok((Vec::new(), chain)) };
     // The header that a killed process wrote may be in the page cache alone, and so may the name that it gave.
     flush_file(&target.path)?;
     flush_directory(&target.path)?;
-    Ok((left, links))
+    Ok((left, chain))
 }
 
 /// Those of the files that are in the directory, and still what they were.

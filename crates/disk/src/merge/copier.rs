@@ -6,11 +6,11 @@ use std::sync::Arc;
 use vmstrata_store::Store;
 use vmstrata_types::{GuestOffset, GuestRange};
 
-use super::copy::After;
-use super::down::Down;
+use super::commit::Commit;
 use super::holes::Holes;
 use super::relink::Relink;
 use super::room::Room;
+use super::stream::After;
 use crate::active::Active;
 use crate::active::session::leave_clean;
 use crate::changes::CommitTarget as _;
@@ -36,13 +36,13 @@ pub(crate) struct Copier {
     is_finalized: bool,
 }
 
-/// Where to layers are merged.
+/// Where layers are merged to.
 #[derive(Debug)]
 pub(crate) enum Way {
     /// Into the layer above them, which comes to stand on what is left.
-    Up(Relink),
-    /// Into the lowest, which takes the place of the layer above them.
-    Down(Box<Down>),
+    Stream(Relink),
+    /// Into their base, which takes the place of the layer above them.
+    Commit(Box<Commit>),
 }
 
 impl Copier {
@@ -50,10 +50,11 @@ impl Copier {
         target: Arc<Active>,
         layers: Option<Layers>,
         after: Option<Arc<FrozenMap>>,
-        relink: Relink,
+        way: Way,
         room: Room,
     ) -> Self {
-        Self::going(Way::Up(relink), target, layers, after, room)
+        let (holes, at) = (Holes::default(), GuestOffset::ZERO);
+        Self { target, layers, after, way, room, holes, at, is_finalized: false }
     }
 
     /// Into a layer that is frozen, or whose disk is not in use: `layers` are the target over all below it.
@@ -69,28 +70,7 @@ impl Copier {
         let later = After { map: after.as_deref(), holes: &Holes::default() };
         let demand = layers.demand(GuestRange::new(GuestOffset::ZERO, target.size()), later)?;
         let room = Room::find(&target.path, demand)?;
-        Ok(Self::new(target, Some(layers), after, relink, room))
-    }
-
-    pub(super) fn down(
-        target: Arc<Active>,
-        layers: Layers,
-        after: Option<Arc<FrozenMap>>,
-        down: Down,
-        room: Room,
-    ) -> Self {
-        Self::going(Way::Down(Box::new(down)), target, Some(layers), after, room)
-    }
-
-    fn going(
-        way: Way,
-        target: Arc<Active>,
-        layers: Option<Layers>,
-        after: Option<Arc<FrozenMap>>,
-        room: Room,
-    ) -> Self {
-        let (holes, at) = (Holes::default(), GuestOffset::ZERO);
-        Self { target, layers, after, way, room, holes, at, is_finalized: false }
+        Ok(Self::new(target, Some(layers), after, Way::Stream(relink), room))
     }
 
     /// What the target will stand on.
@@ -104,8 +84,8 @@ impl Copier {
     /// A layer that cannot be read, a host that is full or cannot write.
     pub(super) fn copy(&self, layers: &Layers, range: GuestRange) -> Result<u64> {
         match &self.way {
-            Way::Up(_) => layers.pull_up(range, self.after()),
-            Way::Down(down) => down.copy(layers, range, &self.holes),
+            Way::Stream(_) => layers.stream_range(range, self.after()),
+            Way::Commit(commit) => commit.copy(layers, range, &self.holes),
         }
     }
 
@@ -154,8 +134,8 @@ impl Copier {
     /// A host that cannot write or flush: the chain is as before, or as it is to be.
     pub(crate) fn relink(&self) -> Result<()> {
         let relink = match &self.way {
-            Way::Up(relink) => relink,
-            Way::Down(down) => return down.take_place(&self.target),
+            Way::Stream(relink) => relink,
+            Way::Commit(commit) => return commit.take_place(&self.target),
         };
         let flush = || self.target.flush();
         let store = &*self.target.store;
@@ -173,16 +153,16 @@ impl Copier {
     /// its file open for a while.
     pub(crate) fn let_go(&self) {
         let_go(&*self.target.store, &self.target.path);
-        if let Way::Down(down) = &self.way {
-            down.let_go();
+        if let Way::Commit(commit) = &self.way {
+            commit.let_go();
         }
     }
 
     /// Where the target is once it has been relinked.
     pub(crate) fn path(&self) -> &Path {
         match &self.way {
-            Way::Up(_) => &self.target.path,
-            Way::Down(down) => down.path(),
+            Way::Stream(_) => &self.target.path,
+            Way::Commit(commit) => commit.path(),
         }
     }
 }

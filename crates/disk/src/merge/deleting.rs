@@ -12,42 +12,42 @@ use vmstrata_store::Store;
 use super::relink::{Below, Relink};
 use crate::chain::{Qcow2Head, Top, read_head};
 use crate::error::{ErrorKind, IoContext as _, Result};
-use crate::refs::Link;
+use crate::refs::ChainFile;
 
 /// The writes that set the flag of a layer, or clear it.
 #[derive(Debug)]
 pub(super) struct DeletingFlag(Relink);
 
 impl DeletingFlag {
-    /// Finds out how the layer in `top`, one of `links`, can be flagged as right under `name` only.
+    /// Finds out how the layer in `top`, one of `chain`, can be flagged as right under `name` only.
     ///
     /// # Errors
     /// A header without room, or that cannot be read.
-    pub(super) fn plan(top: &Top, links: &[Link], layer: usize, name: &str) -> Result<Self> {
+    pub(super) fn plan(top: &Top, chain: &[ChainFile], layer: usize, name: &str) -> Result<Self> {
         let head = top.head.as_ref().ok_or(ErrorKind::Changed)?;
-        Self::plan_as(&*top.opened.store, head, links, layer, Some(name)).map_err(|e| e.in_file(&top.path))
+        Self::plan_as(&*top.opened.store, head, chain, layer, Some(name)).map_err(|e| e.in_file(&top.path))
     }
 
     /// Finds out how the flag of the layer in `store` can be cleared.
     ///
     /// # Errors
     /// As [`DeletingFlag::plan`].
-    pub(super) fn plan_removal(store: &dyn Store, links: &[Link], layer: usize) -> Result<Self> {
+    pub(super) fn plan_removal(store: &dyn Store, chain: &[ChainFile], layer: usize) -> Result<Self> {
         let head = read_head(store, store.len().while_trying("read the file's length")?)?;
-        Self::plan_as(store, &head, links, layer, None)
+        Self::plan_as(store, &head, chain, layer, None)
     }
 
     fn plan_as(
         store: &dyn Store,
         head: &Qcow2Head,
-        links: &[Link],
+        chain: &[ChainFile],
         layer: usize,
         name: Option<&str>,
     ) -> Result<Self> {
-        let link = &links[layer];
+        let link = &chain[layer];
         let below = link.backing_name.as_ref().zip(layer.checked_sub(1)).map(|(name, below)| Below {
             name: name.clone(),
-            format: links[below].format,
+            format: chain[below].format,
             record: link.record.clone(),
         });
         let change = |extensions: &mut Extensions| {

@@ -76,9 +76,9 @@ pub enum MergeFault {
         /// Who uses it.
         by: String,
     },
-    /// What is above cannot be written down into the lowest dropped layer.
-    #[error("what stays cannot be written down into it: {reason}")]
-    NotDown {
+    /// What is above cannot be committed into the base of the dropped layers.
+    #[error("what stays cannot be committed into it: {reason}")]
+    NoCommit {
         /// What stands against it.
         reason: String,
     },

@@ -13,13 +13,13 @@ use super::direction::Asked;
 use super::plan::{below_of, map_up_to};
 use super::relink::Relink;
 use super::remove::refuse_overlooked;
-use super::{MergeFault, MergeOptions, MergeRange, cleanup, down, target};
+use super::{MergeFault, MergeOptions, MergeRange, cleanup, commit, target};
 use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{self, IndexOptions};
 use crate::layers::{Layers, Top};
 use crate::opener::Role;
-use crate::refs::{self, Link, LocalHolders, Users};
+use crate::refs::{self, ChainFile, LocalHolders, Users};
 use crate::resources::Resources;
 use crate::snapshot::lock_finalized;
 
@@ -43,32 +43,32 @@ impl Files {
         range: MergeRange,
         options: &MergeOptions,
         resources: &Arc<Resources>,
-    ) -> Result<(Self, Vec<Link>, Copier)> {
+    ) -> Result<(Self, Vec<ChainFile>, Copier)> {
         let lock = lock_finalized(disk, &options.open, resources)?;
         cleanup::sweep_files(disk, &options.open);
-        let links = refs::links(disk, &options.open, &**resources.files().opener())?;
-        range.check(&links, options).map_err(|fault| Error::from(fault).in_file(disk))?;
+        let chain = refs::chain_files(disk, &options.open, &**resources.files().opener())?;
+        range.check(&chain, options).map_err(|fault| Error::from(fault).in_file(disk))?;
         // The target's own lock takes the place of the disk's.
-        let lock = (range.target().index() + 1 < links.len()).then_some(lock);
-        let users = Users::standing_on(&links[range.first.index()..], disk, &options.open);
-        refuse_overlooked(&links, range, options, &users)
+        let lock = (range.target().index() + 1 < chain.len()).then_some(lock);
+        let users = Users::standing_on(&chain[range.first.index()..], disk, &options.open);
+        refuse_overlooked(&chain, range, options, &users)
             .map_err(|fault| Error::from(fault).in_file(disk))?;
-        let own = links[links.len() - 1].file;
+        let own = chain[chain.len() - 1].file;
         let opened = |file| resources.files().open_store(file);
         let here = LocalHolders { needs: &|_| false, store: &opened };
-        let asked = Asked { disk, links: &links, range, options, resources, here, ours: &|_| vec![own] };
-        let down = match asked.choose()? {
-            Some(found) => down::open(&asked, found, Role::Active(CacheMode::Host), |_| Ok(()))
+        let asked = Asked { disk, chain: &chain, range, options, resources, here, ours: &|_| vec![own] };
+        let committing = match asked.choose()? {
+            Some(found) => commit::open(&asked, found, Role::Active(CacheMode::Host), |_| Ok(()))
                 .map(Some)
-                .or_else(|failed| asked.or_up_after(failed))?,
+                .or_else(|failed| asked.or_stream_after(failed))?,
             None => None,
         };
-        let copier = match down {
-            Some(down) => down,
-            None => open_target(disk, &links, range, &users, options, resources)?,
+        let copier = match committing {
+            Some(copier) => copier,
+            None => open_target(disk, &chain, range, &users, options, resources)?,
         };
         let (disk, open, resources) = (disk.to_owned(), options.open.clone(), Arc::clone(resources));
-        Ok((Self { disk, open, resources, _lock: lock }, links, copier))
+        Ok((Self { disk, open, resources, _lock: lock }, chain, copier))
     }
 
     /// Makes the indices of the layers from the target up anew, if there were any: what they lead to is gone. Returns
@@ -76,8 +76,8 @@ impl Files {
     ///
     /// # Errors
     /// A chain that cannot be read.
-    pub(super) fn index(&self, links: &[Link]) -> Result<bool> {
-        if links.iter().any(|link| link.has_index) {
+    pub(super) fn index(&self, chain: &[ChainFile]) -> Result<bool> {
+        if chain.iter().any(|link| link.has_index) {
             index::build(
                 &self.disk,
                 &IndexOptions::of_disk(&self.open, Some(self.resources.files().opener())),
@@ -88,7 +88,7 @@ impl Files {
 }
 
 /// Refuses a target, the lowest of `above`, that a disk in use stands on, but for files that only we can have open.
-fn refuse_users(above: &[Link], users: &Users, ours: &[FileId]) -> Result<()> {
+fn refuse_users(above: &[ChainFile], users: &Users, ours: &[FileId]) -> Result<()> {
     match users.in_use(above, &LocalHolders::NOTHING, ours) {
         Some(by) => Err(Error::from(MergeFault::TargetInUse { by }).in_file(&above[0].path)),
         None => Ok(()),
@@ -97,7 +97,7 @@ fn refuse_users(above: &[Link], users: &Users, ours: &[FileId]) -> Result<()> {
 
 fn open_target(
     disk: &Path,
-    links: &[Link],
+    chain: &[ChainFile],
     range: MergeRange,
     users: &Users,
     options: &MergeOptions,
@@ -105,17 +105,17 @@ fn open_target(
 ) -> Result<Copier> {
     let open = &options.open;
     let opener = resources.files().opener();
-    let (above, index) = (&links[range.target().index()..], range.target());
+    let (above, index) = (&chain[range.target().index()..], range.target());
     let (link, locked) = (&above[0], above[above.len() - 1].file);
     refuse_users(above, users, &[locked])?;
     let top = link.open(Role::Active(CacheMode::Host), &**opener)?;
     let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
-    let below = below_of(links, range)?;
+    let below = below_of(chain, range)?;
     let relink = Relink::plan(&*top.opened.store, header, below.as_ref())
         .map_err(|error| error.in_layer(index).in_file(&link.path))?;
-    let before = map_up_to(disk, links, range.last.index(), open, resources)?;
+    let before = map_up_to(disk, chain, range.last.index(), open, resources)?;
     let stays = range.first.index().checked_sub(1);
-    let after = stays.map(|layer| map_up_to(disk, links, layer, open, resources)).transpose()?;
+    let after = stays.map(|layer| map_up_to(disk, chain, layer, open, resources)).transpose()?;
     let active = target::open(&top, index, resources)?;
     // A disk that is opened from here on looks at the file, and finds it locked.
     refuse_users(above, users, &[locked, link.file]).inspect_err(|_| target::give_back(&top, &active))?;

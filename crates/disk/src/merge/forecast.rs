@@ -6,7 +6,7 @@ use super::remove::{Wanted, dropped, foresee};
 use super::{MergeOptions, MergeRange};
 use crate::error::{Error, Result};
 use crate::opener::LocalFiles;
-use crate::refs::{Kept, LocalHolders, Users, allocated_bytes, layers_of_others, links};
+use crate::refs::{Kept, LocalHolders, Users, allocated_bytes, chain_files, layers_of_others};
 
 /// A layer that would go.
 #[derive(Clone, Debug)]
@@ -37,29 +37,29 @@ impl Forecast {
     /// # Errors
     /// What would refuse it before anything is copied; a chain that cannot be read.
     pub fn of(disk: &Path, ranges: &[MergeRange], options: &MergeOptions, is_served: bool) -> Result<Self> {
-        let links = links(disk, &options.open, &LocalFiles)?;
+        let chain = chain_files(disk, &options.open, &LocalFiles)?;
         let Some(first) = ranges.iter().map(|range| range.first.index()).min() else {
             return Ok(Self::default());
         };
         for range in ranges {
-            range.check(&links, options).map_err(|fault| Error::from(fault).in_file(disk))?;
+            range.check(&chain, options).map_err(|fault| Error::from(fault).in_file(disk))?;
         }
-        let mut users = Users::standing_on(&links[first..], disk, &options.open);
+        let mut users = Users::standing_on(&chain[first..], disk, &options.open);
         let here = (!is_served).then_some(LocalHolders::NOTHING);
-        let own_from = layers_of_others(&links);
+        let own_from = layers_of_others(&chain);
         let mut layers = Vec::new();
         for range in ranges {
             let target = range.target().index();
             // It will stand on what lies below.
-            users.forget(&links[target].path);
-            let dropped = dropped(&links, *range);
-            let by_others = here.is_some_and(|here| here.is_used_by_others(&users, &links[target..]));
+            users.forget(&chain[target].path);
+            let dropped = dropped(&chain, *range);
+            let by_others = here.is_some_and(|here| here.is_used_by_others(&users, &chain[target..]));
             let (removal, forget_missing) = (options.removal, options.forget_missing);
             let wanted = Wanted { removal, forget_missing, here, by_others };
             let kept = foresee(&dropped, &mut users, &wanted);
             let numbers = (range.first.index()..=range.last.index()).rev();
             layers.extend(numbers.zip(dropped).zip(kept).map(|((number, dropped), kept)| {
-                let info = links[number + 1].info().filter(|_| number >= own_from);
+                let info = chain[number + 1].info().filter(|_| number >= own_from);
                 let allocated_bytes = allocated_bytes(&dropped.path);
                 Going {
                     number,

@@ -13,7 +13,7 @@ use super::remove::{self, Dropped};
 use super::{MergeOptions, MergeRange, Merged};
 use crate::disk::{Disk, Running};
 use crate::error::{Error, Result};
-use crate::refs::{Link, allocated_bytes};
+use crate::refs::{ChainFile, allocated_bytes};
 use crate::resources::Resources;
 
 /// Bytes copied before they are brought to stable storage: what a crash makes a later attempt copy again.
@@ -46,7 +46,7 @@ enum Stage {
 #[derive(Debug)]
 pub struct Merge {
     options: MergeOptions,
-    links: Vec<Link>,
+    chain: Vec<ChainFile>,
     range: MergeRange,
     /// The files that go.
     dropped: Vec<Dropped>,
@@ -62,7 +62,7 @@ pub struct Merge {
 /// What the layers took of the host's storage when the job began, to tell what it frees.
 #[derive(Debug)]
 struct Space {
-    /// From the lowest dropped layer on; but not the active layer of a running disk, which guests write.
+    /// From the base on; but not the active layer of a running disk, which guests write.
     layers: Vec<PathBuf>,
     bytes: u64,
     /// Whether what is copied goes to that one.
@@ -70,16 +70,16 @@ struct Space {
 }
 
 impl Space {
-    fn of(links: &[Link], range: MergeRange, host: &Host) -> Self {
-        let active = links.len() - 1;
+    fn of(chain: &[ChainFile], range: MergeRange, host: &Host) -> Self {
+        let active = chain.len() - 1;
         let (end, copies_into_active) = match host {
-            Host::Files(_) => (links.len(), false),
+            Host::Files(_) => (chain.len(), false),
             Host::Running(_) => (active, range.target().index() == active),
         };
-        let links = &links[range.first.index()..end];
+        let chain = &chain[range.first.index()..end];
         // As they were found: to open the target may have written to it.
-        let bytes = links.iter().map(|link| link.allocated_bytes).sum();
-        Self { layers: links.iter().map(|link| link.path.clone()).collect(), bytes, copies_into_active }
+        let bytes = chain.iter().map(|link| link.allocated_bytes).sum();
+        Self { layers: chain.iter().map(|link| link.path.clone()).collect(), bytes, copies_into_active }
     }
 
     /// Counts these, too, which are still there.
@@ -130,8 +130,8 @@ impl Merge {
         options: &MergeOptions,
         resources: &Arc<Resources>,
     ) -> Result<Self> {
-        let (files, links, copier) = Files::begin(disk, range, options, resources)?;
-        Ok(Self::with(Host::Files(files), links, copier, range, options))
+        let (files, chain, copier) = Files::begin(disk, range, options, resources)?;
+        Ok(Self::with(Host::Files(files), chain, copier, range, options))
     }
 
     /// As [`Merge::new`], for a disk that goes on being used meanwhile. How its files are looked at, the disk knows.
@@ -140,21 +140,27 @@ impl Merge {
     /// As [`Merge::new`]; another merge of the disk; other disks in use that stand on the target.
     pub fn of_disk(disk: &Arc<Disk>, range: MergeRange, options: &MergeOptions) -> Result<Self> {
         let options = MergeOptions { open: disk.options(), ..options.clone() };
-        let (running, links, copier) = Running::begin(disk, range, &options)?;
-        Ok(Self::with(Host::Running(Box::new(running)), links, copier, range, &options))
+        let (running, chain, copier) = Running::begin(disk, range, &options)?;
+        Ok(Self::with(Host::Running(Box::new(running)), chain, copier, range, &options))
     }
 
-    fn with(host: Host, links: Vec<Link>, copier: Copier, range: MergeRange, options: &MergeOptions) -> Self {
-        let mut dropped = remove::dropped(&links, range);
-        let space = Space::of(&links, range, &host);
-        let is_down = matches!(copier.way, Way::Down(_));
-        if is_down {
-            // The lowest stays, under another name.
+    fn with(
+        host: Host,
+        chain: Vec<ChainFile>,
+        copier: Copier,
+        range: MergeRange,
+        options: &MergeOptions,
+    ) -> Self {
+        let mut dropped = remove::dropped(&chain, range);
+        let space = Space::of(&chain, range, &host);
+        let is_commit = matches!(copier.way, Way::Commit(_));
+        if is_commit {
+            // The base stays, under another name.
             dropped.pop();
         }
         Self {
             options: options.clone(),
-            links,
+            chain,
             range,
             dropped,
             copier: Some(copier),
@@ -162,7 +168,7 @@ impl Merge {
             stage: Stage::Copying,
             uncommitted: 0,
             space,
-            merged: Merged { is_down, ..Merged::default() },
+            merged: Merged { is_commit, ..Merged::default() },
         }
     }
 
@@ -202,14 +208,14 @@ impl Merge {
                 self.uncommitted = 0;
             }
             Action::Relink => {
-                if !self.merged.is_down {
+                if !self.merged.is_commit {
                     // A hold may have been placed while it was copied.
-                    let refused = self.range.refuse_held(&self.links, &self.options);
+                    let refused = self.range.refuse_held(&self.chain, &self.options);
                     refused.map_err(|fault| Error::from(fault).in_file(self.disk().0))?;
                 }
                 let mut copier = self.copier.take().expect("copying comes first");
                 self.stage = Stage::Done;
-                if !self.merged.is_down {
+                if !self.merged.is_commit {
                     self.tell_of_target();
                 }
                 self.announce(copier.target.identity.file);
@@ -218,8 +224,8 @@ impl Merge {
                     Host::Running(running) => running.relink(&mut copier),
                 };
                 relinked.inspect_err(|_| copier.leave(|| self.host.wait()))?;
-                if let Way::Down(down) = &copier.way {
-                    self.took_place(down, copier.target.identity.file);
+                if let Way::Commit(commit) = &copier.way {
+                    self.took_place(commit, copier.target.identity.file);
                 }
                 self.stage = Stage::Indexing;
             }
@@ -241,7 +247,7 @@ impl Merge {
         copier.room.check()?;
         let bytes = match (&copier.layers, &self.host) {
             (Some(layers), _) => copier.copy(layers, range)?,
-            (None, Host::Running(running)) => running.pull_up(copier, range)?,
+            (None, Host::Running(running)) => running.stream_range(copier, range)?,
             (None, Host::Files(_)) => unreachable!("files have a target of their own"),
         };
         self.copier.as_mut().expect("just used").go_on_at(range.end());
@@ -253,7 +259,7 @@ impl Merge {
     /// Not an error if it cannot be: a chain without an index opens slower.
     fn index(&mut self) {
         let indexed = match &mut self.host {
-            Host::Files(files) => files.index(&self.links),
+            Host::Files(files) => files.index(&self.chain),
             Host::Running(running) => running.index(),
         };
         let is_done = indexed.unwrap_or_else(|error| {

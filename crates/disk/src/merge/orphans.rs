@@ -29,7 +29,7 @@ use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
 use crate::names::stem;
 use crate::opener::{LocalFiles, directory_of};
-use crate::refs::{Kept, Link, LocalHolders, Users, allocated_bytes, links};
+use crate::refs::{ChainFile, Kept, LocalHolders, Users, allocated_bytes, chain_files};
 use crate::snapshot::lock_if_free;
 
 /// A file that a disk does not stand on any more.
@@ -123,7 +123,7 @@ fn wanted(options: &CollectOptions, by_others: bool) -> Wanted<'static> {
 /// What is known before a file is looked at.
 struct Search {
     disk: PathBuf,
-    links: Vec<Link>,
+    chain: Vec<ChainFile>,
     /// Intent as left, of which no other process could know as layers of the disk, newest first.
     left: Vec<Dropped>,
     /// Intent as needed by somebody, or left while another process used the disk.
@@ -133,8 +133,8 @@ struct Search {
 
 impl Search {
     fn begin(disk: &Path, open: &OpenOptions) -> Result<Self> {
-        let links = match links(disk, open, &LocalFiles) {
-            Ok(links) => links,
+        let chain = match chain_files(disk, open, &LocalFiles) {
+            Ok(chain) => chain,
             // A disk that is gone stands on nothing.
             Err(_) if is_gone(disk) => Vec::new(),
             Err(error) => return Err(error),
@@ -143,7 +143,7 @@ impl Search {
         let directory = directory_of(disk);
         let there = |noted: &[Intent]| -> Vec<Dropped> {
             let found = find(&directory, noted).into_iter();
-            found.filter(|dropped| links.iter().all(|link| link.file != dropped.file)).collect()
+            found.filter(|dropped| chain.iter().all(|link| link.file != dropped.file)).collect()
         };
         let left = there(&note.left);
         let mut shared = there(&note.shared);
@@ -153,19 +153,19 @@ impl Search {
             }
         }
         shared.retain(|file| left.iter().all(|known| known.file != file.file));
-        let mut users = Users::standing_on(&links, disk, open);
+        let mut users = Users::standing_on(&chain, disk, open);
         users.follow_back_refs(left.iter().chain(&shared).map(|file| file.path.as_path()));
-        Ok(Self { disk: disk.to_owned(), links, left, shared, users })
+        Ok(Self { disk: disk.to_owned(), chain, left, shared, users })
     }
 
     /// Whether another process has the disk, or one that stands on it: it may know of dropped layers as the disk's.
     fn is_in_use(&self) -> bool {
-        !self.shared.is_empty() && self.users.in_use(&self.links, &LocalHolders::NOTHING, &[]).is_some()
+        !self.shared.is_empty() && self.users.in_use(&self.chain, &LocalHolders::NOTHING, &[]).is_some()
     }
 
     /// Files with names of the disk's snapshots that are noted nowhere, and that no image stands on.
     fn unrecorded(&self) -> Result<Vec<Orphan>> {
-        let known: HashSet<FileId> = self.links.iter().map(|link| link.file).collect();
+        let known: HashSet<FileId> = self.chain.iter().map(|link| link.file).collect();
         let noted: HashSet<&Path> =
             self.left.iter().chain(&self.shared).map(|file| file.path.as_path()).collect();
         let read = || -> io::Result<Vec<PathBuf>> {

@@ -18,7 +18,7 @@ use crate::loading::{Chain, freeze, read_chain};
 use crate::map::FrozenMap;
 use crate::names::disk_name;
 use crate::opener::directory_of;
-use crate::refs::{Link, layers_of_others};
+use crate::refs::{ChainFile, layers_of_others};
 use crate::resources::Resources;
 use crate::snapshot::{self, Held, name_from};
 
@@ -47,37 +47,37 @@ impl MergeRange {
 
     /// Refuses layers that the chain does not have below its top, files whose internal snapshots would change or go, and a target
     /// that is not the disk's own, unless that is allowed and no snapshot goes by it.
-    pub(crate) fn check(self, links: &[Link], options: &MergeOptions) -> Result<(), MergeFault> {
-        let (first, last, layers) = (self.first.index(), self.last.index(), links.len());
+    pub(crate) fn check(self, chain: &[ChainFile], options: &MergeOptions) -> Result<(), MergeFault> {
+        let (first, last, layers) = (self.first.index(), self.last.index(), chain.len());
         if first > last || last + 1 >= layers {
             return Err(MergeFault::Range { first, last, layers });
         }
-        let goes = dropped(links, self).into_iter().filter(|layer| options.removal.wants(layer).is_ok());
-        let mut changed = goes.map(|layer| layer.file).chain([links[self.target().index()].file]);
-        let holds = |file| links.iter().find(|link| link.file == file && link.internal > 0);
+        let goes = dropped(chain, self).into_iter().filter(|layer| options.removal.wants(layer).is_ok());
+        let mut changed = goes.map(|layer| layer.file).chain([chain[self.target().index()].file]);
+        let holds = |file| chain.iter().find(|link| link.file == file && link.internal > 0);
         if let Some(link) = changed.find_map(holds) {
             return Err(MergeFault::InternalSnapshots { path: link.path.clone(), count: link.internal });
         }
-        self.refuse_held(links, options)?;
-        let of_others = layers_of_others(links);
-        let is_named = || links[first + 1..=last + 1].iter().any(|link| link.info().is_some());
+        self.refuse_held(chain, options)?;
+        let of_others = layers_of_others(chain);
+        let is_named = || chain[first + 1..=last + 1].iter().any(|link| link.info().is_some());
         if self.target().index() >= of_others || options.beyond_own && !is_named() {
             return Ok(());
         }
-        let said = links[last + 2..=of_others].iter().find_map(Link::origin);
-        let disk = said.or_else(|| disk_name(&links[of_others - 1].path)).unwrap_or_default();
+        let said = chain[last + 2..=of_others].iter().find_map(ChainFile::origin);
+        let disk = said.or_else(|| disk_name(&chain[of_others - 1].path)).unwrap_or_default();
         Err(MergeFault::OfAnotherDisk { disk })
     }
 }
 
 impl MergeRange {
     /// Refuses to drop a snapshot that is held, unless it stays another disk's, with its file.
-    pub(crate) fn refuse_held(self, links: &[Link], options: &MergeOptions) -> Result<(), MergeFault> {
-        let disk = &links[links.len() - 1].path;
-        for (layer, dropped) in (self.first.index()..=self.last.index()).rev().zip(dropped(links, self)) {
+    pub(crate) fn refuse_held(self, chain: &[ChainFile], options: &MergeOptions) -> Result<(), MergeFault> {
+        let disk = &chain[chain.len() - 1].path;
+        for (layer, dropped) in (self.first.index()..=self.last.index()).rev().zip(dropped(chain, self)) {
             let is_lost = dropped.is_lost(options.removal);
-            let held = |info: SnapshotInfo| Held::find(disk, &links[layer].path, &info);
-            if let Some(held) = links[layer + 1].info().filter(|_| is_lost).and_then(held) {
+            let held = |info: SnapshotInfo| Held::find(disk, &chain[layer].path, &info);
+            if let Some(held) = chain[layer + 1].info().filter(|_| is_lost).and_then(held) {
                 return Err(MergeFault::Held(held));
             }
         }
@@ -111,25 +111,25 @@ pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result
 ///
 /// # Errors
 /// A path that cannot be stored as a name.
-pub(crate) fn below_of(links: &[Link], range: MergeRange) -> Result<Option<Below>> {
-    let (first, target) = (&links[range.first.index()], &links[range.target().index()]);
-    let Some(stays) = range.first.index().checked_sub(1).map(|layer| &links[layer]) else { return Ok(None) };
+pub(crate) fn below_of(chain: &[ChainFile], range: MergeRange) -> Result<Option<Below>> {
+    let (first, target) = (&chain[range.first.index()], &chain[range.target().index()]);
+    let Some(stays) = range.first.index().checked_sub(1).map(|layer| &chain[layer]) else { return Ok(None) };
     let name = match &first.backing_name {
         Some(name) if directory_of(&first.path) == directory_of(&target.path) => name.clone(),
         _ => name_from(&target.path, &stays.path)?,
     };
-    let record = record_of(&links[range.first.index()..=range.target().index()]);
+    let record = record_of(&chain[range.first.index()..=range.target().index()]);
     Ok(Some(Below { name, format: stays.format, record }))
 }
 
-/// What the last of `links` is to say of the layer below the first. If one of them stood on another disk's layers, so does the
+/// What the last of `chain` is to say of the layer below the first. If one of them stood on another disk's layers, so does the
 /// last now, whether or not that layer has a name.
-fn record_of(links: &[Link]) -> Option<Vec<u8>> {
-    let first = &links[0];
-    let ends_at = links.iter().position(|link| !link.goes_on());
-    let said = links.iter().find_map(Link::origin);
+fn record_of(chain: &[ChainFile]) -> Option<Vec<u8>> {
+    let first = &chain[0];
+    let ends_at = chain.iter().position(|link| !link.goes_on());
+    let said = chain.iter().find_map(ChainFile::origin);
     // Where an overlay does not say whose the file below it is, it is that file's.
-    let owner = said.or_else(|| disk_name(&links[ends_at?.checked_sub(1)?].path));
+    let owner = said.or_else(|| disk_name(&chain[ends_at?.checked_sub(1)?].path));
     let (info, Some(owner)) = (first.info(), owner) else { return first.record.clone() };
     let Some(info) = info else { return LayerRecord::Foreign(owner).encode().ok() };
     let with_origin = SnapshotInfo { origin: Some(owner.clone()), ..info };
@@ -142,22 +142,22 @@ fn record_of(links: &[Link]) -> Option<Vec<u8>> {
 /// The map of the frozen layer at `layer` of the chain of `disk`, and of all below it.
 ///
 /// # Errors
-/// A chain that cannot be read, or is another than `links`.
+/// A chain that cannot be read, or is another than `chain`.
 pub(crate) fn map_up_to(
     disk: &Path,
-    links: &[Link],
+    chain: &[ChainFile],
     layer: usize,
     open: &OpenOptions,
     resources: &Arc<Resources>,
 ) -> Result<Arc<FrozenMap>> {
-    let link = &links[layer];
+    let link = &chain[layer];
     let format = Some(link.format);
     let mut open = OpenOptions { read_only: true, format, format_is_exact: true, ..open.clone() };
     open.allow_backing.push(directory_of(disk));
     let Chain { top, mut below, index, .. } = read_chain(&link.path, &open, resources)?;
     below.push(freeze(top, resources));
-    let same = |(found, link): (&Arc<Layer>, &Link)| found.identity.file == link.file;
-    if below.len() != layer + 1 || !below.iter().zip(links).all(same) {
+    let same = |(found, link): (&Arc<Layer>, &ChainFile)| found.identity.file == link.file;
+    if below.len() != layer + 1 || !below.iter().zip(chain).all(same) {
         return Err(Error::from(MergeFault::LayersChanged).in_file(disk));
     }
     resources.share_map(below, index)

@@ -10,7 +10,9 @@ use vmstrata_store::{FileId, Place};
 use super::plan::MergeRange;
 use super::{MergeFault, MergeOptions};
 use crate::index::forget_sidecar;
-use crate::refs::{Kept, Link, LocalHolders, Users, back_refs, below, is_open, layers_of_others, missing};
+use crate::refs::{
+    ChainFile, Kept, LocalHolders, Users, back_refs, below, is_open, layers_of_others, missing,
+};
 
 /// Which files of dropped layers are removed, if no one needs them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,15 +46,15 @@ impl Dropped {
 }
 
 /// The files of the layers in `range`, newest first.
-pub(crate) fn dropped(links: &[Link], range: MergeRange) -> Vec<Dropped> {
+pub(crate) fn dropped(chain: &[ChainFile], range: MergeRange) -> Vec<Dropped> {
     let layers = range.first.index()..=range.last.index();
-    let of_others = layers_of_others(links);
-    let disk = &links[links.len() - 1].path;
+    let of_others = layers_of_others(chain);
+    let disk = &chain[chain.len() - 1].path;
     let of = |layer: usize| Dropped {
-        path: links[layer].path.clone(),
-        file: links[layer].file,
-        is_own_snapshot: layer >= of_others && links[layer + 1].info().is_some(),
-        is_beside: back_refs::is_beside(&links[layer].path, disk),
+        path: chain[layer].path.clone(),
+        file: chain[layer].file,
+        is_own_snapshot: layer >= of_others && chain[layer + 1].info().is_some(),
+        is_beside: back_refs::is_beside(&chain[layer].path, disk),
     };
     layers.rev().map(of).collect()
 }
@@ -62,13 +64,13 @@ pub(crate) fn dropped(links: &[Link], range: MergeRange) -> Vec<Dropped> {
 /// # Errors
 /// [`MergeFault::Overlooked`].
 pub(crate) fn refuse_overlooked(
-    links: &[Link],
+    chain: &[ChainFile],
     range: MergeRange,
     options: &MergeOptions,
     users: &Users,
 ) -> Result<(), MergeFault> {
     let goes = |layer: &Dropped| options.removal.wants(layer).is_ok();
-    match users.overlooked().filter(|_| dropped(links, range).iter().any(goes)) {
+    match users.overlooked().filter(|_| dropped(chain, range).iter().any(goes)) {
         Some(why) => Err(MergeFault::Overlooked { why }),
         None => Ok(()),
     }

@@ -1,7 +1,7 @@
 //! Which layers are meant, whatever happens to names and numbers meanwhile.
 //!
 //! A disk in use gets layers while others are dropped, a name that has become free may be given again, and so may the number of a
-//! file: the file of a dropped layer even stays, as that of the next one, where layers are merged downwards. So a layer is known by
+//! file: the file of a dropped layer even stays, as that of the next one, where layers are committed. So a layer is known by
 //! its file and by what is recorded of it as a snapshot, where nothing is by its file and its place.
 
 use std::path::{Path, PathBuf};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use vmstrata_store::{FileId, OpenFiles, OpenStore, Permission, is_held, open_named};
 
-use super::link::Link;
+use super::chain_file::ChainFile;
 use super::users::Users;
 use super::{Holder, holders_of};
 
@@ -29,7 +29,7 @@ impl LocalHolders<'_> {
     pub(crate) const NOTHING: LocalHolders<'static> = LocalHolders { needs: &|_| false, store: &|_| None };
 
     /// Whether another process uses one of a disk's `layers`, or a disk that stands on one. The topmost is this process's own.
-    pub(crate) fn is_used_by_others(&self, users: &Users, layers: &[Link]) -> bool {
+    pub(crate) fn is_used_by_others(&self, users: &Users, layers: &[ChainFile]) -> bool {
         let own = layers.last().map(|link| link.file);
         users.in_use(layers, self, own.as_slice()).is_some()
     }
@@ -38,7 +38,12 @@ impl LocalHolders<'_> {
 impl Users {
     /// Who, beside this process, uses one of `layers`, or a disk that stands on one: `but` are the files that nobody else can
     /// have open.
-    pub(crate) fn in_use(&self, layers: &[Link], here: &LocalHolders<'_>, but: &[FileId]) -> Option<String> {
+    pub(crate) fn in_use(
+        &self,
+        layers: &[ChainFile],
+        here: &LocalHolders<'_>,
+        but: &[FileId],
+    ) -> Option<String> {
         let mut files = self.above(layers);
         files.retain(|file, _| !but.contains(file));
         let set: HashSet<FileId> = files.keys().copied().collect();
@@ -57,7 +62,7 @@ impl Users {
 }
 
 /// Of `layers`, the files that this process has open beside the open file that it knows: those locks look like somebody else's.
-pub(crate) fn open_twice(layers: &[Link], here: &LocalHolders<'_>) -> Vec<FileId> {
+pub(crate) fn open_twice(layers: &[ChainFile], here: &LocalHolders<'_>) -> Vec<FileId> {
     let own = Own::now();
     layers.iter().map(|link| link.file).filter(|&file| own.has_twice(file, here)).collect()
 }

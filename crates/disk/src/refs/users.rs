@@ -17,8 +17,8 @@ use vmstrata_store::{Directory, FileId, Gate};
 use vmstrata_types::MAX_LAYERS;
 
 use super::back_refs::{self, BackRef};
+use super::chain_file::ChainFile;
 use super::kept::Kept;
-use super::link::Link;
 use crate::chain::{OpenOptions, backing_text, plain_name};
 use crate::error::Result;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
@@ -51,7 +51,7 @@ impl Users {
     }
 
     /// Looks for all that may stand on some layers of a disk.
-    pub(crate) fn standing_on(layers: &[Link], disk: &Path, open: &OpenOptions) -> Self {
+    pub(crate) fn standing_on(layers: &[ChainFile], disk: &Path, open: &OpenOptions) -> Self {
         let of_layers = layers.iter().map(|link| directory_of(&link.path)).chain([directory_of(disk)]);
         let mut directories: Vec<PathBuf> = of_layers.chain(open.allow_backing.iter().cloned()).collect();
         directories.dedup();
@@ -181,7 +181,7 @@ impl Users {
     }
 
     /// All images that stand on `layers`, directly or not, and these themselves.
-    pub(super) fn above(&self, layers: &[Link]) -> HashMap<FileId, PathBuf> {
+    pub(super) fn above(&self, layers: &[ChainFile]) -> HashMap<FileId, PathBuf> {
         let mut found: HashMap<FileId, PathBuf> =
             layers.iter().map(|link| (link.file, link.path.clone())).collect();
         let mut next: Vec<FileId> = found.keys().copied().collect();

@@ -4,7 +4,7 @@
 //! stands on the file leaves one. Its name is the tag; it leads to the very state that is held, so a snapshot that gets the name
 //! of a lost one is not held by what is left of that. The frozen file itself is not written.
 //!
-//! Whoever drops layers looks before it begins, and an upward merge again before it relinks. [`hold`] looks for the snapshot again after
+//! A merge looks for holds before it begins, and a stream again before it relinks. [`hold`] looks for the snapshot again after
 //! the hold is there. So one of the two sees the other.
 
 use std::io;

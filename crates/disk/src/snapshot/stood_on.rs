@@ -15,11 +15,11 @@ use super::fault::SnapshotFault;
 use crate::chain::OpenOptions;
 use crate::error::{ErrorKind, Result};
 use crate::opener::LocalFiles;
-use crate::refs::{Link, LocalHolders, Users, links};
+use crate::refs::{ChainFile, LocalHolders, Users, chain_files};
 
 /// Images that stand on a disk's active file, of which the caller has the writer's lock.
 pub(super) struct StoodOn {
-    active: Link,
+    active: ChainFile,
     users: Users,
 }
 
@@ -29,8 +29,8 @@ impl StoodOn {
     /// # Errors
     /// A chain that cannot be read.
     pub(super) fn find(disk: &Path, open: &OpenOptions) -> Result<Self> {
-        let mut links = links(disk, open, &LocalFiles)?;
-        let active = links.pop().expect("a chain has its top");
+        let mut chain = chain_files(disk, open, &LocalFiles)?;
+        let active = chain.pop().expect("a chain has its top");
         let users = Users::standing_on(std::slice::from_ref(&active), disk, open);
         Ok(Self { active, users })
     }

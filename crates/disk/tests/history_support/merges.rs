@@ -95,9 +95,9 @@ impl World {
             _ => Removal::Snapshots,
         };
         let direction = match self.random.random_range(0..4) {
-            0 => Direction::Up,
+            0 => Direction::Stream,
             1 => Direction::Auto,
-            _ => Direction::Down,
+            _ => Direction::Commit,
         };
         let (open, forget_missing) = (self.options(&self.path(slot)), self.random.random());
         MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
@@ -126,9 +126,9 @@ impl World {
             self.model.images[self.slots[slot].active].is_unclean = false;
         }
         if let Err(error) = &begun
-            && matches!(error.fault(), Some(MergeFault::NotDown { .. }))
+            && matches!(error.fault(), Some(MergeFault::NoCommit { .. }))
         {
-            assert_eq!(options.direction, Direction::Down, "{error}");
+            assert_eq!(options.direction, Direction::Commit, "{error}");
             self.say(error);
             return false;
         }
@@ -140,14 +140,14 @@ impl World {
         let names: Vec<String> = chain.iter().map(|&id| self.name(id)).collect();
         self.said.push(format!("drops {first} to {last} of {names:?} ({:?})", options.removal));
         let merge = begun.unwrap();
-        let (is_relinked, is_over, is_down) = (false, false, merge.merged().is_down);
-        if is_down {
-            self.say("downwards");
+        let (is_relinked, is_over, is_commit) = (false, false, merge.merged().is_commit);
+        if is_commit {
+            self.say("commit");
             chain[first..=last].iter().for_each(|&id| self.model.images[id].is_half_deleted = true);
         }
         let wanted = Vec::new();
         self.slots[slot].job =
-            Some(Job { merge, options, chain, first, last, is_relinked, wanted, is_over, is_down });
+            Some(Job { merge, options, chain, first, last, is_relinked, wanted, is_over, is_commit });
         true
     }
 
@@ -232,13 +232,13 @@ impl World {
         };
         let job = self.slots[slot].job.as_mut().unwrap();
         job.is_relinked = true;
-        if job.is_down {
+        if job.is_commit {
             // Its file has the name of the one that stays.
             let lowest = &mut self.model.images[job.chain[job.first]];
             lowest.is_there = false;
             self.model.images[job.target()].may_leak = lowest.may_leak;
         }
-        for layer in job.first + usize::from(job.is_down)..=job.last {
+        for layer in job.first + usize::from(job.is_commit)..=job.last {
             let is_own = layer >= of_others && self.model.is_named(job.chain[layer + 1]);
             let is_wanted = match job.options.removal {
                 Removal::Snapshots => is_own,
@@ -270,7 +270,7 @@ impl World {
         let job = self.slots[slot].job.as_ref().unwrap();
         let merged: Merged = job.merge.merged().clone();
         let mut removed: Vec<PathBuf> = merged.removed.iter().map(|path| real(path)).collect();
-        if job.is_down {
+        if job.is_commit {
             let lowest = &self.model.images[job.chain[job.first]].path;
             assert!(removed.contains(lowest), "{removed:?}");
             removed.retain(|path| path != lowest);

@@ -26,7 +26,7 @@ pub(crate) struct Image {
     pub(crate) is_there: bool,
     /// Dropped from a chain, to be removed when nobody needs it.
     pub(crate) is_going: bool,
-    /// A merge downwards began to write over it: no state any more, but below others.
+    /// A commit began to write over it: no state any more, but below others.
     pub(crate) is_half_deleted: bool,
     /// Its writer was killed: a part of what it reads as may be in the journal.
     pub(crate) is_unclean: bool,

@@ -46,7 +46,7 @@ pub(crate) struct Job {
     pub(super) wanted: Vec<Id>,
     /// A snapshot has frozen what was copied into.
     pub(super) is_over: bool,
-    pub(super) is_down: bool,
+    pub(super) is_commit: bool,
 }
 
 impl Job {
@@ -56,7 +56,7 @@ impl Job {
 
     /// The lowest layer that nobody may begin to read.
     pub(super) fn lowest(&self) -> Id {
-        if self.is_down && !self.is_relinked { self.chain[self.first] } else { self.target() }
+        if self.is_commit && !self.is_relinked { self.chain[self.first] } else { self.target() }
     }
 
     pub(super) fn has_frozen_target(&self) -> bool {

@@ -79,7 +79,7 @@ pub fn dropped(operation: &str) -> Option<MergeRange> {
     match operation.rsplit_once('-')?.1 {
         "frozen" => Some(range(1, 1)),
         // Into s0, which takes the place of s2.
-        "down" => Some(range(0, 1)),
+        "commit" => Some(range(0, 1)),
         "active" => Some(range(1, 2)),
         "flat" => Some(range(0, 2)),
         _ => None,
@@ -88,7 +88,7 @@ pub fn dropped(operation: &str) -> Option<MergeRange> {
 
 /// How a merge of this name drops them.
 pub fn how(operation: &str) -> MergeOptions {
-    let direction = if operation.ends_with("-down") { Direction::Down } else { Direction::Up };
+    let direction = if operation.ends_with("-commit") { Direction::Commit } else { Direction::Stream };
     MergeOptions { removal: Removal::All, direction, ..MergeOptions::default() }
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_api::{self as api, ChangedBy, JobChange, JobSpec, JobStatus, MergeInto, RemoveFiles};
+use vmstrata_api::{self as api, ChangedBy, JobChange, JobSpec, JobStatus, MergeDirection, RemoveFiles};
 use vmstrata_disk::merge::{Direction, LayerRef, MergeOptions, Removal};
 use vmstrata_disk::{Disk, OpenOptions};
 
@@ -22,17 +22,22 @@ fn check_limit(bytes_per_second: Option<u64>) -> Result<(), Error> {
 }
 
 /// How layers are dropped.
-fn how(open: OpenOptions, remove: RemoveFiles, into: MergeInto, forget_missing: bool) -> MergeOptions {
+fn how(
+    open: OpenOptions,
+    remove: RemoveFiles,
+    direction: MergeDirection,
+    forget_missing: bool,
+) -> MergeOptions {
     let removal = match remove {
         RemoveFiles::None => Removal::Nothing,
         RemoveFiles::Snapshots => Removal::Snapshots,
         RemoveFiles::All => Removal::All,
         RemoveFiles::Everywhere => Removal::Everywhere,
     };
-    let direction = match into {
-        MergeInto::Auto => Direction::Auto,
-        MergeInto::Up => Direction::Up,
-        MergeInto::Down => Direction::Down,
+    let direction = match direction {
+        MergeDirection::Auto => Direction::Auto,
+        MergeDirection::Stream => Direction::Stream,
+        MergeDirection::Commit => Direction::Commit,
     };
     MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
 }
@@ -78,29 +83,29 @@ impl Host {
         let open_options = self.open_options(spec);
         drop(table);
         let reserve = |kind| self.jobs.reserve(kind, asked.disk());
-        let how = |remove, into, forget_missing| how(open_options, remove, into, forget_missing);
+        let how = |remove, direction, forget_missing| how(open_options, remove, direction, forget_missing);
         let (slot, work) = match &asked {
             JobSpec::IndexBuild { disk, .. } => {
                 let slot = reserve(&INDEX_BUILD)?;
                 let work = IndexBuild::new(&open, false)?;
                 return self.keep_job(disk, || slot.start(limit, by, work));
             }
-            JobSpec::SnapshotDelete { snapshots, keep_files, into, forget_missing, .. } => {
+            JobSpec::SnapshotDelete { snapshots, keep_files, direction, forget_missing, .. } => {
                 let remove = if *keep_files { RemoveFiles::None } else { RemoveFiles::Snapshots };
                 let slot = reserve(&SNAPSHOT_DELETE)?;
-                let how = how(remove, *into, *forget_missing);
+                let how = how(remove, *direction, *forget_missing);
                 (slot, Merging::snapshots(Arc::clone(&open), snapshots, how)?)
             }
-            JobSpec::Merge { first, last, drop_snapshots, remove, into, forget_missing, .. } => {
+            JobSpec::Merge { first, last, drop_snapshots, remove, direction, forget_missing, .. } => {
                 let ends = [layer_ref(first)?, layer_ref(last)?];
                 let slot = reserve(&MERGE)?;
-                let how = how(*remove, *into, *forget_missing);
+                let how = how(*remove, *direction, *forget_missing);
                 (slot, Merging::layers(Arc::clone(&open), ends.each_ref(), *drop_snapshots, how)?)
             }
             JobSpec::Flatten { onto, drop_snapshots, remove, forget_missing, .. } => {
                 let onto = onto.as_ref().map(layer_ref).transpose()?;
                 let slot = reserve(&FLATTEN)?;
-                let how = how(*remove, MergeInto::Up, *forget_missing);
+                let how = how(*remove, MergeDirection::Stream, *forget_missing);
                 (slot, Merging::flatten(Arc::clone(&open), onto.as_ref(), *drop_snapshots, how)?)
             }
         };

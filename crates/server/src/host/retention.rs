@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use vmstrata_api::{ChangedBy, JobSpec, MergeInto};
+use vmstrata_api::{ChangedBy, JobSpec, MergeDirection};
 use vmstrata_disk::merge::{MergeFault, available_bytes};
 use vmstrata_disk::snapshot::{Keep, Pruning, list, now_ns};
 
@@ -140,7 +140,7 @@ impl Host {
             disk: name.to_owned(),
             snapshots: snapshots.clone(),
             keep_files: false,
-            into: MergeInto::Auto,
+            direction: MergeDirection::Auto,
             forget_missing: false,
             bytes_per_second: None,
         };

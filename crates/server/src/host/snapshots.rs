@@ -30,7 +30,7 @@ impl Host {
     }
 
     fn take_snapshot(&self, asked: SnapshotSpec) -> Result<SnapshotTaken, Error> {
-        let (change, table) = self.begin_change()?;
+        let (_change, table) = self.begin_change()?;
         check_disks(&asked.disks)?;
         asked.agent.as_deref().map_or(Ok(()), |agent| check_path("agent", agent))?;
         let (disks, agents) = table.with_agents(&asked)?;

@@ -133,7 +133,7 @@ impl Live {
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn delete(&self, args: &SnapshotDeleteArgs) -> Result<()> {
-        let asked = args.how.delete(self.name(), &args.names, args.keep_files, args.into);
+        let asked = args.how.delete(self.name(), &args.names, args.keep_files, args.direction);
         self.run_job(&asked, &format!("{} deleted", args.names.join(", ")), args.common.json)
     }
 
@@ -142,7 +142,7 @@ impl Live {
     /// # Errors
     /// What the server says, also of a job that someone ended.
     pub fn merge(&self, args: &MergeArgs) -> Result<()> {
-        let asked = args.how.merge(self.name(), &args.layers, args.lose.yes, args.remove, args.into)?;
+        let asked = args.how.merge(self.name(), &args.layers, args.lose.yes, args.remove, args.direction)?;
         self.run_job(&asked, &format!("{} dropped", args.layers.in_words()), args.common.json)
     }
 

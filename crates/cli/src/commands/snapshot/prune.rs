@@ -47,7 +47,7 @@ pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
         names,
         keep_files: false,
         dry_run: false,
-        into: crate::args::Into::default(),
+        direction: crate::args::MergeDirection::default(),
         how: args.how,
         journal: args.journal.clone(),
         server: args.server.clone(),

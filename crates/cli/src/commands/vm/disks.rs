@@ -15,7 +15,7 @@ use vmstrata_memory::capture::{BoxError, Disks};
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::DiskState;
 
-use crate::args::{Into, MergeHowArgs};
+use crate::args::{MergeDirection, MergeHowArgs};
 use crate::client::Client;
 use crate::commands::snapshot::NOW_QCOW2;
 use crate::key_values::escape;
@@ -176,7 +176,7 @@ impl ServedDisks {
             disk,
             std::slice::from_ref(&self.spec.name),
             false,
-            Into::default(),
+            MergeDirection::default(),
         );
         let job: JobStatus = self.client.post("/v1/jobs", &asked)?;
         let job = self.client.until_ended(job, |_| true)?;

@@ -3,14 +3,14 @@
 use super::{Running, others};
 use crate::error::{Error, Result};
 use crate::merge::MergeFault;
-use crate::refs::Link;
+use crate::refs::ChainFile;
 
 impl Running {
     /// Makes sure that no other disk of this process stands on a layer, or will.
     ///
     /// # Errors
     /// [`MergeFault::Busy`], [`MergeFault::TargetInUse`].
-    pub(super) fn claim(&mut self, link: &Link) -> Result<()> {
+    pub(super) fn claim(&mut self, link: &ChainFile) -> Result<()> {
         let disk = &self.disk;
         if !disk.resources.merging().lock().insert(link.file) {
             return Err(Error::from(MergeFault::Busy).in_file(&link.path));

@@ -15,35 +15,35 @@ use crate::merge::plan::{below_of, map_up_to};
 use crate::merge::relink::Relink;
 use crate::merge::{Copier, MergeFault, let_go, target};
 use crate::opener::Role;
-use crate::refs::{Link, Users, holder_among, open_twice};
+use crate::refs::{ChainFile, Users, holder_among, open_twice};
 
 impl Running {
     /// Begins to copy into a frozen layer.
-    pub(super) fn let_grow(&mut self, links: &[Link], users: &Users) -> Result<Copier> {
-        let after = self.after(links)?;
+    pub(super) fn let_grow(&mut self, chain: &[ChainFile], users: &Users) -> Result<Copier> {
+        let after = self.after(chain)?;
         let (disk, index) = (Arc::clone(&self.disk), self.range.target());
-        let (link, resources) = (&links[index.index()], &disk.resources);
+        let (link, resources) = (&chain[index.index()], &disk.resources);
         self.claim(link)?;
         // Before it is open a second time, which hides the locks of others.
-        self.refuse_users(links, users)?;
-        let below = map_up_to(&disk.path, links, self.range.last.index(), &disk.options(), resources)?;
+        self.refuse_users(chain, users)?;
+        let below = map_up_to(&disk.path, chain, self.range.last.index(), &disk.options(), resources)?;
         let top = link.open(Role::CopiedInto, &**resources.files().opener())?;
         let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
-        let relink = Relink::plan(&*top.opened.store, header, below_of(links, self.range)?.as_ref())
+        let relink = Relink::plan(&*top.opened.store, header, below_of(chain, self.range)?.as_ref())
             .map_err(|error| error.in_layer(index).in_file(&link.path))?;
-        self.put_growing(links, &top, header)?;
+        self.put_growing(chain, &top, header)?;
         let active = target::open(&top, index, resources)?;
         // A disk that is opened from here on looks at the file, and finds it locked.
-        self.refuse_users(links, users).inspect_err(|_| target::give_back(&top, &active))?;
+        self.refuse_users(chain, users).inspect_err(|_| target::give_back(&top, &active))?;
         let layers = Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), Some(below), resources);
         Copier::of_frozen(Arc::clone(&active), layers, after, relink)
             .inspect_err(|_| target::give_back(&top, &active))
     }
 
     /// Lets requests know that the target grows.
-    fn put_growing(&self, links: &[Link], top: &OpenTop, header: &Header) -> Result<()> {
+    fn put_growing(&self, chain: &[ChainFile], top: &OpenTop, header: &Header) -> Result<()> {
         let (disk, index) = (&self.disk, self.range.target());
-        let (_changing, layers) = self.hold_layers(links)?;
+        let (_changing, layers) = self.hold_layers(chain)?;
         let map = layers.frozen.as_ref().expect("a frozen target is in it");
         let path = map.layer(index).path.to_path_buf();
         let growing = Layer::new(path, top.opened.identity, header.size, Some(Tables::of(header))).growing();
@@ -55,8 +55,8 @@ impl Running {
     }
 
     /// Refuses a target that another process uses, or a disk of another process that stands on it.
-    fn refuse_users(&self, links: &[Link], users: &Users) -> Result<()> {
-        let above = &links[self.range.target().index()..];
+    fn refuse_users(&self, chain: &[ChainFile], users: &Users) -> Result<()> {
+        let above = &chain[self.range.target().index()..];
         let in_use = self.disk.with_local_holders(|here| {
             // A queue without requests may have the target as it was before, and so has a merge of it.
             let but = open_twice(&above[..1], &here);

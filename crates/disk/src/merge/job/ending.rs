@@ -7,7 +7,7 @@ use vmstrata_store::FileId;
 use super::{Host, Merge};
 use crate::atomic_file::{flush_directory, flush_file};
 use crate::chain::OpenOptions;
-use crate::merge::down::Down;
+use crate::merge::commit::Commit;
 use crate::merge::remove::{self, Wanted};
 use crate::merge::{Kept, Removal, cleanup, orphans};
 use crate::refs::{LocalHolders, Users, back_refs};
@@ -26,18 +26,18 @@ impl Merge {
         let (first, last, target) =
             (self.range.first.index(), self.range.last.index(), self.range.target().index());
         let stays = first.checked_sub(1);
-        let path = |layer: usize| self.links[layer].path.as_path();
+        let path = |layer: usize| self.chain[layer].path.as_path();
         back_refs::record_chain(self.disk().0, stays.into_iter().chain([target]).map(path));
         back_refs::record_left((stays.unwrap_or(first)..=last).map(path));
     }
 
-    /// The lowest dropped layer is in the place of the one above them.
-    pub(super) fn took_place(&mut self, down: &Down, file: FileId) {
+    /// The base of the dropped layers is in the place of the one above them.
+    pub(super) fn took_place(&mut self, commit: &Commit, file: FileId) {
         let (first, target) = (self.range.first.index(), self.range.target().index());
-        let mut lowest = self.links[first].clone();
-        (lowest.path, lowest.file) = (down.path().clone(), file);
-        self.links.splice(first..=target, [lowest]);
-        self.merged.removed.push(down.old_path().clone());
+        let mut base = self.chain[first].clone();
+        (base.path, base.file) = (commit.path().clone(), file);
+        self.chain.splice(first..=target, [base]);
+        self.merged.removed.push(commit.old_path().clone());
     }
 
     /// Lets whoever finds the disk after a crash know what is left to remove.
@@ -46,7 +46,7 @@ impl Merge {
         dropped.retain(|layer| self.options.removal.wants(layer).is_ok());
         let disk = self.disk().0;
         let announced = || {
-            if self.merged.is_down {
+            if self.merged.is_commit {
                 // The note knows them by the times that their marks gave them.
                 dropped.iter().try_for_each(|layer| flush_file(&layer.path))?;
             }
@@ -58,14 +58,14 @@ impl Merge {
     }
 
     pub(super) fn remove(&mut self) {
-        let waiting = cleanup::waiting_of(self.disk().0, &self.links);
+        let waiting = cleanup::waiting_of(self.disk().0, &self.chain);
         self.space.add(waiting.iter().map(|layer| layer.path.clone()));
         let (disk, open) = self.disk();
         let first = self.range.first.index();
-        let target = if self.merged.is_down { first } else { self.range.target().index() };
-        let above = &self.links[target..];
+        let target = if self.merged.is_commit { first } else { self.range.target().index() };
+        let above = &self.chain[target..];
         let dropped = [self.dropped.clone(), waiting.clone()].concat();
-        let mut users = Users::standing_on(&self.links[first..], disk, open);
+        let mut users = Users::standing_on(&self.chain[first..], disk, open);
         users.follow_back_refs(waiting.iter().map(|layer| layer.path.as_path()));
         let (removal, forget_missing) = (self.options.removal, self.options.forget_missing);
         let mut remove = |here: LocalHolders<'_>| {
@@ -97,7 +97,7 @@ impl Merge {
         }
         let kept = kept.into_iter().filter(|(path, _)| !was_waiting(path)).collect();
         let (waited, mut removed): (Vec<_>, Vec<_>) = removed.into_iter().partition(|path| was_waiting(path));
-        // A lowest layer that took another's place is there already.
+        // A base that took another's place is there already.
         removed.append(&mut self.merged.removed);
         removed.extend(waited);
         self.merged.freed_bytes = self.space.freed(self.merged.copied_bytes);

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use vmstrata_memory::vault::DiskState;
 
-use crate::args::{ControlArgs, Into, MergeHowArgs};
+use crate::args::{ControlArgs, MergeDirection, MergeHowArgs};
 use crate::commands::merge::delete_quietly;
 use crate::commands::snapshot::live::Live;
 
@@ -34,6 +34,9 @@ fn delete_one(disk: PathBuf, name: &str, server: &ControlArgs) -> Result<()> {
     let Some(live) = Live::find(std::slice::from_ref(&disk), server)? else {
         return delete_quietly(&disk, &names);
     };
-    live.wait_job(&MergeHowArgs::default().delete(live.name(), &names, false, Into::default()), false)?;
+    live.wait_job(
+        &MergeHowArgs::default().delete(live.name(), &names, false, MergeDirection::default()),
+        false,
+    )?;
     Ok(())
 }

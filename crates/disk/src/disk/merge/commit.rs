@@ -1,8 +1,8 @@
-//! Writing down into the lowest dropped layer of a disk in use.
+//! Committing into the base of dropped layers, of a disk in use.
 //!
 //! ```text
 //!   requests ──► map of the whole chain ──► the layer that has the newest: never what is written over meanwhile
-//!   job      ──► what layers above the lowest dropped one have ──► written into that one ──► rename ──► shorter map
+//!   job      ──► what layers above the base have ──► written into the base ──► rename ──► shorter map
 //! ```
 //!
 //! What is written has a newer version in a layer above, and the map leads there: requests see nothing of it, and none waits.
@@ -18,44 +18,48 @@ use std::sync::Arc;
 use super::Running;
 use crate::error::Result;
 use crate::layers::Layers;
+use crate::merge::commit::{self, OpenDropped};
 use crate::merge::direction::Asked;
-use crate::merge::down::{self, Held};
 use crate::merge::{Copier, MergeOptions};
 use crate::opener::Role;
-use crate::refs::{Link, LocalHolders, open_twice};
+use crate::refs::{ChainFile, LocalHolders, open_twice};
 
 impl Running {
-    /// Begins to write down into the lowest dropped layer, if that is the way to take.
+    /// Begins to commit into the base of the dropped layers, if that is the way to take.
     ///
     /// # Errors
-    /// [`crate::merge::MergeFault::NotDown`]; a layer that cannot be opened, read or written.
-    pub(super) fn write_down(&mut self, links: &[Link], options: &MergeOptions) -> Result<Option<Copier>> {
+    /// [`crate::merge::MergeFault::NoCommit`]; a layer that cannot be opened, read or written.
+    pub(super) fn begin_commit(
+        &mut self,
+        chain: &[ChainFile],
+        options: &MergeOptions,
+    ) -> Result<Option<Copier>> {
         let disk = Arc::clone(&self.disk);
-        disk.with_local_holders(|here| self.write_down_from(here, links, options))
+        disk.with_local_holders(|here| self.begin_commit_beside(here, chain, options))
     }
 
-    fn write_down_from(
+    fn begin_commit_beside(
         &mut self,
         here: LocalHolders<'_>,
-        links: &[Link],
+        chain: &[ChainFile],
         options: &MergeOptions,
     ) -> Result<Option<Copier>> {
         let (disk, range) = (Arc::clone(&self.disk), self.range);
-        let above = &links[range.first.index()..];
-        let ours = |layers: &[Link]| open_twice(layers, &here);
+        let above = &chain[range.first.index()..];
+        let ours = |layers: &[ChainFile]| open_twice(layers, &here);
         let (path, resources) = (&disk.path, &disk.resources);
-        let asked = Asked { disk: path, links, range, options, resources, here, ours: &ours };
+        let asked = Asked { disk: path, chain, range, options, resources, here, ours: &ours };
         let Some(found) = asked.choose()? else { return Ok(None) };
         let dropped = &above[..=range.last.index() - range.first.index()];
         if let Err(reason) = self.claim_all(dropped) {
-            return asked.or_up(reason);
+            return asked.or_stream(reason);
         }
-        let opened = down::open(&asked, found, Role::CopiedInto, |held| self.put_held(links, held));
+        let opened = commit::open(&asked, found, Role::CopiedInto, |held| self.put_held(chain, held));
         opened.map(Some).or_else(|failed| {
             if !failed.is_marked {
                 self.put_back();
             }
-            asked.or_up_after(failed)
+            asked.or_stream_after(failed)
         })
     }
 
@@ -68,7 +72,7 @@ impl Running {
     }
 
     /// Makes sure that no disk of this process stands on one of the dropped layers, or will.
-    fn claim_all(&mut self, dropped: &[Link]) -> std::result::Result<(), String> {
+    fn claim_all(&mut self, dropped: &[ChainFile]) -> std::result::Result<(), String> {
         let claimed = dropped.iter().try_for_each(|link| self.claim(link));
         claimed.map_err(|error| {
             self.give_up_claims();
@@ -77,9 +81,9 @@ impl Running {
     }
 
     /// Gives requests the objects of the dropped layers that allow for their growing.
-    fn put_held(&self, links: &[Link], held: &Held) -> Result<()> {
+    fn put_held(&self, chain: &[ChainFile], held: &OpenDropped) -> Result<()> {
         let (disk, first) = (&self.disk, self.range.first.index());
-        let (_changing, layers) = self.hold_layers(links)?;
+        let (_changing, layers) = self.hold_layers(chain)?;
         let map = layers.frozen.as_ref().expect("the dropped layers are in it");
         let stays = map.layer(self.range.target());
         let pinned = stays.growing();

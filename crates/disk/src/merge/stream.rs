@@ -58,25 +58,25 @@ impl Layers {
     ///
     /// # Panics
     /// Without an active layer that has clusters.
-    pub(crate) fn pull_up(&self, range: GuestRange, after: After<'_>) -> Result<u64> {
+    pub(crate) fn stream_range(&self, range: GuestRange, after: After<'_>) -> Result<u64> {
         let active = self.target();
         let mut at = range.start;
         let mut copied = 0;
         while let Some((first, count, need)) = self.next_run(active, at, range.end(), after)? {
-            let (passed, bytes) = self.pull_run(active, first, count, need, after)?;
+            let (passed, bytes) = self.stream_run(active, first, count, need, after)?;
             copied += bytes;
             at = GuestOffset::new((first + passed) << active.tables.geometry.cluster_bits.get());
         }
         Ok(copied)
     }
 
-    /// The bytes that [`Layers::pull_up`] would write now.
+    /// The bytes that [`Layers::stream_range`] would write now.
     ///
     /// # Errors
     /// A layer that cannot be read.
     ///
     /// # Panics
-    /// As [`Layers::pull_up`].
+    /// As [`Layers::stream_range`].
     pub(crate) fn demand(&self, range: GuestRange, after: After<'_>) -> Result<u64> {
         let active = self.target();
         let bits = active.tables.geometry.cluster_bits;
@@ -204,7 +204,7 @@ impl Layers {
 
     /// Gives the first of `count` clusters that have no entry what they need; returns how many clusters are done with, and
     /// the bytes written.
-    fn pull_run(
+    fn stream_run(
         &self,
         active: &Active,
         first: u64,

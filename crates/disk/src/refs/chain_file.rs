@@ -13,7 +13,7 @@ use crate::opener::{Opener, Role};
 
 /// A file of the chain.
 #[derive(Clone, Debug)]
-pub(crate) struct Link {
+pub(crate) struct ChainFile {
     pub(crate) path: PathBuf,
     pub(crate) file: FileId,
     pub(crate) format: Format,
@@ -29,7 +29,7 @@ pub(crate) struct Link {
     pub(crate) allocated_bytes: u64,
 }
 
-impl Link {
+impl ChainFile {
     fn of(top: Top) -> Self {
         let has_index = top.head.as_ref().is_some_and(|head| {
             head.header.autoclear.contains(vmstrata_qcow2::Autoclear::INDEX)
@@ -91,17 +91,17 @@ impl Link {
 /// How many layers, from the base on, are not of this disk's own history. That ends, from the top, at the first link that
 /// does not say of the layer below which of the disk's snapshots it is: whoever made a plain overlay on a disk, or on a
 /// snapshot of one, stands on what is not theirs.
-pub(crate) fn layers_of_others(links: &[Link]) -> usize {
-    links.iter().rposition(|link| !link.goes_on()).unwrap_or(0)
+pub(crate) fn layers_of_others(chain: &[ChainFile]) -> usize {
+    chain.iter().rposition(|link| !link.goes_on()).unwrap_or(0)
 }
 
 /// The files of the chain of `disk`, base first.
 ///
 /// # Errors
 /// As [`walk`].
-pub(crate) fn links(disk: &Path, options: &OpenOptions, opener: &dyn Opener) -> Result<Vec<Link>> {
+pub(crate) fn chain_files(disk: &Path, options: &OpenOptions, opener: &dyn Opener) -> Result<Vec<ChainFile>> {
     let roles = Roles { top: Role::Inspected, below: Role::Inspected };
-    let (top, mut links) = walk(disk, options, roles, opener, Link::of)?;
-    links.push(Link::of(top));
-    Ok(links)
+    let (top, mut chain) = walk(disk, options, roles, opener, ChainFile::of)?;
+    chain.push(ChainFile::of(top));
+    Ok(chain)
 }

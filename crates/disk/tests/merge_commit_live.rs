@@ -1,4 +1,4 @@
-//! Layers of a disk in use merged downwards: the guest reads what it wrote, whatever is under way, and every state that stays is
+//! Layers of a disk in use committed: the guest reads what it wrote, whatever is under way, and every state that stays is
 //! what it was, for us and for stock tools.
 
 mod common;
@@ -141,13 +141,13 @@ fn the_oldest_snapshot_of_a_disk_in_use_goes_for_what_changed_since() {
     let mut guest = Guest::with_history(3);
     let oldest = guest.path("web.s0.qcow2");
     let merged = merge(&guest.disk, range(0, 0), Direction::Auto).unwrap();
-    assert!(merged.is_down);
+    assert!(merged.is_commit);
     assert_eq!((merged.copied_bytes, &merged.removed), (128 << 10, &vec![oldest]), "{:?}", merged.kept);
     guest.states.remove(0);
     guest.assert_reads("without s0");
     // And again: the file is the same, under another name.
-    let merged = merge(&guest.disk, range(0, 1), Direction::Down).unwrap();
-    assert_eq!((merged.is_down, merged.removed.len()), (true, 2), "{:?}", merged.kept);
+    let merged = merge(&guest.disk, range(0, 1), Direction::Commit).unwrap();
+    assert_eq!((merged.is_commit, merged.removed.len()), (true, 2), "{:?}", merged.kept);
     guest.states.drain(0..2);
     guest.put(100, &[9; 5000]);
     guest.assert_reads("without s1 and s2");
@@ -177,7 +177,8 @@ fn histories_read_as_flat_arrays_do() {
             }
             let first = random.random_range(0..guest.states.len() - 1);
             let last = random.random_range(first..(first + 3).min(guest.states.len() - 1));
-            let mut job = Merge::of_disk(&guest.disk, range(first, last), &options(Direction::Down)).unwrap();
+            let mut job =
+                Merge::of_disk(&guest.disk, range(first, last), &options(Direction::Commit)).unwrap();
             let is_cancelled = random.random_ratio(1, 4);
             while let Some(action) = job.select() {
                 if is_cancelled && (action == Action::Relink || random.random_ratio(1, 3)) {
@@ -194,7 +195,7 @@ fn histories_read_as_flat_arrays_do() {
             if is_cancelled {
                 guest.assert_reads(&format!("{what}: cancelled"));
                 // Either way completes it.
-                let way = if random.random() { Direction::Down } else { Direction::Up };
+                let way = if random.random() { Direction::Commit } else { Direction::Stream };
                 merge(&guest.disk, range(first, last), way).unwrap_or_else(|error| panic!("{what}: {error}"));
             }
             downs += 1;
@@ -240,11 +241,11 @@ fn layers_go_under_load() {
             number
         });
         let merged: Result<Vec<Merged>, Error> =
-            (0..18).map(|_| merge(&guest.disk, range(0, 0), Direction::Down)).collect();
+            (0..18).map(|_| merge(&guest.disk, range(0, 0), Direction::Commit)).collect();
         // Ends the guest whatever comes of it.
         stop.store(true, Ordering::Relaxed);
         let number = writer.join().expect("a guest");
-        assert!(merged.unwrap().iter().all(|merged| merged.is_down));
+        assert!(merged.unwrap().iter().all(|merged| merged.is_commit));
         guest.states.drain(0..18);
         number
     });
@@ -264,8 +265,8 @@ fn whoever_reads_a_dropped_state_keeps_it() {
     let oldest = guest.path("web.s0.qcow2");
     let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
     let reader = Disk::open(&oldest, &read_only, &guest.resources).unwrap();
-    let refused = merge(&guest.disk, range(0, 0), Direction::Down).unwrap_err();
-    assert!(matches!(refused.fault(), Some(MergeFault::NotDown { .. })), "{refused}");
+    let refused = merge(&guest.disk, range(0, 0), Direction::Commit).unwrap_err();
+    assert!(matches!(refused.fault(), Some(MergeFault::NoCommit { .. })), "{refused}");
     assert!(refused.to_string().contains("in use by the disk"), "{refused}");
     assert_reads(&reader, &guest.states[0].1, "the reader");
     drop(reader);
@@ -279,11 +280,11 @@ fn whoever_reads_a_dropped_state_keeps_it() {
     while vmstrata_disk::snapshot::holders(&oldest).is_empty() {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    let refused = merge(&guest.disk, range(0, 0), Direction::Down).unwrap_err();
+    let refused = merge(&guest.disk, range(0, 0), Direction::Commit).unwrap_err();
     assert!(refused.to_string().contains("(qemu-io)"), "{refused}");
     drop(child.stdin.take());
     child.wait().unwrap();
-    assert!(merge(&guest.disk, range(0, 0), Direction::Down).unwrap().is_down);
+    assert!(merge(&guest.disk, range(0, 0), Direction::Commit).unwrap().is_commit);
     guest.states.remove(0);
     guest.assert_reads("in the end");
     guest.end("in the end");
@@ -295,7 +296,7 @@ fn whoever_reads_a_dropped_state_keeps_it() {
 fn states_above_what_is_written_over_are_there_for_stock_tools() {
     let mut guest = Guest::with_history(3);
     let [oldest, above] = ["web.s0.qcow2", "web.s1.qcow2"].map(|name| guest.path(name));
-    let mut job = Merge::of_disk(&guest.disk, range(0, 0), &options(Direction::Down)).unwrap();
+    let mut job = Merge::of_disk(&guest.disk, range(0, 0), &options(Direction::Commit)).unwrap();
     assert!(job.apply(job.select().unwrap()).unwrap() > 0);
     let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
     for resources in [&guest.resources, &Resources::new(ResourceOptions::default())] {
@@ -314,7 +315,7 @@ fn states_above_what_is_written_over_are_there_for_stock_tools() {
     assert_reads(&other, &guest.states[1].1, "above it");
     drop(other);
     assert!(list(guest.disk.path(), &OpenOptions::default()).unwrap().last().unwrap().is_being_deleted);
-    assert!(merge(&guest.disk, range(0, 0), Direction::Auto).unwrap().is_down);
+    assert!(merge(&guest.disk, range(0, 0), Direction::Auto).unwrap().is_commit);
     guest.states.remove(0);
     guest.assert_reads("completed");
     guest.end("completed");
@@ -327,7 +328,7 @@ fn a_stock_process_that_began_meanwhile_reads_the_same_to_the_end() {
     let (of, clone) = (guest.path("web.s1.qcow2"), guest.path("ci.qcow2"));
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", path_str(&of), path_str(&clone)]);
     let before = guest.states[1].1.clone();
-    let mut job = Merge::of_disk(&guest.disk, range(0, 0), &options(Direction::Down)).unwrap();
+    let mut job = Merge::of_disk(&guest.disk, range(0, 0), &options(Direction::Commit)).unwrap();
     assert!(job.apply(job.select().unwrap()).unwrap() > 0);
     let mut daemon = Daemon::start();
     daemon.open_disk("clone", &clone);
@@ -356,10 +357,10 @@ fn clones_are_seen() {
     };
     let (below, on_it) = clone("ci.qcow2", "web.s0.qcow2");
     let (stays, above) = clone("other.qcow2", "web.s2.qcow2");
-    let refused = merge(&guest.disk, range(0, 1), Direction::Down).unwrap_err();
+    let refused = merge(&guest.disk, range(0, 1), Direction::Commit).unwrap_err();
     assert!(refused.to_string().contains("ci.qcow2"), "{refused}");
-    let merged = merge(&guest.disk, range(1, 1), Direction::Down).unwrap();
-    assert!(merged.is_down, "{merged:?}");
+    let merged = merge(&guest.disk, range(1, 1), Direction::Commit).unwrap();
+    assert!(merged.is_commit, "{merged:?}");
     guest.states.remove(1);
     for (path, before) in [(on_it, below), (above, stays)] {
         assert_same(&content(&path, "qcow2"), &before, 0, &path.display().to_string());

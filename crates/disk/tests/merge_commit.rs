@@ -1,4 +1,4 @@
-//! Layers merged downwards: what stays is written into the lowest dropped layer, which takes its place. Every state that
+//! Layers committed: what stays is written into the base of the dropped layers, which takes its place. Every state that
 //! stays is what it was, for us and for stock tools, and a dropped one is never taken for a state.
 
 mod common;
@@ -100,7 +100,7 @@ fn the_oldest_layer_takes_the_place_of_the_one_above() {
     let mut states = States::of(&chain);
     chain.build();
     let merged = merge(chain.top(), range(0, 0), Direction::Auto).unwrap();
-    assert!(merged.is_down);
+    assert!(merged.is_commit);
     assert_eq!(merged.copied_bytes, 128 << 10, "in proportion to the change");
     assert_eq!(merged.removed, [chain.files.remove(0)]);
     states.0.remove(0);
@@ -109,7 +109,7 @@ fn the_oldest_layer_takes_the_place_of_the_one_above() {
     assert_eq!(chain.verify(), ["good"; 2]);
     // The other way is cheaper here.
     let merged = merge(chain.top(), range(1, 1), Direction::Auto).unwrap();
-    assert_eq!((merged.is_down, merged.copied_bytes), (false, 64 << 10));
+    assert_eq!((merged.is_commit, merged.copied_bytes), (false, 64 << 10));
 }
 
 /// Of random chains layers are dropped in either direction, until none is left to drop.
@@ -127,12 +127,13 @@ fn what_remains_reads_as_before_whichever_way_is_taken() {
         while chain.files.len() > 2 {
             let first = random.random_range(0..chain.files.len() - 2);
             let last = random.random_range(first..chain.files.len() - 2);
-            let direction = [Direction::Down, Direction::Down, Direction::Auto][random.random_range(0..3)];
+            let direction =
+                [Direction::Commit, Direction::Commit, Direction::Auto][random.random_range(0..3)];
             let what = format!("seed {seed}: {first}..={last} of {} {direction:?}", chain.files.len());
             match merge(chain.top(), range(first, last), direction) {
                 Ok(merged) => {
                     assert_eq!(merged.removed.len(), last - first + 1, "{what}: {:?}", merged.kept);
-                    downs += usize::from(merged.is_down);
+                    downs += usize::from(merged.is_commit);
                     chain.files.drain(first..=last).for_each(|file| assert!(!file.exists(), "{what}"));
                     states.0.drain(first..=last);
                 }
@@ -196,7 +197,7 @@ fn what_takes_a_layers_place_gets_its_owner_and_its_mode() {
         (found.uid(), found.gid(), found.mode() & 0o777)
     };
     let before = who();
-    assert!(delete(&disk, "mon", Direction::Down).unwrap().is_down);
+    assert!(delete(&disk, "mon", Direction::Commit).unwrap().is_commit);
     assert_eq!(who(), before);
     assert_eq!(before.2, 0o644);
 }
@@ -209,18 +210,18 @@ fn a_layer_that_somebody_else_stands_on_is_not_written() {
     let clone = dir.path().join("ci.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", path_str(&oldest), path_str(&clone)]);
     let before = (std::fs::read(&oldest).unwrap(), content(&clone, "qcow2"));
-    let refused = delete(&disk, "mon", Direction::Down).unwrap_err();
-    assert!(matches!(refused.fault(), Some(MergeFault::NotDown { .. })), "{refused}");
+    let refused = delete(&disk, "mon", Direction::Commit).unwrap_err();
+    assert!(matches!(refused.fault(), Some(MergeFault::NoCommit { .. })), "{refused}");
     assert!(refused.to_string().contains("ci.qcow2"), "{refused}");
     let merged = delete(&disk, "mon", Direction::Auto).unwrap();
-    assert!(!merged.is_down);
+    assert!(!merged.is_commit);
     assert_eq!((std::fs::read(&oldest).unwrap(), content(&clone, "qcow2")), before);
     // One on the layer that stays finds it under its name.
     let clone = dir.path().join("other.qcow2");
     let stays = dir.path().join("web.wed.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", path_str(&stays), path_str(&clone)]);
     let before = content(&clone, "qcow2");
-    assert!(delete(&disk, "tue", Direction::Down).unwrap().is_down);
+    assert!(delete(&disk, "tue", Direction::Commit).unwrap().is_commit);
     assert_same(&content(&clone, "qcow2"), &before, 0, "the clone");
     assert_eq!(names(&disk), [("wed".to_owned(), false)]);
 }
@@ -231,11 +232,11 @@ fn a_layer_that_somebody_reads_is_not_written() {
     let disk = history(dir.path());
     let oldest = dir.path().join("web.mon.qcow2");
     let reader = open_read_only(&oldest);
-    let refused = delete(&disk, "mon", Direction::Down).unwrap_err();
+    let refused = delete(&disk, "mon", Direction::Commit).unwrap_err();
     assert!(refused.to_string().contains("in use"), "{refused}");
     assert_eq!(names(&disk).last().unwrap(), &("mon".to_owned(), false));
     drop(reader);
-    assert!(delete(&disk, "mon", Direction::Down).unwrap().is_down);
+    assert!(delete(&disk, "mon", Direction::Commit).unwrap().is_commit);
 }
 
 /// A merge that ended early: the snapshot is no state any more, for nobody, and deleting it again completes it.
@@ -254,7 +255,7 @@ fn a_snapshot_that_is_half_deleted_is_refused_until_it_is_deleted() {
     };
     let open = OpenOptions::default();
     let ranges = vmstrata_disk::merge::ranges_of(&disk, &["mon".to_owned()], &open).unwrap();
-    let mut begun = Merge::new(&disk, ranges[0], &options(Direction::Down), &resources()).unwrap();
+    let mut begun = Merge::new(&disk, ranges[0], &options(Direction::Commit), &resources()).unwrap();
     let oldest = dir.path().join("web.mon.qcow2");
     let shut = vmstrata_disk::probe_chain(&oldest, &open);
     assert!(shut.is_ok(), "looking takes no lock");
@@ -277,10 +278,10 @@ fn a_snapshot_that_is_half_deleted_is_refused_until_it_is_deleted() {
     let pruning = snapshot::Pruning::of(&found, &"last=2".parse().unwrap(), &[], snapshot::now_ns());
     assert_eq!((pruning.keep, pruning.delete), (vec!["wed", "tue"], vec!["mon"]));
     // What is merged besides, above it and into it, changes nothing.
-    assert!(!delete(&disk, "tue", Direction::Up).unwrap().is_down);
+    assert!(!delete(&disk, "tue", Direction::Stream).unwrap().is_commit);
     assert_same(&content(&dir.path().join("web.wed.qcow2"), "qcow2"), &before[1], 0, "wed");
     assert_eq!(names(&disk).last().unwrap(), &("mon".to_owned(), true));
-    assert!(delete(&disk, "mon", Direction::Down).unwrap().is_down);
+    assert!(delete(&disk, "mon", Direction::Commit).unwrap().is_commit);
     assert_same(&content(&dir.path().join("web.wed.qcow2"), "qcow2"), &before[1], 0, "wed");
     assert_same(&content(&disk, "qcow2"), &before[2], 0, "the disk");
     assert_clean(&disk);
@@ -295,14 +296,14 @@ fn a_layer_takes_the_place_of_no_snapshot_that_is_half_deleted() {
     let before = ["web.wed.qcow2", "web.qcow2"].map(|name| content(&dir.path().join(name), "qcow2"));
     let ranges =
         vmstrata_disk::merge::ranges_of(&disk, &["tue".to_owned()], &OpenOptions::default()).unwrap();
-    let mut begun = Merge::new(&disk, ranges[0], &options(Direction::Down), &resources()).unwrap();
+    let mut begun = Merge::new(&disk, ranges[0], &options(Direction::Commit), &resources()).unwrap();
     assert!(begun.apply(begun.select().unwrap()).unwrap() > 0);
     drop(begun);
-    let refused = delete(&disk, "mon", Direction::Down).unwrap_err();
+    let refused = delete(&disk, "mon", Direction::Commit).unwrap_err();
     assert!(refused.to_string().contains("half deleted"), "{refused}");
-    assert!(!delete(&disk, "mon", Direction::Auto).unwrap().is_down);
+    assert!(!delete(&disk, "mon", Direction::Auto).unwrap().is_commit);
     assert_eq!(names(&disk), [("wed".to_owned(), false), ("tue".to_owned(), true)]);
-    assert!(delete(&disk, "tue", Direction::Down).unwrap().is_down);
+    assert!(delete(&disk, "tue", Direction::Commit).unwrap().is_commit);
     for (name, before) in ["web.wed.qcow2", "web.qcow2"].iter().zip(&before) {
         assert_same(&content(&dir.path().join(name), "qcow2"), before, 0, name);
         assert_clean(&dir.path().join(name));
@@ -326,7 +327,7 @@ fn small_chain(seed: u64) -> Chain {
 const DROPPED: std::ops::RangeInclusive<usize> = 1..=2;
 
 fn drop_middle(chain: &Chain, resources: &Arc<Resources>) -> Result<(), Error> {
-    let merge = Merge::new(chain.top(), range(1, 2), &options(Direction::Down), resources)?;
+    let merge = Merge::new(chain.top(), range(1, 2), &options(Direction::Commit), resources)?;
     merge.run().map(drop)
 }
 
@@ -376,7 +377,7 @@ fn renamed(log: &[vmstrata_store::Record], lowest: vmstrata_store::StoreId) -> (
 }
 
 #[test]
-fn merging_downwards_survives_the_death_of_the_host_at_any_moment() {
+fn a_commit_survives_the_death_of_the_host_at_any_moment() {
     let chain = small_chain(1);
     let states = States::of(&chain);
     let before: Vec<Vec<u8>> = chain.files.iter().map(|file| std::fs::read(file).unwrap()).collect();
