@@ -212,12 +212,7 @@ fn slow(images: &Images, state: &str) -> std::process::Child {
     let mut command = vmstrata();
     command.args(["backup", state, "-o", &full, "--limit", "100K", "--threads", "1"]);
     let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let begun = Instant::now();
-    while !writes_unseen(&child, images) {
-        assert!(begun.elapsed() < Duration::from_secs(20), "the backup begins");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    std::thread::sleep(Duration::from_millis(100));
+    support::wait_until("the backup begins", || writes_unseen(&child, images));
     child
 }
 

@@ -91,7 +91,7 @@ fn a_disk_removed_in_the_middle_of_writes_is_left_clean_and_the_server_goes_on()
     let server = Server::start(&args);
     nbd_io(&uri(&images, "gone"), "write -P 9 60G 1M");
     let mut writer = load(&uri(&images, "gone"), 10_000_000);
-    std::thread::sleep(Duration::from_millis(300));
+    server.wait_for_requests("write", 1000);
     assert!(writer.try_wait().unwrap().is_none(), "the load runs");
     let start = Instant::now();
     server.ask_ok(["disk", "remove", "gone"]);
@@ -328,11 +328,7 @@ fn a_second_server_in_the_same_runtime_directory_serves_without_a_control_socket
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let start = Instant::now();
-    while !images.path("two.sock").exists() {
-        assert!(start.elapsed() < Duration::from_secs(30), "the second server does not start");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_until("the second server", || images.path("two.sock").exists());
     assert_eq!(ask(&first.control(), "GET", "/v1/disks", "").json()["disks"].as_array().unwrap().len(), 1);
     kill_process(Pid::from_child(&second), Signal::TERM).unwrap();
     assert!(second.wait().unwrap().success());

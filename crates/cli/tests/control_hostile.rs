@@ -184,16 +184,11 @@ fn a_crowd_finds_the_export_shut_and_the_server_unmoved() {
     assert!(read_answer(&mut late).is_none(), "the 65th connection is closed");
     tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 1 0 64k", &server.uri("a")]);
     drop(crowd);
-    let start = Instant::now();
-    loop {
+    support::wait_until("a free place", || {
         let mut stream = connect(&control);
         let _ = stream.write_all(b"GET /v1/status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
-        if read_answer(&mut stream).is_some_and(|answer| answer.status == 200) {
-            break;
-        }
-        assert!(start.elapsed() < Duration::from_secs(10), "the places are not given back");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+        read_answer(&mut stream).is_some_and(|answer| answer.status == 200)
+    });
     assert!(server.stop().success());
 }
 
@@ -235,15 +230,11 @@ fn a_name_that_is_no_text_is_a_problem_like_others() {
 
 /// Waits until the disk `b` is in a state, or is not there.
 fn wait_for(server: &Server, state: Option<&str>) {
-    let start = Instant::now();
-    loop {
+    support::wait_for("its state", || {
         let answer = ask(&server.control(), "GET", "/v1/disks/b", "");
         let found = (answer.status == 200).then(|| answer.json()["state"].as_str().unwrap().to_owned());
-        if found.as_deref() == state {
-            return;
-        }
-        assert!(start.elapsed() < Duration::from_secs(10), "{found:?} instead of {state:?}");
-    }
+        if found.as_deref() == state { Ok(()) } else { Err(found) }
+    });
 }
 
 fn ask_for(server: &Server, path: &Path) -> UnixStream {

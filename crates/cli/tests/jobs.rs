@@ -31,15 +31,15 @@ fn job(server: &Server, args: &[&str]) -> Value {
 }
 
 fn wait_for(server: &Server, id: &str, state: &str) -> Value {
-    let start = Instant::now();
-    loop {
+    support::wait_for(state, || {
         let status = ask(&server.control(), "GET", &format!("/v1/jobs/{id}"), "").json();
-        if status["state"] == state {
-            return status;
-        }
-        assert!(start.elapsed() < Duration::from_secs(30), "not {state}: {status}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+        if status["state"] == state { Ok(status) } else { Err(status) }
+    })
+}
+
+/// Waits until a job has done its first step.
+fn wait_for_first_step(server: &Server) {
+    support::wait_until("the first step", || job(server, &["list"])["jobs"][0]["done"] == 1);
 }
 
 #[test]
@@ -93,10 +93,7 @@ fn a_job_is_slowed_paused_resumed_and_let_loose() {
     let server = start(&images);
     // A layer's index has some kilobytes: this would take hours.
     job(&server, &["index-build", "web", "--limit", "1"]);
-    let start = Instant::now();
-    while job(&server, &["list"])["jobs"][0]["done"] != 1 {
-        assert!(start.elapsed() < Duration::from_secs(10), "the first step is not waited for");
-    }
+    wait_for_first_step(&server);
     assert_eq!(job(&server, &["pause", "1"])["state"], "paused");
     let said = server.ask_err(["job", "index-build", "web"]);
     assert!(said.contains("under way on disk 'web' already"), "{said}");
@@ -114,7 +111,7 @@ fn a_cancelled_job_leaves_what_it_did_and_another_goes_on_from_there() {
     let images = Images::new();
     let server = start(&images);
     job(&server, &["index-build", "web", "--limit", "1"]);
-    std::thread::sleep(Duration::from_millis(100));
+    wait_for_first_step(&server);
     job(&server, &["cancel", "1"]);
     let cancelled = wait_for(&server, "1", "cancelled");
     assert_eq!(cancelled["done"], 1, "{cancelled}");

@@ -73,7 +73,7 @@ fn clients_of_a_replaced_server_see_no_error_and_nothing_is_lost() {
         .unwrap();
     let mut stdin = calm.stdin.take().unwrap();
     tell(&mut stdin, "write -P 7 7G 1M");
-    std::thread::sleep(Duration::from_millis(300));
+    server.wait_for_requests("write", 1000);
     assert!(busy.try_wait().unwrap().is_none(), "the load is over before it begins");
     let start = Instant::now();
     let mut second = replace(&server, &args, &images.path("second.log"));

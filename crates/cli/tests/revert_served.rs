@@ -37,16 +37,15 @@ fn io(server: &Server, command: &str) {
 
 /// Reverts as soon as whoever just hung up is gone.
 fn revert(server: &Server, args: &[&str]) -> String {
-    let start = Instant::now();
-    loop {
+    support::wait_for("nobody uses the disk", || {
         let output = server.ask([&["snapshot", "revert"], args].concat());
         if output.status.success() {
-            return String::from_utf8(output.stdout).expect("UTF-8");
+            return Ok(String::from_utf8(output.stdout).expect("UTF-8"));
         }
         let said = support::stderr(&output);
-        assert!(said.contains("in use by") && start.elapsed() < Duration::from_secs(10), "{said}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+        assert!(said.contains("in use by"), "{said}");
+        Err(said)
+    })
 }
 
 fn exports(server: &Server) -> Value {

@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use support::server::Server;
-use support::{Holder, Images, assert_clean, run_err, stderr, tool, tool_json, tool_ok, vmstrata};
+use support::{
+    Holder, Images, assert_clean, run_err, stderr, tool, tool_json, tool_ok, vmstrata, wait_until,
+};
 
 /// `--disk path=FILE,name=disk` and more.
 fn disk(path: &Path, more: &str) -> String {
@@ -222,11 +224,7 @@ fn a_server_told_to_end_in_the_middle_of_writes_ends_clean() {
         .unwrap();
     let allocated = || std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&top).unwrap()) * 512;
     let empty = allocated();
-    let start = std::time::Instant::now();
-    while allocated() < empty + (1 << 20) {
-        assert!(start.elapsed() < Duration::from_secs(30), "nothing is written");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until("writes", || allocated() >= empty + (1 << 20));
     let status = server.stop();
     // The writer finds its server gone.
     let _ = writer.kill();
@@ -244,7 +242,7 @@ fn a_second_signal_ends_a_server_whose_client_does_not_take_its_replies() {
     let bench = ["bench", "-f", "raw", "-c", "1000000", "-d", "16", "-s", "1M"];
     let mut reader =
         Command::new("qemu-img").args(bench).arg(server.uri("disk")).stdout(Stdio::null()).spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(500));
+    server.wait_for_requests("read", 100);
     // Stopped with 16 MiB on their way to it, far more than a socket holds.
     kill_process(Pid::from_child(&reader), Signal::STOP).unwrap();
     std::thread::sleep(Duration::from_millis(200));

@@ -8,7 +8,7 @@ use std::process::{Child, Stdio};
 
 use serde_json::{Value, json};
 use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, stderr, tool_json, tool_ok};
+use support::{Images, assert_clean, run_err, run_json, stderr, tool_json, tool_ok, wait_until};
 
 /// A server with these disks of `images`, each behind one NBD socket.
 fn serve(images: &Images, disks: &[&str]) -> Server {
@@ -66,11 +66,7 @@ fn a_served_disk_takes_snapshots_while_it_is_written() {
     let shown = status();
     assert!(shown.replace(' ', "").contains("\"layers\":22"), "{shown}");
     // The last one's index is written without being waited for, and nobody asks for it.
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
-    while status().contains("finalizing") && std::time::Instant::now() < deadline {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
-    assert!(!status().contains("finaliz"), "{}", status());
+    wait_until("its index", || !status().contains("finaliz"));
     assert!(server.stop().success());
     for number in 0..20u8 {
         let layer = images.name(&format!("web.s{number}.qcow2"));

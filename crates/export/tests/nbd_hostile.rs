@@ -7,6 +7,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use nbd_common::wait::wait_until;
 use nbd_common::{Client, Fixture, SIZE, Setup, Style, chain_content};
 use proptest::prelude::*;
 use rustix::net::{RecvFlags, recv};
@@ -42,11 +43,7 @@ fn while_serving(fixture: &Fixture, harm: impl FnOnce()) {
 
 /// Waits until only `count` connections are open.
 fn wait_for_connections(fixture: &Fixture, count: usize) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while fixture.server().connections() > count {
-        assert!(Instant::now() < deadline, "{} connections stay open", fixture.server().connections());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until("connections end", || fixture.server().connections() <= count);
 }
 
 #[test]

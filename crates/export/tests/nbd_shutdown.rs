@@ -49,6 +49,7 @@ fn a_withdrawn_export_lets_its_clients_go_and_leaves_the_others_alone() {
 fn every_acknowledged_write_is_there_after_a_stop_in_full_flow() {
     let fixture = Fixture::empty(SIZE);
     let mut client = fixture.client(Style::Simple);
+    let (tell, told) = std::sync::mpsc::channel();
     let writer = std::thread::spawn(move || {
         let mut acknowledged = 0u64;
         // Each cluster gets its number; the server stops somewhere in between.
@@ -60,11 +61,11 @@ fn every_acknowledged_write_is_there_after_a_stop_in_full_flow() {
                 break;
             }
             acknowledged = cluster + 1;
-            std::thread::sleep(Duration::from_millis(2));
+            let _ = tell.send(());
         }
         acknowledged
     });
-    std::thread::sleep(Duration::from_millis(60));
+    (0..20).for_each(|_| told.recv().expect("the client writes"));
     let directory = fixture.stop();
     let acknowledged = writer.join().unwrap();
     assert!(acknowledged > 0);

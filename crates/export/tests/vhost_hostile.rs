@@ -19,6 +19,7 @@ use vhost_common::driver::{Descriptor, GUEST_BASE, INDIRECT, NEXT, USER_BASE, WR
 use vhost_common::frontend::{
     Connection, FLUSH, Guest, MEMORY_LEN, event, fill, make_blocking, negotiate, signalled,
 };
+use vhost_common::wait::wait_until;
 use vhost_common::{Served, options};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -268,7 +269,7 @@ fn shutdown_does_not_wait_for_the_rest_of_a_message() {
     let mut served = served();
     let mut half = UnixStream::connect(served.socket()).unwrap();
     half.write_all(&[1, 0, 0]).unwrap();
-    std::thread::sleep(Duration::from_millis(50));
+    wait_until("the connection", || served.server().is_connected());
     served.stop();
 }
 

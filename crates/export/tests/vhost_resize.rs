@@ -9,6 +9,7 @@ use std::time::Duration;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost_common::frontend::{Connection, Guest, IN, OUT, negotiate};
+use vhost_common::wait::wait_until;
 use vhost_common::{Served, options};
 use vmstrata_disk::Shrink;
 
@@ -79,11 +80,7 @@ fn a_frontend_that_cannot_be_told_is_served_all_the_same() {
     assert!(served.server().set_size(8 * MIB));
     guest.disconnect(connection);
     drop(channel);
-    let deadline = std::time::Instant::now() + Duration::from_secs(20);
-    while served.server().set_size(8 * MIB) {
-        assert!(std::time::Instant::now() < deadline, "the channel is kept");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until("the channel is closed", || !served.server().set_size(8 * MIB));
     served.stop();
     served.start();
     let mut connection = guest.connect(&served.socket());

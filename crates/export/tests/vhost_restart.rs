@@ -14,6 +14,7 @@ use rand::{Rng, SeedableRng};
 use vhost::VhostBackend;
 use vhost_common::driver::Driver;
 use vhost_common::frontend::{Connection, Guest, OUT, offer, signalled};
+use vhost_common::wait::wait_until;
 use vhost_common::{Served, options};
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 use vmstrata_export::vhost_user::Server;
@@ -159,11 +160,7 @@ impl Process {
         command.args(["--exact", "server_process", "--nocapture"]).stdout(Stdio::null());
         command.env("VMSTRATA_TEST_DISK", disk).env("VMSTRATA_TEST_SOCKET", socket);
         let process = Self(command.spawn().unwrap());
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while std::os::unix::net::UnixStream::connect(socket).is_err() {
-            assert!(Instant::now() < deadline, "the server does not come up");
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        wait_until("the server", || std::os::unix::net::UnixStream::connect(socket).is_ok());
         process
     }
 }

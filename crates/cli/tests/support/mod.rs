@@ -79,10 +79,18 @@ pub fn audited(file: &Path) -> Vec<Value> {
 
 /// Waits until something holds: not for ever, but longer than anything takes on a loaded machine.
 pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    wait_for(what, || if holds() { Ok(()) } else { Err("not in time") });
+}
+
+/// Waits until there is a value, as [`wait_until`] does.
+pub fn wait_for<T, E: std::fmt::Debug>(what: &str, mut value: impl FnMut() -> Result<T, E>) -> T {
     let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < Duration::from_secs(120), "{what}: not in time");
-        std::thread::sleep(Duration::from_millis(20));
+    loop {
+        match value() {
+            Ok(value) => return value,
+            Err(why) => assert!(start.elapsed() < Duration::from_secs(120), "{what}: {why:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 

@@ -13,6 +13,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use super::http::ask;
+
 /// Longer than anything takes on a loaded machine, shorter than the test's own limit.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -112,6 +114,15 @@ impl Server {
         kill_process(self.pid(), Signal::KILL).expect("the server runs");
         assert_eq!(self.wait().signal(), Some(9));
         std::mem::replace(&mut self.runtime, tempfile::tempdir().expect("a temporary directory"))
+    }
+
+    /// Waits until clients have made at least so many requests of a kind.
+    pub fn wait_for_requests(&self, kind: &str, count: u64) {
+        let requests = |disk: &Value| disk["stats"][kind]["requests"].as_u64().expect("a count");
+        super::wait_until("requests", || {
+            let stats = ask(&self.control(), "GET", "/v1/stats", "").json();
+            stats["disks"].as_array().expect("disks").iter().map(requests).sum::<u64>() >= count
+        });
     }
 
     /// Waits for its end.

@@ -5,6 +5,8 @@
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
 pub mod client;
+#[path = "../wait/mod.rs"]
+pub mod wait;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

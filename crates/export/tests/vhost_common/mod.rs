@@ -4,6 +4,8 @@
 
 pub mod driver;
 pub mod frontend;
+#[path = "../wait/mod.rs"]
+pub mod wait;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
