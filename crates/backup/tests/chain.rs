@@ -9,7 +9,7 @@ use std::sync::Arc;
 use common::flat::{SECTOR, some_range};
 use common::shape::{LayerShape, make};
 use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
-use common::{for_seeds, random, scratch};
+use common::{for_seeds, patiently, random, scratch};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_backup::{
@@ -17,25 +17,11 @@ use vmstrata_backup::{
     verify,
 };
 use vmstrata_disk::snapshot::{SnapshotInfo, State};
-use vmstrata_disk::{Error, ErrorKind, ResourceOptions, Resources};
+use vmstrata_disk::{Error, ResourceOptions, Resources};
 use vmstrata_qcow2::CompressionType;
 
 fn resources() -> Arc<Resources> {
     Resources::new(ResourceOptions { max_open_files: 64, ..ResourceOptions::default() })
-}
-
-/// Tries again while a file is locked: between the fork and the exec of a tool, the tool holds the locks of every file
-/// that was open in this process.
-fn patiently<T>(mut job: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
-    for _ in 0..500 {
-        match job() {
-            Err(error) if matches!(error.kind(), ErrorKind::File(_)) => {
-                std::thread::sleep(std::time::Duration::from_millis(10));
-            }
-            done => return done,
-        }
-    }
-    panic!("still locked");
 }
 
 fn to(path: &Path) -> BackupTarget<'static> {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use common::flat::{SECTOR, some_range};
 use common::shape::{LayerShape, make};
 use common::stock::{content, path_str, qemu_img, qemu_io};
-use common::{for_seeds, random, scratch};
+use common::{for_seeds, patiently, random, scratch};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_backup::{BackupFault, Diff, DiffExtent, DiffKind, DiffOptions};
@@ -19,18 +19,8 @@ fn resources() -> Arc<Resources> {
     Resources::new(ResourceOptions { max_open_files: 8, ..ResourceOptions::default() })
 }
 
-/// Opens a diff. Tries again while a file is locked: see [`common::open_read_only`].
 fn open(old: &Path, new: &Path, options: &DiffOptions) -> Diff {
-    for _ in 0..500 {
-        match Diff::open(old, new, options, &resources()) {
-            Ok(diff) => return diff,
-            Err(error) if matches!(error.kind(), ErrorKind::File(_)) => {
-                std::thread::sleep(std::time::Duration::from_millis(10));
-            }
-            Err(error) => panic!("the states cannot be compared: {error}"),
-        }
-    }
-    panic!("still locked");
+    patiently(|| Diff::open(old, new, options, &resources())).expect("the states can be compared")
 }
 
 fn extents(diff: &Diff) -> Vec<DiffExtent> {

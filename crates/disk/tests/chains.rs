@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use common::flat::{assert_same, range, read, write};
 use common::stock::{path_str, qemu_img, try_qemu_io};
-use common::{open, open_read_only, scratch, stock};
+use common::{open, open_read_only, scratch, stock, wait_until};
 use vmstrata_disk::{
     CheckOptions, CreateOptions, Disk, Error, ErrorKind, Format, LocalFiles, OpenOptions, Opener as _,
     ResourceOptions, Resources, Role, create,
@@ -328,10 +328,7 @@ fn stock_tools_cannot_write_to_files_that_are_open_here() {
     let reader = open_read_only(&top);
     assert!(!stock_can_write(&top), "a disk open for reading");
     drop(reader);
-    assert!((0..200).any(|_| {
-        std::thread::sleep(std::time::Duration::from_millis(10));
-        stock_can_write(&top)
-    }));
+    wait_until("the file is unlocked", || stock_can_write(&top));
 }
 
 /// A `qemu-io` that has an image open until it is dropped.

@@ -8,12 +8,12 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::flat::{assert_same, read, write};
 use common::ledger::{BLOCK, Ledger, Step, THREADS, steps, striped, take};
 use common::shape::{LayerShape, make};
-use common::{for_seeds, random, scratch, small_resources, stock};
+use common::{for_seeds, random, scratch, small_resources, stock, wait_until};
 use rand::Rng as _;
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Resources, Unflushed};
 
@@ -54,8 +54,8 @@ fn child_that_writes_until_it_is_killed() {
     } else {
         work(&disk, &workload(seed, disk.size(), cluster), &report_of(&top, 0));
     }
-    // Finished too soon: wait for the end without closing anything.
-    std::thread::sleep(Duration::from_secs(60));
+    // Finished too soon: wait to be killed without closing anything.
+    std::thread::park();
 }
 
 fn work(disk: &Disk, steps: &[Step], report: &Path) {
@@ -94,16 +94,11 @@ fn reported(top: &Path, thread: u64) -> usize {
 /// Starts a child, lets it complete at least `steps` steps and work for a moment more, and kills it.
 fn run_and_kill(top: &Path, seed: u64, cluster: u64, mode: &str, at_least: usize) -> Killed {
     let mut child = start(top, seed, cluster, mode);
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while reported(top, 0) < at_least && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_micros(200));
-    }
+    wait_until("the child's work", || reported(top, 0) >= at_least.min(STEPS));
     std::thread::sleep(Duration::from_micros(random("moment", seed).random_range(0..3000)));
     child.kill().expect("killed");
     child.wait().expect("gone");
-    let completed = reported(top, 0);
-    assert!(completed >= at_least.min(STEPS), "the child did not work");
-    Killed { completed }
+    Killed { completed: reported(top, 0) }
 }
 
 /// Enters the steps that completed, and the one that may have been under way.

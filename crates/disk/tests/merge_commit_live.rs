@@ -11,7 +11,7 @@ use common::daemon::Daemon;
 use common::flat::{assert_reads, assert_same, pattern, range as bytes, some_range, write};
 use common::io::Client;
 use common::stock::{assert_clean, content, path_str, qemu_img};
-use common::{for_seeds, open_read_only, random, scratch};
+use common::{for_seeds, open_read_only, random, scratch, wait_until};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::merge::{Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Merged, Removal};
@@ -277,9 +277,7 @@ fn whoever_reads_a_dropped_state_keeps_it() {
         .stdout(std::process::Stdio::null())
         .spawn()
         .unwrap();
-    while vmstrata_disk::snapshot::holders(&oldest).is_empty() {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    wait_until("the tool", || !vmstrata_disk::snapshot::holders(&oldest).is_empty());
     let refused = merge(&guest.disk, range(0, 0), Direction::Commit).unwrap_err();
     assert!(refused.to_string().contains("(qemu-io)"), "{refused}");
     drop(child.stdin.take());

@@ -9,19 +9,19 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::flat::{read, write};
 use common::killed::{PLACES, is_killed, numbers};
 use common::stock::{assert_clean, assert_safe, path_str, qemu_img, qemu_io, text, try_qemu_io};
-use common::{for_seeds, open_read_only, random, scratch, small_resources};
+use common::{for_seeds, open_read_only, patiently, random, scratch, small_resources, wait_until};
 use rand::Rng as _;
 use vmstrata_disk::merge::{
     Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal, all_of, ranges_of,
 };
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
-use vmstrata_disk::{CreateOptions, Disk, ErrorKind, OpenOptions, create, probe_file};
-use vmstrata_store::{FileError, Gate};
+use vmstrata_disk::{CreateOptions, Disk, OpenOptions, create, probe_file};
+use vmstrata_store::Gate;
 use vmstrata_types::LayerIndex;
 
 /// What a child finds its orders in.
@@ -44,18 +44,7 @@ fn options(direction: Direction) -> MergeOptions {
 fn open(path: &Path) -> Arc<Disk> {
     let journals = path.with_file_name("journals");
     let resources = small_resources(Some(journals.as_path()));
-    let start = Instant::now();
-    loop {
-        match Disk::open(path, &OpenOptions::default(), &resources) {
-            Ok(disk) => return disk,
-            // Locks of who has just let go of a file linger for a moment.
-            Err(error) if matches!(error.kind(), ErrorKind::File(FileError::Lock(_))) => {
-                assert!(start.elapsed() < Duration::from_secs(20), "{error}");
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            Err(error) => panic!("the disk does not open: {error}"),
-        }
-    }
+    patiently(|| Disk::open(path, &OpenOptions::default(), &resources)).expect("the disk opens")
 }
 
 fn kill_self() -> ! {
@@ -275,11 +264,8 @@ fn run_and_kill(disk: &Path, seed: u64, round: u64) {
         .spawn()
         .expect("the child starts");
     let dir = disk.parent().expect("in a directory");
-    let (before, start) = (files(dir), Instant::now());
-    while files(dir) == before {
-        assert!(start.elapsed() < Duration::from_secs(60), "the child does not work");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    let before = files(dir);
+    wait_until("the child's first file", || files(dir) != before);
     let after = random("moment", seed * ROUNDS + round).random_range(0..250_000);
     std::thread::sleep(Duration::from_micros(after));
     child.kill().expect("killed");

@@ -8,17 +8,16 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use common::flat::{assert_same, read};
 use common::stock::{content, path_str, qemu_img, qemu_io};
-use common::{open_read_only, scratch};
+use common::{open_read_only, patiently, scratch};
 use vmstrata_disk::index::{IndexOptions, build};
 use vmstrata_disk::merge::{
     Action, Kept, Merge, MergeFault, MergeOptions, Merged, Removal, all_of, ranges_of,
 };
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
-use vmstrata_disk::{CreateOptions, Disk, Error, ErrorKind, OpenOptions, ResourceOptions, Resources, create};
+use vmstrata_disk::{CreateOptions, Disk, Error, OpenOptions, ResourceOptions, Resources, create};
 
 const SIZE: usize = 8 << 20;
 
@@ -64,19 +63,10 @@ impl Golden {
         self.clone_of(&self.disk, snapshot, name)
     }
 
-    /// Tries again while a layer is locked: between the fork and the exec of a tool, the tool has the locks of this process.
     fn clone_of(&self, disk: &Path, snapshot: &str, name: &str) -> PathBuf {
         let clone = self.path(name);
-        let deadline = Instant::now() + Duration::from_secs(5);
-        loop {
-            match snapshot::clone(disk, snapshot, &clone, &self.open()) {
-                Ok(_) => return clone,
-                Err(error) if matches!(error.kind(), ErrorKind::File(_)) && Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(10));
-                }
-                Err(error) => panic!("{error}"),
-            }
-        }
+        patiently(|| snapshot::clone(disk, snapshot, &clone, &self.open())).expect("a clone is made");
+        clone
     }
 
     /// Deletes snapshots, the newest range first.

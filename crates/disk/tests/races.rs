@@ -10,7 +10,7 @@ use common::faulty::FaultyFiles;
 use common::flat::{assert_same, range, read, write};
 use common::io::Client;
 use common::stock::{path_str, qemu_img};
-use common::{open_read_only, scratch, stock};
+use common::{open_read_only, scratch, stock, wait_until};
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{
     Disk, ErrorKind, LocalFiles, Op, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,
@@ -161,11 +161,7 @@ fn changes_that_no_one_flushes_are_committed_after_a_while() {
         read(&open_read_only(&copy), 0, 65536).unwrap()
     };
     assert_same(&after_power_failure(), &[0; 65536], 0, "at once");
-    let deadline = std::time::Instant::now() + PATIENCE;
-    while after_power_failure() != [0x11; 65536] {
-        assert!(std::time::Instant::now() < deadline, "never committed");
-        std::thread::sleep(Duration::from_millis(300));
-    }
+    wait_until("a commit", || after_power_failure() == [0x11; 65536]);
     disk.close().unwrap();
 }
 

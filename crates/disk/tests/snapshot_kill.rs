@@ -7,12 +7,12 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::flat::write;
 use common::killed::{PLACES, numbers};
 use common::stock::{assert_safe, path_str, qemu_img};
-use common::{for_seeds, open_read_only, random, scratch, small_resources};
+use common::{for_seeds, open_read_only, random, scratch, small_resources, wait_until};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::{SnapshotInfo, list};
 use vmstrata_disk::{Disk, OpenOptions, snapshot_together};
@@ -74,15 +74,11 @@ fn run_and_kill(path: &Path, after: Duration) -> u64 {
         .spawn()
         .expect("the child starts");
     let reported = || std::fs::metadata(report_of(path)).map_or(0, |metadata| metadata.len());
-    let deadline = Instant::now() + Duration::from_secs(60);
     let before = layers(path);
-    while (reported() == 0 || layers(path) == before) && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until("the child's first snapshot", || reported() > 0 && layers(path) != before);
     std::thread::sleep(after);
     child.kill().expect("killed");
     child.wait().expect("gone");
-    assert!(reported() > 0, "the child did not work");
     reported()
 }
 

@@ -8,8 +8,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::flat::write;
-use common::open;
 use common::stock::{path_str, qemu_img};
+use common::{open, wait_until};
 use vmstrata_disk::snapshot::SnapshotInfo;
 
 const CLUSTER: u64 = 64 << 10;
@@ -62,9 +62,7 @@ fn new_clusters_are_written_out_before_anyone_flushes() {
         return;
     }
     // The kernel alone waits for thirty seconds, and changes are committed after five.
-    while dirty_pages(&top) > grown / 16 {
-        assert!(begun.elapsed() < Duration::from_secs(4), "{} pages are dirty yet", dirty_pages(&top));
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_until("written out", || dirty_pages(&top) <= grown / 16);
+    assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
     disk.close().unwrap();
 }

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
-use vmstrata_disk::{Disk, ErrorKind, OpenOptions, ResourceOptions, Resources};
+use vmstrata_disk::{Disk, Error, ErrorKind, OpenOptions, ResourceOptions, Resources};
 
 /// A directory in memory where there is one: flushes are many, and what they cost is not what is tested.
 pub fn scratch() -> tempfile::TempDir {
@@ -93,18 +93,32 @@ pub fn open_with(path: &Path, options: &OpenOptions) -> Arc<Disk> {
     Disk::open(path, options, &Resources::new(ResourceOptions::default())).expect("the disk opens")
 }
 
-/// Opens a disk for reading with its own default resources. Tries again while the file is locked: between the fork
-/// and the exec of a tool, the tool holds the locks of every file that was open in this process.
+/// Opens a disk for reading with its own default resources.
 pub fn open_read_only(path: &Path) -> Arc<Disk> {
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    patiently(|| Disk::open(path, &options, &Resources::new(ResourceOptions::default())))
+        .expect("the disk opens")
+}
+
+/// Tries again while a file is locked: between the fork and the exec of a tool, the tool holds the locks of every file that is
+/// open in this process.
+pub fn patiently<T>(mut work: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
-        match Disk::open(path, &options, &Resources::new(ResourceOptions::default())) {
-            Ok(disk) => return disk,
+        match work() {
             Err(error) if matches!(error.kind(), ErrorKind::File(_)) && Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(10));
+                std::thread::sleep(Duration::from_millis(5));
             }
-            Err(error) => panic!("the disk does not open: {error}"),
+            done => return done,
         }
+    }
+}
+
+/// Waits until something holds: longer than anything takes on a loaded machine.
+pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}: not in time");
+        std::thread::sleep(Duration::from_millis(1));
     }
 }

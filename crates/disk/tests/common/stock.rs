@@ -3,17 +3,22 @@
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Runs a tool, again while a file is locked, see [`super::patiently`].
+fn unlocked(tool: &str, args: &[&str]) -> Output {
+    let mut output = run(tool, args);
+    let deadline = Instant::now() + Duration::from_secs(2);
+    while text(&output).contains("Failed to get") && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(20));
+        output = run(tool, args);
+    }
+    output
+}
 
 /// Runs `qemu-img`; panics unless it succeeds.
 pub fn qemu_img(args: &[&str]) -> String {
-    let mut output = run("qemu-img", args);
-    for _ in 0..100 {
-        if !text(&output).contains("Failed to get") {
-            break;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        output = run("qemu-img", args);
-    }
+    let output = unlocked("qemu-img", args);
     assert!(output.status.success(), "qemu-img {args:?}: {}", text(&output));
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
@@ -72,17 +77,8 @@ impl Checked {
 
 /// Runs `qemu-img check` on a qcow2 file.
 pub fn check(path: &Path) -> Checked {
-    let mut patience = 100;
-    loop {
-        let output = run("qemu-img", &["check", "-f", "qcow2", path_str(path)]);
-        let checked = Checked { code: output.status.code().unwrap_or(-1), said: text(&output) };
-        // Between the fork and the exec of a tool, it holds the locks of every file open in this process.
-        if patience == 0 || !checked.said.contains("Failed to get shared") {
-            return checked;
-        }
-        patience -= 1;
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
+    let output = unlocked("qemu-img", &["check", "-f", "qcow2", path_str(path)]);
+    Checked { code: output.status.code().unwrap_or(-1), said: text(&output) }
 }
 
 pub fn assert_clean(path: &Path) {

@@ -2,12 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::merge::{Merge, MergeOptions};
-use vmstrata_disk::{Disk, Error, ErrorKind, OpenOptions, ResourceOptions, Resources};
+use vmstrata_disk::{Disk, Error, OpenOptions, ResourceOptions, Resources};
 
 use super::model::{Id, Image, Model};
 use crate::common;
@@ -231,18 +231,8 @@ impl World {
         self.say(format!("opened {}", path.display()));
     }
 
-    /// What works in the end: between the fork and the exec of a tool, the tool has the locks of this process.
     pub(super) fn patiently<T>(&self, work: impl Fn(&Self) -> Result<T, Error>) -> T {
-        let deadline = Instant::now() + Duration::from_secs(5);
-        loop {
-            match work(self) {
-                Ok(done) => return done,
-                Err(error) if matches!(error.kind(), ErrorKind::File(_)) && Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(10));
-                }
-                Err(error) => panic!("{error}"),
-            }
-        }
+        common::patiently(|| work(self)).unwrap_or_else(|error| panic!("{error}"))
     }
 
     pub(super) fn close(&mut self, slot: usize) {

@@ -8,20 +8,20 @@ use std::fs::{File, OpenOptions};
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use tempfile::TempDir;
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, IndexVerdict, build, remove, verify};
-use vmstrata_disk::{CreateOptions, ErrorKind, Format, create};
+use vmstrata_disk::{CreateOptions, Format, create};
 use vmstrata_qcow2::Header;
 use vmstrata_qcow2::index::{IndexLink, PAGE_LEN, Root, link_place};
 use vmstrata_types::{ClusterBits, HostOffset};
 
 use crate::common::flat::write;
 use crate::common::stock::{assert_clean, path_str, qemu_img, qemu_io};
-use crate::common::{open, random, scratch};
+use crate::common::{open, patiently, random, scratch};
 
 /// A chain on disk: `base`, `1`, `2`, ...; the last is the active layer.
 pub struct Chain {
@@ -156,14 +156,10 @@ impl Chain {
         verified.iter().map(|file| name_of(&file.verdict)).collect()
     }
 
-    /// Tries again while a layer is locked, as [`crate::common::open_read_only`] does.
     pub fn remove(&self) {
-        let deadline = Instant::now() + Duration::from_secs(5);
         let dropped = || remove(self.top(), &IndexOptions::default()).expect("removes").into_iter();
-        while let Err(error) = dropped().try_for_each(|layer| layer.in_file.and(layer.sidecar).map(drop)) {
-            assert!(matches!(error.kind(), ErrorKind::File(_)) && Instant::now() < deadline, "{error}");
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        patiently(|| dropped().try_for_each(|layer| layer.in_file.and(layer.sidecar).map(drop)))
+            .expect("every index goes");
     }
 
     /// Every qcow2 file is clean for stock tools.
