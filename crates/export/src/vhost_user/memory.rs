@@ -15,14 +15,13 @@
 //! **Assumption about the memory file**: it is a [`SharedFile`], and large enough. Its size is checked when it arrives and sealed against shrinking where the file allows it; what
 //! happens when a frontend shrinks an unsealed file all the same is in `guarded`.
 
-mod segments;
-
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use vmstrata_store::{Segment, SegmentVec};
+
 use super::guarded::GuardedMapping;
 use super::shared_file::SharedFile;
-pub(super) use segments::SegmentBuilder;
 
 /// Most regions a frontend may share; what QEMU's memory hotplug can use.
 pub(super) const MAX_REGIONS: usize = 512;
@@ -183,6 +182,67 @@ impl Region {
         let mapping = GuardedMapping::new(file, info.file_offset, len).map_err(failed)?;
         let mapping = mapping.ok_or(MemoryError::TooManyRegions)?;
         Ok(Self { info, host: mapping.start(), _mapping: Arc::new(mapping) })
+    }
+}
+
+/// Builds the segments of one direction of a request, joining neighbours.
+///
+/// The newest run is held back so that the next one can be joined to it, and so that the last byte can be
+/// taken off at the end.
+pub(super) struct SegmentBuilder {
+    segments: SegmentVec<'static>,
+    last: *mut u8,
+    last_len: usize,
+    total: u64,
+}
+
+impl SegmentBuilder {
+    pub(super) fn new() -> Self {
+        Self { segments: SegmentVec::new(), last: std::ptr::null_mut(), last_len: 0, total: 0 }
+    }
+
+    /// Bytes added so far.
+    pub(super) fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// Adds `len` bytes at `host`.
+    ///
+    /// # Safety
+    /// The memory must stay mapped until the request that will carry the segments has completed.
+    #[inline]
+    pub(super) unsafe fn push(&mut self, host: NonNull<u8>, len: usize) {
+        self.total += len as u64;
+        if self.last.wrapping_add(self.last_len) == host.as_ptr() {
+            self.last_len += len;
+            return;
+        }
+        self.end_run();
+        (self.last, self.last_len) = (host.as_ptr(), len);
+    }
+
+    /// Takes the last byte off and returns where it is; `None` when there is none.
+    #[inline]
+    pub(super) fn split_last_byte(&mut self) -> Option<NonNull<u8>> {
+        self.last_len = self.last_len.checked_sub(1)?;
+        self.total -= 1;
+        NonNull::new(self.last.wrapping_add(self.last_len))
+    }
+
+    /// The finished segments.
+    #[inline]
+    pub(super) fn finish(mut self) -> SegmentVec<'static> {
+        self.end_run();
+        self.segments
+    }
+
+    #[inline]
+    fn end_run(&mut self) {
+        if self.last_len > 0 {
+            // SAFETY: whoever pushed the run promised that it stays mapped for the request's lifetime.
+            self.segments.push(unsafe { Segment::new(self.last, self.last_len) });
+            self.last_len = 0;
+        }
     }
 }
 

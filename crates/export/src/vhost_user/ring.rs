@@ -15,24 +15,21 @@
 //! - whatever the driver writes, a walk ends within 1024 descriptors and touches only guest memory.
 //!   A ring that breaks the rules gives an error, after which nothing more is taken from it.
 
-mod answer;
 mod chain;
-mod error;
-mod logging;
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering, fence};
 
+use super::dirty::DirtyLog;
 use super::inflight::InflightQueue;
 use super::memory::{GuestMemory, MemoryError};
 pub(super) use chain::{Chain, HEADER_LEN};
-use chain::{DESC_LEN, Rules, Table, Walked, walk};
-pub(super) use error::RingError;
-pub(super) use logging::Logging;
+use chain::{DESC_LEN, Rules, Table, Walked, Written, walk};
 
 const NO_NOTIFY: u16 = 1;
+const NO_INTERRUPT: u16 = 1;
 
 const RING_HEADER: usize = 4;
 
@@ -268,6 +265,144 @@ impl Drop for Ring {
             std::mem::forget(Arc::clone(&self.memory));
         }
     }
+}
+
+impl Ring {
+    /// Answers request `head` with `status` and no data; see [`Ring::answer`].
+    #[inline]
+    pub(super) fn refuse(&mut self, head: u16, status: u8) {
+        self.hand_back(head, status, 0);
+        if let Some(logging) = &mut self.logging {
+            logging.mark_request(head, true);
+        }
+    }
+
+    /// Writes the status of request `head` and hands it back with `written` bytes of data before the status;
+    /// the driver sees it after [`Ring::publish`].
+    ///
+    /// # Panics
+    /// When no such request is in flight.
+    #[inline]
+    pub(super) fn answer(&mut self, head: u16, status: u8, written: u32) {
+        self.hand_back(head, status, written);
+        if let Some(logging) = &mut self.logging {
+            logging.mark_request(head, false);
+        }
+    }
+
+    #[inline]
+    fn hand_back(&mut self, head: u16, status: u8, written: u32) {
+        let place = self.status[usize::from(head)].take().expect("answer to a request in flight");
+        // SAFETY: `walk` translated the address in `memory`, which this ring has kept since.
+        unsafe { place.write_volatile(status) };
+        let slot = usize::from(self.next_used & (self.layout.size - 1));
+        let element = RING_HEADER + 8 * slot;
+        self.used_long(element).store(u32::from(head).to_le(), Ordering::Relaxed);
+        self.used_long(element + 4).store(written.saturating_add(1).to_le(), Ordering::Relaxed);
+        if let Some(inflight) = &self.inflight {
+            inflight.link(head);
+        }
+        self.batch.push(head);
+        self.next_used = self.next_used.wrapping_add(1);
+        self.in_flight -= 1;
+    }
+
+    /// Shows the driver all answers since the last call; whether it wants to be called for them.
+    #[inline]
+    pub(super) fn publish(&mut self) -> bool {
+        if self.batch.is_empty() {
+            return false;
+        }
+        let (old, new) = (self.published, self.next_used);
+        self.used_word(2).store(new.to_le(), Ordering::Release);
+        if let Some(logging) = &self.logging {
+            logging.mark_used_ring(self.used_len());
+        }
+        if let Some(inflight) = &self.inflight {
+            inflight.answered(&self.batch, new);
+        }
+        self.batch.clear();
+        self.published = new;
+        // The driver writes what it waits for, then reads the index; we do it the other way round.
+        fence(Ordering::SeqCst);
+        let wanted = if self.layout.event_idx {
+            let event = RING_HEADER + 2 * usize::from(self.layout.size);
+            let event = u16::from_le(self.available_word(event).load(Ordering::Relaxed));
+            new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+        } else {
+            u16::from_le(self.available_word(0).load(Ordering::Relaxed)) & NO_INTERRUPT == 0
+        };
+        std::mem::take(&mut self.call_owed) | wanted
+    }
+}
+
+/// Where to note what is written, for as long as the frontend copies the guest.
+pub(super) struct Logging {
+    log: Arc<DirtyLog>,
+    /// Guest address of the used ring, if writes to it are to be noted too.
+    used_ring: Option<u64>,
+    /// By head: what the request in flight may write.
+    written: Vec<Written>,
+}
+
+impl Logging {
+    /// For a ring of any size.
+    pub(super) fn new(log: Arc<DirtyLog>, used_ring: Option<u64>) -> Self {
+        Self { log, used_ring, written: Vec::new() }
+    }
+
+    /// Makes room for the heads of a ring of `size`.
+    fn fit(&mut self, size: u16) {
+        self.written.resize(usize::from(size), Written::new());
+    }
+
+    /// Keeps in mind what request `head` may write.
+    #[inline]
+    fn note(&mut self, head: u16, written: Written) {
+        self.written[usize::from(head)] = written;
+    }
+
+    /// Marks what request `head` may have written, or only its status byte.
+    fn mark_request(&mut self, head: u16, status_only: bool) {
+        let written = std::mem::take(&mut self.written[usize::from(head)]);
+        if !status_only {
+            written.iter().for_each(|&(guest, len)| self.log.mark(guest, len.into()));
+        } else if let Some(&(guest, len)) = written.iter().rfind(|(_, len)| *len > 0) {
+            self.log.mark(guest.wrapping_add(u64::from(len) - 1), 1);
+        }
+    }
+
+    /// Marks the first `len` bytes of the used ring, if its writes are to be noted.
+    fn mark_used_ring(&self, len: u64) {
+        if let Some(guest) = self.used_ring {
+            self.log.mark(guest, len);
+        }
+    }
+}
+
+/// How a driver broke the rules of its ring.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub(super) enum RingError {
+    #[error("the available index ran {ahead} entries ahead of a ring of {size}")]
+    AvailableIndex { ahead: u16, size: u16 },
+    #[error("head descriptor {head} is outside a ring of {size}")]
+    HeadOutside { head: u16, size: u16 },
+    #[error("head descriptor {head} was made available while its request was in flight")]
+    HeadBusy { head: u16 },
+    #[error("descriptor {next} is outside a table of {len}")]
+    DescriptorOutside { next: u16, len: u16 },
+    #[error("a chain of descriptors is longer than {limit}, or loops")]
+    ChainTooLong { limit: u16 },
+    #[error(
+        "an indirect descriptor is nested, chained on, not negotiated, or its table of {len:#x} bytes is malformed"
+    )]
+    Indirect { len: u32 },
+    #[error("a device-readable descriptor follows a device-writable one")]
+    Order,
+    #[error("no guest memory at {guest:#x}")]
+    Unmapped { guest: u64 },
+    #[error("a request has {readable} readable and {writable} writable bytes: no header or no status byte")]
+    Truncated { readable: u64, writable: u64 },
 }
 
 #[cfg(test)]

@@ -1,27 +1,27 @@
 //! One disk on one socket: the control thread, and the life of a connection.
 
-mod options;
-mod stop;
-
-use std::os::fd::AsFd;
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, poll};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 use vmstrata_disk::{AttachedWriter, Disk, HasWriter};
 
-use super::Error;
 use super::back_channel::BackChannel;
 use super::backend::Backend;
 use super::config::{Device, DeviceParts};
 use super::listener::SocketFile;
 use super::stats::{Counters, Stats};
 use super::worker::{Worker, WorkerOptions};
-pub use options::Options;
-use stop::{Stop, WhenEnded};
+use super::{Error, notify};
+use crate::unix_socket::SocketAccess;
 
 /// Requests one I/O thread is prepared for; more wait a little, and cost memory.
 const DEPTH_MAX: usize = 256;
@@ -212,7 +212,7 @@ impl Control {
         tracing::info!(%path, "frontend connected");
         let (device, workers) = (Arc::clone(&self.device), Arc::clone(&self.workers));
         let backend = Backend::new(device, workers, self.queue_size_max, self.any_memory);
-        let mut handler = BackendReqHandler::from_stream(stream, Arc::new(Mutex::new(backend)));
+        let mut handler = BackendReqHandler::from_stream(stream, Arc::new(std::sync::Mutex::new(backend)));
         // A stop that was requested before the connection could be seen by it ends here.
         while !self.stop.is_requested() {
             let [stopped, message, knock] =
@@ -258,7 +258,7 @@ fn log_end(path: &dyn std::fmt::Display, error: &MessageError) {
 }
 
 /// Waits until one of `fds` is readable or broken; which are.
-fn wait_readable<const N: usize>(fds: [std::os::fd::BorrowedFd<'_>; N]) -> [bool; N] {
+fn wait_readable<const N: usize>(fds: [BorrowedFd<'_>; N]) -> [bool; N] {
     let mut polled = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
     // An interrupted wait reports nothing, and the caller waits again.
     let _ = poll(&mut polled, None);
@@ -269,4 +269,241 @@ fn is_readable(fd: impl AsFd) -> bool {
     let mut polled = [PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)];
     let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
     poll(&mut polled, Some(&now)).is_ok() && !polled[0].revents().is_empty()
+}
+
+/// Most queues of a device.
+const QUEUES_MAX: u16 = 256;
+/// Largest ring (virtio 1.2 allows 32768; no driver asks for more than 1024).
+const QUEUE_SIZE_MAX: u16 = 4096;
+/// Queues of one I/O thread: it waits for their kicks in one call, which takes so many descriptors.
+const QUEUES_PER_THREAD_MAX: usize = 61;
+/// Long enough for storage that hesitates, and shorter than what service managers allow for the end of a server.
+const STOP_LIMIT: Duration = Duration::from_secs(30);
+
+/// How a disk is served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Queues offered, 1 to 256. A frontend that wants more refuses to start (QEMU wants one for each
+    /// virtual processor unless told otherwise), and one not used costs nothing: hence 16 or the number of
+    /// processors, whichever is more.
+    pub queues: u16,
+    /// Largest ring accepted: a power of two up to 4096. 1024 unless set.
+    pub queue_size_max: u16,
+    /// Threads that do I/O; the queues are spread over them. At least one for every 61 queues. The number of
+    /// processors unless set, at most 4.
+    pub io_threads: usize,
+    /// What the guest reads as the disk's serial number; the first 20 bytes count.
+    pub serial: String,
+    /// Microseconds a thread looks for more work before it sleeps, at most; 0 makes it sleep at once.
+    pub poll_us: u32,
+    /// Refuses writes even if the disk would take them.
+    pub read_only: bool,
+    /// Other exports that say so, too, may write the disk at the same time.
+    pub share: bool,
+    /// Takes memory from files on any file system, not only memfds and files on tmpfs or hugetlbfs. One that does not answer
+    /// then holds up threads that serve this disk and others.
+    pub any_memory: bool,
+    /// Who may connect: the socket's owner alone unless set.
+    pub access: SocketAccess,
+    /// Longest time for what is in flight when the server stops, 30 s unless set. Past it, the server lets its threads be.
+    pub stop_limit: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            queues: processors.clamp(16, usize::from(QUEUES_MAX)) as u16,
+            queue_size_max: 1024,
+            io_threads: processors.min(4),
+            serial: String::new(),
+            poll_us: 40,
+            read_only: false,
+            share: false,
+            any_memory: false,
+            access: SocketAccess::default(),
+            stop_limit: STOP_LIMIT,
+        }
+    }
+}
+
+impl Options {
+    /// Whether all are in range.
+    ///
+    /// # Errors
+    /// [`Error::Option`], for the first that is not.
+    fn check(&self) -> Result<(), Error> {
+        let threads_min = usize::from(self.queues).div_ceil(QUEUES_PER_THREAD_MAX);
+        let size = self.queue_size_max;
+        let checks = [
+            ("queues", (1..=QUEUES_MAX).contains(&self.queues), "1 to 256", u64::from(self.queues)),
+            (
+                "queue_size_max",
+                size.is_power_of_two() && size <= QUEUE_SIZE_MAX,
+                "a power of two up to 4096",
+                u64::from(size),
+            ),
+            (
+                "io_threads",
+                (threads_min..=usize::from(self.queues)).contains(&self.io_threads),
+                "at least one for every 61 queues, at most one a queue",
+                self.io_threads as u64,
+            ),
+            ("poll_us", self.poll_us <= 10_000, "at most 10000", u64::from(self.poll_us)),
+        ];
+        match checks.into_iter().find(|(_, holds, ..)| !holds) {
+            Some((name, _, allowed, value)) => Err(Error::Option { name, allowed, value }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// How the server ends, also in the middle of a message, and who is connected until then: one lock for both, so that no frontend
+/// comes in beside a decision.
+#[derive(Debug)]
+struct Stop {
+    requested: AtomicBool,
+    event: OwnedFd,
+    connection: Mutex<Option<UnixStream>>,
+    end: Mutex<End>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct End {
+    requested_at: Option<Instant>,
+    is_over: bool,
+}
+
+/// Says that the server has ended, when it is dropped.
+struct WhenEnded(Arc<Stop>);
+
+impl WhenEnded {
+    fn new(stop: &Arc<Stop>) -> Self {
+        Self(Arc::clone(stop))
+    }
+}
+
+impl Drop for WhenEnded {
+    fn drop(&mut self) {
+        self.0.end.lock().is_over = true;
+        self.0.changed.notify_all();
+    }
+}
+
+impl Stop {
+    /// A stop that is not requested.
+    ///
+    /// # Errors
+    /// When the process has no descriptor left.
+    fn new() -> io::Result<Self> {
+        let event = notify::event()?;
+        Ok(Self {
+            requested: AtomicBool::new(false),
+            event,
+            connection: Mutex::default(),
+            end: Mutex::default(),
+            changed: Condvar::new(),
+        })
+    }
+
+    /// Ends the connection, and lets nobody in any more.
+    fn request(&self) {
+        self.note_request();
+        if let Some(connection) = &*self.connection.lock() {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Lets nobody in any more, unless a frontend is connected: then nothing happens.
+    fn request_if_idle(&self) -> bool {
+        let connection = self.connection.lock();
+        if connection.is_some() {
+            return false;
+        }
+        self.note_request();
+        true
+    }
+
+    fn note_request(&self) {
+        self.requested.store(true, Ordering::Release);
+        self.end.lock().requested_at.get_or_insert_with(Instant::now);
+        notify::signal(&self.event);
+    }
+
+    /// Waits until the server has ended, but no longer than `limit` after that was requested first; whether it has.
+    fn wait_ended(&self, limit: Duration) -> bool {
+        let mut end = self.end.lock();
+        let deadline = end.requested_at.unwrap_or_else(Instant::now) + limit;
+        self.changed.wait_while_until(&mut end, |end| !end.is_over, deadline);
+        end.is_over
+    }
+
+    /// Makes a connection known; `false` when the server is ending.
+    fn enter(&self, stream: UnixStream) -> bool {
+        let mut connection = self.connection.lock();
+        if self.is_requested() {
+            return false;
+        }
+        *connection = Some(stream);
+        true
+    }
+
+    /// The connection is over.
+    fn leave(&self) {
+        *self.connection.lock() = None;
+    }
+
+    /// Whether a frontend is connected.
+    fn is_connected(&self) -> bool {
+        self.connection.lock().is_some()
+    }
+
+    fn is_requested(&self) -> bool {
+        self.requested.load(Ordering::Acquire)
+    }
+}
+
+impl AsFd for Stop {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_allowed() {
+        Options::default().check().unwrap();
+    }
+
+    #[test]
+    fn options_out_of_range_are_named() {
+        let base = Options { queues: 2, io_threads: 1, ..Options::default() };
+        base.check().unwrap();
+        let named = |options: Options| match options.check() {
+            Err(Error::Option { name, .. }) => name,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(named(Options { queues: 0, ..base.clone() }), "queues");
+        assert_eq!(named(Options { queue_size_max: 100, ..base.clone() }), "queue_size_max");
+        assert_eq!(named(Options { queue_size_max: 8192, ..base.clone() }), "queue_size_max");
+        assert_eq!(named(Options { io_threads: 0, ..base.clone() }), "io_threads");
+        assert_eq!(named(Options { io_threads: 3, ..base.clone() }), "io_threads");
+        assert_eq!(named(Options { queues: 62, io_threads: 1, ..base.clone() }), "io_threads");
+        assert_eq!(named(Options { poll_us: 10_001, ..base }), "poll_us");
+    }
+
+    #[test]
+    fn a_server_that_closes_because_it_is_idle_lets_nobody_in_and_a_connected_one_does_not_close() {
+        let (one, other) = UnixStream::pair().unwrap();
+        let stop = Stop::new().unwrap();
+        assert!(stop.enter(one));
+        assert!(!stop.request_if_idle() && !stop.is_requested());
+        stop.leave();
+        assert!(stop.request_if_idle() && stop.is_requested());
+        assert!(!stop.enter(other));
+    }
 }

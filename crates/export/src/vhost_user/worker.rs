@@ -8,26 +8,24 @@
 //!
 //! A queue belongs to exactly one thread, so nothing on this path is locked. The control thread changes a
 //! queue only by stopping it here first; stopping waits until everything in flight is answered.
-//!
-//! Here is the control thread's end; `orders` is what goes between, `thread` the loop.
 
-mod orders;
-mod thread;
-
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use vmstrata_disk::{Disk, IoQueue};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use vmstrata_disk::{Completion, Disk, IoQueue};
 use vmstrata_store::turns;
 
-use super::Error;
 use super::config::Device;
-use super::queue::{QueueParts, Stopped};
+use super::poller::Poller;
+use super::queue::{Queue, QueueParts, Stopped, slot_of};
 use super::stats::Counters;
-use orders::{Mailbox, Order};
-use thread::Loop;
+use super::{Error, notify};
 
 /// How I/O threads work.
 #[derive(Clone, Debug)]
@@ -107,6 +105,244 @@ impl Drop for Worker {
             && thread.join().is_err()
         {
             tracing::error!("an I/O thread panicked");
+        }
+    }
+}
+
+/// What the control thread wants of an I/O thread.
+enum Order {
+    Start(Box<QueueParts>),
+    Stop { index: u16, reply: SyncSender<Stopped> },
+    Exit,
+}
+
+/// Where orders wait: two for each queue at most, as the control thread waits until a queue has stopped.
+#[derive(Debug)]
+struct Mailbox {
+    orders: Mutex<Vec<Order>>,
+    /// Looked at in every round, so that the lock need not be.
+    pending: AtomicBool,
+    wake: OwnedFd,
+}
+
+impl Mailbox {
+    /// An empty one.
+    ///
+    /// # Errors
+    /// When its wake-up descriptor cannot be made.
+    fn new() -> std::io::Result<Self> {
+        Ok(Self { orders: Mutex::default(), pending: AtomicBool::new(false), wake: notify::event()? })
+    }
+
+    /// Leaves an order and wakes the I/O thread.
+    fn send(&self, order: Order) {
+        self.orders.lock().push(order);
+        self.pending.store(true, Ordering::Release);
+        notify::signal(&self.wake);
+    }
+
+    /// Readable when there are orders.
+    fn wake(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    /// Whether there may be orders.
+    #[inline]
+    fn is_pending(&self) -> bool {
+        self.pending.load(Ordering::Acquire)
+    }
+
+    /// Takes all orders, in the sequence they were left.
+    fn take(&self) -> Vec<Order> {
+        notify::take(&self.wake);
+        self.pending.swap(false, Ordering::AcqRel);
+        // Whoever adds an order after this sets the flag again.
+        std::mem::take(&mut *self.orders.lock())
+    }
+}
+
+impl std::fmt::Debug for Order {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Start(parts) => write!(f, "Start({})", parts.index),
+            Self::Stop { index, .. } => write!(f, "Stop({index})"),
+            Self::Exit => write!(f, "Exit"),
+        }
+    }
+}
+
+/// How long to sleep at most when a driver without a kick descriptor expects to be polled.
+const POLLED_SLEEP: Duration = Duration::from_micros(100);
+
+/// The thread itself. `io` comes first: dropping it waits for the kernel before the rings go.
+struct Loop {
+    io: IoQueue,
+    slots: Vec<Option<Queue>>,
+    device: Arc<Device>,
+    mailbox: Arc<Mailbox>,
+    counters: Arc<Counters>,
+    poller: Poller,
+    completions: Vec<Completion>,
+    stopping: bool,
+    looking: bool,
+}
+
+impl Loop {
+    fn new(
+        io: IoQueue,
+        device: Arc<Device>,
+        mailbox: Arc<Mailbox>,
+        counters: Arc<Counters>,
+        options: &WorkerOptions,
+    ) -> Self {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            io,
+            slots: (0..options.slots).map(|_| None).collect(),
+            device,
+            mailbox,
+            counters,
+            poller: Poller::new(options.poll, processors),
+            completions: Vec::with_capacity(options.depth as usize),
+            stopping: false,
+            looking: false,
+        }
+    }
+
+    fn run(mut self) {
+        loop {
+            if self.mailbox.is_pending() && self.take_orders().is_break() {
+                return;
+            }
+            if self.round() {
+                self.note_work();
+            } else if self.io.at_others() == 0 && self.poller.look_again() {
+                self.looking = true;
+            } else {
+                self.looking = false;
+                self.sleep();
+            }
+        }
+    }
+
+    #[inline]
+    fn note_work(&mut self) {
+        if std::mem::take(&mut self.looking) {
+            self.counters.polls.add(1);
+        }
+        self.poller.worked();
+    }
+
+    /// One look at everything; whether there was something to do.
+    #[inline]
+    fn round(&mut self) -> bool {
+        let mut taken = 0;
+        for queue in self.slots.iter_mut().flatten() {
+            taken += queue.take(&mut self.io, &self.counters);
+        }
+        if taken > 0 {
+            self.io.submit();
+        }
+        let reaped = if self.io.in_flight() > 0 { self.io.reap(&mut self.completions) } else { 0 };
+        for completion in self.completions.drain(..) {
+            let queue = self.slots[slot_of(&completion)].as_mut().expect("a queue stays until it is drained");
+            queue.complete(&completion, &self.counters);
+        }
+        if taken > 0 || reaped > 0 {
+            for queue in self.slots.iter_mut().flatten() {
+                queue.publish(&self.counters);
+            }
+        }
+        if self.stopping {
+            self.finish_stops();
+        }
+        taken > 0 || reaped > 0
+    }
+
+    fn finish_stops(&mut self) {
+        // Taken out first, closed last: the engine's ring must not watch a descriptor that is closed, whose
+        // number the next one may get.
+        let mut gone: SmallVec<[Queue; 4]> = SmallVec::new();
+        for slot in &mut self.slots {
+            if slot.as_ref().is_some_and(Queue::is_drained) {
+                gone.extend(slot.take());
+            }
+        }
+        if gone.is_empty() {
+            return;
+        }
+        self.watch(Some(Duration::ZERO));
+        gone.into_iter().for_each(Queue::finish_stop);
+        self.stopping = self.slots.iter().flatten().any(Queue::is_stopping);
+    }
+
+    fn take_orders(&mut self) -> std::ops::ControlFlow<()> {
+        for order in self.mailbox.take() {
+            match order {
+                Order::Start(parts) => self.start(*parts),
+                Order::Stop { index, reply } => {
+                    let queue = self.queue(index).expect("only a running queue is stopped");
+                    queue.begin_stop(reply);
+                    self.stopping = true;
+                }
+                Order::Exit => return std::ops::ControlFlow::Break(()),
+            }
+        }
+        std::ops::ControlFlow::Continue(())
+    }
+
+    fn start(&mut self, parts: QueueParts) {
+        let slot = self.slots.iter().position(Option::is_none).expect("as many slots as queues");
+        self.slots[slot] = Some(Queue::new(parts, Arc::clone(&self.device), slot));
+    }
+
+    fn queue(&mut self, index: u16) -> Option<&mut Queue> {
+        self.slots.iter_mut().flatten().find(|queue| queue.index() == index)
+    }
+
+    /// Sleeps until a kick, a completion or an order.
+    fn sleep(&mut self) {
+        let mut busy = false;
+        for queue in self.slots.iter_mut().flatten() {
+            busy |= queue.prepare_sleep();
+        }
+        if !busy {
+            self.wait();
+        }
+        self.slots.iter_mut().flatten().for_each(Queue::woke);
+    }
+
+    fn wait(&mut self) {
+        let polled = self.slots.iter().flatten().any(Queue::is_polled);
+        let began = Instant::now();
+        let kicked = self.watch(polled.then_some(POLLED_SLEEP));
+        self.poller.slept(began.elapsed());
+        self.counters.sleeps.add(1);
+        kicked.into_iter().for_each(|slot| self.kicked(slot));
+    }
+
+    /// Waits for orders, kicks and completions; returns the slots that were kicked.
+    fn watch(&mut self, timeout: Option<Duration>) -> SmallVec<[usize; 16]> {
+        let mut watched: SmallVec<[BorrowedFd<'_>; 16]> = SmallVec::new();
+        let mut owners: SmallVec<[usize; 16]> = SmallVec::new();
+        watched.push(self.mailbox.wake());
+        for (slot, queue) in self.slots.iter().enumerate() {
+            if let Some(kick) = queue.as_ref().and_then(Queue::kick) {
+                watched.push(kick.as_fd());
+                owners.push(slot);
+            }
+        }
+        let ready = self.io.wait(&watched, timeout);
+        // Bit 0 is the mailbox.
+        owners.into_iter().zip(1..).filter(|(_, bit)| ready >> bit & 1 == 1).map(|(slot, _)| slot).collect()
+    }
+
+    fn kicked(&mut self, slot: usize) {
+        self.counters.kicks.add(1);
+        let Some(queue) = &mut self.slots[slot] else { return };
+        if !queue.kick().is_some_and(notify::take_theirs) {
+            tracing::error!(queue = queue.index(), "queue stopped: its kick descriptor is no event");
+            queue.break_kick();
         }
     }
 }
