@@ -17,7 +17,7 @@ pub struct DiskSpec {
     #[schema(min_length = 1, max_length = 255, pattern = r"^[^=\x00-\x1f\x7f-\x9f]+$")]
     pub name: Option<String>,
     /// Refuse writes; the file is then locked for reading only.
-    #[serde(default, skip_serializing_if = "is_default")]
+    #[serde(alias = "read-only", default, skip_serializing_if = "is_default")]
     pub read_only: bool,
     /// Write the disk although it is a backing file of other images, which then read other data. Without this, such a disk is
     /// served read-only.
@@ -27,7 +27,7 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "is_default")]
     pub cache: CacheMode,
     /// What becomes of the guest's writes of whole clusters of zeros.
-    #[serde(default, skip_serializing_if = "is_default")]
+    #[serde(alias = "detect-zeroes", default, skip_serializing_if = "is_default")]
     pub detect_zeroes: DetectZeroes,
     /// What the disk holds, or held before its first snapshot; looked up in the file if omitted. With `clone`, that of the disk it is made of.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -52,7 +52,7 @@ pub struct VhostUserSpec {
     #[schema(minimum = 1, maximum = 256)]
     pub threads: Option<u16>,
     /// How many microseconds a thread looks for work before it sleeps.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(alias = "poll-us", default, skip_serializing_if = "Option::is_none")]
     #[schema(maximum = 10000)]
     pub poll_us: Option<u32>,
     /// What the guest reads as the disk's serial number, at most 20 bytes.
@@ -63,7 +63,7 @@ pub struct VhostUserSpec {
     #[serde(default, skip_serializing_if = "is_default")]
     pub share: bool,
     /// The guest's memory may be in any file; else in a memfd, or on tmpfs or hugetlbfs. `vm restore --lazy` needs this.
-    #[serde(default, skip_serializing_if = "is_default")]
+    #[serde(alias = "any-memory", default, skip_serializing_if = "is_default")]
     pub any_memory: bool,
     /// The owner of the socket, by name or number, who may connect. Only a server that runs as root can give it to another user.
     #[serde(default, skip_serializing_if = "Option::is_none")]

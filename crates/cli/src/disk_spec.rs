@@ -1,8 +1,6 @@
 //! How `--disk`, `--vhost-user` and `--nbd` are written; what they may say is checked by the server's own rules.
 
-use std::num::NonZeroU16;
-
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use vmstrata_api as api;
 use vmstrata_disk::Format;
@@ -10,55 +8,12 @@ use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec};
 
 use crate::key_values::KeyValues;
 
-const DISK_KEYS: [&str; 12] = [
-    "path",
-    "name",
-    "read-only",
-    "force",
-    "cache",
-    "detect-zeroes",
-    "format",
-    "at",
-    "clone",
-    "agent",
-    "keep",
-    "backing",
-];
-const NBD_KEYS: [&str; 4] = ["rw", "share", "insecure", "allow"];
-const VHOST_USER_KEYS: [&str; 9] =
-    ["queues", "threads", "poll-us", "serial", "share", "any-memory", "owner", "group", "mode"];
-
 /// Reads `--format` and its like: the formats a layer can have, by the names qemu-img knows.
 pub fn format_parser() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new(["qcow2", "raw"]).map(|name| match name.as_str() {
         "raw" => Format::Raw,
         _ => Format::Qcow2,
     })
-}
-
-fn parse_format(text: &str) -> Result<api::Format> {
-    match text {
-        "qcow2" => Ok(api::Format::Qcow2),
-        "raw" => Ok(api::Format::Raw),
-        other => bail!("format is qcow2 or raw, not '{other}'"),
-    }
-}
-
-fn parse_cache(text: &str) -> Result<api::CacheMode> {
-    match text {
-        "host" => Ok(api::CacheMode::Host),
-        "direct" => Ok(api::CacheMode::Direct),
-        other => bail!("cache is host or direct, not '{other}'"),
-    }
-}
-
-fn parse_detect_zeroes(text: &str) -> Result<api::DetectZeroes> {
-    match text {
-        "off" => Ok(api::DetectZeroes::Off),
-        "on" => Ok(api::DetectZeroes::On),
-        "unmap" => Ok(api::DetectZeroes::Unmap),
-        other => bail!("detect-zeroes is off, on or unmap, not '{other}'"),
-    }
 }
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,format=qcow2|raw]
@@ -85,35 +40,11 @@ pub fn parse_disk_to_serve(text: &str) -> Result<api::DiskSpec> {
 /// As [`parse_disk`], but for what only the server checks.
 pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
     let mut list = KeyValues::parse(text)?;
-    let path = list.take("path")?.context("'path' is missing, as in path=web.qcow2,name=web")?;
-    let name = list.take("name")?;
-    let (read_only, force) = (list.take_flag("read-only")?, list.take_flag("force")?);
-    let cache = list.take("cache")?.map_or(Ok(api::CacheMode::Host), |value| parse_cache(&value))?;
-    let detect_zeroes = list.take("detect-zeroes")?;
-    let detect_zeroes =
-        detect_zeroes.map_or(Ok(api::DetectZeroes::Off), |value| parse_detect_zeroes(&value))?;
-    let format = list.take("format")?.map(|value| parse_format(&value)).transpose()?;
-    let (at, clone, agent) = (list.take("at")?, list.take("clone")?, list.take("agent")?);
-    let keep = list.take("keep")?;
     let backing = list.take("backing")?.map(|paths| match &*paths {
         "none" => Vec::new(),
         paths => paths.split(':').map(str::to_owned).collect(),
     });
-    list.finish(&DISK_KEYS)?;
-    Ok(api::DiskSpec {
-        path,
-        name,
-        read_only,
-        force,
-        cache,
-        detect_zeroes,
-        format,
-        at,
-        clone,
-        agent,
-        keep,
-        backing,
-    })
+    Ok(api::DiskSpec { backing, ..list.read()? })
 }
 
 /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory][,owner=USER][,group=GROUP]
@@ -124,27 +55,9 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
 pub fn parse_vhost_user(text: &str) -> Result<VhostUserSpec> {
     let mut list = KeyValues::parse(text)?;
     let (disk, socket) = list.take_first().context("starts with NAME=SOCKET, as in web=/run/web.sock")?;
-    let queues = list.take_number::<NonZeroU16>("queues")?.map(u16::from);
-    let threads = list.take_number::<NonZeroU16>("threads")?.map(u16::from);
-    let poll_us = list.take_number("poll-us")?;
-    let serial = list.take("serial")?;
-    let (share, any_memory) = (list.take_flag("share")?, list.take_flag("any-memory")?);
-    let (owner, group, mode) = (list.take("owner")?, list.take("group")?, list.take("mode")?);
-    list.finish(&VHOST_USER_KEYS)?;
-    let asked = api::VhostUserSpec {
-        disk,
-        socket,
-        queues,
-        threads,
-        poll_us,
-        serial,
-        share,
-        any_memory,
-        owner,
-        group,
-        mode,
-    };
-    Ok(asked.try_into()?)
+    list.put("disk", disk);
+    list.put("socket", socket);
+    Ok(list.read::<api::VhostUserSpec>()?.try_into()?)
 }
 
 /// Reads `ADDRESS[,rw][,share][,insecure][,allow=CLIENT[:ro|:rw[:DISK...]],,...]`.
@@ -154,11 +67,9 @@ pub fn parse_vhost_user(text: &str) -> Result<VhostUserSpec> {
 pub fn parse_nbd(text: &str) -> Result<NbdSpec> {
     let mut list = KeyValues::parse(text)?;
     let address = list.take_head().unwrap_or_default();
-    let (rw, share, insecure) =
-        (list.take_flag("rw")?, list.take_flag("share")?, list.take_flag("insecure")?);
     let allow = list.take("allow")?.map(|rights| rights.split(',').map(client_rights).collect());
-    list.finish(&NBD_KEYS)?;
-    Ok(api::NbdSpec { address, rw, share, insecure, allow: allow.unwrap_or_default() }.try_into()?)
+    list.put("address", address);
+    Ok(api::NbdSpec { allow: allow.unwrap_or_default(), ..list.read()? }.try_into()?)
 }
 
 /// A client's name may have colons, as URIs do: it ends before `:ro` or `:rw`.
@@ -171,6 +82,7 @@ fn client_rights(text: &str) -> api::ClientRights {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU16;
     use std::path::Path;
 
     use vmstrata_disk::DetectZeroes;
@@ -230,12 +142,12 @@ mod tests {
     #[test]
     fn a_bad_disk_says_what_is_wrong() {
         for (text, part) in [
-            ("web.qcow2", "'path' is missing"),
-            ("name=web", "'path' is missing"),
-            ("path=a,readonly", "unknown key 'readonly'"),
-            ("path=a,cache=none", "cache is host or direct"),
-            ("path=a,detect-zeroes=yes", "detect-zeroes is off, on or unmap"),
-            ("path=a,format=vmdk", "format is qcow2 or raw"),
+            ("web.qcow2", "unknown field `web.qcow2`"),
+            ("name=web", "missing field `path`"),
+            ("path=a,readonly", "unknown field `readonly`"),
+            ("path=a,cache=none", "unknown variant `none`, expected `host` or `direct`"),
+            ("path=a,detect-zeroes=yes", "unknown variant `yes`"),
+            ("path=a,format=vmdk", "unknown variant `vmdk`"),
             ("path=/", "is not a file"),
             ("path=a,clone=b", "a clone is made of a snapshot"),
             ("path=a,at=b/c", "is no snapshot's name"),
@@ -290,7 +202,7 @@ mod tests {
         assert!(export.insecure && export.allow == all, "{export:?}");
         for (text, part) in [
             ("/run/nbd.sock", "is no NBD address"),
-            ("unix:/s,readwrite", "unknown key 'readwrite'"),
+            ("unix:/s,readwrite", "unknown field `readwrite`"),
             ("unix:/s,allow=backup", "'backup' names no client"),
             ("unix:/s,rw,allow=CN=backup", "'rw' is for all clients"),
         ] {
@@ -303,14 +215,14 @@ mod tests {
     fn a_bad_vhost_user_socket_says_what_is_wrong() {
         for (text, part) in [
             ("web", "NAME=SOCKET"),
-            ("web=", "needs a path"),
-            ("web=s,queues=0", "'queues' is a number"),
-            ("web=s,queues=65536", "'queues' is a number"),
+            ("web=", "needs a value"),
+            ("web=s,queues=0", "'queues' is at least 1"),
+            ("web=s,queues=65536", "expected u16"),
             ("web=s,poll-us=x", "'poll-us' is a number"),
             ("web=s,serial=123456789012345678901", "carries 20"),
             ("web=s,mode=888", "octal digits up to 666"),
             ("web=s,group=", "'group' needs a value"),
-            ("web=s,read-only", "unknown key 'read-only'"),
+            ("web=s,read-only", "unknown field `read-only`"),
         ] {
             let error = error_of(parse_vhost_user(text));
             assert!(error.contains(part), "{text}: {error}");

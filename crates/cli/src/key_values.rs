@@ -1,12 +1,18 @@
-//! The `key=value,key=value` lists of `--disk` and `--vhost-user`, read as QEMU reads its own.
+//! The `key=value,key=value` lists of `--disk`, `--vhost-user` and `--nbd`, read as QEMU reads its own into the API's types.
 //!
 //! A comma inside a value is written twice, so any path can be said: `path=/a,,b.qcow2`. A key without a value
 //! is a flag that is on. Unknown and repeated keys are errors: a misspelt `read-only` must not open a disk for
 //! writing.
 
 use anyhow::{Context, Result, bail, ensure};
+use serde::de::DeserializeOwned;
 
-/// A parsed list, from which the reader takes the keys it knows and then calls [`KeyValues::finish`].
+/// Keys that are on or off.
+const FLAGS: [&str; 6] = ["read-only", "force", "share", "any-memory", "rw", "insecure"];
+/// Keys with a number.
+const NUMBERS: [&str; 3] = ["queues", "threads", "poll-us"];
+
+/// A parsed list: the reader takes what it knows better, and then calls [`KeyValues::read`].
 #[derive(Debug)]
 pub struct KeyValues {
     pairs: Vec<(String, Option<String>)>,
@@ -52,55 +58,50 @@ impl KeyValues {
         Some(value.map_or(key.clone(), |value| format!("{key}={value}")))
     }
 
+    /// Adds a pair.
+    pub fn put(&mut self, key: &str, value: String) {
+        self.pairs.push((key.to_owned(), Some(value)));
+    }
+
     /// Removes `key` and returns its value.
     ///
     /// # Errors
     /// When the key is there without a value, or with an empty one.
     pub fn take(&mut self, key: &str) -> Result<Option<String>> {
         let Some(at) = self.pairs.iter().position(|(candidate, _)| candidate == key) else { return Ok(None) };
-        let value = self.pairs.remove(at).1.unwrap_or_default();
-        ensure!(!value.is_empty(), "'{key}' needs a value: {key}=...");
-        Ok(Some(value))
+        said(key, self.pairs.remove(at).1).map(Some)
     }
 
-    /// Removes the flag `key`: true for `key` and `key=on`, false for `key=off` and when absent.
+    /// Makes what the keys say, by the names of the API's fields.
     ///
     /// # Errors
-    /// When the value is neither on nor off.
-    pub fn take_flag(&mut self, key: &str) -> Result<bool> {
-        let Some(at) = self.pairs.iter().position(|(candidate, _)| candidate == key) else {
-            return Ok(false);
-        };
-        match self.pairs.remove(at).1.as_deref() {
-            None | Some("on" | "true" | "yes") => Ok(true),
-            Some("off" | "false" | "no") => Ok(false),
-            Some(other) => bail!("'{key}' is on or off, not '{other}'"),
+    /// A key that is unknown or missing; a value that the key cannot have.
+    pub fn read<T: DeserializeOwned>(self) -> Result<T> {
+        let mut fields = serde_json::Map::new();
+        for (key, value) in self.pairs {
+            let value = match (&*key, value) {
+                (flag, value) if FLAGS.contains(&flag) => match value.as_deref() {
+                    None | Some("on" | "true" | "yes") => true.into(),
+                    Some("off" | "false" | "no") => false.into(),
+                    Some(other) => bail!("'{key}' is on or off, not '{other}'"),
+                },
+                (number, Some(value)) if NUMBERS.contains(&number) => {
+                    let number: u32 =
+                        value.parse().with_context(|| format!("'{key}' is a number, not '{value}'"))?;
+                    number.into()
+                }
+                (_, value) => said(&key, value)?.into(),
+            };
+            ensure!(!fields.contains_key(&key), "'{key}' is given twice");
+            fields.insert(key, value);
         }
+        Ok(serde_json::from_value(fields.into())?)
     }
+}
 
-    /// Removes `key` and reads its value as a number.
-    ///
-    /// # Errors
-    /// When the value is not a number that fits.
-    pub fn take_number<N: std::str::FromStr>(&mut self, key: &str) -> Result<Option<N>>
-    where
-        N::Err: std::error::Error + Send + Sync + 'static,
-    {
-        let Some(value) = self.take(key)? else { return Ok(None) };
-        let number = value.parse().with_context(|| format!("'{key}' is a number, not '{value}'"))?;
-        Ok(Some(number))
-    }
-
-    /// Ends the reading: nothing may be left.
-    ///
-    /// # Errors
-    /// Names the first key nobody took, and those of `known` that exist.
-    pub fn finish(self, known: &[&str]) -> Result<()> {
-        match self.pairs.first() {
-            None => Ok(()),
-            Some((key, _)) => bail!("unknown key '{key}': known are {}", known.join(", ")),
-        }
-    }
+/// The value of `key`, of which there must be something.
+fn said(key: &str, value: Option<String>) -> Result<String> {
+    value.filter(|value| !value.is_empty()).with_context(|| format!("'{key}' needs a value: {key}=..."))
 }
 
 /// The parts between single commas, with each double comma turned into one.
@@ -127,16 +128,18 @@ pub fn escape(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use vmstrata_api::{DiskSpec, VhostUserSpec};
+
     use super::*;
 
     #[test]
     fn values_keep_equal_signs_and_doubled_commas() {
-        let mut list = KeyValues::parse("path=/a,,b=c.qcow2,read-only,name=x").unwrap();
-        assert_eq!(list.take("path").unwrap().as_deref(), Some("/a,b=c.qcow2"));
-        assert!(list.take_flag("read-only").unwrap());
-        assert_eq!(list.take("name").unwrap().as_deref(), Some("x"));
-        assert_eq!(list.take("name").unwrap(), None);
-        list.finish(&[]).unwrap();
+        let disk: DiskSpec = KeyValues::parse("path=/a,,b=c.qcow2,read-only,name=x").unwrap().read().unwrap();
+        let name = Some("x".to_owned());
+        assert_eq!(
+            disk,
+            DiskSpec { path: "/a,b=c.qcow2".to_owned(), name, read_only: true, ..Default::default() }
+        );
     }
 
     #[test]
@@ -174,29 +177,35 @@ mod tests {
 
     #[test]
     fn flags_and_numbers_are_checked() {
-        let mut list = KeyValues::parse("a=on,b=off,c=maybe,d=7,e=-1,f,g=").unwrap();
-        assert!(list.take_flag("a").unwrap());
-        assert!(!list.take_flag("b").unwrap());
-        assert!(list.take_flag("c").unwrap_err().to_string().contains("on or off"));
-        assert!(!list.take_flag("absent").unwrap());
-        assert_eq!(list.take_number::<u16>("d").unwrap(), Some(7));
-        assert!(list.take_number::<u16>("e").is_err());
-        assert!(list.take("f").unwrap_err().to_string().contains("needs a value"));
-        assert!(list.take("g").is_err());
+        let read = |text: &str| KeyValues::parse(text).unwrap().read::<VhostUserSpec>();
+        let socket = read("disk=a,socket=b,share=on,any-memory=off,queues=7").unwrap();
+        assert_eq!(
+            (socket.share, socket.any_memory, socket.queues, socket.threads),
+            (true, false, Some(7), None)
+        );
+        for (text, part) in [
+            ("disk=a,socket=b,share=maybe", "on or off"),
+            ("disk=a,socket=b,queues=-1", "'queues' is a number"),
+            ("disk=a,socket=b,queues", "'queues' needs a value"),
+            ("disk=a,socket=", "'socket' needs a value"),
+        ] {
+            let error = read(text).unwrap_err().to_string();
+            assert!(error.contains(part), "{text}: {error}");
+        }
     }
 
     #[test]
     fn an_unknown_key_is_named_with_the_known_ones() {
-        let list = KeyValues::parse("readonly").unwrap();
-        let error = list.finish(&["path", "read-only"]).unwrap_err().to_string();
-        assert_eq!(error, "unknown key 'readonly': known are path, read-only");
+        let list = KeyValues::parse("path=a,readonly").unwrap();
+        let error = list.read::<DiskSpec>().unwrap_err().to_string();
+        assert!(error.starts_with("unknown field `readonly`") && error.contains("`read-only`"), "{error}");
     }
 
     #[test]
     fn the_first_pair_can_be_taken_whatever_its_key() {
         let mut list = KeyValues::parse("web=/run/a,,b.sock,queues=2").unwrap();
         assert_eq!(list.take_first(), Some(("web".to_owned(), "/run/a,b.sock".to_owned())));
-        assert_eq!(list.take_number::<u16>("queues").unwrap(), Some(2));
+        assert_eq!(list.take("queues").unwrap().as_deref(), Some("2"));
         assert_eq!(KeyValues::parse("web").unwrap().take_first(), None);
     }
 }

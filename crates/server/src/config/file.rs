@@ -22,8 +22,8 @@ type At = (usize, ConfigFault);
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 struct File {
-    disk: Vec<Spanned<Disk>>,
-    vhost_user: Vec<Spanned<VhostUser>>,
+    disk: Vec<Spanned<api::DiskSpec>>,
+    vhost_user: Vec<Spanned<api::VhostUserSpec>>,
     keep_going: bool,
     nbd: Vec<Spanned<Nbd>>,
     nbd_owner: Option<Spanned<String>>,
@@ -41,45 +41,6 @@ struct File {
     no_control: bool,
     metrics: Option<Spanned<Text>>,
     audit: Option<PathBuf>,
-}
-
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct Disk {
-    path: String,
-    name: Option<String>,
-    #[serde(default)]
-    read_only: bool,
-    #[serde(default)]
-    force: bool,
-    #[serde(default)]
-    cache: api::CacheMode,
-    #[serde(default)]
-    detect_zeroes: api::DetectZeroes,
-    format: Option<api::Format>,
-    at: Option<String>,
-    clone: Option<String>,
-    agent: Option<String>,
-    keep: Option<String>,
-    backing: Option<Vec<String>>,
-}
-
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct VhostUser {
-    disk: String,
-    socket: String,
-    queues: Option<u16>,
-    threads: Option<u16>,
-    poll_us: Option<u32>,
-    serial: Option<String>,
-    #[serde(default)]
-    share: bool,
-    #[serde(default)]
-    any_memory: bool,
-    owner: Option<String>,
-    group: Option<String>,
-    mode: Option<String>,
 }
 
 /// An NBD export: its address, or a table with more.
@@ -139,9 +100,12 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
     let nbd_tls = file.tls(directory)?;
     let control = file.control(directory)?;
     Ok(Settings {
-        disks: each(file.disk, |disk| disk_spec(disk, directory))?,
+        disks: each(file.disk, |asked| Ok(DiskSpec::try_from(asked)?.seen_from(directory)))?,
         keep_going: file.keep_going,
-        vhost_user: each(file.vhost_user, |socket| vhost_user_spec(socket, directory))?,
+        vhost_user: each(file.vhost_user, |asked| {
+            let socket = directory.join(&asked.socket).display().to_string();
+            Ok(VhostUserSpec::try_from(api::VhostUserSpec { socket, ..asked })?)
+        })?,
         nbd: each(file.nbd, |Nbd(export)| Ok(NbdSpec::try_from(export)?.seen_from(directory)))?,
         nbd_access: SocketAccess {
             owner: one(file.nbd_owner, |owner| Ok(parse_account(owner)?))?,
@@ -208,46 +172,6 @@ fn each<T, U>(
         convert(value.into_inner()).map_err(|fault| (at, fault))
     });
     converted.collect()
-}
-
-fn disk_spec(disk: Disk, directory: &Path) -> Result<DiskSpec, ConfigFault> {
-    let Disk { path, name, read_only, force, cache, detect_zeroes, format, at, clone, agent, keep, backing } =
-        disk;
-    let asked = api::DiskSpec {
-        path,
-        name,
-        read_only,
-        force,
-        cache,
-        detect_zeroes,
-        format,
-        at,
-        clone,
-        agent,
-        keep,
-        backing,
-    };
-    Ok(DiskSpec::try_from(asked)?.seen_from(directory))
-}
-
-fn vhost_user_spec(socket: VhostUser, directory: &Path) -> Result<VhostUserSpec, ConfigFault> {
-    let VhostUser { disk, socket, queues, threads, poll_us, serial, share, any_memory, owner, group, mode } =
-        socket;
-    let socket = directory.join(socket).display().to_string();
-    let asked = api::VhostUserSpec {
-        disk,
-        socket,
-        queues,
-        threads,
-        poll_us,
-        serial,
-        share,
-        any_memory,
-        owner,
-        group,
-        mode,
-    };
-    Ok(VhostUserSpec::try_from(asked)?)
 }
 
 fn in_range(
