@@ -124,7 +124,7 @@ impl Report {
     /// appends this one to the file.
     ///
     /// # Errors
-    /// [`HistoryError`]; the file is as it was.
+    /// [`HistoryError`]; the file is unchanged.
     pub fn continue_history(&mut self, path: &Path) -> Result<(), HistoryError> {
         let failed = |action| move |source| HistoryError::Io { path: path.to_owned(), action, source };
         let mut file =

@@ -92,7 +92,7 @@ impl Image {
         }
     }
 
-    /// Whether it is not closed: someone writes it, or was killed while he did. Its tables may then be on their way.
+    /// Whether it is not closed: a process writes it, or was killed while it did. Its newest tables may not be in the file yet.
     pub(crate) fn is_open(&self) -> bool {
         self.writer || self.qcow2.as_ref().is_some_and(|facts| facts.in_session)
     }

@@ -43,6 +43,7 @@ use std::sync::Arc;
 
 pub use report::Report;
 pub use risk::{RiskKind, Severity};
+pub use times::TimeSource;
 
 /// The limits of a survey.
 pub mod limits {

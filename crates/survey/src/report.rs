@@ -285,6 +285,13 @@ impl Report {
         self.chains.iter().filter_map(|chain| chain.severity).max()
     }
 
+    /// Chains of more than one layer, longest first.
+    pub(crate) fn longest_chains(&self) -> Vec<&Chain> {
+        let mut chains: Vec<&Chain> = self.chains.iter().filter(|chain| chain.layers > 1).collect();
+        chains.sort_by_key(|chain| std::cmp::Reverse(chain.layers));
+        chains
+    }
+
     /// Whether all that lies below the roots was looked at, but for links and special files.
     pub fn is_complete(&self) -> bool {
         let left_out = [&self.scanned.unreadable, &self.scanned.too_deep, &self.scanned.too_many];

@@ -12,7 +12,7 @@ pub enum Severity {
     Broken,
 }
 
-/// What endangers a chain.
+/// What endangers a chain, worst first; a chain with one of those up to `Unsupported` cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RiskKind {
@@ -31,7 +31,7 @@ pub enum RiskKind {
     TooLong,
     /// A feature, format or protocol that cannot be followed.
     Unsupported,
-    /// An image marked corrupt by whoever wrote it last.
+    /// An image that its last writer marked corrupt.
     MarkedCorrupt,
     /// An image that was not closed: refcounts to be rebuilt, or a journal to be taken up.
     Unclean,
@@ -39,7 +39,7 @@ pub enum RiskKind {
     HalfDeleted,
     /// A layer that may have been written to after its overlay was made.
     Changed,
-    /// A layer that someone has open for writing while overlays stand on it.
+    /// A layer that a process has open for writing while overlays stand on it.
     Written,
     /// More layers than the operator calls many.
     Long,
@@ -65,21 +65,7 @@ impl RiskKind {
 
     /// How bad it is.
     pub fn severity(self) -> Severity {
-        match self {
-            Self::Missing
-            | Self::Loop
-            | Self::Unreadable
-            | Self::Corrupt
-            | Self::Outside
-            | Self::TooLong
-            | Self::Unsupported => Severity::Broken,
-            Self::MarkedCorrupt
-            | Self::Unclean
-            | Self::HalfDeleted
-            | Self::Changed
-            | Self::Written
-            | Self::Long => Severity::Suspect,
-        }
+        if self <= Self::Unsupported { Severity::Broken } else { Severity::Suspect }
     }
 
     /// Its name in JSON, on the page and on the terminal.

@@ -3,7 +3,7 @@
 use std::fmt::{Result, Write};
 
 use crate::human::{bytes, count, counted, duration};
-use crate::report::{Chain, Report, Risk, Summary};
+use crate::report::{Report, Risk, Summary};
 use crate::risk::Severity;
 
 /// Risks listed; `--json` has all, and the page more.
@@ -21,7 +21,7 @@ pub fn render(report: &Report) -> String {
         .and_then(|()| write_figures(&mut text, report))
         .and_then(|()| write_savings(&mut text, report))
         .and_then(|()| write_deep(&mut text, report))
-        .and_then(|()| write_longest(&mut text, &report.chains))
+        .and_then(|()| write_longest(&mut text, report))
         .and_then(|()| write_risks(&mut text, report))
         .and_then(|()| write_left_out(&mut text, report))
         .expect("writing to a string");
@@ -116,9 +116,8 @@ fn write_deep(out: &mut String, report: &Report) -> Result {
     }
 }
 
-fn write_longest(out: &mut String, chains: &[Chain]) -> Result {
-    let mut longest: Vec<&Chain> = chains.iter().filter(|chain| chain.layers > 1).collect();
-    longest.sort_by_key(|chain| std::cmp::Reverse(chain.layers));
+fn write_longest(out: &mut String, report: &Report) -> Result {
+    let longest = report.longest_chains();
     if longest.is_empty() {
         return Ok(());
     }
@@ -187,7 +186,7 @@ fn write_left_out(out: &mut String, report: &Report) -> Result {
     Ok(())
 }
 
-/// A name from a disk of someone else's, made safe for a terminal.
+/// A name that a stranger chose, made safe for a terminal.
 fn printable(name: &str) -> String {
     name.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }

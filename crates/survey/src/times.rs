@@ -21,7 +21,7 @@ use crate::image::Image;
 const GRACE: Duration = Duration::from_secs(60);
 
 /// Where a time comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TimeSource {
     /// Written into the overlay when the snapshot was taken.

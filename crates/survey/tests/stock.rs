@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use common::{Tree, chain, set_mtime, stock_chain, tool};
 use serde_json::Value;
 use vmstrata_qcow2::SnapshotInfo;
-use vmstrata_survey::{Report, SurveyOptions, survey};
+use vmstrata_survey::{Report, SurveyOptions, TimeSource, survey};
 
 /// A small fleet: a base image of three steps, disks on it and on each other, disks alone, raw ones.
 fn fleet() -> (Tree, Vec<PathBuf>) {
@@ -194,7 +194,7 @@ fn times_between_snapshots_come_from_the_files() {
     assert_eq!(snapshots.taken, 4);
     // The base's own making is not known, so nothing is for the first snapshot.
     assert_eq!(snapshots.dated, 3);
-    assert_eq!(snapshots.sources.get("change"), Some(&3));
+    assert_eq!(snapshots.sources.get(&TimeSource::Change), Some(&3));
     assert_eq!((snapshots.interval_s.min, snapshots.interval_s.max), (DAY as f64, 5.0 * DAY as f64));
     let positions: Vec<_> = snapshots.points.iter().map(|point| (point.position, point.count)).collect();
     assert_eq!(positions, [(2, 1), (3, 1), (4, 1)]);
@@ -218,7 +218,7 @@ fn times_and_names_of_snapshots_come_from_the_images_where_they_are_there() {
     tree.quick(".web.qcow2.71-0.snapshot", Some("web.qcow2"));
     let report = tree.survey();
     let snapshots = &report.snapshots;
-    assert_eq!((snapshots.taken, snapshots.sources.get("metadata")), (3, Some(&2)));
+    assert_eq!((snapshots.taken, snapshots.sources.get(&TimeSource::Metadata)), (3, Some(&2)));
     assert_eq!(
         (snapshots.interval_s.min, snapshots.interval_s.max),
         ((24 * HOUR) as f64, (48 * HOUR) as f64)

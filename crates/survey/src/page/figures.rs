@@ -93,8 +93,11 @@ fn chain_lengths(report: &Report) -> String {
     )
 }
 
-fn points(chains: &[Chain], figures: impl Fn(&Chain) -> (f64, f64)) -> impl Iterator<Item = Point<'_>> {
-    chains.iter().map(move |chain| {
+fn points<'a>(
+    chains: impl Iterator<Item = &'a Chain>,
+    figures: impl Fn(&Chain) -> (f64, f64),
+) -> impl Iterator<Item = Point<'a>> {
+    chains.map(move |chain| {
         let (x, y) = figures(chain);
         Point { x, y, count: 1, name: &chain.path }
     })
@@ -108,12 +111,7 @@ fn length_and_size(report: &Report) -> String {
     let sizes = Axis::bytes("disk size (log)", known(report).map(|chain| chain.virtual_size as f64));
     let told = format!("{} chains by length and disk size.", count(known(report).count() as f64));
     let mut plot = Plot::scatter("Chain length and disk size.", told, length_axis(report), sizes);
-    let points = known(report).map(|chain| Point {
-        x: f64::from(chain.layers),
-        y: chain.virtual_size as f64,
-        count: 1,
-        name: &chain.path,
-    });
+    let points = points(known(report), |chain| (f64::from(chain.layers), chain.virtual_size as f64));
     let largest = scatter::draw(&mut plot, "a", "chain", points, |x, y, _| {
         format!("{}, {}", counted(x, "layer"), bytes(y))
     });
@@ -188,7 +186,7 @@ fn sharing(report: &Report) -> String {
         .map(|layers| (layers, layers - 1.0))
         .collect();
     plot.line("guide", &most);
-    let points = points(&report.chains, |chain| (f64::from(chain.layers), f64::from(chain.shared)));
+    let points = points(report.chains.iter(), |chain| (f64::from(chain.layers), f64::from(chain.shared)));
     let largest = scatter::draw(&mut plot, "a", "chain", points, |x, y, _| {
         format!("{}, {} shared", counted(x, "layer"), count(y))
     });

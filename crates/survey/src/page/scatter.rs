@@ -20,13 +20,6 @@ pub(super) struct Point<'a> {
     pub(super) name: &'a str,
 }
 
-struct Spot<'a> {
-    x: f64,
-    y: f64,
-    count: u64,
-    name: &'a str,
-}
-
 /// Draws the points; `says` tells of a spot's figures, to which its count and an example are added. Returns what the largest
 /// disc stands for, in words.
 pub(super) fn draw<'a>(
@@ -36,20 +29,16 @@ pub(super) fn draw<'a>(
     points: impl Iterator<Item = Point<'a>>,
     says: impl Fn(f64, f64, u64) -> String,
 ) -> String {
-    let mut spots: BTreeMap<(i64, i64), Spot<'a>> = BTreeMap::new();
+    let mut spots: BTreeMap<(i64, i64), Point<'a>> = BTreeMap::new();
     for point in points {
         let (x, y) = plot.place(point.x, point.y);
-        let spot = spots.entry(((x / SPOT) as i64, (y / SPOT) as i64)).or_insert(Spot {
-            x: point.x,
-            y: point.y,
-            count: 0,
-            name: point.name,
-        });
-        spot.count += point.count;
+        let count = point.count;
+        let spot = spots.entry(((x / SPOT) as i64, (y / SPOT) as i64));
+        spot.and_modify(|spot| spot.count += count).or_insert(point);
     }
     let most = spots.values().map(|spot| spot.count).max().unwrap_or(1) as f64;
     // Large ones first, so that small ones lie on top and can be pointed at.
-    let mut spots: Vec<Spot<'a>> = spots.into_values().collect();
+    let mut spots: Vec<Point<'a>> = spots.into_values().collect();
     spots.sort_by_key(|spot| std::cmp::Reverse(spot.count));
     for spot in spots {
         let share = (spot.count as f64 / most).sqrt();

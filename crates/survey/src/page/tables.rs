@@ -39,9 +39,7 @@ fn risk(risk: &Risk) -> String {
 }
 
 pub(super) fn longest(report: &Report) -> String {
-    let mut chains: Vec<&Chain> = report.chains.iter().filter(|chain| chain.layers > 1).collect();
-    chains.sort_by_key(|chain| Reverse(chain.layers));
-    let rows: Vec<String> = chains.into_iter().take(TOP).map(chain).collect();
+    let rows: Vec<String> = report.longest_chains().into_iter().take(TOP).map(chain).collect();
     if rows.is_empty() {
         return String::new();
     }
@@ -50,19 +48,23 @@ pub(super) fn longest(report: &Report) -> String {
 }
 
 fn chain(chain: &Chain) -> String {
-    let cost = &chain.cost;
-    format!(
-        "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"path\"><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
-         <td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>\n",
-        count(chain.layers.into()),
-        count(chain.shared.into()),
-        escape(&chain.path),
-        bytes(chain.virtual_size as f64),
-        bytes(chain.allocated as f64),
+    let (cost, size) = (&chain.cost, |size: u64| bytes(size as f64));
+    let after = [
+        size(chain.virtual_size),
+        size(chain.allocated),
         duration(cost.stock_open_s),
         duration(cost.open_s),
-        bytes(cost.stock_memory_max as f64)
-    )
+        size(cost.stock_memory_max),
+    ];
+    row([count(chain.layers.into()), count(chain.shared.into())], &chain.path, &after)
+}
+
+/// Numbers, a path, and more numbers.
+fn row(before: [String; 2], path: &str, after: &[String]) -> String {
+    let numbers =
+        |all: &[String]| all.iter().map(|n| format!("<td class=\"n\">{n}</td>")).collect::<String>();
+    let (before, path, after) = (numbers(&before), escape(path), numbers(after));
+    format!("<tr>{before}<td class=\"path\"><code>{path}</code></td>{after}</tr>\n")
 }
 
 pub(super) fn most_shared(report: &Report) -> String {
@@ -77,15 +79,9 @@ pub(super) fn most_shared(report: &Report) -> String {
 }
 
 fn layer(layer: &Layer) -> String {
-    format!(
-        "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"path\"><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>\n",
-        count(layer.chains.into()),
-        count(layer.overlays.into()),
-        escape(&layer.path),
-        count(layer.depth.into()),
-        bytes(layer.virtual_size as f64),
-        bytes(layer.allocated as f64)
-    )
+    let size = |size: u64| bytes(size as f64);
+    let after = [count(layer.depth.into()), size(layer.virtual_size), size(layer.allocated)];
+    row([count(layer.chains.into()), count(layer.overlays.into())], &layer.path, &after)
 }
 
 fn table(head: &[&str], rows: &[String]) -> String {

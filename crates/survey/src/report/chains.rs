@@ -27,7 +27,7 @@ pub struct Chain {
     pub allocated: u64,
     /// Internal snapshots of the active layer.
     pub internal_snapshots: u32,
-    /// Whether someone has the active layer open for writing.
+    /// Whether a process has the active layer open for writing.
     pub in_use: bool,
     /// The worst of its risks.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -17,7 +17,7 @@ pub struct Snapshots {
     /// Those of them for which the time since the link before is known.
     pub dated: u64,
     /// How many times come from where.
-    pub sources: BTreeMap<&'static str, u64>,
+    pub sources: BTreeMap<TimeSource, u64>,
     /// Links that seem older than those they stand on; left out.
     pub out_of_order: u64,
     /// Seconds from one link to the next.
@@ -57,7 +57,7 @@ pub(super) fn snapshots(graph: &Graph<'_>) -> Snapshots {
         }
         let seconds = (made - before) as f64 / 1e9;
         intervals.push(seconds);
-        *sources.entry(name(source)).or_insert(0) += 1;
+        *sources.entry(source).or_insert(0) += 1;
         *points.entry((graph.stacks[at].layers - 1, times::window(seconds))).or_insert(0) += 1;
     }
     Snapshots {
@@ -76,12 +76,4 @@ pub(super) fn snapshots(graph: &Graph<'_>) -> Snapshots {
 
 fn made(graph: &Graph<'_>, at: usize) -> Option<(i64, TimeSource)> {
     times::made(&graph.images[at], graph.below[at].map(|below| &graph.images[below]))
-}
-
-fn name(source: TimeSource) -> &'static str {
-    match source {
-        TimeSource::Metadata => "metadata",
-        TimeSource::Birth => "birth",
-        TimeSource::Change => "change",
-    }
 }
