@@ -1,5 +1,5 @@
 //! A file and its manifest cannot be replaced in one step: the new manifest lies beside the old one first, then the file is
-//! replaced, then the manifest. Whoever finds both tells by the file which is its own.
+//! replaced, then the manifest. A reader that finds both takes the one that describes the file.
 
 use std::path::{Path, PathBuf};
 

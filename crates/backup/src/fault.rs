@@ -84,7 +84,7 @@ pub enum BackupFault {
         /// What it should be of.
         expected: String,
     },
-    /// More is to be stored than a manifest can list.
+    /// The backup has more regions than a manifest can list.
     #[error(
         "it would store more than {most} bytes, and a manifest lists no more: back up older states first, as one full and then incremental backups"
     )]
@@ -118,13 +118,13 @@ pub enum BackupFault {
         /// Bytes of the disk.
         size: u64,
     },
-    /// A qcow2 image is to be written to a block device.
+    /// A qcow2 image cannot go to a block device.
     #[error("it is a block device, which gets a disk's bytes and no image: restore in raw format")]
     ImageOnDevice,
-    /// Bytes of a disk are to be compressed.
+    /// A disk in raw format cannot be compressed.
     #[error("a disk in raw format is not compressed")]
     CompressedRaw,
-    /// A device is to be overwritten without a word.
+    /// A device is overwritten only if the caller says so.
     #[error("it is a block device, and all that is on it will be lost: say that it is to be replaced")]
     DeviceNotReplaced,
     /// An incremental backup without a name for what it builds upon.

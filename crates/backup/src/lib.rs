@@ -68,10 +68,10 @@ use vmstrata_qcow2::CompressionType;
 /// Bytes of the disk in a region, the unit of work and of checksums: a multiple of every cluster size.
 const REGION_BYTES: u64 = 4 << 20;
 
-/// What is told while a job runs: bytes done and bytes to do. The job stops when it answers false.
+/// Called while a job runs with bytes done and bytes to do. The job stops when it answers false.
 pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
-/// What a backup is to be.
+/// How to make a backup.
 #[derive(Clone, Debug, Default)]
 pub struct BackupOptions {
     /// Store only what changed since this state.

@@ -10,7 +10,7 @@ use vmstrata_disk::{Error, Result};
 
 /// Jobs under way or done and not taken, for each thread.
 const AHEAD: usize = 2;
-/// How long a wait lasts before someone is asked whether to go on.
+/// How long a wait lasts before the caller is asked whether to go on.
 const TICK: Duration = Duration::from_millis(50);
 
 /// Who works, and how fast.
@@ -41,7 +41,7 @@ impl Crew {
         Self { threads, pace, stopped: AtomicBool::new(false) }
     }
 
-    /// Waits until `bytes` more may be read, or nobody wants them any more.
+    /// Waits until `bytes` more may be read, or the work has failed.
     pub(crate) fn wait(&self, bytes: u64) {
         let due = {
             let mut pace = self.pace.lock();
@@ -75,7 +75,7 @@ pub(crate) fn in_order<J: Send, R: Send>(
             let (receive, work) = (receive.clone(), &work);
             let run = move || {
                 for (job, reply) in receive {
-                    // Nobody waits for it any more after an error.
+                    // After an error there is no receiver.
                     let _ = reply.send(work(job));
                 }
             };

@@ -2,7 +2,7 @@
 //!
 //! A file gets its name when it is whole, and has holes where the disk has zeros. A device has no such moment: it is written where it
 //! is, after all backups have been found sound, and everything on it that the disk does not have is made zeros, up to the
-//! disk's end. Nobody else may have it open meanwhile.
+//! disk's end. No other process may have it open meanwhile.
 
 use std::fs::File;
 use std::io;
@@ -27,7 +27,7 @@ pub(crate) struct RawDisk<'a> {
     file: &'a File,
     size: u64,
     is_device: bool,
-    /// Everything before is as it is to be.
+    /// Everything before this offset is written.
     done: u64,
     zeros_by_writing: bool,
 }
@@ -37,7 +37,7 @@ pub(crate) fn is_device(path: &Path) -> bool {
     path.metadata().is_ok_and(|found| found.file_type().is_block_device())
 }
 
-/// Opens a device that nobody else uses, and that the disk fits on; with a lock that is held as long as it is written.
+/// Opens a device that no other process uses and the disk fits on, and locks it.
 ///
 /// # Errors
 /// A device in use, or too small; whatever the host reports.

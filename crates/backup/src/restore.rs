@@ -57,8 +57,8 @@ pub struct RestoreOptions {
 ///
 /// # Errors
 /// A file that is damaged, or does not build upon the one before it; a target that is there already (unless it is to
-/// be replaced) or cannot be written. The target is then as it was; a block device, which is written in its place, is so only if
-/// the backups are not sound.
+/// be replaced) or cannot be written. A file is then unchanged; a block device, which is written in
+/// place, is unchanged only if the backups are not sound.
 pub fn restore(
     files: &[PathBuf],
     target: &Path,

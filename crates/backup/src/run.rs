@@ -32,8 +32,8 @@ const LOOK: u64 = 64 << 30;
 ///
 /// # Errors
 /// Options that do not go together; a previous backup of another state than the one since which changes are stored; a state
-/// that cannot be read or is being written; a target that is there already (unless it is to be replaced) or cannot be
-/// written. A file target is then as it was.
+/// that cannot be read or is being written; a target that exists (unless `replace` is set) or cannot be written. A file
+/// target is then unchanged.
 pub fn backup(
     state: &snapshot::State,
     target: BackupTarget<'_>,

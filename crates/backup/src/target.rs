@@ -72,7 +72,7 @@ fn put_sparse(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Length and checksum of a file, read from its beginning; `watch` is told how many bytes were read and may end it.
+/// Length and checksum of a file, read from its beginning; `watch` gets the bytes read so far and may end it.
 ///
 /// # Errors
 /// Whatever the host reports, or what `watch` answers.

@@ -109,7 +109,7 @@ fn told_formats(walks: &[Walk<'_>; 2], depths: [usize; 2], options: &DiffOptions
     }
 }
 
-/// One chain, as far as it was followed.
+/// One chain, and its layers met so far.
 struct Walk<'a> {
     path: PathBuf,
     below: FrozenChain<'a>,
