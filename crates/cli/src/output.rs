@@ -19,6 +19,14 @@ pub fn print_json(value: &impl Serialize) -> io::Result<()> {
     out.flush()
 }
 
+/// Writes `value` to stdout as JSON if that is asked for, else what `text` says of it.
+///
+/// # Errors
+/// When stdout does not take it.
+pub fn answer(json: bool, value: &impl Serialize, text: impl FnOnce() -> String) -> anyhow::Result<()> {
+    Ok(if json { print_json(value)? } else { print(&text())? })
+}
+
 /// Writes `value` to stdout as JSON on one line, for readers that wait for exactly one.
 ///
 /// # Errors

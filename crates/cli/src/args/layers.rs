@@ -8,8 +8,7 @@ use vmstrata_api::JobSpec;
 use vmstrata_disk::merge::LayerRef;
 
 use super::merge::{LoseArgs, MergeDirection, MergeHowArgs, RemoveArgs};
-use super::snapshot::SnapshotCommonArgs;
-use super::{ControlArgs, JournalArgs};
+use super::snapshot::AccessArgs;
 
 impl MergeHowArgs {
     /// The job that drops a range of layers from a served disk.
@@ -143,15 +142,9 @@ pub struct MergeArgs {
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
-    /// What a killed server left.
+    /// How it is reached, and the result printed.
     #[command(flatten)]
-    pub journal: JournalArgs,
-    /// The server that may be serving it.
-    #[command(flatten)]
-    pub server: ControlArgs,
-    /// Common options.
-    #[command(flatten)]
-    pub common: SnapshotCommonArgs,
+    pub access: AccessArgs,
 }
 
 const MERGE_HELP: &str = "\
@@ -190,15 +183,9 @@ pub struct FlattenArgs {
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
-    /// What a killed server left.
+    /// How it is reached, and the result printed.
     #[command(flatten)]
-    pub journal: JournalArgs,
-    /// The server that may be serving it.
-    #[command(flatten)]
-    pub server: ControlArgs,
-    /// Common options.
-    #[command(flatten)]
-    pub common: SnapshotCommonArgs,
+    pub access: AccessArgs,
 }
 
 impl FlattenArgs {

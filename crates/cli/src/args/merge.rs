@@ -6,8 +6,7 @@ use clap::{Args, ValueEnum};
 use vmstrata_api::JobSpec;
 use vmstrata_disk::merge::{Direction, Removal};
 
-use super::snapshot::SnapshotCommonArgs;
-use super::{ControlArgs, JournalArgs};
+use super::snapshot::AccessArgs;
 
 /// What becomes of the files of dropped layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -158,15 +157,9 @@ pub struct SnapshotDeleteArgs {
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
-    /// What a killed server left.
+    /// How it is reached, and the result printed.
     #[command(flatten)]
-    pub journal: JournalArgs,
-    /// The server that may be serving it.
-    #[command(flatten)]
-    pub server: ControlArgs,
-    /// Common options.
-    #[command(flatten)]
-    pub common: SnapshotCommonArgs,
+    pub access: AccessArgs,
 }
 
 const DELETE_HELP: &str = "\

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use vmstrata_disk::snapshot::Keep;
 
-use super::snapshot::SnapshotCommonArgs;
-use super::{ControlArgs, JournalArgs, MergeHowArgs};
+use super::MergeHowArgs;
+use super::snapshot::AccessArgs;
 
 /// `vmstrata snapshot prune`
 #[derive(Debug, Args)]
@@ -26,15 +26,9 @@ pub struct SnapshotPruneArgs {
     /// How.
     #[command(flatten)]
     pub how: MergeHowArgs,
-    /// What a killed server left.
+    /// How it is reached, and the result printed.
     #[command(flatten)]
-    pub journal: JournalArgs,
-    /// The server that may be serving it.
-    #[command(flatten)]
-    pub server: ControlArgs,
-    /// Common options.
-    #[command(flatten)]
-    pub common: SnapshotCommonArgs,
+    pub access: AccessArgs,
 }
 
 const HELP: &str = "\

@@ -4,8 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::snapshot::SnapshotCommonArgs;
-use super::{ControlArgs, JournalArgs};
+use super::snapshot::AccessArgs;
 use crate::units::parse_size;
 
 /// `vmstrata resize`
@@ -23,15 +22,9 @@ pub struct ResizeArgs {
     /// Resize it although images stand on it, which then read other data
     #[arg(long)]
     pub force: bool,
-    /// What a killed server left.
+    /// How it is reached, and the result printed.
     #[command(flatten)]
-    pub journal: JournalArgs,
-    /// The server that may be serving it.
-    #[command(flatten)]
-    pub server: ControlArgs,
-    /// Common options.
-    #[command(flatten)]
-    pub common: SnapshotCommonArgs,
+    pub access: AccessArgs,
 }
 
 const HELP: &str = "\

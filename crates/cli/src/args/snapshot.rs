@@ -6,7 +6,7 @@ use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use vmstrata_disk::{Format, OpenOptions};
 
-use super::{BackingArgs, JournalArgs};
+use super::{BackingArgs, ControlArgs, JournalArgs};
 use crate::disk_spec::format_parser;
 
 /// `vmstrata snapshot`
@@ -66,6 +66,27 @@ pub struct SnapshotCommonArgs {
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// How a disk is reached that a server may be serving, or that no process has open.
+#[derive(Clone, Debug, Args)]
+pub struct AccessArgs {
+    /// What a killed server left.
+    #[command(flatten)]
+    pub journal: JournalArgs,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Common options.
+    #[command(flatten)]
+    pub common: SnapshotCommonArgs,
+}
+
+impl AccessArgs {
+    /// How the disk's files are opened where no server serves it.
+    pub fn open(&self) -> OpenOptions {
+        OpenOptions { unflushed: self.journal.unflushed(), ..self.common.open() }
+    }
 }
 
 impl SnapshotCommonArgs {
@@ -130,15 +151,9 @@ pub struct SnapshotCreateArgs {
     /// Let the paths of raw disks become qcow2: their snapshots are overlays
     #[arg(long)]
     pub convert_raw: bool,
-    /// What a killed server left.
+    /// How it is reached, and the result printed.
     #[command(flatten)]
-    pub journal: JournalArgs,
-    /// The server that may be serving them.
-    #[command(flatten)]
-    pub server: super::ControlArgs,
-    /// Common options.
-    #[command(flatten)]
-    pub common: SnapshotCommonArgs,
+    pub access: AccessArgs,
 }
 
 const CREATE_HELP: &str = "\
@@ -242,15 +257,9 @@ pub struct SnapshotRevertArgs {
     /// Go back although images stand on the disk as it is now, and will read other data then
     #[arg(long)]
     pub force: bool,
-    /// What a killed server left.
+    /// How it is reached, and the result printed.
     #[command(flatten)]
-    pub journal: JournalArgs,
-    /// The server that may be serving it.
-    #[command(flatten)]
-    pub server: super::ControlArgs,
-    /// Common options.
-    #[command(flatten)]
-    pub common: SnapshotCommonArgs,
+    pub access: AccessArgs,
 }
 
 const REVERT_HELP: &str = "\

@@ -1,5 +1,6 @@
 //! `vmstrata create`: a new qcow2 image, alone or on top of another.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
@@ -10,7 +11,7 @@ use vmstrata_types::ClusterBits;
 use super::info::Layer;
 use crate::args::{Compression, CreateArgs};
 use crate::audit;
-use crate::output::{print, print_json};
+use crate::output::answer;
 use crate::units::short_size;
 
 /// Makes the image and says what was made.
@@ -31,14 +32,11 @@ pub fn run(args: &CreateArgs) -> Result<ExitCode> {
         what.bytes = Some(made.virtual_size);
         Ok(made)
     })?;
-    if args.json {
-        print_json(&Layer::of_alone(&made))?;
-    } else {
-        let backing = options.backing.as_ref();
-        let below =
-            backing.map_or_else(String::new, |(name, format)| format!(", on {} ({format})", name.display()));
-        print(&format!("{}: made, {}{below}\n", args.file.display(), short_size(made.virtual_size)))?;
-    }
+    answer(args.json, &Layer::of_alone(&made), || {
+        let on = |(name, format): &(PathBuf, Format)| format!(", on {} ({format})", name.display());
+        let below = options.backing.as_ref().map_or_else(String::new, on);
+        format!("{}: made, {}{below}\n", args.file.display(), short_size(made.virtual_size))
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -9,7 +9,7 @@ use vmstrata_disk::merge::{CollectOptions, Kept, Orphan, collect, disks_with_orp
 
 use crate::args::{GcArgs, SnapshotCommonArgs};
 use crate::audit;
-use crate::output::{Table, counted, print, print_json};
+use crate::output::{Table, answer, counted};
 use crate::units::short_size;
 
 /// What was done, or would be.
@@ -104,11 +104,7 @@ pub fn run(args: &GcArgs) -> Result<ExitCode> {
     } else {
         disks.iter().try_for_each(|disk| orphans(disk, &options).map(|found| report.add(disk, &found)))?;
     }
-    if args.common.json {
-        print_json(&report)?
-    } else {
-        print(&report.text())?
-    }
+    answer(args.common.json, &report, || report.text())?;
     Ok(ExitCode::SUCCESS)
 }
 

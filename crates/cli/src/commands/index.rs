@@ -13,7 +13,7 @@ use vmstrata_disk::index::{
 use super::snapshot::live::Live;
 use crate::args::{IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs};
 use crate::audit;
-use crate::output::{Progress, counted, print, print_json};
+use crate::output::{Progress, answer, counted};
 
 const EXIT_WRONG: u8 = 2;
 const EXIT_INCOMPLETE: u8 = 3;
@@ -57,14 +57,11 @@ fn show<L: Serialize>(
     line: impl Fn(&L) -> String,
     summary: String,
 ) -> Result<()> {
-    if common.json {
-        print_json(&Report { filename: disk.display().to_string(), layers })?;
-        return Ok(());
-    }
-    let mut text: String = layers.iter().map(|layer| line(layer) + "\n").collect();
-    text += &format!("{}: {summary}\n", disk.display());
-    print(&text)?;
-    Ok(())
+    let report = Report { filename: disk.display().to_string(), layers };
+    answer(common.json, &report, || {
+        let lines: String = report.layers.iter().map(|layer| line(layer) + "\n").collect();
+        lines + &format!("{}: {summary}\n", report.filename)
+    })
 }
 
 #[derive(Debug, Serialize)]
@@ -112,17 +109,14 @@ impl BuiltLayer {
 fn build_served(live: &Live, args: &IndexBuildArgs) -> Result<ExitCode> {
     let asked = JobSpec::IndexBuild { disk: live.name().to_owned(), bytes_per_second: None };
     let job = live.wait_job(&asked, args.common.quiet)?;
-    let disk = args.disk.display();
-    if args.common.json {
-        print_json(&job)?;
-    } else {
-        let layers = counted(job.total, "layer");
+    answer(args.common.json, &job, || {
+        let (disk, layers) = (args.disk.display(), counted(job.total, "layer"));
         let (written, failed) = (job.bytes, job.failures);
         let reason = job.error.as_ref().map_or_else(String::new, |reason| format!(": {reason}"));
-        print(&format!(
+        format!(
             "{disk}: {layers} looked at by its server, {written} bytes written, {failed} failed{reason}\n"
-        ))?;
-    }
+        )
+    })?;
     Ok(if job.failures > 0 { ExitCode::from(EXIT_INCOMPLETE) } else { ExitCode::SUCCESS })
 }
 

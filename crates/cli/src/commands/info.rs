@@ -13,7 +13,7 @@ use vmstrata_disk::{OpenOptions, probe_chain, snapshot};
 pub use self::report::Layer;
 
 use crate::args::InfoArgs;
-use crate::output::{print, print_json};
+use crate::output::answer;
 
 /// Prints the report.
 ///
@@ -29,10 +29,6 @@ pub fn run(args: &InfoArgs) -> Result<ExitCode> {
     let state = snapshot::resolve(&args.file, &options)?;
     let chain = probe_chain(&state.path, &state.open_options(options))?;
     let report = report::Report::new(&chain, args.chain);
-    if args.json {
-        print_json(&report)?;
-    } else {
-        print(&text::render(&report))?;
-    }
+    answer(args.json, &report, || text::render(&report))?;
     Ok(ExitCode::SUCCESS)
 }

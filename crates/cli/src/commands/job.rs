@@ -7,7 +7,7 @@ use vmstrata_api::{JobChange, JobList, JobSpec, JobState, JobStatus};
 
 use crate::args::{JobArgs, JobCommand};
 use crate::client::Client;
-use crate::output::{Table, percent, print, print_json};
+use crate::output::{Table, answer, percent};
 use crate::units::short_size;
 
 /// Lists jobs, begins one or changes one.
@@ -20,11 +20,7 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
     let job = match &args.command {
         JobCommand::List => {
             let list: JobList = client.get("/v1/jobs")?;
-            if args.json {
-                print_json(&list)?
-            } else {
-                print(&to_text(&list.jobs))?
-            }
+            answer(args.json, &list, || to_text(&list.jobs))?;
             return Ok(ExitCode::SUCCESS);
         }
         JobCommand::IndexBuild { disk, limit } => {
@@ -45,11 +41,7 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
         JobCommand::Cancel { id } => change(*id, JobChange::Cancel {})?,
         JobCommand::Limit { id, limit } => change(*id, JobChange::Limit { bytes_per_second: *limit })?,
     };
-    if args.json {
-        print_json(&job)?
-    } else {
-        print(&to_text(&[job]))?
-    }
+    answer(args.json, &job, || to_text(std::slice::from_ref(&job)))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -16,10 +16,10 @@ use vmstrata_job::Bucket;
 
 use super::backup::watched;
 use super::snapshot::live::Live;
-use super::snapshot::{open_options, resources};
+use super::snapshot::resources;
 use crate::args::{FlattenArgs, JournalArgs, LoseArgs, MergeArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
 use crate::audit::{self, What};
-use crate::output::{Table, counted, print, print_json};
+use crate::output::{Table, answer, counted};
 use crate::units::short_size;
 
 /// How often is looked whether to go on, while waiting for the speed limit.
@@ -84,7 +84,7 @@ impl Report {
     }
 
     fn tell(&self, done: &str, common: &SnapshotCommonArgs) -> Result<()> {
-        if common.json { Ok(print_json(self)?) } else { Ok(print(&self.text(done))?) }
+        answer(common.json, self, || self.text(done))
     }
 }
 
@@ -93,11 +93,11 @@ impl Report {
 /// # Errors
 /// What could not be done; the chain is sound.
 pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
-    let ranges = ranges_of(&args.disk, &args.names, &args.common.open())?;
+    let ranges = ranges_of(&args.disk, &args.names, &args.access.common.open())?;
     let options = delete_options(args);
     let what = audit::of("snapshot_delete", [&args.disk]).object(args.names.join(", "));
-    let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.journal)?;
-    report.tell(&format!("{} deleted", args.names.join(", ")), &args.common)
+    let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.access.journal)?;
+    report.tell(&format!("{} deleted", args.names.join(", ")), &args.access.common)
 }
 
 /// Says what deleting snapshots would do.
@@ -105,14 +105,14 @@ pub fn delete(args: &SnapshotDeleteArgs) -> Result<()> {
 /// # Errors
 /// What would refuse it.
 pub fn foresee_delete(args: &SnapshotDeleteArgs, is_served: bool) -> Result<()> {
-    let ranges = ranges_of(&args.disk, &args.names, &args.common.open())?;
+    let ranges = ranges_of(&args.disk, &args.names, &args.access.common.open())?;
     let forecast = Forecast::of(&args.disk, &ranges, &delete_options(args), is_served)?;
-    tell_forecast(&args.disk, &forecast, &args.common)
+    tell_forecast(&args.disk, &forecast, &args.access.common)
 }
 
 fn delete_options(args: &SnapshotDeleteArgs) -> MergeOptions {
     let removal = if args.keep_files { Removal::Nothing } else { Removal::Snapshots };
-    let open = open_options(&args.common, &args.journal);
+    let open = args.access.open();
     let (forget_missing, direction) = (args.how.forget_missing, args.direction.into());
     MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
 }
@@ -138,12 +138,12 @@ pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
 /// # Errors
 /// What could not be done; the disk reads as it did.
 pub fn run(args: &MergeArgs) -> Result<ExitCode> {
-    let live = Live::find(std::slice::from_ref(&args.disk), &args.server)?;
+    let live = Live::find(std::slice::from_ref(&args.disk), &args.access.server)?;
     if let Some(live) = live.as_ref().filter(|_| !args.lose.dry_run) {
         live.merge(args)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let ([one, other], open) = (args.layers.ends(), open_options(&args.common, &args.journal));
+    let ([one, other], open) = (args.layers.ends(), args.access.open());
     let ranges = Selection::between(&args.disk, &one, &other, &open)?.ranges(&args.disk, &open)?;
     let options = MergeOptions {
         open,
@@ -152,10 +152,10 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
         beyond_own: true,
         direction: args.direction.into(),
     };
-    if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.common)? {
+    if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.access.common)? {
         let what = audit::of("merge", [&args.disk]).object(args.layers.in_words());
-        let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.journal)?;
-        report.tell(&format!("{} dropped", args.layers.in_words()), &args.common)?;
+        let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.access.journal)?;
+        report.tell(&format!("{} dropped", args.layers.in_words()), &args.access.common)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -165,12 +165,12 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
 /// # Errors
 /// What could not be done; the disk reads as it did.
 pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
-    let live = Live::find(std::slice::from_ref(&args.disk), &args.server)?;
+    let live = Live::find(std::slice::from_ref(&args.disk), &args.access.server)?;
     if let Some(live) = live.as_ref().filter(|_| !args.lose.dry_run) {
         live.flatten(args)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let open = open_options(&args.common, &args.journal);
+    let open = args.access.open();
     let selection = match &args.onto {
         Some(base) => Selection::above(&args.disk, &LayerRef::File(base.clone()), &open)?,
         None => Selection::below(&args.disk, &open)?,
@@ -179,11 +179,11 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
     let (removal, forget_missing) = (args.remove.which().into(), args.how.forget_missing);
     let direction = Direction::Stream;
     let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
-    if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.common)? {
+    if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.access.common)? {
         let what = audit::of("flatten", [&args.disk]);
         let what = What { object: args.onto.as_deref().map(audit::text), ..what };
-        let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.journal)?;
-        report.tell(&args.done(), &args.common)?;
+        let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.access.journal)?;
+        report.tell(&args.done(), &args.access.common)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -260,7 +260,7 @@ fn tell_forecast(disk: &Path, forecast: &Forecast, common: &SnapshotCommonArgs) 
     let (disk, snapshots) = (disk.display().to_string(), forecast.lost());
     let layers = forecast.layers.iter().map(layer).collect();
     let plan = Plan { disk, snapshots, layers, freed_bytes: forecast.freed_bytes() };
-    if common.json { Ok(print_json(&plan)?) } else { Ok(print(&plan.text())?) }
+    answer(common.json, &plan, || plan.text())
 }
 
 impl Plan {

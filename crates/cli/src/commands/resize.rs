@@ -9,10 +9,10 @@ use vmstrata_api::{DiskDetail, SizeChange, SizeSpec, encode_segment};
 use vmstrata_disk::{Disk, OpenOptions, Shrink};
 
 use super::snapshot::live::Live;
-use super::snapshot::{open_options, resources};
+use super::snapshot::resources;
 use crate::args::ResizeArgs;
 use crate::audit::{self, What};
-use crate::output::{counted, print, print_json};
+use crate::output::{answer, counted};
 use crate::units::short_size;
 
 /// What was done, for scripts.
@@ -36,15 +36,11 @@ struct Report {
 /// # Errors
 /// What could not be done; the disk has the size that it had.
 pub fn run(args: &ResizeArgs) -> Result<ExitCode> {
-    let report = match Live::find(slice::from_ref(&args.disk), &args.server)? {
+    let report = match Live::find(slice::from_ref(&args.disk), &args.access.server)? {
         Some(live) => of_server(args, &live)?,
         None => audit::change(audit::of("disk_resize", [&args.disk]), |what| of_file(args, what))?,
     };
-    if args.common.json {
-        print_json(&report)?
-    } else {
-        print(&report.text())?
-    }
+    answer(args.access.common.json, &report, || report.text())?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -65,9 +61,8 @@ fn of_server(args: &ResizeArgs, live: &Live) -> Result<Report> {
 }
 
 fn of_file(args: &ResizeArgs, what: &mut What) -> Result<Report> {
-    let options =
-        OpenOptions { read_only: false, force: args.force, ..open_options(&args.common, &args.journal) };
-    let disk = Disk::open(&args.disk, &options, &resources(&args.journal)?)?;
+    let options = OpenOptions { read_only: false, force: args.force, ..args.access.open() };
+    let disk = Disk::open(&args.disk, &options, &resources(&args.access.journal)?)?;
     let shrink = if args.shrink { Shrink::Allow } else { Shrink::Refuse };
     let resized = args.size.of(disk.size()).and_then(|size| {
         what.bytes = Some(size);

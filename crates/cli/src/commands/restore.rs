@@ -11,7 +11,7 @@ use super::backup::{image_of, watched};
 use super::states::explain;
 use crate::args::RestoreArgs;
 use crate::audit::{self, What};
-use crate::output::{counted, print, print_json};
+use crate::output::{answer, counted};
 use crate::units::short_size;
 
 /// The result as data.
@@ -67,12 +67,10 @@ pub fn run(args: &RestoreArgs) -> Result<ExitCode> {
         disk_bytes: done.manifest.disk_bytes,
         seconds: done.took.as_secs_f64(),
     };
-    if args.json {
-        print_json(&report)?;
-    } else {
+    answer(args.json, &report, || {
         let state = report.snapshot.as_ref().unwrap_or(&report.state);
         let (size, backups) = (short_size(report.disk_bytes), counted(report.backups as u64, "backup"));
-        print(&format!("{}: restored {state} from {backups}, {size}\n", report.file))?;
-    }
+        format!("{}: restored {state} from {backups}, {size}\n", report.file)
+    })?;
     Ok(ExitCode::SUCCESS)
 }

@@ -16,13 +16,12 @@ use vmstrata_disk::{ErrorKind, Format, OpenOptions, ResourceOptions, Resources};
 use vmstrata_types::time;
 
 use crate::args::{
-    ControlArgs, JournalArgs, Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs,
-    SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs,
-    SnapshotShowArgs,
+    ControlArgs, JournalArgs, Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs,
+    SnapshotDeleteArgs, SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 use crate::audit::{self, What};
 use crate::commands::gc;
-use crate::output::{Table, counted, print, print_json};
+use crate::output::{Table, answer, counted, print, print_json};
 use crate::units::short_size;
 use report::{Cloned, Listed, Reverted, Row, Taken, TakenOne};
 
@@ -47,7 +46,7 @@ pub fn run(args: &SnapshotArgs) -> Result<ExitCode> {
 
 fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
     let info = described(args, now_ns());
-    if let Some(live) = live::Live::find(&args.disks, &args.server)? {
+    if let Some(live) = live::Live::find(&args.disks, &args.access.server)? {
         return live.create(&info, args);
     }
     if args.agent.is_some() || args.quiesce == Some(Quiesce::Always) {
@@ -56,17 +55,17 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
             args.disks[0].display()
         );
     }
-    let open = OpenOptions { force: args.force, ..open_options(&args.common, &args.journal) };
-    let resources = resources(&args.journal)?;
+    let open = OpenOptions { force: args.force, ..args.access.open() };
+    let resources = resources(&args.access.journal)?;
     let prepare = PrepareOptions {
-        format: args.common.format,
+        format: args.access.common.format,
         convert_raw: args.convert_raw,
         ..PrepareOptions::default()
     };
     let what = audit::of("snapshot_create", &args.disks).object(&info.name);
     let create = |_: &mut What| Ok(snapshot::create(&args.disks, &info, &open, &prepare, &resources)?);
     let created = audit::change(what, create)?;
-    if args.common.json {
+    if args.access.common.json {
         let taken = created.iter().map(TakenOne::new).collect();
         print_json(&Taken::new(&info, taken))?;
         return Ok(());
@@ -114,7 +113,7 @@ pub fn take(
 }
 
 fn run_delete(args: &SnapshotDeleteArgs) -> Result<()> {
-    match live::Live::find(std::slice::from_ref(&args.disk), &args.server)? {
+    match live::Live::find(std::slice::from_ref(&args.disk), &args.access.server)? {
         live if args.dry_run => super::merge::foresee_delete(args, live.is_some()),
         Some(live) => live.delete(args),
         None => super::merge::delete(args),
@@ -127,11 +126,6 @@ fn run_delete(args: &SnapshotDeleteArgs) -> Result<()> {
 /// A host that cannot start their threads.
 pub fn resources(journal: &JournalArgs) -> vmstrata_disk::Result<Arc<Resources>> {
     Resources::start(ResourceOptions { journal_dir: journal.dir(), ..ResourceOptions::default() })
-}
-
-/// How the files of such a disk are opened.
-pub fn open_options(common: &SnapshotCommonArgs, journal: &JournalArgs) -> OpenOptions {
-    OpenOptions { unflushed: journal.unflushed(), ..common.open() }
 }
 
 fn described(args: &SnapshotCreateArgs, taken_ns: u64) -> SnapshotInfo {
@@ -173,11 +167,7 @@ fn warn(snapshot: &Snapshot) {
 
 fn run_show(args: &SnapshotShowArgs) -> Result<()> {
     let found = find(&args.disk, &args.name, &args.common.open())?;
-    if args.common.json {
-        print_json(&Row::new(&found))?;
-        return Ok(());
-    }
-    Ok(print(&report::show(&found))?)
+    answer(args.common.json, &Row::new(&found), || report::show(&found))
 }
 
 fn run_hold(args: &SnapshotHoldArgs) -> Result<()> {
@@ -203,26 +193,26 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
     if args.keep.is_none() && !args.yes {
         return refuse_to_lose(args);
     }
-    if let Some(live) = live::Live::find(std::slice::from_ref(&args.disk), &args.server)? {
+    if let Some(live) = live::Live::find(std::slice::from_ref(&args.disk), &args.access.server)? {
         return live.revert(args);
     }
     let options = RevertOptions {
         keep: args.keep.clone(),
-        open: OpenOptions { force: args.force, ..open_options(&args.common, &args.journal) },
-        prepare: PrepareOptions { format: args.common.format, ..PrepareOptions::default() },
+        open: OpenOptions { force: args.force, ..args.access.open() },
+        prepare: PrepareOptions { format: args.access.common.format, ..PrepareOptions::default() },
     };
-    let resources = resources(&args.journal)?;
+    let resources = resources(&args.access.journal)?;
     let reverted = audit::change(audit::of("snapshot_revert", [&args.disk]).object(&args.name), |_| {
         Ok(snapshot::revert(&args.disk, &args.name, &options, &resources)?)
     })?;
     let dropped = reverted.dropped.iter().map(|snapshot| text(&snapshot.layer)).collect();
-    Reverted::new(args, text(&reverted.layer), dropped).tell(args.common.json)
+    Reverted::new(args, text(&reverted.layer), dropped).tell(args.access.common.json)
 }
 
 /// Says what going back would cost.
 fn refuse_to_lose(args: &SnapshotRevertArgs) -> Result<()> {
-    let snapshots = list(&args.disk, &args.common.open())?;
-    let found = find(&args.disk, &args.name, &args.common.open())?;
+    let snapshots = list(&args.disk, &args.access.common.open())?;
+    let found = find(&args.disk, &args.name, &args.access.common.open())?;
     let newest = snapshots.first().and_then(Snapshot::name).unwrap_or("its newest layer");
     let own = std::os::unix::fs::MetadataExt::blocks(&args.disk.metadata()?) * 512;
     let newer = found.depth as u64 - 1;
@@ -251,7 +241,7 @@ fn run_clone(args: &SnapshotCloneArgs) -> Result<()> {
         })
     })?;
     let report = Cloned::new(args, &layer);
-    if args.common.json { Ok(print_json(&report)?) } else { Ok(print(&report.text())?) }
+    answer(args.common.json, &report, || report.text())
 }
 
 /// A path as text for reports.

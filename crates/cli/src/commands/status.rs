@@ -7,7 +7,7 @@ use vmstrata_api::{DiskState, DiskStatus, ExportSpec, ExportStatus, ServerStatus
 
 use crate::args::StatusArgs;
 use crate::client::Client;
-use crate::output::{Table, counted, print, print_json, share, share_of};
+use crate::output::{Table, answer, counted, share, share_of};
 use crate::units::short_size;
 
 /// Shows the server's disks and exports.
@@ -16,11 +16,7 @@ use crate::units::short_size;
 /// When no server answers.
 pub fn run(args: &StatusArgs) -> Result<ExitCode> {
     let status: ServerStatus = Client::new(&args.server)?.get("/v1/status")?;
-    if args.json {
-        print_json(&status)?;
-    } else {
-        print(&to_text(&status))?;
-    }
+    answer(args.json, &status, || to_text(&status))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use vmstrata_survey::{Report, Severity, SurveyOptions, survey, text};
 
 use crate::args::SurveyArgs;
-use crate::output::{Progress, print, print_json};
+use crate::output::{Progress, answer};
 
 /// Exit codes: what is found in the worst of cases, as `check` has them.
 const EXIT_BROKEN: u8 = 2;
@@ -29,11 +29,7 @@ pub fn run(args: &SurveyArgs) -> Result<ExitCode> {
         let page = vmstrata_survey::page::render(&report);
         fs::write(file, page).with_context(|| format!("cannot write {}", file.display()))?;
     }
-    if args.json {
-        print_json(&report)?;
-    } else {
-        print(&text::render(&report))?;
-    }
+    answer(args.json, &report, || text::render(&report))?;
     history?;
     Ok(ExitCode::from(exit_code(&report)))
 }

@@ -79,7 +79,7 @@ impl Live {
     pub fn create(&self, info: &SnapshotInfo, args: &SnapshotCreateArgs) -> Result<()> {
         let taken = self.take(info, args.agent.as_deref(), args.quiesce, args.convert_raw)?;
         let layers = self.disks.iter().zip(&taken.disks);
-        if args.common.json {
+        if args.access.common.json {
             let one = |((disk, _), layer): (&(PathBuf, String), &vmstrata_api::SnapshotLayer)| {
                 TakenOne::named(text(disk), layer.layer.clone(), layer.was_raw)
             };
@@ -134,7 +134,7 @@ impl Live {
     /// What the server says, also of a job that someone ended.
     pub fn delete(&self, args: &SnapshotDeleteArgs) -> Result<()> {
         let asked = args.how.delete(self.name(), &args.names, args.keep_files, args.direction);
-        self.run_job(&asked, &format!("{} deleted", args.names.join(", ")), args.common.json)
+        self.run_job(&asked, &format!("{} deleted", args.names.join(", ")), args.access.common.json)
     }
 
     /// Has the server drop layers of the first disk, and waits until it has.
@@ -143,7 +143,7 @@ impl Live {
     /// What the server says, also of a job that someone ended.
     pub fn merge(&self, args: &MergeArgs) -> Result<()> {
         let asked = args.how.merge(self.name(), &args.layers, args.lose.yes, args.remove, args.direction)?;
-        self.run_job(&asked, &format!("{} dropped", args.layers.in_words()), args.common.json)
+        self.run_job(&asked, &format!("{} dropped", args.layers.in_words()), args.access.common.json)
     }
 
     /// Has the server flatten the first disk, and waits until it has.
@@ -152,7 +152,7 @@ impl Live {
     /// What the server says, also of a job that someone ended.
     pub fn flatten(&self, args: &FlattenArgs) -> Result<()> {
         let asked = args.how.flatten(self.name(), args.onto.as_deref(), args.lose.yes, args.remove)?;
-        self.run_job(&asked, &args.done(), args.common.json)
+        self.run_job(&asked, &args.done(), args.access.common.json)
     }
 
     /// Has the server take the first disk back to a snapshot.
@@ -165,7 +165,7 @@ impl Live {
             RevertSpec { snapshot: args.name.clone(), keep: keep.as_deref().map(text), force: args.force };
         let path = format!("/v1/disks/{}/revert", vmstrata_api::encode_segment(&self.disks[0].1));
         let done: SnapshotReverted = self.client.post(&path, &asked)?;
-        Reverted::new(args, done.layer, done.dropped_layers).tell(args.common.json)
+        Reverted::new(args, done.layer, done.dropped_layers).tell(args.access.common.json)
     }
 
     fn run_job(&self, asked: &JobSpec, done: &str, json: bool) -> Result<()> {

@@ -6,7 +6,7 @@ use vmstrata_disk::snapshot::{Pruning, list, now_ns};
 
 use super::{run_delete, text};
 use crate::args::{SnapshotDeleteArgs, SnapshotPruneArgs};
-use crate::output::{counted, print, print_json};
+use crate::output::{answer, counted};
 
 /// What would be done, for scripts.
 #[derive(Debug, Serialize)]
@@ -31,7 +31,7 @@ struct Plan<'a> {
 /// # Errors
 /// What could not be deleted; every state of the disk that is left is as it was.
 pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
-    let snapshots = list(&args.disk, &args.common.open())?;
+    let snapshots = list(&args.disk, &args.access.common.open())?;
     let Pruning { keep, delete, with_memory, held, misdated } =
         Pruning::of(&snapshots, &args.keep, &args.label, now_ns());
     let plan = Plan { disk: text(&args.disk), keep, delete, with_memory, held, misdated };
@@ -49,25 +49,19 @@ pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
         dry_run: false,
         direction: crate::args::MergeDirection::default(),
         how: args.how,
-        journal: args.journal.clone(),
-        server: args.server.clone(),
-        common: args.common.clone(),
+        access: args.access.clone(),
     })
 }
 
 impl Plan<'_> {
     fn tell(&self, args: &SnapshotPruneArgs) -> Result<()> {
-        if args.common.json {
-            return Ok(print_json(self)?);
-        }
-        let count = counted(self.delete.len() as u64, "snapshot");
-        let mut said =
-            format!("{}: {count} to delete, {} to keep by {}\n", self.disk, self.keep.len(), args.keep);
-        for name in &self.delete {
-            said += &format!("  {name}\n");
-        }
-        said.extend(self.notes().map(|note| format!("  ({note})\n")));
-        Ok(print(&said)?)
+        answer(args.access.common.json, self, || {
+            let (count, kept) = (counted(self.delete.len() as u64, "snapshot"), self.keep.len());
+            let mut said = format!("{}: {count} to delete, {kept} to keep by {}\n", self.disk, args.keep);
+            said.extend(self.delete.iter().map(|name| format!("  {name}\n")));
+            said.extend(self.notes().map(|note| format!("  ({note})\n")));
+            said
+        })
     }
 
     fn notes(&self) -> impl Iterator<Item = String> {

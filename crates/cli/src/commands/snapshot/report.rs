@@ -11,7 +11,7 @@ use vmstrata_types::time;
 use super::text;
 use crate::args::{SnapshotCloneArgs, SnapshotHoldArgs, SnapshotRevertArgs};
 use crate::commands::gc::LeftOver;
-use crate::output::{Table, counted, print, print_json};
+use crate::output::{Table, answer, counted};
 use crate::units::{exact_size, short_size};
 
 /// A snapshot that was taken of one or more disks.
@@ -203,10 +203,7 @@ impl Holding {
     /// # Errors
     /// When nobody reads it.
     pub fn tell(&self, how: &str, json: bool) -> anyhow::Result<()> {
-        if json {
-            return Ok(print_json(self)?);
-        }
-        Ok(print(&format!("{}@{}: {how} ({})\n", self.disk, self.snapshot, self.tag))?)
+        answer(json, self, || format!("{}@{}: {how} ({})\n", self.disk, self.snapshot, self.tag))
     }
 }
 
@@ -240,7 +237,7 @@ impl Reverted {
     /// # Errors
     /// When nobody reads it.
     pub fn tell(&self, json: bool) -> anyhow::Result<()> {
-        if json { Ok(print_json(self)?) } else { Ok(print(&self.text())?) }
+        answer(json, self, || self.text())
     }
 
     /// The same in words.

@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::args::VmArgsArgs;
 use crate::attach::{absolute, indent, shell_lines, xml_escape};
 use crate::key_values::escape;
-use crate::output::{print, print_json};
+use crate::output::answer;
 
 /// What to start a guest with.
 #[derive(Debug, Serialize)]
@@ -28,12 +28,10 @@ pub(super) fn run(args: &VmArgsArgs) -> Result<ExitCode> {
     let default = PathBuf::from(format!("/dev/shm/{}.memory", args.guest));
     let file = args.memory_file.as_deref().unwrap_or(&default);
     let options = Options::new(args.memory, file, &super::monitor(&args.guest, args.qmp.as_deref()));
-    if args.json {
-        print_json(&options)?;
-    } else {
+    answer(args.json, &options, || {
         let (qemu, libvirt) = (indent(&shell_lines(&options.qemu)), indent(&options.libvirt));
-        print(&format!("{}\n  QEMU:\n{qemu}\n  libvirt:\n{libvirt}\n", args.guest))?;
-    }
+        format!("{}\n  QEMU:\n{qemu}\n  libvirt:\n{libvirt}\n", args.guest)
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -18,7 +18,7 @@ use crate::args::{
     DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmShowArgs, VmStoreCommand,
 };
 use crate::audit::{self, What};
-use crate::output::{print, print_json};
+use crate::output::answer;
 pub use report::Gone;
 use report::{Row, Shown};
 
@@ -70,10 +70,9 @@ fn run_list(args: &VmListArgs) -> Result<()> {
     for lost in listed.iter().filter(|listed| listed.info.is_err()) {
         eprintln!("vmstrata: warning: snapshot {}: what is known of it cannot be read", lost.id);
     }
-    if args.json {
-        return Ok(print_json(&report::Listing { snapshots: listed.iter().map(Row::new).collect() })?);
-    }
-    Ok(print(&report::table(&listed))?)
+    answer(args.json, &report::Listing { snapshots: listed.iter().map(Row::new).collect() }, || {
+        report::table(&listed)
+    })
 }
 
 fn run_show(args: &VmShowArgs) -> Result<()> {
@@ -86,7 +85,7 @@ fn run_show(args: &VmShowArgs) -> Result<()> {
     }
     let used = vault.used_objects(id)?;
     let shown = Shown::new(&listed, &used);
-    if args.json { Ok(print_json(&shown)?) } else { Ok(print(&shown.text())?) }
+    answer(args.json, &shown, || shown.text())
 }
 
 fn run_delete(args: &VmDeleteArgs) -> Result<()> {

@@ -7,7 +7,7 @@ use vmstrata_memory::vault::{Compact, Deleted};
 use super::open;
 use crate::args::VmGcArgs;
 use crate::audit::{self, What};
-use crate::output::{Progress, counted, print, print_json};
+use crate::output::{Progress, answer, counted};
 use crate::units::short_size;
 
 /// What was done, or would be.
@@ -48,7 +48,7 @@ pub fn run(args: &VmGcArgs) -> Result<()> {
         let removed = (done.objects + done.unfinished) as u64;
         Report { dry_run: false, removed, compacted: done.compacted as u64, freed: done.bytes }
     };
-    if args.json { Ok(print_json(&report)?) } else { Ok(print(&report.text())?) }
+    answer(args.json, &report, || report.text())
 }
 
 impl Report {

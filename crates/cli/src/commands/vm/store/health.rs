@@ -9,7 +9,7 @@ use vmstrata_memory::vault::{Health, OneDevice};
 use super::{ids, open};
 use crate::args::{VmRepairArgs, VmVerifyArgs};
 use crate::audit::{self, What};
-use crate::output::{Progress, counted, print, print_json};
+use crate::output::{Progress, answer, counted};
 
 const EXIT_LOST: u8 = 2;
 const EXIT_FEWER: u8 = 3;
@@ -66,11 +66,9 @@ pub fn run_verify(args: &VmVerifyArgs) -> Result<ExitCode> {
         progress.update("verifying", done, all);
     })?;
     drop(progress);
-    if args.json {
-        print_json(&health.iter().map(Row::new).collect::<Vec<_>>())?;
-    } else {
-        print(&health.iter().map(text).collect::<String>())?;
-    }
+    answer(args.json, &health.iter().map(Row::new).collect::<Vec<_>>(), || {
+        health.iter().map(text).collect::<String>()
+    })?;
     Ok(exit_code(&health))
 }
 
@@ -85,17 +83,15 @@ pub fn run_repair(args: &VmRepairArgs) -> Result<ExitCode> {
     let titles = args.snapshots.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let what = What { object: Some(titles).filter(|titles| !titles.is_empty()), ..What::of("vm_repair", []) };
     let repaired = audit::change(what, |_| Ok(vault.repair(&ids, one_device)?))?;
-    if args.json {
-        let snapshots = repaired.health.iter().map(Row::new).collect();
-        print_json(&Report { made: &repaired.made, mended: &repaired.mended, snapshots })?;
-    } else {
+    let snapshots = repaired.health.iter().map(Row::new).collect();
+    answer(args.json, &Report { made: &repaired.made, mended: &repaired.mended, snapshots }, || {
         let made: String = repaired.made.iter().map(|copy| format!("{copy}: made again\n")).collect();
         let mended = match &repaired.mended[..] {
             [] => String::new(),
             mended => format!("used by {}\n", mended.join(", ")),
         };
-        print(&(made + &mended + &repaired.health.iter().map(text).collect::<String>()))?;
-    }
+        made + &mended + &repaired.health.iter().map(text).collect::<String>()
+    })?;
     Ok(exit_code(&repaired.health))
 }
 

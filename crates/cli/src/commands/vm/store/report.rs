@@ -7,7 +7,7 @@ use serde::Serialize;
 use vmstrata_memory::vault::{DiskState, Info, Listed, Savings, UsedObject};
 use vmstrata_types::time;
 
-use crate::output::{Table, counted, percent, print, print_json, print_json_line};
+use crate::output::{Table, answer, counted, percent, print, print_json_line};
 use crate::units::{exact_size, short_size};
 
 /// All snapshots.
@@ -309,7 +309,7 @@ impl Gone {
     /// # Errors
     /// When stdout does not take it.
     pub fn tell(&self, json: bool) -> Result<()> {
-        if json { Ok(print_json(self)?) } else { Ok(print(&self.text())?) }
+        answer(json, self, || self.text())
     }
 
     /// Prints it, as one of many results: on one line as JSON.
@@ -359,15 +359,17 @@ pub fn tell_delete_plan(
     json: bool,
 ) -> Result<()> {
     let (gone, stay) = if with_disks { (disks, &[][..]) } else { (&[][..], disks) };
-    let (gone, stay) = (disk_snapshots(gone), disk_snapshots(stay));
-    if json {
-        let plan = DeletePlan { delete, delete_disk_snapshots: gone, keep_disk_snapshots: stay };
-        return Ok(print_json(&plan)?);
-    }
-    let mut said = counted((delete.len() + gone.len()) as u64, "snapshot") + " to delete\n";
-    delete.iter().chain(&gone).for_each(|name| said += &format!("  {name}\n"));
-    stay.iter().for_each(|name| said += &format!("{name} stays (--disks deletes such snapshots, too)\n"));
-    Ok(print(&said)?)
+    let (delete_disk_snapshots, keep_disk_snapshots) = (disk_snapshots(gone), disk_snapshots(stay));
+    let plan = DeletePlan { delete, delete_disk_snapshots, keep_disk_snapshots };
+    answer(json, &plan, || {
+        let gone = || plan.delete.iter().chain(&plan.delete_disk_snapshots);
+        let mut said = counted(gone().count() as u64, "snapshot") + " to delete\n";
+        gone().for_each(|name| said += &format!("  {name}\n"));
+        for name in &plan.keep_disk_snapshots {
+            said += &format!("{name} stays (--disks deletes such snapshots, too)\n");
+        }
+        said
+    })
 }
 
 #[derive(Debug, Serialize)]
@@ -381,16 +383,12 @@ struct Plan<'a> {
 ///
 /// # Errors
 /// When stdout does not take it.
-pub fn tell_plan(guest: &str, keep: &[&Info], gone: &[&Info], json: bool) -> Result<()> {
-    if json {
-        let keep = keep.iter().map(|info| info.name.as_str()).collect();
-        let delete = gone.iter().map(|info| info.name.as_str()).collect();
-        return Ok(print_json(&Plan { guest, keep, delete })?);
-    }
-    let count = counted(gone.len() as u64, "snapshot");
-    let mut said = format!("{guest}: {count} to delete, {} to keep\n", keep.len());
-    for info in gone {
-        said += &format!("  {}\n", info.name);
-    }
-    Ok(print(&said)?)
+pub fn tell_plan<'a>(guest: &str, keep: &[&'a Info], gone: &[&'a Info], json: bool) -> Result<()> {
+    let names = |infos: &[&'a Info]| infos.iter().map(|info| &*info.name).collect();
+    let plan = Plan { guest, keep: names(keep), delete: names(gone) };
+    answer(json, &plan, || {
+        let count = counted(plan.delete.len() as u64, "snapshot");
+        let head = format!("{guest}: {count} to delete, {} to keep\n", plan.keep.len());
+        plan.delete.iter().fold(head, |said, name| said + &format!("  {name}\n"))
+    })
 }
