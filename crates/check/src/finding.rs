@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use serde::ser::{Serialize, SerializeStruct as _, Serializer};
 use vmstrata_qcow2::{EntryError, ParseError};
 use vmstrata_types::HostOffset;
 
@@ -104,6 +105,16 @@ pub enum Severity {
     CheckError,
 }
 
+impl fmt::Display for Severity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Corruption => "corruption",
+            Self::Leak => "leak",
+            Self::CheckError => "check-error",
+        })
+    }
+}
+
 impl FindingKind {
     /// A name for programs, which stays.
     pub fn name(&self) -> &'static str {
@@ -201,6 +212,18 @@ pub struct Finding {
     pub at: HostOffset,
     /// What is wrong.
     pub kind: FindingKind,
+}
+
+/// In words and by name, for programs.
+impl Serialize for Finding {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut finding = serializer.serialize_struct("Finding", 4)?;
+        finding.serialize_field("severity", &self.kind.severity().to_string())?;
+        finding.serialize_field("kind", self.kind.name())?;
+        finding.serialize_field("offset", &self.at.get())?;
+        finding.serialize_field("message", &self.kind.to_string())?;
+        finding.end()
+    }
 }
 
 impl fmt::Display for Finding {

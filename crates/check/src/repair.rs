@@ -10,7 +10,7 @@
 //!
 //! A mapping table that guest data lies on cannot be written without changing that data: it is moved first
 //! ([`moves`]). Where references could not be followed, refcounts are never lowered: what seems leaked may be what
-//! someone wants to recover.
+//! the user wants to recover.
 
 mod moves;
 mod refcounts;

@@ -2,12 +2,14 @@
 
 use std::collections::BinaryHeap;
 
+use serde::Serialize;
 use vmstrata_types::HostOffset;
 
 use crate::finding::{Finding, FindingKind, Severity};
 
 /// The result of a check; after a repair, of the check that followed it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Report {
     /// Inconsistencies, counted as `qemu-img check` counts them.
     pub corruptions: u64,
@@ -25,6 +27,7 @@ pub struct Report {
     /// Leaks that the repair removed.
     pub leaks_fixed: u64,
     /// The first byte after the last cluster in use.
+    #[serde(serialize_with = "as_number")]
     pub image_end_offset: HostOffset,
     /// Clusters of the disk.
     pub total_clusters: u64,
@@ -35,6 +38,7 @@ pub struct Report {
     /// Those that do not follow their predecessor in the file.
     pub fragmented_clusters: u64,
     /// Whether the image is marked as written with refcounts postponed, and not closed.
+    #[serde(rename = "dirty-flag")]
     pub dirty: bool,
     /// Whether the image is marked corrupt.
     pub marked_corrupt: bool,
@@ -42,6 +46,10 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// Findings there are in all, each place counted once.
     pub findings_total: u64,
+}
+
+fn as_number<S: serde::Serializer>(at: &HostOffset, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(at.get())
 }
 
 impl Report {

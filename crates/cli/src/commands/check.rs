@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use serde::Serialize;
-use vmstrata_check::{Finding, Phase, Report as CheckReport, Severity};
+use vmstrata_check::{Phase, Report as Found};
 use vmstrata_disk::{CheckOptions, OpenOptions, snapshot};
 
 use crate::args::{CheckArgs, Repair};
 use crate::audit;
-use crate::output::{Progress, counted, percent, print, print_json};
+use crate::output::{Progress, answer, counted, percent};
 
 /// Findings listed; the counters count all.
 const FINDINGS_MAX: usize = 1000;
@@ -21,82 +21,25 @@ const EXIT_CANNOT_CHECK: u8 = 1;
 const EXIT_CORRUPT: u8 = 2;
 const EXIT_LEAKS: u8 = 3;
 
-/// The result as data: qemu-img's fields, then ours.
+/// The result as data, with qemu-img's fields.
 #[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Report {
+struct Report<'a> {
     filename: String,
     format: &'static str,
-    check_errors: u64,
-    corruptions: u64,
-    leaks: u64,
-    journaled: u64,
-    journal_missing: bool,
-    corruptions_fixed: u64,
-    leaks_fixed: u64,
-    image_end_offset: u64,
-    total_clusters: u64,
-    allocated_clusters: u64,
-    compressed_clusters: u64,
-    fragmented_clusters: u64,
-    dirty_flag: bool,
-    marked_corrupt: bool,
-    findings_total: u64,
-    findings: Vec<FindingReport>,
+    #[serde(flatten)]
+    found: &'a Found,
 }
 
-#[derive(Debug, Serialize)]
-struct FindingReport {
-    severity: &'static str,
-    kind: &'static str,
-    offset: u64,
-    message: String,
-}
-
-impl FindingReport {
-    fn new(finding: &Finding) -> Self {
-        Self {
-            severity: match finding.kind.severity() {
-                Severity::Corruption => "corruption",
-                Severity::Leak => "leak",
-                Severity::CheckError => "check-error",
-            },
-            kind: finding.kind.name(),
-            offset: finding.at.get(),
-            message: finding.kind.to_string(),
-        }
-    }
-}
-
-impl Report {
-    fn new(args: &CheckArgs, found: &CheckReport) -> Self {
-        Self {
-            filename: args.file.display().to_string(),
-            format: "qcow2",
-            check_errors: found.check_errors,
-            corruptions: found.corruptions,
-            leaks: found.leaks,
-            journaled: found.journaled,
-            journal_missing: found.journal_missing,
-            corruptions_fixed: found.corruptions_fixed,
-            leaks_fixed: found.leaks_fixed,
-            image_end_offset: found.image_end_offset.get(),
-            total_clusters: found.total_clusters,
-            allocated_clusters: found.allocated_clusters,
-            compressed_clusters: found.compressed_clusters,
-            fragmented_clusters: found.fragmented_clusters,
-            dirty_flag: found.dirty,
-            marked_corrupt: found.marked_corrupt,
-            findings_total: found.findings_total,
-            findings: found.findings.iter().map(FindingReport::new).collect(),
-        }
+impl<'a> Report<'a> {
+    fn new(args: &CheckArgs, found: &'a Found) -> Self {
+        Self { filename: args.file.display().to_string(), format: "qcow2", found }
     }
 
     fn exit_code(&self) -> u8 {
-        match self {
-            Self { check_errors: 1.., .. } => EXIT_CANNOT_CHECK,
-            Self { corruptions: 1.., .. } => EXIT_CORRUPT,
-            Self { leaks: 1.., .. } => EXIT_LEAKS,
+        match self.found {
+            Found { check_errors: 1.., .. } => EXIT_CANNOT_CHECK,
+            Found { corruptions: 1.., .. } => EXIT_CORRUPT,
+            Found { leaks: 1.., .. } => EXIT_LEAKS,
             _ => 0,
         }
     }
@@ -108,20 +51,20 @@ impl Report {
     }
 
     fn write_text(&self, out: &mut String) -> fmt::Result {
-        for finding in &self.findings {
-            writeln!(out, "{}: byte {:#x}: {}", finding.severity, finding.offset, finding.message)?;
+        for finding in &self.found.findings {
+            writeln!(out, "{}: byte {}: {}", finding.kind.severity(), finding.at, finding.kind)?;
         }
-        let unlisted = self.findings_total - self.findings.len() as u64;
+        let unlisted = self.found.findings_total - self.found.findings.len() as u64;
         if unlisted > 0 {
             writeln!(out, "... and {unlisted} more")?;
         }
-        if self.corruptions_fixed + self.leaks_fixed > 0 {
-            let (corruptions, leaks) = (self.corruptions_fixed, self.leaks_fixed);
+        if self.found.corruptions_fixed + self.found.leaks_fixed > 0 {
+            let (corruptions, leaks) = (self.found.corruptions_fixed, self.found.leaks_fixed);
             writeln!(out, "repaired: {}, {}", counted(corruptions, "corruption"), counted(leaks, "leak"))?;
         }
         writeln!(out, "{}: {}", self.filename, self.verdict())?;
-        if self.journaled > 0 {
-            let clusters = counted(self.journaled, "cluster");
+        if self.found.journaled > 0 {
+            let clusters = counted(self.found.journaled, "cluster");
             writeln!(
                 out,
                 "its server was killed: {clusters} belong to writes in the server's journal, which the next one takes up"
@@ -129,34 +72,37 @@ impl Report {
         }
         writeln!(
             out,
-            "{} of {} clusters allocated ({:.1} %), {} compressed, {} fragmented; the image ends at {:#x}",
-            self.allocated_clusters,
-            self.total_clusters,
-            percent(self.allocated_clusters, self.total_clusters),
-            self.compressed_clusters,
-            self.fragmented_clusters,
-            self.image_end_offset
+            "{} of {} clusters allocated ({:.1} %), {} compressed, {} fragmented; the image ends at {}",
+            self.found.allocated_clusters,
+            self.found.total_clusters,
+            percent(self.found.allocated_clusters, self.found.total_clusters),
+            self.found.compressed_clusters,
+            self.found.fragmented_clusters,
+            self.found.image_end_offset
         )
     }
 
     fn verdict(&self) -> String {
         match self.exit_code() {
             EXIT_CANNOT_CHECK => {
-                let parts = counted(self.check_errors, "part");
+                let parts = counted(self.found.check_errors, "part");
                 format!("{parts} could not be checked, so the numbers below say little")
             }
             EXIT_CORRUPT => format!(
                 "{}, {}; do not write to it: copy it, then --repair all on the copy",
-                counted(self.corruptions, "corruption"),
-                counted(self.leaks, "leak")
+                counted(self.found.corruptions, "corruption"),
+                counted(self.found.leaks, "leak")
             ),
-            EXIT_LEAKS if self.journal_missing => format!(
+            EXIT_LEAKS if self.found.journal_missing => format!(
                 "{} at most: its server was killed, and the server's journal, which is not in the runtime directory \
                  (--runtime-dir), says which of them are unflushed writes",
-                counted(self.leaks, "leak")
+                counted(self.found.leaks, "leak")
             ),
             EXIT_LEAKS => {
-                format!("{}; data is safe, --repair leaks gives the space back", counted(self.leaks, "leak"))
+                format!(
+                    "{}; data is safe, --repair leaks gives the space back",
+                    counted(self.found.leaks, "leak")
+                )
             }
             _ => "clean".to_owned(),
         }
@@ -175,11 +121,7 @@ pub fn run(args: &CheckArgs) -> Result<ExitCode> {
         None => check()?,
     };
     let report = Report::new(args, &found);
-    if args.json {
-        print_json(&report)?;
-    } else {
-        print(&report.to_text())?;
-    }
+    answer(args.json, &report, || report.to_text())?;
     Ok(ExitCode::from(report.exit_code()))
 }
 
@@ -214,13 +156,13 @@ fn phase_name(phase: Phase) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use vmstrata_check::FindingKind;
+    use vmstrata_check::{Finding, FindingKind};
     use vmstrata_types::HostOffset;
 
     use super::*;
     use crate::args::{BackingArgs, JournalArgs};
 
-    fn report(found: &CheckReport) -> Report {
+    fn report(found: &Found) -> Report<'_> {
         let args = CheckArgs {
             file: "a.qcow2".into(),
             repair: None,
@@ -236,7 +178,7 @@ mod tests {
     #[test]
     fn the_worst_finding_decides_the_exit_code() {
         let code = |check_errors, corruptions, leaks| {
-            report(&CheckReport { check_errors, corruptions, leaks, ..CheckReport::default() }).exit_code()
+            report(&Found { check_errors, corruptions, leaks, ..Found::default() }).exit_code()
         };
         assert_eq!(code(0, 0, 0), 0);
         assert_eq!(code(0, 0, 7), 3);
@@ -248,8 +190,7 @@ mod tests {
     fn findings_name_their_offset_and_those_not_listed_are_counted() {
         let kind = FindingKind::Leak { refcount: 1, references: 0 };
         let finding = Finding { at: HostOffset::new(0x50000), kind };
-        let found =
-            CheckReport { leaks: 5, findings: vec![finding], findings_total: 5, ..CheckReport::default() };
+        let found = Found { leaks: 5, findings: vec![finding], findings_total: 5, ..Found::default() };
         let text = report(&found).to_text();
         assert!(text.starts_with("leak: byte 0x50000: leaked: refcount is 1"), "{text}");
         assert!(text.contains("... and 4 more\n"), "{text}");
@@ -258,9 +199,7 @@ mod tests {
 
     #[test]
     fn a_clean_image_says_so_in_two_lines() {
-        let text =
-            report(&CheckReport { total_clusters: 10, allocated_clusters: 5, ..CheckReport::default() })
-                .to_text();
+        let text = report(&Found { total_clusters: 10, allocated_clusters: 5, ..Found::default() }).to_text();
         assert!(text.starts_with("a.qcow2: clean\n5 of 10 clusters allocated (50.0 %)"), "{text}");
         assert_eq!(text.lines().count(), 2);
     }
