@@ -225,7 +225,7 @@ impl Job<'_> {
             Ok((region.data_bytes(), region.sum))
         })?;
         file.finish()?;
-        sum_of(&draft.file, |_| Ok(()))
+        sum_of(&draft.file, &[], |_| Ok(()))
     }
 
     /// Carries out all regions, in order.

@@ -1,7 +1,7 @@
 //! Where bytes of a backup go, in order, with the checksum of all of them.
 
 use std::fs::File;
-use std::io::{self, Read as _, Seek as _, Write};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write};
 use std::os::unix::fs::FileExt as _;
 
 use sha2::{Digest as _, Sha256};
@@ -72,15 +72,21 @@ fn put_sparse(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Length and checksum of a file, read from its beginning; `watch` gets the bytes read so far and may end it.
+/// Length and checksum of a file that begins with `start`, whatever it has there; `watch` gets the bytes read so far and may
+/// end it.
 ///
 /// # Errors
 /// Whatever the host reports, or what `watch` answers.
-pub(crate) fn sum_of(mut file: &File, mut watch: impl FnMut(u64) -> Result<()>) -> Result<FileSum> {
+pub(crate) fn sum_of(
+    mut file: &File,
+    start: &[u8],
+    mut watch: impl FnMut(u64) -> Result<()>,
+) -> Result<FileSum> {
     let mut hash = Sha256::new();
+    hash.update(start);
     let mut buf = vec![0; 1 << 20];
-    let mut bytes = 0;
-    file.rewind().while_trying("read the backup")?;
+    let mut bytes = start.len() as u64;
+    file.seek(SeekFrom::Start(bytes)).while_trying("read the backup")?;
     loop {
         match file.read(&mut buf) {
             Ok(0) => return Ok(FileSum { bytes, sha256: Digest::of(hash) }),

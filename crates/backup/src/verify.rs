@@ -1,17 +1,20 @@
 //! Comparing a backup with its manifest.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use vmstrata_disk::{IoContext as _, Resources, Result};
+use vmstrata_qcow2::Header;
 use vmstrata_store::open_named;
-
-use vmstrata_types::GuestOffset;
+use vmstrata_types::{ClusterBits, GuestOffset};
 
 use crate::REGION_BYTES;
 use crate::content::Content;
 use crate::fault::BackupFault;
+use crate::head::{Places, Refcounts, Shape, first_cluster};
 use crate::manifest::Manifest;
 use crate::pipeline::{Crew, in_order};
 use crate::target::sum_of;
@@ -49,7 +52,8 @@ pub fn verify(path: &Path, resources: &Arc<Resources>, watch: Watch<'_>) -> Resu
     Ok(BackupReport { manifest: content.manifest, stored_bytes, took: started.elapsed() })
 }
 
-/// Compares a file with its length and checksum.
+/// Compares a file with its length and checksum. One that `qemu-img rebase -u` has given another backing file, which is there,
+/// must match behind the header that it was made with.
 ///
 /// # Errors
 /// A file that cannot be read or does not match; [`BackupFault::Stopped`] when `watch` says so.
@@ -61,8 +65,46 @@ pub(crate) fn check_file(path: &Path, manifest: &Manifest, watch: &mut dyn FnMut
         if found != expected {
             return Err(BackupFault::Length { found, expected }.into());
         }
-        let sum = sum_of(&file, |done| if watch(done) { Ok(()) } else { Err(BackupFault::Stopped.into()) })?;
-        if sum == manifest.file { Ok(()) } else { Err(BackupFault::FileSum.into()) }
+        let mut sum = |start: &[u8]| {
+            sum_of(&file, start, |done| if watch(done) { Ok(()) } else { Err(BackupFault::Stopped.into()) })
+        };
+        if sum(&[])? == manifest.file {
+            return Ok(());
+        }
+        match rebased_header(path, &file, manifest) {
+            Some((name, header)) if sum(&header)? == manifest.file => {
+                tracing::info!(file = %path.display(), backing = %name, "the backup was rebased: all but its header matches");
+                Ok(())
+            }
+            _ => Err(BackupFault::FileSum.into()),
+        }
     };
     check().map_err(|error| error.in_file(path))
+}
+
+/// Of a backup whose backing file has another name than the manifest says: that name, and the first cluster that the backup was
+/// made with, by what the manifest says and where its tables lie.
+fn rebased_header(path: &Path, file: &File, manifest: &Manifest) -> Option<(String, Vec<u8>)> {
+    let link = manifest.builds_on.as_ref()?;
+    let bits = ClusterBits::new(manifest.cluster_bytes.checked_ilog2()?)?;
+    let mut found = vec![0; usize::try_from(bits.size().min(manifest.file.bytes)).ok()?];
+    file.read_exact_at(&mut found, 0).ok()?;
+    let header = Header::parse(&found, manifest.file.bytes).ok()?;
+    let name = String::from_utf8(header.backing_name(&found).ok()??.to_vec()).ok()?;
+    let is_there = path.parent()?.join(name.strip_prefix("file:").unwrap_or(&name)).is_file();
+    if name == link.file || !is_there {
+        return None;
+    }
+    let shape = Shape {
+        bits,
+        size: manifest.disk_bytes,
+        backing_name: Some(link.file.clone()),
+        compression: Some(header.compression_type),
+    };
+    let refcounts = Refcounts {
+        first: header.refcount_table_offset.get() >> bits.get(),
+        table: header.refcount_table_clusters.into(),
+        blocks: 0,
+    };
+    Some((name, first_cluster(&shape, &Places { l1: header.l1_table_offset, refcounts }).ok()?))
 }

@@ -214,6 +214,23 @@ fn damage_to_any_byte_is_noticed() {
 }
 
 #[test]
+fn a_rebased_backup_is_verified_and_restored() {
+    let pair = pair(Some(CompressionType::Zstd));
+    let [full, inc] = &pair.files;
+    let moved = pair.dir.path().join("monday");
+    std::fs::rename(full, &moved).unwrap();
+    std::fs::rename(manifest_path(full), manifest_path(&moved)).unwrap();
+    qemu_img(&["rebase", "-u", "-b", "monday", "-F", "qcow2", path_str(inc)]);
+    check_verifies(inc).expect("verifies");
+    let target = pair.dir.path().join("restored");
+    restore_to(&[moved.clone(), inc.clone()], &target).expect("restores");
+    assert!(content(&target, "qcow2") == content(&pair.states[1], "qcow2"));
+    qemu_img(&["rebase", "-u", "-b", "tuesday", "-F", "qcow2", path_str(inc)]);
+    let error = check_verifies(inc).expect_err("no such backing file");
+    assert!(error.to_string().contains("does not match its SHA-256"), "{error}");
+}
+
+#[test]
 fn nothing_is_restored_from_damage() {
     let pair = pair(None);
     let target = pair.dir.path().join("restored");
