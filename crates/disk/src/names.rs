@@ -40,11 +40,17 @@ pub(crate) fn sibling(file_name: &str) -> String {
 
 /// The path of the sidecar of the layer at `path`.
 pub(crate) fn sidecar_of(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".vmsx");
-    name.into()
+    let name = path.file_name().unwrap_or_default();
+    if name.len() + SIDECAR.len() > NAME_MAX {
+        return path.with_file_name(beside_name(name, SIDECAR));
+    }
+    let mut sidecar = path.as_os_str().to_owned();
+    sidecar.push(SIDECAR);
+    sidecar.into()
 }
 
+/// How the name of a sidecar ends.
+const SIDECAR: &str = ".vmsx";
 /// Bytes of a file's name, at most.
 const NAME_MAX: usize = 255;
 

@@ -25,6 +25,7 @@ use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 use vmstrata_store::{Directory, Place};
 
 use crate::error::{IoContext as _, Result};
+use crate::names::beside_name;
 use crate::opener::directory_of;
 
 const SUFFIX: &str = ".clones";
@@ -40,10 +41,10 @@ pub(crate) struct BackRef {
     pub(crate) disk: PathBuf,
 }
 
-/// The directory of the links; `None` for a name that has none.
-fn directory(layer: &Path) -> io::Result<Option<Place>> {
+/// The directory of the links.
+fn directory(layer: &Path) -> io::Result<Place> {
     let place = Place::of(layer)?;
-    Ok(place.name().to_str().map(|name| place.directory().place(format!(".{name}{SUFFIX}"))))
+    Ok(place.directory().place(beside_name(place.name(), SUFFIX)))
 }
 
 /// Records that the disk at `disk` stands on `layer`. On stable storage when this returns.
@@ -58,7 +59,7 @@ pub(crate) fn record(layer: &Path, disk: &Path) -> Result<()> {
 
 /// Makes a link in the layer's directory of links; returns whether it was not there. On stable storage when this returns.
 fn link(layer: &Path, name: &str, target: &Path) -> io::Result<bool> {
-    let Some(place) = directory(layer)? else { return Ok(false) };
+    let place = directory(layer)?;
     let made = is_new(place.create_directory(0o777))?;
     let links = place.open_directory()?;
     let linked = is_new(links.place(name).create_link(target))?;
@@ -101,10 +102,8 @@ fn release_link(layer: &Path, tag: &str) -> io::Result<bool> {
         Err(error) => return Err(error),
     }
     links.sync()?;
-    if let Some(place) = directory(layer)? {
-        // Others may have links there.
-        let _ = place.remove_directory();
-    }
+    // Others may have links there.
+    let _ = directory(layer)?.remove_directory();
     Ok(true)
 }
 
@@ -149,9 +148,9 @@ fn state_text(info: &SnapshotInfo) -> String {
 
 /// The layer's directory of links, if there is one.
 fn links_of(layer: &Path) -> io::Result<Option<Directory>> {
-    match directory(layer).and_then(|place| place.map(|place| place.open_directory()).transpose()) {
+    match directory(layer).and_then(|place| place.open_directory()) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        links => links,
+        links => links.map(Some),
     }
 }
 
@@ -203,7 +202,7 @@ pub(crate) fn remove_all(layer: &Path) {
     for back_ref in of_layer(layer).unwrap_or_default() {
         let _ = back_ref.link.remove();
     }
-    if let Ok(Some(place)) = directory(layer) {
+    if let Ok(place) = directory(layer) {
         let _ = place.remove_directory();
     }
 }

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use vmstrata_store::{Access, FileId, FileIdentity, Gate, Place};
 
 use crate::error::{IoContext as _, Result};
+use crate::names::beside_name;
 use crate::opener::{LocalFiles, Opener as _, directory_of};
 
 /// How the note's name ends; it begins as the disk's, after a dot.
@@ -146,13 +147,11 @@ fn read<T: DeserializeOwned>(place: &Path) -> Result<Option<T>> {
 
 /// The note of files that stay.
 pub(in crate::merge) fn left_note_path(disk: &Path) -> Option<PathBuf> {
-    let name = disk.file_name()?.to_str()?;
-    Some(directory_of(disk).join(format!(".{name}{LEFT}")))
+    Some(directory_of(disk).join(beside_name(disk.file_name()?, LEFT)))
 }
 
 pub(super) fn intents_path(disk: &Path) -> Option<PathBuf> {
-    let name = disk.file_name()?.to_str()?;
-    Some(directory_of(disk).join(format!(".{name}{SUFFIX}")))
+    Some(directory_of(disk).join(beside_name(disk.file_name()?, SUFFIX)))
 }
 
 /// Where a note is until it is whole. Only the disk's writer is ever there.
