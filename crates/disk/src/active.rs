@@ -11,45 +11,42 @@
 //! Lock order: page lock, then cluster lock, then L1 lock, then the allocator's or the changes' lock.
 
 mod backoff;
-mod commit;
 mod growth;
 mod l1;
 mod locks;
-mod page;
-mod publish;
 mod recover;
-mod refusal;
 pub(crate) mod session;
-mod space;
 
+use std::collections::BTreeMap;
 use std::io;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use vmstrata_qcow2::{Header, L2Entry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
-use vmstrata_types::{GuestOffset, LayerIndex};
+use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
-use crate::alloc::Allocator;
+use crate::alloc::{Allocated, Allocator};
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
-use crate::changes::{Changes, Freed};
-use crate::error::{Error, ErrorKind, Result};
+use crate::changes::{Changes, CommitTarget, Freed, Noted};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
-use crate::layer::Tables;
+use crate::journal::{Record, Slot};
+use crate::layer::{Tables, table_of, words};
+use crate::partial::Partial;
 use growth::Growth;
 use l1::L1;
 use locks::EntryLocks;
 
-use crate::partial::Partial;
 pub(crate) use backoff::Backoff;
 pub(crate) use locks::EntryGuard;
 pub use recover::Mismatch;
 pub(crate) use recover::host_of;
-pub(crate) use refusal::Refusal;
-pub(crate) use space::NewClusters;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -251,5 +248,247 @@ impl Active {
             L2Entry::Compressed { host: at, len } => Some(Freed { at, len }),
             L2Entry::Unallocated | L2Entry::Zero { host: None, .. } => None,
         })
+    }
+}
+
+/// Reads a part of a table.
+type ReadTable<'a> = dyn Fn(&mut [u8], HostOffset) -> io::Result<()> + 'a;
+
+impl Active {
+    /// The raw entries of the page that holds the cluster, if they are in memory or there are no tables for any of them.
+    pub(crate) fn page_now(&self, cluster: u64) -> Option<[u64; PAGE_WORDS]> {
+        let mut entries = [0; PAGE_WORDS];
+        let first = cluster - cluster % PAGE_WORDS as u64;
+        let mut tables = (first..first + PAGE_WORDS as u64).step_by(1 << self.tables.geometry.l2_bits);
+        if !tables.any(|cluster| self.has_table(cluster)) {
+            return Some(entries);
+        }
+        self.cache.copy(self.key(cluster).0, &mut entries).then_some(entries)
+    }
+
+    /// As [`Active::page_now`], from the image if need be.
+    ///
+    /// # Errors
+    /// As [`Active::entry`].
+    pub(crate) fn page(&self, cluster: u64) -> Result<[u64; PAGE_WORDS]> {
+        loop {
+            if let Some(entries) = self.page_now(cluster) {
+                return Ok(entries);
+            }
+            self.entry(cluster)?;
+        }
+    }
+
+    /// A cluster's raw entry from the image; fills the page if all of it is locked.
+    pub(super) fn read_entry(
+        &self,
+        cluster: u64,
+        guard: &EntryGuard<'_>,
+        read: &ReadTable<'_>,
+    ) -> Result<u64> {
+        let (key, slot) = self.key(cluster);
+        let first = cluster - slot as u64;
+        // Changes are looked at before the image: one that a commit writes meanwhile, and then forgets, is seen in
+        // one of the two places. (No others of what is locked can be noted.)
+        let mut changed: Vec<(u64, u64)> = Vec::new();
+        self.changes.overlay(first..first + PAGE_WORDS as u64, |cluster, raw| changed.push((cluster, raw)));
+        let mut page = [0; PAGE_WORDS];
+        self.read_entries(first, &mut page, read).map_err(|e| e.in_layer(self.index).in_file(&self.path))?;
+        for (cluster, raw) in changed {
+            page[(cluster - first) as usize] = raw;
+        }
+        if guard.is_of_page() {
+            self.cache.fill(key, &page);
+        }
+        Ok(page[slot])
+    }
+
+    /// What the image says of the clusters from `first` on.
+    fn read_entries(&self, first: u64, page: &mut [u64; PAGE_WORDS], read: &ReadTable<'_>) -> Result<()> {
+        let l2_bits = self.tables.geometry.l2_bits;
+        let mut bytes = [0; PAGE_WORDS * 8];
+        let mut done = 0;
+        while done < PAGE_WORDS {
+            let cluster = first + done as u64;
+            let within = cluster & ((1 << l2_bits) - 1);
+            let count = (PAGE_WORDS - done).min((1 << l2_bits) - within as usize);
+            let raw = self.l1_entry(cluster >> l2_bits).unwrap_or(0);
+            let table = table_of(&self.tables, raw, u64::MAX)?;
+            if let Some(table) = table {
+                let bytes = &mut bytes[..count * 8];
+                let at = table + within * 8;
+                read(bytes, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
+                let found = words(bytes).map(Partial::never_from_an_image);
+                page[done..done + count].iter_mut().zip(found).for_each(|(to, raw)| *to = raw);
+            }
+            done += count;
+        }
+        Ok(())
+    }
+
+    /// Publishes changes of entries that lie in one page and one L2 table and are locked. The data they lead to is written.
+    ///
+    /// # Errors
+    /// A commit that failed, or a journal that cannot be written: in the latter case nothing is published.
+    pub(crate) fn publish(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Result<()> {
+        let noted = self.changes.note_or_commit(&records(changed), freed, self)?;
+        // Commit first: a request that sees a new cluster writes into it and completes without a commit of its own.
+        self.commit_if_due(noted)?;
+        self.show(changed, guard);
+        Ok(())
+    }
+
+    /// As [`Active::publish`], but that it is left to the caller to do what was noted asks for.
+    pub(crate) fn note(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Noted {
+        let noted = self.changes.note(&records(changed), freed);
+        if matches!(noted, Noted::Safe | Noted::MustCommit) {
+            self.show(changed, guard);
+        }
+        noted
+    }
+
+    /// Shows lookups what was noted.
+    fn show(&self, changed: &[Change], _guard: &EntryGuard<'_>) {
+        for change in changed {
+            let (key, slot) = self.key(change.cluster);
+            self.cache.update(key, slot, change.new);
+        }
+    }
+
+    /// Commits where what was noted asks for it.
+    pub(super) fn commit_if_due(&self, noted: Noted) -> Result<()> {
+        if noted == Noted::MustCommit { self.changes.commit(self) } else { Ok(()) }
+    }
+
+    /// Gives back clusters that nothing leads to any more; `wait` returns once no request can still see them.
+    ///
+    /// # Errors
+    /// Refcounts that cannot be read or written: what was not given back is leaked.
+    pub(crate) fn reclaim(&self, wait: impl FnOnce()) -> Result<()> {
+        let freed = self.changes.take_reclaimable();
+        if freed.is_empty() {
+            return Ok(());
+        }
+        wait();
+        freed
+            .into_iter()
+            .try_for_each(|run| self.alloc.free(run.at, run.len))
+            .map_err(|error| error.in_file(&self.path))
+    }
+}
+
+fn records(changed: &[Change]) -> SmallVec<[Record; 4]> {
+    let record =
+        |change: &Change| Record { slot: Slot::L2(change.cluster), old: change.old, new: change.new };
+    changed.iter().map(record).collect()
+}
+
+impl CommitTarget for Active {
+    fn flush(&self) -> Result<()> {
+        self.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&self.path))
+    }
+
+    fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()> {
+        let mut run: Vec<u8> = Vec::new();
+        let mut run_at = HostOffset::ZERO;
+        let write = |run: &mut Vec<u8>, at: HostOffset| -> Result<()> {
+            if !run.is_empty() {
+                let written = self.store.write_all(run, at).while_trying("write table entries");
+                written.map_err(|error| error.at(at).in_file(&self.path))?;
+                run.clear();
+            }
+            Ok(())
+        };
+        for (&slot, raw) in entries {
+            let at = self.place_of(slot)?;
+            if run_at + run.len() as u64 != at {
+                write(&mut run, run_at)?;
+                run_at = at;
+            }
+            run.extend_from_slice(&raw.to_be_bytes());
+        }
+        write(&mut run, run_at)
+    }
+}
+
+impl Active {
+    /// Where an entry lies in the image.
+    fn place_of(&self, slot: Slot) -> Result<HostOffset> {
+        match slot {
+            Slot::L1(index) => Ok(self.l1.load().at + index * 8),
+            Slot::L2(cluster) => {
+                let l2_bits = self.tables.geometry.l2_bits;
+                let raw = self.l1_entry(cluster >> l2_bits);
+                let table = table_of(&self.tables, raw.unwrap_or(0), u64::MAX)?;
+                let table = table.expect("a change was published only after its table existed");
+                Ok(table + (cluster & ((1 << l2_bits) - 1)) * 8)
+            }
+        }
+    }
+}
+
+/// Clusters that no entry leads to yet; what is not kept is given back.
+#[derive(Debug)]
+pub(crate) struct NewClusters<'a> {
+    active: &'a Active,
+    space: Allocated,
+}
+
+impl Active {
+    /// As [`crate::alloc::Allocator::allocate`].
+    ///
+    /// # Errors
+    /// The same.
+    pub(crate) fn allocate(&self, clusters: u64) -> Result<NewClusters<'_>> {
+        let space = self.alloc.allocate(clusters).map_err(|error| error.in_file(&self.path))?;
+        Ok(NewClusters { active: self, space })
+    }
+
+    /// As [`crate::alloc::Allocator::try_allocate`].
+    pub(crate) fn try_allocate(&self) -> Option<NewClusters<'_>> {
+        Some(NewClusters { active: self, space: self.alloc.try_allocate()? })
+    }
+}
+
+impl NewClusters<'_> {
+    /// Entries lead to all of them now.
+    pub(crate) fn keep(mut self) {
+        self.space.clusters = 0;
+    }
+}
+
+impl Deref for NewClusters<'_> {
+    type Target = Allocated;
+
+    fn deref(&self) -> &Allocated {
+        &self.space
+    }
+}
+
+impl Drop for NewClusters<'_> {
+    /// Once the disk is lost they stay counted: a broken journal may still name them, and would then be refused.
+    fn drop(&mut self) {
+        if self.space.clusters > 0 && !self.active.is_lost() {
+            let bits = self.active.tables.geometry.cluster_bits;
+            // What cannot be given back is leaked.
+            let _ = self.active.alloc.free(self.space.at, self.space.clusters << bits.get());
+        }
+    }
+}
+
+/// Until this is dropped, no cluster becomes partial.
+#[derive(Debug)]
+pub(crate) struct Refusal(Arc<Active>);
+
+impl Refusal {
+    pub(crate) fn of(active: &Arc<Active>) -> Self {
+        active.changes.refuse_partials(1);
+        Self(Arc::clone(active))
+    }
+}
+
+impl Drop for Refusal {
+    fn drop(&mut self) {
+        self.0.changes.refuse_partials(-1);
     }
 }

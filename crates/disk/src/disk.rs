@@ -1,18 +1,14 @@
 //! A disk: a chain of layers that reads and writes like one flat run of bytes.
 //!
-//! This module opens and closes disks. [`crate::layers`] answers *where* bytes are; [`crate::read`], [`crate::write`]
+//! This module opens, flushes and closes disks, and carries requests out, blocking. [`crate::layers`] answers *where* bytes are; [`crate::read`], [`crate::write`]
 //! and [`crate::zero`] move them, [`crate::queue`] does so asynchronously.
 
 mod attached;
-mod durable;
 mod finalize;
 mod index;
-mod killed;
-mod maintained;
 mod merge;
 mod open;
 mod resize;
-mod run;
 mod snapshot;
 mod state;
 mod switch;
@@ -21,23 +17,29 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
-use vmstrata_store::FileId;
+use vmstrata_store::{AlignedBuf, FileId, Segment, total_len};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 
+use crate::active::Active;
+use crate::active::session::leave_clean;
 use crate::chain::{OpenOptions, check_state_at};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
-use crate::layers::LayerInfo;
-use crate::layers::{Layers, Top, index_of};
+use crate::layers::{LayerInfo, Layers, Top, index_of};
 use crate::loading::{Chain, freeze, read_chain};
+use crate::maintenance::Maintained;
 use crate::refs::back_refs;
+use crate::request::{Op, Request};
 use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
-use crate::workers::Mailbox;
+use crate::workers::{CarryOut, Mailbox};
+use crate::write::Incomplete;
+use crate::zero::{Purpose, ZERO_CHUNK};
 use state::{Service, State};
 
 pub use attached::{AttachedWriter, HasWriter};
@@ -85,7 +87,7 @@ impl Disk {
             .or_else(|error| check_state_at(path, &**resources.files().opener()).and(Err(error)))?;
         chain.top.check_state()?;
         if chain.unfinished && !options.read_only {
-            killed::finish_snapshot(chain, (options.cache, options.unflushed), resources)?;
+            open::finish_snapshot(chain, (options.cache, options.unflushed), resources)?;
             chain = read_chain(path, options, resources)?;
         }
         if options.read_only && (chain.unfinished || chain.top.is_in_session()) {
@@ -288,5 +290,262 @@ impl Disk {
             return Err(Error::from(ErrorKind::BufferLength { range, len }).in_file(&self.path));
         }
         Ok(())
+    }
+
+    /// Stops requests: returns once none is inside; new ones wait for [`Disk::resume`], or are refused once the disk is closed.
+    /// [`Disk::flush`], snapshots and merges go on. One caller at a time may drain a disk.
+    pub fn drain(&self) {
+        self.epochs.close();
+    }
+
+    /// Lets requests in again.
+    pub fn resume(&self) {
+        self.epochs.open();
+    }
+
+    /// Refuses a request that makes no sense for this disk.
+    pub(crate) fn check(&self, request: &Request) -> Result<()> {
+        if request.op.has_buffers() {
+            self.check_buffers(request.range, total_len(&request.segments))?;
+        } else if request.op != Op::Flush {
+            self.check_range(request.range)?;
+        }
+        if request.op.changes_disk() { self.check_writable() } else { Ok(()) }
+    }
+
+    /// Carries a request out, blocking until it is done.
+    ///
+    /// # Errors
+    /// As the method for the operation.
+    pub fn run(&self, request: &Request) -> Result<()> {
+        self.check(request)?;
+        let segments: &[Segment<'_>] = &request.segments;
+        let range = request.range;
+        match request.op {
+            Op::Read => self.read_counted(range.start, segments),
+            Op::Write { fua } => self.write(range.start, segments).and_then(|()| self.flush_if(fua)),
+            Op::Flush => self.flush(),
+            Op::Discard => self.discard(range),
+            Op::WriteZeroes { unmap, fua } => {
+                self.write_zeroes(range, unmap).and_then(|()| self.flush_if(fua))
+            }
+            Op::Prefetch => self.prefetch(range),
+        }
+    }
+
+    fn flush_if(&self, fua: bool) -> Result<()> {
+        if fua { self.flush() } else { Ok(()) }
+    }
+}
+
+impl CarryOut for Disk {
+    fn check(&self, request: &Request) -> Result<()> {
+        self.check(request)
+    }
+
+    fn run(&self, request: &Request) -> Result<()> {
+        self.run(request)
+    }
+}
+
+impl Disk {
+    /// Writes `from` at `at`. It can be read once this returns, and is durable after the next [`Disk::flush`].
+    ///
+    /// # Errors
+    /// A disk that takes no writes, a range that does not fit it, or a host that is full or cannot write: any part
+    /// of the range may then have been written.
+    pub fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
+        let _guard = self.epochs.enter();
+        let _inside = self.write_gate.enter();
+        let len = total_len(from);
+        self.check_range(GuestRange::new(at, len as u64))?;
+        self.check_writable()?;
+        self.layers_now().write(at, from).map_err(|error| self.fail_if_fatal(error))
+    }
+
+    /// Makes a range read as zeros; with `unmap` its space is given back.
+    ///
+    /// # Errors
+    /// As [`Disk::write`].
+    pub fn write_zeroes(&self, range: GuestRange, unmap: bool) -> Result<()> {
+        self.clear(range, if unmap { Purpose::ZeroAndFree } else { Purpose::Zero })
+    }
+
+    /// Gives the space of a range back. Whole clusters read as zeros afterwards (except in version 2 images with a
+    /// backing file, which cannot say so: there they are left alone); parts of clusters are left alone.
+    ///
+    /// # Errors
+    /// As [`Disk::write`].
+    pub fn discard(&self, range: GuestRange) -> Result<()> {
+        self.clear(range, Purpose::Discard)
+    }
+
+    fn clear(&self, range: GuestRange, purpose: Purpose) -> Result<()> {
+        let _guard = self.epochs.enter();
+        let _inside = self.write_gate.enter();
+        self.check_range(range)?;
+        self.check_writable()?;
+        if range.len == 0 {
+            return Ok(());
+        }
+        self.layers_now().clear(range, purpose).map_err(|error| self.fail_if_fatal(error))
+    }
+
+    /// Reads a range into the host's page cache, as far as that is useful.
+    ///
+    /// # Errors
+    /// As [`Disk::read`].
+    pub fn prefetch(&self, range: GuestRange) -> Result<()> {
+        let mut buf = AlignedBuf::zeroed(ZERO_CHUNK.min(range.len as usize));
+        let mut done = 0;
+        while done < range.len {
+            let part = (range.len - done).min(buf.len() as u64);
+            self.read(range.start + done, &[Segment::from_mut(&mut buf[..part as usize])])?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// Brings everything written before the call to stable storage, with the tables that lead to it.
+    ///
+    /// # Errors
+    /// A host that cannot flush or write: the disk then takes no more writes. A layer that cannot be read below a cluster that
+    /// was written in part: all else is on stable storage, and it can be tried again.
+    pub fn flush(&self) -> Result<()> {
+        self.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
+        if self.is_read_only() {
+            return Ok(());
+        }
+        self.check_writable()?;
+        self.commit()
+    }
+
+    /// As [`Disk::flush`], checked. What cannot be copied up, because what lies below it cannot be read, stays in memory and in
+    /// the journal; all else is on stable storage even then.
+    pub(super) fn commit(&self) -> Result<()> {
+        let completed = self.complete_all();
+        if let Err(Incomplete::Own(error)) = completed {
+            return Err(self.fail_if_fatal(error));
+        }
+        self.layers_now().commit().map_err(|error| self.fail(error))?;
+        completed.map_err(|why| self.fail_if_fatal(why.into()))
+    }
+
+    /// Copies up all that was put off before the call, as far as what lies below can be read.
+    pub(super) fn complete_all(&self) -> Result<(), Incomplete> {
+        let layers = arc_swap::Guard::into_inner(self.layers_now());
+        layers.complete_each(&|cluster| self.complete_one(&layers, cluster))
+    }
+
+    /// Makes a cluster of these layers' active one whole, by the layers that lie below it now.
+    pub(super) fn complete_one(&self, layers: &Layers, cluster: u64) -> Result<(), Incomplete> {
+        // Layers that are dropped meanwhile wait for it.
+        let _guard = self.epochs.guard();
+        let now = self.layers_now();
+        match (&layers.top, &now.top) {
+            (Top::Qcow2(active), Top::Qcow2(top)) if Arc::ptr_eq(active, top) => now.complete_one(cluster),
+            // Frozen meanwhile, and whole since then.
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives back clusters that nothing leads to any more, once no request can still see them.
+    pub(super) fn reclaim(&self, active: &Active) {
+        if let Err(error) = active.reclaim(|| self.epochs.synchronize()) {
+            tracing::warn!(disk = %self.path.display(), %error, "cannot free clusters: they are leaked until `vmstrata check --repair=leaks`");
+        }
+    }
+
+    /// Ends the disk: waits for requests under way, flushes, and leaves an image that stock tools find clean.
+    ///
+    /// Later requests fail; a second call does nothing.
+    ///
+    /// # Errors
+    /// What could not be flushed, copied up or written; the image is then as after a killed process, and whoever opens it next
+    /// finds everything.
+    pub fn close(&self) -> Result<()> {
+        let _changing = self.change();
+        let before = self.state.close();
+        // Requests that wait for a resume are refused.
+        self.resume();
+        let _tending = self.tending.lock();
+        self.epochs.synchronize();
+        match (before, self.failure()) {
+            (Service::Closed, _) => return Ok(()),
+            (Service::Failed, Some(cause)) if !self.is_read_only() => {
+                return Err(Error::from(ErrorKind::Failed { cause }).in_file(&self.path));
+            }
+            _ => {}
+        }
+        self.commit()?;
+        let layers = self.layers_now();
+        let Top::Qcow2(active) = &layers.top else { return Ok(()) };
+        let left = leave_clean(active, || self.epochs.synchronize());
+        left.map_err(|error| self.fail(error))
+    }
+}
+
+impl Maintained for Disk {
+    fn deferred(&self) -> Vec<u64> {
+        match &self.layers_now().top {
+            Top::Qcow2(active) => active.changes.partials_to_copy(),
+            Top::Raw(_) | Top::Frozen => Vec::new(),
+        }
+    }
+
+    fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64] {
+        let _tending = self.tending.lock();
+        if self.state.service() != Service::Open {
+            return &[];
+        }
+        let layers = arc_swap::Guard::into_inner(self.layers_now());
+        let Top::Qcow2(active) = &layers.top else { return &[] };
+        let mut left = clusters;
+        while let [cluster, rest @ ..] = left
+            && Instant::now() < until
+        {
+            if let Err(why) = self.complete_one(&layers, *cluster) {
+                // The next commit tries it again.
+                active.partials_are_stuck(Some(&why));
+                if let Incomplete::Own(error) = why {
+                    self.fail_if_fatal(error);
+                    return &[];
+                }
+            }
+            left = rest;
+        }
+        left
+    }
+
+    fn write_out(&self) -> bool {
+        match &self.layers_now().top {
+            Top::Qcow2(active) => active.write_out(),
+            Top::Raw(_) | Top::Frozen => false,
+        }
+    }
+
+    fn tend(&self, age: Duration) {
+        let _tending = self.tending.lock();
+        let layers = self.layers_now();
+        let Top::Qcow2(active) = &layers.top else { return };
+        if self.state.service() != Service::Open {
+            return;
+        }
+        if active.changes.waited(age) {
+            // The first failure was logged; the commit does what it can.
+            let _ = self.commit();
+        }
+        if self.state.service() == Service::Open {
+            self.reclaim(active);
+        }
+    }
+
+    fn stands_on(&self, file: FileId) -> bool {
+        let layers = self.layers_now();
+        layers.frozen.as_ref().is_some_and(|map| map.layers().any(|layer| layer.identity.file == file))
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
     }
 }

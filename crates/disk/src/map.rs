@@ -13,27 +13,29 @@
 //! A long chain is read once, by all processors, when it is opened ([`FrozenMap::build`]); pages that did not fit
 //! the budget, or were evicted, are made again from the tables when someone asks for them.
 //!
+//! The index on disk may be one of a layer further down, when those above it have none: what they say is then read from their
+//! tables, and put over what the index says.
+//!
 //! **Size rule.** A layer shorter than one above it reads as zeros past its end, and hides what lies below it there.
 //! So what layer *k* says counts up to the shortest layer at or above it, its *visible end*.
 
-mod build;
 mod fresh;
-mod indexed;
 mod pages;
 mod replaced;
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
+use vmstrata_store::on_threads;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset, LayerIndex};
 
-use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
+use crate::cache::{Owner, PAGE_BYTES, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
 use crate::entry::{MapEntry, Mapping};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::files::FileTable;
-use crate::fold::Merge;
-use crate::fold::Visible;
+use crate::fold::{Merge, Visible};
 use crate::index::Index;
 use crate::layer::{Layer, Scratch};
 use fresh::Fresh;
@@ -301,6 +303,115 @@ impl FrozenMap {
             if words.iter().all(|&word| word != 0) {
                 break;
             }
+        }
+        Ok(words)
+    }
+}
+
+/// Shorter chains are not read ahead: filling one of their pages costs a few reads.
+pub(super) const BUILD_FROM_LAYERS: usize = 16;
+
+impl FrozenMap {
+    /// Reads all tables of a long chain at once, by all processors, if the whole map fits half of the cache.
+    ///
+    /// # Errors
+    /// The first table, in any order, that cannot be read.
+    pub(crate) fn build(&self) -> Result<()> {
+        let pages = self.page_count();
+        if self.layers.len() < BUILD_FROM_LAYERS || pages > self.cache.capacity_pages() / 2 {
+            return Ok(());
+        }
+        // Without room for all of it, pages are made when they are asked for.
+        let words = bytemuck::try_zeroed_slice_box(pages as usize * PAGE_WORDS);
+        let Ok(words): Result<Box<[AtomicU64]>, ()> = words else { return Ok(()) };
+        let next = AtomicUsize::new(0);
+        let failed = Mutex::new(None);
+        on_threads(std::thread::available_parallelism().map_or(1, usize::from).min(8), || {
+            let mut scratch = Scratch::default();
+            while let index = next.fetch_add(1, Ordering::Relaxed)
+                && index < self.layers.len()
+            {
+                if let Err(error) = self.merge_layer(index, &words, &mut scratch) {
+                    failed.lock().get_or_insert(error);
+                    next.store(self.layers.len(), Ordering::Relaxed);
+                }
+            }
+        });
+        if let Some(error) = failed.into_inner() {
+            return Err(error);
+        }
+        let mut page = [0; PAGE_WORDS];
+        for (number, words) in words.chunks(PAGE_WORDS).enumerate() {
+            page.iter_mut().zip(words).for_each(|(word, merged)| *word = merged.load(Ordering::Relaxed));
+            self.cache.fill(self.pages.key(number as u64), &page);
+        }
+        tracing::debug!(layers = self.layers.len(), bytes = pages as usize * PAGE_BYTES, "map built");
+        Ok(())
+    }
+
+    fn merge_layer(&self, index: usize, words: &[AtomicU64], scratch: &mut Scratch) -> Result<()> {
+        let visible = &self.layers[index];
+        let Some(merge) = Merge::new(visible, index, self.unit) else { return Ok(()) };
+        let store = self.files.store(&visible.layer)?;
+        let whole = GuestRange::new(GuestOffset::ZERO, visible.end);
+        visible
+            .layer
+            .scan(&**store, whole, scratch, &mut |cluster, raw| {
+                for (unit, entry) in merge.entries(cluster, raw).clip(0..words.len() as u64) {
+                    words[unit as usize].fetch_max(entry.word(), Ordering::Relaxed);
+                }
+            })
+            .map_err(|error| error.in_layer(merge.index).in_file(&visible.layer.path))
+    }
+
+    /// The same map, reading pages from `index` rather than from the tables of the layers that it answers for: the first
+    /// ones. Where too many are left, all tables are better read at once ([`FrozenMap::build`]).
+    pub(crate) fn with_index(self, index: Arc<Index>) -> Self {
+        let above = self.layers.len().checked_sub(index.layers().len());
+        let fits = index.unit() >= self.unit && above.is_some_and(|above| above < BUILD_FROM_LAYERS);
+        Self { index: fits.then_some(index), ..self }
+    }
+
+    /// As [`FrozenMap::with_index`], for a map that is in use; both have the same pages in memory.
+    pub(crate) fn indexed(&self, index: Arc<Index>) -> Self {
+        let layers = self.layers.iter().map(|visible| Arc::clone(&visible.layer)).collect();
+        self.over_layers(layers).with_index(index)
+    }
+
+    /// The same map on disk, if there is one, for all of the layers.
+    pub(crate) fn index(&self) -> Option<&Arc<Index>> {
+        self.index.as_ref().filter(|index| index.layers().len() == self.layers.len())
+    }
+
+    /// Whether pages come from an index, if only those of the first layers.
+    pub(crate) fn has_index(&self) -> bool {
+        self.index.is_some()
+    }
+
+    /// A page of the index on disk; where that does not hold, what the tables say.
+    pub(super) fn indexed_page(
+        &self,
+        index: &Index,
+        first_unit: u64,
+        scratch: &mut Scratch,
+    ) -> Result<[u64; PAGE_WORDS]> {
+        let mut words = [0; PAGE_WORDS];
+        let read = index.read_page(first_unit >> PAGE_SHIFT, self.unit, &mut words, |layer, at, page| {
+            let store = self.files.store(self.layer(layer))?;
+            store.read_exact(page, at).while_trying("read the index").map_err(|error| error.at(at))
+        });
+        if let Err(error) = read {
+            if error.is_change() {
+                // The tables of that layer would say the same.
+                return Err(error);
+            }
+            tracing::warn!(%error, "a page of the index on disk is not used");
+            return self.scan_page(0..self.layers.len(), first_unit, scratch);
+        }
+        let above = index.layers().len()..self.layers.len();
+        if !above.is_empty() {
+            let newer = self.scan_page(above, first_unit, scratch)?;
+            words.iter_mut().zip(newer).for_each(|(word, newer)| *word = newer.max(*word));
         }
         Ok(words)
     }

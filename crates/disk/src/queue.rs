@@ -14,16 +14,16 @@
 mod pins;
 mod plan;
 mod read;
-mod reap;
 #[cfg(test)]
 mod tests;
 mod views;
-mod wait;
 mod write;
 
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
 use vmstrata_store::{Ring, RingCompletion, SegmentVec, are_zero, slice};
 
 use crate::chain::DetectZeroes;
@@ -38,8 +38,6 @@ use pins::Pins;
 use plan::Part;
 use read::Read;
 use views::{Fetch, Views};
-
-pub use wait::WATCHED_MAX;
 
 /// See the module documentation. Belongs to the thread that uses it first.
 #[derive(Debug)]
@@ -276,5 +274,138 @@ impl Drop for IoQueue {
         if let Err(error) = self.ring.unpin_all() {
             tracing::warn!(%error, "files stay locked for a moment more");
         }
+    }
+}
+
+/// Descriptors a caller may watch in [`IoQueue::wait`].
+pub const WATCHED_MAX: usize = 62;
+
+impl IoQueue {
+    /// Sleeps until a request has finished, one of `watched` is readable, or `timeout` has passed. May wake for no
+    /// reason.
+    ///
+    /// Returns which of `watched` are readable, a bit for each position. Descriptors stay watched until the next
+    /// call without them: make that call before closing one.
+    ///
+    /// # Panics
+    /// When more than [`WATCHED_MAX`] descriptors are watched.
+    pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> u64 {
+        assert!(watched.len() <= WATCHED_MAX, "at most {WATCHED_MAX} descriptors can be watched");
+        self.start_reads();
+        self.let_go();
+        let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() {
+            timeout
+        } else {
+            Some(Duration::ZERO)
+        };
+        let mailbox = Arc::clone(&self.mailbox);
+        let mut all: SmallVec<[BorrowedFd<'_>; 8]> = SmallVec::from_slice(watched);
+        all.push(mailbox.as_fd());
+        let readable = self.ring.wait(&all, timeout).unwrap_or_else(|error| {
+            tracing::error!(%error, "cannot wait for io_uring");
+            std::thread::sleep(Duration::from_millis(1));
+            0
+        });
+        self.roused(readable >> watched.len() & 1 == 1);
+        readable & ((1 << watched.len()) - 1)
+    }
+
+    /// For whoever sleeps by other means than [`IoQueue::wait`] while nothing is under way: what to watch, beside what it waits
+    /// for. `None` when there is something to look at already. After the sleep [`IoQueue::roused`] is called.
+    ///
+    /// # Panics
+    /// When requests are under way.
+    pub fn rest(&mut self) -> Option<BorrowedFd<'_>> {
+        assert_eq!(self.in_flight, 0, "nothing is under way");
+        self.let_go();
+        let mailbox = &self.mailbox;
+        mailbox.about_to_sleep().then(|| mailbox.as_fd())
+    }
+
+    /// The end of a [`IoQueue::rest`]; `called` is whether what was to be watched is readable.
+    pub fn roused(&mut self, called: bool) {
+        if called {
+            self.mailbox.drain();
+        }
+        self.mailbox.awake();
+    }
+
+    /// Asleep it is not to keep the files of layers that the disk has no more.
+    fn let_go(&mut self) {
+        if self.in_flight == 0 {
+            self.mailbox.answer();
+        }
+        self.refresh();
+    }
+
+    /// Appends finished requests to `out` and returns how many; never blocks.
+    pub fn reap(&mut self, out: &mut Vec<Completion>) -> usize {
+        let before = out.len();
+        self.ring.reap(&mut self.moved);
+        let mut moved = std::mem::take(&mut self.moved);
+        for completion in moved.drain(..) {
+            let number = u32::try_from(completion.token).expect("a token is a slot");
+            let is_whole = matches!(completion.result, Ok(moved) if moved == completion.expected);
+            self.part_done(number, is_whole, out);
+        }
+        self.moved = moved;
+        if self.mailbox.is_waiting() {
+            let mut replies = std::mem::take(&mut self.replies);
+            self.mailbox.take(&mut replies);
+            self.at_workers -= replies.len();
+            for (slot, result) in replies.drain(..) {
+                if self.slots[slot as usize].parts_left > 0 {
+                    self.part_done(slot, result.is_ok(), out);
+                } else {
+                    out.push(self.release(slot, result));
+                }
+            }
+            self.replies = replies;
+            if !self.held.is_empty() {
+                self.start_held();
+            }
+        }
+        out.append(&mut self.ready);
+        let count = out.len() - before;
+        self.in_flight -= count;
+        count
+    }
+
+    /// A part has ended; the last one ends the request, or has a worker do all of it again.
+    fn part_done(&mut self, number: u32, is_whole: bool, out: &mut Vec<Completion>) {
+        let slot = &mut self.slots[number as usize];
+        slot.failed |= !is_whole;
+        slot.parts_left -= 1;
+        if slot.parts_left > 0 {
+            return;
+        }
+        if let Some(writing) = slot.writing.take() {
+            // The layers are those that the write began on: they do not change while a writer is inside.
+            self.layers.blocks.iter().for_each(|order| order.leave());
+            self.writer.leave(&self.disk.write_gate, writing);
+        }
+        if slot.failed {
+            if let Some(phase) = slot.phase.take() {
+                self.member.leave(&self.disk.epochs, phase);
+            }
+            self.send_to_worker(number);
+        } else {
+            if let Some(fetch) = slot.fetches.take() {
+                self.views.note(&fetch);
+            }
+            out.push(self.release(number, Ok(())));
+        }
+    }
+
+    /// Frees a slot.
+    fn release(&mut self, number: u32, result: Result<()>) -> Completion {
+        let slot = &mut self.slots[number as usize];
+        let token = slot.request.take().expect("a slot in use has a request").token;
+        if let Some(phase) = slot.phase.take() {
+            self.member.leave(&self.disk.epochs, phase);
+        }
+        self.stats.end(slot.begun, result.is_ok());
+        self.free.push(number);
+        Completion { token, result }
     }
 }

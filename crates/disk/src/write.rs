@@ -6,18 +6,18 @@
 
 mod allocate;
 mod complete;
-mod guarded;
 mod partial;
 
 use std::cell::RefCell;
 
-use vmstrata_qcow2::L2Entry;
-use vmstrata_store::{AlignedBuf, Segment, Store, slice, total_len};
-use vmstrata_types::{GuestOffset, HostOffset};
+use vmstrata_qcow2::probe::PROBE_LEN;
+use vmstrata_qcow2::{ImageFormat, L2Entry};
+use vmstrata_store::{AlignedBuf, Segment, Store, copy_to_slice, slice, total_len};
+use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::Active;
 use crate::error::{ErrorKind, IoContext as _, Result};
-use crate::layers::{Layers, RawTop, Top};
+use crate::layers::{HeaderGuard, Layers, RawTop, Top};
 
 pub(crate) use complete::Incomplete;
 
@@ -204,4 +204,53 @@ fn written_part(active: &Active, raw: u64, within: u64) -> Option<(HostOffset, u
     let partial = active.partial(raw)?;
     let part = partial.run(within);
     part.is_written.then_some((partial.host, part.len))
+}
+
+impl RawTop {
+    /// Whether a write at `at` may bring a header.
+    #[inline]
+    pub(crate) fn guards(&self, at: GuestOffset) -> bool {
+        self.guard.is_some() && at.get() < PROBE_LEN as u64
+    }
+
+    /// Whether clearing `range` leaves a part of what was guarded.
+    pub(crate) fn guards_rest_of(&self, range: GuestRange) -> bool {
+        self.guards(range.start) && (range.start.get() != 0 || range.len < PROBE_LEN as u64)
+    }
+}
+
+impl Layers {
+    /// Writes as much of `from` as lies in the first sector; returns how many bytes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::HeaderWrite`] where the sector would be the start of an image: nothing was written.
+    pub(super) fn write_guarded(
+        &self,
+        raw: &RawTop,
+        guard: &HeaderGuard,
+        at: GuestOffset,
+        from: &[Segment<'_>],
+    ) -> Result<usize> {
+        let mut is_logged = guard.lock();
+        let mut sector = [0; PROBE_LEN];
+        raw.store.read_padded(&mut sector, HostOffset::ZERO).while_trying("read the first sector")?;
+        let start = usize::try_from(at.get()).expect("within the first sector");
+        let end = PROBE_LEN.min(start + total_len(from));
+        // A copy: the guest may change its memory after the look.
+        copy_to_slice(from, &mut sector[start..end]);
+        if let Some(format) = ImageFormat::of_start(&sector) {
+            let refused = ErrorKind::HeaderWrite { format };
+            if !std::mem::replace(&mut *is_logged, true) {
+                tracing::warn!(disk = %raw.path.display(), "write refused: {refused}");
+            }
+            return Err(refused.into());
+        }
+        let written = self.overwrite(
+            &*raw.store,
+            &[Segment::from_mut(&mut sector[start..end])],
+            HostOffset::new(at.get()),
+        );
+        written.while_trying("write")?;
+        Ok(end - start)
+    }
 }

@@ -9,6 +9,19 @@
 //! the layers below. Requests get an object of the layer that allows for that first. Other disks hold objects that do not, so
 //! a target that any other disk in use stands on is refused, and one that is opened meanwhile is.
 //!
+//! **A commit** writes into the base of the dropped layers:
+//!
+//! ```text
+//!   requests ──► map of the whole chain ──► the layer that has the newest: never what is written over meanwhile
+//!   job      ──► what layers above the base have ──► written into the base ──► rename ──► shorter map
+//! ```
+//!
+//! What is written has a newer version in a layer above, and the map leads there: requests see nothing of it, and none waits.
+//! They get growing objects of the dropped layers and of the layer that stays; all keep their files open, because after the rename
+//! that last one's path leads to another file. The states of dropped layers are lost with the first write. So these are claimed:
+//! no disk of this process stands on one, and none is opened that would; other processes of ours find them locked
+//! ([`Role::CopiedInto`]). Stock tools may begin to read the layer that stays, or a disk on it, as what they read is not touched.
+//!
 //! **The active target** is written by the guest meanwhile. A cluster that was copied could be discarded again, and be let
 //! go of because the layers below read as zeros; without the dropped ones they may not. So first a promise is made:
 //! [`crate::layers::Layers::merging_to`] keeps clusters that do not read as zeros over both.
@@ -18,31 +31,31 @@
 //!
 //! Lock order: `changing` is held for each change of layers, never while copying.
 
-mod claims;
-mod commit;
-mod finish;
-mod grow;
-
 use std::sync::Arc;
 
-use vmstrata_store::FileId;
+use vmstrata_qcow2::Header;
+use vmstrata_store::{FileId, Gate, OpenStore};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::state::Changing;
 use super::{Disk, Indexing};
-use crate::chain::{OpenOptions, read_head};
-use crate::error::{Error, IoContext as _, Result};
+use crate::chain::{OpenOptions, Top as OpenTop, read_head};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::layer::{Growth, Layer, Tables};
 use crate::layers::{Layers, Top};
 use crate::maintenance::Maintained;
 use crate::map::FrozenMap;
+use crate::merge::commit::{self, OpenDropped};
+use crate::merge::direction::Asked;
 use crate::merge::holes::Holes;
 use crate::merge::plan::{below_of, map_up_to};
 use crate::merge::relink::Relink;
 use crate::merge::remove::refuse_overlooked;
 use crate::merge::room::Room;
 use crate::merge::stream::After;
-use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, Way, cleanup};
-use crate::refs::{ChainFile, LocalHolders, Users, chain_files};
+use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, Way, cleanup, let_go, target};
+use crate::opener::Role;
+use crate::refs::{ChainFile, LocalHolders, Users, chain_files, holder_among, open_twice};
 
 /// Most bytes of the disk looked at before others get their turn.
 const TURN: u64 = 256 << 10;
@@ -262,4 +275,283 @@ fn others(disk: &Arc<Disk>) -> impl Iterator<Item = Arc<dyn Maintained>> {
     let is_it = std::ptr::from_ref::<Disk>(disk).cast::<()>();
     let disks = disk.resources.maintenance().disks().into_iter();
     disks.filter(move |other| !std::ptr::addr_eq(Arc::as_ptr(other), is_it))
+}
+
+impl Running {
+    /// Makes sure that no other disk of this process stands on a layer, or will.
+    ///
+    /// # Errors
+    /// [`MergeFault::Busy`], [`MergeFault::TargetInUse`].
+    pub(super) fn claim(&mut self, link: &ChainFile) -> Result<()> {
+        let disk = &self.disk;
+        if !disk.resources.merging().lock().insert(link.file) {
+            return Err(Error::from(MergeFault::Busy).in_file(&link.path));
+        }
+        self.claimed.push(link.file);
+        let here = others(disk).find(|other| other.stands_on(link.file));
+        let here = here.map(|other| format!("the disk {}", other.path().display()));
+        here.map_or(Ok(()), |by| Err(Error::from(MergeFault::TargetInUse { by }).in_file(&link.path)))
+    }
+
+    /// Lets disks be opened again that stand on what was claimed.
+    pub(super) fn give_up_claims(&mut self) {
+        let mut merging = self.disk.resources.merging().lock();
+        for file in self.claimed.drain(..) {
+            merging.remove(&file);
+        }
+    }
+
+    /// Begins to commit into the base of the dropped layers, if that is the way to take.
+    ///
+    /// # Errors
+    /// [`crate::merge::MergeFault::NoCommit`]; a layer that cannot be opened, read or written.
+    pub(super) fn begin_commit(
+        &mut self,
+        chain: &[ChainFile],
+        options: &MergeOptions,
+    ) -> Result<Option<Copier>> {
+        let disk = Arc::clone(&self.disk);
+        disk.with_local_holders(|here| self.begin_commit_beside(here, chain, options))
+    }
+
+    fn begin_commit_beside(
+        &mut self,
+        here: LocalHolders<'_>,
+        chain: &[ChainFile],
+        options: &MergeOptions,
+    ) -> Result<Option<Copier>> {
+        let (disk, range) = (Arc::clone(&self.disk), self.range);
+        let above = &chain[range.first.index()..];
+        let ours = |layers: &[ChainFile]| open_twice(layers, &here);
+        let (path, resources) = (&disk.path, &disk.resources);
+        let asked = Asked { disk: path, chain, range, options, resources, here, ours: &ours };
+        let Some(found) = asked.choose()? else { return Ok(None) };
+        let dropped = &above[..=range.last.index() - range.first.index()];
+        if let Err(reason) = self.claim_all(dropped) {
+            return asked.or_stream(reason);
+        }
+        let opened = commit::open(&asked, found, Role::CopiedInto, |held| self.put_held(chain, held));
+        opened.map(Some).or_else(|failed| {
+            if !failed.is_marked {
+                self.put_back();
+            }
+            asked.or_stream_after(failed)
+        })
+    }
+
+    /// Lets the dropped layers be like others again.
+    fn put_back(&mut self) {
+        let changing = self.disk.change();
+        self.grow_no_more(&self.disk.layers_now());
+        drop(changing);
+        self.give_up_claims();
+    }
+
+    /// Makes sure that no disk of this process stands on one of the dropped layers, or will.
+    fn claim_all(&mut self, dropped: &[ChainFile]) -> std::result::Result<(), String> {
+        let claimed = dropped.iter().try_for_each(|link| self.claim(link));
+        claimed.map_err(|error| {
+            self.give_up_claims();
+            error.to_string()
+        })
+    }
+
+    /// Gives requests the objects of the dropped layers that allow for their growing.
+    fn put_held(&self, chain: &[ChainFile], held: &OpenDropped) -> Result<()> {
+        let (disk, first) = (&self.disk, self.range.first.index());
+        let (_changing, layers) = self.hold_layers(chain)?;
+        let map = layers.frozen.as_ref().expect("the dropped layers are in it");
+        let stays = map.layer(self.range.target());
+        let pinned = stays.growing();
+        pinned.put_file(Some(disk.resources.files().store(stays)?));
+        let map = map.with_layers(first, held.layers.iter().cloned().chain([Arc::new(pinned)]));
+        disk.put_layers_and_call(Layers { frozen: Some(Arc::new(map)), ..Layers::clone(&layers) });
+        disk.epochs.synchronize();
+        Ok(())
+    }
+
+    /// Begins to copy into a frozen layer.
+    pub(super) fn let_grow(&mut self, chain: &[ChainFile], users: &Users) -> Result<Copier> {
+        let after = self.after(chain)?;
+        let (disk, index) = (Arc::clone(&self.disk), self.range.target());
+        let (link, resources) = (&chain[index.index()], &disk.resources);
+        self.claim(link)?;
+        // Before it is open a second time, which hides the locks of others.
+        self.refuse_users(chain, users)?;
+        let below = map_up_to(&disk.path, chain, self.range.last.index(), &disk.options(), resources)?;
+        let top = link.open(Role::CopiedInto, &**resources.files().opener())?;
+        let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
+        let relink = Relink::plan(&*top.opened.store, header, below_of(chain, self.range)?.as_ref())
+            .map_err(|error| error.in_layer(index).in_file(&link.path))?;
+        self.put_growing(chain, &top, header)?;
+        let active = target::open(&top, index, resources)?;
+        // A disk that is opened from here on looks at the file, and finds it locked.
+        self.refuse_users(chain, users).inspect_err(|_| target::give_back(&top, &active))?;
+        let layers = Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), Some(below), resources);
+        Copier::of_frozen(Arc::clone(&active), layers, after, relink)
+            .inspect_err(|_| target::give_back(&top, &active))
+    }
+
+    /// Lets requests know that the target grows.
+    fn put_growing(&self, chain: &[ChainFile], top: &OpenTop, header: &Header) -> Result<()> {
+        let (disk, index) = (&self.disk, self.range.target());
+        let (_changing, layers) = self.hold_layers(chain)?;
+        let map = layers.frozen.as_ref().expect("a frozen target is in it");
+        let path = map.layer(index).path.to_path_buf();
+        let growing = Layer::new(path, top.opened.identity, header.size, Some(Tables::of(header))).growing();
+        growing.put_file(Some(OpenStore::new(Arc::clone(&top.opened.store))));
+        let map = map.with_layers(index.index(), [Arc::new(growing)]);
+        disk.put_layers_and_call(Layers { frozen: Some(Arc::new(map)), ..Layers::clone(&layers) });
+        disk.epochs.synchronize();
+        Ok(())
+    }
+
+    /// Refuses a target that another process uses, or a disk of another process that stands on it.
+    fn refuse_users(&self, chain: &[ChainFile], users: &Users) -> Result<()> {
+        let above = &chain[self.range.target().index()..];
+        let in_use = self.disk.with_local_holders(|here| {
+            // A queue without requests may have the target as it was before, and so has a merge of it.
+            let but = open_twice(&above[..1], &here);
+            holder_among(&but).or_else(|| users.in_use(above, &here, &but))
+        });
+        match in_use {
+            Some(by) => Err(Error::from(MergeFault::TargetInUse { by }).in_file(&above[0].path)),
+            None => Ok(()),
+        }
+    }
+
+    /// Lets the layers that were written, or kept open meanwhile, be like others again.
+    pub(super) fn grow_no_more(&self, layers: &Layers) {
+        let Some(map) = &layers.frozen else { return };
+        let grows = |(_, layer): &(usize, &Arc<Layer>)| layer.growth == Growth::Growing;
+        let mut finalized: Option<FrozenMap> = None;
+        for (index, layer) in map.layers().enumerate().filter(grows) {
+            match self.finalized(layer) {
+                Ok(layer) => {
+                    let now = finalized.as_ref().unwrap_or(map).with_layers(index, [layer]);
+                    finalized = Some(now);
+                }
+                // It is still open, as it was.
+                Err(error) => {
+                    tracing::warn!(file = %layer.path.display(), %error, "a merged layer cannot be examined")
+                }
+            }
+        }
+        if let Some(map) = finalized {
+            self.disk.put_layers_and_call(Layers { frozen: Some(Arc::new(map)), ..layers.clone() });
+        }
+    }
+
+    /// The same layer as one that does not grow.
+    fn finalized(&self, layer: &Layer) -> Result<Arc<Layer>> {
+        let resources = &self.disk.resources;
+        let identity = resources.files().opener().identity(&layer.path, &Gate::unrestricted())?;
+        if identity.file != layer.identity.file {
+            return Err(ErrorKind::Changed.into());
+        }
+        // Requests that still have this object keep its file open, with a writer's lock. The lock would refuse the layer to readers
+        // that open it.
+        if let Some(file) = layer.open_file() {
+            let_go(&**file, &layer.path);
+        }
+        let layer = Layer::new(layer.path.to_path_buf(), identity, layer.size, layer.tables);
+        Ok(resources.share_layer(layer))
+    }
+
+    /// Lets the target stand on what is left, and requests use the shorter chain.
+    ///
+    /// # Errors
+    /// A host that cannot write or flush; layers that changed meanwhile.
+    pub(crate) fn relink(&mut self, copier: &mut Copier) -> Result<()> {
+        if copier.layers.is_some() {
+            self.relink_frozen(copier)?
+        } else {
+            self.relink_active(copier)?
+        }
+        // Whoever still reads the dropped layers has left after this.
+        self.disk.epochs.synchronize();
+        Ok(())
+    }
+
+    fn relink_active(&self, copier: &Copier) -> Result<()> {
+        let disk = &self.disk;
+        let _changing = disk.change();
+        disk.check_changeable()?;
+        let layers = disk.layers_now();
+        self.check_top(&layers, copier)?;
+        layers.commit().map_err(|error| disk.fail(error))?;
+        copier.relink().map_err(|error| disk.fail_if_fatal(error))?;
+        let frozen = copier.after.clone();
+        disk.put_layers_and_call(Layers { frozen, merging_to: None, ..Layers::clone(&layers) });
+        Ok(())
+    }
+
+    fn relink_frozen(&mut self, copier: &mut Copier) -> Result<()> {
+        let (disk, target) = (Arc::clone(&self.disk), Arc::clone(&copier.target));
+        // Before the files are changed: afterwards requests must get the shorter chain.
+        self.finalized_layers()?;
+        copier.finalize(|| disk.epochs.synchronize())?;
+        copier.relink()?;
+        copier.let_go();
+        let layer = self.finalized_target(copier)?;
+        loop {
+            let before = self.finalized_layers()?;
+            let old = before.frozen.as_ref().ok_or(MergeFault::LayersChanged)?;
+            let (first, above) = (self.range.first.index(), self.range.target().index() + 1);
+            let is_there = |layer: &Arc<Layer>| layer.identity.file == target.identity.file;
+            if !old.layers().nth(target.index.index()).is_some_and(is_there) {
+                return Err(Error::from(MergeFault::LayersChanged).in_file(&disk.path));
+            }
+            let kept = old.layers().take(first).cloned();
+            let shorter = kept.chain([Arc::clone(&layer)]).chain(old.layers().skip(above).cloned()).collect();
+            let index = copier.after.as_ref().and_then(|map| map.index().cloned());
+            let below = copier.after.as_deref();
+            let map = disk.resources.share_map_by(shorter, index, |map| map.take_over(old, below, first))?;
+            let _changing = disk.change();
+            disk.check_changeable()?;
+            if Arc::ptr_eq(&before, &disk.layers_now()) {
+                disk.put_layers_and_call(Layers { frozen: Some(map), ..Layers::clone(&before) });
+                return Ok(());
+            }
+        }
+    }
+
+    /// The layers of now.
+    ///
+    /// # Errors
+    /// [`MergeFault::LayersChanged`]: a snapshot that could not be finalized.
+    fn finalized_layers(&self) -> Result<Arc<Layers>> {
+        let _changing = self.disk.change();
+        let layers = arc_swap::Guard::into_inner(self.disk.layers_now());
+        if layers.before.is_some() {
+            return Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path));
+        }
+        Ok(layers)
+    }
+
+    /// The target as a layer that grows no more.
+    fn finalized_target(&self, copier: &Copier) -> Result<Arc<Layer>> {
+        let (target, resources) = (&copier.target, &self.disk.resources);
+        let path = copier.path();
+        let identity = resources.files().opener().identity(path, &Gate::unrestricted())?;
+        if identity.file != target.identity.file {
+            return Err(Error::from(ErrorKind::Changed).in_file(path));
+        }
+        let layer = Layer::new(path.to_owned(), identity, target.size(), Some(target.tables_now()));
+        let layer = resources.share_layer(layer);
+        resources.files().store(&layer)?;
+        Ok(layer)
+    }
+
+    /// Makes the index of one more layer; when all have one, the disk uses them. Returns whether that is all.
+    ///
+    /// # Errors
+    /// A chain that cannot be read; a disk that is closed.
+    pub(crate) fn index(&mut self) -> Result<bool> {
+        let indexing = match &mut self.indexing {
+            Some(indexing) => indexing,
+            none => none.insert(Indexing::of_disk(&self.disk, true)?),
+        };
+        Ok(indexing.step()?.is_none())
+    }
 }

@@ -6,18 +6,19 @@ use std::sync::Arc;
 use vmstrata_check::{Options as CheckOptions, Repair, Report, check};
 use vmstrata_qcow2::bitmap::BitmapsExtension;
 use vmstrata_qcow2::{Autoclear, Incompatible};
-use vmstrata_store::{OpenStore, Store};
+use vmstrata_store::{CacheMode, Gate, OpenStore, Store};
 use vmstrata_types::LayerIndex;
 
 use crate::active::Active;
-use crate::active::session::{FEATURES_SINCE, write_session};
-use crate::chain::{Qcow2Head, Top as OpenTop, Unflushed, read_head};
+use crate::active::session::{FEATURES_SINCE, leave_clean, write_session};
+use crate::chain::{Qcow2Head, Top as OpenTop, Unflushed, open_layer, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Journal, Record, Subject};
-use crate::layers::{Layers, RawTop, Top};
+use crate::layers::{Layers, RawTop, Top, index_of};
+use crate::loading::Chain;
 use crate::map::FrozenMap;
-use crate::opener::{Opened, Opener};
+use crate::opener::{Opened, Opener, Role};
 use crate::resources::Resources;
 use crate::session::{BootId, SESSION_MASK, new_session};
 use crate::write::Incomplete;
@@ -260,4 +261,42 @@ fn distrust_bitmaps(active: &Active, head: &Qcow2Head, file_len: u64) -> Result<
     active.flusher.flush().while_trying("flush the bitmaps")?;
     tracing::info!(disk = %active.path.display(), "persistent bitmaps are marked as in use: the next backup by them is a full one");
     Ok(Autoclear::BITMAPS.bits())
+}
+
+/// Takes up what a killed process left of the layer below the chain's top, and ends its session.
+///
+/// # Errors
+/// A file that is in use, is not the one that was found in the chain, or cannot be written.
+pub(super) fn finish_snapshot(
+    chain: Chain,
+    (cache, unflushed): (CacheMode, Unflushed),
+    resources: &Arc<Resources>,
+) -> Result<()> {
+    let Chain { top, mut below, index, .. } = chain;
+    let layer = below.pop().expect("the unfinished layer");
+    let (path, file, format) = (layer.path.clone(), layer.identity.file, layer.format());
+    // A reader's lock on the file would keep the writer out.
+    drop((top, index, layer));
+    let opener = &**resources.files().opener();
+    let backing = open_layer(&path, Role::Active(cache), Some(format), &Gate::unrestricted(), opener)?;
+    if backing.opened.identity.file != file {
+        // The gate let another file through.
+        return Err(Error::from(ErrorKind::Changed).in_file(&path));
+    }
+    let (index, size) = (index_of(below.len()), backing.size);
+    let mut asked = None;
+    let map = || {
+        asked = if below.is_empty() { None } else { Some(resources.share_map(below, None)?) };
+        Ok(asked.clone())
+    };
+    let top = open_top(backing, (index, unflushed), map, resources)?;
+    let layers = Layers::new(size, top, asked, resources);
+    // A frozen layer has whole clusters only. Where one is not, what lies below was asked for.
+    layers.complete_all()?;
+    layers.commit()?;
+    if let Top::Qcow2(active) = &layers.top {
+        leave_clean(active, || ())?;
+    }
+    tracing::info!(file = %path.display(), "finished the snapshot that a killed process began");
+    Ok(())
 }
