@@ -182,9 +182,9 @@ fn take_all<'disk>(
         disk.resources.maintenance().layer_is_new();
     }
     let mut done = Vec::with_capacity(disks.len());
-    for uncommitted in uncommitted {
-        match uncommitted.commit() {
-            Ok((disk, pending)) => {
+    for (disk, pending) in uncommitted {
+        match disk.commit_frozen(&pending) {
+            Ok(()) => {
                 let held = changing.iter_mut().find(|(other, _)| std::ptr::eq(*other, disk));
                 held.expect("all are held").1.pending = Some(pending);
                 done.push(disk.path.display().to_string());
@@ -216,7 +216,7 @@ fn publish<'disk>(
     for (switch, prepared) in switches.into_iter().zip(prepared) {
         // Once renamed, what is written must go to the overlay, or nowhere.
         let flushed =
-            prepared.rename().map(|renamed| renamed.flush().map_err(|error| switch.disk().fail(error)));
+            prepared.rename().map(|renamed| renamed.flush().map_err(|error| switch.disk.fail(error)));
         match flushed.and_then(|flushed| flushed) {
             Ok(()) => published.push(switch),
             Err(error) => return (published, Some(error)),

@@ -9,7 +9,7 @@
 //! asked for its entries ([`crate::map::FrozenMap::over`]) until the snapshot is finalized ([`super::finalize`]). A flush of the
 //! guest meanwhile brings both to stable storage, the older one first.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -40,9 +40,9 @@ pub(super) struct NewNames<'a> {
 /// A change of a disk's active layer that is ready to be made.
 #[derive(Debug)]
 pub(super) struct Switch<'disk> {
-    disk: &'disk Disk,
-    frozen: PathBuf,
-    before: Arc<Layers>,
+    pub(super) disk: &'disk Disk,
+    /// What was active, once the change is made.
+    pending: PendingFinalize,
     after: Unpublished,
     /// A frozen layer has whole clusters only.
     _refusal: Option<Refusal>,
@@ -60,16 +60,9 @@ impl Drop for Unpublished {
     }
 }
 
-/// A change that was made: what was active is on its way to stable storage.
-#[derive(Debug)]
-pub(super) struct Uncommitted<'disk> {
-    disk: &'disk Disk,
-    pending: PendingFinalize,
-}
-
 impl<'disk> Switch<'disk> {
     /// Makes ready for an empty overlay to become the active layer of `disk`, and what is active now a frozen one. The
-    /// overlay is on stable storage then. The caller holds the disk's `changing`.
+    /// overlay is on stable storage then. The caller holds the disk's layers ([`super::state::Changing`]).
     ///
     /// # Errors
     /// A read-only or closed disk, or an overlay that cannot be opened or is of another size: nothing has changed.
@@ -78,17 +71,13 @@ impl<'disk> Switch<'disk> {
         let before = arc_swap::Guard::into_inner(disk.layers_now());
         let after = disk.layers_over(&before, names)?;
         let refusal = disk.keep_complete(&before)?;
-        Ok(Self { disk, frozen: names.frozen.to_owned(), before, after, _refusal: refusal })
-    }
-
-    /// The disk whose layers change.
-    pub(super) fn disk(&self) -> &'disk Disk {
-        self.disk
+        let pending = PendingFinalize { before, path: names.frozen.to_owned() };
+        Ok(Self { disk, pending, after, _refusal: refusal })
     }
 
     /// Makes the changes at one instant: writers of all these disks are held meanwhile. The overlays have the disks' names,
-    /// durably. Returns for how long writers were held.
-    pub(super) fn make(mut switches: Vec<Self>) -> (Vec<Uncommitted<'disk>>, Duration) {
+    /// durably. Returns what was active, for [`Disk::commit_frozen`], and for how long writers were held.
+    pub(super) fn make(mut switches: Vec<Self>) -> (Vec<(&'disk Disk, PendingFinalize)>, Duration) {
         let disks: Vec<&Disk> = switches.iter().map(|switch| switch.disk).collect();
         let began = Instant::now();
         with_all_quiesced(&disks, &mut || {
@@ -97,11 +86,7 @@ impl<'disk> Switch<'disk> {
             }
         });
         let pause = began.elapsed();
-        let uncommitted = switches.into_iter().map(|switch| {
-            let Self { disk, frozen, before, .. } = switch;
-            Uncommitted { disk, pending: PendingFinalize { before, path: frozen } }
-        });
-        (uncommitted.collect(), pause)
+        (switches.into_iter().map(|switch| (switch.disk, switch.pending)).collect(), pause)
     }
 }
 
@@ -109,19 +94,6 @@ fn with_all_quiesced<T>(disks: &[&Disk], change: &mut dyn FnMut() -> T) -> T {
     match disks {
         [] => change(),
         [disk, others @ ..] => disk.write_gate.quiesce(|| with_all_quiesced(others, change)),
-    }
-}
-
-impl<'disk> Uncommitted<'disk> {
-    /// Brings what was active to stable storage, and lets others read it as a file that was closed. Returns what is left
-    /// to do for the disk.
-    ///
-    /// # Errors
-    /// A host that cannot flush or write: the disk takes no more writes.
-    pub(super) fn commit(self) -> Result<(&'disk Disk, PendingFinalize)> {
-        let Self { disk, pending } = self;
-        disk.commit_frozen(&pending).map_err(|error| disk.fail(error))?;
-        Ok((disk, pending))
     }
 }
 
@@ -168,7 +140,15 @@ impl Disk {
         Ok(Some(refusal))
     }
 
-    fn commit_frozen(&self, pending: &PendingFinalize) -> Result<()> {
+    /// Brings what was active to stable storage, and lets others read it as a file that was closed.
+    ///
+    /// # Errors
+    /// A host that cannot flush or write: the disk has failed.
+    pub(super) fn commit_frozen(&self, pending: &PendingFinalize) -> Result<()> {
+        self.try_commit_frozen(pending).map_err(|error| self.fail(error))
+    }
+
+    fn try_commit_frozen(&self, pending: &PendingFinalize) -> Result<()> {
         let PendingFinalize { before, path } = pending;
         before.commit()?;
         match &before.top {
