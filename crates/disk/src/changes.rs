@@ -246,7 +246,7 @@ impl Changes {
             return Ok(());
         }
         if self.has_failed() {
-            // Whoever waited for the commit that failed must not be told that all is well.
+            // A caller that waited for the commit that failed must not return success.
             return Err(ErrorKind::Failed { cause: "the commit before this one failed".to_owned() }.into());
         }
         let covers = self.asked.load(Ordering::SeqCst);

@@ -182,7 +182,7 @@ impl Disk {
         }
     }
 
-    /// Whether nobody else may open `file`, or write it if that is meant (`writes`), while this disk is open.
+    /// Whether this disk excludes others from `file` while it is open: from opening it, or with `writes`, from writing it.
     pub fn excludes(&self, file: FileId, writes: bool) -> bool {
         let is_layer = || {
             let layers = self.layers_now();
@@ -461,8 +461,8 @@ impl Disk {
     /// Later requests fail; a second call does nothing.
     ///
     /// # Errors
-    /// What could not be flushed, copied up or written; the image is then as after a killed process, and whoever opens it next
-    /// finds everything.
+    /// What could not be flushed, copied up or written; the image is then as after a killed process, and the next
+    /// process to open it finds everything.
     pub fn close(&self) -> Result<()> {
         let _changing = self.change();
         let before = self.state.close();

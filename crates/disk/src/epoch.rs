@@ -26,8 +26,8 @@ const SHARDS: usize = 16;
 const PHASE: usize = 1;
 const CLOSED: usize = 2;
 
-/// For how long those inside are watched before their end is slept for: most are in the middle of one system call, and whoever
-/// sleeps, or yields, waits for a processor again, while all writers may be held.
+/// For how long those inside are watched before the waiting thread sleeps: most are in the middle of one system call, and a
+/// thread that sleeps, or yields, waits for a processor again, while all writers may be held.
 const WATCHED: Duration = Duration::from_micros(20);
 /// Of the sleep, at first and at most.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
@@ -94,7 +94,7 @@ impl Member {
     #[inline]
     pub(crate) fn try_enter(&mut self, epochs: &Epochs) -> Option<Phase> {
         // Acquire: a request counted in the new phase sees what was unpublished before the turn. One counted in the
-        // old phase holds up whoever waits for that, first of its phase or not.
+        // old phase holds up the thread that waits for that, first of its phase or not.
         let state = epochs.state.load(Ordering::Acquire);
         if state & CLOSED != 0 {
             return None;

@@ -66,7 +66,7 @@ pub(crate) struct Layer {
     file: ArcSwapOption<OpenStore>,
     /// Set on use, cleared by the table's clock hand.
     used: AtomicBool,
-    /// Whether the file's lock is wanted also while nobody reads it.
+    /// Whether the file stays open, and so locked, also while it is not read.
     held: AtomicBool,
 }
 
@@ -110,7 +110,7 @@ impl Layer {
         Self { is_unverified: AtomicBool::new(true), ..self }
     }
 
-    /// Whether nobody has compared it with its file's header yet.
+    /// Whether it has not been compared with its file's header yet.
     pub(crate) fn is_unverified(&self) -> bool {
         self.is_unverified.load(Ordering::Relaxed)
     }

@@ -97,7 +97,7 @@ impl Maintenance {
     }
 }
 
-/// Looks after the disks until nobody can wake it any more.
+/// Looks after the disks until its [`Maintenance`] is dropped.
 fn tend_all(watched: &Disks, woken: &Receiver<()>) {
     let mut tended = Instant::now();
     let mut next = tended + PERIOD;

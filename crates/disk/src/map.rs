@@ -59,7 +59,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Whether they read as zeros, whoever says so.
+    /// Whether they read as zeros.
     pub(crate) fn is_zero(self) -> bool {
         matches!(self, Self::Hole | Self::Zero(_))
     }

@@ -20,7 +20,7 @@ use vmstrata_types::{ClusterBits, HostOffset};
 /// Of a standard entry's reserved bits.
 const FLAG: u64 = 1 << KIND_SHIFT;
 const KIND_SHIFT: u32 = 61;
-/// Another reserved bit, which keeps an entry of an image as wrong as it was.
+/// Another reserved bit, which keeps a damaged entry of an image damaged.
 const OTHER_RESERVED: u64 = 1 << 60;
 const OFFSET_BITS: u32 = 56;
 
@@ -90,7 +90,7 @@ impl Partial {
         self.host.get() | COPIED
     }
 
-    /// An entry as it was read from an image: one that looks like one of these is damage.
+    /// An entry read from an image: one that looks like one of these is damage.
     pub(crate) fn never_from_an_image(raw: u64) -> u64 {
         if is_partial(raw) { raw ^ FLAG | OTHER_RESERVED } else { raw }
     }

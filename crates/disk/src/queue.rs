@@ -310,8 +310,8 @@ impl IoQueue {
         readable & ((1 << watched.len()) - 1)
     }
 
-    /// For whoever sleeps by other means than [`IoQueue::wait`] while nothing is under way: what to watch, beside what it waits
-    /// for. `None` when there is something to look at already. After the sleep [`IoQueue::roused`] is called.
+    /// For callers that sleep by other means than [`IoQueue::wait`] while nothing is under way: what to watch beside their own
+    /// descriptors. `None` when there is something to look at already. After the sleep [`IoQueue::roused`] is called.
     ///
     /// # Panics
     /// When requests are under way.
@@ -330,7 +330,7 @@ impl IoQueue {
         self.mailbox.awake();
     }
 
-    /// Asleep it is not to keep the files of layers that the disk has no more.
+    /// A queue that sleeps must not keep files of layers that the disk has dropped.
     fn let_go(&mut self) {
         if self.in_flight == 0 {
             self.mailbox.answer();

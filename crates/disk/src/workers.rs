@@ -43,7 +43,7 @@ impl Job {
 
     fn end(self, result: Result<()>) {
         let Self { disk, slot, reply_to, .. } = self;
-        // The disk goes first: whoever reads the reply may want to be its last user.
+        // The disk goes first: the reader of the reply may have to be its last user.
         drop(disk);
         reply_to.post(slot, result);
     }
@@ -219,7 +219,7 @@ impl Mailbox {
 
     /// The owner looks at what it may have been called for; no results can wait.
     pub(crate) fn answer(&self) {
-        // Whoever calls later is heard: what it changed before was not looked at yet.
+        // A later call is heard: what its caller changed was not looked at yet.
         self.waiting.swap(false, Ordering::SeqCst);
     }
 

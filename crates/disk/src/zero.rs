@@ -144,7 +144,7 @@ impl Layers {
             (_, Purpose::ZeroAndFree | Purpose::Discard | Purpose::Cut) if nothing_below => Cleared::Must(0),
             _ if has_zero_flag => Cleared::Must(ZERO_FLAG),
             (_, Purpose::Discard) => Cleared::Already,
-            // Whoever makes the disk longer again sees to what shows then.
+            // A later resize that makes the disk longer hides what would show.
             (_, Purpose::Cut) => Cleared::Must(0),
             _ => Cleared::Write,
         })

@@ -1,7 +1,7 @@
 //! Writing out early what the file grows by.
 //!
 //! In the moments after a snapshot a guest's first writes make new clusters, with what is copied up around them: for a few
-//! bytes of the guest's, megabytes that whoever flushes next would wait for. A host that has to find room for them (a sparse
+//! bytes of the guest's, megabytes that the next flush would wait for. A host that has to find room for them (a sparse
 //! file, a thin volume) takes twice as long the first time. So the host is asked to begin when new clusters have rested for a
 //! moment: until then the guest may fill them itself. Clusters that it writes to again before the next flush are written twice.
 

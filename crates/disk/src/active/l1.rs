@@ -59,7 +59,7 @@ pub(super) fn make_room(store: &dyn Store, header: &Header) {
 }
 
 impl Active {
-    /// What leads to the tables, for whoever reads the file from now on.
+    /// What leads to the tables, for readers of the file from now on.
     pub(crate) fn tables_now(&self) -> Tables {
         let l1 = self.l1.load();
         let l1_entries = u32::try_from(l1.entries.len()).expect("at most MAX_L1_ENTRIES");
@@ -164,7 +164,7 @@ impl Active {
         written.map_err(|error| error.at(at))?;
         let noted = note(&record, freed.as_slice())?;
         space.keep();
-        // Only now: whoever sees the table notes entries in it, and a journal that has those must have this one.
+        // Only now: a thread that sees the table records entries in it, and a journal that has those must have this one.
         self.l1.load().entries[index as usize].store(new, Ordering::Release);
         self.commit_if_due(noted)
     }

@@ -1,8 +1,8 @@
 //! Locks of the active layer's entries.
 //!
 //! ```text
-//!   a page     needed by whoever fills it, or changes several of its entries     excludes all others of the page
-//!   a cluster  needed by whoever changes that cluster's entry and no other       excludes the page, and that cluster
+//!   a page     to fill it, or to change several of its entries      excludes all others of the page
+//!   a cluster  to change that cluster's entry and no other          excludes the page, and that cluster
 //! ```
 //!
 //! After a snapshot a guest writes to many clusters of few pages, while a thread copies up what it left. With one lock for
@@ -24,7 +24,7 @@ pub(super) struct EntryLocks {
     clusters: [Mutex<()>; CLUSTER_LOCKS],
 }
 
-/// As long as this is held nobody else changes the entry of the cluster that was asked for.
+/// While this is held, no other thread changes the entry of the cluster that it was taken for.
 #[derive(Debug)]
 pub(crate) struct EntryGuard<'locks>(Held<'locks>);
 
@@ -77,7 +77,7 @@ impl EntryLocks {
 }
 
 impl EntryGuard<'_> {
-    /// Whether nobody else changes any entry of the page.
+    /// Whether it excludes changes of every entry of the page.
     pub(super) fn is_of_page(&self) -> bool {
         matches!(self.0, Held::Page { .. })
     }

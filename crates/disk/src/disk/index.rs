@@ -60,7 +60,7 @@ impl Disk {
         IndexOptions::of_disk(&self.options(), Some(self.resources.files().opener()))
     }
 
-    /// Goes on with the index that the newest frozen layer has, if it answers for all of them. Whoever calls keeps the layers
+    /// Goes on with the index that the newest frozen layer has, if it answers for all of them. The caller keeps the layers
     /// from changing.
     pub(super) fn use_index(&self) {
         let layers = self.layers_now();
@@ -132,7 +132,7 @@ impl Indexing {
     }
 
     /// Makes the index of the next layer from the base up, if it lacks one; `None` when all are done. From the last
-    /// one on the disk uses them. Whoever changes the disk's layers waits for the step.
+    /// one on the disk uses them. Other changes of the disk's layers wait for the step.
     ///
     /// # Errors
     /// A disk that is closed.

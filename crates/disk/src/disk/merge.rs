@@ -431,7 +431,7 @@ impl Running {
                     let now = finalized.as_ref().unwrap_or(map).with_layers(index, [layer]);
                     finalized = Some(now);
                 }
-                // It is still open, as it was.
+                // It stays open.
                 Err(error) => {
                     tracing::warn!(file = %layer.path.display(), %error, "a merged layer cannot be examined")
                 }
@@ -468,7 +468,7 @@ impl Running {
         } else {
             self.relink_active(copier)?
         }
-        // Whoever still reads the dropped layers has left after this.
+        // Readers of the dropped layers have left after this.
         self.disk.epochs.synchronize();
         Ok(())
     }

@@ -13,7 +13,7 @@
 //! New space reads as zeros. It would not by itself where the active layer has entries there, as an image that a stock
 //! tool shrank may, or where a layer below is longer than the disk was: there, and only there, zeros are said or written.
 //!
-//! Frozen layers keep their sizes: a state of the disk is as long as it was.
+//! Frozen layers keep their sizes, and so do states of the disk.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

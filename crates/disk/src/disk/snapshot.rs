@@ -103,8 +103,7 @@ impl Disk {
     }
 }
 
-/// Some disks whose layers nobody else changes: what a snapshot of them could be refused for is known before anybody stands
-/// still for it.
+/// Some disks whose layers are held: a snapshot of them is checked before a guest is stopped for it.
 #[derive(Debug)]
 pub struct Together<'disk> {
     disks: Vec<&'disk Disk>,
@@ -112,7 +111,7 @@ pub struct Together<'disk> {
 }
 
 impl<'disk> Together<'disk> {
-    /// Waits for whoever changes the layers of these disks, and for what their last snapshots left to do.
+    /// Waits until the layers of these disks are not being changed, and finalizes their last snapshots.
     ///
     /// # Panics
     /// When a disk is named twice.
@@ -225,7 +224,7 @@ fn publish<'disk>(
     (published, None)
 }
 
-/// Keeps others from changing the disks' layers. Always in the same order, whoever asks.
+/// Keeps others from changing the disks' layers. Always in the same order, so that two callers do not deadlock.
 fn hold_all<'a>(disks: &[&'a Disk]) -> Vec<(&'a Disk, Changing<'a>)> {
     let mut ordered = disks.to_vec();
     ordered.sort_by_key(|disk| std::ptr::from_ref::<Disk>(disk));

@@ -4,7 +4,7 @@
 //! from a layer to its file: four bytes a layer, and neither the layer nor its store is touched.
 //!
 //! Only frozen layers are pinned. The kernel takes a killed process's ring apart when it gets round to it, and until then
-//! a pinned file keeps its lock: a writer's would stand in the way of whoever looks at the disk next.
+//! a pinned file keeps its lock: a writer's would stand in the way of the next process that opens the disk.
 
 use vmstrata_store::{OpenStore, PinnedFile, Ring};
 use vmstrata_types::LayerIndex;

@@ -100,7 +100,7 @@ impl IoQueue {
         let split = split_of(&request, &parts);
         let apart = parts.drain(split..).count();
         let second_half = (apart > 0).then(|| half(&request, &parts));
-        // Whoever reads counts.
+        // The reader counts.
         self.count_parts(len - second_half.as_ref().map_or(0, |half| half.range.len), &parts);
         let segments = request.segments.clone();
         let slot = self.slot(request, Some(phase), parts.len() + usize::from(apart > 0));

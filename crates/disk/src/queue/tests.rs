@@ -28,7 +28,7 @@ fn request(op: Op, at: u64, memory: &'static mut [u8]) -> Request {
     Request { op, range, segments: SegmentVec::from_iter([Segment::from_mut(memory)]), token: at }
 }
 
-/// A disk that nobody writes any more, in a directory that is kept on a file system with blocks: each of its bytes tells
+/// A disk that is not written any more, in a directory that is kept on a file system with blocks: each of its bytes tells
 /// which page of the disk it is in. Its file's pages are on stable storage.
 fn frozen_disk() -> (tempfile::TempDir, Arc<Disk>) {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
