@@ -50,11 +50,14 @@ pub(super) struct State {
     released: Condvar,
 }
 
+/// Told once why the disk has failed.
+type WhenFailed = Box<dyn FnOnce(&str) + Send>;
+
 #[derive(Default)]
 struct Doing {
     /// Why the disk has failed.
     failure: Option<String>,
-    when_failed: Option<Box<dyn FnOnce(&str) + Send>>,
+    when_failed: Option<WhenFailed>,
     change: Change,
     is_merging: bool,
 }
