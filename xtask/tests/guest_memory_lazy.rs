@@ -1,4 +1,4 @@
-//! A guest is started before its memory is read, and counts on; homes of its snapshot go while it does.
+//! A guest is started before its memory is read, and counts on; repositories of its snapshot go while it does.
 
 mod counting;
 
@@ -37,8 +37,8 @@ fn assert_clean(counting: &Counting) {
     assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
 }
 
-fn empty(home: &Path) {
-    for file in std::fs::read_dir(home).unwrap() {
+fn empty(repository: &Path) {
+    for file in std::fs::read_dir(repository).unwrap() {
         let path = file.unwrap().path();
         // Who has it open notices too.
         std::fs::File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
@@ -60,7 +60,7 @@ fn answers_before_its_memory_is_read(export: Export) {
         assert!(share > 0.0 && share < 100.0, "{share} % read\n{}", counting.guest.vm.console());
         assert_clean(&counting);
     }
-    // All of it in the background, with a home that goes as soon as the guest runs: its copies are in the other one.
+    // All of it in the background, with a repository that goes as soon as the guest runs: its copies are in the other one.
     counting.restore("mon", &[&["--lazy"][..], &dir].concat());
     counting.guest.vm.wait_for("restored lazily", STEPS_MAX).unwrap();
     empty(&counting.dir.path().join("a"));
@@ -111,8 +111,8 @@ fn guest_does_not_outlive_a_page_that_it_needs() {
     must(counting.snapshot("mon").args(["--disk", "disk"]));
     counting.restore("mon", &[&ONLY_FAULTS[..], &["--no-cache", "--page-patience", "0"]].concat());
     counting.guest.vm.wait_for("restored lazily", STEPS_MAX).unwrap();
-    for home in ["a", "b"] {
-        empty(&counting.dir.path().join(home));
+    for repository in ["a", "b"] {
+        empty(&counting.dir.path().join(repository));
     }
     let ended = counting.guest.vm.wait_for("no such line", STEPS_MAX).unwrap_err().to_string();
     assert!(ended.starts_with("ended before"), "{ended}");

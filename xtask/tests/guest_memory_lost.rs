@@ -51,13 +51,13 @@ impl Trio {
 
     fn snapshot(&self, name: &str) {
         let words = ["snapshot", "web", "--copies", "1", "--clean-copies", "0", "--name", name];
-        must(&mut self.guest.vm_monitored(&words, &[self.home(name)]).unwrap()).unwrap();
+        must(&mut self.guest.vm_monitored(&words, &[self.repository(name)]).unwrap()).unwrap();
     }
 
     /// Takes a snapshot for which a page is clean although somebody refers to it.
     fn snapshot_without_rule(&self, name: &str) {
-        std::fs::create_dir(self.home(name)).unwrap();
-        let vault = Vault::open_directories(&[self.home(name)]).unwrap();
+        std::fs::create_dir(self.repository(name)).unwrap();
+        let vault = Vault::open_directories(&[self.repository(name)]).unwrap();
         let mut qmp = Qmp::connect(self.guest.monitor(), CHECK_MAX).unwrap();
         let request = Request {
             guest: "web".to_owned(),
@@ -75,20 +75,20 @@ impl Trio {
         capture::snapshot(&mut qmp, &vault, &request, &mut disk, control).unwrap();
     }
 
-    fn home(&self, name: &str) -> PathBuf {
+    fn repository(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
     /// Starts the guest from the snapshot in a vault, without any page of cache, and has it check its files; `None` if it does
     /// not come to the end of that, or its kernel complains.
-    fn wrong(&mut self, name: &str, home: &str) -> Option<u32> {
+    fn wrong(&mut self, name: &str, repository: &str) -> Option<u32> {
         let snapshot = format!("web@{name}");
         // Disk and memory were taken by hand, so the times of their snapshots differ.
-        self.guest.restore(&snapshot, &[self.home(home)], &["--no-cache", "--force"]).unwrap();
+        self.guest.restore(&snapshot, &[self.repository(repository)], &["--no-cache", "--force"]).unwrap();
         self.guest.vm.wait_for("restored in", CHECK_MAX).unwrap();
         self.guest.vm.say("check").unwrap();
         let checked = self.guest.vm.wait_for("guest: checked, ", CHECK_MAX);
-        eprintln!("{home}: {checked:?}\n{}", self.guest.vm.console());
+        eprintln!("{repository}: {checked:?}\n{}", self.guest.vm.console());
         checked.ok()?;
         let counted = self.guest.vm.console().lines().rev().find_map(|line| {
             line.strip_prefix("guest: checked, ")?.strip_suffix(" wrong")?.trim().parse().ok()
@@ -97,13 +97,13 @@ impl Trio {
     }
 
     /// A snapshot like the first, in which each page is hidden by its first mask only: the flag of the page itself.
-    fn hide_by_flags_only(&self, name: &str, home: &str) -> usize {
-        let from = Vault::open_directories(&[self.home(name)]).unwrap();
+    fn hide_by_flags_only(&self, name: &str, repository: &str) -> usize {
+        let from = Vault::open_directories(&[self.repository(name)]).unwrap();
         let snapshot = from.snapshot(&format!("web@{name}").parse().unwrap()).unwrap();
         let pages: Vec<_> = snapshot.hiding().unwrap().iter().collect();
         let flags = pages.iter().map(|(frame, masks)| (*frame, masks[..1].to_vec())).collect();
-        std::fs::create_dir(self.home(home)).unwrap();
-        copy(&snapshot, &self.home(home), Hiding::new(flags));
+        std::fs::create_dir(self.repository(repository)).unwrap();
+        copy(&snapshot, &self.repository(repository), Hiding::new(flags));
         pages.iter().filter(|(_, masks)| masks.len() > 1).count()
     }
 }
@@ -131,8 +131,8 @@ fn policy() -> Policy {
 }
 
 /// The same snapshot in a vault of its own, but for what hides its pages.
-fn copy(snapshot: &Snapshot, home: &Path, hiding: Hiding) {
-    let vault = Vault::open_directories(&[home.to_owned()]).unwrap();
+fn copy(snapshot: &Snapshot, repository: &Path, hiding: Hiding) {
+    let vault = Vault::open_directories(&[repository.to_owned()]).unwrap();
     let info = snapshot.info();
     let new = NewSnapshot {
         guest: info.guest.clone(),

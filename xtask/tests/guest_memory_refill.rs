@@ -35,20 +35,20 @@ impl Cached {
         Self { guest, dir }
     }
 
-    fn home(&self, home: &str) -> PathBuf {
-        self.dir.path().join(home)
+    fn repository(&self, repository: &str) -> PathBuf {
+        self.dir.path().join(repository)
     }
 
-    fn snapshot(&self, name: &str, home: &str, flags: &[&str]) -> Value {
+    fn snapshot(&self, name: &str, repository: &str, flags: &[&str]) -> Value {
         let words = ["snapshot", "web", "--copies", "1", "--json", "--name", name];
-        let mut command = self.guest.vm_monitored(&words, &[self.home(home)]).unwrap();
+        let mut command = self.guest.vm_monitored(&words, &[self.repository(repository)]).unwrap();
         json(&must(command.args(flags)).unwrap())
     }
 
     /// Kills the guest, puts its disk back to `name`, and starts it from there.
-    fn restore(&mut self, name: &str, home: &str, flags: &[&str]) {
-        let homes = [self.home(home)];
-        self.guest.restore(&format!("web@{name}"), &homes, flags).unwrap();
+    fn restore(&mut self, name: &str, repository: &str, flags: &[&str]) {
+        let repositories = [self.repository(repository)];
+        self.guest.restore(&format!("web@{name}"), &repositories, flags).unwrap();
         self.guest.vm.wait_for(" restored ", CHECK_MAX).unwrap();
     }
 
@@ -69,8 +69,8 @@ fn json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-fn bytes(home: &Path) -> u64 {
-    std::fs::read_dir(home).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum()
+fn bytes(repository: &Path) -> u64 {
+    std::fs::read_dir(repository).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum()
 }
 
 #[test]
@@ -80,7 +80,8 @@ fn guest_gets_its_cache_back_from_its_disk() {
     let refilled = cached.snapshot("refilled", "refilled", &[]);
     let pages = |of: &Value, what: &str| of[what].as_u64().unwrap();
     let (clean, on_disk) = (pages(&refilled, "clean-pages"), pages(&refilled, "refilled-pages"));
-    let [with_copies, without] = ["stored", "refilled"].map(|home| bytes(&cached.home(home)));
+    let [with_copies, without] =
+        ["stored", "refilled"].map(|repository| bytes(&cached.repository(repository)));
     eprintln!(
         "{on_disk} of {clean} clean pages are on the disk: {without} bytes stored instead of {with_copies}"
     );

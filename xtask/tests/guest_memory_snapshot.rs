@@ -66,7 +66,7 @@ fn held_guest_is_taken_once_until_it_runs(counting: &mut Counting) {
 #[test]
 fn guest_runs_on_and_nothing_is_listed_when_a_snapshot_fails() {
     let mut counting = Counting::start(Export::VhostUser, Task::Count, 256);
-    // No space in a home: noticed after the disks have their snapshot. First, while no snapshot holds most of the pages.
+    // No space in a repository: noticed after the disks have their snapshot. First, while no snapshot holds most of the pages.
     let (snapshot, before) = (counting.snapshot("full"), counting.listed());
     let mut limited = Command::new("sh");
     limited.args(["-c", "trap '' XFSZ; ulimit -f 1000; exec \"$@\"", "sh"]);

@@ -1,5 +1,5 @@
-//! `vmstrata vm restore` of a machine without a system, killed at one system call after the other: what it leaves is a guest that
-//! goes on, or nothing. The commands of the vault are killed so, too.
+//! `vmstrata vm restore` of a machine without a system, killed at one system call after the other: what it leaves is a guest
+//! that goes on, or nothing. The commands of the vault are killed so, too.
 
 mod support;
 
@@ -226,14 +226,16 @@ fn a_killed_command_of_the_vault_can_be_made_again_and_leaves_nothing() {
         let args = |images: &Images| {
             let mut args = vec!["vm".to_owned()];
             args.extend(words.iter().map(|word| (*word).to_owned()));
-            args.extend(["a", "b"].iter().flat_map(|home| ["--vault".to_owned(), images.name(home)]));
+            args.extend(
+                ["a", "b"].iter().flat_map(|repository| ["--vault".to_owned(), images.name(repository)]),
+            );
             args
         };
         let whole = Images::new();
         vault(&whole);
         let vm = |words: &[&str], images: &Images| {
-            let homes = [images.name("a"), images.name("b")];
-            run_ok([&["vm"], words, &["--vault", &homes[0], "--vault", &homes[1]]].concat());
+            let repositories = [images.name("a"), images.name("b")];
+            run_ok([&["vm"], words, &["--vault", &repositories[0], "--vault", &repositories[1]]].concat());
         };
         let repaired = |images: &Images| vm(&["repair", "--one-device"], images);
         // What a killed one leaves goes with the next that deletes.

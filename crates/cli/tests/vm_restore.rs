@@ -18,10 +18,10 @@ use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
 const MACHINE: &str =
     r#"{"machine":"pc-q35-7.2","backends":[{"id":"mem","bytes":65536}],"ignore_shared":true}"#;
 
-/// Two homes, and a directory for files of memory.
-struct Homes(TempDir);
+/// Two repositories, and a directory for files of memory.
+struct Repositories(TempDir);
 
-impl Homes {
+impl Repositories {
     fn new() -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
         for name in ["a", "b", "memory"] {
@@ -55,10 +55,10 @@ impl Homes {
         writer.finish(Closing { taken_ns, disks, blobs, ..Closing::default() }).expect("saves").id
     }
 
-    /// Overwrites an object of pages, or the metadata, in these homes.
-    fn lose(&self, id: SnapshotId, kind: &str, homes: &[&str]) {
-        for home in homes {
-            std::fs::write(self.path(home).join(format!("{id}.{kind}")), "gone").expect("writes");
+    /// Overwrites an object of pages, or the metadata, in these repositories.
+    fn lose(&self, id: SnapshotId, kind: &str, repositories: &[&str]) {
+        for repository in repositories {
+            std::fs::write(self.path(repository).join(format!("{id}.{kind}")), "gone").expect("writes");
         }
     }
 
@@ -84,15 +84,15 @@ impl Homes {
 
 #[test]
 fn what_is_lost_names_the_newest_older_snapshot_that_is_whole() {
-    let homes = Homes::new();
-    let ids = [("mon", 1), ("tue", 2), ("wed", 3)].map(|(name, number)| homes.save(name, number));
-    let said = |snapshot: &str, flags: &[&str]| run_err(1, homes.args(snapshot, flags, "exit 3"));
+    let repositories = Repositories::new();
+    let ids = [("mon", 1), ("tue", 2), ("wed", 3)].map(|(name, number)| repositories.save(name, number));
+    let said = |snapshot: &str, flags: &[&str]| run_err(1, repositories.args(snapshot, flags, "exit 3"));
     // One copy is enough; what fails is what stands in for QEMU.
-    homes.lose(ids[2], "critical", &["a"]);
+    repositories.lose(ids[2], "critical", &["a"]);
     let unharmed = said("web@wed", &[]);
     assert!(unharmed.contains("QEMU did not start: exit status: 3"), "{unharmed}");
-    homes.lose(ids[2], "critical", &["b"]);
-    homes.lose(ids[1], "snapshot", &["a", "b"]);
+    repositories.lose(ids[2], "critical", &["b"]);
+    repositories.lose(ids[1], "snapshot", &["a", "b"]);
     let lost = said("web@wed", &[]);
     assert!(lost.contains("web@wed: its metadata is lost") && lost.contains("whole is web@mon"), "{lost}");
     let unknown = said("web@tue", &[]);
@@ -100,25 +100,25 @@ fn what_is_lost_names_the_newest_older_snapshot_that_is_whole() {
     let by_id = said(&ids[1].to_string(), &["--lazy"]);
     assert!(by_id.contains("its metadata is lost") && by_id.contains("whole is web@mon"), "{by_id}");
     assert!(said(&ids[0].to_string(), &[]).contains("did not start"));
-    homes.lose(ids[0], "critical", &["a", "b"]);
+    repositories.lose(ids[0], "critical", &["a", "b"]);
     assert!(said("web@wed", &[]).contains("no older snapshot of the guest is whole"));
     // The newest may be one of which nothing is known: an older one is not taken for it.
-    homes.lose(ids[2], "snapshot", &["a", "b"]);
+    repositories.lose(ids[2], "snapshot", &["a", "b"]);
     let newest = said("web", &[]);
     assert!(newest.contains("no snapshot of web that can be read"), "{newest}");
-    homes.assert_nothing_left();
+    repositories.assert_nothing_left();
 }
 
 /// A guest that runs meets a lost page when it touches it, and its QEMU is ended: it must not be started.
 #[test]
 fn a_lazy_restore_refuses_lost_pages_before_qemu_is_started() {
-    let homes = Homes::new();
-    let ids = [("mon", 1), ("tue", 2)].map(|(name, number)| homes.save(name, number));
-    let started = homes.path("started");
+    let repositories = Repositories::new();
+    let ids = [("mon", 1), ("tue", 2)].map(|(name, number)| repositories.save(name, number));
+    let started = repositories.path("started");
     let script = format!("touch {}", started.display());
     let refused = |flags: &[&str], what: &str| {
         let start = std::time::Instant::now();
-        let said = run_err(1, homes.args("web@tue", flags, &script));
+        let said = run_err(1, repositories.args("web@tue", flags, &script));
         assert!(
             said.contains(&format!("web@tue: {what} is lost")) && said.contains("whole is web@mon"),
             "{said}"
@@ -126,22 +126,22 @@ fn a_lazy_restore_refuses_lost_pages_before_qemu_is_started() {
         assert!(!started.exists(), "{flags:?}: QEMU was started");
         (said.lines().last().map(str::to_owned), start.elapsed())
     };
-    let object = |home: &str| homes.path(home).join(format!("{}.critical", ids[1]));
+    let object = |repository: &str| repositories.path(repository).join(format!("{}.critical", ids[1]));
     // The first extent, which has the guest's pages, and what says where it is.
-    for home in ["a", "b"] {
-        let mut bytes = std::fs::read(object(home)).expect("reads");
+    for repository in ["a", "b"] {
+        let mut bytes = std::fs::read(object(repository)).expect("reads");
         let end = bytes.len() - 1;
         (bytes[90], bytes[end]) = (!bytes[90], !bytes[end]);
-        std::fs::write(object(home), bytes).expect("writes");
+        std::fs::write(object(repository), bytes).expect("writes");
     }
     assert_eq!(refused(&["--lazy"], "frame 0x0").0, refused(&[], "frame 0x0").0, "both ways say the same");
-    for home in ["a", "b"] {
-        std::fs::remove_file(object(home)).expect("removes");
+    for repository in ["a", "b"] {
+        std::fs::remove_file(object(repository)).expect("removes");
     }
     let (said, took) = refused(&["--lazy"], "its metadata");
     assert_eq!(said, refused(&[], "its metadata").0);
     assert!(took < Duration::from_secs(10), "a guest's patience is 30 s: {took:?}");
-    homes.assert_nothing_left();
+    repositories.assert_nothing_left();
 }
 
 /// A restore that was started with a script as QEMU, which runs by now.
@@ -151,11 +151,11 @@ struct Restoring {
 }
 
 impl Restoring {
-    fn start(homes: &Homes, flags: &[&str], qemu: &[&str]) -> Self {
-        let started = homes.path("started");
+    fn start(repositories: &Repositories, flags: &[&str], qemu: &[&str]) -> Self {
+        let started = repositories.path("started");
         let script = format!("echo $$ > {0}.new; mv {0}.new {0}; exec sleep 600", started.display());
         let mut command = vmstrata();
-        command.args(homes.args("web@mon", flags, &script)).args(qemu).stderr(Stdio::null());
+        command.args(repositories.args("web@mon", flags, &script)).args(qemu).stderr(Stdio::null());
         let mut restore = command.spawn().expect("starts");
         wait_until("QEMU", || started.exists() || restore.try_wait().expect("waits").is_some());
         let pid = std::fs::read_to_string(&started).expect("QEMU was started");
@@ -177,13 +177,13 @@ impl Restoring {
 /// Ended while QEMU is started: QEMU ends too, and neither files nor mounts are left.
 #[test]
 fn a_restore_that_is_ended_leaves_nothing() {
-    let homes = Homes::new();
-    homes.save("mon", 1);
+    let repositories = Repositories::new();
+    repositories.save("mon", 1);
     for flags in [&[][..], &["--lazy"]] {
-        let mut restoring = Restoring::start(&homes, flags, &[]);
+        let mut restoring = Restoring::start(&repositories, flags, &[]);
         assert_eq!(restoring.end(Signal::TERM).code(), Some(1), "{flags:?}");
         assert!(!restoring.runs());
-        homes.assert_nothing_left();
+        repositories.assert_nothing_left();
     }
 }
 
@@ -196,13 +196,13 @@ fn a_restore_that_is_killed_before_the_guest_runs_leaves_nothing() {
     for flags in [&["--clone-disks"][..], &["--clone-disks", "--lazy"]] {
         let control = it.images.name("no-server");
         let flags = [flags, &["--control", &control]].concat();
-        let mut restoring = Restoring::start(&it.homes, &flags, &["sh", "-drive", &drive]);
+        let mut restoring = Restoring::start(&it.repositories, &flags, &["sh", "-drive", &drive]);
         assert!(clone.exists() && restoring.runs());
         restoring.end(Signal::KILL);
         wait_until("the clone", || !clone.exists());
         // It goes last.
         assert!(!restoring.runs());
-        it.homes.assert_nothing_left();
+        it.repositories.assert_nothing_left();
     }
 }
 
@@ -220,7 +220,7 @@ fn a_killed_restore_leaves_no_clone_with_a_server() {
     };
     let chardev = format!("socket,id=c,path={vhost}");
     let flags = ["--control", &control, "--clone-disks"];
-    let mut restoring = Restoring::start(&it.homes, &flags, &["sh", "-chardev", &chardev]);
+    let mut restoring = Restoring::start(&it.repositories, &flags, &["sh", "-chardev", &chardev]);
     assert_eq!(served(), 2);
     restoring.end(Signal::KILL);
     wait_until("the clone", || served() == 1 && !it.images.path("web.mon.clone.qcow2").exists());
@@ -243,12 +243,15 @@ fn a_served_disk_may_stand_where_its_server_allows_it() {
     server.ask_ok(["snapshot", "create", &it.disk, "--name", "tue"]);
     let taken_ns = recorded_in(it.disk.as_ref()).expect("a snapshot").taken_ns;
     let state = DiskState { disk: it.disk.clone(), snapshot: "tue".into() };
-    it.homes.save_with("tue", 2, taken_ns, vec![state]);
+    it.repositories.save_with("tue", 2, taken_ns, vec![state]);
     let control = server.control().display().to_string();
     let url = format!("nbd+unix:///web?socket={nbd}");
     for flags in [&[][..], &["--clone-disks"]] {
-        let mut args =
-            it.homes.args("web@tue", &[&["--control", control.as_str()][..], flags].concat(), "exit 3");
+        let mut args = it.repositories.args(
+            "web@tue",
+            &[&["--control", control.as_str()][..], flags].concat(),
+            "exit 3",
+        );
         args.push(url.clone());
         let said = run_err(1, args);
         assert!(said.contains("did not start: exit status: 3"), "{said}");
@@ -257,20 +260,25 @@ fn a_served_disk_may_stand_where_its_server_allows_it() {
 
 /// A snapshot of memory with a disk that stands on its own of the same instant.
 struct WithDisk {
-    homes: Homes,
+    repositories: Repositories,
     images: Images,
     disk: String,
 }
 
 impl WithDisk {
     fn new() -> Self {
-        let (homes, images) = (Homes::new(), Images::new());
+        let (repositories, images) = (Repositories::new(), Images::new());
         let disk = images.create("web.qcow2", &["16M"]);
         let disk = disk.to_str().expect("UTF-8").to_owned();
         run_ok(["snapshot", "create", &disk, "--name", "mon"]);
         let taken_ns = recorded_in(disk.as_ref()).expect("a snapshot").taken_ns;
-        homes.save_with("mon", 1, taken_ns, vec![DiskState { disk: disk.clone(), snapshot: "mon".into() }]);
-        Self { homes, images, disk }
+        repositories.save_with(
+            "mon",
+            1,
+            taken_ns,
+            vec![DiskState { disk: disk.clone(), snapshot: "mon".into() }],
+        );
+        Self { repositories, images, disk }
     }
 
     /// Restores with a script as QEMU that notes its options, these among them, and fails; what is said, and those options.
@@ -278,7 +286,7 @@ impl WithDisk {
         let noted = self.images.path("noted");
         let _ = std::fs::remove_file(&noted);
         let mut args =
-            self.homes.args("web@mon", flags, &format!("echo \"$@\" > {}; exit 3", noted.display()));
+            self.repositories.args("web@mon", flags, &format!("echo \"$@\" > {}; exit 3", noted.display()));
         args.extend(["sh"].iter().chain(options).map(|word| (*word).to_owned()));
         if !flags.contains(&"--control") {
             args.splice(2..2, ["--control".to_owned(), self.images.name("no-server")]);

@@ -219,8 +219,8 @@ fn copies_are_those_of_the_newest_snapshot_and_what_devices_allow() {
     let images = Images::new();
     let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
     let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &[]);
-    for home in ["a", "b"] {
-        std::fs::create_dir(images.path(home)).expect("a directory");
+    for repository in ["a", "b"] {
+        std::fs::create_dir(images.path(repository)).expect("a directory");
     }
     let vault = format!("{}:{}", images.name("a"), images.name("b"));
     let take = |name: &str, flags: &[&str]| {
@@ -243,7 +243,7 @@ fn copies_are_those_of_the_newest_snapshot_and_what_devices_allow() {
     assert!(take("refused", &["--copies", "2"]).contains("would share a device"));
     take("two", &["--copies", "2", "--one-device"]);
     let said = take("inherited", &["--one-device"]);
-    assert!(said.contains("2 copies instead of 3") && said.contains("no more homes"), "{said}");
+    assert!(said.contains("2 copies instead of 3") && said.contains("no more repositories"), "{said}");
     assert_eq!(copies(), 2);
 }
 

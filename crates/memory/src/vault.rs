@@ -1,14 +1,14 @@
 //! The store of snapshots: several copies of what a guest cannot live without, one or none of what it can read again.
 //!
 //! ```text
-//!   capture ──► Writer ──► extents: hashed, found again or compressed ──► k homes: ID.critical, ID.clean
+//!   capture ──► Writer ──► extents: hashed, found again or compressed ──► k repositories: ID.critical, ID.clean
 //!                                                                                 then ID.snapshot: there it is
 //!   restore ◄── Snapshot: whichever copy is whole ◄──────────────────────
 //! ```
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`home`], [`address`] | where objects live, and how people name such a place |
+//! | [`repository`], [`address`] | where objects live, and how people name such a place |
 //! | [`directory`], `hdfs` | directories of this host and of HDFS as such places |
 //! | `metadata`, `info` | the object that makes a snapshot |
 //! | `tables`, `pages`, `hiding`, `refill` | what it says of the guest's pages, as pages of its own |
@@ -23,12 +23,12 @@
 //!
 //! What is written is specified in `docs/format-memory.md`.
 //!
-//! Invariants: a snapshot is listed only when all it needs is on stable storage. In every home, what a snapshot listed there
-//! counts on in that home lies there too, so that each home can be understood and collected by itself. A critical page is
-//! never kept in fewer copies than its snapshot asks for because another page is the same.
+//! Invariants: a snapshot is listed only when all it needs is on stable storage. In every repository, what a snapshot listed
+//! there counts on in that repository lies there too, so that each repository can be understood and collected by itself. A
+//! critical page is never kept in fewer copies than its snapshot asks for because another page is the same.
 //!
-//! Lock order: homes in the order they were named, each with one lock; inside a writer, a shard of what is known, then an
-//! object's output.
+//! Lock order: repositories in the order they were named, each with one lock; inside a writer, a shard of what is known, then
+//! an object's output.
 
 mod address;
 mod bytes;
@@ -41,7 +41,6 @@ mod extent;
 #[cfg(feature = "hdfs")]
 mod hdfs;
 mod hiding;
-mod home;
 mod info;
 mod known;
 mod live;
@@ -53,6 +52,7 @@ mod place;
 mod policy;
 mod refill;
 mod repair;
+mod repository;
 mod rewrite;
 mod snapshot;
 mod sources;
@@ -66,20 +66,20 @@ mod writer;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub use address::HomeAddress;
+pub use address::RepositoryAddress;
 pub use collect::{Collectable, Collected, Deleted};
 pub use compact::Compact;
-pub use directory::DirectoryHome;
+pub use directory::DirectoryRepository;
 pub use error::{Result, VaultError};
 #[cfg(feature = "hdfs")]
-pub use hdfs::HdfsHome;
+pub use hdfs::HdfsRepository;
 pub use hiding::{Hiding, Mask};
-pub use home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored, Swept};
 pub use info::{DiskState, Info, ObjectUse};
 pub use name::{ObjectKind, ObjectName, SnapshotId};
 pub use policy::{OneDevice, Policy};
 pub use refill::{DiskPiece, DiskPieces, Refill};
 pub use repair::Repaired;
+pub use repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
 pub use snapshot::{Order, Page, Snapshot, Want};
 pub use stats::{Savings, Stats};
 pub use survey::Listed;
@@ -133,18 +133,18 @@ impl std::fmt::Display for Which {
     }
 }
 
-/// A store of snapshots in one or more homes.
+/// A store of snapshots in one or more repositories.
 #[derive(Debug)]
 pub struct Vault {
-    homes: Vec<Arc<dyn Home>>,
-    /// Homes that could not be opened, with why.
+    repositories: Vec<Arc<dyn Repository>>,
+    /// Repositories that could not be opened, with why.
     missing: Vec<String>,
 }
 
 impl Vault {
-    /// The store in these homes.
-    pub fn open(homes: Vec<Arc<dyn Home>>) -> Arc<Self> {
-        Arc::new(Self { homes, missing: Vec::new() })
+    /// The store in these repositories.
+    pub fn open(repositories: Vec<Arc<dyn Repository>>) -> Arc<Self> {
+        Arc::new(Self { repositories, missing: Vec::new() })
     }
 
     /// The store in these directories, as [`Vault::open_at`] opens it.
@@ -152,25 +152,25 @@ impl Vault {
     /// # Errors
     /// As there.
     pub fn open_directories(paths: &[PathBuf]) -> Result<Arc<Self>> {
-        Self::open_at(&paths.iter().cloned().map(HomeAddress::Directory).collect::<Vec<_>>())
+        Self::open_at(&paths.iter().cloned().map(RepositoryAddress::Directory).collect::<Vec<_>>())
     }
 
-    /// The store in these homes. One that cannot be opened is left out and named by [`Vault::missing`]: reading goes on
+    /// The store in these repositories. One that cannot be opened is left out and named by [`Vault::missing`]: reading goes on
     /// without it, deleting does not.
     ///
     /// # Errors
-    /// [`VaultError::Home`] when none can be opened.
-    pub fn open_at(addresses: &[HomeAddress]) -> Result<Arc<Self>> {
-        let mut vault = Self { homes: Vec::new(), missing: Vec::new() };
+    /// [`VaultError::Repository`] when none can be opened.
+    pub fn open_at(addresses: &[RepositoryAddress]) -> Result<Arc<Self>> {
+        let mut vault = Self { repositories: Vec::new(), missing: Vec::new() };
         let mut first = None;
         for address in addresses {
             match address.open() {
-                Ok(home) => vault.homes.push(home),
+                Ok(repository) => vault.repositories.push(repository),
                 Err(source) => {
                     vault.missing.push(format!("{address}: {source}"));
-                    let home = address.to_string();
-                    first.get_or_insert(VaultError::Home {
-                        home,
+                    let repository = address.to_string();
+                    first.get_or_insert(VaultError::Repository {
+                        repository,
                         action: "opening",
                         object: String::new(),
                         source,
@@ -179,12 +179,12 @@ impl Vault {
             }
         }
         match first {
-            Some(error) if vault.homes.is_empty() => Err(error),
+            Some(error) if vault.repositories.is_empty() => Err(error),
             _ => Ok(Arc::new(vault)),
         }
     }
 
-    /// Homes that could not be opened, each with the reason.
+    /// Repositories that could not be opened, each with the reason.
     pub fn missing(&self) -> &[String] {
         &self.missing
     }
@@ -192,7 +192,7 @@ impl Vault {
     /// Begins a snapshot. To be called before the guest is paused: this reads what is known of older snapshots.
     ///
     /// # Errors
-    /// When there are too few homes or devices for the copies asked for, the name is taken, or a home fails.
+    /// When there are too few repositories or devices for the copies asked for, the name is taken, or a repository fails.
     pub fn begin(self: &Arc<Self>, new: NewSnapshot) -> Result<Writer> {
         Writer::begin(self, new)
     }
@@ -200,7 +200,7 @@ impl Vault {
     /// All snapshots, newest first.
     ///
     /// # Errors
-    /// When no home can be read.
+    /// When no repository can be read.
     pub fn list(&self) -> Result<Vec<Listed>> {
         Ok(Survey::take(self)?.snapshots(self))
     }
@@ -252,11 +252,11 @@ impl Vault {
         }
     }
 
-    /// Holds all homes in one way; `None` only for [`Hold::AloneOrNot`].
+    /// Holds all repositories in one way; `None` only for [`Hold::AloneOrNot`].
     fn hold(&self, how: Hold) -> Result<Option<Vec<Held>>> {
-        let mut held = Vec::with_capacity(self.homes.len());
-        for home in &self.homes {
-            match home.hold(how).map_err(VaultError::home(home.as_ref(), "holding", ""))? {
+        let mut held = Vec::with_capacity(self.repositories.len());
+        for repository in &self.repositories {
+            match repository.hold(how).map_err(VaultError::repository(repository.as_ref(), "holding", ""))? {
                 Some(lock) => held.push(lock),
                 None => return Ok(None),
             }
@@ -264,19 +264,19 @@ impl Vault {
         Ok(Some(held))
     }
 
-    /// Holds the homes that can be held: one that fails must not keep others from being read.
+    /// Holds the repositories that can be held: one that fails must not keep others from being read.
     fn hold_to_read(&self) -> Vec<Held> {
-        let hold = |home: &Arc<dyn Home>| match home.hold(Hold::Read) {
+        let hold = |repository: &Arc<dyn Repository>| match repository.hold(Hold::Read) {
             Ok(held) => held,
             Err(error) => {
-                tracing::warn!("{}: read without being held: {error}", home.describe());
+                tracing::warn!("{}: read without being held: {error}", repository.describe());
                 None
             }
         };
-        self.homes.iter().filter_map(hold).collect()
+        self.repositories.iter().filter_map(hold).collect()
     }
 
-    fn home(&self, index: usize) -> &dyn Home {
-        self.homes[index].as_ref()
+    fn repository(&self, index: usize) -> &dyn Repository {
+        self.repositories[index].as_ref()
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use vault_support::fault::{Effect, Plan, faulty};
-use vault_support::{Guest, Homes, Known, bytes, flip, new_snapshot, open, policy, save};
+use vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy, save};
 use vmstrata_memory::capture::BoxError;
 use vmstrata_memory::restore::lazy::{
     Give, Lazily, LazyMemory, MemoryFile, Mounted, PageError, PageSource, detach, prepare,
@@ -49,10 +49,10 @@ fn needy() -> Guest {
     Guest::new(120, |page| Known { class: PageClass::Critical, seed: page + 1 })
 }
 
-/// The home's object of critical pages.
-fn object(homes: &Homes) -> PathBuf {
-    let name = homes.files()[0].iter().find(|name| name.ends_with(".critical")).cloned();
-    homes.dirs[0].path().join(name.expect("critical pages"))
+/// The repository's object of critical pages.
+fn object(repositories: &Repositories) -> PathBuf {
+    let name = repositories.files()[0].iter().find(|name| name.ends_with(".critical")).cloned();
+    repositories.dirs[0].path().join(name.expect("critical pages"))
 }
 
 fn read(memory: &LazyMemory, at: u64, len: usize) -> Result<Vec<u8>, PageError> {
@@ -65,9 +65,9 @@ fn read(memory: &LazyMemory, at: u64, len: usize) -> Result<Vec<u8>, PageError> 
 #[test]
 fn a_memory_is_the_snapshot_and_what_was_written_since() {
     for seed in 0..20 {
-        let (homes, guest) = (Homes::new(1), guest(seed));
-        save(&homes.vault(), &guest, "1", policy(1, 1));
-        let (memory, filled) = lazy(&homes.vault(), ALL).unwrap();
+        let (repositories, guest) = (Repositories::new(1), guest(seed));
+        save(&repositories.vault(), &guest, "1", policy(1, 1));
+        let (memory, filled) = lazy(&repositories.vault(), ALL).unwrap();
         assert_eq!(filled.hidden, 0);
         let mut plain = image(&guest);
         let stop = AtomicBool::new(false);
@@ -101,10 +101,10 @@ fn a_memory_is_the_snapshot_and_what_was_written_since() {
 
 #[test]
 fn a_page_is_read_with_its_extent_and_nothing_else_is() {
-    let (homes, guest) =
-        (Homes::new(1), Guest::new(64, |page| Known { class: PageClass::Critical, seed: page + 1 }));
-    save(&homes.vault(), &guest, "1", policy(1, 1));
-    let (memory, _) = lazy(&homes.vault(), ALL).unwrap();
+    let (repositories, guest) =
+        (Repositories::new(1), Guest::new(64, |page| Known { class: PageClass::Critical, seed: page + 1 }));
+    save(&repositories.vault(), &guest, "1", policy(1, 1));
+    let (memory, _) = lazy(&repositories.vault(), ALL).unwrap();
     assert_eq!((memory.left().pages, memory.left().of), (64, 64));
     read(&memory, 9 * PAGE, 1).unwrap();
     // Extents of these tests have 4 pages.
@@ -114,24 +114,24 @@ fn a_page_is_read_with_its_extent_and_nothing_else_is() {
 /// When all is here the snapshot is let go, and can be deleted.
 #[test]
 fn the_vault_is_needed_until_all_is_here_and_not_after() {
-    let (homes, guest) = (Homes::new(2), guest(7));
-    let saved = save(&homes.vault(), &guest, "1", policy(2, 1));
-    let (memory, _) = lazy(&homes.vault(), ALL).unwrap();
+    let (repositories, guest) = (Repositories::new(2), guest(7));
+    let saved = save(&repositories.vault(), &guest, "1", policy(2, 1));
+    let (memory, _) = lazy(&repositories.vault(), ALL).unwrap();
     let stop = AtomicBool::new(true);
     assert!(!memory.fill(None, &stop, |_| ()), "told to stop");
     stop.store(false, Ordering::Relaxed);
     let mut told = Vec::new();
     assert!(memory.fill(None, &stop, |left| told.push(left.pages)));
     assert!(told.is_sorted_by(|one, other| one > other) && told.last() == Some(&0), "{told:?}");
-    assert!(matches!(homes.vault().delete(&[saved.id]).unwrap(), Deleted::Collected(_)));
-    assert!(homes.is_empty());
+    assert!(matches!(repositories.vault().delete(&[saved.id]).unwrap(), Deleted::Collected(_)));
+    assert!(repositories.is_empty());
     assert!(read(&memory, 0, memory.bytes() as usize).unwrap() == image(&guest));
 }
 
 /// Pages of cache that were not read before the guest runs are zeros, and what says that the guest has them is cleared.
 #[test]
 fn cache_that_was_not_read_is_hidden() {
-    let homes = Homes::new(1);
+    let repositories = Repositories::new(1);
     let class = |page| if page % 3 == 0 { PageClass::Clean } else { PageClass::Critical };
     let guest = Guest::new(60, |page| Known { class: class(page), seed: page + 1 });
     let frames: Vec<Frame> = guest.pages.keys().copied().collect();
@@ -141,7 +141,7 @@ fn cache_that_was_not_read_is_hidden() {
         Mask { at, width: 4, clear: 0x8000_0001 }
     };
     let hidden = (0..60).filter(|page| page % 3 == 0).map(|page| (frames[page], vec![mask(page)]));
-    let mut writer = homes.vault().begin(new_snapshot(&guest, "1", policy(1, 1))).unwrap();
+    let mut writer = repositories.vault().begin(new_snapshot(&guest, "1", policy(1, 1))).unwrap();
     guest.give(&mut writer).unwrap();
     let closing = Closing { taken_ns: 1, hiding: Hiding::new(hidden.collect()), ..Closing::default() };
     writer.finish(closing).unwrap();
@@ -154,7 +154,7 @@ fn cache_that_was_not_read_is_hidden() {
     }
     let none = Lazily { cache_time: Duration::ZERO, ..ALL };
     for lazily in [none, Lazily { want: Want::Critical, ..ALL }] {
-        let (memory, filled) = lazy(&homes.vault(), lazily).unwrap();
+        let (memory, filled) = lazy(&repositories.vault(), lazily).unwrap();
         assert_eq!((filled.hidden, filled.pages), (20, 0));
         assert!(read(&memory, 0, plain.len()).unwrap() == plain);
         assert_eq!(memory.left(), vmstrata_memory::restore::lazy::Left { pages: 0, of: 40, lost: 0 });
@@ -163,21 +163,21 @@ fn cache_that_was_not_read_is_hidden() {
 
 #[test]
 fn cache_that_nothing_hides_is_an_error_before_the_guest_runs() {
-    let (homes, guest) = (Homes::new(1), guest(3));
-    save(&homes.vault(), &guest, "1", policy(1, 1));
-    let refused = lazy(&homes.vault(), Lazily { cache_time: Duration::ZERO, ..ALL });
+    let (repositories, guest) = (Repositories::new(1), guest(3));
+    save(&repositories.vault(), &guest, "1", policy(1, 1));
+    let refused = lazy(&repositories.vault(), Lazily { cache_time: Duration::ZERO, ..ALL });
     assert!(matches!(refused, Err(RestoreError::Unhidden { .. })));
 }
 
-/// A home fails at each operation in turn: another copy is read.
+/// A repository fails at each operation in turn: another copy is read.
 #[test]
-fn a_home_that_fails_at_any_operation_costs_nothing_while_another_has_a_copy() {
-    let (homes, guest) = (Homes::new(2), guest(5));
-    save(&homes.vault(), &guest, "1", policy(2, 2));
+fn a_repository_that_fails_at_any_operation_costs_nothing_while_another_has_a_copy() {
+    let (repositories, guest) = (Repositories::new(2), guest(5));
+    save(&repositories.vault(), &guest, "1", policy(2, 2));
     let plain = image(&guest);
     for at in 0.. {
         let plan = Plan::new(at, Effect::Dead);
-        let mut both = homes.homes();
+        let mut both = repositories.repositories();
         let bad = faulty(vec![both.remove(0)], &plan);
         let vault = Vault::open(bad.into_iter().chain(both).collect());
         let (memory, filled) = lazy(&vault, ALL).unwrap();
@@ -189,16 +189,16 @@ fn a_home_that_fails_at_any_operation_costs_nothing_while_another_has_a_copy() {
     }
 }
 
-/// What cannot be read is an error each time, never zeros; what can is right, and when the home is back all is.
+/// What cannot be read is an error each time, never zeros; what can is right, and when the repository is back all is.
 #[test]
-fn the_only_home_lost_and_found_again() {
-    let (homes, guest) = (Homes::new(1), needy());
-    save(&homes.vault(), &guest, "1", policy(1, 1));
+fn the_only_repository_lost_and_found_again() {
+    let (repositories, guest) = (Repositories::new(1), needy());
+    save(&repositories.vault(), &guest, "1", policy(1, 1));
     let plain = image(&guest);
-    let (memory, _) = lazy(&homes.vault(), ALL).unwrap();
+    let (memory, _) = lazy(&repositories.vault(), ALL).unwrap();
     read(&memory, 0, PAGE_BYTES).unwrap();
-    let path = homes.dirs[0].path();
-    let objects: Vec<_> = homes.files()[0].iter().map(|name| path.join(name)).collect();
+    let path = repositories.dirs[0].path();
+    let objects: Vec<_> = repositories.files()[0].iter().map(|name| path.join(name)).collect();
     let kept: Vec<Vec<u8>> = objects.iter().map(|object| std::fs::read(object).unwrap()).collect();
     for object in &objects {
         // Open files must notice too.
@@ -223,11 +223,11 @@ fn the_only_home_lost_and_found_again() {
 /// A page that cannot be read for a moment is waited for.
 #[test]
 fn a_page_is_tried_again_while_there_is_patience() {
-    let (homes, guest) = (Homes::new(1), needy());
-    save(&homes.vault(), &guest, "1", policy(1, 1));
+    let (repositories, guest) = (Repositories::new(1), needy());
+    save(&repositories.vault(), &guest, "1", policy(1, 1));
     let patient = Lazily { patience: Duration::from_secs(600), ..ALL };
-    let (memory, _) = lazy(&homes.vault(), patient).unwrap();
-    let object = object(&homes);
+    let (memory, _) = lazy(&repositories.vault(), patient).unwrap();
+    let object = object(&repositories);
     let kept = std::fs::read(&object).unwrap();
     File::options().write(true).open(&object).unwrap().set_len(0).unwrap();
     std::thread::scope(|scope| {
@@ -242,14 +242,14 @@ fn a_page_is_tried_again_while_there_is_patience() {
 fn a_flipped_bit_is_never_given_to_the_guest() {
     let guest = needy();
     for copies in [1, 2] {
-        let homes = Homes::new(copies.into());
-        save(&homes.vault(), &guest, "1", policy(copies, copies));
-        let object = object(&homes);
+        let repositories = Repositories::new(copies.into());
+        save(&repositories.vault(), &guest, "1", policy(copies, copies));
+        let object = object(&repositories);
         let len = std::fs::metadata(&object).unwrap().len() as usize;
         let mut lost = 0;
         for at in (0..len).step_by(len / 60) {
             flip(&object, at);
-            let (memory, _) = lazy(&homes.vault(), ALL).unwrap();
+            let (memory, _) = lazy(&repositories.vault(), ALL).unwrap();
             for page in 0..120 {
                 match read(&memory, page * PAGE, PAGE_BYTES) {
                     Ok(read) => assert!(read == bytes(page + 1), "{at} {page}"),
@@ -298,10 +298,10 @@ fn pages_come_from_several_sources() {
 /// Through the kernel: two files, read and written, also after the mount was taken out of sight.
 #[test]
 fn mounted_files_are_the_memory() {
-    let (homes, guest) = (Homes::new(1), guest(19));
-    save(&homes.vault(), &guest, "1", policy(1, 1));
+    let (repositories, guest) = (Repositories::new(1), guest(19));
+    save(&repositories.vault(), &guest, "1", policy(1, 1));
     let mut plain = image(&guest);
-    let memory = Arc::new(lazy(&homes.vault(), ALL).unwrap().0);
+    let memory = Arc::new(lazy(&repositories.vault(), ALL).unwrap().0);
     let file = |name: &str, pages: u64| MemoryFile { name: name.to_owned(), bytes: pages * PAGE };
     let files = vec![file("low", 50), file("high", 70)];
     let dir = tempfile::tempdir().unwrap();

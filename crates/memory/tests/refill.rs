@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use vault_support::{Guest, Homes, Known, bytes, new_snapshot, open, policy};
+use vault_support::{Guest, Known, Repositories, bytes, new_snapshot, open, policy};
 use vmstrata_memory::disk::ReadDisk;
 use vmstrata_memory::refill::Refiller;
 use vmstrata_memory::restore::lazy::{Lazily, LazyMemory, Left, PageError, prepare};
@@ -40,8 +40,8 @@ fn disks(guest: &Guest) -> [File; 2] {
     disks
 }
 
-fn save(homes: &Homes, guest: &Guest) -> Snapshot {
-    let vault = homes.vault();
+fn save(repositories: &Repositories, guest: &Guest) -> Snapshot {
+    let vault = repositories.vault();
     let mut writer = vault.begin(new_snapshot(guest, "refilled", policy(1, 1))).unwrap();
     let mut hiding = Vec::new();
     for ((frame, page), number) in guest.pages.iter().zip(0..) {
@@ -90,9 +90,9 @@ fn restore(snapshot: &Snapshot, guest: &Guest, disks: [Option<&File>; 2]) -> Vec
 
 #[test]
 fn pages_come_back_from_the_disks_or_are_hidden() {
-    let (homes, guest) = (Homes::new(1), guest());
+    let (repositories, guest) = (Repositories::new(1), guest());
     let disks = disks(&guest);
-    let snapshot = save(&homes, &guest);
+    let snapshot = save(&repositories, &guest);
     assert_eq!(restore(&snapshot, &guest, [Some(&disks[0]), Some(&disks[1])]), [0; 0]);
     let odd: Vec<u64> = (1..PAGES).filter(|page| page % 2 == 1).collect();
     assert_eq!(restore(&snapshot, &guest, [Some(&disks[0]), None]), odd);
@@ -107,8 +107,8 @@ fn pages_come_back_from_the_disks_or_are_hidden() {
 
 #[test]
 fn a_page_that_is_not_on_disk_is_left_to_be_hidden() {
-    let (homes, guest) = (Homes::new(1), guest());
-    let snapshot = save(&homes, &guest);
+    let (repositories, guest) = (Repositories::new(1), guest());
+    let snapshot = save(&repositories, &guest);
     let refiller = Refiller::new(snapshot.refill().unwrap(), Vec::new());
     let critical = Frame::new(0);
     let frames = [critical, Frame::new(1), Frame::new(1 << 40)];
@@ -134,7 +134,7 @@ impl ReadDisk for Flaky {
 
 /// A guest that is restored lazily from its disks.
 struct Lazy {
-    _homes: Homes,
+    _repositories: Repositories,
     guest: Guest,
     disks: [File; 2],
     fails: Arc<AtomicBool>,
@@ -145,9 +145,9 @@ struct Lazy {
 impl Lazy {
     /// With so many seconds for the cache before the guest runs; `change` is what happens to the disks before that.
     fn new(seconds: u64, refill_later: bool, change: impl FnOnce(&mut [Option<File>; 2])) -> Self {
-        let (homes, guest) = (Homes::new(1), guest());
+        let (repositories, guest) = (Repositories::new(1), guest());
         let disks = disks(&guest);
-        let snapshot = save(&homes, &guest);
+        let snapshot = save(&repositories, &guest);
         let mut left = disks.each_ref().map(|disk| Some(disk.try_clone().unwrap()));
         change(&mut left);
         let fails = Arc::new(AtomicBool::new(false));
@@ -160,8 +160,9 @@ impl Lazy {
         let cache_time = Duration::from_secs(seconds);
         let lazily = Lazily { want: Want::All, cache_time, refill_later, patience: Duration::ZERO };
         let local = tempfile::tempfile().unwrap();
-        let (memory, filled) = prepare(homes.vault(), snapshot, Some(refiller), local, lazily).unwrap();
-        Self { _homes: homes, guest, disks, fails, memory, filled }
+        let (memory, filled) =
+            prepare(repositories.vault(), snapshot, Some(refiller), local, lazily).unwrap();
+        Self { _repositories: repositories, guest, disks, fails, memory, filled }
     }
 
     fn page(&self, number: u64) -> Result<[u8; PAGE_BYTES], PageError> {

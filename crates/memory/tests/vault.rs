@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use vault_support::{
-    Guest, Homes, Known, assert_reads, bytes, flip, is_lost, new_snapshot, open, policy, save, save_at,
+    Guest, Known, Repositories, assert_reads, bytes, flip, is_lost, new_snapshot, open, policy, save, save_at,
 };
 use vmstrata_memory::vault::{
     Closing, Collected, Deleted, DiskPiece, DiskState, Hiding, Mask, OneDevice, Page, Policy, Refill,
@@ -28,11 +28,11 @@ fn all_critical(count: u64) -> Guest {
 
 #[test]
 fn a_snapshot_reads_back() {
-    for (homes, critical, clean) in [(1, 1, 1), (1, 1, 0), (3, 3, 1), (3, 3, 0), (3, 2, 2)] {
-        let homes = Homes::new(homes);
+    for (repositories, critical, clean) in [(1, 1, 1), (1, 1, 0), (3, 3, 1), (3, 3, 0), (3, 2, 2)] {
+        let repositories = Repositories::new(repositories);
         let guest = guest(7);
-        let saved = save(&homes.vault(), &guest, "1", policy(critical, clean));
-        let vault = homes.vault();
+        let saved = save(&repositories.vault(), &guest, "1", policy(critical, clean));
+        let vault = repositories.vault();
         let snapshot = open(&vault, "1").unwrap();
         assert_reads(&snapshot, &guest, clean, false);
         assert_eq!(snapshot.blob("state"), Some(&b"1"[..]));
@@ -49,8 +49,8 @@ fn a_snapshot_reads_back() {
 
 #[test]
 fn what_is_said_of_a_snapshot_reads_back() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     let guest = Guest::new(4, |page| Known { class: if page == 1 { CLEAN } else { CRITICAL }, seed: page });
     let mut writer = vault.begin(new_snapshot(&guest, "mon", policy(1, 1))).unwrap();
     let piece = DiskPiece { disk: 0, offset: 1 << 20, len: 4096 };
@@ -83,8 +83,8 @@ fn what_is_said_of_a_snapshot_reads_back() {
 
 #[test]
 fn pages_must_be_given_once_each() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     let guest = all_critical(4);
     let begin = || vault.begin(new_snapshot(&guest, "mon", policy(1, 1))).unwrap();
     let mut writer = begin();
@@ -99,13 +99,13 @@ fn pages_must_be_given_once_each() {
         "{missing:?}"
     );
     drop(begin());
-    assert!(homes.is_empty(), "{:?}", homes.files());
+    assert!(repositories.is_empty(), "{:?}", repositories.files());
 }
 
 #[test]
 fn a_name_is_taken_once() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     let guest = all_critical(4);
     let mut late = vault.begin(new_snapshot(&guest, "1", policy(1, 1))).unwrap();
     guest.give(&mut late).unwrap();
@@ -115,13 +115,13 @@ fn a_name_is_taken_once() {
     assert!(matches!(again, Err(VaultError::Exists { .. })));
     assert_eq!(vault.list().unwrap().len(), 1);
     assert_eq!(open(&vault, "1").unwrap().info().id, first.id);
-    assert_eq!(homes.files()[0].len(), 2, "{:?}", homes.files());
+    assert_eq!(repositories.files()[0].len(), 2, "{:?}", repositories.files());
 }
 
 #[test]
 fn copies_on_one_device_must_be_allowed() {
-    let homes = Homes::new(3);
-    let vault = homes.vault();
+    let repositories = Repositories::new(3);
+    let vault = repositories.vault();
     let guest = all_critical(2);
     let begin = |copies, one_device| {
         let policy = Policy { one_device, ..policy(copies, 1) };
@@ -129,7 +129,10 @@ fn copies_on_one_device_must_be_allowed() {
     };
     let refused = begin(3, OneDevice::Refuse).unwrap_err().to_string();
     assert!(refused.contains("share a device"), "{refused}");
-    assert!(matches!(begin(4, OneDevice::Allow), Err(VaultError::TooFewHomes { wanted: 4, found: 3 })));
+    assert!(matches!(
+        begin(4, OneDevice::Allow),
+        Err(VaultError::TooFewRepositories { wanted: 4, found: 3 })
+    ));
     begin(3, OneDevice::Allow).unwrap();
     begin(1, OneDevice::Refuse).unwrap();
 }
@@ -137,8 +140,8 @@ fn copies_on_one_device_must_be_allowed() {
 /// What an incremental snapshot is for: it costs what changed.
 #[test]
 fn unchanged_pages_are_not_stored_again() {
-    let homes = Homes::new(2);
-    let vault = homes.vault();
+    let repositories = Repositories::new(2);
+    let vault = repositories.vault();
     let mut guest = guest(1);
     let first = save(&vault, &guest, "1", policy(2, 1));
     let again = save(&vault, &guest, "2", policy(2, 1));
@@ -157,8 +160,8 @@ fn unchanged_pages_are_not_stored_again() {
 /// The point of the store: what is shared never has fewer copies than what it stands for asks for.
 #[test]
 fn critical_pages_are_never_served_by_fewer_copies() {
-    let homes = Homes::new(3);
-    let vault = homes.vault();
+    let repositories = Repositories::new(3);
+    let vault = repositories.vault();
     let once = Guest::new(8, |page| Known { class: CLEAN, seed: page + 1 });
     save(&vault, &once, "1", policy(3, 1));
     let needed = all_critical(8);
@@ -174,25 +177,25 @@ fn critical_pages_are_never_served_by_fewer_copies() {
 
 #[test]
 fn pages_whose_copies_are_gone_are_stored_again() {
-    let homes = Homes::new(3);
+    let repositories = Repositories::new(3);
     let guest = all_critical(8);
-    save(&homes.vault(), &guest, "1", policy(3, 1));
+    save(&repositories.vault(), &guest, "1", policy(3, 1));
     let critical = |name: &&String| name.ends_with(".critical");
-    let name = homes.files()[1].iter().find(critical).unwrap().clone();
-    std::fs::remove_file(homes.dirs[1].path().join(name)).unwrap();
-    assert_eq!(save(&homes.vault(), &guest, "2", policy(3, 1)).stats.stored_critical, 8);
+    let name = repositories.files()[1].iter().find(critical).unwrap().clone();
+    std::fs::remove_file(repositories.dirs[1].path().join(name)).unwrap();
+    assert_eq!(save(&repositories.vault(), &guest, "2", policy(3, 1)).stats.stored_critical, 8);
 }
 
 #[test]
 fn any_one_copy_will_do() {
     let guest = guest(3);
     for lost in [[0, 1], [1, 2], [0, 2]] {
-        let homes = Homes::new(3);
-        save(&homes.vault(), &guest, "1", policy(3, 1));
-        for home in lost {
-            std::fs::remove_dir_all(homes.dirs[home].path()).unwrap();
+        let repositories = Repositories::new(3);
+        save(&repositories.vault(), &guest, "1", policy(3, 1));
+        for repository in lost {
+            std::fs::remove_dir_all(repositories.dirs[repository].path()).unwrap();
         }
-        let vault = homes.vault();
+        let vault = repositories.vault();
         assert_eq!(vault.missing().len(), 2);
         assert_reads(&open(&vault, "1").unwrap(), &guest, 1, true);
     }
@@ -200,21 +203,21 @@ fn any_one_copy_will_do() {
 
 #[test]
 fn a_lost_page_is_an_error_that_says_where_it_was_looked_for() {
-    let homes = Homes::new(2);
+    let repositories = Repositories::new(2);
     let guest = all_critical(8);
-    let saved = save(&homes.vault(), &guest, "1", policy(2, 1));
-    for dir in &homes.dirs {
+    let saved = save(&repositories.vault(), &guest, "1", policy(2, 1));
+    for dir in &repositories.dirs {
         // In the first extent.
         flip(&dir.path().join(format!("{}.critical", saved.id)), 64 + 100);
     }
-    let snapshot = open(&homes.vault(), "1").unwrap();
+    let snapshot = open(&repositories.vault(), "1").unwrap();
     let mut page = [0; PAGE_BYTES];
     let (lost, fine): (Vec<Frame>, Vec<Frame>) =
         guest.pages.keys().partition(|frame| snapshot.read_page(**frame, &mut page).is_err());
     assert_eq!((lost.len(), fine.len()), (4, 4), "an extent has four pages");
     let error = snapshot.read_page(lost[0], &mut page).unwrap_err();
     let said = error.to_string();
-    let dirs = homes.paths();
+    let dirs = repositories.paths();
     assert!(is_lost(&error) && said.contains("web@1") && said.contains(&lost[0].to_string()), "{said}");
     assert!(dirs.iter().all(|dir| said.contains(dir.to_str().unwrap())), "{said}");
     assert!(is_lost(&snapshot.stream(Want::All, |_, _| Ok(())).unwrap_err()));
@@ -223,19 +226,19 @@ fn a_lost_page_is_an_error_that_says_where_it_was_looked_for() {
 
 #[test]
 fn clean_pages_may_be_lost_and_need_not_be_read() {
-    let homes = Homes::new(2);
+    let repositories = Repositories::new(2);
     let guest =
         Guest::new(40, |page| Known { class: if page % 2 == 0 { CLEAN } else { CRITICAL }, seed: page });
-    let saved = save(&homes.vault(), &guest, "1", policy(2, 1));
+    let saved = save(&repositories.vault(), &guest, "1", policy(2, 1));
     let clean: Vec<Frame> =
         guest.pages.iter().filter(|(_, page)| page.class == CLEAN).map(|(frame, _)| *frame).collect();
-    let snapshot = open(&homes.vault(), "1").unwrap();
+    let snapshot = open(&repositories.vault(), "1").unwrap();
     // The first page is zeros, which need not be read to be known.
     assert_eq!(snapshot.stream(Want::Critical, |_, _| Ok(())).unwrap(), clean[1..]);
-    for dir in &homes.dirs {
+    for dir in &repositories.dirs {
         let _ = std::fs::remove_file(dir.path().join(format!("{}.clean", saved.id)));
     }
-    let snapshot = open(&homes.vault(), "1").unwrap();
+    let snapshot = open(&repositories.vault(), "1").unwrap();
     assert_reads(&snapshot, &guest, 1, true);
     assert_eq!(snapshot.stream(Want::All, |_, _| Ok(())).unwrap(), clean[1..]);
     assert!(!snapshot.problems().is_empty());
@@ -243,8 +246,8 @@ fn clean_pages_may_be_lost_and_need_not_be_read() {
 
 #[test]
 fn deleting_keeps_what_others_need() {
-    let homes = Homes::new(2);
-    let vault = homes.vault();
+    let repositories = Repositories::new(2);
+    let vault = repositories.vault();
     let mut guests = vec![guest(1)];
     for step in 1..4 {
         let mut next = guests[step - 1].clone();
@@ -268,36 +271,36 @@ fn deleting_keeps_what_others_need() {
             assert_reads(&snapshot, &guests[info.name.parse::<usize>().unwrap()], 1, false);
         }
     }
-    assert!(homes.is_empty(), "{:?}", homes.files());
+    assert!(repositories.is_empty(), "{:?}", repositories.files());
     assert!(matches!(vault.delete(&[ids[0]]), Err(VaultError::NotFound(_))));
 }
 
 #[test]
-fn nothing_is_collected_while_a_home_or_its_needs_are_unknown() {
-    let homes = Homes::new(2);
-    let vault = homes.vault();
+fn nothing_is_collected_while_a_repository_or_its_needs_are_unknown() {
+    let repositories = Repositories::new(2);
+    let vault = repositories.vault();
     let guest = all_critical(8);
     let first = save(&vault, &guest, "1", policy(2, 1));
     let second = save(&vault, &guest, "2", policy(2, 1));
-    for dir in &homes.dirs {
+    for dir in &repositories.dirs {
         flip(&dir.path().join(format!("{}.snapshot", second.id)), 70);
     }
     assert!(matches!(vault.delete(&[first.id]), Err(VaultError::NeedsUnknown(_))));
-    assert!(homes.files()[0].contains(&format!("{}.critical", first.id)), "the second one needs it");
+    assert!(repositories.files()[0].contains(&format!("{}.critical", first.id)), "the second one needs it");
     assert!(matches!(vault.delete(&[second.id]).unwrap(), Deleted::Collected(Collected { objects: 4, .. })));
-    assert!(homes.is_empty());
+    assert!(repositories.is_empty());
     let third = save(&vault, &guest, "3", policy(2, 1));
-    let gone = homes.paths()[0].with_extension("gone");
+    let gone = repositories.paths()[0].with_extension("gone");
     let with_gone =
-        vmstrata_memory::vault::Vault::open_directories(&[homes.paths()[1].clone(), gone]).unwrap();
+        vmstrata_memory::vault::Vault::open_directories(&[repositories.paths()[1].clone(), gone]).unwrap();
     assert!(matches!(with_gone.delete(&[third.id]), Err(VaultError::Unreachable(_))));
     assert_eq!(vault.list().unwrap()[0].metadata_copies, 2);
 }
 
 #[test]
 fn snapshots_are_found_by_name_id_and_age() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     let guest = all_critical(2);
     let ids: Vec<_> =
         ["10", "30", "20"].map(|name| save(&vault, &guest, name, policy(1, 1)).id).into_iter().collect();
@@ -315,8 +318,8 @@ fn snapshots_are_found_by_name_id_and_age() {
 
 #[test]
 fn writers_work_side_by_side() {
-    let homes = Homes::new(2);
-    let vault = homes.vault();
+    let repositories = Repositories::new(2);
+    let vault = repositories.vault();
     let guests: Vec<Guest> = (0..4).map(guest).collect();
     std::thread::scope(|scope| {
         for (at, guest) in guests.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! A home fails at every operation in turn: older snapshots stay whole, and nothing half is listed.
+//! A repository fails at every operation in turn: older snapshots stay whole, and nothing half is listed.
 
 mod vault_support;
 
@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use vault_support::fault::{Effect, Plan, faulty};
-use vault_support::{Guest, Homes, assert_reads, leave_dead_pages, open, policy, save, save_at};
+use vault_support::{Guest, Repositories, assert_reads, leave_dead_pages, open, policy, save, save_at};
 use vmstrata_memory::vault::{Compact, Deleted, Health, OneDevice, Policy, Result, Vault, Which};
 
 const EFFECTS: [Effect; 3] =
@@ -21,7 +21,7 @@ fn one_thread() -> Policy {
 }
 
 struct Case {
-    homes: Homes,
+    repositories: Repositories,
     old: Guest,
     new: Guest,
 }
@@ -32,19 +32,19 @@ impl Case {
         let mut new = old.clone();
         let mut rng = SmallRng::seed_from_u64(2);
         new.pages.values_mut().step_by(3).for_each(|page| *page = Guest::random_page(&mut rng));
-        let homes = Homes::new(2);
-        save(&homes.vault(), &old, "1", one_thread());
-        Self { homes, old, new }
+        let repositories = Repositories::new(2);
+        save(&repositories.vault(), &old, "1", one_thread());
+        Self { repositories, old, new }
     }
 
     fn faulty(&self, at: usize, effect: Effect) -> (Arc<Vault>, Arc<Plan>) {
         let plan = Plan::new(at, effect);
-        (Vault::open(faulty(self.homes.homes(), &plan)), plan)
+        (Vault::open(faulty(self.repositories.repositories(), &plan)), plan)
     }
 
     /// Older snapshots are whole, what is listed is whole, and nothing is left that nobody needs.
     fn check(&self, at: usize, effect: Effect) {
-        let vault = self.homes.vault();
+        let vault = self.repositories.vault();
         let health = vault.verify(&[], |_, _| ()).expect("verifies");
         assert!(health.iter().all(Health::is_whole), "{at} {effect:?}: {health:?}");
         assert_reads(&open(&vault, "1").expect("the older one"), &self.old, 1, false);
@@ -54,7 +54,11 @@ impl Case {
         assert!(matches!(vault.collect(), Ok(Deleted::Collected(_))), "{at} {effect:?}");
         let listed = vault.list().expect("lists");
         let most = listed.len() * 3;
-        assert!(self.homes.files().iter().all(|files| files.len() <= most), "{at}: {:?}", self.homes.files());
+        assert!(
+            self.repositories.files().iter().all(|files| files.len() <= most),
+            "{at}: {:?}",
+            self.repositories.files()
+        );
         save(&vault, &self.new, "3", one_thread());
         assert_reads(&open(&vault, "3").expect("a new one"), &self.new, 1, false);
     }
@@ -87,8 +91,8 @@ fn a_snapshot_is_taken_or_it_is_not_there() {
     at_every_operation(
         |vault, case| save_at(vault, &case.new, "2", one_thread(), 2).map(drop),
         |case, done, effect| {
-            let is_there = open(&case.homes.vault(), "2").is_ok();
-            // When homes are gone for good after the name was given in one of them, it cannot be taken back.
+            let is_there = open(&case.repositories.vault(), "2").is_ok();
+            // When repositories are gone for good after the name was given in one of them, it cannot be taken back.
             let is_expected = is_there == done.is_ok() || (is_there && effect == Effect::Dead);
             assert!(is_expected, "{done:?} {is_there}");
         },
@@ -99,7 +103,7 @@ fn a_snapshot_is_taken_or_it_is_not_there() {
 fn deleting_harms_no_other_snapshot() {
     at_every_operation(
         |vault, case| {
-            save(&case.homes.vault(), &case.new, "2", one_thread());
+            save(&case.repositories.vault(), &case.new, "2", one_thread());
             let id = vault.find_id(&Which::Named { guest: "web".to_owned(), name: "2".to_owned() })?;
             vault.delete(&[id]).map(drop)
         },
@@ -111,12 +115,12 @@ fn deleting_harms_no_other_snapshot() {
 fn a_repair_that_fails_makes_nothing_worse() {
     at_every_operation(
         |vault, case| {
-            case.homes.lose_copies(0);
+            case.repositories.lose_copies(0);
             vault.repair(&[], OneDevice::Allow).map(drop)
         },
         |case, _, _| {
-            // One more go, now that the home works, mends what is left.
-            let repaired = case.homes.vault().repair(&[], OneDevice::Allow).expect("repairs");
+            // One more go, now that the repository works, mends what is left.
+            let repaired = case.repositories.vault().repair(&[], OneDevice::Allow).expect("repairs");
             assert!(repaired.health.iter().all(Health::is_complete), "{repaired:?}");
         },
     );
@@ -127,17 +131,19 @@ fn a_repair_that_fails_makes_nothing_worse() {
 fn a_gc_that_fails_loses_no_page_and_the_next_one_finishes() {
     for effect in EFFECTS.into_iter().chain([Effect::Garble]) {
         for at in 0.. {
-            let (homes, guest) = (Homes::new(2), Guest::random(16, &mut SmallRng::seed_from_u64(1)));
-            leave_dead_pages(&homes, &guest, &one_thread());
+            let (repositories, guest) =
+                (Repositories::new(2), Guest::random(16, &mut SmallRng::seed_from_u64(1)));
+            leave_dead_pages(&repositories, &guest, &one_thread());
             let plan = Plan::new(at, effect);
-            let done = Vault::open(faulty(homes.homes(), &plan)).gc(Compact::All, &mut |_, _| ());
-            let vault = homes.vault();
+            let done =
+                Vault::open(faulty(repositories.repositories(), &plan)).gc(Compact::All, &mut |_, _| ());
+            let vault = repositories.vault();
             let health = vault.verify(&[], |_, _| ()).expect("verifies");
             let is_as_before = effect != Effect::Garble || health.iter().all(Health::is_complete);
             assert!(is_as_before && health.iter().all(Health::is_whole), "{at} {effect:?}: {health:?}");
             assert_reads(&open(&vault, "1").expect("opens"), &guest, 1, false);
             vault.gc(Compact::All, &mut |_, _| ()).expect("compacts");
-            assert!(homes.are_alike(), "{at} {effect:?}");
+            assert!(repositories.are_alike(), "{at} {effect:?}");
             assert_eq!(vault.collectable(Compact::All).expect("looks").compact, []);
             assert_reads(&open(&vault, "1").expect("opens"), &guest, 1, false);
             if plan.asked.load(Ordering::SeqCst) <= at {

@@ -5,7 +5,7 @@ mod vault_support;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use vault_support::{Guest, Homes, Known, assert_reads, new_snapshot, open, policy, save};
+use vault_support::{Guest, Known, Repositories, assert_reads, new_snapshot, open, policy, save};
 use vmstrata_memory::PageClass;
 use vmstrata_memory::vault::{Closing, NewSnapshot, ObjectName, Policy, Saved, Vault};
 
@@ -36,8 +36,8 @@ fn save_as(vault: &Arc<Vault>, of: &str, guest: &Guest, policy: Policy) -> Saved
 #[test]
 fn a_damaged_object_touches_as_many_snapshots_as_lie_between_full_ones() {
     for (full_every, steps) in [(3, [0, 1, 2, 0, 1, 2, 0]), (1, [0; 7]), (0, [0, 1, 2, 3, 4, 5, 6])] {
-        let homes = Homes::new(1);
-        let vault = homes.vault();
+        let repositories = Repositories::new(1);
+        let vault = repositories.vault();
         let mut users: BTreeMap<ObjectName, u32> = BTreeMap::new();
         for (step, name) in steps.into_iter().zip(1u64..) {
             let saved = save(&vault, &guest(name), &name.to_string(), every(full_every));
@@ -55,13 +55,13 @@ fn a_damaged_object_touches_as_many_snapshots_as_lie_between_full_ones() {
 
 #[test]
 fn a_full_snapshot_outlives_all_older_objects() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     let ids: Vec<_> =
         (1..=4).map(|step| save(&vault, &guest(step), &step.to_string(), every(3)).id).collect();
     for id in &ids[..3] {
         for kind in ["critical", "clean"] {
-            std::fs::remove_file(homes.dirs[0].path().join(format!("{id}.{kind}"))).unwrap();
+            std::fs::remove_file(repositories.dirs[0].path().join(format!("{id}.{kind}"))).unwrap();
         }
     }
     assert!(open(&vault, "3").is_err());
@@ -71,8 +71,8 @@ fn a_full_snapshot_outlives_all_older_objects() {
 /// A clone shares with its template until it has a full snapshot; later it finds no objects of other guests again.
 #[test]
 fn only_the_first_snapshot_of_a_guest_builds_on_other_guests() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     let template = save_as(&vault, "template", &guest(1), every(2));
     let clone = save_as(&vault, "clone", &guest(1), every(2));
     assert!(template.is_full && !clone.is_full && clone.stats.stored_critical == 0);

@@ -4,7 +4,7 @@ mod vault_support;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use vault_support::{Guest, Homes, Known, assert_reads, leave_dead_pages, open, policy, save};
+use vault_support::{Guest, Known, Repositories, assert_reads, leave_dead_pages, open, policy, save};
 use vmstrata_memory::PageClass;
 use vmstrata_memory::vault::{Collected, Compact, Deleted, Health, Policy, Vault};
 
@@ -37,9 +37,11 @@ impl Busy {
 
 /// Bytes of a new vault with these states.
 fn fresh(guests: &[Guest]) -> u64 {
-    let homes = Homes::new(1);
-    (0..).zip(guests).for_each(|(at, guest)| _ = save(&homes.vault(), guest, &format!("{at}"), by_default()));
-    homes.allocated()
+    let repositories = Repositories::new(1);
+    (0..)
+        .zip(guests)
+        .for_each(|(at, guest)| _ = save(&repositories.vault(), guest, &format!("{at}"), by_default()));
+    repositories.allocated()
 }
 
 fn delete(vault: &Vault, names: &[String]) -> Collected {
@@ -58,8 +60,8 @@ fn assert_all_read(vault: &Vault, guests: &[(String, Guest)]) {
 #[test]
 fn a_pruned_vault_is_at_most_a_third_larger_than_a_fresh_one() {
     for percent in [1, 5, 25] {
-        let (homes, mut busy) = (Homes::new(1), Busy::new(1000));
-        let vault = homes.vault();
+        let (repositories, mut busy) = (Repositories::new(1), Busy::new(1000));
+        let vault = repositories.vault();
         let mut guests = Vec::new();
         for at in 0..40 {
             save(&vault, &busy.guest, &at.to_string(), by_default());
@@ -68,20 +70,20 @@ fn a_pruned_vault_is_at_most_a_third_larger_than_a_fresh_one() {
         }
         let kept = guests.split_off(38);
         let names: Vec<String> = guests.into_iter().map(|(name, _)| name).collect();
-        let before = homes.allocated();
+        let before = repositories.allocated();
         let freed = delete(&vault, &names).bytes;
-        assert_eq!(freed, before - homes.allocated());
+        assert_eq!(freed, before - repositories.allocated());
         assert_all_read(&vault, &kept);
         let (used, fresh) =
-            (homes.allocated(), fresh(&kept.into_iter().map(|(_, guest)| guest).collect::<Vec<_>>()));
+            (repositories.allocated(), fresh(&kept.into_iter().map(|(_, guest)| guest).collect::<Vec<_>>()));
         assert!(used * 10 <= fresh * 13, "{percent} %: {used} bytes, fresh {fresh}");
     }
 }
 
 #[test]
 fn a_vault_with_retention_stays_as_small_as_a_fresh_one() {
-    let (homes, mut busy) = (Homes::new(1), Busy::new(800));
-    let vault = homes.vault();
+    let (repositories, mut busy) = (Repositories::new(1), Busy::new(800));
+    let vault = repositories.vault();
     let mut guests: Vec<(String, Guest)> = Vec::new();
     for at in 0..120 {
         save(&vault, &busy.guest, &at.to_string(), by_default());
@@ -93,18 +95,18 @@ fn a_vault_with_retention_stays_as_small_as_a_fresh_one() {
     }
     assert_all_read(&vault, &guests);
     let (used, fresh) =
-        (homes.allocated(), fresh(&guests.into_iter().map(|(_, guest)| guest).collect::<Vec<_>>()));
+        (repositories.allocated(), fresh(&guests.into_iter().map(|(_, guest)| guest).collect::<Vec<_>>()));
     assert!(used * 10 <= fresh * 13, "{used} bytes, fresh {fresh}");
 }
 
 #[test]
 fn gc_compacts_what_could_not_be_while_the_vault_was_in_use() {
-    let homes = Homes::new(2);
+    let repositories = Repositories::new(2);
     let guest = Guest::random(40, &mut SmallRng::seed_from_u64(3));
-    leave_dead_pages(&homes, &guest, &policy(2, 1));
-    let vault = homes.vault();
-    let (before, plan) = (homes.allocated(), vault.collectable(Compact::Worthwhile).unwrap());
-    assert!(!plan.compact.is_empty() && homes.allocated() == before, "{plan:?}");
+    leave_dead_pages(&repositories, &guest, &policy(2, 1));
+    let vault = repositories.vault();
+    let (before, plan) = (repositories.allocated(), vault.collectable(Compact::Worthwhile).unwrap());
+    assert!(!plan.compact.is_empty() && repositories.allocated() == before, "{plan:?}");
     let reader = open(&vault, "1").unwrap();
     assert_eq!(vault.gc(Compact::All, &mut |_, _| ()).unwrap(), Deleted::Later);
     drop(reader);
@@ -112,7 +114,7 @@ fn gc_compacts_what_could_not_be_while_the_vault_was_in_use() {
         panic!("nobody else uses the vault")
     };
     assert_eq!(collected.compacted, plan.compact.len());
-    assert_eq!(collected.bytes, before - homes.allocated());
+    assert_eq!(collected.bytes, before - repositories.allocated());
     // What it said is about what it did.
     assert!(collected.bytes.abs_diff(plan.bytes) < before / 10, "{collected:?} {plan:?}");
     assert_all_read(&vault, &[("1".to_owned(), guest)]);
@@ -124,10 +126,10 @@ fn gc_compacts_what_could_not_be_while_the_vault_was_in_use() {
 
 #[test]
 fn writing_a_snapshot_frees_what_was_deleted_while_the_vault_was_in_use() {
-    let homes = Homes::new(1);
+    let repositories = Repositories::new(1);
     let guest = Guest::new(40, |page| Known { class: PageClass::Critical, seed: page + 1 });
-    leave_dead_pages(&homes, &guest, &policy(1, 1));
-    let vault = homes.vault();
+    leave_dead_pages(&repositories, &guest, &policy(1, 1));
+    let vault = repositories.vault();
     assert!(!vault.collectable(Compact::Worthwhile).unwrap().compact.is_empty());
     save(&vault, &guest, "2", policy(1, 1));
     assert_eq!(vault.collectable(Compact::All).unwrap().compact, []);
@@ -136,10 +138,10 @@ fn writing_a_snapshot_frees_what_was_deleted_while_the_vault_was_in_use() {
 
 #[test]
 fn a_snapshot_shares_pages_with_a_compacted_object() {
-    let homes = Homes::new(2);
+    let repositories = Repositories::new(2);
     let guest = Guest::new(40, |page| Known { class: PageClass::Critical, seed: page + 1 });
-    leave_dead_pages(&homes, &guest, &policy(2, 1));
-    let vault = homes.vault();
+    leave_dead_pages(&repositories, &guest, &policy(2, 1));
+    let vault = repositories.vault();
     vault.gc(Compact::All, &mut |_, _| ()).unwrap();
     assert_eq!(save(&vault, &guest, "2", policy(2, 1)).stats.stored_critical, 0);
     // What was given back is stored again.
@@ -148,18 +150,18 @@ fn a_snapshot_shares_pages_with_a_compacted_object() {
     assert_all_read(&vault, &[("2".to_owned(), guest), ("3".to_owned(), around)]);
 }
 
-/// A home that was compacted by itself has let go of pages that snapshots in other homes need.
+/// A repository that was compacted by itself has let go of pages that snapshots in other repositories need.
 #[test]
-fn a_page_that_one_home_gave_back_is_read_from_another() {
-    let homes = Homes::new(2);
+fn a_page_that_one_repository_gave_back_is_read_from_another() {
+    let repositories = Repositories::new(2);
     let guest = Guest::new(40, |page| Known { class: PageClass::Critical, seed: page + 1 });
     let around = Guest::around(&guest);
-    let vault = homes.vault();
+    let vault = repositories.vault();
     let first = save(&vault, &around, "0", policy(2, 1));
     save(&vault, &guest, "1", policy(2, 1));
     let other = save(&vault, &around, "2", policy(2, 1));
-    // The first home knows nothing of "0" and "2" any more.
-    let paths = homes.paths();
+    // The first repository knows nothing of "0" and "2" any more.
+    let paths = repositories.paths();
     for id in [first.id, other.id] {
         std::fs::remove_file(paths[0].join(format!("{id}.snapshot"))).unwrap();
     }
@@ -173,6 +175,6 @@ fn a_page_that_one_home_gave_back_is_read_from_another() {
     assert!(health[0].is_whole() && !health[0].is_complete(), "{health:?}");
     let repaired = vault.repair(&[], vmstrata_memory::vault::OneDevice::Allow).unwrap();
     assert!(repaired.health.iter().all(Health::is_complete), "{repaired:?}");
-    assert!(homes.are_alike());
+    assert!(repositories.are_alike());
     assert_reads(&open(&alone, "2").unwrap(), &around, 1, false);
 }

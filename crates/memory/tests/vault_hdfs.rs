@@ -9,8 +9,8 @@ use std::sync::Arc;
 use hdfs::Cluster;
 use hdfs_native::client::FileStatus;
 use hdfs_native::sync::{Client, ClientBuilder};
-use vault_support::{Guest, Homes, Known, assert_reads, new_snapshot, open, policy, save};
-use vmstrata_memory::vault::{Deleted, Health, HomeAddress, OneDevice, Policy, Vault, VaultError};
+use vault_support::{Guest, Known, Repositories, assert_reads, new_snapshot, open, policy, save};
+use vmstrata_memory::vault::{Deleted, Health, OneDevice, Policy, RepositoryAddress, Vault, VaultError};
 use vmstrata_memory::{Frame, PageClass};
 
 /// Some 4 MiB of each class that is stored, so that objects have several blocks.
@@ -26,7 +26,7 @@ fn strict(critical: u8, clean: u8) -> Policy {
 }
 
 fn open_vault(addresses: &str) -> Result<Arc<Vault>, VaultError> {
-    Vault::open_at(&HomeAddress::parse_list(addresses))
+    Vault::open_at(&RepositoryAddress::parse_list(addresses))
 }
 
 fn vault(addresses: &str) -> Arc<Vault> {
@@ -50,19 +50,19 @@ fn files(client: &Client, dir: &str) -> Vec<FileStatus> {
 #[test]
 fn snapshots_are_kept_in_hdfs() {
     let mut cluster = Cluster::start(4);
-    let home = cluster.home("/v");
+    let repository = cluster.repository("/v");
     let client = client(&cluster);
-    kept_as_asked(&mut cluster, &home, &client);
-    an_object_is_compacted_with_as_many_replicas(&home, &client);
-    replicas_that_were_taken_away_are_asked_for_again(&mut cluster, &home, &client);
-    who_only_reads_needs_no_hold(&mut cluster, &home);
+    kept_as_asked(&mut cluster, &repository, &client);
+    an_object_is_compacted_with_as_many_replicas(&repository, &client);
+    replicas_that_were_taken_away_are_asked_for_again(&mut cluster, &repository, &client);
+    who_only_reads_needs_no_hold(&mut cluster, &repository);
     hdfs_and_directories_share_a_snapshot(&mut cluster);
-    a_home_must_be_there(&mut cluster);
-    an_unreachable_namenode_is_an_error(&mut cluster, &home);
+    a_repository_must_be_there(&mut cluster);
+    an_unreachable_namenode_is_an_error(&mut cluster, &repository);
 }
 
-fn kept_as_asked(cluster: &mut Cluster, home: &str, client: &Client) {
-    let vault = vault(home);
+fn kept_as_asked(cluster: &mut Cluster, repository: &str, client: &Client) {
+    let vault = vault(repository);
     let first = save(&vault, &guest(1), "1", strict(3, 1));
     for file in files(client, "/v") {
         let copies = if file.path.ends_with(".clean") { 1 } else { 3 };
@@ -87,8 +87,8 @@ fn kept_as_asked(cluster: &mut Cluster, home: &str, client: &Client) {
     assert_eq!(client.list_status("/v/.holds", true).expect("lists").len(), 0);
 }
 
-fn an_object_is_compacted_with_as_many_replicas(home: &str, client: &Client) {
-    let vault = vault(home);
+fn an_object_is_compacted_with_as_many_replicas(repository: &str, client: &Client) {
+    let vault = vault(repository);
     let first = save(&vault, &guest(1), "1", strict(3, 1));
     let mut changed = guest(5);
     let kept = guest(1).pages.into_iter().enumerate().filter(|(at, _)| at % 10 < 2);
@@ -108,9 +108,13 @@ fn an_object_is_compacted_with_as_many_replicas(home: &str, client: &Client) {
     assert_eq!(client.list_status("/v/.holds", true).expect("lists").len(), 0);
 }
 
-/// A home that replicates counts as the copies it is asked for now, not as those it was asked for once.
-fn replicas_that_were_taken_away_are_asked_for_again(cluster: &mut Cluster, home: &str, client: &Client) {
-    let vault = vault(home);
+/// A repository that replicates counts as the copies it is asked for now, not as those it was asked for once.
+fn replicas_that_were_taken_away_are_asked_for_again(
+    cluster: &mut Cluster,
+    repository: &str,
+    client: &Client,
+) {
+    let vault = vault(repository);
     let saved = save(&vault, &guest(2), "1", strict(3, 1));
     let critical = format!("/v/{}.critical", saved.id);
     cluster.ask(&format!("replicate {critical} 1"));
@@ -127,9 +131,9 @@ fn replicas_that_were_taken_away_are_asked_for_again(cluster: &mut Cluster, home
 }
 
 /// In safe mode a NameNode answers and changes nothing.
-fn who_only_reads_needs_no_hold(cluster: &mut Cluster, home: &str) {
+fn who_only_reads_needs_no_hold(cluster: &mut Cluster, repository: &str) {
     cluster.ask("safe-mode on");
-    let vault = vault(home);
+    let vault = vault(repository);
     assert_reads(&open(&vault, "2").expect("opens"), &guest(2), 1, false);
     let refused = vault.begin(new_snapshot(&guest(3), "3", strict(3, 1))).expect_err("safe mode");
     assert!(
@@ -141,44 +145,45 @@ fn who_only_reads_needs_no_hold(cluster: &mut Cluster, home: &str) {
 
 /// HDFS has room for all copies, so a directory beside it gets none, and each is told from the other.
 fn hdfs_and_directories_share_a_snapshot(cluster: &mut Cluster) {
-    let dirs = Homes::new(1);
-    let home = cluster.home("/mixed");
-    let both = vault(&format!("{home}:{}", dirs.paths()[0].display()));
+    let dirs = Repositories::new(1);
+    let repository = cluster.repository("/mixed");
+    let both = vault(&format!("{repository}:{}", dirs.paths()[0].display()));
     let saved = save(&both, &guest(4), "1", strict(3, 1));
     assert!(dirs.is_empty(), "three copies have room in HDFS");
-    let alone = vault(&home);
+    let alone = vault(&repository);
     assert_reads(&open(&alone, "1").expect("opens"), &guest(4), 1, false);
     let refused =
         vault(&dirs.paths()[0].display().to_string()).begin(new_snapshot(&guest(4), "2", strict(3, 1)));
-    assert!(matches!(refused, Err(VaultError::TooFewHomes { wanted: 3, found: 1 })), "{refused:?}");
+    assert!(matches!(refused, Err(VaultError::TooFewRepositories { wanted: 3, found: 1 })), "{refused:?}");
     assert!(matches!(both.delete(&[saved.id]), Ok(Deleted::Collected(_))));
 }
 
-fn a_home_must_be_there(cluster: &mut Cluster) {
+fn a_repository_must_be_there(cluster: &mut Cluster) {
     let missing = format!("hdfs://127.0.0.1:{}/missing", cluster.port);
-    let refused = HomeAddress::parse_list(&missing)[0].open().expect_err("there is no such directory");
+    let refused = RepositoryAddress::parse_list(&missing)[0].open().expect_err("there is no such directory");
     assert_eq!(refused.kind(), std::io::ErrorKind::NotFound);
 }
 
-fn an_unreachable_namenode_is_an_error(cluster: &mut Cluster, home: &str) {
-    let held = vault(home);
+fn an_unreachable_namenode_is_an_error(cluster: &mut Cluster, repository: &str) {
+    let held = vault(repository);
     let snapshot = open(&held, "2").expect("opens");
     cluster.ask("stop-namenode");
     let listed = held.list().expect_err("there is no NameNode");
-    assert!(matches!(&listed, VaultError::Home { action: "listing", .. }), "{listed:?}");
-    let opened = open_vault(home).expect_err("there is no NameNode");
-    assert!(matches!(&opened, VaultError::Home { action: "opening", .. }), "{opened:?}");
+    assert!(matches!(&listed, VaultError::Repository { action: "listing", .. }), "{listed:?}");
+    let opened = open_vault(repository).expect_err("there is no NameNode");
+    assert!(matches!(&opened, VaultError::Repository { action: "opening", .. }), "{opened:?}");
     // Where the blocks are is known, and the DataNodes are there.
     assert_reads(&snapshot, &guest(2), 1, false);
     cluster.ask("start-namenode");
     drop(snapshot);
-    assert_reads(&open(&vault(home), "2").expect("opens"), &guest(2), 1, false);
+    assert_reads(&open(&vault(repository), "2").expect("opens"), &guest(2), 1, false);
 }
 
 #[test]
-fn what_is_no_directory_of_hdfs_is_no_home() {
-    let opened = |address: &str| open_vault(address).expect_err("no home").to_string();
+fn what_is_no_directory_of_hdfs_is_no_repository() {
+    let opened = |address: &str| open_vault(address).expect_err("no repository").to_string();
     assert!(opened("hdfs://127.0.0.1:1").contains("opening"));
-    let refused = HomeAddress::parse_list("hdfs://127.0.0.1:1/v")[0].open().expect_err("nobody listens");
+    let refused =
+        RepositoryAddress::parse_list("hdfs://127.0.0.1:1/v")[0].open().expect_err("nobody listens");
     assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
 }

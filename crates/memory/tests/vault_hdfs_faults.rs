@@ -17,17 +17,18 @@ use rand::rngs::SmallRng;
 use vault_support::fault::{Effect, Plan, faulty};
 use vault_support::{Guest, Known, assert_reads, new_snapshot, open, policy, save, save_at};
 use vmstrata_memory::vault::{
-    Closing, Deleted, Health, Hold, Home, HomeAddress, ObjectKind, ObjectName, Page, Policy, Vault, Which,
+    Closing, Deleted, Health, Hold, ObjectKind, ObjectName, Page, Policy, Repository, RepositoryAddress,
+    Vault, Which,
 };
 use vmstrata_memory::{PAGE_BYTES, PageClass};
 
-fn home(address: &str) -> Arc<dyn Home> {
-    HomeAddress::parse_list(address)[0].open().expect("opens")
+fn repository(address: &str) -> Arc<dyn Repository> {
+    RepositoryAddress::parse_list(address)[0].open().expect("opens")
 }
 
 /// With a client of its own, as another process has.
 fn vault(address: &str) -> Arc<Vault> {
-    Vault::open(vec![home(address)])
+    Vault::open(vec![repository(address)])
 }
 
 fn small(seed: u64) -> Guest {
@@ -57,7 +58,7 @@ fn all_files(client: &Client, dir: &str) -> Vec<String> {
 #[test]
 fn what_one_datanode_had_alone_is_lost_and_nothing_else() {
     let mut cluster = Cluster::start(4);
-    let address = cluster.home("/v");
+    let address = cluster.repository("/v");
     let guest = Guest::new(4096, |page| {
         let class = if page % 2 == 0 { PageClass::Critical } else { PageClass::Clean };
         Known { class, seed: page + 1 }
@@ -134,9 +135,9 @@ fn holds_keep_writers_and_who_deletes_apart() {
 }
 
 fn who_deletes_is_alone(cluster: &mut Cluster) {
-    let address = cluster.home("/holds");
-    let (one, two) = (home(&address), home(&address));
-    let held = |home: &Arc<dyn Home>, how| home.hold(how).expect("asks");
+    let address = cluster.repository("/holds");
+    let (one, two) = (repository(&address), repository(&address));
+    let held = |repository: &Arc<dyn Repository>, how| repository.hold(how).expect("asks");
     let shared = [held(&one, Hold::Write), held(&two, Hold::Write), held(&one, Hold::Write)];
     assert!(held(&one, Hold::AloneOrNot).is_none() && held(&two, Hold::AloneOrNot).is_none());
     drop(shared);
@@ -151,7 +152,7 @@ fn who_deletes_is_alone(cluster: &mut Cluster) {
 
 /// A process that was stopped does not know that its hold is gone: HDFS does.
 fn a_stalled_writer_cannot_publish(cluster: &mut Cluster) {
-    let address = cluster.home("/stalled");
+    let address = cluster.repository("/stalled");
     let (stalled, other) = (vault(&address), vault(&address));
     let mut writer = stalled.begin(new_snapshot(&small(1), "1", one_thread())).expect("begins");
     small(1).give(&mut writer).expect("takes");
@@ -167,9 +168,9 @@ fn a_stalled_writer_cannot_publish(cluster: &mut Cluster) {
 }
 
 fn a_stalled_collector_cannot_delete(cluster: &mut Cluster) {
-    let address = cluster.home("/collector");
+    let address = cluster.repository("/collector");
     let saved = save(&vault(&address), &small(1), "1", one_thread());
-    let (stalled, other) = (home(&address), home(&address));
+    let (stalled, other) = (repository(&address), repository(&address));
     let alone = stalled.hold(Hold::AloneOrNot).expect("asks").expect("nobody else does");
     let_holds_expire(cluster, true);
     let shared = other.hold(Hold::Write).expect("takes over");
@@ -187,13 +188,13 @@ fn collecting_at_any_moment_harms_no_snapshot(cluster: &mut Cluster) {
     for expired in [false, true] {
         let (mut saved, mut refused) = (0, 0);
         for at in 0.. {
-            let address = cluster.home(&format!("/race-{expired}-{at}"));
+            let address = cluster.repository(&format!("/race-{expired}-{at}"));
             let older = save(&vault(&address), &small(1), "1", one_thread()).id;
             let_holds_expire(cluster, expired);
             let other = vault(&address);
             let delete = move || _ = other.delete(&[older]).expect("deletes");
             let plan = Plan::meanwhile(at, delete);
-            let writing = Vault::open(faulty(vec![home(&address)], &plan));
+            let writing = Vault::open(faulty(vec![repository(&address)], &plan));
             let done = save_at(&writing, &small(1), "2", one_thread(), 2);
             let_holds_expire(cluster, false);
             *(if done.is_ok() { &mut saved } else { &mut refused }) += 1;
@@ -215,7 +216,7 @@ fn collecting_at_any_moment_harms_no_snapshot(cluster: &mut Cluster) {
 }
 
 fn writers_race_with_who_deletes(cluster: &mut Cluster) {
-    let address = cluster.home("/race");
+    let address = cluster.repository("/race");
     let saved = AtomicUsize::new(0);
     let write = |writer: u64| {
         let vault = vault(&address);
@@ -255,13 +256,13 @@ fn writers_race_with_who_deletes(cluster: &mut Cluster) {
     assert_eq!(left, needed, "what nobody needs is gone");
 }
 
-/// What the child of the next test does: `KILL_AT` is "STEP HOME".
+/// What the child of the next test does: `KILL_AT` is "STEP REPOSITORY".
 #[test]
 fn child() {
     let Ok(case) = std::env::var("KILL_AT") else { return };
-    let (step, address) = case.split_once(' ').expect("a step and a home");
+    let (step, address) = case.split_once(' ').expect("a step and a repository");
     let plan = Plan::new(step.parse().expect("a number"), Effect::Kill);
-    let vault = Vault::open(faulty(vec![home(address)], &plan));
+    let vault = Vault::open(faulty(vec![repository(address)], &plan));
     save_at(&vault, &small(2), "2", one_thread(), 2).expect("saves");
 }
 
@@ -273,7 +274,7 @@ fn a_killed_writer_leaves_a_whole_snapshot_or_none() {
     for step in 0.. {
         let_holds_expire(&mut cluster, false);
         let dir = format!("/killed-{step}");
-        let address = cluster.home(&dir);
+        let address = cluster.repository(&dir);
         save(&vault(&address), &small(1), "1", one_thread());
         let status = Command::new(std::env::current_exe().expect("this test"))
             .args(["--exact", "child"])

@@ -1,4 +1,4 @@
-//! kill -9 at every operation on a home: the store is whole, and what was left is collected.
+//! kill -9 at every operation on a repository: the store is whole, and what was left is collected.
 //!
 //! Each case runs in a child process, which is this test binary again: it kills itself at its n-th operation.
 
@@ -11,9 +11,9 @@ use std::process::Command;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use vault_support::fault::{Effect, Plan, faulty};
-use vault_support::{Guest, Homes, assert_reads, leave_dead_pages, open, policy, save, save_at};
+use vault_support::{Guest, Repositories, assert_reads, leave_dead_pages, open, policy, save, save_at};
 use vmstrata_memory::vault::{
-    Compact, Deleted, DirectoryHome, Health, Home, OneDevice, Policy, Vault, Which,
+    Compact, Deleted, DirectoryRepository, Health, OneDevice, Policy, Repository, Vault, Which,
 };
 
 fn guest(seed: u64) -> Guest {
@@ -24,16 +24,16 @@ fn one_thread() -> Policy {
     Policy { threads: 1, ..policy(2, 1) }
 }
 
-/// What the child does: `KILL_AT` is "OPERATION STEP HOME HOME".
+/// What the child does: `KILL_AT` is "OPERATION STEP REPOSITORY REPOSITORY".
 #[test]
 fn child() {
     let Ok(case) = std::env::var("KILL_AT") else { return };
     let words: Vec<&str> = case.split(' ').collect();
-    let open_home = |path: &&str| -> std::sync::Arc<dyn Home> {
-        std::sync::Arc::new(DirectoryHome::open(&PathBuf::from(path)).expect("opens"))
+    let open_repository = |path: &&str| -> std::sync::Arc<dyn Repository> {
+        std::sync::Arc::new(DirectoryRepository::open(&PathBuf::from(path)).expect("opens"))
     };
     let plan = Plan::new(words[1].parse().expect("a number"), Effect::Kill);
-    let vault = Vault::open(faulty(words[2..].iter().map(open_home).collect(), &plan));
+    let vault = Vault::open(faulty(words[2..].iter().map(open_repository).collect(), &plan));
     match words[0] {
         "save" => drop(save_at(&vault, &guest(2), "2", one_thread(), 2).expect("saves")),
         "delete" => {
@@ -47,8 +47,8 @@ fn child() {
 }
 
 /// Runs the operation until its n-th step; false when it has fewer.
-fn killed_at(operation: &str, step: usize, homes: &Homes) -> bool {
-    let paths: Vec<String> = homes.paths().iter().map(|path| path.display().to_string()).collect();
+fn killed_at(operation: &str, step: usize, repositories: &Repositories) -> bool {
+    let paths: Vec<String> = repositories.paths().iter().map(|path| path.display().to_string()).collect();
     let status = Command::new(std::env::current_exe().expect("this test"))
         .args(["--exact", "child"])
         .env("KILL_AT", format!("{operation} {step} {}", paths.join(" ")))
@@ -70,24 +70,28 @@ fn collect(vault: &Vault) {
     panic!("the vault is in use");
 }
 
-fn kill_everywhere(operation: &str, prepare: impl Fn(&Homes), after: impl Fn(&Homes)) {
+fn kill_everywhere(operation: &str, prepare: impl Fn(&Repositories), after: impl Fn(&Repositories)) {
     for step in 0.. {
-        let homes = Homes::new(2);
-        save(&homes.vault(), &guest(1), "1", one_thread());
-        prepare(&homes);
-        let was_killed = killed_at(operation, step, &homes);
-        let vault = homes.vault();
+        let repositories = Repositories::new(2);
+        save(&repositories.vault(), &guest(1), "1", one_thread());
+        prepare(&repositories);
+        let was_killed = killed_at(operation, step, &repositories);
+        let vault = repositories.vault();
         let health = vault.verify(&[], |_, _| ()).expect("verifies");
         assert!(health.iter().all(Health::is_whole), "{operation} {step}: {health:?}");
         assert_reads(&open(&vault, "1").expect("the older one"), &guest(1), 1, false);
         if let Ok(new) = open(&vault, "2") {
             assert_reads(&new, &guest(2), 1, false);
         }
-        after(&homes);
+        after(&repositories);
         collect(&vault);
         // Pages may lie in the two objects of a deleted snapshot, too.
         let most = vault.list().expect("lists").len() * 3 + 2;
-        assert!(homes.files().iter().all(|files| files.len() <= most), "{step}: {:?}", homes.files());
+        assert!(
+            repositories.files().iter().all(|files| files.len() <= most),
+            "{step}: {:?}",
+            repositories.files()
+        );
         if !was_killed {
             assert!(step > 10, "{operation} has only {step} steps");
             return;
@@ -102,16 +106,20 @@ fn a_killed_writer_leaves_a_whole_snapshot_or_none() {
 
 #[test]
 fn a_killed_delete_harms_no_other() {
-    kill_everywhere("delete", |homes| _ = save(&homes.vault(), &guest(2), "2", one_thread()), |_| ());
+    kill_everywhere(
+        "delete",
+        |repositories| _ = save(&repositories.vault(), &guest(2), "2", one_thread()),
+        |_| (),
+    );
 }
 
 #[test]
 fn a_killed_repair_can_be_done_again() {
     kill_everywhere(
         "repair",
-        |homes| homes.lose_copies(1),
-        |homes| {
-            let repaired = homes.vault().repair(&[], OneDevice::Allow).expect("repairs");
+        |repositories| repositories.lose_copies(1),
+        |repositories| {
+            let repaired = repositories.vault().repair(&[], OneDevice::Allow).expect("repairs");
             assert!(repaired.health.iter().all(Health::is_complete), "{repaired:?}");
         },
     );
@@ -121,17 +129,17 @@ fn a_killed_repair_can_be_done_again() {
 fn a_killed_gc_loses_no_page_and_the_next_one_finishes() {
     kill_everywhere(
         "gc",
-        |homes| {
-            let vault = homes.vault();
+        |repositories| {
+            let vault = repositories.vault();
             vault.delete(&[open(&vault, "1").expect("opens").info().id]).expect("deletes");
-            leave_dead_pages(homes, &guest(1), &one_thread());
+            leave_dead_pages(repositories, &guest(1), &one_thread());
         },
-        |homes| {
-            collect(&homes.vault());
-            assert!(homes.are_alike());
-            let left = homes.vault().collectable(Compact::Worthwhile).expect("looks");
+        |repositories| {
+            collect(&repositories.vault());
+            assert!(repositories.are_alike());
+            let left = repositories.vault().collectable(Compact::Worthwhile).expect("looks");
             assert!(left.compact.is_empty(), "{left:?}");
-            let health = homes.vault().verify(&[], |_, _| ()).expect("verifies");
+            let health = repositories.vault().verify(&[], |_, _| ()).expect("verifies");
             assert!(health.iter().all(Health::is_complete), "{health:?}");
         },
     );

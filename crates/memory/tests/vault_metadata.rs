@@ -5,7 +5,7 @@ mod vault_support;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use vault_support::{Guest, Homes, Known, bytes, flip, new_snapshot, open, policy};
+use vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy};
 use vmstrata_memory::vault::{
     Closing, DiskPiece, DiskState, Hiding, Mask, ObjectName, OneDevice, Policy, Refill, Saved, Snapshot,
     Vault, VaultError,
@@ -68,8 +68,8 @@ fn change(guest: &mut Guest, page: usize, class: PageClass, seed: u64) {
 
 #[test]
 fn a_snapshot_of_an_unchanged_guest_adds_little_metadata() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     let first = save(&vault, &guest(), "1", policy_of(1));
     for name in ["2", "3"] {
         let stats = save(&vault, &guest(), name, policy_of(1)).stats;
@@ -77,14 +77,19 @@ fn a_snapshot_of_an_unchanged_guest_adds_little_metadata() {
         assert!(stats.bytes_metadata < 1024, "{} of {}", stats.bytes_metadata, first.stats.bytes_metadata);
     }
     assert!(first.stats.bytes_metadata > 50_000, "{}", first.stats.bytes_metadata);
-    assert_eq!(homes.files()[0].len(), 4, "no object of pages but the first: {:?}", homes.files());
+    assert_eq!(
+        repositories.files()[0].len(),
+        4,
+        "no object of pages but the first: {:?}",
+        repositories.files()
+    );
 }
 
 /// Every table is cut into pieces, and only those that speak of the page are written again.
 #[test]
 fn one_changed_page_costs_one_piece_of_a_table() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     let mut guest = guest();
     let first = save(&vault, &guest, "1", policy_of(1));
     change(&mut guest, 4000, PageClass::Critical, 1_000_000);
@@ -108,8 +113,8 @@ fn one_changed_page_costs_one_piece_of_a_table() {
 /// Else all that is said of unchanged pages would change with them.
 #[test]
 fn an_object_keeps_its_number_while_it_is_used() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     let mut guest = guest();
     let mut before: BTreeMap<ObjectName, u16> = BTreeMap::new();
     for step in 1..=6u64 {
@@ -134,14 +139,15 @@ fn an_object_keeps_its_number_while_it_is_used() {
 /// Damage where the tables lie, in both copies: nothing is restored from what is left, and it has a name.
 #[test]
 fn metadata_of_which_no_copy_is_left_is_named_as_lost() {
-    let homes = Homes::new(2);
-    let vault = homes.vault();
+    let repositories = Repositories::new(2);
+    let vault = repositories.vault();
     let mut guest = guest();
     let first = save(&vault, &guest, "1", policy_of(2));
     change(&mut guest, 0, PageClass::Critical, 1_000_000);
     let second = save(&vault, &guest, "2", policy_of(2));
     // The second has one extent with a page of the guest, and one with pages of tables.
-    let object = |home: usize| homes.dirs[home].path().join(format!("{}.critical", second.id));
+    let object =
+        |repository: usize| repositories.dirs[repository].path().join(format!("{}.critical", second.id));
     let at = second.stats.bytes_critical as usize - 40 - 16;
     flip(&object(0), at);
     assert_eq!(open(&vault, "2").unwrap().problems().len(), 1, "the other copy is read");
@@ -150,7 +156,7 @@ fn metadata_of_which_no_copy_is_left_is_named_as_lost() {
     let said = lost.to_string();
     assert!(matches!(lost, VaultError::MetadataLost { id, .. } if id == second.id), "{said}");
     assert!(said.contains("snapshot web@2: its metadata is lost"), "{said}");
-    assert!((0..2).all(|home| said.contains(object(home).to_str().unwrap())), "{said}");
+    assert!((0..2).all(|repository| said.contains(object(repository).to_str().unwrap())), "{said}");
     let health = vault.verify(&[second.id, first.id], |_, _| ()).unwrap();
     assert_eq!((health[0].title.as_deref(), health[0].lost_critical), (Some("web@2"), 0));
     assert!(health[0].lost_metadata > 0 && !health[0].is_whole(), "{health:?}");
@@ -164,13 +170,13 @@ fn metadata_of_which_no_copy_is_left_is_named_as_lost() {
 
 #[test]
 fn large_tables_are_read_when_they_are_asked_for() {
-    let homes = Homes::new(1);
-    let vault = homes.vault();
+    let repositories = Repositories::new(1);
+    let vault = repositories.vault();
     save(&vault, &guest(), "1", policy_of(1));
     let mut guest = guest();
     change(&mut guest, 3, PageClass::Free, 0);
     let second = save(&vault, &guest, "2", policy_of(1));
-    let object = homes.dirs[0].path().join(format!("{}.critical", second.id));
+    let object = repositories.dirs[0].path().join(format!("{}.critical", second.id));
     let snapshot = open(&vault, "2").unwrap();
     let len = std::fs::metadata(&object).unwrap().len() as usize;
     std::fs::write(&object, vec![0; len]).unwrap();

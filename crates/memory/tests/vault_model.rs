@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use vault_support::{Guest, Homes, assert_reads, open, policy, save};
+use vault_support::{Guest, Repositories, assert_reads, open, policy, save};
 use vmstrata_memory::vault::{Compact, Deleted, Health, OneDevice, Result, SnapshotId, Vault};
 
-const HOMES: usize = 4;
+const REPOSITORIES: usize = 4;
 
 /// What a snapshot must read as, and how many copies it has.
 struct Kept {
@@ -21,7 +21,7 @@ struct Kept {
 
 struct Model {
     rng: SmallRng,
-    homes: Homes,
+    repositories: Repositories,
     kept: BTreeMap<String, Kept>,
     guest: Guest,
     next: u64,
@@ -31,7 +31,7 @@ impl Model {
     fn new(seed: u64) -> Self {
         let mut rng = SmallRng::seed_from_u64(seed);
         let guest = Guest::random(24, &mut rng);
-        Self { rng, homes: Homes::new(HOMES), kept: BTreeMap::new(), guest, next: 1 }
+        Self { rng, repositories: Repositories::new(REPOSITORIES), kept: BTreeMap::new(), guest, next: 1 }
     }
 
     fn save(&mut self) {
@@ -44,7 +44,8 @@ impl Model {
         let clean_copies = self.rng.random_range(0..=critical_copies.min(2));
         let name = self.next.to_string();
         self.next += 1;
-        let id = save(&self.homes.vault(), &self.guest, &name, policy(critical_copies, clean_copies)).id;
+        let id =
+            save(&self.repositories.vault(), &self.guest, &name, policy(critical_copies, clean_copies)).id;
         let guest = self.guest.clone();
         self.kept.insert(name, Kept { id, guest, critical_copies, clean_copies });
     }
@@ -60,12 +61,12 @@ impl Model {
         self.frees(|vault| vault.delete(&[id]));
     }
 
-    /// Compacts all of the vault, or of one home without the others.
+    /// Compacts all of the vault, or of one repository without the others.
     fn gc(&mut self) {
-        let paths = self.homes.paths();
-        let home = self.rng.random_range(0..=paths.len());
+        let paths = self.repositories.paths();
+        let repository = self.rng.random_range(0..=paths.len());
         let gc = |vault: &Vault| vault.gc(Compact::All, &mut |_, _| ());
-        match paths.get(home..=home) {
+        match paths.get(repository..=repository) {
             Some(alone) => _ = gc(&Vault::open_directories(alone).expect("opens")).expect("compacts"),
             None => self.frees(gc),
         }
@@ -73,20 +74,20 @@ impl Model {
 
     /// What is said to be freed is what `du` says.
     fn frees(&self, work: impl Fn(&Vault) -> Result<Deleted>) {
-        let before = self.homes.allocated();
-        let Deleted::Collected(collected) = work(&self.homes.vault()).expect("works") else {
+        let before = self.repositories.allocated();
+        let Deleted::Collected(collected) = work(&self.repositories.vault()).expect("works") else {
             panic!("the vault is in use");
         };
-        assert_eq!(collected.bytes, before - self.homes.allocated());
+        assert_eq!(collected.bytes, before - self.repositories.allocated());
     }
 
-    /// Loses a home, and makes it again from the others. What had one copy there is gone.
-    fn lose_home(&mut self) {
-        let home = self.rng.random_range(0..HOMES);
-        let path = self.homes.dirs[home].path();
+    /// Loses a repository, and makes it again from the others. What had one copy there is gone.
+    fn lose_repository(&mut self) {
+        let repository = self.rng.random_range(0..REPOSITORIES);
+        let path = self.repositories.dirs[repository].path();
         std::fs::remove_dir_all(path).expect("removes");
         std::fs::create_dir(path).expect("makes");
-        let vault = self.homes.vault();
+        let vault = self.repositories.vault();
         let health = vault.repair(&[], OneDevice::Allow).expect("repairs").health;
         let listed: Vec<SnapshotId> = health.iter().map(|health| health.id).collect();
         self.kept.retain(|name, kept| {
@@ -100,14 +101,14 @@ impl Model {
         }
     }
 
-    /// Every snapshot reads as it should, also from any one of its homes.
+    /// Every snapshot reads as it should, also from any one of its repositories.
     fn check(&mut self, may_lose: bool) {
-        let vault = self.homes.vault();
+        let vault = self.repositories.vault();
         assert_eq!(vault.list().expect("lists").len(), self.kept.len());
         for (name, kept) in &self.kept {
             assert_reads(&open(&vault, name).expect("opens"), &kept.guest, kept.clean_copies, may_lose);
         }
-        for path in self.homes.paths() {
+        for path in self.repositories.paths() {
             let alone = vmstrata_memory::vault::Vault::open_directories(&[path]).expect("opens");
             for listed in alone.list().expect("lists") {
                 let name = listed.info.expect("metadata").name;
@@ -131,7 +132,7 @@ fn a_store_is_what_a_plain_map_is() {
                 6..8 => model.delete(),
                 8 => model.gc(),
                 _ => {
-                    model.lose_home();
+                    model.lose_repository();
                     has_lost = true;
                 }
             }
@@ -140,6 +141,6 @@ fn a_store_is_what_a_plain_map_is() {
         while !model.kept.is_empty() {
             model.delete();
         }
-        assert!(model.homes.is_empty(), "{seed}: {:?}", model.homes.files());
+        assert!(model.repositories.is_empty(), "{seed}: {:?}", model.repositories.files());
     }
 }

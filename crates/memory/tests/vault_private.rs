@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use rustix::fs::{CWD, FileType, Gid, Mode, Uid, chown, mknodat};
-use vault_support::{Guest, Homes, Known, assert_reads, open, policy, save, save_at};
+use vault_support::{Guest, Known, Repositories, assert_reads, open, policy, save, save_at};
 use vmstrata_memory::PageClass;
 use vmstrata_memory::vault::{OneDevice, Saved, Vault, VaultError, Which};
 
@@ -36,46 +36,46 @@ fn give_to(path: &Path, user: u32) {
     chown(path, Some(Uid::from_raw(user)), Some(Gid::from_raw(user))).unwrap();
 }
 
-/// A home with the snapshot "1".
-fn saved() -> (Homes, Saved) {
-    let homes = Homes::new(1);
-    let saved = save(&homes.vault(), &guest(1), "1", policy(1, 1));
-    (homes, saved)
+/// A repository with the snapshot "1".
+fn saved() -> (Repositories, Saved) {
+    let repositories = Repositories::new(1);
+    let saved = save(&repositories.vault(), &guest(1), "1", policy(1, 1));
+    (repositories, saved)
 }
 
 /// What is said when a vault must not be written.
 fn refusal(error: VaultError) -> String {
     match error {
-        VaultError::Home { source, .. } => source.to_string(),
+        VaultError::Repository { source, .. } => source.to_string(),
         other => panic!("{other}"),
     }
 }
 
 /// Why snapshots are neither added, repaired nor deleted, which is the same.
-fn refused(homes: &Homes, saved: &Saved) -> String {
-    let vault = homes.vault();
-    let before = homes.files();
+fn refused(repositories: &Repositories, saved: &Saved) -> String {
+    let vault = repositories.vault();
+    let before = repositories.files();
     let said = refusal(save_at(&vault, &guest(2), "2", policy(1, 1), 2).unwrap_err());
     assert_eq!(refusal(vault.repair(&[], OneDevice::Allow).unwrap_err()), said);
     assert_eq!(refusal(vault.collect().unwrap_err()), said);
     assert_eq!(refusal(vault.delete(&[saved.id]).unwrap_err()), said);
-    assert_eq!(homes.files(), before);
+    assert_eq!(repositories.files(), before);
     said
 }
 
-fn assert_can_be_read(homes: &Homes) {
-    assert_reads(&open(&homes.vault(), "1").unwrap(), &guest(1), 1, false);
+fn assert_can_be_read(repositories: &Repositories) {
+    assert_reads(&open(&repositories.vault(), "1").unwrap(), &guest(1), 1, false);
 }
 
 #[test]
 fn files_are_for_their_user_alone() {
-    let (homes, _) = saved();
-    let dir = homes.dirs[0].path();
-    let vault = homes.vault();
+    let (repositories, _) = saved();
+    let dir = repositories.dirs[0].path();
+    let vault = repositories.vault();
     let mut writer = vault.begin(vault_support::new_snapshot(&guest(2), "2", policy(1, 1))).unwrap();
     guest(2).give(&mut writer).unwrap();
     let is_unfinished = |name: &String| name.starts_with('.');
-    wait_until(|| homes.files()[0].iter().any(is_unfinished));
+    wait_until(|| repositories.files()[0].iter().any(is_unfinished));
     let modes: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| mode(&entry.unwrap().path())).collect();
     // Pages and metadata, the lock, and what is not finished.
     assert_eq!(modes, [0o600; 4]);
@@ -92,42 +92,42 @@ fn wait_until(mut holds: impl FnMut() -> bool) {
 
 #[test]
 fn a_vault_that_others_can_only_read_is_closed_when_it_is_written() {
-    let (homes, _) = saved();
-    let dir = homes.dirs[0].path();
+    let (repositories, _) = saved();
+    let dir = repositories.dirs[0].path();
     fs::create_dir(dir.join("lost+found")).unwrap();
     for (open, closed) in [(0o755, 0o700), (0o711, 0o700), (0o2750, 0o2700)] {
         set_mode(dir, open);
-        assert_can_be_read(&homes);
+        assert_can_be_read(&repositories);
         assert_eq!(mode(dir), open);
-        save_at(&homes.vault(), &guest(2), &format!("m{open}"), policy(1, 1), 2).unwrap();
+        save_at(&repositories.vault(), &guest(2), &format!("m{open}"), policy(1, 1), 2).unwrap();
         assert_eq!(mode(dir), closed);
     }
     set_mode(dir, 0o755);
-    let vault = homes.vault();
+    let vault = repositories.vault();
     vault.delete(&[vault.find_id(&Which::Newest("web".to_owned())).unwrap()]).unwrap();
     assert_eq!(mode(dir), 0o700);
 }
 
 #[test]
 fn a_vault_that_others_can_write_to_is_refused() {
-    let (homes, saved) = saved();
-    let dir = homes.dirs[0].path();
+    let (repositories, saved) = saved();
+    let dir = repositories.dirs[0].path();
     for open in [0o720, 0o775, 0o702, 0o1777] {
         set_mode(dir, open);
-        let said = refused(&homes, &saved);
+        let said = refused(&repositories, &saved);
         assert!(
             said.contains("others can write") && said.ends_with(&format!("chmod 700 {}", dir.display())),
             "{said}"
         );
         assert_eq!(mode(dir), open);
-        assert_can_be_read(&homes);
+        assert_can_be_read(&repositories);
     }
 }
 
 #[test]
 fn a_directory_that_is_no_vault_alone_is_not_closed() {
-    let (homes, saved) = saved();
-    let dir = homes.dirs[0].path();
+    let (repositories, saved) = saved();
+    let dir = repositories.dirs[0].path();
     set_mode(dir, 0o755);
     let plant: [(&str, Plant); 6] = [
         ("notes.txt", |at| fs::write(at, "").unwrap()),
@@ -142,7 +142,7 @@ fn a_directory_that_is_no_vault_alone_is_not_closed() {
     for (name, plant) in plant {
         let at = dir.join(name);
         plant(&at);
-        let said = refused(&homes, &saved);
+        let said = refused(&repositories, &saved);
         assert!(said.contains(&format!("it holds {name:?}, which is not the vault's")), "{said}");
         assert!(said.ends_with(&format!("chmod 700 {}", dir.display())), "{said}");
         assert_eq!(mode(dir), 0o755);
@@ -152,7 +152,7 @@ fn a_directory_that_is_no_vault_alone_is_not_closed() {
         let foreign = dir.join("18ea40b26cc753da29d403db5f612d9e.clean");
         fs::write(&foreign, "").unwrap();
         give_to(&foreign, OTHER);
-        assert!(refused(&homes, &saved).contains("which is not the vault's"));
+        assert!(refused(&repositories, &saved).contains("which is not the vault's"));
     }
 }
 
@@ -161,17 +161,17 @@ fn another_users_vault_is_refused_and_read_without_a_trace() {
     if !rustix::process::geteuid().is_root() {
         return;
     }
-    let (homes, saved) = saved();
-    let dir = homes.dirs[0].path();
+    let (repositories, saved) = saved();
+    let dir = repositories.dirs[0].path();
     give_to(dir, OTHER);
     fs::remove_file(dir.join("lock")).unwrap();
     for closed in [0o700, 0o755] {
         set_mode(dir, closed);
-        let said = refused(&homes, &saved);
+        let said = refused(&repositories, &saved);
         let remedy = format!("chown 0 {at} && chmod 700 {at}", at = dir.display());
         assert!(said.contains("user 65534") && said.ends_with(&remedy), "{said}");
         assert_eq!(mode(dir), closed);
-        assert_can_be_read(&homes);
+        assert_can_be_read(&repositories);
         assert!(!dir.join("lock").exists());
     }
 }
@@ -182,8 +182,8 @@ fn a_vault_that_its_reader_cannot_close_is_refused() {
     if !rustix::process::geteuid().is_root() {
         return;
     }
-    let (homes, _) = saved();
-    let dir = homes.dirs[0].path();
+    let (repositories, _) = saved();
+    let dir = repositories.dirs[0].path();
     set_mode(dir, 0o755);
     for entry in fs::read_dir(dir).unwrap() {
         set_mode(&entry.unwrap().path(), 0o644);
@@ -213,24 +213,24 @@ fn child_of_another_user() {
 /// What lies outside is neither read nor written nor deleted.
 #[test]
 fn links_lead_nowhere() {
-    let (homes, saved) = saved();
-    let (dir, outside) = (homes.dirs[0].path(), tempfile::tempdir().unwrap());
+    let (repositories, saved) = saved();
+    let (dir, outside) = (repositories.dirs[0].path(), tempfile::tempdir().unwrap());
     let theirs = outside.path().join("theirs");
     let critical = dir.join(format!("{}.critical", saved.id));
     fs::rename(&critical, &theirs).unwrap();
     symlink(&theirs, &critical).unwrap();
     let lost = vault_support::is_lost;
-    let read = open(&homes.vault(), "1").and_then(|snapshot| {
+    let read = open(&repositories.vault(), "1").and_then(|snapshot| {
         snapshot.read_page(*guest(1).pages.keys().next().unwrap(), &mut [0; vmstrata_memory::PAGE_BYTES])
     });
     assert!(lost(&read.unwrap_err()));
     let bytes = fs::read(&theirs).unwrap();
-    homes.vault().delete(&[saved.id]).unwrap();
+    repositories.vault().delete(&[saved.id]).unwrap();
     assert!(fs::symlink_metadata(&critical).is_err() && fs::read(&theirs).unwrap() == bytes);
     fs::remove_file(dir.join("lock")).unwrap();
     symlink(outside.path().join("lock"), dir.join("lock")).unwrap();
     assert!(
-        refusal(save_at(&homes.vault(), &guest(2), "2", policy(1, 1), 2).unwrap_err())
+        refusal(save_at(&repositories.vault(), &guest(2), "2", policy(1, 1), 2).unwrap_err())
             .contains("lock is not")
     );
     assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
@@ -239,15 +239,15 @@ fn links_lead_nowhere() {
 /// What it needs is not known then.
 #[test]
 fn nothing_is_collected_while_metadata_is_a_link() {
-    let (homes, one) = saved();
-    let two = save(&homes.vault(), &guest(2), "2", policy(1, 1));
-    let (dir, outside) = (homes.dirs[0].path(), tempfile::tempdir().unwrap());
+    let (repositories, one) = saved();
+    let two = save(&repositories.vault(), &guest(2), "2", policy(1, 1));
+    let (dir, outside) = (repositories.dirs[0].path(), tempfile::tempdir().unwrap());
     let at = |id| dir.join(format!("{id}.snapshot"));
     let moved = outside.path().join("moved");
     fs::rename(at(one.id), &moved).unwrap();
     symlink(&moved, at(one.id)).unwrap();
-    let vault: Arc<Vault> = homes.vault();
+    let vault: Arc<Vault> = repositories.vault();
     assert!(matches!(vault.delete(&[two.id]), Err(VaultError::NeedsUnknown(_))));
     fs::rename(&moved, at(one.id)).unwrap();
-    assert_can_be_read(&homes);
+    assert_can_be_read(&repositories);
 }

@@ -12,8 +12,8 @@ use std::io;
 use std::sync::{Arc, LazyLock, Mutex};
 
 use vmstrata_memory::vault::{
-    Closing, DeviceId, DiskPiece, DiskState, Held, Hiding, Hold, Home, Mask, NewObject, NewSnapshot,
-    ObjectKind, ObjectName, ObjectReader, Page, Policy, Refill, Stored, Swept, Vault, Which,
+    Closing, DeviceId, DiskPiece, DiskState, Held, Hiding, Hold, Mask, NewObject, NewSnapshot, ObjectKind,
+    ObjectName, ObjectReader, Page, Policy, Refill, Repository, Stored, Swept, Vault, Which,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
 
@@ -33,7 +33,7 @@ type Objects = BTreeMap<ObjectName, Arc<Vec<u8>>>;
 #[derive(Debug, Default)]
 struct Shelf(Arc<Mutex<Objects>>);
 
-impl Home for Shelf {
+impl Repository for Shelf {
     fn describe(&self) -> String {
         "shelf".to_owned()
     }

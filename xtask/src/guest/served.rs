@@ -89,15 +89,15 @@ impl ServedGuest {
         &self.monitor
     }
 
-    /// `vmstrata vm WORDS --vault HOME...`; homes are made if they are not there.
+    /// `vmstrata vm WORDS --vault REPOSITORY...`; repositories are made if they are not there.
     ///
     /// # Errors
     /// When they cannot be made.
-    pub fn vm_command(&self, words: &[&str], homes: &[PathBuf]) -> Result<Command> {
-        homes.iter().try_for_each(fs::create_dir_all)?;
+    pub fn vm_command(&self, words: &[&str], repositories: &[PathBuf]) -> Result<Command> {
+        repositories.iter().try_for_each(fs::create_dir_all)?;
         let mut command = Command::new(server::vmstrata());
         command.arg("vm").args(words).env("VMSTRATA_CONTROL", self.server().control());
-        homes.iter().for_each(|home| _ = command.arg("--vault").arg(home));
+        repositories.iter().for_each(|repository| _ = command.arg("--vault").arg(repository));
         Ok(command)
     }
 
@@ -105,8 +105,8 @@ impl ServedGuest {
     ///
     /// # Errors
     /// As [`ServedGuest::vm_command`].
-    pub fn vm_monitored(&self, words: &[&str], homes: &[PathBuf]) -> Result<Command> {
-        let mut command = self.vm_command(words, homes)?;
+    pub fn vm_monitored(&self, words: &[&str], repositories: &[PathBuf]) -> Result<Command> {
+        let mut command = self.vm_command(words, repositories)?;
         command.arg("--qmp").arg(&self.monitor);
         Ok(command)
     }
@@ -115,9 +115,9 @@ impl ServedGuest {
     ///
     /// # Errors
     /// When the disk cannot be put back, or a program does not start.
-    pub fn restore(&mut self, snapshot: &str, homes: &[PathBuf], flags: &[&str]) -> Result<()> {
+    pub fn restore(&mut self, snapshot: &str, repositories: &[PathBuf], flags: &[&str]) -> Result<()> {
         let (_, name) = snapshot.split_once('@').context("GUEST@NAME")?;
-        self.restore_on(name, snapshot, homes, flags)
+        self.restore_on(name, snapshot, repositories, flags)
     }
 
     /// As [`ServedGuest::restore`], with the disk put back to the snapshot `name`.
@@ -128,7 +128,7 @@ impl ServedGuest {
         &mut self,
         name: &str,
         snapshot: &str,
-        homes: &[PathBuf],
+        repositories: &[PathBuf],
         flags: &[&str],
     ) -> Result<()> {
         self.end()?;
@@ -141,7 +141,7 @@ impl ServedGuest {
         must(revert.args(["snapshot", "revert"]).arg(&self.disk).arg(name).arg("--keep").arg(kept))?;
         let moved = self.export.socket(self.server.insert(serve(&self.disk)?)).display().to_string();
         self.arguments.iter_mut().for_each(|word| *word = word.replace(&socket, &moved));
-        let mut restore = self.vm_monitored(&["restore", snapshot], homes)?;
+        let mut restore = self.vm_monitored(&["restore", snapshot], repositories)?;
         // The disk may have the same bytes at another snapshot: the caller knows.
         restore.args((snapshot.split_once('@').map(|(_, own)| own) != Some(name)).then_some("--force"));
         restore.args(flags).args(["--", "qemu-system-x86_64"]).args(&self.arguments);

@@ -46,13 +46,13 @@ impl Counting {
         Self { guest, dir }
     }
 
-    fn homes(&self) -> [PathBuf; 2] {
-        ["a", "b"].map(|home| self.dir.path().join(home))
+    fn repositories(&self) -> [PathBuf; 2] {
+        ["a", "b"].map(|repository| self.dir.path().join(repository))
     }
 
     /// `vmstrata vm COMMAND ... --vault a --vault b --qmp ...`
     pub fn vm_command(&self, words: &[&str]) -> Command {
-        self.guest.vm_monitored(words, &self.homes()).unwrap()
+        self.guest.vm_monitored(words, &self.repositories()).unwrap()
     }
 
     pub fn snapshot(&self, name: &str) -> Command {
@@ -68,8 +68,8 @@ impl Counting {
 
     /// Kills the guest, puts its disk back to `name`, and starts it from there.
     pub fn restore(&mut self, name: &str, flags: &[&str]) {
-        let homes = self.homes();
-        self.guest.restore(&format!("web@{name}"), &homes, flags).unwrap();
+        let repositories = self.repositories();
+        self.guest.restore(&format!("web@{name}"), &repositories, flags).unwrap();
     }
 
     /// Sends a signal to the server of the guest's disk.
@@ -89,11 +89,11 @@ impl Counting {
         String::from_utf8(list.stdout).unwrap()
     }
 
-    /// Snapshots that a home has.
+    /// Snapshots that a repository has.
     pub fn listed(&self) -> usize {
-        let home = std::fs::read_dir(self.dir.path().join("a"));
+        let repository = std::fs::read_dir(self.dir.path().join("a"));
         let is_snapshot = |path: PathBuf| path.extension().is_some_and(|extension| extension == "snapshot");
-        home.map_or(0, |files| files.filter(|file| is_snapshot(file.as_ref().unwrap().path())).count())
+        repository.map_or(0, |files| files.filter(|file| is_snapshot(file.as_ref().unwrap().path())).count())
     }
 
     /// Waits until a snapshot called `name` is wholly there or not at all: what a killed process leaves is put away by another.

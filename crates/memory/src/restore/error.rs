@@ -88,7 +88,7 @@ impl RestoreError {
         }
         match vault.newest_whole_before(which) {
             Ok(older) => Self::Lost { lost: Box::new(self), older: older.map(Box::new) },
-            // That homes cannot be read is no news.
+            // That repositories cannot be read is no news.
             Err(_) => self,
         }
     }

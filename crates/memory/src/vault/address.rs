@@ -1,25 +1,25 @@
-//! Where a home is, as people write it.
+//! Where a repository is, as people write it.
 
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::directory::DirectoryHome;
-use super::home::Home;
+use super::directory::DirectoryRepository;
+use super::repository::Repository;
 
 const HDFS: &str = "hdfs://";
 
-/// Where a home is.
+/// Where a repository is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum HomeAddress {
+pub enum RepositoryAddress {
     /// A directory of this host.
     Directory(PathBuf),
     /// A directory of HDFS: `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`.
     Hdfs(String),
 }
 
-impl HomeAddress {
+impl RepositoryAddress {
     /// The addresses in a text that has `:` between them, as search paths have.
     pub fn parse_list(text: &str) -> Vec<Self> {
         let mut addresses = Vec::new();
@@ -44,13 +44,13 @@ impl HomeAddress {
         if text.starts_with(HDFS) { Self::Hdfs(text.to_owned()) } else { Self::Directory(text.into()) }
     }
 
-    /// The home there.
+    /// The repository there.
     ///
     /// # Errors
     /// When there is no such directory, or it cannot be reached.
-    pub fn open(&self) -> io::Result<Arc<dyn Home>> {
+    pub fn open(&self) -> io::Result<Arc<dyn Repository>> {
         match self {
-            Self::Directory(path) => match DirectoryHome::open(path) {
+            Self::Directory(path) => match DirectoryRepository::open(path) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     let remedy = format!("no such directory; `mkdir -m 700 {}` makes it", path.display());
                     Err(io::Error::new(error.kind(), remedy))
@@ -58,14 +58,14 @@ impl HomeAddress {
                 opened => Ok(Arc::new(opened?)),
             },
             #[cfg(feature = "hdfs")]
-            Self::Hdfs(address) => Ok(Arc::new(super::hdfs::HdfsHome::open(address)?)),
+            Self::Hdfs(address) => Ok(Arc::new(super::hdfs::HdfsRepository::open(address)?)),
             #[cfg(not(feature = "hdfs"))]
             Self::Hdfs(_) => Err(io::Error::new(io::ErrorKind::Unsupported, "built without HDFS")),
         }
     }
 }
 
-impl fmt::Display for HomeAddress {
+impl fmt::Display for RepositoryAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Directory(path) => path.display().fmt(f),
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     fn list(text: &str) -> Vec<String> {
-        HomeAddress::parse_list(text).iter().map(ToString::to_string).collect()
+        RepositoryAddress::parse_list(text).iter().map(ToString::to_string).collect()
     }
 
     #[test]
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn only_hdfs_is_no_directory() {
-        assert!(matches!(HomeAddress::parse_list("hdfs://nn/v")[..], [HomeAddress::Hdfs(_)]));
-        assert!(matches!(HomeAddress::parse_list("hdfs")[..], [HomeAddress::Directory(_)]));
+        assert!(matches!(RepositoryAddress::parse_list("hdfs://nn/v")[..], [RepositoryAddress::Hdfs(_)]));
+        assert!(matches!(RepositoryAddress::parse_list("hdfs")[..], [RepositoryAddress::Directory(_)]));
     }
 }

@@ -1,15 +1,15 @@
 //! Deleting snapshots, and removing what nobody needs any more.
 //!
 //! A snapshot is deleted by deleting its metadata, everywhere; its objects go when no snapshot's pages lie in them, and are
-//! compacted when few do. Only who holds all homes alone removes or compacts objects, so no writer is about to refer to them
-//! and no reader reads them.
+//! compacted when few do. Only who holds all repositories alone removes or compacts objects, so no writer is about to refer to
+//! them and no reader reads them.
 
 use std::collections::BTreeSet;
 
 use super::compact::Compact;
 use super::error::{Result, VaultError};
-use super::home::Hold;
 use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::repository::Hold;
 use super::survey::{CopyAt, Survey};
 use super::{Listed, Vault};
 
@@ -50,7 +50,7 @@ impl Vault {
     /// Deletes snapshots; others keep all pages they share with them.
     ///
     /// # Errors
-    /// When a copy of a snapshot's metadata may still be there: it is then listed until it is deleted again. Homes that
+    /// When a copy of a snapshot's metadata may still be there: it is then listed until it is deleted again. Repositories that
     /// cannot be reached are an error before anything is deleted.
     pub fn delete(&self, ids: &[SnapshotId]) -> Result<Deleted> {
         let survey = self.survey_of_all()?;
@@ -61,8 +61,8 @@ impl Vault {
         for id in ids {
             let name = ObjectName { owner: *id, kind: ObjectKind::Metadata };
             for copy in survey.copies(name) {
-                let home = self.home(copy.home);
-                home.delete(name).map_err(VaultError::home(home, "deleting", name))?;
+                let repository = self.repository(copy.repository);
+                repository.delete(name).map_err(VaultError::repository(repository, "deleting", name))?;
                 bytes += copy.allocated;
             }
         }
@@ -77,7 +77,7 @@ impl Vault {
     /// cannot be compacted stays as it is, with a warning.
     ///
     /// # Errors
-    /// [`VaultError::NeedsUnknown`] while no copy of a snapshot's metadata can be read; what the homes say.
+    /// [`VaultError::NeedsUnknown`] while no copy of a snapshot's metadata can be read; what the repositories say.
     pub fn collect(&self) -> Result<Deleted> {
         self.collect_and(|survey, listed, used| {
             let due = self.due(survey, listed, used, Compact::Worthwhile);
@@ -126,16 +126,17 @@ impl Vault {
         let Some(_held) = self.hold(Hold::AloneOrNot)? else { return Ok(Deleted::Later) };
         let survey = self.survey_of_all()?;
         let mut collected = Collected::default();
-        for home in &self.homes {
-            let swept = home.sweep().map_err(VaultError::home(home.as_ref(), "sweeping", ""))?;
+        for repository in &self.repositories {
+            let swept =
+                repository.sweep().map_err(VaultError::repository(repository.as_ref(), "sweeping", ""))?;
             collected.unfinished += swept.objects;
             collected.bytes += swept.bytes;
         }
         let listed = survey.snapshots(self);
         let used = used(&listed)?;
         for (name, copy) in unused(&survey, &used) {
-            let home = self.home(copy.home);
-            home.delete(name).map_err(VaultError::home(home, "deleting", name))?;
+            let repository = self.repository(copy.repository);
+            repository.delete(name).map_err(VaultError::repository(repository, "deleting", name))?;
             collected.objects += 1;
         }
         collected.compacted = compact(&survey, &listed, &used)?;
@@ -151,7 +152,8 @@ impl Vault {
         }
     }
 
-    /// What a writer does last. Others wait while the homes are held alone, so they are only if there may be something to do.
+    /// What a writer does last. Others wait while the repositories are held alone, so they are only if there may be something
+    /// to do.
     pub(super) fn collect_if_idle(&self) {
         let collected =
             self.may_have_unneeded().and_then(|may| if may { self.collect().map(drop) } else { Ok(()) });
@@ -167,7 +169,7 @@ impl Vault {
         Ok(used.iter().any(|name| !survey.has_snapshot(name.owner)) || !unused(&survey, &used).is_empty())
     }
 
-    /// What is in all homes: with one missing, it is not known what is needed.
+    /// What is in all repositories: with one missing, it is not known what is needed.
     fn survey_of_all(&self) -> Result<Survey> {
         let survey = Survey::take(self)?;
         match self.missing.iter().chain(&survey.failed).next() {

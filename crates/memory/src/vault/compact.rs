@@ -1,8 +1,8 @@
 //! Giving back the pages of deleted snapshots that lie in objects of which others are needed.
 //!
 //! An object is written anew with only the pages that are needed ([`rewrite`]), and takes the place of the old one in each of
-//! its homes, in one step. Killed between two homes, the copies differ, and each has all that is needed; the next collection
-//! makes them alike. Only who holds all homes alone compacts.
+//! its repositories, in one step. Killed between two repositories, the copies differ, and each has all that is needed; the next
+//! collection makes them alike. Only who holds all repositories alone compacts.
 //!
 //! An object whose own snapshot is there is needed wholly, so only those of deleted snapshots are looked at.
 
@@ -93,7 +93,7 @@ impl Vault {
             most_dead = most_dead.max((not, not * 100 / (needed + not).max(1)));
         }
         let shares = survey.copies(name).iter();
-        let shares = shares.map(|copy| Share { home: copy.home, copies: copy.copies }).collect();
+        let shares = shares.map(|copy| Share { repository: copy.repository, copies: copy.copies }).collect();
         Some(Candidate { name, shares, needed, live, dead, most_dead, is_alike: ends.len() < 2 })
     }
 
@@ -101,7 +101,7 @@ impl Vault {
     /// bytes done and of all.
     ///
     /// # Errors
-    /// What the homes say; the object that failed is as it was, or in some of its homes compacted.
+    /// What the repositories say; the object that failed is as it was, or in some of its repositories compacted.
     pub(super) fn compact(
         &self,
         survey: &Survey,

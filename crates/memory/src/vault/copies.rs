@@ -1,8 +1,8 @@
 //! An object of pages with all its copies open: any that has a page gives it.
 //!
-//! Copies need not lie alike. A compaction that was killed has replaced some of them, and a home that was compacted by itself
-//! has given back what only snapshots elsewhere need. So each copy is read by its own table; one whose table is damaged, by
-//! those of the others, and at last by searching it.
+//! Copies need not lie alike. A compaction that was killed has replaced some of them, and a repository that was compacted by
+//! itself has given back what only snapshots elsewhere need. So each copy is read by its own table; one whose table is damaged,
+//! by those of the others, and at last by searching it.
 //!
 //! Invariant: no page that a snapshot needs is all zeros, as the writer notes those without storing them. A page of zeros in
 //! an extent is one that was given back, and counts as missing from that copy.
@@ -12,16 +12,16 @@ use std::sync::OnceLock;
 use super::Vault;
 use super::bytes::Malformed;
 use super::extent::{ExtentId, ExtentReader};
-use super::home::ObjectReader;
 use super::name::ObjectName;
 use super::object::{self, Contents, ExtentPlace};
+use super::repository::ObjectReader;
 use super::survey::{Survey, wrong};
 use crate::address::PAGE_BYTES;
 
 /// A copy of an object, open for reading.
 pub(super) struct OpenCopy {
-    pub(super) home: usize,
-    /// `HOME/OBJECT`.
+    pub(super) repository: usize,
+    /// `REPOSITORY/OBJECT`.
     pub(super) place: String,
     pub(super) reader: Box<dyn ObjectReader>,
     pub(super) table: Result<Contents, Malformed>,
@@ -33,7 +33,7 @@ pub(super) struct OpenCopy {
 pub(super) struct ObjectCopies {
     pub(super) name: ObjectName,
     pub(super) copies: Vec<OpenCopy>,
-    /// Homes with a copy that cannot be opened, and why.
+    /// Repositories with a copy that cannot be opened, and why.
     pub(super) unopened: Vec<(usize, String)>,
     /// Copies that cannot be opened or whose table is damaged, each with what is wrong.
     pub(super) problems: Vec<String>,
@@ -44,10 +44,12 @@ impl ObjectCopies {
     pub(super) fn open(vault: &Vault, survey: &Survey, name: ObjectName) -> Self {
         let mut object = Self::none(name);
         for copy in survey.copies(name) {
-            let home = vault.home(copy.home);
-            match home.open(name) {
-                Ok(reader) => object.add(copy.home, format!("{}/{name}", home.describe()), reader),
-                Err(error) => object.unopened.push((copy.home, wrong(home, name, error))),
+            let repository = vault.repository(copy.repository);
+            match repository.open(name) {
+                Ok(reader) => {
+                    object.add(copy.repository, format!("{}/{name}", repository.describe()), reader)
+                }
+                Err(error) => object.unopened.push((copy.repository, wrong(repository, name, error))),
             }
         }
         object.problems.extend(object.unopened.iter().map(|(_, problem)| problem.clone()));
@@ -55,9 +57,9 @@ impl ObjectCopies {
     }
 
     /// An object of one copy, which need not have its name yet.
-    pub(super) fn of(name: ObjectName, home: usize, reader: Box<dyn ObjectReader>) -> Self {
+    pub(super) fn of(name: ObjectName, repository: usize, reader: Box<dyn ObjectReader>) -> Self {
         let mut object = Self::none(name);
-        object.add(home, name.to_string(), reader);
+        object.add(repository, name.to_string(), reader);
         object
     }
 
@@ -65,12 +67,12 @@ impl ObjectCopies {
         Self { name, copies: Vec::new(), unopened: Vec::new(), problems: Vec::new() }
     }
 
-    fn add(&mut self, home: usize, place: String, reader: Box<dyn ObjectReader>) {
+    fn add(&mut self, repository: usize, place: String, reader: Box<dyn ObjectReader>) {
         let table = object::contents_of_rest(self.name, reader.as_ref());
         if let Err(malformed) = &table {
             self.problems.push(format!("{place}: {}", malformed.0));
         }
-        self.copies.push(OpenCopy { home, place, reader, table, found: OnceLock::new() });
+        self.copies.push(OpenCopy { repository, place, reader, table, found: OnceLock::new() });
     }
 
     /// More than the number of any extent.

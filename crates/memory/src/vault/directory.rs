@@ -1,4 +1,4 @@
-//! A directory as a home: an object is a file, written under a name of its own and renamed.
+//! A directory as a repository: an object is a file, written under a name of its own and renamed.
 //!
 //! The file `lock` is held with `flock`: shared by writers and readers, alone by who deletes.
 //!
@@ -22,8 +22,8 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored, Swept};
 use super::name::ObjectName;
+use super::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
 use private::Access;
 
 const LOCK: &str = "lock";
@@ -31,15 +31,15 @@ const UNFINISHED: &str = ".new";
 /// Objects begun by this process.
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
-/// A home in a directory.
+/// A repository in a directory.
 #[derive(Debug)]
-pub struct DirectoryHome {
+pub struct DirectoryRepository {
     path: PathBuf,
     device: DeviceId,
 }
 
-impl DirectoryHome {
-    /// The home in a directory that exists. One that others can enter can be read, with a warning.
+impl DirectoryRepository {
+    /// The repository in a directory that exists. One that others can enter can be read, with a warning.
     ///
     /// # Errors
     /// When there is no directory of that name: a disk that is not mounted must not become a directory on another one.
@@ -119,7 +119,7 @@ fn unfinished_object(file_name: &str) -> Option<ObjectName> {
     ObjectName::parse(name).filter(|_| is_number(process) && is_number(count))
 }
 
-impl Home for DirectoryHome {
+impl Repository for DirectoryRepository {
     fn describe(&self) -> String {
         self.path.display().to_string()
     }
@@ -309,51 +309,51 @@ mod tests {
     #[test]
     fn an_object_appears_when_it_is_published_and_not_before() {
         let dir = private_directory();
-        let home = DirectoryHome::open(dir.path()).unwrap();
+        let repository = DirectoryRepository::open(dir.path()).unwrap();
         let name = name();
-        let mut object = home.create(name, 1).unwrap();
+        let mut object = repository.create(name, 1).unwrap();
         object.append(b"ab").unwrap();
         object.append(b"c").unwrap();
         object.sync().unwrap();
-        assert_eq!(home.list().unwrap(), []);
+        assert_eq!(repository.list().unwrap(), []);
         object.publish().unwrap();
-        assert_eq!(home.list().unwrap(), [Stored { name, len: 3, allocated: 4096, copies: 1 }]);
+        assert_eq!(repository.list().unwrap(), [Stored { name, len: 3, allocated: 4096, copies: 1 }]);
         let mut read = [0; 2];
-        home.open(name).unwrap().read_at(1, &mut read).unwrap();
+        repository.open(name).unwrap().read_at(1, &mut read).unwrap();
         assert_eq!(&read, b"bc");
-        home.delete(name).unwrap();
-        home.delete(name).unwrap();
-        assert_eq!(home.list().unwrap(), []);
+        repository.delete(name).unwrap();
+        repository.delete(name).unwrap();
+        assert_eq!(repository.list().unwrap(), []);
     }
 
     #[test]
     fn what_is_not_finished_goes_with_its_writer_or_is_swept() {
         let dir = private_directory();
-        let home = DirectoryHome::open(dir.path()).unwrap();
-        drop(home.create(name(), 1).unwrap());
+        let repository = DirectoryRepository::open(dir.path()).unwrap();
+        drop(repository.create(name(), 1).unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-        std::mem::forget(home.create(name(), 1).unwrap());
+        std::mem::forget(repository.create(name(), 1).unwrap());
         fs::write(dir.path().join(".other.new"), "").unwrap();
-        assert_eq!(home.sweep().unwrap().objects, 1);
+        assert_eq!(repository.sweep().unwrap().objects, 1);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]
     fn who_deletes_is_alone() {
         let dir = private_directory();
-        let home = DirectoryHome::open(dir.path()).unwrap();
-        let shared = [home.hold(Hold::Read).unwrap(), home.hold(Hold::Write).unwrap()];
-        assert!(home.hold(Hold::AloneOrNot).unwrap().is_none());
+        let repository = DirectoryRepository::open(dir.path()).unwrap();
+        let shared = [repository.hold(Hold::Read).unwrap(), repository.hold(Hold::Write).unwrap()];
+        assert!(repository.hold(Hold::AloneOrNot).unwrap().is_none());
         drop(shared);
-        assert!(home.hold(Hold::AloneOrNot).unwrap().is_some());
-        assert!(home.hold(Hold::Alone).unwrap().is_some());
+        assert!(repository.hold(Hold::AloneOrNot).unwrap().is_some());
+        assert!(repository.hold(Hold::Alone).unwrap().is_some());
     }
 
     /// A repair writes objects whose names anyone can know.
     #[test]
     fn a_link_where_an_object_is_to_be_written_is_passed_over() {
         let (dir, outside) = (private_directory(), tempfile::tempdir().unwrap());
-        let (home, name) = (DirectoryHome::open(dir.path()).unwrap(), name());
+        let (repository, name) = (DirectoryRepository::open(dir.path()).unwrap(), name());
         let theirs = outside.path().join("theirs");
         fs::write(&theirs, "theirs").unwrap();
         let next = COUNT.load(Ordering::Relaxed);
@@ -362,7 +362,7 @@ mod tests {
             symlink(&theirs, dir.path().join(planted)).unwrap();
         }
         symlink(&theirs, dir.path().join(name.to_string())).unwrap();
-        let mut object = home.create(name, 1).unwrap();
+        let mut object = repository.create(name, 1).unwrap();
         object.append(b"ours").unwrap();
         object.publish().unwrap();
         assert_eq!(fs::read(&theirs).unwrap(), b"theirs");
@@ -373,7 +373,7 @@ mod tests {
     #[test]
     fn only_files_that_a_writer_has_left_are_swept() {
         let (dir, name) = (private_directory(), name());
-        let home = DirectoryHome::open(dir.path()).unwrap();
+        let repository = DirectoryRepository::open(dir.path()).unwrap();
         let at = |by: &str| dir.path().join(format!(".{name}.{by}{UNFINISHED}"));
         fs::write(at("1-2"), "").unwrap();
         for others in ["x", "1", "1-", "-2", "1-x", "1-2-3"] {
@@ -381,7 +381,7 @@ mod tests {
         }
         symlink("/nowhere", at("1-3")).unwrap();
         fs::create_dir(at("1-4")).unwrap();
-        assert_eq!(home.sweep().unwrap().objects, 1);
+        assert_eq!(repository.sweep().unwrap().objects, 1);
         assert!(!at("1-2").exists());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 8);
     }
@@ -390,7 +390,7 @@ mod tests {
     #[test]
     fn what_is_no_regular_file_is_neither_opened_nor_locked() {
         let (dir, outside, name) = (private_directory(), tempfile::tempdir().unwrap(), name());
-        let home = DirectoryHome::open(dir.path()).unwrap();
+        let repository = DirectoryRepository::open(dir.path()).unwrap();
         let theirs = outside.path().join("theirs");
         let file_names = [name.to_string(), LOCK.to_owned()];
         let holds = [Hold::Read, Hold::Write, Hold::Alone, Hold::AloneOrNot];
@@ -402,11 +402,12 @@ mod tests {
         ];
         for (kind, plant) in plant.into_iter().enumerate() {
             file_names.iter().for_each(|name| plant(&dir.path().join(name)));
-            let tried = std::iter::once(home.open(name).err()).chain(holds.map(|how| home.hold(how).err()));
+            let tried = std::iter::once(repository.open(name).err())
+                .chain(holds.map(|how| repository.hold(how).err()));
             let said: Vec<String> =
                 tried.map(|error| error.map_or_else(String::new, |error| error.to_string())).collect();
             assert!(said.iter().all(|said| said.contains("is not a regular file")), "{kind}: {said:?}");
-            assert_eq!(home.list().unwrap().len(), 1, "{kind}");
+            assert_eq!(repository.list().unwrap().len(), 1, "{kind}");
             for name in &file_names {
                 let at = dir.path().join(name);
                 fs::remove_file(&at).or_else(|_| fs::remove_dir(&at)).unwrap();
@@ -416,10 +417,10 @@ mod tests {
     }
 
     #[test]
-    fn a_file_or_nothing_is_no_home() {
+    fn a_file_or_nothing_is_no_repository() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("file"), "").unwrap();
-        assert!(DirectoryHome::open(&dir.path().join("file")).is_err());
-        assert!(DirectoryHome::open(&dir.path().join("nothing")).is_err());
+        assert!(DirectoryRepository::open(&dir.path().join("file")).is_err());
+        assert!(DirectoryRepository::open(&dir.path().join("nothing")).is_err());
     }
 }

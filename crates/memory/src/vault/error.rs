@@ -14,11 +14,11 @@ pub type Result<T, E = VaultError> = std::result::Result<T, E>;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum VaultError {
-    /// A home did not do what was asked.
-    #[error("{home}: {action}{}{object}", if object.is_empty() { "" } else { " " })]
-    Home {
-        /// The home.
-        home: String,
+    /// A repository did not do what was asked.
+    #[error("{repository}: {action}{}{object}", if object.is_empty() { "" } else { " " })]
+    Repository {
+        /// The repository.
+        repository: String,
         /// What was being done.
         action: &'static str,
         /// With which object; empty when with none.
@@ -26,9 +26,9 @@ pub enum VaultError {
         /// The cause.
         source: io::Error,
     },
-    /// Fewer homes than copies.
-    #[error("{wanted} copies need {wanted} homes: {found} can be reached")]
-    TooFewHomes {
+    /// Fewer repositories than copies.
+    #[error("{wanted} copies need {wanted} repositories: {found} can be reached")]
+    TooFewRepositories {
         /// Copies asked for.
         wanted: u8,
         /// What there is room for.
@@ -36,7 +36,7 @@ pub enum VaultError {
     },
     /// Copies that one failing device would take together.
     #[error(
-        "{wanted} copies on {devices} of them would share a device and be lost with it: name homes on {wanted} devices, or allow one device"
+        "{wanted} copies on {devices} of them would share a device and be lost with it: name repositories on {wanted} devices, or allow one device"
     )]
     SharedDevice {
         /// Copies asked for.
@@ -108,7 +108,7 @@ pub enum VaultError {
     /// An object that is not what it should be.
     #[error("{place}: {reason}")]
     Damaged {
-        /// The home and the object.
+        /// The repository and the object.
         place: String,
         /// What is wrong.
         reason: &'static str,
@@ -136,8 +136,8 @@ pub enum VaultError {
     /// Nothing may be collected while it is not known what is needed.
     #[error("{} cannot be read, so what it needs is not known: repair or delete it first", list(.0))]
     NeedsUnknown(Vec<ObjectName>),
-    /// Homes that cannot be reached, where others might lie that need what would be deleted.
-    #[error("nothing is deleted while homes cannot be reached: {}", .0.join("; "))]
+    /// Repositories that cannot be reached, where others might lie that need what would be deleted.
+    #[error("nothing is deleted while repositories cannot be reached: {}", .0.join("; "))]
     Unreachable(Vec<String>),
     /// Whoever was given the pages did not take them.
     #[error("restoring {frame}")]
@@ -154,12 +154,17 @@ fn list(names: &[impl ToString]) -> String {
 }
 
 impl VaultError {
-    /// For `map_err`: `action` on `object` in `home` failed.
-    pub(super) fn home<'a>(
-        home: &'a dyn super::Home,
+    /// For `map_err`: `action` on `object` in `repository` failed.
+    pub(super) fn repository<'a>(
+        repository: &'a dyn super::Repository,
         action: &'static str,
         object: impl ToString + 'a,
     ) -> impl FnOnce(io::Error) -> Self + 'a {
-        move |source| Self::Home { home: home.describe(), action, object: object.to_string(), source }
+        move |source| Self::Repository {
+            repository: repository.describe(),
+            action,
+            object: object.to_string(),
+            source,
+        }
     }
 }

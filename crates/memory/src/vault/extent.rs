@@ -5,9 +5,9 @@ use std::io;
 use zstd::bulk::Decompressor;
 
 use super::bytes::{Malformed, Put, Take};
-use super::home::ObjectReader;
 use super::name::ObjectName;
 use super::object::ExtentPlace;
+use super::repository::ObjectReader;
 use crate::address::PAGE_BYTES;
 
 /// The most pages of an extent.
@@ -186,8 +186,8 @@ impl ExtentReader {
 
 #[cfg(test)]
 mod tests {
-    use super::super::home::Bytes;
     use super::super::name::{ObjectKind, SnapshotId};
+    use super::super::repository::Bytes;
     use super::*;
 
     fn id(number: u32) -> ExtentId {

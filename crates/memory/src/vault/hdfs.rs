@@ -1,4 +1,4 @@
-//! A directory of HDFS as a home, which keeps as many copies of each object as it is asked for.
+//! A directory of HDFS as a repository, which keeps as many copies of each object as it is asked for.
 //!
 //! ```text
 //!   DIR/ID.critical                              an object: replicated as often as its pages ask for, in small blocks
@@ -10,7 +10,7 @@
 //! | module | what it knows |
 //! |---|---|
 //! | [`link`] | the client, its threads, and how long anything is waited for |
-//! | [`hold`] | who holds the home, without locks |
+//! | [`hold`] | who holds the repository, without locks |
 //! | [`object`] | writing, renaming, reading and reading again |
 //!
 //! Lock order: `shared` or `alone`, then nothing.
@@ -27,9 +27,9 @@ use std::time::Duration;
 use hdfs_native::WriteOptions;
 use parking_lot::Mutex;
 
-use super::home::{DeviceId, Held, Hold, Home, NewObject, ObjectReader, Stored, Swept};
 use super::name::ObjectName;
 use super::policy::Policy;
+use super::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
 use hold::{HoldDir, Kind, UNFINISHED, lost};
 use link::Link;
 use object::{NewFile, OpenFile, Patience, State};
@@ -41,12 +41,12 @@ const MAX_BLOCK_BYTES: u64 = 1 << 30;
 /// How often to look whether others have let go.
 const POLL: Duration = Duration::from_millis(200);
 
-/// A home in HDFS.
+/// A repository in HDFS.
 #[derive(Debug)]
-pub struct HdfsHome {
+pub struct HdfsRepository {
     common: Arc<Common>,
     address: Address,
-    /// One for all who write and read through this home.
+    /// One for all who write and read through this repository.
     shared: Mutex<Weak<HoldDir>>,
     alone: Mutex<Weak<HoldDir>>,
     /// Objects begun.
@@ -55,7 +55,7 @@ pub struct HdfsHome {
     swept: Mutex<Swept>,
 }
 
-/// What a home has in common with its objects.
+/// What a repository has in common with its objects.
 #[derive(Debug)]
 struct Common {
     link: Arc<Link>,
@@ -113,9 +113,9 @@ fn parse_block(text: &str) -> Option<u64> {
     fits.then_some(bytes)
 }
 
-impl HdfsHome {
-    /// The home at `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`, in a directory that exists. Without a port it is a name service
-    /// of the configuration in `HADOOP_CONF_DIR`.
+impl HdfsRepository {
+    /// The repository at `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`, in a directory that exists. Without a port it is a name
+    /// service of the configuration in `HADOOP_CONF_DIR`.
     ///
     /// # Errors
     /// `InvalidInput` for another address; `NotFound` without that directory; what HDFS says.
@@ -168,7 +168,7 @@ impl HdfsHome {
     }
 }
 
-impl Home for HdfsHome {
+impl Repository for HdfsRepository {
     fn describe(&self) -> String {
         format!("hdfs://{}{}", self.address.authority, self.address.dir)
     }
@@ -221,7 +221,7 @@ impl Home for HdfsHome {
             _ => error,
         })?;
         Ok(Box::new(NewFile {
-            home: Arc::clone(&self.common),
+            repository: Arc::clone(&self.common),
             _hold: hold,
             writer,
             unfinished,
@@ -234,8 +234,8 @@ impl Home for HdfsHome {
         Ok(Box::new(OpenFile::open(&self.common, self.address.path(name))?))
     }
 
-    /// Who holds the home alone deletes what others could begin to need the moment its hold expires: so by renaming, which
-    /// fails then. Without that hold only metadata and own objects are deleted, which nobody begins to need.
+    /// Who holds the repository alone deletes what others could begin to need the moment its hold expires: so by renaming,
+    /// which fails then. Without that hold only metadata and own objects are deleted, which nobody begins to need.
     fn delete(&self, name: ObjectName) -> io::Result<()> {
         let (link, path) = (self.link(), self.address.path(name));
         if let Some(alone) = self.alone.lock().upgrade() {
@@ -255,7 +255,7 @@ impl Home for HdfsHome {
     }
 
     fn sweep(&self) -> io::Result<Swept> {
-        // They went when the home was held.
+        // They went when the repository was held.
         Ok(std::mem::take(&mut *self.swept.lock()))
     }
 

@@ -283,10 +283,11 @@ fn usable_copies(
 ) -> Option<([u8; TAIL], u8)> {
     let mut alike: BTreeMap<[u8; TAIL], u8> = BTreeMap::new();
     for share in shares.critical {
-        let Some(copy) = survey.copies(object.name).iter().find(|copy| copy.home == share.home) else {
+        let Some(copy) = survey.copies(object.name).iter().find(|copy| copy.repository == share.repository)
+        else {
             continue;
         };
-        let reader = vault.home(copy.home).open(object.name).ok();
+        let reader = vault.repository(copy.repository).open(object.name).ok();
         if let Some(ends) = reader.and_then(|reader| object::ends(object.name, reader.as_ref()).ok()) {
             *alike.entry(ends).or_default() += copy.copies.min(share.copies);
         }

@@ -9,8 +9,8 @@
 
 use super::bytes::{Malformed, Put, Take};
 use super::extent;
-use super::home::ObjectReader;
 use super::name::{ObjectName, SnapshotId};
+use super::repository::ObjectReader;
 
 /// Tells a page's content: 128 bits of its BLAKE3 hash.
 pub(super) type Hash = [u8; 16];

@@ -1,66 +1,72 @@
-//! Which homes a snapshot goes to.
+//! Which repositories a snapshot goes to.
 
 use super::error::{Result, VaultError};
 use super::policy::{OneDevice, Policy};
 use super::{DeviceId, Vault};
 
-/// A home, and how many copies it is to keep.
+/// A repository, and how many copies it is to keep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
-    pub(super) home: usize,
+    pub(super) repository: usize,
     pub(super) copies: u8,
 }
 
-/// What is known of a home when copies are placed.
+/// What is known of a repository when copies are placed.
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
-    home: usize,
+    repository: usize,
     device: DeviceId,
     max_copies: u8,
     preferred: bool,
     free_bytes: u64,
 }
 
-/// The homes for critical pages and metadata, those with the most room first, after those that are `preferred`.
+/// The repositories for critical pages and metadata, those with the most room first, after those that are `preferred`.
 ///
 /// # Errors
-/// [`VaultError::TooFewHomes`], [`VaultError::SharedDevice`].
+/// [`VaultError::TooFewRepositories`], [`VaultError::SharedDevice`].
 pub(super) fn choose(vault: &Vault, policy: &Policy, preferred: &[usize]) -> Result<Vec<Share>> {
     let mut candidates = Vec::new();
-    for (index, home) in vault.homes.iter().enumerate() {
-        let free_bytes = home.free_bytes().map_err(VaultError::home(home.as_ref(), "asking for room", ""))?;
+    for (index, repository) in vault.repositories.iter().enumerate() {
+        let free_bytes = repository.free_bytes().map_err(VaultError::repository(
+            repository.as_ref(),
+            "asking for room",
+            "",
+        ))?;
         candidates.push(Candidate {
-            home: index,
-            device: home.device(),
-            max_copies: home.max_copies(),
+            repository: index,
+            device: repository.device(),
+            max_copies: repository.max_copies(),
             preferred: preferred.contains(&index),
             free_bytes,
         });
     }
-    candidates.sort_by_key(|home| std::cmp::Reverse((home.preferred, home.free_bytes)));
+    candidates.sort_by_key(|repository| std::cmp::Reverse((repository.preferred, repository.free_bytes)));
     distribute(candidates, policy.critical_copies, policy.one_device)
 }
 
 impl Vault {
-    /// How many copies its homes can keep; with [`OneDevice::Refuse`], of which no device has two, but for a home that sees
-    /// to its copies itself.
+    /// How many copies its repositories can keep; with [`OneDevice::Refuse`], of which no device has two, but for a repository
+    /// that sees to its copies itself.
     pub fn copies_max(&self, one_device: OneDevice) -> u8 {
         let mut devices = Vec::new();
-        let counts = self.homes.iter().filter(|home| {
-            let is_new = !devices.contains(&home.device());
-            devices.push(home.device());
+        let counts = self.repositories.iter().filter(|repository| {
+            let is_new = !devices.contains(&repository.device());
+            devices.push(repository.device());
             is_new || one_device == OneDevice::Allow
         });
-        let copies: usize = counts.map(|home| usize::from(home.max_copies())).sum();
+        let copies: usize = counts.map(|repository| usize::from(repository.max_copies())).sum();
         u8::try_from(copies).map_or(Policy::MAX_COPIES, |copies| copies.min(Policy::MAX_COPIES))
     }
 }
 
-/// The homes for clean pages: among `shares`, so that every copy is beside one of the metadata; the fullest last.
+/// The repositories for clean pages: among `shares`, so that every copy is beside one of the metadata; the fullest last.
 pub(super) fn choose_clean(vault: &Vault, shares: &[Share], copies: u8) -> Vec<Share> {
     let mut shares = shares.to_vec();
     shares.sort_by_key(|share| {
-        std::cmp::Reverse(vault.home(share.home).free_bytes().unwrap_or(0) / u64::from(share.copies))
+        std::cmp::Reverse(
+            vault.repository(share.repository).free_bytes().unwrap_or(0) / u64::from(share.copies),
+        )
     });
     let mut left = copies;
     for share in &mut shares {
@@ -79,21 +85,23 @@ fn distribute(candidates: Vec<Candidate>, wanted: u8, one_device: OneDevice) -> 
         devices.push(candidate.device);
         if is_new { first.push(candidate) } else { second.push(candidate) }
     }
-    let room = |homes: &[Candidate]| homes.iter().map(|home| usize::from(home.max_copies)).sum::<usize>();
+    let room = |repositories: &[Candidate]| {
+        repositories.iter().map(|repository| usize::from(repository.max_copies)).sum::<usize>()
+    };
     let (apart, all) = (room(&first), room(&first) + room(&second));
     if all < wanted.into() {
-        return Err(VaultError::TooFewHomes { wanted, found: all });
+        return Err(VaultError::TooFewRepositories { wanted, found: all });
     }
     if apart < wanted.into() && one_device == OneDevice::Refuse {
         return Err(VaultError::SharedDevice { wanted, devices: apart });
     }
     let mut left = wanted;
     let mut shares = Vec::new();
-    for home in first.into_iter().chain(second) {
-        let copies = home.max_copies.min(left);
+    for repository in first.into_iter().chain(second) {
+        let copies = repository.max_copies.min(left);
         left -= copies;
         if copies > 0 {
-            shares.push(Share { home: home.home, copies });
+            shares.push(Share { repository: repository.repository, copies });
         }
     }
     Ok(shares)
@@ -103,29 +111,32 @@ fn distribute(candidates: Vec<Candidate>, wanted: u8, one_device: OneDevice) -> 
 mod tests {
     use super::*;
 
-    fn home(home: usize, device: u64, max_copies: u8) -> Candidate {
-        Candidate { home, device: DeviceId(device), max_copies, preferred: false, free_bytes: 0 }
+    fn repository(repository: usize, device: u64, max_copies: u8) -> Candidate {
+        Candidate { repository, device: DeviceId(device), max_copies, preferred: false, free_bytes: 0 }
     }
 
     fn shares(candidates: &[Candidate], wanted: u8, one_device: OneDevice) -> Result<Vec<(usize, u8)>> {
         let shares = distribute(candidates.to_vec(), wanted, one_device)?;
-        Ok(shares.iter().map(|share| (share.home, share.copies)).collect())
+        Ok(shares.iter().map(|share| (share.repository, share.copies)).collect())
     }
 
     #[test]
     fn copies_go_to_devices_of_their_own_first() {
-        let homes = [home(0, 1, 1), home(1, 1, 1), home(2, 2, 1)];
-        assert_eq!(shares(&homes, 2, OneDevice::Refuse).unwrap(), [(0, 1), (2, 1)]);
-        assert_eq!(shares(&homes, 3, OneDevice::Allow).unwrap(), [(0, 1), (2, 1), (1, 1)]);
-        let refused = shares(&homes, 3, OneDevice::Refuse);
+        let repositories = [repository(0, 1, 1), repository(1, 1, 1), repository(2, 2, 1)];
+        assert_eq!(shares(&repositories, 2, OneDevice::Refuse).unwrap(), [(0, 1), (2, 1)]);
+        assert_eq!(shares(&repositories, 3, OneDevice::Allow).unwrap(), [(0, 1), (2, 1), (1, 1)]);
+        let refused = shares(&repositories, 3, OneDevice::Refuse);
         assert!(matches!(refused, Err(VaultError::SharedDevice { wanted: 3, devices: 2 })), "{refused:?}");
-        let few = shares(&homes, 4, OneDevice::Allow);
-        assert!(matches!(few, Err(VaultError::TooFewHomes { wanted: 4, found: 3 })), "{few:?}");
+        let few = shares(&repositories, 4, OneDevice::Allow);
+        assert!(matches!(few, Err(VaultError::TooFewRepositories { wanted: 4, found: 3 })), "{few:?}");
     }
 
     #[test]
-    fn a_home_that_replicates_takes_several() {
-        assert_eq!(shares(&[home(0, 1, 16)], 3, OneDevice::Refuse).unwrap(), [(0, 3)]);
-        assert_eq!(shares(&[home(0, 1, 2), home(1, 2, 1)], 3, OneDevice::Refuse).unwrap(), [(0, 2), (1, 1)]);
+    fn a_repository_that_replicates_takes_several() {
+        assert_eq!(shares(&[repository(0, 1, 16)], 3, OneDevice::Refuse).unwrap(), [(0, 3)]);
+        assert_eq!(
+            shares(&[repository(0, 1, 2), repository(1, 2, 1)], 3, OneDevice::Refuse).unwrap(),
+            [(0, 2), (1, 1)]
+        );
     }
 }

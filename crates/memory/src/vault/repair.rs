@@ -1,17 +1,17 @@
 //! Making copies again that are missing or damaged, from those that are whole.
 //!
 //! Each page may come from another copy ([`rewrite`]). Objects come first and metadata last, as when the
-//! snapshot was written: a home that lists a snapshot has what it counts on there.
+//! snapshot was written: a repository that lists a snapshot has what it counts on there.
 
 use super::Vault;
 use super::copies::ObjectCopies;
 use super::error::{Result, VaultError};
-use super::home::{Hold, ObjectReader};
 use super::info::Info;
 use super::live::PageSet;
 use super::name::{ObjectKind, ObjectName, SnapshotId};
 use super::place::{self, Share};
 use super::policy::{OneDevice, Policy};
+use super::repository::{Hold, ObjectReader};
 use super::rewrite::rewrite;
 use super::survey::Survey;
 use super::verify::{Checked, CheckedObject, Health, ids_or_all};
@@ -19,7 +19,7 @@ use super::verify::{Checked, CheckedObject, Health, ids_or_all};
 /// What was repaired.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Repaired {
-    /// Copies made, as `HOME/OBJECT`.
+    /// Copies made, as `REPOSITORY/OBJECT`.
     pub made: Vec<String>,
     /// Snapshots whose pages lie in those.
     pub mended: Vec<String>,
@@ -29,10 +29,10 @@ pub struct Repaired {
 
 impl Vault {
     /// Makes the missing and damaged copies of these snapshots again; of all for none. What has no whole copy left, and
-    /// copies for which there is no home, stay as they are, and are in the health returned.
+    /// copies for which there is no repository, stay as they are, and are in the health returned.
     ///
     /// # Errors
-    /// When no home can be read, or a copy cannot be written.
+    /// When no repository can be read, or a copy cannot be written.
     pub fn repair(&self, ids: &[SnapshotId], one_device: OneDevice) -> Result<Repaired> {
         let _held = self.hold(Hold::Write)?;
         let survey = Survey::take(self)?;
@@ -68,17 +68,19 @@ impl Vault {
         Ok(Repaired { made, mended, health })
     }
 
-    /// Where a snapshot should be: where it is, and as many other homes as are needed and there.
+    /// Where a snapshot should be: where it is, and as many other repositories as are needed and there.
     fn shares_of(&self, survey: &Survey, info: &Info, one_device: OneDevice) -> Result<Vec<Share>> {
         let names = info.objects.values().map(|object| object.name);
         let names = names.chain([ObjectName { owner: info.id, kind: ObjectKind::Metadata }]);
         let preferred: Vec<usize> =
-            names.flat_map(|name| survey.copies(name)).map(|copy| copy.home).collect();
+            names.flat_map(|name| survey.copies(name)).map(|copy| copy.repository).collect();
         let mut copies = info.critical_copies;
         loop {
             let policy = Policy { critical_copies: copies, one_device, ..Policy::default() };
             match place::choose(self, &policy, &preferred) {
-                Err(VaultError::TooFewHomes { .. } | VaultError::SharedDevice { .. }) if copies > 1 => {
+                Err(VaultError::TooFewRepositories { .. } | VaultError::SharedDevice { .. })
+                    if copies > 1 =>
+                {
                     copies -= 1;
                 }
                 other => return other,
@@ -102,12 +104,14 @@ impl Vault {
         }
         let mut object = ObjectCopies::open(self, survey, name);
         let whole = found.whole(needed);
-        object.copies.sort_by_key(|copy| !whole.contains(&copy.home));
+        object.copies.sort_by_key(|copy| !whole.contains(&copy.repository));
         let Some(copies) = rewrite(self, &object, &found.pages, lacking)? else {
             return Ok(name.kind == ObjectKind::Clean);
         };
         copies.publish(self, name)?;
-        made.extend(lacking.iter().map(|share| format!("{}/{name}", self.home(share.home).describe())));
+        made.extend(
+            lacking.iter().map(|share| format!("{}/{name}", self.repository(share.repository).describe())),
+        );
         Ok(true)
     }
 
@@ -121,7 +125,9 @@ impl Vault {
         if lacking.is_empty() {
             return Ok(());
         }
-        let Some(bytes) = whole.iter().find_map(|home| read_all(self.home(*home).open(name).ok()?.as_ref()))
+        let Some(bytes) = whole
+            .iter()
+            .find_map(|repository| read_all(self.repository(*repository).open(name).ok()?.as_ref()))
         else {
             return Ok(());
         };
@@ -129,29 +135,29 @@ impl Vault {
     }
 
     fn put(&self, name: ObjectName, share: Share, bytes: &[u8], made: &mut Vec<String>) -> Result<()> {
-        let home = self.home(share.home);
+        let repository = self.repository(share.repository);
         let write = || {
-            let mut object = home.create(name, share.copies)?;
+            let mut object = repository.create(name, share.copies)?;
             object.append(bytes)?;
             object.sync()?;
             object.publish()
         };
-        write().map_err(VaultError::home(home, "repairing", name))?;
-        made.push(format!("{}/{name}", home.describe()));
+        write().map_err(VaultError::repository(repository, "repairing", name))?;
+        made.push(format!("{}/{name}", repository.describe()));
         Ok(())
     }
 }
 
-/// Copies in all homes of a snapshot.
+/// Copies in all repositories of a snapshot.
 fn all_of(shares: &[Share]) -> u8 {
     shares.iter().map(|share| share.copies).sum()
 }
 
-/// Where copies of an object are to be made, and how many that home shall have then, so that there are `wanted`.
+/// Where copies of an object are to be made, and how many that repository shall have then, so that there are `wanted`.
 fn lacking(survey: &Survey, name: ObjectName, whole: &[usize], shares: &[Share], wanted: u8) -> Vec<Share> {
     let has = |share: &Share| {
-        let is_whole = whole.contains(&share.home);
-        if is_whole { survey.copies_in(share.home, name).min(share.copies) } else { 0 }
+        let is_whole = whole.contains(&share.repository);
+        if is_whole { survey.copies_in(share.repository, name).min(share.copies) } else { 0 }
     };
     let mut missing = wanted.saturating_sub(shares.iter().map(has).sum());
     let mut lacking = Vec::new();

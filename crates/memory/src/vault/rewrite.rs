@@ -22,7 +22,7 @@ const LEVEL: i32 = 3;
 /// pages.
 ///
 /// # Errors
-/// What the homes say; [`VaultError::Damaged`] when a new copy does not read back.
+/// What the repositories say; [`VaultError::Damaged`] when a new copy does not read back.
 pub(super) fn rewrite(
     vault: &Vault,
     object: &ObjectCopies,
@@ -52,9 +52,9 @@ pub(super) fn rewrite(
         building.append(vault, id, &packed, hashes)?;
     }
     let (copies, _) = building.end(vault, name)?;
-    for (home, reader) in copies.read_back(vault, name)? {
-        let place = wrong(vault.home(home), name, "the new copy does not read back");
-        let copy = ObjectCopies::of(name, home, reader);
+    for (repository, reader) in copies.read_back(vault, name)? {
+        let place = wrong(vault.repository(repository), name, "the new copy does not read back");
+        let copy = ObjectCopies::of(name, repository, reader);
         let (pages, found) = check_copy(&copy, &copy.copies[0]);
         let reason = found.err().map(|malformed| malformed.0);
         if reason.is_some() || pages != *kept {

@@ -1,32 +1,32 @@
-//! What is in the homes at one moment.
+//! What is in the repositories at one moment.
 
 use std::collections::BTreeMap;
 
 use super::error::{Result, VaultError};
-use super::home::{ObjectReader, Stored};
 use super::info::Info;
 use super::metadata;
 use super::name::{ObjectKind, ObjectName, SnapshotId};
-use super::{Home, Vault};
+use super::repository::{ObjectReader, Stored};
+use super::{Repository, Vault};
 
 /// A copy of an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CopyAt {
-    /// Index of the home.
-    pub(super) home: usize,
+    /// Index of the repository.
+    pub(super) repository: usize,
     /// Bytes of the object.
     pub(super) len: u64,
     /// Bytes that it takes of the device.
     pub(super) allocated: u64,
-    /// As which the home counts: more than one where it replicates by itself.
+    /// As which the repository counts: more than one where it replicates by itself.
     pub(super) copies: u8,
 }
 
-/// All objects of all homes that can be read.
+/// All objects of all repositories that can be read.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     pub(super) objects: BTreeMap<ObjectName, Vec<CopyAt>>,
-    /// Homes that could not be listed, with why.
+    /// Repositories that could not be listed, with why.
     pub(super) failed: Vec<String>,
 }
 
@@ -44,29 +44,29 @@ pub struct Listed {
 }
 
 impl Survey {
-    /// Lists all homes.
+    /// Lists all repositories.
     ///
     /// # Errors
     /// When none can be listed.
     pub(super) fn take(vault: &Vault) -> Result<Self> {
         let mut survey = Self::default();
         let mut first = None;
-        for (index, home) in vault.homes.iter().enumerate() {
-            match home.list() {
+        for (index, repository) in vault.repositories.iter().enumerate() {
+            match repository.list() {
                 Ok(objects) => {
                     for Stored { name, len, allocated, copies } in objects {
-                        let copy = CopyAt { home: index, len, allocated, copies };
+                        let copy = CopyAt { repository: index, len, allocated, copies };
                         survey.objects.entry(name).or_default().push(copy);
                     }
                 }
                 Err(source) => {
-                    survey.failed.push(format!("{}: {source}", home.describe()));
-                    first.get_or_insert(VaultError::home(home.as_ref(), "listing", "")(source));
+                    survey.failed.push(format!("{}: {source}", repository.describe()));
+                    first.get_or_insert(VaultError::repository(repository.as_ref(), "listing", "")(source));
                 }
             }
         }
         match first {
-            Some(error) if survey.failed.len() == vault.homes.len() => Err(error),
+            Some(error) if survey.failed.len() == vault.repositories.len() => Err(error),
             _ => Ok(survey),
         }
     }
@@ -80,9 +80,9 @@ impl Survey {
         self.objects.get(&name).map_or(&[], Vec::as_slice)
     }
 
-    /// As how many copies of an object a home counts; 0 when it has none.
-    pub(super) fn copies_in(&self, home: usize, name: ObjectName) -> u8 {
-        self.copies(name).iter().find(|copy| copy.home == home).map_or(0, |copy| copy.copies)
+    /// As how many copies of an object a repository counts; 0 when it has none.
+    pub(super) fn copies_in(&self, repository: usize, name: ObjectName) -> u8 {
+        self.copies(name).iter().find(|copy| copy.repository == repository).map_or(0, |copy| copy.copies)
     }
 
     /// Bytes that all copies of all objects take of their devices.
@@ -129,13 +129,13 @@ impl Survey {
     ) -> Result<T, Vec<String>> {
         let mut tried = Vec::new();
         for copy in self.copies(name) {
-            let home = vault.home(copy.home);
-            match home.open(name) {
+            let repository = vault.repository(copy.repository);
+            match repository.open(name) {
                 Ok(reader) => match read(reader.as_ref()) {
                     Ok(value) => return Ok(value),
-                    Err(malformed) => tried.push(wrong(home, name, malformed.0)),
+                    Err(malformed) => tried.push(wrong(repository, name, malformed.0)),
                 },
-                Err(error) => tried.push(wrong(home, name, error)),
+                Err(error) => tried.push(wrong(repository, name, error)),
             }
         }
         tried.extend(vault.missing.iter().chain(&self.failed).cloned());
@@ -143,7 +143,7 @@ impl Survey {
     }
 }
 
-/// `HOME/OBJECT: what is wrong`.
-pub(super) fn wrong(home: &dyn Home, name: ObjectName, what: impl std::fmt::Display) -> String {
-    format!("{}/{name}: {what}", home.describe())
+/// `REPOSITORY/OBJECT: what is wrong`.
+pub(super) fn wrong(repository: &dyn Repository, name: ObjectName, what: impl std::fmt::Display) -> String {
+    format!("{}/{name}: {what}", repository.describe())
 }

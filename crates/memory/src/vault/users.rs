@@ -57,7 +57,7 @@ impl Vault {
     /// The objects that a snapshot uses, with the other snapshots that do.
     ///
     /// # Errors
-    /// When no home can be read; [`VaultError::MetadataLost`].
+    /// When no repository can be read; [`VaultError::MetadataLost`].
     pub fn used_objects(&self, id: SnapshotId) -> Result<Vec<UsedObject>> {
         let _held = self.hold_to_read();
         let survey = Survey::take(self)?;

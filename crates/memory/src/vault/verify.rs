@@ -66,7 +66,7 @@ impl Health {
 /// A copy of an object of pages, after every byte of it was read.
 #[derive(Debug)]
 pub(super) struct CheckedCopy {
-    pub(super) home: usize,
+    pub(super) repository: usize,
     /// Pages that it has.
     pub(super) pages: PageSet,
     /// What is wrong with it.
@@ -82,10 +82,10 @@ pub(super) struct CheckedObject {
 }
 
 impl CheckedObject {
-    /// Homes that have a copy without a fault, and with all that is needed of it.
+    /// Repositories that have a copy without a fault, and with all that is needed of it.
     pub(super) fn whole(&self, needed: &PageSet) -> Vec<usize> {
         let is_whole = |copy: &&CheckedCopy| copy.problem.is_none() && copy.pages.has_all(needed);
-        self.copies.iter().filter(is_whole).map(|copy| copy.home).collect()
+        self.copies.iter().filter(is_whole).map(|copy| copy.repository).collect()
     }
 }
 
@@ -111,7 +111,7 @@ impl Vault {
     /// Reads every byte of these snapshots; all for none. `progress` gets the number done and of all.
     ///
     /// # Errors
-    /// When no home can be read; [`VaultError::NotFound`]. What is found of the snapshots is no error.
+    /// When no repository can be read; [`VaultError::NotFound`]. What is found of the snapshots is no error.
     pub fn verify(&self, ids: &[SnapshotId], mut progress: impl FnMut(u64, u64)) -> Result<Vec<Health>> {
         let _held = self.hold_to_read();
         let survey = Survey::take(self)?;
@@ -130,7 +130,7 @@ impl Vault {
     /// every byte of it. Where what is known of the one meant is lost, it is of the guest that `which` names, or of any.
     ///
     /// # Errors
-    /// When no home can be read.
+    /// When no repository can be read.
     pub fn newest_whole_before(&self, which: &Which) -> Result<Option<Info>> {
         let _held = self.hold_to_read();
         let survey = Survey::take(self)?;
@@ -222,7 +222,7 @@ impl Vault {
         Ok(outline)
     }
 
-    /// What a copy of the metadata says, and the homes that have a good one.
+    /// What a copy of the metadata says, and the repositories that have a good one.
     pub(super) fn check_metadata(
         &self,
         survey: &Survey,
@@ -232,17 +232,17 @@ impl Vault {
         let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
         let (mut metadata, mut whole) = (None, Vec::new());
         for copy in survey.copies(name) {
-            let home = self.home(copy.home);
-            let read = home.open(name).map_err(|error| error.to_string());
+            let repository = self.repository(copy.repository);
+            let read = repository.open(name).map_err(|error| error.to_string());
             let read = read.and_then(|reader| {
                 Metadata::read(id, reader.as_ref()).map_err(|malformed| malformed.0.to_owned())
             });
             match read {
                 Ok(read) => {
                     metadata = Some(read);
-                    whole.push(copy.home);
+                    whole.push(copy.repository);
                 }
-                Err(problem) => problems.push(wrong(home, name, problem)),
+                Err(problem) => problems.push(wrong(repository, name, problem)),
             }
         }
         (metadata, whole)
@@ -260,7 +260,7 @@ pub(super) fn ids_or_all(survey: &Survey, listed: &[Listed], ids: &[SnapshotId])
 }
 
 fn note_missing(survey: &Survey, name: ObjectName, whole: &[usize], wanted: u8, problems: &mut Vec<String>) {
-    let there: u64 = whole.iter().map(|home| u64::from(survey.copies_in(*home, name))).sum();
+    let there: u64 = whole.iter().map(|repository| u64::from(survey.copies_in(*repository, name))).sum();
     if there < wanted.into() {
         problems.push(format!("{name}: {there} whole of {wanted} copies"));
     }
@@ -269,15 +269,15 @@ fn note_missing(survey: &Survey, name: ObjectName, whole: &[usize], wanted: u8, 
 fn check_object(vault: &Vault, survey: &Survey, name: ObjectName) -> CheckedObject {
     let mut checked = CheckedObject::default();
     let object = ObjectCopies::open(vault, survey, name);
-    for (home, problem) in &object.unopened {
+    for (repository, problem) in &object.unopened {
         let problem = Some(problem.clone());
-        checked.copies.push(CheckedCopy { home: *home, pages: PageSet::default(), problem });
+        checked.copies.push(CheckedCopy { repository: *repository, pages: PageSet::default(), problem });
     }
     for copy in &object.copies {
         let (pages, found) = check_copy(&object, copy);
         checked.pages.add_all(&pages);
         let problem = found.err().map(|problem| format!("{}: {}", copy.place, problem.0));
-        checked.copies.push(CheckedCopy { home: copy.home, pages, problem });
+        checked.copies.push(CheckedCopy { repository: copy.repository, pages, problem });
     }
     checked
 }

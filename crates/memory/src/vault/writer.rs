@@ -24,7 +24,6 @@ use parking_lot::Mutex;
 
 use super::error::{Result, VaultError};
 use super::extent::is_zero;
-use super::home::Held;
 use super::info::{DiskState, Info};
 use super::known::Known;
 use super::name::SnapshotId;
@@ -32,6 +31,7 @@ use super::pages::{self, Content, Entry, PageNumber};
 use super::place::Share;
 use super::policy::Policy;
 use super::refill::Refill;
+use super::repository::Held;
 use super::stats::Stats;
 use super::{Hiding, Vault};
 use crate::address::{Frame, PAGE_BYTES};
@@ -135,14 +135,14 @@ pub struct Writer {
     stats: Stats,
     is_saved: bool,
     /// Let go last.
-    _held: HeldHomes,
+    _held: HeldRepositories,
 }
 
-struct HeldHomes(#[expect(dead_code, reason = "held, not used")] Vec<Held>);
+struct HeldRepositories(#[expect(dead_code, reason = "held, not used")] Vec<Held>);
 
-impl std::fmt::Debug for HeldHomes {
+impl std::fmt::Debug for HeldRepositories {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("HeldHomes")
+        f.write_str("HeldRepositories")
     }
 }
 

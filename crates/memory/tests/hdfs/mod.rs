@@ -69,8 +69,8 @@ impl Cluster {
         line.trim_end().to_owned()
     }
 
-    /// Makes a directory, and gives the address of the home in it, with the smallest blocks that HDFS takes.
-    pub fn home(&mut self, dir: &str) -> String {
+    /// Makes a directory, and gives the address of the repository in it, with the smallest blocks that HDFS takes.
+    pub fn repository(&mut self, dir: &str) -> String {
         self.ask(&format!("mkdir {dir}"));
         format!("hdfs://127.0.0.1:{}{dir}?block=1M", self.port)
     }

@@ -1,11 +1,11 @@
-//! Homes that fail, or kill their process, at the n-th thing that is asked of them.
+//! Repositories that fail, or kill their process, at the n-th thing that is asked of them.
 
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use vmstrata_memory::vault::{
-    DeviceId, Held, Hold, Home, NewObject, ObjectName, ObjectReader, Stored, Swept,
+    DeviceId, Held, Hold, NewObject, ObjectName, ObjectReader, Repository, Stored, Swept,
 };
 
 /// What happens at the n-th operation.
@@ -26,7 +26,7 @@ pub enum Effect {
 /// What happens meanwhile.
 type Other = Box<dyn Fn() + Send + Sync>;
 
-/// Counts the operations of several homes.
+/// Counts the operations of several repositories.
 pub struct Plan {
     left: AtomicUsize,
     effect: Effect,
@@ -79,20 +79,20 @@ impl Plan {
     }
 }
 
-/// A home whose every operation passes the plan.
+/// A repository whose every operation passes the plan.
 #[derive(Debug)]
-pub struct FaultHome {
-    pub inner: Arc<dyn Home>,
+pub struct FaultRepository {
+    pub inner: Arc<dyn Repository>,
     pub plan: Arc<Plan>,
 }
 
-/// Wraps homes so that they share a plan.
-pub fn faulty(homes: Vec<Arc<dyn Home>>, plan: &Arc<Plan>) -> Vec<Arc<dyn Home>> {
-    let wrap = |inner| Arc::new(FaultHome { inner, plan: Arc::clone(plan) }) as Arc<dyn Home>;
-    homes.into_iter().map(wrap).collect()
+/// Wraps repositories so that they share a plan.
+pub fn faulty(repositories: Vec<Arc<dyn Repository>>, plan: &Arc<Plan>) -> Vec<Arc<dyn Repository>> {
+    let wrap = |inner| Arc::new(FaultRepository { inner, plan: Arc::clone(plan) }) as Arc<dyn Repository>;
+    repositories.into_iter().map(wrap).collect()
 }
 
-impl Home for FaultHome {
+impl Repository for FaultRepository {
     fn describe(&self) -> String {
         self.inner.describe()
     }

@@ -13,8 +13,8 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use tempfile::TempDir;
 use vmstrata_memory::vault::{
-    Closing, Deleted, DirectoryHome, Home, NewSnapshot, OneDevice, Page, Policy, Result, Saved, Snapshot,
-    Vault, VaultError, Want, Which, Writer,
+    Closing, Deleted, DirectoryRepository, NewSnapshot, OneDevice, Page, Policy, Repository, Result, Saved,
+    Snapshot, Vault, VaultError, Want, Which, Writer,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
 
@@ -90,12 +90,12 @@ pub fn policy(critical_copies: u8, clean_copies: u8) -> Policy {
     }
 }
 
-/// Directories, as homes.
-pub struct Homes {
+/// Directories, as repositories.
+pub struct Repositories {
     pub dirs: Vec<TempDir>,
 }
 
-impl Homes {
+impl Repositories {
     pub fn new(count: usize) -> Self {
         Self { dirs: (0..count).map(|_| tempfile::tempdir().expect("a directory")).collect() }
     }
@@ -108,12 +108,13 @@ impl Homes {
         Vault::open_directories(&self.paths()).expect("opens")
     }
 
-    pub fn homes(&self) -> Vec<Arc<dyn Home>> {
-        let open = |path: &PathBuf| Arc::new(DirectoryHome::open(path).expect("opens")) as Arc<dyn Home>;
+    pub fn repositories(&self) -> Vec<Arc<dyn Repository>> {
+        let open =
+            |path: &PathBuf| Arc::new(DirectoryRepository::open(path).expect("opens")) as Arc<dyn Repository>;
         self.paths().iter().map(open).collect()
     }
 
-    /// Files of all homes but locks, by home, sorted.
+    /// Files of all repositories but locks, by repository, sorted.
     pub fn files(&self) -> Vec<Vec<String>> {
         let names = |path: PathBuf| {
             let entries = std::fs::read_dir(path).expect("lists");
@@ -135,7 +136,7 @@ impl Homes {
         all.map(|path| std::fs::metadata(path).expect("a file").blocks() * 512).sum()
     }
 
-    /// Whether each critical object is the same bytes in all homes that have it.
+    /// Whether each critical object is the same bytes in all repositories that have it.
     pub fn are_alike(&self) -> bool {
         let mut first = BTreeMap::new();
         let (files, paths) = (self.files(), self.paths());
@@ -147,10 +148,10 @@ impl Homes {
         })
     }
 
-    /// Removes all from a home of which there are other copies.
-    pub fn lose_copies(&self, home: usize) {
-        for name in self.files()[home].iter().filter(|name| !name.ends_with(".clean")) {
-            std::fs::remove_file(self.dirs[home].path().join(name)).expect("removes");
+    /// Removes all from a repository of which there are other copies.
+    pub fn lose_copies(&self, repository: usize) {
+        for name in self.files()[repository].iter().filter(|name| !name.ends_with(".clean")) {
+            std::fs::remove_file(self.dirs[repository].path().join(name)).expect("removes");
         }
     }
 
@@ -182,8 +183,8 @@ pub fn save(vault: &Arc<Vault>, guest: &Guest, name: &str, policy: Policy) -> Sa
 }
 
 /// Makes the snapshot "1" of `guest`, whose pages lie in objects of "0" among pages that nobody needs any more.
-pub fn leave_dead_pages(homes: &Homes, guest: &Guest, policy: &Policy) {
-    let vault = homes.vault();
+pub fn leave_dead_pages(repositories: &Repositories, guest: &Guest, policy: &Policy) {
+    let vault = repositories.vault();
     let first = save(&vault, &Guest::around(guest), "0", policy.clone());
     save(&vault, guest, "1", policy.clone());
     let _reader = open(&vault, "1").expect("opens");

@@ -69,7 +69,7 @@ impl Stage {
         Qmp::connect(&self.shm.path().join("qmp"))
     }
 
-    /// The homes of a vault.
+    /// The repositories of a vault.
     pub(super) fn vault(&self, name: &str) -> Vec<PathBuf> {
         (0..COPIES).map(|copy| self.dir().join(format!("vault-{name}-{copy}"))).collect()
     }
@@ -92,11 +92,11 @@ impl Stage {
         vault: &str,
         flags: &[&str],
     ) -> Result<Duration> {
-        let homes = self.vault(vault);
+        let repositories = self.vault(vault);
         // What is left of the guest, a kernel that gives its memory back among it, is no part of what is measured.
         self.guest.end()?;
         settle();
-        self.guest.restore_on(state, &format!("guest@{name}"), &homes, flags)?;
+        self.guest.restore_on(state, &format!("guest@{name}"), &repositories, flags)?;
         self.guest.vm.wait_for(" restored ", RESTORE_MAX)
     }
 }

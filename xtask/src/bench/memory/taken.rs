@@ -38,7 +38,7 @@ pub(super) fn name(round: usize) -> String {
 pub(super) fn modes(stage: &Stage, round: usize, samples: &mut Samples) -> Result<()> {
     for mode in MODES {
         // There is none before the first round.
-        stage.vault(mode).iter().filter(|home| home.exists()).try_for_each(fs::remove_dir_all)?;
+        stage.vault(mode).iter().filter(|repository| repository.exists()).try_for_each(fs::remove_dir_all)?;
         // The disk has one snapshot of a name.
         let taken = take(stage, &format!("{}-{mode}", name(round)), &["--mode", mode], mode)?;
         samples.add(Sample::Seconds(mode), number(&taken, "seconds")?);
@@ -88,8 +88,8 @@ fn take(stage: &Stage, name: &str, flags: &[&str], vault: &str) -> Result<Value>
 /// Bytes of all files of the vault.
 pub(super) fn used(stage: &Stage) -> Result<u64> {
     let mut bytes = 0;
-    for home in stage.vault(VAULT) {
-        for file in fs::read_dir(home)? {
+    for repository in stage.vault(VAULT) {
+        for file in fs::read_dir(repository)? {
             bytes += file?.metadata()?.len();
         }
     }

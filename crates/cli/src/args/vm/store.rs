@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 use vmstrata_disk::snapshot::Keep;
-use vmstrata_memory::vault::{HomeAddress, Which};
+use vmstrata_memory::vault::{RepositoryAddress, Which};
 
 use super::super::ControlArgs;
 use super::super::snapshot::parse_label;
@@ -31,29 +31,34 @@ pub enum VmStoreCommand {
 pub struct VaultArgs {
     /// A directory that holds copies, each best on a device of its own; or hdfs://NAMENODE[:PORT]/DIR, which keeps as many
     /// copies as it is told (repeatable)
-    #[arg(long, value_name = "HOME", required = true, env = "VMSTRATA_VAULT", value_parser = parse_homes)]
-    pub vault: Vec<Homes>,
+    #[arg(long, value_name = "REPOSITORY", required = true, env = "VMSTRATA_VAULT", value_parser = parse_repositories)]
+    pub vault: Vec<Repositories>,
 }
 
 impl VaultArgs {
-    /// The same from the words of [`VaultArgs::homes`].
-    pub fn of(homes: &[String]) -> Self {
-        Self { vault: homes.iter().map(|home| Homes(HomeAddress::parse_list(home))).collect() }
+    /// The same from the words of [`VaultArgs::repositories`].
+    pub fn of(repositories: &[String]) -> Self {
+        Self {
+            vault: repositories
+                .iter()
+                .map(|repository| Repositories(RepositoryAddress::parse_list(repository)))
+                .collect(),
+        }
     }
 
-    /// One word for each home.
-    pub fn homes(&self) -> Vec<String> {
-        self.vault.iter().flat_map(|homes| &homes.0).map(ToString::to_string).collect()
+    /// One word for each repository.
+    pub fn repositories(&self) -> Vec<String> {
+        self.vault.iter().flat_map(|repositories| &repositories.0).map(ToString::to_string).collect()
     }
 }
 
-/// Homes in one word, with `:` between them.
+/// Repositories in one word, with `:` between them.
 #[derive(Clone, Debug)]
-pub struct Homes(pub Vec<HomeAddress>);
+pub struct Repositories(pub Vec<RepositoryAddress>);
 
-fn parse_homes(text: &str) -> Result<Homes, &'static str> {
-    let homes = HomeAddress::parse_list(text);
-    if homes.is_empty() { Err("no directory is named") } else { Ok(Homes(homes)) }
+fn parse_repositories(text: &str) -> Result<Repositories, &'static str> {
+    let repositories = RepositoryAddress::parse_list(text);
+    if repositories.is_empty() { Err("no directory is named") } else { Ok(Repositories(repositories)) }
 }
 
 /// The snapshots of disks that were taken with snapshots of memory.
@@ -143,8 +148,8 @@ Examples:
   vmstrata vm delete web@mon --disks --vault /srv/a --vault /srv/b --vault /srv/c
 
 A guest alone names no snapshot here: it is refused with the names there are. Others keep every page they share with what is deleted; the space of
-the rest is freed at once, unless others use the vault (vmstrata vm gc). All homes must be there. Snapshots of the guest's disks that
-were taken at the same instant stay without --disks, and are told.
+the rest is freed at once, unless others use the vault (vmstrata vm gc). All repositories must be there. Snapshots of the guest's
+disks that were taken at the same instant stay without --disks, and are told.
 Exit codes: 0 deleted, 1 not, or not everywhere: delete again, 64 wrong usage.";
 
 /// `vmstrata vm prune`
@@ -210,8 +215,8 @@ Examples:
 
 gc removes objects that no snapshot uses. It compacts objects of which snapshots use less than half: it writes them anew without
 the other pages. While unused pages take more than a fifth of what is used, it compacts those with the largest share of them, too.
-`vm snapshot`, `vm delete` and `vm prune` do the same if no other process uses the vault. gc needs all homes. Commands that read or
-write the vault wait until it is done. It can be killed at any moment and run again.
+`vm snapshot`, `vm delete` and `vm prune` do the same if no other process uses the vault. gc needs all repositories.
+Commands that read or write the vault wait until it is done. It can be killed at any moment and run again.
 Exit codes: 0 done (also when there was nothing to do), 1 not, for example as the vault is in use, 64 wrong usage.";
 
 /// `vmstrata vm verify`

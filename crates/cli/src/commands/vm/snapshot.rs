@@ -116,7 +116,7 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
         taken_ns,
         disks: served.names().to_vec(),
         control: args.server.control.clone(),
-        vault: args.vault.homes(),
+        vault: args.vault.repositories(),
     })])?;
     let control = Control { cancel, channel };
     let what = What::of("vm_snapshot", served.names().to_vec()).object(format!("{}@{name}", args.guest));
@@ -165,8 +165,8 @@ impl Copies {
     const DEFAULT: Self = Self { critical: 3, clean: 1 };
 }
 
-/// The copies that were asked for; else as many as the guest's newest snapshot has, or the default, as far as the vault's homes
-/// have room for them. Says where that is fewer.
+/// The copies that were asked for; else as many as the guest's newest snapshot has, or the default, as far as the vault's
+/// repositories have room for them. Says where that is fewer.
 fn copies(args: &VmSnapshotArgs, vault: &Vault) -> Result<Copies> {
     let listed = vault.list()?;
     let infos = listed.iter().filter_map(|listed| listed.info.as_ref().ok());
@@ -184,11 +184,11 @@ fn copies(args: &VmSnapshotArgs, vault: &Vault) -> Result<Copies> {
                 wanted.min(room)
             )
         } else if args.one_device {
-            "the vault has no more homes; name others with --vault".to_owned()
+            "the vault has no more repositories; name others with --vault".to_owned()
         } else if critical == 1 {
-            "the vault is on one device, and its snapshots are lost with it; name homes on other devices with --vault".to_owned()
+            "the vault is on one device, and its snapshots are lost with it; name repositories on others with --vault".to_owned()
         } else {
-            "the vault is on no more devices; name homes on others with --vault".to_owned()
+            "the vault is on no more devices; name repositories on others with --vault".to_owned()
         };
         eprintln!(
             "vmstrata: warning: {}: {} instead of {wanted}: {why} (--copies {critical} says that it is meant)",

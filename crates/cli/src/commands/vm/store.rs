@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use vmstrata_disk::snapshot::Keep;
 use vmstrata_memory::vault::{
-    Deleted, DiskState, HomeAddress, Info, Listed, SnapshotId, Vault, VaultError, Which,
+    Deleted, DiskState, Info, Listed, RepositoryAddress, SnapshotId, Vault, VaultError, Which,
 };
 
 use crate::args::{
@@ -39,15 +39,16 @@ pub fn run(command: &VmStoreCommand) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Opens a vault, and says which of its homes are not there.
+/// Opens a vault, and says which of its repositories are not there.
 ///
 /// # Errors
 /// When none is there.
 pub fn open(args: &VaultArgs) -> Result<Arc<Vault>> {
-    let addresses: Vec<HomeAddress> = args.vault.iter().flat_map(|homes| homes.0.clone()).collect();
+    let addresses: Vec<RepositoryAddress> =
+        args.vault.iter().flat_map(|repositories| repositories.0.clone()).collect();
     let vault = Vault::open_at(&addresses).map_err(|error| match error {
-        VaultError::Home { home, source, .. } => {
-            anyhow!("no home of the vault can be opened: {home}: {source}")
+        VaultError::Repository { repository, source, .. } => {
+            anyhow!("no repository of the vault can be opened: {repository}: {source}")
         }
         other => other.into(),
     })?;

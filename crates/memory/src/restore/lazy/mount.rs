@@ -22,7 +22,7 @@ use rustix::mount::{UnmountFlags, unmount};
 use super::memory::{LazyMemory, PageError};
 use crate::address::PAGE_BYTES;
 
-/// Threads that serve page faults: one that waits for a slow home must not hold up the others.
+/// Threads that serve page faults: one that waits for a slow repository must not hold up the others.
 const THREADS: usize = 4;
 /// The most bytes of a write.
 const WRITE_MAX: u32 = 1 << 20;

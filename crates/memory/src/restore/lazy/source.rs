@@ -16,8 +16,8 @@ pub type Give<'a> = dyn FnMut(Frame, &[u8; PAGE_BYTES]) -> io::Result<()> + 'a;
 
 /// A place that has pages of a guest's memory for it to go on with. Asked by several threads.
 pub trait PageSource: Send + Sync + fmt::Debug {
-    /// Reads `frame`, and gives it with all pages that are read along with it. What is given must be what
-    /// the page was, by a checksum or a hash, or what the guest would read in its place. Gives nothing when it does not have the page.
+    /// Reads `frame`, and gives it with all pages that are read along with it. What is given must be what the page was, by a
+    /// checksum or a hash, or what the guest would read in its place. Gives nothing when it does not have the page.
     ///
     /// # Errors
     /// When it has the page and cannot read it now. It may be asked again.
@@ -36,7 +36,7 @@ impl PageSource for Later {
 pub struct VaultSource {
     vault: Arc<Vault>,
     order: Order,
-    /// Replaced by one that is newly opened when it cannot read: homes come back.
+    /// Replaced by one that is newly opened when it cannot read: repositories come back.
     snapshot: RwLock<Arc<Snapshot>>,
 }
 
@@ -52,7 +52,7 @@ impl VaultSource {
         self.snapshot.read().extents(&self.order).for_each(each);
     }
 
-    /// Opens the snapshot anew, with all homes that can be read now.
+    /// Opens the snapshot anew, with all repositories that can be read now.
     fn reopen(&self, old: &Arc<Snapshot>) -> Result<Arc<Snapshot>, VaultError> {
         let mut current = self.snapshot.write();
         if Arc::ptr_eq(&current, old) {

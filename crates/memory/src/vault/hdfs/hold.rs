@@ -1,4 +1,4 @@
-//! Holding a home in a file system that has no locks, so that nothing is deleted while someone writes or reads.
+//! Holding a repository in a file system that has no locks, so that nothing is deleted while someone writes or reads.
 //!
 //! A hold is a directory of its own in `.holds`, with a file `alive` that stays open for writing. HDFS lets one client write
 //! a file, and takes it for gone when its lease was not renewed for 60 seconds by the NameNode's clock: so who is killed
@@ -19,11 +19,11 @@ use hdfs_native::WriteOptions;
 use hdfs_native::file::FileWriter;
 use parking_lot::Mutex;
 
-use super::super::home::Swept;
 use super::super::name::SnapshotId;
+use super::super::repository::Swept;
 use super::link::Link;
 
-/// The directory of all holds, in the home.
+/// The directory of all holds, in the repository.
 const HOLDS: &str = ".holds";
 /// What is open as long as the hold lasts.
 const ALIVE: &str = "alive";
@@ -48,7 +48,7 @@ impl Kind {
     }
 }
 
-/// A hold on a home, until it is dropped.
+/// A hold on a repository, until it is dropped.
 pub(super) struct HoldDir {
     link: Arc<Link>,
     /// Its directory.
@@ -61,9 +61,9 @@ pub(super) struct HoldDir {
 pub(super) type Taken = (Option<HoldDir>, Swept);
 
 impl HoldDir {
-    /// Holds the home in the directory `home`, unless another holds it against that.
-    pub(super) fn take(link: &Arc<Link>, home: &str, kind: Kind) -> io::Result<Taken> {
-        let holds = format!("{home}/{HOLDS}");
+    /// Holds the repository in the directory `repository`, unless another holds it against that.
+    pub(super) fn take(link: &Arc<Link>, repository: &str, kind: Kind) -> io::Result<Taken> {
+        let holds = format!("{repository}/{HOLDS}");
         let own = format!("{}{}", kind.prefix(), SnapshotId::draw());
         let path = format!("{holds}/{own}");
         let options = WriteOptions::default().replication(1).permission(0o660).create_parent(true);

@@ -8,14 +8,14 @@ use bytes::Bytes;
 use hdfs_native::file::{FileReader, FileWriter};
 use parking_lot::Mutex;
 
-use super::super::home::{NewObject, ObjectReader};
+use super::super::repository::{NewObject, ObjectReader};
 use super::Common;
 use super::hold::{HoldDir, lost};
 use super::link::{Link, PIECE};
 
 /// An object that is being written.
 pub(super) struct NewFile {
-    pub(super) home: Arc<Common>,
+    pub(super) repository: Arc<Common>,
     /// Its directory is where the file lies until it is published.
     pub(super) _hold: Arc<HoldDir>,
     pub(super) writer: FileWriter,
@@ -36,22 +36,22 @@ impl NewObject for NewFile {
     fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
         bytes.chunks(PIECE).try_for_each(|piece| {
             let writing = self.writer.write_bytes(Bytes::copy_from_slice(piece));
-            self.home.link.move_data(writing).map(drop)
+            self.repository.link.move_data(writing).map(drop)
         })
     }
 
     fn sync(&mut self) -> io::Result<()> {
         // The client has DataNodes flush each block when it is full, and the last one here.
-        self.home.link.move_data(self.writer.close())
+        self.repository.link.move_data(self.writer.close())
     }
 
     fn read_back(&self) -> io::Result<Box<dyn ObjectReader>> {
-        Ok(Box::new(OpenFile::open(&self.home, self.unfinished.clone())?))
+        Ok(Box::new(OpenFile::open(&self.repository, self.unfinished.clone())?))
     }
 
     fn publish(mut self: Box<Self>) -> io::Result<()> {
         self.state = State::Publishing;
-        let link = &self.home.link;
+        let link = &self.repository.link;
         match link.ask(link.client.rename(&self.unfinished, &self.target, true)) {
             Ok(()) => {
                 self.state = State::Published;
@@ -68,11 +68,11 @@ impl Drop for NewFile {
         if self.state == State::Published {
             return;
         }
-        let link = &self.home.link;
+        let link = &self.repository.link;
         let gone = link.tidy(link.client.delete(&self.unfinished, false));
         // A rename on its way finds nothing to rename from here on; where that is not sure, the name may still appear.
         if gone.is_err() && self.state == State::Publishing {
-            self.home.forbid_withdrawing();
+            self.repository.forbid_withdrawing();
         }
     }
 }
@@ -88,10 +88,10 @@ pub(super) struct OpenFile {
 }
 
 impl OpenFile {
-    pub(super) fn open(home: &Common, path: String) -> io::Result<Self> {
-        let reader = home.link.ask(home.link.client.read(&path))?;
+    pub(super) fn open(repository: &Common, path: String) -> io::Result<Self> {
+        let reader = repository.link.ask(repository.link.client.read(&path))?;
         let len = reader.file_length() as u64;
-        let (link, patience) = (Arc::clone(&home.link), Arc::clone(&home.patience));
+        let (link, patience) = (Arc::clone(&repository.link), Arc::clone(&repository.patience));
         Ok(Self { link, path, len, reader: Mutex::new(Arc::new(reader)), patience })
     }
 
@@ -132,7 +132,7 @@ impl ObjectReader for OpenFile {
     }
 }
 
-/// How long reads that fail are tried again: a few seconds of every minute, for all objects of a home together. What is
+/// How long reads that fail are tried again: a few seconds of every minute, for all objects of a repository together. What is
 /// lost for good would otherwise be waited for block by block.
 #[derive(Debug, Default)]
 pub(super) struct Patience {

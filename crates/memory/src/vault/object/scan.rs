@@ -1,8 +1,8 @@
 //! Finds the extents of an object without its table, past whatever is damaged.
 
 use super::super::extent::{self, ExtentHeader, ExtentId};
-use super::super::home::ObjectReader;
 use super::super::name::ObjectName;
+use super::super::repository::ObjectReader;
 use super::{Contents, ExtentPlace, HEADER, read};
 
 /// Bytes that are searched for the beginning of an extent at once.

@@ -7,7 +7,7 @@ use super::super::name::{ObjectKind, ObjectName, SnapshotId};
 use super::super::object::{self, ExtentPlace};
 use super::super::refill::DiskPiece;
 use super::super::survey::Survey;
-use super::super::{DirectoryHome, Home, Vault};
+use super::super::{DirectoryRepository, Repository, Vault};
 use super::*;
 use crate::address::Physical;
 
@@ -27,8 +27,8 @@ fn sources(pages: &[Vec<u8>]) -> (tempfile::TempDir, Sources) {
     }
     bytes.extend(object::trailer(bytes.len() as u64, &extents, &hashes));
     std::fs::write(dir.path().join(name.to_string()), &bytes).unwrap();
-    let home: Arc<dyn Home> = Arc::new(DirectoryHome::open(dir.path()).unwrap());
-    let vault = Vault::open(vec![home]);
+    let repository: Arc<dyn Repository> = Arc::new(DirectoryRepository::open(dir.path()).unwrap());
+    let vault = Vault::open(vec![repository]);
     let object = ObjectUse { name, copies: 1, len: bytes.len() as u64 };
     let sources = Sources::open(&vault, &Survey::take(&vault).unwrap(), &BTreeMap::from([(OBJECT, object)]));
     (dir, sources)

@@ -9,16 +9,16 @@ use crossbeam_channel::bounded;
 use parking_lot::Mutex;
 
 use super::super::error::{Result, VaultError};
-use super::super::home::Hold;
 use super::super::info::{Info, check_layout};
 use super::super::known::{Known, Shares};
 use super::super::name::{ObjectKind, ObjectName, SnapshotId, check_name};
 use super::super::place::{self, Share};
+use super::super::repository::Hold;
 use super::super::stats::Stats;
 use super::super::survey::Survey;
 use super::super::{Listed, Vault};
 use super::output::Output;
-use super::{BATCH_PAGES, Batch, HeldHomes, NewSnapshot, Shared, Writer, worker};
+use super::{BATCH_PAGES, Batch, HeldRepositories, NewSnapshot, Shared, Writer, worker};
 use crate::address::PAGE_BYTES;
 
 impl Writer {
@@ -28,12 +28,12 @@ impl Writer {
         check_name(&new.name)?;
         check_layout(&new.layout)?;
         vault.remove_if_idle();
-        let held = HeldHomes(vault.hold(Hold::Write)?.unwrap_or_default());
+        let held = HeldRepositories(vault.hold(Hold::Write)?.unwrap_or_default());
         let survey = Survey::take(vault)?;
         let mut info = describe(&new);
         let listed = survey.snapshots(vault);
         refuse_second(&listed, &info)?;
-        let shares = place::choose(vault, &new.policy, &homes_of_last(&listed, &survey, &info))?;
+        let shares = place::choose(vault, &new.policy, &repositories_of_last(&listed, &survey, &info))?;
         let known = if new.policy.dedup {
             let to = Shares { critical: &shares, clean_copies: new.policy.clean_copies };
             Known::load(vault, (&survey, &listed), &info, (to, new.policy.full_every))
@@ -64,7 +64,7 @@ impl Writer {
         info: Info,
         shares: Vec<Share>,
         shared: Arc<Shared>,
-        held: HeldHomes,
+        held: HeldRepositories,
     ) -> Result<Self> {
         let waiting = (shared.policy.buffer_bytes / (BATCH_PAGES * PAGE_BYTES)).max(1);
         let (send, receive) = bounded(waiting);
@@ -121,9 +121,9 @@ pub(super) fn refuse_second(listed: &[Listed], info: &Info) -> Result<()> {
 }
 
 /// Where the guest's last snapshot is: the new one shares pages with it if it goes there too.
-fn homes_of_last(listed: &[Listed], survey: &Survey, info: &Info) -> Vec<usize> {
+fn repositories_of_last(listed: &[Listed], survey: &Survey, info: &Info) -> Vec<usize> {
     let is_of_guest = |other: &&Listed| other.info.as_ref().is_ok_and(|other| other.guest == info.guest);
     let Some(last) = listed.iter().find(is_of_guest) else { return Vec::new() };
     let name = ObjectName { owner: last.id, kind: ObjectKind::Metadata };
-    survey.copies(name).iter().map(|copy| copy.home).collect()
+    survey.copies(name).iter().map(|copy| copy.repository).collect()
 }

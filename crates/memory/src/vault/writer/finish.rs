@@ -23,7 +23,7 @@ impl Writer {
     ///
     /// # Errors
     /// [`VaultError::Incomplete`] when pages of the machine were not given; [`VaultError::Limit`] and [`VaultError::Page`]
-    /// for what cannot be described; [`VaultError::Exists`] when another writer took the name; what the homes say.
+    /// for what cannot be described; [`VaultError::Exists`] when another writer took the name; what the repositories say.
     pub fn finish(mut self, closing: Closing) -> Result<Saved> {
         check_blobs(&closing)?;
         self.stop()?;
@@ -53,7 +53,7 @@ impl Writer {
         self.is_saved = true;
         let saved = Saved { id: self.info.id, is_full: self.info.is_full(), stats: self.stats };
         let vault = Arc::clone(&self.vault);
-        // Lets go of the homes.
+        // Lets go of the repositories.
         drop(self);
         vault.collect_if_idle();
         Ok(saved)
@@ -109,7 +109,7 @@ impl Writer {
         }
     }
 
-    /// Writes the metadata to all its homes, and only then gives it its name.
+    /// Writes the metadata to all its repositories, and only then gives it its name.
     fn publish(&self, metadata: &Metadata) -> Result<u64> {
         let vault = &self.vault;
         let name = ObjectName { owner: self.info.id, kind: ObjectKind::Metadata };
@@ -120,7 +120,8 @@ impl Writer {
         refuse_second(&Survey::take(vault)?.snapshots(vault), &self.info)?;
         if let Err(error) = copies.publish(vault, name) {
             // Before its objects are withdrawn, so that it is never listed without them.
-            let withdrawn = self.shares.iter().all(|share| vault.home(share.home).delete(name).is_ok());
+            let withdrawn =
+                self.shares.iter().all(|share| vault.repository(share.repository).delete(name).is_ok());
             if !withdrawn {
                 tracing::warn!("{}: half published, and could not be withdrawn", self.info.title());
             }

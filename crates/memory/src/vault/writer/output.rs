@@ -10,11 +10,11 @@ use parking_lot::Mutex;
 use super::super::Vault;
 use super::super::error::{Result, VaultError};
 use super::super::extent::ExtentId;
-use super::super::home::{NewObject, ObjectReader};
 use super::super::info::ObjectUse;
 use super::super::name::ObjectName;
 use super::super::object::{self, ExtentPlace, Hash, MAX_EXTENTS};
 use super::super::place::Share;
+use super::super::repository::{NewObject, ObjectReader};
 
 /// An object of the new snapshot.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ pub(in super::super) struct Building {
 }
 
 impl Building {
-    /// Begins an object in each of the homes.
+    /// Begins an object in each of the repositories.
     pub(in super::super) fn begin(vault: &Vault, name: ObjectName, shares: &[Share]) -> Result<Self> {
         let mut copies = Copies::create(vault, name, shares)?;
         copies.append(vault, name, &object::header(name))?;
@@ -94,29 +94,35 @@ impl std::fmt::Debug for Building {
 pub(in super::super) struct Copies(Vec<(usize, Box<dyn NewObject>)>);
 
 impl Copies {
-    /// Begins an object in each of the homes.
+    /// Begins an object in each of the repositories.
     pub(in super::super) fn create(vault: &Vault, name: ObjectName, shares: &[Share]) -> Result<Self> {
         let mut copies = Vec::with_capacity(shares.len());
         for share in shares {
-            let home = vault.home(share.home);
-            let object = home.create(name, share.copies).map_err(VaultError::home(home, "creating", name))?;
-            copies.push((share.home, object));
+            let repository = vault.repository(share.repository);
+            let object = repository
+                .create(name, share.copies)
+                .map_err(VaultError::repository(repository, "creating", name))?;
+            copies.push((share.repository, object));
         }
         Ok(Self(copies))
     }
 
     /// Adds bytes to all.
     pub(super) fn append(&mut self, vault: &Vault, name: ObjectName, bytes: &[u8]) -> Result<()> {
-        self.0.iter_mut().try_for_each(|(home, object)| {
-            object.append(bytes).map_err(VaultError::home(vault.home(*home), "writing", name))
+        self.0.iter_mut().try_for_each(|(repository, object)| {
+            object.append(bytes).map_err(VaultError::repository(
+                vault.repository(*repository),
+                "writing",
+                name,
+            ))
         })
     }
 
     /// Brings all to stable storage, at the same time, as they are on different devices.
     pub(super) fn sync(&mut self, vault: &Vault, name: ObjectName) -> Result<()> {
         std::thread::scope(|scope| {
-            let sync = |(home, object): &mut (usize, Box<dyn NewObject>)| {
-                object.sync().map_err(VaultError::home(vault.home(*home), "flushing", name))
+            let sync = |(repository, object): &mut (usize, Box<dyn NewObject>)| {
+                object.sync().map_err(VaultError::repository(vault.repository(*repository), "flushing", name))
             };
             let start = |copy| Builder::new().name("sync".into()).spawn_scoped(scope, move || sync(copy));
             let threads: io::Result<Vec<_>> = self.0.iter_mut().map(start).collect();
@@ -125,23 +131,30 @@ impl Copies {
         })
     }
 
-    /// Opens what was brought to stable storage, in each home.
+    /// Opens what was brought to stable storage, in each repository.
     pub(in super::super) fn read_back(
         &self,
         vault: &Vault,
         name: ObjectName,
     ) -> Result<Vec<(usize, Box<dyn ObjectReader>)>> {
-        let open = |(home, object): &(usize, Box<dyn NewObject>)| {
+        let open = |(repository, object): &(usize, Box<dyn NewObject>)| {
             let reader = object.read_back();
-            Ok((*home, reader.map_err(VaultError::home(vault.home(*home), "reading back", name))?))
+            Ok((
+                *repository,
+                reader.map_err(VaultError::repository(
+                    vault.repository(*repository),
+                    "reading back",
+                    name,
+                ))?,
+            ))
         };
         self.0.iter().map(open).collect()
     }
 
     /// Gives all their name.
     pub(in super::super) fn publish(self, vault: &Vault, name: ObjectName) -> Result<()> {
-        self.0.into_iter().try_for_each(|(home, object)| {
-            object.publish().map_err(VaultError::home(vault.home(home), "publishing", name))
+        self.0.into_iter().try_for_each(|(repository, object)| {
+            object.publish().map_err(VaultError::repository(vault.repository(repository), "publishing", name))
         })
     }
 }
@@ -196,7 +209,7 @@ impl Output {
         drop(self.building.lock().take());
         for share in &self.shares {
             // What stays is collected later.
-            let _ = self.vault.home(share.home).delete(self.name);
+            let _ = self.vault.repository(share.repository).delete(self.name);
         }
     }
 }

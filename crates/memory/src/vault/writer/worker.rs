@@ -113,7 +113,7 @@ impl<'a> Worker<'a> {
     /// Where a page of the snapshot's tables is from now on.
     ///
     /// # Errors
-    /// What the homes say.
+    /// What the repositories say.
     pub(super) fn keep_table(&mut self, bytes: &[u8; PAGE_BYTES]) -> Result<Content> {
         if is_zero(bytes) {
             return Ok(Content::Zero);
@@ -180,7 +180,7 @@ impl<'a> Worker<'a> {
     /// Writes the open extent of `class`, if it has pages.
     ///
     /// # Errors
-    /// What the homes say.
+    /// What the repositories say.
     pub(super) fn flush(&mut self, class: PageClass) -> Result<()> {
         let output = self.output(class);
         let mut open = std::mem::take(self.open(class));

@@ -70,7 +70,7 @@ pub(in super::super) struct Resume {
     pub(in super::super) disks: Vec<String>,
     /// Where the server answers.
     pub(in super::super) control: Option<PathBuf>,
-    /// Homes.
+    /// Repositories.
     pub(in super::super) vault: Vec<String>,
 }
 

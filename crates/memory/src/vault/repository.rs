@@ -1,20 +1,21 @@
 //! Where objects live: the one seam between the store and what keeps its bytes.
 //!
-//! An object is written once, and appears whole or not at all. It never changes, but another may take its place. Directories keep one copy each, so the
-//! store puts an object into several of them; a home that replicates by itself (HDFS) is told how many copies to keep.
+//! An object is written once, and appears whole or not at all. It never changes, but another may take its place. Directories
+//! keep one copy each, so the store puts an object into several of them; a repository that replicates by itself (HDFS) is told
+//! how many copies to keep.
 //!
-//! Invariant: an object that [`Home::list`] names was complete and on stable storage before it got that name.
+//! Invariant: an object that [`Repository::list`] names was complete and on stable storage before it got that name.
 
 use std::fmt;
 use std::io;
 
 use super::name::ObjectName;
 
-/// Tells devices apart: homes with the same number are lost together.
+/// Tells devices apart: repositories with the same number are lost together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceId(pub u64);
 
-/// How a home is to be held.
+/// How a repository is to be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
     /// With others, to read: nothing is deleted meanwhile.
@@ -27,10 +28,10 @@ pub enum Hold {
     AloneOrNot,
 }
 
-/// Keeps a home held until it is dropped; a killed process lets go.
+/// Keeps a repository held until it is dropped; a killed process lets go.
 pub type Held = Box<dyn Send + Sync>;
 
-/// An object that is in a home.
+/// An object that is in a repository.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
     /// Its name.
@@ -39,7 +40,7 @@ pub struct Stored {
     pub len: u64,
     /// Bytes that a copy takes of the device, as `du` counts them; its length where that is not known.
     pub allocated: u64,
-    /// Copies that the home keeps of it.
+    /// Copies that the repository keeps of it.
     pub copies: u8,
 }
 
@@ -60,7 +61,7 @@ impl std::ops::AddAssign for Swept {
 }
 
 /// A place for objects.
-pub trait Home: Send + Sync + fmt::Debug {
+pub trait Repository: Send + Sync + fmt::Debug {
     /// What people call it, for messages.
     fn describe(&self) -> String;
 
@@ -84,8 +85,8 @@ pub trait Home: Send + Sync + fmt::Debug {
     /// When it cannot be read.
     fn list(&self) -> io::Result<Vec<Stored>>;
 
-    /// Begins an object of which `copies` (up to [`Home::max_copies`]) are to be kept; only while the home is held. One of
-    /// that name is replaced when the new one is published.
+    /// Begins an object of which `copies` (up to [`Repository::max_copies`]) are to be kept; only while the repository is held.
+    /// One of that name is replaced when the new one is published.
     ///
     /// # Errors
     /// When it cannot be made.
@@ -109,10 +110,10 @@ pub trait Home: Send + Sync + fmt::Debug {
     /// When some may be left.
     fn sweep(&self) -> io::Result<Swept>;
 
-    /// Holds the home; `None` only for [`Hold::AloneOrNot`].
+    /// Holds the repository; `None` only for [`Hold::AloneOrNot`].
     ///
     /// # Errors
-    /// When it cannot be held, by a home that cannot be written for example.
+    /// When it cannot be held, by a repository that cannot be written for example.
     fn hold(&self, how: Hold) -> io::Result<Option<Held>>;
 }
 
@@ -136,7 +137,8 @@ pub trait NewObject: Send {
     /// When it cannot be opened.
     fn read_back(&self) -> io::Result<Box<dyn ObjectReader>>;
 
-    /// Gives it its name, durably; an object that had it is replaced in one step. Called after a [`NewObject::sync`] that succeeded.
+    /// Gives it its name, durably; an object that had it is replaced in one step. Called after a [`NewObject::sync`] that
+    /// succeeded.
     ///
     /// # Errors
     /// When it may not have its name.
