@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
-use vmstrata_store::turns;
 
 use crate::error::{IoContext as _, Result};
 use crate::request::Request;
@@ -76,10 +75,7 @@ impl Workers {
         let workers = Self { queue };
         for number in 0..threads {
             let queue = Arc::clone(&workers.queue);
-            threads::start(format!("worker-{number}"), move || {
-                turns::answer_promptly();
-                queue.work();
-            })?;
+            threads::start(format!("worker-{number}"), move || queue.work())?;
         }
         Ok(workers)
     }

@@ -35,7 +35,6 @@ pub mod room;
 mod segment;
 mod share;
 mod transfer;
-pub mod turns;
 mod view;
 
 use std::fmt;

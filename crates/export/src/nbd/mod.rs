@@ -49,7 +49,6 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::Shutdown;
-use vmstrata_store::turns;
 
 use self::error::End;
 pub use self::error::{CredentialFault, Error, ExportFault};
@@ -219,7 +218,6 @@ impl Shared {
         let shared = self.clone();
         let thread = std::thread::Builder::new().name(format!("nbd-{}", ticket.id()));
         thread.spawn(move || {
-            turns::answer_promptly();
             let connection = ticket.id();
             match shared.serve(Caller { ticket: &ticket, export: &export }, Transport::new(socket)) {
                 Ok(()) | Err(End::Gone) => tracing::debug!(connection, "NBD connection closed"),

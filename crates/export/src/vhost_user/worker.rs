@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use vmstrata_disk::{Completion, Disk, IoQueue};
-use vmstrata_store::turns;
 
 use super::config::Device;
 use super::poller::Poller;
@@ -64,7 +63,6 @@ impl Worker {
             let (name, options) = (options.name.clone(), options.clone());
             let body = move || match IoQueue::new(disk, options.depth) {
                 Ok(io) => {
-                    turns::answer_promptly();
                     let _ = ready.send(Ok(()));
                     Loop::new(io, device, mailbox, counters, &options).run();
                 }
