@@ -31,7 +31,7 @@ pub struct Moment(pub u64);
 /// What changes a store, or makes changes last.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// Bytes given to the home at an offset.
+    /// Bytes given to the medium at an offset.
     Write {
         /// Where.
         at: HostOffset,
@@ -160,8 +160,8 @@ impl Store for FaultStore {
         self.inner.give_up_writing()
     }
 
-    fn give_back_room(&self) -> io::Result<()> {
-        self.inner.give_back_room()
+    fn free_prealloc(&self) -> io::Result<()> {
+        self.inner.free_prealloc()
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {

@@ -21,7 +21,7 @@ use vmstrata_types::HostOffset;
 use crate::direct::Direct;
 use crate::identity::{FileId, FileIdentity};
 use crate::lock::{self, LockError, LockKind};
-use crate::{Access, Segment, Store, View, room, transfer, view};
+use crate::{Access, Segment, Store, View, prealloc, transfer, view};
 
 /// Whether file data goes through the host's page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -248,8 +248,8 @@ impl Store for FileStore {
         self.file.set_len(len)
     }
 
-    fn give_back_room(&self) -> io::Result<()> {
-        room::give_back(&self.file)
+    fn free_prealloc(&self) -> io::Result<()> {
+        prealloc::free(&self.file)
     }
 
     fn extent(&self, at: HostOffset) -> io::Result<(bool, HostOffset)> {

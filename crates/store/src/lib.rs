@@ -1,4 +1,4 @@
-//! Where bytes live: the [`Store`] trait, its homes, and the ring that feeds them asynchronously.
+//! Where bytes live: the [`Store`] trait, the stores, and the ring that feeds them asynchronously.
 //!
 //! ```text
 //!   disk ──► Store ──► FileStore    a local file or block device, with QEMU-compatible locks
@@ -15,6 +15,7 @@
 //!
 //! `unsafe` lives here so that it need not live in the engine.
 
+mod arena;
 mod direct;
 mod directory;
 mod fault;
@@ -27,11 +28,10 @@ mod memory;
 mod notifier;
 mod open_files;
 mod open_store;
-mod places;
+pub mod prealloc;
 mod prefetch;
 pub mod proc;
 mod ring;
-pub mod room;
 mod segment;
 mod share;
 mod transfer;
@@ -74,13 +74,13 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Reads at `at` into `segments`; returns the bytes read, fewer than asked for only at the end.
     ///
     /// # Errors
-    /// Whatever the home reports; the segments then hold unspecified bytes.
+    /// Whatever the medium reports; the segments then hold unspecified bytes.
     fn read_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<usize>;
 
     /// Writes all of `segments` at `at`, growing the store when it ends earlier.
     ///
     /// # Errors
-    /// Whatever the home reports; any part may have been written.
+    /// Whatever the medium reports; any part may have been written.
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()>;
 
     /// Writes `len` bytes at `at`: `segments`, and zeros on both sides so that they begin `within` bytes into it.
@@ -117,35 +117,35 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Makes a range read as zeros and gives its space back; a range past the end is cut there.
     ///
     /// # Errors
-    /// `Unsupported` where the home cannot; the bytes are then unchanged.
+    /// `Unsupported` where the medium cannot; the bytes are then unchanged.
     fn punch_hole(&self, at: HostOffset, len: u64) -> io::Result<()>;
 
     /// Bytes up to the end.
     ///
     /// # Errors
-    /// Whatever the home reports.
+    /// Whatever the medium reports.
     fn len(&self) -> io::Result<u64>;
 
     /// Cuts off, or extends with zeros, to `len` bytes.
     ///
     /// # Errors
-    /// Whatever the home reports.
+    /// Whatever the medium reports.
     fn set_len(&self, len: u64) -> io::Result<()>;
 
-    /// Gives back room that was set aside past the end ([`room::set_aside`]).
+    /// Frees what [`prealloc::past_end`] allocated and nothing has filled.
     ///
     /// # Errors
-    /// Whatever the home reports.
-    fn give_back_room(&self) -> io::Result<()> {
+    /// Whatever the medium reports.
+    fn free_prealloc(&self) -> io::Result<()> {
         Ok(())
     }
 
     /// The end of the run of data, or of the hole, that `at` lies in: `(is_data, end)`.
     ///
-    /// A home that does not know answers that all is data up to its end.
+    /// A medium that does not know answers that all is data up to its end.
     ///
     /// # Errors
-    /// Whatever the home reports.
+    /// Whatever the medium reports.
     fn extent(&self, at: HostOffset) -> io::Result<(bool, HostOffset)> {
         let end = self.len()?.max(at.get());
         Ok((true, HostOffset::new(end)))
@@ -170,7 +170,7 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// store goes on doing.
     ///
     /// # Errors
-    /// Whatever the home reports.
+    /// Whatever the medium reports.
     fn give_up_writing(&self) -> io::Result<()> {
         Ok(())
     }
@@ -178,7 +178,7 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Reads exactly `buf.len()` bytes at `at`; what lies past the end reads as zeros.
     ///
     /// # Errors
-    /// Whatever the home reports.
+    /// Whatever the medium reports.
     fn read_padded(&self, buf: &mut [u8], at: HostOffset) -> io::Result<()> {
         let len = buf.len();
         let read = self.read_segments(&[Segment::from_mut(buf)], at)?;
@@ -190,7 +190,7 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Reads exactly `buf.len()` bytes at `at`.
     ///
     /// # Errors
-    /// `UnexpectedEof` when the store ends earlier; otherwise whatever the home reports.
+    /// `UnexpectedEof` when the store ends earlier; otherwise whatever the medium reports.
     fn read_exact(&self, buf: &mut [u8], at: HostOffset) -> io::Result<()> {
         let len = buf.len();
         let read = self.read_segments(&[Segment::from_mut(buf)], at)?;
@@ -205,7 +205,7 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Writes all of `buf` at `at`.
     ///
     /// # Errors
-    /// Whatever the home reports; any part may have been written.
+    /// Whatever the medium reports; any part may have been written.
     fn write_all(&self, buf: &[u8], at: HostOffset) -> io::Result<()> {
         self.write_segments(&[Segment::from_ref(buf)], at)
     }

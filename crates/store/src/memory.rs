@@ -1,7 +1,7 @@
 //! A store in memory, for tests.
 //!
 //! Place in the data flow: stands where a [`crate::FileStore`] stands in production. It promises the least a
-//! home may promise: no raw descriptor, no alignment, and a flush that has nothing to do.
+//! medium may promise: no raw descriptor, no alignment, and a flush that has nothing to do.
 //!
 //! Invariant: one operation sees and leaves whole states; a write never interleaves with a read.
 

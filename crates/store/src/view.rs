@@ -28,9 +28,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use vmstrata_types::HostOffset;
 
+use crate::arena::address_for;
 use crate::guard::{Guard, is_any_lost};
-use crate::places::place_for;
-use crate::{Segment, prefetch, room, total_len};
+use crate::{Segment, prealloc, prefetch, total_len};
 
 /// What a bit stands for; no larger than any host's page.
 const PAGE: u64 = 4096;
@@ -41,12 +41,12 @@ const WORD: u64 = PAGE * 64;
 /// that the host took back is waited for by whoever touches it, and nobody should wait so for a network, or for a
 /// program.
 const LOCAL: [i64; 6] = [
-    room::EXT4,  // and ext2, ext3
-    0x5846_5342, // XFS
-    0x9123_683E, // Btrfs
-    0xF2F5_2010, // F2FS
-    0xCA45_1A4E, // bcachefs
-    0x0102_1994, // tmpfs
+    prealloc::EXT4, // and ext2, ext3
+    0x5846_5342,    // XFS
+    0x9123_683E,    // Btrfs
+    0xF2F5_2010,    // F2FS
+    0xCA45_1A4E,    // bcachefs
+    0x0102_1994,    // tmpfs
 ];
 
 /// Whether a file lies on such a file system.
@@ -122,7 +122,7 @@ impl View {
         let size = usize::try_from(len).ok().filter(|_| (1..=LEN_MAX).contains(&len))?;
         let words = len.div_ceil(WORD) as usize;
         // SAFETY: a new mapping, wherever there is room.
-        let start = unsafe { mmap(place_for(size), size, ProtFlags::READ, MapFlags::SHARED, file, 0) };
+        let start = unsafe { mmap(address_for(size), size, ProtFlags::READ, MapFlags::SHARED, file, 0) };
         let start = NonNull::new(start.ok()?.cast::<u8>())?;
         let (noted, asked) = (zeroed(words), zeroed(words));
         // Where pages are larger, the host's answer has fewer of them than there are bits.

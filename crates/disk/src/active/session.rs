@@ -19,7 +19,7 @@ pub(crate) fn leave_clean(active: &Active, wait: impl FnOnce()) -> Result<()> {
     active.reclaim(wait)?;
     let leave = || -> Result<()> {
         active.alloc.release_claimed()?;
-        give_back_room(active);
+        free_prealloc(active);
         // Refcounts first: a header without a session says that they are right.
         active.flusher.flush().while_trying("flush")?;
         if active.tables.version >= FEATURES_SINCE { write_session(active, 0) } else { Ok(()) }
@@ -38,16 +38,16 @@ pub(crate) fn end_session(active: &Active, wait: impl FnOnce()) -> Result<()> {
     active.reclaim(wait)?;
     let end = || -> Result<()> {
         active.alloc.release_claimed()?;
-        give_back_room(active);
+        free_prealloc(active);
         if active.tables.version >= FEATURES_SINCE { put_session(active, 0) } else { Ok(()) }
     };
     end().map_err(|error| error.in_file(&active.path))
 }
 
-/// Gives back what was set aside for the file to grow into. It is right without that.
-fn give_back_room(active: &Active) {
-    if let Err(error) = active.store.give_back_room() {
-        tracing::debug!(layer = %active.path.display(), %error, "room past the end of the file is kept");
+/// Frees what was preallocated to the file. A failure does no harm.
+fn free_prealloc(active: &Active) {
+    if let Err(error) = active.store.free_prealloc() {
+        tracing::debug!(layer = %active.path.display(), %error, "preallocation past the end of the file is kept");
     }
 }
 

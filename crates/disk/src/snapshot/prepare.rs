@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::SnapshotInfo;
-use vmstrata_store::{FileId, room};
+use vmstrata_store::{FileId, prealloc};
 
 use super::fault::SnapshotFault;
 use super::interrupted;
@@ -108,8 +108,8 @@ pub(crate) fn prepare_live(
     check_path(active)?;
     let below = Below::read(active, format)?;
     let (prepared, frozen) = make_ready(active, info, &below, PrepareOptions::default().on_step)?;
-    // The guest goes on writing as it does: about as much as since the last snapshot.
-    room::set_aside(&prepared.overlay.file, below.identity.len);
+    // The guest will write about as much as since the last snapshot.
+    prealloc::past_end(&prepared.overlay.file, below.identity.len);
     Ok((prepared, frozen))
 }
 

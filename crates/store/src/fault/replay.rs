@@ -3,7 +3,7 @@
 //! Place in the data flow: after a test, turns a [`super::FaultPlan`]'s log into the content that a store
 //! may have after a crash at any moment of it.
 //!
-//! The rule (a home may reorder, and persists whole sectors of 512 bytes): each sector holds what one of the
+//! The rule (a medium may reorder, and persists whole sectors of 512 bytes): each sector holds what one of the
 //! operations on it left, from the last one that is known to be on stable storage to the newest one issued; so does the
 //! length. A flush makes those operations stable that had completed when it was issued. After a
 //! *failed* flush, what it should have made stable is in doubt for ever: kernels drop it and report success

@@ -1,10 +1,9 @@
-//! Room for a file that is about to grow, past its end.
+//! Preallocation past the end of a file that is about to grow.
 //!
-//! Where a file system allocates what was written to the page cache only when it leaves it, it accounts for each block at the
-//! first write: of 64 KiB on ext4 that write takes 25 µs, and 15 µs where the blocks are there (Linux 6.18). The blocks also lie
-//! together then, whoever else writes to the same file system.
+//! ext4 allocates at writeback, and reserves each block at the first write to it: 64 KiB take 25 µs, and 15 µs where the blocks
+//! are allocated (Linux 6.18). Preallocated blocks also lie together.
 //!
-//! All of this is a wish: where it cannot be granted, files grow as they always do.
+//! A hint: failures are ignored.
 
 use std::fs::File;
 use std::io;
@@ -13,19 +12,20 @@ use std::os::unix::fs::MetadataExt;
 
 use rustix::fs::{FallocateFlags, fallocate, fstatfs};
 
-/// The most that is set aside for a file.
-const ROOM_MAX: u64 = 64 << 20;
+/// The most that is preallocated to a file.
+const LEN_MAX: u64 = 64 << 20;
 /// Less is not worth it.
-const ROOM_MIN: u64 = 1 << 20;
-/// What is set aside is at most this part of what is free.
+const LEN_MIN: u64 = 1 << 20;
+/// At most this part of the free space is preallocated.
 const PART_OF_FREE: u64 = 64;
-/// `f_type` of the file system that gains by it (and of ext2 and ext3, which refuse). Others allocate at the write, or at no cost, or take long to set anything aside.
+/// `f_type` of the file system that gains by it, and of ext2 and ext3, which refuse. Others allocate at the write, or at no
+/// cost, or preallocate slowly.
 pub(crate) const EXT4: i64 = 0xEF53;
 
-/// Allocates room past the end of `file` for about `len` more bytes; its length stays. [`give_back`] undoes it.
-pub fn set_aside(file: &File, len: u64) {
-    let len = len.min(ROOM_MAX);
-    if len < ROOM_MIN {
+/// Preallocates about `len` bytes past the end of `file`; its length stays. [`free`] undoes it.
+pub fn past_end(file: &File, len: u64) {
+    let len = len.min(LEN_MAX);
+    if len < LEN_MIN {
         return;
     }
     let Ok(found) = fstatfs(file) else { return };
@@ -38,11 +38,11 @@ pub fn set_aside(file: &File, len: u64) {
     }
 }
 
-/// Gives back what is allocated to `file` past its end, where the file system can tell.
+/// Frees what is allocated to `file` past its end, where the file system can tell.
 ///
 /// # Errors
 /// Whatever the kernel reports.
-pub(crate) fn give_back(file: &File) -> io::Result<()> {
+pub(crate) fn free(file: &File) -> io::Result<()> {
     let metadata = file.metadata()?;
     let len = metadata.len();
     // The block that the end lies in belongs to both.
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_set_aside_is_given_back() {
+    fn preallocated_blocks_are_freed() {
         let dir = tempfile::tempdir().unwrap();
         let file = File::create(dir.path().join("a")).unwrap();
         file.set_len(100_000).unwrap();
@@ -89,19 +89,18 @@ mod tests {
         file.sync_all().unwrap();
         let allocated = || file.metadata().unwrap().blocks() * 512;
         let before = allocated();
-        set_aside(&file, ROOM_MIN - 1);
+        past_end(&file, LEN_MIN - 1);
         assert_eq!(allocated(), before, "too little");
-        set_aside(&file, 8 << 20);
+        past_end(&file, 8 << 20);
         let is_ext4 = fstatfs(&file).unwrap().f_type == EXT4;
         assert_eq!(allocated() >= before + (8 << 20), is_ext4);
         assert_eq!(file.metadata().unwrap().len(), 100_000);
-        give_back(&file).unwrap();
+        free(&file).unwrap();
         assert_eq!((allocated(), file.metadata().unwrap().len()), (before, 100_000));
     }
 
-    /// The room fits into what the holes leave free.
     #[test]
-    fn a_file_with_holes_gives_its_room_back() {
+    fn preallocated_blocks_of_a_file_with_holes_are_freed() {
         let dir = tempfile::tempdir().unwrap();
         let file = File::create(dir.path().join("a")).unwrap();
         if fstatfs(&file).unwrap().f_type != EXT4 {
@@ -110,21 +109,21 @@ mod tests {
         std::io::Write::write_all(&mut &file, &[7; 5000]).unwrap();
         file.set_len((1 << 30) + 1).unwrap();
         let allocated = || file.metadata().unwrap().blocks() * 512;
-        set_aside(&file, 8 << 20);
+        past_end(&file, 8 << 20);
         assert!(allocated() >= 8 << 20);
-        give_back(&file).unwrap();
+        free(&file).unwrap();
         assert!(allocated() < 1 << 20, "{}", allocated());
         assert_eq!(file.metadata().unwrap().len(), (1 << 30) + 1);
     }
 
     #[test]
-    fn a_file_without_room_is_left_as_it_is() {
+    fn a_file_without_preallocation_is_left_alone() {
         let file = tempfile::tempfile().unwrap();
         std::io::Write::write_all(&mut &file, &[7; 300_000]).unwrap();
         file.sync_all().unwrap();
         let changed = || file.metadata().map(|metadata| (metadata.mtime(), metadata.mtime_nsec())).unwrap();
         let before = changed();
-        give_back(&file).unwrap();
+        free(&file).unwrap();
         assert_eq!(changed(), before);
     }
 }
