@@ -10,7 +10,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use tempfile::TempDir;
-use vmstrata_memory::capture::{self, BoxError, Channel, Control, Disks, Mode, Request};
+use vmstrata_memory::BoxError;
+use vmstrata_memory::capture::{self, Channel, Control, Disks, Mode, Request};
 use vmstrata_memory::introspect::Rules;
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::{

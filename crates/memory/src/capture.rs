@@ -26,7 +26,7 @@ pub mod stream;
 mod take;
 
 pub use before::Before;
-pub use error::{BoxError, CaptureError};
+pub use error::CaptureError;
 pub use machine::{BACKENDS_MAX, Backend, Machine, MachineError};
 pub use memory::MachineRam;
 pub(crate) use pause::set_capability;

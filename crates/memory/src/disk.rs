@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use crate::capture::BoxError;
+use crate::BoxError;
 use crate::vault::DiskState;
 
 /// A disk as it was at one instant, which does not change.

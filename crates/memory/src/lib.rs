@@ -36,3 +36,6 @@ pub use address::{Frame, PAGE_BITS, PAGE_BYTES, Physical, Virtual};
 pub use class::{ClassMap, PageClass};
 pub use introspect::{Introspection, Pages, Unreadable};
 pub use ram::{Block, Layout, LayoutError, Ram, RamError};
+
+/// What a caller's own part of a capture or restore fails with.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;

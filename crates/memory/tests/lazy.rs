@@ -13,7 +13,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use vault_support::fault::{Effect, Plan, faulty};
 use vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy, save};
-use vmstrata_memory::capture::BoxError;
+use vmstrata_memory::BoxError;
 use vmstrata_memory::restore::lazy::{
     Give, Lazily, LazyMemory, MemoryFile, Mounted, PageError, PageSource, detach, prepare,
 };

@@ -1,6 +1,6 @@
 //! What QEMU says of a guest while it migrates it, whose pages are taken out as it comes.
 
-use vmstrata_memory::capture::BoxError;
+use vmstrata_memory::BoxError;
 use vmstrata_memory::capture::stream::{StreamPage, split};
 
 /// What the block of memory is called that a caller wants.

@@ -4,11 +4,9 @@ use std::io;
 
 use super::machine::MachineError;
 use super::stream::StreamError;
+use crate::BoxError;
 use crate::qmp::QmpError;
 use crate::ram::RamError;
-
-/// What a caller's own part of a capture fails with.
-pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Why no snapshot was taken.
 #[derive(Debug, thiserror::Error)]

@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::error::{BoxError, CaptureError};
+use super::error::CaptureError;
 use super::machine::Machine;
 use super::take::{Control, Disks, Mode, Moment, take};
+use crate::BoxError;
 use crate::address::{Frame, PAGE_BYTES, Physical};
 use crate::class::{ClassMap, PageClass};
 use crate::disk::{OpenDisk, open_all};

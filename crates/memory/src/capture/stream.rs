@@ -14,8 +14,8 @@
 
 use std::io::{self, ErrorKind, Read};
 
-use super::error::BoxError;
 use super::state::STATE_BYTES_MAX;
+use crate::BoxError;
 use crate::address::PAGE_BYTES;
 
 const MAGIC: u32 = 0x5145_564d;

@@ -4,12 +4,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::copy::StillRam;
-use super::error::{BoxError, CaptureError};
+use super::error::CaptureError;
 use super::live::take_live;
 use super::machine::Machine;
 use super::pause::{Pause, wait_migrated, with_capability};
 use super::processor::processor;
 use super::state::{self, Channel};
+use crate::BoxError;
 use crate::introspect::Processor;
 use crate::qmp::Qmp;
 use crate::ram::Ram;

@@ -11,7 +11,8 @@ use vmstrata_api::{
     encode_segment,
 };
 use vmstrata_disk::{OpenOptions, snapshot};
-use vmstrata_memory::capture::{BoxError, Disks};
+use vmstrata_memory::BoxError;
+use vmstrata_memory::capture::Disks;
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::DiskState;
 

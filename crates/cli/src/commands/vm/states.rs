@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vmstrata_disk::{Disk, Extent, OpenOptions, ResourceOptions, Resources, snapshot};
-use vmstrata_memory::capture::BoxError;
+use vmstrata_memory::BoxError;
 use vmstrata_memory::disk::{OpenDisk, ReadDisk};
 use vmstrata_memory::vault::DiskState;
 use vmstrata_store::Segment;

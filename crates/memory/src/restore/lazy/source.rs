@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 
+use crate::BoxError;
 use crate::address::{Frame, PAGE_BYTES};
-use crate::capture::BoxError;
 use crate::refill::Later;
 use crate::vault::{Order, Snapshot, Vault, VaultError, Want, Which};
 
