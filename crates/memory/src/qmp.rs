@@ -2,7 +2,6 @@
 //!
 //! ```text
 //!   capture, restore, introspection ──► Qmp ──► lines of JSON ──► QEMU's monitor
-//!                                        └── events that came meanwhile, kept until someone waits for them
 //! ```
 //!
 //! Invariants: the peer may be anyone: lines, events and waits are bounded, and what is not QMP is an error. Every wait has
@@ -15,7 +14,6 @@
 mod error;
 mod wire;
 
-use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -27,26 +25,14 @@ use serde_json::{Value, json};
 pub use error::QmpError;
 use wire::Wire;
 
-/// Events that are kept for someone to wait for; the oldest go first.
-const EVENTS_MAX: usize = 1024;
 /// Lines that may come between a command and its answer.
 const LINES_MAX: usize = 100_000;
-
-/// Something that QEMU told without being asked.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Event {
-    /// What happened, such as `STOP` or `MIGRATION`.
-    pub name: String,
-    /// What is said about it.
-    pub data: Value,
-}
 
 /// A connection to a QEMU's monitor.
 #[derive(Debug)]
 pub struct Qmp {
     wire: Wire,
     patience: Duration,
-    events: VecDeque<Event>,
 }
 
 impl Qmp {
@@ -55,7 +41,7 @@ impl Qmp {
     /// # Errors
     /// When nobody listens, or whoever listens does not greet as QEMU does: QEMU serves one client of a socket at a time.
     pub fn connect(path: &Path, patience: Duration) -> Result<Self, QmpError> {
-        let mut qmp = Self { wire: Wire::connect(path)?, patience, events: VecDeque::new() };
+        let mut qmp = Self { wire: Wire::connect(path)?, patience };
         qmp.greeted().map_err(|error| match error {
             QmpError::Silent { .. } => QmpError::Busy { path: path.to_owned() },
             other => other,
@@ -113,27 +99,6 @@ impl Qmp {
         self.run("getfd", json!({ "fdname": name }), Some(file)).map(drop)
     }
 
-    /// The next event that is called one of `names`, among those that came already and those to come until `deadline`.
-    ///
-    /// # Errors
-    /// [`QmpError::Silent`] at the deadline; the others when the connection is lost or is not QMP.
-    pub fn wait(&mut self, names: &[&str], deadline: Instant) -> Result<Event, QmpError> {
-        let is_wanted = |event: &Event| names.contains(&event.name.as_str());
-        if let Some(event) =
-            self.events.iter().position(is_wanted).and_then(|index| self.events.remove(index))
-        {
-            return Ok(event);
-        }
-        loop {
-            let message = self.wire.receive(deadline)?;
-            match event(&message) {
-                Some(event) if is_wanted(&event) => return Ok(event),
-                Some(event) => self.keep(event),
-                None => return Err(QmpError::Malformed { what: "an answer to no command" }),
-            }
-        }
-    }
-
     fn run(
         &mut self,
         command: &str,
@@ -145,28 +110,22 @@ impl Qmp {
         self.wire.send(&json!({ "execute": command, "arguments": arguments, "id": id }), file, deadline)?;
         for _ in 0..LINES_MAX {
             let mut message = self.wire.receive(deadline)?;
-            if let Some(event) = event(&message) {
-                self.keep(event);
-            } else if message.get("id").is_some_and(|answered| *answered != id) {
-                // Somebody else asked that, and did not live to hear it.
-            } else if let Some(value) = message.get_mut("return") {
+            // Its client was killed before the answer came.
+            let is_for_another = message.get("id").is_some_and(|answered| *answered != id);
+            if is_for_another || message.get("event").is_some() {
+                continue;
+            }
+            if let Some(value) = message.get_mut("return") {
                 return Ok(value.take());
-            } else if let Some(error) = message.get("error") {
+            }
+            if let Some(error) = message.get("error") {
                 let text = |key: &str| error.get(key).and_then(Value::as_str).unwrap_or("?").to_owned();
                 let command = command.to_owned();
                 return Err(QmpError::Refused { command, class: text("class"), words: text("desc") });
-            } else {
-                return Err(QmpError::Malformed { what: "neither an answer nor an event" });
             }
+            return Err(QmpError::Malformed { what: "neither an answer nor an event" });
         }
         Err(QmpError::Malformed { what: "events without an end" })
-    }
-
-    fn keep(&mut self, event: Event) {
-        if self.events.len() == EVENTS_MAX {
-            self.events.pop_front();
-        }
-        self.events.push_back(event);
     }
 
     /// Process id of the peer.
@@ -182,12 +141,6 @@ impl Qmp {
 fn next_id() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
-}
-
-/// The message as an event, if it is one.
-fn event(message: &Value) -> Option<Event> {
-    let name = message.get("event")?.as_str()?.to_owned();
-    Some(Event { name, data: message.get("data").cloned().unwrap_or(Value::Null) })
 }
 
 #[cfg(test)]
