@@ -16,40 +16,35 @@ pub enum PageClass {
     Free = 2,
 }
 
-/// A class for each frame from 0 up; frames beyond the end, or never set, are critical.
+/// What is known of each frame from 0 up; frames beyond the end, or never set, have the default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ClassMap {
-    /// `[frame]`.
-    classes: Vec<PageClass>,
-}
+pub struct FrameMap<T>(Vec<T>);
 
-impl ClassMap {
-    /// All of `frames` frames critical.
-    pub fn critical(frames: usize) -> Self {
-        Self { classes: vec![PageClass::Critical; frames] }
+/// A class for each frame: critical where nothing is known.
+pub type ClassMap = FrameMap<PageClass>;
+
+impl<T: Copy + Default> FrameMap<T> {
+    /// The default for each of `frames` frames.
+    pub fn new(frames: usize) -> Self {
+        Self(vec![T::default(); frames])
     }
 
-    /// Number of frames described.
-    pub fn frames(&self) -> usize {
-        self.classes.len()
-    }
-
-    /// The class of `frame`.
-    pub fn get(&self, frame: Frame) -> PageClass {
+    /// What is known of `frame`.
+    pub fn get(&self, frame: Frame) -> T {
         let index = usize::try_from(frame.get()).unwrap_or(usize::MAX);
-        self.classes.get(index).copied().unwrap_or_default()
+        self.0.get(index).copied().unwrap_or_default()
     }
 
-    /// Sets the class of `count` frames from `first` on; those beyond the end stay critical.
-    pub fn set(&mut self, first: Frame, count: u64, class: PageClass) {
-        let index = |frame: u64| usize::try_from(frame).unwrap_or(usize::MAX).min(self.classes.len());
+    /// Sets `count` frames from `first` on, as far as they are described.
+    pub fn set(&mut self, first: Frame, count: u64, known: T) {
+        let index = |frame: u64| usize::try_from(frame).unwrap_or(usize::MAX).min(self.0.len());
         let (start, end) = (index(first.get()), index(first.get().saturating_add(count)));
-        self.classes[start..end].fill(class);
+        self.0[start..end].fill(known);
     }
 
-    /// The classes in order of their frames.
-    pub fn iter(&self) -> impl Iterator<Item = (Frame, PageClass)> + '_ {
-        (0..).map(Frame::new).zip(self.classes.iter().copied())
+    /// All frames in order.
+    pub fn iter(&self) -> impl Iterator<Item = (Frame, T)> + '_ {
+        (0..).map(Frame::new).zip(self.0.iter().copied())
     }
 }
 
@@ -59,7 +54,7 @@ mod tests {
 
     #[test]
     fn what_was_never_set_or_lies_beyond_is_critical() {
-        let mut map = ClassMap::critical(4);
+        let mut map = ClassMap::new(4);
         map.set(Frame::new(1), 2, PageClass::Free);
         map.set(Frame::new(3), u64::MAX, PageClass::Clean);
         map.set(Frame::new(u64::MAX), 1, PageClass::Clean);

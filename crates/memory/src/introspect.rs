@@ -115,7 +115,7 @@ impl Introspection {
     pub fn classes(&self, ram: &dyn Ram) -> ClassMap {
         match self {
             Self::Read { pages, .. } => pages.classes.clone(),
-            Self::Unreadable(_) => ClassMap::critical(usize::try_from(ram.layout().frames()).unwrap_or(0)),
+            Self::Unreadable(_) => ClassMap::new(usize::try_from(ram.layout().frames()).unwrap_or(0)),
         }
     }
 }

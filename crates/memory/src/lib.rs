@@ -33,7 +33,7 @@ pub mod restore;
 pub mod vault;
 
 pub use address::{Frame, PAGE_BITS, PAGE_BYTES, Physical, Virtual};
-pub use class::{ClassMap, PageClass};
+pub use class::{ClassMap, FrameMap, PageClass};
 pub use introspect::{Introspection, Pages, Unreadable};
 pub use ram::{Block, Layout, LayoutError, Ram, RamError};
 

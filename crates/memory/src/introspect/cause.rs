@@ -1,7 +1,6 @@
 //! What a guest uses a page for, in words for people; [`PageClass`] is what decides.
 
-use crate::address::Frame;
-use crate::class::PageClass;
+use crate::class::{FrameMap, PageClass};
 
 /// Declares the causes with their class and the words they are shown by.
 macro_rules! causes {
@@ -66,49 +65,8 @@ causes! {
     Unknown = Critical, "unknown";
 }
 
-/// A cause for each frame from 0 up; frames beyond the end, or never set, are [`Cause::Unknown`].
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CauseMap {
-    /// `[frame]`.
-    causes: Vec<Cause>,
-}
-
-impl CauseMap {
-    /// All of `frames` frames unknown.
-    pub fn unknown(frames: usize) -> Self {
-        Self { causes: vec![Cause::Unknown; frames] }
-    }
-
-    /// Number of frames described.
-    pub fn frames(&self) -> usize {
-        self.causes.len()
-    }
-
-    /// The cause of `frame`.
-    pub fn get(&self, frame: Frame) -> Cause {
-        let index = usize::try_from(frame.get()).unwrap_or(usize::MAX);
-        self.causes.get(index).copied().unwrap_or_default()
-    }
-
-    /// The number of frames of each cause: `[cause]`, in the order of [`Cause::ALL`].
-    pub fn counts(&self) -> Vec<u64> {
-        let mut counts = vec![0; Cause::ALL.len()];
-        self.causes.iter().for_each(|&cause| counts[cause as usize] += 1);
-        counts
-    }
-
-    /// Sets the cause of `count` frames from `first` on, as far as they are described.
-    pub fn set(&mut self, first: Frame, count: u64, cause: Cause) {
-        let index = |frame: u64| usize::try_from(frame).unwrap_or(usize::MAX).min(self.causes.len());
-        let (start, end) = (index(first.get()), index(first.get().saturating_add(count)));
-        self.causes[start..end].fill(cause);
-    }
-
-    /// The causes in order of their frames.
-    pub fn iter(&self) -> impl Iterator<Item = (Frame, Cause)> + '_ {
-        (0..).map(Frame::new).zip(self.causes.iter().copied())
-    }
-}
+/// A cause for each frame: unknown where it was not found out.
+pub type CauseMap = FrameMap<Cause>;
 
 #[cfg(test)]
 mod tests {
@@ -119,13 +77,5 @@ mod tests {
         let of = |class| Cause::ALL.iter().filter(|cause| cause.class() == class).count();
         assert_eq!((of(PageClass::Free), of(PageClass::Clean)), (1, 2));
         assert_eq!(Cause::default().class(), PageClass::Critical);
-        let mut map = CauseMap::unknown(3);
-        map.set(Frame::new(2), u64::MAX, Cause::Free);
-        assert_eq!(
-            [1, 2, 3].map(|frame| map.get(Frame::new(frame))),
-            [Cause::Unknown, Cause::Free, Cause::Unknown]
-        );
-        let counts = map.counts();
-        assert_eq!((counts[Cause::Unknown as usize], counts[Cause::Free as usize]), (2, 1));
     }
 }

@@ -54,7 +54,7 @@ type Verdict = (u64, Cause);
 pub(super) fn run(guest: &Guest, ram: &dyn Ram, view: &mut View<'_>, rules: Rules) -> Pages {
     let frames = usize::try_from(ram.layout().frames()).unwrap_or(0);
     let pages =
-        Pages { classes: ClassMap::critical(frames), causes: CauseMap::unknown(frames), ..Pages::default() };
+        Pages { classes: ClassMap::new(frames), causes: CauseMap::new(frames), ..Pages::default() };
     let shapes = &guest.shapes;
     let owners = Owners::new(shapes.files);
     let mut pass = Pass {

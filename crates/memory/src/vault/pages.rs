@@ -244,7 +244,7 @@ pub(super) fn run(layout: &Layout, page: PageNumber) -> (Frame, u64) {
 
 /// The classes of all pages.
 pub(super) fn classes(layout: &Layout, pages: &Pages) -> ClassMap {
-    let mut map = ClassMap::critical(usize::try_from(layout.frames()).unwrap_or(usize::MAX));
+    let mut map = ClassMap::new(usize::try_from(layout.frames()).unwrap_or(usize::MAX));
     for (first, len, entry) in pages.runs() {
         // A run may go on above a hole.
         for page in first.0..first.0 + len {

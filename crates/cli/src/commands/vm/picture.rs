@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn a_pixel_a_page_without_the_holes() {
-        let mut causes = CauseMap::unknown(0x102);
+        let mut causes = CauseMap::new(0x102);
         causes.set(Frame::new(1), 1, Cause::Free);
         causes.set(Frame::new(0x101), 1, Cause::CleanXfs);
         let picture = ppm(&layout(), &causes);
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn a_character_says_what_most_pages_are() {
-        let mut classes = ClassMap::critical(0x102);
+        let mut classes = ClassMap::new(0x102);
         classes.set(Frame::new(1), 1, PageClass::Free);
         classes.set(Frame::new(0x100), 2, PageClass::Clean);
         let text = map(&layout(), &classes);
