@@ -12,10 +12,11 @@ use std::time::Duration;
 use tempfile::TempDir;
 use vmstrata_memory::BoxError;
 use vmstrata_memory::capture::{self, Channel, Control, Disks, Mode, Request};
+use vmstrata_memory::hide::Hiding;
 use vmstrata_memory::introspect::Rules;
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::{
-    Closing, DiskState, Hiding, NewSnapshot, OneDevice, Page, Policy, Snapshot, Vault, Writer,
+    Closing, DiskState, NewSnapshot, OneDevice, Page, Policy, Snapshot, Vault, Writer,
 };
 use vmstrata_memory::{Frame, Introspection, PAGE_BITS, PAGE_BYTES, PageClass};
 use xtask::bench::server;
@@ -97,15 +98,17 @@ impl Trio {
         Some(counted.expect("a count"))
     }
 
-    /// A snapshot like the first, in which each page is hidden by its first mask only: the flag of the page itself.
+    /// A snapshot like the first, in which each folio is hidden by its first mask only: the flag of the page itself.
     fn hide_by_flags_only(&self, name: &str, repository: &str) -> usize {
         let from = Vault::open_directories(&[self.repository(name)]).unwrap();
         let snapshot = from.snapshot(&format!("web@{name}").parse().unwrap()).unwrap();
-        let pages: Vec<_> = snapshot.hiding().unwrap().iter().collect();
-        let flags = pages.iter().map(|(frame, masks)| (*frame, masks[..1].to_vec())).collect();
+        let (folios, mut flags) = (snapshot.hiding().unwrap(), Hiding::default());
+        for hide in folios.iter() {
+            flags.push(hide.first, hide.pages, &hide.clears[..1]).unwrap();
+        }
         std::fs::create_dir(self.repository(repository)).unwrap();
-        copy(&snapshot, &self.repository(repository), Hiding::new(flags));
-        pages.iter().filter(|(_, masks)| masks.len() > 1).count()
+        copy(&snapshot, &self.repository(repository), flags);
+        folios.iter().filter(|hide| hide.clears.len() > 1).count()
     }
 }
 

@@ -184,7 +184,7 @@ fn clean_pages_are_found_on_their_disks(release: &str, pages: &Pages, ram: &dyn 
 fn every_clean_page_can_be_hidden(pages: &Pages, ram: &dyn Ram) {
     let clean = pages.classes.iter().filter(|(_, class)| *class == PageClass::Clean);
     for (frame, _) in clean {
-        let hide = pages.hides.of(frame).expect("a clean page is in a folio that can be hidden");
+        let hide = pages.hiding.of(frame).expect("a clean page is in a folio that can be hidden");
         for clear in hide.clears {
             let holder = Frame::of(clear.at);
             assert_eq!(pages.classes.get(holder), PageClass::Critical, "what hides {frame} lies in {holder}");

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 /// Base-2 logarithm of [`PAGE_BYTES`].
 pub const PAGE_BITS: u32 = 12;
 /// Bytes of a page: the smallest unit of x86-64's memory, and of everything in this crate.
@@ -11,7 +13,7 @@ pub const PAGE_BYTES: usize = 1 << PAGE_BITS;
 macro_rules! address {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         #[repr(transparent)]
         pub struct $name(u64);
 

@@ -20,7 +20,6 @@ mod chunk;
 mod disks;
 mod folio;
 mod guest;
-mod hide;
 mod mapping;
 mod origin;
 mod pass;
@@ -33,13 +32,13 @@ pub mod vmcoreinfo;
 
 pub use cause::{Cause, CauseMap};
 pub use guest::Guest;
-pub use hide::{Clear, Hide, Hides};
 pub use origin::{Device, DeviceFolio, DeviceIndex, Disk, DiskIndex, FilePages, FileSystem, Origin};
 pub use running::Processor;
 
 use view::View;
 
 use crate::class::ClassMap;
+use crate::hide::Hiding;
 use crate::ram::{Ram, RamError};
 
 /// What one pass over a guest's struct pages found.
@@ -50,7 +49,7 @@ pub struct Pages {
     /// Why it would, for people: what the guest uses each page for.
     pub causes: CauseMap,
     /// How to tell the guest that a clean page is gone; covers every clean page.
-    pub hides: Hides,
+    pub hiding: Hiding,
     /// Where the bytes of clean pages lie on the guest's disks, as far as its buffer heads tell; in order of frames. A
     /// page may have several (a block each), some, or none. Claims of the guest: compare bytes before believing them.
     pub origins: Vec<Origin>,
@@ -109,14 +108,6 @@ impl Introspection {
             Ok(Self::Read { release: guest.release, pages })
         };
         read().unwrap_or_else(Self::Unreadable)
-    }
-
-    /// The classes: all critical for a guest that could not be read. One for each frame that `ram`'s layout reaches.
-    pub fn classes(&self, ram: &dyn Ram) -> ClassMap {
-        match self {
-            Self::Read { pages, .. } => pages.classes.clone(),
-            Self::Unreadable(_) => ClassMap::new(usize::try_from(ram.layout().frames()).unwrap_or(0)),
-        }
     }
 }
 

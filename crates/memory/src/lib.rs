@@ -10,6 +10,7 @@
 //! | [`ram`] | reading a guest's memory where its hypervisor keeps it |
 //! | [`class`] | what a page is worth: a [`ClassMap`] has one class a frame |
 //! | [`introspect`] | what a Linux guest uses its pages for |
+//! | [`hide`] | how to tell a guest that pages of its cache are gone |
 //! | [`disk`], [`filesystem`] | a guest's disks, and where on them the bytes of its files lie |
 //! | [`refill`] | pages that need no copy, because the disks have their bytes |
 //! | [`capture`] | taking a running guest: memory, devices and disks at one instant |
@@ -25,6 +26,7 @@ pub mod capture;
 pub mod class;
 pub mod disk;
 pub mod filesystem;
+pub mod hide;
 pub mod introspect;
 pub mod qmp;
 pub mod ram;

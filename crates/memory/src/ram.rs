@@ -5,10 +5,12 @@
 
 use std::io;
 
+use serde::{Deserialize, Serialize};
+
 use crate::address::{Frame, PAGE_BYTES, Physical};
 
 /// Guest-physical memory that lies in one piece, in the guest and in its file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Block {
     /// Where it begins in the guest; a page boundary.
     pub start: Physical,
@@ -26,7 +28,8 @@ impl Block {
 }
 
 /// The blocks of a machine's memory, in order of their addresses, none overlapping another.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Vec<Block>", into = "Vec<Block>")]
 pub struct Layout {
     blocks: Vec<Block>,
 }
@@ -43,6 +46,20 @@ pub enum LayoutError {
     /// Two blocks hold the same address.
     #[error("two memory blocks hold {0}")]
     Overlap(Physical),
+}
+
+impl TryFrom<Vec<Block>> for Layout {
+    type Error = LayoutError;
+
+    fn try_from(blocks: Vec<Block>) -> Result<Self, LayoutError> {
+        Self::new(blocks)
+    }
+}
+
+impl From<Layout> for Vec<Block> {
+    fn from(layout: Layout) -> Self {
+        layout.blocks
+    }
 }
 
 impl Layout {

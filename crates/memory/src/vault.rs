@@ -73,7 +73,6 @@ pub use directory::DirectoryRepository;
 pub use error::{Result, VaultError};
 #[cfg(feature = "hdfs")]
 pub use hdfs::HdfsRepository;
-pub use hiding::{Hiding, Mask};
 pub use info::{DiskState, Info, ObjectUse};
 pub use name::{ObjectKind, ObjectName, SnapshotId};
 pub use policy::{OneDevice, Policy};

@@ -14,11 +14,12 @@ use rand::{Rng, SeedableRng};
 use vault_support::fault::{Effect, Plan, faulty};
 use vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy, save};
 use vmstrata_memory::BoxError;
+use vmstrata_memory::hide::Clear;
 use vmstrata_memory::restore::lazy::{
     Give, Lazily, LazyMemory, MemoryFile, Mounted, PageError, PageSource, detach, prepare,
 };
 use vmstrata_memory::restore::{Filled, RestoreError};
-use vmstrata_memory::vault::{Closing, Deleted, Hiding, Mask, Vault, Want};
+use vmstrata_memory::vault::{Closing, Deleted, Vault, Want};
 use vmstrata_memory::{Frame, PAGE_BYTES, PageClass};
 
 const ALL: Lazily = Lazily {
@@ -135,15 +136,15 @@ fn cache_that_was_not_read_is_hidden() {
     let class = |page| if page % 3 == 0 { PageClass::Clean } else { PageClass::Critical };
     let guest = Guest::new(60, |page| Known { class: class(page), seed: page + 1 });
     let frames: Vec<Frame> = guest.pages.keys().copied().collect();
-    // The mask of page n lies in the page after it.
-    let mask = |number: usize| {
+    // What hides page n lies in the page after it.
+    let clear = |number: usize| {
         let at = frames[number + 1].start().unwrap().checked_add(number as u64 * 7).unwrap();
-        Mask { at, width: 4, clear: 0x8000_0001 }
+        Clear { at, mask: 0x8000_0001 }
     };
-    let hidden = (0..60).filter(|page| page % 3 == 0).map(|page| (frames[page], vec![mask(page)]));
+    let hidden = (0..60).filter(|page| page % 3 == 0).map(|page| (frames[page], [clear(page)]));
     let mut writer = repositories.vault().begin(new_snapshot(&guest, "1", policy(1, 1))).unwrap();
     guest.give(&mut writer).unwrap();
-    let closing = Closing { taken_ns: 1, hiding: Hiding::new(hidden.collect()), ..Closing::default() };
+    let closing = Closing { taken_ns: 1, hiding: hidden.collect(), ..Closing::default() };
     writer.finish(closing).unwrap();
     let mut plain = image(&guest);
     for page in (0..60).step_by(3) {

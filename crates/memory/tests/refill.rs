@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use vault_support::{Guest, Known, Repositories, bytes, new_snapshot, open, policy};
 use vmstrata_memory::disk::ReadDisk;
+use vmstrata_memory::hide::Clear;
 use vmstrata_memory::refill::Refiller;
 use vmstrata_memory::restore::lazy::{Lazily, LazyMemory, Left, PageError, prepare};
 use vmstrata_memory::restore::{Filled, fill};
-use vmstrata_memory::vault::{Closing, DiskPiece, DiskState, Hiding, Mask, Refill, Snapshot, Want};
+use vmstrata_memory::vault::{Closing, DiskPiece, DiskState, Refill, Snapshot, Want};
 use vmstrata_memory::{Frame, PAGE_BYTES, PageClass, Physical};
 
 /// Page 0 is critical, and has the words that hide the others; those are all clean, and on one of two disks by turns.
@@ -51,11 +52,11 @@ fn save(repositories: &Repositories, guest: &Guest) -> Snapshot {
         }
         let refill = Refill::new(&bytes(page.seed), vec![piece(number)]).hot(number % 10 == 0);
         writer.refill(*frame, refill).unwrap();
-        hiding.push((*frame, vec![Mask { at: Physical::new(number * 4), width: 4, clear: u32::MAX.into() }]));
+        hiding.push((*frame, [Clear { at: Physical::new(number * 4), mask: u32::MAX.into() }]));
     }
     let disk = |name: &str| DiskState { disk: name.to_owned(), snapshot: "refilled".to_owned() };
     let disks = ["a", "b"].map(disk).to_vec();
-    writer.finish(Closing { disks, hiding: Hiding::new(hiding), ..Closing::default() }).unwrap();
+    writer.finish(Closing { disks, hiding: hiding.into_iter().collect(), ..Closing::default() }).unwrap();
     open(&vault, "refilled").unwrap()
 }
 

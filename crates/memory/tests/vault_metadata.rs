@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy};
+use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
-    Closing, DiskPiece, DiskState, Hiding, Mask, ObjectName, OneDevice, Policy, Refill, Saved, Snapshot,
-    Vault, VaultError,
+    Closing, DiskPiece, DiskState, ObjectName, OneDevice, Policy, Refill, Saved, Snapshot, Vault, VaultError,
 };
 use vmstrata_memory::{Frame, PAGE_BYTES, PageClass, Physical};
 
@@ -27,8 +27,8 @@ fn policy_of(copies: u8) -> Policy {
     Policy { extent_pages: 32, ..policy(copies, copies) }
 }
 
-fn mask(frame: Frame) -> Mask {
-    Mask { at: Physical::new(frame.get() * 64), width: 8, clear: 8 }
+fn clear(frame: Frame) -> Clear {
+    Clear { at: Physical::new(frame.get() * 64), mask: 8 }
 }
 
 /// Saves a snapshot whose clean pages all lie on the guest's disk.
@@ -39,7 +39,7 @@ fn save(vault: &Arc<Vault>, guest: &Guest, name: &str, policy: Policy) -> Saved 
         if page.class == PageClass::Clean {
             let piece = DiskPiece { disk: 0, offset: page.seed << 12, len: 4096 };
             writer.refill(*frame, Refill::new(&bytes(page.seed), vec![piece])).expect("takes");
-            hiding.push((*frame, vec![mask(*frame)]));
+            hiding.push((*frame, [clear(*frame)]));
         } else {
             writer.page(*frame, page.class, &bytes(page.seed)).expect("takes");
         }
@@ -47,7 +47,7 @@ fn save(vault: &Arc<Vault>, guest: &Guest, name: &str, policy: Policy) -> Saved 
     let closing = Closing {
         taken_ns: name.parse().expect("a number"),
         disks: vec![DiskState { disk: "a".to_owned(), snapshot: "1".to_owned() }],
-        hiding: Hiding::new(hiding),
+        hiding: hiding.into_iter().collect(),
         blobs: BTreeMap::from([("state".to_owned(), vec![7; 100_000])]),
         ..Closing::default()
     };

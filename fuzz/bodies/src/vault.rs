@@ -11,9 +11,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, LazyLock, Mutex};
 
+use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
-    Closing, DeviceId, DiskPiece, DiskState, Held, Hiding, Hold, Mask, NewObject, NewSnapshot, ObjectKind,
-    ObjectName, ObjectReader, Page, Policy, Refill, Repository, Stored, Swept, Vault, Which,
+    Closing, DeviceId, DiskPiece, DiskState, Held, Hold, NewObject, NewSnapshot, ObjectKind, ObjectName,
+    ObjectReader, Page, Policy, Refill, Repository, Stored, Swept, Vault, Which,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
 
@@ -145,10 +146,10 @@ static SAVED: LazyLock<Objects> = LazyLock::new(|| {
             _ => writer.page(frame, class(page), &content(page)).expect("a page"),
         }
     }
-    let mask = Mask { at: Physical::new(0x1000), width: 8, clear: 8 };
+    let clear = Clear { at: Physical::new(0x1000), mask: 8 };
     let closing = Closing {
         disks: vec![DiskState { disk: "web.qcow2".to_owned(), snapshot: "mon".to_owned() }],
-        hiding: Hiding::new((1..5).map(|at| (Frame::new(at), vec![mask; 2])).collect()),
+        hiding: (1..5).map(|at| (Frame::new(at), [clear; 2])).collect(),
         blobs: BTreeMap::from([("state".to_owned(), vec![7; 100])]),
         ..Closing::default()
     };

@@ -21,11 +21,12 @@ use crate::BoxError;
 use crate::address::{Frame, PAGE_BYTES, Physical};
 use crate::class::{ClassMap, PageClass};
 use crate::disk::{OpenDisk, open_all};
-use crate::introspect::{Clear, Introspection, Processor};
+use crate::hide::Hiding;
+use crate::introspect::{Introspection, Processor};
 use crate::qmp::Qmp;
 use crate::ram::{Block, Ram};
 use crate::refill::{Found, find};
-use crate::vault::{Closing, DiskState, Hiding, Mask, NewSnapshot, Policy, Saved, Vault, Writer};
+use crate::vault::{Closing, DiskState, NewSnapshot, Policy, Saved, Vault, Writer};
 
 /// The vault's name of the stream of devices.
 pub const DEVICES: &str = "devices";
@@ -124,11 +125,16 @@ fn attempt(
     let mut writer = vault.begin(request.of(&machine)).map_err(stored)?;
     let (mut hiding, mut kernel) = (Hiding::default(), Err("it was not asked".to_owned()));
     let mut store = |Moment { ram, processor, disks }: Moment<'_>| {
-        let introspection = request.introspect.map(|introspect| introspect(ram, processor));
         let mut known = Known::default();
-        if let Some(introspection) = &introspection {
-            (hiding, kernel) = (hiding_of(introspection), kernel_of(introspection));
-            known = Known::of(ram, introspection, request.refill.as_deref(), disks);
+        match request.introspect.map(|introspect| introspect(ram, processor)) {
+            Some(Introspection::Read { release, pages }) => {
+                if let Some(open) = request.refill.as_deref() {
+                    known.on_disk = find(ram, &pages, &open_all(open, disks));
+                }
+                (known.classes, hiding, kernel) = (pages.classes, pages.hiding, Ok(release));
+            }
+            Some(Introspection::Unreadable(why)) => kernel = Err(why.to_string()),
+            None => {}
         }
         write(ram, &known, &mut writer, cancel)
     };
@@ -187,22 +193,6 @@ struct Known {
     on_disk: Found,
 }
 
-impl Known {
-    fn of(
-        ram: &dyn Ram,
-        introspection: &Introspection,
-        refill: Option<&dyn OpenDisk>,
-        disks: &[DiskState],
-    ) -> Self {
-        let classes = introspection.classes(ram);
-        let on_disk = match (introspection, refill) {
-            (Introspection::Read { pages, .. }, Some(open)) => find(ram, pages, &open_all(open, disks)),
-            _ => Found::default(),
-        };
-        Self { classes, on_disk }
-    }
-}
-
 /// Gives every page to the vault, by what is known of it.
 fn write(ram: &dyn Ram, known: &Known, writer: &mut Writer, cancel: &AtomicBool) -> Result<(), BoxError> {
     let mut bytes = vec![[0; PAGE_BYTES]; CHUNK_PAGES];
@@ -240,24 +230,4 @@ fn write_chunk(
         }
     }
     Ok(())
-}
-
-fn kernel_of(introspection: &Introspection) -> Result<String, String> {
-    match introspection {
-        Introspection::Read { release, .. } => Ok(release.clone()),
-        Introspection::Unreadable(why) => Err(why.to_string()),
-    }
-}
-
-/// What hides each clean page: as folios are hidden whole, every page of one has the masks of all.
-fn hiding_of(introspection: &Introspection) -> Hiding {
-    let Introspection::Read { pages, .. } = introspection else { return Hiding::default() };
-    let mut hiding = Hiding::default();
-    for hide in pages.hides.iter() {
-        for page in 0..u64::from(hide.pages) {
-            let mask = |clear: &Clear| Mask { at: clear.at, width: Clear::BYTES, clear: clear.mask };
-            hiding.push(Frame::new(hide.first.get() + page), hide.clears.iter().map(mask));
-        }
-    }
-    hiding
 }

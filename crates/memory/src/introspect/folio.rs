@@ -3,12 +3,12 @@
 //! Clean means: the content is what the disk has, no one is using it, and the kernel will read it again once the bits of the
 //! [`Clear`]s are gone. Every condition that cannot be checked fails.
 
-use super::hide::Clear;
 use super::mapping::FileCache;
 use super::origin::FileSystem;
 use super::shapes::{Buffers, Iomap, Shapes};
 use super::view::View;
 use crate::address::Virtual;
+use crate::hide::Clear;
 
 /// Buffers of one folio: 2 MiB of blocks of 512 bytes.
 const BUFFERS_MAX: usize = 4096;
@@ -65,7 +65,7 @@ impl Findings {
     }
 
     fn clear(&mut self, view: &mut View<'_>, at: Virtual, mask: u64) -> Option<()> {
-        let (at, _) = view.translate(at).filter(|(at, _)| at.get().is_multiple_of(Clear::BYTES.into()))?;
+        let (at, _) = view.translate(at).filter(|(at, _)| at.get().is_multiple_of(Clear::BYTES))?;
         self.clears.push(Clear { at, mask });
         Some(())
     }

@@ -53,8 +53,7 @@ type Verdict = (u64, Cause);
 /// Goes over every page of `ram`.
 pub(super) fn run(guest: &Guest, ram: &dyn Ram, view: &mut View<'_>, rules: Rules) -> Pages {
     let frames = usize::try_from(ram.layout().frames()).unwrap_or(0);
-    let pages =
-        Pages { classes: ClassMap::new(frames), causes: CauseMap::new(frames), ..Pages::default() };
+    let pages = Pages { classes: ClassMap::new(frames), causes: CauseMap::new(frames), ..Pages::default() };
     let shapes = &guest.shapes;
     let owners = Owners::new(shapes.files);
     let mut pass = Pass {
@@ -242,7 +241,7 @@ impl Pass<'_, '_> {
     /// Notes how to hide the folio just examined, and what leads to its bytes on disk.
     fn record(&mut self, head: Head, pages: u64, file: FileCache) -> Option<()> {
         let (first, pages) = (head.frame, u32::try_from(pages).ok()?);
-        self.pages.hides.push(first, pages, &self.findings.clears);
+        self.pages.hiding.push(first, pages, &self.findings.clears)?;
         let Some((index, device)) = self.disks.device(self.view, &self.shapes.disks, file.device) else {
             return Some(());
         };

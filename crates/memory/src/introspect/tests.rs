@@ -67,7 +67,7 @@ fn a_clean_page_is_hidden_by_its_flag_and_every_buffer_head() {
     let ext4 = Ext4::new(10);
     let pages = pages_of(&ext4.kernel);
     assert_eq!(pages.classes.get(Frame::new(FRAME)), crate::PageClass::Clean);
-    let hide = pages.hides.of(Frame::new(FRAME)).unwrap();
+    let hide = pages.hiding.of(Frame::new(FRAME)).unwrap();
     let clears: Vec<_> = hide.clears.iter().map(|clear| (clear.at.get(), clear.mask)).collect();
     let heads = ext4.heads.iter().map(|&head| (head, 1));
     let expected: Vec<_> = std::iter::once((Kernel::page_at(FRAME, 0), 1 << 3)).chain(heads).collect();
@@ -147,7 +147,7 @@ fn a_large_folio_of_iomap_is_hidden_with_all_its_blocks() {
     };
     let (kernel, words) = make([u64::MAX, 0, u64::MAX], 0);
     let pages = pages_of(&kernel);
-    let hide = pages.hides.of(Frame::new(FRAME + 15)).expect("clean");
+    let hide = pages.hiding.of(Frame::new(FRAME + 15)).expect("clean");
     assert_eq!((hide.first, hide.pages), (Frame::new(FRAME), 16));
     let clears: Vec<_> = hide.clears.iter().map(|clear| (clear.at.get(), clear.mask)).collect();
     assert_eq!(clears, [(Kernel::page_at(FRAME, 0), 1 << 3), (words + 16, u64::MAX)]);

@@ -5,38 +5,39 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use super::error::RestoreError;
-use crate::address::{Frame, PAGE_BYTES, Physical};
+use crate::address::{Frame, PAGE_BYTES};
+use crate::hide::{Clear, Hiding};
 use crate::ram::Layout;
-use crate::vault::Hiding;
 
 /// Bits to clear in a byte: the byte's offset in the machine's files in the high 56 bits, the bits in the low 8.
 #[derive(Debug, Default)]
 pub(super) struct Clears(Vec<u64>);
 
 impl Clears {
-    /// What hides the pages `lost`.
+    /// What hides the pages `lost`, which are in order.
     ///
     /// # Errors
     /// A page that nothing hides, or words that are not in the machine's memory.
     pub(super) fn hiding(layout: &Layout, hiding: &Hiding, lost: &[Frame]) -> Result<Self, RestoreError> {
-        let (mut clears, mut find) = (Self::default(), hiding.finder());
+        let (mut clears, mut folios, mut end) = (Self::default(), hiding.iter().peekable(), 0);
         for &frame in lost {
-            let masks = find(frame).filter(|masks| !masks.is_empty());
-            // What hides a page that is lost is never nothing.
-            for mask in masks.ok_or(RestoreError::Unhidden { frame })? {
-                let offset = word(layout, mask.at, mask.width).ok_or(RestoreError::Unhidden { frame })?;
-                let cleared = mask.clear.to_le_bytes();
-                clears.add((offset..).zip(cleared).take(mask.width.into()).filter(|(_, bits)| *bits != 0));
+            // Its folio is hidden already.
+            if frame.get() < end {
+                continue;
             }
+            while folios.next_if(|hide| hide.end() <= frame.get()).is_some() {}
+            let hide = folios.next_if(|hide| hide.first <= frame).ok_or(RestoreError::Unhidden { frame })?;
+            for clear in hide.clears {
+                let found = layout.find(clear.at).filter(|(_, follow)| *follow >= Clear::BYTES);
+                let (offset, _) = found.ok_or(RestoreError::Unhidden { frame })?;
+                let bytes = (offset..).zip(clear.mask.to_le_bytes()).filter(|(_, bits)| *bits != 0);
+                clears.0.extend(bytes.map(|(at, bits)| at << 8 | u64::from(bits)));
+            }
+            end = hide.end();
         }
         clears.0.sort_unstable();
         clears.0.shrink_to_fit();
         Ok(clears)
-    }
-
-    /// Adds bytes' offsets, each with the bits to clear.
-    fn add(&mut self, bytes: impl Iterator<Item = (u64, u8)>) {
-        self.0.extend(bytes.map(|(at, bits)| at << 8 | u64::from(bits)));
     }
 
     /// Clears what is to be cleared of the page at `offset`; false if that is nothing.
@@ -70,20 +71,14 @@ impl Clears {
     }
 }
 
-/// Where a word of memory lies in the files; `None` where there is no such word.
-fn word(layout: &Layout, at: Physical, width: u8) -> Option<u64> {
-    let (offset, follow) = layout.find(at)?;
-    (follow >= width.into() && width <= 8).then_some(offset)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn bits_are_cleared_in_their_page_and_in_no_other() {
-        let mut clears = Clears::default();
-        clears.add([(0x1fff, 0x80), (0x2000, 1), (0x2000, 2), (0x2fff, 4)].into_iter());
+        let bytes = [(0x1fff, 0x80), (0x2000, 1), (0x2000, 2), (0x2fff, 4)];
+        let clears = Clears(bytes.map(|(at, bits)| at << 8 | bits).to_vec());
         assert_eq!(clears.pages(), [1, 2]);
         let mut page = [0xff; PAGE_BYTES];
         assert!(clears.apply(0x2000, &mut page));

@@ -8,9 +8,10 @@ use super::clears::Clears;
 use super::error::RestoreError;
 use crate::address::{Frame, PAGE_BYTES};
 use crate::capture::MachineRam;
+use crate::hide::Hiding;
 use crate::ram::Ram;
 use crate::refill::Refiller;
-use crate::vault::{Hiding, Snapshot, Want};
+use crate::vault::{Snapshot, Want};
 
 /// What was put into files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,8 +97,8 @@ impl Memory {
 mod tests {
     use super::*;
     use crate::address::Physical;
+    use crate::hide::Clear;
     use crate::ram::{Block, Layout};
-    use crate::vault::Mask;
 
     fn memory() -> (Memory, File) {
         let file = tempfile::tempfile().unwrap();
@@ -112,9 +113,9 @@ mod tests {
     fn hiding_clears_the_bits_of_a_mask_and_no_others() {
         let (memory, file) = memory();
         memory.write(Frame::new(0x101), &[0xff; PAGE_BYTES]).unwrap();
-        let mask = |at, width, clear| Mask { at: Physical::new(at), width, clear };
-        let masks = vec![mask(0x10_1008, 8, 0x8000_0000_0000_0004), mask(0x10_1020, 4, 1)];
-        let hiding = Hiding::new(vec![(Frame::new(0x102), masks)]);
+        let clear = |at, mask| Clear { at: Physical::new(at), mask };
+        let clears = [clear(0x10_1008, 0x8000_0000_0000_0004), clear(0x10_1020, 1)];
+        let hiding = [(Frame::new(0x102), clears)].into_iter().collect();
         memory.hide(&hiding, &[Frame::new(0x102)]).unwrap();
         let mut word = [0; 8];
         file.read_exact_at(&mut word, 0x1008).unwrap();
@@ -150,10 +151,9 @@ mod tests {
         let frame = Frame::new(0x102);
         let refused = |hiding: &Hiding| matches!(memory.hide(hiding, &[frame]), Err(RestoreError::Unhidden { frame: named }) if named == frame);
         assert!(refused(&Hiding::default()));
-        assert!(refused(&Hiding::new(vec![(frame, vec![])])));
-        for (at, width) in [(0x10_3000, 8), (0x10_2ffc, 8), (0, 8), (0x10_0000, 9)] {
-            let mask = Mask { at: Physical::new(at), width, clear: 1 };
-            assert!(refused(&Hiding::new(vec![(frame, vec![mask])])), "{at:#x} {width}");
+        for at in [0x10_3000, 0x10_2ffc, 0] {
+            let clear = Clear { at: Physical::new(at), mask: 1 };
+            assert!(refused(&[(frame, [clear])].into_iter().collect()), "{at:#x}");
         }
     }
 }

@@ -13,10 +13,6 @@ impl Put {
         self.0.push(value);
     }
 
-    pub(super) fn u16(&mut self, value: u16) {
-        self.0.extend(value.to_le_bytes());
-    }
-
     pub(super) fn u32(&mut self, value: u32) {
         self.0.extend(value.to_le_bytes());
     }
@@ -27,12 +23,6 @@ impl Put {
 
     pub(super) fn bytes(&mut self, bytes: &[u8]) {
         self.0.extend(bytes);
-    }
-
-    /// A length of 2 bytes, and the text. Callers have checked the length.
-    pub(super) fn text(&mut self, text: &str) {
-        self.u16(u16::try_from(text.len()).expect("texts are checked to be shorter"));
-        self.bytes(text.as_bytes());
     }
 
     /// 7 bits a byte, low ones first, the top bit says that more follow.
@@ -84,12 +74,6 @@ impl<'a> Take<'a> {
 
     pub(super) fn id(&mut self) -> Result<[u8; 16], Malformed> {
         self.array()
-    }
-
-    pub(super) fn text(&mut self) -> Result<String, Malformed> {
-        let len = self.u16()?;
-        let text = std::str::from_utf8(self.bytes(len.into())?);
-        text.map(str::to_owned).map_err(|_| Malformed("a text is not UTF-8"))
     }
 
     pub(super) fn varint(&mut self) -> Result<u64, Malformed> {
@@ -156,8 +140,6 @@ mod tests {
         assert!(Take(&[0x80]).varint().is_err());
         assert!(Take(&[0xff; 10]).varint().is_err());
         assert_eq!(Take(&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]).varint(), Ok(u64::MAX));
-        assert!(Take(&[5, 0, b'a']).text().is_err());
-        assert!(Take(&[1, 0, 0xff]).text().is_err());
         assert!(Take(&[0]).end().is_err());
     }
 }

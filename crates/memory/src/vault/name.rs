@@ -5,6 +5,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::str::FromStr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
 use super::error::{Result, VaultError};
 
 /// Tells one snapshot from every other; drawn when its writer begins. Ids begin with the time, so names sort by it.
@@ -58,8 +60,21 @@ impl FromStr for SnapshotId {
     }
 }
 
+impl Serialize for SnapshotId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for SnapshotId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
 /// What an object holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 #[repr(u8)]
 pub enum ObjectKind {
     /// Pages that the guest cannot live without.
@@ -83,7 +98,7 @@ impl ObjectKind {
 }
 
 /// The name of an object: the snapshot that wrote it, and what it holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ObjectName {
     /// Who wrote it.
     pub owner: SnapshotId,

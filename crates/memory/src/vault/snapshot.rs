@@ -10,7 +10,6 @@ use std::sync::OnceLock;
 
 use super::Vault;
 use super::error::{Result, VaultError};
-use super::hiding::Hiding;
 use super::info::Info;
 use super::metadata::{Metadata, Outline};
 use super::name::{ObjectKind, ObjectName, SnapshotId};
@@ -21,6 +20,7 @@ use super::sources::Sources;
 use super::survey::Survey;
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::{ClassMap, PageClass};
+use crate::hide::Hiding;
 
 pub use order::{Order, Want};
 

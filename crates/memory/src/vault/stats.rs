@@ -1,10 +1,11 @@
 //! What a snapshot holds, what it costs, and what each cause saved.
 
-use super::bytes::{Malformed, Put, Take};
+use serde::{Deserialize, Serialize};
+
 use crate::address::PAGE_BYTES;
 
 /// Counts of one snapshot, taken while it was written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stats {
     /// Pages of the machine.
     pub pages: u64,
@@ -43,8 +44,6 @@ pub struct Stats {
     /// Copies of clean pages.
     pub copies_clean: u64,
 }
-
-const FIELDS: usize = 18;
 
 /// Against as many full copies as there are of critical pages: bytes that each cause saved, one after another in this
 /// order, so that `full` less all of them is `used`.
@@ -98,46 +97,15 @@ impl Stats {
         savings
     }
 
-    fn fields(&mut self) -> [&mut u64; FIELDS] {
-        [
-            &mut self.pages,
-            &mut self.free,
-            &mut self.clean,
-            &mut self.zero_critical,
-            &mut self.zero_clean,
-            &mut self.refilled,
-            &mut self.dropped,
-            &mut self.same_critical,
-            &mut self.same_clean,
-            &mut self.older_critical,
-            &mut self.older_clean,
-            &mut self.stored_critical,
-            &mut self.stored_clean,
-            &mut self.bytes_critical,
-            &mut self.bytes_clean,
-            &mut self.bytes_metadata,
-            &mut self.copies_critical,
-            &mut self.copies_clean,
-        ]
-    }
-
-    /// Adds the counts of a part of the pages.
-    pub(super) fn add(&mut self, mut part: Self) {
-        for (sum, more) in self.fields().into_iter().zip(part.fields()) {
-            *sum += *more;
-        }
-    }
-
-    pub(super) fn encode(mut self, put: &mut Put) {
-        self.fields().into_iter().for_each(|field| put.u64(*field));
-    }
-
-    pub(super) fn decode(take: &mut Take<'_>) -> Result<Self, Malformed> {
-        let mut stats = Self::default();
-        for field in stats.fields() {
-            *field = take.u64()?;
-        }
-        Ok(stats)
+    /// Adds what a thread counted of its pages.
+    pub(super) fn add(&mut self, part: &Self) {
+        self.dropped += part.dropped;
+        self.same_critical += part.same_critical;
+        self.same_clean += part.same_clean;
+        self.older_critical += part.older_critical;
+        self.older_clean += part.older_clean;
+        self.stored_critical += part.stored_critical;
+        self.stored_clean += part.stored_clean;
     }
 }
 

@@ -13,14 +13,17 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::bytes::{Malformed, Put, Take};
 use super::error::{Result, VaultError};
-use super::hiding::Hiding;
+use super::hiding;
 use super::pages::{Content, Entry, PageNumber, Pages, Place};
 use super::refill::{self, Refill};
 use super::sources::Sources;
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::PageClass;
+use crate::hide::Hiding;
 
 /// Pages of the guest that a piece speaks of, at most.
 pub(super) const PIECE_PAGES: u64 = 1024;
@@ -36,7 +39,8 @@ pub(super) const MAX_BLOB_NAME: usize = 100;
 const LENGTH: usize = 4;
 
 /// Which table.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 enum Kind {
     Pages,
     Hiding,
@@ -55,11 +59,12 @@ pub(super) struct Tables<'a> {
 }
 
 /// Where the pages of a snapshot's tables lie.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Index {
     /// With the number of their pages.
     tables: Vec<(Kind, u64)>,
     /// Of all tables, one after another.
+    #[serde(skip)]
     places: Pages,
 }
 
@@ -81,7 +86,7 @@ impl Tables<'_> {
             Ok::<_, VaultError>(())
         };
         table(Kind::Pages, &|put| self.pages.encode_pieces(put))?;
-        table(Kind::Hiding, &|put| self.hiding.encode_pieces(put))?;
+        table(Kind::Hiding, &|put| hiding::encode_pieces(self.hiding, put))?;
         table(Kind::Refill, &|put| refill::encode_pieces(self.refill, put))?;
         for (name, blob) in self.blobs {
             table(Kind::Blob(name.clone()), &|put| put(blob))?;
@@ -133,52 +138,28 @@ impl Index {
         self.places.objects()
     }
 
-    pub(super) fn encode(&self, put: &mut Put) {
-        put.u16(self.tables.len() as u16);
-        for (kind, pages) in &self.tables {
-            match kind {
-                Kind::Pages => put.u8(1),
-                Kind::Hiding => put.u8(2),
-                Kind::Refill => put.u8(3),
-                Kind::Blob(name) => {
-                    put.u8(4);
-                    put.text(name);
-                }
-            }
-            put.varint(*pages);
-        }
+    pub(super) fn encode_places(&self, put: &mut Put) {
         self.places.encode(put);
     }
 
-    /// Reads the index of a machine that has `count` pages.
-    pub(super) fn decode(take: &mut Take<'_>, count: u64) -> Result<Self, Malformed> {
-        let tables = take.u16()?;
-        if usize::from(tables) > MAX_BLOBS + 3 {
+    /// Reads where the pages of the tables lie, of a machine that has `count` pages.
+    pub(super) fn decode_places(&mut self, take: &mut Take<'_>, count: u64) -> Result<(), Malformed> {
+        if self.tables.len() > MAX_BLOBS + 3 {
             return Err(Malformed("it has too many tables"));
         }
-        let mut index = Self { tables: Vec::new(), places: Pages::default() };
-        for _ in 0..tables {
-            let kind = match take.u8()? {
-                1 => Kind::Pages,
-                2 => Kind::Hiding,
-                3 => Kind::Refill,
-                4 => Kind::Blob(take.text()?),
-                _ => return Err(Malformed("a table is of no known kind")),
-            };
-            if index.range(&kind).is_some() {
-                return Err(Malformed("a table is there twice"));
-            }
-            index.tables.push((kind, take.varint()?));
+        if (1..self.tables.len())
+            .any(|at| self.tables[..at].iter().any(|(kind, _)| *kind == self.tables[at].0))
+        {
+            return Err(Malformed("a table is there twice"));
         }
-        let pages = index.tables.first().filter(|(kind, _)| *kind == Kind::Pages);
+        let pages = self.tables.first().filter(|(kind, _)| *kind == Kind::Pages);
         let (_, pages) = pages.ok_or(Malformed("it has no pages"))?;
-        let others = index.pages_of_others().filter(|others| *others <= MAX_PAGES);
+        let others = self.pages_of_others().filter(|others| *others <= MAX_PAGES);
         let is_short = *pages <= count.div_ceil(PIECE_PAGES) * MOST_OF_PIECE;
         let others = others.filter(|_| is_short).ok_or(Malformed("a table is too long"))?;
-        index.places = Pages::decode(take, pages + others)?;
-        let is_kept = |entry: Entry| entry.class == PageClass::Critical;
-        let all_kept = index.places.runs().all(|(_, _, entry)| is_kept(entry));
-        if all_kept { Ok(index) } else { Err(Malformed("a page of a table is not critical")) }
+        self.places = Pages::decode(take, pages + others)?;
+        let all_kept = self.places.runs().all(|(_, _, entry)| entry.class == PageClass::Critical);
+        if all_kept { Ok(()) } else { Err(Malformed("a page of a table is not critical")) }
     }
 
     /// Pages of all tables but the first.
@@ -231,11 +212,11 @@ impl Index {
     /// # Errors
     /// As [`Self::pages`].
     pub(super) fn hiding(&self, sources: &Sources) -> Result<Hiding, Vec<String>> {
-        let mut hiding = Hiding::default();
+        let mut found = Hiding::default();
         for piece in self.pieces(&Kind::Hiding, sources) {
-            decode(&piece?, |take| hiding.decode_more(take))?;
+            decode(&piece?, |take| hiding::decode_more(&mut found, take))?;
         }
-        Ok(hiding)
+        Ok(found)
     }
 
     /// What lies on the guest's disks, of which there are so many.

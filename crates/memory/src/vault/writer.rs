@@ -22,6 +22,7 @@ use std::thread::JoinHandle;
 use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
 
+use super::Vault;
 use super::error::{Result, VaultError};
 use super::extent::is_zero;
 use super::info::{DiskState, Info};
@@ -33,9 +34,9 @@ use super::policy::Policy;
 use super::refill::Refill;
 use super::repository::Held;
 use super::stats::Stats;
-use super::{Hiding, Vault};
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::PageClass;
+use crate::hide::Hiding;
 use crate::ram::Layout;
 use output::Output;
 pub(super) use output::{Building, Copies};

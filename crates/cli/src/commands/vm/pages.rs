@@ -142,7 +142,7 @@ fn report(layout: &Layout, pages: &Pages) -> Report {
         pages: layout.bytes() / PAGE_BYTES as u64,
         classes,
         causes,
-        clean_folios: pages.hides.len(),
+        clean_folios: pages.hiding.len(),
         located_blocks: pages.origins.len(),
         disks: pages.disks.iter().map(|disk| disk.name.clone()).collect(),
         seconds: 0.0,

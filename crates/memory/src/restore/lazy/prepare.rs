@@ -61,8 +61,8 @@ pub fn prepare(
     let before = memory.left();
     lost.extend(clean.into_iter().flatten().filter(|frame| memory.give_up(*frame)));
     let mut refilled = 0;
+    lost.sort_unstable();
     if let Some(refill) = refill {
-        lost.sort_unstable();
         let absent = lost.len();
         lost = refill.pages(&lost, Some(deadline), |frame, bytes| memory.put(frame, bytes))?;
         refilled = (absent - lost.len()) as u64;

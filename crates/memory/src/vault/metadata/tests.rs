@@ -50,3 +50,18 @@ fn tables_never_lie_among_clean_pages() {
     let read = Metadata::read(metadata.info.id, &Bytes(metadata.encode()));
     assert_eq!(read, Err(Malformed("a page lies in no object")));
 }
+
+#[test]
+fn what_is_out_of_bounds_is_refused() {
+    let read = |change: fn(&mut Info)| {
+        let mut metadata = metadata();
+        change(&mut metadata.info);
+        Metadata::read(metadata.info.id, &Bytes(metadata.encode()))
+    };
+    read(|_| ()).unwrap();
+    read(|info| info.critical_copies = 0).unwrap_err();
+    read(|info| info.clean_copies = info.critical_copies + 1).unwrap_err();
+    read(|info| info.name = "a/b".to_owned()).unwrap_err();
+    read(|info| info.labels = vec![Default::default(); 33]).unwrap_err();
+    read(|info| info.objects.get_mut(&7).unwrap().name.kind = ObjectKind::Metadata).unwrap_err();
+}

@@ -1,7 +1,6 @@
 use std::sync::Arc;
 
 use super::super::extent::{self, ExtentId};
-use super::super::hiding::Mask;
 use super::super::info::ObjectUse;
 use super::super::name::{ObjectKind, ObjectName, SnapshotId};
 use super::super::object::{self, ExtentPlace};
@@ -10,6 +9,7 @@ use super::super::survey::Survey;
 use super::super::{DirectoryRepository, Repository, Vault};
 use super::*;
 use crate::address::Physical;
+use crate::hide::Clear;
 
 const OBJECT: u16 = 3;
 
@@ -67,8 +67,8 @@ fn tables_read_back() {
     });
     let pages = Pages::new(words).unwrap();
     let frames = (0..2500).step_by(3).map(Frame::new);
-    let mask = Mask { at: Physical::new(0x1234), width: 8, clear: 8 };
-    let hiding = Hiding::new(frames.clone().map(|frame| (frame, vec![mask])).collect());
+    let clear = Clear { at: Physical::new(0x1234), mask: 8 };
+    let hiding = frames.clone().map(|frame| (frame, [clear])).collect();
     let pieces = vec![DiskPiece { disk: 0, offset: 1 << 30, len: 4096 }];
     let refill: Vec<_> = frames.map(|frame| (frame, Refill::new(&[1; PAGE_BYTES], pieces.clone()))).collect();
     let whole = PAGE_BYTES - LENGTH;
@@ -77,10 +77,10 @@ fn tables_read_back() {
     let tables = Tables { pages: &pages, hiding: &hiding, refill: &refill, blobs: &blobs };
     let (index, stored) = written(&tables);
     let mut put = Put::default();
-    index.encode(&mut put);
-    let mut take = Take(&put.0);
-    assert_eq!(Index::decode(&mut take, 2500).unwrap(), index);
-    take.end().unwrap();
+    index.encode_places(&mut put);
+    let mut read = Index { places: Pages::default(), ..index.clone() };
+    read.decode_places(&mut Take(&put.0), 2500).unwrap();
+    assert_eq!(read, index);
     let (_dir, sources) = sources(&stored);
     assert_eq!(index.pages(&sources, 2500).unwrap(), pages);
     assert!(index.pages(&sources, 2501).is_err() && index.pages(&sources, 2499).is_err());
@@ -98,8 +98,9 @@ fn decoded(tables: &[(Kind, u64)], places: &[(Content, u64)]) -> Result<Index, M
         index.places.push(Entry { class: PageClass::Critical, content: *content }, *len);
     }
     let mut put = Put::default();
-    index.encode(&mut put);
-    Index::decode(&mut Take(&put.0), 1000)
+    index.encode_places(&mut put);
+    index.decode_places(&mut Take(&put.0), 1000)?;
+    Ok(index)
 }
 
 #[test]

@@ -66,7 +66,7 @@ impl Writer {
         }
         self.send = None;
         for thread in self.threads.drain(..) {
-            self.stats.add(thread.join().map_err(|_| VaultError::Worker)?);
+            self.stats.add(&thread.join().map_err(|_| VaultError::Worker)?);
         }
         self.shared.check()
     }

@@ -9,7 +9,7 @@ use crate::address::{Frame, Physical};
 /// Bits to clear in one little-endian word of eight bytes of guest memory: `word &= !mask`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Clear {
-    /// Where the word begins; a multiple of eight, so it lies in one page.
+    /// Where the word begins.
     pub at: Physical,
     /// The bits to clear.
     pub mask: u64,
@@ -17,7 +17,7 @@ pub struct Clear {
 
 impl Clear {
     /// Bytes of the word.
-    pub const BYTES: u8 = 8;
+    pub const BYTES: u64 = 8;
 }
 
 /// What hides one folio (one page, or several that the guest manages as one) from the guest.
@@ -29,18 +29,25 @@ pub struct Hide<'a> {
     pub first: Frame,
     /// Number of its pages, at least 1.
     pub pages: u32,
-    /// All of these must be done.
+    /// All of these must be done; at least one.
     pub clears: &'a [Clear],
 }
 
-/// The [`Hide`]s of a guest, in order of their frames, none overlapping another.
-#[derive(Clone, Debug, Default)]
-pub struct Hides {
+impl Hide<'_> {
+    /// The frame after its last page.
+    pub fn end(&self) -> u64 {
+        self.first.get() + u64::from(self.pages)
+    }
+}
+
+/// What hides the clean pages of a guest: folios in order of their frames, none overlapping another.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Hiding {
     folios: Vec<Folio>,
     clears: Vec<Clear>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Folio {
     first: Frame,
     pages: u32,
@@ -48,17 +55,17 @@ struct Folio {
     clears_end: usize,
 }
 
-impl Hides {
-    /// Adds what hides the `pages` pages from `first` on.
-    ///
-    /// # Panics
-    /// When the folio does not lie after all others, or there is nothing to clear.
-    pub fn push(&mut self, first: Frame, pages: u32, clears: &[Clear]) {
+impl Hiding {
+    /// Adds what hides the `pages` pages from `first` on; `None` when the folio does not lie after all others, or there is
+    /// nothing to clear.
+    #[must_use]
+    pub fn push(&mut self, first: Frame, pages: u32, clears: &[Clear]) -> Option<()> {
         let after = self.folios.last().map_or(0, |last| last.first.get() + u64::from(last.pages));
-        assert!(first.get() >= after && pages > 0, "folios come in order: {first} after {after:#x}");
-        assert!(!clears.is_empty(), "a folio without a flag cannot be hidden");
+        first.get().checked_add(pages.into())?;
+        (first.get() >= after && pages > 0 && !clears.is_empty()).then_some(())?;
         self.clears.extend_from_slice(clears);
         self.folios.push(Folio { first, pages, clears_end: self.clears.len() });
+        Some(())
     }
 
     /// Number of folios.
@@ -74,8 +81,7 @@ impl Hides {
     /// What hides the folio that `frame` belongs to.
     pub fn of(&self, frame: Frame) -> Option<Hide<'_>> {
         let index = self.folios.partition_point(|folio| folio.first <= frame).checked_sub(1)?;
-        let folio = self.folios[index];
-        (frame.get() - folio.first.get() < u64::from(folio.pages)).then(|| self.at(index))
+        Some(self.at(index)).filter(|hide| frame.get() < hide.end())
     }
 
     /// All of them, in order of their frames.
@@ -90,33 +96,15 @@ impl Hides {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn clear(at: u64) -> Clear {
-        Clear { at: Physical::new(at), mask: 4 }
-    }
-
-    #[test]
-    fn a_page_is_hidden_with_its_whole_folio() {
-        let mut hides = Hides::default();
-        hides.push(Frame::new(3), 1, &[clear(0x100), clear(0x200)]);
-        hides.push(Frame::new(8), 4, &[clear(0x300)]);
-        assert_eq!(hides.of(Frame::new(3)).unwrap().clears, [clear(0x100), clear(0x200)]);
-        let large = hides.of(Frame::new(11)).unwrap();
-        assert_eq!((large.first, large.pages, large.clears), (Frame::new(8), 4, &[clear(0x300)][..]));
-        for none in [0, 2, 4, 7, 12] {
-            assert_eq!(hides.of(Frame::new(none)), None, "frame {none}");
+/// Single pages in order, each with what hides it.
+impl<C: AsRef<[Clear]>> FromIterator<(Frame, C)> for Hiding {
+    fn from_iter<I: IntoIterator<Item = (Frame, C)>>(pages: I) -> Self {
+        let mut hiding = Self::default();
+        for (frame, clears) in pages {
+            hiding
+                .push(frame, 1, clears.as_ref())
+                .expect("pages come in order, each with something to clear");
         }
-        assert_eq!(hides.iter().count(), hides.len());
-    }
-
-    #[test]
-    #[should_panic(expected = "folios come in order")]
-    fn overlapping_folios_are_a_bug() {
-        let mut hides = Hides::default();
-        hides.push(Frame::new(8), 4, &[clear(0)]);
-        hides.push(Frame::new(11), 1, &[clear(0)]);
+        hiding
     }
 }
