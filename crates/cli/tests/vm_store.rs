@@ -234,6 +234,23 @@ fn a_vault_that_others_can_write_to_is_read_with_a_warning_and_not_written() {
     run_ok(repositories.args(&["delete", "web@mon"]));
 }
 
+/// Killed after it removed the metadata, and before the objects.
+#[test]
+fn a_delete_that_was_killed_is_finished_when_it_is_repeated() {
+    let repositories = Repositories::new();
+    let id = repositories.save("mon", 20_000);
+    for repository in repositories.paths() {
+        std::fs::remove_file(repository.join(format!("{id}.snapshot"))).unwrap();
+    }
+    let before = du(&repositories);
+    assert!(
+        run_err(1, repositories.args(&["delete", "web@mon", "--dry-run"])).contains("no snapshot web@mon")
+    );
+    let done = run_json(repositories.args(&["delete", "web@mon", "--json"]));
+    assert_eq!(done["freed"].as_u64(), Some(before - du(&repositories)));
+    assert!(run_err(1, repositories.args(&["delete", "web@mon"])).contains("no snapshot web@mon"));
+}
+
 #[test]
 fn damage_is_told_by_exit_codes_and_repaired() {
     let repositories = Repositories::new();

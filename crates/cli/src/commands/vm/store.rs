@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use vmstrata_disk::snapshot::Keep;
 use vmstrata_memory::vault::{
-    Deleted, DiskState, Info, Listed, RepositoryAddress, SnapshotId, Vault, VaultError, Which,
+    Compact, Deleted, DiskState, Info, Listed, RepositoryAddress, SnapshotId, Vault, VaultError, Which,
 };
 
 use crate::args::{
@@ -59,8 +59,8 @@ pub fn open(args: &VaultArgs) -> Result<Arc<Vault>> {
 }
 
 /// The ids of the snapshots that are meant.
-fn ids(vault: &Vault, which: &[Which]) -> Result<Vec<SnapshotId>> {
-    Ok(which.iter().map(|which| vault.find_id(which)).collect::<Result<_, _>>()?)
+fn ids(vault: &Vault, which: &[Which]) -> Result<Vec<SnapshotId>, VaultError> {
+    which.iter().map(|which| vault.find_id(which)).collect()
 }
 
 fn run_list(args: &VmListArgs) -> Result<()> {
@@ -93,13 +93,31 @@ fn run_delete(args: &VmDeleteArgs) -> Result<()> {
     let vault = open(&args.vault)?;
     let listed = vault.list()?;
     args.snapshots.iter().try_for_each(|which| refuse_unnamed(which, &listed))?;
-    let ids = ids(&vault, &args.snapshots)?;
+    let is_none_there = || args.snapshots.iter().all(|which| vault.find_id(which).is_err());
+    let ids = match ids(&vault, &args.snapshots) {
+        Err(missing @ VaultError::NotFound(_)) if !args.dry_run && is_none_there() => {
+            return finish_delete(&vault, missing, args);
+        }
+        ids => ids?,
+    };
     let names = ids.iter().map(|id| title(*id, &listed)).collect();
     let disks = disks_of(&listed, &ids);
     if args.dry_run {
         return report::tell_delete_plan(names, &disks, args.disks.disks, args.json);
     }
     delete(&vault, &ids, names, disks, &args.disks)?.tell(args.json)
+}
+
+/// Removes the objects that a killed delete has left; its snapshots are not listed any more.
+///
+/// # Errors
+/// `missing` if there are no such objects.
+fn finish_delete(vault: &Vault, missing: VaultError, args: &VmDeleteArgs) -> Result<()> {
+    if vault.collectable(Compact::default())?.objects == 0 {
+        return Err(missing.into());
+    }
+    eprintln!("vmstrata: {missing}; finishing a delete that was interrupted");
+    delete(vault, &[], Vec::new(), Vec::new(), &args.disks)?.tell(args.json)
 }
 
 /// Refuses a guest alone: which of its snapshots is the newest may have changed since the user looked.
