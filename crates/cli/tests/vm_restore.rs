@@ -4,6 +4,7 @@ mod support;
 
 use std::path::PathBuf;
 use std::process::{Child, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -152,7 +153,9 @@ struct Restoring {
 
 impl Restoring {
     fn start(repositories: &Repositories, flags: &[&str], qemu: &[&str]) -> Self {
-        let started = repositories.path("started");
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let started = repositories.path(&format!("started-{number}"));
         let script = format!("echo $$ > {0}.new; mv {0}.new {0}; exec sleep 600", started.display());
         let mut command = vmstrata();
         command.args(repositories.args("web@mon", flags, &script)).args(qemu).stderr(Stdio::null());
@@ -204,6 +207,23 @@ fn a_restore_that_is_killed_before_the_guest_runs_leaves_nothing() {
         assert!(!restoring.runs());
         it.repositories.assert_nothing_left();
     }
+}
+
+#[test]
+fn restores_at_once_make_clones_of_different_names() {
+    let it = WithDisk::new();
+    it.images.write_layer("web.qcow2", &["write -P 7 1M 64k"]);
+    let (drive, control) = (it.drive(), it.images.name("no-server"));
+    let flags = ["--clone-disks", "--control", &control];
+    let start = || Restoring::start(&it.repositories, &flags, &["sh", "-drive", &drive]);
+    let mut both = std::thread::scope(|scope| {
+        let threads = [scope.spawn(start), scope.spawn(start)];
+        threads.map(|thread| thread.join().expect("starts"))
+    });
+    for clone in ["web.mon.clone.qcow2", "web.mon.clone-2.qcow2"] {
+        assert!(it.images.path(clone).exists(), "{clone}");
+    }
+    both.iter_mut().for_each(|restoring| _ = restoring.end(Signal::TERM));
 }
 
 /// A server goes on with a clone that it was asked for.

@@ -29,6 +29,9 @@ use crate::client::Client;
 use crate::commands::snapshot::live::is_file_of;
 use crate::output::counted;
 
+/// Names that are tried for a clone while other processes take them.
+const CLONE_TRIES: u32 = 16;
+
 /// How QEMU gets to a disk.
 #[derive(Clone, Debug)]
 enum Way {
@@ -213,7 +216,7 @@ impl<'a> GuestDisks<'a> {
         Ok((qemu, files))
     }
 
-    /// Makes a clone; returns what QEMU is to be given (a path, a socket or an export), and the clone's file.
+    /// Makes a clone; returns what QEMU gets (a path, a socket or an export), and the clone's file.
     fn clone_one(
         &self,
         disk: &Disk,
@@ -222,31 +225,53 @@ impl<'a> GuestDisks<'a> {
         ending: &Ending,
     ) -> Result<(Changed, PathBuf)> {
         let DiskState { disk: path, snapshot: name } = &disk.state;
-        let file = PathBuf::from(absolute(&unused(Path::new(path), dir, &format!("{name}.clone"))));
-        let clone = |served, is_served| {
-            let control = self.args.server.control.clone();
-            Undo::Drop(Clone { file: file.clone(), served, is_served, control })
+        let mut tries = 0;
+        let (file, added) = loop {
+            let free = unused(Path::new(path), dir, &format!("{name}.clone"));
+            let file = PathBuf::from(absolute(&free));
+            tries += 1;
+            match self.make_clone(disk, way, &file, ending) {
+                // Nothing is left of a clone that failed: another process took the name first.
+                Err(_) if tries < CLONE_TRIES && file.symlink_metadata().is_ok() => {}
+                made => break (file, made?),
+            }
         };
-        let changed = match (way, &disk.served) {
-            (Way::File, _) | (_, None) => {
-                ending.undo(clone(None, false))?;
-                let made = snapshot::clone(Path::new(path), name, &file, &self.options(disk)?);
-                // Nothing is left of one that failed, and the file may be another's.
-                made.or_else(|error| ending.change(None).and(Err(error.into())))?;
-                Changed { to: file.display().to_string(), export: String::new() }
-            }
-            (Way::Export(export), Some(served)) => {
-                // Not the file's own: several guests may have a disk of that name.
-                let name_there = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-                ending.undo(clone(Some(name_there.clone()), false))?;
-                let added = self.serve_clone(served, name, &file, name_there);
-                let added = added.or_else(|error| ending.change(None).and(Err(error)))?;
-                ending.change(Some(clone(Some(added.clone()), true)))?;
-                self.lead_to(export, &served.name, &added)?
-            }
+        let changed = match (way, &disk.served, added) {
+            (Way::Export(export), Some(served), Some(added)) => self.lead_to(export, &served.name, &added)?,
+            _ => Changed { to: file.display().to_string(), export: String::new() },
         };
         eprintln!("vmstrata: {}: clone of {path} at {name}, the guest's disk from now on", file.display());
         Ok((changed, file))
+    }
+
+    /// Makes a clone in a new file; returns its name in the server, if the server made it.
+    ///
+    /// # Errors
+    /// A file of that name; what the host or the server says. Nothing is then left.
+    fn make_clone(&self, disk: &Disk, way: &Way, file: &Path, ending: &Ending) -> Result<Option<String>> {
+        let DiskState { disk: path, snapshot: name } = &disk.state;
+        let clone = |served, is_served| {
+            let control = self.args.server.control.clone();
+            Undo::Drop(Clone { file: file.to_owned(), served, is_served, control })
+        };
+        match (way, &disk.served) {
+            (Way::File, _) | (_, None) => {
+                ending.undo(clone(None, false))?;
+                let made = snapshot::clone(Path::new(path), name, file, &self.options(disk)?);
+                // The file may be another's.
+                made.or_else(|error| ending.change(None).and(Err(error.into())))?;
+                Ok(None)
+            }
+            (Way::Export(_), Some(served)) => {
+                // Not the file's own: several guests may have a disk of that name.
+                let name_there = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                ending.undo(clone(Some(name_there.clone()), false))?;
+                let added = self.serve_clone(served, name, file, name_there);
+                let added = added.or_else(|error| ending.change(None).and(Err(error)))?;
+                ending.change(Some(clone(Some(added.clone()), true)))?;
+                Ok(Some(added))
+            }
+        }
     }
 
     /// Has the server serve a clone; returns its name there.
