@@ -30,7 +30,6 @@ mod offline;
 mod overlay;
 mod prepare;
 mod prune;
-mod second_name;
 mod state;
 mod stood_on;
 
@@ -49,7 +48,7 @@ pub(crate) use list::pick;
 pub use list::{Snapshot, State, find, list, recorded_in, resolve};
 pub use offline::{Created, RevertOptions, Reverted, clone, create, revert};
 pub(crate) use offline::{lock_finalized, lock_if_free, name_from};
-pub use prepare::{PrepareOptions, Prepared, Published, Step, prepare};
+pub use prepare::{PrepareOptions, Prepared, Step, prepare};
 pub(crate) use prepare::{check_ready, prepare_live};
 pub use prune::{MEMORY_LABEL, Pruning};
 

@@ -212,11 +212,12 @@ fn publish<'disk>(
     prepared: Vec<Prepared>,
 ) -> (Vec<Switch<'disk>>, Option<Error>) {
     let mut published = Vec::with_capacity(switches.len());
-    for (switch, prepared) in switches.into_iter().zip(prepared) {
-        // Once renamed, what is written must go to the overlay, or nowhere.
-        let flushed =
-            prepared.rename().map(|renamed| renamed.flush().map_err(|error| switch.disk.fail(error)));
-        match flushed.and_then(|flushed| flushed) {
+    for (switch, mut prepared) in switches.into_iter().zip(prepared) {
+        let flushed = prepared.rename().and_then(|()| {
+            // Once renamed, what is written must go to the overlay, or nowhere.
+            prepared.flush_names().map_err(|error| switch.disk.fail(error))
+        });
+        match flushed {
             Ok(()) => published.push(switch),
             Err(error) => return (published, Some(error)),
         }

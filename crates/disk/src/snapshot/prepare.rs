@@ -1,16 +1,17 @@
 //! The change itself, in two halves: everything that can fail or take time, and one rename.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
+use rustix::io::Errno;
 use vmstrata_qcow2::SnapshotInfo;
-use vmstrata_store::{FileId, prealloc};
+use vmstrata_store::{FileId, Place, prealloc};
 
 use super::fault::SnapshotFault;
 use super::interrupted;
 use super::overlay::{self, Below};
-use super::second_name::{self, SecondName};
 use crate::atomic_file::{Temporary, flush_directory};
-use crate::error::{IoContext as _, Result};
+use crate::error::{Error, IoContext as _, Result};
 use crate::layer::Format;
 use crate::names;
 
@@ -61,16 +62,8 @@ pub struct Prepared {
     active: PathBuf,
     identity: FileId,
     /// The active file's second name.
-    second: Option<SecondName>,
+    second: Option<(Place, PathBuf)>,
     is_published: bool,
-    on_step: fn(Step),
-}
-
-/// A snapshot that the disk's path leads to, but of which a power failure may still lose every trace.
-#[derive(Debug)]
-#[must_use = "until the names are flushed, nothing written to the overlay is safe"]
-pub struct Published {
-    active: PathBuf,
     on_step: fn(Step),
 }
 
@@ -140,7 +133,7 @@ pub(crate) fn check_ready(active: &Path, info: &SnapshotInfo, format: Format) ->
     below.overlay(names::sibling(name), info)?;
     match frozen.symlink_metadata() {
         // What a killed process left is removed when this is done in earnest.
-        Ok(there) if second_name::is(&there, below.identity.file) => Ok(()),
+        Ok(there) if FileId::of(&there) == below.identity.file => Ok(()),
         Ok(_) => Err(SnapshotFault::Exists { path: frozen }.into()),
         Err(_) => Ok(()),
     }
@@ -198,17 +191,28 @@ impl Prepared {
     /// A name that is taken, or a file system without second names.
     pub(crate) fn link(&mut self, path: PathBuf) -> Result<()> {
         (self.on_step)(Step::Link);
-        let second = SecondName::give(&self.active, path, self.on_step)?;
-        if file_at(second.path())? != self.identity {
+        let give = || -> io::Result<Place> {
+            let place = Place::of(&path)?;
+            Place::of(&self.active)?.link(&place)?;
+            Ok(place)
+        };
+        let place = give().map_err(|error| match Errno::from_io_error(&error) {
+            Some(Errno::EXIST) => SnapshotFault::Exists { path: path.clone() }.into(),
+            Some(Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS | Errno::MLINK | Errno::XDEV) => {
+                SnapshotFault::NoLinks { path: path.clone(), source: error }.into()
+            }
+            _ => Error::io("give the file its second name", error),
+        })?;
+        let (_, path) = self.second.insert((place, path));
+        if file_at(path)? != self.identity {
             return Err(SnapshotFault::Replaced.into());
         }
-        self.second = Some(second);
         Ok(())
     }
 
     /// The overlay, under its temporary name: complete, empty, and standing on [`Prepared::frozen_path`].
     ///
-    /// Nothing that a guest was promised may be in it alone before [`Published::flush`] is done.
+    /// Nothing that a guest was promised may be in it alone before [`Prepared::publish`] has returned.
     pub fn overlay(&self) -> &Path {
         self.overlay.path()
     }
@@ -223,23 +227,23 @@ impl Prepared {
     /// # Panics
     /// Never for what [`prepare`] returned.
     pub fn frozen_path(&self) -> &Path {
-        self.second.as_ref().expect("prepare() gives the file a second name").path()
+        &self.second.as_ref().expect("prepare() gives the file a second name").1
     }
 
     /// Lets the disk's path lead to the overlay, and brings that to stable storage.
     ///
     /// # Errors
-    /// As [`Prepared::rename`] and [`Published::flush`], which tell apart whether anything has changed.
-    pub fn publish(self) -> Result<()> {
-        self.rename()?.flush()
+    /// As [`Prepared::rename`] and [`Prepared::flush_names`], of which the first alone means that nothing has changed.
+    pub fn publish(mut self) -> Result<()> {
+        self.rename()?;
+        self.flush_names()
     }
 
     /// Lets the disk's path lead to the overlay: one system call.
     ///
     /// # Errors
-    /// A path that leads to another file meanwhile; whatever the host reports. Nothing has then changed, and what was
-    /// prepared is undone.
-    pub fn rename(mut self) -> Result<Published> {
+    /// A path that leads to another file meanwhile; whatever the host reports. Nothing has then changed.
+    pub(crate) fn rename(&mut self) -> Result<()> {
         (self.on_step)(Step::Rename);
         let rename = || -> Result<()> {
             if file_at(&self.active)? != self.identity {
@@ -251,19 +255,14 @@ impl Prepared {
         };
         rename().map_err(|error| error.in_file(&self.active))?;
         self.is_published = true;
-        if let Some(second) = &mut self.second {
-            second.keep();
-        }
-        Ok(Published { active: self.active.clone(), on_step: self.on_step })
+        Ok(())
     }
-}
 
-impl Published {
     /// Brings the names to stable storage.
     ///
     /// # Errors
     /// Whatever the host reports: the snapshot is there, but a power failure may undo it and what was written since.
-    pub fn flush(self) -> Result<()> {
+    pub(crate) fn flush_names(&self) -> Result<()> {
         (self.on_step)(Step::FlushNames);
         flush_directory(&self.active).map_err(|error| error.in_file(&self.active))
     }
@@ -271,11 +270,15 @@ impl Published {
 
 impl Drop for Prepared {
     fn drop(&mut self) {
-        // In this order: a second name without the temporary one would not be recognised.
-        self.second = None;
-        if !self.is_published {
-            (self.on_step)(Step::Remove);
+        if self.is_published {
+            return;
         }
+        // In this order: a second name without the temporary one would not be recognised.
+        if let Some((place, _)) = self.second.take() {
+            (self.on_step)(Step::Unlink);
+            let _ = place.remove();
+        }
+        (self.on_step)(Step::Remove);
     }
 }
 
