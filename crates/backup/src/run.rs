@@ -76,12 +76,8 @@ fn open(
     resources: &Arc<Resources>,
     watch: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<(Arc<Disk>, Plan)> {
-    let open = OpenOptions {
-        read_only: true,
-        allow_backing: options.allow_backing.clone(),
-        format: state.format,
-        ..OpenOptions::default()
-    };
+    let allow_backing = options.allow_backing.clone();
+    let open = state.open_options(OpenOptions { read_only: true, allow_backing, ..OpenOptions::default() });
     let disk = Disk::open(&state.path, &open, resources)?;
     let plan = match &options.since {
         None => plan_all(&disk, watch)?,

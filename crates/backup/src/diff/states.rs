@@ -125,8 +125,13 @@ impl<'a> Walk<'a> {
         options: &DiffOptions,
         resources: &'a Arc<Resources>,
     ) -> Self {
-        let open =
-            OpenOptions { allow_backing: options.allow_backing.clone(), format, ..OpenOptions::default() };
+        let open = OpenOptions {
+            allow_backing: options.allow_backing.clone(),
+            format,
+            // Most often the chain says so, and reading a guest's bytes as bytes is safe.
+            format_is_exact: true,
+            ..OpenOptions::default()
+        };
         let below = FrozenChain::new(path, &open, resources);
         Self { path: path.to_owned(), below, layers: Vec::new(), met: HashMap::new() }
     }
