@@ -26,12 +26,18 @@ fn a_raw_disk_goes_on_as_qcow2_after_its_first_snapshot() {
     }
     let [web, db] = &disks;
     let nbd = format!("unix:{},rw", images.name("nbd.sock"));
-    let start =
-        |format: &str| Server::start(&["--disk", &format!("path={web},format={format}"), "--nbd", &nbd]);
-    let server = start("raw");
+    let db_socket = images.name("db.sock");
+    let io_db = |command: &str| {
+        let uri = format!("nbd+unix:///db?socket={db_socket}");
+        let said = tool_ok("qemu-io", ["-f", "raw", "-c", command, &uri]);
+        assert!(!said.contains("failed"), "{command}: {said}");
+    };
+    let spec = |format: &str| format!("path={web},format={format}");
+    let server = Server::start(&["--disk", &spec("raw"), "--nbd", &nbd]);
     server.ask_ok(["disk", "add", &format!("path={db},format=raw")]);
+    server.ask_ok(["export", "add", "--nbd", &format!("unix:{db_socket},rw")]);
     io(&server, "web", "write -P 1 0 64k");
-    io(&server, "db", "write -P 1 0 64k");
+    io_db("write -P 1 0 64k");
     let said = server.ask_err(["snapshot", "create", web, "--name", "mon"]);
     assert!(said.contains("--convert-raw"), "{said}");
     server.ask_ok(["snapshot", "create", web, db, "--name", "mon", "--convert-raw"]);
@@ -43,15 +49,15 @@ fn a_raw_disk_goes_on_as_qcow2_after_its_first_snapshot() {
     }
     assert!(said.status.success(), "{said:?}");
     io(&server, "web", "write -P 2 0 64k");
-    io(&server, "db", "write -P 2 64k 64k");
-    assert!(server.stop().success());
+    io_db("write -P 2 64k 64k");
+    let runtime = server.crash();
 
-    let said = run_err(1, ["serve", "--disk", &format!("path={web},format=raw"), "--nbd", &nbd]);
+    let said = run_err(1, ["serve", "--disk", &spec("raw"), "--nbd", &nbd]);
     assert!(said.contains("format=qcow2"), "{said}");
-    let server = start("qcow2");
+    let server = Server::start_in(runtime, &["--disk", &spec("qcow2"), "--nbd", &nbd]);
     io(&server, "web", "read -P 2 0 64k");
-    io(&server, "db", "read -P 1 0 64k");
-    io(&server, "db", "read -P 2 64k 64k");
+    io_db("read -P 1 0 64k");
+    io_db("read -P 2 64k 64k");
     assert!(server.stop().success());
     let listed = run_json(["snapshot", "list", web, "-f", "qcow2", "--json"]);
     assert_eq!(names(&listed), ["tue"]);
