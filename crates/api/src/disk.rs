@@ -29,7 +29,7 @@ pub struct DiskSpec {
     /// What becomes of the guest's writes of whole clusters of zeros.
     #[serde(alias = "detect-zeroes", default, skip_serializing_if = "is_default")]
     pub detect_zeroes: DetectZeroes,
-    /// What the disk holds, or held before its first snapshot; looked up in the file if omitted. With `clone`, that of the disk it is made of.
+    /// What the disk's file is, which a snapshot of a raw disk makes qcow2; looked up in the file if omitted. With `clone`, that of the disk it is made of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
     /// Serve the disk as it was at this snapshot; read-only, unless as a clone.
