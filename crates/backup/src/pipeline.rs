@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use parking_lot::Mutex;
 use vmstrata_disk::{Error, Result};
+use vmstrata_job::Bucket;
 
 /// Jobs under way or done and not taken, for each thread.
 const AHEAD: usize = 2;
@@ -17,15 +18,8 @@ const TICK: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub(crate) struct Crew {
     threads: usize,
-    pace: Mutex<Pace>,
+    bucket: Mutex<Bucket>,
     stopped: AtomicBool,
-}
-
-#[derive(Debug)]
-struct Pace {
-    started: Instant,
-    bytes: u64,
-    per_second: Option<u64>,
 }
 
 impl Crew {
@@ -36,18 +30,16 @@ impl Crew {
             0 => std::thread::available_parallelism().map_or(4, usize::from).clamp(4, 16),
             asked => asked.min(64),
         };
-        let per_second = per_second.filter(|rate| *rate > 0);
-        let pace = Mutex::new(Pace { started: Instant::now(), bytes: 0, per_second });
-        Self { threads, pace, stopped: AtomicBool::new(false) }
+        let bucket = Bucket::new(per_second.filter(|rate| *rate > 0), Instant::now());
+        Self { threads, bucket: Mutex::new(bucket), stopped: AtomicBool::new(false) }
     }
 
     /// Waits until `bytes` more may be read, or the work has failed.
     pub(crate) fn wait(&self, bytes: u64) {
         let due = {
-            let mut pace = self.pace.lock();
-            let Some(rate) = pace.per_second else { return };
-            let due = pace.started + Duration::from_secs_f64(pace.bytes as f64 / rate as f64);
-            pace.bytes += bytes;
+            let (mut bucket, now) = (self.bucket.lock(), Instant::now());
+            let due = now + bucket.wait(now);
+            bucket.take(bytes, now);
             due
         };
         while !self.stopped.load(Ordering::Relaxed)

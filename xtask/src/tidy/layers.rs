@@ -18,15 +18,18 @@ pub struct Package {
 const BELOW: &[(&str, &[&str])] = &[
     ("vmstrata-types", &[]),
     ("vmstrata-qcow2", &["vmstrata-types"]),
+    ("vmstrata-job", &[]),
     ("vmstrata-store", &["vmstrata-types"]),
     ("vmstrata-check", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
     ("vmstrata-disk", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-check"]),
-    ("vmstrata-backup", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"]),
+    (
+        "vmstrata-backup",
+        &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk", "vmstrata-job"],
+    ),
     ("vmstrata-export", &["vmstrata-types", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-survey", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-memory", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
     ("vmstrata-api", &["vmstrata-types"]),
-    ("vmstrata-job", &[]),
     (
         "vmstrata-server",
         &[
