@@ -10,10 +10,9 @@
 //! `revert` goes from Serving through Closing and Opening to Serving, with the exports shut meanwhile.
 //!
 //! Invariants: a disk that was opened is closed, whatever fails after it; only a crash leaves one open, and then its
-//! journal replays. Nobody closes a disk while it is lent (`users`). No export leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
+//! journal replays. A disk is not closed while it is lent (`users`). No export leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
-mod counts;
 mod disks;
 mod exports;
 mod jobs;
@@ -22,10 +21,8 @@ mod reconcile;
 mod report;
 mod retention;
 mod revert;
-mod size;
 mod snapshots;
 mod states;
-mod stats;
 mod users;
 
 use std::path::PathBuf;
@@ -40,10 +37,10 @@ use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
 
-pub(crate) use self::counts::Counted;
-use self::counts::Counts;
 use self::exports::{Export, State};
 use self::reconcile::Wait;
+pub(crate) use self::report::Counted;
+use self::report::Counts;
 use self::retention::Due;
 pub(crate) use self::states::look_at;
 use self::users::Users;
@@ -116,7 +113,7 @@ impl Entry {
     }
 }
 
-/// A disk being closed is in the hands of whoever closes it: its files are unlocked when that is done.
+/// A disk in `Closing` belongs to the thread that closes it; its files are unlocked at the end of that.
 #[derive(Clone, Debug)]
 enum Phase {
     Opening,
@@ -238,9 +235,9 @@ impl Host {
         self.events.receiver_count()
     }
 
-    /// Tells whoever listens.
+    /// Sends an event to all readers.
     pub(crate) fn tell(&self, event: Event) {
-        // Nobody listening is no failure.
+        // No reader is no failure.
         let _ = self.events.send(event);
     }
 

@@ -7,8 +7,8 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use vmstrata_api::Event;
-use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Unflushed};
+use vmstrata_api::{Event, SizeChange, SizeSpec};
+use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Shrink, Unflushed};
 use vmstrata_export::nbd;
 use vmstrata_store::{FileError, FileId, LockError};
 
@@ -47,7 +47,7 @@ impl Host {
         Ok(())
     }
 
-    /// How the files of a disk are opened, by whoever opens them.
+    /// How the files of a disk are opened.
     pub(super) fn open_options(&self, spec: &DiskSpec) -> OpenOptions {
         states::open_options(spec, &self.allow_backing)
     }
@@ -100,22 +100,22 @@ impl Host {
         served.err().unwrap_or(Error::Disk(error))
     }
 
-    /// Has everybody told when the disk takes no more writes.
+    /// Sends an event when the disk takes no more writes.
     fn watch(&self, name: &str, disk: &Disk) {
         let (name, events) = (name.to_owned(), self.events.clone());
         disk.when_failed(move |error| {
-            // Nobody listening is no failure.
+            // No reader is no failure.
             let _ = events.send(Event::DiskFailed { disk: name.clone(), error: error.to_owned() });
         });
     }
 
-    /// Opens a disk, and shows it to whoever may use it.
+    /// Opens a disk, and shows it to its users.
     pub(super) fn open_and_let_in(&self, spec: &DiskSpec) -> Result<Lent, Error> {
         let disk = self.open_disk(spec)?;
         self.let_in(spec, disk)
     }
 
-    /// Shows an open disk to NBD clients, and to whoever opens an export.
+    /// Shows an open disk to NBD clients and to new exports.
     pub(super) fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<Lent, Error> {
         let mut table = self.table.lock();
         match table.exports.iter().try_for_each(|export| export.show(&spec.name, &disk)) {
@@ -131,6 +131,36 @@ impl Host {
                 Err(error)
             }
         }
+    }
+
+    /// Gives a disk another size, and tells its guests. The size that it has is no error: guests are told again.
+    ///
+    /// # Errors
+    /// No such disk, one that is not served, or what the engine refuses; see [`vmstrata_disk::Disk::resize`].
+    pub fn resize(&self, name: &str, asked: &SizeSpec) -> Result<SizeChange, Error> {
+        let (_change, table) = self.begin_change()?;
+        let (_, disk) = table.lend(name, "being resized")?;
+        drop(table);
+        let shrink = if asked.shrink { Shrink::Allow } else { Shrink::Refuse };
+        let resized = disk.resize(asked.size_bytes, shrink)?;
+        let table = self.table.lock();
+        let own = table.exports.iter().filter(|export| export.is_only_for(name));
+        let guests = own.filter_map(Export::vhost_user);
+        // Not what was asked for: someone else may have resized it since.
+        let told = guests.filter(|server| server.set_size(disk.size())).count();
+        let nbd_clients = table.nbd_clients(name);
+        drop(table);
+        if resized.from != resized.to {
+            self.tell(Event::DiskResized { disk: name.to_owned(), size_bytes: resized.to });
+        }
+        Ok(SizeChange {
+            disk: name.to_owned(),
+            from_bytes: resized.from,
+            size_bytes: resized.to,
+            pause_us: u64::try_from(resized.pause.as_micros()).unwrap_or(u64::MAX),
+            guests_told: told as u64,
+            nbd_clients: nbd_clients as u64,
+        })
     }
 
     /// Closes a disk: its exports are drained, its image is left clean, its files are unlocked.
@@ -202,7 +232,7 @@ pub(super) fn close_all(
             while let Some((name, disk)) = next(&disks) {
                 let closed = close(name.clone(), &disk);
                 drop(disk);
-                // Nobody listens any more when the time is over.
+                // There is no receiver any more when the time is over.
                 let _ = tell.send((name, closed));
             }
         };

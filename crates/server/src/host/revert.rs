@@ -1,7 +1,7 @@
 //! Going back to a snapshot: the disk is taken out, its files go back, and it is put back behind the same exports.
 //!
 //! ```text
-//!   idle? ──► exports shut, no one came in between? ──no──► exports opened again, Error::Attached
+//!   idle? ──► exports shut, still idle? ──no──► exports opened again, Error::Attached
 //!                │ yes
 //!                └─► disk closed ──► files ──► disk opened ──► exports opened
 //! ```

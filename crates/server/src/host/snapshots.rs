@@ -1,5 +1,5 @@
 //! Snapshots of disks that are served. A snapshot is answered when it is on stable storage; what is left to do then is done
-//! on a thread of its own, or by whoever changes or closes the disk before.
+//! on a thread of its own, or by the next change of the disk.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
@@ -87,7 +87,7 @@ impl Table {
 }
 
 /// Has what the snapshot left to do done, and what it makes superfluous deleted. Failures are logged and counted where they
-/// happen. A disk is held while it is its turn only: whoever closes it before does this himself.
+/// happen. A disk is held only during its turn: closing it earlier finalizes it as well.
 fn finalize_later(disks: Vec<Lent>, due: Arc<Due>) {
     let disks: Vec<Weak<Disk>> = disks.into_iter().map(|disk| Arc::downgrade(&disk)).collect();
     let finalize = move || {

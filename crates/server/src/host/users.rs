@@ -1,6 +1,6 @@
 //! Who uses a disk besides its exports and its jobs: a snapshot, a resize, a job that begins. Each is done soon.
 //!
-//! Whoever closes a disk shuts its exports and ends its jobs himself. For these he waits *before* he closes it ([`Host::unused`]):
+//! Closing a disk shuts its exports and ends its jobs. It waits for these users *before* ([`Host::unused`]):
 //! the files stay locked until the last reference is gone, and a disk that was closed cannot go on being served.
 
 use std::ops::Deref;
@@ -16,8 +16,8 @@ use crate::spec::DiskSpec;
 
 /// How long to wait for them. One that takes longer waits for a guest's agent, as a rule.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
-/// Requests that may wait for one disk: a quarter of those that may wait for any, so that storage that hangs keeps nobody from
-/// other disks.
+/// Requests that may wait for one disk: a quarter of those that may wait for any, so that storage that hangs blocks no
+/// request for other disks.
 const WAITING_MAX: usize = 8;
 
 /// What is being done with a disk at the moment.
@@ -87,7 +87,7 @@ impl Users {
         self.doing.lock().first().copied()
     }
 
-    /// Waits until nobody does anything any more; what someone does if that takes too long.
+    /// Waits until there is no user; returns what one does if that takes too long.
     fn wait(&self, deadline: Instant) -> Result<(), &'static str> {
         let mut doing = self.doing.lock();
         while let Some(&first) = doing.first() {
@@ -100,7 +100,7 @@ impl Users {
 }
 
 impl Table {
-    /// The disk of this name, if it is served. Nobody closes it until it is given back.
+    /// The disk of this name, if it is served. It is not closed until it is given back.
     pub(super) fn lend(&self, name: &str, doing: &'static str) -> Result<(&DiskSpec, Lent), Error> {
         let (spec, disk) = self.serving(name)?;
         let users = &self.entry(name).expect("it is served").users;
