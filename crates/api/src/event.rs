@@ -63,7 +63,7 @@ pub enum Event {
         /// The change, and who made it.
         change: crate::Change,
     },
-    /// A job began, ended, or is at another step; not every step is told.
+    /// A job began, ended, or is at another step; some steps have no event.
     Job {
         /// The job as it is now.
         job: crate::JobStatus,

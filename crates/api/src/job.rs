@@ -156,7 +156,7 @@ pub enum RemoveFiles {
     /// Remove the files of this disk's own snapshots unless another disk needs them. Keep a base, and the layers a clone came with.
     #[default]
     Snapshots,
-    /// All in the disk's own directory go that no image vmstrata knows of stands on, and nobody has open.
+    /// All in the disk's own directory go that no image vmstrata knows of stands on, and no process has open.
     All,
     /// The same, wherever they lie: disks elsewhere that vmstrata neither made nor opened are not seen while they are not in use.
     Everywhere,

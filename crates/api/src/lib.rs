@@ -9,7 +9,7 @@
 //! Types only: no I/O, no knowledge of the engine. Their doc comments are the descriptions of the OpenAPI document,
 //! which is committed as `docs/openapi.json`; a test compares the two.
 //!
-//! Rules of version 1, for whoever changes it:
+//! Rules for changes of version 1:
 //! - names are `snake_case`, sizes are bytes and end in `_bytes`, times end in their unit;
 //! - what a server answers may gain fields, and enums of answers may gain values: clients pass over what they do not
 //!   know. What a client sends is checked strictly: a field that the server does not know is an error, because a

@@ -19,7 +19,7 @@ use rustix::thread::{CapabilitySet, UnshareFlags, capabilities, unshare_unsafe};
 /// Clients that may wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// Who may connect to a unix socket beside root. Whoever connects can read and write the disk.
+/// Who may connect to a unix socket beside root. Such a client can read and write the disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SocketAccess {
     /// The owner of the socket, by name or number; that of the process unless said.
@@ -134,7 +134,7 @@ impl PrivateDir {
         mkdirat(&parent, &name, Mode::RWXU)?;
         let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let dir = openat(&parent, &name, flags, Mode::empty())?;
-        // Whoever may write to the parent could have put another in its place.
+        // A user with write access to the parent could have put another in its place.
         let stat = fstat(&dir)?;
         if stat.st_uid != geteuid().as_raw()
             || Mode::from_raw_mode(stat.st_mode).intersects(Mode::RWXG | Mode::RWXO)

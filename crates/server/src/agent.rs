@@ -53,7 +53,7 @@ const BREATH: Duration = Duration::from_millis(100);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AgentFault {
-    /// Nobody listens at the socket.
+    /// There is no listener at the socket.
     #[error("cannot connect: {0}")]
     Connect(std::io::Error),
     /// No answer in time.
@@ -71,7 +71,7 @@ pub enum AgentFault {
     /// Someone else has it freeze or thaw.
     #[error("another snapshot has frozen it, and did not end within {0:?}")]
     Busy(Duration),
-    /// Nobody would let the guest go on if this process were killed.
+    /// Without a guard, a guest would stay frozen if this process were killed.
     #[error("cannot start the process that thaws it should the server be killed: {0}")]
     Guard(std::io::Error),
     /// An error of its own.
@@ -205,7 +205,7 @@ fn insist<T>(
     }
 }
 
-/// Thaws the guest of an agent that may be frozen; returns whether it was. One whose socket nobody listens at is gone.
+/// Thaws the guest of an agent that may be frozen; returns whether it was. An agent whose socket has no listener is gone.
 fn thaw_left(socket: &Path, patience: Duration) -> Result<bool, AgentFault> {
     insist(socket, patience, |attempt| {
         let status = Connection::open(socket, attempt).and_then(|mut connection| {

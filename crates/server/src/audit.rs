@@ -71,7 +71,7 @@ impl Audit {
         Ok(Self { events, file })
     }
 
-    /// Tells nobody of changes but the log and `file`.
+    /// Tells of changes in the log and `file` alone.
     ///
     /// # Errors
     /// A file that cannot be written.
@@ -122,14 +122,14 @@ impl Audit {
                 tracing::error!(path = %path.display(), %error, "a change is not in the audit file");
             }
         }
-        // Nobody listening is no failure.
+        // No reader is no failure.
         let _ = self.events.send(Event::Changed { change });
     }
 }
 
 /// Writes a line to the end of a file that only its owner may read, and that no link stands for.
 fn append(path: &Path, line: &[u8]) -> io::Result<()> {
-    // A pipe that nobody reads is refused, not waited for.
+    // A pipe without a reader is refused, not waited for.
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let mut options = std::fs::File::options();
     options.append(true).create(true).mode(0o600).custom_flags(flags.bits().cast_signed());

@@ -55,7 +55,7 @@ pub enum ConfigFault {
     /// It cannot be read.
     #[error("cannot read the file: {0}")]
     Read(std::io::Error),
-    /// It is no TOML, has a key that nobody knows, or a value of the wrong type.
+    /// It is no TOML, has an unknown key, or a value of the wrong type.
     #[error("{}", .0.message().replace('\n', " "))]
     Toml(Box<toml::de::Error>),
     /// A disk or socket that makes no sense.

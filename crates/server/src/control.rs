@@ -10,7 +10,7 @@
 //! `routes`, and name it in `router`. The OpenAPI document follows by itself; `VMSTRATA_BLESS=1 cargo test -p
 //! vmstrata-server openapi` writes the committed copy anew.
 //!
-//! Who may connect is a matter of the socket's permissions (0600): whoever can control the server can read and write
+//! Who may connect is a matter of the socket's permissions (0600): a client that controls the server can read and write
 //! its disks. Still, what is sent is bounded: connections, time for a header, bytes and time for a body.
 
 mod body;

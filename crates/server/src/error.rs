@@ -123,7 +123,7 @@ pub enum Error {
         /// An export, or disks.
         what: String,
     },
-    /// A disk whose content would change under whoever uses it.
+    /// A disk whose content would change under its users.
     #[error(
         "disk '{name}' is in use by {by}, under whom it would change: detach that first, or make a disk of its own of the snapshot with `vmstrata snapshot clone`"
     )]
@@ -202,7 +202,7 @@ pub enum Error {
         /// What is wrong with it.
         fault: RuntimeDirFault,
     },
-    /// Whoever waits at a descriptor cannot be told.
+    /// The descriptor for readiness cannot be written.
     #[error("--ready-fd {fd}: cannot tell that the server is ready")]
     ReadyFd {
         /// Its number.

@@ -1,4 +1,4 @@
-//! Telling whoever started the server that it serves: systemd through `NOTIFY_SOCKET`, others through `--ready-fd`.
+//! Announces that the server serves: systemd through `NOTIFY_SOCKET`, others through `--ready-fd`.
 //!
 //! The protocol is one datagram of `KEY=value` lines (sd_notify(3)); it needs no library.
 
@@ -14,7 +14,7 @@ use crate::error::Error;
 /// Says on `ready_fd`, when given, and to the service manager, when there is one, that the server is ready.
 ///
 /// # Errors
-/// When a place that was asked for cannot be written: whoever waits there would wait forever.
+/// When a place that was asked for cannot be written: the process that waits there would wait for ever.
 pub(crate) fn ready(ready_fd: Option<u32>, status: &str) -> Result<(), Error> {
     if let Some(fd) = ready_fd {
         write_ready(fd).map_err(|source| Error::ReadyFd { fd, source })?;

@@ -15,7 +15,7 @@ use crate::shutdown::Shutdown;
 
 /// Serves until a signal.
 ///
-/// `on_ready` is called once, when every disk and export is open, before whoever waits for that is told.
+/// `on_ready` is called once, when every disk and export is open, before readiness is announced.
 ///
 /// # Errors
 /// When a disk or export cannot be opened, or a disk cannot be closed clean.

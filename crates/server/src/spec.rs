@@ -132,7 +132,7 @@ pub enum SpecError {
         /// The name.
         name: String,
     },
-    /// A disk that nobody could reach.
+    /// A disk without an export.
     #[error("nothing serves disk '{disk}': add --vhost-user {disk}=/path.sock or --nbd unix:/path")]
     NoExport {
         /// The disk.
@@ -153,7 +153,7 @@ pub enum SpecError {
         /// What was said.
         client: String,
     },
-    /// Rights of clients that nobody could tell apart.
+    /// Rights of clients that show no certificates.
     #[error(
         "'allow' of {address} names clients by their certificates: require those with --nbd-tls-client-ca"
     )]
@@ -163,7 +163,7 @@ pub enum SpecError {
     },
     /// Disks for everybody.
     #[error(
-        "{address} can be reached from other hosts, by clients that nobody knows: require certificates of them \
+        "{address} can be reached from other hosts, by unknown clients: require certificates of them \
          (--nbd-tls-cert, --nbd-tls-key, --nbd-tls-client-ca), take an address of this host alone, or say insecure"
     )]
     Exposed {

@@ -110,7 +110,7 @@ impl Visible {
         Some(Self { export: Arc::clone(export), read_only })
     }
 
-    /// What the client is told this export can do.
+    /// The transmission flags of this export.
     pub(crate) fn flags(&self, style: Style, has_contexts: bool) -> TransmissionFlags {
         use TransmissionFlags as F;
         let mut flags = F::HAS_FLAGS | F::SEND_FLUSH | F::SEND_FUA | F::SEND_CACHE;

@@ -177,7 +177,7 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// Removes a socket file that nobody listens on; any other file stays, and makes binding fail.
+/// Removes a socket file without a listener; any other file stays, and makes binding fail.
 fn remove_stale(path: &Path) -> io::Result<()> {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
     let is_refused =

@@ -37,7 +37,7 @@ pub(crate) struct Budget {
     stall: Duration,
     began: Instant,
     state: Mutex<State>,
-    /// Whether somebody waits.
+    /// Whether a connection waits.
     is_short: AtomicBool,
 }
 
@@ -167,7 +167,7 @@ impl Share {
         }
     }
 
-    /// Whether somebody waits for what this connection has more than its own: what it does not need should be given back.
+    /// Whether another connection waits while this one has more than its share: it should give back what it does not need.
     pub(super) fn is_short(&self) -> bool {
         self.used > OWN && self.budget.is_short.load(Ordering::Relaxed)
     }

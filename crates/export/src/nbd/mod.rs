@@ -96,7 +96,7 @@ impl Server {
             eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::Start { source: errno.into() })?;
         let connections = Arc::default();
         let (is_full, stop) = (AtomicBool::new(false), AtomicBool::new(false));
-        // Whatever the longest request needs is there when nobody else has any.
+        // A single client can have what the longest request needs.
         let budget = Budget::new(limits.budget_bytes.max(MAX_PAYLOAD as usize), limits.stall);
         let shared = Shared { exports, tls, limits, connections, budget, is_full, stop, stop_event };
         let shared = Arc::new(shared);
@@ -135,7 +135,7 @@ impl Server {
     /// Takes an export out of the table and ends the connections to it: what is under way is finished and answered.
     /// Clients that do not take their replies in time are cut off.
     ///
-    /// Nobody uses the disk through this server any more when this returns, unless it says how many still wait for it.
+    /// No client of this server uses the disk when this returns, unless it says how many still wait for it.
     pub fn withdraw(&self, name: &str) -> usize {
         self.shared.exports.remove(name);
         self.shared.end_connections(Some(name))
@@ -157,7 +157,7 @@ impl Server {
         result
     }
 
-    /// As [`Server::shutdown`], without the flush: for whoever closes the disks next.
+    /// As [`Server::shutdown`], without the flush, for disks that are closed next.
     pub fn stop(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         let _ = rustix::io::write(&self.shared.stop_event, &1u64.to_ne_bytes());
@@ -252,7 +252,7 @@ impl Shared {
                 // Until nothing is in flight any more.
                 let _writer = agreement.writer.take();
                 let export = &agreement.visible.export;
-                // Withdrawn while it was being chosen: whoever did that may not have seen this connection.
+                // Withdrawn while it was being chosen: the withdrawal may have missed this connection.
                 if !self.exports.has(export) {
                     return Ok(());
                 }

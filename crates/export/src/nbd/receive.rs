@@ -1,4 +1,4 @@
-//! What a client has sent and nobody has read yet.
+//! Bytes that a client has sent and that are not parsed yet.
 
 /// Bytes one receive call may bring ahead of what is needed.
 const CAPACITY: usize = 256 << 10;

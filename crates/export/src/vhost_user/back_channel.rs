@@ -133,7 +133,7 @@ mod tests {
         assert!(channel.socket.lock().is_none());
     }
 
-    /// A frontend that does not read, or hands over what is no socket, holds nobody up.
+    /// A frontend that does not read, or hands over what is no socket, does not block the server.
     #[test]
     fn a_frontend_that_does_not_listen_is_not_waited_for() {
         let channel = BackChannel::default();

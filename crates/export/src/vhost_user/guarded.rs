@@ -64,7 +64,7 @@ struct Mapping {
 
 // SAFETY: memory of the process, wherever it is used from.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; who may access it when is the concern of whoever asks for its address.
+// SAFETY: as above; callers that ask for its address see to who accesses it when.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -79,7 +79,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: all of a mapping of ours, which nobody uses any more.
+        // SAFETY: all of a mapping of ours, which is no longer used.
         if let Err(errno) = unsafe { munmap(self.start.as_ptr().cast(), self.size) } {
             tracing::error!(%errno, "cannot unmap memory of a guest");
         }

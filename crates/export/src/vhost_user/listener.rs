@@ -20,10 +20,10 @@ pub(super) struct SocketFile {
 }
 
 impl SocketFile {
-    /// Listens at `path`, in place of a socket nobody listens on any more, and lets in whom `access` names.
+    /// Listens at `path`, in place of a socket without a listener, and lets in whom `access` names.
     ///
     /// # Errors
-    /// When somebody does listen there, when there is something else, or when the system refuses.
+    /// When another process listens there, when there is something else, or when the system refuses.
     pub(super) fn bind(path: &Path, access: &SocketAccess) -> Result<Self, Error> {
         remove_stale(path)?;
         let failed = |source| Error::Listen { path: path.to_owned(), source };

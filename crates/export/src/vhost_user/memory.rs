@@ -239,7 +239,7 @@ impl SegmentBuilder {
     #[inline]
     fn end_run(&mut self) {
         if self.last_len > 0 {
-            // SAFETY: whoever pushed the run promised that it stays mapped for the request's lifetime.
+            // SAFETY: the caller of `push` promised that the run stays mapped for the request's lifetime.
             self.segments.push(unsafe { Segment::new(self.last, self.last_len) });
             self.last_len = 0;
         }

@@ -39,7 +39,7 @@ pub(super) fn adopt(fd: OwnedFd) -> io::Result<OwnedFd> {
     ))
 }
 
-/// Signals an event of ours. A full counter is a signal nobody has taken yet.
+/// Signals an event of ours. A full counter is a signal that was not taken yet.
 pub(super) fn signal(fd: impl AsFd) {
     if let Err(errno) = write(fd, &1u64.to_ne_bytes())
         && errno != Errno::AGAIN

@@ -208,7 +208,7 @@ impl Queue {
         let next_available = self.parts.ring.next_available();
         let State::Stopping(reply) = self.state else { panic!("only a stopping queue is finished") };
         drop(self.parts);
-        // The one who waited may be gone after a panic; then nobody needs to know.
+        // The receiver may be gone after a panic; then the stop needs no answer.
         let _ = reply.send(Stopped { next_available });
     }
 }

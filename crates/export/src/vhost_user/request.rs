@@ -19,7 +19,7 @@ pub(super) const RANGE_LEN: usize = 16;
 pub(super) const SERIAL_LEN: usize = 20;
 
 /// Most bytes of a read or write: what firmware asks for at once (OVMF), and far more than operating systems do. The engine
-/// carries longer ones out as well, but whoever waits for them would wait for long.
+/// carries longer ones out as well, but others would wait long for them.
 pub(super) const BYTES_MAX: u64 = 1 << 30;
 
 /// How a request ended, as the driver reads it.

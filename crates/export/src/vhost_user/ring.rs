@@ -188,7 +188,7 @@ impl Ring {
         !self.unanswered.is_empty() || self.waiting() > 0
     }
 
-    /// Requests that the driver has made available and nobody has taken, or whatever else it says.
+    /// Requests that the driver has made available and that are not taken; it may claim any number.
     #[inline]
     pub(super) fn waiting(&self) -> u32 {
         let available = u16::from_le(self.available_word(2).load(Ordering::Relaxed));

@@ -41,7 +41,7 @@ impl Server {
     /// Serves `disk` on a socket at `path`, for whom the options let in, from now on.
     ///
     /// # Errors
-    /// When an option is out of range, somebody else listens at `path`, or the system refuses.
+    /// When an option is out of range, another process listens at `path`, or the system refuses.
     pub fn bind(path: &Path, disk: Arc<Disk>, options: Options) -> Result<Self, Error> {
         options.check()?;
         let device = Arc::new(Device::new(&DeviceParts {
@@ -82,7 +82,7 @@ impl Server {
         self.socket.path()
     }
 
-    /// The disk has another size: requests may use it, and the guest is told. Returns whether there was one to tell.
+    /// Gives the disk another size, and tells the guest. Returns whether there was one.
     pub fn set_size(&self, disk_bytes: u64) -> bool {
         self.device.set_size(disk_bytes);
         self.back.config_changed()
@@ -100,7 +100,7 @@ impl Server {
         self.stop.is_connected()
     }
 
-    /// Lets no frontend in any more, unless one is connected: then it returns `false`, and nothing changes.
+    /// Refuses new frontends, unless one is connected: then it returns `false`, and nothing changes.
     ///
     /// The socket stays where it is until [`Server::shutdown`].
     pub fn close_if_idle(&self) -> bool {
@@ -407,7 +407,7 @@ impl Stop {
         })
     }
 
-    /// Ends the connection, and lets nobody in any more.
+    /// Ends the connection, and refuses new ones.
     fn request(&self) {
         self.note_request();
         if let Some(connection) = &*self.connection.lock() {
@@ -415,7 +415,7 @@ impl Stop {
         }
     }
 
-    /// Lets nobody in any more, unless a frontend is connected: then nothing happens.
+    /// Refuses new connections, unless a frontend is connected: then nothing happens.
     fn request_if_idle(&self) -> bool {
         let connection = self.connection.lock();
         if connection.is_some() {

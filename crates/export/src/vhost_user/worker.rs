@@ -154,7 +154,7 @@ impl Mailbox {
     fn take(&self) -> Vec<Order> {
         notify::take(&self.wake);
         self.pending.swap(false, Ordering::AcqRel);
-        // Whoever adds an order after this sets the flag again.
+        // A later order sets the flag again.
         std::mem::take(&mut *self.orders.lock())
     }
 }

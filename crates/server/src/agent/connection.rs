@@ -58,13 +58,13 @@ impl Connection {
     /// Connects.
     ///
     /// # Errors
-    /// Nobody there, or no room for one more in time.
+    /// No listener, or no room for one more client in time.
     pub(super) fn open(path: &Path, patience: Duration) -> Result<Self, AgentFault> {
         let deadline = Deadline::after(patience);
         let failed = |errno: Errno| AgentFault::Connect(errno.into());
         let address = SocketAddrUnix::new(path).map_err(failed)?;
         loop {
-            // One that blocked would wait for ever for a listener that accepts nobody.
+            // A blocking connect would wait for ever for a listener that accepts no client.
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let socket: OwnedFd =
                 socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A note is a file in the runtime directory, which says at which socket the agent listens. The second process has the
-//! note's lock as well, so what finds a note unlocked knows that nobody looks after that guest any more. What was frozen by
+//! note's lock as well, so an unlocked note is that of a guest without a guard. What was frozen by
 //! someone else has no note, and is left alone.
 //!
 //! Invariant: while a guest may be frozen by this server, there is a note of it, locked by a process that will thaw it.
@@ -140,7 +140,7 @@ impl Note {
             match file.try_lock() {
                 Ok(()) => {
                     let locked = file.metadata()?;
-                    // Whoever had it has removed it, as a rule.
+                    // As a rule, the process that held it has removed it.
                     if place.look().is_ok_and(|there| there.file() == FileId::of(&locked)) {
                         return Ok(Self { path, file, may_be_frozen: locked.len() > 0 });
                     }
@@ -176,7 +176,7 @@ impl Drop for Guard {
             // No word: it takes over, for longer than anybody here should wait.
             drop(input);
             let reap = std::thread::Builder::new().name("thaw".into()).spawn(move || child.wait());
-            // Without a thread it stays a zombie until the server ends, which harms nobody.
+            // Without a thread it stays a zombie until the server ends, which does no harm.
             return drop(reap);
         }
         if let Some(mut input) = input {

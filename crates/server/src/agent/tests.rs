@@ -134,7 +134,7 @@ fn an_agent_that_is_not_there_or_not_listening_freezes_nothing() {
     assert!(matches!(nowhere, AgentFault::Connect(_)), "{nowhere}");
     let long = freeze(Path::new(&format!("/tmp/{}", "a".repeat(200))), SHORT).unwrap_err();
     assert!(matches!(long, AgentFault::Connect(_)), "{long}");
-    // Listening and letting nobody in, as a chardev does that has another client; and with no room for more.
+    // A listener that accepts no client, as a chardev that has one already; and one with no room for more.
     let path = dir.path().join("full.sock");
     let _listener = UnixListener::bind(&path).unwrap();
     let mut waiting = Vec::new();

@@ -33,7 +33,7 @@ pub(super) async fn serve(
     mut stopped: watch::Receiver<bool>,
 ) -> io::Result<()> {
     let graceful = GracefulShutdown::new();
-    // Whoever reaches the metrics' port must not be able to keep others from the control socket.
+    // Clients of the metrics' port must not keep others from the control socket.
     let [crowd, readers] = ["control", "metrics"].map(|to| Crowd::new(to, &graceful));
     let full = router::full(Arc::clone(&host));
     let metrics = router::metrics(host);

@@ -19,7 +19,7 @@ use crate::audit::What;
 use crate::error::Error;
 use crate::host::Host;
 
-/// Does what may wait on a thread of its own. It goes on to its end when whoever asked goes away.
+/// Does what may wait on a thread of its own. It goes on to its end when the client goes away.
 async fn apart<T: Send + 'static>(
     host: Arc<Host>,
     work: impl FnOnce(&Host) -> Result<T, Error> + Send + 'static,
@@ -32,7 +32,7 @@ async fn apart<T: Send + 'static>(
     }
 }
 
-/// As [`apart`], for what changes something: it is told who changed what.
+/// As [`apart`], for a change, which the audit records.
 async fn changing<T: Send + 'static>(
     host: Arc<Host>,
     by: ChangedBy,

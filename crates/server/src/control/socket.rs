@@ -19,7 +19,7 @@ const BACKLOG: i32 = 64;
 
 /// A listening control socket; its file is removed when this is dropped, unless the service manager made it.
 ///
-/// Invariant: whoever has a socket at a path holds the lock on the file beside it, so that of two servers starting at
+/// Invariant: the server with a socket at a path holds the lock on the file beside it, so that of two servers starting at
 /// once neither removes the other's socket as stale. The lock ends with the process, however that ends.
 #[derive(Debug)]
 pub(super) struct ControlSocket {
@@ -105,7 +105,7 @@ fn lock_beside(path: &Path) -> Result<File, SocketFault> {
     }
 }
 
-/// Removes a socket that nobody listens on. One that somebody does listen on belongs to a service manager.
+/// Removes a socket without a listener. One with a listener belongs to a service manager.
 fn remove_stale(path: &Path) -> Result<(), SocketFault> {
     match symlink_metadata(path) {
         Err(_) => Ok(()),

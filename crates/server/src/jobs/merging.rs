@@ -108,7 +108,7 @@ impl Merging {
         let ranges = self.selection.ranges(self.disk.path(), &self.options.open)?;
         self.waiting = ranges.clone().into();
         self.merge_next()?;
-        // From now on no one else drops layers. Ranges count from the base, so those that were meant are the same still.
+        // From now on no other merge drops layers. Ranges count from the base, so the selected ones still name the same layers.
         if self.selection.ranges(self.disk.path(), &self.options.open)? != ranges {
             return Err(vmstrata_disk::Error::from(MergeFault::LayersChanged).into());
         }

@@ -173,7 +173,7 @@ pub(crate) fn shown_detect_zeroes(detect_zeroes: DetectZeroes) -> api::DetectZer
 }
 
 impl DiskSpec {
-    /// The same with absolute paths: whoever is told of them may be in another directory.
+    /// The same with absolute paths: those who read them in the status may be in another directory.
     ///
     /// # Errors
     /// This process's own directory is gone, and a path is relative.

@@ -30,7 +30,7 @@ impl Format {
         if open_metrics > 0.0 && open_metrics >= others { Self::OpenMetrics } else { Self::Prometheus }
     }
 
-    /// What a scraper is told the text is.
+    /// The content type.
     pub(super) fn media_type(self) -> &'static str {
         match self {
             Self::Prometheus => "text/plain; version=0.0.4; charset=utf-8",
