@@ -24,7 +24,12 @@ pub fn print_json(value: &impl Serialize) -> io::Result<()> {
 /// # Errors
 /// When stdout does not take it.
 pub fn answer(json: bool, value: &impl Serialize, text: impl FnOnce() -> String) -> anyhow::Result<()> {
-    Ok(if json { print_json(value)? } else { print(&text())? })
+    if json {
+        print_json(value)?
+    } else {
+        print(&text())?
+    }
+    Ok(())
 }
 
 /// Writes `value` to stdout as JSON on one line, for readers that wait for exactly one.
