@@ -85,11 +85,14 @@ impl KeyValues {
                     Some("off" | "false" | "no") => false.into(),
                     Some(other) => bail!("'{key}' is on or off, not '{other}'"),
                 },
-                (number, Some(value)) if NUMBERS.contains(&number) => {
+                (number, value) if NUMBERS.contains(&number) => {
+                    let value = said(&key, value)?;
                     let number: u32 =
                         value.parse().with_context(|| format!("'{key}' is a number, not '{value}'"))?;
                     number.into()
                 }
+                // Another flag: whether there is one, or a value is missing, the fields say.
+                (_, None) => true.into(),
                 (_, value) => said(&key, value)?.into(),
             };
             ensure!(!fields.contains_key(&key), "'{key}' is given twice");
