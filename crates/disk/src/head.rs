@@ -10,25 +10,8 @@ use vmstrata_types::HostOffset;
 
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::json_name::{self, Below, Described};
+use crate::names::Format;
 use crate::opener::directory_of;
-
-/// How a layer keeps its bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
-    /// Guest offset and host offset are the same.
-    Raw,
-    /// Clusters found through L1 and L2 tables.
-    Qcow2,
-}
-
-impl std::fmt::Display for Format {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Raw => "raw",
-            Self::Qcow2 => "qcow2",
-        })
-    }
-}
 
 /// The header of a qcow2 file with what follows it.
 #[derive(Debug)]

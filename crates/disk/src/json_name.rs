@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::error::{ErrorKind, Result};
-use crate::layer::Format;
+use crate::names::Format;
 
 /// What a description says of the layer that it names.
 #[derive(Clone, Debug, PartialEq, Eq)]

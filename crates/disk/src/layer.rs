@@ -15,8 +15,8 @@ use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 
 use crate::error::{ErrorKind, IoContext as _, Result};
-pub use crate::head::Format;
 use crate::head::{raw_size, read_head};
+pub use crate::names::Format;
 
 /// What is needed to walk the tables of a qcow2 file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

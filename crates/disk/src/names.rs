@@ -1,4 +1,4 @@
-//! File names of snapshots.
+//! File names of snapshots, and the formats that they end in.
 //!
 //! The snapshot NAME of `web.qcow2` is `web.NAME.qcow2` in the same directory, or `web.NAME.raw` when the file is raw.
 //! Two disks whose names differ in a known ending only share such names; the second one to use a name is refused.
@@ -9,7 +9,23 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest as _, Sha256};
 
-use crate::layer::Format;
+/// How a layer keeps its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// Guest offset and host offset are the same.
+    Raw,
+    /// Clusters found through L1 and L2 tables.
+    Qcow2,
+}
+
+impl std::fmt::Display for Format {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        })
+    }
+}
 
 /// Endings that name a format and so do not belong to the disk's own name.
 pub(crate) const ENDINGS: [&str; 5] = [".qcow2", ".qcow", ".raw", ".img", ".disk"];
