@@ -75,7 +75,7 @@ impl Raw {
     }
 }
 
-/// A file with a qcow2 header is an overlay or has a guest's forgery in it: the refusal names both.
+/// A file with the header of an overlay is one or has a guest's forgery in it: the refusal names both.
 fn refused_as_raw(disk: &Path) {
     let error = Disk::open(disk, &raw(), &resources()).unwrap_err();
     assert!(matches!(error.kind(), ErrorKind::SaidRaw), "{error}");
@@ -123,7 +123,14 @@ fn a_running_raw_disk_is_qcow2_from_its_first_snapshot_on() {
 #[test]
 fn what_a_guest_wrote_is_not_taken_for_an_overlay() {
     let mut web = Raw::new();
-    let forged = header(web.dir.path());
+    let own = header(web.dir.path());
+    std::fs::File::options().write(true).open(&web.disk).unwrap().write_all_at(&own, 0).unwrap();
+    web.model[..own.len()].copy_from_slice(&own);
+    assert_reads(&open_with(&web.disk, &raw()), &web.model, "a qcow2 image that the guest keeps there");
+    // One that imitates an overlay.
+    let other = Raw::new();
+    other.take("mon", &raw());
+    let forged = std::fs::read(&other.disk).unwrap()[..4096].to_vec();
     std::fs::File::options().write(true).open(&web.disk).unwrap().write_all_at(&forged, 0).unwrap();
     web.model[..forged.len()].copy_from_slice(&forged);
     refused_as_raw(&web.disk);

@@ -2,12 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use vmstrata_qcow2::ImageFormat;
 use vmstrata_store::Gate;
 
 use super::OpenOptions;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::head::{Qcow2Head, image_format, probe, read_head};
+use crate::head::{Qcow2Head, has_magic, probe, read_head};
 use crate::layer::Format;
 use crate::opener::{Opened, Opener, Role};
 use crate::session::SESSION_MASK;
@@ -76,18 +75,23 @@ pub(crate) fn is_being_dropped(path: &Path, head: Option<&Qcow2Head>) -> bool {
 pub(crate) fn open_top(path: &Path, role: Role, options: &OpenOptions, opener: &dyn Opener) -> Result<Top> {
     let opened = opener.open(path, role, &Gate::unrestricted())?;
     if options.format == Some(Format::Raw) && !options.format_is_exact {
-        refuse_header(path, &opened).map_err(|error| error.in_file(path))?;
+        refuse_overlay(path, &opened).map_err(|error| error.in_file(path))?;
     }
     read_top(path, opened, options.format)
 }
 
-/// Refuses a file that is said to be raw and begins with a qcow2 header. Snapshots make no overlays of devices.
-fn refuse_header(path: &Path, opened: &Opened) -> Result<()> {
-    let found = image_format(&*opened.store, opened.identity.len)?;
-    if found == Some(ImageFormat::Qcow2) && path.metadata().while_trying("examine")?.is_file() {
-        return Err(ErrorKind::SaidRaw.into());
+/// Refuses a file that is said to be raw and begins with a snapshot's record in a qcow2 header, as an overlay does that took a
+/// raw disk's place. Any other header is a guest's data. Snapshots make no overlays of devices.
+fn refuse_overlay(path: &Path, opened: &Opened) -> Result<()> {
+    if !has_magic(&*opened.store)? || !path.metadata().while_trying("examine")?.is_file() {
+        return Ok(());
     }
-    Ok(())
+    match read_head(&*opened.store, opened.identity.len) {
+        Ok(head) if head.snapshot.is_some() => Err(ErrorKind::SaidRaw.into()),
+        Err(error) if matches!(error.kind(), ErrorKind::Io { .. }) => Err(error),
+        // No overlay of vmstrata's, or a header that nothing can use.
+        _ => Ok(()),
+    }
 }
 
 /// Opens a file of which is known how it keeps its bytes; `None` looks at its first ones.

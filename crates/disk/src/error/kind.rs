@@ -53,7 +53,7 @@ pub enum ErrorKind {
         /// What a consistent image would have.
         needed: &'static str,
     },
-    /// The image was marked corrupt by whoever wrote it last.
+    /// Its last writer marked the image corrupt.
     #[error("the image is marked corrupt: repair it with `vmstrata check --repair=all` before writing to it")]
     MarkedCorrupt,
     /// A backing file may not be opened.
@@ -94,9 +94,9 @@ pub enum ErrorKind {
         /// The format of the image.
         format: ImageFormat,
     },
-    /// A disk that is said to be raw, whose file begins with a qcow2 header.
+    /// A disk that is said to be raw, whose file begins with the header of a snapshot's overlay.
     #[error(
-        "it is said to be raw, and begins with a qcow2 header: if it was converted to qcow2 by a snapshot or another tool, say format=qcow2; if its guest wrote that header, do not, and serve an overlay of it (`vmstrata create NEW --backing FILE --backing-format raw`)"
+        "it is said to be raw, and begins with the qcow2 header of a snapshot's overlay: if a snapshot converted it, say format=qcow2; if its guest wrote that header, do not, and serve an overlay of it (`vmstrata create NEW --backing FILE --backing-format raw`)"
     )]
     SaidRaw,
     /// A chain that leads back into itself.
