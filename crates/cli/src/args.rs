@@ -52,7 +52,7 @@ pub use self::vm::{
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;
 
-/// EX_USAGE of sysexits.h; clap's own 2 would look like corruption to whoever calls `check`.
+/// EX_USAGE of sysexits.h; clap's own 2 would look like corruption to callers of `check`.
 pub const EXIT_USAGE: u8 = 64;
 
 /// Serves qcow2 chains of any length at the speed of one file.

@@ -1,4 +1,4 @@
-//! Who may use a file that is made for a disk, its overlay or a note beside it: those who may use the disk's, and nobody else.
+//! Who may use a file that is made for a disk, its overlay or a note beside it: those who may use the disk's.
 //!
 //! Only root can give a file to another user, and only who is in a group can give it to that group. Where owner or group cannot be
 //! the disk's, they are those of whoever makes the file, as with every tool; but a group that is not the disk's may then do

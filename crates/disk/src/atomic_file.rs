@@ -1,4 +1,4 @@
-//! Files that nobody sees until they are whole.
+//! Files that get their name once they are whole.
 //!
 //! Invariant: under a draft's final name there is either what was there before or all of it, also after a crash or when the
 //! file system is full. It is written without a name, flushed, and then named; the directory is flushed last. A process that

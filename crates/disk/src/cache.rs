@@ -277,7 +277,7 @@ impl PageCache {
         }
     }
 
-    /// Drops a page; whoever still asks for it has to make it again.
+    /// Drops a page; the next to ask for it makes it again.
     pub(crate) fn forget_page(&self, key: PageKey) {
         let mut ways = self.ways(key);
         let _hand = self.hands[ways.start / WAYS].lock();

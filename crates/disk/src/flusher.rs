@@ -1,7 +1,7 @@
 //! Flushing the file that is written: one at a time, and never again after a failure.
 //!
 //! A kernel reports a failed write-back once, to one caller, and then takes the lost pages for clean: the next flush
-//! succeeds. The allocator and commits flush the same file, so whoever comes after a failure must be told too.
+//! succeeds. The allocator and commits flush the same file, so the next caller after a failure must get it, too.
 
 use std::io;
 use std::sync::Arc;

@@ -61,7 +61,7 @@ impl Merge {
             Ok(L2Entry::Data { host, .. }) if host.get() < self.file_len => {
                 MapEntry::data(self.index, host, self.unit)
             }
-            // The file was cut short, or the entry breaks the format: an error for whoever reads it.
+            // The file was cut short, or the entry breaks the format: an error for its reader.
             Ok(L2Entry::Data { .. }) | Err(_) => MapEntry::damaged(self.index),
         };
         let is_data = matches!(first.mapping(self.unit), Mapping::Data(..));

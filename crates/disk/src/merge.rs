@@ -27,7 +27,7 @@
 //! - Whether the header has room for the new name, and the file system for what will be copied, is known before anything is.
 //! - A file is removed only if it was a snapshot of this disk and nobody needs it ([`crate::refs`], [`remove`]). What a killed process
 //!   did not come to remove goes later ([`cleanup`]).
-//! - A frozen target is written only while no other process uses it, or a disk that stands on it: whoever opens one later
+//! - A frozen target is written only while no other process uses it, or a disk that stands on it: a process that opens one later
 //!   finds its index void and its file locked.
 //!
 //! Lock order: as in [`crate::active`].

@@ -88,7 +88,7 @@ impl Resources {
         Self::start_with(options, Arc::new(LocalFiles))
     }
 
-    /// As [`Resources::start`], where there is nobody to tell.
+    /// As [`Resources::start`], where no caller can handle an error.
     ///
     /// # Panics
     /// When the host cannot start their threads.

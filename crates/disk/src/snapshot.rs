@@ -9,12 +9,12 @@
 //!
 //! Place in the data flow: beside the engine. A live disk does the same in smaller steps ([`crate::Together`]):
 //! between them it opens [`Prepared::overlay`] for writing, and moves its guest over to it; the offline operations [`create`], [`revert`] and [`clone()`]
-//! do it to files that nobody serves. [`list`] and [`resolve`] read what was left in the headers.
+//! do it to files that no server serves. [`list`] and [`resolve`] read what was left in the headers.
 //!
 //! Invariants:
 //! - At every instant the disk's path leads to a sound chain: to the old file until the rename, to the overlay after it.
 //! - Whoever prepares holds the writer's lock of the active file, so there is one preparation of a disk at a time and
-//!   what an earlier one left is nobody's.
+//!   what an earlier one left belongs to no other.
 //! - What a killed process left is known by the temporary overlay: it is made before the second name of the active file
 //!   and removed after it. Nothing else is ever removed.
 //! - A frozen file is not written for the sake of its name: name, time and labels are in the overlay's header

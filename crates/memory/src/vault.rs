@@ -16,7 +16,7 @@
 //! | `writer`, `known` | writing a snapshot; finding pages that are in the store already |
 //! | `snapshot`, `sources` | reading one, by page or all at once, from whichever copies are whole |
 //! | `copies` | an object with all its copies open, which need not lie alike |
-//! | `collect` | deleting, and removing what nobody needs |
+//! | `collect` | deleting, and removing what is not needed |
 //! | `live`, `compact`, `rewrite` | which pages are needed, and giving back the others |
 //! | `users` | which snapshots use an object |
 //! | `verify`, `repair` | reading every byte of every copy; making copies again from those that are whole |

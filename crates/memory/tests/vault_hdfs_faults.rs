@@ -182,7 +182,7 @@ fn a_stalled_collector_cannot_delete(cluster: &mut Cluster) {
     let_holds_expire(cluster, false);
 }
 
-/// Before each step of a writer in turn another deletes what it can: an older snapshot, and what nobody needs. While the
+/// Before each step of a writer in turn another deletes what it can: an older snapshot, and what is not needed. While the
 /// writer's hold lasts it waits; once that has expired the writer fails. What is listed is whole, always.
 fn collecting_at_any_moment_harms_no_snapshot(cluster: &mut Cluster) {
     for expired in [false, true] {
@@ -253,7 +253,7 @@ fn writers_race_with_who_deletes(cluster: &mut Cluster) {
     });
     let needed: BTreeSet<String> = needed.map(|name| format!("/race/{name}")).collect();
     let left: BTreeSet<String> = all_files(&client(cluster), "/race").into_iter().collect();
-    assert_eq!(left, needed, "what nobody needs is gone");
+    assert_eq!(left, needed, "what is not needed is gone");
 }
 
 /// What the child of the next test does: `KILL_AT` is "STEP REPOSITORY".

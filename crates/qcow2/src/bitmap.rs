@@ -1,7 +1,7 @@
 //! Persistent bitmaps: the directory, and which clusters each bitmap holds.
 //!
 //! vmstrata does not maintain bitmaps (a writer clears [`crate::Autoclear::BITMAPS`] unless it does), but while
-//! the extension is there its clusters are referenced: whoever counts references walks directory and tables.
+//! the extension is there its clusters are referenced: a count of references walks directory and tables.
 //!
 //! Source: the specification, "Bitmaps extension" and "Bitmaps".
 

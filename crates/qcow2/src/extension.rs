@@ -1,7 +1,7 @@
 //! Header extensions: typed records between the header and the backing file name.
 //!
 //! Each record is a 4-byte type, a 4-byte length, that many bytes, and padding to a multiple of 8; type 0 ends
-//! the list. Records we do not know are kept byte for byte and in order, as the specification asks of whoever
+//! the list. Records we do not know are kept byte for byte and in order, as the specification asks of tools that
 //! rewrites a header.
 //!
 //! Invariants: parsing reads only between `start` and `end`, and keeps no more bytes than lie there.

@@ -10,7 +10,7 @@
 //!
 //! Indices of one chain share pages: a new one writes what its layer changed and the path there, and points into the
 //! files of older layers for the rest. A [`PagePointer`] carries the checksum of what it points to, so a page that was
-//! overwritten, torn, or left from another time is noticed by whoever follows the pointer.
+//! overwritten, torn, or left from another time is noticed when the pointer is followed.
 //!
 //! | module | bytes of |
 //! |---|---|

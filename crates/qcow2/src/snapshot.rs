@@ -1,6 +1,6 @@
 //! The snapshot table: internal snapshots and where their L1 tables lie.
 //!
-//! vmstrata neither makes nor loads internal snapshots, but they hold clusters: whoever counts references or
+//! vmstrata neither makes nor loads internal snapshots, but they hold clusters: counting references or
 //! frees clusters must walk their tables too.
 //!
 //! Source: the specification, "Snapshots".

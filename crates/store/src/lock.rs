@@ -249,7 +249,7 @@ fn check(fd: BorrowedFd<'_>, kind: LockKind) -> Result<(), Refusal> {
 
 /// Whether a lock of this kind on the file behind `fd`, which need not be locked itself, would be refused now.
 ///
-/// Takes no lock, so it is in nobody's way; the answer is as old as it is.
+/// Takes no lock; the answer is as old as it is.
 ///
 /// # Errors
 /// The refusal, or a file system that does not lock.
@@ -259,7 +259,7 @@ pub fn check_free(fd: BorrowedFd<'_>, path: &Path, kind: LockKind) -> Result<(),
 
 /// Whether someone else has claimed `permission` for the file behind `fd`, which need not be locked itself.
 ///
-/// Takes no lock, so it is in nobody's way; the answer is as old as it is.
+/// Takes no lock; the answer is as old as it is.
 ///
 /// # Errors
 /// Whatever the kernel reports, such as a file system that does not lock.

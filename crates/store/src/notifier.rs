@@ -5,7 +5,7 @@
 //! A write to an eventfd waits while its counter is full, unless `O_NONBLOCK` is set. That flag belongs to the open file
 //! description, so the frontend can clear it at any time, also between a look at it and the write. Hence the eventfd is never
 //! written to. It is registered with an io_uring that carries out nothing but no-ops, and the kernel signals it for
-//! each completion: it counts up a counter that has room, leaves a full one as it is, and wakes whoever polls. Where the host
+//! each completion: it counts up a counter that has room, leaves a full one as it is, and wakes the poller. Where the host
 //! forbids io_uring, [`aio`] has the kernel do the same.
 
 mod aio;

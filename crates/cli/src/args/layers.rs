@@ -125,7 +125,7 @@ fn numbers(text: &str) -> Result<(u16, u16)> {
 #[derive(Debug, Args)]
 #[command(after_help = MERGE_HELP)]
 pub struct MergeArgs {
-    /// The disk: served by a running server, or in use by nobody
+    /// The disk: served by a running server, or not in use
     pub disk: PathBuf,
     /// Which layers go.
     #[command(flatten)]
@@ -169,7 +169,7 @@ Exit codes: 0 dropped, 1 not (the disk reads as it did), 64 wrong usage.";
 #[derive(Debug, Args)]
 #[command(after_help = FLATTEN_HELP)]
 pub struct FlattenArgs {
-    /// The disk: served by a running server, or in use by nobody
+    /// The disk: served by a running server, or not in use
     pub disk: PathBuf,
     /// Drop only what is between FILE, one of the layers, and the disk, which then stands on FILE alone and what that stands on
     #[arg(long, value_name = "FILE")]

@@ -107,7 +107,7 @@ impl From<MergeDirection> for Direction {
 /// How layers are dropped.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub struct MergeHowArgs {
-    /// Bytes a second that may be copied, such as 10M [default: 64M for a served disk, no limit for one that nobody uses]
+    /// Bytes a second that may be copied, such as 10M [default: 64M for a served disk, no limit for one that is not in use]
     #[arg(long, value_name = "SIZE", value_parser = super::job::limit)]
     pub limit: Option<u64>,
     /// Take disks that were cloned from what is dropped, and are not where they were, for deleted; else they may have been
@@ -140,7 +140,7 @@ impl MergeHowArgs {
 #[derive(Debug, Args)]
 #[command(after_help = DELETE_HELP)]
 pub struct SnapshotDeleteArgs {
-    /// The disk: served by a running server, or in use by nobody
+    /// The disk: served by a running server, or not in use
     pub disk: PathBuf,
     /// The snapshots to delete; A..B is A and B, and all between them
     #[arg(value_name = "NAME", required = true)]
@@ -168,7 +168,7 @@ Examples:
   vmstrata snapshot delete web.qcow2 mon wed..sat
   vmstrata snapshot delete web.qcow2 mon --json | jq -r '.kept[]?.reason'     why files stayed
 
-With --json: of a disk that nobody uses what was dropped and what was kept; of a served one the job, as `vmstrata job list` has it.
+With --json: of a disk that is not in use what was dropped and what was kept; of a served one the job, as `vmstrata job list` has it.
 
 The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above, or, where
 that is less to copy and nobody else stands on the deleted ones, what is above into the lowest of them, which takes its place.

@@ -12,7 +12,7 @@ use super::snapshot::AccessArgs;
 #[derive(Debug, Args)]
 #[command(after_help = HELP)]
 pub struct SnapshotPruneArgs {
-    /// The disk: served by a running server, or in use by nobody
+    /// The disk: served by a running server, or not in use
     pub disk: PathBuf,
     /// What to keep: last, hourly, daily, weekly, monthly, yearly, each with how many
     #[arg(long, value_name = "RULES")]

@@ -11,7 +11,7 @@ use crate::units::parse_size;
 #[derive(Debug, Args)]
 #[command(after_help = HELP)]
 pub struct ResizeArgs {
-    /// The disk: served by a running server, or in use by nobody
+    /// The disk: served by a running server, or not in use
     pub disk: PathBuf,
     /// Its new size, such as 20G; or how much larger it is to be, such as +10G
     #[arg(value_parser = new_size)]

@@ -191,7 +191,7 @@ Examples:
   vmstrata snapshot list web.qcow2 --json | jq -r '.snapshots[] | select(.labels.job == \"nightly\") | .name'
 
 With --all come files that were left behind, whose names cannot be used again until `vmstrata gc` or somebody removes them.
-Layers that nobody named are listed as '-': backing files that other tools made are states of the disk too.
+Layers without a name are listed as '-': backing files that other tools made are states of the disk too.
 Exit codes: 0 listed, 1 the chain cannot be read, 64 wrong usage.";
 
 /// `vmstrata snapshot show`
@@ -244,7 +244,7 @@ Exit codes: 0 done (also if it was held under this tag already), 1 not, 64 wrong
 #[derive(Debug, Args)]
 #[command(after_help = REVERT_HELP)]
 pub struct SnapshotRevertArgs {
-    /// The disk: in use by nobody, or served to no guest and no client at the moment
+    /// The disk: not in use, or served to no guest and no client at the moment
     pub disk: PathBuf,
     /// The snapshot to go back to
     pub name: String,

@@ -121,7 +121,7 @@ fn build_served(live: &Live, args: &IndexBuildArgs) -> Result<ExitCode> {
 }
 
 fn run_build(args: &IndexBuildArgs) -> Result<ExitCode> {
-    // The disk's own file is indexed only where nobody serves it.
+    // The disk's own file is indexed only where no server serves it.
     let live = if args.top { None } else { Live::find(std::slice::from_ref(&args.disk), &args.server)? };
     if let Some(live) = live {
         return build_served(&live, args);

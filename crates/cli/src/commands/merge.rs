@@ -88,7 +88,7 @@ impl Report {
     }
 }
 
-/// Deletes snapshots of a disk that nobody serves.
+/// Deletes snapshots of a disk that no server serves.
 ///
 /// # Errors
 /// What could not be done; the chain is sound.
@@ -117,7 +117,7 @@ fn delete_options(args: &SnapshotDeleteArgs) -> MergeOptions {
     MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
 }
 
-/// Deletes snapshots of a disk that nobody serves, and says nothing of it.
+/// Deletes snapshots of a disk that no server serves, and says nothing of it.
 ///
 /// # Errors
 /// As [`delete`].

@@ -23,7 +23,7 @@ impl Allocator {
             let free = self.free_in_memory(&state)?;
             state.hint = free.start;
             let batch = (CLAIM_BYTES >> self.bits.get()).clamp(1, free.end - free.start);
-            // Whoever allocates after an error meets it again, and says what is wrong.
+            // The next allocation meets the error again, and says what is wrong.
             state.claimed = self.claim(&mut state, batch).ok()?;
         }
         Some(self.hand_out(&mut state, 1))

@@ -3,7 +3,7 @@
 //! A layer keeps the index it has when all of it holds and every file is as the index remembers it. From the first layer
 //! on that lacks one, all are made anew, as each leads into the ones below it.
 //!
-//! Whoever asks for indices wants sound ones: the pages of those that are kept are read, each page once however many
+//! A build wants sound indices: the pages of those that are kept are read, each page once however many
 //! indices share it. A disk in use makes what it lacks without that: it notices a damaged page when it comes to need it.
 
 use std::path::{Path, PathBuf};
@@ -169,7 +169,7 @@ pub fn build(path: &Path, options: &IndexOptions) -> Result<IndexBuild> {
     Ok(done)
 }
 
-/// As [`build`], one layer at a time, for whoever pauses in between or stops before the end: what is done by then holds.
+/// As [`build`], one layer at a time, for callers that pause in between or stop before the end: what is done by then holds.
 #[derive(Debug)]
 pub struct IndexBuilder {
     chain: Links,

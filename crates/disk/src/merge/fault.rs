@@ -96,7 +96,7 @@ pub enum MergeFault {
     /// A snapshot that nothing may drop.
     #[error(transparent)]
     Held(Held),
-    /// Named snapshots would go that nobody agreed to lose.
+    /// Named snapshots would go, and losing them was not agreed to.
     #[error(
         "it would drop {}: --yes lets {} go (drop_snapshots=true in a job), --dry-run shows all that goes",
         plural("snapshot", names),

@@ -1,4 +1,4 @@
-//! Merging layers of a disk that nobody serves.
+//! Merging layers of a disk that no server serves.
 //!
 //! The writer's lock of the disk's file is held from the beginning to the end, and that of the target as long as it is
 //! written, so that running machines and servers are met with a refusal.

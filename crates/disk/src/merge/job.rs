@@ -119,7 +119,7 @@ impl Host {
 }
 
 impl Merge {
-    /// Makes everything ready to drop the layers in `range` from the chain of `disk`, which nobody serves. Nothing is
+    /// Makes everything ready to drop the layers in `range` from the chain of `disk`, which no server serves. Nothing is
     /// written yet, but that a disk that was not closed is opened and closed, and that the target's index falls.
     ///
     /// # Errors

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! What a header says of an image is no proof that it was let go of: a copy of a disk, or what `revert --keep` kept, looks the same. So
-//! whoever lets go of a layer notes it, as the very file it is, beside the disk. Only such a file is ever removed, and only if it has not
+//! letting go of a layer notes it, as the very file it is, beside the disk. Only such a file is ever removed, and only if it has not
 //! been changed since, the disk does not stand on it, no image does and no disk that told, nothing holds it, and no process has it
 //! open. All else is listed with the reason why it stays.
 //!

@@ -67,7 +67,7 @@ impl Room {
         }
     }
 
-    /// Makes sure that nobody has filled the file system meanwhile.
+    /// Makes sure that the file system has not filled up meanwhile.
     ///
     /// # Errors
     /// [`MergeFault::NoSpace`].
@@ -78,7 +78,7 @@ impl Room {
         }
     }
 
-    /// Bytes that will be copied, if nobody writes them meanwhile.
+    /// Bytes that will be copied, if the guest does not write them meanwhile.
     pub(super) fn demand(&self) -> u64 {
         self.demand
     }

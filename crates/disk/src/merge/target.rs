@@ -40,7 +40,7 @@ pub(crate) fn open(top: &Top, index: LayerIndex, resources: &Resources) -> Resul
         if header.version >= FEATURES_SINCE && header.autoclear.bits() != active.autoclear {
             write_session(&active, 0)?;
         }
-        // Whoever looks at it from now on looks closer, and finds it locked.
+        // A process that looks from now on finds it locked.
         times::touch(&*active.store)?;
         Ok(active)
     };

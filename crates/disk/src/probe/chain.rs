@@ -1,6 +1,6 @@
 //! Looking at a chain without opening it as a disk: headers only, no locks, nothing kept open.
 //!
-//! Place in the data flow: beside the engine, for `vmstrata info` and for whoever plans a chain. It follows a
+//! Place in the data flow: beside the engine, for `vmstrata info` and for planning a chain. It follows a
 //! chain by the same [`walk`] as [`crate::Disk::open`], so what it shows is what would be opened.
 //!
 //! A file that is being written may show a header that is about to change; every header is checked as usual.
@@ -85,7 +85,7 @@ pub fn probe_layer(path: &Path, format: Option<Format>) -> Result<LayerHead> {
 
 /// The format of the backing file that an image at `image` would call `name`.
 ///
-/// It is guessed from the file's first bytes: whoever can write those decides what it is.
+/// It is guessed from the file's first bytes: who can write those decides what it is.
 ///
 /// # Errors
 /// A name that is not a plain file's; otherwise as [`probe_layer`].

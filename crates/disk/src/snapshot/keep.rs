@@ -6,7 +6,7 @@
 //!
 //! Snapshots of a disk have an order of their own, which decides where their times contradict it.
 //!
-//! Pure: instants in, decisions out. Whoever deletes asks here first, and never deletes what has no name or no time.
+//! Pure: instants in, decisions out. Deleting asks here first, and never deletes what has no name or no time.
 
 use std::fmt;
 use std::str::FromStr;

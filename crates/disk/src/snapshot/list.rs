@@ -17,7 +17,7 @@ use crate::opener::{LocalFiles, Role};
 /// A layer below the active one: a state of the disk that can be gone back to.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// What is known of it; `None` for a layer that nobody named.
+    /// What is known of it; `None` for a layer without a name.
     pub info: Option<SnapshotInfo>,
     /// Why what was recorded of it cannot be used, if so.
     pub damage: Option<String>,

@@ -1,4 +1,4 @@
-//! Snapshots of disks that nobody serves.
+//! Snapshots of disks that no server serves.
 //!
 //! Each operation takes the writer's lock of the disk's file first, so that a running machine or server is met with a
 //! refusal, and holds it until the path leads to the new overlay.

@@ -1,4 +1,4 @@
-//! What a capture changes of a QEMU, for whoever puts it back when the process that captures is killed.
+//! What a capture changes of a QEMU, for the guard that puts it back when the capturing process is killed.
 
 use std::time::{Duration, Instant};
 

@@ -50,7 +50,7 @@ pub enum StreamError {
         /// What was found.
         what: &'static str,
     },
-    /// Whoever takes the pages failed.
+    /// The taker of the pages failed.
     #[error("a page could not be stored")]
     Sink(#[source] BoxError),
 }

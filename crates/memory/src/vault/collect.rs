@@ -1,4 +1,4 @@
-//! Deleting snapshots, and removing what nobody needs any more.
+//! Deleting snapshots, and removing what is not needed any more.
 //!
 //! A snapshot is deleted by deleting its metadata, everywhere; its objects go when no snapshot's pages lie in them, and are
 //! compacted when few do. Only who holds all repositories alone removes or compacts objects, so no writer is about to refer to
@@ -40,9 +40,9 @@ pub struct Collectable {
 /// What became of the space of deleted snapshots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deleted {
-    /// What nobody needs was removed.
+    /// What is not needed was removed.
     Collected(Collected),
-    /// Others read or write the store: what nobody needs is removed by the next who can.
+    /// Others read or write the store: what is not needed is removed by the next who can.
     Later,
 }
 

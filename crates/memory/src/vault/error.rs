@@ -139,7 +139,7 @@ pub enum VaultError {
     /// Repositories that cannot be reached, where others might lie that need what would be deleted.
     #[error("nothing is deleted while repositories cannot be reached: {}", .0.join("; "))]
     Unreachable(Vec<String>),
-    /// Whoever was given the pages did not take them.
+    /// The taker of the pages did not take them.
     #[error("restoring {frame}")]
     Sink {
         /// The page.

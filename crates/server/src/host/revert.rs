@@ -63,7 +63,7 @@ impl Host {
         })
     }
 
-    /// Shuts the exports of a disk that nobody uses, ends its jobs, and hands it out.
+    /// Shuts the exports of a disk that is not in use, ends its jobs, and hands it out.
     fn take_out(&self, name: &str) -> Result<Arc<Disk>, Error> {
         let mut table = self.unused(name, PATIENCE)?;
         let disk = Arc::clone(table.serving(name)?.1);

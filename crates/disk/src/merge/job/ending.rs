@@ -40,7 +40,7 @@ impl Merge {
         self.merged.removed.push(commit.old_path().clone());
     }
 
-    /// Lets whoever finds the disk after a crash know what is left to remove.
+    /// Records what is left to remove, for the next opening after a crash.
     pub(super) fn announce(&self, target: FileId) {
         let mut dropped = self.dropped.clone();
         dropped.retain(|layer| self.options.removal.wants(layer).is_ok());

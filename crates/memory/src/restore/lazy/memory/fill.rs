@@ -1,4 +1,4 @@
-//! Reading in the background what nobody asked for.
+//! Reading in the background what was not asked for.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use crate::address::PAGE_BYTES;
 const ASIDE_MAX: Duration = Duration::from_millis(20);
 
 impl LazyMemory {
-    /// Reads what is left, in order, giving way to whoever waits for a page, until `stop`; at most `rate` bytes a second.
+    /// Reads what is left, in order, giving way to readers that wait for a page, until `stop`; at most `rate` bytes a second.
     /// `progress` gets what is left. Pages that cannot be read are left; true when none is.
     pub fn fill(&self, rate: Option<u64>, stop: &AtomicBool, mut progress: impl FnMut(Left)) -> bool {
         let (start, before) = (Instant::now(), self.left().pages);
