@@ -140,10 +140,10 @@ const COPIED_FLAGS: &[Case] = &[
     case("copied flag on a compressed cluster", Finding("l2-entry"), Same, Mended, |image| {
         image.map(image.l2_entry(COMPRESSED), |raw| raw | COPIED);
     }),
-    case("copied flag on a plain zero cluster", Finding("l2-entry"), Milder, Mended, |image| {
+    case("copied flag on a plain zero cluster", Clean, Same, Mended, |image| {
         image.map(image.l2_entry(ZERO_PLAIN), |raw| raw | COPIED);
     }),
-    case("copied flag on nothing", Finding("l2-entry"), Milder, Mended, |image| {
+    case("copied flag on nothing", Clean, Same, Mended, |image| {
         image.put_u64(image.l2_entry(NOTHING), COPIED);
     }),
     case("copied flag on no L2 table", Finding("l1-entry"), Otherwise, Mended, |image| {

@@ -410,7 +410,7 @@ fn a_disk_is_resized_and_refusals_say_why() {
     assert_eq!((done.status, &done.json()["from_bytes"]), (200, &json!(16 << 20)));
     for (name, body, status, kind) in [
         ("a", r#"{"size_bytes":1048576}"#, 409, "would-shrink"),
-        ("a", r#"{"size_bytes":1000}"#, 422, "invalid"),
+        ("a", r#"{"size_bytes":0}"#, 422, "invalid"),
         ("b", r#"{"size_bytes":1048576}"#, 404, "no-such-disk"),
     ] {
         let refused = put(name, body);
