@@ -65,10 +65,10 @@ fn every_byte_of_a_sidecar_is_guarded() {
     assert_eq!(noticed(&damage, &chain, 0..damage.len()), damage.len() as usize);
 }
 
-/// What an index depends on in a header of 112 bytes: magic and version, (backing name,) cluster size, disk size, encryption
-/// and L1 table, incompatible features, session number and the index's bit, refcount width, header length, compression.
-const BASE: [Range<u64>; 6] = [0..8, 20..48, 72..80, 88..92, 96..105, LINK];
-const LAYER: [Range<u64>; 6] = [0..48, 72..80, 88..92, 96..105, BACKING_FORMAT, 128..160];
+/// What an index depends on in a header of 112 bytes: magic and version, (backing name,) cluster size, disk size (but for
+/// what is rounded away), encryption and L1 table, incompatible features, session number and the index's bit, refcount width, header length, compression.
+const BASE: [Range<u64>; 7] = [0..8, 20..30, 32..48, 72..80, 88..92, 96..105, LINK];
+const LAYER: [Range<u64>; 7] = [0..30, 32..48, 72..80, 88..92, 96..105, BACKING_FORMAT, 128..160];
 /// The extension with the link, and, where there is a backing file, the one before it; the backing file's name comes last.
 const LINK: Range<u64> = 112..144;
 const BACKING_FORMAT: Range<u64> = 112..125;
