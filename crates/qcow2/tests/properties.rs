@@ -8,6 +8,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use vmstrata_qcow2::bitmap::{self, BitmapsExtension};
 use vmstrata_qcow2::create::max_size;
+use vmstrata_qcow2::entry::HOST_OFFSET_LIMIT;
 use vmstrata_qcow2::extension::{Extension, FeatureKind, FeatureNames};
 use vmstrata_qcow2::header::{MAX_BACKING_NAME_LEN, field};
 use vmstrata_qcow2::{
@@ -175,7 +176,8 @@ fn extensions() -> impl Strategy<Value = Extensions> {
 
 /// A header that a new image could have, with every field free that may be.
 fn header() -> impl Strategy<Value = Header> {
-    let shape = (cluster_bits(), order(), 0..=max_size(ClusterBits::MIN));
+    let sectors = (0..=max_size(ClusterBits::MIN) / 512).prop_map(|sectors| sectors * 512);
+    let shape = (cluster_bits(), order(), sectors);
     let flags = (any::<bool>(), any::<bool>(), any::<u64>(), any::<u64>(), vec(any::<u8>(), 0..40));
     (shape, flags).prop_map(|((cluster_bits, refcount_order, size), flags)| {
         let (dirty, zstd, compatible, autoclear, additional) = flags;
@@ -294,8 +296,8 @@ proptest! {
         let bits = header.cluster_bits;
         let l1_end = header.l1_table_offset.get() + u64::from(header.l1_size) * 8;
         let table_len = u64::from(header.refcount_table_clusters) << bits.get();
-        prop_assert!(header.l1_size == 0 || l1_end <= len);
-        prop_assert!(header.refcount_table_offset.get() + table_len <= len);
+        prop_assert!(header.l1_size == 0 || l1_end <= HOST_OFFSET_LIMIT);
+        prop_assert!(header.refcount_table_offset.get() + table_len <= HOST_OFFSET_LIMIT);
         prop_assert!(header.l1_table_offset.is_aligned(bits) && header.refcount_table_offset.is_aligned(bits));
         prop_assert!(header.geometry().l1_entries(header.size) <= u64::from(header.l1_size));
         prop_assert!(parsed.name.is_none_or(|name| !name.is_empty() && name.len() <= 1023));

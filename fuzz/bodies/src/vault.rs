@@ -19,8 +19,7 @@ use vmstrata_memory::vault::{
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
 
 const PAGES: u64 = 12;
-const HEADER: usize = 40;
-const ENTRY: usize = 24;
+const HEADER: usize = 36;
 /// Of an object of pages: its header, an extent's, an entry of its table, a hash, its tail.
 const OBJECT_HEADER: usize = 64;
 const EXTENT_HEADER: usize = 16;
@@ -189,32 +188,16 @@ fn edited(mut bytes: Vec<u8>, edits: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The metadata with its sections changed, and every length and checksum right.
+/// The metadata with its content changed, and length and checksum right.
 fn make_up(metadata: &[u8], edits: &[u8]) -> Vec<u8> {
-    let number = |at: usize| u32::from_le_bytes(*metadata[at..].first_chunk().expect("a header")) as usize;
-    let count = number(32);
-    let mut head = metadata[..HEADER + count * ENTRY].to_vec();
-    let (mut from, mut lens, mut plain) = (head.len(), Vec::new(), Vec::new());
-    for section in 0..count {
-        let (len, stored) = (number(HEADER + section * ENTRY + 4), number(HEADER + section * ENTRY + 8));
-        plain.extend(zstd::bulk::decompress(&metadata[from..from + stored], len).expect("our own"));
-        lens.push(len);
-        from += stored;
-    }
-    let (plain, mut at, mut sections) = (edited(plain, edits), 0, Vec::new());
-    for (section, len) in lens.into_iter().enumerate() {
-        let stored = zstd::bulk::compress(&plain[at..at + len], 1).expect("memory");
-        let entry = &mut head[HEADER + section * ENTRY..][..ENTRY];
-        entry[8..12].copy_from_slice(&(stored.len() as u32).to_le_bytes());
-        entry[12..16].copy_from_slice(&crc32c::crc32c(&stored).to_le_bytes());
-        sections.extend(stored);
-        at += len;
-    }
-    head[12..16].fill(0);
-    let crc = crc32c::crc32c(&head);
-    head[12..16].copy_from_slice(&crc.to_le_bytes());
-    head.extend(sections);
-    head
+    let (head, stored) = metadata.split_at(HEADER);
+    let len = u32::from_le_bytes(*head.last_chunk().expect("a header")) as usize;
+    let plain = edited(zstd::bulk::decompress(stored, len).expect("our own"), edits);
+    let mut made = [head, &zstd::bulk::compress(&plain, 1).expect("memory")].concat();
+    made[12..16].fill(0);
+    let crc = crc32c::crc32c(&made);
+    made[12..16].copy_from_slice(&crc.to_le_bytes());
+    made
 }
 
 /// An object with its pages changed, and every length and checksum right but the hashes, which only who verifies looks at.

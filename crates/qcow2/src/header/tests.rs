@@ -4,6 +4,7 @@ use vmstrata_types::{ClusterBits, HostOffset};
 
 use super::*;
 use crate::create::{CreateOptions, new_image};
+use crate::entry::HOST_OFFSET_LIMIT;
 use crate::extension::{Extension, Extensions};
 
 fn plain() -> Header {
@@ -55,11 +56,14 @@ fn any_header_length_from_104_to_a_cluster_is_read() {
 }
 
 #[test]
-fn tables_may_end_with_the_file() {
-    let header = plain();
+fn tables_may_reach_past_the_end_of_the_file_but_not_of_all_files() {
+    let mut header = plain();
     let end = header.l1_table_offset.get() + u64::from(header.l1_size) * 8;
-    assert_eq!(reparse(&header, end), header);
-    assert!(Header::parse(&cluster(&header), end - 1).is_err());
+    for len in [end, end - 1, 0] {
+        assert_eq!(reparse(&header, len), header);
+    }
+    header.l1_table_offset = HostOffset::new(HOST_OFFSET_LIMIT);
+    assert!(Header::parse(&cluster(&header), u64::MAX).is_err());
 }
 
 #[test]
