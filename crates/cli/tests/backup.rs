@@ -393,10 +393,7 @@ fn a_raw_state_is_not_taken_for_what_its_guest_wrote() {
     images.write_layer("secret.qcow2", &["write -P 7 0 1M"]);
     let disguised = images.create("disguised", &["-b", "secret.qcow2", "-F", "qcow2"]);
     let (raw, out) = (disguised.to_str().unwrap(), images.name("out.qcow2"));
-    assert!(run_err(1, ["backup", raw, "-f", "raw", "-o", &out]).contains("its guest wrote"));
-    let overlay = images.name("overlay.qcow2");
-    run_ok(["create", &overlay, "--backing", raw, "--backing-format", "raw"]);
-    run_ok(["backup", &overlay, "-o", &out]);
+    run_ok(["backup", raw, "-f", "raw", "-o", &out]);
     tool_ok("qemu-img", ["compare", "-q", "-f", "raw", "-F", "qcow2", raw, &out]);
 }
 

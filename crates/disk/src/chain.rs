@@ -36,7 +36,7 @@ pub struct OpenOptions {
     /// Whether `allow_backing` says all: what lies in the disk's own directory is none of its backing files then.
     pub allow_backing_alone: bool,
     /// What the disk's file is; `None` looks at its first bytes. Name `Raw` for raw disks whose guest is not trusted: it
-    /// could write a qcow2 header. A file that is said to be raw and begins with the header of a snapshot's overlay is refused.
+    /// could write a qcow2 header. A file that is said to be raw and begins with one that vmstrata made is refused.
     pub format: Option<Format>,
     /// Whether `format` comes from the layer above or from an open disk: a raw file is then raw whatever is in it.
     pub format_is_exact: bool,

@@ -23,6 +23,8 @@ pub(crate) struct Qcow2Head {
     pub(crate) bitmaps: Option<Vec<u8>>,
     /// What it says of the layer below as a snapshot.
     pub(crate) snapshot: Option<Vec<u8>>,
+    /// Whether it has an extension that only vmstrata writes.
+    pub(crate) is_ours: bool,
     /// The name under which its own state is valid, if under no other.
     pub(crate) valid_as: Option<String>,
 }
@@ -94,9 +96,10 @@ pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
     let backing_format = extensions.backing_format().map(str::to_owned);
     let bitmaps = extensions.bitmaps().map(<[u8]>::to_vec);
     let snapshot = SnapshotInfo::find(&extensions).map(<[u8]>::to_vec);
+    let is_ours = extensions.items.iter().any(|extension| magic::is_ours(extension.magic()));
     let dropped = extensions.items.iter().find(|item| item.magic() == magic::DROPPED);
     let valid_as = dropped.map(|item| String::from_utf8_lossy(item.data()).into_owned());
-    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot, valid_as })
+    Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot, is_ours, valid_as })
 }
 
 /// The backing file's name, also of images that cannot be used otherwise: those with features that are not supported, or

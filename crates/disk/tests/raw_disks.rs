@@ -118,6 +118,13 @@ fn a_running_raw_disk_is_qcow2_from_its_first_snapshot_on() {
     disk.close().unwrap();
     drop(disk);
     web.assert_converted(&["wed", "tue"], "after all");
+    let disk = common::open(&web.disk);
+    let last = LayerIndex::new(disk.layer_count() as u16 - 2);
+    let all = MergeRange { first: LayerIndex::new(0), last };
+    Merge::of_disk(&disk, all, &options).unwrap().run().unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    web.assert_converted(&[], "flattened");
 }
 
 #[test]

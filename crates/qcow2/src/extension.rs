@@ -34,6 +34,11 @@ pub mod magic {
     pub const DROPPED: u32 = 0x564d_5344;
     /// Bytes to be passed over: `VMSP`, ours.
     pub const PADDING: u32 = 0x564d_5350;
+
+    /// Whether it is a type that only vmstrata writes: the first three letters are `VMS`.
+    pub const fn is_ours(magic: u32) -> bool {
+        magic >> 8 == SNAPSHOT >> 8
+    }
 }
 
 /// Longest backing format name that QEMU accepts.

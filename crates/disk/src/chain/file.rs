@@ -80,14 +80,14 @@ pub(crate) fn open_top(path: &Path, role: Role, options: &OpenOptions, opener: &
     read_top(path, opened, options.format)
 }
 
-/// Refuses a file that is said to be raw and begins with a snapshot's record in a qcow2 header, as an overlay does that took a
-/// raw disk's place. Any other header is a guest's data. Snapshots make no overlays of devices.
+/// Refuses a file that is said to be raw and begins with a qcow2 header of vmstrata's, as an overlay does that took a raw disk's
+/// place. Any other header is a guest's data. Snapshots make no overlays of devices.
 fn refuse_overlay(path: &Path, opened: &Opened) -> Result<()> {
     if !has_magic(&*opened.store)? || !path.metadata().while_trying("examine")?.is_file() {
         return Ok(());
     }
     match read_head(&*opened.store, opened.identity.len) {
-        Ok(head) if head.snapshot.is_some() => Err(ErrorKind::SaidRaw.into()),
+        Ok(head) if head.is_ours => Err(ErrorKind::SaidRaw.into()),
         Err(error) if matches!(error.kind(), ErrorKind::Io { .. }) => Err(error),
         // No overlay of vmstrata's, or a header that nothing can use.
         _ => Ok(()),

@@ -94,9 +94,9 @@ pub enum ErrorKind {
         /// The format of the image.
         format: ImageFormat,
     },
-    /// A disk that is said to be raw, whose file begins with the header of a snapshot's overlay.
+    /// A disk that is said to be raw, whose file begins with a qcow2 header that vmstrata made.
     #[error(
-        "it is said to be raw, and begins with the qcow2 header of a snapshot's overlay: if a snapshot converted it, say format=qcow2; if its guest wrote that header, do not, and serve an overlay of it (`vmstrata create NEW --backing FILE --backing-format raw`)"
+        "it is said to be raw, and begins with a qcow2 header that vmstrata made: if a snapshot converted it, say format=qcow2; if its guest wrote that header, do not, and serve an overlay of it (`vmstrata create NEW --backing FILE --backing-format raw`)"
     )]
     SaidRaw,
     /// A chain that leads back into itself.
