@@ -117,7 +117,14 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let opened = std::fs::File::open(file.path()).unwrap();
         let mut child = std::process::Command::new("sleep").arg("60").stdin(opened).spawn().unwrap();
-        let found = holders(file.path());
+        // Until it has become another program, it has the name of this one.
+        let found = loop {
+            let found = holders(file.path());
+            if found.iter().all(|holder| holder.program == "sleep") {
+                break found;
+            }
+            std::thread::yield_now();
+        };
         child.kill().unwrap();
         child.wait().unwrap();
         let expected = Holder { kind: HolderKind::Other, program: "sleep".to_owned(), pid: child.id() };
