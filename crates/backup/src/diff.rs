@@ -24,6 +24,7 @@ mod classify;
 mod region;
 mod states;
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -137,12 +138,45 @@ impl Diff {
     }
 }
 
-/// Appends `extent` to sorted extents, merging it with the last one where they touch and are alike.
-fn push(extents: &mut std::collections::VecDeque<DiffExtent>, extent: DiffExtent) {
-    match extents.back_mut() {
-        Some(last) if last.range.end() == extent.range.start && last.kind == extent.kind => {
-            last.range.len += extent.range.len;
+/// Differences found and not yet handed out, sorted; the last one is kept back, as what is found next may continue it.
+#[derive(Debug, Default)]
+struct Found {
+    extents: VecDeque<DiffExtent>,
+    failed: bool,
+}
+
+impl Found {
+    /// Appends `extent`, merging it with the last one where they touch and are alike.
+    fn push(&mut self, extent: DiffExtent) {
+        match self.extents.back_mut() {
+            Some(last) if last.range.end() == extent.range.start && last.kind == extent.kind => {
+                last.range.len += extent.range.len;
+            }
+            _ => self.extents.push_back(extent),
         }
-        _ => extents.push_back(extent),
+    }
+}
+
+/// A search for differences, piece by piece.
+trait Search {
+    /// Looks into the next piece; false at the end.
+    fn advance(&mut self) -> Result<bool>;
+
+    fn found(&mut self) -> &mut Found;
+
+    /// The next difference; nothing more after an error.
+    fn next_found(&mut self) -> Option<Result<DiffExtent>> {
+        while self.found().extents.len() < 2 && !self.found().failed {
+            match self.advance() {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    self.found().failed = true;
+                    return Some(Err(error));
+                }
+            }
+        }
+        let found = self.found();
+        if found.failed { None } else { found.extents.pop_front().map(Ok) }
     }
 }

@@ -1,13 +1,12 @@
 //! Comparing what the tables say may have changed byte by byte.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use vmstrata_disk::{Disk, Result};
 use vmstrata_store::Segment;
 use vmstrata_types::{GuestOffset, GuestRange};
 
-use super::{Diff, DiffExtent, DiffExtents, DiffKind, push};
+use super::{Diff, DiffExtent, DiffExtents, DiffKind, Found, Search};
 
 /// Bytes compared at a time; a multiple of every cluster size.
 const PIECE: u64 = 2 << 20;
@@ -21,8 +20,7 @@ pub struct ChangedBytes<'a> {
     unit: usize,
     /// What of the current extent was not compared yet.
     rest: Option<DiffExtent>,
-    found: VecDeque<DiffExtent>,
-    failed: bool,
+    found: Found,
 }
 
 impl<'a> ChangedBytes<'a> {
@@ -33,11 +31,22 @@ impl<'a> ChangedBytes<'a> {
             new: diff.disk(diff.states.top(&diff.states.new))?,
             unit: usize::try_from(diff.unit().size()).expect("at most 2 MiB"),
             rest: None,
-            found: VecDeque::new(),
-            failed: false,
+            found: Found::default(),
         })
     }
+}
 
+/// Reads a range; what lies past the disk's end is zeros.
+fn read(disk: &Disk, at: GuestOffset, len: u64) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(len).expect("a piece is small")];
+    let there = disk.size().saturating_sub(at.get()).min(len);
+    if there > 0 {
+        disk.read(at, &[Segment::from_mut(&mut bytes[..there as usize])])?;
+    }
+    Ok(bytes)
+}
+
+impl Search for ChangedBytes<'_> {
     /// Compares the next piece; false at the end.
     fn advance(&mut self) -> Result<bool> {
         let Some(extent) = self.rest.take().map(Ok).or_else(|| self.extents.next()).transpose()? else {
@@ -61,38 +70,22 @@ impl<'a> ChangedBytes<'a> {
                 let is_zero = new[part.clone()].iter().all(|byte| *byte == 0);
                 let kind = if is_zero { DiffKind::Zero } else { DiffKind::Data };
                 let range = GuestRange::new(start + done as u64, part.len() as u64);
-                push(&mut self.found, DiffExtent { range, kind });
+                self.found.push(DiffExtent { range, kind });
             }
             done = part.end;
         }
         Ok(true)
     }
-}
 
-/// Reads a range; what lies past the disk's end is zeros.
-fn read(disk: &Disk, at: GuestOffset, len: u64) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; usize::try_from(len).expect("a piece is small")];
-    let there = disk.size().saturating_sub(at.get()).min(len);
-    if there > 0 {
-        disk.read(at, &[Segment::from_mut(&mut bytes[..there as usize])])?;
+    fn found(&mut self) -> &mut Found {
+        &mut self.found
     }
-    Ok(bytes)
 }
 
 impl Iterator for ChangedBytes<'_> {
     type Item = Result<DiffExtent>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        while self.found.len() < 2 && !self.failed {
-            match self.advance() {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(error) => {
-                    self.failed = true;
-                    return Some(Err(error));
-                }
-            }
-        }
-        if self.failed { None } else { self.found.pop_front().map(Ok) }
+        self.next_found()
     }
 }

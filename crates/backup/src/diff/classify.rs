@@ -1,13 +1,12 @@
 //! From what the two states' layers say of a region to what changed in it.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use vmstrata_disk::{Disk, Result};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::region::{Reader, Said, region_end};
-use super::{Diff, DiffExtent, DiffKind, push};
+use super::{Diff, DiffExtent, DiffKind, Found, Search};
 
 /// Runs of the common part asked for at a time.
 const BATCH: usize = 1024;
@@ -20,11 +19,9 @@ pub struct DiffExtents<'a> {
     /// Guest offsets at which a layer ends, sorted.
     ends: Vec<u64>,
     at: GuestOffset,
-    /// Found and not yet handed out; the last one may still grow.
-    found: VecDeque<DiffExtent>,
+    found: Found,
     /// The common part as a disk, once something depends on what it holds.
     below: Option<Arc<Disk>>,
-    failed: bool,
 }
 
 impl std::fmt::Debug for DiffExtents<'_> {
@@ -52,33 +49,9 @@ impl<'a> DiffExtents<'a> {
             new: Reader::new(&states.new),
             ends,
             at: GuestOffset::ZERO,
-            found: VecDeque::new(),
+            found: Found::default(),
             below: None,
-            failed: false,
         }
-    }
-
-    /// Looks at the next region that may hold a change; false at the end.
-    fn advance(&mut self) -> Result<bool> {
-        let states = &self.diff.states;
-        while self.at.get() < states.new.size {
-            let next_end = self.ends[self.ends.partition_point(|&end| end <= self.at.get())];
-            let shows = [&states.old, &states.new].map(|side| self.at.get() < side.common_end);
-            let mut start = Some(self.at);
-            if shows[0] == shows[1] {
-                let tables = [self.old.next_table(self.at)?, self.new.next_table(self.at)?];
-                start = tables.into_iter().flatten().min();
-            }
-            let Some(start) = start.filter(|start| start.get() < next_end) else {
-                self.at = GuestOffset::new(next_end);
-                continue;
-            };
-            let end = region_end(start, states.unit).min(next_end);
-            self.look(GuestRange::new(start, end - start.get()), shows)?;
-            self.at = GuestOffset::new(end);
-            return Ok(true);
-        }
-        Ok(false)
     }
 
     /// Finds what changed in a region that no layer's end divides; `shows` says for which state the common part counts.
@@ -147,7 +120,36 @@ impl<'a> DiffExtents<'a> {
     }
 
     fn put(&mut self, range: GuestRange, kind: DiffKind) {
-        push(&mut self.found, DiffExtent { range, kind });
+        self.found.push(DiffExtent { range, kind });
+    }
+}
+
+impl Search for DiffExtents<'_> {
+    /// Looks at the next region that may hold a change; false at the end.
+    fn advance(&mut self) -> Result<bool> {
+        let states = &self.diff.states;
+        while self.at.get() < states.new.size {
+            let next_end = self.ends[self.ends.partition_point(|&end| end <= self.at.get())];
+            let shows = [&states.old, &states.new].map(|side| self.at.get() < side.common_end);
+            let mut start = Some(self.at);
+            if shows[0] == shows[1] {
+                let tables = [self.old.next_table(self.at)?, self.new.next_table(self.at)?];
+                start = tables.into_iter().flatten().min();
+            }
+            let Some(start) = start.filter(|start| start.get() < next_end) else {
+                self.at = GuestOffset::new(next_end);
+                continue;
+            };
+            let end = region_end(start, states.unit).min(next_end);
+            self.look(GuestRange::new(start, end - start.get()), shows)?;
+            self.at = GuestOffset::new(end);
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    fn found(&mut self) -> &mut Found {
+        &mut self.found
     }
 }
 
@@ -155,17 +157,6 @@ impl Iterator for DiffExtents<'_> {
     type Item = Result<DiffExtent>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        // The last one is kept back: the next region may continue it.
-        while self.found.len() < 2 && !self.failed {
-            match self.advance() {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(error) => {
-                    self.failed = true;
-                    return Some(Err(error));
-                }
-            }
-        }
-        if self.failed { None } else { self.found.pop_front().map(Ok) }
+        self.next_found()
     }
 }
