@@ -69,6 +69,13 @@ pub(crate) fn sidecar_of(path: &Path) -> PathBuf {
 const SIDECAR: &str = ".vmsx";
 /// Bytes of a file's name, at most.
 const NAME_MAX: usize = 255;
+/// Digits of [`short_hash`].
+pub(crate) const HASH_LEN: usize = 16;
+
+/// The beginning of a name's hash, in [`HASH_LEN`] hexadecimal digits.
+pub(crate) fn short_hash(bytes: &[u8]) -> String {
+    Sha256::digest(bytes)[..HASH_LEN / 2].iter().map(|byte| format!("{byte:02x}")).collect()
+}
 
 /// The hidden name of what belongs to the file `name`: `.NAME` with `end` behind. Of a NAME too long for that the hash stands
 /// in place of its last bytes.
@@ -78,7 +85,7 @@ pub(crate) fn beside_name(name: &OsStr, end: &str) -> OsString {
     let name = if bytes.len() <= room {
         bytes.to_vec()
     } else {
-        let hash: String = Sha256::digest(bytes)[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let hash = short_hash(bytes);
         let text = name.to_string_lossy();
         let kept = text.floor_char_boundary(room.saturating_sub(1 + hash.len()));
         format!("{}~{hash}", &text[..kept]).into_bytes()

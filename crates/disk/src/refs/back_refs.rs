@@ -19,13 +19,12 @@ use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use sha2::{Digest as _, Sha256};
 use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 use vmstrata_store::{Directory, Place};
 
 use crate::error::{IoContext as _, Result};
-use crate::names::beside_name;
+use crate::names::{beside_name, short_hash};
 use crate::opener::directory_of;
 
 const SUFFIX: &str = ".clones";
@@ -222,12 +221,10 @@ fn real(disk: &Path) -> io::Result<PathBuf> {
 
 /// Readable, and different for disks of one name in different directories.
 fn link_name(disk: &Path) -> String {
-    let hash = Sha256::digest(disk.as_os_str().as_bytes());
     let name = disk.file_name().unwrap_or_default().to_string_lossy();
     // A file's name has 255 bytes at most.
     let short: String = name.chars().take(50).collect();
-    let hash: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{short}.{hash}")
+    format!("{short}.{}", short_hash(disk.as_os_str().as_bytes()))
 }
 
 /// Whether it was made just now; what is there already is no error.

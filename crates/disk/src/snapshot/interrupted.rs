@@ -12,20 +12,17 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::FileType;
 
-use sha2::{Digest as _, Sha256};
 use vmstrata_store::{FileId, Gate, Place};
 
 use super::prepare::Step;
 use crate::chain::{backing_of, open_layer};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
-use crate::names::beside_name;
+use crate::names::{HASH_LEN, beside_name, short_hash};
 use crate::opener::{LocalFiles, Role, directory_of};
 
 /// How the name of a temporary overlay ends.
 const PURPOSE: &str = "snapshot";
-/// Bytes of the sum of a kept file's name.
-const SUM: usize = 8;
 
 /// What a temporary overlay is for, as its name ends: with the sum of the name under which the active file is to be kept. So
 /// the note of it goes with the rename that makes the kept file another one than the active.
@@ -35,7 +32,7 @@ pub(super) fn purpose(keep: Option<&Path>) -> String {
 }
 
 fn sum(name: &OsStr) -> String {
-    Sha256::digest(name.as_bytes())[..SUM].iter().map(|byte| format!("{byte:02x}")).collect()
+    short_hash(name.as_bytes())
 }
 
 /// Removes what was left of snapshots of the disk at `active`, which is the file `identity`.
@@ -88,7 +85,7 @@ impl<'a> Left<'a> {
     /// `name`, if it is what [`crate::atomic_file::Temporary::named`] calls an overlay of the disk `disk`.
     fn parse(name: &'a str, disk: &str) -> Option<Self> {
         let (rest, last) = name.strip_suffix(PURPOSE)?.strip_suffix('.')?.rsplit_once('.')?;
-        let is_sum = last.len() == 2 * SUM && last.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let is_sum = last.len() == HASH_LEN && last.bytes().all(|byte| byte.is_ascii_hexdigit());
         let (rest, numbers, sum) = if is_sum {
             rest.rsplit_once('.').map(|(rest, all)| (rest, all, Some(last)))?
         } else {
