@@ -16,6 +16,9 @@ pub mod ledger;
 pub mod shape;
 pub mod stock;
 pub mod traced;
+pub mod wait;
+
+pub use wait::wait_until;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -111,14 +114,5 @@ pub fn patiently<T>(mut work: impl FnMut() -> Result<T, Error>) -> Result<T, Err
             }
             done => return done,
         }
-    }
-}
-
-/// Waits until something holds: longer than anything takes on a loaded machine.
-pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}: not in time");
-        std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -5,7 +5,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
 pub mod client;
-#[path = "../wait/mod.rs"]
+#[path = "../../../disk/tests/common/wait.rs"]
 pub mod wait;
 
 use std::path::{Path, PathBuf};

@@ -4,7 +4,7 @@
 
 pub mod driver;
 pub mod frontend;
-#[path = "../wait/mod.rs"]
+#[path = "../../../disk/tests/common/wait.rs"]
 pub mod wait;
 
 use std::path::{Path, PathBuf};

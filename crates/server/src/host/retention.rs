@@ -70,10 +70,7 @@ impl Host {
         loop {
             let _ = tokio::time::timeout(PERIOD, self.due.wake.notified()).await;
             let host = Arc::clone(&self);
-            let look = move || {
-                host.prune_all();
-            };
-            if let Err(error) = tokio::task::spawn_blocking(look).await {
+            if let Err(error) = tokio::task::spawn_blocking(move || host.prune_all()).await {
                 tracing::error!(%error, "cannot look after the disks");
             }
         }
