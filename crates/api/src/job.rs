@@ -156,9 +156,9 @@ pub enum RemoveFiles {
     /// Remove the files of this disk's own snapshots unless another disk needs them. Keep a base, and the layers a clone came with.
     #[default]
     Snapshots,
-    /// All in the disk's own directory go that no image vmstrata knows of stands on, and no process has open.
+    /// Remove the files in the disk's own directory, unless another image needs one or a process has it open.
     All,
-    /// The same, wherever they lie: disks elsewhere that vmstrata neither made nor opened are not seen while they are not in use.
+    /// Remove them in other directories, too. A disk elsewhere that vmstrata neither made nor opened is not seen unless it is in use.
     Everywhere,
 }
 

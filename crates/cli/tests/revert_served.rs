@@ -37,7 +37,7 @@ fn io(server: &Server, command: &str) {
 
 /// Reverts as soon as whoever just hung up is gone.
 fn revert(server: &Server, args: &[&str]) -> String {
-    support::wait_for("nobody uses the disk", || {
+    support::wait_for("the disk to have no users", || {
         let output = server.ask([&["snapshot", "revert"], args].concat());
         if output.status.success() {
             return Ok(String::from_utf8(output.stdout).expect("UTF-8"));

@@ -21,8 +21,8 @@ const UNITS_MAX: u64 = 64 << 10;
 /// L1 entries read in one go: with thousands of layers between the states, small.
 const BATCH: usize = 512;
 
-/// A raw file stands on none.
-const QCOW2: &str = "a layer that stands on another one is qcow2";
+/// Only qcow2 layers have backing files.
+const QCOW2: &str = "a layer with a backing file is qcow2";
 
 /// The layers of a state, read from left to right.
 pub(super) struct Reader<'a> {

@@ -161,7 +161,7 @@ QEMU and virsh names as BASE the layer that stays: the lowest that goes is the o
 are lost, which takes --yes; held ones and those of another disk are refused. All other layers read as they did.
 The layers are chosen when it begins, so that snapshots taken meanwhile change nothing. Numbers change whenever layers are
 dropped, as by a keep= rule: where that may happen, name files.
-A file that another disk stands on stays, as far as that is known: see `vmstrata flatten --help`. A served disk goes on being
+A file that another disk needs stays, as far as vmstrata knows: see `vmstrata flatten --help`. A served disk goes on being
 used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again.
 Exit codes: 0 dropped, 1 not (the disk reads as it did), 64 wrong usage.";
 
@@ -206,6 +206,6 @@ Examples:
 What the disk needs of the layers below is copied into its own file, which then stands on nothing (or on what --onto names). A served disk goes on
 being used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again: what was
 copied is not copied twice.
-A file that another disk stands on stays, as far as that is known: disks beside it, below --allow-backing, and elsewhere if
-vmstrata made them or has opened them for writing. A base elsewhere may have others, so that it goes only with --remove everywhere.
+A file that another disk needs stays. vmstrata finds disks beside it and in the --allow-backing directories, and those elsewhere
+that it made or opened for writing. A base elsewhere may have others, so that it goes only with --remove everywhere.
 Exit codes: 0 flat, 1 not (the disk reads as it did), 64 wrong usage.";

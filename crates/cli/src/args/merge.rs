@@ -13,9 +13,9 @@ use super::snapshot::AccessArgs;
 pub enum RemoveFiles {
     /// Those of this disk's own snapshots go; a base, and what came with a clone, stays
     Snapshots,
-    /// All in the disk's own directory go that no image vmstrata knows of stands on, and nobody has open
+    /// The files in the disk's own directory, unless another image needs one or a process has it open
     All,
-    /// The same, wherever they lie: for who knows that no other disk stands on them
+    /// Those in other directories, too: only if you know that no other disk needs them
     Everywhere,
     /// All stay
     None,
@@ -171,8 +171,8 @@ Examples:
 With --json: of a disk that is not in use what was dropped and what was kept; of a served one the job, as `vmstrata job list` has it.
 
 The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above, or, where
-that is less to copy and nobody else stands on the deleted ones, what is above into the lowest of them, which takes its place.
-A file that another disk stands on stays: disks beside the snapshots, in --allow-backing, and elsewhere if vmstrata made
-them or has opened them for writing. Interrupted, begin it again: what was copied is not copied twice.
+that is less to copy and no other disk needs the deleted ones, what is above into the lowest of them, which takes its place.
+A file that another disk needs stays. vmstrata finds disks beside the snapshots and in the --allow-backing directories, and those
+elsewhere that it made or opened for writing. Interrupted, begin it again: what was copied is not copied twice.
 Exit codes: 0 deleted, 1 not, or not all (every other state of the disk is as it was; `snapshot list` shows a snapshot that is
 half deleted, which can only be deleted again), 64 wrong usage.";

@@ -18,9 +18,9 @@
 //!
 //! What is written has a newer version in a layer above, and the map leads there: requests see nothing of it, and none waits.
 //! They get growing objects of the dropped layers and of the layer that stays; all keep their files open, because after the rename
-//! that last one's path leads to another file. The states of dropped layers are lost with the first write. So these are claimed:
-//! no disk of this process stands on one, and none is opened that would; other processes of ours find them locked
-//! ([`Role::CopiedInto`]). Stock tools may begin to read the layer that stays, or a disk on it, as what they read is not touched.
+//! that last one's path leads to another file. The states of dropped layers are lost with the first write. So the merge
+//! claims them: it refuses if another disk of this process needs one, and keeps such a disk from being opened; other vmstrata
+//! processes find them locked ([`Role::CopiedInto`]). Stock tools may begin to read the layer that stays, or a disk on it, as what they read is not touched.
 //!
 //! **The active target** is written by the guest meanwhile. A cluster that was copied could be discarded again, and be let
 //! go of because the layers below read as zeros; without the dropped ones they may not. So first a promise is made:
@@ -278,7 +278,7 @@ fn others(disk: &Arc<Disk>) -> impl Iterator<Item = Arc<dyn Maintained>> {
 }
 
 impl Running {
-    /// Makes sure that no other disk of this process stands on a layer, or will.
+    /// Claims layers: refuses if another disk of this process needs one, and keeps such a disk from being opened.
     ///
     /// # Errors
     /// [`MergeFault::Busy`], [`MergeFault::TargetInUse`].

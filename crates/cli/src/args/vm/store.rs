@@ -148,8 +148,8 @@ Examples:
   vmstrata vm delete web@mon --disks --vault /srv/a --vault /srv/b --vault /srv/c
 
 A guest alone names no snapshot here: it is refused with the names there are. Others keep every page they share with what is deleted; the space of
-the rest is freed at once, unless others use the vault (vmstrata vm gc). All repositories must be there. Snapshots of the guest's
-disks that were taken at the same instant stay without --disks, and are told.
+the rest is freed at once, unless others use the vault (vmstrata vm gc). All repositories must be there. Without --disks,
+the snapshots of the guest's disks that were taken at the same instant stay; the command lists them.
 Exit codes: 0 deleted, 1 not, or not everywhere: delete again, 64 wrong usage.";
 
 /// `vmstrata vm prune`
