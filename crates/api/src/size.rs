@@ -10,7 +10,7 @@ use crate::is_default;
 #[serde(deny_unknown_fields)]
 pub struct SizeSpec {
     /// Bytes, rounded up to whole sectors of 512.
-    #[schema(minimum = 512, multiple_of = 512)]
+    #[schema(minimum = 1)]
     pub size_bytes: u64,
     /// Whether it may be less than now: what is past the new end is lost.
     #[serde(default, skip_serializing_if = "is_default")]
