@@ -74,6 +74,7 @@ Examples:
   vmstrata info web.qcow2
   vmstrata serve --disk path=web.qcow2,name=web --vhost-user web=/run/web.sock
 
+A disk is named by its path, or by the name under which a running server serves it; a snapshot by DISK@NAME.
 Exit codes: 0 success, 1 failure (the reason is on stderr), 64 wrong usage; check and survey add 2 and 3,
 see there.
 RUST_LOG sets what is logged, for example RUST_LOG=debug.";

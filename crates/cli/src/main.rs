@@ -23,6 +23,7 @@ mod commands;
 mod disk_spec;
 mod key_values;
 mod logging;
+mod named;
 mod output;
 mod units;
 
@@ -51,7 +52,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: Command) -> anyhow::Result<ExitCode> {
+fn run(mut command: Command) -> anyhow::Result<ExitCode> {
     match &command {
         Command::Serve(serve) => logging::start(serve.log_format, "info"),
         _ => logging::start(LogFormat::Text, "warn"),
@@ -59,6 +60,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     if !matches!(command, Command::Completions(_)) {
         vmstrata_store::proc::check()?;
     }
+    named::find_served(&mut command);
     match command {
         Command::Create(args) => commands::create::run(&args),
         Command::Info(args) => commands::info::run(&args),

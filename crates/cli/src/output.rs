@@ -2,11 +2,12 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::io::{self, IsTerminal, Write};
-use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::io::{self, Write};
 
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
+
+use crate::units::short_size;
 
 /// Writes `value` to stdout as indented JSON and a newline.
 ///
@@ -85,72 +86,127 @@ pub fn counted(count: u64, noun: &str) -> String {
 #[derive(Debug)]
 pub struct Table<const COLUMNS: usize> {
     rows: Vec<[String; COLUMNS]>,
+    /// Which columns hold numbers, and end on the right.
+    numbers: [bool; COLUMNS],
 }
 
 impl<const COLUMNS: usize> Table<COLUMNS> {
-    /// A table that is only a headline.
+    /// A table that is only a headline. `>` before a name says that the column holds numbers.
     pub fn new(headline: [&str; COLUMNS]) -> Self {
-        Self { rows: vec![headline.map(str::to_owned)] }
+        let numbers = headline.map(|name| name.starts_with('>'));
+        Self { rows: vec![headline.map(|name| name.trim_start_matches('>').to_owned())], numbers }
     }
 
     /// Adds a row.
     pub fn row(&mut self, cells: [String; COLUMNS]) {
         self.rows.push(cells.map(|cell| visible(&cell).into_owned()));
     }
+
+    /// The table in a window of so many characters: columns go until it fits, the first ones of `dispensable` first.
+    pub fn fitted(&self, room: usize, dispensable: &[usize]) -> String {
+        let widths = self.widths();
+        let mut shown: Vec<usize> = (0..COLUMNS).collect();
+        for dropped in dispensable {
+            let needed = shown.iter().map(|&column| widths[column] + GAP.len()).sum::<usize>();
+            if needed - GAP.len() <= room {
+                break;
+            }
+            shown.retain(|column| column != dropped);
+        }
+        self.text(&shown)
+    }
+
+    fn widths(&self) -> [usize; COLUMNS] {
+        std::array::from_fn(|column| {
+            self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0)
+        })
+    }
+
+    fn text(&self, shown: &[usize]) -> String {
+        let widths = self.widths();
+        let line = |row: &[String; COLUMNS]| {
+            let padded = shown.iter().map(|&column| {
+                let (cell, width) = (&row[column], widths[column]);
+                if self.numbers[column] { format!("{cell:>width$}") } else { format!("{cell:width$}") }
+            });
+            format!("{}\n", padded.collect::<Vec<_>>().join(GAP).trim_end())
+        };
+        self.rows.iter().map(line).collect()
+    }
 }
+
+/// Between two columns.
+const GAP: &str = "  ";
 
 impl<const COLUMNS: usize> fmt::Display for Table<COLUMNS> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let width =
-            |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-        let widths: [usize; COLUMNS] = std::array::from_fn(width);
-        for row in &self.rows {
-            let padded = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
-            writeln!(f, "{}", padded.collect::<Vec<_>>().join("  ").trim_end())?;
-        }
-        Ok(())
+        let all: [usize; COLUMNS] = std::array::from_fn(|column| column);
+        f.write_str(&self.text(&all))
     }
 }
 
-/// A line on a terminal that shows how far a long job is; silent elsewhere. May be updated from several threads.
+/// A line on a terminal that shows how far a long job is, how fast it goes, and when it will end; silent elsewhere. May be updated
+/// from several threads.
 #[derive(Debug)]
-pub struct Progress {
-    enabled: bool,
-    shown: Mutex<Option<Instant>>,
-}
+pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// Often enough to look alive, seldom enough to cost nothing.
-    const INTERVAL: Duration = Duration::from_millis(100);
-
-    /// Shows something only if stderr is a terminal and `quiet` is not asked for.
-    pub fn new(quiet: bool) -> Self {
-        Self { enabled: !quiet && io::stderr().is_terminal(), shown: Mutex::new(None) }
+    /// Counts bytes. Shows something only if stderr is a terminal and `quiet` is not asked for.
+    pub fn of_bytes(quiet: bool) -> Self {
+        Self::new(
+            quiet,
+            "{msg}: {percent} %, {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left",
+        )
     }
 
-    /// Shows that `what` is at `done` of `total`, unless something was shown a moment ago.
+    /// Counts things such as `layers`.
+    pub fn of(quiet: bool, unit: &str) -> Self {
+        Self::new(quiet, &format!("{{msg}}: {{percent}} %, {{pos}} of {{len}} {unit}, {{eta}} left"))
+    }
+
+    /// For a job whose end is not known.
+    pub fn endless(quiet: bool) -> Self {
+        Self::new(quiet, "{msg}, {elapsed}")
+    }
+
+    fn new(quiet: bool, template: &str) -> Self {
+        let target = if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+        let style = ProgressStyle::with_template(template).expect("the template is one of this file's");
+        Self(ProgressBar::with_draw_target(None, target).with_style(style))
+    }
+
+    /// Shows that `what` is at `done` of `total`.
     pub fn update(&self, what: &str, done: u64, total: u64) {
-        self.show(|| format!("{what}: {:.1} %", percent(done, total)));
-    }
-
-    /// Shows `line`, unless something was shown a moment ago: for jobs whose end is not known.
-    pub fn show(&self, line: impl FnOnce() -> String) {
-        // A thread that finds another one showing has nothing to add.
-        let (true, Ok(mut shown)) = (self.enabled, self.shown.try_lock()) else { return };
-        if shown.is_some_and(|last| last.elapsed() < Self::INTERVAL) {
+        if self.0.is_hidden() {
             return;
         }
-        *shown = Some(Instant::now());
-        // A terminal that has gone away is no reason to stop the job.
-        let _ = write!(io::stderr(), "\r\x1b[K{}", line());
+        if self.0.message() != what {
+            self.0.set_message(what.to_owned());
+        }
+        self.0.set_length(total);
+        self.0.set_position(done);
+    }
+
+    /// The same of a job that has written so many bytes.
+    pub fn update_written(&self, what: &str, done: u64, total: u64, written: u64) {
+        if !self.0.is_hidden() {
+            let rate = (written as f64 / self.0.elapsed().as_secs_f64().max(0.001)) as u64;
+            let written = format!("{what}, {} written, {}/s", short_size(written), short_size(rate));
+            self.update(&written, done, total);
+        }
+    }
+
+    /// Shows `line`.
+    pub fn show(&self, line: impl FnOnce() -> String) {
+        if !self.0.is_hidden() {
+            self.0.set_message(line());
+        }
     }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if self.shown.get_mut().is_ok_and(|shown| shown.is_some()) {
-            let _ = write!(io::stderr(), "\r\x1b[K");
-        }
+        self.0.finish_and_clear();
     }
 }
 
@@ -195,17 +251,29 @@ mod tests {
     }
 
     #[test]
-    fn columns_are_as_wide_as_their_widest_cell() {
-        let mut table = Table::new(["DISK", "SIZE"]);
-        table.row(["ü".to_owned(), "1 GiB".to_owned()]);
-        table.row(["a long name".to_owned(), String::new()]);
-        assert_eq!(table.to_string(), "DISK         SIZE\nü            1 GiB\na long name\n");
+    fn columns_are_as_wide_as_their_widest_cell_and_numbers_end_on_the_right() {
+        let mut table = Table::new(["DISK", ">SIZE", "FILE"]);
+        table.row(["ü".to_owned(), "10 GiB".to_owned(), "a".to_owned()]);
+        table.row(["a long name".to_owned(), "1 B".to_owned(), String::new()]);
+        assert_eq!(
+            table.to_string(),
+            "DISK           SIZE  FILE\nü            10 GiB  a\na long name     1 B\n"
+        );
+    }
+
+    #[test]
+    fn a_narrow_window_shows_the_columns_that_matter() {
+        let mut table = Table::new(["DISK", ">READ", ">WRITE", ">SLOW"]);
+        table.row(["web", "1", "22", "3 %"].map(str::to_owned));
+        assert_eq!(table.fitted(23, &[3, 1]), table.to_string());
+        assert_eq!(table.fitted(22, &[3, 1]), "DISK  READ  WRITE\nweb      1     22\n");
+        assert_eq!(table.fitted(3, &[3, 1]), "DISK  WRITE\nweb      22\n", "the rest stays");
     }
 
     #[test]
     fn progress_is_silent_when_quiet() {
-        let progress = Progress::new(true);
+        let progress = Progress::of_bytes(true);
         progress.update("checking", 1, 2);
-        assert!(progress.shown.lock().unwrap().is_none());
+        assert!(progress.0.is_hidden() && progress.0.message().is_empty());
     }
 }

@@ -41,6 +41,8 @@ fn a_file_that_nobody_serves_is_resized_by_the_command() {
     assert!(run_ok(["resize", &disk, "5M"]).contains("has 5 MiB already"));
     run_err(64, ["resize", &disk, "-1M"]);
     run_err(64, ["resize", &disk]);
+    let said = run_ok(["resize", &disk, "+4K"]);
+    assert_eq!(said, format!("{disk}: 5124 KiB, was 5120 KiB\n"), "in a unit that shows the difference");
     run_ok(["resize", &disk, "6000001"]);
     assert_eq!(stock_size(&disk), 6_000_128, "whole sectors, as `create` has it");
     assert!(run_err(1, ["resize", &images.name("none.qcow2"), "5M"]).contains("none.qcow2"));

@@ -2,6 +2,11 @@
 
 mod support;
 
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
 use serde_json::Value;
 use support::http::ask;
 use support::server::Server;
@@ -154,7 +159,43 @@ fn top_shows_a_disk_at_work() {
     assert!(disks[0]["reads_per_second"].as_f64().unwrap() > 100.0, "{disks}");
     assert!(disks[0]["read_p50_us"].as_f64().unwrap() > 0.0, "{disks}");
     assert_eq!((&disks[0]["name"], &disks[0]["layers"]), (&"web".into(), &3.into()));
-    assert!(text.contains("DISK  LAYERS  READ/s") && text.contains("web   3"), "{text}");
+    assert!(text.contains("DISK  LAYERS  READ/s") && text.contains("web        3"), "{text}");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn top_fits_its_window_shows_no_keys_and_ends_with_q() {
+    let images = Images::new();
+    let server = start(&images);
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&master).and_then(|()| unlockpt(&master)).unwrap();
+    let name = ptsname(&master, Vec::new()).unwrap();
+    let window = File::options().read(true).write(true).open(name.to_str().unwrap()).unwrap();
+    tcsetwinsize(&window, Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
+    let echoes = || tcgetattr(&window).unwrap().local_modes.contains(LocalModes::ECHO);
+    assert!(echoes());
+    let mut top = support::vmstrata()
+        .args(["top", "--interval", "0.1"])
+        .env("VMSTRATA_CONTROL", server.control())
+        .stdin(window.try_clone().unwrap())
+        .stdout(window.try_clone().unwrap())
+        .spawn()
+        .unwrap();
+    let mut screen = File::from(master);
+    let mut shown = Vec::new();
+    while !String::from_utf8_lossy(&shown).contains("web ") {
+        let mut bytes = [0; 4096];
+        let read = screen.read(&mut bytes).unwrap();
+        shown.extend_from_slice(&bytes[..read]);
+    }
+    assert!(!echoes());
+    let shown = String::from_utf8_lossy(&shown).replace("\u{1b}[K", "");
+    let headline = shown.lines().find(|line| line.contains("DISK")).unwrap().trim_end();
+    assert!(headline.chars().count() <= 80 && headline.contains("ERRORS"), "{headline}");
+    assert!(!headline.contains("HITS"), "what matters least goes first: {headline}");
+    screen.write_all(b"xq").unwrap();
+    assert!(top.wait().unwrap().success());
+    assert!(echoes(), "the terminal has its mode back");
     assert!(server.stop().success());
 }
 

@@ -16,6 +16,13 @@ pub struct ControlArgs {
     pub control: Option<PathBuf>,
 }
 
+impl ControlArgs {
+    /// The server that the environment names, or the default one, for commands that only look up a disk's name.
+    pub fn of_environment() -> Self {
+        Self { control: std::env::var_os("VMSTRATA_CONTROL").map(PathBuf::from) }
+    }
+}
+
 /// `vmstrata status`
 #[derive(Debug, Args)]
 #[command(after_help = STATUS_HELP)]
@@ -85,7 +92,7 @@ pub enum DiskCommand {
     /// Show a disk: its exports, what was done to it, and its chain
     #[command(after_help = "Examples:\n  vmstrata disk show web\n  vmstrata disk show web --json")]
     Show {
-        /// The disk's name
+        /// The disk's name, or its path
         name: String,
         /// Which server.
         #[command(flatten)]
@@ -113,7 +120,7 @@ pub enum DiskCommand {
     /// Close a disk: its exports are drained, its image is left clean, its files are unlocked
     #[command(after_help = "Examples:\n  vmstrata disk remove web\n  vmstrata disk remove web --force")]
     Remove {
-        /// The disk's name
+        /// The disk's name, or its path
         name: String,
         /// Also from under a guest that is attached
         #[arg(long)]

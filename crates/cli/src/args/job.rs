@@ -31,7 +31,7 @@ pub enum JobCommand {
     /// Build the indices that a served disk's chain lacks
     #[command(after_help = "Examples:\n  vmstrata job index-build web --limit 20M")]
     IndexBuild {
-        /// The disk's name
+        /// The disk's name, or its path
         disk: String,
         /// Bytes a second that the job may write, such as 10M
         #[arg(long, value_name = "SIZE", value_parser = limit)]
@@ -42,10 +42,9 @@ pub enum JobCommand {
         after_help = "Examples:\n  vmstrata job snapshot-delete web monday\n  vmstrata job snapshot-delete web monday..friday --keep-files"
     )]
     SnapshotDelete {
-        /// The disk's name
+        /// The disk's name, or its path
         disk: String,
         /// The snapshots' names; A..B is A and B, and all between them
-        #[arg(required = true)]
         snapshots: Vec<String>,
         /// Leave the snapshots' files where they are
         #[arg(long)]
@@ -62,7 +61,7 @@ pub enum JobCommand {
         after_help = "Examples:\n  vmstrata job merge web --layers 1..498\n  vmstrata job merge web --from web-mon.qcow2 --to web-fri.qcow2 --remove all"
     )]
     Merge {
-        /// The disk's name
+        /// The disk's name, or its path
         disk: String,
         /// Which layers go.
         #[command(flatten)]
@@ -85,7 +84,7 @@ pub enum JobCommand {
         after_help = "Examples:\n  vmstrata job flatten web\n  vmstrata job flatten web --yes --limit 20M\n  vmstrata job flatten web --onto /srv/golden.qcow2"
     )]
     Flatten {
-        /// The disk's name
+        /// The disk's name, or its path
         disk: String,
         /// Drop only what is between FILE, one of its layers, and the disk
         #[arg(long, value_name = "FILE")]

@@ -140,10 +140,10 @@ impl MergeHowArgs {
 #[derive(Debug, Args)]
 #[command(after_help = DELETE_HELP)]
 pub struct SnapshotDeleteArgs {
-    /// The disk: served by a running server, or not in use
+    /// The disk: served by a running server, or not in use; or DISK@NAME
     pub disk: PathBuf,
     /// The snapshots to delete; A..B is A and B, and all between them
-    #[arg(value_name = "NAME", required = true)]
+    #[arg(value_name = "NAME")]
     pub names: Vec<String>,
     /// Leave the snapshots' files where they are
     #[arg(long)]

@@ -4,6 +4,7 @@ use clap::error::ErrorKind;
 use clap::{Command, CommandFactory as _, Parser as _};
 
 use super::Cli;
+use crate::named;
 
 /// A line of the source that is at least so long goes on in the next one.
 const FULL: usize = 90;
@@ -15,10 +16,12 @@ impl Cli {
     /// Wrong usage, and help.
     pub fn of_process() -> Result<Self, clap::Error> {
         // Who asks for no help waits for none of its texts.
-        Self::try_parse().map_err(|error| match error.kind() {
+        let mut asked = Self::try_parse().map_err(|error| match error.kind() {
             ErrorKind::DisplayHelp => reflowed(Self::command()).try_get_matches().err().unwrap_or(error),
             _ => error,
-        })
+        })?;
+        named::split_snapshots(&mut asked.command)?;
+        Ok(asked)
     }
 }
 

@@ -198,9 +198,10 @@ Exit codes: 0 listed, 1 the chain cannot be read, 64 wrong usage.";
 #[derive(Debug, Args)]
 #[command(after_help = SHOW_HELP)]
 pub struct SnapshotShowArgs {
-    /// The disk, which may be in use
+    /// The disk, which may be in use; or DISK@NAME
     pub disk: PathBuf,
     /// The snapshot
+    #[arg(default_value = "", hide_default_value = true)]
     pub name: String,
     /// Common options.
     #[command(flatten)]
@@ -217,9 +218,10 @@ Exit codes: 0 shown, 1 no such snapshot or the chain cannot be read, 64 wrong us
 /// `vmstrata snapshot hold` and `vmstrata snapshot release`
 #[derive(Debug, Args)]
 pub struct SnapshotHoldArgs {
-    /// The disk, which may be in use
+    /// The disk, which may be in use; or DISK@NAME
     pub disk: PathBuf,
     /// The snapshot
+    #[arg(default_value = "", hide_default_value = true)]
     pub name: String,
     /// Who holds it: up to 100 of A-Z a-z 0-9 . _ -
     #[arg(long, short, value_name = "TAG", default_value = vmstrata_disk::snapshot::DEFAULT_TAG)]
@@ -244,9 +246,10 @@ Exit codes: 0 done (also if it was held under this tag already), 1 not, 64 wrong
 #[derive(Debug, Args)]
 #[command(after_help = REVERT_HELP)]
 pub struct SnapshotRevertArgs {
-    /// The disk: not in use, or served to no guest and no client at the moment
+    /// The disk: not in use, or served to no guest and no client at the moment; or DISK@NAME
     pub disk: PathBuf,
     /// The snapshot to go back to
+    #[arg(default_value = "", hide_default_value = true)]
     pub name: String,
     /// Keep what is active now as FILE, a disk of its own, in the same directory
     #[arg(long, value_name = "FILE")]
@@ -279,9 +282,10 @@ Exit codes: 0 reverted, 1 not (the disk is as it was), 64 wrong usage.";
 #[derive(Debug, Args)]
 #[command(after_help = CLONE_HELP)]
 pub struct SnapshotCloneArgs {
-    /// The disk, which may be in use
+    /// The disk, which may be in use; or DISK@NAME
     pub disk: PathBuf,
     /// The snapshot to start from
+    #[arg(default_value = "", hide_default_value = true)]
     pub name: String,
     /// The new disk
     #[arg(long, short, value_name = "FILE")]

@@ -270,19 +270,26 @@ fn say(args: &BackupArgs, file: &str, report: &BackupReport, done: &str) -> Resu
     Ok(())
 }
 
-/// Runs a job with progress on stderr; it is stopped, and cleans up, when the process is told to end.
+/// Runs a job that counts bytes with progress on stderr; it is stopped, and cleans up, when the process is told to end.
 pub fn watched<T>(
     what: &str,
     quiet: bool,
     job: impl FnOnce(&mut dyn FnMut(u64, u64) -> bool) -> Result<T>,
 ) -> Result<T> {
+    let progress = Progress::of_bytes(quiet);
+    until_stopped(|stop| {
+        job(&mut |done, total| {
+            progress.update(what, done, total);
+            !stop.load(Ordering::Relaxed)
+        })
+    })
+}
+
+/// Runs a job that is to end when the process is told to end, which sets the flag.
+pub fn until_stopped<T>(job: impl FnOnce(&AtomicBool) -> Result<T>) -> Result<T> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
-    let progress = Progress::new(quiet);
-    job(&mut |done, total| {
-        progress.update(what, done, total);
-        !stop.load(Ordering::Relaxed)
-    })
+    job(&stop)
 }

@@ -126,7 +126,7 @@ pub fn run(args: &CheckArgs) -> Result<ExitCode> {
 }
 
 fn options(args: &CheckArgs) -> CheckOptions {
-    let line = Progress::new(args.quiet);
+    let line = Progress::of(args.quiet, "tables");
     let image = vmstrata_check::Options {
         repair: match args.repair {
             None => vmstrata_check::Repair::None,

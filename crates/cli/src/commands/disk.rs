@@ -12,6 +12,7 @@ use crate::args::{DiskArgs, DiskCommand};
 use crate::attach::absolute;
 use crate::client::Client;
 use crate::commands::serve::attachments;
+use crate::named::name_of;
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
 
@@ -23,7 +24,8 @@ pub fn run(args: &DiskArgs) -> Result<ExitCode> {
     match &args.command {
         DiskCommand::Show { name, server, json } => {
             let client = Client::new(server)?;
-            let shown: DiskDetail = client.get(&format!("/v1/disks/{}", encode_segment(name)))?;
+            let name = name_of(name, &client)?;
+            let shown: DiskDetail = client.get(&format!("/v1/disks/{}", encode_segment(&name)))?;
             if *json {
                 print_json(&shown)?;
             } else {
@@ -36,7 +38,8 @@ pub fn run(args: &DiskArgs) -> Result<ExitCode> {
             if *json { print_json(&added)? } else { print(&to_text(&added, number(&client, &added)?))? }
         }
         DiskCommand::Remove { name, force, server, json } => {
-            let (client, path) = (Client::new(server)?, format!("/v1/disks/{}", encode_segment(name)));
+            let client = Client::new(server)?;
+            let path = format!("/v1/disks/{}", encode_segment(&name_of(name, &client)?));
             // What it was: afterwards nobody knows.
             let was: DiskDetail = client.get(&path)?;
             client.delete(&format!("{path}?force={force}"))?;

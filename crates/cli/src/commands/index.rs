@@ -38,7 +38,7 @@ pub fn run(args: &IndexArgs) -> Result<ExitCode> {
 }
 
 fn options(common: &IndexCommonArgs, top: bool, doing: &'static str) -> IndexOptions {
-    let line = Progress::new(common.quiet);
+    let line = Progress::of(common.quiet, "layers");
     IndexOptions {
         allow_backing: common.backing.allow_backing.clone(),
         allow_backing_alone: false,

@@ -7,6 +7,7 @@ use vmstrata_api::{JobChange, JobList, JobSpec, JobState, JobStatus};
 
 use crate::args::{JobArgs, JobCommand};
 use crate::client::Client;
+use crate::named::name_of;
 use crate::output::{Table, answer, percent};
 use crate::units::short_size;
 
@@ -24,18 +25,15 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
         JobCommand::IndexBuild { disk, limit } => {
-            let asked = JobSpec::IndexBuild { disk: disk.clone(), bytes_per_second: *limit };
+            let asked = JobSpec::IndexBuild { disk: name_of(disk, &client)?, bytes_per_second: *limit };
             client.post("/v1/jobs", &asked)?
         }
-        JobCommand::SnapshotDelete { disk, snapshots, keep_files, direction, how } => {
-            client.post("/v1/jobs", &how.delete(disk, snapshots, *keep_files, *direction))?
-        }
-        JobCommand::Merge { disk, layers, yes, remove, direction, how } => {
-            client.post("/v1/jobs", &how.merge(disk, layers, *yes, *remove, *direction)?)?
-        }
-        JobCommand::Flatten { disk, onto, yes, remove, how } => {
-            client.post("/v1/jobs", &how.flatten(disk, onto.as_deref(), *yes, *remove)?)?
-        }
+        JobCommand::SnapshotDelete { disk, snapshots, keep_files, direction, how } => client
+            .post("/v1/jobs", &how.delete(&name_of(disk, &client)?, snapshots, *keep_files, *direction))?,
+        JobCommand::Merge { disk, layers, yes, remove, direction, how } => client
+            .post("/v1/jobs", &how.merge(&name_of(disk, &client)?, layers, *yes, *remove, *direction)?)?,
+        JobCommand::Flatten { disk, onto, yes, remove, how } => client
+            .post("/v1/jobs", &how.flatten(&name_of(disk, &client)?, onto.as_deref(), *yes, *remove)?)?,
         JobCommand::Pause { id } => change(*id, JobChange::Pause {})?,
         JobCommand::Resume { id } => change(*id, JobChange::Resume {})?,
         JobCommand::Cancel { id } => change(*id, JobChange::Cancel {})?,
@@ -46,13 +44,14 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
 }
 
 fn to_text(jobs: &[JobStatus]) -> String {
-    let mut table =
-        Table::new(["JOB", "KIND", "DISK", "STATE", "DONE", "LEFT", "WRITTEN", "FREED", "LIMIT", "ERROR"]);
+    let mut table = Table::new([
+        ">JOB", "KIND", "DISK", "STATE", ">DONE", ">LEFT", ">WRITTEN", ">RATE", ">FREED", ">LIMIT", "ERROR",
+    ]);
     jobs.iter().for_each(|job| table.row(row(job)));
     table.to_string()
 }
 
-fn row(job: &JobStatus) -> [String; 10] {
+fn row(job: &JobStatus) -> [String; 11] {
     let limit = job.bytes_per_second.map(|limit| format!("{}/s", short_size(limit)));
     let errors = match (&job.error, job.failures) {
         (Some(error), more @ 2..) => format!("{error} (and {} more)", more - 1),
@@ -66,6 +65,7 @@ fn row(job: &JobStatus) -> [String; 10] {
         format!("{} of {} {} ({:.0} %)", job.done, job.total, job.unit, percent(job.done, job.total)),
         job.seconds_left.map_or_else(|| "-".to_owned(), |seconds| format!("{seconds} s")),
         short_size(job.bytes),
+        format!("{}/s", short_size(job.bytes / job.seconds.max(1))),
         job.removed.map_or_else(|| "-".to_owned(), |removed| short_size(removed.freed_bytes)),
         limit.unwrap_or_else(|| "-".to_owned()),
         errors,

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
@@ -14,12 +15,12 @@ use vmstrata_disk::merge::{
 };
 use vmstrata_job::Bucket;
 
-use super::backup::watched;
+use super::backup::until_stopped;
 use super::snapshot::live::Live;
 use super::snapshot::resources;
 use crate::args::{FlattenArgs, JournalArgs, LoseArgs, MergeArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
 use crate::audit::{self, What};
-use crate::output::{Table, answer, counted};
+use crate::output::{Progress, Table, answer, counted};
 use crate::units::short_size;
 
 /// How often is looked whether to go on, while waiting for the speed limit.
@@ -273,7 +274,7 @@ impl Plan {
             counted(lost, "snapshot"),
             short_size(self.freed_bytes)
         );
-        let mut table = Table::new(["LAYER", "SNAPSHOT", "SIZE ON DISK", "FILE", "THEN"]);
+        let mut table = Table::new([">LAYER", "SNAPSHOT", ">SIZE ON DISK", "FILE", "THEN"]);
         for layer in &self.layers {
             let then = layer.reason.as_ref().map_or("removed".to_owned(), |why| format!("stays: {why}"));
             let (name, size) = (layer.snapshot.as_deref().unwrap_or("-"), short_size(layer.actual_size));
@@ -296,17 +297,28 @@ fn merge(
     let mut report = Report { disk: disk.display().to_string(), ..Report::default() };
     let mut bucket = Bucket::new(limit, Instant::now());
     let go = |what: &mut What| {
-        watched("merging", false, |goes_on| {
-            let mut done = 0;
+        let progress = Progress::of(false, "steps");
+        until_stopped(|stop| {
+            let (mut done, mut written) = (0, 0);
+            let goes_on = |done, total, written| {
+                progress.update_written("merging", done, total, written);
+                !stop.load(Ordering::Relaxed)
+            };
             for &range in ranges {
                 let mut merge = Merge::new(disk, range, options, &resources)?;
                 let total = merge.total() * ranges.len() as u64;
                 while let Some(action) = merge.select() {
-                    while goes_on(done, total) && !bucket.wait(Instant::now()).is_zero() {
+                    while goes_on(done, total, written) && !bucket.wait(Instant::now()).is_zero() {
                         std::thread::sleep(bucket.wait(Instant::now()).min(LOOK_EVERY));
                     }
-                    ensure!(goes_on(done, total), "{}: ended before all was done: {STOPPED}", disk.display());
-                    bucket.take(merge.apply(action)?, Instant::now());
+                    ensure!(
+                        goes_on(done, total, written),
+                        "{}: ended before all was done: {STOPPED}",
+                        disk.display()
+                    );
+                    let bytes = merge.apply(action)?;
+                    bucket.take(bytes, Instant::now());
+                    written += bytes;
                     done += 1;
                 }
                 report.add(merge.merged());

@@ -21,9 +21,9 @@ pub fn run(args: &StatusArgs) -> Result<ExitCode> {
 }
 
 fn to_text(status: &ServerStatus) -> String {
-    let mut disks = Table::new(["DISK", "STATE", "MODE", "SIZE", "LAYERS", "HITS", "FILE"]);
+    let mut disks = Table::new(["DISK", "STATE", "MODE", ">SIZE", ">LAYERS", ">HITS", "FILE"]);
     status.disks.iter().for_each(|disk| disks.row(disk_row(disk)));
-    let mut exports = Table::new(["EXPORT", "KIND", "DISK", "AT", "USE"]);
+    let mut exports = Table::new([">EXPORT", "KIND", "DISK", "AT", "USE"]);
     status.exports.iter().for_each(|export| exports.row(export_row(export)));
     format!("{}\n\n{disks}{}\n{exports}", headline(status), failures(status))
 }

@@ -36,7 +36,7 @@ pub fn run(args: &SurveyArgs) -> Result<ExitCode> {
 
 fn options(args: &SurveyArgs) -> SurveyOptions {
     let processors = std::thread::available_parallelism().map_or(2, usize::from);
-    let line = Progress::new(args.quiet);
+    let line = Progress::endless(args.quiet);
     SurveyOptions {
         roots: args.roots.clone(),
         allow_backing: args.allow_backing.clone(),

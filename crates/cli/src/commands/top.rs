@@ -6,9 +6,10 @@
 //!   the sample before ─────────┘
 //! ```
 //!
-//! The screen is redrawn in place with the escape sequences every terminal knows; the terminal keeps its mode, so
-//! Ctrl-C ends it as it ends any program. What does not fit in the window is cut off, or each redrawing would scroll it.
+//! The screen is redrawn in place with the escape sequences every terminal knows. Meanwhile the terminal shows no keys that are
+//! pressed; `q` and Ctrl-C end it. What does not fit in the window is left out, the least important columns first.
 
+mod keys;
 mod rates;
 
 use std::io::{IsTerminal, Write, stdout};
@@ -19,10 +20,12 @@ use anyhow::Result;
 use rustix::termios::tcgetwinsize;
 use vmstrata_api::{JobList, ServerStatus, StatsList};
 
+use self::keys::Keys;
 use self::rates::{DiskRates, rates};
 use super::status::{failures, headline};
 use crate::args::TopArgs;
 use crate::client::Client;
+use crate::commands::backup::until_stopped;
 use crate::output::{Table, percent, print, print_json, share};
 use crate::units::short_size;
 
@@ -34,32 +37,36 @@ pub fn run(args: &TopArgs) -> Result<ExitCode> {
     let client = Client::new(&args.server)?;
     let interval = Duration::from_secs_f64(args.interval);
     let mut before: StatsList = client.get("/v1/stats")?;
-    let live = !args.once && stdout().is_terminal();
-    loop {
-        std::thread::sleep(interval);
-        let now: StatsList = client.get("/v1/stats")?;
-        let disks = rates(&before, &now);
-        if args.json {
-            print_json(&disks)?;
-        } else {
-            show(&screen(&client, &now, &disks)?, live)?;
+    let live = !args.once && !args.json && stdout().is_terminal();
+    until_stopped(|stop| {
+        let keys = live.then(Keys::listen).flatten();
+        while !Keys::is_quit_pressed(keys.as_ref(), interval, stop) {
+            let now: StatsList = client.get("/v1/stats")?;
+            let disks = rates(&before, &now);
+            if args.json {
+                print_json(&disks)?;
+            } else {
+                show(|room| screen(&client, &now, &disks, room), live)?;
+            }
+            if args.once {
+                break;
+            }
+            before = now;
         }
-        if args.once {
-            return Ok(ExitCode::SUCCESS);
-        }
-        before = now;
-    }
+        Ok(ExitCode::SUCCESS)
+    })
 }
 
 /// Home, each line erased to its end as it is written, and whatever was below erased at last: no flicker.
-fn show(text: &str, live: bool) -> Result<()> {
+fn show(screen: impl FnOnce(usize) -> Result<String>, live: bool) -> Result<()> {
     if !live {
-        return Ok(print(&format!("{text}\n"))?);
+        return Ok(print(&format!("{}\n", screen(usize::MAX)?))?);
     }
     let mut out = stdout().lock();
     // Anew each time: windows change. A terminal that does not know its size says 0.
     let size = tcgetwinsize(&out).ok().filter(|size| size.ws_row > 0 && size.ws_col > 0);
-    let text = size.map_or_else(|| text.to_owned(), |size| fit(text, size.ws_row.into(), size.ws_col.into()));
+    let text = screen(size.map_or(usize::MAX, |size| size.ws_col.into()))?;
+    let text = size.map_or_else(|| text.clone(), |size| fit(&text, size.ws_row.into(), size.ws_col.into()));
     write!(out, "\x1b[H{}\x1b[J", text.replace('\n', "\x1b[K\n"))?;
     Ok(out.flush()?)
 }
@@ -75,7 +82,7 @@ fn fit(text: &str, rows: usize, columns: usize) -> String {
     lines[..fitting].iter().copied().chain(note.as_deref()).map(cut).collect()
 }
 
-fn screen(client: &Client, now: &StatsList, disks: &[DiskRates]) -> Result<String> {
+fn screen(client: &Client, now: &StatsList, disks: &[DiskRates], room: usize) -> Result<String> {
     let status: ServerStatus = client.get("/v1/status")?;
     let jobs: JobList = client.get("/v1/jobs")?;
     let failed = failures(&status);
@@ -85,13 +92,20 @@ fn screen(client: &Client, now: &StatsList, disks: &[DiskRates]) -> Result<Strin
         format!("job {} on {}: {share:.0} % of {} {}\n", job.id, job.disk, job.total, job.unit)
     });
     // What is wrong or under way comes first: a window may be too small for all disks.
-    Ok(format!("{headline}\n{failed}{}\n{}", running.collect::<String>(), table(disks)))
+    Ok(format!(
+        "{headline}\n{failed}{}\n{}",
+        running.collect::<String>(),
+        table(disks).fitted(room, &DISPENSABLE)
+    ))
 }
+
+/// Columns that a narrow window does without, in this order.
+const DISPENSABLE: [usize; 6] = [7, 10, 11, 6, 1, 9];
 
 fn table(disks: &[DiskRates]) -> Table<13> {
     let mut table = Table::new([
-        "DISK", "LAYERS", "READ/s", "READ", "WRITE/s", "WRITE", "FLUSH/s", "R p50", "R p99", "W p99", "HITS",
-        "SLOW", "ERRORS",
+        "DISK", ">LAYERS", ">READ/s", ">READ", ">WRITE/s", ">WRITE", ">FLUSH/s", ">R p50", ">R p99",
+        ">W p99", ">HITS", ">SLOW", ">ERRORS",
     ]);
     for disk in disks {
         let speed = |bytes: f64| format!("{}/s", short_size(bytes as u64));

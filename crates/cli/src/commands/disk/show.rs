@@ -32,7 +32,7 @@ pub fn to_text(shown: &DiskDetail, number: usize) -> String {
 }
 
 fn requests(stats: &DiskStats) -> Table<6> {
-    let mut table = Table::new(["SINCE IT WAS OPENED", "REQUESTS", "BYTES", "ERRORS", "p50", "p99"]);
+    let mut table = Table::new(["SINCE IT WAS OPENED", ">REQUESTS", ">BYTES", ">ERRORS", ">p50", ">p99"]);
     let mut row = |what: &str, kind: &KindStats, times: Option<&Latency>| {
         let times = times.filter(|_| kind.requests > 0);
         let bound = |share| time(times.and_then(|times| times.quantile_ns(share)).map(|ns| ns as f64 / 1e3));
@@ -71,7 +71,7 @@ fn depths(depths: &[DepthStats]) -> String {
 
 /// The newest layer first.
 fn chain(layers: &[LayerStatus]) -> Table<6> {
-    let mut table = Table::new(["LAYER", "FORMAT", "SIZE", "CLUSTERS", "LENGTH", "FILE"]);
+    let mut table = Table::new([">LAYER", "FORMAT", ">SIZE", ">CLUSTERS", ">LENGTH", "FILE"]);
     for layer in layers.iter().rev() {
         table.row([
             layer.index.to_string(),

@@ -1,6 +1,7 @@
 //! Snapshots of disks that a server serves: the server takes them.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 use anyhow::{Result, bail};
 use vmstrata_api::{
@@ -16,9 +17,9 @@ use crate::args::{
     ControlArgs, FlattenArgs, MergeArgs, Quiesce, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs,
 };
 use crate::client::Client;
-use crate::commands::backup::watched;
+use crate::commands::backup::until_stopped;
 use crate::commands::merge::{STOPPED, line};
-use crate::output::{print, print_json};
+use crate::output::{Progress, print, print_json};
 
 /// Disks that a server serves, and what it calls them.
 pub struct Live {
@@ -187,8 +188,12 @@ impl Live {
     pub fn wait_job(&self, asked: &JobSpec, quiet: bool) -> Result<JobStatus> {
         let job: JobStatus = self.client.post("/v1/jobs", asked)?;
         let what = job.kind.replace('_', "-");
-        let job = watched(&what, quiet, |goes_on| {
-            self.client.until_ended(job, |job| goes_on(job.done, job.total))
+        let progress = Progress::of(quiet, &job.unit);
+        let job = until_stopped(|stop| {
+            self.client.until_ended(job, |job| {
+                progress.update_written(&what, job.done, job.total, job.bytes);
+                !stop.load(Ordering::Relaxed)
+            })
         })?;
         if job.state != JobState::Done {
             let left =

@@ -152,7 +152,7 @@ pub fn table(disk: &Path, snapshots: &[Snapshot]) -> String {
     if snapshots.is_empty() {
         return format!("{}: no snapshots\n", disk.display());
     }
-    let mut table = Table::new(["NAME", "TAKEN", "SIZE ON DISK", "FILE", "LABELS"]);
+    let mut table = Table::new(["NAME", "TAKEN", ">SIZE ON DISK", "FILE", "LABELS"]);
     for snapshot in snapshots {
         let row = Row::new(snapshot);
         let (name, size) = (row.name.unwrap_or("-").to_owned(), short_size(row.actual_size));

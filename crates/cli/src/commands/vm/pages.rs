@@ -175,7 +175,7 @@ fn text(report: &Report) -> Result<String> {
         report.pages,
         report.seconds
     )?;
-    let mut table = Table::new(["class", "used for", "pages", "size", "share"]);
+    let mut table = Table::new(["class", "used for", ">pages", ">size", ">share"]);
     let share = |pages: u64| format!("{:.1} %", pages as f64 * 100.0 / report.pages.max(1) as f64);
     for (class, &pages) in &report.classes {
         table.row([(*class).to_owned(), String::new(), pages.to_string(), bytes(pages), share(pages)]);

@@ -35,7 +35,7 @@ pub fn run(args: &VmGcArgs) -> Result<()> {
         let (removed, compacted) = (would.objects as u64, would.compact.len() as u64);
         Report { dry_run: true, removed, compacted, freed: would.bytes }
     } else {
-        let progress = Progress::new(args.quiet);
+        let progress = Progress::of_bytes(args.quiet);
         let done = audit::change(What::of("vm_gc", []), |what| {
             let done = vault.gc(which, &mut |done, all| progress.update("compacting", done, all))?;
             let Deleted::Collected(done) = done else {

@@ -61,7 +61,7 @@ struct Report<'a> {
 /// When the vault cannot be read.
 pub fn run_verify(args: &VmVerifyArgs) -> Result<ExitCode> {
     let vault = open(&args.vault)?;
-    let progress = Progress::new(args.quiet);
+    let progress = Progress::of(args.quiet, "snapshots");
     let health = vault.verify(&ids(&vault, &args.snapshots)?, |done, all| {
         progress.update("verifying", done, all);
     })?;

@@ -91,7 +91,7 @@ pub fn table(listed: &[Listed]) -> String {
     if listed.is_empty() {
         return "no snapshots\n".to_owned();
     }
-    let mut table = Table::new(["SNAPSHOT", "TAKEN", "MEMORY", "COST", "COPIES", "STEP", "ID"]);
+    let mut table = Table::new(["SNAPSHOT", "TAKEN", ">MEMORY", ">COST", ">COPIES", ">STEP", "ID"]);
     for listed in listed {
         let row = Row::new(listed);
         let size = |bytes: Option<u64>| bytes.map_or_else(|| "-".to_owned(), short_size);

@@ -1,0 +1,130 @@
+//! Disks and snapshots as people name them.
+//!
+//! Where a command takes a disk it takes its path, or the name under which a running server serves it; where it takes a
+//! disk and a snapshot it takes `DISK@NAME`, too. The commands see paths and names only.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use clap::CommandFactory as _;
+use clap::error::ErrorKind;
+use vmstrata_api::{DiskList, DiskStatus};
+
+use crate::args::{Cli, Command, ControlArgs, IndexCommand, JobCommand, SnapshotCommand};
+use crate::client::Client;
+use crate::commands::snapshot::live::is_file_of;
+
+/// Splits `DISK@NAME` where a command was given no snapshot beside the disk.
+///
+/// # Errors
+/// Wrong usage: no snapshot is named.
+pub fn split_snapshots(command: &mut Command) -> Result<(), clap::Error> {
+    let missing = || {
+        let said = "which snapshot? Name it as DISK NAME or DISK@NAME";
+        Cli::command().error(ErrorKind::MissingRequiredArgument, said)
+    };
+    let (disk, name) = match command {
+        Command::Snapshot(args) => match &mut args.command {
+            SnapshotCommand::Show(args) => (&mut args.disk, &mut args.name),
+            SnapshotCommand::Hold(args) | SnapshotCommand::Release(args) => (&mut args.disk, &mut args.name),
+            SnapshotCommand::Revert(args) => (&mut args.disk, &mut args.name),
+            SnapshotCommand::Clone(args) => (&mut args.disk, &mut args.name),
+            SnapshotCommand::Delete(args) if args.names.is_empty() => {
+                (&mut args.disk, args.names.push_mut(String::new()))
+            }
+            _ => return Ok(()),
+        },
+        Command::Job(args) => match &mut args.command {
+            JobCommand::SnapshotDelete { disk, snapshots, .. } if snapshots.is_empty() => {
+                let (of, name) = disk.rsplit_once('@').ok_or_else(missing)?;
+                snapshots.push(name.to_owned());
+                *disk = of.to_owned();
+                return Ok(());
+            }
+            _ => return Ok(()),
+        },
+        _ => return Ok(()),
+    };
+    if name.is_empty() {
+        let (of, snapshot) = split(disk).ok_or_else(missing)?;
+        (*disk, *name) = (of, snapshot);
+    }
+    Ok(())
+}
+
+fn split(state: &Path) -> Option<(PathBuf, String)> {
+    let (disk, name) = state.to_str()?.rsplit_once('@')?;
+    (!disk.is_empty() && !name.is_empty()).then(|| (disk.into(), name.to_owned()))
+}
+
+/// Puts the path of its disk in the place of a name under which a server serves it. What leads to a file, or has a slash, is no
+/// name; what no server knows stays.
+pub fn find_served(command: &mut Command) {
+    let Some((paths, server)) = disks_of(command) else { return };
+    for path in paths {
+        if let Some(found) = path_of(path, &server) {
+            *path = found;
+        }
+    }
+}
+
+/// The arguments of a command that are disks, or their states, and the server that may be serving them.
+fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs)> {
+    let any = ControlArgs::of_environment;
+    Some(match command {
+        Command::Info(args) => (vec![&mut args.file], any()),
+        Command::Map(args) => (vec![&mut args.file], any()),
+        Command::Check(args) => (vec![&mut args.file], any()),
+        Command::Gc(args) => (vec![&mut args.path], any()),
+        Command::Diff(args) => (vec![&mut args.old, &mut args.new], any()),
+        Command::Backup(args) => {
+            (args.state.iter_mut().chain(&mut args.since).collect(), args.server.clone())
+        }
+        Command::Merge(args) => (vec![&mut args.disk], args.access.server.clone()),
+        Command::Flatten(args) => (vec![&mut args.disk], args.access.server.clone()),
+        Command::Resize(args) => (vec![&mut args.disk], args.access.server.clone()),
+        Command::Index(args) => match &mut args.command {
+            IndexCommand::Build(args) => (vec![&mut args.disk], args.server.clone()),
+            IndexCommand::Verify(args) => (vec![&mut args.disk], any()),
+            IndexCommand::Drop(args) => (vec![&mut args.disk], any()),
+        },
+        Command::Snapshot(args) => match &mut args.command {
+            SnapshotCommand::Create(args) => (args.disks.iter_mut().collect(), args.access.server.clone()),
+            SnapshotCommand::List(args) => (vec![&mut args.disk], any()),
+            SnapshotCommand::Show(args) => (vec![&mut args.disk], any()),
+            SnapshotCommand::Revert(args) => (vec![&mut args.disk], args.access.server.clone()),
+            SnapshotCommand::Clone(args) => (vec![&mut args.disk], any()),
+            SnapshotCommand::Hold(args) | SnapshotCommand::Release(args) => (vec![&mut args.disk], any()),
+            SnapshotCommand::Delete(args) => (vec![&mut args.disk], args.access.server.clone()),
+            SnapshotCommand::Prune(args) => (vec![&mut args.disk], args.access.server.clone()),
+        },
+        _ => return None,
+    })
+}
+
+fn path_of(argument: &Path, server: &ControlArgs) -> Option<PathBuf> {
+    let is_name = |text: &Path| !text.as_os_str().as_encoded_bytes().contains(&b'/') && !text.exists();
+    if !is_name(argument) {
+        return None;
+    }
+    let client = Client::new(server).ok().filter(|client| client.path().exists())?;
+    let served: DiskList = client.get("/v1/disks").ok()?;
+    let of_name = |name: &Path| served.disks.iter().find(|disk| Some(disk.name.as_str()) == name.to_str());
+    if let Some(disk) = of_name(argument) {
+        return Some(disk.path.clone().into());
+    }
+    let (disk, snapshot) = split(argument).filter(|(disk, _)| is_name(disk))?;
+    Some(format!("{}@{snapshot}", of_name(&disk)?.path).into())
+}
+
+/// What the server calls the disk that `argument` names, or whose path it is; the argument itself if it knows no such disk.
+///
+/// # Errors
+/// When no server answers.
+pub fn name_of(argument: &str, client: &Client) -> Result<String> {
+    let served: DiskList = client.get("/v1/disks")?;
+    let is_named = |disk: &&DiskStatus| disk.name == argument;
+    let is_file = |disk: &&DiskStatus| is_file_of(disk, Path::new(argument));
+    let found = served.disks.iter().find(is_named).or_else(|| served.disks.iter().find(is_file));
+    Ok(found.map_or(argument, |disk| &disk.name).to_owned())
+}
