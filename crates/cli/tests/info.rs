@@ -160,7 +160,7 @@ fn chains_that_cannot_be_followed_say_where_they_break() {
     for (name, parts) in [
         ("absent.qcow2", &["absent.qcow2", "No such file"][..]),
         ("orphan.qcow2", &["gone.qcow2", "No such file"]),
-        ("self.qcow2", &["self.qcow2", "loops"]),
+        ("self.qcow2", &["self.qcow2", "names itself"]),
         ("one.qcow2", &["one.qcow2", "loops"]),
         ("net.qcow2", &["net.qcow2", "nbd://host/export", "not supported"]),
         ("json.qcow2", &["json.qcow2", "json:", "not supported"]),

@@ -112,6 +112,13 @@ fn disks_of_one_guest_are_taken_together_or_not_at_all() {
     assert!(error.contains("data.qcow2: it is in use by pid ") && error.contains("(qemu-io)"), "{error}");
     assert_eq!(chain_len(&root), 2);
     holder.close();
+    let link = images.name("link.qcow2");
+    std::fs::hard_link(&root, &link).unwrap();
+    for again in [&root, &link] {
+        let error = run_err(1, ["snapshot", "create", &root, again, "--name", "v2"]);
+        assert!(error.contains(&format!("{again}: it is given twice")), "{error}");
+    }
+    std::fs::remove_file(&link).unwrap();
     run_ok(["snapshot", "create", &root, &data, "--name", "v2"]);
     assert!(of(&root)["group"].is_string(), "several disks are a group");
 }

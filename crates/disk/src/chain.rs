@@ -157,7 +157,11 @@ pub(crate) fn walk_below<T>(
             gate = Some(options.gate(path)?);
         }
         let gate = gate.as_ref().expect("made above");
-        let loops = |earlier| Error::from(ErrorKind::Loop { earlier }).in_file(&name);
+        let above = below.len();
+        let loops = |earlier| {
+            let kind = if earlier == above { ErrorKind::OwnBacking } else { ErrorKind::Loop { earlier } };
+            Error::from(kind).in_file(&name)
+        };
         let layer = open_layer(&name, role, format, gate, opener).map_err(|error| {
             // A lock on a file that was met is this chain's own.
             let met = || met.get(&opener.identity(&name, gate).ok()?.file).copied();

@@ -180,7 +180,9 @@ impl<'a> FrozenChain<'a> {
         };
         self.next = backing_of(&top.path, top.head.as_ref())?;
         if let Some(earlier) = self.met.insert(top.opened.identity.file, self.met.len()) {
-            return Err(Error::from(ErrorKind::Loop { earlier }).in_file(path));
+            let is_own = earlier + 1 == self.met.len();
+            let kind = if is_own { ErrorKind::OwnBacking } else { ErrorKind::Loop { earlier } };
+            return Err(Error::from(kind).in_file(path));
         }
         Ok(FrozenLayer::new(top, self.resources))
     }

@@ -105,6 +105,11 @@ pub enum ErrorKind {
         /// Distance from the active layer at which the file was met first.
         earlier: usize,
     },
+    /// An image whose backing file is the image itself.
+    #[error(
+        "it names itself as its backing file: if you know the right one, `qemu-img rebase -u -b BACKING -F FORMAT FILE` names that"
+    )]
+    OwnBacking,
     /// A file that is to be replaced, and that another image needs.
     #[error("{} stands on it: replacing it would destroy that image; choose another name, or remove that image first", image.display())]
     StoodOn {

@@ -22,6 +22,9 @@ pub enum SnapshotFault {
         "it is a raw disk, and a snapshot makes its path a qcow2 overlay on the raw file: what opens the path as raw then reads the overlay's tables. If the path may become qcow2, take its first snapshot with `vmstrata snapshot create --convert-raw`"
     )]
     StaysRaw,
+    /// A disk that is given twice for one snapshot.
+    #[error("it is given twice: one snapshot takes each disk once")]
+    Twice,
     /// Neither a file nor a link.
     #[error("it is not a regular file: only files can get a second name, which is what a snapshot is")]
     NotAFile,

@@ -64,6 +64,10 @@ pub fn create(
 ) -> Result<Vec<Created>> {
     let mut ready = Vec::with_capacity(disks.len());
     for (number, disk) in disks.iter().enumerate() {
+        let file = |disk: &PathBuf| disk.metadata().map(|there| FileId::of(&there)).ok();
+        if file(disk).is_some() && disks[..number].iter().any(|other| file(other) == file(disk)) {
+            return Err(Error::from(SnapshotFault::Twice).in_file(disk));
+        }
         let info = info.for_disk(number);
         let held = ready_one(disk, &info, open, options, resources).map_err(|error| error.in_file(disk))?;
         ready.push(held);
