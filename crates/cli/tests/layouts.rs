@@ -154,6 +154,16 @@ const LAYOUTS: &[Layout] = &[
         expected: Same,
     },
     Layout {
+        name: "a-json-description-of-a-part-of-a-file",
+        make: |image, dir| {
+            let base = dir.join("base.raw");
+            let name = format!(r#"json:{{"driver":"raw","offset":65536,"file":{{"filename":{base:?}}}}}"#);
+            image.name(&[], name.as_bytes());
+        },
+        // A layer is a file, which every command names by its path alone; the error says how to make a file of the part.
+        expected: Refused("qemu-img convert"),
+    },
+    Layout {
         name: "an-l1-table-past-the-end",
         make: |image, _| {
             // A table of its own, counted but never written.

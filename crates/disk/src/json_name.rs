@@ -160,6 +160,9 @@ fn file(mut options: Options) -> Result<PathBuf, String> {
 
 fn check_rest(options: Options) -> Result<(), String> {
     let first = |key: &str| key.split('.').next().is_some_and(|first| HARMLESS.contains(&first));
+    if options.contains_key("offset") || options.contains_key("size") {
+        return Err("a part of a file in a json: description (make a file of it: `qemu-img convert -O qcow2 'json:...' NEW`, then `qemu-img rebase -u` to that)".to_owned());
+    }
     match options.keys().find(|key| !first(key)) {
         Some(key) => Err(format!("the option {key:?} in a json: description")),
         None => Ok(()),
@@ -207,7 +210,7 @@ mod tests {
         for (text, said) in [
             (r#"{"driver":"nbd","host":"x"}"#, "driver \"nbd\""),
             (r#"{"driver":"qcow2","file":{"driver":"https","url":"x"}}"#, "driver \"https\""),
-            (r#"{"driver":"raw","offset":512,"file.filename":"/a"}"#, "option \"offset\""),
+            (r#"{"driver":"raw","offset":512,"file.filename":"/a"}"#, "a part of a file"),
             (r#"{"driver":"qcow2","file":"node"}"#, "without a file's name"),
             (r#"{"driver":"qcow2","backing":"node","file.filename":"/a"}"#, "a reference to a node"),
             (r#"{"driver":"qcow2","file":{"filename":7}}"#, "is no text"),
