@@ -16,6 +16,7 @@ mod reflow;
 mod resize;
 mod serve;
 mod snapshot;
+mod states;
 mod survey;
 mod vm;
 
@@ -43,6 +44,7 @@ pub use self::snapshot::{
     Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
     SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
+pub use self::states::split as split_state;
 pub use self::survey::SurveyArgs;
 pub use self::vm::{
     DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmGcArgs,

@@ -23,7 +23,6 @@ mod commands;
 mod disk_spec;
 mod key_values;
 mod logging;
-mod named;
 mod output;
 mod units;
 
@@ -60,7 +59,7 @@ fn run(mut command: Command) -> anyhow::Result<ExitCode> {
     if !matches!(command, Command::Completions(_)) {
         vmstrata_store::proc::check()?;
     }
-    named::find_served(&mut command);
+    commands::named::find_served(&mut command);
     match command {
         Command::Create(args) => commands::create::run(&args),
         Command::Info(args) => commands::info::run(&args),

@@ -21,8 +21,8 @@
 //! | `head`, `chain`, `loading`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
 //! | `refs` | who else needs a file |
 //! | [`frozen`](FrozenLayer) | tables of frozen layers, for those who compare and copy states |
-//! | [`mod@merge`] | dropping layers from a chain |
-//! | [`snapshot`] | taking, finding and going back to states of a disk, as files |
+//! | [`mod@merge`], `merging` | dropping layers from a chain |
+//! | [`snapshot`], `snapshots` | taking, finding and going back to states of a disk, as files |
 //! | [`mod@create`], [`check()`] | new images, and whether a file is sound, with the journal of a killed process |
 //!
 //! Invariants: a read returns the newest completed write; what a flush acknowledged survives a power failure, and
@@ -62,6 +62,7 @@ mod loading;
 mod maintenance;
 mod map;
 pub mod merge;
+mod merging;
 mod names;
 mod opener;
 mod partial;
@@ -75,6 +76,7 @@ mod request;
 mod resources;
 mod session;
 pub mod snapshot;
+mod snapshots;
 pub mod stats;
 mod threads;
 mod times;

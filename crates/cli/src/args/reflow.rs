@@ -3,8 +3,7 @@
 use clap::error::ErrorKind;
 use clap::{Command, CommandFactory as _, Parser as _};
 
-use super::Cli;
-use crate::named;
+use super::{Cli, states};
 
 /// A line of the source that is at least so long goes on in the next one.
 const FULL: usize = 90;
@@ -20,7 +19,7 @@ impl Cli {
             ErrorKind::DisplayHelp => reflowed(Self::command()).try_get_matches().err().unwrap_or(error),
             _ => error,
         })?;
-        named::split_snapshots(&mut asked.command)?;
+        states::split_snapshots(&mut asked.command)?;
         Ok(asked)
     }
 }

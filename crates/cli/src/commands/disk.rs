@@ -11,8 +11,8 @@ use vmstrata_api::{DiskDetail, DiskList, DiskSpec, encode_segment};
 use crate::args::{DiskArgs, DiskCommand};
 use crate::attach::absolute;
 use crate::client::Client;
+use crate::commands::named::name_of;
 use crate::commands::serve::attachments;
-use crate::named::name_of;
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
 

@@ -7,7 +7,7 @@ use vmstrata_api::{JobChange, JobList, JobSpec, JobState, JobStatus};
 
 use crate::args::{JobArgs, JobCommand};
 use crate::client::Client;
-use crate::named::name_of;
+use crate::commands::named::name_of;
 use crate::output::{Table, answer, percent};
 use crate::units::short_size;
 

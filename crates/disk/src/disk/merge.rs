@@ -45,15 +45,15 @@ use crate::layer::{Growth, Layer, Tables};
 use crate::layers::{Layers, Top};
 use crate::maintenance::Maintained;
 use crate::map::FrozenMap;
-use crate::merge::commit::{self, OpenDropped};
-use crate::merge::direction::Asked;
-use crate::merge::holes::Holes;
-use crate::merge::plan::{below_of, map_up_to};
-use crate::merge::relink::Relink;
-use crate::merge::remove::refuse_overlooked;
-use crate::merge::room::Room;
-use crate::merge::stream::After;
-use crate::merge::{Copier, MergeFault, MergeOptions, MergeRange, Way, cleanup, let_go, target};
+use crate::merging::commit::{self, OpenDropped};
+use crate::merging::direction::Asked;
+use crate::merging::holes::Holes;
+use crate::merging::plan::{below_of, map_up_to};
+use crate::merging::relink::Relink;
+use crate::merging::remove::refuse_overlooked;
+use crate::merging::room::Room;
+use crate::merging::stream::After;
+use crate::merging::{Copier, MergeFault, MergeOptions, MergeRange, Way, cleanup, let_go, target};
 use crate::opener::Role;
 use crate::refs::{ChainFile, LocalHolders, Users, chain_files, holder_among, open_twice};
 
@@ -304,7 +304,7 @@ impl Running {
     /// Begins to commit into the base of the dropped layers, if that is the way to take.
     ///
     /// # Errors
-    /// [`crate::merge::MergeFault::NoCommit`]; a layer that cannot be opened, read or written.
+    /// [`crate::merging::MergeFault::NoCommit`]; a layer that cannot be opened, read or written.
     pub(super) fn begin_commit(
         &mut self,
         chain: &[ChainFile],

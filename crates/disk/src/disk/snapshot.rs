@@ -11,7 +11,9 @@ use super::switch::{NewNames, Switch};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
 use crate::layers::Top;
-use crate::snapshot::{Prepared, SnapshotFault, SnapshotInfo, check_ready, group_broken, list, prepare_live};
+use crate::snapshots::{
+    Prepared, SnapshotFault, SnapshotInfo, check_ready, group_broken, list, prepare_live,
+};
 
 /// A snapshot that was taken.
 #[derive(Clone, Debug)]

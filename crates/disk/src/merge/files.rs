@@ -8,16 +8,16 @@ use std::sync::Arc;
 
 use vmstrata_store::{CacheMode, FileId, FileStore};
 
-use super::copier::Copier;
-use super::direction::Asked;
-use super::plan::{below_of, map_up_to};
-use super::relink::Relink;
-use super::remove::refuse_overlooked;
-use super::{MergeFault, MergeOptions, MergeRange, cleanup, commit, target};
 use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{self, IndexOptions};
 use crate::layers::{Layers, Top};
+use crate::merging::copier::Copier;
+use crate::merging::direction::Asked;
+use crate::merging::plan::{below_of, map_up_to};
+use crate::merging::relink::Relink;
+use crate::merging::remove::refuse_overlooked;
+use crate::merging::{MergeFault, MergeOptions, MergeRange, cleanup, commit, target};
 use crate::opener::Role;
 use crate::refs::{self, ChainFile, LocalHolders, Users};
 use crate::resources::Resources;

@@ -14,7 +14,7 @@ use crate::chain::{has_magic, read_head};
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::{Tables, table_of, words};
 use crate::map::{Run, Source};
-use crate::merge::holes::Holes;
+use crate::merging::holes::Holes;
 use crate::opener::{LocalFiles, Opener as _, Role};
 
 /// L1 entries read in one go.

@@ -12,7 +12,7 @@
 //! A link alone keeps nothing: the disk that it names must still stand on the layer. A disk without a link, because a stock
 //! tool made it or the layer's directory could not be written, is known by its locks only, while it is in use.
 //!
-//! A hold on the layer's own state ([`crate::snapshot::hold`]) lies in the same directory: `hold.TAG`, which leads to `NAME@TIME`, no
+//! A hold on the layer's own state ([`crate::snapshots::hold`]) lies in the same directory: `hold.TAG`, which leads to `NAME@TIME`, no
 //! path.
 
 use std::io;

@@ -6,7 +6,7 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 
 use super::*;
 use crate::merge::{Merge, MergeOptions, MergeRange};
-use crate::snapshot::SnapshotInfo;
+use crate::snapshots::SnapshotInfo;
 use crate::{CreateOptions, Disk, OpenOptions, ResourceOptions, Resources, create};
 
 /// Two pages and a part of one, in clusters of 512 bytes.

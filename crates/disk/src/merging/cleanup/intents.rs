@@ -16,7 +16,7 @@ const SUFFIX: &str = ".dropped";
 /// The same, of the note of files that stay until somebody asks for their removal.
 const LEFT: &str = ".left";
 /// How the names of notes end.
-pub(in crate::merge) const NOTES: [&str; 2] = [SUFFIX, LEFT];
+pub(in crate::merging) const NOTES: [&str; 2] = [SUFFIX, LEFT];
 /// Longer notes are not ours: this is one of 65,535 files with names of 200 bytes.
 const BYTES_MAX: u64 = 32 << 20;
 
@@ -32,22 +32,22 @@ pub(super) struct Intents {
     pub(super) waiting: Vec<Intent>,
 }
 
-/// Files that were left when the disk let go of them: see [`crate::merge::orphans`].
+/// Files that were left when the disk let go of them: see [`crate::merging::orphans`].
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(in crate::merge) struct LeftNote {
-    pub(in crate::merge) left: Vec<Intent>,
+pub(in crate::merging) struct LeftNote {
+    pub(in crate::merging) left: Vec<Intent>,
     /// Left while another process used the disk, which may know of them as its layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(in crate::merge) shared: Vec<Intent>,
+    pub(in crate::merging) shared: Vec<Intent>,
 }
 
 /// A file that is to go.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(in crate::merge) struct Intent {
+pub(in crate::merging) struct Intent {
     /// In the note's directory.
-    pub(in crate::merge) name: String,
+    pub(in crate::merging) name: String,
     pub(super) dev: u64,
     pub(super) ino: u64,
     len: u64,
@@ -56,7 +56,7 @@ pub(in crate::merge) struct Intent {
 
 impl Intent {
     /// `None` for a name that no note can have, and for a file that cannot be examined.
-    pub(in crate::merge) fn of(path: &Path) -> Option<Self> {
+    pub(in crate::merging) fn of(path: &Path) -> Option<Self> {
         let name = path.file_name()?.to_str()?.to_owned();
         let FileIdentity { file: FileId { dev, ino }, len, mtime_ns, .. } = identity(path).ok()?;
         Some(Self { name, dev, ino, len, mtime_ns })
@@ -87,12 +87,12 @@ impl Intents {
 
 impl LeftNote {
     /// The note, if there is one that can be read.
-    pub(in crate::merge) fn read(place: &Path) -> Option<Self> {
+    pub(in crate::merging) fn read(place: &Path) -> Option<Self> {
         if is_file(place) { read(place).ok().flatten() } else { None }
     }
 
     /// Writes it in the place of another that may be there; without files there is none.
-    pub(in crate::merge) fn replace(&self, place: &Path) -> Result<()> {
+    pub(in crate::merging) fn replace(&self, place: &Path) -> Result<()> {
         if self.left.is_empty() && self.shared.is_empty() {
             remove_intents(place);
             return Ok(());
@@ -100,13 +100,13 @@ impl LeftNote {
         replace(self, place)
     }
 
-    pub(in crate::merge) fn retain(&mut self, stays: impl Fn(&Intent) -> bool) {
+    pub(in crate::merging) fn retain(&mut self, stays: impl Fn(&Intent) -> bool) {
         self.left.retain(&stays);
         self.shared.retain(&stays);
     }
 
     /// Forgets files that are gone, or others by now.
-    pub(in crate::merge) fn retain_there(&mut self, directory: &Path) {
+    pub(in crate::merging) fn retain_there(&mut self, directory: &Path) {
         self.retain(|noted| identity(&directory.join(&noted.name)).is_ok_and(|found| noted.is(&found)));
     }
 }
@@ -146,7 +146,7 @@ fn read<T: DeserializeOwned>(place: &Path) -> Result<Option<T>> {
 }
 
 /// The note of files that stay.
-pub(in crate::merge) fn left_note_path(disk: &Path) -> Option<PathBuf> {
+pub(in crate::merging) fn left_note_path(disk: &Path) -> Option<PathBuf> {
     Some(directory_of(disk).join(beside_name(disk.file_name()?, LEFT)))
 }
 
@@ -161,7 +161,7 @@ pub(super) fn atomic_file_of(place: &Path) -> PathBuf {
     name.into()
 }
 
-pub(in crate::merge) fn is_file(place: &Path) -> bool {
+pub(in crate::merging) fn is_file(place: &Path) -> bool {
     Place::of(place).is_ok_and(|place| place.is_file())
 }
 

@@ -7,9 +7,9 @@ use vmstrata_store::FileId;
 use super::{Host, Merge};
 use crate::atomic_file::{flush_directory, flush_file};
 use crate::chain::OpenOptions;
-use crate::merge::commit::Commit;
-use crate::merge::remove::{self, Wanted};
-use crate::merge::{Kept, Removal, cleanup, orphans};
+use crate::merging::commit::Commit;
+use crate::merging::remove::{self, Wanted};
+use crate::merging::{Kept, Removal, cleanup, orphans};
 use crate::refs::{LocalHolders, Users, back_refs};
 
 impl Merge {

@@ -1,61 +1,13 @@
-//! Disks and snapshots as people name them.
-//!
-//! Where a command takes a disk it takes its path, or the name under which a running server serves it; where it takes a
-//! disk and a snapshot it takes `DISK@NAME`, too. The commands see paths and names only.
+//! Disks as people name them: by path, or by the name under which a running server serves them. Commands see paths only.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use clap::CommandFactory as _;
-use clap::error::ErrorKind;
 use vmstrata_api::{DiskList, DiskStatus};
 
-use crate::args::{Cli, Command, ControlArgs, IndexCommand, JobCommand, SnapshotCommand};
+use super::snapshot::live::is_file_of;
+use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand, split_state};
 use crate::client::Client;
-use crate::commands::snapshot::live::is_file_of;
-
-/// Splits `DISK@NAME` where a command was given no snapshot beside the disk.
-///
-/// # Errors
-/// Wrong usage: no snapshot is named.
-pub fn split_snapshots(command: &mut Command) -> Result<(), clap::Error> {
-    let missing = || {
-        let said = "which snapshot? Name it as DISK NAME or DISK@NAME";
-        Cli::command().error(ErrorKind::MissingRequiredArgument, said)
-    };
-    let (disk, name) = match command {
-        Command::Snapshot(args) => match &mut args.command {
-            SnapshotCommand::Show(args) => (&mut args.disk, &mut args.name),
-            SnapshotCommand::Hold(args) | SnapshotCommand::Release(args) => (&mut args.disk, &mut args.name),
-            SnapshotCommand::Revert(args) => (&mut args.disk, &mut args.name),
-            SnapshotCommand::Clone(args) => (&mut args.disk, &mut args.name),
-            SnapshotCommand::Delete(args) if args.names.is_empty() => {
-                (&mut args.disk, args.names.push_mut(String::new()))
-            }
-            _ => return Ok(()),
-        },
-        Command::Job(args) => match &mut args.command {
-            JobCommand::SnapshotDelete { disk, snapshots, .. } if snapshots.is_empty() => {
-                let (of, name) = disk.rsplit_once('@').ok_or_else(missing)?;
-                snapshots.push(name.to_owned());
-                *disk = of.to_owned();
-                return Ok(());
-            }
-            _ => return Ok(()),
-        },
-        _ => return Ok(()),
-    };
-    if name.is_empty() {
-        let (of, snapshot) = split(disk).ok_or_else(missing)?;
-        (*disk, *name) = (of, snapshot);
-    }
-    Ok(())
-}
-
-fn split(state: &Path) -> Option<(PathBuf, String)> {
-    let (disk, name) = state.to_str()?.rsplit_once('@')?;
-    (!disk.is_empty() && !name.is_empty()).then(|| (disk.into(), name.to_owned()))
-}
 
 /// Puts the path of its disk in the place of a name under which a server serves it. What leads to a file, or has a slash, is no
 /// name; what no server knows stays.
@@ -113,7 +65,7 @@ fn path_of(argument: &Path, server: &ControlArgs) -> Option<PathBuf> {
     if let Some(disk) = of_name(argument) {
         return Some(disk.path.clone().into());
     }
-    let (disk, snapshot) = split(argument).filter(|(disk, _)| is_name(disk))?;
+    let (disk, snapshot) = split_state(argument).filter(|(disk, _)| is_name(disk))?;
     Some(format!("{}@{snapshot}", of_name(&disk)?.path).into())
 }
 

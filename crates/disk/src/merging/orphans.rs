@@ -30,7 +30,7 @@ use crate::error::{IoContext as _, Result};
 use crate::names::stem;
 use crate::opener::{LocalFiles, directory_of};
 use crate::refs::{ChainFile, Kept, LocalHolders, Users, allocated_bytes, chain_files};
-use crate::snapshot::lock_if_free;
+use crate::snapshots::lock_if_free;
 
 /// A file that a disk does not stand on any more.
 #[derive(Clone, Debug)]

@@ -39,7 +39,7 @@ fn sum(name: &OsStr) -> String {
 ///
 /// # Errors
 /// Whatever the host reports.
-pub(super) fn sweep(active: &Path, identity: FileId, on_step: fn(Step)) -> Result<()> {
+pub(crate) fn sweep(active: &Path, identity: FileId, on_step: fn(Step)) -> Result<()> {
     let Some(file_name) = active.file_name().and_then(|name| name.to_str()) else { return Ok(()) };
     for (overlay, kind) in entries(active)? {
         let Some(left) = overlay.name().to_str().and_then(|name| Left::parse(name, file_name)) else {

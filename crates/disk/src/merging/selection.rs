@@ -13,7 +13,7 @@ use crate::chain::OpenOptions;
 use crate::error::{Error, Result};
 use crate::layers::index_of;
 use crate::opener::{LocalFiles, Opener as _};
-use crate::snapshot::{self, Snapshot};
+use crate::snapshots::{self, Snapshot};
 
 /// A layer of a disk's chain, as somebody says which.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,15 +63,15 @@ impl Selection {
     /// that is called so goes first.
     ///
     /// # Errors
-    /// No such snapshot; otherwise as [`snapshot::list`].
+    /// No such snapshot; otherwise as [`snapshots::list`].
     pub fn named(disk: &Path, names: &[String], options: &OpenOptions) -> Result<Self> {
-        Self::named_in(disk, names, &snapshot::list(disk, options)?)
+        Self::named_in(disk, names, &snapshots::list(disk, options)?)
     }
 
     pub(super) fn named_in(disk: &Path, names: &[String], snapshots: &[Snapshot]) -> Result<Self> {
         // The newest of that name is the one people mean.
         let depth_of = |name: &str| {
-            let found = snapshot::pick(snapshots, name).map_err(|error| error.in_file(disk))?;
+            let found = snapshots::pick(snapshots, name).map_err(|error| error.in_file(disk))?;
             Ok::<_, Error>(found.depth - 1)
         };
         let mut layers = Vec::with_capacity(names.len());
@@ -92,9 +92,9 @@ impl Selection {
     /// [`MergeOptions::beyond_own`]: super::MergeOptions::beyond_own
     ///
     /// # Errors
-    /// No such layer below the active one; otherwise as [`snapshot::list`].
+    /// No such layer below the active one; otherwise as [`snapshots::list`].
     pub fn between(disk: &Path, one: &LayerRef, other: &LayerRef, options: &OpenOptions) -> Result<Self> {
-        let layers = snapshot::list(disk, options)?;
+        let layers = snapshots::list(disk, options)?;
         let (one, other) = (number_of(one, disk, &layers)?, number_of(other, disk, &layers)?);
         let numbers = one.min(other)..=one.max(other);
         Ok(Self { layers: known_of(&layers, |number| numbers.contains(&number)), beyond_own: true })
@@ -103,9 +103,9 @@ impl Selection {
     /// All layers between `base`, which stays with all that it stands on, and the disk's active one.
     ///
     /// # Errors
-    /// No such layer below the active one; otherwise as [`snapshot::list`].
+    /// No such layer below the active one; otherwise as [`snapshots::list`].
     pub fn above(disk: &Path, base: &LayerRef, options: &OpenOptions) -> Result<Self> {
-        let layers = snapshot::list(disk, options)?;
+        let layers = snapshots::list(disk, options)?;
         let base = number_of(base, disk, &layers)?;
         Ok(Self { layers: known_of(&layers, |number| number > base), beyond_own: false })
     }
@@ -113,17 +113,17 @@ impl Selection {
     /// All layers below the disk's active one.
     ///
     /// # Errors
-    /// As [`snapshot::list`].
+    /// As [`snapshots::list`].
     pub fn below(disk: &Path, options: &OpenOptions) -> Result<Self> {
-        Ok(Self { layers: known_of(&snapshot::list(disk, options)?, |_| true), beyond_own: false })
+        Ok(Self { layers: known_of(&snapshots::list(disk, options)?, |_| true), beyond_own: false })
     }
 
     /// Refuses layers among which the disk has named snapshots: their states are lost.
     ///
     /// # Errors
-    /// [`MergeFault::LosesSnapshots`]; otherwise as [`snapshot::list`].
+    /// [`MergeFault::LosesSnapshots`]; otherwise as [`snapshots::list`].
     pub fn refuse_loss(&self, disk: &Path, options: &OpenOptions) -> Result<()> {
-        let layers = snapshot::list(disk, options)?;
+        let layers = snapshots::list(disk, options)?;
         let own = layers.iter().filter(|layer| layer.is_own() && self.has(layer));
         let names: Vec<String> = own.filter_map(|layer| layer.name().map(str::to_owned)).collect();
         if names.is_empty() {
@@ -136,9 +136,9 @@ impl Selection {
     /// moves another.
     ///
     /// # Errors
-    /// What would be copied into a layer of another disk; otherwise as [`snapshot::list`].
+    /// What would be copied into a layer of another disk; otherwise as [`snapshots::list`].
     pub fn ranges(&self, disk: &Path, options: &OpenOptions) -> Result<Vec<MergeRange>> {
-        self.ranges_in(disk, &snapshot::list(disk, options)?)
+        self.ranges_in(disk, &snapshots::list(disk, options)?)
     }
 
     pub(super) fn ranges_in(&self, disk: &Path, snapshots: &[Snapshot]) -> Result<Vec<MergeRange>> {

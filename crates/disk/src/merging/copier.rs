@@ -19,7 +19,7 @@ use crate::layers::Layers;
 use crate::map::FrozenMap;
 
 /// Guest bytes looked at in one step.
-pub(super) const WINDOW: u64 = 4 << 20;
+pub(crate) const WINDOW: u64 = 4 << 20;
 
 /// The target, the way to what lies below it, and what will be left of that.
 #[derive(Debug)]
@@ -82,7 +82,7 @@ impl Copier {
     ///
     /// # Errors
     /// A layer that cannot be read, a host that is full or cannot write.
-    pub(super) fn copy(&self, layers: &Layers, range: GuestRange) -> Result<u64> {
+    pub(crate) fn copy(&self, layers: &Layers, range: GuestRange) -> Result<u64> {
         match &self.way {
             Way::Stream(_) => layers.stream_range(range, self.after()),
             Way::Commit(commit) => commit.copy(layers, range, &self.holes),
@@ -90,13 +90,13 @@ impl Copier {
     }
 
     /// The next range to be looked at.
-    pub(super) fn window(&self) -> Option<GuestRange> {
+    pub(crate) fn window(&self) -> Option<GuestRange> {
         let (at, size) = (self.at.get(), self.target.size());
         (at < size).then(|| GuestRange::new(self.at, WINDOW.min(size - at)))
     }
 
     /// Everything before `at` is done with.
-    pub(super) fn go_on_at(&mut self, at: GuestOffset) {
+    pub(crate) fn go_on_at(&mut self, at: GuestOffset) {
         self.at = at;
     }
 

@@ -161,7 +161,7 @@ pub(crate) fn pick<'a>(snapshots: &'a [Snapshot], name: &str) -> Result<&'a Snap
 }
 
 /// The files that make up one of a disk's `snapshots`, base first.
-pub(super) fn layers_up_to<'a>(
+pub(crate) fn layers_up_to<'a>(
     found: &Snapshot,
     snapshots: &'a [Snapshot],
 ) -> impl Iterator<Item = &'a Path> {

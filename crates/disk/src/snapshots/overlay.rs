@@ -20,11 +20,11 @@ use crate::opener::{LocalFiles, Role};
 
 /// What a new overlay takes over from the layer it stands on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Below {
+pub(crate) struct Below {
     pub(super) identity: FileIdentity,
-    pub(super) format: Format,
+    pub(crate) format: Format,
     /// Whether its last writer has not closed it.
-    pub(super) is_open: bool,
+    pub(crate) is_open: bool,
     size: u64,
     version: u32,
     cluster_bits: ClusterBits,
@@ -38,7 +38,7 @@ impl Below {
     ///
     /// # Errors
     /// A file that cannot be read or breaks the format, or that is marked corrupt.
-    pub(super) fn read(path: &Path, format: Format) -> Result<Self> {
+    pub(crate) fn read(path: &Path, format: Format) -> Result<Self> {
         let file = open_layer(path, Role::Inspected, Some(format), &Gate::unrestricted(), &LocalFiles)?;
         file.check_state()?;
         Self::of(&file).map_err(|error| error.in_file(path))
@@ -48,7 +48,7 @@ impl Below {
     ///
     /// # Errors
     /// As [`Self::read`], and as [`open_top`].
-    pub(super) fn read_disk(path: &Path, said: Option<Format>) -> Result<Self> {
+    pub(crate) fn read_disk(path: &Path, said: Option<Format>) -> Result<Self> {
         let options = OpenOptions { format: said, ..OpenOptions::default() };
         let file = open_top(path, Role::Inspected, &options, &LocalFiles)?;
         file.check_state()?;
@@ -80,7 +80,7 @@ impl Below {
     ///
     /// # Errors
     /// A record or a name for which the header has no room, or that cannot be stored.
-    pub(super) fn overlay(&self, name: String, info: &SnapshotInfo) -> Result<NewImage> {
+    pub(crate) fn overlay(&self, name: String, info: &SnapshotInfo) -> Result<NewImage> {
         let backing = NewBacking { name: name.into_bytes(), format: Some(self.format.to_string()) };
         Ok(new_image(&CreateOptions {
             version: self.version,

@@ -18,7 +18,7 @@ use crate::opener::LocalFiles;
 use crate::refs::{ChainFile, LocalHolders, Users, chain_files};
 
 /// Images that stand on a disk's active file, of which the caller has the writer's lock.
-pub(super) struct StoodOn {
+pub(crate) struct StoodOn {
     active: ChainFile,
     users: Users,
 }
@@ -28,7 +28,7 @@ impl StoodOn {
     ///
     /// # Errors
     /// A chain that cannot be read.
-    pub(super) fn find(disk: &Path, open: &OpenOptions) -> Result<Self> {
+    pub(crate) fn find(disk: &Path, open: &OpenOptions) -> Result<Self> {
         let mut chain = chain_files(disk, open, &LocalFiles)?;
         let active = chain.pop().expect("a chain has its top");
         let users = Users::standing_on(std::slice::from_ref(&active), disk, open);
@@ -41,7 +41,7 @@ impl StoodOn {
 
     /// # Errors
     /// An image that stands on the file and that someone uses.
-    pub(super) fn refuse_if_in_use(&self) -> Result<()> {
+    pub(crate) fn refuse_if_in_use(&self) -> Result<()> {
         let Some(image) = self.image() else { return Ok(()) };
         let layers = std::slice::from_ref(&self.active);
         match self.users.in_use(layers, &LocalHolders::NOTHING, &[self.active.file]) {
@@ -52,7 +52,7 @@ impl StoodOn {
 
     /// # Errors
     /// An image that stands on the file, unless `forced`.
-    pub(super) fn refuse_unless(&self, forced: bool) -> Result<()> {
+    pub(crate) fn refuse_unless(&self, forced: bool) -> Result<()> {
         match self.image().filter(|_| !forced) {
             Some(image) => Err(ErrorKind::IsBase { image }.into()),
             None => Ok(()),

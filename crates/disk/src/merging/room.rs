@@ -79,7 +79,7 @@ impl Room {
     }
 
     /// Bytes that will be copied, if the guest does not write them meanwhile.
-    pub(super) fn demand(&self) -> u64 {
+    pub(crate) fn demand(&self) -> u64 {
         self.demand
     }
 

@@ -31,9 +31,9 @@ pub enum Removal {
 /// The file of a dropped layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Dropped {
-    pub(super) path: PathBuf,
+    pub(crate) path: PathBuf,
     pub(super) file: FileId,
-    pub(super) is_own_snapshot: bool,
+    pub(crate) is_own_snapshot: bool,
     /// In the disk's directory.
     pub(super) is_beside: bool,
 }
@@ -77,18 +77,18 @@ pub(crate) fn refuse_overlooked(
 }
 
 /// Which files are to go, and what may stand in the way.
-pub(super) struct Wanted<'a> {
-    pub(super) removal: Removal,
+pub(crate) struct Wanted<'a> {
+    pub(crate) removal: Removal,
     /// Disks that told of themselves and are not where they were are taken to be deleted.
-    pub(super) forget_missing: bool,
+    pub(crate) forget_missing: bool,
     /// `None` to foresee what becomes of a disk that another process has: its locks say nothing.
-    pub(super) here: Option<LocalHolders<'a>>,
+    pub(crate) here: Option<LocalHolders<'a>>,
     /// Another process uses the disk's layers, or a disk on them, and may know of them as they were before.
-    pub(super) by_others: bool,
+    pub(crate) by_others: bool,
 }
 
 /// Removes what may be removed; tells of each file which it was.
-pub(super) fn remove(
+pub(crate) fn remove(
     dropped: &[Dropped],
     users: &mut Users,
     wanted: &Wanted<'_>,
@@ -108,7 +108,7 @@ pub(super) fn remove(
 
 impl Removal {
     /// Whether the file is to go if no one needs it.
-    pub(super) fn wants(self, layer: &Dropped) -> Result<(), Kept> {
+    pub(crate) fn wants(self, layer: &Dropped) -> Result<(), Kept> {
         match self {
             Self::Nothing => Err(Kept::Asked),
             Self::Snapshots if !layer.is_own_snapshot => Err(Kept::NotASnapshot),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 use crate::refs::Kept;
-use crate::snapshot::Held;
+use crate::snapshots::Held;
 
 /// Why layers cannot be dropped as asked.
 #[derive(Debug, Error)]

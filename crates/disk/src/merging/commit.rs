@@ -168,7 +168,7 @@ impl Commit {
     }
 
     /// The chain's file that is gone after that.
-    pub(super) fn old_path(&self) -> &PathBuf {
+    pub(crate) fn old_path(&self) -> &PathBuf {
         &self.from
     }
 

@@ -20,7 +20,7 @@ use crate::names::disk_name;
 use crate::opener::directory_of;
 use crate::refs::{ChainFile, layers_of_others};
 use crate::resources::Resources;
-use crate::snapshot::{self, Held, name_from};
+use crate::snapshots::{self, Held, name_from};
 
 /// Layers to drop, both ends included; the layer above the last is the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,10 +100,10 @@ pub fn all_of(layers: usize) -> Option<MergeRange> {
 /// `A..B` is the snapshots A and B, in either order, and all layers between them; a snapshot that is called so goes first.
 ///
 /// # Errors
-/// No such snapshot, or one of another disk; otherwise as [`snapshot::list`].
+/// No such snapshot, or one of another disk; otherwise as [`snapshots::list`].
 pub fn ranges_of(disk: &Path, names: &[String], options: &OpenOptions) -> Result<Vec<MergeRange>> {
     // Once: depths count from the top, where a disk in use gets layers.
-    let snapshots = snapshot::list(disk, options)?;
+    let snapshots = snapshots::list(disk, options)?;
     Selection::named_in(disk, names, &snapshots)?.ranges_in(disk, &snapshots)
 }
 

@@ -36,7 +36,7 @@ use crate::refs::{self, ChainFile, Kept, LocalHolders, Users, back_refs};
 ///
 /// # Errors
 /// Whatever the host reports. The note is then as it was.
-pub(super) fn announce(disk: &Path, target: FileId, files: &[Dropped]) -> Result<()> {
+pub(crate) fn announce(disk: &Path, target: FileId, files: &[Dropped]) -> Result<()> {
     let Some(place) = intents_path(disk) else { return Ok(()) };
     let files = intents_beside(disk, files.iter().map(|file| file.path.as_path()));
     if files.is_empty() {
@@ -56,7 +56,7 @@ pub(super) fn waiting(disk: &Path) -> Vec<Intent> {
 }
 
 /// Replaces the note by one of the files that may go later, as far as they lie beside the disk.
-pub(super) fn leave<'a>(disk: &Path, later: impl Iterator<Item = &'a Path>) {
+pub(crate) fn leave<'a>(disk: &Path, later: impl Iterator<Item = &'a Path>) {
     let Some(place) = intents_path(disk) else { return };
     let waiting = intents_beside(disk, later);
     if waiting.is_empty() {
@@ -69,12 +69,12 @@ pub(super) fn leave<'a>(disk: &Path, later: impl Iterator<Item = &'a Path>) {
 }
 
 /// Of files that were kept, those that may go later.
-pub(super) fn later(kept: &[(PathBuf, Kept)]) -> impl Iterator<Item = &Path> {
+pub(crate) fn later(kept: &[(PathBuf, Kept)]) -> impl Iterator<Item = &Path> {
     kept.iter().filter(|(_, why)| why.may_end()).map(|(path, _)| path.as_path())
 }
 
 /// The files that wait and that the disk does not stand on.
-pub(super) fn waiting_of(disk: &Path, chain: &[ChainFile]) -> Vec<Dropped> {
+pub(crate) fn waiting_of(disk: &Path, chain: &[ChainFile]) -> Vec<Dropped> {
     let mut found = find(&directory_of(disk), &waiting(disk));
     found.retain(|dropped| chain.iter().all(|link| link.file != dropped.file));
     found

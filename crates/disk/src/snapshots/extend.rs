@@ -14,7 +14,7 @@ use crate::layer::Format;
 use crate::opener::{LocalFiles, Opener, Role};
 
 /// Gives the newest layer below the disk at `disk` an index. Without one the disk works, and opens slower.
-pub(super) fn index_newest(disk: &Path, options: &OpenOptions) {
+pub(crate) fn index_newest(disk: &Path, options: &OpenOptions) {
     match extend(disk, options) {
         Ok(bytes) => tracing::debug!(disk = %disk.display(), ?bytes, "index"),
         Err(error) => tracing::warn!(%error, "the new layer gets no index: the disk opens, but slower"),

@@ -158,7 +158,7 @@ impl Prepared {
     ///
     /// # Errors
     /// Whatever the host reports. Nothing has then changed.
-    pub(super) fn make(
+    pub(crate) fn make(
         active: &Path,
         identity: FileId,
         image: &vmstrata_qcow2::NewImage,
@@ -177,7 +177,7 @@ impl Prepared {
     ///
     /// # Errors
     /// Whatever the host reports.
-    pub(super) fn flush(&self) -> Result<()> {
+    pub(crate) fn flush(&self) -> Result<()> {
         (self.on_step)(Step::Flush);
         self.overlay.file.sync_all().while_trying("flush the overlay")
     }
@@ -283,7 +283,7 @@ impl Drop for Prepared {
 }
 
 /// Which file `path` names, itself and not what a link leads to.
-pub(super) fn file_at(path: &Path) -> Result<FileId> {
+pub(crate) fn file_at(path: &Path) -> Result<FileId> {
     let found = path.symlink_metadata().while_trying("examine").map_err(|error| error.in_file(path))?;
     Ok(FileId::of(&found))
 }
