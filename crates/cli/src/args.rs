@@ -39,7 +39,7 @@ pub use self::map::MapArgs;
 pub use self::merge::{LoseArgs, MergeDirection, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::resize::ResizeArgs;
-pub use self::serve::{LogFormat, ServeArgs, ThawGuardArgs};
+pub use self::serve::{ServeArgs, ThawGuardArgs};
 pub use self::snapshot::{
     Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
     SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,

@@ -3,8 +3,7 @@
 use std::io::{self, IsTerminal};
 
 use tracing_subscriber::EnvFilter;
-
-use crate::args::LogFormat;
+use vmstrata_server::LogFormat;
 
 /// Sends log events at `level` and above to stderr; `RUST_LOG` overrides the level.
 ///

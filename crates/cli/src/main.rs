@@ -29,7 +29,8 @@ mod units;
 use std::io;
 use std::process::ExitCode;
 
-use args::{Cli, Command, EXIT_USAGE, LogFormat};
+use args::{Cli, Command, EXIT_USAGE};
+use vmstrata_server::LogFormat;
 
 fn main() -> ExitCode {
     let cli = match Cli::of_process() {
@@ -52,9 +53,9 @@ fn main() -> ExitCode {
 }
 
 fn run(mut command: Command) -> anyhow::Result<ExitCode> {
-    match &command {
-        Command::Serve(serve) => logging::start(serve.log_format, "info"),
-        _ => logging::start(LogFormat::Text, "warn"),
+    // A server logs as its configuration file says, which it reads first.
+    if !matches!(command, Command::Serve(_)) {
+        logging::start(LogFormat::Text, "warn");
     }
     if !matches!(command, Command::Completions(_)) {
         vmstrata_store::proc::check()?;

@@ -391,16 +391,20 @@ fn clients_without_tls_are_turned_away_when_there_is_a_certificate() {
 fn logs_can_be_json() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);
-    let server =
-        Server::start(&["--disk", &disk(&path, ""), "--nbd", &unix(&images), "--log-format", "json"]);
-    nbd_io(&server.uri("disk"), "read 0 64k");
-    for line in server.log().lines() {
-        let event: serde_json::Value =
-            serde_json::from_str(line).unwrap_or_else(|_| panic!("not JSON: {line}"));
-        assert!(event["level"].is_string() && event["message"].is_string(), "{line}");
+    let config = images.name("vmstrata.toml");
+    std::fs::write(&config, "log-format = \"json\"\n").unwrap();
+    for how in [["--log-format", "json"], ["--config", &config]] {
+        let args = ["--disk", &disk(&path, ""), "--nbd", &unix(&images)];
+        let server = Server::start(&[&args[..], &how].concat());
+        nbd_io(&server.uri("disk"), "read 0 64k");
+        for line in server.log().lines() {
+            let event: serde_json::Value =
+                serde_json::from_str(line).unwrap_or_else(|_| panic!("not JSON: {line}"));
+            assert!(event["level"].is_string() && event["message"].is_string(), "{line}");
+        }
+        assert!(server.log().contains("opened: 1 layer"), "{}", server.log());
+        assert!(server.stop().success());
     }
-    assert!(server.log().contains("opened: 1 layer"), "{}", server.log());
-    assert!(server.stop().success());
 }
 
 /// Every line of the log fails to be written, from the first on.

@@ -7,7 +7,7 @@
 //!
 //! A key has the name of its flag without the dashes; `[[disk]]` and `[[vhost-user]]` are tables with the keys of the
 //! flags' lists. Relative paths are seen from the file's directory, so that a service finds them wherever it starts.
-//! What belongs to one start and not to a server (`--json`, `--ready-fd`, `--log-format`) is a flag only.
+//! What belongs to one start and not to a server (`--replace`, `--json`, `--ready-fd`) is a flag only.
 //!
 //! ```toml
 //! nbd = ["unix:/run/vmstrata/nbd.sock", { address = "unix:/run/vmstrata/restore.sock", rw = true }]
@@ -32,7 +32,7 @@ use std::time::Duration;
 
 use vmstrata_export::SocketAccess;
 
-use crate::options::{ControlPlace, Limits, Options, TlsFiles};
+use crate::options::{ControlPlace, Limits, LogFormat, Options, TlsFiles};
 use crate::size::SizeError;
 use crate::spec::{DiskSpec, MetricsError, NbdError, NbdSpec, SpecError, VhostUserSpec};
 
@@ -119,6 +119,8 @@ pub struct Settings {
     pub metrics: Option<SocketAddr>,
     /// Where changes are written down.
     pub audit: Option<PathBuf>,
+    /// What log lines look like.
+    pub log_format: Option<LogFormat>,
 }
 
 impl Settings {
@@ -159,6 +161,7 @@ impl Settings {
             control: self.control.or(others.control),
             metrics: self.metrics.or(others.metrics),
             audit: self.audit.or(others.audit),
+            log_format: self.log_format.or(others.log_format),
         }
     }
 

@@ -45,7 +45,7 @@ pub use audit::{Audit, What};
 pub use control::{is_managers, openapi};
 pub use error::{Error, NotClean, RuntimeDirFault, SocketFault, told};
 pub use host::Host;
-pub use options::{ControlPlace, Limits, Options, TlsFiles};
+pub use options::{ControlPlace, Limits, LogFormat, Options, TlsFiles};
 pub use preflight::preflight;
 pub use run::run;
 pub use runtime_dir::default_dir;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::Deserialize;
 use vmstrata_disk::{ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{TlsConfig, TlsMode};
@@ -65,6 +66,17 @@ pub struct TlsFiles {
     pub key: PathBuf,
     /// Let in only clients with a certificate signed by these (PEM).
     pub client_ca: Option<PathBuf>,
+}
+
+/// What log lines look like.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// One JSON object a line.
+    Json,
 }
 
 /// Limits of what all disks share.

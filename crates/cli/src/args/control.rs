@@ -194,7 +194,7 @@ pub enum ExportCommand {
 #[group(required = true, multiple = false)]
 pub struct NewExport {
     /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]
-    /// [,group=GROUP][,mode=MODE]
+    /// [,owner=USER][,group=GROUP][,mode=MODE]
     #[arg(long, value_name = "SPEC", value_parser = parse_vhost_user)]
     pub vhost_user: Option<VhostUserSpec>,
     /// An address for NBD clients of all disks, who read: unix:/path or tcp:host:port[,rw][,share][,insecure]

@@ -4,13 +4,13 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use clap::builder::NonEmptyStringValueParser;
-use clap::{Args, ValueEnum};
+use clap::Args;
+use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
 use vmstrata_api as api;
 use vmstrata_export::SocketAccess;
 use vmstrata_server::config::Settings;
 use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec, parse_metrics, parse_mode};
-use vmstrata_server::{ControlPlace, TlsFiles};
+use vmstrata_server::{ControlPlace, LogFormat, TlsFiles};
 
 use super::BackingArgs;
 use crate::disk_spec::{parse_disk_to_serve, parse_nbd, parse_vhost_user};
@@ -106,9 +106,9 @@ pub struct ServeArgs {
     /// Write READY=1 and a newline to file descriptor N (a pipe or file) when serving
     #[arg(long, value_name = "N")]
     pub ready_fd: Option<u32>,
-    /// How log lines on stderr look
-    #[arg(long, value_name = "FORMAT", default_value = "text")]
-    pub log_format: LogFormat,
+    /// How log lines on stderr look [default: text]
+    #[arg(long, value_name = "FORMAT", value_parser = log_format_parser())]
+    pub log_format: Option<LogFormat>,
 }
 
 /// What all disks of one server share.
@@ -199,6 +199,7 @@ impl ServeArgs {
             control,
             metrics: self.metrics,
             audit: crate::audit::file().map(Path::to_owned),
+            log_format: self.log_format,
         })
     }
 
@@ -225,13 +226,9 @@ impl ServeArgs {
     }
 }
 
-/// The look of log lines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LogFormat {
-    /// For people.
-    Text,
-    /// One JSON object a line.
-    Json,
+fn log_format_parser() -> impl TypedValueParser<Value = LogFormat> {
+    PossibleValuesParser::new(["text", "json"])
+        .map(|format| if format == "json" { LogFormat::Json } else { LogFormat::Text })
 }
 
 /// `vmstrata thaw-guard`, which a server runs
@@ -241,4 +238,79 @@ pub struct ThawGuardArgs {
     pub agent: PathBuf,
     /// The note that the guest may be frozen
     pub note: PathBuf,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use clap::{Command, CommandFactory};
+
+    use super::*;
+    use crate::args::Cli;
+
+    /// Flags that are no keys of the configuration file.
+    const FLAGS_ONLY: [(&str, &str); 9] = [
+        ("config", "names the file"),
+        ("at", "a key of [[disk]]"),
+        ("clone", "a key of [[disk]]"),
+        ("replace", "of one start"),
+        ("forget-added", "of one start"),
+        ("discard-unflushed", "of one start"),
+        ("json", "of one start"),
+        ("ready-fd", "a descriptor of one start"),
+        ("help", "serves nothing"),
+    ];
+
+    /// The names that an error about an unknown one lists.
+    fn listed(error: &str) -> BTreeSet<String> {
+        error.split('`').skip(3).step_by(2).map(str::to_owned).collect()
+    }
+
+    fn command(path: &[&str]) -> Command {
+        let mut cli = Cli::command();
+        cli.build();
+        path.iter().fold(cli, |command, name| command.find_subcommand(name).unwrap().clone())
+    }
+
+    #[test]
+    fn each_flag_of_serve_is_a_key_of_its_configuration_file() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(&file, "unknown = 1\n").unwrap();
+        let mut keys = listed(&Settings::read(file.path()).unwrap_err().to_string());
+        assert!(keys.contains("disk"), "{keys:?}");
+        for (flag, reason) in FLAGS_ONLY {
+            assert!(keys.insert(flag.to_owned()), "{flag} is a key, although {reason}");
+        }
+        let serve = command(&["serve"]);
+        let flags: BTreeSet<_> =
+            serve.get_arguments().filter_map(|flag| flag.get_long()).map(str::to_owned).collect();
+        assert_eq!(flags, keys);
+    }
+
+    #[test]
+    fn help_names_each_key_of_disks_and_exports() {
+        let disk = serde_json::from_str::<api::DiskSpec>(r#"{"unknown": 1}"#).unwrap_err();
+        let vhost_user = serde_json::from_str::<api::VhostUserSpec>(r#"{"unknown": 1}"#).unwrap_err();
+        let nbd = serde_json::from_str::<api::NbdSpec>(r#"{"unknown": 1}"#).unwrap_err();
+        for (path, flag, error) in [
+            (&["serve"][..], "disks", &disk),
+            (&["serve"], "vhost_user", &vhost_user),
+            (&["serve"], "nbd", &nbd),
+            (&["disk", "add"], "spec", &disk),
+            (&["export", "add"], "vhost_user", &vhost_user),
+            (&["export", "add"], "nbd", &nbd),
+        ] {
+            let command = command(path);
+            let help = command.get_arguments().find(|arg| arg.get_id() == flag).unwrap().get_help().unwrap();
+            let help = help.to_string();
+            let keys = listed(&error.to_string());
+            assert!(keys.len() > 3, "{error}");
+            // These open the list, without a key: NAME=SOCKET and the address.
+            let opening = ["disk", "socket", "address"];
+            for key in keys.iter().filter(|key| !key.contains('_') && !opening.contains(&key.as_str())) {
+                assert!(help.contains(key.as_str()), "{path:?} {flag}: {key} is not in: {help}");
+            }
+        }
+    }
 }

@@ -29,12 +29,14 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
         Ok(flags) => flags,
         Err(error) => return Ok(wrong_usage(&error)),
     };
+    let settings = flags.over(file);
+    crate::logging::start(settings.log_format.unwrap_or_default(), "info");
     let mut options = Options {
         ready_fd: args.ready_fd,
         forget_added: args.forget_added,
         discard_unflushed: args.discard_unflushed,
         thaw_guard: Some(PathBuf::from(super::OWN_PROGRAM)),
-        ..flags.over(file).into_options()
+        ..settings.into_options()
     };
     if let Err(error) = options.check() {
         return Ok(wrong_usage(&error.into()));

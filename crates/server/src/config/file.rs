@@ -12,7 +12,7 @@ use vmstrata_api as api;
 use vmstrata_export::SocketAccess;
 
 use super::{ConfigFault, Settings};
-use crate::options::{ControlPlace, TlsFiles};
+use crate::options::{ControlPlace, LogFormat, TlsFiles};
 use crate::size::parse_size;
 use crate::spec::{DiskSpec, NbdSpec, SpecError, VhostUserSpec, parse_account, parse_metrics, parse_mode};
 
@@ -41,6 +41,7 @@ struct File {
     no_control: bool,
     metrics: Option<Spanned<Text>>,
     audit: Option<PathBuf>,
+    log_format: Option<LogFormat>,
 }
 
 /// An NBD export: its address, or a table with more.
@@ -122,6 +123,7 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         runtime_dir: file.runtime_dir.map(here),
         control,
         audit: file.audit.map(here),
+        log_format: file.log_format,
         metrics: one(file.metrics, |place| Ok(parse_metrics(&place.into_string())?))?,
     })
 }

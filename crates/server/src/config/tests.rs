@@ -42,6 +42,7 @@ fn every_key_is_read() {
         control = "/run/vms/c.sock"
         metrics = 9100
         audit = "/var/log/vmstrata/audit"
+        log-format = "json"
 
         [[disk]]
         path = "web.qcow2"
@@ -93,6 +94,7 @@ fn every_key_is_read() {
     assert_eq!(settings.nbd_tls.as_ref().unwrap().client_ca.as_deref(), Some(Path::new("/pki/ca.pem")));
     assert_eq!(settings.control, Some(ControlPlace::At("/run/vms/c.sock".into())));
     assert_eq!(settings.metrics, Some("127.0.0.1:9100".parse().unwrap()));
+    assert_eq!(settings.log_format, Some(LogFormat::Json));
     let options = settings.into_options();
     assert_eq!(options.audit.as_deref(), Some(Path::new("/var/log/vmstrata/audit")));
     assert!(options.keep_going);
