@@ -52,7 +52,7 @@ fn a_raw_disk_goes_on_as_qcow2_after_its_first_snapshot() {
     io_db("write -P 2 64k 64k");
     let runtime = server.crash();
 
-    let said = run_err(1, ["serve", "--disk", &spec("raw"), "--nbd", &nbd]);
+    let said = run_err(1, ["serve", "--no-control", "--disk", &spec("raw"), "--nbd", &nbd]);
     assert!(said.contains("format=qcow2"), "{said}");
     let server = Server::start_in(runtime, &["--disk", &spec("qcow2"), "--nbd", &nbd]);
     io(&server, "web", "read -P 2 0 64k");

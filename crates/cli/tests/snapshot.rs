@@ -335,7 +335,7 @@ fn a_snapshot_is_served_as_it_was_and_written_only_as_a_clone() {
         (format!("path={disk},at=wed"), "it has tue, mon"),
         (format!("path={disk},at=mon,clone={clone}"), "is no clone of"),
     ] {
-        let error = run_err(1, ["serve", "--disk", &spec, "--nbd", &export]);
+        let error = run_err(1, ["serve", "--no-control", "--disk", &spec, "--nbd", &export]);
         assert!(error.contains(part), "{error}");
     }
 }

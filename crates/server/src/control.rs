@@ -68,7 +68,7 @@ impl Places {
     /// socket must fail before it touches anything.
     ///
     /// # Errors
-    /// A place that was asked for by name cannot be had.
+    /// A place that cannot be had.
     pub(crate) fn take(options: &Options, runtime_dir: &Path) -> Result<Self, Error> {
         let bind = |address| {
             let bound = TcpListener::bind(address);
@@ -85,25 +85,14 @@ fn take_socket(
     runtime_dir: &Path,
     patience: Duration,
 ) -> Result<Option<ControlSocket>, Error> {
-    if *place == ControlPlace::Off {
-        return Ok(None);
-    }
-    if let Some(activated) = ControlSocket::from_manager() {
-        return Ok(Some(activated));
-    }
-    match place {
-        ControlPlace::Off => Ok(None),
-        ControlPlace::At(path) => bind_within(path, patience).map(Some),
-        ControlPlace::IfFree => {
-            match bind_within(&runtime_dir.join(vmstrata_api::CONTROL_SOCKET), patience) {
-                Ok(socket) => Ok(Some(socket)),
-                Err(Error::Control { path, fault: fault @ (SocketFault::InUse | SocketFault::TooLong) }) => {
-                    tracing::warn!(path = %path.display(), "no control socket: {fault}; choose one with --control");
-                    Ok(None)
-                }
-                Err(error) => Err(error),
-            }
-        }
+    let path = match place {
+        ControlPlace::Off => return Ok(None),
+        ControlPlace::At(path) => path,
+        ControlPlace::InRuntimeDir => &runtime_dir.join(vmstrata_api::CONTROL_SOCKET),
+    };
+    match ControlSocket::from_manager() {
+        Some(activated) => Ok(Some(activated)),
+        None => bind_within(path, patience).map(Some),
     }
 }
 
@@ -112,7 +101,7 @@ fn bind_within(path: &Path, patience: Duration) -> Result<ControlSocket, Error> 
     let deadline = Instant::now() + patience;
     loop {
         match ControlSocket::bind(path) {
-            Err(Error::Control { fault: SocketFault::InUse, .. }) if Instant::now() < deadline => {
+            Err(Error::Control { fault: SocketFault::InUse { .. }, .. }) if Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(2));
             }
             result => return result,

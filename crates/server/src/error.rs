@@ -318,8 +318,14 @@ pub enum RuntimeDirFault {
 #[non_exhaustive]
 pub enum SocketFault {
     /// Another server answers there.
-    #[error("another server listens there")]
-    InUse,
+    #[error(
+        "another server listens there{}: stop it, take over from it with --replace, or choose another socket with --control, or none with --no-control",
+        pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default()
+    )]
+    InUse {
+        /// Its process, if that is known.
+        pid: Option<i32>,
+    },
     /// Something else has the name.
     #[error("it exists and is not a socket: remove it or choose another path")]
     NotASocket,

@@ -99,10 +99,10 @@ impl Default for Limits {
 /// Where a server listens for those who control it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ControlPlace {
-    /// At [`vmstrata_api::CONTROL_SOCKET`] in the runtime directory, unless another server has that already.
+    /// At [`vmstrata_api::CONTROL_SOCKET`] in the runtime directory.
     #[default]
-    IfFree,
-    /// Here, or not at all.
+    InRuntimeDir,
+    /// Here.
     At(PathBuf),
     /// Nowhere.
     Off,

@@ -80,7 +80,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub resources: ResourceArgs,
     /// Listen here for `vmstrata status`, `disk`, `export` and others; fail if another server does
-    /// [default: control.sock in the runtime directory, unless another server has it]
+    /// [default: control.sock in the runtime directory]
     #[arg(long, value_name = "PATH", conflicts_with = "no_control")]
     pub control: Option<PathBuf>,
     /// Take over from the server that has the control socket: ask it to drain, close and end, then open the same disks

@@ -82,8 +82,6 @@ fn ask_to_end(options: &mut Options) -> Result<()> {
         "{}: is the service manager's socket, which starts its own server at the next connection: replace that one with `systemctl restart vmstrata.service`",
         path.display()
     );
-    // From now on a socket that is in use is waited for, and not done without.
-    options.control = ControlPlace::At(path.clone());
     let client = Client::new(&ControlArgs { control: Some(path) })?;
     if client.is_answered() {
         // What this one cannot open the other goes on serving.

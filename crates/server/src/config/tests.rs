@@ -108,7 +108,7 @@ fn an_empty_file_leaves_everything_to_the_defaults() {
     assert_eq!(parse("").unwrap(), Settings::default());
     let options = parse("# nothing\n").unwrap().into_options();
     assert_eq!(options.limits, Limits::default());
-    assert_eq!(options.control, ControlPlace::IfFree);
+    assert_eq!(options.control, ControlPlace::InRuntimeDir);
 }
 
 #[test]

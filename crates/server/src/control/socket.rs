@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, Mode, fchmod, flock};
 use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
 
 use crate::error::{Error, SocketFault};
@@ -82,7 +83,7 @@ fn take(path: &Path) -> Result<ControlSocket, SocketFault> {
     if path.as_os_str().as_bytes().len() > SOCKET_PATH_BYTES_MAX {
         return Err(SocketFault::TooLong);
     }
-    let lock = lock_beside(path)?;
+    let lock = lock_beside(path)?.ok_or_else(|| SocketFault::InUse { pid: listener_of(path) })?;
     remove_stale(path)?;
     let listener = listen_at(path).map_err(|errno| SocketFault::Listen(errno.into()))?;
     Ok(ControlSocket { listener, own: Some((path.to_owned(), lock)) })
@@ -94,13 +95,20 @@ fn lock_path(path: &Path) -> PathBuf {
     name.into()
 }
 
-fn lock_beside(path: &Path) -> Result<File, SocketFault> {
+/// The process that listens at `path`.
+fn listener_of(path: &Path) -> Option<i32> {
+    let stream = UnixStream::connect(path).ok()?;
+    Some(socket_peercred(&stream).ok()?.pid.as_raw_pid())
+}
+
+/// The lock of the server that has the socket; `None` if another process has it.
+fn lock_beside(path: &Path) -> Result<Option<File>, SocketFault> {
     let options = &mut OpenOptions::new();
     let opened = options.create(true).truncate(false).write(true).mode(0o600).open(lock_path(path));
     let file = opened.map_err(SocketFault::Listen)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(Errno::WOULDBLOCK) => Err(SocketFault::InUse),
+        Ok(()) => Ok(Some(file)),
+        Err(Errno::WOULDBLOCK) => Ok(None),
         Err(errno) => Err(SocketFault::Listen(errno.into())),
     }
 }
@@ -110,7 +118,7 @@ fn remove_stale(path: &Path) -> Result<(), SocketFault> {
     match symlink_metadata(path) {
         Err(_) => Ok(()),
         Ok(found) if !found.file_type().is_socket() => Err(SocketFault::NotASocket),
-        Ok(_) if UnixStream::connect(path).is_ok() => Err(SocketFault::InUse),
+        Ok(_) if UnixStream::connect(path).is_ok() => Err(SocketFault::InUse { pid: listener_of(path) }),
         Ok(_) => remove_file(path).map_err(SocketFault::Listen),
     }
 }
@@ -146,7 +154,8 @@ mod tests {
         assert!(!is_managers(&path));
         let mode = symlink_metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        assert!(matches!(fault(&path), SocketFault::InUse));
+        let own = i32::try_from(std::process::id()).unwrap();
+        assert!(matches!(fault(&path), SocketFault::InUse { pid: Some(pid) } if pid == own));
         UnixStream::connect(&path).unwrap();
         drop(first);
         assert!(!path.exists());
@@ -173,7 +182,7 @@ mod tests {
         assert_eq!(std::fs::read(&path).unwrap(), b"data");
         let managed = dir.path().join("managed.sock");
         let _manager = UnixListener::bind(&managed).unwrap();
-        assert!(matches!(fault(&managed), SocketFault::InUse));
+        assert!(matches!(fault(&managed), SocketFault::InUse { .. }));
         assert!(is_managers(&managed) && !is_managers(&path) && !is_managers(&dir.path().join("none")));
         assert!(matches!(fault(&dir.path().join("s".repeat(108))), SocketFault::TooLong));
     }
