@@ -118,6 +118,10 @@ fn a_file_that_the_server_has_is_refused_at_once_by_the_name_it_has_it_under() {
         assert!(said.contains("already served as 'web'"), "{said}");
     }
     assert!(start.elapsed() < Duration::from_secs(4), "no lock is waited for: {:?}", start.elapsed());
+    let said = server.ask_err(["disk", "add", &disk(&images.path("soft.qcow2"), "web")]);
+    assert!(said.contains("soft.qcow2 is already served as 'web'"), "{said}");
+    let said = server.ask_err(["disk", "add", &disk(&overlay, "web")]);
+    assert!(said.contains("web.qcow2 is already served as 'web': give this disk another name"), "{said}");
     // What stands on it needs its content to stay.
     let said = server.ask_err(["disk", "add", &disk(&overlay, "above")]);
     assert!(said.contains("web.qcow2 is already served as 'web'"), "{said}");

@@ -37,6 +37,14 @@ pub enum Error {
         /// The disk.
         name: String,
     },
+    /// A name that another disk has.
+    #[error("{} is already served as '{name}': give this disk another name (name=...)", path.display())]
+    NameTaken {
+        /// The name.
+        name: String,
+        /// The file of the disk that has it.
+        path: PathBuf,
+    },
     /// No disk has this name.
     #[error("no disk is named '{name}'")]
     NoSuchDisk {

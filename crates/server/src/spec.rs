@@ -128,9 +128,15 @@ pub enum SpecError {
     },
     /// Two disks of one name.
     #[error("two disks are named '{name}': give one of them name=...")]
-    NameTaken {
+    NameTwice {
         /// The name.
         name: String,
+    },
+    /// One disk, asked for twice.
+    #[error("disk {} is given twice", path.display())]
+    PathTwice {
+        /// Its file.
+        path: PathBuf,
     },
     /// A disk without an export.
     #[error("nothing serves disk '{disk}': add --vhost-user {disk}=/path.sock or --nbd unix:/path")]

@@ -66,7 +66,7 @@ impl From<Error> for Failure {
 /// The HTTP status and the kind: 404 not there, 409 in the way of something that is, 422 not to be had as asked for.
 fn classify(error: &Error) -> (u16, &'static str) {
     match error {
-        Error::Spec(SpecError::NameTaken { .. }) => (409, "name-taken"),
+        Error::NameTaken { .. } => (409, "name-taken"),
         Error::Spec(SpecError::TwoGuests { .. }) => (409, "two-guests"),
         Error::Spec(_) => (422, "invalid"),
         Error::Served { .. } => (409, "already-served"),

@@ -16,7 +16,7 @@ use super::exports::Export;
 use super::users::{Lent, PATIENCE};
 use super::{Change, Entry, Host, Phase, states};
 use crate::error::{Error, NotClean};
-use crate::spec::{DiskSpec, SpecError};
+use crate::spec::DiskSpec;
 
 /// How long to wait for housekeeping that looks at a disk for the last time.
 const LAST_LOOK: Duration = Duration::from_secs(5);
@@ -28,8 +28,13 @@ impl Host {
     pub(super) fn enter(&self, spec: DiskSpec) -> Result<(Change<'_>, DiskSpec), Error> {
         let spec = spec.absolute().map_err(Error::no_directory)?;
         let (change, mut table) = self.begin_change()?;
-        if table.entry(&spec.name).is_some() {
-            return Err(SpecError::NameTaken { name: spec.name }.into());
+        if let Some(path) = table.entry(&spec.name).map(|other| other.spec.path.clone()) {
+            drop(table);
+            return Err(if same_file(&path, &spec.path) {
+                Error::Served { path: spec.path, name: spec.name }
+            } else {
+                Error::NameTaken { name: spec.name, path }
+            });
         }
         table.disks.push(Entry::new(spec.clone(), Phase::Opening));
         drop(table);
@@ -198,6 +203,12 @@ impl Host {
         self.tell(Event::DiskRemoved { disk: name.to_owned(), error });
         closed
     }
+}
+
+/// Whether two paths lead to one file; those of snapshots (`DISK@NAME`) lead to none.
+fn same_file(one: &Path, other: &Path) -> bool {
+    let id = |path: &Path| path.metadata().ok().map(|found| FileId::of(&found));
+    one == other || id(one).is_some_and(|found| id(other) == Some(found))
 }
 
 /// Lets the NBD clients of a disk go.

@@ -23,8 +23,12 @@ pub fn check_together(
         check_guests(socket, disk.read_only, &sockets[..at])?;
     }
     for (at, disk) in disks.iter().enumerate() {
-        if disks[..at].iter().any(|earlier| earlier.name == disk.name) {
-            return Err(SpecError::NameTaken { name: disk.name.clone() });
+        match disks[..at].iter().find(|earlier| earlier.name == disk.name) {
+            Some(earlier) if earlier.path == disk.path => {
+                return Err(SpecError::PathTwice { path: disk.path.clone() });
+            }
+            Some(_) => return Err(SpecError::NameTwice { name: disk.name.clone() }),
+            None => {}
         }
         if nbd.is_empty() && sockets.iter().all(|socket| socket.disk != disk.name) {
             return Err(SpecError::NoExport { disk: disk.name.clone() });
@@ -66,9 +70,12 @@ mod tests {
 
     use super::*;
 
+    fn disk_at(path: &str, read_only: bool) -> DiskSpec {
+        api::DiskSpec { path: path.to_owned(), read_only, ..Default::default() }.try_into().unwrap()
+    }
+
     fn disk(read_only: bool) -> DiskSpec {
-        let asked = api::DiskSpec { path: "web.qcow2".to_owned(), read_only, ..Default::default() };
-        asked.try_into().unwrap()
+        disk_at("web.qcow2", read_only)
     }
 
     fn socket(disk: &str, socket: &str, share: bool) -> VhostUserSpec {
@@ -93,7 +100,13 @@ mod tests {
         let nbd = |text: &str| vec![nbd(text)];
         let two = |share| vec![socket("web", "a", share), socket("web", "b", false)];
         for (disks, sockets, exports, part) in [
-            (vec![disk(false), disk(false)], vec![], nbd("unix:b"), "two disks are named 'web'"),
+            (
+                vec![disk(false), disk_at("old/web.qcow2", false)],
+                vec![],
+                nbd("unix:b"),
+                "two disks are named 'web'",
+            ),
+            (vec![disk(false), disk(false)], vec![], nbd("unix:b"), "disk web.qcow2 is given twice"),
             (web(), vec![], vec![], "nothing serves disk 'web'"),
             (web(), vec![socket("db", "a", false)], nbd("unix:b"), "no disk has this name (there are: web)"),
             (web(), two(false), vec![], "two guests"),
