@@ -30,6 +30,23 @@ fn every_command_at_every_level_has_help_with_examples() {
 }
 
 #[test]
+fn an_empty_argument_is_refused_by_the_name_of_the_argument() {
+    for (args, name) in [
+        (&["info", ""][..], "<FILE>"),
+        (&["disk", "remove", ""], "<NAME>"),
+        (&["export", "remove", ""], "<EXPORT>"),
+        (&["snapshot", "create", "a.qcow2", "--name", ""], "--name <NAME>"),
+        (&["vm", "snapshot", "", "--vault", "v"], "<GUEST>"),
+    ] {
+        let said = run_err(64, args);
+        assert!(said.contains(&format!("a value is required for '{name}'")), "{args:?}: {said}");
+    }
+    // What follows -- is QEMU's.
+    let said = run_err(1, ["vm", "restore", "web", "--vault", "/absent", "--", "qemu", "-append", ""]);
+    assert!(said.contains("/absent"), "{said}");
+}
+
+#[test]
 fn usage_errors_are_64_so_that_2_and_3_mean_what_check_found() {
     for args in [
         &[][..],

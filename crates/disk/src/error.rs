@@ -163,7 +163,12 @@ pub(crate) use fault;
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(path) = &self.0.path {
+        let named = match &self.0.kind {
+            ErrorKind::Gate(error) => Some(error.path()),
+            ErrorKind::File(error) => Some(error.path()),
+            _ => None,
+        };
+        if let Some(path) = self.path().filter(|path| named != Some(path)) {
             write!(f, "{}: ", path.display())?;
         }
         if let Some(layer) = self.0.layer {
@@ -215,6 +220,18 @@ mod tests {
             error.to_string(),
             "/images/web.qcow2: layer 7: at byte 0x50000: compressed cluster does not decompress: the image is damaged"
         );
+    }
+
+    #[test]
+    fn a_file_that_the_kind_names_is_not_named_again() {
+        let missing = GateError::Open { path: "base.qcow2".into(), source: io::ErrorKind::NotFound.into() };
+        let error = Error::from(missing).in_file(Path::new("base.qcow2"));
+        assert_eq!(error.to_string(), "cannot open base.qcow2: entity not found");
+        let lock = LockError::CopiedInto { path: "base.qcow2".into() };
+        let error = Error::from(FileError::from(lock)).in_file(Path::new("base.qcow2")).to_string();
+        assert_eq!(error.matches("base.qcow2").count(), 1, "{error}");
+        let error = Error::from(FileError::from(LockError::CopiedInto { path: "base.qcow2".into() }));
+        assert!(error.in_file(Path::new("web.qcow2")).to_string().starts_with("web.qcow2: "));
     }
 
     #[test]

@@ -223,7 +223,7 @@ impl Jobs {
         let took = entry.job.progress().took;
         self.audit.record(entry.by.clone(), What { bytes: Some(bytes), ..what }, took, (outcome, error));
         let _table = self.table.lock();
-        entry.job.end(result.map_err(|error| error.to_string()));
+        entry.job.end(result.map_err(|error| told(&error)));
         self.ended_as[how].fetch_add(1, Ordering::Relaxed);
         let _ = self.events.send(Event::Job { job: entry.status() });
         self.ended.notify_all();

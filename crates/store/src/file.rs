@@ -81,6 +81,16 @@ pub enum FileError {
     },
 }
 
+impl FileError {
+    /// The file, which the words of the error name.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Lock(error) => error.path(),
+            Self::Examine { path, .. } => path,
+        }
+    }
+}
+
 /// A local file or block device.
 #[derive(Debug)]
 pub struct FileStore {

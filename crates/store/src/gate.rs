@@ -81,6 +81,18 @@ pub enum GateError {
     },
 }
 
+impl GateError {
+    /// The file or directory, which the words of the error name.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Directory { path, .. }
+            | Self::Open { path, .. }
+            | Self::Outside { path, .. }
+            | Self::NotAFile { path, .. } => path,
+        }
+    }
+}
+
 struct List<'a>(&'a [PathBuf]);
 
 impl fmt::Display for List<'_> {

@@ -131,6 +131,15 @@ pub enum LockError {
     },
 }
 
+impl LockError {
+    /// The file, which the words of the error name.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Conflict { path, .. } | Self::CopiedInto { path } | Self::Unsupported { path, .. } => path,
+        }
+    }
+}
+
 fn conflict(permission: Permission, held: bool) -> String {
     if held {
         format!("it holds the \"{permission}\" permission, which this use does not share")

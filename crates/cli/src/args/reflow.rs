@@ -1,7 +1,11 @@
-//! The texts below the options: written in lines as wide as the source, and shown as wide as the terminal.
+//! How this process's arguments are read, and the texts below the options: written in lines as wide as the source, and shown as
+//! wide as the terminal.
 
+use std::any::TypeId;
+
+use clap::builder::NonEmptyStringValueParser;
 use clap::error::ErrorKind;
-use clap::{Command, CommandFactory as _, Parser as _};
+use clap::{Command, CommandFactory as _, FromArgMatches as _};
 
 use super::{Cli, states};
 
@@ -15,13 +19,26 @@ impl Cli {
     /// Wrong usage, and help.
     pub fn of_process() -> Result<Self, clap::Error> {
         // Who asks for no help waits for none of its texts.
-        let mut asked = Self::try_parse().map_err(|error| match error.kind() {
+        let matches = refusing_empty(Self::command()).try_get_matches();
+        let parsed = matches.and_then(|mut matches| Self::from_arg_matches_mut(&mut matches));
+        let mut asked = parsed.map_err(|error| match error.kind() {
             ErrorKind::DisplayHelp => reflowed(Self::command()).try_get_matches().err().unwrap_or(error),
             _ => error,
         })?;
         states::split_snapshots(&mut asked.command)?;
         Ok(asked)
     }
+}
+
+/// A command that refuses empty names, as clap refuses empty paths. What follows `--` belongs to another program, and an argument
+/// with a default may be left out.
+fn refusing_empty(command: Command) -> Command {
+    let command = command.mut_args(|arg| {
+        let is_text = arg.get_value_parser().type_id() == TypeId::of::<String>();
+        let may_be_empty = arg.is_last_set() || !arg.get_default_values().is_empty();
+        if is_text && !may_be_empty { arg.value_parser(NonEmptyStringValueParser::new()) } else { arg }
+    });
+    command.mut_subcommands(refusing_empty)
 }
 
 /// A command whose help, and whose subcommands', is wrapped by paragraphs.

@@ -29,19 +29,32 @@ struct File {
     nbd_owner: Option<Spanned<String>>,
     nbd_group: Option<Spanned<String>>,
     nbd_mode: Option<Spanned<String>>,
-    nbd_tls_cert: Option<Spanned<PathBuf>>,
-    nbd_tls_key: Option<Spanned<PathBuf>>,
-    nbd_tls_client_ca: Option<Spanned<PathBuf>>,
-    allow_backing: Vec<PathBuf>,
+    nbd_tls_cert: Option<Spanned<FilePath>>,
+    nbd_tls_key: Option<Spanned<FilePath>>,
+    nbd_tls_client_ca: Option<Spanned<FilePath>>,
+    allow_backing: Vec<FilePath>,
     metadata_cache: Option<Spanned<Text>>,
     max_open_files: Option<Spanned<u32>>,
     workers: Option<Spanned<u32>>,
-    runtime_dir: Option<PathBuf>,
-    control: Option<Spanned<PathBuf>>,
+    runtime_dir: Option<FilePath>,
+    control: Option<Spanned<FilePath>>,
     no_control: bool,
     metrics: Option<Spanned<Text>>,
-    audit: Option<PathBuf>,
+    audit: Option<FilePath>,
     log_format: Option<LogFormat>,
+}
+
+/// A path, which is not empty: joined to a directory it would mean that.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(try_from = "PathBuf")]
+struct FilePath(PathBuf);
+
+impl TryFrom<PathBuf> for FilePath {
+    type Error = &'static str;
+
+    fn try_from(path: PathBuf) -> Result<Self, &'static str> {
+        if path.as_os_str().is_empty() { Err("a path is not empty") } else { Ok(Self(path)) }
+    }
 }
 
 /// An NBD export: its address, or a table with more.
@@ -97,14 +110,17 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         let at = error.span().map_or(0, |span| span.start);
         (at.min(text.len()), ConfigFault::Toml(Box::new(error)))
     })?;
-    let here = |path: PathBuf| directory.join(path);
+    let here = |path: FilePath| directory.join(path.0);
     let nbd_tls = file.tls(directory)?;
     let control = file.control(directory)?;
     Ok(Settings {
         disks: each(file.disk, |asked| Ok(DiskSpec::try_from(asked)?.seen_from(directory)))?,
         keep_going: file.keep_going,
         vhost_user: each(file.vhost_user, |asked| {
-            let socket = directory.join(&asked.socket).display().to_string();
+            // An empty one stays empty, and is refused.
+            let socket = Some(asked.socket).filter(|socket| !socket.is_empty());
+            let socket =
+                socket.map(|socket| directory.join(socket).display().to_string()).unwrap_or_default();
             Ok(VhostUserSpec::try_from(api::VhostUserSpec { socket, ..asked })?)
         })?,
         nbd: each(file.nbd, |Nbd(export)| Ok(NbdSpec::try_from(export)?.seen_from(directory)))?,
@@ -130,7 +146,7 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
 
 impl File {
     fn tls(&self, directory: &Path) -> Result<Option<TlsFiles>, At> {
-        let path = |file: &Spanned<PathBuf>| directory.join(file.get_ref());
+        let path = |file: &Spanned<FilePath>| directory.join(&file.get_ref().0);
         match (&self.nbd_tls_cert, &self.nbd_tls_key, &self.nbd_tls_client_ca) {
             (Some(certificate), Some(key), client_ca) => Ok(Some(TlsFiles {
                 certificate: path(certificate),
@@ -148,7 +164,7 @@ impl File {
     fn control(&self, directory: &Path) -> Result<Option<ControlPlace>, At> {
         match (&self.control, self.no_control) {
             (Some(path), true) => Err((path.span().start, ConfigFault::ControlTwice)),
-            (Some(path), false) => Ok(Some(ControlPlace::At(directory.join(path.get_ref())))),
+            (Some(path), false) => Ok(Some(ControlPlace::At(directory.join(&path.get_ref().0)))),
             (None, true) => Ok(Some(ControlPlace::Off)),
             (None, false) => Ok(None),
         }

@@ -139,6 +139,9 @@ fn what_is_wrong_is_said_with_its_line() {
         ("a = ", 1, ""),
         ("workers = \"many\"", 1, "invalid type"),
         ("disk = 3", 1, "invalid type"),
+        ("\ncontrol = \"\"", 2, "a path is not empty"),
+        ("workers = 2\nallow-backing = [\n\"/srv\", \"\"]", 2, "a path is not empty"),
+        ("[[vhost-user]]\ndisk = \"a\"\nsocket = \"\"", 1, "a socket needs a path"),
     ] {
         let error = parse(text).unwrap_err();
         assert_eq!(error.line, line, "{text:?}: {error}");

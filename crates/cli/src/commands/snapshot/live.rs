@@ -198,8 +198,10 @@ impl Live {
         if job.state != JobState::Done {
             let left =
                 if matches!(asked, JobSpec::IndexBuild { .. }) { "what is built stays" } else { STOPPED };
-            let error = job.error.unwrap_or_else(|| format!("job {} was cancelled: {left}", job.id));
-            bail!("{}: {error}", self.disks[0].0.display());
+            // The error names the file itself.
+            bail!(job.error.unwrap_or_else(|| {
+                format!("{}: job {} was cancelled: {left}", self.disks[0].0.display(), job.id)
+            }));
         }
         Ok(job)
     }
