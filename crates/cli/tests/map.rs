@@ -5,6 +5,7 @@ mod support;
 use std::path::Path;
 
 use serde_json::Value;
+use support::server::Server;
 use support::{Images, run_err, run_json, run_ok, tool_json, tool_ok};
 
 /// What a map says about one place: whether something is there, what, how deep, and at which offset of the file.
@@ -152,4 +153,42 @@ fn an_empty_disk_is_an_empty_list() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["0"]);
     assert_eq!(run_ok(["map", "--json", path.to_str().unwrap()]), "[]\n");
+}
+
+#[test]
+fn all_commands_and_nbd_number_layers_from_the_base() {
+    let images = Images::new();
+    let top = images.create("web.qcow2", &["8M"]);
+    let disk = top.to_str().unwrap();
+    for (name, write) in [("mon", "write 0 1M"), ("tue", "write 1M 1M")] {
+        images.write_layer("web.qcow2", &[write]);
+        run_ok(["snapshot", "create", disk, "--name", name]);
+    }
+    images.write_layer("web.qcow2", &["write 2M 1M"]);
+    let none = u64::from(u32::MAX);
+    let by_map: Vec<(u64, u64)> = run_json(["map", "--json", disk])
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|run| (run["start"].as_u64().unwrap(), run["layer"].as_u64().unwrap_or(none)))
+        .collect();
+    assert_eq!(by_map, [(0, 0), (1 << 20, 1), (2 << 20, 2), (3 << 20, none)]);
+    let listed = run_json(["snapshot", "list", disk, "--json"]);
+    let numbers: Vec<_> = listed["snapshots"].as_array().unwrap().iter().map(|row| &row["number"]).collect();
+    assert_eq!(numbers, [1, 0]);
+    let plan = run_json(["merge", disk, "--layers", "1..1", "--dry-run", "--json"]);
+    assert!(plan.to_string().contains("web.tue.qcow2") && !plan.to_string().contains("web.mon"), "{plan}");
+    let said = run_err(1, ["merge", disk, "--layers", "5..9"]);
+    assert!(
+        said.contains("web.qcow2: it has layers 0 (the base) to 2") && said.contains("layers 5 to 9"),
+        "{said}"
+    );
+    let nbd = format!("unix:{}", images.name("nbd.sock"));
+    let server = Server::start(&["--disk", &format!("path={disk}"), "--nbd", &nbd]);
+    let map = tool_json("nbdinfo", ["--json", "--map=vmstrata:layer", &server.uri("web")]);
+    let number = |value: &Value| value.as_u64().unwrap();
+    let by_nbd: Vec<_> =
+        map.as_array().unwrap().iter().map(|run| (number(&run["offset"]), number(&run["type"]))).collect();
+    assert_eq!(by_nbd, by_map);
+    assert!(server.stop().success());
 }

@@ -55,7 +55,10 @@ fn nbdinfo_maps_show_allocation_and_layers() {
         map("--map"),
         [(0, 2560 * k, 0), (2560 * k, 256 * k, 3), (2816 * k, 256 * k, 0), (3 * m, 5 * m, 3)]
     );
-    assert_eq!(map("--map=vmstrata:layer"), [(0, m, 1), (m, m, 2), (2 * m, m, 3), (3 * m, 5 * m, 0)]);
+    assert_eq!(
+        map("--map=vmstrata:layer"),
+        [(0, m, 0), (m, m, 1), (2 * m, m, 2), (3 * m, 5 * m, 0xffff_ffff)]
+    );
 }
 
 #[test]
@@ -189,9 +192,9 @@ found = {}
 def extent(context, offset, entries, error):
     found[context] = entries
 h.block_status(3 << 20, 5 << 20, extent)
-assert found == {"base:allocation": [3 << 20, 3], "vmstrata:layer": [3 << 20, 0]}, found
+assert found == {"base:allocation": [3 << 20, 3], "vmstrata:layer": [3 << 20, 0xffffffff]}, found
 h.block_status(1 << 20, 5 << 20, extent, nbd.CMD_FLAG_REQ_ONE)
-assert found["vmstrata:layer"] == [1 << 20, 0], found
+assert found["vmstrata:layer"] == [1 << 20, 0xffffffff], found
 h.shutdown()
 "#;
     let script = format!("uri = {:?}\n{script}", fixture.uri());

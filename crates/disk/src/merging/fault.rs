@@ -13,7 +13,9 @@ use crate::snapshots::Held;
 pub enum MergeFault {
     /// Layers that the chain does not have below its top.
     #[error(
-        "there are no layers {first} to {last} to drop: the chain has {layers}, counted from 0, and the last takes the writes"
+        "it has layers 0 (the base) to {}, the last of which takes the writes: {} not below that",
+        layers - 1,
+        if first == last { format!("layer {first} is") } else { format!("layers {first} to {last} are") }
     )]
     Range {
         /// First layer asked for.

@@ -4,6 +4,7 @@
 //! file: the file of a dropped layer even stays, as that of the next one, where layers are committed. So a layer is known by
 //! its file and by what is recorded of it as a snapshot, where nothing is by its file and its place.
 
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use vmstrata_store::{FileId, Gate};
@@ -97,6 +98,7 @@ impl Selection {
         let layers = snapshots::list(disk, options)?;
         let (one, other) = (number_of(one, disk, &layers)?, number_of(other, disk, &layers)?);
         let numbers = one.min(other)..=one.max(other);
+        refuse_outside(&numbers, disk, &layers)?;
         Ok(Self { layers: known_of(&layers, |number| numbers.contains(&number)), beyond_own: true })
     }
 
@@ -107,6 +109,7 @@ impl Selection {
     pub fn above(disk: &Path, base: &LayerRef, options: &OpenOptions) -> Result<Self> {
         let layers = snapshots::list(disk, options)?;
         let base = number_of(base, disk, &layers)?;
+        refuse_outside(&(base..=base), disk, &layers)?;
         Ok(Self { layers: known_of(&layers, |number| number > base), beyond_own: false })
     }
 
@@ -144,7 +147,7 @@ impl Selection {
     pub(super) fn ranges_in(&self, disk: &Path, snapshots: &[Snapshot]) -> Result<Vec<MergeRange>> {
         let mut ranges: Vec<MergeRange> = Vec::new();
         for snapshot in snapshots.iter().filter(|snapshot| self.has(snapshot)) {
-            let layer = snapshots.len() - snapshot.depth;
+            let layer = snapshot.number;
             match ranges.last_mut() {
                 Some(range) if range.first.index() == layer + 1 => range.first = index_of(layer),
                 _ => ranges.push(MergeRange { first: index_of(layer), last: index_of(layer) }),
@@ -169,23 +172,26 @@ impl Selection {
 
 /// Those whose numbers are wanted.
 fn known_of(layers: &[Snapshot], wanted: impl Fn(usize) -> bool) -> Vec<LayerId> {
-    layers.iter().filter(|layer| wanted(layers.len() - layer.depth)).map(LayerId::of).collect()
+    layers.iter().filter(|layer| wanted(layer.number)).map(LayerId::of).collect()
 }
 
-/// The number of a layer among those below the active one.
+/// The number of a layer, if it is there.
 fn number_of(layer: &LayerRef, disk: &Path, layers: &[Snapshot]) -> Result<usize> {
-    let fault = match layer {
-        &LayerRef::Number(number) if number < layers.len() => return Ok(number),
-        &LayerRef::Number(number) => {
-            MergeFault::Range { first: number, last: number, layers: layers.len() + 1 }
-        }
-        LayerRef::File(path) => {
-            let file = LocalFiles.identity(path, &Gate::unrestricted())?.file;
-            match layers.iter().find(|layer| layer.file == file) {
-                Some(found) => return Ok(layers.len() - found.depth),
-                None => MergeFault::NotALayer { path: path.clone() },
-            }
-        }
+    let path = match layer {
+        LayerRef::Number(number) => return Ok(*number),
+        LayerRef::File(path) => path,
     };
-    Err(Error::from(fault).in_file(disk))
+    let file = LocalFiles.identity(path, &Gate::unrestricted())?.file;
+    let found = layers.iter().find(|layer| layer.file == file);
+    let fault = || Error::from(MergeFault::NotALayer { path: path.clone() }).in_file(disk);
+    found.map(|layer| layer.number).ok_or_else(fault)
+}
+
+/// Refuses numbers of layers that are not there below the active one.
+fn refuse_outside(numbers: &RangeInclusive<usize>, disk: &Path, layers: &[Snapshot]) -> Result<()> {
+    let (first, last) = (*numbers.start(), *numbers.end());
+    if last < layers.len() {
+        return Ok(());
+    }
+    Err(Error::from(MergeFault::Range { first, last, layers: layers.len() + 1 }).in_file(disk))
 }

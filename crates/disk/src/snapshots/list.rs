@@ -34,6 +34,8 @@ pub struct Snapshot {
     pub format: Format,
     /// Layers above it.
     pub depth: usize,
+    /// Its number: layers below it.
+    pub number: usize,
     /// Virtual size in bytes.
     pub virtual_size: u64,
     /// Bytes of the host's storage that its own file takes.
@@ -69,7 +71,7 @@ pub fn list(path: &Path, options: &OpenOptions) -> Result<Vec<Snapshot>> {
         .map(|(above, pair)| {
             let record = pair[0].record.as_deref().map(LayerRecord::parse);
             let told = record.as_ref().and_then(|said| Some(said.as_ref().ok()?.origin()?.to_owned()));
-            let found = snapshot(above + 1, record, &pair[1])?;
+            let found = snapshot(above + 1, layers.len() - 2 - above, record, &pair[1])?;
             // All that a clone stands on is the other disk's.
             origin = told.clone().or_else(|| origin.take());
             owner = told.or_else(|| owner.take());
@@ -114,6 +116,7 @@ pub fn recorded_in(overlay: &Path) -> Option<SnapshotInfo> {
 
 fn snapshot(
     depth: usize,
+    number: usize,
     record: Option<std::result::Result<LayerRecord, SnapshotInfoError>>,
     seen: &Seen,
 ) -> Result<Snapshot> {
@@ -133,6 +136,7 @@ fn snapshot(
         file: seen.file,
         format: seen.format,
         depth,
+        number,
         virtual_size: seen.size,
         // st_blocks counts 512 bytes whatever the file system's block is.
         allocated_bytes: metadata.blocks() * 512,

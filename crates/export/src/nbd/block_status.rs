@@ -20,6 +20,9 @@ pub(crate) fn look_up(disk: &Disk, range: GuestRange) -> Result<Vec<Extent>, Err
     disk.extents(GuestRange::new(range.start, range.len.min(limit)), MAX_EXTENTS)
 }
 
+/// The status in `vmstrata:layer` of what no layer has.
+const NO_LAYER: u32 = u32::MAX;
+
 /// A context, with what it needs to know of the disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum View {
@@ -39,8 +42,8 @@ pub(crate) fn status(extent: &Extent, view: View) -> u32 {
             ExtentKind::Zero | ExtentKind::Hole => STATE_HOLE | STATE_ZERO,
         },
         View::Layer => match (extent.kind, extent.layer) {
-            (ExtentKind::Hole, _) | (_, None) => 0,
-            (_, Some(layer)) => u32::from(layer.get()) + 1,
+            (ExtentKind::Hole, _) | (_, None) => NO_LAYER,
+            (_, Some(layer)) => layer.get().into(),
         },
         View::Since(base) => base.status(extent),
     }
@@ -117,14 +120,14 @@ mod tests {
     }
 
     #[test]
-    fn layers_are_counted_from_one_at_the_base() {
-        assert_eq!(compact(View::Layer, false), [2, 10, 1, 60, 4, 5, 0]);
+    fn layers_are_counted_from_zero_at_the_base() {
+        assert_eq!(compact(View::Layer, false), [2, 10, 0, 60, 3, 5, NO_LAYER]);
     }
 
     #[test]
     fn one_extent_is_as_long_as_its_context_allows() {
         assert_eq!(compact(View::Allocation, true), [1, 30, 0]);
-        assert_eq!(compact(View::Layer, true), [2, 10, 1]);
+        assert_eq!(compact(View::Layer, true), [2, 10, 0]);
     }
 
     #[test]
@@ -135,6 +138,6 @@ mod tests {
         let payload = encode(&long, Context::Layer, View::Layer, Style::Extended, false);
         let expected = [&2u32.to_be_bytes()[..], &1u32.to_be_bytes(), &(1u64 << 40).to_be_bytes()].concat();
         assert_eq!(payload[..16], expected);
-        assert_eq!(payload[16..], 1u64.to_be_bytes());
+        assert_eq!(payload[16..], 0u64.to_be_bytes());
     }
 }

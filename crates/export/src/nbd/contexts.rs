@@ -3,7 +3,7 @@
 //! | name | status of an extent |
 //! |---|---|
 //! | `base:allocation` | bit 0: a hole, bit 1: reads as zeros; as stock QEMU reports them, explicit zeros are both |
-//! | `vmstrata:layer` | index of the layer the extent comes from, plus one, counted from the base; 0 where no layer has it |
+//! | `vmstrata:layer` | number of the layer the extent comes from, counted from the base, which is 0; 4294967295 where no layer has it |
 //! | `vmstrata:diff:NAME` | what changed since the layer in the file NAME, or the snapshot NAME, was the newest: 0 nothing, 1 data, 2 it reads as zeros now (and may have before) |
 //!
 //! The first two are the same for every export; which layers a difference can be asked for depends on the disk

@@ -103,7 +103,10 @@ pub struct Row<'a> {
     cloned_from: Option<&'a str>,
     layer: String,
     format: String,
+    /// Layers between it and the active one, that one included.
     depth: usize,
+    /// Layers below it.
+    number: usize,
     virtual_size: u64,
     actual_size: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -129,6 +132,7 @@ impl<'a> Row<'a> {
             layer: text(&snapshot.layer),
             format: snapshot.format.to_string(),
             depth: snapshot.depth,
+            number: snapshot.number,
             virtual_size: snapshot.virtual_size,
             actual_size: snapshot.allocated_bytes,
             damage: snapshot.damage.as_deref(),
