@@ -204,8 +204,16 @@ fn a_guest_that_is_attached_is_shown_and_keeps_its_disk_unless_it_is_taken_by_fo
     }
     let odd = ask(&server.control(), "DELETE", "/v1/disks/a?force=yes", "");
     assert_eq!((odd.status, &odd.json()["kind"]), (422, &"invalid".into()), "{odd:?}");
+    server.ask_ok(["export", "remove", "1", "--force"]);
+    drop(attached);
+    server.ask_ok(["export", "add", "--vhost-user", &format!("a={guest}")]);
+    let attached = UnixStream::connect(&guest).unwrap();
+    wait_until("the guest", || server.ask_ok(["status"]).contains("guest attached, 0 requests"));
     server.ask_ok(["disk", "remove", "a", "--force"]);
     drop(attached);
+    let log = server.log();
+    assert_eq!(log.matches("frontend gone; the export is closed").count(), 2, "{log}");
+    assert!(!log.contains("listening again"), "{log}");
     assert!(server.stop().success());
     assert_clean(&path);
 }

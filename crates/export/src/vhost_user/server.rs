@@ -234,7 +234,8 @@ impl Control {
         self.back.forget();
         // Dropping the backend stops the queues and finishes what they have in flight.
         drop(handler);
-        tracing::info!(%path, "frontend gone; listening again");
+        let then = if self.stop.is_requested() { "the export is closed" } else { "listening again" };
+        tracing::info!(%path, "frontend gone; {then}");
     }
 
     /// Turns a second frontend away, unless the first has just gone and this is its successor.
