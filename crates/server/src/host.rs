@@ -193,6 +193,7 @@ impl Host {
         let (resources, limits) = options.resources(runtime_dir)?;
         let events = broadcast::Sender::new(EVENTS_KEPT);
         let audit = Audit::new(events.clone(), options.audit.as_deref())?;
+        let due = Arc::<Due>::default();
         Ok(Arc::new(Self {
             resources,
             limits,
@@ -204,10 +205,10 @@ impl Host {
             guards,
             table: Mutex::default(),
             changed: Condvar::new(),
-            jobs: Arc::new(Jobs::new(events.clone(), audit.clone())),
+            jobs: Arc::new(Jobs::new(events.clone(), audit.clone(), due.waker())),
             audit,
             events,
-            due: Arc::default(),
+            due,
             counts: Counts::default(),
             started: Instant::now(),
             saved: Mutex::default(),

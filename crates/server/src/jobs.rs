@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use tokio::sync::broadcast;
+use tokio::sync::{Notify, broadcast};
 use vmstrata_api::{ChangedBy, Event, JobChange, JobState, JobStatus, Outcome, Removed};
 use vmstrata_job::{Change, Job, State, Work};
 
@@ -52,6 +52,8 @@ pub(crate) struct Jobs {
     ended: Condvar,
     events: broadcast::Sender<Event>,
     audit: Audit,
+    /// Notified when the end of a job may let another begin.
+    room: Arc<Notify>,
     /// How many were done, were cancelled, and failed.
     ended_as: [AtomicU64; 3],
 }
@@ -106,8 +108,11 @@ impl Entry {
 }
 
 impl Jobs {
-    pub(crate) fn new(events: broadcast::Sender<Event>, audit: Audit) -> Self {
-        Self { table: Mutex::default(), ended: Condvar::new(), events, audit, ended_as: Default::default() }
+    /// Jobs that tell of themselves by `events` and `audit`, and notify `room` when one has ended; not when one of the retention
+    /// rules fails, which would only begin it again.
+    pub(crate) fn new(events: broadcast::Sender<Event>, audit: Audit, room: Arc<Notify>) -> Self {
+        let (table, ended) = (Mutex::default(), Condvar::new());
+        Self { table, ended, events, audit, room, ended_as: Default::default() }
     }
 
     /// How many jobs were done, were cancelled, and failed.
@@ -132,6 +137,19 @@ impl Jobs {
         }
         table.reserved.push((kind, disk.to_owned()));
         Ok(Slot { jobs: Arc::clone(self), kind, disk: disk.to_owned() })
+    }
+
+    /// Refuses to begin while a job of the disk removes files.
+    ///
+    /// # Errors
+    /// That job.
+    pub(crate) fn refuse_beside_removal(&self, disk: &str) -> Result<(), Error> {
+        let table = self.table.lock();
+        let mut own = table.jobs.iter().filter(|entry| entry.disk == disk && !entry.job.is_ended());
+        match own.find(|entry| entry.kind.removes_files) {
+            Some(entry) => Err(Error::JobExists { kind: entry.kind.name, disk: disk.to_owned() }),
+            None => Ok(()),
+        }
     }
 
     /// Jobs under way, and the last ones that ended.
@@ -227,6 +245,9 @@ impl Jobs {
         self.ended_as[how].fetch_add(1, Ordering::Relaxed);
         let _ = self.events.send(Event::Job { job: entry.status() });
         self.ended.notify_all();
+        if how == 0 || entry.by != ChangedBy::Retention {
+            self.room.notify_one();
+        }
     }
 }
 

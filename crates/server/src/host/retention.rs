@@ -1,11 +1,12 @@
 //! Snapshots that no rule of their disk keeps, deleted without anybody asking.
 //!
 //! ```text
-//!   disk added, snapshot taken, some time passed ──► Due ──► retain: list ──► rules ──► job snapshot_delete
+//!   disk added, snapshot taken, job ended, some time passed ──► Due ──► retain: list ──► rules ──► job snapshot_delete
 //! ```
 //!
 //! What is deleted is decided when it is looked at, from what the images say: nothing is remembered that a restart may not
-//! lose. What the file system had no room for is not tried again before there is room. A disk with another merge under way has its turn at the next look.
+//! lose. What the file system had no room for is not tried again before there is room. A disk with a merge under way has its turn
+//! when that ends. A delete that fails is tried again at the next look for another reason, so that it does not go round.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,7 +27,7 @@ const PERIOD: Duration = Duration::from_secs(600);
 /// Whether there may be something to delete, or to make anew.
 #[derive(Debug, Default)]
 pub(super) struct Due {
-    wake: Notify,
+    wake: Arc<Notify>,
     /// By disk: what there was no room to delete.
     no_room: Mutex<HashMap<String, NoRoom>>,
 }
@@ -43,6 +44,11 @@ impl Due {
     /// Has all disks looked at.
     pub(super) fn now(&self) {
         self.wake.notify_one();
+    }
+
+    /// What has all disks looked at.
+    pub(super) fn waker(&self) -> Arc<Notify> {
+        Arc::clone(&self.wake)
     }
 
     /// Notes why these snapshots of a disk are not deleted, if that is for want of room.
@@ -112,6 +118,7 @@ impl Host {
             }
             (disk.path().to_owned(), self.open_options(spec))
         };
+        self.jobs.refuse_beside_removal(name)?;
         let snapshots = list(&path, &options)?;
         let Pruning { delete, held, misdated, .. } = Pruning::of(&snapshots, keep, &[], now_ns());
         if !held.is_empty() {

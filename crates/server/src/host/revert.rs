@@ -113,6 +113,7 @@ impl Host {
         let disk = opened?;
         // The job that did so has ended with the disk.
         self.mend_index(&spec.name, &disk);
+        self.due.now();
         exports
     }
 

@@ -37,7 +37,7 @@ impl Work for Steps {
 fn jobs() -> Arc<Jobs> {
     let events = broadcast::Sender::new(16);
     let audit = Audit::new(events.clone(), None).unwrap();
-    Arc::new(Jobs::new(events, audit))
+    Arc::new(Jobs::new(events, audit, Arc::default()))
 }
 
 /// Begins a job; its first step is under way.
