@@ -74,7 +74,7 @@ pub use error::{Result, VaultError};
 #[cfg(feature = "hdfs")]
 pub use hdfs::HdfsRepository;
 pub use info::{DiskState, Info, ObjectUse};
-pub use name::{ObjectKind, ObjectName, SnapshotId};
+pub use name::{ObjectId, ObjectKind, SnapshotId};
 pub use policy::{OneDevice, Policy};
 pub use refill::{DiskPiece, DiskPieces, Refill};
 pub use repair::Repaired;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use vault_support::{Guest, Known, Repositories, assert_reads, new_snapshot, open, policy, save};
 use vmstrata_memory::PageClass;
-use vmstrata_memory::vault::{Closing, NewSnapshot, ObjectName, Policy, Saved, Vault};
+use vmstrata_memory::vault::{Closing, NewSnapshot, ObjectId, Policy, Saved, Vault};
 
 fn every(full_every: u32) -> Policy {
     Policy { full_every, ..policy(1, 1) }
@@ -38,7 +38,7 @@ fn a_damaged_object_touches_as_many_snapshots_as_lie_between_full_ones() {
     for (full_every, steps) in [(3, [0, 1, 2, 0, 1, 2, 0]), (1, [0; 7]), (0, [0, 1, 2, 3, 4, 5, 6])] {
         let repositories = Repositories::new(1);
         let vault = repositories.vault();
-        let mut users: BTreeMap<ObjectName, u32> = BTreeMap::new();
+        let mut users: BTreeMap<ObjectId, u32> = BTreeMap::new();
         for (step, name) in steps.into_iter().zip(1u64..) {
             let saved = save(&vault, &guest(name), &name.to_string(), every(full_every));
             let snapshot = open(&vault, &name.to_string()).unwrap();

@@ -17,8 +17,8 @@ use rand::rngs::SmallRng;
 use vault_support::fault::{Effect, Plan, faulty};
 use vault_support::{Guest, Known, assert_reads, new_snapshot, open, policy, save, save_at};
 use vmstrata_memory::vault::{
-    Closing, Deleted, Health, Hold, ObjectKind, ObjectName, Page, Policy, Repository, RepositoryAddress,
-    Vault, Which,
+    Closing, Deleted, Health, Hold, ObjectId, ObjectKind, Page, Policy, Repository, RepositoryAddress, Vault,
+    Which,
 };
 use vmstrata_memory::{PAGE_BYTES, PageClass};
 
@@ -174,7 +174,7 @@ fn a_stalled_collector_cannot_delete(cluster: &mut Cluster) {
     let alone = stalled.hold(Hold::AloneOrNot).expect("asks").expect("nobody else does");
     let_holds_expire(cluster, true);
     let shared = other.hold(Hold::Write).expect("takes over");
-    let name = ObjectName { owner: saved.id, kind: ObjectKind::Critical };
+    let name = ObjectId { owner: saved.id, kind: ObjectKind::Critical };
     let refused = stalled.delete(name).expect_err("its hold is gone").to_string();
     assert!(refused.contains("hold on it was lost"), "{refused}");
     drop((shared, alone));
@@ -247,7 +247,7 @@ fn writers_race_with_who_deletes(cluster: &mut Cluster) {
     // A snapshot's pages may lie in an object of one that is deleted.
     let listed = vault.list().expect("lists");
     let needed = listed.iter().flat_map(|listed| {
-        let metadata = ObjectName { owner: listed.id, kind: ObjectKind::Metadata };
+        let metadata = ObjectId { owner: listed.id, kind: ObjectKind::Metadata };
         let objects = &listed.info.as_ref().expect("is whole").objects;
         objects.values().map(|object| object.name).chain([metadata])
     });

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy};
 use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
-    Closing, DiskPiece, DiskState, ObjectName, OneDevice, Policy, Refill, Saved, Snapshot, Vault, VaultError,
+    Closing, DiskPiece, DiskState, ObjectId, OneDevice, Policy, Refill, Saved, Snapshot, Vault, VaultError,
 };
 use vmstrata_memory::{Frame, PAGE_BYTES, PageClass, Physical};
 
@@ -116,7 +116,7 @@ fn an_object_keeps_its_number_while_it_is_used() {
     let repositories = Repositories::new(1);
     let vault = repositories.vault();
     let mut guest = guest();
-    let mut before: BTreeMap<ObjectName, u16> = BTreeMap::new();
+    let mut before: BTreeMap<ObjectId, u16> = BTreeMap::new();
     for step in 1..=6u64 {
         // One page, then most: some objects are no longer used, and their numbers are free.
         let changed = if step == 4 { PAGES as usize } else { 1 };
@@ -125,9 +125,9 @@ fn an_object_keeps_its_number_while_it_is_used() {
         });
         save(&vault, &guest, &step.to_string(), policy_of(1));
         let snapshot = open(&vault, &step.to_string()).unwrap();
-        let now: BTreeMap<ObjectName, u16> =
+        let now: BTreeMap<ObjectId, u16> =
             snapshot.info().objects.iter().map(|(number, object)| (object.name, *number)).collect();
-        let stays = |(name, number): &(&ObjectName, &u16)| now.get(*name) == Some(*number);
+        let stays = |(name, number): &(&ObjectId, &u16)| now.get(*name) == Some(*number);
         assert!(step == 1 || before.iter().any(|object| stays(&object)), "{step}: {before:?} {now:?}");
         let moved = before.iter().find(|object| !stays(object) && now.contains_key(object.0));
         assert_eq!(moved, None, "{step}");

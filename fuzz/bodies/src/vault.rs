@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
-    Closing, DeviceId, DiskPiece, DiskState, Held, Hold, NewObject, NewSnapshot, ObjectKind, ObjectName,
+    Closing, DeviceId, DiskPiece, DiskState, Held, Hold, NewObject, NewSnapshot, ObjectId, ObjectKind,
     ObjectReader, Page, Policy, Refill, Repository, Stored, Swept, Vault, Which,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
@@ -27,7 +27,7 @@ const EXTENT_ENTRY: usize = 16;
 const HASH: usize = 16;
 const TAIL: usize = 40;
 
-type Objects = BTreeMap<ObjectName, Arc<Vec<u8>>>;
+type Objects = BTreeMap<ObjectId, Arc<Vec<u8>>>;
 
 /// Objects in memory.
 #[derive(Debug, Default)]
@@ -48,7 +48,7 @@ impl Repository for Shelf {
 
     fn list(&self) -> io::Result<Vec<Stored>> {
         let objects = self.0.lock().expect("no panic in between");
-        let stored = |(name, bytes): (&ObjectName, &Arc<Vec<u8>>)| Stored {
+        let stored = |(name, bytes): (&ObjectId, &Arc<Vec<u8>>)| Stored {
             name: *name,
             len: bytes.len() as u64,
             allocated: bytes.len() as u64,
@@ -57,16 +57,16 @@ impl Repository for Shelf {
         Ok(objects.iter().map(stored).collect())
     }
 
-    fn create(&self, name: ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
+    fn create(&self, name: ObjectId, _copies: u8) -> io::Result<Box<dyn NewObject>> {
         Ok(Box::new(Writing { name, bytes: Vec::new(), shelf: Arc::clone(&self.0) }))
     }
 
-    fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>> {
+    fn open(&self, name: ObjectId) -> io::Result<Box<dyn ObjectReader>> {
         let found = self.0.lock().expect("no panic in between").get(&name).cloned();
         Ok(Box::new(Reading(found.ok_or(io::ErrorKind::NotFound)?)))
     }
 
-    fn delete(&self, name: ObjectName) -> io::Result<()> {
+    fn delete(&self, name: ObjectId) -> io::Result<()> {
         self.0.lock().expect("no panic in between").remove(&name);
         Ok(())
     }
@@ -81,7 +81,7 @@ impl Repository for Shelf {
 }
 
 struct Writing {
-    name: ObjectName,
+    name: ObjectId,
     bytes: Vec<u8>,
     shelf: Arc<Mutex<Objects>>,
 }

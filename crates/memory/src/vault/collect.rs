@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use super::compact::Compact;
 use super::error::{Result, VaultError};
-use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::repository::Hold;
 use super::survey::{CopyAt, Survey};
 use super::{Listed, Vault};
@@ -32,7 +32,7 @@ pub struct Collectable {
     /// Objects that would be removed, copies counted.
     pub objects: usize,
     /// Objects that would be compacted.
-    pub compact: Vec<ObjectName>,
+    pub compact: Vec<ObjectId>,
     /// Bytes that would be given back, about.
     pub bytes: u64,
 }
@@ -59,7 +59,7 @@ impl Vault {
         }
         let mut bytes = 0;
         for id in ids {
-            let name = ObjectName { owner: *id, kind: ObjectKind::Metadata };
+            let name = ObjectId { owner: *id, kind: ObjectKind::Metadata };
             for copy in survey.copies(name) {
                 let repository = self.repository(copy.repository);
                 repository.delete(name).map_err(VaultError::repository(repository, "deleting", name))?;
@@ -121,7 +121,7 @@ impl Vault {
     /// Removes what no snapshot needs, then compacts.
     fn collect_and(
         &self,
-        compact: impl FnOnce(&Survey, &[Listed], &BTreeSet<ObjectName>) -> Result<usize>,
+        compact: impl FnOnce(&Survey, &[Listed], &BTreeSet<ObjectId>) -> Result<usize>,
     ) -> Result<Deleted> {
         let Some(_held) = self.hold(Hold::AloneOrNot)? else { return Ok(Deleted::Later) };
         let survey = self.survey_of_all()?;
@@ -182,20 +182,20 @@ impl Vault {
 }
 
 /// Objects that snapshots' pages lie in.
-fn used(listed: &[Listed]) -> Result<BTreeSet<ObjectName>> {
+fn used(listed: &[Listed]) -> Result<BTreeSet<ObjectId>> {
     let (mut used, mut unknown) = (BTreeSet::new(), Vec::new());
     for Listed { id, info, .. } in listed {
         match info {
             Ok(info) => used.extend(info.objects.values().map(|object| object.name)),
-            Err(_) => unknown.push(ObjectName { owner: *id, kind: ObjectKind::Metadata }),
+            Err(_) => unknown.push(ObjectId { owner: *id, kind: ObjectKind::Metadata }),
         }
     }
     if unknown.is_empty() { Ok(used) } else { Err(VaultError::NeedsUnknown(unknown)) }
 }
 
 /// Copies of objects of pages that no snapshot uses.
-fn unused(survey: &Survey, used: &BTreeSet<ObjectName>) -> Vec<(ObjectName, CopyAt)> {
-    let is_unused = |name: &ObjectName| name.kind != ObjectKind::Metadata && !used.contains(name);
+fn unused(survey: &Survey, used: &BTreeSet<ObjectId>) -> Vec<(ObjectId, CopyAt)> {
+    let is_unused = |name: &ObjectId| name.kind != ObjectKind::Metadata && !used.contains(name);
     let objects = survey.objects.iter().filter(|(name, _)| is_unused(name));
     objects.flat_map(|(name, copies)| copies.iter().map(|copy| (*name, *copy))).collect()
 }

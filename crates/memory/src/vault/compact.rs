@@ -12,7 +12,7 @@ use super::bytes::Malformed;
 use super::copies::{ObjectCopies, OpenCopy};
 use super::error::Result;
 use super::live::PageSet;
-use super::name::ObjectName;
+use super::name::ObjectId;
 use super::object::{self, Hash};
 use super::place::Share;
 use super::rewrite::rewrite;
@@ -41,7 +41,7 @@ pub enum Compact {
 /// An object of which something is not needed.
 #[derive(Debug)]
 pub(super) struct Candidate {
-    pub(super) name: ObjectName,
+    pub(super) name: ObjectId,
     shares: Vec<Share>,
     needed: PageSet,
     /// Bytes of all copies that are needed.
@@ -63,11 +63,11 @@ impl Vault {
         &self,
         survey: &Survey,
         listed: &[Listed],
-        used: &BTreeSet<ObjectName>,
+        used: &BTreeSet<ObjectId>,
         which: Compact,
     ) -> Result<Vec<Candidate>> {
-        let is_asked = |name: &ObjectName| !survey.has_snapshot(name.owner);
-        let (asked, whole): (Vec<ObjectName>, Vec<_>) = used.iter().partition(|name| is_asked(name));
+        let is_asked = |name: &ObjectId| !survey.has_snapshot(name.owner);
+        let (asked, whole): (Vec<ObjectId>, Vec<_>) = used.iter().partition(|name| is_asked(name));
         if asked.is_empty() {
             return Ok(Vec::new());
         }
@@ -79,7 +79,7 @@ impl Vault {
     }
 
     /// `None` when a copy is damaged: that is a repair's business.
-    fn candidate(&self, survey: &Survey, name: ObjectName, needed: PageSet) -> Option<Candidate> {
+    fn candidate(&self, survey: &Survey, name: ObjectId, needed: PageSet) -> Option<Candidate> {
         let object = ObjectCopies::open(self, survey, name);
         if !object.unopened.is_empty() {
             return None;
@@ -130,7 +130,7 @@ impl Vault {
 }
 
 /// Bytes of a copy that are needed, and that are not. A page that was given back before costs nothing.
-fn measure(name: ObjectName, copy: &OpenCopy, needed: &PageSet) -> Result<(u64, u64), Malformed> {
+fn measure(name: ObjectId, copy: &OpenCopy, needed: &PageSet) -> Result<(u64, u64), Malformed> {
     let table = copy.table.as_ref().map_err(|malformed| *malformed)?;
     let (hashes, zeros) = (object::hashes(name, copy.reader.as_ref())?, object::hash(&[0; PAGE_BYTES]));
     let (mut live, mut dead, mut first) = (0, 0, 0);
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     fn candidate(live: u64, dead: u64, is_alike: bool) -> Candidate {
-        let name = ObjectName { owner: SnapshotId::from_bytes([1; 16]), kind: ObjectKind::Critical };
+        let name = ObjectId { owner: SnapshotId::from_bytes([1; 16]), kind: ObjectKind::Critical };
         let most_dead = (dead, dead * 100 / (live + dead));
         let (shares, needed) = Default::default();
         Candidate { name, shares, needed, live, dead, most_dead, is_alike }

@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use super::Vault;
 use super::bytes::Malformed;
 use super::extent::{ExtentId, ExtentReader};
-use super::name::ObjectName;
+use super::name::ObjectId;
 use super::object::{self, Contents, ExtentPlace};
 use super::repository::ObjectReader;
 use super::survey::{Survey, wrong};
@@ -31,7 +31,7 @@ pub(super) struct OpenCopy {
 
 /// All copies of an object that can be opened.
 pub(super) struct ObjectCopies {
-    pub(super) name: ObjectName,
+    pub(super) name: ObjectId,
     pub(super) copies: Vec<OpenCopy>,
     /// Repositories with a copy that cannot be opened, and why.
     pub(super) unopened: Vec<(usize, String)>,
@@ -41,7 +41,7 @@ pub(super) struct ObjectCopies {
 
 impl ObjectCopies {
     /// Opens all copies.
-    pub(super) fn open(vault: &Vault, survey: &Survey, name: ObjectName) -> Self {
+    pub(super) fn open(vault: &Vault, survey: &Survey, name: ObjectId) -> Self {
         let mut object = Self::none(name);
         for copy in survey.copies(name) {
             let repository = vault.repository(copy.repository);
@@ -57,13 +57,13 @@ impl ObjectCopies {
     }
 
     /// An object of one copy, which need not have its name yet.
-    pub(super) fn of(name: ObjectName, repository: usize, reader: Box<dyn ObjectReader>) -> Self {
+    pub(super) fn of(name: ObjectId, repository: usize, reader: Box<dyn ObjectReader>) -> Self {
         let mut object = Self::none(name);
         object.add(repository, name.to_string(), reader);
         object
     }
 
-    fn none(name: ObjectName) -> Self {
+    fn none(name: ObjectId) -> Self {
         Self { name, copies: Vec::new(), unopened: Vec::new(), problems: Vec::new() }
     }
 

@@ -22,7 +22,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use super::name::ObjectName;
+use super::name::ObjectId;
 use super::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
 use private::Access;
 
@@ -112,11 +112,11 @@ fn is_regular(file: &OwnedFd) -> bool {
 }
 
 /// The object that a file of this name was to become.
-fn unfinished_object(file_name: &str) -> Option<ObjectName> {
+fn unfinished_object(file_name: &str) -> Option<ObjectId> {
     let (name, by) = file_name.strip_prefix('.')?.strip_suffix(UNFINISHED)?.rsplit_once('.')?;
     let (process, count) = by.split_once('-')?;
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    ObjectName::parse(name).filter(|_| is_number(process) && is_number(count))
+    ObjectId::parse(name).filter(|_| is_number(process) && is_number(count))
 }
 
 impl Repository for DirectoryRepository {
@@ -140,7 +140,7 @@ impl Repository for DirectoryRepository {
         let mut objects = Vec::new();
         for entry in Dir::read_from(&dir)? {
             let entry = entry?;
-            let Some(name) = entry.file_name().to_str().ok().and_then(ObjectName::parse) else { continue };
+            let Some(name) = entry.file_name().to_str().ok().and_then(ObjectId::parse) else { continue };
             match statat(&dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(about) => {
                     let (len, allocated) = (about.st_size.cast_unsigned(), allocated(&about));
@@ -154,7 +154,7 @@ impl Repository for DirectoryRepository {
         Ok(objects)
     }
 
-    fn create(&self, name: ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
+    fn create(&self, name: ObjectId, _copies: u8) -> io::Result<Box<dyn NewObject>> {
         let dir = self.to_write()?;
         loop {
             // A name of its own, as another process may be repairing the same object.
@@ -175,12 +175,12 @@ impl Repository for DirectoryRepository {
         }
     }
 
-    fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>> {
+    fn open(&self, name: ObjectId) -> io::Result<Box<dyn ObjectReader>> {
         let file = open_file(&self.to_read()?, &name.to_string(), OFlags::RDONLY)?;
         OpenFile::boxed(file)
     }
 
-    fn delete(&self, name: ObjectName) -> io::Result<()> {
+    fn delete(&self, name: ObjectId) -> io::Result<()> {
         let dir = self.to_write()?;
         match unlinkat(&dir, name.to_string(), AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(fsync(&dir)?),
@@ -298,8 +298,8 @@ mod tests {
     use super::super::name::{ObjectKind, SnapshotId};
     use super::*;
 
-    fn name() -> ObjectName {
-        ObjectName { owner: SnapshotId::draw(), kind: ObjectKind::Clean }
+    fn name() -> ObjectId {
+        ObjectId { owner: SnapshotId::draw(), kind: ObjectKind::Clean }
     }
 
     fn private_directory() -> tempfile::TempDir {

@@ -4,7 +4,7 @@ use std::io;
 
 use thiserror::Error;
 
-use super::name::{ObjectName, SnapshotId};
+use super::name::{ObjectId, SnapshotId};
 use crate::address::Frame;
 
 /// Shorthand for results of the store.
@@ -135,7 +135,7 @@ pub enum VaultError {
     },
     /// Nothing may be collected while it is not known what is needed.
     #[error("{} cannot be read, so what it needs is not known: repair or delete it first", list(.0))]
-    NeedsUnknown(Vec<ObjectName>),
+    NeedsUnknown(Vec<ObjectId>),
     /// Repositories that cannot be reached, where others might lie that need what would be deleted.
     #[error("nothing is deleted while repositories cannot be reached: {}", .0.join("; "))]
     Unreachable(Vec<String>),

@@ -5,7 +5,7 @@ use std::io;
 use zstd::bulk::Decompressor;
 
 use super::bytes::{Malformed, Put, Take};
-use super::name::ObjectName;
+use super::name::ObjectId;
 use super::object::ExtentPlace;
 use super::repository::ObjectReader;
 use crate::address::PAGE_BYTES;
@@ -28,7 +28,7 @@ const ZSTD: u8 = 1;
 /// Which extent of which object.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExtentId {
-    pub(super) object: ObjectName,
+    pub(super) object: ObjectId,
     pub(super) number: u32,
 }
 
@@ -56,7 +56,7 @@ pub(super) fn pack(id: ExtentId, pages: &[u8], compressor: &mut zstd::bulk::Comp
 }
 
 /// Covers whose extent it is, so that one in the wrong place is noticed.
-fn checksum(object: ObjectName, bytes: &[u8]) -> u32 {
+fn checksum(object: ObjectId, bytes: &[u8]) -> u32 {
     let mut whose = Put::default();
     whose.bytes(&object.owner.to_bytes());
     whose.u8(object.kind as u8);
@@ -192,7 +192,7 @@ mod tests {
 
     fn id(number: u32) -> ExtentId {
         let owner = SnapshotId::from_bytes([7; 16]);
-        ExtentId { object: ObjectName { owner, kind: ObjectKind::Critical }, number }
+        ExtentId { object: ObjectId { owner, kind: ObjectKind::Critical }, number }
     }
 
     fn compressor() -> zstd::bulk::Compressor<'static> {

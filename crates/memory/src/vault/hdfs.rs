@@ -27,7 +27,7 @@ use std::time::Duration;
 use hdfs_native::WriteOptions;
 use parking_lot::Mutex;
 
-use super::name::ObjectName;
+use super::name::ObjectId;
 use super::policy::Policy;
 use super::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
 use hold::{HoldDir, Kind, UNFINISHED, lost};
@@ -96,7 +96,7 @@ impl Address {
         (!authority.is_empty()).then(|| Self { authority: authority.to_owned(), dir, block_bytes })
     }
 
-    fn path(&self, name: ObjectName) -> String {
+    fn path(&self, name: ObjectId) -> String {
         format!("{}/{name}", self.dir)
     }
 }
@@ -195,7 +195,7 @@ impl Repository for HdfsRepository {
         let dir = if self.address.dir.is_empty() { "/" } else { &self.address.dir };
         let files = self.link().ask(self.link().client.list_status(dir, false))?;
         let objects = files.iter().filter(|file| !file.isdir).filter_map(|file| {
-            let name = ObjectName::parse(file.path.rsplit('/').next()?)?;
+            let name = ObjectId::parse(file.path.rsplit('/').next()?)?;
             let copies = u8::try_from(file.replication.unwrap_or(1)).unwrap_or(u8::MAX);
             let len = file.length as u64;
             Some(Stored { name, len, allocated: len, copies })
@@ -203,7 +203,7 @@ impl Repository for HdfsRepository {
         Ok(objects.collect())
     }
 
-    fn create(&self, name: ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>> {
+    fn create(&self, name: ObjectId, copies: u8) -> io::Result<Box<dyn NewObject>> {
         let hold = self.shared.lock().upgrade().or_else(|| self.alone.lock().upgrade());
         let Some(hold) = hold else {
             return Err(io::Error::other("it is written without being held"));
@@ -230,13 +230,13 @@ impl Repository for HdfsRepository {
         }))
     }
 
-    fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>> {
+    fn open(&self, name: ObjectId) -> io::Result<Box<dyn ObjectReader>> {
         Ok(Box::new(OpenFile::open(&self.common, self.address.path(name))?))
     }
 
     /// Who holds the repository alone deletes what others could begin to need the moment its hold expires: so by renaming,
     /// which fails then. Without that hold only metadata and own objects are deleted, which nobody begins to need.
-    fn delete(&self, name: ObjectName) -> io::Result<()> {
+    fn delete(&self, name: ObjectId) -> io::Result<()> {
         let (link, path) = (self.link(), self.address.path(name));
         if let Some(alone) = self.alone.lock().upgrade() {
             let moved = link.ask(link.client.rename(&path, &format!("{}/{name}", alone.path()), true));

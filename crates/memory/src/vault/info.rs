@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bytes::Malformed;
 use super::error::{Result, VaultError};
-use super::name::{ObjectKind, ObjectName, SnapshotId, check_name};
+use super::name::{ObjectId, ObjectKind, SnapshotId, check_name};
 use super::policy::Policy;
 use super::stats::Stats;
 use crate::ram::{Block, Layout};
@@ -33,7 +33,7 @@ pub struct DiskState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ObjectUse {
     /// The object.
-    pub name: ObjectName,
+    pub name: ObjectId,
     /// Copies that this snapshot counts on.
     pub copies: u8,
     /// Its bytes.
@@ -141,7 +141,7 @@ pub(super) fn example() -> Info {
         step: 3,
         objects: BTreeMap::from([(
             7,
-            ObjectUse { name: ObjectName { owner: id, kind: ObjectKind::Critical }, copies: 3, len: 12345 },
+            ObjectUse { name: ObjectId { owner: id, kind: ObjectKind::Critical }, copies: 3, len: 12345 },
         )]),
         stats: Stats { pages: 5, free: 1, ..Stats::default() },
     }

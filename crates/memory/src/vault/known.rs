@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use super::bytes::Malformed;
 use super::info::{Info, MAX_OBJECTS, ObjectUse};
 use super::metadata::Outline;
-use super::name::{ObjectKind, ObjectName};
+use super::name::{ObjectId, ObjectKind};
 use super::object::{self, Hash, TAIL};
 use super::pages::{Content, PageNumber, Pages, Place};
 use super::place::Share;
@@ -240,7 +240,7 @@ impl Known {
 /// Numbers for the objects of a new snapshot.
 struct Numbers {
     /// Those of its parent's objects, which keep them: what is said of unchanged pages stays the same bytes.
-    inherited: HashMap<ObjectName, u16>,
+    inherited: HashMap<ObjectId, u16>,
     /// All others, in order.
     free: std::vec::IntoIter<u16>,
 }

@@ -6,7 +6,7 @@ use super::error::{Result, VaultError};
 use super::extent::MAX_PAGES;
 use super::info::{Info, ObjectUse};
 use super::metadata::Outline;
-use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::pages::Place;
 use super::survey::Survey;
 use super::{Listed, Vault};
@@ -49,7 +49,7 @@ pub(super) fn places(slot: u8, len: u64) -> u64 {
 }
 
 /// Pages by the object that they lie in.
-pub(super) type Needs = BTreeMap<ObjectName, PageSet>;
+pub(super) type Needs = BTreeMap<ObjectId, PageSet>;
 
 /// What a snapshot needs whose pages, those of its tables too, are `stored` there; each place with how many follow it.
 pub(super) fn needs(info: &Info, stored: impl Iterator<Item = (Place, u64)>) -> Needs {
@@ -80,7 +80,7 @@ impl Vault {
         &self,
         survey: &Survey,
         listed: &[Listed],
-        is_asked: impl Fn(ObjectName) -> bool,
+        is_asked: impl Fn(ObjectId) -> bool,
     ) -> Result<Needs> {
         let (mut all, mut unknown) = (Needs::new(), Vec::new());
         for Listed { id, info, .. } in listed {
@@ -95,7 +95,7 @@ impl Vault {
                         all.entry(*name).or_default().add_all(pages);
                     }
                 }
-                Err(_) => unknown.push(ObjectName { owner: *id, kind: ObjectKind::Metadata }),
+                Err(_) => unknown.push(ObjectId { owner: *id, kind: ObjectKind::Metadata }),
             }
         }
         if unknown.is_empty() { Ok(all) } else { Err(VaultError::NeedsUnknown(unknown)) }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::Vault;
 use super::bytes::{Malformed, Put, Take};
 use super::info::Info;
-use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::pages::{Pages, Place};
 use super::refill::Refill;
 use super::repository::ObjectReader;
@@ -141,7 +141,7 @@ impl Outline {
         survey: &Survey,
         id: SnapshotId,
     ) -> Result<(Self, Sources), Vec<String>> {
-        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let name = ObjectId { owner: id, kind: ObjectKind::Metadata };
         let metadata = survey.first_good(vault, name, |reader| Metadata::read(id, reader))?;
         let used: BTreeSet<u16> = metadata.tables.objects().map(|(object, _)| object).collect();
         let objects = metadata.info.objects.iter().filter(|(number, _)| used.contains(number));

@@ -99,20 +99,20 @@ impl ObjectKind {
 
 /// The name of an object: the snapshot that wrote it, and what it holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct ObjectName {
+pub struct ObjectId {
     /// Who wrote it.
     pub owner: SnapshotId,
     /// What it holds.
     pub kind: ObjectKind,
 }
 
-impl fmt::Display for ObjectName {
+impl fmt::Display for ObjectId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.owner, self.kind.suffix())
     }
 }
 
-impl ObjectName {
+impl ObjectId {
     /// The object that is called `text`, if an object can be called so.
     pub fn parse(text: &str) -> Option<Self> {
         let (owner, suffix) = text.split_once('.')?;
@@ -140,8 +140,8 @@ mod tests {
         let id = SnapshotId::draw();
         assert_eq!(id.to_string().parse::<SnapshotId>().unwrap(), id);
         for kind in ObjectKind::ALL {
-            let name = ObjectName { owner: id, kind };
-            assert_eq!(ObjectName::parse(&name.to_string()), Some(name));
+            let name = ObjectId { owner: id, kind };
+            assert_eq!(ObjectId::parse(&name.to_string()), Some(name));
         }
         assert_ne!(SnapshotId::draw(), id);
     }
@@ -152,7 +152,7 @@ mod tests {
         let upper = format!("{}.clean", id.to_uppercase().replace('0', "A"));
         for text in ["", "lock", &id, &format!(".{id}.clean"), &format!("{id}.clean.new"), "+1.clean", &upper]
         {
-            assert_eq!(ObjectName::parse(text), None, "{text}");
+            assert_eq!(ObjectId::parse(text), None, "{text}");
         }
     }
 

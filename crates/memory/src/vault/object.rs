@@ -9,7 +9,7 @@
 
 use super::bytes::{Malformed, Put, Take};
 use super::extent;
-use super::name::{ObjectName, SnapshotId};
+use super::name::{ObjectId, SnapshotId};
 use super::repository::ObjectReader;
 
 /// Tells a page's content: 128 bits of its BLAKE3 hash.
@@ -35,7 +35,7 @@ const ENTRY: usize = 16;
 pub(super) const MAX_EXTENTS: u32 = 1 << 24;
 
 /// The first bytes of an object.
-pub(super) fn header(name: ObjectName) -> [u8; HEADER] {
+pub(super) fn header(name: ObjectId) -> [u8; HEADER] {
     let mut bytes = [0; HEADER];
     bytes[..8].copy_from_slice(MAGIC);
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
@@ -47,7 +47,7 @@ pub(super) fn header(name: ObjectName) -> [u8; HEADER] {
 }
 
 /// Checks the first bytes of the object `name`.
-pub(super) fn check_header(name: ObjectName, bytes: &[u8; HEADER]) -> Result<(), Malformed> {
+pub(super) fn check_header(name: ObjectId, bytes: &[u8; HEADER]) -> Result<(), Malformed> {
     let mut take = Take(bytes);
     if take.bytes(8)? != MAGIC {
         return Err(Malformed("not an object of pages"));
@@ -181,13 +181,13 @@ fn tail_bytes(reader: &dyn ObjectReader) -> Result<([u8; TAIL], Tail), Malformed
 }
 
 /// The table of extents of an object that is whole as far as its ends go.
-pub(super) fn contents(name: ObjectName, reader: &dyn ObjectReader) -> Result<Contents, Malformed> {
+pub(super) fn contents(name: ObjectId, reader: &dyn ObjectReader) -> Result<Contents, Malformed> {
     check_header(name, &first(reader)?)?;
     table(reader)
 }
 
 /// The table of extents, also of an object whose first bytes cannot be read at all: whose it is, each extent says too.
-pub(super) fn contents_of_rest(name: ObjectName, reader: &dyn ObjectReader) -> Result<Contents, Malformed> {
+pub(super) fn contents_of_rest(name: ObjectId, reader: &dyn ObjectReader) -> Result<Contents, Malformed> {
     if let Ok(first) = first(reader) {
         check_header(name, &first)?;
     }
@@ -195,7 +195,7 @@ pub(super) fn contents_of_rest(name: ObjectName, reader: &dyn ObjectReader) -> R
 }
 
 /// The last bytes of an object that is whole as far as its ends go: copies with the same have the same table and hashes.
-pub(super) fn ends(name: ObjectName, reader: &dyn ObjectReader) -> Result<[u8; TAIL], Malformed> {
+pub(super) fn ends(name: ObjectId, reader: &dyn ObjectReader) -> Result<[u8; TAIL], Malformed> {
     check_header(name, &first(reader)?)?;
     Ok(tail_bytes(reader)?.0)
 }
@@ -221,7 +221,7 @@ fn table(reader: &dyn ObjectReader) -> Result<Contents, Malformed> {
 }
 
 /// The hashes of all pages, in order of extents and places in them.
-pub(super) fn hashes(name: ObjectName, reader: &dyn ObjectReader) -> Result<Vec<Hash>, Malformed> {
+pub(super) fn hashes(name: ObjectId, reader: &dyn ObjectReader) -> Result<Vec<Hash>, Malformed> {
     check_header(name, &first(reader)?)?;
     let tail = tail(reader)?;
     let bytes = read(reader, tail.hashes, tail.pages as usize * size_of::<Hash>())?;

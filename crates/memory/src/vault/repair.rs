@@ -8,7 +8,7 @@ use super::copies::ObjectCopies;
 use super::error::{Result, VaultError};
 use super::info::Info;
 use super::live::PageSet;
-use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::place::{self, Share};
 use super::policy::{OneDevice, Policy};
 use super::repository::{Hold, ObjectReader};
@@ -57,7 +57,7 @@ impl Vault {
                 names.extend((made.len() > before).then_some(name));
             }
             if all_there {
-                let name = ObjectName { owner: *id, kind: ObjectKind::Metadata };
+                let name = ObjectId { owner: *id, kind: ObjectKind::Metadata };
                 let lacking = lacking(&survey, name, &whole, &shares, all_of(&shares));
                 self.repair_metadata(name, &whole, &lacking, &mut made)?;
             }
@@ -71,7 +71,7 @@ impl Vault {
     /// Where a snapshot should be: where it is, and as many other repositories as are needed and there.
     fn shares_of(&self, survey: &Survey, info: &Info, one_device: OneDevice) -> Result<Vec<Share>> {
         let names = info.objects.values().map(|object| object.name);
-        let names = names.chain([ObjectName { owner: info.id, kind: ObjectKind::Metadata }]);
+        let names = names.chain([ObjectId { owner: info.id, kind: ObjectKind::Metadata }]);
         let preferred: Vec<usize> =
             names.flat_map(|name| survey.copies(name)).map(|copy| copy.repository).collect();
         let mut copies = info.critical_copies;
@@ -93,7 +93,7 @@ impl Vault {
     fn repair_object(
         &self,
         survey: &Survey,
-        (name, needed): (ObjectName, &PageSet),
+        (name, needed): (ObjectId, &PageSet),
         found: &CheckedObject,
         lacking: &[Share],
         made: &mut Vec<String>,
@@ -117,7 +117,7 @@ impl Vault {
 
     fn repair_metadata(
         &self,
-        name: ObjectName,
+        name: ObjectId,
         whole: &[usize],
         lacking: &[Share],
         made: &mut Vec<String>,
@@ -134,7 +134,7 @@ impl Vault {
         lacking.iter().try_for_each(|share| self.put(name, *share, &bytes, made))
     }
 
-    fn put(&self, name: ObjectName, share: Share, bytes: &[u8], made: &mut Vec<String>) -> Result<()> {
+    fn put(&self, name: ObjectId, share: Share, bytes: &[u8], made: &mut Vec<String>) -> Result<()> {
         let repository = self.repository(share.repository);
         let write = || {
             let mut object = repository.create(name, share.copies)?;
@@ -154,7 +154,7 @@ fn all_of(shares: &[Share]) -> u8 {
 }
 
 /// Where copies of an object are to be made, and how many that repository shall have then, so that there are `wanted`.
-fn lacking(survey: &Survey, name: ObjectName, whole: &[usize], shares: &[Share], wanted: u8) -> Vec<Share> {
+fn lacking(survey: &Survey, name: ObjectId, whole: &[usize], shares: &[Share], wanted: u8) -> Vec<Share> {
     let has = |share: &Share| {
         let is_whole = whole.contains(&share.repository);
         if is_whole { survey.copies_in(share.repository, name).min(share.copies) } else { 0 }

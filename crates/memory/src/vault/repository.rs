@@ -9,7 +9,7 @@
 use std::fmt;
 use std::io;
 
-use super::name::ObjectName;
+use super::name::ObjectId;
 
 /// Tells devices apart: repositories with the same number are lost together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -35,7 +35,7 @@ pub type Held = Box<dyn Send + Sync>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
     /// Its name.
-    pub name: ObjectName,
+    pub name: ObjectId,
     /// Bytes of one copy.
     pub len: u64,
     /// Bytes that a copy takes of the device, as `du` counts them; its length where that is not known.
@@ -90,19 +90,19 @@ pub trait Repository: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// When it cannot be made.
-    fn create(&self, name: ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>>;
+    fn create(&self, name: ObjectId, copies: u8) -> io::Result<Box<dyn NewObject>>;
 
     /// Opens an object for reading.
     ///
     /// # Errors
     /// `NotFound`, and what the medium says.
-    fn open(&self, name: ObjectName) -> io::Result<Box<dyn ObjectReader>>;
+    fn open(&self, name: ObjectId) -> io::Result<Box<dyn ObjectReader>>;
 
     /// Deletes an object; one that is not there is deleted.
     ///
     /// # Errors
     /// When it may still be there.
-    fn delete(&self, name: ObjectName) -> io::Result<()>;
+    fn delete(&self, name: ObjectId) -> io::Result<()>;
 
     /// Removes what writers left that did not come to publish; only while held alone. Returns what went.
     ///

@@ -12,7 +12,7 @@ use super::Vault;
 use super::error::{Result, VaultError};
 use super::info::Info;
 use super::metadata::{Metadata, Outline};
-use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::pages::{self, Content, Entry};
 use super::refill::Refill;
 use super::repository::Held;
@@ -56,7 +56,7 @@ impl std::fmt::Debug for Snapshot {
 
 impl Snapshot {
     pub(super) fn open(vault: &Vault, id: SnapshotId, survey: &Survey, held: Vec<Held>) -> Result<Self> {
-        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let name = ObjectId { owner: id, kind: ObjectKind::Metadata };
         let metadata = survey
             .first_good(vault, name, |reader| Metadata::read(id, reader))
             .map_err(|tried| VaultError::MetadataLost { id, snapshot: id.to_string(), tried })?;

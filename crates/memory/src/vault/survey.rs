@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::error::{Result, VaultError};
 use super::info::Info;
 use super::metadata;
-use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::repository::{ObjectReader, Stored};
 use super::{Repository, Vault};
 
@@ -25,7 +25,7 @@ pub(super) struct CopyAt {
 /// All objects of all repositories that can be read.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
-    pub(super) objects: BTreeMap<ObjectName, Vec<CopyAt>>,
+    pub(super) objects: BTreeMap<ObjectId, Vec<CopyAt>>,
     /// Repositories that could not be listed, with why.
     pub(super) failed: Vec<String>,
 }
@@ -72,16 +72,16 @@ impl Survey {
     }
 
     pub(super) fn has_snapshot(&self, id: SnapshotId) -> bool {
-        self.objects.contains_key(&ObjectName { owner: id, kind: ObjectKind::Metadata })
+        self.objects.contains_key(&ObjectId { owner: id, kind: ObjectKind::Metadata })
     }
 
     /// The copies of an object.
-    pub(super) fn copies(&self, name: ObjectName) -> &[CopyAt] {
+    pub(super) fn copies(&self, name: ObjectId) -> &[CopyAt] {
         self.objects.get(&name).map_or(&[], Vec::as_slice)
     }
 
     /// As how many copies of an object a repository counts; 0 when it has none.
-    pub(super) fn copies_in(&self, repository: usize, name: ObjectName) -> u8 {
+    pub(super) fn copies_in(&self, repository: usize, name: ObjectId) -> u8 {
         self.copies(name).iter().find(|copy| copy.repository == repository).map_or(0, |copy| copy.copies)
     }
 
@@ -106,7 +106,7 @@ impl Survey {
     }
 
     fn look_at(&self, vault: &Vault, id: SnapshotId) -> Listed {
-        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let name = ObjectId { owner: id, kind: ObjectKind::Metadata };
         let copies = self.copies(name);
         let mut len = copies.first().map_or(0, |copy| copy.len);
         let info = self.first_good(vault, name, |reader| {
@@ -124,7 +124,7 @@ impl Survey {
     pub(super) fn first_good<T>(
         &self,
         vault: &Vault,
-        name: ObjectName,
+        name: ObjectId,
         mut read: impl FnMut(&dyn ObjectReader) -> Result<T, super::bytes::Malformed>,
     ) -> Result<T, Vec<String>> {
         let mut tried = Vec::new();
@@ -144,6 +144,6 @@ impl Survey {
 }
 
 /// `REPOSITORY/OBJECT: what is wrong`.
-pub(super) fn wrong(repository: &dyn Repository, name: ObjectName, what: impl std::fmt::Display) -> String {
+pub(super) fn wrong(repository: &dyn Repository, name: ObjectId, what: impl std::fmt::Display) -> String {
     format!("{}/{name}: {what}", repository.describe())
 }

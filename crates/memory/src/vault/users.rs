@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::error::{Result, VaultError};
 use super::info::{Info, ObjectUse};
 use super::metadata::Outline;
-use super::name::{ObjectName, SnapshotId};
+use super::name::{ObjectId, SnapshotId};
 use super::pages::Content;
 use super::survey::Survey;
 use super::{Listed, Vault};
@@ -15,7 +15,7 @@ use crate::class::PageClass;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UsedObject {
     /// The object.
-    pub name: ObjectName,
+    pub name: ObjectId,
     /// Copies that are there.
     pub copies: u64,
     /// Bytes of one of them.
@@ -30,7 +30,7 @@ pub struct UsedObject {
 
 /// The snapshots that use each object, newest first. Those of which nothing can be read are left out.
 #[derive(Debug, Default)]
-pub(super) struct Users(BTreeMap<ObjectName, Vec<(SnapshotId, String)>>);
+pub(super) struct Users(BTreeMap<ObjectId, Vec<(SnapshotId, String)>>);
 
 impl Users {
     pub(super) fn of(listed: &[Listed]) -> Self {
@@ -44,7 +44,7 @@ impl Users {
     }
 
     /// Those that use any of these objects, each once, and not `except`.
-    pub(super) fn others(&self, names: &[ObjectName], except: Option<SnapshotId>) -> Vec<String> {
+    pub(super) fn others(&self, names: &[ObjectId], except: Option<SnapshotId>) -> Vec<String> {
         let mut users: Vec<_> = names.iter().filter_map(|name| self.0.get(name)).flatten().collect();
         users.sort_unstable_by(|one, other| other.cmp(one));
         users.dedup();

@@ -9,7 +9,7 @@ use super::extent::ExtentReader;
 use super::info::Info;
 use super::live::{self, Needs, PageSet};
 use super::metadata::{Metadata, Outline};
-use super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::object;
 use super::pages::{Content, Place};
 use super::sources::Sources;
@@ -92,7 +92,7 @@ impl CheckedObject {
 /// What was found of objects, as many snapshots share them.
 #[derive(Debug)]
 pub(super) struct Checked {
-    objects: BTreeMap<ObjectName, CheckedObject>,
+    objects: BTreeMap<ObjectId, CheckedObject>,
     pub(super) users: Users,
 }
 
@@ -102,7 +102,7 @@ impl Checked {
     }
 
     /// Reads every copy of an object, unless that was done before.
-    pub(super) fn object(&mut self, vault: &Vault, survey: &Survey, name: ObjectName) -> &CheckedObject {
+    pub(super) fn object(&mut self, vault: &Vault, survey: &Survey, name: ObjectId) -> &CheckedObject {
         self.objects.entry(name).or_insert_with(|| check_object(vault, survey, name))
     }
 }
@@ -160,7 +160,7 @@ impl Vault {
         let Some(metadata) = metadata else { return health };
         let info = &metadata.info;
         health.title = Some(info.title());
-        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let name = ObjectId { owner: id, kind: ObjectKind::Metadata };
         note_missing(survey, name, &whole, info.critical_copies, &mut health.problems);
         let (needs, outline) = self.needs_by(survey, &metadata);
         let mut concerned = Vec::new();
@@ -229,7 +229,7 @@ impl Vault {
         id: SnapshotId,
         problems: &mut Vec<String>,
     ) -> (Option<Metadata>, Vec<usize>) {
-        let name = ObjectName { owner: id, kind: ObjectKind::Metadata };
+        let name = ObjectId { owner: id, kind: ObjectKind::Metadata };
         let (mut metadata, mut whole) = (None, Vec::new());
         for copy in survey.copies(name) {
             let repository = self.repository(copy.repository);
@@ -259,14 +259,14 @@ pub(super) fn ids_or_all(survey: &Survey, listed: &[Listed], ids: &[SnapshotId])
     }
 }
 
-fn note_missing(survey: &Survey, name: ObjectName, whole: &[usize], wanted: u8, problems: &mut Vec<String>) {
+fn note_missing(survey: &Survey, name: ObjectId, whole: &[usize], wanted: u8, problems: &mut Vec<String>) {
     let there: u64 = whole.iter().map(|repository| u64::from(survey.copies_in(*repository, name))).sum();
     if there < wanted.into() {
         problems.push(format!("{name}: {there} whole of {wanted} copies"));
     }
 }
 
-fn check_object(vault: &Vault, survey: &Survey, name: ObjectName) -> CheckedObject {
+fn check_object(vault: &Vault, survey: &Survey, name: ObjectId) -> CheckedObject {
     let mut checked = CheckedObject::default();
     let object = ObjectCopies::open(vault, survey, name);
     for (repository, problem) in &object.unopened {

@@ -20,7 +20,7 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, fchmod, fstat, statat};
 use rustix::process::{Uid, geteuid};
 
 use super::{LOCK, unfinished_object};
-use crate::vault::name::ObjectName;
+use crate::vault::name::ObjectId;
 
 /// What the file system's own tools make in its root directory.
 const LOST_AND_FOUND: &str = "lost+found";
@@ -107,7 +107,7 @@ fn stranger(dir: &OwnedFd) -> io::Result<Option<String>> {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy();
         let is_vaults =
-            name == LOCK || ObjectName::parse(&name).is_some() || unfinished_object(&name).is_some();
+            name == LOCK || ObjectId::parse(&name).is_some() || unfinished_object(&name).is_some();
         let kind = match &*name {
             "." | ".." => continue,
             LOST_AND_FOUND => FileType::Directory,

@@ -1,7 +1,7 @@
 //! Finds the extents of an object without its table, past whatever is damaged.
 
 use super::super::extent::{self, ExtentHeader, ExtentId};
-use super::super::name::ObjectName;
+use super::super::name::ObjectId;
 use super::super::repository::ObjectReader;
 use super::{Contents, ExtentPlace, HEADER, read};
 
@@ -14,7 +14,7 @@ const SECTOR: u64 = 4096;
 const MAX_FALSE_STARTS: u32 = 4096;
 
 /// The extents that are whole; those that are not have length 0.
-pub(in super::super) fn scan(name: ObjectName, reader: &dyn ObjectReader) -> Contents {
+pub(in super::super) fn scan(name: ObjectId, reader: &dyn ObjectReader) -> Contents {
     let search = Search { name, reader };
     let (mut extents, mut at) = (Vec::new(), HEADER as u64);
     while let Some((number, place)) = search.extent_at(at).or_else(|| search.next_after(at)) {
@@ -28,7 +28,7 @@ pub(in super::super) fn scan(name: ObjectName, reader: &dyn ObjectReader) -> Con
 }
 
 struct Search<'a> {
-    name: ObjectName,
+    name: ObjectId,
     reader: &'a dyn ObjectReader,
 }
 

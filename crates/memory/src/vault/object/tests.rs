@@ -5,8 +5,8 @@ use super::scan::scan;
 use super::*;
 use crate::address::PAGE_BYTES;
 
-fn name() -> ObjectName {
-    ObjectName { owner: SnapshotId::from_bytes([3; 16]), kind: ObjectKind::Critical }
+fn name() -> ObjectId {
+    ObjectId { owner: SnapshotId::from_bytes([3; 16]), kind: ObjectKind::Critical }
 }
 
 /// Three extents, the second one first, of 2, 1 and 3 pages.

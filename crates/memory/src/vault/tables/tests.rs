@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use super::super::extent::{self, ExtentId};
 use super::super::info::ObjectUse;
-use super::super::name::{ObjectKind, ObjectName, SnapshotId};
+use super::super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::super::object::{self, ExtentPlace};
 use super::super::refill::DiskPiece;
 use super::super::survey::Survey;
@@ -16,7 +16,7 @@ const OBJECT: u16 = 3;
 /// An object that has these pages, one in an extent, and its directory.
 fn sources(pages: &[Vec<u8>]) -> (tempfile::TempDir, Sources) {
     let dir = tempfile::tempdir().unwrap();
-    let name = ObjectName { owner: SnapshotId::from_bytes([3; 16]), kind: ObjectKind::Critical };
+    let name = ObjectId { owner: SnapshotId::from_bytes([3; 16]), kind: ObjectKind::Critical };
     let mut compressor = zstd::bulk::Compressor::new(1).unwrap();
     let (mut bytes, mut extents, mut hashes) = (object::header(name).to_vec(), Vec::new(), Vec::new());
     for (number, page) in (0..).zip(pages) {

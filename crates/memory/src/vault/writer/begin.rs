@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::super::error::{Result, VaultError};
 use super::super::info::{Info, check_layout};
 use super::super::known::{Known, Shares};
-use super::super::name::{ObjectKind, ObjectName, SnapshotId, check_name};
+use super::super::name::{ObjectId, ObjectKind, SnapshotId, check_name};
 use super::super::place::{self, Share};
 use super::super::repository::Hold;
 use super::super::stats::Stats;
@@ -43,7 +43,7 @@ impl Writer {
         info.parent = known.parent;
         let pages = new.layout.bytes() / PAGE_BYTES as u64;
         let output = |kind, shares: Vec<Share>| {
-            Output::new(vault, ObjectName { owner: info.id, kind }, known.own[kind as usize], shares)
+            Output::new(vault, ObjectId { owner: info.id, kind }, known.own[kind as usize], shares)
         };
         let critical = output(ObjectKind::Critical, shares.clone());
         let clean = output(ObjectKind::Clean, place::choose_clean(vault, &shares, new.policy.clean_copies));
@@ -124,6 +124,6 @@ pub(super) fn refuse_second(listed: &[Listed], info: &Info) -> Result<()> {
 fn repositories_of_last(listed: &[Listed], survey: &Survey, info: &Info) -> Vec<usize> {
     let is_of_guest = |other: &&Listed| other.info.as_ref().is_ok_and(|other| other.guest == info.guest);
     let Some(last) = listed.iter().find(is_of_guest) else { return Vec::new() };
-    let name = ObjectName { owner: last.id, kind: ObjectKind::Metadata };
+    let name = ObjectId { owner: last.id, kind: ObjectKind::Metadata };
     survey.copies(name).iter().map(|copy| copy.repository).collect()
 }

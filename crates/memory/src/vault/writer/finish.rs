@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use super::super::error::{Result, VaultError};
 use super::super::info::ObjectUse;
 use super::super::metadata::Metadata;
-use super::super::name::{ObjectKind, ObjectName};
+use super::super::name::{ObjectId, ObjectKind};
 use super::super::pages::{self, PageNumber, Pages};
 use super::super::survey::Survey;
 use super::super::tables::{self, Index, Tables};
@@ -112,7 +112,7 @@ impl Writer {
     /// Writes the metadata to all its repositories, and only then gives it its name.
     fn publish(&self, metadata: &Metadata) -> Result<u64> {
         let vault = &self.vault;
-        let name = ObjectName { owner: self.info.id, kind: ObjectKind::Metadata };
+        let name = ObjectId { owner: self.info.id, kind: ObjectKind::Metadata };
         let bytes = metadata.encode();
         let mut copies = Copies::create(vault, name, &self.shares)?;
         copies.append(vault, name, &bytes)?;

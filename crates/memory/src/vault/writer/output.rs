@@ -11,7 +11,7 @@ use super::super::Vault;
 use super::super::error::{Result, VaultError};
 use super::super::extent::ExtentId;
 use super::super::info::ObjectUse;
-use super::super::name::ObjectName;
+use super::super::name::ObjectId;
 use super::super::object::{self, ExtentPlace, Hash, MAX_EXTENTS};
 use super::super::place::Share;
 use super::super::repository::{NewObject, ObjectReader};
@@ -20,7 +20,7 @@ use super::super::repository::{NewObject, ObjectReader};
 #[derive(Debug)]
 pub(super) struct Output {
     vault: Arc<Vault>,
-    pub(super) name: ObjectName,
+    pub(super) name: ObjectId,
     /// Its number in the new snapshot.
     pub(super) number: u16,
     shares: Vec<Share>,
@@ -41,7 +41,7 @@ pub(in super::super) struct Building {
 
 impl Building {
     /// Begins an object in each of the repositories.
-    pub(in super::super) fn begin(vault: &Vault, name: ObjectName, shares: &[Share]) -> Result<Self> {
+    pub(in super::super) fn begin(vault: &Vault, name: ObjectId, shares: &[Share]) -> Result<Self> {
         let mut copies = Copies::create(vault, name, shares)?;
         copies.append(vault, name, &object::header(name))?;
         Ok(Self { copies, offset: object::HEADER as u64, ..Self::default() })
@@ -75,7 +75,7 @@ impl Building {
     }
 
     /// Ends the object and brings it to stable storage; returns its copies, which have no name yet, and its length.
-    pub(in super::super) fn end(mut self, vault: &Vault, name: ObjectName) -> Result<(Copies, u64)> {
+    pub(in super::super) fn end(mut self, vault: &Vault, name: ObjectId) -> Result<(Copies, u64)> {
         let end = object::trailer(self.offset, &self.extents, &self.hashes);
         self.copies.append(vault, name, &end)?;
         self.copies.sync(vault, name)?;
@@ -95,7 +95,7 @@ pub(in super::super) struct Copies(Vec<(usize, Box<dyn NewObject>)>);
 
 impl Copies {
     /// Begins an object in each of the repositories.
-    pub(in super::super) fn create(vault: &Vault, name: ObjectName, shares: &[Share]) -> Result<Self> {
+    pub(in super::super) fn create(vault: &Vault, name: ObjectId, shares: &[Share]) -> Result<Self> {
         let mut copies = Vec::with_capacity(shares.len());
         for share in shares {
             let repository = vault.repository(share.repository);
@@ -108,7 +108,7 @@ impl Copies {
     }
 
     /// Adds bytes to all.
-    pub(super) fn append(&mut self, vault: &Vault, name: ObjectName, bytes: &[u8]) -> Result<()> {
+    pub(super) fn append(&mut self, vault: &Vault, name: ObjectId, bytes: &[u8]) -> Result<()> {
         self.0.iter_mut().try_for_each(|(repository, object)| {
             object.append(bytes).map_err(VaultError::repository(
                 vault.repository(*repository),
@@ -119,7 +119,7 @@ impl Copies {
     }
 
     /// Brings all to stable storage, at the same time, as they are on different devices.
-    pub(super) fn sync(&mut self, vault: &Vault, name: ObjectName) -> Result<()> {
+    pub(super) fn sync(&mut self, vault: &Vault, name: ObjectId) -> Result<()> {
         std::thread::scope(|scope| {
             let sync = |(repository, object): &mut (usize, Box<dyn NewObject>)| {
                 object.sync().map_err(VaultError::repository(vault.repository(*repository), "flushing", name))
@@ -135,7 +135,7 @@ impl Copies {
     pub(in super::super) fn read_back(
         &self,
         vault: &Vault,
-        name: ObjectName,
+        name: ObjectId,
     ) -> Result<Vec<(usize, Box<dyn ObjectReader>)>> {
         let open = |(repository, object): &(usize, Box<dyn NewObject>)| {
             let reader = object.read_back();
@@ -152,7 +152,7 @@ impl Copies {
     }
 
     /// Gives all their name.
-    pub(in super::super) fn publish(self, vault: &Vault, name: ObjectName) -> Result<()> {
+    pub(in super::super) fn publish(self, vault: &Vault, name: ObjectId) -> Result<()> {
         self.0.into_iter().try_for_each(|(repository, object)| {
             object.publish().map_err(VaultError::repository(vault.repository(repository), "publishing", name))
         })
@@ -160,7 +160,7 @@ impl Copies {
 }
 
 impl Output {
-    pub(super) fn new(vault: &Arc<Vault>, name: ObjectName, number: u16, shares: Vec<Share>) -> Self {
+    pub(super) fn new(vault: &Arc<Vault>, name: ObjectId, number: u16, shares: Vec<Share>) -> Self {
         let vault = Arc::clone(vault);
         Self { vault, name, number, shares, next: AtomicU32::new(0), building: Mutex::default() }
     }
