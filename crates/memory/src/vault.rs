@@ -6,10 +6,10 @@
 //!   restore ◄── Snapshot: whichever copy is whole ◄──────────────────────
 //! ```
 //!
+//! Objects lie in repositories ([`vmstrata_repo`]).
+//!
 //! | module | what it knows |
 //! |---|---|
-//! | [`repository`], [`address`] | where objects live, and how people name such a place |
-//! | [`directory`], `hdfs` | directories of this host and of HDFS as such places |
 //! | `metadata`, `info` | the object that makes a snapshot |
 //! | `tables`, `pages`, `hiding`, `refill` | what it says of the guest's pages, as pages of its own |
 //! | `object`, `extent` | objects of pages, and the compressed pieces that they are made of |
@@ -30,16 +30,12 @@
 //! Lock order: repositories in the order they were named, each with one lock; inside a writer, a shard of what is known, then
 //! an object's output.
 
-mod address;
 mod bytes;
 mod collect;
 mod compact;
 mod copies;
-mod directory;
 mod error;
 mod extent;
-#[cfg(feature = "hdfs")]
-mod hdfs;
 mod hiding;
 mod info;
 mod known;
@@ -52,7 +48,6 @@ mod place;
 mod policy;
 mod refill;
 mod repair;
-mod repository;
 mod rewrite;
 mod snapshot;
 mod sources;
@@ -66,19 +61,16 @@ mod writer;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub use address::RepositoryAddress;
+use vmstrata_repo::{Held, Hold, Repository, RepositoryAddress};
+
 pub use collect::{Collectable, Collected, Deleted};
 pub use compact::Compact;
-pub use directory::DirectoryRepository;
 pub use error::{Result, VaultError};
-#[cfg(feature = "hdfs")]
-pub use hdfs::HdfsRepository;
 pub use info::{DiskState, Info, ObjectUse};
 pub use name::{ObjectId, ObjectKind, SnapshotId};
 pub use policy::{OneDevice, Policy};
 pub use refill::{DiskPiece, DiskPieces, Refill};
 pub use repair::Repaired;
-pub use repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
 pub use snapshot::{Order, Page, Snapshot, Want};
 pub use stats::{Savings, Stats};
 pub use survey::Listed;
@@ -163,7 +155,7 @@ impl Vault {
         let mut vault = Self { repositories: Vec::new(), missing: Vec::new() };
         let mut first = None;
         for address in addresses {
-            match address.open() {
+            match address.open(ObjectId::is_name) {
                 Ok(repository) => vault.repositories.push(repository),
                 Err(source) => {
                     vault.missing.push(format!("{address}: {source}"));

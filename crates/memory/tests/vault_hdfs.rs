@@ -1,6 +1,7 @@
 //! Snapshots in HDFS, beside its own NameNode and DataNodes: kept as often as asked for, found again, verified and repaired.
 #![cfg(feature = "hdfs")]
 
+#[path = "../../repo/tests/hdfs/mod.rs"]
 mod hdfs;
 mod vault_support;
 
@@ -10,8 +11,9 @@ use hdfs::Cluster;
 use hdfs_native::client::FileStatus;
 use hdfs_native::sync::{Client, ClientBuilder};
 use vault_support::{Guest, Known, Repositories, assert_reads, new_snapshot, open, policy, save};
-use vmstrata_memory::vault::{Deleted, Health, OneDevice, Policy, RepositoryAddress, Vault, VaultError};
+use vmstrata_memory::vault::{Deleted, Health, ObjectId, OneDevice, Policy, Vault, VaultError};
 use vmstrata_memory::{Frame, PageClass};
+use vmstrata_repo::RepositoryAddress;
 
 /// Some 4 MiB of each class that is stored, so that objects have several blocks.
 fn guest(seed: u64) -> Guest {
@@ -160,7 +162,9 @@ fn hdfs_and_directories_share_a_snapshot(cluster: &mut Cluster) {
 
 fn a_repository_must_be_there(cluster: &mut Cluster) {
     let missing = format!("hdfs://127.0.0.1:{}/missing", cluster.port);
-    let refused = RepositoryAddress::parse_list(&missing)[0].open().expect_err("there is no such directory");
+    let refused = RepositoryAddress::parse_list(&missing)[0]
+        .open(ObjectId::is_name)
+        .expect_err("there is no such directory");
     assert_eq!(refused.kind(), std::io::ErrorKind::NotFound);
 }
 
@@ -183,7 +187,8 @@ fn an_unreachable_namenode_is_an_error(cluster: &mut Cluster, repository: &str) 
 fn what_is_no_directory_of_hdfs_is_no_repository() {
     let opened = |address: &str| open_vault(address).expect_err("no repository").to_string();
     assert!(opened("hdfs://127.0.0.1:1").contains("opening"));
-    let refused =
-        RepositoryAddress::parse_list("hdfs://127.0.0.1:1/v")[0].open().expect_err("nobody listens");
+    let refused = RepositoryAddress::parse_list("hdfs://127.0.0.1:1/v")[0]
+        .open(ObjectId::is_name)
+        .expect_err("nobody listens");
     assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
 }

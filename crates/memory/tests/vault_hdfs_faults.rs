@@ -1,6 +1,7 @@
 //! Snapshots in HDFS when DataNodes are lost, writers are killed, and writers meet who deletes.
 #![cfg(feature = "hdfs")]
 
+#[path = "../../repo/tests/hdfs/mod.rs"]
 mod hdfs;
 mod vault_support;
 
@@ -16,14 +17,12 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use vault_support::fault::{Effect, Plan, faulty};
 use vault_support::{Guest, Known, assert_reads, new_snapshot, open, policy, save, save_at};
-use vmstrata_memory::vault::{
-    Closing, Deleted, Health, Hold, ObjectId, ObjectKind, Page, Policy, Repository, RepositoryAddress, Vault,
-    Which,
-};
+use vmstrata_memory::vault::{Closing, Deleted, Health, ObjectId, ObjectKind, Page, Policy, Vault, Which};
 use vmstrata_memory::{PAGE_BYTES, PageClass};
+use vmstrata_repo::{Hold, Repository, RepositoryAddress};
 
 fn repository(address: &str) -> Arc<dyn Repository> {
-    RepositoryAddress::parse_list(address)[0].open().expect("opens")
+    RepositoryAddress::parse_list(address)[0].open(ObjectId::is_name).expect("opens")
 }
 
 /// With a client of its own, as another process has.
@@ -175,7 +174,7 @@ fn a_stalled_collector_cannot_delete(cluster: &mut Cluster) {
     let_holds_expire(cluster, true);
     let shared = other.hold(Hold::Write).expect("takes over");
     let name = ObjectId { owner: saved.id, kind: ObjectKind::Critical };
-    let refused = stalled.delete(name).expect_err("its hold is gone").to_string();
+    let refused = stalled.delete(&name.into()).expect_err("its hold is gone").to_string();
     assert!(refused.contains("hold on it was lost"), "{refused}");
     drop((shared, alone));
     assert_reads(&open(&vault(&address), "1").expect("opens"), &small(1), 1, false);

@@ -12,9 +12,8 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use vault_support::fault::{Effect, Plan, faulty};
 use vault_support::{Guest, Repositories, assert_reads, leave_dead_pages, open, policy, save, save_at};
-use vmstrata_memory::vault::{
-    Compact, Deleted, DirectoryRepository, Health, OneDevice, Policy, Repository, Vault, Which,
-};
+use vmstrata_memory::vault::{Compact, Deleted, Health, ObjectId, OneDevice, Policy, Vault, Which};
+use vmstrata_repo::{DirectoryRepository, Repository};
 
 fn guest(seed: u64) -> Guest {
     Guest::random(16, &mut SmallRng::seed_from_u64(seed))
@@ -30,7 +29,9 @@ fn child() {
     let Ok(case) = std::env::var("KILL_AT") else { return };
     let words: Vec<&str> = case.split(' ').collect();
     let open_repository = |path: &&str| -> std::sync::Arc<dyn Repository> {
-        std::sync::Arc::new(DirectoryRepository::open(&PathBuf::from(path)).expect("opens"))
+        std::sync::Arc::new(
+            DirectoryRepository::open(&PathBuf::from(path), ObjectId::is_name).expect("opens"),
+        )
     };
     let plan = Plan::new(words[1].parse().expect("a number"), Effect::Kill);
     let vault = Vault::open(faulty(words[2..].iter().map(open_repository).collect(), &plan));

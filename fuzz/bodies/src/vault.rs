@@ -13,10 +13,10 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
-    Closing, DeviceId, DiskPiece, DiskState, Held, Hold, NewObject, NewSnapshot, ObjectId, ObjectKind,
-    ObjectReader, Page, Policy, Refill, Repository, Stored, Swept, Vault, Which,
+    Closing, DiskPiece, DiskState, NewSnapshot, ObjectId, ObjectKind, Page, Policy, Refill, Vault, Which,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
+use vmstrata_repo::{DeviceId, Held, Hold, NewObject, ObjectName, ObjectReader, Repository, Stored, Swept};
 
 const PAGES: u64 = 12;
 const HEADER: usize = 36;
@@ -27,7 +27,7 @@ const EXTENT_ENTRY: usize = 16;
 const HASH: usize = 16;
 const TAIL: usize = 40;
 
-type Objects = BTreeMap<ObjectId, Arc<Vec<u8>>>;
+type Objects = BTreeMap<ObjectName, Arc<Vec<u8>>>;
 
 /// Objects in memory.
 #[derive(Debug, Default)]
@@ -48,8 +48,8 @@ impl Repository for Shelf {
 
     fn list(&self) -> io::Result<Vec<Stored>> {
         let objects = self.0.lock().expect("no panic in between");
-        let stored = |(name, bytes): (&ObjectId, &Arc<Vec<u8>>)| Stored {
-            name: *name,
+        let stored = |(name, bytes): (&ObjectName, &Arc<Vec<u8>>)| Stored {
+            name: name.clone(),
             len: bytes.len() as u64,
             allocated: bytes.len() as u64,
             copies: 1,
@@ -57,17 +57,17 @@ impl Repository for Shelf {
         Ok(objects.iter().map(stored).collect())
     }
 
-    fn create(&self, name: ObjectId, _copies: u8) -> io::Result<Box<dyn NewObject>> {
-        Ok(Box::new(Writing { name, bytes: Vec::new(), shelf: Arc::clone(&self.0) }))
+    fn create(&self, name: &ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
+        Ok(Box::new(Writing { name: name.clone(), bytes: Vec::new(), shelf: Arc::clone(&self.0) }))
     }
 
-    fn open(&self, name: ObjectId) -> io::Result<Box<dyn ObjectReader>> {
-        let found = self.0.lock().expect("no panic in between").get(&name).cloned();
+    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>> {
+        let found = self.0.lock().expect("no panic in between").get(name).cloned();
         Ok(Box::new(Reading(found.ok_or(io::ErrorKind::NotFound)?)))
     }
 
-    fn delete(&self, name: ObjectId) -> io::Result<()> {
-        self.0.lock().expect("no panic in between").remove(&name);
+    fn delete(&self, name: &ObjectName) -> io::Result<()> {
+        self.0.lock().expect("no panic in between").remove(name);
         Ok(())
     }
 
@@ -81,7 +81,7 @@ impl Repository for Shelf {
 }
 
 struct Writing {
-    name: ObjectId,
+    name: ObjectName,
     bytes: Vec<u8>,
     shelf: Arc<Mutex<Objects>>,
 }
@@ -119,6 +119,10 @@ impl ObjectReader for Reading {
         into.copy_from_slice(from.ok_or(io::ErrorKind::UnexpectedEof)?);
         Ok(())
     }
+}
+
+fn id(name: &ObjectName) -> ObjectId {
+    ObjectId::parse(name.as_str()).expect("a vault's")
 }
 
 fn class(page: u64) -> PageClass {
@@ -169,7 +173,7 @@ pub fn vault(data: &[u8]) {
         _ => ObjectKind::Metadata,
     };
     let mut objects = SAVED.clone();
-    let (_, object) = objects.iter_mut().find(|(name, _)| name.kind == wanted).expect("one of each kind");
+    let (_, object) = objects.iter_mut().find(|(name, _)| id(name).kind == wanted).expect("one of each kind");
     *object = Arc::new(match (is_made_up, wanted) {
         (false, _) => edited(object.to_vec(), edits),
         (true, ObjectKind::Metadata) => make_up(object, edits),
@@ -248,7 +252,7 @@ fn make_up_pages(object: &[u8], edits: &[u8]) -> Vec<u8> {
 }
 
 fn look(objects: Objects, is_made_up: bool) {
-    let id = objects.keys().next().expect("objects").owner;
+    let id = id(objects.keys().next().expect("objects")).owner;
     let vault = Vault::open(vec![Arc::new(Shelf(Arc::new(Mutex::new(objects))))]);
     let listed = vault.list().expect("a shelf can be listed");
     assert_eq!(listed.len(), 1);

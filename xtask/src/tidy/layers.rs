@@ -20,6 +20,7 @@ const BELOW: &[(&str, &[&str])] = &[
     ("vmstrata-qcow2", &["vmstrata-types"]),
     ("vmstrata-job", &[]),
     ("vmstrata-store", &["vmstrata-types"]),
+    ("vmstrata-repo", &["vmstrata-types", "vmstrata-store"]),
     ("vmstrata-check", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
     ("vmstrata-disk", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-check"]),
     (
@@ -28,7 +29,7 @@ const BELOW: &[(&str, &[&str])] = &[
     ),
     ("vmstrata-export", &["vmstrata-types", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-survey", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"]),
-    ("vmstrata-memory", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
+    ("vmstrata-memory", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-repo"]),
     ("vmstrata-api", &["vmstrata-types"]),
     (
         "vmstrata-server",
@@ -54,6 +55,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-backup",
             "vmstrata-export",
             "vmstrata-survey",
+            "vmstrata-repo",
             "vmstrata-memory",
             "vmstrata-api",
             "vmstrata-job",
@@ -69,6 +71,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-check",
             "vmstrata-disk",
             "vmstrata-export",
+            "vmstrata-repo",
             "vmstrata-memory",
         ],
     ),

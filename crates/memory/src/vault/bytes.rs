@@ -102,6 +102,23 @@ impl<'a> Take<'a> {
     }
 }
 
+/// An object in memory.
+#[cfg(test)]
+pub(super) struct Bytes(pub(super) Vec<u8>);
+
+#[cfg(test)]
+impl vmstrata_repo::ObjectReader for Bytes {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn read_at(&self, at: u64, into: &mut [u8]) -> std::io::Result<()> {
+        let from = self.0.get(usize::try_from(at).unwrap()..).unwrap_or_default();
+        into.copy_from_slice(from.get(..into.len()).ok_or(std::io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

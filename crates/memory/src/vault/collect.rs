@@ -6,10 +6,11 @@
 
 use std::collections::BTreeSet;
 
+use vmstrata_repo::Hold;
+
 use super::compact::Compact;
 use super::error::{Result, VaultError};
 use super::name::{ObjectId, ObjectKind, SnapshotId};
-use super::repository::Hold;
 use super::survey::{CopyAt, Survey};
 use super::{Listed, Vault};
 
@@ -62,7 +63,9 @@ impl Vault {
             let name = ObjectId { owner: *id, kind: ObjectKind::Metadata };
             for copy in survey.copies(name) {
                 let repository = self.repository(copy.repository);
-                repository.delete(name).map_err(VaultError::repository(repository, "deleting", name))?;
+                repository
+                    .delete(&name.into())
+                    .map_err(VaultError::repository(repository, "deleting", name))?;
                 bytes += copy.allocated;
             }
         }
@@ -136,7 +139,7 @@ impl Vault {
         let used = used(&listed)?;
         for (name, copy) in unused(&survey, &used) {
             let repository = self.repository(copy.repository);
-            repository.delete(name).map_err(VaultError::repository(repository, "deleting", name))?;
+            repository.delete(&name.into()).map_err(VaultError::repository(repository, "deleting", name))?;
             collected.objects += 1;
         }
         collected.compacted = compact(&survey, &listed, &used)?;

@@ -9,12 +9,13 @@
 
 use std::sync::OnceLock;
 
+use vmstrata_repo::ObjectReader;
+
 use super::Vault;
 use super::bytes::Malformed;
 use super::extent::{ExtentId, ExtentReader};
 use super::name::ObjectId;
 use super::object::{self, Contents, ExtentPlace};
-use super::repository::ObjectReader;
 use super::survey::{Survey, wrong};
 use crate::address::PAGE_BYTES;
 
@@ -45,7 +46,7 @@ impl ObjectCopies {
         let mut object = Self::none(name);
         for copy in survey.copies(name) {
             let repository = vault.repository(copy.repository);
-            match repository.open(name) {
+            match repository.open(&name.into()) {
                 Ok(reader) => {
                     object.add(copy.repository, format!("{}/{name}", repository.describe()), reader)
                 }

@@ -156,7 +156,7 @@ fn list(names: &[impl ToString]) -> String {
 impl VaultError {
     /// For `map_err`: `action` on `object` in `repository` failed.
     pub(super) fn repository<'a>(
-        repository: &'a dyn super::Repository,
+        repository: &'a dyn vmstrata_repo::Repository,
         action: &'static str,
         object: impl ToString + 'a,
     ) -> impl FnOnce(io::Error) -> Self + 'a {

@@ -2,12 +2,12 @@
 
 use std::io;
 
+use vmstrata_repo::ObjectReader;
 use zstd::bulk::Decompressor;
 
 use super::bytes::{Malformed, Put, Take};
 use super::name::ObjectId;
 use super::object::ExtentPlace;
-use super::repository::ObjectReader;
 use crate::address::PAGE_BYTES;
 
 /// The most pages of an extent.
@@ -186,8 +186,8 @@ impl ExtentReader {
 
 #[cfg(test)]
 mod tests {
+    use super::super::bytes::Bytes;
     use super::super::name::{ObjectKind, SnapshotId};
-    use super::super::repository::Bytes;
     use super::*;
 
     fn id(number: u32) -> ExtentId {

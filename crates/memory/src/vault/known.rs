@@ -169,7 +169,7 @@ impl Known {
         shares: Shares<'_>,
     ) -> Option<LastObject> {
         let (like, copies) = usable_copies(vault, survey, object, shares)?;
-        let read = |reader: &dyn super::ObjectReader| {
+        let read = |reader: &dyn vmstrata_repo::ObjectReader| {
             if object::ends(object.name, reader)? != like {
                 return Err(Malformed("it is not like the copies that are counted"));
             }
@@ -287,7 +287,7 @@ fn usable_copies(
         else {
             continue;
         };
-        let reader = vault.repository(copy.repository).open(object.name).ok();
+        let reader = vault.repository(copy.repository).open(&object.name.into()).ok();
         if let Some(ends) = reader.and_then(|reader| object::ends(object.name, reader.as_ref()).ok()) {
             *alike.entry(ends).or_default() += copy.copies.min(share.copies);
         }

@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 
 use serde::{Deserialize, Serialize};
+use vmstrata_repo::ObjectReader;
 
 use super::Vault;
 use super::bytes::{Malformed, Put, Take};
@@ -17,7 +18,6 @@ use super::info::Info;
 use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::pages::{Pages, Place};
 use super::refill::Refill;
-use super::repository::ObjectReader;
 use super::sources::Sources;
 use super::survey::Survey;
 use super::tables::Index;

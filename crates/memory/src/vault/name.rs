@@ -1,11 +1,10 @@
 //! What snapshots and their objects are called.
 
 use std::fmt;
-use std::hash::{BuildHasher, RandomState};
 use std::str::FromStr;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use vmstrata_repo::ObjectName;
 
 use super::error::{Result, VaultError};
 
@@ -26,13 +25,7 @@ impl SnapshotId {
 
     /// One that no other process draws: the time, and 64 random bits.
     pub(super) fn draw() -> Self {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let now = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
-        let random = RandomState::new().hash_one((now, std::process::id()));
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&now.to_be_bytes());
-        bytes[8..].copy_from_slice(&random.to_be_bytes());
-        Self(bytes)
+        Self(vmstrata_repo::draw_id().to_be_bytes())
     }
 }
 
@@ -97,7 +90,7 @@ impl ObjectKind {
     }
 }
 
-/// The name of an object: the snapshot that wrote it, and what it holds.
+/// Tells an object from every other: the snapshot that wrote it, and what it holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ObjectId {
     /// Who wrote it.
@@ -118,6 +111,17 @@ impl ObjectId {
         let (owner, suffix) = text.split_once('.')?;
         let kind = ObjectKind::ALL.into_iter().find(|kind| kind.suffix() == suffix)?;
         Some(Self { owner: owner.parse().ok()?, kind })
+    }
+
+    /// Whether an object can be called `text`: the rule for the repositories of a vault.
+    pub fn is_name(text: &str) -> bool {
+        Self::parse(text).is_some()
+    }
+}
+
+impl From<ObjectId> for ObjectName {
+    fn from(id: ObjectId) -> Self {
+        Self::new(&id.to_string()).expect("hexadecimal digits and a word")
     }
 }
 

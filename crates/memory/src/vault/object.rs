@@ -7,10 +7,11 @@
 //! A reader begins at the tail. Where the tail or the table is damaged, the extents are found one after another from the
 //! header on ([`scan`]): each says how long it is.
 
+use vmstrata_repo::ObjectReader;
+
 use super::bytes::{Malformed, Put, Take};
 use super::extent;
 use super::name::{ObjectId, SnapshotId};
-use super::repository::ObjectReader;
 
 /// Tells a page's content: 128 bits of its BLAKE3 hash.
 pub(super) type Hash = [u8; 16];

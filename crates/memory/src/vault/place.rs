@@ -1,8 +1,10 @@
 //! Which repositories a snapshot goes to.
 
+use vmstrata_repo::DeviceId;
+
+use super::Vault;
 use super::error::{Result, VaultError};
 use super::policy::{OneDevice, Policy};
-use super::{DeviceId, Vault};
 
 /// A repository, and how many copies it is to keep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

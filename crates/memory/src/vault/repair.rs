@@ -3,6 +3,8 @@
 //! Each page may come from another copy ([`rewrite`]). Objects come first and metadata last, as when the
 //! snapshot was written: a repository that lists a snapshot has what it counts on there.
 
+use vmstrata_repo::{Hold, ObjectReader};
+
 use super::Vault;
 use super::copies::ObjectCopies;
 use super::error::{Result, VaultError};
@@ -11,7 +13,6 @@ use super::live::PageSet;
 use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::place::{self, Share};
 use super::policy::{OneDevice, Policy};
-use super::repository::{Hold, ObjectReader};
 use super::rewrite::rewrite;
 use super::survey::Survey;
 use super::verify::{Checked, CheckedObject, Health, ids_or_all};
@@ -127,7 +128,7 @@ impl Vault {
         }
         let Some(bytes) = whole
             .iter()
-            .find_map(|repository| read_all(self.repository(*repository).open(name).ok()?.as_ref()))
+            .find_map(|repository| read_all(self.repository(*repository).open(&name.into()).ok()?.as_ref()))
         else {
             return Ok(());
         };
@@ -137,7 +138,7 @@ impl Vault {
     fn put(&self, name: ObjectId, share: Share, bytes: &[u8], made: &mut Vec<String>) -> Result<()> {
         let repository = self.repository(share.repository);
         let write = || {
-            let mut object = repository.create(name, share.copies)?;
+            let mut object = repository.create(&name.into(), share.copies)?;
             object.append(bytes)?;
             object.sync()?;
             object.publish()

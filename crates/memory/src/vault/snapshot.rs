@@ -8,6 +8,8 @@ mod stream;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
+use vmstrata_repo::Held;
+
 use super::Vault;
 use super::error::{Result, VaultError};
 use super::info::Info;
@@ -15,7 +17,6 @@ use super::metadata::{Metadata, Outline};
 use super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::pages::{self, Content, Entry};
 use super::refill::Refill;
-use super::repository::Held;
 use super::sources::Sources;
 use super::survey::Survey;
 use crate::address::{Frame, PAGE_BYTES};

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use vmstrata_repo::{ObjectReader, Repository, Stored};
+
+use super::Vault;
 use super::error::{Result, VaultError};
 use super::info::Info;
 use super::metadata;
 use super::name::{ObjectId, ObjectKind, SnapshotId};
-use super::repository::{ObjectReader, Stored};
-use super::{Repository, Vault};
 
 /// A copy of an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,8 +56,9 @@ impl Survey {
             match repository.list() {
                 Ok(objects) => {
                     for Stored { name, len, allocated, copies } in objects {
+                        let Some(id) = ObjectId::parse(name.as_str()) else { continue };
                         let copy = CopyAt { repository: index, len, allocated, copies };
-                        survey.objects.entry(name).or_default().push(copy);
+                        survey.objects.entry(id).or_default().push(copy);
                     }
                 }
                 Err(source) => {
@@ -130,7 +132,7 @@ impl Survey {
         let mut tried = Vec::new();
         for copy in self.copies(name) {
             let repository = vault.repository(copy.repository);
-            match repository.open(name) {
+            match repository.open(&name.into()) {
                 Ok(reader) => match read(reader.as_ref()) {
                     Ok(value) => return Ok(value),
                     Err(malformed) => tried.push(wrong(repository, name, malformed.0)),

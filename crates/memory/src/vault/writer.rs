@@ -21,6 +21,7 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
+use vmstrata_repo::Held;
 
 use super::Vault;
 use super::error::{Result, VaultError};
@@ -32,7 +33,6 @@ use super::pages::{self, Content, Entry, PageNumber};
 use super::place::Share;
 use super::policy::Policy;
 use super::refill::Refill;
-use super::repository::Held;
 use super::stats::Stats;
 use crate::address::{Frame, PAGE_BYTES};
 use crate::class::PageClass;

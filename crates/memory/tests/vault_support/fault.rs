@@ -4,9 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use vmstrata_memory::vault::{
-    DeviceId, Held, Hold, NewObject, ObjectId, ObjectReader, Repository, Stored, Swept,
-};
+use vmstrata_repo::{DeviceId, Held, Hold, NewObject, ObjectName, ObjectReader, Repository, Stored, Swept};
 
 /// What happens at the n-th operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,19 +113,19 @@ impl Repository for FaultRepository {
         self.inner.list()
     }
 
-    fn create(&self, name: ObjectId, copies: u8) -> io::Result<Box<dyn NewObject>> {
+    fn create(&self, name: &ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>> {
         self.plan.step()?;
         let inner = self.inner.create(name, copies)?;
         Ok(Box::new(FaultObject { inner, plan: Arc::clone(&self.plan) }))
     }
 
-    fn open(&self, name: ObjectId) -> io::Result<Box<dyn ObjectReader>> {
+    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>> {
         self.plan.step()?;
         let inner = self.inner.open(name)?;
         Ok(Box::new(FaultReader { inner, plan: Arc::clone(&self.plan) }))
     }
 
-    fn delete(&self, name: ObjectId) -> io::Result<()> {
+    fn delete(&self, name: &ObjectName) -> io::Result<()> {
         self.plan.step()?;
         self.inner.delete(name)
     }

@@ -13,10 +13,11 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use tempfile::TempDir;
 use vmstrata_memory::vault::{
-    Closing, Deleted, DirectoryRepository, NewSnapshot, OneDevice, Page, Policy, Repository, Result, Saved,
-    Snapshot, Vault, VaultError, Want, Which, Writer,
+    Closing, Deleted, NewSnapshot, ObjectId, OneDevice, Page, Policy, Result, Saved, Snapshot, Vault,
+    VaultError, Want, Which, Writer,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
+use vmstrata_repo::{DirectoryRepository, Repository};
 
 /// A page and what it is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,8 +110,10 @@ impl Repositories {
     }
 
     pub fn repositories(&self) -> Vec<Arc<dyn Repository>> {
-        let open =
-            |path: &PathBuf| Arc::new(DirectoryRepository::open(path).expect("opens")) as Arc<dyn Repository>;
+        let open = |path: &PathBuf| {
+            Arc::new(DirectoryRepository::open(path, ObjectId::is_name).expect("opens"))
+                as Arc<dyn Repository>
+        };
         self.paths().iter().map(open).collect()
     }
 

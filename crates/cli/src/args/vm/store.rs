@@ -2,7 +2,8 @@
 
 use clap::{Args, Subcommand};
 use vmstrata_disk::snapshot::Keep;
-use vmstrata_memory::vault::{RepositoryAddress, Which};
+use vmstrata_memory::vault::Which;
+use vmstrata_repo::RepositoryAddress;
 
 use super::super::ControlArgs;
 use super::super::snapshot::parse_label;

@@ -11,8 +11,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use vmstrata_disk::snapshot::Keep;
 use vmstrata_memory::vault::{
-    Compact, Deleted, DiskState, Info, Listed, RepositoryAddress, SnapshotId, Vault, VaultError, Which,
+    Compact, Deleted, DiskState, Info, Listed, SnapshotId, Vault, VaultError, Which,
 };
+use vmstrata_repo::RepositoryAddress;
 
 use crate::args::{
     DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmShowArgs, VmStoreCommand,

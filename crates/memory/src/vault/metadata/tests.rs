@@ -1,6 +1,6 @@
+use super::super::bytes::Bytes;
 use super::super::info::example;
 use super::super::pages::Content;
-use super::super::repository::Bytes;
 use super::super::tables::Tables;
 use super::*;
 

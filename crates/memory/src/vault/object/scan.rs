@@ -1,8 +1,9 @@
 //! Finds the extents of an object without its table, past whatever is damaged.
 
+use vmstrata_repo::ObjectReader;
+
 use super::super::extent::{self, ExtentHeader, ExtentId};
 use super::super::name::ObjectId;
-use super::super::repository::ObjectReader;
 use super::{Contents, ExtentPlace, HEADER, read};
 
 /// Bytes that are searched for the beginning of an extent at once.

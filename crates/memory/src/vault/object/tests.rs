@@ -1,6 +1,6 @@
+use super::super::bytes::Bytes;
 use super::super::extent::{ExtentId, ExtentReader};
 use super::super::name::ObjectKind;
-use super::super::repository::Bytes;
 use super::scan::scan;
 use super::*;
 use crate::address::PAGE_BYTES;

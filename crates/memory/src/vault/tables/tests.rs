@@ -1,12 +1,14 @@
 use std::sync::Arc;
 
+use vmstrata_repo::{DirectoryRepository, Repository};
+
+use super::super::Vault;
 use super::super::extent::{self, ExtentId};
 use super::super::info::ObjectUse;
 use super::super::name::{ObjectId, ObjectKind, SnapshotId};
 use super::super::object::{self, ExtentPlace};
 use super::super::refill::DiskPiece;
 use super::super::survey::Survey;
-use super::super::{DirectoryRepository, Repository, Vault};
 use super::*;
 use crate::address::Physical;
 use crate::hide::Clear;
@@ -27,7 +29,8 @@ fn sources(pages: &[Vec<u8>]) -> (tempfile::TempDir, Sources) {
     }
     bytes.extend(object::trailer(bytes.len() as u64, &extents, &hashes));
     std::fs::write(dir.path().join(name.to_string()), &bytes).unwrap();
-    let repository: Arc<dyn Repository> = Arc::new(DirectoryRepository::open(dir.path()).unwrap());
+    let repository: Arc<dyn Repository> =
+        Arc::new(DirectoryRepository::open(dir.path(), ObjectId::is_name).unwrap());
     let vault = Vault::open(vec![repository]);
     let object = ObjectUse { name, copies: 1, len: bytes.len() as u64 };
     let sources = Sources::open(&vault, &Survey::take(&vault).unwrap(), &BTreeMap::from([(OBJECT, object)]));

@@ -7,13 +7,13 @@ use std::thread::Builder;
 
 use crossbeam_channel::bounded;
 use parking_lot::Mutex;
+use vmstrata_repo::Hold;
 
 use super::super::error::{Result, VaultError};
 use super::super::info::{Info, check_layout};
 use super::super::known::{Known, Shares};
 use super::super::name::{ObjectId, ObjectKind, SnapshotId, check_name};
 use super::super::place::{self, Share};
-use super::super::repository::Hold;
 use super::super::stats::Stats;
 use super::super::survey::Survey;
 use super::super::{Listed, Vault};

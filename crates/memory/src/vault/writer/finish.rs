@@ -120,8 +120,10 @@ impl Writer {
         refuse_second(&Survey::take(vault)?.snapshots(vault), &self.info)?;
         if let Err(error) = copies.publish(vault, name) {
             // Before its objects are withdrawn, so that it is never listed without them.
-            let withdrawn =
-                self.shares.iter().all(|share| vault.repository(share.repository).delete(name).is_ok());
+            let withdrawn = self
+                .shares
+                .iter()
+                .all(|share| vault.repository(share.repository).delete(&name.into()).is_ok());
             if !withdrawn {
                 tracing::warn!("{}: half published, and could not be withdrawn", self.info.title());
             }

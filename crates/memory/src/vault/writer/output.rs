@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::Builder;
 
 use parking_lot::Mutex;
+use vmstrata_repo::{NewObject, ObjectReader};
 
 use super::super::Vault;
 use super::super::error::{Result, VaultError};
@@ -14,7 +15,6 @@ use super::super::info::ObjectUse;
 use super::super::name::ObjectId;
 use super::super::object::{self, ExtentPlace, Hash, MAX_EXTENTS};
 use super::super::place::Share;
-use super::super::repository::{NewObject, ObjectReader};
 
 /// An object of the new snapshot.
 #[derive(Debug)]
@@ -100,7 +100,7 @@ impl Copies {
         for share in shares {
             let repository = vault.repository(share.repository);
             let object = repository
-                .create(name, share.copies)
+                .create(&name.into(), share.copies)
                 .map_err(VaultError::repository(repository, "creating", name))?;
             copies.push((share.repository, object));
         }
@@ -209,7 +209,7 @@ impl Output {
         drop(self.building.lock().take());
         for share in &self.shares {
             // What stays is collected later.
-            let _ = self.vault.repository(share.repository).delete(self.name);
+            let _ = self.vault.repository(share.repository).delete(&self.name.into());
         }
     }
 }

@@ -27,9 +27,8 @@ use std::time::Duration;
 use hdfs_native::WriteOptions;
 use parking_lot::Mutex;
 
-use super::name::ObjectId;
-use super::policy::Policy;
-use super::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
+use crate::name::{NameRule, ObjectName};
+use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
 use hold::{HoldDir, Kind, UNFINISHED, lost};
 use link::Link;
 use object::{NewFile, OpenFile, Patience, State};
@@ -38,6 +37,8 @@ use object::{NewFile, OpenFile, Patience, State};
 const BLOCK_BYTES: u64 = 8 << 20;
 const MIN_BLOCK_BYTES: u64 = 64 << 10;
 const MAX_BLOCK_BYTES: u64 = 1 << 30;
+/// The most copies of an object.
+const MAX_COPIES: u8 = 16;
 /// How often to look whether others have let go.
 const POLL: Duration = Duration::from_millis(200);
 
@@ -46,6 +47,7 @@ const POLL: Duration = Duration::from_millis(200);
 pub struct HdfsRepository {
     common: Arc<Common>,
     address: Address,
+    names: NameRule,
     /// One for all who write and read through this repository.
     shared: Mutex<Weak<HoldDir>>,
     alone: Mutex<Weak<HoldDir>>,
@@ -96,7 +98,7 @@ impl Address {
         (!authority.is_empty()).then(|| Self { authority: authority.to_owned(), dir, block_bytes })
     }
 
-    fn path(&self, name: ObjectId) -> String {
+    fn path(&self, name: &ObjectName) -> String {
         format!("{}/{name}", self.dir)
     }
 }
@@ -114,12 +116,12 @@ fn parse_block(text: &str) -> Option<u64> {
 }
 
 impl HdfsRepository {
-    /// The repository at `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`, in a directory that exists. Without a port it is a name
-    /// service of the configuration in `HADOOP_CONF_DIR`.
+    /// The repository at `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`, in a directory that exists, of objects with these names.
+    /// Without a port it is a name service of the configuration in `HADOOP_CONF_DIR`.
     ///
     /// # Errors
     /// `InvalidInput` for another address; `NotFound` without that directory; what HDFS says.
-    pub fn open(address: &str) -> io::Result<Self> {
+    pub fn open(address: &str, names: NameRule) -> io::Result<Self> {
         let Some(address) = Address::parse(address) else {
             let expected = "expected hdfs://NAMENODE[:PORT]/DIR[?block=SIZE], with blocks of 64K to 1024M";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, expected));
@@ -131,7 +133,7 @@ impl HdfsRepository {
         }
         let common = Common { link, patience: Arc::default(), may_appear: AtomicBool::new(false) };
         let (shared, alone, count, swept) = Default::default();
-        Ok(Self { common: Arc::new(common), address, shared, alone, count, swept })
+        Ok(Self { common: Arc::new(common), address, names, shared, alone, count, swept })
     }
 
     fn link(&self) -> &Link {
@@ -180,7 +182,7 @@ impl Repository for HdfsRepository {
     }
 
     fn max_copies(&self) -> u8 {
-        Policy::MAX_COPIES
+        MAX_COPIES
     }
 
     /// What the directory's quota leaves; without a quota, as if there was no end.
@@ -195,7 +197,8 @@ impl Repository for HdfsRepository {
         let dir = if self.address.dir.is_empty() { "/" } else { &self.address.dir };
         let files = self.link().ask(self.link().client.list_status(dir, false))?;
         let objects = files.iter().filter(|file| !file.isdir).filter_map(|file| {
-            let name = ObjectId::parse(file.path.rsplit('/').next()?)?;
+            let name = ObjectName::new(file.path.rsplit('/').next()?).ok()?;
+            (self.names)(name.as_str()).then_some(())?;
             let copies = u8::try_from(file.replication.unwrap_or(1)).unwrap_or(u8::MAX);
             let len = file.length as u64;
             Some(Stored { name, len, allocated: len, copies })
@@ -203,7 +206,7 @@ impl Repository for HdfsRepository {
         Ok(objects.collect())
     }
 
-    fn create(&self, name: ObjectId, copies: u8) -> io::Result<Box<dyn NewObject>> {
+    fn create(&self, name: &ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>> {
         let hold = self.shared.lock().upgrade().or_else(|| self.alone.lock().upgrade());
         let Some(hold) = hold else {
             return Err(io::Error::other("it is written without being held"));
@@ -230,13 +233,13 @@ impl Repository for HdfsRepository {
         }))
     }
 
-    fn open(&self, name: ObjectId) -> io::Result<Box<dyn ObjectReader>> {
+    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>> {
         Ok(Box::new(OpenFile::open(&self.common, self.address.path(name))?))
     }
 
     /// Who holds the repository alone deletes what others could begin to need the moment its hold expires: so by renaming,
     /// which fails then. Without that hold only metadata and own objects are deleted, which nobody begins to need.
-    fn delete(&self, name: ObjectId) -> io::Result<()> {
+    fn delete(&self, name: &ObjectName) -> io::Result<()> {
         let (link, path) = (self.link(), self.address.path(name));
         if let Some(alone) = self.alone.lock().upgrade() {
             let moved = link.ask(link.client.rename(&path, &format!("{}/{name}", alone.path()), true));

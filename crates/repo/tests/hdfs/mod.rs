@@ -8,7 +8,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use tempfile::TempDir;
 
-const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hdfs");
+/// From any crate whose tests use this module.
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../repo/tests/hdfs");
 
 /// A cluster; its process ends when this is dropped, and when the test is killed.
 pub struct Cluster {

@@ -5,8 +5,9 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::directory::DirectoryRepository;
-use super::repository::Repository;
+use crate::directory::DirectoryRepository;
+use crate::name::NameRule;
+use crate::repository::Repository;
 
 const HDFS: &str = "hdfs://";
 
@@ -44,13 +45,13 @@ impl RepositoryAddress {
         if text.starts_with(HDFS) { Self::Hdfs(text.to_owned()) } else { Self::Directory(text.into()) }
     }
 
-    /// The repository there.
+    /// The repository there, of objects with these names.
     ///
     /// # Errors
     /// When there is no such directory, or it cannot be reached.
-    pub fn open(&self) -> io::Result<Arc<dyn Repository>> {
+    pub fn open(&self, names: NameRule) -> io::Result<Arc<dyn Repository>> {
         match self {
-            Self::Directory(path) => match DirectoryRepository::open(path) {
+            Self::Directory(path) => match DirectoryRepository::open(path, names) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     let remedy = format!("no such directory; `mkdir -m 700 {}` makes it", path.display());
                     Err(io::Error::new(error.kind(), remedy))
@@ -58,7 +59,7 @@ impl RepositoryAddress {
                 opened => Ok(Arc::new(opened?)),
             },
             #[cfg(feature = "hdfs")]
-            Self::Hdfs(address) => Ok(Arc::new(super::hdfs::HdfsRepository::open(address)?)),
+            Self::Hdfs(address) => Ok(Arc::new(crate::hdfs::HdfsRepository::open(address, names)?)),
             #[cfg(not(feature = "hdfs"))]
             Self::Hdfs(_) => Err(io::Error::new(io::ErrorKind::Unsupported, "built without HDFS")),
         }

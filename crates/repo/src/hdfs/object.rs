@@ -8,10 +8,10 @@ use bytes::Bytes;
 use hdfs_native::file::{FileReader, FileWriter};
 use parking_lot::Mutex;
 
-use super::super::repository::{NewObject, ObjectReader};
 use super::Common;
 use super::hold::{HoldDir, lost};
 use super::link::{Link, PIECE};
+use crate::repository::{NewObject, ObjectReader};
 
 /// An object that is being written.
 pub(super) struct NewFile {

@@ -1,15 +1,14 @@
-//! Where objects live: the one seam between the store and what keeps its bytes.
+//! Where objects live.
 //!
-//! An object is written once, and appears whole or not at all. It never changes, but another may take its place. Directories
-//! keep one copy each, so the store puts an object into several of them; a repository that replicates by itself (HDFS) is told
-//! how many copies to keep.
+//! An object is written once, and appears whole or not at all. It never changes, but another may take its place. A directory
+//! keeps one copy; a repository that replicates by itself (HDFS) is told how many copies to keep.
 //!
 //! Invariant: an object that [`Repository::list`] names was complete and on stable storage before it got that name.
 
 use std::fmt;
 use std::io;
 
-use super::name::ObjectId;
+use crate::name::ObjectName;
 
 /// Tells devices apart: repositories with the same number are lost together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -32,10 +31,10 @@ pub enum Hold {
 pub type Held = Box<dyn Send + Sync>;
 
 /// An object that is in a repository.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stored {
     /// Its name.
-    pub name: ObjectId,
+    pub name: ObjectName,
     /// Bytes of one copy.
     pub len: u64,
     /// Bytes that a copy takes of the device, as `du` counts them; its length where that is not known.
@@ -90,19 +89,19 @@ pub trait Repository: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// When it cannot be made.
-    fn create(&self, name: ObjectId, copies: u8) -> io::Result<Box<dyn NewObject>>;
+    fn create(&self, name: &ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>>;
 
     /// Opens an object for reading.
     ///
     /// # Errors
     /// `NotFound`, and what the medium says.
-    fn open(&self, name: ObjectId) -> io::Result<Box<dyn ObjectReader>>;
+    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>>;
 
     /// Deletes an object; one that is not there is deleted.
     ///
     /// # Errors
     /// When it may still be there.
-    fn delete(&self, name: ObjectId) -> io::Result<()>;
+    fn delete(&self, name: &ObjectName) -> io::Result<()>;
 
     /// Removes what writers left that did not come to publish; only while held alone. Returns what went.
     ///
@@ -160,21 +159,4 @@ pub trait ObjectReader: Send + Sync {
     /// # Errors
     /// What the medium says; `UnexpectedEof` past the end.
     fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
-}
-
-/// An object in memory.
-#[cfg(test)]
-pub(super) struct Bytes(pub(super) Vec<u8>);
-
-#[cfg(test)]
-impl ObjectReader for Bytes {
-    fn len(&self) -> u64 {
-        self.0.len() as u64
-    }
-
-    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        let from = self.0.get(usize::try_from(at).unwrap()..).unwrap_or_default();
-        into.copy_from_slice(from.get(..into.len()).ok_or(io::ErrorKind::UnexpectedEof)?);
-        Ok(())
-    }
 }

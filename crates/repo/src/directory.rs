@@ -22,11 +22,11 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use super::name::ObjectId;
-use super::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
+use crate::name::{NameRule, ObjectName};
+use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
 use private::Access;
 
-const LOCK: &str = "lock";
+const LOCK: &str = ObjectName::LOCK;
 const UNFINISHED: &str = ".new";
 /// Objects begun by this process.
 static COUNT: AtomicU64 = AtomicU64::new(0);
@@ -36,20 +36,37 @@ static COUNT: AtomicU64 = AtomicU64::new(0);
 pub struct DirectoryRepository {
     path: PathBuf,
     device: DeviceId,
+    names: NameRule,
 }
 
 impl DirectoryRepository {
-    /// The repository in a directory that exists. One that others can enter can be read, with a warning.
+    /// The repository in a directory that exists, of objects with these names. One that others can enter can be read, with a
+    /// warning.
     ///
     /// # Errors
     /// When there is no directory of that name: a disk that is not mounted must not become a directory on another one.
-    pub fn open(path: &Path) -> io::Result<Self> {
+    pub fn open(path: &Path, names: NameRule) -> io::Result<Self> {
         let dir = open_directory(path)?;
         let access = Access::of(&dir)?;
         if !access.is_private() {
             tracing::warn!("{}: others can enter it: {access}; {}", path.display(), access.remedy(path));
         }
-        Ok(Self { path: path.to_owned(), device: DeviceId(fstat(&dir)?.st_dev) })
+        Ok(Self { path: path.to_owned(), device: DeviceId(fstat(&dir)?.st_dev), names })
+    }
+
+    /// The object of this name, if it can be one of this repository.
+    fn object(&self, file_name: &str) -> Option<ObjectName> {
+        ObjectName::new(file_name).ok().filter(|_| (self.names)(file_name))
+    }
+
+    /// Whether a file of this name is the repository's.
+    fn is_own(&self, file_name: &str) -> bool {
+        file_name == LOCK || self.object(file_name).is_some() || self.is_unfinished(file_name)
+    }
+
+    /// Whether a file of this name was to become an object of this repository.
+    fn is_unfinished(&self, file_name: &str) -> bool {
+        unfinished_object(file_name).is_some_and(|name| self.object(name).is_some())
     }
 
     fn to_read(&self) -> io::Result<OwnedFd> {
@@ -60,7 +77,7 @@ impl DirectoryRepository {
     /// Also when others can enter it.
     fn to_write(&self) -> io::Result<OwnedFd> {
         let dir = open_directory(&self.path)?;
-        private::close(&dir, &self.path)?;
+        private::close(&dir, &self.path, |name| self.is_own(name))?;
         Ok(dir)
     }
 
@@ -111,12 +128,12 @@ fn is_regular(file: &OwnedFd) -> bool {
     fstat(file).is_ok_and(|about| FileType::from_raw_mode(about.st_mode).is_file())
 }
 
-/// The object that a file of this name was to become.
-fn unfinished_object(file_name: &str) -> Option<ObjectId> {
+/// The name of the object that a file of this name was to become.
+fn unfinished_object(file_name: &str) -> Option<&str> {
     let (name, by) = file_name.strip_prefix('.')?.strip_suffix(UNFINISHED)?.rsplit_once('.')?;
     let (process, count) = by.split_once('-')?;
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    ObjectId::parse(name).filter(|_| is_number(process) && is_number(count))
+    (is_number(process) && is_number(count)).then_some(name)
 }
 
 impl Repository for DirectoryRepository {
@@ -140,7 +157,9 @@ impl Repository for DirectoryRepository {
         let mut objects = Vec::new();
         for entry in Dir::read_from(&dir)? {
             let entry = entry?;
-            let Some(name) = entry.file_name().to_str().ok().and_then(ObjectId::parse) else { continue };
+            let Some(name) = entry.file_name().to_str().ok().and_then(|name| self.object(name)) else {
+                continue;
+            };
             match statat(&dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(about) => {
                     let (len, allocated) = (about.st_size.cast_unsigned(), allocated(&about));
@@ -154,7 +173,7 @@ impl Repository for DirectoryRepository {
         Ok(objects)
     }
 
-    fn create(&self, name: ObjectId, _copies: u8) -> io::Result<Box<dyn NewObject>> {
+    fn create(&self, name: &ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
         let dir = self.to_write()?;
         loop {
             // A name of its own, as another process may be repairing the same object.
@@ -175,14 +194,14 @@ impl Repository for DirectoryRepository {
         }
     }
 
-    fn open(&self, name: ObjectId) -> io::Result<Box<dyn ObjectReader>> {
-        let file = open_file(&self.to_read()?, &name.to_string(), OFlags::RDONLY)?;
+    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>> {
+        let file = open_file(&self.to_read()?, name.as_str(), OFlags::RDONLY)?;
         OpenFile::boxed(file)
     }
 
-    fn delete(&self, name: ObjectId) -> io::Result<()> {
+    fn delete(&self, name: &ObjectName) -> io::Result<()> {
         let dir = self.to_write()?;
-        match unlinkat(&dir, name.to_string(), AtFlags::empty()) {
+        match unlinkat(&dir, name.as_str(), AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(fsync(&dir)?),
             Err(error) => Err(error.into()),
         }
@@ -194,7 +213,7 @@ impl Repository for DirectoryRepository {
         for entry in Dir::read_from(&dir)? {
             let entry = entry?;
             let name = entry.file_name();
-            if name.to_str().ok().and_then(unfinished_object).is_none() {
+            if !name.to_str().is_ok_and(|name| self.is_unfinished(name)) {
                 continue;
             }
             let about = statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
@@ -295,11 +314,14 @@ mod tests {
 
     use rustix::fs::{CWD, mknodat};
 
-    use super::super::name::{ObjectKind, SnapshotId};
     use super::*;
 
-    fn name() -> ObjectId {
-        ObjectId { owner: SnapshotId::draw(), kind: ObjectKind::Clean }
+    fn name() -> ObjectName {
+        ObjectName::new("web.clean").unwrap()
+    }
+
+    fn open(dir: &tempfile::TempDir) -> DirectoryRepository {
+        DirectoryRepository::open(dir.path(), |name| name.ends_with(".clean")).unwrap()
     }
 
     fn private_directory() -> tempfile::TempDir {
@@ -309,30 +331,33 @@ mod tests {
     #[test]
     fn an_object_appears_when_it_is_published_and_not_before() {
         let dir = private_directory();
-        let repository = DirectoryRepository::open(dir.path()).unwrap();
+        let repository = open(&dir);
         let name = name();
-        let mut object = repository.create(name, 1).unwrap();
+        let mut object = repository.create(&name, 1).unwrap();
         object.append(b"ab").unwrap();
         object.append(b"c").unwrap();
         object.sync().unwrap();
         assert_eq!(repository.list().unwrap(), []);
         object.publish().unwrap();
-        assert_eq!(repository.list().unwrap(), [Stored { name, len: 3, allocated: 4096, copies: 1 }]);
+        assert_eq!(
+            repository.list().unwrap(),
+            [Stored { name: name.clone(), len: 3, allocated: 4096, copies: 1 }]
+        );
         let mut read = [0; 2];
-        repository.open(name).unwrap().read_at(1, &mut read).unwrap();
+        repository.open(&name).unwrap().read_at(1, &mut read).unwrap();
         assert_eq!(&read, b"bc");
-        repository.delete(name).unwrap();
-        repository.delete(name).unwrap();
+        repository.delete(&name).unwrap();
+        repository.delete(&name).unwrap();
         assert_eq!(repository.list().unwrap(), []);
     }
 
     #[test]
     fn what_is_not_finished_goes_with_its_writer_or_is_swept() {
         let dir = private_directory();
-        let repository = DirectoryRepository::open(dir.path()).unwrap();
-        drop(repository.create(name(), 1).unwrap());
+        let repository = open(&dir);
+        drop(repository.create(&name(), 1).unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-        std::mem::forget(repository.create(name(), 1).unwrap());
+        std::mem::forget(repository.create(&name(), 1).unwrap());
         fs::write(dir.path().join(".other.new"), "").unwrap();
         assert_eq!(repository.sweep().unwrap().objects, 1);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -341,7 +366,7 @@ mod tests {
     #[test]
     fn who_deletes_is_alone() {
         let dir = private_directory();
-        let repository = DirectoryRepository::open(dir.path()).unwrap();
+        let repository = open(&dir);
         let shared = [repository.hold(Hold::Read).unwrap(), repository.hold(Hold::Write).unwrap()];
         assert!(repository.hold(Hold::AloneOrNot).unwrap().is_none());
         drop(shared);
@@ -353,7 +378,7 @@ mod tests {
     #[test]
     fn a_link_where_an_object_is_to_be_written_is_passed_over() {
         let (dir, outside) = (private_directory(), tempfile::tempdir().unwrap());
-        let (repository, name) = (DirectoryRepository::open(dir.path()).unwrap(), name());
+        let (repository, name) = (open(&dir), name());
         let theirs = outside.path().join("theirs");
         fs::write(&theirs, "theirs").unwrap();
         let next = COUNT.load(Ordering::Relaxed);
@@ -362,7 +387,7 @@ mod tests {
             symlink(&theirs, dir.path().join(planted)).unwrap();
         }
         symlink(&theirs, dir.path().join(name.to_string())).unwrap();
-        let mut object = repository.create(name, 1).unwrap();
+        let mut object = repository.create(&name, 1).unwrap();
         object.append(b"ours").unwrap();
         object.publish().unwrap();
         assert_eq!(fs::read(&theirs).unwrap(), b"theirs");
@@ -373,7 +398,7 @@ mod tests {
     #[test]
     fn only_files_that_a_writer_has_left_are_swept() {
         let (dir, name) = (private_directory(), name());
-        let repository = DirectoryRepository::open(dir.path()).unwrap();
+        let repository = open(&dir);
         let at = |by: &str| dir.path().join(format!(".{name}.{by}{UNFINISHED}"));
         fs::write(at("1-2"), "").unwrap();
         for others in ["x", "1", "1-", "-2", "1-x", "1-2-3"] {
@@ -390,7 +415,7 @@ mod tests {
     #[test]
     fn what_is_no_regular_file_is_neither_opened_nor_locked() {
         let (dir, outside, name) = (private_directory(), tempfile::tempdir().unwrap(), name());
-        let repository = DirectoryRepository::open(dir.path()).unwrap();
+        let repository = open(&dir);
         let theirs = outside.path().join("theirs");
         let file_names = [name.to_string(), LOCK.to_owned()];
         let holds = [Hold::Read, Hold::Write, Hold::Alone, Hold::AloneOrNot];
@@ -402,7 +427,7 @@ mod tests {
         ];
         for (kind, plant) in plant.into_iter().enumerate() {
             file_names.iter().for_each(|name| plant(&dir.path().join(name)));
-            let tried = std::iter::once(repository.open(name).err())
+            let tried = std::iter::once(repository.open(&name).err())
                 .chain(holds.map(|how| repository.hold(how).err()));
             let said: Vec<String> =
                 tried.map(|error| error.map_or_else(String::new, |error| error.to_string())).collect();
@@ -420,7 +445,7 @@ mod tests {
     fn a_file_or_nothing_is_no_repository() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("file"), "").unwrap();
-        assert!(DirectoryRepository::open(&dir.path().join("file")).is_err());
-        assert!(DirectoryRepository::open(&dir.path().join("nothing")).is_err());
+        assert!(DirectoryRepository::open(&dir.path().join("file"), ObjectName::is_valid).is_err());
+        assert!(DirectoryRepository::open(&dir.path().join("nothing"), ObjectName::is_valid).is_err());
     }
 }

@@ -19,9 +19,9 @@ use hdfs_native::WriteOptions;
 use hdfs_native::file::FileWriter;
 use parking_lot::Mutex;
 
-use super::super::name::SnapshotId;
-use super::super::repository::Swept;
 use super::link::Link;
+use crate::name::draw_id;
+use crate::repository::Swept;
 
 /// The directory of all holds, in the repository.
 const HOLDS: &str = ".holds";
@@ -64,7 +64,7 @@ impl HoldDir {
     /// Holds the repository in the directory `repository`, unless another holds it against that.
     pub(super) fn take(link: &Arc<Link>, repository: &str, kind: Kind) -> io::Result<Taken> {
         let holds = format!("{repository}/{HOLDS}");
-        let own = format!("{}{}", kind.prefix(), SnapshotId::draw());
+        let own = format!("{}{:032x}", kind.prefix(), draw_id());
         let path = format!("{holds}/{own}");
         let options = WriteOptions::default().replication(1).permission(0o660).create_parent(true);
         let alive = link.ask(link.client.create(&format!("{path}/{ALIVE}"), options))?;

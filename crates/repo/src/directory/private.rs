@@ -19,9 +19,6 @@ use std::path::Path;
 use rustix::fs::{AtFlags, Dir, FileType, Mode, fchmod, fstat, statat};
 use rustix::process::{Uid, geteuid};
 
-use super::{LOCK, unfinished_object};
-use crate::vault::name::ObjectId;
-
 /// What the file system's own tools make in its root directory.
 const LOST_AND_FOUND: &str = "lost+found";
 
@@ -68,7 +65,7 @@ impl fmt::Display for Access {
 ///
 /// # Errors
 /// When others can enter it: it must not be written.
-pub(super) fn close(dir: &OwnedFd, path: &Path) -> io::Result<()> {
+pub(super) fn close(dir: &OwnedFd, path: &Path, is_own: impl Fn(&str) -> bool) -> io::Result<()> {
     let access = Access::of(dir)?;
     if access.is_private() {
         return Ok(());
@@ -81,7 +78,7 @@ pub(super) fn close(dir: &OwnedFd, path: &Path) -> io::Result<()> {
     if access.mode.intersects(Mode::WGRP | Mode::WOTH) {
         return refused(format!("others can write to it: {access}; see what is in it, and {remedy}"));
     }
-    if let Some(name) = stranger(dir)? {
+    if let Some(name) = stranger(dir, is_own)? {
         return refused(format!(
             "others can enter it: {access}; it holds {name:?}, which is not the vault's: take that out, or {remedy}"
         ));
@@ -102,16 +99,14 @@ pub(super) fn close(dir: &OwnedFd, path: &Path) -> io::Result<()> {
 }
 
 /// Something in the directory that no vault of this user's has.
-fn stranger(dir: &OwnedFd) -> io::Result<Option<String>> {
+fn stranger(dir: &OwnedFd, is_own: impl Fn(&str) -> bool) -> io::Result<Option<String>> {
     for entry in Dir::read_from(dir)? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy();
-        let is_vaults =
-            name == LOCK || ObjectId::parse(&name).is_some() || unfinished_object(&name).is_some();
         let kind = match &*name {
             "." | ".." => continue,
             LOST_AND_FOUND => FileType::Directory,
-            _ if is_vaults => FileType::RegularFile,
+            name if is_own(name) => FileType::RegularFile,
             _ => return Ok(Some(name.into_owned())),
         };
         let about = match statat(dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW) {

@@ -1,0 +1,23 @@
+//! Repositories: immutable objects in a directory or in HDFS.
+//!
+//! | module | what it knows |
+//! |---|---|
+//! | [`repository`] | what every kind of repository does |
+//! | [`name`] | names of objects |
+//! | [`address`] | where a repository is, as people write it |
+//! | [`directory`] | a directory of this host |
+//! | `hdfs` | a directory of HDFS |
+
+mod address;
+mod directory;
+#[cfg(feature = "hdfs")]
+mod hdfs;
+mod name;
+mod repository;
+
+pub use address::RepositoryAddress;
+pub use directory::DirectoryRepository;
+#[cfg(feature = "hdfs")]
+pub use hdfs::HdfsRepository;
+pub use name::{NameRule, ObjectName, draw_id};
+pub use repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
