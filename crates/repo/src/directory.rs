@@ -23,7 +23,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::name::{NameRule, ObjectName};
-use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
+use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept};
 use private::Access;
 
 const LOCK: &str = ObjectName::LOCK;
@@ -152,7 +152,7 @@ impl Repository for DirectoryRepository {
 
     /// What has an object's name and is no regular file is listed, too: it cannot be opened, so what it needs is not known,
     /// and nothing that it may need is collected.
-    fn list(&self) -> io::Result<Vec<Stored>> {
+    fn list(&self) -> io::Result<Vec<ObjectInfo>> {
         let dir = self.to_read()?;
         let mut objects = Vec::new();
         for entry in Dir::read_from(&dir)? {
@@ -163,7 +163,7 @@ impl Repository for DirectoryRepository {
             match statat(&dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(about) => {
                     let (len, allocated) = (about.st_size.cast_unsigned(), allocated(&about));
-                    objects.push(Stored { name, len, allocated, copies: 1 });
+                    objects.push(ObjectInfo { name, len, allocated, copies: 1 });
                 }
                 // Deleted since its name was read.
                 Err(Errno::NOENT) => {}
@@ -254,7 +254,7 @@ struct NewFile {
 }
 
 impl NewObject for NewFile {
-    fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.file.write_all(bytes)
     }
 
@@ -269,7 +269,7 @@ impl NewObject for NewFile {
         OpenFile::boxed(file)
     }
 
-    fn publish(mut self: Box<Self>) -> io::Result<()> {
+    fn finish(mut self: Box<Self>) -> io::Result<()> {
         renameat(&self.dir, &self.unfinished, &self.dir, &self.target)?;
         self.published = true;
         Ok(fsync(&self.dir)?)
@@ -334,14 +334,14 @@ mod tests {
         let repository = open(&dir);
         let name = name();
         let mut object = repository.create(&name, 1).unwrap();
-        object.append(b"ab").unwrap();
-        object.append(b"c").unwrap();
+        object.write(b"ab").unwrap();
+        object.write(b"c").unwrap();
         object.sync().unwrap();
         assert_eq!(repository.list().unwrap(), []);
-        object.publish().unwrap();
+        object.finish().unwrap();
         assert_eq!(
             repository.list().unwrap(),
-            [Stored { name: name.clone(), len: 3, allocated: 4096, copies: 1 }]
+            [ObjectInfo { name: name.clone(), len: 3, allocated: 4096, copies: 1 }]
         );
         let mut read = [0; 2];
         repository.open(&name).unwrap().read_at(1, &mut read).unwrap();
@@ -388,8 +388,8 @@ mod tests {
         }
         symlink(&theirs, dir.path().join(name.to_string())).unwrap();
         let mut object = repository.create(&name, 1).unwrap();
-        object.append(b"ours").unwrap();
-        object.publish().unwrap();
+        object.write(b"ours").unwrap();
+        object.finish().unwrap();
         assert_eq!(fs::read(&theirs).unwrap(), b"theirs");
         assert_eq!(fs::read(dir.path().join(name.to_string())).unwrap(), b"ours");
         assert!(fs::symlink_metadata(dir.path().join(name.to_string())).unwrap().is_file());

@@ -28,7 +28,7 @@ use hdfs_native::WriteOptions;
 use parking_lot::Mutex;
 
 use crate::name::{NameRule, ObjectName};
-use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
+use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept};
 use hold::{HoldDir, Kind, UNFINISHED, lost};
 use link::Link;
 use object::{NewFile, OpenFile, Patience, State};
@@ -193,7 +193,7 @@ impl Repository for HdfsRepository {
         Ok(if has_quota { summary.space_quota.saturating_sub(summary.space_consumed) } else { u64::MAX })
     }
 
-    fn list(&self) -> io::Result<Vec<Stored>> {
+    fn list(&self) -> io::Result<Vec<ObjectInfo>> {
         let dir = if self.address.dir.is_empty() { "/" } else { &self.address.dir };
         let files = self.link().ask(self.link().client.list_status(dir, false))?;
         let objects = files.iter().filter(|file| !file.isdir).filter_map(|file| {
@@ -201,7 +201,7 @@ impl Repository for HdfsRepository {
             (self.names)(name.as_str()).then_some(())?;
             let copies = u8::try_from(file.replication.unwrap_or(1)).unwrap_or(u8::MAX);
             let len = file.length as u64;
-            Some(Stored { name, len, allocated: len, copies })
+            Some(ObjectInfo { name, len, allocated: len, copies })
         });
         Ok(objects.collect())
     }

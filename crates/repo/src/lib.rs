@@ -20,4 +20,4 @@ pub use directory::DirectoryRepository;
 #[cfg(feature = "hdfs")]
 pub use hdfs::HdfsRepository;
 pub use name::{NameRule, ObjectName, draw_id};
-pub use repository::{DeviceId, Held, Hold, NewObject, ObjectReader, Repository, Stored, Swept};
+pub use repository::{DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept};

@@ -32,7 +32,7 @@ pub type Held = Box<dyn Send + Sync>;
 
 /// An object that is in a repository.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stored {
+pub struct ObjectInfo {
     /// Its name.
     pub name: ObjectName,
     /// Bytes of one copy.
@@ -48,7 +48,7 @@ pub struct Stored {
 pub struct Swept {
     /// Unfinished objects.
     pub objects: usize,
-    /// Bytes they took, as [`Stored::allocated`].
+    /// Bytes they took, as [`ObjectInfo::allocated`].
     pub bytes: u64,
 }
 
@@ -82,7 +82,7 @@ pub trait Repository: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// When it cannot be read.
-    fn list(&self) -> io::Result<Vec<Stored>>;
+    fn list(&self) -> io::Result<Vec<ObjectInfo>>;
 
     /// Begins an object of which `copies` (up to [`Repository::max_copies`]) are to be kept; only while the repository is held.
     /// One of that name is replaced when the new one is published.
@@ -122,7 +122,7 @@ pub trait NewObject: Send {
     ///
     /// # Errors
     /// When they were not, or not all, taken: the object is then of no use.
-    fn append(&mut self, bytes: &[u8]) -> io::Result<()>;
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()>;
 
     /// Brings all bytes to stable storage.
     ///
@@ -141,7 +141,7 @@ pub trait NewObject: Send {
     ///
     /// # Errors
     /// When it may not have its name.
-    fn publish(self: Box<Self>) -> io::Result<()>;
+    fn finish(self: Box<Self>) -> io::Result<()>;
 }
 
 /// An object opened for reading, which may go on when it is deleted meanwhile.

@@ -16,7 +16,9 @@ use vmstrata_memory::vault::{
     Closing, DiskPiece, DiskState, NewSnapshot, ObjectId, ObjectKind, Page, Policy, Refill, Vault, Which,
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
-use vmstrata_repo::{DeviceId, Held, Hold, NewObject, ObjectName, ObjectReader, Repository, Stored, Swept};
+use vmstrata_repo::{
+    DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository, Swept,
+};
 
 const PAGES: u64 = 12;
 const HEADER: usize = 36;
@@ -46,9 +48,9 @@ impl Repository for Shelf {
         Ok(0)
     }
 
-    fn list(&self) -> io::Result<Vec<Stored>> {
+    fn list(&self) -> io::Result<Vec<ObjectInfo>> {
         let objects = self.0.lock().expect("no panic in between");
-        let stored = |(name, bytes): (&ObjectName, &Arc<Vec<u8>>)| Stored {
+        let stored = |(name, bytes): (&ObjectName, &Arc<Vec<u8>>)| ObjectInfo {
             name: name.clone(),
             len: bytes.len() as u64,
             allocated: bytes.len() as u64,
@@ -87,7 +89,7 @@ struct Writing {
 }
 
 impl NewObject for Writing {
-    fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.bytes.extend(bytes);
         Ok(())
     }
@@ -100,7 +102,7 @@ impl NewObject for Writing {
         Ok(Box::new(Reading(Arc::new(self.bytes.clone()))))
     }
 
-    fn publish(self: Box<Self>) -> io::Result<()> {
+    fn finish(self: Box<Self>) -> io::Result<()> {
         self.shelf.lock().expect("no panic in between").insert(self.name, Arc::new(self.bytes));
         Ok(())
     }

@@ -139,9 +139,9 @@ impl Vault {
         let repository = self.repository(share.repository);
         let write = || {
             let mut object = repository.create(&name.into(), share.copies)?;
-            object.append(bytes)?;
+            object.write(bytes)?;
             object.sync()?;
-            object.publish()
+            object.finish()
         };
         write().map_err(VaultError::repository(repository, "repairing", name))?;
         made.push(format!("{}/{name}", repository.describe()));

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use vmstrata_repo::{ObjectReader, Repository, Stored};
+use vmstrata_repo::{ObjectInfo, ObjectReader, Repository};
 
 use super::Vault;
 use super::error::{Result, VaultError};
@@ -55,7 +55,7 @@ impl Survey {
         for (index, repository) in vault.repositories.iter().enumerate() {
             match repository.list() {
                 Ok(objects) => {
-                    for Stored { name, len, allocated, copies } in objects {
+                    for ObjectInfo { name, len, allocated, copies } in objects {
                         let Some(id) = ObjectId::parse(name.as_str()) else { continue };
                         let copy = CopyAt { repository: index, len, allocated, copies };
                         survey.objects.entry(id).or_default().push(copy);

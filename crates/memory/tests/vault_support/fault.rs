@@ -4,7 +4,9 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use vmstrata_repo::{DeviceId, Held, Hold, NewObject, ObjectName, ObjectReader, Repository, Stored, Swept};
+use vmstrata_repo::{
+    DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository, Swept,
+};
 
 /// What happens at the n-th operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +110,7 @@ impl Repository for FaultRepository {
         self.inner.free_bytes()
     }
 
-    fn list(&self) -> io::Result<Vec<Stored>> {
+    fn list(&self) -> io::Result<Vec<ObjectInfo>> {
         self.plan.step()?;
         self.inner.list()
     }
@@ -147,18 +149,18 @@ struct FaultObject {
 }
 
 impl NewObject for FaultObject {
-    fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         // A full disk takes a part.
         if let Err(error) = self.plan.step() {
-            self.inner.append(&bytes[..bytes.len() / 2])?;
+            self.inner.write(&bytes[..bytes.len() / 2])?;
             return Err(error);
         }
         if self.plan.garbles() {
             let mut other = bytes.to_vec();
             other[bytes.len() / 2] ^= 1;
-            return self.inner.append(&other);
+            return self.inner.write(&other);
         }
-        self.inner.append(bytes)
+        self.inner.write(bytes)
     }
 
     fn sync(&mut self) -> io::Result<()> {
@@ -171,9 +173,9 @@ impl NewObject for FaultObject {
         Ok(Box::new(FaultReader { inner: self.inner.read_back()?, plan: Arc::clone(&self.plan) }))
     }
 
-    fn publish(self: Box<Self>) -> io::Result<()> {
+    fn finish(self: Box<Self>) -> io::Result<()> {
         self.plan.step()?;
-        self.inner.publish()
+        self.inner.finish()
     }
 }
 

@@ -33,7 +33,7 @@ pub(super) enum State {
 }
 
 impl NewObject for NewFile {
-    fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         bytes.chunks(PIECE).try_for_each(|piece| {
             let writing = self.writer.write_bytes(Bytes::copy_from_slice(piece));
             self.repository.link.move_data(writing).map(drop)
@@ -49,7 +49,7 @@ impl NewObject for NewFile {
         Ok(Box::new(OpenFile::open(&self.repository, self.unfinished.clone())?))
     }
 
-    fn publish(mut self: Box<Self>) -> io::Result<()> {
+    fn finish(mut self: Box<Self>) -> io::Result<()> {
         self.state = State::Publishing;
         let link = &self.repository.link;
         match link.ask(link.client.rename(&self.unfinished, &self.target, true)) {

@@ -110,7 +110,7 @@ impl Copies {
     /// Adds bytes to all.
     pub(super) fn append(&mut self, vault: &Vault, name: ObjectId, bytes: &[u8]) -> Result<()> {
         self.0.iter_mut().try_for_each(|(repository, object)| {
-            object.append(bytes).map_err(VaultError::repository(
+            object.write(bytes).map_err(VaultError::repository(
                 vault.repository(*repository),
                 "writing",
                 name,
@@ -154,7 +154,7 @@ impl Copies {
     /// Gives all their name.
     pub(in super::super) fn publish(self, vault: &Vault, name: ObjectId) -> Result<()> {
         self.0.into_iter().try_for_each(|(repository, object)| {
-            object.publish().map_err(VaultError::repository(vault.repository(repository), "publishing", name))
+            object.finish().map_err(VaultError::repository(vault.repository(repository), "publishing", name))
         })
     }
 }
