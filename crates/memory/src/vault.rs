@@ -157,20 +157,14 @@ impl Vault {
         for address in addresses {
             match address.open(ObjectId::is_name) {
                 Ok(repository) => vault.repositories.push(repository),
-                Err(source) => {
-                    vault.missing.push(format!("{address}: {source}"));
-                    let repository = address.to_string();
-                    first.get_or_insert(VaultError::Repository {
-                        repository,
-                        action: "opening",
-                        object: String::new(),
-                        source,
-                    });
+                Err(error) => {
+                    vault.missing.push(format!("{address}: {}", error.source));
+                    first.get_or_insert(error);
                 }
             }
         }
         match first {
-            Some(error) if vault.repositories.is_empty() => Err(error),
+            Some(error) if vault.repositories.is_empty() => Err(error.into()),
             _ => Ok(Arc::new(vault)),
         }
     }
@@ -247,7 +241,7 @@ impl Vault {
     fn hold(&self, how: Hold) -> Result<Option<Vec<Held>>> {
         let mut held = Vec::with_capacity(self.repositories.len());
         for repository in &self.repositories {
-            match repository.hold(how).map_err(VaultError::repository(repository.as_ref(), "holding", ""))? {
+            match repository.hold(how)? {
                 Some(lock) => held.push(lock),
                 None => return Ok(None),
             }
@@ -260,7 +254,7 @@ impl Vault {
         let hold = |repository: &Arc<dyn Repository>| match repository.hold(Hold::Read) {
             Ok(held) => held,
             Err(error) => {
-                tracing::warn!("{}: read without being held: {error}", repository.describe());
+                tracing::warn!("{}: read without being held: {}", error.repository, error.source);
                 None
             }
         };

@@ -46,7 +46,7 @@ fn saved() -> (Repositories, Saved) {
 /// What is said when a vault must not be written.
 fn refusal(error: VaultError) -> String {
     match error {
-        VaultError::Repository { source, .. } => source.to_string(),
+        VaultError::Repository(error) => error.source.to_string(),
         other => panic!("{other}"),
     }
 }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::directory::DirectoryRepository;
+use crate::error::{Error, Result};
 use crate::name::NameRule;
 use crate::repository::Repository;
 
@@ -49,19 +50,22 @@ impl RepositoryAddress {
     ///
     /// # Errors
     /// When there is no such directory, or it cannot be reached.
-    pub fn open(&self, names: NameRule) -> io::Result<Arc<dyn Repository>> {
+    pub fn open(&self, names: NameRule) -> Result<Arc<dyn Repository>> {
         match self {
             Self::Directory(path) => match DirectoryRepository::open(path, names) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     let remedy = format!("no such directory; `mkdir -m 700 {}` makes it", path.display());
-                    Err(io::Error::new(error.kind(), remedy))
+                    Err(Error { source: io::Error::new(error.kind(), remedy), ..error })
                 }
                 opened => Ok(Arc::new(opened?)),
             },
             #[cfg(feature = "hdfs")]
             Self::Hdfs(address) => Ok(Arc::new(crate::hdfs::HdfsRepository::open(address, names)?)),
             #[cfg(not(feature = "hdfs"))]
-            Self::Hdfs(_) => Err(io::Error::new(io::ErrorKind::Unsupported, "built without HDFS")),
+            Self::Hdfs(_) => Err(Error::of(self, "opening")(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "built without HDFS",
+            ))),
         }
     }
 }

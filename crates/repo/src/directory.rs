@@ -22,6 +22,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
+use crate::error::{Error, Result};
 use crate::name::{NameRule, ObjectName};
 use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept};
 use private::Access;
@@ -45,7 +46,11 @@ impl DirectoryRepository {
     ///
     /// # Errors
     /// When there is no directory of that name: a disk that is not mounted must not become a directory on another one.
-    pub fn open(path: &Path, names: NameRule) -> io::Result<Self> {
+    pub fn open(path: &Path, names: NameRule) -> Result<Self> {
+        Self::look_at(path, names).map_err(Error::of(path.display(), "opening"))
+    }
+
+    fn look_at(path: &Path, names: NameRule) -> io::Result<Self> {
         let dir = open_directory(path)?;
         let access = Access::of(&dir)?;
         if !access.is_private() {
@@ -136,23 +141,29 @@ fn unfinished_object(file_name: &str) -> Option<&str> {
     (is_number(process) && is_number(count)).then_some(name)
 }
 
-impl Repository for DirectoryRepository {
-    fn describe(&self) -> String {
-        self.path.display().to_string()
+impl DirectoryRepository {
+    /// For `map_err`.
+    fn failed<'a>(&'a self, action: &'static str) -> impl FnOnce(io::Error) -> Error + 'a {
+        Error::of(self.path.display(), action)
     }
 
-    fn device(&self) -> DeviceId {
-        self.device
+    /// For `map_err`.
+    fn failed_at<'a>(
+        &'a self,
+        action: &'static str,
+        name: &'a ObjectName,
+    ) -> impl FnOnce(io::Error) -> Error + 'a {
+        Error::of_object(self.path.display(), action, name)
     }
 
-    fn free_bytes(&self) -> io::Result<u64> {
+    fn available_bytes(&self) -> io::Result<u64> {
         let about = fstatvfs(&self.to_read()?)?;
         Ok(about.f_bavail.saturating_mul(about.f_frsize))
     }
 
     /// What has an object's name and is no regular file is listed, too: it cannot be opened, so what it needs is not known,
     /// and nothing that it may need is collected.
-    fn list(&self) -> io::Result<Vec<ObjectInfo>> {
+    fn objects(&self) -> io::Result<Vec<ObjectInfo>> {
         let dir = self.to_read()?;
         let mut objects = Vec::new();
         for entry in Dir::read_from(&dir)? {
@@ -173,10 +184,10 @@ impl Repository for DirectoryRepository {
         Ok(objects)
     }
 
-    fn create(&self, name: &ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
+    fn begin(&self, name: &ObjectName) -> io::Result<NewFile> {
         let dir = self.to_write()?;
         loop {
-            // A name of its own, as another process may be repairing the same object.
+            // A name of its own, as another process may be writing the same object.
             let count = COUNT.fetch_add(1, Ordering::Relaxed);
             let unfinished = format!(".{name}.{}-{count}{UNFINISHED}", std::process::id());
             let file = match open_file(&dir, &unfinished, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL) {
@@ -184,22 +195,12 @@ impl Repository for DirectoryRepository {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 file => file?,
             };
-            return Ok(Box::new(NewFile {
-                dir,
-                file,
-                unfinished,
-                target: name.to_string(),
-                published: false,
-            }));
+            let (repository, name) = (self.describe(), name.clone());
+            return Ok(NewFile { repository, name, dir, file, unfinished, published: false });
         }
     }
 
-    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>> {
-        let file = open_file(&self.to_read()?, name.as_str(), OFlags::RDONLY)?;
-        OpenFile::boxed(file)
-    }
-
-    fn delete(&self, name: &ObjectName) -> io::Result<()> {
+    fn remove(&self, name: &ObjectName) -> io::Result<()> {
         let dir = self.to_write()?;
         match unlinkat(&dir, name.as_str(), AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(fsync(&dir)?),
@@ -207,7 +208,7 @@ impl Repository for DirectoryRepository {
         }
     }
 
-    fn sweep(&self) -> io::Result<Swept> {
+    fn remove_unfinished(&self) -> io::Result<Swept> {
         let dir = self.to_write()?;
         let mut swept = Swept::default();
         for entry in Dir::read_from(&dir)? {
@@ -226,7 +227,7 @@ impl Repository for DirectoryRepository {
         Ok(swept)
     }
 
-    fn hold(&self, how: Hold) -> io::Result<Option<Held>> {
+    fn lock(&self, how: Hold) -> io::Result<Option<Held>> {
         let Some(file) = self.lock_file(how)? else { return Ok(Some(Box::new(()))) };
         let operation = match how {
             Hold::Read | Hold::Write => FlockOperation::LockShared,
@@ -241,38 +242,94 @@ impl Repository for DirectoryRepository {
     }
 }
 
+impl Repository for DirectoryRepository {
+    fn describe(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn device(&self) -> DeviceId {
+        self.device
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        self.available_bytes().map_err(self.failed("asking for room"))
+    }
+
+    fn list(&self) -> Result<Vec<ObjectInfo>> {
+        self.objects().map_err(self.failed("listing"))
+    }
+
+    fn create(&self, name: &ObjectName, _copies: u8) -> Result<Box<dyn NewObject>> {
+        Ok(Box::new(self.begin(name).map_err(self.failed_at("creating", name))?))
+    }
+
+    fn open(&self, name: &ObjectName) -> Result<Box<dyn ObjectReader>> {
+        let file = self.to_read().and_then(|dir| open_file(&dir, name.as_str(), OFlags::RDONLY));
+        let opened = file.and_then(|file| OpenFile::new(self.describe(), name, file));
+        Ok(Box::new(opened.map_err(self.failed_at("opening", name))?))
+    }
+
+    fn delete(&self, name: &ObjectName) -> Result<()> {
+        self.remove(name).map_err(self.failed_at("deleting", name))
+    }
+
+    fn sweep(&self) -> Result<Swept> {
+        self.remove_unfinished().map_err(self.failed("sweeping"))
+    }
+
+    fn hold(&self, how: Hold) -> Result<Option<Held>> {
+        self.lock(how).map_err(self.failed("holding"))
+    }
+}
+
 fn cannot_write(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem)
 }
 
 struct NewFile {
+    repository: String,
+    name: ObjectName,
     dir: OwnedFd,
     file: File,
     unfinished: String,
-    target: String,
     published: bool,
 }
 
-impl NewObject for NewFile {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all(bytes)
+impl NewFile {
+    /// For `map_err`.
+    fn failed<'a>(&'a self, action: &'static str) -> impl FnOnce(io::Error) -> Error + 'a {
+        Error::of_object(&self.repository, action, &self.name)
     }
 
-    fn sync(&mut self) -> io::Result<()> {
-        self.file.sync_data()
-    }
-
-    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>> {
+    fn open_unfinished(&self) -> io::Result<OpenFile> {
         let file = open_file(&self.dir, &self.unfinished, OFlags::RDONLY)?;
         // What is in memory says nothing about the device.
         fadvise(&file, 0, None, Advice::DontNeed)?;
-        OpenFile::boxed(file)
+        OpenFile::new(self.repository.clone(), &self.name, file)
     }
 
-    fn finish(mut self: Box<Self>) -> io::Result<()> {
-        renameat(&self.dir, &self.unfinished, &self.dir, &self.target)?;
+    fn publish(&mut self) -> io::Result<()> {
+        renameat(&self.dir, &self.unfinished, &self.dir, self.name.as_str())?;
         self.published = true;
         Ok(fsync(&self.dir)?)
+    }
+}
+
+impl NewObject for NewFile {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all(bytes).map_err(self.failed("writing"))
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        self.file.sync_data().map_err(self.failed("flushing"))
+    }
+
+    fn read_back(&self) -> Result<Box<dyn ObjectReader>> {
+        Ok(Box::new(self.open_unfinished().map_err(self.failed("reading back"))?))
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<()> {
+        self.publish().map_err(self.failed("publishing"))
     }
 }
 
@@ -286,14 +343,16 @@ impl Drop for NewFile {
 }
 
 struct OpenFile {
+    repository: String,
+    name: ObjectName,
     file: File,
     len: u64,
 }
 
 impl OpenFile {
-    fn boxed(file: File) -> io::Result<Box<dyn ObjectReader>> {
+    fn new(repository: String, name: &ObjectName, file: File) -> io::Result<Self> {
         let len = file.metadata()?.len();
-        Ok(Box::new(Self { file, len }))
+        Ok(Self { repository, name: name.clone(), file, len })
     }
 }
 
@@ -302,8 +361,8 @@ impl ObjectReader for OpenFile {
         self.len
     }
 
-    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        self.file.read_exact_at(into, at)
+    fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(into, at).map_err(Error::of_read(&self.repository, &self.name, at))
     }
 }
 
@@ -430,7 +489,7 @@ mod tests {
             let tried = std::iter::once(repository.open(&name).err())
                 .chain(holds.map(|how| repository.hold(how).err()));
             let said: Vec<String> =
-                tried.map(|error| error.map_or_else(String::new, |error| error.to_string())).collect();
+                tried.map(|error| error.map_or_else(String::new, |error| error.source.to_string())).collect();
             assert!(said.iter().all(|said| said.contains("is not a regular file")), "{kind}: {said:?}");
             assert_eq!(repository.list().unwrap().len(), 1, "{kind}");
             for name in &file_names {

@@ -27,6 +27,7 @@ use std::time::Duration;
 use hdfs_native::WriteOptions;
 use parking_lot::Mutex;
 
+use crate::error::{Error, Result};
 use crate::name::{NameRule, ObjectName};
 use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept};
 use hold::{HoldDir, Kind, UNFINISHED, lost};
@@ -60,8 +61,10 @@ pub struct HdfsRepository {
 /// What a repository has in common with its objects.
 #[derive(Debug)]
 struct Common {
+    /// What people call the repository.
+    described: String,
     link: Arc<Link>,
-    patience: Arc<Patience>,
+    patience: Patience,
     /// Set when a name may appear late.
     may_appear: AtomicBool,
 }
@@ -98,6 +101,10 @@ impl Address {
         (!authority.is_empty()).then(|| Self { authority: authority.to_owned(), dir, block_bytes })
     }
 
+    fn dir_or_root(&self) -> &str {
+        if self.dir.is_empty() { "/" } else { &self.dir }
+    }
+
     fn path(&self, name: &ObjectName) -> String {
         format!("{}/{name}", self.dir)
     }
@@ -121,17 +128,22 @@ impl HdfsRepository {
     ///
     /// # Errors
     /// `InvalidInput` for another address; `NotFound` without that directory; what HDFS says.
-    pub fn open(address: &str, names: NameRule) -> io::Result<Self> {
+    pub fn open(address: &str, names: NameRule) -> Result<Self> {
+        Self::connect(address, names).map_err(Error::of(address, "opening"))
+    }
+
+    fn connect(address: &str, names: NameRule) -> io::Result<Self> {
         let Some(address) = Address::parse(address) else {
             let expected = "expected hdfs://NAMENODE[:PORT]/DIR[?block=SIZE], with blocks of 64K to 1024M";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, expected));
         };
         let link = Arc::new(Link::new(&address.authority)?);
-        let dir = if address.dir.is_empty() { "/" } else { &address.dir };
-        if !link.ask(link.client.get_file_info(dir))?.isdir {
+        if !link.ask(link.client.get_file_info(address.dir_or_root()))?.isdir {
             return Err(io::ErrorKind::NotADirectory.into());
         }
-        let common = Common { link, patience: Arc::default(), may_appear: AtomicBool::new(false) };
+        let described = format!("hdfs://{}{}", address.authority, address.dir);
+        let common =
+            Common { described, link, patience: Patience::default(), may_appear: AtomicBool::new(false) };
         let (shared, alone, count, swept) = Default::default();
         Ok(Self { common: Arc::new(common), address, names, shared, alone, count, swept })
     }
@@ -170,32 +182,30 @@ impl HdfsRepository {
     }
 }
 
-impl Repository for HdfsRepository {
-    fn describe(&self) -> String {
-        format!("hdfs://{}{}", self.address.authority, self.address.dir)
+impl HdfsRepository {
+    /// For `map_err`.
+    fn failed<'a>(&'a self, action: &'static str) -> impl FnOnce(io::Error) -> Error + 'a {
+        Error::of(&self.common.described, action)
     }
 
-    /// HDFS as a whole: what two of its directories hold is lost with one NameNode.
-    fn device(&self) -> DeviceId {
-        let hash = blake3::hash(self.address.authority.as_bytes());
-        DeviceId(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("32 bytes have 8")))
-    }
-
-    fn max_copies(&self) -> u8 {
-        MAX_COPIES
+    /// For `map_err`.
+    fn failed_at<'a>(
+        &'a self,
+        action: &'static str,
+        name: &'a ObjectName,
+    ) -> impl FnOnce(io::Error) -> Error + 'a {
+        Error::of_object(&self.common.described, action, name)
     }
 
     /// What the directory's quota leaves; without a quota, as if there was no end.
-    fn free_bytes(&self) -> io::Result<u64> {
-        let dir = if self.address.dir.is_empty() { "/" } else { &self.address.dir };
-        let summary = self.link().ask(self.link().client.get_content_summary(dir))?;
+    fn left_of_quota(&self) -> io::Result<u64> {
+        let summary = self.link().ask(self.link().client.get_content_summary(self.address.dir_or_root()))?;
         let has_quota = summary.space_quota != u64::MAX;
         Ok(if has_quota { summary.space_quota.saturating_sub(summary.space_consumed) } else { u64::MAX })
     }
 
-    fn list(&self) -> io::Result<Vec<ObjectInfo>> {
-        let dir = if self.address.dir.is_empty() { "/" } else { &self.address.dir };
-        let files = self.link().ask(self.link().client.list_status(dir, false))?;
+    fn objects(&self) -> io::Result<Vec<ObjectInfo>> {
+        let files = self.link().ask(self.link().client.list_status(self.address.dir_or_root(), false))?;
         let objects = files.iter().filter(|file| !file.isdir).filter_map(|file| {
             let name = ObjectName::new(file.path.rsplit('/').next()?).ok()?;
             (self.names)(name.as_str()).then_some(())?;
@@ -206,7 +216,7 @@ impl Repository for HdfsRepository {
         Ok(objects.collect())
     }
 
-    fn create(&self, name: &ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>> {
+    fn begin(&self, name: &ObjectName, copies: u8) -> io::Result<NewFile> {
         let hold = self.shared.lock().upgrade().or_else(|| self.alone.lock().upgrade());
         let Some(hold) = hold else {
             return Err(io::Error::other("it is written without being held"));
@@ -223,23 +233,20 @@ impl Repository for HdfsRepository {
             io::ErrorKind::NotFound => lost(),
             _ => error,
         })?;
-        Ok(Box::new(NewFile {
+        Ok(NewFile {
             repository: Arc::clone(&self.common),
+            name: name.clone(),
             _hold: hold,
             writer,
             unfinished,
             target: self.address.path(name),
             state: State::Unfinished,
-        }))
-    }
-
-    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>> {
-        Ok(Box::new(OpenFile::open(&self.common, self.address.path(name))?))
+        })
     }
 
     /// Who holds the repository alone deletes what others could begin to need the moment its hold expires: so by renaming,
     /// which fails then. Without that hold only metadata and own objects are deleted, which nobody begins to need.
-    fn delete(&self, name: &ObjectName) -> io::Result<()> {
+    fn remove(&self, name: &ObjectName) -> io::Result<()> {
         let (link, path) = (self.link(), self.address.path(name));
         if let Some(alone) = self.alone.lock().upgrade() {
             let moved = link.ask(link.client.rename(&path, &format!("{}/{name}", alone.path()), true));
@@ -257,12 +264,7 @@ impl Repository for HdfsRepository {
         link.ask(link.client.delete(&path, false)).map(drop)
     }
 
-    fn sweep(&self) -> io::Result<Swept> {
-        // They went when the repository was held.
-        Ok(std::mem::take(&mut *self.swept.lock()))
-    }
-
-    fn hold(&self, how: Hold) -> io::Result<Option<Held>> {
+    fn take_hold(&self, how: Hold) -> io::Result<Option<Held>> {
         match how {
             Hold::Read => match self.hold_shared() {
                 // Who only reads can do so from a directory that it may not write.
@@ -278,6 +280,52 @@ impl Repository for HdfsRepository {
                 std::thread::sleep(POLL);
             },
         }
+    }
+}
+
+impl Repository for HdfsRepository {
+    fn describe(&self) -> String {
+        self.common.described.clone()
+    }
+
+    /// HDFS as a whole: what two of its directories hold is lost with one NameNode.
+    fn device(&self) -> DeviceId {
+        let hash = blake3::hash(self.address.authority.as_bytes());
+        DeviceId(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("32 bytes have 8")))
+    }
+
+    fn max_copies(&self) -> u8 {
+        MAX_COPIES
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        self.left_of_quota().map_err(self.failed("asking for room"))
+    }
+
+    fn list(&self) -> Result<Vec<ObjectInfo>> {
+        self.objects().map_err(self.failed("listing"))
+    }
+
+    fn create(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {
+        Ok(Box::new(self.begin(name, copies).map_err(self.failed_at("creating", name))?))
+    }
+
+    fn open(&self, name: &ObjectName) -> Result<Box<dyn ObjectReader>> {
+        let opened = OpenFile::open(&self.common, name, self.address.path(name));
+        Ok(Box::new(opened.map_err(self.failed_at("opening", name))?))
+    }
+
+    fn delete(&self, name: &ObjectName) -> Result<()> {
+        self.remove(name).map_err(self.failed_at("deleting", name))
+    }
+
+    fn sweep(&self) -> Result<Swept> {
+        // They went when the repository was held.
+        Ok(std::mem::take(&mut *self.swept.lock()))
+    }
+
+    fn hold(&self, how: Hold) -> Result<Option<Held>> {
+        self.take_hold(how).map_err(self.failed("holding"))
     }
 }
 

@@ -6,8 +6,8 @@
 //! Invariant: an object that [`Repository::list`] names was complete and on stable storage before it got that name.
 
 use std::fmt;
-use std::io;
 
+use crate::error::Result;
 use crate::name::ObjectName;
 
 /// Tells devices apart: repositories with the same number are lost together.
@@ -76,44 +76,44 @@ pub trait Repository: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// When it cannot be asked.
-    fn free_bytes(&self) -> io::Result<u64>;
+    fn free_bytes(&self) -> Result<u64>;
 
     /// All objects, in any order.
     ///
     /// # Errors
     /// When it cannot be read.
-    fn list(&self) -> io::Result<Vec<ObjectInfo>>;
+    fn list(&self) -> Result<Vec<ObjectInfo>>;
 
     /// Begins an object of which `copies` (up to [`Repository::max_copies`]) are to be kept; only while the repository is held.
     /// One of that name is replaced when the new one is published.
     ///
     /// # Errors
     /// When it cannot be made.
-    fn create(&self, name: &ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>>;
+    fn create(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>>;
 
     /// Opens an object for reading.
     ///
     /// # Errors
     /// `NotFound`, and what the medium says.
-    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>>;
+    fn open(&self, name: &ObjectName) -> Result<Box<dyn ObjectReader>>;
 
     /// Deletes an object; one that is not there is deleted.
     ///
     /// # Errors
     /// When it may still be there.
-    fn delete(&self, name: &ObjectName) -> io::Result<()>;
+    fn delete(&self, name: &ObjectName) -> Result<()>;
 
     /// Removes what writers left that did not come to publish; only while held alone. Returns what went.
     ///
     /// # Errors
     /// When some may be left.
-    fn sweep(&self) -> io::Result<Swept>;
+    fn sweep(&self) -> Result<Swept>;
 
     /// Holds the repository; `None` only for [`Hold::AloneOrNot`].
     ///
     /// # Errors
     /// When it cannot be held, by a repository that cannot be written for example.
-    fn hold(&self, how: Hold) -> io::Result<Option<Held>>;
+    fn hold(&self, how: Hold) -> Result<Option<Held>>;
 }
 
 /// An object while it is written. Dropping it leaves nothing that is listed.
@@ -122,26 +122,26 @@ pub trait NewObject: Send {
     ///
     /// # Errors
     /// When they were not, or not all, taken: the object is then of no use.
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()>;
+    fn write(&mut self, bytes: &[u8]) -> Result<()>;
 
     /// Brings all bytes to stable storage.
     ///
     /// # Errors
     /// When they may not be there.
-    fn sync(&mut self) -> io::Result<()>;
+    fn sync(&mut self) -> Result<()>;
 
     /// Opens what a [`NewObject::sync`] that succeeded brought to stable storage: read from there, as far as that can be told.
     ///
     /// # Errors
     /// When it cannot be opened.
-    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>>;
+    fn read_back(&self) -> Result<Box<dyn ObjectReader>>;
 
     /// Gives it its name, durably; an object that had it is replaced in one step. Called after a [`NewObject::sync`] that
     /// succeeded.
     ///
     /// # Errors
     /// When it may not have its name.
-    fn finish(self: Box<Self>) -> io::Result<()>;
+    fn finish(self: Box<Self>) -> Result<()>;
 }
 
 /// An object opened for reading, which may go on when it is deleted meanwhile.
@@ -158,5 +158,5 @@ pub trait ObjectReader: Send + Sync {
     ///
     /// # Errors
     /// What the medium says; `UnexpectedEof` past the end.
-    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
+    fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()>;
 }

@@ -17,7 +17,7 @@ use vmstrata_memory::vault::{
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
 use vmstrata_repo::{
-    DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository, Swept,
+    DeviceId, Error, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository, Result, Swept,
 };
 
 const PAGES: u64 = 12;
@@ -44,11 +44,11 @@ impl Repository for Shelf {
         DeviceId(0)
     }
 
-    fn free_bytes(&self) -> io::Result<u64> {
+    fn free_bytes(&self) -> Result<u64> {
         Ok(0)
     }
 
-    fn list(&self) -> io::Result<Vec<ObjectInfo>> {
+    fn list(&self) -> Result<Vec<ObjectInfo>> {
         let objects = self.0.lock().expect("no panic in between");
         let stored = |(name, bytes): (&ObjectName, &Arc<Vec<u8>>)| ObjectInfo {
             name: name.clone(),
@@ -59,25 +59,26 @@ impl Repository for Shelf {
         Ok(objects.iter().map(stored).collect())
     }
 
-    fn create(&self, name: &ObjectName, _copies: u8) -> io::Result<Box<dyn NewObject>> {
+    fn create(&self, name: &ObjectName, _copies: u8) -> Result<Box<dyn NewObject>> {
         Ok(Box::new(Writing { name: name.clone(), bytes: Vec::new(), shelf: Arc::clone(&self.0) }))
     }
 
-    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>> {
+    fn open(&self, name: &ObjectName) -> Result<Box<dyn ObjectReader>> {
         let found = self.0.lock().expect("no panic in between").get(name).cloned();
-        Ok(Box::new(Reading(found.ok_or(io::ErrorKind::NotFound)?)))
+        let missing = || Error::of_object("shelf", "opening", name)(io::ErrorKind::NotFound.into());
+        Ok(Box::new(Reading(found.ok_or_else(missing)?)))
     }
 
-    fn delete(&self, name: &ObjectName) -> io::Result<()> {
+    fn delete(&self, name: &ObjectName) -> Result<()> {
         self.0.lock().expect("no panic in between").remove(name);
         Ok(())
     }
 
-    fn sweep(&self) -> io::Result<Swept> {
+    fn sweep(&self) -> Result<Swept> {
         Ok(Swept::default())
     }
 
-    fn hold(&self, _how: Hold) -> io::Result<Option<Held>> {
+    fn hold(&self, _how: Hold) -> Result<Option<Held>> {
         Ok(Some(Box::new(())))
     }
 }
@@ -89,20 +90,20 @@ struct Writing {
 }
 
 impl NewObject for Writing {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.bytes.extend(bytes);
         Ok(())
     }
 
-    fn sync(&mut self) -> io::Result<()> {
+    fn sync(&mut self) -> Result<()> {
         Ok(())
     }
 
-    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>> {
+    fn read_back(&self) -> Result<Box<dyn ObjectReader>> {
         Ok(Box::new(Reading(Arc::new(self.bytes.clone()))))
     }
 
-    fn finish(self: Box<Self>) -> io::Result<()> {
+    fn finish(self: Box<Self>) -> Result<()> {
         self.shelf.lock().expect("no panic in between").insert(self.name, Arc::new(self.bytes));
         Ok(())
     }
@@ -115,10 +116,10 @@ impl ObjectReader for Reading {
         self.0.len() as u64
     }
 
-    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        let at = usize::try_from(at).map_err(|_| io::ErrorKind::UnexpectedEof)?;
-        let from = self.0.get(at..).and_then(|from| from.get(..into.len()));
-        into.copy_from_slice(from.ok_or(io::ErrorKind::UnexpectedEof)?);
+    fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()> {
+        let from = usize::try_from(at).ok().and_then(|at| self.0.get(at..)?.get(..into.len()));
+        let short = || Error::of("shelf", "reading")(io::ErrorKind::UnexpectedEof.into());
+        into.copy_from_slice(from.ok_or_else(short)?);
         Ok(())
     }
 }

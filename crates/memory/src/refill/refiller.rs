@@ -61,7 +61,7 @@ impl<'a> Refiller<'a> {
             } else {
                 self.changed.lock().insert(frame);
             }
-            Ok(())
+            Ok::<_, VaultError>(())
         })?;
         let mut given = given.into_inner();
         given.sort_unstable();

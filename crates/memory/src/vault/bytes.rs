@@ -112,9 +112,11 @@ impl vmstrata_repo::ObjectReader for Bytes {
         self.0.len() as u64
     }
 
-    fn read_at(&self, at: u64, into: &mut [u8]) -> std::io::Result<()> {
+    fn read_at(&self, at: u64, into: &mut [u8]) -> vmstrata_repo::Result<()> {
         let from = self.0.get(usize::try_from(at).unwrap()..).unwrap_or_default();
-        into.copy_from_slice(from.get(..into.len()).ok_or(std::io::ErrorKind::UnexpectedEof)?);
+        let short =
+            || vmstrata_repo::Error::of("memory", "reading")(std::io::ErrorKind::UnexpectedEof.into());
+        into.copy_from_slice(from.get(..into.len()).ok_or_else(short)?);
         Ok(())
     }
 }

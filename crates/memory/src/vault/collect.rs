@@ -62,10 +62,7 @@ impl Vault {
         for id in ids {
             let name = ObjectId { owner: *id, kind: ObjectKind::Metadata };
             for copy in survey.copies(name) {
-                let repository = self.repository(copy.repository);
-                repository
-                    .delete(&name.into())
-                    .map_err(VaultError::repository(repository, "deleting", name))?;
+                self.repository(copy.repository).delete(&name.into())?;
                 bytes += copy.allocated;
             }
         }
@@ -130,16 +127,14 @@ impl Vault {
         let survey = self.survey_of_all()?;
         let mut collected = Collected::default();
         for repository in &self.repositories {
-            let swept =
-                repository.sweep().map_err(VaultError::repository(repository.as_ref(), "sweeping", ""))?;
+            let swept = repository.sweep()?;
             collected.unfinished += swept.objects;
             collected.bytes += swept.bytes;
         }
         let listed = survey.snapshots(self);
         let used = used(&listed)?;
         for (name, copy) in unused(&survey, &used) {
-            let repository = self.repository(copy.repository);
-            repository.delete(&name.into()).map_err(VaultError::repository(repository, "deleting", name))?;
+            self.repository(copy.repository).delete(&name.into())?;
             collected.objects += 1;
         }
         collected.compacted = compact(&survey, &listed, &used)?;

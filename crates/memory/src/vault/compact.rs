@@ -116,7 +116,7 @@ impl Vault {
             let object = ObjectCopies::open(self, survey, name);
             match rewrite(self, &object, &needed, &shares)? {
                 Some(copies) => {
-                    copies.publish(self, name)?;
+                    copies.publish()?;
                     count += 1;
                 }
                 None => {

@@ -50,7 +50,7 @@ impl ObjectCopies {
                 Ok(reader) => {
                     object.add(copy.repository, format!("{}/{name}", repository.describe()), reader)
                 }
-                Err(error) => object.unopened.push((copy.repository, wrong(repository, name, error))),
+                Err(error) => object.unopened.push((copy.repository, wrong(repository, name, error.source))),
             }
         }
         object.problems.extend(object.unopened.iter().map(|(_, problem)| problem.clone()));

@@ -15,17 +15,8 @@ pub type Result<T, E = VaultError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum VaultError {
     /// A repository did not do what was asked.
-    #[error("{repository}: {action}{}{object}", if object.is_empty() { "" } else { " " })]
-    Repository {
-        /// The repository.
-        repository: String,
-        /// What was being done.
-        action: &'static str,
-        /// With which object; empty when with none.
-        object: String,
-        /// The cause.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Repository(#[from] vmstrata_repo::Error),
     /// Fewer repositories than copies.
     #[error("{wanted} copies need {wanted} repositories: {found} can be reached")]
     TooFewRepositories {
@@ -151,20 +142,4 @@ pub enum VaultError {
 
 fn list(names: &[impl ToString]) -> String {
     names.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-}
-
-impl VaultError {
-    /// For `map_err`: `action` on `object` in `repository` failed.
-    pub(super) fn repository<'a>(
-        repository: &'a dyn vmstrata_repo::Repository,
-        action: &'static str,
-        object: impl ToString + 'a,
-    ) -> impl FnOnce(io::Error) -> Self + 'a {
-        move |source| Self::Repository {
-            repository: repository.describe(),
-            action,
-            object: object.to_string(),
-            source,
-        }
-    }
 }

@@ -30,11 +30,7 @@ struct Candidate {
 pub(super) fn choose(vault: &Vault, policy: &Policy, preferred: &[usize]) -> Result<Vec<Share>> {
     let mut candidates = Vec::new();
     for (index, repository) in vault.repositories.iter().enumerate() {
-        let free_bytes = repository.free_bytes().map_err(VaultError::repository(
-            repository.as_ref(),
-            "asking for room",
-            "",
-        ))?;
+        let free_bytes = repository.free_bytes()?;
         candidates.push(Candidate {
             repository: index,
             device: repository.device(),

@@ -109,7 +109,7 @@ impl Vault {
         let Some(copies) = rewrite(self, &object, &found.pages, lacking)? else {
             return Ok(name.kind == ObjectKind::Clean);
         };
-        copies.publish(self, name)?;
+        copies.publish()?;
         made.extend(
             lacking.iter().map(|share| format!("{}/{name}", self.repository(share.repository).describe())),
         );
@@ -137,13 +137,10 @@ impl Vault {
 
     fn put(&self, name: ObjectId, share: Share, bytes: &[u8], made: &mut Vec<String>) -> Result<()> {
         let repository = self.repository(share.repository);
-        let write = || {
-            let mut object = repository.create(&name.into(), share.copies)?;
-            object.write(bytes)?;
-            object.sync()?;
-            object.finish()
-        };
-        write().map_err(VaultError::repository(repository, "repairing", name))?;
+        let mut object = repository.create(&name.into(), share.copies)?;
+        object.write(bytes)?;
+        object.sync()?;
+        object.finish()?;
         made.push(format!("{}/{name}", repository.describe()));
         Ok(())
     }

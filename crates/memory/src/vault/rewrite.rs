@@ -49,10 +49,10 @@ pub(super) fn rewrite(
             extent::pack(id, reader.pages(), &mut compressor)
         };
         let hashes = reader.pages().chunks(PAGE_BYTES).map(object::hash).collect();
-        building.append(vault, id, &packed, hashes)?;
+        building.append(number, &packed, hashes)?;
     }
-    let (copies, _) = building.end(vault, name)?;
-    for (repository, reader) in copies.read_back(vault, name)? {
+    let (copies, _) = building.end()?;
+    for (repository, reader) in copies.read_back()? {
         let place = wrong(vault.repository(repository), name, "the new copy does not read back");
         let copy = ObjectCopies::of(name, repository, reader);
         let (pages, found) = check_copy(&copy, &copy.copies[0]);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use vmstrata_repo::{ObjectInfo, ObjectReader, Repository};
 
 use super::Vault;
-use super::error::{Result, VaultError};
+use super::error::Result;
 use super::info::Info;
 use super::metadata;
 use super::name::{ObjectId, ObjectKind, SnapshotId};
@@ -61,14 +61,14 @@ impl Survey {
                         survey.objects.entry(id).or_default().push(copy);
                     }
                 }
-                Err(source) => {
-                    survey.failed.push(format!("{}: {source}", repository.describe()));
-                    first.get_or_insert(VaultError::repository(repository.as_ref(), "listing", "")(source));
+                Err(error) => {
+                    survey.failed.push(format!("{}: {}", error.repository, error.source));
+                    first.get_or_insert(error);
                 }
             }
         }
         match first {
-            Some(error) if survey.failed.len() == vault.repositories.len() => Err(error),
+            Some(error) if survey.failed.len() == vault.repositories.len() => Err(error.into()),
             _ => Ok(survey),
         }
     }
@@ -137,7 +137,7 @@ impl Survey {
                     Ok(value) => return Ok(value),
                     Err(malformed) => tried.push(wrong(repository, name, malformed.0)),
                 },
-                Err(error) => tried.push(wrong(repository, name, error)),
+                Err(error) => tried.push(wrong(repository, name, error.source)),
             }
         }
         tried.extend(vault.missing.iter().chain(&self.failed).cloned());

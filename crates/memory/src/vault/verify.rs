@@ -233,7 +233,7 @@ impl Vault {
         let (mut metadata, mut whole) = (None, Vec::new());
         for copy in survey.copies(name) {
             let repository = self.repository(copy.repository);
-            let read = repository.open(&name.into()).map_err(|error| error.to_string());
+            let read = repository.open(&name.into()).map_err(|error| error.source.to_string());
             let read = read.and_then(|reader| {
                 Metadata::read(id, reader.as_ref()).map_err(|malformed| malformed.0.to_owned())
             });

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use vmstrata_repo::{
-    DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository, Swept,
+    DeviceId, Error, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository, Result, Swept,
 };
 
 /// What happens at the n-th operation.
@@ -59,6 +59,11 @@ impl Plan {
         self.effect == Effect::Garble && last == self.left.load(Ordering::SeqCst)
     }
 
+    /// As [`Plan::step`]; a failure names the action.
+    fn fail(&self, action: &'static str) -> Result<()> {
+        self.step().map_err(Error::of("a repository that fails", action))
+    }
+
     fn step(&self) -> io::Result<()> {
         let at = self.asked.fetch_add(1, Ordering::SeqCst);
         let fatal = self.left.load(Ordering::SeqCst);
@@ -105,40 +110,40 @@ impl Repository for FaultRepository {
         self.inner.max_copies()
     }
 
-    fn free_bytes(&self) -> io::Result<u64> {
-        self.plan.step()?;
+    fn free_bytes(&self) -> Result<u64> {
+        self.plan.fail("asking for room")?;
         self.inner.free_bytes()
     }
 
-    fn list(&self) -> io::Result<Vec<ObjectInfo>> {
-        self.plan.step()?;
+    fn list(&self) -> Result<Vec<ObjectInfo>> {
+        self.plan.fail("listing")?;
         self.inner.list()
     }
 
-    fn create(&self, name: &ObjectName, copies: u8) -> io::Result<Box<dyn NewObject>> {
-        self.plan.step()?;
+    fn create(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {
+        self.plan.fail("creating")?;
         let inner = self.inner.create(name, copies)?;
         Ok(Box::new(FaultObject { inner, plan: Arc::clone(&self.plan) }))
     }
 
-    fn open(&self, name: &ObjectName) -> io::Result<Box<dyn ObjectReader>> {
-        self.plan.step()?;
+    fn open(&self, name: &ObjectName) -> Result<Box<dyn ObjectReader>> {
+        self.plan.fail("opening")?;
         let inner = self.inner.open(name)?;
         Ok(Box::new(FaultReader { inner, plan: Arc::clone(&self.plan) }))
     }
 
-    fn delete(&self, name: &ObjectName) -> io::Result<()> {
-        self.plan.step()?;
+    fn delete(&self, name: &ObjectName) -> Result<()> {
+        self.plan.fail("deleting")?;
         self.inner.delete(name)
     }
 
-    fn sweep(&self) -> io::Result<Swept> {
-        self.plan.step()?;
+    fn sweep(&self) -> Result<Swept> {
+        self.plan.fail("sweeping")?;
         self.inner.sweep()
     }
 
-    fn hold(&self, how: Hold) -> io::Result<Option<Held>> {
-        self.plan.step()?;
+    fn hold(&self, how: Hold) -> Result<Option<Held>> {
+        self.plan.fail("holding")?;
         self.inner.hold(how)
     }
 }
@@ -149,9 +154,9 @@ struct FaultObject {
 }
 
 impl NewObject for FaultObject {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
         // A full disk takes a part.
-        if let Err(error) = self.plan.step() {
+        if let Err(error) = self.plan.fail("writing") {
             self.inner.write(&bytes[..bytes.len() / 2])?;
             return Err(error);
         }
@@ -163,18 +168,18 @@ impl NewObject for FaultObject {
         self.inner.write(bytes)
     }
 
-    fn sync(&mut self) -> io::Result<()> {
-        self.plan.step()?;
+    fn sync(&mut self) -> Result<()> {
+        self.plan.fail("flushing")?;
         self.inner.sync()
     }
 
-    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>> {
-        self.plan.step()?;
+    fn read_back(&self) -> Result<Box<dyn ObjectReader>> {
+        self.plan.fail("reading back")?;
         Ok(Box::new(FaultReader { inner: self.inner.read_back()?, plan: Arc::clone(&self.plan) }))
     }
 
-    fn finish(self: Box<Self>) -> io::Result<()> {
-        self.plan.step()?;
+    fn finish(self: Box<Self>) -> Result<()> {
+        self.plan.fail("publishing")?;
         self.inner.finish()
     }
 }
@@ -189,8 +194,8 @@ impl ObjectReader for FaultReader {
         self.inner.len()
     }
 
-    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        self.plan.step()?;
+    fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()> {
+        self.plan.fail("reading")?;
         self.inner.read_at(at, into)
     }
 }

@@ -10,12 +10,15 @@ use parking_lot::Mutex;
 
 use super::Common;
 use super::hold::{HoldDir, lost};
-use super::link::{Link, PIECE};
+use super::link::PIECE;
+use crate::error::{Error, Result};
+use crate::name::ObjectName;
 use crate::repository::{NewObject, ObjectReader};
 
 /// An object that is being written.
 pub(super) struct NewFile {
     pub(super) repository: Arc<Common>,
+    pub(super) name: ObjectName,
     /// Its directory is where the file lies until it is published.
     pub(super) _hold: Arc<HoldDir>,
     pub(super) writer: FileWriter,
@@ -32,24 +35,13 @@ pub(super) enum State {
     Published,
 }
 
-impl NewObject for NewFile {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        bytes.chunks(PIECE).try_for_each(|piece| {
-            let writing = self.writer.write_bytes(Bytes::copy_from_slice(piece));
-            self.repository.link.move_data(writing).map(drop)
-        })
+impl NewFile {
+    /// For `map_err`.
+    fn failed<'a>(&'a self, action: &'static str) -> impl FnOnce(io::Error) -> Error + 'a {
+        Error::of_object(&self.repository.described, action, &self.name)
     }
 
-    fn sync(&mut self) -> io::Result<()> {
-        // The client has DataNodes flush each block when it is full, and the last one here.
-        self.repository.link.move_data(self.writer.close())
-    }
-
-    fn read_back(&self) -> io::Result<Box<dyn ObjectReader>> {
-        Ok(Box::new(OpenFile::open(&self.repository, self.unfinished.clone())?))
-    }
-
-    fn finish(mut self: Box<Self>) -> io::Result<()> {
+    fn publish(&mut self) -> io::Result<()> {
         self.state = State::Publishing;
         let link = &self.repository.link;
         match link.ask(link.client.rename(&self.unfinished, &self.target, true)) {
@@ -60,6 +52,30 @@ impl NewObject for NewFile {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Err(lost()),
             Err(error) => Err(error),
         }
+    }
+}
+
+impl NewObject for NewFile {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let written = bytes.chunks(PIECE).try_for_each(|piece| {
+            let writing = self.writer.write_bytes(Bytes::copy_from_slice(piece));
+            self.repository.link.move_data(writing).map(drop)
+        });
+        written.map_err(self.failed("writing"))
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        // The client has DataNodes flush each block when it is full, and the last one here.
+        self.repository.link.move_data(self.writer.close()).map_err(self.failed("flushing"))
+    }
+
+    fn read_back(&self) -> Result<Box<dyn ObjectReader>> {
+        let opened = OpenFile::open(&self.repository, &self.name, self.unfinished.clone());
+        Ok(Box::new(opened.map_err(self.failed("reading back"))?))
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<()> {
+        self.publish().map_err(self.failed("publishing"))
     }
 }
 
@@ -79,40 +95,51 @@ impl Drop for NewFile {
 
 /// An object that is open for reading.
 pub(super) struct OpenFile {
-    link: Arc<Link>,
+    repository: Arc<Common>,
+    name: ObjectName,
     path: String,
     len: u64,
     /// Knows where the blocks are, and which DataNodes failed.
     reader: Mutex<Arc<FileReader>>,
-    patience: Arc<Patience>,
 }
 
 impl OpenFile {
-    pub(super) fn open(repository: &Common, path: String) -> io::Result<Self> {
+    pub(super) fn open(repository: &Arc<Common>, name: &ObjectName, path: String) -> io::Result<Self> {
         let reader = repository.link.ask(repository.link.client.read(&path))?;
         let len = reader.file_length() as u64;
-        let (link, patience) = (Arc::clone(&repository.link), Arc::clone(&repository.patience));
-        Ok(Self { link, path, len, reader: Mutex::new(Arc::new(reader)), patience })
+        let (repository, name) = (Arc::clone(repository), name.clone());
+        Ok(Self { repository, name, path, len, reader: Mutex::new(Arc::new(reader)) })
     }
 
     fn read_piece(&self, at: usize, into: &mut [u8]) -> io::Result<()> {
+        let Common { link, patience, .. } = &*self.repository;
         loop {
             let reader = Arc::clone(&self.reader.lock());
-            let error = match self.link.move_data(reader.read_range_buf(into, at)) {
+            let error = match link.move_data(reader.read_range_buf(into, at)) {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
-            if !self.patience.lasts() {
+            if !patience.lasts() {
                 return Err(error);
             }
             std::thread::sleep(Patience::PAUSE);
             // Blocks may have moved, and DataNodes that failed may be back.
-            let fresh = self.link.ask(self.link.client.read(&self.path)).map_err(|_| error)?;
+            let fresh = link.ask(link.client.read(&self.path)).map_err(|_| error)?;
             if fresh.file_length() as u64 != self.len {
                 return Err(io::Error::other("it was replaced by another"));
             }
             *self.reader.lock() = Arc::new(fresh);
         }
+    }
+
+    fn read_range(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        let end = at.checked_add(into.len() as u64);
+        if end.is_none_or(|end| end > self.len) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let at = usize::try_from(at).map_err(|_| io::ErrorKind::UnexpectedEof)?;
+        let mut pieces = into.chunks_mut(PIECE).enumerate();
+        pieces.try_for_each(|(number, piece)| self.read_piece(at + number * PIECE, piece))
     }
 }
 
@@ -121,14 +148,9 @@ impl ObjectReader for OpenFile {
         self.len
     }
 
-    fn read_at(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        let end = at.checked_add(into.len() as u64);
-        if end.is_none_or(|end| end > self.len) {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        let at = usize::try_from(at).map_err(|_| io::ErrorKind::UnexpectedEof)?;
-        let mut pieces = into.chunks_mut(PIECE).enumerate();
-        pieces.try_for_each(|(number, piece)| self.read_piece(at + number * PIECE, piece))
+    fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()> {
+        let failed = Error::of_read(&self.repository.described, &self.name, at);
+        self.read_range(at, into).map_err(failed)
     }
 }
 

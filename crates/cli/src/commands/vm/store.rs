@@ -48,8 +48,8 @@ pub fn open(args: &VaultArgs) -> Result<Arc<Vault>> {
     let addresses: Vec<RepositoryAddress> =
         args.vault.iter().flat_map(|repositories| repositories.0.clone()).collect();
     let vault = Vault::open_at(&addresses).map_err(|error| match error {
-        VaultError::Repository { repository, source, .. } => {
-            anyhow!("no repository of the vault can be opened: {repository}: {source}")
+        VaultError::Repository(error) => {
+            anyhow!("no repository of the vault can be opened: {}: {}", error.repository, error.source)
         }
         other => other.into(),
     })?;

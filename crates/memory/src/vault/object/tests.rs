@@ -83,9 +83,9 @@ impl ObjectReader for Holed {
         self.0.len()
     }
 
-    fn read_at(&self, at: u64, into: &mut [u8]) -> std::io::Result<()> {
+    fn read_at(&self, at: u64, into: &mut [u8]) -> vmstrata_repo::Result<()> {
         if at < self.1.end && self.1.start < at + into.len() as u64 {
-            return Err(std::io::Error::other("lost"));
+            return Err(vmstrata_repo::Error::of("memory", "reading")(std::io::Error::other("lost")));
         }
         self.0.read_at(at, into)
     }

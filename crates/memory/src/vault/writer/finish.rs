@@ -115,10 +115,10 @@ impl Writer {
         let name = ObjectId { owner: self.info.id, kind: ObjectKind::Metadata };
         let bytes = metadata.encode();
         let mut copies = Copies::create(vault, name, &self.shares)?;
-        copies.append(vault, name, &bytes)?;
-        copies.sync(vault, name)?;
+        copies.append(&bytes)?;
+        copies.sync()?;
         refuse_second(&Survey::take(vault)?.snapshots(vault), &self.info)?;
-        if let Err(error) = copies.publish(vault, name) {
+        if let Err(error) = copies.publish() {
             // Before its objects are withdrawn, so that it is never listed without them.
             let withdrawn = self
                 .shares

@@ -10,7 +10,6 @@ use vmstrata_repo::{NewObject, ObjectReader};
 
 use super::super::Vault;
 use super::super::error::{Result, VaultError};
-use super::super::extent::ExtentId;
 use super::super::info::ObjectUse;
 use super::super::name::ObjectId;
 use super::super::object::{self, ExtentPlace, Hash, MAX_EXTENTS};
@@ -43,20 +42,14 @@ impl Building {
     /// Begins an object in each of the repositories.
     pub(in super::super) fn begin(vault: &Vault, name: ObjectId, shares: &[Share]) -> Result<Self> {
         let mut copies = Copies::create(vault, name, shares)?;
-        copies.append(vault, name, &object::header(name))?;
+        copies.append(&object::header(name))?;
         Ok(Self { copies, offset: object::HEADER as u64, ..Self::default() })
     }
 
     /// Adds an extent that is packed.
-    pub(in super::super) fn append(
-        &mut self,
-        vault: &Vault,
-        id: ExtentId,
-        bytes: &[u8],
-        hashes: Vec<Hash>,
-    ) -> Result<()> {
-        self.copies.append(vault, id.object, bytes)?;
-        let index = id.number as usize;
+    pub(in super::super) fn append(&mut self, number: u32, bytes: &[u8], hashes: Vec<Hash>) -> Result<()> {
+        self.copies.append(bytes)?;
+        let index = number as usize;
         if index >= self.extents.len() {
             self.extents.resize(index + 1, ExtentPlace::default());
             self.hashes.resize(index + 1, Vec::new());
@@ -75,10 +68,10 @@ impl Building {
     }
 
     /// Ends the object and brings it to stable storage; returns its copies, which have no name yet, and its length.
-    pub(in super::super) fn end(mut self, vault: &Vault, name: ObjectId) -> Result<(Copies, u64)> {
+    pub(in super::super) fn end(mut self) -> Result<(Copies, u64)> {
         let end = object::trailer(self.offset, &self.extents, &self.hashes);
-        self.copies.append(vault, name, &end)?;
-        self.copies.sync(vault, name)?;
+        self.copies.append(&end)?;
+        self.copies.sync()?;
         Ok((self.copies, self.offset + end.len() as u64))
     }
 }
@@ -96,66 +89,39 @@ pub(in super::super) struct Copies(Vec<(usize, Box<dyn NewObject>)>);
 impl Copies {
     /// Begins an object in each of the repositories.
     pub(in super::super) fn create(vault: &Vault, name: ObjectId, shares: &[Share]) -> Result<Self> {
-        let mut copies = Vec::with_capacity(shares.len());
-        for share in shares {
+        let create = |share: &Share| {
             let repository = vault.repository(share.repository);
-            let object = repository
-                .create(&name.into(), share.copies)
-                .map_err(VaultError::repository(repository, "creating", name))?;
-            copies.push((share.repository, object));
-        }
-        Ok(Self(copies))
+            Ok((share.repository, repository.create(&name.into(), share.copies)?))
+        };
+        shares.iter().map(create).collect::<Result<_>>().map(Self)
     }
 
     /// Adds bytes to all.
-    pub(super) fn append(&mut self, vault: &Vault, name: ObjectId, bytes: &[u8]) -> Result<()> {
-        self.0.iter_mut().try_for_each(|(repository, object)| {
-            object.write(bytes).map_err(VaultError::repository(
-                vault.repository(*repository),
-                "writing",
-                name,
-            ))
-        })
+    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        Ok(self.0.iter_mut().try_for_each(|(_, object)| object.write(bytes))?)
     }
 
     /// Brings all to stable storage, at the same time, as they are on different devices.
-    pub(super) fn sync(&mut self, vault: &Vault, name: ObjectId) -> Result<()> {
+    pub(super) fn sync(&mut self) -> Result<()> {
         std::thread::scope(|scope| {
-            let sync = |(repository, object): &mut (usize, Box<dyn NewObject>)| {
-                object.sync().map_err(VaultError::repository(vault.repository(*repository), "flushing", name))
-            };
-            let start = |copy| Builder::new().name("sync".into()).spawn_scoped(scope, move || sync(copy));
-            let threads: io::Result<Vec<_>> = self.0.iter_mut().map(start).collect();
+            let threads: io::Result<Vec<_>> = self
+                .0
+                .iter_mut()
+                .map(|(_, object)| Builder::new().name("sync".into()).spawn_scoped(scope, || object.sync()))
+                .collect();
             let threads = threads.map_err(VaultError::Thread)?;
-            threads.into_iter().try_for_each(|thread| thread.join().map_err(|_| VaultError::Worker)?)
+            threads.into_iter().try_for_each(|thread| Ok(thread.join().map_err(|_| VaultError::Worker)??))
         })
     }
 
     /// Opens what was brought to stable storage, in each repository.
-    pub(in super::super) fn read_back(
-        &self,
-        vault: &Vault,
-        name: ObjectId,
-    ) -> Result<Vec<(usize, Box<dyn ObjectReader>)>> {
-        let open = |(repository, object): &(usize, Box<dyn NewObject>)| {
-            let reader = object.read_back();
-            Ok((
-                *repository,
-                reader.map_err(VaultError::repository(
-                    vault.repository(*repository),
-                    "reading back",
-                    name,
-                ))?,
-            ))
-        };
-        self.0.iter().map(open).collect()
+    pub(in super::super) fn read_back(&self) -> Result<Vec<(usize, Box<dyn ObjectReader>)>> {
+        self.0.iter().map(|(repository, object)| Ok((*repository, object.read_back()?))).collect()
     }
 
     /// Gives all their name.
-    pub(in super::super) fn publish(self, vault: &Vault, name: ObjectId) -> Result<()> {
-        self.0.into_iter().try_for_each(|(repository, object)| {
-            object.finish().map_err(VaultError::repository(vault.repository(repository), "publishing", name))
-        })
+    pub(in super::super) fn publish(self) -> Result<()> {
+        Ok(self.0.into_iter().try_for_each(|(_, object)| object.finish())?)
     }
 }
 
@@ -187,7 +153,7 @@ impl Output {
             Some(building) => building,
             none => none.insert(Building::begin(&self.vault, self.name, &self.shares)?),
         };
-        building.append(&self.vault, ExtentId { object: self.name, number }, bytes, hashes.to_vec())
+        building.append(number, bytes, hashes.to_vec())
     }
 
     /// Bytes that the object would have if it ended here.
@@ -198,8 +164,8 @@ impl Output {
     /// Ends the object and brings it to stable storage under its name; `None` when it has no pages.
     pub(super) fn finish(&self) -> Result<Option<ObjectUse>> {
         let Some(building) = self.building.lock().take() else { return Ok(None) };
-        let (copies, len) = building.end(&self.vault, self.name)?;
-        copies.publish(&self.vault, self.name)?;
+        let (copies, len) = building.end()?;
+        copies.publish()?;
         let copies = self.shares.iter().map(|share| share.copies).sum();
         Ok(Some(ObjectUse { name: self.name, copies, len }))
     }
