@@ -1,15 +1,16 @@
 //! Opening the files of a chain: the one place where the engine meets the file system.
 //!
 //! [`LocalFiles`] is what everyone uses. Tests put their own [`Opener`] in its place, to wrap every file of a
-//! chain in a store that fails, delays and records.
+//! chain in a store that fails, delays and records, and to give queues rings that go through such stores.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use vmstrata_store::{
     Access, CacheMode, FileError, FileId, FileIdentity, FileOptions, FileStore, Gate, Holders, LockError,
-    LockKind, OpenFiles, Place, Store,
+    LockKind, OpenFiles, Place, Ring, Store,
 };
 
 use crate::atomic_file::PRIVATE;
@@ -57,6 +58,14 @@ pub trait Opener: Send + Sync + std::fmt::Debug {
     /// As [`Opener::open`].
     fn identity(&self, path: &Path, gate: &Gate) -> Result<FileIdentity> {
         Ok(self.open(path, Role::Inspected, gate)?.identity)
+    }
+
+    /// A ring for the files that this opens, meant for up to `depth` requests at a time.
+    ///
+    /// # Errors
+    /// As [`Ring::new`].
+    fn ring(&self, depth: u32) -> io::Result<Ring> {
+        Ring::new(depth)
     }
 }
 

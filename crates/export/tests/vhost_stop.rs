@@ -12,7 +12,7 @@ use vmstrata_disk::{
     Disk, Format, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,
 };
 use vmstrata_export::vhost_user::{Options, Server};
-use vmstrata_store::{Effect, Fault, FaultPlan, FaultStore, Gate, OperationKind, StoreId, When};
+use vmstrata_store::{Effect, Fault, FaultPlan, FaultStore, Gate, OperationKind, Ring, StoreId, When};
 
 /// Opens files whose operations may be held.
 #[derive(Debug)]
@@ -23,6 +23,10 @@ impl Opener for Faulty {
         let opened = LocalFiles.open(path, role, gate)?;
         let store = Arc::new(FaultStore::new(opened.store, &self.0, StoreId::default()));
         Ok(Opened { store, ..opened })
+    }
+
+    fn ring(&self, _depth: u32) -> std::io::Result<Ring> {
+        Ring::simulated(&self.0)
     }
 }
 

@@ -1,8 +1,8 @@
 //! A store that fails, delays and records on demand.
 //!
 //! Place in the data flow: wraps any other store, in tests. It has no raw descriptor, so that every operation
-//! comes through the trait, and so past the [`FaultPlan`]. Stores that share a plan share its numbering and
-//! its log: "the seventh write of this test", whichever file it goes to.
+//! comes through the trait, or through [`crate::Ring::simulated`], and so past the [`FaultPlan`]. Stores that share a
+//! plan share its numbering and its log: "the seventh write of this test", whichever file it goes to.
 //!
 //! Invariant: what the log says was written is what the wrapped store was told to write, and nothing else was.
 
@@ -14,11 +14,11 @@ use std::sync::Arc;
 
 use vmstrata_types::HostOffset;
 
+pub(crate) use plan::{Admission, Held, Ticket};
 pub use plan::{Effect, Fault, FaultPlan, OperationKind, When};
 pub use replay::{Crash, CrashKind, Survivors};
 
 use crate::{Segment, Store, copy_to_slice, slice, total_len};
-use plan::Admission;
 
 /// Names one store of a plan; the test chooses it, and keeps it when the file is opened again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -73,17 +73,67 @@ pub struct FaultStore {
     inner: Arc<dyn Store>,
     plan: Arc<FaultPlan>,
     id: StoreId,
+    alignment: usize,
 }
 
 impl FaultStore {
     /// Wraps `inner` as store `id` of `plan`.
     pub fn new(inner: Arc<dyn Store>, plan: &Arc<FaultPlan>, id: StoreId) -> Self {
-        Self { inner, plan: Arc::clone(plan), id }
+        Self { inner, plan: Arc::clone(plan), id, alignment: 1 }
+    }
+
+    /// The same, of which rings take whole blocks of `alignment` bytes only, as of files that are used around the page cache.
+    #[must_use]
+    pub fn aligned(self, alignment: usize) -> Self {
+        Self { alignment, ..self }
     }
 
     /// The store within.
     pub fn inner(&self) -> &Arc<dyn Store> {
         &self.inner
+    }
+
+    /// Has the plan admit a ring's request.
+    pub(crate) fn try_admit(&self, kind: OperationKind) -> Result<Admission, Held> {
+        self.plan.try_admit(self.id, kind)
+    }
+
+    /// Reads what the plan admits.
+    pub(crate) fn read_admitted(
+        &self,
+        admission: Admission,
+        segments: &[Segment<'_>],
+        at: HostOffset,
+    ) -> io::Result<usize> {
+        match admission {
+            Admission::Go => self.inner.read_segments(segments, at),
+            Admission::Cut { bytes, errno } => {
+                let part = slice(segments, 0, bytes.min(total_len(segments)));
+                let read = self.inner.read_segments(&part, at)?;
+                errno.map_or(Ok(read), |errno| Err(io::Error::from_raw_os_error(errno)))
+            }
+        }
+    }
+
+    /// Writes what the plan admits, and logs it as issued; the caller reports its completion.
+    pub(crate) fn write_admitted(
+        &self,
+        admission: Admission,
+        segments: &[Segment<'_>],
+        at: HostOffset,
+    ) -> (Ticket, io::Result<()>) {
+        let total = total_len(segments);
+        let (take, errno) = match admission {
+            Admission::Go | Admission::Cut { errno: None, .. } => (total, None),
+            Admission::Cut { bytes, errno } => (bytes.min(total), errno),
+        };
+        // The guest may change its memory meanwhile: what is logged is what is written.
+        let mut bytes = vec![0; take];
+        copy_to_slice(&slice(segments, 0, take), &mut bytes);
+        let ticket = self.plan.issue(self.id, || Operation::Write { at, bytes: bytes.clone() });
+        let written = self.inner.write_all(&bytes, at);
+        let failed = |errno| Err(io::Error::from_raw_os_error(errno));
+        (ticket, written.and_then(|()| errno.map_or(Ok(()), failed)))
     }
 
     /// An operation that leaves the store as it is, and so has no record.
@@ -110,14 +160,7 @@ impl FaultStore {
 
 impl Store for FaultStore {
     fn read_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<usize> {
-        match self.plan.admit(self.id, OperationKind::Read) {
-            Admission::Go => self.inner.read_segments(segments, at),
-            Admission::Cut { bytes, errno } => {
-                let part = slice(segments, 0, bytes.min(total_len(segments)));
-                let read = self.inner.read_segments(&part, at)?;
-                errno.map_or(Ok(read), |errno| Err(io::Error::from_raw_os_error(errno)))
-            }
-        }
+        self.read_admitted(self.plan.admit(self.id, OperationKind::Read), segments, at)
     }
 
     fn read_now(&self, buf: &mut [u8], at: HostOffset) -> bool {
@@ -127,19 +170,8 @@ impl Store for FaultStore {
     }
 
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
-        let total = total_len(segments);
-        let (take, errno) = match self.plan.admit(self.id, OperationKind::Write) {
-            Admission::Go | Admission::Cut { errno: None, .. } => (total, None),
-            Admission::Cut { bytes, errno } => (bytes.min(total), errno),
-        };
-        // The guest may change its memory meanwhile: what is logged is what is written.
-        let mut bytes = vec![0; take];
-        copy_to_slice(&slice(segments, 0, take), &mut bytes);
-        let ticket = self.plan.issue(self.id, || Operation::Write { at, bytes: bytes.clone() });
-        let result = self
-            .inner
-            .write_all(&bytes, at)
-            .and_then(|()| errno.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno))));
+        let admission = self.plan.admit(self.id, OperationKind::Write);
+        let (ticket, result) = self.write_admitted(admission, segments, at);
         self.plan.completed(ticket, result.is_ok());
         result
     }
@@ -166,6 +198,14 @@ impl Store for FaultStore {
 
     fn set_len(&self, len: u64) -> io::Result<()> {
         self.change(Operation::SetLen { len }, || self.inner.set_len(len))
+    }
+
+    fn raw_alignment(&self) -> usize {
+        self.alignment
+    }
+
+    fn simulated(&self) -> Option<&FaultStore> {
+        Some(self)
     }
 
     fn extent(&self, at: HostOffset) -> io::Result<(bool, HostOffset)> {

@@ -4,13 +4,14 @@
 //!   disk ──► Store ──► FileStore    a local file or block device, with QEMU-compatible locks
 //!        │         ├─► MemoryStore  a byte vector, for tests
 //!        │         └─► FaultStore   any other store, with failures, delays and a record of every operation
-//!        ├─► Ring  ──► the raw file below a FileStore, many operations at a time, with or without io_uring
+//!        ├─► Ring  ──► the raw file below a FileStore, many operations at a time, with or without io_uring;
+//!        │             in tests, FaultStores
 //!        └─► View  ──► its pages in the host's page cache, without a system call
 //!   export ──► EventNotifier ──► an eventfd of another process, without ever waiting
 //! ```
 //!
 //! A store knows nothing of disks: it reads, writes, flushes, and gives space back. [`Store`] is the one seam
-//! where tests inject faults. [`Segment`] is memory the kernel fills or drains, which may belong to a guest
+//! where tests inject faults, and [`Ring::simulated`] leads there. [`Segment`] is memory the kernel fills or drains, which may belong to a guest
 //! that changes it at any time; no reference to it is ever made.
 //!
 //! `unsafe` lives here so that it need not live in the engine.
@@ -156,7 +157,12 @@ pub trait Store: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Alignment that offset, length and memory of [`Store::raw`] operations must have; 1 when any will do.
+    /// The store itself, when [`Ring::simulated`] may carry requests out on it.
+    fn simulated(&self) -> Option<&FaultStore> {
+        None
+    }
+
+    /// Alignment that offset, length and memory of a ring's operations must have; 1 when any will do.
     fn raw_alignment(&self) -> usize {
         1
     }

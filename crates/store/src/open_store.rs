@@ -12,9 +12,10 @@ use crate::{Store, View};
 
 /// A store that stays open for as long as this lives, as all who use it do.
 pub struct OpenStore {
-    /// Of [`Store::raw`]; `None` when a ring cannot use the store.
+    /// Of [`Store::raw`].
     fd: Option<RawFd>,
-    alignment: u32,
+    /// `None` when a ring cannot use the store.
+    alignment: Option<u32>,
     /// Made when it is first asked for.
     view: OnceLock<Option<View>>,
     store: Arc<dyn Store>,
@@ -25,13 +26,14 @@ impl OpenStore {
     pub fn new(store: Arc<dyn Store>) -> Arc<Self> {
         let fd = store.raw().map(|fd| fd.as_raw_fd());
         let alignment = u32::try_from(store.raw_alignment()).expect("blocks are small");
+        let alignment = (fd.is_some() || store.simulated().is_some()).then_some(alignment);
         Arc::new(Self { fd, alignment, view: OnceLock::new(), store })
     }
 
     /// Alignment that offset, length and memory of a ring's request must have; `None` when no ring can use the store.
     #[inline]
     pub fn ring_alignment(&self) -> Option<usize> {
-        self.fd.map(|_| self.alignment as usize)
+        self.alignment.map(|alignment| alignment as usize)
     }
 
     /// Of [`Store::view`], as the store was when this was first asked: only for those that no longer grow.

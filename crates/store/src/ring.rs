@@ -5,19 +5,24 @@
 //! also waits for the thread's other descriptors (kicks, sockets).
 //!
 //! [`uring`] does this with one io_uring. Where the host forbids that, as containers and `kernel.io_uring_disabled` do,
-//! [`threads`] stands in for it: slower, and the same otherwise.
+//! [`threads`] stands in for it: slower, and the same otherwise. In tests, [`simulated`] fails, holds and records requests.
 
+mod simulated;
 mod threads;
 mod uring;
 
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use smallvec::SmallVec;
 use vmstrata_types::HostOffset;
 
-use crate::{OpenStore, SegmentVec};
+use crate::transfer::SEGMENTS_MAX;
+use crate::{FaultPlan, OpenStore, Segment, SegmentVec};
+use simulated::Simulated;
 use threads::Threads;
 use uring::Uring;
 pub use uring::{PinnedFile, RingFile};
@@ -51,6 +56,35 @@ pub struct Ring(Engine);
 enum Engine {
     Uring(Uring),
     Threads(Threads),
+    Simulated(Simulated),
+}
+
+/// A request of a ring without a kernel's.
+#[derive(Debug)]
+struct Job {
+    direction: Direction,
+    store: Arc<OpenStore>,
+    segments: SegmentVec<'static>,
+    at: HostOffset,
+    token: u64,
+}
+
+impl Job {
+    fn new(
+        direction: Direction,
+        file: RingFile,
+        segments: SegmentVec<'static>,
+        at: HostOffset,
+        token: u64,
+    ) -> Self {
+        let RingFile::Open(store) = file else { unreachable!("these rings pin no files") };
+        Self { direction, store, segments, at, token }
+    }
+
+    /// As many segments as the kernel would use.
+    fn used(&self) -> &[Segment<'static>] {
+        &self.segments[..self.segments.len().min(SEGMENTS_MAX)]
+    }
 }
 
 /// Why this process may not use io_uring; `None` where it may. The kernel is asked once.
@@ -89,12 +123,22 @@ impl Ring {
         Ok(Self(Engine::Threads(Threads::new()?)))
     }
 
+    /// One for [`crate::FaultStore`]s of `plan`: the thread that submits carries requests out, in order, as the plan says. A
+    /// request that the plan holds lets later ones pass.
+    ///
+    /// # Errors
+    /// No descriptor.
+    pub fn simulated(plan: &Arc<FaultPlan>) -> io::Result<Self> {
+        Ok(Self(Engine::Simulated(Simulated::new(plan)?)))
+    }
+
     /// Queues a read of `file` at `at` into `segments`.
     ///
     /// At most 1,024 segments are used; the completion is then short.
     ///
     /// # Panics
-    /// When the store has no raw descriptor, or the queue is full and the kernel refuses to take it.
+    /// When the store has no raw descriptor (of [`Ring::simulated`]: is no [`crate::FaultStore`]), or the queue is full and the
+    /// kernel refuses to take it.
     #[inline]
     pub fn push_read(
         &mut self,
@@ -105,7 +149,10 @@ impl Ring {
     ) {
         match &mut self.0 {
             Engine::Uring(uring) => uring.push_read(file, segments, at, token),
-            Engine::Threads(threads) => threads.push(Direction::Read, file.into(), segments, at, token),
+            Engine::Threads(threads) => {
+                threads.push(Job::new(Direction::Read, file.into(), segments, at, token))
+            }
+            Engine::Simulated(ring) => ring.push(Job::new(Direction::Read, file.into(), segments, at, token)),
         }
     }
 
@@ -123,7 +170,10 @@ impl Ring {
     ) {
         match &mut self.0 {
             Engine::Uring(uring) => uring.push_read_apart(file, segments, at, token),
-            Engine::Threads(threads) => threads.push(Direction::Read, file.into(), segments, at, token),
+            Engine::Threads(threads) => {
+                threads.push(Job::new(Direction::Read, file.into(), segments, at, token))
+            }
+            Engine::Simulated(ring) => ring.push(Job::new(Direction::Read, file.into(), segments, at, token)),
         }
     }
 
@@ -142,7 +192,12 @@ impl Ring {
     ) {
         match &mut self.0 {
             Engine::Uring(uring) => uring.push_write(file, segments, at, token),
-            Engine::Threads(threads) => threads.push(Direction::Write, file.into(), segments, at, token),
+            Engine::Threads(threads) => {
+                threads.push(Job::new(Direction::Write, file.into(), segments, at, token))
+            }
+            Engine::Simulated(ring) => {
+                ring.push(Job::new(Direction::Write, file.into(), segments, at, token))
+            }
         }
     }
 
@@ -150,7 +205,7 @@ impl Ring {
     pub fn pin(&mut self, store: &OpenStore) -> Option<PinnedFile> {
         match &mut self.0 {
             Engine::Uring(uring) => uring.pin(store),
-            Engine::Threads(_) => None,
+            Engine::Threads(_) | Engine::Simulated(_) => None,
         }
     }
 
@@ -161,7 +216,7 @@ impl Ring {
     pub fn unpin_all(&mut self) -> io::Result<()> {
         match &mut self.0 {
             Engine::Uring(uring) => uring.unpin_all(),
-            Engine::Threads(_) => Ok(()),
+            Engine::Threads(_) | Engine::Simulated(_) => Ok(()),
         }
     }
 
@@ -176,6 +231,10 @@ impl Ring {
                 threads.submit();
                 Ok(())
             }
+            Engine::Simulated(ring) => {
+                ring.submit();
+                Ok(())
+            }
         }
     }
 
@@ -184,6 +243,7 @@ impl Ring {
         match &mut self.0 {
             Engine::Uring(uring) => uring.reap(out),
             Engine::Threads(threads) => threads.reap(out),
+            Engine::Simulated(ring) => ring.reap(out),
         }
     }
 
@@ -206,6 +266,7 @@ impl Ring {
         match &mut self.0 {
             Engine::Uring(uring) => uring.wait(watched, timeout),
             Engine::Threads(threads) => threads.wait(watched, timeout),
+            Engine::Simulated(ring) => ring.wait(watched, timeout),
         }
     }
 
@@ -216,7 +277,7 @@ impl Ring {
     pub fn unwatch(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
         match &mut self.0 {
             Engine::Uring(uring) => uring.unwatch(fd),
-            Engine::Threads(_) => Ok(()),
+            Engine::Threads(_) | Engine::Simulated(_) => Ok(()),
         }
     }
 
@@ -225,6 +286,26 @@ impl Ring {
         match &self.0 {
             Engine::Uring(uring) => uring.in_flight(),
             Engine::Threads(threads) => threads.in_flight(),
+            Engine::Simulated(ring) => ring.in_flight(),
         }
     }
+}
+
+/// Sleeps until `own` or one of `watched` is readable, or `timeout` has passed; returns which of `watched` are.
+fn poll_with(watched: &[BorrowedFd<'_>], own: BorrowedFd<'_>, timeout: Option<Duration>) -> io::Result<u64> {
+    assert!(watched.len() <= 64, "more descriptors than a mask has bits");
+    let fds = watched.iter().copied().chain([own]);
+    let mut polled: SmallVec<[PollFd<'_>; 8]> =
+        fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+    let timespec = timeout.map(|timeout| Timespec {
+        tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
+        tv_nsec: timeout.subsec_nanos().into(),
+    });
+    match poll(&mut polled, timespec.as_ref()) {
+        Ok(_) => {}
+        Err(rustix::io::Errno::INTR) => return Ok(0),
+        Err(error) => return Err(error.into()),
+    }
+    let readable = polled[..watched.len()].iter().enumerate();
+    Ok(readable.filter(|(_, fd)| !fd.revents().is_empty()).fold(0, |mask, (place, _)| mask | 1 << place))
 }

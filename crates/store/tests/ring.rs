@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use vmstrata_store::{
-    AlignedBuf, CacheMode, FaultPlan, FaultStore, FileOptions, FileStore, MemoryStore, OpenStore, Ring,
-    RingCompletion, RingFile, Segment, SegmentVec, Store, StoreId,
+    AlignedBuf, CacheMode, Effect, Fault, FaultPlan, FaultStore, FileOptions, FileStore, MemoryStore,
+    OpenStore, OperationKind, Ring, RingCompletion, RingFile, Segment, SegmentVec, Store, StoreId, When,
 };
 use vmstrata_types::HostOffset;
 
@@ -499,4 +499,64 @@ fn a_ring_pins_thousands_of_files_and_no_more_than_its_table_holds() {
     ring.unpin_all().expect("unpin");
     assert_eq!(ring.pin(&OpenStore::new(memory)), None, "a store without a descriptor");
     assert!(ring.pin(&store).is_some());
+}
+
+/// A simulated ring, its plan, and a store of it that holds `content`.
+fn simulated(content: &[u8]) -> (Ring, Arc<FaultPlan>, Arc<OpenStore>) {
+    let plan = FaultPlan::recording();
+    let memory = Arc::new(MemoryStore::from_vec(content.to_vec()));
+    let store = OpenStore::new(Arc::new(FaultStore::new(memory, &plan, StoreId(0))));
+    (Ring::simulated(&plan).expect("ring"), plan, store)
+}
+
+#[test]
+fn a_simulated_ring_fails_tears_and_passes_requests_as_planned() {
+    let (mut ring, plan, store) = simulated(b"....");
+    let fault = |kind, nth, effect| Fault { kind: Some(kind), store: None, when: When::Nth(nth), effect };
+    plan.add(fault(OperationKind::Write, 1, Effect::Tear { bytes: 1, errno: libc::EIO }));
+    plan.add(fault(OperationKind::Read, 0, Effect::Fail(libc::ENOSPC)));
+    let (mut first, mut torn, mut failed, mut read) = (*b"a", *b"bc", [0; 4], [0; 4]);
+    ring.push_write(store.clone(), segments(&mut first, 1), HostOffset::ZERO, 0);
+    ring.push_write(store.clone(), segments(&mut torn, 1), HostOffset::new(1), 1);
+    ring.push_read(store.clone(), segments(&mut failed, 1), HostOffset::ZERO, 2);
+    ring.push_read_apart(store, segments(&mut read, 2), HostOffset::ZERO, 3);
+    assert_eq!((plan.count(None), ring.in_flight()), (0, 4), "nothing happens before it is submitted");
+    let done = complete(&mut ring, 4);
+    let results: Vec<_> =
+        done.iter().map(|done| done.result.as_ref().map_err(std::io::Error::raw_os_error)).collect();
+    assert_eq!(results, [Ok(&1), Err(Some(libc::EIO)), Err(Some(libc::ENOSPC)), Ok(&4)]);
+    assert_eq!((&read, ring.in_flight()), (b"ab..", 0));
+}
+
+#[test]
+fn what_a_simulated_ring_holds_is_passed_and_wakes_it_when_released() {
+    let (mut ring, plan, store) = simulated(b"....");
+    let held = Fault { kind: None, store: None, when: When::Nth(0), effect: Effect::Hold };
+    plan.add(held);
+    let (mut write, mut before, mut after) = (*b"new!", [0; 4], [0; 4]);
+    ring.push_write(store.clone(), segments(&mut write, 1), HostOffset::ZERO, 0);
+    ring.push_read(store.clone(), segments(&mut before, 1), HostOffset::ZERO, 1);
+    assert_eq!(complete(&mut ring, 1)[0].token, 1);
+    assert!(before == *b"...." && ring.in_flight() == 1 && plan.wait_until_held(1, Duration::ZERO));
+    std::thread::scope(|scope| {
+        scope.spawn(|| plan.release());
+        ring.wait(&[], None).expect("wait");
+    });
+    assert_eq!(complete(&mut ring, 1)[0].token, 0);
+    assert!(!plan.wait_until_held(1, Duration::ZERO));
+    ring.push_read(store, segments(&mut after, 1), HostOffset::ZERO, 2);
+    complete(&mut ring, 1);
+    assert_eq!(&after, b"new!");
+}
+
+#[test]
+fn a_simulated_write_is_logged_as_completed_when_it_is_reaped() {
+    let (mut ring, plan, store) = simulated(b"");
+    let mut bytes = *b"new!";
+    ring.push_write(store, segments(&mut bytes, 1), HostOffset::ZERO, 0);
+    ring.submit().expect("submit");
+    let is_completed = || plan.log().iter().map(|record| record.completed.is_some()).collect::<Vec<_>>();
+    assert_eq!(is_completed(), [false]);
+    complete(&mut ring, 1);
+    assert_eq!(is_completed(), [true]);
 }

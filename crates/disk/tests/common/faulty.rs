@@ -5,18 +5,25 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use vmstrata_disk::{LocalFiles, Opened, Opener, ResourceOptions, Resources, Role};
-use vmstrata_store::{FaultPlan, FaultStore, Gate, StoreId};
+use vmstrata_store::{FaultPlan, FaultStore, Gate, Ring, StoreId};
 
-/// Opens local files and puts a [`FaultStore`] around each.
+/// Opens local files and puts a [`FaultStore`] around each; queues reach them through a simulated ring.
 #[derive(Debug)]
 pub struct FaultyFiles {
     pub plan: Arc<FaultPlan>,
     ids: Mutex<HashMap<PathBuf, StoreId>>,
+    /// Of the active layers' files.
+    alignment: usize,
 }
 
 impl FaultyFiles {
     pub fn new(plan: &Arc<FaultPlan>) -> Arc<Self> {
-        Arc::new(Self { plan: Arc::clone(plan), ids: Mutex::default() })
+        Self::aligned(plan, 1)
+    }
+
+    /// Files that are used around the page cache, in blocks of `alignment` bytes.
+    pub fn aligned(plan: &Arc<FaultPlan>, alignment: usize) -> Arc<Self> {
+        Arc::new(Self { plan: Arc::clone(plan), ids: Mutex::default(), alignment })
     }
 
     /// The name of a file in the plan; the same whenever it is opened.
@@ -54,6 +61,11 @@ impl Opener for FaultyFiles {
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
         let opened = LocalFiles.open(path, role, gate)?;
         let store = FaultStore::new(opened.store, &self.plan, self.id(path));
-        Ok(Opened { store: Arc::new(store), identity: opened.identity })
+        let alignment = if matches!(role, Role::Active(_)) { self.alignment } else { 1 };
+        Ok(Opened { store: Arc::new(store.aligned(alignment)), identity: opened.identity })
+    }
+
+    fn ring(&self, _depth: u32) -> std::io::Result<Ring> {
+        Ring::simulated(&self.plan)
     }
 }

@@ -3,8 +3,9 @@
 //! Place in the data flow: every operation of a [`super::FaultStore`] asks its plan for admission first, then
 //! reports to it. One mutex guards all of it: this is for tests.
 
-use std::sync::Arc;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -92,15 +93,20 @@ impl Fault {
 }
 
 /// What an operation is allowed.
-pub(super) enum Admission {
+pub(crate) enum Admission {
     /// All it wants.
     Go,
     /// To move `bytes`, then fail if there is an errno.
     Cut { bytes: usize, errno: Option<i32> },
 }
 
+/// An operation that waits for [`FaultPlan::release`]: the number of releases before.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Held(u64);
+
 /// An operation in the log, if there is one.
-pub(super) struct Ticket(Option<usize>);
+#[derive(Debug)]
+pub(crate) struct Ticket(Option<usize>);
 
 /// Faults to come and the log so far, of any number of stores.
 #[derive(Debug, Default)]
@@ -119,6 +125,8 @@ struct State {
     held: usize,
     /// Grows with every release; an operation is held while it is what it was.
     releases: u64,
+    /// Event descriptors of rings that hold operations, written at every release.
+    rings: Vec<Weak<OwnedFd>>,
     records: bool,
     now: u64,
     log: Vec<Record>,
@@ -177,7 +185,12 @@ impl FaultPlan {
 
     /// Lets everything go that is held now.
     pub fn release(&self) {
-        self.state.lock().releases += 1;
+        let mut state = self.state.lock();
+        state.releases += 1;
+        for ring in state.rings.iter().filter_map(Weak::upgrade) {
+            // The counter cannot overflow, and nothing else can fail.
+            let _ = rustix::io::write(&ring, &1_u64.to_ne_bytes());
+        }
         self.changed.notify_all();
     }
 
@@ -209,8 +222,26 @@ impl FaultPlan {
         Moment(self.state.lock().now)
     }
 
+    /// Makes `ring` readable at every release from now on.
+    pub(crate) fn call_when_released(&self, ring: &Arc<OwnedFd>) {
+        self.state.lock().rings.push(Arc::downgrade(ring));
+    }
+
     /// Counts an operation and applies the first fault that befalls it; returns once it may go on.
     pub(super) fn admit(&self, store: StoreId, kind: OperationKind) -> Admission {
+        self.try_admit(store, kind).unwrap_or_else(|held| {
+            let mut state = self.state.lock();
+            self.changed.wait_while(&mut state, |state| state.releases == held.0);
+            state.held -= 1;
+            Admission::Go
+        })
+    }
+
+    /// As [`FaultPlan::admit`], without waiting.
+    ///
+    /// # Errors
+    /// The operation is held: it may go on when [`FaultPlan::take_released`] says so.
+    pub(crate) fn try_admit(&self, store: StoreId, kind: OperationKind) -> Result<Admission, Held> {
         let mut state = self.state.lock();
         state.seen.push((store, kind));
         let mut effect = None;
@@ -222,20 +253,25 @@ impl FaultPlan {
             *matched += 1;
             effect = effect.or(befalls.then_some(fault.effect));
         }
-        match effect {
+        Ok(match effect {
             None => Admission::Go,
             Some(Effect::Fail(errno)) => Admission::Cut { bytes: 0, errno: Some(errno) },
             Some(Effect::Tear { bytes, errno }) => Admission::Cut { bytes, errno: Some(errno) },
             Some(Effect::Short { bytes }) => Admission::Cut { bytes, errno: None },
             Some(Effect::Hold) => {
-                let before = state.releases;
                 state.held += 1;
                 self.changed.notify_all();
-                self.changed.wait_while(&mut state, |state| state.releases == before);
-                state.held -= 1;
-                Admission::Go
+                return Err(Held(state.releases));
             }
-        }
+        })
+    }
+
+    /// Whether a held operation may go on; true once.
+    pub(crate) fn take_released(&self, held: Held) -> bool {
+        let mut state = self.state.lock();
+        let is_released = state.releases != held.0;
+        state.held -= usize::from(is_released);
+        is_released
     }
 
     /// Logs an operation as handed to its store.
@@ -250,7 +286,7 @@ impl FaultPlan {
     }
 
     /// Logs how an operation ended.
-    pub(super) fn completed(&self, ticket: Ticket, succeeded: bool) {
+    pub(crate) fn completed(&self, ticket: Ticket, succeeded: bool) {
         let Ticket(Some(index)) = ticket else { return };
         let mut state = self.state.lock();
         let now = state.tick();

@@ -13,13 +13,10 @@ use std::thread;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use smallvec::SmallVec;
-use vmstrata_types::HostOffset;
+use rustix::event::{EventfdFlags, eventfd};
 
-use super::{Direction, RingCompletion, RingFile};
-use crate::transfer::SEGMENTS_MAX;
-use crate::{OpenStore, SegmentVec, total_len};
+use super::{Direction, Job, RingCompletion, poll_with};
+use crate::total_len;
 
 /// Most threads of one ring.
 const THREADS_MAX: usize = 4;
@@ -53,19 +50,10 @@ struct State {
     is_closed: bool,
 }
 
-#[derive(Debug)]
-struct Job {
-    direction: Direction,
-    store: Arc<OpenStore>,
-    segments: SegmentVec<'static>,
-    at: HostOffset,
-    token: u64,
-}
-
 impl Job {
     fn run(self) -> RingCompletion {
         let expected = total_len(&self.segments);
-        let segments = &self.segments[..self.segments.len().min(SEGMENTS_MAX)];
+        let segments = self.used();
         let result = match self.direction {
             Direction::Read => self.store.read_segments(segments, self.at),
             Direction::Write => self.store.write_segments(segments, self.at).map(|()| total_len(segments)),
@@ -82,18 +70,10 @@ impl Threads {
         Ok(Self { shared, queued: Vec::new(), in_flight: 0 })
     }
 
-    pub(super) fn push(
-        &mut self,
-        direction: Direction,
-        file: RingFile,
-        segments: SegmentVec<'static>,
-        at: HostOffset,
-        token: u64,
-    ) {
-        let RingFile::Open(store) = file else { unreachable!("these rings pin no files") };
+    pub(super) fn push(&mut self, job: Job) {
         // As with io_uring, which uses it.
-        let _ = store.ring_fd();
-        self.queued.push(Job { direction, store, segments, at, token });
+        let _ = job.store.ring_fd();
+        self.queued.push(job);
         self.in_flight += 1;
     }
 
@@ -136,22 +116,8 @@ impl Threads {
     }
 
     pub(super) fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64> {
-        assert!(watched.len() <= 64, "more descriptors than a mask has bits");
         self.submit();
-        let fds = watched.iter().copied().chain([self.shared.done.as_fd()]);
-        let mut polled: SmallVec<[PollFd<'_>; 8]> =
-            fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        let timespec = timeout.map(|timeout| Timespec {
-            tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
-            tv_nsec: timeout.subsec_nanos().into(),
-        });
-        match poll(&mut polled, timespec.as_ref()) {
-            Ok(_) => {}
-            Err(rustix::io::Errno::INTR) => return Ok(0),
-            Err(error) => return Err(error.into()),
-        }
-        let readable = polled[..watched.len()].iter().enumerate();
-        Ok(readable.filter(|(_, fd)| !fd.revents().is_empty()).fold(0, |mask, (place, _)| mask | 1 << place))
+        poll_with(watched, self.shared.done.as_fd(), timeout)
     }
 
     pub(super) fn in_flight(&self) -> usize {
