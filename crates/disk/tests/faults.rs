@@ -1,5 +1,5 @@
 //! Every store operation fails in turn: nothing panics, no read lies, no acknowledged flush is lost, and what is left
-//! is an image that stock tools find free of corruption.
+//! is an image that stock tools find free of corruption. Steps are made one by one, or several at a time through a queue.
 
 mod common;
 
@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 
 use common::faulty::FaultyFiles;
 use common::flat::{read, write};
-use common::ledger::{Ledger, Step, steps, take};
+use common::io::Client;
+use common::ledger::{Ledger, Step, batches, steps, take};
 use common::shape::{LayerShape, Made, make};
 use common::{for_seeds, open_read_only, random, scratch, stock};
-use vmstrata_disk::{CheckOptions, Disk, ErrorKind, OpenOptions, check};
+use vmstrata_disk::{CheckOptions, Disk, Error, ErrorKind, OpenOptions, check};
 use vmstrata_store::{Effect, Fault, FaultPlan, OperationKind, When};
 
 const EIO: i32 = 5;
@@ -21,10 +22,19 @@ struct Bench {
     _dir: tempfile::TempDir,
     made: Made,
     saved: Vec<(PathBuf, Vec<u8>)>,
-    steps: Vec<Step>,
+    /// Steps that are under way at the same time: one by one, unless there is a queue.
+    batches: Vec<Vec<Step>>,
+    queue: Option<Queue>,
     /// Whether the host has in memory what first writes are written over; where it has not, a flush copies that up, and may be
     /// tried again when it cannot.
     in_memory: bool,
+}
+
+/// A queue that makes the steps.
+#[derive(Clone, Copy)]
+struct Queue {
+    /// Of the active layer's file: from 2 on, the ring writes in place, else the queue's thread.
+    alignment: usize,
 }
 
 impl Bench {
@@ -39,7 +49,8 @@ impl Bench {
         };
         let saved = (0..layers.len()).map(saved).collect();
         let steps = steps(&mut random, count, made.model.len() as u64, made.cluster);
-        Self { _dir: dir, made, saved, steps, in_memory: false }
+        let batches = batches(steps, 1);
+        Self { _dir: dir, made, saved, batches, queue: None, in_memory: false }
     }
 
     fn restore(&self) {
@@ -56,23 +67,31 @@ impl Bench {
         if self.in_memory {
             plan.read_now();
         }
-        let files = FaultyFiles::new(&plan);
+        let files = FaultyFiles::aligned(&plan, self.queue.map_or(1, |queue| queue.alignment));
         let mut outcome = Outcome::new(self);
         if let Ok(disk) = Disk::open(&self.made.top, &OpenOptions::default(), &files.resources()) {
-            for (number, step) in self.steps.iter().enumerate() {
-                outcome.step(&disk, number + 1, step, fault);
+            let mut client = self.queue.map(|_| Client::new(&disk, 8));
+            for batch in &self.batches {
+                let results = match &mut client {
+                    Some(client) => client.take(batch),
+                    None => batch.iter().map(|step| take(&disk, step)).collect(),
+                };
+                outcome.batch(batch, results, fault);
             }
+            drop(client);
             let _ = disk.close();
         }
         let When::Nth(nth) = fault.when else { panic!("one fault at a time") };
         let befell = plan.count(fault.kind) > nth;
-        outcome.verify(&self.made.top, self.steps.len(), ask_stock, fault);
+        outcome.verify(&self.made.top, ask_stock, fault);
         befell
     }
 }
 
 struct Outcome {
     ledger: Ledger,
+    /// The last step made.
+    last: usize,
     flushed: usize,
     /// A flush failed: the disk must take no more writes.
     must_refuse: bool,
@@ -83,29 +102,44 @@ struct Outcome {
 impl Outcome {
     fn new(bench: &Bench) -> Self {
         let ledger = Ledger::new(&bench.made.model, bench.made.cluster);
-        Self { ledger, flushed: 0, must_refuse: false, may_copy: bench.in_memory }
+        Self { ledger, last: 0, flushed: 0, must_refuse: false, may_copy: bench.in_memory }
     }
 
-    fn step(&mut self, disk: &Disk, number: usize, step: &Step, fault: Fault) {
-        let result = take(disk, step);
-        self.ledger.enter(number, step, result.is_ok());
+    /// Steps that were under way at the same time have ended.
+    fn batch(&mut self, steps: &[Step], results: Vec<Result<Option<Vec<u8>>, Error>>, fault: Fault) {
+        let (before, must_refuse) = (self.last, self.must_refuse);
+        for (step, result) in steps.iter().zip(&results) {
+            self.last += 1;
+            self.ledger.enter(self.last, step, result.is_ok());
+        }
+        for (place, (step, result)) in steps.iter().zip(results).enumerate() {
+            self.ended(step, result, (before, before + 1 + place), must_refuse, fault);
+        }
+    }
+
+    /// A step has ended, of a batch after the step `before`.
+    fn ended(
+        &mut self,
+        step: &Step,
+        result: Result<Option<Vec<u8>>, Error>,
+        (before, number): (usize, usize),
+        must_refuse: bool,
+        fault: Fault,
+    ) {
         match result {
             Ok(bytes) => {
                 let refused_kind = step.changes_disk() || matches!(step, Step::Flush);
-                assert!(
-                    !(self.must_refuse && refused_kind),
-                    "{fault:?}: {step:?} succeeded after a failed flush"
-                );
+                assert!(!(must_refuse && refused_kind), "{fault:?}: {step:?} succeeded after a failed flush");
                 if let (Step::Read { at, .. }, Some(bytes)) = (step, bytes) {
                     self.ledger
-                        .check(*at, &bytes, number, number)
+                        .check(*at, &bytes, before, self.last)
                         .unwrap_or_else(|error| panic!("{fault:?}: {error}"));
                 }
                 if matches!(step, Step::Flush) {
                     self.flushed = number;
                 }
             }
-            Err(error) if self.must_refuse && !matches!(step, Step::Read { .. }) => {
+            Err(error) if must_refuse && !matches!(step, Step::Read { .. }) => {
                 let ErrorKind::Failed { cause } = error.kind() else { panic!("{fault:?}: {error}") };
                 assert!(!cause.is_empty() && error.errno() == EIO);
             }
@@ -117,7 +151,7 @@ impl Outcome {
     }
 
     /// What is left when the process has gone, as a successor and stock tools see it.
-    fn verify(&self, path: &Path, last: usize, ask_stock: bool, fault: Fault) {
+    fn verify(&self, path: &Path, ask_stock: bool, fault: Fault) {
         let report =
             check(path, &CheckOptions { force_share: true, ..CheckOptions::default() }).expect("checks");
         assert_eq!((report.corruptions, report.check_errors), (0, 0), "{fault:?}: {:?}", report.findings);
@@ -126,7 +160,8 @@ impl Outcome {
         }
         let disk = open_read_only(path);
         let bytes = read(&disk, 0, disk.size() as usize).expect("reads");
-        self.ledger.check(0, &bytes, self.flushed, last).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+        let checked = self.ledger.check(0, &bytes, self.flushed, self.last);
+        checked.unwrap_or_else(|error| panic!("{fault:?}: {error}"));
     }
 }
 
@@ -162,10 +197,24 @@ fn in_memory(seed: u64) -> Bench {
     Bench { in_memory: true, ..Bench::new(&[base, active], seed, 90) }
 }
 
+/// Several requests at a time: the queue's thread writes in place, or its ring does, and its ring reads.
+fn queued(seed: u64) -> [Bench; 2] {
+    [1, 512].map(|alignment| {
+        let bench = in_memory(seed);
+        let steps = bench.batches.into_iter().flatten().collect();
+        Bench { batches: batches(steps, 4), queue: Some(Queue { alignment }), ..bench }
+    })
+}
+
+/// All of them.
+fn benches(seed: u64) -> impl Iterator<Item = Bench> {
+    [small_clusters(seed), snapshots(seed), in_memory(seed)].into_iter().chain(queued(seed))
+}
+
 #[test]
 fn any_failed_write_leaves_a_sound_image() {
     for_seeds(1, |seed| {
-        for bench in [small_clusters(seed), snapshots(seed), in_memory(seed)] {
+        for bench in benches(seed) {
             for effect in [Effect::Fail(EIO), Effect::Fail(ENOSPC), Effect::Tear { bytes: 512, errno: EIO }] {
                 assert!(fail_each(&bench, OperationKind::Write, effect) > 30, "the workload writes");
             }
@@ -176,7 +225,7 @@ fn any_failed_write_leaves_a_sound_image() {
 #[test]
 fn any_failed_or_short_read_is_an_error_or_harmless() {
     for_seeds(1, |seed| {
-        for bench in [small_clusters(seed), snapshots(seed), in_memory(seed)] {
+        for bench in benches(seed) {
             for effect in [Effect::Fail(EIO), Effect::Tear { bytes: 512, errno: EIO }] {
                 assert!(fail_each(&bench, OperationKind::Read, effect) > 5, "the workload reads");
             }
@@ -187,7 +236,7 @@ fn any_failed_or_short_read_is_an_error_or_harmless() {
 #[test]
 fn any_failed_flush_refuses_all_later_writes() {
     for_seeds(3, |seed| {
-        for bench in [small_clusters(seed), snapshots(seed), in_memory(seed)] {
+        for bench in benches(seed) {
             assert!(fail_each(&bench, OperationKind::Flush, Effect::Fail(EIO)) > 5, "the workload flushes");
         }
     });

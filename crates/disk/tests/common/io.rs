@@ -8,6 +8,7 @@ use vmstrata_disk::{Completion, Disk, Error, IoQueue, Op, Request};
 use vmstrata_store::{AlignedBuf, Segment, SegmentVec};
 
 use super::flat::range;
+use super::ledger::Step;
 
 /// An [`IoQueue`] that owns the buffers of its requests.
 pub struct Client {
@@ -44,12 +45,41 @@ impl Client {
         token
     }
 
+    /// Does steps, all at the same time; returns how each ended, with the bytes of reads.
+    pub fn take(&mut self, steps: &[Step]) -> Vec<Result<Option<Vec<u8>>, Error>> {
+        for step in steps {
+            match step {
+                Step::Write { at, bytes } => {
+                    self.push(Op::Write { fua: false }, *at, bytes.len() as u64, Some(bytes))
+                }
+                Step::Zeroes { at, len, unmap } => {
+                    self.push(Op::WriteZeroes { unmap: *unmap, fua: false }, *at, *len, None)
+                }
+                Step::Discard { at, len } => self.push(Op::Discard, *at, *len, None),
+                Step::Read { at, len } => self.push(Op::Read, *at, *len, None),
+                Step::Flush => self.push(Op::Flush, 0, 0, None),
+            };
+        }
+        let mut done = self.drain();
+        done.sort_by_key(|done| done.token);
+        let bytes = |step: &Step, done: Done| {
+            let read = matches!(step, Step::Read { .. });
+            done.result.map(|()| read.then(|| done.bytes.to_vec()))
+        };
+        steps.iter().zip(done).map(|(step, done)| bytes(step, done)).collect()
+    }
+
     pub fn submit(&mut self) {
         self.queue.submit();
     }
 
     pub fn in_flight(&self) -> usize {
         self.queue.in_flight()
+    }
+
+    /// Of these, the ones that wait, or that workers have.
+    pub fn at_others(&self) -> usize {
+        self.queue.at_others()
     }
 
     /// Sleeps without requests, as long as nothing can be read from `end`; returns how often it was woken for nothing.

@@ -33,7 +33,21 @@ impl std::fmt::Debug for Step {
 
 impl Step {
     pub fn changes_disk(&self) -> bool {
-        matches!(self, Self::Write { .. } | Self::Zeroes { .. } | Self::Discard { .. })
+        self.changed().is_some()
+    }
+
+    /// The bytes that it changes.
+    fn changed(&self) -> Option<std::ops::Range<u64>> {
+        match self {
+            Self::Write { at, bytes } => Some(*at..*at + bytes.len() as u64),
+            Self::Zeroes { at, len, .. } | Self::Discard { at, len } => Some(*at..*at + *len),
+            Self::Read { .. } | Self::Flush => None,
+        }
+    }
+
+    fn changes_same(&self, other: &Self) -> bool {
+        let pair = self.changed().zip(other.changed());
+        pair.is_some_and(|(one, other)| one.start < other.end && other.start < one.end)
     }
 }
 
@@ -57,6 +71,24 @@ pub fn steps(random: &mut SmallRng, count: usize, size: u64, cluster: u64) -> Ve
         });
     }
     steps
+}
+
+/// Splits a workload into batches of steps that may end in any order: no two of a batch change the same bytes, and a flush
+/// is the first of its batch, as it covers what ended before it began.
+pub fn batches(steps: Vec<Step>, len_max: usize) -> Vec<Vec<Step>> {
+    let mut batches: Vec<Vec<Step>> = Vec::new();
+    for step in steps {
+        let joins = |batch: &&mut Vec<Step>| {
+            batch.len() < len_max
+                && !matches!(step, Step::Flush)
+                && !batch.iter().any(|other| step.changes_same(other))
+        };
+        match batches.last_mut().filter(joins) {
+            Some(batch) => batch.push(step),
+            None => batches.push(vec![step]),
+        }
+    }
+    batches
 }
 
 /// Threads of a striped workload.

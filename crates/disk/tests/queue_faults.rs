@@ -1,0 +1,207 @@
+//! A queue's own reads and writes meet the faults of a plan: without a worker, and each by itself.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::faulty::FaultyFiles;
+use common::flat::{assert_reads, assert_same, write};
+use common::io::{Client, Done};
+use common::stock::{self, path_str, qemu_img};
+use common::{scratch, wait_until};
+use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_disk::stats::Kind;
+use vmstrata_disk::{Disk, Op, OpenOptions, snapshot_together};
+use vmstrata_store::{Effect, Fault, FaultPlan, OperationKind, When};
+
+const EIO: i32 = 5;
+const CLUSTER: u64 = 65536;
+const LEN: u64 = 4096;
+/// Requests at a time, each in a cluster of its own.
+const COUNT: u64 = 4;
+
+/// A disk that is full of `OLD`, with its map in memory.
+struct Full {
+    dir: tempfile::TempDir,
+    plan: Arc<FaultPlan>,
+    disk: Arc<Disk>,
+}
+
+const OLD: u8 = 0x11;
+const NEW: [u8; LEN as usize] = [0x22; LEN as usize];
+
+/// The ring writes in place where the files are `aligned`, else the queue's thread.
+fn full(alignment: usize) -> Full {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), &(2 * COUNT * CLUSTER).to_string()]);
+    let plan = FaultPlan::recording();
+    let files = FaultyFiles::aligned(&plan, alignment);
+    let disk = Disk::open(&path, &OpenOptions::default(), &files.resources()).unwrap();
+    write(&disk, 0, &vec![OLD; (2 * COUNT * CLUSTER) as usize]).unwrap();
+    disk.flush().unwrap();
+    disk.warm_map().unwrap();
+    Full { dir, plan, disk }
+}
+
+impl Full {
+    /// Starts as many writes as reads: the writes have the first tokens.
+    fn start(&self) -> Client {
+        let mut client = Client::new(&self.disk, 16);
+        for number in 0..COUNT {
+            client.push(Op::Write { fua: false }, number * CLUSTER, LEN, Some(&NEW));
+        }
+        for number in COUNT..2 * COUNT {
+            client.push(Op::Read, number * CLUSTER, LEN, None);
+        }
+        client.submit();
+        client
+    }
+
+    fn add(&self, kind: OperationKind, nth: u64, effect: Effect) {
+        self.plan.add(Fault { kind: Some(kind), store: None, when: When::Nth(nth), effect });
+    }
+
+    fn counts(&self) -> [u64; 4] {
+        let at_workers = self.disk.stats().at_workers;
+        let of_plan = |kind| self.plan.count(Some(kind));
+        let by_worker = |kind| at_workers[kind as usize];
+        [
+            of_plan(OperationKind::Write),
+            of_plan(OperationKind::Read),
+            by_worker(Kind::Write),
+            by_worker(Kind::Read),
+        ]
+    }
+
+    /// All that was started has ended well, and the disk is what it should be.
+    fn end(self, done: Vec<Done>) {
+        for done in done {
+            done.result.unwrap();
+            let expected = if done.token < COUNT { NEW } else { [OLD; LEN as usize] };
+            assert_same(&done.bytes, &expected, 0, "a request's bytes");
+        }
+        let mut model = vec![OLD; (2 * COUNT * CLUSTER) as usize];
+        for number in 0..COUNT {
+            model[(number * CLUSTER) as usize..][..LEN as usize].copy_from_slice(&NEW);
+        }
+        assert_reads(&self.disk, &model, "afterwards");
+        self.disk.close().unwrap();
+        drop(self.disk);
+        stock::assert_clean(&self.dir.path().join("disk"));
+    }
+}
+
+#[test]
+fn reads_and_writes_in_place_pass_the_plan_without_a_worker() {
+    for alignment in [1, 512] {
+        let full = full(alignment);
+        let before = full.counts();
+        let done = full.start().drain();
+        let after = full.counts();
+        let passed: Vec<u64> = after.iter().zip(before).map(|(after, before)| after - before).collect();
+        assert_eq!(passed, [COUNT, COUNT, 0, 0], "of the plan, and of workers");
+        full.end(done);
+    }
+}
+
+#[test]
+fn a_worker_makes_good_what_fails_in_a_queue() {
+    let effects = [Effect::Fail(EIO), Effect::Tear { bytes: 512, errno: EIO }, Effect::Short { bytes: 512 }];
+    for (alignment, effect) in [1, 512].into_iter().flat_map(|aligned| effects.map(|it| (aligned, it))) {
+        for nth in 0..COUNT {
+            let full = full(alignment);
+            let before = full.counts();
+            full.add(OperationKind::Read, nth, effect);
+            // A write is never short.
+            let is_short = matches!(effect, Effect::Short { .. });
+            if !is_short {
+                full.add(OperationKind::Write, nth, effect);
+            }
+            let done = full.start().drain();
+            let after = full.counts();
+            let by_workers = [after[2] - before[2], after[3] - before[3]];
+            assert_eq!(by_workers, [u64::from(!is_short), 1], "{effect:?} of operation {nth}");
+            full.end(done);
+        }
+    }
+}
+
+#[test]
+fn a_failure_that_lasts_is_the_requests_own() {
+    for alignment in [1, 512] {
+        let full = full(alignment);
+        for kind in [OperationKind::Read, OperationKind::Write] {
+            full.plan.fail_from(Some(kind), 0, EIO);
+        }
+        for done in full.start().drain() {
+            assert_eq!(done.result.unwrap_err().errno(), EIO, "request {}", done.token);
+        }
+        full.plan.clear();
+        let done = full.start().drain();
+        full.end(done);
+    }
+}
+
+/// Waits until `count` requests have ended.
+fn wait_for(client: &mut Client, count: usize) -> Vec<Done> {
+    let mut done = Vec::new();
+    while done.len() < count {
+        done.extend(client.wait());
+    }
+    done
+}
+
+#[test]
+fn others_pass_a_request_that_is_held() {
+    for (kind, first) in [(OperationKind::Write, 0), (OperationKind::Read, COUNT)] {
+        for nth in 0..COUNT {
+            let full = full(512);
+            full.add(kind, nth, Effect::Hold);
+            let mut client = full.start();
+            // A flush covers what has ended, and waits for nothing else.
+            let flush = client.push(Op::Flush, 0, 0, None);
+            let mut done = wait_for(&mut client, 2 * COUNT as usize);
+            assert!(done.iter().all(|done| done.token != first + nth), "ended while it was held");
+            assert!(full.plan.wait_until_held(1, Duration::ZERO) && client.in_flight() == 1);
+            full.plan.release();
+            done.extend(client.drain());
+            done.retain(|done| done.token != flush);
+            assert_eq!(done.len(), 2 * COUNT as usize);
+            drop(client);
+            full.end(done);
+        }
+    }
+}
+
+#[test]
+fn a_snapshot_waits_for_a_write_that_is_held() {
+    let full = full(512);
+    full.add(OperationKind::Write, 0, Effect::Hold);
+    let mut client = full.start();
+    let mut done = wait_for(&mut client, 2 * COUNT as usize - 1);
+    std::thread::scope(|scope| {
+        let snapshot = scope.spawn(|| {
+            let info = SnapshotInfo { name: "state".to_owned(), ..SnapshotInfo::default() };
+            snapshot_together(&[&full.disk], &info).map(drop)
+        });
+        // Once it waits, later writes do so as well.
+        wait_until("a snapshot that waits", || {
+            client.push(Op::Write { fua: false }, 0, LEN, Some(&NEW));
+            client.submit();
+            let waits = client.at_others() > 0;
+            if !waits {
+                client.wait();
+            }
+            waits
+        });
+        assert_eq!(full.disk.layer_count(), 1, "a layer was frozen under a write");
+        full.plan.release();
+        done.extend(client.drain().into_iter().filter(|done| done.token < 2 * COUNT));
+        snapshot.join().unwrap().unwrap();
+    });
+    assert_eq!(full.disk.layer_count(), 2);
+    drop(client);
+    full.end(done);
+}
