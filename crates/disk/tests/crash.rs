@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use common::faulty::FaultyFiles;
 use common::flat::{assert_same, pattern, read, write};
-use common::ledger::{BLOCK, Ledger, Step, THREADS, steps, striped, take};
+use common::io::Client;
+use common::ledger::{BLOCK, Ledger, Step, THREADS, batches, steps, striped, take};
 use common::shape::{LayerShape, make};
 use common::{for_seeds, open, open_read_only, random, scratch, stock};
 use rand::Rng as _;
@@ -31,12 +32,26 @@ struct Recording {
     opened: Moment,
 }
 
-/// Runs the steps that `choose` gives on a new chain, and records.
+/// Runs the steps that `choose` gives on a new chain, one by one, and records.
 fn record(
     layers: &[LayerShape],
     name: &str,
     seed: u64,
     choose: impl FnOnce(&mut SmallRng, u64, u64) -> Vec<Step>,
+) -> Recording {
+    record_batches(layers, name, seed, None, |random, size, cluster| {
+        batches(choose(random, size, cluster), 1)
+    })
+}
+
+/// Runs batches of steps, each at the same time if there is a queue, and records. The active layer's file has the `queue`'s
+/// alignment: from 2 on, its ring writes in place, else its thread.
+fn record_batches(
+    layers: &[LayerShape],
+    name: &str,
+    seed: u64,
+    queue: Option<usize>,
+    choose: impl FnOnce(&mut SmallRng, u64, u64) -> Vec<Vec<Step>>,
 ) -> Recording {
     let dir = scratch();
     let mut random = random(name, seed);
@@ -46,22 +61,31 @@ fn record(
     if seed % 2 == 1 {
         plan.read_now();
     }
-    let files = FaultyFiles::new(&plan);
+    let files = FaultyFiles::aligned(&plan, queue.unwrap_or(1));
     let disk = Disk::open(&made.top, &OpenOptions::default(), &files.resources()).expect("opens");
+    let mut client = queue.map(|_| Client::new(&disk, 8));
     let opened = plan.now();
     let mut ledger = Ledger::new(&made.model, made.cluster);
     let mut taken = Vec::new();
     let chosen = choose(&mut random, ledger.size(), made.cluster);
-    for (number, step) in chosen.into_iter().enumerate() {
+    for batch in chosen {
         let began = plan.now();
-        take(&disk, &step).expect("no faults here");
-        ledger.enter(number + 1, &step, true);
-        taken.push((step, began, plan.now()));
-        if number % 40 == 39 {
+        let results = match &mut client {
+            Some(client) => client.take(&batch),
+            None => batch.iter().map(|step| take(&disk, step)).collect(),
+        };
+        results.into_iter().for_each(|result| drop(result.expect("no faults here")));
+        let ended = plan.now();
+        for step in batch {
+            ledger.enter(taken.len() + 1, &step, true);
+            taken.push((step, began, ended));
+        }
+        if queue.is_none() && taken.len() % 40 == 0 {
             // The housekeeping thread gives freed clusters back once a second; later writes reuse them.
             std::thread::sleep(Duration::from_millis(1100));
         }
     }
+    drop(client);
     disk.close().expect("closes");
     drop(disk);
     stock::assert_clean(&made.top);
@@ -77,6 +101,16 @@ fn some(count: usize) -> impl FnOnce(&mut SmallRng, u64, u64) -> Vec<Step> {
 impl Recording {
     fn end(&self) -> Moment {
         self.log.iter().map(|record| record.completed.unwrap_or(record.issued)).max().expect("it wrote")
+    }
+
+    /// Most writes that were issued and not completed.
+    fn in_flight_max(&self) -> usize {
+        let at = |moment| {
+            let is_in_flight =
+                |record: &&Record| record.issued <= moment && record.completed.is_none_or(|end| end > moment);
+            self.log.iter().filter(is_in_flight).count()
+        };
+        (self.opened.0..=self.end().0).map(Moment).map(at).max().unwrap_or(0)
     }
 
     /// The last flush step that had ended, and the last step that had begun, at a moment.
@@ -116,9 +150,15 @@ impl Recording {
     /// Cuts at `count` moments, with nothing, everything, and random parts of what was in doubt.
     fn cut(&self, seed: u64, count: u64) {
         let mut random = random("cuts", seed);
+        let moments: Vec<u64> =
+            (0..count).map(|_| random.random_range(self.opened.0..=self.end().0)).collect();
+        self.cut_at(moments, random);
+    }
+
+    fn cut_at(&self, moments: impl IntoIterator<Item = u64>, mut random: SmallRng) {
         let soak = std::env::var_os("VMSTRATA_SOAK_SECONDS").is_some();
-        for number in 0..count {
-            let at = Moment(random.random_range(self.opened.0..=self.end().0));
+        for (number, at) in (0..).zip(moments) {
+            let at = Moment(at);
             for survivors in [
                 Survivors::None,
                 Survivors::All,
@@ -214,6 +254,23 @@ fn reused_clusters_survive_power_failures() {
         let freed = count(&recording.log, |operation| matches!(operation, Operation::PunchHole { .. }));
         assert!(freed > 3, "too little was freed");
         recording.cut(seed, 250);
+    });
+}
+
+/// Several writes of a queue are in flight when the power fails, at each beginning and end of any of them.
+#[test]
+fn writes_in_flight_survive_power_failures() {
+    for_seeds(2, |seed| {
+        for alignment in [1, 512] {
+            let base = LayerShape::qcow2(14, 300 << 10);
+            let active = LayerShape { operations: 8, ..LayerShape::qcow2(12, 200 << 10) };
+            let choose = |random: &mut SmallRng, size, cluster| batches(steps(random, 60, size, cluster), 6);
+            let recording = record_batches(&[base, active], "in flight", seed, Some(alignment), choose);
+            if alignment > 1 {
+                assert!(recording.in_flight_max() > 2, "too few writes at a time");
+            }
+            recording.cut_at(recording.opened.0..=recording.end().0, random("cuts", seed));
+        }
     });
 }
 
