@@ -33,6 +33,7 @@ use crate::layer::Format;
 use crate::layers::{LayerInfo, Layers, Top, index_of};
 use crate::loading::{Chain, freeze, read_chain};
 use crate::maintenance::Maintained;
+use crate::observer::{Hooks, IoObserver};
 use crate::refs::back_refs;
 use crate::request::{Op, Request};
 use crate::resources::Resources;
@@ -59,6 +60,7 @@ pub struct Disk {
     layers: ArcSwap<Layers>,
     /// As in `layers`; queues look at it before every request.
     generation: AtomicU64,
+    pub(crate) hooks: Hooks,
     pub(crate) write_gate: Epochs,
     pub(crate) resources: Arc<Resources>,
     pub(crate) epochs: Epochs,
@@ -136,6 +138,7 @@ impl Disk {
             resources: Arc::clone(&layers.resources),
             layers: ArcSwap::from_pointee(layers),
             generation: AtomicU64::new(0),
+            hooks: Hooks::default(),
             write_gate: Epochs::default(),
             epochs: Epochs::default(),
             stats: Arc::default(),
@@ -199,6 +202,12 @@ impl Disk {
     /// What queues did to the disk since it was opened.
     pub fn stats(&self) -> DiskStats {
         self.stats.sum()
+    }
+
+    /// Shows each request of the disk's queues to `observer`, or to none from now on. A queue looks who it is at each push and
+    /// reap, so of requests in flight only the end may be seen.
+    pub fn observe(&self, observer: Option<Arc<dyn IoObserver>>) {
+        self.hooks.observe(observer);
     }
 
     /// How many layers the chain has: as many as [`Disk::layers`], without describing them.

@@ -14,7 +14,7 @@
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`queue`](IoQueue), `request`, `workers` | requests of an I/O thread, and who carries them out |
+//! | [`queue`](IoQueue), `request`, `workers`, `observer` | requests of an I/O thread, who carries them out, and who sees them |
 //! | [`disk`](Disk), `read`, `write`, `zero`, [`extents`](Extent) | where bytes are, and how they move |
 //! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
@@ -64,6 +64,7 @@ mod map;
 pub mod merge;
 mod merging;
 mod names;
+mod observer;
 mod opener;
 mod partial;
 mod probe;
@@ -99,6 +100,7 @@ pub use frozen::{FrozenChain, FrozenLayer};
 pub use journal::Slot;
 pub use layer::Format;
 pub use layers::LayerInfo;
+pub use observer::IoObserver;
 pub use opener::{LocalFiles, Opened, Opener, Role, directory_of};
 pub use probe::{
     BackingPlace, ImageHead, LayerHead, OwnCluster, ProbedFile, check_locks, own_clusters, probe_backing,

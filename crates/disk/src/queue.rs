@@ -31,6 +31,7 @@ use crate::disk::Disk;
 use crate::epoch::{Member, Phase, next_shard};
 use crate::error::{IoContext as _, Result};
 use crate::layers::Layers;
+use crate::observer::IoObserver;
 use crate::request::{Completion, Op, Request};
 use crate::stats::{Begun, QueueStats};
 use crate::workers::{Job, Mailbox};
@@ -70,6 +71,9 @@ pub struct IoQueue {
     replies: Vec<(u32, Result<()>)>,
     stats: QueueStats,
     detect_zeroes: DetectZeroes,
+    /// As of the disk's hooks when they were last looked at.
+    observer: Option<Arc<dyn IoObserver>>,
+    hooks_version: u64,
     /// The request that is being pushed.
     begun: Begun,
 }
@@ -96,7 +100,10 @@ impl IoQueue {
     pub fn new(disk: Arc<Disk>, depth: u32) -> Result<Self> {
         let mailbox = Arc::new(Mailbox::new()?);
         disk.call_when_changed(&mailbox);
+        let (hooks_version, observer) = disk.hooks.get();
         Ok(Self {
+            observer,
+            hooks_version,
             layers: arc_swap::Guard::into_inner(disk.layers_now()),
             stats: disk.stats.join(),
             detect_zeroes: disk.options().detect_zeroes,
@@ -141,7 +148,23 @@ impl IoQueue {
     pub fn push(&mut self, request: Request) {
         self.in_flight += 1;
         self.begun = self.stats.begin(request.op, request.range.len);
+        self.look_at_hooks();
+        if let Some(observer) = &self.observer {
+            observer.begin(request.op, request.range);
+        }
         self.start(request);
+    }
+
+    #[inline]
+    fn look_at_hooks(&mut self) {
+        if self.disk.hooks.version() != self.hooks_version {
+            self.take_hooks();
+        }
+    }
+
+    #[cold]
+    fn take_hooks(&mut self) {
+        (self.hooks_version, self.observer) = self.disk.hooks.get();
     }
 
     fn start(&mut self, mut request: Request) {
@@ -150,7 +173,7 @@ impl IoQueue {
             return self.held.push((request, self.begun));
         };
         if let Err(error) = self.disk.check(&request) {
-            return self.finish_now(request.token, phase, Err(error));
+            return self.finish_now(&request, phase, Err(error));
         }
         if self.detect_zeroes != DetectZeroes::Off {
             self.detect_zeroes(&mut request);
@@ -201,10 +224,18 @@ impl IoQueue {
         self.send_to_worker(slot);
     }
 
-    fn finish_now(&mut self, token: u64, phase: Phase, result: Result<()>) {
+    fn finish_now(&mut self, request: &Request, phase: Phase, result: Result<()>) {
         self.member.leave(&self.disk.epochs, phase);
-        self.stats.end(self.begun, result.is_ok());
-        self.ready.push(Completion { token, result });
+        self.ready.push(self.end(request, self.begun, result));
+    }
+
+    #[inline]
+    fn end(&self, request: &Request, begun: Begun, result: Result<()>) -> Completion {
+        self.stats.end(begun, result.is_ok());
+        if let Some(observer) = &self.observer {
+            observer.end(request.op, request.range, &result);
+        }
+        Completion { token: request.token, result }
     }
 
     fn slot(&mut self, request: Request, phase: Option<Phase>, parts: usize) -> u32 {
@@ -341,6 +372,7 @@ impl IoQueue {
     /// Appends finished requests to `out` and returns how many; never blocks.
     pub fn reap(&mut self, out: &mut Vec<Completion>) -> usize {
         let before = out.len();
+        self.look_at_hooks();
         self.ring.reap(&mut self.moved);
         let mut moved = std::mem::take(&mut self.moved);
         for completion in moved.drain(..) {
@@ -400,12 +432,12 @@ impl IoQueue {
     /// Frees a slot.
     fn release(&mut self, number: u32, result: Result<()>) -> Completion {
         let slot = &mut self.slots[number as usize];
-        let token = slot.request.take().expect("a slot in use has a request").token;
+        let request = slot.request.take().expect("a slot in use has a request");
         if let Some(phase) = slot.phase.take() {
             self.member.leave(&self.disk.epochs, phase);
         }
-        self.stats.end(slot.begun, result.is_ok());
         self.free.push(number);
-        Completion { token, result }
+        let begun = slot.begun;
+        self.end(&request, begun, result)
     }
 }

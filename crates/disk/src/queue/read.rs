@@ -94,7 +94,7 @@ impl IoQueue {
         let len = request.range.len;
         if parts.is_empty() || self.views.read(&request, &parts) {
             self.count_parts(len, &parts);
-            return self.finish_now(request.token, phase, Ok(()));
+            return self.finish_now(&request, phase, Ok(()));
         }
         let fetches = Fetch::of(&parts);
         let split = split_of(&request, &parts);

@@ -29,13 +29,13 @@ impl IoQueue {
         let is_current = self.refresh();
         let plan = || self.layers.plan_write(&request, self.stats.counters());
         match is_current.then(plan).flatten() {
-            Some(parts) if parts.is_empty() => self.finish_now(request.token, phase, Ok(())),
+            Some(parts) if parts.is_empty() => self.finish_now(&request, phase, Ok(())),
             Some(parts) if self.layers.blocks.is_some() => {
                 return self.start_write(request, phase, writing, parts);
             }
             Some(parts) => self.write_now(request, phase, &parts),
             None if is_current && self.write_unplanned(&request) => {
-                self.finish_now(request.token, phase, Ok(()));
+                self.finish_now(&request, phase, Ok(()));
             }
             None => self.leave_to_worker(request, phase),
         }
@@ -75,7 +75,7 @@ impl IoQueue {
             })
         });
         if written {
-            self.finish_now(request.token, phase, Ok(()));
+            self.finish_now(&request, phase, Ok(()));
         } else {
             // A worker writes it again, whole, and finds out what is wrong.
             self.leave_to_worker(request, phase);

@@ -1,0 +1,49 @@
+//! Who sees the requests of a disk's guests.
+//!
+//! All of them pass an [`crate::IoQueue`], which shows each to the disk's [`IoObserver`] when it is pushed and when it has
+//! ended. A queue of a disk without an observer compares one number per push and per reap.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use vmstrata_types::GuestRange;
+
+use crate::error::Result;
+use crate::request::Op;
+
+/// Sees the requests of a disk, on the threads of its queues: what it does takes their time.
+pub trait IoObserver: Debug + Send + Sync {
+    /// A request was pushed. It may wait before it is carried out, and may turn out to make no sense for the disk.
+    fn begin(&self, op: Op, range: GuestRange);
+
+    /// A request has ended. A write that the disk found to be zeros ends as [`Op::WriteZeroes`].
+    fn end(&self, op: Op, range: GuestRange, result: &Result<()>);
+}
+
+/// What queues look at with each request, which may be changed while they run.
+#[derive(Debug, Default)]
+pub(crate) struct Hooks {
+    /// Grows with each change.
+    version: AtomicU64,
+    observer: Mutex<Option<Arc<dyn IoObserver>>>,
+}
+
+impl Hooks {
+    #[inline]
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Acquire)
+    }
+
+    /// The observer, and the version that it is of, or an earlier one.
+    pub(crate) fn get(&self) -> (u64, Option<Arc<dyn IoObserver>>) {
+        let version = self.version();
+        (version, self.observer.lock().clone())
+    }
+
+    pub(crate) fn observe(&self, observer: Option<Arc<dyn IoObserver>>) {
+        *self.observer.lock() = observer;
+        self.version.fetch_add(1, Ordering::Release);
+    }
+}
