@@ -215,10 +215,11 @@ impl Active {
             return Some(raw);
         }
         let guard = self.locks.try_lock_page(cluster)?;
-        let read = |bytes: &mut [u8], at| match self.store.read_now(bytes, at) {
-            true => Ok(()),
-            false => Err(io::ErrorKind::WouldBlock.into()),
-        };
+        let read =
+            |bytes: &mut [u8], at| match self.store.local().is_some_and(|file| file.read_now(bytes, at)) {
+                true => Ok(()),
+                false => Err(io::ErrorKind::WouldBlock.into()),
+            };
         self.read_entry(cluster, &guard, &read).ok()
     }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use vmstrata_store::{FileId, FileIdentity, Gate, OpenStore, Permission, Store, is_held};
+use vmstrata_store::{FileId, FileIdentity, Gate, LocalFile, OpenStore, Permission, Store, is_held};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Layer;
@@ -28,7 +28,10 @@ const INDEXING_MAX: Duration = Duration::from_secs(30);
 /// Whether a process has the file open for writing, as one does that copies into a layer or adds an index.
 pub(crate) fn is_being_written(store: &dyn Store) -> bool {
     let written = [Permission::Write, Permission::WriteUnchanged];
-    store.raw().is_some_and(|fd| written.iter().any(|&permission| is_held(fd, permission).unwrap_or(false)))
+    store
+        .local()
+        .and_then(LocalFile::raw)
+        .is_some_and(|fd| written.iter().any(|&permission| is_held(fd, permission).unwrap_or(false)))
 }
 
 /// The open files of frozen layers, bounded in number.

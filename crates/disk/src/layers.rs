@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use vmstrata_qcow2::L2Entry;
-use vmstrata_store::{FileIdentity, OpenStore, Store};
+use vmstrata_store::{FileIdentity, LocalFile, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, HostOffset, LayerIndex};
 
 use crate::active::Active;
@@ -61,11 +61,12 @@ pub(crate) enum Top {
 impl Top {
     /// Alignment of what the active layer's file takes without reading first.
     fn alignment(&self) -> usize {
-        match self {
-            Self::Frozen => 1,
-            Self::Qcow2(active) => active.store.raw_alignment(),
-            Self::Raw(raw) => raw.store.raw_alignment(),
-        }
+        let file = match self {
+            Self::Frozen => None,
+            Self::Qcow2(active) => active.store.local(),
+            Self::Raw(raw) => raw.store.local(),
+        };
+        file.map_or(1, LocalFile::raw_alignment)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Times of change of files, by which others tell whether a file was changed.
 
 use rustix::fs::{Timespec, Timestamps, UTIME_NOW, UTIME_OMIT};
-use vmstrata_store::Store;
+use vmstrata_store::{LocalFile, Store};
 
 use crate::error::{IoContext as _, Result};
 
@@ -23,7 +23,7 @@ pub(crate) fn touch(store: &dyn Store) -> Result<()> {
 }
 
 fn set(store: &dyn Store, last_modification: Timespec) -> Result<()> {
-    let Some(fd) = store.raw() else { return Ok(()) };
+    let Some(fd) = store.local().and_then(LocalFile::raw) else { return Ok(()) };
     let times = Timestamps { last_access: Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT }, last_modification };
     rustix::fs::futimens(fd, &times).map_err(std::io::Error::from).while_trying("set the time of change")
 }

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 
 use vmstrata_qcow2::probe::PROBE_LEN;
 use vmstrata_qcow2::{ImageFormat, L2Entry};
-use vmstrata_store::{AlignedBuf, Segment, Store, copy_to_slice, slice, total_len};
+use vmstrata_store::{AlignedBuf, LocalFile, Segment, Store, copy_to_slice, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::Active;
@@ -115,7 +115,7 @@ impl Layers {
         match &self.blocks {
             None => write(),
             Some(order) => {
-                let block = store.raw_alignment() as u64 - 1;
+                let block = store.local().map_or(1, LocalFile::raw_alignment) as u64 - 1;
                 let is_whole = (host.get() | total_len(from) as u64) & block == 0;
                 if is_whole { order.whole(write) } else { order.partial(write) }
             }

@@ -4,7 +4,6 @@ mod common;
 mod index_support;
 
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,7 +12,7 @@ use common::stock::{assert_clean, content, qemu_io};
 use common::{open, scratch};
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, build, remove};
 use vmstrata_disk::{CreateOptions, LocalFiles, Opened, Opener, Role, create};
-use vmstrata_store::{Gate, Segment, Store, slice, total_len};
+use vmstrata_store::{Gate, LocalFile, Segment, Store, slice, total_len};
 use vmstrata_types::HostOffset;
 
 fn with_top() -> IndexOptions {
@@ -147,8 +146,8 @@ impl Store for FullStore {
         self.store.set_len(len)
     }
 
-    fn raw(&self) -> Option<BorrowedFd<'_>> {
-        self.store.raw()
+    fn local(&self) -> Option<&dyn LocalFile> {
+        self.store.local()
     }
 }
 

@@ -18,7 +18,7 @@ pub(crate) use plan::{Admission, Held, Ticket};
 pub use plan::{Effect, Fault, FaultPlan, OperationKind, When};
 pub use replay::{Crash, CrashKind, Survivors};
 
-use crate::{Segment, Store, copy_to_slice, slice, total_len};
+use crate::{LocalFile, Segment, Store, copy_to_slice, slice, total_len};
 
 /// Names one store of a plan; the test chooses it, and keeps it when the file is opened again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -163,12 +163,6 @@ impl Store for FaultStore {
         self.read_admitted(self.plan.admit(self.id, OperationKind::Read), segments, at)
     }
 
-    fn read_now(&self, buf: &mut [u8], at: HostOffset) -> bool {
-        self.plan.reads_now()
-            && matches!(self.plan.admit(self.id, OperationKind::Read), Admission::Go)
-            && self.inner.read_exact(buf, at).is_ok()
-    }
-
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
         let admission = self.plan.admit(self.id, OperationKind::Write);
         let (ticket, result) = self.write_admitted(admission, segments, at);
@@ -188,27 +182,39 @@ impl Store for FaultStore {
         self.look(OperationKind::Len, || self.inner.len())
     }
 
-    fn give_up_writing(&self) -> io::Result<()> {
-        self.inner.give_up_writing()
-    }
-
-    fn free_prealloc(&self) -> io::Result<()> {
-        self.inner.free_prealloc()
-    }
-
     fn set_len(&self, len: u64) -> io::Result<()> {
         self.change(Operation::SetLen { len }, || self.inner.set_len(len))
+    }
+
+    fn extent(&self, at: HostOffset) -> io::Result<(bool, HostOffset)> {
+        self.look(OperationKind::Extent, || self.inner.extent(at))
+    }
+
+    fn local(&self) -> Option<&dyn LocalFile> {
+        Some(self)
+    }
+}
+
+impl LocalFile for FaultStore {
+    fn simulated(&self) -> Option<&FaultStore> {
+        Some(self)
     }
 
     fn raw_alignment(&self) -> usize {
         self.alignment
     }
 
-    fn simulated(&self) -> Option<&FaultStore> {
-        Some(self)
+    fn give_up_writing(&self) -> io::Result<()> {
+        self.inner.local().map_or(Ok(()), LocalFile::give_up_writing)
     }
 
-    fn extent(&self, at: HostOffset) -> io::Result<(bool, HostOffset)> {
-        self.look(OperationKind::Extent, || self.inner.extent(at))
+    fn read_now(&self, buf: &mut [u8], at: HostOffset) -> bool {
+        self.plan.reads_now()
+            && matches!(self.plan.admit(self.id, OperationKind::Read), Admission::Go)
+            && self.inner.read_exact(buf, at).is_ok()
+    }
+
+    fn free_prealloc(&self) -> io::Result<()> {
+        self.inner.local().map_or(Ok(()), LocalFile::free_prealloc)
     }
 }

@@ -21,7 +21,7 @@ use vmstrata_types::HostOffset;
 use crate::direct::Direct;
 use crate::identity::{FileId, FileIdentity};
 use crate::lock::{self, LockError, LockKind};
-use crate::{Access, Segment, Store, View, prealloc, transfer, view};
+use crate::{Access, LocalFile, Segment, Store, View, prealloc, transfer, view};
 
 /// Whether file data goes through the host's page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -205,10 +205,6 @@ impl Store for FileStore {
         }
     }
 
-    fn read_now(&self, buf: &mut [u8], at: HostOffset) -> bool {
-        self.direct.is_none() && transfer::read_cached(self.file.as_fd(), buf, at)
-    }
-
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
         match &self.direct {
             None => transfer::write_at(self.file.as_fd(), segments, at),
@@ -218,15 +214,6 @@ impl Store for FileStore {
 
     fn flush(&self) -> io::Result<()> {
         retry(|| rustix::fs::fdatasync(&self.file))
-    }
-
-    fn begin_write_out(&self, at: HostOffset, len: u64) {
-        if self.direct.is_none()
-            && let (Ok(at), Ok(len)) = (at.get().try_into(), len.try_into())
-        {
-            // SAFETY: takes no pointer. An error of a write is left for the next flush to tell.
-            unsafe { libc::sync_file_range(self.file.as_raw_fd(), at, len, libc::SYNC_FILE_RANGE_WRITE) };
-        }
     }
 
     fn punch_hole(&self, at: HostOffset, len: u64) -> io::Result<()> {
@@ -258,10 +245,6 @@ impl Store for FileStore {
         self.file.set_len(len)
     }
 
-    fn free_prealloc(&self) -> io::Result<()> {
-        prealloc::free(&self.file)
-    }
-
     fn extent(&self, at: HostOffset) -> io::Result<(bool, HostOffset)> {
         let end = self.len()?;
         if at.get() >= end {
@@ -279,8 +262,18 @@ impl Store for FileStore {
         Ok((is_data, HostOffset::new(next.max(at.get() + 1))))
     }
 
+    fn local(&self) -> Option<&dyn LocalFile> {
+        Some(self)
+    }
+}
+
+impl LocalFile for FileStore {
     fn raw(&self) -> Option<BorrowedFd<'_>> {
         Some(ring_fd(&self.file, self.direct.as_ref()))
+    }
+
+    fn raw_alignment(&self) -> usize {
+        self.direct.as_ref().map_or(1, Direct::alignment)
     }
 
     fn view(&self) -> Option<View> {
@@ -295,7 +288,20 @@ impl Store for FileStore {
         if writes { lock::downgrade(ring_fd(&self.file, self.direct.as_ref())) } else { Ok(()) }
     }
 
-    fn raw_alignment(&self) -> usize {
-        self.direct.as_ref().map_or(1, Direct::alignment)
+    fn read_now(&self, buf: &mut [u8], at: HostOffset) -> bool {
+        self.direct.is_none() && transfer::read_cached(self.file.as_fd(), buf, at)
+    }
+
+    fn begin_write_out(&self, at: HostOffset, len: u64) {
+        if self.direct.is_none()
+            && let (Ok(at), Ok(len)) = (at.get().try_into(), len.try_into())
+        {
+            // SAFETY: takes no pointer. An error of a write is left for the next flush to tell.
+            unsafe { libc::sync_file_range(self.file.as_raw_fd(), at, len, libc::SYNC_FILE_RANGE_WRITE) };
+        }
+    }
+
+    fn free_prealloc(&self) -> io::Result<()> {
+        prealloc::free(&self.file)
     }
 }

@@ -111,10 +111,6 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// After an error nothing is known of the writes since the last success: do not retry, stop writing.
     fn flush(&self) -> io::Result<()>;
 
-    /// Asks the host to begin writing out a range that it has in memory only. A wish: nothing waits for it or is told of what
-    /// becomes of it, and only [`Store::flush`] says what is on stable storage.
-    fn begin_write_out(&self, _at: HostOffset, _len: u64) {}
-
     /// Makes a range read as zeros and gives its space back; a range past the end is cut there.
     ///
     /// # Errors
@@ -133,14 +129,6 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Whatever the medium reports.
     fn set_len(&self, len: u64) -> io::Result<()>;
 
-    /// Frees what [`prealloc::past_end`] allocated and nothing has filled.
-    ///
-    /// # Errors
-    /// Whatever the medium reports.
-    fn free_prealloc(&self) -> io::Result<()> {
-        Ok(())
-    }
-
     /// The end of the run of data, or of the hole, that `at` lies in: `(is_data, end)`.
     ///
     /// A medium that does not know answers that all is data up to its end.
@@ -152,6 +140,44 @@ pub trait Store: Send + Sync + fmt::Debug {
         Ok((true, HostOffset::new(end)))
     }
 
+    /// What the store can do beyond that because it is a file or a device of this host.
+    fn local(&self) -> Option<&dyn LocalFile> {
+        None
+    }
+
+    /// Reads exactly `buf.len()` bytes at `at`; what lies past the end reads as zeros.
+    ///
+    /// # Errors
+    /// Whatever the medium reports.
+    fn read_padded(&self, buf: &mut [u8], at: HostOffset) -> io::Result<()> {
+        let len = buf.len();
+        let read = self.read_segments(&[Segment::from_mut(buf)], at)?;
+        assert!(read <= len, "a store reported more bytes than it was asked for");
+        buf[read..].fill(0);
+        Ok(())
+    }
+
+    /// Reads exactly `buf.len()` bytes at `at`.
+    ///
+    /// # Errors
+    /// `UnexpectedEof` when the store ends earlier; otherwise whatever the medium reports.
+    fn read_exact(&self, buf: &mut [u8], at: HostOffset) -> io::Result<()> {
+        let len = buf.len();
+        let read = self.read_segments(&[Segment::from_mut(buf)], at)?;
+        if read == len { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    }
+
+    /// Writes all of `buf` at `at`.
+    ///
+    /// # Errors
+    /// Whatever the medium reports; any part may have been written.
+    fn write_all(&self, buf: &[u8], at: HostOffset) -> io::Result<()> {
+        self.write_segments(&[Segment::from_ref(buf)], at)
+    }
+}
+
+/// What only a file or a device of this host can do.
+pub trait LocalFile {
     /// The descriptor below, when a [`Ring`] may read and write it directly with the same effect.
     fn raw(&self) -> Option<BorrowedFd<'_>> {
         None
@@ -181,38 +207,20 @@ pub trait Store: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Reads exactly `buf.len()` bytes at `at`; what lies past the end reads as zeros.
-    ///
-    /// # Errors
-    /// Whatever the medium reports.
-    fn read_padded(&self, buf: &mut [u8], at: HostOffset) -> io::Result<()> {
-        let len = buf.len();
-        let read = self.read_segments(&[Segment::from_mut(buf)], at)?;
-        assert!(read <= len, "a store reported more bytes than it was asked for");
-        buf[read..].fill(0);
-        Ok(())
-    }
-
-    /// Reads exactly `buf.len()` bytes at `at`.
-    ///
-    /// # Errors
-    /// `UnexpectedEof` when the store ends earlier; otherwise whatever the medium reports.
-    fn read_exact(&self, buf: &mut [u8], at: HostOffset) -> io::Result<()> {
-        let len = buf.len();
-        let read = self.read_segments(&[Segment::from_mut(buf)], at)?;
-        if read == len { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
-    }
-
     /// Fills `buf` from `at` if that takes no waiting, as for bytes that the host has in memory; false when it may.
     fn read_now(&self, _buf: &mut [u8], _at: HostOffset) -> bool {
         false
     }
 
-    /// Writes all of `buf` at `at`.
+    /// Asks the host to begin writing out a range that it has in memory only. A wish: nothing waits for it or is told of what
+    /// becomes of it, and only [`Store::flush`] says what is on stable storage.
+    fn begin_write_out(&self, _at: HostOffset, _len: u64) {}
+
+    /// Frees what [`prealloc::past_end`] allocated and nothing has filled.
     ///
     /// # Errors
-    /// Whatever the medium reports; any part may have been written.
-    fn write_all(&self, buf: &[u8], at: HostOffset) -> io::Result<()> {
-        self.write_segments(&[Segment::from_ref(buf)], at)
+    /// Whatever the medium reports.
+    fn free_prealloc(&self) -> io::Result<()> {
+        Ok(())
     }
 }

@@ -12,7 +12,7 @@ use crate::{Store, View};
 
 /// A store that stays open for as long as this lives, as all who use it do.
 pub struct OpenStore {
-    /// Of [`Store::raw`].
+    /// Of [`crate::LocalFile::raw`].
     fd: Option<RawFd>,
     /// `None` when a ring cannot use the store.
     alignment: Option<u32>,
@@ -24,9 +24,10 @@ pub struct OpenStore {
 impl OpenStore {
     /// Looks up what a ring needs, once: a store's descriptor and alignment do not change.
     pub fn new(store: Arc<dyn Store>) -> Arc<Self> {
-        let fd = store.raw().map(|fd| fd.as_raw_fd());
-        let alignment = u32::try_from(store.raw_alignment()).expect("blocks are small");
-        let alignment = (fd.is_some() || store.simulated().is_some()).then_some(alignment);
+        let local = store.local();
+        let fd = local.and_then(|file| Some(file.raw()?.as_raw_fd()));
+        let ring = local.filter(|file| fd.is_some() || file.simulated().is_some());
+        let alignment = ring.map(|file| u32::try_from(file.raw_alignment()).expect("blocks are small"));
         Arc::new(Self { fd, alignment, view: OnceLock::new(), store })
     }
 
@@ -36,9 +37,9 @@ impl OpenStore {
         self.alignment.map(|alignment| alignment as usize)
     }
 
-    /// Of [`Store::view`], as the store was when this was first asked: only for those that no longer grow.
+    /// Of [`crate::LocalFile::view`], as the store was when this was first asked: only for those that no longer grow.
     pub fn view(&self) -> Option<&View> {
-        self.view.get_or_init(|| self.store.view()).as_ref()
+        self.view.get_or_init(|| self.store.local()?.view()).as_ref()
     }
 
     /// The descriptor for a ring.

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use vmstrata_store::{
-    Crash, CrashKind, Effect, Fault, FaultPlan, FaultStore, MemoryStore, Moment, Operation, OperationKind,
-    Record, Segment, Store, StoreId, Survivors, When,
+    Crash, CrashKind, Effect, Fault, FaultPlan, FaultStore, LocalFile as _, MemoryStore, Moment, Operation,
+    OperationKind, Record, Segment, Store, StoreId, Survivors, When,
 };
 use vmstrata_types::HostOffset;
 

@@ -9,7 +9,8 @@ use std::process::Command;
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
 use vmstrata_store::{
-    Access, AlignedBuf, CacheMode, FileOptions, FileStore, Gate, MemoryStore, Segment, Store, copy_to_slice,
+    Access, AlignedBuf, CacheMode, FileOptions, FileStore, Gate, LocalFile as _, MemoryStore, Segment, Store,
+    copy_to_slice,
 };
 use vmstrata_types::HostOffset;
 

@@ -55,7 +55,7 @@ fn one_at_a_time_writes_what_readers_do_not_see() {
     assert!(matches!(second, FileError::Lock(LockError::Conflict { .. })), "{second}");
     drop(reader);
     open(ACTIVE_AT_ONCE).expect_err("a writer of the disk");
-    vmstrata_store::Store::give_up_writing(&writer).expect("a reader's lock now");
+    vmstrata_store::LocalFile::give_up_writing(&writer).expect("a reader's lock now");
     drop(open(UNCHANGED).expect("the next one"));
     drop(writer);
     let active = open(ACTIVE_AT_ONCE).expect("no one is left");
@@ -75,7 +75,7 @@ fn no_reader_of_ours_begins_while_a_file_is_copied_into() {
     open(UNCHANGED).expect_err("one at a time");
     let (read, text) = run("qemu-img", &["info", "base.qcow2"], directory.path());
     assert!(read, "what QEMU knows of it lasts: {text}");
-    vmstrata_store::Store::give_up_writing(&writer).expect("a reader's lock now");
+    vmstrata_store::LocalFile::give_up_writing(&writer).expect("a reader's lock now");
     drop(open(FileOptions::FROZEN).expect("another reader"));
     drop((reader, writer));
     drop(open(ACTIVE_AT_ONCE).expect("nothing is left locked"));

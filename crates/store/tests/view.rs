@@ -7,7 +7,9 @@ use std::path::Path;
 use proptest::prelude::*;
 use std::sync::Arc;
 use tempfile::NamedTempFile;
-use vmstrata_store::{Access, CacheMode, FileOptions, FileStore, Gate, OpenStore, Segment, Store, View};
+use vmstrata_store::{
+    Access, CacheMode, FileOptions, FileStore, Gate, LocalFile as _, OpenStore, Segment, View,
+};
 use vmstrata_types::HostOffset;
 
 const PAGE: usize = 4096;

@@ -38,7 +38,8 @@ impl Active {
     pub(crate) fn write_out(&self) -> bool {
         let (rested, grows) = self.growth.lock().look(self.alloc.end());
         if !rested.is_empty() {
-            self.store.begin_write_out(rested.start, rested.end.get() - rested.start.get());
+            let len = rested.end.get() - rested.start.get();
+            self.store.local().inspect(|file| file.begin_write_out(rested.start, len));
         }
         grows
     }

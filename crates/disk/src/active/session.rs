@@ -1,6 +1,7 @@
 //! The session of a writer on the active layer, which its header names.
 
 use vmstrata_qcow2::header::field;
+use vmstrata_store::LocalFile;
 use vmstrata_types::HostOffset;
 
 use super::Active;
@@ -46,7 +47,7 @@ pub(crate) fn end_session(active: &Active, wait: impl FnOnce()) -> Result<()> {
 
 /// Frees what was preallocated to the file. A failure does no harm.
 fn free_prealloc(active: &Active) {
-    if let Err(error) = active.store.free_prealloc() {
+    if let Err(error) = active.store.local().map_or(Ok(()), LocalFile::free_prealloc) {
         tracing::debug!(layer = %active.path.display(), %error, "preallocation past the end of the file is kept");
     }
 }

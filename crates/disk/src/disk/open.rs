@@ -6,7 +6,7 @@ use std::sync::Arc;
 use vmstrata_check::{Options as CheckOptions, Repair, Report, check};
 use vmstrata_qcow2::bitmap::BitmapsExtension;
 use vmstrata_qcow2::{Autoclear, Incompatible};
-use vmstrata_store::{CacheMode, Gate, OpenStore, Store};
+use vmstrata_store::{CacheMode, Gate, LocalFile, OpenStore, Store};
 use vmstrata_types::LayerIndex;
 
 use crate::active::Active;
@@ -48,7 +48,8 @@ pub(crate) fn open_top(
     let in_file = |error: Error| error.in_file(&path);
     let head = repaired(head, &opened.store).map_err(in_file)?;
     let header = &head.header;
-    let (cluster, block) = (header.cluster_bits.size(), opened.store.raw_alignment());
+    let (cluster, block) =
+        (header.cluster_bits.size(), opened.store.local().map_or(1, LocalFile::raw_alignment));
     if cluster < block as u64 {
         return Err(in_file(ErrorKind::BlockTooLarge { cluster, block }.into()));
     }

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmstrata_store::{Gate, Store};
+use vmstrata_store::{Gate, LocalFile, Store};
 use vmstrata_types::MAX_LAYERS;
 
 use super::Disk;
@@ -189,7 +189,8 @@ fn provisional(before: &Layers, path: &Path) -> Result<Arc<Layer>> {
 
 fn give_up(store: &dyn Store, path: &Path) -> Result<()> {
     store
-        .give_up_writing()
+        .local()
+        .map_or(Ok(()), LocalFile::give_up_writing)
         .while_trying("turn the writer's lock into a reader's")
         .map_err(|error| error.in_file(path))
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 use sha2::{Digest as _, Sha256};
 use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::index::{BackingFormat, LayerRecord, RecordTables};
-use vmstrata_store::{Gate, Store};
+use vmstrata_store::{Gate, LocalFile, Store};
 
 use super::IndexLayer;
 use super::write::record_tables;
@@ -55,7 +55,7 @@ impl TableBudget {
     /// # Errors
     /// Whatever the host reports.
     pub(super) fn of(store: &dyn Store) -> Result<Self> {
-        let allocated = match store.raw() {
+        let allocated = match store.local().and_then(LocalFile::raw) {
             Some(fd) => {
                 let stat = rustix::fs::fstat(fd).map_err(std::io::Error::from);
                 stat.while_trying("look at the file")?.st_blocks.unsigned_abs() * 512

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use vmstrata_qcow2::Incompatible;
 use vmstrata_qcow2::index::{ChainId, Home, IndexLink, PAGE_LEN, Page, PagePointer, Root};
-use vmstrata_store::{CacheMode, FileIdentity, FileOptions, FileStore, Gate, Store};
+use vmstrata_store::{CacheMode, FileIdentity, FileOptions, FileStore, Gate, LocalFile, Store};
 use vmstrata_types::{HostOffset, LayerIndex};
 
 use super::digest::Content;
@@ -186,7 +186,7 @@ impl Place {
 
     /// Whether the layer's time of change can be put back after its file was written.
     pub(super) fn keeps_time(&self) -> bool {
-        self.home != Home::File || self.store.raw().is_some()
+        self.home != Home::File || self.store.local().and_then(LocalFile::raw).is_some()
     }
 
     /// Adds a page.

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_store::Store;
+use vmstrata_store::{LocalFile, Store};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::commit::Commit;
@@ -169,7 +169,7 @@ impl Copier {
 
 /// Gives up the lock of who writes a layer.
 pub(crate) fn let_go(store: &dyn Store, path: &Path) {
-    if let Err(error) = store.give_up_writing() {
+    if let Err(error) = store.local().map_or(Ok(()), LocalFile::give_up_writing) {
         tracing::warn!(file = %path.display(), %error, "a merged layer stays locked for a while");
     }
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use vmstrata_qcow2::bitmap::{Bitmap, BitmapsExtension};
 use vmstrata_qcow2::snapshot::{MAX_TABLE_LEN, Snapshot, parse_table};
 use vmstrata_qcow2::{Autoclear, Header, ParseErrorKind};
-use vmstrata_store::{FileError, FileId, Gate, LockKind, check_free};
+use vmstrata_store::{FileError, FileId, Gate, LocalFile, LockKind, check_free};
 
 use crate::chain::{OpenOptions, Roles, Top, backing_of, open_layer, resolve_name, walk};
 use crate::error::{Error, IoContext as _, Result};
@@ -64,7 +64,9 @@ pub fn probe_chain(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>>
 /// As [`probe_chain`]; a file that is in use.
 pub fn check_locks(path: &Path, options: &OpenOptions, passes: impl Fn(FileId) -> bool) -> Result<()> {
     let check = |file: &Top, kind| {
-        let Some(fd) = file.opened.store.raw().filter(|_| !passes(file.opened.identity.file)) else {
+        let Some(fd) =
+            file.opened.store.local().and_then(LocalFile::raw).filter(|_| !passes(file.opened.identity.file))
+        else {
             return Ok(());
         };
         check_free(fd, &file.path, kind).map_err(|error| FileError::from(error).into())

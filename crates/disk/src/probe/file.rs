@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, StatxFlags};
 use vmstrata_qcow2::{Autoclear, Header, SnapshotInfo};
-use vmstrata_store::{FileIdentity, Gate, Permission, Store, is_held};
+use vmstrata_store::{FileIdentity, Gate, LocalFile, Permission, Store, is_held};
 
 use crate::chain::{Qcow2Head, backing_of, is_being_dropped, probe};
 use crate::error::{Error, Result};
@@ -108,11 +108,11 @@ fn image_head(path: &Path, head: Qcow2Head, store: &dyn Store, writer: bool) -> 
 
 /// Where nothing can be locked nothing can be known: no writer is then reported.
 fn has_writer(store: &dyn Store) -> bool {
-    store.raw().is_some_and(|fd| is_held(fd, Permission::Write).unwrap_or(false))
+    store.local().and_then(LocalFile::raw).is_some_and(|fd| is_held(fd, Permission::Write).unwrap_or(false))
 }
 
 fn extent_and_birth(opened: &Opened) -> Result<(u64, Option<i64>)> {
-    let fd = opened.store.raw().expect("a local file has a descriptor");
+    let fd = opened.store.local().and_then(LocalFile::raw).expect("a local file has a descriptor");
     let wanted = StatxFlags::BTIME | StatxFlags::BLOCKS | StatxFlags::TYPE;
     let stat = rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, wanted)
         .map_err(|errno| Error::io("examine", errno.into()))?;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmstrata_store::{FileId, OpenFiles, OpenStore, Permission, is_held, open_named};
+use vmstrata_store::{FileId, LocalFile, OpenFiles, OpenStore, Permission, is_held, open_named};
 
 use super::chain_file::ChainFile;
 use super::users::Users;
@@ -105,7 +105,7 @@ fn is_locked(path: &Path, file: FileId, here: &LocalHolders<'_>) -> bool {
         permissions.iter().any(|&permission| is_held(fd, permission).unwrap_or(true))
     };
     match (here.store)(file) {
-        Some(store) => store.raw().is_some_and(held),
+        Some(store) => store.local().and_then(LocalFile::raw).is_some_and(held),
         None => open_named(path).is_ok_and(|file| held(file.as_fd())),
     }
 }

@@ -16,7 +16,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{Direction, Job, RingCompletion, poll_with};
 use crate::fault::{Admission, FaultPlan, FaultStore, Held, OperationKind, Ticket};
-use crate::total_len;
+use crate::{LocalFile, total_len};
 
 /// See the module documentation; methods as of [`super::Ring`].
 #[derive(Debug)]
@@ -103,5 +103,5 @@ impl Simulated {
 }
 
 fn store_of(job: &Job) -> &FaultStore {
-    job.store.simulated().expect("a simulated ring's files are FaultStores")
+    job.store.local().and_then(LocalFile::simulated).expect("a simulated ring's files are FaultStores")
 }
