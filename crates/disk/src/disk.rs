@@ -38,6 +38,7 @@ use crate::refs::back_refs;
 use crate::request::{Op, Request};
 use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
+use crate::throttle::{Limits, Throttle};
 use crate::workers::{CarryOut, Mailbox};
 use crate::write::Incomplete;
 use crate::zero::{Purpose, ZERO_CHUNK};
@@ -73,7 +74,7 @@ pub struct Disk {
     snapshot_names: Mutex<Option<HashSet<String>>>,
     /// Whether its chain had an index that did not hold any more when the chain was read.
     lost_index: bool,
-    /// Those to call when the layers have changed.
+    /// Those to call when the layers or the limits have changed.
     queues: Mutex<Vec<Weak<Mailbox>>>,
     attached: Arc<attached::Attached>,
 }
@@ -207,7 +208,19 @@ impl Disk {
     /// Shows each request of the disk's queues to `observer`, or to none from now on. A queue looks who it is at each push and
     /// reap, so of requests in flight only the end may be seen.
     pub fn observe(&self, observer: Option<Arc<dyn IoObserver>>) {
-        self.hooks.observe(observer);
+        self.hooks.change(|hooked| hooked.observer = observer);
+    }
+
+    /// Limits the requests of the disk's queues from now on; without any limit, those that wait go on at once.
+    pub fn limit(&self, limits: Limits) {
+        let throttle = Throttle::new(limits, Instant::now()).map(Arc::new);
+        self.hooks.change(|hooked| hooked.throttle = throttle);
+        self.call_queues();
+    }
+
+    /// The limits now.
+    pub fn limits(&self) -> Limits {
+        self.hooks.get().1.throttle.map(|throttle| throttle.limits()).unwrap_or_default()
     }
 
     /// How many layers the chain has: as many as [`Disk::layers`], without describing them.
@@ -240,8 +253,12 @@ impl Disk {
     /// somebody else's.
     fn put_layers_and_call(&self, layers: Layers) -> Arc<Layers> {
         let layers = self.put_layers(layers);
-        self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|mailbox| mailbox.call());
+        self.call_queues();
         layers
+    }
+
+    fn call_queues(&self) {
+        self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|mailbox| mailbox.call());
     }
 
     /// Calls `mailbox` when the layers have changed.

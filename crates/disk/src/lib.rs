@@ -14,7 +14,7 @@
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`queue`](IoQueue), `request`, `workers`, `observer` | requests of an I/O thread, who carries them out, and who sees them |
+//! | [`queue`](IoQueue), `request`, `workers`, `observer`, `throttle` | requests of an I/O thread, who carries them out, sees and limits them |
 //! | [`disk`](Disk), `read`, `write`, `zero`, [`extents`](Extent) | where bytes are, and how they move |
 //! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
@@ -80,6 +80,7 @@ pub mod snapshot;
 mod snapshots;
 pub mod stats;
 mod threads;
+mod throttle;
 mod times;
 mod workers;
 mod write;
@@ -109,3 +110,4 @@ pub use probe::{
 pub use queue::{IoQueue, WATCHED_MAX};
 pub use request::{Completion, Op, Request};
 pub use resources::{ResourceOptions, ResourceUse, Resources};
+pub use throttle::{Limit, LimitError, Limits};

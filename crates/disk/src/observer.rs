@@ -1,7 +1,8 @@
-//! Who sees the requests of a disk's guests.
+//! Who sees the requests of a disk's guests, and who limits them.
 //!
 //! All of them pass an [`crate::IoQueue`], which shows each to the disk's [`IoObserver`] when it is pushed and when it has
-//! ended. A queue of a disk without an observer compares one number per push and per reap.
+//! ended. [`Hooks`] tell it who that is, and what the limits are. A queue of a disk that
+//! has neither compares one number per push and per reap.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use vmstrata_types::GuestRange;
 
 use crate::error::Result;
 use crate::request::Op;
+use crate::throttle::Throttle;
 
 /// Sees the requests of a disk, on the threads of its queues: what it does takes their time.
 pub trait IoObserver: Debug + Send + Sync {
@@ -27,7 +29,14 @@ pub trait IoObserver: Debug + Send + Sync {
 pub(crate) struct Hooks {
     /// Grows with each change.
     version: AtomicU64,
-    observer: Mutex<Option<Arc<dyn IoObserver>>>,
+    current: Mutex<Hooked>,
+}
+
+/// Those who have a hook.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Hooked {
+    pub(crate) observer: Option<Arc<dyn IoObserver>>,
+    pub(crate) throttle: Option<Arc<Throttle>>,
 }
 
 impl Hooks {
@@ -36,14 +45,14 @@ impl Hooks {
         self.version.load(Ordering::Acquire)
     }
 
-    /// The observer, and the version that it is of, or an earlier one.
-    pub(crate) fn get(&self) -> (u64, Option<Arc<dyn IoObserver>>) {
+    /// Who has them, and the version that this is of, or an earlier one.
+    pub(crate) fn get(&self) -> (u64, Hooked) {
         let version = self.version();
-        (version, self.observer.lock().clone())
+        (version, self.current.lock().clone())
     }
 
-    pub(crate) fn observe(&self, observer: Option<Arc<dyn IoObserver>>) {
-        *self.observer.lock() = observer;
+    pub(crate) fn change(&self, change: impl FnOnce(&mut Hooked)) {
+        change(&mut self.current.lock());
         self.version.fetch_add(1, Ordering::Release);
     }
 }

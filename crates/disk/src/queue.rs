@@ -11,6 +11,7 @@
 //! than four segments, and a page that the host took back: [`views`]). Whatever the ring cannot finish (a file's end inside a cluster, an error) is carried out
 //! again, whole, by a worker, which finds out what is wrong and says it well.
 
+mod limits;
 mod pins;
 mod plan;
 mod read;
@@ -19,6 +20,7 @@ mod tests;
 mod views;
 mod write;
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,10 +33,12 @@ use crate::disk::Disk;
 use crate::epoch::{Member, Phase, next_shard};
 use crate::error::{IoContext as _, Result};
 use crate::layers::Layers;
-use crate::observer::IoObserver;
+use crate::observer::{Hooked, IoObserver};
 use crate::request::{Completion, Op, Request};
 use crate::stats::{Begun, QueueStats};
+use crate::throttle::Throttle;
 use crate::workers::{Job, Mailbox};
+use limits::Throttled;
 use pins::Pins;
 use plan::Part;
 use read::Read;
@@ -73,7 +77,11 @@ pub struct IoQueue {
     detect_zeroes: DetectZeroes,
     /// As of the disk's hooks when they were last looked at.
     observer: Option<Arc<dyn IoObserver>>,
+    throttle: Option<Arc<Throttle>>,
     hooks_version: u64,
+    /// Requests that wait for the disk's limits, by direction, and until when the first must.
+    throttled: [VecDeque<Throttled>; 2],
+    throttled_until: Option<Instant>,
     /// The request that is being pushed.
     begun: Begun,
 }
@@ -100,10 +108,13 @@ impl IoQueue {
     pub fn new(disk: Arc<Disk>, depth: u32) -> Result<Self> {
         let mailbox = Arc::new(Mailbox::new()?);
         disk.call_when_changed(&mailbox);
-        let (hooks_version, observer) = disk.hooks.get();
+        let (hooks_version, Hooked { observer, throttle }) = disk.hooks.get();
         Ok(Self {
             observer,
+            throttle,
             hooks_version,
+            throttled: Default::default(),
+            throttled_until: None,
             layers: arc_swap::Guard::into_inner(disk.layers_now()),
             stats: disk.stats.join(),
             detect_zeroes: disk.options().detect_zeroes,
@@ -141,16 +152,19 @@ impl IoQueue {
     /// Requests that other threads are busy with: nothing is gained by watching for their end, and their processor may be
     /// lost.
     pub fn at_others(&self) -> usize {
-        self.at_workers + self.held.len()
+        self.at_workers + self.held.len() + self.throttled()
     }
 
     /// Starts a request; it completes with an error if it makes no sense for the disk.
     pub fn push(&mut self, request: Request) {
         self.in_flight += 1;
-        self.begun = self.stats.begin(request.op, request.range.len);
         self.look_at_hooks();
+        self.begun = self.stats.begin(request.op, request.range.len);
         if let Some(observer) = &self.observer {
             observer.begin(request.op, request.range);
+        }
+        if self.throttle.is_some() {
+            return self.push_limited(request);
         }
         self.start(request);
     }
@@ -164,7 +178,11 @@ impl IoQueue {
 
     #[cold]
     fn take_hooks(&mut self) {
-        (self.hooks_version, self.observer) = self.disk.hooks.get();
+        let (version, Hooked { observer, throttle }) = self.disk.hooks.get();
+        (self.hooks_version, self.observer, self.throttle) = (version, observer, throttle);
+        if self.throttled() > 0 {
+            self.start_throttled();
+        }
     }
 
     fn start(&mut self, mut request: Request) {
@@ -293,6 +311,7 @@ fn of_part(segments: &SegmentVec<'static>, part: &Part) -> SegmentVec<'static> {
 impl Drop for IoQueue {
     /// Waits for the requests under way: their memory is in use until then.
     fn drop(&mut self) {
+        self.start_all_throttled();
         let mut finished = Vec::new();
         while self.in_flight > 0 {
             self.submit();
@@ -325,7 +344,9 @@ impl IoQueue {
         self.start_reads();
         self.let_go();
         let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() {
-            timeout
+            let until_throttled =
+                self.throttled_until.map(|until| until.saturating_duration_since(Instant::now()));
+            timeout.into_iter().chain(until_throttled).min()
         } else {
             Some(Duration::ZERO)
         };
@@ -373,6 +394,9 @@ impl IoQueue {
     pub fn reap(&mut self, out: &mut Vec<Completion>) -> usize {
         let before = out.len();
         self.look_at_hooks();
+        if self.throttled_until.is_some_and(|until| until <= Instant::now()) {
+            self.start_throttled();
+        }
         self.ring.reap(&mut self.moved);
         let mut moved = std::mem::take(&mut self.moved);
         for completion in moved.drain(..) {

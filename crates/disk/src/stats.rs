@@ -140,6 +140,10 @@ counters! {
     metadata_hits: [1],
     /// Those that it did not: tables had to be read first.
     metadata_misses: [1],
+    /// Requests that the disk's limits had wait.
+    throttled: [1],
+    /// For how many nanoseconds, together.
+    throttled_ns: [1],
 }
 
 /// A counter with one writer, or with several that all share it.
@@ -211,6 +215,12 @@ impl Counters {
         let counter = if found.is_some() { &self.metadata_hits } else { &self.metadata_misses };
         counter[0].add(1);
         found
+    }
+
+    /// The disk's limits had a request wait for `time`.
+    pub(crate) fn throttled(&self, time: Duration) {
+        self.throttled[0].add(1);
+        self.throttled_ns[0].add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
     /// A worker was asked to carry a request out.

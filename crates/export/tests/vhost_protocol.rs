@@ -15,6 +15,7 @@ use vhost_common::frontend::{
     Connection, DISCARD, FLUSH, GET_ID, Guest, IN, MEMORY_LEN, OUT, WRITE_ZEROES, event, signalled, slot_at,
 };
 use vhost_common::{Served, options};
+use vmstrata_disk::{Limit, Limits};
 
 const OK: u8 = 0;
 const IO_ERROR: u8 = 1;
@@ -107,6 +108,22 @@ fn stopping_a_queue_waits_for_everything_it_took() {
     }
     assert_eq!(connection.read(64, 512), [19; 512]);
     drop(guest);
+}
+
+/// A virtual machine stands still until its queues have stopped.
+#[test]
+fn stopping_a_queue_does_not_wait_for_the_limits_of_its_disk() {
+    let served = served();
+    let (_guest, mut connection) = connected(&served);
+    let a_byte_a_second = Limit::new(1, None, None).unwrap();
+    served.disk.limit(Limits { bps_read: Some(a_byte_a_second), ..Limits::default() });
+    for slot in 0..16 {
+        connection.offer(slot, IN, u64::from(slot) * 8, 4096);
+    }
+    connection.kick();
+    assert_eq!(connection.answer().1, OK, "the first is let through");
+    let base = connection.frontend.get_vring_base(0).unwrap() as u16;
+    assert_eq!(connection.driver.used_index(), base, "all that was taken is answered");
 }
 
 #[test]

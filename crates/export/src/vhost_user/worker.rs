@@ -282,6 +282,8 @@ impl Loop {
                     let queue = self.queue(index).expect("only a running queue is stopped");
                     queue.begin_stop(reply);
                     self.stopping = true;
+                    // The frontend waits for the reply, and may stand still until it comes.
+                    self.io.start_all_throttled();
                 }
                 Order::Exit => return std::ops::ControlFlow::Break(()),
             }
