@@ -24,6 +24,7 @@ use parking_lot::Mutex;
 use vmstrata_store::{AlignedBuf, FileId, Segment, total_len};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 
+use crate::absent::Absent;
 use crate::active::Active;
 use crate::active::session::leave_clean;
 use crate::chain::{OpenOptions, check_state_at};
@@ -367,6 +368,15 @@ impl Disk {
 impl CarryOut for Disk {
     fn check(&self, request: &Request) -> Result<()> {
         self.check(request)
+    }
+
+    fn absent(&self, request: &Request) -> Option<Absent> {
+        if request.op != Op::Read || !self.resources.files().opener().may_be_absent() {
+            return None;
+        }
+        let _guard = self.epochs.enter();
+        self.check(request).ok()?;
+        self.layers_now().absent_in(request.range)
     }
 
     fn run(&self, request: &Request) -> Result<()> {

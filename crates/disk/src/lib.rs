@@ -14,7 +14,7 @@
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`queue`](IoQueue), `request`, `workers`, `observer`, `throttle` | requests of an I/O thread, who carries them out, sees and limits them |
+//! | [`queue`](IoQueue), `absent`, `request`, `workers`, `observer`, `throttle` | requests of an I/O thread, who carries them out, sees and limits them |
 //! | [`disk`](Disk), `read`, `write`, `zero`, [`extents`](Extent) | where bytes are, and how they move |
 //! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
@@ -32,6 +32,7 @@
 
 #![forbid(unsafe_code)]
 
+mod absent;
 mod access;
 mod active;
 mod alloc;

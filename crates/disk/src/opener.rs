@@ -60,6 +60,11 @@ pub trait Opener: Send + Sync + std::fmt::Debug {
         Ok(self.open(path, Role::Inspected, gate)?.identity)
     }
 
+    /// Whether bytes of some of its files may be elsewhere ([`Store::fetch`]).
+    fn may_be_absent(&self) -> bool {
+        false
+    }
+
     /// A ring for the files that this opens, meant for up to `depth` requests at a time.
     ///
     /// # Errors

@@ -11,6 +11,7 @@
 //! than four segments, and a page that the host took back: [`views`]). Whatever the ring cannot finish (a file's end inside a cluster, an error) is carried out
 //! again, whole, by a worker, which finds out what is wrong and says it well.
 
+mod absent;
 mod limits;
 mod pins;
 mod plan;
@@ -37,7 +38,7 @@ use crate::observer::{Hooked, IoObserver};
 use crate::request::{Completion, Op, Request};
 use crate::stats::{Begun, QueueStats};
 use crate::throttle::Throttle;
-use crate::workers::{Job, Mailbox};
+use crate::workers::{Job, Mailbox, Reply};
 use limits::Throttled;
 use pins::Pins;
 use plan::Part;
@@ -72,7 +73,7 @@ pub struct IoQueue {
     writes_wait_until: Option<Instant>,
     /// Reused by `reap`.
     moved: Vec<RingCompletion>,
-    replies: Vec<(u32, Result<()>)>,
+    replies: Vec<(u32, Reply)>,
     stats: QueueStats,
     detect_zeroes: DetectZeroes,
     /// As of the disk's hooks when they were last looked at.
@@ -96,6 +97,8 @@ struct Slot {
     failed: bool,
     /// Present while the request writes whole blocks around the page cache.
     writing: Option<Phase>,
+    /// Whether it waits for bytes that are elsewhere; `parts_left` counts those.
+    is_absent: bool,
     /// What a read will have brought into the host's memory.
     fetches: Option<Fetch>,
 }
@@ -268,6 +271,7 @@ impl IoQueue {
             begun: self.begun,
             parts_left,
             failed: false,
+            is_absent: false,
             writing: None,
             fetches: None,
         };
@@ -409,11 +413,16 @@ impl IoQueue {
             let mut replies = std::mem::take(&mut self.replies);
             self.mailbox.take(&mut replies);
             self.at_workers -= replies.len();
-            for (slot, result) in replies.drain(..) {
-                if self.slots[slot as usize].parts_left > 0 {
-                    self.part_done(slot, result.is_ok(), out);
-                } else {
-                    out.push(self.release(slot, result));
+            for (slot, reply) in replies.drain(..) {
+                let Slot { parts_left, is_absent, .. } = self.slots[slot as usize];
+                match reply {
+                    Reply::Fetched(fetched) if is_absent || parts_left == 0 => {
+                        self.fetched(slot, fetched, out);
+                    }
+                    reply if parts_left > 0 => {
+                        self.part_done(slot, matches!(reply, Reply::Ended(Ok(()))), out)
+                    }
+                    Reply::Ended(result) | Reply::Fetched(result) => out.push(self.release(slot, result)),
                 }
             }
             self.replies = replies;

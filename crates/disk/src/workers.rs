@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::absent::Absent;
 use crate::error::{IoContext as _, Result};
 use crate::request::Request;
 use crate::threads;
@@ -20,8 +21,20 @@ pub(crate) trait CarryOut: Debug + Send + Sync {
     /// Refuses a request that makes no sense.
     fn check(&self, request: &Request) -> Result<()>;
 
+    /// What a request would have to wait for, because it is elsewhere.
+    fn absent(&self, request: &Request) -> Option<Absent>;
+
     /// Carries a request out, blocking until it is done.
     fn run(&self, request: &Request) -> Result<()>;
+}
+
+/// What a queue hears of a request.
+#[derive(Debug)]
+pub(crate) enum Reply {
+    /// It has ended.
+    Ended(Result<()>),
+    /// A piece of what it reads has come to this host, or cannot be had: the queue starts it again.
+    Fetched(Result<()>),
 }
 
 /// A request on its way through a worker.
@@ -44,7 +57,16 @@ impl Job {
         let Self { disk, slot, reply_to, .. } = self;
         // The disk goes first: the reader of the reply may have to be its last user.
         drop(disk);
-        reply_to.post(slot, result);
+        reply_to.post(slot, Reply::Ended(result));
+    }
+
+    /// Lets the request wait without this thread if what it reads is elsewhere; gives it back otherwise.
+    fn unless_absent(self) -> Option<Self> {
+        let Some(absent) = self.disk.absent(&self.request) else { return Some(self) };
+        let Self { disk, slot, reply_to, .. } = self;
+        drop(disk);
+        absent.fetch(move |fetched| reply_to.post(slot, Reply::Fetched(fetched)));
+        None
     }
 }
 
@@ -113,7 +135,8 @@ impl Queue {
             match work {
                 Work::LetGo(what) => drop(what),
                 Work::CarryOut(job) => {
-                    if let Some(job) = self.carry_out_start(disk, job) {
+                    let job = job.unless_absent().and_then(|job| self.carry_out_start(disk, job));
+                    if let Some(job) = job {
                         job.carry_out();
                     }
                 }
@@ -171,7 +194,7 @@ impl std::fmt::Debug for Queue {
 /// Results for one queue. Its descriptor is readable while results wait that were posted to a sleeping queue.
 #[derive(Debug)]
 pub(crate) struct Mailbox {
-    results: Mutex<Vec<(u32, Result<()>)>>,
+    results: Mutex<Vec<(u32, Reply)>>,
     waiting: AtomicBool,
     /// Whether the owner sleeps, or is about to.
     sleeping: AtomicBool,
@@ -191,8 +214,9 @@ impl Mailbox {
         })
     }
 
-    fn post(&self, slot: u32, result: Result<()>) {
-        self.results.lock().push((slot, result));
+    /// Answers for the request in `slot`.
+    pub(crate) fn post(&self, slot: u32, reply: Reply) {
+        self.results.lock().push((slot, reply));
         self.call();
     }
 
@@ -220,7 +244,7 @@ impl Mailbox {
     }
 
     /// Moves the results that wait to the end of `out`.
-    pub(crate) fn take(&self, out: &mut Vec<(u32, Result<()>)>) {
+    pub(crate) fn take(&self, out: &mut Vec<(u32, Reply)>) {
         let mut results = self.results.lock();
         self.waiting.store(false, Ordering::SeqCst);
         out.append(&mut results);

@@ -145,6 +145,12 @@ pub trait Store: Send + Sync + fmt::Debug {
         None
     }
 
+    /// How its bytes come to this host, where they may be elsewhere. Such a store's own reads wait for that, and it is no
+    /// [`LocalFile`].
+    fn fetch(&self) -> Option<&dyn Fetch> {
+        None
+    }
+
     /// Reads exactly `buf.len()` bytes at `at`; what lies past the end reads as zeros.
     ///
     /// # Errors
@@ -174,6 +180,18 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn write_all(&self, buf: &[u8], at: HostOffset) -> io::Result<()> {
         self.write_segments(&[Segment::from_ref(buf)], at)
     }
+}
+
+/// A store whose bytes may be elsewhere, and come to a file of this host when they are asked for.
+pub trait Fetch {
+    /// Whether all bytes of a range are here.
+    fn is_here(&self, at: HostOffset, len: u64) -> bool;
+
+    /// Brings the bytes of a range here, and calls `then`, once: when they are here, or cannot be had. Waits for nothing.
+    fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<()>) + Send>);
+
+    /// The file that has those that are here, for rings.
+    fn file(&self) -> &dyn LocalFile;
 }
 
 /// What only a file or a device of this host can do.

@@ -16,6 +16,7 @@ pub struct OpenStore {
     fd: Option<RawFd>,
     /// `None` when a ring cannot use the store.
     alignment: Option<u32>,
+    may_be_absent: bool,
     /// Made when it is first asked for.
     view: OnceLock<Option<View>>,
     store: Arc<dyn Store>,
@@ -24,11 +25,19 @@ pub struct OpenStore {
 impl OpenStore {
     /// Looks up what a ring needs, once: a store's descriptor and alignment do not change.
     pub fn new(store: Arc<dyn Store>) -> Arc<Self> {
-        let local = store.local();
+        let fetch = store.fetch();
+        let local = fetch.map_or_else(|| store.local(), |fetch| Some(fetch.file()));
         let fd = local.and_then(|file| Some(file.raw()?.as_raw_fd()));
         let ring = local.filter(|file| fd.is_some() || file.simulated().is_some());
         let alignment = ring.map(|file| u32::try_from(file.raw_alignment()).expect("blocks are small"));
-        Arc::new(Self { fd, alignment, view: OnceLock::new(), store })
+        let may_be_absent = fetch.is_some();
+        Arc::new(Self { fd, alignment, may_be_absent, view: OnceLock::new(), store })
+    }
+
+    /// Whether a range must be asked for with [`Store::fetch`] before a ring reads it.
+    #[inline]
+    pub fn may_be_absent(&self) -> bool {
+        self.may_be_absent
     }
 
     /// Alignment that offset, length and memory of a ring's request must have; `None` when no ring can use the store.

@@ -96,6 +96,7 @@ impl IoQueue {
             self.count_parts(len, &parts);
             return self.finish_now(&request, phase, Ok(()));
         }
+        let Some((request, phase)) = self.wait_for_absent(request, phase, &parts) else { return };
         let fetches = Fetch::of(&parts);
         let split = split_of(&request, &parts);
         let apart = parts.drain(split..).count();
@@ -112,6 +113,7 @@ impl IoQueue {
             let of_part = of_part(&segments, &part);
             if let RingFile::Open(store) = &part.file
                 && self.layers.is_frozen(part.layer)
+                && !store.may_be_absent()
             {
                 self.pins.add(&mut self.ring, part.layer, store);
                 self.views.add(part.layer, store);
