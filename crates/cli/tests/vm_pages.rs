@@ -17,7 +17,7 @@ fn memory_that_is_not_understood_is_critical_and_the_exit_code_is_2() {
     assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.starts_with("not understood: no Linux kernel"), "{text}");
-    assert!(text.contains("critical            256    1 MiB  100.0 %"), "{text}");
+    assert!(text.contains("critical              256  1 MiB  100.0 %"), "{text}");
     assert!(text.contains(&"█".repeat(64)), "{text}");
     assert!(fs::read(&picture).unwrap().starts_with(b"P6 1024 1 255\n"));
 
