@@ -38,9 +38,9 @@ impl Crew {
     pub(crate) fn wait(&self, bytes: u64) {
         let due = {
             let (mut bucket, now) = (self.bucket.lock(), Instant::now());
-            let due = now + bucket.wait(now);
+            // Paid for before, so that the limit holds from the first byte.
             bucket.take(bytes, now);
-            due
+            now + bucket.wait(now)
         };
         while !self.stopped.load(Ordering::Relaxed)
             && let Some(left) = due.checked_duration_since(Instant::now())

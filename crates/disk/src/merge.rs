@@ -13,6 +13,7 @@ use crate::disk::{Disk, Running};
 use crate::error::{Error, Result};
 use crate::merging::copier::{Copier, WINDOW, Way};
 use crate::merging::remove::{self, Dropped};
+use crate::merging::stream::Progress;
 pub use crate::merging::{
     CollectOptions, Direction, Forecast, Going, Kept, LayerRef, MergeFault, MergeOptions, MergeRange, Merged,
     Orphan, Removal, Selection, all_of, available_bytes, collect, disks_with_orphans, noted_in, orphans,
@@ -60,6 +61,10 @@ pub struct Merge {
     copier: Option<Copier>,
     host: Host,
     stage: Stage,
+    /// Bytes that one action copies at most.
+    most: u64,
+    /// Whether the last action copied less than its range for that.
+    is_within_action: bool,
     uncommitted: u64,
     space: Space,
     merged: Merged,
@@ -172,6 +177,8 @@ impl Merge {
             copier: Some(copier),
             host,
             stage: Stage::Copying,
+            most: u64::MAX,
+            is_within_action: false,
             uncommitted: 0,
             space,
             merged: Merged { is_commit, ..Merged::default() },
@@ -182,6 +189,17 @@ impl Merge {
     pub fn total(&self) -> u64 {
         let size = self.copier.as_ref().map_or(0, |copier| copier.target.size());
         size.div_ceil(WINDOW) + 3
+    }
+
+    /// From now on, one action copies no more bytes than this, rounded up to clusters: what is left of its range is the next
+    /// action's.
+    pub fn copy_at_most(&mut self, bytes: u64) {
+        self.most = bytes;
+    }
+
+    /// Whether the last action left a part of its range to the next.
+    pub fn is_within_action(&self) -> bool {
+        self.is_within_action
     }
 
     /// Decides what comes next; `None` when all is done.
@@ -206,6 +224,7 @@ impl Merge {
     /// # Panics
     /// With an action that [`Merge::select`] did not choose.
     pub fn apply(&mut self, action: Action) -> Result<u64> {
+        self.is_within_action = false;
         match action {
             Action::Copy(range) => return self.copy(range),
             Action::Commit => {
@@ -251,12 +270,13 @@ impl Merge {
     fn copy(&mut self, range: GuestRange) -> Result<u64> {
         let copier = self.copier();
         copier.room.check()?;
-        let bytes = match (&copier.layers, &self.host) {
-            (Some(layers), _) => copier.copy(layers, range)?,
-            (None, Host::Running(running)) => running.stream_range(copier, range)?,
+        let Progress { bytes, to } = match (&copier.layers, &self.host) {
+            (Some(layers), _) => copier.copy(layers, range, self.most)?,
+            (None, Host::Running(running)) => running.stream_range(copier, range, self.most)?,
             (None, Host::Files(_)) => unreachable!("files have a target of their own"),
         };
-        self.copier.as_mut().expect("just used").go_on_at(range.end());
+        self.copier.as_mut().expect("just used").go_on_at(to);
+        self.is_within_action = to < range.end();
         self.uncommitted += bytes;
         self.merged.copied_bytes += bytes;
         Ok(bytes)

@@ -42,6 +42,17 @@ fn merge(disk: &Path, range: MergeRange, direction: Direction) -> Result<Merged,
     Merge::new(disk, range, &options(direction), &resources())?.run()
 }
 
+/// The same in actions that copy at most so many bytes each, rounded up to clusters of at most 64 KiB.
+fn merge_in_steps(disk: &Path, range: MergeRange, direction: Direction, most: u64) -> Result<Merged, Error> {
+    let mut job = Merge::new(disk, range, &options(direction), &resources())?;
+    job.copy_at_most(most);
+    while let Some(action) = job.select() {
+        let bytes = job.apply(action)?;
+        assert!(bytes < most.saturating_add(64 << 10), "{bytes} of {most} in one action");
+    }
+    Ok(job.merged().clone())
+}
+
 /// What each file of a chain reads as.
 struct States(Vec<(PathBuf, Vec<u8>)>);
 
@@ -112,6 +123,30 @@ fn the_oldest_layer_takes_the_place_of_the_one_above() {
     assert_eq!((merged.is_commit, merged.copied_bytes), (false, 64 << 10));
 }
 
+/// A speed limit holds as closely as actions keep to it, and a range that is copied in parts counts once.
+#[test]
+fn an_action_copies_no_more_than_it_may() {
+    for direction in [Direction::Commit, Direction::Stream] {
+        let chain = Chain::ours(3);
+        for (layer, at) in [(0, 1), (1, 4)] {
+            chain.write(layer, &[&format!("write -P 9 {at}M 2M")]);
+        }
+        let mut states = States::of(&chain);
+        let mut job = Merge::new(chain.top(), range(0, 0), &options(direction), &resources()).unwrap();
+        job.copy_at_most(128 << 10);
+        let (total, mut whole, mut parts) = (job.total(), 0, 0);
+        while let Some(action) = job.select() {
+            assert!(job.apply(action).unwrap() <= 128 << 10);
+            *(if job.is_within_action() { &mut parts } else { &mut whole }) += 1;
+        }
+        assert!(parts >= 14 && whole <= total + 1, "{direction:?}: {parts} {whole} {total}");
+        assert!(job.merged().copied_bytes >= 2 << 20, "{direction:?}");
+        drop(job);
+        states.0.remove(0);
+        states.assert_same("in small steps");
+    }
+}
+
 /// Of random chains layers are dropped in either direction, until none is left to drop.
 #[test]
 fn what_remains_reads_as_before_whichever_way_is_taken() {
@@ -129,8 +164,9 @@ fn what_remains_reads_as_before_whichever_way_is_taken() {
             let last = random.random_range(first..chain.files.len() - 2);
             let direction =
                 [Direction::Commit, Direction::Commit, Direction::Auto][random.random_range(0..3)];
-            let what = format!("seed {seed}: {first}..={last} of {} {direction:?}", chain.files.len());
-            match merge(chain.top(), range(first, last), direction) {
+            let most = [1, 100_000, u64::MAX][random.random_range(0..3)];
+            let what = format!("seed {seed}: {first}..={last} of {} {direction:?} {most}", chain.files.len());
+            match merge_in_steps(chain.top(), range(first, last), direction, most) {
                 Ok(merged) => {
                     assert_eq!(merged.removed.len(), last - first + 1, "{what}: {:?}", merged.kept);
                     downs += usize::from(merged.is_commit);

@@ -121,6 +121,9 @@ fn histories_with_merges_read_as_flat_arrays_do() {
             let last = random.random_range(first..history.states.len().min(first + 4));
             let options = MergeOptions { removal: Removal::All, ..MergeOptions::default() };
             let mut job = Merge::of_disk(&history.disk, range(first, last), &options).unwrap();
+            if random.random() {
+                job.copy_at_most(random.random_range(1 << 18..4 << 20));
+            }
             while let Some(action) = job.select() {
                 job.apply(action).unwrap_or_else(|error| panic!("{what}: {action:?}: {error}"));
                 (0..random.random_range(0..4)).for_each(|_| history.change(&mut random));

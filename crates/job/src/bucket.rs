@@ -1,6 +1,10 @@
-//! How fast a job may go: a bucket that bytes are taken from after they were written, and that fills with time.
+//! How fast a job may go: a bucket that bytes are taken from after they were written, and that fills with time. Steps of at most
+//! [`Bucket::step_bytes`] bound what is written before it is paid for.
 
 use std::time::{Duration, Instant};
+
+/// Steps that a second has at least: a limit holds over so short a time.
+const STEPS_PER_SECOND: u64 = 10;
 
 /// A speed limit. What was written in one step is paid for before the next one begins, so the limit holds on average
 /// whatever the steps' sizes; time in which nothing was done is not saved up.
@@ -20,6 +24,11 @@ impl Bucket {
     /// The limit, if there is one.
     pub fn limit(&self) -> Option<u64> {
         self.bytes_per_second
+    }
+
+    /// Bytes that one step may write, so that the limit holds from the beginning and without bursts.
+    pub fn step_bytes(&self) -> u64 {
+        self.bytes_per_second.map_or(u64::MAX, |speed| (speed / STEPS_PER_SECOND).max(1))
     }
 
     /// Changes the limit; what is still owed is owed at the new speed.
@@ -63,6 +72,22 @@ mod tests {
         }
         let seconds = (now - start).as_secs_f64();
         assert!((9.99..10.01).contains(&seconds), "10000 bytes took {seconds} s");
+    }
+
+    #[test]
+    fn the_limit_holds_from_the_first_byte() {
+        let start = Instant::now();
+        let mut bucket = Bucket::new(Some(100 << 10), start);
+        let (mut now, mut written) = (start, 0);
+        while written < 2 << 20 {
+            written += bucket.step_bytes();
+            let allowed = (now - start).as_secs_f64() * f64::from(100 << 10) + bucket.step_bytes() as f64;
+            assert!(written as f64 <= allowed + 1.0, "{written} of {allowed} bytes");
+            bucket.take(bucket.step_bytes(), now);
+            now += bucket.wait(now);
+        }
+        assert_eq!(Bucket::new(None, start).step_bytes(), u64::MAX);
+        assert_eq!(Bucket::new(Some(1), start).step_bytes(), 1);
     }
 
     #[test]

@@ -35,11 +35,11 @@ pub trait Work {
     /// What makes going on pointless.
     fn select(&mut self) -> Result<Next<Self::Action>, Self::Error>;
 
-    /// Carries it out.
+    /// Carries it out, or a part of it that writes about `most` bytes: the limit holds as closely as steps keep to that.
     ///
     /// # Errors
     /// What makes going on pointless; for a step that can be passed over see [`Step::failure`].
-    fn apply(&mut self, action: Self::Action) -> Result<Step, Self::Error>;
+    fn apply(&mut self, action: Self::Action, most: u64) -> Result<Step, Self::Error>;
 }
 
 /// What comes next.
@@ -64,6 +64,8 @@ pub struct Step {
     pub freed_bytes: u64,
     /// Why the step was passed over, if it was.
     pub failure: Option<String>,
+    /// Whether it was a part: the next step goes on with it, and counts.
+    pub is_part: bool,
 }
 
 /// Where a job is.
@@ -204,7 +206,10 @@ impl Job {
         let mut not_before = None;
         while self.may_go_on(not_before.take()) {
             match work.select()? {
-                Next::Step(action) => self.stepped(work.apply(action)?),
+                Next::Step(action) => {
+                    let most = self.inner.lock().bucket.step_bytes();
+                    self.stepped(work.apply(action, most)?);
+                }
                 Next::WaitUntil(time) => not_before = Some(time),
                 Next::End => return Ok(true),
             }
@@ -236,7 +241,7 @@ impl Job {
         let mut inner = self.inner.lock();
         inner.bucket.take(step.bytes, Instant::now());
         let progress = &mut inner.progress;
-        progress.done += 1;
+        progress.done += u64::from(!step.is_part);
         progress.did.bytes += step.bytes;
         progress.did.removed_files += step.removed_files;
         progress.did.freed_bytes += step.freed_bytes;

@@ -23,7 +23,7 @@ impl Work for Steps {
         Ok(if self.left > 0 { Next::Step(self.left) } else { Next::End })
     }
 
-    fn apply(&mut self, action: u64) -> Result<Step, String> {
+    fn apply(&mut self, action: u64, _: u64) -> Result<Step, String> {
         assert_eq!(action, self.left, "what was selected is what is applied");
         self.left -= 1;
         let _ = self.begun.send(());
@@ -140,7 +140,7 @@ impl Work for Waits {
         Ok(self.0.take().map_or(Next::End, Next::WaitUntil))
     }
 
-    fn apply(&mut self, (): ()) -> Result<Step, ()> {
+    fn apply(&mut self, (): (), _: u64) -> Result<Step, ()> {
         Err(())
     }
 }

@@ -316,10 +316,11 @@ fn merge(
                         "{}: ended before all was done: {STOPPED}",
                         disk.display()
                     );
+                    merge.copy_at_most(bucket.step_bytes());
                     let bytes = merge.apply(action)?;
                     bucket.take(bytes, Instant::now());
                     written += bytes;
-                    done += 1;
+                    done += u64::from(!merge.is_within_action());
                 }
                 report.add(merge.merged());
                 what.bytes = Some(report.freed_bytes);

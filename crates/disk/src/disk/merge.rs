@@ -52,7 +52,7 @@ use crate::merging::plan::{below_of, map_up_to};
 use crate::merging::relink::Relink;
 use crate::merging::remove::refuse_overlooked;
 use crate::merging::room::Room;
-use crate::merging::stream::After;
+use crate::merging::stream::{After, Progress};
 use crate::merging::{Copier, MergeFault, MergeOptions, MergeRange, Way, cleanup, let_go, target};
 use crate::opener::Role;
 use crate::refs::{ChainFile, LocalHolders, Users, chain_files, holder_among, open_twice};
@@ -219,30 +219,29 @@ impl Running {
         self.disk.with_local_holders(work)
     }
 
-    /// Copies into the active layer.
+    /// Copies into the active layer, until `most` bytes are written.
     ///
     /// # Errors
     /// As [`Layers::stream_range`]; a disk that takes no more writes, or has another active layer.
-    pub(crate) fn stream_range(&self, copier: &Copier, range: GuestRange) -> Result<u64> {
-        let mut copied = 0;
+    pub(crate) fn stream_range(&self, copier: &Copier, range: GuestRange, most: u64) -> Result<Progress> {
         let turn = TURN.max(copier.target.tables.geometry.cluster_bits.size());
-        let mut done = 0;
-        while done < range.len {
-            let part = GuestRange::new(range.start + done, turn.min(range.len - done));
-            copied += self.stream_part(copier, part)?;
-            done += part.len;
+        let mut done = Progress { bytes: 0, to: range.start };
+        while done.to < range.end() && done.bytes < most {
+            let part = GuestRange::new(done.to, turn.min(range.end() - done.to));
+            let Progress { bytes, to } = self.stream_part(copier, part, most - done.bytes)?;
+            done = Progress { bytes: done.bytes + bytes, to };
         }
-        Ok(copied)
+        Ok(done)
     }
 
-    fn stream_part(&self, copier: &Copier, part: GuestRange) -> Result<u64> {
+    fn stream_part(&self, copier: &Copier, part: GuestRange, most: u64) -> Result<Progress> {
         let disk = &self.disk;
         let _guard = disk.epochs.guard();
         let _inside = disk.write_gate.enter();
         disk.check_changeable()?;
         let layers = disk.layers_now();
         self.check_top(&layers, copier)?;
-        layers.stream_range(part, copier.after()).map_err(|error| disk.fail_if_fatal(error))
+        layers.stream_range(part, copier.after(), most).map_err(|error| disk.fail_if_fatal(error))
     }
 
     fn check_top(&self, layers: &Layers, copier: &Copier) -> Result<()> {

@@ -36,6 +36,7 @@ use super::direction::{Asked, CommitPlan};
 use super::holes::Holes;
 use super::plan::map_up_to;
 use super::room::Room;
+use super::stream::Progress;
 use super::{Copier, target};
 use crate::access;
 use crate::active::Active;
@@ -154,12 +155,18 @@ fn open_and_mark(
 }
 
 impl Commit {
-    /// Writes what lies in `range` into the base; returns the bytes written.
+    /// Writes what lies in `range` into the base, until `most` bytes are written.
     ///
     /// # Errors
     /// As [`Layers::commit_range`].
-    pub(super) fn copy(&self, into: &Layers, range: GuestRange, holes: &Holes) -> Result<u64> {
-        into.commit_range(range, &self.state, holes)
+    pub(super) fn copy(
+        &self,
+        into: &Layers,
+        range: GuestRange,
+        holes: &Holes,
+        most: u64,
+    ) -> Result<Progress> {
+        into.commit_range(range, &self.state, holes, most)
     }
 
     /// The file's path once the merge is done.
@@ -258,21 +265,31 @@ fn is_from(run: Run, first: LayerIndex) -> bool {
 
 impl Layers {
     /// Writes into the active layer what `state`, the layers up to the one that stays, has in `range` from layers above it.
-    /// All of these have clusters of one size. Returns the bytes written.
+    /// All of these have clusters of one size. Ends early when `most` bytes are written, after one cluster at least.
     ///
     /// # Errors
     /// A layer that cannot be read, a host that is full or cannot write: part of it may have been written.
     ///
     /// # Panics
     /// Without an active layer that has clusters.
-    pub(super) fn commit_range(&self, range: GuestRange, state: &Self, holes: &Holes) -> Result<u64> {
+    pub(super) fn commit_range(
+        &self,
+        range: GuestRange,
+        state: &Self,
+        holes: &Holes,
+        most: u64,
+    ) -> Result<Progress> {
         let Top::Qcow2(active) = &self.top else { unreachable!("what is written into has clusters") };
         let cluster = active.tables.geometry.cluster_bits.size();
+        let whole = |bytes: u64| (bytes / cluster).max(1) * cluster;
         let mut buffer =
-            AlignedBuf::zeroed(RUN_BYTES.max(cluster).min(range.len.next_multiple_of(cluster)) as usize);
+            AlignedBuf::zeroed(whole(RUN_BYTES).min(range.len.next_multiple_of(cluster)) as usize);
         let end = range.end().get().min(self.size);
-        let (mut at, mut written) = (range.start, 0);
+        let (mut at, mut bytes) = (range.start, 0);
         while at.get() < end {
+            if bytes >= most {
+                return Ok(Progress { bytes, to: at });
+            }
             let run = self.run_above(state, at, end, holes)?;
             let part = match run.source {
                 Source::Hole => run.len,
@@ -289,14 +306,14 @@ impl Layers {
                     run.len
                 }
                 Source::Data(..) | Source::Compressed(_) | Source::Damaged(_) => {
-                    let part = run.len.min(buffer.len() as u64);
-                    written += self.commit_clusters(at, part, &mut buffer, state)?;
+                    let part = run.len.min(buffer.len() as u64).min(whole(most - bytes));
+                    bytes += self.commit_clusters(at, part, &mut buffer, state)?;
                     part
                 }
             };
             at = at + part;
         }
-        Ok(written)
+        Ok(Progress { bytes, to: range.end() })
     }
 
     /// The next run of `state`; clusters from above the active layer that are holes of their file are zeros.

@@ -10,7 +10,7 @@ use super::commit::Commit;
 use super::holes::Holes;
 use super::relink::Relink;
 use super::room::Room;
-use super::stream::After;
+use super::stream::{After, Progress};
 use crate::active::Active;
 use crate::active::session::leave_clean;
 use crate::changes::CommitTarget as _;
@@ -78,21 +78,21 @@ impl Copier {
         After { map: self.after.as_deref(), holes: &self.holes }
     }
 
-    /// Copies what lies in `range` into a target that is frozen, or whose disk is not in use; returns the bytes written.
+    /// Copies what lies in `range` into a target that is frozen, or whose disk is not in use, until `most` bytes are written.
     ///
     /// # Errors
     /// A layer that cannot be read, a host that is full or cannot write.
-    pub(crate) fn copy(&self, layers: &Layers, range: GuestRange) -> Result<u64> {
+    pub(crate) fn copy(&self, layers: &Layers, range: GuestRange, most: u64) -> Result<Progress> {
         match &self.way {
-            Way::Stream(_) => layers.stream_range(range, self.after()),
-            Way::Commit(commit) => commit.copy(layers, range, &self.holes),
+            Way::Stream(_) => layers.stream_range(range, self.after(), most),
+            Way::Commit(commit) => commit.copy(layers, range, &self.holes, most),
         }
     }
 
     /// The next range to be looked at.
     pub(crate) fn window(&self) -> Option<GuestRange> {
         let (at, size) = (self.at.get(), self.target.size());
-        (at < size).then(|| GuestRange::new(self.at, WINDOW.min(size - at)))
+        (at < size).then(|| GuestRange::new(self.at, (WINDOW - at % WINDOW).min(size - at)))
     }
 
     /// Everything before `at` is done with.

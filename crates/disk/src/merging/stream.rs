@@ -49,25 +49,39 @@ enum Need {
     Data,
 }
 
+/// How far a range was copied.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Progress {
+    /// Bytes written.
+    pub(crate) bytes: u64,
+    /// All before this is done with.
+    pub(crate) to: GuestOffset,
+}
+
 impl Layers {
-    /// Copies into the active layer what lies below its clusters in `range` and reads otherwise in `after`. Returns
-    /// the bytes written.
+    /// Copies into the active layer what lies below its clusters in `range` and reads otherwise in `after`. Ends
+    /// early when `most` bytes are written, after one cluster at least.
     ///
     /// # Errors
     /// A layer that cannot be read, a host that is full or cannot write: part of it may have been copied.
     ///
     /// # Panics
     /// Without an active layer that has clusters.
-    pub(crate) fn stream_range(&self, range: GuestRange, after: After<'_>) -> Result<u64> {
+    pub(crate) fn stream_range(&self, range: GuestRange, after: After<'_>, most: u64) -> Result<Progress> {
         let active = self.target();
-        let mut at = range.start;
-        let mut copied = 0;
+        let bits = active.tables.geometry.cluster_bits;
+        let (mut at, mut bytes) = (range.start, 0);
         while let Some((first, count, need)) = self.next_run(active, at, range.end(), after)? {
-            let (passed, bytes) = self.stream_run(active, first, count, need, after)?;
-            copied += bytes;
-            at = GuestOffset::new((first + passed) << active.tables.geometry.cluster_bits.get());
+            let room = ((most - bytes) >> bits.get()).max(1);
+            let count = if need == Need::Data { count.min(room) } else { count };
+            let (passed, copied) = self.stream_run(active, first, count, need, after)?;
+            bytes += copied;
+            at = GuestOffset::new((first + passed) << bits.get());
+            if bytes >= most && at < range.end() {
+                return Ok(Progress { bytes, to: at });
+            }
         }
-        Ok(copied)
+        Ok(Progress { bytes, to: range.end() })
     }
 
     /// The bytes that [`Layers::stream_range`] would write now.

@@ -40,7 +40,7 @@ impl Work for IndexBuild {
         Ok(if self.indexing.is_done() { Next::End } else { Next::Step(()) })
     }
 
-    fn apply(&mut self, (): ()) -> Result<Step, Error> {
+    fn apply(&mut self, (): (), _: u64) -> Result<Step, Error> {
         let Some(IndexedFile { outcome, .. }) = self.indexing.step()? else { return Ok(Step::default()) };
         Ok(match outcome {
             IndexOutcome::Kept | IndexOutcome::NotNeeded => Step::default(),

@@ -162,15 +162,16 @@ impl Work for Merging {
         Ok(Next::End)
     }
 
-    fn apply(&mut self, action: Action) -> Result<Step, Error> {
+    fn apply(&mut self, action: Action, most: u64) -> Result<Step, Error> {
         let Some(merge) = &mut self.merge else { return Ok(Step::default()) };
+        merge.copy_at_most(most);
         let bytes = match merge.apply(action) {
             Ok(bytes) => bytes,
             Err(error) => return self.or_again(error.into()).map(|()| Step::default()),
         };
         self.again = 0;
         if action != Action::Remove {
-            return Ok(Step { bytes, ..Step::default() });
+            return Ok(Step { bytes, is_part: merge.is_within_action(), ..Step::default() });
         }
         let merged = merge.merged();
         Ok(Step {
@@ -178,6 +179,7 @@ impl Work for Merging {
             removed_files: merged.removed.len() as u64,
             freed_bytes: merged.freed_bytes,
             failure: stays(&merged.kept),
+            is_part: false,
         })
     }
 }

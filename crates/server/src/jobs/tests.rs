@@ -27,7 +27,7 @@ impl Work for Steps {
         Ok(if self.left > 0 { Next::Step(()) } else { Next::End })
     }
 
-    fn apply(&mut self, (): ()) -> Result<Step, Error> {
+    fn apply(&mut self, (): (), _: u64) -> Result<Step, Error> {
         self.left -= 1;
         let _ = self.begun.send(());
         self.gate.recv().map_err(|_| Error::Ending)
@@ -110,7 +110,7 @@ impl Work for Panics {
         Ok(Next::Step(()))
     }
 
-    fn apply(&mut self, (): ()) -> Result<Step, Error> {
+    fn apply(&mut self, (): (), _: u64) -> Result<Step, Error> {
         panic!("a defect that a test has put here")
     }
 }
