@@ -5,7 +5,7 @@ mod support;
 use std::io::Write;
 use std::process::{Command, Stdio};
 
-use support::{commands_of, run, run_err, run_ok, vmstrata};
+use support::{Images, commands_of, run, run_err, run_ok, vmstrata};
 
 /// Checks a command and those below it; how many there are.
 fn check_help(command: &[&str]) -> usize {
@@ -44,6 +44,32 @@ fn an_empty_argument_is_refused_by_the_name_of_the_argument() {
     // What follows -- is QEMU's.
     let said = run_err(1, ["vm", "restore", "web", "--vault", "/absent", "--", "qemu", "-append", ""]);
     assert!(said.contains("/absent"), "{said}");
+}
+
+#[test]
+fn a_path_that_is_not_there_is_an_error_that_names_it() {
+    let images = Images::new();
+    let absent = images.name("absent");
+    for args in [
+        &["survey"][..],
+        &["gc"],
+        &["gc", "--yes"],
+        &["info"],
+        &["map"],
+        &["check"],
+        &["index", "verify"],
+        &["snapshot", "list"],
+        &["merge", "--layers", "1"],
+        &["flatten"],
+        &["resize", "--shrink", "1G"],
+        &["vm", "list", "--vault"],
+    ] {
+        let said = match args {
+            ["resize", flag, size] => run_err(1, ["resize", flag, &absent, size]),
+            args => run_err(1, [args, &[&absent]].concat()),
+        };
+        assert!(said.contains(&absent) && said.to_lowercase().contains("no such"), "{args:?}: {said}");
+    }
 }
 
 #[test]

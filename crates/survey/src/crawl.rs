@@ -63,7 +63,7 @@ pub(crate) fn crawl(options: &SurveyOptions) -> Result<(Found, Gate), SurveyErro
     let (mut tasks, mut roots) = (Vec::new(), Vec::new());
     for root in &options.roots {
         let canonical =
-            root.canonicalize().map_err(|source| GateError::Directory { path: root.clone(), source })?;
+            root.canonicalize().map_err(|source| GateError::Open { path: root.clone(), source })?;
         roots.push(canonical.clone());
         if canonical.is_dir() {
             allowed.push(canonical.clone());

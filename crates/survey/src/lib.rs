@@ -101,7 +101,7 @@ pub struct Progress {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SurveyError {
-    /// A directory to look at, or to allow, that does not exist or cannot be entered.
+    /// What is to be looked at, or allowed, does not exist or cannot be entered.
     #[error(transparent)]
     Directory(#[from] vmstrata_store::GateError),
 }

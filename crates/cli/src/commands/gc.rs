@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use serde::Serialize;
 use vmstrata_disk::merge::{CollectOptions, Kept, Orphan, collect, disks_with_orphans, orphans};
 
@@ -87,9 +87,15 @@ pub fn left_over(disk: &Path, common: &SnapshotCommonArgs) -> Result<Vec<LeftOve
 /// Runs the command.
 ///
 /// # Errors
-/// A chain or a directory that cannot be read.
+/// A path that is not there; a chain or a directory that cannot be read.
 pub fn run(args: &GcArgs) -> Result<ExitCode> {
     let options = CollectOptions { open: args.common.open(), forget_missing: args.forget_missing };
+    // A disk that is gone may have left files.
+    if let Err(error) = args.path.symlink_metadata()
+        && orphans(&args.path, &options)?.is_empty()
+    {
+        bail!("cannot open {}: {error}", args.path.display());
+    }
     let disks: Vec<PathBuf> =
         if args.path.is_dir() { disks_with_orphans(&args.path)? } else { vec![args.path.clone()] };
     let mut report = Report { dry_run: !args.yes, disks: Vec::new(), freed_bytes: 0 };

@@ -187,7 +187,8 @@ impl Search {
             found.sort();
             Ok(found)
         };
-        let found = read().while_trying("read the disk's directory")?;
+        let found = read().while_trying("read the disk's directory");
+        let found = found.map_err(|error| error.in_file(&self.disk))?;
         Ok(found.into_iter().map(|path| Orphan::of(&self.disk, path, Some(Kept::Unrecorded))).collect())
     }
 }

@@ -61,7 +61,7 @@ pub(crate) fn sweep(active: &Path, identity: FileId, on_step: fn(Step)) -> Resul
 /// What lies beside the disk.
 fn entries(active: &Path) -> Result<Vec<(Place, FileType)>> {
     let read = || -> io::Result<_> { Place::of(active)?.directory().entries()?.collect() };
-    read().while_trying("read the disk's directory")
+    read().while_trying("read the disk's directory").map_err(|error| error.in_file(active))
 }
 
 fn remove(file: &Place) -> Result<()> {
