@@ -294,6 +294,7 @@ Exit codes, as qemu-img check has them:
   1   the check could not be made
   2   the metadata is corrupt: do not write to the image; repair a copy with --repair all
   3   clusters are leaked: data is safe, space is lost until --repair leaks
+  63  the image is raw: there is no metadata to check
   64  wrong usage";
 
 /// What `check` may change.

@@ -68,7 +68,8 @@ pub fn check(path: &Path, options: &CheckOptions) -> Result<Report> {
     let journaled = pending.and_then(|left| left.clusters).unwrap_or_default();
     let check = || -> Result<Report> {
         match image_format(&*opened.store, opened.identity.len)? {
-            Some(ImageFormat::Qcow2) | None => {}
+            Some(ImageFormat::Qcow2) => {}
+            None => return Err(ErrorKind::NoMetadata.into()),
             Some(format) => return Err(ErrorKind::Foreign { format }.into()),
         }
         let image = vmstrata_check::Options { journaled, ..options.image.clone() };

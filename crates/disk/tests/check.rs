@@ -33,7 +33,7 @@ fn an_error_names_the_file() {
     let raw = dir.path().join("raw");
     std::fs::write(&raw, vec![0; 1 << 20]).unwrap();
     for (path, says) in
-        [(&*raw, "not a qcow2 image"), (dir.path(), "directory"), (&dir.path().join("none"), "")]
+        [(&*raw, "does not support checks"), (dir.path(), "directory"), (&dir.path().join("none"), "")]
     {
         let error = check(path, &CheckOptions::default()).unwrap_err().to_string();
         assert!(error.contains(says) && error.contains(path_str(path)), "{error}");

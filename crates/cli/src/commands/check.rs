@@ -7,11 +7,11 @@ use std::sync::Arc;
 use anyhow::Result;
 use serde::Serialize;
 use vmstrata_check::{Phase, Report as Found};
-use vmstrata_disk::{CheckOptions, OpenOptions, snapshot};
+use vmstrata_disk::{CheckOptions, ErrorKind, OpenOptions, snapshot};
 
 use crate::args::{CheckArgs, Repair};
 use crate::audit;
-use crate::output::{Progress, answer, counted, percent};
+use crate::output::{Progress, answer, counted, percent, visible};
 
 /// Findings listed; the counters count all.
 const FINDINGS_MAX: usize = 1000;
@@ -20,6 +20,7 @@ const FINDINGS_MAX: usize = 1000;
 const EXIT_CANNOT_CHECK: u8 = 1;
 const EXIT_CORRUPT: u8 = 2;
 const EXIT_LEAKS: u8 = 3;
+const EXIT_NO_CHECKS: u8 = 63;
 
 /// The result as data, with qemu-img's fields.
 #[derive(Debug, Serialize)]
@@ -117,12 +118,24 @@ pub fn run(args: &CheckArgs) -> Result<ExitCode> {
     let state = snapshot::resolve(&args.file, &OpenOptions::default())?;
     let check = || Ok(vmstrata_disk::check(&state.path, &options(args))?);
     let found = match args.repair {
-        Some(_) => audit::change(audit::of("disk_repair", [&state.path]), |_| check())?,
-        None => check()?,
+        Some(_) => audit::change(audit::of("disk_repair", [&state.path]), |_| check()),
+        None => check(),
+    };
+    let found = match found {
+        Err(error) if has_no_metadata(&error) => {
+            eprintln!("vmstrata: error: {}", visible(&error.to_string()));
+            return Ok(ExitCode::from(EXIT_NO_CHECKS));
+        }
+        found => found?,
     };
     let report = Report::new(args, &found);
     answer(args.json, &report, || report.to_text())?;
     Ok(ExitCode::from(report.exit_code()))
+}
+
+fn has_no_metadata(error: &anyhow::Error) -> bool {
+    let engine: Option<&vmstrata_disk::Error> = error.downcast_ref();
+    engine.is_some_and(|error| matches!(error.kind(), ErrorKind::NoMetadata))
 }
 
 fn options(args: &CheckArgs) -> CheckOptions {

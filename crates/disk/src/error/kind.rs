@@ -86,6 +86,9 @@ pub enum ErrorKind {
         /// Its format.
         format: ImageFormat,
     },
+    /// A raw file, of which there is nothing to check.
+    #[error("this image format does not support checks: it is raw, and has no metadata")]
+    NoMetadata,
     /// A write of an image's header to a raw disk whose format was not said.
     #[error(
         "the write would put the header of a {format} image on a disk that was probed as raw, and the next open would read it as that image; say format=raw to allow such writes"
