@@ -1,4 +1,5 @@
-//! A directory as a repository: an object is a file, written under a name of its own and renamed.
+//! A directory as a repository: an object is a file, written under a name of its own, then renamed. A new object that must not
+//! replace another is linked instead, which the file system refuses if the name is there.
 //!
 //! The file `lock` is held with `flock`: shared by writers and readers, alone by who deletes.
 //!
@@ -18,13 +19,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{
     Advice, AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, Stat, fadvise, flock, fstat, fstatvfs,
-    fsync, openat, renameat, statat, unlinkat,
+    fsync, linkat, openat, renameat, statat, unlinkat,
 };
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 use crate::name::{NameRule, ObjectName};
-use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept};
+use crate::repository::{
+    Capabilities, DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept,
+};
 use private::Access;
 
 const LOCK: &str = ObjectName::LOCK;
@@ -163,14 +166,13 @@ impl DirectoryRepository {
 
     /// What has an object's name and is no regular file is listed, too: it cannot be opened, so what it needs is not known,
     /// and nothing that it may need is collected.
-    fn objects(&self) -> io::Result<Vec<ObjectInfo>> {
+    fn objects(&self, prefix: &str) -> io::Result<Vec<ObjectInfo>> {
         let dir = self.to_read()?;
         let mut objects = Vec::new();
         for entry in Dir::read_from(&dir)? {
             let entry = entry?;
-            let Some(name) = entry.file_name().to_str().ok().and_then(|name| self.object(name)) else {
-                continue;
-            };
+            let file_name = entry.file_name().to_str().ok().filter(|name| name.starts_with(prefix));
+            let Some(name) = file_name.and_then(|name| self.object(name)) else { continue };
             match statat(&dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(about) => {
                     let (len, allocated) = (about.st_size.cast_unsigned(), allocated(&about));
@@ -184,7 +186,9 @@ impl DirectoryRepository {
         Ok(objects)
     }
 
-    fn begin(&self, name: &ObjectName) -> io::Result<NewFile> {
+    fn begin(&self, name: &ObjectName, copies: u8, replaces: bool) -> io::Result<NewFile> {
+        name.check(self.names)?;
+        self.capabilities().check_copies(copies)?;
         let dir = self.to_write()?;
         loop {
             // A name of its own, as another process may be writing the same object.
@@ -196,16 +200,25 @@ impl DirectoryRepository {
                 file => file?,
             };
             let (repository, name) = (self.describe(), name.clone());
-            return Ok(NewFile { repository, name, dir, file, unfinished, published: false });
+            return Ok(NewFile { repository, name, dir, file, unfinished, replaces, state: State::Writing });
         }
     }
 
     fn remove(&self, name: &ObjectName) -> io::Result<()> {
+        name.check(self.names)?;
         let dir = self.to_write()?;
         match unlinkat(&dir, name.as_str(), AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(fsync(&dir)?),
             Err(error) => Err(error.into()),
         }
+    }
+
+    fn move_object(&self, from: &ObjectName, to: &ObjectName) -> io::Result<()> {
+        from.check(self.names)?;
+        to.check(self.names)?;
+        let dir = self.to_write()?;
+        renameat(&dir, from.as_str(), &dir, to.as_str())?;
+        Ok(fsync(&dir)?)
     }
 
     fn remove_unfinished(&self) -> io::Result<Swept> {
@@ -247,6 +260,18 @@ impl Repository for DirectoryRepository {
         self.path.display().to_string()
     }
 
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            conditional_create: true,
+            rename: true,
+            read_back: true,
+            max_copies: 1,
+            ranged_reads: true,
+            free_space: true,
+            holds: true,
+        }
+    }
+
     fn device(&self) -> DeviceId {
         self.device
     }
@@ -255,12 +280,16 @@ impl Repository for DirectoryRepository {
         self.available_bytes().map_err(self.failed("asking for room"))
     }
 
-    fn list(&self) -> Result<Vec<ObjectInfo>> {
-        self.objects().map_err(self.failed("listing"))
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        self.objects(prefix).map_err(self.failed("listing"))
     }
 
-    fn create(&self, name: &ObjectName, _copies: u8) -> Result<Box<dyn NewObject>> {
-        Ok(Box::new(self.begin(name).map_err(self.failed_at("creating", name))?))
+    fn create_new(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {
+        Ok(Box::new(self.begin(name, copies, false).map_err(self.failed_at("creating", name))?))
+    }
+
+    fn replace(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {
+        Ok(Box::new(self.begin(name, copies, true).map_err(self.failed_at("creating", name))?))
     }
 
     fn open(&self, name: &ObjectName) -> Result<Box<dyn ObjectReader>> {
@@ -271,6 +300,10 @@ impl Repository for DirectoryRepository {
 
     fn delete(&self, name: &ObjectName) -> Result<()> {
         self.remove(name).map_err(self.failed_at("deleting", name))
+    }
+
+    fn rename(&self, from: &ObjectName, to: &ObjectName) -> Result<()> {
+        self.move_object(from, to).map_err(self.failed_at("renaming", from))
     }
 
     fn sweep(&self) -> Result<Swept> {
@@ -292,7 +325,18 @@ struct NewFile {
     dir: OwnedFd,
     file: File,
     unfinished: String,
-    published: bool,
+    /// Whether it takes the place of an object of its name.
+    replaces: bool,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Writing,
+    Synced,
+    /// Bytes may be missing.
+    Failed,
+    Renamed,
 }
 
 impl NewFile {
@@ -308,20 +352,65 @@ impl NewFile {
         OpenFile::new(self.repository.clone(), &self.name, file)
     }
 
+    /// Does something to the file. After a failure nothing else does: what was written may be torn, and a second flush would
+    /// succeed and lie.
+    fn step(&mut self, then: State, step: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+        if self.state == State::Failed {
+            return Err(io::Error::other("writing it failed before"));
+        }
+        self.state = State::Failed;
+        step(&mut self.file)?;
+        self.state = then;
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if self.state == State::Synced { Ok(()) } else { self.step(State::Synced, |file| file.sync_data()) }
+    }
+
     fn publish(&mut self) -> io::Result<()> {
-        renameat(&self.dir, &self.unfinished, &self.dir, self.name.as_str())?;
-        self.published = true;
+        self.flush()?;
+        if self.replaces {
+            renameat(&self.dir, &self.unfinished, &self.dir, self.name.as_str())?;
+            self.state = State::Renamed;
+        } else {
+            self.link()?;
+        }
         Ok(fsync(&self.dir)?)
+    }
+
+    /// Of several that link to one name, one does; the others get `EEXIST`.
+    fn link(&self) -> io::Result<()> {
+        match linkat(&self.dir, &self.unfinished, &self.dir, self.name.as_str(), AtFlags::empty()) {
+            Ok(()) => Ok(()),
+            // NFS says so, too, to the one that did, if it asks again because the answer was lost.
+            Err(Errno::EXIST) if self.has_name()? => Ok(()),
+            Err(error @ (Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS)) => Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                format!("its file system has no hard links, which decide who creates an object: {error}"),
+            )),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether this file is what its name leads to.
+    fn has_name(&self) -> io::Result<bool> {
+        let ours = fstat(&self.file)?;
+        match statat(&self.dir, self.name.as_str(), AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(named) => Ok((named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)),
+            Err(Errno::NOENT) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
 impl NewObject for NewFile {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_all(bytes).map_err(self.failed("writing"))
+        self.step(State::Writing, |file| file.write_all(bytes)).map_err(self.failed("writing"))
     }
 
     fn sync(&mut self) -> Result<()> {
-        self.file.sync_data().map_err(self.failed("flushing"))
+        self.flush().map_err(self.failed("flushing"))
     }
 
     fn read_back(&self) -> Result<Box<dyn ObjectReader>> {
@@ -335,7 +424,7 @@ impl NewObject for NewFile {
 
 impl Drop for NewFile {
     fn drop(&mut self) {
-        if !self.published {
+        if self.state != State::Renamed {
             // What cannot be removed now is swept later.
             let _ = unlinkat(&self.dir, &self.unfinished, AtFlags::empty());
         }
@@ -362,7 +451,14 @@ impl ObjectReader for OpenFile {
     }
 
     fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(into, at).map_err(Error::of_read(&self.repository, &self.name, at))
+        // An offset that the kernel takes for a negative one is past the end, too.
+        let is_past = at.checked_add(into.len() as u64).is_none_or(|end| end > self.len);
+        let read = if is_past {
+            Err(io::ErrorKind::UnexpectedEof.into())
+        } else {
+            self.file.read_exact_at(into, at)
+        };
+        read.map_err(Error::of_read(&self.repository, &self.name, at))
     }
 }
 
@@ -392,14 +488,14 @@ mod tests {
         let dir = private_directory();
         let repository = open(&dir);
         let name = name();
-        let mut object = repository.create(&name, 1).unwrap();
+        let mut object = repository.replace(&name, 1).unwrap();
         object.write(b"ab").unwrap();
         object.write(b"c").unwrap();
         object.sync().unwrap();
-        assert_eq!(repository.list().unwrap(), []);
+        assert_eq!(repository.list("").unwrap(), []);
         object.finish().unwrap();
         assert_eq!(
-            repository.list().unwrap(),
+            repository.list("").unwrap(),
             [ObjectInfo { name: name.clone(), len: 3, allocated: 4096, copies: 1 }]
         );
         let mut read = [0; 2];
@@ -407,16 +503,41 @@ mod tests {
         assert_eq!(&read, b"bc");
         repository.delete(&name).unwrap();
         repository.delete(&name).unwrap();
-        assert_eq!(repository.list().unwrap(), []);
+        assert_eq!(repository.list("").unwrap(), []);
+    }
+
+    /// Over NFS the answer to a link can be lost; the client asks again and hears that the name is there.
+    #[test]
+    fn a_link_whose_answer_was_lost_is_no_lost_race() {
+        let dir = private_directory();
+        let (repository, name) = (open(&dir), name());
+        let mut object = repository.begin(&name, 1, false).unwrap();
+        object.write(b"ours").unwrap();
+        fs::hard_link(dir.path().join(&object.unfinished), dir.path().join(name.as_str())).unwrap();
+        Box::new(object).finish().unwrap();
+        assert_eq!(fs::read(dir.path().join(name.as_str())).unwrap(), b"ours");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn an_object_that_could_not_be_written_is_not_finished() {
+        let dir = private_directory();
+        let (repository, name) = (open(&dir), name());
+        let mut object = repository.begin(&name, 1, true).unwrap();
+        object.file = File::open(dir.path().join(&object.unfinished)).unwrap();
+        object.write(b"lost").unwrap_err();
+        let refused = Box::new(object).finish().unwrap_err();
+        assert_eq!(refused.source.to_string(), "writing it failed before");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
     fn what_is_not_finished_goes_with_its_writer_or_is_swept() {
         let dir = private_directory();
         let repository = open(&dir);
-        drop(repository.create(&name(), 1).unwrap());
+        drop(repository.replace(&name(), 1).unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-        std::mem::forget(repository.create(&name(), 1).unwrap());
+        std::mem::forget(repository.replace(&name(), 1).unwrap());
         fs::write(dir.path().join(".other.new"), "").unwrap();
         assert_eq!(repository.sweep().unwrap().objects, 1);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -446,7 +567,7 @@ mod tests {
             symlink(&theirs, dir.path().join(planted)).unwrap();
         }
         symlink(&theirs, dir.path().join(name.to_string())).unwrap();
-        let mut object = repository.create(&name, 1).unwrap();
+        let mut object = repository.replace(&name, 1).unwrap();
         object.write(b"ours").unwrap();
         object.finish().unwrap();
         assert_eq!(fs::read(&theirs).unwrap(), b"theirs");
@@ -491,7 +612,7 @@ mod tests {
             let said: Vec<String> =
                 tried.map(|error| error.map_or_else(String::new, |error| error.source.to_string())).collect();
             assert!(said.iter().all(|said| said.contains("is not a regular file")), "{kind}: {said:?}");
-            assert_eq!(repository.list().unwrap().len(), 1, "{kind}");
+            assert_eq!(repository.list("").unwrap().len(), 1, "{kind}");
             for name in &file_names {
                 let at = dir.path().join(name);
                 fs::remove_file(&at).or_else(|_| fs::remove_dir(&at)).unwrap();

@@ -29,7 +29,9 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::name::{NameRule, ObjectName};
-use crate::repository::{DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept};
+use crate::repository::{
+    Capabilities, DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept,
+};
 use hold::{HoldDir, Kind, UNFINISHED, lost};
 use link::Link;
 use object::{NewFile, OpenFile, Patience, State};
@@ -204,11 +206,12 @@ impl HdfsRepository {
         Ok(if has_quota { summary.space_quota.saturating_sub(summary.space_consumed) } else { u64::MAX })
     }
 
-    fn objects(&self) -> io::Result<Vec<ObjectInfo>> {
+    fn objects(&self, prefix: &str) -> io::Result<Vec<ObjectInfo>> {
         let files = self.link().ask(self.link().client.list_status(self.address.dir_or_root(), false))?;
         let objects = files.iter().filter(|file| !file.isdir).filter_map(|file| {
             let name = ObjectName::new(file.path.rsplit('/').next()?).ok()?;
-            (self.names)(name.as_str()).then_some(())?;
+            let is_wanted = name.as_str().starts_with(prefix) && (self.names)(name.as_str());
+            is_wanted.then_some(())?;
             let copies = u8::try_from(file.replication.unwrap_or(1)).unwrap_or(u8::MAX);
             let len = file.length as u64;
             Some(ObjectInfo { name, len, allocated: len, copies })
@@ -216,7 +219,9 @@ impl HdfsRepository {
         Ok(objects.collect())
     }
 
-    fn begin(&self, name: &ObjectName, copies: u8) -> io::Result<NewFile> {
+    fn begin(&self, name: &ObjectName, copies: u8, replaces: bool) -> io::Result<NewFile> {
+        name.check(self.names)?;
+        self.capabilities().check_copies(copies)?;
         let hold = self.shared.lock().upgrade().or_else(|| self.alone.lock().upgrade());
         let Some(hold) = hold else {
             return Err(io::Error::other("it is written without being held"));
@@ -240,13 +245,15 @@ impl HdfsRepository {
             writer,
             unfinished,
             target: self.address.path(name),
-            state: State::Unfinished,
+            replaces,
+            state: State::Writing,
         })
     }
 
     /// Who holds the repository alone deletes what others could begin to need the moment its hold expires: so by renaming,
     /// which fails then. Without that hold only metadata and own objects are deleted, which nobody begins to need.
     fn remove(&self, name: &ObjectName) -> io::Result<()> {
+        name.check(self.names)?;
         let (link, path) = (self.link(), self.address.path(name));
         if let Some(alone) = self.alone.lock().upgrade() {
             let moved = link.ask(link.client.rename(&path, &format!("{}/{name}", alone.path()), true));
@@ -288,26 +295,39 @@ impl Repository for HdfsRepository {
         self.common.described.clone()
     }
 
+    /// No rename: one that comes late, of a process that lost its hold, could not be kept from its objects.
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            conditional_create: true,
+            rename: false,
+            read_back: true,
+            max_copies: MAX_COPIES,
+            ranged_reads: true,
+            free_space: true,
+            holds: true,
+        }
+    }
+
     /// HDFS as a whole: what two of its directories hold is lost with one NameNode.
     fn device(&self) -> DeviceId {
         let hash = blake3::hash(self.address.authority.as_bytes());
         DeviceId(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("32 bytes have 8")))
     }
 
-    fn max_copies(&self) -> u8 {
-        MAX_COPIES
-    }
-
     fn free_bytes(&self) -> Result<u64> {
         self.left_of_quota().map_err(self.failed("asking for room"))
     }
 
-    fn list(&self) -> Result<Vec<ObjectInfo>> {
-        self.objects().map_err(self.failed("listing"))
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        self.objects(prefix).map_err(self.failed("listing"))
     }
 
-    fn create(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {
-        Ok(Box::new(self.begin(name, copies).map_err(self.failed_at("creating", name))?))
+    fn create_new(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {
+        Ok(Box::new(self.begin(name, copies, false).map_err(self.failed_at("creating", name))?))
+    }
+
+    fn replace(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {
+        Ok(Box::new(self.begin(name, copies, true).map_err(self.failed_at("creating", name))?))
     }
 
     fn open(&self, name: &ObjectName) -> Result<Box<dyn ObjectReader>> {

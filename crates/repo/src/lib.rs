@@ -1,5 +1,10 @@
 //! Repositories: immutable objects in a directory or in HDFS.
 //!
+//! | kind | new objects | rename | copies | free space | holds |
+//! |---|---|---|---|---|---|
+//! | directory, local or mounted | `link(2)` decides | yes | 1 | of the file system | `flock` |
+//! | HDFS | a rename that replaces nothing | no | up to 16, in blocks of a size of choice | of the quota | leases |
+//!
 //! | module | what it knows |
 //! |---|---|
 //! | [`repository`] | what every kind of repository does |
@@ -23,4 +28,6 @@ pub use error::{Error, Result};
 #[cfg(feature = "hdfs")]
 pub use hdfs::HdfsRepository;
 pub use name::{NameRule, ObjectName, draw_id};
-pub use repository::{DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept};
+pub use repository::{
+    Capabilities, DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept,
+};

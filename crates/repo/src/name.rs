@@ -45,6 +45,14 @@ impl ObjectName {
             && text != Self::LOCK
     }
 
+    /// Refuses a name that the objects of a repository with this rule do not have.
+    pub(crate) fn check(&self, rule: NameRule) -> io::Result<()> {
+        if rule(self.as_str()) {
+            return Ok(());
+        }
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "objects of this repository have other names"))
+    }
+
     /// The name as text.
     pub fn as_str(&self) -> &str {
         &self.0

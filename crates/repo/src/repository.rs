@@ -1,13 +1,14 @@
 //! Where objects live.
 //!
-//! An object is written once, and appears whole or not at all. It never changes, but another may take its place. A directory
-//! keeps one copy; a repository that replicates by itself (HDFS) is told how many copies to keep.
+//! An object is written once, and appears whole or not at all. It never changes, but another may take its place. What only some
+//! kinds of repository do, [`Capabilities`] says.
 //!
 //! Invariant: an object that [`Repository::list`] names was complete and on stable storage before it got that name.
 
 use std::fmt;
+use std::io;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::name::ObjectName;
 
 /// Tells devices apart: repositories with the same number are lost together.
@@ -43,7 +44,7 @@ pub struct ObjectInfo {
     pub copies: u8,
 }
 
-/// What writers left that did not come to publish.
+/// What writers left that did not come to finish.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Swept {
     /// Unfinished objects.
@@ -59,37 +60,65 @@ impl std::ops::AddAssign for Swept {
     }
 }
 
-/// A place for objects.
+/// What a kind of repository does beyond what all do. What it does not do, it refuses by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capabilities {
+    /// [`Repository::create_new`]: of several that make one object, one does.
+    pub conditional_create: bool,
+    /// [`Repository::rename`].
+    pub rename: bool,
+    /// [`NewObject::read_back`].
+    pub read_back: bool,
+    /// The most copies that it keeps of an object, on devices of their own.
+    pub max_copies: u8,
+    /// A read of a part costs that part, not the whole object.
+    pub ranged_reads: bool,
+    /// [`Repository::free_bytes`].
+    pub free_space: bool,
+    /// [`Repository::hold`]. New objects are then made, and objects deleted, by those alone who hold the repository.
+    pub holds: bool,
+}
+
+/// A place for objects. All that is asked of every kind, an object store with prefixes and multi-part uploads does, too.
 pub trait Repository: Send + Sync + fmt::Debug {
     /// What people call it, for messages.
     fn describe(&self) -> String;
 
+    /// What it can do.
+    fn capabilities(&self) -> Capabilities;
+
     /// What its bytes lie on.
     fn device(&self) -> DeviceId;
 
-    /// The most copies it keeps of an object, on devices of their own.
-    fn max_copies(&self) -> u8 {
-        1
-    }
-
-    /// Bytes there is room for.
+    /// Bytes there is room for; [`u64::MAX`] without a limit.
     ///
     /// # Errors
-    /// When it cannot be asked.
-    fn free_bytes(&self) -> Result<u64>;
+    /// When it cannot be asked; `Unsupported` without [`Capabilities::free_space`].
+    fn free_bytes(&self) -> Result<u64> {
+        Err(unsupported(self, "asking for room"))
+    }
 
-    /// All objects, in any order.
+    /// All objects whose names begin with `prefix`, in any order.
     ///
     /// # Errors
     /// When it cannot be read.
-    fn list(&self) -> Result<Vec<ObjectInfo>>;
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>>;
 
-    /// Begins an object of which `copies` (up to [`Repository::max_copies`]) are to be kept; only while the repository is held.
-    /// One of that name is replaced when the new one is published.
+    /// Begins an object of which `copies` are to be kept. If another of that name is there when it is finished, `finish` fails
+    /// with `AlreadyExists` and leaves that one alone.
     ///
     /// # Errors
-    /// When it cannot be made.
-    fn create(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>>;
+    /// When it cannot be made; `InvalidInput` for a name that is not this repository's; `Unsupported` for more copies than
+    /// it keeps, or without [`Capabilities::conditional_create`].
+    fn create_new(&self, name: &ObjectName, _copies: u8) -> Result<Box<dyn NewObject>> {
+        Err(Error { object: Some(name.clone()), ..unsupported(self, "creating") })
+    }
+
+    /// As [`Repository::create_new`], but one of that name is replaced, in one step.
+    ///
+    /// # Errors
+    /// As there.
+    fn replace(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>>;
 
     /// Opens an object for reading.
     ///
@@ -103,7 +132,15 @@ pub trait Repository: Send + Sync + fmt::Debug {
     /// When it may still be there.
     fn delete(&self, name: &ObjectName) -> Result<()>;
 
-    /// Removes what writers left that did not come to publish; only while held alone. Returns what went.
+    /// Gives an object another name, durably and in one step; one that had that name is replaced.
+    ///
+    /// # Errors
+    /// `NotFound`; when it may have either name; `Unsupported` without [`Capabilities::rename`].
+    fn rename(&self, from: &ObjectName, _to: &ObjectName) -> Result<()> {
+        Err(Error { object: Some(from.clone()), ..unsupported(self, "renaming") })
+    }
+
+    /// Removes what writers left that did not come to finish; only while held alone. Returns what went.
     ///
     /// # Errors
     /// When some may be left.
@@ -112,35 +149,53 @@ pub trait Repository: Send + Sync + fmt::Debug {
     /// Holds the repository; `None` only for [`Hold::AloneOrNot`].
     ///
     /// # Errors
-    /// When it cannot be held, by a repository that cannot be written for example.
-    fn hold(&self, how: Hold) -> Result<Option<Held>>;
+    /// When it cannot be held, by a repository that cannot be written for example; `Unsupported` without
+    /// [`Capabilities::holds`].
+    fn hold(&self, _how: Hold) -> Result<Option<Held>> {
+        Err(unsupported(self, "holding"))
+    }
 }
 
-/// An object while it is written. Dropping it leaves nothing that is listed.
+fn unsupported(repository: &(impl Repository + ?Sized), action: &'static str) -> Error {
+    let told = "this kind of repository cannot do that";
+    Error::of(repository.describe(), action)(io::Error::new(io::ErrorKind::Unsupported, told))
+}
+
+impl Capabilities {
+    /// Refuses more copies than the repository keeps.
+    pub(crate) fn check_copies(self, copies: u8) -> io::Result<()> {
+        if (1..=self.max_copies).contains(&copies) {
+            return Ok(());
+        }
+        let told = format!("it keeps 1 to {} copies of an object, not {copies}", self.max_copies);
+        Err(io::Error::new(io::ErrorKind::Unsupported, told))
+    }
+}
+
+/// An object while it is written. Dropping it leaves nothing that is listed. After an error it can only be dropped.
 pub trait NewObject: Send {
     /// Adds bytes at its end.
     ///
     /// # Errors
-    /// When they were not, or not all, taken: the object is then of no use.
+    /// When they were not, or not all, taken.
     fn write(&mut self, bytes: &[u8]) -> Result<()>;
 
-    /// Brings all bytes to stable storage.
+    /// Brings all bytes to stable storage. No more are written then.
     ///
     /// # Errors
     /// When they may not be there.
     fn sync(&mut self) -> Result<()>;
 
-    /// Opens what a [`NewObject::sync`] that succeeded brought to stable storage: read from there, as far as that can be told.
+    /// Opens what [`NewObject::sync`] brought to stable storage: read from there, as far as that can be told.
     ///
     /// # Errors
-    /// When it cannot be opened.
+    /// When it cannot be opened; `Unsupported` without [`Capabilities::read_back`].
     fn read_back(&self) -> Result<Box<dyn ObjectReader>>;
 
-    /// Gives it its name, durably; an object that had it is replaced in one step. Called after a [`NewObject::sync`] that
-    /// succeeded.
+    /// Brings all bytes to stable storage, unless that was done, and gives the object its name, durably.
     ///
     /// # Errors
-    /// When it may not have its name.
+    /// `AlreadyExists` when it was to be new and is not; else when it may or may not have its name.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 

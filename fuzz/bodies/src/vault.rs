@@ -17,7 +17,8 @@ use vmstrata_memory::vault::{
 };
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass, Physical};
 use vmstrata_repo::{
-    DeviceId, Error, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository, Result, Swept,
+    Capabilities, DeviceId, Error, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository,
+    Result, Swept,
 };
 
 const PAGES: u64 = 12;
@@ -40,15 +41,23 @@ impl Repository for Shelf {
         "shelf".to_owned()
     }
 
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            conditional_create: false,
+            rename: false,
+            read_back: true,
+            max_copies: 1,
+            ranged_reads: true,
+            free_space: false,
+            holds: true,
+        }
+    }
+
     fn device(&self) -> DeviceId {
         DeviceId(0)
     }
 
-    fn free_bytes(&self) -> Result<u64> {
-        Ok(0)
-    }
-
-    fn list(&self) -> Result<Vec<ObjectInfo>> {
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
         let objects = self.0.lock().expect("no panic in between");
         let stored = |(name, bytes): (&ObjectName, &Arc<Vec<u8>>)| ObjectInfo {
             name: name.clone(),
@@ -56,10 +65,10 @@ impl Repository for Shelf {
             allocated: bytes.len() as u64,
             copies: 1,
         };
-        Ok(objects.iter().map(stored).collect())
+        Ok(objects.iter().filter(|(name, _)| name.as_str().starts_with(prefix)).map(stored).collect())
     }
 
-    fn create(&self, name: &ObjectName, _copies: u8) -> Result<Box<dyn NewObject>> {
+    fn replace(&self, name: &ObjectName, _copies: u8) -> Result<Box<dyn NewObject>> {
         Ok(Box::new(Writing { name: name.clone(), bytes: Vec::new(), shelf: Arc::clone(&self.0) }))
     }
 

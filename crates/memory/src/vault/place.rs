@@ -1,6 +1,6 @@
 //! Which repositories a snapshot goes to.
 
-use vmstrata_repo::DeviceId;
+use vmstrata_repo::{DeviceId, Repository};
 
 use super::Vault;
 use super::error::{Result, VaultError};
@@ -30,17 +30,22 @@ struct Candidate {
 pub(super) fn choose(vault: &Vault, policy: &Policy, preferred: &[usize]) -> Result<Vec<Share>> {
     let mut candidates = Vec::new();
     for (index, repository) in vault.repositories.iter().enumerate() {
-        let free_bytes = repository.free_bytes()?;
+        let free_bytes = room(repository.as_ref())?;
         candidates.push(Candidate {
             repository: index,
             device: repository.device(),
-            max_copies: repository.max_copies(),
+            max_copies: repository.capabilities().max_copies,
             preferred: preferred.contains(&index),
             free_bytes,
         });
     }
     candidates.sort_by_key(|repository| std::cmp::Reverse((repository.preferred, repository.free_bytes)));
     distribute(candidates, policy.critical_copies, policy.one_device)
+}
+
+/// Bytes there is room for, as far as the repository can tell.
+fn room(repository: &dyn Repository) -> Result<u64> {
+    if repository.capabilities().free_space { Ok(repository.free_bytes()?) } else { Ok(u64::MAX) }
 }
 
 impl Vault {
@@ -53,7 +58,7 @@ impl Vault {
             devices.push(repository.device());
             is_new || one_device == OneDevice::Allow
         });
-        let copies: usize = counts.map(|repository| usize::from(repository.max_copies())).sum();
+        let copies: usize = counts.map(|repository| usize::from(repository.capabilities().max_copies)).sum();
         u8::try_from(copies).map_or(Policy::MAX_COPIES, |copies| copies.min(Policy::MAX_COPIES))
     }
 }
@@ -62,9 +67,7 @@ impl Vault {
 pub(super) fn choose_clean(vault: &Vault, shares: &[Share], copies: u8) -> Vec<Share> {
     let mut shares = shares.to_vec();
     shares.sort_by_key(|share| {
-        std::cmp::Reverse(
-            vault.repository(share.repository).free_bytes().unwrap_or(0) / u64::from(share.copies),
-        )
+        std::cmp::Reverse(room(vault.repository(share.repository)).unwrap_or(0) / u64::from(share.copies))
     });
     let mut left = copies;
     for share in &mut shares {

@@ -137,7 +137,7 @@ impl Vault {
 
     fn put(&self, name: ObjectId, share: Share, bytes: &[u8], made: &mut Vec<String>) -> Result<()> {
         let repository = self.repository(share.repository);
-        let mut object = repository.create(&name.into(), share.copies)?;
+        let mut object = repository.replace(&name.into(), share.copies)?;
         object.write(bytes)?;
         object.sync()?;
         object.finish()?;

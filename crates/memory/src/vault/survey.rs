@@ -53,7 +53,7 @@ impl Survey {
         let mut survey = Self::default();
         let mut first = None;
         for (index, repository) in vault.repositories.iter().enumerate() {
-            match repository.list() {
+            match repository.list("") {
                 Ok(objects) => {
                     for ObjectInfo { name, len, allocated, copies } in objects {
                         let Some(id) = ObjectId::parse(name.as_str()) else { continue };

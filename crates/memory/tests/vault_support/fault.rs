@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use vmstrata_repo::{
-    DeviceId, Error, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository, Result, Swept,
+    Capabilities, DeviceId, Error, Held, Hold, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository,
+    Result, Swept,
 };
 
 /// What happens at the n-th operation.
@@ -106,8 +107,8 @@ impl Repository for FaultRepository {
         self.inner.device()
     }
 
-    fn max_copies(&self) -> u8 {
-        self.inner.max_copies()
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { conditional_create: false, rename: false, ..self.inner.capabilities() }
     }
 
     fn free_bytes(&self) -> Result<u64> {
@@ -115,14 +116,14 @@ impl Repository for FaultRepository {
         self.inner.free_bytes()
     }
 
-    fn list(&self) -> Result<Vec<ObjectInfo>> {
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
         self.plan.fail("listing")?;
-        self.inner.list()
+        self.inner.list(prefix)
     }
 
-    fn create(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {
+    fn replace(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {
         self.plan.fail("creating")?;
-        let inner = self.inner.create(name, copies)?;
+        let inner = self.inner.replace(name, copies)?;
         Ok(Box::new(FaultObject { inner, plan: Arc::clone(&self.plan) }))
     }
 

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::Common;
 use super::hold::{HoldDir, lost};
-use super::link::PIECE;
+use super::link::{Link, PIECE};
 use crate::error::{Error, Result};
 use crate::name::ObjectName;
 use crate::repository::{NewObject, ObjectReader};
@@ -24,12 +24,17 @@ pub(super) struct NewFile {
     pub(super) writer: FileWriter,
     pub(super) unfinished: String,
     pub(super) target: String,
+    /// Whether it takes the place of an object of its name.
+    pub(super) replaces: bool,
     pub(super) state: State,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
-    Unfinished,
+    Writing,
+    Synced,
+    /// Bytes may be missing.
+    Failed,
     /// Renamed, perhaps.
     Publishing,
     Published,
@@ -41,10 +46,35 @@ impl NewFile {
         Error::of_object(&self.repository.described, action, &self.name)
     }
 
+    /// Does something to the file. After a failure nothing else does: what was written may be torn.
+    fn step(
+        &mut self,
+        then: State,
+        step: impl FnOnce(&Link, &mut FileWriter) -> io::Result<()>,
+    ) -> io::Result<()> {
+        if self.state == State::Failed {
+            return Err(io::Error::other("writing it failed before"));
+        }
+        self.state = State::Failed;
+        step(&self.repository.link, &mut self.writer)?;
+        self.state = then;
+        Ok(())
+    }
+
+    /// The client has DataNodes flush each block when it is full, and the last one here.
+    fn flush(&mut self) -> io::Result<()> {
+        if self.state == State::Synced {
+            return Ok(());
+        }
+        self.step(State::Synced, |link, writer| link.move_data(writer.close()))
+    }
+
+    /// Of several that rename to one name without replacing it, the NameNode lets one.
     fn publish(&mut self) -> io::Result<()> {
+        self.flush()?;
         self.state = State::Publishing;
         let link = &self.repository.link;
-        match link.ask(link.client.rename(&self.unfinished, &self.target, true)) {
+        match link.ask(link.client.rename(&self.unfinished, &self.target, self.replaces)) {
             Ok(()) => {
                 self.state = State::Published;
                 Ok(())
@@ -57,16 +87,16 @@ impl NewFile {
 
 impl NewObject for NewFile {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let written = bytes.chunks(PIECE).try_for_each(|piece| {
-            let writing = self.writer.write_bytes(Bytes::copy_from_slice(piece));
-            self.repository.link.move_data(writing).map(drop)
+        let written = self.step(State::Writing, |link, writer| {
+            bytes.chunks(PIECE).try_for_each(|piece| {
+                link.move_data(writer.write_bytes(Bytes::copy_from_slice(piece))).map(drop)
+            })
         });
         written.map_err(self.failed("writing"))
     }
 
     fn sync(&mut self) -> Result<()> {
-        // The client has DataNodes flush each block when it is full, and the last one here.
-        self.repository.link.move_data(self.writer.close()).map_err(self.failed("flushing"))
+        self.flush().map_err(self.failed("flushing"))
     }
 
     fn read_back(&self) -> Result<Box<dyn ObjectReader>> {

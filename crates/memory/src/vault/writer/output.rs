@@ -91,7 +91,7 @@ impl Copies {
     pub(in super::super) fn create(vault: &Vault, name: ObjectId, shares: &[Share]) -> Result<Self> {
         let create = |share: &Share| {
             let repository = vault.repository(share.repository);
-            Ok((share.repository, repository.create(&name.into(), share.copies)?))
+            Ok((share.repository, repository.replace(&name.into(), share.copies)?))
         };
         shares.iter().map(create).collect::<Result<_>>().map(Self)
     }
