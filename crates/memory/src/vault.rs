@@ -61,7 +61,7 @@ mod writer;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_repo::{Held, Hold, Repository, RepositoryAddress};
+use vmstrata_repo::{Address, Held, Hold, Repository};
 
 pub use collect::{Collectable, Collected, Deleted};
 pub use compact::Compact;
@@ -143,22 +143,29 @@ impl Vault {
     /// # Errors
     /// As there.
     pub fn open_directories(paths: &[PathBuf]) -> Result<Arc<Self>> {
-        Self::open_at(&paths.iter().cloned().map(RepositoryAddress::Directory).collect::<Vec<_>>())
+        let open = |path: &PathBuf| Address::Directory(path.clone()).open(ObjectId::is_name);
+        Self::of_those_that_open(paths.iter().map(open))
     }
 
-    /// The store in these repositories. One that cannot be opened is left out and named by [`Vault::missing`]: reading goes on
-    /// without it, deleting does not.
+    /// The store in the repositories with these addresses. One that cannot be opened is left out and named by
+    /// [`Vault::missing`]: reading goes on without it, deleting does not.
     ///
     /// # Errors
     /// [`VaultError::Repository`] when none can be opened.
-    pub fn open_at(addresses: &[RepositoryAddress]) -> Result<Arc<Self>> {
+    pub fn open_at(addresses: &[String]) -> Result<Arc<Self>> {
+        Self::of_those_that_open(addresses.iter().map(|text| Address::parse(text)?.open(ObjectId::is_name)))
+    }
+
+    fn of_those_that_open(
+        opened: impl Iterator<Item = vmstrata_repo::Result<Arc<dyn Repository>>>,
+    ) -> Result<Arc<Self>> {
         let mut vault = Self { repositories: Vec::new(), missing: Vec::new() };
         let mut first = None;
-        for address in addresses {
-            match address.open(ObjectId::is_name) {
+        for opened in opened {
+            match opened {
                 Ok(repository) => vault.repositories.push(repository),
                 Err(error) => {
-                    vault.missing.push(format!("{address}: {}", error.source));
+                    vault.missing.push(format!("{}: {}", error.repository, error.source));
                     first.get_or_insert(error);
                 }
             }

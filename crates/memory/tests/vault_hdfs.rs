@@ -13,7 +13,7 @@ use hdfs_native::sync::{Client, ClientBuilder};
 use vault_support::{Guest, Known, Repositories, assert_reads, new_snapshot, open, policy, save};
 use vmstrata_memory::vault::{Deleted, Health, ObjectId, OneDevice, Policy, Vault, VaultError};
 use vmstrata_memory::{Frame, PageClass};
-use vmstrata_repo::RepositoryAddress;
+use vmstrata_repo::Address;
 
 /// Some 4 MiB of each class that is stored, so that objects have several blocks.
 fn guest(seed: u64) -> Guest {
@@ -28,7 +28,8 @@ fn strict(critical: u8, clean: u8) -> Policy {
 }
 
 fn open_vault(addresses: &str) -> Result<Arc<Vault>, VaultError> {
-    Vault::open_at(&RepositoryAddress::parse_list(addresses))
+    let addresses: Vec<String> = Address::split_list(addresses).into_iter().map(str::to_owned).collect();
+    Vault::open_at(&addresses)
 }
 
 fn vault(addresses: &str) -> Arc<Vault> {
@@ -162,8 +163,8 @@ fn hdfs_and_directories_share_a_snapshot(cluster: &mut Cluster) {
 
 fn a_repository_must_be_there(cluster: &mut Cluster) {
     let missing = format!("hdfs://127.0.0.1:{}/missing", cluster.port);
-    let refused = RepositoryAddress::parse_list(&missing)[0]
-        .open(ObjectId::is_name)
+    let refused = Address::parse(&missing)
+        .and_then(|address| address.open(ObjectId::is_name))
         .expect_err("there is no such directory");
     assert_eq!(refused.kind(), std::io::ErrorKind::NotFound);
 }
@@ -186,9 +187,9 @@ fn an_unreachable_namenode_is_an_error(cluster: &mut Cluster, repository: &str) 
 #[test]
 fn what_is_no_directory_of_hdfs_is_no_repository() {
     let opened = |address: &str| open_vault(address).expect_err("no repository").to_string();
-    assert!(opened("hdfs://127.0.0.1:1").contains("opening"));
-    let refused = RepositoryAddress::parse_list("hdfs://127.0.0.1:1/v")[0]
-        .open(ObjectId::is_name)
+    assert!(opened("hdfs://127.0.0.1:1").contains("parsing"));
+    let refused = Address::parse("hdfs://127.0.0.1:1/v")
+        .and_then(|address| address.open(ObjectId::is_name))
         .expect_err("nobody listens");
     assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
 }

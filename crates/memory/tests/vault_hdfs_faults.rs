@@ -19,10 +19,10 @@ use vault_support::fault::{Effect, Plan, faulty};
 use vault_support::{Guest, Known, assert_reads, new_snapshot, open, policy, save, save_at};
 use vmstrata_memory::vault::{Closing, Deleted, Health, ObjectId, ObjectKind, Page, Policy, Vault, Which};
 use vmstrata_memory::{PAGE_BYTES, PageClass};
-use vmstrata_repo::{Hold, Repository, RepositoryAddress};
+use vmstrata_repo::{Address, Hold, Repository};
 
 fn repository(address: &str) -> Arc<dyn Repository> {
-    RepositoryAddress::parse_list(address)[0].open(ObjectId::is_name).expect("opens")
+    Address::parse(address).and_then(|address| address.open(ObjectId::is_name)).expect("opens")
 }
 
 /// With a client of its own, as another process has.

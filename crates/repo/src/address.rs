@@ -3,104 +3,165 @@
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use crate::directory::DirectoryRepository;
 use crate::error::{Error, Result};
-use crate::name::NameRule;
-use crate::repository::Repository;
 
 const HDFS: &str = "hdfs://";
+const HDFS_FORM: &str = "hdfs://NAMENODE[:PORT]/DIR[?block=SIZE], with blocks of 64K to 1024M";
+
+/// A block is what is lost with a DataNode, and HDFS allows a file 10,000 of them.
+const BLOCK_BYTES: u64 = 8 << 20;
+const MIN_BLOCK_BYTES: u64 = 64 << 10;
+const MAX_BLOCK_BYTES: u64 = 1 << 30;
 
 /// Where a repository is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RepositoryAddress {
-    /// A directory of this host.
+pub enum Address {
+    /// A directory of this host: `/mnt/nas/vms`.
     Directory(PathBuf),
     /// A directory of HDFS: `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`.
-    Hdfs(String),
+    Hdfs(HdfsAddress),
 }
 
-impl RepositoryAddress {
+/// A directory of HDFS.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HdfsAddress {
+    /// A NameNode with its port, or a name service of the configuration in `HADOOP_CONF_DIR`.
+    pub authority: String,
+    /// Empty for the root, or with a slash before and none behind.
+    pub dir: String,
+    /// Bytes of the blocks of new objects.
+    pub block_bytes: u64,
+}
+
+impl Address {
+    /// The address that people write as `text`.
+    ///
+    /// # Errors
+    /// `InvalidInput`, with what is accepted.
+    pub fn parse(text: &str) -> Result<Self> {
+        let wrong = |expected: String| {
+            Err(Error::of(text, "parsing")(io::Error::new(io::ErrorKind::InvalidInput, expected)))
+        };
+        match scheme(text) {
+            Some("hdfs") => match HdfsAddress::parse(text) {
+                Some(address) => Ok(Self::Hdfs(address)),
+                None => wrong(format!("expected {HDFS_FORM}")),
+            },
+            None if !text.is_empty() => Ok(Self::Directory(text.into())),
+            _ => wrong(format!("expected a directory, or {HDFS_FORM}")),
+        }
+    }
+
     /// The addresses in a text that has `:` between them, as search paths have.
-    pub fn parse_list(text: &str) -> Vec<Self> {
-        let mut addresses = Vec::new();
-        let mut rest = Some(text);
+    pub fn split_list(text: &str) -> Vec<&str> {
+        let (mut addresses, mut rest) = (Vec::new(), Some(text));
         while let Some(text) = rest {
-            // In an address of HDFS a port may come before the directory.
-            let before = match text.strip_prefix(HDFS) {
-                Some(after) => HDFS.len() + after.find('/').unwrap_or(after.len()),
-                None => 0,
-            };
+            // The first two colons of `SCHEME://HOST:PORT/DIR` separate nothing.
+            let before = scheme(text).map_or(0, |scheme| {
+                let host = scheme.len() + "://".len();
+                text[host..].find('/').map_or(text.len(), |at| host + at)
+            });
             let end = text[before..].find(':').map_or(text.len(), |at| before + at);
             let (address, after) = text.split_at(end);
             if !address.is_empty() {
-                addresses.push(Self::parse(address));
+                addresses.push(address);
             }
             rest = after.strip_prefix(':');
         }
         addresses
     }
+}
 
-    fn parse(text: &str) -> Self {
-        if text.starts_with(HDFS) { Self::Hdfs(text.to_owned()) } else { Self::Directory(text.into()) }
-    }
+/// What comes before the first `://`, if that is a word.
+fn scheme(text: &str) -> Option<&str> {
+    let (scheme, _) = text.split_once("://")?;
+    let is_word = !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    is_word.then_some(scheme)
+}
 
-    /// The repository there, of objects with these names.
-    ///
-    /// # Errors
-    /// When there is no such directory, or it cannot be reached.
-    pub fn open(&self, names: NameRule) -> Result<Arc<dyn Repository>> {
-        match self {
-            Self::Directory(path) => match DirectoryRepository::open(path, names) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                    let remedy = format!("no such directory; `mkdir -m 700 {}` makes it", path.display());
-                    Err(Error { source: io::Error::new(error.kind(), remedy), ..error })
-                }
-                opened => Ok(Arc::new(opened?)),
-            },
-            #[cfg(feature = "hdfs")]
-            Self::Hdfs(address) => Ok(Arc::new(crate::hdfs::HdfsRepository::open(address, names)?)),
-            #[cfg(not(feature = "hdfs"))]
-            Self::Hdfs(_) => Err(Error::of(self, "opening")(io::Error::new(
-                io::ErrorKind::Unsupported,
-                "built without HDFS",
-            ))),
-        }
+impl HdfsAddress {
+    fn parse(text: &str) -> Option<Self> {
+        let text = text.strip_prefix(HDFS)?;
+        let (place, block_bytes) = match text.split_once('?') {
+            Some((place, query)) => (place, parse_block(query.strip_prefix("block=")?)?),
+            None => (text, BLOCK_BYTES),
+        };
+        let (authority, dir) = place.split_once('/')?;
+        let dir = dir.trim_matches('/');
+        let dir = if dir.is_empty() { String::new() } else { format!("/{dir}") };
+        (!authority.is_empty()).then(|| Self { authority: authority.to_owned(), dir, block_bytes })
     }
 }
 
-impl fmt::Display for RepositoryAddress {
+impl fmt::Display for HdfsAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Directory(path) => path.display().fmt(f),
-            Self::Hdfs(address) => f.write_str(address),
-        }
+        write!(f, "{HDFS}{}{}", self.authority, self.dir)
     }
+}
+
+/// A number of bytes, or of `K` or `M`, that HDFS can take for the size of blocks.
+fn parse_block(text: &str) -> Option<u64> {
+    let (digits, shift) = match text.as_bytes().last()? {
+        b'K' => (&text[..text.len() - 1], 10),
+        b'M' => (&text[..text.len() - 1], 20),
+        _ => (text, 0),
+    };
+    let bytes = digits.parse::<u64>().ok()?.checked_mul(1 << shift)?;
+    let fits = (MIN_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(&bytes) && bytes.is_multiple_of(512);
+    fits.then_some(bytes)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn list(text: &str) -> Vec<String> {
-        RepositoryAddress::parse_list(text).iter().map(ToString::to_string).collect()
-    }
-
     #[test]
     fn colons_part_addresses_and_not_ports() {
+        let list = Address::split_list;
         assert_eq!(list("/srv/a"), ["/srv/a"]);
         assert_eq!(list("/srv/a:b::/srv/c:"), ["/srv/a", "b", "/srv/c"]);
         assert_eq!(list("hdfs://nn:8020/v"), ["hdfs://nn:8020/v"]);
         let mixed = "/srv/a:hdfs://nn:8020/v?block=1M:hdfs://cluster/w:/srv/b";
         assert_eq!(list(mixed), ["/srv/a", "hdfs://nn:8020/v?block=1M", "hdfs://cluster/w", "/srv/b"]);
         assert_eq!(list("hdfs://nn:8020"), ["hdfs://nn:8020"]);
+        assert_eq!(list("s3://host:9000/v:/srv/a://b"), ["s3://host:9000/v", "/srv/a", "//b"]);
         assert_eq!(list(""), [""; 0]);
     }
 
     #[test]
-    fn only_hdfs_is_no_directory() {
-        assert!(matches!(RepositoryAddress::parse_list("hdfs://nn/v")[..], [RepositoryAddress::Hdfs(_)]));
-        assert!(matches!(RepositoryAddress::parse_list("hdfs")[..], [RepositoryAddress::Directory(_)]));
+    fn addresses_are_directories_or_name_a_namenode_and_a_directory() {
+        for directory in ["/mnt/nas/vms", "vms", "hdfs", "./s3://v", "://v"] {
+            assert_eq!(Address::parse(directory).unwrap(), Address::Directory(directory.into()));
+        }
+        let hdfs = |text| match Address::parse(text) {
+            Ok(Address::Hdfs(at)) => (at.to_string(), at.authority, at.dir, at.block_bytes >> 10),
+            other => panic!("{text}: {other:?}"),
+        };
+        let at = |text: &str, authority: &str, dir: &str, block| {
+            (text.to_owned(), authority.to_owned(), dir.to_owned(), block)
+        };
+        assert_eq!(hdfs("hdfs://nn:8020/a/b"), at("hdfs://nn:8020/a/b", "nn:8020", "/a/b", 8192));
+        assert_eq!(hdfs("hdfs://cluster/a/?block=1M"), at("hdfs://cluster/a", "cluster", "/a", 1024));
+        assert_eq!(hdfs("hdfs://nn/?block=65536"), at("hdfs://nn", "nn", "", 64));
+        assert_eq!(hdfs("hdfs://nn/a?block=1024M"), at("hdfs://nn/a", "nn", "/a", 1 << 20));
+    }
+
+    #[test]
+    fn what_is_accepted_is_said() {
+        let said = |text: &str| {
+            let error = Address::parse(text).unwrap_err();
+            assert_eq!((error.kind(), &*error.repository), (io::ErrorKind::InvalidInput, text));
+            error.source.to_string()
+        };
+        for wrong in ["hdfs://nn:8020", "hdfs:///a", "hdfs://nn/a?size=1M", "hdfs://nn/a?block="] {
+            assert_eq!(said(wrong), format!("expected {HDFS_FORM}"));
+        }
+        for wrong in ["", "s3://bucket/v", "file:///v"] {
+            assert_eq!(said(wrong), format!("expected a directory, or {HDFS_FORM}"));
+        }
+        for wrong in ["", "M", "63K", "1025M", "65537", "1G", "-1M", "99999999999999999999M"] {
+            assert_eq!(parse_block(wrong), None, "{wrong}");
+        }
     }
 }

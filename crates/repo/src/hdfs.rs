@@ -27,6 +27,7 @@ use std::time::Duration;
 use hdfs_native::WriteOptions;
 use parking_lot::Mutex;
 
+use crate::address::HdfsAddress;
 use crate::error::{Error, Result};
 use crate::name::{NameRule, ObjectName};
 use crate::repository::{
@@ -36,10 +37,6 @@ use hold::{HoldDir, Kind, UNFINISHED, lost};
 use link::Link;
 use object::{NewFile, OpenFile, Patience, State};
 
-/// A block is what is lost with a DataNode, and HDFS allows a file 10,000 of them.
-const BLOCK_BYTES: u64 = 8 << 20;
-const MIN_BLOCK_BYTES: u64 = 64 << 10;
-const MAX_BLOCK_BYTES: u64 = 1 << 30;
 /// The most copies of an object.
 const MAX_COPIES: u8 = 16;
 /// How often to look whether others have let go.
@@ -47,9 +44,8 @@ const POLL: Duration = Duration::from_millis(200);
 
 /// A repository in HDFS.
 #[derive(Debug)]
-pub struct HdfsRepository {
+pub(crate) struct HdfsRepository {
     common: Arc<Common>,
-    address: Address,
     names: NameRule,
     /// One for all who write and read through this repository.
     shared: Mutex<Weak<HoldDir>>,
@@ -63,8 +59,7 @@ pub struct HdfsRepository {
 /// What a repository has in common with its objects.
 #[derive(Debug)]
 struct Common {
-    /// What people call the repository.
-    described: String,
+    address: HdfsAddress,
     link: Arc<Link>,
     patience: Patience,
     /// Set when a name may appear late.
@@ -77,77 +72,33 @@ impl Common {
     }
 }
 
-/// `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Address {
-    /// A NameNode with its port, or a name service.
-    authority: String,
-    /// Empty for the root, or with a slash before and none behind.
-    dir: String,
-    block_bytes: u64,
-}
-
-impl Address {
-    fn parse(text: &str) -> Option<Self> {
-        let (place, query) = match text.strip_prefix("hdfs://")?.split_once('?') {
-            Some((place, query)) => (place, Some(query)),
-            None => (text.strip_prefix("hdfs://")?, None),
-        };
-        let (authority, dir) = place.split_once('/')?;
-        let block_bytes = match query {
-            None => BLOCK_BYTES,
-            Some(query) => parse_block(query.strip_prefix("block=")?)?,
-        };
-        let dir = dir.trim_matches('/');
-        let dir = if dir.is_empty() { String::new() } else { format!("/{dir}") };
-        (!authority.is_empty()).then(|| Self { authority: authority.to_owned(), dir, block_bytes })
-    }
-
-    fn dir_or_root(&self) -> &str {
-        if self.dir.is_empty() { "/" } else { &self.dir }
-    }
-
-    fn path(&self, name: &ObjectName) -> String {
-        format!("{}/{name}", self.dir)
-    }
-}
-
-/// A number of bytes, or of `K` or `M`, that HDFS can take for the size of blocks.
-fn parse_block(text: &str) -> Option<u64> {
-    let (digits, shift) = match text.as_bytes().last()? {
-        b'K' => (&text[..text.len() - 1], 10),
-        b'M' => (&text[..text.len() - 1], 20),
-        _ => (text, 0),
-    };
-    let bytes = digits.parse::<u64>().ok()?.checked_mul(1 << shift)?;
-    let fits = (MIN_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(&bytes) && bytes.is_multiple_of(512);
-    fits.then_some(bytes)
+fn dir_or_root(address: &HdfsAddress) -> &str {
+    if address.dir.is_empty() { "/" } else { &address.dir }
 }
 
 impl HdfsRepository {
-    /// The repository at `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`, in a directory that exists, of objects with these names.
-    /// Without a port it is a name service of the configuration in `HADOOP_CONF_DIR`.
+    /// The repository in a directory that exists, of objects with these names.
     ///
     /// # Errors
-    /// `InvalidInput` for another address; `NotFound` without that directory; what HDFS says.
-    pub fn open(address: &str, names: NameRule) -> Result<Self> {
-        Self::connect(address, names).map_err(Error::of(address, "opening"))
+    /// `NotFound` without that directory; what HDFS says.
+    pub(crate) fn open(address: HdfsAddress, names: NameRule) -> Result<Self> {
+        let described = address.to_string();
+        Self::connect(address, names).map_err(Error::of(described, "opening"))
     }
 
-    fn connect(address: &str, names: NameRule) -> io::Result<Self> {
-        let Some(address) = Address::parse(address) else {
-            let expected = "expected hdfs://NAMENODE[:PORT]/DIR[?block=SIZE], with blocks of 64K to 1024M";
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, expected));
-        };
+    fn connect(address: HdfsAddress, names: NameRule) -> io::Result<Self> {
         let link = Arc::new(Link::new(&address.authority)?);
-        if !link.ask(link.client.get_file_info(address.dir_or_root()))?.isdir {
+        if !link.ask(link.client.get_file_info(dir_or_root(&address)))?.isdir {
             return Err(io::ErrorKind::NotADirectory.into());
         }
-        let described = format!("hdfs://{}{}", address.authority, address.dir);
         let common =
-            Common { described, link, patience: Patience::default(), may_appear: AtomicBool::new(false) };
+            Common { address, link, patience: Patience::default(), may_appear: AtomicBool::new(false) };
         let (shared, alone, count, swept) = Default::default();
-        Ok(Self { common: Arc::new(common), address, names, shared, alone, count, swept })
+        Ok(Self { common: Arc::new(common), names, shared, alone, count, swept })
+    }
+
+    fn path(&self, name: &ObjectName) -> String {
+        format!("{}/{name}", self.common.address.dir)
     }
 
     fn link(&self) -> &Link {
@@ -156,7 +107,7 @@ impl HdfsRepository {
 
     /// Holds the directory, unless another does so against that.
     fn take(&self, kind: Kind) -> io::Result<Option<Arc<HoldDir>>> {
-        let (hold, swept) = HoldDir::take(&self.common.link, &self.address.dir, kind)?;
+        let (hold, swept) = HoldDir::take(&self.common.link, &self.common.address.dir, kind)?;
         *self.swept.lock() += swept;
         Ok(hold.map(Arc::new))
     }
@@ -187,7 +138,7 @@ impl HdfsRepository {
 impl HdfsRepository {
     /// For `map_err`.
     fn failed<'a>(&'a self, action: &'static str) -> impl FnOnce(io::Error) -> Error + 'a {
-        Error::of(&self.common.described, action)
+        Error::of(&self.common.address, action)
     }
 
     /// For `map_err`.
@@ -196,18 +147,20 @@ impl HdfsRepository {
         action: &'static str,
         name: &'a ObjectName,
     ) -> impl FnOnce(io::Error) -> Error + 'a {
-        Error::of_object(&self.common.described, action, name)
+        Error::of_object(&self.common.address, action, name)
     }
 
     /// What the directory's quota leaves; without a quota, as if there was no end.
     fn left_of_quota(&self) -> io::Result<u64> {
-        let summary = self.link().ask(self.link().client.get_content_summary(self.address.dir_or_root()))?;
+        let summary =
+            self.link().ask(self.link().client.get_content_summary(dir_or_root(&self.common.address)))?;
         let has_quota = summary.space_quota != u64::MAX;
         Ok(if has_quota { summary.space_quota.saturating_sub(summary.space_consumed) } else { u64::MAX })
     }
 
     fn objects(&self, prefix: &str) -> io::Result<Vec<ObjectInfo>> {
-        let files = self.link().ask(self.link().client.list_status(self.address.dir_or_root(), false))?;
+        let files =
+            self.link().ask(self.link().client.list_status(dir_or_root(&self.common.address), false))?;
         let objects = files.iter().filter(|file| !file.isdir).filter_map(|file| {
             let name = ObjectName::new(file.path.rsplit('/').next()?).ok()?;
             let is_wanted = name.as_str().starts_with(prefix) && (self.names)(name.as_str());
@@ -230,7 +183,7 @@ impl HdfsRepository {
         let unfinished = format!("{}/{name}.{count}{UNFINISHED}", hold.path());
         let options = WriteOptions::default()
             .replication(copies.into())
-            .block_size(self.address.block_bytes)
+            .block_size(self.common.address.block_bytes)
             .permission(0o640)
             .create_parent(false);
         let writer = self.link().ask(self.link().client.create(&unfinished, options));
@@ -244,7 +197,7 @@ impl HdfsRepository {
             _hold: hold,
             writer,
             unfinished,
-            target: self.address.path(name),
+            target: self.path(name),
             replaces,
             state: State::Writing,
         })
@@ -254,7 +207,7 @@ impl HdfsRepository {
     /// which fails then. Without that hold only metadata and own objects are deleted, which nobody begins to need.
     fn remove(&self, name: &ObjectName) -> io::Result<()> {
         name.check(self.names)?;
-        let (link, path) = (self.link(), self.address.path(name));
+        let (link, path) = (self.link(), self.path(name));
         if let Some(alone) = self.alone.lock().upgrade() {
             let moved = link.ask(link.client.rename(&path, &format!("{}/{name}", alone.path()), true));
             return match moved {
@@ -292,7 +245,7 @@ impl HdfsRepository {
 
 impl Repository for HdfsRepository {
     fn describe(&self) -> String {
-        self.common.described.clone()
+        self.common.address.to_string()
     }
 
     /// No rename: one that comes late, of a process that lost its hold, could not be kept from its objects.
@@ -310,7 +263,7 @@ impl Repository for HdfsRepository {
 
     /// HDFS as a whole: what two of its directories hold is lost with one NameNode.
     fn device(&self) -> DeviceId {
-        let hash = blake3::hash(self.address.authority.as_bytes());
+        let hash = blake3::hash(self.common.address.authority.as_bytes());
         DeviceId(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("32 bytes have 8")))
     }
 
@@ -331,7 +284,7 @@ impl Repository for HdfsRepository {
     }
 
     fn open(&self, name: &ObjectName) -> Result<Box<dyn ObjectReader>> {
-        let opened = OpenFile::open(&self.common, name, self.address.path(name));
+        let opened = OpenFile::open(&self.common, name, self.path(name));
         Ok(Box::new(opened.map_err(self.failed_at("opening", name))?))
     }
 
@@ -346,26 +299,5 @@ impl Repository for HdfsRepository {
 
     fn hold(&self, how: Hold) -> Result<Option<Held>> {
         self.take_hold(how).map_err(self.failed("holding"))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn addresses_name_a_namenode_and_a_directory() {
-        let parse = |text| Address::parse(text).map(|at| (at.authority, at.dir, at.block_bytes >> 10));
-        let at = |authority: &str, dir: &str, block| Some((authority.to_owned(), dir.to_owned(), block));
-        assert_eq!(parse("hdfs://nn:8020/a/b"), at("nn:8020", "/a/b", 8192));
-        assert_eq!(parse("hdfs://cluster/a/?block=1M"), at("cluster", "/a", 1024));
-        assert_eq!(parse("hdfs://nn/?block=65536"), at("nn", "", 64));
-        assert_eq!(parse("hdfs://nn/a?block=1024M"), at("nn", "/a", 1 << 20));
-        for wrong in ["hdfs://nn:8020", "hdfs:///a", "hdfs:/a", "/a", "hdfs://nn/a?size=1M"] {
-            assert_eq!(parse(wrong), None, "{wrong}");
-        }
-        for wrong in ["", "M", "63K", "1025M", "65537", "1G", "-1M", "99999999999999999999M"] {
-            assert_eq!(parse_block(wrong), None, "{wrong}");
-        }
     }
 }

@@ -22,12 +22,38 @@ mod hdfs;
 mod name;
 mod repository;
 
-pub use address::RepositoryAddress;
+use std::io;
+use std::sync::Arc;
+
+pub use address::{Address, HdfsAddress};
 pub use directory::DirectoryRepository;
 pub use error::{Error, Result};
-#[cfg(feature = "hdfs")]
-pub use hdfs::HdfsRepository;
 pub use name::{NameRule, ObjectName, draw_id};
 pub use repository::{
     Capabilities, DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept,
 };
+
+impl Address {
+    /// The repository there, of objects with these names.
+    ///
+    /// # Errors
+    /// When there is no such directory, or it cannot be reached.
+    pub fn open(self, names: NameRule) -> Result<Arc<dyn Repository>> {
+        match self {
+            Self::Directory(path) => match DirectoryRepository::open(&path, names) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    let remedy = format!("no such directory; `mkdir -m 700 {}` makes it", path.display());
+                    Err(Error { source: io::Error::new(error.kind(), remedy), ..error })
+                }
+                opened => Ok(Arc::new(opened?)),
+            },
+            #[cfg(feature = "hdfs")]
+            Self::Hdfs(address) => Ok(Arc::new(hdfs::HdfsRepository::open(address, names)?)),
+            #[cfg(not(feature = "hdfs"))]
+            Self::Hdfs(address) => {
+                let told = io::Error::new(io::ErrorKind::Unsupported, "built without HDFS");
+                Err(Error::of(address, "opening")(told))
+            }
+        }
+    }
+}

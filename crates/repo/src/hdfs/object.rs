@@ -43,7 +43,7 @@ pub(super) enum State {
 impl NewFile {
     /// For `map_err`.
     fn failed<'a>(&'a self, action: &'static str) -> impl FnOnce(io::Error) -> Error + 'a {
-        Error::of_object(&self.repository.described, action, &self.name)
+        Error::of_object(&self.repository.address, action, &self.name)
     }
 
     /// Does something to the file. After a failure nothing else does: what was written may be torn.
@@ -179,7 +179,7 @@ impl ObjectReader for OpenFile {
     }
 
     fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()> {
-        let failed = Error::of_read(&self.repository.described, &self.name, at);
+        let failed = Error::of_read(&self.repository.address, &self.name, at);
         self.read_range(at, into).map_err(failed)
     }
 }

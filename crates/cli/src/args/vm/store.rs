@@ -3,7 +3,7 @@
 use clap::{Args, Subcommand};
 use vmstrata_disk::snapshot::Keep;
 use vmstrata_memory::vault::Which;
-use vmstrata_repo::RepositoryAddress;
+use vmstrata_repo::Address;
 
 use super::super::ControlArgs;
 use super::super::snapshot::parse_label;
@@ -39,27 +39,28 @@ pub struct VaultArgs {
 impl VaultArgs {
     /// The same from the words of [`VaultArgs::repositories`].
     pub fn of(repositories: &[String]) -> Self {
-        Self {
-            vault: repositories
-                .iter()
-                .map(|repository| Repositories(RepositoryAddress::parse_list(repository)))
-                .collect(),
-        }
+        Self { vault: repositories.iter().map(|repository| Repositories::of(repository)).collect() }
     }
 
     /// One word for each repository.
     pub fn repositories(&self) -> Vec<String> {
-        self.vault.iter().flat_map(|repositories| &repositories.0).map(ToString::to_string).collect()
+        self.vault.iter().flat_map(|repositories| repositories.0.clone()).collect()
     }
 }
 
 /// Repositories in one word, with `:` between them.
 #[derive(Clone, Debug)]
-pub struct Repositories(pub Vec<RepositoryAddress>);
+pub struct Repositories(pub Vec<String>);
+
+impl Repositories {
+    fn of(text: &str) -> Self {
+        Self(Address::split_list(text).into_iter().map(str::to_owned).collect())
+    }
+}
 
 fn parse_repositories(text: &str) -> Result<Repositories, &'static str> {
-    let repositories = RepositoryAddress::parse_list(text);
-    if repositories.is_empty() { Err("no directory is named") } else { Ok(Repositories(repositories)) }
+    let repositories = Repositories::of(text);
+    if repositories.0.is_empty() { Err("no directory is named") } else { Ok(repositories) }
 }
 
 /// The snapshots of disks that were taken with snapshots of memory.

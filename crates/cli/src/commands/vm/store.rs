@@ -13,7 +13,6 @@ use vmstrata_disk::snapshot::Keep;
 use vmstrata_memory::vault::{
     Compact, Deleted, DiskState, Info, Listed, SnapshotId, Vault, VaultError, Which,
 };
-use vmstrata_repo::RepositoryAddress;
 
 use crate::args::{
     DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmShowArgs, VmStoreCommand,
@@ -45,9 +44,7 @@ pub fn run(command: &VmStoreCommand) -> Result<ExitCode> {
 /// # Errors
 /// When none is there.
 pub fn open(args: &VaultArgs) -> Result<Arc<Vault>> {
-    let addresses: Vec<RepositoryAddress> =
-        args.vault.iter().flat_map(|repositories| repositories.0.clone()).collect();
-    let vault = Vault::open_at(&addresses).map_err(|error| match error {
+    let vault = Vault::open_at(&args.repositories()).map_err(|error| match error {
         VaultError::Repository(error) => {
             anyhow!("no repository of the vault can be opened: {}: {}", error.repository, error.source)
         }
