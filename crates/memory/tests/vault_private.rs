@@ -143,7 +143,7 @@ fn a_directory_that_is_no_vault_alone_is_not_closed() {
         let at = dir.join(name);
         plant(&at);
         let said = refused(&repositories, &saved);
-        assert!(said.contains(&format!("it holds {name:?}, which is not the vault's")), "{said}");
+        assert!(said.contains(&format!("it holds {name:?}, which is not the repository's")), "{said}");
         assert!(said.ends_with(&format!("chmod 700 {}", dir.display())), "{said}");
         assert_eq!(mode(dir), 0o755);
         fs::remove_file(&at).or_else(|_| fs::remove_dir(&at)).unwrap();
@@ -152,7 +152,7 @@ fn a_directory_that_is_no_vault_alone_is_not_closed() {
         let foreign = dir.join("18ea40b26cc753da29d403db5f612d9e.clean");
         fs::write(&foreign, "").unwrap();
         give_to(&foreign, OTHER);
-        assert!(refused(&repositories, &saved).contains("which is not the vault's"));
+        assert!(refused(&repositories, &saved).contains("which is not the repository's"));
     }
 }
 

@@ -4,7 +4,7 @@
 //! The file `lock` is held with `flock`: shared by writers and readers, alone by who deletes.
 //!
 //! Files are made for this user alone, in a directory that nobody else can enter ([`private`]). Links in it are not followed,
-//! and what is no regular file is refused, without waiting for it: neither is the vault's.
+//! and what is no regular file is refused, without waiting for it: neither is the repository's.
 //!
 //! The directory is opened anew for each operation, so its file system can be unmounted meanwhile, and be mounted again.
 
@@ -96,7 +96,7 @@ impl DirectoryRepository {
             return open_file(&self.to_write()?, LOCK, make).map(Some);
         }
         let dir = self.to_read()?;
-        // In another user's vault it would be a file that this user cannot lock.
+        // In another user's directory it would be a file that this user cannot lock.
         if Access::of(&dir)?.is_ours() {
             match open_file(&dir, LOCK, make) {
                 Err(error) if cannot_write(&error) => {}

@@ -75,11 +75,11 @@ pub struct Capabilities {
     pub ranged_reads: bool,
     /// [`Repository::free_bytes`].
     pub free_space: bool,
-    /// [`Repository::hold`]. New objects are then made, and objects deleted, by those alone who hold the repository.
+    /// [`Repository::hold`]; objects are then written only while the repository is held.
     pub holds: bool,
 }
 
-/// A place for objects. All that is asked of every kind, an object store with prefixes and multi-part uploads does, too.
+/// A place for objects. What every kind must do, an object store with multi-part uploads and listing by prefix can do.
 pub trait Repository: Send + Sync + fmt::Debug {
     /// What people call it, for messages.
     fn describe(&self) -> String;

@@ -1,11 +1,12 @@
-//! Who else can enter the directory of a vault.
+//! Who else can enter the directory of a repository.
 //!
-//! A vault holds all that its guests know. So it is written only where nobody else can enter: the directory belongs to this
-//! user or to root, and its mode gives nothing to its group and to others. (An ACL that lets anyone in shows as the group's.)
+//! Objects hold all that guests know. So a repository is written only where nobody else can enter: the directory belongs to
+//! this user or to root, and its mode gives nothing to its group and to others. (An ACL that lets anyone in shows as the
+//! group's.)
 //!
-//! A vault that was made with an ordinary umask is open to readers. Refusing all of those would end periodic snapshots at an
-//! upgrade, unseen. So a directory of this user's that others can only read, and that holds nothing but a vault, is closed to
-//! them before it is written, with a warning. Refused, with what to do about it, is a directory
+//! A directory that was made with an ordinary umask is open to readers. Refusing all of those would end periodic snapshots at
+//! an upgrade, unseen. So a directory of this user's that others can only read, and that holds nothing but objects, is closed
+//! to them before it is written, with a warning. Refused, with what to do about it, is a directory
 //!
 //! - of another user, who can change what is in it at any time, or of root's that this user cannot close;
 //! - that others can write to: someone has to look at what they have put there;
@@ -61,7 +62,7 @@ impl fmt::Display for Access {
     }
 }
 
-/// Closes a vault's directory, called `path`, to others if it may be closed.
+/// Closes a repository's directory, called `path`, to others if it may be closed.
 ///
 /// # Errors
 /// When others can enter it: it must not be written.
@@ -80,7 +81,7 @@ pub(super) fn close(dir: &OwnedFd, path: &Path, is_own: impl Fn(&str) -> bool) -
     }
     if let Some(name) = stranger(dir, is_own)? {
         return refused(format!(
-            "others can enter it: {access}; it holds {name:?}, which is not the vault's: take that out, or {remedy}"
+            "others can enter it: {access}; it holds {name:?}, which is not the repository's: take that out, or {remedy}"
         ));
     }
     if let Err(error) = fchmod(dir, access.mode - (Mode::RWXG | Mode::RWXO)) {
@@ -92,13 +93,13 @@ pub(super) fn close(dir: &OwnedFd, path: &Path, is_own: impl Fn(&str) -> bool) -
         ));
     }
     tracing::warn!(
-        "{}: closed to others, who could read the snapshots in it: before, {access}",
+        "{}: closed to others, who could read the objects in it: before, {access}",
         path.display()
     );
     Ok(())
 }
 
-/// Something in the directory that no vault of this user's has.
+/// Something in the directory that no repository of this user's has.
 fn stranger(dir: &OwnedFd, is_own: impl Fn(&str) -> bool) -> io::Result<Option<String>> {
     for entry in Dir::read_from(dir)? {
         let entry = entry?;

@@ -1,16 +1,16 @@
-//! Holding a repository in a file system that has no locks, so that nothing is deleted while someone writes or reads.
+//! Holding a repository in a file system that has no locks, so that nothing is deleted while another process writes or reads.
 //!
 //! A hold is a directory of its own in `.holds`, with a file `alive` that stays open for writing. HDFS lets one client write
-//! a file, and takes it for gone when its lease was not renewed for 60 seconds by the NameNode's clock: so who is killed
-//! lets go, and nobody compares clocks.
+//! a file, and ends its lease if the client does not renew it for 60 seconds by the NameNode's clock. So a killed process lets
+//! go, and no clocks are compared.
 //!
-//! *Two never hold against each other.* Each makes its directory first and looks for others then. The NameNode does one
-//! thing after another, so of two at least one sees the other, and gives up.
+//! *Two never hold against each other.* Each makes its directory first, then looks for others. The NameNode does one thing
+//! after another, so at least one of two sees the other, and gives up.
 //!
-//! *Who lost its hold can do no harm.* A process that was stopped for a while may not know that it counts as gone. Whoever
-//! finds its hold expired removes the directory, and all that matters is renamed out of it or into it: unfinished
-//! objects lie there until they get their names, and objects are deleted by being moved there. Without the directory both
-//! fail, however late they come.
+//! *A process that lost its hold does no harm.* It may have been stopped, and not know. The process that finds the hold
+//! expired removes the directory, and all that matters is renamed out of it or into it: unfinished objects lie there until
+//! they get their names, and objects are deleted by being moved there. Without the directory both fail, however late they
+//! come.
 
 use std::io;
 use std::sync::Arc;
