@@ -140,9 +140,9 @@ counters! {
     metadata_hits: [1],
     /// Those that it did not: tables had to be read first.
     metadata_misses: [1],
-    /// Requests that the disk's limits had wait.
+    /// Requests that the disk's limits had wait, or have.
     throttled: [1],
-    /// For how many nanoseconds, together.
+    /// For how many nanoseconds those waited that wait no more, together.
     throttled_ns: [1],
 }
 
@@ -217,9 +217,13 @@ impl Counters {
         found
     }
 
-    /// The disk's limits had a request wait for `time`.
-    pub(crate) fn throttled(&self, time: Duration) {
+    /// The disk's limits have a request wait.
+    pub(crate) fn throttled(&self) {
         self.throttled[0].add(1);
+    }
+
+    /// It has waited for `time`.
+    pub(crate) fn waited(&self, time: Duration) {
         self.throttled_ns[0].add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 

@@ -30,6 +30,7 @@ impl IoQueue {
                 Err(until) => self.wake_by(until),
             }
         }
+        self.stats.counters().throttled();
         let throttled = Throttled { request, begun: self.begun, since: now };
         self.throttled[direction as usize].push_back(throttled);
     }
@@ -55,7 +56,7 @@ impl IoQueue {
                 }
                 let first = self.throttled[direction as usize].pop_front();
                 let Throttled { request, begun, since } = first.expect("it is in front");
-                self.stats.counters().throttled(now.saturating_duration_since(since));
+                self.stats.counters().waited(now.saturating_duration_since(since));
                 self.begun = begun;
                 self.start(request);
             }
