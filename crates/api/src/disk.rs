@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::is_default;
+use crate::{DiskLimits, is_default};
 
 /// A disk to open: what `--disk` says on the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -55,6 +55,9 @@ pub struct DiskSpec {
     /// directory, and those that the server allows for all disks. Snapshots need the disk's own directory in the list.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backing: Option<Vec<String>>,
+    /// How much its guests may do in a second.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub limits: DiskLimits,
 }
 
 /// How data passes the host's page cache.
@@ -137,6 +140,9 @@ pub struct DiskStatus {
     /// What becomes of the guest's writes of whole clusters of zeros.
     #[serde(default, skip_serializing_if = "is_default")]
     pub detect_zeroes: DetectZeroes,
+    /// How much its guests may do in a second.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub limits: DiskLimits,
     /// Virtual size; absent unless the disk is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_bytes: Option<u64>,

@@ -23,6 +23,7 @@ mod disk;
 mod event;
 mod export;
 mod job;
+mod limits;
 mod problem;
 mod segment;
 mod size;
@@ -42,6 +43,7 @@ pub use export::{
 pub use job::{
     JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeDirection, RemoveFiles, Removed,
 };
+pub use limits::{DiskLimits, Limit};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use segment::encode_segment;
 pub use size::{SizeChange, SizeSpec};

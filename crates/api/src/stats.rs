@@ -34,6 +34,12 @@ pub struct DiskStats {
     pub metadata_hits: u64,
     /// Those that it did not: tables had to be read first.
     pub metadata_misses: u64,
+    /// Requests that waited for the disk's limits, or wait.
+    #[serde(default)]
+    pub throttled: u64,
+    /// For how many nanoseconds those waited that wait no more, together.
+    #[serde(default)]
+    pub throttled_ns: u64,
 }
 
 /// Requests of one kind.
@@ -123,6 +129,8 @@ impl DiskStats {
             read_zero_bytes: self.read_zero_bytes.saturating_sub(earlier.read_zero_bytes),
             metadata_hits: self.metadata_hits.saturating_sub(earlier.metadata_hits),
             metadata_misses: self.metadata_misses.saturating_sub(earlier.metadata_misses),
+            throttled: self.throttled.saturating_sub(earlier.throttled),
+            throttled_ns: self.throttled_ns.saturating_sub(earlier.throttled_ns),
         }
     }
 }

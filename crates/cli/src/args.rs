@@ -118,7 +118,7 @@ pub enum Command {
     Status(StatusArgs),
     /// Watch what the disks of a running server are doing
     Top(TopArgs),
-    /// Show a disk of a running server, add one, or remove one
+    /// Show a disk of a running server, add, limit or remove one
     Disk(DiskArgs),
     /// Add an export to a running server, or remove one
     Export(ExportArgs),

@@ -1,9 +1,10 @@
 //! How `--disk`, `--vhost-user` and `--nbd` are written; what they may say is checked by the server's own rules.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use vmstrata_api as api;
 use vmstrata_disk::Format;
+use vmstrata_server::size::parse_size;
 use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec};
 
 use crate::key_values::KeyValues;
@@ -17,7 +18,7 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
 }
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,format=qcow2|raw]
-/// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]`.
+/// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,LIMITS]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -44,7 +45,51 @@ pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
         "none" => Vec::new(),
         paths => paths.split(':').map(str::to_owned).collect(),
     });
-    Ok(api::DiskSpec { backing, ..list.read()? })
+    let limits = take_limits(&mut list)?;
+    Ok(api::DiskSpec { backing, limits, ..list.read()? })
+}
+
+/// Reads limits: `iops-total=N`, `bps-read=SIZE` and their like, with `-max` and `-max-length`; or `none`.
+///
+/// # Errors
+/// Names the key that is unknown, repeated or malformed.
+pub fn parse_limits(text: &str) -> Result<api::DiskLimits> {
+    if text == "none" {
+        return Ok(api::DiskLimits::default());
+    }
+    let mut list = KeyValues::parse(text)?;
+    let limits = take_limits(&mut list)?;
+    let Nothing {} = list.read()?;
+    Ok(limits)
+}
+
+/// What is left of a list once all is taken.
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Nothing {}
+
+fn take_limits(list: &mut KeyValues) -> Result<api::DiskLimits> {
+    let mut limits = api::DiskLimits::default();
+    for (name, limit) in limits.by_option() {
+        let mut take = |key: &str, is_bytes: bool| {
+            let read = |value: String| {
+                let number = if is_bytes { parse_size(&value).ok() } else { value.parse().ok() };
+                let kind = if is_bytes { "a size" } else { "a number" };
+                number.with_context(|| format!("'{key}' is {kind}, not '{value}'"))
+            };
+            list.take(key)?.map(read).transpose()
+        };
+        let is_bytes = name.starts_with("bps");
+        let rate = take(name, is_bytes)?;
+        let max = take(&format!("{name}-max"), is_bytes)?;
+        let max_length = take(&format!("{name}-max-length"), false)?;
+        *limit = rate.map(|rate| api::Limit { rate, max, max_length });
+        ensure!(
+            limit.is_some() || max.or(max_length).is_none(),
+            "'{name}-max' and '{name}-max-length' go with '{name}'"
+        );
+    }
+    Ok(limits)
 }
 
 /// Reads `NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory][,owner=USER][,group=GROUP]
@@ -85,7 +130,7 @@ mod tests {
     use std::num::NonZeroU16;
     use std::path::Path;
 
-    use vmstrata_disk::DetectZeroes;
+    use vmstrata_disk::{DetectZeroes, Limit, Limits};
     use vmstrata_export::SocketAccess;
     use vmstrata_store::CacheMode;
 
@@ -111,7 +156,8 @@ mod tests {
                 clone_of: None,
                 agent: None,
                 keep: None,
-                backing: None
+                backing: None,
+                limits: Limits::default(),
             }
         );
     }
@@ -137,6 +183,33 @@ mod tests {
         assert_eq!(backing("path=a,backing=/b.raw:/c"), Some(vec!["/b.raw".into(), "/c".into()]));
         let kept = parse_disk("path=a,keep=daily=7,,weekly=4").unwrap().keep;
         assert_eq!(kept.unwrap().to_string(), "daily=7,weekly=4");
+    }
+
+    #[test]
+    fn limits_are_read_as_they_are_shown() {
+        let text = "iops-total=1000,iops-total-max=2000,iops-total-max-length=10,bps-read=64M";
+        let disk = parse_disk(&format!("path=a,{text}")).unwrap();
+        let iops = Limit::new(1000, Some(2000), Some(10)).unwrap();
+        let bps = Limit::new(64 << 20, None, None).unwrap();
+        let limits = Limits { iops_total: Some(iops), bps_read: Some(bps), ..Limits::default() };
+        assert_eq!(disk.limits, limits);
+        let shown = parse_limits(text).unwrap().to_string();
+        assert_eq!(shown, text.replace("64M", "67108864"));
+        assert_eq!(parse_limits(&shown).unwrap().to_string(), shown);
+        assert_eq!(parse_limits("none").unwrap().to_string(), "");
+        for (text, part) in [
+            ("iops-total=many", "'iops-total' is a number, not 'many'"),
+            ("bps-total=1.5G", "'bps-total' is a size"),
+            ("bps-total", "'bps-total' needs a value"),
+            ("iops-read-max=5", "go with 'iops-read'"),
+            ("iops=5", "unknown field `iops`"),
+            ("", "an empty part"),
+        ] {
+            let error = error_of(parse_limits(text));
+            assert!(error.contains(part), "{text}: {error}");
+        }
+        let error = error_of(parse_disk("path=a,iops-write=10,iops-write-max=5"));
+        assert!(error.contains("iops-write: 'max' is the rate of bursts"), "{error}");
     }
 
     #[test]

@@ -56,10 +56,12 @@ fn what_was_added_outlives_a_server_that_is_killed_stopped_or_replaced() {
     let uri = format!("nbd://{}/data", address.strip_prefix("tcp:").unwrap());
     io(&uri, "write -P 7 0 64k");
     assert!(server.ask_ok(["status"]).contains("writable, added"));
+    server.ask_ok(["disk", "limit", "data", "iops-read=5000"]);
 
     // Killed.
     let server = Server::start_in(server.crash(), &args);
     assert_eq!(added(&server), before);
+    assert!(server.ask_ok(["disk", "show", "data"]).contains("limits: iops-read=5000\n"));
     io(&uri, "read -P 7 0 64k");
     // Replaced: the first ends, the second has the socket.
     let runtime = server.control().parent().unwrap().to_owned();

@@ -67,6 +67,9 @@ fn every_operation_answers_as_the_document_says() {
         client.get(path);
     }
     client.ask("PUT", "/v1/disks/web/size", &json!({ "size_bytes": 32 << 20 }), 200);
+    let limits = json!({ "iops_total": { "rate": 1000, "max": 2000, "max_length": 10 }, "bps_read": { "rate": 1 << 30 } });
+    let limited = client.ask("PUT", "/v1/disks/web/limits", &limits, 200).json();
+    assert_eq!((&limited, &client.get("/v1/disks/web").json()["limits"]), (&limits, &limits));
     client.ask(
         "POST",
         "/v1/disks/web/revert",

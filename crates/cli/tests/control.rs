@@ -430,6 +430,48 @@ fn a_disk_is_resized_and_refusals_say_why() {
 }
 
 #[test]
+fn a_disk_is_limited_and_freed_while_it_is_served() {
+    let images = Images::new();
+    let path = images.create("a.qcow2", &["16M"]);
+    let spec = format!("{},iops-total=1000", disk(&path, "a"));
+    let server = Server::start(&["--disk", &spec, "--nbd", &unix(&images)]);
+    let limits = || ask(&server.control(), "GET", "/v1/disks/a", "").json()["limits"].clone();
+    assert_eq!(limits(), json!({ "iops_total": { "rate": 1000 } }));
+    // QEMU does not ask for what reads as zeros.
+    nbd_io(&server.uri("a"), "write -P 1 0 2M");
+    server.ask_ok(["disk", "limit", "a", "bps-read=1"]);
+    assert_eq!(limits(), json!({ "bps_read": { "rate": 1 } }), "all others are gone");
+    assert!(server.ask_ok(["disk", "show", "a"]).contains("limits: bps-read=1\n"));
+    let uri = server.uri("a");
+    let reads = ["-r", "-f", "raw", "-c", "read 0 1M", "-c", "read 1M 1M", &uri].map(str::to_owned);
+    let reader = std::thread::spawn(move || tool_ok("qemu-io", reads));
+    let metric = |name: &str| {
+        let text = ask(&server.control(), "GET", "/v1/metrics", "").body;
+        let line = text.lines().find(|line| line.starts_with(&format!("vmstrata_{name}{{disk=\"a\"}} ")));
+        line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).expect("a metric")
+    };
+    // The second would wait for days.
+    wait_until("a read that waits", || metric("disk_throttled_requests_total") > 0.0);
+    assert!(!reader.is_finished());
+    server.ask_ok(["disk", "limit", "a", "none"]);
+    assert_eq!(reader.join().unwrap().matches("read 1048576/1048576 bytes").count(), 2);
+    assert!(metric("disk_throttled_seconds_total") > 0.0);
+    let put =
+        |name: &str, body: &str| ask(&server.control(), "PUT", &format!("/v1/disks/{name}/limits"), body);
+    for (name, body, status, kind) in [
+        ("a", r#"{"iops_total":{"rate":0}}"#, 422, "invalid"),
+        ("a", r#"{"iops_total":{"rate":10,"max":9}}"#, 422, "invalid"),
+        ("b", "{}", 404, "no-such-disk"),
+    ] {
+        let refused = put(name, body);
+        assert_eq!(refused.status, status, "{body}");
+        assert!(refused.json().to_string().contains(kind), "{}", refused.json());
+    }
+    assert_eq!(limits(), Value::Null);
+    assert!(server.stop().success());
+}
+
+#[test]
 fn a_server_without_control_has_no_socket() {
     let images = Images::new();
     let path = images.create("a.qcow2", &["16M"]);

@@ -10,6 +10,7 @@
 //! clients ask for it as export name.
 
 mod disk;
+mod limits;
 mod nbd;
 mod together;
 
@@ -19,11 +20,13 @@ use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 
 use vmstrata_api as api;
+use vmstrata_disk::LimitError;
 use vmstrata_disk::snapshot::KeepError;
 use vmstrata_export::SocketAccess;
 
 pub(crate) use self::disk::shown_detect_zeroes;
 pub use self::disk::{CloneOf, DiskSpec, StateError};
+pub(crate) use self::limits::{limits_of, shown_limits};
 pub use self::nbd::{NbdError, NbdSpec};
 pub(crate) use self::together::check_guests;
 pub use self::together::check_together;
@@ -150,6 +153,14 @@ pub enum SpecError {
     /// Rules that are none for what to keep of a disk's snapshots.
     #[error("keep: {0}")]
     Keep(#[from] KeepError),
+    /// Numbers that are no limit.
+    #[error("{what}: {error}")]
+    Limit {
+        /// The limit.
+        what: &'static str,
+        /// Why.
+        error: LimitError,
+    },
     /// A right to write for everybody, and rights for some.
     #[error("'rw' is for all clients of an export, and 'allow' names some: say rw with those that may write")]
     WritersTwice,

@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 use vmstrata_api as api;
 use vmstrata_server::spec::{NbdSpec, VhostUserSpec};
 
-use crate::disk_spec::{parse_api_disk, parse_nbd, parse_vhost_user};
+use crate::disk_spec::{parse_api_disk, parse_limits, parse_nbd, parse_vhost_user};
 
 /// Which server is meant.
 #[derive(Clone, Debug, Args)]
@@ -107,13 +107,32 @@ pub enum DiskCommand {
     )]
     Add {
         /// path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,format=qcow2|raw]
-        /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]], as for `serve --disk`
+        /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,LIMITS], as for
+        /// `serve --disk`
         #[arg(value_name = "SPEC", value_parser = parse_api_disk)]
         spec: api::DiskSpec,
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,
         /// Print what was added as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Limit what a disk's guests may do in a second, from now on
+    #[command(
+        after_help = "Examples:\n  vmstrata disk limit web iops-total=1000,bps-total=64M\n  vmstrata disk limit web bps-write=20M,bps-write-max=100M,bps-write-max-length=60\n  vmstrata disk limit web none"
+    )]
+    Limit {
+        /// The disk's name
+        name: String,
+        /// All its limits: iops-total=N, iops-read, iops-write, bps-total=SIZE, bps-read, bps-write; bursts with KEY-max=N, for
+        /// KEY-max-length=SECONDS; or none
+        #[arg(value_name = "LIMITS", value_parser = parse_limits)]
+        limits: api::DiskLimits,
+        /// Which server.
+        #[command(flatten)]
+        server: ControlArgs,
+        /// Print the limits as JSON
         #[arg(long)]
         json: bool,
     },
@@ -139,6 +158,7 @@ Examples:
   vmstrata disk show web
   vmstrata disk add path=web.qcow2,name=web
   vmstrata disk add path=backup.qcow2,read-only --json
+  vmstrata disk limit web iops-total=1000,bps-total=64M
   vmstrata disk remove web
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";

@@ -1,4 +1,4 @@
-//! `vmstrata disk`: disks of a running server come and go, and are shown.
+//! `vmstrata disk`: disks of a running server come and go, are shown and limited.
 
 mod show;
 
@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use vmstrata_api::{DiskDetail, DiskList, DiskSpec, encode_segment};
+use vmstrata_api::{DiskDetail, DiskLimits, DiskList, DiskSpec, encode_segment};
 
 use crate::args::{DiskArgs, DiskCommand};
 use crate::attach::absolute;
@@ -16,7 +16,7 @@ use crate::commands::serve::attachments;
 use crate::output::{counted, print, print_json};
 use crate::units::short_size;
 
-/// Shows, adds or removes a disk.
+/// Shows, adds, limits or removes a disk.
 ///
 /// # Errors
 /// When no server answers, or it refuses.
@@ -36,6 +36,13 @@ pub fn run(args: &DiskArgs) -> Result<ExitCode> {
             let client = Client::new(server)?;
             let added = add(&client, spec)?;
             if *json { print_json(&added)? } else { print(&to_text(&added, number(&client, &added)?))? }
+        }
+        DiskCommand::Limit { name, limits, server, json } => {
+            let path = format!("/v1/disks/{}/limits", encode_segment(name));
+            let limits: DiskLimits = Client::new(server)?.put(&path, limits)?;
+            if *json {
+                print_json(&limits)?;
+            }
         }
         DiskCommand::Remove { name, force, server, json } => {
             let client = Client::new(server)?;

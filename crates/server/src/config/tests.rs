@@ -56,6 +56,10 @@ fn every_key_is_read() {
         detect-zeroes = "unmap"
         format = "raw"
 
+        [disk.limits]
+        iops-total = { rate = 1000 }
+        bps-write = { rate = 20_971_520, max = 104_857_600, max-length = 60 }
+
         [[vhost-user]]
         disk = "web"
         socket = "/run/web.sock"
@@ -75,6 +79,10 @@ fn every_key_is_read() {
     assert_eq!(web.keep.as_ref().map(ToString::to_string).as_deref(), Some("daily=7,weekly=4"));
     assert_eq!((db.name.as_str(), db.path.as_path(), db.read_only), ("db", Path::new("/abs/db.img"), true));
     assert_eq!((db.cache, db.format), (CacheMode::Direct, Some(Format::Raw)));
+    let shown = |disk: &DiskSpec| vmstrata_api::DiskSpec::from(disk).limits.to_string();
+    assert_eq!(shown(web), "");
+    let limits = "iops-total=1000,bps-write=20971520,bps-write-max=104857600,bps-write-max-length=60";
+    assert_eq!(shown(db), limits);
     assert_eq!((web.detect_zeroes, db.detect_zeroes), (DetectZeroes::Off, DetectZeroes::Unmap));
     let socket = &settings.vhost_user[0];
     assert_eq!((socket.queues, socket.poll_us, socket.share), (NonZeroU16::new(4), Some(50), true));

@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use vmstrata_api::{Event, SizeChange, SizeSpec};
+use vmstrata_api::{DiskLimits, Event, SizeChange, SizeSpec};
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Shrink, Unflushed};
 use vmstrata_export::nbd;
 use vmstrata_store::{FileError, FileId, LockError};
@@ -16,7 +16,7 @@ use super::exports::Export;
 use super::users::{Lent, PATIENCE};
 use super::{Change, Entry, Host, Phase, states};
 use crate::error::{Error, NotClean};
-use crate::spec::DiskSpec;
+use crate::spec::{DiskSpec, limits_of, shown_limits};
 
 /// How long to wait for housekeeping that looks at a disk for the last time.
 const LAST_LOOK: Duration = Duration::from_secs(5);
@@ -72,6 +72,7 @@ impl Host {
             _ => Err(error),
         });
         let disk = disk.map_err(|error| self.if_served(spec, error))?;
+        disk.limit(spec.limits);
         self.watch(&spec.name, &disk);
         let layers = disk.layers().len();
         let noun = if layers == 1 { "layer" } else { "layers" };
@@ -166,6 +167,18 @@ impl Host {
             guests_told: told as u64,
             nbd_clients: nbd_clients as u64,
         })
+    }
+
+    /// Gives a disk other limits, from now on.
+    ///
+    /// # Errors
+    /// No such disk, one that is not served, or numbers that are no limits.
+    pub fn limit(&self, name: &str, asked: &DiskLimits) -> Result<DiskLimits, Error> {
+        let limits = limits_of(asked)?;
+        let (_change, mut table) = self.begin_change()?;
+        table.serving(name)?.1.limit(limits);
+        table.entry_mut(name).expect("it is served").spec.limits = limits;
+        Ok(shown_limits(limits))
     }
 
     /// Closes a disk: its exports are drained, its image is left clean, its files are unlocked.

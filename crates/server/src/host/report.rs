@@ -10,7 +10,7 @@ use vmstrata_store::io_uring_refused;
 
 use super::{Entry, Host, Phase};
 use crate::error::Error;
-use crate::spec::shown_detect_zeroes;
+use crate::spec::{shown_detect_zeroes, shown_limits};
 
 impl Host {
     /// The server, its disks and its exports.
@@ -113,6 +113,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         },
         read_only: disk.map_or(entry.spec.read_only, |disk| disk.is_read_only()),
         detect_zeroes: shown_detect_zeroes(entry.spec.detect_zeroes),
+        limits: shown_limits(entry.spec.limits),
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),
         failed: disk.and_then(|disk| disk.failure()),
@@ -186,6 +187,8 @@ fn translate(stats: &DiskStats) -> api::DiskStats {
         read_zero_bytes: stats.zero_bytes[0],
         metadata_hits: stats.metadata_hits[0],
         metadata_misses: stats.metadata_misses[0],
+        throttled: stats.throttled[0],
+        throttled_ns: stats.throttled_ns[0],
     }
 }
 

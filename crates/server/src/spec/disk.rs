@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf, absolute};
 
 use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
-use vmstrata_disk::{DetectZeroes, Format};
+use vmstrata_disk::{DetectZeroes, Format, Limits};
 use vmstrata_store::CacheMode;
 
-use super::{SpecError, check_name, check_path, stem};
+use super::{SpecError, check_name, check_path, limits_of, shown_limits, stem};
 
 /// A disk to open.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,6 +35,8 @@ pub struct DiskSpec {
     pub keep: Option<Keep>,
     /// All that its backing files may be, or lie in; `None` leaves it to the server.
     pub backing: Option<Vec<PathBuf>>,
+    /// How much its guests may do in a second.
+    pub limits: Limits,
 }
 
 /// The snapshot that a clone starts from.
@@ -116,6 +118,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
         });
         let agent = asked.agent.map(PathBuf::from);
         let keep = asked.keep.map(|keep| keep.parse()).transpose()?;
+        let limits = limits_of(&asked.limits)?;
         let backing = asked.backing.map(|backing| backing.into_iter().map(PathBuf::from).collect());
         Ok(Self {
             path: path.into(),
@@ -129,6 +132,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             agent,
             keep,
             backing,
+            limits,
         })
     }
 }
@@ -159,6 +163,7 @@ impl From<&DiskSpec> for api::DiskSpec {
             agent: spec.agent.as_deref().map(text),
             keep: spec.keep.as_ref().map(Keep::to_string),
             backing: spec.backing.as_ref().map(|backing| backing.iter().map(|path| text(path)).collect()),
+            limits: shown_limits(spec.limits),
         }
     }
 }
@@ -239,6 +244,11 @@ mod tests {
             agent: text("/run/agent.sock"),
             keep: text("daily=7,weekly=4"),
             backing: Some(vec!["/golden".to_owned()]),
+            limits: api::DiskLimits {
+                iops_read: Some(api::Limit { rate: 10, max: None, max_length: None }),
+                bps_total: Some(api::Limit { rate: 1 << 20, max: Some(1 << 21), max_length: Some(10) }),
+                ..api::DiskLimits::default()
+            },
             ..api::DiskSpec::default()
         };
         for asked in [

@@ -1,7 +1,7 @@
 //! `vmstrata disk show`: a disk of a running server, what was done to it, and its chain.
 
 use vmstrata_api::{
-    DepthStats, DetectZeroes, DiskDetail, DiskStats, Format, KindStats, Latency, LayerStatus,
+    DepthStats, DetectZeroes, DiskDetail, DiskLimits, DiskStats, Format, KindStats, Latency, LayerStatus,
 };
 
 use crate::commands::serve::attachments;
@@ -24,6 +24,9 @@ pub fn to_text(shown: &DiskDetail, number: usize) -> String {
         DetectZeroes::On => "  detect-zeroes=on\n",
         DetectZeroes::Unmap => "  detect-zeroes=unmap\n",
     };
+    if disk.limits != DiskLimits::default() {
+        text += &format!("  limits: {}\n", disk.limits);
+    }
     text += &attachments(&disk.name, number, &shown.exports);
     if let Some(stats) = &shown.stats {
         text += &format!("\n{}{}", requests(stats), depths(&stats.read_depths));

@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::{Extension, Json};
-use vmstrata_api::{ChangedBy, DiskDetail, DiskList, DiskSpec, SizeChange, SizeSpec};
+use vmstrata_api::{ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, SizeChange, SizeSpec};
 
 use super::{Removal, Segment, apart, changing};
 use crate::audit::What;
@@ -73,6 +73,23 @@ pub(in crate::control) async fn resize(
 ) -> Result<Json<SizeChange>, Failure> {
     let what = What { bytes: Some(asked.size_bytes), ..What::of("disk_resize", [name.clone()]) };
     changing(host, by, what, move |host, _| host.resize(&name, &asked)).await.map(Json)
+}
+
+/// Give a disk other limits; without any, requests that wait for them go on at once
+#[utoipa::path(
+    put, path = "/v1/disks/{name}/limits", tag = "disks", operation_id = "limit_disk",
+    params(("name" = String, Path, description = "The disk")),
+    request_body = DiskLimits,
+    responses((status = OK, description = "It has these limits, and no others", body = DiskLimits))
+)]
+pub(in crate::control) async fn limit(
+    State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
+    Segment(name): Segment,
+    Body(asked): Body<DiskLimits>,
+) -> Result<Json<DiskLimits>, Failure> {
+    let what = What::of("disk_limit", [name.clone()]).object(asked.to_string());
+    changing(host, by, what, move |host, _| host.limit(&name, &asked)).await.map(Json)
 }
 
 /// Close a disk: its exports are drained, its image is left clean, its files are unlocked

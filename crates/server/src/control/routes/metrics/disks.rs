@@ -29,6 +29,7 @@ pub(super) fn encode(disks: &[NamedStats], encoder: &mut DescriptorEncoder) -> f
         }
     }
     lookups(disks, encoder)?;
+    throttled(disks, encoder)?;
     latencies(disks, encoder)?;
     depths(disks, encoder)
 }
@@ -42,6 +43,23 @@ fn lookups(disks: &[NamedStats], encoder: &mut DescriptorEncoder) -> fmt::Result
             let labels: Labels<'_> = [("disk", disk.name.as_str()), ("result", result)];
             family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&count, None)?;
         }
+    }
+    Ok(())
+}
+
+fn throttled(disks: &[NamedStats], encoder: &mut DescriptorEncoder) -> fmt::Result {
+    let help = "Requests that waited for the disk's limits, or wait";
+    let mut family = encoder.encode_descriptor("disk_throttled_requests", help, None, MetricType::Counter)?;
+    for disk in disks {
+        let labels = [("disk", disk.name.as_str())];
+        family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&disk.stats.throttled, None)?;
+    }
+    let help = "Time that requests waited for the disk's limits, together";
+    let mut family = encoder.encode_descriptor("disk_throttled_seconds", help, None, MetricType::Counter)?;
+    for disk in disks {
+        let labels = [("disk", disk.name.as_str())];
+        let seconds = disk.stats.throttled_ns as f64 / 1e9;
+        family.encode_family(&labels)?.encode_counter::<NoLabels, _, f64>(&seconds, None)?;
     }
     Ok(())
 }
