@@ -1,8 +1,8 @@
-//! Who sees the requests of a disk's guests, and who limits them.
+//! The observer and the limits of a disk's requests.
 //!
-//! All of them pass an [`crate::IoQueue`], which shows each to the disk's [`IoObserver`] when it is pushed and when it has
-//! ended. [`Hooks`] tell it who that is, and what the limits are. A queue of a disk that
-//! has neither compares one number per push and per reap.
+//! Each request of a guest passes an [`crate::IoQueue`], which shows it to the disk's [`IoObserver`] when it is pushed and when
+//! it has ended. Queues find the observer, and the limits, in the disk's [`Hooks`]. Without either, a queue compares one number
+//! per push and per reap.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(crate) struct Hooks {
     current: Mutex<Hooked>,
 }
 
-/// Those who have a hook.
+/// The observer and the limits, if there are any.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Hooked {
     pub(crate) observer: Option<Arc<dyn IoObserver>>,
@@ -45,7 +45,7 @@ impl Hooks {
         self.version.load(Ordering::Acquire)
     }
 
-    /// Who has them, and the version that this is of, or an earlier one.
+    /// The observer and the limits, with their version or an earlier one: a queue then looks once more.
     pub(crate) fn get(&self) -> (u64, Hooked) {
         let version = self.version();
         (version, self.current.lock().clone())

@@ -221,8 +221,9 @@ impl Throttle {
         let counting = || state.buckets.iter().filter(|bucket| bucket.counts(direction));
         let wait = counting().map(Bucket::wait).fold(0.0, f64::max);
         if wait > 0.0 {
-            // Rounded up: it would be asked for nothing.
-            return Err(now + Duration::from_secs_f64(wait) + Duration::from_nanos(1));
+            // Rounded up, else it would ask once too often; bounded, because a clock ends.
+            let wait = Duration::from_secs_f64(wait.min(Limit::SECONDS_MAX as f64));
+            return Err(now + wait + Duration::from_nanos(1));
         }
         let counting = state.buckets.iter_mut().filter(|bucket| bucket.counts(direction));
         counting.for_each(|bucket| bucket.fill(bytes));

@@ -57,6 +57,15 @@ fn a_request_larger_than_a_seconds_worth_passes_and_is_paid_for() {
 }
 
 #[test]
+fn no_wait_is_longer_than_a_clock_can_tell() {
+    let now = Instant::now();
+    let throttle = throttle(now, Limits { bps_read: limit(1, None, None), ..Limits::default() });
+    assert_eq!(throttle.admit(&request(Op::Prefetch, u64::MAX), now), Ok(()));
+    let waits = throttle.admit(&request(Op::Read, 1), now).unwrap_err() - now;
+    assert_eq!(waits.as_secs(), Limit::SECONDS_MAX);
+}
+
+#[test]
 fn a_burst_is_let_through_once_and_again_after_a_rest() {
     let now = Instant::now();
     let iops_total = limit(100, Some(1000), Some(5));
