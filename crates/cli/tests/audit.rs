@@ -72,6 +72,7 @@ const OTHERS: &[&str] = &[
     "top",
     "disk show",
     "disk add",
+    "disk limit",
     "disk remove",
     "export add",
     "export remove",

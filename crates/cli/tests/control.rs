@@ -567,6 +567,7 @@ fn the_audit_file_says_who_changed_what() {
     server.ask_ok(["snapshot", "delete", a.to_str().unwrap(), "mon"]);
     server.ask_err(["resize", a.to_str().unwrap(), "1M"]);
     server.ask_ok(["resize", a.to_str().unwrap(), "32M"]);
+    server.ask_ok(["disk", "limit", "a", "iops-total=1000"]);
     server.ask_ok(["export", "remove", &images.name("b.sock")]);
     server.ask_ok(["disk", "remove", "b"]);
     let text = std::fs::read_to_string(&audit).unwrap();
@@ -589,6 +590,7 @@ fn the_audit_file_says_who_changed_what() {
         ("snapshot_delete", "a", "done"),
         ("disk_resize", "a", "failed"),
         ("disk_resize", "a", "done"),
+        ("disk_limit", "a", "done"),
         ("export_remove", "b", "done"),
         ("disk_remove", "b", "done"),
     ];
@@ -596,6 +598,7 @@ fn the_audit_file_says_who_changed_what() {
         expected.map(|(change, disk, outcome)| (change.to_owned(), disk.to_owned(), outcome.to_owned()));
     assert_eq!(lines.iter().map(said).collect::<Vec<_>>(), expected);
     assert_eq!((&lines[2]["object"], &lines[7]["bytes"]), (&json!("mon"), &json!(32 << 20)));
+    assert_eq!(lines[8]["object"], "iops-total=1000");
     assert!(lines[6]["error"].as_str().unwrap().contains("shrink"), "{}", lines[6]);
     let log = server.log();
     assert!(log.contains("outcome=done") && log.contains("outcome=failed"), "{log}");
