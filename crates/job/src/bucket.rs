@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Steps that a second has at least: a limit holds over so short a time.
+/// Steps in a second, at least: the limit holds over a tenth of a second.
 const STEPS_PER_SECOND: u64 = 10;
 
 /// A speed limit. What was written in one step is paid for before the next one begins, so the limit holds on average

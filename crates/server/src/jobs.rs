@@ -108,8 +108,8 @@ impl Entry {
 }
 
 impl Jobs {
-    /// Jobs that tell of themselves by `events` and `audit`, and notify `room` when one has ended; not when one of the retention
-    /// rules fails, which would only begin it again.
+    /// No jobs yet. Each end of a job notifies `room`, but for a retention job that was not done: that would begin it again at
+    /// once.
     pub(crate) fn new(events: broadcast::Sender<Event>, audit: Audit, room: Arc<Notify>) -> Self {
         let (table, ended) = (Mutex::default(), Condvar::new());
         Self { table, ended, events, audit, room, ended_as: Default::default() }

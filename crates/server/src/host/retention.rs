@@ -6,7 +6,7 @@
 //!
 //! What is deleted is decided when it is looked at, from what the images say: nothing is remembered that a restart may not
 //! lose. What the file system had no room for is not tried again before there is room. A disk with a merge under way has its turn
-//! when that ends. A delete that fails is tried again at the next look for another reason, so that it does not go round.
+//! when that ends. A failed delete causes no look of its own, so failures do not loop.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl Due {
         self.wake.notify_one();
     }
 
-    /// What has all disks looked at.
+    /// Notify this to have all disks looked at.
     pub(super) fn waker(&self) -> Arc<Notify> {
         Arc::clone(&self.wake)
     }
