@@ -264,7 +264,15 @@ fn writes_in_flight_survive_power_failures() {
         for alignment in [1, 512] {
             let base = LayerShape::qcow2(14, 300 << 10);
             let active = LayerShape { operations: 8, ..LayerShape::qcow2(12, 200 << 10) };
-            let choose = |random: &mut SmallRng, size, cluster| batches(steps(random, 60, size, cluster), 6);
+            let choose = |random: &mut SmallRng, size, cluster: u64| {
+                let mut steps = steps(random, 60, size, cluster);
+                // Whatever the seed, some clusters are overwritten at the same time.
+                steps.push(Step::Write { at: 0, bytes: pattern(random, 5 * cluster as usize) });
+                steps.push(Step::Flush);
+                let one = |at| Step::Write { at: at * cluster, bytes: pattern(random, cluster as usize) };
+                steps.extend((0..5).map(one));
+                batches(steps, 6)
+            };
             let recording = record_batches(&[base, active], "in flight", seed, Some(alignment), choose);
             if alignment > 1 {
                 assert!(recording.in_flight_max() > 2, "too few writes at a time");
