@@ -7,11 +7,11 @@
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`repository`] | what every kind of repository does |
-//! | [`name`] | names of objects |
-//! | [`error`] | what a repository did not do, with which object |
-//! | [`address`] | where a repository is, as people write it |
-//! | [`directory`] | a directory of this host |
+//! | `repository` | what every kind of repository does |
+//! | `name` | names of objects |
+//! | `error` | what a repository did not do, with which object |
+//! | `address` | where a repository is, as people write it |
+//! | `directory` | a directory of this host |
 //! | `hdfs` | a directory of HDFS |
 
 mod address;
