@@ -110,7 +110,7 @@ pub enum ErrorKind {
     },
     /// An image whose backing file is the image itself.
     #[error(
-        "it names itself as its backing file: if you know the right one, `qemu-img rebase -u -b BACKING -F FORMAT FILE` names that"
+        "the backing chain loops: the image names itself as its backing file; if you know the right one, `qemu-img rebase -u -b BACKING -F FORMAT FILE` names that"
     )]
     OwnBacking,
     /// A file that is to be replaced, and that another image needs.
