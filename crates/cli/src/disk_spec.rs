@@ -63,7 +63,7 @@ pub fn parse_limits(text: &str) -> Result<api::DiskLimits> {
     Ok(limits)
 }
 
-/// What is left of a list once all is taken.
+/// A list without further keys.
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Nothing {}

@@ -33,7 +33,7 @@ pub enum Action {
     Copy(GuestRange),
     /// Bring what was copied to stable storage.
     Commit,
-    /// Let the target stand on what lies below the dropped layers.
+    /// Make the layer below the dropped ones the backing file of the target.
     Relink,
     /// Make the indices of the layers from the target up anew.
     Index,
@@ -111,12 +111,12 @@ fn allocated(layers: &[PathBuf]) -> u64 {
     layers.iter().map(|path| allocated_bytes(path)).sum()
 }
 
-/// Whose disk it is.
+/// Where the disk is.
 #[derive(Debug)]
 enum Host {
-    /// Nobody's: files.
+    /// In files that no process serves.
     Files(Files),
-    /// A guest's.
+    /// In this process, which serves it.
     Running(Box<Running>),
 }
 
@@ -148,7 +148,7 @@ impl Merge {
     /// As [`Merge::new`], for a disk that goes on being used meanwhile. How its files are looked at, the disk knows.
     ///
     /// # Errors
-    /// As [`Merge::new`]; another merge of the disk; other disks in use that stand on the target.
+    /// As [`Merge::new`]; also while another merge of the disk runs, or another disk in use stands on the target.
     pub fn of_disk(disk: &Arc<Disk>, range: MergeRange, options: &MergeOptions) -> Result<Self> {
         let options = MergeOptions { open: disk.options(), ..options.clone() };
         let (running, chain, copier) = Running::begin(disk, range, &options)?;
@@ -191,8 +191,7 @@ impl Merge {
         size.div_ceil(WINDOW) + 3
     }
 
-    /// From now on, one action copies no more bytes than this, rounded up to clusters: what is left of its range is the next
-    /// action's.
+    /// Bounds the bytes that one action copies, rounded up to whole clusters. The next action copies the rest of the range.
     pub fn copy_at_most(&mut self, bytes: u64) {
         self.most = bytes;
     }

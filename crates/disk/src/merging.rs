@@ -25,7 +25,7 @@
 //! - Whatever ends the job early leaves a sound chain and, after a crash, leaked clusters at most. Started again it
 //!   passes over what is there.
 //! - Whether the header has room for the new name, and the file system for what will be copied, is known before anything is.
-//! - A file is removed only if it was a snapshot of this disk and nobody needs it ([`crate::refs`], [`remove`]). What a killed process
+//! - A file is removed only if it was a snapshot of this disk and no image needs it ([`crate::refs`], [`remove`]). What a killed process
 //!   did not come to remove goes later ([`cleanup`]).
 //! - A frozen target is written only while no other process uses it, or a disk that stands on it: a process that opens one later
 //!   finds its index void and its file locked.

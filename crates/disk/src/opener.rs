@@ -127,7 +127,7 @@ impl Opener for LocalFiles {
 
 /// Whether the lock on the file of an active layer is what a killed process has left: requests that its device has not answered.
 fn is_held_by_nobody(path: &Path, role: Role) -> bool {
-    let Ok(file) = path.metadata().map(|metadata| FileId::of(&metadata)) else { return false };
+    let Some(file) = FileId::at(path) else { return false };
     if !matches!(role, Role::Active(_)) || OpenFiles::own().map_or(true, |own| own.count(file) > 0) {
         return false;
     }

@@ -61,8 +61,8 @@ pub fn create(
 ) -> Result<Vec<Created>> {
     let mut ready = Vec::with_capacity(disks.len());
     for (number, disk) in disks.iter().enumerate() {
-        let file = |disk: &PathBuf| disk.metadata().map(|there| FileId::of(&there)).ok();
-        if file(disk).is_some() && disks[..number].iter().any(|other| file(other) == file(disk)) {
+        let file = FileId::at(disk);
+        if file.is_some() && disks[..number].iter().any(|other| FileId::at(other) == file) {
             return Err(Error::from(SnapshotFault::Twice).in_file(disk));
         }
         let info = info.for_disk(number);

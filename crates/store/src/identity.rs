@@ -2,6 +2,7 @@
 
 use std::fs::Metadata;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::Path;
 
 /// Which file this is and whether it has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,6 +34,11 @@ impl FileId {
         } else {
             Self { dev: found.dev(), ino: found.ino() }
         }
+    }
+
+    /// The file that a path leads to; `None` if that cannot be found out.
+    pub fn at(path: &Path) -> Option<Self> {
+        path.metadata().ok().map(|found| Self::of(&found))
     }
 
     /// Whether it is a block device.

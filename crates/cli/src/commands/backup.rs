@@ -270,7 +270,7 @@ fn say(args: &BackupArgs, file: &str, report: &BackupReport, done: &str) -> Resu
     Ok(())
 }
 
-/// Runs a job that counts bytes with progress on stderr; it is stopped, and cleans up, when the process is told to end.
+/// Runs a job that counts bytes, and shows its progress on stderr. SIGINT and SIGTERM stop the job, which then cleans up.
 pub fn watched<T>(
     what: &str,
     quiet: bool,
@@ -285,7 +285,7 @@ pub fn watched<T>(
     })
 }
 
-/// Runs a job that is to end when the process is told to end, which sets the flag.
+/// Runs a job that ends early once the flag is set. SIGINT and SIGTERM set it.
 pub fn until_stopped<T>(job: impl FnOnce(&AtomicBool) -> Result<T>) -> Result<T> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {

@@ -31,10 +31,6 @@ impl IoQueue {
         phase: Phase,
         parts: &Parts,
     ) -> Option<(Request, Phase)> {
-        let may_be = |file: &RingFile| matches!(file, RingFile::Open(file) if file.may_be_absent());
-        if !parts.iter().any(|part| may_be(&part.file)) {
-            return Some((request, phase));
-        }
         let absent: Vec<Absent> = parts
             .iter()
             .filter_map(|part| match &part.file {

@@ -83,7 +83,7 @@ impl Host {
     /// Refuses a file that another disk of this server has.
     fn refuse_served(&self, spec: &DiskSpec, path: &Path) -> Result<(), Error> {
         // What cannot be looked at is said when it is opened.
-        let Ok(file) = path.metadata().map(|found| FileId::of(&found)) else { return Ok(()) };
+        let Some(file) = FileId::at(path) else { return Ok(()) };
         let others: Vec<(String, Arc<Disk>)> = {
             let table = self.table.lock();
             let others = table.served().filter(|(name, _)| *name != spec.name);
@@ -220,8 +220,7 @@ impl Host {
 
 /// Whether two paths lead to one file; those of snapshots (`DISK@NAME`) lead to none.
 fn same_file(one: &Path, other: &Path) -> bool {
-    let id = |path: &Path| path.metadata().ok().map(|found| FileId::of(&found));
-    one == other || id(one).is_some_and(|found| id(other) == Some(found))
+    one == other || FileId::at(one).is_some_and(|found| FileId::at(other) == Some(found))
 }
 
 /// Lets the NBD clients of a disk go.

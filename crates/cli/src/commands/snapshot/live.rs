@@ -229,6 +229,6 @@ pub fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
 }
 
 fn number_of(path: &Path) -> Option<FileNumber> {
-    let file = FileId::of(&path.metadata().ok()?);
+    let file = FileId::at(path)?;
     Some(FileNumber { device: file.dev, inode: file.ino })
 }

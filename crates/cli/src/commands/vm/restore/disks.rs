@@ -400,9 +400,8 @@ fn hits(pairs: &[Pair], path: &Path, way: &Way, name: &str) -> std::vec::IntoIte
     };
     let is_hit = |(key, value): &Pair| match way {
         Way::File => {
-            let file = |path: &Path| path.metadata().ok().map(|found| FileId::of(&found));
             let named = Path::new(value.strip_prefix("file:").unwrap_or(value));
-            file(path).is_some_and(|id| file(named) == Some(id))
+            FileId::at(path).is_some_and(|id| FileId::at(named) == Some(id))
         }
         Way::Export(ExportSpec::VhostUser(export)) => same_path(value, Path::new(&export.socket)),
         Way::Export(ExportSpec::Nbd(export)) => {
