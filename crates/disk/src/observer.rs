@@ -3,6 +3,9 @@
 //! Each request of a guest passes an [`crate::IoQueue`], which shows it to the disk's [`IoObserver`] when it is pushed and when
 //! it has ended. Queues find the observer, and the limits, in the disk's [`Hooks`]. Without either, a queue compares one number
 //! per push and per reap.
+//!
+//! Statistics are no observer: what they keep of a request travels in its slot, and a call would cost more than that. Limits
+//! are none either: they hold requests back, which an observer cannot.
 
 use std::fmt::Debug;
 use std::sync::Arc;

@@ -8,6 +8,7 @@
 #![allow(unreachable_pub, missing_docs, reason = "shared by test binaries only")]
 
 pub mod daemon;
+pub mod elsewhere;
 pub mod faulty;
 pub mod flat;
 pub mod io;
