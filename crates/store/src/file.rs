@@ -23,6 +23,9 @@ use crate::identity::{FileId, FileIdentity};
 use crate::lock::{self, LockError, LockKind};
 use crate::{Access, LocalFile, Segment, Store, View, prealloc, transfer, view};
 
+/// Bytes by which a file may grow, at least, before it is mapped anew.
+const ROOM_MIN: u64 = 1 << 30;
+
 /// Whether file data goes through the host's page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum CacheMode {
@@ -280,7 +283,10 @@ impl LocalFile for FileStore {
         if self.direct.is_some() || self.is_block_device || !view::is_local(self.file.as_fd()) {
             return None;
         }
-        View::new(self.file.as_fd(), self.len().ok()?, self.is_owner)
+        let len = self.len().ok()?;
+        let grows = self.lock.is_some_and(|kind| kind != LockKind::Frozen);
+        let room = if grows { len + (len / 4).max(ROOM_MIN) } else { len };
+        View::new(self.file.as_fd(), len, room, self.is_owner)
     }
 
     fn give_up_writing(&self) -> io::Result<()> {

@@ -6,7 +6,10 @@
 use std::fmt;
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use vmstrata_types::HostOffset;
 
 use crate::{Store, View};
 
@@ -17,8 +20,8 @@ pub struct OpenStore {
     /// `None` when a ring cannot use the store.
     alignment: Option<u32>,
     may_be_absent: bool,
-    /// Made when it is first asked for.
-    view: OnceLock<Option<View>>,
+    /// Made when it is first asked for; then `Some(None)` if there can be none.
+    view: Mutex<Option<Option<View>>>,
     store: Arc<dyn Store>,
 }
 
@@ -31,7 +34,7 @@ impl OpenStore {
         let ring = local.filter(|file| fd.is_some() || file.simulated().is_some());
         let alignment = ring.map(|file| u32::try_from(file.raw_alignment()).expect("blocks are small"));
         let may_be_absent = fetch.is_some();
-        Arc::new(Self { fd, alignment, may_be_absent, view: OnceLock::new(), store })
+        Arc::new(Self { fd, alignment, may_be_absent, view: Mutex::default(), store })
     }
 
     /// Whether a range must be asked for with [`Store::fetch`] before a ring reads it.
@@ -46,9 +49,17 @@ impl OpenStore {
         self.alignment.map(|alignment| alignment as usize)
     }
 
-    /// Of [`crate::LocalFile::view`], as the store was when this was first asked: only for those that no longer grow.
-    pub fn view(&self) -> Option<&View> {
-        self.view.get_or_init(|| self.store.local()?.view()).as_ref()
+    /// A view of the bytes, if there can be one: up to `end` at least, if the file reaches so far.
+    pub fn view(&self, end: HostOffset) -> Option<View> {
+        let mut view = self.view.lock();
+        let file = self.store.local()?;
+        if let Some(short) = view.get_or_insert_with(|| file.view())
+            && !short.reaches(end)
+            && let Ok(len) = self.store.len()
+        {
+            *view = Some(short.grown(len).or_else(|| file.view()));
+        }
+        view.clone()?
     }
 
     /// The descriptor for a ring.

@@ -17,6 +17,8 @@
 //! Invariants:
 //! - What [`View::read`] has copied when it returns true are the file's bytes: memory that was put in the place of a
 //!   mapping lost ([`Guard`]) is never taken for them.
+//! - Nothing past the end of the file is touched: a view reads as far as the file reached when the view was taken. A
+//!   mapping has room for a file that grows, and [`View::grown`] reads on in it.
 //! - Pages are noted, not held: the host may take them back at any time. The read that meets such a page waits for the
 //!   disk on the spot; the caller notices by its thread's [`major_faults`], and calls [`View::forget`].
 
@@ -71,7 +73,7 @@ const UNMAPPED_MAX: usize = 64 << 20;
 #[derive(Clone, Debug)]
 pub struct View {
     start: NonNull<u8>,
-    /// Bytes in the file when it was mapped.
+    /// Bytes in the file when the view was taken.
     len: u64,
     /// The mapping's words.
     noted: NonNull<AtomicU64>,
@@ -116,11 +118,12 @@ impl Drop for Mapping {
 }
 
 impl View {
-    /// Maps `len` bytes of `file`; `None` when they are too many, or the host or this process has no room for another
+    /// Maps `file`, which has `len` bytes and may grow to `room`; `None` when they are too many, or the host or this process has no room for another
     /// mapping. Only the owner of a file is told which of its pages are in memory; for others each must be noted.
-    pub(crate) fn new(file: BorrowedFd<'_>, len: u64, is_owner: bool) -> Option<Self> {
-        let size = usize::try_from(len).ok().filter(|_| (1..=LEN_MAX).contains(&len))?;
-        let words = len.div_ceil(WORD) as usize;
+    pub(crate) fn new(file: BorrowedFd<'_>, len: u64, room: u64, is_owner: bool) -> Option<Self> {
+        let room = room.min(LEN_MAX);
+        let size = usize::try_from(room).ok().filter(|_| (1..=room).contains(&len))?;
+        let words = room.div_ceil(WORD) as usize;
         // SAFETY: a new mapping, wherever there is room.
         let start = unsafe { mmap(address_for(size), size, ProtFlags::READ, MapFlags::SHARED, file, 0) };
         let start = NonNull::new(start.ok()?.cast::<u8>())?;
@@ -132,6 +135,22 @@ impl View {
         mapping.guard = Some(unsafe { Guard::of_pages(start.as_ptr(), size) }?);
         let noted = NonNull::from(&mapping.noted[0]);
         Some(Self { start, len, noted, mapping: Arc::new(mapping) })
+    }
+
+    /// The same where the file has `len` bytes by now; `None` when the mapping has no room for them.
+    pub(crate) fn grown(&self, len: u64) -> Option<Self> {
+        if len > self.mapping.len as u64 {
+            return None;
+        }
+        // The host was asked for its first pages only.
+        self.mapping.asked[((self.len - 1) / WORD) as usize].store(false, Ordering::Relaxed);
+        Some(Self { len, ..self.clone() })
+    }
+
+    /// Whether all bytes up to `end` can be read from it.
+    #[inline]
+    pub fn reaches(&self, end: HostOffset) -> bool {
+        end.get() <= self.len
     }
 
     /// Copies the bytes at `at` into all of `segments`, if the host has them in memory as far as is known; false when the

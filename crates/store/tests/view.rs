@@ -2,9 +2,11 @@
 
 use std::fs::File;
 use std::io::Write as _;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use proptest::prelude::*;
+use rustix::fs::FallocateFlags;
 use std::sync::Arc;
 use tempfile::NamedTempFile;
 use vmstrata_store::{
@@ -52,7 +54,7 @@ fn what_was_not_noted_is_not_read_and_what_is_forgotten_is_not_either() {
     let content = pattern(200 * PAGE);
     let file = temporary(&content);
     let store = OpenStore::new(Arc::new(open(file.path(), CacheMode::Host)));
-    let view = store.view().expect("a view");
+    let view = &store.view(HostOffset::new(200 * PAGE as u64)).expect("a view");
     // The host is asked first, and the file was just written.
     assert_eq!(read(view, 5000, 9000).as_deref(), Some(&content[5000..14000]));
     view.forget();
@@ -86,6 +88,32 @@ fn a_file_that_is_cut_off_is_not_taken_for_zeros() {
     assert_eq!(read(&view, 50 * PAGE, PAGE), None);
     assert_eq!(read(&view, 0, PAGE), None, "nothing of it is believed any more");
     assert_eq!(read(&other, 50 * PAGE, PAGE).as_deref(), Some(&content[50 * PAGE..51 * PAGE]));
+}
+
+#[test]
+fn a_file_that_grows_is_viewed_as_far_as_it_reaches() {
+    let content = pattern(100 * PAGE);
+    let file = temporary(&content[..10 * PAGE + 512]);
+    let writer = File::options().read(true).write(true).open(file.path()).expect("open");
+    let store = FileStore::new(writer.try_clone().expect("clone"), file.path(), &FileOptions::ACTIVE);
+    let store = OpenStore::new(Arc::new(store.expect("a store")));
+    let end = |pages: usize| HostOffset::new((pages * PAGE) as u64);
+    let before = store.view(end(10)).expect("a view");
+    assert!(!store.view(end(11)).expect("a view").reaches(end(11)), "past the end");
+    assert_eq!(read(&before, 10 * PAGE, PAGE), None);
+    writer.write_all_at(&content, 0).expect("write");
+    assert_eq!(read(&before, 10 * PAGE, PAGE), None, "as the file was");
+    let after = store.view(end(11)).expect("a view");
+    assert_eq!(read(&after, 5000, 95 * PAGE).as_deref(), Some(&content[5000..5000 + 95 * PAGE]));
+    // What is punched out and written again is what the file has.
+    rustix::fs::fallocate(&writer, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, PAGE as u64)
+        .expect("punch");
+    assert_eq!(read(&after, 0, PAGE), Some(vec![0; PAGE]));
+    // More than the mapping has room for.
+    writer.set_len(4 << 30).expect("extend");
+    writer.write_all_at(&content[..PAGE], 3 << 30).expect("write");
+    let far = store.view(HostOffset::new((3 << 30) + PAGE as u64)).expect("a view");
+    assert_eq!(read(&far, 3 << 30, PAGE).as_deref(), Some(&content[..PAGE]));
 }
 
 proptest! {

@@ -112,11 +112,12 @@ impl IoQueue {
         for part in parts {
             let of_part = of_part(&segments, &part);
             if let RingFile::Open(store) = &part.file
-                && self.layers.is_frozen(part.layer)
                 && !store.may_be_absent()
             {
-                self.pins.add(&mut self.ring, part.layer, store);
-                self.views.add(part.layer, store);
+                if self.layers.is_frozen(part.layer) {
+                    self.pins.add(&mut self.ring, part.layer, store);
+                }
+                self.views.add(part.layer, store, part.at + part.len as u64);
             }
             if part.len >= APART_FROM {
                 self.ring.push_read_apart(part.file, of_part, part.at, u64::from(slot));

@@ -6,7 +6,7 @@ use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::IoQueue;
 use crate::stats::Kind;
-use crate::{CreateOptions, Disk, Op, OpenOptions, Request, ResourceOptions, Resources, create};
+use crate::{CreateOptions, Disk, Op, OpenOptions, Request, ResourceOptions, Resources, Shrink, create};
 
 const LEN: usize = 4096;
 
@@ -28,9 +28,19 @@ fn request(op: Op, at: u64, memory: &'static mut [u8]) -> Request {
     Request { op, range, segments: SegmentVec::from_iter([Segment::from_mut(memory)]), token: at }
 }
 
-/// A disk that is not written any more, in a directory that is kept on a file system with blocks: each of its bytes tells
-/// which page of the disk it is in. Its file's pages are on stable storage.
+/// A disk that is not written any more, as [`active_disk`]. Its file's pages are on stable storage.
 fn frozen_disk() -> (tempfile::TempDir, Arc<Disk>) {
+    let (dir, disk) = active_disk();
+    disk.close().unwrap();
+    drop(disk);
+    let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let resources = Resources::new(ResourceOptions::default());
+    let disk = Disk::open(&dir.path().join("disk"), &read_only, &resources).unwrap();
+    (dir, disk)
+}
+
+/// A disk in a directory that is kept on a file system with blocks: each of its bytes tells which page of the disk it is in.
+fn active_disk() -> (tempfile::TempDir, Arc<Disk>) {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
     let path = dir.path().join("disk");
     create(&path, &CreateOptions { size: Some(PAGES * LEN as u64), ..CreateOptions::default() }).unwrap();
@@ -40,10 +50,7 @@ fn frozen_disk() -> (tempfile::TempDir, Arc<Disk>) {
         let mut bytes = vec![page as u8; LEN];
         disk.write(GuestOffset::new(page * LEN as u64), &[Segment::from_mut(&mut bytes)]).unwrap();
     }
-    disk.close().unwrap();
-    drop(disk);
-    let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
-    (dir, Disk::open(&path, &read_only, &resources).unwrap())
+    (dir, disk)
 }
 
 const PAGES: u64 = 256;
@@ -167,6 +174,33 @@ fn pages_in_memory_are_read_on_the_spot() {
     for page in [0, 1, 77, PAGES - 1] {
         assert!(reads_on_the_spot(&mut queue, page), "page {page}");
     }
+}
+
+#[test]
+fn pages_of_the_active_layer_are_read_on_the_spot_though_it_grows_and_is_punched() {
+    let (_dir, disk) = active_disk();
+    disk.resize(3 * PAGES * LEN as u64, Shrink::Refuse).unwrap();
+    let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
+    assert!(!reads_on_the_spot(&mut queue, 0), "the ring meets the file");
+    for page in [0, 1, 77, PAGES - 1] {
+        assert!(reads_on_the_spot(&mut queue, page), "page {page}");
+    }
+    // Page after page at a new place, in clusters that the discard freed.
+    disk.discard(GuestRange::new(GuestOffset::ZERO, PAGES * LEN as u64)).unwrap();
+    for page in (0..PAGES).rev() {
+        let mut bytes = vec![page as u8; LEN];
+        disk.write(GuestOffset::new(page * LEN as u64), &[Segment::from_mut(&mut bytes)]).unwrap();
+    }
+    for page in PAGES..3 * PAGES {
+        let mut bytes = vec![page as u8; LEN];
+        disk.write(GuestOffset::new(page * LEN as u64), &[Segment::from_mut(&mut bytes)]).unwrap();
+    }
+    for page in 0..3 * PAGES {
+        reads_on_the_spot(&mut queue, page);
+        assert!(reads_on_the_spot(&mut queue, page), "page {page}");
+    }
+    drop(queue);
+    disk.close().unwrap();
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Small reads of frozen layers out of the host's page cache, by the queue's own thread.
+//! Small reads out of the host's page cache, by the queue's own thread.
 //!
 //! ```text
 //!   read ──► all its parts in views? ──► copied with its batch ──► done
@@ -30,7 +30,7 @@ const PROMPT: Duration = Duration::from_micros(50);
 const AWAY: Duration = Duration::from_secs(1);
 const AWAY_MAX: Duration = Duration::from_secs(64);
 
-/// The views of frozen layers' files that a queue has met.
+/// The views of layers' files that a queue has met.
 #[derive(Debug, Default)]
 pub(super) struct Views {
     by_layer: Vec<Option<View>>,
@@ -63,12 +63,15 @@ impl Fetch {
 }
 
 impl Views {
-    /// Views a frozen layer's file from now on, if that can be done.
-    pub(super) fn add(&mut self, layer: LayerIndex, store: &OpenStore) {
+    /// Views a layer's file from now on, up to `end` at least, if that can be done.
+    pub(super) fn add(&mut self, layer: LayerIndex, store: &OpenStore, end: HostOffset) {
+        if self.of(layer).is_some_and(|view| view.reaches(end)) {
+            return;
+        }
         if self.by_layer.len() <= layer.index() {
             self.by_layer.resize(layer.index() + 1, None);
         }
-        self.by_layer[layer.index()] = store.view().cloned();
+        self.by_layer[layer.index()] = store.view(end);
     }
 
     /// Has the processor fetch what [`Views::read`] will look at first.
