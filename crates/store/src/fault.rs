@@ -136,6 +136,16 @@ impl FaultStore {
         (ticket, written.and_then(|()| errno.map_or(Ok(()), failed)))
     }
 
+    /// Flushes if the plan admits it, and logs it as issued; the caller reports its completion.
+    pub(crate) fn flush_admitted(&self, admission: &Admission) -> (Ticket, io::Result<()>) {
+        let ticket = self.plan.issue(self.id, || Operation::Flush);
+        let flushed = match admission {
+            Admission::Go | Admission::Cut { errno: None, .. } => self.inner.flush(),
+            Admission::Cut { errno: Some(errno), .. } => Err(io::Error::from_raw_os_error(*errno)),
+        };
+        (ticket, flushed)
+    }
+
     /// An operation that leaves the store as it is, and so has no record.
     fn look<T>(&self, kind: OperationKind, call: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         match self.plan.admit(self.id, kind) {

@@ -1,6 +1,6 @@
-//! Many reads and writes of raw files at a time.
+//! Many reads, writes and flushes of raw files at a time.
 //!
-//! Place in the data flow: every I/O thread of `disk` has one. It pushes requests for ranges of [`crate::Store`]s that
+//! Place in the data flow: every I/O thread of `disk` has one. It pushes requests for [`crate::Store`]s that
 //! have a raw descriptor, hands them over in one call, and reaps completions. The same call that waits for completions
 //! also waits for the thread's other descriptors (kicks, sockets).
 //!
@@ -21,7 +21,7 @@ use smallvec::SmallVec;
 use vmstrata_types::HostOffset;
 
 use crate::transfer::SEGMENTS_MAX;
-use crate::{FaultPlan, OpenStore, Segment, SegmentVec};
+use crate::{FaultPlan, OpenStore, Segment, SegmentVec, total_len};
 use simulated::Simulated;
 use threads::Threads;
 use uring::Uring;
@@ -38,16 +38,28 @@ pub struct RingCompletion {
     pub expected: usize,
 }
 
-/// Which way a request's bytes go.
+/// What a request does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Direction {
-    /// From the store.
+enum Action {
     Read,
-    /// To the store.
+    /// Reads on another thread than the one that submits.
+    ReadApart,
     Write,
+    /// Brings what was written to stable storage.
+    Flush,
 }
 
-/// A queue of reads and writes to raw files, for one thread at a time.
+/// A request as it was pushed.
+#[derive(Debug)]
+struct Job {
+    action: Action,
+    file: RingFile,
+    segments: SegmentVec<'static>,
+    at: HostOffset,
+    token: u64,
+}
+
+/// A queue of requests to raw files, for one thread at a time.
 #[derive(Debug)]
 pub struct Ring(Engine);
 
@@ -55,35 +67,32 @@ pub struct Ring(Engine);
 #[expect(clippy::large_enum_variant, reason = "one for each I/O thread, and nearly always the large one")]
 enum Engine {
     Uring(Uring),
-    Threads(Threads),
-    Simulated(Simulated),
+    Emulated(Box<dyn Emulated>),
 }
 
-/// A request of a ring without a kernel's.
-#[derive(Debug)]
-struct Job {
-    direction: Direction,
-    store: Arc<OpenStore>,
-    segments: SegmentVec<'static>,
-    at: HostOffset,
-    token: u64,
+/// A ring without the kernel's; methods as of [`Ring`].
+trait Emulated: std::fmt::Debug + Send {
+    fn push(&mut self, job: Job);
+    fn submit(&mut self);
+    fn reap(&mut self, out: &mut Vec<RingCompletion>);
+    fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64>;
+    fn in_flight(&self) -> usize;
 }
 
 impl Job {
-    fn new(
-        direction: Direction,
-        file: RingFile,
-        segments: SegmentVec<'static>,
-        at: HostOffset,
-        token: u64,
-    ) -> Self {
-        let RingFile::Open(store) = file else { unreachable!("these rings pin no files") };
-        Self { direction, store, segments, at, token }
+    /// Its file. Emulated rings pin none.
+    fn store(&self) -> &Arc<OpenStore> {
+        let RingFile::Open(store) = &self.file else { unreachable!("these rings pin no files") };
+        store
     }
 
     /// As many segments as the kernel would use.
     fn used(&self) -> &[Segment<'static>] {
         &self.segments[..self.segments.len().min(SEGMENTS_MAX)]
+    }
+
+    fn ended(&self, result: io::Result<usize>) -> RingCompletion {
+        RingCompletion { token: self.token, result, expected: total_len(&self.segments) }
     }
 }
 
@@ -120,7 +129,7 @@ impl Ring {
     /// # Errors
     /// No descriptor.
     pub fn of_threads() -> io::Result<Self> {
-        Ok(Self(Engine::Threads(Threads::new()?)))
+        Ok(Self(Engine::Emulated(Box::new(Threads::new()?))))
     }
 
     /// One for [`crate::FaultStore`]s of `plan`: the thread that submits carries requests out, in order, as the plan says. A
@@ -129,7 +138,7 @@ impl Ring {
     /// # Errors
     /// No descriptor.
     pub fn simulated(plan: &Arc<FaultPlan>) -> io::Result<Self> {
-        Ok(Self(Engine::Simulated(Simulated::new(plan)?)))
+        Ok(Self(Engine::Emulated(Box::new(Simulated::new(plan)?))))
     }
 
     /// Queues a read of `file` at `at` into `segments`.
@@ -147,13 +156,7 @@ impl Ring {
         at: HostOffset,
         token: u64,
     ) {
-        match &mut self.0 {
-            Engine::Uring(uring) => uring.push_read(file, segments, at, token),
-            Engine::Threads(threads) => {
-                threads.push(Job::new(Direction::Read, file.into(), segments, at, token))
-            }
-            Engine::Simulated(ring) => ring.push(Job::new(Direction::Read, file.into(), segments, at, token)),
-        }
+        self.push(Job { action: Action::Read, file: file.into(), segments, at, token });
     }
 
     /// As [`Ring::push_read`], carried out by another thread than this one: for pieces of large requests. Copying those out of
@@ -168,13 +171,7 @@ impl Ring {
         at: HostOffset,
         token: u64,
     ) {
-        match &mut self.0 {
-            Engine::Uring(uring) => uring.push_read_apart(file, segments, at, token),
-            Engine::Threads(threads) => {
-                threads.push(Job::new(Direction::Read, file.into(), segments, at, token))
-            }
-            Engine::Simulated(ring) => ring.push(Job::new(Direction::Read, file.into(), segments, at, token)),
-        }
+        self.push(Job { action: Action::ReadApart, file: file.into(), segments, at, token });
     }
 
     /// Queues a write of `segments` to `file` at `at`.
@@ -190,14 +187,23 @@ impl Ring {
         at: HostOffset,
         token: u64,
     ) {
+        self.push(Job { action: Action::Write, file: file.into(), segments, at, token });
+    }
+
+    /// Queues a flush of `file`: it brings all writes that completed before to stable storage.
+    ///
+    /// # Panics
+    /// As [`Ring::push_read`].
+    pub fn push_flush(&mut self, file: impl Into<RingFile>, token: u64) {
+        let (segments, at) = (SegmentVec::new(), HostOffset::ZERO);
+        self.push(Job { action: Action::Flush, file: file.into(), segments, at, token });
+    }
+
+    #[inline]
+    fn push(&mut self, job: Job) {
         match &mut self.0 {
-            Engine::Uring(uring) => uring.push_write(file, segments, at, token),
-            Engine::Threads(threads) => {
-                threads.push(Job::new(Direction::Write, file.into(), segments, at, token))
-            }
-            Engine::Simulated(ring) => {
-                ring.push(Job::new(Direction::Write, file.into(), segments, at, token))
-            }
+            Engine::Uring(uring) => uring.push(job),
+            Engine::Emulated(ring) => ring.push(job),
         }
     }
 
@@ -205,7 +211,7 @@ impl Ring {
     pub fn pin(&mut self, store: &OpenStore) -> Option<PinnedFile> {
         match &mut self.0 {
             Engine::Uring(uring) => uring.pin(store),
-            Engine::Threads(_) | Engine::Simulated(_) => None,
+            Engine::Emulated(_) => None,
         }
     }
 
@@ -216,7 +222,7 @@ impl Ring {
     pub fn unpin_all(&mut self) -> io::Result<()> {
         match &mut self.0 {
             Engine::Uring(uring) => uring.unpin_all(),
-            Engine::Threads(_) | Engine::Simulated(_) => Ok(()),
+            Engine::Emulated(_) => Ok(()),
         }
     }
 
@@ -227,11 +233,7 @@ impl Ring {
     pub fn submit(&mut self) -> io::Result<()> {
         match &mut self.0 {
             Engine::Uring(uring) => uring.submit(),
-            Engine::Threads(threads) => {
-                threads.submit();
-                Ok(())
-            }
-            Engine::Simulated(ring) => {
+            Engine::Emulated(ring) => {
                 ring.submit();
                 Ok(())
             }
@@ -242,8 +244,7 @@ impl Ring {
     pub fn reap(&mut self, out: &mut Vec<RingCompletion>) {
         match &mut self.0 {
             Engine::Uring(uring) => uring.reap(out),
-            Engine::Threads(threads) => threads.reap(out),
-            Engine::Simulated(ring) => ring.reap(out),
+            Engine::Emulated(ring) => ring.reap(out),
         }
     }
 
@@ -265,8 +266,7 @@ impl Ring {
     pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64> {
         match &mut self.0 {
             Engine::Uring(uring) => uring.wait(watched, timeout),
-            Engine::Threads(threads) => threads.wait(watched, timeout),
-            Engine::Simulated(ring) => ring.wait(watched, timeout),
+            Engine::Emulated(ring) => ring.wait(watched, timeout),
         }
     }
 
@@ -277,7 +277,7 @@ impl Ring {
     pub fn unwatch(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
         match &mut self.0 {
             Engine::Uring(uring) => uring.unwatch(fd),
-            Engine::Threads(_) | Engine::Simulated(_) => Ok(()),
+            Engine::Emulated(_) => Ok(()),
         }
     }
 
@@ -285,8 +285,7 @@ impl Ring {
     pub fn in_flight(&self) -> usize {
         match &self.0 {
             Engine::Uring(uring) => uring.in_flight(),
-            Engine::Threads(threads) => threads.in_flight(),
-            Engine::Simulated(ring) => ring.in_flight(),
+            Engine::Emulated(ring) => ring.in_flight(),
         }
     }
 }

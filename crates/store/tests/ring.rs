@@ -99,6 +99,19 @@ fn reads_and_writes_arrive_whole() {
 }
 
 #[test]
+fn a_flush_moves_no_bytes() {
+    for cache in [CacheMode::Host, CacheMode::Direct] {
+        let store = file_store(&pattern(4096), cache);
+        for mut ring in rings(8) {
+            ring.push_flush(OpenStore::new(store.clone()), 3);
+            let done = complete(&mut ring, 1);
+            assert_eq!((done[0].token, done[0].expected), (3, 0));
+            assert_eq!(*done[0].result.as_ref().expect("flush"), 0);
+        }
+    }
+}
+
+#[test]
 fn the_end_of_the_file_cuts_reads_short() {
     let store = file_store(&pattern(1000), CacheMode::Host);
     for mut ring in rings(8) {
@@ -559,4 +572,20 @@ fn a_simulated_write_is_logged_as_completed_when_it_is_reaped() {
     assert_eq!(is_completed(), [false]);
     complete(&mut ring, 1);
     assert_eq!(is_completed(), [true]);
+}
+
+#[test]
+fn a_simulated_flush_fails_as_planned_and_is_logged_as_completed_when_it_is_reaped() {
+    let (mut ring, plan, store) = simulated(b"....");
+    plan.fail_nth(Some(OperationKind::Flush), 1, 5);
+    for fails in [false, true] {
+        ring.push_flush(Arc::clone(&store), 9);
+        ring.submit().expect("submit");
+        let logged = |plan: &FaultPlan| plan.log().last().map(|record| record.completed.is_some());
+        assert_eq!(logged(&plan), Some(false));
+        let mut done = Vec::new();
+        ring.reap(&mut done);
+        assert_eq!((done[0].token, done[0].result.is_err()), (9, fails));
+        assert_eq!(logged(&plan), Some(!fails));
+    }
 }

@@ -4,8 +4,8 @@
 //! The thread that submits carries requests out, in the order in which they were pushed: the same pushes meet the same faults.
 //! A request that the plan holds waits without a thread, and later ones pass it.
 //!
-//! Invariant: the log has a write as issued once it is submitted, and as completed once it is reaped. In between a crash may
-//! lose it, as with a write that the kernel has.
+//! Invariant: the log has a write or a flush as issued once it is submitted, and as completed once it is reaped. In between a
+//! crash may lose it, as one that the kernel has.
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::{Direction, Job, RingCompletion, poll_with};
+use super::{Action, Emulated, Job, RingCompletion, poll_with};
 use crate::fault::{Admission, FaultPlan, FaultStore, Held, OperationKind, Ticket};
 use crate::{LocalFile, total_len};
 
@@ -25,7 +25,7 @@ pub(super) struct Simulated {
     /// Not submitted yet.
     queued: Vec<Job>,
     held: Vec<(Job, Held)>,
-    /// Carried out and not reaped; writes with their place in the log.
+    /// Carried out and not reaped; writes and flushes with their place in the log.
     done: Vec<(RingCompletion, Option<Ticket>)>,
     /// Readable when the plan has released what it held.
     released: Arc<OwnedFd>,
@@ -39,36 +39,20 @@ impl Simulated {
         Ok(Self { plan, queued: Vec::new(), held: Vec::new(), done: Vec::new(), released })
     }
 
-    pub(super) fn push(&mut self, job: Job) {
-        // As with io_uring, at once.
-        let _ = store_of(&job);
-        self.queued.push(job);
-    }
-
-    pub(super) fn submit(&mut self) {
-        for job in std::mem::take(&mut self.queued) {
-            let kind = match job.direction {
-                Direction::Read => OperationKind::Read,
-                Direction::Write => OperationKind::Write,
-            };
-            match store_of(&job).try_admit(kind) {
-                Ok(admission) => self.run(&job, admission),
-                Err(held) => self.held.push((job, held)),
-            }
-        }
-    }
-
     fn run(&mut self, job: &Job, admission: Admission) {
         let (store, segments) = (store_of(job), job.used());
-        let (result, ticket) = match job.direction {
-            Direction::Read => (store.read_admitted(admission, segments, job.at), None),
-            Direction::Write => {
+        let (result, ticket) = match job.action {
+            Action::Read | Action::ReadApart => (store.read_admitted(admission, segments, job.at), None),
+            Action::Write => {
                 let (ticket, written) = store.write_admitted(admission, segments, job.at);
                 (written.map(|()| total_len(segments)), Some(ticket))
             }
+            Action::Flush => {
+                let (ticket, flushed) = store.flush_admitted(&admission);
+                (flushed.map(|()| 0), Some(ticket))
+            }
         };
-        let completion = RingCompletion { token: job.token, result, expected: total_len(&job.segments) };
-        self.done.push((completion, ticket));
+        self.done.push((job.ended(result), ticket));
     }
 
     /// Carries out what was held and is not any more.
@@ -80,8 +64,30 @@ impl Simulated {
             self.run(&job, Admission::Go);
         }
     }
+}
 
-    pub(super) fn reap(&mut self, out: &mut Vec<RingCompletion>) {
+impl Emulated for Simulated {
+    fn push(&mut self, job: Job) {
+        // As with io_uring, at once.
+        let _ = store_of(&job);
+        self.queued.push(job);
+    }
+
+    fn submit(&mut self) {
+        for job in std::mem::take(&mut self.queued) {
+            let kind = match job.action {
+                Action::Read | Action::ReadApart => OperationKind::Read,
+                Action::Write => OperationKind::Write,
+                Action::Flush => OperationKind::Flush,
+            };
+            match store_of(&job).try_admit(kind) {
+                Ok(admission) => self.run(&job, admission),
+                Err(held) => self.held.push((job, held)),
+            }
+        }
+    }
+
+    fn reap(&mut self, out: &mut Vec<RingCompletion>) {
         self.run_released();
         for (completion, ticket) in self.done.drain(..) {
             if let Some(ticket) = ticket {
@@ -91,17 +97,17 @@ impl Simulated {
         }
     }
 
-    pub(super) fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64> {
+    fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64> {
         self.submit();
         let timeout = if self.done.is_empty() { timeout } else { Some(Duration::ZERO) };
         poll_with(watched, self.released.as_fd(), timeout)
     }
 
-    pub(super) fn in_flight(&self) -> usize {
+    fn in_flight(&self) -> usize {
         self.queued.len() + self.held.len() + self.done.len()
     }
 }
 
 fn store_of(job: &Job) -> &FaultStore {
-    job.store.local().and_then(LocalFile::simulated).expect("a simulated ring's files are FaultStores")
+    job.store().local().and_then(LocalFile::simulated).expect("a simulated ring's files are FaultStores")
 }

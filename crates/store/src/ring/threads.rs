@@ -15,7 +15,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::{Direction, Job, RingCompletion, poll_with};
+use super::{Action, Emulated, Job, RingCompletion, poll_with};
 use crate::total_len;
 
 /// Most threads of one ring.
@@ -51,14 +51,13 @@ struct State {
 }
 
 impl Job {
-    fn run(self) -> RingCompletion {
-        let expected = total_len(&self.segments);
-        let segments = self.used();
-        let result = match self.direction {
-            Direction::Read => self.store.read_segments(segments, self.at),
-            Direction::Write => self.store.write_segments(segments, self.at).map(|()| total_len(segments)),
-        };
-        RingCompletion { token: self.token, result, expected }
+    fn run(&self) -> RingCompletion {
+        let (store, segments) = (self.store(), self.used());
+        self.ended(match self.action {
+            Action::Read | Action::ReadApart => store.read_segments(segments, self.at),
+            Action::Write => store.write_segments(segments, self.at).map(|()| total_len(segments)),
+            Action::Flush => store.flush().map(|()| 0),
+        })
     }
 }
 
@@ -69,15 +68,17 @@ impl Threads {
         let shared = Arc::new(Shared { state, work, idle, done });
         Ok(Self { shared, queued: Vec::new(), in_flight: 0 })
     }
+}
 
-    pub(super) fn push(&mut self, job: Job) {
+impl Emulated for Threads {
+    fn push(&mut self, job: Job) {
         // As with io_uring, which uses it.
-        let _ = job.store.ring_fd();
+        let _ = job.store().ring_fd();
         self.queued.push(job);
         self.in_flight += 1;
     }
 
-    pub(super) fn submit(&mut self) {
+    fn submit(&mut self) {
         if self.queued.is_empty() {
             return;
         }
@@ -104,7 +105,7 @@ impl Threads {
         self.shared.work.notify_all();
     }
 
-    pub(super) fn reap(&mut self, out: &mut Vec<RingCompletion>) {
+    fn reap(&mut self, out: &mut Vec<RingCompletion>) {
         let mut state = self.shared.state.lock();
         if state.done.is_empty() {
             return;
@@ -115,12 +116,12 @@ impl Threads {
         let _ = rustix::io::read(&self.shared.done, &mut [0; 8]);
     }
 
-    pub(super) fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64> {
+    fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<u64> {
         self.submit();
         poll_with(watched, self.shared.done.as_fd(), timeout)
     }
 
-    pub(super) fn in_flight(&self) -> usize {
+    fn in_flight(&self) -> usize {
         self.in_flight
     }
 }

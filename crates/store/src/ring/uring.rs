@@ -21,10 +21,9 @@ use std::io::{self, Write as _};
 use std::thread;
 
 use io_uring::{IoUring, opcode, squeue};
-use vmstrata_types::HostOffset;
 
-use super::{Direction, RingCompletion};
-use crate::{OpenStore, SegmentVec};
+use super::{Action, Job, RingCompletion};
+use crate::OpenStore;
 use pinned::Pins;
 pub use pinned::{PinnedFile, RingFile};
 use poll::{IGNORED, PollTag, Watches};
@@ -82,37 +81,12 @@ impl Uring {
         }
     }
 
-    pub(in crate::ring) fn push_read(
-        &mut self,
-        file: impl Into<RingFile>,
-        segments: SegmentVec<'static>,
-        at: HostOffset,
-        token: u64,
-    ) {
-        let entry = self.slots.fill(Direction::Read, file.into(), segments, at, token);
-        self.request(&entry);
-    }
-
-    pub(in crate::ring) fn push_read_apart(
-        &mut self,
-        file: impl Into<RingFile>,
-        segments: SegmentVec<'static>,
-        at: HostOffset,
-        token: u64,
-    ) {
-        let entry = self.slots.fill(Direction::Read, file.into(), segments, at, token);
-        self.request(&entry.flags(squeue::Flags::ASYNC));
-    }
-
-    pub(in crate::ring) fn push_write(
-        &mut self,
-        file: impl Into<RingFile>,
-        segments: SegmentVec<'static>,
-        at: HostOffset,
-        token: u64,
-    ) {
-        let entry = self.slots.fill(Direction::Write, file.into(), segments, at, token);
-        self.request(&entry);
+    #[inline]
+    pub(in crate::ring) fn push(&mut self, job: Job) {
+        let is_apart = job.action == Action::ReadApart;
+        let entry = self.slots.fill(job);
+        self.queued += 1;
+        self.enqueue(&if is_apart { entry.flags(squeue::Flags::ASYNC) } else { entry });
     }
 
     pub(in crate::ring) fn pin(&mut self, store: &OpenStore) -> Option<PinnedFile> {
@@ -124,11 +98,6 @@ impl Uring {
         self.submit()?;
         self.pins.clear(&self.uring.submitter());
         Ok(())
-    }
-
-    fn request(&mut self, entry: &squeue::Entry) {
-        self.queued += 1;
-        self.enqueue(entry);
     }
 
     /// Puts an entry in the submission queue, making room by submitting when it is full.

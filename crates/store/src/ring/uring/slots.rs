@@ -5,11 +5,11 @@
 //! Invariant: between the two, what the kernel may use stays alive and stays where it is: the store with its
 //! descriptor, and the segments.
 
-use io_uring::types::Fd;
+use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{opcode, squeue};
 use vmstrata_types::HostOffset;
 
-use super::super::Direction;
+use super::super::{Action, Job};
 use super::pinned::{PinnedFile, RingFile};
 use crate::transfer::SEGMENTS_MAX;
 use crate::{Segment, SegmentVec, total_len};
@@ -44,14 +44,9 @@ impl Slots {
     ///
     /// # Panics
     /// When the store has no raw descriptor.
-    pub(super) fn fill(
-        &mut self,
-        direction: Direction,
-        file: RingFile,
-        segments: SegmentVec<'static>,
-        at: HostOffset,
-        token: u64,
-    ) -> squeue::Entry {
+    #[inline]
+    pub(super) fn fill(&mut self, job: Job) -> squeue::Entry {
+        let Job { action, file, segments, at, token } = job;
         // Before a slot is taken: a store without a descriptor panics, and the ring's end waits for every slot.
         let (fd, flags) = match &file {
             RingFile::Open(store) => (Fd(store.ring_fd()), squeue::Flags::empty()),
@@ -68,7 +63,7 @@ impl Slots {
         slot.file = Some(file);
         slot.segments = segments;
         slot.token = token;
-        entry(direction, fd, &slot.segments, at).flags(flags).user_data(u64::from(index))
+        entry(action, fd, &slot.segments, at).flags(flags).user_data(u64::from(index))
     }
 
     /// Gives a slot back at the completion of its request; returns the request's token and bytes.
@@ -95,21 +90,23 @@ impl Slots {
 }
 
 /// The kernel's form of a request.
-fn entry(direction: Direction, fd: Fd, segments: &[Segment<'static>], at: HostOffset) -> squeue::Entry {
+fn entry(action: Action, fd: Fd, segments: &[Segment<'static>], at: HostOffset) -> squeue::Entry {
     let offset = at.get();
+    let (iovecs, count) = (Segment::as_iovecs(segments), segments.len().min(SEGMENTS_MAX) as u32);
     // One segment needs no vector: the kernel then has nothing to copy and check. A longer one than the field has
     // room for completes short, which every request may.
-    if let [segment] = segments {
-        let len = segment.len().min(BYTES_MAX) as u32;
-        return match direction {
-            Direction::Read => opcode::Read::new(fd, segment.address(), len).offset(offset).build(),
-            Direction::Write => opcode::Write::new(fd, segment.address(), len).offset(offset).build(),
-        };
-    }
-    let (iovecs, count) = (Segment::as_iovecs(segments), segments.len().min(SEGMENTS_MAX) as u32);
-    match direction {
-        Direction::Read => opcode::Readv::new(fd, iovecs, count).offset(offset).build(),
-        Direction::Write => opcode::Writev::new(fd, iovecs, count).offset(offset).build(),
+    match (action, segments) {
+        (Action::Read | Action::ReadApart, [segment]) => {
+            let len = segment.len().min(BYTES_MAX) as u32;
+            opcode::Read::new(fd, segment.address(), len).offset(offset).build()
+        }
+        (Action::Read | Action::ReadApart, _) => opcode::Readv::new(fd, iovecs, count).offset(offset).build(),
+        (Action::Write, [segment]) => {
+            let len = segment.len().min(BYTES_MAX) as u32;
+            opcode::Write::new(fd, segment.address(), len).offset(offset).build()
+        }
+        (Action::Write, _) => opcode::Writev::new(fd, iovecs, count).offset(offset).build(),
+        (Action::Flush, _) => opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build(),
     }
 }
 
@@ -121,11 +118,11 @@ mod tests {
     fn one_segment_needs_no_vector() {
         // SAFETY: never handed to the kernel.
         let segment = unsafe { Segment::new(std::ptr::null_mut(), 5 << 30) };
-        for (direction, plain, vectored) in [
-            (Direction::Read, opcode::Read::CODE, opcode::Readv::CODE),
-            (Direction::Write, opcode::Write::CODE, opcode::Writev::CODE),
+        for (action, plain, vectored) in [
+            (Action::Read, opcode::Read::CODE, opcode::Readv::CODE),
+            (Action::Write, opcode::Write::CODE, opcode::Writev::CODE),
         ] {
-            let code = |segments: &[_]| entry(direction, Fd(0), segments, HostOffset::ZERO).get_opcode();
+            let code = |segments: &[_]| entry(action, Fd(0), segments, HostOffset::ZERO).get_opcode();
             assert_eq!(code(&[segment]), u32::from(plain));
             assert_eq!(code(&[segment; 2]), u32::from(vectored));
             assert_eq!(code(&[]), u32::from(vectored));

@@ -5,9 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
+use vmstrata_types::HostOffset;
 
 use super::*;
-use crate::{FileOptions, FileStore, Segment, Store};
+use crate::ring::RingFile;
+use crate::{FileOptions, FileStore, OpenStore, Segment, SegmentVec, Store};
+
+fn read(store: &Arc<dyn Store>, segments: SegmentVec<'static>, token: u64) -> Job {
+    let file = RingFile::Open(OpenStore::new(Arc::clone(store)));
+    Job { action: Action::Read, file, segments, at: HostOffset::ZERO, token }
+}
 
 /// Linux 5.10 has no timeouts in `io_uring_enter`.
 #[test]
@@ -29,7 +36,7 @@ fn waits_work_without_timed_enters() {
     let mut buf = [1_u8; 4096];
     // SAFETY: the completion is reaped before the buffer goes.
     let segment = unsafe { Segment::new(buf.as_mut_ptr(), buf.len()) };
-    ring.push_read(OpenStore::new(store.clone()), SegmentVec::from_slice(&[segment]), HostOffset::ZERO, 7);
+    ring.push(read(&store, SegmentVec::from_slice(&[segment]), 7));
     let mut done = Vec::new();
     while done.is_empty() {
         ring.wait(&[], Some(Duration::from_secs(20))).unwrap();
@@ -48,7 +55,7 @@ fn slots_are_used_again() {
     let mut done = Vec::new();
     for round in 0..100 {
         for token in 0..8 {
-            ring.push_read(OpenStore::new(store.clone()), SegmentVec::new(), HostOffset::ZERO, token);
+            ring.push(read(&store, SegmentVec::new(), token));
         }
         while ring.in_flight() > 0 {
             ring.wait(&[], None).unwrap();
