@@ -259,6 +259,13 @@ impl Changes {
         done
     }
 
+    /// Whether a flush of the file is all that a commit would do.
+    pub(crate) fn is_empty(&self) -> bool {
+        let state = self.state.lock();
+        let has_none = state.open.entries.is_empty() && state.closing.entries.is_empty();
+        has_none && state.refused.is_none() && !self.has_failed()
+    }
+
     /// Whether a commit has failed.
     pub(crate) fn has_failed(&self) -> bool {
         self.failed.load(Ordering::SeqCst)

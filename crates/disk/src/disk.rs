@@ -448,12 +448,17 @@ impl Disk {
     /// A host that cannot flush or write: the disk then takes no more writes. A layer that cannot be read below a cluster that
     /// was written in part: all else is on stable storage, and it can be tried again.
     pub fn flush(&self) -> Result<()> {
-        self.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
         if self.is_read_only() {
-            return Ok(());
+            return self.check_range(GuestRange::new(GuestOffset::ZERO, 0));
         }
-        self.check_writable()?;
+        self.check_flushable()?;
         self.commit()
+    }
+
+    /// Refuses a flush of a disk that takes no writes, or none any more.
+    pub(crate) fn check_flushable(&self) -> Result<()> {
+        self.check_range(GuestRange::new(GuestOffset::ZERO, 0))?;
+        self.check_writable()
     }
 
     /// As [`Disk::flush`], checked. What cannot be copied up, because what lies below it cannot be read, stays in memory and in

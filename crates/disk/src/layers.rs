@@ -24,7 +24,7 @@ use crate::active::Active;
 use crate::active::session::forsake_journal;
 use crate::blocks::BlockOrder;
 use crate::error::{IoContext as _, Result};
-use crate::flusher::Flusher;
+use crate::flusher::{FlushClaim, Flusher};
 use crate::layer::{Format, Layer};
 use crate::map::{Before, FrozenMap, Run, Source};
 use crate::resources::Resources;
@@ -165,6 +165,27 @@ impl Layers {
                 raw.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&raw.path))
             }
             Top::Qcow2(active) => active.changes.commit(&**active),
+        }
+    }
+
+    /// Claims the next flush of the active layer's file, for a ring, if nothing else is needed to bring what completed so far to
+    /// stable storage.
+    pub(crate) fn try_claim_flush(&self) -> Option<(Arc<OpenStore>, FlushClaim)> {
+        let (file, flusher) = match &self.top {
+            Top::Raw(raw) => (&raw.file, &raw.flusher),
+            Top::Qcow2(active) if active.changes.is_empty() => (&active.file, &active.flusher),
+            Top::Qcow2(_) | Top::Frozen => return None,
+        };
+        let is_all = self.before.is_none() && file.ring_alignment().is_some();
+        is_all.then(|| Some((Arc::clone(file), flusher.try_claim()?)))?
+    }
+
+    /// Whether a ring flushes the active layer's file.
+    pub(crate) fn is_flush_claimed(&self) -> bool {
+        match &self.top {
+            Top::Raw(raw) => raw.flusher.is_claimed(),
+            Top::Qcow2(active) => active.flusher.is_claimed(),
+            Top::Frozen => false,
         }
     }
 

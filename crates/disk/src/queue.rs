@@ -4,6 +4,7 @@
 //!   push ──► map says: data in open files, zeros ──► ring ──► completion
 //!        │   small read of pages that were read before: copied by the batch ─▲
 //!        │   write where the active layer owns the clusters: page cache ─────▲
+//!        │   flush without pending changes of tables: ring, one for all that wait
 //!        └───────► anything else: a worker carries it out, blocking ─────────┘
 //! ```
 //!
@@ -12,6 +13,7 @@
 //! again, whole, by a worker, which finds out what is wrong and says it well.
 
 mod absent;
+mod flush;
 mod limits;
 mod pins;
 mod plan;
@@ -39,6 +41,7 @@ use crate::request::{Completion, Op, Request};
 use crate::stats::{Begun, QueueStats};
 use crate::throttle::Throttle;
 use crate::workers::{Job, Mailbox, Reply};
+use flush::Flushes;
 use limits::Throttled;
 use pins::Pins;
 use plan::Part;
@@ -63,6 +66,7 @@ pub struct IoQueue {
     free: Vec<u32>,
     /// Reads that wait for the others of their batch.
     reads: Vec<Read>,
+    flushes: Flushes,
     in_flight: usize,
     at_workers: usize,
     /// Requests that wait for the disk to resume, and writes that wait for its layers to have changed.
@@ -132,6 +136,7 @@ impl IoQueue {
             slots: Vec::new(),
             free: Vec::new(),
             reads: Vec::new(),
+            flushes: Flushes::default(),
             in_flight: 0,
             at_workers: 0,
             held: Vec::new(),
@@ -155,7 +160,7 @@ impl IoQueue {
     /// Requests that other threads are busy with: nothing is gained by watching for their end, and their processor may be
     /// lost.
     pub fn at_others(&self) -> usize {
-        self.at_workers + self.held.len() + self.throttled()
+        self.at_workers + self.held.len() + self.throttled() + self.flushes.len()
     }
 
     /// Starts a request; it completes with an error if it makes no sense for the disk.
@@ -201,7 +206,8 @@ impl IoQueue {
         }
         match request.op {
             Op::Read => self.read_soon(request, phase),
-            Op::Write { fua: false } => self.push_write(request, phase),
+            Op::Write { .. } => self.push_write(request, phase),
+            Op::Flush => self.push_flush(request, phase),
             _ => self.leave_to_worker(request, phase),
         }
     }
@@ -280,6 +286,10 @@ impl IoQueue {
 
     fn send_to_worker(&mut self, slot: u32) {
         let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
+        self.send(slot, request);
+    }
+
+    fn send(&mut self, slot: u32, request: Request) {
         self.stats.counters().sent_to_worker(request.op);
         self.hand_over(slot, request);
     }
@@ -404,6 +414,10 @@ impl IoQueue {
         self.ring.reap(&mut self.moved);
         let mut moved = std::mem::take(&mut self.moved);
         for completion in moved.drain(..) {
+            if completion.token == flush::TOKEN {
+                self.flushed(completion.result, out);
+                continue;
+            }
             let number = u32::try_from(completion.token).expect("a token is a slot");
             let is_whole = matches!(completion.result, Ok(moved) if moved == completion.expected);
             self.part_done(number, is_whole, out);
@@ -457,6 +471,9 @@ impl IoQueue {
         } else {
             if let Some(fetch) = slot.fetches.take() {
                 self.views.note(&fetch);
+            }
+            if slot.request.as_ref().is_some_and(|request| request.op == Op::Write { fua: true }) {
+                return self.flush_for(number);
             }
             out.push(self.release(number, Ok(())));
         }

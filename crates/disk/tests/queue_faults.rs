@@ -6,14 +6,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::faulty::FaultyFiles;
-use common::flat::{assert_reads, assert_same, write};
+use common::flat::{assert_reads, assert_same, read, write};
 use common::io::{Client, Done};
 use common::stock::{self, path_str, qemu_img};
-use common::{scratch, wait_until};
+use common::{open_read_only, scratch, wait_until};
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::stats::Kind;
 use vmstrata_disk::{Disk, Op, OpenOptions, snapshot_together};
-use vmstrata_store::{Effect, Fault, FaultPlan, OperationKind, When};
+use vmstrata_store::{
+    Crash, CrashKind, Effect, Fault, FaultPlan, Moment, OperationKind, StoreId, Survivors, When,
+};
 
 const EIO: i32 = 5;
 const CLUSTER: u64 = 65536;
@@ -25,6 +27,7 @@ const COUNT: u64 = 4;
 struct Full {
     dir: tempfile::TempDir,
     plan: Arc<FaultPlan>,
+    id: StoreId,
     disk: Arc<Disk>,
 }
 
@@ -42,7 +45,7 @@ fn full(alignment: usize) -> Full {
     write(&disk, 0, &vec![OLD; (2 * COUNT * CLUSTER) as usize]).unwrap();
     disk.flush().unwrap();
     disk.warm_map().unwrap();
-    Full { dir, plan, disk }
+    Full { id: files.id(&path), dir, plan, disk }
 }
 
 impl Full {
@@ -205,4 +208,110 @@ fn a_snapshot_waits_for_a_write_that_is_held() {
     assert_eq!(full.disk.layer_count(), 2);
     drop(client);
     full.end(done);
+}
+
+const DURABLE: Op = Op::Write { fua: true };
+
+impl Full {
+    fn flushes(&self) -> u64 {
+        self.plan.count(Some(OperationKind::Flush))
+    }
+}
+
+#[test]
+fn one_flush_of_the_ring_serves_all_that_wait() {
+    for alignment in [1, 512] {
+        let full = full(alignment);
+        let before = (full.flushes(), full.disk.stats().at_workers);
+        full.add(OperationKind::Flush, 0, Effect::Hold);
+        let mut client = Client::new(&full.disk, 16);
+        client.push(Op::Flush, 0, 0, None);
+        client.submit();
+        assert!(full.plan.wait_until_held(1, Duration::ZERO), "no flush of the ring");
+        for number in 0..COUNT {
+            client.push(DURABLE, number * CLUSTER, LEN, Some(&NEW));
+            client.push(Op::Flush, 0, 0, None);
+        }
+        let read = client.push(Op::Read, COUNT * CLUSTER, LEN, None);
+        let passed: Vec<u64> = client.wait().iter().map(|done| done.token).collect();
+        assert_eq!(passed, [read], "who does not flush waits for no flush");
+        full.plan.release();
+        let done = client.drain();
+        assert_eq!(done.len() as u64, 1 + 2 * COUNT);
+        assert!(done.iter().all(|done| done.result.is_ok()));
+        assert_eq!((full.flushes() - before.0, full.disk.stats().at_workers), (2, before.1));
+        drop(client);
+        full.end(Vec::new());
+    }
+}
+
+#[test]
+fn a_flush_of_the_ring_that_fails_fails_the_disk_and_is_not_made_again() {
+    for (alignment, nth) in [1, 512].into_iter().flat_map(|alignment| (0..4).map(move |nth| (alignment, nth)))
+    {
+        let full = full(alignment);
+        let before = full.flushes();
+        full.add(OperationKind::Flush, nth, Effect::Fail(EIO));
+        let mut client = Client::new(&full.disk, 16);
+        // One flush for whichever is first, and one for the other, which comes while that is in flight.
+        let mut round = || {
+            client.push(DURABLE, 0, LEN, Some(&NEW));
+            client.push(Op::Flush, 0, 0, None);
+            client.drain().iter().filter(|done| done.result.is_err()).count()
+        };
+        for _ in 0..nth / 2 {
+            assert_eq!(round(), 0, "before flush {nth}");
+        }
+        assert_eq!(round(), if nth % 2 == 0 { 2 } else { 1 }, "at flush {nth}");
+        assert_eq!(round(), 2, "after flush {nth}");
+        assert_eq!(full.flushes() - before, nth + 1, "a lost cause was flushed again");
+        let failure = full.disk.failure().expect("the disk has failed");
+        assert!(failure.contains("os error 5"), "{failure}");
+        full.plan.clear();
+        full.disk.flush().unwrap_err();
+        full.disk.close().unwrap_err();
+        let Full { dir, disk, .. } = full;
+        drop((client, disk));
+        stock::assert_safe(&dir.path().join("disk"));
+    }
+}
+
+#[test]
+fn what_a_queue_made_durable_survives_a_power_failure() {
+    for alignment in [1, 512] {
+        let full = full(alignment);
+        let path = full.dir.path().join("disk");
+        let (before, begun) = (std::fs::read(&path).unwrap(), full.plan.log().len());
+        let mut client = Client::new(&full.disk, 16);
+        let wait_for = |client: &mut Client, token: u64| -> Moment {
+            loop {
+                if client.wait().iter().any(|done| done.token == token && done.result.is_ok()) {
+                    return full.plan.now();
+                }
+            }
+        };
+        // By cluster: since when its write is durable.
+        let mut durable = Vec::new();
+        for first in (0..2 * COUNT).step_by(2) {
+            let written = client.push(Op::Write { fua: false }, first * CLUSTER, LEN, Some(&NEW));
+            wait_for(&mut client, written);
+            let flush = client.push(Op::Flush, 0, 0, None);
+            durable.push(wait_for(&mut client, flush));
+            let written = client.push(DURABLE, (first + 1) * CLUSTER, LEN, Some(&NEW));
+            durable.push(wait_for(&mut client, written));
+        }
+        let log = &full.plan.log()[begun..];
+        for at in (log[0].issued.0..=full.plan.now().0).map(Moment) {
+            let crash = Crash { kind: CrashKind::Power, at, survivors: Survivors::None };
+            let left = full.dir.path().join("left");
+            std::fs::write(&left, crash.image(&before, log, full.id)).unwrap();
+            let disk = open_read_only(&left);
+            for (cluster, since) in (0..).zip(&durable) {
+                let found = read(&disk, cluster * CLUSTER, LEN as usize).unwrap();
+                assert!(*since > at || found == NEW, "cluster {cluster} is lost at {at:?}");
+            }
+        }
+        drop(client);
+        full.disk.close().unwrap();
+    }
 }

@@ -8,7 +8,7 @@ use common::faulty::FaultyFiles;
 use common::io::Client;
 use common::scratch;
 use vmstrata_disk::{Disk, Format, Op, OpenOptions};
-use vmstrata_store::{Effect, Fault, FaultPlan, OperationKind, When};
+use vmstrata_store::{Effect, Fault, FaultPlan, When};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 /// As many as a disk may have of the usual threads.
@@ -27,19 +27,17 @@ fn a_disk_whose_storage_hangs_does_not_stop_another_disks_requests() {
         (Disk::open(&path, &options, &resources).unwrap(), files.id(&path))
     };
     let ((hangs, hanging), (sound, _)) = (open("hangs"), open("sound"));
-    let (kind, store) = (Some(OperationKind::Write), Some(hanging));
-    plan.add(Fault { kind, store, when: When::From(0), effect: Effect::Hold });
-    // Every write that ends with a flush is a worker's.
-    let durable = Op::Write { fua: true };
+    plan.add(Fault { kind: None, store: Some(hanging), when: When::From(0), effect: Effect::Hold });
+    let cleared = Op::WriteZeroes { unmap: false, fua: true };
     let mut stuck = Client::new(&hangs, 64);
     for number in 0..64 {
-        stuck.push(durable, number * 4096, 4096, Some(&[2; 4096]));
+        stuck.push(cleared, number * 4096, 4096, None);
     }
     stuck.submit();
     assert!(plan.wait_until_held(AT_ONCE as usize, PATIENCE), "as many as a disk may have");
     let mut client = Client::new(&sound, 8);
     for number in 0..8 {
-        client.push(durable, number * 4096, 4096, Some(&[2; 4096]));
+        client.push(cleared, number * 4096, 4096, None);
     }
     let done = client.drain();
     assert_eq!(done.len(), 8);

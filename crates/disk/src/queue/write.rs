@@ -7,7 +7,7 @@ use vmstrata_store::{RingFile, slice};
 use super::plan::Parts;
 use super::{IoQueue, of_part};
 use crate::epoch::Phase;
-use crate::request::Request;
+use crate::request::{Op, Request};
 
 /// A write into the page cache that takes longer was held back by the host, whose shortest pause for writers is 6 ms. What
 /// takes less may have waited for a processor: up to a tick, which is 4 ms on many hosts.
@@ -29,13 +29,13 @@ impl IoQueue {
         let is_current = self.refresh();
         let plan = || self.layers.plan_write(&request, self.stats.counters());
         match is_current.then(plan).flatten() {
-            Some(parts) if parts.is_empty() => self.finish_now(&request, phase, Ok(())),
+            Some(parts) if parts.is_empty() => self.written(request, phase),
             Some(parts) if self.layers.blocks.is_some() => {
                 return self.start_write(request, phase, writing, parts);
             }
             Some(parts) => self.write_now(request, phase, &parts),
             None if is_current && self.write_unplanned(&request) => {
-                self.finish_now(&request, phase, Ok(()));
+                self.written(request, phase);
             }
             None => self.leave_to_worker(request, phase),
         }
@@ -75,15 +75,28 @@ impl IoQueue {
             })
         });
         if written {
-            self.finish_now(&request, phase, Ok(()));
+            self.written(request, phase);
         } else {
             // A worker writes it again, whole, and finds out what is wrong.
             self.leave_to_worker(request, phase);
         }
     }
 
+    /// Ends a write, or makes it durable first.
+    fn written(&mut self, request: Request, phase: Phase) {
+        if request.op == (Op::Write { fua: true }) {
+            self.push_flush(request, phase);
+        } else {
+            self.finish_now(&request, phase, Ok(()));
+        }
+    }
+
     /// Writes what cannot simply be overwritten, here and now; false when a worker has to.
     fn write_unplanned(&mut self, request: &Request) -> bool {
+        // It leaves changes. This thread does not commit them, nor wait for a flush that it has in flight itself.
+        if request.op != (Op::Write { fua: false }) || self.layers.is_flush_claimed() {
+            return false;
+        }
         let write = || self.layers.try_write(request.range.start, &request.segments);
         patiently(&mut self.writes_wait_until, write)
     }
