@@ -5,7 +5,7 @@ use vmstrata_types::{GuestRange, HostOffset, LayerIndex};
 use crate::disk::Disk;
 use crate::error::{IoContext as _, Result};
 use crate::layer::Format;
-use crate::layers::{LayerRef, Layers};
+use crate::layers::Layers;
 use crate::map::{Run, Source};
 
 /// A run of guest bytes that come from one layer in one way.
@@ -98,7 +98,7 @@ impl Layers {
             Source::Hole => (ExtentKind::Hole, None, None),
             Source::Zero(layer) => (ExtentKind::Zero, Some(self.place_of(layer)), None),
             Source::Compressed(layer) => (ExtentKind::Compressed, Some(self.place_of(layer)), None),
-            Source::Data(layer, host) if self.format_of(layer) == Format::Raw => {
+            Source::Data(layer, host) if self.layer(layer).format() == Format::Raw => {
                 return self.raw_extent(range, layer, host);
             }
             Source::Data(layer, host) => (ExtentKind::Data, Some(self.place_of(layer)), Some(host)),
@@ -115,7 +115,7 @@ impl Layers {
 
     /// Holes in a raw file are zeros of its layer.
     fn raw_extent(&self, range: GuestRange, layer: LayerIndex, host: HostOffset) -> Result<Extent> {
-        let store = self.store_of(layer)?;
+        let store = self.file_of(layer)?;
         let (is_data, end) = store
             .extent(host)
             .while_trying("look for holes")
@@ -124,14 +124,6 @@ impl Layers {
         let (is_data, len) = if there == 0 { (false, range.len) } else { (is_data, range.len.min(there)) };
         let range = GuestRange::new(range.start, len);
         let kind = if is_data { ExtentKind::Data } else { ExtentKind::Zero };
-        Ok(Extent { range, kind, layer: Some(layer), host: is_data.then_some(host) })
-    }
-
-    fn format_of(&self, layer: LayerIndex) -> Format {
-        match self.layer(layer) {
-            LayerRef::Active(_) => Format::Qcow2,
-            LayerRef::Raw(_) => Format::Raw,
-            LayerRef::Frozen(frozen) => frozen.format(),
-        }
+        Ok(Extent { range, kind, layer: Some(layer), host: is_data.then(|| store.start() + host.get()) })
     }
 }

@@ -25,7 +25,7 @@ use crate::active::session::forsake_journal;
 use crate::blocks::BlockOrder;
 use crate::error::{IoContext as _, Result};
 use crate::flusher::{FlushClaim, Flusher};
-use crate::layer::{Format, Layer};
+use crate::layer::{Format, Layer, Tables};
 use crate::map::{Before, FrozenMap, Run, Source};
 use crate::resources::Resources;
 
@@ -367,8 +367,8 @@ impl Layers {
         }
     }
 
-    /// The file of a layer, opened now if need be.
-    pub(crate) fn store_of(&self, layer: LayerIndex) -> Result<Arc<OpenStore>> {
+    /// The file reference of a layer, opened now if need be: where what [`Source`] names by its layer is read.
+    pub(crate) fn file_of(&self, layer: LayerIndex) -> Result<Arc<OpenStore>> {
         match self.layer(layer) {
             LayerRef::Active(active) => Ok(Arc::clone(&active.file)),
             LayerRef::Raw(raw) => Ok(Arc::clone(&raw.file)),
@@ -383,9 +383,9 @@ impl Layers {
         matches!(self.layer(layer), LayerRef::Frozen(_))
     }
 
-    /// The file of a layer if it is open.
+    /// The same if it is open.
     #[inline]
-    pub(crate) fn open_store_of(&self, layer: LayerIndex) -> Option<Arc<OpenStore>> {
+    pub(crate) fn open_file_of(&self, layer: LayerIndex) -> Option<Arc<OpenStore>> {
         match self.layer(layer) {
             LayerRef::Active(active) => Some(Arc::clone(&active.file)),
             LayerRef::Raw(raw) => Some(Arc::clone(&raw.file)),
@@ -400,5 +400,30 @@ impl Layers {
             LayerRef::Raw(raw) => &raw.path,
             LayerRef::Frozen(frozen) => &frozen.path,
         }
+    }
+}
+
+impl<'a> LayerRef<'a> {
+    /// What is needed to walk its tables; `None` for a raw layer.
+    pub(crate) fn tables(self) -> Option<&'a Tables> {
+        match self {
+            Self::Active(active) => Some(&active.tables),
+            Self::Raw(_) => None,
+            Self::Frozen(frozen) => frozen.tables.as_ref(),
+        }
+    }
+
+    /// Which file it is.
+    pub(crate) fn identity(self) -> FileIdentity {
+        match self {
+            Self::Active(active) => active.identity,
+            Self::Raw(raw) => raw.identity,
+            Self::Frozen(frozen) => frozen.identity,
+        }
+    }
+
+    /// How it keeps its bytes.
+    pub(crate) fn format(self) -> Format {
+        if self.tables().is_some() { Format::Qcow2 } else { Format::Raw }
     }
 }

@@ -13,6 +13,9 @@
 //! A long chain is read once, by all processors, when it is opened ([`FrozenMap::build`]); pages that did not fit
 //! the budget, or were evicted, are made again from the tables when someone asks for them.
 //!
+//! A word names a *file reference* by the number of a layer: which file backs that layer, and where in it the layer's bytes begin, is
+//! decided once for a set of layers, and looked up there ([`crate::layers::Layers::file_of`]). A map knows no files.
+//!
 //! The index on disk may be one of a layer further down, when those above it have none: what they say is then read from their
 //! tables, and put over what the index says.
 //!
@@ -50,7 +53,7 @@ pub(crate) enum Source {
     Hole,
     /// A layer says that they are zeros.
     Zero(LayerIndex),
-    /// They lie in the layer's file from this offset on.
+    /// They are the layer's bytes from this offset on.
     Data(LayerIndex, HostOffset),
     /// They are in compressed clusters of the layer.
     Compressed(LayerIndex),

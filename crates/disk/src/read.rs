@@ -89,7 +89,7 @@ impl Layers {
     }
 
     fn read_data(&self, layer: LayerIndex, host: HostOffset, into: &[Segment<'_>]) -> Result<()> {
-        let store = self.store_of(layer)?;
+        let store = self.file_of(layer)?;
         let read = store.read_segments(into, host).while_trying("read");
         let read = read.map_err(|error| error.at(host).in_layer(layer).in_file(self.path_of(layer)))?;
         let len = total_len(into);
@@ -114,12 +114,7 @@ impl Layers {
 
     /// The tables of a qcow2 layer.
     fn tables_of(&self, layer: LayerIndex) -> &Tables {
-        let tables = match self.layer(layer) {
-            LayerRef::Active(active) => Some(&active.tables),
-            LayerRef::Raw(_) => None,
-            LayerRef::Frozen(frozen) => frozen.tables.as_ref(),
-        };
-        tables.expect("only qcow2 layers have entries")
+        self.layer(layer).tables().expect("only qcow2 layers have entries")
     }
 
     /// The raw L2 entry that a qcow2 layer has for `at`.
@@ -127,7 +122,7 @@ impl Layers {
         match self.layer(layer) {
             LayerRef::Active(active) => active.entry(active.cluster_of(at)),
             LayerRef::Raw(_) => Ok(0),
-            LayerRef::Frozen(frozen) => frozen.l2_entry(&**self.store_of(layer)?, at),
+            LayerRef::Frozen(frozen) => frozen.l2_entry(&**self.file_of(layer)?, at),
         }
     }
 
@@ -156,13 +151,8 @@ impl Layers {
     ) -> Result<usize> {
         let tables = self.tables_of(layer);
         let bits = tables.geometry.cluster_bits;
-        let store = self.store_of(layer)?;
-        let file = match self.layer(layer) {
-            LayerRef::Active(active) => active.identity,
-            LayerRef::Raw(raw) => raw.identity,
-            LayerRef::Frozen(frozen) => frozen.identity,
-        };
-        let key = Key { file, guest: at.align_down(bits), raw };
+        let store = self.file_of(layer)?;
+        let key = Key { file: self.layer(layer).identity(), guest: at.align_down(bits), raw };
         let cluster = self.resources.clusters().read(key, &**store, tables)?;
         let within = at.within(bits) as usize;
         let len = (cluster.len() - within).min(total_len(into));
@@ -180,7 +170,7 @@ impl Layers {
             Err(entry) => ErrorKind::Entry { table: "L2 table", entry }.into(),
             Ok(L2Entry::Data { host, .. }) => {
                 let file_len =
-                    self.store_of(layer).and_then(|store| store.len().while_trying("read the file's length"));
+                    self.file_of(layer).and_then(|store| store.len().while_trying("read the file's length"));
                 match file_len {
                     Ok(file_len) => {
                         ErrorKind::Truncated { what: "a data cluster", at: host, file_len }.into()
@@ -239,7 +229,7 @@ impl Layers {
         while done < range.len {
             let run = self.locate(range.start + done, range.len - done).ok()?;
             if let Source::Data(layer, at) = run.source {
-                let absent = self.absent_piece(&self.store_of(layer).ok()?, layer, at, run.len);
+                let absent = self.absent_piece(&self.file_of(layer).ok()?, layer, at, run.len);
                 if absent.is_some() {
                     return absent;
                 }

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   disk ──► Store ──► FileStore    a local file or block device, with QEMU-compatible locks
+//!        │         ├─► WindowStore  a part of another store, only read
 //!        │         ├─► MemoryStore  a byte vector, for tests
 //!        │         └─► FaultStore   any other store, with failures, delays and a record of every operation
 //!        ├─► Ring  ──► the raw file below a FileStore, many operations at a time, with or without io_uring;
@@ -37,6 +38,7 @@ mod segment;
 mod share;
 mod transfer;
 mod view;
+mod window;
 
 use std::fmt;
 use std::io;
@@ -65,6 +67,7 @@ pub use segment::{
 pub use share::on_threads;
 pub use view::{View, major_faults};
 use vmstrata_types::HostOffset;
+pub use window::WindowStore;
 
 /// Random access to a growable run of bytes.
 ///
@@ -199,6 +202,11 @@ pub trait LocalFile {
     /// The descriptor below, when a [`Ring`] may read and write it directly with the same effect.
     fn raw(&self) -> Option<BorrowedFd<'_>> {
         None
+    }
+
+    /// Where in the file of [`LocalFile::raw`], or the store of [`LocalFile::simulated`], the first byte lies.
+    fn start(&self) -> HostOffset {
+        HostOffset::ZERO
     }
 
     /// The store itself, when [`Ring::simulated`] may carry requests out on it.

@@ -1,4 +1,7 @@
-//! A store with what a ring needs of it at hand.
+//! A file reference: an open store with what a ring needs of it at hand, and where in its file the store's bytes begin.
+//!
+//! A layer of a disk is backed by one. All who read a layer ask this for its bytes by their place in the layer, so that a layer may
+//! be a whole file or a part of one ([`crate::WindowStore`]).
 //!
 //! A request on the fast road touches as few cache lines as it can: with a thousand files in turn, each line of each
 //! file's store is a miss. Descriptor and alignment stand here beside the reference count that keeps the file open.
@@ -11,7 +14,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use vmstrata_types::HostOffset;
 
-use crate::{Store, View};
+use crate::{LocalFile, Store, View};
 
 /// A store that stays open for as long as this lives, as all who use it do.
 pub struct OpenStore {
@@ -19,6 +22,7 @@ pub struct OpenStore {
     fd: Option<RawFd>,
     /// `None` when a ring cannot use the store.
     alignment: Option<u32>,
+    start: HostOffset,
     may_be_absent: bool,
     /// Made when it is first asked for; then `Some(None)` if there can be none.
     view: Mutex<Option<Option<View>>>,
@@ -33,8 +37,9 @@ impl OpenStore {
         let fd = local.and_then(|file| Some(file.raw()?.as_raw_fd()));
         let ring = local.filter(|file| fd.is_some() || file.simulated().is_some());
         let alignment = ring.map(|file| u32::try_from(file.raw_alignment()).expect("blocks are small"));
+        let start = local.map_or(HostOffset::ZERO, LocalFile::start);
         let may_be_absent = fetch.is_some();
-        Arc::new(Self { fd, alignment, may_be_absent, view: Mutex::default(), store })
+        Arc::new(Self { fd, alignment, start, may_be_absent, view: Mutex::default(), store })
     }
 
     /// Whether a range must be asked for with [`Store::fetch`] before a ring reads it.
@@ -47,6 +52,18 @@ impl OpenStore {
     #[inline]
     pub fn ring_alignment(&self) -> Option<usize> {
         self.alignment.map(|alignment| alignment as usize)
+    }
+
+    /// Where in the file the first byte lies.
+    #[inline]
+    pub fn start(&self) -> HostOffset {
+        self.start
+    }
+
+    /// Whether [`crate::Ring::pin`] may take it: requests for files that ask for an alignment, or for a part of a file, must be looked
+    /// at one by one.
+    pub fn may_be_pinned(&self) -> bool {
+        self.alignment == Some(1) && self.start == HostOffset::ZERO
     }
 
     /// A view of the bytes, if there can be one: up to `end` at least, if the file reaches so far.

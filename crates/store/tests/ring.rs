@@ -9,6 +9,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use vmstrata_store::{
     AlignedBuf, CacheMode, Effect, Fault, FaultPlan, FaultStore, FileOptions, FileStore, MemoryStore,
     OpenStore, OperationKind, Ring, RingCompletion, RingFile, Segment, SegmentVec, Store, StoreId, When,
+    WindowStore,
 };
 use vmstrata_types::HostOffset;
 
@@ -108,6 +109,19 @@ fn a_flush_moves_no_bytes() {
             assert_eq!((done[0].token, done[0].expected), (3, 0));
             assert_eq!(*done[0].result.as_ref().expect("flush"), 0);
         }
+    }
+}
+
+#[test]
+fn a_window_is_read_from_its_start() {
+    let whole = file_store(&pattern(65536), CacheMode::Host);
+    let window = OpenStore::new(Arc::new(WindowStore::new(whole, HostOffset::new(1000), 20_000)));
+    assert!(!window.may_be_pinned());
+    for mut ring in rings(8) {
+        let mut buf = vec![0; 5000];
+        ring.push_read(window.clone(), segments(&mut buf, 2), HostOffset::new(777), 5);
+        assert_eq!(*complete(&mut ring, 1)[0].result.as_ref().expect("read"), 5000);
+        assert_eq!(buf, pattern(65536)[1777..6777]);
     }
 }
 

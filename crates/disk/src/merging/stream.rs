@@ -163,7 +163,7 @@ impl Layers {
 
     /// `run`, cut where data and holes of its file meet.
     pub(super) fn cut(&self, run: Run, holes: &Holes) -> Run {
-        holes.cut(run, |layer, host| self.store_of(layer).ok()?.extent(host).ok())
+        holes.cut(run, |layer, host| self.file_of(layer).ok()?.extent(host).ok())
     }
 
     /// Whether a cluster reads as zeros without an entry of the target.

@@ -25,8 +25,7 @@ impl Pins {
 
     /// Pins a frozen layer's file, unless it is, for the requests that follow.
     pub(super) fn add(&mut self, ring: &mut Ring, layer: LayerIndex, store: &OpenStore) {
-        // Requests for files that ask for an alignment must be looked at one by one.
-        if self.full || self.get(layer).is_some() || store.ring_alignment() != Some(1) {
+        if self.full || self.get(layer).is_some() || !store.may_be_pinned() {
             return;
         }
         let pinned = ring.pin(store);

@@ -44,7 +44,7 @@ impl Layers {
                 Source::Data(layer, at) => {
                     let file = match pins.get(layer) {
                         Some(file) => RingFile::Pinned(file),
-                        None => open_part(self.open_store_of(layer)?, at, done, run.len, request)?,
+                        None => open_part(self.open_file_of(layer)?, at, done, run.len, request)?,
                     };
                     parts.push(Part { layer, file, at, skip: done as usize, len: run.len as usize });
                 }

@@ -160,7 +160,7 @@ impl Layers {
             match run.source {
                 Source::Hole | Source::Zero(_) => bytes.fill(0),
                 Source::Data(layer, host) => {
-                    if !self.open_store_of(layer)?.local().is_some_and(|file| file.read_now(bytes, host)) {
+                    if !self.open_file_of(layer)?.local().is_some_and(|file| file.read_now(bytes, host)) {
                         return Some(false);
                     }
                 }

@@ -40,11 +40,11 @@ impl Simulated {
     }
 
     fn run(&mut self, job: &Job, admission: Admission) {
-        let (store, segments) = (store_of(job), job.used());
+        let (store, segments, at) = (store_of(job), job.used(), job.at + job.store().start().get());
         let (result, ticket) = match job.action {
-            Action::Read | Action::ReadApart => (store.read_admitted(admission, segments, job.at), None),
+            Action::Read | Action::ReadApart => (store.read_admitted(admission, segments, at), None),
             Action::Write => {
-                let (ticket, written) = store.write_admitted(admission, segments, job.at);
+                let (ticket, written) = store.write_admitted(admission, segments, at);
                 (written.map(|()| total_len(segments)), Some(ticket))
             }
             Action::Flush => {

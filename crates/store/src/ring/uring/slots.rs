@@ -48,10 +48,11 @@ impl Slots {
     pub(super) fn fill(&mut self, job: Job) -> squeue::Entry {
         let Job { action, file, segments, at, token } = job;
         // Before a slot is taken: a store without a descriptor panics, and the ring's end waits for every slot.
-        let (fd, flags) = match &file {
-            RingFile::Open(store) => (Fd(store.ring_fd()), squeue::Flags::empty()),
+        let (fd, flags, at) = match &file {
+            RingFile::Open(store) => (Fd(store.ring_fd()), squeue::Flags::empty(), at + store.start().get()),
             RingFile::Pinned(PinnedFile(place)) => {
-                (Fd(i32::try_from(place.get()).expect("few files are pinned")), squeue::Flags::FIXED_FILE)
+                let place = i32::try_from(place.get()).expect("few files are pinned");
+                (Fd(place), squeue::Flags::FIXED_FILE, at)
             }
         };
         let index = self.free.pop().unwrap_or_else(|| {
