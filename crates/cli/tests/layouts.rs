@@ -154,13 +154,36 @@ const LAYOUTS: &[Layout] = &[
         expected: Same,
     },
     Layout {
-        name: "a-json-description-of-a-part-of-a-file",
+        name: "a-json-description-of-the-rest-of-a-file",
         make: |image, dir| {
             let base = dir.join("base.raw");
-            let name = format!(r#"json:{{"driver":"raw","offset":65536,"file":{{"filename":{base:?}}}}}"#);
+            let name = format!(r#"json:{{"driver":"raw","offset":65537,"file":{{"filename":{base:?}}}}}"#);
             image.name(&[], name.as_bytes());
         },
-        // A layer is a file, which every command names by its path alone; the error says how to make a file of the part.
+        expected: Same,
+    },
+    Layout {
+        name: "a-flat-json-description-of-a-part-of-a-file",
+        make: |image, dir| {
+            let base = dir.join("base.raw");
+            let name = format!(
+                r#"json:{{"driver":"raw","offset":"65536","size":1048576,"file.filename":{base:?},"file.driver":"file"}}"#
+            );
+            image.name(&[(FORMAT, b"raw")], name.as_bytes());
+        },
+        expected: Same,
+    },
+    Layout {
+        name: "a-json-description-of-an-image-in-a-part-of-a-file",
+        make: |image, dir| {
+            let (base, whole) = (dir.join("inner.qcow2"), dir.join("outer.raw"));
+            let inner = fs::read(base).expect("an image");
+            fs::write(&whole, [&[0; 512][..], &inner].concat()).expect("a file");
+            let file =
+                format!(r#"{{"driver":"raw","offset":512,"file":{{"driver":"file","filename":{whole:?}}}}}"#);
+            image.name(&[], format!(r#"json:{{"driver":"qcow2","file":{file}}}"#).as_bytes());
+        },
+        // Its tables and its backing file would have to be found by more than a path; the error says how to make a file of it.
         expected: Refused("qemu-img convert"),
     },
     Layout {
@@ -209,6 +232,8 @@ fn make(images: &Images) -> Image {
     fs::write(images.path("base.raw"), base).expect("a base");
     let args = ["-o", "cluster_size=4k,backing_file=base.raw,backing_fmt=raw", "4M"];
     images.create("plain.qcow2", &args);
+    images.create("inner.qcow2", &["4M"]);
+    images.write_layer("inner.qcow2", &["write -P 5 0 64k"]);
     images.write_layer("plain.qcow2", &["write -P 7 8k 20k", "write -z 64k 8k", "write -c -P 9 128k 4k"]);
     Image { bytes: fs::read(images.path("plain.qcow2")).expect("an image") }
 }

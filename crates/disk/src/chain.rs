@@ -13,7 +13,6 @@ use vmstrata_store::{CacheMode, Gate};
 use vmstrata_types::MAX_LAYERS;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::json_name::Described;
 use crate::layer::Format;
 use crate::opener::{Opener, Role, directory_of};
 
@@ -21,7 +20,7 @@ pub(crate) use crate::head::{
     Qcow2Head, backing_of, backing_text, described_backing, has_magic, image_format, plain_name, probe,
     read_head, resolve_name,
 };
-pub(crate) use file::{Top, check_state, check_state_at, is_being_dropped, open_layer, open_top};
+pub(crate) use file::{Top, check_state_at, is_being_dropped, open_described, open_layer, open_top};
 
 /// How to open a disk.
 #[derive(Clone, Debug)]
@@ -149,7 +148,8 @@ pub(crate) fn walk_below<T>(
     // A disk without backing files needs no gate, whatever its directory is.
     let mut gate = None;
     let mut next = described_backing(&top.path, top.head.as_ref())?;
-    while let Some(Described { path: name, format, below: expected }) = next {
+    while let Some(named) = next {
+        let name = &named.path;
         if below.len() + 1 >= MAX_LAYERS {
             return Err(Error::from(ErrorKind::TooLong).in_file(path));
         }
@@ -160,17 +160,17 @@ pub(crate) fn walk_below<T>(
         let above = below.len();
         let loops = |earlier| {
             let kind = if earlier == above { ErrorKind::OwnBacking } else { ErrorKind::Loop { earlier } };
-            Error::from(kind).in_file(&name)
+            Error::from(kind).in_file(name)
         };
-        let layer = open_layer(&name, role, format, gate, opener).map_err(|error| {
+        let layer = open_described(&named, role, gate, opener).map_err(|error| {
             // A lock on a file that was met is this chain's own.
-            let met = || met.get(&opener.identity(&name, gate).ok()?.file).copied();
+            let met = || met.get(&opener.identity(name, gate).ok()?.file).copied();
             error.is_lock().then(met).flatten().map_or(error, loops)
         })?;
         if let Some(earlier) = met.insert(layer.opened.identity.file, below.len() + 1) {
             return Err(loops(earlier));
         }
-        next = expected.check(&layer.path, described_backing(&layer.path, layer.head.as_ref())?)?;
+        next = named.below.check(&layer.path, described_backing(&layer.path, layer.head.as_ref())?)?;
         let Some(kept) = keep(layer) else { break };
         below.push(kept);
     }

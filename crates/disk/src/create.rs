@@ -18,8 +18,9 @@ use vmstrata_types::{ClusterBits, MAX_LAYERS};
 
 use crate::access;
 use crate::atomic_file::AtomicFile;
-use crate::chain::{Qcow2Head, check_state, probe, read_head, resolve_name};
+use crate::chain::{Qcow2Head, open_described, probe, resolve_name};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::json_name::Described;
 use crate::layer::Format;
 use crate::names::disk_name;
 use crate::opener::{LocalFiles, Opened, Opener, Role, directory_of};
@@ -106,7 +107,7 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
         None => Err(error),
     })?;
     if let Some((name, _)) = &options.backing {
-        back_refs::record_chain(path, [resolve(path, name)?.as_path(), path].into_iter());
+        back_refs::record_chain(path, [resolve(path, name)?.path.as_path(), path].into_iter());
     }
     write_new(path, &image, options.force, replaced.is_some())
 }
@@ -157,31 +158,22 @@ fn lock_existing(path: &Path) -> Result<Replaced> {
 
 /// Opens the backing file; returns its virtual size in bytes.
 fn check_backing(path: &Path, name: &Path, format: Format, replaced: Option<FileId>) -> Result<u64> {
-    let resolved = resolve(path, name)?;
-    let read = || -> Result<(Opened, u64, Option<Qcow2Head>)> {
-        let opened = LocalFiles.open(&resolved, Role::Inspected, &Gate::unrestricted())?;
-        let head = match format {
-            // Any bytes are a raw disk, also those of a qcow2 image.
-            Format::Raw => None,
-            Format::Qcow2 => Some(read_head(&*opened.store, opened.identity.len)?),
-        };
-        let size = head.as_ref().map_or(opened.identity.len.next_multiple_of(512), |head| head.header.size);
-        Ok((opened, size, head))
-    };
-    let (opened, size, head) = read().map_err(|error| error.in_file(&resolved))?;
-    check_state(&resolved, head.as_ref())?;
+    // Any bytes are a raw disk, also those of a qcow2 image.
+    let named = Described { format: Some(format), ..resolve(path, name)? };
+    let top = open_described(&named, Role::Inspected, &Gate::unrestricted(), &LocalFiles)?;
+    top.check_state()?;
     if let Some(replaced) = replaced {
-        refuse_loop(resolved, &opened, head, replaced)?;
+        refuse_loop(named.path, &top.opened, top.head, replaced)?;
     }
-    Ok(size)
+    Ok(top.size)
 }
 
-fn resolve(path: &Path, name: &Path) -> Result<PathBuf> {
+fn resolve(path: &Path, name: &Path) -> Result<Described> {
     let name = name.to_str().ok_or(ErrorKind::BackingName {
         name: name.to_string_lossy().into_owned(),
         feature: "bytes that are not UTF-8".to_owned(),
     })?;
-    Ok(resolve_name(path, name)?.path)
+    resolve_name(path, name)
 }
 
 /// Walks down the backing chain for the file that is to be replaced, as far as it can be read.

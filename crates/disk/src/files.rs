@@ -12,6 +12,7 @@ use vmstrata_store::{FileId, FileIdentity, Gate, LocalFile, OpenStore, Permissio
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Layer;
 use crate::opener::{Opened, Opener, Role};
+use crate::window::part_of;
 
 /// Whether a file is what it was, as far as a look at it tells. (The change time is no witness: it also moves when a
 /// file is linked or gets another owner. Nor is the length: an index makes a file longer and puts its time back.)
@@ -81,8 +82,9 @@ impl FileTable {
         loop {
             let opened = self.opener.open(&layer.path, Role::Frozen, &Gate::unrestricted())?;
             if same_state(&opened.identity, &layer.identity) {
-                let confirmed = layer.confirm(&*opened.store, opened.identity.len);
-                confirmed.map_err(|error| error.in_file(&layer.path))?;
+                let in_file = |error: Error| error.in_file(&layer.path);
+                let opened = part_of(opened, layer.window).map_err(in_file)?;
+                layer.confirm(&*opened.store, opened.identity.len).map_err(in_file)?;
                 return Ok(opened.store);
             }
             let is_replaced = opened.identity.file != layer.identity.file;

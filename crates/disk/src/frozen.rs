@@ -4,6 +4,7 @@
 //! ([`Resources`]); nothing is merged into a map.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,9 +13,10 @@ use vmstrata_qcow2::{Geometry, L2Entry};
 use vmstrata_store::{FileId, FileIdentity, Gate};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, MAX_LAYERS};
 
-use crate::chain::{OpenOptions, Top, backing_of, open_layer, open_top};
+use crate::chain::{OpenOptions, Top, described_backing, open_described, open_layer, open_top};
 use crate::compressed::Key;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::json_name::{Below, Described};
 use crate::layer::{Format, Layer, Scratch, Tables, words};
 use crate::loading::freeze;
 use crate::opener::Role;
@@ -49,6 +51,15 @@ impl FrozenLayer {
     /// Which file it is, and its state when it was opened.
     pub fn identity(&self) -> FileIdentity {
         self.layer.identity
+    }
+
+    /// Which bytes of which file it is. Chains with a layer of the same ones share that layer.
+    pub fn place(&self) -> (FileId, Range<u64>) {
+        let bytes = match self.layer.window {
+            Some(window) => window.start.get()..window.start.get() + self.layer.size,
+            None => 0..u64::MAX,
+        };
+        (self.layer.identity.file, bytes)
     }
 
     /// Virtual size in bytes.
@@ -149,19 +160,21 @@ pub struct FrozenChain<'a> {
     options: OpenOptions,
     resources: &'a Arc<Resources>,
     gate: Option<Gate>,
-    next: Option<(PathBuf, Option<Format>)>,
+    next: Option<Described>,
     met: HashMap<FileId, usize>,
 }
 
 impl<'a> FrozenChain<'a> {
     /// The chain whose newest layer is the file `path`.
     pub fn new(path: &Path, options: &OpenOptions, resources: &'a Arc<Resources>) -> Self {
-        let next = Some((path.to_owned(), options.format));
+        let (named, format) = (path.to_owned(), options.format);
+        let next = Some(Described { path: named, format, window: None, below: Below::AsStored });
         let (path, options) = (path.to_owned(), options.clone());
         Self { path, options, resources, gate: None, next, met: HashMap::new() }
     }
 
-    fn open(&mut self, path: &Path, format: Option<Format>) -> Result<FrozenLayer> {
+    fn open(&mut self, layer: &Described) -> Result<FrozenLayer> {
+        let path = &layer.path;
         if self.met.len() >= MAX_LAYERS {
             return Err(Error::from(ErrorKind::TooLong).in_file(&self.path));
         }
@@ -176,9 +189,9 @@ impl<'a> FrozenChain<'a> {
                 self.gate = Some(self.options.gate(&self.path)?);
             }
             let gate = self.gate.as_ref().expect("made above");
-            open_layer(path, Role::Frozen, format, gate, opener)?
+            open_described(layer, Role::Frozen, gate, opener)?
         };
-        self.next = backing_of(&top.path, top.head.as_ref())?;
+        self.next = described_backing(&top.path, top.head.as_ref())?;
         if let Some(earlier) = self.met.insert(top.opened.identity.file, self.met.len()) {
             let is_own = earlier + 1 == self.met.len();
             let kind = if is_own { ErrorKind::OwnBacking } else { ErrorKind::Loop { earlier } };
@@ -192,8 +205,8 @@ impl Iterator for FrozenChain<'_> {
     type Item = Result<FrozenLayer>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let (path, format) = self.next.take()?;
-        let opened = self.open(&path, format);
+        let layer = self.next.take()?;
+        let opened = self.open(&layer);
         if opened.is_err() {
             self.next = None;
         }

@@ -12,6 +12,7 @@ use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::json_name::{self, Below, Described};
 use crate::names::Format;
 use crate::opener::directory_of;
+use crate::window::SECTOR;
 
 /// The header of a qcow2 file with what follows it.
 #[derive(Debug)]
@@ -33,8 +34,6 @@ pub(crate) struct Qcow2Head {
 const HEAD_PROBE: usize = 4096;
 /// The largest cluster.
 const HEADER_MAX: usize = 2 << 20;
-/// Raw files are counted in sectors: the last one reads as if padded with zeros.
-const SECTOR: u64 = 512;
 const MAGIC: &[u8; 4] = b"QFI\xfb";
 
 /// The header if the file starts like a qcow2 image; `None` for a raw file.
@@ -165,6 +164,7 @@ pub(crate) fn resolve_name(image: &Path, name: &str) -> Result<Described> {
         None => Ok(Described {
             path: directory_of(image).join(plain_name(name)?),
             format: None,
+            window: None,
             below: Below::AsStored,
         }),
     }

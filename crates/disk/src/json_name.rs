@@ -6,16 +6,19 @@
 //! ```
 //!
 //! Only what leads to the same bytes in QEMU and here is taken: the drivers `qcow2`, `raw` and `file`, a file's name, a
-//! `backing` that is what the image itself names, and options that do not change what is read. The rest is refused by name.
+//! `backing` that is what the image itself names, `offset` and `size` of a raw layer, and options that do not change what is read.
+//! The rest is refused by name.
 //! A relative file name is relative to the working directory, as in QEMU.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use vmstrata_types::HostOffset;
 
 use crate::error::{ErrorKind, Result};
 use crate::names::Format;
+use crate::window::{SECTOR, Window};
 
 /// What a description says of the layer that it names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,6 +26,8 @@ pub(crate) struct Described {
     pub(crate) path: PathBuf,
     /// `None` where it does not say.
     pub(crate) format: Option<Format>,
+    /// What of the file it is; `None` for all.
+    pub(crate) window: Option<Window>,
     /// What it says of the layer below that one.
     pub(crate) below: Below,
 }
@@ -51,7 +56,8 @@ impl Below {
             (Self::Nothing, None) => Ok(None),
             (Self::Named(named), Some(stored))
                 if real(&named.path).is_some_and(|path| Some(path) == real(&stored.path))
-                    && (named.format.is_none() || named.format == stored.format) =>
+                    && (named.format.is_none() || named.format == stored.format)
+                    && named.window == stored.window =>
             {
                 let below = if named.below == Self::AsStored { stored.below } else { named.below };
                 Ok(Some(Described { below, ..stored }))
@@ -122,6 +128,36 @@ fn take_text(options: &mut Options, name: &str) -> Result<Option<String>, String
     }
 }
 
+/// A number of bytes, which QEMU takes as text, too.
+fn take_bytes(options: &mut Options, name: &str) -> Result<Option<u64>, String> {
+    let bytes = match options.remove(name) {
+        None => return Ok(None),
+        Some(Value::Number(number)) => number.as_u64(),
+        Some(Value::String(text)) => text.parse().ok(),
+        Some(_) => None,
+    };
+    bytes.map(Some).ok_or_else(|| format!("a json: description whose {name:?} is no number of bytes"))
+}
+
+/// What of the file a layer is.
+fn window(options: &mut Options, format: Option<Format>) -> Result<Option<Window>, String> {
+    let (start, len) = (take_bytes(options, "offset")?, take_bytes(options, "size")?);
+    if start.is_none() && len.is_none() {
+        return Ok(None);
+    }
+    if format != Some(Format::Raw) {
+        return Err(PART.to_owned());
+    }
+    if len.is_some_and(|len| len % SECTOR != 0) {
+        return Err("a json: description whose \"size\" is no multiple of 512".to_owned());
+    }
+    let start = start.unwrap_or(0);
+    Ok((start > 0 || len.is_some()).then_some(Window { start: HostOffset::new(start), len }))
+}
+
+/// What is refused of an image inside a file.
+const PART: &str = "a qcow2 image in a part of a file, in a json: description (make a file of it: `qemu-img convert -O qcow2 'json:...' NEW`, then `qemu-img rebase -u` to that)";
+
 /// The names of the format have at most 1,023 bytes, so there are not many levels.
 fn image(mut options: Options) -> Result<Described, String> {
     let driver = take_text(&mut options, "driver")?;
@@ -130,10 +166,12 @@ fn image(mut options: Options) -> Result<Described, String> {
         Some("qcow2") => Some(Format::Qcow2),
         Some("raw") => Some(Format::Raw),
         Some("file") => {
-            return Ok(Described { path: file(options)?, format: Some(Format::Raw), below: Below::Nothing });
+            let path = file(options)?;
+            return Ok(Described { path, format: Some(Format::Raw), window: None, below: Below::Nothing });
         }
         Some(other) => return Err(format!("the driver {other:?} in a json: description")),
     };
+    let window = window(&mut options, format)?;
     let below = match (options.remove("backing"), take_all(&mut options, "backing")) {
         (None, named) if named.is_empty() => Below::AsStored,
         (None, named) => Below::Named(Box::new(image(named)?)),
@@ -143,13 +181,14 @@ fn image(mut options: Options) -> Result<Described, String> {
     };
     let path = file(take_all(&mut options, "file"))?;
     check_rest(options)?;
-    Ok(Described { path, format, below })
+    Ok(Described { path, format, window, below })
 }
 
 /// The file that a node of the driver `file` opens.
 fn file(mut options: Options) -> Result<PathBuf, String> {
     match take_text(&mut options, "driver")?.as_deref() {
         None | Some("file") => {}
+        Some("raw") => return Err(PART.to_owned()),
         Some(other) => return Err(format!("the driver {other:?} in a json: description")),
     }
     let name = take_text(&mut options, "filename")?;
@@ -160,9 +199,6 @@ fn file(mut options: Options) -> Result<PathBuf, String> {
 
 fn check_rest(options: Options) -> Result<(), String> {
     let first = |key: &str| key.split('.').next().is_some_and(|first| HARMLESS.contains(&first));
-    if options.contains_key("offset") || options.contains_key("size") {
-        return Err("a part of a file in a json: description (make a file of it: `qemu-img convert -O qcow2 'json:...' NEW`, then `qemu-img rebase -u` to that)".to_owned());
-    }
     match options.keys().find(|key| !first(key)) {
         Some(key) => Err(format!("the option {key:?} in a json: description")),
         None => Ok(()),
@@ -174,7 +210,7 @@ mod tests {
     use super::*;
 
     fn named(path: &str, format: Option<Format>, below: Below) -> Described {
-        Described { path: path.into(), format, below }
+        Described { path: path.into(), format, window: None, below }
     }
 
     #[test]
@@ -206,11 +242,31 @@ mod tests {
     }
 
     #[test]
+    fn a_raw_layer_may_be_a_part_of_a_file() {
+        let of = |said: &str| {
+            parse(&format!(r#"{{"driver":"raw",{said}"file":{{"driver":"file","filename":"/a"}}}}"#))
+                .unwrap()
+                .window
+        };
+        let window = |start, len| Some(Window { start: HostOffset::new(start), len });
+        assert_eq!(of(r#""offset":65536,"size":1048576,"#), window(65536, Some(1 << 20)));
+        assert_eq!(of(r#""offset":"1000","#), window(1000, None));
+        assert_eq!(of(r#""size":"512","#), window(0, Some(512)));
+        assert_eq!((of(r#""offset":0,"#), of("")), (None, None));
+    }
+
+    #[test]
     fn what_reads_other_bytes_is_refused_by_name() {
         for (text, said) in [
             (r#"{"driver":"nbd","host":"x"}"#, "driver \"nbd\""),
             (r#"{"driver":"qcow2","file":{"driver":"https","url":"x"}}"#, "driver \"https\""),
-            (r#"{"driver":"raw","offset":512,"file.filename":"/a"}"#, "a part of a file"),
+            (r#"{"driver":"qcow2","offset":512,"file.filename":"/a"}"#, "image in a part of a file"),
+            (
+                r#"{"driver":"qcow2","file":{"driver":"raw","offset":512,"file":{"filename":"/a"}}}"#,
+                "image in a part of a file",
+            ),
+            (r#"{"driver":"raw","size":513,"file.filename":"/a"}"#, "no multiple of 512"),
+            (r#"{"driver":"raw","offset":-1,"file.filename":"/a"}"#, "is no number of bytes"),
             (r#"{"driver":"qcow2","file":"node"}"#, "without a file's name"),
             (r#"{"driver":"qcow2","backing":"node","file.filename":"/a"}"#, "a reference to a node"),
             (r#"{"driver":"qcow2","file":{"filename":7}}"#, "is no text"),

@@ -17,6 +17,7 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::head::{raw_size, read_head};
 pub use crate::names::Format;
+use crate::window::Window;
 
 /// What is needed to walk the tables of a qcow2 file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +61,8 @@ pub(crate) struct Layer {
     pub(crate) size: u64,
     /// `None` for a raw file.
     pub(crate) tables: Option<Tables>,
+    /// What of the file it is; `None` for all.
+    pub(crate) window: Option<Window>,
     pub(crate) growth: Growth,
     /// Whether size and tables are what an index says, and the file has not been asked yet.
     is_unverified: AtomicBool,
@@ -83,12 +86,18 @@ impl Layer {
             identity,
             size,
             tables,
+            window: None,
             growth: Growth::Frozen,
             is_unverified: AtomicBool::new(false),
             file: ArcSwapOption::empty(),
             used: AtomicBool::new(false),
             held: AtomicBool::new(false),
         }
+    }
+
+    /// The same layer in a part of the file.
+    pub(crate) fn in_window(self, window: Option<Window>) -> Self {
+        Self { window, ..self }
     }
 
     /// The same layer while its file may get longer.
@@ -139,8 +148,8 @@ impl Layer {
 
     /// Whether both read the same file in the same way.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        (&self.path, self.identity, self.size, self.tables)
-            == (&other.path, other.identity, other.size, other.tables)
+        (&self.path, self.identity, self.size, self.tables, self.window)
+            == (&other.path, other.identity, other.size, other.tables, other.window)
     }
 
     pub(crate) fn format(&self) -> Format {

@@ -83,6 +83,7 @@ pub mod stats;
 mod threads;
 mod throttle;
 mod times;
+mod window;
 mod workers;
 mod write;
 mod zero;

@@ -107,7 +107,8 @@ pub(crate) fn freeze(file: Top, resources: &Resources) -> Arc<Layer> {
         );
     }
     let tables = file.head.as_ref().map(|head| Tables::of(&head.header));
-    let layer = resources.share_layer(Layer::new(file.path, file.opened.identity, file.size, tables));
+    let layer = Layer::new(file.path, file.opened.identity, file.size, tables).in_window(file.window);
+    let layer = resources.share_layer(layer);
     resources.files().adopt(&layer, &file.opened);
     layer
 }

@@ -1,6 +1,7 @@
 //! Finding the layers between two states: both chains are followed down, in turn, until they meet.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -65,9 +66,9 @@ impl States {
             let mut met = None;
             let mut moved = false;
             for side in 0..2 {
-                let Some(file) = walks[side].step()? else { continue };
+                let Some(place) = walks[side].step()? else { continue };
                 moved = true;
-                if let Some(&depth) = walks[1 - side].met.get(&file) {
+                if let Some(&depth) = walks[1 - side].met.get(&place) {
                     let here = walks[side].layers.len() - 1;
                     met = Some(if side == 0 { [here, depth] } else { [depth, here] });
                     break;
@@ -109,13 +110,16 @@ fn told_formats(walks: &[Walk<'_>; 2], depths: [usize; 2], options: &DiffOptions
     }
 }
 
+/// Of [`FrozenLayer::place`].
+type Place = (FileId, Range<u64>);
+
 /// One chain, and its layers met so far.
 struct Walk<'a> {
     path: PathBuf,
     below: FrozenChain<'a>,
     /// Newest first.
     layers: Vec<FrozenLayer>,
-    met: HashMap<FileId, usize>,
+    met: HashMap<Place, usize>,
 }
 
 impl<'a> Walk<'a> {
@@ -137,12 +141,12 @@ impl<'a> Walk<'a> {
     }
 
     /// Opens the next layer down; `None` below the base.
-    fn step(&mut self) -> Result<Option<FileId>> {
+    fn step(&mut self) -> Result<Option<Place>> {
         let Some(layer) = self.below.next().transpose()? else { return Ok(None) };
-        let file = layer.identity().file;
-        self.met.insert(file, self.layers.len());
+        let place = layer.place();
+        self.met.insert(place.clone(), self.layers.len());
         self.layers.push(layer);
-        Ok(Some(file))
+        Ok(Some(place))
     }
 
     /// The layers above the one at `depth`, which is `common`.

@@ -6,16 +6,20 @@ use vmstrata_store::Gate;
 
 use super::OpenOptions;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::head::{Qcow2Head, has_magic, probe, read_head};
+use crate::head::{Qcow2Head, has_magic, probe, raw_size, read_head};
+use crate::json_name::Described;
 use crate::layer::Format;
 use crate::opener::{Opened, Opener, Role};
 use crate::session::SESSION_MASK;
+use crate::window::{Window, part_of};
 
 /// The open file on top of a chain.
 #[derive(Debug)]
 pub(crate) struct Top {
     pub(crate) path: PathBuf,
     pub(crate) opened: Opened,
+    /// What of the file it is; `None` for all.
+    pub(crate) window: Option<Window>,
     /// Virtual size in bytes.
     pub(crate) size: u64,
     /// `None` for a raw file.
@@ -30,31 +34,23 @@ impl Top {
         self.head.as_ref().is_some_and(|head| head.header.autoclear.bits() & SESSION_MASK != 0)
     }
 
-    /// As [`check_state`].
+    /// Refuses a layer as a state of a disk whose own content is partly overwritten by that of the layers above it, because it is
+    /// being dropped ([`crate::merge`]). Below those it is right.
     ///
     /// # Errors
-    /// As [`check_state`].
+    /// [`ErrorKind::BeingDropped`].
     pub(crate) fn check_state(&self) -> Result<()> {
-        check_state(&self.path, self.head.as_ref())
+        if is_being_dropped(&self.path, self.head.as_ref()) {
+            return Err(Error::from(ErrorKind::BeingDropped).in_file(&self.path));
+        }
+        Ok(())
     }
 }
 
-/// Refuses a layer as a state of a disk whose own content is partly overwritten by that of the layers above it, because it is
-/// being dropped ([`crate::merge`]). Below those it is right.
+/// As [`Top::check_state`], of a file whose chain may be broken for just that reason; of one that cannot be read itself nothing is said.
 ///
 /// # Errors
-/// [`ErrorKind::BeingDropped`].
-pub(crate) fn check_state(path: &Path, head: Option<&Qcow2Head>) -> Result<()> {
-    if is_being_dropped(path, head) {
-        return Err(Error::from(ErrorKind::BeingDropped).in_file(path));
-    }
-    Ok(())
-}
-
-/// As [`check_state`], of a file whose chain may be broken for just that reason; of one that cannot be read itself nothing is said.
-///
-/// # Errors
-/// As [`check_state`].
+/// As [`Top::check_state`].
 pub(crate) fn check_state_at(path: &Path, opener: &dyn Opener) -> Result<()> {
     match open_layer(path, Role::Inspected, None, &Gate::unrestricted(), opener) {
         Ok(top) => top.check_state(),
@@ -62,7 +58,7 @@ pub(crate) fn check_state_at(path: &Path, opener: &dyn Opener) -> Result<()> {
     }
 }
 
-/// Whether [`check_state`] refuses it.
+/// Whether [`Top::check_state`] refuses it.
 pub(crate) fn is_being_dropped(path: &Path, head: Option<&Qcow2Head>) -> bool {
     let valid_as = head.and_then(|head| head.valid_as.as_deref());
     valid_as.is_some_and(|name| path.file_name() != Some(name.as_ref()))
@@ -77,7 +73,7 @@ pub(crate) fn open_top(path: &Path, role: Role, options: &OpenOptions, opener: &
     if options.format == Some(Format::Raw) && !options.format_is_exact {
         refuse_overlay(path, &opened).map_err(|error| error.in_file(path))?;
     }
-    read_top(path, opened, options.format)
+    read_top(path, opened, options.format, None)
 }
 
 /// Refuses a file that is said to be raw and begins with a qcow2 header of vmstrata's, as an overlay does that took a raw disk's
@@ -105,20 +101,32 @@ pub(crate) fn open_layer(
     gate: &Gate,
     opener: &dyn Opener,
 ) -> Result<Top> {
-    read_top(path, opener.open(path, role, gate)?, format)
+    read_top(path, opener.open(path, role, gate)?, format, None)
 }
 
-fn read_top(path: &Path, opened: Opened, format: Option<Format>) -> Result<Top> {
+/// As [`open_layer`], by the description of it in the layer above.
+///
+/// # Errors
+/// As [`open_layer`]; a part of a file that the file does not have.
+pub(crate) fn open_described(layer: &Described, role: Role, gate: &Gate, opener: &dyn Opener) -> Result<Top> {
+    read_top(&layer.path, opener.open(&layer.path, role, gate)?, layer.format, layer.window)
+}
+
+fn read_top(path: &Path, opened: Opened, format: Option<Format>, window: Option<Window>) -> Result<Top> {
+    let opened = part_of(opened, window).map_err(|error| error.in_file(path))?;
     let read = || -> Result<(u64, Option<Qcow2Head>)> {
         let file_len = opened.identity.len;
+        if let Some(window) = window {
+            return Ok((raw_size(window.len_in(file_len)?), None));
+        }
         let head = match format {
             Some(Format::Raw) => None,
             Some(Format::Qcow2) => Some(read_head(&*opened.store, file_len)?),
             None => probe(&*opened.store, file_len)?,
         };
-        let size = head.as_ref().map_or(crate::head::raw_size(file_len), |head| head.header.size);
+        let size = head.as_ref().map_or(raw_size(file_len), |head| head.header.size);
         Ok((size, head))
     };
     let (size, head) = read().map_err(|error| error.in_file(path))?;
-    Ok(Top { path: path.to_owned(), opened, size, head, is_probed: format.is_none() })
+    Ok(Top { path: path.to_owned(), opened, window, size, head, is_probed: format.is_none() })
 }

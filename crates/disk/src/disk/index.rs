@@ -83,6 +83,9 @@ impl Disk {
 
     fn indexed(&self, map: &FrozenMap) -> Result<Option<FrozenMap>> {
         let newest = map.layers().last().expect("a frozen chain has a layer");
+        if newest.window.is_some() {
+            return Ok(None);
+        }
         let (gate, opener) = (self.options.gate(&self.path)?, self.resources.files().opener());
         let top = open_layer(&newest.path, Role::Frozen, Some(newest.format()), &gate, &**opener)?;
         let Found::Whole(index) = index::load(&top, &gate, opener, &mut Looks::default()) else {

@@ -72,6 +72,16 @@ pub enum ErrorKind {
         /// What in it is not supported.
         feature: String,
     },
+    /// A part of a file that the file does not have.
+    #[error(
+        "a json: description says that the layer reaches up to {end} of the file, which has {file_len:#x} bytes: mend the description (`qemu-img rebase -u`), or the file if it was cut short"
+    )]
+    Window {
+        /// The least offset at which the part ends.
+        end: HostOffset,
+        /// Bytes in the file.
+        file_len: u64,
+    },
     /// A format that is neither qcow2 nor raw.
     #[error("backing format {name:?} is not supported (qcow2 and raw are)")]
     BackingFormat {

@@ -57,7 +57,7 @@ impl<'a> Search<'a> {
             return None;
         }
         let gate = self.gate.as_ref()?;
-        if layer.is_in_session() {
+        if layer.is_in_session() || layer.window.is_some() {
             return None;
         }
         match index::load(layer, gate, self.opener, &mut self.looks) {

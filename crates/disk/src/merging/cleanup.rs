@@ -158,6 +158,7 @@ pub(super) fn find(directory: &Path, files: &[Intent]) -> Vec<Dropped> {
         is_beside && identity(&directory.join(name)).is_ok_and(|found| noted.is(&found))
     };
     let dropped = |noted: &Intent| Dropped {
+        is_part: false,
         path: directory.join(&noted.name),
         file: FileId { dev: noted.dev, ino: noted.ino },
         is_own_snapshot: true,

@@ -17,7 +17,7 @@ use crate::layers::index_of;
 use crate::loading::{Chain, freeze, read_chain};
 use crate::map::FrozenMap;
 use crate::names::disk_name;
-use crate::opener::directory_of;
+use crate::opener::{Role, directory_of};
 use crate::refs::{ChainFile, layers_of_others};
 use crate::resources::Resources;
 use crate::snapshots::{self, Held, name_from};
@@ -115,7 +115,10 @@ pub(crate) fn below_of(chain: &[ChainFile], range: MergeRange) -> Result<Option<
     let (first, target) = (&chain[range.first.index()], &chain[range.target().index()]);
     let Some(stays) = range.first.index().checked_sub(1).map(|layer| &chain[layer]) else { return Ok(None) };
     let name = match &first.backing_name {
-        Some(name) if directory_of(&first.path) == directory_of(&target.path) => name.clone(),
+        // That of a part of a file says more than a path, and is relative to no directory.
+        Some(name) if stays.window.is_some() || directory_of(&first.path) == directory_of(&target.path) => {
+            name.clone()
+        }
         _ => name_from(&target.path, &stays.path)?,
     };
     let record = record_of(&chain[range.first.index()..=range.target().index()]);
@@ -151,6 +154,10 @@ pub(crate) fn map_up_to(
     resources: &Arc<Resources>,
 ) -> Result<Arc<FrozenMap>> {
     let link = &chain[layer];
+    if link.window.is_some() {
+        let base = link.open(Role::Frozen, &**resources.files().opener())?;
+        return resources.share_map(vec![freeze(base, resources)], None);
+    }
     let format = Some(link.format);
     let mut open = OpenOptions { read_only: true, format, format_is_exact: true, ..open.clone() };
     open.allow_backing.push(directory_of(disk));

@@ -36,6 +36,8 @@ pub(crate) struct Dropped {
     pub(crate) is_own_snapshot: bool,
     /// In the disk's directory.
     pub(super) is_beside: bool,
+    /// It is a part of the file.
+    pub(super) is_part: bool,
 }
 
 impl Dropped {
@@ -55,6 +57,7 @@ pub(crate) fn dropped(chain: &[ChainFile], range: MergeRange) -> Vec<Dropped> {
         file: chain[layer].file,
         is_own_snapshot: layer >= of_others && chain[layer + 1].info().is_some(),
         is_beside: back_refs::is_beside(&chain[layer].path, disk),
+        is_part: chain[layer].window.is_some(),
     };
     layers.rev().map(of).collect()
 }
@@ -111,6 +114,7 @@ impl Removal {
     pub(crate) fn wants(self, layer: &Dropped) -> Result<(), Kept> {
         match self {
             Self::Nothing => Err(Kept::Asked),
+            _ if layer.is_part => Err(Kept::Part),
             Self::Snapshots if !layer.is_own_snapshot => Err(Kept::NotASnapshot),
             Self::All if !layer.is_own_snapshot && !layer.is_beside => Err(Kept::Elsewhere),
             Self::Snapshots | Self::All | Self::Everywhere => Ok(()),

@@ -6,10 +6,12 @@ use vmstrata_qcow2::{LayerRecord, SnapshotInfo};
 use vmstrata_store::{FileId, Gate};
 
 use super::space::allocated_bytes;
-use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
+use crate::chain::{OpenOptions, Roles, Top, open_described, walk};
 use crate::error::{Error, ErrorKind, Result};
+use crate::json_name::{Below, Described};
 use crate::layer::Format;
 use crate::opener::{Opener, Role};
+use crate::window::Window;
 
 /// A file of the chain.
 #[derive(Clone, Debug)]
@@ -17,6 +19,8 @@ pub(crate) struct ChainFile {
     pub(crate) path: PathBuf,
     pub(crate) file: FileId,
     pub(crate) format: Format,
+    /// What of the file it is; `None` for all.
+    pub(crate) window: Option<Window>,
     /// The name of the layer below as its header has it.
     pub(crate) backing_name: Option<String>,
     /// What it says of the layer below as a snapshot.
@@ -43,6 +47,7 @@ impl ChainFile {
             file: top.opened.identity.file,
             path: top.path,
             format,
+            window: top.window,
             backing_name,
             record,
             has_index,
@@ -56,7 +61,9 @@ impl ChainFile {
     /// # Errors
     /// A file that cannot be opened, or another one.
     pub(crate) fn open(&self, role: Role, opener: &dyn Opener) -> Result<Top> {
-        let top = open_layer(&self.path, role, Some(self.format), &Gate::unrestricted(), opener)?;
+        let (path, format) = (self.path.clone(), Some(self.format));
+        let named = Described { path, format, window: self.window, below: Below::AsStored };
+        let top = open_described(&named, role, &Gate::unrestricted(), opener)?;
         if top.opened.identity.file == self.file {
             Ok(top)
         } else {

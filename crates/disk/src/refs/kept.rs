@@ -12,6 +12,9 @@ pub enum Kept {
     /// Not a snapshot of this disk.
     #[error("it is not a snapshot that was taken of this disk")]
     NotASnapshot,
+    /// There is more in the file than the layer.
+    #[error("the layer is only a part of it")]
+    Part,
     /// In a directory that is not the disk's.
     #[error(
         "it is in another directory, where unknown disks may stand on it: --remove everywhere removes it, too"
@@ -68,7 +71,12 @@ impl Kept {
     pub(crate) fn may_end(&self) -> bool {
         !matches!(
             self,
-            Self::Asked | Self::NotASnapshot | Self::Elsewhere | Self::Replaced | Self::Unrecorded
+            Self::Asked
+                | Self::NotASnapshot
+                | Self::Part
+                | Self::Elsewhere
+                | Self::Replaced
+                | Self::Unrecorded
         )
     }
 }

@@ -69,7 +69,7 @@ pub fn list(path: &Path, options: &OpenOptions) -> Result<Vec<Snapshot>> {
     let pairs = layers.windows(2).enumerate();
     pairs
         .map(|(above, pair)| {
-            let record = pair[0].record.as_deref().map(LayerRecord::parse);
+            let record = pair[0].record.as_deref().filter(|_| !pair[1].is_part).map(LayerRecord::parse);
             let told = record.as_ref().and_then(|said| Some(said.as_ref().ok()?.origin()?.to_owned()));
             let found = snapshot(above + 1, layers.len() - 2 - above, record, &pair[1])?;
             // All that a clone stands on is the other disk's.
@@ -92,6 +92,8 @@ struct Seen {
     /// What it says of the layer below.
     record: Option<Vec<u8>>,
     is_being_dropped: bool,
+    /// Its path names more than the layer: it is no snapshot, which has a file of its own.
+    is_part: bool,
 }
 
 impl Seen {
@@ -99,8 +101,8 @@ impl Seen {
         let format = if file.head.is_some() { Format::Qcow2 } else { Format::Raw };
         let is_being_dropped = is_being_dropped(&file.path, file.head.as_ref());
         let record = file.head.and_then(|head| head.snapshot);
-        let file_id = file.opened.identity.file;
-        Self { file: file_id, path: file.path, format, size: file.size, record, is_being_dropped }
+        let (file_id, is_part) = (file.opened.identity.file, file.window.is_some());
+        Self { file: file_id, path: file.path, format, size: file.size, record, is_being_dropped, is_part }
     }
 }
 

@@ -23,6 +23,11 @@ pub fn qemu_img(args: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
+/// Runs `qemu-img` whatever comes of it.
+pub fn try_qemu_img(args: &[&str]) -> Output {
+    unlocked("qemu-img", args)
+}
+
 /// Runs `qemu-io` commands on an image; panics unless all of them succeed.
 pub fn qemu_io(path: &Path, commands: &[String]) {
     let output = try_qemu_io(path, &[], commands);
