@@ -45,6 +45,9 @@ impl Content {
         if bits.size() != manifest.cluster_bytes {
             return differs("cluster size");
         }
+        if layer.geometry() != Some(Geometry::new(bits)) {
+            return differs("kind of L2 entries");
+        }
         let plan = Plan::new(bits, layer.size());
         let mut content = Self { layer, plan, manifest };
         content.read_plan().map_err(|error| error.in_file(path))?;

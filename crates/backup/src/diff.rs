@@ -103,7 +103,7 @@ impl Diff {
         self.states.new.layers.len()
     }
 
-    /// The smallest cluster size of the layers between the states: extents begin and end on its multiples, but for the
+    /// The smallest cluster or subcluster size of the layers between the states: extents begin and end on its multiples, but for the
     /// ends of layers.
     pub fn unit(&self) -> ClusterBits {
         self.states.unit

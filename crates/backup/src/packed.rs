@@ -144,7 +144,7 @@ impl<'a> PackedFile<'a> {
         }
         let entries = self.geometry.l2_entries();
         let (_, table) = self.table.get_or_insert_with(|| (l1_index, vec![0; entries]));
-        table[self.geometry.l2_index(at)] = self.entries.encode_l2(entry);
+        table[self.geometry.l2_index(at)] = self.entries.encode_l2(entry).word;
         Ok(())
     }
 

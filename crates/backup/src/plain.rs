@@ -74,7 +74,7 @@ pub(crate) fn write_tables(plan: &Plan, shape: &Shape, out: &mut Output<'_>) -> 
                 }
             };
             let index = geometry.l2_index(cluster.at) * 8;
-            table[index..index + 8].copy_from_slice(&entries.encode_l2(entry).to_be_bytes());
+            table[index..index + 8].copy_from_slice(&entries.encode_l2(entry).word.to_be_bytes());
         }
         out.put(&table)?;
     }

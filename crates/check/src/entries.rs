@@ -1,9 +1,9 @@
 //! The entries of L2 tables: what they reference, and what is wrong with them.
 
-use vmstrata_qcow2::EntryFormat;
 use vmstrata_qcow2::entry::{
     COMPRESSED_FLAG, COPIED, EntryError, L2_RESERVED, L2Entry, OFFSET_MASK, ZERO_FLAG,
 };
+use vmstrata_qcow2::{EntryFormat, RawEntry, Subclusters};
 use vmstrata_types::HostOffset;
 
 use crate::Phase;
@@ -15,7 +15,6 @@ use crate::read::for_each_cluster;
 use crate::refcounts::DiskRefcounts;
 use crate::report::Tally;
 use crate::roots::TableRef;
-use vmstrata_qcow2::entry::words;
 
 /// How the active tables map the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -79,9 +78,10 @@ impl TableWalk<'_> {
             if bytes.iter().all(|&byte| byte == 0) {
                 continue;
             }
-            for (number, raw) in words(bytes).enumerate().filter(|&(_, raw)| raw != 0) {
-                position.at = start + (line * 64 + number * 8) as u64;
-                if raw & COMPRESSED_FLAG != 0 {
+            let entries = self.entries;
+            for (number, raw) in entries.raw_entries(bytes).enumerate().filter(|(_, raw)| !raw.is_empty()) {
+                position.at = start + (line * 64 + number * entries.entry_len()) as u64;
+                if raw.word & COMPRESSED_FLAG != 0 {
                     self.compressed(&position, raw);
                 } else {
                     self.standard(&mut position, raw);
@@ -94,11 +94,14 @@ impl TableWalk<'_> {
         self.tally.add_weighted(position.at, FindingKind::L2Entry(error), position.table.weight());
     }
 
-    fn compressed(&mut self, position: &Position<'_>, raw: u64) {
-        if raw & COPIED != 0 {
-            self.note(position, EntryError::CopiedCompressed { raw });
+    fn compressed(&mut self, position: &Position<'_>, raw: RawEntry) {
+        if raw.word & COPIED != 0 {
+            self.note(position, EntryError::CopiedCompressed { raw: raw.word });
         }
-        match self.entries.l2(raw & !COPIED) {
+        if raw.subclusters != 0 {
+            self.note(position, EntryError::SubclustersCompressed { raw });
+        }
+        match self.entries.l2(RawEntry::standard(raw.word)) {
             Ok(L2Entry::Compressed { host, len }) => {
                 self.reference(position, Region { start: host, len }, "a compressed cluster");
             }
@@ -112,7 +115,8 @@ impl TableWalk<'_> {
         self.stats.fragmented += active;
     }
 
-    fn standard(&mut self, position: &mut Position<'_>, raw: u64) {
+    fn standard(&mut self, position: &mut Position<'_>, entry: RawEntry) {
+        let raw = entry.word;
         if raw & L2_RESERVED != 0 {
             self.note(position, EntryError::Reserved { raw, bits: raw & L2_RESERVED });
         }
@@ -120,8 +124,15 @@ impl TableWalk<'_> {
             self.note(position, EntryError::ZeroFlagInVersion2 { raw });
         }
         let host = HostOffset::new(raw & OFFSET_MASK);
+        let states = Subclusters::from_bits(entry.subclusters);
         if host == HostOffset::ZERO {
+            if states.allocated != 0 {
+                self.note(position, EntryError::SubclustersNowhere { raw: entry });
+            }
             return;
+        }
+        if !states.is_valid() {
+            self.note(position, EntryError::SubclustersTwice { raw: entry });
         }
         let size = self.image.bits().size();
         if !host.is_aligned(self.image.bits()) {

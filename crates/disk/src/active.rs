@@ -27,7 +27,7 @@ use std::sync::atomic::AtomicU64;
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
-use vmstrata_qcow2::{Header, L2Entry};
+use vmstrata_qcow2::{Header, L2Entry, RawEntry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
@@ -37,7 +37,7 @@ use crate::changes::{Changes, CommitTarget, Freed, Noted};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Record, Slot};
-use crate::layer::{Tables, table_of, words};
+use crate::layer::{Tables, table_of};
 use crate::partial::Partial;
 use growth::Growth;
 use l1::L1;
@@ -81,15 +81,15 @@ pub(crate) struct Active {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Change {
     pub(crate) cluster: u64,
-    pub(crate) old: u64,
-    pub(crate) new: u64,
+    pub(crate) old: RawEntry,
+    pub(crate) new: RawEntry,
 }
 
 impl Active {
     /// Reads the tables of an open image that no one else writes.
     ///
     /// # Errors
-    /// Tables that cannot be read or break the format.
+    /// [`ErrorKind::Subclusters`]; tables that cannot be read or break the format.
     pub(crate) fn open(
         path: &Path,
         store: Arc<dyn Store>,
@@ -98,6 +98,9 @@ impl Active {
         index: LayerIndex,
         (owner, cache): (Owner, Arc<PageCache>),
     ) -> Result<Self> {
+        if header.has_subclusters() {
+            return Err(ErrorKind::Subclusters.into());
+        }
         let tables = Tables::of(header);
         if header.size >> header.cluster_bits.get() >> PAGE_SHIFT >= PageKey::MAX_PAGES {
             let kind = ErrorKind::TooLarge { size: header.size, unit: header.cluster_bits.size() };
@@ -146,9 +149,9 @@ impl Active {
 
     /// A cluster's raw entry; `None` when its page must be filled first ([`Active::entry`]).
     #[inline]
-    pub(crate) fn lookup(&self, cluster: u64) -> Option<u64> {
+    pub(crate) fn lookup(&self, cluster: u64) -> Option<RawEntry> {
         let (key, slot) = self.key(cluster);
-        self.cache.get(key, slot)
+        self.cache.get(key, slot).map(RawEntry::standard)
     }
 
     /// Has the processor fetch what [`Active::lookup`] will look at.
@@ -162,7 +165,7 @@ impl Active {
     ///
     /// # Errors
     /// An entry that breaks the format.
-    pub(crate) fn decode(&self, raw: u64) -> Result<L2Entry> {
+    pub(crate) fn decode(&self, raw: RawEntry) -> Result<L2Entry> {
         self.tables.entries.l2(raw).map_err(|entry| {
             Error::from(ErrorKind::Entry { table: "L2 table", entry })
                 .in_layer(self.index)
@@ -170,10 +173,15 @@ impl Active {
         })
     }
 
+    /// The raw entry that says so.
+    pub(crate) fn encode(&self, entry: L2Entry) -> RawEntry {
+        self.tables.entries.encode_l2(entry)
+    }
+
     /// What a raw entry says of a cluster that is written in part; `None` for all others.
     #[inline]
-    pub(crate) fn partial(&self, raw: u64) -> Option<Partial> {
-        Partial::from_word(raw, self.tables.geometry.cluster_bits)
+    pub(crate) fn partial(&self, raw: RawEntry) -> Option<Partial> {
+        Partial::from_raw(raw, self.tables.geometry.cluster_bits)
     }
 
     /// Excludes other changes of the entries of the cluster's page.
@@ -201,7 +209,7 @@ impl Active {
     ///
     /// # Errors
     /// A table that cannot be read.
-    pub(crate) fn entry(&self, cluster: u64) -> Result<u64> {
+    pub(crate) fn entry(&self, cluster: u64) -> Result<RawEntry> {
         if let Some(raw) = self.lookup(cluster) {
             return Ok(raw);
         }
@@ -210,7 +218,7 @@ impl Active {
     }
 
     /// As [`Active::entry`], without waiting; `None` where that would be needed.
-    fn entry_now(&self, cluster: u64) -> Option<u64> {
+    fn entry_now(&self, cluster: u64) -> Option<RawEntry> {
         if let Some(raw) = self.lookup(cluster) {
             return Some(raw);
         }
@@ -224,7 +232,7 @@ impl Active {
     }
 
     /// As [`Active::entry`], for a caller that holds the lock of the cluster or of its page.
-    pub(crate) fn entry_locked(&self, cluster: u64, guard: &EntryGuard<'_>) -> Result<u64> {
+    pub(crate) fn entry_locked(&self, cluster: u64, guard: &EntryGuard<'_>) -> Result<RawEntry> {
         if let Some(raw) = self.lookup(cluster) {
             return Ok(raw);
         }
@@ -239,15 +247,14 @@ impl Active {
     }
 
     /// The clusters that an entry refers to, to be freed when it is replaced.
-    pub(crate) fn clusters_of(&self, raw: u64) -> Result<Option<Freed>> {
+    pub(crate) fn clusters_of(&self, raw: RawEntry) -> Result<Option<Freed>> {
         let len = self.tables.geometry.cluster_bits.size();
         if let Some(Partial { host: at, .. }) = self.partial(raw) {
             return Ok(Some(Freed { at, len }));
         }
         Ok(match self.decode(raw)? {
-            L2Entry::Data { host: at, .. } | L2Entry::Zero { host: Some(at), .. } => Some(Freed { at, len }),
             L2Entry::Compressed { host: at, len } => Some(Freed { at, len }),
-            L2Entry::Unallocated | L2Entry::Zero { host: None, .. } => None,
+            entry => entry.host().map(|at| Freed { at, len }),
         })
     }
 }
@@ -286,22 +293,22 @@ impl Active {
         cluster: u64,
         guard: &EntryGuard<'_>,
         read: &ReadTable<'_>,
-    ) -> Result<u64> {
+    ) -> Result<RawEntry> {
         let (key, slot) = self.key(cluster);
         let first = cluster - slot as u64;
         // Changes are looked at before the image: one that a commit writes meanwhile, and then forgets, is seen in
         // one of the two places. (No others of what is locked can be noted.)
-        let mut changed: Vec<(u64, u64)> = Vec::new();
+        let mut changed: Vec<(u64, RawEntry)> = Vec::new();
         self.changes.overlay(first..first + PAGE_WORDS as u64, |cluster, raw| changed.push((cluster, raw)));
         let mut page = [0; PAGE_WORDS];
         self.read_entries(first, &mut page, read).map_err(|e| e.in_layer(self.index).in_file(&self.path))?;
         for (cluster, raw) in changed {
-            page[(cluster - first) as usize] = raw;
+            page[(cluster - first) as usize] = raw.word;
         }
         if guard.is_of_page() {
             self.cache.fill(key, &page);
         }
-        Ok(page[slot])
+        Ok(RawEntry::standard(page[slot]))
     }
 
     /// What the image says of the clusters from `first` on.
@@ -319,8 +326,8 @@ impl Active {
                 let bytes = &mut bytes[..count * 8];
                 let at = table + within * 8;
                 read(bytes, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
-                let found = words(bytes).map(Partial::never_from_an_image);
-                page[done..done + count].iter_mut().zip(found).for_each(|(to, raw)| *to = raw);
+                let found = self.tables.entries.raw_entries(bytes).map(Partial::never_from_an_image);
+                page[done..done + count].iter_mut().zip(found).for_each(|(to, raw)| *to = raw.word);
             }
             done += count;
         }
@@ -352,7 +359,7 @@ impl Active {
     fn show(&self, changed: &[Change], _guard: &EntryGuard<'_>) {
         for change in changed {
             let (key, slot) = self.key(change.cluster);
-            self.cache.update(key, slot, change.new);
+            self.cache.update(key, slot, change.new.word);
         }
     }
 
@@ -389,7 +396,7 @@ impl CommitTarget for Active {
         self.flusher.flush().while_trying("flush").map_err(|error| error.in_file(&self.path))
     }
 
-    fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()> {
+    fn write_entries(&self, entries: &BTreeMap<Slot, RawEntry>) -> Result<()> {
         let mut run: Vec<u8> = Vec::new();
         let mut run_at = HostOffset::ZERO;
         let write = |run: &mut Vec<u8>, at: HostOffset| -> Result<()> {
@@ -400,13 +407,13 @@ impl CommitTarget for Active {
             }
             Ok(())
         };
-        for (&slot, raw) in entries {
+        for (&slot, &raw) in entries {
             let at = self.place_of(slot)?;
             if run_at + run.len() as u64 != at {
                 write(&mut run, run_at)?;
                 run_at = at;
             }
-            run.extend_from_slice(&raw.to_be_bytes());
+            self.tables.entries.put_raw(raw, &mut run);
         }
         write(&mut run, run_at)
     }

@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use vmstrata_qcow2::RawEntry;
 use vmstrata_types::{ClusterBits, HostOffset};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -85,7 +86,7 @@ struct State {
 
 #[derive(Debug, Default)]
 struct Batch {
-    entries: BTreeMap<Slot, u64>,
+    entries: BTreeMap<Slot, RawEntry>,
     freed: Vec<Freed>,
 }
 
@@ -108,7 +109,7 @@ pub(crate) trait CommitTarget {
     /// Everything written so far goes to stable storage.
     fn flush(&self) -> Result<()>;
     /// Writes raw entries, given in ascending order.
-    fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()>;
+    fn write_entries(&self, entries: &BTreeMap<Slot, RawEntry>) -> Result<()>;
 }
 
 impl Changes {
@@ -221,7 +222,7 @@ impl Changes {
     }
 
     /// Puts noted entries for `clusters` over what the image says of them.
-    pub(crate) fn overlay(&self, clusters: std::ops::Range<u64>, mut put: impl FnMut(u64, u64)) {
+    pub(crate) fn overlay(&self, clusters: std::ops::Range<u64>, mut put: impl FnMut(u64, RawEntry)) {
         let state = self.state.lock();
         for batch in [&state.closing, &state.open] {
             for (slot, &raw) in batch.entries.range(Slot::L2(clusters.start)..Slot::L2(clusters.end)) {
@@ -382,14 +383,15 @@ mod tests {
             self.0.borrow_mut().push("flush".into());
             Ok(())
         }
-        fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()> {
-            self.0.borrow_mut().push(format!("{entries:?}"));
+        fn write_entries(&self, entries: &BTreeMap<Slot, RawEntry>) -> Result<()> {
+            let words = entries.iter().map(|(slot, raw)| (slot, raw.word));
+            self.0.borrow_mut().push(format!("{:?}", words.collect::<BTreeMap<_, _>>()));
             Ok(())
         }
     }
 
     fn change(cluster: u64, new: u64) -> Record {
-        Record { slot: Slot::L2(cluster), old: 0, new }
+        Record { slot: Slot::L2(cluster), old: RawEntry::EMPTY, new: RawEntry::standard(new) }
     }
 
     #[test]
@@ -447,7 +449,7 @@ mod tests {
         let _ = changes.note(&[change(2, 21), change(9, 90)], &[]);
         let mut seen = BTreeMap::new();
         changes.overlay(0..9, |cluster, raw| {
-            seen.insert(cluster, raw);
+            seen.insert(cluster, raw.word);
         });
         assert_eq!(seen, BTreeMap::from([(1, 10), (2, 21)]));
     }

@@ -5,9 +5,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use vmstrata_check::{Repair, Report};
-use vmstrata_qcow2::ImageFormat;
-use vmstrata_qcow2::entry::EntryFormat;
 use vmstrata_qcow2::header::field;
+use vmstrata_qcow2::{ImageFormat, RawEntry};
 use vmstrata_store::{CacheMode, Gate, Store};
 use vmstrata_types::HostOffset;
 
@@ -106,9 +105,10 @@ fn pending(opened: &Opened, options: &CheckOptions) -> Result<Option<Pending>> {
     if !found.is_there && !boot.has_journal(session) {
         return Ok(None);
     }
-    let newest: BTreeMap<Slot, u64> = found.records.iter().map(|record| (record.slot, record.new)).collect();
+    let newest: BTreeMap<Slot, RawEntry> =
+        found.records.iter().map(|record| (record.slot, record.new)).collect();
     let bits = head.header.cluster_bits;
-    let entries = EntryFormat::new(head.header.version, bits);
+    let entries = head.header.entry_format();
     let clusters = newest.into_iter().filter_map(|entry| host_of(entries, bits, entry).flatten());
     Ok(Some(Pending { clusters: found.is_there.then(|| clusters.collect()) }))
 }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use vmstrata_qcow2::{CompressionType, L2Entry};
+use vmstrata_qcow2::{CompressionType, L2Entry, RawEntry};
 use vmstrata_store::{FileIdentity, Store};
 use vmstrata_types::{GuestOffset, HostOffset};
 
@@ -35,7 +35,7 @@ struct Kept {
 pub(crate) struct Key {
     pub(crate) file: FileIdentity,
     pub(crate) guest: GuestOffset,
-    pub(crate) raw: u64,
+    pub(crate) raw: RawEntry,
 }
 
 impl ClusterCache {
@@ -69,7 +69,7 @@ impl ClusterCache {
 }
 
 /// Reads and decompresses the cluster whose L2 entry is `raw`.
-fn decompress(store: &dyn Store, tables: &Tables, raw: u64) -> Result<Vec<u8>> {
+fn decompress(store: &dyn Store, tables: &Tables, raw: RawEntry) -> Result<Vec<u8>> {
     let entry = tables.entries.l2(raw).map_err(|entry| ErrorKind::Entry { table: "L2 table", entry })?;
     let L2Entry::Compressed { host, len } = entry else { return Err(ErrorKind::Decompress.into()) };
     let mut packed = vec![0; usize::try_from(len).expect("at most two clusters")];

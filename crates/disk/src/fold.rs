@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vmstrata_qcow2::L2Entry;
-use vmstrata_types::{ClusterBits, GuestOffset, LayerIndex};
+use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState, Subclusters};
+use vmstrata_types::{ClusterBits, GuestOffset, HostOffset, LayerIndex};
 
 use crate::cache::PAGE_WORDS;
 use crate::entry::{MapEntry, Mapping};
@@ -43,7 +43,13 @@ impl Merge {
 
     /// Puts one cluster's entries over those of a page that starts at `first_unit`.
     #[inline]
-    pub(crate) fn put(&self, cluster: GuestOffset, raw: u64, first_unit: u64, words: &mut [u64; PAGE_WORDS]) {
+    pub(crate) fn put(
+        &self,
+        cluster: GuestOffset,
+        raw: RawEntry,
+        first_unit: u64,
+        words: &mut [u64; PAGE_WORDS],
+    ) {
         let page = first_unit..first_unit + PAGE_WORDS as u64;
         for (unit, entry) in self.entries(cluster, raw).clip(page) {
             let word = &mut words[(unit - first_unit) as usize];
@@ -53,16 +59,19 @@ impl Merge {
 
     /// The map entries of one cluster.
     #[inline]
-    pub(crate) fn entries(&self, cluster: GuestOffset, raw: u64) -> ClusterEntries {
+    pub(crate) fn entries(&self, cluster: GuestOffset, raw: RawEntry) -> ClusterEntries {
+        let mut states = None;
         let first = match self.format.l2(raw) {
             Ok(L2Entry::Unallocated) => MapEntry::HOLE,
             Ok(L2Entry::Zero { .. }) => MapEntry::zero(self.index),
             Ok(L2Entry::Compressed { .. }) => MapEntry::compressed(self.index),
-            Ok(L2Entry::Data { host, .. }) if host.get() < self.file_len => {
-                MapEntry::data(self.index, host, self.unit)
+            Ok(L2Entry::Data { host, .. }) => self.data(host),
+            Ok(L2Entry::Subclusters { host, states: differ, .. }) => {
+                states = Some(differ);
+                host.map_or(MapEntry::HOLE, |host| self.data(host))
             }
-            // The file was cut short, or the entry breaks the format: an error for its reader.
-            Ok(L2Entry::Data { .. }) | Err(_) => MapEntry::damaged(self.index),
+            // An error for its reader.
+            Err(_) => MapEntry::damaged(self.index),
         };
         let is_data = matches!(first.mapping(self.unit), Mapping::Data(..));
         let first_unit = cluster.get() >> self.unit.get();
@@ -70,15 +79,31 @@ impl Merge {
             first,
             step: u64::from(is_data),
             units: first_unit..first_unit + self.units_per_cluster,
+            states,
+            zero: MapEntry::zero(self.index),
+        }
+    }
+
+    /// The cluster at `host`. One past the end of a file that was cut short is an error for its reader.
+    #[inline]
+    fn data(&self, host: HostOffset) -> MapEntry {
+        if host.get() < self.file_len {
+            MapEntry::data(self.index, host, self.unit)
+        } else {
+            MapEntry::damaged(self.index)
         }
     }
 }
 
 /// The map entries of one cluster, unit by unit: data moves along with the units, other kinds repeat.
 pub(crate) struct ClusterEntries {
+    /// Of the first unit, if it is allocated.
     first: MapEntry,
     step: u64,
     units: Range<u64>,
+    /// Of a cluster whose subclusters differ.
+    states: Option<Subclusters>,
+    zero: MapEntry,
 }
 
 impl ClusterEntries {
@@ -86,9 +111,18 @@ impl ClusterEntries {
     #[inline]
     pub(crate) fn clip(self, range: Range<u64>) -> impl Iterator<Item = (u64, MapEntry)> {
         let units = self.units.start.max(range.start)..self.units.end.min(range.end);
+        let per_cluster = self.units.end - self.units.start;
         units.map(move |unit| {
-            let word = self.first.word() + (unit - self.units.start) * self.step;
-            (unit, MapEntry::from_word(word))
+            let number = unit - self.units.start;
+            let data = MapEntry::from_word(self.first.word() + number * self.step);
+            let Some(states) = self.states else { return (unit, data) };
+            let subcluster = number * u64::from(Subclusters::COUNT) / per_cluster;
+            let entry = match states.state(subcluster as u32) {
+                SubclusterState::Allocated => data,
+                SubclusterState::Zero => self.zero,
+                SubclusterState::Unallocated => MapEntry::HOLE,
+            };
+            (unit, entry)
         })
     }
 }

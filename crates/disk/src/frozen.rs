@@ -82,6 +82,11 @@ impl FrozenLayer {
         self.layer.cluster_bits()
     }
 
+    /// The smallest run that its entries tell apart, a cluster or a subcluster; a raw file has none.
+    pub fn unit(&self) -> Option<ClusterBits> {
+        self.layer.unit()
+    }
+
     /// Of the L1 entries from number `first` on, `count` at most, which have an L2 table; none past the last entry.
     ///
     /// # Errors

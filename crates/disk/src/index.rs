@@ -91,8 +91,8 @@ impl IndexLayer {
             version: tables.version,
             l1_at: tables.l1_at,
             l1_entries: tables.l1_entries,
-            entries: vmstrata_qcow2::EntryFormat::new(tables.version, tables.cluster_bits),
-            geometry: vmstrata_qcow2::Geometry::new(tables.cluster_bits),
+            entries: tables.entry_format(),
+            geometry: tables.geometry(),
             compression: tables.compression,
         })
     }
@@ -127,7 +127,7 @@ impl Index {
         self.root.layer
     }
 
-    /// Bytes that one word speaks for: the smallest cluster of the layers.
+    /// Bytes that one word speaks for: the smallest cluster or subcluster of the layers.
     pub(crate) fn unit(&self) -> ClusterBits {
         self.root.unit
     }

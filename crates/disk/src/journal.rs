@@ -36,6 +36,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use smallvec::SmallVec;
+use vmstrata_qcow2::RawEntry;
 use vmstrata_store::{Access, Directory, FileId, Gate, Place, Store};
 use vmstrata_types::HostOffset;
 
@@ -62,9 +63,9 @@ const ROOM_KEPT: u64 = 1 << 20 | 128 << 10;
 pub(crate) struct Record {
     pub(crate) slot: Slot,
     /// Raw entry before; what is in the image until the change is committed.
-    pub(crate) old: u64,
+    pub(crate) old: RawEntry,
     /// Raw entry after.
-    pub(crate) new: u64,
+    pub(crate) new: RawEntry,
 }
 
 /// An entry of the image's tables.
@@ -86,16 +87,22 @@ impl std::fmt::Display for Slot {
 }
 
 impl Record {
+    /// A change of the L1 table.
+    pub(crate) fn of_l1(index: u64, old: u64, new: u64) -> Self {
+        Self { slot: Slot::L1(index), old: RawEntry::standard(old), new: RawEntry::standard(new) }
+    }
+
     /// `seed` is the turn's ([`Subject::seed`]): a record of another turn does not pass its check.
     fn encode(&self, seed: u32) -> [u8; RECORD_LEN] {
         let index = match self.slot {
             Slot::L1(index) => index | L1_FLAG,
             Slot::L2(cluster) => cluster,
         };
+        assert!(self.old.subclusters | self.new.subclusters == 0, "a record has room for entries of 8 bytes");
         let mut bytes = [0; RECORD_LEN];
         bytes[..8].copy_from_slice(&index.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.old.to_le_bytes());
-        bytes[16..24].copy_from_slice(&self.new.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.old.word.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.new.word.to_le_bytes());
         let check = u64::from(crc32c::crc32c_append(seed, &bytes[..24])) | 1 << 32;
         bytes[24..].copy_from_slice(&check.to_le_bytes());
         bytes
@@ -108,7 +115,7 @@ impl Record {
         }
         let index = word(0);
         let slot = if index & L1_FLAG != 0 { Slot::L1(index & !L1_FLAG) } else { Slot::L2(index) };
-        Some(Self { slot, old: word(8), new: word(16) })
+        Some(Self { slot, old: RawEntry::standard(word(8)), new: RawEntry::standard(word(16)) })
     }
 }
 

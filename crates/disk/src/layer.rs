@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use arc_swap::ArcSwapOption;
 pub(crate) use vmstrata_qcow2::entry::words;
-use vmstrata_qcow2::{CompressionType, EntryFormat, Geometry, Header};
+use vmstrata_qcow2::{CompressionType, EntryFormat, Geometry, Header, RawEntry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 
@@ -36,8 +36,8 @@ impl Tables {
             version: header.version,
             l1_at: header.l1_table_offset,
             l1_entries: header.l1_size,
-            entries: EntryFormat::new(header.version, header.cluster_bits),
-            geometry: Geometry::new(header.cluster_bits),
+            entries: header.entry_format(),
+            geometry: header.geometry(),
             compression: header.compression_type,
         }
     }
@@ -161,6 +161,11 @@ impl Layer {
         self.tables.as_ref().map(|tables| tables.geometry.cluster_bits)
     }
 
+    /// The smallest run that its tables tell apart, a cluster or a subcluster; a raw file has none.
+    pub(crate) fn unit(&self) -> Option<ClusterBits> {
+        self.tables.as_ref().map(|tables| tables.geometry.unit())
+    }
+
     /// The open file, if it is open.
     #[inline]
     pub(crate) fn open_file(&self) -> Option<Arc<OpenStore>> {
@@ -201,7 +206,7 @@ impl Layer {
         store: &dyn Store,
         range: GuestRange,
         scratch: &mut Scratch,
-        visit: &mut impl FnMut(GuestOffset, u64),
+        visit: &mut impl FnMut(GuestOffset, RawEntry),
     ) -> Result<()> {
         let tables = self.tables.as_ref().expect("a raw layer has no tables");
         let geometry = tables.geometry;
@@ -236,35 +241,36 @@ impl Layer {
         l1_index: usize,
         range: GuestRange,
         buf: &mut Vec<u8>,
-        visit: &mut impl FnMut(GuestOffset, u64),
+        visit: &mut impl FnMut(GuestOffset, RawEntry),
     ) -> Result<()> {
-        let geometry = self.tables.as_ref().expect("a raw layer has no tables").geometry;
+        let Tables { geometry, entries, .. } = *self.tables.as_ref().expect("a raw layer has no tables");
+        let len = entries.entry_len();
         let span_start = geometry.guest_offset(l1_index, 0);
         let start = range.start.max(span_start);
         let end = range.end().get().min(span_start.get() + geometry.l2_span()).min(self.size);
         let first = geometry.l2_index(start);
         let count = geometry.l2_index(GuestOffset::new(end - 1)) + 1 - first;
-        buf.resize(count * 8, 0);
-        let at = table + first as u64 * 8;
+        buf.resize(count * len, 0);
+        let at = table + (first * len) as u64;
         store.read_padded(buf, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
         for (line, bytes) in buf.chunks(LINE).enumerate() {
             // Most of a long chain's entries are zero: skip them a cache line at a time.
             if words(bytes).fold(0, |any, raw| any | raw) == 0 {
                 continue;
             }
-            for (number, raw) in words(bytes).enumerate().filter(|&(_, raw)| raw != 0) {
-                visit(geometry.guest_offset(l1_index, first + line * (LINE / 8) + number), raw);
+            for (number, raw) in entries.raw_entries(bytes).enumerate().filter(|(_, raw)| !raw.is_empty()) {
+                visit(geometry.guest_offset(l1_index, first + line * (LINE / len) + number), raw);
             }
         }
         Ok(())
     }
 
-    /// The raw L2 entry of the cluster that holds `at`; 0 where there is no table.
+    /// The raw L2 entry of the cluster that holds `at`; empty where there is no table.
     ///
     /// # Errors
     /// As [`Layer::scan`].
-    pub(crate) fn l2_entry(&self, store: &dyn Store, at: GuestOffset) -> Result<u64> {
-        let mut found = 0;
+    pub(crate) fn l2_entry(&self, store: &dyn Store, at: GuestOffset) -> Result<RawEntry> {
+        let mut found = RawEntry::EMPTY;
         self.scan(store, GuestRange::new(at, 1), &mut Scratch::default(), &mut |_, raw| found = raw)?;
         Ok(found)
     }

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use vmstrata_qcow2::L2Entry;
+use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState};
 use vmstrata_store::{FileIdentity, LocalFile, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, HostOffset, LayerIndex};
 
@@ -295,6 +295,21 @@ impl Layers {
             Ok(L2Entry::Unallocated) => return self.below(at, len),
             Ok(L2Entry::Zero { .. }) => Source::Zero(active.index),
             Ok(L2Entry::Compressed { .. }) => Source::Compressed(active.index),
+            Ok(L2Entry::Subclusters { host, states, .. }) => {
+                let unit = active.tables.geometry.unit();
+                let first = within >> unit.get();
+                let (state, count) = states.run(first as u32);
+                let len = len.min(((first + u64::from(count)) << unit.get()) - within);
+                match (state, host) {
+                    (SubclusterState::Allocated, Some(host)) => {
+                        return Some(Run { source: Source::Data(active.index, host + within), len });
+                    }
+                    (SubclusterState::Zero, _) => {
+                        return Some(Run { source: Source::Zero(active.index), len });
+                    }
+                    _ => return self.below(at, len),
+                }
+            }
             Err(_) => return self.step_over_partial(active, raw, at, len),
         };
         Some(Run { source, len })
@@ -302,7 +317,7 @@ impl Layers {
 
     /// The same where `raw` is no entry of the format: the cluster is written in part, or the entry damaged.
     #[cold]
-    fn step_over_partial(&self, active: &Active, raw: u64, at: GuestOffset, len: u64) -> Option<Run> {
+    fn step_over_partial(&self, active: &Active, raw: RawEntry, at: GuestOffset, len: u64) -> Option<Run> {
         let Some(partial) = active.partial(raw) else {
             return Some(Run { source: Source::Damaged(active.index), len });
         };
@@ -341,7 +356,7 @@ impl Layers {
             match &self.top {
                 Top::Qcow2(active) => {
                     let raw = active.entry(active.cluster_of(at))?;
-                    if raw == 0 || active.partial(raw).is_some() {
+                    if raw.is_empty() || active.partial(raw).is_some() {
                         self.locate_below(at, 1)?;
                     }
                 }

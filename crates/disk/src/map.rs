@@ -7,7 +7,7 @@
 //! ```
 //!
 //! One lookup answers for the whole chain, however many layers there are (sQemu §5.1, principle 1), and the pages
-//! live in one cache for all disks (principle 2). The unit is the smallest cluster size of the chain, so mixed
+//! live in one cache for all disks (principle 2). The unit is the smallest cluster or subcluster size of the chain, so mixed
 //! chains need no special road. A map never changes: disks that stand on the same frozen layer share it.
 //!
 //! A long chain is read once, by all processors, when it is opened ([`FrozenMap::build`]); pages that did not fit
@@ -136,7 +136,7 @@ impl FrozenMap {
     ) -> Result<Self> {
         let top = layers.last().expect("a frozen chain has a layer");
         let size = top.size;
-        let unit = layers.iter().filter_map(|layer| layer.cluster_bits()).min().unwrap_or(ClusterBits::MAX);
+        let unit = layers.iter().filter_map(|layer| layer.unit()).min().unwrap_or(ClusterBits::MAX);
         if size >> unit.get() >> PAGE_SHIFT >= PageKey::MAX_PAGES {
             return Err(Error::from(ErrorKind::TooLarge { size, unit: unit.size() }).in_file(&top.path));
         }
@@ -198,7 +198,7 @@ impl FrozenMap {
         self.size
     }
 
-    /// Its unit: the smallest cluster size of the chain.
+    /// Its unit: the smallest cluster or subcluster size of the chain.
     pub(crate) fn unit(&self) -> ClusterBits {
         self.unit
     }

@@ -14,6 +14,7 @@
 //! A cluster has 16 parts, one of less than 64 KiB has 8 (its offset leaves no room for more). What is not written of it
 //! is what lies below the active layer: only a cluster that had no entry at all becomes one of these.
 
+use vmstrata_qcow2::RawEntry;
 use vmstrata_qcow2::entry::COPIED;
 use vmstrata_types::{ClusterBits, HostOffset};
 
@@ -32,9 +33,9 @@ pub(crate) struct Partial {
     bits: ClusterBits,
 }
 
-/// Whether a word is a [`Partial`]'s.
-pub(crate) const fn is_partial(raw: u64) -> bool {
-    raw >> KIND_SHIFT == 1
+/// Whether an entry is a [`Partial`]'s.
+pub(crate) const fn is_partial(raw: RawEntry) -> bool {
+    raw.word >> KIND_SHIFT == 1
 }
 
 /// A run of a cluster's bytes that are all written, or all not.
@@ -73,26 +74,27 @@ impl Partial {
         Self { host, written: 0, bits }
     }
 
-    /// What a word says, if it is one of these.
+    /// What an entry says, if it is one of these.
     #[inline]
-    pub(crate) fn from_word(raw: u64, bits: ClusterBits) -> Option<Self> {
-        let host = raw & ((1 << OFFSET_BITS) - 1) & !(bits.size() - 1);
-        let written = (raw & ((1 << count(bits)) - 1)) as u32;
+    pub(crate) fn from_raw(raw: RawEntry, bits: ClusterBits) -> Option<Self> {
+        let host = raw.word & ((1 << OFFSET_BITS) - 1) & !(bits.size() - 1);
+        let written = (raw.word & ((1 << count(bits)) - 1)) as u32;
         is_partial(raw).then(|| Self { host: HostOffset::new(host), written, bits })
     }
 
-    pub(crate) fn word(self) -> u64 {
-        FLAG | self.host.get() | u64::from(self.written)
+    pub(crate) fn raw(self) -> RawEntry {
+        RawEntry::standard(FLAG | self.host.get() | u64::from(self.written))
     }
 
     /// The entry of the same cluster once it is complete.
-    pub(crate) fn complete(self) -> u64 {
-        self.host.get() | COPIED
+    pub(crate) fn complete(self) -> RawEntry {
+        RawEntry::standard(self.host.get() | COPIED)
     }
 
     /// An entry read from an image: one that looks like one of these is damage.
-    pub(crate) fn never_from_an_image(raw: u64) -> u64 {
-        if is_partial(raw) { raw ^ FLAG | OTHER_RESERVED } else { raw }
+    pub(crate) fn never_from_an_image(raw: RawEntry) -> RawEntry {
+        let word = raw.word ^ FLAG | OTHER_RESERVED;
+        if is_partial(raw) { RawEntry { word, ..raw } } else { raw }
     }
 
     /// The same with all parts written.
@@ -141,14 +143,15 @@ mod tests {
             let host = HostOffset::new((1 << 55) - bits.size());
             let parts = Parts::of(bits, 0, part_size(bits)).unwrap();
             let partial = Partial::new(host, bits).with(parts);
-            let word = partial.word();
-            assert_eq!(Partial::from_word(word, bits), Some(partial));
-            EntryFormat::new(3, bits).l2(word).unwrap_err();
-            let read = Partial::never_from_an_image(word);
-            assert!(Partial::from_word(read, bits).is_none());
+            let raw = partial.raw();
+            assert_eq!(Partial::from_raw(raw, bits), Some(partial));
+            EntryFormat::new(3, bits).l2(raw).unwrap_err();
+            let read = Partial::never_from_an_image(raw);
+            assert!(Partial::from_raw(read, bits).is_none());
             EntryFormat::new(3, bits).l2(read).unwrap_err();
         }
         for whole in [0, 1 << 63 | 0x5_0000, 1 << 62 | 1 << 61 | 0x5_0000, 1 << 63 | 1 << 61] {
+            let whole = RawEntry::standard(whole);
             assert_eq!(Partial::never_from_an_image(whole), whole);
         }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vmstrata_qcow2::L2Entry;
+use vmstrata_qcow2::{L2Entry, RawEntry};
 use vmstrata_store::{OpenStore, Segment, Store, copy_from_slice, fill_zero, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 
@@ -118,10 +118,10 @@ impl Layers {
     }
 
     /// The raw L2 entry that a qcow2 layer has for `at`.
-    fn raw_entry(&self, layer: LayerIndex, at: GuestOffset) -> Result<u64> {
+    fn raw_entry(&self, layer: LayerIndex, at: GuestOffset) -> Result<RawEntry> {
         match self.layer(layer) {
             LayerRef::Active(active) => active.entry(active.cluster_of(at)),
-            LayerRef::Raw(_) => Ok(0),
+            LayerRef::Raw(_) => Ok(RawEntry::EMPTY),
             LayerRef::Frozen(frozen) => frozen.l2_entry(&**self.file_of(layer)?, at),
         }
     }
@@ -145,7 +145,7 @@ impl Layers {
     fn read_compressed_cluster(
         &self,
         layer: LayerIndex,
-        raw: u64,
+        raw: RawEntry,
         at: GuestOffset,
         into: &[Segment<'_>],
     ) -> Result<usize> {
@@ -168,7 +168,7 @@ impl Layers {
         };
         match self.tables_of(layer).entries.l2(raw) {
             Err(entry) => ErrorKind::Entry { table: "L2 table", entry }.into(),
-            Ok(L2Entry::Data { host, .. }) => {
+            Ok(L2Entry::Data { host, .. } | L2Entry::Subclusters { host: Some(host), .. }) => {
                 let file_len =
                     self.file_of(layer).and_then(|store| store.len().while_trying("read the file's length"));
                 match file_len {
@@ -188,7 +188,7 @@ impl Layers {
     pub(crate) fn read_old(
         &self,
         active: &Active,
-        raw: u64,
+        raw: RawEntry,
         at: GuestOffset,
         into: &[Segment<'_>],
     ) -> Result<()> {
@@ -202,6 +202,7 @@ impl Layers {
                 let within = at.within(active.tables.geometry.cluster_bits);
                 self.read_data(active.index, host + within, into)
             }
+            L2Entry::Subclusters { .. } => self.read_runs(at, into, |at, len| self.locate(at, len)),
             L2Entry::Compressed { .. } => self
                 .read_compressed_cluster(active.index, raw, at, into)
                 .map(drop)

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::Mutex;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
-use vmstrata_qcow2::{CreateOptions, new_image};
+use vmstrata_qcow2::{CreateOptions, RawEntry, new_image};
 use vmstrata_store::{
     Effect, Fault, FaultPlan, FaultStore, FileId, FileIdentity, Gate, MemoryStore, OperationKind, Segment,
     Store, StoreId, When,
@@ -565,7 +565,7 @@ fn no_cluster_is_written_in_part_while_its_entry_is_pending() {
     // As if the layer had never had it: the entry becomes 0 where nothing lies below.
     let old = world.active().entry(0).unwrap();
     let page = world.active().lock_page(0);
-    let gone = crate::active::Change { cluster: 0, old, new: 0 };
+    let gone = crate::active::Change { cluster: 0, old, new: RawEntry::EMPTY };
     let freed = world.active().clusters_of(old).unwrap();
     world.active().publish(&[gone], freed.as_slice(), &page).unwrap();
     drop(page);
@@ -584,7 +584,7 @@ fn two_entries_that_lead_to_one_cluster_are_not_taken_up() {
     let mut bytes = vec![7; world.model.bits.size() as usize];
     world.layers.write(GuestOffset::ZERO, &[Segment::from_mut(&mut bytes)]).unwrap();
     let new = world.active().entry(0).unwrap();
-    let record = |cluster| Record { slot: Slot::L2(cluster), old: 0, new };
+    let record = |cluster| Record { slot: Slot::L2(cluster), old: RawEntry::EMPTY, new };
     assert_eq!(world.active().take_up(&[record(0)]).unwrap(), Ok(()));
     let refused = world.active().take_up(&[record(0), record(1)]).unwrap();
     assert!(matches!(refused, Err(crate::active::Mismatch::Shared { .. })), "{refused:?}");

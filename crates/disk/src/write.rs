@@ -11,7 +11,7 @@ mod partial;
 use std::cell::RefCell;
 
 use vmstrata_qcow2::probe::PROBE_LEN;
-use vmstrata_qcow2::{ImageFormat, L2Entry};
+use vmstrata_qcow2::{ImageFormat, L2Entry, RawEntry};
 use vmstrata_store::{AlignedBuf, LocalFile, Segment, Store, copy_to_slice, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
@@ -200,7 +200,7 @@ impl Layers {
 /// Where a cluster lies that is written in part, and how many bytes from `within` on may be overwritten; `None` for other
 /// clusters, and where nothing may be.
 #[cold]
-fn written_part(active: &Active, raw: u64, within: u64) -> Option<(HostOffset, u64)> {
+fn written_part(active: &Active, raw: RawEntry, within: u64) -> Option<(HostOffset, u64)> {
     let partial = active.partial(raw)?;
     let part = partial.run(within);
     part.is_written.then_some((partial.host, part.len))

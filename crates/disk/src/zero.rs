@@ -3,8 +3,7 @@
 //! A discarded range reads as zeros, never as what a layer below has there. The space of its clusters goes back to
 //! the host as soon as the change is on stable storage.
 
-use vmstrata_qcow2::L2Entry;
-use vmstrata_qcow2::entry::{COPIED, ZERO_FLAG};
+use vmstrata_qcow2::{L2Entry, RawEntry};
 use vmstrata_store::{AlignedBuf, Segment};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
@@ -97,9 +96,8 @@ impl Layers {
             match self.cleared(active, cluster, old, purpose)? {
                 Cleared::Already => {}
                 Cleared::Must(new) => {
-                    changed.push(Change { cluster, old, new });
-                    let keeps = new & !(ZERO_FLAG | COPIED) != 0;
-                    if !keeps {
+                    changed.push(Change { cluster, old, new: active.encode(new) });
+                    if new.host().is_none() {
                         freed.extend(active.clusters_of(old)?);
                     }
                 }
@@ -121,7 +119,7 @@ impl Layers {
     }
 
     /// The entry that makes a cluster read as zeros.
-    fn cleared(&self, active: &Active, cluster: u64, old: u64, purpose: Purpose) -> Result<Cleared> {
+    fn cleared(&self, active: &Active, cluster: u64, old: RawEntry, purpose: Purpose) -> Result<Cleared> {
         let bits = active.tables.geometry.cluster_bits;
         let at = GuestOffset::new(cluster << bits.get());
         let has_zero_flag = active.tables.version >= 3;
@@ -133,19 +131,21 @@ impl Layers {
         if entry == L2Entry::Unallocated && self.was_zero(active, old, at, bits.size() as usize)? {
             return Ok(Cleared::Already);
         }
-        let nothing_below = self.was_zero(active, 0, at, bits.size() as usize)?;
+        let nothing_below = self.was_zero(active, RawEntry::EMPTY, at, bits.size() as usize)?;
         Ok(match (entry, purpose) {
             (L2Entry::Zero { host: None, .. }, _) | (L2Entry::Unallocated, Purpose::Cut) => Cleared::Already,
             (L2Entry::Zero { host: Some(_), .. }, Purpose::Zero) => Cleared::Already,
             (L2Entry::Data { host, copied: true }, Purpose::Zero) if has_zero_flag => {
-                Cleared::Must(host.get() | COPIED | ZERO_FLAG)
+                Cleared::Must(L2Entry::Zero { host: Some(host), copied: true })
             }
             // As if the layer had never had it.
-            (_, Purpose::ZeroAndFree | Purpose::Discard | Purpose::Cut) if nothing_below => Cleared::Must(0),
-            _ if has_zero_flag => Cleared::Must(ZERO_FLAG),
+            (_, Purpose::ZeroAndFree | Purpose::Discard | Purpose::Cut) if nothing_below => {
+                Cleared::Must(L2Entry::Unallocated)
+            }
+            _ if has_zero_flag => Cleared::Must(L2Entry::Zero { host: None, copied: false }),
             (_, Purpose::Discard) => Cleared::Already,
             // A later resize that makes the disk longer hides what would show.
-            (_, Purpose::Cut) => Cleared::Must(0),
+            (_, Purpose::Cut) => Cleared::Must(L2Entry::Unallocated),
             _ => Cleared::Write,
         })
     }
@@ -155,8 +155,8 @@ impl Layers {
 enum Cleared {
     /// It need not.
     Already,
-    /// By this raw entry.
-    Must(u64),
+    /// By this entry.
+    Must(L2Entry),
     /// By writing zeros: the image has no other way to say it.
     Write,
 }

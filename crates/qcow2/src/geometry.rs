@@ -1,12 +1,17 @@
 //! Which entry of which table maps a guest offset.
 //!
-//! The L1 table has one 8-byte entry per L2 table; an L2 table is one cluster of 8-byte entries, each mapping
-//! one guest cluster. Extended L2 entries would halve [`Geometry::l2_bits`], which is why it is a field.
+//! The L1 table has one 8-byte entry per L2 table; an L2 table is one cluster of entries of 8 bytes, or of 16 with
+//! subclusters, each mapping one guest cluster.
 
 use vmstrata_types::{ClusterBits, GuestOffset};
 
 /// Bytes of an L1 entry, of a refcount table entry, and of a standard L2 entry.
 pub const ENTRY_LEN: u64 = 8;
+
+/// The smallest clusters that can have subclusters.
+pub const MIN_EXTENDED: ClusterBits = ClusterBits::from_size(16 << 10).expect("a power of two");
+/// Base-2 logarithm of the subclusters of a cluster.
+pub const SUBCLUSTERS_BITS: u32 = 5;
 
 /// The shape of an image's mapping tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,6 +26,31 @@ impl Geometry {
     /// The tables of an image with standard (8-byte) L2 entries.
     pub const fn new(cluster_bits: ClusterBits) -> Self {
         Self { cluster_bits, l2_bits: cluster_bits.get() - 3 }
+    }
+
+    /// The tables of an image with extended (16-byte) L2 entries.
+    ///
+    /// # Panics
+    /// With clusters smaller than [`MIN_EXTENDED`].
+    pub const fn extended(cluster_bits: ClusterBits) -> Self {
+        assert!(cluster_bits.get() >= MIN_EXTENDED.get(), "a subcluster has a sector at least");
+        Self { cluster_bits, l2_bits: cluster_bits.get() - 4 }
+    }
+
+    /// Whether L2 entries are extended.
+    #[inline]
+    pub const fn is_extended(self) -> bool {
+        self.l2_bits + 4 == self.cluster_bits.get()
+    }
+
+    /// The smallest run of bytes that entries tell apart: a subcluster with extended entries, else a cluster.
+    #[inline]
+    pub const fn unit(self) -> ClusterBits {
+        if !self.is_extended() {
+            return self.cluster_bits;
+        }
+        ClusterBits::new(self.cluster_bits.get() - SUBCLUSTERS_BITS)
+            .expect("a subcluster has a sector at least")
     }
 
     /// Entries in an L2 table.

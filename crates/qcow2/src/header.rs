@@ -95,12 +95,24 @@ pub struct Header {
 impl Header {
     /// How L1 and L2 entries of this image are to be read.
     pub fn entry_format(&self) -> EntryFormat {
-        EntryFormat::new(self.version, self.cluster_bits)
+        match self.has_subclusters() {
+            true => EntryFormat::extended(self.cluster_bits),
+            false => EntryFormat::new(self.version, self.cluster_bits),
+        }
     }
 
     /// The shape of this image's mapping tables.
     pub fn geometry(&self) -> Geometry {
-        Geometry::new(self.cluster_bits)
+        if self.has_subclusters() {
+            Geometry::extended(self.cluster_bits)
+        } else {
+            Geometry::new(self.cluster_bits)
+        }
+    }
+
+    /// Whether L2 entries are extended.
+    pub fn has_subclusters(&self) -> bool {
+        self.incompatible.contains(Incompatible::EXTENDED_L2)
     }
 
     /// Entries in the refcount table.

@@ -22,13 +22,13 @@
 //! understood; encryption, external data files and extended L2 entries are refused by name.
 //!
 //! ```
-//! use vmstrata_qcow2::{CreateOptions, Header, L2Entry, new_image};
+//! use vmstrata_qcow2::{CreateOptions, Header, L2Entry, RawEntry, new_image};
 //!
 //! let image = new_image(&CreateOptions::new(1 << 30))?;
 //! let (_, first_cluster) = image.parts.last().expect("the header");
 //! let header = Header::parse(first_cluster, image.file_len)?;
 //! assert_eq!(header.size, 1 << 30);
-//! assert_eq!(header.entry_format().l2(0)?, L2Entry::Unallocated);
+//! assert_eq!(header.entry_format().l2(RawEntry::EMPTY)?, L2Entry::Unallocated);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
@@ -54,7 +54,7 @@ pub mod snapshot;
 pub mod snapshot_info;
 
 pub use create::{CreateError, CreateOptions, NewBacking, NewImage, new_image};
-pub use entry::{EntryError, EntryFormat, L1Entry, L2Entry};
+pub use entry::{EntryError, EntryFormat, L1Entry, L2Entry, RawEntry, SubclusterState, Subclusters};
 pub use error::{ParseError, ParseErrorKind};
 pub use extension::{Extension, Extensions};
 pub use feature::{Autoclear, Compatible, CompressionType, Incompatible};

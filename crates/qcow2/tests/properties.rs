@@ -8,12 +8,13 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use vmstrata_qcow2::bitmap::{self, BitmapsExtension};
 use vmstrata_qcow2::create::max_size;
-use vmstrata_qcow2::entry::HOST_OFFSET_LIMIT;
+use vmstrata_qcow2::entry::{COMPRESSED_FLAG, COPIED, HOST_OFFSET_LIMIT, ZERO_FLAG};
 use vmstrata_qcow2::extension::{Extension, FeatureKind, FeatureNames};
+use vmstrata_qcow2::geometry::MIN_EXTENDED;
 use vmstrata_qcow2::header::{MAX_BACKING_NAME_LEN, field};
 use vmstrata_qcow2::{
     Autoclear, Compatible, CompressionType, CreateOptions, EntryFormat, Extensions, Header, Incompatible,
-    L1Entry, L2Entry, RefcountOrder, new_image, refcount, snapshot,
+    L1Entry, L2Entry, RawEntry, RefcountOrder, Subclusters, new_image, refcount, snapshot,
 };
 use vmstrata_types::{ClusterBits, HostOffset};
 
@@ -21,8 +22,20 @@ fn cluster_bits() -> impl Strategy<Value = ClusterBits> {
     (ClusterBits::MIN.get()..=ClusterBits::MAX.get()).prop_map(|bits| ClusterBits::new(bits).unwrap())
 }
 
+/// Of both versions, and with subclusters where clusters are large enough.
 fn format() -> impl Strategy<Value = (EntryFormat, ClusterBits)> {
-    (2u32..=3, cluster_bits()).prop_map(|(version, bits)| (EntryFormat::new(version, bits), bits))
+    (2u32..=4, cluster_bits()).prop_map(|(version, bits)| match version {
+        4 if bits >= MIN_EXTENDED => (EntryFormat::extended(bits), bits),
+        version => (EntryFormat::new(version.min(3), bits), bits),
+    })
+}
+
+/// Bits of which many make a valid bitmap.
+fn subclusters() -> impl Strategy<Value = u64> {
+    let half = || prop_oneof![Just(0u32), Just(u32::MAX), any::<u32>()];
+    (half(), half(), any::<bool>()).prop_map(|(allocated, zero, is_valid)| {
+        Subclusters { allocated, zero: if is_valid { zero & !allocated } else { zero } }.bits()
+    })
 }
 
 fn order() -> impl Strategy<Value = RefcountOrder> {
@@ -73,15 +86,18 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(4096))]
 
     #[test]
-    fn any_l2_entry_that_decodes_encodes_to_the_same_bits((format, bits) in format(), raw in raw_entry()) {
+    fn any_l2_entry_that_decodes_encodes_to_the_same_bits(
+        (format, bits) in format(), word in raw_entry(), subclusters in subclusters()
+    ) {
+        let raw = RawEntry { word, subclusters: if format.is_extended() { subclusters } else { 0 } };
         if let Ok(entry) = format.l2(raw) {
-            let may_be_copied =
-                matches!(entry, L2Entry::Data { .. } | L2Entry::Zero { host: Some(_), .. });
-            let says_nothing = if may_be_copied { 0 } else { vmstrata_qcow2::entry::COPIED };
-            prop_assert_eq!(format.encode_l2(entry), raw & !says_nothing);
-            if let L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. } = entry {
-                prop_assert!(host.is_aligned(bits) && host >= HostOffset::new(bits.size()));
+            let host = entry.host();
+            let mut says_nothing = if host.is_some() { 0 } else { COPIED };
+            if format.is_extended() && word & COMPRESSED_FLAG == 0 {
+                says_nothing |= ZERO_FLAG;
             }
+            prop_assert_eq!(format.encode_l2(entry), RawEntry { word: word & !says_nothing, ..raw });
+            prop_assert!(host.is_none_or(|host| host.is_aligned(bits) && host >= HostOffset::new(bits.size())));
             if let L2Entry::Compressed { host, len } = entry {
                 prop_assert!(host >= HostOffset::new(bits.size()) && len <= 2 * bits.size());
                 prop_assert_eq!((host.get() + len) % 512, 0);
@@ -92,7 +108,7 @@ proptest! {
     #[test]
     fn any_l1_entry_that_decodes_encodes_to_the_same_bits((format, _) in format(), raw in raw_entry()) {
         if let Ok(entry) = format.l1(raw) {
-            let says_nothing = if entry.table.is_none() { vmstrata_qcow2::entry::COPIED } else { 0 };
+            let says_nothing = if entry.table.is_none() { COPIED } else { 0 };
             prop_assert_eq!(format.encode_l1(entry), raw & !says_nothing);
         }
     }
@@ -103,8 +119,8 @@ proptest! {
         let raw = format.encode_l2(entry);
         prop_assert_eq!(format.l2(raw), Ok(entry));
         let standard = !matches!(entry, L2Entry::Compressed { .. });
-        prop_assert_eq!(standard, raw & vmstrata_qcow2::entry::COMPRESSED_FLAG == 0);
-        prop_assert!(!standard || raw & format.l2_invalid_bits() == 0);
+        prop_assert_eq!(standard, raw.word & COMPRESSED_FLAG == 0);
+        prop_assert!(!standard || raw.word & format.l2_invalid_bits() == 0);
     }
 
     #[test]

@@ -1,8 +1,11 @@
 //! Entries of all tables: what is understood is written back as it was found.
 
 use vmstrata_qcow2::bitmap::{self, BitmapsExtension};
-use vmstrata_qcow2::entry::COPIED;
-use vmstrata_qcow2::{CreateOptions, EntryFormat, Header, RefcountOrder, new_image, refcount, snapshot};
+use vmstrata_qcow2::entry::{COPIED, ZERO_FLAG};
+use vmstrata_qcow2::geometry::MIN_EXTENDED;
+use vmstrata_qcow2::{
+    CreateOptions, EntryFormat, Header, RawEntry, RefcountOrder, new_image, refcount, snapshot,
+};
 use vmstrata_types::{ClusterBits, HostOffset};
 
 /// Bytes before the entries: version, cluster bits, refcount order, count of snapshots.
@@ -22,6 +25,10 @@ pub fn qcow2_tables(data: &[u8]) {
     let version = 2 + u32::from(version) % 2;
     let (words, _) = table.as_chunks();
     words.iter().for_each(|word| entries(u64::from_be_bytes(*word), EntryFormat::new(version, bits), bits));
+    if bits >= MIN_EXTENDED {
+        let format = EntryFormat::extended(bits);
+        format.raw_entries(table).for_each(|raw| l2_entry(raw, format));
+    }
     refcounts(table, RefcountOrder::new(u32::from(order) % 7).expect("in range"));
     let header = header(bits, snapshots);
     let found = snapshot::parse_table(table, &header, FILE_LEN);
@@ -39,15 +46,23 @@ fn entries(raw: u64, format: EntryFormat, bits: ClusterBits) {
         let encoded = format.encode_l1(entry);
         assert!(is_kept(encoded) && format.l1(encoded) == Ok(entry), "{raw:#x}: {entry:?}");
     }
-    if let Ok(entry) = format.l2(raw) {
-        let encoded = format.encode_l2(entry);
-        assert!(is_kept(encoded) && format.l2(encoded) == Ok(entry), "{raw:#x}: {entry:?}");
-    }
+    l2_entry(RawEntry::standard(raw), format);
     if let Ok(block) = refcount::decode_table_entry(raw, bits) {
         assert_eq!(refcount::encode_table_entry(block, bits), raw);
     }
     if let Ok(Some(cluster)) = bitmap::decode_table_entry(raw, bits) {
         assert!(cluster.is_aligned(bits) && cluster != HostOffset::ZERO);
+    }
+}
+
+/// Flags that say nothing are not kept.
+fn l2_entry(raw: RawEntry, format: EntryFormat) {
+    if let Ok(entry) = format.l2(raw) {
+        let encoded = format.encode_l2(entry);
+        let flags = COPIED | if format.is_extended() { ZERO_FLAG } else { 0 };
+        let is_kept = raw.word & !encoded.word & !flags == 0 && encoded.word & !raw.word == 0;
+        let is_same = is_kept && encoded.subclusters == raw.subclusters;
+        assert!(is_same && format.l2(encoded) == Ok(entry), "{raw}: {entry:?}");
     }
 }
 

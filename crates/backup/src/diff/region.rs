@@ -1,7 +1,7 @@
 //! What the layers of one state say about a region, and where they say anything at all.
 
 use vmstrata_disk::{FrozenLayer, Result};
-use vmstrata_qcow2::L2Entry;
+use vmstrata_qcow2::{L2Entry, SubclusterState, Subclusters};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 
 use super::states::{Side, Visible};
@@ -73,18 +73,31 @@ impl<'a> Reader<'a> {
 /// Enters what a layer says of the units of `range` where no newer one has said anything.
 fn mark(layer: &FrozenLayer, range: GuestRange, unit: ClusterBits, said: &mut [Said]) -> Result<()> {
     let first = range.start.get() >> unit.get();
-    let per_cluster = layer.cluster_bits().expect(QCOW2).size() >> unit.get();
-    layer.entries(range, |cluster, entry| {
-        let says = match entry {
-            Ok(L2Entry::Unallocated) => return,
-            Ok(L2Entry::Zero { .. }) => Said::Zero,
+    let cluster_bits = layer.cluster_bits().expect(QCOW2);
+    let mut put = |run: GuestRange, says: Said| {
+        let within = |at: u64| (at >> unit.get()).saturating_sub(first).min(said.len() as u64) as usize;
+        let units = within(run.start.get())..within(run.end().get());
+        said[units].iter_mut().filter(|unit| **unit == Said::Nothing).for_each(|unit| *unit = says);
+    };
+    layer.entries(range, |start, entry| {
+        let cluster = GuestRange::new(start, cluster_bits.size());
+        match entry {
+            Ok(L2Entry::Unallocated) => {}
+            Ok(L2Entry::Zero { .. }) => put(cluster, Said::Zero),
             // Reading what is damaged gives the error.
-            Ok(L2Entry::Data { .. } | L2Entry::Compressed { .. }) | Err(_) => Said::Data,
-        };
-        let start = cluster.get() >> unit.get();
-        let from = start.saturating_sub(first).min(said.len() as u64) as usize;
-        let to = (start + per_cluster).saturating_sub(first).min(said.len() as u64) as usize;
-        said[from..to].iter_mut().filter(|unit| **unit == Said::Nothing).for_each(|unit| *unit = says);
+            Ok(L2Entry::Data { .. } | L2Entry::Compressed { .. }) | Err(_) => put(cluster, Said::Data),
+            Ok(L2Entry::Subclusters { states, .. }) => {
+                let len = cluster_bits.size() / u64::from(Subclusters::COUNT);
+                for (first, count, state) in states.runs() {
+                    let run = GuestRange::new(start + u64::from(first) * len, u64::from(count) * len);
+                    match state {
+                        SubclusterState::Unallocated => {}
+                        SubclusterState::Zero => put(run, Said::Zero),
+                        SubclusterState::Allocated => put(run, Said::Data),
+                    }
+                }
+            }
+        }
     })
 }
 

@@ -89,8 +89,7 @@ impl States {
         let common = walks[0].layers[depths[0]].clone();
         let [new, old] = walks;
         let (new, old) = (new.side(depths[0], &common), old.side(depths[1], &common));
-        let clusters =
-            new.layers.iter().chain(&old.layers).filter_map(|visible| visible.layer.cluster_bits());
+        let clusters = new.layers.iter().chain(&old.layers).filter_map(|visible| visible.layer.unit());
         let unit = clusters.min().unwrap_or(ClusterBits::DEFAULT);
         Ok(Self { old, new, common, unit })
     }

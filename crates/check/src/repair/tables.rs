@@ -1,10 +1,10 @@
 //! Mending entries of L1 and L2 tables: copied flags, and bits that must not be set.
 
 use parking_lot::Mutex;
-use vmstrata_qcow2::EntryFormat;
 use vmstrata_qcow2::entry::{COMPRESSED_FLAG, COPIED, L1_RESERVED, L2_RESERVED, OFFSET_MASK, ZERO_FLAG};
+use vmstrata_qcow2::{EntryFormat, RawEntry, Subclusters};
 use vmstrata_store::Store;
-use vmstrata_types::HostOffset;
+use vmstrata_types::{ClusterBits, HostOffset};
 
 use super::{flush, write};
 use crate::counts::{Counts, Use};
@@ -18,6 +18,8 @@ use crate::{Options, Phase, Repair};
 
 /// L1 entries mended at once.
 const L1_PIECE: u64 = 1 << 20;
+/// All tables but those of extended entries have words of 8 bytes.
+const L1_FORMAT: EntryFormat = EntryFormat::new(3, ClusterBits::DEFAULT);
 
 /// Mends the entries of all tables by the refcounts the image has now; returns how many were changed.
 ///
@@ -71,7 +73,7 @@ impl Mender<'_> {
             |changed, number, bytes| {
                 let at = HostOffset::new(tables[number].offset);
                 let active = tables[number].active > 0;
-                match self.rewrite(at, bytes, |raw| self.l2_entry(raw, active)) {
+                match self.rewrite(at, bytes, &self.entries, |raw| self.l2_entry(raw, active)) {
                     Ok(entries) => *changed += entries,
                     Err(error) => *failed.lock() = Some(error),
                 }
@@ -100,27 +102,39 @@ impl Mender<'_> {
                 .read_padded(&mut buf, at)
                 .while_trying("read an L1 table")
                 .map_err(|e| e.at(at))?;
-            changed += self.rewrite(at, &buf, |raw| self.l1_entry(raw, active))?;
+            let map = |raw: RawEntry| RawEntry::standard(self.l1_entry(raw.word, active));
+            changed += self.rewrite(at, &buf, &L1_FORMAT, map)?;
         }
         Ok(changed)
     }
 
     /// Maps all entries of a piece of a table and writes those that changed, in one go.
-    fn rewrite(&self, at: HostOffset, bytes: &[u8], map: impl Fn(u64) -> u64) -> Result<u64> {
-        let mut new = bytes.to_vec();
+    fn rewrite(
+        &self,
+        at: HostOffset,
+        bytes: &[u8],
+        format: &EntryFormat,
+        map: impl Fn(RawEntry) -> RawEntry,
+    ) -> Result<u64> {
+        let mut new = Vec::with_capacity(bytes.len());
         let (mut first, mut last, mut changed) = (None, 0, 0);
-        for (number, word) in new.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let raw = u64::from_be_bytes(*word);
-            let right = if raw == 0 { 0 } else { map(raw) };
+        for (number, raw) in format.raw_entries(bytes).enumerate() {
+            let right = if raw.is_empty() { raw } else { map(raw) };
+            format.put_raw(right, &mut new);
             if right != raw {
-                *word = right.to_be_bytes();
                 first.get_or_insert(number);
                 last = number;
                 changed += 1;
             }
         }
         if let Some(first) = first {
-            write(self.image.store, at + first as u64 * 8, &new[first * 8..(last + 1) * 8], "write a table")?;
+            let len = format.entry_len();
+            write(
+                self.image.store,
+                at + (first * len) as u64,
+                &new[first * len..(last + 1) * len],
+                "write a table",
+            )?;
         }
         Ok(changed)
     }
@@ -141,22 +155,26 @@ impl Mender<'_> {
         }
     }
 
-    fn l2_entry(&self, raw: u64, active: bool) -> u64 {
+    fn l2_entry(&self, raw: RawEntry, active: bool) -> RawEntry {
         let all = self.image.options.repair == Repair::All;
-        if raw & COMPRESSED_FLAG != 0 {
-            return if all { raw & !COPIED } else { raw };
+        if raw.word & COMPRESSED_FLAG != 0 {
+            return if all { RawEntry::standard(raw.word & !COPIED) } else { raw };
         }
-        let raw = if all { raw & !L2_RESERVED } else { raw };
-        let offset = raw & OFFSET_MASK;
+        let raw = if all { without_damage(raw) } else { raw };
+        let offset = raw.word & OFFSET_MASK;
         if offset == 0 {
-            return if all { raw & !COPIED } else { raw };
+            return if all { RawEntry { word: raw.word & !COPIED, ..raw } } else { raw };
         }
-        let misaligned = raw & self.entries.l2_invalid_bits() & OFFSET_MASK != 0;
-        if misaligned && raw & ZERO_FLAG != 0 && all {
-            // Reads as zeros with or without a cluster kept for it.
-            return ZERO_FLAG;
+        let misaligned = raw.word & self.entries.l2_invalid_bits() & OFFSET_MASK != 0;
+        let has_data = match self.entries.is_extended() {
+            true => Subclusters::from_bits(raw.subclusters).allocated != 0,
+            false => raw.word & ZERO_FLAG == 0,
+        };
+        if misaligned && !has_data && all {
+            // Reads the same with or without a cluster kept for it.
+            return RawEntry { word: raw.word & ZERO_FLAG, ..raw };
         }
-        if active { self.copied(raw, offset) } else { raw }
+        if active { RawEntry { word: self.copied(raw.word, offset), ..raw } } else { raw }
     }
 
     /// Makes the copied flag follow from the refcount, once that is right.
@@ -169,4 +187,14 @@ impl Mender<'_> {
         }
         if is_one && is_right { raw | COPIED } else { raw & !COPIED }
     }
+}
+
+/// The entry of a standard cluster without the bits that must not be set. Nothing reads a cluster of which a subcluster is both
+/// allocated and zero: that one becomes zeros, and the others are readable again.
+fn without_damage(raw: RawEntry) -> RawEntry {
+    let mut states = Subclusters::from_bits(raw.subclusters);
+    if raw.word & OFFSET_MASK != 0 {
+        states.allocated &= !states.zero;
+    }
+    RawEntry { word: raw.word & !L2_RESERVED, subclusters: states.bits() }
 }

@@ -12,7 +12,7 @@ use vmstrata_types::HostOffset;
 use super::{Active, NewClusters};
 use crate::changes::{Freed, Noted};
 use crate::error::{Error, IoContext as _, Result};
-use crate::journal::{Record, Slot};
+use crate::journal::Record;
 use crate::layer::{Tables, table_of, words};
 
 /// An L1 table, where it lies and what is in it.
@@ -159,7 +159,7 @@ impl Active {
         let (at, len) = (space.at, self.tables.geometry.cluster_bits.size());
         let new = at.get() | COPIED;
         let freed = table_of(&self.tables, raw, u64::MAX)?.map(|at| Freed { at, len });
-        let record = Record { slot: Slot::L1(index), old: raw, new };
+        let record = Record::of_l1(index, raw, new);
         let written = self.store.write_all(bytes, at).while_trying("write a new L2 table");
         written.map_err(|error| error.at(at))?;
         let noted = note(&record, freed.as_slice())?;

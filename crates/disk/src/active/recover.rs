@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::Ordering;
 
-use vmstrata_qcow2::L2Entry;
 use vmstrata_qcow2::entry::{COPIED, EntryFormat};
+use vmstrata_qcow2::{L2Entry, RawEntry};
 use vmstrata_types::{ClusterBits, HostOffset};
 
 use super::{Active, Change, Partial};
@@ -22,7 +22,7 @@ impl Active {
     /// # Errors
     /// Tables or refcounts that cannot be read.
     pub(crate) fn take_up(&self, found: &[Record]) -> Result<Result<(), Mismatch>> {
-        let mut histories: BTreeMap<Slot, Vec<u64>> = BTreeMap::new();
+        let mut histories: BTreeMap<Slot, Vec<RawEntry>> = BTreeMap::new();
         for record in found {
             histories.entry(record.slot).or_default().extend([record.old, record.new]);
         }
@@ -32,7 +32,7 @@ impl Active {
         for (&slot, history) in &histories {
             let last = *history.last().expect("two values a record");
             let now = match slot {
-                Slot::L1(index) => self.l1_entry(index),
+                Slot::L1(index) => self.l1_entry(index).map(RawEntry::standard),
                 Slot::L2(cluster) if self.is_in_own_table(cluster, &histories) => Some(self.entry(cluster)?),
                 Slot::L2(_) => None,
             };
@@ -58,25 +58,28 @@ impl Active {
     }
 
     /// What an entry with this history is to be; `None` if it is something else `now`.
-    fn newest(&self, history: &[u64], now: u64) -> Option<u64> {
+    fn newest(&self, history: &[RawEntry], now: RawEntry) -> Option<RawEntry> {
         let last = *history.last()?;
         match self.partial(last) {
             // An earlier replay made the cluster whole, and was killed after it wrote the entry.
             Some(partial) if now == partial.complete() => Some(now),
             // Nothing was pending when it began: the image has no entry for it.
-            Some(_) => (now == 0).then_some(last),
+            Some(_) => now.is_empty().then_some(last),
             None => history.contains(&now).then_some(last),
         }
     }
 
-    fn take_up_one(&self, slot: Slot, new: u64) -> Result<()> {
+    fn take_up_one(&self, slot: Slot, new: RawEntry) -> Result<()> {
         match slot {
             Slot::L1(index) => {
+                let new = new.word;
                 let old = self.l1.load().entries[index as usize].swap(new, Ordering::AcqRel);
                 if old != new {
                     let len = self.tables.geometry.cluster_bits.size();
                     let freed = table_of(&self.tables, old, u64::MAX)?.map(|at| Freed { at, len });
-                    self.commit_if_due(self.changes.note(&[Record { slot, old, new }], freed.as_slice()))?;
+                    self.commit_if_due(
+                        self.changes.note(&[Record::of_l1(index, old, new)], freed.as_slice()),
+                    )?;
                 }
                 Ok(())
             }
@@ -95,10 +98,10 @@ impl Active {
     }
 
     /// Whether a cluster of the disk has its entry in a table of this image alone, once `histories` are taken up.
-    fn is_in_own_table(&self, cluster: u64, histories: &BTreeMap<Slot, Vec<u64>>) -> bool {
+    fn is_in_own_table(&self, cluster: u64, histories: &BTreeMap<Slot, Vec<RawEntry>>) -> bool {
         let geometry = self.tables.geometry;
         let index = cluster >> geometry.l2_bits;
-        let table = histories.get(&Slot::L1(index)).and_then(|history| history.last().copied());
+        let table = histories.get(&Slot::L1(index)).and_then(|history| Some(history.last()?.word));
         let table = table.or_else(|| self.l1_entry(index)).unwrap_or(0);
         // Not only those of the disk: a process may have been killed while it made room past the disk's end.
         index < self.l1.load().entries.len() as u64 && table & COPIED != 0
@@ -109,18 +112,17 @@ impl Active {
 pub(crate) fn host_of(
     entries: EntryFormat,
     bits: ClusterBits,
-    (slot, raw): (Slot, u64),
+    (slot, raw): (Slot, RawEntry),
 ) -> Option<Option<HostOffset>> {
     if let Slot::L1(_) = slot {
-        return entries.l1(raw).map_or(Some(None), |entry| entry.table.map(Some));
+        return entries.l1(raw.word).map_or(Some(None), |entry| entry.table.map(Some));
     }
-    if let Some(partial) = Partial::from_word(raw, bits) {
+    if let Some(partial) = Partial::from_raw(raw, bits) {
         return Some(Some(partial.host));
     }
     match entries.l2(raw) {
-        Ok(L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. }) => Some(Some(host)),
-        Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) => None,
         Ok(L2Entry::Compressed { .. }) | Err(_) => Some(None),
+        Ok(entry) => entry.host().map(Some),
     }
 }
 
@@ -132,7 +134,7 @@ pub enum Mismatch {
         /// Which entry.
         slot: Slot,
         /// What the image has; `None` where it has no table of its own for it.
-        now: Option<u64>,
+        now: Option<RawEntry>,
     },
     /// An entry of the journal leads to a cluster that is not its own.
     Refcount {
@@ -156,7 +158,7 @@ impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Entry { slot, now: Some(now) } => {
-                write!(f, "the image's {slot} is {now:#x}, which the journal knows nothing of")
+                write!(f, "the image's {slot} is {now}, which the journal knows nothing of")
             }
             Self::Entry { slot, now: None } => write!(f, "the image has no table of its own for {slot}"),
             Self::Refcount { slot, host: Some(host), refcount } => {

@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use vmstrata_qcow2::RawEntry;
+
 use super::Changes;
 use crate::journal::{Record, Slot};
 use crate::partial::is_partial;
@@ -30,7 +32,7 @@ pub(super) struct Welcome {
 
 /// Whether a cluster becomes partial by this change.
 pub(super) fn begins(record: &Record) -> bool {
-    record.old == 0 && is_partial(record.new)
+    record.old.is_empty() && is_partial(record.new)
 }
 
 impl Partials {
@@ -57,9 +59,9 @@ impl Partials {
     }
 
     /// What `entries`, which has them all, says of them; the image has no entry for them yet.
-    pub(super) fn records(&self, entries: &BTreeMap<Slot, u64>) -> Vec<Record> {
+    pub(super) fn records(&self, entries: &BTreeMap<Slot, RawEntry>) -> Vec<Record> {
         let slots = self.clusters.iter().map(|&cluster| Slot::L2(cluster));
-        slots.map(|slot| Record { slot, old: 0, new: entries[&slot] }).collect()
+        slots.map(|slot| Record { slot, old: RawEntry::EMPTY, new: entries[&slot] }).collect()
     }
 }
 
@@ -125,23 +127,26 @@ mod tests {
 
     /// The entries that were written.
     #[derive(Default)]
-    struct Image(RefCell<Vec<(Slot, u64)>>);
+    struct Image(RefCell<Vec<(Slot, RawEntry)>>);
 
     impl CommitTarget for Image {
         fn flush(&self) -> Result<()> {
             Ok(())
         }
-        fn write_entries(&self, entries: &BTreeMap<Slot, u64>) -> Result<()> {
+        fn write_entries(&self, entries: &BTreeMap<Slot, RawEntry>) -> Result<()> {
             self.0.borrow_mut().extend(entries.iter().map(|(&slot, &raw)| (slot, raw)));
             Ok(())
         }
     }
 
-    fn word(host: u64, part: u64) -> u64 {
-        Partial::new(HostOffset::new(host), BITS).with(Parts::of(BITS, part * 4096, 4096).unwrap()).word()
+    const NONE: RawEntry = RawEntry::EMPTY;
+    const WHOLE: RawEntry = RawEntry::standard(0x5_0000);
+
+    fn word(host: u64, part: u64) -> RawEntry {
+        Partial::new(HostOffset::new(host), BITS).with(Parts::of(BITS, part * 4096, 4096).unwrap()).raw()
     }
 
-    fn record(cluster: u64, old: u64, new: u64) -> Record {
+    fn record(cluster: u64, old: RawEntry, new: RawEntry) -> Record {
         Record { slot: Slot::L2(cluster), old, new }
     }
 
@@ -153,16 +158,16 @@ mod tests {
         changes.use_journal(Some(journal));
         let found = || journal::look(dir.path(), &subject).unwrap().records;
         let image = Image::default();
-        let part = word(0x5_0000, 3);
-        assert_eq!(changes.note(&[record(1, 0, part), record(2, 0, 0x6_0000)], &[]), Noted::Safe);
+        let (part, other) = (word(0x5_0000, 3), RawEntry::standard(0x6_0000));
+        assert_eq!(changes.note(&[record(1, NONE, part), record(2, NONE, other)], &[]), Noted::Safe);
         changes.commit(&image).unwrap();
-        assert_eq!(*image.0.borrow(), [(Slot::L2(2), 0x6_0000)]);
-        assert_eq!((found(), changes.partials()), (vec![record(1, 0, part)], vec![1]));
+        assert_eq!(*image.0.borrow(), [(Slot::L2(2), other)]);
+        assert_eq!((found(), changes.partials()), (vec![record(1, NONE, part)], vec![1]));
         changes.commit(&image).unwrap();
         assert_eq!(image.0.borrow().len(), 1, "a commit of nothing but that");
-        assert_eq!(changes.note(&[record(1, part, 0x5_0000)], &[]), Noted::Safe);
+        assert_eq!(changes.note(&[record(1, part, WHOLE)], &[]), Noted::Safe);
         changes.commit(&image).unwrap();
-        assert_eq!(image.0.borrow()[1..], [(Slot::L2(1), 0x5_0000)]);
+        assert_eq!(image.0.borrow()[1..], [(Slot::L2(1), WHOLE)]);
         assert!(found().is_empty() && changes.partials().is_empty());
     }
 
@@ -170,15 +175,15 @@ mod tests {
     fn none_begin_where_they_are_not_welcome_but_those_there_are_go_on() {
         let changes = Changes::new(BITS);
         let (part, more) = (word(0x5_0000, 3), word(0x5_0000, 4));
-        assert_eq!(changes.note(&[record(1, 0, part)], &[]), Noted::Safe);
+        assert_eq!(changes.note(&[record(1, NONE, part)], &[]), Noted::Safe);
         assert!(changes.welcomes_partials());
         changes.refuse_partials(1);
         assert!(!changes.welcomes_partials());
-        assert_eq!(changes.note(&[record(2, 0, word(0x6_0000, 0))], &[]), Noted::Refused);
+        assert_eq!(changes.note(&[record(2, NONE, word(0x6_0000, 0))], &[]), Noted::Refused);
         assert_eq!(changes.note(&[record(1, part, more)], &[]), Noted::Safe);
         assert_eq!(changes.partials(), [1]);
         changes.refuse_partials(-1);
-        assert_eq!(changes.note(&[record(2, 0, word(0x6_0000, 0))], &[]), Noted::Safe);
+        assert_eq!(changes.note(&[record(2, NONE, word(0x6_0000, 0))], &[]), Noted::Safe);
         assert_eq!(changes.partials(), [1, 2]);
         assert!(changes.partials_are_stuck(true));
         assert!(!changes.welcomes_partials() && changes.partials_to_copy().is_empty());

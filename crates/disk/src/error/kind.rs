@@ -30,6 +30,11 @@ pub enum ErrorKind {
         /// What is wrong with the entry.
         entry: EntryError,
     },
+    /// An image that can be read, not written.
+    #[error(
+        "its L2 entries have subclusters, which vmstrata reads and does not write: open it read-only, or put an overlay without them on it"
+    )]
+    Subclusters,
     /// A table entry points to bytes that the file does not have.
     #[error("{what} lies at {at} but the file ends at {file_len:#x}: the file was cut short")]
     Truncated {

@@ -151,7 +151,8 @@ pub(super) fn digest_file(
 fn update_header(hash: &mut Sha256, head: &Qcow2Head, tables: &Tables) {
     hash.update(tables.version.to_le_bytes());
     hash.update(tables.geometry.cluster_bits.get().to_le_bytes());
-    hash.update([tables.compression.to_byte()]);
+    // Extended entries are told by a bit that no compression type has, so that the digests of all others stay.
+    hash.update([tables.compression.to_byte() | u8::from(tables.entries.is_extended()) << 7]);
     hash.update(head.header.size.to_le_bytes());
     hash.update(tables.l1_at.get().to_le_bytes());
     hash.update(tables.l1_entries.to_le_bytes());
@@ -194,10 +195,11 @@ fn update_tables(hash: &mut Sha256, store: &dyn Store, tables: &Tables, file_len
 fn highest_of(tables: &Tables, l2: &[u8]) -> u64 {
     let host = |raw| match tables.entries.l2(raw) {
         Ok(L2Entry::Data { host, .. } | L2Entry::Compressed { host, .. }) => host.get(),
+        Ok(L2Entry::Subclusters { host: Some(host), states, .. }) if states.allocated != 0 => host.get(),
         // What breaks the format is an error wherever the file ends.
         _ => 0,
     };
-    words(l2).filter(|&raw| raw != 0).map(host).max().unwrap_or(0)
+    tables.entries.raw_entries(l2).filter(|raw| !raw.is_empty()).map(host).max().unwrap_or(0)
 }
 
 /// For how long a change may get the same time as one before it: the kernel's tick, with room to spare.

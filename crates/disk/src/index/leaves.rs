@@ -19,9 +19,9 @@ pub(super) const WINDOW: u64 = 1024;
 
 pub(super) type Words = Box<[u64; LEAF_WORDS]>;
 
-/// The map's unit: the smallest cluster of the layers.
+/// The map's unit: the smallest cluster or subcluster of the layers.
 pub(super) fn unit_of(layers: &[IndexLayer]) -> ClusterBits {
-    let bits = layers.iter().filter_map(|layer| layer.record.tables.map(|tables| tables.cluster_bits));
+    let bits = layers.iter().filter_map(|layer| layer.record.tables.map(|tables| tables.geometry().unit()));
     bits.min().unwrap_or(ClusterBits::MAX)
 }
 

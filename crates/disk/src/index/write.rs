@@ -50,6 +50,7 @@ pub(super) fn record_tables(tables: &Tables) -> RecordTables {
     RecordTables {
         version: tables.version,
         cluster_bits: tables.geometry.cluster_bits,
+        is_extended: tables.entries.is_extended(),
         compression: tables.compression,
         l1_at: tables.l1_at,
         l1_entries: tables.l1_entries,

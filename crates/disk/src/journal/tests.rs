@@ -28,7 +28,7 @@ fn found_in(dir: &tempfile::TempDir, ino: u64, session: u64) -> Vec<Record> {
 }
 
 fn record(cluster: u64) -> Record {
-    Record { slot: Slot::L2(cluster), old: 0, new: cluster << 16 }
+    Record { slot: Slot::L2(cluster), old: RawEntry::EMPTY, new: RawEntry::standard(cluster << 16) }
 }
 
 #[test]
@@ -37,7 +37,7 @@ fn what_was_recorded_is_found_again_in_order_across_turns() {
     let (mut journal, _) = fresh(dir.path());
     journal.append(&[record(1), record(2)]).unwrap();
     journal.turn(&[]).unwrap();
-    let table = Record { slot: Slot::L1(3), old: 1, new: 2 };
+    let table = Record::of_l1(3, 1, 2);
     journal.append(&[table]).unwrap();
     assert_eq!(found_in(&dir, 7, 77), [record(1), record(2), table]);
     journal.turn(&[table]).unwrap();

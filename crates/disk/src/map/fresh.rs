@@ -7,6 +7,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use vmstrata_qcow2::RawEntry;
 use vmstrata_types::GuestOffset;
 
 use super::FrozenMap;
@@ -87,7 +88,7 @@ impl FrozenMap {
         let mut clusters = self.clusters(active, first_unit);
         let entries = active.page(clusters.start)?;
         // Of a disk that became shorter, the pages of before say more.
-        if self.size >= below.size && clusters.all(|cluster| entry(&entries, cluster) == 0) {
+        if self.size >= below.size && clusters.all(|cluster| entry(&entries, cluster).is_empty()) {
             self.cache.forget_page(new);
             return Ok(false);
         }
@@ -163,7 +164,7 @@ impl FrozenMap {
         let bits = active.tables.geometry.cluster_bits;
         for cluster in self.clusters(active, first_unit) {
             let raw = entry(entries, cluster);
-            if raw != 0 {
+            if !raw.is_empty() {
                 merge.put(GuestOffset::new(cluster << bits.get()), raw, first_unit, words);
             }
         }
@@ -188,6 +189,6 @@ impl FrozenMap {
 }
 
 /// A cluster's raw entry in the page of entries that holds it.
-fn entry(entries: &[u64; PAGE_WORDS], cluster: u64) -> u64 {
-    entries[cluster as usize % PAGE_WORDS]
+fn entry(entries: &[u64; PAGE_WORDS], cluster: u64) -> RawEntry {
+    RawEntry::standard(entries[cluster as usize % PAGE_WORDS])
 }

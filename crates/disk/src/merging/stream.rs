@@ -10,8 +10,7 @@
 //! The two maps number the layers that stay alike, so "the same" is: the same place in the same layer, or zeros in both. Holes
 //! of layers' files count as zeros ([`super::holes`]), and so do clusters that turn out to be zeros when they are read.
 
-use vmstrata_qcow2::L2Entry;
-use vmstrata_qcow2::entry::{COPIED, ZERO_FLAG};
+use vmstrata_qcow2::{L2Entry, RawEntry};
 use vmstrata_store::is_zero;
 use vmstrata_types::{GuestOffset, GuestRange};
 
@@ -227,7 +226,7 @@ impl Layers {
         after: After<'_>,
     ) -> Result<(u64, u64)> {
         let page = active.lock_page(first);
-        let mut old: Vec<u64> = Vec::new();
+        let mut old: Vec<RawEntry> = Vec::new();
         for cluster in first..first + count {
             let raw = self.complete_entry(active, cluster, &page)?;
             if active.decode(raw)? != L2Entry::Unallocated {
@@ -240,7 +239,7 @@ impl Layers {
         }
         let mut copied = Copied::default();
         match need {
-            Need::Zeros => copied.zeros(first, &old),
+            Need::Zeros => copied.zeros(active, first, &old),
             _ => self.copy_run(active, first, &old, after, &mut copied)?,
         }
         if !copied.changes.is_empty() {
@@ -258,14 +257,14 @@ impl Layers {
         &self,
         active: &'a Active,
         first: u64,
-        old: &[u64],
+        old: &[RawEntry],
         after: After<'_>,
         copied: &mut Copied<'a>,
     ) -> Result<()> {
         let bits = active.tables.geometry.cluster_bits;
         let size = bits.size() as usize;
         with_scratch(old.len() * size, |bytes| {
-            self.copy_up(active, 0, GuestOffset::new(first << bits.get()), bytes)?;
+            self.copy_up(active, RawEntry::EMPTY, GuestOffset::new(first << bits.get()), bytes)?;
             // `[cluster]`: how it becomes zeros, if it does.
             let mut zeros = Vec::with_capacity(old.len());
             for (number, cluster) in bytes.chunks_exact(size).enumerate() {
@@ -279,7 +278,7 @@ impl Layers {
                 let (cluster, old) = (first + at as u64, &old[at..at + run.len()]);
                 match run[0] {
                     Some(Zeros::Unsaid) => {}
-                    Some(Zeros::Entry) => copied.zeros(cluster, old),
+                    Some(Zeros::Entry) => copied.zeros(active, cluster, old),
                     None => copied.data(active, cluster, old, &bytes[at * size..][..run.len() * size])?,
                 }
                 at += run.len();
@@ -315,12 +314,19 @@ struct Copied<'a> {
 }
 
 impl<'a> Copied<'a> {
-    fn zeros(&mut self, first: u64, old: &[u64]) {
-        let zeros = (first..).zip(old).map(|(cluster, &old)| Change { cluster, old, new: ZERO_FLAG });
+    fn zeros(&mut self, active: &Active, first: u64, old: &[RawEntry]) {
+        let new = active.encode(L2Entry::Zero { host: None, copied: false });
+        let zeros = (first..).zip(old).map(|(cluster, &old)| Change { cluster, old, new });
         self.changes.extend(zeros);
     }
 
-    fn data(&mut self, active: &'a Active, mut first: u64, mut old: &[u64], mut bytes: &[u8]) -> Result<()> {
+    fn data(
+        &mut self,
+        active: &'a Active,
+        mut first: u64,
+        mut old: &[RawEntry],
+        mut bytes: &[u8],
+    ) -> Result<()> {
         let bits = active.tables.geometry.cluster_bits;
         while !old.is_empty() {
             let space = active.allocate(old.len() as u64)?;
@@ -329,9 +335,11 @@ impl<'a> Copied<'a> {
             let (now, later) = bytes.split_at((count << bits.get()) as usize);
             let written = active.store.write_all(now, at).while_trying("write");
             written.map_err(|error| error.at(at).in_file(&active.path))?;
-            let entry = |number: u64| (at + (number << bits.get())).get() | COPIED;
-            let change =
-                |(number, &old): (u64, &u64)| Change { cluster: first + number, old, new: entry(number) };
+            let change = |(number, &old): (u64, &RawEntry)| {
+                let host = at + (number << bits.get());
+                let new = active.encode(L2Entry::Data { host, copied: true });
+                Change { cluster: first + number, old, new }
+            };
             self.changes.extend((0..).zip(&old[..count as usize]).map(change));
             self.bytes += now.len() as u64;
             (first, old, bytes) = (first + count, &old[count as usize..], later);

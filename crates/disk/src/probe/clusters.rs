@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 use std::path::Path;
 
-use vmstrata_qcow2::{Header, L2Entry};
+use vmstrata_qcow2::{Header, L2Entry, RawEntry, SubclusterState, Subclusters};
 use vmstrata_store::{Gate, Store};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 
@@ -20,12 +20,12 @@ use crate::opener::{LocalFiles, Opener as _, Role};
 /// L1 entries read in one go.
 const L1_BATCH: usize = 4096;
 
-/// A guest cluster that a layer answers for.
+/// A guest cluster that a layer answers for, or subclusters of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnCluster {
     /// The guest's bytes, cut at the end of the disk.
     pub range: GuestRange,
-    /// Bytes that the host has for the file and that nothing but this cluster needs; none in its holes, for zeros without a
+    /// Bytes that the host has for the file and that nothing but these needs; none in its holes, for zeros without a
     /// cluster, and where a refcount above one lets an internal snapshot keep them.
     pub host_bytes: u64,
 }
@@ -135,27 +135,56 @@ impl<'a> Scan<'a> {
         if !read().while_trying("read an L2 table").map_err(|error| error.at(table))? {
             return Ok(());
         }
-        for (index, raw) in words(bytes).enumerate().filter(|&(_, raw)| raw != 0) {
+        let entries = self.tables.entries;
+        for (index, raw) in entries.raw_entries(bytes).enumerate().filter(|(_, raw)| !raw.is_empty()) {
             let at = self.tables.geometry.guest_offset(l1_index, index);
             if at.get() >= self.size {
                 break;
             }
-            let entry = self.entry(raw).map_err(|error| error.at(table + index as u64 * 8))?;
-            if let Some(host_bytes) = self.host_bytes(entry) {
-                visit(OwnCluster { range: self.range(at), host_bytes });
+            let place = table + (index * entries.entry_len()) as u64;
+            match self.entry(raw).map_err(|error| error.at(place))? {
+                L2Entry::Subclusters { host, copied, states } => {
+                    self.subclusters(at, host.filter(|_| copied), states, visit);
+                }
+                entry => {
+                    if let Some(host_bytes) = self.host_bytes(entry) {
+                        visit(OwnCluster { range: self.range(at, self.cluster()), host_bytes });
+                    }
+                }
             }
         }
         Ok(())
     }
 
+    /// Visits the subclusters of the cluster at `at` for which the layer has something; `host` is a cluster of its own.
+    fn subclusters(
+        &self,
+        at: GuestOffset,
+        host: Option<HostOffset>,
+        states: Subclusters,
+        visit: &mut impl FnMut(OwnCluster),
+    ) {
+        let unit = self.tables.geometry.unit().size();
+        for (first, count, state) in states.runs() {
+            let (start, len) = (u64::from(first) * unit, u64::from(count) * unit);
+            if state != SubclusterState::Unallocated && at.get() + start < self.size {
+                let host_bytes = host.map_or(0, |host| self.on_host(host + start, len));
+                visit(OwnCluster { range: self.range(at + start, len), host_bytes });
+            }
+        }
+    }
+
     /// The last cluster of a file may be cut short, and reads as zeros behind that; none begins past the end.
-    fn entry(&self, raw: u64) -> Result<L2Entry> {
+    fn entry(&self, raw: RawEntry) -> Result<L2Entry> {
         let entry =
             self.tables.entries.l2(raw).map_err(|entry| ErrorKind::Entry { table: "L2 table", entry })?;
         let (what, at) = match entry {
             L2Entry::Data { host, .. } => ("a data cluster", host),
             L2Entry::Compressed { host, .. } => ("a compressed cluster", host),
-            L2Entry::Unallocated | L2Entry::Zero { .. } => return Ok(entry),
+            L2Entry::Subclusters { host: Some(host), states, .. } if states.allocated != 0 => {
+                ("a data cluster", host)
+            }
+            L2Entry::Unallocated | L2Entry::Zero { .. } | L2Entry::Subclusters { .. } => return Ok(entry),
         };
         if at.get() >= self.file_len {
             return Err(ErrorKind::Truncated { what, at, file_len: self.file_len }.into());
@@ -163,15 +192,15 @@ impl<'a> Scan<'a> {
         Ok(entry)
     }
 
-    fn range(&self, at: GuestOffset) -> GuestRange {
-        GuestRange::new(at, self.cluster().min(self.size - at.get()))
+    fn range(&self, at: GuestOffset, len: u64) -> GuestRange {
+        GuestRange::new(at, len.min(self.size - at.get()))
     }
 
-    /// Bytes that the host has for the cluster at `at`.
-    fn on_host(&self, at: HostOffset) -> u64 {
+    /// Bytes that the host has for `len` bytes at `at`.
+    fn on_host(&self, at: HostOffset, len: u64) -> u64 {
         let (mut done, mut there) = (0, 0);
-        while done < self.cluster() {
-            let run = Run { source: Source::Data(LayerIndex::BASE, at + done), len: self.cluster() - done };
+        while done < len {
+            let run = Run { source: Source::Data(LayerIndex::BASE, at + done), len: len - done };
             let run = self.holes.cut(run, |_, at| self.store.extent(at).ok());
             there += if run.source.is_zero() { 0 } else { run.len };
             done += run.len;
@@ -179,12 +208,12 @@ impl<'a> Scan<'a> {
         there
     }
 
-    /// `None` where the entry says nothing.
+    /// `None` where the entry says nothing; of a cluster that is one thing.
     fn host_bytes(&self, entry: L2Entry) -> Option<u64> {
         match entry {
-            L2Entry::Unallocated => None,
+            L2Entry::Unallocated | L2Entry::Subclusters { .. } => None,
             L2Entry::Data { host, copied: true } | L2Entry::Zero { host: Some(host), copied: true } => {
-                Some(self.on_host(host))
+                Some(self.on_host(host, self.cluster()))
             }
             L2Entry::Data { .. } | L2Entry::Zero { .. } => Some(0),
             // A compressed cluster's entry does not tell its refcount.

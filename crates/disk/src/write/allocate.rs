@@ -3,8 +3,7 @@
 //! A new cluster is written whole, in one write, before any entry leads to it: old bytes, the request's, old bytes.
 //! Runs of clusters that need space are allocated, written and published together.
 
-use vmstrata_qcow2::L2Entry;
-use vmstrata_qcow2::entry::COPIED;
+use vmstrata_qcow2::{L2Entry, RawEntry};
 use vmstrata_store::{Segment, SegmentVec, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
@@ -84,7 +83,7 @@ impl Layers {
     }
 
     /// A cluster that a zero entry keeps for just this.
-    fn kept_cluster(&self, active: &Active, raw: u64) -> Result<Option<Allocated>> {
+    fn kept_cluster(&self, active: &Active, raw: RawEntry) -> Result<Option<Allocated>> {
         Ok(match active.decode(raw)? {
             L2Entry::Zero { host: Some(at), copied: true } => {
                 Some(Allocated { at, clusters: 1, zeroed: false })
@@ -100,7 +99,7 @@ impl Layers {
         at: GuestOffset,
         from: &[Segment<'_>],
         space: Allocated,
-        old: &[u64],
+        old: &[RawEntry],
     ) -> Result<usize> {
         let bits = active.tables.geometry.cluster_bits;
         let cluster = bits.size() as usize;
@@ -129,7 +128,7 @@ impl Layers {
         at: GuestOffset,
         part: &[Segment<'_>],
         edges: Edges,
-        old: &[u64],
+        old: &[RawEntry],
         host: HostOffset,
     ) -> Result<()> {
         let write = |segments: &[Segment<'_>]| {
@@ -153,7 +152,13 @@ impl Layers {
     }
 
     /// Reads what a cluster held before; past the end of the disk there are zeros.
-    pub(crate) fn copy_up(&self, active: &Active, raw: u64, at: GuestOffset, into: &mut [u8]) -> Result<()> {
+    pub(crate) fn copy_up(
+        &self,
+        active: &Active,
+        raw: RawEntry,
+        at: GuestOffset,
+        into: &mut [u8],
+    ) -> Result<()> {
         let there = self.size.saturating_sub(at.get()).min(into.len() as u64) as usize;
         into[there..].fill(0);
         if there == 0 {
@@ -163,7 +168,13 @@ impl Layers {
     }
 
     /// Whether a part of a cluster is known to have been zeros.
-    pub(crate) fn was_zero(&self, active: &Active, raw: u64, at: GuestOffset, len: usize) -> Result<bool> {
+    pub(crate) fn was_zero(
+        &self,
+        active: &Active,
+        raw: RawEntry,
+        at: GuestOffset,
+        len: usize,
+    ) -> Result<bool> {
         match active.decode(raw)? {
             L2Entry::Zero { .. } => Ok(true),
             L2Entry::Unallocated => {
@@ -176,14 +187,14 @@ impl Layers {
 }
 
 /// Raw entries of the clusters of a run.
-type SmallRaws = smallvec::SmallVec<[u64; 32]>;
+type SmallRaws = smallvec::SmallVec<[RawEntry; 32]>;
 
 /// Publishes new clusters from `host` on in place of what the `old` entries lead to.
 fn publish_new(
     active: &Active,
     first: u64,
     host: HostOffset,
-    old: &[u64],
+    old: &[RawEntry],
     frees_old: bool,
     page: &EntryGuard<'_>,
 ) -> Result<()> {
@@ -191,7 +202,8 @@ fn publish_new(
     let mut freed: Vec<Freed> = Vec::new();
     for (number, &raw) in old.iter().enumerate() {
         let host = host + ((number as u64) << active.tables.geometry.cluster_bits.get());
-        changed.push(Change { cluster: first + number as u64, old: raw, new: host.get() | COPIED });
+        let new = active.encode(L2Entry::Data { host, copied: true });
+        changed.push(Change { cluster: first + number as u64, old: raw, new });
         if frees_old {
             freed.extend(active.clusters_of(raw)?);
         }

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use vmstrata_qcow2::RawEntry;
 use vmstrata_store::on_threads;
 use vmstrata_types::{GuestOffset, HostOffset};
 
@@ -50,7 +51,7 @@ impl Layers {
         active: &Active,
         cluster: u64,
         guard: &EntryGuard<'_>,
-    ) -> Result<u64, Incomplete> {
+    ) -> Result<RawEntry, Incomplete> {
         let raw = active.entry_locked(cluster, guard)?;
         let Some(partial) = active.partial(raw) else { return Ok(raw) };
         let start = GuestOffset::new(cluster << active.tables.geometry.cluster_bits.get());
@@ -75,7 +76,7 @@ impl Layers {
         len: u64,
     ) -> Result<(), Incomplete> {
         with_scratch(len as usize, |bytes| {
-            self.copy_up(active, 0, at, bytes).map_err(|error| Incomplete::Below(at, error))?;
+            self.copy_up(active, RawEntry::EMPTY, at, bytes).map_err(|error| Incomplete::Below(at, error))?;
             let written = active.store.write_all(bytes, host).while_trying("write");
             Ok(written.map_err(|error| error.at(host).in_file(&active.path))?)
         })

@@ -18,6 +18,7 @@
 //! Invariants: a partial cluster had no entry, in memory and in the image, and lies within the disk whole. A part counts as
 //! written once its bytes are. Parts become written, and a cluster complete, under the cluster's lock.
 
+use vmstrata_qcow2::RawEntry;
 use vmstrata_store::{PADDING_MAX, Segment, copy_to_slice, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
@@ -64,7 +65,7 @@ impl Layers {
                 written.map_err(|error| error.at(place).in_file(&active.path))?;
                 (partial.with(piece.parts), None)
             }
-            None if raw == 0 && self.may_begin(active, piece) => {
+            None if raw.is_empty() && self.may_begin(active, piece) => {
                 let Some(new) = new_cluster(active, piece.cluster, wait)? else { return Ok(None) };
                 let partial = Partial::new(new.at, active.tables.geometry.cluster_bits);
                 let is_complete = self.write_new_cluster(active, piece, &from, &new)?;
@@ -176,7 +177,7 @@ impl Layers {
         &self,
         active: &Active,
         cluster: u64,
-        (raw, partial, new): (u64, Partial, Option<NewClusters<'_>>),
+        (raw, partial, new): (RawEntry, Partial, Option<NewClusters<'_>>),
         guard: &EntryGuard<'_>,
     ) -> Result<bool> {
         if partial.is_complete() {
@@ -185,7 +186,7 @@ impl Layers {
             new.into_iter().for_each(NewClusters::keep);
             return Ok(true);
         }
-        let noted = active.note(&[Change { cluster, old: raw, new: partial.word() }], &[], guard);
+        let noted = active.note(&[Change { cluster, old: raw, new: partial.raw() }], &[], guard);
         if matches!(noted, Noted::Refused | Noted::NoRoom) {
             return Ok(false);
         }
@@ -193,7 +194,7 @@ impl Layers {
         if noted == Noted::MustCommit {
             // A commit writes no word of this kind.
             self.complete_entry(active, cluster, guard)?;
-        } else if raw == 0 {
+        } else if raw.is_empty() {
             self.resources.maintenance().cluster_is_partial();
         }
         Ok(true)
@@ -201,7 +202,7 @@ impl Layers {
 }
 
 /// Locks a cluster and returns its entry; `None` when that takes waiting and must not.
-fn lock_entry(active: &Active, cluster: u64, wait: Wait) -> Result<Option<(EntryGuard<'_>, u64)>> {
+fn lock_entry(active: &Active, cluster: u64, wait: Wait) -> Result<Option<(EntryGuard<'_>, RawEntry)>> {
     if wait == Wait::MustNot {
         return Ok(active.try_lock_cluster(cluster).and_then(|guard| Some((guard, active.lookup(cluster)?))));
     }

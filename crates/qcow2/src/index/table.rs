@@ -8,11 +8,16 @@ use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 
 use super::{Home, IndexError, PAGE_LEN, Page, le, wrong};
 use crate::bytes::pad8;
+use crate::entry::EntryFormat;
 use crate::feature::CompressionType;
-use crate::geometry::Geometry;
+use crate::geometry::{Geometry, MIN_EXTENDED};
 use crate::header::{MAX_BACKING_NAME_LEN, MAX_L1_ENTRIES};
 
 const PAGE_HEADER: usize = 8;
+/// Formats of a layer: a raw file, qcow2 with L2 entries of 8 bytes, and with those of 16.
+const RAW: u8 = 0;
+const STANDARD: u8 = 1;
+const EXTENDED: u8 = 2;
 
 /// Where each field lies in a record. The name follows, padded to 8 bytes.
 mod field {
@@ -50,12 +55,33 @@ pub struct RecordTables {
     pub version: u32,
     /// Size of a cluster.
     pub cluster_bits: ClusterBits,
+    /// Whether L2 entries have subclusters.
+    pub is_extended: bool,
     /// How compressed clusters are compressed.
     pub compression: CompressionType,
     /// The active L1 table.
     pub l1_at: HostOffset,
     /// Its entries.
     pub l1_entries: u32,
+}
+
+impl RecordTables {
+    /// How the entries are to be read.
+    pub const fn entry_format(&self) -> EntryFormat {
+        match self.is_extended {
+            true => EntryFormat::extended(self.cluster_bits),
+            false => EntryFormat::new(self.version, self.cluster_bits),
+        }
+    }
+
+    /// The shape of the tables.
+    pub const fn geometry(&self) -> Geometry {
+        if self.is_extended {
+            Geometry::extended(self.cluster_bits)
+        } else {
+            Geometry::new(self.cluster_bits)
+        }
+    }
 }
 
 /// The format a header gives for its backing file.
@@ -101,7 +127,7 @@ impl LayerRecord {
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
         put(field::LEN, &len.to_le_bytes());
         if let Some(tables) = &self.tables {
-            put(field::FORMAT, &[1]);
+            put(field::FORMAT, &[if tables.is_extended { EXTENDED } else { STANDARD }]);
             put(field::VERSION, &[tables.version as u8]);
             put(field::CLUSTER_BITS, &[tables.cluster_bits.get() as u8]);
             put(field::COMPRESSION, &[tables.compression.to_byte()]);
@@ -157,11 +183,12 @@ impl LayerRecord {
 }
 
 fn tables(bytes: &[u8], size: u64) -> Result<Option<RecordTables>, IndexError> {
-    match bytes[field::FORMAT] {
-        0 => return Ok(None),
-        1 => {}
+    let is_extended = match bytes[field::FORMAT] {
+        RAW => return Ok(None),
+        STANDARD => false,
+        EXTENDED => true,
         other => return wrong("format", other),
-    }
+    };
     let version = u32::from(bytes[field::VERSION]);
     let bits = bytes[field::CLUSTER_BITS];
     let Some(cluster_bits) = ClusterBits::new(bits.into()) else { return wrong("cluster bits", bits) };
@@ -172,14 +199,18 @@ fn tables(bytes: &[u8], size: u64) -> Result<Option<RecordTables>, IndexError> {
     if !(2..=3).contains(&version) {
         return wrong("version", version);
     }
-    let needed = Geometry::new(cluster_bits).l1_entries(size);
+    if is_extended && (version < 3 || cluster_bits < MIN_EXTENDED) {
+        return wrong("cluster bits", bits);
+    }
+    let tables = RecordTables { version, cluster_bits, is_extended, compression, l1_at, l1_entries };
+    let needed = tables.geometry().l1_entries(size);
     if !l1_at.is_aligned(cluster_bits) || l1_at.get() > i64::MAX as u64 {
         return wrong("L1 table", l1_at.get());
     }
     if u64::from(l1_entries) < needed || l1_entries > MAX_L1_ENTRIES {
         return wrong("L1 entries", l1_entries);
     }
-    Ok(Some(RecordTables { version, cluster_bits, compression, l1_at, l1_entries }))
+    Ok(Some(tables))
 }
 
 fn backing(bytes: &[u8], name_len: usize) -> Result<Option<RecordBacking>, IndexError> {

@@ -32,6 +32,7 @@ fn record(name: &str) -> LayerRecord {
         tables: Some(RecordTables {
             version: 3,
             cluster_bits: ClusterBits::DEFAULT,
+            is_extended: false,
             compression: CompressionType::Zstd,
             l1_at: HostOffset::new(0x3_0000),
             l1_entries: 2,
