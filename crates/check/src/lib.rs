@@ -13,6 +13,8 @@
 //! - **Stricter.** Structures on one cluster whose refcount "rightly" counts both ([`FindingKind::Overlap`]); a
 //!   copied flag without an offset; a zero flag in a version 2 image. Stock tools call these clean, but the first
 //!   loses data on the next write and reading the last is an error everywhere.
+//! - **Kept.** The host clusters of a compressed cluster whose entry has a subcluster bitmap, which must be 0: everyone reads
+//!   it, but stock tools count its clusters as leaked.
 //! - **Not followed.** An L1 entry without an offset but with flags (stock reads the header as an L2 table); more
 //!   than 32 MiB of L2 tables off a cluster boundary.
 //! - **Further.** Where snapshots or bitmaps are not readable stock gives up; this check goes on with the rest,
@@ -21,7 +23,7 @@
 //!   each cluster it would cover.
 //!
 //! A repair ([`Repair`]) goes past stock where bits can be cleared without changing what anyone reads (reserved
-//! bits, stray copied flags), and moves an L2 table away from guest data that lies on the same cluster. What it
+//! bits, stray copied flags, a subcluster that is data and zeros at once becomes zeros), and moves an L2 table away from guest data that lies on the same cluster. What it
 //! cannot mend, such as clusters past the end of a file that was cut short, stays as it is and stays reported.
 //!
 //! Work is bounded for hostile images: every table is read once however many entries lead to it, holes are not

@@ -346,6 +346,71 @@ const SNAPSHOTS_AND_BITMAPS: &[Case] = &[
     }),
 ];
 
+/// The two words of a guest cluster's extended entry, within the first L2 table.
+fn extended(image: &Editor, guest: u64) -> [u64; 2] {
+    [0, 8].map(|word| image.l2(0) + guest * 16 + word)
+}
+
+/// Guest clusters of [`make_extended`]'s disk.
+const PARTS: u64 = 0;
+const WHOLE: u64 = 4;
+const PACKED: u64 = 8;
+const ZEROS: u64 = 12;
+
+/// A disk whose clusters have subclusters: data and zeros in one, data, compressed data, zeros without a cluster.
+fn make_extended(path: &std::path::Path) {
+    must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "extended_l2=on", path.to_str().unwrap(), "16M"]);
+    let writes = ["write -P 1 2k 4k", "write -z 10k 2k", "write -P 2 256k 64k", "write -c -P 3 512k 64k"];
+    qemu_io(path, &[&writes[..], &["write -z 768k 10k"]].concat());
+}
+
+const SUBCLUSTERS: &[Case] = &[
+    case("nothing wrong with subclusters", Clean, Same, Mended, |_| {}),
+    case("a subcluster of data and zeros", Finding("l2-entry"), Same, Mended, |image| {
+        image.map(extended(image, PARTS)[1], |bits| bits | 1 << 33);
+    }),
+    case("subclusters of no cluster", Finding("l2-entry"), Same, Kept, |image| {
+        image.put_u64(extended(image, NOTHING)[1], 0x10);
+    }),
+    case("subclusters of a compressed cluster", Finding("l2-entry"), Otherwise, Mended, |image| {
+        image.put_u64(extended(image, PACKED)[1], 1 << 40);
+    }),
+    case("reserved bit beside subclusters", Finding("l2-entry"), Same, Mended, |image| {
+        image.map(extended(image, PARTS)[0], |raw| raw | 1 << 57);
+    }),
+    case("zero flag beside subclusters", Clean, Same, Mended, |image| {
+        image.map(extended(image, PARTS)[0], |raw| raw | 1);
+    }),
+    case("copied flag missing beside subclusters", Finding("l2-copied"), Same, Mended, |image| {
+        image.map(extended(image, WHOLE)[0], |raw| raw & !COPIED);
+    }),
+    case("subclusters of zeros off a cluster boundary", Finding("l2-entry"), Same, Mended, |image| {
+        image.put_u64(extended(image, ZEROS)[0], 0x1_0200);
+    }),
+    case("subclusters of data off a cluster boundary", Finding("l2-entry"), Same, Kept, |image| {
+        image.map(extended(image, WHOLE)[0], |raw| raw + 512);
+    }),
+    // Guest clusters of which different subclusters are used may share a host cluster.
+    case("subclusters that share a cluster", Clean, Same, Mended, |image| {
+        let [from, to] = [PARTS, NOTHING].map(|guest| extended(image, guest));
+        image.map(from[0], |raw| raw & !COPIED);
+        image.put_u64(to[0], image.u64_at(from[0]));
+        image.put_u64(to[1], 0xff00);
+        image.set_refcount(image.u64_at(from[0]), 2);
+    }),
+    case(
+        "subclusters that share a cluster counted once",
+        Finding("refcount-too-low"),
+        Same,
+        Mended,
+        |image| {
+            let [from, to] = [PARTS, NOTHING].map(|guest| extended(image, guest));
+            image.put_u64(to[0], image.u64_at(from[0]));
+            image.put_u64(to[1], 0xff00);
+        },
+    ),
+];
+
 const HEADERS: &[Case] = &[
     case("marked dirty", Clean, Same, Mended, |image| image.map(72, |bits| bits | 1)),
     case("marked corrupt", Clean, Same, Mended, |image| image.map(72, |bits| bits | 2)),
@@ -363,7 +428,7 @@ const HEADERS: &[Case] = &[
     case("external data file", Error("external data file"), Otherwise, Kept, |image| {
         image.map(72, |bits| bits | 4);
     }),
-    case("extended L2 entries", Error("extended L2"), Otherwise, Kept, |image| {
+    case("entries of 16 bytes, of which there are too few", Error("l1_size"), Otherwise, Kept, |image| {
         image.map(72, |bits| bits | 16)
     }),
     case("encryption", Error("encryption"), Otherwise, Kept, |image| image.put_u32(32, 2)),
@@ -458,9 +523,13 @@ fn repair_and_compare(case: &Case, path: &std::path::Path, corruptions: u64) {
 }
 
 fn try_all(cases: &[Case]) {
+    try_on(make_rich, cases);
+}
+
+fn try_on(make: fn(&std::path::Path), cases: &[Case]) {
     let dir = tempfile::tempdir().unwrap();
     let golden = dir.path().join("golden.qcow2");
-    make_rich(&golden);
+    make(&golden);
     cases.iter().for_each(|case| try_case(case, &golden, dir.path()));
 }
 
@@ -492,6 +561,11 @@ fn broken_overlaps() {
 #[test]
 fn broken_snapshots_and_bitmaps() {
     try_all(SNAPSHOTS_AND_BITMAPS);
+}
+
+#[test]
+fn broken_subclusters() {
+    try_on(make_extended, SUBCLUSTERS);
 }
 
 #[test]

@@ -23,12 +23,15 @@ fn seeds() -> Vec<Vec<u8>> {
         "cluster_size=4k,refcount_bits=64",
         "cluster_size=1k,compat=0.10",
         "cluster_size=64k",
+        "cluster_size=16k,extended_l2=on",
     ];
     let images = shapes.iter().enumerate().map(|(number, shape)| {
         let path = dir.path().join(format!("{number}.qcow2"));
         let name = path.to_str().unwrap();
         must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", shape, name, "4M"]);
         qemu_io(&path, &["write -P 1 0 64k", "write -c -P 2 1M 64k", "write -z 2M 64k", "write -P 3 3M 64k"]);
+        // A part of a cluster, and zeros in part of it.
+        qemu_io(&path, &["write -P 5 129k 1k", "write -z 2560k 3k"]);
         if !shape.contains("compat=0.10") {
             must("qemu-img", &["bitmap", "-f", "qcow2", "--add", name, "b"]);
         }
@@ -89,12 +92,15 @@ fn guest(image: &[u8]) -> Vec<Option<Vec<u8>>> {
     let (version, bits) = (half(4), half(20));
     let (size, l1) = (word(24).unwrap(), word(40).unwrap());
     let cluster = 1u64 << bits;
+    let has_subclusters = version > 2 && word(72).unwrap() & 16 != 0;
+    let entry_len = if has_subclusters { 16 } else { 8 };
     let read = |number: u64| -> Option<Vec<u8>> {
-        let table = word(l1 + number / (cluster / 8) * 8)? & OFFSET;
+        let table = word(l1 + number / (cluster / entry_len) * 8)? & OFFSET;
         if table == 0 {
             return Some(vec![]);
         }
-        let entry = word(table + number % (cluster / 8) * 8).filter(|_| table.is_multiple_of(cluster))?;
+        let place = table + number % (cluster / entry_len) * entry_len;
+        let entry = word(place).filter(|_| table.is_multiple_of(cluster))?;
         let host = entry & OFFSET;
         if entry & 1 << 62 != 0 {
             // As good as decompressed: the bytes that would be.
@@ -103,6 +109,20 @@ fn guest(image: &[u8]) -> Vec<Option<Vec<u8>>> {
             let sectors = (entry >> shift & ((1 << (62 - shift)) - 1)) + 1;
             let packed = bytes(host, sectors * 512 - host % 512).filter(|_| host >= cluster)?;
             return Some([b"packed", &packed[..]].concat());
+        }
+        if has_subclusters {
+            let states = word(place + 8)?;
+            let (allocated, zero) = (states as u32, (states >> 32) as u32);
+            if allocated & zero != 0 || allocated != 0 && (host == 0 || !host.is_multiple_of(cluster)) {
+                return None;
+            }
+            let data = if allocated == 0 { vec![] } else { bytes(host, cluster)? };
+            let used =
+                data.chunks(cluster as usize / 32).enumerate().filter(|(n, _)| allocated >> n & 1 == 1);
+            return Some(
+                [&states.to_be_bytes()[..], &used.flat_map(|(_, part)| part.to_vec()).collect::<Vec<_>>()]
+                    .concat(),
+            );
         }
         match entry & 1 {
             1 => (version >= 3).then(|| vec![0; cluster as usize]),

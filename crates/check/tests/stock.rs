@@ -23,6 +23,9 @@ const SHAPES: &[(&str, &str)] = &[
     ("compat=1.1,cluster_size=2M", "3G"),
     ("compat=1.1,lazy_refcounts=on", "1G"),
     ("compat=1.1,compression_type=zstd", "1G"),
+    ("compat=1.1,extended_l2=on,cluster_size=16k", "64M"),
+    ("compat=1.1,extended_l2=on,cluster_size=128k", "1G"),
+    ("compat=1.1,extended_l2=on,cluster_size=2M", "3G"),
     ("compat=1.1,preallocation=metadata", "1G"),
     ("compat=1.1,preallocation=metadata,cluster_size=512", "24M"),
     ("compat=1.1", "1025k"),
@@ -47,12 +50,18 @@ fn make(path: &Path, shape: &str, size: &str, rng: &mut SmallRng) {
     for round in 0..3 {
         let mut commands = Vec::new();
         for _ in 0..12 * u64::from(bytes > 0) {
-            let len = (cluster * rng.random_range(1..8)).min(bytes);
-            let at = rng.random_range(0..=(bytes - len) / cluster) * cluster;
+            let mut len = (cluster * rng.random_range(1..8)).min(bytes);
+            let mut at = rng.random_range(0..=(bytes - len) / cluster) * cluster;
+            if shape.contains("extended_l2") && rng.random() {
+                (at, len) =
+                    (at + cluster / 32 * rng.random_range(0..20), cluster / 32 * rng.random_range(1..10));
+            }
             commands.push(match rng.random_range(0..8) {
                 0 => format!("write -z {at} {len}"),
                 1 => format!("discard {at} {len}"),
-                2 | 3 if at + cluster <= bytes => format!("write -c -P {round} {at} {cluster}"),
+                2 | 3 if at + cluster <= bytes && at % cluster == 0 => {
+                    format!("write -c -P {round} {at} {cluster}")
+                }
                 _ => format!("write -P {} {at} {len}", rng.random_range(1..255)),
             });
         }

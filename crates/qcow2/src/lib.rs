@@ -19,7 +19,7 @@
 //!
 //! Invariants: nothing here allocates more than the bytes it was given allow, nothing panics on any input that
 //! came from a file, and no value leaves a parser that QEMU's own limits would refuse. Versions 2 and 3 are
-//! understood; encryption, external data files and extended L2 entries are refused by name.
+//! understood; encryption and external data files are refused by name.
 //!
 //! ```
 //! use vmstrata_qcow2::{CreateOptions, Header, L2Entry, RawEntry, new_image};

@@ -10,7 +10,7 @@ use std::process::Command;
 use common::qemu_img_ok;
 use serde_json::Value;
 use vmstrata_qcow2::bitmap::{self, BitmapsExtension};
-use vmstrata_qcow2::{Header, L2Entry, RawEntry, refcount, snapshot};
+use vmstrata_qcow2::{Header, L2Entry, RawEntry, SubclusterState, refcount, snapshot};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 /// A stock image and the references to each of its clusters, as we count them.
@@ -158,10 +158,10 @@ fn qemu_io(dir: &Path, commands: &[&str]) {
 }
 
 /// An image with data, zero and compressed clusters, some of them shared with snapshots where the refcounts
-/// are wide enough, and a bitmap.
-fn make(dir: &Path, cluster_bits: u32, order: u32, compression: &str) {
+/// are wide enough, and a bitmap. With subclusters, some are data, zeros and nothing in one cluster.
+fn make(dir: &Path, cluster_bits: u32, order: u32, more: &str) {
     let (size, width) = (1u64 << cluster_bits, 1 << order);
-    let asked = format!("cluster_size={size},refcount_bits={width},compression_type={compression}");
+    let asked = format!("cluster_size={size},refcount_bits={width},{more}");
     let total = (size * 64).to_string();
     qemu_img_ok(dir, &["create", "-q", "-f", "qcow2", "-o", &asked, "image", &total]);
     let at = |cluster: u64, op: &str, count: u64| format!("{op} {} {}", cluster * size, count * size);
@@ -182,6 +182,17 @@ fn make(dir: &Path, cluster_bits: u32, order: u32, compression: &str) {
         qemu_io(dir, &[&at(2, "write -P 7", 1), &at(13, "write -P 8", 1)]);
         qemu_img_ok(dir, &["snapshot", "-c", "two", "image"]);
     }
+    if more.contains("extended_l2=on") {
+        let unit = size / 32;
+        let at = |cluster: u64, first: u64, op: &str, count: u64| {
+            format!("{op} {} {}", cluster * size + first * unit, count * unit)
+        };
+        let zero = at(30, 9, "write -z -u", 3);
+        qemu_io(
+            dir,
+            &[&at(30, 1, "write -P 10", 4), &zero, &at(31, 30, "write -P 11", 4), &at(40, 3, "write -z", 1)],
+        );
+    }
     qemu_img_ok(dir, &["bitmap", "--add", "-g", "512", "image", "changes"]);
     qemu_io(dir, &[&at(20, "write -P 9", 2)]);
 }
@@ -191,8 +202,11 @@ fn every_stored_refcount_is_the_number_of_references_we_find() {
     let dir = tempfile::tempdir().unwrap();
     for cluster_bits in [9, 12, 16, 18] {
         for order in 0..=6 {
-            let compression = if order % 2 == 0 { "zlib" } else { "zstd" };
-            make(dir.path(), cluster_bits, order, compression);
+            let mut more = format!("compression_type={}", if order % 2 == 0 { "zlib" } else { "zstd" });
+            if cluster_bits >= 14 && order % 3 == 1 {
+                more += ",extended_l2=on";
+            }
+            make(dir.path(), cluster_bits, order, &more);
             let mut walk = Walk::open(&dir.path().join("image"));
             walk.count_everything();
             assert_eq!(walk.references, walk.stored(), "cluster_bits {cluster_bits}, order {order}");
@@ -219,37 +233,66 @@ fn stock_map(dir: &Path, size: u64) -> Vec<(bool, bool, Option<u64>)> {
 #[test]
 fn every_l2_entry_says_what_stock_tools_say() {
     let dir = tempfile::tempdir().unwrap();
-    for cluster_bits in [9, 13, 16, 21] {
-        make(dir.path(), cluster_bits, 4, "zlib");
-        let stock = stock_map(dir.path(), 1 << cluster_bits);
+    for (cluster_bits, more) in [
+        (9, "compat=1.1"),
+        (13, "compat=1.1"),
+        (16, "compat=1.1"),
+        (21, "compat=1.1"),
+        (14, "extended_l2=on"),
+        (17, "extended_l2=on"),
+        (21, "extended_l2=on"),
+    ] {
+        make(dir.path(), cluster_bits, 4, more);
+        let parts = if more == "extended_l2=on" { 32 } else { 1 };
+        let unit = (1 << cluster_bits) / parts;
+        let stock = stock_map(dir.path(), unit);
         let mut walk = Walk::open(&dir.path().join("image"));
         let (l1, l1_size) = (walk.header.l1_table_offset, walk.header.l1_size);
-        let (mut found, mut kinds) = (vec![(false, true, None); 64], [0; 4]);
-        walk.visit(l1, l1_size, |walk, at, entry| {
-            let index = (at.get() >> walk.header.cluster_bits.get()) as usize;
-            let (kind, said) = match entry {
-                L2Entry::Unallocated => (0, (false, true, None)),
-                L2Entry::Zero { host, .. } => (1, (false, true, host.map(HostOffset::get))),
-                L2Entry::Data { host, .. } => (2, (true, false, Some(host.get()))),
-                L2Entry::Compressed { .. } => (3, (true, false, None)),
-                L2Entry::Subclusters { .. } => panic!("subclusters in an entry of 8 bytes"),
+        let (mut found, mut kinds) = (vec![(false, true, None); 64 * parts as usize], [0; 5]);
+        walk.visit(l1, l1_size, |_, at, entry| {
+            let first = (at.get() / unit) as usize;
+            let Some(units) = found.get_mut(first..first + parts as usize) else { return };
+            let kind = match entry {
+                L2Entry::Unallocated => 0,
+                L2Entry::Zero { .. } => 1,
+                L2Entry::Data { .. } => 2,
+                L2Entry::Compressed { .. } => 3,
+                L2Entry::Subclusters { .. } => 4,
             };
-            if let Some(slot) = found.get_mut(index) {
-                *slot = said;
-                kinds[kind] += 1;
+            kinds[kind] += 1;
+            for (number, said) in (0..).zip(units) {
+                let at = |host: HostOffset| host.get() + number * unit;
+                *said = match entry {
+                    L2Entry::Unallocated => (false, true, None),
+                    L2Entry::Zero { host, .. } => (false, true, host.map(at)),
+                    L2Entry::Data { host, .. } => (true, false, Some(at(host))),
+                    L2Entry::Compressed { .. } => (true, false, None),
+                    L2Entry::Subclusters { host, states, .. } => match states.state(number as u32) {
+                        SubclusterState::Allocated => (true, false, host.map(at)),
+                        SubclusterState::Zero | SubclusterState::Unallocated => (false, true, host.map(at)),
+                    },
+                };
             }
         });
-        assert_eq!(found, stock, "cluster_bits {cluster_bits}");
+        assert_eq!(found, stock, "cluster_bits {cluster_bits}, {more}");
+        let kinds = &kinds[..if parts > 1 { 5 } else { 4 }];
         assert!(kinds.iter().all(|&count| count > 0), "every kind of entry is there: {kinds:?}");
     }
 }
 
-/// Stock tools and we write the same 64 bits for the same cluster.
+/// Stock tools and we write the same bits for the same cluster.
 #[test]
 fn entries_encode_to_the_bits_stock_tools_wrote() {
     let dir = tempfile::tempdir().unwrap();
-    for cluster_bits in [9, 10, 16, 21] {
-        make(dir.path(), cluster_bits, 4, "zstd");
+    for (cluster_bits, more) in [
+        (9, "compression_type=zstd"),
+        (10, "compression_type=zstd"),
+        (16, "compression_type=zstd"),
+        (21, "compression_type=zstd"),
+        (14, "extended_l2=on"),
+        (18, "extended_l2=on,compression_type=zstd"),
+    ] {
+        make(dir.path(), cluster_bits, 4, more);
         let walk = Walk::open(&dir.path().join("image"));
         let (format, l1) = (walk.header.entry_format(), walk.header.l1_table_offset);
         let mut seen = 0;

@@ -7,6 +7,7 @@ use crate::bytes::{be32, be64};
 use crate::error::{ParseError, ParseErrorKind};
 use crate::extension::{Extensions, FeatureKind};
 use crate::feature::{Autoclear, Compatible, CompressionType, Incompatible};
+use crate::geometry::MIN_EXTENDED;
 use crate::refcount::RefcountOrder;
 
 /// Disks are counted in sectors.
@@ -35,7 +36,7 @@ impl Header {
         let cluster_bits = raw.cluster_bits()?;
         let header_length = raw.header_length(version, cluster_bits)?;
         raw.need(header_length)?;
-        let incompatible = raw.incompatible(version)?;
+        let incompatible = raw.incompatible(version, cluster_bits)?;
         let v3 = |at| if version == 2 { 0 } else { raw.u64(at) };
         let header = Self {
             version,
@@ -156,7 +157,7 @@ impl Raw<'_> {
         Err(ParseError::new("crypt_method", field::CRYPT_METHOD, ParseErrorKind::Unsupported { feature }))
     }
 
-    fn incompatible(&self, version: u32) -> Result<Incompatible, ParseError> {
+    fn incompatible(&self, version: u32, cluster_bits: ClusterBits) -> Result<Incompatible, ParseError> {
         if version == 2 {
             return Ok(Incompatible::empty());
         }
@@ -169,8 +170,10 @@ impl Raw<'_> {
         if features.contains(Incompatible::EXTERNAL_DATA) {
             return fail(ParseErrorKind::Unsupported { feature: "external data file" });
         }
-        if features.contains(Incompatible::EXTENDED_L2) {
-            return fail(ParseErrorKind::Unsupported { feature: "extended L2 entries" });
+        if features.contains(Incompatible::EXTENDED_L2) && cluster_bits < MIN_EXTENDED {
+            let [value, min, max] =
+                [cluster_bits, MIN_EXTENDED, ClusterBits::MAX].map(|bits| bits.get().into());
+            return Err(out_of_range("cluster_bits", field::CLUSTER_BITS, value, min, max));
         }
         Ok(features)
     }

@@ -78,7 +78,7 @@ pub(crate) const CASES: &[Case] = &[
     case("all incompatible bits", |f| f.u64(field::INCOMPATIBLE, u64::MAX), INCOMPATIBLE, "unknown incompatible feature bits 0xffffffffffffffe0 (time travel)", Refuses),
     case("unknown bit and broken names", |f| { f.u64(field::INCOMPATIBLE, 1 << 40); f.u32(NAMES + 4, u32::MAX) }, INCOMPATIBLE, "unknown incompatible feature bits 0x10000000000", Refuses),
     case("external data file", |f| f.u64(field::INCOMPATIBLE, 4), INCOMPATIBLE, "unsupported feature: external data file", Opens),
-    case("extended L2 entries", |f| f.u64(field::INCOMPATIBLE, 16), INCOMPATIBLE, "unsupported feature: extended L2 entries", Refuses),
+    case("subclusters of 128 bytes", |f| f.u64(field::INCOMPATIBLE, 16), BITS, "12 is not in 14..=21", Refuses),
 
     case("AES encryption", |f| f.u32(field::CRYPT_METHOD, 1), CRYPT, "unsupported feature: AES encryption", Opens),
     case("LUKS encryption", |f| f.u32(field::CRYPT_METHOD, 2), CRYPT, "unsupported feature: LUKS encryption", Refuses),
