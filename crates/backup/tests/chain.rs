@@ -96,7 +96,8 @@ fn backups_of_random_chains_read_as_their_states() {
                 let bits = random.random_range(9..=17);
                 let size = random.random_range(200..20_000) * SECTOR;
                 let compressed = random.random_ratio(1, 3).then_some("zlib");
-                LayerShape { compressed, operations: 6, ..LayerShape::qcow2(bits, size) }
+                let subclusters = bits >= 14 && random.random();
+                LayerShape { compressed, subclusters, operations: 6, ..LayerShape::qcow2(bits, size) }
             })
             .collect();
         if random.random() {

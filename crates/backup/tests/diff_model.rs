@@ -92,7 +92,8 @@ fn some_layers(random: &mut SmallRng, depth: usize) -> Vec<LayerShape> {
             let size = if resized { random.random_range(200..3000) * SECTOR } else { size };
             let version = if random.random_ratio(1, 5) { 2 } else { 3 };
             let compressed = random.random_ratio(1, 3).then_some("zlib");
-            LayerShape { version, compressed, operations: 6, ..LayerShape::qcow2(bits, size) }
+            let subclusters = version == 3 && bits >= 14 && random.random();
+            LayerShape { version, compressed, subclusters, operations: 6, ..LayerShape::qcow2(bits, size) }
         })
         .collect();
     if random.random() {

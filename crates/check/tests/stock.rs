@@ -59,7 +59,7 @@ fn make(path: &Path, shape: &str, size: &str, rng: &mut SmallRng) {
             commands.push(match rng.random_range(0..8) {
                 0 => format!("write -z {at} {len}"),
                 1 => format!("discard {at} {len}"),
-                2 | 3 if at + cluster <= bytes && at % cluster == 0 => {
+                2 | 3 if at + cluster <= bytes && at.is_multiple_of(cluster) => {
                     format!("write -c -P {round} {at} {cluster}")
                 }
                 _ => format!("write -P {} {at} {len}", rng.random_range(1..255)),

@@ -66,26 +66,41 @@ fn assert_maps_agree(disk: &Disk, path: &Path, format: &str, size: u64) {
 fn images_of_stock_tools_read_and_map_as_they_say() {
     for_seeds(1, |seed| {
         for bits in [9, 10, 12, 14, 16, 18, 21] {
-            for (version, compressed) in
-                [(2, None), (2, Some("zlib")), (3, None), (3, Some("zlib")), (3, Some("zstd"))]
-            {
+            for (version, compressed, subclusters) in [
+                (2, None, false),
+                (2, Some("zlib"), false),
+                (3, None, false),
+                (3, Some("zlib"), false),
+                (3, Some("zstd"), false),
+                (3, None, true),
+                (3, Some("zlib"), true),
+            ] {
+                if subclusters && bits < 14 {
+                    continue;
+                }
                 for backing in ["none", "qcow2", "raw", "longer", "shorter"] {
                     let mut random = random(backing, seed * 100_000 + u64::from(bits * 100 + version));
                     let size = (8 << bits).clamp(96 << 10, 8 << 20) + 1024;
-                    let layer =
-                        LayerShape { version, compressed, operations: 9, ..LayerShape::qcow2(bits, size) };
+                    let plain = LayerShape::qcow2(bits, size);
+                    let operations = if subclusters { 25 } else { 9 };
+                    let layer = LayerShape { version, compressed, subclusters, operations, ..plain };
                     let below = match backing {
                         "none" => vec![],
                         "raw" => vec![LayerShape::raw(size - 700)],
                         "longer" => vec![LayerShape::qcow2(13, size + 70_000 / 512 * 512)],
                         "shorter" => vec![LayerShape::qcow2(13, size / 2 / 512 * 512)],
+                        "qcow2" if subclusters => {
+                            let bits = random.random_range(14..=17);
+                            vec![LayerShape { subclusters, ..LayerShape::qcow2(bits, size) }]
+                        }
                         _ => vec![LayerShape::qcow2(random.random_range(9..=17), size)],
                     };
                     let dir = scratch();
                     let layers = [below, vec![layer]].concat();
                     let made = make(dir.path(), &layers, &mut random);
                     let disk = open_read_only(&made.top);
-                    let what = format!("bits {bits}, version {version}, {compressed:?}, {backing}");
+                    let what =
+                        format!("bits {bits}, version {version}, {compressed:?}, {subclusters}, {backing}");
                     assert_reads(&disk, &made.model, &what);
                     assert_maps_agree(&disk, &made.top, "qcow2", size);
                 }

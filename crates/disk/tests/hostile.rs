@@ -4,7 +4,7 @@ mod common;
 
 use common::flat::{assert_same, read, write};
 use common::stock::{path_str, qemu_img};
-use common::{open, scratch, stock};
+use common::{open, open_read_only, scratch, stock};
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 
 /// Moves the refcount table of a new image to a cluster that no refcount block counts.
@@ -81,4 +81,23 @@ fn tables_that_count_as_free_are_not_written_over() {
         content[..512].fill(0x43);
         assert_same(&stock::content(&path, "qcow2")[..1 << 20], &content, 0, "after the repair");
     }
+}
+
+/// Who reads the cluster gets an error that shows the entry; all others read on.
+#[test]
+fn subclusters_that_cannot_be_are_an_error_for_their_reader() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "extended_l2=on", path_str(&path), "1M"]);
+    stock::qemu_io(&path, &["write -q -P 0x21 0 64k".to_owned(), "write -q -P 0x22 128k 64k".to_owned()]);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
+    let table = word(word(40)) & 0x00ff_ffff_ffff_fe00;
+    // The ninth subcluster is data and zeros.
+    bytes[table + 8 + 2] |= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let disk = open_read_only(&path);
+    let error = read(&disk, 0, 512).unwrap_err().to_string();
+    assert!(error.contains("both allocated and zero") && error.contains("0x00000100ffffffff"), "{error}");
+    assert_same(&read(&disk, 128 << 10, 65536).unwrap(), &[0x22; 65536], 128 << 10, "its neighbour");
 }

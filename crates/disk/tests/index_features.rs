@@ -138,6 +138,25 @@ fn layers_in_other_directories_are_found_if_they_are_allowed() {
     );
 }
 
+/// The map's unit is a subcluster then.
+#[test]
+fn layers_with_subclusters_have_an_index_and_so_have_those_above_them() {
+    let mut chain = Chain::new();
+    let makers = [Maker::Subclusters, Maker::Ours, Maker::Subclusters, Maker::Ours];
+    for (number, maker) in makers.into_iter().enumerate() {
+        chain.add(maker, 4 << 20, ClusterBits::DEFAULT);
+        let at = number * 10 + 2;
+        let writes = [format!("write -q -P {at} {at}k 20k"), format!("write -q -z {}k 6k", at + 100)];
+        chain.write(number, &writes.each_ref().map(String::as_str));
+    }
+    assert_eq!(chain.build(), ["sidecar", "file", "sidecar"]);
+    assert_eq!(chain.verify(), ["good"; 3]);
+    chain.assert_clean();
+    let expected = content(chain.top(), "qcow2");
+    let disk = common::open_read_only(chain.top());
+    common::flat::assert_reads(&disk, &expected, "through the index");
+}
+
 /// A table that is named over and over would be read for ever.
 #[test]
 fn a_layer_whose_l1_entries_share_a_table_gets_no_index() {

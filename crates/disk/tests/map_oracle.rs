@@ -19,6 +19,7 @@ struct Walked {
     size: u64,
     bits: u32,
     version: u32,
+    has_subclusters: bool,
 }
 
 fn word(bytes: &[u8], at: usize) -> u64 {
@@ -43,17 +44,19 @@ impl Walked {
         let bytes = std::fs::read(path).expect("reads");
         if raw {
             let size = (bytes.len() as u64).next_multiple_of(SECTOR);
-            return Self { bytes, raw, size, bits: 0, version: 0 };
+            return Self { bytes, raw, size, bits: 0, version: 0, has_subclusters: false };
         }
         let (version, bits, size) = (half(&bytes, 4), half(&bytes, 20), word(&bytes, 24));
-        Self { bytes, raw, size, bits, version }
+        let has_subclusters = version > 2 && word(&bytes, 72) >> 4 & 1 == 1;
+        Self { bytes, raw, size, bits, version, has_subclusters }
     }
 
     fn answer(&self, at: u64) -> Answer {
         if self.raw {
             return Answer::Data(at);
         }
-        let l2_bits = self.bits - 3;
+        let entry_bits = if self.has_subclusters { 4 } else { 3 };
+        let l2_bits = self.bits - entry_bits;
         let mask = 0x00ff_ffff_ffff_fe00u64;
         let l1 = word(&self.bytes, 40) + (at >> (self.bits + l2_bits)) * 8;
         let table = word(&self.bytes, l1 as usize) & mask;
@@ -61,9 +64,16 @@ impl Walked {
             return Answer::Nothing;
         }
         let index = at >> self.bits & ((1 << l2_bits) - 1);
-        let entry = word(&self.bytes, (table + index * 8) as usize);
+        let place = (table + (index << entry_bits)) as usize;
+        let entry = word(&self.bytes, place);
+        let states = if self.has_subclusters { word(&self.bytes, place + 8) } else { 0 };
+        let states = states >> (at >> (self.bits - 5) & 31);
         if entry >> 62 & 1 == 1 {
             Answer::Compressed
+        } else if self.has_subclusters && states >> 32 & 1 == 1 {
+            Answer::Zero
+        } else if self.has_subclusters && states & 1 == 0 {
+            Answer::Nothing
         } else if self.version > 2 && entry & 1 == 1 {
             Answer::Zero
         } else if entry & mask == 0 {
@@ -119,7 +129,9 @@ fn some_layers(random: &mut SmallRng, depth: usize, bits: std::ops::RangeInclusi
             let size = random.random_range(200..1500) * 512;
             let version = if random.random_ratio(1, 4) { 2 } else { 3 };
             let compressed = random.random_ratio(1, 3).then_some("zlib");
-            LayerShape { version, compressed, operations: 5, ..LayerShape::qcow2(bits, size) }
+            let subclusters = version == 3 && bits >= 14 && random.random();
+            let operations = if subclusters { 15 } else { 5 };
+            LayerShape { version, compressed, subclusters, operations, ..LayerShape::qcow2(bits, size) }
         })
         .collect();
     if random.random() {
@@ -144,7 +156,7 @@ fn check(depth: usize, bits: std::ops::RangeInclusive<u32>, metadata_cache_bytes
     let disk = Disk::open(&made.top, &options, &resources()).expect("opens");
     assert_map(&disk, &(0..depth).map(read).collect::<Vec<_>>());
     drop(disk);
-    if made.is_raw {
+    if made.is_raw || shapes[depth - 1].subclusters {
         return;
     }
     // The same with an active layer on top, some of it committed.

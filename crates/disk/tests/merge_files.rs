@@ -14,7 +14,7 @@ use index_support::{Chain, Maker, random_chain};
 use rand::Rng as _;
 use vmstrata_disk::merge::{Action, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
-use vmstrata_disk::{CreateOptions, Error, OpenOptions, ResourceOptions, Resources, create};
+use vmstrata_disk::{CreateOptions, Error, ErrorKind, OpenOptions, ResourceOptions, Resources, create};
 use vmstrata_types::{ClusterBits, LayerIndex};
 
 fn resources() -> Arc<Resources> {
@@ -79,6 +79,25 @@ fn a_layer_is_dropped_from_the_middle() {
     assert!(!gone.exists());
     states.assert_same("without layer 2");
     assert_eq!(open_read_only(chain.top()).layers().len(), 4);
+}
+
+#[test]
+fn a_layer_with_subclusters_is_merged_away_and_never_written() {
+    let mut chain = Chain::new();
+    for (number, maker) in [Maker::Ours, Maker::Subclusters, Maker::Ours].into_iter().enumerate() {
+        chain.add(maker, 4 << 20, ClusterBits::DEFAULT);
+        let at = number * 10 + 2;
+        chain.write(number, &[&format!("write -q -P {} {at}k 30k", number + 1), "write -q -P 9 1M 10k"]);
+    }
+    let mut states = States::of(&chain.files);
+    let refused = merge(chain.top(), range(0, 0), &all()).unwrap_err();
+    assert!(matches!(refused.kind(), ErrorKind::Subclusters), "{refused}");
+    assert_eq!(refused.path(), Some(&*chain.files[1]));
+    states.assert_same("refused");
+    merge(chain.top(), range(1, 1), &all()).unwrap();
+    chain.files.remove(1);
+    states.0.remove(1);
+    states.assert_same("without subclusters");
 }
 
 /// Random chains (sizes, cluster sizes, versions, raw bases, with and without indices), random ranges, until little is

@@ -214,14 +214,15 @@ fn every_refcount_width_stays_right() {
     });
 }
 
-/// Layers of random cluster sizes, versions and sizes.
+/// Layers of random cluster sizes, versions and sizes, those below the top with subclusters or without.
 fn some_chain(random: &mut SmallRng, depth: usize, raw_base: bool) -> Vec<LayerShape> {
     let mut layers: Vec<LayerShape> = Vec::new();
-    for _ in 0..depth {
+    for number in 1..=depth {
         let bits = random.random_range(9..=18);
         let size = some_size(random, random_bits(bits));
         let version = if random.random_ratio(1, 4) { 2 } else { 3 };
-        layers.push(LayerShape { version, ..LayerShape::qcow2(bits, size) });
+        let subclusters = number < depth && version == 3 && bits >= 14 && random.random();
+        layers.push(LayerShape { version, subclusters, ..LayerShape::qcow2(bits, size) });
     }
     if raw_base {
         layers[0] = LayerShape::raw(random.random_range(100_000..4_000_000));

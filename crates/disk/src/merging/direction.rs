@@ -256,5 +256,8 @@ fn check_head(top: &Top) -> Result<(), &'static str> {
     if header.snapshot_count > 0 {
         return Err("has internal snapshots");
     }
+    if header.has_subclusters() {
+        return Err("has subclusters");
+    }
     if head.bitmaps.is_some() { Err("has bitmaps") } else { Ok(()) }
 }

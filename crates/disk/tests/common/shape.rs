@@ -14,6 +14,8 @@ pub struct LayerShape {
     pub raw: bool,
     pub cluster_bits: u32,
     pub version: u32,
+    /// Extended L2 entries; for version 3 and clusters of 16 KiB or more.
+    pub subclusters: bool,
     pub refcount_bits: u32,
     /// Bytes; a raw layer's need not be whole sectors.
     pub size: u64,
@@ -35,6 +37,7 @@ impl LayerShape {
             raw: false,
             cluster_bits,
             version: 3,
+            subclusters: false,
             refcount_bits: 16,
             size,
             compressed: None,
@@ -55,6 +58,7 @@ impl LayerShape {
         if self.version > 2 {
             options += &format!(",refcount_bits={}", self.refcount_bits);
             options += if self.left_dirty { ",lazy_refcounts=on" } else { "" };
+            options += if self.subclusters { ",extended_l2=on" } else { "" };
         }
         if let Some(kind) = self.compressed.filter(|kind| *kind != "zlib") {
             options += &format!(",compression_type={kind}");

@@ -37,6 +37,8 @@ pub enum Maker {
     Stock,
     /// By stock tools, version 2.
     Old,
+    /// By stock tools, with extended L2 entries.
+    Subclusters,
     Raw,
 }
 
@@ -102,9 +104,10 @@ impl Chain {
                 };
                 create(&path, &options).expect("creates");
             }
-            Maker::Stock | Maker::Old => {
+            Maker::Stock | Maker::Old | Maker::Subclusters => {
                 let compat = if maker == Maker::Old { "0.10" } else { "1.1" };
-                let options = format!("cluster_size={},compat={compat}", bits.size());
+                let extended = if maker == Maker::Subclusters { "on" } else { "off" };
+                let options = format!("cluster_size={},compat={compat},extended_l2={extended}", bits.size());
                 let (size, below) =
                     (size.to_string(), below.map(|below| below.into_string().expect("UTF-8")));
                 let mut args = vec!["create", "-q", "-f", "qcow2", "-o", &options];
