@@ -24,6 +24,9 @@ pub(crate) struct LoadCommand {
     /// What requests do.
     #[arg(long, value_enum, default_value_t = Kind::Read)]
     kind: Kind,
+    /// Each write is on stable storage when it ends.
+    #[arg(long)]
+    fua: bool,
     /// Bytes of a request.
     #[arg(long, value_parser = parse_size, default_value = "4K")]
     block: u64,
@@ -61,7 +64,8 @@ impl LoadCommand {
         let writes = matches!(self.kind, Kind::Write | Kind::FirstWrite);
         let mut client = Client::connect(&target, 1, !writes)?;
         let time = Duration::from_secs_f64(self.seconds);
-        let load = Load { access, block: self.block as usize, depth: self.depth, time, seed: 1 };
+        let load =
+            Load { access, fua: self.fua, block: self.block as usize, depth: self.depth, time, seed: 1 };
         let outcome = client.run(&load)?;
         let rate = outcome.iops();
         println!("{rate:.0} requests/s, {:.0} MiB/s", rate * self.block as f64 / (1 << 20) as f64);

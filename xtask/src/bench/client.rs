@@ -159,7 +159,8 @@ impl Client {
                 let seed = self.data_seed;
                 pattern::fill(self.bytes(slot, block), at, Writer::client(round), seed);
                 run.written[(at / block as u64) as usize] = true;
-                self.queue.write(at, self.buffer(slot, block), block, slot, ReqFlags::empty());
+                let flags = if run.load.fua { ReqFlags::FUA } else { ReqFlags::empty() };
+                self.queue.write(at, self.buffer(slot, block), block, slot, flags);
             }
         }
         true
@@ -302,7 +303,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut client = Client::connect(&raw_disk(dir.path()), 5, false).unwrap();
         let access = Access::RandomWrite { round: 2 };
-        let load = Load { access, block: 4096, depth: 8, time: Duration::from_millis(2), seed: 3 };
+        let load =
+            Load { access, fua: false, block: 4096, depth: 8, time: Duration::from_millis(2), seed: 3 };
         let outcome = client.run(&load).unwrap();
         assert!(outcome.requests >= 8 && outcome.iops() > 0.0);
         assert!(outcome.written.iter().any(|written| *written));

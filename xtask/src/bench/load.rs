@@ -50,6 +50,8 @@ const STRIDE: u64 = 2_654_435_761;
 pub struct Load {
     /// What requests do.
     pub access: Access,
+    /// Whether each write is on stable storage when it ends.
+    pub fua: bool,
     /// Bytes of a request, a multiple of 512.
     pub block: usize,
     /// Requests in flight.
@@ -166,7 +168,14 @@ mod tests {
 
     #[test]
     fn random_positions_are_blocks_of_the_disk_and_reach_all_of_it() {
-        let load = Load { access: Access::RandomRead, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
+        let load = Load {
+            access: Access::RandomRead,
+            fua: false,
+            block: 4096,
+            depth: 1,
+            time: Duration::ZERO,
+            seed: 1,
+        };
         let mut run = Run::new(&load, 64 * 4096 + 512).unwrap();
         let mut seen = [false; 64];
         for _ in 0..2_000 {
@@ -180,7 +189,7 @@ mod tests {
     #[test]
     fn reads_go_everywhere_and_writes_where_they_may() {
         let access = Access::ReadWrite { round: 3, within: 16 * 4096 };
-        let load = Load { access, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
+        let load = Load { access, fua: false, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
         let mut run = Run::new(&load, 64 * 4096).unwrap();
         let turns: Vec<(Turn, u64)> = (0..1_000).map(|_| run.next().unwrap()).collect();
         let (writes, reads): (Vec<_>, Vec<_>) =
@@ -193,7 +202,7 @@ mod tests {
     #[test]
     fn first_writes_touch_each_cluster_once() {
         let access = Access::FirstWrite { round: 0 };
-        let load = Load { access, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
+        let load = Load { access, fua: false, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
         let mut run = Run::new(&load, 1000 * CLUSTER).unwrap();
         let mut clusters: Vec<u64> = std::iter::from_fn(|| run.next()).map(|(_, at)| at / CLUSTER).collect();
         assert!(!clusters.is_sorted(), "the order is random");

@@ -221,7 +221,7 @@ pub fn read_alone(client: &mut Client, wanted: &[Figure], timing: Timing) -> Res
 /// One run, in the unit of its figure.
 fn read_once(client: &mut Client, reads: Reads, time: Duration, seed: u64) -> Result<f64> {
     let (figure, access, block, depth) = reads;
-    let outcome = client.run(&Load { access, block, depth, time, seed })?;
+    let outcome = client.run(&Load { access, fua: false, block, depth, time, seed })?;
     let per_request = if figure == Figure::Sequential { block as f64 / f64::from(1 << 20) } else { 1.0 };
     Ok(outcome.iops() * per_request)
 }
@@ -277,7 +277,7 @@ pub fn write(sessions: Vec<Session<'_>>, access: Access, timing: Timing) -> Resu
     };
     let mut writing: Vec<_> =
         sessions.into_iter().map(|session| Writing { session, written: Vec::new() }).collect();
-    let load = Load { access, block: 4 << 10, depth: 32, time: timing.run / turns, seed: 0 };
+    let load = Load { access, fua: false, block: 4 << 10, depth: 32, time: timing.run / turns, seed: 0 };
     let rates =
         medians(&mut writing, turns, |one, turn| one.write(&Load { seed: u64::from(3 + turn), ..load }))?;
     writing.into_iter().try_for_each(|one| one.finish(round, timing))?;

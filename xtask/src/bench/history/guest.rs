@@ -49,7 +49,7 @@ impl Guest {
             started: [Duration::ZERO; DEPTH],
             trace: Trace::with_capacity(REQUESTS),
         };
-        let load = Load { access, block: BLOCK, depth: DEPTH, time: TIME_MAX, seed: 5 };
+        let load = Load { access, fua: false, block: BLOCK, depth: DEPTH, time: TIME_MAX, seed: 5 };
         let thread = std::thread::spawn(move || {
             client.run_watched(&load, span, &mut recorder)?;
             Ok((client, recorder.trace))

@@ -20,7 +20,7 @@ mod merging;
 mod opened;
 mod reads;
 mod space;
-mod take;
+pub(super) mod take;
 mod trace;
 
 use std::fs;

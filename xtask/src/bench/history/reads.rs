@@ -109,7 +109,7 @@ impl<'a> Reader<'a> {
 
     /// Reads for `time`; requests a second.
     fn read(&mut self, time: Duration, seed: u64) -> Result<f64> {
-        let load = Load { access: Access::RandomRead, block: 4 << 10, depth: 32, time, seed };
+        let load = Load { access: Access::RandomRead, fua: false, block: 4 << 10, depth: 32, time, seed };
         Ok(self.client.run(&load)?.iops())
     }
 

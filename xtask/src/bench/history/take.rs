@@ -12,7 +12,7 @@ use super::super::server::vmstrata;
 
 /// A snapshot that was taken.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Taken {
+pub(in super::super) struct Taken {
     /// From starting the command to its end.
     pub(super) command: Duration,
     /// For how long the server says that it held writes.
@@ -20,7 +20,7 @@ pub(super) struct Taken {
 }
 
 /// Takes snapshots of one disk.
-pub(super) trait Take {
+pub(in super::super) trait Take {
     /// Takes the next one.
     ///
     /// # Errors
@@ -29,9 +29,9 @@ pub(super) trait Take {
 }
 
 /// `vmstrata snapshot create`.
-pub(super) struct Vmstrata {
-    pub(super) disk: PathBuf,
-    pub(super) control: PathBuf,
+pub(in super::super) struct Vmstrata {
+    pub(in super::super) disk: PathBuf,
+    pub(in super::super) control: PathBuf,
 }
 
 impl Take for Vmstrata {
@@ -79,7 +79,7 @@ impl Take for Qemu {
 ///
 /// # Errors
 /// When it does not start or fails, with its words.
-pub(super) fn timed(command: &mut Command) -> Result<(Vec<u8>, Duration)> {
+pub(in super::super) fn timed(command: &mut Command) -> Result<(Vec<u8>, Duration)> {
     let start = Instant::now();
     let program = Path::new(command.get_program()).to_owned();
     let output = command.output().with_context(|| format!("cannot start {}", program.display()))?;

@@ -1,0 +1,360 @@
+//! `cargo xtask bench fresh`: a disk without any history, and what its first snapshots cost.
+//!
+//! ```text
+//!   reads, overwrites, FUA   a full disk of one layer, served for writing, beside QEMU and a raw file
+//!   first writes             an overlay on it, by both
+//!   snapshots                one every few seconds under a guest that writes, and none
+//!      └──► report (rows beside their bounds) ──► docs/measurements/fresh.json, docs/snapshots.md
+//! ```
+//!
+//! Who is compared takes turns in one round; a ratio is taken from one round, and the median of the rounds is judged.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::client::{Client, Target};
+use super::history::take::{Take as _, Vmstrata, timed};
+use super::load::{Access, Load};
+use super::machine::{by_turns, settle, touch_free_memory};
+use super::report::{Report, Row};
+use super::results::median;
+use super::server::{self, Disk, Kind, Server, vmstrata};
+use super::shown::Shown;
+use crate::chain::{self, Base, Plan, Spec};
+
+/// Where the results are kept.
+pub const SHOWN: Shown = Shown {
+    file: "docs/measurements/fresh.json",
+    summary: "docs/snapshots.md",
+    page: "docs/measurements/fresh.md",
+    mark: "bench:fresh",
+};
+
+const SEED: u64 = 20_261_127;
+const CLUSTER: u64 = 64 << 10;
+const BLOCK: usize = 4 << 10;
+/// Turns that each takes in a round.
+const TURNS: u64 = 6;
+/// First writes by which the bytes of one are counted, and the disk they are spread over.
+const COUNTED: usize = 1000;
+const LARGE: u64 = 50 << 30;
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Rounds.
+    pub rounds: u32,
+    /// Of each turn.
+    pub turn: Duration,
+    /// Between two snapshots.
+    pub every: Duration,
+    /// Snapshots in a round.
+    pub snapshots: usize,
+    /// Where files are made, and removed at the end.
+    pub dir: PathBuf,
+    /// Root of the repository, to write results into; `None` prints only.
+    pub publish: Option<PathBuf>,
+}
+
+impl Options {
+    /// The benchmark of the bounds.
+    pub fn full(dir: PathBuf) -> Self {
+        let (turn, every) = (Duration::from_millis(250), Duration::from_secs(4));
+        Self { size: 4 << 30, rounds: 5, turn, every, snapshots: 5, dir, publish: None }
+    }
+
+    /// Everything once, small; its figures mean little.
+    pub fn quick(dir: PathBuf) -> Self {
+        let (turn, every) = (Duration::from_millis(50), Duration::from_millis(200));
+        Self { size: 256 << 20, rounds: 1, turn, every, snapshots: 2, dir, publish: None }
+    }
+}
+
+/// Someone with a disk of its own, and a client.
+struct Side {
+    client: Client,
+    /// The floor has none.
+    server: Option<Server>,
+}
+
+impl Side {
+    fn start(kind: Kind, path: &Path) -> Result<Self> {
+        if kind == Kind::Floor {
+            let client = Client::connect(&Target::RawFile(path.to_owned()), SEED, false)?;
+            return Ok(Self { client, server: None });
+        }
+        let disk = Disk { path: path.to_owned(), writable: true, backing: path.parent().map(Path::to_owned) };
+        let mut server = Server::start(kind, &disk)?;
+        Ok(Self { client: server.connect(SEED, false)?, server: Some(server) })
+    }
+
+    fn stop(self) -> Result<()> {
+        drop(self.client);
+        self.server.map_or(Ok(()), Server::stop)
+    }
+}
+
+/// Runs the benchmark and, when asked to, writes its files.
+///
+/// # Errors
+/// When a server or a tool fails, or files cannot be written.
+pub fn run(options: &Options) -> Result<Report> {
+    ensure!(vmstrata().exists(), "build vmstrata first: cargo build --release");
+    server::raise_file_limit()?;
+    fs::create_dir_all(&options.dir)?;
+    let dir = tempfile::Builder::new().prefix("fresh-").tempdir_in(&options.dir)?;
+    let mut report = Report::new("qemu-storage-daemon", parameters(options));
+    one_layer(options, dir.path(), &mut report)?;
+    first_writes(options, dir.path(), &mut report)?;
+    counted(dir.path(), &mut report)?;
+    snapshots(options, dir.path(), &mut report)?;
+    SHOWN.publish(options.publish.as_deref(), &report)?;
+    Ok(report)
+}
+
+/// Each row of a full disk: what is done, by how many at once, and the peers with their bounds.
+const ROWS: [(&str, Access, bool, usize, &[(Kind, Option<f64>)]); 5] = {
+    use Kind::{Floor, Qemu};
+    let (read, write) = (Access::RandomRead, Access::RandomWrite { round: 0 });
+    [
+        ("random reads, QD32", read, false, 32, &[(Floor, Some(1.3)), (Qemu, None)]),
+        ("random reads, QD1", read, false, 1, &[(Floor, None), (Qemu, Some(5.0))]),
+        ("overwrites, QD32", write, false, 32, &[(Floor, Some(1.0)), (Qemu, None)]),
+        ("overwrites, each FUA, QD1", write, true, 1, &[(Floor, Some(0.85)), (Qemu, None)]),
+        ("overwrites, each FUA, QD16", write, true, 16, &[(Floor, Some(2.0)), (Qemu, None)]),
+    ]
+};
+
+/// Reads and overwrites of a disk all of whose clusters are there.
+fn one_layer(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let kinds = [Kind::Vmstrata, Kind::Floor, Kind::Qemu];
+    let images = kinds.iter().map(|&kind| full(options.size, kind, dir)).collect::<Result<Vec<_>>>()?;
+    rustix::fs::sync();
+    let mut sides: Vec<(Kind, Side)> = Vec::new();
+    for (kind, image) in kinds.into_iter().zip(&images) {
+        sides.push((kind, Side::start(kind, image)?));
+    }
+    for (what, access, fua, depth, peers) in ROWS {
+        settle();
+        let mut rates: [Vec<f64>; 3] = Default::default();
+        for round in 0..options.rounds {
+            let mut turns: [Vec<f64>; 3] = Default::default();
+            for turn in 0..=TURNS {
+                let seed = u64::from(round) * (TURNS + 1) + turn;
+                let load = Load { access, fua, block: BLOCK, depth, time: options.turn, seed };
+                let mut order = [0, 1, 2];
+                by_turns(&mut order, turn as u32);
+                for side in order {
+                    let rate = sides[side].1.client.run(&load)?.iops();
+                    // The first turn warms up.
+                    turns[side].extend((turn > 0).then_some(rate));
+                }
+            }
+            rates.iter_mut().zip(&turns).for_each(|(rates, turns)| rates.push(median(turns)));
+        }
+        let name = |what: &str| format!("4 KiB {what}");
+        report.add(Row::median(&name(what), "IOPS", &rates[0]).beside(median(&rates[2])));
+        for &(peer, bound) in peers {
+            let place = kinds.iter().position(|kind| *kind == peer).context("a peer that takes part")?;
+            let ratios: Vec<f64> = rates[0].iter().zip(&rates[place]).map(|(own, peer)| own / peer).collect();
+            let row = Row::median(&format!("{}: vmstrata / {}", name(what), peer.label()), "", &ratios);
+            report.add(match bound {
+                Some(bound) => row.at_least(bound),
+                None => row,
+            });
+        }
+    }
+    sides.into_iter().try_for_each(|(_, side)| side.stop())
+}
+
+/// An image all of whose clusters are there, in a directory of its own; a raw one for the floor.
+fn full(size: u64, kind: Kind, dir: &Path) -> Result<PathBuf> {
+    let dir = dir.join(kind.label());
+    let plan =
+        Plan { layers: 1, size, cluster_size: CLUSTER, fill: 1.0, overlap: 0.0, compress: 0.0, seed: SEED };
+    let base = if kind == Kind::Floor { Base::Raw } else { Base::Qcow2 };
+    let manifest = chain::generate(&dir, &Spec { plan, base, backing_format: true, from_raw: None })?;
+    Ok(manifest.top(&dir))
+}
+
+/// Who writes to overlays, and how the overlay is made.
+const OVERLAYS: [(&str, Kind, &[&str]); 3] = [
+    ("vmstrata", Kind::Vmstrata, &[]),
+    ("QEMU", Kind::Qemu, &[]),
+    ("QEMU, extended_l2=on", Kind::Qemu, &["-o", "extended_l2=on,cluster_size=128k"]),
+];
+
+/// First writes of an overlay on one layer: each alone, as they fill new memory.
+fn first_writes(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let base = full(options.size, Kind::Qemu, &dir.join("below"))?;
+    rustix::fs::sync();
+    let mut rates: [Vec<f64>; 3] = Default::default();
+    for round in 0..options.rounds {
+        let mut order: Vec<_> = OVERLAYS.iter().zip(&mut rates).collect();
+        by_turns(&mut order, round);
+        for ((_, kind, flags), rates) in order {
+            let path = base.with_file_name("overlay.qcow2");
+            if *kind == Kind::Vmstrata {
+                // As a snapshot makes it.
+                timed(Command::new(vmstrata()).args(["create", "-b"]).arg(&base).arg(&path))?;
+            } else {
+                let mut create = Command::new("qemu-img");
+                create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]).arg(&base);
+                timed(create.args(*flags).arg(&path))?;
+            }
+            touch_free_memory(2 << 30);
+            let mut side = Side::start(*kind, &path)?;
+            let access = Access::FirstWrite { round: round as u16 };
+            let time = options.turn * 4;
+            let load = Load { access, fua: false, block: BLOCK, depth: 32, time, seed: u64::from(round) };
+            rates.push(side.client.run(&load)?.iops());
+            side.stop()?;
+            fs::remove_file(&path)?;
+        }
+    }
+    let name = "4 KiB first writes after a snapshot, QD32";
+    report.add(Row::median(name, "IOPS", &rates[0]).beside(median(&rates[1])));
+    for (peer, bound) in [(1, 5.0), (2, 1.2)] {
+        let ratios: Vec<f64> = rates[0].iter().zip(&rates[peer]).map(|(own, peer)| own / peer).collect();
+        let name = format!("{name}: vmstrata / {}", OVERLAYS[peer].0);
+        report.add(Row::median(&name, "", &ratios).at_least(bound));
+    }
+    Ok(())
+}
+
+/// Bytes that go to the host for a first write, no flush between, with what freezing the layer writes.
+fn counted(dir: &Path, report: &mut Report) -> Result<()> {
+    let (base, path) = (dir.join("large.qcow2"), dir.join("counted.qcow2"));
+    let made = |command: &mut Command| timed(command).map(drop);
+    // Sparse: its clusters are there, and read as zeros.
+    made(
+        Command::new("qemu-img")
+            .args(["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata"])
+            .arg(&base)
+            .arg(LARGE.to_string()),
+    )?;
+    made(Command::new(vmstrata()).args(["create", "-b"]).arg(&base).arg(&path))?;
+    let mut side = Side::start(Kind::Vmstrata, &path)?;
+    let server = side.server.as_ref().context("a server")?;
+    let (pid, control) = (server.id(), server.control());
+    let before = written_by(pid)?;
+    for index in 0..COUNTED as u64 {
+        let at = chain::pattern::mix(index) % (LARGE / BLOCK as u64) * BLOCK as u64;
+        side.client.write(at, BLOCK, chain::pattern::Writer::client(0))?;
+    }
+    Vmstrata { disk: path.clone(), control }.take("counted")?;
+    // Its index is written afterwards, at leisure.
+    let bytes = settled(|| written_by(pid))? - before;
+    report.add(
+        Row::median(
+            "bytes written to the host per 4 KiB first write",
+            "KiB",
+            &[bytes as f64 / COUNTED as f64 / 1024.0],
+        )
+        .at_most(10.0),
+    );
+    side.stop()
+}
+
+/// Waits until a number stays the same for half a second.
+fn settled(look: impl Fn() -> Result<u64>) -> Result<u64> {
+    let mut last = look()?;
+    loop {
+        thread::sleep(Duration::from_millis(500));
+        let now = look()?;
+        if now == last {
+            return Ok(now);
+        }
+        last = now;
+    }
+}
+
+/// Bytes that a process has handed to the host in write calls.
+fn written_by(pid: u32) -> Result<u64> {
+    let io = fs::read_to_string(format!("/proc/{pid}/io"))?;
+    let line = io.lines().find_map(|line| line.strip_prefix("wchar:")).context("bytes written")?;
+    Ok(line.trim().parse()?)
+}
+
+/// A guest that writes at random all the time, with a snapshot every few seconds and without.
+fn snapshots(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let (mut with, mut without, mut ratios, mut growth) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for round in 0..options.rounds {
+        let mut order = [true, false];
+        by_turns(&mut order, round);
+        let mut pair = [0.0; 2];
+        for taken in order {
+            let dir = tempfile::tempdir_in(dir)?;
+            let path = full(options.size, Kind::Vmstrata, dir.path())?;
+            rustix::fs::sync();
+            settle();
+            let mut side = Side::start(Kind::Vmstrata, &path)?;
+            let control = side.server.as_ref().context("a server")?.control();
+            let mut take = Vmstrata { disk: path.clone(), control };
+            let before = blocks_in(&path)?;
+            let (began, mut requests, mut distinct) = (Instant::now(), 0, 0);
+            for number in 0..options.snapshots as u64 {
+                let access = Access::RandomWrite { round: 0 };
+                let seed = u64::from(round) << 8 | number;
+                let load = Load { access, fua: false, block: BLOCK, depth: 8, time: options.every, seed };
+                let outcome = thread::scope(|scope| -> Result<_> {
+                    let snapshot = taken.then(|| scope.spawn(|| take.take(&format!("s{number}"))));
+                    let outcome = side.client.run(&load)?;
+                    snapshot.map(|thread| thread.join().expect("no panic")).transpose()?;
+                    Ok(outcome)
+                })?;
+                requests += outcome.requests;
+                distinct += outcome.written.iter().filter(|written| **written).count() * BLOCK;
+            }
+            let rate = requests as f64 / began.elapsed().as_secs_f64();
+            side.stop()?;
+            pair[usize::from(taken)] = rate;
+            if taken {
+                with.push(rate);
+                growth.push((blocks_in(&path)? - before) as f64 / distinct as f64);
+            } else {
+                without.push(rate);
+            }
+        }
+        ratios.push(pair[1] / pair[0]);
+    }
+    let name = |what: &str| {
+        format!("4 KiB random writes, QD8, a snapshot every {} s{what}", options.every.as_secs())
+    };
+    report.add(Row::median(&name(""), "IOPS", &with));
+    report.add(Row::median("the same without snapshots", "IOPS", &without));
+    report.add(Row::median(&name(" / without"), "", &ratios).at_least(0.8));
+    report.add(Row::median("growth of the disk / bytes written in each layer", "", &growth).at_most(1.3));
+    Ok(())
+}
+
+/// Bytes allocated in the directory of a file.
+fn blocks_in(path: &Path) -> Result<u64> {
+    let mut bytes = 0;
+    for entry in fs::read_dir(path.parent().context("a directory")?)? {
+        bytes += entry?.metadata()?.blocks() * 512;
+    }
+    Ok(bytes)
+}
+
+fn parameters(options: &Options) -> Vec<(String, String)> {
+    let named = |name: &str, value: String| (name.to_owned(), value);
+    vec![
+        named("disk", format!("{} MiB, all of its 64 KiB clusters there, warm", options.size >> 20)),
+        named("served for writing", "cache=host; QEMU: cache=writeback".into()),
+        named(
+            "rounds",
+            format!("{}, of {TURNS} turns of {} ms each", options.rounds, options.turn.as_millis()),
+        ),
+        named("floor", "io_uring on a raw file through the page cache; FUA as RWF_DSYNC".into()),
+        named("all of it", "cargo xtask bench fresh".into()),
+    ]
+}
